@@ -72,11 +72,15 @@ class FoXConfig(SoftmaxConfig):
 
     @classmethod
     def for_width(cls, hidden_size: int) -> FoXConfig:
-        """Return the config with the Pro block, with heads of 64 channels and at least four heads."""
+        """Return the config of forgetting attention for a model of width `hidden_size`, with the Pro block, with heads
+        of 64 channels and at least four heads.
+        """
         return cls(num_heads=hidden_size // min(64, hidden_size // 4))
 
     def validate(self, hidden_size: int) -> None:
-        """Raise ValueError if a field is not accepted."""
+        """Raise ValueError if a field of this config of forgetting attention is not accepted, or does not fit a model
+        of width `hidden_size`.
+        """
         super().validate(hidden_size)
         checks.one_of(self, "forget_gate", self.forget_gate, FORGET_GATES)
         checks.positive(self, output_norm_eps=self.output_norm_eps)
@@ -168,7 +172,9 @@ class FoX(Softmax):
         return None if times is None else -1 / jnp.array(times, jnp.float32)
 
     def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
-        """Return keys, values and forget gates."""
+        """Return the arguments of `attention` that update the memory, by name, and the context: keys, values, and the
+        log forget gates of each head.
+        """
         written, context = super().write(x, context)
         return dict(written, log_forget=self.log_forget(x)), context
 
@@ -209,14 +215,18 @@ class FoX(Softmax):
         return mixed(y, earlier, share(x, dtype=wide)), context
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Normalise each head and multiply by the gate, if the config has them, and project."""
+        """Return the layer's output [B, T, D] of the memory's output o [B, T, H, V], and the context: normalise each
+        head and multiply by the gate sigmoid(x W_g), if the config has them, and project.
+        """
         y = merge_heads(o if self.norm is None else self.norm(o))
         return self.o_proj(
             y if self.g_proj is None else y * jax.nn.sigmoid(self.g_proj(x))
         ), context
 
     def options(self) -> dict[str, Any]:
-        """Return the op's constant arguments."""
+        """Return the keyword arguments of `attention` that do not depend on the input: those of softmax attention, and
+        whether to prune.
+        """
         return dict(super().options(), prune=self.config.prune)
 
 

@@ -77,7 +77,9 @@ class LigerConfig(RecurrentConfig, SoftmaxConfig):
 
     @classmethod
     def for_width(cls, hidden_size: int) -> LigerConfig:
-        """Return the config with the proportions of softmax attention, and two query heads for each key head."""
+        """Return the config of Liger for a model of width `hidden_size`, with the proportions of softmax attention, and
+        two query heads for each key head.
+        """
         heads = SoftmaxConfig.for_width(hidden_size).num_heads
         return cls(num_heads=heads, num_kv_heads=max(1, heads // 2))
 
@@ -101,7 +103,9 @@ class LigerConfig(RecurrentConfig, SoftmaxConfig):
         return _TEMPERATURE.get(self.gate, 1.0) if given is None else given
 
     def validate(self, hidden_size: int) -> None:
-        """Raise ValueError if a field is not accepted."""
+        """Raise ValueError if a field of this config of Liger is not accepted, or does not fit a model of width
+        `hidden_size`.
+        """
         super().validate(hidden_size)
         self.validate_fields()
         checks.one_of(self, "gate", self.gate, GATES)
@@ -202,7 +206,9 @@ class Liger(Softmax):
         self.q_map, self.k_map = learned(config.num_heads), learned(config.kv_heads())
 
     def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Return the memory's queries; the window's queries are in the context, as `saved["q"]`."""
+        """Return the queries [B, T, H, K] with which tokens x [B, T, D] read the memory, and the context, which holds
+        those of the window as `saved["q"]`.
+        """
         q = split_heads(self.q_proj(x), self.config.num_heads)
         context = context.add(saved={"q": self._rotated(q, self.q_norm, context)})
         q = q if self.q_norm is None else self.q_norm(q)

@@ -51,7 +51,9 @@ class LolcatsConfig(RecurrentConfig, SoftmaxConfig):
 
     @classmethod
     def for_width(cls, hidden_size: int) -> LolcatsConfig:
-        """Return the config with the proportions of softmax attention, and two query heads for each key head."""
+        """Return the config of LoLCATs for a model of width `hidden_size`, with the proportions of softmax attention,
+        and two query heads for each key head.
+        """
         heads = SoftmaxConfig.for_width(hidden_size).num_heads
         size = min(64, hidden_size // heads)
         return cls(num_heads=heads, num_kv_heads=max(1, heads // 2), feature_dim=size)
@@ -71,7 +73,9 @@ class LolcatsConfig(RecurrentConfig, SoftmaxConfig):
         return SoftmaxConfig(**fields)
 
     def validate(self, hidden_size: int) -> None:
-        """Raise ValueError if a field is not accepted."""
+        """Raise ValueError if a field of this config of LoLCATs is not accepted, or does not fit a model of width
+        `hidden_size`.
+        """
         super().validate(hidden_size)
         self.validate_fields()
         checks.positive(self, feature_dim=self.feature_dim)

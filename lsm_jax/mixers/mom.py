@@ -87,8 +87,8 @@ class MoMConfig:
 
     @classmethod
     def for_width(cls, hidden_size: int) -> MoMConfig:
-        """Return the config with the published proportions: four memories, two for each token, and a shared
-        one, of Gated DeltaNet with four heads of 256.
+        """Return the config of Mixture-of-Memories for a model of width `hidden_size`, with the published proportions:
+        four memories, two for each token, and a shared one, of Gated DeltaNet with four heads of 256.
         """
         head_dim = min(256, hidden_size // 4)
         return cls(mixer=GatedDeltaNetConfig(num_heads=4, head_dim=head_dim, expand_v=1.0))
@@ -98,7 +98,9 @@ class MoMConfig:
         return self.num_memories + self.shared_memory
 
     def validate(self, hidden_size: int) -> None:
-        """Raise ValueError if a field is not accepted."""
+        """Raise ValueError if a field of this config of Mixture-of-Memories is not accepted, or does not fit a model of
+        width `hidden_size`.
+        """
         checks.fields(self)
         able = [m for m in METHODS.values() if m.module.memory_parts]
         if type(self.mixer) not in [m.config for m in able]:
@@ -152,7 +154,9 @@ class _Part(NamedTuple):
 
 
 class MoM(Mixer):
-    """The layer of Mixture-of-Memories; see `MoMConfig`."""
+    """The layer of Mixture-of-Memories: a mixer that maps [B, T, D] to [B, T, D]; `MoMConfig` says what its options
+    mean.
+    """
 
     uses_depth = True
     has_losses = True

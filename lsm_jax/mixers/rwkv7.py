@@ -59,8 +59,8 @@ class RWKV7Config(RecurrentConfig):
 
     @classmethod
     def for_width(cls, hidden_size: int) -> RWKV7Config:
-        """Return the config with the published proportions: heads of 64 channels, smaller ones below width
-        256.
+        """Return the config of RWKV7 for a model of width `hidden_size`, with the published proportions: heads of 64
+        channels, smaller ones below width 256.
         """
         head_dim = min(64, hidden_size // 4)
         return cls(head_dim=head_dim, norm_eps=head_dim * 1e-5)
@@ -77,7 +77,9 @@ class RWKV7Config(RecurrentConfig):
         return {n: published(default[n]) if r is None else r for n, r in given.items()}
 
     def validate(self, hidden_size: int) -> None:
-        """Raise ValueError if a field is not accepted."""
+        """Raise ValueError if a field of this config of RWKV7 is not accepted, or does not fit a model of width
+        `hidden_size`.
+        """
         self.validate_fields()
         checks.divides(self, "head_dim", self.head_dim, "hidden_size", hidden_size)
         if self.head_dim < 2:
@@ -190,14 +192,17 @@ class RWKV7(Mixer):
         return x + step_back * share
 
     def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Return r, the receptance."""
+        """a projection of x mixed with the token before, and the context.
+
+        `write` finds r as `saved["r"]`.
+        """
         step_back, context = self._step_back(x, context)
         r = split_heads(self.r_proj(self._mixed("r", x, step_back)), self.num_heads)
         return r, context.add(saved={"r": r})
 
     def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
-        """Return the keys to add, the values, the two vectors of the removal, and the decay of each key
-        channel.
+        """Return the arguments of `dplr_memory` that update the memory, by name, and the context: the keys to add, the
+        values, the vectors a and b [B, T, H, K] of the rank-one removal aᵀ b, and the log decay of each key channel.
         """
         heads, wide = self.num_heads, jnp.promote_types(x.dtype, jnp.float32)
 
@@ -243,17 +248,23 @@ class RWKV7(Mixer):
         return v + (first - v) * share, context.add(shared={"v_first": first})
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Normalise each head, add the token's value times r · k̃, multiply by the gate, and project."""
+        """Return the layer's output [B, T, D] of the memory's output o [B, T, H, V], and the context: normalise each
+        head, add the token's value weighted by its receptance and key, multiply by the gate, and project.
+        """
         y = merge_heads(self.norm(o) + context.bypass["current"])
         step_back, context = self._step_back(x, context)
         return self.o_proj(y * self.gate(self._mixed("g", x, step_back))), context
 
     def options(self) -> dict[str, Any]:
-        """Return the op's constant arguments; queries are not scaled."""
+        """Return the keyword arguments of `dplr_memory` that do not depend on the input; the scale is 1, so that
+        queries are not scaled.
+        """
         return dict(super().options(), scale=1.0)
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.DeltaState:
-        """Return the empty memory."""
+        """Return the state before any token: a memory of zeros [B, H, K, V] in float32 for `batch_size` rows;
+        `max_length` and `dtype` do not affect it.
+        """
         head_dim = self.config.head_dim
         return ops.delta_state(batch_size, self.num_heads, head_dim, head_dim)
 

@@ -55,8 +55,8 @@ class SoftmaxConfig:
 
     @classmethod
     def for_width(cls, hidden_size: int) -> SoftmaxConfig:
-        """Return the config with the customary proportions: heads of 64 channels up to width 1024, of 128
-        beyond.
+        """Return the config of softmax attention for a model of width `hidden_size`, with the customary proportions:
+        heads of 64 channels up to width 1024, of 128 beyond.
         """
         head_dim = min(128 if hidden_size > 1024 else 64, hidden_size // 4)
         return cls(num_heads=hidden_size // head_dim)
@@ -70,7 +70,9 @@ class SoftmaxConfig:
         return hidden_size // self.num_heads if self.head_dim is None else self.head_dim
 
     def validate(self, hidden_size: int) -> None:
-        """Raise ValueError if a field is not accepted."""
+        """Raise ValueError if a field of this config of softmax attention is not accepted, or does not fit a model of
+        width `hidden_size`.
+        """
         checks.fields(self)
         if self.head_dim is None:
             checks.divides(self, "num_heads", self.num_heads, "hidden_size", hidden_size)
@@ -119,7 +121,9 @@ class SoftmaxConfig:
 
 
 class Softmax(Mixer):
-    """The layer of softmax attention; see `SoftmaxConfig`."""
+    """The layer of softmax attention: a mixer that maps [B, T, D] to [B, T, D]; `SoftmaxConfig` says what its options
+    mean.
+    """
 
     op = ops.attention
     uses_positions = True
@@ -147,12 +151,16 @@ class Softmax(Mixer):
         return x if base is None else rotate(x, context.positions, base=base, scaling=scaling)
 
     def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Return the queries, rotated if the config says so."""
+        """Return the queries [B, T, H, K] of tokens x [B, T, D], normalised and rotated by their positions where the
+        config says so, and the context.
+        """
         q = split_heads(self.q_proj(x), self.config.num_heads)
         return self._rotated(q, self.q_norm, context), context
 
     def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
-        """Return the keys, rotated if the config says so, and the values."""
+        """Return the arguments of `attention` that update the memory, by name, and the context: keys [B, T, G, K],
+        normalised and rotated by their positions where the config says so, and values [B, T, G, K].
+        """
         heads = self.config.kv_heads()
         keys, context = self.keys(x, context)
         values, context = self.values(x, context)
@@ -168,11 +176,15 @@ class Softmax(Mixer):
         return self.v_proj(x), context
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Project the heads' outputs."""
+        """Return the layer's output [B, T, D] of the memory's output o [B, T, H, V], and the context: project the heads
+        together.
+        """
         return self.o_proj(merge_heads(o)), context
 
     def options(self) -> dict[str, Any]:
-        """Return the op's constant arguments."""
+        """Return the keyword arguments of `attention` that do not depend on the input: the window, and the names of
+        backends.
+        """
         return dict(window=self.config.window, implementation=self.config.implementation)
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.AttentionState:
