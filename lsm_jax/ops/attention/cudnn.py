@@ -52,7 +52,7 @@ REQUIREMENTS = (
 
 
 def run(call: Call) -> jax.Array:
-    """Compute the output [B, T, H, V] by cuDNN."""
+    """Compute the output [B, T, H, V] of softmax attention by cuDNN's fused kernel."""
     q, k, v = (call.arguments[n] for n in "qkv")
     window, scale = call.options.window, call.options.scale
     local = None if window is None else (window - 1, 0)
@@ -92,7 +92,9 @@ def partly_mapped() -> bool:
 
 
 def _unmapped_axes() -> tuple[str, ...]:
-    """Return the axes of the mesh that are not mapped; none if no axis is mapped."""
+    """Return the names of the mesh's axes over which the program is not yet mapped to single devices; empty if no axis
+    of the mesh is mapped.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     unmapped = tuple(name for name, kind in kinds if kind != AxisType.Manual)

@@ -33,7 +33,10 @@ class GateSum(NamedTuple):
 
 @jax.custom_jvp
 def add_sums(a: GateSum, b: GateSum) -> GateSum:
-    """a + b. The derivative is that of `high` alone, since only `high + low` has a meaning."""
+    """Add two sums of log forget gates, each stored as a rounded number `high` and its rounding error `low`.
+
+    The derivative is that of `high` alone, since only `high + low` has a meaning.
+    """
     rounded = a.high + b.high
     added = rounded - a.high  # the part of b.high that the rounded sum contains
     error = (a.high - (rounded - added)) + (b.high - added)

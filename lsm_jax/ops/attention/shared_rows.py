@@ -95,7 +95,9 @@ def tokens_per_device(length: int, devices: int) -> int:
 
 
 def block_size(length: int) -> int:
-    """The number of tokens in a block, on a device with `length` tokens, an even number."""
+    """Return the number of tokens in each block of queries or keys, on a device with `length` tokens of each row, an
+    even number.
+    """
     part = length // 2
     return min(_LARGEST_BLOCK, part & -part)
 
@@ -141,7 +143,8 @@ def attend(axis: str, plan: Plan, q: Array, of_queries: tuple, keys: Keys) -> Ar
 
 
 def attend_fused(axis: str, run: Callable[[Array, Array], Array], q: Array) -> Array:
-    """The outputs of this device's tokens, [B, T, N, V], by a kernel.
+    """Return softmax attention's outputs for this device's tokens, [B, T, N, V], computed by a kernel that is called on
+    two parts of the row, so that all devices have equal work under the causal mask.
 
     Args:
         axis: the mesh axis that rows are split over.
@@ -181,7 +184,11 @@ def _to_pairs(axis: str, devices: int, x: Array) -> Array:
 
 
 def _from_pairs(axis: str, devices: int, x: Array) -> Array:
-    """The inverse of `_to_pairs`."""
+    """Exchange x [2, B, T / 2, ...] between the devices that share a row, so that each has its own T consecutive tokens
+    again: [B, T, ...].
+
+    On device r of n, x holds parts r and 2n - 1 - r of the row's 2n equal parts, as `_to_pairs` returns them.
+    """
     even = jax.lax.axis_index(axis) % 2 == 0
     halves = (jnp.where(even, x[0], x[1]), jnp.where(even, x[1], x[0]))
     returned = (
@@ -215,7 +222,9 @@ def _steps(
 
 
 def _block_of_keys(plan: Plan, keys: Keys, index: Array) -> Keys:
-    """The block of keys with index `index`."""
+    """Return block number `index` of the keys (and of what belongs to them, such as their values): `plan.block`
+    consecutive tokens, cut from the arrays [B, T, ...] of `keys`.
+    """
     return jax.tree.map(
         lambda x: jax.lax.dynamic_slice_in_dim(x, index * plan.block, plan.block, axis=1), keys
     )

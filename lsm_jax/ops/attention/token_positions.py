@@ -31,7 +31,9 @@ class TokenPositions(NamedTuple):
 def token_positions(
     tokens: Tokens, state: AttentionState, batch: int, length: int
 ) -> TokenPositions:
-    """The positions of a call's tokens, which follow the tokens of the state."""
+    """Return, for each token of a call of `attention`, its document, its rank among the written tokens, which continues
+    after those that the state has counted, and whether it is written.
+    """
     written = tokens.written
     if written is None:
         written = jnp.ones((batch, length), bool)
@@ -143,7 +145,9 @@ class StoredTokens(NamedTuple):
 
 
 def stored_in_order(state: AttentionState) -> StoredTokens:
-    """The tokens of the state's ring buffers in the order of time."""
+    """Return the keys and values that the state's ring buffers store, in the order of time instead of the order of
+    storage.
+    """
     capacity = state.keys.shape[1]
     place = jnp.arange(capacity)
     index = (state.count[:, None] + place) % capacity  # of the token with rank count - C + place

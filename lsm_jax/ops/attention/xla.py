@@ -39,7 +39,7 @@ class AttentionOptions(NamedTuple):
 
 
 def run_xla(call: Call) -> Array:
-    """The output in v's dtype, computed by XLA."""
+    """Compute the output [B, T, H, V] of softmax attention by XLA, in v's dtype."""
     options = call.options
     q, k, v, sums, positions, state = (
         call.arguments[n] for n in ("q", "k", "v", "sums", "positions", "state")

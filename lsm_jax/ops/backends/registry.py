@@ -31,7 +31,7 @@ class Call(NamedTuple):
 
     @property
     def length(self) -> int:
-        """T, the number of tokens."""
+        """T, the number of tokens of each row in the call's arrays."""
         return next(self.arguments[name].shape[1] for name in "qux" if name in self.arguments)
 
     @property
@@ -86,7 +86,9 @@ class Backend:
     concerns: Callable[[Call], bool] = lambda call: True
 
     def unsupported(self, call: Call) -> str | None:
-        """The first requirement that the call does not meet, in words; None if the backend supports the call."""
+        """Return, in words, the first requirement of this backend that the call of an op does not meet; None if the
+        backend supports the call.
+        """
         return first_unmet(self.requirements, call) or self.more(call)
 
 
@@ -106,17 +108,17 @@ def register(op: str, *backends: Backend, first: bool = True) -> None:
 
 
 def unregister(op: str, *backends: Backend) -> None:
-    """Remove backends from an op."""
+    """Remove the given backends from those that can compute the op called `op`, such as "linear_memory"."""
     _BACKENDS[op] = tuple(b for b in _BACKENDS[op] if b not in backends)
 
 
 def backends_of(op: str) -> tuple[Backend, ...]:
-    """The op's backends in order of preference."""
+    """Return the backends that are registered for the op called `op`, the preferred one first; empty if there is none."""
     return _BACKENDS.get(op, ())
 
 
 def names_of(backends: Iterable[Backend]) -> tuple[str, ...]:
-    """The names of backends, each once: "xla" first, then in order of preference."""
+    """Return the names of the given backends, each once: "xla" first, and the others in order of preference."""
     names = dict.fromkeys(backend.name for backend in backends)
     return tuple(sorted(names, key=lambda name: name != "xla"))
 

@@ -31,7 +31,9 @@ class Static(NamedTuple):
 
 
 def static_of(op: str, options: Any, implementation: str | tuple[str, ...] | None) -> Static:
-    """The `Static` of a call."""
+    """Return what defines a call of the op besides its arrays (its name, options, `implementation` and present
+    backends), as a hashable `Static` by which compiled programs are cached.
+    """
     return Static(op, options, implementation, backends_of(op))
 
 

@@ -44,7 +44,9 @@ class Selection(NamedTuple):
         return for_platform(default, **branches)
 
     def only(self, name: str) -> bool:
-        """Whether all backends have this name."""
+        """Return whether every backend that was selected for this call of an op is called `name`, so that no platform
+        runs another.
+        """
         return all(backend.name == name for backend in self.backends)
 
     def on_mesh(self) -> Selection:
@@ -99,7 +101,9 @@ def select(call: Call) -> Selection:
 
 
 def _covered(backend: Backend, selected: list[Backend]) -> bool:
-    """Whether the backends in `selected` cover every platform of `backend`."""
+    """Return whether the backends in `selected` already cover every platform that `backend` supports, so that it would
+    never run.
+    """
     if any(not b.platforms for b in selected):
         return True
     taken = {platform for b in selected for platform in b.platforms}
@@ -156,5 +160,5 @@ def choices() -> dict[str, str]:
 
 
 def clear_choices() -> None:
-    """Delete all that `note` has recorded."""
+    """Delete the record of which backends were selected for earlier calls of ops, which `note` has kept."""
     _CHOICES.clear()

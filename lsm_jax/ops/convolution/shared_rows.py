@@ -27,7 +27,9 @@ from lsm_jax.parallel import sum_along
 
 
 def in_sequence(axis: str, function: Callable[..., Any], static: Static, **arguments: Any) -> Any:
-    """Run the op on one of the devices that share a row."""
+    """Compute a short convolution or token shift on one of several devices that have consecutive parts of each row: the
+    outputs of its tokens, and the state after the whole row.
+    """
     options = static.options
     x, state = arguments["x"], arguments["state"]
     ids, mask = arguments["segment_ids"], arguments["update_mask"]
@@ -95,7 +97,9 @@ def _update(x, state: ShiftState, segment_ids, update_mask) -> Update:
 
 
 def _advance(state: ShiftState, update: Update) -> ShiftState:
-    """The state after an update: the last tokens of the state's and the update's."""
+    """Return the state of a short convolution after one device's tokens: the last tokens of the row, taken from the
+    state before and from `update`, the state that these tokens alone would leave.
+    """
     state = emptied_by(state, update)
     width = state.tail.shape[-2]
     before = unless_restarted(update, state.tail)

@@ -1,4 +1,4 @@
-"""The state of short convolutions and token shifts."""
+"""The state that short convolutions and token shifts carry from call to call: the last tokens of each row."""
 
 from __future__ import annotations
 

@@ -16,13 +16,18 @@ DEFAULT_CHUNK_SIZE = 64
 
 
 def check_form(op: str, form: str) -> None:
-    """Raise unless `form` is one of `FORMS`."""
+    """Raise ValueError unless `form`, the argument of the op called `op`, is one of the accepted forms: recurrent,
+    chunk and associative.
+    """
     if form not in FORMS:
         raise ValueError(f"{op}: form={form!r}; accepted are {', '.join(map(repr, FORMS))}")
 
 
 def check_shape(op: str, name: str, array, expected: tuple[int | None, ...], letters: str) -> None:
-    """Raise unless `array` has the expected shape; None accepts any length."""
+    """None in `expected` accepts any length of that axis.
+
+    `letters` name the axes in the message.
+    """
     shape = jnp.shape(array)
     fits = len(shape) == len(expected) and all(
         e is None or e == s for s, e in zip(shape, expected, strict=True)
@@ -35,13 +40,13 @@ def check_shape(op: str, name: str, array, expected: tuple[int | None, ...], let
 
 
 def check_filled(op: str, name: str, array) -> None:
-    """Raise if an axis has no entries."""
+    """Raise ValueError if an axis of the array, the argument `name` of the op called `op`, has size 0."""
     if 0 in jnp.shape(array):
         raise ValueError(f"{op}: {name} has shape {jnp.shape(array)}; no axis may be empty")
 
 
 def check_row_channels(op: str, name: str, array) -> tuple[int, int, int]:
-    """Check an array of [B, T, D]; returns (B, T, D)."""
+    """Raise ValueError unless the argument `name` of the op called `op` has three axes; return their sizes (B, T, D)."""
     if jnp.ndim(array) != 3:
         raise ValueError(f"{op}: {name} has shape {jnp.shape(array)}; accepted is [B, T, D]")
     check_filled(op, name, array)
@@ -88,7 +93,9 @@ def check_rows(op: str, batch: int, length: int, segment_ids, update_mask) -> No
 
 
 def check_chunk_size(op: str, chunk_size: int | None, length: int) -> int:
-    """Return the given chunk size or the default, but no more than T requires."""
+    """Return the number of tokens in a chunk for a call of `length` tokens: the given chunk size or the default, but no
+    more than the row requires.
+    """
     if chunk_size is None:
         chunk_size = DEFAULT_CHUNK_SIZE
     if not is_count(chunk_size) or chunk_size & (chunk_size - 1):
@@ -114,7 +121,7 @@ def check_number(op: str, name: str, value: Any, *, at_least: float = -math.inf)
 
 
 def scale_or_default(op: str, scale: float | None, key_dim: int) -> float:
-    """The factor of the queries: `scale`, or `key_dim ** -0.5` if that is None."""
+    """Return the factor that multiplies the queries of the op: `scale`, or 1 / sqrt(key channels) if that is None."""
     return key_dim**-0.5 if scale is None else check_number(op, "scale", scale)
 
 
@@ -198,7 +205,7 @@ def group_queries(q: Array, value_heads: int) -> Array:
 
 
 def spread_keys(k: Array, value_heads: int) -> Array:
-    """Repeat key heads so that each of the G memories has one."""
+    """Repeat the key heads of k so that each of the G memories (value heads) has its own keys."""
     return k if k.shape[2] == value_heads else jnp.repeat(k, value_heads // k.shape[2], axis=2)
 
 

@@ -122,7 +122,12 @@ def fold_chunks(
 
 
 def _fold_parts(step, compose, parts: int, transition, write, initial) -> tuple[Array, Array]:
-    """Compute `fold_chunks` in `parts` parts."""
+    """Apply the chunks' updates to the memory in order, with each row divided into `parts` consecutive parts that are
+    scanned in parallel.
+
+    Arguments and results are as in `fold_chunks`: `transition` and `write` [B, N, ...] are the updates of N chunks, and
+    `initial` is the memory before them.
+    """
     count = write.shape[1]
     steps = -(-count // parts)
     short = parts * steps - count

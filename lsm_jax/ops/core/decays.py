@@ -72,7 +72,7 @@ def halve(log_decay: Float[Array, "... C K"], *, exclusive: bool = False) -> Hal
 
 
 def blocks_of(x: Array, size: int) -> Array:
-    """[..., C, K] -> [..., C / size, size, K]."""
+    """Cut the C tokens of a chunk [..., C, K] into blocks of `size` consecutive tokens, [..., C / size, size, K]."""
     return x.reshape(*x.shape[:-2], -1, size, x.shape[-1])
 
 
@@ -172,7 +172,9 @@ inverse_unit_lower.defvjp(_inverse_forward, _inverse_backward)
 
 
 def split_constant(log_decay: Array | None) -> tuple[Array | None, Array | None]:
-    """Return `log_decay` as (decay per token or None, constant decay [G] or None)."""
+    """Sort a log decay by whether it changes with the token: return (log decay of each token, None) or (None, constant
+    log decay of each memory [G]).
+    """
     constant = log_decay is not None and jnp.ndim(log_decay) == 1
     return (None, log_decay) if constant else (log_decay, None)
 

@@ -115,7 +115,9 @@ def total_of(x: Array | None, tokens: Tokens, num_segments: int | None, batch: i
 
 
 def begins(state: Any, update: Update) -> Array:
-    """[B], True if the update's first token begins a document."""
+    """Return whether the first token of one device's part of each row begins a document, [B]: its segment id and that
+    of `state` differ, and neither is 0.
+    """
     before, first = state.segment_id, update.first_id
     if first is None:
         return jnp.zeros_like(before, bool)
@@ -123,7 +125,9 @@ def begins(state: Any, update: Update) -> Array:
 
 
 def emptied_by(state: Any, update: Update) -> Any:
-    """The state that the update's first token reads: empty in the rows where that token begins a document."""
+    """Return the state that the first token of one device's part of a row reads: `state`, emptied in the rows where
+    that token begins a document.
+    """
     if update.first_id is None:
         return state
     new = begins(state, update)
@@ -139,7 +143,9 @@ def unless_restarted(update: Update, x: Any, otherwise: Any = 0) -> Array:
 
 
 def newer_id(state: Any, update: Update) -> Array:
-    """The last nonzero id after the update, [B]."""
+    """Return the segment id of the last token that is not padding, [B], after one device's tokens: that of these tokens
+    (`update`), or of `state` if all are padding.
+    """
     last = update.written.segment_id
     return jnp.where(last != 0, last, state.segment_id)
 
@@ -200,5 +206,7 @@ def resume_from_empty(
 
 
 def _initial(state: Any, update: Update) -> Any:
-    """The initial state in the dtypes of the update's."""
+    """Return the op's initial state, the caller's, converted to the dtypes of the states that the devices' updates
+    contain.
+    """
     return jax.tree.map(lambda x, y: x.astype(y.dtype), state, update.written)

@@ -23,15 +23,15 @@ class Layer(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the layer's memory."""
+        """The shape [B, G, K, V] of one layer's memory in the stack of all layers' memories."""
         return self.stack.shape[1:]
 
     def read(self) -> Array:
-        """Return the memory, [B, G, K, V]."""
+        """Return the memory [B, G, K, V] of this layer from the stack of all layers' memories."""
         return self.stack[self.index]
 
     def write(self, memory: Array) -> Layer:
-        """Return the layer with its memory replaced by `memory`."""
+        """Return the stack of all layers' memories in which this layer's is replaced by `memory` [B, G, K, V]."""
         return Layer(self.stack.at[self.index].set(memory.astype(self.stack.dtype)), self.index)
 
 
@@ -148,7 +148,9 @@ def layer_of(states: Any, at: Array, *, in_place: bool) -> Any:
 
 
 def put_layer(states: Any, layer: Any, at: Array) -> Any:
-    """Return the stacked states with layer `at` replaced by `layer`."""
+    """Return the states of all layers, stacked along the first axis, in which those of the layer with index `at` are
+    replaced by `layer`.
+    """
 
     def replace(new, x):
         return new.stack if isinstance(new, Layer) else x.at[at].set(new.astype(x.dtype))

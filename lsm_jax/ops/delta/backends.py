@@ -35,7 +35,9 @@ def _decay_of(given: dict[str, Any]) -> Any:
 
 
 def run_delta_kernel(name: str, call: Call) -> tuple[jax.Array, DeltaState]:
-    """Compute `delta_memory` by the fused kernel of the backend `name`."""
+    """Compute `delta_memory` by the fused kernel of the backend called `name`: return the output [B, T, H, V] and the
+    state after the last token.
+    """
     from pallas_kernels.delta_rule import delta_rule
 
     given, log_decay = call.arguments, _decay_of(call.arguments)
@@ -62,7 +64,9 @@ def _dplr_unsupported(name: str, call: Call) -> str | None:
 
 
 def run_dplr_kernel(name: str, call: Call) -> tuple[jax.Array, DeltaState]:
-    """Compute `dplr_memory` by the fused kernel of the backend `name`."""
+    """Compute `dplr_memory` by the fused kernel of the backend called `name`: return the output [B, T, H, V] and the
+    state after the last token.
+    """
     from pallas_kernels.dplr import dplr
 
     given, log_decay = call.arguments, _decay_of(call.arguments)

@@ -117,5 +117,7 @@ def delta_memory(
 
 
 def _in_sequence(axis, function, static, **arguments):
-    """Run the op on one of the devices that share a row."""
+    """Compute `delta_memory` on one of several devices that have consecutive parts of each row: the outputs of its
+    tokens, and the state after the whole row.
+    """
     return shared_rows.in_sequence(axis, function, static, by_xla, arguments)

@@ -131,5 +131,7 @@ def dplr_memory(
 
 
 def _in_sequence(axis, function, static, **arguments):
-    """Run the op on one of the devices that share a row."""
+    """Compute `dplr_memory` on one of several devices that have consecutive parts of each row: the outputs of its
+    tokens, and the state after the whole row.
+    """
     return shared_rows.in_sequence(axis, function, static, by_xla, arguments)

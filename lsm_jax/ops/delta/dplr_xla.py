@@ -55,7 +55,9 @@ def by_xla(
     update_mask,
     constant_log_decay,
 ):
-    """The output in v's dtype and the final state, in `options.form`."""
+    """Compute `dplr_memory` by XLA in the form that `options` says; return the output [B, T, H, V] in v's dtype and the
+    state after the last token.
+    """
     batch, length, heads, _ = v.shape
     dtype = options.dtype
     num_segments = state.memory.shape[1] if state.memory.ndim == 5 else None

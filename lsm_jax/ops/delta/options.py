@@ -1,4 +1,4 @@
-"""Static options of `delta_memory` and `dplr_memory`."""
+"""The options of `delta_memory` and `dplr_memory` that are constant when a program is compiled."""
 
 from __future__ import annotations
 

@@ -192,7 +192,9 @@ def _kernel_gradients(x, kernels, sizes, dy):
 
 @functools.partial(jax.jit, static_argnames="transposed")
 def _kernel_product(x, kernels, sizes, transposed=False):
-    """x [N, D] times kernels [E, D, F], or [E, F, D] where `transposed`."""
+    """Multiply each group of consecutive rows of x [N, D] by the group's own matrix in `kernels`, [E, D, F], or [E, F,
+    D] if `transposed`: [N, F].
+    """
     from pallas_kernels.grouped_product import hopper
 
     ends = jnp.cumsum(sizes // _ROWS)
@@ -203,7 +205,9 @@ def _kernel_product(x, kernels, sizes, transposed=False):
 
 @jax.jit
 def _kernel_sums(x, dy, sizes):
-    """The sum over each group's rows of x [N, D] times dy [N, F]: [E, D, F]."""
+    """Return the gradient of each group's matrix, [E, D, F]: the sum over the group's rows of the outer products of x
+    [N, D] and dy [N, F].
+    """
     from pallas_kernels.grouped_product import hopper
 
     return hopper.sums(x, dy, jnp.cumsum(sizes) - sizes, sizes // _BLOCK)

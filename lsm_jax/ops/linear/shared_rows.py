@@ -55,7 +55,9 @@ class Decays(NamedTuple):
 
 
 def sum_after(x: Float[Array, "B T ..."]) -> Float[Array, "B T ..."]:
-    """The sum of x over the tokens after each token."""
+    """Return, for each token, the sum of x [B, T, ...] over the tokens after it, without itself: for log decays, how
+    much of the token's write is left after the last token.
+    """
     later = jnp.concatenate([x[:, 1:], jnp.zeros_like(x[:, :1])], axis=1)
     return jax.lax.cumsum(later, axis=1, reverse=True)
 
@@ -245,7 +247,11 @@ def update_of(options: LinearOptions, arguments: dict[str, Any]) -> Update:
 
 
 def advance(state: LinearState, update: Update) -> LinearState:
-    """The state after an update."""
+    """Return the state of `linear_memory` after the tokens of one device: the memory and normaliser before them,
+    decayed by all of their decays (`update.transition`), plus what they write.
+
+    Where a document begins among these tokens, nothing of the state before is left.
+    """
     state, written, decays = emptied_by(state, update), update.written, update.transition
     if written.stabilizer is not None:
         return _advance_stabilized(state, update)

@@ -77,7 +77,9 @@ def by_xla(
     options: LinearOptions, q, k, v, log_decay, value_log_decay, log_input_gate, state, segment_ids, update_mask,
     constant_log_decay, bonus,
 ):  # fmt: skip
-    """The output in v's dtype and the final state, in `options.form`."""
+    """Compute `linear_memory` by XLA in the form that `options` says; return the output [B, T, H, V] in v's dtype and
+    the state after the last token.
+    """
     batch, length, heads, value_dim = v.shape
     dtype = options.dtype
     num_segments = state.memory.shape[1] if state.memory.ndim == 5 else None
@@ -247,7 +249,11 @@ def _chunked(inputs: _Inputs, bonus, memory, chunks: Chunks, options: LinearOpti
 
 
 def _with_queries(x: _Inputs, halving: Halving, diagonal, precision):
-    """`channel_scores` for R queries per key."""
+    """Return the decayed scores of each chunk's queries and keys, where R query heads read each of the G memories.
+
+    `x` holds the chunk's queries and keys, and `halving` the sums of the log decay of key channels, by which the scores
+    are decayed.
+    """
     spread = Halving(
         tuple((p[:, :, :, None], s[:, :, :, None]) for p, s in halving.levels), *halving[1:]
     )

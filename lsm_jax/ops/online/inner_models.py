@@ -49,7 +49,9 @@ Layers = tuple[Layer, ...]
 
 
 def layers_of(inner: Inner) -> Layers:
-    """The layers that are trained on tokens, with an axis for rows: [1, G, ...]."""
+    """Return the layers of the inner model that gradient steps train, each array with an axis of size 1 for the rows of
+    a batch: [1, G, ...].
+    """
     biases = inner.biases or (None,) * len(inner.weights)
     layers = tuple(Layer(w, b) for w, b in zip(inner.weights, biases, strict=True))
     return jax.tree.map(lambda x: x[None], layers)
@@ -81,7 +83,7 @@ def check_inner(op: str, inner: Inner, heads: int, key_dim: int, value_dim: int)
 
 
 def apply_layer(layer: Layer, x: Array, precision) -> Array:
-    """The layer's output [..., C, O] for the inputs x [..., C, I]."""
+    """Return the output [..., C, O] of one dense layer of the online memory's inner model for its inputs x [..., C, I]."""
     y = jnp.matmul(x, layer.weight, precision=precision)
     return y if layer.bias is None else y + layer.bias[..., None, :]
 
@@ -101,7 +103,7 @@ def finish_inner(inner: Inner, z: Array, eps: float) -> Array:
 
 
 def _by_head(x: Array, like: Array) -> Array:
-    """x [G, V] in a shape that broadcasts against `like` [B, G, ..., V]."""
+    """Reshape a parameter x [G, V] of each memory so that it broadcasts against an array `like` [B, G, ..., V]."""
     return x.reshape(x.shape[0], *(1,) * (like.ndim - 3), x.shape[1])
 
 

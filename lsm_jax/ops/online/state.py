@@ -1,4 +1,6 @@
-"""The state of `online_memory`."""
+"""The state that `online_memory` carries from call to call: how far a small model's weights have been trained on the
+tokens so far.
+"""
 
 from __future__ import annotations
 

@@ -161,14 +161,22 @@ class _Factors(NamedTuple):
 
 
 def _ttt_factors(coefficients: Array, count: Array, same: Array, mini_batch: int) -> _Factors:
-    """The factors of TTT; `same` [B, N, 1, C, C] is True if token j's step is in the sums at token i."""
+    """Return TTT's factors, by which each token's gradient step is multiplied in the sums and weights at later tokens
+    of its chunk.
+
+    `same` [B, N, 1, C, C] is True if token j's step is in the sums at token i.
+    """
     momentum = same.astype(coefficients.dtype)
     lift = coefficients[jnp.maximum(count - 1, 0) % mini_batch][:, :, None]
     return _Factors(momentum, lift[..., None] * momentum, jnp.ones_like(lift), lift, None, None)
 
 
 def _titans_factors(chunks: Chunks, log_momentum: Array, log_decay: Array, same: Array) -> _Factors:
-    """The factors of Titans; `same` as in `_ttt_factors`."""
+    """Return Titans' factors, by which momentum and weight decay multiply each token's gradient step in the sums and
+    weights at later tokens of its chunk.
+
+    `same` [B, N, 1, C, C] is True where the step of token j counts at token i.
+    """
     by_head = [jnp.moveaxis(chunks.split(x), 2, 3) for x in (log_momentum, log_decay)]
     momentum, decay = (jnp.where(same, pairwise_decay(halve(x[..., None])), 0) for x in by_head)
     log_kept_sums, log_kept = (

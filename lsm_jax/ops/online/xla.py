@@ -70,7 +70,11 @@ class _Inputs(NamedTuple):
 
 
 class _Memory(NamedTuple):
-    """The part of `OnlineState` that updates change."""
+    """The arrays of the online memory that gradient steps change: weights at the mini-batch's start, present weights,
+    sums of gradients, and log decays of the initial weights.
+
+    The rest of `OnlineState` (the place in a mini-batch and the segment id) is counted, not trained.
+    """
 
     start: Layers
     current: Layers | None
@@ -93,7 +97,9 @@ def run_xla(
     inner: Inner,
     coefficients,
 ) -> tuple[Array, OnlineState]:
-    """The output in v's dtype and the final state, on one device."""
+    """Compute `online_memory` by XLA on one device: return the output [B, T, H, V] in v's dtype and the state after the
+    last token.
+    """
     batch, length, heads, value_dim = v.shape
     dtype = options.dtype
     num_segments = state.position.shape[1] if state.position.ndim == 2 else None
@@ -148,7 +154,9 @@ def run_xla(
 
 
 def _by_head(chunks, x):
-    """[B, T, G, ..., *] -> [B, N, G, ..., C, *]."""
+    """Cut an array of tokens [B, T, G, ..., *] into N chunks of C tokens with the heads before the tokens, [B, N, G,
+    ..., C, *]; * is an axis of channels or absent.
+    """
     if x.ndim == 3:
         return jnp.moveaxis(chunks.split(x), 2, 3)
     return jnp.moveaxis(chunks.split(x), 2, -2)
@@ -159,22 +167,29 @@ def _add(a: Layers, b: Layers) -> Layers:
 
 
 def _weights(initial: Layers, learned: Layers, log_kept: Array | None) -> Layers:
-    """The weights `exp(log_kept) initial + learned`; None is a factor of 1."""
+    """Return the present weights of the inner model: its initial weights times `exp(log_kept)`, plus what was learned.
+
+    `log_kept` is the sum of the log decays so far; None is a factor of 1.
+    """
     return _add(initial if log_kept is None else _scale(jnp.exp(log_kept), initial), learned)
 
 
 def _scale(factor: Array, layers: Layers) -> Layers:
-    """Multiply layers [B, G, ...] by `factor` [B] or [B, G]."""
+    """Multiply every array [B, G, ...] of the online memory's layers by a factor for each row [B], or for each row and
+    memory [B, G].
+    """
     return jax.tree.map(lambda x: per_chunk(factor, x) * x, layers)
 
 
 def _select_rows(condition: Array, a: Any, b: Any) -> Any:
-    """`a` in the rows where `condition` [B] is True, and `b` in the others."""
+    """Select between two pytrees of arrays [B, ...] by row: `a` where `condition` [B] is True, and `b` elsewhere."""
     return jax.tree.map(lambda x, y: jnp.where(per_chunk(condition, x), x, y), a, b)
 
 
 def _next_mini_batch(memory: _Memory, coefficients: Array | None) -> _Memory:
-    """Return the memory at the start of the next mini-batch, after the last token of one."""
+    """Return the online memory as it is when the next mini-batch begins: gradients are then taken at the weights that
+    the last token of the mini-batch before has left.
+    """
     if memory.current is not None:
         return memory._replace(start=memory.current, start_log_kept=memory.log_kept)
     assert coefficients is not None

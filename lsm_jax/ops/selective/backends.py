@@ -17,7 +17,9 @@ from pallas_kernels.requirements import Requirement
 
 
 def run_xla(call: Call) -> tuple[jax.Array, SelectiveState]:
-    """The output and the final state, computed by XLA in the call's form."""
+    """Compute `selective_memory` by XLA in the call's form: return the output [B, T, D] and the state after the last
+    token.
+    """
     return run_in_form(call.options._replace(form=call.form), **call.arguments)
 
 
@@ -73,7 +75,9 @@ def _unsupported_by_kernel(name: str, call: Call) -> str | None:
 
 
 def run_kernel(name: str, call: Call) -> tuple[jax.Array, SelectiveState]:
-    """The output and the final state, computed by the fused kernel of the backend `name`."""
+    """Compute `selective_memory` by the fused kernel of the backend called `name`: return the output [B, T, D] and the
+    state after the last token.
+    """
     arguments = _all_arguments(call)
     state = arguments["state"]
     tokens = read_tokens(arguments["segment_ids"], arguments["update_mask"], state.segment_id, None)

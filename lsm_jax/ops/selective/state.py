@@ -1,4 +1,4 @@
-"""The state of `selective_memory`."""
+"""The state that `selective_memory` carries from call to call: N numbers for each channel."""
 
 from __future__ import annotations
 

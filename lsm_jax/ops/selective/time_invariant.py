@@ -186,7 +186,9 @@ def _toeplitz(kernel: Array) -> Array:
 
 
 def _block_size(length: int) -> int:
-    """A power of two near sqrt(length)."""
+    """Return the number of tokens in a block of a convolution by blocks: a power of two near the square root of the
+    row's length, which balances the work inside blocks and between them.
+    """
     return 1 << (length.bit_length() // 2)
 
 
@@ -203,5 +205,7 @@ def _as_real(x: Array, axis: int) -> Array:
 
 
 def _widen(x: Array, dtype) -> Array:
-    """`x` in `dtype`, or in the complex dtype with parts of at least `dtype` if x is complex."""
+    """Convert x to the float dtype `dtype`, or, if x is complex, to a complex dtype whose parts have at least that
+    precision.
+    """
     return x.astype(jnp.result_type(dtype, jnp.complex64) if jnp.iscomplexobj(x) else dtype)

@@ -122,7 +122,7 @@ def run_in_form(
 def _associative(
     options: SelectiveOptions, tokens: Tokens, inputs: _Inputs, memory: Array, update, read_memory
 ) -> tuple[Array, Array]:
-    """The output and the final memory by an associative scan over tokens."""
+    """Return the outputs and the final memory of `selective_memory`, computed by an associative scan over all tokens."""
     batch, length, _ = inputs.u.shape
     num_segments = memory.shape[1] if memory.ndim == 4 else None
     chunks = cut_into_chunks(tokens, length, 1, num_segments)
@@ -169,19 +169,23 @@ def _chunked(
 
 
 def document_starts(tokens: Tokens) -> Array | None:
-    """[B, T], True where a document begins; None if none can begin in this call."""
+    """Return whether each token begins a document, [B, T]; None if no document can begin in this call."""
     if tokens.run is None:
         return None
     return jnp.diff(tokens.run, axis=1, prepend=jnp.zeros_like(tokens.run[:, :1])) > 0
 
 
 def _compose(earlier, later):
-    """The update that applies `earlier` and then `later`; both are (transition, write)."""
+    """Compose two updates (transition, write) of a memory whose entries are independent into the one that applies
+    `earlier` and then `later`.
+    """
     return later[0] * earlier[0], later[0] * earlier[1] + later[1]
 
 
 def _update(x: _Inputs, *, a, constant_b, discretization) -> tuple[Array, Array]:
-    """The transition and the write of each token, [..., D, N]."""
+    """Return the update of each token for a memory [..., D, N] whose entries are independent: the transition exp(Δ A)
+    (0 where a document begins), and the write, the input u times B, scaled by the step size Δ as `discretization` says.
+    """
     exponent = x.delta[..., None] * a
     transition = jnp.exp(exponent)
     if x.starts is not None:
@@ -206,7 +210,9 @@ def _read_memory(x: _Inputs, memory: Array, *, constant_c) -> Array:
 
 
 def _by_channel(x: _Inputs, by_token, constant) -> Array:
-    """B or C with an axis of channels, [..., D or 1, N]."""
+    """Return the vector B or C of the selective memory with an axis of channels, [..., D or 1, N]: `constant`, or if
+    given `by_token`, which may lack that axis.
+    """
     if by_token is None:
         return constant
     return by_token if by_token.ndim == x.u.ndim + 1 else by_token[..., None, :]

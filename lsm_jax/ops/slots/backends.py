@@ -31,7 +31,9 @@ def _linear_call(call: Call, memory: Any, options: Any, **arrays: Any) -> Call:
 
 
 def _unsupported(backend: Backend, call: Call) -> str | None:
-    """The first requirement that one of the two memories does not meet."""
+    """Return, in words, the first requirement of the `linear_memory` backend that one of the two memories of
+    `slot_memory` does not meet; None if both meet all.
+    """
     q, k, v, s, log_decay, state = (
         call.arguments[n] for n in ("q", "k", "v", "s", "log_decay", "state")
     )

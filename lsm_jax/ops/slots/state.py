@@ -1,4 +1,4 @@
-"""The state of `slot_memory`."""
+"""The state that `slot_memory` (gated slot attention) carries from call to call: keys and values of M slots."""
 
 from __future__ import annotations
 
