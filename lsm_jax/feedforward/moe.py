@@ -84,7 +84,9 @@ class MoEConfig:
         return cls(expert_size=hidden_size * 7 // 8)
 
     def validate(self, hidden_size: int) -> None:
-        """Raise ValueError if a field is not valid."""
+        """Raise ValueError if a field of this config of a mixture of experts is not valid, or does not fit a model of
+        width `hidden_size`.
+        """
         checks.fields(self)
         sizes = dict(num_experts=self.num_experts, expert_size=self.expert_size)
         checks.positive(self, **sizes, expert_buffer=self.expert_buffer)
@@ -108,7 +110,10 @@ class MoEConfig:
 
 
 class MoE(nnx.Module):
-    """A layer of experts; see `MoEConfig`. It has no state."""
+    """`MoEConfig` says what its options mean.
+
+    It has no state.
+    """
 
     uses_depth: ClassVar[bool] = True
 
@@ -143,7 +148,7 @@ class MoE(nnx.Module):
         self.shared_gate = Dense(hidden_size, 1, axes=("embed", None), **init) if gated else None
 
     def init_state(self, batch_size: int, max_length: int, dtype: Any) -> None:
-        """Return None, since the layer has no state."""
+        """Return None: a mixture of experts treats each token alone, and carries no state from call to call."""
         return None
 
     def __call__(

@@ -42,7 +42,9 @@ def places_by_expert(
 
 
 def take_rows(x: jax.Array, index: jax.Array, fill: int | bool = 0) -> jax.Array:
-    """Return `x[index]`, with `fill` where an index is beyond the rows of x."""
+    """Return the rows x[index] of an array, with `fill` where an index is beyond x's rows, as for the empty places of
+    an expert's group.
+    """
     return x.at[index].get(mode="fill", fill_value=fill)
 
 

@@ -37,26 +37,31 @@ class SwiGLUConfig:
         return cls(multiple_of=multiple_of)
 
     def width(self, hidden_size: int) -> int:
-        """The inner width."""
+        """Return the number of channels between SwiGLU's two layers of matrices in a model of width `hidden_size`."""
         if self.intermediate_size is not None:
             return self.intermediate_size
         wanted = int(hidden_size * self.hidden_ratio * 2 / 3)
         return -(-wanted // self.multiple_of) * self.multiple_of
 
     def validate(self, hidden_size: int) -> None:
-        """Raise ValueError if a field is not valid."""
+        """Raise ValueError if a field of this config of the SwiGLU feedforward is not valid."""
         checks.fields(self)
         checks.positive(self, hidden_ratio=self.hidden_ratio, multiple_of=self.multiple_of)
         if self.intermediate_size is not None:
             checks.positive(self, intermediate_size=self.intermediate_size)
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
-        """Floating-point operations of the forward pass per token."""
+        """Return the floating-point operations of the SwiGLU feedforward in a forward pass, per token: 2 for each
+        number of its three matrices.
+        """
         return 6.0 * hidden_size * self.width(hidden_size)
 
 
 class SwiGLU(nnx.Module):
-    """The layer of SwiGLU; see `SwiGLUConfig`. It has no state."""
+    """`SwiGLUConfig` says what its options mean.
+
+    It has no state.
+    """
 
     uses_depth: ClassVar[bool] = False
 
@@ -74,7 +79,7 @@ class SwiGLU(nnx.Module):
         )
 
     def init_state(self, batch_size: int, max_length: int, dtype: Any) -> None:
-        """Return None, since the layer has no state."""
+        """Return None: the SwiGLU feedforward treats each token alone, and carries no state from call to call."""
         return None
 
     def __call__(
@@ -89,7 +94,9 @@ class SwiGLU(nnx.Module):
         contiguous: bool = False,
         state: None = None,
     ) -> tuple[jax.Array, None, dict[str, jax.Array]]:
-        """Return y [B, T, D] of x [B, T, D], None as the state, and no statistics."""
+        """Return the SwiGLU feedforward's output [B, T, D] for tokens x [B, T, D], None as its state, and no
+        statistics; the other arguments are not used.
+        """
 
         @recomputed
         def down(gate, up):

@@ -166,7 +166,10 @@ def short_convolution(
 
 
 class TokenShift(nnx.Module):
-    """The token before each token (RWKV's time shift); `MixerState.tails[name]` contains the last token."""
+    """Return the token before each token of a document (RWKV's time shift).
+
+    `MixerState.tails[name]` contains the last token of the call before.
+    """
 
     def __init__(self, name: str, channels: int):
         self.name, self.channels, self.remembered = name, channels, 1
@@ -224,7 +227,7 @@ class Mixer(nnx.Module):
         self.hidden_size = hidden_size
 
     def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Compute the op's queries [B, T, H, K] from x [B, T, D]."""
+        """Compute the op's queries [B, T, H, K], with which tokens x [B, T, D] read the memory."""
         raise NotImplementedError
 
     def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
@@ -236,7 +239,9 @@ class Mixer(nnx.Module):
         raise NotImplementedError
 
     def options(self) -> dict[str, Any]:
-        """Return the op's keyword arguments that do not depend on the input."""
+        """Return the keyword arguments of the mixer's op that do not depend on the input, by name: form, backends and
+        chunk size.
+        """
         return self.config.op.arguments()
 
     def apply(self, query: jax.Array, written: dict[str, Any], **call) -> tuple[jax.Array, Any]:
@@ -250,11 +255,17 @@ class Mixer(nnx.Module):
         return type(self).op(query, **written, **call)
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> Any:
-        """Return the op's empty state for `batch_size` rows; only attention uses `max_length` and `dtype`."""
+        """Return the state of the mixer's op before any token, for `batch_size` rows.
+
+        Only attention uses `max_length`, the number of tokens that it stores at most, and `dtype`, that of its keys and
+        values.
+        """
         raise NotImplementedError
 
     def remembering(self) -> tuple[ShortConvolution | TokenShift, ...]:
-        """Return the mixer's short convolutions and token shifts."""
+        """Return the mixer's short convolutions and token shifts, the parts that keep a tail of tokens from call to
+        call.
+        """
         kinds = (ShortConvolution, TokenShift)
         return tuple(v for v in vars(self).values() if isinstance(v, kinds))
 
@@ -295,7 +306,7 @@ class Mixer(nnx.Module):
         return {}
 
     def innermost(self) -> Mixer:
-        """Return the mixer whose `init_shared` the model calls: itself, or the mixer that it wraps."""
+        """Return the mixer whose `init_shared` the model calls: this one, or, if it wraps another, the innermost."""
         return self
 
     def through_memory(
@@ -396,7 +407,9 @@ class Mixer(nnx.Module):
         return y, MixerState(memory, dict(context.tails), clock), context
 
     def _check(self, x, segment_ids, positions, update_mask, state) -> None:
-        """Raise ValueError if the arguments of a call are not accepted; the op checks its memory itself."""
+        """Raise ValueError if the input, ids, positions, mask or state of a call of the mixer are not accepted; the op
+        checks its memory itself.
+        """
         name = type(self).__name__
         checks.check_shape(name, "x", x, (None, None, self.hidden_size), "B, T, D")
         checks.check_filled(name, "x", x)

@@ -69,7 +69,7 @@ class GatedDeltaNetConfig(RecurrentConfig):
         return self.num_heads if self.num_value_heads is None else self.num_value_heads
 
     def value_dim(self) -> int:
-        """The number of value channels of a head."""
+        """Return the number of value channels of one head: `head_dim` times `expand_v`."""
         return round(self.expand_v * self.head_dim)
 
     def validate(self, hidden_size: int) -> None:

@@ -54,7 +54,9 @@ class GateLoopConfig(RecurrentConfig):
         return cls()
 
     def heads(self, hidden_size: int) -> int:
-        """The number of gates."""
+        """Return the number of heads, each with one complex gate: `num_heads`, or one for each of the `hidden_size`
+        channels if that is None.
+        """
         return hidden_size if self.num_heads is None else self.num_heads
 
     def validate(self, hidden_size: int) -> None:

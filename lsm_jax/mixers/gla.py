@@ -111,7 +111,7 @@ class GLA(Mixer):
         )
 
     def _features(self, x: jax.Array) -> jax.Array:
-        """Return φ of x's heads."""
+        """Cut x, projected to queries or keys, into heads [B, T, H, K], and apply the config's feature map φ."""
         return feature_maps.FIXED[self.config.feature_map](split_heads(x, self.config.num_heads))
 
     def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:

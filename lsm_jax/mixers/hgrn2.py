@@ -84,7 +84,9 @@ def log_bounds(logits: jax.Array) -> jax.Array:
 
 
 def _unbounded(size: int) -> jax.Array:
-    """Return `log γ` and `log (1 - γ)` for γ = 0, [2, size]."""
+    """Return the logarithms of γ = 0 and of 1 - γ, [2, size], where γ is HGRN2's lower bound of the forget gate: no
+    bound.
+    """
     return jnp.stack([jnp.full(size, -jnp.inf, jnp.float32), jnp.zeros(size, jnp.float32)])
 
 
@@ -158,7 +160,9 @@ class HGRN2(Mixer):
         ), context
 
     def _log_bound(self, context: Context) -> jax.Array:
-        """Return `log γ` and `log (1 - γ)` of this layer, [2, D]."""
+        """Return log γ and log (1 - γ), [2, D], where γ is the lower bound of this layer's forget gate for each
+        channel.
+        """
         unbounded, constant = _unbounded(self.hidden_size), self.config.lower_bound
         if context.layer is None:
             return unbounded

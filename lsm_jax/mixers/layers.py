@@ -285,7 +285,9 @@ class RopeScaling:
     original_length: int = 8192
 
     def apply(self, frequency: jax.Array) -> jax.Array:
-        """Return the lowered frequencies, in radians per token, in the same shape."""
+        """Lower the frequencies of the rotary embedding for a longer context: return them in radians per token, in the
+        same shape.
+        """
         if self.kind == "linear":
             return frequency / self.factor
         low, high = self.low_freq_factor, self.high_freq_factor
@@ -320,12 +322,12 @@ def rotate(
 
 
 def split_heads(x: jax.Array, num_heads: int) -> jax.Array:
-    """Reshape [B, T, H * K] to [B, T, H, K]."""
+    """Cut the channels of an array into heads: reshape [B, T, H * K] to [B, T, H, K], where H is `num_heads`."""
     return x.reshape(*x.shape[:-1], num_heads, -1)
 
 
 def merge_heads(x: jax.Array) -> jax.Array:
-    """Reshape [B, T, H, K] to [B, T, H * K]."""
+    """Put the channels of all heads side by side: reshape [B, T, H, K] to [B, T, H * K]."""
     return x.reshape(*x.shape[:-2], -1)
 
 

@@ -84,7 +84,9 @@ class LigerConfig(RecurrentConfig, SoftmaxConfig):
         return cls(num_heads=heads, num_kv_heads=max(1, heads // 2))
 
     def gate_size(self, hidden_size: int) -> int:
-        """The number of gates of a key head."""
+        """Return the number of gates of one key head: one for each slot, for each key channel or for the head, as
+        `gate` says; 0 without gates.
+        """
         channels = self.dim(hidden_size)
         if self.gate == "gsa":
             return channels if self.num_slots is None else self.num_slots
@@ -93,12 +95,16 @@ class LigerConfig(RecurrentConfig, SoftmaxConfig):
         return 1 if self.gate in _BY_HEAD else channels
 
     def features(self, hidden_size: int) -> int:
-        """The number of key channels of the memory."""
+        """Return the number of key channels of the memory of one head: the features of the learned feature map, or the
+        head's channels if keys pass through a softmax.
+        """
         learned = self.feature_map != "softmax"
         return num_features(self.feature_map, self.dim(hidden_size)) if learned else self.dim(hidden_size)  # fmt: skip
 
     def temperature(self) -> float:
-        """The number that the gate's logarithm is divided by."""
+        """Return the number that divides the logarithm of each gate, and so brings the decay nearer to 1:
+        `gate_temperature`, or the default of this kind of gate.
+        """
         given = self.gate_temperature
         return _TEMPERATURE.get(self.gate, 1.0) if given is None else given
 
@@ -215,8 +221,8 @@ class Liger(Softmax):
         return q if self.config.gate == "gsa" else _mapped(q, self.q_map), context
 
     def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
-        """Return keys, values and gates for the memory; the window's keys are in the context, as
-        `saved["k"]`.
+        """Return the arguments that update Liger's memory (keys, values and log gates), by name, and the context, which
+        holds the keys of the attention window as `saved["k"]`.
         """
         config, heads = self.config, self.config.kv_heads()
         keys, context = self.keys(x, context)
@@ -296,7 +302,9 @@ class Liger(Softmax):
         return mixed.astype(x.dtype), state, context
 
     def options(self) -> dict[str, Any]:
-        """Return the constant arguments of the memory's op; queries are not scaled."""
+        """Return the keyword arguments of the memory's op that do not depend on the input; the scale is 1, so that
+        queries are not scaled.
+        """
         config = self.config
         return dict(
             scale=1.0,
@@ -304,7 +312,9 @@ class Liger(Softmax):
         )
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> Any:
-        """Return an empty memory for each key head, and an empty window."""
+        """Return Liger's state before any token: an empty memory for each key head, and an empty window of keys and
+        values.
+        """
         config, heads, dim = self.config, self.config.kv_heads(), self.head_dim
         memory = window = None
         if config.memory_weight and config.gate == "gsa":

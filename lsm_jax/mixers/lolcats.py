@@ -59,11 +59,15 @@ class LolcatsConfig(RecurrentConfig, SoftmaxConfig):
         return cls(num_heads=heads, num_kv_heads=max(1, heads // 2), feature_dim=size)
 
     def for_inference(self) -> LolcatsConfig:
-        """Return the student: the layer that is evaluated and generates, with the same parameters."""
+        """Return the config of the layer after distillation, which is evaluated and generates: the student without its
+        transfer loss, with the same parameters.
+        """
         return dataclasses.replace(self, transfer_weight=0.0)
 
     def teacher(self) -> SoftmaxConfig | None:
-        """Return the softmax attention whose outputs the first stage learns, or None outside that stage."""
+        """Return the config of the softmax attention whose outputs this layer learns in the first stage of
+        distillation, or None outside that stage.
+        """
         if not self.transfer_weight:
             return None
         fields: dict[str, Any] = {
@@ -137,7 +141,9 @@ class Lolcats(Softmax):
         self.window_factor = parameter(factors, ("heads",), weight_decay=False)
 
     def options(self) -> dict[str, Any]:
-        """Return the constant arguments of the linear part's op; queries are not scaled."""
+        """Return the keyword arguments of the linear attention's op that do not depend on the input; the scale is 1, so
+        that queries are not scaled.
+        """
         config = self.config
         return dict(
             scale=1.0,
@@ -145,7 +151,9 @@ class Lolcats(Softmax):
         )
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> Any:
-        """Return the state before any token."""
+        """Return the state of LoLCATs before any token: an empty memory of linear attention, and an empty window of
+        keys and values.
+        """
         if self.config.transfer_weight:
             raise ValueError(
                 f"LolcatsConfig.transfer_weight={self.config.transfer_weight}: such a layer keeps no state; 0 is the model that does"
@@ -274,7 +282,7 @@ class _Near:
         return x.reshape(len(x), -1, self.size, *x.shape[2:])
 
     def joined(self, x: jax.Array) -> jax.Array:
-        """Join blocks [B, N, C, ...] to [B, T, ...], without the padding."""
+        """Join blocks of C tokens [B, N, C, ...] to rows [B, T, ...], without the padding of the last block."""
         return x.reshape(len(x), -1, *x.shape[3:])[:, : self.length]
 
     def take(self, x: jax.Array) -> jax.Array:
@@ -283,7 +291,9 @@ class _Near:
         return taken.reshape(len(x), -1, self.window + self.size - 1, *x.shape[2:])
 
     def state(self, linear: ops.LinearState) -> LolcatsState:
-        """Return the state with the last window of the last document."""
+        """Return the state after the call: that of the linear attention (`linear`), and the keys and values of the last
+        window of tokens in each row's last document.
+        """
         place = jnp.arange(self.run.shape[1])
         mine = self.written & (self.run == self.run[:, -1:])
         last = jax.lax.top_k(jnp.where(mine, place, -1), self.window)[0][:, ::-1]

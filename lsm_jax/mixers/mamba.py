@@ -46,7 +46,9 @@ class MambaConfig(RecurrentConfig):
         return cls()
 
     def rank(self, hidden_size: int) -> int:
-        """The inner width of Δ's two matrices."""
+        """Return the inner width of the low-rank projection to the step size Δ: `step_rank`, or hidden_size / 16
+        rounded up if that is None.
+        """
         return -(-hidden_size // 16) if self.step_rank is None else self.step_rank
 
     def validate(self, hidden_size: int) -> None:
@@ -139,7 +141,7 @@ class Mamba(Mixer):
         return written, context
 
     def apply(self, query: jax.Array, written: dict[str, Any], **call) -> tuple[jax.Array, Any]:
-        """Run the op with C as its queries."""
+        """Run `selective_memory` with the queries as its read vectors C, and return its output and its final state."""
         return type(self).op(C=query, **written, **call)
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:

@@ -59,7 +59,9 @@ class Mamba2Config(RecurrentConfig):
         return cls(head_dim=min(64, hidden_size // 4), state_size=min(128, hidden_size // 2))
 
     def num_heads(self, hidden_size: int) -> int:
-        """The number of heads at this width."""
+        """Return the number of heads of a Mamba-2 layer in a model of width `hidden_size`: the inner width divided by
+        `head_dim`.
+        """
         return self.expand * hidden_size // self.head_dim
 
     def validate(self, hidden_size: int) -> None:

@@ -94,7 +94,7 @@ class MoMConfig:
         return cls(mixer=GatedDeltaNetConfig(num_heads=4, head_dim=head_dim, expand_v=1.0))
 
     def num_groups(self) -> int:
-        """G, the number of memories including the shared one."""
+        """Return G, the number of memories of a layer, including the one that all tokens share if there is one."""
         return self.num_memories + self.shared_memory
 
     def validate(self, hidden_size: int) -> None:
@@ -190,11 +190,13 @@ class MoM(Mixer):
         )
 
     def innermost(self) -> Mixer:
-        """The inner mixer's innermost mixer."""
+        """Return the mixer whose `init_shared` the model calls: the inner mixer, or what that wraps."""
         return self.inner.innermost()
 
     def model_losses(self, statistics: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        """Return the balance loss of all layers together, if the config has it."""
+        """Return the router's balance loss, computed from the statistics of all layers together, by name; empty if the
+        config balances each layer.
+        """
         config = self.config
         if config.balance == "layer":
             return {}
@@ -204,7 +206,9 @@ class MoM(Mixer):
         return {"mom/balance_loss": config.balance_scale * loss}
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Apply the inner mixer's `finish` once for each token; its token shifts run along the row."""
+        """Return the layer's output [B, T, D] of the summed outputs o of a token's memories, by the inner mixer's
+        `finish`, whose token shifts run along the row instead of along a memory's tokens.
+        """
         tails = {n.removeprefix(_ROW): s for n, s in context.tails.items() if n.startswith(_ROW)}
         inner = dataclasses.replace(context, tails=tails, saved={})
         y, inner = self.inner.finish(o, x, inner)
@@ -219,14 +223,18 @@ class MoM(Mixer):
         return *parts, *row
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> MoMState:
-        """Return the empty memories."""
+        """Return the state of a Mixture-of-Memories before any token: G empty states of the inner mixer for each of the
+        `batch_size` rows, and the count of documents.
+        """
         groups = self.config.num_groups()
         memories = self.inner.init_memory(batch_size * groups, max_length, dtype)
         zeros = jnp.zeros(batch_size, jnp.int32)
         return MoMState(split_memories(memories, groups), zeros, zeros + 1)
 
     def init_state(self, batch_size: int, max_length: int, dtype: Any) -> MixerState:
-        """Return the state before any token; its memories and the tails of convolutions are [B, G, ...]."""
+        """Return the state of the whole layer before any token: the inner mixer's memories and the tails of its
+        convolutions for each memory, [B, G, ...], and the tails along the row.
+        """
         groups, tails = self.config.num_groups(), {}
         for part in self.remembering():
             rows = 1 if part.name.startswith(_ROW) else groups
@@ -238,7 +246,11 @@ class MoM(Mixer):
     def through_memory(
         self, x: jax.Array, context: Context, memory: MoMState | None
     ) -> tuple[jax.Array, MoMState, Context]:
-        """Route the tokens, run each memory along its tokens, and sum the outputs with the router's weights."""
+        """Return the outputs of the memories for tokens x [B, T, D], summed for each token with its router's weights,
+        and the state and context after the call.
+
+        The router sends each token to some memories, and each memory runs along its own tokens.
+        """
         if memory is not None:
             check_memories(memory, self.config.num_groups())
         route, statistics = self._route(x, context)
@@ -268,7 +280,9 @@ class MoM(Mixer):
         return route_tokens(logits, self.config, context, self.loss_layers)
 
     def _packs(self, x: jax.Array, context: Context, memory: MoMState | None) -> bool:
-        """Whether the packed form is used for a call; see `MoMConfig.execution`."""
+        """Return whether a call lays out each memory's tokens one after another (packed), instead of running every
+        memory over all tokens; see `MoMConfig.execution`.
+        """
         devices = sequence_shards(x.shape[1])
         if self.config.execution == "masked" or x.shape[1] % devices:
             return False
@@ -454,7 +468,9 @@ class MoM(Mixer):
         return inner
 
     def _tails(self, context: Context) -> dict[str, Any]:
-        """The incoming tails that belong to the memories."""
+        """Return the tails that the call received for the inner mixer's short convolutions and token shifts along each
+        memory's tokens, by name; not those along the row.
+        """
         return {n: tail for n, tail in context.tails.items() if not n.startswith(_ROW)}
 
 

@@ -27,7 +27,9 @@ class MoMState(NamedTuple):
 
 
 def check_memories(memory: Any, groups: int) -> None:
-    """Raise ValueError unless there is one state for each memory; the op checks the states' shapes."""
+    """Raise ValueError unless a state of a Mixture-of-Memories has one state for each of its `groups` memories; the op
+    checks the states' shapes.
+    """
     if not isinstance(memory, MoMState):
         raise ValueError(
             f"MoM: state.memory is a {type(memory).__name__}; accepted is a MoMState of init_state"
@@ -50,7 +52,9 @@ def mark_document(
 
 
 def split_memories(tree: Any, groups: int) -> Any:
-    """Reshape all arrays of a pytree from [B * G, ...] to [B, G, ...]."""
+    """Separate the axes of rows and of memories: reshape all arrays of a pytree from [B * G, ...] to [B, G, ...], where
+    G is `groups`.
+    """
     return jax.tree.map(lambda s: s.reshape(-1, groups, *s.shape[1:]), tree)
 
 

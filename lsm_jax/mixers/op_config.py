@@ -25,14 +25,16 @@ class OpConfig:
     chunk_size: int | None = None
 
     def names(self) -> tuple[str, ...]:
-        """The names in `implementation`, in order."""
+        """Return the names of the backends that `implementation` names, the preferred one first; empty if it is None."""
         given = self.implementation
         if given is None:
             return ()
         return tuple(given.split(",")) if isinstance(given, str) else given
 
     def arguments(self) -> dict[str, Any]:
-        """Return the op's arguments `form`, `implementation` and `chunk_size` by name."""
+        """Return the op's keyword arguments that this config sets, by name: `form`, `implementation` (its backends) and
+        `chunk_size`.
+        """
         names = self.names()
         implementation = names if len(names) > 1 else next(iter(names), None)
         return dict(form=self.form, implementation=implementation, chunk_size=self.chunk_size)

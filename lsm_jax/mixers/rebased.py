@@ -47,7 +47,9 @@ class RebasedConfig(RecurrentConfig):
         return cls(num_heads=min(16, hidden_size // 16), feature_dim=min(16, hidden_size // 4))
 
     def num_features(self) -> int:
-        """The number of features of φ."""
+        """Return the number of features F (F + 1) / 2 of ReBased's quadratic map φ for the F channels of a key: all
+        squares and products of two.
+        """
         return self.feature_dim * (self.feature_dim + 1) // 2
 
     def validate(self, hidden_size: int) -> None:
@@ -68,7 +70,9 @@ class RebasedConfig(RecurrentConfig):
 
 
 class QuadraticFeatures(nnx.Module):
-    """φ of one side: layer norm with learned γ and β, then squares and products."""
+    """ReBased's feature map φ for queries or for keys: a layer norm with learned scale γ and bias β, then all squares
+    and products of two channels.
+    """
 
     def __init__(self, size: int):
         self.gamma = parameter(jnp.ones(size, jnp.float32), ("norm",), weight_decay=False)

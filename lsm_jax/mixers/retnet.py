@@ -111,7 +111,9 @@ class RetNet(Mixer):
         )
 
     def _features(self, x: jax.Array, context: Context) -> jax.Array:
-        """Return φ of x's heads, rotated where the config has a rotation."""
+        """Cut x, projected to queries or keys, into heads [B, T, H, K], apply the feature map φ, and rotate them by the
+        tokens' positions if the config has a rotation.
+        """
         heads = feature_maps.FIXED[self.config.feature_map](split_heads(x, self.config.num_heads))
         if not self.config.rotary:
             return heads

@@ -66,7 +66,9 @@ class RWKV7Config(RecurrentConfig):
         return cls(head_dim=head_dim, norm_eps=head_dim * 1e-5)
 
     def ranks(self, hidden_size: int) -> dict[str, int]:
-        """The inner widths of the low-rank parts by letter: w, a, v, g."""
+        """Return the inner widths of RWKV7's low-rank functions by letter: w the decay, a the rate of removal, v the
+        mix with the first layer's values, g the output gate.
+        """
 
         def published(factor: float) -> int:
             return max(32, 32 * round(factor * math.sqrt(hidden_size) / 32))
@@ -99,7 +101,9 @@ class RWKV7Config(RecurrentConfig):
 
 
 class LowRank(nnx.Module):
-    """`f(x A) B (+ b)`; A starts at zero."""
+    """RWKV7's low-rank function of a token, `f(x A) B (+ b)`, for its decay, rate, value mix or gate: A [D, rank]
+    starts at zero, and f is an activation or the identity.
+    """
 
     def __init__(
         self,
@@ -114,7 +118,7 @@ class LowRank(nnx.Module):
         self.up = OrthogonalDense(rank, size, gain=0.1, axes=(None, "heads"), rngs=rngs, bias=bias)
 
     def __call__(self, x: jax.Array, dtype: Any = None) -> jax.Array:
-        """Return the low-rank term of x [B, T, D], [B, T, D] in `dtype` (None is x's)."""
+        """Return the low-rank function `f(x A) B (+ b)` of tokens x [B, T, D], [B, T, D] in `dtype` (None is x's)."""
         inner = self.down(x)
         return self.up(inner if self.activation is None else self.activation(inner), dtype=dtype)
 
@@ -180,14 +184,18 @@ class RWKV7(Mixer):
         return {"v_first": jnp.zeros_like(x), "v_first_layer": first}
 
     def _step_back(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Return the token before each token, minus the token; computed once per call."""
+        """Return, for each token, the difference of the token before it and itself, [B, T, D], which is computed once
+        per call and kept in the context.
+        """
         if "step_back" not in context.saved:
             before, context = self.shift(x, context)
             context = context.add(saved={"step_back": before - x})
         return context.saved["step_back"], context
 
     def _mixed(self, letter: str, x: jax.Array, step_back: jax.Array) -> jax.Array:
-        """Return x interpolated with the token before it, by a learned weight for each channel."""
+        """Return tokens x [B, T, D], each interpolated with the token before it by learned weights of each channel;
+        `letter` names the projection (r, w, k, v, a, g) that the result is for.
+        """
         share = self.mix[...][list(_MIXED).index(letter)].astype(x.dtype)
         return x + step_back * share
 

@@ -62,11 +62,13 @@ class SoftmaxConfig:
         return cls(num_heads=hidden_size // head_dim)
 
     def kv_heads(self) -> int:
-        """The number of heads of keys and values."""
+        """Return the number of heads of keys and values, each of which several query heads may share: `num_kv_heads`,
+        or `num_heads` if that is None.
+        """
         return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
 
     def dim(self, hidden_size: int) -> int:
-        """The number of channels of a head."""
+        """Return the number of channels of one head: `head_dim`, or `hidden_size / num_heads` if that is None."""
         return hidden_size // self.num_heads if self.head_dim is None else self.head_dim
 
     def validate(self, hidden_size: int) -> None:
@@ -168,11 +170,11 @@ class Softmax(Mixer):
         return dict(k=k, v=split_heads(values, heads)), context
 
     def keys(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Return the keys [B, T, G * K] of x [B, T, D], before norm and rotation."""
+        """Return the keys [B, T, G * K] of tokens x [B, T, D] before norm and rotation, with the heads side by side."""
         return self.k_proj(x), context
 
     def values(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Return the values [B, T, G * K] of x [B, T, D]."""
+        """Return the values [B, T, G * K] of tokens x [B, T, D], with the heads side by side."""
         return self.v_proj(x), context
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:

@@ -65,7 +65,9 @@ class TitansConfig(RecurrentConfig):
         return cls(num_heads=hidden_size // min(64, hidden_size // 8))
 
     def sizes(self, hidden_size: int) -> tuple[int, ...]:
-        """The numbers of channels between the memory's layers."""
+        """Return the numbers of channels of Titans' memory, a small network: of its keys, of its hidden layers if any,
+        and of its values.
+        """
         size = hidden_size // self.num_heads
         return (size, *(self.memory_expand * size,) * (self.memory_depth - 1), size)
 

@@ -54,7 +54,7 @@ class TTTLinearConfig(RecurrentConfig):
         return cls(num_heads=hidden_size // min(64, hidden_size // 8))
 
     def sizes(self, hidden_size: int) -> tuple[int, ...]:
-        """The numbers of channels between the inner model's layers."""
+        """Return the numbers of channels (key, value) of TTT-Linear's inner model, one dense layer from keys to values."""
         return (hidden_size // self.num_heads,) * 2
 
     def validate(self, hidden_size: int) -> None:

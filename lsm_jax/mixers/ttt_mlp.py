@@ -23,7 +23,7 @@ class TTTMLPConfig(TTTLinearConfig):
     inner_expand: int = 4
 
     def sizes(self, hidden_size: int) -> tuple[int, ...]:
-        """The numbers of channels between the inner model's layers."""
+        """Return the numbers of channels of TTT-MLP's inner model: of its keys, its hidden layer and its values."""
         size = hidden_size // self.num_heads
         return (size, self.inner_expand * size, size)
 

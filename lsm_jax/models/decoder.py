@@ -43,7 +43,9 @@ class DecoderState(NamedTuple):
 
 
 class Block(nnx.Module):
-    """One layer: `x += mixer(norm(x))`, then `x += feedforward(norm(x))` if the layer has a feedforward."""
+    """One layer of the decoder, which adds to the residual stream x: `x += mixer(norm(x))`, then `x +=
+    feedforward(norm(x))` if the layer has a feedforward.
+    """
 
     def __init__(
         self, config: LayerConfig, model: ModelConfig, *, rngs: nnx.Rngs, layer: jax.Array | int
@@ -70,7 +72,9 @@ class Block(nnx.Module):
             _adapt(self.mixer, self.feedforward, model.lora, rngs)
 
     def _scale_outputs(self, factor: float) -> None:
-        """Multiply the initial kernels of the projections back to the residual stream by `factor`."""
+        """Multiply by `factor` the initial kernels of the projections whose outputs are added to the residual stream:
+        those at the end of mixer and feedforward.
+        """
         mixer: Any = self.mixer.innermost()
         kernels = [mixer.o_proj.kernel]
         feedforwards: tuple[Any, ...] = (
@@ -89,7 +93,7 @@ class Block(nnx.Module):
             kernel[...] = factor * kernel[...]
 
     def init_state(self, batch_size: int, max_length: int, dtype: Any) -> tuple[Any, Any]:
-        """Return the states of mixer and feedforward before any token."""
+        """Return the states of one layer's mixer and of its feedforward (None without one) before any token."""
         arguments = (batch_size, max_length, dtype)
         inner = None if self.feedforward is None else self.feedforward.init_state(*arguments)
         return self.mixer.init_state(*arguments), inner
@@ -116,7 +120,9 @@ class Block(nnx.Module):
 
 
 def _adapt(mixer: Any, inner: Any, lora: mixers.LoRAConfig, rngs: nnx.Rngs) -> None:
-    """Add the adapters of LoRA to a layer's projections."""
+    """Add low-rank adapters (LoRA) to those projections of a layer's mixer and feedforward (`inner`) that the config
+    names as targets.
+    """
     parts = [part for part in (mixer, inner) if part is not None]
     adapted = [name for part in parts for name in mixers.add_adapters(part, lora, rngs=rngs)]
     if missing := set(lora.targets) - set(adapted):
@@ -184,7 +190,9 @@ class Decoder(nnx.Module):
         self.lm_head = None if config.tie_embeddings else Dense(*shape, **untied)
 
     def head(self) -> jax.Array:
-        """The matrix [D, vocab] that multiplies hidden states, float32."""
+        """Return the matrix [D, vocab] that multiplies hidden states to give logits, in float32: the embedding's
+        transpose if they are tied.
+        """
         return self.embedding[...].T if self.lm_head is None else self.lm_head.kernel[...]
 
     def init_state(self, batch_size: int, max_length: int) -> DecoderState:
@@ -245,7 +253,7 @@ class Decoder(nnx.Module):
         return shared
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """Return the logits [..., vocab] of hidden states [..., D], in float32."""
+        """Multiply hidden states [..., D] by the model's head, and return the logits [..., vocab] in float32."""
         return matmul_to_float32(hidden, self.head().astype(hidden.dtype))
 
     def hidden(
@@ -314,7 +322,9 @@ class Decoder(nnx.Module):
         return gathered
 
     def _layer_function(self, contiguous: bool) -> Callable:
-        """Return a function that applies one block, with the config's rematerialization."""
+        """Return the function that applies one layer (a `Block`) to the residual stream, wrapped in rematerialisation
+        as the config's `remat` says.
+        """
         grouped = len(self.periods.blocks) > 1 and self.remat == "full"
 
         def layer(x, shared, block, state, index, segment_ids, positions, update_mask):

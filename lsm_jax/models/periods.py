@@ -69,7 +69,9 @@ def run_period(layer: Callable, rows, carry, inputs):
 
 
 def entries_by_row(init_shared: Any, x: jax.Array) -> set[str]:
-    """Return the names of the entries of `shared` whose shape depends on the number of rows."""
+    """Return the names of those values which travel from layer to layer (`shared`) whose shape depends on the number of
+    rows of the batch; x [B, T, D] is the embedding.
+    """
     shapes = (jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) for rows in (1, 2))
     one, two = (jax.eval_shape(init_shared, shape) for shape in shapes)
     return {name for name in one if one[name].shape != two[name].shape}
