@@ -46,7 +46,8 @@ _AXES = {
 
 
 def dense(arrays: dict[str, jax.Array], kernels: dict[str, jax.Array]) -> jax.Array:
-    """Return y [B, T, D] by the dense form, over the mesh.
+    """Return the output y [B, T, D] of a mixture of experts by the dense form, which applies every expert to every
+    token; devices of the mesh share the work.
 
     Args:
         arrays: x, chosen and weight.
@@ -117,8 +118,9 @@ def _grouped(global_batch, config, x, chosen, weight, gate_proj, up_proj, down_p
 
 
 def _by_local_experts(x, expert, weight, kernels):
-    """Return y [B, T, D] in float32, from the experts of this device; `expert` is int32 [B T k], E for other
-    experts."""
+    """Return what the experts of this device add to the output y [B, T, D] of a mixture of experts, in float32;
+    `expert` is int32 [B T k], the chosen experts, or E for experts of other devices.
+    """
     top_k, block = weight.shape[-1], row_multiple(x)
     place, source, sizes = places_by_expert(expert, kernels[0].shape[0], block)
     rows = rows_of_tokens(top_k, x.reshape(-1, x.shape[-1]), source, place)

@@ -63,15 +63,20 @@ permute.defvjp(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def rows_of_tokens(top_k: int, x: jax.Array, source: jax.Array, place: jax.Array) -> jax.Array:
-    """Copy tokens [N / k, D] to the places of their k choices, [M, D]; choice i of the N choices is of token
-    i // k."""
+    """Copy each token's row of x [N / k, D] to the k places of its choices among the experts' rows, [M, D], in the
+    order of experts; choice i of the N choices is of token i
+
+    k.
+    """
     return take_rows(x, source // top_k)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def sum_by_token(top_k: int, rows: jax.Array, source: jax.Array, place: jax.Array) -> jax.Array:
-    """Sum the rows at the places [M, D] of each token's k choices, [N / k, D], in float32: the transpose of
-    `rows_of_tokens`."""
+    """[N / k, D] in float32.
+
+    It is the transpose of `rows_of_tokens`.
+    """
     wide = jnp.promote_types(rows.dtype, jnp.float32)
     return jnp.sum(take_rows(rows, place).reshape(-1, top_k, rows.shape[-1]), axis=1, dtype=wide)
 

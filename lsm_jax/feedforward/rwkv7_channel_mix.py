@@ -54,8 +54,11 @@ class RWKV7ChannelMixConfig:
 
 
 class RWKV7ChannelMix(nnx.Module):
-    """The layer of RWKV7's channel mix; see `RWKV7ChannelMixConfig`. Parameters are initialised as published;
-    `init_std` is not used. Its state is the last token."""
+    """RWKV7's channel mix: a feedforward on each token interpolated with the token before it; `RWKV7ChannelMixConfig`
+    says what its options mean.
+
+    Parameters are initialised as published; `init_std` is not used. Its state is the last token.
+    """
 
     uses_depth: ClassVar[bool] = True
 

@@ -175,7 +175,9 @@ class TokenShift(nnx.Module):
         self.name, self.channels, self.remembered = name, channels, 1
 
     def __call__(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Return the token before each token of x [B, T, channels] in its document, 0 before the first, and the context with the new tail."""
+        """Return, for each token of x [B, T, channels], the token before it in its document, 0 before the first, and
+        the context with the new tail.
+        """
         y, tail = ops.token_shift(
             x,
             initial_state=context.tails.get(self.name),
@@ -235,7 +237,9 @@ class Mixer(nnx.Module):
         raise NotImplementedError
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Compute y [B, T, D] from the memory's output o [B, T, H, V] and x [B, T, D]: norm, gate and projection."""
+        """Compute the mixer's output y [B, T, D] from the op's output o [B, T, H, V] and the mixer's input x [B, T, D],
+        by norm, gate and projection; return it and the context.
+        """
         raise NotImplementedError
 
     def options(self) -> dict[str, Any]:
@@ -245,7 +249,7 @@ class Mixer(nnx.Module):
         return self.config.op.arguments()
 
     def apply(self, query: jax.Array, written: dict[str, Any], **call) -> tuple[jax.Array, Any]:
-        """Run the op, and return its output and its final state.
+        """Run the mixer's op on one call's arrays, and return its output [B, T, H, V] and its final state.
 
         Args:
             query: the queries that `read` returned.

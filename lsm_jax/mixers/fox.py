@@ -118,8 +118,9 @@ class FoXConfig(SoftmaxConfig):
 
 
 class FoX(Softmax):
-    """The layer of FoX's attention; see `FoXConfig`. Learned biases start at 0, so that a gate that depends
-    on the token starts near 1/2.
+    """`FoXConfig` says what its options mean.
+
+    Learned biases start at 0, so that a gate that depends on the token starts near 1/2.
     """
 
     config: FoXConfig
@@ -179,15 +180,15 @@ class FoX(Softmax):
         return dict(written, log_forget=self.log_forget(x)), context
 
     def keys(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Return the keys [B, T, G * K] of x [B, T, D], mixed with those of the token before if the config
-        says so.
+        """Return the keys of tokens x [B, T, D], [B, T, G * K] with the heads side by side, each mixed with the keys of
+        the token before if the config says so.
         """
         keys, context = super().keys(x, context)
         return self._mixed(keys, x, self.k_shift, self.k_before, context)
 
     def values(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Return the values [B, T, G * K] of x [B, T, D], mixed with those of the token before if the config
-        says so.
+        """Return the values of tokens x [B, T, D], [B, T, G * K] with the heads side by side, each mixed with the
+        values of the token before if the config says so.
         """
         values, context = super().values(x, context)
         return self._mixed(values, x, self.v_shift, self.v_before, context)

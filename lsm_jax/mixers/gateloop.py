@@ -77,8 +77,9 @@ class GateLoopConfig(RecurrentConfig):
 
 
 def polar(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the absolute value and the angle of x + iy. Numbers below 1e-12 count as 0; their angle and
-    their gradients are 0.
+    """Return the absolute value and the angle in radians of the complex numbers x + iy, from which a gate is made.
+
+    Numbers below 1e-12 count as 0; their angle and their gradients are 0.
     """
     zero = jnp.maximum(jnp.abs(x), jnp.abs(y)) < 1e-12
     x, y = jnp.where(zero, 1, x), jnp.where(zero, 0, y)
@@ -86,8 +87,8 @@ def polar(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def turn_back(memory: jax.Array, phase: jax.Array) -> jax.Array:
-    """Return a complex memory times exp(-i phase); the memory is [..., 2 K, V] with its real and imaginary
-    parts, the phase [...].
+    """Multiply a complex memory by exp(-i phase), with the phase [...] in radians; the memory is [..., 2 K, V], its
+    real parts in the first K key channels and its imaginary parts in the others.
     """
     real, imag = jnp.split(memory, 2, axis=-2)
     cos, sin = jnp.cos(phase)[..., None, None], jnp.sin(phase)[..., None, None]

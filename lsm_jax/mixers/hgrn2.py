@@ -69,8 +69,8 @@ class HGRN2Config(RecurrentConfig):
 
 
 def log_bounds(logits: jax.Array) -> jax.Array:
-    """Return `log γ` and `log (1 - γ)` of each layer, [L, 2, D], from the layers' logits [L, D]; γ of the
-    first layer is 0.
+    """Return log γ and log (1 - γ) of each layer, [L, 2, D], where γ is HGRN2's lower bound of the forget gate, from
+    the layers' learned logits [L, D]; γ of the first layer is 0.
     """
     share = jax.nn.log_softmax(logits, axis=0)
     layers = jnp.arange(len(logits))

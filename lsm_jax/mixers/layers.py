@@ -58,8 +58,10 @@ def _product(x: jax.Array, w: jax.Array) -> jax.Array:
 
 @jax.custom_vjp
 def _widening_product(x: jax.Array, w: jax.Array) -> jax.Array:
-    """Return the product, with operands converted to float32 on a CPU: XLA has no bfloat16 product with a
-    float32 result there for some layouts.
+    """Return the matrix product of x and w with a float32 result.
+
+    On a CPU the operands are converted to float32: XLA has no bfloat16 product with a float32 result there for some
+    layouts.
     """
 
     def widened(x: jax.Array, w: jax.Array) -> jax.Array:
@@ -85,8 +87,9 @@ def project(
     bias: jax.Array | None = None,
     dtype: DTypeLike | None = None,
 ) -> jax.Array:
-    """Return x [..., D] times kernel [D, F] plus bias [F], in `dtype` (None is x's); the kernel is cast to
-    x's dtype, sums are float32.
+    """x [..., D] times kernel [D, F] plus bias [F], in `dtype` (None is x's).
+
+    The kernel is cast to x's dtype, and sums are float32.
     """
     kernel = kernel.astype(x.dtype)
     if dtype is None or jnp.dtype(dtype) == x.dtype:

@@ -327,8 +327,8 @@ class Liger(Softmax):
 
 
 def pool(x: jax.Array, size: int) -> jax.Array:
-    """Return the means [..., size] of x [..., K] over bins of channels; bin i is from floor(i K / size) to
-    ceil((i + 1) K / size).
+    """Return the means [..., size] of the channels of x [..., K] over bins of channels, by which gates are made of
+    keys; bin i is from floor(i K / size) to ceil((i + 1) K / size).
     """
     channels = x.shape[-1]
     if size == channels:

@@ -169,8 +169,9 @@ class Lolcats(Softmax):
     def through_memory(
         self, x: jax.Array, context: Context, memory: Any
     ) -> tuple[jax.Array, Any, Context]:
-        """Return the joint output of window and memory, [B, T, H, V], and the final state; in the first stage
-        the output of softmax attention.
+        """Return the output [B, T, H, V] of LoLCATs' attention, which joins softmax attention in a window with linear
+        attention to older tokens, and the final state; in the first stage of distillation the output is that of softmax
+        attention.
         """
         config = self.config
         memory = self._empty(x.shape[0], x.dtype) if memory is None else memory
@@ -286,7 +287,9 @@ class _Near:
         return x.reshape(len(x), -1, *x.shape[3:])[:, : self.length]
 
     def take(self, x: jax.Array) -> jax.Array:
-        """Return the tokens that each block may attend to, [B, N, W + C - 1, ...], of x [B, W + T, ...]."""
+        """Return the tokens that each block of C query tokens may attend to in a window of W, [B, N, W + C - 1, ...],
+        of x [B, W + T, ...], in which W earlier tokens come before the call's.
+        """
         taken = jnp.take_along_axis(x, self.index.reshape(*self.index.shape, *[1] * (x.ndim - 2)), axis=1)  # fmt: skip
         return taken.reshape(len(x), -1, self.window + self.size - 1, *x.shape[2:])
 

@@ -1,5 +1,5 @@
-"""The table of methods: the description of a method, and functions that find a method by its config or its
-name and build its mixer.
+"""The table of methods (published mixers): what a method's entry describes, and functions that find a method by its
+config or its name and build its mixer.
 """
 
 from __future__ import annotations

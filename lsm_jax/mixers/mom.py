@@ -350,8 +350,8 @@ class MoM(Mixer):
         return self._states(x, context, route, ids, memory, empty.tails)[1]
 
     def _packed_with_state(self, x, context, route, document, memory):
-        """Run the packed form for one document, with a state or without: each memory is a segment with a
-        state of its own.
+        """Run the packed form, in which the tokens of each memory lie one after another, for rows that are one
+        document, from a given state or from an empty one: each memory is a segment with a state of its own.
         """
         tails = self._tails(context)
         if memory is None:
@@ -456,8 +456,8 @@ class MoM(Mixer):
         )
 
     def _arranged(self, layout: Rows | Packed | PackedByDevice, x: jax.Array) -> Mixer:
-        """Return a copy of the inner mixer whose `Dense` layers multiply tokens that `layout` has arranged; x
-        [B, T, D] are the tokens before.
+        """Return a copy of the inner mixer whose `Dense` layers multiply tokens that `layout` has arranged by memory; x
+        [B, T, D] are the tokens before they were arranged.
         """
         inner = nnx.merge(*nnx.split(self.inner))
         by_memory = () if self.config.single_projections else inner.memory_parts

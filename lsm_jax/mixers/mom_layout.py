@@ -122,7 +122,8 @@ class Packed(NamedTuple):
         return _select_project(x, kernel, bias, dtype, group)
 
     def project_tokens(self, rows: Array, kernel: Array) -> Array | None:
-        """Multiply arranged tokens [B, L, D] by the kernel of each memory, [G, D, F], with `segment_product`.
+        """Multiply the tokens of each memory, which lie one after another in `rows` [B, L, D], by that memory's kernel
+        in [G, D, F], with `segment_product`. Return None if no fused kernel supports the call.
 
         Return None if no fused kernel supports the call.
         """
@@ -328,8 +329,8 @@ def arranged_product(
 
 
 def _select_project(x, kernel, bias, dtype, group):
-    """Multiply x [..., D] by the kernel of its memory `group` [..., 1], by one product for each memory and a
-    selection.
+    """Multiply each token of x [..., D] by the kernel of its memory, whose index is `group` [..., 1], by one product
+    for each memory and a selection. This is used for one token, and for narrow layers.
 
     This is used for one token, and for narrow layers.
     """

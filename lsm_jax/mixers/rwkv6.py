@@ -77,7 +77,10 @@ class RWKV6Config(RecurrentConfig):
 
 
 class RWKV6(Mixer):
-    """The layer of RWKV6; see `RWKV6Config`.
+    """`RWKV6Config` says what its options mean.
+
+    Parameters start as in the published code (`init_std` is not used); as there, only the five projections have weight
+    decay.
 
     Parameters start as in the published code (`init_std` is not used); as there, only the five projections
     have weight decay.

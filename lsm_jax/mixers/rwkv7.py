@@ -244,8 +244,8 @@ class RWKV7(Mixer):
         return dict(written, v=v), context.add(bypass={"current": current})
 
     def _values(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Return the values of the interpolated tokens x, interpolated with the first layer's values; without
-        the latter in the first layer and outside a model.
+        """Return the values of the interpolated tokens x [B, T, D], mixed with the values of the model's first layer;
+        without the latter in the first layer itself and outside a model.
         """
         v = self.v_proj(x)
         if "v_first" not in context.shared:

@@ -196,7 +196,7 @@ class Decoder(nnx.Module):
         return self.embedding[...].T if self.lm_head is None else self.lm_head.kernel[...]
 
     def init_state(self, batch_size: int, max_length: int) -> DecoderState:
-        """Return the state before any token.
+        """Return the state of all layers before any token, from which the model reads or generates token by token.
 
         Args:
             batch_size: B.
@@ -239,8 +239,8 @@ class Decoder(nnx.Module):
         return self.logits(x), state, aux
 
     def init_shared(self, x: jax.Array) -> dict[str, jax.Array]:
-        """Return the values that travel from layer to layer, as they are before the first layer; x is the
-        embedding [B, T, D].
+        """Return the values by name that travel from layer to layer during a call, as they are before the first layer;
+        x is the tokens' embedding [B, T, D].
         """
         firsts = len(self.periods.blocks) * jnp.arange(self.num_periods)
         kinds: dict[type[mixers.Mixer], list] = {}

@@ -73,7 +73,8 @@ def run(call: Call) -> jax.Array:
 
 
 def _is_saved(primitive, *_, **__) -> bool:
-    """Whether the backward pass uses the saved result of a primitive: of all except those without inputs.
+    """Return whether the backward pass of rematerialised cuDNN attention uses the saved result of a primitive: of all
+    except those without inputs.
 
     cuDNN's absent arguments are empty arrays. XLA's compiler crashes if they leave a `jax.shard_map` (jax
     0.11.2).

@@ -16,8 +16,8 @@ _LONG_ROW = 4096  # tokens
 
 
 def attend_causally(q, k, v, sums: GateSum | None, *, window: int | None, scale: float) -> Array:
-    """Attend in rows that are one document without masks. With a window, a block of queries reads only the
-    keys of its window.
+    """Return causal softmax attention's output for rows that are one document without masks, computed for a block of
+    queries at a time. With a window, a block of queries reads only the keys of its window.
     """
     length = q.shape[1]
     block = _block_size(length, length)

@@ -103,7 +103,9 @@ def block_size(length: int) -> int:
 
 
 def gather_tokens(axis: str, tree: Any) -> Any:
-    """Arrays [B, T, ...] of all devices, concatenated in time; their gradients are summed and scattered."""
+    """Gather arrays [B, T, ...] of tokens from all devices that share a row, concatenated in the order of time; their
+    gradients are summed and scattered.
+    """
     return jax.tree.map(lambda x: gather_along(axis, 1, x), tree)
 
 
@@ -231,8 +233,8 @@ def _block_of_keys(plan: Plan, keys: Keys, index: Array) -> Keys:
 
 
 def _scores(plan: Plan, queries: Queries, keys: Keys, exists: Array) -> tuple[Array, Array]:
-    """The scores of a block of queries (without the two leading axes) and a block of keys, and their mask:
-    [B, G, R, C, S] each.
+    """Return the attention scores of a block of C queries and a block of S keys, [B, G, R, C, S], and the mask of those
+    pairs that attend.
     """
     q, k = queries.q.astype(plan.dtype), keys.k.astype(plan.dtype)
     scores = plan.scale * jnp.einsum("btgrk,bsgk->bgrts", q, k, precision=plan.precision)
@@ -255,7 +257,9 @@ def _attend(plan: Plan, devices: int, queries: Queries, keys: Keys, device: Arra
 
 
 def _forward(plan, devices, queries, keys, device):
-    """The outputs by a softmax with a running maximum, and the residuals of the backward pass."""
+    """Return the attention outputs of this device's queries, by a softmax with a running maximum over blocks of keys,
+    and the residuals of the backward pass.
+    """
     # The barrier makes masks depend on the queries. Without it jax would compute the masks of all steps
     # before the scan and store them for rematerialisation.
     queries, keys, device = jax.lax.optimization_barrier((queries, keys, device))

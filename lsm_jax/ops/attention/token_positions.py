@@ -57,8 +57,8 @@ def token_positions(
 
 
 def newest_sum(state: AttentionState) -> GateSum:
-    """The sum of gates at the newest token of each document, 0 before any: [B, N], or [B, S, N] with one
-    state per segment.
+    """Return the sum of log forget gates up to the newest token of each document, 0 before any: [B, N], or [B, S, N]
+    with one state per segment.
     """
     index = (state.count - 1) % state.keys.shape[-3]
 

@@ -57,8 +57,8 @@ def run_xla(call: Call) -> Array:
 
 
 def no_ids(call: Call) -> bool:
-    """Whether the caller gave neither segment ids nor a mask; a mask that only hides the padding at a row's
-    end does not count.
+    """Return whether the caller of `attention` gave neither segment ids nor a mask; a mask that only hides the padding
+    at a row's end does not count.
     """
     arguments = call.arguments
     no_rows = arguments["segment_ids"] is None and arguments["update_mask"] is None

@@ -120,8 +120,8 @@ def run_xla(call: Call) -> tuple[Array, ShiftState]:
 
 
 def run_shift(call: Call) -> tuple[Array, ShiftState]:
-    """Compute a token shift by XLA: return, for each token, the token before it in its document, [B, T, D], and the
-    state with the last token.
+    """Compute a token shift by XLA: return, for each token, the last written token before it in its document, [B, T,
+    D], and the state with the last token.
     """
     arguments: Any = call.arguments
     (tap,), tokens, state = previous_tokens(call.options.contiguous, width=1, **arguments)

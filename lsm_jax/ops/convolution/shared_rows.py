@@ -62,8 +62,8 @@ def in_sequence(axis: str, function: Callable[..., Any], static: Static, **argum
 
 
 def _last_tokens(x, width: int, ids, tokens: Tokens) -> tuple[Array, Array | None]:
-    """Return the last `width` tokens of a row without gaps (0 for tokens of an earlier document), and the
-    segment id of the last token.
+    """Return the last `width` tokens of a device's part of each row, which has no gaps (0 for tokens of an earlier
+    document), and the segment id of the last token.
     """
     tail = x[:, -width:]
     if tokens.written is None:

@@ -54,8 +54,8 @@ def check_row_channels(op: str, name: str, array) -> tuple[int, int, int]:
 
 
 def check_qkv(op: str, q, k, v) -> tuple[int, int, int, int, int, int, int]:
-    """Check that the shapes and numbers of heads of queries, keys and values match; returns (B, T, H, key
-    heads, G, K, V).
+    """Raise ValueError unless the shapes and the numbers of heads of queries, keys and values match; return (B, T, H,
+    key heads, G, K, V).
     """
     for name, array, letters in (
         ("q", q, "B, T, H, K"),
@@ -195,8 +195,8 @@ def matmul_precision(*arrays: Array) -> jax.lax.Precision:
 
 
 def group_queries(q: Array, value_heads: int) -> Array:
-    """Group query heads [B, T, H, K] by the memory that they read: [B, T, G, R, K]; R is 1 if memories share
-    queries.
+    """Group query heads [B, T, H, K] by the memory that they read: [B, T, G, R, K], with R heads for each of the G
+    memories; R is 1 if memories share queries.
     """
     batch, length, heads, key_dim = q.shape
     if heads < value_heads:

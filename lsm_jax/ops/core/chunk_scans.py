@@ -1,5 +1,5 @@
-"""The updates of chunks, or of tokens, applied to a memory one after another: in order, in parts, or by an
-associative scan.
+"""Apply the updates of chunks, or of tokens, to a memory one after another: in order, in consecutive parts of a row in
+parallel, or by an associative scan.
 """
 
 from __future__ import annotations
@@ -36,12 +36,16 @@ def run_masks(chunks: Chunks) -> tuple[Any, Any, Any]:
 
 
 def per_chunk(condition: Array, x: Array) -> Array:
-    """Return `condition` with trailing axes of size 1, so that it broadcasts against `x`."""
+    """Add trailing axes of size 1 to `condition`, an array with leading axes such as [B, N] of chunks, so that it
+    broadcasts against `x`.
+    """
     return condition.reshape(condition.shape + (1,) * (x.ndim - condition.ndim))
 
 
 def _state_of(initial: Array, slot: Array) -> Array:
-    """Return the states at the indices `slot` [B, ...] of `initial` [B, S, ...]."""
+    """Return, for each chunk, the state of its segment: the entries with the indices `slot` [B, ...] of the states
+    `initial` [B, S, ...].
+    """
     return jax.vmap(lambda states, index: states[index])(initial, slot)
 
 
@@ -155,7 +159,8 @@ def _fold_parts(step, compose, parts: int, transition, write, initial) -> tuple[
 
 
 def _parts(count: int, numbers: int) -> int:
-    """The number of parts to split `count` chunks into, so that one step updates at most `_STEP` numbers.
+    """Return the number of parts into which the N chunks of a row are split, to be scanned in parallel, so that one
+    step updates at most `_STEP` numbers.
 
     Args:
         count: chunks.
@@ -224,8 +229,10 @@ def associative_scan(combine: Callable[[Any, Any], Any], x: Any) -> Any:
 
 
 def doubling_scan(combine: Callable[[Any, Any], Any], x: Any) -> Any:
-    """Compute `associative_scan` by combining 1, 2, 4, ... entries; the rounding of an entry depends only on
-    the entries before it, not on its index.
+    """Return the combinations of the first 1, 2, 3, ...
+
+    entries of x along axis 1, as `associative_scan` does, by combining 1, 2, 4, ... entries; the rounding of an entry
+    depends only on the entries before it, not on its index.
     """
     span, count = 1, jax.tree.leaves(x)[0].shape[1]
     while span < count:

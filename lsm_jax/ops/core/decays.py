@@ -55,7 +55,9 @@ def _join_pairs(left: Array, right: Array) -> Array:
 
 
 def halve(log_decay: Float[Array, "... C K"], *, exclusive: bool = False) -> Halving:
-    """Sum a chunk's log decay at every level of halving. C is a power of two."""
+    """Return the sums of a chunk's log decay over its halves, quarters, and so on, at every level of the halving, from
+    which all decays between its tokens are computed. The chunk's C is a power of two.
+    """
     total = log_decay[..., None, :]  # [..., C, 1, K]: blocks of one row
     suffix = jnp.zeros_like(total)
     prefix = suffix if exclusive else total
@@ -113,8 +115,8 @@ def pairwise_log_decay(halving: Halving) -> Array:
 
 
 def _assemble(halving: Halving, diagonal: Array, meet) -> Array:
-    """Assemble a lower triangle from its diagonal and the blocks below it, which `meet` computes level by
-    level.
+    """Assemble a lower-triangular matrix of a chunk's pairs of tokens from its diagonal and the blocks below it, which
+    `meet` computes level by level of the halving.
     """
     lower = diagonal[..., None, None]
     for level, (prefix, suffix) in enumerate(halving.levels):

@@ -101,8 +101,8 @@ def staying(tokens: Tokens) -> Any:
 
 
 def total_of(x: Array | None, tokens: Tokens, num_segments: int | None, batch: int) -> Any:
-    """The sum of x [B or 1, T, ...] over the tokens of each state: [B, ...], or [B, S, ...] with one state
-    per segment.
+    """Return the sum of x [B or 1, T, ...], such as log decays, over the tokens that update each state: [B, ...], or
+    [B, S, ...] with one state per segment.
     """
     if x is None:
         return None
@@ -136,7 +136,9 @@ def emptied_by(state: Any, update: Update) -> Any:
 
 
 def unless_restarted(update: Update, x: Any, otherwise: Any = 0) -> Array:
-    """`x` [B, ...], with `otherwise` in the rows where nothing of the state before the update is left."""
+    """Return `x` [B, ...], what is left of the state before one device's tokens; but `otherwise` in the rows where a
+    document that begins among these tokens leaves nothing of it.
+    """
     if update.restarts is None:
         return x
     return jnp.where(per_chunk(update.restarts, x), otherwise, x)

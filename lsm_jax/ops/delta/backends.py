@@ -29,7 +29,9 @@ def _delta_unsupported(name: str, call: Call) -> str | None:
 
 
 def _decay_of(given: dict[str, Any]) -> Any:
-    """Return the log decay of the call, [B, T, G], [B, T, G, K] or [G], or None."""
+    """Return the log decay of a call of `delta_memory` or `dplr_memory`, [B, T, G], [B, T, G, K] or [G], or None,
+    whichever argument contains it.
+    """
     constant = given["constant_log_decay"]
     return given["log_decay"] if constant is None else constant
 
@@ -86,7 +88,7 @@ def _backends(
     run_kernel: Callable[[str, Call], Any],
     unsupported: Callable[[str, Call], str | None],
 ) -> tuple[Backend, ...]:
-    """Return the backends of one of the two ops, in order of preference."""
+    """Return the backends of `delta_memory` or `dplr_memory`, in order of preference: fused kernels, and XLA."""
 
     def run_xla(call: Call) -> Any:
         return by_xla(call.options._replace(form=call.form), **call.arguments)

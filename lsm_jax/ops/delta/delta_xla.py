@@ -30,8 +30,8 @@ from lsm_jax.ops.delta.options import MatrixOptions
 
 
 class _Inputs(NamedTuple):
-    """The op's arrays, split by head: q [..., G, R, K], k [..., G, K], v [..., G, V], beta [..., G]; at most
-    one decay.
+    """The arrays of `delta_memory`, split by head: queries q [..., G, R, K], keys k [..., G, K], values v [..., G, V],
+    write strengths beta [..., G], and at most one log decay.
     """
 
     q: Array

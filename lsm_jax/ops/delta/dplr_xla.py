@@ -30,8 +30,8 @@ from lsm_jax.ops.delta.options import MatrixOptions
 
 
 class _Inputs(NamedTuple):
-    """The op's arrays, split by head: q [..., G, R, K]; k, a, b [..., G, K]; v [..., G, V]; log_decay
-    [..., G, K], or [..., G, 1] for all channels.
+    """The arrays of `dplr_memory`, split by head: queries q [..., G, R, K]; keys k and the vectors a and b of the
+    rank-one transition [..., G, K]; values v [..., G, V]; log_decay [..., G, K], or [..., G, 1] for all channels.
     """
 
     q: Array

@@ -62,7 +62,9 @@ def grouped_product(
 
 
 def supports_segments(x: jax.Array, kernels: jax.Array) -> bool:
-    """Whether a kernel may compute `segment_product`; if not, multiplying all rows by every matrix is faster."""
+    """Return whether a kernel may compute `segment_product`, the products of segments of rows with a matrix each; if
+    not, multiplying all rows by every matrix is faster.
+    """
     call = Call("segment_product", _Options(), dict(x=x, kernels=kernels))
     return not select(call).only("xla")
 
@@ -84,7 +86,8 @@ def segment_product(x: jax.Array, kernels: jax.Array, ends: jax.Array) -> jax.Ar
 
 
 def row_multiple(x: jax.Array) -> int:
-    """The number that should divide `multiple` and all other widths in products with x [..., D].
+    """Return the number that should divide the number of rows in each group, and all widths, in products with x [...,
+    D]: 128 if a kernel may compute the products, else 1.
 
     It is 128 if a kernel may compute the products, else 1.
     """
@@ -94,7 +97,7 @@ def row_multiple(x: jax.Array) -> int:
 
 
 class _Options(NamedTuple):
-    """Static options of both products.
+    """The options of the products of grouped rows that are constant when a program is compiled.
 
     Attributes:
         multiple: as the argument of `grouped_product`.
@@ -231,8 +234,8 @@ def _xla_segments(x, kernels, ends):
 
 @functools.partial(jax.jit, static_argnames="transposed")
 def _kernel_segments(x, kernels, ends, transposed=False):
-    """`segment_product` by the kernel, in tiles of two blocks of 64 rows; a segment with an odd number of
-    blocks ends with half a tile.
+    """Multiply each segment of rows of x by its own matrix, by the fused kernel, in tiles of two blocks of 64 rows; a
+    segment with an odd number of blocks ends with half a tile.
     """
     from pallas_kernels.grouped_product import hopper
 

@@ -186,8 +186,8 @@ def read_of_memory(
 
 
 def _decay_until(log_decay: Array | None, bonus: Array | None) -> Array | None:
-    """The exponential of the sum of a log decay [B, T, ...] up to each token; without the token's decay if there
-    is a bonus, with which a token reads before its decay.
+    """Return the decay from the first token up to each token, the exponential of the sum of a log decay [B, T, ...];
+    without the token's own decay if there is a bonus, with which a token reads before its decay.
     """
     if log_decay is None:
         return None

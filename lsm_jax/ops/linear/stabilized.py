@@ -30,8 +30,8 @@ NEVER = -1e30
 
 
 class Gated(NamedTuple):
-    """The op's arrays, split by head: q [B, T, G, R, K], k [B, T, G, K], v [B, T, G, V]; logarithms `decay`
-    and `gate` [B, T, G].
+    """The arrays of `linear_memory` with exponential gates, split by head: queries q [B, T, G, R, K], keys k [B, T, G,
+    K], values v [B, T, G, V]; the logarithms of the decay and of the input gate [B, T, G].
     """
 
     q: Array

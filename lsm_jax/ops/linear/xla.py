@@ -61,8 +61,8 @@ class LinearOptions(NamedTuple):
 
 
 class _Inputs(NamedTuple):
-    """The op's arrays, split by head: q [..., G, R, K], k [..., G, K], v [..., G, V]; at most one of `decay`
-    and `key_decay` is given.
+    """The arrays of `linear_memory`, split by head: queries q [..., G, R, K], keys k [..., G, K], values v [..., G, V];
+    at most one of the log decays `decay` (of a whole memory) and `key_decay` (of key channels) is given.
     """
 
     q: Array
@@ -142,8 +142,8 @@ def by_xla(
 
 
 def _stabilized(options, x: stabilized.Gated, memory, stabilizer, tokens: Tokens, dtype):
-    """The output and the final state with `log_input_gate`; the last value channel of the memory is the
-    normaliser.
+    """Return the output and the final state of `linear_memory` with exponential gates (`log_input_gate`); the
+    normaliser is stored as the memory's last value channel.
     """
     batch, length = x.gate.shape[:2]
     if options.form == "recurrent":
@@ -182,7 +182,9 @@ def _recurrent(inputs: _Inputs, bonus, memory, tokens):
 
 
 def _chunked(inputs: _Inputs, bonus, memory, chunks: Chunks, options: LinearOptions):
-    """The output [B, N, C, G, R, V] and the final memory, from inputs [B, T, ...]."""
+    """Return the output [B, N, C, G, R, V] and the final memory of `linear_memory`, computed by chunks, from inputs [B,
+    T, ...].
+    """
     exclusive, precision = bonus is not None, options.precision
 
     def by_head(x):  # [B, N, C, G, ..., *] -> [B, N, G, ..., C, *]
@@ -261,8 +263,8 @@ def _with_queries(x: _Inputs, halving: Halving, diagonal, precision):
 
 
 def _by_halving(x: _Inputs, current, keys: Halving | None, values: Halving, same, precision):
-    """The part of the outputs [B, N, G, R, C, V] that comes from tokens of the same chunk, block by block;
-    for decays of value channels.
+    """Return the part of the outputs, [B, N, G, R, C, V], that a chunk's tokens contribute to tokens of the same chunk,
+    computed block by block; for decays of value channels.
     """
     output = current[..., None] * x.v[:, :, :, None]
     for level, (value_prefix, value_suffix) in enumerate(values.levels):

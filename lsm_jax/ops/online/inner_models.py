@@ -37,8 +37,8 @@ class Inner(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """A layer's weight [..., I, O] and bias [..., O] (or None), or other arrays of the same shapes, such as
-    their gradients.
+    """One dense layer of the online memory's inner model: its weight [..., I, O] from I to O channels and its bias
+    [..., O] (or None), or arrays of the same shapes, such as their gradients.
     """
 
     weight: Array

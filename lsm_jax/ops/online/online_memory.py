@@ -154,8 +154,8 @@ def online_memory(
 
 
 def _in_sequence(axis, function, static, **arguments):
-    """Run the op on one device after the other: a gradient step requires the weights before it, so that
-    updates cannot be composed.
+    """Compute `online_memory` where devices have consecutive parts of each row, on one device after the other: a
+    gradient step requires the weights before it, so that updates cannot be composed.
     """
     options, state = static.options, arguments.pop("state")
     initial = jax.tree.map(

@@ -57,8 +57,9 @@ class Options(NamedTuple):
 
 
 class _Inputs(NamedTuple):
-    """The op's arrays, split by head: q [..., G, R, K], k [..., G, K], target [..., G, V], and gates
-    [..., G].
+    """The arrays of `online_memory`, split by head: queries q [..., G, R, K], keys k [..., G, K], the values `target`
+    [..., G, V] that the inner model is trained to return, the learning rate eta [..., G], and the log gates of momentum
+    and decay [..., G].
     """
 
     q: Array
@@ -201,7 +202,9 @@ def _next_mini_batch(memory: _Memory, coefficients: Array | None) -> _Memory:
 
 
 def _recurrent(options, inner, coefficients, inputs, memory, position, tokens):
-    """Output, final memory and position, token by token: one gradient and one step for each token."""
+    """Return output, final memory and place in the mini-batch of `online_memory`, computed token by token: one gradient
+    and one step of the inner model for each token.
+    """
     initial, precision = layers_of(inner), options.precision
     written = tokens.written
     if written is None:
@@ -266,8 +269,9 @@ def _window(options, inner, coefficients, memory: _Memory, x: tuple[_Inputs, Win
     memory = _select_rows(window.full, _next_mini_batch(memory, coefficients), memory)
 
     def add_part(part: Part, start: _Memory, output, memory):
-        """Return output and memory, replaced by those of `part` in the rows that have tokens of the part; the
-        part starts from the memory `start`.
+        """other rows keep theirs.
+
+        The part starts from the memory `start`.
         """
 
         def compute(start, output, memory):
@@ -323,7 +327,9 @@ def _run_part(options, inner, inputs: _Inputs, window: Windows, memory: _Memory,
         output = output + inputs.q
 
     def sum_steps(factors):
-        """The sum of the tokens' steps, each multiplied by its factor [B, G, C]."""
+        """Return the sum of the gradient steps of a chunk's tokens, as the layers' weights, each step multiplied by its
+        factor [B, G, C].
+        """
         return tuple(
             Layer(
                 jnp.einsum("bgck,bgcv->bgkv", a, factors[..., None] * step, precision=precision),

@@ -90,7 +90,9 @@ def time_invariant_memory(
 
 
 def _convolve(u: Array, exponent: Array, gain: Array, weight: Array) -> tuple[Array, Array]:
-    """The convolution of u [B, T, D] and the final memory [B, D, N]."""
+    """Return the convolution of the inputs u [B, T, D] with the kernel that a memory constant in time has, and the
+    memory [B, D, N] after the last token.
+    """
     batch, length, channels = u.shape
     size = min(_LARGEST_BLOCK, 1 << (length - 1).bit_length())
     blocks = _split_into_blocks(u, size)
@@ -108,15 +110,18 @@ def _convolve(u: Array, exponent: Array, gain: Array, weight: Array) -> tuple[Ar
 
 
 def _split_into_blocks(u: Array, size: int) -> Array:
-    """[B, T, D] -> [D, B, T / C, C]. Zeros are added before the first token: they leave the empty memory
-    empty.
+    """Cut the op's inputs u [B, T, D] into blocks of C consecutive tokens, [D, B, T / C, C].
+
+    Zeros are added before the first token: they leave the empty memory empty.
     """
     u = jnp.pad(u, [(0, 0), (-u.shape[1] % size, 0), (0, 0)])
     return jnp.moveaxis(u, 2, 0).reshape(u.shape[2], len(u), -1, size)
 
 
 def _memories_after(blocks: Array, exponent: Array, gain: Array) -> Array:
-    """The memory after each block, [D, B, n, N]; `blocks` is u in blocks, [D, B, n, C]."""
+    """Return the memory after each of n blocks of C tokens, [D, B, n, N], where `blocks` [D, B, n, C] contains the op's
+    inputs u of the tokens.
+    """
     size = blocks.shape[-1]
     powers = gain[..., None] * jnp.exp(exponent[..., None] * jnp.arange(size - 1, -1, -1))
     written = jnp.einsum("dbnj,dkj->dbnk", blocks, _as_real(powers, axis=1), precision=_HIGHEST)
@@ -127,8 +132,10 @@ def _memories_after(blocks: Array, exponent: Array, gain: Array) -> Array:
 
 @jax.custom_vjp
 def _accumulate(log_decay: Array, written: Array) -> Array:
-    """`h_i = exp(log_decay) h_{i-1} + written_i` over blocks [D, B, n, N], from 0. Its gradient is the same
-    sum in reverse order.
+    """Return the memory after each block of tokens, [D, B, n, N]: `h_i = exp(log_decay) h_{i-1} + written_i`, from h =
+    0 on.
+
+    `written` [D, B, n, N] is what each block alone writes. The gradient is the same sum in reverse order.
     """
     return _decayed_sums(log_decay, written)
 
@@ -149,8 +156,8 @@ _accumulate.defvjp(_accumulate_forward, _accumulate_backward)
 
 
 def _decayed_sums(log_decay: Array, x: Array) -> Array:
-    """The result of `_accumulate`, computed inside groups of blocks, and then over the groups in the same
-    way.
+    """Return the memory after each block of tokens, as `_accumulate` does, computed inside groups of blocks, and then
+    over the groups in the same way.
     """
     channels, batch, count, size = x.shape
     group = min(_GROUP, count)
@@ -172,8 +179,9 @@ def _shift_by_one(x: Array) -> Array:
 
 
 def _toeplitz(kernel: Array) -> Array:
-    """kernel [D, C] -> [D, C, C], `kernel[j - i]` at (i, j), 0 where j < i; made by reshapes, whose
-    gradient is cheap.
+    """`kernel[j - i]` at (i, j), 0 where j < i.
+
+    It is made by reshapes, whose gradient is cheap.
     """
     channels, size = kernel.shape
     repeated = jnp.broadcast_to(
@@ -193,7 +201,9 @@ def _block_size(length: int) -> int:
 
 
 def _real_and_imaginary(x: Array, axis: int) -> Array:
-    """Return the real and the imaginary parts of x, concatenated along `axis`."""
+    """Return the real and the imaginary parts of a complex array x, concatenated along `axis`, so that real products
+    can be used.
+    """
     return jnp.concatenate([jnp.real(x), jnp.imag(x)], axis=axis)
 
 

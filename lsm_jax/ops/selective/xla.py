@@ -148,7 +148,9 @@ def _associative(
 def _chunked(
     options: SelectiveOptions, tokens: Tokens, inputs: _Inputs, memory: Array, update, read_memory
 ) -> tuple[Array, Array]:
-    """The output and the final memory by an associative scan in each chunk and a scan over chunks."""
+    """Return the outputs and the final memory of `selective_memory`, computed by an associative scan over the tokens of
+    each chunk and a scan over the chunks.
+    """
     length = inputs.u.shape[1]
     num_segments = memory.shape[1] if memory.ndim == 4 else None
     chunks = cut_into_chunks(tokens, length, options.size, num_segments)
@@ -201,7 +203,9 @@ def _update(x: _Inputs, *, a, constant_b, discretization) -> tuple[Array, Array]
 
 
 def _read_memory(x: _Inputs, memory: Array, *, constant_c) -> Array:
-    """The real part of the sum over n of c h, h the memory: [..., D, N] -> [..., D]."""
+    """Return each channel's output [..., D] from the memory h [..., D, N]: the real part of the sum of C h over the N
+    numbers of a channel, with the read vector C.
+    """
     c = _by_channel(x, x.c, constant_c)
     products = jnp.real(c) * jnp.real(memory)
     if jnp.iscomplexobj(c) and jnp.iscomplexobj(memory):
@@ -219,8 +223,9 @@ def _by_channel(x: _Inputs, by_token, constant) -> Array:
 
 
 def expm1_ratio(z: Array) -> Array:
-    """`(exp(z) - 1) / z`, 1 at 0. Near 0 it is computed by its series, since the quotient's derivative
-    would lose digits there.
+    """Return `(exp(z) - 1) / z`, 1 at z = 0, by which a zero-order hold multiplies a token's write, for z = Δ A.
+
+    Near 0 it is computed by its series, since the quotient's derivative would lose digits there.
     """
     near = jnp.abs(jnp.real(z)) + jnp.abs(jnp.imag(z)) < 0.5
     safe = jnp.where(near, 1, z)

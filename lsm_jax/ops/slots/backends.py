@@ -92,7 +92,9 @@ def _run(backend: Backend, call: Call) -> tuple[jax.Array, SlotState]:
 
 
 def _slot_backend(backend: Backend) -> Backend:
-    """The backend of `slot_memory` that computes both memories by `backend` of `linear_memory`."""
+    """Return the backend of `slot_memory` that computes both of its memories, that of keys and that of values, by the
+    given backend of `linear_memory`.
+    """
     supports_all = backend.name == "xla"
     return Backend(
         name=backend.name,
