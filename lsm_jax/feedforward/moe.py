@@ -110,9 +110,8 @@ class MoEConfig:
 
 
 class MoE(nnx.Module):
-    """`MoEConfig` says what its options mean.
-
-    It has no state.
+    """A feedforward that sends each token to some of several SwiGLU layers (experts); `MoEConfig` says what its options
+    mean. It has no state.
     """
 
     uses_depth: ClassVar[bool] = True

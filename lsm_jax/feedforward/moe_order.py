@@ -64,18 +64,15 @@ permute.defvjp(
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def rows_of_tokens(top_k: int, x: jax.Array, source: jax.Array, place: jax.Array) -> jax.Array:
     """Copy each token's row of x [N / k, D] to the k places of its choices among the experts' rows, [M, D], in the
-    order of experts; choice i of the N choices is of token i
-
-    k.
+    order of experts; choice i of the N choices is that of token `floor(i / k)`.
     """
     return take_rows(x, source // top_k)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def sum_by_token(top_k: int, rows: jax.Array, source: jax.Array, place: jax.Array) -> jax.Array:
-    """[N / k, D] in float32.
-
-    It is the transpose of `rows_of_tokens`.
+    """Sum, for each token, the experts' outputs for its k choices, which lie in `rows` [M, D] in the order of experts:
+    [N / k, D] in float32. It is the transpose of `rows_of_tokens`.
     """
     wide = jnp.promote_types(rows.dtype, jnp.float32)
     return jnp.sum(take_rows(rows, place).reshape(-1, top_k, rows.shape[-1]), axis=1, dtype=wide)

@@ -58,9 +58,8 @@ class SwiGLUConfig:
 
 
 class SwiGLU(nnx.Module):
-    """`SwiGLUConfig` says what its options mean.
-
-    It has no state.
+    """The SwiGLU feedforward, `(silu(x W_g) ⊙ x W_u) W_d`, [B, T, D] to [B, T, D]; `SwiGLUConfig` says what its options
+    mean. It has no state.
     """
 
     uses_depth: ClassVar[bool] = False

@@ -118,9 +118,8 @@ class FoXConfig(SoftmaxConfig):
 
 
 class FoX(Softmax):
-    """`FoXConfig` says what its options mean.
-
-    Learned biases start at 0, so that a gate that depends on the token starts near 1/2.
+    """The layer of forgetting attention, a mixer that maps [B, T, D] to [B, T, D]; `FoXConfig` says what its options
+    mean. Learned biases start at 0, so that a gate that depends on the token starts near 1/2.
     """
 
     config: FoXConfig

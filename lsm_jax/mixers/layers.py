@@ -87,7 +87,7 @@ def project(
     bias: jax.Array | None = None,
     dtype: DTypeLike | None = None,
 ) -> jax.Array:
-    """x [..., D] times kernel [D, F] plus bias [F], in `dtype` (None is x's).
+    """Return a dense layer's output: x [..., D] times kernel [D, F] plus bias [F], in `dtype` (None is x's).
 
     The kernel is cast to x's dtype, and sums are float32.
     """

@@ -124,8 +124,6 @@ class Packed(NamedTuple):
     def project_tokens(self, rows: Array, kernel: Array) -> Array | None:
         """Multiply the tokens of each memory, which lie one after another in `rows` [B, L, D], by that memory's kernel
         in [G, D, F], with `segment_product`. Return None if no fused kernel supports the call.
-
-        Return None if no fused kernel supports the call.
         """
         segments = -(-len(rows) // shards_of("batch")) * len(kernel)
         # The gradient of `kernel` is computed for each segment first, and requires memory for all of them. XLA's partitioner can
@@ -331,8 +329,6 @@ def arranged_product(
 def _select_project(x, kernel, bias, dtype, group):
     """Multiply each token of x [..., D] by the kernel of its memory, whose index is `group` [..., 1], by one product
     for each memory and a selection. This is used for one token, and for narrow layers.
-
-    This is used for one token, and for narrow layers.
     """
 
     def by(g: int) -> Array:

@@ -77,13 +77,10 @@ class RWKV6Config(RecurrentConfig):
 
 
 class RWKV6(Mixer):
-    """`RWKV6Config` says what its options mean.
+    """The layer of RWKV6, a mixer that maps [B, T, D] to [B, T, D]; `RWKV6Config` says what its options mean.
 
     Parameters start as in the published code (`init_std` is not used); as there, only the five projections have weight
     decay.
-
-    Parameters start as in the published code (`init_std` is not used); as there, only the five projections
-    have weight decay.
     """
 
     op = ops.linear_memory

@@ -200,9 +200,8 @@ class RWKV7(Mixer):
         return x + step_back * share
 
     def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """a projection of x mixed with the token before, and the context.
-
-        `write` finds r as `saved["r"]`.
+        """Return the queries [B, T, H, K] of tokens x [B, T, D], which are the receptance r: a projection of x mixed
+        with the token before, and the context. `write` finds r as `saved["r"]`.
         """
         step_back, context = self._step_back(x, context)
         r = split_heads(self.r_proj(self._mixed("r", x, step_back)), self.num_heads)

@@ -88,7 +88,7 @@ class ModelConfig:
         return letters
 
     def letters(self) -> str:
-        """the pattern, repeated to `num_layers`.
+        """Return the letters of all layers in order, one a layer: the pattern, repeated to `num_layers`.
 
         Each letter names a mixer and a feedforward.
         """

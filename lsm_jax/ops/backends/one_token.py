@@ -69,9 +69,8 @@ def _unsupported_by_kernel(call: Call) -> str | None:
 
 
 def in_place(layer: Layer | None, q: jax.Array) -> Layer | None:
-    """for one token, without a mesh.
-
-    Return None if the op's caller stores it.
+    """Return `layer`, the memory in the stack of all layers' memories, if the op must store the new memory in the stack
+    itself: for one token, without a mesh. Return None if the op's caller stores it.
     """
     unsharded = jax.sharding.get_abstract_mesh().empty and jax.typeof(q).sharding.mesh.empty
     return layer if unsharded and q.shape[1] == 1 else None

@@ -73,9 +73,8 @@ def previous_tokens(
 
 
 def _shifted_taps(x: Array, tail: Array, tokens: Tokens) -> list[Array]:
-    """Return the taps of a short convolution, the tokens 1, 2, ...
-
-    places before each token, as shifted copies of x [B, T, D], before which lie the state's last tokens `tail`.
+    """Return the taps of a short convolution, the tokens 1, 2, ... places before each token, as shifted copies of x [B,
+    T, D], before which lie the state's last tokens `tail`.
 
     This is right only for documents whose tokens are contiguous and all written.
     """

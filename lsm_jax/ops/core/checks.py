@@ -24,9 +24,8 @@ def check_form(op: str, form: str) -> None:
 
 
 def check_shape(op: str, name: str, array, expected: tuple[int | None, ...], letters: str) -> None:
-    """None in `expected` accepts any length of that axis.
-
-    `letters` name the axes in the message.
+    """Raise ValueError unless the array, the argument `name` of the op called `op`, has the expected shape; None in
+    `expected` accepts any length of that axis. `letters` name the axes in the message.
     """
     shape = jnp.shape(array)
     fits = len(shape) == len(expected) and all(

@@ -229,10 +229,8 @@ def associative_scan(combine: Callable[[Any, Any], Any], x: Any) -> Any:
 
 
 def doubling_scan(combine: Callable[[Any, Any], Any], x: Any) -> Any:
-    """Return the combinations of the first 1, 2, 3, ...
-
-    entries of x along axis 1, as `associative_scan` does, by combining 1, 2, 4, ... entries; the rounding of an entry
-    depends only on the entries before it, not on its index.
+    """Return the combinations of the first 1, 2, 3, ... entries of x along axis 1, as `associative_scan` does, by
+    combining 1, 2, 4, ... entries; the rounding of an entry depends only on the entries before it, not on its index.
     """
     span, count = 1, jax.tree.leaves(x)[0].shape[1]
     while span < count:

@@ -269,9 +269,8 @@ def _window(options, inner, coefficients, memory: _Memory, x: tuple[_Inputs, Win
     memory = _select_rows(window.full, _next_mini_batch(memory, coefficients), memory)
 
     def add_part(part: Part, start: _Memory, output, memory):
-        """other rows keep theirs.
-
-        The part starts from the memory `start`.
+        """Return the output and the online memory after one part of a window's tokens, in the rows that have tokens of
+        that part; other rows keep theirs. The part starts from the memory `start`.
         """
 
         def compute(start, output, memory):

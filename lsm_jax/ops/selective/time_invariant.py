@@ -179,9 +179,8 @@ def _shift_by_one(x: Array) -> Array:
 
 
 def _toeplitz(kernel: Array) -> Array:
-    """`kernel[j - i]` at (i, j), 0 where j < i.
-
-    It is made by reshapes, whose gradient is cheap.
+    """Return the matrix [D, C, C] by which a block of C tokens is convolved with a kernel [D, C]: `kernel[j - i]` at
+    (i, j), 0 where j < i. It is made by reshapes, whose gradient is cheap.
     """
     channels, size = kernel.shape
     repeated = jnp.broadcast_to(
