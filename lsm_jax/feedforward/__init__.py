@@ -1,4 +1,7 @@
-"""Feedforwards: the layers between mixers, which treat each token alone. They are called like mixers."""
+"""Feedforwards: the layers after mixers, which treat each token alone (or with the token before it).
+
+They are called like mixers.
+"""
 
 from __future__ import annotations
 

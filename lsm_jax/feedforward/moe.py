@@ -34,7 +34,7 @@ ROUTERS = ("softmax_topk", "topk_softmax")
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class MoEConfig:
-    """The config of a mixture of experts.
+    """The config of a mixture of experts, a feedforward that sends each token to some of several SwiGLU layers.
 
     Attributes:
         num_experts: number of experts (E).
@@ -162,7 +162,8 @@ class MoE(nnx.Module):
         contiguous: bool = False,
         state: None = None,
     ) -> tuple[jax.Array, None, dict[str, jax.Array]]:
-        """x [B, T, D] -> (y [B, T, D], None, the router's losses and statistics).
+        """Return the mixture of experts' output y [B, T, D] for tokens x [B, T, D], None as its state, and the router's
+        losses and statistics.
 
         Padding is routed to no expert. Losses and statistics are of tokens that are not padding and whose
         `update_mask` is not 0.
@@ -194,7 +195,7 @@ class MoE(nnx.Module):
     def _route(
         self, x: jax.Array, counted: jax.Array
     ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-        """Select the experts of each token, in float32.
+        """Select the experts of each token by the router's logits, in float32.
 
         Args:
             x: [B, T, D].

@@ -59,7 +59,8 @@ def dense(arrays: dict[str, jax.Array], kernels: dict[str, jax.Array]) -> jax.Ar
 def grouped(
     config: Any, arrays: dict[str, jax.Array], kernels: dict[str, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    """Return y [B, T, D] by the grouped form, over the mesh.
+    """Return the output y [B, T, D] of a mixture of experts by the grouped form, in which each expert multiplies the
+    tokens that chose it; devices of the mesh share the work.
 
     The second result is int32 [B, T], the number of each token's experts to which it could not be sent
     because a buffer between devices was full; y of these tokens is NaN.
@@ -169,7 +170,8 @@ def _by_exchange(config, x, expert, weight, kernels):
 
 
 def _experts(rows, sizes, block, row_weight, gate_proj, up_proj, down_proj):
-    """Compute the expert of each row [M, D], times `row_weight` [M, 1] unless it is None.
+    """Apply each row's expert, a SwiGLU layer, to the rows [M, D], which are sorted by expert; multiply by `row_weight`
+    [M, 1] unless it is None.
 
     The rows are in the order of `places_by_expert`, which also returns `sizes` [E]; results after the last
     expert's rows are undefined. The experts' width is padded to a multiple of `block`.

@@ -15,7 +15,8 @@ import jax.numpy as jnp
 def places_by_expert(
     expert: jax.Array, count: int, block: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Sort rows by their expert, and pad the rows of each expert to a multiple of `block`.
+    """Return the place of each row when rows are sorted by their expert, and the rows of each expert are padded to a
+    multiple of `block`.
 
     Args:
         expert: int32 [N], the expert of each row; `count` or more for rows without one.

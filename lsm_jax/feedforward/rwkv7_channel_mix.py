@@ -18,7 +18,7 @@ from lsm_jax.mixers.layers import OrthogonalDense, parameter, recomputed
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class RWKV7ChannelMixConfig:
-    """The config of RWKV7's channel mix.
+    """The config of RWKV7's channel mix, a feedforward on each token interpolated with the token before it.
 
     Attributes:
         hidden_ratio: inner width divided by hidden_size.

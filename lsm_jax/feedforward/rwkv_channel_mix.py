@@ -21,7 +21,7 @@ from lsm_jax.mixers.layers import OrthogonalDense, parameter, recomputed
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class RWKV6ChannelMixConfig:
-    """The config of RWKV6's channel mix.
+    """The config of RWKV6's channel mix, a gated feedforward on each token interpolated with the token before it.
 
     Attributes:
         hidden_ratio: inner width divided by hidden_size; the inner width is rounded down to a multiple of

@@ -1,4 +1,4 @@
-"""SwiGLU (arXiv 2002.05202): `(silu(x W_g) ⊙ x W_u) W_d`."""
+"""The SwiGLU feedforward (arXiv 2002.05202): `(silu(x W_g) ⊙ x W_u) W_d`, with three matrices W."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lsm_jax.mixers.layers import Dense, recomputed
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class SwiGLUConfig:
-    """The config of SwiGLU.
+    """The config of a SwiGLU feedforward, `(silu(x W_g) ⊙ x W_u) W_d`: its inner width.
 
     Attributes:
         hidden_ratio: the inner width is 2/3 hidden_ratio hidden_size, rounded up to a multiple of

@@ -1,4 +1,4 @@
-"""The base class of mixers: it composes a mixer's `write`, `read` and `finish` with one op.
+"""The base class of mixers: it computes a mixer's layer from its methods `read`, `write` and `finish` and one op.
 
 Training, prefill, chunked prefill and decoding are the same call, since all that a mixer remembers of a row
 is in one state.
@@ -86,7 +86,8 @@ _ENTRIES = ("shared", "tails", "saved", "bypass", "aux")
 
 
 class ShortConvolution(nnx.Module):
-    """A causal depthwise convolution, followed by SiLU unless `silu=False`.
+    """A causal convolution of each channel with the few tokens before it in its document, followed by SiLU unless
+    `silu=False`.
 
     `MixerState.tails[name]` contains its last inputs. Initial weights are uniform in ±1/sqrt(width), as is
     customary for depthwise convolutions. They have no weight decay.
@@ -116,7 +117,8 @@ class ShortConvolution(nnx.Module):
     def __call__(
         self, x: jax.Array, context: Context, head_dim: int | None = None
     ) -> tuple[jax.Array, Context]:
-        """Convolve x [B, T, channels]; with `head_dim`, each `head_dim` channels of the result have unit length.
+        """Convolve each channel of x [B, T, channels] with the tokens before; with `head_dim`, each `head_dim` channels
+        of the result have unit length.
 
         Returns:
             The result in the shape and dtype of x, and the context with the new tail.
@@ -274,7 +276,8 @@ class Mixer(nnx.Module):
         return tuple(v for v in vars(self).values() if isinstance(v, kinds))
 
     def init_state(self, batch_size: int, max_length: int, dtype: Any) -> MixerState:
-        """Return the state before any token.
+        """Return the mixer's state before any token: the op's empty state, and empty tails of its convolutions and
+        token shifts.
 
         Args:
             batch_size: B.
@@ -350,7 +353,7 @@ class Mixer(nnx.Module):
         contiguous: bool = False,
         state: MixerState | None = None,
     ) -> tuple[jax.Array, MixerState, dict[str, jax.Array]]:
-        """Mix the tokens of x.
+        """Mix the tokens of x [B, T, D] through the mixer's memory: return y [B, T, D] and the state after the call.
 
         Args:
             x: [B, T, D].

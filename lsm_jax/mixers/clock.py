@@ -13,7 +13,7 @@ from lsm_jax.parallel import over_mesh
 
 
 class Clock(NamedTuple):
-    """The position from which each row's next call continues.
+    """The position of each row's next token in its document, from which the positions of the next call continue.
 
     Attributes:
         position: int32 [B], the position of the row's next token if it continues the document.

@@ -19,7 +19,8 @@ from lsm_jax.mixers.op_config import RecurrentConfig
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class DeltaNetConfig(RecurrentConfig):
-    """DeltaNet.
+    """The config of a DeltaNet layer: linear attention whose memory replaces the value at a key instead of adding to
+    it.
 
     Attributes:
         num_heads: heads of queries and keys.

@@ -67,7 +67,8 @@ class HeadDense(nnx.Module):
 
 
 class FeatureMap(nnx.Module):
-    """One feature map; a learned one has matrices for each head.
+    """A feature map of linear attention, applied to the heads of queries or of keys; a learned one has matrices for
+    each head.
 
     "t2r" is relu(x W) (arXiv 2103.13076). "hedgehog" is softmax([2y, -2y]) over the 2K features of y = x W +
     b, W starting as the identity (arXiv 2402.04347, and flash-linear-attention's code for the 2).

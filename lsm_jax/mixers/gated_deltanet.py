@@ -29,7 +29,7 @@ from lsm_jax.mixers.op_config import RecurrentConfig
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class GatedDeltaNetConfig(RecurrentConfig):
-    """Gated DeltaNet.
+    """The config of a Gated DeltaNet layer: the delta rule with one decay for each head and token.
 
     Attributes:
         num_heads: heads of queries and keys.

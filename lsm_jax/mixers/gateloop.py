@@ -26,7 +26,7 @@ from lsm_jax.mixers.op_config import RecurrentConfig
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class GateLoopConfig(RecurrentConfig):
-    """The config of GateLoop.
+    """The config of a GateLoop layer: linear attention whose decay is a complex number that depends on the token.
 
     Attributes:
         num_heads: number of gates, each for hidden_size / num_heads key and value channels; None means one

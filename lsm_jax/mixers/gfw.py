@@ -22,7 +22,7 @@ from lsm_jax.mixers.op_config import RecurrentConfig
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class GFWConfig(RecurrentConfig):
-    """The config of gated fast weights.
+    """The config of a layer of gated fast weights: linear attention with decays for each key and each value channel.
 
     The published models are transformers that were tuned into this form, without norm and output gate. For
     training from scratch this layer has those of Linear-MoE (arXiv 2503.05447): a norm over each head's

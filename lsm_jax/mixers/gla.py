@@ -21,7 +21,7 @@ from lsm_jax.mixers.op_config import RecurrentConfig
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class GLAConfig(RecurrentConfig):
-    """Gated linear attention.
+    """The config of a layer of gated linear attention, whose decay depends on the token, for each key channel.
 
     Attributes:
         num_heads: heads.

@@ -24,7 +24,8 @@ from lsm_jax.mixers.op_config import RecurrentConfig
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class GSAConfig(RecurrentConfig):
-    """The config of gated slot attention.
+    """The config of a layer of gated slot attention: softmax attention to M slots, into which keys and values are
+    written.
 
     Attributes:
         num_heads: number of heads.

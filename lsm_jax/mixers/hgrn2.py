@@ -27,7 +27,8 @@ _BOUNDS = "hgrn2_log_bounds"
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class HGRN2Config(RecurrentConfig):
-    """HGRN2.
+    """The config of an HGRN2 layer: linear attention whose keys are 1 minus the forget gate, which has a learned lower
+    bound.
 
     Attributes:
         head_dim: key and value channels of a head (the paper's expansion ratio); hidden_size / head_dim heads.

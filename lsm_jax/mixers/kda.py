@@ -31,7 +31,7 @@ from lsm_jax.mixers.op_config import RecurrentConfig
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class KDAConfig(RecurrentConfig):
-    """Kimi Delta Attention.
+    """The config of a layer of Kimi Delta Attention: the delta rule with a decay for each key channel and token.
 
     Attributes:
         num_heads: heads of queries and keys.

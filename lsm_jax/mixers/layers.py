@@ -100,7 +100,7 @@ def project(
 
 
 class Dense(nnx.Module):
-    """`y = x W (+ b)`, with W cast to x's dtype and accumulated in float32.
+    """A dense layer on the last axis, `y = x W (+ b)`, with W cast to x's dtype and accumulated in float32.
 
     Args:
         in_size: channels of x.
@@ -142,7 +142,7 @@ class Dense(nnx.Module):
 
 
 class OrthogonalDense(Dense):
-    """`Dense` whose matrix starts with orthogonal rows or columns.
+    """A dense layer, as `Dense`, whose initial matrix has orthogonal rows or columns, as RWKV7's has.
 
     Args:
         gain: the norm of these rows or columns; with 0 the matrix starts at zero.
@@ -190,7 +190,9 @@ def recomputed(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def rms_normalize(x: jax.Array, eps: float) -> jax.Array:
-    """`x / sqrt(mean(x²) + eps)` over the last axis, computed and returned in float32 (or float64)."""
+    """Divide x by its root mean square over the last axis, `x / sqrt(mean(x²) + eps)`; computed and returned in float32
+    (or float64).
+    """
     x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
 
@@ -255,7 +257,7 @@ class HeadNorm(nnx.Module):
         self.bias = parameter(jnp.zeros(shape, jnp.float32), **fixed) if bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Normalise each head of x [..., H, V]; shape and dtype do not change."""
+        """Apply the layer norm to each head of x [..., H, V] on its own; shape and dtype do not change."""
 
         def norm(x, scale, bias):
             wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))

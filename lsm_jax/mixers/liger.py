@@ -168,7 +168,8 @@ class LigerConfig(RecurrentConfig, SoftmaxConfig):
 
 
 class LigerState(NamedTuple):
-    """The state of a Liger layer.
+    """The state of a Liger layer between calls: the memory of linear attention, and the keys and values of the window
+    of softmax attention.
 
     Attributes:
         memory: `ops.LinearState`, gsa's `ops.SlotState`, or None without a memory; one for each key head.

@@ -26,7 +26,7 @@ DECAYS = ("depth", "alibi", "none")
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class LightningConfig(RecurrentConfig):
-    """Lightning attention.
+    """The config of a Lightning attention layer: linear attention with a constant decay for each head and layer.
 
     Attributes:
         num_heads: heads.

@@ -25,7 +25,7 @@ _NORMALIZER_EPS = 1e-10
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class LinearAttentionConfig(RecurrentConfig):
-    """Basic linear attention.
+    """The config of a layer of basic linear attention: a feature map of queries and keys, and no decay.
 
     Attributes:
         num_heads: heads.

@@ -101,7 +101,8 @@ class LolcatsConfig(RecurrentConfig, SoftmaxConfig):
 
 
 class LolcatsState(NamedTuple):
-    """The state of a LoLCATs layer.
+    """The state of a LoLCATs layer between calls: the memory of linear attention, and the keys and values of the window
+    of softmax attention.
 
     Attributes:
         linear: the state of the linear part, for all tokens of the document; its last value channel is 1.

@@ -18,7 +18,7 @@ from lsm_jax.mixers.layers import Dense, parameter, project
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class LoRAConfig:
-    """The config of LoRA: the projections that have an adapter, and the adapters' size.
+    """The config of low-rank adapters (LoRA): the projections that have an adapter, and the adapters' size.
 
     Attributes:
         targets: names of `Dense` layers of mixers and feedforwards; a layer has adapters for those that it

@@ -24,7 +24,7 @@ from lsm_jax.mixers.op_config import RecurrentConfig
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class MambaConfig(RecurrentConfig):
-    """The config of Mamba.
+    """The config of a Mamba layer: a state-space model whose step sizes, write and read vectors depend on the token.
 
     Attributes:
         expand: number of inner channels, divided by hidden_size.

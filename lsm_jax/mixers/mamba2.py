@@ -33,7 +33,7 @@ from lsm_jax.mixers.op_config import RecurrentConfig
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class Mamba2Config(RecurrentConfig):
-    """Mamba2.
+    """The config of a Mamba-2 layer: linear attention with one decay for each head and token.
 
     Attributes:
         expand: inner channels over hidden_size.

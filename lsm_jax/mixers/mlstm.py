@@ -25,7 +25,7 @@ from lsm_jax.mixers.op_config import OpConfig, RecurrentConfig
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class MLSTMConfig(RecurrentConfig):
-    """The config of mLSTM.
+    """The config of an mLSTM layer: linear attention with an exponential input gate, a forget gate and a normaliser.
 
     Attributes:
         num_heads: number of heads.
@@ -83,7 +83,7 @@ class MLSTMConfig(RecurrentConfig):
 
 
 class MLSTM(Mixer):
-    """The layer of mLSTM; see `MLSTMConfig`.
+    """The layer of mLSTM: a mixer that maps [B, T, D] to [B, T, D]; `MLSTMConfig` says what its options mean.
 
     The gates start as in the published code, independent of the token: input gate at -10, forget gates from 3
     to 6 across the heads, ahead of soft cap and activation.

@@ -57,7 +57,7 @@ _ROW = "row_"  # prefix of the names of tails that belong to the row, not to a m
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class MoMConfig:
-    """The config of a Mixture-of-Memories.
+    """The config of a Mixture-of-Memories: a router sends each token to some of several memories of an inner mixer.
 
     Attributes:
         mixer: the config of the inner mixer; any mixer with `Mixer.memory_parts`.
@@ -136,7 +136,8 @@ class MoMConfig:
 
 
 class _Part(NamedTuple):
-    """The results of one call of the inner mixer.
+    """The results of one call of the inner mixer for all memories of a layer, brought back to the order of the row's
+    tokens.
 
     Attributes:
         output: [B, T, ...], the memories' outputs, summed with the router's weights.
@@ -407,7 +408,7 @@ class MoM(Mixer):
         tails: dict[str, Any],
         contiguous: bool = False,
     ) -> _Part:
-        """Run the inner mixer over arranged tokens.
+        """Run the inner mixer over tokens that are arranged by memory: each memory is a row or a segment of its own.
 
         Args:
             x: [B, T, D].

@@ -298,7 +298,8 @@ def stack_memory_parts(mixers: list[Any], active: float) -> Any:
 def arranged_product(
     layout: Rows | Packed | PackedByDevice, by_memory: bool, tokens: Array | None
 ) -> Callable:
-    """Return a function with the signature of `project`, for inputs that `layout` has arranged.
+    """Return a function that multiplies tokens, arranged by memory as in `layout`, by a matrix, with the signature of
+    `project`; it replaces the product of the inner mixer's `Dense` layers.
 
     Args:
         layout: the arrangement of the tokens.

@@ -1,4 +1,4 @@
-"""The state of a Mixture-of-Memories, and the documents that its memories belong to."""
+"""The state of a Mixture-of-Memories between calls: its memories, and the number of the document that each belongs to."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lsm_jax.ops import DocumentCount, number_documents
 
 
 class MoMState(NamedTuple):
-    """The memories of a Mixture-of-Memories.
+    """The state of a Mixture-of-Memories between calls: its memories, and which documents they belong to.
 
     Attributes:
         memories: the inner op's state, with arrays [B, G, ...] for the G memories, the shared one last. Its
@@ -61,7 +61,7 @@ def split_memories(tree: Any, groups: int) -> Any:
 def token_documents(
     x: jax.Array, segment_ids: jax.Array | None, memory: MoMState | None
 ) -> tuple[jax.Array | None, jax.Array, jax.Array]:
-    """Number the documents of a call's tokens.
+    """Number the documents that the tokens of a call belong to, within each row and on from the call before.
 
     Args:
         x: [B, T, D].

@@ -11,7 +11,9 @@ from lsm_jax.mixers import checks
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class OpConfig:
-    """The config of an op's computation. No field changes results except by rounding.
+    """The config of how an op is computed: its form, its backends and its chunk size.
+
+    No field changes results except by rounding.
 
     Attributes:
         form: "recurrent", "chunk" or "associative", if the op has it.
@@ -63,7 +65,7 @@ class OpConfig:
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class RecurrentConfig:
-    """Base of the configs of mixers whose memory is of fixed size.
+    """The base class of the configs of mixers whose memory has a fixed size, whatever the number of tokens.
 
     Attributes:
         op: how the op computes; each config has a copy, so that `dataclasses.replace` returns independent

@@ -27,7 +27,7 @@ _LAYER_NORM_EPS = 1e-5
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class RebasedConfig(RecurrentConfig):
-    """The config of ReBased.
+    """The config of a ReBased layer: linear attention whose feature map is a learned quadratic function.
 
     Attributes:
         num_heads: number of heads.

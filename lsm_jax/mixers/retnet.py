@@ -23,7 +23,8 @@ FEATURE_MAPS = ("identity", "silu", "elu")
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class RetNetConfig(RecurrentConfig):
-    """RetNet's retention.
+    """The config of a layer of RetNet's retention: linear attention with rotated keys and a constant decay for each
+    head.
 
     Attributes:
         num_heads: heads; head h decays by 1 - 2^(-5-h) a token.

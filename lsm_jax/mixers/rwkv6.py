@@ -33,7 +33,8 @@ _MIXED = ("w", "k", "v", "r", "g")
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class RWKV6Config(RecurrentConfig):
-    """The config of RWKV6.
+    """The config of an RWKV6 layer: linear attention with a decay for each key channel and token, and a bonus for the
+    present token.
 
     Attributes:
         head_dim: number of key and of value channels of a head; there are hidden_size / head_dim heads.

@@ -36,7 +36,7 @@ _MIXED = {"r": 0.2, "w": 0.9, "k": 0.7, "v": 0.7, "a": 0.9, "g": 0.2}
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class RWKV7Config(RecurrentConfig):
-    """The config of RWKV7.
+    """The config of an RWKV7 layer: a memory whose transition is a diagonal decay plus a rank-one removal.
 
     Attributes:
         head_dim: number of key and of value channels of a head; there are hidden_size / head_dim heads.

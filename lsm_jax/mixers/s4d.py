@@ -25,7 +25,7 @@ from lsm_jax.mixers.op_config import RecurrentConfig
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class S4DConfig(RecurrentConfig):
-    """The config of S4D.
+    """The config of an S4D layer: a state-space model with complex decays that are constant in time.
 
     Attributes:
         state_size: N; a channel stores one number of each conjugate pair, N / 2 complex numbers.

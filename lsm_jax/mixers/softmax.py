@@ -26,7 +26,7 @@ from lsm_jax.mixers.method import Method
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class SoftmaxConfig:
-    """Softmax attention.
+    """The config of a softmax attention layer, over all earlier tokens of a document or a window of them.
 
     Attributes:
         num_heads: number of query heads.

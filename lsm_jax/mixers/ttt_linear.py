@@ -26,7 +26,7 @@ from lsm_jax.mixers.op_config import RecurrentConfig
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class TTTLinearConfig(RecurrentConfig):
-    """TTT-Linear.
+    """The config of a TTT-Linear layer, whose memory is a dense layer that gradient steps train on the tokens.
 
     Attributes:
         num_heads: heads, each with one model.

@@ -16,7 +16,7 @@ INITS = ("normal", "xavier")
 
 @dataclasses.dataclass(kw_only=True)
 class LayerConfig:
-    """One kind of layer.
+    """The config of one kind of layer, to which a letter of the pattern refers: a mixer and a feedforward.
 
     Attributes:
         mixer: a mixer's config, of a type in `lsm_jax.mixers.METHODS`.
@@ -43,7 +43,7 @@ class LayerConfig:
 
 @dataclasses.dataclass(kw_only=True)
 class ModelConfig:
-    """A decoder.
+    """The config of a decoder, a causal language model: its size, the pattern of its layers, dtypes and initialisation.
 
     Attributes:
         vocab_size: tokens.

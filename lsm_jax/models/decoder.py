@@ -1,4 +1,6 @@
-"""The decoder: embedding, pre-norm residual layers scanned by pattern period, final norm, head."""
+"""The decoder, a causal language model: embedding, pre-norm residual layers, a final norm and a head; a scan runs over
+repetitions of the layers' pattern.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ _XAVIER_GAIN = 2**-2.5  # of `LayerConfig.mixer_init`
 
 
 class DecoderState(NamedTuple):
-    """The state of a decoder between calls, of static shape.
+    """The state of a decoder between calls: that of every layer, and the clock of positions; its shapes do not depend
+    on the number of tokens read.
 
     Attributes:
         layers: a tuple with (mixer state, feedforward state) for each letter of the period, stacked over the
@@ -165,7 +168,8 @@ def _stack_periods(config: ModelConfig, keys: jax.Array) -> Period:
 
 
 class Decoder(nnx.Module):
-    """A causal language model.
+    """A causal language model: an embedding, the layers of the config's pattern, a norm, and a head that returns
+    logits.
 
     It contains only parameters and nothing mutable, so that plain `jax.jit` and `jax.grad` of its parameters
     work after `nnx.split`.
@@ -268,7 +272,7 @@ class Decoder(nnx.Module):
         microbatches: int = 0,
         rounds: int = 1,
     ) -> tuple[jax.Array, DecoderState | None, dict[str, jax.Array]]:
-        """Return the hidden states after the final norm.
+        """Return the hidden states [B, T, D] of tokens after the final norm, from which the head computes logits.
 
         Args:
             tokens: int [B, T]; an id outside the vocabulary has hidden states of NaN, since compiled code
@@ -344,7 +348,7 @@ class Decoder(nnx.Module):
         return rematerialized(layer, self.remat)
 
     def _pipelined(self, apply_period, x, shared, rows, microbatches: int, rounds: int):
-        """Apply all layers over the stages of the mesh's pipeline, without states.
+        """Apply all layers of the decoder over the stages of the mesh's pipeline, without states.
 
         Args:
             apply_period: `periods.run_period` with a layer function.

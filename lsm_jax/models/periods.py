@@ -29,7 +29,8 @@ together.defvjp(lambda tree: (tree, None), lambda _, grads: (jax.lax.optimizatio
 
 
 def rematerialized(function: Any, policy: str) -> Any:
-    """Return `function` with the rematerialization policy "none", "full" or "dots".
+    """Return `function`, wrapped so that the backward pass recomputes as the rematerialisation policy "none", "full" or
+    "dots" says.
 
     Inside a scan no barrier against common-subexpression elimination is required.
     """
@@ -44,7 +45,8 @@ def rematerialized(function: Any, policy: str) -> Any:
 
 
 def run_period(layer: Callable, rows, carry, inputs):
-    """Apply the layers of one period; the body of the scan over periods.
+    """Apply the layers of one period (one repetition of the layers' pattern) to the residual stream; the body of the
+    scan over periods.
 
     Args:
         layer: `Decoder._layer_function`'s result.

@@ -25,7 +25,7 @@ LETTERS = "CL"
 
 @dataclasses.dataclass(kw_only=True)
 class RecallModelConfig:
-    """The config of a `RecallModel`.
+    """The config of the small model (`RecallModel`) that is trained on associative recall.
 
     Attributes:
         mixer: the method's config, of a type in `lsm_jax.mixers.METHODS`.
@@ -157,7 +157,7 @@ class RecallModel(nnx.Module):
 
 
 def recall_state_size(config: RecallModelConfig, max_length: int) -> dict[str, list[int]]:
-    """Return how many numbers each layer stores for one sequence while decoding.
+    """Return how many numbers of state each layer stores for one sequence while it decodes.
 
     Args:
         config: the model.

@@ -1,4 +1,4 @@
-"""The backend of `attention` that calls cuDNN, on NVIDIA GPUs."""
+"""The backend of `attention` that calls cuDNN's fused softmax attention, on NVIDIA GPUs."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def _unmapped_axes() -> tuple[str, ...]:
 
 @functools.cache
 def has_cudnn() -> bool:
-    """Whether this process has an NVIDIA GPU with cuDNN."""
+    """Return whether this process has an NVIDIA GPU, on which cuDNN's attention can run."""
     try:
         return bool(jax.local_devices(backend="cuda")[0].client.platform_version)
     except RuntimeError:

@@ -20,7 +20,7 @@ from lsm_jax.ops.core.segments import Tokens, select
 
 
 class GateSum(NamedTuple):
-    """A sum of log gates, `high + low`.
+    """A sum of log forget gates along a document, stored as `high + low` so that long sums lose no precision.
 
     Attributes:
         high: the sum, rounded.
@@ -53,7 +53,8 @@ def _add_sums_jvp(primals, tangents):
 
 
 def gate_bias(queries: GateSum, keys: GateSum) -> Float[Array, "B N T S"]:
-    """`F_i - F_j` for queries [B, T, N] and keys [B, S, N].
+    """Return what forget gates add to the attention scores, `F_i - F_j`: the sum of log gates after key j up to query
+    i, for queries [B, T, N] and keys [B, S, N].
 
     The queries' sums have no derivative. They change all scores of a query by the same number, so that the
     exact derivative of the softmax is 0; the rounding errors of a computed one would accumulate over all

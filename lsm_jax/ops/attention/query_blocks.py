@@ -67,7 +67,7 @@ def _block_size(length: int, keys: int) -> int:
 def attend_in_blocks(
     queries: tuple, of_queries: tuple, keys_and_mask, scale: float, block: int | None = None
 ) -> Array:
-    """The output of softmax attention [B, T, N, V], one block of queries after another.
+    """Return the output of softmax attention, [B, T, N, V], computed for one block of queries after another.
 
     Args:
         queries: the queries [B, T, H, K], and the sums of their gates or None.

@@ -27,7 +27,7 @@ _LARGEST_BLOCK = 512
 
 
 class Plan(NamedTuple):
-    """Static options of `attend`; hashable.
+    """The constants of softmax attention over devices that share a row: block size, window, scale and dtypes; hashable.
 
     Attributes:
         block: tokens in a block of queries or keys.
@@ -51,7 +51,7 @@ class Plan(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """Keys, values and what is known of their tokens.
+    """Keys, values and, for each of their tokens, its document, rank and sum of log forget gates.
 
     Attributes:
         k: [B, S, G, K].
@@ -110,7 +110,8 @@ def gather_tokens(axis: str, tree: Any) -> Any:
 
 
 def attend(axis: str, plan: Plan, q: Array, of_queries: tuple, keys: Keys) -> Array:
-    """The outputs of this device's tokens, [B, T, N, V].
+    """Return softmax attention's outputs for the tokens of this device, [B, T, N, V], where devices have consecutive
+    parts of each row.
 
     Args:
         axis: the mesh axis that rows are split over.
@@ -161,7 +162,8 @@ def attend_fused(axis: str, run: Callable[[Array, Array], Array], q: Array) -> A
 
 
 def _routes(devices: int) -> tuple[list, list]:
-    """Pairs (source, target) of devices for the first and for the second half of each device's tokens.
+    """Return the pairs (source, target) of devices between which the first and the second halves of each device's
+    tokens are exchanged.
 
     The halves are the 2n parts of the row; parts p and 2n - 1 - p go to device p.
     """

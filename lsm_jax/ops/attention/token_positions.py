@@ -14,7 +14,7 @@ from lsm_jax.ops.core.segments import Tokens, select
 
 
 class TokenPositions(NamedTuple):
-    """The positions of tokens.
+    """Where the tokens of a call of `attention` stand: their document, and their rank among its written tokens.
 
     Attributes:
         document: [B, T], the index of each token's document, or of its segment's state.
@@ -72,7 +72,7 @@ def newest_sum(state: AttentionState) -> GateSum:
 def write_tokens(
     state: AttentionState, k, v, sums: GateSum | None, positions: TokenPositions, tokens: Tokens
 ) -> AttentionState:
-    """The state after the call's tokens are written into its ring buffers.
+    """Return the state of `attention` after the call's keys and values are written into its ring buffers.
 
     Tokens of an earlier document may stay in a ring: `count` says that they are not of the present
     document.

@@ -1,4 +1,6 @@
-"""The XLA backend of `attention`: the output in blocks of queries."""
+"""The backend of `attention` that XLA compiles, for every platform: it computes the output for one block of queries
+after another.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from lsm_jax.ops.core import checks
 
 
 class AttentionOptions(NamedTuple):
-    """Static options of `attention`.
+    """The options of `attention` that are constant when a program is compiled.
 
     Attributes:
         window: as the op's argument.

@@ -1,4 +1,4 @@
-"""Decode one token by a fused kernel that updates the memory in place."""
+"""Decode one token of an op by a fused kernel on an NVIDIA GPU, which updates the memory in place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A backend of an op as one object, and the ordered backends of each op."""
+"""The backends of the ops: a `Backend` describes one implementation of an op, and a table lists each op's in order of
+preference.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from pallas_kernels.requirements import Requirement, first_unmet
 
 
 class Call(NamedTuple):
-    """One call of an op on one device, as its backends see it.
+    """One call of an op on one device, as its backends see it: the op's name, options, arrays and implementation.
 
     Attributes:
         op: the op's name.
@@ -36,7 +38,7 @@ class Call(NamedTuple):
 
     @property
     def form(self) -> str:
-        """The form in which XLA runs the call.
+        """The form (recurrent, chunk or associative) in which XLA computes this call of an op.
 
         A call of one token, as in decoding, is one step of the recurrence: XLA then reads and writes the
         memory in place, while a chunk would be padded with 63 tokens. With a backend selected by name, it is
@@ -49,7 +51,8 @@ class Call(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Backend:
-    """One implementation of an op.
+    """One implementation of an op: the function that runs it, the platforms that it is for, and the requirements that a
+    call must meet.
 
     Attributes:
         name: the name by which `implementation=` asks for it. Several backends of an op may have one name:

@@ -1,4 +1,4 @@
-"""Select the backends of a call: once a call, on the shapes of one device."""
+"""Select the backends that run a call of an op: once for each call, by the shapes that one device has."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PLATFORMS = {"cuda": "NVIDIA", "tpu": "TPU", "rocm": "AMD", "cpu": "CPU"}
 
 
 class Selection(NamedTuple):
-    """The backends that may run a call.
+    """The backends that may run one call of an op, by platform and in order of preference.
 
     Attributes:
         backends: in order of preference, at most one for each platform. The platform is decided when the

@@ -19,7 +19,7 @@ _MIN_TOKENS = 64
 
 
 class ConvolutionOptions(NamedTuple):
-    """Static options of `short_convolution` and `token_shift`.
+    """The options of `short_convolution` and `token_shift` that are constant when a program is compiled.
 
     Attributes:
         contiguous: as the ops' argument.

@@ -1,4 +1,6 @@
-"""Short convolutions and token shifts where devices have consecutive parts of a row."""
+"""Short convolutions and token shifts where several devices have consecutive parts of each row: each needs the last
+tokens of the device before.
+"""
 
 from __future__ import annotations
 

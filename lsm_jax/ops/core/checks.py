@@ -1,4 +1,4 @@
-"""Checks and conversions at the entrance of every op: shapes, heads, forms, dtypes."""
+"""Checks and conversions of the arguments of every op: shapes, heads, forms, dtypes."""
 
 from __future__ import annotations
 
@@ -80,7 +80,9 @@ def check_qkv(op: str, q, k, v) -> tuple[int, int, int, int, int, int, int]:
 
 
 def check_rows(op: str, batch: int, length: int, segment_ids, update_mask) -> None:
-    """Check the shapes of `segment_ids` and `update_mask`, and that ids are integers."""
+    """Raise ValueError unless `segment_ids` and `update_mask` have the shape of the tokens, [B, T], and ids are
+    integers.
+    """
     if segment_ids is not None:
         check_shape(op, "segment_ids", segment_ids, (batch, length), "B, T")
         if not jnp.issubdtype(jnp.asarray(segment_ids).dtype, jnp.integer):
@@ -103,7 +105,7 @@ def check_chunk_size(op: str, chunk_size: int | None, length: int) -> int:
 
 
 def is_count(value: Any) -> bool:
-    """Whether `value` is an integer of 1 or more; True and 16.0 are not."""
+    """Return whether `value`, such as a chunk size, is an integer of 1 or more; True and 16.0 are not."""
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and int(value) >= 1
 
 
@@ -125,7 +127,7 @@ def scale_or_default(op: str, scale: float | None, key_dim: int) -> float:
 
 
 def state_or_empty(op: str, state: Any, empty: Callable[..., Any], segment_ids: Any) -> Any:
-    """The given state after checks, or an empty one for None.
+    """Return the state that the caller of an op gave, after checks of its shapes, or an empty one if it is None.
 
     Args:
         op: for messages.
@@ -178,7 +180,7 @@ _KINDS = ((jnp.integer, "integer"), (jnp.floating, "real"), (jnp.complexfloating
 
 
 def compute_dtype(*arrays: Array | None):
-    """The dtype of states and sums: float64 if any input is float64 or complex128, else float32."""
+    """Return the dtype of an op's states and sums: float64 if any input is float64 or complex128, else float32."""
     wide = any(
         a is not None and jnp.asarray(a).dtype in (jnp.float64, jnp.complex128) for a in arrays
     )

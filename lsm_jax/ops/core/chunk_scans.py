@@ -50,7 +50,7 @@ def _state_of(initial: Array, slot: Array) -> Array:
 
 
 def _last_of_each_segment(after: Array, initial: Array, chunks: Chunks) -> Array:
-    """Return the final state of each segment, [B, S, ...].
+    """Return the final memory of each segment, [B, S, ...].
 
     It is the memory after the segment's last chunk, from `after` [B, N, ...], or `initial` [B, S, ...] for a
     segment without chunks.
@@ -63,7 +63,8 @@ def _last_of_each_segment(after: Array, initial: Array, chunks: Chunks) -> Array
 def scan_chunks(
     update: Callable[[Array, Any], Array], arrays: Any, initial: Array, chunks: Chunks
 ) -> tuple[Array, Array]:
-    """Apply the chunks' updates in order.
+    """Apply the updates of a row's chunks to the memory in order; return the memory that each chunk starts from, and
+    the memory after the last.
 
     Args:
         update: (memory [B, ...], one chunk of `arrays`) -> memory.

@@ -18,7 +18,7 @@ from lsm_jax.ops.core.segments import Tokens
 
 
 def forget(memory: Array, log_decay: Array) -> Array:
-    """`exp(log_decay) * memory`, computed as a difference if the decay is slow.
+    """Return the decayed memory, `exp(log_decay) * memory`, computed as a difference if the decay is slow.
 
     `exp` of a number near 0 keeps few of its digits: a constant decay would be rounded to another decay, the
     same at every step.
@@ -28,7 +28,8 @@ def forget(memory: Array, log_decay: Array) -> Array:
 
 
 class Halving(NamedTuple):
-    """Partial sums of the log decay [..., C, K] of a chunk.
+    """Partial sums of a chunk's log decay [..., C, K] over halves, quarters and so on, from which the decays between
+    its tokens are computed.
 
     Attributes:
         levels: for blocks of 1, 2, 4, ... rows: (sums from the start of each right block to its rows, sums

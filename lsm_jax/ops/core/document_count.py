@@ -16,7 +16,7 @@ from lsm_jax.parallel import TOKENS, over_mesh
 
 
 class DocumentCount(NamedTuple):
-    """The number of documents in a row so far.
+    """The number of documents in each row so far, which the numbering of the next call continues.
 
     Attributes:
         count: [B], the number of documents that have begun after the first.

@@ -49,7 +49,8 @@ def read_tokens(
     state_id: Int[Array, " B"],
     num_segments: int | None,
 ) -> Tokens:
-    """Return the `Tokens` of a call.
+    """Return which tokens of a call are written, and which document and segment each belongs to, as `Tokens`, from
+    segment ids and mask.
 
     Args:
         segment_ids: [B, T], or None for one document that continues.
@@ -104,7 +105,7 @@ def finish_output(tokens: Tokens, output: Array) -> Array:
 
 
 class Chunks(NamedTuple):
-    """The layout of a call's tokens in N chunks of C.
+    """Where the T tokens of each row lie in N chunks of C tokens, and which segment each chunk belongs to.
 
     With one state per segment every segment starts at a chunk's boundary, so that a chunk belongs to one
     state.

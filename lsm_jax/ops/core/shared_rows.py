@@ -38,7 +38,7 @@ _WITHOUT_HEADS = ("segment_id", "position", "count")
 
 
 class Update(NamedTuple):
-    """A device's tokens as one update of a state.
+    """The effect of one device's tokens on a state, composed into one update: a transition, and a state that is added.
 
     Attributes:
         transition: the factor by which the tokens change the state before them, in the op's representation.
@@ -57,7 +57,9 @@ class Update(NamedTuple):
 
 
 def state_axes(state: Any, *, segments: bool) -> Any:
-    """The logical axes of an op's state: rows, segments if there is one state per segment, and heads."""
+    """Return the logical axes of each array of an op's state: rows, segments if there is one state per segment, and
+    heads.
+    """
     rows = ("batch", None) if segments else ("batch",)
 
     def axes(path, _):
@@ -68,7 +70,7 @@ def state_axes(state: Any, *, segments: bool) -> Any:
 
 
 def memory_axes(batched: dict[str, Any], shared: dict[str, Any]) -> dict[str, Any]:
-    """The logical axes of the arguments of an op whose state has a `memory`.
+    """Return the logical axes of the arguments of an op whose state has a `memory`, by name.
 
     Args:
         batched: arrays [B, T, ...] by name, and the state.

@@ -98,7 +98,8 @@ def _step(memory: Array, x: _Inputs) -> tuple[Array, Array]:
 
 
 def _chunked(inputs: _Inputs, memory, chunks: Chunks, options: MatrixOptions):
-    """The output [B, N, C, G, R, V] and the final memory, from inputs [B, T, ...].
+    """Return the output [B, N, C, G, R, V] and the final memory of `delta_memory`, computed by chunks, from inputs [B,
+    T, ...].
 
     Inside a chunk the writes U solve `(I + L) U = β (V - K̃ M)`. L contains the decayed products with earlier
     keys, weighted by β (the WY representation of DeltaNet as a linear system); M is the memory that the chunk

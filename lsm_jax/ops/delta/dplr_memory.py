@@ -1,4 +1,4 @@
-"""Memories under a diagonal-plus-low-rank transition: RWKV7's generalised delta rule.
+"""Memories whose transition is a diagonal matrix plus one of low rank (DPLR): RWKV7's generalised delta rule.
 
 `M_t = diag(e^w_t) M_{t-1} + b_tᵀ (a_t M_{t-1}) + k_tᵀ v_t`, `o_t = q_t M_t` (RWKV7, arXiv 2503.14456): `a`
 reads the memory before this token's decay, and the value it reads is written at `b`.

@@ -94,7 +94,8 @@ def _step(memory: Array, x: _Inputs) -> tuple[Array, Array]:
 
 
 def _chunked(inputs: _Inputs, memory, chunks: Chunks, options: MatrixOptions):
-    """The output [B, N, C, G, R, V] and the final memory, from inputs [B, T, ...].
+    """Return the output [B, N, C, G, R, V] and the final memory of `dplr_memory`, computed by chunks, from inputs [B,
+    T, ...].
 
     Inside a chunk U, the values that `a` reads, solves `(I - A) U = Ã M + B V`. A contains the decayed
     products of a with earlier b, B those with earlier k, and M is the memory that the chunk starts from.
@@ -170,6 +171,8 @@ def _chunked(inputs: _Inputs, memory, chunks: Chunks, options: MatrixOptions):
 
 
 def _spread(halving: Halving) -> Halving:
-    """Return the halving with two more axes (of size 1) before the tokens' axis of its sums."""
+    """Add two axes of size 1 before the tokens' axis to the sums of log decay in `halving`, so that they broadcast over
+    pairs of arrays.
+    """
     levels = tuple((p[:, :, :, None, None], s[:, :, :, None, None]) for p, s in halving.levels)
     return halving._replace(levels=levels)

@@ -8,7 +8,8 @@ import jax
 
 
 class MatrixOptions(NamedTuple):
-    """Static options of an op whose transition is a matrix.
+    """The options of `delta_memory` or `dplr_memory`, whose transition is a matrix, that are constant when a program is
+    compiled.
 
     Attributes:
         scale: multiplies the queries.

@@ -98,7 +98,8 @@ def _with_identity(dtype: Any, arguments: dict[str, Any]) -> tuple[Any, Any, Any
 
 
 def update_of(options, by_xla: Callable[..., Any], arguments: dict[str, Any]) -> Update:
-    """Return the tokens of this device as one update.
+    """Return the effect of this device's tokens on the memory of `delta_memory` or `dplr_memory`, as one update:
+    transition Θ [B, G, K, K] and write W.
 
     Θ is 0 if a document begins among the tokens.
 

@@ -28,7 +28,7 @@ def grouped_product(
     multiple: int = 1,
     implementation: str | tuple[str, ...] | None = None,
 ) -> jax.Array:
-    """Multiply each group of rows by its matrix, accumulating in float32.
+    """Multiply each group of consecutive rows of x by the group's own matrix, accumulating in float32.
 
     Args:
         x: [N, D], the rows of group 0, followed by those of group 1, and so on.
@@ -88,8 +88,6 @@ def segment_product(x: jax.Array, kernels: jax.Array, ends: jax.Array) -> jax.Ar
 def row_multiple(x: jax.Array) -> int:
     """Return the number that should divide the number of rows in each group, and all widths, in products with x [...,
     D]: 128 if a kernel may compute the products, else 1.
-
-    It is 128 if a kernel may compute the products, else 1.
     """
     matrix = jax.ShapeDtypeStruct((1, x.shape[-1], _ROWS), x.dtype)
     call = Call("segment_product", _Options(), dict(x=x, kernels=matrix))
@@ -108,7 +106,7 @@ class _Options(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProductBackend(Backend):
-    """A backend of a product.
+    """A backend of a product of grouped rows: functions for the output and for the gradients.
 
     Attributes:
         product: (x, kernels, sizes or ends) -> the output.
@@ -132,7 +130,7 @@ def _matrix_shape(call: Call) -> tuple[int, int]:
 
 
 def _for_hopper(call: Call) -> bool:
-    """Whether the program is compiled for NVIDIA Hopper.
+    """Return whether the program is compiled for NVIDIA Hopper cards, which the kernels of grouped products require.
 
     This is decided here, before the program is lowered, since the kernel requires padding. A program that
     is lowered for another machine without a mesh uses no kernel.

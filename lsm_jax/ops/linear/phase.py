@@ -149,7 +149,7 @@ def _add(a: Array, b: Array) -> Array:
 # Compiled as one program also when called outside `jax.jit`, as in a notebook.
 @functools.partial(jax.jit, static_argnums=0)
 def _sum_up(num_segments, angle, segment_ids, update_mask, state):
-    """Return the sums in radians, [B, T, H], and the state after the call."""
+    """Return the sums of angles up to each token of its document, in radians [B, T, H], and the sums after the call."""
     batch, length, _ = angle.shape
     tokens = read_tokens(segment_ids, update_mask, state.segment_id, num_segments)
     chunks = cut_into_chunks(tokens, length, 1, num_segments)

@@ -43,7 +43,8 @@ from lsm_jax.ops.linear.xla import LinearOptions, by_xla
 
 
 class Decays(NamedTuple):
-    """The sums of a device's log decays; a field is None if there is no such decay.
+    """The sums of a device's log decays, by which the memory before its tokens decays; a field is None if there is no
+    such decay.
 
     Attributes:
         keys: [B, G, 1 or K] or [B, S, G, 1 or K].
@@ -198,7 +199,8 @@ def _decay_until(log_decay: Array | None, bonus: Array | None) -> Array | None:
 
 
 def update_of(options: LinearOptions, arguments: dict[str, Any]) -> Update:
-    """Return the tokens of this device as one update.
+    """Return the effect of this device's tokens on the state of `linear_memory`, as one update: the sums of their log
+    decays, and what they write.
 
     The XLA form computes the states that one product cannot compute: one state per segment, or gated writes.
 

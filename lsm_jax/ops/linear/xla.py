@@ -39,7 +39,7 @@ from lsm_jax.ops.linear import stabilized
 
 
 class LinearOptions(NamedTuple):
-    """Static options of `linear_memory`.
+    """The options of `linear_memory` that are constant when a program is compiled.
 
     Attributes:
         scale: multiplies the queries.

@@ -58,7 +58,9 @@ def layers_of(inner: Inner) -> Layers:
 
 
 def check_inner(op: str, inner: Inner, heads: int, key_dim: int, value_dim: int) -> None:
-    """Raise ValueError unless the shapes of the inner models match G, K and V."""
+    """Raise ValueError unless the shapes of the inner models' weights match the op's numbers of memories, key channels
+    and value channels.
+    """
     count = len(inner.weights)
     if count not in (1, 2):
         raise ValueError(f"{op}: inner.weights has {count} matrices; accepted are 1 and 2")
@@ -110,7 +112,8 @@ def _by_head(x: Array, like: Array) -> Array:
 def gradients(
     inner: Inner, layers: Layers, k: Array, target: Array, eps: float, precision
 ) -> tuple[list[Array], list[Array]]:
-    """The gradients of the tokens' losses, all at the same weights.
+    """Return what the gradients of the tokens' losses are made of, for each layer of the inner model, all at the same
+    weights.
 
     Args:
         inner: the model; only its norm is used.

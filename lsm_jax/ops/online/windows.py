@@ -1,4 +1,5 @@
-"""The layout of mini-batches in the windows of a row, for the chunk form of `online_memory`.
+"""Where mini-batches (the tokens whose gradients are taken at the same weights) lie in the windows of a row, for the
+chunk form of `online_memory`.
 
 A window has at most as many tokens as a mini-batch. It therefore contains at most: the rest of the mini-batch
 that it starts in; the beginning of the next mini-batch of that document; and the beginnings of the first
@@ -82,7 +83,8 @@ def cut_into_windows(
     *,
     unaligned: bool,
 ) -> tuple[Windows, Array]:
-    """The windows of a call, and the states' positions after it.
+    """Divide a call's tokens into windows of C tokens, in which mini-batches are found, and return them with the
+    states' places in a mini-batch after the call.
 
     Args:
         tokens: which tokens write, and where documents begin.
@@ -141,7 +143,8 @@ def cut_into_windows(
 
 
 class _Factors(NamedTuple):
-    """Factors of gradient steps in the sums and in the weights that each token reads.
+    """The factors by which gradient steps are multiplied in the sums and in the weights that each token of a window
+    reads.
 
     Attributes:
         momentum: [B, N, G, C, C], the factor of token j's step in the sums at token i.

@@ -1,4 +1,4 @@
-"""The XLA forms of `online_memory`: token by token, and by windows of the row.
+"""The forms in which XLA computes `online_memory`: token by token, and by windows of a row's tokens.
 
 The docstring of `lsm_jax.ops.online.online_memory` defines the updates. The recurrent form computes one
 gradient for each token. The chunk form is the dual form of arXiv 2407.04620 section 2.5: it computes the
@@ -33,7 +33,7 @@ from lsm_jax.ops.online.windows import Part, Windows, cut_into_windows
 
 
 class Options(NamedTuple):
-    """Static options of `online_memory`.
+    """The options of `online_memory` that are constant when a program is compiled.
 
     Attributes:
         mini_batch: as the op's argument.

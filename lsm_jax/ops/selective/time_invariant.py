@@ -27,7 +27,8 @@ _GROUP = 8  # consecutive blocks whose memories are computed one after another
 def diagonal_kernel(
     exponent: Inexact[Array, "D N"], weight: Inexact[Array, "D N"], length: int
 ) -> Float[Array, "D T"]:
-    """`Re Σ_n weight[n] exp(exponent[n] t)` for t = 0, ..., length - 1.
+    """Return the convolution kernel of a memory that is constant in time, `Re Σ_n weight[n] exp(exponent[n] t)` for t =
+    0, ..., length - 1.
 
     t is split into the index of a block of about sqrt(length) and the index inside the block. The powers of
     both are small arrays, and the kernel is their matrix product; an array [D, N, length] is never formed.

@@ -20,7 +20,7 @@ from lsm_jax.ops.selective.state import SelectiveState
 
 
 class SelectiveOptions(NamedTuple):
-    """Static options of `selective_memory`.
+    """The options of `selective_memory` that are constant when a program is compiled.
 
     Attributes:
         discretization: as the op's argument.
@@ -68,7 +68,8 @@ def run_in_form(
     b=None,
     c=None,
 ) -> tuple[Array, SelectiveState]:
-    """The output in u's dtype and the final state, computed in `options.form`.
+    """Compute `selective_memory` in the form that `options` says; return the output [B, T, D] in u's dtype and the
+    state after the last token.
 
     The arrays have the names of the op's arguments in lower case; `constant` contains those of delta, b and c
     that are constant in time.

@@ -52,7 +52,8 @@ def _unsupported(backend: Backend, call: Call) -> str | None:
 
 
 def _run(backend: Backend, call: Call) -> tuple[jax.Array, SlotState]:
-    """Read the memory of keys, apply the softmax over slots, and read the memory of values.
+    """Compute `slot_memory`: read the memory of slot keys with the queries, apply the softmax over slots, and read the
+    memory of slot values with the weights.
 
     The slots are the value channels of the first memory and the key channels of the second. The softmax
     multiplies rounding errors of the scores by up to their range, which may be 16: all scores are float32,

@@ -51,7 +51,7 @@ def slot_memory(
     implementation: str | tuple[str, ...] | None = None,
     chunk_size: int | None = None,
 ) -> tuple[Float[Array, "B T max(H,G) V"], SlotState]:
-    """Write keys and values into decaying slots, and attend to the slots.
+    """Write each token's key and value into M decaying slots, and return the softmax attention of q to the slots.
 
     A slot that no token has written has score 0; the softmax includes it.
 
