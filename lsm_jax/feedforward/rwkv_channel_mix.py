@@ -26,7 +26,7 @@ class RWKV6ChannelMixConfig:
     Attributes:
         hidden_ratio: inner width divided by hidden_size; the inner width is rounded down to a multiple of
             `multiple_of`.
-        multiple_of: see `hidden_ratio`.
+        multiple_of: the number of which the inner width is a multiple.
     """
 
     hidden_ratio: float = 3.5
@@ -63,8 +63,10 @@ class RWKV6ChannelMixConfig:
 
 
 class RWKV6ChannelMix(nnx.Module):
-    """The layer of RWKV6's channel mix; see `RWKV6ChannelMixConfig`. Parameters are initialised as published;
-    `init_std` is not used. Its state is the last token."""
+    """RWKV6's channel mix: a gated feedforward on each token interpolated with the token before it;
+    `RWKV6ChannelMixConfig` says what its options mean. Parameters are initialised as published; `init_std` is not used.
+    Its state is the last token.
+    """
 
     uses_depth: ClassVar[bool] = True
 

@@ -21,7 +21,7 @@ class SwiGLUConfig:
         hidden_ratio: the inner width is 2/3 hidden_ratio hidden_size, rounded up to a multiple of
             `multiple_of`. Its three matrices then have as many parameters as the two of a feedforward without
             gate and with inner width hidden_ratio hidden_size.
-        multiple_of: see `hidden_ratio`.
+        multiple_of: the number of which the inner width is a multiple.
         intermediate_size: the inner width; None computes it from `hidden_ratio`.
     """
 

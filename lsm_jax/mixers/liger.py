@@ -182,7 +182,9 @@ class LigerState(NamedTuple):
 
 
 class Liger(Softmax):
-    """Liger attention; see `LigerConfig`. It has softmax attention's parameters, under the same names, and those of ablations.
+    """The layer of Liger attention: the weighted sum of softmax attention in a window and gated linear attention;
+    `LigerConfig` says what its options mean. It has softmax attention's parameters, under the same names, and those of
+    ablations.
 
     The memory uses keys and queries before the rotation, normalised if the layer normalises them. The gate
     uses keys before the norm too.
@@ -248,7 +250,7 @@ class Liger(Softmax):
     def log_decay(
         self, keys: jax.Array, x: jax.Array, layer: jax.Array | int | None = None
     ) -> jax.Array:
-        """Return the logarithm of the gates [B, T, G, gates of a head] in float32.
+        """Return the log gates of Liger's memory, [B, T, G, gates of a head] in float32, computed from keys or tokens.
 
         Args:
             keys: [B, T, G, K], before norm and rotation.

@@ -118,8 +118,11 @@ class LolcatsState(NamedTuple):
 
 
 class Lolcats(Softmax):
-    """The layer of LoLCATs attention; see `LolcatsConfig`. In addition to softmax attention's parameters it
-    has the feature maps and factors that the first stage trains.
+    """The layer of LoLCATs attention: softmax attention in a window joined with linear attention to older tokens;
+    `LolcatsConfig` says what its options mean.
+
+    In addition to softmax attention's parameters it has the feature maps and factors that the first stage of
+    distillation trains.
 
     Scores of the window are computed in blocks of its size, so that memory and time grow with the tokens.
     """

@@ -124,7 +124,10 @@ class LowRank(nnx.Module):
 
 
 class RWKV7(Mixer):
-    """The layer of RWKV7; see `RWKV7Config`. Initial parameters are RWKV7's: `init_std` is not used."""
+    """The layer of RWKV7: a mixer that maps [B, T, D] to [B, T, D]; `RWKV7Config` says what its options mean.
+
+    Initial parameters are RWKV7's: `init_std` is not used.
+    """
 
     op = ops.dplr_memory
     uses_depth = True

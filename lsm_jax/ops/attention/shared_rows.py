@@ -33,7 +33,7 @@ class Plan(NamedTuple):
         block: tokens in a block of queries or keys.
         state_blocks: blocks of keys from the state, before those of the row; a query may attend to any of
             them.
-        window: as the argument of `attention`.
+        window: the number of keys that a query may attend to, its own among them; None for all earlier ones.
         one_document: whether all tokens are written and of one document, without a state, so that a window
             contains consecutive tokens.
         scale: multiplies the scores.
@@ -58,8 +58,8 @@ class Keys(NamedTuple):
         v: [B, S, G, V].
         sums: the sums of gates, [B, S, N], or None.
         document: [B, S], as in `TokenPositions`.
-        rank: [B, S], likewise.
-        written: [B, S], likewise.
+        rank: [B, S], the number of written tokens of its document before the key.
+        written: [B, S], whether the token of each key is neither padding nor masked.
     """
 
     k: Array

@@ -23,9 +23,9 @@ class AttentionOptions(NamedTuple):
     """The options of `attention` that are constant when a program is compiled.
 
     Attributes:
-        window: as the op's argument.
+        window: the number of keys that a query may attend to, its own among them; None for all earlier ones.
         scale: multiplies the scores.
-        prune: as the op's argument.
+        prune: whether keys are skipped whose weight the forget gates make negligible (see `attention`).
         no_state: whether the caller gave no state.
         unmasked: whether the caller gave neither a state nor segment ids nor a mask, so that masks depend
             on positions alone.

@@ -19,7 +19,7 @@ class Static(NamedTuple):
     Attributes:
         op: the op's name.
         options: the op's static options, a NamedTuple.
-        implementation: as the op's argument.
+        implementation: the names of the backends that the caller accepts; None selects one automatically.
         backends: the op's backends at the time of the call, so that a program cached before another backend
             was registered is not used afterwards.
     """

@@ -22,8 +22,8 @@ class ConvolutionOptions(NamedTuple):
     """The options of `short_convolution` and `token_shift` that are constant when a program is compiled.
 
     Attributes:
-        contiguous: as the ops' argument.
-        silu: as `short_convolution`'s argument.
+        contiguous: whether every token between two tokens of one document is written.
+        silu: whether the convolution is followed by SiLU.
         head_dim: channels of a head, if heads are normalised on each device; else None.
         masked: whether the caller gave an `update_mask`. A mask that only hides the padding at a row's end
             does not count.

@@ -17,7 +17,7 @@ def previous_tokens(
     on.
 
     Args:
-        contiguous: as the argument of `short_convolution`.
+        contiguous: whether every token between two tokens of one document is written.
         x: [B, T, D].
         state: the state before the call.
         segment_ids: [B, T] or None.

@@ -13,7 +13,7 @@ class MatrixOptions(NamedTuple):
 
     Attributes:
         scale: multiplies the queries.
-        form: as the op's argument.
+        form: "recurrent", "chunk" or "associative", how the op is computed.
         size: tokens in a chunk.
         dtype: of the state and of all sums.
         precision: of matrix products.

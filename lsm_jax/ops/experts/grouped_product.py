@@ -98,7 +98,7 @@ class _Options(NamedTuple):
     """The options of the products of grouped rows that are constant when a program is compiled.
 
     Attributes:
-        multiple: as the argument of `grouped_product`.
+        multiple: a number that divides the number of rows in each group.
     """
 
     multiple: int = _ROWS

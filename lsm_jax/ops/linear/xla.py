@@ -43,8 +43,8 @@ class LinearOptions(NamedTuple):
 
     Attributes:
         scale: multiplies the queries.
-        normalize: as the op's argument.
-        form: as the op's argument.
+        normalize: the epsilon of the normaliser that divides the output; None without one.
+        form: "recurrent", "chunk" or "associative", how the op is computed.
         size: tokens in a chunk.
         dtype: of the state and of all sums.
         precision: of matrix products.

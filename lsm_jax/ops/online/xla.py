@@ -36,9 +36,9 @@ class Options(NamedTuple):
     """The options of `online_memory` that are constant when a program is compiled.
 
     Attributes:
-        mini_batch: as the op's argument.
-        residual: as the op's argument.
-        norm_eps: as the op's argument.
+        mini_batch: the number of tokens whose gradients are taken at the same weights.
+        residual: whether the inner model adds its input to its output.
+        norm_eps: epsilon of the inner model's norm.
         by_token: whether the form is "recurrent".
         size: tokens in a window.
         no_state: whether the caller gave no state.

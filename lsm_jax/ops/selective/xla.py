@@ -23,8 +23,8 @@ class SelectiveOptions(NamedTuple):
     """The options of `selective_memory` that are constant when a program is compiled.
 
     Attributes:
-        discretization: as the op's argument.
-        form: as the op's argument.
+        discretization: how the step size scales a write: "zoh", "euler" or "none".
+        form: "recurrent", "chunk" or "associative", how the op is computed.
         size: tokens in a chunk.
         dtype: of real states and of all sums.
         is_complex: whether the memory is complex.
