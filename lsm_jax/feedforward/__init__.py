@@ -1,4 +1,7 @@
-"""Feedforwards: the layers between mixers, which treat each token alone. They are called like mixers."""
+"""Feedforwards: the layers after mixers, which treat each token alone (or with the token before it).
+
+They are called like mixers.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,9 @@ def _module_class(config: Any) -> Any:
 
 
 def check(config: Any, hidden_size: int) -> None:
-    """Raise ValueError unless `config` is that of a feedforward, and valid for this width."""
+    """Raise ValueError unless `config` is the config of a feedforward (SwiGLU, mixture of experts, channel mix) and
+    valid for a model of width `hidden_size`.
+    """
     _module_class(config)
     config.validate(hidden_size)
 
@@ -47,7 +52,11 @@ def build(
     layer: jax.Array | int = 0,
     num_layers: int = 1,
 ) -> Any:
-    """Build the feedforward of a config; `layer` and `num_layers` are as in `lsm_jax.mixers.build`."""
+    """Build the feedforward layer that `config` describes, for a model of width `hidden_size`.
+
+    `layer` is the layer's index and `num_layers` their number, on which the initial parameters of some feedforwards
+    depend.
+    """
     check(config, hidden_size)
     module_class = _module_class(config)
     depth = dict(layer=layer, num_layers=num_layers) if module_class.uses_depth else {}

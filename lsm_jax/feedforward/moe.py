@@ -34,7 +34,7 @@ ROUTERS = ("softmax_topk", "topk_softmax")
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class MoEConfig:
-    """The config of a mixture of experts.
+    """The config of a mixture of experts, a feedforward that sends each token to some of several SwiGLU layers.
 
     Attributes:
         num_experts: number of experts (E).
@@ -84,7 +84,9 @@ class MoEConfig:
         return cls(expert_size=hidden_size * 7 // 8)
 
     def validate(self, hidden_size: int) -> None:
-        """Raise ValueError if a field is not valid."""
+        """Raise ValueError if a field of this config of a mixture of experts is not valid, or does not fit a model of
+        width `hidden_size`.
+        """
         checks.fields(self)
         sizes = dict(num_experts=self.num_experts, expert_size=self.expert_size)
         checks.positive(self, **sizes, expert_buffer=self.expert_buffer)
@@ -108,7 +110,9 @@ class MoEConfig:
 
 
 class MoE(nnx.Module):
-    """A layer of experts; see `MoEConfig`. It has no state."""
+    """A feedforward that sends each token to some of several SwiGLU layers (experts); `MoEConfig` says what its options
+    mean. It has no state.
+    """
 
     uses_depth: ClassVar[bool] = True
 
@@ -143,7 +147,7 @@ class MoE(nnx.Module):
         self.shared_gate = Dense(hidden_size, 1, axes=("embed", None), **init) if gated else None
 
     def init_state(self, batch_size: int, max_length: int, dtype: Any) -> None:
-        """Return None, since the layer has no state."""
+        """Return None: a mixture of experts treats each token alone, and carries no state from call to call."""
         return None
 
     def __call__(
@@ -158,7 +162,8 @@ class MoE(nnx.Module):
         contiguous: bool = False,
         state: None = None,
     ) -> tuple[jax.Array, None, dict[str, jax.Array]]:
-        """x [B, T, D] -> (y [B, T, D], None, the router's losses and statistics).
+        """Return the mixture of experts' output y [B, T, D] for tokens x [B, T, D], None as its state, and the router's
+        losses and statistics.
 
         Padding is routed to no expert. Losses and statistics are of tokens that are not padding and whose
         `update_mask` is not 0.
@@ -190,7 +195,7 @@ class MoE(nnx.Module):
     def _route(
         self, x: jax.Array, counted: jax.Array
     ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-        """Select the experts of each token, in float32.
+        """Select the experts of each token by the router's logits, in float32.
 
         Args:
             x: [B, T, D].

@@ -46,7 +46,8 @@ _AXES = {
 
 
 def dense(arrays: dict[str, jax.Array], kernels: dict[str, jax.Array]) -> jax.Array:
-    """Return y [B, T, D] by the dense form, over the mesh.
+    """Return the output y [B, T, D] of a mixture of experts by the dense form, which applies every expert to every
+    token; devices of the mesh share the work.
 
     Args:
         arrays: x, chosen and weight.
@@ -58,7 +59,8 @@ def dense(arrays: dict[str, jax.Array], kernels: dict[str, jax.Array]) -> jax.Ar
 def grouped(
     config: Any, arrays: dict[str, jax.Array], kernels: dict[str, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    """Return y [B, T, D] by the grouped form, over the mesh.
+    """Return the output y [B, T, D] of a mixture of experts by the grouped form, in which each expert multiplies the
+    tokens that chose it; devices of the mesh share the work.
 
     The second result is int32 [B, T], the number of each token's experts to which it could not be sent
     because a buffer between devices was full; y of these tokens is NaN.
@@ -117,8 +119,9 @@ def _grouped(global_batch, config, x, chosen, weight, gate_proj, up_proj, down_p
 
 
 def _by_local_experts(x, expert, weight, kernels):
-    """Return y [B, T, D] in float32, from the experts of this device; `expert` is int32 [B T k], E for other
-    experts."""
+    """Return what the experts of this device add to the output y [B, T, D] of a mixture of experts, in float32;
+    `expert` is int32 [B T k], the chosen experts, or E for experts of other devices.
+    """
     top_k, block = weight.shape[-1], row_multiple(x)
     place, source, sizes = places_by_expert(expert, kernels[0].shape[0], block)
     rows = rows_of_tokens(top_k, x.reshape(-1, x.shape[-1]), source, place)
@@ -167,7 +170,8 @@ def _by_exchange(config, x, expert, weight, kernels):
 
 
 def _experts(rows, sizes, block, row_weight, gate_proj, up_proj, down_proj):
-    """Compute the expert of each row [M, D], times `row_weight` [M, 1] unless it is None.
+    """Apply each row's expert, a SwiGLU layer, to the rows [M, D], which are sorted by expert; multiply by `row_weight`
+    [M, 1] unless it is None.
 
     The rows are in the order of `places_by_expert`, which also returns `sizes` [E]; results after the last
     expert's rows are undefined. The experts' width is padded to a multiple of `block`.

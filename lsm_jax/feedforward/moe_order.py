@@ -15,7 +15,8 @@ import jax.numpy as jnp
 def places_by_expert(
     expert: jax.Array, count: int, block: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Sort rows by their expert, and pad the rows of each expert to a multiple of `block`.
+    """Return the place of each row when rows are sorted by their expert, and the rows of each expert are padded to a
+    multiple of `block`.
 
     Args:
         expert: int32 [N], the expert of each row; `count` or more for rows without one.
@@ -42,7 +43,9 @@ def places_by_expert(
 
 
 def take_rows(x: jax.Array, index: jax.Array, fill: int | bool = 0) -> jax.Array:
-    """Return `x[index]`, with `fill` where an index is beyond the rows of x."""
+    """Return the rows x[index] of an array, with `fill` where an index is beyond x's rows, as for the empty places of
+    an expert's group.
+    """
     return x.at[index].get(mode="fill", fill_value=fill)
 
 
@@ -61,15 +64,17 @@ permute.defvjp(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def rows_of_tokens(top_k: int, x: jax.Array, source: jax.Array, place: jax.Array) -> jax.Array:
-    """Copy tokens [N / k, D] to the places of their k choices, [M, D]; choice i of the N choices is of token
-    i // k."""
+    """Copy each token's row of x [N / k, D] to the k places of its choices among the experts' rows, [M, D], in the
+    order of experts; choice i of the N choices is that of token `floor(i / k)`.
+    """
     return take_rows(x, source // top_k)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def sum_by_token(top_k: int, rows: jax.Array, source: jax.Array, place: jax.Array) -> jax.Array:
-    """Sum the rows at the places [M, D] of each token's k choices, [N / k, D], in float32: the transpose of
-    `rows_of_tokens`."""
+    """Sum, for each token, the experts' outputs for its k choices, which lie in `rows` [M, D] in the order of experts:
+    [N / k, D] in float32. It is the transpose of `rows_of_tokens`.
+    """
     wide = jnp.promote_types(rows.dtype, jnp.float32)
     return jnp.sum(take_rows(rows, place).reshape(-1, top_k, rows.shape[-1]), axis=1, dtype=wide)
 

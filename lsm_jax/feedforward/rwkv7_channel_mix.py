@@ -18,7 +18,7 @@ from lsm_jax.mixers.layers import OrthogonalDense, parameter, recomputed
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class RWKV7ChannelMixConfig:
-    """The config of RWKV7's channel mix.
+    """The config of RWKV7's channel mix, a feedforward on each token interpolated with the token before it.
 
     Attributes:
         hidden_ratio: inner width divided by hidden_size.
@@ -32,11 +32,13 @@ class RWKV7ChannelMixConfig:
         return cls()
 
     def width(self, hidden_size: int) -> int:
-        """The inner width."""
+        """Return the number of channels between the layer's two matrices in a model of width `hidden_size`."""
         return int(self.hidden_ratio * hidden_size)
 
     def validate(self, hidden_size: int) -> None:
-        """Raise ValueError if a field is not valid."""
+        """Raise ValueError if a field of this config of RWKV7's channel mix is not valid, or does not fit a model of
+        width `hidden_size`.
+        """
         checks.fields(self)
         if not self.hidden_ratio * hidden_size >= 1:
             raise ValueError(
@@ -45,13 +47,18 @@ class RWKV7ChannelMixConfig:
             )
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
-        """Floating-point operations of the forward pass per token."""
+        """Return the floating-point operations of RWKV7's channel mix in a forward pass, per token: 2 for each number
+        of its two matrices.
+        """
         return 4.0 * hidden_size * self.width(hidden_size)
 
 
 class RWKV7ChannelMix(nnx.Module):
-    """The layer of RWKV7's channel mix; see `RWKV7ChannelMixConfig`. Parameters are initialised as published;
-    `init_std` is not used. Its state is the last token."""
+    """RWKV7's channel mix: a feedforward on each token interpolated with the token before it; `RWKV7ChannelMixConfig`
+    says what its options mean.
+
+    Parameters are initialised as published; `init_std` is not used. Its state is the last token.
+    """
 
     uses_depth: ClassVar[bool] = True
 
@@ -79,7 +86,9 @@ class RWKV7ChannelMix(nnx.Module):
         )
 
     def init_state(self, batch_size: int, max_length: int, dtype: Any) -> ops.ShiftState:
-        """The state before the first token: zeros."""
+        """Return the channel mix's state before the first token: zeros as the token before it, for each of `batch_size`
+        rows.
+        """
         return ops.shift_state(batch_size, 1, self.hidden_size, dtype=dtype)
 
     def __call__(
@@ -94,7 +103,9 @@ class RWKV7ChannelMix(nnx.Module):
         contiguous: bool = False,
         state: ops.ShiftState | None = None,
     ) -> tuple[jax.Array, ops.ShiftState, dict[str, jax.Array]]:
-        """x [B, T, D] -> (y [B, T, D], the state with the last token, no statistics)."""
+        """Return the channel mix's output [B, T, D] for tokens x [B, T, D], its state (the last token of each row), and
+        no statistics.
+        """
         before, state = ops.token_shift(
             x,
             initial_state=state,

@@ -21,12 +21,12 @@ from lsm_jax.mixers.layers import OrthogonalDense, parameter, recomputed
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class RWKV6ChannelMixConfig:
-    """The config of RWKV6's channel mix.
+    """The config of RWKV6's channel mix, a gated feedforward on each token interpolated with the token before it.
 
     Attributes:
         hidden_ratio: inner width divided by hidden_size; the inner width is rounded down to a multiple of
             `multiple_of`.
-        multiple_of: see `hidden_ratio`.
+        multiple_of: the number of which the inner width is a multiple.
     """
 
     hidden_ratio: float = 3.5
@@ -40,11 +40,13 @@ class RWKV6ChannelMixConfig:
         return cls()
 
     def width(self, hidden_size: int) -> int:
-        """The inner width."""
+        """Return the number of channels between the layer's two matrices in a model of width `hidden_size`."""
         return int(self.hidden_ratio * hidden_size) // self.multiple_of * self.multiple_of
 
     def validate(self, hidden_size: int) -> None:
-        """Raise ValueError if a field is not valid."""
+        """Raise ValueError if a field of this config of RWKV6's channel mix is not valid, or does not fit a model of
+        width `hidden_size`.
+        """
         checks.fields(self)
         checks.positive(self, hidden_ratio=self.hidden_ratio, multiple_of=self.multiple_of)
         if self.width(hidden_size) < 1:
@@ -54,13 +56,17 @@ class RWKV6ChannelMixConfig:
             )
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
-        """Floating-point operations of the forward pass per token."""
+        """Return the floating-point operations of RWKV6's channel mix in a forward pass, per token: 2 for each number
+        of its three matrices.
+        """
         return 2.0 * hidden_size * (2 * self.width(hidden_size) + hidden_size)
 
 
 class RWKV6ChannelMix(nnx.Module):
-    """The layer of RWKV6's channel mix; see `RWKV6ChannelMixConfig`. Parameters are initialised as published;
-    `init_std` is not used. Its state is the last token."""
+    """RWKV6's channel mix: a gated feedforward on each token interpolated with the token before it;
+    `RWKV6ChannelMixConfig` says what its options mean. Parameters are initialised as published; `init_std` is not used.
+    Its state is the last token.
+    """
 
     uses_depth: ClassVar[bool] = True
 
@@ -90,7 +96,9 @@ class RWKV6ChannelMix(nnx.Module):
         self.v_proj = OrthogonalDense(width, hidden_size, gain=0, axes=("mlp", "embed"), rngs=rngs)
 
     def init_state(self, batch_size: int, max_length: int, dtype: Any) -> ops.ShiftState:
-        """The state before the first token: zeros."""
+        """Return the channel mix's state before the first token: zeros as the token before it, for each of `batch_size`
+        rows.
+        """
         return ops.shift_state(batch_size, 1, self.hidden_size, dtype=dtype)
 
     def __call__(
@@ -105,7 +113,9 @@ class RWKV6ChannelMix(nnx.Module):
         contiguous: bool = False,
         state: ops.ShiftState | None = None,
     ) -> tuple[jax.Array, ops.ShiftState, dict[str, jax.Array]]:
-        """x [B, T, D] -> (y [B, T, D], the state with the last token, no statistics)."""
+        """Return the channel mix's output [B, T, D] for tokens x [B, T, D], its state (the last token of each row), and
+        no statistics.
+        """
         before, state = ops.token_shift(
             x,
             initial_state=state,

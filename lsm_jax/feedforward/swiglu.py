@@ -1,4 +1,4 @@
-"""SwiGLU (arXiv 2002.05202): `(silu(x W_g) ⊙ x W_u) W_d`."""
+"""The SwiGLU feedforward (arXiv 2002.05202): `(silu(x W_g) ⊙ x W_u) W_d`, with three matrices W."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from lsm_jax.mixers.layers import Dense, recomputed
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class SwiGLUConfig:
-    """The config of SwiGLU.
+    """The config of a SwiGLU feedforward, `(silu(x W_g) ⊙ x W_u) W_d`: its inner width.
 
     Attributes:
         hidden_ratio: the inner width is 2/3 hidden_ratio hidden_size, rounded up to a multiple of
             `multiple_of`. Its three matrices then have as many parameters as the two of a feedforward without
             gate and with inner width hidden_ratio hidden_size.
-        multiple_of: see `hidden_ratio`.
+        multiple_of: the number of which the inner width is a multiple.
         intermediate_size: the inner width; None computes it from `hidden_ratio`.
     """
 
@@ -37,26 +37,30 @@ class SwiGLUConfig:
         return cls(multiple_of=multiple_of)
 
     def width(self, hidden_size: int) -> int:
-        """The inner width."""
+        """Return the number of channels between SwiGLU's two layers of matrices in a model of width `hidden_size`."""
         if self.intermediate_size is not None:
             return self.intermediate_size
         wanted = int(hidden_size * self.hidden_ratio * 2 / 3)
         return -(-wanted // self.multiple_of) * self.multiple_of
 
     def validate(self, hidden_size: int) -> None:
-        """Raise ValueError if a field is not valid."""
+        """Raise ValueError if a field of this config of the SwiGLU feedforward is not valid."""
         checks.fields(self)
         checks.positive(self, hidden_ratio=self.hidden_ratio, multiple_of=self.multiple_of)
         if self.intermediate_size is not None:
             checks.positive(self, intermediate_size=self.intermediate_size)
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
-        """Floating-point operations of the forward pass per token."""
+        """Return the floating-point operations of the SwiGLU feedforward in a forward pass, per token: 2 for each
+        number of its three matrices.
+        """
         return 6.0 * hidden_size * self.width(hidden_size)
 
 
 class SwiGLU(nnx.Module):
-    """The layer of SwiGLU; see `SwiGLUConfig`. It has no state."""
+    """The SwiGLU feedforward, `(silu(x W_g) ⊙ x W_u) W_d`, [B, T, D] to [B, T, D]; `SwiGLUConfig` says what its options
+    mean. It has no state.
+    """
 
     uses_depth: ClassVar[bool] = False
 
@@ -74,7 +78,7 @@ class SwiGLU(nnx.Module):
         )
 
     def init_state(self, batch_size: int, max_length: int, dtype: Any) -> None:
-        """Return None, since the layer has no state."""
+        """Return None: the SwiGLU feedforward treats each token alone, and carries no state from call to call."""
         return None
 
     def __call__(
@@ -89,7 +93,9 @@ class SwiGLU(nnx.Module):
         contiguous: bool = False,
         state: None = None,
     ) -> tuple[jax.Array, None, dict[str, jax.Array]]:
-        """Return y [B, T, D] of x [B, T, D], None as the state, and no statistics."""
+        """Return the SwiGLU feedforward's output [B, T, D] for tokens x [B, T, D], None as its state, and no
+        statistics; the other arguments are not used.
+        """
 
         @recomputed
         def down(gate, up):

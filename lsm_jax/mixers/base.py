@@ -1,4 +1,4 @@
-"""The base class of mixers: it composes a mixer's `write`, `read` and `finish` with one op.
+"""The base class of mixers: it computes a mixer's layer from its methods `read`, `write` and `finish` and one op.
 
 Training, prefill, chunked prefill and decoding are the same call, since all that a mixer remembers of a row
 is in one state.
@@ -86,7 +86,8 @@ _ENTRIES = ("shared", "tails", "saved", "bypass", "aux")
 
 
 class ShortConvolution(nnx.Module):
-    """A causal depthwise convolution, followed by SiLU unless `silu=False`.
+    """A causal convolution of each channel with the few tokens before it in its document, followed by SiLU unless
+    `silu=False`.
 
     `MixerState.tails[name]` contains its last inputs. Initial weights are uniform in ±1/sqrt(width), as is
     customary for depthwise convolutions. They have no weight decay.
@@ -116,7 +117,8 @@ class ShortConvolution(nnx.Module):
     def __call__(
         self, x: jax.Array, context: Context, head_dim: int | None = None
     ) -> tuple[jax.Array, Context]:
-        """Convolve x [B, T, channels]; with `head_dim`, each `head_dim` channels of the result have unit length.
+        """Convolve each channel of x [B, T, channels] with the tokens before; with `head_dim`, each `head_dim` channels
+        of the result have unit length.
 
         Returns:
             The result in the shape and dtype of x, and the context with the new tail.
@@ -166,13 +168,18 @@ def short_convolution(
 
 
 class TokenShift(nnx.Module):
-    """The token before each token (RWKV's time shift); `MixerState.tails[name]` contains the last token."""
+    """Return the token before each token of a document (RWKV's time shift).
+
+    `MixerState.tails[name]` contains the last token of the call before.
+    """
 
     def __init__(self, name: str, channels: int):
         self.name, self.channels, self.remembered = name, channels, 1
 
     def __call__(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Return the token before each token of x [B, T, channels] in its document, 0 before the first, and the context with the new tail."""
+        """Return, for each token of x [B, T, channels], the token before it in its document, 0 before the first, and
+        the context with the new tail.
+        """
         y, tail = ops.token_shift(
             x,
             initial_state=context.tails.get(self.name),
@@ -224,7 +231,7 @@ class Mixer(nnx.Module):
         self.hidden_size = hidden_size
 
     def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Compute the op's queries [B, T, H, K] from x [B, T, D]."""
+        """Compute the op's queries [B, T, H, K], with which tokens x [B, T, D] read the memory."""
         raise NotImplementedError
 
     def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
@@ -232,15 +239,19 @@ class Mixer(nnx.Module):
         raise NotImplementedError
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Compute y [B, T, D] from the memory's output o [B, T, H, V] and x [B, T, D]: norm, gate and projection."""
+        """Compute the mixer's output y [B, T, D] from the op's output o [B, T, H, V] and the mixer's input x [B, T, D],
+        by norm, gate and projection; return it and the context.
+        """
         raise NotImplementedError
 
     def options(self) -> dict[str, Any]:
-        """Return the op's keyword arguments that do not depend on the input."""
+        """Return the keyword arguments of the mixer's op that do not depend on the input, by name: form, backends and
+        chunk size.
+        """
         return self.config.op.arguments()
 
     def apply(self, query: jax.Array, written: dict[str, Any], **call) -> tuple[jax.Array, Any]:
-        """Run the op, and return its output and its final state.
+        """Run the mixer's op on one call's arrays, and return its output [B, T, H, V] and its final state.
 
         Args:
             query: the queries that `read` returned.
@@ -250,16 +261,23 @@ class Mixer(nnx.Module):
         return type(self).op(query, **written, **call)
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> Any:
-        """Return the op's empty state for `batch_size` rows; only attention uses `max_length` and `dtype`."""
+        """Return the state of the mixer's op before any token, for `batch_size` rows.
+
+        Only attention uses `max_length`, the number of tokens that it stores at most, and `dtype`, that of its keys and
+        values.
+        """
         raise NotImplementedError
 
     def remembering(self) -> tuple[ShortConvolution | TokenShift, ...]:
-        """Return the mixer's short convolutions and token shifts."""
+        """Return the mixer's short convolutions and token shifts, the parts that keep a tail of tokens from call to
+        call.
+        """
         kinds = (ShortConvolution, TokenShift)
         return tuple(v for v in vars(self).values() if isinstance(v, kinds))
 
     def init_state(self, batch_size: int, max_length: int, dtype: Any) -> MixerState:
-        """Return the state before any token.
+        """Return the mixer's state before any token: the op's empty state, and empty tails of its convolutions and
+        token shifts.
 
         Args:
             batch_size: B.
@@ -295,7 +313,7 @@ class Mixer(nnx.Module):
         return {}
 
     def innermost(self) -> Mixer:
-        """Return the mixer whose `init_shared` the model calls: itself, or the mixer that it wraps."""
+        """Return the mixer whose `init_shared` the model calls: this one, or, if it wraps another, the innermost."""
         return self
 
     def through_memory(
@@ -335,7 +353,7 @@ class Mixer(nnx.Module):
         contiguous: bool = False,
         state: MixerState | None = None,
     ) -> tuple[jax.Array, MixerState, dict[str, jax.Array]]:
-        """Mix the tokens of x.
+        """Mix the tokens of x [B, T, D] through the mixer's memory: return y [B, T, D] and the state after the call.
 
         Args:
             x: [B, T, D].
@@ -396,7 +414,9 @@ class Mixer(nnx.Module):
         return y, MixerState(memory, dict(context.tails), clock), context
 
     def _check(self, x, segment_ids, positions, update_mask, state) -> None:
-        """Raise ValueError if the arguments of a call are not accepted; the op checks its memory itself."""
+        """Raise ValueError if the input, ids, positions, mask or state of a call of the mixer are not accepted; the op
+        checks its memory itself.
+        """
         name = type(self).__name__
         checks.check_shape(name, "x", x, (None, None, self.hidden_size), "B, T, D")
         checks.check_filled(name, "x", x)

@@ -56,14 +56,16 @@ def fields(owner: Any, name: str | None = None) -> None:
 
 
 def positive(owner: Any, **values: float) -> None:
-    """Raise ValueError unless every given field is greater than zero."""
+    """Raise ValueError unless each of the given fields of the config `owner`, as `name=value`, is greater than zero."""
     for name, value in values.items():
         if not value > 0:
             raise ValueError(f"{type(owner).__name__}.{name}={value}: it must be greater than 0")
 
 
 def one_of(owner: Any, name: str, value: object, accepted: tuple) -> None:
-    """Raise ValueError unless `value` is one of `accepted`; `owner` is a config, or its name."""
+    """Raise ValueError unless `value`, that of the field `name`, is one of `accepted`; `owner` is the config, or its
+    name.
+    """
     if value not in accepted:
         listed = ", ".join(repr(a) for a in accepted)
         holder = owner if isinstance(owner, str) else type(owner).__name__
@@ -71,7 +73,9 @@ def one_of(owner: Any, name: str, value: object, accepted: tuple) -> None:
 
 
 def divides(owner: Any, name: str, value: int, what: str, total: int) -> None:
-    """Raise ValueError unless the field `name` (= `value`) divides `total`, described by `what`."""
+    """Raise ValueError unless the value of the field `name` of the config `owner` is positive and divides `total`,
+    which the message calls `what`.
+    """
     positive(owner, **{name: value})
     if total % value:
         raise ValueError(
@@ -99,7 +103,9 @@ def expanded(owner: Any, name: str, factor: float, hidden_size: int, num_heads: 
 
 
 def value_heads(owner: Any) -> None:
-    """Raise ValueError unless `num_heads` is accepted, and `num_value_heads` is a multiple of it or None."""
+    """Raise ValueError unless the config `owner` has a positive `num_heads`, and a `num_value_heads` that is a multiple
+    of it or None.
+    """
     positive(owner, num_heads=owner.num_heads)
     if owner.num_value_heads is not None:
         positive(owner, num_value_heads=owner.num_value_heads)
@@ -107,7 +113,7 @@ def value_heads(owner: Any) -> None:
 
 
 def convolution_width(owner: Any) -> None:
-    """Raise ValueError unless `conv_size` is accepted."""
+    """Raise ValueError unless `conv_size`, the width of the short convolutions in the config `owner`, is at least 1."""
     if owner.conv_size < 1:
         raise ValueError(
             f"{type(owner).__name__}.conv_size={owner.conv_size}: it must be at least 1 (1 is no convolution)"

@@ -1,4 +1,4 @@
-"""The positions of tokens in their documents, counted from call to call."""
+"""Count the positions of tokens in their documents; the clock that does so continues from call to call."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lsm_jax.parallel import over_mesh
 
 
 class Clock(NamedTuple):
-    """The position from which each row's next call continues.
+    """The position of each row's next token in its document, from which the positions of the next call continue.
 
     Attributes:
         position: int32 [B], the position of the row's next token if it continues the document.
@@ -25,7 +25,9 @@ class Clock(NamedTuple):
 
 
 def fresh_clock(batch_size: int) -> Clock:
-    """Return the clock before any token."""
+    """Return the clock, which counts the positions of tokens in their documents, as it is before any token: position 0
+    in each of the `batch_size` rows.
+    """
     return Clock(jnp.zeros(batch_size, jnp.int32), jnp.zeros(batch_size, jnp.int32))
 
 
@@ -60,7 +62,8 @@ def advance(
 
 
 def _in_sequence(axis, function, **arguments):
-    """Run `_advance` where several devices share a row.
+    """Return the positions of one device's tokens and the clock after the whole row, where several devices have
+    consecutive parts of each row.
 
     Each device computes the clock after its tokens from an empty one. That clock is its update; from the
     updates of the devices before it follows the clock that it continues from.
@@ -83,14 +86,20 @@ def _in_sequence(axis, function, **arguments):
 
 
 def _add_clocks(clock: Clock, update: Update) -> Clock:
-    """Return `clock` after the tokens of a device, whose update is `update`."""
+    """Return the clock after one device's tokens: the position of the row's next token in its document.
+
+    `update` contains the clock that these tokens alone would leave, and whether the document before them goes on to
+    their end.
+    """
     clock = emptied_by(clock, update)
     position = jnp.where(update.transition, clock.position, 0) + update.written.position
     return Clock(position, newer_id(clock, update))
 
 
 def _advance(live, segment_ids, positions, state: Clock) -> tuple[jax.Array, Clock]:
-    """Compute `advance` on one device; `live` [B, T] is 1 where a token is counted."""
+    """Return the positions [B, T] of tokens in their documents and the clock after them, on one device with complete
+    rows; `live` [B, T] is 1 where a token is counted and else 0.
+    """
     clock = state
     if segment_ids is None:
         base, last_id = -clock.position[:, None], clock.segment_id

@@ -19,7 +19,8 @@ from lsm_jax.mixers.op_config import RecurrentConfig
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class DeltaNetConfig(RecurrentConfig):
-    """DeltaNet.
+    """The config of a DeltaNet layer: linear attention whose memory replaces the value at a key instead of adding to
+    it.
 
     Attributes:
         num_heads: heads of queries and keys.
@@ -47,22 +48,30 @@ class DeltaNetConfig(RecurrentConfig):
 
     @classmethod
     def for_width(cls, hidden_size: int) -> DeltaNetConfig:
-        """Return the config with the published proportions: heads of 128 channels."""
+        """Return the config of DeltaNet for a model of width `hidden_size`, with the published proportions: heads of
+        128 channels.
+        """
         return cls(num_heads=hidden_size // min(128, hidden_size // 4))
 
     def value_heads(self) -> int:
-        """The number of heads of values and memories."""
+        """Return the number of heads of values, each with its own memory: `num_value_heads`, or `num_heads` if that is
+        None.
+        """
         return self.num_heads if self.num_value_heads is None else self.num_value_heads
 
     def head_dims(self, hidden_size: int) -> tuple[int, int]:
-        """The numbers of key and value channels of a head."""
+        """Return the numbers of key channels and of value channels of one head of DeltaNet in a model of width
+        `hidden_size`.
+        """
         return (
             checks.expanded(self, "expand_k", self.expand_k, hidden_size, self.num_heads),
             checks.expanded(self, "expand_v", self.expand_v, hidden_size, self.value_heads()),
         )
 
     def validate(self, hidden_size: int) -> None:
-        """Raise ValueError if a field is not accepted."""
+        """Raise ValueError if a field of this config of DeltaNet is not accepted, or does not fit a model of width
+        `hidden_size`.
+        """
         self.validate_fields()
         checks.value_heads(self)
         self.head_dims(hidden_size)
@@ -81,7 +90,7 @@ class DeltaNetConfig(RecurrentConfig):
 
 
 class DeltaNet(Mixer):
-    """The layer of DeltaNet; see `DeltaNetConfig`."""
+    """The layer of DeltaNet: a mixer that maps [B, T, D] to [B, T, D]; `DeltaNetConfig` says what its options mean."""
 
     op = ops.delta_memory
     memory_parts = ("k_proj", "v_proj", "beta_proj")
@@ -111,12 +120,16 @@ class DeltaNet(Mixer):
         )
 
     def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Return the convolved queries, of unit length."""
+        """Return the queries [B, T, H, K] of tokens x [B, T, D], x W_q after the short convolution, each of unit
+        length, and the context.
+        """
         q, context = self.q_conv(self.q_proj(x), context, self.key_dim)
         return split_heads(q, self.config.num_heads), context
 
     def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
-        """Return the convolved keys, of unit length, the convolved values, and β."""
+        """Return the arguments of `delta_memory` that update the memory, by name, and the context: keys of unit length
+        and values after the short convolutions, and the write strengths β [B, T, G].
+        """
         config = self.config
         beta = jax.nn.sigmoid(self.beta_proj(x, dtype=jnp.float32))
         k, context = self.k_conv(self.k_proj(x), context, self.key_dim)
@@ -129,14 +142,18 @@ class DeltaNet(Mixer):
         return written, context
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Normalise each head, multiply by the gate if there is one, and project."""
+        """Return the layer's output [B, T, D] of the memory's output o [B, T, G, V], and the context: normalise each
+        head, multiply by silu(x W_g) if the config has a gate, and project.
+        """
         gate = None
         if self.g_proj is not None:
             gate = split_heads(self.g_proj(x), self.config.value_heads())
         return self.o_proj(merge_heads(self.norm(o, gate))), context
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.DeltaState:
-        """Return the empty memory."""
+        """Return the state before any token: a memory of zeros [B, G, K, V] in float32 for `batch_size` rows;
+        `max_length` and `dtype` do not affect it.
+        """
         heads = self.config.value_heads()
         return ops.delta_state(batch_size, heads, self.key_dim, self.value_dim)
 

@@ -35,18 +35,22 @@ NON_NEGATIVE = ("elu", "relu", "dpfp", "t2r", "hedgehog")
 
 
 def num_features(name: str, size: int) -> int:
-    """The number of features of a head of `size` channels."""
+    """Return the number of features that the feature map called `name` computes for a head of `size` channels."""
     return size * {"dpfp": 2 * _DPFP_ORDER, "hedgehog": 2}.get(name, 1)
 
 
 def normalize_sum(x: jax.Array) -> jax.Array:
-    """`x / (sum(x) + 1e-4)` over the last axis, in float32, returned in x's dtype."""
+    """Divide queries or keys by their sum over the last axis, `x / (sum(x) + 1e-4)`, in float32; return them in x's
+    dtype.
+    """
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     return (wide / (jnp.sum(wide, axis=-1, keepdims=True) + _SUM_EPS)).astype(x.dtype)
 
 
 class HeadDense(nnx.Module):
-    """`y = x W (+ b)` with one W for each head."""
+    """A dense layer for each head, `y = x W (+ b)`: heads [B, T, H, K] to [B, T, H, F], where each head has its own
+    matrix W [K, F].
+    """
 
     def __init__(self, kernel: jax.Array, *, bias: bool):
         self.kernel = parameter(kernel, ("heads", None, None), weight_decay=True)
@@ -54,14 +58,17 @@ class HeadDense(nnx.Module):
         self.bias = parameter(zeros, ("heads", None), weight_decay=False) if bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Return y of x [B, T, H, K], [B, T, H, F] in x's dtype."""
+        """Multiply each head of x [B, T, H, K] by its own matrix, add its bias if there is one, and return [B, T, H, F]
+        in x's dtype.
+        """
         kernel, precision = self.kernel[...].astype(x.dtype), matmul_precision(x.dtype)
         y = jnp.einsum("bthk,hkf->bthf", x, kernel, precision=precision)
         return y if self.bias is None else y + self.bias[...].astype(x.dtype)
 
 
 class FeatureMap(nnx.Module):
-    """One feature map; a learned one has matrices for each head.
+    """A feature map of linear attention, applied to the heads of queries or of keys; a learned one has matrices for
+    each head.
 
     "t2r" is relu(x W) (arXiv 2103.13076). "hedgehog" is softmax([2y, -2y]) over the 2K features of y = x W +
     b, W starting as the identity (arXiv 2402.04347, and flash-linear-attention's code for the 2).
@@ -89,7 +96,9 @@ class FeatureMap(nnx.Module):
         self.second = dense() if LEARNED.get(name, 0) > 1 else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Return the features of x [B, T, H, K], [B, T, H, features] in x's dtype."""
+        """Apply the feature map to each head of queries or keys x [B, T, H, K]; return the features [B, T, H, features]
+        in x's dtype.
+        """
         if self.first is None:
             return FIXED[self.name](x)
         y = self.first(x)

@@ -72,11 +72,15 @@ class FoXConfig(SoftmaxConfig):
 
     @classmethod
     def for_width(cls, hidden_size: int) -> FoXConfig:
-        """Return the config with the Pro block, with heads of 64 channels and at least four heads."""
+        """Return the config of forgetting attention for a model of width `hidden_size`, with the Pro block, with heads
+        of 64 channels and at least four heads.
+        """
         return cls(num_heads=hidden_size // min(64, hidden_size // 4))
 
     def validate(self, hidden_size: int) -> None:
-        """Raise ValueError if a field is not accepted."""
+        """Raise ValueError if a field of this config of forgetting attention is not accepted, or does not fit a model
+        of width `hidden_size`.
+        """
         super().validate(hidden_size)
         checks.one_of(self, "forget_gate", self.forget_gate, FORGET_GATES)
         checks.positive(self, output_norm_eps=self.output_norm_eps)
@@ -114,8 +118,8 @@ class FoXConfig(SoftmaxConfig):
 
 
 class FoX(Softmax):
-    """The layer of FoX's attention; see `FoXConfig`. Learned biases start at 0, so that a gate that depends
-    on the token starts near 1/2.
+    """The layer of forgetting attention, a mixer that maps [B, T, D] to [B, T, D]; `FoXConfig` says what its options
+    mean. Learned biases start at 0, so that a gate that depends on the token starts near 1/2.
     """
 
     config: FoXConfig
@@ -168,20 +172,22 @@ class FoX(Softmax):
         return None if times is None else -1 / jnp.array(times, jnp.float32)
 
     def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
-        """Return keys, values and forget gates."""
+        """Return the arguments of `attention` that update the memory, by name, and the context: keys, values, and the
+        log forget gates of each head.
+        """
         written, context = super().write(x, context)
         return dict(written, log_forget=self.log_forget(x)), context
 
     def keys(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Return the keys [B, T, G * K] of x [B, T, D], mixed with those of the token before if the config
-        says so.
+        """Return the keys of tokens x [B, T, D], [B, T, G * K] with the heads side by side, each mixed with the keys of
+        the token before if the config says so.
         """
         keys, context = super().keys(x, context)
         return self._mixed(keys, x, self.k_shift, self.k_before, context)
 
     def values(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Return the values [B, T, G * K] of x [B, T, D], mixed with those of the token before if the config
-        says so.
+        """Return the values of tokens x [B, T, D], [B, T, G * K] with the heads side by side, each mixed with the
+        values of the token before if the config says so.
         """
         values, context = super().values(x, context)
         return self._mixed(values, x, self.v_shift, self.v_before, context)
@@ -209,14 +215,18 @@ class FoX(Softmax):
         return mixed(y, earlier, share(x, dtype=wide)), context
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Normalise each head and multiply by the gate, if the config has them, and project."""
+        """Return the layer's output [B, T, D] of the memory's output o [B, T, H, V], and the context: normalise each
+        head and multiply by the gate sigmoid(x W_g), if the config has them, and project.
+        """
         y = merge_heads(o if self.norm is None else self.norm(o))
         return self.o_proj(
             y if self.g_proj is None else y * jax.nn.sigmoid(self.g_proj(x))
         ), context
 
     def options(self) -> dict[str, Any]:
-        """Return the op's constant arguments."""
+        """Return the keyword arguments of `attention` that do not depend on the input: those of softmax attention, and
+        whether to prune.
+        """
         return dict(super().options(), prune=self.config.prune)
 
 

@@ -29,7 +29,7 @@ from lsm_jax.mixers.op_config import RecurrentConfig
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class GatedDeltaNetConfig(RecurrentConfig):
-    """Gated DeltaNet.
+    """The config of a Gated DeltaNet layer: the delta rule with one decay for each head and token.
 
     Attributes:
         num_heads: heads of queries and keys.
@@ -56,22 +56,26 @@ class GatedDeltaNetConfig(RecurrentConfig):
 
     @classmethod
     def for_width(cls, hidden_size: int) -> GatedDeltaNetConfig:
-        """Return the config with the published proportions: heads of 256 channels, and 3/4 as many key
-        channels in all heads as the width.
+        """Return the config of Gated DeltaNet for a model of width `hidden_size`, with the published proportions: heads
+        of 256 channels, and 3/4 as many key channels in all heads as the width.
         """
         head_dim = min(256, hidden_size // 4)
         return cls(head_dim=head_dim, num_heads=max(1, 3 * hidden_size // (4 * head_dim)))
 
     def value_heads(self) -> int:
-        """The number of heads of values and memories."""
+        """Return the number of heads of values, each with its own memory: `num_value_heads`, or `num_heads` if that is
+        None.
+        """
         return self.num_heads if self.num_value_heads is None else self.num_value_heads
 
     def value_dim(self) -> int:
-        """The number of value channels of a head."""
+        """Return the number of value channels of one head: `head_dim` times `expand_v`."""
         return round(self.expand_v * self.head_dim)
 
     def validate(self, hidden_size: int) -> None:
-        """Raise ValueError if a field is not accepted."""
+        """Raise ValueError if a field of this config of Gated DeltaNet is not accepted, or does not fit a model of
+        width `hidden_size`.
+        """
         self.validate_fields()
         checks.positive(self, head_dim=self.head_dim, norm_eps=self.norm_eps)
         checks.expanded(self, "expand_v", self.expand_v, self.head_dim, 1)
@@ -93,7 +97,9 @@ class GatedDeltaNetConfig(RecurrentConfig):
 
 
 class GatedDeltaNet(Mixer):
-    """The layer of Gated DeltaNet; see `GatedDeltaNetConfig`."""
+    """The layer of Gated DeltaNet: a mixer that maps [B, T, D] to [B, T, D]; `GatedDeltaNetConfig` says what its
+    options mean.
+    """
 
     op = ops.delta_memory
     memory_parts = ("k_proj", "v_proj", "beta_proj", "decay_proj")
@@ -131,13 +137,16 @@ class GatedDeltaNet(Mixer):
         )
 
     def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Return the convolved queries, of unit length."""
+        """Return the queries [B, T, H, K] of tokens x [B, T, D], x W_q after the short convolution, each of unit
+        length, and the context.
+        """
         q, context = self.q_conv(self.q_proj(x), context, self.config.head_dim)
         return split_heads(q, self.config.num_heads), context
 
     def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
-        """Return the convolved keys, of unit length, the convolved values, and β and the decay of each value
-        head.
+        """Return the arguments of `delta_memory` that update the memory, by name, and the context: keys of unit length
+        and values after the short convolutions, and the write strength β and the log decay of each value head [B, T,
+        G].
         """
         config = self.config
         beta = jax.nn.sigmoid(self.beta_proj(x, dtype=jnp.float32))
@@ -153,13 +162,17 @@ class GatedDeltaNet(Mixer):
         return written, context
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Norm of each head, if any, times silu(x W_g), projection."""
+        """Return the layer's output [B, T, D] of the memory's output o [B, T, G, V], and the context: normalise each
+        head if the config says so, multiply by silu(x W_g), and project.
+        """
         gate = split_heads(self.g_proj(x), self.config.value_heads())
         gated = o * jax.nn.silu(gate) if self.norm is None else self.norm(o, gate)
         return self.o_proj(merge_heads(gated)), context
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.DeltaState:
-        """Return the empty memory."""
+        """Return the state before any token: a memory of zeros [B, G, K, V] in float32 for `batch_size` rows;
+        `max_length` and `dtype` do not affect it.
+        """
         config = self.config
         return ops.delta_state(
             batch_size, config.value_heads(), config.head_dim, config.value_dim()

@@ -32,11 +32,13 @@ class GatedRetentionConfig(RetNetConfig):
 
     @classmethod
     def for_width(cls, hidden_size: int) -> GatedRetentionConfig:
-        """Return the config with heads of 256 channels."""
+        """Return the config of gated retention for a model of width `hidden_size`, with heads of 256 channels."""
         return cls(num_heads=hidden_size // min(256, hidden_size // 4))
 
     def validate(self, hidden_size: int) -> None:
-        """Raise ValueError if a field is not accepted."""
+        """Raise ValueError if a field of this config of gated retention is not accepted, or does not fit a model of
+        width `hidden_size`.
+        """
         super().validate(hidden_size)
         checks.positive(self, gate_temperature=self.gate_temperature)
 
@@ -48,7 +50,9 @@ class GatedRetentionConfig(RetNetConfig):
 
 
 class GatedRetention(RetNet):
-    """The layer of gated retention; see `GatedRetentionConfig`."""
+    """The layer of gated retention: a mixer that maps [B, T, D] to [B, T, D]; `GatedRetentionConfig` says what its
+    options mean.
+    """
 
     config: GatedRetentionConfig
     memory_parts = ("k_proj", "v_proj", "decay_proj")
@@ -68,7 +72,9 @@ class GatedRetention(RetNet):
         )
 
     def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
-        """Return the rotated keys, the values, and the decay of each token and head."""
+        """Return the arguments of `linear_memory` that update the memory, by name, and the context: keys, rotated if
+        the config has a rotation, values, and the log decay of each token and head [B, T, H].
+        """
         gate = self.decay_proj(x, dtype=jnp.float32)
         return dict(
             k=self._features(self.k_proj(x), context),

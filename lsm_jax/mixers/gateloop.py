@@ -26,7 +26,7 @@ from lsm_jax.mixers.op_config import RecurrentConfig
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class GateLoopConfig(RecurrentConfig):
-    """The config of GateLoop.
+    """The config of a GateLoop layer: linear attention whose decay is a complex number that depends on the token.
 
     Attributes:
         num_heads: number of gates, each for hidden_size / num_heads key and value channels; None means one
@@ -48,15 +48,21 @@ class GateLoopConfig(RecurrentConfig):
 
     @classmethod
     def for_width(cls, hidden_size: int) -> GateLoopConfig:
-        """Return the config with the published proportions: one head for each channel."""
+        """Return the config of GateLoop for a model of width `hidden_size`, with the published proportions: one head
+        for each channel.
+        """
         return cls()
 
     def heads(self, hidden_size: int) -> int:
-        """The number of gates."""
+        """Return the number of heads, each with one complex gate: `num_heads`, or one for each of the `hidden_size`
+        channels if that is None.
+        """
         return hidden_size if self.num_heads is None else self.num_heads
 
     def validate(self, hidden_size: int) -> None:
-        """Raise ValueError if a field is not accepted."""
+        """Raise ValueError if a field of this config of GateLoop is not accepted, or does not fit a model of width
+        `hidden_size`.
+        """
         self.validate_fields()
         checks.divides(self, "num_heads", self.heads(hidden_size), "hidden_size", hidden_size)
         checks.positive(self, gate_gradient=self.gate_gradient, norm_eps=self.norm_eps)
@@ -71,8 +77,9 @@ class GateLoopConfig(RecurrentConfig):
 
 
 def polar(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the absolute value and the angle of x + iy. Numbers below 1e-12 count as 0; their angle and
-    their gradients are 0.
+    """Return the absolute value and the angle in radians of the complex numbers x + iy, from which a gate is made.
+
+    Numbers below 1e-12 count as 0; their angle and their gradients are 0.
     """
     zero = jnp.maximum(jnp.abs(x), jnp.abs(y)) < 1e-12
     x, y = jnp.where(zero, 1, x), jnp.where(zero, 0, y)
@@ -80,8 +87,8 @@ def polar(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def turn_back(memory: jax.Array, phase: jax.Array) -> jax.Array:
-    """Return a complex memory times exp(-i phase); the memory is [..., 2 K, V] with its real and imaginary
-    parts, the phase [...].
+    """Multiply a complex memory by exp(-i phase), with the phase [...] in radians; the memory is [..., 2 K, V], its
+    real parts in the first K key channels and its imaginary parts in the others.
     """
     real, imag = jnp.split(memory, 2, axis=-2)
     cos, sin = jnp.cos(phase)[..., None, None], jnp.sin(phase)[..., None, None]
@@ -89,7 +96,7 @@ def turn_back(memory: jax.Array, phase: jax.Array) -> jax.Array:
 
 
 class GateLoop(Mixer):
-    """The layer of GateLoop; see `GateLoopConfig`."""
+    """The layer of GateLoop: a mixer that maps [B, T, D] to [B, T, D]; `GateLoopConfig` says what its options mean."""
 
     op = ops.selective_memory
     memory_parts = ("k_proj", "v_proj", "a_proj")
@@ -116,11 +123,13 @@ class GateLoop(Mixer):
         )
 
     def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Return x W_q, [B, T, H, K]."""
+        """Return the queries [B, T, H, K] of tokens x [B, T, D], x W_q cut into heads, and the context."""
         return split_heads(self.q_proj(x), self.num_heads), context
 
     def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
-        """Return keys and values of each head, log |a| and the angle of a."""
+        """Return the arguments of `linear_memory` that update the memory, by name, and the context: keys and values,
+        and the complex gate a of each head [B, T, H] as its log magnitude log |a| and its angle in radians.
+        """
         share = self.config.gate_gradient
         z = self.a_proj(x, dtype=jnp.float32)
         z = share * z + (1 - share) * jax.lax.stop_gradient(z)
@@ -167,14 +176,20 @@ class GateLoop(Mixer):
         return o, after._replace(memory=turn_back(after.memory, final))
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Normalise if the config says so, multiply by silu(x W_g), and project."""
+        """Return the layer's output [B, T, D] of the op's output o, and the context: a norm if the config has one,
+        times silu(x W_g), projected.
+        """
         if self.norm is not None:
             o = self.norm(o) if self.config.num_heads is not None else self.norm(o[..., 0])
         gate = jax.nn.silu(self.g_proj(x, dtype=jnp.float32))
         return self.o_proj((o.reshape(x.shape) * gate).astype(x.dtype)), context
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> Any:
-        """Return the empty memory."""
+        """Return the state before any token, zeros for `batch_size` rows; `max_length` and `dtype` do not affect it.
+
+        It is one complex number for each channel if `num_heads` is None; else a real memory [B, H, 2 K, V] of
+        `linear_memory`.
+        """
         if self.config.num_heads is None:
             return ops.selective_state(batch_size, self.num_heads, 1, is_complex=True)
         size = self.hidden_size // self.num_heads

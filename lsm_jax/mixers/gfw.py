@@ -22,7 +22,7 @@ from lsm_jax.mixers.op_config import RecurrentConfig
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class GFWConfig(RecurrentConfig):
-    """The config of gated fast weights.
+    """The config of a layer of gated fast weights: linear attention with decays for each key and each value channel.
 
     The published models are transformers that were tuned into this form, without norm and output gate. For
     training from scratch this layer has those of Linear-MoE (arXiv 2503.05447): a norm over each head's
@@ -42,20 +42,24 @@ class GFWConfig(RecurrentConfig):
 
     @classmethod
     def for_width(cls, hidden_size: int) -> GFWConfig:
-        """Return the config with the published proportions, those of GPT-2: heads of 64 channels, smaller
-        ones below width 256.
+        """Return the config of gated fast weights for a model of width `hidden_size`, with the published proportions,
+        those of GPT-2: heads of 64 channels, smaller ones below width 256.
         """
         return cls(num_heads=hidden_size // min(64, hidden_size // 4))
 
     def head_dims(self, hidden_size: int) -> tuple[int, int]:
-        """The numbers of key and value channels of a head."""
+        """Return the numbers of key channels and of value channels of one head of gated fast weights in a model of
+        width `hidden_size`.
+        """
         return (
             checks.expanded(self, "expand_k", self.expand_k, hidden_size, self.num_heads),
             checks.expanded(self, "expand_v", self.expand_v, hidden_size, self.num_heads),
         )
 
     def validate(self, hidden_size: int) -> None:
-        """Raise ValueError if a field is not accepted."""
+        """Raise ValueError if a field of this config of gated fast weights is not accepted, or does not fit a model of
+        width `hidden_size`.
+        """
         self.validate_fields()
         self.head_dims(hidden_size)
         checks.positive(self, norm_eps=self.norm_eps)
@@ -69,7 +73,9 @@ class GFWConfig(RecurrentConfig):
 
 
 class GFW(Mixer):
-    """The layer of gated fast weights; see `GFWConfig`."""
+    """The layer of gated fast weights: a mixer that maps [B, T, D] to [B, T, D]; `GFWConfig` says what its options
+    mean.
+    """
 
     op = ops.linear_memory
     memory_parts = ("k_proj", "v_proj", "key_decay_proj", "value_decay_proj")
@@ -94,11 +100,13 @@ class GFW(Mixer):
         )
 
     def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Return x W_q."""
+        """Return the queries [B, T, H, K] of tokens x [B, T, D], x W_q cut into heads, and the context."""
         return split_heads(self.q_proj(x), self.config.num_heads), context
 
     def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
-        """Return keys, values, and the decays sigmoid(x W + b) of key and of value channels."""
+        """Return the arguments of `linear_memory` that update the memory, by name, and the context: keys, values, and
+        the log decays log sigmoid(x W + b) of key channels [B, T, H, K] and of value channels [B, T, H, V].
+        """
 
         def log_gate(projection):
             gate = split_heads(projection(x, dtype=jnp.float32), self.config.num_heads)
@@ -112,12 +120,16 @@ class GFW(Mixer):
         ), context
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Normalise each head, multiply by silu(x W_g), and project."""
+        """Return the layer's output [B, T, D] of the memory's output o [B, T, H, V], and the context: normalise each
+        head, multiply by silu(x W_g), and project.
+        """
         gate = split_heads(self.g_proj(x), self.config.num_heads)
         return self.o_proj(merge_heads(self.norm(o, gate))), context
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.LinearState:
-        """Return the empty memory."""
+        """Return the state before any token: a memory of zeros [B, H, K, V] in float32 for `batch_size` rows;
+        `max_length` and `dtype` do not affect it.
+        """
         return ops.linear_state(batch_size, self.config.num_heads, self.key_dim, self.value_dim)
 
 

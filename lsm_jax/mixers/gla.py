@@ -21,7 +21,7 @@ from lsm_jax.mixers.op_config import RecurrentConfig
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class GLAConfig(RecurrentConfig):
-    """Gated linear attention.
+    """The config of a layer of gated linear attention, whose decay depends on the token, for each key channel.
 
     Attributes:
         num_heads: heads.
@@ -45,18 +45,24 @@ class GLAConfig(RecurrentConfig):
 
     @classmethod
     def for_width(cls, hidden_size: int) -> GLAConfig:
-        """Return the config with the published proportions: four heads at any width."""
+        """Return the config of gated linear attention for a model of width `hidden_size`, with the published
+        proportions: four heads at any width.
+        """
         return cls(num_heads=4)
 
     def head_dims(self, hidden_size: int) -> tuple[int, int]:
-        """The numbers of key and value channels of a head."""
+        """Return the numbers of key channels and of value channels of one head of gated linear attention in a model of
+        width `hidden_size`.
+        """
         return (
             checks.expanded(self, "expand_k", self.expand_k, hidden_size, self.num_heads),
             checks.expanded(self, "expand_v", self.expand_v, hidden_size, self.num_heads),
         )
 
     def validate(self, hidden_size: int) -> None:
-        """Raise ValueError if a field is not accepted."""
+        """Raise ValueError if a field of this config of gated linear attention is not accepted, or does not fit a model
+        of width `hidden_size`.
+        """
         self.validate_fields()
         self.head_dims(hidden_size)
         checks.one_of(self, "feature_map", self.feature_map, ("identity", "silu"))
@@ -77,7 +83,9 @@ class GLAConfig(RecurrentConfig):
 
 
 class GLA(Mixer):
-    """The layer of gated linear attention; see `GLAConfig`."""
+    """The layer of gated linear attention: a mixer that maps [B, T, D] to [B, T, D]; `GLAConfig` says what its options
+    mean.
+    """
 
     op = ops.linear_memory
     memory_parts = ("k_proj", "v_proj", "decay_down", "decay_up")
@@ -103,15 +111,19 @@ class GLA(Mixer):
         )
 
     def _features(self, x: jax.Array) -> jax.Array:
-        """Return φ of x's heads."""
+        """Cut x, projected to queries or keys, into heads [B, T, H, K], and apply the config's feature map φ."""
         return feature_maps.FIXED[self.config.feature_map](split_heads(x, self.config.num_heads))
 
     def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """φ(x W_q)."""
+        """Return the queries [B, T, H, K] of tokens x [B, T, D], φ(x W_q) with the feature map φ of the config, and the
+        context.
+        """
         return self._features(self.q_proj(x)), context
 
     def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
-        """Return keys, values, and a decay for each key channel."""
+        """Return the arguments of `linear_memory` that update the memory, by name, and the context: keys φ(x W_k) [B,
+        T, H, K], values [B, T, H, V], and the log decay of each key channel [B, T, H, K].
+        """
         heads = self.config.num_heads
         gate = self.decay_up(self.decay_down(x), dtype=jnp.float32)
         temperature = self.config.gate_temperature
@@ -123,12 +135,16 @@ class GLA(Mixer):
         ), context
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Normalise each head, multiply by silu(x W_g), and project."""
+        """Return the layer's output [B, T, D] of the memory's output o [B, T, H, V], and the context: normalise each
+        head, multiply by silu(x W_g), and project.
+        """
         gate = split_heads(self.g_proj(x), self.config.num_heads)
         return self.o_proj(merge_heads(self.norm(o, gate))), context
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.LinearState:
-        """Return the empty memory."""
+        """Return the state before any token: a memory of zeros [B, H, K, V] in float32 for `batch_size` rows;
+        `max_length` and `dtype` do not affect it.
+        """
         return ops.linear_state(batch_size, self.config.num_heads, self.key_dim, self.value_dim)
 
 

@@ -24,7 +24,8 @@ from lsm_jax.mixers.op_config import RecurrentConfig
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class GSAConfig(RecurrentConfig):
-    """The config of gated slot attention.
+    """The config of a layer of gated slot attention: softmax attention to M slots, into which keys and values are
+    written.
 
     Attributes:
         num_heads: number of heads.
@@ -44,20 +45,24 @@ class GSAConfig(RecurrentConfig):
 
     @classmethod
     def for_width(cls, hidden_size: int) -> GSAConfig:
-        """Return the config with the published proportions: four heads of 64 slots at any width; fewer slots
-        below width 256.
+        """Return the config of gated slot attention for a model of width `hidden_size`, with the published proportions:
+        four heads of 64 slots at any width; fewer slots below width 256.
         """
         return cls(num_slots=min(64, hidden_size // 4))
 
     def head_dims(self, hidden_size: int) -> tuple[int, int]:
-        """The numbers of key and value channels of a head."""
+        """Return the numbers of key channels and of value channels of one head of gated slot attention in a model of
+        width `hidden_size`.
+        """
         return (
             checks.expanded(self, "expand_k", self.expand_k, hidden_size, self.num_heads),
             checks.expanded(self, "expand_v", self.expand_v, hidden_size, self.num_heads),
         )
 
     def validate(self, hidden_size: int) -> None:
-        """Raise ValueError if a field is not accepted."""
+        """Raise ValueError if a field of this config of gated slot attention is not accepted, or does not fit a model
+        of width `hidden_size`.
+        """
         self.validate_fields()
         self.head_dims(hidden_size)
         checks.positive(
@@ -78,7 +83,9 @@ class GSAConfig(RecurrentConfig):
 
 
 class GSA(Mixer):
-    """The layer of gated slot attention; see `GSAConfig`."""
+    """The layer of gated slot attention: a mixer that maps [B, T, D] to [B, T, D]; `GSAConfig` says what its options
+    mean.
+    """
 
     op = ops.slot_memory
     memory_parts = ("k_proj", "v_proj", "decay_proj")
@@ -102,11 +109,13 @@ class GSA(Mixer):
         )
 
     def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Return silu(x W_q)."""
+        """Return the queries [B, T, H, K] of tokens x [B, T, D], silu(x W_q) cut into heads, and the context."""
         return split_heads(jax.nn.silu(self.q_proj(x)), self.config.num_heads), context
 
     def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
-        """Return silu of keys and values, the decay α of each slot, and its write strength 1 - α."""
+        """Return the arguments of `slot_memory` that update the memory, by name, and the context: keys and values after
+        silu, the log decay of each slot [B, T, H, M], and its write strength, 1 minus the decay.
+        """
         heads = self.config.num_heads
         gate = split_heads(self.decay_proj(x, dtype=jnp.float32), heads)
         temperature = self.config.gate_temperature
@@ -125,15 +134,21 @@ class GSA(Mixer):
         ), context
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Normalise silu(o) over all heads, and project."""
+        """Return the layer's output [B, T, D] of the memory's output o [B, T, H, V], and the context: apply silu,
+        normalise all heads together, and project.
+        """
         return self.o_proj(self.norm(jax.nn.silu(merge_heads(o)))), context
 
     def options(self) -> dict[str, Any]:
-        """Return the op's constant arguments; queries are not scaled."""
+        """Return the keyword arguments of `slot_memory` that do not depend on the input; the scale is 1, so that
+        queries are not scaled.
+        """
         return dict(super().options(), scale=1.0)
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.SlotState:
-        """Return the empty slots."""
+        """Return the state before any token: two memories of zeros, for keys [B, H, K, M] and for values [B, H, M, V]
+        with M slots, for `batch_size` rows; `max_length` and `dtype` do not affect it.
+        """
         config = self.config
         return ops.slot_state(
             batch_size, config.num_heads, config.num_slots, self.key_dim, self.value_dim

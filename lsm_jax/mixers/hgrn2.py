@@ -27,7 +27,8 @@ _BOUNDS = "hgrn2_log_bounds"
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class HGRN2Config(RecurrentConfig):
-    """HGRN2.
+    """The config of an HGRN2 layer: linear attention whose keys are 1 minus the forget gate, which has a learned lower
+    bound.
 
     Attributes:
         head_dim: key and value channels of a head (the paper's expansion ratio); hidden_size / head_dim heads.
@@ -44,13 +45,15 @@ class HGRN2Config(RecurrentConfig):
 
     @classmethod
     def for_width(cls, hidden_size: int) -> HGRN2Config:
-        """Return the config with the published proportions: heads of 128 channels, smaller ones below width
-        512.
+        """Return the config of HGRN2 for a model of width `hidden_size`, with the published proportions: heads of 128
+        channels, smaller ones below width 512.
         """
         return cls(head_dim=min(128, hidden_size // 4))
 
     def validate(self, hidden_size: int) -> None:
-        """Raise ValueError if a field is not accepted."""
+        """Raise ValueError if a field of this config of HGRN2 is not accepted, or does not fit a model of width
+        `hidden_size`.
+        """
         self.validate_fields()
         checks.divides(self, "head_dim", self.head_dim, "hidden_size", hidden_size)
         checks.positive(self, norm_eps=self.norm_eps)
@@ -67,8 +70,8 @@ class HGRN2Config(RecurrentConfig):
 
 
 def log_bounds(logits: jax.Array) -> jax.Array:
-    """Return `log γ` and `log (1 - γ)` of each layer, [L, 2, D], from the layers' logits [L, D]; γ of the
-    first layer is 0.
+    """Return log γ and log (1 - γ) of each layer, [L, 2, D], where γ is HGRN2's lower bound of the forget gate, from
+    the layers' learned logits [L, D]; γ of the first layer is 0.
     """
     share = jax.nn.log_softmax(logits, axis=0)
     layers = jnp.arange(len(logits))
@@ -82,12 +85,14 @@ def log_bounds(logits: jax.Array) -> jax.Array:
 
 
 def _unbounded(size: int) -> jax.Array:
-    """Return `log γ` and `log (1 - γ)` for γ = 0, [2, size]."""
+    """Return the logarithms of γ = 0 and of 1 - γ, [2, size], where γ is HGRN2's lower bound of the forget gate: no
+    bound.
+    """
     return jnp.stack([jnp.full(size, -jnp.inf, jnp.float32), jnp.zeros(size, jnp.float32)])
 
 
 class HGRN2(Mixer):
-    """The layer of HGRN2; see `HGRN2Config`."""
+    """The layer of HGRN2: a mixer that maps [B, T, D] to [B, T, D]; `HGRN2Config` says what its options mean."""
 
     op = ops.linear_memory
     uses_depth = True
@@ -132,11 +137,14 @@ class HGRN2(Mixer):
         return {_BOUNDS: table.at[index[order]].set(log_bounds(logits[order]))}
 
     def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Return silu(x W_q)."""
+        """Return the queries [B, T, H, K] of tokens x [B, T, D], silu(x W_q) cut into heads, and the context."""
         return jax.nn.silu(split_heads(self.q_proj(x), self.num_heads)), context
 
     def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
-        """Return 1 - f as keys, x W_i as values, log f as decay; outside a model γ is 0."""
+        """Return the arguments of `linear_memory` that update the memory, by name, and the context: keys 1 - f, values
+        x W_i, and the log decay log f of each key channel, where f is the forget gate with the lower bound γ (0 outside
+        a model).
+        """
         bound, rest = self._log_bound(context)
         gate = self.f_proj(x, dtype=jnp.float32)
 
@@ -153,7 +161,9 @@ class HGRN2(Mixer):
         ), context
 
     def _log_bound(self, context: Context) -> jax.Array:
-        """Return `log γ` and `log (1 - γ)` of this layer, [2, D]."""
+        """Return log γ and log (1 - γ), [2, D], where γ is the lower bound of this layer's forget gate for each
+        channel.
+        """
         unbounded, constant = _unbounded(self.hidden_size), self.config.lower_bound
         if context.layer is None:
             return unbounded
@@ -163,13 +173,17 @@ class HGRN2(Mixer):
         return context.shared[_BOUNDS][context.layer] if _BOUNDS in context.shared else unbounded
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Norm over the whole width or each head, projection."""
+        """Return the layer's output [B, T, D] of the memory's output o [B, T, H, V], and the context: normalise each
+        head, or the whole width, as the config says, and project.
+        """
         if self.config.head_norm:
             return self.o_proj(merge_heads(self.norm(o))), context
         return self.o_proj(self.norm(merge_heads(o))), context
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.LinearState:
-        """Return the empty memory."""
+        """Return the state before any token: a memory of zeros [B, H, K, V] in float32 for `batch_size` rows;
+        `max_length` and `dtype` do not affect it.
+        """
         head = self.config.head_dim
         return ops.linear_state(batch_size, self.num_heads, head, head)
 

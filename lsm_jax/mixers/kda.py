@@ -31,7 +31,7 @@ from lsm_jax.mixers.op_config import RecurrentConfig
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class KDAConfig(RecurrentConfig):
-    """Kimi Delta Attention.
+    """The config of a layer of Kimi Delta Attention: the delta rule with a decay for each key channel and token.
 
     Attributes:
         num_heads: heads of queries and keys.
@@ -53,22 +53,26 @@ class KDAConfig(RecurrentConfig):
 
     @classmethod
     def for_width(cls, hidden_size: int) -> KDAConfig:
-        """Return the config with the published proportions: heads of 128 channels (smaller ones below width
-        512), and as many key channels in all heads as the width.
+        """Return the config of Kimi Delta Attention for a model of width `hidden_size`, with the published proportions:
+        heads of 128 channels (smaller ones below width 512), and as many key channels in all heads as the width.
         """
         head_dim = min(128, hidden_size // 4)
         return cls(head_dim=head_dim, num_heads=hidden_size // head_dim)
 
     def value_heads(self) -> int:
-        """The number of heads of values and memories."""
+        """Return the number of heads of values, each with its own memory: `num_value_heads`, or `num_heads` if that is
+        None.
+        """
         return self.num_heads if self.num_value_heads is None else self.num_value_heads
 
     def value_dim(self) -> int:
-        """The number of value channels of a head."""
+        """Return the number of value channels of one head: `head_dim` times `expand_v`."""
         return round(self.expand_v * self.head_dim)
 
     def validate(self, hidden_size: int) -> None:
-        """Raise ValueError if a field is not accepted."""
+        """Raise ValueError if a field of this config of Kimi Delta Attention is not accepted, or does not fit a model
+        of width `hidden_size`.
+        """
         self.validate_fields()
         checks.positive(self, head_dim=self.head_dim, norm_eps=self.norm_eps)
         checks.expanded(self, "expand_v", self.expand_v, self.head_dim, 1)
@@ -88,7 +92,9 @@ class KDAConfig(RecurrentConfig):
 
 
 class KDA(Mixer):
-    """The layer of Kimi Delta Attention; see `KDAConfig`."""
+    """The layer of Kimi Delta Attention: a mixer that maps [B, T, D] to [B, T, D]; `KDAConfig` says what its options
+    mean.
+    """
 
     op = ops.delta_memory
     memory_parts = ("k_proj", "v_proj", "beta_proj", "decay_down", "decay_up")
@@ -124,13 +130,16 @@ class KDA(Mixer):
         )
 
     def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Return the convolved queries, of unit length."""
+        """Return the queries [B, T, H, K] of tokens x [B, T, D], x W_q after the short convolution, each of unit
+        length, and the context.
+        """
         q, context = self.q_conv(self.q_proj(x), context, self.config.head_dim)
         return split_heads(q, self.config.num_heads), context
 
     def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
-        """Return the convolved keys, of unit length, the convolved values, β of each value head, and the
-        decay of each of its key channels.
+        """Return the arguments of `delta_memory` that update the memory, by name, and the context: keys of unit length
+        and values after the short convolutions, the write strength β of each value head [B, T, G], and its log decay
+        for each key channel [B, T, G, K].
         """
         config, heads = self.config, self.config.value_heads()
         beta = jax.nn.sigmoid(self.beta_proj(x, dtype=jnp.float32))
@@ -152,7 +161,9 @@ class KDA(Mixer):
         return written, context
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Normalise each head, multiply by sigmoid(x W₁ W₂ + b), and project."""
+        """Return the layer's output [B, T, D] of the memory's output o [B, T, G, V], and the context: normalise each
+        head, multiply by sigmoid(x W₁ W₂ + b), and project.
+        """
 
         @recomputed
         def gated(y, gate):
@@ -162,7 +173,9 @@ class KDA(Mixer):
         return self.o_proj(gated(merge_heads(self.norm(o)), gate)), context
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.DeltaState:
-        """Return the empty memory."""
+        """Return the state before any token: a memory of zeros [B, G, K, V] in float32 for `batch_size` rows;
+        `max_length` and `dtype` do not affect it.
+        """
         config = self.config
         return ops.delta_state(
             batch_size, config.value_heads(), config.head_dim, config.value_dim()

@@ -58,8 +58,10 @@ def _product(x: jax.Array, w: jax.Array) -> jax.Array:
 
 @jax.custom_vjp
 def _widening_product(x: jax.Array, w: jax.Array) -> jax.Array:
-    """Return the product, with operands converted to float32 on a CPU: XLA has no bfloat16 product with a
-    float32 result there for some layouts.
+    """Return the matrix product of x and w with a float32 result.
+
+    On a CPU the operands are converted to float32: XLA has no bfloat16 product with a float32 result there for some
+    layouts.
     """
 
     def widened(x: jax.Array, w: jax.Array) -> jax.Array:
@@ -85,8 +87,9 @@ def project(
     bias: jax.Array | None = None,
     dtype: DTypeLike | None = None,
 ) -> jax.Array:
-    """Return x [..., D] times kernel [D, F] plus bias [F], in `dtype` (None is x's); the kernel is cast to
-    x's dtype, sums are float32.
+    """Return a dense layer's output: x [..., D] times kernel [D, F] plus bias [F], in `dtype` (None is x's).
+
+    The kernel is cast to x's dtype, and sums are float32.
     """
     kernel = kernel.astype(x.dtype)
     if dtype is None or jnp.dtype(dtype) == x.dtype:
@@ -97,7 +100,7 @@ def project(
 
 
 class Dense(nnx.Module):
-    """`y = x W (+ b)`, with W cast to x's dtype and accumulated in float32.
+    """A dense layer on the last axis, `y = x W (+ b)`, with W cast to x's dtype and accumulated in float32.
 
     Args:
         in_size: channels of x.
@@ -139,7 +142,7 @@ class Dense(nnx.Module):
 
 
 class OrthogonalDense(Dense):
-    """`Dense` whose matrix starts with orthogonal rows or columns.
+    """A dense layer, as `Dense`, whose initial matrix has orthogonal rows or columns, as RWKV7's has.
 
     Args:
         gain: the norm of these rows or columns; with 0 the matrix starts at zero.
@@ -187,7 +190,9 @@ def recomputed(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def rms_normalize(x: jax.Array, eps: float) -> jax.Array:
-    """`x / sqrt(mean(x²) + eps)` over the last axis, computed and returned in float32 (or float64)."""
+    """Divide x by its root mean square over the last axis, `x / sqrt(mean(x²) + eps)`; computed and returned in float32
+    (or float64).
+    """
     x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
 
@@ -252,7 +257,7 @@ class HeadNorm(nnx.Module):
         self.bias = parameter(jnp.zeros(shape, jnp.float32), **fixed) if bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Normalise each head of x [..., H, V]; shape and dtype do not change."""
+        """Apply the layer norm to each head of x [..., H, V] on its own; shape and dtype do not change."""
 
         def norm(x, scale, bias):
             wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
@@ -285,7 +290,9 @@ class RopeScaling:
     original_length: int = 8192
 
     def apply(self, frequency: jax.Array) -> jax.Array:
-        """Return the lowered frequencies, in radians per token, in the same shape."""
+        """Lower the frequencies of the rotary embedding for a longer context: return them in radians per token, in the
+        same shape.
+        """
         if self.kind == "linear":
             return frequency / self.factor
         low, high = self.low_freq_factor, self.high_freq_factor
@@ -320,12 +327,12 @@ def rotate(
 
 
 def split_heads(x: jax.Array, num_heads: int) -> jax.Array:
-    """Reshape [B, T, H * K] to [B, T, H, K]."""
+    """Cut the channels of an array into heads: reshape [B, T, H * K] to [B, T, H, K], where H is `num_heads`."""
     return x.reshape(*x.shape[:-1], num_heads, -1)
 
 
 def merge_heads(x: jax.Array) -> jax.Array:
-    """Reshape [B, T, H, K] to [B, T, H * K]."""
+    """Put the channels of all heads side by side: reshape [B, T, H, K] to [B, T, H * K]."""
     return x.reshape(*x.shape[:-2], -1)
 
 

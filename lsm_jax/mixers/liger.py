@@ -77,12 +77,16 @@ class LigerConfig(RecurrentConfig, SoftmaxConfig):
 
     @classmethod
     def for_width(cls, hidden_size: int) -> LigerConfig:
-        """Return the config with the proportions of softmax attention, and two query heads for each key head."""
+        """Return the config of Liger for a model of width `hidden_size`, with the proportions of softmax attention, and
+        two query heads for each key head.
+        """
         heads = SoftmaxConfig.for_width(hidden_size).num_heads
         return cls(num_heads=heads, num_kv_heads=max(1, heads // 2))
 
     def gate_size(self, hidden_size: int) -> int:
-        """The number of gates of a key head."""
+        """Return the number of gates of one key head: one for each slot, for each key channel or for the head, as
+        `gate` says; 0 without gates.
+        """
         channels = self.dim(hidden_size)
         if self.gate == "gsa":
             return channels if self.num_slots is None else self.num_slots
@@ -91,17 +95,23 @@ class LigerConfig(RecurrentConfig, SoftmaxConfig):
         return 1 if self.gate in _BY_HEAD else channels
 
     def features(self, hidden_size: int) -> int:
-        """The number of key channels of the memory."""
+        """Return the number of key channels of the memory of one head: the features of the learned feature map, or the
+        head's channels if keys pass through a softmax.
+        """
         learned = self.feature_map != "softmax"
         return num_features(self.feature_map, self.dim(hidden_size)) if learned else self.dim(hidden_size)  # fmt: skip
 
     def temperature(self) -> float:
-        """The number that the gate's logarithm is divided by."""
+        """Return the number that divides the logarithm of each gate, and so brings the decay nearer to 1:
+        `gate_temperature`, or the default of this kind of gate.
+        """
         given = self.gate_temperature
         return _TEMPERATURE.get(self.gate, 1.0) if given is None else given
 
     def validate(self, hidden_size: int) -> None:
-        """Raise ValueError if a field is not accepted."""
+        """Raise ValueError if a field of this config of Liger is not accepted, or does not fit a model of width
+        `hidden_size`.
+        """
         super().validate(hidden_size)
         self.validate_fields()
         checks.one_of(self, "gate", self.gate, GATES)
@@ -158,7 +168,8 @@ class LigerConfig(RecurrentConfig, SoftmaxConfig):
 
 
 class LigerState(NamedTuple):
-    """The state of a Liger layer.
+    """The state of a Liger layer between calls: the memory of linear attention, and the keys and values of the window
+    of softmax attention.
 
     Attributes:
         memory: `ops.LinearState`, gsa's `ops.SlotState`, or None without a memory; one for each key head.
@@ -171,7 +182,9 @@ class LigerState(NamedTuple):
 
 
 class Liger(Softmax):
-    """Liger attention; see `LigerConfig`. It has softmax attention's parameters, under the same names, and those of ablations.
+    """The layer of Liger attention: the weighted sum of softmax attention in a window and gated linear attention;
+    `LigerConfig` says what its options mean. It has softmax attention's parameters, under the same names, and those of
+    ablations.
 
     The memory uses keys and queries before the rotation, normalised if the layer normalises them. The gate
     uses keys before the norm too.
@@ -202,15 +215,17 @@ class Liger(Softmax):
         self.q_map, self.k_map = learned(config.num_heads), learned(config.kv_heads())
 
     def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Return the memory's queries; the window's queries are in the context, as `saved["q"]`."""
+        """Return the queries [B, T, H, K] with which tokens x [B, T, D] read the memory, and the context, which holds
+        those of the window as `saved["q"]`.
+        """
         q = split_heads(self.q_proj(x), self.config.num_heads)
         context = context.add(saved={"q": self._rotated(q, self.q_norm, context)})
         q = q if self.q_norm is None else self.q_norm(q)
         return q if self.config.gate == "gsa" else _mapped(q, self.q_map), context
 
     def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
-        """Return keys, values and gates for the memory; the window's keys are in the context, as
-        `saved["k"]`.
+        """Return the arguments that update Liger's memory (keys, values and log gates), by name, and the context, which
+        holds the keys of the attention window as `saved["k"]`.
         """
         config, heads = self.config, self.config.kv_heads()
         keys, context = self.keys(x, context)
@@ -235,7 +250,7 @@ class Liger(Softmax):
     def log_decay(
         self, keys: jax.Array, x: jax.Array, layer: jax.Array | int | None = None
     ) -> jax.Array:
-        """Return the logarithm of the gates [B, T, G, gates of a head] in float32.
+        """Return the log gates of Liger's memory, [B, T, G, gates of a head] in float32, computed from keys or tokens.
 
         Args:
             keys: [B, T, G, K], before norm and rotation.
@@ -290,7 +305,9 @@ class Liger(Softmax):
         return mixed.astype(x.dtype), state, context
 
     def options(self) -> dict[str, Any]:
-        """Return the constant arguments of the memory's op; queries are not scaled."""
+        """Return the keyword arguments of the memory's op that do not depend on the input; the scale is 1, so that
+        queries are not scaled.
+        """
         config = self.config
         return dict(
             scale=1.0,
@@ -298,7 +315,9 @@ class Liger(Softmax):
         )
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> Any:
-        """Return an empty memory for each key head, and an empty window."""
+        """Return Liger's state before any token: an empty memory for each key head, and an empty window of keys and
+        values.
+        """
         config, heads, dim = self.config, self.config.kv_heads(), self.head_dim
         memory = window = None
         if config.memory_weight and config.gate == "gsa":
@@ -311,8 +330,8 @@ class Liger(Softmax):
 
 
 def pool(x: jax.Array, size: int) -> jax.Array:
-    """Return the means [..., size] of x [..., K] over bins of channels; bin i is from floor(i K / size) to
-    ceil((i + 1) K / size).
+    """Return the means [..., size] of the channels of x [..., K] over bins of channels, by which gates are made of
+    keys; bin i is from floor(i K / size) to ceil((i + 1) K / size).
     """
     channels = x.shape[-1]
     if size == channels:

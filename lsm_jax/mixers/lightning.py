@@ -26,7 +26,7 @@ DECAYS = ("depth", "alibi", "none")
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class LightningConfig(RecurrentConfig):
-    """Lightning attention.
+    """The config of a Lightning attention layer: linear attention with a constant decay for each head and layer.
 
     Attributes:
         num_heads: heads.
@@ -43,11 +43,15 @@ class LightningConfig(RecurrentConfig):
 
     @classmethod
     def for_width(cls, hidden_size: int) -> LightningConfig:
-        """Return the config with the published proportions: heads of 128 channels."""
+        """Return the config of Lightning attention for a model of width `hidden_size`, with the published proportions:
+        heads of 128 channels.
+        """
         return cls(num_heads=hidden_size // min(128, hidden_size // 4))
 
     def validate(self, hidden_size: int) -> None:
-        """Raise ValueError if a field is not accepted."""
+        """Raise ValueError if a field of this config of Lightning attention is not accepted, or does not fit a model of
+        width `hidden_size`.
+        """
         self.validate_fields()
         checks.divides(self, "num_heads", self.num_heads, "hidden_size", hidden_size)
         checks.one_of(self, "decay", self.decay, DECAYS)
@@ -71,7 +75,9 @@ def alibi_slopes(num_heads: int) -> list[float]:
 
 
 class Lightning(Mixer):
-    """The layer of Lightning attention; see `LightningConfig`."""
+    """The layer of Lightning attention: a mixer that maps [B, T, D] to [B, T, D]; `LightningConfig` says what its
+    options mean.
+    """
 
     op = ops.linear_memory
     uses_depth = True
@@ -111,11 +117,13 @@ class Lightning(Mixer):
         return -8 / heads * (1 - depth) * jnp.arange(heads, dtype=jnp.float32)
 
     def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Return silu(x W_q)."""
+        """Return the queries [B, T, H, K] of tokens x [B, T, D], silu(x W_q) cut into heads, and the context."""
         return jax.nn.silu(split_heads(self.q_proj(x), self.config.num_heads)), context
 
     def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
-        """Return silu(x W_k), the values, and the constant decay of each head."""
+        """Return the arguments of `linear_memory` that update the memory, by name, and the context: keys silu(x W_k)
+        [B, T, H, K], values [B, T, H, V], and the log decay [H], which is constant in time.
+        """
         heads = self.config.num_heads
         return dict(
             k=jax.nn.silu(split_heads(self.k_proj(x), heads)),
@@ -124,12 +132,16 @@ class Lightning(Mixer):
         ), context
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Normalise each head, multiply by silu(x W_g), and project."""
+        """Return the layer's output [B, T, D] of the memory's output o [B, T, H, V], and the context: normalise each
+        head, multiply by silu(x W_g), and project.
+        """
         gate = split_heads(self.g_proj(x), self.config.num_heads)
         return self.o_proj(merge_heads(self.norm(o, gate))), context
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.LinearState:
-        """Return the empty memory."""
+        """Return the state before any token: a memory of zeros [B, H, K, V] in float32 for `batch_size` rows;
+        `max_length` and `dtype` do not affect it.
+        """
         head = self.hidden_size // self.config.num_heads
         return ops.linear_state(batch_size, self.config.num_heads, head, head)
 

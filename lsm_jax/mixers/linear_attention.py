@@ -25,7 +25,7 @@ _NORMALIZER_EPS = 1e-10
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class LinearAttentionConfig(RecurrentConfig):
-    """Basic linear attention.
+    """The config of a layer of basic linear attention: a feature map of queries and keys, and no decay.
 
     Attributes:
         num_heads: heads.
@@ -55,18 +55,24 @@ class LinearAttentionConfig(RecurrentConfig):
 
     @classmethod
     def for_width(cls, hidden_size: int) -> LinearAttentionConfig:
-        """Return the config with the customary proportions: heads of 128 channels."""
+        """Return the config of linear attention for a model of width `hidden_size`, with the customary proportions:
+        heads of 128 channels.
+        """
         return cls(num_heads=hidden_size // min(128, hidden_size // 4))
 
     def head_dims(self, hidden_size: int) -> tuple[int, int]:
-        """The numbers of key and value channels of a head."""
+        """Return the numbers of key channels and of value channels of one head of linear attention in a model of width
+        `hidden_size`.
+        """
         return (
             checks.expanded(self, "expand_k", self.expand_k, hidden_size, self.num_heads),
             checks.expanded(self, "expand_v", self.expand_v, hidden_size, self.num_heads),
         )
 
     def validate(self, hidden_size: int) -> None:
-        """Raise ValueError if a field is not accepted."""
+        """Raise ValueError if a field of this config of linear attention is not accepted, or does not fit a model of
+        width `hidden_size`.
+        """
         self.validate_fields()
         self.head_dims(hidden_size)
         accepted = (*feature_maps.FIXED, *feature_maps.LEARNED)
@@ -92,7 +98,9 @@ class LinearAttentionConfig(RecurrentConfig):
 
 
 class LinearAttention(Mixer):
-    """The layer of basic linear attention; see `LinearAttentionConfig`."""
+    """The layer of basic linear attention: a mixer that maps [B, T, D] to [B, T, D]; `LinearAttentionConfig` says what
+    its options mean.
+    """
 
     op = ops.linear_memory
     memory_parts = ("k_proj", "v_proj")
@@ -124,29 +132,39 @@ class LinearAttention(Mixer):
         )
 
     def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Return φ(x W_q)."""
+        """Return the queries [B, T, H, K] of tokens x [B, T, D], φ(x W_q) with the feature map φ of the config, and the
+        context. They are divided by their sum if the config says so.
+        """
         q = self.q_features(split_heads(self.q_proj(x), self.config.num_heads))
         return feature_maps.normalize_sum(q) if self.config.sum_normalize_q else q, context
 
     def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
-        """Return φ(x W_k) and x W_v."""
+        """Return the arguments of `linear_memory` that update the memory, by name, and the context: keys φ(x W_k) [B,
+        T, H, K] with the feature map φ of the config, and values x W_v [B, T, H, V].
+        """
         k = self.k_features(split_heads(self.k_proj(x), self.config.num_heads))
         k = feature_maps.normalize_sum(k) if self.config.sum_normalize_k else k
         return dict(k=k, v=split_heads(self.v_proj(x), self.config.num_heads)), context
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Normalise each head, multiply by the gate if there is one, and project."""
+        """Return the layer's output [B, T, D] of the memory's output o [B, T, H, V], and the context: normalise each
+        head, multiply by a gate of x if the config has one, and project.
+        """
         gate = None
         if self.g_proj is not None:
             gate = split_heads(self.g_proj(x), self.config.num_heads)
         return self.o_proj(merge_heads(self.norm(o, gate))), context
 
     def options(self) -> dict[str, Any]:
-        """Return the op's constant arguments, with the normaliser's epsilon."""
+        """Return the keyword arguments of `linear_memory` that do not depend on the input, with the epsilon of the
+        normaliser, or None without one.
+        """
         return dict(super().options(), normalize=_NORMALIZER_EPS if self.config.normalize else None)
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.LinearState:
-        """Return the empty memory."""
+        """Return the state before any token: a memory of zeros [B, H, K, V] for K features, and a zero normaliser if
+        the config has one, for `batch_size` rows; `max_length` and `dtype` do not affect it.
+        """
         return ops.linear_state(
             batch_size,
             self.config.num_heads,

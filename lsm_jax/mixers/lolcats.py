@@ -51,17 +51,23 @@ class LolcatsConfig(RecurrentConfig, SoftmaxConfig):
 
     @classmethod
     def for_width(cls, hidden_size: int) -> LolcatsConfig:
-        """Return the config with the proportions of softmax attention, and two query heads for each key head."""
+        """Return the config of LoLCATs for a model of width `hidden_size`, with the proportions of softmax attention,
+        and two query heads for each key head.
+        """
         heads = SoftmaxConfig.for_width(hidden_size).num_heads
         size = min(64, hidden_size // heads)
         return cls(num_heads=heads, num_kv_heads=max(1, heads // 2), feature_dim=size)
 
     def for_inference(self) -> LolcatsConfig:
-        """Return the student: the layer that is evaluated and generates, with the same parameters."""
+        """Return the config of the layer after distillation, which is evaluated and generates: the student without its
+        transfer loss, with the same parameters.
+        """
         return dataclasses.replace(self, transfer_weight=0.0)
 
     def teacher(self) -> SoftmaxConfig | None:
-        """Return the softmax attention whose outputs the first stage learns, or None outside that stage."""
+        """Return the config of the softmax attention whose outputs this layer learns in the first stage of
+        distillation, or None outside that stage.
+        """
         if not self.transfer_weight:
             return None
         fields: dict[str, Any] = {
@@ -71,7 +77,9 @@ class LolcatsConfig(RecurrentConfig, SoftmaxConfig):
         return SoftmaxConfig(**fields)
 
     def validate(self, hidden_size: int) -> None:
-        """Raise ValueError if a field is not accepted."""
+        """Raise ValueError if a field of this config of LoLCATs is not accepted, or does not fit a model of width
+        `hidden_size`.
+        """
         super().validate(hidden_size)
         self.validate_fields()
         checks.positive(self, feature_dim=self.feature_dim)
@@ -93,7 +101,8 @@ class LolcatsConfig(RecurrentConfig, SoftmaxConfig):
 
 
 class LolcatsState(NamedTuple):
-    """The state of a LoLCATs layer.
+    """The state of a LoLCATs layer between calls: the memory of linear attention, and the keys and values of the window
+    of softmax attention.
 
     Attributes:
         linear: the state of the linear part, for all tokens of the document; its last value channel is 1.
@@ -109,8 +118,11 @@ class LolcatsState(NamedTuple):
 
 
 class Lolcats(Softmax):
-    """The layer of LoLCATs attention; see `LolcatsConfig`. In addition to softmax attention's parameters it
-    has the feature maps and factors that the first stage trains.
+    """The layer of LoLCATs attention: softmax attention in a window joined with linear attention to older tokens;
+    `LolcatsConfig` says what its options mean.
+
+    In addition to softmax attention's parameters it has the feature maps and factors that the first stage of
+    distillation trains.
 
     Scores of the window are computed in blocks of its size, so that memory and time grow with the tokens.
     """
@@ -133,7 +145,9 @@ class Lolcats(Softmax):
         self.window_factor = parameter(factors, ("heads",), weight_decay=False)
 
     def options(self) -> dict[str, Any]:
-        """Return the constant arguments of the linear part's op; queries are not scaled."""
+        """Return the keyword arguments of the linear attention's op that do not depend on the input; the scale is 1, so
+        that queries are not scaled.
+        """
         config = self.config
         return dict(
             scale=1.0,
@@ -141,7 +155,9 @@ class Lolcats(Softmax):
         )
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> Any:
-        """Return the state before any token."""
+        """Return the state of LoLCATs before any token: an empty memory of linear attention, and an empty window of
+        keys and values.
+        """
         if self.config.transfer_weight:
             raise ValueError(
                 f"LolcatsConfig.transfer_weight={self.config.transfer_weight}: such a layer keeps no state; 0 is the model that does"
@@ -157,8 +173,9 @@ class Lolcats(Softmax):
     def through_memory(
         self, x: jax.Array, context: Context, memory: Any
     ) -> tuple[jax.Array, Any, Context]:
-        """Return the joint output of window and memory, [B, T, H, V], and the final state; in the first stage
-        the output of softmax attention.
+        """Return the output [B, T, H, V] of LoLCATs' attention, which joins softmax attention in a window with linear
+        attention to older tokens, and the final state; in the first stage of distillation the output is that of softmax
+        attention.
         """
         config = self.config
         memory = self._empty(x.shape[0], x.dtype) if memory is None else memory
@@ -270,16 +287,20 @@ class _Near:
         return x.reshape(len(x), -1, self.size, *x.shape[2:])
 
     def joined(self, x: jax.Array) -> jax.Array:
-        """Join blocks [B, N, C, ...] to [B, T, ...], without the padding."""
+        """Join blocks of C tokens [B, N, C, ...] to rows [B, T, ...], without the padding of the last block."""
         return x.reshape(len(x), -1, *x.shape[3:])[:, : self.length]
 
     def take(self, x: jax.Array) -> jax.Array:
-        """Return the tokens that each block may attend to, [B, N, W + C - 1, ...], of x [B, W + T, ...]."""
+        """Return the tokens that each block of C query tokens may attend to in a window of W, [B, N, W + C - 1, ...],
+        of x [B, W + T, ...], in which W earlier tokens come before the call's.
+        """
         taken = jnp.take_along_axis(x, self.index.reshape(*self.index.shape, *[1] * (x.ndim - 2)), axis=1)  # fmt: skip
         return taken.reshape(len(x), -1, self.window + self.size - 1, *x.shape[2:])
 
     def state(self, linear: ops.LinearState) -> LolcatsState:
-        """Return the state with the last window of the last document."""
+        """Return the state after the call: that of the linear attention (`linear`), and the keys and values of the last
+        window of tokens in each row's last document.
+        """
         place = jnp.arange(self.run.shape[1])
         mine = self.written & (self.run == self.run[:, -1:])
         last = jax.lax.top_k(jnp.where(mine, place, -1), self.window)[0][:, ::-1]

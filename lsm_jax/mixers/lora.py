@@ -18,7 +18,7 @@ from lsm_jax.mixers.layers import Dense, parameter, project
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class LoRAConfig:
-    """The config of LoRA: the projections that have an adapter, and the adapters' size.
+    """The config of low-rank adapters (LoRA): the projections that have an adapter, and the adapters' size.
 
     Attributes:
         targets: names of `Dense` layers of mixers and feedforwards; a layer has adapters for those that it
@@ -32,7 +32,7 @@ class LoRAConfig:
     alpha: float = 8.0
 
     def validate(self) -> None:
-        """Raise ValueError if a field is not accepted."""
+        """Raise ValueError if a field of this config of LoRA adapters (rank, alpha, targets) is not accepted."""
         checks.fields(self)
         checks.positive(self, rank=self.rank, alpha=self.alpha)
         if not self.targets or isinstance(self.targets, str):
@@ -42,7 +42,10 @@ class LoRAConfig:
 
 
 class LoRA(nnx.Module):
-    """One adapter. A starts uniform in ±1/sqrt(in_size), B at zero, so that a new adapter adds nothing."""
+    """One low-rank adapter, x A B, that is added to a projection of x.
+
+    A [in_size, rank] starts uniform in ±1/sqrt(in_size) and B at zero, so that a new adapter adds nothing.
+    """
 
     def __init__(self, kernel: nnx.Param, config: LoRAConfig, *, rngs: nnx.Rngs):
         into, out = kernel.logical_axes

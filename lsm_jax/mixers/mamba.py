@@ -24,7 +24,7 @@ from lsm_jax.mixers.op_config import RecurrentConfig
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class MambaConfig(RecurrentConfig):
-    """The config of Mamba.
+    """The config of a Mamba layer: a state-space model whose step sizes, write and read vectors depend on the token.
 
     Attributes:
         expand: number of inner channels, divided by hidden_size.
@@ -40,17 +40,21 @@ class MambaConfig(RecurrentConfig):
 
     @classmethod
     def for_width(cls, hidden_size: int) -> MambaConfig:
-        """Return the config with the published proportions: 16 numbers of the memory for each channel, at any
-        width.
+        """Return the config of Mamba for a model of width `hidden_size`, with the published proportions: 16 numbers of
+        the memory for each channel, at any width.
         """
         return cls()
 
     def rank(self, hidden_size: int) -> int:
-        """The inner width of Δ's two matrices."""
+        """Return the inner width of the low-rank projection to the step size Δ: `step_rank`, or hidden_size / 16
+        rounded up if that is None.
+        """
         return -(-hidden_size // 16) if self.step_rank is None else self.step_rank
 
     def validate(self, hidden_size: int) -> None:
-        """Raise ValueError if a field is not accepted."""
+        """Raise ValueError if a field of this config of Mamba is not accepted, or does not fit a model of width
+        `hidden_size`.
+        """
         self.validate_fields()
         checks.positive(self, expand=self.expand, state_size=self.state_size)
         if self.step_rank is not None:
@@ -68,7 +72,7 @@ class MambaConfig(RecurrentConfig):
 
 
 class Mamba(Mixer):
-    """The layer of Mamba; see `MambaConfig`."""
+    """The layer of Mamba: a mixer that maps [B, T, D] to [B, T, D]; `MambaConfig` says what its options mean."""
 
     op = ops.selective_memory
     memory_parts = ("x_proj", "b_proj", "dt_down", "dt_up")
@@ -114,12 +118,17 @@ class Mamba(Mixer):
         return context.saved["inner"], context
 
     def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Return C."""
+        """Return C [B, T, N], the read vector of each token, which the convolved channels are projected to, and the
+        context.
+        """
         inner, context = self._convolved(x, context)
         return self.c_proj(inner), context
 
     def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
-        """Return the convolved channels, Δ, A, B, and the skip D."""
+        """Return the arguments of `selective_memory` that update the memory, by name, and the context: the convolved
+        channels u [B, T, D], their step sizes Δ [B, T, D], the decay rates A [D, N], the write vectors B [B, T, N], and
+        the weights D of the skip connection.
+        """
         inner, context = self._convolved(x, context)
         step = self.dt_up(self.dt_down(inner), dtype=jnp.float32) + self.dt_bias[...]
         written = dict(
@@ -132,16 +141,20 @@ class Mamba(Mixer):
         return written, context
 
     def apply(self, query: jax.Array, written: dict[str, Any], **call) -> tuple[jax.Array, Any]:
-        """Run the op with C as its queries."""
+        """Run `selective_memory` with the queries as its read vectors C, and return its output and its final state."""
         return type(self).op(C=query, **written, **call)
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Multiply by silu(z), and project."""
+        """Return the layer's output [B, T, D] of the op's output o in inner channels, and the context: multiply by
+        silu(z), where z is a projection of x, and project.
+        """
         gate = jax.nn.silu(self.z_proj(x, dtype=jnp.float32))
         return self.o_proj((o.astype(gate.dtype) * gate).astype(x.dtype)), context
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.SelectiveState:
-        """Return the empty memory."""
+        """Return the state before any token: a memory of zeros [B, D, N], N numbers for each inner channel, for
+        `batch_size` rows; `max_length` and `dtype` do not affect it.
+        """
         return ops.selective_state(batch_size, self.inner, self.config.state_size)
 
 

@@ -33,7 +33,7 @@ from lsm_jax.mixers.op_config import RecurrentConfig
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class Mamba2Config(RecurrentConfig):
-    """Mamba2.
+    """The config of a Mamba-2 layer: linear attention with one decay for each head and token.
 
     Attributes:
         expand: inner channels over hidden_size.
@@ -53,17 +53,21 @@ class Mamba2Config(RecurrentConfig):
 
     @classmethod
     def for_width(cls, hidden_size: int) -> Mamba2Config:
-        """Return the config with the published proportions: heads of 64 channels and 128 state channels; both
-        smaller below width 512.
+        """Return the config of Mamba-2 for a model of width `hidden_size`, with the published proportions: heads of 64
+        channels and 128 state channels; both smaller below width 512.
         """
         return cls(head_dim=min(64, hidden_size // 4), state_size=min(128, hidden_size // 2))
 
     def num_heads(self, hidden_size: int) -> int:
-        """The number of heads at this width."""
+        """Return the number of heads of a Mamba-2 layer in a model of width `hidden_size`: the inner width divided by
+        `head_dim`.
+        """
         return self.expand * hidden_size // self.head_dim
 
     def validate(self, hidden_size: int) -> None:
-        """Raise ValueError if a field is not accepted."""
+        """Raise ValueError if a field of this config of Mamba-2 is not accepted, or does not fit a model of width
+        `hidden_size`.
+        """
         self.validate_fields()
         checks.positive(
             self, expand=self.expand, state_size=self.state_size, norm_eps=self.norm_eps
@@ -89,7 +93,7 @@ class Mamba2Config(RecurrentConfig):
 
 
 class Mamba2(Mixer):
-    """The layer of Mamba2; see `Mamba2Config`."""
+    """The layer of Mamba2: a mixer that maps [B, T, D] to [B, T, D]; `Mamba2Config` says what its options mean."""
 
     op = ops.linear_memory
     memory_parts = ("x_proj", "b_proj", "dt_proj")
@@ -121,12 +125,14 @@ class Mamba2(Mixer):
         )
 
     def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Return C, one query for each group of heads."""
+        """Return the queries C [B, T, groups, N], one for each group of heads, of tokens x [B, T, D], and the context."""
         c, context = self.c_conv(self.c_proj(x), context)
         return split_heads(c, self.config.num_groups), context
 
     def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
-        """Return B as keys (one for each group of heads), Δ x as values, and Δ A as decay."""
+        """Return the arguments of `linear_memory` that update the memory, by name, and the context: keys B [B, T,
+        groups, N], values Δ x [B, T, H, V] with the step size Δ, and the log decay Δ A [B, T, H] with the rate A.
+        """
         step = jax.nn.softplus(self.dt_proj(x, dtype=jnp.float32) + self.dt_bias[...])
         inner, context = self.x_conv(self.x_proj(x), context)
         inner = split_heads(inner, self.num_heads)
@@ -144,7 +150,9 @@ class Mamba2(Mixer):
         return written, context.add(bypass={"inner": inner})
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Add the skip D x, multiply by silu(z), normalise over each group of heads, and project."""
+        """Return the layer's output [B, T, D] of the memory's output o [B, T, H, V], and the context: add the skip D x,
+        multiply by silu(z), where z is a projection of x, normalise each group of heads, and project.
+        """
         groups, eps = self.config.num_groups, self.config.norm_eps
 
         @recomputed
@@ -158,11 +166,15 @@ class Mamba2(Mixer):
         return self.o_proj(normed(o, inner, z, self.skip[...], self.norm_scale[...])), context
 
     def options(self) -> dict[str, Any]:
-        """Return the op's constant arguments; queries are not scaled."""
+        """Return the keyword arguments of `linear_memory` that do not depend on the input; the scale is 1, so that
+        queries are not scaled.
+        """
         return dict(super().options(), scale=1.0)
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.LinearState:
-        """Return the empty memory."""
+        """Return the state before any token: a memory of zeros [B, H, K, V] in float32 for `batch_size` rows;
+        `max_length` and `dtype` do not affect it.
+        """
         return ops.linear_state(
             batch_size, self.num_heads, self.config.state_size, self.config.head_dim
         )

@@ -1,5 +1,5 @@
-"""The table of methods: the description of a method, and functions that find a method by its config or its
-name and build its mixer.
+"""The table of methods (published mixers): what a method's entry describes, and functions that find a method by its
+config or its name and build its mixer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ ONLINE_NOTE = "the gradient depends on the memory: updates do not compose"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Method:
-    """One row of the table of methods.
+    """The description of one method (a published mixer): its paper, op, formulas, config and module; one row of the
+    table of methods.
 
     Attributes:
         name: the name in presets and configs.
@@ -105,7 +106,7 @@ def method_of(config: Any) -> Method:
 
 
 def get_method(name: str) -> Method:
-    """Return the method that is registered under `name`.
+    """Return the method (a published mixer) that is registered under `name`, such as "gla".
 
     Raises:
         ValueError: there is none; the message lists the names that exist.
@@ -126,7 +127,7 @@ def build(
     num_layers: int = 1,
     loss_layers: int | None = None,
 ) -> Mixer:
-    """The mixer that a config describes, at this width.
+    """Build the mixer that a config describes, for a model of width `hidden_size`.
 
     Args:
         config: of a type in `METHODS` or `WRAPPERS`.

@@ -25,7 +25,7 @@ from lsm_jax.mixers.op_config import OpConfig, RecurrentConfig
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class MLSTMConfig(RecurrentConfig):
-    """The config of mLSTM.
+    """The config of an mLSTM layer: linear attention with an exponential input gate, a forget gate and a normaliser.
 
     Attributes:
         num_heads: number of heads.
@@ -47,20 +47,24 @@ class MLSTMConfig(RecurrentConfig):
 
     @classmethod
     def for_width(cls, hidden_size: int) -> MLSTMConfig:
-        """Return the config with the published proportions: value heads of 512 channels, and at least four
-        heads.
+        """Return the config of mLSTM for a model of width `hidden_size`, with the published proportions: value heads of
+        512 channels, and at least four heads.
         """
         return cls(num_heads=max(4, hidden_size // 512))
 
     def head_dims(self, hidden_size: int) -> tuple[int, int]:
-        """The numbers of key and value channels of a head."""
+        """Return the numbers of key channels and of value channels of one head of mLSTM in a model of width
+        `hidden_size`.
+        """
         return (
             checks.expanded(self, "qk_dim_factor", self.qk_dim_factor, hidden_size, self.num_heads),
             checks.expanded(self, "v_dim_factor", self.v_dim_factor, hidden_size, self.num_heads),
         )
 
     def validate(self, hidden_size: int) -> None:
-        """Raise ValueError if a field is not accepted."""
+        """Raise ValueError if a field of this config of mLSTM is not accepted, or does not fit a model of width
+        `hidden_size`.
+        """
         self.validate_fields()
         self.head_dims(hidden_size)
         checks.positive(
@@ -79,7 +83,7 @@ class MLSTMConfig(RecurrentConfig):
 
 
 class MLSTM(Mixer):
-    """The layer of mLSTM; see `MLSTMConfig`.
+    """The layer of mLSTM: a mixer that maps [B, T, D] to [B, T, D]; `MLSTMConfig` says what its options mean.
 
     The gates start as in the published code, independent of the token: input gate at -10, forget gates from 3
     to 6 across the heads, ahead of soft cap and activation.
@@ -114,11 +118,13 @@ class MLSTM(Mixer):
         return cap * jnp.tanh(projection(x, dtype=jnp.float32) / cap)
 
     def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Return x W_q."""
+        """Return the queries [B, T, H, K] of tokens x [B, T, D], x W_q cut into heads, and the context."""
         return split_heads(self.q_proj(x), self.config.num_heads), context
 
     def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
-        """Return keys, values, and each head's forget gate and input gate."""
+        """Return the arguments of `linear_memory` that update the memory, by name, and the context: keys, values, and
+        the logarithms of each head's forget gate and input gate [B, T, H].
+        """
         heads = self.config.num_heads
         return dict(
             k=split_heads(self.k_proj(x), heads),
@@ -128,16 +134,22 @@ class MLSTM(Mixer):
         ), context
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Normalise each head, multiply by sigmoid(x W_g), and project."""
+        """Return the layer's output [B, T, D] of the memory's output o [B, T, H, V], and the context: normalise each
+        head, multiply by sigmoid(x W_g), and project.
+        """
         y = merge_heads(self.norm(o))
         return self.o_proj(y * jax.nn.sigmoid(self.g_proj(x))), context
 
     def options(self) -> dict[str, Any]:
-        """Return the op's constant arguments, with the normaliser's epsilon."""
+        """Return the keyword arguments of `linear_memory` that do not depend on the input, with the epsilon of the
+        normaliser.
+        """
         return dict(super().options(), normalize=self.config.normalizer_eps)
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.LinearState:
-        """Return the empty memory."""
+        """Return the state before any token: a memory [B, H, K, V] and a normaliser of zeros, and their stabiliser, for
+        `batch_size` rows; `max_length` and `dtype` do not affect it.
+        """
         return ops.linear_state(
             batch_size,
             self.config.num_heads,

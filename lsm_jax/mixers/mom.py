@@ -57,7 +57,7 @@ _ROW = "row_"  # prefix of the names of tails that belong to the row, not to a m
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class MoMConfig:
-    """The config of a Mixture-of-Memories.
+    """The config of a Mixture-of-Memories: a router sends each token to some of several memories of an inner mixer.
 
     Attributes:
         mixer: the config of the inner mixer; any mixer with `Mixer.memory_parts`.
@@ -87,18 +87,20 @@ class MoMConfig:
 
     @classmethod
     def for_width(cls, hidden_size: int) -> MoMConfig:
-        """Return the config with the published proportions: four memories, two for each token, and a shared
-        one, of Gated DeltaNet with four heads of 256.
+        """Return the config of Mixture-of-Memories for a model of width `hidden_size`, with the published proportions:
+        four memories, two for each token, and a shared one, of Gated DeltaNet with four heads of 256.
         """
         head_dim = min(256, hidden_size // 4)
         return cls(mixer=GatedDeltaNetConfig(num_heads=4, head_dim=head_dim, expand_v=1.0))
 
     def num_groups(self) -> int:
-        """G, the number of memories including the shared one."""
+        """Return G, the number of memories of a layer, including the one that all tokens share if there is one."""
         return self.num_memories + self.shared_memory
 
     def validate(self, hidden_size: int) -> None:
-        """Raise ValueError if a field is not accepted."""
+        """Raise ValueError if a field of this config of Mixture-of-Memories is not accepted, or does not fit a model of
+        width `hidden_size`.
+        """
         checks.fields(self)
         able = [m for m in METHODS.values() if m.module.memory_parts]
         if type(self.mixer) not in [m.config for m in able]:
@@ -134,7 +136,8 @@ class MoMConfig:
 
 
 class _Part(NamedTuple):
-    """The results of one call of the inner mixer.
+    """The results of one call of the inner mixer for all memories of a layer, brought back to the order of the row's
+    tokens.
 
     Attributes:
         output: [B, T, ...], the memories' outputs, summed with the router's weights.
@@ -152,7 +155,9 @@ class _Part(NamedTuple):
 
 
 class MoM(Mixer):
-    """The layer of Mixture-of-Memories; see `MoMConfig`."""
+    """The layer of Mixture-of-Memories: a mixer that maps [B, T, D] to [B, T, D]; `MoMConfig` says what its options
+    mean.
+    """
 
     uses_depth = True
     has_losses = True
@@ -186,11 +191,13 @@ class MoM(Mixer):
         )
 
     def innermost(self) -> Mixer:
-        """The inner mixer's innermost mixer."""
+        """Return the mixer whose `init_shared` the model calls: the inner mixer, or what that wraps."""
         return self.inner.innermost()
 
     def model_losses(self, statistics: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        """Return the balance loss of all layers together, if the config has it."""
+        """Return the router's balance loss, computed from the statistics of all layers together, by name; empty if the
+        config balances each layer.
+        """
         config = self.config
         if config.balance == "layer":
             return {}
@@ -200,7 +207,9 @@ class MoM(Mixer):
         return {"mom/balance_loss": config.balance_scale * loss}
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Apply the inner mixer's `finish` once for each token; its token shifts run along the row."""
+        """Return the layer's output [B, T, D] of the summed outputs o of a token's memories, by the inner mixer's
+        `finish`, whose token shifts run along the row instead of along a memory's tokens.
+        """
         tails = {n.removeprefix(_ROW): s for n, s in context.tails.items() if n.startswith(_ROW)}
         inner = dataclasses.replace(context, tails=tails, saved={})
         y, inner = self.inner.finish(o, x, inner)
@@ -215,14 +224,18 @@ class MoM(Mixer):
         return *parts, *row
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> MoMState:
-        """Return the empty memories."""
+        """Return the state of a Mixture-of-Memories before any token: G empty states of the inner mixer for each of the
+        `batch_size` rows, and the count of documents.
+        """
         groups = self.config.num_groups()
         memories = self.inner.init_memory(batch_size * groups, max_length, dtype)
         zeros = jnp.zeros(batch_size, jnp.int32)
         return MoMState(split_memories(memories, groups), zeros, zeros + 1)
 
     def init_state(self, batch_size: int, max_length: int, dtype: Any) -> MixerState:
-        """Return the state before any token; its memories and the tails of convolutions are [B, G, ...]."""
+        """Return the state of the whole layer before any token: the inner mixer's memories and the tails of its
+        convolutions for each memory, [B, G, ...], and the tails along the row.
+        """
         groups, tails = self.config.num_groups(), {}
         for part in self.remembering():
             rows = 1 if part.name.startswith(_ROW) else groups
@@ -234,7 +247,11 @@ class MoM(Mixer):
     def through_memory(
         self, x: jax.Array, context: Context, memory: MoMState | None
     ) -> tuple[jax.Array, MoMState, Context]:
-        """Route the tokens, run each memory along its tokens, and sum the outputs with the router's weights."""
+        """Return the outputs of the memories for tokens x [B, T, D], summed for each token with its router's weights,
+        and the state and context after the call.
+
+        The router sends each token to some memories, and each memory runs along its own tokens.
+        """
         if memory is not None:
             check_memories(memory, self.config.num_groups())
         route, statistics = self._route(x, context)
@@ -264,7 +281,9 @@ class MoM(Mixer):
         return route_tokens(logits, self.config, context, self.loss_layers)
 
     def _packs(self, x: jax.Array, context: Context, memory: MoMState | None) -> bool:
-        """Whether the packed form is used for a call; see `MoMConfig.execution`."""
+        """Return whether a call lays out each memory's tokens one after another (packed), instead of running every
+        memory over all tokens; see `MoMConfig.execution`.
+        """
         devices = sequence_shards(x.shape[1])
         if self.config.execution == "masked" or x.shape[1] % devices:
             return False
@@ -332,8 +351,8 @@ class MoM(Mixer):
         return self._states(x, context, route, ids, memory, empty.tails)[1]
 
     def _packed_with_state(self, x, context, route, document, memory):
-        """Run the packed form for one document, with a state or without: each memory is a segment with a
-        state of its own.
+        """Run the packed form, in which the tokens of each memory lie one after another, for rows that are one
+        document, from a given state or from an empty one: each memory is a segment with a state of its own.
         """
         tails = self._tails(context)
         if memory is None:
@@ -389,7 +408,7 @@ class MoM(Mixer):
         tails: dict[str, Any],
         contiguous: bool = False,
     ) -> _Part:
-        """Run the inner mixer over arranged tokens.
+        """Run the inner mixer over tokens that are arranged by memory: each memory is a row or a segment of its own.
 
         Args:
             x: [B, T, D].
@@ -438,8 +457,8 @@ class MoM(Mixer):
         )
 
     def _arranged(self, layout: Rows | Packed | PackedByDevice, x: jax.Array) -> Mixer:
-        """Return a copy of the inner mixer whose `Dense` layers multiply tokens that `layout` has arranged; x
-        [B, T, D] are the tokens before.
+        """Return a copy of the inner mixer whose `Dense` layers multiply tokens that `layout` has arranged by memory; x
+        [B, T, D] are the tokens before they were arranged.
         """
         inner = nnx.merge(*nnx.split(self.inner))
         by_memory = () if self.config.single_projections else inner.memory_parts
@@ -450,7 +469,9 @@ class MoM(Mixer):
         return inner
 
     def _tails(self, context: Context) -> dict[str, Any]:
-        """The incoming tails that belong to the memories."""
+        """Return the tails that the call received for the inner mixer's short convolutions and token shifts along each
+        memory's tokens, by name; not those along the row.
+        """
         return {n: tail for n, tail in context.tails.items() if not n.startswith(_ROW)}
 
 

@@ -36,31 +36,35 @@ class Rows(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """J, the number of memories that have a row."""
+        """J, the number of memories of each batch row for which the layout contains a row of tokens."""
         return self.num_groups if self.group is None else self.group.shape[1]
 
     def tokens(self, x: Array) -> Array:
-        """Arrange x [B, T, ...], which is the same for each memory."""
+        """Repeat tokens x [B, T, ...] for each of the J memories that have a row: [B * J, T, ...]."""
         x = jnp.broadcast_to(x[:, None], (x.shape[0], self.rows, *x.shape[1:]))
         return x.reshape(-1, *x.shape[2:])
 
     def from_memories(self, x: Array) -> Array:
-        """Arrange x [B, T, G, ...], which has a value for each memory."""
+        """Arrange x [B, T, G, ...], which has a value for each token and memory, as one row for each of the J memories
+        that have one: [B * J, T, ...].
+        """
         x = self.select(jnp.moveaxis(x, 2, 1))
         return x.reshape(-1, *x.shape[2:])
 
     def total(self, x: Array, dtype) -> Array:
-        """Sum an arranged array over each token's memories, to [B, T, ...]."""
+        """Sum an array in rows of memories, [B * J, T, ...], over the memories of each token: [B, T, ...] in `dtype`."""
         return jnp.sum(x.reshape(-1, self.rows, *x.shape[1:]), axis=1).astype(dtype)
 
     def select(self, x: Array) -> Array:
-        """Select the memories that have a row, from [B, G, ...] to [B, J, ...]."""
+        """Return, of an array x [B, G, ...] with an entry for each memory, the entries of the memories that have a row:
+        [B, J, ...].
+        """
         if self.group is None:
             return x
         return jax.vmap(lambda row, index: row[index])(x, self.group)
 
     def replace(self, x: Array, new: Array) -> Array:
-        """Replace the memories of x [B, G, ...] that have a row by `new` [B, J, ...]."""
+        """Return x [B, G, ...] with the entries of the memories that have a row replaced by `new` [B, J, ...]."""
         if self.group is None:
             return new
         return jax.vmap(lambda row, index, values: row.at[index].set(values))(x, self.group, new)
@@ -95,15 +99,21 @@ class Packed(NamedTuple):
     chunk_group: Int[Array, "B N"]
 
     def tokens(self, x: Array) -> Array:
-        """Arrange x [B, T, ...], which is the same for each memory; empty indices are 0."""
+        """Arrange tokens x [B, T, ...] in the packed layout, a copy for each memory that a token is routed to: [B, L,
+        ...] with zeros at empty places.
+        """
         return _take_tokens(x, self.place, self.source)
 
     def from_memories(self, x: Array) -> Array:
-        """Arrange x [B, T, G, ...], which has a value for each memory; empty indices are 0."""
+        """Arrange x [B, T, G, ...], which has a value for each token and memory, in the packed layout of the tokens of
+        each memory: [B, L, ...] with zeros at empty places.
+        """
         return _take_memories(x, self.place, self.source)
 
     def total(self, x: Array, dtype) -> Array:
-        """Sum an arranged array over each token's memories, to [B, T, ...]."""
+        """Sum an array in the packed layout, [B, L, ...], over the memories that each token is routed to: [B, T, ...]
+        in `dtype`.
+        """
         return _total(dtype, x, self.place, self.source)
 
     def project(self, x: Array, kernel: Array, bias: Array | None, dtype) -> Array:
@@ -112,9 +122,8 @@ class Packed(NamedTuple):
         return _select_project(x, kernel, bias, dtype, group)
 
     def project_tokens(self, rows: Array, kernel: Array) -> Array | None:
-        """Multiply arranged tokens [B, L, D] by the kernel of each memory, [G, D, F], with `segment_product`.
-
-        Return None if no fused kernel supports the call.
+        """Multiply the tokens of each memory, which lie one after another in `rows` [B, L, D], by that memory's kernel
+        in [G, D, F], with `segment_product`. Return None if no fused kernel supports the call.
         """
         segments = -(-len(rows) // shards_of("batch")) * len(kernel)
         # The gradient of `kernel` is computed for each segment first, and requires memory for all of them. XLA's partitioner can
@@ -171,15 +180,21 @@ class PackedByDevice(NamedTuple):
     chunk_group: Int[Array, "B S N"]
 
     def tokens(self, x: Array) -> Array:
-        """Arrange x [B, T, ...], which is the same for each memory; empty places are 0."""
+        """Arrange tokens x [B, T, ...] in the packed layout of each device that has a part of the row, a copy for each
+        memory that a token is routed to; zeros at empty places.
+        """
         return self._map(_take_tokens_of_devices, x)
 
     def from_memories(self, x: Array) -> Array:
-        """Arrange x [B, T, G, ...], which has a value for each memory; empty places are 0."""
+        """Arrange x [B, T, G, ...], which has a value for each token and memory, in the packed layout of each device
+        that has a part of the row; zeros at empty places.
+        """
         return self._map(_take_memories_of_devices, x)
 
     def total(self, x: Array, dtype) -> Array:
-        """Return the sums [B, T, ...] over each token's memories of arranged x."""
+        """Sum an array in the packed layouts of the devices over the memories that each token is routed to: [B, T, ...]
+        in `dtype`.
+        """
         return self._map(_total_of_devices, x, jnp.dtype(dtype))
 
     def project(self, x: Array, kernel: Array, bias: Array | None, dtype) -> Array:
@@ -226,7 +241,7 @@ def pack_by_device(
 
 
 def _join_rows(x: Array) -> Array:
-    """Reshape x [B, S, ...] to [B * S, ...]."""
+    """Merge the axes of rows and of the devices' parts of them: reshape x [B, S, ...] to [B * S, ...]."""
     return x.reshape(-1, *x.shape[2:])
 
 
@@ -283,7 +298,8 @@ def stack_memory_parts(mixers: list[Any], active: float) -> Any:
 def arranged_product(
     layout: Rows | Packed | PackedByDevice, by_memory: bool, tokens: Array | None
 ) -> Callable:
-    """Return a function with the signature of `project`, for inputs that `layout` has arranged.
+    """Return a function that multiplies tokens, arranged by memory as in `layout`, by a matrix, with the signature of
+    `project`; it replaces the product of the inner mixer's `Dense` layers.
 
     Args:
         layout: the arrangement of the tokens.
@@ -312,10 +328,8 @@ def arranged_product(
 
 
 def _select_project(x, kernel, bias, dtype, group):
-    """Multiply x [..., D] by the kernel of its memory `group` [..., 1], by one product for each memory and a
-    selection.
-
-    This is used for one token, and for narrow layers.
+    """Multiply each token of x [..., D] by the kernel of its memory, whose index is `group` [..., 1], by one product
+    for each memory and a selection. This is used for one token, and for narrow layers.
     """
 
     def by(g: int) -> Array:

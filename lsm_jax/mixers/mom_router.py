@@ -13,7 +13,7 @@ from lsm_jax.mixers.base import Context
 
 
 class Route(NamedTuple):
-    """The memories of each token, for G memories, the shared one last.
+    """The memories that each token is routed to and their weights, for G memories, the shared one last.
 
     Attributes:
         weight: float32 [B, T, G], 0 where a token is not routed to a memory.

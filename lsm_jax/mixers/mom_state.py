@@ -1,4 +1,4 @@
-"""The state of a Mixture-of-Memories, and the documents that its memories belong to."""
+"""The state of a Mixture-of-Memories between calls: its memories, and the number of the document that each belongs to."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lsm_jax.ops import DocumentCount, number_documents
 
 
 class MoMState(NamedTuple):
-    """The memories of a Mixture-of-Memories.
+    """The state of a Mixture-of-Memories between calls: its memories, and which documents they belong to.
 
     Attributes:
         memories: the inner op's state, with arrays [B, G, ...] for the G memories, the shared one last. Its
@@ -27,7 +27,9 @@ class MoMState(NamedTuple):
 
 
 def check_memories(memory: Any, groups: int) -> None:
-    """Raise ValueError unless there is one state for each memory; the op checks the states' shapes."""
+    """Raise ValueError unless a state of a Mixture-of-Memories has one state for each of its `groups` memories; the op
+    checks the states' shapes.
+    """
     if not isinstance(memory, MoMState):
         raise ValueError(
             f"MoM: state.memory is a {type(memory).__name__}; accepted is a MoMState of init_state"
@@ -50,14 +52,16 @@ def mark_document(
 
 
 def split_memories(tree: Any, groups: int) -> Any:
-    """Reshape all arrays of a pytree from [B * G, ...] to [B, G, ...]."""
+    """Separate the axes of rows and of memories: reshape all arrays of a pytree from [B * G, ...] to [B, G, ...], where
+    G is `groups`.
+    """
     return jax.tree.map(lambda s: s.reshape(-1, groups, *s.shape[1:]), tree)
 
 
 def token_documents(
     x: jax.Array, segment_ids: jax.Array | None, memory: MoMState | None
 ) -> tuple[jax.Array | None, jax.Array, jax.Array]:
-    """Number the documents of a call's tokens.
+    """Number the documents that the tokens of a call belong to, within each row and on from the call before.
 
     Args:
         x: [B, T, D].

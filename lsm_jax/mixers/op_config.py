@@ -11,7 +11,9 @@ from lsm_jax.mixers import checks
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class OpConfig:
-    """The config of an op's computation. No field changes results except by rounding.
+    """The config of how an op is computed: its form, its backends and its chunk size.
+
+    No field changes results except by rounding.
 
     Attributes:
         form: "recurrent", "chunk" or "associative", if the op has it.
@@ -25,14 +27,16 @@ class OpConfig:
     chunk_size: int | None = None
 
     def names(self) -> tuple[str, ...]:
-        """The names in `implementation`, in order."""
+        """Return the names of the backends that `implementation` names, the preferred one first; empty if it is None."""
         given = self.implementation
         if given is None:
             return ()
         return tuple(given.split(",")) if isinstance(given, str) else given
 
     def arguments(self) -> dict[str, Any]:
-        """Return the op's arguments `form`, `implementation` and `chunk_size` by name."""
+        """Return the op's keyword arguments that this config sets, by name: `form`, `implementation` (its backends) and
+        `chunk_size`.
+        """
         names = self.names()
         implementation = names if len(names) > 1 else next(iter(names), None)
         return dict(form=self.form, implementation=implementation, chunk_size=self.chunk_size)
@@ -61,7 +65,7 @@ class OpConfig:
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class RecurrentConfig:
-    """Base of the configs of mixers whose memory is of fixed size.
+    """The base class of the configs of mixers whose memory has a fixed size, whatever the number of tokens.
 
     Attributes:
         op: how the op computes; each config has a copy, so that `dataclasses.replace` returns independent

@@ -27,7 +27,7 @@ _LAYER_NORM_EPS = 1e-5
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class RebasedConfig(RecurrentConfig):
-    """The config of ReBased.
+    """The config of a ReBased layer: linear attention whose feature map is a learned quadratic function.
 
     Attributes:
         num_heads: number of heads.
@@ -41,17 +41,21 @@ class RebasedConfig(RecurrentConfig):
 
     @classmethod
     def for_width(cls, hidden_size: int) -> RebasedConfig:
-        """Return the config with the customary proportions: 16 heads of 16 channels; fewer heads below width
-        256, 8 channels at 32.
+        """Return the config of ReBased for a model of width `hidden_size`, with the customary proportions: 16 heads of
+        16 channels; fewer heads below width 256, 8 channels at 32.
         """
         return cls(num_heads=min(16, hidden_size // 16), feature_dim=min(16, hidden_size // 4))
 
     def num_features(self) -> int:
-        """The number of features of φ."""
+        """Return the number of features F (F + 1) / 2 of ReBased's quadratic map φ for the F channels of a key: all
+        squares and products of two.
+        """
         return self.feature_dim * (self.feature_dim + 1) // 2
 
     def validate(self, hidden_size: int) -> None:
-        """Raise ValueError if a field is not accepted."""
+        """Raise ValueError if a field of this config of ReBased is not accepted, or does not fit a model of width
+        `hidden_size`.
+        """
         self.validate_fields()
         checks.divides(self, "num_heads", self.num_heads, "hidden_size", hidden_size)
         checks.positive(self, feature_dim=self.feature_dim, normalizer_eps=self.normalizer_eps)
@@ -66,7 +70,9 @@ class RebasedConfig(RecurrentConfig):
 
 
 class QuadraticFeatures(nnx.Module):
-    """φ of one side: layer norm with learned γ and β, then squares and products."""
+    """ReBased's feature map φ for queries or for keys: a layer norm with learned scale γ and bias β, then all squares
+    and products of two channels.
+    """
 
     def __init__(self, size: int):
         self.gamma = parameter(jnp.ones(size, jnp.float32), ("norm",), weight_decay=False)
@@ -84,7 +90,7 @@ class QuadraticFeatures(nnx.Module):
 
 
 class Rebased(Mixer):
-    """The layer of ReBased; see `RebasedConfig`."""
+    """The layer of ReBased: a mixer that maps [B, T, D] to [B, T, D]; `RebasedConfig` says what its options mean."""
 
     op = ops.linear_memory
     memory_parts = ("k_proj", "v_proj")
@@ -106,25 +112,36 @@ class Rebased(Mixer):
         )
 
     def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Return φ(x W_q)."""
+        """Return the queries [B, T, H, K] of tokens x [B, T, D], φ(x W_q) with the learned quadratic features φ, and
+        the context.
+        """
         return self.q_features(split_heads(self.q_proj(x), self.config.num_heads)), context
 
     def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
-        """Return φ(x W_k) and x W_v."""
+        """Return the arguments of `linear_memory` that update the memory, by name, and the context: keys φ(x W_k) [B,
+        T, H, K] with the learned quadratic features φ, and values x W_v [B, T, H, V].
+        """
         heads = self.config.num_heads
         k = self.k_features(split_heads(self.k_proj(x), heads))
         return dict(k=k, v=split_heads(self.v_proj(x), heads)), context
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Project the heads' outputs; the normaliser replaces the norm of other methods."""
+        """Return the layer's output [B, T, D] of the memory's output o [B, T, H, V], and the context: project the heads
+        together. ReBased has a normaliser instead of a norm.
+        """
         return self.o_proj(merge_heads(o)), context
 
     def options(self) -> dict[str, Any]:
-        """Return the op's constant arguments; φ contains the scale."""
+        """Return the keyword arguments of `linear_memory` that do not depend on the input.
+
+        The scale is 1, since the features φ contain one.
+        """
         return dict(super().options(), scale=1.0, normalize=self.config.normalizer_eps)
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.LinearState:
-        """Return the empty memory."""
+        """Return the state before any token: a memory of zeros [B, H, K, V] for K quadratic features, and a zero
+        normaliser, for `batch_size` rows; `max_length` and `dtype` do not affect it.
+        """
         config = self.config
         value_dim = self.hidden_size // config.num_heads
         return ops.linear_state(

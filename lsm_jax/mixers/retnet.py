@@ -23,7 +23,8 @@ FEATURE_MAPS = ("identity", "silu", "elu")
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class RetNetConfig(RecurrentConfig):
-    """RetNet's retention.
+    """The config of a layer of RetNet's retention: linear attention with rotated keys and a constant decay for each
+    head.
 
     Attributes:
         num_heads: heads; head h decays by 1 - 2^(-5-h) a token.
@@ -47,20 +48,24 @@ class RetNetConfig(RecurrentConfig):
 
     @classmethod
     def for_width(cls, hidden_size: int) -> RetNetConfig:
-        """Return the config with the published proportions: key heads of 256 channels, and value heads twice
-        as wide.
+        """Return the config of RetNet for a model of width `hidden_size`, with the published proportions: key heads of
+        256 channels, and value heads twice as wide.
         """
         return cls(num_heads=hidden_size // min(256, hidden_size // 4))
 
     def head_dims(self, hidden_size: int) -> tuple[int, int]:
-        """The numbers of key and value channels of a head."""
+        """Return the numbers of key channels and of value channels of one head of RetNet in a model of width
+        `hidden_size`.
+        """
         return (
             checks.expanded(self, "expand_k", self.expand_k, hidden_size, self.num_heads),
             checks.expanded(self, "expand_v", self.expand_v, hidden_size, self.num_heads),
         )
 
     def validate(self, hidden_size: int) -> None:
-        """Raise ValueError if a field is not accepted."""
+        """Raise ValueError if a field of this config of RetNet is not accepted, or does not fit a model of width
+        `hidden_size`.
+        """
         self.validate_fields()
         key_dim, _ = self.head_dims(hidden_size)
         if self.rotary and key_dim % 2:
@@ -80,7 +85,9 @@ class RetNetConfig(RecurrentConfig):
 
 
 class RetNet(Mixer):
-    """The layer of RetNet's retention; see `RetNetConfig`."""
+    """The layer of RetNet's retention: a mixer that maps [B, T, D] to [B, T, D]; `RetNetConfig` says what its options
+    mean.
+    """
 
     op = ops.linear_memory
     uses_positions = True
@@ -105,18 +112,24 @@ class RetNet(Mixer):
         )
 
     def _features(self, x: jax.Array, context: Context) -> jax.Array:
-        """Return φ of x's heads, rotated where the config has a rotation."""
+        """Cut x, projected to queries or keys, into heads [B, T, H, K], apply the feature map φ, and rotate them by the
+        tokens' positions if the config has a rotation.
+        """
         heads = feature_maps.FIXED[self.config.feature_map](split_heads(x, self.config.num_heads))
         if not self.config.rotary:
             return heads
         return rotate(heads, context.positions, base=self.config.rope_base)
 
     def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Return the rotated queries."""
+        """Return the queries [B, T, H, K] of tokens x [B, T, D], φ(x W_q), rotated by the tokens' positions if the
+        config has a rotation, and the context.
+        """
         return self._features(self.q_proj(x), context), context
 
     def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
-        """Return the rotated keys, the values, and the constant decay of each head."""
+        """Return the arguments of `linear_memory` that update the memory, by name, and the context: keys, rotated if
+        the config has a rotation, values, and the log decay of each head [H], constant in time.
+        """
         heads = jnp.arange(self.config.num_heads, dtype=jnp.float32)
         return dict(
             k=self._features(self.k_proj(x), context),
@@ -125,12 +138,16 @@ class RetNet(Mixer):
         ), context
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Normalise each head, multiply by silu(x W_g), and project."""
+        """Return the layer's output [B, T, D] of the memory's output o [B, T, H, V], and the context: normalise each
+        head, multiply by silu(x W_g), and project.
+        """
         gate = split_heads(self.g_proj(x), self.config.num_heads)
         return self.o_proj(merge_heads(self.norm(o, gate))), context
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.LinearState:
-        """Return the empty memory."""
+        """Return the state before any token: a memory of zeros [B, H, K, V] in float32 for `batch_size` rows;
+        `max_length` and `dtype` do not affect it.
+        """
         return ops.linear_state(batch_size, self.config.num_heads, self.key_dim, self.value_dim)
 
 

@@ -33,7 +33,8 @@ _MIXED = ("w", "k", "v", "r", "g")
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class RWKV6Config(RecurrentConfig):
-    """The config of RWKV6.
+    """The config of an RWKV6 layer: linear attention with a decay for each key channel and token, and a bonus for the
+    present token.
 
     Attributes:
         head_dim: number of key and of value channels of a head; there are hidden_size / head_dim heads.
@@ -49,8 +50,8 @@ class RWKV6Config(RecurrentConfig):
 
     @classmethod
     def for_width(cls, hidden_size: int) -> RWKV6Config:
-        """Return the config with the published proportions: heads of 64 channels, smaller ones below width
-        256; ranks of 32 and 64, smaller ones below width 512.
+        """Return the config of RWKV6 for a model of width `hidden_size`, with the published proportions: heads of 64
+        channels, smaller ones below width 256; ranks of 32 and 64, smaller ones below width 512.
         """
         return cls(
             head_dim=min(64, hidden_size // 4),
@@ -59,7 +60,9 @@ class RWKV6Config(RecurrentConfig):
         )
 
     def validate(self, hidden_size: int) -> None:
-        """Raise ValueError if a field is not accepted."""
+        """Raise ValueError if a field of this config of RWKV6 is not accepted, or does not fit a model of width
+        `hidden_size`.
+        """
         self.validate_fields()
         checks.divides(self, "head_dim", self.head_dim, "hidden_size", hidden_size)
         checks.positive(
@@ -75,10 +78,10 @@ class RWKV6Config(RecurrentConfig):
 
 
 class RWKV6(Mixer):
-    """The layer of RWKV6; see `RWKV6Config`.
+    """The layer of RWKV6, a mixer that maps [B, T, D] to [B, T, D]; `RWKV6Config` says what its options mean.
 
-    Parameters start as in the published code (`init_std` is not used); as there, only the five projections
-    have weight decay.
+    Parameters start as in the published code (`init_std` is not used); as there, only the five projections have weight
+    decay.
     """
 
     op = ops.linear_memory
@@ -151,12 +154,17 @@ class RWKV6(Mixer):
         return context.saved["mixed"], context
 
     def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Return r, the receptance."""
+        """Return the queries [B, T, H, K] of tokens x [B, T, D], which are the receptance r: a projection of x mixed
+        with the token before, and the context.
+        """
         mixed, context = self._mixed(x, context)
         return split_heads(self.r_proj(mixed["r"]), self.num_heads), context
 
     def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
-        """Return keys, values, log w = -exp(d) of each key channel, and the bonus u."""
+        """Return the arguments of `linear_memory` that update the memory, by name, and the context: keys and values [B,
+        T, H, K], the log decay -exp(d) of each key channel [B, T, H, K], d a low-rank function of the token, and the
+        bonus u.
+        """
         mixed, context = self._mixed(x, context)
         down, up = (w[...].astype(x.dtype) for w in (self.decay_down, self.decay_up))
         low = jnp.tanh(matmul_to_float32(mixed["w"], down)).astype(x.dtype)
@@ -170,17 +178,23 @@ class RWKV6(Mixer):
         return written, context
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Normalise each head, multiply by silu(g), and project."""
+        """Return the layer's output [B, T, D] of the memory's output o [B, T, H, V], and the context: normalise each
+        head, multiply by silu(g), where g is a projection of x mixed with the token before, and project.
+        """
         mixed, context = self._mixed(x, context)
         gate = jax.nn.silu(self.g_proj(mixed["g"]))
         return self.o_proj(merge_heads(self.norm(o)) * gate), context
 
     def options(self) -> dict[str, Any]:
-        """Return the op's constant arguments; queries are not scaled."""
+        """Return the keyword arguments of `linear_memory` that do not depend on the input; the scale is 1, so that
+        queries are not scaled.
+        """
         return dict(super().options(), scale=1.0)
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.LinearState:
-        """Return the empty memory."""
+        """Return the state before any token: a memory of zeros [B, H, K, V] in float32 for `batch_size` rows;
+        `max_length` and `dtype` do not affect it.
+        """
         head_dim = self.config.head_dim
         return ops.linear_state(batch_size, self.num_heads, head_dim, head_dim)
 

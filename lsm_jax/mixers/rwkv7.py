@@ -36,7 +36,7 @@ _MIXED = {"r": 0.2, "w": 0.9, "k": 0.7, "v": 0.7, "a": 0.9, "g": 0.2}
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class RWKV7Config(RecurrentConfig):
-    """The config of RWKV7.
+    """The config of an RWKV7 layer: a memory whose transition is a diagonal decay plus a rank-one removal.
 
     Attributes:
         head_dim: number of key and of value channels of a head; there are hidden_size / head_dim heads.
@@ -59,14 +59,16 @@ class RWKV7Config(RecurrentConfig):
 
     @classmethod
     def for_width(cls, hidden_size: int) -> RWKV7Config:
-        """Return the config with the published proportions: heads of 64 channels, smaller ones below width
-        256.
+        """Return the config of RWKV7 for a model of width `hidden_size`, with the published proportions: heads of 64
+        channels, smaller ones below width 256.
         """
         head_dim = min(64, hidden_size // 4)
         return cls(head_dim=head_dim, norm_eps=head_dim * 1e-5)
 
     def ranks(self, hidden_size: int) -> dict[str, int]:
-        """The inner widths of the low-rank parts by letter: w, a, v, g."""
+        """Return the inner widths of RWKV7's low-rank functions by letter: w the decay, a the rate of removal, v the
+        mix with the first layer's values, g the output gate.
+        """
 
         def published(factor: float) -> int:
             return max(32, 32 * round(factor * math.sqrt(hidden_size) / 32))
@@ -77,7 +79,9 @@ class RWKV7Config(RecurrentConfig):
         return {n: published(default[n]) if r is None else r for n, r in given.items()}
 
     def validate(self, hidden_size: int) -> None:
-        """Raise ValueError if a field is not accepted."""
+        """Raise ValueError if a field of this config of RWKV7 is not accepted, or does not fit a model of width
+        `hidden_size`.
+        """
         self.validate_fields()
         checks.divides(self, "head_dim", self.head_dim, "hidden_size", hidden_size)
         if self.head_dim < 2:
@@ -97,7 +101,9 @@ class RWKV7Config(RecurrentConfig):
 
 
 class LowRank(nnx.Module):
-    """`f(x A) B (+ b)`; A starts at zero."""
+    """RWKV7's low-rank function of a token, `f(x A) B (+ b)`, for its decay, rate, value mix or gate: A [D, rank]
+    starts at zero, and f is an activation or the identity.
+    """
 
     def __init__(
         self,
@@ -112,13 +118,16 @@ class LowRank(nnx.Module):
         self.up = OrthogonalDense(rank, size, gain=0.1, axes=(None, "heads"), rngs=rngs, bias=bias)
 
     def __call__(self, x: jax.Array, dtype: Any = None) -> jax.Array:
-        """Return the low-rank term of x [B, T, D], [B, T, D] in `dtype` (None is x's)."""
+        """Return the low-rank function `f(x A) B (+ b)` of tokens x [B, T, D], [B, T, D] in `dtype` (None is x's)."""
         inner = self.down(x)
         return self.up(inner if self.activation is None else self.activation(inner), dtype=dtype)
 
 
 class RWKV7(Mixer):
-    """The layer of RWKV7; see `RWKV7Config`. Initial parameters are RWKV7's: `init_std` is not used."""
+    """The layer of RWKV7: a mixer that maps [B, T, D] to [B, T, D]; `RWKV7Config` says what its options mean.
+
+    Initial parameters are RWKV7's: `init_std` is not used.
+    """
 
     op = ops.dplr_memory
     uses_depth = True
@@ -178,26 +187,32 @@ class RWKV7(Mixer):
         return {"v_first": jnp.zeros_like(x), "v_first_layer": first}
 
     def _step_back(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Return the token before each token, minus the token; computed once per call."""
+        """Return, for each token, the difference of the token before it and itself, [B, T, D], which is computed once
+        per call and kept in the context.
+        """
         if "step_back" not in context.saved:
             before, context = self.shift(x, context)
             context = context.add(saved={"step_back": before - x})
         return context.saved["step_back"], context
 
     def _mixed(self, letter: str, x: jax.Array, step_back: jax.Array) -> jax.Array:
-        """Return x interpolated with the token before it, by a learned weight for each channel."""
+        """Return tokens x [B, T, D], each interpolated with the token before it by learned weights of each channel;
+        `letter` names the projection (r, w, k, v, a, g) that the result is for.
+        """
         share = self.mix[...][list(_MIXED).index(letter)].astype(x.dtype)
         return x + step_back * share
 
     def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Return r, the receptance."""
+        """Return the queries [B, T, H, K] of tokens x [B, T, D], which are the receptance r: a projection of x mixed
+        with the token before, and the context. `write` finds r as `saved["r"]`.
+        """
         step_back, context = self._step_back(x, context)
         r = split_heads(self.r_proj(self._mixed("r", x, step_back)), self.num_heads)
         return r, context.add(saved={"r": r})
 
     def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
-        """Return the keys to add, the values, the two vectors of the removal, and the decay of each key
-        channel.
+        """Return the arguments of `dplr_memory` that update the memory, by name, and the context: the keys to add, the
+        values, the vectors a and b [B, T, H, K] of the rank-one removal aᵀ b, and the log decay of each key channel.
         """
         heads, wide = self.num_heads, jnp.promote_types(x.dtype, jnp.float32)
 
@@ -231,8 +246,8 @@ class RWKV7(Mixer):
         return dict(written, v=v), context.add(bypass={"current": current})
 
     def _values(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Return the values of the interpolated tokens x, interpolated with the first layer's values; without
-        the latter in the first layer and outside a model.
+        """Return the values of the interpolated tokens x [B, T, D], mixed with the values of the model's first layer;
+        without the latter in the first layer itself and outside a model.
         """
         v = self.v_proj(x)
         if "v_first" not in context.shared:
@@ -243,17 +258,23 @@ class RWKV7(Mixer):
         return v + (first - v) * share, context.add(shared={"v_first": first})
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Normalise each head, add the token's value times r · k̃, multiply by the gate, and project."""
+        """Return the layer's output [B, T, D] of the memory's output o [B, T, H, V], and the context: normalise each
+        head, add the token's value weighted by its receptance and key, multiply by the gate, and project.
+        """
         y = merge_heads(self.norm(o) + context.bypass["current"])
         step_back, context = self._step_back(x, context)
         return self.o_proj(y * self.gate(self._mixed("g", x, step_back))), context
 
     def options(self) -> dict[str, Any]:
-        """Return the op's constant arguments; queries are not scaled."""
+        """Return the keyword arguments of `dplr_memory` that do not depend on the input; the scale is 1, so that
+        queries are not scaled.
+        """
         return dict(super().options(), scale=1.0)
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.DeltaState:
-        """Return the empty memory."""
+        """Return the state before any token: a memory of zeros [B, H, K, V] in float32 for `batch_size` rows;
+        `max_length` and `dtype` do not affect it.
+        """
         head_dim = self.config.head_dim
         return ops.delta_state(batch_size, self.num_heads, head_dim, head_dim)
 

@@ -25,7 +25,7 @@ from lsm_jax.mixers.op_config import RecurrentConfig
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class S4DConfig(RecurrentConfig):
-    """The config of S4D.
+    """The config of an S4D layer: a state-space model with complex decays that are constant in time.
 
     Attributes:
         state_size: N; a channel stores one number of each conjugate pair, N / 2 complex numbers.
@@ -42,11 +42,15 @@ class S4DConfig(RecurrentConfig):
 
     @classmethod
     def for_width(cls, hidden_size: int) -> S4DConfig:
-        """Return the config with the published 32 conjugate pairs for each channel; fewer below width 256."""
+        """Return the config of S4D for a model of width `hidden_size`, with the published 32 conjugate pairs for each
+        channel; fewer below width 256.
+        """
         return cls(state_size=min(64, hidden_size // 4))
 
     def validate(self, hidden_size: int) -> None:
-        """Raise ValueError if a field is not accepted."""
+        """Raise ValueError if a field of this config of S4D is not accepted, or does not fit a model of width
+        `hidden_size`.
+        """
         self.validate_fields()
         checks.positive(self, state_size=self.state_size, min_step=self.min_step)
         if self.state_size % 2:
@@ -67,7 +71,7 @@ class S4DConfig(RecurrentConfig):
 
 
 class S4D(Mixer):
-    """The layer of S4D; see `S4DConfig`."""
+    """The layer of S4D: a mixer that maps [B, T, D] to [B, T, D]; `S4DConfig` says what its options mean."""
 
     op = ops.selective_memory
 
@@ -101,12 +105,18 @@ class S4D(Mixer):
         )
 
     def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Return the constant C, doubled for the other number of each conjugate pair."""
+        """Return the read vector C [D, N / 2], a complex parameter constant in time, and the context.
+
+        C is doubled: one number of each conjugate pair is stored, and the real part of both is summed.
+        """
         c = self.c[...]
         return 2 * jax.lax.complex(c[..., 0], c[..., 1]), context
 
     def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
-        """Return the channels, and the constant Δ, A and D; B is 1."""
+        """Return the arguments of `selective_memory` that update the memory, by name, and the context: the channels u
+        [B, T, D] and, constant in time, the step sizes Δ [D], the complex rates A [D, N / 2], B (ones), and the weights
+        D [D] of the skip connection.
+        """
         rate = -jnp.exp(self.a_log[...])
         return dict(
             u=x,
@@ -126,12 +136,16 @@ class S4D(Mixer):
         return type(self).op(C=query, **written, discretization="zoh", **call)
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Apply gelu, a projection to twice the width, and a gated linear unit."""
+        """Return the layer's output [B, T, D] of the op's output o [B, T, D], and the context: gelu, a projection to
+        twice the width, and a gated linear unit.
+        """
         y, gate = jnp.split(self.o_proj(jax.nn.gelu(o, approximate=False)), 2, axis=-1)
         return y * jax.nn.sigmoid(gate), context
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.SelectiveState:
-        """Return the empty memory."""
+        """Return the state before any token: a complex memory of zeros [B, D, N / 2], one number for each conjugate
+        pair of a channel, for `batch_size` rows; `max_length` and `dtype` do not affect it.
+        """
         pairs = self.config.state_size // 2
         return ops.selective_state(batch_size, self.hidden_size, pairs, is_complex=True)
 

@@ -26,7 +26,7 @@ from lsm_jax.mixers.method import Method
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class SoftmaxConfig:
-    """Softmax attention.
+    """The config of a softmax attention layer, over all earlier tokens of a document or a window of them.
 
     Attributes:
         num_heads: number of query heads.
@@ -55,22 +55,26 @@ class SoftmaxConfig:
 
     @classmethod
     def for_width(cls, hidden_size: int) -> SoftmaxConfig:
-        """Return the config with the customary proportions: heads of 64 channels up to width 1024, of 128
-        beyond.
+        """Return the config of softmax attention for a model of width `hidden_size`, with the customary proportions:
+        heads of 64 channels up to width 1024, of 128 beyond.
         """
         head_dim = min(128 if hidden_size > 1024 else 64, hidden_size // 4)
         return cls(num_heads=hidden_size // head_dim)
 
     def kv_heads(self) -> int:
-        """The number of heads of keys and values."""
+        """Return the number of heads of keys and values, each of which several query heads may share: `num_kv_heads`,
+        or `num_heads` if that is None.
+        """
         return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
 
     def dim(self, hidden_size: int) -> int:
-        """The number of channels of a head."""
+        """Return the number of channels of one head: `head_dim`, or `hidden_size / num_heads` if that is None."""
         return hidden_size // self.num_heads if self.head_dim is None else self.head_dim
 
     def validate(self, hidden_size: int) -> None:
-        """Raise ValueError if a field is not accepted."""
+        """Raise ValueError if a field of this config of softmax attention is not accepted, or does not fit a model of
+        width `hidden_size`.
+        """
         checks.fields(self)
         if self.head_dim is None:
             checks.divides(self, "num_heads", self.num_heads, "hidden_size", hidden_size)
@@ -119,7 +123,9 @@ class SoftmaxConfig:
 
 
 class Softmax(Mixer):
-    """The layer of softmax attention; see `SoftmaxConfig`."""
+    """The layer of softmax attention: a mixer that maps [B, T, D] to [B, T, D]; `SoftmaxConfig` says what its options
+    mean.
+    """
 
     op = ops.attention
     uses_positions = True
@@ -147,12 +153,16 @@ class Softmax(Mixer):
         return x if base is None else rotate(x, context.positions, base=base, scaling=scaling)
 
     def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Return the queries, rotated if the config says so."""
+        """Return the queries [B, T, H, K] of tokens x [B, T, D], normalised and rotated by their positions where the
+        config says so, and the context.
+        """
         q = split_heads(self.q_proj(x), self.config.num_heads)
         return self._rotated(q, self.q_norm, context), context
 
     def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
-        """Return the keys, rotated if the config says so, and the values."""
+        """Return the arguments of `attention` that update the memory, by name, and the context: keys [B, T, G, K],
+        normalised and rotated by their positions where the config says so, and values [B, T, G, K].
+        """
         heads = self.config.kv_heads()
         keys, context = self.keys(x, context)
         values, context = self.values(x, context)
@@ -160,19 +170,23 @@ class Softmax(Mixer):
         return dict(k=k, v=split_heads(values, heads)), context
 
     def keys(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Return the keys [B, T, G * K] of x [B, T, D], before norm and rotation."""
+        """Return the keys [B, T, G * K] of tokens x [B, T, D] before norm and rotation, with the heads side by side."""
         return self.k_proj(x), context
 
     def values(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Return the values [B, T, G * K] of x [B, T, D]."""
+        """Return the values [B, T, G * K] of tokens x [B, T, D], with the heads side by side."""
         return self.v_proj(x), context
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Project the heads' outputs."""
+        """Return the layer's output [B, T, D] of the memory's output o [B, T, H, V], and the context: project the heads
+        together.
+        """
         return self.o_proj(merge_heads(o)), context
 
     def options(self) -> dict[str, Any]:
-        """Return the op's constant arguments."""
+        """Return the keyword arguments of `attention` that do not depend on the input: the window, and the names of
+        backends.
+        """
         return dict(window=self.config.window, implementation=self.config.implementation)
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.AttentionState:

@@ -59,16 +59,22 @@ class TitansConfig(RecurrentConfig):
 
     @classmethod
     def for_width(cls, hidden_size: int) -> TitansConfig:
-        """Return the config with heads of 64 channels; below width 512, eight smaller heads."""
+        """Return the config of Titans for a model of width `hidden_size`, with heads of 64 channels; below width 512,
+        eight smaller heads.
+        """
         return cls(num_heads=hidden_size // min(64, hidden_size // 8))
 
     def sizes(self, hidden_size: int) -> tuple[int, ...]:
-        """The numbers of channels between the memory's layers."""
+        """Return the numbers of channels of Titans' memory, a small network: of its keys, of its hidden layers if any,
+        and of its values.
+        """
         size = hidden_size // self.num_heads
         return (size, *(self.memory_expand * size,) * (self.memory_depth - 1), size)
 
     def validate(self, hidden_size: int) -> None:
-        """Raise ValueError if a field is not accepted."""
+        """Raise ValueError if a field of this config of Titans is not accepted, or does not fit a model of width
+        `hidden_size`.
+        """
         self.validate_fields(("recurrent", "chunk"))
         checks.divides(self, "num_heads", self.num_heads, "hidden_size", hidden_size)
         checks.one_of(self, "memory_depth", self.memory_depth, (1, 2))
@@ -99,7 +105,7 @@ class TitansConfig(RecurrentConfig):
 
 
 class Titans(Mixer):
-    """The layer of Titans; see `TitansConfig`."""
+    """The layer of Titans: a mixer that maps [B, T, D] to [B, T, D]; `TitansConfig` says what its options mean."""
 
     op = ops.online_memory
     memory_parts = ("k_proj", "v_proj", "momentum_proj", "lr_proj", "decay_proj")
@@ -143,14 +149,17 @@ class Titans(Mixer):
         )
 
     def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Return the convolved queries, of unit length."""
+        """Return the queries [B, T, H, K] of tokens x [B, T, D], x W_q after the short convolution, each of unit
+        length, and the context.
+        """
         heads = self.config.num_heads
         q, context = self.q_conv(self.q_proj(x), context, self.hidden_size // heads)
         return split_heads(q, heads), context
 
     def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
-        """Return the convolved keys, of unit length, the convolved values, the memory's initial weights, and
-        its three gates.
+        """Return the arguments of `online_memory` that update the memory, by name, and the context: keys of unit length
+        and values after the short convolutions, the initial weights of the memory, the learning rates, and the log
+        gates of momentum and decay.
         """
         heads = self.config.num_heads
         rate = jax.nn.sigmoid(self.lr_proj(x, dtype=jnp.float32))
@@ -176,12 +185,16 @@ class Titans(Mixer):
         return ops.Inner(weights, None, norm.scale[...], norm.bias[...])
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Normalise each head, multiply by silu(x W_g), and project."""
+        """Return the layer's output [B, T, D] of the memory's output o [B, T, H, V], and the context: normalise each
+        head, multiply by silu(x W_g), and project.
+        """
         gate = split_heads(self.g_proj(x), self.config.num_heads)
         return self.o_proj(merge_heads(self.norm(o, gate))), context
 
     def options(self) -> dict[str, Any]:
-        """Return the op's constant arguments."""
+        """Return the keyword arguments of `online_memory` that do not depend on the input: those of its config, the
+        mini-batch, and the norm of the inner model.
+        """
         config = self.config
         return dict(
             super().options(),
@@ -191,7 +204,9 @@ class Titans(Mixer):
         )
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.OnlineState:
-        """Return the memory before any gradient step."""
+        """Return the state of the online memory before any gradient step: no change of the weights and no momentum, for
+        `batch_size` rows; `max_length` and `dtype` do not affect it.
+        """
         config = self.config
         return ops.online_state(
             batch_size, config.num_heads, config.sizes(self.hidden_size), momentum=True

@@ -26,7 +26,7 @@ from lsm_jax.mixers.op_config import RecurrentConfig
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class TTTLinearConfig(RecurrentConfig):
-    """TTT-Linear.
+    """The config of a TTT-Linear layer, whose memory is a dense layer that gradient steps train on the tokens.
 
     Attributes:
         num_heads: heads, each with one model.
@@ -48,15 +48,19 @@ class TTTLinearConfig(RecurrentConfig):
 
     @classmethod
     def for_width(cls, hidden_size: int) -> TTTLinearConfig:
-        """Return the config with heads of 64 channels, as published; below width 512, eight smaller heads."""
+        """Return the config of TTT-Linear for a model of width `hidden_size`, with heads of 64 channels, as published;
+        below width 512, eight smaller heads.
+        """
         return cls(num_heads=hidden_size // min(64, hidden_size // 8))
 
     def sizes(self, hidden_size: int) -> tuple[int, ...]:
-        """The numbers of channels between the inner model's layers."""
+        """Return the numbers of channels (key, value) of TTT-Linear's inner model, one dense layer from keys to values."""
         return (hidden_size // self.num_heads,) * 2
 
     def validate(self, hidden_size: int) -> None:
-        """Raise ValueError if a field is not accepted."""
+        """Raise ValueError if a field of this config of TTT-Linear is not accepted, or does not fit a model of width
+        `hidden_size`.
+        """
         self.validate_fields(("recurrent", "chunk"))
         checks.divides(self, "num_heads", self.num_heads, "hidden_size", hidden_size)
         if hidden_size // self.num_heads % 2:
@@ -85,7 +89,7 @@ class TTTLinearConfig(RecurrentConfig):
 
 
 class TTTLinear(Mixer):
-    """The layer of TTT-Linear; see `TTTLinearConfig`."""
+    """The layer of TTT-Linear: a mixer that maps [B, T, D] to [B, T, D]; `TTTLinearConfig` says what its options mean."""
 
     op = ops.online_memory
     uses_positions = True
@@ -137,13 +141,18 @@ class TTTLinear(Mixer):
         return rotate(split_heads(x, self.config.num_heads), positions, base=self.config.rope_base)
 
     def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Return the convolved and rotated queries, from the same projection as the keys."""
+        """Return the queries [B, T, H, K] of tokens x [B, T, D], convolved and rotated, and the context, in which
+        `write` finds the shared projection of queries and keys.
+        """
         qk = self.qk_proj(x)
         q, context = self.q_conv(qk, context.add(saved={"qk": qk}))
         return self._rotated(q, context), context
 
     def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
-        """Return the convolved and rotated keys, the values, the inner model and its learning rates."""
+        """Return the arguments of `online_memory` that update the memory, by name, and the context: keys, convolved and
+        rotated, values, the inner model that is trained, the learning rates of tokens, and the coefficients of places
+        in a mini-batch.
+        """
         config = self.config
         rate = jax.nn.sigmoid(self.lr_proj(x, dtype=jnp.float32))
         place = jnp.arange(1, config.mini_batch + 1, dtype=jnp.float32)
@@ -163,12 +172,16 @@ class TTTLinear(Mixer):
         return written, context
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Apply a layer norm over all channels, multiply by gelu(x W_g), and project."""
+        """Return the layer's output [B, T, D] of the memory's output o [B, T, H, V], and the context: apply a layer
+        norm over all channels, multiply by gelu(x W_g), and project.
+        """
         normed = self.norm(merge_heads(o)[..., None, :])[..., 0, :]
         return self.o_proj(normed * jax.nn.gelu(self.g_proj(x))), context
 
     def options(self) -> dict[str, Any]:
-        """Return the op's constant arguments."""
+        """Return the keyword arguments of `online_memory` that do not depend on the input: those of its config, the
+        mini-batch, and the norm of the inner model.
+        """
         config = self.config
         return dict(
             super().options(),
@@ -178,7 +191,9 @@ class TTTLinear(Mixer):
         )
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.OnlineState:
-        """Return the memory before any gradient step."""
+        """Return the state of the online memory before any gradient step: no change of the weights and biases, for
+        `batch_size` rows; `max_length` and `dtype` do not affect it.
+        """
         config = self.config
         return ops.online_state(
             batch_size, config.num_heads, config.sizes(self.hidden_size), bias=True

@@ -23,12 +23,14 @@ class TTTMLPConfig(TTTLinearConfig):
     inner_expand: int = 4
 
     def sizes(self, hidden_size: int) -> tuple[int, ...]:
-        """The numbers of channels between the inner model's layers."""
+        """Return the numbers of channels of TTT-MLP's inner model: of its keys, its hidden layer and its values."""
         size = hidden_size // self.num_heads
         return (size, self.inner_expand * size, size)
 
     def validate(self, hidden_size: int) -> None:
-        """Raise ValueError if a field is not accepted."""
+        """Raise ValueError if a field of this config of TTT-MLP is not accepted, or does not fit a model of width
+        `hidden_size`.
+        """
         super().validate(hidden_size)
         checks.positive(self, inner_expand=self.inner_expand)
 
@@ -43,7 +45,7 @@ class TTTMLPConfig(TTTLinearConfig):
 
 
 class TTTMLP(TTTLinear):
-    """The layer of TTT-MLP; see `TTTMLPConfig`."""
+    """The layer of TTT-MLP: a mixer that maps [B, T, D] to [B, T, D]; `TTTMLPConfig` says what its options mean."""
 
 
 METHOD = Method(

@@ -16,7 +16,7 @@ INITS = ("normal", "xavier")
 
 @dataclasses.dataclass(kw_only=True)
 class LayerConfig:
-    """One kind of layer.
+    """The config of one kind of layer, to which a letter of the pattern refers: a mixer and a feedforward.
 
     Attributes:
         mixer: a mixer's config, of a type in `lsm_jax.mixers.METHODS`.
@@ -43,7 +43,7 @@ class LayerConfig:
 
 @dataclasses.dataclass(kw_only=True)
 class ModelConfig:
-    """A decoder.
+    """The config of a decoder, a causal language model: its size, the pattern of its layers, dtypes and initialisation.
 
     Attributes:
         vocab_size: tokens.
@@ -88,11 +88,14 @@ class ModelConfig:
         return letters
 
     def letters(self) -> str:
-        """Return the letter of every layer."""
+        """Return the letters of all layers in order, one a layer: the pattern, repeated to `num_layers`.
+
+        Each letter names a mixer and a feedforward.
+        """
         return self.pattern * (self.num_layers // len(self.pattern))
 
     def mixers_like(self, config: Any) -> int:
-        """Return the number of layers whose mixer is of the kind of `config`."""
+        """Return the number of the model's layers whose mixer's config has the same type as `config`."""
         return [type(self.layers[letter].mixer) for letter in self.letters()].count(type(config))
 
     def for_inference(self) -> ModelConfig:
@@ -129,7 +132,7 @@ class ModelConfig:
         return dataclasses.replace(self, layers=self.layers | layers) if layers else self
 
     def validate(self) -> None:
-        """Raise ValueError if a field is not accepted; nothing is computed or compiled."""
+        """Raise ValueError if a field of the model's config is not accepted; nothing is computed or compiled."""
         for name in (
             "vocab_size", "hidden_size", "num_layers", "norm_eps", "init_std", "loss_chunk_size",
         ):  # fmt: skip
@@ -165,7 +168,9 @@ class ModelConfig:
         self._check_joint_balance()
 
     def _check_joint_balance(self) -> None:
-        """Raise ValueError if a balance loss over the model has layers with routers that differ."""
+        """Raise ValueError if a balance loss is computed over the whole model (all layers with routers), but its
+        layers' routers differ.
+        """
         used = [self.layers[letter] for letter in sorted(set(self.pattern))]
         routers = [layer.mixer for layer in used if isinstance(layer.mixer, mixers.MoMConfig)]
         joint = any(config.balance == "model" for config in routers)

@@ -15,7 +15,9 @@ from lsm_jax.models.decoder import Decoder
 
 
 def abstract(config: ModelConfig) -> Decoder:
-    """Return the model of a config with shapes in place of arrays, without computing anything."""
+    """Return the model of a config with the shapes and dtypes of its parameters in place of arrays, without computing
+    anything.
+    """
     return nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
 
 

@@ -1,4 +1,6 @@
-"""The decoder: embedding, pre-norm residual layers scanned by pattern period, final norm, head."""
+"""The decoder, a causal language model: embedding, pre-norm residual layers, a final norm and a head; a scan runs over
+repetitions of the layers' pattern.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ _XAVIER_GAIN = 2**-2.5  # of `LayerConfig.mixer_init`
 
 
 class DecoderState(NamedTuple):
-    """The state of a decoder between calls, of static shape.
+    """The state of a decoder between calls: that of every layer, and the clock of positions; its shapes do not depend
+    on the number of tokens read.
 
     Attributes:
         layers: a tuple with (mixer state, feedforward state) for each letter of the period, stacked over the
@@ -43,7 +46,9 @@ class DecoderState(NamedTuple):
 
 
 class Block(nnx.Module):
-    """One layer: `x += mixer(norm(x))`, then `x += feedforward(norm(x))` if the layer has a feedforward."""
+    """One layer of the decoder, which adds to the residual stream x: `x += mixer(norm(x))`, then `x +=
+    feedforward(norm(x))` if the layer has a feedforward.
+    """
 
     def __init__(
         self, config: LayerConfig, model: ModelConfig, *, rngs: nnx.Rngs, layer: jax.Array | int
@@ -70,7 +75,9 @@ class Block(nnx.Module):
             _adapt(self.mixer, self.feedforward, model.lora, rngs)
 
     def _scale_outputs(self, factor: float) -> None:
-        """Multiply the initial kernels of the projections back to the residual stream by `factor`."""
+        """Multiply by `factor` the initial kernels of the projections whose outputs are added to the residual stream:
+        those at the end of mixer and feedforward.
+        """
         mixer: Any = self.mixer.innermost()
         kernels = [mixer.o_proj.kernel]
         feedforwards: tuple[Any, ...] = (
@@ -89,7 +96,7 @@ class Block(nnx.Module):
             kernel[...] = factor * kernel[...]
 
     def init_state(self, batch_size: int, max_length: int, dtype: Any) -> tuple[Any, Any]:
-        """Return the states of mixer and feedforward before any token."""
+        """Return the states of one layer's mixer and of its feedforward (None without one) before any token."""
         arguments = (batch_size, max_length, dtype)
         inner = None if self.feedforward is None else self.feedforward.init_state(*arguments)
         return self.mixer.init_state(*arguments), inner
@@ -116,7 +123,9 @@ class Block(nnx.Module):
 
 
 def _adapt(mixer: Any, inner: Any, lora: mixers.LoRAConfig, rngs: nnx.Rngs) -> None:
-    """Add the adapters of LoRA to a layer's projections."""
+    """Add low-rank adapters (LoRA) to those projections of a layer's mixer and feedforward (`inner`) that the config
+    names as targets.
+    """
     parts = [part for part in (mixer, inner) if part is not None]
     adapted = [name for part in parts for name in mixers.add_adapters(part, lora, rngs=rngs)]
     if missing := set(lora.targets) - set(adapted):
@@ -159,7 +168,8 @@ def _stack_periods(config: ModelConfig, keys: jax.Array) -> Period:
 
 
 class Decoder(nnx.Module):
-    """A causal language model.
+    """A causal language model: an embedding, the layers of the config's pattern, a norm, and a head that returns
+    logits.
 
     It contains only parameters and nothing mutable, so that plain `jax.jit` and `jax.grad` of its parameters
     work after `nnx.split`.
@@ -184,11 +194,13 @@ class Decoder(nnx.Module):
         self.lm_head = None if config.tie_embeddings else Dense(*shape, **untied)
 
     def head(self) -> jax.Array:
-        """The matrix [D, vocab] that multiplies hidden states, float32."""
+        """Return the matrix [D, vocab] that multiplies hidden states to give logits, in float32: the embedding's
+        transpose if they are tied.
+        """
         return self.embedding[...].T if self.lm_head is None else self.lm_head.kernel[...]
 
     def init_state(self, batch_size: int, max_length: int) -> DecoderState:
-        """Return the state before any token.
+        """Return the state of all layers before any token, from which the model reads or generates token by token.
 
         Args:
             batch_size: B.
@@ -231,8 +243,8 @@ class Decoder(nnx.Module):
         return self.logits(x), state, aux
 
     def init_shared(self, x: jax.Array) -> dict[str, jax.Array]:
-        """Return the values that travel from layer to layer, as they are before the first layer; x is the
-        embedding [B, T, D].
+        """Return the values by name that travel from layer to layer during a call, as they are before the first layer;
+        x is the tokens' embedding [B, T, D].
         """
         firsts = len(self.periods.blocks) * jnp.arange(self.num_periods)
         kinds: dict[type[mixers.Mixer], list] = {}
@@ -245,7 +257,7 @@ class Decoder(nnx.Module):
         return shared
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """Return the logits [..., vocab] of hidden states [..., D], in float32."""
+        """Multiply hidden states [..., D] by the model's head, and return the logits [..., vocab] in float32."""
         return matmul_to_float32(hidden, self.head().astype(hidden.dtype))
 
     def hidden(
@@ -260,7 +272,7 @@ class Decoder(nnx.Module):
         microbatches: int = 0,
         rounds: int = 1,
     ) -> tuple[jax.Array, DecoderState | None, dict[str, jax.Array]]:
-        """Return the hidden states after the final norm.
+        """Return the hidden states [B, T, D] of tokens after the final norm, from which the head computes logits.
 
         Args:
             tokens: int [B, T]; an id outside the vocabulary has hidden states of NaN, since compiled code
@@ -314,7 +326,9 @@ class Decoder(nnx.Module):
         return gathered
 
     def _layer_function(self, contiguous: bool) -> Callable:
-        """Return a function that applies one block, with the config's rematerialization."""
+        """Return the function that applies one layer (a `Block`) to the residual stream, wrapped in rematerialisation
+        as the config's `remat` says.
+        """
         grouped = len(self.periods.blocks) > 1 and self.remat == "full"
 
         def layer(x, shared, block, state, index, segment_ids, positions, update_mask):
@@ -334,7 +348,7 @@ class Decoder(nnx.Module):
         return rematerialized(layer, self.remat)
 
     def _pipelined(self, apply_period, x, shared, rows, microbatches: int, rounds: int):
-        """Apply all layers over the stages of the mesh's pipeline, without states.
+        """Apply all layers of the decoder over the stages of the mesh's pipeline, without states.
 
         Args:
             apply_period: `periods.run_period` with a layer function.

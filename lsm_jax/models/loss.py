@@ -17,7 +17,8 @@ def next_token_loss(
     *,
     chunk_size: int = 2048,
 ) -> jax.Array:
-    """Return the exact negative log-likelihood of each label, in float32.
+    """Return the exact negative log-likelihood of each label, the next token, in float32, from hidden states and the
+    model's head.
 
     The backward pass computes each chunk's logits again from the saved log-sum-exp, so that neither pass
     stores logits of more than `chunk_size` tokens on a device.

@@ -29,7 +29,8 @@ together.defvjp(lambda tree: (tree, None), lambda _, grads: (jax.lax.optimizatio
 
 
 def rematerialized(function: Any, policy: str) -> Any:
-    """Return `function` with the rematerialization policy "none", "full" or "dots".
+    """Return `function`, wrapped so that the backward pass recomputes as the rematerialisation policy "none", "full" or
+    "dots" says.
 
     Inside a scan no barrier against common-subexpression elimination is required.
     """
@@ -44,7 +45,8 @@ def rematerialized(function: Any, policy: str) -> Any:
 
 
 def run_period(layer: Callable, rows, carry, inputs):
-    """Apply the layers of one period; the body of the scan over periods.
+    """Apply the layers of one period (one repetition of the layers' pattern) to the residual stream; the body of the
+    scan over periods.
 
     Args:
         layer: `Decoder._layer_function`'s result.
@@ -69,7 +71,9 @@ def run_period(layer: Callable, rows, carry, inputs):
 
 
 def entries_by_row(init_shared: Any, x: jax.Array) -> set[str]:
-    """Return the names of the entries of `shared` whose shape depends on the number of rows."""
+    """Return the names of those values which travel from layer to layer (`shared`) whose shape depends on the number of
+    rows of the batch; x [B, T, D] is the embedding.
+    """
     shapes = (jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) for rows in (1, 2))
     one, two = (jax.eval_shape(init_shared, shape) for shape in shapes)
     return {name for name in one if one[name].shape != two[name].shape}

@@ -25,7 +25,7 @@ LETTERS = "CL"
 
 @dataclasses.dataclass(kw_only=True)
 class RecallModelConfig:
-    """The config of a `RecallModel`.
+    """The config of the small model (`RecallModel`) that is trained on associative recall.
 
     Attributes:
         mixer: the method's config, of a type in `lsm_jax.mixers.METHODS`.
@@ -49,7 +49,7 @@ class RecallModelConfig:
     dtype: str = "float32"
 
     def validate(self) -> None:
-        """Raise ValueError if a field is not accepted."""
+        """Raise ValueError if a field of the config of the model for associative recall is not accepted."""
         for name in ("vocab_size", "hidden_size", "norm_eps", "init_std"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"model.{name}={getattr(self, name)}: it must be greater than 0")
@@ -74,7 +74,9 @@ class RecallModelConfig:
 
 
 class GatedConvolution(nnx.Module):
-    """`y = x + conv(x) ⊙ (x W + b)` (BaseConv, arXiv 2312.04927)."""
+    """A layer that multiplies a short causal convolution of tokens by a gate: `y = x + conv(x) ⊙ (x W + b)` (BaseConv,
+    arXiv 2312.04927).
+    """
 
     def __init__(self, config: RecallModelConfig, *, rngs: nnx.Rngs):
         size = config.hidden_size
@@ -86,7 +88,7 @@ class GatedConvolution(nnx.Module):
         )
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Return y [B, T, D] of x [B, T, D]."""
+        """Return the layer's output `x + conv(x) ⊙ (x W + b)`, [B, T, D], for tokens x [B, T, D]."""
         return x + self.conv(x, Context())[0] * self.proj(x)
 
 
@@ -120,7 +122,9 @@ class RecallModel(nnx.Module):
         return self.hidden(tokens)[0]
 
     def hidden(self, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return the hidden states, and the sum of the losses that layers report (a router's balance loss)."""
+        """Return the model's last hidden states [B, T, D] for the tokens [B, T], and the sum of the losses that its
+        layers report (a router's balance loss).
+        """
         x = self.embedding[...][tokens].astype(self.config.dtype)
         own = [
             (i, layer.innermost())
@@ -153,7 +157,7 @@ class RecallModel(nnx.Module):
 
 
 def recall_state_size(config: RecallModelConfig, max_length: int) -> dict[str, list[int]]:
-    """Return how many numbers each layer stores for one sequence while decoding.
+    """Return how many numbers of state each layer stores for one sequence while it decodes.
 
     Args:
         config: the model.

@@ -24,7 +24,7 @@ def sample(
     segment_ids: jax.Array | None = None,
     prefill_chunk: int | None = None,
 ) -> jax.Array:
-    """Continue each prompt.
+    """Continue each prompt with tokens drawn from the model, one at a time, from a state of constant size.
 
     Args:
         model: the decoder.

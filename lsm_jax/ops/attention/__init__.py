@@ -1,1 +1,1 @@
-"""`attention`: softmax attention, with or without forget gates."""
+"""`attention`: the op of softmax attention, with or without forget gates."""

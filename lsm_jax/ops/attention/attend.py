@@ -25,7 +25,9 @@ from lsm_jax.ops.core.segments import finish_output, read_tokens, select
 def attend(
     static: Static, q, k, v, log_forget, state: AttentionState, segment_ids, update_mask
 ) -> tuple[Array, AttentionState]:
-    """Return the output and the final state on a device that has complete rows."""
+    """Compute softmax attention on a device that has complete rows: return the output [B, T, H, V] and the state with
+    the new keys and values.
+    """
     batch, length, heads, _ = v.shape
     num_segments = state.keys.shape[1] if state.keys.ndim == 5 else None
     tokens = read_tokens(segment_ids, update_mask, state.segment_id, num_segments)

@@ -42,7 +42,9 @@ _FEWEST_QUERIES = 64  # half a tile, after which the kernel has less padding tha
 
 
 def _declined(call: Call) -> str | None:
-    """The reason why None does not select Hopper's kernel for a call that it supports, or None."""
+    """Return the reason, in words, why the fused kernel for Hopper is not selected automatically
+    (`implementation=None`) for a call that it supports; None if it is.
+    """
     width, length = call.arguments["q"].shape[-1], call.length
     if width > 128:
         return f"the kernel has no gradient for heads of {width} channels"
@@ -54,8 +56,8 @@ def _declined(call: Call) -> str | None:
 
 
 def run_kernel(name: str, call: Call) -> jax.Array:
-    """The output [B, T, H, V] of the fused kernel of the backend `name`; 0 if a token attends to no token, NaN beyond the state's
-    capacity.
+    """Compute softmax attention's output [B, T, H, V] by the fused kernel of the backend called `name`; it is 0 for a
+    token that attends to no token, and NaN beyond the state's capacity.
     """
     from pallas_kernels.forgetting_attention import forgetting_attention
 

@@ -1,4 +1,4 @@
-"""The backend of `attention` that calls cuDNN, on NVIDIA GPUs."""
+"""The backend of `attention` that calls cuDNN's fused softmax attention, on NVIDIA GPUs."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ REQUIREMENTS = (
 
 
 def run(call: Call) -> jax.Array:
-    """Compute the output [B, T, H, V] by cuDNN."""
+    """Compute the output [B, T, H, V] of softmax attention by cuDNN's fused kernel."""
     q, k, v = (call.arguments[n] for n in "qkv")
     window, scale = call.options.window, call.options.scale
     local = None if window is None else (window - 1, 0)
@@ -73,7 +73,8 @@ def run(call: Call) -> jax.Array:
 
 
 def _is_saved(primitive, *_, **__) -> bool:
-    """Whether the backward pass uses the saved result of a primitive: of all except those without inputs.
+    """Return whether the backward pass of rematerialised cuDNN attention uses the saved result of a primitive: of all
+    except those without inputs.
 
     cuDNN's absent arguments are empty arrays. XLA's compiler crashes if they leave a `jax.shard_map` (jax
     0.11.2).
@@ -92,7 +93,9 @@ def partly_mapped() -> bool:
 
 
 def _unmapped_axes() -> tuple[str, ...]:
-    """Return the axes of the mesh that are not mapped; none if no axis is mapped."""
+    """Return the names of the mesh's axes over which the program is not yet mapped to single devices; empty if no axis
+    of the mesh is mapped.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     unmapped = tuple(name for name, kind in kinds if kind != AxisType.Manual)
@@ -101,7 +104,7 @@ def _unmapped_axes() -> tuple[str, ...]:
 
 @functools.cache
 def has_cudnn() -> bool:
-    """Whether this process has an NVIDIA GPU with cuDNN."""
+    """Return whether this process has an NVIDIA GPU, on which cuDNN's attention can run."""
     try:
         return bool(jax.local_devices(backend="cuda")[0].client.platform_version)
     except RuntimeError:

@@ -20,7 +20,7 @@ from lsm_jax.ops.core.segments import Tokens, select
 
 
 class GateSum(NamedTuple):
-    """A sum of log gates, `high + low`.
+    """A sum of log forget gates along a document, stored as `high + low` so that long sums lose no precision.
 
     Attributes:
         high: the sum, rounded.
@@ -33,7 +33,10 @@ class GateSum(NamedTuple):
 
 @jax.custom_jvp
 def add_sums(a: GateSum, b: GateSum) -> GateSum:
-    """a + b. The derivative is that of `high` alone, since only `high + low` has a meaning."""
+    """Add two sums of log forget gates, each stored as a rounded number `high` and its rounding error `low`.
+
+    The derivative is that of `high` alone, since only `high + low` has a meaning.
+    """
     rounded = a.high + b.high
     added = rounded - a.high  # the part of b.high that the rounded sum contains
     error = (a.high - (rounded - added)) + (b.high - added)
@@ -50,7 +53,8 @@ def _add_sums_jvp(primals, tangents):
 
 
 def gate_bias(queries: GateSum, keys: GateSum) -> Float[Array, "B N T S"]:
-    """`F_i - F_j` for queries [B, T, N] and keys [B, S, N].
+    """Return what forget gates add to the attention scores, `F_i - F_j`: the sum of log gates after key j up to query
+    i, for queries [B, T, N] and keys [B, S, N].
 
     The queries' sums have no derivative. They change all scores of a query by the same number, so that the
     exact derivative of the softmax is 0; the rounding errors of a computed one would accumulate over all

@@ -16,8 +16,8 @@ _LONG_ROW = 4096  # tokens
 
 
 def attend_causally(q, k, v, sums: GateSum | None, *, window: int | None, scale: float) -> Array:
-    """Attend in rows that are one document without masks. With a window, a block of queries reads only the
-    keys of its window.
+    """Return causal softmax attention's output for rows that are one document without masks, computed for a block of
+    queries at a time. With a window, a block of queries reads only the keys of its window.
     """
     length = q.shape[1]
     block = _block_size(length, length)
@@ -67,7 +67,7 @@ def _block_size(length: int, keys: int) -> int:
 def attend_in_blocks(
     queries: tuple, of_queries: tuple, keys_and_mask, scale: float, block: int | None = None
 ) -> Array:
-    """The output of softmax attention [B, T, N, V], one block of queries after another.
+    """Return the output of softmax attention, [B, T, N, V], computed for one block of queries after another.
 
     Args:
         queries: the queries [B, T, H, K], and the sums of their gates or None.

@@ -27,13 +27,13 @@ _LARGEST_BLOCK = 512
 
 
 class Plan(NamedTuple):
-    """Static options of `attend`; hashable.
+    """The constants of softmax attention over devices that share a row: block size, window, scale and dtypes; hashable.
 
     Attributes:
         block: tokens in a block of queries or keys.
         state_blocks: blocks of keys from the state, before those of the row; a query may attend to any of
             them.
-        window: as the argument of `attention`.
+        window: the number of keys that a query may attend to, its own among them; None for all earlier ones.
         one_document: whether all tokens are written and of one document, without a state, so that a window
             contains consecutive tokens.
         scale: multiplies the scores.
@@ -51,15 +51,15 @@ class Plan(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """Keys, values and what is known of their tokens.
+    """Keys, values and, for each of their tokens, its document, rank and sum of log forget gates.
 
     Attributes:
         k: [B, S, G, K].
         v: [B, S, G, V].
         sums: the sums of gates, [B, S, N], or None.
         document: [B, S], as in `TokenPositions`.
-        rank: [B, S], likewise.
-        written: [B, S], likewise.
+        rank: [B, S], the number of written tokens of its document before the key.
+        written: [B, S], whether the token of each key is neither padding nor masked.
     """
 
     k: Array
@@ -95,18 +95,23 @@ def tokens_per_device(length: int, devices: int) -> int:
 
 
 def block_size(length: int) -> int:
-    """The number of tokens in a block, on a device with `length` tokens, an even number."""
+    """Return the number of tokens in each block of queries or keys, on a device with `length` tokens of each row, an
+    even number.
+    """
     part = length // 2
     return min(_LARGEST_BLOCK, part & -part)
 
 
 def gather_tokens(axis: str, tree: Any) -> Any:
-    """Arrays [B, T, ...] of all devices, concatenated in time; their gradients are summed and scattered."""
+    """Gather arrays [B, T, ...] of tokens from all devices that share a row, concatenated in the order of time; their
+    gradients are summed and scattered.
+    """
     return jax.tree.map(lambda x: gather_along(axis, 1, x), tree)
 
 
 def attend(axis: str, plan: Plan, q: Array, of_queries: tuple, keys: Keys) -> Array:
-    """The outputs of this device's tokens, [B, T, N, V].
+    """Return softmax attention's outputs for the tokens of this device, [B, T, N, V], where devices have consecutive
+    parts of each row.
 
     Args:
         axis: the mesh axis that rows are split over.
@@ -141,7 +146,8 @@ def attend(axis: str, plan: Plan, q: Array, of_queries: tuple, keys: Keys) -> Ar
 
 
 def attend_fused(axis: str, run: Callable[[Array, Array], Array], q: Array) -> Array:
-    """The outputs of this device's tokens, [B, T, N, V], by a kernel.
+    """Return softmax attention's outputs for this device's tokens, [B, T, N, V], computed by a kernel that is called on
+    two parts of the row, so that all devices have equal work under the causal mask.
 
     Args:
         axis: the mesh axis that rows are split over.
@@ -156,7 +162,8 @@ def attend_fused(axis: str, run: Callable[[Array, Array], Array], q: Array) -> A
 
 
 def _routes(devices: int) -> tuple[list, list]:
-    """Pairs (source, target) of devices for the first and for the second half of each device's tokens.
+    """Return the pairs (source, target) of devices between which the first and the second halves of each device's
+    tokens are exchanged.
 
     The halves are the 2n parts of the row; parts p and 2n - 1 - p go to device p.
     """
@@ -181,7 +188,11 @@ def _to_pairs(axis: str, devices: int, x: Array) -> Array:
 
 
 def _from_pairs(axis: str, devices: int, x: Array) -> Array:
-    """The inverse of `_to_pairs`."""
+    """Exchange x [2, B, T / 2, ...] between the devices that share a row, so that each has its own T consecutive tokens
+    again: [B, T, ...].
+
+    On device r of n, x holds parts r and 2n - 1 - r of the row's 2n equal parts, as `_to_pairs` returns them.
+    """
     even = jax.lax.axis_index(axis) % 2 == 0
     halves = (jnp.where(even, x[0], x[1]), jnp.where(even, x[1], x[0]))
     returned = (
@@ -215,15 +226,17 @@ def _steps(
 
 
 def _block_of_keys(plan: Plan, keys: Keys, index: Array) -> Keys:
-    """The block of keys with index `index`."""
+    """Return block number `index` of the keys (and of what belongs to them, such as their values): `plan.block`
+    consecutive tokens, cut from the arrays [B, T, ...] of `keys`.
+    """
     return jax.tree.map(
         lambda x: jax.lax.dynamic_slice_in_dim(x, index * plan.block, plan.block, axis=1), keys
     )
 
 
 def _scores(plan: Plan, queries: Queries, keys: Keys, exists: Array) -> tuple[Array, Array]:
-    """The scores of a block of queries (without the two leading axes) and a block of keys, and their mask:
-    [B, G, R, C, S] each.
+    """Return the attention scores of a block of C queries and a block of S keys, [B, G, R, C, S], and the mask of those
+    pairs that attend.
     """
     q, k = queries.q.astype(plan.dtype), keys.k.astype(plan.dtype)
     scores = plan.scale * jnp.einsum("btgrk,bsgk->bgrts", q, k, precision=plan.precision)
@@ -246,7 +259,9 @@ def _attend(plan: Plan, devices: int, queries: Queries, keys: Keys, device: Arra
 
 
 def _forward(plan, devices, queries, keys, device):
-    """The outputs by a softmax with a running maximum, and the residuals of the backward pass."""
+    """Return the attention outputs of this device's queries, by a softmax with a running maximum over blocks of keys,
+    and the residuals of the backward pass.
+    """
     # The barrier makes masks depend on the queries. Without it jax would compute the masks of all steps
     # before the scan and store them for rematerialisation.
     queries, keys, device = jax.lax.optimization_barrier((queries, keys, device))

@@ -1,4 +1,4 @@
-"""The state of `attention`: keys and values in a ring buffer."""
+"""The state that `attention` carries from call to call: the keys and values of a document's tokens, in a ring buffer."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from lsm_jax.ops.core.segments import Tokens, select
 
 
 class TokenPositions(NamedTuple):
-    """The positions of tokens.
+    """Where the tokens of a call of `attention` stand: their document, and their rank among its written tokens.
 
     Attributes:
         document: [B, T], the index of each token's document, or of its segment's state.
@@ -31,7 +31,9 @@ class TokenPositions(NamedTuple):
 def token_positions(
     tokens: Tokens, state: AttentionState, batch: int, length: int
 ) -> TokenPositions:
-    """The positions of a call's tokens, which follow the tokens of the state."""
+    """Return, for each token of a call of `attention`, its document, its rank among the written tokens, which continues
+    after those that the state has counted, and whether it is written.
+    """
     written = tokens.written
     if written is None:
         written = jnp.ones((batch, length), bool)
@@ -55,8 +57,8 @@ def token_positions(
 
 
 def newest_sum(state: AttentionState) -> GateSum:
-    """The sum of gates at the newest token of each document, 0 before any: [B, N], or [B, S, N] with one
-    state per segment.
+    """Return the sum of log forget gates up to the newest token of each document, 0 before any: [B, N], or [B, S, N]
+    with one state per segment.
     """
     index = (state.count - 1) % state.keys.shape[-3]
 
@@ -70,7 +72,7 @@ def newest_sum(state: AttentionState) -> GateSum:
 def write_tokens(
     state: AttentionState, k, v, sums: GateSum | None, positions: TokenPositions, tokens: Tokens
 ) -> AttentionState:
-    """The state after the call's tokens are written into its ring buffers.
+    """Return the state of `attention` after the call's keys and values are written into its ring buffers.
 
     Tokens of an earlier document may stay in a ring: `count` says that they are not of the present
     document.
@@ -143,7 +145,9 @@ class StoredTokens(NamedTuple):
 
 
 def stored_in_order(state: AttentionState) -> StoredTokens:
-    """The tokens of the state's ring buffers in the order of time."""
+    """Return the keys and values that the state's ring buffers store, in the order of time instead of the order of
+    storage.
+    """
     capacity = state.keys.shape[1]
     place = jnp.arange(capacity)
     index = (state.count[:, None] + place) % capacity  # of the token with rank count - C + place

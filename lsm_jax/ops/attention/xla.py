@@ -1,4 +1,6 @@
-"""The XLA backend of `attention`: the output in blocks of queries."""
+"""The backend of `attention` that XLA compiles, for every platform: it computes the output for one block of queries
+after another.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,12 @@ from lsm_jax.ops.core import checks
 
 
 class AttentionOptions(NamedTuple):
-    """Static options of `attention`.
+    """The options of `attention` that are constant when a program is compiled.
 
     Attributes:
-        window: as the op's argument.
+        window: the number of keys that a query may attend to, its own among them; None for all earlier ones.
         scale: multiplies the scores.
-        prune: as the op's argument.
+        prune: whether keys are skipped whose weight the forget gates make negligible (see `attention`).
         no_state: whether the caller gave no state.
         unmasked: whether the caller gave neither a state nor segment ids nor a mask, so that masks depend
             on positions alone.
@@ -39,7 +41,7 @@ class AttentionOptions(NamedTuple):
 
 
 def run_xla(call: Call) -> Array:
-    """The output in v's dtype, computed by XLA."""
+    """Compute the output [B, T, H, V] of softmax attention by XLA, in v's dtype."""
     options = call.options
     q, k, v, sums, positions, state = (
         call.arguments[n] for n in ("q", "k", "v", "sums", "positions", "state")
@@ -57,8 +59,8 @@ def run_xla(call: Call) -> Array:
 
 
 def no_ids(call: Call) -> bool:
-    """Whether the caller gave neither segment ids nor a mask; a mask that only hides the padding at a row's
-    end does not count.
+    """Return whether the caller of `attention` gave neither segment ids nor a mask; a mask that only hides the padding
+    at a row's end does not count.
     """
     arguments = call.arguments
     no_rows = arguments["segment_ids"] is None and arguments["update_mask"] is None

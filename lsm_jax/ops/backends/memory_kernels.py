@@ -1,4 +1,5 @@
-"""Requirements and layout that the fused kernels of `linear_memory`, `delta_memory` and `dplr_memory` share.
+"""What the fused kernels of `linear_memory`, `delta_memory` and `dplr_memory` share: the requirements that a call must
+meet, and the layout of arrays that they read.
 
 With one state per segment, tokens are laid out as in the XLA forms, each segment starting at a chunk's
 boundary; a kernel then scans the chunks of each segment from the memory of that segment.
@@ -26,7 +27,7 @@ def _per_segment(call: Call) -> bool:
 
 
 def _scans(call: Call) -> int:
-    """The number of scans that run in parallel with one state per segment."""
+    """Return the number of scans over chunks that a kernel runs in parallel when a call has one state per segment."""
     q, v, memory = (call.arguments[n] for n in ("q", "v", "state"))
     columns = -(-v.shape[3] // 128)
     return math.prod(memory.memory.shape[:2]) * max(q.shape[2], v.shape[2]) * columns
@@ -62,7 +63,9 @@ TPU = (CHUNK_FORM, *PALLAS)
 
 
 def tokens_of(arguments: dict[str, Any]) -> Tokens:
-    """The tokens of a call, by its segment ids, its mask and its state."""
+    """Return which tokens of a call are written and to which document or segment each belongs, from the call's segment
+    ids, mask and state.
+    """
     state = arguments["state"]
     num_segments = state.memory.shape[1] if state.memory.ndim == 5 else None
     return read_tokens(

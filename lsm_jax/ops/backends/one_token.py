@@ -1,4 +1,4 @@
-"""Decode one token by a fused kernel that updates the memory in place."""
+"""Decode one token of an op by a fused kernel on an NVIDIA GPU, which updates the memory in place."""
 
 from __future__ import annotations
 
@@ -69,15 +69,17 @@ def _unsupported_by_kernel(call: Call) -> str | None:
 
 
 def in_place(layer: Layer | None, q: jax.Array) -> Layer | None:
-    """Return `layer` if the op must store the new memory in the stack itself: for one token, without a mesh.
-    Return None if the op's caller stores it.
+    """Return `layer`, the memory in the stack of all layers' memories, if the op must store the new memory in the stack
+    itself: for one token, without a mesh. Return None if the op's caller stores it.
     """
     unsharded = jax.sharding.get_abstract_mesh().empty and jax.typeof(q).sharding.mesh.empty
     return layer if unsharded and q.shape[1] == 1 else None
 
 
 def _run(run_xla: Callable[[Call], Any], call: Call) -> Any:
-    """Compute one token by the kernel; derivatives and `jax.vmap` use the XLA form."""
+    """Compute one token's output and state by the kernel that updates the memory in place; derivatives and `jax.vmap`
+    use the op's XLA form.
+    """
 
     def xla(arguments, layer):
         result = run_xla(call._replace(arguments=arguments, layer=None))

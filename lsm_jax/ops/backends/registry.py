@@ -1,4 +1,6 @@
-"""A backend of an op as one object, and the ordered backends of each op."""
+"""The backends of the ops: a `Backend` describes one implementation of an op, and a table lists each op's in order of
+preference.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from pallas_kernels.requirements import Requirement, first_unmet
 
 
 class Call(NamedTuple):
-    """One call of an op on one device, as its backends see it.
+    """One call of an op on one device, as its backends see it: the op's name, options, arrays and implementation.
 
     Attributes:
         op: the op's name.
@@ -31,12 +33,12 @@ class Call(NamedTuple):
 
     @property
     def length(self) -> int:
-        """T, the number of tokens."""
+        """T, the number of tokens of each row in the call's arrays."""
         return next(self.arguments[name].shape[1] for name in "qux" if name in self.arguments)
 
     @property
     def form(self) -> str:
-        """The form in which XLA runs the call.
+        """The form (recurrent, chunk or associative) in which XLA computes this call of an op.
 
         A call of one token, as in decoding, is one step of the recurrence: XLA then reads and writes the
         memory in place, while a chunk would be padded with 63 tokens. With a backend selected by name, it is
@@ -49,7 +51,8 @@ class Call(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Backend:
-    """One implementation of an op.
+    """One implementation of an op: the function that runs it, the platforms that it is for, and the requirements that a
+    call must meet.
 
     Attributes:
         name: the name by which `implementation=` asks for it. Several backends of an op may have one name:
@@ -86,7 +89,9 @@ class Backend:
     concerns: Callable[[Call], bool] = lambda call: True
 
     def unsupported(self, call: Call) -> str | None:
-        """The first requirement that the call does not meet, in words; None if the backend supports the call."""
+        """Return, in words, the first requirement of this backend that the call of an op does not meet; None if the
+        backend supports the call.
+        """
         return first_unmet(self.requirements, call) or self.more(call)
 
 
@@ -106,17 +111,17 @@ def register(op: str, *backends: Backend, first: bool = True) -> None:
 
 
 def unregister(op: str, *backends: Backend) -> None:
-    """Remove backends from an op."""
+    """Remove the given backends from those that can compute the op called `op`, such as "linear_memory"."""
     _BACKENDS[op] = tuple(b for b in _BACKENDS[op] if b not in backends)
 
 
 def backends_of(op: str) -> tuple[Backend, ...]:
-    """The op's backends in order of preference."""
+    """Return the backends that are registered for the op called `op`, the preferred one first; empty if there is none."""
     return _BACKENDS.get(op, ())
 
 
 def names_of(backends: Iterable[Backend]) -> tuple[str, ...]:
-    """The names of backends, each once: "xla" first, then in order of preference."""
+    """Return the names of the given backends, each once: "xla" first, and the others in order of preference."""
     names = dict.fromkeys(backend.name for backend in backends)
     return tuple(sorted(names, key=lambda name: name != "xla"))
 

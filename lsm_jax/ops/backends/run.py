@@ -1,4 +1,4 @@
-"""Run an op: over the mesh, then by the backend that is selected on each device."""
+"""Run an op: map it over the mesh's devices, and compute it on each device by the backend that is selected there."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from lsm_jax.ops.core.states import Layer, store_layer
 
 
 class Static(NamedTuple):
-    """All of a call but its arrays; hashable.
+    """What defines a call of an op except its arrays: name, options, implementation and backends; hashable.
 
     Attributes:
         op: the op's name.
         options: the op's static options, a NamedTuple.
-        implementation: as the op's argument.
+        implementation: the names of the backends that the caller accepts; None selects one automatically.
         backends: the op's backends at the time of the call, so that a program cached before another backend
             was registered is not used afterwards.
     """
@@ -31,12 +31,15 @@ class Static(NamedTuple):
 
 
 def static_of(op: str, options: Any, implementation: str | tuple[str, ...] | None) -> Static:
-    """The `Static` of a call."""
+    """Return what defines a call of the op besides its arrays (its name, options, `implementation` and present
+    backends), as a hashable `Static` by which compiled programs are cached.
+    """
     return Static(op, options, implementation, backends_of(op))
 
 
 def run_inline(static: Static, layer: Layer | None = None, **arguments: Any) -> Any:
-    """Run the op on one device, on the backends that support the call there.
+    """Run an op on one device by the first of its backends that supports the call there, without compiling it as a
+    program of its own.
 
     Args:
         static: the call without its arrays.

@@ -1,4 +1,4 @@
-"""Select the backends of a call: once a call, on the shapes of one device."""
+"""Select the backends that run a call of an op: once for each call, by the shapes that one device has."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PLATFORMS = {"cuda": "NVIDIA", "tpu": "TPU", "rocm": "AMD", "cpu": "CPU"}
 
 
 class Selection(NamedTuple):
-    """The backends that may run a call.
+    """The backends that may run one call of an op, by platform and in order of preference.
 
     Attributes:
         backends: in order of preference, at most one for each platform. The platform is decided when the
@@ -44,7 +44,9 @@ class Selection(NamedTuple):
         return for_platform(default, **branches)
 
     def only(self, name: str) -> bool:
-        """Whether all backends have this name."""
+        """Return whether every backend that was selected for this call of an op is called `name`, so that no platform
+        runs another.
+        """
         return all(backend.name == name for backend in self.backends)
 
     def on_mesh(self) -> Selection:
@@ -99,7 +101,9 @@ def select(call: Call) -> Selection:
 
 
 def _covered(backend: Backend, selected: list[Backend]) -> bool:
-    """Whether the backends in `selected` cover every platform of `backend`."""
+    """Return whether the backends in `selected` already cover every platform that `backend` supports, so that it would
+    never run.
+    """
     if any(not b.platforms for b in selected):
         return True
     taken = {platform for b in selected for platform in b.platforms}
@@ -156,5 +160,5 @@ def choices() -> dict[str, str]:
 
 
 def clear_choices() -> None:
-    """Delete all that `note` has recorded."""
+    """Delete the record of which backends were selected for earlier calls of ops, which `note` has kept."""
     _CHOICES.clear()

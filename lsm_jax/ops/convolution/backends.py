@@ -19,11 +19,11 @@ _MIN_TOKENS = 64
 
 
 class ConvolutionOptions(NamedTuple):
-    """Static options of `short_convolution` and `token_shift`.
+    """The options of `short_convolution` and `token_shift` that are constant when a program is compiled.
 
     Attributes:
-        contiguous: as the ops' argument.
-        silu: as `short_convolution`'s argument.
+        contiguous: whether every token between two tokens of one document is written.
+        silu: whether the convolution is followed by SiLU.
         head_dim: channels of a head, if heads are normalised on each device; else None.
         masked: whether the caller gave an `update_mask`. A mask that only hides the padding at a row's end
             does not count.
@@ -79,7 +79,7 @@ def _unsupported_arrays(call: Call) -> str | None:
 
 
 def run_kernel(call: Call) -> tuple[Array, ShiftState]:
-    """The output and the final state, computed by the fused kernel."""
+    """Compute a short convolution by the fused kernel: return the output [B, T, D] and the state after the last token."""
     from pallas_kernels.short_convolution import short_convolution
 
     arguments, options = call.arguments, call.options
@@ -102,7 +102,7 @@ def run_kernel(call: Call) -> tuple[Array, ShiftState]:
 
 
 def run_xla(call: Call) -> tuple[Array, ShiftState]:
-    """The output and the final state, computed by XLA."""
+    """Compute a short convolution by XLA: return the output [B, T, D] and the state after the last token."""
     arguments, options = call.arguments, call.options
     x, weight, bias = (arguments[n] for n in ("x", "weight", "bias"))
     dtype = checks.compute_dtype(x)
@@ -120,7 +120,9 @@ def run_xla(call: Call) -> tuple[Array, ShiftState]:
 
 
 def run_shift(call: Call) -> tuple[Array, ShiftState]:
-    """The output and the final state of `token_shift`, computed by XLA."""
+    """Compute a token shift by XLA: return, for each token, the last written token before it in its document, [B, T,
+    D], and the state with the last token.
+    """
     arguments: Any = call.arguments
     (tap,), tokens, state = previous_tokens(call.options.contiguous, width=1, **arguments)
     return finish_output(tokens, tap), state

@@ -1,4 +1,6 @@
-"""Short convolutions and token shifts where devices have consecutive parts of a row."""
+"""Short convolutions and token shifts where several devices have consecutive parts of each row: each needs the last
+tokens of the device before.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ from lsm_jax.parallel import sum_along
 
 
 def in_sequence(axis: str, function: Callable[..., Any], static: Static, **arguments: Any) -> Any:
-    """Run the op on one of the devices that share a row."""
+    """Compute a short convolution or token shift on one of several devices that have consecutive parts of each row: the
+    outputs of its tokens, and the state after the whole row.
+    """
     options = static.options
     x, state = arguments["x"], arguments["state"]
     ids, mask = arguments["segment_ids"], arguments["update_mask"]
@@ -60,8 +64,8 @@ def in_sequence(axis: str, function: Callable[..., Any], static: Static, **argum
 
 
 def _last_tokens(x, width: int, ids, tokens: Tokens) -> tuple[Array, Array | None]:
-    """Return the last `width` tokens of a row without gaps (0 for tokens of an earlier document), and the
-    segment id of the last token.
+    """Return the last `width` tokens of a device's part of each row, which has no gaps (0 for tokens of an earlier
+    document), and the segment id of the last token.
     """
     tail = x[:, -width:]
     if tokens.written is None:
@@ -95,7 +99,9 @@ def _update(x, state: ShiftState, segment_ids, update_mask) -> Update:
 
 
 def _advance(state: ShiftState, update: Update) -> ShiftState:
-    """The state after an update: the last tokens of the state's and the update's."""
+    """Return the state of a short convolution after one device's tokens: the last tokens of the row, taken from the
+    state before and from `update`, the state that these tokens alone would leave.
+    """
     state = emptied_by(state, update)
     width = state.tail.shape[-2]
     before = unless_restarted(update, state.tail)

@@ -100,7 +100,8 @@ def token_shift(
     update_mask: Array | None = None,
     contiguous: bool = False,
 ) -> tuple[Float[Array, "B T D"], ShiftState]:
-    """The last written token before each token of a document, 0 before the first (RWKV's time shift).
+    """Return the last written token before each token of a document, [B, T, D], 0 before the first (RWKV's time shift),
+    and the state after the call.
 
     The arguments, the state and the errors are those of `short_convolution`, with one token in the state.
     """
@@ -120,7 +121,9 @@ def token_shift(
 
 
 def _axes(batched: dict[str, Any], channels: str | None) -> dict[str, Any]:
-    """The logical axes of the arguments; `channels` is the logical axis of x's channels."""
+    """Return the logical axes of a short convolution's arguments, by name; `channels` is the logical axis of x's
+    channels.
+    """
     rows = ("batch",) if batched["state"].tail.ndim == 3 else ("batch", None)
     state: Any = ShiftState((*rows, None, channels), ("batch",))  # pyrefly: ignore
     axes: dict[str, Any] = dict.fromkeys(("segment_ids", "update_mask"), TOKENS[:2])
@@ -128,7 +131,9 @@ def _axes(batched: dict[str, Any], channels: str | None) -> dict[str, Any]:
 
 
 def _arguments(op, x, width, state, segment_ids, update_mask):
-    """The arrays with rows, checked; the state is an empty one if the caller gave none."""
+    """Check the arguments of a short convolution that have an axis of rows, and return them by name; the state is an
+    empty one if the caller gave none.
+    """
     batch, length, channels = x.shape
     checks.check_rows(op, batch, length, segment_ids, update_mask)
     empty = functools.partial(shift_state, batch, width, channels, dtype=x.dtype)

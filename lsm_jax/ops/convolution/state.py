@@ -1,4 +1,4 @@
-"""The state of short convolutions and token shifts."""
+"""The state that short convolutions and token shifts carry from call to call: the last tokens of each row."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 
 class ShiftState(NamedTuple):
-    """The last written tokens, oldest first.
+    """The state of a short convolution or token shift between calls: the last written tokens of each row, oldest first.
 
     Attributes:
         tail: [B, W - 1, D], or [B, S, W - 1, D] with one state per segment; 0 where there is no token.
@@ -28,6 +28,8 @@ def shift_state(
     num_segments: int | None = None,
     dtype=jnp.float32,
 ) -> ShiftState:
-    """An empty `ShiftState` of `width` tokens (W - 1 for `short_convolution`, 1 for `token_shift`)."""
+    """Return a `ShiftState` of zeros for `width` remembered tokens (W - 1 for `short_convolution`, 1 for
+    `token_shift`).
+    """
     rows = (batch_size,) if num_segments is None else (batch_size, num_segments)
     return ShiftState(jnp.zeros((*rows, width, channels), dtype), jnp.zeros(batch_size, jnp.int32))

@@ -17,7 +17,7 @@ def previous_tokens(
     on.
 
     Args:
-        contiguous: as the argument of `short_convolution`.
+        contiguous: whether every token between two tokens of one document is written.
         x: [B, T, D].
         state: the state before the call.
         segment_ids: [B, T] or None.
@@ -73,7 +73,11 @@ def previous_tokens(
 
 
 def _shifted_taps(x: Array, tail: Array, tokens: Tokens) -> list[Array]:
-    """The taps by shifts of x, for documents whose tokens are contiguous and all written."""
+    """Return the taps of a short convolution, the tokens 1, 2, ... places before each token, as shifted copies of x [B,
+    T, D], before which lie the state's last tokens `tail`.
+
+    This is right only for documents whose tokens are contiguous and all written.
+    """
     width, length = tail.shape[1], x.shape[1]
     padded = jnp.concatenate([tail, x], axis=1)
     if tokens.run is None:

@@ -1,4 +1,4 @@
-"""Checks and conversions at the entrance of every op: shapes, heads, forms, dtypes."""
+"""Checks and conversions of the arguments of every op: shapes, heads, forms, dtypes."""
 
 from __future__ import annotations
 
@@ -16,13 +16,17 @@ DEFAULT_CHUNK_SIZE = 64
 
 
 def check_form(op: str, form: str) -> None:
-    """Raise unless `form` is one of `FORMS`."""
+    """Raise ValueError unless `form`, the argument of the op called `op`, is one of the accepted forms: recurrent,
+    chunk and associative.
+    """
     if form not in FORMS:
         raise ValueError(f"{op}: form={form!r}; accepted are {', '.join(map(repr, FORMS))}")
 
 
 def check_shape(op: str, name: str, array, expected: tuple[int | None, ...], letters: str) -> None:
-    """Raise unless `array` has the expected shape; None accepts any length."""
+    """Raise ValueError unless the array, the argument `name` of the op called `op`, has the expected shape; None in
+    `expected` accepts any length of that axis. `letters` name the axes in the message.
+    """
     shape = jnp.shape(array)
     fits = len(shape) == len(expected) and all(
         e is None or e == s for s, e in zip(shape, expected, strict=True)
@@ -35,13 +39,13 @@ def check_shape(op: str, name: str, array, expected: tuple[int | None, ...], let
 
 
 def check_filled(op: str, name: str, array) -> None:
-    """Raise if an axis has no entries."""
+    """Raise ValueError if an axis of the array, the argument `name` of the op called `op`, has size 0."""
     if 0 in jnp.shape(array):
         raise ValueError(f"{op}: {name} has shape {jnp.shape(array)}; no axis may be empty")
 
 
 def check_row_channels(op: str, name: str, array) -> tuple[int, int, int]:
-    """Check an array of [B, T, D]; returns (B, T, D)."""
+    """Raise ValueError unless the argument `name` of the op called `op` has three axes; return their sizes (B, T, D)."""
     if jnp.ndim(array) != 3:
         raise ValueError(f"{op}: {name} has shape {jnp.shape(array)}; accepted is [B, T, D]")
     check_filled(op, name, array)
@@ -49,8 +53,8 @@ def check_row_channels(op: str, name: str, array) -> tuple[int, int, int]:
 
 
 def check_qkv(op: str, q, k, v) -> tuple[int, int, int, int, int, int, int]:
-    """Check that the shapes and numbers of heads of queries, keys and values match; returns (B, T, H, key
-    heads, G, K, V).
+    """Raise ValueError unless the shapes and the numbers of heads of queries, keys and values match; return (B, T, H,
+    key heads, G, K, V).
     """
     for name, array, letters in (
         ("q", q, "B, T, H, K"),
@@ -76,7 +80,9 @@ def check_qkv(op: str, q, k, v) -> tuple[int, int, int, int, int, int, int]:
 
 
 def check_rows(op: str, batch: int, length: int, segment_ids, update_mask) -> None:
-    """Check the shapes of `segment_ids` and `update_mask`, and that ids are integers."""
+    """Raise ValueError unless `segment_ids` and `update_mask` have the shape of the tokens, [B, T], and ids are
+    integers.
+    """
     if segment_ids is not None:
         check_shape(op, "segment_ids", segment_ids, (batch, length), "B, T")
         if not jnp.issubdtype(jnp.asarray(segment_ids).dtype, jnp.integer):
@@ -88,7 +94,9 @@ def check_rows(op: str, batch: int, length: int, segment_ids, update_mask) -> No
 
 
 def check_chunk_size(op: str, chunk_size: int | None, length: int) -> int:
-    """Return the given chunk size or the default, but no more than T requires."""
+    """Return the number of tokens in a chunk for a call of `length` tokens: the given chunk size or the default, but no
+    more than the row requires.
+    """
     if chunk_size is None:
         chunk_size = DEFAULT_CHUNK_SIZE
     if not is_count(chunk_size) or chunk_size & (chunk_size - 1):
@@ -97,7 +105,7 @@ def check_chunk_size(op: str, chunk_size: int | None, length: int) -> int:
 
 
 def is_count(value: Any) -> bool:
-    """Whether `value` is an integer of 1 or more; True and 16.0 are not."""
+    """Return whether `value`, such as a chunk size, is an integer of 1 or more; True and 16.0 are not."""
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and int(value) >= 1
 
 
@@ -114,12 +122,12 @@ def check_number(op: str, name: str, value: Any, *, at_least: float = -math.inf)
 
 
 def scale_or_default(op: str, scale: float | None, key_dim: int) -> float:
-    """The factor of the queries: `scale`, or `key_dim ** -0.5` if that is None."""
+    """Return the factor that multiplies the queries of the op: `scale`, or 1 / sqrt(key channels) if that is None."""
     return key_dim**-0.5 if scale is None else check_number(op, "scale", scale)
 
 
 def state_or_empty(op: str, state: Any, empty: Callable[..., Any], segment_ids: Any) -> Any:
-    """The given state after checks, or an empty one for None.
+    """Return the state that the caller of an op gave, after checks of its shapes, or an empty one if it is None.
 
     Args:
         op: for messages.
@@ -172,7 +180,7 @@ _KINDS = ((jnp.integer, "integer"), (jnp.floating, "real"), (jnp.complexfloating
 
 
 def compute_dtype(*arrays: Array | None):
-    """The dtype of states and sums: float64 if any input is float64 or complex128, else float32."""
+    """Return the dtype of an op's states and sums: float64 if any input is float64 or complex128, else float32."""
     wide = any(
         a is not None and jnp.asarray(a).dtype in (jnp.float64, jnp.complex128) for a in arrays
     )
@@ -188,8 +196,8 @@ def matmul_precision(*arrays: Array) -> jax.lax.Precision:
 
 
 def group_queries(q: Array, value_heads: int) -> Array:
-    """Group query heads [B, T, H, K] by the memory that they read: [B, T, G, R, K]; R is 1 if memories share
-    queries.
+    """Group query heads [B, T, H, K] by the memory that they read: [B, T, G, R, K], with R heads for each of the G
+    memories; R is 1 if memories share queries.
     """
     batch, length, heads, key_dim = q.shape
     if heads < value_heads:
@@ -198,7 +206,7 @@ def group_queries(q: Array, value_heads: int) -> Array:
 
 
 def spread_keys(k: Array, value_heads: int) -> Array:
-    """Repeat key heads so that each of the G memories has one."""
+    """Repeat the key heads of k so that each of the G memories (value heads) has its own keys."""
     return k if k.shape[2] == value_heads else jnp.repeat(k, value_heads // k.shape[2], axis=2)
 
 

@@ -1,5 +1,5 @@
-"""The updates of chunks, or of tokens, applied to a memory one after another: in order, in parts, or by an
-associative scan.
+"""Apply the updates of chunks, or of tokens, to a memory one after another: in order, in consecutive parts of a row in
+parallel, or by an associative scan.
 """
 
 from __future__ import annotations
@@ -36,17 +36,21 @@ def run_masks(chunks: Chunks) -> tuple[Any, Any, Any]:
 
 
 def per_chunk(condition: Array, x: Array) -> Array:
-    """Return `condition` with trailing axes of size 1, so that it broadcasts against `x`."""
+    """Add trailing axes of size 1 to `condition`, an array with leading axes such as [B, N] of chunks, so that it
+    broadcasts against `x`.
+    """
     return condition.reshape(condition.shape + (1,) * (x.ndim - condition.ndim))
 
 
 def _state_of(initial: Array, slot: Array) -> Array:
-    """Return the states at the indices `slot` [B, ...] of `initial` [B, S, ...]."""
+    """Return, for each chunk, the state of its segment: the entries with the indices `slot` [B, ...] of the states
+    `initial` [B, S, ...].
+    """
     return jax.vmap(lambda states, index: states[index])(initial, slot)
 
 
 def _last_of_each_segment(after: Array, initial: Array, chunks: Chunks) -> Array:
-    """Return the final state of each segment, [B, S, ...].
+    """Return the final memory of each segment, [B, S, ...].
 
     It is the memory after the segment's last chunk, from `after` [B, N, ...], or `initial` [B, S, ...] for a
     segment without chunks.
@@ -59,7 +63,8 @@ def _last_of_each_segment(after: Array, initial: Array, chunks: Chunks) -> Array
 def scan_chunks(
     update: Callable[[Array, Any], Array], arrays: Any, initial: Array, chunks: Chunks
 ) -> tuple[Array, Array]:
-    """Apply the chunks' updates in order.
+    """Apply the updates of a row's chunks to the memory in order; return the memory that each chunk starts from, and
+    the memory after the last.
 
     Args:
         update: (memory [B, ...], one chunk of `arrays`) -> memory.
@@ -122,7 +127,12 @@ def fold_chunks(
 
 
 def _fold_parts(step, compose, parts: int, transition, write, initial) -> tuple[Array, Array]:
-    """Compute `fold_chunks` in `parts` parts."""
+    """Apply the chunks' updates to the memory in order, with each row divided into `parts` consecutive parts that are
+    scanned in parallel.
+
+    Arguments and results are as in `fold_chunks`: `transition` and `write` [B, N, ...] are the updates of N chunks, and
+    `initial` is the memory before them.
+    """
     count = write.shape[1]
     steps = -(-count // parts)
     short = parts * steps - count
@@ -150,7 +160,8 @@ def _fold_parts(step, compose, parts: int, transition, write, initial) -> tuple[
 
 
 def _parts(count: int, numbers: int) -> int:
-    """The number of parts to split `count` chunks into, so that one step updates at most `_STEP` numbers.
+    """Return the number of parts into which the N chunks of a row are split, to be scanned in parallel, so that one
+    step updates at most `_STEP` numbers.
 
     Args:
         count: chunks.
@@ -219,8 +230,8 @@ def associative_scan(combine: Callable[[Any, Any], Any], x: Any) -> Any:
 
 
 def doubling_scan(combine: Callable[[Any, Any], Any], x: Any) -> Any:
-    """Compute `associative_scan` by combining 1, 2, 4, ... entries; the rounding of an entry depends only on
-    the entries before it, not on its index.
+    """Return the combinations of the first 1, 2, 3, ... entries of x along axis 1, as `associative_scan` does, by
+    combining 1, 2, 4, ... entries; the rounding of an entry depends only on the entries before it, not on its index.
     """
     span, count = 1, jax.tree.leaves(x)[0].shape[1]
     while span < count:

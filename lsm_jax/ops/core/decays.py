@@ -18,7 +18,7 @@ from lsm_jax.ops.core.segments import Tokens
 
 
 def forget(memory: Array, log_decay: Array) -> Array:
-    """`exp(log_decay) * memory`, computed as a difference if the decay is slow.
+    """Return the decayed memory, `exp(log_decay) * memory`, computed as a difference if the decay is slow.
 
     `exp` of a number near 0 keeps few of its digits: a constant decay would be rounded to another decay, the
     same at every step.
@@ -28,7 +28,8 @@ def forget(memory: Array, log_decay: Array) -> Array:
 
 
 class Halving(NamedTuple):
-    """Partial sums of the log decay [..., C, K] of a chunk.
+    """Partial sums of a chunk's log decay [..., C, K] over halves, quarters and so on, from which the decays between
+    its tokens are computed.
 
     Attributes:
         levels: for blocks of 1, 2, 4, ... rows: (sums from the start of each right block to its rows, sums
@@ -55,7 +56,9 @@ def _join_pairs(left: Array, right: Array) -> Array:
 
 
 def halve(log_decay: Float[Array, "... C K"], *, exclusive: bool = False) -> Halving:
-    """Sum a chunk's log decay at every level of halving. C is a power of two."""
+    """Return the sums of a chunk's log decay over its halves, quarters, and so on, at every level of the halving, from
+    which all decays between its tokens are computed. The chunk's C is a power of two.
+    """
     total = log_decay[..., None, :]  # [..., C, 1, K]: blocks of one row
     suffix = jnp.zeros_like(total)
     prefix = suffix if exclusive else total
@@ -72,7 +75,7 @@ def halve(log_decay: Float[Array, "... C K"], *, exclusive: bool = False) -> Hal
 
 
 def blocks_of(x: Array, size: int) -> Array:
-    """[..., C, K] -> [..., C / size, size, K]."""
+    """Cut the C tokens of a chunk [..., C, K] into blocks of `size` consecutive tokens, [..., C / size, size, K]."""
     return x.reshape(*x.shape[:-2], -1, size, x.shape[-1])
 
 
@@ -113,8 +116,8 @@ def pairwise_log_decay(halving: Halving) -> Array:
 
 
 def _assemble(halving: Halving, diagonal: Array, meet) -> Array:
-    """Assemble a lower triangle from its diagonal and the blocks below it, which `meet` computes level by
-    level.
+    """Assemble a lower-triangular matrix of a chunk's pairs of tokens from its diagonal and the blocks below it, which
+    `meet` computes level by level of the halving.
     """
     lower = diagonal[..., None, None]
     for level, (prefix, suffix) in enumerate(halving.levels):
@@ -172,7 +175,9 @@ inverse_unit_lower.defvjp(_inverse_forward, _inverse_backward)
 
 
 def split_constant(log_decay: Array | None) -> tuple[Array | None, Array | None]:
-    """Return `log_decay` as (decay per token or None, constant decay [G] or None)."""
+    """Sort a log decay by whether it changes with the token: return (log decay of each token, None) or (None, constant
+    log decay of each memory [G]).
+    """
     constant = log_decay is not None and jnp.ndim(log_decay) == 1
     return (None, log_decay) if constant else (log_decay, None)
 

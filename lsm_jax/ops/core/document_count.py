@@ -1,4 +1,6 @@
-"""The number of each token's document in its row."""
+"""Number the documents of each row from the first one on, from call to call: two documents with the same segment id get
+different numbers.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from lsm_jax.parallel import TOKENS, over_mesh
 
 
 class DocumentCount(NamedTuple):
-    """The number of documents in a row so far.
+    """The number of documents in each row so far, which the numbering of the next call continues.
 
     Attributes:
         count: [B], the number of documents that have begun after the first.
@@ -50,7 +52,9 @@ def number_documents(
 
 
 def _number(segment_ids, state: DocumentCount) -> tuple[Array, DocumentCount]:
-    """Compute `number_documents` on one device."""
+    """Number each token's document within its row, [B, T], on one device that has complete rows, and return the numbers
+    with the count after the last token.
+    """
     tokens = read_tokens(segment_ids, None, state.segment_id, None)
     assert tokens.run is not None
     run = tokens.run + state.count[:, None]
@@ -58,7 +62,9 @@ def _number(segment_ids, state: DocumentCount) -> tuple[Array, DocumentCount]:
 
 
 def _in_sequence(axis, function, segment_ids, state):
-    """Run the op on one of the devices that share a row."""
+    """Number each token's document within its row, [B, T], on one of several devices that have consecutive parts of
+    each row, and return the numbers with the count after the whole row.
+    """
     empty = DocumentCount(jnp.zeros_like(state.count), jnp.zeros_like(state.segment_id))
     run, written = function(segment_ids, empty)
     _, first_id = ends_of_documents(segment_ids, run)
@@ -67,6 +73,8 @@ def _in_sequence(axis, function, segment_ids, state):
 
 
 def _advance(state: DocumentCount, update: Update) -> DocumentCount:
-    """The count after a device's tokens, the first of which may begin a document."""
+    """Return the count of documents in each row [B] after one device's tokens: the count before them plus that of these
+    tokens, whose first token counts as well if it begins a document.
+    """
     count = state.count + begins(state, update) + update.written.count
     return DocumentCount(count, newer_id(state, update))

@@ -84,5 +84,7 @@ def for_platform(
 def by_platform(
     *arguments: Any, default: Callable[..., Any], **branches: Callable[..., Any]
 ) -> Any:
-    """The result of `for_platform` on `arguments`."""
+    """Call one of several functions on `arguments` and return its result: the branch for the platform that the program
+    is compiled for, or else `default`.
+    """
     return for_platform(default, **branches)(*arguments)

@@ -49,7 +49,8 @@ def read_tokens(
     state_id: Int[Array, " B"],
     num_segments: int | None,
 ) -> Tokens:
-    """Return the `Tokens` of a call.
+    """Return which tokens of a call are written, and which document and segment each belongs to, as `Tokens`, from
+    segment ids and mask.
 
     Args:
         segment_ids: [B, T], or None for one document that continues.
@@ -104,7 +105,7 @@ def finish_output(tokens: Tokens, output: Array) -> Array:
 
 
 class Chunks(NamedTuple):
-    """The layout of a call's tokens in N chunks of C.
+    """Where the T tokens of each row lie in N chunks of C tokens, and which segment each chunk belongs to.
 
     With one state per segment every segment starts at a chunk's boundary, so that a chunk belongs to one
     state.
@@ -130,7 +131,9 @@ class Chunks(NamedTuple):
     last: Array | None
 
     def split(self, x: Array) -> Array:
-        """[B, T, ...] -> [B, N, C, ...]; empty places are 0 (an identity update)."""
+        """Arrange an array of tokens [B, T, ...] in N chunks of C tokens, [B, N, C, ...]; empty places of chunks are 0,
+        which makes their update the identity.
+        """
         batch, length = x.shape[:2]
         total = self.count * self.size
         if self.source is None:
@@ -140,7 +143,9 @@ class Chunks(NamedTuple):
         return x.reshape(batch, self.count, self.size, *x.shape[2:])
 
     def join(self, x: Array, length: int) -> Array:
-        """[B, N, C, ...] -> [B, T, ...]."""
+        """Reverse `split`: arrange an array of chunks [B, N, C, ...] as tokens in the order of the row, [B, T, ...],
+        without the chunks' empty places.
+        """
         x = x.reshape(x.shape[0], self.count * self.size, *x.shape[3:])
         if self.place is None:
             return x[:, :length]
@@ -157,7 +162,9 @@ def _take(x: Array, index: Array) -> Array:
 
 
 def cut_into_chunks(tokens: Tokens, length: int, size: int, num_segments: int | None) -> Chunks:
-    """Lay `length` tokens out in chunks of `size`."""
+    """Return how the `length` tokens of each row are laid out in chunks of `size` tokens: in order, or, with one state
+    per segment, so that a chunk contains tokens of one segment only.
+    """
     count = -(-length // size)
     if tokens.slot is None:
         run = None

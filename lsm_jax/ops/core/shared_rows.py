@@ -38,7 +38,7 @@ _WITHOUT_HEADS = ("segment_id", "position", "count")
 
 
 class Update(NamedTuple):
-    """A device's tokens as one update of a state.
+    """The effect of one device's tokens on a state, composed into one update: a transition, and a state that is added.
 
     Attributes:
         transition: the factor by which the tokens change the state before them, in the op's representation.
@@ -57,7 +57,9 @@ class Update(NamedTuple):
 
 
 def state_axes(state: Any, *, segments: bool) -> Any:
-    """The logical axes of an op's state: rows, segments if there is one state per segment, and heads."""
+    """Return the logical axes of each array of an op's state: rows, segments if there is one state per segment, and
+    heads.
+    """
     rows = ("batch", None) if segments else ("batch",)
 
     def axes(path, _):
@@ -68,7 +70,7 @@ def state_axes(state: Any, *, segments: bool) -> Any:
 
 
 def memory_axes(batched: dict[str, Any], shared: dict[str, Any]) -> dict[str, Any]:
-    """The logical axes of the arguments of an op whose state has a `memory`.
+    """Return the logical axes of the arguments of an op whose state has a `memory`, by name.
 
     Args:
         batched: arrays [B, T, ...] by name, and the state.
@@ -101,8 +103,8 @@ def staying(tokens: Tokens) -> Any:
 
 
 def total_of(x: Array | None, tokens: Tokens, num_segments: int | None, batch: int) -> Any:
-    """The sum of x [B or 1, T, ...] over the tokens of each state: [B, ...], or [B, S, ...] with one state
-    per segment.
+    """Return the sum of x [B or 1, T, ...], such as log decays, over the tokens that update each state: [B, ...], or
+    [B, S, ...] with one state per segment.
     """
     if x is None:
         return None
@@ -115,7 +117,9 @@ def total_of(x: Array | None, tokens: Tokens, num_segments: int | None, batch: i
 
 
 def begins(state: Any, update: Update) -> Array:
-    """[B], True if the update's first token begins a document."""
+    """Return whether the first token of one device's part of each row begins a document, [B]: its segment id and that
+    of `state` differ, and neither is 0.
+    """
     before, first = state.segment_id, update.first_id
     if first is None:
         return jnp.zeros_like(before, bool)
@@ -123,7 +127,9 @@ def begins(state: Any, update: Update) -> Array:
 
 
 def emptied_by(state: Any, update: Update) -> Any:
-    """The state that the update's first token reads: empty in the rows where that token begins a document."""
+    """Return the state that the first token of one device's part of a row reads: `state`, emptied in the rows where
+    that token begins a document.
+    """
     if update.first_id is None:
         return state
     new = begins(state, update)
@@ -132,14 +138,18 @@ def emptied_by(state: Any, update: Update) -> Any:
 
 
 def unless_restarted(update: Update, x: Any, otherwise: Any = 0) -> Array:
-    """`x` [B, ...], with `otherwise` in the rows where nothing of the state before the update is left."""
+    """Return `x` [B, ...], what is left of the state before one device's tokens; but `otherwise` in the rows where a
+    document that begins among these tokens leaves nothing of it.
+    """
     if update.restarts is None:
         return x
     return jnp.where(per_chunk(update.restarts, x), otherwise, x)
 
 
 def newer_id(state: Any, update: Update) -> Array:
-    """The last nonzero id after the update, [B]."""
+    """Return the segment id of the last token that is not padding, [B], after one device's tokens: that of these tokens
+    (`update`), or of `state` if all are padding.
+    """
     last = update.written.segment_id
     return jnp.where(last != 0, last, state.segment_id)
 
@@ -200,5 +210,7 @@ def resume_from_empty(
 
 
 def _initial(state: Any, update: Update) -> Any:
-    """The initial state in the dtypes of the update's."""
+    """Return the op's initial state, the caller's, converted to the dtypes of the states that the devices' updates
+    contain.
+    """
     return jax.tree.map(lambda x, y: x.astype(y.dtype), state, update.written)

@@ -23,20 +23,21 @@ class Layer(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the layer's memory."""
+        """The shape [B, G, K, V] of one layer's memory in the stack of all layers' memories."""
         return self.stack.shape[1:]
 
     def read(self) -> Array:
-        """Return the memory, [B, G, K, V]."""
+        """Return the memory [B, G, K, V] of this layer from the stack of all layers' memories."""
         return self.stack[self.index]
 
     def write(self, memory: Array) -> Layer:
-        """Return the layer with its memory replaced by `memory`."""
+        """Return the stack of all layers' memories in which this layer's is replaced by `memory` [B, G, K, V]."""
         return Layer(self.stack.at[self.index].set(memory.astype(self.stack.dtype)), self.index)
 
 
 class LinearState(NamedTuple):
-    """State of `linear_memory`.
+    """The state of `linear_memory` between calls: the memory, its normaliser and stabiliser if any, and the segment id
+    of the last token.
 
     Attributes:
         memory: [B, G, K, V], or [B, S, G, K, V] with one state per segment, or a `Layer`; float32.
@@ -53,7 +54,7 @@ class LinearState(NamedTuple):
 
 
 class DeltaState(NamedTuple):
-    """State of `delta_memory`.
+    """The state of `delta_memory` and `dplr_memory` between calls: the memory, and the segment id of the last token.
 
     Attributes:
         memory: [B, G, K, V], or [B, S, G, K, V] with one state per segment, or a `Layer`; float32.
@@ -96,8 +97,8 @@ def linear_state(
     num_segments: int | None = None,
     dtype=jnp.float32,
 ) -> LinearState:
-    """An empty `LinearState` of `num_heads` memories; each row has `num_segments` states, or one if that is
-    None.
+    """Return a `LinearState` of zeros, for `num_heads` memories in each of `batch_size` rows; each row has
+    `num_segments` states, or one if that is None.
     """
     memory = _zeros(batch_size, num_segments, (num_heads, key_dim, value_dim), dtype)
     normalizer = (
@@ -116,15 +117,15 @@ def delta_state(
     num_segments: int | None = None,
     dtype=jnp.float32,
 ) -> DeltaState:
-    """An empty `DeltaState` of `num_heads` memories; each row has `num_segments` states, or one if that is
-    None.
+    """Return a `DeltaState` of zeros, for `num_heads` memories in each of `batch_size` rows; each row has
+    `num_segments` states, or one if that is None.
     """
     memory = _zeros(batch_size, num_segments, (num_heads, key_dim, value_dim), dtype)
     return DeltaState(memory, jnp.zeros(batch_size, jnp.int32))
 
 
 def layer_of(states: Any, at: Array, *, in_place: bool) -> Any:
-    """Return layer `at` of states that are stacked along the first axis.
+    """Return the states of the layer with index `at` from states that are stacked along the first axis.
 
     Args:
         states: a pytree of stacked states.
@@ -148,7 +149,9 @@ def layer_of(states: Any, at: Array, *, in_place: bool) -> Any:
 
 
 def put_layer(states: Any, layer: Any, at: Array) -> Any:
-    """Return the stacked states with layer `at` replaced by `layer`."""
+    """Return the states of all layers, stacked along the first axis, in which those of the layer with index `at` are
+    replaced by `layer`.
+    """
 
     def replace(new, x):
         return new.stack if isinstance(new, Layer) else x.at[at].set(new.astype(x.dtype))

@@ -29,13 +29,17 @@ def _delta_unsupported(name: str, call: Call) -> str | None:
 
 
 def _decay_of(given: dict[str, Any]) -> Any:
-    """Return the log decay of the call, [B, T, G], [B, T, G, K] or [G], or None."""
+    """Return the log decay of a call of `delta_memory` or `dplr_memory`, [B, T, G], [B, T, G, K] or [G], or None,
+    whichever argument contains it.
+    """
     constant = given["constant_log_decay"]
     return given["log_decay"] if constant is None else constant
 
 
 def run_delta_kernel(name: str, call: Call) -> tuple[jax.Array, DeltaState]:
-    """Compute `delta_memory` by the fused kernel of the backend `name`."""
+    """Compute `delta_memory` by the fused kernel of the backend called `name`: return the output [B, T, H, V] and the
+    state after the last token.
+    """
     from pallas_kernels.delta_rule import delta_rule
 
     given, log_decay = call.arguments, _decay_of(call.arguments)
@@ -62,7 +66,9 @@ def _dplr_unsupported(name: str, call: Call) -> str | None:
 
 
 def run_dplr_kernel(name: str, call: Call) -> tuple[jax.Array, DeltaState]:
-    """Compute `dplr_memory` by the fused kernel of the backend `name`."""
+    """Compute `dplr_memory` by the fused kernel of the backend called `name`: return the output [B, T, H, V] and the
+    state after the last token.
+    """
     from pallas_kernels.dplr import dplr
 
     given, log_decay = call.arguments, _decay_of(call.arguments)
@@ -82,7 +88,7 @@ def _backends(
     run_kernel: Callable[[str, Call], Any],
     unsupported: Callable[[str, Call], str | None],
 ) -> tuple[Backend, ...]:
-    """Return the backends of one of the two ops, in order of preference."""
+    """Return the backends of `delta_memory` or `dplr_memory`, in order of preference: fused kernels, and XLA."""
 
     def run_xla(call: Call) -> Any:
         return by_xla(call.options._replace(form=call.form), **call.arguments)

@@ -1,4 +1,5 @@
-"""Delta-rule memories: decay, erase the value at the key, write the new value.
+"""Memories under the delta rule: each token decays the memory, erases the value stored at its key, and writes its own
+value there.
 
 `M_t = (I - β_t k_tᵀ k_t) diag(a_t) M_{t-1} + β_t k_tᵀ v_t`, `o_t = q_t M_t`: DeltaNet (arXiv 2406.06484),
 Gated DeltaNet (arXiv 2412.06464, scalar decay), KDA (arXiv 2510.26692, a decay a key channel).
@@ -117,5 +118,7 @@ def delta_memory(
 
 
 def _in_sequence(axis, function, static, **arguments):
-    """Run the op on one of the devices that share a row."""
+    """Compute `delta_memory` on one of several devices that have consecutive parts of each row: the outputs of its
+    tokens, and the state after the whole row.
+    """
     return shared_rows.in_sequence(axis, function, static, by_xla, arguments)

@@ -30,8 +30,8 @@ from lsm_jax.ops.delta.options import MatrixOptions
 
 
 class _Inputs(NamedTuple):
-    """The op's arrays, split by head: q [..., G, R, K], k [..., G, K], v [..., G, V], beta [..., G]; at most
-    one decay.
+    """The arrays of `delta_memory`, split by head: queries q [..., G, R, K], keys k [..., G, K], values v [..., G, V],
+    write strengths beta [..., G], and at most one log decay.
     """
 
     q: Array
@@ -54,7 +54,9 @@ def by_xla(
     update_mask,
     constant_log_decay,
 ):
-    """The output in v's dtype and the final state, in `options.form`."""
+    """Compute `delta_memory` by XLA in the form that `options` says; return the output [B, T, H, V] in v's dtype and
+    the state after the last token.
+    """
     batch, length, heads, _ = v.shape
     dtype = options.dtype
     num_segments = state.memory.shape[1] if state.memory.ndim == 5 else None
@@ -96,7 +98,8 @@ def _step(memory: Array, x: _Inputs) -> tuple[Array, Array]:
 
 
 def _chunked(inputs: _Inputs, memory, chunks: Chunks, options: MatrixOptions):
-    """The output [B, N, C, G, R, V] and the final memory, from inputs [B, T, ...].
+    """Return the output [B, N, C, G, R, V] and the final memory of `delta_memory`, computed by chunks, from inputs [B,
+    T, ...].
 
     Inside a chunk the writes U solve `(I + L) U = β (V - K̃ M)`. L contains the decayed products with earlier
     keys, weighted by β (the WY representation of DeltaNet as a linear system); M is the memory that the chunk

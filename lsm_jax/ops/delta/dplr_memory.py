@@ -1,4 +1,4 @@
-"""Memories under a diagonal-plus-low-rank transition: RWKV7's generalised delta rule.
+"""Memories whose transition is a diagonal matrix plus one of low rank (DPLR): RWKV7's generalised delta rule.
 
 `M_t = diag(e^w_t) M_{t-1} + b_tᵀ (a_t M_{t-1}) + k_tᵀ v_t`, `o_t = q_t M_t` (RWKV7, arXiv 2503.14456): `a`
 reads the memory before this token's decay, and the value it reads is written at `b`.
@@ -131,5 +131,7 @@ def dplr_memory(
 
 
 def _in_sequence(axis, function, static, **arguments):
-    """Run the op on one of the devices that share a row."""
+    """Compute `dplr_memory` on one of several devices that have consecutive parts of each row: the outputs of its
+    tokens, and the state after the whole row.
+    """
     return shared_rows.in_sequence(axis, function, static, by_xla, arguments)

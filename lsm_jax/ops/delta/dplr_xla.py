@@ -30,8 +30,8 @@ from lsm_jax.ops.delta.options import MatrixOptions
 
 
 class _Inputs(NamedTuple):
-    """The op's arrays, split by head: q [..., G, R, K]; k, a, b [..., G, K]; v [..., G, V]; log_decay
-    [..., G, K], or [..., G, 1] for all channels.
+    """The arrays of `dplr_memory`, split by head: queries q [..., G, R, K]; keys k and the vectors a and b of the
+    rank-one transition [..., G, K]; values v [..., G, V]; log_decay [..., G, K], or [..., G, 1] for all channels.
     """
 
     q: Array
@@ -55,7 +55,9 @@ def by_xla(
     update_mask,
     constant_log_decay,
 ):
-    """The output in v's dtype and the final state, in `options.form`."""
+    """Compute `dplr_memory` by XLA in the form that `options` says; return the output [B, T, H, V] in v's dtype and the
+    state after the last token.
+    """
     batch, length, heads, _ = v.shape
     dtype = options.dtype
     num_segments = state.memory.shape[1] if state.memory.ndim == 5 else None
@@ -92,7 +94,8 @@ def _step(memory: Array, x: _Inputs) -> tuple[Array, Array]:
 
 
 def _chunked(inputs: _Inputs, memory, chunks: Chunks, options: MatrixOptions):
-    """The output [B, N, C, G, R, V] and the final memory, from inputs [B, T, ...].
+    """Return the output [B, N, C, G, R, V] and the final memory of `dplr_memory`, computed by chunks, from inputs [B,
+    T, ...].
 
     Inside a chunk U, the values that `a` reads, solves `(I - A) U = Ã M + B V`. A contains the decayed
     products of a with earlier b, B those with earlier k, and M is the memory that the chunk starts from.
@@ -168,6 +171,8 @@ def _chunked(inputs: _Inputs, memory, chunks: Chunks, options: MatrixOptions):
 
 
 def _spread(halving: Halving) -> Halving:
-    """Return the halving with two more axes (of size 1) before the tokens' axis of its sums."""
+    """Add two axes of size 1 before the tokens' axis to the sums of log decay in `halving`, so that they broadcast over
+    pairs of arrays.
+    """
     levels = tuple((p[:, :, :, None, None], s[:, :, :, None, None]) for p, s in halving.levels)
     return halving._replace(levels=levels)

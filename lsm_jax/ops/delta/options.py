@@ -1,4 +1,4 @@
-"""Static options of `delta_memory` and `dplr_memory`."""
+"""The options of `delta_memory` and `dplr_memory` that are constant when a program is compiled."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import jax
 
 
 class MatrixOptions(NamedTuple):
-    """Static options of an op whose transition is a matrix.
+    """The options of `delta_memory` or `dplr_memory`, whose transition is a matrix, that are constant when a program is
+    compiled.
 
     Attributes:
         scale: multiplies the queries.
-        form: as the op's argument.
+        form: "recurrent", "chunk" or "associative", how the op is computed.
         size: tokens in a chunk.
         dtype: of the state and of all sums.
         precision: of matrix products.

@@ -81,8 +81,9 @@ def in_sequence(
 
 
 def _with_identity(dtype: Any, arguments: dict[str, Any]) -> tuple[Any, Any, Any, Any]:
-    """Return the arguments with K more value channels in the values and in the initial memory, and with 0 as
-    the state's id; and the first id of each row.
+    """Return the values v and an empty initial memory with K more value channels (0 in v, the identity in the memory),
+    so that the op also computes the transition of all tokens; 0 as the state's segment id; and the first segment id of
+    each row.
     """
     v, state, segment_ids = (arguments[name] for name in ("v", "state", "segment_ids"))
     key_dim = state.memory.shape[-2]
@@ -97,7 +98,8 @@ def _with_identity(dtype: Any, arguments: dict[str, Any]) -> tuple[Any, Any, Any
 
 
 def update_of(options, by_xla: Callable[..., Any], arguments: dict[str, Any]) -> Update:
-    """Return the tokens of this device as one update.
+    """Return the effect of this device's tokens on the memory of `delta_memory` or `dplr_memory`, as one update:
+    transition Θ [B, G, K, K] and write W.
 
     Θ is 0 if a document begins among the tokens.
 
@@ -115,7 +117,11 @@ def update_of(options, by_xla: Callable[..., Any], arguments: dict[str, Any]) ->
 
 
 def advance(state: DeltaState, update: Update) -> DeltaState:
-    """The state after an update."""
+    """Return the state of `delta_memory` or `dplr_memory` after the tokens of one device: Θ M + W.
+
+    M is the memory [B, G, K, V] before them, and `update` holds their composed transition Θ [B, G, K, K] and write W.
+    If a document begins with the first of these tokens, M is emptied first.
+    """
     state = emptied_by(state, update)
     kept = jnp.matmul(update.transition, state.memory, precision=jax.lax.Precision.HIGHEST)
     return DeltaState(kept + update.written.memory, newer_id(state, update))

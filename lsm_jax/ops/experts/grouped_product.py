@@ -28,7 +28,7 @@ def grouped_product(
     multiple: int = 1,
     implementation: str | tuple[str, ...] | None = None,
 ) -> jax.Array:
-    """Multiply each group of rows by its matrix, accumulating in float32.
+    """Multiply each group of consecutive rows of x by the group's own matrix, accumulating in float32.
 
     Args:
         x: [N, D], the rows of group 0, followed by those of group 1, and so on.
@@ -62,7 +62,9 @@ def grouped_product(
 
 
 def supports_segments(x: jax.Array, kernels: jax.Array) -> bool:
-    """Whether a kernel may compute `segment_product`; if not, multiplying all rows by every matrix is faster."""
+    """Return whether a kernel may compute `segment_product`, the products of segments of rows with a matrix each; if
+    not, multiplying all rows by every matrix is faster.
+    """
     call = Call("segment_product", _Options(), dict(x=x, kernels=kernels))
     return not select(call).only("xla")
 
@@ -84,9 +86,8 @@ def segment_product(x: jax.Array, kernels: jax.Array, ends: jax.Array) -> jax.Ar
 
 
 def row_multiple(x: jax.Array) -> int:
-    """The number that should divide `multiple` and all other widths in products with x [..., D].
-
-    It is 128 if a kernel may compute the products, else 1.
+    """Return the number that should divide the number of rows in each group, and all widths, in products with x [...,
+    D]: 128 if a kernel may compute the products, else 1.
     """
     matrix = jax.ShapeDtypeStruct((1, x.shape[-1], _ROWS), x.dtype)
     call = Call("segment_product", _Options(), dict(x=x, kernels=matrix))
@@ -94,10 +95,10 @@ def row_multiple(x: jax.Array) -> int:
 
 
 class _Options(NamedTuple):
-    """Static options of both products.
+    """The options of the products of grouped rows that are constant when a program is compiled.
 
     Attributes:
-        multiple: as the argument of `grouped_product`.
+        multiple: a number that divides the number of rows in each group.
     """
 
     multiple: int = _ROWS
@@ -105,7 +106,7 @@ class _Options(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProductBackend(Backend):
-    """A backend of a product.
+    """A backend of a product of grouped rows: functions for the output and for the gradients.
 
     Attributes:
         product: (x, kernels, sizes or ends) -> the output.
@@ -129,7 +130,7 @@ def _matrix_shape(call: Call) -> tuple[int, int]:
 
 
 def _for_hopper(call: Call) -> bool:
-    """Whether the program is compiled for NVIDIA Hopper.
+    """Return whether the program is compiled for NVIDIA Hopper cards, which the kernels of grouped products require.
 
     This is decided here, before the program is lowered, since the kernel requires padding. A program that
     is lowered for another machine without a mesh uses no kernel.
@@ -192,7 +193,9 @@ def _kernel_gradients(x, kernels, sizes, dy):
 
 @functools.partial(jax.jit, static_argnames="transposed")
 def _kernel_product(x, kernels, sizes, transposed=False):
-    """x [N, D] times kernels [E, D, F], or [E, F, D] where `transposed`."""
+    """Multiply each group of consecutive rows of x [N, D] by the group's own matrix in `kernels`, [E, D, F], or [E, F,
+    D] if `transposed`: [N, F].
+    """
     from pallas_kernels.grouped_product import hopper
 
     ends = jnp.cumsum(sizes // _ROWS)
@@ -203,7 +206,9 @@ def _kernel_product(x, kernels, sizes, transposed=False):
 
 @jax.jit
 def _kernel_sums(x, dy, sizes):
-    """The sum over each group's rows of x [N, D] times dy [N, F]: [E, D, F]."""
+    """Return the gradient of each group's matrix, [E, D, F]: the sum over the group's rows of the outer products of x
+    [N, D] and dy [N, F].
+    """
     from pallas_kernels.grouped_product import hopper
 
     return hopper.sums(x, dy, jnp.cumsum(sizes) - sizes, sizes // _BLOCK)
@@ -227,8 +232,8 @@ def _xla_segments(x, kernels, ends):
 
 @functools.partial(jax.jit, static_argnames="transposed")
 def _kernel_segments(x, kernels, ends, transposed=False):
-    """`segment_product` by the kernel, in tiles of two blocks of 64 rows; a segment with an odd number of
-    blocks ends with half a tile.
+    """Multiply each segment of rows of x by its own matrix, by the fused kernel, in tiles of two blocks of 64 rows; a
+    segment with an odd number of blocks ends with half a tile.
     """
     from pallas_kernels.grouped_product import hopper
 

@@ -17,7 +17,9 @@ from pallas_kernels.requirements import Requirement
 
 
 def run_xla(call: Call) -> tuple[jax.Array, LinearState]:
-    """Compute `linear_memory` by XLA, in the call's form."""
+    """Compute `linear_memory` by XLA in the call's form (recurrent, chunk or associative): return the output [B, T, H,
+    V] and the state after the last token.
+    """
     return by_xla(call.options._replace(form=call.form), **call.arguments)
 
 
@@ -47,7 +49,9 @@ def _unsupported_by_kernel(name: str, call: Call) -> str | None:
 
 
 def run_kernel(name: str, call: Call) -> tuple[jax.Array, LinearState]:
-    """Compute `linear_memory` by the fused kernel of the backend `name`."""
+    """Compute `linear_memory` by the fused kernel of the backend called `name`: return the output [B, T, H, V] and the
+    state after the last token.
+    """
     from pallas_kernels.linear_attention import linear_attention
 
     given, options = call.arguments, call.options

@@ -45,7 +45,7 @@ def linear_memory(
     implementation: str | tuple[str, ...] | None = None,
     chunk_size: int | None = None,
 ) -> tuple[Float[Array, "B T max(H,G) V"], LinearState]:
-    """Write `kᵀ v` into a decaying memory and read it with `q`.
+    """Write each token's `kᵀ v` into a decaying memory, and read the memory with q: linear attention with decays.
 
     Args:
         q: [B, T, H, K] queries; H is a multiple or a divisor of G.
@@ -138,7 +138,9 @@ def linear_memory(
 
 
 def _in_sequence(axis, function, static, **arguments):
-    """Run the op on one of the devices that share a row."""
+    """Compute `linear_memory` on one of several devices that have consecutive parts of each row: the outputs of its
+    tokens, and the state after the whole row.
+    """
     return shared_rows.in_sequence(axis, function, static, arguments)
 
 

@@ -71,7 +71,9 @@ def cumulative_phase(
 
 
 class _Sums(NamedTuple):
-    """The sums so far.
+    """The sums of angles along a document, from its first token to the last that was read, for each head.
+
+    Angles are stored as integers, a fixed fraction of a turn each, so that long documents lose no precision.
 
     Attributes:
         count: [B, H] or [B, S, H] integers.
@@ -84,13 +86,15 @@ class _Sums(NamedTuple):
     segment_id: Array
 
     def angle(self) -> Array:
-        """The sums in radians."""
+        """Return the sums of angles along each document, converted from integers to radians, [B, H] or [B, S, H]."""
         _, bits, _ = _COUNTS[self.zero.dtype.name]
         return self.count.astype(self.zero.dtype) * 2.0**-bits + self.zero
 
 
 def _no_sums(num_segments, angle) -> _Sums:
-    """The sums before any token."""
+    """Return sums of angles that are zero, for rows of which no token has been read: [B, H], or [B, S, H] with one
+    state per segment.
+    """
     dtype = checks.compute_dtype(angle)
     batch, _, heads = angle.shape
     rows = (batch,) if num_segments is None else (batch, num_segments)
@@ -99,7 +103,9 @@ def _no_sums(num_segments, angle) -> _Sums:
 
 
 def _cumulative_phase(num_segments, **arguments):
-    """Compute `cumulative_phase` on one device."""
+    """Compute on one device, which has complete rows, what `cumulative_phase` returns: the sums of angles [B, T, H] up
+    to each token of its document, and the last sums, in radians.
+    """
     output, final = _sum_up(
         num_segments, **arguments, state=_no_sums(num_segments, arguments["angle"])
     )
@@ -107,7 +113,11 @@ def _cumulative_phase(num_segments, **arguments):
 
 
 def _in_sequence(axis, _, num_segments, **arguments):
-    """Run the op on one of the devices that share a row."""
+    """Compute `cumulative_phase` on one of several devices that have consecutive parts of each row: the sums of angles
+    of its tokens [B, T, H], and those after the whole row, in radians.
+
+    The sums of each device's tokens are exchanged, so that each device begins with those of the devices before.
+    """
     empty = _no_sums(num_segments, arguments["angle"])
     ids = arguments["segment_ids"]
     _, written = _sum_up(num_segments, **arguments, state=empty)
@@ -119,14 +129,18 @@ def _in_sequence(axis, _, num_segments, **arguments):
 
 
 def _advance(state: _Sums, update: Update) -> _Sums:
-    """The sums after more tokens."""
+    """Return the sums of angles after one device's tokens: the sums before them plus those of its tokens (`update`),
+    which begin at zero again where a document begins.
+    """
     state, written = emptied_by(state, update), update.written
     count, zero = (unless_restarted(update, x) for x in (state.count, state.zero))
     return _Sums(_add(count, written.count), zero + written.zero, newer_id(state, update))
 
 
 def _add(a: Array, b: Array) -> Array:
-    """The sum of two angles as integers, without full turns."""
+    """Return the sum of two angles that are stored as integers, reduced to one turn, from minus half a turn to half a
+    turn.
+    """
     turn = next(turn for kind, _, turn in _COUNTS.values() if kind == a.dtype.name)
     total = a + b
     return total - turn * jnp.sign(total) * (jnp.abs(total) > turn // 2)
@@ -135,7 +149,7 @@ def _add(a: Array, b: Array) -> Array:
 # Compiled as one program also when called outside `jax.jit`, as in a notebook.
 @functools.partial(jax.jit, static_argnums=0)
 def _sum_up(num_segments, angle, segment_ids, update_mask, state):
-    """Return the sums in radians, [B, T, H], and the state after the call."""
+    """Return the sums of angles up to each token of its document, in radians [B, T, H], and the sums after the call."""
     batch, length, _ = angle.shape
     tokens = read_tokens(segment_ids, update_mask, state.segment_id, num_segments)
     chunks = cut_into_chunks(tokens, length, 1, num_segments)

@@ -43,7 +43,8 @@ from lsm_jax.ops.linear.xla import LinearOptions, by_xla
 
 
 class Decays(NamedTuple):
-    """The sums of a device's log decays; a field is None if there is no such decay.
+    """The sums of a device's log decays, by which the memory before its tokens decays; a field is None if there is no
+    such decay.
 
     Attributes:
         keys: [B, G, 1 or K] or [B, S, G, 1 or K].
@@ -55,7 +56,9 @@ class Decays(NamedTuple):
 
 
 def sum_after(x: Float[Array, "B T ..."]) -> Float[Array, "B T ..."]:
-    """The sum of x over the tokens after each token."""
+    """Return, for each token, the sum of x [B, T, ...] over the tokens after it, without itself: for log decays, how
+    much of the token's write is left after the last token.
+    """
     later = jnp.concatenate([x[:, 1:], jnp.zeros_like(x[:, :1])], axis=1)
     return jax.lax.cumsum(later, axis=1, reverse=True)
 
@@ -184,8 +187,8 @@ def read_of_memory(
 
 
 def _decay_until(log_decay: Array | None, bonus: Array | None) -> Array | None:
-    """The exponential of the sum of a log decay [B, T, ...] up to each token; without the token's decay if there
-    is a bonus, with which a token reads before its decay.
+    """Return the decay from the first token up to each token, the exponential of the sum of a log decay [B, T, ...];
+    without the token's own decay if there is a bonus, with which a token reads before its decay.
     """
     if log_decay is None:
         return None
@@ -196,7 +199,8 @@ def _decay_until(log_decay: Array | None, bonus: Array | None) -> Array | None:
 
 
 def update_of(options: LinearOptions, arguments: dict[str, Any]) -> Update:
-    """Return the tokens of this device as one update.
+    """Return the effect of this device's tokens on the state of `linear_memory`, as one update: the sums of their log
+    decays, and what they write.
 
     The XLA form computes the states that one product cannot compute: one state per segment, or gated writes.
 
@@ -245,7 +249,11 @@ def update_of(options: LinearOptions, arguments: dict[str, Any]) -> Update:
 
 
 def advance(state: LinearState, update: Update) -> LinearState:
-    """The state after an update."""
+    """Return the state of `linear_memory` after the tokens of one device: the memory and normaliser before them,
+    decayed by all of their decays (`update.transition`), plus what they write.
+
+    Where a document begins among these tokens, nothing of the state before is left.
+    """
     state, written, decays = emptied_by(state, update), update.written, update.transition
     if written.stabilizer is not None:
         return _advance_stabilized(state, update)

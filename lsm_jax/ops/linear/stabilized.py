@@ -30,8 +30,8 @@ NEVER = -1e30
 
 
 class Gated(NamedTuple):
-    """The op's arrays, split by head: q [B, T, G, R, K], k [B, T, G, K], v [B, T, G, V]; logarithms `decay`
-    and `gate` [B, T, G].
+    """The arrays of `linear_memory` with exponential gates, split by head: queries q [B, T, G, R, K], keys k [B, T, G,
+    K], values v [B, T, G, V]; the logarithms of the decay and of the input gate [B, T, G].
     """
 
     q: Array
@@ -72,7 +72,9 @@ def by_token(x: Gated, memory: Array, stabilizer: Array, tokens: Tokens):
 def by_chunk(
     x: Gated, written: Array, memory: Array, stabilizer: Array, chunks: Chunks, form: str, precision
 ):
-    """The chunkwise forms. Returns the results of `by_token`, the first two in chunks.
+    """Compute memories with exponential gates by chunks.
+
+    The results are those of `by_token`, the first two cut into chunks.
 
     Args:
         x: the inputs.
@@ -142,7 +144,7 @@ def _apply(form: str, kept: Array, write: Array, memory: Array, chunks: Chunks) 
 
 
 def _largest(x: Array) -> Array:
-    """`max(x, axis=-1)` whose gradient goes to one entry, by index.
+    """Return the largest entry of x along the last axis; its gradient goes to one entry only, the first of the largest.
 
     The derivative of `jnp.max` compares x with its maximum. If the compiler computes x twice with different
     rounding, no entry equals the maximum, and the derivative divides by zero.

@@ -39,12 +39,12 @@ from lsm_jax.ops.linear import stabilized
 
 
 class LinearOptions(NamedTuple):
-    """Static options of `linear_memory`.
+    """The options of `linear_memory` that are constant when a program is compiled.
 
     Attributes:
         scale: multiplies the queries.
-        normalize: as the op's argument.
-        form: as the op's argument.
+        normalize: the epsilon of the normaliser that divides the output; None without one.
+        form: "recurrent", "chunk" or "associative", how the op is computed.
         size: tokens in a chunk.
         dtype: of the state and of all sums.
         precision: of matrix products.
@@ -61,8 +61,8 @@ class LinearOptions(NamedTuple):
 
 
 class _Inputs(NamedTuple):
-    """The op's arrays, split by head: q [..., G, R, K], k [..., G, K], v [..., G, V]; at most one of `decay`
-    and `key_decay` is given.
+    """The arrays of `linear_memory`, split by head: queries q [..., G, R, K], keys k [..., G, K], values v [..., G, V];
+    at most one of the log decays `decay` (of a whole memory) and `key_decay` (of key channels) is given.
     """
 
     q: Array
@@ -77,7 +77,9 @@ def by_xla(
     options: LinearOptions, q, k, v, log_decay, value_log_decay, log_input_gate, state, segment_ids, update_mask,
     constant_log_decay, bonus,
 ):  # fmt: skip
-    """The output in v's dtype and the final state, in `options.form`."""
+    """Compute `linear_memory` by XLA in the form that `options` says; return the output [B, T, H, V] in v's dtype and
+    the state after the last token.
+    """
     batch, length, heads, value_dim = v.shape
     dtype = options.dtype
     num_segments = state.memory.shape[1] if state.memory.ndim == 5 else None
@@ -140,8 +142,8 @@ def by_xla(
 
 
 def _stabilized(options, x: stabilized.Gated, memory, stabilizer, tokens: Tokens, dtype):
-    """The output and the final state with `log_input_gate`; the last value channel of the memory is the
-    normaliser.
+    """Return the output and the final state of `linear_memory` with exponential gates (`log_input_gate`); the
+    normaliser is stored as the memory's last value channel.
     """
     batch, length = x.gate.shape[:2]
     if options.form == "recurrent":
@@ -180,7 +182,9 @@ def _recurrent(inputs: _Inputs, bonus, memory, tokens):
 
 
 def _chunked(inputs: _Inputs, bonus, memory, chunks: Chunks, options: LinearOptions):
-    """The output [B, N, C, G, R, V] and the final memory, from inputs [B, T, ...]."""
+    """Return the output [B, N, C, G, R, V] and the final memory of `linear_memory`, computed by chunks, from inputs [B,
+    T, ...].
+    """
     exclusive, precision = bonus is not None, options.precision
 
     def by_head(x):  # [B, N, C, G, ..., *] -> [B, N, G, ..., C, *]
@@ -247,7 +251,11 @@ def _chunked(inputs: _Inputs, bonus, memory, chunks: Chunks, options: LinearOpti
 
 
 def _with_queries(x: _Inputs, halving: Halving, diagonal, precision):
-    """`channel_scores` for R queries per key."""
+    """Return the decayed scores of each chunk's queries and keys, where R query heads read each of the G memories.
+
+    `x` holds the chunk's queries and keys, and `halving` the sums of the log decay of key channels, by which the scores
+    are decayed.
+    """
     spread = Halving(
         tuple((p[:, :, :, None], s[:, :, :, None]) for p, s in halving.levels), *halving[1:]
     )
@@ -255,8 +263,8 @@ def _with_queries(x: _Inputs, halving: Halving, diagonal, precision):
 
 
 def _by_halving(x: _Inputs, current, keys: Halving | None, values: Halving, same, precision):
-    """The part of the outputs [B, N, G, R, C, V] that comes from tokens of the same chunk, block by block;
-    for decays of value channels.
+    """Return the part of the outputs, [B, N, G, R, C, V], that a chunk's tokens contribute to tokens of the same chunk,
+    computed block by block; for decays of value channels.
     """
     output = current[..., None] * x.v[:, :, :, None]
     for level, (value_prefix, value_suffix) in enumerate(values.levels):

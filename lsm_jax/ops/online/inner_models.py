@@ -37,8 +37,8 @@ class Inner(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """A layer's weight [..., I, O] and bias [..., O] (or None), or other arrays of the same shapes, such as
-    their gradients.
+    """One dense layer of the online memory's inner model: its weight [..., I, O] from I to O channels and its bias
+    [..., O] (or None), or arrays of the same shapes, such as their gradients.
     """
 
     weight: Array
@@ -49,14 +49,18 @@ Layers = tuple[Layer, ...]
 
 
 def layers_of(inner: Inner) -> Layers:
-    """The layers that are trained on tokens, with an axis for rows: [1, G, ...]."""
+    """Return the layers of the inner model that gradient steps train, each array with an axis of size 1 for the rows of
+    a batch: [1, G, ...].
+    """
     biases = inner.biases or (None,) * len(inner.weights)
     layers = tuple(Layer(w, b) for w, b in zip(inner.weights, biases, strict=True))
     return jax.tree.map(lambda x: x[None], layers)
 
 
 def check_inner(op: str, inner: Inner, heads: int, key_dim: int, value_dim: int) -> None:
-    """Raise ValueError unless the shapes of the inner models match G, K and V."""
+    """Raise ValueError unless the shapes of the inner models' weights match the op's numbers of memories, key channels
+    and value channels.
+    """
     count = len(inner.weights)
     if count not in (1, 2):
         raise ValueError(f"{op}: inner.weights has {count} matrices; accepted are 1 and 2")
@@ -81,7 +85,7 @@ def check_inner(op: str, inner: Inner, heads: int, key_dim: int, value_dim: int)
 
 
 def apply_layer(layer: Layer, x: Array, precision) -> Array:
-    """The layer's output [..., C, O] for the inputs x [..., C, I]."""
+    """Return the output [..., C, O] of one dense layer of the online memory's inner model for its inputs x [..., C, I]."""
     y = jnp.matmul(x, layer.weight, precision=precision)
     return y if layer.bias is None else y + layer.bias[..., None, :]
 
@@ -101,14 +105,15 @@ def finish_inner(inner: Inner, z: Array, eps: float) -> Array:
 
 
 def _by_head(x: Array, like: Array) -> Array:
-    """x [G, V] in a shape that broadcasts against `like` [B, G, ..., V]."""
+    """Reshape a parameter x [G, V] of each memory so that it broadcasts against an array `like` [B, G, ..., V]."""
     return x.reshape(x.shape[0], *(1,) * (like.ndim - 3), x.shape[1])
 
 
 def gradients(
     inner: Inner, layers: Layers, k: Array, target: Array, eps: float, precision
 ) -> tuple[list[Array], list[Array]]:
-    """The gradients of the tokens' losses, all at the same weights.
+    """Return what the gradients of the tokens' losses are made of, for each layer of the inner model, all at the same
+    weights.
 
     Args:
         inner: the model; only its norm is used.

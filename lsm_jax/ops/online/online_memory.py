@@ -154,8 +154,8 @@ def online_memory(
 
 
 def _in_sequence(axis, function, static, **arguments):
-    """Run the op on one device after the other: a gradient step requires the weights before it, so that
-    updates cannot be composed.
+    """Compute `online_memory` where devices have consecutive parts of each row, on one device after the other: a
+    gradient step requires the weights before it, so that updates cannot be composed.
     """
     options, state = static.options, arguments.pop("state")
     initial = jax.tree.map(
@@ -172,7 +172,9 @@ def _in_sequence(axis, function, static, **arguments):
 
 
 def _check_rule(op, mini_batch, coefficients, log_momentum, log_decay):
-    """Raise ValueError unless the arguments are those of TTT or of Titans."""
+    """Raise ValueError unless the arguments `coefficients`, `log_momentum` and `log_decay` are those of TTT or those of
+    Titans.
+    """
     if not checks.is_count(mini_batch):
         raise ValueError(f"{op}: mini_batch={mini_batch!r}; accepted are integers from 1")
     if (log_momentum is None) != (log_decay is None):

@@ -1,4 +1,6 @@
-"""The state of `online_memory`."""
+"""The state that `online_memory` carries from call to call: how far a small model's weights have been trained on the
+tokens so far.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,8 @@ from lsm_jax.ops.online.inner_models import Layer, Layers
 
 
 class OnlineState(NamedTuple):
-    """State of `online_memory`, float32.
+    """The state of `online_memory` between calls, in float32: the changes of the inner model's weights, and the place
+    in a mini-batch.
 
     Weights are stored as the difference from the decayed weights of `inner`, so that an empty state is 0.
     The arrays have the leading axes [B], or [B, S] with one state per segment.
@@ -48,7 +51,7 @@ def online_state(
     num_segments: int | None = None,
     dtype=jnp.float32,
 ) -> OnlineState:
-    """An empty `OnlineState`.
+    """Return the state of `online_memory` before any gradient step, an `OnlineState` of zeros.
 
     Args:
         batch_size: B.

@@ -1,4 +1,5 @@
-"""The layout of mini-batches in the windows of a row, for the chunk form of `online_memory`.
+"""Where mini-batches (the tokens whose gradients are taken at the same weights) lie in the windows of a row, for the
+chunk form of `online_memory`.
 
 A window has at most as many tokens as a mini-batch. It therefore contains at most: the rest of the mini-batch
 that it starts in; the beginning of the next mini-batch of that document; and the beginnings of the first
@@ -82,7 +83,8 @@ def cut_into_windows(
     *,
     unaligned: bool,
 ) -> tuple[Windows, Array]:
-    """The windows of a call, and the states' positions after it.
+    """Divide a call's tokens into windows of C tokens, in which mini-batches are found, and return them with the
+    states' places in a mini-batch after the call.
 
     Args:
         tokens: which tokens write, and where documents begin.
@@ -141,7 +143,8 @@ def cut_into_windows(
 
 
 class _Factors(NamedTuple):
-    """Factors of gradient steps in the sums and in the weights that each token reads.
+    """The factors by which gradient steps are multiplied in the sums and in the weights that each token of a window
+    reads.
 
     Attributes:
         momentum: [B, N, G, C, C], the factor of token j's step in the sums at token i.
@@ -161,14 +164,22 @@ class _Factors(NamedTuple):
 
 
 def _ttt_factors(coefficients: Array, count: Array, same: Array, mini_batch: int) -> _Factors:
-    """The factors of TTT; `same` [B, N, 1, C, C] is True if token j's step is in the sums at token i."""
+    """Return TTT's factors, by which each token's gradient step is multiplied in the sums and weights at later tokens
+    of its chunk.
+
+    `same` [B, N, 1, C, C] is True if token j's step is in the sums at token i.
+    """
     momentum = same.astype(coefficients.dtype)
     lift = coefficients[jnp.maximum(count - 1, 0) % mini_batch][:, :, None]
     return _Factors(momentum, lift[..., None] * momentum, jnp.ones_like(lift), lift, None, None)
 
 
 def _titans_factors(chunks: Chunks, log_momentum: Array, log_decay: Array, same: Array) -> _Factors:
-    """The factors of Titans; `same` as in `_ttt_factors`."""
+    """Return Titans' factors, by which momentum and weight decay multiply each token's gradient step in the sums and
+    weights at later tokens of its chunk.
+
+    `same` [B, N, 1, C, C] is True where the step of token j counts at token i.
+    """
     by_head = [jnp.moveaxis(chunks.split(x), 2, 3) for x in (log_momentum, log_decay)]
     momentum, decay = (jnp.where(same, pairwise_decay(halve(x[..., None])), 0) for x in by_head)
     log_kept_sums, log_kept = (

@@ -1,4 +1,4 @@
-"""The XLA forms of `online_memory`: token by token, and by windows of the row.
+"""The forms in which XLA computes `online_memory`: token by token, and by windows of a row's tokens.
 
 The docstring of `lsm_jax.ops.online.online_memory` defines the updates. The recurrent form computes one
 gradient for each token. The chunk form is the dual form of arXiv 2407.04620 section 2.5: it computes the
@@ -33,12 +33,12 @@ from lsm_jax.ops.online.windows import Part, Windows, cut_into_windows
 
 
 class Options(NamedTuple):
-    """Static options of `online_memory`.
+    """The options of `online_memory` that are constant when a program is compiled.
 
     Attributes:
-        mini_batch: as the op's argument.
-        residual: as the op's argument.
-        norm_eps: as the op's argument.
+        mini_batch: the number of tokens whose gradients are taken at the same weights.
+        residual: whether the inner model adds its input to its output.
+        norm_eps: epsilon of the inner model's norm.
         by_token: whether the form is "recurrent".
         size: tokens in a window.
         no_state: whether the caller gave no state.
@@ -57,8 +57,9 @@ class Options(NamedTuple):
 
 
 class _Inputs(NamedTuple):
-    """The op's arrays, split by head: q [..., G, R, K], k [..., G, K], target [..., G, V], and gates
-    [..., G].
+    """The arrays of `online_memory`, split by head: queries q [..., G, R, K], keys k [..., G, K], the values `target`
+    [..., G, V] that the inner model is trained to return, the learning rate eta [..., G], and the log gates of momentum
+    and decay [..., G].
     """
 
     q: Array
@@ -70,7 +71,11 @@ class _Inputs(NamedTuple):
 
 
 class _Memory(NamedTuple):
-    """The part of `OnlineState` that updates change."""
+    """The arrays of the online memory that gradient steps change: weights at the mini-batch's start, present weights,
+    sums of gradients, and log decays of the initial weights.
+
+    The rest of `OnlineState` (the place in a mini-batch and the segment id) is counted, not trained.
+    """
 
     start: Layers
     current: Layers | None
@@ -93,7 +98,9 @@ def run_xla(
     inner: Inner,
     coefficients,
 ) -> tuple[Array, OnlineState]:
-    """The output in v's dtype and the final state, on one device."""
+    """Compute `online_memory` by XLA on one device: return the output [B, T, H, V] in v's dtype and the state after the
+    last token.
+    """
     batch, length, heads, value_dim = v.shape
     dtype = options.dtype
     num_segments = state.position.shape[1] if state.position.ndim == 2 else None
@@ -148,7 +155,9 @@ def run_xla(
 
 
 def _by_head(chunks, x):
-    """[B, T, G, ..., *] -> [B, N, G, ..., C, *]."""
+    """Cut an array of tokens [B, T, G, ..., *] into N chunks of C tokens with the heads before the tokens, [B, N, G,
+    ..., C, *]; * is an axis of channels or absent.
+    """
     if x.ndim == 3:
         return jnp.moveaxis(chunks.split(x), 2, 3)
     return jnp.moveaxis(chunks.split(x), 2, -2)
@@ -159,22 +168,29 @@ def _add(a: Layers, b: Layers) -> Layers:
 
 
 def _weights(initial: Layers, learned: Layers, log_kept: Array | None) -> Layers:
-    """The weights `exp(log_kept) initial + learned`; None is a factor of 1."""
+    """Return the present weights of the inner model: its initial weights times `exp(log_kept)`, plus what was learned.
+
+    `log_kept` is the sum of the log decays so far; None is a factor of 1.
+    """
     return _add(initial if log_kept is None else _scale(jnp.exp(log_kept), initial), learned)
 
 
 def _scale(factor: Array, layers: Layers) -> Layers:
-    """Multiply layers [B, G, ...] by `factor` [B] or [B, G]."""
+    """Multiply every array [B, G, ...] of the online memory's layers by a factor for each row [B], or for each row and
+    memory [B, G].
+    """
     return jax.tree.map(lambda x: per_chunk(factor, x) * x, layers)
 
 
 def _select_rows(condition: Array, a: Any, b: Any) -> Any:
-    """`a` in the rows where `condition` [B] is True, and `b` in the others."""
+    """Select between two pytrees of arrays [B, ...] by row: `a` where `condition` [B] is True, and `b` elsewhere."""
     return jax.tree.map(lambda x, y: jnp.where(per_chunk(condition, x), x, y), a, b)
 
 
 def _next_mini_batch(memory: _Memory, coefficients: Array | None) -> _Memory:
-    """Return the memory at the start of the next mini-batch, after the last token of one."""
+    """Return the online memory as it is when the next mini-batch begins: gradients are then taken at the weights that
+    the last token of the mini-batch before has left.
+    """
     if memory.current is not None:
         return memory._replace(start=memory.current, start_log_kept=memory.log_kept)
     assert coefficients is not None
@@ -186,7 +202,9 @@ def _next_mini_batch(memory: _Memory, coefficients: Array | None) -> _Memory:
 
 
 def _recurrent(options, inner, coefficients, inputs, memory, position, tokens):
-    """Output, final memory and position, token by token: one gradient and one step for each token."""
+    """Return output, final memory and place in the mini-batch of `online_memory`, computed token by token: one gradient
+    and one step of the inner model for each token.
+    """
     initial, precision = layers_of(inner), options.precision
     written = tokens.written
     if written is None:
@@ -251,8 +269,8 @@ def _window(options, inner, coefficients, memory: _Memory, x: tuple[_Inputs, Win
     memory = _select_rows(window.full, _next_mini_batch(memory, coefficients), memory)
 
     def add_part(part: Part, start: _Memory, output, memory):
-        """Return output and memory, replaced by those of `part` in the rows that have tokens of the part; the
-        part starts from the memory `start`.
+        """Return the output and the online memory after one part of a window's tokens, in the rows that have tokens of
+        that part; other rows keep theirs. The part starts from the memory `start`.
         """
 
         def compute(start, output, memory):
@@ -308,7 +326,9 @@ def _run_part(options, inner, inputs: _Inputs, window: Windows, memory: _Memory,
         output = output + inputs.q
 
     def sum_steps(factors):
-        """The sum of the tokens' steps, each multiplied by its factor [B, G, C]."""
+        """Return the sum of the gradient steps of a chunk's tokens, as the layers' weights, each step multiplied by its
+        factor [B, G, C].
+        """
         return tuple(
             Layer(
                 jnp.einsum("bgck,bgcv->bgkv", a, factors[..., None] * step, precision=precision),

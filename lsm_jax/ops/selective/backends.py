@@ -17,18 +17,24 @@ from pallas_kernels.requirements import Requirement
 
 
 def run_xla(call: Call) -> tuple[jax.Array, SelectiveState]:
-    """The output and the final state, computed by XLA in the call's form."""
+    """Compute `selective_memory` by XLA in the call's form: return the output [B, T, D] and the state after the last
+    token.
+    """
     return run_in_form(call.options._replace(form=call.form), **call.arguments)
 
 
 def _all_arguments(call: Call) -> dict[str, Any]:
-    """The call's arrays by name, including those that are constant in time; None for those that are absent."""
+    """Return the arrays of a `selective_memory` call by name, including those that are constant in time; None for those
+    that are absent.
+    """
     absent = dict.fromkeys(("delta", "b", "c"))
     return absent | call.arguments["constant"] | call.arguments
 
 
 def _is_mamba(call: Call) -> bool:
-    """Whether the arguments are those of Mamba, for a call with a real memory."""
+    """Return whether the arguments of a `selective_memory` call with a real memory are those that Mamba gives, which
+    the kernel supports.
+    """
     arguments = _all_arguments(call)
     b, c = arguments["b"], arguments["c"]
     real = not any(jnp.iscomplexobj(x) for x in (b, c))
@@ -36,7 +42,9 @@ def _is_mamba(call: Call) -> bool:
 
 
 def _is_gate_loop(call: Call) -> bool:
-    """Whether the arguments are those of GateLoop, for a call with a complex memory."""
+    """Return whether the arguments of a `selective_memory` call with a complex memory are those that GateLoop gives,
+    which the kernel supports.
+    """
     arguments = _all_arguments(call)
     a, b, c = arguments["a"], arguments["b"], arguments["c"]
     real = not any(jnp.iscomplexobj(x) for x in (b, c))
@@ -73,7 +81,9 @@ def _unsupported_by_kernel(name: str, call: Call) -> str | None:
 
 
 def run_kernel(name: str, call: Call) -> tuple[jax.Array, SelectiveState]:
-    """The output and the final state, computed by the fused kernel of the backend `name`."""
+    """Compute `selective_memory` by the fused kernel of the backend called `name`: return the output [B, T, D] and the
+    state after the last token.
+    """
     arguments = _all_arguments(call)
     state = arguments["state"]
     tokens = read_tokens(arguments["segment_ids"], arguments["update_mask"], state.segment_id, None)
@@ -130,7 +140,9 @@ def _complex_scan(name, tokens, starts, arguments) -> tuple[jax.Array, jax.Array
 
 
 def _kernel(name: str, **fields: Any) -> Backend:
-    """The backend that runs the fused kernel `name`; `fields` are further fields of `Backend`."""
+    """Return the backend of `selective_memory` that runs the fused kernel called `name`; `fields` are further fields of
+    `Backend`.
+    """
     return Backend(
         name=name,
         run=functools.partial(run_kernel, name),

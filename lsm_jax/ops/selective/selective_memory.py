@@ -132,7 +132,9 @@ def selective_memory(
 
 
 def _in_sequence(axis, function, static, **arguments):
-    """Run the op on one of the devices that share a row."""
+    """Compute `selective_memory` on one of several devices that have consecutive parts of each row: the outputs of its
+    tokens, and the state after the whole row.
+    """
     update = _update_of_device(function, static, arguments)
     return resume(axis, function, (static,), arguments, update, _advance)
 
@@ -161,21 +163,27 @@ def _update_of_device(function, static, arguments: dict[str, Any]) -> Update:
 
 
 def _advance(state: SelectiveState, update: Update) -> SelectiveState:
-    """The state after an update."""
+    """Return the state of `selective_memory` after the tokens of one device: the memory before them times the
+    exponential of their summed log transitions, plus what they write.
+
+    Where a document begins among these tokens, nothing of the memory before is left.
+    """
     state = emptied_by(state, update)
     decayed = unless_restarted(update, jnp.exp(update.transition) * state.memory)
     return SelectiveState(decayed + update.written.memory, newer_id(state, update))
 
 
 def check_real(op: str, **arrays: Array | None) -> None:
-    """Raise ValueError if one of the arrays is complex."""
+    """Raise ValueError if one of the named arguments of the op called `op` has a complex dtype; None is accepted."""
     for name, array in arrays.items():
         if array is not None and jnp.iscomplexobj(array):
             raise ValueError(f"{op}: {name} has dtype {array.dtype}; accepted are real dtypes")
 
 
 def _check_arrays(op, u, delta, A, B, C, D) -> tuple[int, int]:
-    """Check shapes and dtypes, and return the number of channels and the entries of the memory per channel."""
+    """Raise ValueError unless the arrays of an op over independent channels have matching shapes and real inputs;
+    return D, the number of channels, and N, the memory's numbers per channel.
+    """
     batch, length, channels = checks.check_row_channels(op, "u", u)
     checks.check_shape(op, "A", A, (channels, None), "D, N")
     checks.check_filled(op, "A", A)

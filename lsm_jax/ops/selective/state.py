@@ -1,4 +1,4 @@
-"""The state of `selective_memory`."""
+"""The state that `selective_memory` carries from call to call: N numbers for each channel."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from jaxtyping import Array, Inexact, Int
 
 
 class SelectiveState(NamedTuple):
-    """State of `selective_memory`.
+    """The state of `selective_memory` between calls: N numbers for each channel, and the segment id of the last token.
 
     Attributes:
         memory: [B, D, N], or [B, S, D, N] with one state per segment; float32, or complex64 if the memory
@@ -30,7 +30,7 @@ def selective_state(
     num_segments: int | None = None,
     dtype=jnp.float32,
 ) -> SelectiveState:
-    """An empty `SelectiveState`.
+    """Return the state of `selective_memory` before any token, a `SelectiveState` of zeros.
 
     Args:
         batch_size: B.

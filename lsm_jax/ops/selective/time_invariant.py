@@ -27,7 +27,8 @@ _GROUP = 8  # consecutive blocks whose memories are computed one after another
 def diagonal_kernel(
     exponent: Inexact[Array, "D N"], weight: Inexact[Array, "D N"], length: int
 ) -> Float[Array, "D T"]:
-    """`Re Σ_n weight[n] exp(exponent[n] t)` for t = 0, ..., length - 1.
+    """Return the convolution kernel of a memory that is constant in time, `Re Σ_n weight[n] exp(exponent[n] t)` for t =
+    0, ..., length - 1.
 
     t is split into the index of a block of about sqrt(length) and the index inside the block. The powers of
     both are small arrays, and the kernel is their matrix product; an array [D, N, length] is never formed.
@@ -90,7 +91,9 @@ def time_invariant_memory(
 
 
 def _convolve(u: Array, exponent: Array, gain: Array, weight: Array) -> tuple[Array, Array]:
-    """The convolution of u [B, T, D] and the final memory [B, D, N]."""
+    """Return the convolution of the inputs u [B, T, D] with the kernel that a memory constant in time has, and the
+    memory [B, D, N] after the last token.
+    """
     batch, length, channels = u.shape
     size = min(_LARGEST_BLOCK, 1 << (length - 1).bit_length())
     blocks = _split_into_blocks(u, size)
@@ -108,15 +111,18 @@ def _convolve(u: Array, exponent: Array, gain: Array, weight: Array) -> tuple[Ar
 
 
 def _split_into_blocks(u: Array, size: int) -> Array:
-    """[B, T, D] -> [D, B, T / C, C]. Zeros are added before the first token: they leave the empty memory
-    empty.
+    """Cut the op's inputs u [B, T, D] into blocks of C consecutive tokens, [D, B, T / C, C].
+
+    Zeros are added before the first token: they leave the empty memory empty.
     """
     u = jnp.pad(u, [(0, 0), (-u.shape[1] % size, 0), (0, 0)])
     return jnp.moveaxis(u, 2, 0).reshape(u.shape[2], len(u), -1, size)
 
 
 def _memories_after(blocks: Array, exponent: Array, gain: Array) -> Array:
-    """The memory after each block, [D, B, n, N]; `blocks` is u in blocks, [D, B, n, C]."""
+    """Return the memory after each of n blocks of C tokens, [D, B, n, N], where `blocks` [D, B, n, C] contains the op's
+    inputs u of the tokens.
+    """
     size = blocks.shape[-1]
     powers = gain[..., None] * jnp.exp(exponent[..., None] * jnp.arange(size - 1, -1, -1))
     written = jnp.einsum("dbnj,dkj->dbnk", blocks, _as_real(powers, axis=1), precision=_HIGHEST)
@@ -127,8 +133,10 @@ def _memories_after(blocks: Array, exponent: Array, gain: Array) -> Array:
 
 @jax.custom_vjp
 def _accumulate(log_decay: Array, written: Array) -> Array:
-    """`h_i = exp(log_decay) h_{i-1} + written_i` over blocks [D, B, n, N], from 0. Its gradient is the same
-    sum in reverse order.
+    """Return the memory after each block of tokens, [D, B, n, N]: `h_i = exp(log_decay) h_{i-1} + written_i`, from h =
+    0 on.
+
+    `written` [D, B, n, N] is what each block alone writes. The gradient is the same sum in reverse order.
     """
     return _decayed_sums(log_decay, written)
 
@@ -149,8 +157,8 @@ _accumulate.defvjp(_accumulate_forward, _accumulate_backward)
 
 
 def _decayed_sums(log_decay: Array, x: Array) -> Array:
-    """The result of `_accumulate`, computed inside groups of blocks, and then over the groups in the same
-    way.
+    """Return the memory after each block of tokens, as `_accumulate` does, computed inside groups of blocks, and then
+    over the groups in the same way.
     """
     channels, batch, count, size = x.shape
     group = min(_GROUP, count)
@@ -172,8 +180,8 @@ def _shift_by_one(x: Array) -> Array:
 
 
 def _toeplitz(kernel: Array) -> Array:
-    """kernel [D, C] -> [D, C, C], `kernel[j - i]` at (i, j), 0 where j < i; made by reshapes, whose
-    gradient is cheap.
+    """Return the matrix [D, C, C] by which a block of C tokens is convolved with a kernel [D, C]: `kernel[j - i]` at
+    (i, j), 0 where j < i. It is made by reshapes, whose gradient is cheap.
     """
     channels, size = kernel.shape
     repeated = jnp.broadcast_to(
@@ -186,12 +194,16 @@ def _toeplitz(kernel: Array) -> Array:
 
 
 def _block_size(length: int) -> int:
-    """A power of two near sqrt(length)."""
+    """Return the number of tokens in a block of a convolution by blocks: a power of two near the square root of the
+    row's length, which balances the work inside blocks and between them.
+    """
     return 1 << (length.bit_length() // 2)
 
 
 def _real_and_imaginary(x: Array, axis: int) -> Array:
-    """Return the real and the imaginary parts of x, concatenated along `axis`."""
+    """Return the real and the imaginary parts of a complex array x, concatenated along `axis`, so that real products
+    can be used.
+    """
     return jnp.concatenate([jnp.real(x), jnp.imag(x)], axis=axis)
 
 
@@ -203,5 +215,7 @@ def _as_real(x: Array, axis: int) -> Array:
 
 
 def _widen(x: Array, dtype) -> Array:
-    """`x` in `dtype`, or in the complex dtype with parts of at least `dtype` if x is complex."""
+    """Convert x to the float dtype `dtype`, or, if x is complex, to a complex dtype whose parts have at least that
+    precision.
+    """
     return x.astype(jnp.result_type(dtype, jnp.complex64) if jnp.iscomplexobj(x) else dtype)

@@ -20,11 +20,11 @@ from lsm_jax.ops.selective.state import SelectiveState
 
 
 class SelectiveOptions(NamedTuple):
-    """Static options of `selective_memory`.
+    """The options of `selective_memory` that are constant when a program is compiled.
 
     Attributes:
-        discretization: as the op's argument.
-        form: as the op's argument.
+        discretization: how the step size scales a write: "zoh", "euler" or "none".
+        form: "recurrent", "chunk" or "associative", how the op is computed.
         size: tokens in a chunk.
         dtype: of real states and of all sums.
         is_complex: whether the memory is complex.
@@ -68,7 +68,8 @@ def run_in_form(
     b=None,
     c=None,
 ) -> tuple[Array, SelectiveState]:
-    """The output in u's dtype and the final state, computed in `options.form`.
+    """Compute `selective_memory` in the form that `options` says; return the output [B, T, D] in u's dtype and the
+    state after the last token.
 
     The arrays have the names of the op's arguments in lower case; `constant` contains those of delta, b and c
     that are constant in time.
@@ -122,7 +123,7 @@ def run_in_form(
 def _associative(
     options: SelectiveOptions, tokens: Tokens, inputs: _Inputs, memory: Array, update, read_memory
 ) -> tuple[Array, Array]:
-    """The output and the final memory by an associative scan over tokens."""
+    """Return the outputs and the final memory of `selective_memory`, computed by an associative scan over all tokens."""
     batch, length, _ = inputs.u.shape
     num_segments = memory.shape[1] if memory.ndim == 4 else None
     chunks = cut_into_chunks(tokens, length, 1, num_segments)
@@ -148,7 +149,9 @@ def _associative(
 def _chunked(
     options: SelectiveOptions, tokens: Tokens, inputs: _Inputs, memory: Array, update, read_memory
 ) -> tuple[Array, Array]:
-    """The output and the final memory by an associative scan in each chunk and a scan over chunks."""
+    """Return the outputs and the final memory of `selective_memory`, computed by an associative scan over the tokens of
+    each chunk and a scan over the chunks.
+    """
     length = inputs.u.shape[1]
     num_segments = memory.shape[1] if memory.ndim == 4 else None
     chunks = cut_into_chunks(tokens, length, options.size, num_segments)
@@ -169,19 +172,23 @@ def _chunked(
 
 
 def document_starts(tokens: Tokens) -> Array | None:
-    """[B, T], True where a document begins; None if none can begin in this call."""
+    """Return whether each token begins a document, [B, T]; None if no document can begin in this call."""
     if tokens.run is None:
         return None
     return jnp.diff(tokens.run, axis=1, prepend=jnp.zeros_like(tokens.run[:, :1])) > 0
 
 
 def _compose(earlier, later):
-    """The update that applies `earlier` and then `later`; both are (transition, write)."""
+    """Compose two updates (transition, write) of a memory whose entries are independent into the one that applies
+    `earlier` and then `later`.
+    """
     return later[0] * earlier[0], later[0] * earlier[1] + later[1]
 
 
 def _update(x: _Inputs, *, a, constant_b, discretization) -> tuple[Array, Array]:
-    """The transition and the write of each token, [..., D, N]."""
+    """Return the update of each token for a memory [..., D, N] whose entries are independent: the transition exp(Δ A)
+    (0 where a document begins), and the write, the input u times B, scaled by the step size Δ as `discretization` says.
+    """
     exponent = x.delta[..., None] * a
     transition = jnp.exp(exponent)
     if x.starts is not None:
@@ -197,7 +204,9 @@ def _update(x: _Inputs, *, a, constant_b, discretization) -> tuple[Array, Array]
 
 
 def _read_memory(x: _Inputs, memory: Array, *, constant_c) -> Array:
-    """The real part of the sum over n of c h, h the memory: [..., D, N] -> [..., D]."""
+    """Return each channel's output [..., D] from the memory h [..., D, N]: the real part of the sum of C h over the N
+    numbers of a channel, with the read vector C.
+    """
     c = _by_channel(x, x.c, constant_c)
     products = jnp.real(c) * jnp.real(memory)
     if jnp.iscomplexobj(c) and jnp.iscomplexobj(memory):
@@ -206,15 +215,18 @@ def _read_memory(x: _Inputs, memory: Array, *, constant_c) -> Array:
 
 
 def _by_channel(x: _Inputs, by_token, constant) -> Array:
-    """B or C with an axis of channels, [..., D or 1, N]."""
+    """Return the vector B or C of the selective memory with an axis of channels, [..., D or 1, N]: `constant`, or if
+    given `by_token`, which may lack that axis.
+    """
     if by_token is None:
         return constant
     return by_token if by_token.ndim == x.u.ndim + 1 else by_token[..., None, :]
 
 
 def expm1_ratio(z: Array) -> Array:
-    """`(exp(z) - 1) / z`, 1 at 0. Near 0 it is computed by its series, since the quotient's derivative
-    would lose digits there.
+    """Return `(exp(z) - 1) / z`, 1 at z = 0, by which a zero-order hold multiplies a token's write, for z = Δ A.
+
+    Near 0 it is computed by its series, since the quotient's derivative would lose digits there.
     """
     near = jnp.abs(jnp.real(z)) + jnp.abs(jnp.imag(z)) < 0.5
     safe = jnp.where(near, 1, z)

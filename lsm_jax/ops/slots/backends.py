@@ -31,7 +31,9 @@ def _linear_call(call: Call, memory: Any, options: Any, **arrays: Any) -> Call:
 
 
 def _unsupported(backend: Backend, call: Call) -> str | None:
-    """The first requirement that one of the two memories does not meet."""
+    """Return, in words, the first requirement of the `linear_memory` backend that one of the two memories of
+    `slot_memory` does not meet; None if both meet all.
+    """
     q, k, v, s, log_decay, state = (
         call.arguments[n] for n in ("q", "k", "v", "s", "log_decay", "state")
     )
@@ -50,7 +52,8 @@ def _unsupported(backend: Backend, call: Call) -> str | None:
 
 
 def _run(backend: Backend, call: Call) -> tuple[jax.Array, SlotState]:
-    """Read the memory of keys, apply the softmax over slots, and read the memory of values.
+    """Compute `slot_memory`: read the memory of slot keys with the queries, apply the softmax over slots, and read the
+    memory of slot values with the weights.
 
     The slots are the value channels of the first memory and the key channels of the second. The softmax
     multiplies rounding errors of the scores by up to their range, which may be 16: all scores are float32,
@@ -90,7 +93,9 @@ def _run(backend: Backend, call: Call) -> tuple[jax.Array, SlotState]:
 
 
 def _slot_backend(backend: Backend) -> Backend:
-    """The backend of `slot_memory` that computes both memories by `backend` of `linear_memory`."""
+    """Return the backend of `slot_memory` that computes both of its memories, that of keys and that of values, by the
+    given backend of `linear_memory`.
+    """
     supports_all = backend.name == "xla"
     return Backend(
         name=backend.name,

@@ -51,7 +51,7 @@ def slot_memory(
     implementation: str | tuple[str, ...] | None = None,
     chunk_size: int | None = None,
 ) -> tuple[Float[Array, "B T max(H,G) V"], SlotState]:
-    """Write keys and values into decaying slots, and attend to the slots.
+    """Write each token's key and value into M decaying slots, and return the softmax attention of q to the slots.
 
     A slot that no token has written has score 0; the softmax includes it.
 
@@ -128,13 +128,19 @@ def slot_memory(
 
 
 def _in_sequence(axis, function, static, **arguments):
-    """Run the op on one of the devices that share a row."""
+    """Compute `slot_memory` on one of several devices that have consecutive parts of each row: the outputs of its
+    tokens, and the state after the whole row.
+    """
     update = _update(function, static, **arguments)
     return resume(axis, function, (static,), arguments, update, _advance)
 
 
 def _update(function, static, q, k, v, s, log_decay, state, segment_ids, update_mask) -> Update:
-    """The tokens of this device as one update of both memories. Neither memory depends on the other."""
+    """Return the effect of this device's tokens on both memories of `slot_memory`, that of keys and that of values, as
+    one update: their composed decay, and what they write.
+
+    Neither memory's update depends on the other memory.
+    """
     options = static.options
     batch, _, heads, _ = v.shape
     num_segments = state.keys.shape[1] if state.keys.ndim == 5 else None
@@ -165,7 +171,11 @@ def _update(function, static, q, k, v, s, log_decay, state, segment_ids, update_
 
 
 def _advance(state: SlotState, update: Update) -> SlotState:
-    """The state after an update."""
+    """Return the state of `slot_memory` after the tokens of one device: the slots' keys and values before them, decayed
+    by the sum of their log decays (`update.transition`), plus what these tokens write.
+
+    Where a document begins among these tokens, nothing of the state before is left.
+    """
     state, decay = emptied_by(state, update), update.transition
     keys, values = state.keys, state.values
     if decay is not None:

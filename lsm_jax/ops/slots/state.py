@@ -1,4 +1,4 @@
-"""The state of `slot_memory`."""
+"""The state that `slot_memory` (gated slot attention) carries from call to call: keys and values of M slots."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from jaxtyping import Array, Float, Int
 
 
 class SlotState(NamedTuple):
-    """State of `slot_memory`.
+    """The state of `slot_memory` between calls: the keys and the values of M slots, and the segment id of the last
+    token.
 
     Attributes:
         keys: [B, G, K, M], or [B, S, G, K, M] with one state per segment; float32.
@@ -32,8 +33,8 @@ def slot_state(
     num_segments: int | None = None,
     dtype=jnp.float32,
 ) -> SlotState:
-    """An empty `SlotState` of `num_heads` pairs of memories; each row has `num_segments` states, or one if
-    that is None.
+    """Return a `SlotState` of zeros, for `num_heads` pairs of memories in each of `batch_size` rows; each row has
+    `num_segments` states, or one if that is None.
     """
     rows = (batch_size,) if num_segments is None else (batch_size, num_segments)
     return SlotState(
