@@ -1,4 +1,5 @@
-"""The batches of a run that one process reads: its part of the rows of each batch."""
+"""Make the training and held-out batches of a run, of which each process reads only the rows of its own
+devices."""
 
 from __future__ import annotations
 
@@ -59,11 +60,13 @@ class RecentBatches:
         self._peeked: dict[str, np.ndarray] | None = None
 
     def peek(self) -> None:
-        """Read the next batch now, for the next call of `next`; raises what the data raises."""
+        """Read the next training batch from the iterator and keep it for the next call of `next`; raises
+        the error of the data if it cannot be read."""
         self._peeked = self._read()
 
     def __next__(self) -> dict[str, np.ndarray]:
-        """Return the next batch."""
+        """Return the next training batch: one that was peeked or gone back over, or else a new one from the
+        iterator."""
         batch, self._peeked = self._peeked, None
         return self._read() if batch is None else batch
 
@@ -74,6 +77,6 @@ class RecentBatches:
         return batch
 
     def go_back(self, count: int) -> None:
-        """Go back by `count` batches, so that they are read again."""
+        """Go back by the last `count` training batches, so that the next calls of `next` return them again."""
         positions = [self._positions.pop() for _ in range(count)]
         self.iterator.set_state(positions[-1])

@@ -1,4 +1,4 @@
-"""Configs as JSON: conversion and back, differences between two configs, and the names of fields."""
+"""Convert configs to JSON and back, list the differences between two configs, and name their fields."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ def _moved_fields(kind: type, fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _class_of(kind: str) -> type:
-    """The config class that `to_dict` wrote as "module:name", from this library or a registered method."""
+    """Return the config class that `to_dict` wrote as "module:name"; it must be of this library or of a
+    registered method."""
     for method in (mixers.METHODS | mixers.WRAPPERS).values():
         if kind == f"{method.config.__module__}:{method.config.__qualname__}":
             return method.config
@@ -100,7 +101,7 @@ def from_dict(value: Any) -> Any:
 
 
 def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
-    """The values of a config by dotted field names."""
+    """Return all values of a config as a dict by dotted field name, such as "optimizer.peak_lr"."""
     if not isinstance(value, dict):
         value = to_dict(value)
     rows = {}
@@ -131,7 +132,8 @@ def differences(old: Any, new: Any) -> list[str]:
 
 
 def suggest(config: Any, name: str) -> str:
-    """The error message for a dotted field name that does not exist, with the fields that do."""
+    """Return the error message for a dotted field name that the config does not have; it lists the fields
+    that exist at that place."""
     *path, last = name.split(".")
     holder = config
     for part in path:
