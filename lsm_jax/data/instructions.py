@@ -9,7 +9,7 @@ _LAST = "Write a response that appropriately completes the request.\n\n### Instr
 
 
 def text_field(fields: Any, name: str, where: str) -> str:
-    """Return the text in the field `name` of a JSON object.
+    """Return the text that a document, a JSON object, has in its field `name`.
 
     Args:
         fields: the parsed line of a file.

@@ -1,4 +1,5 @@
-"""Batch iterators: `make_train_iterator`, `make_eval_iterator`."""
+"""Make the iterators over batches of tokens: `make_train_iterator` for training, `make_eval_iterator` for
+held-out data."""
 
 from __future__ import annotations
 
@@ -164,7 +165,8 @@ def _document_index(
     order: Callable[[int], np.ndarray] | None,
     n: int,
 ) -> int:
-    """Return the index of the n-th piece of a lane: lane j has items j, j + B, j + 2B, ... of the epochs in sequence.
+    """Return the index of the n-th piece of text that a lane reads, where lane j makes row j of each batch:
+    it has items j, j + B, j + 2B, ... of the epochs in sequence.
 
     Args:
         count: pieces in an epoch.
@@ -178,7 +180,8 @@ def _document_index(
 
 
 def _piece_tokens(documents: Documents, tokenizer: Tokenizer, config: DataConfig, index: int):
-    """Return tokens and labels of a piece by the config's rules, or None if it predicts nothing."""
+    """Return the token ids and the labels of a document's piece, by the data config's rules for BOS, end
+    and alignment; None if it predicts no token."""
     bos_id = bos_id_of(config, tokenizer)
     end_id = bos_id if config.format == "text" else tokenizer.eos_id
     return document_tokens(
@@ -208,12 +211,13 @@ def _check_some_text(
 
 
 def _serial(pieces: grain.MapDataset) -> grain.IterDataset:
-    """Read the pieces in the calling thread."""
+    """Return a dataset that reads the pieces of documents in the calling thread, one after another."""
     return pieces.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
 
 
 def _step_iterator(config: DataConfig, batches: StoreBatches, steps: int) -> grain.DatasetIterator:
-    """Return an iterator over the batches of steps 0, 1, ..., made by the config's threads."""
+    """Return an iterator over a store's batches of the training steps 0, 1, ..., which the config's threads
+    read ahead."""
     options = grain.ReadOptions(
         num_threads=config.num_threads,
         prefetch_buffer_size=config.prefetch if config.num_threads else 0,
@@ -228,7 +232,8 @@ def _prefetched(config: DataConfig, dataset: grain.IterDataset) -> grain.Dataset
 
 
 def _open(dataset: grain.IterDataset) -> grain.DatasetIterator:
-    """Return an iterator that is closed when the interpreter exits."""
+    """Return an iterator over the dataset's batches that is closed when the interpreter exits, so that its
+    threads end before."""
     iterator = iter(dataset)
     _open_iterators.add(iterator)
     return iterator

@@ -1,4 +1,4 @@
-"""Batches of a store's rows."""
+"""Make batches from the rows of a token store."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ Order = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
 
 
 class StoreBatches:
-    """The batches of a store as a function of the step, so that the state of an iterator is one integer."""
+    """The batches of a token store as a function of the step's number, so that the state of an iterator
+    over them is one integer."""
 
     def __init__(
         self,
@@ -28,7 +29,7 @@ class StoreBatches:
         separator: int | None,
         vocab_size: int,
     ):
-        """Define the batches by a store and an order.
+        """Define the batches of a token store by the order in which its sequences are read.
 
         Args:
             store: the open store.
@@ -49,7 +50,8 @@ class StoreBatches:
         self._bos_id, self._separator, self._vocab_size = bos_id, separator, vocab_size
 
     def __call__(self, step: int) -> dict[str, np.ndarray]:
-        """Return this host's batch of a step, as `make_train_iterator` describes it."""
+        """Return this host's rows of the batch of one step, as a dict of arrays that `make_train_iterator`
+        describes."""
         numbers = step * self._batch + self._slots
         real = numbers < self._num_sequences
         rows = np.zeros((len(numbers), self._length), np.int32)
@@ -71,7 +73,8 @@ class StoreBatches:
 
 
 def shift_rows(rows: np.ndarray, *, bos_id: int | None) -> dict[str, np.ndarray]:
-    """Return tokens, labels and loss mask of rows.
+    """Return the tokens, labels and loss mask of a batch that predicts each next token, from rows of a
+    store.
 
     Args:
         rows: int32 [B, T].
@@ -88,7 +91,8 @@ def shift_rows(rows: np.ndarray, *, bos_id: int | None) -> dict[str, np.ndarray]
 
 
 def row_segments(tokens: np.ndarray, separator: int) -> dict[str, np.ndarray]:
-    """Return segment ids from 1 and positions from 0, int32 [B, T]; each separator begins a segment."""
+    """Return the segment ids (from 1) and the positions (from 0 in each segment) of the tokens in a store's
+    rows, int32 [B, T]; each separator begins a segment."""
     begins = tokens == separator
     begins[:, 0] = True
     place = np.arange(tokens.shape[1])

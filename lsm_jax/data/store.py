@@ -24,7 +24,7 @@ _CHECKED_AT_OPEN = 1024  # number of chunk files whose size is checked, about
 
 
 class TokenStore:
-    """A token store, opened and checked.
+    """A store of tokenized documents in LongCrawl64's format, opened for reading and checked.
 
     Attributes:
         path: the array's folder.
@@ -40,7 +40,7 @@ class TokenStore:
         cached_blocks: int = 2,
         block_length: int = 1,
     ):
-        """Open the store.
+        """Open a token store for reading, and check its files.
 
         Args:
             path: the array's folder.
@@ -77,7 +77,7 @@ class TokenStore:
             raise ValueError(f"{self.path} cannot be opened as a token store: {error}") from error
 
     def read(self, rows: Any, starts: Any, length: int, *, vocab_size: int) -> np.ndarray:
-        """Read tokens of n documents.
+        """Read a range of `length` tokens from each of n documents of the store.
 
         Args:
             rows: [n], or one for all: numbers of the documents.
@@ -115,7 +115,7 @@ class TokenStore:
         return block.astype(np.int32)
 
     def check_tokenizer(self, tokenizer: Tokenizer) -> None:
-        """Check that the store was written with this tokenizer, by its `.zattrs`.
+        """Check by the store's `.zattrs` that its tokens were written with this tokenizer.
 
         Raises:
             ValueError: the encoder or JSON-escaping is another.
@@ -176,7 +176,8 @@ class TokenStore:
 
 
 def is_store(path: Path) -> bool:
-    """Return whether the path is a folder with zarr metadata or with a name that ends in .zarr."""
+    """Return whether the path is a token store: a folder with zarr metadata, or with a name that ends in
+    .zarr."""
     return path.is_dir() and (
         path.suffix == ".zarr"
         or any((path / name).exists() for name in (".zarray", ".zgroup", "zarr.json"))
@@ -184,7 +185,7 @@ def is_store(path: Path) -> bool:
 
 
 def _read_metadata(path: Path) -> dict[str, Any]:
-    """Return the contents of .zarray after checking that it describes a token store."""
+    """Return the contents of a store's .zarray, after checking that it describes a token store."""
     if not path.is_dir():
         raise ValueError(f"token store {str(path)!r} is not a folder")
     if not (path / ".zarray").is_file():
@@ -224,7 +225,8 @@ def _read_metadata(path: Path) -> dict[str, Any]:
 
 
 def _chunk_bytes(metadata: dict[str, Any]) -> int:
-    """The size of a decoded chunk."""
+    """Return the size in bytes of one of a store's chunk files after decoding, from the contents of its
+    .zarray."""
     rows, columns = metadata["chunks"]
     return rows * columns * np.dtype(metadata["dtype"]).itemsize
 
@@ -242,7 +244,7 @@ def _read_json(path: Path, missing: Any = None) -> Any:
 
 
 def _chunk_files(path: Path, separator: str) -> Iterator[str]:
-    """Yield the names of the chunk files, such as "0.1", or "0/1" with the separator "/"."""
+    """Yield the names of a store's chunk files, such as "0.1", or "0/1" with the separator "/"."""
     if separator == ".":
         yield from (e.name for e in os.scandir(path) if re.fullmatch(r"\d+\.\d+", e.name))
         return

@@ -1,4 +1,4 @@
-"""The order and the batches of a store by a config."""
+"""Make the batches of a token store, and the order in which it is read, by a data config."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def store_batches(
     rows_of: slice,
     vocab_size: int,
 ) -> StoreBatches:
-    """Return the batches of a store by the config's rules.
+    """Return the batches of a token store, as a function of the step, by the rules of the data config.
 
     Args:
         config: the data.
@@ -50,7 +50,7 @@ def store_batches(
 
 
 def num_columns(config: DataConfig, store: TokenStore) -> int:
-    """Return the number of sequences in a document.
+    """Return into how many sequences of the data config's row length each document of a store is divided.
 
     Raises:
         ValueError: the documents are shorter than a sequence.
@@ -66,7 +66,8 @@ def num_columns(config: DataConfig, store: TokenStore) -> int:
 def train_order(
     config: DataConfig, store: TokenStore, documents: int, batch: int, seed: int
 ) -> ColumnOrder | ShuffledOrder:
-    """Return the training order, and log how many tokens are not read in an epoch.
+    """Return the order in which training reads the sequences of a store, and log how many tokens are not
+    read in an epoch.
 
     Raises:
         ValueError: the documents are too few for one global batch.
