@@ -62,7 +62,7 @@ class HarnessConfig:
     log_samples: bool = False
 
     def names(self) -> list[str]:
-        """The names of the harness's tasks to run, as a list."""
+        """Return the names of the harness's tasks or groups to run, as a list."""
         return [name for name in self.tasks.split(",") if name]
 
     def validate(self) -> None:

@@ -20,7 +20,7 @@ from lsm_jax.training.step import params_of
 
 @dataclasses.dataclass(kw_only=True)
 class Pretrained:
-    """A pretrained transformer on disk, the value of `TrainConfig.base`.
+    """A pretrained transformer on disk from which a run starts, the value of `TrainConfig.base`.
 
     Attributes:
         path: a Hugging Face folder, also one of Liger's authors (`lsm_jax.linearize.released`), or a .gguf file.
@@ -51,7 +51,8 @@ class Pretrained:
         return _open_cached(str(path), path.stat().st_mtime_ns if path.exists() else 0)
 
     def validate(self, model: ModelConfig) -> None:
-        """Raise ValueError unless `model` was made from the pretrained model."""
+        """Raise ValueError unless the model config `model` was made from that of the pretrained model, so
+        that its parameters can be loaded."""
         stored, expected = self.config(), base_model(model)
         wrong = [
             f"{name}: {getattr(stored, name)} in base.path, {getattr(expected, name)} in the config"
@@ -71,7 +72,7 @@ class Pretrained:
             )
 
     def load(self, model: ModelConfig, target: dict[str, Any]) -> dict[str, Any]:
-        """Load the pretrained parameters.
+        """Load the parameters of the pretrained model for a model that was made from it.
 
         Args:
             model: the linearised model.
@@ -108,7 +109,8 @@ def _open_cached(path: str, modified: int) -> Tensors:
 
 
 def _differences(stored: Any, expected: Any) -> list[str]:
-    """Return a line for each field by which the outputs of two layers differ.
+    """Return a line of text for each field by which two layers of a model config differ so that their
+    outputs differ.
 
     The window and the implementation may differ; multiple_of and hidden_ratio have no effect if intermediate_size is set.
     """
