@@ -120,7 +120,7 @@ def _config_of_source(checkpoint: Checkpoint, kind: str, config: ModelConfig) ->
 
 def _without_bounds(params: dict[str, Any]) -> dict[str, Any]:
     """Return the parameters of an HGRN2 model without the logits of the forget gates' lower bounds, which
-    the published code of FoX's paper does not have.
+    the published code of FoX's paper does not apply.
 
     Raises:
         ValueError: a bound is not 0, which the published code computes in its place.

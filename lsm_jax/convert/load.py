@@ -139,7 +139,7 @@ def _zeros(shape: tuple[int, ...], dtype: Any, sharding: Any) -> jax.Array:
 @functools.cache
 def _insert_row(sharding: Any) -> Callable[[jax.Array, jax.Array, int], jax.Array]:
     """Return a compiled function (stack, values, index) that writes one layer's `values` into a parameter
-    that is stacked over layers; the old stack is donated."""
+    that is stacked over periods; the old stack is donated."""
 
     def insert(stack, values, row):
         return jax.lax.dynamic_update_index_in_dim(stack, values, row, 0)
@@ -148,7 +148,7 @@ def _insert_row(sharding: Any) -> Callable[[jax.Array, jax.Array, int], jax.Arra
 
 
 def _without_layer_axis(sharding: Any) -> Any:
-    """Return the sharding of one layer's values of a parameter that is stacked over layers, from that of
+    """Return the sharding of one layer's values of a parameter that is stacked over periods, from that of
     the stack."""
     if not isinstance(sharding, jax.sharding.NamedSharding):
         return sharding

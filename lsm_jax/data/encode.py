@@ -54,7 +54,7 @@ def write_documents(
 
     Args:
         documents: the documents that were encoded.
-        writer: the open store.
+        writer: the store to which rows are added, opened for writing.
         encoded: pairs (size in bytes, ids of consecutive pieces) in the order of `documents`.
         length: tokens in a row.
         separator: concatenate the documents with this id after each. None is LongCrawl64's rule: a row is the first
@@ -62,7 +62,7 @@ def write_documents(
         progress: called with (tokens, bytes) of each item of `encoded`.
 
     Raises:
-        ValueError: there is no full row.
+        ValueError: all documents together do not fill one row.
     """
     counts = Written(documents=documents.num_documents)
     carry = np.zeros(0, np.uint32)

@@ -46,8 +46,8 @@ def make_train_iterator(
     resumed on another number of hosts.
 
     Args:
-        config: the data.
-        tokenizer: None loads `config.tokenizer`.
+        config: the data config of the run.
+        tokenizer: the tokenizer of the text; None loads `config.tokenizer`.
         global_batch_size: B, the rows of all hosts' batches together.
         seed: seed of the shuffled order.
         shard_index: number of this host, such as `jax.process_index()`.
@@ -169,11 +169,11 @@ def _document_index(
     it has items j, j + B, j + 2B, ... of the epochs in sequence.
 
     Args:
-        count: pieces in an epoch.
-        batch: B, the number of lanes.
-        lane: j.
-        order: the permutation of each epoch; None is the listed order.
-        n: position in the lane.
+        count: number of pieces of documents in an epoch.
+        batch: B, the number of lanes, which is the number of rows in a global batch.
+        lane: j, the number of the lane.
+        order: function from an epoch's number to the permutation of its pieces; None is the listed order.
+        n: number of the piece in the lane, from 0.
     """
     epoch, index = divmod(n * batch + lane, count)
     return index if order is None else int(order(epoch)[index])

@@ -170,7 +170,7 @@ class NeedlePrompt(NamedTuple):
         depth: the requested depth in percent; NaN without the needle.
         sample: number of the excerpt.
         place: number of tokens of text before the needle; -1 without it.
-        tokens: int32 [P], the prompt.
+        tokens: int32 [P], the token ids of the prompt.
     """
 
     mode: str
@@ -184,7 +184,7 @@ class NeedleTask:
     """The prompts of a needle-in-a-haystack test, as token ids of one tokenizer.
 
     Attributes:
-        answer: int32 [A], the ids of the answer after a prompt.
+        answer: int32 [A], the token ids of the answer that should follow a prompt.
         new_tokens: maximum number of tokens to generate.
     """
 
@@ -192,7 +192,7 @@ class NeedleTask:
         """Tokenise the needle, its question and its answer.
 
         Args:
-            config: the task; it is validated.
+            config: the needle-in-a-haystack config; it is validated.
             tokenizer: the model's tokenizer.
             bos_id: id in front of every prompt; None adds none.
 
@@ -271,7 +271,7 @@ class NeedleTask:
 
         Args:
             text: int32 [samples, at least `text_length` of the longest length], the excerpts.
-            length: one of `lengths`.
+            length: tokens of prompt and answer together, one of the values of `lengths`.
         """
         size = self.text_length(length)
         stops = np.array([self._stops(row[:size]) for row in text])
@@ -312,7 +312,7 @@ def haystack_tokens(
     """Return the first tokens of the held-out data: its documents concatenated, without BOS.
 
     Args:
-        data: a store or text.
+        data: the data config of the held-out data, a store or text.
         tokenizer: the tokenizer of the model and the store.
         number: number of tokens to return.
         vocab_size: vocabulary of the model.

@@ -25,7 +25,8 @@ class ColumnOrder:
         """Define the published order of reading a store whose documents are cut into blocks.
 
         Args:
-            num_documents, num_columns: the grid of sequences.
+            num_documents: number of documents in the store.
+            num_columns: number of blocks, each one sequence, into which every document is cut.
             multiple: the number of documents is cut to a multiple of it; the global batch size.
         """
         self.num_documents = num_documents // multiple * multiple
@@ -59,7 +60,8 @@ class ShuffledOrder:
         """Define a shuffled order of reading a store whose documents are cut into blocks.
 
         Args:
-            num_documents, num_columns: the grid of sequences.
+            num_documents: number of documents in the store.
+            num_columns: number of blocks, each one sequence, into which every document is cut.
             multiple: the number of sequences in an epoch is cut to a multiple of it; the global batch size.
             block: (documents, columns) of the grid that one storage chunk contains.
             window_blocks: number of storage chunks that are shuffled together.
@@ -108,8 +110,8 @@ def permutation(count: int, seed: int, *path: int) -> np.ndarray:
     """Return a seeded permutation of range(count), which is the same on every machine and numpy version.
 
     Args:
-        count: length.
-        seed: the seed.
+        count: length of the permutation.
+        seed: seed of the random numbers.
         path: further integers, such as the epoch, that select the permutation.
     """
     # numpy guarantees the stream of a bit generator between versions, but not that of `Generator.permutation`.

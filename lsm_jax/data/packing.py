@@ -33,12 +33,12 @@ def document_tokens(
     no token.
 
     Args:
-        documents: the pieces.
-        index: number of the piece.
-        tokenizer: encodes the text.
-        bos_id: the first token of a document; None adds none.
-        end_id: the label of a document's last token; None: the last token predicts nothing.
-        align: pad to a multiple of this number of tokens.
+        documents: the pieces of all documents.
+        index: number of the piece to tokenise.
+        tokenizer: the tokenizer that encodes the piece's text.
+        bos_id: id of the token to put in front of a document (BOS); None adds none.
+        end_id: id that a document's last token predicts, its label; None: the last token predicts nothing.
+        align: the piece is padded at its end to a multiple of this number of tokens.
     """
     piece = documents[index]
     ids = tokenizer.encode(piece.text)

@@ -56,7 +56,7 @@ class RecallExamples(NamedTuple):
     """The N examples of a multi-query associative recall task, of T tokens each.
 
     Attributes:
-        tokens: [N, T].
+        tokens: the token ids, [N, T].
         targets: [N, T], the value to predict at a query, -1 (`NOT_ASKED`) elsewhere.
     """
 
@@ -87,7 +87,7 @@ def recall_examples(
 
     Args:
         task: length, pairs and number of examples.
-        vocab_size: V.
+        vocab_size: V, the number of token ids.
         seed: the same seed gives the same examples.
         power: exponent of the distribution of gaps: 1 is uniform; the nearer to 0, the likelier short gaps are.
         random_fill: draw the remaining tokens uniformly from 0..V-1 (zoology's `random_non_queries`); otherwise they are 0.

@@ -32,16 +32,16 @@ class StoreBatches:
         """Define the batches of a token store by the order in which its sequences are read.
 
         Args:
-            store: the open store.
-            order: maps numbers of sequences to (documents, blocks).
+            store: the token store, opened for reading.
+            order: function from the numbers of sequences, in the order of reading, to (documents, blocks of a document).
             first_document: number in the store of the order's document 0.
             num_sequences: sequences with this number or a larger one are padding rows, with loss_mask 0.
-            sequence_length: tokens in a block.
+            sequence_length: tokens in a block, which becomes a row of a batch.
             global_batch_size: rows in a global batch.
-            rows_of: this host's rows of a global batch.
+            rows_of: the range of a global batch's rows that this host makes.
             bos_id: the token at position 0 by LongCrawl64's rule; None: no BOS, and the last position predicts nothing.
             separator: the id that begins a segment inside a row; None: no segments.
-            vocab_size: ids must be below it.
+            vocab_size: number of ids in the model's vocabulary; a token id that is not below it is an error.
         """
         self._store, self._order, self._first_document = store, order, first_document
         self._num_sequences, self._length = num_sequences, sequence_length
@@ -77,7 +77,7 @@ def shift_rows(rows: np.ndarray, *, bos_id: int | None) -> dict[str, np.ndarray]
     store.
 
     Args:
-        rows: int32 [B, T].
+        rows: the token ids of B sequences of the store, int32 [B, T].
         bos_id: LongCrawl64's rule: `labels = rows`, `tokens = roll(rows, 1)` with BOS at position 0. None: `tokens = rows`,
             the labels are the next tokens, and the last position predicts nothing.
     """

@@ -15,7 +15,7 @@ def open_store(config: DataConfig, *, heldout: bool) -> tuple[TokenStore, int, i
     documents), or None if the path contains text.
 
     Args:
-        config: the data.
+        config: the data config of the run.
         heldout: return the held-out documents instead of the training documents.
 
     Raises:

@@ -27,9 +27,10 @@ class TokenStore:
     """A store of tokenized documents in LongCrawl64's format, opened for reading and checked.
 
     Attributes:
-        path: the array's folder.
-        num_documents, length: the array's shape.
-        chunks: (rows, columns) of one chunk file.
+        path: the folder of the store's zarr array.
+        num_documents: number of documents, the array's rows.
+        length: number of tokens in each document.
+        chunks: (documents, tokens of each) in one chunk file.
         attributes: the contents of `.zattrs`.
     """
 
@@ -43,13 +44,13 @@ class TokenStore:
         """Open a token store for reading, and check its files.
 
         Args:
-            path: the array's folder.
+            path: the folder of the store's zarr array.
             cached_blocks: number of blocks whose decoded chunks are cached in memory; a block is `block_length` tokens of
                 the documents of one chunk.
             block_length: number of tokens that are read of a document at a time.
 
         Raises:
-            ValueError: the folder is no store, the store is empty, or a chunk file is truncated.
+            ValueError: the folder is no token store, the store is empty, or a chunk file is truncated.
         """
         self.path = Path(path).expanduser().absolute()
         metadata = _read_metadata(self.path)
@@ -80,13 +81,13 @@ class TokenStore:
         """Read a range of `length` tokens from each of n documents of the store.
 
         Args:
-            rows: [n], or one for all: numbers of the documents.
-            starts: [n], or one for all: the first column to read of each.
-            length: number of columns to read.
-            vocab_size: ids must be below it.
+            rows: numbers of the documents to read, [n], or one number for all.
+            starts: the first token to read of each document, [n], or one number for all.
+            length: number of tokens to read of each document.
+            vocab_size: number of ids in the model's vocabulary; a token id that is not below it is an error.
 
         Returns:
-            int32 [n, length].
+            The token ids, int32 [n, length].
 
         Raises:
             ValueError: a chunk cannot be decoded (the message names its file), or a token id is outside the vocabulary
@@ -118,7 +119,7 @@ class TokenStore:
         """Check by the store's `.zattrs` that its tokens were written with this tokenizer.
 
         Raises:
-            ValueError: the encoder or JSON-escaping is another.
+            ValueError: the store was written with another tokenizer, or with another choice of JSON-escaping.
         """
         encoder = self.attributes.get("encoder")
         if encoder is None:

@@ -25,14 +25,14 @@ def store_batches(
     """Return the batches of a token store, as a function of the step, by the rules of the data config.
 
     Args:
-        config: the data.
-        tokenizer: its BOS is used if the config has none.
-        source: (store, first document, number of documents).
-        order: the order of the sequences.
-        num_sequences: rows after this number of sequences are padding.
-        batch: the global batch size.
-        rows_of: this host's rows of a global batch.
-        vocab_size: ids must be below it.
+        config: the data config of the run.
+        tokenizer: the tokenizer, whose BOS is used if the config has none.
+        source: (the store, number of its first document to read, number of documents to read).
+        order: the order in which the store's sequences are read.
+        num_sequences: number of sequences in the order; rows of batches beyond them are padding.
+        batch: number of rows in a global batch, over all hosts.
+        rows_of: the range of a global batch's rows that this host makes.
+        vocab_size: number of ids in the model's vocabulary; a token id that is not below it is an error.
     """
     bos_id = bos_id_of(config, tokenizer)
     return StoreBatches(
@@ -53,7 +53,7 @@ def num_columns(config: DataConfig, store: TokenStore) -> int:
     """Return into how many sequences of the data config's row length each document of a store is divided.
 
     Raises:
-        ValueError: the documents are shorter than a sequence.
+        ValueError: the store's documents are shorter than a sequence of the config's row length.
     """
     if config.sequence_length > store.length:
         raise ValueError(
@@ -70,7 +70,7 @@ def train_order(
     read in an epoch.
 
     Raises:
-        ValueError: the documents are too few for one global batch.
+        ValueError: the store has too few documents for one global batch.
     """
     length = config.sequence_length
     columns = num_columns(config, store)

@@ -30,7 +30,7 @@ class LaneBatches(grain.IterDataset):
         """Make the dataset of this host's rows of each training batch.
 
         Args:
-            lanes: the lanes of this host's rows.
+            lanes: for each row of a batch that this host makes, the endless sequence of packed rows it is taken from.
             shard: (index of this host, number of hosts), which the state contains.
             num_threads: number of lanes that tokenise and pack at the same time.
         """
@@ -83,9 +83,9 @@ class OrderedBatches(grain.IterDataset):
         """Make the dataset of this host's rows of each held-out batch.
 
         Args:
-            rows: a finite dataset of the rows of all hosts.
+            rows: a finite dataset of the packed rows of all hosts.
             global_batch_size: rows in a global batch.
-            rows_of: this host's rows of a global batch.
+            rows_of: the range of a global batch's rows that this host makes.
         """
         super().__init__(rows)
         self._batch, self._rows_of = global_batch_size, rows_of

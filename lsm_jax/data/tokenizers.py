@@ -248,7 +248,7 @@ def load_tokenizer(name: str, *, json_escape: bool = False) -> Tokenizer:
         json_escape: JSON-escape text before encoding it.
 
     Raises:
-        ValueError: the name is none of these, or the file is no tokenizer.
+        ValueError: `name` is neither a known name nor a path, or the file is no tokenizer.
     """
     if name == "bytes":
         return ByteTokenizer(json_escape=json_escape)

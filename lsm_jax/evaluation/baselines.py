@@ -53,7 +53,7 @@ class ContextModel:
         bytes' probabilities.
 
         Raises:
-            ValueError: the documents have no bytes.
+            ValueError: the documents have no bytes, so there is no mean.
         """
         total, scored = 0.0, 0
         for document in heldout:
@@ -158,7 +158,7 @@ def store_documents(store: TokenStore, num_rows: int | None = None) -> list[np.n
         num_rows: read only so many rows, from the first; None reads all.
 
     Raises:
-        ValueError: the store has another encoder.
+        ValueError: the store's tokens are not bytes.
     """
     encoder = store.attributes.get("encoder")
     if encoder != "bytes":

@@ -81,7 +81,7 @@ class LossCurve:
         """Add the losses of tokens to the sums and counts of their positions.
 
         Args:
-            nll: losses in nats, [B, T]; values at which the mask is 0 are ignored.
+            nll: losses of a batch's tokens in nats, [B, T]; values at which the mask is 0 are ignored.
             loss_mask: 0 for tokens that are not scored; None scores all tokens.
             positions: position of each token in its document; None counts positions along the row.
             start: position in the row of the piece's first token; used only without `positions`.

@@ -21,8 +21,8 @@ class Generation:
     state.
 
     Attributes:
-        prompt: the prompt.
-        text: the continuation.
+        prompt: the text that was continued.
+        text: the continuation, without the prompt.
         tokens: the ids of the continuation, up to the end of the document if the model ended it.
         ended: whether the model ended the document.
         seconds: wall time of the first call, including compilation.
@@ -72,8 +72,8 @@ def generate(
 
     Args:
         model: the decoder.
-        tokenizer: the one it was trained with.
-        prompt: text; may be empty if there is a `bos_id`.
+        tokenizer: the tokenizer with which the model was trained.
+        prompt: the text to continue; may be empty if there is a `bos_id`.
         num_tokens: number of tokens to generate at most.
         temperature: divides the logits; 0 is greedy.
         top_k: sample from the k most likely tokens only.

@@ -114,9 +114,9 @@ def run_harness(
     """Run tasks of lm-evaluation-harness on a trained model.
 
     Args:
-        run: the model.
-        tokenizer: the one it was trained with.
-        config: which tasks, and how.
+        run: the run whose model is evaluated.
+        tokenizer: the tokenizer with which the run was trained.
+        config: which tasks of the harness to run, and how.
         bos_id: the token that the run put in front of documents, and is put in front of every window; None
             for no token.
         batch_size: windows computed at a time.

@@ -92,7 +92,7 @@ def layer_maps(
     Args:
         model: the decoder.
         tokens: int [T], one document from its first token.
-        config: which layers and heads.
+        config: which layers and heads to show.
         progress: show a bar.
 
     Returns:

@@ -88,9 +88,10 @@ def find_needles(
 
     Args:
         model: the decoder.
-        task: the prompts.
-        text: int32 [samples, N], one text per sample; N is at least `task.text_length` of the longest length.
-        lengths: the result of `task.lengths`.
+        task: the prompts of the needle-in-a-haystack test, as token ids.
+        text: token ids of the texts in which needles are hidden, int32 [samples, N], one per sample; N is at
+            least `task.text_length` of the longest length.
+        lengths: lengths to evaluate, tokens of prompt and answer together, as from `task.lengths`.
         batch_size: prompts read at a time.
         piece_length: tokens of each prompt read at a time; the state is carried from piece to piece.
         progress: show a bar.

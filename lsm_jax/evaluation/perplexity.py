@@ -65,7 +65,7 @@ class Scorer(Reader):
     Args:
         model: the decoder.
         piece_length: tokens of each row read at a time.
-        rows: rows of a batch; None means at least one row per device.
+        rows: number of rows in a batch; None means at least one row per device.
     """
 
     def __init__(self, model: Decoder, *, piece_length: int = 4096, rows: int | None = None):

@@ -30,8 +30,9 @@ def moving_average(
     NaN are left out of each average.
 
     Args:
-        values: [T].
-        window: an odd number; None is the smaller of 101 and the largest odd number up to T / 20.
+        values: the values of the curve at each position, [T].
+        window: number of positions to average over, odd; None is the smaller of 101 and the largest odd number
+            up to T / 20.
 
     Raises:
         ValueError: the window is even or below 1.
@@ -64,10 +65,10 @@ def plot_loss_by_position(
 
     Args:
         curves: one curve, or several by name.
-        path: the PNG file.
+        path: the PNG file to write.
         train_length: length drawn as a dashed line; None draws none.
         first: the first position shown; None is the smaller of 128 and a 64th of the longest curve.
-        title: above both plots.
+        title: text above both plots.
 
     Returns:
         The path.
@@ -138,10 +139,10 @@ def plot_training(
 
     Args:
         runs: run directories, or their `metrics.jsonl`, by the name to show.
-        path: the PNG file.
+        path: the PNG file to write.
         names: series to show; the first is drawn solid, the others dashed with points. Series that a run
             does not have are left out.
-        title: above the plot.
+        title: text above the plot.
 
     Returns:
         The path.
@@ -184,9 +185,9 @@ def plot_needle(
 
     Args:
         scores: the result of `find_needles`.
-        path: the PNG file.
+        path: the PNG file to write.
         train_length: lengths above it are separated from the others by a dashed line; None draws none.
-        title: above the panels.
+        title: text above the panels.
 
     Returns:
         The path.

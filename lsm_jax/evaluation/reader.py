@@ -118,8 +118,8 @@ class Answerer(Reader):
         """Read a batch of prompts, and return the losses of the given answers and the greedy continuations.
 
         Args:
-            prompts: int [B, P], P up to `max_length`.
-            answers: int [B, A], one per prompt.
+            prompts: token ids of the prompts, int [B, P], P up to `max_length`.
+            answers: token ids of the answers, int [B, A], one per prompt.
 
         Returns:
             The losses of the answers' tokens in nats, float32 [B, A]; the greedy continuations, int32 [B,

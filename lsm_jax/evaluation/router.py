@@ -40,7 +40,7 @@ def count_routes(
     vocabulary: one array [M, V] per layer that has memories.
 
     Args:
-        model: the decoder.
+        model: the decoder, some of whose layers are a Mixture-of-Memories.
         batches: tokens [B, T], with segment_ids and positions if the data has them.
 
     Raises:
@@ -103,8 +103,8 @@ def specialisation(
     token and memory (`information`), and the tokens of which each memory gets the largest share.
 
     Args:
-        counts: the result of `count_routes`.
-        spell: token id -> its text.
+        counts: how often each token was routed to each memory, [M, V] per layer, the result of `count_routes`.
+        spell: function from a token id to the token's text.
         top_k: number of memories that each token is routed to, for all layers or per layer; shares are of a
             token's occurrences.
     """
@@ -236,9 +236,9 @@ def plot_router(
 
     Args:
         metrics: a run's `metrics.jsonl`.
-        path: the PNG file.
+        path: the PNG file to write.
         kind: the kind of router; the names of its statistics begin with it.
-        title: above both plots.
+        title: text above both plots.
 
     Returns:
         The path.

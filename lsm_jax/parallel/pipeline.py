@@ -45,7 +45,7 @@ def pipelined(
     and outputs are scattered once.
 
     Args:
-        stage: computes n consecutive layers; it returns the `carry` after them, and a dict of statistics [n,
+        stage: function that computes n consecutive layers; it returns the `carry` after them, and a dict of statistics [n,
             ...] by name.
         layers: pytree of arrays whose first axis is that of layers, [L, ...].
         carry: pytree of arrays [B, ...] that layers pass on.

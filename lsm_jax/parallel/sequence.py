@@ -106,7 +106,7 @@ def exchange(
     them the gradient of its update, which affects the start states of all later devices.
 
     Args:
-        axis: mesh axis of the devices, in the tokens' order.
+        axis: name of the mesh axis along which the devices have the parts of a row, in the tokens' order.
         advance: (state, update) -> the state after the update; it must be the same function object in every
             call, so no lambda.
         update: the composed update of all tokens of this device, a pytree of arrays.
@@ -193,7 +193,7 @@ def run_in_turn(
     array that is saved for it.
 
     Args:
-        axis: mesh axis of the devices, in the tokens' order.
+        axis: name of the mesh axis along which the devices have the parts of a row, in the tokens' order.
         run: a function without collectives; its outputs are floating-point arrays.
         arguments: the arguments of this device's tokens, a pytree of arrays.
         initial: the state before the first device's tokens, the same on all devices.

@@ -33,7 +33,7 @@ class Checkpoints:
     state, so that evaluation reads only parameters.
 
     Args:
-        directory: the folder of the checkpoints; created at the first save.
+        directory: the folder of the run's checkpoints; created at the first save.
         keep_last: number of the newest checkpoints that are kept.
         keep_every: also keep the checkpoints at multiples of so many steps; 0 keeps no others.
         clean: remove the files of a killed save; set it only in the process that trains the run.

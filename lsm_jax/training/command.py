@@ -29,10 +29,10 @@ def parse_config(
     A wrong field, variant or value ends the process with a message of one line that says what is accepted.
 
     Args:
-        known: the flags.
+        known: the program's flags, as absl defines them.
         argv: the process's arguments. Overrides of fields with None are removed from `sys.argv`, which
             ml-collections reads: it would parse None as a value of the field's current type.
-        program: the program's name, for messages.
+        program: the program's name, for error messages.
         workdir: whether `--workdir` is required.
 
     Returns:

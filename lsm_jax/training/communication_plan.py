@@ -29,11 +29,11 @@ def communication_bytes(
 
     Args:
         config: the config of the run.
-        model: the abstract model.
-        all_params: the shape of each parameter, by path.
-        local_params: the number of entries of each parameter on one device.
+        model: the model, whose parameters are shapes without values.
+        all_params: the shape of each parameter of the whole model, by its path.
+        local_params: the number of entries of each parameter that one device stores, by its path.
         trained: bytes of the trained parameters on one device, in float32.
-        sizes: devices along each mesh axis.
+        sizes: number of devices along each mesh axis, by its name.
     """
     local_bytes = trained + 2 * (sum(local_params.values()) - trained // 4)
     pieces = config.mesh.pieces() * config.accumulation_steps

@@ -141,10 +141,10 @@ class TrainLoop:
     Args:
         config: the config of the run.
         workdir: the run's directory.
-        mesh: the devices.
-        program: the compiled functions.
-        checkpoints: where states are saved.
-        batches: the training batches.
+        mesh: the mesh of the devices on which the run trains.
+        program: the compiled functions of the run, such as the training step.
+        checkpoints: the run's checkpoints, to which train states are saved.
+        batches: the iterator over the run's training batches.
         buffers: the buffers in which tokens are sent to experts.
         frozen: the frozen parameters; empty if all are trained.
         on_report: see `train`.
@@ -179,9 +179,9 @@ class TrainLoop:
         how it ended.
 
         Args:
-            state: the state before the first step.
-            data: the fingerprint of the training data.
-            frozen: the digests of the frozen parameters.
+            state: the train state before the first step of this call.
+            data: the fingerprint of the training data, which is written to data.json.
+            frozen: digests of the frozen parameters' contents, by parameter.
         """
         config = self.config
         self.state, self.step, self.start = state, int(state.step), int(state.step)
@@ -372,7 +372,7 @@ class TrainLoop:
         `log_every`-th step.
 
         Raises:
-            TrainingStopped: too many consecutive steps were bad.
+            TrainingStopped: too many consecutive steps had a loss or gradient that is not finite.
         """
         config = self.config
         values = {name: np.asarray(value).tolist() for name, value in metrics.items()}

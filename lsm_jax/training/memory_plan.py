@@ -26,14 +26,15 @@ class Plan:
     """Estimated bytes of memory and of communication per device for a training run on one mesh.
 
     Attributes:
-        sizes: devices along each axis.
-        parameters: the parameters; trained ones are float32, frozen ones bfloat16.
-        optimizer: two moments of the trained parameters, float32.
-        gradients: the gradients of the device's shard of the parameters, float32.
-        saved: activations saved for the backward pass, of all layers and microbatches of the device.
-        working: the largest other arrays that exist at a time: a recomputed layer and its gradients, or a
+        sizes: number of devices along each mesh axis, by its name.
+        parameters: bytes of the parameters; trained ones are float32, frozen ones bfloat16.
+        optimizer: bytes of AdamW's two moments of the trained parameters, float32.
+        gradients: bytes of the gradients of the device's shard of the parameters, float32.
+        saved: bytes of the activations saved for the backward pass, of all layers and microbatches of the device.
+        working: bytes of the largest other arrays that exist at a time: a recomputed layer and its gradients, or a
             chunk of the loss.
-        update: arrays of the update, which exist after the activations are freed: the new parameters before
+        update: bytes of the arrays of the optimizer's update, which exist after the activations are freed: the
+            new parameters before
             it is known whether they are finite, and on some platforms the optimizer's update, too.
         communication: bytes that a device sends per step, by purpose.
     """

@@ -22,7 +22,7 @@ def profiler(
     Args:
         workdir: the run's directory; the trace is written to its folder `profile`.
         config: the config of the run.
-        start: the step from which this process continues the run.
+        start: the training step from which this process continues the run.
     """
     first = start + config.profile_start
     running = False

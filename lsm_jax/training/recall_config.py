@@ -16,7 +16,7 @@ class RecallConfig:
 
     Attributes:
         name: the name shown in logs.
-        model: the model.
+        model: the config of the small model that is trained.
         train: the tasks to train on; each batch is of one task, and tasks alternate.
         test: the tasks to measure accuracy on.
         power: the exponent of the power law of gaps between a pair and its query.

@@ -38,12 +38,12 @@ class Sweep:
     methods are pure functions, to be compiled by the caller.
 
     Attributes:
-        init: a key -> the parameters of one member.
-        loss: (parameters of one member, a batch) -> its mean loss.
-        optimizer: gradients -> updates for a learning rate of 1.
+        init: function from a random key to the initial parameters of one member.
+        loss: function (parameters of one member, a batch) -> the member's mean loss on the batch.
+        optimizer: transformation of gradients to updates for a learning rate of 1.
         seeds: the seed of each member's parameters, [M].
         rates: each member's peak learning rate, [M].
-        schedule: the step, from 0 -> the factor of all learning rates.
+        schedule: function from the number of the step, from 0, to a factor by which all learning rates are multiplied.
     """
 
     init: Callable[[jax.Array], Any]
@@ -100,7 +100,7 @@ class Sweep:
         """Return the mean score of each member of the sweep over all examples, [M].
 
         Args:
-            score: (parameters of one member, a batch) -> its mean score.
+            score: function (parameters of one member, a batch) -> the member's mean score on the batch.
             params: the parameters of all members.
             data: arrays whose first axis is the examples.
             batch_size: number of examples computed at a time; it must divide the number of examples.
