@@ -19,7 +19,8 @@ _BLOCK = 2**20  # numbers to convert at a time
 
 @dataclasses.dataclass(frozen=True)
 class StoredRows:
-    """The rows of a stored tensor that are the values of a parameter, or of one layer of a stacked parameter.
+    """The place of a parameter's values, or of those of one layer of a stacked parameter, in a pretrained
+    model's files: a range of rows of a stored tensor.
 
     Attributes:
         name: name of the tensor.
@@ -35,7 +36,7 @@ class StoredRows:
 
 
 def keys_of(path: Any) -> list[str]:
-    """Return the keys of a parameter's path in the tree, as strings."""
+    """Return the keys on the path of a parameter in a tree of parameters, as strings."""
     return jax.tree_util.keystr(path, simple=True, separator=".").split(".")
 
 

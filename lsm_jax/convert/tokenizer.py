@@ -91,7 +91,8 @@ def tokenizer_files(
 
 
 def _check_tokens(source: GGUF, content: bytes, path: Path) -> None:
-    """Raise ValueError unless a tokenizer.json has the tokens of a GGUF file; it may lack the file's unused tokens.
+    """Raise ValueError unless a tokenizer.json has the same tokens as the GGUF file with which it is to be
+    used; it may lack the file's unused tokens.
 
     Args:
         source: the GGUF file.

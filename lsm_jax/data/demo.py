@@ -125,7 +125,8 @@ def write_demo_store(
 
 
 def demo_stores(config: DataConfig) -> tuple[Path, Path]:
-    """Return the paths of the demo's (training, held-out) stores for rows of `sequence_length`.
+    """Return the paths of the (training, held-out) token stores of the demo's text, Python's standard
+    library, with rows of `sequence_length` bytes.
 
     They are written at the first use and stay in the cache folder.
 

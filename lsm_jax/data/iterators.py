@@ -197,7 +197,8 @@ def _piece_tokens(documents: Documents, tokenizer: Tokenizer, config: DataConfig
 def _check_some_text(
     documents: Documents, config: DataConfig, tokenizer: Tokenizer, *, where: str, lanes: int = 1
 ) -> None:
-    """Raise ValueError if every document of a lane is empty, since the lane would search for its first row forever."""
+    """Raise ValueError if all documents are empty that one lane reads, where lane j makes row j of each
+    batch: it would search for its first row forever."""
     for lane in range(lanes):
         indices = range(lane, len(documents), lanes)
         if all(_piece_tokens(documents, tokenizer, config, i) is None for i in indices):

@@ -118,7 +118,8 @@ def _check_options(
     sequence_length: int,
     num_workers: int | None,
 ) -> None:
-    """Raise ValueError unless the options of `write_store` are accepted."""
+    """Raise ValueError unless the options of `write_store`, which tokenises files into a token store, are
+    accepted."""
     if sequence_length < 1:
         raise ValueError(f"sequence_length={sequence_length}; it must be at least 1")
     if heldout and not 0.0 < heldout_fraction < 1.0:

@@ -66,7 +66,8 @@ def json_escape(text: str) -> str:
 
 
 def json_unescape(text: str) -> str:
-    """Undo `json_escape`; text that ends inside an escape sequence is decoded up to there."""
+    """Return the text whose JSON-escaped form is given, the inverse of `json_escape`; text that ends inside
+    an escape sequence is decoded up to there."""
     try:
         plain = json.loads(f'"{text}"', strict=False)
     except json.JSONDecodeError:

@@ -90,7 +90,8 @@ class Scorer(Reader):
         self._score_whole = jax.jit(lambda params, piece: score(params, None, piece)[0])
 
     def __call__(self, batch: Mapping[str, np.ndarray]) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield (first position, losses in nats float32 [B, piece]) for each piece of the batch, in order.
+        """Yield the losses of a batch's tokens in nats, one piece of its rows after another in order:
+        (position of the piece's first token, losses float32 [B, piece]).
 
         Args:
             batch: tokens, labels [B, T], and loss_mask, segment_ids, positions if the data has them.

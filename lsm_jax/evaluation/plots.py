@@ -135,7 +135,7 @@ def plot_training(
     names: Sequence[str] = ("train/loss", "val/loss"),
     title: str = "Training",
 ) -> Path:
-    """Plot the loss of each run by step.
+    """Plot the training curves of runs in one picture: the loss by step.
 
     Args:
         runs: run directories, or their `metrics.jsonl`, by the name to show.

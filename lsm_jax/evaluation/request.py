@@ -122,7 +122,7 @@ def heldout_config(run: Run, request: Request) -> DataConfig:
 
 
 def run_tokenizer(run: Run) -> Tokenizer:
-    """Load the tokenizer that the run was trained with."""
+    """Load the tokenizer with which a run was trained, from its data config."""
     return load_tokenizer(run.config.data.tokenizer, json_escape=run.config.data.json_escape)
 
 

@@ -29,7 +29,7 @@ class Pretrained:
     path: str = ""
 
     def config(self) -> ModelConfig:
-        """Return the config of the pretrained model.
+        """Return the config of the pretrained transformer's model, with softmax attention.
 
         Raises:
             ValueError: the path is empty, or its model is not supported (see `lsm_jax.convert.model_config`).
@@ -96,7 +96,8 @@ class Pretrained:
 
 @functools.lru_cache(maxsize=1)
 def _open_cached(path: str, modified: int) -> Tensors:
-    """Open a pretrained model; cached, since opening a .gguf file takes seconds.
+    """Open the tensors of a pretrained model for reading; the result is cached, since opening a .gguf file
+    takes seconds.
 
     Args:
         path: the folder or file.

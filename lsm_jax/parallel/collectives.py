@@ -52,7 +52,8 @@ def sequence_shards(length: int) -> int:
 
 
 def _varying(x: jax.Array) -> frozenset[str]:
-    """The mesh axes of a caller's `jax.shard_map` (with checked replication) over which `x` varies."""
+    """Return the names of the mesh axes of a caller's `jax.shard_map` (with checked replication) over which
+    the array `x` varies, so that devices have different values."""
     return jax.typeof(x).manual_axis_type.varying
 
 

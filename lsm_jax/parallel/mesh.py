@@ -101,7 +101,7 @@ class MeshConfig:
 
 
 def largest_divisor(number: int, most: int) -> int:
-    """The largest divisor of `number` that is at most `most`."""
+    """Return the largest divisor of `number` that is at most `most`."""
     return max(n for n in range(1, min(number, max(1, most)) + 1) if number % n == 0)
 
 
@@ -111,8 +111,8 @@ def batch_shards(sizes: dict[str, int]) -> int:
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """Make the mesh of `config` over `devices` (None: all devices); its axes are handled by the partitioner
-    (`Auto`)."""
+    """Make the mesh of the mesh config over `devices` (None: all devices); its axes are of type `Auto`, so
+    XLA's partitioner handles them."""
     devices = jax.devices() if devices is None else devices
     sizes = config.shape(len(devices))
     kinds = (AxisType.Auto,) * len(AXES)

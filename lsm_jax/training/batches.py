@@ -16,7 +16,8 @@ from lsm_jax.training.config import TrainConfig
 
 
 def train_batches(config: TrainConfig, mesh: Mesh) -> Any:
-    """The iterator of training batches, whose position can be saved and restored."""
+    """Return this process's iterator over a run's training batches, whose position can be saved and
+    restored."""
     index, count = data_shard(mesh)
     return make_train_iterator(
         config.data,
@@ -29,7 +30,8 @@ def train_batches(config: TrainConfig, mesh: Mesh) -> Any:
 
 
 def eval_batches(config: TrainConfig, mesh: Mesh) -> Any:
-    """An iterator over the held-out batches from the first; the last one is padded."""
+    """Return this process's iterator over a run's held-out batches from the first; the last batch is
+    padded."""
     index, count = data_shard(mesh)
     return iter(
         make_eval_iterator(
@@ -44,7 +46,7 @@ def eval_batches(config: TrainConfig, mesh: Mesh) -> Any:
 
 
 class RecentBatches:
-    """Reads batches one after another, and can go back by the last few.
+    """Read training batches one after another, and go back by the last few if steps must be taken again.
 
     Args:
         iterator: an iterator with `get_state` and `set_state`, as from `train_batches`.

@@ -1,5 +1,5 @@
-"""Checkpoints of parameters, optimizer and data iterator; after a kill at any moment the newest complete one
-is usable."""
+"""Save and restore checkpoints of parameters, optimizer and data iterator; after a kill at any moment the
+newest complete checkpoint is usable."""
 
 from __future__ import annotations
 

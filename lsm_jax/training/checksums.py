@@ -1,4 +1,4 @@
-"""Checksums of a checkpoint's files, which detect bits that the storage changed."""
+"""Write and compare checksums of a checkpoint's files, which detect bits that the storage changed."""
 
 from __future__ import annotations
 

@@ -251,8 +251,8 @@ class TrainConfig:
                     )
 
     def _advise_on_alignment(self) -> None:
-        """Log a warning if packed documents may begin inside the mini-batches of an online memory, which is
-        slower."""
+        """Log a warning if packed documents may begin inside the mini-batches of a memory that is learned
+        online (TTT, Titans), which is slower."""
         for letter in sorted(set(self.model.pattern)):
             size = getattr(self.model.layers[letter].mixer, "mini_batch", 1)
             if self.data.align_documents % size:

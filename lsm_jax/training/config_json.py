@@ -20,7 +20,8 @@ _MAY_CHANGE = {
 
 
 def to_dict(value: Any) -> Any:
-    """Convert a config to JSON values; each dataclass becomes an object with its class as "type"."""
+    """Convert a config to a dict of JSON values; each dataclass in it becomes an object with its class as
+    "type"."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         kind = f"{type(value).__module__}:{type(value).__qualname__}"
         fields = {f.name: to_dict(getattr(value, f.name)) for f in dataclasses.fields(value)}
@@ -74,7 +75,7 @@ MOVED_FIELDS = {
 
 
 def from_dict(value: Any) -> Any:
-    """Convert the result of `to_dict` back to the config.
+    """Convert a dict of JSON values, the result of `to_dict`, back to the config.
 
     Raises:
         ValueError: a type is neither in this library nor the config of a registered method, or it does not
@@ -112,7 +113,8 @@ def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def differences(old: Any, new: Any) -> list[str]:
-    """The fields in which two configs differ and which change the training, as lines "name: old -> new"."""
+    """Return the fields in which two training configs differ and which change the training, as lines "name:
+    old -> new"."""
 
     def may_change(name: str) -> bool:
         last = name.rpartition(".")[2]

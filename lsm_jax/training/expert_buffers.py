@@ -105,7 +105,8 @@ class ExpertBuffers:
 
 
 def _with_buffers(config: TrainConfig, sizes: dict[str, float]) -> TrainConfig:
-    """Return a copy of the config with the `expert_buffer` of each letter in `sizes`."""
+    """Return a copy of the training config in which the layer of each pattern letter in `sizes` has that
+    `expert_buffer`, the size of its buffers for sending tokens to experts."""
     layers = dict(config.model.layers)
     for letter, size in sizes.items():
         inner = dataclasses.replace(layers[letter].feedforward, expert_buffer=size)

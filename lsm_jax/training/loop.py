@@ -65,7 +65,7 @@ class TrainResult:
 def train(
     config: TrainConfig, workdir: str | Path, *, on_report: Callable[[int], None] | None = None
 ) -> TrainResult:
-    """Train to the end of the run, from its last checkpoint if it has one.
+    """Train a model to the end of its run, from the run's last checkpoint if it has one.
 
     On Ctrl-C and SIGTERM, `train` finishes the step, saves a checkpoint and returns; until the first step
     has ended, both signals act as they would without this function. Nothing is written before the first step

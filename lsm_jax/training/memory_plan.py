@@ -75,7 +75,7 @@ def plan(
     *,
     kernels: bool = True,
 ) -> Plan:
-    """Estimate the memory and communication of a run.
+    """Estimate the bytes of memory and of communication per device for a training run on a mesh.
 
     Parameters, moments and gradients are counted by their shardings. Activations are counted in the trace of
     one layer of each kind, without arrays that the compiler fuses away (`peak_bytes`); they are assumed to

@@ -1,4 +1,4 @@
-"""The reports of a run: rows of metrics.jsonl, TensorBoard events, and a line of progress."""
+"""Write the metrics of a run: rows of metrics.jsonl, TensorBoard events, and a line of progress."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""AdamW, and its learning-rate schedule by tokens."""
+"""The optimizer of training runs: AdamW, and its learning-rate schedule by tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The config of a run of multi-query associative recall."""
+"""The config of a sweep of small models on multi-query associative recall."""
 
 from __future__ import annotations
 

@@ -218,8 +218,9 @@ def load_run(workdir: str | os.PathLike[str], step: int | None = None) -> Run:
 
 
 def starting_params(config: TrainConfig, target: dict[str, Any]) -> dict[str, Any]:
-    """The parameters that `init_from` or `base` has for the start of a run, in the shapes and shardings of
-    `target`, and the initial values of those of `config.frozen_initial` that it does not have.
+    """Load the parameters with which a run starts from another run (`init_from`) or a pretrained model
+    (`base`), in the shapes and shardings of `target`, with initial values for those of
+    `config.frozen_initial` that it does not have.
 
     Raises:
         ValueError: the source is not a run, has a model of other shapes, or lacks parameters that are frozen

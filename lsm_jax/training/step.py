@@ -86,7 +86,8 @@ def params_of(model: Decoder) -> dict[str, Any]:
 
 
 def param_shardings(mesh: Mesh | AbstractMesh, model: Decoder) -> dict[str, Any]:
-    """The sharding of each parameter of a (possibly abstract) model.
+    """Return the sharding of each parameter of a (possibly abstract) model on the mesh, as a tree of the
+    parameters' structure.
 
     Raises:
         ValueError: the mesh does not divide a mixer's heads or an axis of a parameter.
