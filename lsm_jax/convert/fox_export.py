@@ -107,7 +107,7 @@ def _config_of_source(checkpoint: Checkpoint, kind: str, config: ModelConfig) ->
     that it describes the model to export.
 
     Raises:
-        ValueError: it describes another model.
+        ValueError: the source's config.json describes another model.
     """
     given, where = json_of(fox_config(checkpoint)), checkpoint.folder / "config.json"
     described = json_of(config)

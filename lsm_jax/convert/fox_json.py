@@ -95,7 +95,7 @@ def model_of(given: dict[str, Any], where: Any, shared_norms: bool = True) -> Mo
 
     Args:
         given: the contents of config.json.
-        where: the file, for errors.
+        where: path of the config.json, for error messages.
         shared_norms: whether the heads share the scales of the norms of queries and keys, if the config does not say it.
 
     Raises:
@@ -245,7 +245,7 @@ def _check_same(published: ModelConfig, config: ModelConfig) -> None:
     """Check that two model configs describe models that compute the same.
 
     Raises:
-        ValueError: they do not; the message names the fields.
+        ValueError: the two models compute different functions; the message names the fields.
     """
 
     def fields(model: ModelConfig) -> dict[str, Any]:

@@ -44,9 +44,9 @@ def layers_of(path: Any, shape: tuple[int, ...], num_blocks: int) -> list[tuple[
     """List the layers to which a parameter, or each layer's part of a stacked parameter, belongs.
 
     Args:
-        path: the parameter's path in the tree.
-        shape: its shape.
-        num_blocks: layers in a period.
+        path: the parameter's path in the tree of parameters.
+        shape: the parameter's shape.
+        num_blocks: number of layers in a period of the pattern.
 
     Returns:
         For a parameter stacked over periods (keys inside the block, layer) of each row; for any other [(keys, -1)].
@@ -76,7 +76,7 @@ def load_tree(
         source: the stored tensors, which must have been checked.
         target: a tree of arrays or shapes; parameters under "periods" are stacked over periods.
         rows_of: function of (keys, layer), as from `layers_of`, that returns where the values are stored.
-        num_blocks: layers in a period.
+        num_blocks: number of layers in a period of the pattern.
         shardings: the sharding of each parameter, a tree like `target`; None is the default device.
         dtype: one dtype for all parameters, or a tree like `target`; None is float32.
         progress: called with (numbers loaded so far, all numbers).

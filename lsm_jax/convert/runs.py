@@ -45,9 +45,9 @@ def command(
     """Run the command line of a module that imports pretrained models as runs, and return its exit status.
 
     Args:
-        program: the module's name.
-        description: the module's docstring.
-        source: help text of --source.
+        program: name of the module that is run, for messages.
+        description: the module's docstring, which --help shows.
+        source: help text of the option --source.
         make: function of `source`, `workdir` and the further options that makes the run and returns its config.
         arguments: the command's arguments; None is the process's.
         options: help texts of further options, by name; `make` receives each as a keyword argument, None if it is absent.

@@ -95,9 +95,9 @@ def _check_tokens(source: GGUF, content: bytes, path: Path) -> None:
     used; it may lack the file's unused tokens.
 
     Args:
-        source: the GGUF file.
-        content: the tokenizer.json.
-        path: its path, for messages.
+        source: the GGUF file, opened for reading.
+        content: the contents of the tokenizer.json.
+        path: the path of the tokenizer.json, for error messages.
     """
     import tokenizers
 

@@ -95,7 +95,7 @@ def _pretrained_path(workdir: str | os.PathLike[str], config: TrainConfig) -> st
     """Return the path of the pretrained model from which a run, or the first of a chain of runs, started.
 
     Raises:
-        ValueError: there is none.
+        ValueError: the run did not start from a pretrained model.
     """
     first = config
     while first.init_from:

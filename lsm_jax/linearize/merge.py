@@ -15,7 +15,7 @@ def merge_adapters(params: dict[str, Any], lora: LoRAConfig | None) -> dict[str,
 
     Args:
         params: the parameters of a model, with layers stacked or not.
-        lora: the adapters' config; None if there are none.
+        lora: the adapters' config, which has `rank` and `alpha`; None if there are none.
     """
     merged = {}
     for key, value in params.items():

@@ -100,8 +100,8 @@ def _open_cached(path: str, modified: int) -> Tensors:
     takes seconds.
 
     Args:
-        path: the folder or file.
-        modified: its modification time, so that a changed file is opened again.
+        path: the pretrained model's folder or file.
+        modified: the file's modification time, so that a changed file is opened again.
     """
     # Imported here, so that `python -m lsm_jax.linearize.released` does not load that module twice.
     from lsm_jax.linearize.released import open_pretrained

@@ -85,8 +85,8 @@ def to_owners(
     use more than `room` of them.
 
     Args:
-        rows: [N, D], sorted by owner.
-        ids: int32 [N], sent with the rows.
+        rows: the rows to send, [N, D], sorted by owner.
+        ids: a number of each row that is sent with it, such as its expert, int32 [N].
         owner: int32 [N], the index of the row's device along the mesh axis of "expert"; P or more if the row
             is not sent.
         none: the id of rows of the buffer into which nothing was received.

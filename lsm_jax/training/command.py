@@ -66,8 +66,8 @@ def _unset(config: Any, name: str) -> None:
     """Set a field of the config, given by its dotted name, to None.
 
     Raises:
-        ValueError: the field does not accept None.
-        KeyError, AttributeError: the field does not exist.
+        ValueError: the config's field does not accept None.
+        KeyError, AttributeError: the config has no field of that name.
     """
     *path, last = name.split(".")
     for part in path:

@@ -106,7 +106,7 @@ def check_workdir(workdir: Path, config: Any) -> None:
     config, which can be resumed.
 
     Raises:
-        ValueError: it is a file, is not writable, or was created with another config; the message lists the
+        ValueError: `workdir` is a file, is not writable, or was created with another config; the message lists the
             fields that differ.
     """
     nearest = next(p for p in (workdir, *workdir.parents) if p.exists())
@@ -139,7 +139,7 @@ def check_data(workdir: Path, data: dict[str, Any]) -> None:
     A directory without data.json, as earlier versions wrote it, is accepted.
 
     Raises:
-        ValueError: the data differ; the message lists the changes.
+        ValueError: the training data differ; the message lists the changes.
     """
     path = workdir / "data.json"
     try:
@@ -163,7 +163,7 @@ def check_frozen(workdir: str | os.PathLike[str], frozen: dict[str, int]) -> Non
     A directory without frozen.json is accepted.
 
     Raises:
-        ValueError: parameters differ; the message lists them.
+        ValueError: frozen parameters differ; the message lists them.
     """
     path = Path(workdir).expanduser() / "frozen.json"
     if not path.is_file():

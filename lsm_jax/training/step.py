@@ -35,7 +35,8 @@ class TrainState:
     or shardings.
 
     Attributes:
-        step: number of steps taken, including skipped ones, but not those with an overflow.
+        step: number of training steps taken, including skipped ones, but not those with an overflow (choices of
+            experts that did not fit into the buffers).
         params: the trained parameters, a pure dict of float32 arrays.
         opt_state: the state of the optimizer.
         skipped: number of steps whose loss or gradient was not finite.

@@ -66,9 +66,9 @@ class Sweep:
         """Take N training steps with all members of the sweep.
 
         Args:
-            state: the state before the steps; the caller should donate it.
-            data: arrays whose first axis is the examples; all stay on the device.
-            batches: the indices of the examples of each step's batch.
+            state: the state of all members before the steps; the caller should donate it.
+            data: arrays of the training examples, whose first axis is that of examples; all stay on the device.
+            batches: the indices of the examples in each of the N steps' batches, [N, examples in a batch].
 
         Returns:
             The state after the steps, and the loss of each step and member.
@@ -102,7 +102,7 @@ class Sweep:
         Args:
             score: function (parameters of one member, a batch) -> the member's mean score on the batch.
             params: the parameters of all members.
-            data: arrays whose first axis is the examples.
+            data: arrays of the test examples, whose first axis is that of examples.
             batch_size: number of examples computed at a time; it must divide the number of examples.
         """
         batches = jax.tree.map(lambda x: x.reshape(-1, batch_size, *x.shape[1:]), data)

@@ -130,7 +130,8 @@ def missing_packages(names: Sequence[str]) -> list[str]:
 
 
 def stock_folders(names: Sequence[str]) -> list[str]:
-    """The folders of the harness's tasks that the tasks in `names` are in or refer to, as far as they are known."""
+    """Return the names of the folders of lm-evaluation-harness's own tasks which the tasks in `names` are
+    in or refer to, as far as they are known."""
     known = {folder for suite in SUITES.values() for folder in suite.stock}
     folders = {folder for name in names if name in SUITES for folder in SUITES[name].stock}
     folders |= {name for name in names if name in known}

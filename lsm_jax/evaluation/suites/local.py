@@ -120,7 +120,7 @@ def load_local(folder: Path, name: str, config: str | None) -> dict[str, Any] | 
 
 @contextlib.contextmanager
 def local_datasets(folder: Path | None) -> Iterator[list[str]]:
-    """Let `datasets.load_dataset` read the data sets that `folder` has from there while the context is open.
+    """Let `datasets.load_dataset` read from `folder` those data sets that it has, inside a `with` block.
 
     Yields:
         The names of the data sets that were not in the folder, filled as they are loaded.

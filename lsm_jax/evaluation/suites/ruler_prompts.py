@@ -198,8 +198,8 @@ class Questions:
 def _read_questions(
     path: Path,
 ) -> tuple[list[tuple[str, list[str], list[int], list[int]]], list[str]]:
-    """Return the questions of SQuAD or HotpotQA, each as (question, answers, documents with the answer,
-    other documents of its article), and the list of all documents."""
+    """Return the questions of SQuAD or HotpotQA, each as (question, answers, numbers of the documents with
+    the answer, numbers of the other documents of its article), and the list of all documents."""
     content = json.loads(path.read_text(encoding="utf-8"))
     try:
         if isinstance(content, dict):
