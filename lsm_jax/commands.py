@@ -9,7 +9,8 @@ from absl import app, flags, logging
 
 
 def run(program: str, main: Callable[[list[str]], None]) -> None:
-    """Parse the process's flags and run `main` with the arguments that are no flags.
+    """Run a script of the repository: parse the process's flags and call `main` with the arguments that are
+    no flags.
 
     A wrong flag, or a ValueError or OSError in `main`, ends the process with an error of one line; --verbosity=1 shows the
     traceback.

@@ -15,7 +15,7 @@ _CLEANUP_SECONDS = 1.0  # time for the main thread to clean up before `watch` en
 
 
 class Stop:
-    """A request to stop.
+    """A request to stop training after the current step, made by a signal.
 
     Attributes:
         signal: number of the signal that was received, or None.
@@ -80,7 +80,8 @@ def leave_on_signals(program: str) -> None:
 
 
 def _importing(frame: types.FrameType | None) -> bool:
-    """Return whether the frame is inside an import."""
+    """Return whether the stack frame is inside an import, which a signal should not interrupt by an
+    exception."""
     while frame is not None and frame.f_code.co_filename != "<frozen importlib._bootstrap>":
         frame = frame.f_back
     return frame is not None
@@ -88,7 +89,8 @@ def _importing(frame: types.FrameType | None) -> bool:
 
 @contextlib.contextmanager
 def noted() -> Iterator[Stop]:
-    """Record the first SIGINT or SIGTERM in the returned `Stop` instead of handling it.
+    """Record, inside a `with` block, the first SIGINT or SIGTERM in the `Stop` that it returns, instead of
+    ending the process.
 
     A second signal is handled at once by the handler from before. Outside the main thread no signal is recorded.
     """

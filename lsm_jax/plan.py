@@ -46,8 +46,8 @@ flags.mark_flag_as_required("config")
 
 
 def meshes(config: Any, devices: int) -> list[Any]:
-    """Every mesh config in which all axes but data are powers of two; data is the number of devices divided
-    by the others."""
+    """Return every mesh config for this number of devices in which all axes but data are powers of two;
+    data is the number of devices divided by the others."""
     axes = ("fsdp", "sequence", "tensor", "expert", "pipeline")
     powers = [2**i for i in range(devices.bit_length()) if devices % 2**i == 0]
     return [
@@ -64,8 +64,8 @@ def meshes(config: Any, devices: int) -> list[Any]:
 
 
 def candidate_meshes(config: Any, devices: int) -> list[Any]:
-    """The mesh of the config; if it is the default and rows are not divisible by the devices, meshes to try,
-    the best first.
+    """Return the meshes to estimate for a run: that of the config, or, if it is the default and rows are
+    not divisible by the devices, several meshes, the best first.
 
     These shard rows over fsdp (and over data, for widths that are not divisible), and tokens over sequence
     (and heads over tensor, for tokens that are not divisible). The last ones pad the rows.
@@ -91,8 +91,8 @@ def candidate_meshes(config: Any, devices: int) -> list[Any]:
 
 
 def plan_first_valid(config: Any, devices: int, **options: Any) -> Any:
-    """The plan of the first of `candidate_meshes` that is valid for the config; `options` are those of
-    `memory_plan.plan`.
+    """Return the estimate of memory and communication for the first of `candidate_meshes` that is valid for
+    the config; `options` are those of `memory_plan.plan`.
 
     Raises:
         ValueError: the config's mesh is not valid, or no candidate is.
@@ -120,7 +120,7 @@ def plan_first_valid(config: Any, devices: int, **options: Any) -> Any:
 
 
 def parse(argv: list[str]) -> list[str]:
-    """Parse flags; a wrong one ends the process with a message of one line."""
+    """Parse the command's flags; a wrong one ends the process with a message of one line."""
     from lsm_jax.training.command import parse_config
 
     rest = parse_config(FLAGS, argv, "plan", workdir=False)
@@ -135,7 +135,8 @@ def parse(argv: list[str]) -> list[str]:
 
 
 def main(argv: list[str]) -> None:
-    """Print the plan of the config, or the plans of a search."""
+    """Print the estimated memory and communication of the config's mesh, or those of the meshes that a
+    search finds."""
     logging.set_verbosity(logging.WARNING)
     config = FLAGS.config
     try:
@@ -150,7 +151,8 @@ def main(argv: list[str]) -> None:
 
 
 def _search(config: Any) -> None:
-    """Print the ten plans that fit with the least communication, or the smallest plan if none fits."""
+    """Print the estimates of the ten meshes on which the run fits into memory and that communicate least;
+    if it fits on none, the one that needs the least memory."""
     from lsm_jax.training import memory_plan
 
     plans, traces = [], {}

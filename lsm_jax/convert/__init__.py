@@ -38,7 +38,8 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name's module at its first use, so that `python -m lsm_jax.convert.fox` does not load that module twice."""
+    """Import the module of a public name at its first use, so that `python -m lsm_jax.convert.fox` does not
+    load that module twice."""
     for module, names in _MODULES.items():
         if name in names:
             return getattr(importlib.import_module(f"{__name__}.{module}"), name)

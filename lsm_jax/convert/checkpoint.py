@@ -21,7 +21,8 @@ FLOATS = {
 
 
 class Tensors:
-    """Base class of stored tensors and the config of their model. A subclass sets the attributes and defines `rows`.
+    """Base class of the stored tensors of a pretrained model, and of the model's config. A subclass sets
+    the attributes and defines `rows`.
 
     Attributes:
         folder: the folder or file of the tensors.
@@ -36,7 +37,8 @@ class Tensors:
     dtypes: dict[str, str]
 
     def rows(self, name: str, start: int, stop: int) -> np.ndarray:
-        """Return rows [start, stop) of a tensor in its stored dtype, or in float32 if it is quantised.
+        """Return rows [start, stop) of a stored tensor in its stored dtype, or in float32 if it is
+        quantised.
 
         Raises:
             ValueError: the tensor is not of floating-point numbers, or cannot be read.
@@ -44,11 +46,11 @@ class Tensors:
         raise NotImplementedError
 
     def tensor(self, name: str) -> np.ndarray:
-        """Return a tensor in float32; raises as `rows` does."""
+        """Return all of a stored tensor in float32; raises as `rows` does."""
         return np.asarray(self.rows(name, 0, self.shapes[name][0]), np.float32)
 
     def check(self, expected: dict[str, tuple[int, ...]], ignored: tuple[str, ...] = ()) -> None:
-        """Compare the tensors' names and shapes with those of a model.
+        """Compare the names and shapes of the stored tensors with those that a model requires.
 
         Args:
             expected: the model's shapes, by name.
@@ -79,7 +81,8 @@ class Tensors:
 
 
 class Checkpoint(Tensors):
-    """A checkpoint folder. Each tensor is read from disk when it is requested.
+    """The tensors of a checkpoint folder in Hugging Face's format. Each tensor is read from disk when it is
+    requested.
 
     Attributes:
         config_file: the name of the file with the config.
@@ -134,7 +137,7 @@ class Checkpoint(Tensors):
         return value
 
     def rows(self, name: str, start: int, stop: int) -> np.ndarray:
-        """Return rows [start, stop) of a tensor in its stored dtype."""
+        """Return rows [start, stop) of a tensor from its safetensors file, in its stored dtype."""
         if self.dtypes[name] not in FLOATS:
             raise ValueError(
                 f"{self.folder}: {name} has dtype {self.dtypes[name]}; accepted are {', '.join(FLOATS)}"
@@ -145,5 +148,5 @@ class Checkpoint(Tensors):
             raise ValueError(f"{self.folder}: {name} cannot be read: {error}") from error
 
     def stored(self, name: str) -> np.ndarray:
-        """Return a tensor of any dtype as it is stored."""
+        """Return all of a tensor as it is stored in its safetensors file, of any dtype."""
         return self._open[name].get_tensor(name)

@@ -33,7 +33,8 @@ def export(
     source: Source,
     out_folder: str | os.PathLike[str],
 ) -> Path:
-    """Write parameters as a Hugging Face folder, with the tensors of one file at a time in the host's memory.
+    """Write a model's parameters as a Hugging Face folder, with the tensors of one file at a time in the
+    host's memory.
 
     If the source is a folder, the result differs from it only in the values of the tensors: names, shapes, dtypes, each
     tensor's file, config and tokenizer are the same. If the source is a GGUF file, the parameters are written in their
@@ -84,7 +85,8 @@ def export(
 
 
 def _files(source: Tensors, tensors: dict[str, Any]) -> dict[str, list[str]]:
-    """Return the names of the tensors in each file, by the file's name."""
+    """Return the names of the tensors that each safetensors file of the exported folder has, by the file's
+    name."""
     files: dict[str, list[str]] = {}
     if isinstance(source, Checkpoint):
         for name, file in source.files.items():
@@ -105,7 +107,8 @@ def _files(source: Tensors, tensors: dict[str, Any]) -> dict[str, list[str]]:
 
 
 def _write_config(source: Tensors, tensors: dict[str, Any], out: Path) -> None:
-    """Write config.json, the index if there are several files, and the tokenizer, for a source without such files."""
+    """Write the files other than tensors of an exported folder whose source is no such folder: config.json,
+    the index if there are several files of tensors, and the tokenizer."""
     leaves = {id(leaf): leaf for _, _, leaf in tensors.values()}.values()
     dtype = str(next(iter(leaves)).dtype)
     _write_json(out / "config.json", source.config | dict(torch_dtype=dtype))

@@ -37,7 +37,7 @@ _NO_BOUNDS = 1e4
 
 
 def fox_params(checkpoint: Checkpoint, config: ModelConfig) -> dict[str, Any]:
-    """Load a checkpoint's tensors as the parameters of `config`'s model.
+    """Load the tensors of a checkpoint of FoX's paper as the parameters of `config`'s model.
 
     The published code does not apply the lower bounds of HGRN2's gates: the parameters are such that they are 0.
 
@@ -79,7 +79,8 @@ def fox_params(checkpoint: Checkpoint, config: ModelConfig) -> dict[str, Any]:
 
 
 def fixed_gates(config: ModelConfig) -> list[str]:
-    """Return the names of the tensors of fixed gates, which are no parameters here."""
+    """Return the names of the tensors of a checkpoint of FoX's paper that are gates with fixed decays,
+    which are no parameters here."""
     if getattr(config.layers["L"].mixer, "forget_gate", None) != "fixed":
         return []
     return [f"model.layers.{i}.attn.fgate_bias" for i in range(config.num_layers)]
@@ -90,7 +91,7 @@ def import_fox(
     workdir: str | os.PathLike[str],
     data: DataConfig | None = None,
 ) -> TrainConfig:
-    """Make a run from a published checkpoint.
+    """Make a run from a published checkpoint of FoX's paper.
 
     Args:
         source: the checkpoint's folder.
@@ -118,7 +119,7 @@ def import_fox(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit status."""
+    """Import the checkpoint of FoX's paper that the command line names, and return the exit status."""
     return command("lsm_jax.convert.fox", __doc__, "the checkpoint's folder", import_fox, arguments)
 
 

@@ -42,7 +42,7 @@ def export_fox(
     out_folder: str | os.PathLike[str],
     source: str | os.PathLike[str] | None = None,
 ) -> Path:
-    """Write parameters as a checkpoint of the authors' code.
+    """Write a model's parameters as a checkpoint that the code of FoX's authors loads.
 
     Args:
         params: the parameters of `config`'s model, a pure dict.
@@ -103,10 +103,11 @@ def export_fox(
 
 
 def _config_of_source(checkpoint: Checkpoint, kind: str, config: ModelConfig) -> dict[str, Any]:
-    """Return the source's config.
+    """Return the contents of config.json of the checkpoint from which a run was imported, after checking
+    that it describes the model to export.
 
     Raises:
-        ValueError: it describes another model.
+        ValueError: the source's config.json describes another model.
     """
     given, where = json_of(fox_config(checkpoint)), checkpoint.folder / "config.json"
     described = json_of(config)
@@ -118,7 +119,8 @@ def _config_of_source(checkpoint: Checkpoint, kind: str, config: ModelConfig) ->
 
 
 def _without_bounds(params: dict[str, Any]) -> dict[str, Any]:
-    """Return the parameters of an HGRN2 without the logits of the gates' lower bounds.
+    """Return the parameters of an HGRN2 model without the logits of the forget gates' lower bounds, which
+    the published code of FoX's paper does not apply.
 
     Raises:
         ValueError: a bound is not 0, which the published code computes in its place.
@@ -136,7 +138,8 @@ def _without_bounds(params: dict[str, Any]) -> dict[str, Any]:
 
 
 def _constants(kind: str, config: ModelConfig) -> dict[str, np.ndarray]:
-    """Return the tensors that are no parameters here, by name."""
+    """Return the tensors that a published checkpoint has in addition to this library's parameters, by name:
+    HGRN2's lower bounds, which are 0, or gates with fixed decays."""
     if kind == HGRN2:
         return {LOWER_BOUNDS: np.zeros((config.num_layers, config.hidden_size), np.float32)}
     names = fixed_gates(config)
@@ -147,7 +150,8 @@ def _constants(kind: str, config: ModelConfig) -> dict[str, np.ndarray]:
 
 
 def _values(params: dict[str, Any], layout: Layout) -> Callable[[str], np.ndarray]:
-    """Return a function of a tensor's name that returns its values in the published layout."""
+    """Return a function of a published tensor's name that returns its values, from the parameters and in
+    the published layout."""
     leaves: dict[Any, tuple[Any, int | None]] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         for row, (keys, layer) in enumerate(layers_of(path, leaf.shape, 1)):
@@ -167,7 +171,8 @@ def _values(params: dict[str, Any], layout: Layout) -> Callable[[str], np.ndarra
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit status."""
+    """Export the run that the command line names as a checkpoint of FoX's authors, and return the exit
+    status."""
     program = "lsm_jax.convert.fox_export"
     parser = argparse.ArgumentParser(
         prog=f"python -m {program}",

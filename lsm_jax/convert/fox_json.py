@@ -1,4 +1,5 @@
-"""config.json of the published checkpoints of FoX's paper, and the models that it describes."""
+"""Convert the config.json of the published checkpoints of FoX's paper to the models that it describes, and
+back."""
 
 from __future__ import annotations
 
@@ -77,7 +78,8 @@ _CLASSES = {
 
 
 def fox_config(checkpoint: Checkpoint) -> ModelConfig:
-    """Return the model that the config.json of a published checkpoint describes.
+    """Return the config of the model that the config.json of a published checkpoint of FoX's paper
+    describes.
 
     Raises:
         ValueError: the model is of another kind, a field is missing or unknown, or a value is not supported.
@@ -89,11 +91,11 @@ def fox_config(checkpoint: Checkpoint) -> ModelConfig:
 
 
 def model_of(given: dict[str, Any], where: Any, shared_norms: bool = True) -> ModelConfig:
-    """Return the model that a config describes.
+    """Return the config of the model that the contents of a config.json of FoX's authors describe.
 
     Args:
         given: the contents of config.json.
-        where: the file, for errors.
+        where: path of the config.json, for error messages.
         shared_norms: whether the heads share the scales of the norms of queries and keys, if the config does not say it.
 
     Raises:
@@ -205,7 +207,8 @@ _COMPUTATION = {"dtype", "remat", "loss_chunk_size", "init_std", "implementation
 
 
 def json_of(config: ModelConfig) -> dict[str, Any]:
-    """Return the config.json of the published code's model that computes what `config`'s model computes.
+    """Return the contents of config.json with which the code of FoX's authors computes what `config`'s
+    model computes.
 
     Raises:
         ValueError: the published code has no such model; the message names the fields.
@@ -239,10 +242,10 @@ def json_of(config: ModelConfig) -> dict[str, Any]:
 
 
 def _check_same(published: ModelConfig, config: ModelConfig) -> None:
-    """Check that two models compute the same.
+    """Check that two model configs describe models that compute the same.
 
     Raises:
-        ValueError: they do not; the message names the fields.
+        ValueError: the two models compute different functions; the message names the fields.
     """
 
     def fields(model: ModelConfig) -> dict[str, Any]:

@@ -85,7 +85,8 @@ _TABLES = {FOX: _ATTENTION, TRANSFORMER: _ATTENTION, HGRN2: _HGRN2, DELTANET: _D
 
 
 class Layout(NamedTuple):
-    """The tensors of a published checkpoint.
+    """The layout of a published checkpoint of FoX's paper: in which tensors, and in which of their rows,
+    the parameters of a model are.
 
     Attributes:
         parts: where the values of each parameter are, by (keys, layer); the layer is -1 outside of layers.
@@ -99,7 +100,8 @@ class Layout(NamedTuple):
 
 
 def layout_of(kind: str, config: ModelConfig) -> Layout:
-    """Return the layout of a checkpoint of `kind`, one of `KINDS`, with the model `config`."""
+    """Return the layout of a checkpoint of FoX's paper: where it stores the parameters of the model
+    `config`, which is of `kind`, one of `KINDS`."""
     params = params_of(abstract(config))
     if kind == HGRN2:
         params["periods"]["blocks"][0]["mixer"].pop("lower_bound")
@@ -127,7 +129,8 @@ def layout_of(kind: str, config: ModelConfig) -> Layout:
 
 
 def stored_shape(key: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], bool]:
-    """Return the published shape of a parameter, and whether its axes are transposed there.
+    """Return the shape that a parameter has in the published checkpoints of FoX's paper, and whether its
+    axes are transposed there.
 
     Published kernels are [out, in], weights of convolutions [channels, 1, width], and the norm scales of all heads one vector.
     """
@@ -139,7 +142,8 @@ def stored_shape(key: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], boo
 
 
 def _shifted(name: str, mixer: Any) -> str:
-    """Return the name of a projection whose result is shifted, which is inside the shift's module."""
+    """Return the published name of a key or value projection; if its result is shifted by a token, it is
+    inside the shift's module."""
     for letter, field in (("k", "key_shift"), ("v", "value_shift")):
         if name == f"attn.{letter}_proj.weight" and getattr(mixer, field, False):
             return f"attn.{letter}_proj.linear.weight"

@@ -57,7 +57,8 @@ _LLAMA3 = [
 
 
 class GGUF(Tensors):
-    """A GGUF file. Each tensor is read from disk when it is requested.
+    """The tensors and the metadata of a model in a GGUF file. Each tensor is read from disk when it is
+    requested.
 
     Attributes:
         fields: the file's metadata.
@@ -89,7 +90,7 @@ class GGUF(Tensors):
             self.dtypes[name] = kinds.get(tensor.tensor_type.name, "F32")
 
     def _config(self) -> dict[str, Any]:
-        """Return the metadata as the fields of transformers' config.json."""
+        """Return the GGUF file's metadata as the fields of transformers' config.json."""
         where, kind = self.folder, self.fields.get("general.architecture")
         if kind not in ("llama", "qwen2", "qwen3"):
             raise ValueError(
@@ -147,7 +148,8 @@ class GGUF(Tensors):
         )
 
     def _llama3_scaling(self, config: dict[str, Any]) -> dict[str, Any]:
-        """Return the scaling of `_LLAMA3` whose divisors are the file's rope_freqs.weight."""
+        """Return Llama 3's scaling of the rotary frequencies, as a field of config.json: that of `_LLAMA3`
+        whose divisors are the file's rope_freqs.weight."""
         stored = np.asarray(self._stored["rope_freqs.weight"].data, np.float32)
         half = config["head_dim"] // 2
         turns = 8192 * config.get("rope_theta", 10000.0) ** (-np.arange(half) / half) / (2 * np.pi)
@@ -161,7 +163,8 @@ class GGUF(Tensors):
         )
 
     def rows(self, name: str, start: int, stop: int) -> np.ndarray:
-        """Return rows [start, stop) of a tensor: float16 and bfloat16 as stored, all others in float32."""
+        """Return rows [start, stop) of a tensor of the GGUF file: float16 and bfloat16 as stored, all
+        others in float32."""
         from gguf.quants import dequantize
 
         tensor = self._stored[self._names[name]]
@@ -183,7 +186,8 @@ class GGUF(Tensors):
 
 
 def _transformers_name(stored: str) -> str:
-    """Return transformers' name of a tensor; an unknown name is returned unchanged, and `check` reports it later."""
+    """Return the name that transformers has for a tensor of a GGUF file; an unknown name is returned
+    unchanged, and `check` reports it later."""
     stem, _, kind = stored.rpartition(".")
     if stem in _TOP:
         return f"{_TOP[stem]}.{kind}"

@@ -59,7 +59,7 @@ IGNORED = (".rotary_emb.inv_freq",)  # saved by old versions; follows from rope_
 
 
 def open_source(source: Source) -> Tensors:
-    """Open a Hugging Face folder or a GGUF file.
+    """Open a pretrained model for reading: a Hugging Face folder or a GGUF file.
 
     Raises:
         ValueError: the source is neither, or cannot be read.
@@ -77,7 +77,7 @@ def open_source(source: Source) -> Tensors:
 
 
 def model_config(source: Source) -> ModelConfig:
-    """Return the model config of a source.
+    """Return the config of the model that a pretrained model's config.json or GGUF file describes.
 
     Raises:
         ValueError: the source cannot be read, or this library does not support its model or one of its fields, which the message
@@ -94,7 +94,8 @@ def load_params(
     dtype: Any = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Any]:
-    """Load a source's tensors as the parameters of `config`'s model, one at a time, each directly to its devices.
+    """Load the tensors of a pretrained model as the parameters of `config`'s model, one at a time, each
+    directly to its devices.
 
     Args:
         source: the folder or file.
@@ -129,7 +130,8 @@ def load_params(
 
 
 def published_name(keys: list[str], layer: int) -> str:
-    """Return the published name of a parameter of a layer, or of one outside the layers if `layer` is -1; "" if it has none."""
+    """Return the name that transformers has for a parameter of a layer, or for one outside the layers if
+    `layer` is -1; "" if it has none."""
     name = ".".join(keys)
     if layer < 0:
         return _TOP.get(name, "")
@@ -139,7 +141,7 @@ def published_name(keys: list[str], layer: int) -> str:
 def published_tensors(
     params: dict[str, Any], config: ModelConfig
 ) -> dict[str, tuple[list[str], int | None, Any]]:
-    """Return the parameter of every published tensor, by the tensor's name.
+    """Return the parameter from which each tensor of transformers' format is written, by the tensor's name.
 
     Returns:
         (keys, row, leaf) by name; row is the row of a parameter stacked over periods, and None for any other.
@@ -163,13 +165,15 @@ def published_tensors(
 
 
 def published_shape(keys: list[str], row: int | None, leaf: Any) -> tuple[int, ...]:
-    """Return the published shape of a parameter, or of one row of a stacked one; published kernels are [out, in]."""
+    """Return the shape in transformers' format of a parameter, or of one layer of a stacked parameter;
+    kernels are [out, in] there."""
     shape = leaf.shape if row is None else leaf.shape[1:]
     return shape[::-1] if keys[-1] == "kernel" else shape
 
 
 def _check_tied(source: Tensors) -> None:
-    """Raise ValueError unless the head is equal to the embedding."""
+    """Raise ValueError unless the stored output head is equal to the embedding, as in a model that ties
+    both."""
     names = (_HEAD, _TOP["embedding"])
     same, rows = len({source.shapes[name] for name in names}) == 1, source.shapes[names[0]][0]
     for first in range(0, rows if same else 0, 4096):
@@ -241,7 +245,7 @@ def _import_with_progress(source: str, workdir: str, tokenizer: str | None) -> T
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit status."""
+    """Import the pretrained transformer that the command line names, and return the exit status."""
     source = "a Hugging Face folder or a .gguf file"
     options = dict(
         tokenizer="a tokenizer.json, if the source has none or one that is not supported"

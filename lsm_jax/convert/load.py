@@ -1,4 +1,5 @@
-"""Load stored tensors as a model's parameters, one tensor at a time, each directly to its devices."""
+"""Load the stored tensors of a pretrained model as a model's parameters, one tensor at a time, each
+directly to its devices."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ _BLOCK = 2**20  # numbers to convert at a time
 
 @dataclasses.dataclass(frozen=True)
 class StoredRows:
-    """The rows of a stored tensor that are the values of a parameter, or of one layer of a stacked parameter.
+    """The place of a parameter's values, or of those of one layer of a stacked parameter, in a pretrained
+    model's files: a range of rows of a stored tensor.
 
     Attributes:
         name: name of the tensor.
@@ -34,17 +36,17 @@ class StoredRows:
 
 
 def keys_of(path: Any) -> list[str]:
-    """Return the keys of a parameter's path in the tree, as strings."""
+    """Return the keys on the path of a parameter in a tree of parameters, as strings."""
     return jax.tree_util.keystr(path, simple=True, separator=".").split(".")
 
 
 def layers_of(path: Any, shape: tuple[int, ...], num_blocks: int) -> list[tuple[list[str], int]]:
-    """List the layers that a parameter belongs to.
+    """List the layers to which a parameter, or each layer's part of a stacked parameter, belongs.
 
     Args:
-        path: the parameter's path in the tree.
-        shape: its shape.
-        num_blocks: layers in a period.
+        path: the parameter's path in the tree of parameters.
+        shape: the parameter's shape.
+        num_blocks: number of layers in a period of the pattern.
 
     Returns:
         For a parameter stacked over periods (keys inside the block, layer) of each row; for any other [(keys, -1)].
@@ -65,7 +67,7 @@ def load_tree(
     dtype: Any = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Any:
-    """Load a tree of parameters.
+    """Load a tree of a model's parameters from stored tensors.
 
     In addition to the tree, the host's memory contains one tensor at a time in the dtype of the result, and its copy during the
     transfer to the device.
@@ -74,7 +76,7 @@ def load_tree(
         source: the stored tensors, which must have been checked.
         target: a tree of arrays or shapes; parameters under "periods" are stacked over periods.
         rows_of: function of (keys, layer), as from `layers_of`, that returns where the values are stored.
-        num_blocks: layers in a period.
+        num_blocks: number of layers in a period of the pattern.
         shardings: the sharding of each parameter, a tree like `target`; None is the default device.
         dtype: one dtype for all parameters, or a tree like `target`; None is float32.
         progress: called with (numbers loaded so far, all numbers).
@@ -110,7 +112,8 @@ def load_tree(
 
 
 def _read(source: Tensors, rows: StoredRows, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Return stored rows with the shape and dtype of the parameter, transposed back if they are stored as [out, in]."""
+    """Read the rows of a stored tensor that are the values of a parameter; return them in the parameter's
+    shape and dtype, transposed back if they are stored as [out, in]."""
     stored_shape = source.shapes[rows.name]
     stop = stored_shape[0] if rows.stop is None else rows.stop
     values = np.empty(shape, dtype)
@@ -136,7 +139,8 @@ def _zeros(shape: tuple[int, ...], dtype: Any, sharding: Any) -> jax.Array:
 
 @functools.cache
 def _insert_row(sharding: Any) -> Callable[[jax.Array, jax.Array, int], jax.Array]:
-    """Return a compiled function that writes `values` into a row of `stack`, which is donated."""
+    """Return a compiled function (stack, values, index) that writes one layer's `values` into a parameter
+    that is stacked over periods; the old stack is donated."""
 
     def insert(stack, values, row):
         return jax.lax.dynamic_update_index_in_dim(stack, values, row, 0)
@@ -145,7 +149,8 @@ def _insert_row(sharding: Any) -> Callable[[jax.Array, jax.Array, int], jax.Arra
 
 
 def _without_layer_axis(sharding: Any) -> Any:
-    """Return the sharding of one row of a stacked parameter."""
+    """Return the sharding of one layer's values of a parameter that is stacked over periods, from that of
+    the stack."""
     if not isinstance(sharding, jax.sharding.NamedSharding):
         return sharding
     return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*sharding.spec[1:]))

@@ -63,7 +63,7 @@ _HARMLESS = {
 
 
 def model_of(source: Tensors) -> ModelConfig:
-    """Return the model that a config.json describes.
+    """Return the config of the model that a config.json of Hugging Face's transformers describes.
 
     Letter L is the layer with full attention, or the only kind of layer; letter W is a layer with a window if there are both.
     Activations are in float32 if the config's dtype is, otherwise in bfloat16.
@@ -136,12 +136,13 @@ def model_of(source: Tensors) -> ModelConfig:
 
 
 def dtype_of(given: dict[str, Any]) -> str | None:
-    """Return the dtype of the tensors by a config.json."""
+    """Return the dtype that a config.json of transformers gives for the model's tensors."""
     return given.get("dtype") or given.get("torch_dtype")
 
 
 def _rope(given: dict[str, Any], where: Any) -> tuple[float, RopeScaling | None]:
-    """Return the base and the scaling of the rotary frequencies, from the fields of old or new versions of transformers."""
+    """Return (base, scaling) of the rotary frequencies, from the fields of a config.json of old or new
+    versions of transformers."""
     fields = {**(given.get("rope_scaling") or {}), **(given.get("rope_parameters") or {})}
     theta = float(fields.pop("rope_theta", given.get("rope_theta") or 10000.0))
     kind, old_kind = fields.pop("rope_type", None), fields.pop("type", None)
@@ -181,7 +182,8 @@ def _rope(given: dict[str, Any], where: Any) -> tuple[float, RopeScaling | None]
 
 
 def _windows(given: dict[str, Any], where: Any) -> list[int | None]:
-    """Return the attention window of every layer; None is full attention."""
+    """Return for every layer the tokens of its attention window, from the fields of config.json; None is
+    full attention."""
     number, window = given["num_hidden_layers"], given.get("sliding_window")
     kind, types = given["model_type"], given.get("layer_types")
     if kind == "llama" or (kind != "mistral" and not given.get("use_sliding_window")):

@@ -1,4 +1,5 @@
-"""Write runs of imported parameters. They can be evaluated and started from; without optimizer state they cannot be resumed."""
+"""Write runs of imported parameters. They can be evaluated and started from; without optimizer state they
+cannot be resumed."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from lsm_jax.training.runs import checkpoint_directory, write_config
 
 
 def new_workdir(workdir: str | os.PathLike[str]) -> Path:
-    """Return the absolute path of a new run's directory.
+    """Return the absolute path of the directory for a new run, after checking that no run is there.
 
     Raises:
         ValueError: the directory contains a run.
@@ -26,7 +27,7 @@ def new_workdir(workdir: str | os.PathLike[str]) -> Path:
 
 
 def save_run(workdir: Path, config: TrainConfig, params: dict[str, Any]) -> None:
-    """Write a run's config, and its parameters as the checkpoint of step 0."""
+    """Write the config of an imported model's run, and its parameters as the checkpoint of step 0."""
     write_config(workdir, config, {})
     checkpoints = Checkpoints(checkpoint_directory(workdir))
     checkpoints.save_params(0, params)
@@ -41,12 +42,12 @@ def command(
     arguments: Sequence[str] | None,
     options: dict[str, str] | None = None,
 ) -> int:
-    """Run the command line of an import and return its exit status.
+    """Run the command line of a module that imports pretrained models as runs, and return its exit status.
 
     Args:
-        program: the module's name.
-        description: the module's docstring.
-        source: help text of --source.
+        program: name of the module that is run, for messages.
+        description: the module's docstring, which --help shows.
+        source: help text of the option --source.
         make: function of `source`, `workdir` and the further options that makes the run and returns its config.
         arguments: the command's arguments; None is the process's.
         options: help texts of further options, by name; `make` receives each as a keyword argument, None if it is absent.

@@ -25,7 +25,7 @@ MODEL_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53
 
 
 def fetch(folder: str | os.PathLike[str] = "") -> Path:
-    """Return the path of the model's GGUF file, which the first call downloads.
+    """Return the path of SmolLM2's GGUF file, which the first call downloads.
 
     Args:
         folder: the folder to store it in; empty is the user's cache folder.
@@ -109,7 +109,7 @@ def _check(path: Path, sha256: str) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit status."""
+    """Download SmolLM2, print the path of its file, and return the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m lsm_jax.convert.smollm2",
         description=__doc__,

@@ -25,7 +25,8 @@ _CONTROL, _USER, _UNUSED = 3, 4, 5
 
 
 def tokenizer_of(source: Tensors | str | os.PathLike[str], out_dir: str | os.PathLike[str]) -> Path:
-    """Write a source's tokenizer.json, and the files with its special tokens and chat template.
+    """Write the tokenizer of a pretrained model as tokenizer.json, and the files with its special tokens
+    and chat template.
 
     Args:
         source: a Hugging Face folder or a GGUF file.
@@ -41,7 +42,8 @@ def tokenizer_of(source: Tensors | str | os.PathLike[str], out_dir: str | os.Pat
 
 
 def write_files(files: dict[str, bytes], out_dir: str | os.PathLike[str]) -> Path:
-    """Write the result of `tokenizer_files` into a folder and return the path of tokenizer.json."""
+    """Write a tokenizer's files, the result of `tokenizer_files`, into a folder, and return the path of
+    tokenizer.json."""
     out = Path(out_dir).expanduser().absolute()
     out.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
@@ -52,7 +54,8 @@ def write_files(files: dict[str, bytes], out_dir: str | os.PathLike[str]) -> Pat
 def tokenizer_files(
     source: Tensors | str | os.PathLike[str], tokenizer: str | os.PathLike[str] | None = None
 ) -> dict[str, bytes]:
-    """Return the contents of the files that `tokenizer_of` writes, by file name.
+    """Return the contents of a pretrained model's tokenizer files, as `tokenizer_of` writes them, by file
+    name.
 
     Args:
         source: a Hugging Face folder or a GGUF file.
@@ -88,12 +91,13 @@ def tokenizer_files(
 
 
 def _check_tokens(source: GGUF, content: bytes, path: Path) -> None:
-    """Raise ValueError unless a tokenizer.json has the tokens of a GGUF file; it may lack the file's unused tokens.
+    """Raise ValueError unless a tokenizer.json has the same tokens as the GGUF file with which it is to be
+    used; it may lack the file's unused tokens.
 
     Args:
-        source: the GGUF file.
-        content: the tokenizer.json.
-        path: its path, for messages.
+        source: the GGUF file, opened for reading.
+        content: the contents of the tokenizer.json.
+        path: the path of the tokenizer.json, for error messages.
     """
     import tokenizers
 
@@ -117,7 +121,8 @@ def _check_tokens(source: GGUF, content: bytes, path: Path) -> None:
 
 
 def _from_gguf(source: GGUF) -> dict[str, Any]:
-    """Return the contents of tokenizer.json and tokenizer_config.json, made from the metadata of a GGUF file."""
+    """Return the contents of tokenizer.json and tokenizer_config.json of a GGUF file's tokenizer, made from
+    the file's metadata."""
     import tokenizers
 
     fields, where = source.fields, source.folder

@@ -1,4 +1,4 @@
-"""Checks of an iterator's arguments before any data are read: shards, tokenizer, vocabulary, BOS."""
+"""Check the arguments of a batch iterator before any data are read: shards, tokenizer, vocabulary, BOS."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def check_arguments(
     shard_count: int,
     vocab_size: int | None,
 ) -> tuple[Tokenizer, slice, int]:
-    """Check the arguments of an iterator and fill in the defaults.
+    """Check the arguments with which a batch iterator is made, and fill in their defaults.
 
     Returns:
         The tokenizer, the slice of this host's rows in a global batch, and the vocabulary size.
@@ -61,5 +61,6 @@ def check_arguments(
 
 
 def bos_id_of(config: DataConfig, tokenizer: Tokenizer) -> int | None:
-    """Return the config's BOS id, or the tokenizer's if the config has None."""
+    """Return the id of the token that begins documents (BOS): the data config's, or the tokenizer's if the
+    config has None."""
     return tokenizer.bos_id if config.bos_id is None else config.bos_id

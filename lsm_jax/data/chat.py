@@ -15,7 +15,7 @@ def chat_text(
     eos_token: str | None = None,
     add_generation_prompt: bool = True,
 ) -> str:
-    """Return a conversation as one text, as the model was tuned on.
+    """Return a conversation as one text, formatted by a Jinja chat template as the model was tuned on.
 
     The template runs in Jinja's sandbox with the same additions as in Hugging Face's transformers: `raise_exception`,
     `strftime_now`, `tojson`, loop controls, and blocks that add no blank lines.

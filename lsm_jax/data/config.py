@@ -1,4 +1,4 @@
-"""The data config of a run: paths, tokenizer, row length, order."""
+"""The data config of a run: where tokens come from, the tokenizer, the length of rows, and their order."""
 
 # No `from __future__ import annotations`: config flags read the fields' types as objects.
 import dataclasses
@@ -9,7 +9,7 @@ FORMATS = ("text", "alpaca")
 
 @dataclasses.dataclass(kw_only=True)
 class DataConfig:
-    """Where the tokens come from and how rows are made of them.
+    """The data config of a run: where the tokens come from and how rows are made of them.
 
     Attributes:
         path: a LongCrawl-format store (a zarr v2 array [documents, length]), a folder with `train.zarr` and
@@ -70,7 +70,7 @@ class DataConfig:
     cache_dir: str = ""
 
     def validate(self) -> None:
-        """Check the values. Paths are checked later, when an iterator is made.
+        """Check the values of the data config. Its paths are checked later, when a batch iterator is made.
 
         Raises:
             ValueError: a value is not accepted; the message names the field, the value and what is accepted.

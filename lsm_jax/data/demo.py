@@ -36,7 +36,8 @@ _ROW_MULTIPLE = 32  # of the number of held-out rows, so that usual batch sizes 
 
 
 def library_files(*, max_bytes: int = 12_000_000) -> list[Path]:
-    """Return the source files of the standard library in sorted order, at most `max_bytes` in total."""
+    """Return the paths of the Python standard library's source files in sorted order, at most `max_bytes`
+    in total, as the demo's text."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files, size = [], 0
     for folder, folders, names in os.walk(root):
@@ -63,7 +64,8 @@ def write_demo_store(
     heldout_fraction: float = 0.05,
     max_bytes: int = 12_000_000,
 ) -> tuple[Path, Path]:
-    """Write the standard library as two stores, `train.zarr` and `heldout.zarr`, split by file.
+    """Write the demo's text (Python's standard library) as two stores of byte tokens, `train.zarr` and
+    `heldout.zarr`, split by file.
 
     The files are concatenated, with BOS (256) after each. The number of held-out rows is cut to a multiple of 32, or to
     a power of two if there are fewer. The same interpreter always writes the same bytes.
@@ -123,7 +125,8 @@ def write_demo_store(
 
 
 def demo_stores(config: DataConfig) -> tuple[Path, Path]:
-    """Return the paths of the demo's (training, held-out) stores for rows of `sequence_length`.
+    """Return the paths of the (training, held-out) token stores of the demo's text, Python's standard
+    library, with rows of `sequence_length` bytes.
 
     They are written at the first use and stay in the cache folder.
 

@@ -1,4 +1,4 @@
-"""Random access to the documents in text and JSONL files, long ones cut into pieces."""
+"""Read documents from text and JSONL files in any order; long ones are cut into pieces."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NEWLINE_SEARCH = 4096  # bytes that are searched for a newline at which to cut
 
 
 class Piece(NamedTuple):
-    """A contiguous part of a document.
+    """A contiguous part of a document of text, or all of it.
 
     Attributes:
         text: the text; bytes that are not UTF-8 are escaped as by Python's "surrogateescape".
@@ -37,7 +37,8 @@ class Piece(NamedTuple):
 
 
 class Documents:
-    """A sequence of the pieces of all documents, in listed order. Only their offsets and lengths are in memory.
+    """The documents in text and JSONL files as a sequence of pieces (contiguous parts), in listed order.
+    Only the pieces' offsets and lengths are in memory.
 
     Each line of a JSONL file is a document of one piece, and so is each element of a JSON array of instructions. Every
     other file is one document, cut at line ends into pieces of about `piece_bytes`, so that a single long file can be
@@ -56,7 +57,7 @@ class Documents:
         format: str = "text",
         piece_bytes: int | None = 1 << 16,
     ):
-        """List the files and the offsets of their pieces.
+        """List the files, and find the offsets of the documents' pieces in them.
 
         Args:
             paths: files, or folders that are searched for files with `TEXT_SUFFIXES` and `JSONL_SUFFIXES`, in sorted
@@ -91,14 +92,16 @@ class Documents:
             raise ValueError(f"no text in {[str(p) for p in paths]}: every file is empty")
 
     def _has_records(self, path: Path) -> bool:
-        """Return whether the file's documents are JSON values: lines, or elements of an array."""
+        """Return whether a file's documents are JSON values (its lines, or the elements of an array) and
+        not plain text."""
         return _is_jsonl(path) or self._is_array(path)
 
     def _is_array(self, path: Path) -> bool:
         return self.format != "text" and path.suffix.lower() == ARRAY_SUFFIX
 
     def _offsets(self, path: Path) -> np.ndarray:
-        """Return [pieces, 2]: offset and length in bytes of each piece of the file."""
+        """Return where the documents of a file are, cut into pieces, [pieces, 2]: offset and length in
+        bytes of each piece."""
         if self._is_array(path):
             return _array_offsets(path)
         return _jsonl_offsets(path) if _is_jsonl(path) else _text_offsets(path, self._piece_bytes)
@@ -108,7 +111,7 @@ class Documents:
 
     @property
     def num_documents(self) -> int:
-        """The number of documents that the pieces belong to."""
+        """The number of different documents to which the pieces belong."""
         return int(self.begins.sum())
 
     def __getitem__(self, index: int) -> Piece:
@@ -129,7 +132,8 @@ class Documents:
             return Piece(_decode(file.read(last - first), path), start == 0, last == size)
 
     def split(self, fraction: float) -> tuple[Documents, Documents]:
-        """Split into (training, held-out) documents by a hash of their names.
+        """Split the documents into (training, held-out) documents by a hash of their names, of which the
+        share `fraction` is held out.
 
         If there is only one document, its last pieces are held out.
 
@@ -155,7 +159,8 @@ class Documents:
         return self._subset(~held), self._subset(held)
 
     def split_first(self, count: int) -> tuple[Documents, Documents]:
-        """Split into (the other documents, the first `count` documents).
+        """Split the documents into (training, held-out): the first `count` documents in listed order are
+        held out.
 
         Raises:
             ValueError: there are no other documents.
@@ -169,7 +174,7 @@ class Documents:
         return self._subset(~held), self._subset(held)
 
     def _subset(self, mask: np.ndarray) -> Documents:
-        """Return the pieces where `mask` [pieces] is True."""
+        """Return a sequence of only those pieces of the documents for which `mask`, bool [pieces], is True."""
         subset = object.__new__(Documents)
         subset.__dict__.update(self.__dict__)
         for name in ("_file", "_number", "_start", "lengths", "begins"):
@@ -177,7 +182,8 @@ class Documents:
         return subset
 
     def _name(self, index: int) -> bytes:
-        """The document's name, from which `split` computes a hash: folder, file and offset.
+        """Return the name of a piece's document, whose hash decides whether the document is held out:
+        folder, file and offset.
 
         It does not contain the full path, so that a moved folder is split as before.
         """
@@ -185,7 +191,8 @@ class Documents:
         return f"{file.parent.name}/{file.name}:{self._start[index]}".encode()
 
     def _record_text(self, record: bytes, where: str) -> tuple[str, str]:
-        """Return (text, prompt) of a JSON value; `where` names it in messages."""
+        """Return (text, prompt) of a document that is a JSON value, given as bytes; `where` names its place
+        in error messages."""
         try:
             fields = json.loads(record)
         except (ValueError, RecursionError) as error:
@@ -196,7 +203,7 @@ class Documents:
 
 
 def list_files(paths: Sequence[str | Path]) -> list[Path]:
-    """Return the files at these paths; folders are searched in sorted order for text and JSONL files.
+    """Return the text and JSONL files at these paths; a folder stands for the files in it, in sorted order.
 
     Raises:
         ValueError: a path does not exist, a file is not text, or a folder has no text or JSONL file.
@@ -240,13 +247,15 @@ def _is_jsonl(path: Path) -> bool:
 
 
 def _jsonl_offsets(path: Path) -> np.ndarray:
-    """Return [lines, 2]: offset and length in bytes of each line that is not blank."""
+    """Return the places of a JSONL file's records, [lines, 2]: offset and length in bytes of each line that
+    is not blank."""
     with open(path, "rb") as file:
         return _offset_array(_lines(file))
 
 
 def _array_offsets(path: Path) -> np.ndarray:
-    """Return [elements, 2]: offset and length in bytes of each element of the JSON array in a file.
+    """Return the places of the elements of a file's JSON array, [elements, 2]: offset and length in bytes
+    of each.
 
     Raises:
         ValueError: the file is no JSON array; the message has the number of the element that cannot be read.
@@ -287,14 +296,14 @@ def _array_offsets(path: Path) -> np.ndarray:
 
 
 def _skip_space(text: str, start: int) -> int:
-    """Return the place of the first character from `start` on that is no white space."""
+    """Return the index of the first character of a JSON text from `start` on that is no white space."""
     while start < len(text) and text[start] in " \t\r\n":
         start += 1
     return start
 
 
 def _lines(file: BinaryIO) -> Iterable[tuple[int, int]]:
-    """Yield (offset, length) in bytes of each line that is not blank."""
+    """Yield, for each line of a file that is not blank, its offset and its length in bytes."""
     start = 0
     for line in file:
         if not line.isspace():
@@ -303,7 +312,8 @@ def _lines(file: BinaryIO) -> Iterable[tuple[int, int]]:
 
 
 def _text_offsets(path: Path, piece_bytes: int | None) -> np.ndarray:
-    """Return [pieces, 2]: offset and length in bytes of the file's equal pieces, before `_cut` moves their borders."""
+    """Return where a text file is cut into pieces of equal size, [pieces, 2]: offset and length in bytes.
+    `_cut` then moves the borders between pieces to line ends."""
     size = path.stat().st_size
     step = piece_bytes or max(size, 1)
     return _offset_array((start, min(step, size - start)) for start in range(0, size, step))
@@ -314,7 +324,8 @@ def _offset_array(pairs: Iterable[tuple[int, int]]) -> np.ndarray:
 
 
 def _cut(file: BinaryIO, offset: int, size: int) -> int:
-    """Return the offset of the first line that begins at or after `offset`, or of a character if the line is long."""
+    """Return the offset in bytes at which a text file is cut instead of at `offset`: where the first line
+    at or after it begins, or a character if that line is long."""
     if offset <= 0 or offset >= size:
         return min(max(offset, 0), size)
     file.seek(offset - 1)

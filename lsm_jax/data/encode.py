@@ -22,7 +22,7 @@ _TASK_BYTES = 1 << 20
 
 @dataclasses.dataclass
 class Written:
-    """Counts of what was written into a store.
+    """Counts of the rows, documents and tokens that were written into a store.
 
     Attributes:
         rows: rows written.
@@ -50,11 +50,11 @@ def write_documents(
     separator: int | None,
     progress: Callable[[int, int], None] = lambda tokens, size: None,
 ) -> Written:
-    """Make rows of the ids of documents and write them.
+    """Make rows of the token ids of documents and write them to a store.
 
     Args:
         documents: the documents that were encoded.
-        writer: the open store.
+        writer: the store to which rows are added, opened for writing.
         encoded: pairs (size in bytes, ids of consecutive pieces) in the order of `documents`.
         length: tokens in a row.
         separator: concatenate the documents with this id after each. None is LongCrawl64's rule: a row is the first
@@ -62,7 +62,7 @@ def write_documents(
         progress: called with (tokens, bytes) of each item of `encoded`.
 
     Raises:
-        ValueError: there is no full row.
+        ValueError: all documents together do not fill one row.
     """
     counts = Written(documents=documents.num_documents)
     carry = np.zeros(0, np.uint32)
@@ -108,7 +108,8 @@ def write_documents(
 def encode_documents(
     parts: Sequence[Documents], tokenizer: str, *, json_escape: bool = False, num_workers: int = 1
 ) -> Generator[Iterator[tuple[int, list[np.ndarray]]]]:
-    """Tokenise the pieces of each part, in order.
+    """Tokenise the pieces of each set of documents (such as training and held-out), in order, in one
+    process or several.
 
     Args:
         parts: sets of documents, such as training and held-out.
@@ -142,7 +143,8 @@ def encode_documents(
 def _in_order(
     pool: Executor, part: int, tasks: Iterable[range], ahead: int
 ) -> Iterator[tuple[int, list[np.ndarray]]]:
-    """Yield the results of the tasks in order, with at most `ahead` tasks submitted."""
+    """Yield the token ids of all ranges of pieces, in order, from the pool's processes; at most `ahead`
+    ranges are submitted before their results are needed."""
     running: deque = deque()
     for task in tasks:
         running.append(pool.submit(_encode_in_worker, part, task))
@@ -153,7 +155,8 @@ def _in_order(
 
 
 def _tasks(documents: Documents) -> Iterator[range]:
-    """Yield ranges of consecutive pieces, each of about `_TASK_BYTES` or one piece."""
+    """Yield the ranges of consecutive pieces of the documents that a process tokenises at a time: each has
+    about `_TASK_BYTES`, or is one larger piece."""
     start, size = 0, 0
     for i, length in enumerate(documents.lengths.tolist()):
         size += length

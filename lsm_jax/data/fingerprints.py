@@ -17,7 +17,8 @@ _SHOWN = 3  # file names per line of a message
 
 
 def fingerprint(config: DataConfig) -> dict[str, Any]:
-    """Return names and sizes of the training data's files, a store's metadata and the tokenizer's name.
+    """Return the fingerprint of a run's training data: the names and sizes of its files, a store's
+    metadata, and the tokenizer's name.
 
     The contents of the files are not read.
 
@@ -51,7 +52,7 @@ def fingerprint(config: DataConfig) -> dict[str, Any]:
 
 
 def fingerprint_changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """Return one line for each difference between two fingerprints."""
+    """Return one line of text for each difference between two fingerprints of training data."""
     before, after = old.get("files"), new.get("files")
     lines = [
         f"{name}: {old.get(name, '(absent)')} -> {new.get(name, '(absent)')}"

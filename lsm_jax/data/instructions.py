@@ -9,12 +9,12 @@ _LAST = "Write a response that appropriately completes the request.\n\n### Instr
 
 
 def text_field(fields: Any, name: str, where: str) -> str:
-    """Return the text in the field `name` of a JSON object.
+    """Return the text that a document, a JSON object, has in its field `name`.
 
     Args:
         fields: the parsed line of a file.
-        name: the field.
-        where: names the line in error messages.
+        name: name of the field.
+        where: the place of the object (file and line), for error messages.
 
     Raises:
         ValueError: `fields` is no object, or its field is missing or no string.
@@ -35,10 +35,10 @@ def alpaca(fields: Any, where: str) -> tuple[str, str]:
 
     Args:
         fields: the parsed line of a file: instruction, output, and input, which may be empty or absent.
-        where: names the line in error messages.
+        where: the place of the object (file and line), for error messages.
 
     Raises:
-        ValueError: a field is missing or no string.
+        ValueError: a field of the instruction is missing or no string.
     """
     instruction = text_field(fields, "instruction", where)
     given = text_field(fields, "input", where) if "input" in fields else ""

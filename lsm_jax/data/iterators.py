@@ -1,4 +1,5 @@
-"""Batch iterators: `make_train_iterator`, `make_eval_iterator`."""
+"""Make the iterators over batches of tokens: `make_train_iterator` for training, `make_eval_iterator` for
+held-out data."""
 
 from __future__ import annotations
 
@@ -45,8 +46,8 @@ def make_train_iterator(
     resumed on another number of hosts.
 
     Args:
-        config: the data.
-        tokenizer: None loads `config.tokenizer`.
+        config: the data config of the run.
+        tokenizer: the tokenizer of the text; None loads `config.tokenizer`.
         global_batch_size: B, the rows of all hosts' batches together.
         seed: seed of the shuffled order.
         shard_index: number of this host, such as `jax.process_index()`.
@@ -164,21 +165,23 @@ def _document_index(
     order: Callable[[int], np.ndarray] | None,
     n: int,
 ) -> int:
-    """Return the index of the n-th piece of a lane: lane j has items j, j + B, j + 2B, ... of the epochs in sequence.
+    """Return the index of the n-th piece of text that a lane reads, where lane j makes row j of each batch:
+    it has items j, j + B, j + 2B, ... of the epochs in sequence.
 
     Args:
-        count: pieces in an epoch.
-        batch: B, the number of lanes.
-        lane: j.
-        order: the permutation of each epoch; None is the listed order.
-        n: position in the lane.
+        count: number of pieces of documents in an epoch.
+        batch: B, the number of lanes, which is the number of rows in a global batch.
+        lane: j, the number of the lane.
+        order: function from an epoch's number to the permutation of its pieces; None is the listed order.
+        n: number of the piece in the lane, from 0.
     """
     epoch, index = divmod(n * batch + lane, count)
     return index if order is None else int(order(epoch)[index])
 
 
 def _piece_tokens(documents: Documents, tokenizer: Tokenizer, config: DataConfig, index: int):
-    """Return tokens and labels of a piece by the config's rules, or None if it predicts nothing."""
+    """Return the token ids and the labels of a document's piece, by the data config's rules for BOS, end
+    and alignment; None if it predicts no token."""
     bos_id = bos_id_of(config, tokenizer)
     end_id = bos_id if config.format == "text" else tokenizer.eos_id
     return document_tokens(
@@ -194,7 +197,8 @@ def _piece_tokens(documents: Documents, tokenizer: Tokenizer, config: DataConfig
 def _check_some_text(
     documents: Documents, config: DataConfig, tokenizer: Tokenizer, *, where: str, lanes: int = 1
 ) -> None:
-    """Raise ValueError if every document of a lane is empty, since the lane would search for its first row forever."""
+    """Raise ValueError if all documents are empty that one lane reads, where lane j makes row j of each
+    batch: it would search for its first row forever."""
     for lane in range(lanes):
         indices = range(lane, len(documents), lanes)
         if all(_piece_tokens(documents, tokenizer, config, i) is None for i in indices):
@@ -208,12 +212,13 @@ def _check_some_text(
 
 
 def _serial(pieces: grain.MapDataset) -> grain.IterDataset:
-    """Read the pieces in the calling thread."""
+    """Return a dataset that reads the pieces of documents in the calling thread, one after another."""
     return pieces.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
 
 
 def _step_iterator(config: DataConfig, batches: StoreBatches, steps: int) -> grain.DatasetIterator:
-    """Return an iterator over the batches of steps 0, 1, ..., made by the config's threads."""
+    """Return an iterator over a store's batches of the training steps 0, 1, ..., which the config's threads
+    read ahead."""
     options = grain.ReadOptions(
         num_threads=config.num_threads,
         prefetch_buffer_size=config.prefetch if config.num_threads else 0,
@@ -228,7 +233,8 @@ def _prefetched(config: DataConfig, dataset: grain.IterDataset) -> grain.Dataset
 
 
 def _open(dataset: grain.IterDataset) -> grain.DatasetIterator:
-    """Return an iterator that is closed when the interpreter exits."""
+    """Return an iterator over the dataset's batches that is closed when the interpreter exits, so that its
+    threads end before."""
     iterator = iter(dataset)
     _open_iterators.add(iterator)
     return iterator

@@ -26,7 +26,8 @@ _BLOCK = 1 << 16  # tokens of a store to read at a time
 
 
 def read_texts(path: str | Path) -> dict[str, Any]:
-    """Read a prompt's file: a JSON object with "question", "cue", "answer" and "instruction", and perhaps "judge".
+    """Read the texts of a needle-in-a-haystack prompt from a file: a JSON object with "question", "cue",
+    "answer" and "instruction", and perhaps "judge".
 
     "judge" is an object with "model", "system" and "user"; "user" contains {reference}, {input} and {prediction}.
 
@@ -56,7 +57,8 @@ def read_texts(path: str | Path) -> dict[str, Any]:
 
 @dataclasses.dataclass(kw_only=True)
 class NeedleConfig:
-    """The needle, its places in the text, and the question.
+    """The config of a needle-in-a-haystack test: the fact (needle), its places in a long text, and the
+    question about it.
 
     The needle is the line `<cue> <answer>.`; in mode "easy" the question precedes it in the same line. After the text follow
     `instruction`, `question` and `cue`. The model must continue with `answer`.
@@ -97,7 +99,8 @@ class NeedleConfig:
     judge: str = "containment"
 
     def with_texts(self) -> "NeedleConfig":
-        """The config with the texts of the prompt's file and the published numbers; the config itself for "own".
+        """Return the needle config with the texts of the prompt's file and the published numbers; the
+        config itself if `prompt` is "own".
 
         Raises:
             ValueError: the file cannot be read or lacks a text.
@@ -114,7 +117,7 @@ class NeedleConfig:
         )
 
     def validate(self) -> None:
-        """Check the values.
+        """Check the values of the needle-in-a-haystack config.
 
         Raises:
             ValueError: a value is not accepted; the message names the field, the value and what is accepted.
@@ -160,14 +163,14 @@ class NeedleConfig:
 
 
 class NeedlePrompt(NamedTuple):
-    """One prompt, with or without the needle.
+    """One prompt of a needle-in-a-haystack test, a long text and a question, with or without the needle.
 
     Attributes:
         mode: "easy" or "standard"; "" without the needle.
         depth: the requested depth in percent; NaN without the needle.
         sample: number of the excerpt.
         place: number of tokens of text before the needle; -1 without it.
-        tokens: int32 [P], the prompt.
+        tokens: int32 [P], the token ids of the prompt.
     """
 
     mode: str
@@ -178,18 +181,18 @@ class NeedlePrompt(NamedTuple):
 
 
 class NeedleTask:
-    """The prompts of a config, as ids of one tokenizer.
+    """The prompts of a needle-in-a-haystack test, as token ids of one tokenizer.
 
     Attributes:
-        answer: int32 [A], the ids of the answer after a prompt.
+        answer: int32 [A], the token ids of the answer that should follow a prompt.
         new_tokens: maximum number of tokens to generate.
     """
 
     def __init__(self, config: NeedleConfig, tokenizer: Tokenizer, *, bos_id: int | None):
-        """Tokenise the needle, question and answer.
+        """Tokenise the needle, its question and its answer.
 
         Args:
-            config: the task; it is validated.
+            config: the needle-in-a-haystack config; it is validated.
             tokenizer: the model's tokenizer.
             bos_id: id in front of every prompt; None adds none.
 
@@ -225,16 +228,18 @@ class NeedleTask:
 
     @property
     def answer_room(self) -> int:
-        """The maximum number of tokens after a prompt."""
+        """The maximum number of tokens that follow a prompt: the answer's, or those that the model
+        generates."""
         return max(len(self.answer), self.new_tokens)
 
     @property
     def shortest(self) -> int:
-        """The smallest length that is enough for the question, needle, answer and one token of text."""
+        """The smallest length of prompt and answer, in tokens, that is enough for question, needle, answer
+        and one token of text."""
         return self._buffer + max(map(len, self._needles.values())) + 1
 
     def lengths(self, train_length: int) -> list[int]:
-        """Return the lengths to evaluate, ascending.
+        """Return the lengths to evaluate, in ascending order: tokens of prompt and answer together.
 
         Args:
             train_length: the row length of the run, for the default lengths.
@@ -255,17 +260,18 @@ class NeedleTask:
         return lengths
 
     def text_length(self, length: int) -> int:
-        """Return the number of tokens of text and needle in a prompt of this length."""
+        """Return how many tokens of text and needle a prompt has if prompt and answer together have
+        `length` tokens."""
         return length - self._buffer
 
     def prompts(self, text: np.ndarray, length: int) -> list[NeedlePrompt]:
-        """Return all prompts of one length, which have the same number of tokens.
+        """Return all needle-in-a-haystack prompts of one length; they have the same number of tokens.
 
         The first ones have no needle; the others are ordered by mode, depth and sample.
 
         Args:
             text: int32 [samples, at least `text_length` of the longest length], the excerpts.
-            length: one of `lengths`.
+            length: tokens of prompt and answer together, one of the values of `lengths`.
         """
         size = self.text_length(length)
         stops = np.array([self._stops(row[:size]) for row in text])
@@ -291,7 +297,8 @@ class NeedleTask:
         return NeedlePrompt(mode, depth, sample, place, np.concatenate(parts))
 
     def _stops(self, text: np.ndarray) -> np.ndarray:
-        """Return bool [T]: whether the text of each token ends with a full stop; by the published protocol, whether it is one."""
+        """Return bool [T]: whether the text of each token of the long text ends with a full stop, after
+        which a needle may be inserted; by the published protocol, whether the token is a full stop."""
         if self.config.prompt != "own":
             return np.isin(text, self.tokenizer.encode("."))
         ids, where = np.unique(text, return_inverse=True)
@@ -305,7 +312,7 @@ def haystack_tokens(
     """Return the first tokens of the held-out data: its documents concatenated, without BOS.
 
     Args:
-        data: a store or text.
+        data: the data config of the held-out data, a store or text.
         tokenizer: the tokenizer of the model and the store.
         number: number of tokens to return.
         vocab_size: vocabulary of the model.

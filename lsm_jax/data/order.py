@@ -13,7 +13,8 @@ import numpy as np
 
 
 class ColumnOrder:
-    """LongCrawl64's published order: the first block of all documents, then the second block of all, ...
+    """The published order of reading LongCrawl64: the first block (row length) of all documents, then the
+    second block of all, ...
 
     Batch i reads block `i // groups` of the documents in group `i % groups`, where a group is `multiple` documents
     (forgetting_transformer, datamodule/longcrawl64.py). Documents after the last full group are not read. All epochs are
@@ -21,23 +22,26 @@ class ColumnOrder:
     """
 
     def __init__(self, num_documents: int, num_columns: int, *, multiple: int):
-        """Define the order.
+        """Define the published order of reading a store whose documents are cut into blocks.
 
         Args:
-            num_documents, num_columns: the grid of sequences.
+            num_documents: number of documents in the store.
+            num_columns: number of blocks, each one sequence, into which every document is cut.
             multiple: the number of documents is cut to a multiple of it; the global batch size.
         """
         self.num_documents = num_documents // multiple * multiple
         self.sequences_per_epoch = self.num_documents * num_columns
 
     def __call__(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return (documents, blocks) of the sequences with these numbers."""
+        """Return (documents, blocks): for each number of a sequence in the order of reading, the document
+        it is in and which block of that document it is."""
         place = numbers % self.sequences_per_epoch
         return place % self.num_documents, place // self.num_documents
 
 
 class ShuffledOrder:
-    """A seeded order that differs in each epoch and reads each storage chunk once per epoch.
+    """A seeded order of reading a store that differs in each epoch and reads each storage chunk once per
+    epoch.
 
     The storage chunks are shuffled; then the sequences of each `window_blocks` consecutive chunks are shuffled together.
     The sequences after the last full batch are not read; they are others in each epoch.
@@ -53,10 +57,11 @@ class ShuffledOrder:
         window_blocks: int,
         seed: int,
     ):
-        """Define the order.
+        """Define a shuffled order of reading a store whose documents are cut into blocks.
 
         Args:
-            num_documents, num_columns: the grid of sequences.
+            num_documents: number of documents in the store.
+            num_columns: number of blocks, each one sequence, into which every document is cut.
             multiple: the number of sequences in an epoch is cut to a multiple of it; the global batch size.
             block: (documents, columns) of the grid that one storage chunk contains.
             window_blocks: number of storage chunks that are shuffled together.
@@ -86,7 +91,8 @@ class ShuffledOrder:
         return start + permutation(size, self._seed, epoch, window)
 
     def __call__(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return (documents, blocks) of the sequences with these numbers, which must be of one epoch."""
+        """Return (documents, blocks): for each number of a sequence in the order of reading, the document
+        it is in and which block of that document it is. All numbers must be of one epoch."""
         epoch = int(numbers[0]) // self.sequences_per_epoch
         window, offset = np.divmod(numbers - epoch * self.sequences_per_epoch, self._window)
         place = np.empty_like(offset)
@@ -101,11 +107,11 @@ class ShuffledOrder:
 
 
 def permutation(count: int, seed: int, *path: int) -> np.ndarray:
-    """Return a permutation of range(count), which is the same on every machine and numpy version.
+    """Return a seeded permutation of range(count), which is the same on every machine and numpy version.
 
     Args:
-        count: length.
-        seed: the seed.
+        count: length of the permutation.
+        seed: seed of the random numbers.
         path: further integers, such as the epoch, that select the permutation.
     """
     # numpy guarantees the stream of a bit generator between versions, but not that of `Generator.permutation`.

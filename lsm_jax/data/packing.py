@@ -1,4 +1,4 @@
-"""Pack documents into rows, by grain's packing.
+"""Pack several documents into each row of a batch, by grain's packing.
 
 Labels are shifted within a document before it is packed, so that no position predicts a token of another document.
 `loss_mask` is 0 only at padding and in prompts.
@@ -29,15 +29,16 @@ def document_tokens(
     end_id: int | None,
     align: int = 1,
 ) -> dict[str, np.ndarray] | None:
-    """Return tokens and labels of one piece, int32 [n] each; None if it predicts no token.
+    """Return the token ids and the labels of one piece of a document, int32 [n] each; None if it predicts
+    no token.
 
     Args:
-        documents: the pieces.
-        index: number of the piece.
-        tokenizer: encodes the text.
-        bos_id: the first token of a document; None adds none.
-        end_id: the label of a document's last token; None: the last token predicts nothing.
-        align: pad to a multiple of this number of tokens.
+        documents: the pieces of all documents.
+        index: number of the piece to tokenise.
+        tokenizer: the tokenizer that encodes the piece's text.
+        bos_id: id of the token to put in front of a document (BOS); None adds none.
+        end_id: id that a document's last token predicts, its label; None: the last token predicts nothing.
+        align: the piece is padded at its end to a multiple of this number of tokens.
     """
     piece = documents[index]
     ids = tokenizer.encode(piece.text)
@@ -60,7 +61,7 @@ def document_tokens(
 
 
 class _CutToRows(grain.experimental.FlatMapTransform):
-    """Cut documents that are longer than a row into rows."""
+    """Cut each document that is longer than a row of a batch into parts of at most a row."""
 
     max_fan_out = 1 << 30
 
@@ -73,7 +74,7 @@ class _CutToRows(grain.experimental.FlatMapTransform):
 
 
 def packed_rows(documents: grain.IterDataset, length: int, packing: str) -> grain.IterDataset:
-    """Pack documents into rows of `length` tokens.
+    """Pack the tokens of documents into rows of `length` tokens, several documents to a row.
 
     Each piece of a document in a row is one segment. Segments are numbered from 1 in a row, positions from 0 in a segment.
 
@@ -94,7 +95,8 @@ def packed_rows(documents: grain.IterDataset, length: int, packing: str) -> grai
 
 
 def stack_rows(rows: list[dict[str, Any]], num_rows: int) -> dict[str, np.ndarray]:
-    """Return a batch of `num_rows` rows from packed rows; missing rows become padding (segment 0)."""
+    """Return a batch of `num_rows` rows (tokens, labels, loss mask, segment ids, positions) from packed
+    rows; rows that are missing are padding, with segment id 0."""
 
     def stack(name: str) -> np.ndarray:
         stacked = np.zeros((num_rows, len(rows[0][name])), np.int32)

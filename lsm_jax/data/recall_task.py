@@ -1,4 +1,5 @@
-"""Examples of multi-query associative recall (arXiv 2312.04927, as zoology generates them): key-value pairs, then queries."""
+"""Draw examples of multi-query associative recall (arXiv 2312.04927, as zoology generates them): key-value
+pairs, then queries."""
 
 # No `from __future__ import annotations`: config flags read the fields' types as objects.
 import dataclasses
@@ -12,7 +13,8 @@ NOT_ASKED = -1
 
 @dataclasses.dataclass(kw_only=True)
 class RecallTask:
-    """A set of examples that have the same length and number of pairs.
+    """A task of multi-query associative recall: how many examples there are, and their length and number of
+    pairs.
 
     Attributes:
         length: tokens in an example.
@@ -26,11 +28,13 @@ class RecallTask:
 
     @property
     def name(self) -> str:
-        """The task's name in tables and metrics: length x pairs, such as "64x4"."""
+        """The recall task's name in tables and metrics: tokens in an example x key-value pairs, such as
+        "64x4"."""
         return f"{self.length}x{self.num_pairs}"
 
     def validate(self, vocab_size: int) -> None:
-        """Raise ValueError if the pairs do not fit into the length or the vocabulary."""
+        """Raise ValueError if the task's key-value pairs do not fit into an example's length, or into the
+        vocabulary."""
         for name in ("length", "num_pairs", "num_examples"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: it must be at least 1")
@@ -49,10 +53,10 @@ class RecallTask:
 
 
 class RecallExamples(NamedTuple):
-    """Examples of a task.
+    """The N examples of a multi-query associative recall task, of T tokens each.
 
     Attributes:
-        tokens: [N, T].
+        tokens: the token ids, [N, T].
         targets: [N, T], the value to predict at a query, -1 (`NOT_ASKED`) elsewhere.
     """
 
@@ -60,7 +64,7 @@ class RecallExamples(NamedTuple):
     targets: Int[np.ndarray, "N T"]
 
     def queries(self) -> tuple[Int[np.ndarray, "N P"], Int[np.ndarray, "N P"]]:
-        """Return the positions of the P queries of each example in ascending order, and their answers."""
+        """Return (positions, answers) of the P queries of each recall example, in the order of positions."""
         rows, places = np.nonzero(self.targets != NOT_ASKED)
         positions = places.reshape(len(self.tokens), -1).astype(np.int32)
         return positions, np.take_along_axis(self.targets, positions, axis=1)
@@ -74,7 +78,8 @@ def recall_examples(
     power: float = 0.01,
     random_fill: bool = True,
 ) -> RecallExamples:
-    """Draw a task's examples.
+    """Draw the examples of a multi-query associative recall task: key-value pairs, then the keys as
+    queries.
 
     An example begins with the pairs, `k₁ v₁ k₂ v₂ ...`. Each key is repeated once, `2 g` tokens after the last pair; there its
     value is the target. The gaps g are drawn without replacement with weights `(g + 1)^(power - 1)`. Keys are from
@@ -82,7 +87,7 @@ def recall_examples(
 
     Args:
         task: length, pairs and number of examples.
-        vocab_size: V.
+        vocab_size: V, the number of token ids.
         seed: the same seed gives the same examples.
         power: exponent of the distribution of gaps: 1 is uniform; the nearer to 0, the likelier short gaps are.
         random_fill: draw the remaining tokens uniformly from 0..V-1 (zoology's `random_non_queries`); otherwise they are 0.
@@ -119,7 +124,8 @@ def recall_examples(
 
 
 def _distinct(rng: np.random.Generator, number: int, count: int, size: int) -> np.ndarray:
-    """Draw int32 [number, count] from 0..size-1, uniformly, without replacement in a row."""
+    """Draw random integers int32 [number, count] from 0..size-1, uniformly and without replacement within
+    each row."""
     if 2 * count > size:
         return np.argsort(rng.random((number, size)), axis=1)[:, :count].astype(np.int32)
     drawn = rng.integers(size, size=(number, count), dtype=np.int32)

@@ -1,4 +1,4 @@
-"""Batches of a store's rows."""
+"""Make batches from the rows of a token store."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ Order = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
 
 
 class StoreBatches:
-    """The batches of a store as a function of the step, so that the state of an iterator is one integer."""
+    """The batches of a token store as a function of the step's number, so that the state of an iterator
+    over them is one integer."""
 
     def __init__(
         self,
@@ -28,19 +29,19 @@ class StoreBatches:
         separator: int | None,
         vocab_size: int,
     ):
-        """Define the batches by a store and an order.
+        """Define the batches of a token store by the order in which its sequences are read.
 
         Args:
-            store: the open store.
-            order: maps numbers of sequences to (documents, blocks).
+            store: the token store, opened for reading.
+            order: function from the numbers of sequences, in the order of reading, to (documents, blocks of a document).
             first_document: number in the store of the order's document 0.
             num_sequences: sequences with this number or a larger one are padding rows, with loss_mask 0.
-            sequence_length: tokens in a block.
+            sequence_length: tokens in a block, which becomes a row of a batch.
             global_batch_size: rows in a global batch.
-            rows_of: this host's rows of a global batch.
+            rows_of: the range of a global batch's rows that this host makes.
             bos_id: the token at position 0 by LongCrawl64's rule; None: no BOS, and the last position predicts nothing.
             separator: the id that begins a segment inside a row; None: no segments.
-            vocab_size: ids must be below it.
+            vocab_size: number of ids in the model's vocabulary; a token id that is not below it is an error.
         """
         self._store, self._order, self._first_document = store, order, first_document
         self._num_sequences, self._length = num_sequences, sequence_length
@@ -49,7 +50,8 @@ class StoreBatches:
         self._bos_id, self._separator, self._vocab_size = bos_id, separator, vocab_size
 
     def __call__(self, step: int) -> dict[str, np.ndarray]:
-        """Return this host's batch of a step, as `make_train_iterator` describes it."""
+        """Return this host's rows of the batch of one step, as a dict of arrays that `make_train_iterator`
+        describes."""
         numbers = step * self._batch + self._slots
         real = numbers < self._num_sequences
         rows = np.zeros((len(numbers), self._length), np.int32)
@@ -71,10 +73,11 @@ class StoreBatches:
 
 
 def shift_rows(rows: np.ndarray, *, bos_id: int | None) -> dict[str, np.ndarray]:
-    """Return tokens, labels and loss mask of rows.
+    """Return the tokens, labels and loss mask of a batch that predicts each next token, from rows of a
+    store.
 
     Args:
-        rows: int32 [B, T].
+        rows: the token ids of B sequences of the store, int32 [B, T].
         bos_id: LongCrawl64's rule: `labels = rows`, `tokens = roll(rows, 1)` with BOS at position 0. None: `tokens = rows`,
             the labels are the next tokens, and the last position predicts nothing.
     """
@@ -88,7 +91,8 @@ def shift_rows(rows: np.ndarray, *, bos_id: int | None) -> dict[str, np.ndarray]
 
 
 def row_segments(tokens: np.ndarray, separator: int) -> dict[str, np.ndarray]:
-    """Return segment ids from 1 and positions from 0, int32 [B, T]; each separator begins a segment."""
+    """Return the segment ids (from 1) and the positions (from 0 in each segment) of the tokens in a store's
+    rows, int32 [B, T]; each separator begins a segment."""
     begins = tokens == separator
     begins[:, 0] = True
     place = np.arange(tokens.shape[1])

@@ -1,4 +1,4 @@
-"""Open the store or the documents of a config, for training or for evaluation."""
+"""Open the store or the documents that a data config names, for training or for evaluation."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from lsm_jax.data.store import TokenStore, is_store
 
 
 def open_store(config: DataConfig, *, heldout: bool) -> tuple[TokenStore, int, int] | None:
-    """Return (store, first document, number of documents), or None if the path contains text.
+    """Open the token store of a data config: return (store, its first document to read, number of
+    documents), or None if the path contains text.
 
     Args:
-        config: the data.
+        config: the data config of the run.
         heldout: return the held-out documents instead of the training documents.
 
     Raises:
@@ -49,7 +50,7 @@ def open_store(config: DataConfig, *, heldout: bool) -> tuple[TokenStore, int, i
 
 
 def open_documents(config: DataConfig, *, heldout: bool) -> Documents:
-    """Return the documents of a text path, those for training or those held out.
+    """Return the documents in the text files of a data config, either those for training or those held out.
 
     Raises:
         ValueError: the path does not exist, has no text, or too little to hold a part of it out.
@@ -69,7 +70,8 @@ def open_documents(config: DataConfig, *, heldout: bool) -> Documents:
 
 
 def locate(config: DataConfig, heldout: bool) -> tuple[Path, bool]:
-    """Return the path to read, and whether its documents must be split into training and held-out ones."""
+    """Return the path of a data config's training or held-out data, and whether the documents there must
+    still be split into training and held-out ones."""
     if heldout and config.heldout_path:
         return _existing(config.heldout_path, "heldout_path"), False
     if not config.path:

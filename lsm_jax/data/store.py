@@ -24,12 +24,13 @@ _CHECKED_AT_OPEN = 1024  # number of chunk files whose size is checked, about
 
 
 class TokenStore:
-    """A token store, opened and checked.
+    """A store of tokenized documents in LongCrawl64's format, opened for reading and checked.
 
     Attributes:
-        path: the array's folder.
-        num_documents, length: the array's shape.
-        chunks: (rows, columns) of one chunk file.
+        path: the folder of the store's zarr array.
+        num_documents: number of documents, the array's rows.
+        length: number of tokens in each document.
+        chunks: (documents, tokens of each) in one chunk file.
         attributes: the contents of `.zattrs`.
     """
 
@@ -40,16 +41,16 @@ class TokenStore:
         cached_blocks: int = 2,
         block_length: int = 1,
     ):
-        """Open the store.
+        """Open a token store for reading, and check its files.
 
         Args:
-            path: the array's folder.
+            path: the folder of the store's zarr array.
             cached_blocks: number of blocks whose decoded chunks are cached in memory; a block is `block_length` tokens of
                 the documents of one chunk.
             block_length: number of tokens that are read of a document at a time.
 
         Raises:
-            ValueError: the folder is no store, the store is empty, or a chunk file is truncated.
+            ValueError: the folder is no token store, the store is empty, or a chunk file is truncated.
         """
         self.path = Path(path).expanduser().absolute()
         metadata = _read_metadata(self.path)
@@ -77,16 +78,16 @@ class TokenStore:
             raise ValueError(f"{self.path} cannot be opened as a token store: {error}") from error
 
     def read(self, rows: Any, starts: Any, length: int, *, vocab_size: int) -> np.ndarray:
-        """Read tokens of n documents.
+        """Read a range of `length` tokens from each of n documents of the store.
 
         Args:
-            rows: [n], or one for all: numbers of the documents.
-            starts: [n], or one for all: the first column to read of each.
-            length: number of columns to read.
-            vocab_size: ids must be below it.
+            rows: numbers of the documents to read, [n], or one number for all.
+            starts: the first token to read of each document, [n], or one number for all.
+            length: number of tokens to read of each document.
+            vocab_size: number of ids in the model's vocabulary; a token id that is not below it is an error.
 
         Returns:
-            int32 [n, length].
+            The token ids, int32 [n, length].
 
         Raises:
             ValueError: a chunk cannot be decoded (the message names its file), or a token id is outside the vocabulary
@@ -115,10 +116,10 @@ class TokenStore:
         return block.astype(np.int32)
 
     def check_tokenizer(self, tokenizer: Tokenizer) -> None:
-        """Check that the store was written with this tokenizer, by its `.zattrs`.
+        """Check by the store's `.zattrs` that its tokens were written with this tokenizer.
 
         Raises:
-            ValueError: the encoder or JSON-escaping is another.
+            ValueError: the store was written with another tokenizer, or with another choice of JSON-escaping.
         """
         encoder = self.attributes.get("encoder")
         if encoder is None:
@@ -176,7 +177,8 @@ class TokenStore:
 
 
 def is_store(path: Path) -> bool:
-    """Return whether the path is a folder with zarr metadata or with a name that ends in .zarr."""
+    """Return whether the path is a token store: a folder with zarr metadata, or with a name that ends in
+    .zarr."""
     return path.is_dir() and (
         path.suffix == ".zarr"
         or any((path / name).exists() for name in (".zarray", ".zgroup", "zarr.json"))
@@ -184,7 +186,7 @@ def is_store(path: Path) -> bool:
 
 
 def _read_metadata(path: Path) -> dict[str, Any]:
-    """Return the contents of .zarray after checking that it describes a token store."""
+    """Return the contents of a store's .zarray, after checking that it describes a token store."""
     if not path.is_dir():
         raise ValueError(f"token store {str(path)!r} is not a folder")
     if not (path / ".zarray").is_file():
@@ -224,7 +226,8 @@ def _read_metadata(path: Path) -> dict[str, Any]:
 
 
 def _chunk_bytes(metadata: dict[str, Any]) -> int:
-    """The size of a decoded chunk."""
+    """Return the size in bytes of one of a store's chunk files after decoding, from the contents of its
+    .zarray."""
     rows, columns = metadata["chunks"]
     return rows * columns * np.dtype(metadata["dtype"]).itemsize
 
@@ -242,7 +245,7 @@ def _read_json(path: Path, missing: Any = None) -> Any:
 
 
 def _chunk_files(path: Path, separator: str) -> Iterator[str]:
-    """Yield the names of the chunk files, such as "0.1", or "0/1" with the separator "/"."""
+    """Yield the names of a store's chunk files, such as "0.1", or "0/1" with the separator "/"."""
     if separator == ".":
         yield from (e.name for e in os.scandir(path) if re.fullmatch(r"\d+\.\d+", e.name))
         return

@@ -1,4 +1,4 @@
-"""The order and the batches of a store by a config."""
+"""Make the batches of a token store, and the order in which it is read, by a data config."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ def store_batches(
     rows_of: slice,
     vocab_size: int,
 ) -> StoreBatches:
-    """Return the batches of a store by the config's rules.
+    """Return the batches of a token store, as a function of the step, by the rules of the data config.
 
     Args:
-        config: the data.
-        tokenizer: its BOS is used if the config has none.
-        source: (store, first document, number of documents).
-        order: the order of the sequences.
-        num_sequences: rows after this number of sequences are padding.
-        batch: the global batch size.
-        rows_of: this host's rows of a global batch.
-        vocab_size: ids must be below it.
+        config: the data config of the run.
+        tokenizer: the tokenizer, whose BOS is used if the config has none.
+        source: (the store, number of its first document to read, number of documents to read).
+        order: the order in which the store's sequences are read.
+        num_sequences: number of sequences in the order; rows of batches beyond them are padding.
+        batch: number of rows in a global batch, over all hosts.
+        rows_of: the range of a global batch's rows that this host makes.
+        vocab_size: number of ids in the model's vocabulary; a token id that is not below it is an error.
     """
     bos_id = bos_id_of(config, tokenizer)
     return StoreBatches(
@@ -50,10 +50,10 @@ def store_batches(
 
 
 def num_columns(config: DataConfig, store: TokenStore) -> int:
-    """Return the number of sequences in a document.
+    """Return into how many sequences of the data config's row length each document of a store is divided.
 
     Raises:
-        ValueError: the documents are shorter than a sequence.
+        ValueError: the store's documents are shorter than a sequence of the config's row length.
     """
     if config.sequence_length > store.length:
         raise ValueError(
@@ -66,10 +66,11 @@ def num_columns(config: DataConfig, store: TokenStore) -> int:
 def train_order(
     config: DataConfig, store: TokenStore, documents: int, batch: int, seed: int
 ) -> ColumnOrder | ShuffledOrder:
-    """Return the training order, and log how many tokens are not read in an epoch.
+    """Return the order in which training reads the sequences of a store, and log how many tokens are not
+    read in an epoch.
 
     Raises:
-        ValueError: the documents are too few for one global batch.
+        ValueError: the store has too few documents for one global batch.
     """
     length = config.sequence_length
     columns = num_columns(config, store)

@@ -13,7 +13,8 @@ from lsm_jax.data.packing import stack_rows
 
 
 class LaneBatches(grain.IterDataset):
-    """Batches with one row from each lane, where a lane is an endless sequence of packed rows.
+    """Training batches with one packed row from each lane, where a lane is an endless sequence of packed
+    rows.
 
     Row j of the global batch comes from lane j, which has every B-th document. Each host runs only the lanes of its rows,
     so the global batches are the same for any number of hosts.
@@ -26,10 +27,10 @@ class LaneBatches(grain.IterDataset):
         shard: tuple[int, int],
         num_threads: int,
     ):
-        """Create the dataset of this host.
+        """Make the dataset of this host's rows of each training batch.
 
         Args:
-            lanes: the lanes of this host's rows.
+            lanes: for each row of a batch that this host makes, the endless sequence of packed rows it is taken from.
             shard: (index of this host, number of hosts), which the state contains.
             num_threads: number of lanes that tokenise and pack at the same time.
         """
@@ -76,15 +77,15 @@ class _LaneIterator(grain.DatasetIterator):
 
 
 class OrderedBatches(grain.IterDataset):
-    """Batches of all packed rows in order, each once; the last batch is filled with padding."""
+    """Held-out batches of all packed rows in order, each row once; the last batch is filled with padding."""
 
     def __init__(self, rows: grain.IterDataset, *, global_batch_size: int, rows_of: slice):
-        """Create the dataset of this host.
+        """Make the dataset of this host's rows of each held-out batch.
 
         Args:
-            rows: a finite dataset of the rows of all hosts.
+            rows: a finite dataset of the packed rows of all hosts.
             global_batch_size: rows in a global batch.
-            rows_of: this host's rows of a global batch.
+            rows_of: the range of a global batch's rows that this host makes.
         """
         super().__init__(rows)
         self._batch, self._rows_of = global_batch_size, rows_of
@@ -118,14 +119,15 @@ class _OrderedIterator(grain.DatasetIterator):
 
 
 class Prefetched(grain.experimental.ThreadPrefetchIterDataset):
-    """Grain's prefetching by one thread, with iterators whose second `close` does nothing.
+    """Make batches ahead of their use, by one thread of grain, with iterators whose second `close` does
+    nothing.
 
     Grain closes an iterator again when it is deleted. If the interpreter is exiting, the modules that `close` uses no longer
     exist.
     """
 
     def __init__(self, batches: grain.IterDataset, ahead: int):
-        """Prefetch `ahead` batches."""
+        """Make up to `ahead` batches of a dataset before they are requested."""
         super().__init__(batches, prefetch_buffer_size=ahead)
         self._ahead = ahead
 
@@ -140,7 +142,8 @@ class _PrefetchedIterator(grain.experimental.ThreadPrefetchDatasetIterator):
 
 
 def _tuples(state: Any) -> Any:
-    """Convert lists to tuples: JSON has only lists, but grain's packing compares its state with tuples."""
+    """Return a dataset's state with lists converted to tuples: it was saved as JSON, which has only lists,
+    but grain's packing compares its state with tuples."""
     if isinstance(state, dict):
         return {key: _tuples(value) for key, value in state.items()}
     if isinstance(state, (list, tuple)):

@@ -44,7 +44,7 @@ def write_store(
     overwrite: bool = False,
     console: Console | None = None,
 ) -> list[Written]:
-    """Tokenise files and write a store, or a training store and a held-out store.
+    """Tokenise text files and write a token store, or a training store and a held-out store.
 
     Args:
         inputs: text or JSONL files, or folders of them.
@@ -118,7 +118,8 @@ def _check_options(
     sequence_length: int,
     num_workers: int | None,
 ) -> None:
-    """Raise ValueError unless the options of `write_store` are accepted."""
+    """Raise ValueError unless the options of `write_store`, which tokenises files into a token store, are
+    accepted."""
     if sequence_length < 1:
         raise ValueError(f"sequence_length={sequence_length}; it must be at least 1")
     if heldout and not 0.0 < heldout_fraction < 1.0:
@@ -137,7 +138,8 @@ def _check_options(
 
 
 def _advance_with_rate(bar: Progress, total: int) -> Callable[[int, int], None]:
-    """Add a task of `total` bytes to the bar; return the function (new tokens, new bytes) that advances it."""
+    """Add a task of `total` bytes to the progress bar; return the function (new tokens, new bytes) that
+    advances it and shows the speed."""
     task = bar.add_task("tokenise", total=total, rate="")
     tokens = 0
 
@@ -152,7 +154,7 @@ def _advance_with_rate(bar: Progress, total: int) -> Callable[[int, int], None]:
 
 
 def store_attributes(tokenizer: Tokenizer, *, pack: bool) -> dict[str, object]:
-    """Return the contents of a store's `.zattrs`."""
+    """Return the contents of a token store's `.zattrs`, which say how its text was tokenised."""
     attributes: dict[str, object] = {"encoder": tokenizer.name}
     if tokenizer.json_escape:
         attributes["json_escape"] = True
@@ -174,7 +176,7 @@ def _progress(console: Console | None) -> Progress:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit status."""
+    """Write the stores that the command line describes, and return its exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m lsm_jax.data.tokenize",
         description=__doc__,

@@ -22,7 +22,7 @@ _EOS_NAMES = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "[EOS]", "<EO
 
 
 class Tokenizer(Protocol):
-    """An encoder of text to ids and back.
+    """Base of all tokenizers: an encoder of text to token ids and back.
 
     Attributes:
         name: the value of "encoder" in a store's `.zattrs`.
@@ -48,7 +48,7 @@ class Tokenizer(Protocol):
     def json_escape(self) -> bool: ...  # noqa: D102
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of the text, without special tokens.
+        """Return the token ids of a text, without special tokens such as BOS.
 
         Bytes that are not UTF-8, escaped in the text as by "surrogateescape", are encoded unchanged by the byte tokenizer and
         as U+FFFD by all others.
@@ -56,7 +56,7 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, ids: Any) -> str:
-        """Return the text of the ids; ids that are no valid text become U+FFFD."""
+        """Return the text of token ids; ids that are no valid text become U+FFFD."""
         ...
 
 
@@ -66,7 +66,8 @@ def json_escape(text: str) -> str:
 
 
 def json_unescape(text: str) -> str:
-    """Undo `json_escape`; text that ends inside an escape sequence is decoded up to there."""
+    """Return the text whose JSON-escaped form is given, the inverse of `json_escape`; text that ends inside
+    an escape sequence is decoded up to there."""
     try:
         plain = json.loads(f'"{text}"', strict=False)
     except json.JSONDecodeError:
@@ -77,7 +78,7 @@ def json_unescape(text: str) -> str:
 
 
 class ByteTokenizer:
-    """The 256 bytes of UTF-8, and BOS = 256."""
+    """The tokenizer whose tokens are the 256 bytes of UTF-8, and BOS = 256."""
 
     name = "bytes"
     vocab_size = 257
@@ -87,7 +88,8 @@ class ByteTokenizer:
         self.json_escape = json_escape
 
     def encode(self, text: str) -> list[int]:
-        """Return the UTF-8 bytes of the text, and escaped bytes that are not UTF-8 unchanged."""
+        """Return the UTF-8 bytes of a text as token ids; escaped bytes that are not UTF-8 are encoded
+        unchanged."""
         if self.json_escape:
             return list(json_escape(_replace_surrogates(text)).encode())
         try:
@@ -96,7 +98,7 @@ class ByteTokenizer:
             return list(text.encode("utf-8", "replace"))
 
     def decode(self, ids: Any) -> str:
-        """Return the text of the bytes; BOS is skipped."""
+        """Return the text whose UTF-8 bytes are the token ids; BOS is skipped."""
         ids = np.asarray(ids, np.int64).reshape(-1)
         _check_ids(ids, self)
         text = bytes(ids[ids < 256].astype(np.uint8)).decode("utf-8", "replace")
@@ -104,7 +106,8 @@ class ByteTokenizer:
 
 
 class GPT2Tokenizer:
-    """GPT-2's byte-pair vocabulary by tiktoken, whose files are loaded at the first use.
+    """The tokenizer with GPT-2's byte-pair vocabulary, by tiktoken, whose files are loaded at the first
+    use.
 
     So a run can train on a store of GPT-2 ids without the vocabulary's files.
     """
@@ -131,12 +134,12 @@ class GPT2Tokenizer:
             ) from error
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of the text; "<|endoftext|>" inside it is ordinary text."""
+        """Return GPT-2's token ids of a text; "<|endoftext|>" inside it is ordinary text."""
         text = _replace_surrogates(text)
         return self._encoding.encode_ordinary(json_escape(text) if self.json_escape else text)
 
     def decode(self, ids: Any) -> str:
-        """Return the text of the ids."""
+        """Return the text of GPT-2's token ids."""
         ids = np.asarray(ids, np.int64).reshape(-1)
         _check_ids(ids, self)
         text = self._encoding.decode(ids.tolist(), errors="replace")
@@ -144,7 +147,7 @@ class GPT2Tokenizer:
 
 
 class JSONTokenizer:
-    """A `tokenizer.json` file, read by the `tokenizers` package.
+    """A tokenizer from a `tokenizer.json` file, read by the `tokenizers` package.
 
     A file that encodes as GPT-2 does has GPT-2's name, so that it can be used with stores that tiktoken encoded. BOS and EOS
     are those of a tokenizer_config.json in the same folder, as pretrained models have it; otherwise they are tokens with one
@@ -192,12 +195,13 @@ class JSONTokenizer:
         self.json_escape = json_escape
 
     def _first_id(self, *names: str | None) -> int | None:
-        """Return the id of the first name that is in the vocabulary."""
+        """Return the token id of the first of these names of special tokens that is in the vocabulary."""
         ids = (self._tokenizer.token_to_id(name) for name in names if name)
         return next((i for i in ids if i is not None), None)
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of the text."""
+        """Return the token ids of a text by the tokenizer.json, without adding special tokens in front or
+        behind."""
         text = _replace_surrogates(text)
         text = json_escape(text) if self.json_escape else text
         return self._tokenizer.encode(text, add_special_tokens=False).ids
@@ -230,7 +234,7 @@ class JSONTokenizer:
         )
 
     def decode(self, ids: Any) -> str:
-        """Return the text of the ids, with special tokens."""
+        """Return the text of token ids by the tokenizer.json; special tokens are kept in it."""
         ids = np.asarray(ids, np.int64).reshape(-1)
         _check_ids(ids, self)
         text = self._tokenizer.decode(ids.tolist(), skip_special_tokens=False)
@@ -238,14 +242,14 @@ class JSONTokenizer:
 
 
 def load_tokenizer(name: str, *, json_escape: bool = False) -> Tokenizer:
-    """Return a tokenizer by its name.
+    """Return the tokenizer of the given name: bytes, GPT-2, or that of a tokenizer.json.
 
     Args:
         name: "bytes", "gpt2", or the path of a tokenizer.json or its folder.
         json_escape: JSON-escape text before encoding it.
 
     Raises:
-        ValueError: the name is none of these, or the file is no tokenizer.
+        ValueError: `name` is neither a known name nor a path, or the file is no tokenizer.
     """
     if name == "bytes":
         return ByteTokenizer(json_escape=json_escape)
@@ -285,7 +289,8 @@ def _tokenizer_config(path: Path) -> dict[str, Any]:
 
 
 def _replace_surrogates(text: str) -> str:
-    """Replace by U+FFFD the bytes escaped by "surrogateescape", and single surrogates, which JSON can contain."""
+    """Return the text with U+FFFD in place of bytes escaped by "surrogateescape", and of single surrogates,
+    which JSON can contain."""
     try:
         return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
     except UnicodeEncodeError:

@@ -15,7 +15,8 @@ _COMPRESSOR = {"id": "blosc", "cname": "lz4", "clevel": 5, "shuffle": 1, "blocks
 
 
 class StoreWriter:
-    """A context manager that writes a store under a temporary name and renames it if the block ends without an error."""
+    """Write a token store in a `with` block: under a temporary name, and renamed if the block ends without
+    an error."""
 
     def __init__(
         self,
@@ -27,7 +28,7 @@ class StoreWriter:
         overwrite: bool = False,
         row_multiple: int = 1,
     ):
-        """Prepare a new store; the files are written inside the `with` block.
+        """Prepare a new token store; the files are written inside the `with` block.
 
         Args:
             path: path of the store.
@@ -70,7 +71,8 @@ class StoreWriter:
             shutil.rmtree(self._partial, ignore_errors=True)
 
     def add(self, rows: np.ndarray) -> None:
-        """Add rows [n, length]."""
+        """Add rows of token ids [n, length] to the store; they are written as soon as they fill a storage
+        chunk."""
         self._waiting.append(rows.astype(self._dtype))
         self._num_waiting += len(rows)
         self.num_rows += len(rows)
@@ -81,7 +83,7 @@ class StoreWriter:
             self._waiting, self._num_waiting = [waiting[end:]], len(waiting) - end
 
     def _write(self, rows: np.ndarray) -> None:
-        """Append rows to the array; the first call creates it."""
+        """Append rows of token ids to the store's zarr array; the first call creates the array."""
         if self._array is None:
             start = 0
             metadata = {
@@ -103,7 +105,7 @@ class StoreWriter:
         self._array[start:].write(rows).result()
 
     def _close(self) -> None:
-        """Write the last rows and the attributes, and give the store its name."""
+        """Write the rows that still wait and the store's attributes, and give the store its name."""
         if not self.num_rows:
             raise ValueError(f"no rows to write to {self.path}")
         multiple = min(self._row_multiple, 1 << self.num_rows.bit_length() - 1)

@@ -1,4 +1,4 @@
-"""Evaluation: loss by position and perplexity, sampling, baselines without a network, plots.
+"""Evaluate a trained model: loss by position and perplexity, sampling, baselines without a network, plots.
 
 evaluation = evaluate(run.model, make_eval_iterator(run.config.data, global_batch_size=8))
 evaluation.curve.perplexity(16384)

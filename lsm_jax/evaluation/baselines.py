@@ -1,4 +1,5 @@
-"""Compressors without a network, as baselines for a language model on the same held-out bytes.
+"""Compute the size in bits per byte to which compressors without a network reduce text, as baselines for a
+language model on the same held-out bytes.
 
 `ContextModel` is the classical byte model of a fixed order, `xz_bits` is the strongest setting of a
 general-purpose compressor. Both results are in bits per byte, as a language model's loss can be stated.
@@ -17,7 +18,8 @@ MAX_ORDER = 2  # the table of counts has 256 ** (order + 1) numbers
 
 
 class ContextModel:
-    """A byte model given the previous `order` bytes, from counts on `train`.
+    """A baseline without a network: a model of each byte given the previous `order` bytes, from counts on
+    `train`.
 
     Each order is interpolated with the next lower one, down to the uniform distribution, by Witten and Bell's
     rule ("The zero-frequency problem", 1991, method C, as in PPMC):
@@ -39,17 +41,19 @@ class ContextModel:
         self._orders = [_Order(table) for table in _count(train, order)]
 
     def probabilities(self, document: np.ndarray) -> np.ndarray:
-        """The probability of every byte of a document given the bytes before it: uint8 [n] -> float64 [n]."""
+        """Return the probability of every byte of a document given the bytes before it: uint8 [n] ->
+        float64 [n]."""
         probability = np.full(document.size, 1 / 256)
         for k, model in enumerate(self._orders):
             probability[k:] = model.interpolate(_contexts(document, k), probability[k:])
         return probability
 
     def bits(self, heldout: Iterable[np.ndarray]) -> float:
-        """Bits per byte of the documents.
+        """Return the bits per byte to which the model compresses the documents: the mean of -log2 of the
+        bytes' probabilities.
 
         Raises:
-            ValueError: the documents have no bytes.
+            ValueError: the documents have no bytes, so there is no mean.
         """
         total, scored = 0.0, 0
         for document in heldout:
@@ -61,7 +65,8 @@ class ContextModel:
 
 
 def xz_bits(heldout: Iterable[np.ndarray]) -> float:
-    """Bits per byte of the concatenated documents under `xz -9`, which sees no other data.
+    """Return the bits per byte to which `xz -9`, which sees no other data, compresses the concatenated
+    held-out documents.
 
     Raises:
         ValueError: `heldout` has no bytes.
@@ -73,7 +78,8 @@ def xz_bits(heldout: Iterable[np.ndarray]) -> float:
 
 
 def byte_baselines(train: Iterable[np.ndarray], heldout: Sequence[np.ndarray]) -> dict[str, float]:
-    """Bits per byte of `heldout` by name: "order-0", "order-2" and "xz -9"."""
+    """Return the bits per byte that each baseline without a network reaches on the documents `heldout`, by
+    name: "order-0", "order-2" and "xz -9"."""
     train = list(train)
     return {
         "order-0": ContextModel(train, 0).bits(heldout),
@@ -83,8 +89,8 @@ def byte_baselines(train: Iterable[np.ndarray], heldout: Sequence[np.ndarray]) -
 
 
 def _contexts(document: np.ndarray, order: int) -> np.ndarray:
-    """[n - order]: each byte and the `order` bytes before it as one number in base 256; the byte itself is
-    the lowest digit."""
+    """Return for each byte of a document [n] that has `order` bytes before it a number [n - order] that
+    stands for all of these bytes: their value in base 256; the byte itself is the lowest digit."""
     document = np.asarray(document)
     if document.dtype != np.uint8:
         raise ValueError(f"documents have dtype {document.dtype}, accepted: uint8")
@@ -97,7 +103,8 @@ def _contexts(document: np.ndarray, order: int) -> np.ndarray:
 
 
 def _count(documents: Iterable[np.ndarray], order: int) -> list[np.ndarray]:
-    """For each order k up to `order`, how often each byte follows each context: int64 [256 ** (k + 1)]."""
+    """Return, for each order k up to `order`, how often each byte follows each context of k bytes in the
+    documents: int64 [256 ** (k + 1)]."""
     tables = [np.zeros(256 ** (k + 1), np.int64) for k in range(order + 1)]
     pending: list[np.ndarray] = []
 
@@ -121,7 +128,8 @@ def _count(documents: Iterable[np.ndarray], order: int) -> list[np.ndarray]:
 
 
 class _Order:
-    """The counts of one order, prepared for the interpolation with the next lower order."""
+    """The counts of bytes after contexts of one length (the order), prepared for the interpolation with the
+    next lower order."""
 
     def __init__(self, counts: np.ndarray):
         self.counts = counts
@@ -129,7 +137,8 @@ class _Order:
         self.mass = counts.reshape(-1, 256).sum(-1) + self.distinct
 
     def interpolate(self, code: np.ndarray, lower: np.ndarray) -> np.ndarray:
-        """p(c | s) of every byte [n], given the lower order's probabilities [n].
+        """Return p(c | s) [n], the probability of each byte c after its context s of this order, given the
+        probabilities [n] by the next lower order, `lower`.
 
         For a context that did not occur in the counts it is the lower order's.
         """
@@ -139,7 +148,7 @@ class _Order:
 
 
 def store_documents(store: TokenStore, num_rows: int | None = None) -> list[np.ndarray]:
-    """The documents of a byte store, each uint8 [n], without separators.
+    """Return the documents of a store of byte tokens, each uint8 [n], without separators.
 
     If the store names its separator, its rows are joined and split at separators; otherwise each row is a
     document.
@@ -149,7 +158,7 @@ def store_documents(store: TokenStore, num_rows: int | None = None) -> list[np.n
         num_rows: read only so many rows, from the first; None reads all.
 
     Raises:
-        ValueError: the store has another encoder.
+        ValueError: the store's tokens are not bytes.
     """
     encoder = store.attributes.get("encoder")
     if encoder != "bytes":

@@ -1,4 +1,5 @@
-"""Loss by position: sums and counts per position, and the averages and perplexities computed from them."""
+"""Compute loss by position in a document: sums and counts per position, and the averages and perplexities
+that follow from them."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ SHORTEST = 512  # the shortest length reported for a long document
 
 
 def report_lengths(length: int) -> list[int]:
-    """The lengths to report: `length`, its half, its quarter and so on, down to 512 or, if that is less, to
-    an eighth of `length`.
+    """Return the lengths at which to report perplexity: `length`, its half, its quarter and so on, down to
+    512 or, if that is less, to an eighth of `length`.
 
     65536 gives 65536, 32768, ..., 512; 1024 gives 1024, 512, 256, 128.
     """
@@ -29,7 +30,8 @@ def report_lengths(length: int) -> list[int]:
 
 
 class LossCurve:
-    """L(i), the mean loss at each position in nats per token, accumulated in float64 on the host.
+    """The loss by position of a model: L(i), the mean loss at each position in nats per token, accumulated
+    in float64 on the host.
 
     The protocol is that of the Forgetting Transformer (Lin et al. 2025): every document is read with all of
     its context, L(i) is the mean over documents of the loss at token i, and P(l) = exp(mean over i < l of
@@ -48,7 +50,7 @@ class LossCurve:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> LossCurve:
-        """Load the curve of a results.npz.
+        """Load the loss by position from the file results.npz of an evaluation.
 
         Raises:
             ValueError: the file has no `val/loss_per_token` or no `val/tokens_per_position`.
@@ -65,7 +67,7 @@ class LossCurve:
 
     @property
     def length(self) -> int:
-        """The number of positions, T."""
+        """The number T of positions for which the curve has a loss."""
         return self.total.size
 
     def add(
@@ -76,10 +78,10 @@ class LossCurve:
         *,
         start: int = 0,
     ) -> None:
-        """Add the losses of a piece of a batch.
+        """Add the losses of tokens to the sums and counts of their positions.
 
         Args:
-            nll: losses in nats, [B, T]; values at which the mask is 0 are ignored.
+            nll: losses of a batch's tokens in nats, [B, T]; values at which the mask is 0 are ignored.
             loss_mask: 0 for tokens that are not scored; None scores all tokens.
             positions: position of each token in its document; None counts positions along the row.
             start: position in the row of the piece's first token; used only without `positions`.
@@ -107,18 +109,20 @@ class LossCurve:
 
     @property
     def loss(self) -> Float[np.ndarray, " T"]:
-        """L(i) [T]; NaN at positions at which no token was scored."""
+        """Return L(i) [T], the mean loss at each position in nats per token; NaN at positions at which no
+        token was scored."""
         with np.errstate(invalid="ignore"):
             return self.total / np.where(self.count == 0, np.nan, self.count)
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens scored."""
+        """The number of tokens scored, over all positions."""
         return int(self.count.sum())
 
     @property
     def mean(self) -> float:
-        """The mean loss of all tokens scored; if documents differ in length, this is not the mean of L(i)."""
+        """The mean loss of all tokens scored, in nats; if documents differ in length, this is not the mean
+        over positions."""
         if not self.num_tokens:
             raise ValueError(
                 "no token was scored: the data is empty or its loss_mask is 0 everywhere"
@@ -126,19 +130,21 @@ class LossCurve:
         return float(self.total.sum() / self.num_tokens)
 
     def average(self, length: int | None = None) -> float:
-        """The mean of L(i) over the positions i < length at which a token was scored; NaN if there is
-        none."""
+        """Return the mean over the positions i < length of L(i), the mean loss at position i in nats;
+        positions at which no token was scored are left out, and if none was, it is NaN."""
         counted = self.count[:length] > 0
         if not counted.any():
             return math.nan
         return float(np.mean(self.total[:length][counted] / self.count[:length][counted]))
 
     def perplexity(self, length: int | None = None) -> float:
-        """P(length), the exponential of `average`."""
+        """Return P(length), the perplexity of the first `length` positions: the exponential of their mean
+        loss in nats, `average`."""
         return float(np.exp(self.average(length)))
 
     def running_perplexity(self) -> Float[np.ndarray, " T"]:
-        """P(l) for l = 1 ... T; NaN before the first scored position."""
+        """Return the perplexity P(l) of the first l positions for l = 1 ... T, [T]; NaN before the first
+        scored position."""
         counted = self.count > 0
         loss = np.where(counted, self.total / np.maximum(self.count, 1), 0.0)
         number = np.cumsum(counted)
@@ -146,8 +152,9 @@ class LossCurve:
             return np.exp(np.cumsum(loss) / np.where(number == 0, np.nan, number))
 
     def summary(self) -> dict[str, Any]:
-        """The values `val/loss_avg_len_{l}` and `val/perplexity_len_{l}` of every reported length,
-        `val/loss` and `val/tokens`."""
+        """Return the numbers to report, by name: for every reported length l its mean loss
+        `val/loss_avg_len_{l}` and perplexity `val/perplexity_len_{l}`, and `val/loss` and `val/tokens` of
+        all tokens."""
         result: dict[str, Any] = {"val/loss": self.mean, "val/tokens": self.num_tokens}
         for length in report_lengths(self.length):
             if self.count[:length].any():

@@ -1,4 +1,5 @@
-"""Generation options of the harness's tasks: every name for an option is honoured, or refused by name."""
+"""Read the options of text generation in lm-evaluation-harness's tasks: every name for an option is
+honoured, or refused by name."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ ACCEPTED = (*_STOPS, *_TOKENS, *_SAMPLING)
 
 
 class Generation(NamedTuple):
-    """Options of one request.
+    """The options of one request of the harness to generate text: when to end it, and how to sample.
 
     Attributes:
         until: strings that end the text.
@@ -52,7 +53,7 @@ class Generation(NamedTuple):
 
 
 def parse_generation(options: Mapping[str, Any]) -> Generation:
-    """Read the options of a request.
+    """Return the options of text generation that a request of the harness names.
 
     A temperature above 0 without `do_sample` samples, and `do_sample=False` is greedy at any temperature, as
     in the harness. `top_k` of 0 or -1, and `top_p` of 1, are all tokens.
@@ -99,7 +100,8 @@ def parse_generation(options: Mapping[str, Any]) -> Generation:
 
 
 def replace_options(options: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a task with those of the flag in place of every name for the same option.
+    """Return a task's options of text generation, with those of the flag `lm_eval.gen_kwargs` in place of
+    every name for the same option.
 
     A temperature or `do_sample` of the flag replaces both of the task, so that a task's `do_sample=False` does
     not undo a temperature of the flag.
@@ -112,7 +114,8 @@ def replace_options(options: Mapping[str, Any], changes: Mapping[str, Any]) -> d
 
 
 def _single(options: Mapping[str, Any], names: tuple[str, ...]) -> Any:
-    """The value that the names of one option have; None if none of them is given."""
+    """Return the value that is given for an option of text generation under any of its names; None if none
+    of them is given."""
     values = {name: options[name] for name in names if name in options}
     if any(value != next(iter(values.values())) for value in values.values()):
         given = ", ".join(f"{name}={value!r}" for name, value in values.items())
@@ -121,7 +124,8 @@ def _single(options: Mapping[str, Any], names: tuple[str, ...]) -> Any:
 
 
 def parse_flag(text: str) -> dict[str, Any]:
-    r"""Read `lm_eval.gen_kwargs`: a JSON object, or `name=value` separated by commas.
+    """Return the options of text generation in the flag `lm_eval.gen_kwargs`: a JSON object, or
+    `name=value` separated by commas.
 
     A value is read as JSON if it is JSON, otherwise as text: `temperature=0.7,do_sample=true,until=END`.
 

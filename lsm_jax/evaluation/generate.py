@@ -1,4 +1,4 @@
-"""Text generation: tokenize a prompt, sample, decode; with the speed and the size of the state."""
+"""Generate text: tokenize a prompt, sample, decode; and measure the speed and the size of the state."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ _REPEAT_WITHIN = 20.0  # seconds; a shorter first call is repeated to time it wi
 
 @dataclasses.dataclass(frozen=True)
 class Generation:
-    """A prompt and its continuation.
+    """A generated text: a prompt and the continuation that a model sampled, with speed and size of the
+    state.
 
     Attributes:
-        prompt: the prompt.
-        text: the continuation.
+        prompt: the text that was continued.
+        text: the continuation, without the prompt.
         tokens: the ids of the continuation, up to the end of the document if the model ended it.
         ended: whether the model ended the document.
         seconds: wall time of the first call, including compilation.
@@ -43,7 +44,7 @@ class Generation:
     state_grows: float
 
     def describe(self) -> str:
-        """The number of tokens, the speed and the size of the state, as one line."""
+        """Return one line of text with the number of generated tokens, the speed and the size of the state."""
         speed = f"{len(self.tokens)} tokens, {self.tokens_per_second:,.0f} tokens/s"
         if not self.timed_compiled:
             speed += " with compilation"
@@ -67,12 +68,12 @@ def generate(
     stop_id: int | None = None,
     prefill_chunk: int = 4096,
 ) -> Generation:
-    """Continue a prompt.
+    """Sample a model's continuation of a prompt, and measure speed and size of the state.
 
     Args:
         model: the decoder.
-        tokenizer: the one it was trained with.
-        prompt: text; may be empty if there is a `bos_id`.
+        tokenizer: the tokenizer with which the model was trained.
+        prompt: the text to continue; may be empty if there is a `bos_id`.
         num_tokens: number of tokens to generate at most.
         temperature: divides the logits; 0 is greedy.
         top_k: sample from the k most likely tokens only.
@@ -132,13 +133,15 @@ def generate(
 
 
 def state_bytes(model: Decoder, max_length: int) -> int:
-    """Bytes of the decode state of one row of up to `max_length` tokens; nothing is allocated."""
+    """Return the bytes of a model's decode state for one sequence of up to `max_length` tokens; nothing is
+    allocated."""
     state = jax.eval_shape(lambda: model.init_state(1, max_length))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
 
 
 def decode(tokenizer: Tokenizer, ids: np.ndarray) -> str:
-    """The text of the ids; ids of a padded vocabulary that the tokenizer does not have become U+FFFD."""
+    """Return the text of token ids; ids of a padded vocabulary that the tokenizer does not have become
+    U+FFFD."""
     outside = np.flatnonzero(np.asarray(ids) >= tokenizer.vocab_size)
     parts = [part[part < tokenizer.vocab_size] for part in np.split(np.asarray(ids), outside)]
     return "\ufffd".join(tokenizer.decode(part) for part in parts)

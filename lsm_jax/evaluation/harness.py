@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(kw_only=True)
 class HarnessConfig:
-    """Which of the harness's tasks to run, and how.
+    """The config of the task `lm_eval`: which of lm-evaluation-harness's tasks to run, and how.
 
     Attributes:
         tasks: names of tasks or groups, separated by commas.
@@ -62,11 +62,12 @@ class HarnessConfig:
     log_samples: bool = False
 
     def names(self) -> list[str]:
-        """The names of the tasks."""
+        """Return the names of the harness's tasks or groups to run, as a list."""
         return [name for name in self.tasks.split(",") if name]
 
     def validate(self) -> None:
-        """Raise ValueError if a number is out of range or the folder does not exist."""
+        """Raise ValueError if a number of the harness's options is out of range or a folder that they name
+        does not exist."""
         for name, least in (
             ("limit", 1),
             ("max_length", 2),
@@ -90,7 +91,8 @@ class HarnessConfig:
 
 
 def check_harness(config: HarnessConfig) -> None:
-    """Raise ValueError unless the harness is installed and a task is named; called before a run is loaded."""
+    """Raise ValueError unless lm-evaluation-harness is installed and the config names a task; called before
+    a run is loaded."""
     if not config.names():
         raise ValueError(
             "lm_eval.tasks is empty; give names, such as --lm_eval.tasks=piqa,wikitext"
@@ -109,12 +111,12 @@ def check_harness(config: HarnessConfig) -> None:
 def run_harness(
     run: "Run", tokenizer: Tokenizer, config: HarnessConfig, *, bos_id: int | None, batch_size: int
 ) -> dict[str, Any]:
-    """Run the tasks.
+    """Run tasks of lm-evaluation-harness on a trained model.
 
     Args:
-        run: the model.
-        tokenizer: the one it was trained with.
-        config: which tasks, and how.
+        run: the run whose model is evaluated.
+        tokenizer: the tokenizer with which the run was trained.
+        config: which tasks of the harness to run, and how.
         bos_id: the token that the run put in front of documents, and is put in front of every window; None
             for no token.
         batch_size: windows computed at a time.
@@ -181,7 +183,8 @@ def run_harness(
 
 
 def _evaluate(config: HarnessConfig, model: Any, settings: suites.SuiteSettings) -> Any:
-    """The harness's results of the tasks; raises ValueError if a package or a task's data is missing."""
+    """Return lm-evaluation-harness's results of the tasks; raises ValueError if a package or a task's data
+    is missing."""
     from lm_eval import simple_evaluate
 
     with local_datasets(settings.data) as downloaded, _quiet_harness():
@@ -211,7 +214,8 @@ def _evaluate(config: HarnessConfig, model: Any, settings: suites.SuiteSettings)
 
 @contextlib.contextmanager
 def _quiet_harness() -> Iterator[None]:
-    """Leave out two warnings of the harness that the suites' own files cause and that help no user."""
+    """Leave out, inside a `with` block, two warnings of lm-evaluation-harness that the suites' own files
+    cause and that help no user."""
 
     def is_wanted(record: logging.LogRecord) -> bool:
         text = record.getMessage()
@@ -231,7 +235,8 @@ def _quiet_harness() -> Iterator[None]:
 
 
 def _task_manager(config: HarnessConfig, settings: suites.SuiteSettings) -> Any:
-    """Index the tasks' files; raises ValueError if one of the names does not exist."""
+    """Index the files of lm-evaluation-harness's tasks; raises ValueError if one of the config's tasks does
+    not exist."""
     import lm_eval.tasks
 
     names = config.names()
@@ -265,7 +270,8 @@ def _task_manager(config: HarnessConfig, settings: suites.SuiteSettings) -> Any:
 
 
 def write_results(folder: Path, content: dict[str, Any]) -> Path:
-    """Write the results of one call to the first of lm_eval-1.json, lm_eval-2.json, ... that does not exist.
+    """Write the results of one evaluation by the harness to the first of lm_eval-1.json, lm_eval-2.json,
+    ... that does not exist.
 
     The samples are written to one file per task in a folder of the same name, and left out of the results.
 
@@ -297,7 +303,8 @@ def write_results(folder: Path, content: dict[str, Any]) -> Path:
 
 
 def harness_table(results: dict[str, Any]) -> RenderableType:
-    """A table of metrics by task, with the suites' averages, from the content of lm_eval-1.json."""
+    """Return a table for a terminal of the harness's metrics by task, with the suites' averages, from the
+    content of lm_eval-1.json."""
     table = Table("task", "documents", "examples", "metric", "value", title="lm-evaluation-harness")
     for column in (1, 2, 4):
         table.columns[column].justify = "right"

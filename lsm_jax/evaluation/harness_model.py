@@ -1,4 +1,4 @@
-"""A decoder with the interface of lm-evaluation-harness. Imports the harness, so import this module only
+"""Give a decoder the interface of lm-evaluation-harness. Imports the harness, so import this module only
 where it is used."""
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _SMALLEST = 32  # tokens; shorter windows are padded to it, so that few programs
 
 
 class WindowScorer(Reader):
-    """Computes the probability of the last tokens of windows, and whether each of them is the most likely
-    token."""
+    """Compute, for texts (windows of tokens) of which a model predicts the last tokens, the probability of
+    these, and whether each of them is the most likely token."""
 
     def __init__(self, model: Decoder):
         super().__init__(model)
@@ -57,7 +57,8 @@ class WindowScorer(Reader):
     def __call__(
         self, windows: Sequence[tuple[list[int], list[int]]], rows: int, length: int
     ) -> list[tuple[float, bool]]:
-        """The log-probability of each end in nats, and whether greedy decoding returns that end.
+        """Return for each window of tokens the log-probability of its end in nats, and whether greedy
+        decoding returns that end.
 
         Args:
             windows: up to `rows` pairs of lists of tokens: at least one token of context, and the end.
@@ -83,7 +84,8 @@ class WindowScorer(Reader):
 
 
 class _Settings(NamedTuple):
-    """Settings of sampling; requests that have the same ones are batched together."""
+    """How a request of the harness samples its continuation; requests with the same settings are batched
+    together."""
 
     num_tokens: int
     temperature: float
@@ -92,7 +94,8 @@ class _Settings(NamedTuple):
 
 
 class HarnessModel(TemplateLM):
-    """The model of `lsm_jax.evaluation.harness.run_harness`.
+    """The trained model as lm-evaluation-harness calls it, made by
+    `lsm_jax.evaluation.harness.run_harness`.
 
     A text longer than `max_length` is cut on its left, as the harness's models do, and `notes` counts it. A
     prompt of a LongBench task is cut in its middle, as LongBench's code does. With `first_line`, an answer is
@@ -125,7 +128,7 @@ class HarnessModel(TemplateLM):
             )
 
     def notes(self) -> list[str]:
-        """Notes for readers of the results."""
+        """Return lines for readers of the results which say how many texts were cut to the model's length."""
         notes = []
         if self._cut:
             notes.append(f"{self._cut} texts were cut on their left to {self.max_length} tokens")
@@ -138,28 +141,29 @@ class HarnessModel(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """The token that ends a document or separates documents."""
+        """The id of the token that ends a document or separates documents, at which generated text ends."""
         assert self._end is not None
         return self._end
 
     @property
     def prefix_token_id(self) -> int:
-        """Return the token that serves as context for a text without context."""
+        """The id of the token that serves as context for a text without context."""
         return self.eot_token_id if self._bos_id is None else self._bos_id
 
     @property
     def tokenizer_name(self) -> str:
-        """The tokenizer's name, for the harness's cache of requests."""
+        """The tokenizer's name, by which the harness's cache distinguishes requests."""
         return self._tokenizer.name
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
-        """The tokens of the text, without BOS."""
+        """Return the token ids of a text, without BOS."""
         return list(self._tokenizer.encode(string))
 
     def _window(self, before: list[int], size: int, *, cut_middle: bool = False) -> list[int]:
-        """The last `size` tokens, with BOS as the first of them if the run had one.
+        """Return the last `size` of a text's tokens, with BOS as the first of them if the run put it in
+        front of documents.
 
         With `cut_middle`, the first half and the last half of `size` tokens.
         """
@@ -175,7 +179,8 @@ class HarnessModel(TemplateLM):
         return bos + last
 
     def _scores(self, windows: list[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
-        """The scores of windows in any order; windows of similar lengths are computed together."""
+        """Return the scores of windows of tokens, in their order: the log-probability of each end, and
+        whether greedy decoding returns it. Windows of similar lengths are computed together."""
         sizes = [len(before) + len(end) - 1 for before, end in windows]
         order = sorted(range(len(windows)), key=lambda i: -sizes[i])
         all_scores: list[Any] = [None] * len(windows)
@@ -208,8 +213,8 @@ class HarnessModel(TemplateLM):
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[float]:
-        """The log-probability in nats of each text, computed in windows that predict disjoint sets of
-        tokens."""
+        """Return the log-probability in nats of each whole text, computed in windows of the model's length
+        that predict disjoint sets of tokens."""
         windows, texts = [], []
         # BOS in front of each later window uses one of its tokens.
         size = self.max_length - (self._bos_id is not None)
@@ -225,7 +230,8 @@ class HarnessModel(TemplateLM):
         return sums
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """The continuations, greedy unless a task samples, cut at the first of the task's `until` strings."""
+        """Return the model's continuation of each request's prompt, greedy unless a task samples, cut at
+        the first of the task's `until` strings."""
         texts = [""] * len(requests)
         groups: dict[_Settings, list[tuple[int, list[int], list[str]]]] = {}
         for index, request in enumerate(requests):
@@ -249,7 +255,8 @@ class HarnessModel(TemplateLM):
     def _parse_request(
         self, text: str, options: dict[str, Any], *, cut_middle: bool = False
     ) -> tuple[_Settings, list[int], list[str]]:
-        """(settings of sampling, tokens of the prompt, strings that end the continuation) of a request."""
+        """Return how to compute a request of the harness to generate text: (settings of sampling, tokens of
+        the prompt, strings that end the continuation)."""
         parsed = parse_generation(replace_options(options, self._gen_kwargs))
         number = self.max_gen_toks if parsed.num_tokens is None else parsed.num_tokens
         if not 1 <= number < self.max_length:
@@ -265,7 +272,8 @@ class HarnessModel(TemplateLM):
         return settings, prompt or [self.prefix_token_id], list(parsed.until)
 
     def _continue(self, prompts: list[list[int]], settings: _Settings, seed: int) -> np.ndarray:
-        """Sample the continuations [batch_size, num_tokens] of prompts, the longest of which is the first."""
+        """Sample the continuations [batch_size, num_tokens] of a batch of prompts, the longest of which is
+        the first."""
         length = _filled_length(len(prompts[0]))
         tokens, not_padding = np.zeros((2, self.batch_size, length), np.int32)
         not_padding[len(prompts) :, -1] = 1
@@ -294,7 +302,8 @@ class HarnessModel(TemplateLM):
 
 
 def _filled_length(size: int) -> int:
-    """The smallest length of at least `size` among 2^n and 3/2 * 2^n, from `_SMALLEST`."""
+    """Return the length to which prompts or windows of `size` tokens are padded, so that few programs are
+    compiled: the smallest of at least `size` among 2^n and 3/2 * 2^n, from `_SMALLEST`."""
     length = _SMALLEST
     while length < size:
         length = length * 3 // 2 if length & (length - 1) == 0 else length // 3 * 4

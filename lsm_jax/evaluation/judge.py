@@ -27,7 +27,8 @@ from lsm_jax.evaluation.suites.local import read_rows
 
 
 def _cells(results: Mapping[str, Any]) -> list[tuple[str, str, int, int]]:
-    """(request's name, mode, index of the length, index of the depth) of every continuation."""
+    """Return (request's name, mode, index of the length, index of the depth) of every continuation in the
+    results of a needle-in-a-haystack test."""
     return [
         (f"{mode}-{length}-{depth:g}", mode, i, j)
         for mode in ("easy", "standard")
@@ -38,7 +39,7 @@ def _cells(results: Mapping[str, Any]) -> list[tuple[str, str, int, int]]:
 
 
 def judge_requests(results: Mapping[str, Any], judge: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Requests to the judge, one per continuation.
+    """Return the requests to the model that judges a needle-in-a-haystack test, one per continuation.
 
     Args:
         results: the content of needle.json.
@@ -68,7 +69,8 @@ def judge_requests(results: Mapping[str, Any], judge: Mapping[str, str]) -> list
 def read_ratings(
     results: Mapping[str, Any], answers: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Ratings [lengths, depths] by mode, and their means.
+    """Read the judging model's ratings of a needle-in-a-haystack test, [lengths, depths] by mode, and their
+    means.
 
     Args:
         results: the content of needle.json.
@@ -101,7 +103,7 @@ def read_ratings(
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Read the judge's answers, write the ratings, and print their means by length."""
+    """Read the judging model's answers, write the ratings, and print their means by length."""
     parser = argparse.ArgumentParser("judge", description=__doc__)
     parser.add_argument("--folder", required=True, type=Path, help="the folder of needle.json")
     parser.add_argument("--answers", required=True, type=Path, help="the judge's answers, .jsonl")

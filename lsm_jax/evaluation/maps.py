@@ -1,4 +1,5 @@
-"""Maps of selected layers on one text: attention weights, forget gates and decays, as arrays and pictures.
+"""Compute maps of selected layers on one text: attention weights, forget gates and decays, as arrays and
+pictures.
 
 The maps show the inputs of a layer's op, which a mixer's `read` and `write` return; nothing else of a mixer
 is used. Attention weights exist if the op is `ops.attention`; a gate is any entry of `write` that `GATES`
@@ -34,7 +35,7 @@ _LEAST = 1e-6  # the smallest decay and weight that differ in colour
 
 @dataclasses.dataclass(kw_only=True)
 class MapsConfig:
-    """Which layers and heads to show.
+    """The config of the task `maps`: for which layers and heads to show attention weights and gates.
 
     Attributes:
         layers: numbers of the layers, from 0; empty selects all.
@@ -47,7 +48,7 @@ class MapsConfig:
     length: int | None = None
 
     def validate(self) -> None:
-        """Raise ValueError if a number is out of range."""
+        """Raise ValueError if a number of a layer or head, or the number of tokens, is out of range."""
         for name in ("layers", "heads"):
             values = getattr(self, name)
             if any(not isinstance(n, int) or n < 0 for n in values) or len(set(values)) < len(
@@ -60,7 +61,7 @@ class MapsConfig:
 
 @dataclasses.dataclass(frozen=True)
 class LayerMaps:
-    """One layer's maps; P = ceil(T / pool) rows and columns.
+    """The attention weights and gates of one layer on a text; P = ceil(T / pool) rows and columns.
 
     Attributes:
         layer: number of the layer.
@@ -86,12 +87,12 @@ class LayerMaps:
 def layer_maps(
     model: Decoder, tokens: Int[np.ndarray, " T"], config: MapsConfig, *, progress: bool = True
 ) -> list[LayerMaps]:
-    """The maps of the selected layers on a text.
+    """Compute the attention weights and gates of the selected layers on a text.
 
     Args:
         model: the decoder.
         tokens: int [T], one document from its first token.
-        config: which layers and heads.
+        config: which layers and heads to show.
         progress: show a bar.
 
     Returns:
@@ -127,8 +128,8 @@ def layer_maps(
 def run_layers(
     model: Decoder, tokens: Int[np.ndarray, " T"], selected: Collection[int]
 ) -> Iterator[tuple[int, dict[str, Any], jax.Array]]:
-    """Run the layers up to the last selected one; yields (number, inputs of its op if it is selected, x [1,
-    T, D] after it)."""
+    """Compute a model's layers on a text up to the last selected one; yield for each (number of the layer,
+    inputs of its op if it is selected, the activations x [1, T, D] after it)."""
     ids = jnp.asarray(tokens, jnp.int32)[None]
     positions = jnp.arange(ids.shape[1])[None]
     x = model.embedding[...][ids].astype(model.dtype)
@@ -146,7 +147,8 @@ def run_layers(
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _run_layer(graphdef, record, params, x, shared, layer, positions):
-    """Run one layer; returns x, `shared`, and the inputs of its op (empty unless `record`)."""
+    """Compute one layer of a model; return the activations x after it, the `shared` values for the next
+    layer, and the inputs of the layer's op (empty unless `record`)."""
     block = nnx.merge(graphdef, params)
     inputs = {}
     if record and block.mixer.innermost() is block.mixer:
@@ -208,14 +210,18 @@ def _maps(mixer: Any, layer: int, inputs: dict[str, Any], length: int, config: M
 
 
 def _by_token(gate: jax.Array, length: int) -> jax.Array:
-    """A log gate [H], [1, T, H] or [1, T, H, K] as [T, H] or [T, H, K]."""
+    """Return a layer's log gate, given as [H], [1, T, H] or [1, T, H, K], per token: [T, H] or [T, H, K]."""
     return jnp.broadcast_to(gate, (length, gate.shape[0])) if gate.ndim == 1 else gate[0]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _weights(heads, pool, window, scale, q, k, sums):
-    """Softmax weights and products of forget gates, [heads, P, P] each, from q, k [1, T, H, K] and sums [2,
-    heads, T]."""
+    """Return the softmax weights of attention, and the products of forget gates between key and query,
+    [heads, P, P] each, from q, k [1, T, H, K] and `sums` [2, heads, T].
+
+    Each sum of log gates up to a token is a pair of float32 numbers, of which `sums` has the larger and the
+    smaller.
+    """
     length, num_heads = q.shape[1], max(q.shape[2], k.shape[2])
     index = jnp.array(heads)
     # In float32; several query heads have one head of keys.
@@ -245,8 +251,8 @@ def _weights(heads, pool, window, scale, q, k, sums):
 
 
 def plot_maps(maps: LayerMaps, path: str | os.PathLike[str], *, title: str = "") -> Path:
-    """Plot the maps of one layer: a row of panels for the attention weights, one for the products of forget
-    gates, one per gate.
+    """Plot the maps of one layer as a picture: a row of panels for the attention weights, one for the
+    products of forget gates, one per gate.
 
     Colours are logarithmic. A gate is shown as its decay, -log f, in nats per token: heads, or a head's
     channels, by position.

@@ -21,7 +21,7 @@ from lsm_jax.models import Decoder
 
 @dataclasses.dataclass(frozen=True)
 class NeedleScores:
-    """Scores by length and depth, means over the samples.
+    """The scores of a needle-in-a-haystack test by length and depth, means over the samples.
 
     Attributes:
         lengths: the L lengths, tokens of prompt and answer together.
@@ -48,7 +48,7 @@ class NeedleScores:
     num_tokens: int
 
     def summary(self) -> dict[str, Any]:
-        """The scores as stored in needle.json."""
+        """Return the scores of the needle test as they are stored in needle.json."""
         result: dict[str, Any] = {
             "lengths": list(self.lengths),
             "depths": list(self.depths),
@@ -70,7 +70,7 @@ class NeedleScores:
 
 
 def contains(text: str, answer: str) -> bool:
-    """Whether the text contains the answer; case and white space are ignored."""
+    """Return whether a continuation contains the needle's answer; case and white space are ignored."""
     return " ".join(answer.split()).casefold() in " ".join(text.split()).casefold()
 
 
@@ -84,13 +84,14 @@ def find_needles(
     piece_length: int = 4096,
     progress: bool = True,
 ) -> NeedleScores:
-    """Hide the needle at every length and depth, and ask the model for it.
+    """Hide the needle in a text at every length and depth, and ask the model for it.
 
     Args:
         model: the decoder.
-        task: the prompts.
-        text: int32 [samples, N], one text per sample; N is at least `task.text_length` of the longest length.
-        lengths: the result of `task.lengths`.
+        task: the prompts of the needle-in-a-haystack test, as token ids.
+        text: token ids of the texts in which needles are hidden, int32 [samples, N], one per sample; N is at
+            least `task.text_length` of the longest length.
+        lengths: lengths to evaluate, tokens of prompt and answer together, as from `task.lengths`.
         batch_size: prompts read at a time.
         piece_length: tokens of each prompt read at a time; the state is carried from piece to piece.
         progress: show a bar.
@@ -141,7 +142,8 @@ def find_needles(
 
 
 def _gather(prompts, lengths, config, found, nll, texts, seconds) -> NeedleScores:
-    """Collect the scores of prompts that are in the order of `NeedleTask.prompts`, length by length."""
+    """Return the scores by length and depth from those of the single prompts, which are in the order of
+    `NeedleTask.prompts`, length by length."""
     shape = (len(lengths), -1, config.samples)
     found, nll = found.reshape(shape), nll.reshape(shape)
     first = np.arange(len(prompts)).reshape(shape)[:, :, 0]
@@ -167,8 +169,8 @@ def _gather(prompts, lengths, config, found, nll, texts, seconds) -> NeedleScore
 
 
 def length_notes(config: Any, lengths: Sequence[int], train_length: int) -> list[str]:
-    """Notes on lengths above the training length, or above the number of tokens that the layers' windows can
-    pass a fact on.
+    """Return notes for readers on lengths of a needle test above the training length, or above the number
+    of tokens over which the layers' windows can pass a fact on.
 
     Args:
         config: a `ModelConfig`.

@@ -1,5 +1,5 @@
-"""The loss of a model at every position of held-out documents, in memory that does not grow with their
-length."""
+"""Compute the loss of a model at every position of held-out documents, in memory that does not grow with
+their length."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ROW_FIELDS = ("tokens", "labels", "loss_mask", "segment_ids", "positions")
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """The result of one pass over held-out data.
+    """The losses of a model on held-out data, and counts of what was read.
 
     Attributes:
         curve: loss by position.
@@ -39,7 +39,7 @@ class Evaluation:
 
     @property
     def row_perplexity(self) -> float:
-        """The mean over rows of exp(mean loss of the row's scored tokens).
+        """The mean over the held-out rows of exp(mean loss of the row's scored tokens).
 
         Liger's paper (arXiv 2503.01496) defines validation perplexity so, with rows of 1,024 tokens. It is at
         least the exponential of the mean loss if all rows have equally many scored tokens.
@@ -48,14 +48,14 @@ class Evaluation:
 
     @property
     def bits_per_byte(self) -> float:
-        """Bits per byte, for a byte tokenizer; the loss of separators is counted as part of the bytes'
-        loss."""
+        """The model's loss in bits per byte, for a byte tokenizer; the loss of separators is counted as
+        part of the bytes' loss."""
         return float(self.curve.total.sum() / np.log(2) / self.num_byte_labels)
 
 
 class Scorer(Reader):
-    """Computes the per-token losses of batches piece by piece; the model's state is carried from piece to
-    piece of a row.
+    """Compute the per-token losses of batches piece by piece (`piece_length` tokens of each row in a call);
+    the model's state is carried from piece to piece of a row.
 
     The compiled program has the activations of one piece, so memory does not grow with T (except that
     softmax layers without a window have T keys and values). Rows no longer than a piece are computed without
@@ -65,7 +65,7 @@ class Scorer(Reader):
     Args:
         model: the decoder.
         piece_length: tokens of each row read at a time.
-        rows: rows of a batch; None means at least one row per device.
+        rows: number of rows in a batch; None means at least one row per device.
     """
 
     def __init__(self, model: Decoder, *, piece_length: int = 4096, rows: int | None = None):
@@ -90,7 +90,8 @@ class Scorer(Reader):
         self._score_whole = jax.jit(lambda params, piece: score(params, None, piece)[0])
 
     def __call__(self, batch: Mapping[str, np.ndarray]) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield (first position, losses in nats float32 [B, piece]) for each piece of the batch, in order.
+        """Yield the losses of a batch's tokens in nats, one piece of its rows after another in order:
+        (position of the piece's first token, losses float32 [B, piece]).
 
         Args:
             batch: tokens, labels [B, T], and loss_mask, segment_ids, positions if the data has them.
@@ -120,7 +121,8 @@ class Scorer(Reader):
             yield start, np.asarray(nll)[:rows]
 
     def compiled(self, *, rows: int, length: int) -> Any:
-        """The compiled program of one piece of rows, to inspect its memory and its operations.
+        """Return the compiled program that computes the losses of one piece of rows, to inspect its memory
+        and its operations.
 
         Args:
             rows: number of rows, a multiple of the devices they are distributed over.
@@ -153,7 +155,7 @@ def evaluate(
     piece_length: int = 4096,
     progress: bool = True,
 ) -> Evaluation:
-    """Compute the loss by position over all batches.
+    """Compute a model's loss by position over batches of held-out data.
 
     Args:
         model: the decoder.
@@ -212,7 +214,8 @@ def evaluate(
 
 
 def _fill(batch: Mapping[str, np.ndarray], rows: int) -> dict[str, Any]:
-    """Add `rows` rows of mask 0 to the batch, so that a smaller last batch is not compiled again."""
+    """Return the batch with `rows` more rows of loss mask 0, so that the program is not compiled again for
+    a smaller last batch."""
     if not rows:
         return dict(batch)
     filled = {k: np.pad(np.asarray(v), ((0, rows), (0, 0))) for k, v in batch.items()}

@@ -26,12 +26,13 @@ WINDOW = 101  # positions, as in the published plots of long documents
 def moving_average(
     values: Float[np.ndarray, " T"], window: int | None = None
 ) -> Float[np.ndarray, " T"]:
-    """Centred moving average over `window` positions; positions beyond the ends and NaN are left out of each
-    average.
+    """Return the centred moving average of a curve over `window` positions; positions beyond the ends and
+    NaN are left out of each average.
 
     Args:
-        values: [T].
-        window: an odd number; None is the smaller of 101 and the largest odd number up to T / 20.
+        values: the values of the curve at each position, [T].
+        window: number of positions to average over, odd; None is the smaller of 101 and the largest odd number
+            up to T / 20.
 
     Raises:
         ValueError: the window is even or below 1.
@@ -59,14 +60,15 @@ def plot_loss_by_position(
     first: int | None = None,
     title: str = "Held-out loss by position",
 ) -> Path:
-    """Plot the smoothed L(i) and the P(l) side by side.
+    """Plot the smoothed mean loss L(i) at each position and the perplexity P(l) of the first l positions,
+    side by side.
 
     Args:
         curves: one curve, or several by name.
-        path: the PNG file.
+        path: the PNG file to write.
         train_length: length drawn as a dashed line; None draws none.
         first: the first position shown; None is the smaller of 128 and a 64th of the longest curve.
-        title: above both plots.
+        title: text above both plots.
 
     Returns:
         The path.
@@ -105,8 +107,8 @@ def plot_loss_by_position(
 
 
 def read_metrics(path: str | os.PathLike[str]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Every numeric series of a `metrics.jsonl` by name, as (steps, values); a line cut short at the end is
-    left out.
+    """Return every numeric series of a run's `metrics.jsonl` by name, as (steps, values); a line cut short
+    at the end is left out.
 
     If several lines have the same step, as after a resumed run, the last one counts.
     """
@@ -133,14 +135,14 @@ def plot_training(
     names: Sequence[str] = ("train/loss", "val/loss"),
     title: str = "Training",
 ) -> Path:
-    """Plot the loss of each run by step.
+    """Plot the training curves of runs in one picture: the loss by step.
 
     Args:
         runs: run directories, or their `metrics.jsonl`, by the name to show.
-        path: the PNG file.
+        path: the PNG file to write.
         names: series to show; the first is drawn solid, the others dashed with points. Series that a run
             does not have are left out.
-        title: above the plot.
+        title: text above the plot.
 
     Returns:
         The path.
@@ -183,9 +185,9 @@ def plot_needle(
 
     Args:
         scores: the result of `find_needles`.
-        path: the PNG file.
+        path: the PNG file to write.
         train_length: lengths above it are separated from the others by a dashed line; None draws none.
-        title: above the panels.
+        title: text above the panels.
 
     Returns:
         The path.
@@ -237,14 +239,14 @@ def plot_needle(
 
 
 def colours(number: int) -> list[str]:
-    """`number` colours; they repeat after the last one of `COLOURS`."""
+    """Return the colours of `number` curves of a plot; they repeat after the last one of `COLOURS`."""
     return [COLOURS[i % len(COLOURS)] for i in range(number)]
 
 
 def new_figure(
     title: str, *, columns: int, rows: int = 1, size: tuple[float, float] = (5.2, 3.6)
 ) -> tuple[Figure, list[Axes]]:
-    """A figure and its axes, row by row; `size` is that of one panel, in inches.
+    """Return a new matplotlib figure and its axes, row by row; `size` is that of one panel, in inches.
 
     The figure does not belong to pyplot, so it has no global state and needs no display, whichever backend a
     notebook uses.
@@ -257,8 +259,8 @@ def new_figure(
 
 
 def label_axes(axes: Axes, x: str, y: str) -> None:
-    """Set the labels of both axes and the common style: a grid behind the curves, no frame above and on the
-    right."""
+    """Set the labels of both axes of a panel and the common style: a grid behind the curves, no frame above
+    and on the right."""
     axes.set_xlabel(x)
     axes.set_ylabel(y)
     axes.grid(True, color="#dddddd", linewidth=0.6)
@@ -270,7 +272,7 @@ def label_axes(axes: Axes, x: str, y: str) -> None:
 def save_figure(
     figure: Figure, path: str | os.PathLike[str], *, legend: Axes | None = None
 ) -> Path:
-    """Write a figure as a PNG under a temporary name, then rename it; returns the path."""
+    """Write a figure as a PNG file under a temporary name, then rename it; return the path."""
     if legend is not None:
         legend.legend(frameon=False, fontsize=9)
     path = Path(path)

@@ -1,4 +1,5 @@
-"""A progress bar with speed and time left, or printed lines where there is no terminal."""
+"""Show the progress of an evaluation: a bar with speed and time left, or printed lines where there is no
+terminal."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ _SECONDS_BETWEEN_LINES = 15.0
 
 
 class EvaluationProgress:
-    """A context manager that counts steps and tokens and shows them.
+    """Count the steps and tokens of an evaluation in a `with` block, and show them as a progress bar.
 
     Args:
         description: what is being done.
@@ -49,27 +50,27 @@ class EvaluationProgress:
         self._task = self._bar.add_task(description, total=total, status="compiling")
 
     def __enter__(self) -> EvaluationProgress:
-        """Start the bar."""
+        """Start the progress bar of an evaluation."""
         self._bar.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Stop the bar."""
+        """Stop the progress bar of an evaluation."""
         self._bar.stop()
 
     @property
     def seconds(self) -> float:
-        """Seconds since the bar was created, including compilation."""
+        """Seconds since the evaluation's progress bar was created, including compilation."""
         return time.perf_counter() - self._start
 
     def expect(self, total: int | None) -> None:
-        """Set the total number of steps."""
+        """Set the total number of steps of the evaluation, from which the time left is computed."""
         self.total = total
         self._bar.update(self._task, total=total)
 
     def advance(self, tokens: int, loss: float | None = None) -> None:
-        """Count a finished step of so many tokens; `loss` is the mean loss so far in nats per token, if
-        there is one."""
+        """Count a finished step of the evaluation, which read so many tokens; `loss` is the mean loss so
+        far in nats per token, if there is one."""
         self.tokens += tokens
         self.steps += 1
         status = f"{self.tokens / self.seconds:,.0f} tokens/s"

@@ -1,5 +1,5 @@
-"""A model that reads rows piece by piece with its state carried on; rows, or parts of a row, are distributed
-over devices."""
+"""Read rows with a model piece by piece, with its state carried on; rows, or parts of a row, are
+distributed over devices."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from lsm_jax.parallel import MeshConfig, batch_sharding, largest_divisor, make_m
 
 
 class Reader:
-    """The parameters on every device of this host, and rows distributed over these devices.
+    """Hold a model's parameters on every device of this host, and distribute the rows to read over these
+    devices.
 
     Args:
         model: the decoder.
@@ -48,19 +49,20 @@ class Reader:
         )
 
     def init_state(self, rows: int, length: int) -> DecoderState:
-        """The state of `rows` rows of up to `length` tokens before the first piece, on the devices."""
+        """Return the model's state before the first token, for `rows` rows of up to `length` tokens, on the
+        devices."""
         return self._init_state(self._params, rows, length)
 
     def _model(self, params: Any) -> Decoder:
         return nnx.merge(self._graphdef, params)
 
     def _filled(self, rows: np.ndarray) -> np.ndarray:
-        """Add rows of zeros to [B, ...], so that the devices get equal numbers of rows."""
+        """Return an array [B, ...] with rows of zeros added, so that the devices get equal numbers of rows."""
         return np.pad(rows, ((0, -len(rows) % self._shards), (0, 0)))
 
 
 class Answerer(Reader):
-    """The answers of a model to a prompt: the loss of one given answer, and the greedy continuation.
+    """Compute a model's answers to prompts: the loss of one given answer, and the greedy continuation.
 
     A prompt is read once, in pieces of one length (the first one padded on its left), so that prompts of all
     lengths run one program. Memory does not grow with the prompt, except for the keys and values of softmax
@@ -113,11 +115,11 @@ class Answerer(Reader):
         self.answer = jax.jit(answer)
 
     def __call__(self, prompts: np.ndarray, answers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Read a batch of prompts.
+        """Read a batch of prompts, and return the losses of the given answers and the greedy continuations.
 
         Args:
-            prompts: int [B, P], P up to `max_length`.
-            answers: int [B, A], one per prompt.
+            prompts: token ids of the prompts, int [B, P], P up to `max_length`.
+            answers: token ids of the answers, int [B, A], one per prompt.
 
         Returns:
             The losses of the answers' tokens in nats, float32 [B, A]; the greedy continuations, int32 [B,

@@ -51,7 +51,7 @@ class _Parts(NamedTuple):
 
 
 def _without_end(text: str, end: str) -> str:
-    """The text without the repetitions of `end`, in any case, that it ends with."""
+    """Return the text without the repetitions of `end`, in upper or lower case, with which it ends."""
     while end and text.lower().endswith(end.lower()):
         text = text[: -len(end)]
     return text
@@ -94,7 +94,8 @@ TASKS: dict[str, tuple[tuple[str, ...], Callable[[dict[str, Any]], _Parts]]] = {
 def convert_rows(
     task: str, rows: Sequence[dict[str, Any]], *, drop_absent: bool = False
 ) -> tuple[list[dict[str, Any]], int, int]:
-    """The suite's rows, the number left out for a short answer, and the number left out for an absent one.
+    """Convert the rows of a public recall data set: return those of the suite `recall`, the number left out
+    for a short answer, and the number left out for an absent one.
 
     Args:
         task: a key of `TASKS`.
@@ -136,7 +137,7 @@ def convert_rows(
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Convert the files of one task."""
+    """Convert the public data of one recall task, as the command line says."""
     parser = argparse.ArgumentParser(
         "recall_data", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,4 +1,4 @@
-"""The request of an evaluation: which data, how much of it, and the options of each task."""
+"""The request of an evaluation of a run: which data, how much of it, and the options of each task."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ class Request:
     lm_eval: HarnessConfig = dataclasses.field(default_factory=HarnessConfig)
 
     def validate(self) -> None:
-        """Raise ValueError if a number is out of range, the data does not exist or the prompt is not
-        UTF-8."""
+        """Raise ValueError if a number of the request is out of range, its data does not exist or the
+        prompt is not UTF-8."""
         for name in ("sequence_length", "batch_size", "piece_length", "max_tokens", "num_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -91,7 +91,8 @@ class Request:
             ) from error
 
     def folder(self, step: int) -> str:
-        """The name of the results' folder: the step, the data and the lengths that differ from the run's."""
+        """Return the name of the folder for the results: the checkpoint's step, and the data and the
+        lengths that differ from the run's."""
         parts = [str(step)]
         if self.data is not None:
             path = Path(self.data).absolute()
@@ -104,7 +105,8 @@ class Request:
 
 
 def heldout_config(run: Run, request: Request) -> DataConfig:
-    """The data config of the evaluation."""
+    """Return the data config with which an evaluation reads its data: the run's, with what the request
+    changes."""
     changes: dict[str, Any] = {}
     if request.data is not None:
         inner_store = Path(request.data).expanduser() / "heldout.zarr"
@@ -120,19 +122,20 @@ def heldout_config(run: Run, request: Request) -> DataConfig:
 
 
 def run_tokenizer(run: Run) -> Tokenizer:
-    """Load the tokenizer that the run was trained with."""
+    """Load the tokenizer with which a run was trained, from its data config."""
     return load_tokenizer(run.config.data.tokenizer, json_escape=run.config.data.json_escape)
 
 
 def run_bos_id(run: Run, tokenizer: Tokenizer) -> int | None:
-    """The token that the run put in front of each document, or None."""
+    """Return the id of the token that the run put in front of each document, or None if it put none."""
     data = run.config.data
     bos_id = tokenizer.bos_id if data.bos_id is None else data.bos_id
     return bos_id if data.add_bos else None
 
 
 def count_batches(data: DataConfig, batch_size: int) -> int | None:
-    """The number of batches of a store; None for text, whose number of rows is known only after packing."""
+    """Return the number of batches of a store that an evaluation reads; None for text, whose number of rows
+    is known only after packing."""
     source = open_store(data, heldout=True)
     if source is None:
         return None

@@ -1,4 +1,4 @@
-"""Reports on routers: load and entropy over training, and which tokens go to which memory of a
+"""Report on routers: load and entropy over training, and which tokens go to which memory of a
 Mixture-of-Memories."""
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ NAMED = 12  # tokens listed per memory
 def count_routes(
     model: Decoder, batches: Iterable[Mapping[str, np.ndarray]]
 ) -> list[Int[np.ndarray, "M V"]]:
-    """How often each memory was selected for each token of the vocabulary: one entry per layer that has
-    memories.
+    """Count how often the router selected each memory of a Mixture-of-Memories for each token of the
+    vocabulary: one array [M, V] per layer that has memories.
 
     Args:
-        model: the decoder.
+        model: the decoder, some of whose layers are a Mixture-of-Memories.
         batches: tokens [B, T], with segment_ids and positions if the data has them.
 
     Raises:
@@ -73,7 +73,8 @@ def count_routes(
 
 
 def by_layer(statistics: Mapping[str, Any], name: str) -> list[Any]:
-    """The values of a statistic, one per layer that has it, in the order of layers.
+    """Return the values of a statistic that layers report, such as a router's load, one per layer that has
+    it, in the order of layers.
 
     If its shape differs between layers, `statistics` has an entry `name/place` for each place in the period
     instead of `name`.
@@ -87,8 +88,8 @@ def by_layer(statistics: Mapping[str, Any], name: str) -> list[Any]:
 
 
 def information(counts: Int[np.ndarray, "M V"]) -> float:
-    """Mutual information in bits of a token's id and its memory: 0 if routing ignores the id, log2 M at
-    most."""
+    """Return the mutual information in bits of a token's id and the memory to which it is routed: 0 if
+    routing ignores the id, log2 M at most."""
     joint = counts / max(counts.sum(), 1)
     independent = joint.sum(0) * joint.sum(1, keepdims=True)
     nonzero = joint > 0
@@ -98,12 +99,12 @@ def information(counts: Int[np.ndarray, "M V"]) -> float:
 def specialisation(
     counts: Sequence[Int[np.ndarray, "M V"]], spell: Any, *, top_k: int | Sequence[int] = 1
 ) -> list[dict[str, Any]]:
-    """One entry per layer: the load of each memory, `information`, and the tokens that each memory gets the
-    largest share of.
+    """Return what each layer's memories specialise in: the load of each memory, the mutual information of
+    token and memory (`information`), and the tokens of which each memory gets the largest share.
 
     Args:
-        counts: the result of `count_routes`.
-        spell: token id -> its text.
+        counts: how often each token was routed to each memory, [M, V] per layer, the result of `count_routes`.
+        spell: function from a token id to the token's text.
         top_k: number of memories that each token is routed to, for all layers or per layer; shares are of a
             token's occurrences.
     """
@@ -141,8 +142,8 @@ def specialisation(
 
 
 def routing(run: Run, request: Request, folder: Path) -> dict[str, Any]:
-    """Count which tokens of the held-out data go to which memory. Writes routing.json, and the router over
-    training as routing.png."""
+    """Count which tokens of the held-out data are routed to which memory. Writes routing.json, and the
+    router's load and entropy over training as routing.png."""
     tokenizer, data = run_tokenizer(run), heldout_config(run, request)
     batches = make_eval_iterator(
         data,
@@ -180,7 +181,8 @@ def routing(run: Run, request: Request, folder: Path) -> dict[str, Any]:
 
 
 def routing_table(results: Mapping[str, Any]) -> RenderableType:
-    """A table with one row per layer and memory, from the content of routing.json."""
+    """Return a table for a terminal with one row per layer and memory of the routers' results, from the
+    content of routing.json."""
     table = Table(
         "layer",
         "bits",
@@ -202,8 +204,8 @@ def routing_table(results: Mapping[str, Any]) -> RenderableType:
 
 
 def read_router(path: str | os.PathLike[str], name: str) -> tuple[np.ndarray, np.ndarray]:
-    """(steps [N], values [N, L, ...]) of a per-layer statistic in a `metrics.jsonl`, such as "mom/load";
-    empty if it is absent.
+    """Read a router's statistic of each layer, such as "mom/load", from a `metrics.jsonl`: (steps [N],
+    values [N, L, ...]); empty if it is absent.
 
     Layers with fewer memories than others are padded with NaN.
     """
@@ -229,14 +231,14 @@ def plot_router(
     kind: str = "mom",
     title: str = "Router",
 ) -> Path:
-    """Plot the load of each memory (or expert) and the entropy by step: means over layers, with the range
-    over layers shaded.
+    """Plot a router's load of each memory (or expert) and its entropy by step: means over layers, with the
+    range over layers shaded.
 
     Args:
         metrics: a run's `metrics.jsonl`.
-        path: the PNG file.
+        path: the PNG file to write.
         kind: the kind of router; the names of its statistics begin with it.
-        title: above both plots.
+        title: text above both plots.
 
     Returns:
         The path.

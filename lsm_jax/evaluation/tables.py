@@ -1,4 +1,4 @@
-"""Results as tables for a terminal."""
+"""Format the results of evaluations as tables for a terminal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ _PREFIX = "val/perplexity_len_"
 
 
 def perplexity_table(results: Mapping[str, Any]) -> RenderableType:
-    """A table of P(l) by length, and below it the mean over all tokens; from the content of results.json."""
+    """Return a table of the perplexity P(l) of the first l positions by length l, and below it the mean
+    loss over all tokens; from the content of results.json."""
     table = Table("length l", "mean loss L(i < l), nats", "perplexity P(l)", title="Held-out text")
     for column in table.columns:
         column.justify = "right"
@@ -38,8 +39,8 @@ def perplexity_table(results: Mapping[str, Any]) -> RenderableType:
 
 
 def needle_table(results: Mapping[str, Any]) -> RenderableType:
-    """A table of the share of needles found and the answer's loss by length, means over depths; from the
-    content of needle.json."""
+    """Return a table of the share of needles found and of the answer's loss by length, means over depths;
+    from the content of needle.json."""
     modes = [mode for mode in MODES if mode in results]
     heads = [f"{mode}: {what}" for mode in modes for what in ("found", "loss")]
     table = Table("length", *heads, "no needle: found", "loss", title="Needle in a haystack")
@@ -56,7 +57,8 @@ def needle_table(results: Mapping[str, Any]) -> RenderableType:
 
 
 def bits_table(bits: Mapping[str, float], *, model: str, title: str) -> RenderableType:
-    """A table of bits per byte by name, best first; the row of `model` is bold."""
+    """Return a table of bits per byte by name of model or compressor, best first; the row of `model` is
+    bold."""
     table = Table("coded by", "bits per byte", title=title)
     table.columns[1].justify = "right"
     for name, value in sorted(bits.items(), key=lambda item: item[1]):

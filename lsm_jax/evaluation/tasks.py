@@ -1,4 +1,5 @@
-"""The tasks of `eval.py`, by name, and the files that each one writes."""
+"""The tasks of `eval.py` (perplexity, sampling, needles and others) by name, and the files that each one
+writes."""
 
 from __future__ import annotations
 
@@ -41,8 +42,8 @@ if TYPE_CHECKING:
 
 
 def perplexity(run: Run, request: Request, folder: Path) -> dict[str, Any]:
-    """Measure the loss by position. Writes results.json, results.npz and loss_by_position.png; returns the
-    content of results.json.
+    """Measure a run's loss by position. Writes results.json, results.npz and loss_by_position.png; returns
+    the content of results.json.
 
     In a run of attention transfer `val/loss` is the student's; the teacher's is `val/teacher_loss`.
     """
@@ -112,7 +113,7 @@ def perplexity(run: Run, request: Request, folder: Path) -> dict[str, Any]:
 
 
 def sample_text(run: Run, request: Request, folder: Path) -> Generation:
-    """Continue the prompt. Writes sample.txt and sample.json."""
+    """Sample a run's continuation of the request's prompt. Writes sample.txt and sample.json."""
     tokenizer = run_tokenizer(run)
     prompt, bos_id, stop_id = request.prompt, run_bos_id(run, tokenizer), None
     if request.chat:
@@ -143,8 +144,8 @@ def sample_text(run: Run, request: Request, folder: Path) -> Generation:
 
 
 def needle(run: Run, request: Request, folder: Path) -> dict[str, Any]:
-    """Search for needles in a haystack. Writes needle.json and needle.png; returns the content of
-    needle.json."""
+    """Measure whether a run's model finds facts (needles) that are hidden in a long text. Writes
+    needle.json and needle.png; returns the content of needle.json."""
     tokenizer, data = run_tokenizer(run), heldout_config(run, request)
     train_length, config = run.config.data.sequence_length, request.needle
     task = NeedleTask(config, tokenizer, bos_id=run_bos_id(run, tokenizer))
@@ -200,8 +201,8 @@ def needle(run: Run, request: Request, folder: Path) -> dict[str, Any]:
 
 
 def maps(run: Run, request: Request, folder: Path) -> dict[str, Any]:
-    """Show attention and gates on the prompt, or on the first held-out row. Writes maps.json, and a picture
-    and arrays per layer.
+    """Show the attention weights and gates of a run's layers on the prompt, or on the first held-out row.
+    Writes maps.json, and a picture and arrays per layer.
 
     Returns the content of maps.json: the tokens, and for each layer its method, heads and files.
     """
@@ -257,8 +258,8 @@ def _tokens_to_map(run: Run, request: Request) -> np.ndarray:
 
 
 def lm_eval(run: Run, request: Request, folder: Path) -> dict[str, Any]:
-    """Run tasks of lm-evaluation-harness. Writes lm_eval-1.json, or the next number that is free, and
-    with `log_samples` a folder of samples; returns its content."""
+    """Run tasks of lm-evaluation-harness on a run. Writes lm_eval-1.json, or the next number that is free,
+    and with `log_samples` a folder of samples; returns its content."""
     tokenizer = run_tokenizer(run)
     results = run_harness(
         run,
@@ -275,7 +276,7 @@ def lm_eval(run: Run, request: Request, folder: Path) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """A task of `eval.py`.
+    """A task of `eval.py`: the function that computes and writes its results, and the one that shows them.
 
     Attributes:
         run: (run, request, folder of the results) -> the results; writes them to the folder.
@@ -310,7 +311,7 @@ REPORTS = {name: task.report for name, task in _TASKS.items()}
 
 
 def check_tasks(names: list[str]) -> list[str]:
-    """Return the names unchanged.
+    """Check that tasks of `eval.py` have these names, and return the names unchanged.
 
     Raises:
         ValueError: there is no name, or a task does not exist.

@@ -47,7 +47,8 @@ def export_run(
     format: str = "huggingface",
     source: str | os.PathLike[str] | None = None,
 ) -> Path:
-    """Write a run's parameters, adapters merged, in the format of the pretrained model that the run started from.
+    """Write the parameters of a tuned run, adapters merged, in the format of the pretrained model that the
+    run started from.
 
     Args:
         workdir: the run's directory.
@@ -94,7 +95,7 @@ def _pretrained_path(workdir: str | os.PathLike[str], config: TrainConfig) -> st
     """Return the path of the pretrained model from which a run, or the first of a chain of runs, started.
 
     Raises:
-        ValueError: there is none.
+        ValueError: the run did not start from a pretrained model.
     """
     first = config
     while first.init_from:
@@ -108,7 +109,8 @@ def _pretrained_path(workdir: str | os.PathLike[str], config: TrainConfig) -> st
 
 
 def _check_parameters(model: ModelConfig, base: ModelConfig) -> None:
-    """Raise ValueError if the run's model has parameters, other than adapters, that its pretrained model does not have."""
+    """Raise ValueError if the run's model has parameters, other than adapters, that its pretrained model
+    does not have and that could therefore not be exported."""
     tuned, pretrained = (leaves_of(params_of(abstract(m))) for m in (model, base))
     surplus = sorted(name for name in tuned if name not in pretrained and ".lora." not in name)
     if surplus:
@@ -118,7 +120,7 @@ def _check_parameters(model: ModelConfig, base: ModelConfig) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit status."""
+    """Export the run that the command line names, and return the exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m lsm_jax.linearize.export",
         description=__doc__,

@@ -1,4 +1,4 @@
-"""Merge adapters into the projections to which they belong."""
+"""Merge low-rank adapters (LoRA) into the projections to which they belong."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from lsm_jax.mixers import LoRAConfig
 
 
 def merge_adapters(params: dict[str, Any], lora: LoRAConfig | None) -> dict[str, Any]:
-    """Return the parameters without adapters: each adapted kernel becomes `W + (alpha / rank) A B` in float32.
+    """Return a model's parameters without adapters: each adapted kernel W becomes `W + (alpha / rank) A B`
+    in float32, where A and B are the adapter's matrices.
 
     Args:
         params: the parameters of a model, with layers stacked or not.
-        lora: the adapters' config; None if there are none.
+        lora: the adapters' config, which has `rank` and `alpha`; None if there are none.
     """
     merged = {}
     for key, value in params.items():

@@ -56,13 +56,14 @@ _PLAIN_STARTS = (None, True, False, "gaussian", "orthogonal", "eva")
 
 
 class Adapters(Checkpoint):
-    """A folder of adapters. `config` has the contents of adapter_config.json."""
+    """A folder of adapters in PEFT's format, opened for reading. `config` has the contents of its
+    adapter_config.json."""
 
     config_file, single_file = CONFIG, TENSORS
 
 
 def lora_config(adapters: Adapters) -> LoRAConfig:
-    """Return the config of adapters.
+    """Return the config (rank, scale, adapted projections) of the adapters in a folder of PEFT.
 
     Raises:
         ValueError: a field is missing, unknown, or has a value that is not supported, such as those of DoRA and rsLoRA; the
@@ -103,7 +104,7 @@ def lora_config(adapters: Adapters) -> LoRAConfig:
 
 
 def load_adapters(adapters: Adapters, model: ModelConfig) -> dict[str, Any]:
-    """Load adapters in float32.
+    """Load the adapters in a folder of PEFT as a model's parameters, in float32.
 
     Args:
         adapters: the folder.
@@ -175,7 +176,8 @@ def _adapters_of(params: dict[str, Any]) -> dict[str, Any]:
 
 
 def _name(keys: list[str], layer: int) -> str:
-    """Return PEFT's name of an adapter's parameter; `keys` end in "lora" and "a" or "b"."""
+    """Return the name that PEFT has for a matrix of an adapter in a layer; `keys`, its path in the
+    parameters, end in "lora" and "a" or "b"."""
     module = published_name([*keys[:-2], "kernel"], layer).removesuffix(".weight")
     return f"{_PREFIX}{module}.{_PARTS[keys[-1]]}.weight"
 
@@ -183,7 +185,8 @@ def _name(keys: list[str], layer: int) -> str:
 def _tensors(
     adapters: dict[str, Any], model: ModelConfig
 ) -> list[tuple[str, tuple[int, ...], Any, int | None]]:
-    """Return (PEFT's name, its shape, the parameter, the row of a stacked parameter) of every tensor."""
+    """Return, for every tensor that PEFT has for a model's adapters, (its name, its shape, the parameter,
+    its period in a parameter that is stacked over periods, otherwise None)."""
     size, tensors = len(model.period()), []
     for path, leaf in jax.tree_util.tree_leaves_with_path(adapters):
         for keys, layer in layers_of(path, leaf.shape, size):
@@ -202,7 +205,7 @@ def import_adapters(
     tokenizer: str | os.PathLike[str] | None = None,
     **fields: Any,
 ) -> TrainConfig:
-    """Make a run from adapters and the pretrained model to which they belong.
+    """Make a run from a folder of PEFT's adapters and the pretrained model to which they belong.
 
     Args:
         source: the folder of the adapters.
@@ -261,7 +264,7 @@ def import_adapters(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit status."""
+    """Import the adapters that the command line names, and return the exit status."""
 
     def make(source: str, workdir: str, base: str | None, **options: str | None) -> TrainConfig:
         if base is None:

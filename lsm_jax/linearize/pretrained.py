@@ -20,7 +20,7 @@ from lsm_jax.training.step import params_of
 
 @dataclasses.dataclass(kw_only=True)
 class Pretrained:
-    """A pretrained transformer on disk, the value of `TrainConfig.base`.
+    """A pretrained transformer on disk from which a run starts, the value of `TrainConfig.base`.
 
     Attributes:
         path: a Hugging Face folder, also one of Liger's authors (`lsm_jax.linearize.released`), or a .gguf file.
@@ -29,7 +29,7 @@ class Pretrained:
     path: str = ""
 
     def config(self) -> ModelConfig:
-        """Return the config of the pretrained model.
+        """Return the config of the pretrained transformer's model, with softmax attention.
 
         Raises:
             ValueError: the path is empty, or its model is not supported (see `lsm_jax.convert.model_config`).
@@ -51,7 +51,8 @@ class Pretrained:
         return _open_cached(str(path), path.stat().st_mtime_ns if path.exists() else 0)
 
     def validate(self, model: ModelConfig) -> None:
-        """Raise ValueError unless `model` was made from the pretrained model."""
+        """Raise ValueError unless the model config `model` was made from that of the pretrained model, so
+        that its parameters can be loaded."""
         stored, expected = self.config(), base_model(model)
         wrong = [
             f"{name}: {getattr(stored, name)} in base.path, {getattr(expected, name)} in the config"
@@ -71,7 +72,7 @@ class Pretrained:
             )
 
     def load(self, model: ModelConfig, target: dict[str, Any]) -> dict[str, Any]:
-        """Load the pretrained parameters.
+        """Load the parameters of the pretrained model for a model that was made from it.
 
         Args:
             model: the linearised model.
@@ -95,11 +96,12 @@ class Pretrained:
 
 @functools.lru_cache(maxsize=1)
 def _open_cached(path: str, modified: int) -> Tensors:
-    """Open a pretrained model; cached, since opening a .gguf file takes seconds.
+    """Open the tensors of a pretrained model for reading; the result is cached, since opening a .gguf file
+    takes seconds.
 
     Args:
-        path: the folder or file.
-        modified: its modification time, so that a changed file is opened again.
+        path: the pretrained model's folder or file.
+        modified: the file's modification time, so that a changed file is opened again.
     """
     # Imported here, so that `python -m lsm_jax.linearize.released` does not load that module twice.
     from lsm_jax.linearize.released import open_pretrained
@@ -108,7 +110,8 @@ def _open_cached(path: str, modified: int) -> Tensors:
 
 
 def _differences(stored: Any, expected: Any) -> list[str]:
-    """Return a line for each field by which the outputs of two layers differ.
+    """Return a line of text for each field by which two layers of a model config differ so that their
+    outputs differ.
 
     The window and the implementation may differ; multiple_of and hidden_ratio have no effect if intermediate_size is set.
     """

@@ -1,4 +1,4 @@
-"""Make the config of a linearised model from that of a softmax model, and the reverse."""
+"""Make the config of a linearised model (Liger, LoLCATs) from that of a softmax model, and the reverse."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from lsm_jax.models import LayerConfig, ModelConfig
 def liger_model(
     base: ModelConfig, *, hybrid: int = 0, lora: LoRAConfig | None = None, **fields: Any
 ) -> ModelConfig:
-    """Return the model with Liger attention instead of softmax attention, with the same parameters.
+    """Return the config of a model with Liger attention instead of softmax attention, and with the same
+    parameters.
 
     Args:
         base: a model whose layers have softmax attention.
@@ -46,7 +47,7 @@ def liger_model(
 def lolcats_model(
     base: ModelConfig, *, transfer: bool = False, lora: LoRAConfig | None = None, **fields: Any
 ) -> ModelConfig:
-    """Return the model with LoLCATs attention (arXiv 2410.10254) instead of softmax attention.
+    """Return the config of a model with LoLCATs attention (arXiv 2410.10254) instead of softmax attention.
 
     Args:
         base: a model whose layers have softmax attention.
@@ -68,7 +69,8 @@ def lolcats_model(
 def _converted(
     base: ModelConfig, kind: type, lora: LoRAConfig | None, fields: dict[str, Any]
 ) -> ModelConfig:
-    """Return the model with mixers of class `kind`, which have the fields of the softmax mixers, a window of 64 and `fields`."""
+    """Return the config of a model whose softmax mixers are replaced by mixers of the config class `kind`,
+    which have the fields of the softmax mixers, a window of 64 tokens and `fields`."""
     config = copy.deepcopy(base)
     config.lora = lora
     for letter, layer in base.layers.items():
@@ -85,7 +87,7 @@ def _converted(
 def window_model(
     base: ModelConfig, *, window: int = 64, lora: LoRAConfig | None = None
 ) -> ModelConfig:
-    """Return the model with softmax attention only in a window, the baseline of Liger."""
+    """Return the config of a model with softmax attention only in a window, the baseline of Liger."""
     config = copy.deepcopy(base)
     config.lora = lora
     for letter, layer in base.layers.items():
@@ -97,7 +99,8 @@ def window_model(
 
 
 def base_model(config: ModelConfig) -> ModelConfig:
-    """Return the softmax model from which a linearised model was made, with the same order of layers.
+    """Return the config of the softmax model from which a linearised model was made, with the same order of
+    layers.
 
     Raises:
         ValueError: a layer is not made from softmax attention.

@@ -34,7 +34,7 @@ from lsm_jax.training import TrainConfig
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """A kind of released checkpoint.
+    """A kind of checkpoint that Liger's authors released, by the transformer and the gate that it has.
 
     Attributes:
         base: model_type of the transformer that has the same tensors.
@@ -61,7 +61,7 @@ _UNUSED = ("hidden_ratio", "pool_size", *_ONLY, "auto_map")  # pool_size is read
 
 
 class Released(Checkpoint):
-    """A released checkpoint.
+    """A checkpoint that Liger's authors released, opened for reading.
 
     Attributes:
         config: the contents of config.json, translated to the transformer that has the same tensors.
@@ -101,12 +101,14 @@ class Released(Checkpoint):
             self.fields["num_slots"] = slots
 
     def model(self, window: int = WINDOW) -> ModelConfig:
-        """Return the Liger model of the checkpoint, with this many tokens in its windows."""
+        """Return the config of the Liger model of the checkpoint; a query sees `window` tokens in its
+        windows."""
         return liger_model(model_config(self), window=window, **self.fields)
 
 
 def open_pretrained(source: Source) -> Tensors:
-    """Open a pretrained transformer, or a released checkpoint as the transformer that has the same tensors.
+    """Open a pretrained transformer for reading, or a checkpoint of Liger's authors as the transformer that
+    has the same tensors.
 
     Raises:
         ValueError: the source cannot be read.
@@ -119,7 +121,7 @@ def open_pretrained(source: Source) -> Tensors:
 
 
 def describe(model: ModelConfig, base_type: str) -> dict[str, Any]:
-    """Return the fields of config.json by which the authors' code computes a model.
+    """Return the fields of config.json by which the code of Liger's authors computes a model.
 
     Args:
         model: the model.
@@ -169,7 +171,8 @@ def describe(model: ModelConfig, base_type: str) -> dict[str, Any]:
 
 
 def write_description(folder: Path, model: ModelConfig) -> None:
-    """Change the config.json of an exported folder to that of a released checkpoint; raises as `describe` does."""
+    """Change the config.json of an exported folder to that of a checkpoint of Liger's authors; raises as
+    `describe` does."""
     path = folder / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
     config |= describe(model, transformer_type(config))
@@ -177,7 +180,8 @@ def write_description(folder: Path, model: ModelConfig) -> None:
 
 
 def transformer_type(config: dict[str, Any]) -> str:
-    """Return the transformer's model_type of a config.json, which may be that of a released checkpoint."""
+    """Return the model_type of the transformer that has the tensors of a checkpoint, from its config.json,
+    which may be that of Liger's authors."""
     kind = str(config.get("model_type"))
     return RELEASED[kind].base if kind in RELEASED else kind
 
@@ -190,7 +194,8 @@ def import_released(
     tokenizer: Any = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> TrainConfig:
-    """Make a run from a released checkpoint, as `convert.import_huggingface` does from a transformer.
+    """Make a run from a checkpoint of Liger's authors, as `convert.import_huggingface` does from a
+    transformer.
 
     Args:
         source: the folder.
@@ -209,7 +214,8 @@ def import_released(
 
 
 def whole_number(name: str, text: str | None, default: int) -> int:
-    """Return the value of a command-line option; None is `default`.
+    """Return the value of a command-line option that must be a whole number from 1 on, given as text;
+    `default` if it is None.
 
     Raises:
         ValueError: the text is no whole number from 1 on.
@@ -222,7 +228,7 @@ def whole_number(name: str, text: str | None, default: int) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit status."""
+    """Import the checkpoint of Liger's authors that the command line names, and return the exit status."""
 
     def make(source: str, workdir: str, window: str | None, tokenizer: str | None) -> TrainConfig:
         tokens = whole_number("window", window, WINDOW)

@@ -1,4 +1,5 @@
-"""The mesh, the table of logical axes, and functions that run over the mesh's devices."""
+"""Shard a model over devices: the mesh, the table from logical axes to mesh axes, and functions that run
+over the mesh's devices."""
 
 from lsm_jax.parallel.collectives import (
     TOKENS,

@@ -1,4 +1,5 @@
-"""Activations on a mesh: sharding constraints, and functions that are mapped over rows, tokens and heads."""
+"""Shard activations over a mesh: sharding constraints, and functions that are mapped over rows, tokens and
+heads."""
 
 from __future__ import annotations
 
@@ -20,13 +21,15 @@ TOKENS = ("batch", "sequence", "heads")
 
 
 def _axes(mesh: AbstractMesh, kind: AxisType) -> dict[str, int]:
-    """The sizes of the mesh's axes of one type; axes of type `Auto` are handled by the partitioner."""
+    """Return the sizes of those axes of a mesh that have the axis type `kind`, by name; axes of type `Auto`
+    are handled by XLA's partitioner."""
     types = zip(mesh.axis_names, mesh.axis_types, strict=True)
     return {name: mesh.shape[name] for name, axis_type in types if axis_type == kind}
 
 
 def constrain(x: jax.Array, logical_axes: Sequence[str | None]) -> jax.Array:
-    """Constrain the sharding of `x` to that of its logical axes.
+    """Constrain an activation `x` to be sharded over the mesh axes that belong to its logical axes, one
+    name or None per dimension.
 
     Returns `x` unchanged if no mesh is set or an axis is not divisible by its devices. Mesh axes over which a
     caller's `jax.shard_map` maps (such as that of the pipeline stages) are not constrained.
@@ -41,27 +44,30 @@ def constrain(x: jax.Array, logical_axes: Sequence[str | None]) -> jax.Array:
 
 
 def sequence_shards(length: int) -> int:
-    """The number of parts into which the current mesh shards rows of `length` tokens; 1 if it has more
-    devices than that."""
+    """Return over how many devices the current mesh shards the tokens of a row of `length` tokens; 1 if the
+    row has fewer tokens than these devices."""
     axes = _axes(jax.sharding.get_abstract_mesh(), AxisType.Auto)
     shards = math.prod(axes.get(name, 1) for name in mesh_axes("sequence"))
     return shards if length >= shards else 1
 
 
 def _varying(x: jax.Array) -> frozenset[str]:
-    """The mesh axes of a caller's `jax.shard_map` (with checked replication) over which `x` varies."""
+    """Return the names of the mesh axes of a caller's `jax.shard_map` (with checked replication) over which
+    the array `x` varies, so that devices have different values."""
     return jax.typeof(x).manual_axis_type.varying
 
 
 def over_batch(function: Callable[..., Any], batched: dict, shared: dict, *static: Hashable) -> Any:
-    """Call `over_mesh` with arguments and outputs that are all [B, ...] and are sharded over rows only."""
+    """Call `function` on each device with that device's rows, by `over_mesh`: arguments and outputs are all
+    [B, ...] and are sharded over rows only."""
     return over_mesh(function, batched, shared, *static, axes={n: ("batch",) for n in batched})
 
 
 def over_tokens(
     function: Callable[..., Any], batched: dict, shared: dict, *static: Hashable
 ) -> Any:
-    """Call `over_mesh` with a function that treats each token alone; arguments and outputs are [B, T, ...]."""
+    """Call `function`, which treats each token alone, on each device with that device's rows and tokens, by
+    `over_mesh`; arguments and outputs are [B, T, ...]."""
     token_axes = ("batch", "sequence")
     axes = {n: token_axes for n in batched}
     return over_mesh(
@@ -70,8 +76,8 @@ def over_tokens(
 
 
 def alone(axis: str, function: Callable[..., Any], *static: Hashable, **arguments: Any) -> Any:
-    """An `in_sequence` for `over_mesh` that calls `function` unchanged: each device computes its tokens
-    without the others'."""
+    """Call `function` with the tokens of this device only, without communication: the argument
+    `in_sequence` of `over_mesh` for functions that treat each token alone."""
     return function(*static, **arguments)
 
 
@@ -136,8 +142,8 @@ def over_mesh(
 
 
 class _Layout:
-    """The static arguments of a call of `over_mesh`, as a key of compiled programs: equal layouts share a
-    program."""
+    """The static arguments of a call of `over_mesh` as a hashable key of its compiled programs: calls with
+    equal layouts share a program."""
 
     def __init__(self, function, static, axes, out_axes, in_sequence, multiple):
         self.function, self.static, self.in_sequence = function, static, in_sequence
@@ -153,12 +159,14 @@ class _Layout:
 
 
 def _is_axes(x: Any) -> bool:
-    """Whether `x` is a tuple of logical axes, for one array or for all arrays of a subtree."""
+    """Return whether `x` is a tuple of logical axes (names or None) that belongs to one array, or to all
+    arrays of a subtree."""
     return type(x) is tuple and all(a is None or isinstance(a, str) for a in x)
 
 
 def _axes_of_leaves(axes: Any, tree: Any) -> list[tuple[str | None, ...]]:
-    """The axes of each leaf of `tree`; `axes` is a prefix of it."""
+    """Return the tuple of logical axes of each array in `tree`, in the order of its leaves; `axes` is a
+    pytree of such tuples that is a prefix of `tree`."""
     repeated = jax.tree.map(
         lambda prefix, subtree: [prefix] * len(jax.tree.leaves(subtree)),
         axes,
@@ -169,7 +177,9 @@ def _axes_of_leaves(axes: Any, tree: Any) -> list[tuple[str | None, ...]]:
 
 
 def _over_auto_axes(layout: _Layout, axes: dict[str, int], arguments: dict[str, Any]) -> Any:
-    """Call `over_mesh`'s function on a mesh whose axes of type `Auto` have the sizes `axes`."""
+    """Call the function of a layout on each device, where `axes` has the sizes of the mesh axes of type
+    `Auto` by name: choose which logical axes are sharded, pad the tokens, and remove the padding from the
+    outputs."""
     sizes = _logical_sizes(layout, arguments)
     sharded = _sharded_axes(layout, axes, sizes)
     if not sharded:
@@ -215,7 +225,8 @@ def _over_auto_axes(layout: _Layout, axes: dict[str, int], arguments: dict[str, 
 
 
 def _logical_sizes(layout: _Layout, arguments: dict[str, Any]) -> dict[str, set[int]]:
-    """The sizes that each logical axis has in the arguments."""
+    """Return the set of sizes that each logical axis, such as "batch" or "heads", has in the arrays of the
+    arguments, by name."""
     sizes: dict[str, set[int]] = {}
     for name, tree in arguments.items():
         if tree is None:
@@ -232,7 +243,8 @@ def _logical_sizes(layout: _Layout, arguments: dict[str, Any]) -> dict[str, set[
 def _sharded_axes(
     layout: _Layout, axes: dict[str, int], sizes: dict[str, set[int]]
 ) -> dict[str, tuple[str, ...]]:
-    """The mesh axes of each logical axis that is sharded; logs a warning where an axis is not divisible."""
+    """Return, for each logical axis that can be sharded, the names of the mesh axes over which it is; log a
+    warning for one whose size in the arguments is not divisible by the devices."""
     sharded: dict[str, tuple[str, ...]] = {}
     for axis, lengths in sizes.items():
         names = tuple(name for name in mesh_axes(axis) if axes.get(name, 1) > 1)
@@ -259,7 +271,8 @@ def _sharded_axes(
 def _argument_specs(
     layout: _Layout, sharded: dict[str, tuple[str, ...]], arguments: dict[str, Any]
 ) -> dict[str, Any]:
-    """The partition spec of each array of the arguments, in pytrees of their structure."""
+    """Return the partition spec of each array in the arguments of a call over the mesh, by name, as pytrees
+    of the arguments' structure."""
 
     def spec(logical_axes: tuple[str | None, ...], x: Any) -> PartitionSpec:
         names = [
@@ -279,8 +292,8 @@ def _argument_specs(
 
 
 def _padded(axes: dict, arguments: dict, length: int, padding: int) -> dict:
-    """Return the arguments with `padding` more tokens, which change no state: their segment ids or
-    `update_mask` are 0."""
+    """Return the arguments [B, T, ...] with `padding` more tokens at the end of each row, which change no
+    state: their segment ids or their `update_mask` are 0."""
     if arguments.get("segment_ids") is None and "update_mask" in arguments:
         if arguments["update_mask"] is None:
             batch = next(
@@ -309,7 +322,8 @@ def _padded(axes: dict, arguments: dict, length: int, padding: int) -> dict:
 # partitioner.
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
 def _mapped(function, static, names, in_specs, out_specs, arguments):
-    """Call `function` inside a `jax.shard_map` over the mesh axes `names`."""
+    """Call `function` with its part of the arguments on each device, in a `jax.shard_map` over the mesh
+    axes `names`; `in_specs` and `out_specs` are the partition specs of arguments and outputs."""
     leaves, tree = in_specs
     run = map_over(
         names,
@@ -322,7 +336,8 @@ def _mapped(function, static, names, in_specs, out_specs, arguments):
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _on_explicit_axes(layout, axes, rows, batched, shared):
-    """Call `over_mesh` with the mesh axes `axes` changed from `Explicit` to `Auto`."""
+    """Call `over_mesh` on a mesh that has axes of type `Explicit`: those named in `axes` become `Auto` for
+    the call, and the outputs get the sharding `rows`."""
     run: Any = jax.sharding.auto_axes(
         lambda batched, shared: over_mesh(
             layout.function,

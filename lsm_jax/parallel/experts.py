@@ -1,5 +1,5 @@
-"""Exchange of rows between devices: to the device that has their expert, and back. For use inside
-`jax.shard_map`."""
+"""Send rows (the activations of tokens) to the device that has their expert, and the results back. For use
+inside `jax.shard_map`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ one host, which has a fortieth of the speed (two H200, jax 0.11.2)."""
 
 
 def exchange_options(mesh: Mesh, exchanges: Collection[str]) -> dict[str, Any]:
-    """The compiler options of a program that uses these exchanges on the mesh's devices.
+    """Return XLA's compiler options for a program that sends tokens to experts on the mesh's devices by the
+    `exchanges` that are named.
 
     Raises:
         ValueError: `exchanges` has "ragged" and the mesh shards experts over CPUs.
@@ -39,7 +40,8 @@ def exchange_options(mesh: Mesh, exchanges: Collection[str]) -> dict[str, Any]:
 
 
 def shards_of(logical_axis: str) -> int:
-    """The number of devices over which the current mesh shards a logical axis, by mesh axes of type `Auto`."""
+    """Return the number of devices over which the current mesh shards a logical axis, such as "expert";
+    mesh axes of another type than `Auto` do not count."""
     mesh = jax.sharding.get_abstract_mesh()
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     names = (name for name in mesh_axes(logical_axis) if kinds.get(name) == AxisType.Auto)
@@ -47,17 +49,20 @@ def shards_of(logical_axis: str) -> int:
 
 
 def place_on(logical_axis: str) -> jax.Array:
-    """This device's index along a logical axis."""
+    """Return the index of this device, from 0, among the devices over which a logical axis such as "expert"
+    is sharded."""
     return jax.lax.axis_index(mesh_axes(logical_axis))
 
 
 def sum_over(logical_axis: str, x: jax.Array) -> jax.Array:
-    """Return the sum of `x` over the devices of a logical axis, the same on all of them."""
+    """Return the sum of an array `x` over the devices among which a logical axis, such as "expert", is
+    sharded; the sum is the same on all of them."""
     return sum_along(mesh_axes(logical_axis), x)
 
 
 def room_for(count: int, buffer: float, shards: int, most: int) -> int:
-    """The capacity of the buffer for one pair of devices, in rows: `min(ceil(buffer count / shards), most)`.
+    """Return how many rows the buffer for one pair of devices has when tokens are sent to experts:
+    `min(ceil(buffer count / shards), most)`.
 
     Args:
         count: number of rows that a device sends.
@@ -71,8 +76,8 @@ def room_for(count: int, buffer: float, shards: int, most: int) -> int:
 def to_owners(
     rows: jax.Array, ids: jax.Array, owner: jax.Array, none: int, *, room: int, exchange: str
 ) -> tuple[jax.Array, jax.Array, Callable[[jax.Array], jax.Array], jax.Array]:
-    """Send each row to the device that has its expert, in buffers of static size; rows that do not fit are
-    reported.
+    """Send each row (the activation of a token for one expert) to the device that has its expert, in
+    buffers of static size; rows that do not fit are reported.
 
     "padded" is one all-to-all that sends `room` rows from each of P devices to each other. "ragged" sends
     only the rows that exist, by `jax.lax.ragged_all_to_all` (on GPUs, with `exchange_options`, and on TPUs);
@@ -80,8 +85,8 @@ def to_owners(
     use more than `room` of them.
 
     Args:
-        rows: [N, D], sorted by owner.
-        ids: int32 [N], sent with the rows.
+        rows: the rows to send, [N, D], sorted by owner.
+        ids: a number of each row that is sent with it, such as its expert, int32 [N].
         owner: int32 [N], the index of the row's device along the mesh axis of "expert"; P or more if the row
             is not sent.
         none: the id of rows of the buffer into which nothing was received.
@@ -167,7 +172,7 @@ def _ragged_exchange(axis, owner, sizes, starts, room):
 
 
 def _gather_rows(x: jax.Array, index: jax.Array, valid: jax.Array, fill: Any) -> jax.Array:
-    """Return `x[index]`, with `fill` where `valid` is False.
+    """Return the rows `x[index]` of an array, with `fill` where `valid` is False.
 
     Each invalid entry has a distinct index beyond `x`: indices are then unique, and the gradient's
     scatter needs no addition.
@@ -177,6 +182,7 @@ def _gather_rows(x: jax.Array, index: jax.Array, valid: jax.Array, fill: Any) ->
 
 
 def _with_nan(y: jax.Array, rows: jax.Array) -> jax.Array:
-    """Return `y` [N, ...] with NaN in the rows [N] that are True."""
+    """Return `y` [N, ...] with NaN in those of its N rows that `rows`, bool [N], marks as not sent for lack
+    of room."""
     mask: Any = rows.reshape(-1, *(1,) * (y.ndim - 1))
     return jnp.where(mask, jnp.nan, y)

@@ -1,5 +1,5 @@
-"""Runs over several hosts: one or more processes per host run the same program, each on its own devices and
-rows of the data."""
+"""Run a program over several hosts: one or more processes per host run the same program, each on its own
+devices and its own rows of the data."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ _VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 
 
 def launcher(environment: Mapping[str, str] = os.environ) -> str | None:
-    """The name of the launcher that started this process as one of several; None for a single process.
+    """Return the name of the launcher that started this process as one of several; None for a single
+    process.
 
     If JAX_COORDINATOR_ADDRESS (host:port of the first process) is set, that is the name, and
     JAX_NUM_PROCESSES and JAX_PROCESS_ID should be set, too. Otherwise SLURM, Open MPI, indexed Kubernetes
@@ -79,7 +80,8 @@ def join_hosts() -> None:
 
 
 def data_shard(mesh: Mesh) -> tuple[int, int]:
-    """(index, count): this process reads part `index` of `count` equal parts of each batch's rows.
+    """Return (index, count): this process reads part `index`, from 0, of `count` equal parts of the
+    sequences of each batch.
 
     Processes whose devices differ only along axes that do not shard the batch, such as "sequence", read the
     same rows.
@@ -104,7 +106,7 @@ def data_shard(mesh: Mesh) -> tuple[int, int]:
 
 
 def _copies(mesh: Mesh) -> int:
-    """The number of devices that have the same rows."""
+    """Return how many devices of the mesh have the same rows of the batch."""
     spec = batch_sharding(mesh).spec[0]
     return mesh.size // int(np.prod([mesh.shape[axis] for axis in spec]))
 
@@ -112,7 +114,8 @@ def _copies(mesh: Mesh) -> int:
 def place_batch(
     batch: dict[str, np.ndarray], sharding: NamedSharding, num_rows: int
 ) -> dict[str, jax.Array]:
-    """Make arrays [num_rows, T] that are sharded over all devices from this process's rows [n, T].
+    """Move a batch to the devices: from this process's rows [n, T], make the arrays [num_rows, T] of all
+    processes' rows, with the given sharding.
 
     If T is not divisible by the devices of the mesh axis "sequence", rows are padded first, with segment id 0
     and loss mask 0.
@@ -127,7 +130,8 @@ def place_batch(
 
 
 def _padded(batch: dict[str, np.ndarray], sharding: NamedSharding) -> dict[str, np.ndarray]:
-    """Pad the rows of a batch to a multiple of the devices over which their tokens are sharded."""
+    """Pad the rows of a batch with tokens of segment id 0 and loss mask 0, so that their length is a
+    multiple of the devices over which a row's tokens are sharded."""
     devices = math.prod(sharding.mesh.shape[axis] for axis in mesh_axes("sequence"))
     rows, length = batch["tokens"].shape
     padding = -length % devices
@@ -138,7 +142,8 @@ def _padded(batch: dict[str, np.ndarray], sharding: NamedSharding) -> dict[str, 
 
 
 class Agreement:
-    """Sends a number from any process to all processes, so that all of them act on it at the same call.
+    """Send a number from any process to all processes, so that all of them act on it at the same call, such
+    as the signal that ends the run.
 
     The result of a call is that of the previous call's numbers: the maximum over devices is computed while
     the next step runs. With one process a call computes nothing and returns its number at once.
@@ -151,7 +156,8 @@ class Agreement:
         self._pending: jax.Array | None = None
 
     def __call__(self, number: int | None) -> int | None:
-        """Return the largest number that any process passed to the previous call, or None if all passed None.
+        """Return the largest number that any process of the run passed to the previous call, or None if all
+        passed None.
 
         With one process, return `number`.
         """

@@ -1,5 +1,5 @@
-"""The mesh of devices, and the table from logical axes of arrays to mesh axes. Model code names logical axes
-only."""
+"""Make the mesh of devices, and map the logical axes of arrays, which are all that model code names, to
+mesh axes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ RULES: dict[str, tuple[str, ...]] = {
 
 @dataclasses.dataclass(kw_only=True)
 class MeshConfig:
-    """The number of devices along each mesh axis; the product of these is the number of all devices.
+    """The config of the mesh: the number of devices along each mesh axis. The product of these is the
+    number of all devices.
 
     Attributes:
         data: shards of the batch with replicated parameters; -1 is the number of devices divided by the other
@@ -61,7 +62,8 @@ class MeshConfig:
     rounds: int = 1
 
     def shape(self, num_devices: int) -> dict[str, int]:
-        """The number of devices along each of `AXES`, with -1 resolved.
+        """Return the number of devices along each mesh axis, in the order of `AXES`, with the size -1
+        replaced by the number of devices that are left.
 
         Raises:
             ValueError: the product of the axes is not `num_devices`, or microbatches or rounds do not match
@@ -93,23 +95,24 @@ class MeshConfig:
         return sizes
 
     def pieces(self) -> int:
-        """The number of microbatches, with 0 resolved."""
+        """Return the number of microbatches that pass through the pipeline's stages; the value 0 stands for
+        the number of stages."""
         return self.microbatches or self.pipeline
 
 
 def largest_divisor(number: int, most: int) -> int:
-    """The largest divisor of `number` that is at most `most`."""
+    """Return the largest divisor of `number` that is at most `most`."""
     return max(n for n in range(1, min(number, max(1, most)) + 1) if number % n == 0)
 
 
 def batch_shards(sizes: dict[str, int]) -> int:
-    """The number of shards of the batch on a mesh of these sizes."""
+    """Return into how many parts the rows of a batch are divided on a mesh with these sizes of its axes."""
     return math.prod(sizes[axis] for axis in BATCH_AXES)
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """Make the mesh of `config` over `devices` (None: all devices); its axes are handled by the partitioner
-    (`Auto`)."""
+    """Make the mesh of the mesh config over `devices` (None: all devices); its axes are of type `Auto`, so
+    XLA's partitioner handles them."""
     devices = jax.devices() if devices is None else devices
     sizes = config.shape(len(devices))
     kinds = (AxisType.Auto,) * len(AXES)
@@ -117,7 +120,8 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
 
 
 def mesh_axes(logical_axis: str | None) -> tuple[str, ...]:
-    """The mesh axes over which a logical axis is sharded; () if it is replicated, as the axis None is."""
+    """Return the names of the mesh axes over which a logical axis, such as "heads", is sharded; () if it is
+    replicated, as the axis None is."""
     if logical_axis is None:
         return ()
     if logical_axis not in RULES:
@@ -128,7 +132,8 @@ def mesh_axes(logical_axis: str | None) -> tuple[str, ...]:
 
 
 def partition_spec(logical_axes: Sequence[str | None]) -> PartitionSpec:
-    """The partition spec of an array with these logical axes."""
+    """Return the partition spec of an array whose dimensions have these logical axes, one name or None
+    each."""
     return PartitionSpec(*(mesh_axes(axis) or None for axis in logical_axes))
 
 
@@ -138,7 +143,7 @@ def param_sharding(
     shape: Sequence[int],
     name: str = "parameter",
 ) -> NamedSharding:
-    """The sharding of a parameter with these logical axes and this shape.
+    """Return the sharding of a parameter on `mesh`, by its logical axes and its shape.
 
     Raises:
         ValueError: a sharded dimension is not divisible by the devices along its mesh axes; `name` is the
@@ -160,10 +165,11 @@ def param_sharding(
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """The sharding of arrays [B, ...] over rows only."""
+    """Return the sharding on `mesh` of arrays [B, ...] that are divided over their rows only."""
     return NamedSharding(mesh, partition_spec(("batch",)))
 
 
 def token_sharding(mesh: Mesh) -> NamedSharding:
-    """The sharding of arrays [B, T, ...] over rows and tokens."""
+    """Return the sharding on `mesh` of arrays [B, T, ...] that are divided over rows and over the tokens of
+    each row."""
     return NamedSharding(mesh, partition_spec(("batch", "sequence")))

@@ -37,15 +37,15 @@ def pipelined(
     microbatches: int,
     rounds: int = 1,
 ) -> tuple[Any, Any]:
-    """Compute `stage(layers, carry, rows, constants) -> (carry, statistics)` with layers divided into stages
-    and rows into microbatches.
+    """Compute all layers of a model by a pipeline: the layers are divided into stages, one per device of
+    the mesh axis "pipeline", and the rows of the batch into microbatches, which pass from stage to stage.
 
     With S stages, M microbatches and R rounds, each stage computes in R M of R M + S - 1 turns. Outside the
     pipeline the rows are sharded over the stages' devices, for embedding and loss: inputs are gathered once,
     and outputs are scattered once.
 
     Args:
-        stage: computes n consecutive layers; it returns the `carry` after them, and a dict of statistics [n,
+        stage: function that computes n consecutive layers; it returns the `carry` after them, and a dict of statistics [n,
             ...] by name.
         layers: pytree of arrays whose first axis is that of layers, [L, ...].
         carry: pytree of arrays [B, ...] that layers pass on.
@@ -85,7 +85,8 @@ def pipelined(
 
 
 def _groups_of_stage(axis: str, rounds: int, x: jax.Array) -> jax.Array:
-    """Collect the layers of this device's stage, [n, ...] -> [rounds, n / rounds, ...].
+    """Collect the parameters of the layers that this device computes as a stage of the pipeline: the n
+    layers that it stores, [n, ...] -> its group of layers in each round, [rounds, n / rounds, ...].
 
     Device i stores layers i n to (i + 1) n, which are the groups i R to (i + 1) R. In round r, stage s
     requires group r S + s.
@@ -115,7 +116,8 @@ def _groups_of_stage(axis: str, rounds: int, x: jax.Array) -> jax.Array:
 
 
 def _ring(stage, axis, microbatches, rounds, layers, carry, rows, constants):
-    """The computation of one device in `pipelined`, as one scan over turns.
+    """Compute one device's stage of the pipeline for all microbatches and rounds, as one scan over turns;
+    in each turn every stage computes a group of layers and sends the result to the next stage.
 
     Its arguments are this device's: `layers` [L / S, ...], `carry` and `rows` [B / S, ...]. It returns the
     `carry` of its rows, and statistics [R, L / (S R), ...] of its layers.

@@ -1,4 +1,4 @@
-"""Communication between devices that share rows: the tokens of a row are sharded over a mesh axis, in order.
+"""Communicate between devices that share rows: the tokens of a row are sharded over a mesh axis, in order.
 
 A memory's update is a monoid. Each device therefore composes the updates of its tokens into one, gathers
 those of all devices, and folds the updates of earlier devices into the state that its own tokens start from:
@@ -30,8 +30,8 @@ them again."""
 
 
 def _words(x: jax.Array) -> jax.Array:
-    """The bits of `x` as a vector of 32-bit words; dtypes of less than 32 bits are converted to 32 bits
-    first."""
+    """Return the bits of an array as a vector of 32-bit words, so that arrays of different dtypes can be
+    gathered together; dtypes of less than 32 bits are first converted to 32 bits."""
     if jnp.iscomplexobj(x):
         x = jnp.stack([jnp.real(x), jnp.imag(x)])
     if x.dtype.itemsize < 4:
@@ -40,7 +40,8 @@ def _words(x: jax.Array) -> jax.Array:
 
 
 def _from_words(words: jax.Array, like: Any) -> jax.Array:
-    """Invert `_words` for n arrays of the shape and dtype of `like`: [n, P] -> [n, ...]."""
+    """Convert the gathered words of n devices, [n, P], back to n arrays of the shape and dtype of `like`,
+    [n, ...]: the inverse of `_words`."""
     dtype = jnp.dtype(like.dtype)
     is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
     real = jnp.finfo(dtype).dtype if is_complex else dtype
@@ -54,7 +55,8 @@ def _from_words(words: jax.Array, like: Any) -> jax.Array:
 
 
 def gather(axis: str, tree: Any) -> Any:
-    """Gather a pytree from the n devices of a mesh axis by one all-gather: leaves [...] -> [n, ...]."""
+    """Gather the pytrees of all n devices along a mesh axis by one all-gather, on every device: leaves
+    [...] -> [n, ...]."""
     leaves, treedef = jax.tree.flatten(tree)
     if not leaves:
         return tree
@@ -66,12 +68,14 @@ def gather(axis: str, tree: Any) -> Any:
 
 
 def _floats(tree: Any) -> list[jax.Array]:
-    """The floating-point and complex leaves, which are those that have gradients."""
+    """Return the floating-point and complex arrays among the leaves of a pytree, which are those that have
+    gradients."""
     return [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.inexact)]
 
 
 def _with_floats(tree: Any, floats: list[Any], other: Callable[[Any], Any] = lambda x: x) -> Any:
-    """Return `tree` with the leaves of `_floats` replaced by `floats`, and every other leaf x by `other(x)`."""
+    """Return the pytree with its floating-point and complex leaves replaced by the arrays in `floats`, in
+    order, and every other leaf x by `other(x)`."""
     rest = iter(floats)
     return jax.tree.map(
         lambda x: next(rest) if jnp.issubdtype(x.dtype, jnp.inexact) else other(x), tree
@@ -79,14 +83,15 @@ def _with_floats(tree: Any, floats: list[Any], other: Callable[[Any], Any] = lam
 
 
 def _fold(advance, updates, initial) -> tuple[Any, Any]:
-    """Apply n updates (leaves [n, ...]) in order; return the states before each of them, [n, ...], and the
-    final state."""
+    """Apply the composed updates of n devices (leaves [n, ...]) in order to the memory's state `initial`;
+    return the states before each update, [n, ...], and the final state."""
     final, before = jax.lax.scan(lambda s, u: (advance(s, u), s), initial, updates)
     return before, final
 
 
 def _local(axis: str, tree: Any) -> Any:
-    """Select this device's entry of leaves [n, ...] -> [...]."""
+    """Return this device's entry of a pytree that was gathered from the n devices of a mesh axis, leaves
+    [n, ...] -> [...]."""
     device = jax.lax.axis_index(axis)
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, device, keepdims=False), tree)
 
@@ -94,13 +99,14 @@ def _local(axis: str, tree: Any) -> Any:
 def exchange(
     axis: str, advance: Callable[[Any, Any], Any], update: Any, initial: Any
 ) -> tuple[Any, Any]:
-    """Return the state before this device's tokens, and the state after the tokens of all devices.
+    """Exchange the updates of memories between the devices that share a row: return the state before this
+    device's tokens, and the state after the tokens of all devices.
 
     In the backward pass every device gathers the gradients of all devices' start states, and computes from
     them the gradient of its update, which affects the start states of all later devices.
 
     Args:
-        axis: mesh axis of the devices, in the tokens' order.
+        axis: name of the mesh axis along which the devices have the parts of a row, in the tokens' order.
         advance: (state, update) -> the state after the update; it must be the same function object in every
             call, so no lambda.
         update: the composed update of all tokens of this device, a pytree of arrays.
@@ -113,15 +119,16 @@ def exchange(
 def exchange_while(
     axis: str, advance: Callable[[Any, Any], Any], update: Any, initial: Any, output: Any
 ) -> tuple[Any, Any, Any]:
-    """Return the results of `exchange`, and `output`, which is computed while the updates are gathered: the
-    gathered updates are read after it is. In the backward pass, the gradient of the state before this device's
-    tokens is computed before the gradient of `output` is used.
-    """
+    """Return the results of `exchange` (the state before this device's tokens, and the state after all
+    tokens), and `output`, which is computed while the devices' updates are gathered: the gathered updates
+    are read after it is. In the backward pass, the gradient of the state before this device's tokens is
+    computed before the gradient of `output` is used."""
     return _exchange_forward(axis, advance, update, initial, output)[0]
 
 
 def _exchange_forward(axis, advance, update, initial, output):
-    """The results of `exchange_while`, and the residuals (all devices' updates, the initial state)."""
+    """Forward pass of `exchange_while`: return its results (the state before this device's tokens, the
+    final state, `output`), and the residuals (all devices' updates, the initial state)."""
     updates = jax.tree.map(lambda x: checkpoint_name(x, GATHERED), gather(axis, update))
     after_output = updates
     if output is not None:
@@ -131,8 +138,8 @@ def _exchange_forward(axis, advance, update, initial, output):
 
 
 def _exchange_backward(axis, advance, residuals, grads):
-    """The gradients of `update` and `initial`; only the first device returns a gradient of `initial` that is
-    not 0."""
+    """Backward pass of `exchange_while`: return the gradients of this device's `update`, of the `initial`
+    state, which only the first device returns as other than 0, and of `output`."""
     updates, initial = residuals
     *grads, grad_output = grads
     # The gradients of integers have no values: select the floating-point leaves by the dtypes of the state.
@@ -186,7 +193,7 @@ def run_in_turn(
     array that is saved for it.
 
     Args:
-        axis: mesh axis of the devices, in the tokens' order.
+        axis: name of the mesh axis along which the devices have the parts of a row, in the tokens' order.
         run: a function without collectives; its outputs are floating-point arrays.
         arguments: the arguments of this device's tokens, a pytree of arrays.
         initial: the state before the first device's tokens, the same on all devices.
@@ -198,13 +205,14 @@ def run_in_turn(
 
 
 def _broadcast(axis: str, device: int, tree: Any) -> Any:
-    """Return the `tree` of one device on all devices."""
+    """Return, on all devices of a mesh axis, the arrays in `tree` of one of them."""
     is_source = jax.lax.axis_index(axis) == device
     return jax.tree.map(lambda x: sum_along(axis, jnp.where(is_source, x, 0)), tree)
 
 
 def _in_turn_forward(axis, run, arguments, initial):
-    """The results of `run_in_turn`, and the residuals (arguments, the state before this device's tokens)."""
+    """Forward pass of `run_in_turn`: return this device's output and the state after the last device's
+    tokens, and the residuals (arguments, the state before this device's tokens)."""
     devices, me = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
     to_next = [(i, (i + 1) % devices) for i in range(devices)]
     output = jax.tree.map(
@@ -228,7 +236,8 @@ def _in_turn_forward(axis, run, arguments, initial):
 
 
 def _in_turn_backward(axis, run, residuals, grads):
-    """The gradients of `arguments` and `initial`, computed from the last device's turn to the first's."""
+    """Backward pass of `run_in_turn`: return the gradients of `arguments` and of the `initial` state,
+    computed on one device after the other, from the last to the first."""
     arguments, before = residuals
     grad_output, grad_final = grads
     devices, me = jax.lax.axis_size(axis), jax.lax.axis_index(axis)

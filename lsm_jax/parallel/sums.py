@@ -1,4 +1,5 @@
-"""Sums and gathers over mesh axes inside a `jax.shard_map` with unchecked replication, with their gradients.
+"""Sum and gather arrays over mesh axes inside a `jax.shard_map` with unchecked replication, with correct
+gradients.
 
 XLA's CPU compiler aborts on a bfloat16 sum over some but not all axes of a mesh (jax 0.11.2), so on CPUs
 narrow floating-point numbers are summed in float32.
@@ -16,24 +17,27 @@ from jax.sharding import PartitionSpec
 
 
 def _summable(x: Any) -> jax.Array:
-    """Return `x`, converted to float32 where the CPU compiler could not sum its dtype."""
+    """Return `x`, converted to float32 if it is to be summed over devices on a CPU and has a narrower
+    floating-point dtype, which XLA's CPU compiler cannot always sum."""
     narrow = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
     return x.astype(jnp.float32) if narrow and jax.default_backend() == "cpu" else x
 
 
 def sum_along(axis: str | tuple[str, ...], x: jax.Array) -> jax.Array:
-    """Return the sum of `x` over the devices of a mesh axis, the same on all of them."""
+    """Return the sum of an array `x` over the devices of a mesh axis, in the dtype of `x`; the sum is the
+    same on all of them."""
     return jax.lax.psum(_summable(x), axis).astype(x.dtype)
 
 
 def sum_and_scatter(axis: str, x: jax.Array) -> jax.Array:
-    """Sum `x` [n P, ...] over the n devices of a mesh axis; device i returns rows i P to (i + 1) P, [P, ...]."""
+    """Sum an array `x` [n P, ...] over the n devices of a mesh axis and divide the result between them:
+    device i returns rows i P to (i + 1) P of the sum, [P, ...]."""
     return jax.lax.psum_scatter(_summable(x), axis, scatter_dimension=0, tiled=True).astype(x.dtype)
 
 
 def gather_along(axis: str, dimension: int, x: jax.Array) -> jax.Array:
-    """Return all devices' `x`, concatenated along a dimension; the gradient is summed over devices and
-    scattered."""
+    """Return the arrays `x` of all devices of a mesh axis, concatenated along a dimension, on every device.
+    In the backward pass the gradients of the devices are summed, and each gets that of its `x`."""
     if jnp.issubdtype(x.dtype, jnp.inexact):
         return _gather(axis, dimension, x)
     return jax.lax.all_gather(x, axis, axis=dimension, tiled=True)
@@ -55,8 +59,8 @@ _gather.defvjp(lambda axis, dimension, x: (_gather(axis, dimension, x), None), _
 def map_over(
     names: Collection[str], function: Callable[..., Any], in_specs: tuple, out_specs: Any
 ) -> Callable[..., Any]:
-    """Return `function` inside a `jax.shard_map` over the mesh axes `names`; the partitioner handles the
-    other axes.
+    """Return a function that calls `function` with each device's part of the arguments, by a
+    `jax.shard_map` over the mesh axes `names`; XLA's partitioner handles the other axes.
 
     If an argument is not sharded over all of `names`, its gradient is summed over the rest.
     """
@@ -85,6 +89,6 @@ def map_over(
 
 
 def _axes_of(spec: PartitionSpec) -> set[str]:
-    """The mesh axes over which `spec` shards an array."""
+    """Return the names of the mesh axes over which the partition spec `spec` shards an array."""
     entries = (entry if isinstance(entry, tuple) else (entry,) for entry in spec)
     return {name for entry in entries for name in entry if name is not None}

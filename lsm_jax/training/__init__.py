@@ -1,4 +1,4 @@
-"""Training: the config of a run, the step, the loop, and the run's directory."""
+"""Train models: the config of a run, the training step, the loop, and the run's directory."""
 
 from lsm_jax.training.checkpoints import Checkpoints
 from lsm_jax.training.config import OptimizerConfig, TrainConfig

@@ -1,4 +1,5 @@
-"""Estimates of the activations of a run: bytes per device, counted in the trace of one layer of each kind."""
+"""Estimate the bytes of activations that each device of a training run needs, from the traced program of
+one layer of each kind; nothing is compiled."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ _WITH_TRANSITIONS = (ops.delta_memory, ops.dplr_memory)
 
 
 def local_shape(config: TrainConfig, sizes: dict[str, int]) -> tuple[int, int]:
-    """(rows of a microbatch, tokens of each row) on one device."""
+    """Return the shape of the tokens that one device computes at a time: (rows of a microbatch on the
+    device, tokens of each of these rows)."""
     rows = config.batch_size // config.accumulation_steps // config.mesh.pieces()
     shards = math.prod(sizes[axis] for axis in BATCH_AXES if axis != "pipeline")
     return rows // shards, -(-config.data.sequence_length // sizes["sequence"])
@@ -30,7 +32,13 @@ def local_shape(config: TrainConfig, sizes: dict[str, int]) -> tuple[int, int]:
 def activation_bytes(
     config: TrainConfig, model: Decoder, sizes: dict[str, int], known: dict[Any, Any], platform: str
 ) -> tuple[int, int]:
-    """The bytes (saved, working) of activations; `known` is the cache of traces."""
+    """Return the bytes of activations on one device as (saved, working): those saved for the backward pass
+    over all layers, and the largest other arrays that exist at a time (one layer's backward pass, or the
+    logits of a chunk of the loss).
+
+    `known` is a dict in which the results for traced layers are kept, so that plans of the same run on
+    other meshes need not trace the layers again.
+    """
     rows, length = local_shape(config, sizes)
     shape = rows, length, platform
     key = *shape, sizes["sequence"] > 1  # whether memories are masked or packed depends on it
@@ -66,8 +74,8 @@ def activation_bytes(
 def _layer_bytes(
     config: TrainConfig, model: Decoder, stacked: Any, rows: int, length: int, platform: str
 ) -> tuple[int, int]:
-    """(peak bytes of the backward pass, bytes saved for it in addition to the input) of one layer with all
-    heads and channels."""
+    """Return, for one layer with all heads and channels, the bytes (peak of its forward and backward pass,
+    saved for the backward pass in addition to the layer's input)."""
     x = jax.ShapeDtypeStruct(
         (rows, length, config.model.hidden_size), jnp.dtype(config.model.dtype)
     )
@@ -101,8 +109,8 @@ def _layer_bytes(
 
 
 def update_bytes(config: TrainConfig, block: Any, rows: int, length: int) -> tuple[int, int]:
-    """Bytes of (update, state) of a layer's memory for the tokens of one device, with all heads; (0, 0) for
-    attention.
+    """Return the bytes of (composed update, state) of a layer's memory for the tokens of one device, with
+    all heads; (0, 0) for attention, which has no memory.
 
     The update of all of the device's tokens is gathered over devices and saved; of the state the gradient is
     gathered. Both include the tails of convolutions and token shifts. A delta rule's transition is a matrix
@@ -127,7 +135,11 @@ def update_bytes(config: TrainConfig, block: Any, rows: int, length: int) -> tup
 def _transition_bytes(
     config: TrainConfig, block: Any, rows: int, length: int, platform: str
 ) -> int:
-    """Bytes that a delta rule needs to compute its transition, for which the op has K more value channels."""
+    """Return the additional bytes that a layer with a delta rule needs to compute the transition [K, K] of
+    a device's tokens, which sharding over the sequence axis requires; 0 for other layers.
+
+    The op computes it as if the memory had K more value channels.
+    """
     if type(block.mixer.innermost()).op not in _WITH_TRANSITIONS:
         return 0
     memory = jax.tree.leaves(_abstract_state(config, block.mixer, rows, length).memory)
@@ -159,7 +171,8 @@ def _abstract_state(config: TrainConfig, mixer: Any, rows: int, length: int) -> 
 
 
 def gathers_keys_and_values(mixer: Any) -> bool:
-    """Whether a layer gathers keys and values: attention layers do, and linearized layers with a window."""
+    """Return whether a mixer gathers the keys and values of all tokens if a row is sharded over devices:
+    attention does, and so do linearized layers with a window."""
     if type(mixer.innermost()).op is ops.attention:
         return True
     return isinstance(mixer, Softmax) and bool(getattr(mixer.config, "window_weight", True))
@@ -168,8 +181,8 @@ def gathers_keys_and_values(mixer: Any) -> bool:
 def gathered_keys_and_values_bytes(
     config: TrainConfig, model: Decoder, sizes: dict[str, int]
 ) -> int:
-    """Bytes of the keys and values of all tokens that an attention layer gathers over the sequence axis, and
-    of their gradients."""
+    """Return the bytes of the keys and values of all tokens, and of their gradients, on a device that
+    gathers them over the sequence axis: the largest such layer's; 0 without sharded rows."""
     if sizes["sequence"] == 1:
         return 0
     rows, _ = local_shape(config, sizes)

@@ -1,4 +1,5 @@
-"""The batches of a run that one process reads: its part of the rows of each batch."""
+"""Make the training and held-out batches of a run, of which each process reads only the rows of its own
+devices."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from lsm_jax.training.config import TrainConfig
 
 
 def train_batches(config: TrainConfig, mesh: Mesh) -> Any:
-    """The iterator of training batches, whose position can be saved and restored."""
+    """Return this process's iterator over a run's training batches, whose position can be saved and
+    restored."""
     index, count = data_shard(mesh)
     return make_train_iterator(
         config.data,
@@ -28,7 +30,8 @@ def train_batches(config: TrainConfig, mesh: Mesh) -> Any:
 
 
 def eval_batches(config: TrainConfig, mesh: Mesh) -> Any:
-    """An iterator over the held-out batches from the first; the last one is padded."""
+    """Return this process's iterator over a run's held-out batches from the first; the last batch is
+    padded."""
     index, count = data_shard(mesh)
     return iter(
         make_eval_iterator(
@@ -43,7 +46,7 @@ def eval_batches(config: TrainConfig, mesh: Mesh) -> Any:
 
 
 class RecentBatches:
-    """Reads batches one after another, and can go back by the last few.
+    """Read training batches one after another, and go back by the last few if steps must be taken again.
 
     Args:
         iterator: an iterator with `get_state` and `set_state`, as from `train_batches`.
@@ -59,11 +62,13 @@ class RecentBatches:
         self._peeked: dict[str, np.ndarray] | None = None
 
     def peek(self) -> None:
-        """Read the next batch now, for the next call of `next`; raises what the data raises."""
+        """Read the next training batch from the iterator and keep it for the next call of `next`; raises
+        the error of the data if it cannot be read."""
         self._peeked = self._read()
 
     def __next__(self) -> dict[str, np.ndarray]:
-        """Return the next batch."""
+        """Return the next training batch: one that was peeked or gone back over, or else a new one from the
+        iterator."""
         batch, self._peeked = self._peeked, None
         return self._read() if batch is None else batch
 
@@ -74,6 +79,6 @@ class RecentBatches:
         return batch
 
     def go_back(self, count: int) -> None:
-        """Go back by `count` batches, so that they are read again."""
+        """Go back by the last `count` training batches, so that the next calls of `next` return them again."""
         positions = [self._positions.pop() for _ in range(count)]
         self.iterator.set_state(positions[-1])

@@ -1,5 +1,5 @@
-"""Checkpoints of parameters, optimizer and data iterator; after a kill at any moment the newest complete one
-is usable."""
+"""Save and restore checkpoints of parameters, optimizer and data iterator; after a kill at any moment the
+newest complete checkpoint is usable."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from lsm_jax.training.step import TrainState
 
 
 class Checkpoints:
-    """The checkpoints of one run.
+    """Save, list and restore the checkpoints of one training run: parameters, optimizer state and the
+    position of the data.
 
     A save writes a temporary folder and renames it when it is complete. Then checksums of its files are
     written to another folder, and compared when the checkpoint is read. A checkpoint without checksums, as
@@ -32,7 +33,7 @@ class Checkpoints:
     state, so that evaluation reads only parameters.
 
     Args:
-        directory: the folder of the checkpoints; created at the first save.
+        directory: the folder of the run's checkpoints; created at the first save.
         keep_last: number of the newest checkpoints that are kept.
         keep_every: also keep the checkpoints at multiples of so many steps; 0 keeps no others.
         clean: remove the files of a killed save; set it only in the process that trains the run.
@@ -48,7 +49,8 @@ class Checkpoints:
 
     @property
     def _checkpointer(self) -> ocp.training.Checkpointer:
-        """Orbax's checkpointer, opened at its first use, since opening it creates the directory."""
+        """Return orbax's checkpointer of the run; it is made at the first use, since making it creates the
+        checkpoints' folder."""
         if self._opened is None:
             policies = ocp.training.preservation_policies
             alternatives: list[Any] = [policies.LatestN(n=self._keep_last)]
@@ -62,19 +64,21 @@ class Checkpoints:
 
     @property
     def steps(self) -> list[int]:
-        """The steps of the checkpoints, oldest first."""
+        """The training steps of which there is a checkpoint, in ascending order."""
         if self._opened is None and not self.directory.is_dir():
             return []
         return sorted(c.step for c in self._checkpointer.checkpoints)
 
     def save(self, step: int, state: TrainState, data: Any) -> None:
-        """Save the state at the moment of the call; writing continues in the background."""
+        """Save a checkpoint of training step `step`: the train state (parameters, optimizer, counters) and
+        the position of the data iterator, as they are at the moment of the call; writing continues in the
+        background."""
         rest = dataclasses.replace(state, params={})
         self._save(step, dict(params=state.params, training=rest, data=data))
 
     def save_params(self, step: int, params: dict[str, Any]) -> None:
-        """Save parameters only: the run can be evaluated and another run can start from it, but it cannot be
-        resumed."""
+        """Save a checkpoint that has parameters only: the run can be evaluated and another run can start
+        from it, but it cannot be resumed."""
         self._save(step, dict(params=params))
 
     def _save(self, step: int, parts: dict[str, Any]) -> None:
@@ -97,8 +101,8 @@ class Checkpoints:
         return self.directory.with_name("checksums") / f"{step}.json"
 
     def _seal(self, step: int, response: Any) -> None:
-        """Wait for a save, write its checksums, and remove the checksums of checkpoints that no longer
-        exist."""
+        """Wait until the checkpoint of a step is written, then write the checksums of its files, and remove
+        the checksums of checkpoints that no longer exist. Runs in a thread of its own."""
         try:
             response.result()
         except Exception:  # `wait` raises the error of a failed save
@@ -116,8 +120,8 @@ class Checkpoints:
         check_files(self._checksums(step), self.directory / str(step), wanted)
 
     def restore(self, target: TrainState, data: Any) -> TrainState | None:
-        """Restore the newest state that can be read, to the shapes and shardings of `target`; `data` is set
-        to its saved position.
+        """Restore the train state of the newest checkpoint that can be read, in the shapes and shardings of
+        `target`; the data iterator `data` is set to the position that was saved with it.
 
         Returns:
             The state, or None if there is no checkpoint.
@@ -152,8 +156,8 @@ class Checkpoints:
     def load_params(
         self, target: dict[str, Any], step: int | None = None
     ) -> tuple[dict[str, Any], int]:
-        """(parameters, step) of the checkpoint of `step` (None: the newest that can be read), in the shapes
-        and shardings of `target`.
+        """Return (parameters, step) of one checkpoint, in the shapes and shardings of `target`; without
+        `step`, of the newest checkpoint that can be read.
 
         Raises:
             ValueError: the checkpoint does not exist or cannot be read.
@@ -178,20 +182,23 @@ class Checkpoints:
         raise ValueError(f"no checkpoint in {self.directory} can be read: {failure}") from failure
 
     def wait(self) -> None:
-        """Wait until the running save is complete and its checksums are written."""
+        """Wait until the checkpoint that is being written in the background is complete, and its checksums
+        are written."""
         if self._opened is not None:
             self._opened.wait()
         for thread in self._sealing:
             thread.join()
 
     def close(self) -> None:
-        """Wait, then release orbax's resources."""
+        """Wait until all checkpoints are written, then release the threads and files of orbax's
+        checkpointer."""
         self.wait()
         if self._opened is not None:
             self._opened.close()
 
     def _set_aside(self, step: int) -> None:
-        """Move a broken checkpoint away, so that a later save of the same step can replace it."""
+        """Move a checkpoint that cannot be read to the folder `broken_checkpoints`, so that a later save of
+        the same training step can replace it."""
         aside = self.directory.parent / "broken_checkpoints" / str(step)
         shutil.rmtree(aside, ignore_errors=True)
         aside.parent.mkdir(exist_ok=True)
@@ -210,8 +217,8 @@ def _say(text: str) -> None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppress the long messages that orbax's threads print about an unreadable file; the error is still
-    raised."""
+    """Suppress, inside a `with` block, the long messages that orbax's threads print about an unreadable
+    checkpoint file; the error is still raised."""
     asyncio, root, null_handler = (
         logging.getLogger("asyncio"),
         logging.getLogger(),
@@ -233,7 +240,8 @@ def _quiet() -> Iterator[None]:
 
 
 def abstract_like(shapes: Any, shardings: Any) -> Any:
-    """A tree to restore to: the shapes and dtypes of `shapes`, the shardings of `shardings`."""
+    """Return a tree of abstract arrays that says how to restore a checkpoint: with the shapes and dtypes of
+    the tree `shapes`, and the shardings of the tree `shardings`."""
     return jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
     )

@@ -1,4 +1,4 @@
-"""Checksums of a checkpoint's files, which detect bits that the storage changed."""
+"""Write and compare checksums of a checkpoint's files, which detect bits that the storage changed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _READ_BYTES = 1 << 20
 
 
 def crc32(path: Path) -> int:
-    """The CRC-32 of a file."""
+    """Return the CRC-32 checksum of a file's content."""
     value = 0
     with path.open("rb") as file:
         while block := file.read(_READ_BYTES):
@@ -22,7 +22,8 @@ def crc32(path: Path) -> int:
 
 
 def write_checksums(path: Path, folder: Path) -> None:
-    """Write the checksums of all files in `folder` to `path`, as JSON by path relative to `folder`."""
+    """Write the CRC-32 checksums of all files in the checkpoint `folder` to the JSON file `path`: an object
+    of checksums by the file's path relative to `folder`."""
     files = sorted(p for p in folder.rglob("*") if p.is_file())
     values = {p.relative_to(folder).as_posix(): crc32(p) for p in files}
     path.parent.mkdir(exist_ok=True)
@@ -32,7 +33,8 @@ def write_checksums(path: Path, folder: Path) -> None:
 
 
 def check_files(path: Path, folder: Path, wanted: Callable[[str], bool]) -> None:
-    """Compare the files in `folder` for whose names `wanted` is true with their checksums.
+    """Compare the content of a checkpoint's files with the checksums that were written when it was saved;
+    only files for whose names `wanted` is true are read.
 
     If `path` does not exist or is incomplete, because a kill came before it was written, nothing is compared.
 

@@ -29,10 +29,10 @@ def parse_config(
     A wrong field, variant or value ends the process with a message of one line that says what is accepted.
 
     Args:
-        known: the flags.
+        known: the program's flags, as absl defines them.
         argv: the process's arguments. Overrides of fields with None are removed from `sys.argv`, which
             ml-collections reads: it would parse None as a value of the field's current type.
-        program: the program's name, for messages.
+        program: the program's name, for error messages.
         workdir: whether `--workdir` is required.
 
     Returns:
@@ -63,11 +63,11 @@ def parse_config(
 
 
 def _unset(config: Any, name: str) -> None:
-    """Set a field to None.
+    """Set a field of the config, given by its dotted name, to None.
 
     Raises:
-        ValueError: the field does not accept None.
-        KeyError, AttributeError: the field does not exist.
+        ValueError: the config's field does not accept None.
+        KeyError, AttributeError: the config has no field of that name.
     """
     *path, last = name.split(".")
     for part in path:
@@ -81,7 +81,7 @@ def _unset(config: Any, name: str) -> None:
 
 
 def _problem(argv: list[str], workdir: bool) -> str | None:
-    """Return the error message for the arguments, or None if they are valid.
+    """Return the message about the first error in the command line's arguments, or None if they are valid.
 
     Checks `--config` (the flag, the file, the variant), `--workdir`, and then each override
     `--config.NAME=VALUE`.
@@ -118,8 +118,8 @@ def _problem(argv: list[str], workdir: bool) -> str | None:
 
 
 def _override(config: Any, name: str, value: str) -> str | None:
-    """Return the error message for an override of the field `name`, or None if the field exists and may be
-    set."""
+    """Return the error message for a command-line override `--config.NAME=VALUE` of the field `name`, or
+    None if the config has that field and it may be set."""
     node, parent = config, None
     for part in name.split("."):
         inner = (

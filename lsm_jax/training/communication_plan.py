@@ -1,4 +1,4 @@
-"""Estimates of the bytes that a device sends per step.
+"""Estimate the bytes that each device of a training run sends to other devices per step.
 
 A gather or a scatter among n devices is counted as a ring: a device sends (n - 1) / n of the whole data. A
 sum is a scatter and a gather.
@@ -24,15 +24,16 @@ def communication_bytes(
     trained: int,
     sizes: dict[str, int],
 ) -> dict[str, int]:
-    """Bytes that a device sends per step, by purpose.
+    """Return the bytes that one device sends to others per training step, as a dict by purpose (such as the
+    sum of gradients, or the exchange with experts).
 
     Args:
         config: the config of the run.
-        model: the abstract model.
-        all_params: the shape of each parameter, by path.
-        local_params: the number of entries of each parameter on one device.
+        model: the model, whose parameters are shapes without values.
+        all_params: the shape of each parameter of the whole model, by its path.
+        local_params: the number of entries of each parameter that one device stores, by its path.
         trained: bytes of the trained parameters on one device, in float32.
-        sizes: devices along each mesh axis.
+        sizes: number of devices along each mesh axis, by its name.
     """
     local_bytes = trained + 2 * (sum(local_params.values()) - trained // 4)
     pieces = config.mesh.pieces() * config.accumulation_steps
@@ -66,7 +67,8 @@ def communication_bytes(
 
 
 def period_bytes(local_params: dict[str, int]) -> int:
-    """Bytes of the parameters of layers on a device, in float32."""
+    """Return the float32 bytes of the parameters of all layers on one device, without embedding and head;
+    `local_params` has the number of entries on the device by parameter path."""
     return 4 * sum(size for name, size in local_params.items() if name.startswith("periods/"))
 
 
@@ -75,12 +77,13 @@ def _ring(size: int) -> float:
 
 
 def _passes(config: TrainConfig) -> int:
-    """The number of times that layers are computed: forward, again if they are recomputed, and backward."""
+    """Return how many passes over the layers a training step makes, each of which communicates: forward and
+    backward, and one more if the backward pass recomputes the layers."""
     return 3 if config.model.remat == "full" else 2
 
 
 def _activation_bytes(config: TrainConfig, sizes: dict[str, int]) -> int:
-    """Bytes of the activations [rows, tokens, width] of one microbatch on one device."""
+    """Return the bytes of one layer's input [rows, tokens, width] for one microbatch on one device."""
     rows, length = local_shape(config, sizes)
     return rows * length * config.model.hidden_size * jnp.dtype(config.model.dtype).itemsize
 
@@ -92,7 +95,8 @@ def _of_experts(
     trained: int,
     sizes: dict[str, int],
 ) -> dict[str, float]:
-    """Bytes sent over the expert axis: gradients of all other parameters, and the tokens' rows."""
+    """Return the bytes that one device sends over the mesh axis "expert" per training step, by purpose: the
+    gradients of all parameters but the experts', and the tokens' rows that travel to experts and back."""
     experts = 4 * sum(
         local_params[n]
         for n in local_params
@@ -114,7 +118,9 @@ def _of_experts(
 
 
 def _of_sequence(config: TrainConfig, model: Decoder, sizes: dict[str, int]) -> float:
-    """Bytes sent over the sequence axis: the updates and state gradients of memories, and keys and values."""
+    """Return the bytes that one device sends per training step because the tokens of a row are sharded over
+    devices: the memories' composed updates and the gradients of their states, and keys and values of
+    attention."""
     rows, length = local_shape(config, sizes)
     item = jnp.dtype(config.model.dtype).itemsize
     count = 0

@@ -1,4 +1,5 @@
-"""The config of a training run."""
+"""The config of a training run: model, data, optimizer, mesh, length, and how often to report, evaluate and
+save."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from lsm_jax.parallel import MeshConfig, batch_shards
 
 @dataclasses.dataclass(kw_only=True)
 class OptimizerConfig:
-    """AdamW with a linear warm-up and a cosine decay, both counted in tokens.
+    """The config of the optimizer: AdamW with a linear warm-up of the learning rate and then a cosine
+    decay, both counted in tokens.
 
     Attributes:
         peak_lr: learning rate after the warm-up.
@@ -46,7 +48,7 @@ class OptimizerConfig:
     clip_norm: float = 1.0
 
     def validate(self) -> None:
-        """Raise ValueError if a field is out of range."""
+        """Raise ValueError if a field of the optimizer's config is out of range."""
         for name, value in dataclasses.asdict(self).items():
             if not math.isfinite(value):
                 raise ValueError(f"optimizer.{name}={value}: it must be finite")
@@ -65,7 +67,7 @@ class OptimizerConfig:
 
 @dataclasses.dataclass(kw_only=True)
 class TrainConfig:
-    """Everything that a run depends on.
+    """The config of a training run: everything that its result depends on.
 
     Attributes:
         name: the name shown in logs and plots.
@@ -128,16 +130,19 @@ class TrainConfig:
 
     @property
     def tokens_per_step(self) -> int:
-        """The number of tokens in a batch."""
+        """The number of tokens in the batch of one training step, over all devices: sequences times tokens
+        in each."""
         return self.batch_size * self.data.sequence_length
 
     @property
     def num_steps(self) -> int:
-        """The number of steps of the run."""
+        """The number of training steps of the whole run: `total_tokens` divided by the tokens of a step,
+        rounded down."""
         return self.total_tokens // self.tokens_per_step
 
     def validate(self, num_devices: int | None = None, *, on_paper: bool = False) -> None:
-        """Raise ValueError if a field is out of range or fields contradict each other; nothing is compiled.
+        """Raise ValueError if a field of the run's config is out of range or fields contradict each other;
+        nothing is compiled.
 
         Args:
             num_devices: number of devices to check the mesh for; None does not check it.
@@ -204,7 +209,8 @@ class TrainConfig:
             )
 
     def _check_mesh(self, sizes: dict[str, int]) -> None:
-        """Raise ValueError if layers, tokens or experts are not divisible by a mesh of these sizes.
+        """Raise ValueError if the model's layers, a row's tokens or the experts cannot be divided evenly
+        over a mesh with these sizes of its axes.
 
         Heads and widths are checked by `lsm_jax.training.step.param_shardings`.
         """
@@ -245,8 +251,8 @@ class TrainConfig:
                     )
 
     def _advise_on_alignment(self) -> None:
-        """Log a warning if packed documents may begin inside the mini-batches of an online memory, which is
-        slower."""
+        """Log a warning if packed documents may begin inside the mini-batches of a memory that is learned
+        online (TTT, Titans), which is slower."""
         for letter in sorted(set(self.model.pattern)):
             size = getattr(self.model.layers[letter].mixer, "mini_batch", 1)
             if self.data.align_documents % size:
@@ -262,7 +268,8 @@ class TrainConfig:
 
 
 def resolve_annotations(config: Any) -> None:
-    """Replace annotations that are strings by types, by which ml-collections checks overrides of fields."""
+    """Replace annotations of a config class that are strings by the types they name, with which
+    ml-collections checks overrides of fields on the command line."""
     if isinstance(config, dict):
         for item in config.values():
             resolve_annotations(item)
@@ -274,8 +281,8 @@ def resolve_annotations(config: Any) -> None:
 
 
 def _flag_type(hint: Any) -> Any:
-    """The type by which ml-collections checks overrides of a field; it supports no unions except those with
-    None.
+    """Return the type with which ml-collections checks command-line overrides of a config field; it
+    supports no unions except those with None.
 
     For names in order of preference, `str | tuple[str, ...] | None`, it is `str | None`: names separated by
     commas.

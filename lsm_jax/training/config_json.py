@@ -1,4 +1,4 @@
-"""Configs as JSON: conversion and back, differences between two configs, and the names of fields."""
+"""Convert configs to JSON and back, list the differences between two configs, and name their fields."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ _MAY_CHANGE = {
 
 
 def to_dict(value: Any) -> Any:
-    """Convert a config to JSON values; each dataclass becomes an object with its class as "type"."""
+    """Convert a config to a dict of JSON values; each dataclass in it becomes an object with its class as
+    "type"."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         kind = f"{type(value).__module__}:{type(value).__qualname__}"
         fields = {f.name: to_dict(getattr(value, f.name)) for f in dataclasses.fields(value)}
@@ -51,7 +52,8 @@ def _moved_fields(kind: type, fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _class_of(kind: str) -> type:
-    """The config class that `to_dict` wrote as "module:name", from this library or a registered method."""
+    """Return the config class that `to_dict` wrote as "module:name"; it must be of this library or of a
+    registered method."""
     for method in (mixers.METHODS | mixers.WRAPPERS).values():
         if kind == f"{method.config.__module__}:{method.config.__qualname__}":
             return method.config
@@ -73,7 +75,7 @@ MOVED_FIELDS = {
 
 
 def from_dict(value: Any) -> Any:
-    """Convert the result of `to_dict` back to the config.
+    """Convert a dict of JSON values, the result of `to_dict`, back to the config.
 
     Raises:
         ValueError: a type is neither in this library nor the config of a registered method, or it does not
@@ -100,7 +102,7 @@ def from_dict(value: Any) -> Any:
 
 
 def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
-    """The values of a config by dotted field names."""
+    """Return all values of a config as a dict by dotted field name, such as "optimizer.peak_lr"."""
     if not isinstance(value, dict):
         value = to_dict(value)
     rows = {}
@@ -111,7 +113,8 @@ def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def differences(old: Any, new: Any) -> list[str]:
-    """The fields in which two configs differ and which change the training, as lines "name: old -> new"."""
+    """Return the fields in which two training configs differ and which change the training, as lines "name:
+    old -> new"."""
 
     def may_change(name: str) -> bool:
         last = name.rpartition(".")[2]
@@ -131,7 +134,8 @@ def differences(old: Any, new: Any) -> list[str]:
 
 
 def suggest(config: Any, name: str) -> str:
-    """The error message for a dotted field name that does not exist, with the fields that do."""
+    """Return the error message for a dotted field name that the config does not have; it lists the fields
+    that exist at that place."""
     *path, last = name.split(".")
     holder = config
     for part in path:

@@ -1,5 +1,5 @@
-"""The buffers in which devices send tokens to experts. They grow if choices of experts do not fit, so that no
-token is dropped and no step is lost."""
+"""The sizes of the buffers in which devices send tokens to the devices of their experts. Buffers grow if
+the tokens' choices of experts do not fit, so that no token is dropped and no step is lost."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ FILE = "expert_buffers.json"
 
 
 class ExpertBuffers:
-    """The `expert_buffer` of each layer of a run: the config's at first, doubled at each growth.
+    """Hold the size `expert_buffer` of the exchange with experts for each layer of a run: the config's at
+    first, doubled at each growth. The unit is a device's even share of the rows that it sends.
 
     The number of devices over which experts are sharded, P, is always enough, so that there are at most
     log2(P / expert_buffer) growths, rounded up. They are recorded in `expert_buffers.json` in the run's directory, and a
@@ -52,26 +53,30 @@ class ExpertBuffers:
 
     @property
     def in_use(self) -> bool:
-        """Whether the mesh shards experts that are sent tokens in buffers."""
+        """Whether the run sends tokens to experts through buffers: the mesh shards experts over several
+        devices, and a layer has experts that are computed so."""
         return self._devices > 1 and bool(self._sizes)
 
     @property
     def may_overflow(self) -> bool:
-        """Whether a buffer is small enough to overflow."""
+        """Whether the smallest buffer for sending tokens to experts could be too small for some routing."""
         return self.in_use and min(self._sizes.values()) < self._devices
 
     @property
     def largest(self) -> float:
-        """The largest `expert_buffer` of all layers with experts."""
+        """The largest size `expert_buffer` that the layers with experts have reached, as a multiple of an
+        even share."""
         return max(self._sizes.values())
 
     @property
     def overflow_count(self) -> int:
-        """The number of choices of experts that did not fit, over all growths of the run."""
+        """How many choices of an expert by a token did not fit into the buffers, summed over all growths of
+        the run."""
         return sum(growth["overflow_count"] for growth in self.growths)
 
     def grow(self, step: int, overflow_count: int, during: str = "training") -> str:
-        """Double the buffers up to the number of devices, and record it; returns the change in words.
+        """Double the buffers for sending tokens to experts, at most to the number of devices, and record
+        the growth in the run's directory; return the change in words.
 
         Raises:
             RuntimeError: all buffers have that size already, which no routing overflows.
@@ -100,7 +105,8 @@ class ExpertBuffers:
 
 
 def _with_buffers(config: TrainConfig, sizes: dict[str, float]) -> TrainConfig:
-    """Return a copy of the config with the `expert_buffer` of each letter in `sizes`."""
+    """Return a copy of the training config in which the layer of each pattern letter in `sizes` has that
+    `expert_buffer`, the size of its buffers for sending tokens to experts."""
     layers = dict(config.model.layers)
     for letter, size in sizes.items():
         inner = dataclasses.replace(layers[letter].feedforward, expert_buffer=size)

@@ -1,4 +1,4 @@
-"""The peak memory of a traced function, estimated from its jaxpr."""
+"""Estimate the peak memory in bytes of a traced function, from its jaxpr and without compiling it."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _REDUCED = frozenset("reduce_sum reduce_max reduce_min reduce_and reduce_or argm
 
 
 def peak_bytes(jaxpr: Any, platform: str) -> int:
-    """The most bytes that exist at a time while the equations are executed in order, including results but
-    not arguments.
+    """Return the most bytes of arrays that exist at a time while a jaxpr's equations are executed in order,
+    including its results but not its arguments.
 
     Elementwise results that only elementwise operations and reductions read count as fused into them, and
     their operands exist until then. A loop needs the peak of its body in addition to what it carries and
@@ -77,7 +77,8 @@ def peak_bytes(jaxpr: Any, platform: str) -> int:
 
 
 def result_bytes(jaxpr: Any, platform: str) -> int:
-    """Bytes of the results that are not arguments; the arguments are those of `peak_bytes`.
+    """Return the bytes of a jaxpr's results that are not arguments of it; its arguments are those of
+    `peak_bytes`.
 
     Each result is counted once; a result that only repeats or reshapes another array is counted as that
     array.
@@ -107,7 +108,7 @@ def _bytes(var: Any) -> int:
 
 
 def _inner(equation: Any) -> list[Any]:
-    """The jaxprs in the parameters of an equation."""
+    """Return the jaxprs that an equation of a jaxpr contains in its parameters, such as the body of a loop."""
     jaxprs = []
     for value in equation.params.values():
         for part in value if isinstance(value, tuple | list) else (value,):
@@ -119,7 +120,8 @@ def _inner(equation: Any) -> list[Any]:
 
 
 class _Var:
-    """An array of the program after inlining; an array of a body that is called twice becomes two.
+    """An array of a traced program after its calls have been inlined; an array of a body that is called
+    twice becomes two.
 
     `empty` is true if the array has no content, as residuals of another platform's branch.
     """
@@ -129,8 +131,8 @@ class _Var:
 
 
 def _grouped_product_bytes(equation: Any) -> int:
-    """Bytes that a grouped product needs without Hopper's kernel: all input and output rows for every group,
-    twice."""
+    """Return the temporary bytes of a grouped matrix product (`ragged_dot`) where Hopper's kernel does not
+    compute it: XLA then stores all input and output rows for every group, twice."""
     groups = equation.invars[2].aval.size
     rows = [v for v in (*equation.invars[:2], *equation.outvars) if v.aval.shape[0] != groups]
     return 2 * groups * sum(map(_bytes, rows))
@@ -155,7 +157,8 @@ _CALLS = (
 
 
 def _called(equation: Any, platform: str) -> tuple[Any, list[Any]] | None:
-    """(jaxpr, operands) of a call or of a platform's branch; None for other equations."""
+    """Return (jaxpr that is called, its operands) if an equation is a call or a choice between platforms,
+    whose branch for `platform` is taken; None for other equations."""
     inner, given = _inner(equation), list(equation.invars)
     if choices := equation.params.get("branches_platforms"):
         index = next(
@@ -169,7 +172,8 @@ def _called(equation: Any, platform: str) -> tuple[Any, list[Any]] | None:
 def _flat(
     jaxpr: Any, platform: str, names: dict[int, Any] | None = None
 ) -> tuple[list[Any], list[Any]]:
-    """Inline calls and the platform's branches; returns (equations, results).
+    """Return the equations and results of a jaxpr in which calls are inlined and choices between platforms
+    are replaced by the branch of `platform`.
 
     An equation is (primitive, peak bytes of its inner jaxprs, inputs, outputs).
     """

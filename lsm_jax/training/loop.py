@@ -43,13 +43,13 @@ from lsm_jax.training.step import OVERFLOW, Program, TrainState, make_program, p
 
 
 class TrainingStopped(RuntimeError):
-    """Training cannot continue: too many consecutive steps had a loss or gradient that was not finite, or a
-    batch could not be read."""
+    """Raised if training cannot continue: too many consecutive steps had a loss or gradient that was not
+    finite, or a training batch could not be read."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainResult:
-    """How a call of `train` ended.
+    """The result of a call of `train`: the step that it reached, what ended it, and the last loss.
 
     Attributes:
         step: number of steps taken, including those of earlier calls.
@@ -65,7 +65,7 @@ class TrainResult:
 def train(
     config: TrainConfig, workdir: str | Path, *, on_report: Callable[[int], None] | None = None
 ) -> TrainResult:
-    """Train to the end of the run, from its last checkpoint if it has one.
+    """Train a model to the end of its run, from the run's last checkpoint if it has one.
 
     On Ctrl-C and SIGTERM, `train` finishes the step, saves a checkpoint and returns; until the first step
     has ended, both signals act as they would without this function. Nothing is written before the first step
@@ -135,15 +135,16 @@ def train(
 
 
 class TrainLoop:
-    """One call of `train`: the program, the state, the data, the checkpoints and the loop's measurements.
+    """Run one call of `train`; holds the compiled program, the train state, the data, the checkpoints and
+    the measurements of the loop.
 
     Args:
         config: the config of the run.
         workdir: the run's directory.
-        mesh: the devices.
-        program: the compiled functions.
-        checkpoints: where states are saved.
-        batches: the training batches.
+        mesh: the mesh of the devices on which the run trains.
+        program: the compiled functions of the run, such as the training step.
+        checkpoints: the run's checkpoints, to which train states are saved.
+        batches: the iterator over the run's training batches.
         buffers: the buffers in which tokens are sent to experts.
         frozen: the frozen parameters; empty if all are trained.
         on_report: see `train`.
@@ -174,12 +175,13 @@ class TrainLoop:
         self.compiled, self.overflow = False, self._no_overflow()
 
     def run(self, state: TrainState, data: dict[str, Any], frozen: dict[str, int]) -> TrainResult:
-        """Train from `state` to the end of the run or to a signal.
+        """Train from `state` to the last step of the run, or until SIGINT or SIGTERM is received; return
+        how it ended.
 
         Args:
-            state: the state before the first step.
-            data: the fingerprint of the training data.
-            frozen: the digests of the frozen parameters.
+            state: the train state before the first step of this call.
+            data: the fingerprint of the training data, which is written to data.json.
+            frozen: digests of the frozen parameters' contents, by parameter.
         """
         config = self.config
         self.state, self.step, self.start = state, int(state.step), int(state.step)
@@ -227,8 +229,8 @@ class TrainLoop:
     def _start_writing(
         self, resources: contextlib.ExitStack, data: dict[str, Any], frozen: dict[str, int]
     ) -> None:
-        """Write the files that describe the run, and open the metrics; called once the first step has
-        ended."""
+        """Write the files that describe the run (config, data, environment, implementations), and open its
+        metrics; called once the first step has ended."""
         write_config(self.workdir, self.config, data, frozen)
         write_choices(self.workdir)
         self.writer = MetricsWriter(self.workdir, self.start)
@@ -236,7 +238,8 @@ class TrainLoop:
         self.meter = Meter()  # the time before this includes compilation
 
     def _take_step(self, rows: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-        """Start the next step on a batch, and return its metrics; waits for the step if it must be compiled."""
+        """Start the next training step on the batch `rows`, and return its metrics; the devices compute it
+        in the background, unless it must be compiled, which is waited for."""
         began = time.perf_counter()
         self.state, metrics = self.program.train_step(
             self.state, self._to_devices(rows), self.frozen, self.overflow
@@ -254,7 +257,8 @@ class TrainLoop:
         return metrics
 
     def _report_pending(self) -> bool:
-        """Report the step whose metrics have not been read yet, if there is one.
+        """Report the training step whose metrics have not been read yet, if there is one, or take it back
+        if choices of experts did not fit into their buffers.
 
         Returns:
             Whether the step was taken. If choices of experts did not fit, this returns False: the buffers have
@@ -277,7 +281,8 @@ class TrainLoop:
         return False
 
     def _grow_buffers(self, step: int, count: int, during: str = "training") -> None:
-        """Save the state, since the larger program may not fit into memory; then make that program."""
+        """Grow the buffers that send tokens to experts, after saving the train state (since the larger
+        program may not fit into memory), and make the program with the larger buffers."""
         if self.step > self.start:
             self.checkpoints.save(self.step, self.state, self.batches.iterator)
             self.checkpoints.wait()
@@ -290,7 +295,8 @@ class TrainLoop:
         self.compiled, self.overflow = False, self._no_overflow()
 
     def _no_overflow(self) -> jax.Array | None:
-        """The `overflow` of `Program.train_step` for the first step; None if the run cannot have one."""
+        """Return the count 0 that the first training step receives as its `overflow`, the choices of
+        experts that did not fit in the step before; None if the run uses no buffers for experts."""
         if not self.buffers.in_use:
             return None
         # With the sharding of the metric, so that the second step is not compiled again.
@@ -298,7 +304,8 @@ class TrainLoop:
         return jax.jit(lambda: jnp.zeros((), jnp.int32), out_shardings=replicated)()
 
     def _after_step(self) -> None:
-        """Evaluate and save if the last step is one of those; its metrics are reported first."""
+        """Compute the held-out loss and save a checkpoint if the config asks for them after the step just
+        taken; that step's metrics are reported first."""
         config, last = self.config, self.step == self.config.num_steps
         evaluate = self._due(config.eval_every, self.step) or (bool(config.eval_every) and last)
         save = self._due(config.checkpoint_every, self.step)
@@ -313,7 +320,8 @@ class TrainLoop:
             self.meter.pause(time.perf_counter() - began)
 
     def _bad_data(self, error: Exception) -> TrainingStopped:
-        """Save the steps so far, and return the error to raise because the next batch cannot be read."""
+        """Save the train state reached so far, and return the error to raise because the next training
+        batch cannot be read."""
         # Other hosts can read their data, so they would not take part in the save.
         if jax.process_count() == 1:
             self.checkpoints.save(self.step, self.state, self.batches.iterator)
@@ -349,7 +357,8 @@ class TrainLoop:
         return place_batch(batch, self.rows, self.config.batch_size)
 
     def _next_start(self) -> str:
-        """The step from which the same command would continue, as the end of a message."""
+        """Return the end of an error message that says from which step the same command would continue
+        training."""
         self.checkpoints.wait()
         saved = self.checkpoints.steps
         return (
@@ -359,10 +368,11 @@ class TrainLoop:
         )
 
     def report(self, step: int, metrics: dict[str, jax.Array]) -> None:
-        """Show a step's metrics, and write them to the log if this step is one of those.
+        """Show the metrics of a training step in the progress bar, and write them to metrics.jsonl at every
+        `log_every`-th step.
 
         Raises:
-            TrainingStopped: too many consecutive steps were bad.
+            TrainingStopped: too many consecutive steps had a loss or gradient that is not finite.
         """
         config = self.config
         values = {name: np.asarray(value).tolist() for name, value in metrics.items()}
@@ -403,7 +413,8 @@ class TrainLoop:
             self.on_report(step)
 
     def _evaluate(self) -> None:
-        """Log the held-out loss over the first `eval_batches` batches, which are the same every time.
+        """Compute the held-out loss over the first `eval_batches` batches, the same ones every time, and
+        write it to metrics.jsonl.
 
         In a run of attention transfer `val/loss` is the student's; the teacher's is `val/teacher_loss`.
         """
@@ -420,8 +431,8 @@ class TrainLoop:
         self.meter.pause(time.perf_counter() - began)
 
     def _heldout_loss(self, name: str) -> tuple[float, float]:
-        """(loss in nats per token, number of tokens) over the held-out batches, by the program's function
-        `name`; the buffers of experts grow until all choices fit."""
+        """Return (held-out loss in nats per token, number of tokens), as computed by the function of the
+        run's program that `name` names; the buffers that send tokens to experts grow until all choices fit."""
         nll, tokens, overflow = self._heldout_sums(getattr(self.program, name))
         while overflow:
             self._grow_buffers(self.step, int(overflow), "evaluation")
@@ -429,7 +440,8 @@ class TrainLoop:
         return nll / max(tokens, 1), tokens
 
     def _heldout_sums(self, eval_step: Callable) -> tuple[float, float, float]:
-        """The sums of `eval_step`'s three results over the held-out batches."""
+        """Return the sums over the held-out batches of the loss in nats, the number of tokens, and the
+        choices of experts that did not fit; `eval_step` returns the three for one batch."""
         nll = tokens = overflow = 0.0
         params = join(self.frozen, self.state.params)
         with contextlib.closing(eval_batches(self.config, self.mesh)) as batches:
@@ -441,7 +453,8 @@ class TrainLoop:
         return nll, tokens, overflow
 
     def _evaluation_is_missing(self) -> bool:
-        """Whether the run was killed between the checkpoint of a growth in an evaluation and its result."""
+        """Return whether the run was killed in an evaluation that grew the experts' buffers: after its
+        checkpoint was saved, and before its held-out loss was written."""
         growths = self.buffers.growths
         if not growths or (growths[-1]["step"], growths[-1]["during"]) != (
             self.start,

@@ -23,17 +23,18 @@ from lsm_jax.training.step import param_shardings, params_of
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Bytes per device.
+    """Estimated bytes of memory and of communication per device for a training run on one mesh.
 
     Attributes:
-        sizes: devices along each axis.
-        parameters: the parameters; trained ones are float32, frozen ones bfloat16.
-        optimizer: two moments of the trained parameters, float32.
-        gradients: the gradients of the device's shard of the parameters, float32.
-        saved: activations saved for the backward pass, of all layers and microbatches of the device.
-        working: the largest other arrays that exist at a time: a recomputed layer and its gradients, or a
+        sizes: number of devices along each mesh axis, by its name.
+        parameters: bytes of the parameters; trained ones are float32, frozen ones bfloat16.
+        optimizer: bytes of AdamW's two moments of the trained parameters, float32.
+        gradients: bytes of the gradients of the device's shard of the parameters, float32.
+        saved: bytes of the activations saved for the backward pass, of all layers and microbatches of the device.
+        working: bytes of the largest other arrays that exist at a time: a recomputed layer and its gradients, or a
             chunk of the loss.
-        update: arrays of the update, which exist after the activations are freed: the new parameters before
+        update: bytes of the arrays of the optimizer's update, which exist after the activations are freed: the
+            new parameters before
             it is known whether they are finite, and on some platforms the optimizer's update, too.
         communication: bytes that a device sends per step, by purpose.
     """
@@ -49,12 +50,13 @@ class Plan:
 
     @property
     def total(self) -> int:
-        """Bytes of memory; activations and the update do not exist at the same time."""
+        """Estimated peak bytes of memory on one device: parameters, optimizer and gradients, and the larger
+        of the activations and the arrays of the update, which do not exist at the same time."""
         state = self.parameters + self.optimizer + self.gradients
         return state + max(self.saved + self.working, self.update)
 
     def report(self, hbm: float) -> str:
-        """A table of the estimates, and whether they fit into `hbm` GiB."""
+        """Return the estimates as lines of text, and whether a device with `hbm` GiB of memory has enough."""
         mesh = " x ".join(f"{axis}={size}" for axis, size in self.sizes.items() if size > 1)
         names = ("parameters", "optimizer", "gradients", "saved", "working", "update", "total")
         lines = [f"mesh {mesh or 'of one device'}; GiB on each device:"]
@@ -73,7 +75,7 @@ def plan(
     *,
     kernels: bool = True,
 ) -> Plan:
-    """Estimate the memory and communication of a run.
+    """Estimate the bytes of memory and of communication per device for a training run on a mesh.
 
     Parameters, moments and gradients are counted by their shardings. Activations are counted in the trace of
     one layer of each kind, without arrays that the compiler fuses away (`peak_bytes`); they are assumed to
@@ -127,8 +129,9 @@ def plan(
 
 
 def _executed_model(model: ModelConfig, sizes: dict[str, int]) -> ModelConfig:
-    """The model as it is executed on this mesh: if rows are divided over devices, memories are masked
-    instead of packed."""
+    """Return the config of the model as it is executed on a mesh with these sizes of its axes: if the
+    tokens of a row are sharded, a Mixture-of-Memories masks the tokens of each memory instead of packing
+    them."""
     if sizes["sequence"] == 1:
         return model
     layers = {
@@ -149,8 +152,8 @@ def _name(path: Any) -> str:
 def _gathered_parameter_bytes(
     config: TrainConfig, all_params: dict[str, Any], sizes: dict[str, int]
 ) -> int:
-    """Bytes of the parameters that fsdp gathers for one period, and of their gradients before they are
-    scattered."""
+    """Return the bytes of one period's parameters that a device gathers from the others along the mesh axis
+    "fsdp", and of their gradients before they are scattered; 0 without that axis."""
     if sizes["fsdp"] == 1:
         return 0
     periods = config.model.num_layers // len(config.model.period())

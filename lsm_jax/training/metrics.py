@@ -1,4 +1,4 @@
-"""The reports of a run: rows of metrics.jsonl, TensorBoard events, and a line of progress."""
+"""Write the metrics of a run: rows of metrics.jsonl, TensorBoard events, and a line of progress."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SECONDS_BETWEEN_LINES = 10.0
 
 
 class MetricsWriter:
-    """Writes metrics.jsonl and TensorBoard events.
+    """Write a run's metrics by step, as lines of metrics.jsonl and as TensorBoard events.
 
     Args:
         workdir: the run's directory.
@@ -49,8 +49,8 @@ class MetricsWriter:
         self._events: Any = SummaryWriter(str(workdir / "tensorboard"), purge_step=step + 1)
 
     def write(self, step: int, values: dict[str, Any]) -> None:
-        """Write one row of numbers and (nested) lists of numbers; TensorBoard gets a list's minimum and
-        maximum."""
+        """Write the metrics of one training step, numbers and (nested) lists of numbers by name, as a row;
+        TensorBoard gets a list's minimum and maximum."""
         if self._file is None:
             return
         finite = {name: _finite(value) for name, value in values.items()}
@@ -67,7 +67,7 @@ class MetricsWriter:
                     self._events.add_scalar(tag, number, step)
 
     def close(self) -> None:
-        """Flush and close."""
+        """Write the metrics that are still buffered, and close metrics.jsonl and TensorBoard's events."""
         if self._file is None:
             return
         self._file.close()
@@ -75,14 +75,16 @@ class MetricsWriter:
 
 
 def _finite(value: Any) -> Any:
-    """`value` with None in place of NaN and infinities, which JSON cannot represent."""
+    """Return `value`, a number or (nested) lists of numbers, with None in place of NaN and infinities,
+    which JSON cannot represent."""
     if isinstance(value, list):
         return [_finite(item) for item in value]
     return value if math.isfinite(value) else None
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics.jsonl; a last row cut short by a kill is left out."""
+    """Return the rows of a metrics.jsonl, one dict of metrics per line; a last line cut short by a kill is
+    left out."""
     rows = []
     if path.exists():
         for line in path.read_text().splitlines():
@@ -94,7 +96,8 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def memory_gib() -> tuple[str, float]:
-    """("device" or "host", its peak memory use so far in GiB); "device" is the first local device."""
+    """Return ("device" or "host", the peak memory in GiB that it used so far): the first local device if it
+    reports its memory, otherwise this process."""
     stats = jax.local_devices()[0].memory_stats()
     if stats and "peak_bytes_in_use" in stats:
         return "device", stats["peak_bytes_in_use"] / 2**30
@@ -103,23 +106,24 @@ def memory_gib() -> tuple[str, float]:
 
 
 class Meter:
-    """Measures the tokens per second of training steps since the last reading; time spent on anything else
-    is not counted."""
+    """Measure the training speed in tokens per second since the last reading; time that the loop spends on
+    anything but steps is not counted."""
 
     def __init__(self) -> None:
         self._start, self._steps, self._paused = time.perf_counter(), 0, 0.0
 
     def step(self) -> None:
-        """Count a finished step."""
+        """Count one finished training step for the speed in tokens per second."""
         self._steps += 1
 
     def pause(self, seconds: float) -> None:
-        """Leave out so many seconds, in which the loop did something other than a step (evaluated, saved)."""
+        """Exclude so many seconds from the measured speed, in which the loop did something other than a
+        step (evaluated, saved)."""
         self._paused += seconds
 
     def tokens_per_second(self, tokens_per_step: int) -> float:
-        """Return the tokens per second since the last call and restart the measurement; 0 if no step was
-        timed."""
+        """Return the training speed in tokens per second since the last call, and start a new measurement;
+        0 if no step was counted."""
         now = time.perf_counter()
         seconds = now - self._start - self._paused
         rate = self._steps * tokens_per_step / seconds if self._steps and seconds > 0 else 0.0
@@ -128,8 +132,8 @@ class Meter:
 
 
 class TrainProgress:
-    """A context manager that shows a bar with step, loss, tokens/s and time left, or prints lines where
-    there is no terminal.
+    """Show a training run's progress in a `with` block: a bar with step, loss, tokens/s and time left, or
+    printed lines where there is no terminal.
 
     If there are several hosts, only the first one shows it.
     """
@@ -153,7 +157,7 @@ class TrainProgress:
         self._task = self._bar.add_task(name, total=total, completed=start, status="compiling")
 
     def __enter__(self) -> TrainProgress:
-        """Start the bar."""
+        """Start the progress bar of a training run; without a terminal, print a first line in its place."""
         if self._lines:
             print(
                 f"{self.name}: step {self.start} of {self.total}; compiling the step",
@@ -164,18 +168,19 @@ class TrainProgress:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Stop the bar."""
+        """Stop the progress bar of a training run."""
         self._bar.stop()
 
     def say(self, text: str) -> None:
-        """Print a line that stays above the bar."""
+        """Print a message about the training run on a line that stays above the progress bar."""
         if self._lines:
             print(text, file=sys.stderr, flush=True)
         elif self._shown:
             self._bar.console.print(text, highlight=False, markup=False)
 
     def advance(self, step: int, loss: float, tokens_per_second: float) -> None:
-        """Show a finished step."""
+        """Show a finished training step: its number, loss (nats per token) and the speed in tokens per
+        second."""
         if step == self.start + 1:
             self._begin = (
                 time.perf_counter()

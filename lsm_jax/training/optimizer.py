@@ -1,4 +1,4 @@
-"""AdamW, and its learning-rate schedule by tokens."""
+"""The optimizer of training runs: AdamW, and its learning-rate schedule by tokens."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from lsm_jax.training.partition import split
 
 
 def learning_rate(config: TrainConfig, step: jax.Array | int) -> jax.Array:
-    """The learning rate of a step (from 0): linear in the tokens seen during warm-up, then a cosine to the
-    end of the run."""
+    """Return the learning rate of a training step, whose number counts from 0: linear in the tokens seen
+    during warm-up, then a cosine to the end of the run."""
     optimizer, tokens = config.optimizer, float(config.tokens_per_step)
     step = jnp.asarray(step, jnp.float32)
     steps = step if optimizer.warmup_from_zero else step + 1
@@ -31,8 +31,8 @@ def learning_rate(config: TrainConfig, step: jax.Array | int) -> jax.Array:
 
 
 def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
-    """The transformation of gradients to updates for a learning rate of 1; the training step scales them by
-    `learning_rate`."""
+    """Return AdamW as an optax transformation of gradients to updates for a learning rate of 1; the
+    training step scales the updates by `learning_rate`."""
     optimizer = config.optimizer
     mask, _ = split(decay_mask(config.model), config.trainable)
     return optax.chain(

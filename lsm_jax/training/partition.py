@@ -1,4 +1,4 @@
-"""Trained and frozen parameters of one model, as two trees.
+"""Split the parameters of one model into trained and frozen ones, as two trees, and join them again.
 
 Trained parameters are float32, have optimizer state and are saved. Frozen parameters are bfloat16 and are
 read again from their source.
@@ -16,7 +16,7 @@ FROZEN_DTYPE = jnp.bfloat16
 
 
 def leaves_of(tree: Any) -> dict[str, Any]:
-    """The leaves of a tree by dotted path."""
+    """Return the arrays of a tree of parameters as a dict by their dotted path."""
     flat = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in flat}
 
@@ -24,7 +24,8 @@ def leaves_of(tree: Any) -> dict[str, Any]:
 def split(
     params: dict[str, Any], trainable: tuple[str, ...], field: str = "trainable"
 ) -> tuple[dict, dict]:
-    """Split nested dicts into (trained, frozen), each without the branches of the other.
+    """Split a tree of parameters (nested dicts) into (trained, frozen), each without the branches of the
+    other.
 
     Args:
         params: the parameters of a model, or a tree of the same structure with any leaves.
@@ -52,7 +53,8 @@ def split(
 
 
 def _only(tree: Any, names: set[str], included: bool) -> Any:
-    """The branches under one of `names` if `included`, otherwise all other branches."""
+    """Return the branches of a tree of parameters under one of `names` if `included`, otherwise all
+    branches that are not."""
     selected = {}
     for key, value in tree.items():
         if str(key) in names:
@@ -67,7 +69,8 @@ def _only(tree: Any, names: set[str], included: bool) -> Any:
 
 
 def join(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
-    """Merge two trees; where both have a leaf, the result has that of `second`."""
+    """Merge two trees of parameters, such as frozen and trained ones; where both have a leaf, the result
+    has that of `second`."""
     merged = dict(first)
     for key, value in second.items():
         old = merged.get(key)
@@ -78,7 +81,7 @@ def join(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
 
 
 def like(params: dict[str, Any], shape: dict[str, Any]) -> dict[str, Any]:
-    """The branches of `params` that `shape` also has."""
+    """Return those branches of the tree `params` that the tree `shape` also has."""
     return {
         key: like(params[key], value) if isinstance(value, dict) else params[key]
         for key, value in shape.items()
@@ -98,13 +101,14 @@ def _digest(x: jax.Array) -> jax.Array:
 
 
 def digests(params: dict[str, Any]) -> dict[str, int]:
-    """A digest of the content of each leaf, by path; it does not depend on the leaf's source or sharding."""
+    """Return a digest of the content of each parameter, by its path, which shows whether frozen parameters
+    have changed; it does not depend on where they were loaded from or on their sharding."""
     return {name: int(_digest(leaf)) for name, leaf in leaves_of(params).items()}
 
 
 def targets(shapes: Any, shardings: Any, trainable: tuple[str, ...]) -> dict[str, Any]:
-    """The shapes, dtypes (by whether a parameter is trained or frozen) and shardings to load a run's
-    parameters to."""
+    """Return a tree of the abstract arrays to load a run's parameters to: their shapes, dtypes (float32 if
+    trained, bfloat16 if frozen) and shardings."""
     all_params = jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
     )

@@ -1,4 +1,4 @@
-"""The profiler window of a training run."""
+"""Profile the configured steps of a training run with JAX's profiler."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from lsm_jax.training.step import TrainState
 def profiler(
     workdir: Path, config: TrainConfig, start: int
 ) -> Iterator[Callable[[int, TrainState], None]]:
-    """A function to call before each step, which starts and stops the profiler at the configured steps.
+    """Return a function to call before each training step, which starts and stops JAX's profiler at the
+    steps that the config asks for.
 
     Args:
         workdir: the run's directory; the trace is written to its folder `profile`.
         config: the config of the run.
-        start: the step from which this process continues the run.
+        start: the training step from which this process continues the run.
     """
     first = start + config.profile_start
     running = False

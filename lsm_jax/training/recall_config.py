@@ -1,4 +1,4 @@
-"""The config of a run of multi-query associative recall."""
+"""The config of a sweep of small models on multi-query associative recall."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from lsm_jax.training.config import resolve_annotations
 
 @dataclasses.dataclass(kw_only=True)
 class RecallConfig:
-    """Everything a run of multi-query associative recall depends on.
+    """The config of a sweep that trains small models on multi-query associative recall: everything its
+    result depends on.
 
     Attributes:
         name: the name shown in logs.
-        model: the model.
+        model: the config of the small model that is trained.
         train: the tasks to train on; each batch is of one task, and tasks alternate.
         test: the tasks to measure accuracy on.
         power: the exponent of the power law of gaps between a pair and its query.
@@ -51,11 +52,12 @@ class RecallConfig:
         resolve_annotations(self)
 
     def members(self) -> list[tuple[float, int]]:
-        """(learning rate, seed) of each member."""
+        """Return (learning rate, seed) of each member of the sweep, one of the models that are trained at
+        once."""
         return [(rate, seed) for rate in self.learning_rates for seed in self.seeds]
 
     def validate(self) -> None:
-        """Raise ValueError if a field is out of range; nothing is compiled."""
+        """Raise ValueError if a field of the recall sweep's config is out of range; nothing is compiled."""
         self.model.validate()
         for name in ("train", "test", "learning_rates", "seeds"):
             if not getattr(self, name):

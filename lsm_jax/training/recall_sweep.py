@@ -1,5 +1,5 @@
-"""Multi-query associative recall: a sweep of learning rates of one small model, and the accuracy at each
-length."""
+"""Train a small model on multi-query associative recall with several learning rates at once, and measure
+its accuracy at each length."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ _QUERIES_AT_A_TIME, _TOKENS_AT_A_TIME = (
 
 
 def make_sweep(config: RecallConfig, num_steps: int) -> Sweep:
-    """The sweep of a config: one member per learning rate and seed, with losses at the queries only."""
+    """Return the sweep of a recall config: one member per learning rate and seed, whose loss counts only
+    the tokens at queries."""
     model = nnx.eval_shape(lambda: RecallModel(config.model, rngs=nnx.Rngs(0)))
     graph = nnx.graphdef(model)
     decayed = jax.tree.map(
@@ -77,14 +78,16 @@ def make_sweep(config: RecallConfig, num_steps: int) -> Sweep:
 
 
 def _query_logits(model: RecallModel, batch: Data) -> tuple[jax.Array, jax.Array]:
-    """(logits [B, P, vocab] at the queries, the losses that layers report)."""
+    """Return the logits [B, P, vocab] of a model at the P queries of each example in a batch, and the
+    losses that the model's layers report."""
     hidden, losses = model.hidden(batch["tokens"])
     hidden = jnp.take_along_axis(hidden, batch["positions"][..., None], axis=1)
     return model.logits(hidden), losses
 
 
 def make_accuracy(config: RecallConfig):
-    """The function (parameters of one member, batch) -> share of the queries that are answered correctly."""
+    """Return the function (parameters of one member, batch) -> share of the batch's queries that this model
+    answers correctly."""
     graph = nnx.graphdef(nnx.eval_shape(lambda: RecallModel(config.model, rngs=nnx.Rngs(0))))
 
     def accuracy(params: Any, batch: Data) -> jax.Array:
@@ -106,7 +109,8 @@ def _examples(
 
 
 def load_task(config: RecallConfig, task: RecallTask, *seed: int) -> Data:
-    """The examples of a task, on the device."""
+    """Return the examples of a recall task on the device: their tokens, and the positions and answers of
+    their queries."""
     return _examples(
         task.length,
         task.num_pairs,
@@ -119,7 +123,8 @@ def load_task(config: RecallConfig, task: RecallTask, *seed: int) -> Data:
 
 
 def train_recall(config: RecallConfig, workdir: str | Path | None = None) -> dict[str, Any]:
-    """Train all members, and select the one with the best mean accuracy after the last epoch.
+    """Train all members of a recall sweep at once, and select the one with the best mean accuracy after the
+    last epoch.
 
     Training uses one device and always starts at step 0: a run lasts seconds to minutes and saves no
     checkpoint.
@@ -198,8 +203,8 @@ def _train_epochs(
     num_steps: int,
     writer: MetricsWriter | None,
 ) -> tuple[np.ndarray, int, int]:
-    """Train until the last epoch or `stop_above`; returns accuracies [test tasks, members], steps and
-    epochs."""
+    """Train the members of a recall sweep until the last epoch, or until an accuracy above `stop_above`;
+    return the accuracies [test tasks, members], and the numbers of steps and epochs."""
     sizes = [task.num_examples for task in config.train]
     length = np.average([t.length for t in config.train], weights=sizes)
     tokens = config.batch_size * len(config.members()) * length  # per step, of all members
@@ -228,7 +233,7 @@ def _train_epochs(
 
 @dataclasses.dataclass(frozen=True)
 class _Program:
-    """The compiled functions.
+    """The compiled functions of a recall sweep, which train and test all of its members.
 
     Attributes:
         train: (state, data, rows) -> (state, losses), one per training task.
@@ -247,7 +252,8 @@ def _compile(
     test_data: list[Data],
     per_call: int,
 ) -> _Program:
-    """Compile all programs at once, in threads; tasks whose arrays have the same shapes have one program."""
+    """Compile the training and test functions of all tasks of a recall sweep at the same time, in threads;
+    tasks whose arrays have the same shapes share one program."""
     accuracy = make_accuracy(config)
 
     def evaluate(params: Any, data: Data) -> jax.Array:
@@ -298,7 +304,8 @@ def _metrics(config: RecallConfig, scores: np.ndarray, losses: Any) -> dict[str,
 
 
 def _result(config: RecallConfig, scores: np.ndarray) -> dict[str, Any]:
-    """The entries of result.json that follow from the config and the accuracies [test tasks, members]."""
+    """Return the entries of result.json that follow from the recall config and the accuracies `scores`
+    [test tasks, members], including those of the best member."""
     names = [task.name for task in config.test]
     members = [
         dict(
@@ -326,7 +333,7 @@ def _result(config: RecallConfig, scores: np.ndarray) -> dict[str, Any]:
 
 
 def _count(state: SweepState) -> dict[str, int]:
-    """The number of parameters of a member, in total and without embeddings."""
+    """Return the number of parameters of one member of a recall sweep, in total and without embeddings."""
     total = sum(math.prod(x.shape[1:]) for x in jax.tree.leaves(state.params))
     embedding = math.prod(state.params["embedding"].shape[1:])
     return dict(total=total, non_embedding=total - embedding)

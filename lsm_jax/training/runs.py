@@ -1,4 +1,4 @@
-"""The directory of a run: config, metrics, checkpoints, plots and evaluations."""
+"""Read and write the directory of a training run: its config, metrics, checkpoints, plots and evaluations."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from lsm_jax.training.step import params_of
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A trained model.
+    """A trained model, loaded from one checkpoint of a run.
 
     Attributes:
         config: the config of the run.
@@ -44,7 +44,8 @@ class Run:
     step: int
 
     def teacher(self) -> Decoder | None:
-        """The teacher of a run of attention transfer, with the same parameters; None for other runs."""
+        """The softmax model that taught the student in a run of attention transfer, with the same
+        parameters; None for other runs."""
         config = self.config.model.teacher()
         if config is None:
             return None
@@ -53,12 +54,12 @@ class Run:
 
 
 def checkpoint_directory(workdir: str | os.PathLike[str]) -> Path:
-    """The folder of a run's checkpoints."""
+    """Return the path of the folder in a run's directory that has its checkpoints."""
     return Path(workdir).expanduser().absolute() / "checkpoints"
 
 
 def read_config(workdir: str | os.PathLike[str], argument: str = "workdir") -> TrainConfig:
-    """Read the config of a run.
+    """Read the config of a run from the config.json in its directory.
 
     Args:
         workdir: the run's directory.
@@ -101,10 +102,11 @@ def _parse_config(workdir: str | os.PathLike[str], argument: str) -> Any:
 
 
 def check_workdir(workdir: Path, config: Any) -> None:
-    """Check that a directory can be created, or belongs to a run of this config.
+    """Check that a directory can be created for a new run of this config, or belongs to a run with the same
+    config, which can be resumed.
 
     Raises:
-        ValueError: it is a file, is not writable, or was created with another config; the message lists the
+        ValueError: `workdir` is a file, is not writable, or was created with another config; the message lists the
             fields that differ.
     """
     nearest = next(p for p in (workdir, *workdir.parents) if p.exists())
@@ -132,12 +134,12 @@ def check_workdir(workdir: Path, config: Any) -> None:
 
 
 def check_data(workdir: Path, data: dict[str, Any]) -> None:
-    """Check by their `fingerprint` that the training data are those with which the run to be resumed began.
+    """Check by their `fingerprint` that the training data are the same as when the run to be resumed began.
 
     A directory without data.json, as earlier versions wrote it, is accepted.
 
     Raises:
-        ValueError: the data differ; the message lists the changes.
+        ValueError: the training data differ; the message lists the changes.
     """
     path = workdir / "data.json"
     try:
@@ -156,12 +158,12 @@ def check_data(workdir: Path, data: dict[str, Any]) -> None:
 
 
 def check_frozen(workdir: str | os.PathLike[str], frozen: dict[str, int]) -> None:
-    """Check by their `digests` that the frozen parameters are those with which the run began.
+    """Check by their `digests` that the frozen parameters are the same as when the run to be resumed began.
 
     A directory without frozen.json is accepted.
 
     Raises:
-        ValueError: parameters differ; the message lists them.
+        ValueError: frozen parameters differ; the message lists them.
     """
     path = Path(workdir).expanduser() / "frozen.json"
     if not path.is_file():
@@ -179,8 +181,8 @@ def check_frozen(workdir: str | os.PathLike[str], frozen: dict[str, int]) -> Non
 def write_config(
     workdir: Path, config: TrainConfig, data: dict[str, Any], frozen: dict[str, int] | None = None
 ) -> None:
-    """Write config.json, which makes the directory that of a run, data.json (the training data) and
-    environment.json.
+    """Write the files that make a directory that of a run: config.json, data.json (the fingerprint of the
+    training data) and environment.json.
 
     `frozen` has the `digests` of frozen parameters, for frozen.json; if None or empty, frozen.json is not
     written.
@@ -196,7 +198,7 @@ def write_config(
 
 
 def load_run(workdir: str | os.PathLike[str], step: int | None = None) -> Run:
-    """Load a run from its directory to the default device.
+    """Load the trained model of a run's checkpoint from its directory to the default device.
 
     Args:
         workdir: the run's directory.
@@ -216,8 +218,9 @@ def load_run(workdir: str | os.PathLike[str], step: int | None = None) -> Run:
 
 
 def starting_params(config: TrainConfig, target: dict[str, Any]) -> dict[str, Any]:
-    """The parameters that `init_from` or `base` has for the start of a run, in the shapes and shardings of
-    `target`, and the initial values of those of `config.frozen_initial` that it does not have.
+    """Load the parameters with which a run starts from another run (`init_from`) or a pretrained model
+    (`base`), in the shapes and shardings of `target`, with initial values for those of
+    `config.frozen_initial` that it does not have.
 
     Raises:
         ValueError: the source is not a run, has a model of other shapes, or lacks parameters that are frozen
@@ -241,7 +244,8 @@ def starting_params(config: TrainConfig, target: dict[str, Any]) -> dict[str, An
 
 
 def _initial_values(config: TrainConfig, target: dict[str, Any]) -> dict[str, Any]:
-    """The initial values of some parameters of the run's model, in the dtypes and shardings of `target`."""
+    """Return the initial values, which follow from the run's seed, of the parameters in `target`, in its
+    dtypes and shardings."""
 
     def draw() -> dict[str, Any]:
         drawn = params_of(Decoder(config.model, rngs=nnx.Rngs(config.seed)))
@@ -253,7 +257,8 @@ def _initial_values(config: TrainConfig, target: dict[str, Any]) -> dict[str, An
 def initial_params(
     source: str, target: dict[str, Any], trainable: tuple[str, ...] = ()
 ) -> dict[str, Any]:
-    """The newest parameters of another run, in the shapes and shardings of `target`.
+    """Load the newest parameters of another run, with which this run starts, in the shapes and shardings of
+    `target`.
 
     Args:
         source: the directory of the other run.
@@ -273,8 +278,8 @@ def initial_params(
 
 
 def _check_same(source: str, theirs: dict[str, Any], ours: dict[str, Any], needed: Any) -> None:
-    """Raise ValueError unless `theirs` has all `needed` leaves, and has only leaves of `ours`, in the same
-    shapes."""
+    """Raise ValueError unless another run's parameters `theirs` have all paths in `needed`, and have only
+    parameters that are in this run's `ours`, in the same shapes."""
     problems = [
         f"{name}: {theirs[name].shape if name in theirs else 'absent'} -> {ours[name].shape if name in ours else 'absent'}"
         for name in sorted(theirs.keys() | ours.keys())
@@ -295,8 +300,8 @@ def _load(
     step: int | None,
     argument: str = "workdir",
 ) -> tuple[dict[str, Any], int]:
-    """Load (all parameters of a run, the step of its checkpoint); frozen parameters come from `init_from` or
-    `base`."""
+    """Load (all parameters of a run, the training step of its checkpoint); its frozen parameters, which no
+    checkpoint has, come from the run or pretrained model that it started from."""
     trained, frozen_target = split(target, config.trainable)
     checkpoints = _open_checkpoints(workdir, argument)
     try:
@@ -311,7 +316,7 @@ def _load(
 
 
 def _open_checkpoints(workdir: str | os.PathLike[str], argument: str = "workdir") -> Checkpoints:
-    """Open a run's checkpoints for reading only: nothing is created or removed."""
+    """Open the checkpoints of a run for reading only: nothing in its directory is created or removed."""
     directory = checkpoint_directory(workdir)
     if not directory.is_dir():
         raise ValueError(f"{argument}={str(workdir)!r}: the run has no checkpoint yet")
@@ -319,7 +324,8 @@ def _open_checkpoints(workdir: str | os.PathLike[str], argument: str = "workdir"
 
 
 def write_choices(workdir: Path) -> None:
-    """Write implementations.json: the implementation of each op that was traced so far."""
+    """Write implementations.json to a run's directory: the backend that was selected for each op that has
+    been traced so far."""
     write_json(workdir / "implementations.json", ops.choices())
 
 
@@ -334,7 +340,8 @@ def _environment() -> dict[str, Any]:
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Write a file of the run's directory, complete or not at all; only the first host writes."""
+    """Write a value as a JSON file in a run's directory, such that a reader sees the complete file or none;
+    only the first host writes."""
     if jax.process_index() != 0:
         return
     draft = path.with_name(f".{path.name}.{os.getpid()}")

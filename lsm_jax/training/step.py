@@ -1,4 +1,5 @@
-"""One training step as a pure function of the state and a batch."""
+"""Make the functions that train and evaluate a model: one training step is a pure function of the train
+state and a batch."""
 
 from __future__ import annotations
 
@@ -30,10 +31,12 @@ devices. After an overflow the step must be taken again with larger buffers (`Ex
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class TrainState:
-    """Everything that a step changes; a tree of arrays, or of their shapes or shardings.
+    """The state of training, everything that a training step changes: a tree of arrays, or of their shapes
+    or shardings.
 
     Attributes:
-        step: number of steps taken, including skipped ones, but not those with an overflow.
+        step: number of training steps taken, including skipped ones, but not those with an overflow (choices of
+            experts that did not fit into the buffers).
         params: the trained parameters, a pure dict of float32 arrays.
         opt_state: the state of the optimizer.
         skipped: number of steps whose loss or gradient was not finite.
@@ -49,7 +52,8 @@ class TrainState:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """The functions of a run, compiled on first use.
+    """The functions of a training run: initialise, take a training step, compute the held-out loss. Each is
+    compiled at its first use.
 
     Attributes:
         init: () -> the first `TrainState`, sharded over the mesh.
@@ -78,12 +82,13 @@ class Program:
 
 
 def params_of(model: Decoder) -> dict[str, Any]:
-    """The parameters of a model as a pure dict."""
+    """Return the parameters of a model as a pure dict of arrays."""
     return nnx.to_pure_dict(nnx.state(model, nnx.Param))
 
 
 def param_shardings(mesh: Mesh | AbstractMesh, model: Decoder) -> dict[str, Any]:
-    """The sharding of each parameter of a (possibly abstract) model.
+    """Return the sharding of each parameter of a (possibly abstract) model on the mesh, as a tree of the
+    parameters' structure.
 
     Raises:
         ValueError: the mesh does not divide a mixer's heads or an axis of a parameter.
@@ -109,7 +114,8 @@ def param_shardings(mesh: Mesh | AbstractMesh, model: Decoder) -> dict[str, Any]
 
 
 def make_program(config: TrainConfig, mesh: Mesh) -> Program:
-    """Make the functions of a run; call them inside `jax.set_mesh(mesh)`."""
+    """Make the functions of a training run, for the config's model and the devices of `mesh`; call them
+    inside `jax.set_mesh(mesh)`."""
     model = abstract(config.model)
     graph = nnx.graphdef(model)
     optimizer = make_optimizer(config)
@@ -161,7 +167,8 @@ def make_program(config: TrainConfig, mesh: Mesh) -> Program:
 
 
 def _make_loss(config: TrainConfig, graph: Any) -> Callable[..., tuple[jax.Array, Metrics]]:
-    """(all parameters, batch) -> (summed loss in nats, losses and statistics that layers report)."""
+    """Return the function (all parameters, batch) -> (loss in nats summed over the batch's predicted
+    tokens, losses and statistics that layers report)."""
 
     def summed_loss(params, batch):
         decoder = nnx.merge(graph, params)
@@ -190,7 +197,8 @@ def _make_train_step(
     optimizer: optax.GradientTransformation,
     summed_loss: Callable[..., tuple[jax.Array, Metrics]],
 ) -> Callable[..., tuple[TrainState, Metrics]]:
-    """The `train_step` of `Program`, not yet compiled."""
+    """Return the function of one training step, which computes the gradients, applies AdamW and skips a
+    step that is not finite; not yet compiled. `Program.train_step` describes its arguments."""
     pieces = config.accumulation_steps
 
     def train_step(
@@ -260,5 +268,6 @@ def _make_train_step(
 
 
 def _split(batch: Batch, pieces: int) -> Batch:
-    """Reshape [B, ...] to [pieces, B / pieces, ...], such that each row stays on its device."""
+    """Reshape a batch's array [B, ...] to [pieces, B / pieces, ...] for gradient accumulation, such that
+    each sequence of the batch stays on its device."""
     return jax.tree.map(lambda x: jnp.swapaxes(x.reshape(-1, pieces, *x.shape[1:]), 0, 1), batch)

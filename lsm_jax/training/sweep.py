@@ -1,5 +1,5 @@
-"""Training of many small models at once: members differ by seed and learning rate only, and are stacked and
-mapped by `jax.vmap`."""
+"""Train many small models (the members of a sweep) at once. Members differ by seed and learning rate only;
+their parameters are stacked and mapped by `jax.vmap`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Data = dict[str, jax.Array]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class SweepState:
-    """Everything that a step changes.
+    """The state of a sweep that trains M models at once: everything that a training step changes.
 
     Attributes:
         step: number of steps taken.
@@ -34,16 +34,16 @@ class SweepState:
 
 @dataclasses.dataclass(frozen=True)
 class Sweep:
-    """M members that train on the same batches in the same order. The methods are pure functions, to be
-    compiled by the caller.
+    """A sweep of M models (its members) that train at once, on the same batches in the same order. Its
+    methods are pure functions, to be compiled by the caller.
 
     Attributes:
-        init: a key -> the parameters of one member.
-        loss: (parameters of one member, a batch) -> its mean loss.
-        optimizer: gradients -> updates for a learning rate of 1.
+        init: function from a random key to the initial parameters of one member.
+        loss: function (parameters of one member, a batch) -> the member's mean loss on the batch.
+        optimizer: transformation of gradients to updates for a learning rate of 1.
         seeds: the seed of each member's parameters, [M].
         rates: each member's peak learning rate, [M].
-        schedule: the step, from 0 -> the factor of all learning rates.
+        schedule: function from the number of the step, from 0, to a factor by which all learning rates are multiplied.
     """
 
     init: Callable[[jax.Array], Any]
@@ -54,7 +54,8 @@ class Sweep:
     schedule: Callable[[jax.Array], jax.Array]
 
     def first(self) -> SweepState:
-        """The state before the first step."""
+        """Return the state of all members before the first training step: initial parameters and optimizer
+        states."""
         keys = jnp.stack([jax.random.key(seed) for seed in self.seeds])
         params = jax.vmap(self.init)(keys)
         return SweepState(jnp.zeros((), jnp.int32), params, jax.vmap(self.optimizer.init)(params))
@@ -62,12 +63,12 @@ class Sweep:
     def train(
         self, state: SweepState, data: Data, batches: Int[Array, "N B"]
     ) -> tuple[SweepState, Float[Array, "N M"]]:
-        """Take N steps.
+        """Take N training steps with all members of the sweep.
 
         Args:
-            state: the state before the steps; the caller should donate it.
-            data: arrays whose first axis is the examples; all stay on the device.
-            batches: the indices of the examples of each step's batch.
+            state: the state of all members before the steps; the caller should donate it.
+            data: arrays of the training examples, whose first axis is that of examples; all stay on the device.
+            batches: the indices of the examples in each of the N steps' batches, [N, examples in a batch].
 
         Returns:
             The state after the steps, and the loss of each step and member.
@@ -96,12 +97,12 @@ class Sweep:
         data: Data,
         batch_size: int,
     ) -> Float[Array, " M"]:
-        """The mean score of each member over all examples.
+        """Return the mean score of each member of the sweep over all examples, [M].
 
         Args:
-            score: (parameters of one member, a batch) -> its mean score.
+            score: function (parameters of one member, a batch) -> the member's mean score on the batch.
             params: the parameters of all members.
-            data: arrays whose first axis is the examples.
+            data: arrays of the test examples, whose first axis is that of examples.
             batch_size: number of examples computed at a time; it must divide the number of examples.
         """
         batches = jax.tree.map(lambda x: x.reshape(-1, batch_size, *x.shape[1:]), data)
@@ -112,8 +113,8 @@ class Sweep:
 def epoch_blocks(
     rng: np.random.Generator, sizes: list[int], batch_size: int, most: int
 ) -> list[tuple[int, Int[np.ndarray, "N B"]]]:
-    """One epoch over several sets of examples, as blocks of batches in shuffled order; each block has
-    examples of one set.
+    """Return the order of one training epoch over several sets of examples, as a shuffled list of blocks;
+    each block is several batches of examples of one set.
 
     All blocks have the same number of batches, so that the training on each set compiles once.
 

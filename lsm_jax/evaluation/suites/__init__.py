@@ -18,7 +18,7 @@ LONG_EXTRA = "lsm_jax[lm-eval-long]"
 
 @dataclasses.dataclass(frozen=True)
 class Suite:
-    """A task or group of this folder.
+    """An evaluation suite of a paper: a task or group of the harness whose files are in this folder.
 
     Attributes:
         stock: folders of the harness's tasks that the suite refers to.
@@ -87,7 +87,8 @@ SUITES: dict[str, Suite] = {
 
 
 class SuiteSettings:
-    """Settings of the run that task files receive in their metadata, under the key "lsm_jax".
+    """The settings of a run that the suites' task files receive from the harness in their metadata, under
+    the key "lsm_jax".
 
     A deep copy is the object itself, since the harness copies metadata and a tokenizer may not be copied.
 
@@ -117,18 +118,20 @@ class SuiteSettings:
         return self
 
     def count(self, text: str) -> int:
-        """The number of tokens of a prompt, with BOS if the run has one."""
+        """Return the number of tokens that a prompt has in the run's tokenizer, with BOS if the run has
+        one."""
         return len(self.tokenizer.encode(text)) + (self.bos_id is not None)
 
 
 def missing_packages(names: Sequence[str]) -> list[str]:
-    """The packages that the tasks need and that are not installed."""
+    """Return the names of the packages that the suites' tasks in `names` need and that are not installed."""
     packages = {package for name in names for package in _packages(name)}
     return sorted(package for package in packages if importlib.util.find_spec(package) is None)
 
 
 def stock_folders(names: Sequence[str]) -> list[str]:
-    """The folders of the harness's tasks that the tasks in `names` are in or refer to, as far as they are known."""
+    """Return the names of the folders of lm-evaluation-harness's own tasks which the tasks in `names` are
+    in or refer to, as far as they are known."""
     known = {folder for suite in SUITES.values() for folder in suite.stock}
     folders = {folder for name in names if name in SUITES for folder in SUITES[name].stock}
     folders |= {name for name in names if name in known}
@@ -145,7 +148,8 @@ def _packages(name: str) -> tuple[str, ...]:
 
 
 def averages(results: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> dict[str, dict]:
-    """The averages of the suites in `names`, by suite and name of the average.
+    """Return the averages that the suites in `names` define over their tasks' metrics, by suite and name of
+    the average.
 
     An average of which one task has no result is left out.
 

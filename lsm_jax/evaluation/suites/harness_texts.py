@@ -41,7 +41,8 @@ def read_constant(module: str, name: str) -> Any:
 
 
 def read_answer_prefix(plural: bool) -> str:
-    """Return the beginning of the answer to a needle question, with the fields {type_needle_v} and {query}.
+    """Return the beginning of the answer to RULER's question about a needle, a template with the fields
+    {type_needle_v} and {query}, from the installed harness.
 
     Raises:
         ValueError: the installed harness has no such text.
@@ -57,7 +58,8 @@ def read_answer_prefix(plural: bool) -> str:
 
 
 def _template(text: ast.expr) -> str:
-    """Return an f-string as a template for `str.format`; the field of an expression is its first name."""
+    """Return an f-string of the harness's code, given as a syntax tree, as a template for `str.format`; the
+    field of an expression is its first name."""
     assert isinstance(text, ast.JoinedStr)
     parts: list[str] = []
     for part in text.values:

@@ -1,4 +1,4 @@
-"""Data sets of the harness's tasks from a local folder instead of the hub."""
+"""Read the data sets of the harness's tasks from a local folder instead of the hub."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ _RENAMED = {"longbench": {"input": "question"}}
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a .jsonl, .json (a list of objects), .parquet or .csv file.
+    """Return the rows of a data set's .jsonl, .json (a list of objects), .parquet or .csv file, one dict
+    per row.
 
     Raises:
         ValueError: the file does not exist, or has another suffix or another content.
@@ -46,7 +47,8 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def find_splits(folder: Path, name: str, config: str | None) -> dict[str, list[Path]]:
-    """The files of a data set, by split; empty if the folder does not have it.
+    """Return the files of a data set in a local folder, by split (such as "test"); empty if the folder does
+    not have the data set.
 
     The layouts are those of the hub's repositories: `NAME[/CONFIG][/data]/SPLIT[-00000-of-00001].SUFFIX`,
     where NAME is the hub's, such as cais/mmlu, or its last part. LongBench's own `NAME[/data]/CONFIG.jsonl`
@@ -78,7 +80,8 @@ def _has_configs(base: Path) -> bool:
 
 
 class _Splits(dict):
-    """Splits by name; a split that the folder does not have is an error that names the folder."""
+    """The splits of a data set from a local folder, by name; asking for a split that the folder does not
+    have raises an error that names the folder."""
 
     def __init__(self, splits: dict[str, Any], name: str, folder: Path):
         super().__init__(splits)
@@ -91,7 +94,8 @@ class _Splits(dict):
 
 
 def load_local(folder: Path, name: str, config: str | None) -> dict[str, Any] | None:
-    """A data set as the harness's tasks read it, or None if the folder does not have it."""
+    """Load a data set from the local folder in the form in which the harness's tasks read it; None if the
+    folder does not have it."""
     splits = find_splits(folder, name, config)
     if not splits:
         return None
@@ -116,7 +120,7 @@ def load_local(folder: Path, name: str, config: str | None) -> dict[str, Any] | 
 
 @contextlib.contextmanager
 def local_datasets(folder: Path | None) -> Iterator[list[str]]:
-    """Let `datasets.load_dataset` read the data sets that `folder` has from there while the context is open.
+    """Let `datasets.load_dataset` read from `folder` those data sets that it has, inside a `with` block.
 
     Yields:
         The names of the data sets that were not in the folder, filled as they are loaded.

@@ -18,8 +18,8 @@ ANSWER_TOKENS = 48
 
 
 def find_answer(context: str, answers: Sequence[str]) -> tuple[int, str] | None:
-    """(position, answer) of the first of the answers that the context contains, ignoring case; None for
-    none."""
+    """Return (position, answer) of the first of a recall question's answers that the context contains,
+    ignoring case; None if it contains none."""
     for answer in answers:
         match = re.search(re.escape(answer), context, re.IGNORECASE)
         if match:
@@ -30,7 +30,7 @@ def find_answer(context: str, answers: Sequence[str]) -> tuple[int, str] | None:
 def cut_context(
     context: str, answers: Sequence[str], question: str, settings: SuiteSettings
 ) -> str:
-    """A window of the context with its middle at the answer.
+    """Return a window of a recall task's text whose middle is at the answer.
 
     The window begins half its size before the answer, or at the context's start, and ends at the context's
     end at the latest. Its size is `WINDOW` tokens, or fewer if the question and the answer's tokens would
@@ -68,7 +68,7 @@ def cut_context(
 
 
 def load(name: str, lsm_jax: SuiteSettings, **_: Any) -> dict[str, Any]:
-    """The prompts of a task, from the file recall/NAME.jsonl of the folder `lm_eval.data`.
+    """Return the prompts of a recall task, from the file recall/NAME.jsonl of the folder `lm_eval.data`.
 
     Raises:
         ValueError: the file is missing, or a row has no answer in its context; names the row.
@@ -96,5 +96,6 @@ def load(name: str, lsm_jax: SuiteSettings, **_: Any) -> dict[str, Any]:
 
 
 def score(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
-    """1 if the generated text contains one of the answers, ignoring case; otherwise 0."""
+    """Return the score of a recall question: 1 if the generated text contains one of the answers, ignoring
+    case; otherwise 0."""
     return {"contains": float(any(find_answer(results[0], [answer]) for answer in doc["answers"]))}

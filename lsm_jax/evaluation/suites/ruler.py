@@ -34,7 +34,8 @@ LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
 
 
 class _Form(NamedTuple):
-    """A task: the kinds of text, keys ("words", "uuids") and values ("numbers", "uuids"), and how many."""
+    """The form of a needle task of RULER: the kinds of text, keys ("words", "uuids") and values ("numbers",
+    "uuids"), and how many of them."""
 
     text: str
     keys: str = "words"
@@ -70,12 +71,14 @@ NEW_TOKENS = {
 
 
 class Needles:
-    """Needles in a text; a unit is a word of an essay, or a sentence."""
+    """Make RULER's prompts with needles (sentences that state a key's value) in a text; a unit of the
+    text's size is a word of an essay, or a sentence."""
 
     largest = None
 
     def __init__(self, form: _Form, words: list[str]):
-        """Use the words as the essay, if the form has one."""
+        """Take the words of the essay as the text in which needles are hidden, if the task's form has an
+        essay."""
         self.form, self._words = form, words
         self._adjectives, self._nouns = read_words("adjective"), read_words("noun")
 
@@ -87,11 +90,12 @@ class Needles:
         return f"{rng.choice(self._adjectives)}-{rng.choice(self._nouns)}"
 
     def smallest(self, index: int) -> int:
-        """The number of needles."""
+        """Return the least size of the text of sample `index`: the number of its needles."""
         return self.form.num_keys * self.form.num_values
 
     def make(self, index: int, size: int) -> dict[str, Any]:
-        """The prompt; the needles depend on the index only."""
+        """Return the needle prompt of sample `index` with a text of `size` units; the needles depend on the
+        index only."""
         form, rng = self.form, random.Random(SEED + index)
         values = {
             self._draw(rng, form.keys): [
@@ -117,7 +121,7 @@ class Needles:
         }
 
     def _needle(self, key: str, value: str) -> str:
-        """Return the sentence that states a value."""
+        """Return the sentence that states a value of a key and is hidden in the text."""
         template = read_constant("prepare_niah", "NEEDLE")
         return template.format(type_needle_v=self.form.values, key=key, value=value)
 
@@ -143,7 +147,8 @@ class Needles:
 
 
 def _largest_size(fits: Callable[[int], bool], smallest: int, largest: int | None) -> int:
-    """The largest size up to `largest`, nearly, for which `fits(size)` is true; `smallest` if none is."""
+    """Return nearly the largest size of a prompt's text up to `largest` for which `fits(size)` is true;
+    `smallest` if it is true for none."""
     bound = math.inf if largest is None else largest
     low, high = smallest, 2 * smallest
     while high < bound and fits(high):
@@ -156,7 +161,8 @@ def _largest_size(fits: Callable[[int], bool], smallest: int, largest: int | Non
 
 
 def read_essays(settings: SuiteSettings) -> list[str]:
-    """The words of the text at `essays` in the folder `lm_eval.data`: a folder of .txt files, or essays.txt.
+    """Return the words of the essays in which RULER hides needles, from the folder `lm_eval.data`: the .txt
+    files in its folder `essays`, or its essays.txt.
 
     Raises:
         ValueError: there is no such text.
@@ -175,7 +181,7 @@ def read_essays(settings: SuiteSettings) -> list[str]:
 
 
 def load(name: str, lsm_jax: SuiteSettings, **_: Any) -> dict[str, Any]:
-    """The prompts of a task at every length of `lm_eval.lengths`.
+    """Return the prompts of a task of RULER at every length of `lm_eval.lengths`.
 
     Raises:
         ValueError: a length is not one of `LENGTHS`, does not fit the model's window, or is too small for the
@@ -210,7 +216,8 @@ def load(name: str, lsm_jax: SuiteSettings, **_: Any) -> dict[str, Any]:
 
 
 def _maker(name: str, settings: SuiteSettings, length: int) -> Any:
-    """The maker of a task's prompts of one length."""
+    """Return the object that makes the prompts of a task of RULER for one length, with methods `make` and
+    `smallest`."""
     if name in _FILES:
         path = settings.data and settings.data / "ruler" / _FILES[name]
         if path is None or not path.is_file():
@@ -245,14 +252,16 @@ def _lengths(settings: SuiteSettings) -> list[int]:
 
 
 def score(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
-    """Scores by length: the share of the values that the generated text contains, and -1 at other lengths."""
+    """Return the scores of a RULER prompt by length: at its own length the share of the expected values
+    that the generated text contains, and -1 at other lengths."""
     text = results[0].lower()
     share = sum(value.lower() in text for value in doc["outputs"]) / len(doc["outputs"])
     return _at_length(doc, share)
 
 
 def score_any(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
-    """Scores by length: 1 if the generated text contains one of the answers, and -1 at other lengths."""
+    """Return the scores of a RULER question by length: at its own length 1 if the generated text contains
+    one of the answers and otherwise 0, and -1 at other lengths."""
     text = results[0].lower()
     return _at_length(doc, float(any(value.lower() in text for value in doc["outputs"])))
 
@@ -262,6 +271,7 @@ def _at_length(doc: dict[str, Any], value: float) -> dict[str, float]:
 
 
 def mean(values: list[float]) -> float:
-    """The mean of the values that are not -1; -1 if all are."""
+    """Return the mean score of one length: that of the values that are not -1, which stands for prompts of
+    other lengths; -1 if all are."""
     scored = [value for value in values if value != -1]
     return sum(scored) / len(scored) if scored else -1

@@ -1,4 +1,5 @@
-"""Prompts of RULER's tasks besides the needles: variable tracking, common and frequent words, questions.
+"""Make the prompts of RULER's tasks besides the needles: variable tracking, common and frequent words,
+questions.
 
 Each class has `make(index, size)`, which returns the prompt of sample `index` with `size` units of text,
 `smallest(index)`, the least size of that sample, and `largest`, the largest size, or None for no limit.
@@ -23,34 +24,39 @@ _HOPS = 4
 
 
 def noise() -> str:
-    """Return the line of sentences that fills the text of some tasks."""
+    """Return the line of sentences without meaning with which RULER fills the text of some tasks."""
     return read_constant("vt_utils", "noise").rstrip("\n")
 
 
 def _template(module: str) -> tuple[str, str]:
-    """Return the template of a task's prompt and the beginning of its answer."""
+    """Return the template of a RULER task's prompt and the beginning of its answer, from the installed
+    harness."""
     config = read_constant(module, "CONFIG")
     config = config.get("variable_tracking", config)
     return config["template"], config["answer_prefix"].strip()
 
 
 def read_words(*kinds: str) -> list[str]:
-    """The words of the package wonderwords of the kinds "noun", "adjective" and "verb", sorted."""
+    """Return the words of these kinds ("noun", "adjective", "verb") in the package wonderwords, sorted,
+    which RULER's prompts list."""
     lists = importlib.import_module("wonderwords").RandomWord()._categories
     return sorted({word for kind in kinds for word in lists[kind]})
 
 
 class VariableTracking:
-    """A chain of five variables with one value, after an example with shorter names; a unit is a line of noise."""
+    """Make RULER's prompts of variable tracking: a chain of five variables with one value, after an example
+    with shorter names; a unit of the text's size is a line of noise."""
 
     largest = None
 
     def smallest(self, index: int) -> int:
-        """One line of noise, of which each sentence counts."""
+        """Return the least size of a variable-tracking prompt's text: one line of noise, each sentence of
+        which then counts as a line."""
         return 1
 
     def make(self, index: int, size: int) -> dict[str, Any]:
-        """The prompt; the answers are the five variables."""
+        """Return the variable-tracking prompt of sample `index` with `size` lines of noise; its answers are
+        the names of the five variables."""
         rng = random.Random(SEED + index)
         example, prefix, names = self._part(rng, 2, letters=3)
         text, gen_prefix, outputs = self._part(rng, size, letters=5)
@@ -80,7 +86,8 @@ class VariableTracking:
 
 
 class CommonWords:
-    """Ten words that are listed more often than the others, after a short example; a unit is a different word."""
+    """Make RULER's prompts of common words: ten words that are listed more often than the others, after a
+    short example; a unit of the list's size is a different word."""
 
     def __init__(self, length: int):
         """Read the words of the package wonderwords; lists for prompts below 4096 tokens repeat words less often."""
@@ -91,11 +98,12 @@ class CommonWords:
         )
 
     def smallest(self, index: int) -> int:
-        """The ten words and one other."""
+        """Return the least size of a list of common words: the ten words and one other."""
         return 11
 
     def make(self, index: int, size: int) -> dict[str, Any]:
-        """The prompt; the answers are the ten words."""
+        """Return the common-words prompt of sample `index` with `size` different words; its answers are the
+        ten that are listed most often."""
         rng = random.Random(SEED + index)
         shown, names = self._list(rng, *self._example)
         text, outputs = self._list(rng, size, *self._repeats)
@@ -118,20 +126,23 @@ class CommonWords:
 
 
 class FrequentWords:
-    """Coded words whose frequencies follow a zeta distribution with exponent 2; a unit is a word."""
+    """Make RULER's prompts of frequent words: coded words whose frequencies follow a zeta distribution with
+    exponent 2; a unit of the text's size is a word."""
 
     largest = None
 
     def __init__(self, length: int):
-        """Use `length` / 50 different words."""
+        """Prepare frequent-words prompts of `length` tokens, which have `length` / 50 different words."""
         self._count = length // 50
 
     def smallest(self, index: int) -> int:
-        """200 words, so that the third answer is more frequent than the word after it."""
+        """Return the least size of a frequent-words text: 200 words, so that the third answer is more
+        frequent than the word after it."""
         return 200
 
     def make(self, index: int, size: int) -> dict[str, Any]:
-        """The prompt; the answers are the second to fourth word by frequency, since the first is dots."""
+        """Return the frequent-words prompt of sample `index` with `size` words; its answers are the second
+        to fourth word by frequency, since the first is dots."""
         rng, words = random.Random(SEED + index), Counter()
         while len(words) < self._count:
             words["".join(rng.choices(string.ascii_lowercase, k=6))] += 1
@@ -148,19 +159,22 @@ class FrequentWords:
 
 
 class Questions:
-    """A question about one of several documents; a unit is a document."""
+    """Make RULER's prompts of questions: a question about one of several documents; a unit of the text's
+    size is a document."""
 
     def __init__(self, path: Path):
-        """Read SQuAD 2.0's dev-v2.0.json, or HotpotQA's hotpot_dev_distractor_v1.json."""
+        """Read the questions and documents of SQuAD 2.0's dev-v2.0.json, or of HotpotQA's
+        hotpot_dev_distractor_v1.json."""
         self._questions, self._documents = _read_questions(path)
         self.largest, self.count = len(self._documents), len(self._questions)
 
     def smallest(self, index: int) -> int:
-        """The documents that the answer is in."""
+        """Return the least size of the question's text in documents: those that the answer is in."""
         return len(self._questions[index][2])
 
     def make(self, index: int, size: int) -> dict[str, Any]:
-        """The prompt; any of the answers counts."""
+        """Return the prompt of the question of sample `index` with `size` documents; any one of the answers
+        counts."""
         rng = random.Random(SEED + index)
         query, outputs, gold, related = self._questions[index]
         extra = max(0, size - len(gold))
@@ -184,7 +198,8 @@ class Questions:
 def _read_questions(
     path: Path,
 ) -> tuple[list[tuple[str, list[str], list[int], list[int]]], list[str]]:
-    """(question, answers, documents with the answer, other documents of its article) of each, and documents."""
+    """Return the questions of SQuAD or HotpotQA, each as (question, answers, numbers of the documents with
+    the answer, numbers of the other documents of its article), and the list of all documents."""
     content = json.loads(path.read_text(encoding="utf-8"))
     try:
         if isinstance(content, dict):
