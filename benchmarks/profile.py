@@ -1,4 +1,6 @@
-"""The device time of each instruction of a program, by XLA's name and by its place in the model."""
+"""Measure the device time of each instruction of a compiled program, by XLA's name and by the place in the
+model.
+"""
 
 from __future__ import annotations
 
