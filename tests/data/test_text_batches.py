@@ -26,7 +26,9 @@ def config(path, **fields):
 
 
 def documents_of(batches):
-    """Return (tokens, labels) of every segment, and check that the labels are the next tokens of the same segment."""
+    """Return (tokens, labels) of every packed document in the batches, and check that the labels are the
+    next tokens of the same document.
+    """
     pieces = []
     for batch in batches:
         for tokens, labels, segments, positions, mask in zip(
