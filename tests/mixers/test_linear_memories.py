@@ -141,8 +141,8 @@ def test_hgrn2_without_bound_is_a_plain_sigmoid():
 
 
 def test_rebased_is_a_normalised_quadratic_kernel():
-    """ReBased's layer is attention with the weights (q' k')² / F (F: channels after the feature map),
-    divided by their sum.
+    """ReBased's layer is attention with the weights (q' k')² / F, divided by their sum; q' and k' are
+    queries and keys after the feature map, F their number of channels.
     """
     small = Small(METHODS["rebased"], stirred=True)
     mixer, x, size = small.mixer, np.asarray(small.x[0], np.float64), small.config.feature_dim

@@ -159,8 +159,9 @@ def test_causal_to_the_bit(name, form):
 
 @pytest.mark.parametrize("name", ["retnet", pytest.param("mlstm", marks=pytest.mark.slow)])
 def test_causal_to_the_bit_over_many_chunks(name, monkeypatch):
-    """The same holds for rows of many chunks, with the XLA form as it runs on an NVIDIA GPU: no bit of an
-    output depends on later tokens, although the number of chunks before those of a memory does.
+    """No bit of an output of a Mixture-of-Memories depends on later tokens in rows of many chunks either,
+    with the XLA form as it runs on an NVIDIA GPU; the number of chunks before those of a memory depends
+    on later tokens.
     """
     monkeypatch.setattr(chunk_scans, "by_platform", lambda *x, cuda, default: cuda(*x))
     mixer, x = made(name), jax.random.normal(jax.random.key(1), (1, 160, WIDTH))
@@ -260,8 +261,8 @@ IDS = np.array([[2] * 4 + [0] * 2 + [1] * 3 + [2] * 2, [1] * 5 + [3] * 5 + [0]],
 
 
 def read_in(mixer, pieces, ids=IDS):
-    """Return (y, state) of a Mixture-of-Memories for the input X with these segment ids, in calls of
-    `pieces` tokens.
+    """Return (y, state) of a Mixture-of-Memories for the input X with these segment ids, in consecutive
+    calls whose numbers of tokens are `pieces`.
     """
     state, outputs, start = mixer.init_state(BATCH, LENGTH, jnp.float32), [], 0
     for size in pieces:

@@ -207,7 +207,7 @@ def test_mom_as_published():
 
 
 def small(mixer, pattern="L", depth=2, **fields) -> ModelConfig:
-    """Return a small model of this mixer and of softmax attention, with experts."""
+    """Return the config of a small model whose layers have this mixer or softmax attention, and experts."""
     inner = MoEConfig(num_experts=4, top_k=2, expert_size=8, shared_size=8, balance_scale=0.0)
     letters = dict(L=mixer, N=mixers.SoftmaxConfig(num_heads=2))
     layers = {
