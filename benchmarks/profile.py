@@ -34,7 +34,7 @@ def by_kernel(call: Callable[[], Any], text: str, calls: int = 2) -> list[dict[s
         XLA_FLAGS=--xla_gpu_enable_command_buffer= turns command buffers off.
 
     Raises:
-        RuntimeError: the profile has no instruction of the program.
+        RuntimeError: the recorded profile has no instruction of the compiled program.
     """
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):

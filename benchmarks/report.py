@@ -41,7 +41,8 @@ def fill(text: str, page: Path, root: Path) -> str:
     below `root`.
 
     Raises:
-      ValueError: If a name is not that of a table, if a mark has no end, or if a table has no rows.
+      ValueError: If a marked name is not that of a results table, if a table's mark has no end, or if a table has no
+        stored rows.
     """
 
     def replace(place: re.Match[str]) -> str:

@@ -26,7 +26,7 @@ def log(text: str) -> None:
 
 
 def require_gpu(what: str) -> None:
-    """Raise UsageError if JAX has no GPU; `what` begins the message."""
+    """Raise UsageError if JAX has no GPU; `what`, such as "this benchmark", begins its message."""
     if (backend := jax.default_backend()) != "gpu":
         raise UsageError(f"{what} requires an NVIDIA Hopper GPU; JAX runs on {backend!r} here")
 

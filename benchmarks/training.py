@@ -1,4 +1,4 @@
-"""Numbers that benchmarks read from the metrics of a training run."""
+"""Functions that read numbers for benchmark rows (speed, last values) from the metrics of a training run."""
 
 from __future__ import annotations
 

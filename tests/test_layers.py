@@ -1,4 +1,6 @@
-"""Rules of imports: packages import only the packages below them, and no private names of other modules."""
+"""Tests of the rules of imports: packages import only the packages below them, and no private names of
+other modules.
+"""
 
 from __future__ import annotations
 

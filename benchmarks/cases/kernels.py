@@ -122,7 +122,7 @@ def library_call(op: str, implementation: str, segments: int = 0):
 def programs_of(call, inputs: tuple[jax.ShapeDtypeStruct, ...]) -> list:
     """Return two lowered programs: forward, and forward and backward with the gradients of all inputs.
 
-    Their arguments are the gradient of the output, then q, k, v and the gates.
+    The programs' arguments are the gradient of the op's output, then q, k, v and the gates.
     """
 
     def forward(do, *inputs):

@@ -54,7 +54,7 @@ def decoder(config: ModelConfig) -> Any:
     """Return the jitted program that decodes `_STEPS` tokens greedily with a hybrid model, and updates the
     layers' states in place.
 
-    It differs from `benchmarks.decoding.decoder` in that layers may have different mixers.
+    The function `benchmarks.decoding.decoder` is for models all of whose layers have one mixer; here they may differ.
     """
     model = abstract(config)
     graph, graphs = nnx.graphdef(model), [nnx.graphdef(b) for b in model.periods.blocks]
@@ -135,7 +135,7 @@ def rows_of(
     """Time decoding steps of one model at each power of two of tokens, and yield a row for each, with the
     estimated seconds of all steps up to there.
 
-    `lock` is called after compiling, before anything is timed.
+    `lock` is a function that is called after all programs are compiled, before anything is timed.
     """
     rest, layers = split_layers(random_params(config))
     lengths = powers_of_two(tokens)

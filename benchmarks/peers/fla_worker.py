@@ -33,7 +33,7 @@ _MOM = dict(num_memories=4, topk=2, shared_mem=True, num_heads=4, head_dim=256, 
 
 
 def _bare_package(name: str) -> Any:
-    """Import a package without running its `__init__`; returns None if it is not installed."""
+    """Import a Python package without running its `__init__`, and return it; None if it is not installed."""
     spec: Any = importlib.util.find_spec(name)
     if spec is None:
         return None
@@ -76,7 +76,7 @@ def _calls(call: Callable, op: str, shape: Sequence[int], bias: float) -> tuple[
     """Return two functions that run one of the peer's operations on random inputs: forward, and forward and
     backward with the gradients of all inputs.
 
-    The inputs are those of `benchmarks.cases.kernels`.
+    The random inputs have the shapes and distributions of those in `benchmarks.cases.kernels`.
     """
     if op == "mom":
         return call(*shape)

@@ -1,4 +1,6 @@
-"""Tables of ops and fused kernels: docs/results/kernels.md, and the kernels of other pages."""
+"""The results tables about ops and fused kernels: those of docs/results/kernels.md, and the kernels of
+other pages.
+"""
 
 from __future__ import annotations
 

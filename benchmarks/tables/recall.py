@@ -1,5 +1,5 @@
-"""Tables of associative recall: all methods, and Mixture-of-Memories in comparison with one memory of equal
-size.
+"""The results tables about associative recall: all methods, and Mixture-of-Memories in comparison with one
+memory of equal size.
 """
 
 from __future__ import annotations

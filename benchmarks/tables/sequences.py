@@ -1,4 +1,4 @@
-"""Tables of Linear-MoE, Mixture-of-Memories, Liger and long decoding."""
+"""The results tables about Linear-MoE, Mixture-of-Memories, Liger and decoding after long contexts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables of training: steps of 340M models, methods on one text, lengths, and the CPU runs."""
+"""The results tables about training: steps of 340M models, methods on one text, lengths, and the CPU runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs of imported transformers: the command, the checkpoint, the tokenizer."""
+"""Tests of runs made from imported transformers: the import command, the checkpoint, the tokenizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small stores and text for the data tests."""
+"""Helpers of the data tests: small stores of tokenized documents, and small texts."""
 
 import json
 

@@ -85,7 +85,9 @@ def test_packing_never_predicts_across_documents(lines, packing, add_bos, predic
 
 @pytest.mark.parametrize("packing", ["concat", "first_fit"])
 def test_aligned_documents_begin_at_multiples_and_are_complete(lines, packing):
-    """Padding belongs to no document, and the pieces are the same as without alignment."""
+    """With alignment, packed documents begin at multiples of it and are complete: padding belongs to no
+    document, and the documents' tokens are the same as without alignment.
+    """
     settings = config(lines, heldout_path=str(lines), packing=packing, align_documents=8)
     batches = list(make_eval_iterator(settings, global_batch_size=4))
     gaps = 0

@@ -1,4 +1,4 @@
-"""Mixture of experts: both forms compared with the definition, padding, statistics and errors."""
+"""Tests of the mixture of experts: both forms compared with the definition, padding, statistics and errors."""
 
 from __future__ import annotations
 

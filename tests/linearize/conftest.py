@@ -62,7 +62,7 @@ def llama(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def instructions(tmp_path) -> Path:
-    """Write a JSONL file with 16 instructions, every other one with an input."""
+    """Fixture: the path of a JSONL file with 16 instructions, every other one with an input."""
     path = tmp_path / "alpaca.jsonl"
     rows = [
         dict(instruction=f"Say {i}", input=f"thing {i}" if i % 2 else "", output=f"It is {i}. " * 3)

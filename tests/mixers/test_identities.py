@@ -1,4 +1,4 @@
-"""A method whose gate is constant equals another method with the same parameters."""
+"""Tests that a method whose gate is constant equals another, simpler method with the same parameters."""
 
 from __future__ import annotations
 

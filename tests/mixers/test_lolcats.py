@@ -1,4 +1,6 @@
-"""LoLCATs' attention is compared with numpy; the first stage of its training."""
+"""LoLCATs' attention is compared with numpy; and the first stage of its training, attention transfer, is
+tested.
+"""
 
 from __future__ import annotations
 

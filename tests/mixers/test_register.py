@@ -1,4 +1,4 @@
-"""A method from outside of the package: one file and one call of `register`."""
+"""Tests of a method registered from outside of the package: one file and one call of `register`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options of single methods, their initialisation, and their errors."""
+"""Tests of mixers' options that only single methods have, of their initialisation, and of their errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Configs: overrides, errors before compilation, JSON, schedules."""
+"""Tests of training configs: overrides, errors before compilation, JSON, schedules."""
 
 from __future__ import annotations
 
