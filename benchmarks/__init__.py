@@ -1,1 +1,1 @@
-"""Benchmarks of the library: `python -m benchmarks` lists them."""
+"""Benchmarks of this library's ops, models and training: `python -m benchmarks` lists them."""

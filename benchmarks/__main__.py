@@ -16,7 +16,9 @@ from benchmarks import options, registry
 
 
 def listing() -> str:
-    """The text with one line for each benchmark."""
+    """Return the text that `python -m benchmarks` prints: one line for each benchmark, with its name and
+    summary.
+    """
     known = registry.benchmarks()
     width = max(map(len, known))
     lines = [f"  {name:{width}}  {benchmark.summary}" for name, benchmark in known.items()]
@@ -24,7 +26,7 @@ def listing() -> str:
 
 
 def make_parser(benchmark: registry.Benchmark) -> argparse.ArgumentParser:
-    """The parser of a benchmark; imports its module."""
+    """Return the command-line parser of one benchmark, with its options; imports the benchmark's module."""
     module = benchmark.load()
     parser = argparse.ArgumentParser(
         prog=f"python -m benchmarks {benchmark.name}", usage="%(prog)s [OPTIONS]",

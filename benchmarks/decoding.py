@@ -15,7 +15,9 @@ from lsm_jax.training.step import params_of
 
 
 def random_params(config: ModelConfig) -> dict[str, Any]:
-    """Return random parameters in bfloat16 of a model's usual scale, drawn one after another."""
+    """Return random parameters in bfloat16 for a model of this config, with the usual scale, drawn one
+    after another.
+    """
 
     @functools.partial(jax.jit, static_argnums=0)
     def draw(shape, key):
@@ -32,7 +34,7 @@ def random_params(config: ModelConfig) -> dict[str, Any]:
 
 
 def gib_in_use() -> float:
-    """Return the GiB in use on the device now; 0 if it does not report them."""
+    """Return the GiB of device memory in use now; 0 if the device does not report them."""
     stats = jax.local_devices()[0].memory_stats() or {}
     return round(stats.get("bytes_in_use", 0) / 2**30, 3)
 
@@ -51,15 +53,17 @@ def split_layers(params: dict[str, Any]) -> tuple[dict[str, Any], list]:
 
 
 def decoder(config: ModelConfig, count: int, mix: Any):
-    """Return the program of `count` greedy tokens, which updates the states in place.
+    """Return the jitted program that decodes `count` tokens greedily, one after another, and updates the
+    layers' states in place.
 
     Args:
-        config: of a model whose layers are all alike.
-        count: number of tokens.
+        config: the model's config; all its layers have the same mixer and feedforward.
+        count: number of tokens that one call of the program decodes.
         mix: `layer_step` or `softmax_step`, the step of a mixer.
 
     Returns:
-        (parameters without layers, layers, token, states, position) -> (token, states, position)
+        A function (parameters without the layers', list of each layer's parameters, last token, list of each layer's
+        state, position of that token) -> (token, states, position) after `count` tokens.
     """
     model = abstract(config)
     graph, block_graph = nnx.graphdef(model), nnx.graphdef(model.periods.blocks[0])
@@ -92,13 +96,17 @@ def decoder(config: ModelConfig, count: int, mix: Any):
 
 
 def layer_step(mixer: Any, x: jax.Array, state: Any, position: jax.Array):
-    """Apply the library's mixer to one token."""
+    """Apply one of the library's mixers to one token, input x, and its state; returns (output, new state).
+    It is a `mix` of `decoder`.
+    """
     y, state, _ = mixer(x, state=state)
     return y, state
 
 
 def softmax_step(mixer: Any, x: jax.Array, cache: tuple, position: jax.Array):
-    """Write one token into a cache of keys and values [B, G, N, K] each, and let it attend to the cache."""
+    """Write one token's key and value into a cache [B, G, N, K] of each at `position`, and let its query
+    attend to the cache; returns (output, cache). It is a `mix` of `decoder`.
+    """
     context = Context(positions=jnp.broadcast_to(position, x.shape[:2]))
     q, context = mixer.read(x, context)
     new, context = mixer.write(x, context)

@@ -11,27 +11,31 @@ from benchmarks.registry import Benchmark
 
 
 def words(text: str) -> list[str]:
-    """Split a list with commas."""
+    """Split the text of a command-line option at its commas, and return the words."""
     return [word for word in text.split(",") if word]
 
 
 def shapes(sizes: Iterable[Iterable[int]]) -> str:
-    """The default of an option that is a list of shapes, such as "8x4096x16x128,2x16384x16x128"."""
+    """Return the default text of an option that is a list of shapes, such as
+    "8x4096x16x128,2x16384x16x128".
+    """
     return ",".join("x".join(map(str, shape)) for shape in sizes)
 
 
 def integers(text: str) -> list[int]:
-    """Split a list of integers with commas."""
+    """Parse the text of an option that is a list of integers with commas between them."""
     return [int(word) for word in words(text)]
 
 
 def floats(text: str) -> list[float]:
-    """Split a list of numbers with commas."""
+    """Parse the text of an option that is a list of numbers with commas between them."""
     return [float(word) for word in words(text)]
 
 
 def names(accepted: Collection[str]) -> Callable[[str], list[str]]:
-    """Return the type of an option that is a list of names, all of which must be `accepted`."""
+    """Return an argparse type: the parser of an option that is a list of names, all of which must be
+    `accepted`.
+    """
 
     def parse(text: str) -> list[str]:
         if wrong := [name for name in words(text) if name not in accepted]:
@@ -42,7 +46,9 @@ def names(accepted: Collection[str]) -> Callable[[str], list[str]]:
 
 
 def add_rows(parser: argparse.ArgumentParser, benchmark: Benchmark) -> None:
-    """Add --output and --resume, which every benchmark has."""
+    """Add to a benchmark's parser the options that every benchmark has: --output, the file for its rows,
+    and --resume, which skips measured cases.
+    """
     group = parser.add_argument_group("rows")
     group.add_argument(
         "--output", type=output_file, default=benchmark.output or "-", metavar="FILE",
@@ -55,12 +61,16 @@ def add_rows(parser: argparse.ArgumentParser, benchmark: Benchmark) -> None:
 
 
 def output_file(text: str) -> Path | None:
-    """The file that rows are appended to; None for "-"."""
+    """Return the path of the file that rows are appended to, from the text of the option --output; None for
+    "-".
+    """
     return None if text == "-" else Path(text)
 
 
 def add_lock(parser: argparse.ArgumentParser) -> None:
-    """Add --lock, for processes that use one device."""
+    """Add the option --lock to a benchmark's parser: a file that lets processes on one device take turns at
+    timing.
+    """
     parser.add_argument(
         "--lock", type=Path, metavar="FILE",
         help="a file that processes on one device lock: they compile side by side and time one after another",
@@ -74,10 +84,11 @@ def add_peers(
     workers: int = 12,
     patience: float = 300,
 ) -> None:
-    """Add --peers, --workers and --patience.
+    """Add the options about peers to a benchmark's parser: --peers (which libraries are timed), and
+    --workers and --patience for compiling their kernels.
 
     Args:
-        parser: the parser.
+        parser: the benchmark's command-line parser.
         accepted: the peers that the benchmark can time.
         workers: the default number of processes that compile the peer's kernels.
         patience: the default number of seconds that they may take.
@@ -91,7 +102,9 @@ def add_peers(
 
 
 def add_workers(group: argparse._ActionsContainer, workers: int, patience: float) -> None:
-    """Add --workers and --patience, the processes that compile and the seconds that they may take."""
+    """Add the options --workers, the number of processes that compile, and --patience, the seconds that
+    they may take, with these defaults.
+    """
     group.add_argument(
         "--workers", type=int, default=workers, help=f"processes that compile; default: {workers}"
     )
@@ -102,7 +115,9 @@ def add_workers(group: argparse._ActionsContainer, workers: int, patience: float
 
 
 def add_kinds(parser: argparse.ArgumentParser, accepted: Collection[str], default: str) -> None:
-    """Add --kinds, the implementations to time."""
+    """Add the option --kinds, which of the `accepted` implementations (such as "kernel" and "xla") a
+    benchmark times.
+    """
     parser.add_argument(
         "--kinds", type=names(accepted), default=default,
         help=f"of {', '.join(accepted)}; kernel requires an NVIDIA Hopper GPU; default: {default}",
@@ -110,14 +125,16 @@ def add_kinds(parser: argparse.ArgumentParser, accepted: Collection[str], defaul
 
 
 def add_seconds(parser: argparse.ArgumentParser, default: float, what: str) -> None:
-    """Add --seconds, a limit of time whose help text is `what`."""
+    """Add the option --seconds to a benchmark's parser: a time limit, whose help text is `what`."""
     parser.add_argument(
         "--seconds", type=float, default=default, help=f"{what}; default: {default:g}"
     )
 
 
 def add_shard(parser: argparse.ArgumentParser) -> None:
-    """Add --shard, so that several processes can divide the cases among several devices."""
+    """Add the option --shard I/N to a benchmark's parser, so that N processes can divide the cases among
+    several devices.
+    """
     parser.add_argument(
         "--shard", type=shard, default="0/1", metavar="I/N",
         help="measure every Nth case, beginning with case I (0 is the first); for N processes",
@@ -125,7 +142,9 @@ def add_shard(parser: argparse.ArgumentParser) -> None:
 
 
 def shard(text: str) -> slice:
-    """The slice of the cases that "I/N" selects."""
+    """Return the slice of a benchmark's cases that the text "I/N" of --shard selects: case I and every N-th
+    after it.
+    """
     index, _, count = text.partition("/")
     if not (index.isdecimal() and count.isdecimal() and int(index) < int(count)):
         raise argparse.ArgumentTypeError(f"{text!r}; accepted is I/N with I less than N, as 0/4")
@@ -133,7 +152,7 @@ def shard(text: str) -> slice:
 
 
 def add_minutes(parser: argparse.ArgumentParser) -> None:
-    """Add --minutes, a limit of time for all cases together."""
+    """Add the option --minutes to a benchmark's parser: a time limit for all its cases together."""
     parser.add_argument(
         "--minutes", type=float, default=math.inf,
         help="begin no case that would end later, judged by the longest case so far",

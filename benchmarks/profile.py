@@ -1,4 +1,6 @@
-"""The device time of each instruction of a program, by XLA's name and by its place in the model."""
+"""Measure the device time of each instruction of a compiled program, by XLA's name and by the place in the
+model.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ def by_kernel(call: Callable[[], Any], text: str, calls: int = 2) -> list[dict[s
         XLA_FLAGS=--xla_gpu_enable_command_buffer= turns command buffers off.
 
     Raises:
-        RuntimeError: the profile has no instruction of the program.
+        RuntimeError: the recorded profile has no instruction of the compiled program.
     """
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):

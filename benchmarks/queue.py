@@ -34,7 +34,9 @@ _ACCEPTED = "accepted is NAME [gpus=N] seconds=N alone|share: COMMAND"
 
 @dataclasses.dataclass
 class Job:
-    """A job, one line of the list."""
+    """A job of the queue, one line of its list: a name, a shell command, and the GPUs and seconds that it
+    requires.
+    """
 
     name: str
     command: str
@@ -44,10 +46,10 @@ class Job:
 
 
 def read_jobs(text: str) -> list[Job]:
-    """Return the jobs of a list.
+    """Return the jobs that the text of a job list describes, one for each line.
 
     Raises:
-        ValueError: a line is no job, an option is unknown, or a name occurs twice.
+        ValueError: a line is no job, a job's option is unknown, or two jobs have one name.
     """
     jobs: list[Job] = []
     for number, line in enumerate(text.splitlines(), 1):
@@ -66,10 +68,10 @@ def read_jobs(text: str) -> list[Job]:
 
 
 def free_gpus(job: Job, users: list[list[Job]], slots: int) -> list[int] | None:
-    """Return GPUs on which the job may start, or None if too few are free.
+    """Return the indices of GPUs on which a job may start, or None if too few are free.
 
     Args:
-        job: the job.
+        job: the job that waits to start.
         users: the jobs that run on each GPU.
         slots: how many jobs may share a GPU.
     """
@@ -86,7 +88,7 @@ def free_gpus(job: Job, users: list[list[Job]], slots: int) -> list[int] | None:
 def run(
     jobs: list[Job], folder: Path, *, gpus: int, slots: int, seconds: float
 ) -> list[dict[str, Any]]:
-    """Run the jobs.
+    """Run the queue's jobs on `gpus` GPUs within `seconds`; their logs are written below `folder`.
 
     Returns:
         For each job, in the order in which they ended, its name, exit code (None: not started) and seconds.
@@ -112,7 +114,9 @@ def run(
 
 
 class _Queue:
-    """The jobs that wait, those that run on each GPU, and the rows of those that ended."""
+    """The state of the queue: the jobs that wait, the jobs that run on each GPU, and the result rows of
+    those that ended.
+    """
 
     def __init__(self, jobs: list[Job], folder: Path, gpus: int, slots: int, seconds: float):
         self.waiting = list(jobs)
@@ -123,7 +127,9 @@ class _Queue:
         self._users: list[list[Job]] = [[] for _ in range(gpus)]
 
     def collect(self, left: float) -> None:
-        """Stop the jobs whose time is over, and record those that ended."""
+        """Stop the running jobs whose time is over, and record the result of each job that ended; `left` is
+        the seconds until the queue must end.
+        """
         for process, (job, start, log) in list(self.running.items()):
             elapsed = time.monotonic() - start
             if process.poll() is None and (left <= 0 or elapsed > 2 * job.seconds):
@@ -137,7 +143,9 @@ class _Queue:
             self._record(job, process.returncode, elapsed)
 
     def start(self, left: float) -> None:
-        """Start the jobs for which GPUs are free, and drop those that would not end in time."""
+        """Start the waiting jobs for which GPUs are free, and drop those that would not end in the `left`
+        seconds.
+        """
         blocked = False  # once a job must wait for GPUs, later ones wait too, so that it starts at some time
         for job in list(self.waiting):
             gpus = None if blocked else free_gpus(job, self._users, self._slots)
@@ -161,7 +169,7 @@ class _Queue:
 
 
 def _start(job: Job, folder: Path, gpus: list[int]) -> tuple[subprocess.Popen, Any]:
-    """Start a job; returns its process and its log file."""
+    """Start a job's shell command on these GPUs; returns its process and its log file."""
     folder.mkdir(parents=True, exist_ok=True)
     log = (folder / "log").open("w")
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))}
@@ -174,7 +182,7 @@ def _start(job: Job, folder: Path, gpus: list[int]) -> tuple[subprocess.Popen, A
 
 
 def _stop(process: subprocess.Popen) -> None:
-    """End a job and the processes that it started."""
+    """End the process of a job and all processes that it started."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -183,7 +191,9 @@ def _stop(process: subprocess.Popen) -> None:
 
 
 def main(argv: list[str]) -> None:
-    """Read the command line and run the jobs; the exit status is 1 if one failed or did not start."""
+    """Parse the command line of `python -m benchmarks queue` and run the jobs; the exit status is 1 if a
+    job failed or did not start.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks queue", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

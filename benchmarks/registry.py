@@ -27,12 +27,15 @@ CASES = Path(__file__).resolve().parent / "cases"
 
 
 class UsageError(Exception):
-    """A benchmark cannot run with the given options; the message names the option and what is accepted."""
+    """Raised if a benchmark cannot run with the given options; the message names the option and what is
+    accepted.
+    """
 
 
 @dataclasses.dataclass(frozen=True)
 class Benchmark:
-    """The description of a benchmark.
+    """The description of a benchmark: its name, the fields that identify its rows, and where they are
+    stored.
 
     Attributes:
         name: the name on the command line, which is also the name of the module.
@@ -56,16 +59,18 @@ class Benchmark:
 
     @property
     def files(self) -> tuple[str, ...]:
-        """All files in docs/ with rows of this benchmark."""
+        """Return the paths of all files in docs/ that have rows of this benchmark."""
         return (self.output,) * bool(self.output) + self.more_files
 
     def identity(self, row: dict[str, Any]) -> tuple:
-        """The values of the key fields; rows and cases of the same measurement have equal ones."""
+        """Return the values of a row's key fields; rows and cases of the same measurement have equal ones."""
         optional = (row.get(field, default) for field, default in self.optional_key.items())
         return (*(row.get(field) for field in self.key), *optional)
 
     def label(self, row: dict[str, Any]) -> str:
-        """The key fields of a row as text, without those that have their defaults."""
+        """Return the key fields of a row as text for progress messages, without those that have their
+        defaults.
+        """
         values = [row.get(field) for field in self.key]
         for field, default in self.optional_key.items():
             if row.get(field, default) != default:
@@ -73,7 +78,7 @@ class Benchmark:
         return " ".join(str(value) for value in values if value not in (None, "", {}))
 
     def load(self) -> ModuleType:
-        """Import the module of the benchmark."""
+        """Import and return the module in `benchmarks/cases/` that defines this benchmark."""
         return importlib.import_module(f"benchmarks.cases.{self.name}")
 
 
@@ -81,7 +86,7 @@ def read_description(path: Path) -> Benchmark:
     """Return the `BENCHMARK` of a module without importing it.
 
     Raises:
-        ValueError: the module assigns no `BENCHMARK`, its arguments are no literals, or its name differs from
+        ValueError: the module assigns no `BENCHMARK`, an argument of `Benchmark(...)` is no literal, or its name differs from
         the file's.
     """
     for statement in ast.parse(path.read_text()).body:
@@ -96,16 +101,16 @@ def read_description(path: Path) -> Benchmark:
 
 @functools.cache
 def benchmarks() -> dict[str, Benchmark]:
-    """All benchmarks by name, in alphabetical order."""
+    """Return the descriptions of all benchmarks by name, in alphabetical order."""
     paths = sorted(path for path in CASES.glob("*.py") if path.stem != "__init__")
     return {path.stem: read_description(path) for path in paths}
 
 
 def get(name: str) -> Benchmark:
-    """Return a benchmark by name.
+    """Return the description of the benchmark called `name`.
 
     Raises:
-        UsageError: there is no such benchmark; the message has the nearest names.
+        UsageError: no benchmark is called `name`; the message has the nearest names.
     """
     known = benchmarks()
     if name in known:

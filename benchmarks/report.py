@@ -27,20 +27,22 @@ PLACE = re.compile(rf"({START.pattern}\n)(.*?)({END})", re.DOTALL)
 
 
 def pages(root: Path) -> list[Path]:
-    """Return the pages that may contain results tables."""
+    """Return the paths of README.md and the pages of docs/ that may contain generated results tables."""
     return [root / "README.md", *sorted((root / "docs" / "results").glob("*.md"))]
 
 
 def names(text: str) -> list[str]:
-    """Return the names of the tables that a page contains, in order."""
+    """Return the names of the results tables that a page's text marks, in order."""
     return START.findall(text)
 
 
 def fill(text: str, page: Path, root: Path) -> str:
-    """Return `text`, the content of `page`, with every marked place filled from the rows below `root`.
+    """Return `text`, the markdown of `page`, with every marked table generated again from the stored rows
+    below `root`.
 
     Raises:
-      ValueError: If a name is not that of a table, if a mark has no end, or if a table has no rows.
+      ValueError: If a marked name is not that of a results table, if a table's mark has no end, or if a table has no
+        stored rows.
     """
 
     def replace(place: re.Match[str]) -> str:
@@ -63,13 +65,17 @@ def fill(text: str, page: Path, root: Path) -> str:
 
 
 def stale(root: Path) -> dict[Path, str]:
-    """Return the pages that differ from the rows, each with the content that it should have."""
+    """Return the pages whose results tables differ from the stored rows, each with the content that it
+    should have.
+    """
     fresh = {page: fill(page.read_text(), page, root) for page in pages(root)}
     return {page: text for page, text in fresh.items() if text != page.read_text()}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print, rewrite or check the pages; return the exit status."""
+    """Print, rewrite or check the pages whose results tables differ from the stored rows; return the exit
+    status.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks report", description=__doc__.splitlines()[0]
     )

@@ -21,18 +21,18 @@ _started = time.perf_counter()
 
 
 def log(text: str) -> None:
-    """Print a line of progress to stderr, after the seconds since the start."""
+    """Print a line of progress to stderr, after the seconds since this process began."""
     print(f"{time.perf_counter() - _started:.1f} s: {text}", file=sys.stderr, flush=True)
 
 
 def require_gpu(what: str) -> None:
-    """Raise UsageError if JAX has no GPU; `what` begins the message."""
+    """Raise UsageError if JAX has no GPU; `what`, such as "this benchmark", begins its message."""
     if (backend := jax.default_backend()) != "gpu":
         raise UsageError(f"{what} requires an NVIDIA Hopper GPU; JAX runs on {backend!r} here")
 
 
 def read_rows(path: Path | None) -> list[dict[str, Any]]:
-    """The rows of a file of JSON lines, without a line that was cut short; none if there is no file."""
+    """Return the rows of a file of JSON lines, without a line that was cut short; none if there is no file."""
     rows = []
     for line in path.read_text().splitlines() if path is not None and path.exists() else ():
         with contextlib.suppress(json.JSONDecodeError):
@@ -41,11 +41,11 @@ def read_rows(path: Path | None) -> list[dict[str, Any]]:
 
 
 class Progress:
-    """The number of cases that have a row, and an estimate of the time that the others need.
+    """Counts the cases of a benchmark run that have a row, and estimates the time that the others need.
 
     Args:
-        benchmark: the benchmark.
-        cases: all cases of this run.
+        benchmark: description of the benchmark, whose key fields match rows with cases.
+        cases: the key fields of every row that this run measures.
     """
 
     def __init__(self, benchmark: Benchmark, cases: list[dict[str, Any]]):
@@ -54,7 +54,9 @@ class Progress:
         self._count = len(cases)
 
     def line(self, row: dict[str, Any]) -> str:
-        """The line to print once a row is measured, such as "3 of 12, gla 2048, about 80 s left"."""
+        """Return the line of progress to print once a row is measured, such as "3 of 12, gla 2048, about 80
+        s left".
+        """
         now, identity = time.perf_counter(), self._benchmark.identity(row)
         if identity in self._left:
             self._left.remove(identity)
@@ -70,7 +72,8 @@ class Progress:
 
 
 def run(benchmark: Benchmark, args: argparse.Namespace) -> None:
-    """Measure the cases that the options ask for.
+    """Measure the cases of a benchmark that its options ask for; each row is printed and appended to the
+    output file.
 
     Raises:
         UsageError: the benchmark cannot run with these options or on this machine.
@@ -108,7 +111,9 @@ def run(benchmark: Benchmark, args: argparse.Namespace) -> None:
 
 
 def _end_last_line(path: Path) -> None:
-    """Write the newline after a row that was cut short, so that the next row begins a line."""
+    """Add the missing newline to a file of rows whose last row was cut short, so that the next row begins a
+    line.
+    """
     text = path.read_text() if path.exists() else ""
     if text and not text.endswith("\n"):
         with path.open("a") as file:
@@ -125,13 +130,13 @@ def one_by_one(
     *,
     minutes: float = math.inf,
 ) -> Iterator[dict[str, Any]]:
-    """Measure each case by itself.
+    """Measure each case of a benchmark by itself, and yield its row.
 
     A case that fails is reported on stderr; the process ends with an error once the others have their rows.
 
     Args:
-        cases: the cases.
-        measure: returns the row of a case.
+        cases: the key fields of the rows to measure.
+        measure: returns the row of one case, given its key fields.
         minutes: no case begins that would end later, judged by the longest so far.
     """
     began, longest, failed = time.perf_counter(), 0.0, 0

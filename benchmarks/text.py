@@ -63,9 +63,9 @@ def batch(
     """Return one training batch of the text.
 
     Args:
-        rows: rows of the batch (B).
-        length: tokens of a row (T).
-        vocab_size: vocabulary of the model.
+        rows: number of rows (token sequences) of the batch, B.
+        length: tokens of a row, T.
+        vocab_size: number of tokens in the model's vocabulary.
         folder: see `data_config`.
         config: further arguments of `data_config`.
 
@@ -111,7 +111,9 @@ def activations(
 
 
 def _train_tokenizer(text: Path, size: int) -> str:
-    """Return the JSON of a byte-level BPE tokenizer, trained on the lines of the text."""
+    """Return the JSON of a byte-level BPE tokenizer of `size` tokens, trained on the lines of the file
+    `text`.
+    """
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
@@ -127,7 +129,9 @@ def _train_tokenizer(text: Path, size: int) -> str:
 
 
 def _write(path: Path, content: str) -> None:
-    """Write a file that is complete or absent, also if several processes write it."""
+    """Write `content` to a file so that the file is either complete or absent, also if several processes
+    write it.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     draft.write_text(content, "utf-8")

@@ -19,7 +19,9 @@ from benchmarks.registry import ROOT
 
 
 def milliseconds(function, *args, repeats: int = 20) -> float:
-    """Return the median time of a call in ms, after two calls that compile and warm up."""
+    """Return the median time in ms of calling `function`, over `repeats` calls, after two calls that
+    compile and warm up.
+    """
     for _ in range(2):
         jax.block_until_ready(function(*args))
     times = []
@@ -31,7 +33,7 @@ def milliseconds(function, *args, repeats: int = 20) -> float:
 
 
 def batch_milliseconds(program, *args, calls: int = 20) -> float:
-    """Return the median over 7 batches of the time of a call in ms.
+    """Return the time in ms of one call of a compiled program: the median over 7 batches of calls.
 
     A batch is so many `calls`, all of which are dispatched before the last result is awaited.
     """
@@ -48,14 +50,16 @@ def batch_milliseconds(program, *args, calls: int = 20) -> float:
 
 
 def program_bytes(compiled: Any) -> int:
-    """Return the bytes of a program's arguments, temporary arrays, and results that reuse no argument."""
+    """Return the device memory in bytes that a compiled program needs: its arguments, temporary arrays, and
+    the results that reuse no argument.
+    """
     memory = compiled.memory_analysis()
     new = memory.output_size_in_bytes - memory.alias_size_in_bytes
     return memory.argument_size_in_bytes + memory.temp_size_in_bytes + new
 
 
 def append_row(path: Path, row: dict) -> None:
-    """Append a row to a file of JSON lines."""
+    """Append a measured row to a file of JSON lines."""
     with path.open("a") as file:
         file.write(json.dumps(row) + "\n")
 
@@ -66,7 +70,7 @@ def alone(lock: Path | None, shared: bool = False):
     another.
 
     Args:
-        lock: the file; None: no lock.
+        lock: the file to lock; None locks nothing.
         shared: whether other processes may have the lock `shared` at the same time, as while they compile.
     """
     if lock is None:
@@ -78,7 +82,8 @@ def alone(lock: Path | None, shared: bool = False):
 
 
 def provenance(*, device: bool = True) -> dict:
-    """Return the date, the commit, and with `device` the device and the version of JAX, for a row.
+    """Return the fields of a row that say where it was measured: the date, the commit, and with `device`
+    the device and JAX's version.
 
     The environment variable GIT_COMMIT replaces the commit in a copy of the tree without its history.
     """

@@ -16,7 +16,9 @@ from lsm_jax.training import OptimizerConfig, TrainConfig
 
 
 def get_config() -> TrainConfig:
-    """Return the config of the demo's run."""
+    """Return the training config of the demo's run: a small hybrid of Gated DeltaNet and softmax attention
+    on bytes.
+    """
     inner = SwiGLUConfig(multiple_of=64)
     recurrent = GatedDeltaNetConfig(
         num_heads=4, head_dim=32, expand_v=1.0, op=OpConfig(chunk_size=32)

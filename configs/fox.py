@@ -54,7 +54,8 @@ SLIMPAJAMA_TOKENS = {"15b": 14 * GI}
 
 
 def get_config(variant: str = "pro-760m") -> TrainConfig:
-    """Return the config of the run `<model>-<size>[,tokens=...][,data=...]`.
+    """Return the training config of the FoX run that the variant `<model>-<size>[,tokens=...][,data=...]`
+    names.
 
     Raises:
         ValueError: the model, size, number of tokens or option does not exist; the message lists those that do.
@@ -95,7 +96,9 @@ def get_config(variant: str = "pro-760m") -> TrainConfig:
 
 
 def _slimpajama(variant: str, name: str, size: str, tokens: str) -> TrainConfig:
-    """Return the config of a run on SlimPajama."""
+    """Return the training config of a FoX run on SlimPajama (the paper's Table 7); `variant` is the
+    complete variant, for messages, and `name`, `size` and `tokens` are its parts.
+    """
     check_head(variant, "data=slimpajama, model", name, SLIMPAJAMA)
     check_head(variant, "data=slimpajama, size", size, ("360m",))
     parse_value(variant, "tokens", tokens, Option(choices=SLIMPAJAMA_TOKENS))

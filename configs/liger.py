@@ -139,7 +139,7 @@ ONE_BRANCH = ("no_window", "no_memory")
 
 
 def get_config(variant: str = "smollm2-135m") -> TrainConfig:
-    """Return the config of the run `<model>[,option=value...]`.
+    """Return the training config of the Liger run that the variant `<model>[,option=value...]` names.
 
     Raises:
         ValueError: the model, an option or a value does not exist, or the source is not accepted.
@@ -154,7 +154,9 @@ def get_config(variant: str = "smollm2-135m") -> TrainConfig:
 
 
 def _options(variant: str) -> tuple[str, dict[str, Any]]:
-    """Return the model's name and the options of a variant, with defaults; raises as `get_config` does."""
+    """Return the model's name and the options (with defaults) that a variant of the Liger config names;
+    raises ValueError as `get_config` does.
+    """
     name, given = parse_variant(variant, OPTIONS)
     options: dict[str, Any] = DEFAULTS | given
     for key, met, requirement in (
@@ -180,7 +182,8 @@ def _options(variant: str) -> tuple[str, dict[str, Any]]:
 
 
 def tuning_config(variant: str, base: ModelConfig) -> TrainConfig:
-    """Return the config of the run that `variant` names, for another softmax model than the one it names.
+    """Return the training config of the Liger run that `variant` names, but for the softmax model `base` in
+    place of the one that it names.
 
     The run still lacks the pretrained parameters: set `base` or `init_from`, and `data.tokenizer`.
 
@@ -235,7 +238,9 @@ def tuning_config(variant: str, base: ModelConfig) -> TrainConfig:
 def _lolcats(
     base: ModelConfig, method: str, recipe: str, *, rank: int, window: int
 ) -> tuple[ModelConfig, tuple[str, ...], tuple[str, ...]]:
-    """Return the model of a run of LoLCATs, the run's `trainable` and its `frozen_initial`."""
+    """Return, for a run of LoLCATs, the model's config, the names of the trained parameters (`trainable`)
+    and of those that keep their initial values (`frozen_initial`).
+    """
     as_liger = recipe == "liger"
     fields: dict[str, Any] = dict(window=window)
     if as_liger:
@@ -251,11 +256,11 @@ def _lolcats(
 
 
 def _base(variant: str, name: str, source: str, given: str) -> tuple[ModelConfig, str, bool]:
-    """Find the pretrained model and its tokenizer.
+    """Find the pretrained model that a variant of the Liger config starts from, and its tokenizer.
 
     Args:
-        variant: the config's variant, for messages.
-        name: the model's name.
+        variant: the config's complete variant, for messages.
+        name: name of the pretrained model, such as "smollm2-135m" or "auto".
         source: absolute path of the pretrained model, or "".
         given: the option `tokenizer`, or "".
 

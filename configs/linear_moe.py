@@ -42,7 +42,7 @@ from lsm_jax.training import OptimizerConfig, TrainConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Size:
-    """The dimensions of a model, and its training recipe."""
+    """The dimensions of a Linear-MoE model of one size, and its training recipe."""
 
     hidden_size: int
     num_layers: int
@@ -93,7 +93,8 @@ OPTIONS = dict(
 
 
 def mixer_config(name: str, size: Size, *, as_published: bool = False) -> Any:
-    """Return the config of a mixer; `as_published` is the option.
+    """Return the config of the mixer called `name` for a Linear-MoE model of that size; `as_published`
+    selects the layers of the authors' code.
 
     The methods of Linear-MoE have heads of the published width, keys and values as wide as the model, and an output gate.
     Other methods have the proportions of their papers.
@@ -118,7 +119,8 @@ def mixer_config(name: str, size: Size, *, as_published: bool = False) -> Any:
 
 
 def get_config(variant: str = "a0.3b-2b") -> TrainConfig:
-    """Return the config of the run `<size>[,option=value ...]`; sizes are `SIZES`, options `OPTIONS`.
+    """Return the training config of the Linear-MoE run `<size>[,option=value ...]`; sizes are `SIZES`,
+    options `OPTIONS`.
 
     Raises:
         ValueError: the size, an option or a value does not exist; the message lists those that do.

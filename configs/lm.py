@@ -23,7 +23,7 @@ from lsm_jax.training import OptimizerConfig, TrainConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """The training recipe of a size."""
+    """The training recipe of a language model of one size: tokens, batch and learning rate."""
 
     total_tokens: int
     batch_size: int
@@ -55,7 +55,8 @@ OPTIONS = dict(
 
 
 def get_config(variant: str = "gla-340m") -> TrainConfig:
-    """Return the config of the run `<method>-<size>[,pattern=...][,feedforward=...][,vocab_size=...]`.
+    """Return the training config of the language model
+    `<method>-<size>[,pattern=...][,feedforward=...][,vocab_size=...]`.
 
     Raises:
         ValueError: the method, size or option does not exist; the message lists those that do.

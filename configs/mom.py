@@ -79,7 +79,8 @@ OPTIONS = dict(
 
 
 def mixer_config(hidden_size: int, given: dict[str, Any]) -> Any:
-    """Return the mixer of letter L.
+    """Return the config of the mixer of letter L (all layers but those of softmax attention) of a
+    Mixture-of-Memories model.
 
     It is MoM, or with the options `baseline` and `expanded` only its inner mixer, possibly with a larger memory.
     """
@@ -111,7 +112,9 @@ def mixer_config(hidden_size: int, given: dict[str, Any]) -> Any:
 
 
 def _expanded(inner: Any) -> Any:
-    """Return the config of an inner mixer with a memory three times as large."""
+    """Return the config of the inner mixer `inner` with a memory three times as large, the baseline of
+    Mixture-of-Memories.
+    """
     name = mixers.method_of(inner).name
     if name not in WIDENED:
         raise ValueError(
@@ -123,7 +126,8 @@ def _expanded(inner: Any) -> Any:
 
 
 def get_config(variant: str = "340m") -> TrainConfig:
-    """Return the config of the run `<size>[,option=value ...]`; sizes are `lsm_jax.models.SIZES`, options `OPTIONS`.
+    """Return the training config of the Mixture-of-Memories run `<size>[,option=value ...]`; sizes are
+    `lsm_jax.models.SIZES`, options `OPTIONS`.
 
     Raises:
         ValueError: the size, an option or a value does not exist (the message lists those that do), or options exclude each

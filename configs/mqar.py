@@ -35,7 +35,9 @@ from lsm_jax.training import RecallConfig
 
 
 def _tasks(text: str) -> tuple[RecallTask, ...]:
-    """Parse tasks: words "<length>x<pairs>:<examples>" separated by spaces."""
+    """Parse the tasks of a recall suite: words "<length in tokens>x<key-value pairs>:<number of examples>",
+    separated by spaces.
+    """
     parts = [[int(x) for x in item.replace("x", ":").split(":")] for item in text.split()]
     return tuple(RecallTask(length=t, num_pairs=p, num_examples=n) for t, p, n in parts)
 
@@ -81,7 +83,9 @@ def published(method: str, width: int) -> dict[str, Any]:
 
 
 def mixer_config(method: str, width: int) -> Any:
-    """Return the method's config: zoology's, or our preset with two heads if the width allows them."""
+    """Return the config of the mixer `method` for associative recall: zoology's, or our preset with two
+    heads if the width allows them.
+    """
     if method == "mom":
         return mixers.MoMConfig(mixer=mixer_config("gated_deltanet", width))
     config = mixers.get_method(method).config.for_width(width)
@@ -106,7 +110,8 @@ OPTIONS = dict(width=Option(kind=int, least=8), suite=Option(choices=SUITES), pa
 
 
 def get_config(variant: str = "gla") -> RecallConfig:
-    """Return the config of the run `<method>[,width=64][,suite=64x4][,pattern=CL]`; Mamba2's pattern is LL, as published.
+    """Return the config of the recall sweep `<method>[,width=64][,suite=64x4][,pattern=CL]`; Mamba2's
+    pattern is LL, as published.
 
     Raises:
         ValueError: the method, suite or option does not exist; the message lists those that do.

@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Option:
-    """The values that an option of a variant accepts.
+    """The values that one option of a config's variant accepts.
 
     Attributes:
         kind: str, int (a whole number), float (a finite number from 0) or bool (0 or 1).
@@ -25,7 +25,7 @@ class Option:
     positive: bool = False
 
     def accepted(self) -> str:
-        """Return the accepted values in words, such as "accepted are 0 and 1"."""
+        """Return the values that this option of a variant accepts, in words such as "accepted are 0 and 1"."""
         if self.choices:
             return listed(filter(None, self.choices))
         if self.kind is bool:
@@ -37,7 +37,8 @@ class Option:
         return "accepted is text"
 
     def parse(self, text: str) -> Any:
-        """Return the value of `text`.
+        """Return the value of this option that `text` states, in the option's kind (str, int, float or
+        bool).
 
         Raises:
             ValueError: the value is not accepted.
@@ -59,13 +60,16 @@ class Option:
 
 
 def listed(names: Iterable[str]) -> str:
-    """Return the names in the wording of all messages: "accepted are a, b"."""
+    """Return the accepted names of an option or model in the wording of all error messages: "accepted are
+    a, b".
+    """
     names = tuple(names)
     return f"accepted {'is' if len(names) == 1 else 'are'} {', '.join(names)}"
 
 
 def parse_variant(variant: str, options: Mapping[str, Option]) -> tuple[str, dict[str, Any]]:
-    """Return the head of a variant, and the values of its options by name.
+    """Return the head (the part before the first comma) of a config's variant, and the values of its
+    options by name.
 
     Args:
         variant: "head[,option=value ...]".
@@ -92,7 +96,7 @@ def parse_variant(variant: str, options: Mapping[str, Option]) -> tuple[str, dic
 
 
 def parse_value(variant: str, name: str, text: str, option: Option) -> Any:
-    """Return the value of one option.
+    """Return the value that the text of one option of a config's variant has.
 
     Raises:
         ValueError: the value is not accepted; the message says what is.
@@ -117,7 +121,7 @@ def split_head(variant: str, head: str, first: str, example: str) -> tuple[str, 
 
 
 def check_head(variant: str, kind: str, head: str, accepted: Iterable[str]) -> None:
-    """Raise ValueError unless the head, a `kind` such as "size", is one of `accepted`."""
+    """Raise ValueError unless a variant's head, which names a `kind` such as "size", is one of `accepted`."""
     accepted = tuple(accepted)
     if head not in accepted:
         raise ValueError(f"variant {variant!r}: {kind} {head!r}; {listed(accepted)}")

@@ -79,19 +79,23 @@ def tiny_model() -> ModelConfig:
 
 
 def trained_parameters(config: TrainConfig) -> int:
-    """Return the number of parameters that a run trains."""
+    """Return the number of parameters that a training run changes, by its config."""
     trained, _ = split(params_of(abstract(config.model)), config.trainable)
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(trained))
 
 
 def variant(options: str, *, window: int, rank: int | None) -> str:
-    """Return the variant of configs/liger.py of one run; a run without adapters has no rank."""
+    """Return the variant of configs/liger.py that one run of the comparison has, from its options, window
+    (in tokens) and adapter rank; a run without adapters has no rank.
+    """
     rank_option = "" if rank is None or "transfer" in options else f",rank={rank}"
     return f"smollm2-135m,data=text,{options},window={window}{rank_option}"
 
 
 def runs_of(method: str, base: ModelConfig, *, window: int, rank: int | None) -> list[TrainConfig]:
-    """Return the configs of a method's runs, one after the other."""
+    """Return the training configs of a method's runs in order (LoLCATs has two), for the pretrained model
+    `base`.
+    """
     return [
         liger.tuning_config(variant(options, window=window, rank=rank), base)
         for options in METHODS[method]
@@ -101,13 +105,15 @@ def runs_of(method: str, base: ModelConfig, *, window: int, rank: int | None) ->
 def matched_ranks(
     methods: Iterable[str], base: ModelConfig, *, window: int, parameters: int | None = None
 ) -> dict[str, tuple[int, int]]:
-    """Return the rank and the number of trained parameters of each method, with the numbers as equal as ranks permit.
+    """Return, for each method, the rank of its adapters and the number of parameters that it trains with
+    it, such that the numbers are as equal as ranks permit.
 
     Args:
         methods: names in `METHODS`.
-        base: the pretrained model.
-        window: tokens of the window.
-        parameters: the number that each method is to train; None is the largest of the published recipes'.
+        base: the config of the pretrained model.
+        window: tokens in the window of softmax attention.
+        parameters: number of parameters that each method is to train; None is the largest number of the published
+            recipes.
 
     Raises:
         ValueError: a method trains more than `parameters` even with adapters of rank 1.
@@ -131,7 +137,9 @@ def matched_ranks(
 
 
 def base_run(args: argparse.Namespace) -> Path:
-    """Import or pretrain the softmax model as a run, and return the run's directory."""
+    """Import or pretrain the softmax model that all methods start from, store it as a run, and return the
+    run's directory.
+    """
     workdir = args.workdir / "base"
     if args.source:
         if not (workdir / "config.json").exists():
@@ -154,7 +162,9 @@ def base_run(args: argparse.Namespace) -> Path:
 def run_method(
     method: str, rank: int, base: Path, args: argparse.Namespace
 ) -> tuple[list[Path], list[TrainConfig]]:
-    """Train a method's runs, and return their directories and configs."""
+    """Train all runs of a method with adapters of this rank, and return the runs' directories and training
+    configs.
+    """
     start, tiny = read_config(base), not args.source
     model = dataclasses.replace(start.model, dtype="float32" if tiny else "bfloat16")
     window = TINY_WINDOW if tiny else 64
@@ -182,7 +192,9 @@ def run_method(
 def measure(
     folder: Path, data: DataConfig, args: argparse.Namespace, model: Any = None
 ) -> dict[str, float]:
-    """Return the held-out loss of a run in nats, and of its tokens beyond the window; `model` replaces the run's."""
+    """Return a run's mean held-out loss in nats, over all tokens and over those at positions beyond the
+    window; `model` replaces the run's model.
+    """
     run = load_run(folder)
     tokenizer = load_tokenizer(data.tokenizer, json_escape=data.json_escape)
     batches = make_eval_iterator(
@@ -201,7 +213,9 @@ def measure(
 
 
 def rows_of(args: argparse.Namespace) -> Iterable[dict[str, Any]]:
-    """Train and measure each method; yields a row for the pretrained model, for the untrained window, and for each method."""
+    """Train and measure each method of the comparison; yields a row for the pretrained model, for the
+    untrained model with window attention, and for each method.
+    """
     base = base_run(args)
     start = read_config(base)
     window = TINY_WINDOW if not args.source else 64
@@ -234,12 +248,12 @@ def rows_of(args: argparse.Namespace) -> Iterable[dict[str, Any]]:
 
 
 def model_with(config: ModelConfig, params: dict[str, Any]) -> Any:
-    """Return the model of a config with these parameters."""
+    """Return the model that a config describes, with the given parameters."""
     return nnx.merge(nnx.graphdef(abstract(config)), params)
 
 
 def table(rows: list[dict[str, Any]], title: str) -> Table:
-    """Return the rows as a table."""
+    """Return the comparison's rows (one for each method) as the text of a table under `title`."""
     names = list(rows[0])
     made = Table(*(name.replace("_", " ") for name in names), title=title)
     for column in made.columns[1:]:
@@ -250,7 +264,9 @@ def table(rows: list[dict[str, Any]], title: str) -> Table:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit status."""
+    """Run the command `python -m scripts.compare_linearized` with these arguments and return its exit
+    status.
+    """
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -23,11 +23,11 @@ def run(tree: Path, name: str, arguments: list[str], rows: Path, seconds: float)
     """Run a benchmark in a tree, which appends its rows to a file; if it fails or is stopped, its finished rows remain.
 
     Args:
-        tree: root of the tree.
-        name: the benchmark.
-        arguments: its arguments.
+        tree: root of the source tree whose code is measured.
+        name: name of the benchmark.
+        arguments: further command-line arguments of the benchmark.
         rows: the JSONL file of the tree's rows.
-        seconds: time limit.
+        seconds: after this time the benchmark is stopped.
     """
     package = (tree / "benchmarks" / "__main__.py").is_file()
     module = ["benchmarks", name] if package else [f"benchmarks.{name}"]
@@ -44,7 +44,9 @@ def run(tree: Path, name: str, arguments: list[str], rows: Path, seconds: float)
 
 
 def times(path: Path) -> dict[str, list[float]]:
-    """Return the smallest times of each benchmark row in a JSONL file, by the row's name."""
+    """Return, from the rows of benchmarks in a JSONL file, the smallest times of each measurement by its
+    name.
+    """
     smallest: dict[str, list[float]] = {}
     for line in path.read_text().splitlines() if path.is_file() else ():
         row = json.loads(line)
@@ -57,7 +59,7 @@ def times(path: Path) -> dict[str, list[float]]:
 
 
 def main() -> None:
-    """Read the command line, measure, print the ratios."""
+    """Read the command line, measure both source trees alternately, and print the ratios of their times."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--old", type=Path, required=True, help="root of the old tree")
     parser.add_argument("--output", type=Path, required=True, help="folder for the rows")

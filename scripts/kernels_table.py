@@ -70,7 +70,9 @@ ONE_TOKEN = (("any call", "decode_step.hopper"),)
 
 
 def requirements(op: str, backend: Backend) -> list[str]:
-    """Return a line of Markdown for each requirement of a backend."""
+    """Return a line of Markdown for each requirement that a call of `op` must meet for this backend to
+    support it.
+    """
     lines = [f"- {requirement.text}" for requirement in backend.requirements]
     kernels = ONE_TOKEN if backend.label == "decode_step" else KERNELS.get((op, backend.name), ())
     for case, module in kernels:
@@ -85,7 +87,7 @@ def requirements(op: str, backend: Backend) -> list[str]:
 
 
 def page() -> str:
-    """Return the page: a section for each op, with a list for each backend."""
+    """Return the text of docs/kernels.md: a section for each op, with a list for each backend."""
     parts = [HEAD]
     for op in OPS:
         parts.append(f"## `{op}`\n")
@@ -101,7 +103,7 @@ def page() -> str:
 
 
 def main() -> None:
-    """Print the page or write it."""
+    """Print the text of docs/kernels.md, or write the file with --write."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", action="store_true", help="write docs/kernels.md")
     if parser.parse_args().write:

@@ -19,7 +19,9 @@ number of tokens from one on; for finite inputs every output is causal to the bi
 
 
 def page() -> str:
-    """Return the page: a table row for each method in the registry's order, and the notes below."""
+    """Return the text of docs/methods.md: a table row for each method in the registry's order, and the
+    notes below.
+    """
     rows = [
         "| method | op | gate | write | read | state | forms | published |",
         "|---|---|---|---|---|---|---|---|",
@@ -39,7 +41,7 @@ def page() -> str:
 
 
 def main() -> None:
-    """Print the page or write it."""
+    """Print the text of docs/methods.md, or write the file with --write."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--write", action="store_true", help="write docs/methods.md")
     if parser.parse_args().write:

@@ -19,13 +19,17 @@ flags.DEFINE_string("title", "", "Text before the title of both plots.")
 
 
 def newest_results(workdir: Path) -> Path | None:
-    """Return the newest results.npz of a run, or None if the run has not been evaluated."""
+    """Return the path of the results.npz of a run's newest evaluation, or None if the run has not been
+    evaluated.
+    """
     files = sorted(workdir.glob("eval/*/results.npz"), key=lambda path: path.stat().st_mtime)
     return files[-1] if files else None
 
 
 def main(argv: list[str]) -> None:
-    """Write both plots and print their paths."""
+    """Draw the training curves and the held-out loss by position of the runs that the command line names,
+    and print the paths of the two plots.
+    """
     from lsm_jax.evaluation import LossCurve, plot_loss_by_position, plot_training
     from lsm_jax.training import read_config
 

@@ -37,7 +37,9 @@ _MAPS = Path("/proc/self/maps")  # one line per memory map; Linux allows a proce
 
 @pytest.fixture(autouse=True)
 def forget_programs():
-    """Clear the caches of compiled programs before their memory maps reach the limit, at which XLA aborts."""
+    """Clear JAX's caches of compiled programs before the process has as many memory maps as the system
+    permits; XLA aborts there.
+    """
     yield
     number = next(_tests)
     maps = _MAPS.read_bytes().count(b"\n") if number % 10 == 0 and _MAPS.exists() else 0

@@ -21,8 +21,8 @@ def compiled_memory(config: TrainConfig, rows: int, length: int, *, packed: bool
     """Compile a training step for the H200s of the config's mesh and return XLA's memory analysis.
 
     Args:
-        config: the run.
-        rows: rows of the batch.
+        config: the training config of the run, whose mesh says how many cards there are.
+        rows: number of rows (token sequences) of the batch.
         length: tokens in a row.
         packed: whether the batch has segment ids and positions.
     """

@@ -1,4 +1,6 @@
-"""Variants of configs: accepted values, and errors with the same wording in all configs."""
+"""Tests of the variants of configs (configs/*.py): accepted values, and errors with the same wording in all
+configs.
+"""
 
 from __future__ import annotations
 

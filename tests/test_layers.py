@@ -1,4 +1,6 @@
-"""Rules of imports: packages import only the packages below them, and no private names of other modules."""
+"""Tests of the rules of imports: packages import only the packages below them, and no private names of
+other modules.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +79,9 @@ def _is_module(name: str) -> bool:
 
 
 def imported(path: Path) -> set[tuple[int, str]]:
-    """Return (line, full module name) of every import, also inside functions; `from a import b` is a.b if that is a module."""
+    """Return (line, full module name) of every import in a source file, also inside functions; `from a
+    import b` is a.b if that is a module.
+    """
     imports = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -93,7 +97,7 @@ def imported(path: Path) -> set[tuple[int, str]]:
 
 
 def _package(module: str) -> str | None:
-    """Return the package of a module of this project, such as "ops"; None for any other module."""
+    """Return the package of this project that a module is in, such as "ops"; None for any other module."""
     head, _, rest = module.partition(".")
     if head == "pallas_kernels":
         return head
@@ -101,7 +105,7 @@ def _package(module: str) -> str | None:
 
 
 def _allowed(package: str, module: str) -> bool:
-    """Return whether modules of a package may import a module."""
+    """Return whether the rules of imports let modules of the package `package` import `module`."""
     target = _package(module)
     if target is None or target == package:
         return True
@@ -154,7 +158,9 @@ def test_imports_run_downwards_inside_ops_and_kernels(path):
 
 
 def private_names(path: Path) -> list[str]:
-    """List the uses of other modules' private names: `from a import _b`, and `a._b` of an imported module a."""
+    """List the places in a source file that use other modules' private names: `from a import _b`, and
+    `a._b` of an imported module a.
+    """
     tree = ast.parse(path.read_text())
     modules = {"jax"}
     uses = []
@@ -193,7 +199,9 @@ def test_only_one_module_imports_jax_experimental(path):
 
 
 def _attributes(path: Path) -> set[tuple[str, str]]:
-    """Return (a, b) of every `a.b` and every `from a import b` in the code, even if b is no module of this project."""
+    """Return (a, b) of every `a.b` and every `from a import b` in the code of a source file, even if b is
+    no module of this project.
+    """
     pairs = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):

@@ -1,4 +1,4 @@
-"""All cells of the notebook run without an error."""
+"""Test that all cells of the example notebook run without an error."""
 
 from __future__ import annotations
 

@@ -84,9 +84,11 @@ CALLS = {
 
 
 def lower(call, shape: str) -> list:
-    """Return two lowered programs: forward, and forward and backward.
+    """Return two programs of an attention function `call`, lowered and not yet compiled: forward, and
+    forward and backward.
 
-    Their arguments are q, k, v, the gradient of the output, and the sums of log gates.
+    The programs' arguments are q, k, v and the gradient of the output, each [B, T, H, D], and, unless `call` is cuDNN's
+    attention without gates, the high and the low float32 part of the cumulative sums of log gates, each [B, T, H].
     """
     batch, length, heads, dim = map(int, shape.split("x"))
     array = jax.ShapeDtypeStruct((batch, length, heads, dim), jnp.bfloat16)
@@ -104,14 +106,18 @@ def lower(call, shape: str) -> list:
 
 
 def compile_all(cases: dict) -> dict:
-    """Compile all programs of all cases side by side."""
+    """Compile the programs (forward, and forward and backward) of all attention cases in parallel threads,
+    and return them by case.
+    """
     with concurrent.futures.ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
         futures = {case: [pool.submit(p.compile) for p in pair] for case, pair in cases.items()}
         return {case: [future.result() for future in pair] for case, pair in futures.items()}
 
 
 def calls_of(program, inputs) -> int:
-    """Return the number of calls in a batch: 20, or fewer if 20 would take longer than 60 ms."""
+    """Return how many calls of a compiled program one timed batch has: 20, or fewer if 20 would take longer
+    than 60 ms.
+    """
     jax.block_until_ready(program(*inputs))
     began = time.perf_counter()
     jax.block_until_ready(program(*inputs))
@@ -119,7 +125,9 @@ def calls_of(program, inputs) -> int:
 
 
 def measure(name: str, pair: list, inputs: tuple) -> list[float]:
-    """Return the milliseconds of both programs of a call."""
+    """Return the milliseconds of one attention implementation's two compiled programs: forward, and forward
+    and backward.
+    """
     inputs = inputs[:4] if CALLS[name] is cudnn else inputs
     times = (batch_milliseconds(p, *inputs, calls=calls_of(p, inputs)) for p in pair)
     return [round(ms, 4) for ms in times]
@@ -137,7 +145,9 @@ def pruned_share(inputs: tuple) -> float:
 
 
 def recorded(run_folder: Path, heads: int):
-    """Yield (layer, inputs, log gates [T, H]) for each layer of a trained FoX on a held-out row."""
+    """Yield, for each layer of a trained FoX on a held-out row, its number, the inputs to time (its q, k
+    and sums of log gates; v and the gradient of the output are random) and its log gates [T, H].
+    """
     from lsm_jax import load_run
     from lsm_jax.data import make_eval_iterator
     from lsm_jax.data.tokenizers import ByteTokenizer
@@ -158,7 +168,9 @@ def recorded(run_folder: Path, heads: int):
 
 
 def measure_run(run_folder: Path, heads: int, save: Path | None) -> dict:
-    """Return the row of a trained model's gates; `save` is a file for the gates of all layers."""
+    """Time forgetting attention with a trained model's gates and return the benchmark's row; `save` is a
+    file for the gates of all layers.
+    """
     layers, programs, all_gates, inputs, shape = [], {}, [], (), ""
     for layer, inputs, gates in recorded(run_folder, heads):
         if not programs:

@@ -54,14 +54,18 @@ def _both(op: str, do, *inputs):
 
 
 def _program(op: str, shape: str, **place):
-    """Return the op, forward and backward, and the shapes of its inputs."""
+    """Return the jitted function that computes a TPU op's output and gradients, and the shapes and dtypes
+    of its inputs.
+    """
     arrays = jax.eval_shape(functools.partial(make_inputs, op, shape))
     q, k, v, do, *gates = (jax.ShapeDtypeStruct(x.shape, x.dtype, **place) for x in arrays)
     return jax.jit(functools.partial(_both, op)), (do, q, k, v, *gates)
 
 
 def build(op: str, chip: str, shape: str) -> None:
-    """Compile an op for a chip, in a process of its own, since libtpu reads the flags of its dumps once."""
+    """Compile the forward and backward pass of an op for a TPU chip; run it in a separate process for each,
+    since libtpu reads the flags for its dumps once.
+    """
     device = topologies.get_topology_desc(CHIPS[chip], "tpu").devices[0]
     function, inputs = _program(op, shape, sharding=SingleDeviceSharding(device))
     abstract = AbstractDevice(device.device_kind, 1, platform="tpu")

@@ -36,7 +36,9 @@ KINDS = {"kernel": "mosaic_gpu", "xla": "xla"}
 
 
 def programs(shape: tuple[int, int, int], kind: str, head_dim: int | None, packed: bool) -> list:
-    """Return the forward and the backward program, lowered, each with its inputs."""
+    """Return the forward and the backward program of a short convolution, lowered for compiling, each with
+    its inputs.
+    """
     draws = np.random.default_rng(0)
     x, dy = (jnp.asarray(draws.normal(size=shape), jnp.bfloat16) for _ in range(2))
     weight = jnp.asarray(draws.normal(size=(4, shape[2])), jnp.bfloat16)

@@ -38,7 +38,7 @@ VOCAB, BATCH, LENGTH = 50257, 32, 2048
 
 
 def write_store(path: Path, documents: int, length: int) -> None:
-    """Write a store of random documents whose ids follow Zipf's law."""
+    """Write a store (zarr v2) of random documents of `length` token ids, which follow Zipf's law."""
     generator = np.random.default_rng(0)
     with StoreWriter(
         path, length, vocab_size=VOCAB, attributes={"encoder": "tiktoken-gpt2"}
@@ -49,7 +49,9 @@ def write_store(path: Path, documents: int, length: int) -> None:
 
 
 def measure(config: DataConfig, seconds: float) -> dict[str, float]:
-    """Read for so many seconds, in which decoding the first chunks counts, and return the speed."""
+    """Read batches from the input pipeline for `seconds`, decoding of the first chunks included, and return
+    the speed.
+    """
     start = time.perf_counter()
     iterator = make_train_iterator(config, global_batch_size=BATCH, seed=0)
     opened = time.perf_counter()
@@ -69,7 +71,9 @@ def measure(config: DataConfig, seconds: float) -> dict[str, float]:
 
 
 def make_configs(store: Path, text: Path) -> dict[str, DataConfig]:
-    """Return the ways to read, by name."""
+    """Return the data configs that the benchmark times, by name: reading a store in several orders, and
+    reading text.
+    """
     gpt2 = {"path": str(store), "tokenizer": "gpt2", "sequence_length": LENGTH}
     return {
         "store, published order": DataConfig(**gpt2, shuffle=False),

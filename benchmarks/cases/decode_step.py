@@ -57,7 +57,9 @@ STEPS, LAYERS = 100, 4
 
 
 def make_inputs(names: str, batch: int, heads: int, dim: int) -> dict[str, Any]:
-    """Return the arrays of a step by name; `names` has the kind of decay, and arrays besides q, k, v."""
+    """Return the input arrays of one decoding step of a memory, by the op's argument names; `names` has the
+    kind of decay, and arrays besides q, k, v.
+    """
     draws = np.random.default_rng(0)
 
     def draw(*shape, dtype=jnp.float32):
@@ -83,7 +85,10 @@ def make_inputs(names: str, batch: int, heads: int, dim: int) -> dict[str, Any]:
 
 
 def steps(op: Any, stacked: bool, options: dict[str, str]) -> Any:
-    """Return a program: (memory, arrays) -> the memory and the last output after `STEPS` steps."""
+    """Return a jitted program that applies an op to one token `STEPS` times: (memory, arrays) -> the memory
+    and the last output. With `stacked` the memory is a stack of several layers' memories, one of which
+    each step updates.
+    """
 
     def run(memory, arrays):
         rows = arrays["q"].shape[0]
@@ -102,7 +107,9 @@ def steps(op: Any, stacked: bool, options: dict[str, str]) -> Any:
 
 
 def microseconds(program: Any, memory: jax.Array, arrays: dict[str, Any]) -> float:
-    """Return the median time of a step."""
+    """Return the median time in microseconds of one decoding step, over seven calls of a program that runs
+    `STEPS` steps.
+    """
     times = []
     for _ in range(8):
         began = time.perf_counter()
@@ -114,7 +121,9 @@ def microseconds(program: Any, memory: jax.Array, arrays: dict[str, Any]) -> flo
 def measure(
     pairs: list[tuple[str, int]], kinds: list[str], heads: int, dim: int, lock: Path | None
 ) -> Iterator[dict[str, Any]]:
-    """Yield the row of each pair (op, batch); all programs are compiled before any is timed."""
+    """Time one decoding step for each pair (op, batch size) and yield its row; all programs are compiled
+    before any is timed.
+    """
     cases = [(name, b, s, kind) for name, b in pairs for s in (False, True) for kind in kinds]
 
     def memory_of(batch, stacked):
@@ -147,7 +156,9 @@ def measure(
 def generate(
     method: str, size: str, batches: list[int], kinds: list[str], tokens: int, lock: Path | None
 ) -> Iterator[dict[str, Any]]:
-    """Yield rows with the tokens/s of generating `tokens` tokens after prompts of 16."""
+    """Yield, for batch sizes and kinds of backend, rows with the tokens/s at which a model of `method`
+    generates `tokens` tokens after prompts of 16.
+    """
 
     def build(kind):
         config = models.lm(method, size)

@@ -37,12 +37,16 @@ def _unit(x):
 
 
 def _slow(rng, *shape):
-    """Return log decays from -1e-1 to -1e-5 per token."""
+    """Return random log decays from -1e-1 to -1e-5 per token, of the given shape: memories that last for
+    thousands of tokens.
+    """
     return -(10.0 ** rng.uniform(-5, -1, size=shape))
 
 
 def make_cases(length: int) -> dict:
-    """Return for each name the op and its inputs in float64."""
+    """Return, by the name of each class of transition, the op and its random float64 inputs for a sequence
+    of `length` tokens.
+    """
     rng = np.random.default_rng(0)
     shape = (1, length, 1)
     q, v = rng.normal(size=(*shape, KEY_DIM)), rng.normal(size=(*shape, VALUE_DIM))
@@ -71,7 +75,9 @@ def make_cases(length: int) -> dict:
 
 
 def drift(op: str, inputs: dict, compiler_options: dict | None = None) -> tuple[float, float]:
-    """Return the error in the first and in the last tenth; `compiler_options` are those of `jax.jit`."""
+    """Return the float32 chunk form's error against the float64 recurrent form in the first and in the last
+    tenth of the sequence; `compiler_options` are those of `jax.jit`.
+    """
     jit = functools.partial(jax.jit, compiler_options=compiler_options)
     function = getattr(ops, op)
     inputs = dict(inputs)

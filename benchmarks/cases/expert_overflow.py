@@ -42,7 +42,7 @@ BENCHMARK = Benchmark(
 
 
 def config_of(balance: float, args: argparse.Namespace) -> linear_moe.TrainConfig:
-    """Return the run with one factor of the balance loss."""
+    """Return the training config of a run of sharded experts whose balance loss has the factor `balance`."""
     config = linear_moe.get_config("tiny")
     tokens = args.batch_size * args.length
     experts = MoEConfig.for_width(args.width, 1)
@@ -61,7 +61,9 @@ def config_of(balance: float, args: argparse.Namespace) -> linear_moe.TrainConfi
 
 
 def measure(case: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
-    """Train one run and return its row."""
+    """Train one run of sharded experts and return its row: the growths of the expert buffers, the choices
+    of experts that did not fit, and the loss.
+    """
     config, began = config_of(case["balance_scale"], args), time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         workdir = Path(folder) / "run"

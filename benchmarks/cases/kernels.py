@@ -58,7 +58,9 @@ OPS = (
 
 
 def make_inputs(op: str, shape: str, stronger: float = 1.0) -> tuple[jax.Array, ...]:
-    """Return q, k, v, the gradient of the output and the gates; `stronger` is a factor of log decays."""
+    """Return the random inputs of an op for timing: q, k, v, the gradient of the output, and the gates;
+    `stronger` multiplies the log decays.
+    """
     batch, length, heads, dim = map(int, shape.split("x"))
     keys = jax.random.split(jax.random.key(0), 6)
     q, k, v, do = (jax.random.normal(key, (batch, length, heads, dim), jnp.bfloat16) for key in keys[:4])  # fmt: skip
@@ -120,7 +122,7 @@ def library_call(op: str, implementation: str, segments: int = 0):
 def programs_of(call, inputs: tuple[jax.ShapeDtypeStruct, ...]) -> list:
     """Return two lowered programs: forward, and forward and backward with the gradients of all inputs.
 
-    Their arguments are the gradient of the output, then q, k, v and the gates.
+    The programs' arguments are the gradient of the op's output, then q, k, v and the gates.
     """
 
     def forward(do, *inputs):
@@ -135,7 +137,9 @@ def programs_of(call, inputs: tuple[jax.ShapeDtypeStruct, ...]) -> list:
 
 
 def compile_all(cases: list[tuple[str, str]], kinds: list[str], segments: int = 0) -> dict:
-    """Compile side by side; return both programs of each (op, shape, kind), or the error."""
+    """Compile in parallel the forward, and the forward and backward program of each (op, shape, kind of
+    implementation); return both, or the error, by that triple.
+    """
     built: dict = {}
     with concurrent.futures.ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
         for op, shape in cases:
@@ -158,7 +162,9 @@ def compile_all(cases: list[tuple[str, str]], kinds: list[str], segments: int = 
 
 
 def measure(pair, inputs) -> list[float]:
-    """Return the milliseconds of both programs."""
+    """Return the milliseconds of an implementation's two compiled programs: forward, and forward and
+    backward.
+    """
     q, k, v, do, *gates = inputs
     return [round(batch_milliseconds(p, do, q, k, v, *gates), 4) for p in pair]
 
@@ -222,7 +228,9 @@ def rows(args: argparse.Namespace, cases: list[dict[str, Any]]) -> Iterator[dict
 def measure_row(
     case: dict[str, Any], kinds: list[str], programs: dict, stronger: float, peer: Fla | None
 ) -> dict[str, Any]:
-    """The row of a case; a kind that fails has its error in the row in place of its times."""
+    """Return the benchmark's row for one op and shape, with the times of each kind of implementation; a
+    kind that fails has its error in the row in place of its times.
+    """
     op, shape = case["op"], case["shape"]
     row, inputs = dict(case), make_inputs(op, shape, stronger)
     for kind in kinds:

@@ -50,7 +50,9 @@ VOCABULARY, POINTS = 257, 512
 
 
 def model_config(name: str, hidden_size: int, num_layers: int) -> models.ModelConfig:
-    """Return the model of a FoX block with heads of 64, or of a method in its usual proportions."""
+    """Return the config of the language model `name`: one of FoX's blocks with heads of 64 channels, or a
+    method in its usual proportions.
+    """
     if name in ("pro", "llama", "transformer-pro", "transformer-llama"):
         config = models.fox(name, "125m", vocab_size=VOCABULARY)
         config.layers["L"].mixer.num_heads = hidden_size // 64
@@ -69,7 +71,9 @@ def model_config(name: str, hidden_size: int, num_layers: int) -> models.ModelCo
 
 
 def measure(name: str, args: argparse.Namespace, data: Path, workdir: Path) -> dict:
-    """Train one model, evaluate it on long rows, and return its row."""
+    """Train the model `name`, evaluate its perplexity on rows longer than those of training, and return the
+    benchmark's row.
+    """
     tokens_per_step = 131_072
     config = TrainConfig(
         name=name,

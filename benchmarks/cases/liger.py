@@ -86,7 +86,9 @@ EDGES = (0, 64, 128, 256, 512, 1024)
 
 @dataclasses.dataclass
 class Job:
-    """The config of a row and its compiled programs; `train` is None if the row is not trained."""
+    """The training config of one row of the Liger table and its compiled programs; `train`, the training
+    step, is None if the row's model is scored without training.
+    """
 
     config: TrainConfig
     program: Any
@@ -97,7 +99,7 @@ class Job:
 
 
 def config_of(options: str, args: argparse.Namespace) -> TrainConfig:
-    """Return the run of a row."""
+    """Return the training config of one row of the Liger table; `options` are those of `configs/liger.py`."""
     config = liger.get_config(f"{args.model},source={args.source},data=text,{options}")
     config.data = DataConfig(
         path=str(args.store),
@@ -112,7 +114,9 @@ def config_of(options: str, args: argparse.Namespace) -> TrainConfig:
 
 
 def compile_job(options: str, args: argparse.Namespace, mesh: Any, tune: bool) -> Job:
-    """Compile the step and the score of a row; allocates no device memory."""
+    """Compile the initialisation, the held-out score and, with `tune`, the training step of one row of the
+    Liger table; allocates no device memory.
+    """
     began = time.perf_counter()
     config = config_of(options, args)
     config.total_tokens = 1 << 40  # the learning rate is constant, so no step depends on the total
@@ -161,7 +165,8 @@ class Base:
         self.params = pretrained.load(model, target)
 
     def params_for(self, job: Job, more: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Return the parameters in the dtypes, shardings and pattern of a job's.
+        """Return the pretrained parameters in the dtypes, the shardings and the pattern of layers of a
+        job's model.
 
         Parameters of the job that are neither in the base nor in `more` are omitted.
         """
@@ -188,7 +193,8 @@ def train_job(
     args: argparse.Namespace,
     mesh: Any,
 ) -> Iterator[tuple[float, dict[str, Any], dict[str, Any]]]:
-    """Train a job; call it inside the mesh.
+    """Train the Liger model of a compiled job from the pretrained parameters `initial`; call it inside the
+    mesh.
 
     Yields:
         After each of `millions` of tokens: how many, all parameters, and the fields of the row about
@@ -240,7 +246,9 @@ def train_job(
 
 
 def _without(tree: dict[str, Any], names: Any, path: str = "") -> dict[str, Any]:
-    """Return a tree without the leaves whose paths are in `names`, and without empty branches."""
+    """Return a parameter tree without the leaves whose paths are in `names`, and without branches that
+    become empty.
+    """
     rest = {}
     for key, value in tree.items():
         inner = f"{path}{key}"
@@ -254,8 +262,8 @@ def _without(tree: dict[str, Any], names: Any, path: str = "") -> dict[str, Any]
 def score_job(
     job: Job, params: dict[str, Any], tokens: int, mesh: Any
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the sums of nats and the number of tokens at each position of held-out rows of about `tokens`
-    tokens.
+    """Return, for each position of held-out rows (about `tokens` tokens), the sum of the losses in nats and
+    the number of tokens.
 
     Call it inside the mesh.
     """
@@ -274,7 +282,9 @@ def score_job(
 def rows_of_case(
     name: str, options: str, millions: float, seed: int, jobs: dict, base: Base, args, mesh
 ) -> Iterator[dict[str, Any]]:
-    """Train, and yield a row at each of `args.marks` before the end and at the end."""
+    """Train the Liger model of one case, and yield its row of held-out losses at each of `args.marks`
+    (numbers of training tokens) before the end, and at the end.
+    """
     job = jobs[options].result()
     marks = [m for m in args.marks if m < millions]
     with jax.set_mesh(mesh):
@@ -336,7 +346,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def table_row(text: str) -> tuple[str, str, float, int]:
-    """Parse a row NAME:OPTIONS:MILLIONS:SEED."""
+    """Parse a row of the Liger table from the command line, NAME:OPTIONS:MILLIONS:SEED (MILLIONS of
+    training tokens).
+    """
     name, options, millions, seed = text.split(":")
     return name, options, float(millions), int(seed)
 

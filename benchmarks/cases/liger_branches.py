@@ -41,7 +41,9 @@ BENCHMARK = Benchmark(
 
 
 def measure(options: str, tokens: np.ndarray, base: Base, args: argparse.Namespace) -> dict:
-    """Return the row of some options, measured on tokens [B, T]."""
+    """Return the benchmark's row for a Liger model with these options of `configs/liger.py`: the ratio of
+    the memory's to the window's output, by position, measured on tokens [B, T].
+    """
     config = liger.get_config(f"{args.model},source={args.source},{options}").model
     softmax = liger.get_config(f"{args.model},source={args.source},method=softmax").model
     graph = nnx.graphdef(abstract(dataclasses.replace(softmax, lora=None)).periods.blocks[0])

@@ -48,7 +48,9 @@ _STEPS = 16  # steps of softmax attention that are timed at each length
 
 
 class Built(NamedTuple):
-    """A compiled program of `count` steps, and the function that returns an empty state for each layer."""
+    """A compiled program that decodes `count` tokens one by one, and the function that returns an empty
+    decode state for each layer.
+    """
 
     decode: Any
     count: int
@@ -59,7 +61,9 @@ class Built(NamedTuple):
 
 
 def build(config: ModelConfig, batch: int, length: int, count: int, softmax: bool) -> Built:
-    """Compile decoding with states for `length` tokens; allocates no device memory."""
+    """Compile the decoding of `count` tokens by a Liger or softmax model whose states have room for
+    `length` tokens; allocates no device memory.
+    """
     began, mixer = time.perf_counter(), abstract(config).periods.blocks[0].mixer
     shape = (batch, mixer.config.kv_heads(), length, mixer.head_dim)
     dtype = jnp.dtype(config.dtype)
@@ -83,7 +87,9 @@ def build(config: ModelConfig, batch: int, length: int, count: int, softmax: boo
 
 
 def make_row(name: str, model: Built, tokens: int, seconds: float, step: float, size: int) -> dict:
-    """Return a row; `step` is the seconds of one step, `size` the bytes of the states."""
+    """Return a benchmark row about decoding up to `tokens` tokens: `seconds` in all, `step` the seconds of
+    one token, `size` the bytes of all layers' states.
+    """
     return dict(
         model=name, tokens=tokens, seconds=round(seconds, 3), ms_a_token=round(1e3 * step, 3),
         state_gib=round(size / 2**30, 3), in_use_gib=gib_in_use(), temporary_gib=model.temporary_gib,
@@ -92,7 +98,9 @@ def make_row(name: str, model: Built, tokens: int, seconds: float, step: float, 
 
 
 def liger_rows(model: Built, params: tuple, batch: int, tokens: int, most: float):
-    """Decode, and yield a row at each power of two, with the seconds per token since the row before."""
+    """Decode token by token with the Liger model, and yield a row at each power of two of tokens, with the
+    seconds per token since the row before.
+    """
 
     def start():
         return jnp.zeros((batch, 1), jnp.int32), model.states(), jnp.int32(0)
@@ -115,7 +123,9 @@ def liger_rows(model: Built, params: tuple, batch: int, tokens: int, most: float
 
 
 def softmax_rows(models: dict[int, Built], params: tuple, batch: int):
-    """Time steps at each power of two, and yield a row for each, with the sum of all steps up to there."""
+    """Time decoding steps of softmax attention with a full cache of each power of two of tokens, and yield
+    a row for each, with the estimated seconds of all steps up to there.
+    """
     last, total = None, 0.0
     for length, model in models.items():
         carry = None
@@ -138,7 +148,9 @@ def softmax_rows(models: dict[int, Built], params: tuple, batch: int):
 
 
 def model_config(name: str, args: argparse.Namespace) -> ModelConfig:
-    """Return one of the two models."""
+    """Return the config of the model called `name`: "softmax", the pretrained model's softmax attention, or
+    else Liger with GLA's gate.
+    """
     method = "method=softmax" if name == "softmax" else "gate=gla"
     config = liger.get_config(f"{args.model},{method}").model
     config = dataclasses.replace(config, lora=None)
@@ -151,7 +163,9 @@ def model_config(name: str, args: argparse.Namespace) -> ModelConfig:
 def build_all(
     configs: dict[str, ModelConfig], args: argparse.Namespace
 ) -> dict[str, dict[int, Built]]:
-    """Compile the programs of all models and lengths side by side."""
+    """Compile in parallel the decoding programs of all models at all context lengths; return them by model
+    and length.
+    """
     jobs = {}
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         for name, config in configs.items():
@@ -168,7 +182,7 @@ def build_all(
 
 
 def lengths_of(args: argparse.Namespace) -> list[int]:
-    """Return the powers of two from 1,024 to --tokens."""
+    """Return the context lengths to measure: the powers of two from 1,024 to `args.tokens`."""
     return [1024 << i for i in range(32) if 1024 << i <= args.tokens]
 
 

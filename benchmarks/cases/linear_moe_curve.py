@@ -43,7 +43,9 @@ TOKENS, LENGTH, BATCH, EVERY = 26_214_400, 1024, 64, 10
 
 
 def config_of(name: str, args: argparse.Namespace) -> linear_moe.TrainConfig:
-    """Return the run of a model: "softmax", or a mixer in three layers of four."""
+    """Return the training config of the model `name`: "softmax" (softmax attention in all layers), or a
+    mixer that is in three layers of four.
+    """
     pattern = "N" if name == "softmax" else "LLLN"
     config = linear_moe.get_config(f"tiny,mixer={name},pattern={pattern}")
     size = linear_moe.Size(
@@ -68,7 +70,7 @@ def config_of(name: str, args: argparse.Namespace) -> linear_moe.TrainConfig:
 
 
 def measure(name: str, args: argparse.Namespace, workdir: Path) -> dict:
-    """Train one model and return its row."""
+    """Train the model `name` and return the benchmark's row: its training and held-out loss by tokens."""
     config = config_of(name, args)
     began = time.perf_counter()
     train(config, workdir)

@@ -44,14 +44,17 @@ _STEPS, _CALLS = 16, 4
 
 
 def letters_of(config: ModelConfig) -> list[str]:
-    """Return the letter of each layer."""
+    """Return the letter of each layer of a hybrid model in order: "N" for softmax attention, "L" for the
+    linear mixer.
+    """
     return list(config.letters())
 
 
 def decoder(config: ModelConfig) -> Any:
-    """Return the program of `_STEPS` greedy tokens, which updates the states in place.
+    """Return the jitted program that decodes `_STEPS` tokens greedily with a hybrid model, and updates the
+    layers' states in place.
 
-    It differs from `benchmarks.decoding.decoder` in that layers may have different mixers.
+    The function `benchmarks.decoding.decoder` is for models all of whose layers have one mixer; here they may differ.
     """
     model = abstract(config)
     graph, graphs = nnx.graphdef(model), [nnx.graphdef(b) for b in model.periods.blocks]
@@ -81,7 +84,9 @@ def decoder(config: ModelConfig) -> Any:
 
 
 def states_of(config: ModelConfig, batch: int, length: int) -> list:
-    """Return the empty state of each layer: keys and values of `length` tokens, or a memory."""
+    """Return the empty decode state of each layer: for softmax attention keys and values with room for
+    `length` tokens, for a linear mixer its memory.
+    """
     blocks, dtype = abstract(config).periods.blocks, jnp.dtype(config.dtype)
     softmax = config.layers["N"].mixer
 
@@ -97,7 +102,8 @@ def states_of(config: ModelConfig, batch: int, length: int) -> list:
 def measure_steps(
     config: ModelConfig, batch: int, lengths: list[int], programs: list, params: tuple
 ) -> dict[int, dict[str, Any]]:
-    """Return for each length the seconds of a `step` and the memory, or an error.
+    """Return, for each context length, the seconds of one decoding step and the device memory in use, or an
+    error such as out of memory.
 
     `programs` are those of each length, or one for all. The longest length is first, since the allocator
     would find no contiguous memory for its caches later.
@@ -126,9 +132,10 @@ def measure_steps(
 def rows_of(
     config: ModelConfig, batch: int, tokens: int, lock: Callable[[], Any]
 ) -> Iterator[dict[str, Any]]:
-    """Time steps at each power of two, and yield a row for each, with the sum of all steps up to there.
+    """Time decoding steps of one model at each power of two of tokens, and yield a row for each, with the
+    estimated seconds of all steps up to there.
 
-    `lock` is called after compiling, before anything is timed.
+    `lock` is a function that is called after all programs are compiled, before anything is timed.
     """
     rest, layers = split_layers(random_params(config))
     lengths = powers_of_two(tokens)
@@ -159,7 +166,7 @@ def rows_of(
 
 
 def powers_of_two(tokens: int) -> list[int]:
-    """Return the powers of two from 1,024 to `tokens`."""
+    """Return the context lengths to measure: the powers of two from 1,024 to `tokens`."""
     return [1024 << i for i in range(32) if 1024 << i <= tokens]
 
 

@@ -34,7 +34,9 @@ BENCHMARK = Benchmark(
 
 
 def measure(method: str, size: str, length: int, piece_length: int, vocab_size: int) -> dict:
-    """Return the row of one document of `length` tokens, a multiple of `piece_length` and longer than it."""
+    """Score one document of `length` tokens with a model of random parameters, and return the benchmark's
+    row of memory and speed; `length` is a multiple of `piece_length` and longer than it.
+    """
     config = models.lm(method, size, vocab_size=vocab_size)
     model = models.Decoder(config, rngs=nnx.Rngs(0))
     scorer = Scorer(model, piece_length=piece_length)

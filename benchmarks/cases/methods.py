@@ -41,14 +41,18 @@ TOKENS, EVERY = 8_388_608, 16
 
 
 def state_bytes(config: models.ModelConfig) -> int:
-    """Return the bytes of one sequence's decode state; for softmax attention at a context of 1,024."""
+    """Return the bytes of a model's decode state for one sequence; for softmax attention with a context of
+    1,024 tokens.
+    """
     model = models.abstract(config)
     shapes = jax.eval_shape(lambda m: m.init_state(1, 1024), model)
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes))
 
 
 def measure(method: str, size: str, workdir: Path, tokens: int) -> dict:
-    """Train one method and return its row."""
+    """Train a language model of one method for `tokens` tokens of the demo's text, and return the
+    benchmark's row.
+    """
     variant = f"{method}-{size}"
     config = lm.get_config(variant)
     config.total_tokens, config.model.remat, config.log_every = tokens, "dots", EVERY
@@ -73,7 +77,9 @@ def measure(method: str, size: str, workdir: Path, tokens: int) -> dict:
 
 
 def command(variant: str, tokens: int, eval_every: int) -> str:
-    """Return the command that trains the same model alone, to the same held-out loss."""
+    """Return the `train.py` command that trains the config variant alone to the same held-out loss as the
+    benchmark does.
+    """
     return (
         f"python train.py --config=configs/lm.py:{variant} --workdir=runs/{variant} --config.total_tokens={tokens} "
         f"--config.model.remat=dots --config.optimizer.warmup_tokens={tokens // 10} --config.log_every={EVERY} "

@@ -53,10 +53,11 @@ BENCHMARK = Benchmark(
 
 
 class Measurement:
-    """A process that compiles the program of a case and times it on request.
+    """A process that compiles a model's training step for one case of the benchmark, and times it on
+    request.
 
     Args:
-        case: the argument of `serve`.
+        case: the fields that identify the row (variant, length and so on) and `profile`, the folder for profiles or "".
     """
 
     def __init__(self, case: dict[str, Any]):
@@ -64,7 +65,7 @@ class Measurement:
         self._ended = False
 
     def compile(self) -> None:
-        """Start the process, and return once it has compiled or failed to."""
+        """Start the process that compiles the training step, and return once it has compiled or failed to."""
         if self._ended:
             return
         command = [sys.executable, "-m", "benchmarks.cases.model_step", json.dumps(self.case)]
@@ -73,7 +74,7 @@ class Measurement:
         self.ready = self._line() == "ready"
 
     def row(self) -> dict[str, Any]:
-        """Time the program and return its row."""
+        """Let the process time its compiled training step, and return the row that it prints."""
         if not self.ready:
             return self._failed("not compiled")
         try:
@@ -84,19 +85,23 @@ class Measurement:
             return self._failed("it ended")
 
     def _failed(self, error: str) -> dict[str, Any]:
-        """Return the row of a case that failed. It names no device, since this process has not opened one."""
+        """Return the benchmark's row of a case that failed, with the error. It names no device, since this
+        process has not opened one.
+        """
         case = {key: value for key, value in self.case.items() if key != "profile"}
         return case | {"error": error} | provenance(device=False)
 
     def end(self) -> None:
-        """End the process."""
+        """End the process that compiled and timed the training step."""
         self._ended = True
         if self._process is not None:
             self._process.kill()
             self._process.wait()
 
     def _line(self) -> str:
-        """Return the next line of the process that is a row or "ready"; empty at its end."""
+        """Return the next line of the measuring process's output that is a row or "ready"; empty at its
+        end.
+        """
         for line in self._process.stdout:
             if line.startswith(("{", "ready")):
                 return line.strip()
@@ -110,7 +115,9 @@ def time_steps(
     step: Any,
     placement: jax.sharding.Sharding,
 ) -> None:
-    """Time the compiled step of a case, add the times to its row, and profile it; call it inside the mesh."""
+    """Time the compiled training step of a case, add the times to its row, and profile the step if the case
+    asks for it; call it inside the mesh.
+    """
     shape = case["rows"], case["length"]
     batch = jax.device_put(text.stream(*shape, case["vocab_size"]), placement)
     state, metrics, times = init(), {}, []
@@ -139,7 +146,8 @@ def time_steps(
 
 
 def serve(case: dict[str, Any]) -> None:
-    """Compile a case, print "ready", wait for a line, time it and print its row.
+    """Be the process that measures one training step: compile it, print "ready", wait for a line on stdin,
+    time it and print its row.
 
     Args:
         case: the fields of the row that identify it, and `profile`, the folder for profiles or "".

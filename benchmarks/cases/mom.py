@@ -41,13 +41,17 @@ BENCHMARK = Benchmark(
 
 
 def parameters(config, width: int) -> tuple:
-    """Return the graph and the parameters of the layer."""
+    """Return the graph definition and the random parameters of the layer of a Mixture-of-Memories, or of
+    its inner mixer, at width `width`.
+    """
     make = lambda: mixers.build(config, width, rngs=nnx.Rngs(0))  # noqa: E731
     return nnx.graphdef(nnx.eval_shape(make)), jax.jit(lambda: nnx.state(make(), nnx.Param))()
 
 
 def programs(graph, params, tokens: jax.ShapeDtypeStruct) -> tuple:
-    """Return two lowered programs of the layer: forward, and forward and backward."""
+    """Return two lowered programs of a mixer layer on tokens of that shape: forward, and forward and
+    backward.
+    """
 
     def forward(params, x):
         return nnx.merge(graph, params)(x)[0]
@@ -60,7 +64,9 @@ def programs(graph, params, tokens: jax.ShapeDtypeStruct) -> tuple:
 
 
 def measure(case: dict, kinds: dict, layers: dict, built: dict, calls: int) -> dict[str, Any]:
-    """Return the row of a case: the milliseconds of each kind, and their ratio to the inner mixer's."""
+    """Return the benchmark's row for one length: the milliseconds of each kind of layer, and their ratio to
+    those of the inner mixer alone.
+    """
     row, length = case | dict(inputs="text"), case["length"]
     for kind, (_, times) in kinds.items():
         _, params = layers[kind]
@@ -82,7 +88,9 @@ def measure(case: dict, kinds: dict, layers: dict, built: dict, calls: int) -> d
 def compile_all(
     lengths: dict[int, int], kinds: dict, layers: dict, width: int
 ) -> dict[tuple[int, str], list]:
-    """Compile both programs of each (length, kind) side by side; `lengths` are the rows of each length."""
+    """Compile in parallel the forward, and the forward and backward program of each (length, kind of
+    layer); `lengths` maps a length in tokens to the number of rows.
+    """
     futures: dict[tuple, list] = {}
     with concurrent.futures.ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
         for length, rows in lengths.items():

@@ -43,7 +43,9 @@ _COUNT = 256  # tokens of one call
 
 
 def model_configs(size: str, layers: int | None) -> dict[str, ModelConfig]:
-    """Return both models."""
+    """Return the configs of the two models that the benchmark compares, by name: "MoM", and "softmax" with
+    softmax attention in its place.
+    """
     config = mom.get_config(size).model
     if layers:
         config.num_layers = layers
@@ -56,7 +58,9 @@ def model_configs(size: str, layers: int | None) -> dict[str, ModelConfig]:
 
 
 def generate(compiled: Any, rest: Any, layers: list, states: list, begin: int, new: int) -> float:
-    """Return the seconds to generate `new` tokens from `states`, whose buffers are donated."""
+    """Return the seconds that a compiled decoding program takes to generate `new` tokens from the layers'
+    `states`, whose buffers are donated.
+    """
     carry = jnp.zeros((len(jax.tree.leaves(states)[0]), 1), jnp.int32), states, jnp.int32(begin)
     jax.block_until_ready(carry)
     began = time.perf_counter()
@@ -69,7 +73,9 @@ def generate(compiled: Any, rest: Any, layers: list, states: list, begin: int, n
 def make_row(
     model: str, context: int, seconds: float, states: Any, compiled: Any, new: int
 ) -> dict:
-    """Return the row of one measurement; `states` is their size in bytes."""
+    """Return the benchmark's row of generating `new` tokens after a context of `context` tokens; `states`
+    is the size of the layers' states in bytes.
+    """
     return dict(
         model=model,
         context=context,
@@ -84,7 +90,9 @@ def make_row(
 def mom_rows(
     config: ModelConfig, batch: int, contexts: list[int], piece: int, new: int, lock: Path | None
 ):
-    """Read up to each context in order, generate from a copy of the state there, and yield a row."""
+    """Read with a Mixture-of-Memories up to each context length in order, generate `new` tokens from a copy
+    of the state there, and yield a row.
+    """
     params = random_params(config)
     rest, layers = split_layers(params)
     graph = nnx.graphdef(abstract(config))
@@ -125,7 +133,9 @@ def mom_rows(
 
 
 def softmax_rows(config: ModelConfig, batch: int, contexts: list[int], new: int, lock: Path | None):
-    """Generate with a cache for each context by a program for its size, and yield a row."""
+    """Generate `new` tokens by softmax attention with a cache for each context length, by a program
+    compiled for its size, and yield a row.
+    """
     rest, layers = split_layers(random_params(config))
     mixer = config.layers["L"].mixer
     decode = decoder(config, _COUNT, softmax_step)

@@ -52,10 +52,11 @@ Inner = mixers.GatedDeltaNetConfig | mixers.DeltaNetConfig
 
 
 def mixer_config(name: str, inner: Inner, **fields) -> Inner | mixers.MoMConfig:
-    """Return the mixer of a model by its name.
+    """Return the config of a mixer of the recall benchmark by its name, such as "inner", "expanded-5" or
+    "mom-4-shared".
 
     Raises:
-        ValueError: the name has another form.
+        ValueError: `name` has none of these forms.
     """
     kind, *parts = name.split("-")
     if name == "inner":
@@ -77,7 +78,7 @@ def mixer_config(name: str, inner: Inner, **fields) -> Inner | mixers.MoMConfig:
 
 
 def run_config(name: str, args: argparse.Namespace) -> RecallConfig:
-    """Return the run of a row.
+    """Return the config of the recall sweep that trains the model `name` of the benchmark.
 
     With --halves, half of the batches have half the length and pairs, which are learned first.
     """
@@ -112,7 +113,7 @@ def run_config(name: str, args: argparse.Namespace) -> RecallConfig:
 
 
 def measure(name: str, args: argparse.Namespace) -> dict:
-    """Train one model and return its row."""
+    """Train the model `name` on associative recall and return the benchmark's row, with its best accuracy."""
     result = train_recall(run_config(name, args))
     members = [{k: m[k] for k in ("learning_rate", "seed", "mean")} for m in result["members"]]
     fields = ("width", "train", "learning_rate", "accuracy", "mean", "steps", "seconds", "compile_seconds")  # fmt: skip

@@ -33,7 +33,7 @@ BENCHMARK = Benchmark(
 
 
 def make_inputs(name: str, batch: int, length: int, heads: int, dim: int, dtype) -> dict:
-    """Return the arguments of an op by name."""
+    """Return the random arguments of the op that the benchmark calls `name`, by argument name."""
     keys = iter(jax.random.split(jax.random.key(0), 8))
 
     def normal(*shape):
@@ -71,7 +71,9 @@ _OPS = (
 
 
 def function(name: str, **options):
-    """Return an op as a function of its arguments that returns only the output."""
+    """Return the op that the benchmark calls `name`, as a function of its arguments that returns only the
+    output, without the state.
+    """
     if name.startswith("attention"):
         window = 512 if "window" in name else None
         return lambda inputs: ops.attention(**inputs, window=window)[0]
@@ -80,7 +82,9 @@ def function(name: str, **options):
 
 
 def with_gradients(f):
-    """Return a function that returns the output of `f` and all its gradients."""
+    """Return a function of the same arguments as `f` that returns the output of `f` and the gradients of
+    all arguments.
+    """
 
     def loss(inputs):
         output = f(inputs).astype(jnp.float32)
@@ -94,7 +98,9 @@ def with_gradients(f):
 
 
 def error(name: str) -> float:
-    """Return the largest relative RMS error of the output and the gradients."""
+    """Return the largest relative RMS error, in bfloat16 and against float32, of an op's output and
+    gradients.
+    """
     narrow = make_inputs(name, 2, 512, 4, 64, jnp.bfloat16)
     wide = {n: x.astype(jnp.float32) for n, x in narrow.items()}
     if name.startswith("attention"):
@@ -131,7 +137,7 @@ def rows(args: argparse.Namespace, cases: list[dict[str, Any]]) -> Iterator[dict
 
 
 def measure(case: dict[str, Any]) -> dict[str, Any]:
-    """Return the row of an op in one form."""
+    """Return the benchmark's row of one op in one form: its times and its error."""
     name = case["op"]
     options = {} if name.startswith("attention") else {"form": case["form"]}
     dtype = jnp.float32 if _on_cpu() else jnp.bfloat16

@@ -65,7 +65,9 @@ Row = tuple[str, MeshConfig, int, int]
 
 
 def config_of(row: Row, args: Any) -> Any:
-    """Return the run that a row measures."""
+    """Return the training config that one row of the benchmark times: (variant, mesh, rows of the batch,
+    tokens of a row).
+    """
     variant, mesh, rows, length = row
     config = linear_moe.get_config(variant)
     for layer in config.model.layers.values():
@@ -81,13 +83,16 @@ def config_of(row: Row, args: Any) -> Any:
 
 
 def batch_of(args: Any) -> dict[str, Any]:
-    """Return the dtypes of the arrays of a batch."""
+    """Return the dtypes of a training batch's arrays by name; with `args.document` the batch has segment
+    ids and positions.
+    """
     names = ("tokens", "labels", *(("segment_ids", "positions") if args.document else ()))
     return dict.fromkeys(names, np.int32) | dict(loss_mask=np.float32)
 
 
 def build(rows: list[Row], args: Any) -> tuple[Any, Any, list[Any]]:
-    """Compile rows of one variant and mesh; allocates no array.
+    """Compile the initialisation and the training steps for benchmark rows of one variant and mesh;
+    allocates no array.
 
     Returns:
         The mesh, the compiled initialisation, and for each row (its compiled step or the error, seconds of
@@ -132,7 +137,9 @@ def build(rows: list[Row], args: Any) -> tuple[Any, Any, list[Any]]:
 
 
 def measure(table: str, rows: list[Row], args: Any, wait: Callable[[], None]) -> None:
-    """Compile all rows, call `wait`, then train each and print its row."""
+    """Compile the training steps of all these benchmark rows, call `wait`, then time each step and print
+    its row.
+    """
     devices: Any = None
     start: Any = None
     try:
@@ -145,7 +152,9 @@ def measure(table: str, rows: list[Row], args: Any, wait: Callable[[], None]) ->
 
 
 def identify(table: str, row: Row, args: Any) -> dict[str, Any]:
-    """Return the fields of a row that identify it."""
+    """Return the fields of a benchmark row that say what it measured: its table, variant, mesh, rows,
+    length and kind of documents.
+    """
     variant, mesh, count, length = row
     axes: dict[str, Any] = {axis: n for axis in AXES if (n := getattr(mesh, axis)) > 1}
     if mesh.rounds > 1:
@@ -159,7 +168,9 @@ def identify(table: str, row: Row, args: Any) -> dict[str, Any]:
 def print_rows(
     table: str, rows: list[Row], devices: Any, start: Any, steps: Any, args: Any
 ) -> None:
-    """Train each row and print it; `steps` are those of `build`."""
+    """Time the training step of each benchmark row and print the row; `steps` are the compiled steps that
+    `build` returned.
+    """
     state = None
     for row, (step, compile_seconds) in zip(rows, steps, strict=True):
         _, mesh, count, length = row
@@ -186,7 +197,7 @@ def print_rows(
 def train_with_larger_buffers(row: Row, state: Any, overflow: int, args: Any) -> Any:
     """Double the `expert_buffer` until all choices of experts fit, and train; returns what `train` returns.
 
-    Steps with an overflow have changed nothing. The fields have the choices that did not fit and the last
+    A step in which choices did not fit has changed no parameter. The returned fields have the number of these choices and the last
     buffer.
     """
     buffer = max(
@@ -206,7 +217,9 @@ def train_with_larger_buffers(row: Row, state: Any, overflow: int, args: Any) ->
 
 
 def train(step: Any, state: Any, devices: Any, rows: int, length: int, args: Any) -> Any:
-    """Train on one batch of text; return the fields of the row, and the state after it."""
+    """Time training steps on one batch of text; return the fields of the benchmark row (times, memory,
+    loss) and the training state after it.
+    """
     vocabulary = next(p for p in jax.tree.leaves(state.params) if p.ndim == 2).shape
     place = np.broadcast_to(np.arange(length, dtype=np.int32), (rows, length))
     values: dict[str, Any] = text.stream(rows, length, max(vocabulary))
@@ -227,7 +240,9 @@ def train(step: Any, state: Any, devices: Any, rows: int, length: int, args: Any
 
 
 def groups_of(table: str, args: Any, count: int) -> list[list[Row]]:
-    """Return the rows of a table on `count` cards, in a list for each process."""
+    """Return the rows of the benchmark's table `table` on `count` cards, in one list for each process that
+    will time them.
+    """
     pattern = f",pattern={args.pattern}" if args.pattern else ""
     variants = [f"{args.size},mixer={m}{pattern}" for m in args.mixers]
     if table == "layouts":
@@ -255,13 +270,13 @@ def groups_of(table: str, args: Any, count: int) -> list[list[Row]]:
 def side_by_side(
     groups: list[list[Row]], args: argparse.Namespace, names: list[list[dict[str, Any]]]
 ) -> Iterator[dict[str, Any]]:
-    """Start a process for each group of rows, and yield their rows.
+    """Start a process for each group of benchmark rows, and yield the rows that they print.
 
     The processes train one after another, once all have compiled or `args.patience` seconds are over.
 
     Args:
-        groups: the rows.
-        args: the options.
+        groups: for each process the rows (variant, mesh, rows of the batch, tokens of a row) that it times.
+        args: the options of the benchmark's command line.
         names: for each row the fields that identify it, for the rows of a process that ends early.
     """
     missing = [list(group) for group in names]
@@ -298,7 +313,9 @@ def side_by_side(
 
 
 def start_process(group: list[Row], table: str, args: argparse.Namespace) -> subprocess.Popen:
-    """Start the process that compiles and trains a group of rows; `serve` reads its argument."""
+    """Start the process that compiles and times a group of benchmark rows; its argument is the JSON that
+    `serve` reads.
+    """
     rows = [[variant, dataclasses.asdict(mesh), *shape] for variant, mesh, *shape in group]
     message = json.dumps(dict(table=table, rows=rows, args=vars(args)), default=str)
     command = [sys.executable, "-m", "benchmarks.cases.parallel", message]
@@ -306,14 +323,18 @@ def start_process(group: list[Row], table: str, args: argparse.Namespace) -> sub
 
 
 def _listen(index: int, process: subprocess.Popen, messages: queue.Queue) -> None:
-    """Put the lines of a process into a queue, as (index, line), and (index, None) at its end."""
+    """Put each line that process number `index` prints into a queue, as (index, line), and (index, None)
+    once it has ended.
+    """
     for line in process.stdout or ():
         messages.put((index, line.strip()))
     messages.put((index, None))
 
 
 def serve(message: dict[str, Any]) -> None:
-    """Compile a group of rows, print READY, wait for a line, train each and print its row."""
+    """Be the process of a group of benchmark rows: compile their training steps, print READY, wait for a
+    line on stdin, then time each step and print its row.
+    """
     args = argparse.Namespace(**message["args"])
     args.lock = Path(args.lock) if args.lock else None
     rows = [(variant, MeshConfig(**mesh), *shape) for variant, mesh, *shape in message["rows"]]
@@ -385,7 +406,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def all_groups(args: argparse.Namespace) -> list[tuple[str, list[Row]]]:
-    """Return (table, rows) of each process."""
+    """Return, for each process that the options ask for, (name of the table, the benchmark rows that it
+    times).
+    """
     count = args.cards or len(jax.devices())
     return [(table, group) for table in args.table for group in groups_of(table, args, count)]
 

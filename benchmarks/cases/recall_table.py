@@ -45,7 +45,9 @@ def state_bytes(row: dict[str, Any]) -> int:
 
 
 def measure(method: str, width: int, args: argparse.Namespace) -> dict[str, Any]:
-    """Return the row of one run."""
+    """Train a method at one width on associative recall, at several learning rates, and return the
+    benchmark's row.
+    """
     variant = f"{method},width={width},suite={args.suite}"
     config = mqar.get_config(variant)
     overrides = ""

@@ -40,7 +40,9 @@ BYTES_PER_MILLISECOND = 4.8e9
 
 
 def make_inputs(op: str, batch: int, length: int) -> tuple[dict[str, Any], jax.Array]:
-    """Return the arrays by name, and the gradient of the output."""
+    """Return the random input arrays of a selective memory (Mamba's or GateLoop's) by name, and the
+    gradient of its output.
+    """
     channels, states = TIMED_CHANNELS[op]
     keys = jax.random.split(jax.random.key(0), 5)
     shape = batch, length, channels
@@ -64,7 +66,9 @@ def call(op: str, kind: str, ids: jax.Array | None, arrays: dict[str, Any]) -> j
 
 
 def programs(op: str, kind: str, packed: bool, batch: int, length: int) -> list:
-    """Return two lowered programs: forward, and forward and backward."""
+    """Return two lowered programs of a selective memory: forward, and forward and backward; `packed` rows
+    have several documents.
+    """
     arrays, dy = jax.eval_shape(lambda: make_inputs(op, batch, length))
     ids = None
     if packed:

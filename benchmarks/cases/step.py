@@ -32,7 +32,7 @@ BENCHMARK = Benchmark(
 
 
 def make_config(args: argparse.Namespace) -> TrainConfig:
-    """Return the run that the options describe."""
+    """Return the training config of the run whose step is timed, as the command line's options describe it."""
     config = lm.get_config(args.variant)
     if args.long:
         config.model.vocab_size, config.batch_size, config.data.sequence_length = 50257, 1, 65536
@@ -42,7 +42,9 @@ def make_config(args: argparse.Namespace) -> TrainConfig:
 
 
 def measure(config: TrainConfig, steps: int) -> dict[str, Any]:
-    """Time `steps` steps of a run."""
+    """Train for `steps` steps with this config, and return the row with the host's times, the step's time
+    and peak memory.
+    """
     mesh = make_mesh(config.mesh)
     shape = (config.batch_size, config.data.sequence_length)
     batch = text.stream(*shape, config.model.vocab_size)

@@ -1,1 +1,1 @@
-"""Other libraries whose kernels and models are timed in the same run."""
+"""Other libraries (peers) whose kernels and models the benchmarks time in the same run as this library's."""

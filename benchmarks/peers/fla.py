@@ -67,7 +67,8 @@ class Fla:
         reader.start()
 
     def wait(self, patience: float) -> bool:
-        """Wait until everything is compiled, or `patience` seconds since the start are over.
+        """Wait until the peer's kernels for all cases are compiled, or `patience` seconds since the start
+        are over.
 
         What is not compiled by then is compiled during the calls of `times`.
 
@@ -86,7 +87,7 @@ class Fla:
         return done
 
     def times(self, op: str, shape: str, patience: float = 100) -> dict[str, Any]:
-        """Measure a case.
+        """Measure the peer's time of one case, an operation at a shape.
 
         Returns:
             {"fla": [ms forward, ms forward and backward]}, for a model its tokens/s, or {"fla_error":
@@ -105,12 +106,14 @@ class Fla:
         return row
 
     def close(self) -> None:
-        """End the process that measures."""
+        """End the process that times the peer's operations."""
         self._process.kill()
 
 
 def _read_lines(process: Any, lines: queue.Queue[str]) -> None:
-    """Put each JSON line of a process's output into a queue, and an empty one at its end."""
+    """Put each line of JSON that a measuring process prints into a queue, and an empty one once the process
+    has ended.
+    """
     for line in process.stdout:
         if line.startswith("{"):
             lines.put(line)

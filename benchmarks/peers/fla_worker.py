@@ -33,7 +33,7 @@ _MOM = dict(num_memories=4, topk=2, shared_mem=True, num_heads=4, head_dim=256, 
 
 
 def _bare_package(name: str) -> Any:
-    """Import a package without running its `__init__`; returns None if it is not installed."""
+    """Import a Python package without running its `__init__`, and return it; None if it is not installed."""
     spec: Any = importlib.util.find_spec(name)
     if spec is None:
         return None
@@ -43,8 +43,8 @@ def _bare_package(name: str) -> Any:
 
 
 def _operations() -> dict[str, Callable]:
-    """Return the peer's function for each of our names of operations; the functions take the inputs that
-    `_calls` makes.
+    """Return flash-linear-attention's function for each operation that the benchmarks name; the functions
+    take the inputs that `_calls` makes.
     """
     # Their `__init__` modules import CUDA extensions, and all layers and models.
     _bare_package("mamba_ssm")
@@ -73,9 +73,10 @@ def _operations() -> dict[str, Callable]:
 
 
 def _calls(call: Callable, op: str, shape: Sequence[int], bias: float) -> tuple[Callable, Callable]:
-    """Return forward, and forward and backward with the gradients of all inputs.
+    """Return two functions that run one of the peer's operations on random inputs: forward, and forward and
+    backward with the gradients of all inputs.
 
-    The inputs are those of `benchmarks.cases.kernels`.
+    The random inputs have the shapes and distributions of those in `benchmarks.cases.kernels`.
     """
     if op == "mom":
         return call(*shape)
@@ -122,12 +123,15 @@ def _calls(call: Callable, op: str, shape: Sequence[int], bias: float) -> tuple[
 
 
 def _slots(decay: Any) -> tuple[Any, Any]:
-    """The strengths with which slots are written, and their log decays."""
+    """Return, for the peer's slot memory (GSA), the strengths with which slots are written, 1 - e^decay,
+    and the slots' log decays.
+    """
     return (1 - decay.exp()).bfloat16().detach(), decay.detach()
 
 
 def _model(name: str, rows: int, length: int, **fields: Any) -> Callable:
-    """Return the forward and backward pass of the peer's model, parameters and activations in bfloat16.
+    """Return a function that runs the forward and backward pass of the peer's language model, with
+    parameters and activations in bfloat16.
 
     `fields` override fields of its config.
     """
@@ -162,7 +166,9 @@ def _model(name: str, rows: int, length: int, **fields: Any) -> Callable:
 
 
 def _mom(rows: int, length: int) -> tuple[Callable, Callable]:
-    """Return forward, and forward and backward, of the peer's Mixture-of-Memories layer."""
+    """Return two functions that run the peer's Mixture-of-Memories layer: forward, and forward and
+    backward.
+    """
     import torch  # pyrefly: ignore[missing-import]
     from fla.layers.mom import MomAttention  # pyrefly: ignore[missing-import]
 
@@ -185,7 +191,8 @@ def _mom(rows: int, length: int) -> tuple[Callable, Callable]:
 
 
 def _warm(cases: list, bias: float, claims: Path, index: int) -> None:
-    """Compile the configurations of the cases' kernels that no other process compiles.
+    """Compile the Triton configurations of the cases' kernels that no other process compiles, into Triton's
+    cache.
 
     A process claims a configuration by a file in the folder `claims`.
     """
@@ -242,7 +249,9 @@ def _warm(cases: list, bias: float, claims: Path, index: int) -> None:
 
 
 def _batches(call: Callable, batches: int = 7, calls: int = 20) -> float:
-    """The median over `batches` of the ms of a call, as `benchmarks.timing.batch_milliseconds`."""
+    """Return the median over `batches` batches of the milliseconds of a call, measured as
+    `benchmarks.timing.batch_milliseconds` does.
+    """
     import torch  # pyrefly: ignore[missing-import]
 
     times = []
@@ -257,7 +266,9 @@ def _batches(call: Callable, batches: int = 7, calls: int = 20) -> float:
 
 
 def _time(bias: float) -> None:
-    """Read cases from stdin, one JSON line each, and print the row of each as a JSON line."""
+    """Read cases (operation and shape) from stdin, one line of JSON each, time the peer on each and print
+    its row as JSON.
+    """
     import torch  # pyrefly: ignore[missing-import]
     from triton import testing  # pyrefly: ignore[missing-import]
     from triton.runtime.autotuner import Autotuner  # pyrefly: ignore[missing-import]

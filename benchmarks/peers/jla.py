@@ -1,4 +1,4 @@
-"""jax-linear-attention's operations, called as the library's own."""
+"""The operations of the peer jax-linear-attention, called with the same arguments as this library's ops."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ _NAMES = {
 
 
 def jla(op: str) -> Callable | None:
-    """Return an operation as a function of q, k, v and the gates; None if the peer lacks it."""
+    """Return jax-linear-attention's function for an op, as a function of q, k, v and the gates; None if it
+    has none.
+    """
     from jla import ops as peer  # pyrefly: ignore[missing-import]
 
     if op not in _NAMES:

@@ -1,4 +1,6 @@
-"""Tables of ops and fused kernels: docs/results/kernels.md, and the kernels of other pages."""
+"""The results tables about ops and fused kernels: those of docs/results/kernels.md, and the kernels of
+other pages.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ OPS = {
 
 
 def shape_text(shape: str) -> str:
-    """Return a shape with spaces: "8 x 4096 x 16 x 128"."""
+    """Return the text of a shape with spaces for a table's cell: "8 x 4096 x 16 x 128" for "8x4096x16x128"."""
     return shape.replace("x", " x ")
 
 
@@ -47,12 +49,16 @@ def shape_column(title: str = "B x T x H x D") -> Column:
 
 
 def is_plain(row: Row) -> bool:
-    """Return whether the call had no option: one state per row, ordinary gates, parts as the kernel selects."""
+    """Return whether a row of the kernels benchmark had no option: one state per row, ordinary gates, and
+    as many parts as the kernel selects.
+    """
     return not any(name in row for name in ("segments", "stronger", "parts"))
 
 
 def _beside(name: str) -> Column:
-    """Return the column of a peer's times: empty where it was not measured, "no" where it refuses the call."""
+    """Return the table column of a peer's times: empty where the peer was not measured, "no" where it
+    refuses the call.
+    """
 
     def cell(row: Row) -> str:
         return times(row[name]) if name in row else "no" if f"{name}_error" in row else ""
@@ -61,7 +67,9 @@ def _beside(name: str) -> Column:
 
 
 def _over_kernel(row: Row) -> str:
-    """Return how many times as long as the kernel FLA takes."""
+    """Return, as text, how many times as long as our kernel flash-linear-attention takes: forward / forward
+    and backward.
+    """
     ratios = [theirs / ours for theirs, ours in zip(row["fla"], row["kernel"], strict=True)]
     return " / ".join(map(significant, ratios))
 
@@ -75,7 +83,9 @@ def _main_shape_first(rows: list[Row]) -> list[Row]:
 
 
 def _commits(name: str, commits: dict[str, str], command: str) -> Table:
-    """Return a table of two versions of the code, with ordinary and with 20 times as strong gates."""
+    """Return a table that compares the kernels' times at several commits, with ordinary and with 20 times
+    as strong gates.
+    """
 
     def lines(rows: list[Row]) -> list[tuple[str, list[Row]]]:
         return [(op, rows_of) for op, rows_of in group(_by_op(rows), lambda row: row["op"]).items()]
@@ -112,25 +122,31 @@ def _commits(name: str, commits: dict[str, str], command: str) -> Table:
 
 
 def _before_and_after(row: Row) -> str:
-    """Return the ratios of the times after and before."""
+    """Return, as text, a row's times after a change of the kernel divided by those before it: forward /
+    forward and backward.
+    """
     return " / ".join(
         f"{new / old:.3f}" for old, new in zip(row["before"], row["after"], strict=True)
     )
 
 
 def _commit(row: Row) -> str:
-    """Return the row's commit without the mark of uncommitted changes."""
+    """Return the commit at which a row was measured, without the "+" that marks uncommitted changes."""
     return row["commit"].removesuffix("+")
 
 
 def _parts(rows: list[Row]) -> list[tuple[Row, Row]]:
-    """Return (row with one part, row in parts) for each op and shape that has both."""
+    """Return, for each op and shape, the row measured with each sequence in one part and the row with it in
+    several parallel parts.
+    """
     split = [row for row in rows if row["parts"] > 1]
     return [(newest(rows, op=row["op"], shape=row["shape"], parts=1), row) for row in _by_op(split)]
 
 
 def _scans(rows: list[Row]) -> list[dict[str, Row]]:
-    """Return the rows of whole, packed and XLA's scans for each op and shape."""
+    """Return, for each op and shape, the stored rows of the selective scan by kind: "whole" (one document
+    in a row), "packed" (several) and "xla".
+    """
     return [
         {
             "whole": newest(of_shape, packed=False),

@@ -11,7 +11,9 @@ from benchmarks.tables.table import Column, Row, Table, newest, significant
 
 @dataclass(frozen=True)
 class Claim:
-    """A line of the table: what was measured, this library's numbers, and those that they are compared with."""
+    """A line of README.md's results table: what was measured, this library's numbers, and the numbers that
+    they are compared with.
+    """
 
     what: str
     here: Callable[[list[Row]], str]
@@ -45,7 +47,9 @@ def _attention(rows: list[Row]) -> Row:
 
 
 def _speeds(rows: list[Row], field: str) -> str:
-    """Return the slowest and the fastest GLA step over the lengths of rows, rounded to thousands."""
+    """Return, as text, the lowest and the highest tokens/s of GLA's 340M training step over all row
+    lengths, rounded to thousands.
+    """
     steps = {
         row["length"]: row[field]
         for row in rows

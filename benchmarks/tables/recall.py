@@ -1,5 +1,5 @@
-"""Tables of associative recall: all methods, and Mixture-of-Memories in comparison with one memory of equal
-size.
+"""The results tables about associative recall: all methods, and Mixture-of-Memories in comparison with one
+memory of equal size.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ MEMORIES = {"1": "one memory", "2": "two memories", "4": "four memories", "8": "
 
 
 def state_bytes(row: Row) -> int:
-    """Return the state's size as the published figure counts it: memories and three tokens of each gated
-    convolution, at 4 bytes per number."""
+    """Return the bytes of the state in a recall row as the published figure counts them: memories and three
+    tokens of each gated convolution, at 4 bytes per number.
+    """
     convolutions = 3 * row["width"] * row["pattern"].count("C")
     return 4 * (sum(row["state_size"]["memory"]) + convolutions)
 
@@ -58,7 +59,9 @@ def _memory_table(name: str, command: str, best: str, *more: Column) -> Table:
 
 
 def _by_width(rows: list[Row]) -> list[tuple[Row, Row | None]]:
-    """Return (measured row, published row or None), by width, the best accuracy first."""
+    """Return pairs (measured recall row, published row or None), ordered by width and then by accuracy, the
+    best first.
+    """
     published = {(row["method"], row["width"]): row for row in rows if "suite" not in row}
     ours = sorted(
         (row for row in rows if "suite" in row), key=lambda row: (row["width"], -row["mean"])

@@ -1,4 +1,4 @@
-"""Tables of Linear-MoE, Mixture-of-Memories, Liger and long decoding."""
+"""The results tables about Linear-MoE, Mixture-of-Memories, Liger and decoding after long contexts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ def _thousands(row: Row) -> str:
 
 
 def _layout_columns(rows: list[Row]) -> tuple[Column, ...]:
-    """Return the columns for tokens x rows of a card, from the shortest rows to the longest."""
+    """Return the table columns for each layout of a card's tokens, tokens x rows, from the shortest rows to
+    the longest.
+    """
     lengths = sorted({row["length"] for row in rows})
 
     def cell(length: int) -> Column:
@@ -64,7 +66,9 @@ def _layouts(name: str, cards: int, command: str) -> Table:
 
 
 def _cut_rows(rows: list[Row]) -> list[tuple[Row, Row | None]]:
-    """Return each row, with the row of one card and the same number of tokens per card where there is one."""
+    """Return pairs: a row of training with each sequence divided over cards, and the row of one card with
+    as many tokens per card, or None.
+    """
     records = []
     for row in sorted(
         rows, key=lambda row: (row["variant"], row.get("document", 0), row["length"])
@@ -156,7 +160,9 @@ WEIGHTED = "gate=gla,lr=3e-3,memory_weight=0.03,window_weight=1"
 
 
 def _margins(rows: list[Row]) -> list[tuple[float, dict[int, float]]]:
-    """Return (million tokens, by seed the loss of the window minus that of Liger-GLA, beyond position 256)."""
+    """Return pairs (millions of tuning tokens, by seed the held-out loss of window attention alone minus
+    that of Liger-GLA, beyond position 256).
+    """
     loss = {(row["options"], row["millions"], row["seed"]): row["beyond_256"] for row in rows}
     return [
         (
@@ -171,7 +177,9 @@ def _margins(rows: list[Row]) -> list[tuple[float, dict[int, float]]]:
 
 
 def _liger_decoding(rows: list[Row]) -> list[tuple[int, Row, Row]]:
-    """Return (tokens, row of softmax attention, row of Liger-GLA) for each number of tokens."""
+    """Return, for each context length in tokens, (tokens, decoding row of softmax attention, decoding row
+    of Liger-GLA).
+    """
     return [
         (tokens, newest(of_tokens, model="softmax"), newest(of_tokens, model="Liger-GLA"))
         for tokens, of_tokens in sorted(group(rows, lambda row: row["tokens"]).items())
@@ -189,7 +197,9 @@ OUTPUT = "--output docs/linear_moe.jsonl"
 
 
 def _growths(row: Row) -> str:
-    """The buffer at the start, and each growth with its step."""
+    """Return the text about an expert layer's buffer in one run: its factor at the start, and each growth
+    with its step.
+    """
     steps = [f"{growth['expert_buffer']:g} at step {growth['step']}" for growth in row["growths"]]
     return ", ".join([f"{row['expert_buffer']:g}", *steps])
 

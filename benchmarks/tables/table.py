@@ -19,7 +19,9 @@ Record = Any
 
 @dataclass(frozen=True)
 class Column:
-    """A column: its title, and the function from a record to the text of its cell."""
+    """A column of a results table: its title, and the function from a record (one line of the table) to the
+    text of its cell.
+    """
 
     title: str
     cell: Callable[[Record], str]
@@ -46,7 +48,9 @@ class Table:
     caption: bool = True
 
     def rows(self, docs: Path) -> list[Row]:
-        """Return the rows that the table shows, oldest first; each has its file's name as `rows_file`."""
+        """Return the stored rows that this table shows, oldest first; each has its file's name as
+        `rows_file`.
+        """
         rows = [row for name in self.files for row in read_rows(docs, name) if self.where(row)]
         rows.sort(
             key=lambda row: row.get("date", "")
@@ -57,7 +61,8 @@ class Table:
         return rows
 
     def markdown(self, docs: Path, page: Path) -> str:
-        """Return the table as markdown for `page`, with its command and the origin of its rows.
+        """Return this results table as markdown for the file `page`, with its command and the origin of its
+        rows.
 
         Raises:
           ValueError: If no stored row belongs to the table.
@@ -76,13 +81,15 @@ class Table:
 
 
 def read_rows(docs: Path, name: str) -> list[Row]:
-    """Return the rows of the file `name` in `docs`, in the file's order."""
+    """Return the stored rows of the file of JSON lines `name` in the folder `docs`, in the file's order."""
     lines = (docs / name).read_text().splitlines()
     return [{**json.loads(line), "rows_file": name} for line in lines if line.strip()]
 
 
 def origin(rows: list[Row], docs: Path, page: Path) -> str:
-    """Return a sentence with the devices, dates and commits of `rows` and links to their files."""
+    """Return a markdown sentence that says where `rows` were measured: devices, dates and commits, with
+    links to their files.
+    """
     devices = dict.fromkeys(row["device"] for row in rows if "device" in row)
     days: dict[str, dict[str, None]] = {}
     for row in rows:
@@ -99,7 +106,7 @@ def origin(rows: list[Row], docs: Path, page: Path) -> str:
 
 
 def newest(rows: Iterable[Row], **fields: Any) -> Row:
-    """Return the last of `rows` whose fields have these values; a missing field counts as None.
+    """Return the last of the stored rows whose fields have these values; a missing field counts as None.
 
     Raises:
       LookupError: If there is no such row.
@@ -116,7 +123,7 @@ def matches(row: Row, **fields: Any) -> bool:
 
 
 def group(rows: Iterable[Row], by: Callable[[Row], Hashable]) -> dict[Any, list[Row]]:
-    """Return the rows by the value of `by`, in order of first appearance."""
+    """Return the stored rows in lists, by the value that `by` has for a row, in order of first appearance."""
     groups: dict[Any, list[Row]] = {}
     for row in rows:
         groups.setdefault(by(row), []).append(row)
@@ -124,13 +131,16 @@ def group(rows: Iterable[Row], by: Callable[[Row], Hashable]) -> dict[Any, list[
 
 
 def ordered(order: Iterable[Any], value: Callable[[Row], Any]) -> Callable[[Row], int]:
-    """Return a sort key: the position of `value(row)` in `order`; values that are not in it come last."""
+    """Return a function that sorts rows: it gives the position of `value(row)` in `order`; values that are
+    not in it come last.
+    """
     positions = {item: i for i, item in enumerate(order)}
     return lambda row: positions.get(value(row), len(positions))
 
 
 def column(title: str, field: str, form: str = "{}", scale: float = 1) -> Column:
-    """Return a column of one field, divided by `scale`, in a format; empty where a row lacks the field.
+    """Return a table column with one field of the rows, divided by `scale` and formatted by `form`; empty
+    where a row lacks the field.
 
     `field` may be a path with dots into nested objects: "packed.forward_ms".
     """
@@ -147,27 +157,31 @@ def column(title: str, field: str, form: str = "{}", scale: float = 1) -> Column
 
 
 def pair(title: str, field: str) -> Column:
-    """Return a column of two times in ms: forward, and forward and backward."""
+    """Return a table column of a field with two times in ms: forward, and forward and backward."""
     return Column(title, lambda row: times(row[field]) if field in row else "")
 
 
 def measured() -> Column:
-    """Return the column of dates and commits."""
+    """Return the table column that says when a row was measured and at which commit."""
     return Column("date, commit", lambda row: f"{row['date']}, {row['commit']}")
 
 
 def times(values: Iterable[float]) -> str:
-    """Return "forward / forward and backward" in ms."""
+    """Return the text of a cell with two times in ms, "forward / forward and backward"."""
     return " / ".join(map(time_text, values))
 
 
 def time_text(value: float) -> str:
-    """Return a number with four significant digits, at most three of them decimals: 0.169, 13.16, 118.0."""
+    """Return the text of a time with four significant digits, at most three of them decimals: 0.169, 13.16,
+    118.0.
+    """
     return f"{value:.{min(3, max(0, 3 - _exponent(value)))}f}"
 
 
 def significant(value: float, digits: int = 3) -> str:
-    """Return a number rounded to `digits` significant digits, without an exponent: 0.606, 13.2, 30,600."""
+    """Return the text of a number rounded to `digits` significant digits, without an exponent: 0.606, 13.2,
+    30,600.
+    """
     decimals = digits - 1 - _exponent(value)
     return f"{round(value, decimals):,.{max(0, decimals)}f}"
 

@@ -1,4 +1,4 @@
-"""Tables of training: steps of 340M models, methods on one text, lengths, and the CPU runs."""
+"""The results tables about training: steps of 340M models, methods on one text, lengths, and the CPU runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PEER_VARIANTS = {
 
 
 def is_step(row: Row) -> bool:
-    """Return whether the row is a step with the default rematerialisation and compiler flags."""
+    """Return whether a row is of a training step with the default rematerialisation and compiler flags."""
     return row.get("remat") == "dots" and not row["xla_flags"]
 
 
@@ -24,7 +24,9 @@ def _step_key(row: Row) -> tuple:
 
 
 def _steps(rows: list[Row]) -> list[dict[int, Row]]:
-    """Return the newest steps of each method by length, the fastest method at 2,048 first."""
+    """Return, for each method, the newest rows of its training step by row length; the method that is
+    fastest at 2,048 tokens first.
+    """
     methods = [
         {row["length"]: row for row in rows_of}
         for rows_of in group(rows, lambda r: r["variant"]).values()
@@ -50,7 +52,9 @@ def _commits(steps: dict[int, Row]) -> str:
 
 
 def _beside_fla(rows: list[Row]) -> list[tuple[int, dict[tuple[str, bool], Row]]]:
-    """Return (length, rows by variant and whether they are FLA's) for each length."""
+    """Return, for each row length, (length, training rows by (variant, whether the row is of
+    flash-linear-attention)).
+    """
     return [
         (length, {(row["variant"], "peer" in row): row for row in rows if row["length"] == length})
         for length in LENGTHS

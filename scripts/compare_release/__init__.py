@@ -1,1 +1,3 @@
-"""Compare this checkout with a released commit; see `__main__`."""
+"""Compare the numbers that this checkout computes with those of a released commit: `python -m
+scripts.compare_release`.
+"""

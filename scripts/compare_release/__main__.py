@@ -35,7 +35,9 @@ ENVIRONMENT = {
 
 
 def _collect(tree: Path, section: str, folder: Path) -> dict[str, str]:
-    """Collect a section in a tree, in another process, and store the results in `folder`."""
+    """Compute the results of a section (such as "ops") with the code of a source tree, in another process;
+    store them in `folder` and return them by name.
+    """
     output = folder / f"{section}.json"
     path = f"{tree}{os.pathsep}{ROOT / 'scripts'}"
     environment = os.environ | ENVIRONMENT | {"PYTHONPATH": path}
@@ -46,7 +48,9 @@ def _collect(tree: Path, section: str, folder: Path) -> dict[str, str]:
 
 
 def _reference_results(tree: Path, section: str, folder: Path) -> dict[str, str]:
-    """Return the reference's results of a section, which are collected only once."""
+    """Return the reference commit's results of a section (such as "ops") by name; they are computed once
+    and then read from `folder`.
+    """
     if section == "resume":  # a resumed run must have the losses of the uninterrupted run
         losses = json.loads((folder / "runs.json").read_text())
         return {k: v for k, v in losses.items() if (folder / "runs" / k / "checkpoints").is_dir()}
@@ -55,7 +59,9 @@ def _reference_results(tree: Path, section: str, folder: Path) -> dict[str, str]
 
 
 def compare(section: str, expected: dict[str, str], results: dict[str, str]) -> list[str]:
-    """Return a line for each difference. Rows that are only in `results` are new and no difference."""
+    """Return a line of text for each result of a section that differs from the reference's. Results that
+    only `results` has are new and no difference.
+    """
     return [
         f"{section}: {name}: {value} -> {results.get(name, 'missing')}"
         for name, value in expected.items()
@@ -64,7 +70,9 @@ def compare(section: str, expected: dict[str, str], results: dict[str, str]) -> 
 
 
 def main() -> None:
-    """Read the command line, collect both trees, print the differences."""
+    """Read the command line, compute the results with this checkout and with the reference commit, and
+    print the differences.
+    """
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

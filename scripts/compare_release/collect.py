@@ -1,4 +1,4 @@
-"""Collect the results of one section in one tree.
+"""Compute the results of one section of the comparison with a release, with the code of one source tree.
 
 `python -m scripts.compare_release` starts this module in a process for each tree, with the tree first in PYTHONPATH and this
 checkout's `scripts` after it. So the modules here are always this checkout's, but `lsm_jax` and `tests` are the tree's.
@@ -18,7 +18,7 @@ from compare_release import kernels, runs
 
 
 def digest(tree: Any) -> str:
-    """Return the SHA-256 of a pytree's leaves: their shapes, dtypes and bytes, in order."""
+    """Return the SHA-256 of all arrays of a pytree: their shapes, dtypes and bytes, in order."""
     import jax
     import numpy as np
 
@@ -30,7 +30,9 @@ def digest(tree: Any) -> str:
 
 
 def collect_ops() -> Iterator[tuple[str, str]]:
-    """Yield (name, digest) for every case of the table of ops, in every form, with a state and with packed documents."""
+    """Yield (name, SHA-256 of outputs, states and gradients) for every case of the table of ops, in every
+    form, with a state and with packed documents.
+    """
     import jax
     import jax.numpy as jnp
 
@@ -54,7 +56,9 @@ def collect_ops() -> Iterator[tuple[str, str]]:
 
 
 def collect_mixers() -> Iterator[tuple[str, str]]:
-    """Yield (name, digest) for every method's mixer at a small width, and for Mixture-of-Memories with each inner mixer."""
+    """Yield (name, SHA-256 of outputs, states and gradients) for every method's mixer at a small width, and
+    for Mixture-of-Memories with each inner mixer.
+    """
     import jax
     import jax.numpy as jnp
 
@@ -85,7 +89,9 @@ def collect_mixers() -> Iterator[tuple[str, str]]:
 
 
 def main() -> None:
-    """Collect a section and write its results, a JSON object of strings by name."""
+    """Compute the results of the section that the command line names, and write them to a file: a JSON
+    object of strings by name.
+    """
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("section")
     parser.add_argument(

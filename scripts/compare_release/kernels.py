@@ -63,7 +63,9 @@ def kernels_of(function: Callable, *arguments: Any) -> list[str]:
 
 
 def kernel_calls() -> Iterator[Call]:
-    """Yield calls that together contain every fused kernel, forward and backward."""
+    """Yield calls of ops, as (name, function, its arguments), that together contain every fused kernel,
+    forward and backward.
+    """
     yield from _memory_calls()
     yield from _scan_calls()
     yield _convolution_call()
@@ -105,7 +107,9 @@ def _memory_inputs(case: tuple, length: int) -> tuple[dict, dict, dict]:
 
 
 def _memory_calls() -> Iterator[Call]:
-    """Yield the memories and attention of tests/kernels/test_aot.py, with their gradients."""
+    """Yield calls of the memory ops and of attention, with their gradients, for the cases of
+    tests/kernels/test_aot.py.
+    """
     import jax
 
     from lsm_jax import ops
@@ -128,7 +132,7 @@ def _memory_calls() -> Iterator[Call]:
 
 
 def _scan_calls() -> Iterator[Call]:
-    """Yield selective scans with their gradients.
+    """Yield calls of the fused selective scan with their gradients.
 
     Their arguments are arrays, not shapes, since the masks of these cases are computed during tracing.
     """
@@ -150,7 +154,7 @@ def _scan_calls() -> Iterator[Call]:
 
 
 def _convolution_call() -> Call:
-    """Return a short convolution with its gradient."""
+    """Return (name, function, arguments) of a fused short convolution with its gradient."""
     import jax
     import jax.numpy as jnp
 
@@ -172,7 +176,7 @@ def _convolution_call() -> Call:
 
 
 def _one_token_calls() -> Iterator[Call]:
-    """Yield decoding steps."""
+    """Yield calls of memory ops on one token, as in decoding, by the fused kernel of an NVIDIA GPU."""
     from lsm_jax import ops
 
     one = functools.partial(_array, 2, 1)
@@ -190,7 +194,8 @@ def _one_token_calls() -> Iterator[Call]:
 
 
 def collect_kernels() -> Iterator[tuple[str, str]]:
-    """Yield (name, digest) of the jaxpr of every fused kernel, and the number of kernels of every call.
+    """Yield (name, SHA-256 of the jaxpr) for every fused kernel, and for every call the number of its
+    kernels.
 
     If the environment variable COMPARE_TEXTS is set, the jaxprs are written into this folder, to be compared by eye.
     """

@@ -1,4 +1,4 @@
-"""Tiny training runs of each configuration family, and their losses."""
+"""Train tiny runs of each configuration family with the code of a source tree, and read their losses."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ RUNS: dict[str, list[str]] = {
 
 
 def _train(name: str, tree: Path, workdir: Path, text: Path) -> None:
-    """Start or continue one of `RUNS` with the tree's train.py."""
+    """Start or continue the tiny run that `RUNS` has under `name`, with the train.py of a source tree."""
     source = _write_llama(text.parent / "llama")
     arguments = [a.replace("TEXT", str(text)).replace("SOURCE", str(source)) for a in RUNS[name]]
     command = [sys.executable, "train.py", *arguments, f"--workdir={workdir}"]
@@ -48,7 +48,9 @@ def _train(name: str, tree: Path, workdir: Path, text: Path) -> None:
 
 
 def _losses(workdir: Path) -> str:
-    """Return all losses of a run, or the accuracies of a recall sweep, as JSON."""
+    """Return as JSON the losses and gradient norms of all steps of a run, or the accuracies of a recall
+    sweep.
+    """
     result = workdir / "result.json"
     if result.is_file():
         members = json.loads(result.read_text())["members"]
@@ -61,7 +63,9 @@ def _losses(workdir: Path) -> str:
 
 
 def write_text(folder: Path) -> Path:
-    """Write a few short documents and return their folder."""
+    """Write twelve short documents into `folder`, the training text of the tiny runs, and return the
+    folder.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     for i in range(12):
         line = "to be or not to be, that is the question. "
@@ -70,7 +74,9 @@ def write_text(folder: Path) -> Path:
 
 
 def _write_llama(folder: Path) -> Path:
-    """Write a pretrained transformer with random weights and a tokenizer of bytes, and return its folder."""
+    """Write a tiny pretrained transformer with random weights and a tokenizer of bytes into a folder,
+    unless it exists, and return the folder.
+    """
     if folder.is_dir():
         return folder
     import tokenizers
@@ -88,7 +94,9 @@ def _write_llama(folder: Path) -> Path:
 
 
 def collect_runs(tree: Path, folder: Path, text: Path) -> Iterator[tuple[str, str]]:
-    """Yield (name, losses) of tiny runs, which remain in `folder`."""
+    """Train each tiny run with the code of `tree`, and yield (name, losses as JSON); the runs remain in
+    `folder`.
+    """
     for name in RUNS:
         workdir = folder / name
         shutil.rmtree(workdir, ignore_errors=True)
@@ -99,7 +107,9 @@ def collect_runs(tree: Path, folder: Path, text: Path) -> Iterator[tuple[str, st
 def collect_resume(
     tree: Path, reference: Path, folder: Path, text: Path
 ) -> Iterator[tuple[str, str]]:
-    """Yield (name, losses) of the reference's runs, without the checkpoint of their second half, continued by `tree`."""
+    """Continue copies of the reference's tiny runs, cut back to the checkpoint in their middle, with the
+    code of `tree`, and yield (name, losses as JSON).
+    """
     for name in RUNS:
         if not (reference / name / "checkpoints").is_dir():
             continue

@@ -118,7 +118,7 @@ def test_types_of_options():
 
 @pytest.fixture
 def toy(monkeypatch):
-    """A benchmark of four cases, whose module records the cases that are measured."""
+    """Fixture: a benchmark of four cases that records in its module which cases are measured."""
     benchmark = Benchmark(name="toy", summary="", key=("name",), optional_key={"size": 1})
     all_cases = [dict(name="a"), dict(name="a", size=2), dict(name="b"), dict(name="c")]
 

@@ -17,7 +17,7 @@ from benchmarks.tables.table import significant, time_text
 
 @pytest.fixture
 def checkout(tmp_path):
-    """A copy of the pages and rows."""
+    """Fixture: a folder with a copy of the documentation's pages and of the stored rows."""
     shutil.copy(report.ROOT / "README.md", tmp_path)
     for pattern in ("docs/*.jsonl", "docs/results/*.jsonl", "docs/results/*.md"):
         for source in report.ROOT.glob(pattern):

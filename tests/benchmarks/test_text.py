@@ -1,4 +1,4 @@
-"""Batches of real text for benchmarks."""
+"""Tests of `benchmarks.text`: batches of real text for benchmarks."""
 
 from __future__ import annotations
 

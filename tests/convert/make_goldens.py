@@ -76,7 +76,9 @@ GGUFS = {
 
 
 def build(model: str, fields: dict, seed: int) -> transformers.PreTrainedModel:
-    """Return a random model in float32."""
+    """Return a small Hugging Face transformer of the kind `model` with random float32 weights; `fields` are
+    those of its config.
+    """
     torch.manual_seed(seed)
     config = getattr(transformers, f"{model}Config")(**(SMALL | fields))
     random_model = getattr(transformers, f"{model}ForCausalLM")(config).float().eval()
@@ -90,7 +92,9 @@ def build(model: str, fields: dict, seed: int) -> transformers.PreTrainedModel:
 def write_logits(
     model: transformers.PreTrainedModel, length: int, path: Path, stride: int = 1
 ) -> np.ndarray:
-    """Write and return a model's logits of random tokens at the positions 0, stride, 2 stride, ..."""
+    """Compute a transformer's logits of random tokens at the positions 0, stride, 2 stride, ..., and write
+    them to the file `path`.
+    """
     model.set_attn_implementation("eager")
     tokens = np.random.default_rng(0).integers(0, SMALL["vocab_size"], (1, length))
     positions = stride * np.arange(length)[None]
@@ -165,7 +169,9 @@ def write_gguf(model: transformers.PreTrainedModel, kind: str, path: Path) -> No
 
 
 def render(template: str, messages: list[dict], answer: bool) -> str | None:
-    """Return the text of a conversation, or None if the template raises an exception for it."""
+    """Return the text that a chat template makes of a conversation, or None if the template raises an
+    exception for it.
+    """
     try:
         return render_jinja_template(
             [messages], chat_template=template, add_generation_prompt=answer, bos_token="<B>", eos_token="<E>"
@@ -175,7 +181,7 @@ def render(template: str, messages: list[dict], answer: bool) -> str | None:
 
 
 def main() -> int:
-    """Make all goldens again."""
+    """Write all goldens of tests/convert again: tiny models, their logits, and formatted conversations."""
     torch.set_num_threads(1)
     shutil.rmtree(OUT, ignore_errors=True)
     for seed, (name, (model, fields, length)) in enumerate(KINDS.items()):

@@ -41,7 +41,9 @@ WIDTH, LAYERS, HEADS, KV_HEADS, DIM, INNER, VOCAB = 32, 2, 4, 2, 8, 40, 260
 
 
 def write_liger(folder: Path, kind: str = "liger_gla", *, seed: int = 0, **changes) -> Path:
-    """Write a checkpoint of random float32 weights in two files, and return its folder."""
+    """Write a tiny checkpoint in the layout of Liger's authors, with random float32 weights in two files,
+    into `folder`, and return the folder.
+    """
     folder.mkdir(parents=True)
     config = dict(
         architectures=[ARCHITECTURES[kind]], model_type=kind, bos_token_id=256, eos_token_id=257, hidden_act="silu",
@@ -84,11 +86,12 @@ def write_liger(folder: Path, kind: str = "liger_gla", *, seed: int = 0, **chang
 
 
 def logits(folder: Path, tokens: np.ndarray, *, window: int = 65, adapters=None) -> np.ndarray:
-    """Return the logits [T, vocab] of a row of tokens.
+    """Compute the logits [T, vocab] that a checkpoint of Liger's authors gives for one row of tokens, in
+    numpy.
 
     Args:
-        folder: the checkpoint.
-        tokens: [T].
+        folder: folder of the checkpoint.
+        tokens: token ids of one row, int [T].
         window: keys that a query sees: 65 as flash-attention counts a window of 64 with transformers 4.47.1.
         adapters: PEFT's (scale, tensors by name), added to the projections; None for none.
     """

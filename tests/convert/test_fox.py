@@ -66,7 +66,7 @@ FAST = ("pro", "pro-per-head-rotated", "transformer-llama", "mamba2", "hgrn2", "
 
 
 def published(config: dict) -> dict[str, np.ndarray]:
-    """Return random weights by the published names."""
+    """Return random weights of a FoX model with this config, under the names of the published checkpoints."""
     rng = np.random.default_rng(0)
 
     def matrix(*shape):
@@ -114,7 +114,9 @@ def published(config: dict) -> dict[str, np.ndarray]:
 
 
 def published_baseline(config: dict) -> dict[str, np.ndarray]:
-    """Return random weights of a baseline by the published names."""
+    """Return random weights of a baseline of FoX's paper (such as Mamba2) with this config, under the names
+    of the published checkpoints.
+    """
     rng = np.random.default_rng(0)
 
     def matrix(*shape, scale=0.2):
@@ -173,14 +175,14 @@ def published_baseline(config: dict) -> dict[str, np.ndarray]:
 
 
 def write(folder, kind="pro", change=None, parts=1, **fields):
-    """Write a checkpoint's folder.
+    """Write a checkpoint in the layout that FoX's authors published, with random weights, into a folder.
 
     Args:
-        folder: the folder.
-        kind: one of `ALL`.
-        change: function that edits the weights.
-        parts: number of safetensors files.
-        fields: further fields of the config.
+        folder: folder that is written.
+        kind: name of the published model, one of `ALL`.
+        change: function that edits the weights (arrays by name) before they are written.
+        parts: number of safetensors files that the weights are divided into.
+        fields: fields of config.json that replace the usual ones.
 
     Returns:
         (folder, config, weights).
@@ -262,7 +264,7 @@ def test_the_command_makes_a_run_and_exports_it(tmp_path, capsys):
 
 
 def imported(folder):
-    """The model config and parameters of a checkpoint."""
+    """Return the model config and the parameters that importing a FoX checkpoint's folder gives."""
     checkpoint = Checkpoint(folder)
     config = fox_config(checkpoint)
     return config, fox_params(checkpoint, config)

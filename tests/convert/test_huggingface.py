@@ -36,7 +36,9 @@ MARKED = [pytest.param(k, marks=() if k in FAST else pytest.mark.slow, id=k) for
 
 
 def changed(tmp_path, kind: str, change=None, **fields) -> Path:
-    """Copy a golden and change fields of its config; `change` is a function that edits its tensors, a dict by name."""
+    """Copy the golden (a tiny saved transformer) of this kind and change fields of its config.json;
+    `change` is a function that edits its tensors, a dict by name.
+    """
     folder = tmp_path / "changed"
     shutil.copytree(GOLDENS / kind, folder)
     config = json.loads((folder / "config.json").read_text()) | fields
@@ -49,7 +51,9 @@ def changed(tmp_path, kind: str, change=None, **fields) -> Path:
 
 
 def build(source, params=None):
-    """Return the config and the model of a source in float32."""
+    """Return the config of a pretrained model's folder or file, and the decoder with its parameters (or
+    `params`) in float32.
+    """
     config = dataclasses.replace(model_config(source), dtype="float32", remat="none")
     params = load_params(source, config) if params is None else params
     return config, nnx.merge(nnx.graphdef(abstract(config)), params)
@@ -90,7 +94,7 @@ def test_the_scaling_of_a_gguf_file_is_recognised(tmp_path):
 
 def test_configs_of_older_transformers_give_the_same_model(tmp_path):
     def older(kind, **fields):
-        """Return the model of a config as transformers 4 wrote it."""
+        """Return the golden model of this kind with its config.json as transformers 4 wrote it."""
         folder = tmp_path / kind
         shutil.copytree(GOLDENS / kind, folder)
         config = json.loads((folder / "config.json").read_text())
@@ -243,7 +247,7 @@ def test_a_tied_head_must_be_equal_to_the_embedding(tmp_path):
 
 
 def write_large(tmp_path, **sizes) -> Path:
-    """Write a folder with a Llama of random weights and the given sizes."""
+    """Write a Hugging Face folder with a Llama of random weights, which has the given sizes."""
     fields = dict(num_attention_heads=8, num_hidden_layers=3, head_dim=64, hidden_size=512) | sizes
 
     def change(tensors):

@@ -1,4 +1,4 @@
-"""Runs of imported transformers: the command, the checkpoint, the tokenizer."""
+"""Tests of runs made from imported transformers: the import command, the checkpoint, the tokenizer."""
 
 from __future__ import annotations
 
@@ -96,7 +96,9 @@ def test_generate_with_a_chat_template(tmp_path):
 
 
 def expected_tokens(run, tokenizer, ids: list[int]) -> list[int]:
-    """Return the greedy continuation up to EOS, computing the logits of the complete text for each token."""
+    """Return the tokens with which an imported model continues `ids` greedily, up to EOS, from the logits
+    of the complete text for each token.
+    """
     logits = jax.jit(lambda model, tokens: model(tokens)[0][0])
     drawn: list[int] = []
     while len(drawn) < 3:

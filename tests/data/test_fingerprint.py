@@ -1,4 +1,4 @@
-"""The fingerprint of training data: which changes of files it shows."""
+"""Tests of the fingerprint of training data: which changes of files it shows."""
 
 from __future__ import annotations
 

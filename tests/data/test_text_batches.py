@@ -26,7 +26,9 @@ def config(path, **fields):
 
 
 def documents_of(batches):
-    """Return (tokens, labels) of every segment, and check that the labels are the next tokens of the same segment."""
+    """Return (tokens, labels) of every packed document in the batches, and check that the labels are the
+    next tokens of the same document.
+    """
     pieces = []
     for batch in batches:
         for tokens, labels, segments, positions, mask in zip(
@@ -83,7 +85,9 @@ def test_packing_never_predicts_across_documents(lines, packing, add_bos, predic
 
 @pytest.mark.parametrize("packing", ["concat", "first_fit"])
 def test_aligned_documents_begin_at_multiples_and_are_complete(lines, packing):
-    """Padding belongs to no document, and the pieces are the same as without alignment."""
+    """With alignment, packed documents begin at multiples of it and are complete: padding belongs to no
+    document, and the documents' tokens are the same as without alignment.
+    """
     settings = config(lines, heldout_path=str(lines), packing=packing, align_documents=8)
     batches = list(make_eval_iterator(settings, global_batch_size=4))
     gaps = 0

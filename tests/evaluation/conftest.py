@@ -1,4 +1,4 @@
-"""A run of three steps, for all tests of this folder."""
+"""Fixture for the tests of evaluation: a run that was trained for three steps."""
 
 from __future__ import annotations
 

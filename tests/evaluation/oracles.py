@@ -10,8 +10,8 @@ from lsm_jax.models import DecoderState
 
 
 class CopyOracle(nnx.Module):
-    """Predicts the token that followed the latest earlier occurrence of the last 16 tokens, up to `reach`
-    tokens back.
+    """A language model, with the interface of a decoder, that predicts the token which followed the latest
+    earlier occurrence of the last 16 tokens, up to `reach` tokens back.
 
     If there is no such occurrence, all tokens have the same probability.
     """

@@ -1,4 +1,4 @@
-"""Baselines on sources whose entropy is known."""
+"""Tests of the baselines of evaluation (simple language models) on sources whose entropy is known."""
 
 from __future__ import annotations
 

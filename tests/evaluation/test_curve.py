@@ -1,4 +1,4 @@
-"""L(i) and P(l) compared with float64 arithmetic."""
+"""Tests of the loss by position, L(i), and of the perplexity by length, P(l), against float64 arithmetic."""
 
 from __future__ import annotations
 

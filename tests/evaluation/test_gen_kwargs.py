@@ -1,4 +1,4 @@
-"""Generation options: every name is honoured, or refused by name."""
+"""Tests of generation options of evaluation tasks: every name is honoured, or refused by name."""
 
 from __future__ import annotations
 

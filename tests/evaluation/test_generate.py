@@ -1,4 +1,4 @@
-"""Text generation: prompts, ends of documents, the size of the state."""
+"""Tests of text generation in evaluation: prompts, ends of documents, the size of the decode state."""
 
 from __future__ import annotations
 

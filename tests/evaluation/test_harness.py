@@ -34,8 +34,9 @@ def adapter(run, **changes) -> HarnessModel:
 
 
 def log_probabilities(run, ids: list[int]) -> np.ndarray:
-    """[2, n - 1]: the log-probability of every token after the first, and whether it is the most likely
-    token."""
+    """Return [2, n - 1] for the n tokens `ids`, computed by a run's model: the log-probability of every
+    token after the first, and whether it is the most likely token.
+    """
     logits, _, _ = run.model(jnp.asarray([ids[:-1]]))
     table = jax.nn.log_softmax(logits[0], axis=-1)
     of_tokens = np.asarray(table)[np.arange(len(ids) - 1), ids[1:]]

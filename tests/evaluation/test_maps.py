@@ -39,8 +39,9 @@ def model_of(*configs, depth: int | None = None) -> Decoder:
 
 
 def op_weights(model: Decoder) -> np.ndarray:
-    """The softmax weights [heads, T, T] of the first layer: the output of its op if the value of token j is
-    the unit vector j."""
+    """Return the softmax weights [heads, T, T] of the model's first layer: the output of its attention op
+    if the value of token j is the unit vector j.
+    """
     graphdef, params = nnx.split(model.periods.blocks[0])
     block = nnx.merge(graphdef, jax.tree.map(lambda leaf: leaf[0], params))
     x = block.mixer_norm(model.embedding[...][TOKENS][None])

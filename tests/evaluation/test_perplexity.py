@@ -92,7 +92,9 @@ def test_short_last_batch_and_padding_rows_change_nothing(model):
 
 
 def test_row_perplexity_is_the_mean_of_the_rows_perplexities(model):
-    """As Liger's paper: exp of each row's mean loss over its scored tokens, then the mean over rows."""
+    """The row perplexity is, as in Liger's paper, the exponential of each row's mean loss over its scored
+    tokens, averaged over rows.
+    """
     batch = rows(5, 40)
     batch["loss_mask"] = (np.random.default_rng(1).random((5, 40)) < 0.3).astype(np.float32)
     batch["loss_mask"][3] = 0

@@ -1,4 +1,4 @@
-"""Plots: smoothing, reading of metrics, and PNG files."""
+"""Tests of the plots of training: smoothing, reading of metrics, and PNG files."""
 
 from __future__ import annotations
 

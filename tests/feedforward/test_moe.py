@@ -1,4 +1,4 @@
-"""Mixture of experts: both forms compared with the definition, padding, statistics and errors."""
+"""Tests of the mixture of experts: both forms compared with the definition, padding, statistics and errors."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ SMALL = dict(num_experts=EXPERTS, top_k=2, expert_size=5)
 
 
 def made(**fields):
-    """Return a layer of experts with large parameters, as the second of two layers of a model."""
+    """Return a mixture of experts with large parameters, as the feedforward of the second of two layers of
+    a model.
+    """
     config = MoEConfig(**SMALL | dict(z_scale=0.1, balance_scale=0.3) | fields)
     return feedforward.build(config, WIDTH, rngs=nnx.Rngs(0), init_std=0.5, layer=1, num_layers=2)
 
 
 def definition(moe, x, chosen):
-    """Return (y, losses) by the definition: the kernels of each token's experts are gathered. `chosen`
-    [B, T, k] are the experts, the most probable first.
+    """Return the output y and the losses of a mixture of experts by its definition: the kernels of each
+    token's experts are gathered. `chosen` [B, T, k] are the experts' numbers, the most probable first.
     """
     config = moe.config
     logits = x @ moe.router.kernel[...]
@@ -47,7 +49,7 @@ def definition(moe, x, chosen):
 
 
 def choices(moe, x):
-    """Return the experts of each token, int [B, T, k], computed by numpy."""
+    """Return the experts that the router chooses for each token, int [B, T, k], computed by numpy."""
     logits = np.asarray(x, np.float64) @ np.asarray(moe.router.kernel[...], np.float64)
     return np.argsort(-logits, axis=-1, kind="stable")[..., : moe.config.top_k]
 
@@ -76,8 +78,9 @@ def oracle(moe, x, chosen):
 
 
 def towards(moe, *experts):
-    """Return the module with a router that sends every token whose first channel is 1 to these experts, in
-    this order."""
+    """Return the mixture of experts with a router that sends every token whose first channel is 1 to these
+    experts, in this order.
+    """
     moe = jax.tree.map(lambda p: p, moe)
     bias = jnp.zeros(EXPERTS).at[jnp.array(experts)].set(9.0 - 3 * jnp.arange(len(experts)))
     moe.router.kernel[...] = moe.router.kernel[...].at[0].set(bias)
@@ -111,8 +114,8 @@ FORMS = [
 
 @pytest.mark.slow
 def test_rows_of_experts_may_be_padded(monkeypatch):
-    """The rows of each expert are padded to a multiple of `row_multiple`, as kernels require; padding tokens
-    have no expert.
+    """The tokens of each expert are padded to a multiple of `row_multiple`, as kernels require; the padding
+    is sent to no expert.
     """
     moe, ids = made(), jnp.ones((BATCH, LENGTH), jnp.int32).at[1, 7:].set(0)
     wanted = gradient(moe, X, segment_ids=ids)
@@ -123,8 +126,8 @@ def test_rows_of_experts_may_be_padded(monkeypatch):
 
 @pytest.mark.parametrize(("execution", "variant"), FORMS)
 def test_values_and_gradients_are_the_definitions(variant, execution):
-    """Values and gradients equal those of the definition, also if experts have no token, and if all tokens
-    have the same experts.
+    """Values and gradients of a mixture of experts equal those of its definition, also if experts have no
+    token, and if all tokens have the same experts.
     """
     moe = made(execution=execution, **VARIANTS[variant])
     ones = (X / 2).at[..., 0].set(1.0)
@@ -142,7 +145,9 @@ def test_values_and_gradients_are_the_definitions(variant, execution):
 
 @pytest.mark.parametrize("execution", ["grouped", pytest.param("dense", marks=SLOW)])
 def test_bfloat16_is_near_float32(execution):
-    """The routes are the same: x is exact in bfloat16, and the router computes in float32."""
+    """A mixture of experts in bfloat16 is near the one in float32; both choose the same experts, since x is
+    exact in bfloat16 and the router computes in float32.
+    """
     moe, x = made(execution=execution), X.astype(jnp.bfloat16)
     grads, (y, losses, _) = gradient(moe, x)
     assert (y.dtype, grads[1].dtype, losses.dtype) == (jnp.bfloat16, jnp.bfloat16, jnp.float32)
@@ -160,8 +165,8 @@ def test_bfloat16_is_near_float32(execution):
 
 
 def test_causal_to_the_bit():
-    """A change of later tokens changes the places to which earlier tokens are sorted, but no bit of their
-    outputs.
+    """A change of later tokens changes the places to which earlier tokens are sorted by expert, but no bit
+    of their outputs.
     """
     for dtype in (jnp.float32, jnp.bfloat16):
         moe, x = made(shared_size=3), X.astype(dtype)
@@ -208,8 +213,8 @@ def test_decoding_equals_the_parallel_call():
 
 
 def test_losses_of_equal_logits():
-    """With equal logits the entropy is log E, the balance loss 1 and the z-loss (log E)²; losses are divided
-    by the depth of two.
+    """With equal logits of a router for E experts, the entropy is log E, the balance loss 1 and the z-loss
+    (log E)²; losses are divided by the depth of two.
     """
     moe = made()
     moe.router.kernel[...] = jnp.zeros_like(moe.router.kernel[...])
@@ -238,7 +243,9 @@ def test_wrong_fields_are_refused(fields, words):
 
 
 def test_floating_point_operations():
-    """The floating-point operations are twice the number of kernel entries that a token uses."""
+    """The floating-point operations of a mixture of experts are twice the number of kernel entries that a
+    token uses.
+    """
     moe = made(shared_size=3)
     flat = nnx.to_flat_state(nnx.state(moe, nnx.Param))
     used = sum(p.get_value().size * p.get_metadata().get("active", 1) for _, p in flat)

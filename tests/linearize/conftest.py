@@ -1,4 +1,6 @@
-"""Fixtures: a Llama of two layers on disk, and configs of runs that start from it."""
+"""Fixtures for the tests of linearizing: a Llama of two layers on disk, and configs of runs that start from
+it.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ WIDTH, LAYERS, HEADS, KV_HEADS, INNER, VOCAB = 16, 2, 4, 2, 24, 257
 
 
 def write_llama(folder: Path, layers: int = LAYERS) -> Path:
-    """Write a Hugging Face folder with a Llama of random weights, and return it."""
+    """Write a Hugging Face folder with a small Llama of random weights, and return the folder."""
     folder.mkdir(parents=True)
     config = dict(
         model_type="llama", architectures=["LlamaForCausalLM"], vocab_size=VOCAB, hidden_size=WIDTH,
@@ -60,7 +62,7 @@ def llama(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def instructions(tmp_path) -> Path:
-    """Write a JSONL file with 16 instructions, every other one with an input."""
+    """Fixture: the path of a JSONL file with 16 instructions, every other one with an input."""
     path = tmp_path / "alpaca.jsonl"
     rows = [
         dict(instruction=f"Say {i}", input=f"thing {i}" if i % 2 else "", output=f"It is {i}. " * 3)
@@ -71,7 +73,8 @@ def instructions(tmp_path) -> Path:
 
 
 def config_of(llama: Path, text: Path, **changes) -> TrainConfig:
-    """Return the config of a run that tunes the adapters in six steps of four rows of 256 bytes.
+    """Return the training config of a Liger run that tunes adapters of the pretrained Llama in six steps of
+    four rows of 256 bytes.
 
     The gate is Mamba2's, since one decay per head compiles fastest.
     """
@@ -97,6 +100,6 @@ def config_of(llama: Path, text: Path, **changes) -> TrainConfig:
 
 
 def assert_same_bits(a, b) -> None:
-    """Assert that two trees have the same bits."""
+    """Assert that all arrays of two trees have the same bits."""
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
         np.testing.assert_array_equal(x, y)

@@ -1,4 +1,4 @@
-"""Train on meshes of four devices, in a process that `test_runs` starts.
+"""Tune Liger's adapters on meshes of four devices, in a process that `test_runs` starts.
 
 python -m tests.linearize.on_mesh LLAMA ALPACA.jsonl FOLDER
 """
@@ -19,7 +19,7 @@ MESHES = {
 
 
 def main(llama: str, data: str, folder: str) -> None:
-    """Load the pretrained model onto each mesh and tune its adapters."""
+    """Load a pretrained Llama onto each mesh of four devices and tune Liger's adapters there."""
     for name, mesh in MESHES.items():
         train(config_of(Path(llama), Path(data), mesh=mesh), Path(folder) / name)
 

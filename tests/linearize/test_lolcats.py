@@ -35,7 +35,7 @@ def transfer_config(llama, text, **changes):
 
 @pytest.fixture(scope="module")
 def transferred(llama, tmp_path_factory):
-    """Return the config and the directory of a run of attention transfer."""
+    """Fixture: the config and the directory of a finished run of LoLCATs' attention transfer."""
     folder = tmp_path_factory.mktemp("transfer")
     text = folder / "alpaca.jsonl"
     row = '{"instruction": "Say %d", "output": "It is %d. It is %d."}\n'

@@ -31,7 +31,7 @@ TOKENS = np.random.default_rng(0).integers(0, VOCAB, 80)
 
 
 def tokenizer(folder):
-    """Write a byte tokenizer of 260 tokens into a folder, and return the folder."""
+    """Write a byte tokenizer of 260 tokens into the folder of a checkpoint, and return the folder."""
     vocabulary = {chr(0x100 + i): i for i in range(VOCAB)}
     model = tokenizers.models.WordLevel(vocabulary, unk_token=chr(0x100))
     tokenizers.Tokenizer(model).save(str(folder / "tokenizer.json"))
@@ -125,7 +125,7 @@ def test_a_run_is_described_for_the_released_code_or_refused(llama, instructions
 
 
 def write_adapters_of(folder, changes=None, targets=("self_attn.q_proj", "mlp.down_proj")):
-    """Write adapters of rank 3 and alpha 6 for a checkpoint of `write_liger`."""
+    """Write adapters in PEFT's format, of rank 3 and alpha 6, for a checkpoint that `write_liger` wrote."""
     folder.mkdir()
     rng = np.random.default_rng(1)
     sizes = {"self_attn.q_proj": (32, 32), "mlp.down_proj": (40, 32)}

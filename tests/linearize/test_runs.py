@@ -45,7 +45,9 @@ def losses(workdir):
 
 
 def loaded(llama, config):
-    """Return the source's parameters at the start of a run, by name."""
+    """Return the parameters, by name, of a Liger run before its first step, as they are read from the
+    pretrained Llama.
+    """
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     shapes = models.abstract(config.model)
     shapes = nnx.to_pure_dict(nnx.state(shapes, nnx.Param))
@@ -55,7 +57,7 @@ def loaded(llama, config):
 
 @pytest.fixture(scope="module")
 def trained(llama, tmp_path_factory):
-    """Return the config and the directory of a finished run of six steps."""
+    """Fixture: the config and the directory of a finished Liger run of six steps."""
     folder = tmp_path_factory.mktemp("runs")
     path = folder / "alpaca.jsonl"
     rows = [dict(instruction=f"Say {i}", input="", output=f"It is {i}. " * 3) for i in range(16)]

@@ -39,8 +39,9 @@ def pytest_generate_tests(metafunc):
 
 
 def run(mixer, x, **call):
-    """Call the mixer as the second of two layers of a model, with the values `shared` between layers. The
-    first layer has the same parameters, without gradients.
+    """Call the mixer on x [B, T, D] as the second of two layers of a model, with the values `shared`
+    between layers; returns what the mixer returns. The first layer has the same parameters, without
+    gradients.
     """
     stacked = jax.tree.map(lambda p: jnp.stack([jax.lax.stop_gradient(p), p]), mixer)
     shared = type(mixer).init_shared(x, [(jnp.arange(2), stacked)])
@@ -48,8 +49,8 @@ def run(mixer, x, **call):
 
 
 def _loss(mixer, x):
-    """Return a number that depends on every output and every entry of the final memory, and (output, final
-    state).
+    """Return a number that depends on every output of the mixer for x and on every entry of its final
+    memory, and (output, final state).
     """
     y, state, _ = run(mixer, x)
     of_y = jnp.sum(y * jnp.cos(jnp.arange(y.size, dtype=y.dtype)).reshape(y.shape))
@@ -59,8 +60,8 @@ def _loss(mixer, x):
 
 
 def stir(module, *, kernels_only: bool = False):
-    """Add seeded noise to parameters that start with equal entries: a parameter of zeros would hide errors in
-    all that it multiplies.
+    """Add seeded noise to a module's parameters that start with equal entries: a parameter of zeros would
+    hide errors in all that it multiplies.
 
     With `kernels_only`, add it only to matrices that start at zero, in a model with stacked or separate
     layers.
@@ -76,7 +77,7 @@ def stir(module, *, kernels_only: bool = False):
 
 
 def changed(config, **fields):
-    """Return the config with fields replaced; names of fields of `config.op` replace those."""
+    """Return a mixer's config with fields replaced; names that are fields of `config.op` replace those."""
     if isinstance(config, mixers.RecurrentConfig):
         names = [f.name for f in dataclasses.fields(config.op) if f.name in fields]
         op = dataclasses.replace(config.op, **{name: fields.pop(name) for name in names})
@@ -85,8 +86,8 @@ def changed(config, **fields):
 
 
 class Small:
-    """A small mixer of a method, with parameters so large that gates matter, and an input x [B, T, D];
-    `stirred` applies `stir`.
+    """A small mixer of a method for tests, with parameters so large that gates matter, and an input x [B,
+    T, D]; `stirred` applies `stir` to its parameters.
     """
 
     def __init__(self, method: mixers.Method, *, stirred: bool = False, **fields):
@@ -105,7 +106,7 @@ class Small:
         self.gradient = jax.jit(jax.grad(_loss, argnums=(0, 1), has_aux=True))
 
     def __call__(self, x=None, **call):
-        """Return (y, state), computed under `jax.jit`."""
+        """Call the small mixer on x (or the stored input) under `jax.jit`, and return (y, state)."""
         return self.call(self.mixer, self.x if x is None else jnp.asarray(x), **call)
 
     def state(self, dtype=jnp.float32):

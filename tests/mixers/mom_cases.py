@@ -22,7 +22,9 @@ NUM_LAYERS = 2
 
 
 def config_of(name="gated_deltanet", *, inner=None, **fields) -> mixers.MoMConfig:
-    """Return a small config around the inner mixer `name`, with chunks of four tokens."""
+    """Return the config of a small Mixture-of-Memories around the inner mixer `name`, with chunks of four
+    tokens.
+    """
     method = mixers.METHODS[name]
     config = method.config.for_width(WIDTH)
     given = dict(chunk_size=4) | (inner or {})
@@ -36,7 +38,7 @@ def config_of(name="gated_deltanet", *, inner=None, **fields) -> mixers.MoMConfi
 
 
 def build(config) -> mixers.Mixer:
-    """Return the mixer of a config, with parameters so large that gates matter."""
+    """Return the Mixture-of-Memories (or mixer) of a config, with parameters so large that gates matter."""
     options = dict(init_std=0.3, layer=1, num_layers=NUM_LAYERS)
     mixer = mixers.build(config, WIDTH, rngs=nnx.Rngs(0), **options)
     stir(mixer)
@@ -49,12 +51,14 @@ def _made(name, fields) -> mixers.Mixer:
 
 
 def made(name="gated_deltanet", **fields) -> mixers.MoM:
-    """Return the mixer of `config_of` with these arguments, from a cache."""
+    """Return the Mixture-of-Memories of `config_of(name, **fields)`, from a cache."""
     return _made(name, tuple(sorted(fields.items())))
 
 
 def shared_of(mixer, x):
-    """Return the values that are shared between layers, for the second of two layers with equal parameters."""
+    """Return the values that are shared between layers when `mixer` is the second of two layers with equal
+    parameters and the input is x.
+    """
     inner = mixer.innermost()
     stacked = jax.tree.map(lambda p: jnp.stack([jax.lax.stop_gradient(p), p]), inner)
     shared = type(inner).init_shared(x, [(jnp.arange(2), stacked)])
@@ -65,12 +69,14 @@ def shared_of(mixer, x):
 
 @jax.jit
 def call(mixer, x, **arguments):
-    """Return (y, state, aux) of the mixer as the second layer of a model."""
+    """Call the mixer on x as the second layer of a model, and return (y, state, aux): output, final state,
+    and auxiliary statistics.
+    """
     return mixer(x, layer=1, shared=shared_of(mixer, x), **arguments)
 
 
 def number(y):
-    """Return a number that depends on every entry of y."""
+    """Return one number that depends on every entry of a mixer's output y, to take gradients of."""
     return jnp.sum(y * jnp.cos(jnp.arange(y.size, dtype=y.dtype)).reshape(y.shape))
 
 
@@ -85,7 +91,9 @@ gradient = jax.jit(
 
 
 def choices(mixer, x) -> np.ndarray:
-    """Return bool [B, T, G], computed by numpy: whether a token is routed to a memory."""
+    """Return bool [B, T, G], computed by numpy: whether each of the tokens x [B, T, D] is routed to each of
+    G memories.
+    """
     config = mixer.config
     kernel = np.asarray(mixer.router.kernel[...], np.float64)
     logits = np.asarray(x, np.float64) @ kernel
@@ -97,12 +105,14 @@ def choices(mixer, x) -> np.ndarray:
 
 
 def copied(module):
-    """Return a copy of the module, whose parameters may be changed (`nnx.merge` shares them)."""
+    """Return a copy of a mixer, whose parameters may be changed (`nnx.merge` shares them)."""
     return jax.tree.map(lambda p: p, module)
 
 
 def _memory_parameters(mixer) -> dict:
-    """Return the parameters that differ between memories, [G, ...] by path."""
+    """Return the parameters of a Mixture-of-Memories that differ between its G memories, arrays [G, ...] by
+    path.
+    """
     if mixer.config.single_projections:
         return {}
     parts = mixer.inner.memory_parts
@@ -119,15 +129,16 @@ def _with_parameters(mixer, parameters: dict) -> mixers.Mixer:
 
 
 def memory(mixer, index: int) -> mixers.Mixer:
-    """Return the inner mixer with the parameters of one memory."""
+    """Return the inner mixer with the parameters of the memory number `index` of a Mixture-of-Memories."""
     return _with_parameters(
         mixer, {path: p[index] for path, p in _memory_parameters(mixer).items()}
     )
 
 
 def definition(mixer, x, chosen):
-    """Return y [B, T, D]: for each memory, select its tokens (`chosen` is the result of `choices`), apply the
-    inner mixer to them as one sequence, and add the outputs at the tokens' positions.
+    """Return the output y [B, T, D] of a Mixture-of-Memories by its definition: for each memory, select its
+    tokens (`chosen` is the result of `choices`), apply the inner mixer to them as one sequence, and add
+    the outputs at the tokens' positions.
     """
     batch, length, _ = x.shape
     groups = mixer.config.num_groups()
@@ -143,8 +154,8 @@ def definition(mixer, x, chosen):
         return jnp.take_along_axis(a, index.reshape(*index.shape, *(1,) * (a.ndim - 2)), axis=1)
 
     def one(parameters, order, back, weight):
-        """Return one memory's weighted outputs for all tokens. `order` has the memory's tokens first, in the
-        order of time, and then the other tokens.
+        """Return one memory's weighted outputs for all tokens. `order` has the numbers of the memory's
+        tokens first, in the order of time, and then those of the other tokens.
         """
         inner = _with_parameters(mixer, parameters)
         cut = {n: along(s, order) if n in inner.shared_by_token else s for n, s in shared.items()}

@@ -29,13 +29,15 @@ def rotated(x, base):
 
 
 def shifted(x, share):
-    """Return each head of x [T, H, d] mixed with the same head of the token before."""
+    """Return the token shift of one row: each head of x [T, H, d] mixed with the same head of the token
+    before, whose weight is `share`.
+    """
     before = np.concatenate([np.zeros_like(x[:1]), x[:-1]])
     return share[..., None] * before + (1 - share[..., None]) * x
 
 
 def attention(weights, config, x):
-    """Compute one attention layer: x [T, D] -> [T, D]."""
+    """Compute one attention layer of the published FoX for one row: x [T, D] -> [T, D]."""
     count = config["num_heads"]
     groups = config.get("num_kv_heads") or count
 
@@ -85,7 +87,9 @@ def silu(x):
 
 
 def convolved(x, weight, bias=0.0):
-    """silu of the causal convolution of x [T, C] by torch's weight [C, 1, W] of a depthwise one."""
+    """Return silu of the causal convolution of one row x [T, C] with the weight [C, 1, W] of torch's
+    depthwise convolution.
+    """
     width = weight.shape[-1]
     padded = np.concatenate([np.zeros((width - 1, x.shape[1])), x])
     taps = [padded[j : j + len(x)] * weight[:, 0, j] for j in range(width)]
@@ -93,7 +97,7 @@ def convolved(x, weight, bias=0.0):
 
 
 def mamba2(weights, config, x):
-    """One Mamba2 layer: x [T, D] -> [T, D]."""
+    """Compute one Mamba2 layer of FoX's published baseline for one row: x [T, D] -> [T, D]."""
     inner = config["expand"] * config["hidden_size"]
     states, count = config["state_size"], config["num_heads"]
     sizes = np.cumsum([inner, inner + 2 * states])
@@ -114,7 +118,9 @@ def mamba2(weights, config, x):
 
 
 def hgrn2(weights, config, x):
-    """One HGRN2 layer: x [T, D] -> [T, D]. The published code passes no lower bounds to it."""
+    """Compute one HGRN2 layer of FoX's published baseline for one row: x [T, D] -> [T, D]. The published
+    code passes no lower bounds to it.
+    """
     count = config["hidden_size"] // config["expand_ratio"]
     q, f, i = (heads(x @ weights[f"{n}_proj.weight"].T, count) for n in "qfi")
     f, memory, rows = sigmoid(f), 0.0, []
@@ -126,7 +132,7 @@ def hgrn2(weights, config, x):
 
 
 def deltanet(weights, config, x):
-    """One DeltaNet layer: x [T, D] -> [T, D]."""
+    """Compute one DeltaNet layer of FoX's published baseline for one row: x [T, D] -> [T, D]."""
     count = config["num_heads"]
     q, k, v = (
         heads(convolved(x @ weights[f"{n}_proj.weight"].T, weights[f"{n}_conv1d.weight"]), count)
@@ -149,7 +155,9 @@ MIXERS = {"hgrn2-project_fox": hgrn2, "delta_net-project_fox": deltanet}
 
 
 def logits(weights, config, tokens):
-    """Compute the model: tokens [T] -> logits [T, vocab]."""
+    """Compute the published FoX model (or a baseline with its layout) for one row: tokens [T] -> logits [T,
+    vocab].
+    """
     weights = {name: np.asarray(w, np.float64) for name, w in weights.items()}
     if config["model_type"] == "mamba2-project_fox":
         return mamba2_logits(weights, config, tokens)
@@ -167,7 +175,7 @@ def logits(weights, config, tokens):
 
 
 def mamba2_logits(weights, config, tokens):
-    """Mamba2's model: tokens [T] -> [T, vocab]."""
+    """Compute FoX's published Mamba2 baseline for one row: tokens [T] -> logits [T, vocab]."""
     x, eps = weights["backbone.embeddings.weight"][tokens], config["layer_norm_epsilon"]
     for layer in range(config["num_hidden_layers"]):
         head = f"backbone.layers.{layer}."

@@ -36,8 +36,8 @@ def low_rank(layer, x, activation=lambda x: x):
 
 
 def rwkv7(small: Small, x, v_first=None):
-    """Compute one row x [T, D] by the paper's equations; returns y and the values before the residual with
-    the first layer's.
+    """Compute RWKV7's layer for one row x [T, D] by the paper's equations; returns y [T, D] and the values
+    before they are mixed with the first layer's (`v_first`).
     """
     mixer, dim = small.mixer, small.config.head_dim
     length, heads = len(x), mixer.num_heads
@@ -71,7 +71,9 @@ def rwkv7(small: Small, x, v_first=None):
 
 @pytest.mark.slow
 def test_rwkv7_is_the_published_recurrence():
-    """The mixer is tested as the first layer of a model, as a later layer, and outside a model."""
+    """RWKV7's mixer equals the paper's equations, as the first layer of a model, as a later layer, and
+    outside a model.
+    """
     small = Small(METHODS["rwkv7"], stirred=True)
     x = np.asarray(small.x[0], np.float64)
     alone, own = rwkv7(small, x)
@@ -189,8 +191,8 @@ def random_qkv():
 
 
 def test_dplr_memory_reduces_to_the_delta_rule():
-    """With w = 1, a = -κ and b = k̃ = β κ it is the delta rule with keys κ. With a decay, `a` reads the
-    memory before the decay.
+    """The DPLR memory with w = 1, a = -κ and b = k̃ = β κ is the delta rule with keys κ. With a decay, `a`
+    reads the memory before the decay.
     """
     q, k, v, beta, log_decay = random_qkv()
     written = beta[..., None] * k
@@ -211,7 +213,7 @@ def test_equal_channel_decays_of_kda_are_a_heads_decay():
 
 
 def test_unwritten_slots_score_zero():
-    """A slot that is never written has score 0 in the softmax."""
+    """A slot of GSA's memory that is never written has score 0 in the softmax over slots."""
     q, k, v, *_ = random_qkv()
     s = jnp.stack([jnp.ones((2, 20, 2)), jnp.zeros((2, 20, 2))], axis=-1)
     output, state = ops.slot_memory(q, k, v, s, chunk_size=8)

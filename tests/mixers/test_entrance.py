@@ -77,7 +77,7 @@ def test_value_heads_must_exist(name, count):
 
 
 def test_a_width_is_whole_despite_rounding():
-    """A width of 1.15 * 100, which is 114.99999999999999 in floats, is 115."""
+    """A mixer's width of 1.15 * 100, which is 114.99999999999999 in floats, counts as 115."""
     config = mixers.RetNetConfig(num_heads=5, expand_k=1.0, expand_v=1.15)
     assert config.head_dims(100) == (20, 23)
     for config in (mixers.GatedDeltaNetConfig, mixers.KDAConfig):
@@ -94,7 +94,7 @@ def test_s4d_refuses_an_implementation_it_would_not_ask():
 
 
 def abstract(name: str, width: int = WIDTH):
-    """Return a mixer with shapes in place of arrays."""
+    """Return the mixer of the method `name` with shapes in place of arrays, so that nothing is computed."""
     config = METHODS[name].config.for_width(width)
     return nnx.eval_shape(lambda: mixers.build(config, width, rngs=nnx.Rngs(0)))
 
@@ -144,8 +144,8 @@ def test_a_state_of_another_width_is_refused():
 
 @pytest.mark.parametrize("name", METHODS)
 def test_parameters_are_float32_whatever_the_default(name):
-    """Under `jax_enable_x64`, arrays without a dtype would be float64. Layers after the first are tested too,
-    since some initialise parameters in another way.
+    """A mixer's parameters are float32 even under `jax_enable_x64`, where arrays without a dtype would be
+    float64. Layers after the first are tested too, since some initialise parameters in another way.
     """
     config = METHODS[name].config.for_width(WIDTH)
     with jax.enable_x64(True):

@@ -23,7 +23,7 @@ OFF = dict(qk_norm=False, key_shift=False, value_shift=False, output_norm=False,
 
 
 def published(small: Small) -> tuple[dict, dict]:
-    """Return the mixer's parameters and config with the names of the published code."""
+    """Return the parameters and the config of a small FoX mixer with the names of the published code."""
     mixer, c = small.mixer, small.config
     names = {
         "q_proj.weight": mixer.q_proj, "o_proj.weight": mixer.o_proj, "ogate_proj.weight": mixer.g_proj,
@@ -66,14 +66,16 @@ MARKED = [pytest.param(n, marks=() if n in FAST else pytest.mark.slow, id=n) for
 
 @pytest.mark.parametrize("name", MARKED)
 def test_is_the_published_layer(name):
-    """The norms have a large epsilon, since a norm with a small one would hide a wrong factor."""
+    """FoX's mixer equals the published layer in numpy; the norms have a large epsilon, since a norm with a
+    small one would hide a wrong factor.
+    """
     fields = dict(norm_eps=1.0, output_norm_eps=1.0) | CASES[name]
     small = Small(METHODS["fox"], stirred=True, **fields)
     close(small()[0][0], attention(*published(small), np.asarray(small.x[0], np.float64)))
 
 
 def test_shift_is_the_published_one():
-    """The expected numbers are from a float64 reference; keys and shares are sines."""
+    """FoX's token shift of keys gives the numbers of a float64 reference; keys and shares are sines."""
     keys = np.sin(1.3 * np.arange(1, 21) + 0.2).reshape(1, 5, 4)
     share = sigmoid(np.sin(0.8 * np.arange(1, 6) + 0.5))
     expected = np.array([[0.275475, 0.092512, -0.225981, -0.213412], [0.821675, 0.52912, -0.538598, -0.817268]])  # fmt: skip

@@ -1,4 +1,4 @@
-"""A method whose gate is constant equals another method with the same parameters."""
+"""Tests that a method whose gate is constant equals another, simpler method with the same parameters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from tests.mixers.test_mixers import close
 
 
 def copy_parameters(target: Small, source: Small, *names: str) -> None:
-    """Copy the parameters of the modules with these names from `source` to `target`."""
+    """Copy the parameters of the modules with these names from the small mixer `source` to the small mixer
+    `target`.
+    """
     for name in names:
         for own, other in zip(
             jax.tree.leaves(getattr(target.mixer, name)),
@@ -31,7 +33,9 @@ QKVO = ("q_proj", "k_proj", "v_proj", "o_proj", "norm")
 
 @pytest.fixture
 def basic():
-    """Return basic linear attention with silu as feature map, an output gate and two heads."""
+    """Return a small mixer of basic linear attention with silu as feature map, an output gate and two
+    heads.
+    """
     fields = dict(num_heads=2, feature_map="silu", output_gate=True)
     return Small(METHODS["linear_attention"], **fields)
 
@@ -81,8 +85,8 @@ def test_gated_deltanet_with_decay_one_is_deltanet():
 
 
 def test_mamba2_is_a_scalar_decay_memory_with_the_step_folded_in():
-    """The op's result for keys B, values Δ x, log decays Δ A and queries C is the recurrence of Δ, A, B, C
-    and x.
+    """A linear memory with keys B, values Δ x, log decays Δ A and queries C computes Mamba2's recurrence of
+    Δ, A, B, C and x.
     """
     rng = np.random.default_rng(0)
     steps, heads, state, head = 12, 3, 5, 4

@@ -22,7 +22,7 @@ X = jax.ShapeDtypeStruct((BATCH, LENGTH, HEADS, WIDTH), jnp.bfloat16)
 
 
 def saved(function, *arrays):
-    """Return the arrays [B, T, ...] that `jax.vjp` of the function saves."""
+    """Return the arrays [B, T, ...] that `jax.vjp` of `function` saves for the backward pass."""
     leaves = jax.tree.leaves(jax.eval_shape(lambda *x: jax.vjp(function, *x)[1], *arrays))
     return [x for x in leaves if x.shape[:2] == (BATCH, LENGTH)]
 
@@ -92,8 +92,8 @@ WITH_KERNEL = (
 
 @pytest.mark.parametrize("name", WITH_KERNEL)
 def test_a_layer_in_bfloat16_runs_on_its_ops_kernel(name):
-    """If a layer passed its op an array with a dtype or shape that the kernel does not support, XLA would run
-    without any message.
+    """A bfloat16 layer of each method passes its op arrays that the op's fused kernel supports; otherwise
+    XLA would run without any message.
     """
     select.clear_choices()
     jax.clear_caches()

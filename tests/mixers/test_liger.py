@@ -43,8 +43,8 @@ def every_gate(*fast):
 
 
 def recurrence(gate, q, k, z, v, num_slots=SLOTS, lower_bound=0.0):
-    """Compute one head by the formulas of the paper's table, from q, k [T, K] after their norms and without
-    rotation, z [T, K], the keys before the norm, and v [T, V].
+    """Compute one head of Liger's gated memory by the formulas of the paper's table, from q, k [T, K] after
+    their norms and without rotation, z [T, K], the keys before the norm, and v [T, V].
     """
     memory, slots = np.zeros((q.shape[1], v.shape[1])), np.zeros((q.shape[1], num_slots))
     values, o = np.zeros((num_slots, v.shape[1])), []
@@ -89,7 +89,7 @@ def windowed(q, k, v, window=WINDOW):
 
 
 def layer_in_numpy(case, weights=(0.5, 0.5), **fields):
-    """Return the output of a small layer for its first row, [T, D], by the paper's formulas."""
+    """Return the output of a small Liger layer for its first row, [T, D], by the paper's formulas."""
     mixer, x, gate = case.mixer, np.asarray(case.x[0], np.float64), case.config.gate
 
     def projected(name, heads):
@@ -136,7 +136,9 @@ def test_learned_weights_start_at_the_fields_and_have_gradients():
 
 @every_gate("gla")
 def test_prefill_and_decoding_equal_one_call_under_left_padding(gate):
-    """One row has three tokens of padding, the other none; both have two documents."""
+    """A Liger layer computes the same in one call and by prefill and decoding. One row has three tokens of
+    padding on the left, the other none; both have two documents.
+    """
     case = small(gate)
     ids = jnp.array([[0, 0, 0, 1, 1, 1, 2, 2, 2, 2], [1] * 7 + [2] * 3], jnp.int32)
     whole, final = case(segment_ids=ids, state=case.state())
@@ -153,7 +155,9 @@ def test_prefill_and_decoding_equal_one_call_under_left_padding(gate):
 
 @every_gate("mamba2")
 def test_a_state_of_key_heads_is_one_of_repeated_heads(gate):
-    """Keys and values that are repeated for every query head compute the same function, with a larger state."""
+    """A Liger layer whose keys and values are repeated for every query head computes the same function,
+    with a larger state.
+    """
     case = small(gate)
     wider = Small(METHODS["liger"], **dataclasses.asdict(case.config) | dict(num_kv_heads=HEADS))
     for name in ("q_proj", "o_proj", "q_norm", "k_norm"):
@@ -195,8 +199,8 @@ GOLDENS = {
     "gate", [pytest.param(g, marks=() if g == "gla" else pytest.mark.slow) for g in GOLDENS]
 )
 def test_goldens(gate):
-    """The expected float64 values are those of the Liger paper's formulas for sines, computed without this
-    library.
+    """Outputs of Liger's layer equal stored float64 values: those of the Liger paper's formulas for sines,
+    computed without this library.
     """
 
     def sines(a, b):
@@ -230,7 +234,7 @@ def test_pooling_takes_overlapping_bins_where_they_do_not_divide():
 
 @pytest.mark.slow
 def test_wild_keys_stay_finite():
-    """With keys of ±30 in the gate, output and gradients are finite."""
+    """With keys of ±30 in Liger's gate, output and gradients are finite."""
     for gate in ("hgrn2", "rwkv6"):
         case = small(gate, qkv_bias=False, qk_norm=False)
         gradients, _ = case.gradient(case.mixer, case.x * 60)

@@ -48,8 +48,8 @@ def shifted(x):
 
 
 def bounds(logits):
-    """Return the lower bounds of the gates by layer, as published: the cumulative sum over layers of a
-    softmax over layers, minus its first row.
+    """Return HGRN2's lower bounds of the gates by layer, as published: the cumulative sum over layers of a
+    softmax over layers of `logits`, minus its first row.
     """
     sums = np.cumsum(softmax(logits, 0), axis=0)
     return sums - sums[0]
@@ -74,7 +74,9 @@ def test_hgrn2_is_the_published_recurrence():
 
 
 def test_hgrn2_with_a_constant_bound_is_the_same_recurrence():
-    """Two equal layers learn a bound of one half in the second; as a constant it is a half there and 0 in the first."""
+    """HGRN2's recurrence is the same with learned and with constant lower bounds: two equal layers learn a
+    bound of one half in the second; as a constant it is a half there and 0 in the first.
+    """
     learned = Small(METHODS["hgrn2"])
     constant = Small(METHODS["hgrn2"], lower_bound=0.5)
     assert constant.mixer.lower_bound is None
@@ -91,8 +93,8 @@ def test_hgrn2_with_a_constant_bound_is_the_same_recurrence():
 
 @pytest.mark.slow
 def test_hgrn2s_bounds_are_learned_across_the_models_layers():
-    """The layers receive their rows of the bounds in the model's order, for every pattern; with logits of 0
-    the bounds increase linearly.
+    """HGRN2's layers receive their rows of the learned bounds in the model's order, for every pattern of
+    layers; with logits of 0 the bounds increase linearly.
     """
     logits = np.random.default_rng(0).normal(size=(5, 7))
     table = np.exp(np.asarray(log_bounds(jnp.asarray(logits)), np.float64))
@@ -114,8 +116,8 @@ def test_hgrn2s_bounds_are_learned_across_the_models_layers():
 
 @pytest.mark.slow
 def test_hgrn2_without_bound_is_a_plain_sigmoid():
-    """Outside a model and in the first layer, log f equals the logsigmoid to the bit, and its gradient is
-    finite even if a gate saturates.
+    """HGRN2's log decay log f, outside a model and in the first layer, equals the logsigmoid to the bit,
+    and its gradient is finite even if a gate saturates.
     """
     small = Small(METHODS["hgrn2"])
     mixer, x = small.mixer, 300.0 * small.x
@@ -139,7 +141,9 @@ def test_hgrn2_without_bound_is_a_plain_sigmoid():
 
 
 def test_rebased_is_a_normalised_quadratic_kernel():
-    """It is attention with the weights (q' k')² / F, divided by their sum."""
+    """ReBased's layer is attention with the weights (q' k')² / F, divided by their sum; q' and k' are
+    queries and keys after the feature map, F their number of channels.
+    """
     small = Small(METHODS["rebased"], stirred=True)
     mixer, x, size = small.mixer, np.asarray(small.x[0], np.float64), small.config.feature_dim
 
@@ -180,7 +184,9 @@ def test_gfw_is_the_published_recurrence():
 
 
 def test_mlstm_is_the_published_recurrence():
-    """The expected output is that of the recurrence without stabilisers, `q C / max(|q n|, 1)`."""
+    """mLSTM's output is that of the recurrence without stabilisers, `q C / max(|q n|, 1)` with the memory C
+    and the normaliser n.
+    """
     small = Small(METHODS["mlstm"], stirred=True, normalizer_eps=1e-12)
     mixer, x = small.mixer, np.asarray(small.x[0], np.float64)
     mixer.i_proj.bias[...] = jnp.array([-2.0, 0.0, 1.0, 3.0])
@@ -236,7 +242,9 @@ def test_rwkv6_is_the_published_recurrence():
 
 
 def test_rwkv6_starts_as_published():
-    """The initial token-shift weights, decays and bonuses by channel, in the second of three layers."""
+    """RWKV6's initial token-shift weights, decays and bonuses by channel are the published ones, in the
+    second of three layers.
+    """
     build = mixers.build
     mixer = build(mixers.RWKV6Config(), 128, rngs=nnx.Rngs(0), layer=1, num_layers=3)
     n, deep, ahead = np.arange(128), 1 / 2, 1 - 1 / 3

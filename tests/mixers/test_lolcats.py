@@ -1,4 +1,6 @@
-"""LoLCATs' attention is compared with numpy; the first stage of its training."""
+"""LoLCATs' attention is compared with numpy; and the first stage of its training, attention transfer, is
+tested.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def small(**fields) -> Small:
 
 
 def reference(mixer, x):
-    """Return the output and that of softmax attention, both [T, H, V], computed pair by pair."""
+    """Return the output of LoLCATs' attention for x and that of softmax attention, both [T, H, V], computed
+    in numpy for each pair of query and key.
+    """
     q, k, v = (
         dense(getattr(mixer, f"{n}_proj"), x).reshape(LENGTH, h, DIM)
         for n, h in (("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS))

@@ -86,7 +86,9 @@ def test_state_has_one_static_shape(small):
 
 @pytest.mark.few
 def test_packed_documents_equal_documents_alone(small):
-    """A row of ten tokens with two documents of five, in one call and token by token."""
+    """Each document in a packed row of ten tokens has the output that it has alone: two documents of five
+    tokens, in one call and token by token.
+    """
     alone = jnp.concatenate([small(small.x[:, :5])[0], small(small.x[:, 5:])[0]], axis=1)
     ids = jnp.tile(jnp.repeat(jnp.array([3, 1], jnp.int32), 5), (small.x.shape[0], 1))
     close(small(segment_ids=ids)[0], alone)
@@ -148,8 +150,8 @@ def test_every_parameter_is_used_and_described(small):
 
 @pytest.mark.few
 def test_bfloat16_runs_close_to_float32(method, make):
-    """The norms of heads have a large epsilon: with a small one they would amplify rounding errors where a
-    head's output is nearly 0.
+    """A mixer's output in bfloat16 is near that in float32. The norms of heads have a large epsilon: with a
+    small one they would amplify rounding errors where a head's output is nearly 0.
     """
     fields = {f.name for f in dataclasses.fields(method.config)}
     small = make(method, **({"norm_eps": 1.0} if "norm_eps" in fields else {}))

@@ -50,13 +50,15 @@ SOME = ("linear_attention", "gla", "hgrn2", "mamba2", "deltanet", "gated_deltane
 
 
 def float_arrays(state):
-    """Return the floating-point arrays of a state: all but segment ids and counts."""
+    """Return the floating-point arrays of a Mixture-of-Memories' state: all but segment ids and counts."""
     return [s for s in jax.tree.leaves(state) if jnp.issubdtype(s.dtype, jnp.inexact)]
 
 
 @functools.cache
 def expected_of(name):
-    """Return the gradients and the output by the definition."""
+    """Return the gradients and the output of the Mixture-of-Memories with the inner mixer `name`, by the
+    definition.
+    """
     mixer = made(name)
     chosen = choices(mixer, X)
     assert chosen[..., :4].sum((0, 1)).min() > 0, "every memory has tokens"
@@ -129,8 +131,8 @@ def test_gradients_through_decoding_equal_those_of_one_call(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SOME)
 def test_masked_states_equal_packed_ones(name):
-    """The states are equal after one call, and after a masked call that continues from the state of a packed
-    call.
+    """The masked and the packed form of a Mixture-of-Memories leave equal states after one call, and after
+    a masked call that continues from the state of a packed call.
     """
     _, final, _ = call(made(name), X)
     masked = made(name, execution="masked")
@@ -142,8 +144,8 @@ def test_masked_states_equal_packed_ones(name):
 @by_method
 @pytest.mark.parametrize("form", FORMS)
 def test_causal_to_the_bit(name, form):
-    """This holds also if the changed token is routed to another memory, which shifts the positions of later
-    memories' tokens.
+    """No bit of an output of a Mixture-of-Memories depends on later tokens, also if a changed token is
+    routed to another memory, which shifts the positions of later memories' tokens.
     """
     mixer = made(name, execution=form)
     y, before = call(mixer, X)[0], choices(mixer, X)
@@ -157,8 +159,9 @@ def test_causal_to_the_bit(name, form):
 
 @pytest.mark.parametrize("name", ["retnet", pytest.param("mlstm", marks=pytest.mark.slow)])
 def test_causal_to_the_bit_over_many_chunks(name, monkeypatch):
-    """The XLA form runs as on an NVIDIA GPU. The number of chunks before those of a memory depends on later
-    tokens.
+    """No bit of an output of a Mixture-of-Memories depends on later tokens in rows of many chunks either,
+    with the XLA form as it runs on an NVIDIA GPU; the number of chunks before those of a memory depends
+    on later tokens.
     """
     monkeypatch.setattr(chunk_scans, "by_platform", lambda *x, cuda, default: cuda(*x))
     mixer, x = made(name), jax.random.normal(jax.random.key(1), (1, 160, WIDTH))
@@ -217,7 +220,9 @@ def test_order_of_memories_does_not_matter(form):
 @pytest.mark.slow
 @by_form
 def test_an_empty_memory_and_one_that_gets_every_token(form):
-    """Channel 0 alone determines the routing: all tokens are routed to memory 3 and none to memory 0."""
+    """A Mixture-of-Memories equals its definition if all tokens are routed to memory 3 and none to memory
+    0; channel 0 of the input alone determines the routing.
+    """
     mixer = copied(made(execution=form))
     kernel = jnp.zeros((WIDTH, 4)).at[0].set(jnp.array([-9.0, 0.0, 0.1, 9.0]))
     mixer.router.kernel[...] = kernel + 0.05 * made().router.kernel[...] * jnp.array([0, 1, 1, 0])
@@ -235,8 +240,8 @@ def test_an_empty_memory_and_one_that_gets_every_token(form):
 @pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_a_weight_that_underflows_changes_nothing_else(form):
-    """In bfloat16 the weight of the second memory is exactly 0: the token is still written to it, and its
-    read has weight 0.
+    """If the weight of a token's second memory is exactly 0 in bfloat16, the token is still written to that
+    memory, and its read has weight 0.
     """
     mixer = copied(made(execution=form))
     mixer.router.kernel[...] = 1000 * mixer.router.kernel[...]
@@ -256,7 +261,9 @@ IDS = np.array([[2] * 4 + [0] * 2 + [1] * 3 + [2] * 2, [1] * 5 + [3] * 5 + [0]],
 
 
 def read_in(mixer, pieces, ids=IDS):
-    """Return (y, state) for X with these ids, in calls of `pieces` tokens."""
+    """Return (y, state) of a Mixture-of-Memories for the input X with these segment ids, in consecutive
+    calls whose numbers of tokens are `pieces`.
+    """
     state, outputs, start = mixer.init_state(BATCH, LENGTH, jnp.float32), [], 0
     for size in pieces:
         piece = slice(start, start + size)
@@ -267,7 +274,9 @@ def read_in(mixer, pieces, ids=IDS):
 
 
 def check_documents(mixer, y):
-    """Assert that each document's output in y equals that of the document in a separate row."""
+    """Assert that the output y of a Mixture-of-Memories for each packed document equals that of the
+    document in a separate row.
+    """
     for b, row in enumerate(IDS):
         edges = np.flatnonzero(np.diff(row, prepend=-1, append=-1))
         for start, end in zip(edges[:-1], edges[1:], strict=True):
@@ -282,7 +291,9 @@ def check_documents(mixer, y):
     ["gated_deltanet", *(pytest.param(n, marks=pytest.mark.slow) for n in ("rwkv7", "retnet", "mamba2", "gsa", "ttt_linear", "titans"))],
 )  # fmt: skip
 def test_documents_reset_every_memory(name):
-    """The row is read in one call and token by token; an id that occurs again begins another document."""
+    """Every document of a packed row begins with empty memories; the row is read in one call and token by
+    token; an id that occurs again begins another document.
+    """
     mixer = made(name)
     check_documents(mixer, call(mixer, X, segment_ids=IDS)[0])
     check_documents(mixer, read_in(mixer, (1,) * LENGTH)[0])
@@ -357,7 +368,7 @@ def test_other_forms_of_the_inner_op():
 
 @jax.jit
 def routed(mixer, x=X):
-    """Return the statistics of the router."""
+    """Return the router's statistics for a Mixture-of-Memories on the input x."""
     return mixer._route(x, mixers.Context(1))[1]
 
 
@@ -411,7 +422,9 @@ def test_state_of_another_mixer_is_refused():
 
 @pytest.mark.slow
 def test_states_that_nobody_asks_for_are_not_computed():
-    """The packed form computes the states in a separate call, which is removed if they are not used."""
+    """The packed form of a Mixture-of-Memories computes its final states in a separate call, which the
+    compiler removes if they are not used.
+    """
 
     def flops(function):
         return jax.jit(function).lower(made(), X).compile().cost_analysis()["flops"]

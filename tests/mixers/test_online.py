@@ -37,7 +37,7 @@ def layer_norm(x, scale, bias):
 
 
 def convolved(layer, x):
-    """Return the layer's convolution of x, without the activation."""
+    """Return the short convolution of x by the layer's kernel, without the activation."""
     weight = array(layer.weight)
     padded = np.concatenate([np.zeros((len(weight) - 1, x.shape[1])), x])
     y = sum(weight[i] * padded[i : i + len(x)] for i in range(len(weight)))
@@ -45,8 +45,8 @@ def convolved(layer, x):
 
 
 def slopes(loss, weights):
-    """Return the gradient of `loss(weights)` for a list of arrays, entry by entry, from steps along the
-    imaginary axis.
+    """Return the gradient of `loss(weights)` for each array of a list `weights`, entry by entry, from steps
+    along the imaginary axis.
     """
     found = []
     for i, w in enumerate(weights):
@@ -187,7 +187,9 @@ def test_the_inner_gradient_is_that_of_the_inner_loss(sizes, norm):
 @pytest.mark.parametrize("form", ["recurrent", "chunk"])
 @pytest.mark.parametrize("rule", ["ttt", "titans"])
 def test_a_matrix_without_norm_on_single_tokens_is_deltanet(form, rule):
-    """For Titans, with a momentum of 0 and a decay of 1."""
+    """TTT and Titans with one weight matrix, no norm and mini-batches of one token equal DeltaNet; Titans
+    with a momentum of 0 and a decay of 1.
+    """
     with jax.enable_x64(True):
         rng = np.random.default_rng(0)
         q, k, v = (jnp.asarray(rng.normal(size=(2, 11, 3, 4))) for _ in range(3))
@@ -221,8 +223,8 @@ def test_calls_may_end_anywhere_in_a_mini_batch(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["recurrent", "chunk"])
 def test_masked_tokens_read_and_take_no_place(form):
-    """A masked token between tokens 5 and 6 of a document reads the weights of token 5, or those of a new
-    mini-batch.
+    """In TTT and Titans a masked token takes no place in a mini-batch: between tokens 5 and 6 of a document
+    it reads the weights of token 5, or those of a new mini-batch.
     """
     with jax.enable_x64(True):
         rng = np.random.default_rng(0)

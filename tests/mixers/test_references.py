@@ -23,7 +23,9 @@ from tests.mixers.test_variants import convolved, dense, silu
 
 
 def build(name: str, **fields) -> tuple[Small, np.ndarray]:
-    """Return a small mixer, as the second of two layers, and the first row [T, D] of its input."""
+    """Return a small mixer of the method `name`, as the second of two layers, and the first row [T, D] of
+    its input.
+    """
     small = Small(METHODS[name], stirred=True, norm_eps=1.0, **fields)
     return small, np.asarray(small.x[0], np.float64)
 
@@ -37,7 +39,9 @@ def projected(mixer, x, count):
 
 
 def memory(q, k, v, log_decay):
-    """Compute `M = e^w M + kᵀ v`, `o = q M / √K` token by token; `log_decay` w broadcasts to [T, H, K]."""
+    """Compute a linear memory, `M = e^w M + kᵀ v`, `o = q M / √K`, token by token in numpy; the log decay
+    w, `log_decay`, broadcasts to [T, H, K].
+    """
     log_decay = np.broadcast_to(log_decay, k.shape)
     m, o = np.zeros((*k.shape[1:], v.shape[-1])), np.zeros(v.shape)
     for t in range(LENGTH):
@@ -54,7 +58,9 @@ def rotated(y):
 
 
 def finished(mixer, o, x, gated=True):
-    """Return y: the norm of each head of o, times silu(x W_g) if gated, and the output projection."""
+    """Return the layer's output y from the heads' reads o: the norm of each head, times silu(x W_g) if
+    gated, and the output projection.
+    """
     o = o / np.sqrt((o**2).mean(-1, keepdims=True) + 1.0) * wide(mixer.norm.scale)
     if gated:
         o = o * silu(heads(dense(mixer.g_proj, x), o.shape[1]))
@@ -157,15 +163,15 @@ def test_heads_that_are_not_rotated_may_be_odd():
 
 
 def op_arguments(mixer, x, **shared):
-    """Return the op's arguments that `mixer.write` computes."""
+    """Return the arguments for the op that `mixer.write` computes from x."""
     context = mixers.Context(1, shared, positions=jnp.zeros(x.shape[:2], jnp.int32))
     _, context = mixer.read(x, context)
     return mixer.write(x, context)[0]
 
 
 def mixer_and_input(name, **fields):
-    """Return a mixer and its input; if called under `jax.jit`, results that a test does not use are not
-    computed.
+    """Return a small mixer of the method `name` and its input; if called under `jax.jit`, results that a
+    test does not use are not computed.
     """
     config = dataclasses.replace(METHODS[name].config.for_width(WIDTH), **fields)
     mixer = mixers.build(config, WIDTH, rngs=nnx.Rngs(0), init_std=0.2, layer=1, num_layers=2)
@@ -183,7 +189,7 @@ def test_negative_eigenvalues_double_beta(name):
 
 
 def test_gateloops_gate_gets_its_share_of_the_gradient():
-    """`gate_gradient` multiplies the gate's gradient and does not change the gate."""
+    """GateLoop's option `gate_gradient` multiplies the gate's gradient and does not change the gate."""
 
     def of_gate(share):
         mixer, x = mixer_and_input("gateloop", gate_gradient=share)
@@ -213,7 +219,9 @@ def test_ttts_learned_coefficients_never_turn_negative():
 
 
 def test_rwkv7_moves_its_values_towards_the_first_layers():
-    """The share is small because of a bias, so that the test would fail with one minus the share."""
+    """RWKV7's layer moves its values towards the first layer's by a learned share. The share is small here
+    because of a bias, so that the test would fail with one minus the share.
+    """
 
     @jax.jit
     def values():

@@ -1,4 +1,4 @@
-"""A method from outside of the package: one file and one call of `register`."""
+"""Tests of a method registered from outside of the package: one file and one call of `register`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.toys.toy_method import METHOD, ToyConfig
 
 @pytest.fixture
 def toy(monkeypatch):
-    """Add the toy method to the table until the test ends."""
+    """Fixture: adds a toy method to the table of methods until the test ends."""
     monkeypatch.setitem(mixers.METHODS, "toy", METHOD)
     del mixers.METHODS["toy"]
     mixers.register(METHOD)

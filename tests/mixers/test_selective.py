@@ -119,8 +119,8 @@ def test_s4d_decodes_what_it_convolved_and_packs():
 
 @pytest.mark.parametrize("length", [1, 5, 100, 2048, 3001])
 def test_long_convolution_is_the_long_recurrence(length):
-    """In float32 with S4D's initial parameters, the convolution is compared with the recurrence in float64;
-    no later token changes a bit of an output.
+    """S4D's convolution of long rows, in float32 with the initial parameters, equals the recurrence in
+    float64; no later token changes a bit of an output.
     """
     rng = np.random.default_rng(0)
     u = rng.normal(size=(1, length, 4))
@@ -146,8 +146,9 @@ def test_long_convolution_is_the_long_recurrence(length):
     ("length", "which"), [(50, "ABC"), (700, "ABC"), (700, ""), (200, "B"), (200, "C")]
 )
 def test_convolution_by_blocks_is_the_recurrence_in_value_and_every_gradient(length, which):
-    """In float64, with one block of tokens, and with twelve blocks in two levels of groups, the first
-    incomplete; `which` names the complex arrays.
+    """S4D's convolution by blocks equals the recurrence in values and gradients, in float64, with one block
+    of tokens, and with twelve blocks in two levels of groups, the first incomplete; `which` names the
+    complex arrays.
     """
     rng = np.random.default_rng(0)
     turned = {n: 1j * rng.uniform(0, 9, size=(3, 4)) for n in "ABC"}
@@ -184,8 +185,8 @@ def complex_gate(mixer, x):
 @pytest.mark.parametrize("num_heads", [None, 4, 32])
 @pytest.mark.parametrize("norm", [False, True])
 def test_gateloop_is_the_published_recurrence(num_heads, norm):
-    """Wide heads are computed as real memories with rotated keys and queries; the expected recurrence is
-    complex.
+    """GateLoop's layer equals the published complex recurrence; its wide heads are computed as real
+    memories with rotated keys and queries.
     """
     small = Small(METHODS["gateloop"], stirred=True, num_heads=num_heads, norm=norm)
     mixer, x = small.mixer, np.asarray(small.x[0], np.float64)
@@ -268,7 +269,9 @@ def test_a_gate_of_zero_has_an_angle_and_gradients_of_zero():
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["random", "one turn after another"])
 def test_phase_does_not_drift(kind):
-    """50,000 tokens and up to 25,000 full turns in float32 are compared with float64."""
+    """The phase of a complex memory does not drift: 50,000 tokens and up to 25,000 full turns in float32
+    are compared with float64.
+    """
     angle = np.full((1, 50_000, 3), 3.1)
     if kind == "random":
         angle = np.random.default_rng(0).uniform(-np.pi, np.pi, size=angle.shape)

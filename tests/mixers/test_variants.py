@@ -1,4 +1,4 @@
-"""Options of single methods, their initialisation, and their errors."""
+"""Tests of mixers' options that only single methods have, of their initialisation, and of their errors."""
 
 from __future__ import annotations
 
@@ -152,8 +152,8 @@ def test_given_positions_are_used():
 
 
 def test_initial_gates():
-    """GLA's α starts near 0.958; the steps of Mamba2 and Gated DeltaNet start in [1e-3, 1e-1], and their
-    rates in the published ranges.
+    """Gates start as published: GLA's decay α near 0.958; the steps Δ of Mamba2 and Gated DeltaNet in
+    [1e-3, 1e-1], and their rates in the published ranges.
     """
 
     def initial_decay():

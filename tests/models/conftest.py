@@ -35,7 +35,9 @@ def pytest_generate_tests(metafunc):
 
 
 def small_config(method: str, pattern: str = "LLLN", **fields) -> models.ModelConfig:
-    """Return the config of a model with two periods of the pattern, width 32, in float32."""
+    """Return the config of a small model of `method` with two periods of the pattern of layers, width 32,
+    in float32.
+    """
     config = models.lm(method, "tiny", vocab_size=VOCAB)
     config.hidden_size, config.pattern, config.num_layers = 32, pattern, 2 * len(pattern)
     for letter, name in (("L", method), ("N", "softmax")):
@@ -58,7 +60,7 @@ def small_config(method: str, pattern: str = "LLLN", **fields) -> models.ModelCo
 
 
 class Small:
-    """A small decoder under `jax.jit`, and tokens [B, T] for it."""
+    """A small decoder under `jax.jit` for tests, and tokens [B, T] for it."""
 
     def __init__(self, config: models.ModelConfig):
         self.config = config
@@ -68,7 +70,9 @@ class Small:
         self.call = jax.jit(lambda model, tokens, **call: model(tokens, **call)[:2])
 
     def __call__(self, tokens=None, **call):
-        """Return (logits, state), computed under `jax.jit`."""
+        """Call the small decoder on tokens (or the stored ones) under `jax.jit`, and return (logits,
+        state).
+        """
         return self.call(self.model, self.tokens if tokens is None else jnp.asarray(tokens), **call)
 
 
@@ -89,5 +93,5 @@ def gla():
 
 @pytest.fixture
 def plain():
-    """A model of linear attention, which is the fastest to compile."""
+    """Fixture: a small model of linear attention, which is the fastest to compile."""
     return _small("linear_attention", "L")

@@ -1,4 +1,4 @@
-"""Errors of configs, presets, and the sizes of presets."""
+"""Tests of model configs: errors, presets, and the sizes of presets."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_explicit_pattern_is_scanned_by_its_shortest_period():
 
 
 def test_published_sizes(method):
-    """The numbers of parameters are near those in the models' names, and the layers have 2 to 3.5
+    """The presets' numbers of parameters are near those in the models' names, and the layers have 2 to 3.5
     floating-point operations per parameter and token.
     """
     for size, low, high in (("10m", 8e6, 13e6), ("340m", 0.29e9, 0.45e9), ("1.3b", 1.1e9, 1.75e9)):
@@ -80,8 +80,8 @@ def test_published_sizes(method):
 
 
 def test_mamba2_counts_as_published():
-    """The reference is state-spaces/mamba2-130m: 24 layers of width 768, a vocabulary of 50,288, tied
-    embeddings.
+    """A Mamba2 model has as many parameters as state-spaces/mamba2-130m: 24 layers of width 768, a
+    vocabulary of 50,288, tied embeddings.
     """
     config = models.lm("mamba2", "125m", vocab_size=50288)
     assert config.num_layers == 24
@@ -89,8 +89,8 @@ def test_mamba2_counts_as_published():
 
 
 def test_mamba_counts_as_published():
-    """The reference is state-spaces/mamba-130m: 24 layers of width 768, a vocabulary of 50,280, tied
-    embeddings.
+    """A Mamba model has as many parameters as state-spaces/mamba-130m: 24 layers of width 768, a vocabulary
+    of 50,280, tied embeddings.
     """
     config = models.lm("mamba", "125m", vocab_size=50280)
     assert config.num_layers == 24
@@ -102,7 +102,8 @@ def test_mamba_counts_as_published():
 
 
 def test_rwkv7_counts_as_published():
-    """The reference is RWKV7-World 0.1B (arXiv 2503.14456), with 191,034,624 parameters.
+    """An RWKV7 model has as many parameters as RWKV7-World 0.1B (arXiv 2503.14456), 191,034,624, but for
+    known differences.
 
     Our model has RMS norms in place of layer norms (2 vectors less per layer, and 3 less outside the layers),
     and has parameters for the value mix in the first layer too.
@@ -115,8 +116,8 @@ def test_rwkv7_counts_as_published():
 
 
 def test_commands_of_the_table_of_methods_start():
-    """The command in each row of the table is the one that the benchmark writes. train.py is started with one
-    of them, with a run of 0 steps.
+    """The command in each row of the table of methods is the one that the benchmark `methods` writes.
+    train.py is started with one of them, with a run of 0 steps.
     """
     for row in read_rows(ROOT / "docs" / "methods.jsonl"):
         assert row["command"] == methods.command(f"{row['method']}-10m", row["tokens"], 128)

@@ -22,7 +22,7 @@ from tests.models.conftest import Small, small_config
 
 
 def looped(small: Small) -> jax.Array:
-    """Compute the same model by a loop over layers."""
+    """Compute the small decoder's logits by a loop over its layers in place of the scan."""
     model, x = small.model, small.model.embedding[...][small.tokens]
     size, shared = len(model.periods.blocks), {}
     for kind in {type(block.mixer) for block in model.periods.blocks}:
@@ -64,7 +64,9 @@ def test_prefill_then_decoding_equals_one_call(small):
 
 @pytest.mark.classes
 def test_packed_and_padded_documents_equal_documents_alone(small):
-    """A row has a document of 5 tokens, one of 3, and 2 tokens of padding."""
+    """A model gives each document of a packed and padded row the logits that it has alone: a document of 5
+    tokens, one of 3, and 2 tokens of padding.
+    """
     ids = jnp.tile(jnp.array([1] * 5 + [2] * 3 + [0] * 2, jnp.int32), (2, 1))
     packed, _ = small(segment_ids=ids)
     close(packed[:, :5], small(small.tokens[:, :5])[0], 2e-5)
@@ -120,8 +122,8 @@ def test_remat_changes_no_gradient_and_an_untied_head_learns(remat):
 
 
 def test_a_layer_of_several_in_a_period_hands_on_its_gradients_together():
-    """Otherwise XLA would compute the gradients of all parameters last, and store all arrays that they are
-    computed from.
+    """The gradients of a layer's parameters leave it together; otherwise XLA would compute the gradients of
+    all parameters last, and store all arrays that they are computed from.
     """
 
     def barriers(pattern):
@@ -140,8 +142,8 @@ def test_a_layer_of_several_in_a_period_hands_on_its_gradients_together():
 
 
 def test_params_are_one_pure_dict(gla):
-    """The training loop splits a model once and passes the dict of parameters to `jax.jit`; metadata have the
-    same structure.
+    """A model's parameters are one dict of arrays, which the training loop splits off once and passes to
+    `jax.jit`; metadata have the same structure.
     """
     config = gla.config
     build = lambda: models.Decoder(config, rngs=nnx.Rngs(0))  # noqa: E731
@@ -176,7 +178,7 @@ def test_token_outside_the_vocabulary_is_not_hidden(gla):
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class CountingConfig:
-    """The config of `Counting`."""
+    """The config of `Counting`, a mixer for tests that returns its layer's index."""
 
     scale: float = 1.0
 
@@ -192,8 +194,8 @@ class CountingConfig:
 
 
 class Counting(mixers.Mixer):
-    """A mixer that adds the first layer's value to that of every layer, and returns its layer's index as a
-    statistic.
+    """A mixer for tests that adds the first layer's value to that of every layer, and returns its layer's
+    index as a statistic.
     """
 
     op = ops.linear_memory
@@ -226,8 +228,8 @@ class Counting(mixers.Mixer):
 
 
 def test_a_new_method_is_a_file_and_a_row(monkeypatch):
-    """The new method has shared values, statistics and the layer's index, and decodes; no other file is
-    changed.
+    """A new method needs one file and one row of the table of methods: a toy method with shared values,
+    statistics and the layer's index trains and decodes.
     """
     row = dataclasses.replace(
         mixers.METHODS["gla"], name="counting", config=CountingConfig, module=Counting, forms=()

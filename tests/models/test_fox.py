@@ -53,8 +53,8 @@ def test_counts_are_the_published_ones(name, size):
 
 
 def test_baselines_are_as_large_as_published():
-    """The expected sizes are 780M, 756M, 757M and 756M, from Table 6 of the paper and its configs; the size
-    of Samba is not published.
+    """The baselines of FoX's paper have 780M, 756M, 757M and 756M parameters, from its Table 6 and configs;
+    the size of Samba is not published.
     """
     millions = dict.fromkeys(("mamba2", "hgrn2", "deltanet", "transformer-swa"))
     for name in millions:
@@ -70,7 +70,9 @@ def test_baselines_are_as_large_as_published():
 
 @pytest.mark.parametrize("size", SIZES)
 def test_baselines_at_every_size(size):
-    """Shapes of the published configs, and parameters counted by the published code."""
+    """The baselines of FoX's paper have the shapes of the published configs, and the numbers of parameters
+    that the published code counts.
+    """
     width, depth, *_, inner, _ = SIZES[size]
     plain = 3 * width * inner + 2 * width  # SwiGLU and two norms
     heads, states = width // 32, 128
@@ -112,7 +114,9 @@ TABLE_3 = {
 
 
 def test_table_3_has_its_rows():
-    """The parts of every row, and parameters within 2.1 % of each other: an output gate narrows the feedforward."""
+    """The ablations of FoX's Table 3 have the parts of every row, and parameters within 2.1 % of each
+    other: an output gate narrows the feedforward.
+    """
     assert tuple(TABLE_3) == models.FOX_TABLE_3
     width, depth, counts = 1024, 24, []
     for name, row in TABLE_3.items():

@@ -29,8 +29,8 @@ from tests.parallel.test_parallel import run_with_devices
     [("a0.3b-2b", 2.18, 0.328), ("a1b-7b", 6.78, 1.143)],
 )
 def test_published_counts(size, total, active):
-    """Billions of parameters without embeddings, also counted by hand: mixer with output gate, experts,
-    router, norms.
+    """Linear-MoE models have the published billions of parameters (all and active) without embeddings, also
+    counted by hand: mixer with output gate, experts, router, norms.
     """
     config = linear_moe.get_config(size).model
     count = models.count_parameters(config)
@@ -90,7 +90,9 @@ def test_experts_in_any_language_model():
 
 
 def shrunk(pattern="LN"):
-    """Return the config of a run with two layers of width 16 and a batch of eight rows of 32 tokens."""
+    """Return the training config of a Linear-MoE run with two layers of width 16 and a batch of eight rows
+    of 32 tokens.
+    """
     config = linear_moe.get_config(f"tiny,pattern={pattern}")
     experts = MoEConfig(num_experts=4, top_k=2, expert_size=8, shared_size=4, z_scale=1e-3)
     mixer = mixers.LinearAttentionConfig(
@@ -138,7 +140,9 @@ def test_a_decoder_decodes_what_it_reads_at_once():
 
 
 def test_layers_may_differ_in_their_experts():
-    """Statistics whose shapes differ between layers are reported for each place of the period."""
+    """If the layers of a period have different numbers of experts, statistics whose shapes differ are
+    reported for each place of the period.
+    """
     config = shrunk().model
     more = dataclasses.replace(config.layers["N"].feedforward, num_experts=6)
     config.layers["N"] = dataclasses.replace(config.layers["N"], feedforward=more)
@@ -173,5 +177,7 @@ print("ok")
 
 @pytest.mark.slow
 def test_data_and_fsdp_sharding_change_nothing():
-    """Three steps on a mesh of 2 x 2 devices have the losses, gradient norms and routing of one device."""
+    """Three training steps of a Linear-MoE model on a mesh of 2 x 2 devices have the losses, gradient norms
+    and routing of one device.
+    """
     assert run_with_devices(4, "-c", SCRIPT).endswith("ok\n")

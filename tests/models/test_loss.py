@@ -1,4 +1,6 @@
-"""The loss in chunks equals the loss from all logits, gradients included, and never stores all logits."""
+"""Tests of the next-token loss computed in chunks: it equals the loss from all logits, gradients included,
+and never stores all logits.
+"""
 
 from __future__ import annotations
 
@@ -77,8 +79,8 @@ def test_bfloat16_keeps_a_float32_loss():
 
 
 def test_all_logits_never_exist():
-    """The largest array of the compiled forward and backward pass is smaller than the logits of 4096 tokens
-    with a vocabulary of 5000.
+    """The loss in chunks never stores all logits: the largest array of its compiled forward and backward
+    pass is smaller than the logits of 4096 tokens with a vocabulary of 5000.
     """
     tokens, vocabulary, chunk = 2048, 5000, 256
     shapes = (

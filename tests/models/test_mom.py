@@ -26,7 +26,7 @@ from tests.training import tiny
 
 
 def small_mom(**fields):
-    """Return a config of MoM with small heads and chunks of eight tokens."""
+    """Return the config of a Mixture-of-Memories with small heads and chunks of eight tokens."""
     inner = mixers.GatedDeltaNetConfig(
         num_heads=2, head_dim=4, expand_v=1.0, op=mixers.OpConfig(chunk_size=8)
     )
@@ -34,7 +34,9 @@ def small_mom(**fields):
 
 
 def model_config(pattern="LN", **fields) -> ModelConfig:
-    """Return the config of a model with four layers of MoM and softmax attention, of width 16."""
+    """Return the config of a model with four layers of Mixture-of-Memories and softmax attention, of width
+    16.
+    """
     softmax = mixers.SoftmaxConfig(num_heads=2, head_dim=8)
     layers = {"L": LayerConfig(mixer=small_mom(**fields), feedforward=None), "N": LayerConfig(mixer=softmax, feedforward=None)}  # fmt: skip
     return ModelConfig(
@@ -86,7 +88,7 @@ def test_variants():
 
 
 def batch(rows=8):
-    """Return a batch with 32 tokens per row."""
+    """Return a training batch of `rows` rows with 32 tokens each."""
     tokens = np.random.default_rng(0).integers(1, 257, size=(rows, 33)).astype(np.int32)
     ids = np.where(np.arange(32) < 20, 1, 2).astype(np.int32)
     return dict(
@@ -100,7 +102,9 @@ def run_of(**changes):
 
 
 def test_balance_loss_is_trained_and_statistics_are_reported(tmp_path):
-    """Without a next-token loss, only the router's loss is trained."""
+    """Without a next-token loss, only the balance loss of the Mixture-of-Memories' router is trained; its
+    statistics are reported.
+    """
     silent = batch() | dict(loss_mask=np.zeros((8, 32), np.float32))
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
     with jax.set_mesh(mesh):
@@ -197,5 +201,7 @@ print("ok")
 
 @pytest.mark.slow
 def test_data_and_fsdp_sharding_change_nothing():
-    """Three steps on a mesh of 2 x 2 devices have the losses, gradient norms and routing of one device."""
+    """Three training steps of a Mixture-of-Memories model on a mesh of 2 x 2 devices have the losses,
+    gradient norms and routing of one device.
+    """
     assert run_with_devices(4, "-c", SCRIPT).endswith("ok\n")

@@ -25,34 +25,44 @@ BILLION = 1e9
 
 
 def swiglu(width: int, ratio: float) -> int:
-    """Parameters of a SwiGLU layer of inner width `2/3 ratio width`, rounded up to a multiple of 256."""
+    """Return the number of parameters of a SwiGLU layer of inner width `2/3 ratio width`, rounded up to a
+    multiple of 256.
+    """
     return 3 * width * 256 * math.ceil(int(2 / 3 * ratio * width) / 256)
 
 
 def gated_deltanet(d: int, expand_v: int) -> int:
-    """q, k, v, gate and output; β and decay with A and dt_bias of four heads; convolutions; the norm. Heads of 256."""
+    """Return the number of parameters of a Gated DeltaNet mixer of width d with heads of 256: q, k, v, gate
+    and output; β and decay with A and dt_bias of four heads; convolutions; the norm.
+    """
     keys, values = 1024 * d // 1024, expand_v * d
     return d * (2 * keys + 3 * values) + 8 * d + 8 + 4 * (2 * keys + values) + values // 4
 
 
 def gla(d: int, expand_k: float) -> int:
-    """q, k of expand_k d; v, gate and output of d; the decay of rank 16; the norm."""
+    """Return the number of parameters of a GLA mixer of width d: q, k of expand_k d; v, gate and output of
+    d; the decay of rank 16; the norm.
+    """
     keys = int(expand_k * d)
     return d * (2 * keys + 3 * d) + 16 * (d + keys) + keys + d // 4
 
 
 def total(d: int, depth: int, mixer: int, feedforward: int, vocab: int = 32000) -> int:
-    """All layers with two norms each, the last norm, embedding and head."""
+    """Return the number of parameters of a model: all layers (mixer, feedforward, two norms each), the last
+    norm, embedding and head.
+    """
     return depth * (mixer + feedforward + 2 * d) + d + 2 * vocab * d
 
 
 def experts(d: int, size: int, active: int) -> int:
-    """SwiGLU experts and the router."""
+    """Return the number of parameters of a layer of SwiGLU experts of inner width `size`, of which `active`
+    count, and of the router.
+    """
     return active * 3 * d * size + 64 * d
 
 
 def non_embedding(d: int, depth: int, mixer: int, size: int, active: int) -> int:
-    """The parameters of a Linear-MoE model without embedding and head."""
+    """Return the number of parameters of a Linear-MoE model of width d without embedding and head."""
     return depth * (mixer + experts(d, size, active) + 2 * d) + d
 
 
@@ -82,7 +92,9 @@ COUNTS = [
 
 @pytest.mark.parametrize(("config", "variant", "key", "expected", "printed", "unit"), COUNTS)
 def test_parameters_are_those_published(config, variant, key, expected, printed, unit):
-    """Within 0.1 % of independent arithmetic, and equal to the printed number in its digits."""
+    """The numbers of parameters of each config are within 0.1 % of independent arithmetic, and equal to the
+    published number in its printed digits.
+    """
     counts = models.count_parameters(config.get_config(variant).model)
     counted = counts[key]
     if config is linear_moe and key == "active":
@@ -95,7 +107,9 @@ def test_parameters_are_those_published(config, variant, key, expected, printed,
 
 
 def test_the_comparison_at_equal_active_parameters():
-    """MoM with a feedforward of ratio 2 and Gated DeltaNet alone: both "400M" in the paper."""
+    """Mixture-of-Memories with a feedforward of ratio 2 and Gated DeltaNet alone have equally many active
+    parameters: both "400M" in the paper.
+    """
     model = mom.get_config("340m,hidden_ratio=2").model
     assert model.layers["L"].feedforward.hidden_ratio == 2.0
     alone = models.count_parameters(mom.get_config("340m,baseline=inner").model)["active"]
@@ -108,7 +122,7 @@ INNER = [name for name, method in mixers.METHODS.items() if method.module.memory
 
 
 def memory_size(config, width: int) -> int:
-    """The numbers in the state of one row's memory."""
+    """Return how many numbers the state of one row's memory has in a mixer of this config at width `width`."""
     build = lambda: mixers.build(config, width, rngs=nnx.Rngs(0)).init_memory(1, 1, jnp.float32)  # noqa: E731
     return sum(x.size for x in jax.tree.leaves(jax.eval_shape(build)) if x.ndim > 2)
 
@@ -193,7 +207,7 @@ def test_mom_as_published():
 
 
 def small(mixer, pattern="L", depth=2, **fields) -> ModelConfig:
-    """A small model of this mixer and of softmax attention, with experts."""
+    """Return the config of a small model whose layers have this mixer or softmax attention, and experts."""
     inner = MoEConfig(num_experts=4, top_k=2, expert_size=8, shared_size=8, balance_scale=0.0)
     letters = dict(L=mixer, N=mixers.SoftmaxConfig(num_heads=2))
     layers = {
@@ -205,7 +219,9 @@ def small(mixer, pattern="L", depth=2, **fields) -> ModelConfig:
 
 
 def test_scaled_output_projections():
-    """o_proj and down_proj, of experts too, are smaller by sqrt(2 depth); all else is the same to the bit."""
+    """As published, the initial o_proj and down_proj, of experts too, are smaller by sqrt(2 depth); all
+    other parameters are the same to the bit.
+    """
     config = small(mixers.GLAConfig(num_heads=2), "LN")
     plain, scaled = (
         nnx.to_flat_state(nnx.state(Decoder(c, rngs=nnx.Rngs(0)), nnx.Param))
@@ -237,7 +253,9 @@ def small_mom(**fields):
 
 
 def test_xavier_projections_of_memories():
-    """Uniform within 2^-2.5 sqrt(6 / (in + out)), each memory's matrix by itself; nothing outside the mixer changes."""
+    """As published, the projections of a Mixture-of-Memories start uniform within 2^-2.5 sqrt(6 / (in +
+    out)), each memory's matrix by itself; nothing outside the mixer changes.
+    """
     config = small(small_mom())
     config.layers["L"].mixer_init = "xavier"
     model = Decoder(config, rngs=nnx.Rngs(0))
@@ -256,7 +274,9 @@ def test_xavier_projections_of_memories():
 
 
 def test_balance_losses_of_a_hybrid_and_of_all_layers_together():
-    """A layer's loss is averaged over the layers with memories; a joint one is of their mean routing."""
+    """A layer's balance loss is averaged over the layers with memories; a joint balance loss is that of
+    their mean routing.
+    """
     tokens = jnp.arange(20).reshape(1, 20) * 7 % 64
     mixer = mixers.MoMConfig(mixer=mixers.LinearAttentionConfig(num_heads=2), balance_scale=1e-3)
     values = {}
@@ -324,7 +344,9 @@ def heads(x):
 
 
 def published(name: str, mixer, x: np.ndarray) -> np.ndarray:
-    """y [T, D] of a layer of Linear-MoE's code, in float64: `M <- a M + kᵀ (v - β k M)`, `o = q M / sqrt(K)`, norm, gate."""
+    """Return the output y [T, D] of a layer of Linear-MoE's code for one row x, in float64: `M <- a M + kᵀ
+    (v - β k M)`, `o = q M / sqrt(K)`, norm, gate.
+    """
     elu = lambda z: np.where(z > 0, z, np.exp(z) - 1) + 1  # noqa: E731
     identity = lambda z: z  # noqa: E731
     activation = dict(linear_attention=elu, deltanet=identity).get(name, silu)
@@ -373,7 +395,9 @@ LAYERS = [name for name in linear_moe.PUBLISHED if name not in ("mamba2", "softm
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers_as_published_are_their_definition(name):
-    """In one call, and token by token from a state; with biases that are not 0."""
+    """Mixers with `as_published` equal the layers of Linear-MoE's code, in one call, and token by token
+    from a state; with biases that are not 0.
+    """
     size = dataclasses.replace(linear_moe.SIZES["tiny"], hidden_size=WIDTH, head_dim=WIDTH // HEADS)
     config = linear_moe.mixer_config(name, size, as_published=True)
     config = dataclasses.replace(config, op=mixers.OpConfig(chunk_size=4))
@@ -397,7 +421,9 @@ def test_layers_as_published_are_their_definition(name):
 
 
 def test_other_methods_without_convolutions():
-    """Width 1 has no parameters and no state, and counts no operations."""
+    """A method whose short convolutions have width 1 has no parameters and no state for them, and counts no
+    operations.
+    """
     for name in ("mamba", "mamba2", "kda", "titans", "ttt_linear"):
         config = mixers.METHODS[name].config.for_width(WIDTH)
         none = dataclasses.replace(config, conv_size=1)

@@ -1,5 +1,5 @@
-"""Sampling: greedy tokens are the argmax of a call on all tokens, however the prompt is read; top_k, top_p
-and temperature; errors.
+"""Tests of sampling from a model: greedy tokens are the argmax of a call on all tokens, however the prompt
+is read; top_k, top_p and temperature; errors.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The table of ops under test, and the definition of each op in numpy, token by token."""
+"""The table of cases with which the ops are tested, and the definition of each op in numpy, token by token."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ KEY_DIM, VALUE_DIM, CHANNELS, WIDTH = 8, 4, 6, 4
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """An op with the inputs of a test.
+    """A test case: an op of `lsm_jax.ops`, and which inputs it gets.
 
     Attributes:
         op: name in `lsm_jax.ops`.
@@ -89,7 +89,9 @@ CASES = [
 
 
 def parametrize(cases=CASES):
-    """Parametrize a test over cases; those outside the default run are marked slow."""
+    """Parametrize a test function over test cases of ops; the cases outside the default test run are marked
+    slow.
+    """
     return pytest.mark.parametrize(
         "case",
         [pytest.param(c, id=c.name, marks=[] if c.fast else [pytest.mark.slow]) for c in cases],
@@ -97,7 +99,9 @@ def parametrize(cases=CASES):
 
 
 def parametrize_forms(cases=CASES, skip=(), core=False):
-    """Parametrize a test over cases and their forms; with `core`, core cases are in the default run too."""
+    """Parametrize a test function over test cases of ops and their forms; with `core`, core cases are in
+    the default run too.
+    """
     rows = [(c, f) for c in cases for f in c.forms if f not in skip]
     return pytest.mark.parametrize(
         ("case", "form"),
@@ -115,7 +119,7 @@ def parametrize_forms(cases=CASES, skip=(), core=False):
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """The inputs, the state and the definition of one op.
+    """What the tests must know about one op: its inputs, its state and its definition.
 
     Attributes:
         positional: names of the op's positional arguments.
@@ -143,7 +147,9 @@ FAMILIES: dict[str, Family] = {}
 
 
 def make_inputs(case: Case, batch=2, length=37, *, seed=0, decay="mild", dtype=np.float64) -> dict:
-    """Return random inputs by name. `decay` is "mild", or "mixed": log decays from 0 to -30 per token."""
+    """Return random inputs of a test case's op by argument name. `decay` is "mild", or "mixed": log decays
+    from 0 to -30 per token.
+    """
     rng = np.random.default_rng(seed)
 
     def log_decay(*shape):
@@ -158,8 +164,8 @@ def make_inputs(case: Case, batch=2, length=37, *, seed=0, decay="mild", dtype=n
 
 
 def make_qkv(case: Case, rng, shape) -> dict:
-    """Return queries, keys and values with the case's heads; queries and keys are positive if the case
-    normalises.
+    """Return random queries, keys and values with the test case's numbers of heads; queries and keys are
+    positive if the case normalises the output.
     """
     queries, keys, heads = case.heads
     q = rng.normal(size=(*shape, queries, KEY_DIM))
@@ -170,7 +176,7 @@ def make_qkv(case: Case, rng, shape) -> dict:
 
 
 def make_decays(case: Case, shape, log_decay) -> dict:
-    """Return the decays that are named in the case's arrays."""
+    """Return the random log decays that the test case's `arrays` name, drawn by `log_decay(*shape)`."""
     heads = case.heads[2]
     shapes = {
         "constant_decay": ("log_decay", (heads,)),
@@ -182,7 +188,9 @@ def make_decays(case: Case, shape, log_decay) -> dict:
 
 
 def make_state(case: Case, batch=2, *, num_segments=None, capacity=64, seed=1, empty=False):
-    """Return a state with random values (for attention: of three tokens), or an empty one; float64."""
+    """Return a float64 state of the test case's op with random values (for attention: of three tokens), or
+    an empty one.
+    """
     options = dict(num_segments=num_segments, dtype=jnp.float64, capacity=capacity)
     state = FAMILIES[case.op].state(case, batch, **options)
     if empty:
@@ -204,7 +212,7 @@ def make_state(case: Case, batch=2, *, num_segments=None, capacity=64, seed=1, e
 
 
 def call(case: Case, inputs: dict, *, form=None, **options):
-    """Call the op of `case`, with chunks of 8 tokens if it has forms."""
+    """Call the op of a test case on these inputs, with chunks of 8 tokens if the op has forms."""
     positional, pack = FAMILIES[case.op].positional, FAMILIES[case.op].pack
     if form is not None:
         options = {"form": form, "chunk_size": 8} | options
@@ -220,7 +228,7 @@ def call(case: Case, inputs: dict, *, form=None, **options):
 
 
 def oracle(case: Case, inputs: dict, *, state, segment_ids=None, update_mask=None):
-    """Compute the output and the final state of the op by its definition, in numpy float64."""
+    """Compute the output and the final state of a test case's op by its definition, in numpy float64."""
     inputs = {n: np.asarray(a, np.float64) for n, a in inputs.items()}
     memory = jax.tree.map(np.array, state)
     reference = next(iter(inputs.values()))
@@ -255,12 +263,16 @@ def oracle(case: Case, inputs: dict, *, state, segment_ids=None, update_mask=Non
 
 
 def _at(x, b, t, heads):
-    """Return the values of token t of row b, repeated for `heads` heads, [heads, ...]."""
+    """Return the values of token t of row b of x [B, T, ...], with its heads repeated to `heads` heads:
+    [heads, ...].
+    """
     return np.repeat(x[b, t], heads // x.shape[2], axis=0)
 
 
 def _decays(inputs, b, t):
-    """Return the decay of token t of row b, in a shape that broadcasts to [G, K, V]."""
+    """Return the decay (not its logarithm) of token t of row b, in a shape that broadcasts to the memory's
+    [G, K, V].
+    """
     log_decay = np.zeros((1, 1, 1))
     if "log_decay" in inputs:
         g = inputs["log_decay"]
@@ -299,7 +311,9 @@ def _linear_step(case, inputs, leaves, b, t, written):
 
 
 def _gated_step(case, inputs, leaves, q, k, v, b, t, written):
-    """Compute xLSTM's stabilised recurrence (arXiv 2405.04517, Eqs. 15 and 19-21)."""
+    """Apply one token of xLSTM's stabilised recurrence (arXiv 2405.04517, Eqs. 15 and 19-21) to the state
+    arrays `leaves`, and return its output.
+    """
     if written:
         gate, log_f = inputs["log_input_gate"][b, t], np.log(_decays(inputs, b, t)[:, 0, 0])
         m = np.maximum(log_f + leaves[2], gate)

@@ -1,4 +1,4 @@
-"""`dplr_memory`: its test cases, inputs and definition."""
+"""`dplr_memory` (a memory with a diagonal plus low-rank transition): its test cases, inputs and definition."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _unit(x):
 
 
 def _inputs(case, rng, shape, log_decay):
-    """Draw inputs with a = -κ and b = κ ⊙ gate, as in RWKV7.
+    """Draw random inputs of `dplr_memory` with a = -κ and b = κ ⊙ gate (κ a unit key), as in RWKV7.
 
     "correlated" cases have similar κ for all tokens, and gates near 1 + the decay; "any_ab" cases have
     unrelated, small a and b.

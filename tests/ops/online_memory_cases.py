@@ -1,5 +1,5 @@
-"""`online_memory`: its test cases, inputs and definition, with gradients of the inner loss by complex
-steps.
+"""`online_memory` (TTT and Titans): its test cases, inputs and definition, with gradients of the inner loss
+by complex steps.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def _mini_batch(case):
 
 
 def _norm_eps(case):
-    """The norm's epsilon: large with decays, since the output of a decayed memory has no variance and a
-    small epsilon would amplify errors.
+    """Return the epsilon of the inner model's norm: large with decays, since the output of a decayed memory
+    has no variance and a small epsilon would amplify errors.
     """
     return 1.0 if "decay" in case.arrays else 1e-6
 
@@ -90,7 +90,7 @@ def _state(case, batch, *, capacity, **options):
 
 
 def _used(case, state):
-    """Fill the state with random values, in the middle of a mini-batch."""
+    """Fill an online memory's state with random values, in the middle of a mini-batch."""
     rng = np.random.default_rng(1)
 
     def fill(x):
@@ -107,7 +107,9 @@ def _gelu(x):
 
 
 def _output(case, inputs, head, leaves, x):
-    """The inner model's output for x [K]; the trained arrays `leaves` may have leading axes."""
+    """Return the output of one head's inner model for x [K]; the trained arrays `leaves` may have leading
+    axes.
+    """
     step = 2 if "bias" in case.arrays else 1
     for i in range(0, len(leaves), step):
         x = np.einsum("...k,...kv->...v", _gelu(x) if i else x, leaves[i])
@@ -120,8 +122,8 @@ def _output(case, inputs, head, leaves, x):
 
 
 def _gradient(case, inputs, head, leaves, k, target):
-    """The gradients with respect to the arrays `leaves`, by steps along the imaginary axis, which are
-    exact.
+    """Return the gradients of one head's inner loss, for key k and `target`, with respect to the arrays
+    `leaves`, by steps along the imaginary axis, which are exact.
     """
     total, gradients = sum(x.size for x in leaves), []
     moved, offset = [], 0

@@ -1,5 +1,5 @@
-"""`selective_memory`: its test cases, inputs and definition. Complex arrays are given as real ones, which
-tests can change.
+"""`selective_memory` (Mamba, S4D, GateLoop): its test cases, inputs and definition. Complex arrays are
+given as real ones, which tests can change.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ CHANNELS, STATES = 3, 4
 
 @dataclasses.dataclass(frozen=True)
 class SelectiveCase(Case):
-    """A case of `selective_memory`.
+    """A test case of `selective_memory`, the memory with N states per channel.
 
     Its `arrays` may contain "decay" or "constant_decay" (Δ), "complex", "constant_b", "channel_b",
     "constant_c" and "D".
@@ -50,7 +50,9 @@ CASES = [
 
 
 def _inputs(case, rng, shape, log_decay):
-    """Draw inputs: v is u, q is C, and names that end in _i are imaginary parts."""
+    """Draw random inputs of `selective_memory`; `v` is the op's input u, `q` is C, and names that end in _i
+    are imaginary parts.
+    """
     steps = (CHANNELS,) if "constant_decay" in case.arrays else (*shape, CHANNELS)
     b = (*shape, STATES)
     if "channel_b" in case.arrays:

@@ -1,4 +1,6 @@
-"""`slot_memory`: its test cases, inputs and definition."""
+"""`slot_memory` (GSA's memory of slots, read by a softmax over the slots): its test cases, inputs and
+definition.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The backend for each platform, selected while tracing under a mesh of known devices, or when the program
-is lowered.
+"""Tests of the choice of an op's backend for each platform, while tracing under a mesh of known devices, or
+when the program is lowered.
 """
 
 import re
@@ -19,7 +19,9 @@ KINDS = {"gpu": "NVIDIA H200", "tpu": "TPU v5e", "cpu": "cpu"}
 
 
 def mesh_of(platform: str, *axes: str, kind: str = "") -> AbstractMesh:
-    """Return an abstract mesh of devices of another machine, with two along each of `axes`."""
+    """Return an abstract mesh of devices of another machine (such as GPUs), with two devices along each of
+    `axes`.
+    """
     device = AbstractDevice(device_kind=kind or KINDS[platform], num_cores=None, platform=platform)
     sizes = tuple(2 if name in axes else 1 for name in AXES)
     kinds = (AxisType.Auto,) * len(AXES)
@@ -63,7 +65,7 @@ def test_without_a_mesh_lowering_determines_the_platform():
 
 @pytest.fixture
 def with_cudnn(monkeypatch):
-    """Select as on a machine with an NVIDIA GPU and cuDNN."""
+    """Fixture: ops select their backends as on a machine with an NVIDIA GPU and cuDNN."""
     jax.clear_caches()  # programs that were selected without cuDNN
     monkeypatch.setattr(attention_cudnn, "has_cudnn", lambda: True)
     monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: 91000)
@@ -72,8 +74,8 @@ def with_cudnn(monkeypatch):
 
 @pytest.mark.parametrize("axes", [("fsdp",), ("tensor",), ("fsdp", "tensor"), ("data", "expert")])
 def test_attention_by_cudnn_is_lowered_for_several_cards(axes, with_cudnn):
-    """The call is mapped over all axes: XLA's compiler crashes over jax's partitioning of it, and over
-    empty arrays that leave a map.
+    """Attention by cuDNN on a mesh is mapped over all of its axes: XLA's compiler crashes over jax's
+    partitioning of it, and over empty arrays that leave a map.
     """
     q = jax.ShapeDtypeStruct((8, 512, 4, 64), jnp.bfloat16)
 
@@ -96,7 +98,9 @@ def test_attention_by_cudnn_is_lowered_for_several_cards(axes, with_cudnn):
 
 
 def test_a_partly_mapped_mesh_excludes_cudnn(with_cudnn):
-    """Three heads cannot be split over two GPUs, but rows can."""
+    """cuDNN is not selected for attention with three heads on a mesh with an axis for rows and one for
+    heads: the rows can be split over two GPUs, but not the heads.
+    """
     q = jax.ShapeDtypeStruct((8, 512, 3, 64), jnp.bfloat16)
     with use_abstract_mesh(mesh_of("gpu", "fsdp", "tensor")):
         step = jax.jit(lambda q: ops.attention(q, q, q)[0])
@@ -109,8 +113,8 @@ def test_a_partly_mapped_mesh_excludes_cudnn(with_cudnn):
 
 
 def test_shared_rows_run_by_the_kernel():
-    """Shared rows run on Hopper's kernel with and without padding and with a window; `choices` returns the
-    requirement that a call does not meet.
+    """Attention on rows that devices share runs on Hopper's kernel, with and without padding and with a
+    window; `choices` returns the requirement that a call does not meet.
     """
     for length, window, expected in ((1024, None, True), (1000, 300, True), (320, None, False)):
         q = jax.ShapeDtypeStruct((1, length, 4, 64), jnp.bfloat16)

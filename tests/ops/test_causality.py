@@ -1,4 +1,6 @@
-"""No bit of an output depends on the values, however large, or on the segment ids of later tokens."""
+"""Causality of every op: no bit of an output depends on the values, however large, or on the segment ids of
+later tokens.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ def _x64():
 
 @parametrize_forms(skip=("recurrent", None))
 def test_with_one_state_per_segment(case, form):
-    """Later segment ids change which chunks the earlier tokens are in, but no bit of their outputs."""
+    """With one state per segment, later segment ids change which chunks the earlier tokens are in, but no
+    bit of their outputs.
+    """
     # XLA rounds a complex product by its index in the array, so that this form requires other compiler
     # options.
     depends_on_index = "complex" in case.arrays and form == "associative"
@@ -54,7 +58,7 @@ WITH_KEYS = [
 
 @parametrize_forms(WITH_KEYS, skip=("recurrent", None))
 def test_scores_that_overflow(case, form):
-    """The products of a later key with earlier queries overflow; the key is finite."""
+    """No output depends on a later key that is finite, but whose products with earlier queries overflow."""
     inputs = make_inputs(case, length=8, dtype=jnp.float32)
     inputs["q"] = inputs["q"] * 1e10
     run = jax.jit(lambda x: call(case, x, form=form)[0], compiler_options=AS_USERS)

@@ -1,4 +1,6 @@
-"""Convolutions and token shifts of documents without gaps: `contiguous=True` gives the same results."""
+"""Short convolutions and token shifts of packed documents without gaps: `contiguous=True` gives the same
+results as the general case.
+"""
 
 from __future__ import annotations
 

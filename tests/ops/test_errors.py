@@ -63,7 +63,7 @@ def test_states_of_other_types_are_refused(op):
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("segments", [None, 3])
 def test_every_array_of_a_state_has_its_shape(op, segments):
-    """A state in which one array has a wrong shape is refused; the message names the array."""
+    """An op refuses an initial state in which one array has a wrong shape; the message names the array."""
     state = make_state(OPS[op], num_segments=segments)
     leaves, tree = jax.tree.flatten(state)
     names = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_leaves_with_path(state)]
@@ -141,7 +141,9 @@ def test_number_arguments_of_single_ops():
 
 
 def test_no_kernel_supports_x64():
-    """Mosaic's indices have 32 bits: with x64 None selects XLA, and a kernel's name raises an error."""
+    """With 64-bit types enabled, `implementation=None` selects XLA, and a kernel's name raises an error,
+    since Mosaic's indices have 32 bits.
+    """
     q = jnp.ones((1, 64, 2, 64), jnp.bfloat16)
     gate, channels = q[..., 0], q
     calls = {

@@ -27,7 +27,7 @@ def test_how_many_parts():
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
-    """Run the branch for NVIDIA GPUs on the present platform."""
+    """Fixture: ops run their branch for NVIDIA GPUs on the present platform."""
 
     def on_cuda(*arguments, cuda, default):
         del default
@@ -70,8 +70,8 @@ def test_equals_the_recurrence(as_on_a_gpu, name):
 
 
 def test_large_gates_keep_their_digits(as_on_a_gpu):
-    """The stabiliser at the start of a part equals, to the bit, the one by which the memory before the part
-    was divided.
+    """With large input gates, the stabiliser at the start of a part of a row equals, to the bit, the one by
+    which the memory before the part was divided.
     """
     rng = np.random.default_rng(0)
     q, k, v = (np.abs(rng.normal(size=(1, LENGTH, 1, 4))).astype(np.float32) for _ in "qkv")

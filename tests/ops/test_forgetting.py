@@ -29,9 +29,10 @@ def log_sigmoid(x):
 
 
 def reference(q, k, v, sums):
-    """Compute the output [T, H, V] in float64, query by query.
+    """Compute the output [T, H, V] of forgetting attention in float64, query by query.
 
-    q is [T, H, K], the queries of the last T of S tokens; k, v and the sums of gates are [S, H, *].
+    q is [T, H, K], the queries of the last T of S tokens; k, v and the cumulative sums of log forget gates (`sums`) are
+    [S, H, *].
     """
     before, o = len(k) - len(q), np.zeros((*q.shape[:2], v.shape[-1]))
     for i in range(len(q)):
@@ -44,8 +45,8 @@ def reference(q, k, v, sums):
 
 
 def test_golden_values_and_gradients():
-    """The expected results are from a float64 reference that does not use this library; its gradients agree
-    with finite differences.
+    """Outputs and gradients of forgetting attention equal stored results of a float64 reference that does
+    not use this library; its gradients agree with finite differences.
     """
     n = np.arange(1, LENGTH + 1)
     upstream = np.sin(0.5 * np.arange(1, 4 * LENGTH + 1) + 0.6).reshape(Q.shape)
@@ -138,8 +139,8 @@ def test_a_closed_gate_equals_a_document_start(closed):
 
 
 def test_differences_of_sums_are_exact():
-    """They are exact after 65,536 gates near 0.5 or near 1, where differences of float32 sums have an error
-    of 0.002.
+    """Differences of the cumulative sums of log forget gates are exact after 65,536 gates near 0.5 or near
+    1, where differences of float32 sums have an error of 0.002.
     """
     length, near = 65_536, 64
     gates = -np.exp(RNG.normal(size=(1, length, 2)) * 0.1) * np.array([0.7, 1.0])
@@ -157,8 +158,8 @@ def test_differences_of_sums_are_exact():
 
 
 def test_attention_after_65536_tokens():
-    """The outputs of the last queries of a document of 65,536 tokens: a call with 32 tokens and then one with
-    a single token, from the state of the tokens before.
+    """Forgetting attention is exact for the last queries of a document of 65,536 tokens: a call with 32
+    tokens and then one with a single token, from the state of the tokens before.
     """
     length, last, heads = 65_536, 33, 2
     gates = log_sigmoid(0.1 * RNG.normal(size=(1, length, heads))).astype(np.float32)
@@ -194,8 +195,8 @@ def test_attention_after_65536_tokens():
 
 @pytest.mark.slow
 def test_gradients_of_blocks_equal_those_of_one_block(monkeypatch):
-    """A row in one block of queries has the same gradients as in four parts of 75 queries in blocks of 32,
-    the last one incomplete.
+    """Forgetting attention of a row in one block of queries has the same gradients as in four parts of 75
+    queries in blocks of 32, the last one incomplete.
     """
     arguments = [random_array(1, 300, heads, 4) for heads in (4, 2, 2)]
     arguments.append(-jnp.abs(random_array(1, 300, 4)))
@@ -219,7 +220,9 @@ def test_gradients_of_blocks_equal_those_of_one_block(monkeypatch):
 
 
 def test_no_array_of_queries_by_keys_is_stored():
-    """Forward and backward pass of 8,192 tokens use a fraction of the 256 MiB of one head's scores."""
+    """The forward and backward pass of forgetting attention on 8,192 tokens uses a fraction of the 256 MiB
+    that the scores of one head would have.
+    """
     shapes = [jax.ShapeDtypeStruct((1, 8192, 1, d), jnp.float32) for d in (4, 4, 4)]
     gates = jax.ShapeDtypeStruct((1, 8192, 1), jnp.float32)
 

@@ -30,8 +30,8 @@ CALLS = {
 
 
 def frames_to_kernel(run, package: str) -> list[tuple[str, str]]:
-    """Return (file, function) of this project's frames, outermost first, when the forward function of the
-    kernel `package` is called.
+    """Return (file, function) of this project's frames on the call stack, outermost first, when the forward
+    function of the kernel package `package` is called by `run`.
     """
     deepest: list[list[tuple[str, str]]] = []
 

@@ -64,7 +64,9 @@ def test_hgrn2_branch():
 
 @pytest.mark.parametrize("form", ["recurrent", "chunk", "associative"])
 def test_gsa_branch(form):
-    """GSA with two slots, each gated by the mean of two channels of k; q and k are not normalised."""
+    """GSA's memory equals stored float64 results with two slots, each gated by the mean of two channels of
+    k; q and k are not normalised.
+    """
     gate = jax.nn.log_sigmoid(K.reshape(1, LENGTH, 1, 2, 2).mean(-1)) / 16
     output, _ = ops.slot_memory(Q, K, V, -jnp.expm1(gate), gate, scale=1.0, form=form)
     rows(

@@ -1,4 +1,6 @@
-"""Grouped products: errors, rows after the last group, and the kernels against a loop over the groups."""
+"""Grouped matrix products (each group of rows of x with its own matrix): errors, rows after the last group,
+and the kernels against a loop over the groups.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from pallas_kernels.grouped_product.cases import (
 
 
 def make_arrays(sizes, rows, width=64, out=128, dtype=jnp.bfloat16):
-    """Return x [rows, width], kernels [groups, width, out], dy [rows, out] and the sizes of the groups."""
+    """Return random arrays of a grouped product: x [rows, width], kernels [groups, width, out], the
+    output's gradient dy [rows, out], and the sizes of the groups.
+    """
     rng = np.random.default_rng(0)
     x = rng.normal(size=(rows, width))
     kernels = rng.normal(size=(len(sizes), width, out)) / width**0.5
@@ -29,7 +33,9 @@ def make_arrays(sizes, rows, width=64, out=128, dtype=jnp.bfloat16):
 
 
 def by_loop(x, kernels, dy, sizes):
-    """Return the output, and the gradients of x and kernels, computed group by group in float64."""
+    """Return the output of the grouped product, and its gradients with respect to x and kernels, computed
+    group by group in float64.
+    """
     x, kernels, dy = (np.asarray(a, np.float64) for a in (x, kernels, dy))
     y, dx, dw = np.zeros((len(x), kernels.shape[2])), np.zeros_like(x), np.zeros_like(kernels)
     start = 0
@@ -41,7 +47,7 @@ def by_loop(x, kernels, dy, sizes):
 
 
 def relative_error(result, expected):
-    """The RMS of the error, relative to the RMS of `expected`."""
+    """Return the root mean square of the error of `result`, relative to that of `expected`."""
     result = np.asarray(result, np.float64)
     return np.sqrt(np.mean((result - expected) ** 2) / np.mean(expected**2))
 
@@ -71,7 +77,9 @@ def test_errors():
 @pytest.mark.slow
 @pytest.mark.parametrize("product", ["forward", "transposed", "sums"])
 def test_the_kernels_equal_a_loop_in_the_interpreter(monkeypatch, product):
-    """The case has an empty group and rows after the last group; the interpreter detects races."""
+    """The grouped-product kernels equal a loop over the groups, with an empty group and rows after the last
+    group; the interpreter detects races.
+    """
     monkeypatch.setattr(hopper, "PROCESSORS", 2)
     interpreter = compat.gpu_interpreter()
     x, kernels, dy, sizes = make_arrays(*INTERPRETED)
@@ -95,7 +103,9 @@ def test_the_kernels_equal_a_loop_in_the_interpreter(monkeypatch, product):
 @pytest.mark.slow
 @pytest.mark.parametrize("transposed", [False, True])
 def test_blocks_of_64_rows_in_the_interpreter(monkeypatch, transposed):
-    """Groups with an odd number of blocks end with half a tile, also at the end of the array."""
+    """Grouped-product kernels are right with blocks of 64 rows: groups with an odd number of blocks end
+    with half a tile, also at the end of the array.
+    """
     monkeypatch.setattr(hopper, "PROCESSORS", 2)
     x, kernels, dy, sizes = make_arrays(*INTERPRETED_PARTS)
     y, (dx, _) = by_loop(x, kernels, dy, sizes)
@@ -115,7 +125,9 @@ def test_blocks_of_64_rows_in_the_interpreter(monkeypatch, transposed):
 
 
 def check_segments(run):
-    """Compare the output and the gradients of segments with those of a loop; two matrices are used in turn."""
+    """Compare the output and the gradients of a product by segments with those of a loop; two matrices are
+    used in turn.
+    """
     x, kernels, dy, ends = make_arrays(*SEGMENTS)
     twice = jnp.concatenate([kernels[:2], kernels[:2]])
     y, (dx, dw) = by_loop(x, twice, dy, ends)

@@ -39,12 +39,13 @@ def _x64():
 
 
 def settings(kind: str, case):
-    """Return the arguments of a setting: the state, and segment ids and mask if the setting has them.
+    """Return the arguments of an op for one setting of documents: the state, and segment ids and mask if
+    the setting has them.
 
     Args:
         kind: "plain" (one document, an empty state), "documents" (one state per row) or "segments" (one
             state per segment).
-        case: the case that the state is for.
+        case: the test case (an op and its inputs) that the state is for.
     """
     if kind == "plain":
         return {"state": None}
@@ -65,14 +66,18 @@ def settings(kind: str, case):
 
 
 def as_real(x):
-    """x in float64; the real and imaginary parts of complex numbers are an additional axis."""
+    """Return the array x in float64; the real and imaginary parts of complex numbers are an additional
+    axis.
+    """
     x = np.asarray(x)
     parts = np.stack([x.real, x.imag], axis=-1) if np.iscomplexobj(x) else x
     return parts.astype(np.float64)
 
 
 def visible(case, state):
-    """Return the state's leaves, with 0 at the indices of attention's ring buffers that contain no token."""
+    """Return the arrays of an op's state, with 0 at the indices of attention's ring buffers that contain no
+    token.
+    """
     state = jax.tree.map(as_real, state)
     if case.op == "attention":
         hidden = np.arange(state.keys.shape[-3]) >= state.count[..., None]
@@ -86,7 +91,7 @@ def visible(case, state):
 
 
 def close(a, b, tolerance):
-    """Assert that a and b differ by at most `tolerance` times the largest entry of b."""
+    """Assert that the arrays a and b differ by at most `tolerance` times the largest entry of b."""
     a, b = as_real(a), as_real(b)
     assert a.shape == b.shape
     assert np.isfinite(a).all()
@@ -94,8 +99,8 @@ def close(a, b, tolerance):
 
 
 def objective(case, form, weights, inputs, state, **options):
-    """Return a weighted sum of all entries of output and final state, with different weights; and (output,
-    final state).
+    """Return a weighted sum of all entries of an op's output and final state, with different weights, to
+    take gradients of; and (output, final state).
     """
     output, final = call(case, inputs, form=form, initial_state=state, **options)
     leaves = [x for x in jax.tree.leaves((output, final)) if jnp.issubdtype(x.dtype, jnp.inexact)]
@@ -115,7 +120,9 @@ def objective(case, form, weights, inputs, state, **options):
 
 @functools.cache
 def reference_gradients(case, kind, decay="mild"):
-    """Return the result of `gradients` for the recurrent form (or the only form) in float64."""
+    """Return the test case's objective, output, final state and gradients, as `gradients` does, for the
+    recurrent form (or the only form) in float64.
+    """
     arguments = settings(kind, case)
     state = arguments.pop("state")
     inputs = make_inputs(case, decay=decay)
@@ -124,8 +131,8 @@ def reference_gradients(case, kind, decay="mild"):
 
 @functools.cache
 def wide_gradients(case, decay, dtype):
-    """Return the result of `gradients` for the first form in float64, with inputs that are rounded to
-    `dtype`.
+    """Return the test case's objective, output, final state and gradients, as `gradients` does, for the
+    first form in float64, with inputs that are rounded to `dtype`.
     """
     inputs = make_inputs(case, decay=decay, dtype=dtype)
     wide = {n: x.astype(jnp.float64) for n, x in inputs.items()}
@@ -134,13 +141,15 @@ def wide_gradients(case, decay, dtype):
 
 @functools.cache
 def long_gradients(case, length):
-    """Return the result of `gradients` for the recurrent form, `length` tokens and an empty state."""
+    """Return the test case's objective, output, final state and gradients, as `gradients` does, for the
+    recurrent form, `length` tokens and an empty state.
+    """
     return gradients(case, "recurrent", make_inputs(case, length=length), None, chunk_size=64)
 
 
 def gradients(case, form, inputs, state, **arguments):
-    """Return the objective, (output, final state), and the objective's gradients with respect to all inputs
-    and the state.
+    """Return an op's objective (a weighted sum of all results), (output, final state), and the objective's
+    gradients with respect to all inputs and the state.
     """
     leaves, tree = jax.tree.flatten((inputs, state if state is not None else {}))
     inexact = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.inexact)]
@@ -183,8 +192,8 @@ def test_matches_the_definition(case, form, kind):
 
 @parametrize_forms(skip=("recurrent", None))
 def test_gradients_agree_between_forms(case, form):
-    """The calls have one state per segment; `test_any_length_in_chunks_of_64` tests empty states, and the
-    next test one state per row.
+    """All forms of an op have the same gradients in calls with one state per segment;
+    `test_any_length_in_chunks_of_64` tests empty states, and the next test one state per row.
     """
     check_gradients(case, form, "segments")
 
@@ -196,7 +205,7 @@ def test_gradients_of_one_state_per_row(case, form):
 
 
 def check_gradients(case, form, kind):
-    """Compare values and gradients of a form with those of the reference."""
+    """Compare the values and gradients of one form of an op with those of the recurrent form in float64."""
     arguments = settings(kind, case)
     state = arguments.pop("state")
     value, _, grads = gradients(case, form, make_inputs(case), state, **arguments)
@@ -209,7 +218,9 @@ def check_gradients(case, form, kind):
 @pytest.mark.slow
 @parametrize()
 def test_gradients_match_finite_differences(case):
-    """The recurrent form, with which the other forms are compared, agrees with finite differences."""
+    """The gradients of an op's recurrent form, with which the other forms are compared, agree with finite
+    differences.
+    """
     from jax.test_util import check_grads
 
     form = case.forms[0]
@@ -242,7 +253,9 @@ WITH_DECAY = [c for c in CASES if any("decay" in a or "forget" in a for a in c.a
 
 @parametrize_forms()
 def test_bfloat16(case, form):
-    """The RMS error in comparison with float64 on the same rounded inputs is small."""
+    """In bfloat16, the RMS error of an op's output and gradients in comparison with float64 on the same
+    rounded inputs is small.
+    """
     for a, b in narrow_and_wide(case, form, jnp.bfloat16):
         assert np.sqrt(np.mean((a - b) ** 2)) <= 5e-3 * np.sqrt(np.mean(b**2))
 
@@ -250,13 +263,15 @@ def test_bfloat16(case, form):
 @pytest.mark.slow
 @parametrize_forms([c for c in CASES if c not in WITH_DECAY])
 def test_float32(case, form):
-    """The largest error is small; `test_strong_zero_and_mixed_decay` tests cases with decays."""
+    """In float32, the largest error of an op's results is small; `test_strong_zero_and_mixed_decay` tests
+    cases with decays.
+    """
     for a, b in narrow_and_wide(case, form, jnp.float32):
         close(a, b, 1e-5)
 
 
 def narrow_and_wide(case, form, dtype):
-    """Return pairs of the output and the gradients: in `dtype`, and in float64."""
+    """Return pairs of arrays, the op's output and gradients: computed in `dtype`, and in float64."""
     value, (output, final), grads = gradients(case, form, make_inputs(case, dtype=dtype), None)
     _, (expected, _), expected_grads = wide_gradients(case, "mild", dtype)
     assert output.dtype == dtype and np.isfinite(value)
@@ -273,7 +288,7 @@ def narrow_and_wide(case, form, dtype):
 
 @parametrize_forms(WITH_DECAY)
 def test_strong_zero_and_mixed_decay(case, form):
-    """With log decays from 0 to -30 per token, float32 is as accurate as with mild decays."""
+    """With log decays from 0 to -30 per token, an op in float32 is as accurate as with mild decays."""
     inputs = make_inputs(case, decay="mixed", dtype=jnp.float32)
     value, (output, _), grads = gradients(case, form, inputs, None)
     expected, (wide, _), expected_grads = wide_gradients(case, "mixed", jnp.float32)
@@ -285,7 +300,9 @@ def test_strong_zero_and_mixed_decay(case, form):
 
 @parametrize_forms([c for c in CASES if c.op == "delta_memory"], skip=("recurrent",))
 def test_correlated_keys_with_beta_two(case, form):
-    """The inverse of a chunk's matrix is accurate even if the powers of the matrix grow exponentially."""
+    """With correlated keys and β = 2, the delta rule's inverse of a chunk's matrix is accurate even if the
+    powers of the matrix grow exponentially.
+    """
     inputs = make_inputs(case, length=64, dtype=jnp.float32)
     common = inputs["k"][:, :1] + 0.05 * inputs["k"]
     inputs["k"] = common / jnp.linalg.norm(common, axis=-1, keepdims=True)
@@ -334,7 +351,7 @@ def test_packed_documents_equal_documents_alone(case, form):
 
 @parametrize_forms()
 def test_masked_tokens_change_nothing(case, form):
-    """No bit of later outputs or of the state depends on the values at a masked token."""
+    """No bit of an op's later outputs or of its state depends on the values at a masked token."""
     inputs = make_inputs(case)
     changed = {
         n: jnp.where((MASK == 0).reshape(MASK.shape + (1,) * (x.ndim - 2)), 1e3, x)
@@ -356,7 +373,7 @@ def test_masked_tokens_change_nothing(case, form):
 @pytest.mark.parametrize("kind", ("plain", "documents"))
 @parametrize_forms(core=True)
 def test_causal_to_the_bit(case, form, kind):
-    """No bit of an output changes if one of the inputs changes at a later token."""
+    """No bit of an op's output changes if one of the inputs changes at a later token."""
     arguments = settings(kind, case)
     state = arguments.pop("state")
     inputs = make_inputs(case, decay="mixed", dtype=jnp.float32)
@@ -380,7 +397,9 @@ def test_causal_to_the_bit(case, form, kind):
 @pytest.mark.slow
 @parametrize()
 def test_segments_without_a_state_give_nan(case):
-    """The outputs of such tokens are NaN; no state and no later output depends on them."""
+    """The outputs of tokens whose segment id has no state are NaN; no state and no later output depends on
+    them.
+    """
     inputs, state = make_inputs(case), make_state(case, num_segments=2)
     ids = jnp.full((BATCH, LENGTH), 2).at[:, 5].set(9)
     run = jax.jit(
@@ -403,7 +422,9 @@ def test_attention_beyond_its_capacity_gives_nan():
 
 
 def test_long_attention_is_scanned_in_blocks():
-    """A row in several blocks of queries, with and without a window, equals a row in one block."""
+    """Attention over a row in several blocks of queries, with and without a window, equals attention over
+    the row in one block.
+    """
     cases = [c for c in CASES if c.op == "attention" and c.arrays == ("forget",)]
     assert [c.window for c in cases] == [None, 5]
     for case in cases:

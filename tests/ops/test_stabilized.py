@@ -16,7 +16,9 @@ LENGTH, HEADS, KEYS, VALUES, EPS = 40, 2, 4, 3, 1e-6
 
 
 def inputs(seed=0, dtype=np.float64, gates="mixed"):
-    """Return random inputs with log gates from -50 to 50 and log decays from 0 to -30."""
+    """Return random inputs of a memory with exponential input gates: log gates from -50 to 50 and log
+    decays from 0 to -30.
+    """
     rng = np.random.default_rng(seed)
     q, k = rng.normal(size=(2, 1, LENGTH, HEADS, KEYS))
     v = rng.normal(size=(1, LENGTH, HEADS, VALUES))
@@ -36,7 +38,9 @@ def run(q, k, v, decay, gate, *, form, **options):
 
 
 def true_recurrence(q, k, v, decay, gate):
-    """Compute xLSTM's output without stabilisers, in extended precision: `q C / max(|q n|, 1)`, without ε."""
+    """Compute xLSTM's output without stabilisers, in extended precision: `q C / max(|q n|, 1)`, with the
+    memory C and the normaliser n, without ε.
+    """
     wide = [np.asarray(x[0], np.longdouble) for x in (q, k, v, decay, gate)]
     q, k, v, f, i = wide[0] * KEYS**-0.5, *wide[1:3], np.exp(wide[3]), np.exp(wide[4])
     c, n, outputs = np.zeros((HEADS, KEYS, VALUES), np.longdouble), np.zeros((HEADS, KEYS)), []
@@ -61,7 +65,9 @@ def test_equals_the_unstabilised_memory(form, gates):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_float32_is_finite_and_as_exact_as_its_gates(form):
-    """Keys and queries are positive, so that the normaliser is not near 0."""
+    """With exponential input gates, float32 results are finite and as exact as the gates; keys and queries
+    are positive, so that the normaliser is not near 0.
+    """
     q, k, *rest = inputs(dtype=np.float32)
     arrays = [np.abs(q) + 0.5, np.abs(k) + 0.5, *rest]
 
@@ -86,7 +92,7 @@ def test_float32_is_finite_and_as_exact_as_its_gates(form):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_gates_beyond_the_range_of_floats(form):
-    """e^±1000 is not a float32 number, but the output is finite."""
+    """Input gates of e^±1000, which is not a float32 number, give a finite output."""
     q, k, v, decay, gate = inputs(dtype=np.float32)
 
     def total(gate):
@@ -116,7 +122,9 @@ def test_causal_to_the_bit_under_extreme_gates(form):
 
 
 def test_gates_of_one_equal_a_memory_without_gates():
-    """Keys and queries are positive, so that |q n| is q n, and greater than 1."""
+    """Input gates of 1 give the output of a memory without gates. Keys and queries are positive, so that |q
+    n| is q n, and greater than 1.
+    """
     with jax.enable_x64(True):
         q, k, v, decay, gate = inputs()
         q, k = np.abs(q) + 3, np.abs(k) + 3

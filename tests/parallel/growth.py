@@ -1,4 +1,5 @@
-"""Runs on four devices whose buffers of experts overflow: they grow, and lose no step.
+"""Training runs on four devices whose buffers for the choices of experts overflow: the buffers grow, and no
+step is lost.
 
 Tests run it in a process of four devices: `python -m tests.parallel.growth FOLDER CASE...`.
 """
@@ -31,11 +32,13 @@ from tests.training.tiny import stop_at, write_text
 
 
 class Killed(Exception):
-    """Ends a run where a test kills it: nothing more is saved."""
+    """Raised by a test to end a training run at that point: nothing more is saved."""
 
 
 def config(folder: Path, buffer: float, **changes) -> TrainConfig:
-    """The config of a run of 12 steps in which step 3 requires an `expert_buffer` above 2.4."""
+    """Return the training config of a run of 12 steps with experts, in which step 3 requires an
+    `expert_buffer` above 2.4.
+    """
     made = run_of("linear_attention+moe", mesh=MeshConfig(data=1, expert=4))
     experts = dict(num_experts=8, top_k=2, expert_size=8, balance_scale=0.0)
     made.model.num_layers, made.model.vocab_size = 1, 257
@@ -48,14 +51,14 @@ def config(folder: Path, buffer: float, **changes) -> TrainConfig:
 
 
 def values(workdir: Path, name: str = "train/loss") -> dict[int, float]:
-    """The values of a metric by step; each step must have one row."""
+    """Return the values of the metric `name` of a run by step; each step must have one row."""
     rows = [row for row in read_rows(workdir / "metrics.jsonl") if name in row]
     assert len({row["step"] for row in rows}) == len(rows)
     return {row["step"]: row[name] for row in rows}
 
 
 def growths(workdir: Path) -> list[tuple[int, str, float]]:
-    """(step, during, new buffer) of each growth of a run."""
+    """Return (step, during, new buffer) for each time that a run's buffers of experts grew."""
     found = json.loads((workdir / "expert_buffers.json").read_text())["growths"]
     return [(g["step"], g["during"], g["expert_buffer"]["A"]) for g in found]
 
@@ -69,7 +72,9 @@ def raising(*args):
 
 
 def run(folder: Path) -> None:
-    """A run whose buffers grow has the losses of one that began with the largest, also if it is killed."""
+    """Check that a run whose buffers of experts grow has the losses of one that began with the largest
+    buffer, also if it is killed.
+    """
     large = folder / "large"
     train(config(folder, 4.0), large)
     expected = values(large)
@@ -108,7 +113,9 @@ def ended_by(kind: type[Exception], workdir: Path, *args, **options) -> None:
 
 
 def evaluated(folder: Path, buffer: float) -> TrainConfig:
-    """The config of a run of six steps, whose held-out loss after step 2 requires a buffer above 2.4."""
+    """Return the training config of a run of six steps, whose held-out loss after step 2 requires an
+    `expert_buffer` above 2.4.
+    """
     # Both experts of this letter are on one device, which only four times an even share of rows fits.
     (folder / "heldout.txt").write_text("G" * 2000)
 
@@ -118,7 +125,9 @@ def evaluated(folder: Path, buffer: float) -> TrainConfig:
 
 
 def evaluation(folder: Path) -> None:
-    """The held-out loss grows the buffers as training does."""
+    """Check that an overflow in the held-out loss makes the buffers of experts grow as one in training
+    does.
+    """
     large, grown = folder / "evaluated-large", folder / "evaluated-grown"
     train(evaluated(folder, 4.0), large)
     train(evaluated(folder, 2.4), grown)
@@ -131,8 +140,9 @@ def evaluation(folder: Path) -> None:
 
 
 def interrupted(folder: Path) -> None:
-    """Runs that end at other moments of a growth continue as if they had not; requires `run` and
-    `evaluation`."""
+    """Check that runs which end at other moments of a growth of the buffers continue as if they had not;
+    requires the results of `run` and `evaluation`.
+    """
     expected = values(folder / "large")
     # Killed between the checkpoint and the larger program.
     early, make_program = folder / "early", loop.make_program
@@ -167,7 +177,9 @@ def interrupted(folder: Path) -> None:
 
 
 def one_step(made: TrainConfig, rows, params, overflow: int | None = None):
-    """Take one step from parameters; returns (count of overflows, whether the state changed)."""
+    """Take one training step from these parameters; returns (number of choices of experts that did not fit,
+    whether the state changed).
+    """
     mesh = make_mesh(made.mesh, jax.devices()[: made.mesh.expert * made.mesh.pipeline])
     with jax.set_mesh(mesh):
         program = make_program(made, mesh)
@@ -186,7 +198,9 @@ def one_step(made: TrainConfig, rows, params, overflow: int | None = None):
 
 
 def steps(folder: Path) -> None:
-    """Steps with an overflow change nothing and count all choices: of pieces, and of microbatches."""
+    """Check that training steps in which choices of experts do not fit change nothing and count all these
+    choices, over pieces of an accumulated batch and over microbatches.
+    """
     mesh = MeshConfig(data=1, expert=4)
     made = run_of("linear_attention+moe", mesh=mesh)
     made.model.num_layers = 2
@@ -217,7 +231,9 @@ def steps(folder: Path) -> None:
 
 
 def text(folder: Path) -> None:
-    """64 experts on BPE text without a balance loss."""
+    """Check that a run of 64 experts on BPE text without a balance loss trains all its steps, although
+    choices of experts do not fit into its buffers at first.
+    """
     made = config(folder, 1.25, total_tokens=10 * 1024)
     made.data = benchmark_text.data_config(128, 512, folder=folder / "bpe", max_bytes=400_000)
     made.model.vocab_size = 512
@@ -231,7 +247,9 @@ def text(folder: Path) -> None:
 
 
 def published(folder: Path) -> None:
-    """`configs/linear_moe.py:tiny`, which ended at step 21 in release 0.1."""
+    """Check that `configs/linear_moe.py:tiny`, which ended at step 21 in release 0.1, trains on as its
+    buffers of experts grow, with the losses of larger buffers.
+    """
 
     def tiny(buffer):
         made = linear_moe.get_config("tiny")

@@ -27,7 +27,7 @@ EXPERTS = MoEConfig(num_experts=4, top_k=2, expert_size=8, shared_size=4, z_scal
 
 
 def mixer(name: str, **fields):
-    """Return the config of a method at width 16, with four heads if it has heads.
+    """Return the config of the mixer of a method at width 16, with four heads if it has heads.
 
     TTT has two, since its norms over four channels would amplify rounding errors a thousandfold.
     """
@@ -39,7 +39,7 @@ def mixer(name: str, **fields):
 
 
 def run_of(pattern: str, **changes) -> TrainConfig:
-    """Return the config of a run of a model with four layers, on rows of 16 tokens.
+    """Return the training config of a model with four layers, on rows of 16 tokens.
 
     `pattern` names the layers of a period, separated by `/`: `MIXER` (with SwiGLU), `MIXER+moe` or
     `MIXER+none`.
@@ -62,7 +62,7 @@ def run_of(pattern: str, **changes) -> TrainConfig:
 
 
 def batch(vocab: int = 32) -> dict[str, np.ndarray]:
-    """Return eight rows of 16 tokens, with packed documents and some padding."""
+    """Return a training batch of eight rows of 16 tokens, with packed documents and some padding."""
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, vocab, size=(8, 17)).astype(np.int32)
     ids = np.ones((8, 16), np.int32)
@@ -75,7 +75,9 @@ def batch(vocab: int = 32) -> dict[str, np.ndarray]:
 
 
 def regrouped(rows: dict[str, np.ndarray], stages: int, pieces: int) -> dict[str, np.ndarray]:
-    """Order the rows of a batch so that the pieces of accumulation are the microbatches of a pipeline."""
+    """Order the rows of a training batch so that the pieces of gradient accumulation on one device are the
+    microbatches of a pipeline.
+    """
     order = np.arange(8).reshape(
         stages, -1, pieces // stages
     )  # stage, row, microbatch of that stage
@@ -84,7 +86,7 @@ def regrouped(rows: dict[str, np.ndarray], stages: int, pieces: int) -> dict[str
 
 
 def step(config: TrainConfig, mesh, rows, params=None):
-    """Take one step; returns (parameters before it, a tenth of the gradients, metrics).
+    """Take one training step on a mesh; returns (parameters before it, a tenth of the gradients, metrics).
 
     The tenth of the gradients is AdamW's first moment after the step.
     """
@@ -103,7 +105,7 @@ def step(config: TrainConfig, mesh, rows, params=None):
 
 
 def compare(name: str, got, expected, tolerance: float = 1e-4) -> None:
-    """Assert that two trees are close.
+    """Assert that the arrays of two trees are close.
 
     The tolerance of a leaf is relative to its largest entry, or to 1/100 of the largest entry of all leaves
     if that is larger.
@@ -118,13 +120,17 @@ def compare(name: str, got, expected, tolerance: float = 1e-4) -> None:
 
 @functools.cache
 def alone(pattern: str, stages: int, pieces: int):
-    """Run `step` on one device, with accumulation of gradients over microbatches."""
+    """Take one training step on one device, with accumulation of gradients over the pipeline's
+    microbatches; returns what `step` returns.
+    """
     one = make_mesh(MeshConfig(), jax.devices()[:1])
     return step(run_of(pattern, accumulation_steps=pieces), one, regrouped(batch(), stages, pieces))
 
 
 def check_narrow(pattern: str, mesh: MeshConfig) -> None:
-    """Assert that a step in bfloat16, the trainer's default, is the same on the mesh as on one device."""
+    """Assert that a training step in bfloat16, the trainer's default, is the same on the mesh as on one
+    device.
+    """
     params, _, _ = alone(pattern, mesh.pipeline, mesh.pieces())
     one = make_mesh(MeshConfig(), jax.devices()[:1])
     config = run_of(pattern, accumulation_steps=mesh.pieces())
@@ -142,7 +148,7 @@ def check_narrow(pattern: str, mesh: MeshConfig) -> None:
 
 
 def check(pattern: str, mesh: MeshConfig) -> None:
-    """Assert that a step in float32 is the same on the mesh as on one device."""
+    """Assert that a training step in float32 is the same on the mesh as on one device."""
     params, gradient, metrics = alone(pattern, mesh.pipeline, mesh.pieces())
     devices = math.prod(getattr(mesh, axis) for axis in AXES)
     many = make_mesh(mesh, jax.devices()[:devices])
@@ -155,7 +161,9 @@ def check(pattern: str, mesh: MeshConfig) -> None:
 
 
 def main(*cases: str) -> None:
-    """Check cases, each PATTERN:axis=size,... or bfloat16:PATTERN:axis=size,..."""
+    """Check that a training step is the same on a mesh as on one device, for cases PATTERN:axis=size,... or
+    bfloat16:PATTERN:axis=size,...
+    """
     if any(case.startswith("bfloat16:") for case in cases):
         # Otherwise one program rounds to bfloat16 where the other does not, which changes tiny models a lot.
         os.environ["XLA_FLAGS"] += " --xla_allow_excess_precision=false"

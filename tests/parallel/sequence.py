@@ -22,7 +22,9 @@ KINDS = ("plain", "documents", "masked", "state", "segments")
 
 
 def settings(kind: str, case: Case) -> dict:
-    """Return the arguments of a kind of call, in addition to its inputs."""
+    """Return the arguments that an op gets, besides its inputs, in one kind of call (such as "documents" or
+    "segments").
+    """
     rng = np.random.default_rng(3)
     ids = np.sort(rng.integers(1, 5, size=(BATCH, LENGTH)), axis=1)
     ids[1] = np.where(np.arange(LENGTH) < 17, 2, 3)  # documents longer than several shards
@@ -45,7 +47,9 @@ def settings(kind: str, case: Case) -> dict:
 
 
 def measure(case: Case, form: str | None, inputs: dict, given: dict):
-    """Return outputs, final state, and the gradients of a sum of all their entries with different weights."""
+    """Return an op's outputs, its final state, and the gradients of a sum of all their entries with
+    different weights.
+    """
     floats = {n: x for n, x in inputs.items() if jnp.issubdtype(x.dtype, jnp.inexact)}
     state = given.get("initial_state")
 
@@ -68,7 +72,7 @@ def measure(case: Case, form: str | None, inputs: dict, given: dict):
 
 
 def compare(case: Case, form: str | None, kind: str, mesh) -> None:
-    """Assert that the results on the mesh equal those on one device."""
+    """Assert that an op's results on a mesh whose devices share each row equal those on one device."""
     inputs, given = make_inputs(case, BATCH, LENGTH), settings(kind, case)
     expected = jax.jit(lambda i, g: measure(case, form, i, g))(inputs, given)
     with jax.set_mesh(mesh):
@@ -80,7 +84,9 @@ def compare(case: Case, form: str | None, kind: str, mesh) -> None:
 
 
 def main(*which: str) -> None:
-    """Check cases DEVICES:CASE:FORM:KIND; DEVICES is as in `mesh_of`."""
+    """Compare ops on shared rows with one device for each case DEVICES:CASE:FORM:KIND; DEVICES is as in
+    `mesh_of`.
+    """
     jax.config.update("jax_enable_x64", True)
     cases = {case.name: case for case in CASES}
     for given in which:

@@ -19,8 +19,8 @@ BATCH, LENGTH = 2, 29
 
 
 def both(mesh, name: str, function, floats: dict, rest: dict, *, alone=None, rtol=1e-8, atol=1e-9) -> None:  # fmt: skip
-    """Assert that the outputs of `function` on the mesh, and the gradients of a weighted sum of them, are
-    those of one device.
+    """Assert that the outputs of `function` on a mesh that shares rows, and the gradients of a weighted sum
+    of them, are those of one device.
 
     On one device `alone` is called instead of `function` if it is given.
     """
@@ -46,7 +46,9 @@ def both(mesh, name: str, function, floats: dict, rest: dict, *, alone=None, rto
 
 
 def main() -> None:
-    """Check sums of angles, time-invariant memories, document numbers and positions."""
+    """Compare sums of angles, time-invariant memories, document numbers and positions on rows shared by
+    eight devices with one device.
+    """
     jax.config.update("jax_enable_x64", True)
     mesh = make_mesh(MeshConfig(sequence=8))
     rng = np.random.default_rng(0)

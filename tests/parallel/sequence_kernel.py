@@ -20,7 +20,9 @@ LENGTH, ODD = 1024, 1001  # on four devices, two parts each of one tile
 
 
 def kernel(q, k, v, sums, *, run, written, places, window, earlier=0, **rest):
-    """Compute the kernel's result by XLA, since the interpreter requires that all mesh axes are mapped."""
+    """Return what the attention kernel returns, computed by XLA, since the interpreter requires that all
+    mesh axes are mapped.
+    """
     places = places + earlier
     assert rest == dict(scale=SCALE, prune=True, implementation="mosaic_gpu")
     whole, half = jnp.zeros((*k.shape[:2], *q.shape[2:]), q.dtype), q.shape[1] // 2
@@ -33,7 +35,9 @@ def kernel(q, k, v, sums, *, run, written, places, window, earlier=0, **rest):
 
 
 def main() -> None:
-    """Compare outputs, final states and gradients; then check that backends without support are refused."""
+    """Compare attention's outputs, final states and gradients on shared rows with one device; then check
+    that backends without support are refused.
+    """
     compat.on_hopper = lambda: True
     forgetting_attention.forgetting_attention = kernel
     rng = np.random.default_rng(0)

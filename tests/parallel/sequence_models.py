@@ -25,8 +25,9 @@ BATCH, LENGTH = 2, 27  # not a multiple of any number of devices
 
 
 def config_of(name: str) -> models.ModelConfig:
-    """The config of a model: two layers of METHOD or mom-METHOD (a Mixture-of-Memories), or one each of
-    METHOD/METHOD/..."""
+    """Return the config of a model by its name: two layers of METHOD or mom-METHOD (a Mixture-of-Memories),
+    or one each of METHOD/METHOD/...
+    """
     config = run_of(name.removeprefix("mom-").replace("/", "+none/") + "+none").model
     config.num_layers, config.remat = max(2, len(config.pattern)), "full"
     if name.startswith("mom-"):
@@ -36,7 +37,7 @@ def config_of(name: str) -> models.ModelConfig:
 
 
 def measure(config: models.ModelConfig, graph, params, rows):
-    """Return the loss of a model and its gradients."""
+    """Return the loss of a model with this graph and these parameters on a batch, and its gradients."""
 
     def loss(params):
         decoder = nnx.merge(graph, params)
@@ -51,7 +52,7 @@ def measure(config: models.ModelConfig, graph, params, rows):
 
 
 def rows_of(config: models.ModelConfig, packed: bool) -> dict:
-    """Return two rows, of one document each or packed with several documents and padding."""
+    """Return a batch of two rows, of one document each or packed with several documents and padding."""
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, config.vocab_size, size=(BATCH, LENGTH + 1)).astype(np.int32)
     ids = np.sort(rng.integers(1, 4, size=(BATCH, LENGTH)), axis=1).astype(np.int32)
@@ -62,7 +63,7 @@ def rows_of(config: models.ModelConfig, packed: bool) -> dict:
 
 @functools.cache
 def layer_of(name: str, packed: bool):
-    """Return a layer of METHOD or mom-METHOD, as (function, floats, segment ids, expected).
+    """Return the layer of METHOD or mom-METHOD to compare, as (function, floats, segment ids, expected).
 
     The function is (floats, segment ids) -> (outputs, gradients), and `expected` is its result on one device.
     """
@@ -93,7 +94,9 @@ def layer_of(name: str, packed: bool):
 
 
 def check_layer(name: str, mesh, *, packed: bool) -> None:
-    """Assert that the results of a layer on the mesh equal those on one device."""
+    """Assert that a layer's outputs and gradients on a mesh whose devices share rows equal those on one
+    device.
+    """
     both, floats, ids, expected = layer_of(name, packed)
     with jax.set_mesh(mesh):
         got = jax.tree.map(np.asarray, jax.jit(lambda *given: both(*given))(floats, ids))
@@ -102,7 +105,7 @@ def check_layer(name: str, mesh, *, packed: bool) -> None:
 
 
 def check_model(name: str, mesh, *, packed: bool) -> None:
-    """Assert that the loss and gradients of a model on the mesh are those on one device."""
+    """Assert that a model's loss and gradients on a mesh whose devices share rows are those on one device."""
     config = config_of(name)
     model = models.Decoder(config, rngs=nnx.Rngs(0))
     graph, params = nnx.graphdef(model), nnx.to_pure_dict(nnx.state(model, nnx.Param))
@@ -124,8 +127,9 @@ def mesh_of(devices: str):
 
 
 def main(*cases: str) -> None:
-    """Check cases: DEVICES:METHOD, DEVICES:mom-METHOD, or DEVICES:METHOD/METHOD for a model; `:packed` may
-    follow."""
+    """Compare layers and models on shared rows with one device for each case: DEVICES:METHOD,
+    DEVICES:mom-METHOD, or DEVICES:METHOD/METHOD for a model; `:packed` may follow.
+    """
     for case in cases:
         devices, name, *packed = case.split(":")
         (check_model if "/" in name else check_layer)(name, mesh_of(devices), packed=bool(packed))

@@ -27,7 +27,9 @@ BATCH, LENGTH = 2, 48
 
 
 def layer_of(config: mixers.MoMConfig, width: int = WIDTH, scale: float = 0.2):
-    """A layer as (function of (parameters, x, state) -> (output, state, gradients), parameters)."""
+    """Return a Mixture-of-Memories layer as (function of (parameters, x, state) -> (output, state,
+    gradients), parameters).
+    """
     depth = dict(layer=1, num_layers=2)
     module = mixers.build(config, width, rngs=nnx.Rngs(0), init_std=scale, **depth)
     stir(module)
@@ -47,7 +49,9 @@ def layer_of(config: mixers.MoMConfig, width: int = WIDTH, scale: float = 0.2):
 
 
 def check(name: str, devices: str) -> None:
-    """Assert that a row read at once, and one read in two calls, have the results of one device."""
+    """Assert that a Mixture-of-Memories gives the results of one device for a shared row that is read at
+    once, and for one that is read in two calls.
+    """
     config = mixers.MoMConfig(mixer=mixer(name), balance_scale=0.1)
     module, both, params = layer_of(config)
     x = jax.random.normal(jax.random.key(1), (BATCH, LENGTH, WIDTH))
@@ -71,7 +75,9 @@ def check(name: str, devices: str) -> None:
 
 
 def measure(name: str, devices: str) -> None:
-    """Print the milliseconds of a forward and backward pass of one row of 8,192 tokens, width 256, in each form."""
+    """Print the milliseconds of a Mixture-of-Memories' forward and backward pass of one row of 8,192
+    tokens, width 256, in each form.
+    """
     width, length = 256, 8192
     inner = mixers.METHODS[name].config.for_width(width)
     config = mixers.MoMConfig(mixer=inner, num_memories=8, top_k=2)
@@ -93,7 +99,9 @@ def measure(name: str, devices: str) -> None:
 
 
 def main(*cases: str) -> None:
-    """Check cases DEVICES:METHOD, and measure cases time:DEVICES:METHOD."""
+    """Compare Mixtures-of-Memories on shared rows with one device for each case DEVICES:METHOD, and measure
+    times for each case time:DEVICES:METHOD.
+    """
     for case in cases:
         *timed, devices, name = case.split(":")
         (measure if timed else check)(name, devices)

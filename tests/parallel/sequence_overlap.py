@@ -26,7 +26,9 @@ KERNEL = Backend(name="kernel", run=run_xla, platforms=("cpu",))
 
 
 def check_strong_decays(mesh) -> None:
-    """Log decays from 0 to -1e30 and -inf: outputs as on one device, and no gradient that is not finite."""
+    """Check `linear_memory` on shared rows with log decays from 0 to -1e30 and -inf: outputs are as on one
+    device, and no gradient is other than finite.
+    """
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.normal(size=(2, 32, 2, 4))) for _ in range(3))
     sizes = jnp.asarray([0.0, -1e-12, -0.1, -30.0, -1e5, -1e30])
@@ -51,8 +53,9 @@ def check_strong_decays(mesh) -> None:
 
 
 def check_later_tokens(mesh) -> None:
-    """In bfloat16: outputs are as on one device in float32 but for rounding, and to the last bit they do not
-    depend on later tokens, on the same device or on a later one.
+    """Check `linear_memory` on shared rows in bfloat16: outputs are as on one device in float32 but for
+    rounding, and to the last bit they do not depend on later tokens, on the same device or on a later
+    one.
     """
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.normal(size=(1, 64, 2, 8)), jnp.bfloat16) for _ in range(3))
@@ -69,7 +72,9 @@ def check_later_tokens(mesh) -> None:
 
 
 def main(*which: str) -> None:
-    """Check cases DEVICES:CASE:KIND, and the cases "strong" and "later"."""
+    """Compare `linear_memory` on shared rows with one device for each case DEVICES:CASE:KIND, and run the
+    checks "strong" and "later".
+    """
     jax.config.update("jax_enable_x64", True)
     register("linear_memory", KERNEL)
     resumed = []

@@ -21,10 +21,12 @@ LENGTH, CHANNELS = 61, 3  # the last device's part is padded
 
 
 def documents() -> np.ndarray:
-    """Return the segment ids of four rows. The first has several documents, with padding after some of them;
-    the second one document over several devices, and then padding over several; the third only padding; and
-    the fourth has ids that occur again, just before the end of a device's part and in a document that ends
-    there.
+    """Return the segment ids of four rows in which documents and padding lie in different ways over the
+    devices.||
+
+    The first row has several documents, with padding after some of them; the second one document over
+    several devices, and then padding over several; the third only padding; and the fourth has ids that
+    occur again, just before the end of a device's share and in a document that ends there.
     """
     ids = np.zeros((4, LENGTH), np.int32)
     ids[0] = np.repeat([1, 0, 2, 3, 4, 0, 5], [3, 2, 20, 1, 2, 3, 30])
@@ -34,8 +36,8 @@ def documents() -> np.ndarray:
 
 
 def check(op, mesh, name: str, floats: dict, segment_ids=None, start=None) -> None:
-    """Assert that the results on the mesh with `contiguous=True` are those of one device with
-    `contiguous=False`.
+    """Assert that a convolution or token shift on a mesh, with `contiguous=True`, has the results of one
+    device with `contiguous=False`.
 
     If `floats` has the `tail` of an initial state, the state's segment ids are `start`.
     """
@@ -50,7 +52,9 @@ def check(op, mesh, name: str, floats: dict, segment_ids=None, start=None) -> No
 
 
 def main() -> None:
-    """Check rows of one document and packed rows, without and with an initial state."""
+    """Check convolutions and token shifts on shared rows of one document and on packed rows, without and
+    with an initial state.
+    """
     jax.config.update("jax_enable_x64", True)
     mesh = make_mesh(MeshConfig(sequence=8))
     rng = np.random.default_rng(0)

@@ -28,20 +28,22 @@ KEEP = jax.checkpoint_policies.save_only_these_names(GATHERED)
 
 
 def compiled(function, *arguments, mesh) -> str:
-    """Return the text of the compiled program."""
+    """Return the text (HLO) of `function`, compiled for these arguments on a mesh."""
     with jax.set_mesh(mesh):
         return jax.jit(function).lower(*arguments).compile().as_text()
 
 
 def sent(text: str) -> collections.Counter:
-    """Return the number of collectives in the program, by kind and result type."""
+    """Return the number of collectives in a compiled program's text, by kind and result type."""
     return collections.Counter(
         re.sub(r"\{.*?\}", "", f"{kind} {shape}") for shape, kind in COLLECTIVE.findall(text)
     )
 
 
 def check_overlap(text: str) -> None:
-    """Assert that each all-gather can run in parallel with a matrix product: neither depends on the other."""
+    """Assert that each all-gather in a compiled program's text can run in parallel with a matrix product:
+    neither depends on the other.
+    """
     products = {name for name, body in COMPUTATION.findall(text) if " dot(" in body}
     reads, kinds, fed = {}, {}, collections.defaultdict(list)
     for name, kind, rest in INSTRUCTION.findall(text[text.index("\nENTRY") :]):
@@ -66,8 +68,8 @@ def check_overlap(text: str) -> None:
 
 
 def layer(name: str, *, packed: bool, remat: bool = False):
-    """Return a function (x, gate) -> a sum over the outputs of an op; its gradient has the collectives of a
-    layer's.
+    """Return a function (x, gate) -> a sum over the outputs of an op on shared rows; its gradient has the
+    same collectives as a layer's.
     """
 
     def run(x, gate):
@@ -85,7 +87,9 @@ def layer(name: str, *, packed: bool, remat: bool = False):
 
 
 def check(mesh, name: str, length: int, forward: dict, backward: dict, **how) -> None:
-    """Assert that the gradient of a layer has the collectives `forward` and `backward`, and no others."""
+    """Assert that the gradient of an op's layer on shared rows has the collectives `forward` and
+    `backward`, and no others.
+    """
     x = jax.ShapeDtypeStruct((2, length, 2, 8), jnp.float32, sharding=token_sharding(mesh))
     gate = jax.ShapeDtypeStruct((2, length, 2), jnp.float32, sharding=token_sharding(mesh))
     run = layer(name, **how)
@@ -116,8 +120,9 @@ def check_layer(mesh, name: str, wanted: dict) -> None:
 
 
 def check_model(mesh, name: str) -> None:
-    """Assert that a model's loss and gradient have the same collectives on rows of 128 tokens as on rows of
-    256."""
+    """Assert that a model's loss and gradient on shared rows have the same collectives for rows of 128
+    tokens as for rows of 256.
+    """
     config = config_of(name)
     model = models.Decoder(config, rngs=nnx.Rngs(0))
     graph, params = nnx.graphdef(model), nnx.to_pure_dict(nnx.state(model, nnx.Param))
@@ -134,8 +139,8 @@ def check_model(mesh, name: str) -> None:
 
 
 def main(*names: str) -> None:
-    """Check that a layer has one all-gather forward and one backward, whose sizes do not depend on the
-    length.
+    """Check that a layer on shared rows has one all-gather forward and one backward, whose sizes do not
+    depend on the length.
 
     With `names`, check models of these, too.
     """

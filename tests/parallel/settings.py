@@ -23,7 +23,9 @@ IDS = jnp.asarray([[1, 1, 1, 0, 2, 2, 2, 2, 1, 2, 0]] * BATCH)
 
 
 def run(op: str, case: Case | None, form: str | None, kind: str, inputs: dict):
-    """Return the op's outputs, and for each row the sum of all entries with different weights."""
+    """Return an op's outputs in one kind of call, and for each row the sum of all entries with different
+    weights.
+    """
     ids = inputs["ids"]
     if op == "cumulative_phase":
         out = ops.cumulative_phase(inputs["angle"], segment_ids=ids)
@@ -46,7 +48,9 @@ def run(op: str, case: Case | None, form: str | None, kind: str, inputs: dict):
 
 
 def compare(op: str, case: Case | None, form: str | None, kind: str, inputs: dict) -> None:
-    """Assert that values and gradients in each setting are those of the call without a mesh."""
+    """Assert that an op's values and gradients under each kind of mesh are those of the call without a
+    mesh.
+    """
     rng = np.random.default_rng(0)
     weights = jnp.asarray(rng.normal(size=BATCH))
     batched = {n: x.shape[0] == BATCH and x.ndim > 2 for n, x in inputs.items()} | {"ids": True}
@@ -107,8 +111,8 @@ def compare(op: str, case: Case | None, form: str | None, kind: str, inputs: dic
 
 
 def settings_of(op: str):
-    """Return (case, form, kind) of an op for each form of one case, if possible of a case with an array that
-    has no rows.
+    """Return the triples (case, form, kind of call) to compare for an op: each form of one case, if
+    possible of a case with an array that has no rows.
     """
     if op not in FAMILIES:
         return [(None, None, "plain")]
@@ -133,7 +137,9 @@ def inputs_of(op: str, case: Case | None) -> dict:
 
 
 def main(*which: str) -> None:
-    """Check `OP`, with all its forms and kinds, or `OP:FORM:KIND`."""
+    """Compare ops under meshes with calls without one, for each `OP`, with all its forms and kinds of
+    calls, or `OP:FORM:KIND`.
+    """
     jax.config.update("jax_enable_x64", True)
     assert jax.device_count() == 4
     for name in which:

@@ -52,7 +52,7 @@ def test_compiles_for_several_cards(variant, axes, monkeypatch):
 
 @pytest.fixture
 def optimized():
-    """Compile with all optimizations, which `conftest` switches off."""
+    """Fixture: compile with all of XLA's optimizations, which `conftest` switches off."""
     jax.config.update("jax_disable_most_optimizations", False)
     yield
     jax.config.update("jax_disable_most_optimizations", True)
@@ -64,8 +64,8 @@ INSTRUCTION = re.compile(
 
 
 def schedule(text: str) -> str:
-    """The gathers and the kernels of a compiled program in the order of its schedule: "<" where a gather starts,
-    ">" where its result is awaited, "k" for a kernel.
+    """Return the gathers and the kernels of a compiled program in the order of its schedule: "<" where a
+    gather starts, ">" where its result is awaited, "k" for a kernel.
     """
     assert "is_scheduled=true" in text
     marks = {"all-gather-start": "<", "all-gather-done": ">", "custom-call": "k"}

@@ -43,7 +43,9 @@ def test_axes_compose(cases):
     ],
 )
 def test_bfloat16(case):
-    """XLA's CPU compiler would abort at a bfloat16 sum over some of the mesh's axes."""
+    """A training step in bfloat16 compiles on meshes with several kinds of parallelism; XLA's CPU compiler
+    would abort at a bfloat16 sum over some of the mesh's axes.
+    """
     assert meshes(f"bfloat16:{case}") == 1
 
 
@@ -51,7 +53,7 @@ def test_bfloat16(case):
     "case", ["gla+none", pytest.param("mamba2+moe/softmax", marks=pytest.mark.slow)]
 )
 def test_rows_that_are_not_divisible(case):
-    """Three devices train on rows of 16 tokens, which are padded."""
+    """Three devices that share each row train on rows of 16 tokens, which are padded."""
     assert meshes(f"{case}:sequence=3") == 1
 
 
@@ -77,8 +79,9 @@ def test_checkpoints_move_between_meshes(tmp_path):
 
 
 def main(folder: str) -> None:
-    """Save after a step on one mesh; check that other meshes restore the same state and take the same second
-    step."""
+    """Save a checkpoint after a training step on one mesh; check that other meshes restore the same state
+    and take the same second step.
+    """
 
     def start(**axes):
         config = run_of("linear_attention+moe", mesh=MeshConfig(**dict(data=1) | axes))

@@ -24,8 +24,8 @@ ROUTES = ("random", "one expert", "one device", "few tokens", "few rows")
 
 
 def made(route: str, **fields):
-    """Return a mixture of experts with large parameters, for a kind of routing; "one expert" and "one device"
-    send every token to one of them.
+    """Return a mixture of experts with large parameters, for a kind of routing (`route`); "one expert" and
+    "one device" send every token to one of them.
     """
     config = MoEConfig(num_experts=EXPERTS, top_k=2, expert_size=6, shared_size=4, **fields)
     moe = feedforward.build(config, WIDTH, rngs=nnx.Rngs(0), init_std=0.5)
@@ -38,8 +38,8 @@ def made(route: str, **fields):
 
 @functools.cache
 def program(graph, mesh):
-    """Return the compiled loss and gradient, one program for all kinds of routing, which differ only in
-    parameters.
+    """Return the compiled loss and gradient of a mixture of experts on a mesh, one program for all kinds of
+    routing, which differ only in parameters.
     """
 
     def loss(params, x, ids):
@@ -51,15 +51,17 @@ def program(graph, mesh):
 
 
 def gradient(moe, x, ids):
-    """Return ((loss, statistics), gradients of the parameters and of x). x is positive, so that large weights
-    of the router determine the experts.
+    """Return ((loss, statistics), gradients of the parameters and of x) of a mixture of experts. x is
+    positive, so that large weights of the router determine the experts.
     """
     graph, params = nnx.split(moe, nnx.Param)
     return program(graph, jax.sharding.get_abstract_mesh())(params, x, ids)
 
 
 def compare(axes: dict[str, int], route: str, **fields) -> None:
-    """Assert that values, statistics and gradients on the mesh equal those on one device."""
+    """Assert that the values, statistics and gradients of a mixture of experts on the mesh equal those on
+    one device.
+    """
     x = np.abs(jax.random.normal(jax.random.key(1), (ROWS, LENGTH, WIDTH)))
     ids = np.ones((ROWS, LENGTH), np.int32)
     ids[:, -1] = 0
@@ -82,8 +84,9 @@ def compare(axes: dict[str, int], route: str, **fields) -> None:
 
 
 def overflows() -> None:
-    """Check that with buffers of half the even load the loss is NaN, and that the choices that do not fit are
-    counted."""
+    """Check that with expert buffers of half the even load the loss is NaN, and that the choices that do
+    not fit are counted.
+    """
     x = jnp.ones((ROWS, LENGTH, WIDTH))
     mesh = make_mesh(MeshConfig(data=1, expert=4), jax.devices()[:4])
     with jax.set_mesh(mesh):

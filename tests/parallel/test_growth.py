@@ -1,4 +1,4 @@
-"""The buffers of experts grow if choices do not fit, and no step is lost."""
+"""The buffers for choices of experts grow if choices do not fit, and no training step is lost."""
 
 from __future__ import annotations
 

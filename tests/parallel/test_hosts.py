@@ -53,8 +53,9 @@ def test_one_process_reads_everything():
 
 
 def run_processes(count, arguments, devices, wait=True, **environment):
-    """Run `count` connected processes of `devices` devices each; returns their outputs, or with wait=False
-    the processes."""
+    """Run `count` connected JAX processes of `devices` devices each; returns their outputs, or with
+    wait=False the processes.
+    """
     root = pathlib.Path(__file__).parents[2]
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -92,7 +93,7 @@ def rows(workdir):
     ("axes", "stop"), [("data=1,fsdp=2,sequence=2", "5"), ("data=1,sequence=4", "0")]
 )
 def test_two_processes_train_as_one(tmp_path, axes, stop):
-    """Two hosts of two devices have the losses of one host of four devices.
+    """Two hosts of two devices have the training losses of one host of four devices.
 
     In the first case each host has other rows, one of them gets a signal, and the run is resumed. In the
     second they share rows.
@@ -111,7 +112,9 @@ def test_two_processes_train_as_one(tmp_path, axes, stop):
 
 
 def main() -> None:
-    """Train a model of one layer; if `stop` is not 0, the first process gets a signal after that step."""
+    """Train a model of one layer in one of several connected processes; if `stop` is not 0, the first
+    process gets a signal after that step.
+    """
     workdir, text, axes, stop = sys.argv[1:5]
     join_hosts()
     from lsm_jax.mixers import LinearAttentionConfig, OpConfig

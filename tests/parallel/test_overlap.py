@@ -46,8 +46,9 @@ DECAYS = {
 
 
 def test_values_and_gradients():
-    """Results equal those on one device, with documents, masks, initial states, shared heads and a bonus, and
-    with decays of any strength. Outputs do not depend on later tokens, to the last bit.
+    """`linear_memory` on shared rows has the values and gradients of one device, with documents, masks,
+    initial states, shared heads and a bonus, and with decays of any strength. Outputs do not depend on
+    later tokens, to the last bit.
     """
     ran("sequence_overlap", *CASES, "strong", "later")
 
@@ -58,13 +59,15 @@ def test_values_and_gradients_of_more_decays():
 
 
 def primitives(equation) -> set[str]:
-    """The primitive of an equation, and those of the jaxprs inside it."""
+    """Return the names of the primitives of an equation of a jaxpr and of all equations in the jaxprs
+    inside it.
+    """
     inner = (primitives(x) for jaxpr in jaxprs_in_params(equation.params) for x in jaxpr.eqns)
     return {equation.primitive.name}.union(*inner)
 
 
 def mapped_bodies(jaxpr) -> list:
-    """The bodies of all `jax.shard_map` in a jaxpr."""
+    """Return the jaxprs inside all `jax.shard_map` calls of a jaxpr."""
     bodies = []
     for equation in jaxpr.eqns:
         inner = list(jaxprs_in_params(equation.params))
@@ -74,7 +77,9 @@ def mapped_bodies(jaxpr) -> list:
 
 
 def results_of(body, name: str) -> set:
-    """The variables in a jaxpr that an equation with the primitive `name` inside affects, directly or not."""
+    """Return the variables of the jaxpr `body` that an equation with the primitive `name` inside it
+    affects, directly or not.
+    """
     reached = set()
     for equation in body.eqns:
         reads = reached.intersection(x for x in equation.invars if isinstance(x, Var))
@@ -84,7 +89,9 @@ def results_of(body, name: str) -> set:
 
 
 def is_independent(body, name: str, other: str) -> bool:
-    """Whether no equation with the primitive `name` reads a result of the primitive `other`; both must occur."""
+    """Return whether no equation of a jaxpr with the primitive `name` reads a result of the primitive
+    `other`; both must occur.
+    """
     results = results_of(body, other)
     equations = [x for x in body.eqns if name in primitives(x)]
     assert equations and results, (name, other)
@@ -93,8 +100,8 @@ def is_independent(body, name: str, other: str) -> bool:
 
 
 def gradient_of(op: str, given: dict[str, tuple], *, remat: bool = False) -> list:
-    """The bodies of the `jax.shard_map` of an op's forward and backward pass, for a row shared by four H200s; with
-    `remat`, the op is rematerialized except for gathered updates.
+    """Return the jaxprs inside the `jax.shard_map` calls of an op's forward and backward pass, for a row
+    shared by four H200s; with `remat`, the op is rematerialized except for gathered updates.
     """
     qkv = {name: jax.ShapeDtypeStruct((1, 1024, 4, 64), jnp.bfloat16) for name in "qkv"}
     more = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in given.items()}
@@ -114,7 +121,9 @@ def gradient_of(op: str, given: dict[str, tuple], *, remat: bool = False) -> lis
 
 @pytest.mark.parametrize("decay", DECAYS)
 def test_the_kernel_does_not_wait_for_the_gather(decay):
-    """In both passes, neither the kernel nor the gather depends on the other."""
+    """In the forward and the backward pass of `linear_memory` on shared rows, neither the fused kernel nor
+    the gather of updates depends on the other.
+    """
     bodies = gradient_of("linear_memory", DECAYS[decay])
     assert len(bodies) == 2
     for body in bodies:
@@ -130,7 +139,9 @@ def test_rematerialization_does_not_gather_again():
 
 
 def test_the_gather_of_a_delta_rule_waits_for_the_kernel():
-    """The kernel computes the update. In the forward pass it does not depend on the gather."""
+    """For a delta rule on shared rows, the kernel computes the update that is gathered. In the forward pass
+    the kernel does not depend on the gather.
+    """
     forward = gradient_of("delta_memory", {"beta": (1, 1024, 4)})[0]
     assert is_independent(forward, KERNEL, "all_gather")
     assert not is_independent(forward, "all_gather", KERNEL)

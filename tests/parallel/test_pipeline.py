@@ -22,7 +22,9 @@ def test_four_microbatches_twice_through_two_stages():
 
 @pytest.mark.slow
 def test_schedules():
-    """With any number of stages, microbatches and rounds, the results are those of the layers in order."""
+    """With any number of pipeline stages, microbatches and rounds, the results are those of the layers in
+    order.
+    """
     assert run_with_devices(8, "-m", "tests.parallel.test_pipeline").count("ok") == len(SCHEDULES)
 
 
@@ -37,8 +39,9 @@ def test_rounds_that_do_not_fit_are_refused():
 
 
 def test_rounds_are_planned():
-    """More rounds save more activations between stages, and require that layers are sent to the stages'
-    devices."""
+    """The memory plan of a pipeline shows that more rounds save more activations between stages, and
+    require that layers are sent to the stages' devices.
+    """
     one, two = (
         plan(run_of("linear_attention", mesh=MeshConfig(data=1, pipeline=2, rounds=r)), 2)
         for r in (1, 2)
@@ -58,12 +61,16 @@ def test_rounds_are_planned():
     ],
 )
 def test_stages_equal_one_device(case):
-    """`test_compose` checks the statistics of experts in stages."""
+    """A training step with layers in pipeline stages equals one on one device; `test_compose` checks the
+    statistics of experts in stages.
+    """
     assert meshes(case) == 1
 
 
 def stage(layers, carry, rows, constants):
-    """Layers whose results and statistics depend on the microbatch and on the layer's number."""
+    """Apply a pipeline stage's layers, made up for the test: their results and statistics depend on the
+    microbatch and on the layer's number.
+    """
 
     def layer(x, params):
         x = jnp.tanh(params["w"] * x + rows + constants * params["number"])
@@ -74,7 +81,7 @@ def stage(layers, carry, rows, constants):
 
 
 def main() -> None:
-    """Compare values, statistics and gradients of each schedule with those of the layers in order."""
+    """Compare values, statistics and gradients of each pipeline schedule with those of the layers in order."""
     rng = np.random.default_rng(0)
     for stages, pieces, rounds in SCHEDULES:
         count = 2 * stages * rounds

@@ -37,7 +37,9 @@ GATHERED = re.compile(r"= u32\[4,(\d+)\]\S* all-gather(?:-start)?\(")  # by `seq
 def run_of(
     mesh: MeshConfig, *, experts: bool = False, pattern: str = "LN", **changes
 ) -> TrainConfig:
-    """Return the config of a run of a hybrid model with eight layers of width 512, on 8 rows of 256 tokens."""
+    """Return the training config of a hybrid model with eight layers of width 512, on 8 rows of 256 tokens,
+    on this mesh.
+    """
     inner = SwiGLUConfig(intermediate_size=1536)
     if experts:
         inner = MoEConfig(num_experts=8, top_k=2, expert_size=448)
@@ -115,7 +117,9 @@ def test_the_report_says_whether_a_run_fits():
 
 
 def error_of(config: str, *arguments: str) -> str:
-    """Return the error message of the command, which must be one line."""
+    """Return the error message of the command `python -m lsm_jax.plan` for this config, which must be one
+    line.
+    """
     command = [sys.executable, "-m", "lsm_jax.plan", f"--config={config}", *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1 and not done.stdout, done
@@ -169,7 +173,7 @@ def test_the_command_line_needs_no_device():
 
 
 def test_only_the_branch_of_the_platform_counts():
-    """Residuals of `jax.lax.platform_dependent` are those of the platform's branch."""
+    """In a memory plan, the residuals of `jax.lax.platform_dependent` are those of the platform's branch."""
     square, item = (64, 64), 64 * 64 * 4
     narrow, wide = (lambda x: jnp.exp(x @ x), lambda x: jnp.exp(jnp.sin(x @ x) @ x) @ x)
 
@@ -198,7 +202,9 @@ def test_every_method_has_a_plan(method):
 
 
 def test_grouped_products_without_kernels_need_more_memory():
-    """XLA copies the rows for each group; the kernel does not."""
+    """A memory plan counts more for a grouped product by XLA, which copies the rows for each group, than
+    for one by the kernel.
+    """
     config = run_of(MeshConfig(data=1), experts=True, pattern="N", batch_size=64)
     config.model.dtype = "bfloat16"
     assert plan(config, 1, kernels=False).working > 4 * plan(config, 1).working
@@ -209,8 +215,9 @@ def test_files_of_a_pretrained_model_are_not_required():
 
 
 def rows_of_cards() -> dict[str, dict]:
-    """The memory that XLA's analysis reported on H200 cards, from docs/linear_moe.jsonl; the last row of each
-    run."""
+    """Return the rows of docs/linear_moe.jsonl with the memory that XLA's analysis reported on H200 cards;
+    the last row of each run.
+    """
     found = {}
     for row in read_rows(ROOT / "docs" / "linear_moe.jsonl"):
         axes = {axis: n for axis, n in row["mesh"].items() if axis != "exchange"}
@@ -253,8 +260,9 @@ def test_within_fifteen_percent_of_the_compiler(axes):
 
 
 def main(axes: str) -> None:
-    """Print the bytes per device of a step: the plan's, and XLA's (arguments, results that are not donated,
-    temporaries)."""
+    """Print the bytes per device of a training step: the plan's, and XLA's (arguments, results that are not
+    donated, temporaries).
+    """
     sizes = dict(data=1) | json.loads(axes)
     pattern = "D" if "sequence" in sizes else "LN"
     config = run_of(MeshConfig(**sizes), experts="expert" in sizes, pattern=pattern)

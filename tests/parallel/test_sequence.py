@@ -53,13 +53,16 @@ def ran(module: str, *arguments: str) -> None:
 
 
 def plan_of(block: int, held: int = 0) -> attention_sequence.Plan:
-    """The plan of attention over packed rows without a window, with `held` earlier blocks of keys."""
+    """Return the plan by which devices divide attention over packed rows without a window, in blocks of
+    `block` queries, with `held` earlier blocks of keys.
+    """
     exact = dict(scale=1.0, dtype=jnp.float32, precision=jax.lax.Precision.HIGHEST)
     return attention_sequence.Plan(block, held, window=None, one_document=False, **exact)
 
 
 def test_what_is_sent_for_a_layer():
-    """One all-gather forward and one backward, whose bytes do not depend on the length.
+    """A layer on rows that devices share has one all-gather forward and one backward, whose bytes do not
+    depend on the length.
 
     Rematerialization does not repeat them, and matrix products can run in parallel with them. Convolutions
     send their last tokens by one permutation in each direction, for packed rows, too.
@@ -73,7 +76,9 @@ def test_convolutions_of_documents_without_gaps():
 
 @pytest.mark.slow
 def test_what_is_sent_for_a_model():
-    """The bytes do not depend on the length: no array of tokens is sent."""
+    """The bytes that devices send for a model on shared rows do not depend on the length: no array of
+    tokens is sent.
+    """
     ran("sequence_traffic", "gated_deltanet", "mom-gla")
 
 
@@ -85,8 +90,8 @@ def test_rows_that_devices_share(cases):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CLASSES)
 def test_every_class_of_update(name):
-    """The ops run on two, four and eight devices, with plain rows, with one state per segment, and with an
-    initial state, documents and masks.
+    """Ops of every class of update run on rows shared by two, four and eight devices, with plain rows, with
+    one state per segment, and with an initial state, documents and masks.
     """
     (case,) = (case for case in CASES if case.name == name)
     ran("sequence", *(f"{devices}:{name}:{case.forms[0]}:{kind}" for devices, kind in CALLS))
@@ -101,7 +106,9 @@ def test_packed_memories_of_rows_that_devices_share():
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["documents", "masked"])
 def test_other_calls(kind):
-    """Calls with only documents and with only masks, also with sharded heads."""
+    """Ops on shared rows equal one device in calls with only documents and with only masks, also with
+    sharded heads.
+    """
     names = ("linear_memory-decay-heads422-normalize", "delta_memory-key_decay-heads412", "attention-heads422")  # fmt: skip
     forms = ("associative", "chunk", "None")
     ran("sequence", *(f"2x2:{name}:{form}:{kind}" for name, form in zip(names, forms, strict=True)))
@@ -109,8 +116,8 @@ def test_other_calls(kind):
 
 @pytest.mark.slow
 def test_phase_and_time_invariant_rows():
-    """Sums of angles, time-invariant memories, document numbers and positions; see
-    `tests.parallel.sequence_extras`.
+    """Sums of angles, time-invariant memories, document numbers and positions on shared rows equal one
+    device's; see `tests.parallel.sequence_extras`.
     """
     ran("sequence_extras")
 
@@ -162,8 +169,9 @@ def test_causal_attention_is_divided_evenly(form, devices, monkeypatch):
 @pytest.mark.parametrize("devices", [2, 4, 8])
 @pytest.mark.parametrize("held", [0, 3])
 def test_attention_skips_masked_blocks(devices, held):
-    """A step is one block of queries with one block of keys. The devices have equal numbers of the steps of a
-    causal row."""
+    """Devices that share a causal row have equal numbers of steps of attention; a step is one block of
+    queries with one block of keys.
+    """
     pairs = 2
     blocks = 2 * devices * pairs  # of a row
     needed = blocks * (blocks + 1) // 2 + blocks * held
@@ -186,7 +194,7 @@ def test_every_method(name):
 
 @pytest.mark.slow
 def test_a_hybrid_model():
-    """The model has three linear layers and one of softmax attention, scanned and rematerialised, and the
-    rows have packed documents.
+    """A hybrid model on shared rows equals one device: three linear layers and one of softmax attention,
+    scanned and rematerialised, with packed documents.
     """
     ran("sequence_models", "8:gla/gla/gla/softmax:packed")

@@ -15,8 +15,8 @@ from tests.parallel.test_parallel import run_with_devices
 
 
 def meshes(*cases: str) -> int:
-    """Run cases of `tests.parallel.meshes` in a process of eight devices; return the number of those that
-    equal one device.
+    """Run cases of `tests.parallel.meshes` (PATTERN:axis=size,...) in a process of eight devices; return
+    the number of those that equal one device.
     """
     return run_with_devices(8, "-m", "tests.parallel.meshes", *cases).count(" ok, ")
 
@@ -37,7 +37,7 @@ def test_heads_over_devices(case):
 
 
 def abstract_mesh(**sizes: int) -> jax.sharding.AbstractMesh:
-    """Return a mesh without devices."""
+    """Return a mesh without devices that has axes of these sizes."""
     return jax.sharding.AbstractMesh(tuple(sizes.get(axis, 1) for axis in AXES), AXES)
 
 
@@ -65,7 +65,7 @@ def test_heads_that_are_not_divisible_are_refused(fields, words):
     ],
 )
 def test_parameters_of_every_method_are_sharded_over_every_axis(method):
-    """No parameter has a mesh axis twice, and each axis shards a parameter."""
+    """The parameters of every method are sharded over every mesh axis; no parameter has a mesh axis twice."""
     config = dataclasses.replace(run_of("linear_attention+moe").model, num_layers=2)
     layer = dataclasses.replace(config.layers["A"], mixer=mixer(method))
     config = dataclasses.replace(config, layers={"A": layer})

@@ -19,7 +19,9 @@ CALLS: list[str] = []
 
 
 def run(call: Call) -> tuple[jax.Array, LinearState]:
-    """Compute `M_t = a_t ⊙ M_{t-1} + k_tᵀ v_t`, `o_t = q_t M_t` token by token."""
+    """Compute the toy backend's linear memory, `M_t = a_t ⊙ M_{t-1} + k_tᵀ v_t`, `o_t = q_t M_t`, token by
+    token; a is the decay.
+    """
     CALLS.append(call.op)
     given, options = call.arguments, call.options
     tokens, state = tokens_of(given), given["state"]
@@ -74,10 +76,10 @@ TOY = Backend(
 
 
 def pytest_configure(config):
-    """Register the backend: pytest calls this when it loads the plugin."""
+    """Register the toy backend: pytest calls this when it loads the plugin."""
     register("linear_memory", TOY)
 
 
 def pytest_terminal_summary(terminalreporter):
-    """Print how often the backend ran."""
+    """Print how often the toy backend ran."""
     terminalreporter.write_line(f"the toy backend was traced {len(CALLS)} times")

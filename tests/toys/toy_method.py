@@ -30,22 +30,24 @@ class ToyConfig(RecurrentConfig):
 
     @classmethod
     def for_width(cls, hidden_size: int) -> ToyConfig:
-        """Return the config with two heads."""
+        """Return the toy method's config for a model of this width, with two heads."""
         return cls(num_heads=2)
 
     def validate(self, hidden_size: int) -> None:
-        """Raise ValueError if a field is not accepted."""
+        """Raise ValueError if a field of the toy method's config is not accepted at this width."""
         self.validate_fields()
         if hidden_size % self.num_heads:
             raise ValueError(f"ToyConfig.num_heads={self.num_heads}: it must divide {hidden_size}")
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
-        """Return the floating-point operations of four projections and of the memory's update and read."""
+        """Return the floating-point operations of the toy method's mixer per token: four projections, and
+        the memory's update and read.
+        """
         return 8.0 * hidden_size**2 + 4.0 * hidden_size**2 / self.num_heads
 
 
 class Toy(mixers.Mixer):
-    """The toy method's layer; see `ToyConfig`."""
+    """The toy method's mixer, a linear memory with a learned constant decay per head; see `ToyConfig`."""
 
     op = ops.linear_memory
 
@@ -62,11 +64,13 @@ class Toy(mixers.Mixer):
         self.decay = parameter(jnp.ones(config.num_heads), ("heads",), weight_decay=False)
 
     def read(self, x: jax.Array, context: mixers.Context) -> tuple[jax.Array, mixers.Context]:
-        """Return the queries [B, T, H, K]."""
+        """Return the queries [B, T, H, K] with which the toy method reads its memory."""
         return split_heads(self.q_proj(x), self.config.num_heads), context
 
     def write(self, x: jax.Array, context: mixers.Context) -> tuple[dict[str, Any], mixers.Context]:
-        """Return keys, values and the constant log decay by name."""
+        """Return the arguments of the memory's updates by name: keys, values and the constant log decay per
+        head.
+        """
         heads = self.config.num_heads
         keys, values = (split_heads(p(x), heads) for p in (self.k_proj, self.v_proj))
         return dict(k=keys, v=values, log_decay=jax.nn.log_sigmoid(self.decay[...])), context
@@ -74,11 +78,11 @@ class Toy(mixers.Mixer):
     def finish(
         self, o: jax.Array, x: jax.Array, context: mixers.Context
     ) -> tuple[jax.Array, mixers.Context]:
-        """Return the output projection of the heads, [B, T, D]."""
+        """Return the toy mixer's output [B, T, D]: the output projection of what the heads read, o."""
         return self.o_proj(merge_heads(o)), context
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.LinearState:
-        """Return an empty memory."""
+        """Return an empty memory of the toy method for `batch_size` rows."""
         dim = self.hidden_size // self.config.num_heads
         return ops.linear_state(batch_size, self.config.num_heads, dim, dim)
 
@@ -97,5 +101,5 @@ METHOD = mixers.Method(
 
 
 def pytest_configure(config):
-    """Register the method: pytest calls this when it loads the plugin."""
+    """Register the toy method: pytest calls this when it loads the plugin."""
     mixers.register(METHOD)

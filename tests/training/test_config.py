@@ -1,4 +1,4 @@
-"""Configs: overrides, errors before compilation, JSON, schedules."""
+"""Tests of training configs: overrides, errors before compilation, JSON, schedules."""
 
 from __future__ import annotations
 
@@ -116,8 +116,8 @@ def test_accumulation_equals_one_batch(tmp_path):
 
 @pytest.mark.slow
 def test_bfloat16_trains_on_a_cpu(tmp_path):
-    """The step is compiled with the options of users, since XLA's CPU backend rejects some bfloat16 products
-    with float32 results, which the model must avoid.
+    """A model in bfloat16 trains on a CPU. The step is compiled with the options of users, since XLA's CPU
+    backend rejects some bfloat16 products with float32 results, which the model must avoid.
     """
     config = tiny.config(tmp_path)
     config.model.dtype = "bfloat16"

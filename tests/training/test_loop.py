@@ -1,4 +1,4 @@
-"""Runs that are stopped, fail and are resumed."""
+"""Training runs that are stopped or fail, and are resumed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def text(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def uninterrupted(text, tmp_path_factory):
-    """A run that was never interrupted."""
+    """Fixture: a training run that was never interrupted."""
     workdir = tmp_path_factory.mktemp("uninterrupted") / "run"
     result = train(tiny.config(text), workdir)
     assert result.step == 12 and result.interrupted is None
@@ -39,7 +39,9 @@ def losses(workdir):
 
 
 def drive(workdir, text, *, stop=0, devices=1, fsdp=1):
-    """Train in another process."""
+    """Train the tiny run in another process on `devices` virtual devices, of which `fsdp` shard parameters;
+    a signal stops it at step `stop` unless that is 0.
+    """
     # With the caller's flags, too, since another code generator rounds differently.
     flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={devices}"
     environment = os.environ | {
@@ -238,7 +240,7 @@ def test_held_out_loss_is_logged(text, tmp_path):
 
 
 def test_bad_data_late_in_a_run_loses_no_step(tmp_path):
-    """The steps before the bad data are saved, and the run is resumed once the data is corrected."""
+    """The steps before the bad data are saved, and the training run is resumed once the data is corrected."""
     folder = tiny.write_text(tmp_path / "text")
     lines = [json.dumps({"text": p.read_text()}) for p in sorted(folder.iterdir())] * 5
     data = tmp_path / "lines.jsonl"

@@ -20,8 +20,9 @@ RELEASE = Path(__file__).parent / "goldens" / "release_0_1"
 
 @pytest.fixture
 def release(tmp_path):
-    """A copy of the stored run, 8 steps with a checkpoint at 4 (`tests.training.tiny` at release 0.1), and
-    its text."""
+    """Fixture: a copy of the training run stored by release 0.1, 8 steps with a checkpoint at 4
+    (`tests.training.tiny` at that release), and its text.
+    """
     shutil.copytree(RELEASE / "run", tmp_path / "run")
     shutil.copytree(RELEASE / "text", tmp_path / "text")
     config = tmp_path / "run" / "config.json"
@@ -70,7 +71,9 @@ def test_fields_of_the_op_move_into_op():
 
 
 def test_attention_has_an_implementation_outside_op():
-    """In release 0.1 `implementation` was the recurrence's and `window_implementation` the window's."""
+    """Configs of release 0.1 are migrated in which `implementation` was the recurrence's and
+    `window_implementation` the window's.
+    """
     old = _old("liger", form="chunk", implementation="xla", window_implementation="cudnn")
     config = from_dict(old)
     assert (config.op.implementation, config.implementation) == ("xla", "cudnn")

@@ -23,7 +23,7 @@ SAID = "train.py: SIGINT: stopped; nothing further was saved"
 
 
 def start(folder, *arguments, **environment):
-    """Start train.py on the tiny run, with its text and config in `folder`."""
+    """Start train.py on the tiny run in another process, with its text and config in `folder`."""
     text = tiny.write_text(folder / "text")
     config = folder / "tiny_config.py"
     config.write_text(
@@ -41,7 +41,7 @@ def start(folder, *arguments, **environment):
 
 
 def wait_until_caught(process, number):
-    """Wait until the process has a handler for the signal."""
+    """Wait until a process has a handler for the signal `number`."""
     status, deadline = Path(f"/proc/{process.pid}/status"), time.monotonic() + 60
     while time.monotonic() < deadline:
         caught = next(x for x in status.read_text().splitlines() if x.startswith("SigCgt:"))

@@ -1,5 +1,6 @@
-"""Sweeps: members mapped together train as they would alone; recall is learned; the config, the command and
-the report."""
+"""Sweeps of recall: members mapped together train as they would alone; recall is learned; the config, the
+command and the report.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ from lsm_jax.training.sweep import epoch_blocks
 
 
 def tiny(method="linear_attention", **changes):
-    """Return a sweep of two members, with 4 steps of 16 examples per epoch, of two lengths."""
+    """Return the config of a sweep of two members, with 4 steps of 16 examples per epoch, of two lengths."""
     config = mqar.get_config(f"{method},width=16,suite=tiny")
     tasks = tuple(RecallTask(length=t, num_pairs=p, num_examples=32) for t, p in ((16, 2), (8, 1)))
     fields = dict(train=tasks, test=tasks, batch_size=16, epochs=2, steps_per_call=2)
@@ -105,7 +106,7 @@ def test_blocks_cover_an_epoch():
 
 @pytest.mark.slow
 def test_a_run_writes_its_result(tmp_path):
-    """A run writes its result, also if one of the learning rates is far too high."""
+    """A sweep writes its result, also if one of the learning rates is far too high."""
     config = tiny(**RUN)
     result = train_recall(config, tmp_path)
     assert json.loads((tmp_path / "result.json").read_text()) == json.loads(json.dumps(result))
@@ -128,8 +129,8 @@ def test_a_run_writes_its_result(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("method", mixers.METHODS)
 def test_every_method_is_mapped(method):
-    """Two members are trained and evaluated in one mapped program, as on a GPU; the loss decreases over four
-    steps on one batch.
+    """Two members of a sweep of every method are trained and evaluated in one mapped program, as on a GPU;
+    the loss decreases over four steps on one batch.
     """
     config = mqar.get_config(f"{method},width=32,suite=tiny")
     config.test = (RecallTask(length=32, num_pairs=2, num_examples=16),)

@@ -19,7 +19,7 @@ from lsm_jax.training import OptimizerConfig, TrainConfig, train
 
 
 def config(text: str | Path, **changes) -> TrainConfig:
-    """The config of a run of 12 steps of 8 rows of 32 bytes."""
+    """Return the training config of a run of 12 steps of 8 rows of 32 bytes."""
     inner = SwiGLUConfig(multiple_of=16)
     recurrent = GatedDeltaNetConfig(
         num_heads=2, head_dim=8, expand_v=1.0, op=OpConfig(chunk_size=16)
@@ -51,7 +51,7 @@ def config(text: str | Path, **changes) -> TrainConfig:
 
 
 def write_text(folder: Path) -> Path:
-    """Write ten short documents to `folder` and return it."""
+    """Write ten short documents, the text of the tiny run, to `folder` and return it."""
     folder.mkdir(parents=True, exist_ok=True)
     for i in range(10):
         (folder / f"{i}.txt").write_text(
@@ -61,7 +61,9 @@ def write_text(folder: Path) -> Path:
 
 
 def stop_at(step: int, number: int = signal.SIGTERM) -> Callable[[int], None]:
-    """The `on_report` of `train` that sends this process a signal once `step` is reported."""
+    """Return an `on_report` callback for `train` that sends this process a signal once the step `step` is
+    reported.
+    """
 
     def on_report(reported: int) -> None:
         if reported == step:
@@ -71,8 +73,9 @@ def stop_at(step: int, number: int = signal.SIGTERM) -> Callable[[int], None]:
 
 
 def main() -> None:
-    """Train on the command line's arguments; a STOP_AT below 0 stops at its absolute value by SIGKILL, 0
-    does not stop."""
+    """Train the tiny run with the command line's arguments; a STOP_AT below 0 stops at its absolute value
+    by SIGKILL, 0 does not stop.
+    """
     workdir, text, stop, fsdp = sys.argv[1:5]
     on_report = stop_at(abs(int(stop)), signal.SIGTERM if int(stop) > 0 else signal.SIGKILL)
     train(config(text, mesh=MeshConfig(fsdp=int(fsdp))), workdir, on_report=on_report)
