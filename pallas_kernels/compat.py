@@ -1,4 +1,4 @@
-"""What this project uses of the Pallas backends of jax 0.11. No other module imports `jax.experimental`."""
+"""The parts of the Pallas backends of jax 0.11 that this project uses. No other module imports `jax.experimental`."""
 
 from __future__ import annotations
 

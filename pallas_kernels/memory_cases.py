@@ -1,5 +1,5 @@
-"""What the test and benchmark cases of `linear_attention`, `delta_rule` and `dplr` share: the type of a compiled case, and the timed
-sizes.
+"""Definitions that the test and benchmark cases of `linear_attention`, `delta_rule` and `dplr` share: the type of a
+compiled case, and the timed sizes.
 """
 
 from __future__ import annotations

@@ -84,8 +84,8 @@ def unsupported(call) -> str | None:
 
 
 class _Block:
-    """What one warpgroup of the `decode_step` kernel computes, some value channels of one memory, with its
-    loads into registers: [K, channels] for the memory and what multiplies it.
+    """The work of one warpgroup of the `decode_step` kernel, some value channels of one memory, with its loads into
+    registers: [K, channels] for the memory and what multiplies it.
 
     Attributes:
         refs: references to the arrays in global memory, by name.

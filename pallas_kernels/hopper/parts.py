@@ -31,7 +31,7 @@ _F32, _BF16 = jnp.float32, jnp.bfloat16
 
 
 class Parts(NamedTuple):
-    """What the forward pass of a delta rule's scan over P parts of each row leaves for the backward pass.
+    """The arrays that the forward pass of a delta rule's scan over P parts of each row saves for the backward pass.
 
     Attributes:
         transitions: [B, h * P, K, K] float32, the matrix Θ by which each part multiplies the memory; None if the forward pass was a

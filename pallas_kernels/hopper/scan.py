@@ -186,7 +186,7 @@ def _position(call: Call, plan: Plan, refs: dict[str, Any]) -> _Position:
 
 
 class _Warpgroup(NamedTuple):
-    """What one warpgroup of the scan computes: 64 value channels of one memory, carried over all chunks that update it.
+    """The work of one warpgroup of the scan: 64 value channels of one memory, carried over all chunks that update it.
 
     Attributes:
         call: the sizes and options of the scan.

@@ -119,7 +119,7 @@ def parametrize_forms(cases=CASES, skip=(), core=False):
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """What the tests must know about one op: its inputs, its state and its definition.
+    """The description of one op for the tests: its inputs, its state and its definition.
 
     Attributes:
         positional: names of the op's positional arguments.

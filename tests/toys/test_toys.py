@@ -78,9 +78,7 @@ def test_a_backend_from_outside_by_name_in_order_and_by_itself(toy):
 
 
 def test_several_automatic_kernels_of_one_platform(monkeypatch):
-    """Of several automatic backends for one platform, the card's compute capability determines which is
-    selected.
-    """
+    """The card's compute capability determines which of several automatic backends for one platform is selected."""
     from lsm_jax.ops.backends import select
 
     def kernel(name, *capabilities):

@@ -1,5 +1,5 @@
-"""What the fused kernels of `linear_memory`, `delta_memory` and `dplr_memory` share: the requirements that a call must
-meet, and the layout of arrays that they read.
+"""Requirements and layout that the fused kernels of `linear_memory`, `delta_memory` and `dplr_memory` share: the
+requirements that a call must meet, and the layout of arrays that they read.
 
 With one state per segment, tokens are laid out as in the XLA forms, each segment starting at a chunk's
 boundary; a kernel then scans the chunks of each segment from the memory of that segment.

@@ -14,7 +14,7 @@ from lsm_jax.ops.core.states import Layer, store_layer
 
 
 class Static(NamedTuple):
-    """What defines a call of an op except its arrays: name, options, implementation and backends; hashable.
+    """The definition of a call of an op without its arrays: name, options, implementation and backends; hashable.
 
     Attributes:
         op: the op's name.

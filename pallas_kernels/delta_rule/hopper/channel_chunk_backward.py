@@ -134,8 +134,8 @@ class _Gradients(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Program:
-    """What one warpgroup of `chunk_backward` computes: the gradients of q, k and the log decay of one chunk and head, in 64 key
-    channels.
+    """The work of one warpgroup of `chunk_backward`: the gradients of q, k and the log decay of one chunk and head,
+    in 64 key channels.
 
     Attributes:
         block: the chunk's inputs and outputs in global memory, for this warpgroup's key channels.

@@ -43,7 +43,8 @@ _F32, _BF16 = jnp.float32, jnp.bfloat16
 
 
 class DecayedChunks(NamedTuple):
-    """What the delta rule with a decay per key channel requires of all chunks of h heads and does not depend on the memory.
+    """The arrays of all chunks of h heads that the delta rule with a decay per key channel requires and that do not
+    depend on the memory.
 
     b are the inclusive sums of a chunk's log decays, b_C the sum over the whole chunk of C tokens.
 
@@ -130,8 +131,8 @@ def _smem(programs: int, groups: int, interpret) -> _Smem:
 
 @dataclasses.dataclass(frozen=True)
 class _Program:
-    """What one warpgroup of `chunk_forward` computes: the scores and decayed tokens of one chunk and head, in 64 channels of every
-    slice of the keys.
+    """The work of one warpgroup of `chunk_forward`: the scores and decayed tokens of one chunk and head, in 64
+    channels of every slice of the keys.
 
     Attributes:
         refs: references to inputs and outputs in global memory, by name.

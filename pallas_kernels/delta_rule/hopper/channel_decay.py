@@ -41,7 +41,8 @@ REQUIREMENTS = (
 
 
 class Residuals(NamedTuple):
-    """What `forward` of the delta rule with a decay per key channel saves for `backward`: some four arrays of the size of q.
+    """The arrays that `forward` of the delta rule with a decay per key channel saves for `backward`: some four arrays
+    of the size of q.
 
     Attributes:
         decayed: scores, and decayed queries and keys, of all chunks, without `upper` (the products of keys with keys).

@@ -107,8 +107,8 @@ class _MemoryGradients(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Block:
-    """What one warpgroup of `chunk_backward` computes: the gradients of one chunk and head that come through one slice of its value
-    channels.
+    """The work of one warpgroup of `chunk_backward`: the gradients of one chunk and head that come through one slice
+    of its value channels.
 
     Attributes:
         refs: references to inputs and outputs in global memory, by name.

@@ -26,7 +26,8 @@ _F32, _BF16 = jnp.float32, jnp.bfloat16
 
 
 class SolvedChunks(NamedTuple):
-    """What the scans of the delta rule read of all chunks: inverses of their triangular systems, scores, beta and decays.
+    """The arrays of all chunks that the scans of the delta rule read: inverses of their triangular systems, scores,
+    beta and decays.
 
     b are the inclusive sums of the log decays over a chunk of C tokens, b_C the sum over the whole chunk.
 

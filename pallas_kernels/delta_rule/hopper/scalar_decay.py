@@ -35,7 +35,7 @@ REQUIREMENTS = (
 
 
 class Residuals(NamedTuple):
-    """What `forward` of the delta rule with a scalar decay or none saves for `backward`.
+    """The arrays that `forward` of the delta rule with a scalar decay or none saves for `backward`.
 
     The memories before all chunks, twice as large as these at K = V = 128, are recomputed.
 

@@ -39,7 +39,8 @@ REQUIREMENTS = (
 
 
 class Residuals(NamedTuple):
-    """What `forward` of a diagonal-plus-low-rank memory saves for `backward`: some seven arrays of the size of q.
+    """The arrays that `forward` of a diagonal-plus-low-rank memory saves for `backward`: some seven arrays of the
+    size of q.
 
     Attributes:
         decayed: scores, and decayed q, b and k, of all chunks, without the inputs of `solve_chunks`.

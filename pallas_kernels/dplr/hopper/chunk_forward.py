@@ -47,8 +47,8 @@ _INPUTS = ("q", "k", "a", "b")
 
 
 class DecayedChunks(NamedTuple):
-    """What a diagonal-plus-low-rank memory requires of all chunks of h heads and does not depend on the memory: scores and decayed
-    tokens.
+    """The arrays of all chunks of h heads that a diagonal-plus-low-rank memory requires and that do not depend on the
+    memory: scores and decayed tokens.
 
     d are the inclusive sums of a chunk's log decays, d' the exclusive ones, and A_xy the products of x with y under the decays
     between the tokens: (A_xy)_ij = Σ_c x_ic y_jc e^(d'_i - d_j)_c for x = a and i > j, with d_i in place of d'_i for x = q and i >=
@@ -135,7 +135,8 @@ def _smem(groups: int, interpret) -> _Smem:
 
 @dataclasses.dataclass(frozen=True)
 class _Program:
-    """What one warpgroup of `chunk_forward` computes: scores and decayed tokens of one chunk and head, in 64 key channels.
+    """The work of one warpgroup of `chunk_forward`: scores and decayed tokens of one chunk and head, in 64 key
+    channels.
 
     The scores are two matrices [C, C] float32 of decayed products A_xy of x with y. The first is A_qk on and below the diagonal and
     the transpose of A_ab above it, the second A_qb and the transpose of A_ak.

@@ -179,8 +179,8 @@ def _bfloat16(operands):
 
 
 class Warpgroup(NamedTuple):
-    """What the function that computes one warpgroup's part of an attention kernel receives: positions,
-    buffers, the loop, and references.
+    """The arguments of the function that computes one warpgroup's part of an attention kernel: positions, buffers,
+    the loop, and references.
 
     Attributes:
         at: the row, the head, and the resident queries or keys of the warpgroup.

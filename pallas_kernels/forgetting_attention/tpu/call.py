@@ -1,4 +1,4 @@
-"""What the TPU kernels of attention with forget gates share: the tiles of queries and keys that one program
+"""Code that the TPU kernels of attention with forget gates share: the tiles of queries and keys that one program
 computes, their scores, and the launch of a kernel.
 """
 

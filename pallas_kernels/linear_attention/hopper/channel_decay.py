@@ -41,7 +41,8 @@ REQUIREMENTS = (
 
 
 class Residuals(NamedTuple):
-    """What `forward` of linear attention with a decay per key channel saves for `backward`, for rows split into P parts.
+    """The arrays that `forward` of linear attention with a decay per key channel saves for `backward`, for rows split
+    into P parts.
 
     Computing the arrays of the chunks again would take a quarter of the time of both passes.
 

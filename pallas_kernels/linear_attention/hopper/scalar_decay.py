@@ -40,7 +40,8 @@ REQUIREMENTS = (
 
 
 class Residuals(NamedTuple):
-    """What `forward` of linear attention with a scalar decay saves for `backward`, for rows split into P parts.
+    """The arrays that `forward` of linear attention with a scalar decay saves for `backward`, for rows split into P
+    parts.
 
     Attributes:
         decay: the decays of all tokens and chunks, and the tokens' documents.

@@ -1,5 +1,5 @@
-"""What the Hopper kernels of selective scans with real and with complex memories share: the loop over a
-chunk's tokens, and the requirements that follow from CUDA's limits on the size of a grid.
+"""Code that the Hopper kernels of selective scans with real and with complex memories share: the loop over a chunk's
+tokens, and the requirements that follow from CUDA's limits on the size of a grid.
 """
 
 from __future__ import annotations

@@ -84,8 +84,8 @@ class _Complex(NamedTuple):
 
 
 class _Block:
-    """What one warpgroup of a complex scan's kernel computes, 128 channels of one chunk of a row, with its
-    loads and stores.
+    """The work of one warpgroup of a complex scan's kernel, 128 channels of one chunk of a row, with its loads and
+    stores.
 
     Attributes:
         refs: references to the arrays in global memory, by name.

@@ -67,9 +67,8 @@ class Sizes(NamedTuple):
 
 
 class Block:
-    """What one warpgroup of a selective scan's kernel computes, 64 channels of a row, with its loads into
-    registers: arrays [4, 16] with one number per channel (4 warps of 16 channels), or [4, 16, N] for
-    memories.
+    """The work of one warpgroup of a selective scan's kernel, 64 channels of a row, with its loads into registers:
+    arrays [4, 16] with one number per channel (4 warps of 16 channels), or [4, 16, N] for memories.
 
     Attributes:
         refs: references to the arrays in global memory, by name.

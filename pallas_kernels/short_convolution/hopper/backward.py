@@ -29,8 +29,8 @@ _F32 = jnp.float32
 
 
 class _Pending(NamedTuple):
-    """What the loop over a block's tokens in the backward kernel of short convolutions carries from token to
-    token. A row is one token's channels, [heads, dim].
+    """The values that the loop over a block's tokens in the backward kernel of short convolutions carries from token
+    to token. A row is one token's channels, [heads, dim].
 
     Attributes:
         before: the rows of x of the W - 1 tokens before the next one, the nearest first; 0 on padding.

@@ -88,8 +88,8 @@ class Layout(NamedTuple):
 
 
 class Block:
-    """What one warpgroup of a short convolution's kernel computes, a block of tokens and channels, with its
-    loads and stores.
+    """The work of one warpgroup of a short convolution's kernel, a block of tokens and channels, with its loads and
+    stores.
 
     A row is one token's channels, [heads, dim]. Tokens are counted in `order`, in which padding comes last.
 
