@@ -24,8 +24,8 @@ def by_kernel(call: Callable[[], Any], text: str, calls: int = 2) -> list[dict[s
 
     Args:
         call: runs the program once; it has run before.
-        text: the program's `as_text()`.
-        calls: number of calls that are profiled.
+        text: the text of the compiled program, its `as_text()`.
+        calls: number of calls of the program that are profiled.
 
     Returns:
         A row for each kernel of an instruction, the longest first: `milliseconds` and `launches` per call,

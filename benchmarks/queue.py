@@ -72,8 +72,8 @@ def free_gpus(job: Job, users: list[list[Job]], slots: int) -> list[int] | None:
 
     Args:
         job: the job that waits to start.
-        users: the jobs that run on each GPU.
-        slots: how many jobs may share a GPU.
+        users: for each GPU, the list of the jobs that run on it.
+        slots: how many jobs that may `share` can run on one GPU at once.
     """
 
     def is_free(jobs: list[Job]) -> bool:

@@ -39,7 +39,7 @@ class Benchmark:
 
     Attributes:
         name: the name on the command line, which is also the name of the module.
-        summary: one line for the list of benchmarks.
+        summary: one line that says what the benchmark measures, for the list of benchmarks.
         key: fields of a row that identify its measurement and that every row has.
         optional_key: further such fields, and for each the value that is meant when a row omits it.
         output: the file that rows are appended to by default; "" if rows are only printed by default.

@@ -36,7 +36,7 @@ def data_config(
         length: tokens of a row.
         vocab_size: vocabulary of the model, at least 257; the tokenizer has `min(vocab_size, 32000)` tokens.
         folder: where the text and the tokenizers are stored; None is `runs/text`.
-        max_bytes: size of the text.
+        max_bytes: largest size of the text in bytes.
 
     Raises:
         ValueError: `vocab_size` is less than 257.
@@ -66,8 +66,8 @@ def batch(
         rows: number of rows (token sequences) of the batch, B.
         length: tokens of a row, T.
         vocab_size: number of tokens in the model's vocabulary.
-        folder: see `data_config`.
-        config: further arguments of `data_config`.
+        folder: where the text and the tokenizer are stored; None is `runs/text`.
+        config: further arguments of `data_config`, such as `max_bytes`.
 
     Returns:
         tokens, labels, segment_ids, positions (int32) and loss_mask (float32), each [B, T].

@@ -262,7 +262,7 @@ def _base(variant: str, name: str, source: str, given: str) -> tuple[ModelConfig
         variant: the config's complete variant, for messages.
         name: name of the pretrained model, such as "smollm2-135m" or "auto".
         source: absolute path of the pretrained model, or "".
-        given: the option `tokenizer`, or "".
+        given: path of the tokenizer that the option `tokenizer` states, or "".
 
     Returns:
         The softmax model, the path of its tokenizer.json, and whether the tokenizer adds BOS. The tokenizer of a .gguf file is

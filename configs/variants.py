@@ -15,7 +15,7 @@ class Option:
     Attributes:
         kind: str, int (a whole number), float (a finite number from 0) or bool (0 or 1).
         choices: the accepted values; empty accepts every value of the kind.
-        least: the smallest accepted number.
+        least: the smallest number that the option accepts.
         positive: whether the number must be greater than `least`.
     """
 
@@ -72,8 +72,8 @@ def parse_variant(variant: str, options: Mapping[str, Option]) -> tuple[str, dic
     options by name.
 
     Args:
-        variant: "head[,option=value ...]".
-        options: the accepted options, by name.
+        variant: the text of the variant, "head[,option=value ...]".
+        options: the options that this config accepts, by name.
 
     Raises:
         ValueError: an option does not exist, has no value or occurs twice, or a value is not accepted; the message says what is
@@ -112,7 +112,7 @@ def split_head(variant: str, head: str, first: str, example: str) -> tuple[str, 
     """Return the two parts of a head "<first>-<size>".
 
     Raises:
-        ValueError: the head has no dash.
+        ValueError: the head, such as "gla-340m", has no dash.
     """
     name, dash, size = head.rpartition("-")
     if not dash:

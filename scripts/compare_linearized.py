@@ -109,7 +109,7 @@ def matched_ranks(
     it, such that the numbers are as equal as ranks permit.
 
     Args:
-        methods: names in `METHODS`.
+        methods: names of the compared methods, of those in `METHODS`.
         base: the config of the pretrained model.
         window: tokens in the window of softmax attention.
         parameters: number of parameters that each method is to train; None is the largest number of the published

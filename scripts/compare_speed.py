@@ -26,7 +26,7 @@ def run(tree: Path, name: str, arguments: list[str], rows: Path, seconds: float)
         tree: root of the source tree whose code is measured.
         name: name of the benchmark.
         arguments: further command-line arguments of the benchmark.
-        rows: the JSONL file of the tree's rows.
+        rows: the JSONL file to which the tree's rows are appended.
         seconds: after this time the benchmark is stopped.
     """
     package = (tree / "benchmarks" / "__main__.py").is_file()

@@ -23,7 +23,7 @@ def compiled_memory(config: TrainConfig, rows: int, length: int, *, packed: bool
     Args:
         config: the training config of the run, whose mesh says how many cards there are.
         rows: number of rows (token sequences) of the batch.
-        length: tokens in a row.
+        length: number of tokens in each row.
         packed: whether the batch has segment ids and positions.
     """
     cards = math.prod(max(1, getattr(config.mesh, axis)) for axis in AXES)

@@ -39,7 +39,7 @@ class Fla:
     Args:
         cases: pairs (operation, shape "BxTxHxD") that will be measured; compiled in this order. A model's
         shape is "BxT".
-        workers: number of processes that compile.
+        workers: number of processes that compile the peer's kernels.
         bias: mean of the gates of forgetting attention before the sigmoid; its kernels need no search, but
         are timed here too.
     """

@@ -20,11 +20,11 @@ class Case:
     """A test case: an op of `lsm_jax.ops`, and which inputs it gets.
 
     Attributes:
-        op: name in `lsm_jax.ops`.
-        arrays: names of optional inputs, besides q, k and v.
+        op: name of the op in `lsm_jax.ops`, such as "linear_memory".
+        arrays: names of the optional inputs that the op gets, besides q, k and v.
         heads: the numbers of query, key and value heads.
-        normalize: as the argument of `linear_memory`.
-        window: as the argument of `attention`.
+        normalize: argument `normalize` of `linear_memory`.
+        window: argument `window` of `attention`, the number of keys that a query sees.
         fast: whether the case is in the default test run (one case for each kind of transition).
         core: whether the case is in the default run of the most important tests, if it is not `fast`.
     """

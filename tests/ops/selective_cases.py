@@ -24,7 +24,7 @@ class SelectiveCase(Case):
     "constant_c" and "D".
 
     Attributes:
-        discretization: as the op's argument.
+        discretization: argument `discretization` of `selective_memory`.
     """
 
     discretization: str = "euler"

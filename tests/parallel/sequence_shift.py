@@ -22,7 +22,7 @@ LENGTH, CHANNELS = 61, 3  # the last device's part is padded
 
 def documents() -> np.ndarray:
     """Return the segment ids of four rows in which documents and padding lie in different ways over the
-    devices.||
+    devices.
 
     The first row has several documents, with padding after some of them; the second one document over
     several devices, and then padding over several; the third only padding; and the fourth has ids that

@@ -23,7 +23,7 @@ class ToyConfig(RecurrentConfig):
     """The config of the toy method.
 
     Attributes:
-        num_heads: number of heads, which divides the width.
+        num_heads: number of heads; it divides the model's width D.
     """
 
     num_heads: int = 2
