@@ -121,7 +121,9 @@ def split_head(variant: str, head: str, first: str, example: str) -> tuple[str, 
 
 
 def check_head(variant: str, kind: str, head: str, accepted: Iterable[str]) -> None:
-    """Raise ValueError unless a variant's head, which names a `kind` such as "size", is one of `accepted`."""
+    """Raise ValueError unless `head`, the first part of a variant such as "340m" of "340m,hybrid=1", is one of `accepted`; `kind` says in
+    the message what it is, such as "size".
+    """
     accepted = tuple(accepted)
     if head not in accepted:
         raise ValueError(f"variant {variant!r}: {kind} {head!r}; {listed(accepted)}")

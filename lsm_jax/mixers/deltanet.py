@@ -142,7 +142,7 @@ class DeltaNet(Mixer):
         return written, context
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Return the layer's output [B, T, D] of the memory's output o [B, T, G, V], and the context: normalise each
+        """Return (y, context), with the layer's output y [B, T, D] from the memory's output o [B, T, G, V]: normalise each
         head, multiply by silu(x W_g) if the config has a gate, and project.
         """
         gate = None

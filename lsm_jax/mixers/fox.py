@@ -215,7 +215,7 @@ class FoX(Softmax):
         return mixed(y, earlier, share(x, dtype=wide)), context
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Return the layer's output [B, T, D] of the memory's output o [B, T, H, V], and the context: normalise each
+        """Return (y, context), with the layer's output y [B, T, D] from the memory's output o [B, T, H, V]: normalise each
         head and multiply by the gate sigmoid(x W_g), if the config has them, and project.
         """
         y = merge_heads(o if self.norm is None else self.norm(o))

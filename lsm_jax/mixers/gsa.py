@@ -134,7 +134,7 @@ class GSA(Mixer):
         ), context
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Return the layer's output [B, T, D] of the memory's output o [B, T, H, V], and the context: apply silu,
+        """Return (y, context), with the layer's output y [B, T, D] from the memory's output o [B, T, H, V]: apply silu,
         normalise all heads together, and project.
         """
         return self.o_proj(self.norm(jax.nn.silu(merge_heads(o)))), context

@@ -161,7 +161,7 @@ class KDA(Mixer):
         return written, context
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Return the layer's output [B, T, D] of the memory's output o [B, T, G, V], and the context: normalise each
+        """Return (y, context), with the layer's output y [B, T, D] from the memory's output o [B, T, G, V]: normalise each
         head, multiply by sigmoid(x W₁ W₂ + b), and project.
         """
 

@@ -147,7 +147,7 @@ class LinearAttention(Mixer):
         return dict(k=k, v=split_heads(self.v_proj(x), self.config.num_heads)), context
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Return the layer's output [B, T, D] of the memory's output o [B, T, H, V], and the context: normalise each
+        """Return (y, context), with the layer's output y [B, T, D] from the memory's output o [B, T, H, V]: normalise each
         head, multiply by a gate of x if the config has one, and project.
         """
         gate = None

@@ -150,7 +150,7 @@ class Mamba2(Mixer):
         return written, context.add(bypass={"inner": inner})
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Return the layer's output [B, T, D] of the memory's output o [B, T, H, V], and the context: add the skip D x,
+        """Return (y, context), with the layer's output y [B, T, D] from the memory's output o [B, T, H, V]: add the skip D x,
         multiply by silu(z), where z is a projection of x, normalise each group of heads, and project.
         """
         groups, eps = self.config.num_groups, self.config.norm_eps

@@ -134,7 +134,7 @@ class MLSTM(Mixer):
         ), context
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Return the layer's output [B, T, D] of the memory's output o [B, T, H, V], and the context: normalise each
+        """Return (y, context), with the layer's output y [B, T, D] from the memory's output o [B, T, H, V]: normalise each
         head, multiply by sigmoid(x W_g), and project.
         """
         y = merge_heads(self.norm(o))

@@ -126,7 +126,7 @@ class Rebased(Mixer):
         return dict(k=k, v=split_heads(self.v_proj(x), heads)), context
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Return the layer's output [B, T, D] of the memory's output o [B, T, H, V], and the context: project the heads
+        """Return (y, context), with the layer's output y [B, T, D] from the memory's output o [B, T, H, V]: project the heads
         together. ReBased has a normaliser instead of a norm.
         """
         return self.o_proj(merge_heads(o)), context

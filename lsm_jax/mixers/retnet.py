@@ -138,7 +138,7 @@ class RetNet(Mixer):
         ), context
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Return the layer's output [B, T, D] of the memory's output o [B, T, H, V], and the context: normalise each
+        """Return (y, context), with the layer's output y [B, T, D] from the memory's output o [B, T, H, V]: normalise each
         head, multiply by silu(x W_g), and project.
         """
         gate = split_heads(self.g_proj(x), self.config.num_heads)

@@ -178,7 +178,7 @@ class RWKV6(Mixer):
         return written, context
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Return the layer's output [B, T, D] of the memory's output o [B, T, H, V], and the context: normalise each
+        """Return (y, context), with the layer's output y [B, T, D] from the memory's output o [B, T, H, V]: normalise each
         head, multiply by silu(g), where g is a projection of x mixed with the token before, and project.
         """
         mixed, context = self._mixed(x, context)

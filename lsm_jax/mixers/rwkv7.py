@@ -258,7 +258,7 @@ class RWKV7(Mixer):
         return v + (first - v) * share, context.add(shared={"v_first": first})
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Return the layer's output [B, T, D] of the memory's output o [B, T, H, V], and the context: normalise each
+        """Return (y, context), with the layer's output y [B, T, D] from the memory's output o [B, T, H, V]: normalise each
         head, add the token's value weighted by its receptance and key, multiply by the gate, and project.
         """
         y = merge_heads(self.norm(o) + context.bypass["current"])

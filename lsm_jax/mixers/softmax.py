@@ -178,7 +178,7 @@ class Softmax(Mixer):
         return self.v_proj(x), context
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Return the layer's output [B, T, D] of the memory's output o [B, T, H, V], and the context: project the heads
+        """Return (y, context), with the layer's output y [B, T, D] from the memory's output o [B, T, H, V]: project the heads
         together.
         """
         return self.o_proj(merge_heads(o)), context

@@ -172,7 +172,7 @@ class TTTLinear(Mixer):
         return written, context
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Return the layer's output [B, T, D] of the memory's output o [B, T, H, V], and the context: apply a layer
+        """Return (y, context), with the layer's output y [B, T, D] from the memory's output o [B, T, H, V]: apply a layer
         norm over all channels, multiply by gelu(x W_g), and project.
         """
         normed = self.norm(merge_heads(o)[..., None, :])[..., 0, :]

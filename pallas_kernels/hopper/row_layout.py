@@ -19,11 +19,11 @@ _FUSED = 16  # parts up to which XLA computes the initial memories in one kernel
 
 
 def split_runs(run, initial, batch: int):
-    """Return how the kernels learn of documents, from the document numbers `run` [B, T]: `run` and None if a row has one memory, else None
-    and the bounds of each memory's chunks.
+    """Return the pair (run, bounds) from which kernels know where documents begin; one of the two is None.
 
-    With S > 1 memories per row in `initial` [B * S, ...] each number has a memory of its own and begins at the start of a chunk. The
-    bounds [B, S + 1] are the chunks at which the row's memories begin and end.
+    With one memory per row it is (`run`, None), where `run` [B, T] is the number of each token's document. With S > 1 memories per row
+    (`initial` is [B * S, ...]) each document has a memory and starts at a chunk's start; then it is (None, bounds [B, S + 1]), the
+    indices of the chunks at which the row's memories begin and end.
     """
     count = initial.shape[0] // batch
     if count == 1:

@@ -98,7 +98,9 @@ class CommonWords:
         )
 
     def smallest(self, index: int) -> int:
-        """Return the least size of a list of common words: the ten words and one other."""
+        """Return the least number of different words in a prompt of RULER's common-words task: the ten frequent ones, which are the
+        answer, and one other.
+        """
         return 11
 
     def make(self, index: int, size: int) -> dict[str, Any]:

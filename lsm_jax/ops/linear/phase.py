@@ -86,7 +86,9 @@ class _Sums(NamedTuple):
     segment_id: Array
 
     def angle(self) -> Array:
-        """Return the sums of angles along each document, converted from integers to radians, [B, H] or [B, S, H]."""
+        """Return in radians the angles that a state stores as integers: the sum of the angles of the document's tokens so far, [B, H],
+        or [B, S, H] with one state per segment.
+        """
         _, bits, _ = _COUNTS[self.zero.dtype.name]
         return self.count.astype(self.zero.dtype) * 2.0**-bits + self.zero
 

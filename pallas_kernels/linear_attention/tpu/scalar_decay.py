@@ -211,7 +211,9 @@ def _chunk(refs, scale: float) -> tiles.Chunk:
 
 
 def _tile(plan: Plan, refs, name: str, t: int, r: int = 0):
-    """Return the chunk's tile of q, k, v or d_out (`name`) that tile `t` of memories uses; of several tiles of queries, the `r`-th."""
+    """Return the part of the chunk's array `name` (q, k, v or d_out) that the memories of tile `t` require; where several tiles of
+    queries share these memories, `r` is the index of one of them.
+    """
     kind = "out" if name == "d_out" else name
     many, shared = plan.sharing(kind)
     width = refs[name].shape[1] // plan.block(kind)
