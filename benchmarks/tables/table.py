@@ -14,7 +14,7 @@ from typing import Any
 
 Row = dict[str, Any]
 Record = Any
-"""What a line of a table is made of: a row, or several rows that a table's `lines` joined."""
+"""The content of a line of a table: a row, or several rows that a table's `lines` joined."""
 
 
 @dataclass(frozen=True)

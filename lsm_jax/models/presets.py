@@ -109,7 +109,7 @@ FOX_MODELS = (*_FOX_BLOCKS, *_FOX_BASELINES)
 """The models of FoX's paper: its two blocks, transformers of the same blocks, and its baselines."""
 
 _TO_PRO = ("qk_norm", "output_gate", "output_norm")  # parts in the order in which Table 3 adds them
-# What each ablation changes in `FoXConfig`.
+# The changes of each ablation in `FoXConfig`.
 _FOX_ABLATIONS: dict[str, dict[str, Any]] = {
     "transformer-llama-no-rope": dict(_LLAMA, forget_gate="none"),
     "llama-rope": dict(_LLAMA, rope_base=_ROPE_BASE),
