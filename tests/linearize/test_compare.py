@@ -32,7 +32,7 @@ def test_published_ranks_train_the_published_numbers():
     matched = matched_ranks(("liger", "window"), base, window=64, parameters=4_718_592)
     assert set(matched.values()) == {(8, 4_718_592)}
     with pytest.raises(
-        ValueError, match="parameters=1000: liger trains 589824 with adapters of rank 1"
+        ValueError, match="parameters=1000: liger trains 589824 parameters with adapters of rank 1"
     ):
         matched_ranks(("liger",), base, window=64, parameters=1000)
 
