@@ -1,11 +1,15 @@
 """Train experts that are sharded over devices on text, and count the choices that do not fit into the buffers.
 
     python -m benchmarks expert_overflow [--balances 0,1e-2] [--steps 300]
+    python -m benchmarks expert_overflow --variant a0.3b-2b,mixer=gla --batch_size 16 --length 2048 --vocab_size 32000
 
 A row for each factor of the balance loss: a run of `train.py`'s loop with the expert layout of A0.3B-2B (64
 experts of 7/8 width, eight per token, in every layer), all devices on the axis "expert", and BPE text of the
 running interpreter's library. Rows have every growth of the buffers, the choices that did not fit before it,
-and the loss. Without GPUs the devices are virtual: XLA_FLAGS=--xla_force_host_platform_device_count=8.
+and the loss. Without GPUs the devices are virtual: XLA_FLAGS=--xla_force_host_platform_device_count=8. On one
+device no choice is exchanged, so that the row has the loads of the experts and the loss, and no overflow.
+
+`--variant` trains a model of configs/linear_moe.py instead of the narrow one of `--width` and `--layers`.
 """
 
 from __future__ import annotations
@@ -33,6 +37,7 @@ from lsm_jax.training.expert_buffers import ExpertBuffers
 from lsm_jax.training.metrics import read_rows
 from lsm_jax.training.step import OVERFLOW
 
+SPEED = "perf/tokens_per_second"
 BENCHMARK = Benchmark(
     name="expert_overflow",
     summary="choices of experts that do not fit between devices, on text",
@@ -43,12 +48,15 @@ BENCHMARK = Benchmark(
 
 def config_of(balance: float, args: argparse.Namespace) -> linear_moe.TrainConfig:
     """Return the training config of a run of sharded experts whose balance loss has the factor `balance`."""
-    config = linear_moe.get_config("tiny")
+    config = linear_moe.get_config(args.variant or "tiny")
     tokens = args.batch_size * args.length
-    experts = MoEConfig.for_width(args.width, 1)
-    experts = dataclasses.replace(experts, balance_scale=balance, expert_buffer=args.buffer)
-    config.model.layers["L"].feedforward = experts
-    config.model.hidden_size, config.model.num_layers = args.width, args.layers
+    if args.variant is None:
+        config.model.layers["L"].feedforward = MoEConfig.for_width(args.width, 1)
+        config.model.hidden_size, config.model.num_layers = args.width, args.layers
+    for layer in config.model.layers.values():
+        layer.feedforward = dataclasses.replace(
+            layer.feedforward, balance_scale=balance, expert_buffer=args.buffer
+        )
     config.model.vocab_size = args.vocab_size
     config.data = text.data_config(args.length, args.vocab_size)
     config.optimizer = OptimizerConfig(peak_lr=args.peak_lr, warmup_tokens=30 * tokens)
@@ -71,15 +79,18 @@ def measure(case: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
         rows = read_rows(workdir / "metrics.jsonl")
         growths = ExpertBuffers(config, workdir).growths
     losses = {row["step"]: row["train/loss"] for row in rows if "train/loss" in row}
-    last = [row for row in rows if OVERFLOW in row][-1]
+    last = [row for row in rows if "moe/load" in row][-1]
+    experts = config.model.layers["L"].feedforward
+    speeds = [row[SPEED] for row in rows if SPEED in row]
     return case | dict(
-        experts=64, top_k=8, vocab_size=args.vocab_size, expert_buffer=args.buffer, ended_at_step=ended,
-        skipped=last["train/skipped_steps"], overflow_count=last[OVERFLOW],
-        largest_expert_buffer=last["moe/expert_buffer"],
+        experts=experts.num_experts, top_k=experts.top_k, vocab_size=args.vocab_size, expert_buffer=args.buffer,
+        ended_at_step=ended, skipped=last["train/skipped_steps"], overflow_count=last.get(OVERFLOW, 0),
+        largest_expert_buffer=last.get("moe/expert_buffer"),
         growths=[growth | dict(expert_buffer=growth["expert_buffer"]["L"]) for growth in growths],
-        largest_load=round(float(np.max(last["moe/load"])), 4), even_load=round(1 / 64, 4),
+        largest_load=round(float(np.max(last["moe/load"])), 4), even_load=round(1 / experts.num_experts, 4),
         loss={step: round(losses[step], 4) for step in (1, ended // 3, 2 * ended // 3, ended)},
         heldout_loss=[round(row["val/loss"], 4) for row in rows if "val/loss" in row][-1],
+        tokens_per_second=round(float(np.median(speeds))),
         seconds=round(time.perf_counter() - began, 1), **provenance(),
     )  # fmt: skip
 
@@ -87,6 +98,7 @@ def measure(case: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--balances", type=options.floats, default="0,1e-2")
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--variant", help="of configs/linear_moe.py; replaces --width and --layers")
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--batch_size", type=int, default=16)
@@ -97,8 +109,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
-    names = ("width", "layers", "steps", "batch_size", "length")
-    fields = {name: getattr(args, name) for name in names}
+    fields = dict(steps=args.steps, batch_size=args.batch_size, length=args.length)
+    if args.variant is None:
+        fields |= dict(width=args.width, layers=args.layers)
+    else:
+        model = linear_moe.get_config(args.variant).model
+        fields |= dict(width=model.hidden_size, layers=model.num_layers, variant=args.variant)
     return [
         dict(balance_scale=balance, devices=len(jax.devices()), **fields)
         for balance in args.balances
@@ -107,9 +123,9 @@ def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def rows(args: argparse.Namespace, cases: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     devices = len(jax.devices())
-    if devices < 2 or 64 % devices or args.batch_size % devices:
+    if 64 % devices or args.batch_size % devices:
         raise UsageError(
-            f"{devices} devices: accepted are 2, 4, ... 64 that divide --batch_size {args.batch_size}; without accelerators set "
+            f"{devices} devices: accepted are 1, 2, 4, ... 64 that divide --batch_size {args.batch_size}; without accelerators set "
             "XLA_FLAGS=--xla_force_host_platform_device_count=8"
         )
     return one_by_one(cases, lambda case: measure(case, args))

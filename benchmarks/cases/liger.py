@@ -79,6 +79,9 @@ ROWS: tuple[tuple[str, str, float, int], ...] = (
     (TUNED, f"gate=gla,lr=1e-2{WEIGHTS}", 5, 0),
     ("window", "method=window,lr=1e-2", 5, 1),
     (TUNED, f"gate=gla,lr=1e-2{WEIGHTS}", 5, 1),
+    ("LoLCATs, adapters only", "method=lolcats_lora", 5, 0),
+    ("Liger, no gate", "ablation=no_gate", 5, 0),
+    ("Liger, no memory", "ablation=no_memory", 5, 0),
 )
 TRANSFER = "method=lolcats_transfer"
 EDGES = (0, 64, 128, 256, 512, 1024)

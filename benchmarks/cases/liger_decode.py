@@ -7,7 +7,9 @@ and the rows have the seconds since the start and the memory in use at each powe
 step is timed at each power of two, with a cache of exactly that many tokens, which is updated in place. The
 seconds of its rows are the sum over all steps up to there, since a step's time grows linearly between those
 lengths. Both run the same projections and feedforwards in bfloat16 by the same loop on the device, and all
-programs are compiled before any is timed. `in_use_gib` is the memory in use between calls, `temporary_gib`
+programs are compiled before any is timed. The rows "through sample" time one call of `lsm_jax.models.sample`, as
+a user makes it, that continues 16 prompts of one token greedily by so many tokens; each call is made twice, and
+the second is timed. `in_use_gib` is the memory in use between calls, `temporary_gib`
 the compiled step's.
 """
 
@@ -22,6 +24,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from benchmarks import options
 from benchmarks.decoding import (
@@ -34,7 +37,7 @@ from benchmarks.decoding import (
 )
 from benchmarks.registry import Benchmark
 from configs import liger
-from lsm_jax.models import ModelConfig, abstract
+from lsm_jax.models import ModelConfig, abstract, sample
 
 BENCHMARK = Benchmark(
     name="liger_decode",
@@ -43,7 +46,13 @@ BENCHMARK = Benchmark(
     output="docs/liger_decode.jsonl",
 )
 
-NAMES = {"softmax": "softmax", "liger": "Liger-GLA"}  # of --models, and in rows
+# Of --models, and in rows.
+NAMES = {
+    "softmax": "softmax",
+    "liger": "Liger-GLA",
+    "softmax-sample": "softmax, through sample",
+    "liger-sample": "Liger-GLA, through sample",
+}
 _STEPS = 16  # steps of softmax attention that are timed at each length
 
 
@@ -147,15 +156,33 @@ def softmax_rows(models: dict[int, Built], params: tuple, batch: int):
         yield make_row("softmax", model, length, total, spent, size)
 
 
+def sample_rows(name: str, config: ModelConfig, args: argparse.Namespace):
+    """Time calls of `sample` that continue prompts of one token; yield a row for each number of tokens."""
+    model = nnx.merge(nnx.graphdef(abstract(config)), random_params(config))
+    prompt = jnp.zeros((args.batch_size, 1), jnp.int32)
+    for length in lengths_of(args.sample_tokens):
+        times = []
+        for _ in range(2):
+            began = time.perf_counter()
+            drawn = sample(model, prompt, num_tokens=length, key=jax.random.key(0), temperature=0)
+            jax.block_until_ready(drawn)
+            times.append(time.perf_counter() - began)
+        yield dict(
+            model=NAMES[name], tokens=length, seconds=round(times[1], 3),
+            ms_a_token=round(1e3 * times[1] / length, 3), in_use_gib=gib_in_use(),
+            compile_seconds=round(times[0] - times[1], 1),
+        )  # fmt: skip
+
+
 def model_config(name: str, args: argparse.Namespace) -> ModelConfig:
-    """Return the config of the model called `name`: "softmax", the pretrained model's softmax attention, or
-    else Liger with GLA's gate.
+    """Return the config of the model called `name`: the pretrained model's softmax attention, or Liger with
+    GLA's gate.
     """
-    method = "method=softmax" if name == "softmax" else "gate=gla"
+    method = "method=softmax" if name.startswith("softmax") else "gate=gla"
     config = liger.get_config(f"{args.model},{method}").model
     config = dataclasses.replace(config, lora=None)
     config.num_layers = args.layers or config.num_layers
-    if name != "softmax":  # a chunk of 64 tokens would have 63 tokens of padding
+    if name == "liger":  # a chunk of 64 tokens would have 63 tokens of padding
         config.layers["L"].mixer.op.form = "recurrent"
     return config
 
@@ -169,7 +196,7 @@ def build_all(
     jobs = {}
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         for name, config in configs.items():
-            sizes = [(length, _STEPS) for length in lengths_of(args)]
+            sizes = [(length, _STEPS) for length in lengths_of(args.tokens)]
             if name != "softmax":
                 sizes = [(args.tokens, min(256, args.tokens))]
             jobs[name] = {
@@ -181,15 +208,18 @@ def build_all(
         return {n: {length: job.result() for length, job in of.items()} for n, of in jobs.items()}
 
 
-def lengths_of(args: argparse.Namespace) -> list[int]:
-    """Return the context lengths to measure: the powers of two from 1,024 to `args.tokens`."""
-    return [1024 << i for i in range(32) if 1024 << i <= args.tokens]
+def lengths_of(most: int) -> list[int]:
+    """Return the numbers of tokens to measure at: the powers of two from 1,024 to `most`."""
+    return [1024 << i for i in range(32) if 1024 << i <= most]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="llama3-8b", help="of configs/liger.py")
     parser.add_argument("--models", type=options.names(NAMES), default=",".join(NAMES))
     parser.add_argument("--tokens", type=int, default=32768)
+    parser.add_argument(
+        "--sample_tokens", type=int, default=4096, help="most tokens of a call of `sample`"
+    )
     parser.add_argument("--batch_size", type=int, default=16)
     parser.add_argument("--layers", type=int, help="fewer layers than the model has")
     options.add_seconds(parser, 300, "seconds after which Liger stops decoding")
@@ -202,13 +232,17 @@ def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
             layers=model_config(name, args).num_layers,
         )
         for name in args.models
-        for length in lengths_of(args)
+        for length in lengths_of(args.sample_tokens if "sample" in name else args.tokens)
     ]  # fmt: skip
 
 
 def rows(args: argparse.Namespace, cases: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     wanted = {case["model"] for case in cases}
     configs = {name: model_config(name, args) for name in args.models if NAMES[name] in wanted}
+    for name in [name for name in configs if "sample" in name]:
+        config = configs.pop(name)
+        for row in sample_rows(name, config, args):
+            yield row | dict(batch_size=args.batch_size, layers=config.num_layers)
     for name, models in build_all(configs, args).items():
         config, params = configs[name], None
         params = split_layers(random_params(config))
