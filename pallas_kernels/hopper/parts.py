@@ -44,11 +44,12 @@ class Parts(NamedTuple):
 
 
 def count_parts(q, k, v) -> int:
-    """Return the number of parts into which the rows of q, k and v [B, T, *, D] are divided: a power of two, as many as the card's
-    processors can compute at once. It is 1 if parts would be too short or too few, or K is above 128.
+    """Return the number of parts into which the rows of q, k and v [B, T, *, D] are divided: a power of two,
+    as many as the card's processors can compute at once. It is 1 if parts would be too short or too few, or K
+    is above 128.
 
-    With parts the forward pass has three scans, and the backward pass three in place of two. A chunk takes twice as long if all processors
-    are busy.
+    With parts the forward pass has three scans instead of one, and the backward pass three instead of two,
+    and a chunk takes twice as long if all processors are busy. So few parts would save no time.
     """
     batch, length, memories, width = v.shape
     programs = batch * max(q.shape[2], memories) * max(1, width // (2 * _BLOCK))
@@ -103,8 +104,9 @@ def split(scan, q, k, v, initial, chunk_bounds, interpret: Any) -> Parts | None:
 
 
 def part_starts(parts: Parts | None, initial) -> tuple[jax.Array, int]:
-    """Return the memory before each part of the rows, [B, h * P, K, V], and the number of parts P. If `parts` is None, that is `initial`
-    [B, h, K, V], the memory before each row, and 1.
+    """Return the memory before each part of the rows, [B, h * P, K, V], and the number of parts P of each
+    row. If `parts` is None, rows are not divided: return `initial` [B, h, K, V], the memory before each row,
+    and 1.
     """
     if parts is None:
         return initial, 1
