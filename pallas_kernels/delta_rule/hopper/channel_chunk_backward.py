@@ -87,7 +87,9 @@ class _Smem(NamedTuple):
     left: Any
 
     def of_warpgroup(self, group) -> _Smem:
-        """Return the same buffers, with those that every warpgroup has for itself at the index `group`."""
+        """Return the shared-memory buffers that the warpgroup with index `group` uses: of each array with an
+        axis [groups, ...] the warpgroup's entry, and the buffers that all warpgroups share unchanged.
+        """
         names = ("q", "k", "states", "d_states", "parts", "tile", "totals")
         names += () if self.left is None else ("left",)
         return self._replace(**{name: getattr(self, name).at[group] for name in names})
@@ -156,7 +158,9 @@ class _Program:
     interpret: Any
 
     def as_left(self, x):
-        """Return x [C, 64] bfloat16 in the form that a matrix product requires of its left operand."""
+        """Return x [C, 64] bfloat16 as the left operand of a matrix product: in registers on the card, in
+        shared memory in the interpreter.
+        """
         return left_operand(self.smem.left, self.interpret)(x)
 
     @property

@@ -98,8 +98,9 @@ class _Smem(NamedTuple):
     left: Any
 
     def of_warpgroup(self, warpgroup, program) -> _Smem:
-        """Return the buffers of one warpgroup: those that each has for itself at its index, `partial` and its barrier at its
-        program's index.
+        """Return the shared-memory buffers that one warpgroup uses: of each array with an axis [each, ...]
+        the entry with index `warpgroup`, and of `partial` and `partial_stored` the entry with index
+        `program`, the chunk that the warpgroup helps to compute.
         """
         indices = dict.fromkeys(self._fields, warpgroup)
         indices |= dict(partial=program, partial_stored=program)
@@ -157,7 +158,9 @@ class _Program:
     interpret: Any
 
     def as_left(self, x):
-        """Return x [C, 64] bfloat16 in the form that a matrix product requires of its left operand."""
+        """Return x [C, 64] bfloat16 as the left operand of a matrix product: in registers on the card, in
+        shared memory in the interpreter.
+        """
         return left_operand(self.smem.left, self.interpret)(x)
 
     def halving(self) -> Halving:
