@@ -239,16 +239,16 @@ def _backward_kernel(layout, scale: float, refs: dict, d_memory):
         qb, ak, qk, ab = (((x, y), (y, x)) for x, y in pairs)
 
         def spread(lower, upper, tiles):
-            """Return, for each level of the halving, the gradient [C, K] of one decayed operand that comes
-            through the level's scores: of the gradients of scores, masked to the level's pairs, times
-            `tiles`, the level's other operand.
+            """Return, for each level of the halving, a term of the gradient [C, K] of a decayed operand: the
+            gradient of scores, masked to the level's pairs of tokens, times `tiles`, the operand with which
+            these scores are computed.
 
             Args:
                 lower: the arrays [C, V] of one kind of scores, ((x, y), (y, x)); its gradient x yᵀ is used
                     below the diagonal.
-                upper: those of another kind, ((x, y), (y, x)); its transposed gradient y xᵀ is used above the
-                    diagonal.
-                tiles: for each level [C, K], the decayed operand that is multiplied.
+                upper: the arrays of a second kind, ((x, y), (y, x)); its transposed gradient y xᵀ is used
+                    above the diagonal.
+                tiles: for each level [C, K], the decayed operand that the gradient of scores multiplies.
             """
             return halving.level_products(outer(lower[0], upper[1]), tiles, masks)
 
