@@ -371,8 +371,8 @@ class AllPairs:
         return _select(of_later, of_earlier, 1.0 - self.later) * self.columns_factor
 
     def _decay(self, sign, fraction):
-        """Return each token's decay since the chunk's start, or its inverse if `sign` is -1, times 2^(±RANGE
-        / 2), [64, 64]. It is finite even for tokens that are not in range.
+        """Return each token's decay since the chunk's start, or its inverse if `sign` is -1, times
+        2^(±RANGE / 2), [64, 64]. It is finite even for tokens that are not in range.
 
         If a token reads the memory before its decay, `fraction` (0 to 1) of the token's own log decay is
         included: 0 is the decay up to its read, 1 up to its write.

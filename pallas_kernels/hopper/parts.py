@@ -1,12 +1,13 @@
 """Long rows in parts that the delta rules compute at the same time, on Mosaic GPU (Hopper).
 
-A part changes a memory S [K, V] to `Θ S + W`. Its scan from an empty memory computes W, and its scan from the identity, as a memory of K
-values to which nothing is written, computes Θ [K, K]. `link_parts` then computes the memory before each part,
-`S_p+1 = Θ_p S_p + W_p`. Its gradient is `dS_p = Θ_pᵀ dS_p+1 + R_p`, with R the result of the reverse scan from 0. From these memories
-(or gradients) a scan computes all parts at the same time.
+A part changes a memory S [K, V] to `Θ S + W`. Its scan from an empty memory computes W, and its scan from the
+identity, as a memory of K values to which nothing is written, computes Θ [K, K]. `link_parts` then computes
+the memory before each part, `S_p+1 = Θ_p S_p + W_p`. The gradient of the memory before part p is `dS_p = Θ_pᵀ
+dS_p+1 + R_p`, with R the result of the reverse scan from a gradient of 0. From these memories (or gradients)
+a scan computes all parts at the same time.
 
-If parts would make the forward pass slower, its single scan returns the memories at which parts would begin, so that the backward pass can
-compute the memories again in parts.
+If parts would make the forward pass slower, the row is scanned as one, and this scan returns the memories at
+which parts would begin, so that the backward pass can compute the other memories again in parts.
 """
 
 from __future__ import annotations

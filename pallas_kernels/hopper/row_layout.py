@@ -47,7 +47,9 @@ def count_parts(rows: int, length: int) -> int:
 
 
 def split_parts(x, parts: int):
-    """Reshape x [B, T, ...] so that each of `parts` = P consecutive parts of a row is a row of its own, [B * P, T / P, ...]."""
+    """Reshape x [B, T, ...] so that each of the P = `parts` consecutive parts of a row becomes a separate
+    row, [B * P, T / P, ...].
+    """
     return x.reshape(x.shape[0] * parts, x.shape[1] // parts, *x.shape[2:])
 
 

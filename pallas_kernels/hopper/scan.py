@@ -251,8 +251,9 @@ class _Warpgroup(NamedTuple):
         plgpu.wait_smem_to_gmem(0)
 
     def initial(self, key: int):
-        """Return one tile [64, size] of the initial memory S [64, K], the one whose first key channel is `key`: loaded, or of zeros, or of
-        the identity if the scan has no values.
+        """Return one tile [64, size] of the initial memory S [64, K], the tile whose first key channel is
+        `key`: loaded from global memory, or of zeros if there is no initial memory, or of the identity if
+        also the scan has no values.
         """
         call, at = self.call, self.at
         if not call.from_zero:
@@ -347,8 +348,8 @@ class _Copies(NamedTuple):
             operands = []
 
     def saved(self, *keys):
-        """Return a reference to the place in global memory where the memory before this chunk is saved, [64
-        value channels, K]; with `keys`, a slice of key channels, only to these channels of it.
+        """Return a reference to the place in global memory where the memory before this chunk is saved,
+        [64 value channels, K]; with `keys`, a slice of key channels, only to these channels of it.
         """
         at = self.warpgroup.at
         return self.warpgroup.refs["states"].at[at.b, at.h, self.n, at.columns, *keys]

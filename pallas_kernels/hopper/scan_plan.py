@@ -79,8 +79,8 @@ class Plan(NamedTuple):
         groups: the number of computing warpgroups of a thread block, which use the same loaded inputs: 1 or
             2.
         buffers: the number of [64, 64] buffers in shared memory of each of these warpgroups.
-        separate: whether there is one buffer for every tile of the memory S and every output; otherwise tiles
-            and outputs use the same buffers in turn.
+        separate: whether there is one buffer for every tile of the memory S and every output; otherwise they
+            use the same buffers in turn.
         stages: the number of chunks whose inputs are loaded or in use at once.
     """
 

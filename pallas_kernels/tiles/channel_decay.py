@@ -39,11 +39,12 @@ FLOOR = -128.0  # e^-128 is 0 in float32
 
 
 class Chunk(NamedTuple):
-    """The arrays of one chunk that depend on no memory, by which `read` and `write` multiply values and memory; b are the inclusive sums
-    of the log decay per key channel.
+    """The arrays of one chunk that depend on no memory, by which `read` and `write` multiply values and
+    memory. b are the inclusive sums of the log decay per key channel, b_C the sum over the whole chunk.
 
     Attributes:
-        scores: [C, C], P: the decayed, scaled scores of queries and keys, 0 where token i does not read token j.
+        scores: [C, C], P: the decayed, scaled scores of queries and keys, 0 where token i does not read token
+            j.
         read: [C, K], scale q e^b: the queries, decayed since the chunk's start.
         written: [C, K], k e^(b_C - b): the keys, decayed up to the chunk's end.
         chunk_decay: [K], e^(b_C): the decay of the memory over the whole chunk.

@@ -409,8 +409,8 @@ def _row_sums(a, b):
 
 
 def _sums(x, count: int) -> list[jax.Array]:
-    """Return, for each of the `count` memories whose D channels are side by side in the tile x [rows, count *
-    D], the sums of the rows over the memory's channels: a list of arrays [rows, 1].
+    """Return, for each of the `count` memories whose D channels are side by side in the tile x [rows,
+    count * D], the sums of the rows over the memory's channels: a list of arrays [rows, 1].
     """
     return [jnp.sum(_only(x, index, count), axis=1, keepdims=True) for index in range(count)]
 

@@ -2,8 +2,8 @@
 
 The kernel computes the gradients of q, k, beta and the log decay of every chunk in parallel, from the memory
 S before the chunk, the gradient dS' of the memory after it, and two results of the scans: x, the errors of
-the memory's predictions of v, and dv, the gradient of v. With dO the gradient of the output, u = beta ⊙ x, A
-= scale dO uᵀ on and below the diagonal, E = -dv uᵀ below it, b the inclusive sums of the log decays, and
+the memory's predictions of v, and dv, the gradient of v. With dO the gradient of the output, u = beta ⊙ x,
+A = scale dO uᵀ on and below the diagonal, E = -dv uᵀ below it, b the inclusive sums of the log decays, and
 every product of two tokens times the decay between them (by the halving, see
 `pallas_kernels.tiles.channel_decay`):
 
@@ -56,11 +56,11 @@ class _Smem(NamedTuple):
     Attributes:
         q: [groups, C, 64], the queries, then their gradient.
         k: [groups, C, 64], the keys, then their gradient.
-        states: [groups, V, 64], the memory S transposed, then the parts of a sum.
-        d_states: [groups, V, 64], the gradient dS' transposed, then the parts of a sum.
+        states: [groups, V, 64], the memory S transposed, then a buffer of `Halving.split`.
+        d_states: [groups, V, 64], the gradient dS' transposed, then a buffer of `Halving.split`.
         parts: [groups, 2, 64, 64], the log decays as sums of two bfloat16 numbers, from which the decays between tokens are computed.
         tile: [groups, C, 64], a buffer of the halving, and right operands of products.
-        totals: [groups, 64] float32, the gradient of the decay of the whole chunk.
+        totals: [groups, 64] float32, the gradient of the sum of the log decays over the whole chunk.
         missing: [C, V], the errors x of the memory's predictions of v.
         d_out: [C, V], the gradient of the output.
         dv: [C, V], the gradient of v.

@@ -2,12 +2,12 @@
 
 `chunk_forward` computes, for every chunk in parallel, the products of queries with keys and of keys with
 keys, times the decay between the two tokens, and the queries and keys decayed from the chunk's start or to
-its end. Tokens whose decay since the chunk's start is at most `halving.RANGE` bits are in range: all pairs of
-them come from one product (`AllPairs`). The other pairs come from the halving (`Level`; see
+its end. Tokens whose decay since the chunk's start is at least 2^-100 (`halving.RANGE`) are in range: all
+pairs of them come from one product (`AllPairs`). The other pairs come from the halving (`Level`; see
 `pallas_kernels.tiles.channel_decay`). On a level, the product of queries in later blocks with keys in earlier
 blocks contains scores, which are below the diagonal; the product of keys in earlier blocks with keys in later
-blocks contains entries of the transposed triangular system, which are above the diagonal. So one product [C,
-C] of two tiles contains both. `channel_solve.solve_chunks` then inverts the transposed systems.
+blocks contains entries of the transposed triangular system, which are above the diagonal. So one product
+[C, C] of two tiles contains both. `channel_solve.solve_chunks` then inverts the transposed systems.
 """
 
 from __future__ import annotations

@@ -405,7 +405,8 @@ def chunk_backward(
         interpret: parameters of the Pallas interpreter, or False to compile the kernel.
 
     Returns:
-        The gradients of q and k [B, T, heads * slices, K] bfloat16, of beta [B, T, heads * slices] float32 and, if `decay_gradient`, of the log decay [B, T, heads * slices] float32.
+        The gradients of q and k [B, T, heads * slices, K] bfloat16, of beta [B, T, heads * slices] float32
+        and, if `decay_gradient`, of the log decay [B, T, heads * slices] float32.
     """
     batch, length, heads, width = dv.shape
     width, slices = min(width, _WIDTH), max(1, width // _WIDTH)

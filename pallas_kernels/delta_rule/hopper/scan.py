@@ -29,36 +29,37 @@ def scan_forward(
     q, k, v, solved: SolvedChunks, initial, *, heads: int, scale: float, save: bool = False,
     written=None, chunk_decay=None, parts: int = 1, checkpoints: int = 1, chunk_bounds=None, interpret: Any = False,
 ):  # fmt: skip
-    """Carry the delta rule's memory S [K, V] through the chunks of each row in order; compute the output, and what the backward
-    pass reads.
+    """Carry the delta rule's memory S [K, V] through the chunks of each row in order; compute the output, and
+    the arrays that the backward pass reads.
 
     Args:
         q: [B, T, *, K] bfloat16, the queries; None computes no output.
         k: [B, T, *, K] bfloat16, the keys.
         v: [B, T, *, V] bfloat16, the values; None is v = 0 with V = K.
-        solved: the inverses X of the chunks' triangular systems, the scores, beta and decays, of `heads` heads.
+        solved: the inverses X of the chunks' triangular systems, the scores, beta and decays, of `heads`
+            heads.
         initial: [B * S, heads * parts, K, V] float32, the memory before the first chunk; None is 0, or the
             identity if v is None.
         heads: number of heads of the output; a multiple of those of q, k and v.
         scale: the factor by which the queries q are multiplied.
         save: whether to return the memory before each chunk, and x, the errors of its predictions of v.
         written: [B, T, *, K] bfloat16, with a decay per key channel: the keys of the writes, decayed to the
-            chunk's end. q and k are decayed from the chunk's start, and `solved.rows` is beta alone. None
-            uses k.
-        chunk_decay: [B, heads, N * K] float32, with `written`: the decay of the memory's key channels over each of
-            the N chunks.
-        parts: number of parts that a row is split into; each is scanned from an initial memory of its own.
-        checkpoints: number of equal parts of the row before which the memory is returned, if more than one;
-            requires `parts` 1.
+            chunk's end. q and k are then decayed from the chunk's start, and `solved.rows` is beta alone.
+            None uses k.
+        chunk_decay: [B, heads, N * K] float32, with `written`: the decay of the memory's key channels over
+            each of the N chunks.
+        parts: number of parts that a row is split into; each is scanned from a separate initial memory.
+        checkpoints: if more than 1, the memory is also returned before each of this number of equal parts of
+            the row; requires `parts` 1.
         chunk_bounds: [B, S + 1], the chunks at which those of a row's S memories begin and end; None for one
             memory per row.
         interpret: parameters of the Pallas interpreter, or False to compile the kernel.
 
     Returns:
         In this order: with q, the output [B, T, heads, V] bfloat16; with `save`, x [B, T, heads, V] and the
-        transposed memories before each chunk [B, heads, N, V, K], both bfloat16; with `checkpoints` above 1,
-        the memories [B, heads * checkpoints, K, V] float32; always, the last memory of each part, in the
-        shape of `initial`.
+            transposed memories before each chunk [B, heads, N, V, K], both bfloat16; with `checkpoints` above
+            1, the checkpointed memories [B, heads * checkpoints, K, V] float32; always, the last memory of
+            each part, in the shape of `initial`.
     """
     inputs = dict(q=q, k=k, v=v, inverse=solved.inverse, rows=solved.rows)
     inputs |= dict(written=written, chunk_decay=chunk_decay)
@@ -150,7 +151,9 @@ def _read_memory(
         scale: the factor by which the queries q are multiplied.
 
     Returns:
-        The sums; after the last tiles the decayed memory, the right side of the triangular system, (v - e^b ⊙ (k S))ᵀ in bfloat16, and a list of what the queries read, (scale e^b ⊙ (q S))ᵀ, where e^b is the decay from the chunk's start.
+        The sums; after the last tiles the decayed memory, the right side of the triangular system, (v - e^b ⊙
+        (k S))ᵀ in bfloat16, and a list of what the queries read, (scale e^b ⊙ (q S))ᵀ, where e^b is the decay
+        from the chunk's start.
     """
     for sum, name in zip((at_keys, *at_queries), "kq", strict=False):
         for keys, before in memory:
@@ -175,8 +178,8 @@ def scan_backward(
     q, k, d_out, solved: SolvedChunks, d_final, *, heads: int, scale: float, written=None, chunk_decay=None,
     save: bool = True, parts: int = 1, chunk_bounds=None, interpret: Any = False,
 ):  # fmt: skip
-    """Carry the gradient of the delta rule's memory through the chunks of each row, from the last to the first; compute the
-    gradient of v.
+    """Carry the gradient of the delta rule's memory through the chunks of each row, from the last to the
+    first; compute the gradient of v.
 
     Args:
         q: [B, T, *, K] bfloat16, the queries.
@@ -187,17 +190,21 @@ def scan_backward(
             is 0.
         heads: number of heads of d_out; a multiple of those of q and k.
         scale: the factor by which the queries q are multiplied.
-        written: [B, T, *, K] bfloat16, with a decay per key channel: the keys of the writes, decayed to the chunk's end. None uses
-            k.
-        chunk_decay: [B, heads, N * K] float32, with `written`: the decay of the memory's key channels over each of the N chunks.
+        written: [B, T, *, K] bfloat16, with a decay per key channel: the keys of the writes, decayed to the
+            chunk's end. None uses k.
+        chunk_decay: [B, heads, N * K] float32, with `written`: the decay of the memory's key channels over
+            each of the N chunks.
         save: whether to return all results; False returns only the gradient of the memory before each part.
-        parts: number of parts that a row is split into; each is scanned from a gradient of its own.
-        chunk_bounds: [B, S + 1], the chunks at which those of a row's S memories begin and end; None for one memory per row.
+        parts: number of parts that a row is split into; each is scanned from a separate gradient of the
+            memory after it.
+        chunk_bounds: [B, S + 1], the chunks at which those of a row's S memories begin and end; None for one
+            memory per row.
         interpret: parameters of the Pallas interpreter, or False to compile the kernel.
 
     Returns:
-        The gradient of v [B, T, heads, V] bfloat16, the transposed gradients of the memories after each chunk [B, heads, N, V, K]
-        bfloat16, and the gradient of the memory before each part, in the shape of `d_final`.
+        The gradient of v [B, T, heads, V] bfloat16, the transposed gradients of the memories after each chunk
+        [B, heads, N, V, K] bfloat16, and the gradient of the memory before each part, in the shape of
+        `d_final`.
     """
     inputs = dict(q=q, k=k, v=d_out, **solved._asdict(), written=written, chunk_decay=chunk_decay)
     tokens = jax.ShapeDtypeStruct(d_out.shape, _BF16)
@@ -262,8 +269,8 @@ def _read_gradient(
     Args:
         later: accumulator [64, C] of the products of the memory's gradient dS' with the keys of the writes,
             (k dS')ᵀ.
-        *scores: with the last tiles, an accumulator [64, C] of the scores P times the output's gradient, (Pᵀ
-            dO)ᵀ.
+        *scores: with the last tiles, an accumulator [64, C] of the scores P times the output's gradient,
+            (Pᵀ dO)ᵀ.
         chunk: references to the chunk's inputs in shared memory, by name; `v` is the gradient of the output.
         S: the gradient of the memory after the chunk, tiles [64, K or 64].
         memory: pairs of a slice of key channels and the gradient's tile there, as left operand of products.
@@ -274,7 +281,8 @@ def _read_gradient(
         interpret: parameters of the Pallas interpreter, or False to compile the kernel.
 
     Returns:
-        The sum; after the last tiles the decayed gradient of the memory, and in bfloat16 (scale e^b ⊙ dO)ᵀ, where e^b is the decay from the chunk's start, and (beta ⊙ du)ᵀ.
+        The sum; after the last tiles the decayed gradient of the memory, and in bfloat16 (scale e^b ⊙ dO)ᵀ,
+        where e^b is the decay from the chunk's start, and (beta ⊙ du)ᵀ.
     """
     for keys, after in memory:
         plgpu.wgmma(later.ref, after, _written(chunk).at[:, keys].transpose((1, 0)))

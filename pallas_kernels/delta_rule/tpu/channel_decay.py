@@ -2,9 +2,10 @@
 pass over the tokens.
 
 The kernels are those of the delta rule with a scalar decay (`scalar_decay`) with other products. With b the
-inclusive sums of the log decays, N_ij = Σ_c k_ic k_jc e^(b_i - b_j)_c is the triangular system and P_ij =
-scale Σ_c q_ic k_jc e^(b_i - b_j)_c are the scores; the halving of `pallas_kernels.tpu.halving` computes both.
-With queries and keys decayed from the chunk's start (read, erase) or to its end (written; see `_Head`):
+inclusive sums of the log decays, N_ij = Σ_c k_ic k_jc e^(b_i - b_j)_c is the triangular system and
+P_ij = scale Σ_c q_ic k_jc e^(b_i - b_j)_c are the scores; the halving of `pallas_kernels.tpu.halving`
+computes both. With queries and keys decayed from the chunk's start (read, erase) or to its end (written; see
+`_Head`):
 
     x = (I + N diag(beta))⁻¹ (v - erase S)    O = read S + P (beta ⊙ x)    S' = chunk_decay S + writtenᵀ (beta ⊙ x)
 

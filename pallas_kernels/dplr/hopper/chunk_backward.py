@@ -61,7 +61,7 @@ class _Smem(NamedTuple):
         state: [groups, max(V, 128), 64], the memory S transposed, then the gradient dS', then two tiles [C, 64].
         parts: [groups, 2, 64, 64], the log decays as sums of two bfloat16 numbers, from which the decays between tokens are computed.
         tile: [groups, C, 64], a buffer of the halving.
-        totals: [groups, 64] float32, the gradient of the log decay of the whole chunk.
+        totals: [groups, 64] float32, the gradient of the sum of the log decays over the whole chunk.
         d_outs: [2, C, V], the gradients of the output and of the right side of the triangular system, then two matrices [C, C], the
             first line of `pair_matrices`.
         values: [2, C, V], the values v and what a reads, u, then two matrices [C, C], the second line of `pair_matrices`.
@@ -192,8 +192,9 @@ class _Program:
         plgpu.copy_gmem_to_smem(source, to, barrier)
 
     def products_with_memory(self, halving: Halving, rows, memory):
-        """Return the products of two tiles, `rows` [2, C, V], with a memory or its gradient [V, 64] in shared memory, [C, 64]
-        float32 each.
+        """Return the products of two arrays, `rows` [2, C, V] (gradients, or values), with the memory or its
+        gradient, `memory` [V, 64] in shared memory, [C, 64] float32 each: terms of the gradients of two
+        inputs.
         """
 
         def products(first, second):
@@ -212,7 +213,8 @@ class _Program:
         warpgroups, each computes one line.
 
         Returns:
-            A list of (line, tile, matrix), with the index of the line and of the tile that the matrix multiplies.
+            A list of (line, tile, matrix), with the index of the line and of the tile that the matrix
+            multiplies.
         """
         i, j = halving.i, halving.j
         matrices = []

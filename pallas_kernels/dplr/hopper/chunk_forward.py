@@ -1,8 +1,8 @@
 """The phase `chunk_forward` of a diagonal-plus-low-rank memory (RWKV7), on Mosaic GPU (Hopper).
 
 `chunk_forward` computes, for every chunk in parallel, the products of q and `a` with k and b, times the
-decays between the two tokens. Tokens whose decay since the chunk's start is at most `halving.RANGE` bits are
-in range: all pairs of them come from one product (`AllPairs`). The other pairs come from the halving
+decays between the two tokens. Tokens whose decay since the chunk's start is at least 2^-100 (`halving.RANGE`)
+are in range: all pairs of them come from one product (`AllPairs`). The other pairs come from the halving
 (`Level`; see `pallas_kernels.tiles.channel_decay`). With g the log decay and q' = q e^g, all four products
 have the same decay between tokens i and j, e to the sum of the log decays strictly between them. So on a
 level one tile contains q' in later rows and k or b in earlier ones, another tile contains `a` in later rows

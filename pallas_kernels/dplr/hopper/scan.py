@@ -57,7 +57,9 @@ def scan_forward(
         interpret: parameters of the Pallas interpreter, or False to compile the kernel.
 
     Returns:
-        The output [B, T, h, V] bfloat16, or with `save` u [B, T, h, V] and the transposed memories before each of the N chunks [B, h, N, V, K], both bfloat16; then the last memory of each part, in the shape of `initial`.
+        The output [B, T, h, V] bfloat16, or with `save` u [B, T, h, V] and the transposed memories before
+        each of the N chunks [B, h, N, V, K], both bfloat16; then the last memory of each part, in the shape
+        of `initial`.
     """
     (batch, length, heads, depth), width = chunks.written.shape, chunks.written.shape[-1]
     inputs = dict(a=solved.solved_a, written=chunks.written, chunk_decay=chunks.chunk_decay)
@@ -156,7 +158,8 @@ def _read_memory(*sums, chunk, S, memory, last: bool, save_memory, v):
         v: the transposed values vᵀ [64, C] as the left operand of products, or None.
 
     Returns:
-        The sums; after the last tiles the decayed memory, uᵀ in bfloat16, the rounding error of uᵀ, and a list with the sum of the output, or an empty one.
+        The sums; after the last tiles the decayed memory, uᵀ in bfloat16, the rounding error of uᵀ, and a
+        list with the sum of the output, or an empty one.
     """
     names = [("a", "values"), ("q", "scores_values")][: len(sums)]
     for sum, (of_memory, of_values) in zip(sums, names, strict=True):
@@ -194,7 +197,9 @@ def scan_backward(
         interpret: parameters of the Pallas interpreter, or False to compile the kernel.
 
     Returns:
-        The gradient du [B, T, h, V] bfloat16, the transposed gradients of the memories after each of the N chunks [B, h, N, V, K] bfloat16, and the gradient of the memory before each part, in the shape of `d_final`.
+        The gradient du [B, T, h, V] bfloat16, the transposed gradients of the memories after each of the N
+        chunks [B, h, N, V, K] bfloat16, and the gradient of the memory before each part, in the shape of
+        `d_final`.
     """
     inputs = dict(
         a=solved.solved_a, written=chunks.written, q=chunks.read, v=d_out, scores=chunks.scores, chunk_decay=chunks.chunk_decay

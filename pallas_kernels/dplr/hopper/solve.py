@@ -63,8 +63,8 @@ class _SolveSmem(NamedTuple):
 
 
 def solve_chunks(upper, upper_values, decayed_a, *, interpret: Any = False) -> SolvedChunks:
-    """Invert the triangular systems of all chunks of a diagonal-plus-low-rank memory in parallel: compute X =
-    (I - A_ab)⁻¹, X A_ak and X (a e^d'), as `SolvedChunks`.
+    """Invert the triangular systems of all chunks of a diagonal-plus-low-rank memory in parallel: compute
+    X = (I - A_ab)⁻¹, X A_ak and X (a e^d'), as `SolvedChunks`.
 
     Args:
         upper: [B, h, T, C] float32, the rows of each chunk's A_abᵀ, the transposed decayed products of `a`
@@ -108,8 +108,8 @@ def solve_chunks(upper, upper_values, decayed_a, *, interpret: Any = False) -> S
 
 
 def _solve_chunk(refs: dict[str, Any], buffers: _SolveSmem, interpret) -> None:
-    """Invert the triangular system of one chunk of a diagonal-plus-low-rank memory: compute and store X = (I
-    - A_ab)⁻¹, X A_ak and X (a e^d').
+    """Invert the triangular system of one chunk of a diagonal-plus-low-rank memory: compute and store
+    X = (I - A_ab)⁻¹, X A_ak and X (a e^d').
 
     A_ab and A_ak are the decayed products of `a` with b and with k, and a e^d' is `a` decayed from the
     chunk's start. `refs` are the chunk's inputs and outputs in global memory, by name.

@@ -2,8 +2,8 @@
 the tokens.
 
 With d_i the sum of a chunk's log decays before token i, and q in place of scale q e^g, that is with its
-token's decay applied, all pairs of tokens have the same decay: A_xy = Σ_c x_ic y_jc e^(d_i - d_(j+1))_c for x
-= q or `a` and y = b or k, by the halving of `pallas_kernels.tpu.halving`. Then, with the fields of `_Head`
+token's decay applied, all pairs of tokens have the same decay: A_xy = Σ_c x_ic y_jc e^(d_i - d_(j+1))_c for
+x = q or `a` and y = b or k, by the halving of `pallas_kernels.tpu.halving`. Then, with the fields of `_Head`
 and `Decays`,
 
     U = (I - A_ab)⁻¹ (decayed_a S + A_ak V)    O = read S + A_qb U + A_qk V    S' = chunk_decay S + (b write_decay)ᵀ U + (k write_decay)ᵀ V
