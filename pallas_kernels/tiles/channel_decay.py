@@ -9,7 +9,7 @@ decayed scores, each memory does
 strong decay before j. So the pairs i > j are divided into levels by halving the chunk down to single rows: on the level of blocks
 of `half` rows, i is in the later and j in the earlier of two neighbouring blocks. Then e^(b_i - b_j) is the product of two factors,
 e^(sum from the later block's first row to i) of the later row and e^(sum after j to the earlier block's last row) of the earlier row.
-Both are at most 1, are sums of terms of one sign, and depend on no token after i. On a level each row is in a later or in an earlier
+Both factors are at most 1; their exponents are sums of terms of one sign, and depend on no token after i. On a level each row is in a later or in an earlier
 block, never in both. So one tile X, with the rows of q times their factors in later blocks and those of k in earlier blocks, contains
 both operands: the level's scores are the pairs (i, j) of X Xᵀ that `is_pair` selects, and the gradient of X is a symmetric matrix
 times X. The sums are products with a matrix of zeros and ones, `in_factor`.

@@ -117,8 +117,16 @@ def unit_inverse(
 
 
 def chunk_forward(q, k, beta, chunk: Chunk, scale: float) -> tuple[jax.Array, jax.Array]:
-    """Compute the two matrices [C, C] of a chunk of the delta rule that depend on no memory: X, the inverse of its triangular system, and
-    P, the decayed and scaled scores of queries and keys. Chunks can be computed in parallel.
+    """Compute the two matrices [C, C] of a chunk of the delta rule that depend on no memory: X, the inverse
+    of its triangular system, and P, the decayed and scaled scores of queries and keys. All chunks can be
+    computed in parallel.
+
+    Args:
+        q: [C, K], the queries.
+        k: [C, K], the keys.
+        beta: [C], the write strength of each token.
+        chunk: the chunk's decay factors.
+        scale: the factor by which the queries are multiplied.
     """
     i, j = _indices(len(k))
     strict = jnp.where(i > j, k @ k.T * chunk.weights, 0)

@@ -242,8 +242,8 @@ def write(k, v, memory, chunk: Chunk, heads: Heads) -> jax.Array:
 def read_backward(
     q, k, v, d_out, memory, scales, chunk: Chunk, heads: Heads, *, decays: bool
 ) -> ReadGradient:
-    """Return the gradients of a chunk's queries, keys and values, and of the memory before it, that come through the
-    chunk's output, for the n memories of a tile.
+    """Return the gradients of a chunk's queries, keys and values, and of the memory before it, that come
+    through the chunk's output, for the n memories of a tile.
 
     Args:
         q: [C, n * K] or [C, K], the queries.
@@ -295,8 +295,8 @@ def read_backward(
 def write_backward(
     k, v, memory, d_memory, chunk: Chunk, heads: Heads, *, decays: bool
 ) -> WriteGradient:
-    """Return the gradients of a chunk's keys and values, and of the memory before it, that come through the memory after
-    the chunk, for the n memories of a tile.
+    """Return the gradients of a chunk's keys and values, and of the memory before it, that come through the
+    memory after the chunk, for the n memories of a tile.
 
     Args:
         k: [C, n * K] or [C, K], the keys.

@@ -92,8 +92,8 @@ class _PairGradients(NamedTuple):
 
 
 class _MemoryGradients(NamedTuple):
-    """Terms of the gradients of beta and of the log decay of one chunk that come through the memory S before the
-    chunk or the memory S' after it; `later` also contains terms through pairs of tokens.
+    """Terms of the gradients of beta and of the log decay of one chunk that come through the memory S before
+    the chunk or the memory S' after it; `later` also contains terms through pairs of tokens.
 
     Attributes:
         written: [C], the term of the gradient of beta through the memory after the chunk: k · (x dS'ᵀ) e^(b_C

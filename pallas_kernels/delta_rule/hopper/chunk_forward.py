@@ -1,8 +1,8 @@
 """The phase `chunk_forward` of the delta rule without decay or with a scalar decay, on Mosaic GPU (Hopper).
 
 One warpgroup computes one chunk: the decayed scores P of queries with keys, the inverse X of the triangular system, and the decays
-of its tokens. None of them depends on the memory, so all chunks run in parallel. `pallas_kernels.tiles.delta` defines P, X, G and
-b.
+of its tokens. None of them depends on the memory, so all chunks run in parallel. `pallas_kernels.tiles.delta` has the
+formulas.
 """
 
 from __future__ import annotations

@@ -56,15 +56,15 @@ class _Smem(NamedTuple):
     tokens, dS' the gradient of the memory after it.
 
     Attributes:
-        inputs: [groups, 4, C, 64], q, k, a and b, later their gradients; after `of_warpgroup`, a list of four
+        inputs: [groups, 4, C, 64], q, k, `a` and b, later their gradients; after `of_warpgroup`, a list of four
             references [C, 64].
         state: [groups, max(V, 128), 64], the memory S transposed, then the gradient dS', then two tiles [C, 64].
         parts: [groups, 2, 64, 64], the log decays as sums of two bfloat16 numbers, from which the decays between tokens are computed.
         tile: [groups, C, 64], a buffer of the halving.
         totals: [groups, 64] float32, the gradient of the sum of the log decays over the whole chunk.
-        d_outs: [2, C, V], the gradients of the output and of the right side of the triangular system, then two matrices [C, C], the
-            first line of `pair_matrices`.
-        values: [2, C, V], the values v and what a reads, u, then two matrices [C, C], the second line of `pair_matrices`.
+        d_outs: [2, C, V], the gradients of the output and of the right side of the triangular system, then two matrices [C, C],
+            line 0 of `pair_matrices`.
+        values: [2, C, V], the values v and u, what `a` reads, then two matrices [C, C], line 1 of `pair_matrices`.
         loaded: the barrier at which the loads of the inputs and of the memory S are complete.
         state_loaded: the barriers at which the loads of dS' are complete, one for each warpgroup.
         values_used: barrier at which no warpgroup reads `d_outs` and `values` any more.

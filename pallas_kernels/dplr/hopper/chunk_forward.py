@@ -90,11 +90,11 @@ class _Smem(NamedTuple):
     `groups` counts the program's warpgroups, of 64 key channels each; C is the number of tokens of a chunk; tiles are bfloat16.
 
     Attributes:
-        inputs: [groups, 4, C, 64], q, k, a and b; after `of_warpgroup`, a list of four references [C, 64].
+        inputs: [groups, 4, C, 64], q, k, `a` and b; after `of_warpgroup`, a list of four references [C, 64].
             First q' replaces q, later the decayed tokens replace all.
         parts: [groups, 2, 64, 64], the log decays as sums of two bfloat16 numbers, from which the decays between tokens are computed.
         tile: [groups, C, 64], right operands of products, and a buffer of the halving.
-        decayed: [groups, 2, C, 64], a and b with the decays of `AllPairs`.
+        decayed: [groups, 2, C, 64], `a` and b with the decays of `AllPairs`.
         lowest: [groups, 2, C] float32, a buffer for the check of which tokens' decays are in float32's range.
         partial: [2, C, C] float32, the scores of the second warpgroup.
         loaded: the barrier at which the loads of the inputs are complete.
