@@ -1,7 +1,7 @@
 """The delta rule `S_t = (I - β_t k_tᵀ k_t) e^{g_t} S_{t-1} + β_t k_tᵀ v_t`, `o_t = scale q_t S_t`.
 
-Here g_t is 0, a scalar per memory, or a value per key channel (KDA). DeltaNet, arXiv 2406.06484; Gated
-DeltaNet, arXiv 2412.06464.
+S_t [K, V] is the memory after token t, β_t its write strength, g_t the log decay: 0, a scalar per memory, or
+a value per key channel (KDA). DeltaNet, arXiv 2406.06484; Gated DeltaNet, arXiv 2412.06464.
 """
 
 from __future__ import annotations

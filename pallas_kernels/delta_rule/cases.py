@@ -2,7 +2,7 @@
 
 - `HOPPER_INTERPRETED`, `TPU_INTERPRETED`: small cases for the interpreters, on a CPU.
 - `HOPPER`: cases that run on the card.
-- `HOPPER_COMPILED`, `TPU_COMPILED`: cases that are compiled for chips that need not be here.
+- `HOPPER_COMPILED`, `TPU_COMPILED`: cases that are only compiled, for a chip that the machine need not have.
 - `pallas_kernels.memory_cases.TIMED`: sizes that are timed.
 """
 
@@ -19,7 +19,7 @@ TPU_TOLERANCES = {"float32": 5e-6, "float32, keys alike": 2e-5, "bfloat16": 1.5e
 
 
 class Case(NamedTuple):
-    """Sizes, decay and options of one call of the delta rule that a test makes.
+    """Sizes, decay and options with which one test calls the op `delta_rule`.
 
     Attributes:
         heads: numbers of heads of q, of k and of v.
@@ -27,14 +27,15 @@ class Case(NamedTuple):
         value_dim: number of value channels, V.
         length: number of tokens of each row, T.
         documents: whether rows contain several documents.
-        decay: "token" or "channel", with "strong" or "steep" for large ones; "constant" is one per head; ""
-            is none.
+        decay: "token" for a scalar decay per token or "channel" for one per key channel, with "strong" or
+            "steep" for stronger ones; "constant" for one decay per head; "" for none.
         name: the case's name in the tests' output.
         alike: whether all keys are nearly equal.
         size: the factor by which the queries are multiplied.
-        parts: parts that a row is split into; None is the kernel's choice.
-        checkpoints: memories of a row that the forward pass returns; None is the kernel's choice.
-        many: whether the card is taken to have one processor, so that two warpgroups share what is loaded.
+        parts: number of parts that a row is split into; None is what the kernel chooses.
+        checkpoints: number of checkpointed memories along a row; None is what the kernel chooses.
+        many: whether the kernel is told that the card has one processor, so that it puts two warpgroups into
+            a thread block, which use the same loaded inputs.
     """
 
     heads: tuple[int, int, int]
@@ -52,14 +53,16 @@ class Case(NamedTuple):
 
     @property
     def dims(self) -> tuple[int, ...]:
-        """The sizes T, H, Hk, G, K and V of a call: tokens, heads of q, k and v, key and value channels, in the order of the tests'
-        `make`.
+        """The sizes T, H, Hk, G, K and V of this case (tokens; heads of q, k and v; key and value channels),
+        which are the first arguments of the function `make` that creates a test's inputs.
         """
         return self.length, *self.heads, self.key_dim, self.value_dim
 
     @property
     def options(self) -> dict[str, Any]:
-        """The keyword arguments, besides documents, with which the tests' `make` creates the inputs of this case."""
+        """The decay and options of this case, except documents, as keyword arguments of the function `make`
+        that creates a test's inputs.
+        """
         return dict(decay=self.decay, alike=self.alike, size=self.size)
 
 

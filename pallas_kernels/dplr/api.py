@@ -1,6 +1,8 @@
 """Memories with a diagonal-plus-low-rank transition (RWKV7, arXiv 2503.14456).
 
-`S_t = diag(e^{g_t}) S_{t-1} + b_tᵀ (a_t S_{t-1}) + k_tᵀ v_t`, `o_t = scale q_t S_t`.
+`S_t = diag(e^{g_t}) S_{t-1} + b_tᵀ (a_t S_{t-1}) + k_tᵀ v_t`, `o_t = scale q_t S_t`, where S_t [K, V] is the
+memory after token t, g_t its log decay per key channel, q_t, k_t and v_t its query, key and value, and a_t
+and b_t [K] the vectors of the low-rank part.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ _OP = "dplr"
 
 
 def unsupported(implementation: str, q, k, v, a, b, log_decay) -> str | None:
-    """Return the first requirement of a backend of diagonal-plus-low-rank memories that these arguments do not meet, in words; or
-    None.
+    """Return the first requirement of a backend of diagonal-plus-low-rank memories that these arguments do
+    not meet, in words; None if the backend supports them.
 
     The arguments are those of `dplr`, as arrays or as their shapes and dtypes.
     """

@@ -1,8 +1,9 @@
-"""Sizes and tolerances of the kernels of diagonal-plus-low-rank memories that the tests of all backends share.
+"""Sizes and tolerances of the kernels of diagonal-plus-low-rank memories that the tests of all backends
+share.
 
 - `HOPPER_INTERPRETED`, `TPU_INTERPRETED`: small cases for the interpreters, on a CPU.
 - `HOPPER`: cases that run on the card.
-- `HOPPER_COMPILED`, `TPU_COMPILED`: cases that are compiled for chips that need not be here.
+- `HOPPER_COMPILED`, `TPU_COMPILED`: cases that are only compiled, for a chip that the machine need not have.
 - `pallas_kernels.memory_cases.TIMED`: sizes that are timed.
 """
 
@@ -19,18 +20,19 @@ TPU_TOLERANCES = {"float32": 5e-6, "bfloat16": 1.5e-2}
 
 
 class Case(NamedTuple):
-    """Sizes, decay and options of one call of a diagonal-plus-low-rank memory that a test makes.
+    """Sizes, decay and options with which one test calls the op `dplr` (diagonal-plus-low-rank memories).
 
     Attributes:
-        heads: numbers of heads of q, of k, a and b, and of v.
+        heads: numbers of heads of q; of k, `a` and b; and of v.
         key_dim: number of key channels, K.
         value_dim: number of value channels, V.
         length: number of tokens of each row, T.
         documents: whether rows contain several documents.
-        decay: "token" or "channel", with "strong" or "steep" for large ones.
+        decay: "channel" for a decay per key channel, "strong channel" or "steep channel" for stronger ones,
+            or "token".
         name: the case's name in the tests' output.
         size: the factor by which the queries are multiplied.
-        parts: parts that a row is split into; None is the kernel's choice.
+        parts: number of parts that a row is split into; None is what the kernel chooses.
     """
 
     heads: tuple[int, int, int]
@@ -45,15 +47,15 @@ class Case(NamedTuple):
 
     @property
     def dims(self) -> tuple[int, ...]:
-        """The sizes T, H, Hk, G, K and V of a call: tokens, heads of q, k and v, key and value channels, in the order of the tests'
-        `make`.
+        """The sizes T, H, Hk, G, K and V of this case (tokens; heads of q, k and v; key and value channels),
+        which are the first arguments of the function `make` that creates a test's inputs.
         """
         return self.length, *self.heads, self.key_dim, self.value_dim
 
     @property
     def strength(self) -> float:
-        """How strong the decays are that the tests' `make` creates: False, True for some decays of e^-30, or a factor of the log
-        decay.
+        """How strong the decays are, as an argument of the function `make` that creates a test's inputs:
+        False for moderate ones, True to make some of them e^-30, or a factor of the log decay.
         """
         return {"channel": False, "strong channel": True, "steep channel": 8}[self.decay]
 

@@ -1,4 +1,6 @@
-"""Which row of the batch, head, chunk and 64 key channels one warpgroup of a Hopper kernel computes, and how it loads and stores them."""
+"""The part of a kernel's arrays that one warpgroup of a Hopper kernel computes (row of the batch, head, chunk
+and 64 key channels), and functions that load and store it.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +16,16 @@ from pallas_kernels.hopper.halving import CHUNK, SQUARE, load_by_row, same_docum
 
 
 def row_and_head(heads: int):
-    """Return which row of the batch and which head this thread block computes, as two indices; the grid's axis "row" counts both, heads
-    fastest.
+    """Return which row of the batch and which head this thread block computes, as two indices, from its index
+    on the grid's axis "row", which counts pairs of both with the head changing fastest.
     """
     return lax.div(lax.axis_index("row"), heads), lax.rem(lax.axis_index("row"), heads)
 
 
 def head_index(ref, head, heads: int):
-    """Return the index of the head of an array [B, T, n, ...] that serves the output's head `head` of `heads`; `heads` is a multiple of n,
-    so that several consecutive output heads share one.
+    """Return which of the n heads of an array [B, T, n, ...], such as the keys, belongs to the head with
+    index `head` of the `heads` heads of the output. `heads` is a multiple of n, and consecutive output heads
+    use the same head of the array.
     """
     return lax.div(head * ref.shape[2], heads)
 
@@ -69,15 +72,16 @@ class Block:
     columns: Any
 
     def head_tokens(self, name: str, *columns):
-        """Return a reference [C, *] to this chunk's tokens in the input `name` [B, T, n, *], for the head that serves the output's head.
-        `columns` may be a slice of its channels.
+        """Return a reference [C, *] to this chunk's tokens in the input `name` [B, T, n, *], in the one of
+        its n heads that this chunk's output head uses (see `head_index`). `columns` may be a slice of
+        channels.
         """
         row, h, heads, _, tokens = self.place
         return self.refs[name].at[row, tokens, head_index(self.refs[name], h, heads), *columns]
 
     def keys(self, name: str):
-        """Return a reference [C, 64] to this chunk's tokens and these 64 key channels in the input `name` [B, T, n, K], for the head that
-        serves the output's head.
+        """Return a reference [C, 64] to this chunk's tokens and this warpgroup's 64 key channels in the input
+        `name` [B, T, n, K], in the one of its n heads that this chunk's output head uses (see `head_index`).
         """
         return self.head_tokens(name, self.columns)
 
@@ -86,14 +90,20 @@ class Block:
         return wg.load_global(self.keys("g"))
 
     def mask_documents(self, mask):
-        """Return a mask [C, C] of pairs of this chunk's tokens, such as i >= j, with False also for two tokens of different documents."""
+        """Return `mask` [C, C], a mask of pairs of this chunk's tokens such as i >= j, with False also at
+        every pair of tokens of two documents.
+        """
         if "run" not in self.refs:
             return mask
         return mask & same_document(self.refs["run"].at[self.place.row, self.place.tokens])
 
     def mask_rows(self, x, name: str):
-        """Return x [C, 64] with 0 in the rows of the tokens for which the field `name` of `Documents` is 0: tokens of other documents than
-        that of the last token before the chunk ("enters"), or of the chunk's last token ("stays"). If there is one document, return x.
+        """Return x [C, 64], a tile with a row for each of this chunk's tokens, with 0 in the rows of tokens
+        of some documents.
+
+        With `name` "enters" these are all documents but that of the last token before the chunk; with
+        "stays", all but that of the chunk's last token. If each row of the batch is one document, x is
+        returned unchanged.
         """
         if "run" not in self.refs:
             return x

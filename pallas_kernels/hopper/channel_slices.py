@@ -18,7 +18,9 @@ _WIDTH = 128
 
 
 def split_channels(channels: int) -> list[slice]:
-    """Return slices of at most 128 channels each that together cover `channels` channels, which are fewer or a multiple of 128."""
+    """Return slices that cover `channels` channels, of 128 channels each, or one slice of all channels if
+    there are fewer. Above 128, `channels` is a multiple of 128.
+    """
     width = min(channels, _WIDTH)
     return [slice(n, n + width) for n in range(0, channels, width)]
 

@@ -58,16 +58,18 @@ class Halving:
     """
 
     def __init__(self, parts, buffer, left, exclusive: bool, interpret, lowest: Any = None):
-        """Bind the buffers in shared memory with which the decays of one chunk are computed.
+        """Store references to the buffers in shared memory with which the decays of one chunk are computed.
 
         Args:
             parts: [2, 64, 64] bfloat16, the two tiles into which `split` divides a float32 tile.
-            buffer: [64, 64] bfloat16, for masks and other operands of products.
-            left: a function that makes a tile a product's left operand, as `left_operand` returns it.
-            exclusive: whether tokens read before they write, as in `tiles.channel_decay`.
+            buffer: [64, 64] bfloat16, for masks and other operands of matrix products.
+            left: function from a tile in registers to the left operand of a matrix product, such as
+                `left_operand` returns.
+            exclusive: whether a token reads the memory before its decay and write, as in
+                `tiles.channel_decay`.
             interpret: parameters of the interpreter, or False.
-            lowest: [2, 64] float32, a buffer in which `check_range` stores each token's smallest log decay since the chunk's start; None if
-                it is not called.
+            lowest: [2, 64] float32, a buffer in which `check_range` stores each token's smallest sum of log
+                decays since the chunk's start; None if it is not called.
         """
         self._parts, self._buffer, self._lowest = [parts.at[n] for n in range(2)], buffer, lowest
         self._left, self._exclusive, self._interpret = left, exclusive, interpret
@@ -82,8 +84,9 @@ class Halving:
         return wg.accumulate(add, *zeros, interpret=self._interpret)
 
     def split(self, x, parts=None):
-        """Store a float32 tile x [64, 64] in shared memory as two bfloat16 tiles whose sum is x to about 16 bits, so that products can use
-        it. `parts` are the two buffers, those of this object if it is None.
+        """Store a float32 tile x [64, 64] in shared memory as two bfloat16 tiles whose sum is x to about 16
+        bits, so that matrix products can read it. `parts` are the two buffers; None uses those given to
+        `__init__`.
         """
         high = x.astype(jnp.bfloat16)
         first, second = self._parts if parts is None else parts
@@ -98,11 +101,15 @@ class Halving:
         self.split(jnp.maximum(log_decay, tiles.FLOOR) * _LOG2E)
 
     def sums(self, mask, fixed: bool = True):
-        """Return the matrix product of `mask` [64, 64] and the tile that `split` stored last: for each token i, the sum of the rows j of
-        the tile that the mask selects, [64, 64]. `fixed`: whether the compiler may know entries of the mask.
+        """Return the matrix product of a mask and the tile [64, 64] that `split` stored last: row i is the
+        sum of the tile's rows j that row i of the mask selects, such as the sum of log decays between two
+        tokens.
 
-        Entries that it knows it writes to the registers of a left operand only after the product has begun (ptxas 13.0), so such a mask is
-        an operand in shared memory.
+        Args:
+            mask: [64, 64] bool, with a row for each sum and a column for each token.
+            fixed: whether the compiler may know entries of the mask. Such a mask is a left operand in shared
+                memory: in registers, the compiler (ptxas 13.0) would write the known entries only after the
+                product has begun.
         """
         ones = jnp.where(mask, 1.0, 0.0).astype(jnp.bfloat16)
         if fixed:
@@ -119,8 +126,9 @@ class Halving:
         return self.accumulate(add)[0]
 
     def column_sums(self, parts=None):
-        """Return the sum over all 64 tokens of each column of the tile that `split` stored last (in `parts`), as a vector [64] in
-        registers whose layout is that of one value for each row of a tile.
+        """Return the sum over all 64 tokens of each column (key channel) of the tile that `split` stored last
+        in the two buffers `parts`, as a vector [64] in registers, in the layout of one value for each row of
+        a tile.
         """
         parts = self._parts if parts is None else parts
         ones = plgpu.layout_cast(jnp.ones(SQUARE, self._buffer.dtype), wg.LAYOUT)
@@ -158,21 +166,26 @@ class Halving:
         return self.sums(self._read_mask())
 
     def sums_to_write(self, sums, fraction):
-        """Return the sums of the log decay from the chunk's start (`sums` of `sums_from_start`, [64, 64]) up to a point between each
-        token's read and its write: with the `fraction` (0 to 1) of the token's own log decay added.
+        """Return sums of the log decay [64, 64] from the chunk's start up to a point between each token's
+        read and its write: `sums`, which `sums_from_start` returned, plus `fraction` (0 to 1) times the
+        token's own log decay.
 
-        Only if tokens read before they write (`exclusive`) is there a decay in between; else return `sums`.
+        This is so only if a token reads the memory before its decay (`exclusive`). Else no decay separates
+        read and write, and `sums` is returned unchanged.
         """
         return sums + fraction * self._load_split() if self._exclusive else sums
 
     def check_range(self, *operands):
-        """Check whether the decays of a chunk can be computed for all pairs of tokens at once (`AllPairs`) without overflow or underflow.
+        """Check whether the decays of a chunk can be computed for all pairs of tokens at once (`AllPairs`)
+        without overflow or underflow.
 
-        Each token's smallest sum, or a very low number if an operand does not fit, stays in shared memory for `pairs_in_range`.
+        Each token's smallest sum of log decays over its channels stays in shared memory, where
+        `pairs_in_range` reads it. A very low number replaces it if an operand's entries in the token's row
+        are too large or too small.
 
         Args:
-            operands: references to the tiles [64, 64] that the decays will multiply, such as queries and keys; their largest entries in each
-                row are checked too.
+            operands: references to the tiles [64, 64] that the decays will multiply, such as queries and
+                keys.
 
         Returns:
             The sums [64, 64] of `sums_from_start`, and 1 if all tokens are in range, else 0.
@@ -193,8 +206,10 @@ class Halving:
         return sums, (of_all[0] >= -RANGE).astype(jnp.int32)
 
     def pairs_in_range(self):
-        """Return, for each pair of tokens, whether both are in range, [64, 64]: whether `AllPairs` computes them without overflow or
-        underflow, by what `check_range` stored. It depends on no token after the two.
+        """Return, for each pair of a chunk's tokens, whether both are in range, [64, 64] bool: whether
+        `AllPairs` computes their score without overflow or underflow. `check_range` must have run before.
+
+        The result for a pair depends on no later token than the two.
         """
         of_row = wg.spread_rows(wg.load_rows(self._lowest.at[0]), SQUARE)
         of_column = plgpu.load(self._lowest.at[0], layout=wg.LAYOUT.reduce(0))
@@ -232,8 +247,9 @@ class Halving:
         return (lax.shift_right_logical(self.i, level) & 1).astype(_F32)
 
     def store_operand(self, level, of_later, of_earlier, factor):
-        """Store an operand of one level's products [64, 64] in shared memory, and return its buffer: the rows of tokens in later blocks
-        from `of_later`, of those in earlier blocks from `of_earlier`, times their decay, `factor`.
+        """Store the operand [64, 64] of one level's matrix products in shared memory, and return its buffer:
+        each token's row of `of_later` if the token is in a later block of the level, else of `of_earlier`,
+        times the token's decay factors on this level, `factor` [64, 64].
         """
         x = self.blend(level, of_later, of_earlier)
         self._buffer[...] = (x.astype(_F32) * factor).astype(self._buffer.dtype)
@@ -262,20 +278,23 @@ class Level:
 
     @property
     def later(self):
-        """A tile [64, 64] with 1 in the rows of tokens in the later of two neighbouring blocks of this level, else 0: where a row's
-        gradient belongs to the operand of later tokens.
+        """A tile [64, 64] with 1 in the rows of tokens in the later of two neighbouring blocks of this level,
+        else 0. The gradient of the level's operand times this tile is the gradient of the later tokens'
+        input, such as q.
         """
         return self._halving.later(self._level)
 
     def mask(self, x, both: bool = True):
-        """Return a tile x [64, 64] of pairs of tokens with 0 everywhere but at the pairs of this level; unless `both`, only those whose
-        row's token is in the later block.
+        """Return x, a tile [64, 64] over pairs of tokens such as scores, with 0 at all pairs but those of
+        this level: tokens in two neighbouring blocks. Without `both`, only pairs whose row's token is in the
+        later block are selected.
         """
         return self._halving.mask_to_level(self._level, x, both)
 
     def rows(self, of_later, of_earlier):
-        """Return the operand of this level's products [64, 64], in float32: each token's row from `of_later` if it is in a later block,
-        else from `of_earlier`, times the token's decay factor.
+        """Return the operand [64, 64] float32 of the matrix product that computes this level's scores: each
+        token's row of `of_later` (such as queries) if the token is in a later block, else of `of_earlier`
+        (such as keys), times the token's decay factors.
         """
         return self._halving.blend(self._level, of_later, of_earlier).astype(_F32) * self.factor
 
@@ -292,63 +311,71 @@ class AllPairs:
     """
 
     def __init__(self, halving: Halving, transposed, sums=None):
-        """Bind the decays of one chunk, and choose which token of a pair is the later one.
+        """Store the decays of one chunk, and choose which token of a pair is the later one.
 
         Args:
-            halving: the decays.
-            transposed: 0 if the row's token of a pair is the later one, 1 if it is the earlier one; an int, or a float32 scalar.
-            sums: `halving.sums_from_start()`. None computes them at each use, so that they occupy no registers in between.
+            halving: the `Halving` that computes the chunk's decays.
+            transposed: 0 if the row's token of a pair is the later one, 1 if it is the earlier one; an int,
+                or a float32 scalar.
+            sums: the result of `halving.sums_from_start()`. None computes it at each use, so that it occupies
+                no registers in between.
         """
         self._halving, self._transposed, self._sums = halving, transposed, sums
         self._sign = 1.0 - 2.0 * transposed
 
     @property
     def later(self):
-        """1 if the row's token is the later one of each pair, else 0: the fraction of a row's gradient that belongs to the operand of
-        later tokens.
+        """The fraction of the rows' gradient that belongs to the operand of later tokens, such as q: 1 if the
+        row's token is the later one of every pair, 0 if it is the earlier one.
         """
         return 1.0 - self._transposed
 
     @property
     def factor(self):
-        """The decay factors [64, 64] of the tokens that are the rows in tiles of pairs: the decay since the chunk's start, or its inverse
-        if they are the earlier tokens.
+        """The decay factors [64, 64] of tokens as rows of a tile of pairs: each token's decay since the
+        chunk's start, or its inverse if the rows' tokens are the earlier ones; scaled by 2^(±RANGE / 2).
         """
         return self._decay(self._sign, 1.0 - self.later)
 
     @property
     def columns_factor(self):
-        """The decay factors [64, 64] of the tokens that are the columns in tiles of pairs: the inverse of the decay since the chunk's
-        start, or the decay itself if they are the later tokens.
+        """The decay factors [64, 64] of tokens as columns of a tile of pairs: the inverse of each token's
+        decay since the chunk's start, or the decay itself if the columns' tokens are the later ones; scaled
+        by 2^(±RANGE / 2).
         """
         return self._decay(-self._sign, self.later)
 
     def mask(self, x, both: bool = True):
-        """Return a tile x [64, 64] of pairs of tokens with 0 on the diagonal and above it, or on and below it if `transposed`: where the
-        row's token is not the later one (or earlier one) of the pair. `both` is ignored.
+        """Return x, a tile [64, 64] over pairs of tokens such as scores, with 0 where the row's token is not
+        the later one of the pair: on and above the diagonal. If `transposed`, the row's token must be the
+        earlier one, and 0 is on and below the diagonal.
+
+        `both` has no effect; `Level.mask` has the same argument.
         """
         del both
         distance = (self._halving.i - self._halving.j) * (1 - 2 * self._transposed)
         return jnp.where(distance > 0, x, 0.0).astype(x.dtype)
 
     def rows(self, of_later, of_earlier):
-        """Return the left operand of the scores' product [64, 64], in float32: `of_later` (or `of_earlier` if `transposed`), each token's
-        row times its decay factor.
+        """Return the left operand [64, 64] float32 of the matrix product that computes the scores of all
+        pairs of tokens: `of_later` (such as queries), or `of_earlier` if `transposed`, times each token's
+        decay factors.
         """
         return _select(of_later, of_earlier, self.later) * self.factor
 
     def columns(self, of_later, of_earlier):
-        """Return the right operand of the scores' product [64, 64], in float32: `of_earlier` (or `of_later` if `transposed`), each token's
-        row times its decay factor.
+        """Return the right operand [64, 64] float32 of the matrix product that computes the scores of all
+        pairs of tokens: `of_earlier` (such as keys), or `of_later` if `transposed`, times each token's decay
+        factors.
         """
         return _select(of_later, of_earlier, 1.0 - self.later) * self.columns_factor
 
     def _decay(self, sign, fraction):
-        """Return each token's decay since the chunk's start, or its inverse if `sign` is -1, times 2^(±RANGE / 2), [64, 64]; finite even
-        for tokens whose decay is too strong for this method.
+        """Return each token's decay since the chunk's start, or its inverse if `sign` is -1, times
+        2^(±RANGE / 2), [64, 64]. It is finite even for tokens that are not in range.
 
-        If tokens read before they write, `fraction` (0 to 1) of the token's own log decay is included: 0 is the decay up to its read, 1 up
-        to its write.
+        If a token reads the memory before its decay, `fraction` (0 to 1) of the token's own log decay is
+        included: 0 is the decay up to its read, 1 up to its write.
         """
         sums = self._halving.sums_from_start() if self._sums is None else self._sums
         sums = self._halving.sums_to_write(sums, fraction) + RANGE / 2
@@ -366,10 +393,10 @@ def _select(x, y, first):
 
 
 def power_of_two(x):
-    """Return, for each entry of x >= 0 (float32), the largest power of two that is at most x, and that power's inverse; for scaling
-    without rounding.
+    """Return, for each entry of x >= 0 (float32), the largest power of two that is at most x, and its
+    inverse, as a pair of arrays: factors that scale without rounding.
 
-    It is at least 2^-126 and at most 2^126 for every x, so that both are normal numbers.
+    For every x, the power is between 2^-126 and 2^126, so that it and its inverse are normal numbers.
     """
     bits = lax.bitcast_convert_type(x, jnp.int32) & 0x7F800000
     bits = jnp.minimum(jnp.maximum(bits, 1 << 23), 253 << 23)
@@ -397,8 +424,8 @@ def load_by_column(ref):
 
 
 def same_document(run):
-    """Return whether two tokens of a chunk belong to one document, [64, 64]; `run` [64] in global memory has the numbers of the tokens'
-    documents.
+    """Return whether two tokens of a chunk belong to one document, [64, 64] bool. `run` is a reference [64]
+    to global memory with the number of each token's document.
     """
     return wg.spread_rows(load_by_row(run), SQUARE) == load_by_column(run)
 

@@ -82,12 +82,13 @@ def launch(
 def with_smem(
     body: Callable[[dict[str, Any]], Any], buffers: dict[str, Any], thread_name: str = "group"
 ) -> Any:
-    """Run a part of a kernel with buffers in shared memory, barriers and accumulators, by name, and return its result. All warpgroups of a
-    thread block share them.
+    """Call `body`, a part of a kernel, with newly allocated buffers in shared memory, barriers and
+    accumulators, by name, and return its result. All warpgroups of a thread block use the same ones.
 
     Args:
-        body: the part of the kernel; called with a dictionary of references to the buffers.
-        buffers: the types of the buffers, by name, such as `plgpu.SMEM((64, 64), jnp.bfloat16)`; those that are None are left out.
+        body: function of a dictionary of references to the buffers.
+        buffers: the types of the buffers, by name, such as `plgpu.SMEM((64, 64), jnp.bfloat16)`; those that
+            are None are left out.
         thread_name: the axis of the thread block's warpgroups.
     """
     present = {name: x for name, x in buffers.items() if x is not None}

@@ -1,12 +1,13 @@
 """Long rows in parts that the delta rules compute at the same time, on Mosaic GPU (Hopper).
 
-A part changes a memory S [K, V] to `Θ S + W`. Its scan from an empty memory computes W, and its scan from the identity, as a memory of K
-values to which nothing is written, computes Θ [K, K]. `link_parts` then computes the memory before each part,
-`S_p+1 = Θ_p S_p + W_p`. Its gradient is `dS_p = Θ_pᵀ dS_p+1 + R_p`, with R the result of the reverse scan from 0. From these memories
-(or gradients) a scan computes all parts at the same time.
+A part changes a memory S [K, V] to `Θ S + W`. Its scan from an empty memory computes W, and its scan from the
+identity, as a memory of K values to which nothing is written, computes Θ [K, K]. `link_parts` then computes
+the memory before each part, `S_p+1 = Θ_p S_p + W_p`. The gradient of the memory before part p is `dS_p = Θ_pᵀ
+dS_p+1 + R_p`, with R the result of the reverse scan from a gradient of 0. From these memories (or gradients)
+a scan computes all parts at the same time.
 
-If parts would make the forward pass slower, its single scan returns the memories at which parts would begin, so that the backward pass can
-compute the memories again in parts.
+If parts would make the forward pass slower, the row is scanned as one, and this scan returns the memories at
+which parts would begin, so that the backward pass can compute the other memories again in parts.
 """
 
 from __future__ import annotations
@@ -44,11 +45,12 @@ class Parts(NamedTuple):
 
 
 def count_parts(q, k, v) -> int:
-    """Return the number of parts into which the rows of q, k and v [B, T, *, D] are divided: a power of two, as many as the card's
-    processors can compute at once. It is 1 if parts would be too short or too few, or K is above 128.
+    """Return the number of parts into which the rows of q, k and v [B, T, *, D] are divided: a power of two,
+    as many as the card's processors can compute at once. It is 1 if parts would be too short or too few, or K
+    is above 128.
 
-    With parts the forward pass has three scans, and the backward pass three in place of two. A chunk takes twice as long if all processors
-    are busy.
+    With parts the forward pass has three scans instead of one, and the backward pass three instead of two,
+    and a chunk takes twice as long if all processors are busy. So few parts would save no time.
     """
     batch, length, memories, width = v.shape
     programs = batch * max(q.shape[2], memories) * max(1, width // (2 * _BLOCK))
@@ -103,8 +105,9 @@ def split(scan, q, k, v, initial, chunk_bounds, interpret: Any) -> Parts | None:
 
 
 def part_starts(parts: Parts | None, initial) -> tuple[jax.Array, int]:
-    """Return the memory before each part of the rows, [B, h * P, K, V], and the number of parts P. If `parts` is None, that is `initial`
-    [B, h, K, V], the memory before each row, and 1.
+    """Return the memory before each part of the rows, [B, h * P, K, V], and the number of parts P of each
+    row. If `parts` is None, rows are not divided: return `initial` [B, h, K, V], the memory before each row,
+    and 1.
     """
     if parts is None:
         return initial, 1

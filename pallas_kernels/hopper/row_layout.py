@@ -47,7 +47,9 @@ def count_parts(rows: int, length: int) -> int:
 
 
 def split_parts(x, parts: int):
-    """Reshape x [B, T, ...] so that each of `parts` = P consecutive parts of a row is a row of its own, [B * P, T / P, ...]."""
+    """Reshape x [B, T, ...] so that each of the P = `parts` consecutive parts of a row becomes a separate
+    row, [B * P, T / P, ...].
+    """
     return x.reshape(x.shape[0] * parts, x.shape[1] // parts, *x.shape[2:])
 
 
@@ -60,10 +62,11 @@ def sum_heads(x, heads: int, axis: int = 2):
 
 
 def gradient_by_head(d_final, heads: int):
-    """Return the gradient of the final memories for each of `heads` output heads, [B, heads, K, V], from that of the G memories, `d_final`
-    [B, G, K, V].
+    """Return the gradient of the final memory of each of `heads` output heads, [B, heads, K, V], from
+    `d_final` [B, G, K, V], the gradient of the G final memories.
 
-    Of the heads that share a memory and all compute it, the first one receives the gradient, and the others receive 0.
+    `heads` is a multiple of G: several consecutive heads compute the same memory. The first of them receives
+    the memory's gradient, and the others receive 0.
     """
     sharing = heads // d_final.shape[1]
     first = (jnp.arange(heads) % sharing == 0)[:, None, None]
@@ -71,18 +74,20 @@ def gradient_by_head(d_final, heads: int):
 
 
 def memories_before_parts(written, chunk_decay, initial, reverse: bool = False):
-    """Compute the memory before each of P parts of the rows, or the gradient of the memory after each part, from what each part writes and
-    its decay.
+    """Compute the memory before each of P parts of the rows, from what each part writes and its decay; or, if
+    `reverse`, the gradient of the memory after each part.
 
     Args:
-        written: [B * P, heads, D, V], the memory after each part if it is 0 before the part; if `reverse`, the gradient of the memory
-            before each part if that of the memory after it is 0.
-        chunk_decay: [B * P, G, ..., N / P], the decay of the memory over each chunk; a row has N chunks.
-        initial: [B, heads, D, V], the memory before the first part; if `reverse`, its gradient after the last.
+        written: [B * P, heads, D, V], the memory after each part if the memory before the part is 0; if
+            `reverse`, the gradient of the memory before each part if the gradient of the memory after it is
+            0.
+        chunk_decay: [B * P, G, ..., N / P], the decay of the memory over each of a row's N chunks.
+        initial: [B, heads, D, V], the memory before the first part; if `reverse`, the gradient of the memory
+            after the last part.
         reverse: whether gradients are computed, from the last part to the first.
 
     Returns:
-        The memories, or their gradients, [B * P, heads, D, V].
+        The memory before each part, or the gradient of the memory after each part, [B * P, heads, D, V].
     """
     batch, heads = initial.shape[:2]
     decay = jnp.prod(chunk_decay, axis=-1)
@@ -100,8 +105,9 @@ def memories_before_parts(written, chunk_decay, initial, reverse: bool = False):
 
 
 def documents_of(run, parts: int) -> Documents | None:
-    """Return the document boundaries (`Documents`) of tokens whose documents have the numbers `run` [B, T], in arrays with a row for each
-    of `parts` parts of a row. If `run` is None, return None.
+    """Return the document boundaries of rows of tokens, as `Documents` with arrays [B * P, T / P], where P =
+    `parts` is the number of parts into which each row is divided. `run` [B, T] is the number of each token's
+    document; if it is None, return None.
     """
     if run is None:
         return None

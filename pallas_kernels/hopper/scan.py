@@ -31,8 +31,9 @@ _TOKEN_ROWS = ("beta", "read_decay", "write_decay")  # what the input `rows` con
 
 
 def zip_with_keys(S, others=None):
-    """Return, for each tile [64, size] of a memory S [64, K] that is divided along its key channels, the pair of the slice of these
-    channels and the tile. With `others`, pair each slice with an item of that list instead.
+    """Return a list of pairs (slice of key channels, tile), one for each tile [64, size] of a memory S [64,
+    K] that is divided along its key channels. With a list `others`, pair each slice with an item of it
+    instead of the tile.
     """
     keys = (pl.ds(n * x.shape[1], x.shape[1]) for n, x in enumerate(S))
     return list(zip(keys, S if others is None else others, strict=False))
@@ -80,13 +81,14 @@ def scan(
         interpret: parameters of the interpreter, or False.
         parts: the number of parts of each row, a divisor of its number of chunks N. All parts are computed at the same time, each from
             its initial memory.
-        checkpoints: a divisor of N. If more than 1, also return S at the beginning of each of so many equal parts of a row; `parts` is
-            then 1.
+        checkpoints: a divisor of N. If it is more than 1, the row is divided into that many equal parts, and the
+            memory S before each of them is also returned; `parts` is then 1.
         chunk_bounds: [B, S + 1], the chunks at which those of a row's S memories begin and end, or None; `parts` is then 1.
 
     Returns:
-        The outputs, the saved memories [B, heads, N, V, K] if `save`, those of the checkpoints [B, heads * checkpoints, K, V] if there
-        are any, and the last ones [B * S, heads * parts, K, V].
+        The outputs; if `save`, the transposed memories before each chunk [B, heads, N, V, K]; with
+        `checkpoints` above 1, the checkpointed memories [B, heads * checkpoints, K, V]; and the memories after
+        the last chunk [B * S, heads * parts, K, V].
     """
     inputs = {name: x for name, x in arrays.items() if x is not None}
     batch, length, _, width = tokens.shape
@@ -143,12 +145,13 @@ def _smem(call: Call, plan: Plan) -> dict[str, Any]:
 
 
 class _Position(NamedTuple):
-    """Which memory of a row and head a warpgroup of the scan computes, which of its value channels, and which chunks update it.
+    """Which memory a warpgroup of the scan computes, which of its value channels, and which chunks update it.
 
     Attributes:
         b: index of the row of the batch.
         h: index of the head.
-        memory: the two indices of the memory in the arrays of the first and of the last memories.
+        memory: the memory's two indices in the arrays [B * S, heads * parts, ...] of initial and of final
+            memories.
         steps: the number of chunks that update the memory.
         chunk: a function that returns the index in the row of the n-th of these chunks.
         group: the warpgroup's index in its thread block.
@@ -186,13 +189,14 @@ def _position(call: Call, plan: Plan, refs: dict[str, Any]) -> _Position:
 
 
 class _Warpgroup(NamedTuple):
-    """The work of one warpgroup of the scan: 64 value channels of one memory, carried over all chunks that update it.
+    """One warpgroup's computation in the scan: it carries 64 value channels of one memory over all chunks
+    that update it.
 
     Attributes:
         call: the sizes and options of the scan.
         plan: how a thread block uses warpgroups and shared memory.
         step: the caller's function that computes one chunk.
-        at: the memory, value channels and chunks that the warpgroup computes.
+        at: which memory, value channels and chunks the warpgroup computes.
         refs: references to inputs and outputs in global memory, by name.
         smem: references to the buffers of `_smem` in shared memory, by name.
     """
@@ -217,8 +221,9 @@ class _Warpgroup(NamedTuple):
         )(*sources)  # fmt: skip
 
     def source(self, name: str) -> tuple[Any, Any]:
-        """Return the input `name` of this memory in global memory, and the specification of the block of it that the pipeline loads for
-        each chunk.
+        """Return how the scan's pipeline loads the input `name` chunk by chunk: a reference in global memory
+        to the input's values for this memory, and the specification of the block that is loaded for each
+        chunk.
         """
         call, at, shape = self.call, self.at, self.call.shapes[name]
         if name in ("v", *KEY_INPUTS):
@@ -235,8 +240,9 @@ class _Warpgroup(NamedTuple):
         return source, plgpu.BlockSpec(block, lambda n: (at.chunk(n), *rest), transforms=transforms)
 
     def compute_all(self, pipeline: Callable) -> None:
-        """Run the pipeline over the chunks from the initial memory on, and store the memory after the last chunk. `pipeline` takes the
-        first memory and returns the last one.
+        """Run the pipeline over all chunks that update this warpgroup's memory, and store the memory after
+        the last one. `pipeline` is a function from the memory before the first chunk to the memory after the
+        last chunk.
         """
         call, at = self.call, self.at
         S = pipeline(tuple(self.initial(n) for n in range(0, call.depth, call.size)))
@@ -245,8 +251,9 @@ class _Warpgroup(NamedTuple):
         plgpu.wait_smem_to_gmem(0)
 
     def initial(self, key: int):
-        """Return one tile [64, size] of the initial memory S [64, K], the one whose first key channel is `key`: loaded, or of zeros, or of
-        the identity if the scan has no values.
+        """Return one tile [64, size] of the initial memory S [64, K], the tile whose first key channel is
+        `key`: loaded from global memory, or of zeros if there is no initial memory, or of the identity if
+        also the scan has no values.
         """
         call, at = self.call, self.at
         if not call.from_zero:
@@ -259,10 +266,13 @@ class _Warpgroup(NamedTuple):
         return jnp.where(i + at.columns.start == j + key, 1.0, 0.0).astype(_F32)
 
     def compute_chunk(self, indices, *arguments) -> Any:
-        """Compute one chunk with the caller's `step`, and return the memory after it.
+        """Compute one chunk of the scan: call the caller's `step` with the chunk's inputs and the memory
+        before the chunk, and return the memory after the chunk.
 
-        `indices` has the number of the pipeline's step; `arguments` are references to the chunk's inputs in shared memory and, last, the
-        memory before the chunk.
+        Args:
+            indices: the index of the pipeline's step, as a sequence of one number.
+            *arguments: references to the chunk's inputs in shared memory; the last one is the memory before
+                the chunk, tiles [64, size].
         """
         *loaded, S = arguments
         chunk: dict[str, Any] = dict(zip(self.call.shapes, loaded, strict=True))
@@ -296,11 +306,11 @@ class _Warpgroup(NamedTuple):
 
 
 class _Copies(NamedTuple):
-    """Functions that copy one chunk's memory and outputs from registers to shared and on to global memory, for one call of the caller's
-    `step`.
+    """Functions that copy one chunk's memory and outputs from registers through shared memory to global
+    memory. The scan gives them to its caller's function `step`.
 
     Attributes:
-        warpgroup: the computation to which the chunk belongs.
+        warpgroup: the warpgroup that computes the chunk.
         n: index of the chunk in the row.
         buffers: the warpgroup's [64, 64] buffers in shared memory.
     """
@@ -338,8 +348,8 @@ class _Copies(NamedTuple):
             operands = []
 
     def saved(self, *keys):
-        """Return a reference to the place in global memory where the memory before this chunk is saved, or only the slice `keys` of its
-        key channels.
+        """Return a reference to the place in global memory where the memory before this chunk is saved,
+        [64 value channels, K]; with `keys`, a slice of key channels, only to these channels of it.
         """
         at = self.warpgroup.at
         return self.warpgroup.refs["states"].at[at.b, at.h, self.n, at.columns, *keys]
@@ -361,8 +371,8 @@ class _Copies(NamedTuple):
         plgpu.copy_smem_to_gmem(buffer, self.saved())
 
     def store_outputs(self, *values) -> None:
-        """Start to store this chunk's outputs in global memory; `values` has each of them in registers, transposed: [64 value channels,
-        C].
+        """Start to store this chunk's outputs in global memory. `values` are the outputs in registers, one
+        tile [64 value channels, C] each (transposed).
         """
         call, plan, at = self.warpgroup.call, self.warpgroup.plan, self.warpgroup.at
         if not values:

@@ -47,8 +47,8 @@ class Call(NamedTuple):
 
     @property
     def in_smem(self) -> bool:
-        """Whether the memory S is a left operand of products in shared memory, in tiles of 64 key channels; otherwise it is one in
-        registers, as one tile.
+        """Whether matrix products read their left operand, the memory S, from shared memory, in tiles of 64
+        key channels; otherwise from registers, as one tile.
         """
         return bool(self.interpret) or self.depth > _LARGEST_IN_REGISTERS
 
@@ -66,8 +66,8 @@ class Call(NamedTuple):
 
     @property
     def row_count(self) -> int:
-        """The number of values per token in the input `rows` [B, heads, T * n]: n, of beta and the two decays of reads and writes; 0
-        without that input.
+        """n, the number of values for each token in the scan's input `rows` [B, heads, T * n]: 1 (beta), or 3
+        (beta and the decays of the token's read and of its write); 0 if the scan has no such input.
         """
         return self.shapes["rows"][2] // self.length if "rows" in self.shapes else 0
 
@@ -76,9 +76,11 @@ class Plan(NamedTuple):
     """How the delta rules' scan kernel uses the warpgroups and the shared memory of a thread block.
 
     Attributes:
-        groups: the number of computing warpgroups of a thread block, which use the same loaded inputs: 1 or 2.
+        groups: the number of computing warpgroups of a thread block, which use the same loaded inputs: 1 or
+            2.
         buffers: the number of [64, 64] buffers in shared memory of each of these warpgroups.
-        separate: whether every tile of the memory S and every output has a buffer of its own.
+        separate: whether there is one buffer for every tile of the memory S and every output; otherwise they
+            use the same buffers in turn.
         stages: the number of chunks whose inputs are loaded or in use at once.
     """
 
@@ -93,8 +95,9 @@ def make_plan(call: Call, programs: int, blocks: int, processors: int) -> Plan:
 
     Args:
         call: the sizes and options of the scan.
-        programs: the number of warpgroups that compute, each 64 columns (value channels) of one memory.
-        blocks: the number of these warpgroups that compute one memory.
+        programs: the number of computing warpgroups of all thread blocks; each has 64 value channels of one
+            memory.
+        blocks: the number of these warpgroups that compute one memory: V / 64.
         processors: the number of streaming multiprocessors of the card.
     """
     # Two warpgroups of a thread block take 1.7 times as long as one that has a processor of its own. So two share a block if that fills all
@@ -111,8 +114,8 @@ def make_plan(call: Call, programs: int, blocks: int, processors: int) -> Plan:
 
 
 def _count_stages(call: Call, groups: int, buffers: int) -> int:
-    """Return the number of chunks whose inputs fit into a thread block's shared memory, at most `_STAGES`, next to `buffers` [64, 64]
-    buffers for each of its `groups` computing warpgroups.
+    """Return the number of chunks whose inputs fit into a thread block's shared memory at once, at most
+    `_STAGES`, in addition to `buffers` buffers [64, 64] for each of its `groups` computing warpgroups.
     """
     sizes = dict.fromkeys(call.shapes, CHUNK) | dict.fromkeys(KEY_INPUTS, call.depth)
     sizes |= dict(v=groups * BLOCK, rows=8, chunk_decay=8)  # vectors are aligned to 1024 bytes

@@ -27,7 +27,9 @@ def unit_inverse(strict, apart, right, left, interpret: Any):
     """
 
     def product(b, *lefts):
-        """Return the sum of the matrix products a b, [64, 64] float32, over the tiles a of `lefts`, with a and b rounded to bfloat16."""
+        """Return Σ_a a b, the sum of the matrix products of all tiles a [64, 64] in `lefts` with the tile b
+        [64, 64], in float32. The operands are rounded to bfloat16.
+        """
         right[...] = b.astype(_BF16)
         lefts = [wg.as_left(a, left and left[n], interpret) for n, a in enumerate(lefts)]
         plgpu.commit_smem()

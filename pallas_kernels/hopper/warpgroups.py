@@ -27,12 +27,16 @@ def load_rows(ref):
 
 
 def spread_rows(x, shape):
-    """Return a tile of `shape` in registers from a vector x with one value for each row, which all columns of that row get."""
+    """Return a tile of `shape` [rows, columns] in registers with x_i in every column of row i, from a vector
+    x [rows].
+    """
     return lax.broadcast_in_dim(x, shape, [0])
 
 
 def spread_columns(x, shape):
-    """Return a tile of `shape` in registers from a vector x with one value for each column, which all rows of that column get."""
+    """Return a tile of `shape` [rows, columns] in registers with x_j in every row of column j, from a vector
+    x [columns].
+    """
     return lax.broadcast_in_dim(x, shape, [1])
 
 
@@ -106,8 +110,12 @@ class Accumulator:
     """
 
     def __init__(self, ref, start=None):
-        """Bind the tile to which products are added: `ref` is a reference to zeros and `start` an initial tile, which `read` adds; or
-        `ref` is a reference to the initial tile itself and `start` is None.
+        """Store the reference to a float32 tile in registers to which `plgpu.wgmma` adds matrix products.
+
+        Args:
+            ref: the reference; without `start`, it has the initial tile itself.
+            start: an initial tile, which `read` adds. Then `ref` has zeros: the interpreter supports no other
+                initial value.
         """
         self.ref, self._start = ref, start
 
@@ -120,11 +128,11 @@ class Accumulator:
 
 
 def with_accumulators(use, *starts: Any, interpret: Any) -> Any:
-    """Call a function with accumulators for matrix products, one `Accumulator` for each of `starts`, and return its result. A start is an
-    initial tile, or the shape of a tile of zeros.
+    """Call the function `use` with accumulators for matrix products, one `Accumulator` for each of `starts`,
+    and return its result. Each of `starts` is an initial tile, or the shape of a tile of zeros.
 
-    `use` can compute other things between the start of a product and `read`, while the product is running. It cannot return a result of
-    `as_left`.
+    `use` can compute other things between the start of a product and `Accumulator.read`, while the product is
+    running. It cannot return a result of `as_left`.
     """
     values = [None if isinstance(x, tuple) else x for x in starts]
 
@@ -153,14 +161,17 @@ def products_from_zero(products, *shapes):
 
 
 def overlap(products, shapes, more, starts, use, *, interpret: Any) -> Any:
-    """Run a function of the results of some matrix products while other products are running.
+    """Compute some matrix products, and call the function `use` with their results while other matrix
+    products are still running.
 
     Args:
-        products: a function that adds the first products to references to tiles of zeros.
+        products: function that adds the first products to references to tiles of zeros.
         shapes: the shapes of these tiles.
-        more: a function that adds one product to each of the references to the tiles `starts`, which it receives.
-        starts: the initial tiles of the other products.
-        use: called with the results of `products` while those of `more` are running; it cannot make operands of products.
+        more: function that adds one product to each of the references that it receives, whose tiles begin as
+            `starts`.
+        starts: the initial tiles to which the other products are added.
+        use: function of the results of `products`, called while the products of `more` are running; it cannot
+            make operands of products.
         interpret: parameters of the interpreter, or False.
 
     Returns:

@@ -9,7 +9,7 @@ decayed scores, each memory does
 strong decay before j. So the pairs i > j are divided into levels by halving the chunk down to single rows: on the level of blocks
 of `half` rows, i is in the later and j in the earlier of two neighbouring blocks. Then e^(b_i - b_j) is the product of two factors,
 e^(sum from the later block's first row to i) of the later row and e^(sum after j to the earlier block's last row) of the earlier row.
-Both are at most 1, are sums of terms of one sign, and depend on no token after i. On a level each row is in a later or in an earlier
+Both factors are at most 1; their exponents are sums of terms of one sign, and depend on no token after i. On a level each row is in a later or in an earlier
 block, never in both. So one tile X, with the rows of q times their factors in later blocks and those of k in earlier blocks, contains
 both operands: the level's scores are the pairs (i, j) of X Xᵀ that `is_pair` selects, and the gradient of X is a symmetric matrix
 times X. The sums are products with a matrix of zeros and ones, `in_factor`.
@@ -39,11 +39,12 @@ FLOOR = -128.0  # e^-128 is 0 in float32
 
 
 class Chunk(NamedTuple):
-    """The arrays of one chunk that depend on no memory, by which `read` and `write` multiply values and memory; b are the inclusive sums
-    of the log decay per key channel.
+    """The arrays of one chunk that depend on no memory, by which `read` and `write` multiply values and
+    memory. b are the inclusive sums of the log decay per key channel, b_C the sum over the whole chunk.
 
     Attributes:
-        scores: [C, C], P: the decayed, scaled scores of queries and keys, 0 where token i does not read token j.
+        scores: [C, C], P: the decayed, scaled scores of queries and keys, 0 where token i does not read token
+            j.
         read: [C, K], scale q e^b: the queries, decayed since the chunk's start.
         written: [C, K], k e^(b_C - b): the keys, decayed up to the chunk's end.
         chunk_decay: [K], e^(b_C): the decay of the memory over the whole chunk.
@@ -56,15 +57,16 @@ class Chunk(NamedTuple):
 
 
 class Gradient(NamedTuple):
-    """The gradients of one chunk's inputs.
+    """The gradients of the inputs of one chunk of linear attention with a decay per key channel, as
+    `backward` returns them.
 
     Attributes:
-        q: [C, K], of the queries.
-        k: [C, K], of the keys.
-        v: [C, V], of the values.
-        g: [C, K], of the log decay.
-        memory: [K, V], of the memory before the chunk.
-        bonus: [K], of the bonus; 0 if there is none.
+        q: [C, K], the gradient of the queries.
+        k: [C, K], the gradient of the keys.
+        v: [C, V], the gradient of the values.
+        g: [C, K], the gradient of the log decay.
+        memory: [K, V], the gradient of the memory before the chunk.
+        bonus: [K], the gradient of the bonus; 0 if there is none.
     """
 
     q: jax.Array
@@ -114,18 +116,17 @@ class Documents(NamedTuple):
 def chunk_forward(
     q, k, g, *, scale: float, documents: Documents | None = None, bonus=None
 ) -> Chunk:
-    """Compute the arrays of one chunk that depend on no memory: the decayed scores, queries and keys, and the decay over the chunk.
+    """Compute the arrays of one chunk that depend on no memory, as a `Chunk`: the decayed scores [C, C], the
+    decayed queries and keys [C, K], and the decay of the memory over the chunk [K].
 
     Args:
         q: [C, K], the queries, C a power of two.
         k: [C, K], the keys.
         g: [C, K] float32, the log decay, at most 0.
-        scale: multiplies q.
+        scale: the factor by which the queries are multiplied.
         documents: which tokens belong to the same document; None is one document.
-        bonus: [K], multiplies the token's own product of query and key; a token then reads before it writes. None is no bonus.
-
-    Returns:
-        The scores [C, C], the decayed queries and keys [C, K], and the chunk's decay [K], as a `Chunk`.
+        bonus: [K], the weight of the token's own product of query and key; a token then reads before it
+            writes. None is no bonus.
     """
     size, exclusive = len(g), bonus is not None
     i, j = iota(size, size, 0), iota(size, size, 1)
@@ -144,8 +145,9 @@ def chunk_forward(
 
 
 def where_later(half: int, of_later, of_earlier):
-    """Combine two tiles with a row for each token: of every two neighbouring blocks of `half` rows, the later block from `of_later` and
-    the earlier one from `of_earlier`.
+    """Combine two tiles [C, *] with a row for each token of a chunk, such as queries and keys: of every two
+    neighbouring blocks of `half` rows, return the later block from `of_later` and the earlier one from
+    `of_earlier`.
     """
     return jnp.where(iota(len(of_later), 1, 0) & half > 0, of_later, of_earlier)
 
@@ -165,14 +167,16 @@ def factor(g, half: int, later=None, exclusive: bool = False):
 
 
 def read(chunk: Chunk, v, memory):
-    """Return the output of a chunk's tokens [C, V]: what they read of each other's values v [C, V] and of the memory before the chunk [K,
-    V].
+    """Return the output of a chunk's tokens, O = P v + scale (q e^b) S [C, V]: what they read of each other's
+    values v [C, V], by the decayed scores P, and of the memory S before the chunk [K, V].
     """
     return dot(chunk.scores, v) + dot(chunk.read, memory)
 
 
 def write(chunk: Chunk, v, memory):
-    """Return the memory after a chunk [K, V]: the memory before it, decayed, plus the writes of the chunk's values v [C, V]."""
+    """Return the memory after a chunk, S' = e^(b_C) S + (k e^(b_C - b))ᵀ v [K, V]: the memory S before it,
+    decayed, plus the decayed writes of the chunk's values v [C, V].
+    """
     return chunk.chunk_decay[:, None] * memory + dot(chunk.written, v, "tn")
 
 
@@ -180,10 +184,21 @@ def backward(
     q, k, v, g, memory, d_out, d_memory, *, scale: float, documents: Documents | None = None,
     bonus=None,
 ) -> Gradient:  # fmt: skip
-    """Return the gradients of all inputs of a chunk, from the gradients of its output, `d_out` [C, V], and of the memory after it,
-    `d_memory` [K, V].
+    """Return the gradients of all inputs of one chunk of linear attention with a decay per key channel, as a
+    `Gradient`.
 
-    `memory` [K, V] is the memory before the chunk; the other arguments are the values v [C, V] and those of `chunk_forward`.
+    Args:
+        q: [C, K], the queries.
+        k: [C, K], the keys.
+        v: [C, V], the values.
+        g: [C, K] float32, the log decay, at most 0.
+        memory: [K, V], the memory before the chunk.
+        d_out: [C, V], the gradient of the output.
+        d_memory: [K, V], the gradient of the memory after the chunk.
+        scale: the factor by which the queries are multiplied.
+        documents: which tokens belong to the same document; None is one document.
+        bonus: [K], the weight of the token's own product of query and key; a token then reads before it
+            writes. None is no bonus.
     """
     size, exclusive = len(g), bonus is not None
     i, j = iota(size, size, 0), iota(size, size, 1)

@@ -39,15 +39,16 @@ _FLOOR = -128.0  # e^-128 is 0 in float32
 
 
 class Chunk(NamedTuple):
-    """The factors by which a chunk of C tokens decays, and the mask of the tokens that read each other; b are the inclusive sums of the
-    log decay.
+    """The decay factors of one chunk of C tokens, and the mask of the tokens that read each other. b are the
+    inclusive sums of the log decay over the chunk, b_C the sum over all of it.
 
     Attributes:
         weights: [C, C], G: e^(b_i - b_j) where token i reads token j, else 0.
-        read_decay: [C, 1], e^b, of the memory before the chunk in what each token reads; 0 for tokens of documents that begin in the chunk.
-        write_decay: [C, 1], e^(b_C - b), of each token's write in the memory after the chunk; 0 for documents that end before
-            the chunk's last token.
-        chunk_decay: [1, 1], e^b_C, of the memory over the whole chunk.
+        read_decay: [C, 1], e^b, the decay of the memory from the chunk's start to each token's read; 0 for
+            tokens of documents that begin in the chunk.
+        write_decay: [C, 1], e^(b_C - b), the decay of each token's write up to the chunk's end; 0 for tokens
+            of documents that end before the chunk's last token.
+        chunk_decay: [1, 1], e^b_C, the decay of the memory over the whole chunk.
         seen: [C, C] bool, whether token i reads token j: i >= j, in one document.
     """
 
@@ -68,8 +69,12 @@ class Gradients(NamedTuple):
 
 
 def read_chunk(log_decay: jax.Array, run: jax.Array, before: jax.Array) -> Chunk:
-    """Compute a chunk's decay factors and its mask, from log decays [C] and the numbers of the tokens' documents, `run` [C]. `before` is
-    the document number of the last token before the chunk.
+    """Compute a chunk's decay factors, and its mask of the tokens that read each other, as a `Chunk`.
+
+    Args:
+        log_decay: [C], the log decay of each token.
+        run: [C], the number of each token's document.
+        before: the number of the document of the last token before the chunk.
     """
     i, j = _indices(len(log_decay))
     log_decay = jnp.maximum(log_decay, _FLOOR)
@@ -112,8 +117,16 @@ def unit_inverse(
 
 
 def chunk_forward(q, k, beta, chunk: Chunk, scale: float) -> tuple[jax.Array, jax.Array]:
-    """Compute the two matrices [C, C] of a chunk of the delta rule that depend on no memory: X, the inverse of its triangular system, and
-    P, the decayed and scaled scores of queries and keys. Chunks can be computed in parallel.
+    """Compute the two matrices [C, C] of a chunk of the delta rule that depend on no memory: X, the inverse
+    of its triangular system, and P, the decayed and scaled scores of queries and keys. All chunks can be
+    computed in parallel.
+
+    Args:
+        q: [C, K], the queries.
+        k: [C, K], the keys.
+        beta: [C], the write strength of each token.
+        chunk: the chunk's decay factors.
+        scale: the factor by which the queries are multiplied.
     """
     i, j = _indices(len(k))
     strict = jnp.where(i > j, k @ k.T * chunk.weights, 0)
@@ -122,10 +135,20 @@ def chunk_forward(q, k, beta, chunk: Chunk, scale: float) -> tuple[jax.Array, ja
 
 
 def scan_forward(q, k, v, beta, memory, inverse, scores, chunk: Chunk, scale: float):
-    """Compute one chunk of the delta rule from the memory before it: return the output [C, V], the tokens' errors [C, V] (value less what
-    the memory has at the key), and the memory after the chunk [K, V].
+    """Compute one chunk of the delta rule from the memory before it: return the output [C, V], the tokens'
+    errors [C, V] (each token's value less what the memory returns for its key), and the memory after the
+    chunk [K, V].
 
-    `inverse` and `scores` are the chunk's matrices from `chunk_forward`.
+    Args:
+        q: [C, K], the queries.
+        k: [C, K], the keys.
+        v: [C, V], the values.
+        beta: [C], the write strength of each token.
+        memory: [K, V], the memory before the chunk.
+        inverse: [C, C], the inverse of the chunk's triangular system, from `chunk_forward`.
+        scores: [C, C], the decayed and scaled scores of queries and keys, from `chunk_forward`.
+        chunk: the chunk's decay factors.
+        scale: the factor by which the queries are multiplied.
     """
     missing = inverse @ (v - chunk.read_decay * (k @ memory))
     writes = beta[:, None] * missing
@@ -134,10 +157,19 @@ def scan_forward(q, k, v, beta, memory, inverse, scores, chunk: Chunk, scale: fl
 
 
 def scan_backward(q, k, beta, d_out, d_memory, inverse, scores, chunk: Chunk, scale: float):
-    """Compute the gradients of a chunk's values [C, V] and of the memory before it [K, V], from those of its output (`d_out`) and of the
-    memory after it (`d_memory`).
+    """Compute the gradients of a chunk's values [C, V] and of the memory before the chunk [K, V] by the delta
+    rule, from those of the chunk's output and of the memory after it.
 
-    `inverse` and `scores` are the chunk's matrices from `chunk_forward`.
+    Args:
+        q: [C, K], the queries.
+        k: [C, K], the keys.
+        beta: [C], the write strength of each token.
+        d_out: [C, V], the gradient of the output.
+        d_memory: [K, V], the gradient of the memory after the chunk.
+        inverse: [C, C], the inverse of the chunk's triangular system, from `chunk_forward`.
+        scores: [C, C], the decayed and scaled scores of queries and keys, from `chunk_forward`.
+        chunk: the chunk's decay factors.
+        scale: the factor by which the queries are multiplied.
     """
     d_writes = scores.T @ d_out + chunk.write_decay * (k @ d_memory)
     dv = inverse.T @ (beta[:, None] * d_writes)
@@ -146,10 +178,20 @@ def scan_backward(q, k, beta, d_out, d_memory, inverse, scores, chunk: Chunk, sc
 
 
 def chunk_backward(q, k, beta, missing, d_out, dv, memory, d_memory, chunk: Chunk, scale: float):
-    """Compute the gradients of a chunk's queries, keys, beta and log decays, after the backward scan; chunks can be computed in parallel.
+    """Compute the gradients of a chunk's queries, keys, beta and log decays by the delta rule, from the
+    results of `scan_forward` and `scan_backward`; all chunks can be computed in parallel.
 
-    The inputs include the memory before the chunk (`memory`), the gradient of the memory after it (`d_memory`), the tokens' errors of
-    `scan_forward` (`missing`) [C, V], and the gradient of the values of `scan_backward` (`dv`) [C, V].
+    Args:
+        q: [C, K], the queries.
+        k: [C, K], the keys.
+        beta: [C], the write strength of each token.
+        missing: [C, V], the tokens' errors, from `scan_forward`.
+        d_out: [C, V], the gradient of the output.
+        dv: [C, V], the gradient of the values, from `scan_backward`.
+        memory: [K, V], the memory before the chunk.
+        d_memory: [K, V], the gradient of the memory after the chunk.
+        chunk: the chunk's decay factors and mask.
+        scale: the factor by which the queries are multiplied.
     """
     i, j = _indices(len(k))
     scores, alike = q @ k.T, k @ k.T

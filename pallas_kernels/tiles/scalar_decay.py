@@ -38,10 +38,10 @@ _COARSE = 512.0
 
 
 class Heads(NamedTuple):
-    """Which memories one tile contains: a tile has the channels of n memories side by side as columns.
+    """Which memories a tile [C, n * D] contains: n memories, each with D channels as columns, side by side.
 
     Attributes:
-        first: index of the tile's first memory among the columns of the decays of a `Chunk`.
+        first: index of the tile's first memory among the h memories of a `Chunk`.
         count: n, the number of memories in the tile.
         keys: number of key heads in the tile: n, or 1 if all its memories share one key.
     """
@@ -75,15 +75,18 @@ class Chunk(NamedTuple):
 
 
 class ReadGradient(NamedTuple):
-    """The gradients that a chunk's output causes, for the n memories of a tile.
+    """The gradients of one chunk's inputs that come through the chunk's output, not through the memory after
+    it, for the n memories of a tile. `columns` and `rows` are empty if no gradient of the log decay is
+    computed.
 
     Attributes:
-        q: the gradient of the queries, shaped like the tile of queries.
-        k: the gradient of the keys, shaped like the tile of keys.
+        q: [C, n * K] or [C, K], the gradient of the queries.
+        k: [C, n * K] or [C, K], the gradient of the keys.
         v: [C, n * V], the gradient of the values.
         memory: the gradient of the block-diagonal memory S before the chunk.
-        columns: for each memory [C, 1], a term of the gradient of the log decay, by the token that reads; empty if it is not asked for.
-        rows: for each memory [1, C], a term of the same gradient, by the token that is read; empty if it is not asked for.
+        columns: for each memory [C, 1], a number for each token as the one that reads, which `decay_gradient`
+            sums to the gradient of the log decay.
+        rows: for each memory [1, C], such a number for each token as the one that is read by others.
     """
 
     q: jax.Array
@@ -95,14 +98,18 @@ class ReadGradient(NamedTuple):
 
 
 class WriteGradient(NamedTuple):
-    """The gradients that the memory after a chunk causes, for the n memories of a tile.
+    """The gradients of one chunk's inputs that come through the memory after the chunk, not through its
+    output, for the n memories of a tile. `columns` and `totals` are empty if no gradient of the log decay is
+    computed.
 
     Attributes:
-        k: the gradient of the keys, shaped like the tile of keys.
+        k: [C, n * K] or [C, K], the gradient of the keys.
         v: [C, n * V], the gradient of the values.
         memory: the gradient of the block-diagonal memory S before the chunk.
-        columns: for each memory [C, 1], each token's value times its gradient, a term of the log decay's gradient; empty if not asked for.
-        totals: for each memory [1, 1], the inner product of the memory and its gradient, another such term; empty if not asked for.
+        columns: for each memory [C, 1], the inner product of each token's value and its gradient, from which
+            `decay_gradient` computes a term of the log decay's gradient.
+        totals: for each memory [1, 1], e^b_C <S, dS'>, the inner product of the decayed memory and the
+            gradient of the memory after the chunk: another term of the log decay's gradient.
     """
 
     k: jax.Array
@@ -143,15 +150,17 @@ def exact_sums(x: jax.Array, mask: jax.Array) -> jax.Array:
 def read_chunk(
     log_decay: jax.Array | None, runs: jax.Array | None, size: int, scale: float
 ) -> Chunk:
-    """Compute a chunk's decay factors and its mask of tokens that read each other, from its log decays and document numbers.
+    """Compute a chunk's decay factors and its mask of the tokens that read each other, as a `Chunk`, from log
+    decays and document numbers.
 
     Args:
-        log_decay: [h, C] float32, the log decay of each of h memories, at most 0, with h a multiple of 8; None is no decay. Below -128
-            it is a factor of 0.
-        runs: [8, C] float32, of `row_layout.document_rows`; None is one document. Its rows are the number of each token's document, 1
-            where that is the document of the last token before the chunk, and 1 where that is the document of the chunk's last token.
+        log_decay: [h, C] float32, the log decay of each of h memories, at most 0, with h a multiple of 8;
+            None is no decay. Any value below -128 is a decay of 0.
+        runs: [8, C] float32, from `row_layout.document_rows`; None is one document. Row 0 has the number of
+            each token's document. Row 1 has 1 where this is the document of the last token before the chunk,
+            row 2 has 1 where it is the document of the chunk's last token, else 0.
         size: C, the number of tokens in the chunk.
-        scale: multiplies the queries.
+        scale: the factor by which the queries are multiplied.
     """
     i, j = iota(size, size, 0), iota(size, size, 1)
     seen = i >= j
@@ -191,10 +200,17 @@ def weights(chunk: Chunk, head: int):
 
 
 def read(q, k, v, memory, scales, chunk: Chunk, heads: Heads) -> jax.Array:
-    """Return the output of a chunk for the n memories of a tile, [C, n * V] float32: what its tokens read from each other and from the
-    memory before the chunk.
+    """Return the output of one chunk for the n memories of a tile, [C, n * V] float32: (q kᵀ ⊙ W) v + scale
+    e^b ⊙ (q S), what the tokens read from each other and from the memory S before the chunk.
 
-    `scales` is a list with `weights` for each memory, and `memory` is that memory, block-diagonal, in q's dtype.
+    Args:
+        q: [C, n * K] or [C, K], the queries.
+        k: the keys, shaped like q.
+        v: [C, n * V], the values.
+        memory: the block-diagonal memory S, in q's dtype.
+        scales: for each memory, the weights W of its scores [C, C], as `weights` returns them.
+        chunk: the chunk's decay factors and mask.
+        heads: which memories the tile contains.
     """
     parts, scores = [], None
     for index, scale in enumerate(scales):
@@ -209,8 +225,15 @@ def read(q, k, v, memory, scales, chunk: Chunk, heads: Heads) -> jax.Array:
 
 
 def write(k, v, memory, chunk: Chunk, heads: Heads) -> jax.Array:
-    """Return the memory after a chunk, S' in float32, from the memory before it (`memory`, float32): decayed, plus the decayed writes of
-    the chunk's keys and values.
+    """Return the memory after a chunk, S' = e^b_C S + kᵀ (e^(b_C - b) ⊙ v), float32 and block-diagonal, for
+    the n memories of a tile.
+
+    Args:
+        k: [C, n * K] or [C, K], the keys.
+        v: [C, n * V], the values.
+        memory: the block-diagonal memory S before the chunk, float32.
+        chunk: the chunk's decay factors.
+        heads: which memories the tile contains.
     """
     update = _diagonal(dot(k, _leaving(v, chunk, heads), "tn"), heads)
     return _decay(memory, chunk, heads) + update
@@ -219,11 +242,19 @@ def write(k, v, memory, chunk: Chunk, heads: Heads) -> jax.Array:
 def read_backward(
     q, k, v, d_out, memory, scales, chunk: Chunk, heads: Heads, *, decays: bool
 ) -> ReadGradient:
-    """Return the gradients of a chunk's queries, keys, values and of the memory before it that its output causes, given the output's
-    gradient, `d_out` [C, n * V], for the n memories of a tile.
+    """Return the gradients of a chunk's queries, keys and values, and of the memory before it, that come
+    through the chunk's output, for the n memories of a tile.
 
-    If `decays`, they include terms of the log decay's gradient. `scales` is a list with `weights` for each memory, and `memory` is the
-    memory before the chunk, in q's dtype.
+    Args:
+        q: [C, n * K] or [C, K], the queries.
+        k: the keys, shaped like q.
+        v: [C, n * V], the values.
+        d_out: [C, n * V], the gradient of the output.
+        memory: the block-diagonal memory before the chunk, in q's dtype.
+        scales: for each memory, the weights of its scores [C, C], as `weights` returns them.
+        chunk: the chunk's decay factors and mask.
+        heads: which memories the tile contains.
+        decays: whether to compute also the terms of the log decay's gradient.
     """
     dq, dv, pairs, columns, rows = [], [], [], [], []
     scores = None
@@ -264,10 +295,17 @@ def read_backward(
 def write_backward(
     k, v, memory, d_memory, chunk: Chunk, heads: Heads, *, decays: bool
 ) -> WriteGradient:
-    """Return the gradients of a chunk's keys, values and of the memory before it that the memory after it causes, given that memory's
-    gradient, `d_memory` (float32), for the n memories of a tile.
+    """Return the gradients of a chunk's keys and values, and of the memory before it, that come through the
+    memory after the chunk, for the n memories of a tile.
 
-    If `decays`, they include terms of the log decay's gradient. `memory` is the memory before the chunk, in k's dtype.
+    Args:
+        k: [C, n * K] or [C, K], the keys.
+        v: [C, n * V], the values.
+        memory: the block-diagonal memory before the chunk, in k's dtype.
+        d_memory: the gradient of the block-diagonal memory after the chunk, float32.
+        chunk: the chunk's decay factors.
+        heads: which memories the tile contains.
+        decays: whether to compute also the terms of the log decay's gradient.
     """
     narrow = d_memory.astype(k.dtype)
     dv = dot(k, narrow)
@@ -284,14 +322,18 @@ def write_backward(
 
 
 def decay_gradient(reads, read_rows, writes, totals, chunk: Chunk) -> jax.Array:
-    """Return the gradient of a chunk's log decay for all memories, [h, C], with rows of zeros up to a multiple of 8.
+    """Return the gradient of a chunk's log decay for all h memories, [h, C], with rows of zeros up to a
+    multiple of 8.
 
     Args:
-        reads: `ReadGradient.columns` of all h memories: [C, 1] each, terms by the token that reads.
-        read_rows: `ReadGradient.rows` of all h memories: [1, C] each, terms by the token that is read.
-        writes: `WriteGradient.columns` of all h memories: [C, 1] each, values times their gradients through the next memory.
-        totals: `WriteGradient.totals` of all h memories: [1, 1] each, inner products of the memory and its gradient.
-        chunk: the chunk's decay factors and mask, of which the mask of tokens that read each other is used.
+        reads: for each memory [C, 1], a number for each token as the one that reads (`ReadGradient.columns`).
+        read_rows: for each memory [1, C], a number for each token as the one that is read
+            (`ReadGradient.rows`).
+        writes: for each memory [C, 1], the inner products of values and their gradients through the memory
+            after the chunk (`WriteGradient.columns`).
+        totals: for each memory [1, 1], the inner product of the decayed memory and the gradient of the memory
+            after the chunk (`WriteGradient.totals`).
+        chunk: the chunk's decay factors and mask; only the mask of tokens that read each other is used.
     """
     size, count = len(reads[0]), -(-len(reads) // 8) * 8
     transposed = _as_rows(dict(enumerate(reads)) | dict(enumerate(writes, count)), size)
@@ -327,16 +369,17 @@ def side_by_side(parts: list[jax.Array], width: int) -> jax.Array:
 
 
 def fold(memory: jax.Array, heads: Heads) -> jax.Array:
-    """Return the n memories of a block-diagonal memory [n * K, n * V] side by side, [K, n * V], without the zeros between them. If the n
-    memories share one key head, the matrix is so already.
+    """Return the n memories of a block-diagonal memory [n * K, n * V] side by side, [K, n * V], without the
+    zeros between them. If the n memories share one key head, the memory has this shape already and is
+    returned unchanged.
     """
     size = len(memory) // heads.keys
     return sum((memory[i * size :][:size] for i in range(1, heads.keys)), memory[:size])
 
 
 def unfold(memory: jax.Array, heads: Heads) -> jax.Array:
-    """Return the block-diagonal memory [n * K, n * V] float32 from its n memories side by side, [K, n * V]; the inverse of `fold`. If the
-    n memories share one key head, it stays [K, n * V].
+    """Return the block-diagonal memory [n * K, n * V] float32 from its n memories side by side, [K, n * V];
+    the inverse of `fold`. If the n memories share one key head, the memory is returned unchanged.
     """
     return _diagonal(jnp.concatenate([memory] * heads.keys), heads)
 
@@ -347,7 +390,9 @@ def iota(rows: int, columns: int, axis: int) -> jax.Array:
 
 
 def _only(x, index: int, count: int):
-    """Return the tile x with 0 in all of its `count` blocks of columns but the one with index `index`: the channels of one memory."""
+    """Return the tile x [rows, count * D] with 0 in all columns but the D columns of the memory with index
+    `index`, where the D channels of `count` memories are side by side.
+    """
     if count == 1:
         return x
     block = lax.div(iota(1, x.shape[1], 1), x.shape[1] // count)
@@ -355,8 +400,8 @@ def _only(x, index: int, count: int):
 
 
 def _row_sums(a, b):
-    """Return the sums of the entries of each row of two tiles a and b together, [rows, 1]; the tiles may have different numbers of
-    columns.
+    """Return, for each row, the sum of the row's entries in the tile a and in the tile b together, [rows, 1];
+    a and b may have different numbers of columns.
     """
     if a.shape == b.shape:  # one reduction in place of two
         return jnp.sum(a + b, axis=1, keepdims=True)
@@ -364,15 +409,16 @@ def _row_sums(a, b):
 
 
 def _sums(x, count: int) -> list[jax.Array]:
-    """Return, for each of the `count` blocks of columns of the tile x (one memory's channels), the sum of each row's entries in it, [*,
-    1].
+    """Return, for each of the `count` memories whose D channels are side by side in the tile x [rows,
+    count * D], the sums of the rows over the memory's channels: a list of arrays [rows, 1].
     """
     return [jnp.sum(_only(x, index, count), axis=1, keepdims=True) for index in range(count)]
 
 
 def _diagonal(memory, heads: Heads):
-    """Return a product of the keys and the values of n memories with only its blocks on the diagonal; the others, products of one memory's
-    key and another one's value, are set to 0.
+    """Return `memory`, a product kᵀ v [n * K, n * V] of the keys and values of n memories, with 0 outside its
+    n diagonal blocks, where one memory's key would meet another one's value. If all memories share one key,
+    [K, n * V], return it unchanged.
     """
     if heads.keys == 1:
         return memory
@@ -383,7 +429,9 @@ def _diagonal(memory, heads: Heads):
 
 
 def _weigh(x, scale, chunk: Chunk):
-    """Return the scores x [C, C] of one memory times its `weights` (`scale`), with 0 where token i does not read token j."""
+    """Return one memory's products of queries with keys x [C, C] (or the gradient of its scores) times
+    `scale`, the result of `weights`, and with 0 where token i does not read token j.
+    """
     return jnp.where(chunk.seen, x * scale, 0)
 
 
@@ -398,8 +446,8 @@ def _spread(x, heads: Heads, width: int):
 
 
 def _leaving(v, chunk: Chunk, heads: Heads):
-    """Return a chunk's values [C, n * V], in their dtype, times the decay from each token to the chunk's end: what the memory after the
-    chunk adds with the keys.
+    """Return a chunk's values decayed from each token to the chunk's end, e^(b_C - b) ⊙ v [C, n * V], in v's
+    dtype. The product of the keys with them is what the chunk adds to the memory.
     """
     if chunk.write_decay is None:
         return v
@@ -408,8 +456,8 @@ def _leaving(v, chunk: Chunk, heads: Heads):
 
 
 def _decay(memory, chunk: Chunk, heads: Heads):
-    """Return the memory before a chunk (or the gradient of the memory after it) times its decay over the whole chunk, e^b_C; without a
-    decay, unchanged.
+    """Return the memory before a chunk (or the gradient of the memory after it) times the memory's decay over
+    the whole chunk, e^b_C; without a decay, unchanged.
     """
     if chunk.chunk_decay is None:
         return memory

@@ -1,16 +1,18 @@
 """The phase `chunk_backward` of the delta rule with a decay per key channel (KDA), on Mosaic GPU (Hopper).
 
-The kernel computes the gradients of q, k, beta and the log decay of every chunk in parallel, from the memory S before the chunk,
-the gradient dS' of the memory after it, and two results of the scans: x, the errors of the memory's predictions of v, and dv, the
-gradient of v. With dO the gradient of the output, u = beta ⊙ x, A = scale dO uᵀ on and below the diagonal, E = -dv uᵀ below it, b
-the inclusive sums of the log decays, and every product of two tokens under the decay between them (by halving, see
+The kernel computes the gradients of q, k, beta and the log decay of every chunk in parallel, from the memory
+S before the chunk, the gradient dS' of the memory after it, and two results of the scans: x, the errors of
+the memory's predictions of v, and dv, the gradient of v. With dO the gradient of the output, u = beta ⊙ x,
+A = scale dO uᵀ on and below the diagonal, E = -dv uᵀ below it, b the inclusive sums of the log decays, and
+every product of two tokens times the decay between them (by the halving, see
 `pallas_kernels.tiles.channel_decay`):
 
     dq = A k + scale e^b ⊙ (dO Sᵀ)                             beta ⊙ dbeta = x · dv
     dk = [E k - e^b ⊙ (dv Sᵀ)] + [Aᵀ q + Eᵀ k + e^(b_C - b) ⊙ (u dS'ᵀ)]
 
-The first bracket of dk comes from k reading the memory, as q does, and the second from k writing it. In the
-gradient of the decay the first has the sign of q dq, the second the opposite sign.
+The first bracket of dk is the term of k as what reads the memory, as q does, and the second that of k as what
+is written. In the gradient of the log decay, k times the first bracket has the sign of q dq, and k times the
+second the opposite sign.
 """
 
 from __future__ import annotations
@@ -54,11 +56,11 @@ class _Smem(NamedTuple):
     Attributes:
         q: [groups, C, 64], the queries, then their gradient.
         k: [groups, C, 64], the keys, then their gradient.
-        states: [groups, V, 64], the memory S transposed, then the parts of a sum.
-        d_states: [groups, V, 64], the gradient dS' transposed, then the parts of a sum.
+        states: [groups, V, 64], the memory S transposed, then a buffer of `Halving.split`.
+        d_states: [groups, V, 64], the gradient dS' transposed, then a buffer of `Halving.split`.
         parts: [groups, 2, 64, 64], the log decays as sums of two bfloat16 numbers, from which the decays between tokens are computed.
         tile: [groups, C, 64], a buffer of the halving, and right operands of products.
-        totals: [groups, 64] float32, the gradient of the decay of the whole chunk.
+        totals: [groups, 64] float32, the gradient of the sum of the log decays over the whole chunk.
         missing: [C, V], the errors x of the memory's predictions of v.
         d_out: [C, V], the gradient of the output.
         dv: [C, V], the gradient of v.
@@ -87,7 +89,9 @@ class _Smem(NamedTuple):
     left: Any
 
     def of_warpgroup(self, group) -> _Smem:
-        """Return the same buffers, with those that every warpgroup has for itself at the index `group`."""
+        """Return the shared-memory buffers that the warpgroup with index `group` uses: of each array with an
+        axis [groups, ...] the warpgroup's entry, and the buffers that all warpgroups share unchanged.
+        """
         names = ("q", "k", "states", "d_states", "parts", "tile", "totals")
         names += () if self.left is None else ("left",)
         return self._replace(**{name: getattr(self, name).at[group] for name in names})
@@ -117,9 +121,8 @@ def _smem(groups: int, width: int, interpret) -> _Smem:
 
 
 class _Gradients(NamedTuple):
-    """Gradients of the queries and keys of a chunk in 64 key channels, [C, 64] float32 each.
-
-    They are without the terms through the score of a query with the key of the same token.
+    """Gradients of the queries and keys of a chunk in 64 key channels, [C, 64] float32 each, without the
+    terms through the score of a query with the key of the same token, which has no decay.
 
     Attributes:
         q: the gradient of the queries.
@@ -134,12 +137,14 @@ class _Gradients(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Program:
-    """The work of one warpgroup of `chunk_backward`: the gradients of q, k and the log decay of one chunk and head,
-    in 64 key channels.
+    """One warpgroup's computation in `chunk_backward`: the gradients of q, k and the log decay of one chunk
+    and head, in 64 key channels.
 
     Attributes:
-        block: the chunk's inputs and outputs in global memory, for this warpgroup's key channels.
-        smem: buffers in shared memory: those of the warpgroup, and those that all warpgroups of the program share.
+        block: references to the chunk's inputs and outputs in global memory, in this warpgroup's key
+            channels.
+        smem: buffers in shared memory: those of the warpgroup, and those that all warpgroups of the program
+            share.
         group: index of the warpgroup in its program.
         groups: number of warpgroups of the program.
         depth: number of key channels, K.
@@ -156,7 +161,9 @@ class _Program:
     interpret: Any
 
     def as_left(self, x):
-        """Return x [C, 64] bfloat16 in the form that a matrix product requires of its left operand."""
+        """Return x [C, 64] bfloat16 as the left operand of a matrix product: in registers on the card, in
+        shared memory in the interpreter.
+        """
         return left_operand(self.smem.left, self.interpret)(x)
 
     @property
@@ -166,15 +173,17 @@ class _Program:
         return self.block.refs["beta"].at[place.row, place.h, place.tokens]
 
     def beta_rows(self):
-        """Return beta of the chunk's tokens, repeated over columns, [C, 64]. It is loaded again wherever it is used, to save
-        registers.
+        """Return beta of the chunk's tokens as a tile [C, 64] with beta of token i in every column of row i.
+        It is loaded again at each use, to save registers.
         """
         return wg.spread_rows(load_by_row(self.beta), SQUARE)
 
     def load_inputs(self) -> None:
-        """Start to load q, k, the memory and its gradient in this warpgroup's 64 key channels into shared memory.
+        """Start to load, in this warpgroup's 64 key channels, q and k [C, 64], the memory before the chunk
+        and the gradient of the memory after it [V, 64] into shared memory.
 
-        The first warpgroup also loads the arrays of value channels (x, dO and dv), which all warpgroups share.
+        The first warpgroup also loads the arrays of value channels [C, V], which all warpgroups share: the
+        errors of the memory's predictions and the gradients of the output and of v.
         """
         refs, smem = self.block.refs, self.smem
         b, h, _, n, tokens = self.block.place
@@ -192,11 +201,11 @@ class _Program:
         pl.when(self.group == 0)(load_shared)
 
     def store_pairs(self, halving: Halving) -> None:
-        """Store the gradients of the chunk's scores, A for queries with keys and E for keys with keys [C, C], in shared memory, and
-        dbeta in global memory.
+        """Store the gradient A of the chunk's scores of queries with keys and the gradient E of its products
+        of keys with keys, [C, C] each, in shared memory, and the gradient of beta [C] in global memory.
 
-        Their transposes are stored in the triangles above the diagonal. All warpgroups use both matrices: the first one computes A,
-        the last one E and the gradient of beta.
+        Above the diagonal, the two matrices are the transposes of their entries below it. The first warpgroup
+        computes A, the last one E and the gradient of beta; all warpgroups then read both matrices.
         """
         smem = self.smem
 
@@ -216,11 +225,17 @@ class _Program:
         plgpu.barrier_arrive(smem.pairs_stored)
 
     def pair_products(self, halving: Halving, rows, factor: float, to):
-        """Store the gradient of one kind of scores, `factor * rows @ uᵀ` [C, C] on and below the diagonal, in `to`; above it, its
-        transpose.
+        """Store in the buffer `to` [C, C] the gradient of one kind of scores: factor * (rows uᵀ) on and below
+        the diagonal, and its transpose above it. Return the diagonal of rows xᵀ, [C].
 
-        Here x are the errors of the memory's predictions, u = beta ⊙ x, and `rows` [C, V] is the gradient of the output or
-        of v. Return the diagonal of `rows @ xᵀ`, [C].
+        Here x [C, V] are the errors of the memory's predictions, and u = beta ⊙ x.
+
+        Args:
+            halving: the `Halving` of the chunk.
+            rows: reference [C, V] to the gradient of the output (for the scores of queries with keys) or of v
+                (for the products of keys with keys).
+            factor: the number that multiplies the products.
+            to: reference [C, C] to shared memory.
         """
         x = self.smem.missing
 
@@ -237,8 +252,8 @@ class _Program:
         return diagonal
 
     def memory_gradients(self, halving: Halving) -> _Gradients:
-        """Return the gradients of the chunk's queries and keys [C, 64] through the memory before the chunk and through the memory
-        after it.
+        """Return the terms of the gradients of the chunk's queries and keys, [C, 64] each, that come through
+        the memory before the chunk and through the memory after it.
         """
         smem = self.smem
 
@@ -255,11 +270,12 @@ class _Program:
         return _Gradients(dq, erase, write)
 
     def store_totals(self, halving: Halving, write) -> None:
-        """Store, for each of 64 key channels, the gradient of the log decay of the whole chunk in `totals`; free the buffers of the
-        memories.
+        """Store, for each of 64 key channels, the gradient of the sum of the log decays over the whole chunk
+        in the buffer `totals`; the buffers of the memories are free then.
 
-        With S the memory before the chunk and dS' the gradient of the memory after it, it is Σ_v chunk_decay S dS' + Σ_i k_i
-        write_i, where `write` [C, 64] is the gradient of the keys through the memory after the chunk.
+        With S the memory before the chunk and dS' the gradient of the memory after it, it is Σ_v chunk_decay
+        S dS' + Σ_i k_i write_i, where `write` [C, 64] is the gradient of the keys through the memory after
+        the chunk.
         """
         smem, place = self.smem, self.block.place
         width = smem.states.shape[0]
@@ -278,8 +294,8 @@ class _Program:
         smem.totals[...] = halving.column_sums(parts)
 
     def add_level(self, halving: Halving, level, gradients: _Gradients) -> _Gradients:
-        """Return the gradients of the chunk's queries and keys plus those through the pairs of tokens that one level of the halving
-        has.
+        """Add to the gradients of the chunk's queries and keys the terms that come through the pairs of
+        tokens of one level of the halving, and return the sums. `level` is the level's index.
         """
         smem = self.smem
         dq, erase, write = gradients
@@ -297,9 +313,11 @@ class _Program:
         return _Gradients(dq, erase + later * dx, write + (1 - later) * dx)
 
     def store_gradients(self, halving: Halving, gradients: _Gradients) -> None:
-        """Store the gradients of the chunk's queries, keys and log decay in 64 key channels.
+        """Store the gradients of the chunk's queries, keys and log decay in 64 key channels, [C, 64] each, in
+        global memory.
 
-        Before, the terms through the score of each query with its own token's key are added to those of queries and keys.
+        `gradients` are those of queries and keys without the terms through the score of each query with its
+        own token's key; these terms are added here.
         """
         smem, block = self.smem, self.block
         i, j = halving.i, halving.j

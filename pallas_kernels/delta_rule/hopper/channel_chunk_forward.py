@@ -1,12 +1,13 @@
 """The phase `chunk_forward` of the delta rule with a decay per key channel (KDA), on Mosaic GPU (Hopper).
 
-`chunk_forward` computes, for every chunk in parallel, the products of queries with keys and of keys with keys
-under the decay between the two tokens, and the queries and keys decayed to the chunk's ends. Rows whose decay
-since the chunk's start is at most `halving.RANGE` bits are in range: all their pairs come from one
-product (`AllPairs`). The other pairs come from halving (`Level`; see `pallas_kernels.tiles.channel_decay`).
-On a level, rows of later blocks times rows of earlier blocks are the queries' scores below the diagonal; rows
-of earlier blocks times rows of later blocks, keys both, are the transposed system above it. So one tile, one
-product and one result [C, C] serve both. `channel_solve.solve_chunks` then inverts the transposed systems.
+`chunk_forward` computes, for every chunk in parallel, the products of queries with keys and of keys with
+keys, times the decay between the two tokens, and the queries and keys decayed from the chunk's start or to
+its end. Tokens whose decay since the chunk's start is at least 2^-100 (`halving.RANGE`) are in range: all
+pairs of them come from one product (`AllPairs`). The other pairs come from the halving (`Level`; see
+`pallas_kernels.tiles.channel_decay`). On a level, the product of queries in later blocks with keys in earlier
+blocks contains scores, which are below the diagonal; the product of keys in earlier blocks with keys in later
+blocks contains entries of the transposed triangular system, which are above the diagonal. So one product
+[C, C] of two tiles contains both. `channel_solve.solve_chunks` then inverts the transposed systems.
 """
 
 from __future__ import annotations
@@ -68,21 +69,23 @@ class DecayedChunks(NamedTuple):
 
 
 class _Smem(NamedTuple):
-    """Buffers in shared memory of a thread block that computes the scores and decayed tokens of a few chunks of the delta rule.
+    """Buffers in shared memory of a thread block that computes the scores and decayed tokens of a few chunks
+    of the delta rule.
 
-    Each of its programs computes one chunk; `each` counts the warpgroups of all of them. C is the number of tokens of a chunk;
-    tiles are bfloat16.
+    Each program (one or two warpgroups) of the thread block computes one chunk; `each` counts the warpgroups
+    of all its programs. C is the number of tokens of a chunk; tiles are bfloat16.
 
     Attributes:
         q: [each, C, 64], queries in a warpgroup's 64 key channels.
         k: [each, C, 64], keys in a warpgroup's 64 key channels.
         erase: [each, C, 64], keys decayed from the chunk's start.
-        parts: [each, 2, 64, 64], the log decays as sums of two bfloat16 numbers, from which the decays between tokens are computed.
+        parts: [each, 2, 64, 64], the log decays as sums of two bfloat16 numbers, from which the decays
+            between tokens are computed.
         tile: [each, C, 64], right operands of products, and a buffer of the halving.
         lowest: [each, 2, C] float32, a buffer for the check of which tokens' decays are in float32's range.
         partial: [programs, C, C] float32, the scores of a program's second warpgroup.
         loaded: the barriers at which the loads of q and k are complete, one for each warpgroup.
-        partial_stored: barriers at which `partial` is complete.
+        partial_stored: the barriers at which `partial` is complete, one for each program.
         left: [each, C, 64] for the interpreter, which reads left operands from shared memory; else None.
     """
 
@@ -98,8 +101,9 @@ class _Smem(NamedTuple):
     left: Any
 
     def of_warpgroup(self, warpgroup, program) -> _Smem:
-        """Return the buffers of one warpgroup: those that each has for itself at its index, `partial` and its barrier at its
-        program's index.
+        """Return the shared-memory buffers that one warpgroup uses: of each array with an axis [each, ...]
+        the entry with index `warpgroup`, and of `partial` and `partial_stored` the entry with index
+        `program`, the chunk that the warpgroup helps to compute.
         """
         indices = dict.fromkeys(self._fields, warpgroup)
         indices |= dict(partial=program, partial_stored=program)
@@ -131,8 +135,8 @@ def _smem(programs: int, groups: int, interpret) -> _Smem:
 
 @dataclasses.dataclass(frozen=True)
 class _Program:
-    """The work of one warpgroup of `chunk_forward`: the scores and decayed tokens of one chunk and head, in 64
-    channels of every slice of the keys.
+    """One warpgroup's computation in `chunk_forward`: the scores and decayed tokens of one chunk and head of
+    the delta rule, in 64 channels of every slice of the key channels.
 
     Attributes:
         refs: references to inputs and outputs in global memory, by name.
@@ -140,7 +144,8 @@ class _Program:
         place: the row, head and chunk that the warpgroup computes.
         group: index of the warpgroup in its program.
         groups: number of warpgroups of a program.
-        slices: number of slices of the key channels, computed one after the other; their scores are summed in registers.
+        slices: number of slices of the key channels, computed one after the other; their scores are summed in
+            registers.
         depth: number of key channels, K.
         scale: the factor by which the queries q are multiplied.
         interpret: parameters of the Pallas interpreter, or False to compile the kernel.
@@ -157,11 +162,15 @@ class _Program:
     interpret: Any
 
     def as_left(self, x):
-        """Return x [C, 64] bfloat16 in the form that a matrix product requires of its left operand."""
+        """Return x [C, 64] bfloat16 as the left operand of a matrix product: in registers on the card, in
+        shared memory in the interpreter.
+        """
         return left_operand(self.smem.left, self.interpret)(x)
 
     def halving(self) -> Halving:
-        """Return a `Halving`, which computes decays between the chunk's tokens, that uses this warpgroup's buffers."""
+        """Return the `Halving` that computes the decays between the chunk's tokens with this warpgroup's
+        buffers in shared memory.
+        """
         smem = self.smem
         return Halving(smem.parts, smem.tile, self.as_left, False, self.interpret, smem.lowest)
 
@@ -207,8 +216,8 @@ class _Program:
         return scores
 
     def store_chunk_decay(self, halving: Halving, at) -> None:
-        """Store the decay of the memory over the whole chunk, for the 64 key channels from `at` on; 0 if a document begins in the
-        chunk.
+        """Store the decay of the memory over the whole chunk, for the 64 key channels from index `at` on; 0
+        if a document begins in the chunk.
         """
         b, h, _, n, _ = self.place
         chunk_decay = jnp.exp2(halving.column_sums())
@@ -217,11 +226,11 @@ class _Program:
         self.refs["chunk_decay"].at[b, h, pl.ds(n * self.depth + at, BLOCK)][...] = chunk_decay
 
     def near_scores(self, halving: Halving):
-        """Return the decayed scores [C, C] of the pairs of tokens whose decays are in float32's range, 0 for the other pairs; and 1
-        or 0.
+        """Return the decayed scores between the chunk's tokens that are in range (whose decays `AllPairs`
+        computes without overflow), and whether all tokens are in range, as 1 or 0.
 
-        The number is 1 if all pairs are in range. The scores are those of queries with keys below the diagonal, of keys with keys
-        above it.
+        The scores [C, C] are 0 at other pairs and on the diagonal. Below the diagonal are the products of
+        queries with keys, above it those of keys with keys, transposed.
         """
         q, k, erase, tile = self.smem.q, self.smem.k, self.smem.erase, self.smem.tile
         since, all_in_range = halving.check_range(q, k)
@@ -242,8 +251,9 @@ class _Program:
         return jnp.where(halving.pairs_in_range(), near, 0.0), all_in_range
 
     def add_level(self, halving: Halving, at, scores):
-        """Return the chunk's scores [C, C] plus those of the pairs of tokens that level `at` of the halving has and that are not in
-        float32's range.
+        """Add to the chunk's scores [C, C] the scores of one level's pairs of tokens, except pairs that are
+        in range, which `near_scores` has computed; return the sum. `at` is the index of the level of the
+        halving.
         """
         q, k, tile = self.smem.q, self.smem.k, self.smem.tile
         level = Level(halving, at)
@@ -255,8 +265,8 @@ class _Program:
         return scores + jnp.where(halving.pairs_in_range(), 0.0, level.mask(products))
 
     def store_partial(self, scores) -> None:
-        """Store the scores [C, C] of the second warpgroup's key channels in shared memory, where the first warpgroup of the chunk
-        adds them.
+        """Store the second warpgroup's scores [C, C], summed over its key channels, in shared memory, where
+        the chunk's first warpgroup adds them to its scores.
         """
         self.smem.partial[...] = scores
         plgpu.barrier_arrive(self.smem.partial_stored)
@@ -271,9 +281,11 @@ class _Program:
         block.store("written", k, written)
 
     def store_scores(self, scores) -> None:
-        """Store the chunk's decayed scores P of queries with keys, and the transpose Nᵀ of those of keys with keys, [C, C] each.
+        """Store the chunk's decayed scores P of queries with keys, and Nᵀ, the transposed decayed products of
+        keys with keys, [C, C] each, in global memory.
 
-        `scores` are the sums over the first warpgroup's key channels, to which those of the second are added.
+        `scores` [C, C] are the sums over the first warpgroup's key channels; those over the second
+        warpgroup's channels are added.
         """
         b, h, _, _, tokens = self.place
         halving, tile = self.halving(), self.smem.tile
@@ -312,11 +324,10 @@ def chunk_forward(
     scale: float,
     interpret: Any = False,
 ) -> DecayedChunks:
-    """Compute, for all chunks in parallel, what the delta rule with a decay per key channel requires and does not depend on the
-    memory.
-
-    Return the decayed scores of queries with keys and of keys with keys, the queries and keys decayed from and to the chunks'
-    boundaries, and the decays of the chunks, as `DecayedChunks`.
+    """Compute, for all chunks in parallel, the arrays of the delta rule with a decay per key channel that do
+    not depend on the memory: the decayed products of queries with keys and of keys with keys, the queries and
+    keys decayed from the chunk's start or to its end, and the decay over each chunk. Return them as
+    `DecayedChunks`.
 
     Args:
         q: [B, T, *, K] bfloat16, the queries.

@@ -41,14 +41,15 @@ REQUIREMENTS = (
 
 
 class Residuals(NamedTuple):
-    """The arrays that `forward` of the delta rule with a decay per key channel saves for `backward`: some four arrays
-    of the size of q.
+    """The arrays that `forward` of the delta rule with a decay per key channel saves for `backward`: some
+    four arrays of the size of q.
 
     Attributes:
-        decayed: scores, and decayed queries and keys, of all chunks, without `upper` (the products of keys with keys).
+        decayed: the decayed scores, queries and keys of all chunks; `upper` (the products of keys with keys)
+            is None.
         solved: inverses of the triangular systems, scores and beta of all chunks.
-        parts: the memories before each part of a row, if `backward` scans rows in parts that run in parallel; None if it scans each
-            row in one.
+        parts: the memories before each part of a row, if `backward` scans rows in parts that run in parallel;
+            None if it scans each row in one.
     """
 
     decayed: DecayedChunks
@@ -63,10 +64,11 @@ def _nonzero(beta):
 def forward(
     q, k, v, beta, log_decay, run, initial, *, scale: float, save: bool = True, interpret: Any = False
 ) -> tuple[jax.Array, jax.Array, Residuals]:  # fmt: skip
-    """Compute the delta rule with a decay per key channel, and what its backward pass requires.
+    """Compute the delta rule with a decay per key channel, and the arrays that `backward` requires.
 
-    Return the output [B, T, max(H, G), V], the final memories in the shape of `initial`, and the residuals, which are computed
-    whether or not `save` is set. Arguments are those of `delta_rule`; T is divisible by `length_multiple(q, k, v)`.
+    Return the output [B, T, max(H, G), V], the final memories in the shape of `initial`, and the residuals,
+    which are computed whether or not `save` is set. The other arguments are those of the op `delta_rule`; T
+    is divisible by `length_multiple(q, k, v)`.
     """
     del save
     memories = v.shape[2]
@@ -104,10 +106,12 @@ def backward(
     q, k, v, beta, log_decay, run, initial, residuals: Residuals, d_output, d_final, *,
     scale: float, decay_gradient: bool = True, interpret: Any = False,
 ):  # fmt: skip
-    """Return the gradients of q, k, v, beta, log_decay and initial of the delta rule with a decay per key channel.
+    """Return the gradients of q, k, v, beta, log_decay and initial of the delta rule with a decay per key
+    channel, each in the shape of its input.
 
-    The arguments are those of `forward`, its residuals, and the gradients of its output and of its final memories. That of
-    log_decay is computed whether or not `decay_gradient` is set.
+    The arguments are the inputs of `forward`, the residuals that `forward` returned, and the gradients of the
+    output, `d_output`, and of the final memories, `d_final`. The gradient of log_decay is computed whether or
+    not `decay_gradient` is set.
     """
     del beta, decay_gradient
     memories, heads = v.shape[2], d_output.shape[2]

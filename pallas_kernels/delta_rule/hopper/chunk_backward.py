@@ -70,16 +70,18 @@ class _Smem(NamedTuple):
 
 
 class _PairGradients(NamedTuple):
-    """Gradients through the scores of pairs of tokens of one chunk: of queries with keys, and of keys with keys.
+    """Terms of the gradients of one chunk that come through pairs of its tokens: through the scores of
+    queries with keys, and through the products of keys with keys.
 
     Attributes:
-        read: [C, C], the gradient A of the scores q kᵀ, as the left operand of a product; its transpose is read from
-            `_Smem.square`.
+        read: [C, C], the gradient A of the scores q kᵀ, as the left operand of a product; its transpose is
+            read from `_Smem.square`.
         erase: [C, C], E + Eᵀ with E the gradient of the products k kᵀ, as the left operand of a product.
-        beta_times_d_beta: [C], the inner product of each token's solved value and its gradient.
+        beta_times_d_beta: [C], beta times its gradient: for each token the inner product x · dv of the
+            memory's error and the gradient of v.
         d_beta: [C], the terms of the gradient of beta through pairs of tokens.
-        later: [C], for each token a term of the gradients of the log decays of all tokens from its document's
-            first to itself.
+        later: [C], for each token a number that is a term of the log decay's gradient at all tokens from its
+            document's first to itself.
     """
 
     read: Any
@@ -90,14 +92,17 @@ class _PairGradients(NamedTuple):
 
 
 class _MemoryGradients(NamedTuple):
-    """Terms of the gradients of beta and of the log decay of one chunk that come through the memories S before and S' after it.
+    """Terms of the gradients of beta and of the log decay of one chunk that come through the memory S before
+    the chunk or the memory S' after it; `later` also contains terms through pairs of tokens.
 
     Attributes:
-        written: [C], the term of the gradient of beta through the memory after the chunk: k · (x dS'ᵀ) e^(b_C - b) for each token.
-        later: [C], for each token a term of the gradients of the log decays up to its own: `_PairGradients.later` plus the terms
-            through the memory before the chunk.
-        totals: [[64, 64]], a matrix whose trace is the inner product <S, dS'> of the memory with the gradient dS'; empty without a
-            gradient of the decay.
+        written: [C], the term of the gradient of beta through the memory after the chunk: k · (x dS'ᵀ) e^(b_C
+            - b) for each token, where x are the memory's errors, dS' the gradient of S' and b the sums of the
+            log decay.
+        later: [C], for each token a number that is a term of the log decay's gradient at all tokens from its
+            document's first to itself, through pairs of tokens and through S.
+        totals: [[64, 64]], a matrix whose trace is the inner product <S, dS'> of the memory with the gradient
+            dS'; empty without a gradient of the decay.
     """
 
     written: Any
@@ -107,8 +112,8 @@ class _MemoryGradients(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Block:
-    """The work of one warpgroup of `chunk_backward`: the gradients of one chunk and head that come through one slice
-    of its value channels.
+    """One warpgroup's computation in `chunk_backward`: the terms of the gradients of one chunk and head that
+    come through one slice of its value channels.
 
     Attributes:
         refs: references to inputs and outputs in global memory, by name.
@@ -146,11 +151,15 @@ class _Block:
 
     @property
     def steps(self) -> int:
-        """The number of tiles [64, 64] of the memory, in this slice of value channels, that have the same 64 key channels."""
+        """The number of tiles [64, 64] into which 64 key channels of the memory are divided along this slice
+        of value channels.
+        """
         return self.width // _BLOCK
 
     def load_tokens(self) -> None:
-        """Start to load the chunk's q, k, errors x, gradient of the output and gradient of v into shared memory."""
+        """Start to load the chunk's queries, keys, errors x of the memory's predictions, gradient of the
+        output and gradient of v, in this slice of value channels, into shared memory.
+        """
         for name in _TOKENS:
             source = self.refs[name]
             source = source.at[self.b, self.tokens, head_index(source, self.h, self.heads)]
@@ -159,9 +168,11 @@ class _Block:
             plgpu.copy_gmem_to_smem(source, self.smem.tokens[name], self.smem.loaded)
 
     def load_pair(self, step: int) -> None:
-        """Start to load the tiles [64, 64] of the memory and of its gradient that a step of the loop over tiles uses.
+        """Start to load into shared memory one tile [64, 64] of the memory before the chunk and the same tile
+        of the gradient of the memory after it.
 
-        Blocks of key channels are the outer loop, blocks of value channels the inner one.
+        `step` counts the tiles: those of the first 64 key channels in the order of their value channels, then
+        those of the next 64.
         """
         row, column = (x * _BLOCK for x in (step % self.steps, step // self.steps))
         rows = pl.ds(self.piece * self.width + row, _BLOCK)
@@ -172,7 +183,9 @@ class _Block:
             plgpu.copy_gmem_to_smem(source, to, self.smem.pair_loaded.at[stage])
 
     def two_products(self, a, b, c, d):
-        """Return the matrix products a bᵀ and c dᵀ of operands in shared memory, [C, C] float32 each."""
+        """Return the matrix products a bᵀ and c dᵀ, [C, C] float32 each, of references to shared memory, such
+        as the products of queries with keys; both run at once.
+        """
         zeros = [jnp.zeros(SQUARE, _F32)] * 2
 
         def add(first, second):
@@ -182,10 +195,11 @@ class _Block:
         return wg.accumulate(add, *zeros, interpret=self.interpret)
 
     def pair_gradients(self, chunk: Chunk, betas) -> _PairGradients:
-        """Compute the gradients A of the scores of queries with keys and E of the products of keys with keys, [C, C], and sums over
-        them.
+        """Compute the gradient A [C, C] of a chunk's scores of queries with keys, the gradient E [C, C] of
+        its products of keys with keys, and the sums over their entries that are terms of the gradients of
+        beta and of the log decay.
 
-        `betas` is beta as the columns of [C, C].
+        `betas` [C, C] has beta of token j in column j.
         """
         q, k, x, d_out, dv = (self.smem.tokens[name] for name in _TOKENS)
         square, vector = self.smem.square, self.smem.vector
@@ -218,9 +232,14 @@ class _Block:
         return _PairGradients(read, erase, beta_times_d_beta, d_beta, later)
 
     def memory_gradients(self, chunk: Chunk, read_decay, write_decay, pairs: _PairGradients):
-        """Replace q and k in shared memory by their gradients, 64 key channels at a time; return the terms of the other gradients.
+        """Complete the gradients of the chunk's queries and keys, which replace them in shared memory, 64 key
+        channels at a time, and return terms of the gradients of beta and of the log decay.
 
-        These are terms of the gradients of beta and of the log decay, as `_MemoryGradients`.
+        Args:
+            chunk: beta, decays and documents of the chunk.
+            read_decay: [C, 64] or 1, the decay from the chunk's start to each token.
+            write_decay: [C, 64] or 1, the decay from each token to the chunk's end.
+            pairs: the terms of the gradients that come through pairs of tokens.
         """
         q, k = self.smem.tokens["q"], self.smem.tokens["k"]
         later = pairs.later
@@ -247,11 +266,11 @@ class _Block:
         return _MemoryGradients(written, later, totals)
 
     def memory_products(self, column: int, totals):
-        """Return the products of a chunk with the memory S before it and the gradient dS' of the memory after it, in a block of 64
-        key channels.
+        """Compute dO Sᵀ, dv Sᵀ and x dS'ᵀ, [C, 64] each, in the block of 64 key channels with index `column`,
+        and add S dS'ᵀ to `totals`; return the three products and the sum.
 
-        They are dO Sᵀ, dv Sᵀ and x dS'ᵀ, [C, 64] each, where dO and dv are the gradients of the output and of v and x the errors of
-        the memory's predictions; and `totals` plus S dS'ᵀ.
+        S is the memory before the chunk, dS' the gradient of the memory after it, dO and dv are the gradients
+        of the output and of v, and x the errors of the memory's predictions.
         """
         _, _, x, d_out, dv = (self.smem.tokens[name] for name in _TOKENS)
         sums = [jnp.zeros(SQUARE, _F32)] * 3
@@ -274,10 +293,11 @@ class _Block:
         return sums, totals
 
     def add_pairs(self, columns, pairs: _PairGradients, dq, dk):
-        """Return the gradients dq and dk of queries and keys plus those through pairs of tokens, in a block of 64 key channels.
+        """Return dq + A k and dk + Aᵀ q + (E + Eᵀ) k, [C, 64] each, in a block of 64 key channels (the slice
+        `columns`): the gradients of queries and keys with the terms through pairs of tokens.
 
-        With A the gradient of the scores and E that of the products of keys with keys, they are dq + A k and dk + Aᵀ q + (E + Eᵀ)
-        k.
+        dq and dk are the terms through the memories, A is the gradient of the scores of queries with keys,
+        and E that of the products of keys with keys.
         """
         q, k = self.smem.tokens["q"], self.smem.tokens["k"]
 
@@ -289,8 +309,9 @@ class _Block:
         return wg.accumulate(add, dq, dk, interpret=self.interpret)
 
     def store_d_beta(self, chunk: Chunk, pairs: _PairGradients, written) -> None:
-        """Store the gradient of beta of the chunk's tokens: x · dv / beta, in which nothing cancels, or the sum of its terms where
-        beta is 0.
+        """Store the gradient of beta of the chunk's tokens, [C]: x · dv / beta, a sum in which nothing
+        cancels; where beta is 0, the sum of its terms through pairs of tokens and through the memory after
+        the chunk (`written`).
 
         x are the errors of the memory's predictions, dv is the gradient of v.
         """
@@ -302,8 +323,10 @@ class _Block:
     def store_d_decay(self, chunk: Chunk, memory: _MemoryGradients) -> None:
         """Store the gradient of the scalar log decay of the chunk's tokens, [C].
 
-        At token t it is the sum of `memory.later` over the tokens from t on in its document, of beta times `memory.written` over
-        the tokens before t, and of the chunk's decay times the inner product <S, dS'> of the memory with its gradient.
+        At token t it is the sum of three terms: `memory.later` summed over the tokens from t on in its
+        document; beta times `memory.written` summed over the tokens before t; and the decay over the whole
+        chunk times <S, dS'>, the inner product of the memory before the chunk with the gradient of the memory
+        after it.
         """
         i, vector = chunk.i, self.smem.vector
         seen = i <= chunk.j
@@ -319,8 +342,8 @@ class _Block:
         self.refs["d_decay"].at[self.b, self.tokens, self.result][...] = jnp.sum(sums, axis=1)
 
     def run(self) -> None:
-        """Compute and store the gradients of q, k, beta and the log decay of one chunk and head, through one slice of value
-        channels.
+        """Compute and store the terms of the gradients of q, k, beta and the log decay of one chunk and head
+        that come through one slice of value channels; the caller of the kernel adds the slices' results.
         """
         self.load_tokens()
         for step in range(self.stages):
@@ -361,10 +384,10 @@ def chunk_backward(
     q, k, missing, d_out, dv, states, d_states, beta, log_decay, run, *, scale: float,
     decay_gradient: bool, interpret: Any = False,
 ):  # fmt: skip
-    """Compute, for all chunks in parallel, the gradients of q, k, beta and the log decay of the delta rule with a scalar decay or
-    none.
+    """Compute, for all chunks in parallel, the gradients of q, k, beta and the log decay of the delta rule
+    with a scalar decay or none.
 
-    Each slice of 256 value channels has results of its own, which the caller adds up.
+    Each slice of 256 value channels has separate results, which the caller adds up.
 
     Args:
         q: [B, T, *, K] bfloat16, the queries.
@@ -382,8 +405,8 @@ def chunk_backward(
         interpret: parameters of the Pallas interpreter, or False to compile the kernel.
 
     Returns:
-        The gradients of q and k [B, T, heads * slices, K] bfloat16, of beta [B, T, heads * slices] float32 and, if computed, of the
-        log decay, of the same shape.
+        The gradients of q and k [B, T, heads * slices, K] bfloat16, of beta [B, T, heads * slices] float32
+        and, if `decay_gradient`, of the log decay [B, T, heads * slices] float32.
     """
     batch, length, heads, width = dv.shape
     width, slices = min(width, _WIDTH), max(1, width // _WIDTH)

@@ -1,8 +1,8 @@
 """The phase `chunk_forward` of the delta rule without decay or with a scalar decay, on Mosaic GPU (Hopper).
 
 One warpgroup computes one chunk: the decayed scores P of queries with keys, the inverse X of the triangular system, and the decays
-of its tokens. None of them depends on the memory, so all chunks run in parallel. `pallas_kernels.tiles.delta` defines P, X, G and
-b.
+of its tokens. None of them depends on the memory, so all chunks run in parallel. `pallas_kernels.tiles.delta` has the
+formulas.
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ class Chunk(NamedTuple):
 
 
 def read_chunk(refs: dict[str, Any], b, h, heads: int, chunk, vector) -> Chunk:
-    """Load beta of one chunk and head, and compute its decays and masks of its documents, for a scalar decay or none.
+    """Load beta of one chunk and head of the delta rule, and compute the chunk's decays (scalar or none) and
+    the masks of its documents, as a `Chunk`.
 
     Args:
         refs: references to global memory: beta [B, T, G], optionally log_decay [B, T, G] and run [B, T].
@@ -147,11 +148,9 @@ class _Smem(NamedTuple):
 def chunk_forward(
     q, k, beta, log_decay, run, *, heads: int, scale: float, interpret: Any = False
 ) -> SolvedChunks:
-    """Compute, for all chunks in parallel, what the delta rule with a scalar decay or none requires and does not depend on the
-    memory.
-
-    Return the inverse of each chunk's triangular system, its decayed scores of queries with keys, beta and the decays, as
-    `SolvedChunks`.
+    """Compute, for all chunks in parallel, the arrays of the delta rule with a scalar decay or none that do
+    not depend on the memory: the inverse of each chunk's triangular system, its decayed scores of queries
+    with keys, beta and the decays. Return them as `SolvedChunks`.
 
     Args:
         q: [B, T, *, K] bfloat16, the queries.
@@ -211,10 +210,10 @@ def chunk_forward(
 
 
 def _solve(x: Chunk, buffers: _Smem, scores_ref, inverse_ref, scale: float, interpret) -> None:
-    """Store the decayed scores P of a chunk's queries with its keys, and the inverse X of its triangular system, [C, C] bfloat16
-    each.
+    """Compute the decayed scores P of a chunk's queries with its keys, and the inverse X of its triangular
+    system, and store them in global memory (`scores_ref`, `inverse_ref`), [C, C] bfloat16 each.
 
-    The chunk's q and k are in the shared-memory buffers.
+    `x` has beta, decays and documents of the chunk; the chunk's q and k are in the shared-memory `buffers`.
     """
     q, k, result = buffers.q, buffers.k, buffers.result
 

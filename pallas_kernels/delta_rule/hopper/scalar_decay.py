@@ -37,12 +37,13 @@ REQUIREMENTS = (
 class Residuals(NamedTuple):
     """The arrays that `forward` of the delta rule with a scalar decay or none saves for `backward`.
 
-    The memories before all chunks, twice as large as these at K = V = 128, are recomputed.
+    The memories before all chunks are not saved but recomputed: at K = V = 128 they would be twice as large
+    as these arrays.
 
     Attributes:
         solved: inverses of the triangular systems, scores, beta and decays of all chunks.
-        parts: the memories before each part of a row, if `backward` scans rows in parts that run in parallel; None if it scans each
-            row in one.
+        parts: the memories before each part of a row, if `backward` scans rows in parts that run in parallel;
+            None if it scans each row in one.
     """
 
     solved: SolvedChunks
@@ -52,10 +53,11 @@ class Residuals(NamedTuple):
 def forward(
     q, k, v, beta, log_decay, run, initial, *, scale: float, save: bool = True, interpret: Any = False
 ) -> tuple[jax.Array, jax.Array, Residuals]:  # fmt: skip
-    """Compute the delta rule with a scalar decay or none, and what its backward pass requires.
+    """Compute the delta rule with a scalar decay or none, and the arrays that `backward` requires.
 
-    Return the output [B, T, max(H, G), V], the final memories in the shape of `initial`, and the residuals, which are computed
-    whether or not `save` is set. Arguments are those of `delta_rule`; T is divisible by `length_multiple(q, k, v)`.
+    Return the output [B, T, max(H, G), V], the final memories in the shape of `initial`, and the residuals,
+    which are computed whether or not `save` is set. The other arguments are those of the op `delta_rule`; T
+    is divisible by `length_multiple(q, k, v)`.
     """
     del save
     memories = v.shape[2]
@@ -84,10 +86,12 @@ def backward(
     q, k, v, beta, log_decay, run, initial, residuals: Residuals, d_output, d_final, *,
     scale: float, decay_gradient: bool = True, interpret: Any = False,
 ):  # fmt: skip
-    """Return the gradients of q, k, v, beta, log_decay and initial of the delta rule with a scalar decay or none.
+    """Return the gradients of q, k, v, beta, log_decay and initial of the delta rule with a scalar decay or
+    none, each in the shape of its input.
 
-    That of log_decay is None if there is no decay, or without `decay_gradient`. The arguments are those of `forward`, its
-    residuals, and the gradients of its output and of its final memories.
+    The arguments are the inputs of `forward`, the residuals that `forward` returned, and the gradients of the
+    output, `d_output`, and of the final memories, `d_final`. The gradient of log_decay is None if there is no
+    decay or `decay_gradient` is False.
     """
     memories, heads = v.shape[2], d_output.shape[2]
     solved, parts = residuals

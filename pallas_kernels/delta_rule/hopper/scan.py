@@ -29,36 +29,37 @@ def scan_forward(
     q, k, v, solved: SolvedChunks, initial, *, heads: int, scale: float, save: bool = False,
     written=None, chunk_decay=None, parts: int = 1, checkpoints: int = 1, chunk_bounds=None, interpret: Any = False,
 ):  # fmt: skip
-    """Carry the delta rule's memory S [K, V] through the chunks of each row in order; compute the output, and what the backward
-    pass reads.
+    """Carry the delta rule's memory S [K, V] through the chunks of each row in order; compute the output, and
+    the arrays that the backward pass reads.
 
     Args:
         q: [B, T, *, K] bfloat16, the queries; None computes no output.
         k: [B, T, *, K] bfloat16, the keys.
         v: [B, T, *, V] bfloat16, the values; None is v = 0 with V = K.
-        solved: the inverses X of the chunks' triangular systems, the scores, beta and decays, of `heads` heads.
+        solved: the inverses X of the chunks' triangular systems, the scores, beta and decays, of `heads`
+            heads.
         initial: [B * S, heads * parts, K, V] float32, the memory before the first chunk; None is 0, or the
             identity if v is None.
         heads: number of heads of the output; a multiple of those of q, k and v.
         scale: the factor by which the queries q are multiplied.
         save: whether to return the memory before each chunk, and x, the errors of its predictions of v.
         written: [B, T, *, K] bfloat16, with a decay per key channel: the keys of the writes, decayed to the
-            chunk's end. q and k are decayed from the chunk's start, and `solved.rows` is beta alone. None
-            uses k.
-        chunk_decay: [B, heads, N * K] float32, with `written`: the decay of the memory's key channels over each of
-            the N chunks.
-        parts: number of parts that a row is split into; each is scanned from an initial memory of its own.
-        checkpoints: number of equal parts of the row before which the memory is returned, if more than one;
-            requires `parts` 1.
+            chunk's end. q and k are then decayed from the chunk's start, and `solved.rows` is beta alone.
+            None uses k.
+        chunk_decay: [B, heads, N * K] float32, with `written`: the decay of the memory's key channels over
+            each of the N chunks.
+        parts: number of parts that a row is split into; each is scanned from a separate initial memory.
+        checkpoints: if more than 1, the memory is also returned before each of this number of equal parts of
+            the row; requires `parts` 1.
         chunk_bounds: [B, S + 1], the chunks at which those of a row's S memories begin and end; None for one
             memory per row.
         interpret: parameters of the Pallas interpreter, or False to compile the kernel.
 
     Returns:
         In this order: with q, the output [B, T, heads, V] bfloat16; with `save`, x [B, T, heads, V] and the
-        transposed memories before each chunk [B, heads, N, V, K], both bfloat16; with `checkpoints` above 1,
-        the memories [B, heads * checkpoints, K, V] float32; always, the last memory of each part, in the
-        shape of `initial`.
+            transposed memories before each chunk [B, heads, N, V, K], both bfloat16; with `checkpoints` above
+            1, the checkpointed memories [B, heads * checkpoints, K, V] float32; always, the last memory of
+            each part, in the shape of `initial`.
     """
     inputs = dict(q=q, k=k, v=v, inverse=solved.inverse, rows=solved.rows)
     inputs |= dict(written=written, chunk_decay=chunk_decay)
@@ -78,17 +79,19 @@ def scan_forward(
 def _forward_step(
     chunk, S, left, operands, save_memory, store_outputs, *, outputs: bool, values: bool, save: bool, scale: float, interpret
 ):  # fmt: skip
-    """Carry a memory of the delta rule through one chunk: return the memory after it, and store the chunk's output.
+    """Carry a memory of the delta rule through one chunk: return the memory after it, and store the chunk's
+    output.
 
-    `hopper.scan.scan` calls it for each chunk. All tiles are transposed: tokens are columns. The memory [64 value channels, K]
-    consists of pieces, slices of its key channels.
+    `hopper.scan.scan` calls it for each chunk. All tiles are transposed: tokens are columns. The memory [64
+    value channels, K] is a list of tiles, slices of its key channels.
 
     Args:
         chunk: references to the chunk's inputs in shared memory, by name.
-        S: the pieces of the memory before the chunk, [64, K or 64] float32 each.
+        S: the memory before the chunk, tiles [64, K or 64] float32.
         left: buffers in shared memory for left operands of products, which only the interpreter uses.
-        operands: yields some of the memory's pieces as left operands of products, and whether they are the last.
-        save_memory: function that starts to store the memory before the chunk, if the call saves memories.
+        operands: function that yields some of the memory's tiles as left operands of products, and whether
+            they are the last.
+        save_memory: function that starts to store the memory before the chunk, if memories are saved.
         store_outputs: function that stores the results of the chunk's tokens.
         outputs: whether to compute what the queries read of the memory.
         values: whether there are values v; without them they are 0.
@@ -97,7 +100,7 @@ def _forward_step(
         interpret: parameters of the Pallas interpreter, or False to compile the kernel.
 
     Returns:
-        The pieces of the memory after the chunk.
+        The memory after the chunk, tiles shaped like `S`.
     """
     partial = [_SQUARE] * (2 if outputs else 1)
     for memory, last in operands(S):
@@ -132,25 +135,24 @@ def _forward_step(
 def _read_memory(
     at_keys, *at_queries, chunk, S, memory, last: bool, save_memory, values: bool, scale: float
 ):
-    """Add, to a chunk's reads of the memory by keys and queries, the products with some slices of the memory's key channels
-    (pieces).
-
-    After the last pieces, compute the errors of what the keys read, and decay the memory.
+    """Compute what a chunk's keys and queries read of the memory, through some slices of the memory's key
+    channels: add products to the sums so far. With the last slices, also compute the right side of the
+    chunk's triangular system, and decay the memory.
 
     Args:
         at_keys: accumulator [64, C] of what the keys read of the memory, (k S)ᵀ.
         *at_queries: accumulator [64, C] of what the queries read of the memory, (q S)ᵀ, if there are queries.
         chunk: references to the chunk's inputs in shared memory, by name.
-        S: all pieces of the memory before the chunk.
-        memory: the slices of the memory's key channels to read, as left operands of products, each with its key channels.
-        last: whether `memory` contains the last of the pieces.
-        save_memory: function that starts to store the memory before the chunk, if the call saves memories.
+        S: the memory before the chunk, tiles [64, K or 64].
+        memory: pairs of a slice of key channels and the memory's tile there, as left operand of products.
+        last: whether `memory` contains the last of the tiles.
+        save_memory: function that starts to store the memory before the chunk, if memories are saved.
         values: whether there are values v; without them they are 0.
         scale: the factor by which the queries q are multiplied.
 
     Returns:
-        The sums; after the last pieces the decayed memory, the errors of the memory's predictions before the triangular system is
-        solved, (v - e^b ⊙ (k S))ᵀ in bfloat16, and a list of what the queries read, (scale e^b ⊙ (q S))ᵀ, where e^b is the decay
+        The sums; after the last tiles the decayed memory, the right side of the triangular system, (v - e^b ⊙
+        (k S))ᵀ in bfloat16, and a list of what the queries read, (scale e^b ⊙ (q S))ᵀ, where e^b is the decay
         from the chunk's start.
     """
     for sum, name in zip((at_keys, *at_queries), "kq", strict=False):
@@ -176,8 +178,8 @@ def scan_backward(
     q, k, d_out, solved: SolvedChunks, d_final, *, heads: int, scale: float, written=None, chunk_decay=None,
     save: bool = True, parts: int = 1, chunk_bounds=None, interpret: Any = False,
 ):  # fmt: skip
-    """Carry the gradient of the delta rule's memory through the chunks of each row, from the last to the first; compute the
-    gradient of v.
+    """Carry the gradient of the delta rule's memory through the chunks of each row, from the last to the
+    first; compute the gradient of v.
 
     Args:
         q: [B, T, *, K] bfloat16, the queries.
@@ -188,17 +190,21 @@ def scan_backward(
             is 0.
         heads: number of heads of d_out; a multiple of those of q and k.
         scale: the factor by which the queries q are multiplied.
-        written: [B, T, *, K] bfloat16, with a decay per key channel: the keys of the writes, decayed to the chunk's end. None uses
-            k.
-        chunk_decay: [B, heads, N * K] float32, with `written`: the decay of the memory's key channels over each of the N chunks.
+        written: [B, T, *, K] bfloat16, with a decay per key channel: the keys of the writes, decayed to the
+            chunk's end. None uses k.
+        chunk_decay: [B, heads, N * K] float32, with `written`: the decay of the memory's key channels over
+            each of the N chunks.
         save: whether to return all results; False returns only the gradient of the memory before each part.
-        parts: number of parts that a row is split into; each is scanned from a gradient of its own.
-        chunk_bounds: [B, S + 1], the chunks at which those of a row's S memories begin and end; None for one memory per row.
+        parts: number of parts that a row is split into; each is scanned from a separate gradient of the
+            memory after it.
+        chunk_bounds: [B, S + 1], the chunks at which those of a row's S memories begin and end; None for one
+            memory per row.
         interpret: parameters of the Pallas interpreter, or False to compile the kernel.
 
     Returns:
-        The gradient of v [B, T, heads, V] bfloat16, the transposed gradients of the memories after each chunk [B, heads, N, V, K]
-        bfloat16, and the gradient of the memory before each part, in the shape of `d_final`.
+        The gradient of v [B, T, heads, V] bfloat16, the transposed gradients of the memories after each chunk
+        [B, heads, N, V, K] bfloat16, and the gradient of the memory before each part, in the shape of
+        `d_final`.
     """
     inputs = dict(q=q, k=k, v=d_out, **solved._asdict(), written=written, chunk_decay=chunk_decay)
     tokens = jax.ShapeDtypeStruct(d_out.shape, _BF16)
@@ -212,10 +218,22 @@ def scan_backward(
 def _backward_step(
     chunk, S, left, operands, save_memory, store_outputs, *, save: bool, scale: float, interpret
 ):
-    """Carry the gradient S of a memory of the delta rule back through one chunk; return it before the chunk, and store the gradient
-    of v.
+    """Carry the gradient of a memory of the delta rule back through one chunk: return the gradient of the
+    memory before the chunk, and store the gradient of v.
 
-    The other arguments are those of `_forward_step`, and `v` of `chunk` is the gradient of the output.
+    `hopper.scan.scan` calls it for each chunk. All tiles are transposed: tokens are columns.
+
+    Args:
+        chunk: references to the chunk's inputs in shared memory, by name; `v` is the gradient of the output.
+        S: the gradient of the memory after the chunk, tiles [64, K or 64] float32.
+        left: buffers in shared memory for left operands of products, which only the interpreter uses.
+        operands: function that yields some of the gradient's tiles as left operands of products, and whether
+            they are the last.
+        save_memory: function that starts to store the gradient of the memory after the chunk, if it is saved.
+        store_outputs: function that stores the results of the chunk's tokens.
+        save: whether to store the gradient of v.
+        scale: the factor by which the queries q are multiplied.
+        interpret: parameters of the Pallas interpreter, or False to compile the kernel.
     """
     partial = [_SQUARE]
     for memory, last in operands(S):
@@ -244,25 +262,27 @@ def _backward_step(
 def _read_gradient(
     later, *scores, chunk, S, memory, last: bool, save_memory, left, scale: float, interpret
 ):
-    """Add the products of keys with some pieces (slices of key channels) of the memory's gradient: a term of the gradient of the
-    writes.
-
-    After the last pieces, add the term through the output, and decay the gradient of the memory.
+    """Compute the gradient of a chunk's writes u = beta ⊙ x, where x are the errors of the memory's
+    predictions, through some slices of the key channels of the memory's gradient: add products to the sum so
+    far. With the last slices, add the term through the output, and decay the gradient of the memory.
 
     Args:
-        later: accumulator [64, C] of the products of the gradient with the keys of the writes, (k dS')ᵀ.
-        *scores: with the last pieces, an accumulator [64, C] of the scores times the output's gradient, (Pᵀ dO)ᵀ.
+        later: accumulator [64, C] of the products of the memory's gradient dS' with the keys of the writes,
+            (k dS')ᵀ.
+        *scores: with the last tiles, an accumulator [64, C] of the scores P times the output's gradient,
+            (Pᵀ dO)ᵀ.
         chunk: references to the chunk's inputs in shared memory, by name; `v` is the gradient of the output.
-        S: all pieces of the gradient of the memory after the chunk.
-        memory: the slices of the gradient's key channels to read, as left operands of products, each with its key channels.
-        last: whether `memory` contains the last of the pieces.
-        save_memory: function that starts to store the gradient of the memory after the chunk, if the call saves it.
+        S: the gradient of the memory after the chunk, tiles [64, K or 64].
+        memory: pairs of a slice of key channels and the gradient's tile there, as left operand of products.
+        last: whether `memory` contains the last of the tiles.
+        save_memory: function that starts to store the gradient of the memory after the chunk, if it is saved.
         left: buffers in shared memory for left operands of products, which only the interpreter uses.
         scale: the factor by which the queries q are multiplied.
         interpret: parameters of the Pallas interpreter, or False to compile the kernel.
 
     Returns:
-        The sum; after the last pieces the decayed gradient, (scale e^b ⊙ dO)ᵀ and (beta ⊙ du)ᵀ in bfloat16.
+        The sum; after the last tiles the decayed gradient of the memory, and in bfloat16 (scale e^b ⊙ dO)ᵀ,
+        where e^b is the decay from the chunk's start, and (beta ⊙ du)ᵀ.
     """
     for keys, after in memory:
         plgpu.wgmma(later.ref, after, _written(chunk).at[:, keys].transpose((1, 0)))
@@ -279,10 +299,10 @@ def _read_gradient(
 
 
 def _columns(chunk, name):
-    """Return a number for each of the chunk's tokens (`name`: beta or a decay) as factors of the columns of a tile [64, C]; 1 if
-    there is none.
+    """Return beta or a decay of the chunk's tokens (the input `name`) as a tile [64, C] with token j's value
+    in every row of column j, to multiply transposed tiles; 1 if the chunk has no such input.
 
-    It is loaded wherever it is used, since it needs 16 registers.
+    It is loaded again at each use, since it occupies 16 registers.
     """
     if name not in chunk:
         return 1.0
@@ -291,7 +311,7 @@ def _columns(chunk, name):
 
 
 def _written(chunk):
-    """Return the reference to the keys [C, K] with which a chunk's tokens write: decayed to the chunk's end if the decay is per key
-    channel.
+    """Return a reference [C, K] to the keys with which a chunk's tokens write to the memory. With a decay per
+    key channel they are decayed to the chunk's end.
     """
     return chunk["written"] if "written" in chunk else chunk["k"]

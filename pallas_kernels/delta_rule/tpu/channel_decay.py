@@ -1,14 +1,16 @@
-"""The delta rule with a decay per key channel (KDA) on Mosaic TPU: a forward and a backward kernel, each one pass over the tokens.
+"""The delta rule with a decay per key channel (KDA) on Mosaic TPU: a forward and a backward kernel, each one
+pass over the tokens.
 
-The kernels are those of the delta rule with a scalar decay (`scalar_decay`) with other products. With b the inclusive sums of the
-log decays, N_ij = Σ_c k_ic k_jc e^(b_i - b_j)_c is the system and P_ij = scale Σ_c q_ic k_jc e^(b_i - b_j)_c are the scores, both
-by the halving of `pallas_kernels.tpu.halving`. With queries and keys decayed to the chunk's ends (read, erase, written: see
+The kernels are those of the delta rule with a scalar decay (`scalar_decay`) with other products. With b the
+inclusive sums of the log decays, N_ij = Σ_c k_ic k_jc e^(b_i - b_j)_c is the triangular system and
+P_ij = scale Σ_c q_ic k_jc e^(b_i - b_j)_c are the scores; the halving of `pallas_kernels.tpu.halving`
+computes both. With queries and keys decayed from the chunk's start (read, erase) or to its end (written; see
 `_Head`):
 
     x = (I + N diag(beta))⁻¹ (v - erase S)    O = read S + P (beta ⊙ x)    S' = chunk_decay S + writtenᵀ (beta ⊙ x)
 
-Here S is the memory before a chunk, S' after it, x the error of its predictions of v, and O the output. The memory is transposed,
-[V, K]: its columns decay.
+Here S is the memory before a chunk, S' after it, x the error of its predictions of v, and O the output. The
+memory is transposed, [V, K]: its columns decay.
 """
 
 from __future__ import annotations
@@ -33,11 +35,11 @@ REQUIREMENTS = (FLOAT32_DECAY, *TPU)
 def forward(
     q, k, v, beta, log_decay, run, initial, *, scale: float, save: bool = True, interpret: Any = False
 ) -> tuple[jax.Array, jax.Array, Residuals | None]:  # fmt: skip
-    """Compute the delta rule with a decay per key channel, and what its backward pass requires.
+    """Compute the delta rule with a decay per key channel, and the arrays that `backward` requires.
 
-    Return the output [B, T, max(H, G), V], the final memories in the shape of `initial`, and the residuals (None without `save`):
-    the memory before each chunk, [V, K], and the inverse of each chunk's triangular system. Arguments are those of `delta_rule`; T
-    is divisible by `CHUNK`.
+    Return the output [B, T, max(H, G), V], the final memories in the shape of `initial`, and the residuals
+    (None without `save`): the memory before each chunk, [V, K], and the inverse of each chunk's triangular
+    system. The other arguments are those of the op `delta_rule`; T is divisible by `CHUNK`.
     """
     layout = _layout(q, k, v, initial)
     inputs = layout.inputs(run, dict(beta=beta), q=q, k=k, v=v, log_decay=log_decay)
@@ -55,10 +57,12 @@ def backward(
     q, k, v, beta, log_decay, run, initial, residuals: Residuals, d_output, d_final, *,
     scale: float, decay_gradient: bool = True, interpret: Any = False,
 ):  # fmt: skip
-    """Return the gradients of q, k, v, beta, log_decay and initial of the delta rule with a decay per key channel.
+    """Return the gradients of q, k, v, beta, log_decay and initial of the delta rule with a decay per key
+    channel, each in the shape of its input.
 
-    That of log_decay is None without `decay_gradient`. The arguments are those of `forward`, its residuals, and the gradients of
-    its output and of its final memories.
+    The arguments are the inputs of `forward`, the residuals that `forward` returned, and the gradients of the
+    output, `d_output`, and of the final memories, `d_final`. The gradient of log_decay is None if
+    `decay_gradient` is False.
     """
     layout = _layout(q, k, v, initial, reverse=True)
     inputs = layout.inputs(run, dict(beta=beta), q=q, k=k, v=v, log_decay=log_decay)
@@ -125,19 +129,24 @@ class _Head:
         self.written = (self.k * self.decays.write_decay).astype(dtype)
 
     def missing(self, predicted, inverse):
-        """Return the errors x [C, V] float32 of the memory's predictions of the chunk's values, from `predicted`, what its decayed
-        keys read.
+        """Return the errors x = X (v - k e^b S) [C, V] float32 of the memory's predictions of the chunk's
+        values.
 
-        `inverse` is the inverse of the chunk's triangular system.
+        Args:
+            predicted: [C, V], k e^b S, what the keys, decayed from the chunk's start, read of the memory S
+                before the chunk.
+            inverse: [C, C], X, the inverse of the chunk's triangular system.
         """
         errors = self.v.astype(_F32) - predicted
         return dot(inverse, errors.astype(self.v.dtype))
 
 
 def _forward_kernel(layout, scale: float, refs: dict, memory):
-    """Compute the output of one chunk of a program's heads by the delta rule, and update their memories [V, K].
+    """Compute the output of one chunk by the delta rule with a decay per key channel, for all heads of one
+    program, and update the heads' memories [V, K] in `memory`.
 
-    If the call saves residuals, also store the memories before the chunk and the inverses of its triangular systems.
+    If residuals are saved, also store the memories before the chunk and the inverses of the heads' triangular
+    systems.
     """
     masks = halving.read_masks(refs["runs"][...] if "runs" in refs else None, CHUNK)
     columns = refs["beta"][...].T
@@ -164,16 +173,20 @@ def _forward_kernel(layout, scale: float, refs: dict, memory):
 
 
 def _backward_kernel(layout, scale: float, refs: dict, d_memory):
-    """Compute the gradients of the inputs of one chunk, for a program's heads, by the delta rule.
+    """Compute the gradients of the inputs of one chunk of the delta rule with a decay per key channel, for
+    all heads of one program.
 
-    `d_memory` is the gradient of the heads' memories: after the chunk when the kernel begins, before the chunk when it ends.
+    `d_memory` is the gradient of the heads' memories: after the chunk when the kernel begins, before the
+    chunk when it ends.
     """
     masks = halving.read_masks(refs["runs"][...] if "runs" in refs else None, CHUNK)
     columns = refs["beta"][...].T
     refs["d_beta"][...] = jnp.zeros_like(refs["d_beta"])
 
     def outer(a, b):
-        """Return a bᵀ [C, C] on and below the diagonal, and its transpose above the diagonal."""
+        """Return a symmetric matrix [C, C], the gradient of scores: a bᵀ on and below the diagonal, its
+        transpose above it, and 0 at pairs of two documents. a and b are [C, V].
+        """
         return halving.mirror(dot(a, b, "nt"), dot(b, a, "nt"), masks)
 
     for h in range(layout.block):

@@ -64,11 +64,11 @@ class _Head(NamedTuple):
 def forward(
     q, k, v, beta, log_decay, run, initial, *, scale: float, save: bool = True, interpret: Any = False
 ) -> tuple[jax.Array, jax.Array, Residuals | None]:  # fmt: skip
-    """Compute the delta rule with a scalar decay or none, and what its backward pass requires.
+    """Compute the delta rule with a scalar decay or none, and the arrays that `backward` requires.
 
-    Return the output [B, T, max(H, G), V], the final memories in the shape of `initial`, and the residuals (None without `save`):
-    the memory before each chunk, and the inverse of each chunk's triangular system. Arguments are those of `delta_rule`; T is
-    divisible by `CHUNK`.
+    Return the output [B, T, max(H, G), V], the final memories in the shape of `initial`, and the residuals
+    (None without `save`): the memory before each chunk, and the inverse of each chunk's triangular system.
+    The other arguments are those of the op `delta_rule`; T is divisible by `CHUNK`.
     """
     runs = len(initial) // len(q)
     layout = tpu_layout.Layout(q, k, v, CHUNK, heads=HEADS, runs=runs)
@@ -87,10 +87,12 @@ def backward(
     q, k, v, beta, log_decay, run, initial, residuals: Residuals, d_output, d_final, *,
     scale: float, decay_gradient: bool = True, interpret: Any = False,
 ):  # fmt: skip
-    """Return the gradients of q, k, v, beta, log_decay and initial of the delta rule with a scalar decay or none.
+    """Return the gradients of q, k, v, beta, log_decay and initial of the delta rule with a scalar decay or
+    none, each in the shape of its input.
 
-    That of log_decay is None if there is no decay, or without `decay_gradient`. The arguments are those of `forward`, its
-    residuals, and the gradients of its output and of its final memories.
+    The arguments are the inputs of `forward`, the residuals that `forward` returned, and the gradients of the
+    output, `d_output`, and of the final memories, `d_final`. The gradient of log_decay is None if there is no
+    decay or `decay_gradient` is False.
     """
     runs = len(initial) // len(q)
     layout = tpu_layout.Layout(q, k, v, CHUNK, heads=HEADS, runs=runs, reverse=True)
@@ -113,9 +115,11 @@ def backward(
 
 
 def _forward_kernel(layout: tpu_layout.Layout, scale: float, refs: dict, memory):
-    """Compute the output of one chunk of a program's heads by the delta rule, and update their memories [K, V].
+    """Compute the output of one chunk by the delta rule, for all heads of one program, and update the heads'
+    memories [K, V] in `memory`.
 
-    If the call saves residuals, also store the memories before the chunk and the inverses of its triangular systems.
+    If residuals are saved, also store the memories before the chunk and the inverses of the heads' triangular
+    systems.
     """
     chunk, columns = _chunk(refs), refs["beta"][...].T
     heads = [_read_head(layout, refs, chunk, columns, h) for h in range(layout.block)]
@@ -140,9 +144,10 @@ def _forward_kernel(layout: tpu_layout.Layout, scale: float, refs: dict, memory)
 
 
 def _backward_kernel(layout: tpu_layout.Layout, scale: float, refs: dict, d_memory):
-    """Compute the gradients of the inputs of one chunk, for a program's heads, by the delta rule.
+    """Compute the gradients of the inputs of one chunk of the delta rule, for all heads of one program.
 
-    `d_memory` is the gradient of the heads' memories: after the chunk when the kernel begins, before the chunk when it ends.
+    `d_memory` is the gradient of the heads' memories: after the chunk when the kernel begins, before the
+    chunk when it ends.
     """
     chunk = _chunk(refs)
     reads, read_rows, writes, totals = [], [], [], []
@@ -194,14 +199,23 @@ def _backward_kernel(layout: tpu_layout.Layout, scale: float, refs: dict, d_memo
 
 
 def _chunk(refs) -> decays.Chunk:
-    """Return the decays of one chunk and masks of its documents, from references to its log decays and document numbers."""
+    """Return the decay factors of one chunk and the mask of its tokens that read each other, from `refs`,
+    references to the chunk's log decays and document numbers by name.
+    """
     log_decay, runs = (refs[name][...] if name in refs else None for name in ("log_decay", "runs"))
     return decays.read_chunk(log_decay, runs, CHUNK, 1.0)
 
 
 def _read_head(layout: tpu_layout.Layout, refs, chunk: decays.Chunk, columns, h: int) -> _Head:
-    """Return the tokens, decays and scores of one chunk for head h of the program, as `_Head`; `columns` is beta as columns, [C,
-    heads].
+    """Return the queries, keys, values, beta, decays and scores of one chunk for the program's head with
+    index h.
+
+    Args:
+        layout: the layout of the kernel's arrays.
+        refs: references to the chunk's inputs, by name.
+        chunk: the decays of all heads of the program.
+        columns: [C, heads], beta of each token, with a column for each head.
+        h: index of the head in the program.
     """
     sizes = dict(q=layout.key_dim, k=layout.key_dim, v=layout.value_dim)
     q, k, v = (refs[n][layout.tile_index(refs[n], h, size)] for n, size in sizes.items())
@@ -240,11 +254,13 @@ def _inverses(heads: list[_Head]) -> list[jax.Array]:
 
 
 def _missing(x: _Head, predicted, inverse):
-    """Return the errors x [C, V] float32 of the memory's predictions of a chunk's values, from `predicted` = k S, what its keys
-    read.
+    """Return the errors x = X (v - e^b ⊙ (k S)) [C, V] float32 of the memory's predictions of a chunk's
+    values.
 
-    With X the inverse of the chunk's triangular system (`inverse`) and e^b the decay from the chunk's start, x = X (v - e^b ⊙
-    predicted).
+    Args:
+        x: the chunk's values v, its decays e^b from the chunk's start, and other arrays of the head.
+        predicted: [C, V], k S, what the keys read of the memory S before the chunk.
+        inverse: [C, C], X, the inverse of the chunk's triangular system.
     """
     missing = x.v.astype(_F32) - x.read_decay * predicted
     return dot(inverse, missing.astype(x.v.dtype))

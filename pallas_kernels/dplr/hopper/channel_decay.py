@@ -1,11 +1,12 @@
 """A diagonal-plus-low-rank memory (RWKV7) on Mosaic GPU (Hopper), in chunks of 64 tokens.
 
 The forward pass has three kernels: `chunk_forward` computes the products of each chunk's tokens in parallel,
-`solve_chunks` inverts the chunks' systems, `scan_forward` carries the memory through the chunks in order. The
-backward pass has four: `scan_forward` recomputes the memory before each chunk and u, what a reads of the
-memory; `scan_backward` carries the gradient of the memory in the opposite order and computes du;
-`values_backward` and `chunk_backward` compute the gradients of the inputs, for all chunks in parallel. Long
-rows of a small batch are split into parts that are scanned in parallel (`pallas_kernels.hopper.parts`).
+`solve_chunks` inverts the chunks' triangular systems, `scan_forward` carries the memory through the chunks in
+order. The backward pass has four: `scan_forward` recomputes the memory before each chunk and u, what the
+vectors `a` read of the memory; `scan_backward` carries the gradient of the memory in the opposite order and
+computes du; `values_backward` and `chunk_backward` compute the gradients of the inputs, for all chunks in
+parallel. Long rows of a small batch are split into parts that are scanned in parallel
+(`pallas_kernels.hopper.parts`).
 """
 
 from __future__ import annotations
@@ -39,14 +40,15 @@ REQUIREMENTS = (
 
 
 class Residuals(NamedTuple):
-    """The arrays that `forward` of a diagonal-plus-low-rank memory saves for `backward`: some seven arrays of the
-    size of q.
+    """The arrays that `forward` of a diagonal-plus-low-rank memory saves for `backward`: some seven arrays of
+    the size of q.
 
     Attributes:
-        decayed: scores, and decayed q, b and k, of all chunks, without the inputs of `solve_chunks`.
-        solved: inverses of the chunks' triangular systems, and their products.
-        parts: the memories before each part of a row, if rows are scanned in parts that run in parallel; None if each row is
-            scanned in one.
+        decayed: the decayed scores, q, b and k of all chunks; the fields that only `solve_chunks` reads are
+            None.
+        solved: the inverses of the chunks' triangular systems, and their products.
+        parts: the memories before each part of a row, if rows are scanned in parts that run in parallel; None
+            if each row is scanned in one.
     """
 
     decayed: DecayedChunks
@@ -57,10 +59,11 @@ class Residuals(NamedTuple):
 def forward(
     q, k, v, a, b, log_decay, run, initial, *, scale: float, save: bool = True, interpret: Any = False
 ) -> tuple[jax.Array, jax.Array, Residuals]:  # fmt: skip
-    """Compute diagonal-plus-low-rank memories (RWKV7), and what their backward pass requires.
+    """Compute diagonal-plus-low-rank memories (RWKV7), and the arrays that `backward` requires.
 
-    Return the output [B, T, max(H, G), V], the final memories in the shape of `initial`, and the residuals, which are computed
-    whether or not `save` is set. Arguments are those of `dplr`; T is divisible by `length_multiple(q, k, v)`.
+    Return the output [B, T, max(H, G), V], the final memories in the shape of `initial`, and the residuals,
+    which are computed whether or not `save` is set. The other arguments are those of the op `dplr`; T is
+    divisible by `length_multiple(q, k, v)`.
     """
     del save
     memories = v.shape[2]
@@ -94,10 +97,12 @@ def backward(
     q, k, v, a, b, log_decay, run, initial, residuals: Residuals, d_output, d_final, *,
     scale: float, decay_gradient: bool = True, interpret: Any = False,
 ):  # fmt: skip
-    """Return the gradients of q, k, v, a, b, log_decay and initial of diagonal-plus-low-rank memories (RWKV7).
+    """Return the gradients of q, k, v, a, b, log_decay and initial of diagonal-plus-low-rank memories
+    (RWKV7), each in the shape of its input.
 
-    The arguments are those of `forward`, its residuals, and the gradients of its output and of its final memories. That of
-    log_decay is computed whether or not `decay_gradient` is set.
+    The arguments are the inputs of `forward`, the residuals that `forward` returned, and the gradients of the
+    output, `d_output`, and of the final memories, `d_final`. The gradient of log_decay is computed whether or
+    not `decay_gradient` is set.
     """
     del decay_gradient
     memories, heads = v.shape[2], d_output.shape[2]
@@ -114,10 +119,9 @@ def backward(
     documents, depth = row_layout.documents_of(run, 1), q.shape[-1]
 
     def slice_gradients(values):
-        """Return what one slice of value channels contributes to the gradients of a diagonal-plus-low-rank memory's inputs.
-
-        These are the gradient of v in these channels and, for each slice of key channels, terms of the gradients of q, k, a, b and
-        the log decay.
+        """Return the terms of the gradients of a diagonal-plus-low-rank memory's inputs that come through the
+        value channels `values`, a slice: the gradient of v in these channels, and a list with, for each slice
+        of key channels, the terms of the gradients of q, k, `a`, b and the log decay.
         """
         before, d_after = states[..., values, :], d_states[..., values, :]
         d_out = d_output[..., values]

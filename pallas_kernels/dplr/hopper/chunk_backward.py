@@ -1,16 +1,19 @@
 """The phase `chunk_backward` of a diagonal-plus-low-rank memory (RWKV7), on Mosaic GPU (Hopper).
 
-The kernel computes the gradients of q, k, a, b and the log decay of every chunk in parallel, from the memory S before the chunk,
-the gradient dS' of the memory after it, u (what a reads, see `scan`) and dR = Xᵀ du, the gradient of the sum that X multiplies.
-With dO the gradient of the output, g the log decay, q' = q e^g, d and d' the inclusive and exclusive sums of the log decays, and [x
-yᵀ] under the decay between two tokens (see `chunk_forward`), below the diagonal for dq' and da and above it for dk and db:
+The kernel computes the gradients of q, k, `a`, b and the log decay of every chunk in parallel, from the
+memory S before the chunk, the gradient dS' of the memory after it, u (what `a` reads of the memory, see
+`scan`) and dR = Xᵀ du, the gradient of the sum that X, the inverse of the chunk's triangular system,
+multiplies. With dO the gradient of the output, g the log decay, q' = q e^g, d and d' the inclusive and
+exclusive sums of the log decays, and [x yᵀ] the products x yᵀ times the decay between the two tokens (see
+`chunk_forward`), below the diagonal for dq' and da and above it for dk and db:
 
     dq' = scale [dO vᵀ] k + scale [dO uᵀ] b + scale e^d' ⊙ (dO Sᵀ)      dk = scale [v dOᵀ] q' + [v dRᵀ] a + e^(d_C - d) ⊙ (v dS'ᵀ)
     da  =       [dR vᵀ] k +       [dR uᵀ] b +       e^d' ⊙ (dR Sᵀ)      db = scale [u dOᵀ] q' + [u dRᵀ] a + e^(d_C - d) ⊙ (u dS'ᵀ)
 
-On a level of the halving, one tile has q' in later rows and k in earlier ones, the other a and b. A matrix
-[C, C] per tile and line above, with the line's left matrix below the diagonal and its right matrix above it,
-then gives both gradients of the line.
+On a level of the halving, one tile has q' in later rows and k in earlier ones, another tile has `a` and b.
+For each of the two lines of formulas and each of the two tiles there is a matrix [C, C], with the line's left
+matrix below the diagonal and its right matrix above it. The products of a line's two matrices with the two
+tiles are both gradients of the line.
 """
 
 from __future__ import annotations
@@ -53,15 +56,15 @@ class _Smem(NamedTuple):
     tokens, dS' the gradient of the memory after it.
 
     Attributes:
-        inputs: [groups, 4, C, 64], q, k, a and b, later their gradients; after `of_warpgroup`, a list of four
+        inputs: [groups, 4, C, 64], q, k, `a` and b, later their gradients; after `of_warpgroup`, a list of four
             references [C, 64].
         state: [groups, max(V, 128), 64], the memory S transposed, then the gradient dS', then two tiles [C, 64].
         parts: [groups, 2, 64, 64], the log decays as sums of two bfloat16 numbers, from which the decays between tokens are computed.
         tile: [groups, C, 64], a buffer of the halving.
-        totals: [groups, 64] float32, the gradient of the log decay of the whole chunk.
-        d_outs: [2, C, V], the gradients of the output and of the right side of the triangular system, then two matrices [C, C], the
-            first line of `pair_matrices`.
-        values: [2, C, V], the values v and what a reads, u, then two matrices [C, C], the second line of `pair_matrices`.
+        totals: [groups, 64] float32, the gradient of the sum of the log decays over the whole chunk.
+        d_outs: [2, C, V], the gradients of the output and of the right side of the triangular system, then two matrices [C, C],
+            line 0 of `pair_matrices`.
+        values: [2, C, V], the values v and u, what `a` reads, then two matrices [C, C], line 1 of `pair_matrices`.
         loaded: the barrier at which the loads of the inputs and of the memory S are complete.
         state_loaded: the barriers at which the loads of dS' are complete, one for each warpgroup.
         values_used: barrier at which no warpgroup reads `d_outs` and `values` any more.
@@ -83,7 +86,9 @@ class _Smem(NamedTuple):
     left: Any
 
     def of_warpgroup(self, group) -> _Smem:
-        """Return the same buffers, with those that every warpgroup has for itself at the index `group`."""
+        """Return the shared-memory buffers that the warpgroup with index `group` uses: of each array with an
+        axis [groups, ...] the warpgroup's entry, and the buffers that all warpgroups share unchanged.
+        """
         names = ("inputs", "state", "parts", "tile", "totals", "state_loaded")
         names += () if self.left is None else ("left",)
         buffers = {name: getattr(self, name).at[group] for name in names}
@@ -112,10 +117,11 @@ def _smem(groups: int, width: int, interpret) -> _Smem:
 
 
 class _Gradients(NamedTuple):
-    """Gradients of the chunk's q', k, a and b in 64 key channels, [C, 64] float32 each; q' are the queries times their own token's
-    decay.
+    """Gradients of one chunk's q', k, `a` and b in 64 key channels, [C, 64] float32 each, where q' = q e^g
+    are the queries times the decay of their token.
 
-    They are without the terms through the products of a query with its own token's k and b.
+    The terms through the products of a query with k and b of the same token, which have no decay, are not
+    included.
     """
 
     q: Any
@@ -126,12 +132,14 @@ class _Gradients(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Program:
-    """The work of one warpgroup of `chunk_backward`: the gradients of q, k, a, b and the log decay of one chunk and
-    head, in 64 key channels.
+    """One warpgroup's computation in `chunk_backward`: the gradients of q, k, `a`, b and the log decay of one
+    chunk and head, in 64 key channels.
 
     Attributes:
-        block: the chunk's inputs and outputs in global memory, for this warpgroup's key channels.
-        smem: buffers in shared memory: those of the warpgroup, and those that all warpgroups of the program share.
+        block: references to the chunk's inputs and outputs in global memory, in this warpgroup's key
+            channels.
+        smem: buffers in shared memory: those of the warpgroup, and those that all warpgroups of the program
+            share.
         group: index of the warpgroup in its program.
         groups: number of warpgroups of the program.
         depth: number of key channels, K.
@@ -150,13 +158,17 @@ class _Program:
     interpret: Any
 
     def as_left(self, x):
-        """Return x [C, 64] bfloat16 in the form that a matrix product requires of its left operand."""
+        """Return x [C, 64] bfloat16 as the left operand of a matrix product: in registers on the card, in
+        shared memory in the interpreter.
+        """
         return left_operand(self.smem.left, self.interpret)(x)
 
     def load_inputs(self, memory) -> None:
-        """Start to load q, k, a, b and the memory before the chunk (to the buffer `memory`) in this warpgroup's 64 key channels.
+        """Start to load, in this warpgroup's 64 key channels, q, k, `a` and b [C, 64] and the memory before
+        the chunk [V, 64] into shared memory, the memory into the buffer `memory`.
 
-        The first warpgroup also loads the arrays of value channels, which all warpgroups share.
+        The first warpgroup also loads the arrays of value channels [C, V] (v, what `a` reads, and the
+        gradients of the output and of the triangular system's right side), which all warpgroups share.
         """
         smem = self.smem
         for name, to in zip(_INPUTS, smem.inputs, strict=True):
@@ -171,16 +183,18 @@ class _Program:
         pl.when(self.group == 0)(load_shared)
 
     def load_memory(self, name: str, to, barrier) -> None:
-        """Start to load this warpgroup's 64 key channels of the memory before the chunk or of the gradient of the memory after it
-        (`name`).
+        """Start to load the memory before the chunk (`name` "states") or the gradient of the memory after it
+        ("d_states"), [V, 64] in this warpgroup's key channels, into the shared-memory buffer `to`. The end of
+        the load counts as an arrival at `barrier`.
         """
         place = self.block.place
         source = self.block.refs[name].at[place.row, place.h, place.n, :, self.block.columns]
         plgpu.copy_gmem_to_smem(source, to, barrier)
 
     def products_with_memory(self, halving: Halving, rows, memory):
-        """Return the products of two tiles, `rows` [2, C, V], with a memory or its gradient [V, 64] in shared memory, [C, 64]
-        float32 each.
+        """Return the products of two arrays, `rows` [2, C, V] (gradients, or values), with the memory or its
+        gradient, `memory` [V, 64] in shared memory, [C, 64] float32 each: terms of the gradients of two
+        inputs.
         """
 
         def products(first, second):
@@ -190,14 +204,17 @@ class _Program:
         return halving.accumulate(products, 2)
 
     def pair_matrices(self, halving: Halving):
-        """Compute the gradients of the decayed scores of pairs of tokens, as four matrices [C, C]; of two warpgroups, each computes
-        one line.
+        """Compute the gradients of a chunk's decayed scores: four matrices [C, C] bfloat16, each with the
+        gradient of one kind of scores on and below the diagonal and that of another kind above it.
 
-        A line is two matrices that give the gradients of two inputs.
+        The product of a matrix with a decayed tile of tokens is a term of the gradients of two inputs. Line 0
+        are the two matrices for the gradients of q' (q times its token's decay) and k, line 1 those for `a`
+        and b. In a line, matrix 0 multiplies the tile of q' and k, matrix 1 that of `a` and b. With two
+        warpgroups, each computes one line.
 
         Returns:
-            (line, tile, matrix [C, C] bfloat16) each: line 0 is that of dq' and dk, 1 that of da and db; tile
-            0 contains q' and k, 1 a and b.
+            A list of (line, tile, matrix), with the index of the line and of the tile that the matrix
+            multiplies.
         """
         i, j = halving.i, halving.j
         matrices = []
@@ -216,22 +233,29 @@ class _Program:
         return matrices
 
     def line_products(self, later, earlier, *, line, tile: int) -> None:
-        """Add to accumulators [C, C] products of gradients with values: each is the gradient of one kind of decayed scores of pairs
-        of tokens.
+        """Compute two gradients of decayed scores between a chunk's tokens, [C, C] each, by adding matrix
+        products to two accumulators.
 
-        The gradients are dO, of the output, and dR, of the right side of the triangular system; the values are v and u, what a
-        reads of the memory. `later` gets the product of dO or dR (by `line`) with v or u (by `tile`), and is used below the
-        diagonal. `earlier` gets v or u (by `line`) times dO or dR (by `tile`), and is used above it.
+        Here dO is the gradient of the output, dR that of the triangular system's right side, v are the
+        values, and u is what `a` reads of the memory.
+
+        Args:
+            later: accumulator of (dO or dR) (v or u)ᵀ, of which the entries on and below the diagonal are
+                used.
+            earlier: accumulator of (v or u) (dO or dR)ᵀ, of which the entries above the diagonal are used.
+            line: 0 selects dO for `later` and v for `earlier` as left operand, 1 selects dR and u.
+            tile: 0 selects v for `later` and dO for `earlier` as right operand, 1 selects u and dR.
         """
         d_outs, values = self.smem.d_outs, self.smem.values
         plgpu.wgmma(later, d_outs.at[line], values.at[tile].transpose((1, 0)))
         plgpu.wgmma(earlier, values.at[line], d_outs.at[tile].transpose((1, 0)))
 
     def store_matrices(self, matrices):
-        """Store the four matrices [C, C] of gradients of scores where all warpgroups can read them; return references,
-        [line][tile].
+        """Store the gradients of the chunk's decayed scores, four matrices [C, C] from `pair_matrices`, in
+        shared memory, where all warpgroups can read them; return references to them as `refs[line][tile]`.
 
-        They replace dO, dR, v and u, which are no longer read, in shared memory.
+        The matrices replace the gradients of output and right side and the values v and u, once no warpgroup
+        reads these any more.
         """
         smem = self.smem
         plgpu.barrier_arrive(smem.values_used)
@@ -255,10 +279,12 @@ class _Program:
         return refs
 
     def store_totals(self, halving: Halving, gradients: _Gradients, parts) -> None:
-        """Store, for each of 64 key channels, the gradient of the log decay of the whole chunk in `totals`.
+        """Store, for each of 64 key channels, the gradient of the sum of the log decays over the whole chunk
+        in the buffer `totals`.
 
-        It is the term through the memory plus Σ_i (k dk + b db)_i, with the gradients dk and db of k and b through the memory after
-        the chunk.
+        With S the memory before the chunk and dS' the gradient of the memory after it, it is Σ_v chunk_decay
+        S dS' plus Σ_i (k dk + b db)_i, where `gradients` has dk and db, the gradients of k and b through the
+        memory after the chunk. `parts` are two buffers [64, 64] in shared memory.
         """
         _, k, _, b = self.smem.inputs
         place = self.block.place
@@ -269,17 +295,15 @@ class _Program:
         self.smem.totals[...] = written + memory
 
     def add_level(self, halving: Halving, matrices, tiles, level, gradients: _Gradients):
-        """Return the gradients of q', k, a and b plus those through the pairs of tokens that one level of the halving has.
+        """Add to the gradients of q', k, `a` and b of one chunk the terms that come through the pairs of
+        tokens of one level of the halving, and return the sums. q' are the queries times their token's decay.
 
         Args:
             halving: the `Halving` of the chunk.
-            matrices: the result of `store_matrices`.
+            matrices: references to the gradients of the chunk's decayed scores, from `store_matrices`.
             tiles: two buffers [C, 64] in shared memory for operands of products.
             level: index of the level of the halving.
-            gradients: the gradients of q', k, a and b so far.
-
-        Returns:
-            The sums, as `_Gradients`.
+            gradients: the gradients of q', k, `a` and b so far.
         """
         q, k, a, b = self.smem.inputs
         dq, dk, da, db = gradients
@@ -296,10 +320,16 @@ class _Program:
         return _Gradients(dq, dk, da, db)
 
     def line_gradient(self, halving: Halving, level, line, tiles):
-        """Return the gradient, [C, 64] float32, that a line of two matrices of gradients of scores gives through the pairs of a
-        level.
+        """Return the gradient [C, 64] float32 of one level's decayed operand with rows of q' or k, or with
+        rows of `a` or b: the sum over two matrices M and two tiles Y of M Y, with M masked to the level's
+        pairs of tokens.
 
-        It is the sum over the matrices, masked to the level's pairs, of the products with `tiles`.
+        Args:
+            halving: the `Halving` of the chunk.
+            level: index of the level of the halving.
+            line: references to two matrices M [C, C], gradients of decayed scores.
+            tiles: references to two tiles Y [C, 64], the level's decayed operands: of q' and k, and of `a`
+                and b.
         """
         dx = [jnp.zeros(SQUARE, _F32)]
         for matrix, x in zip(line, tiles, strict=True):
@@ -326,7 +356,9 @@ class _Program:
         block.refs["dg"].at[place.row, place.tokens, place.h, block.columns][...] = d_decay
 
     def store_gradients(self, halving: Halving, matrices, gradients: _Gradients) -> None:
-        """Add the terms through the products of each query with its own token's k and b, and store the gradients of q, k, a and b."""
+        """Store the gradients of q, k, `a` and b of the chunk, [C, 64] each, in global memory, after adding
+        the terms through the products of each query with k and b of its own token.
+        """
         q, k, a, b = self.smem.inputs
         i, j = halving.i, halving.j
         dq, dk, da, db = gradients
@@ -342,8 +374,8 @@ class _Program:
             self.block.store(name, buffer, x)
 
     def run(self) -> None:
-        """Compute and store the gradients of q, k, a, b and the log decay of one chunk and head, in this warpgroup's 64 key
-        channels.
+        """Compute and store the gradients of q, k, `a`, b and the log decay of one chunk and head, in this
+        warpgroup's 64 key channels.
         """
         smem, block = self.smem, self.block
         q = smem.inputs[0]
@@ -383,31 +415,32 @@ def chunk_backward(
     q, k, a, b, log_decay, v, a_read, d_out, d_right_side, states, d_states, through_memory, documents: Documents | None,
     *, scale: float, interpret: Any = False,
 ):  # fmt: skip
-    """Compute, for all chunks in parallel, the gradients of q, k, a, b and the log decay of a diagonal-plus-low-rank memory.
+    """Compute, for all chunks in parallel, the gradients of q, k, `a`, b and the log decay of a
+    diagonal-plus-low-rank memory.
 
     h is the number of heads of `d_out`; the numbers of heads written as * divide it.
 
     Args:
         q: [B, T, *, K] bfloat16, the queries.
         k: [B, T, *, K] bfloat16, the keys.
-        a: [B, T, *, K] bfloat16, with which a token reads what b writes back.
-        b: [B, T, *, K] bfloat16, with which a token writes back what a has read.
+        a: [B, T, *, K] bfloat16, the vectors with which a token reads the memory for u.
+        b: [B, T, *, K] bfloat16, the vectors with which a token writes u back to the memory.
         log_decay: [B, T, *, K] float32, the log decay of each key channel.
         v: [B, T, *, V] bfloat16, the values.
-        a_read: [B, T, h, V] bfloat16, what a reads of the memory, u.
+        a_read: [B, T, h, V] bfloat16, u, what `a` reads of the memory.
         d_out: [B, T, h, V] bfloat16, the gradient of the output.
-        d_right_side: [B, T, h, V] bfloat16, the gradient of the right side of the triangular system (of what its inverse
-            multiplies).
+        d_right_side: [B, T, h, V] bfloat16, the gradient of the right side of the triangular system (of the
+            sum that its inverse multiplies).
         states: [B, h, N, V, K] bfloat16, the transposed memory S before each of the N chunks.
         d_states: [B, h, N, V, K] bfloat16, the transposed gradient dS' of the memory after each chunk.
-        through_memory: [B, h, N * K] float32, the gradient of the log decay of the whole chunk through S: Σ_v
-            chunk_decay S dS'.
+        through_memory: [B, h, N * K] float32, the term Σ_v chunk_decay S dS' of the gradient of each chunk's
+            total log decay.
         documents: where documents begin, as `halving.Documents`; None for one document per row.
         scale: the factor by which the queries q are multiplied.
         interpret: parameters of the Pallas interpreter, or False to compile the kernel.
 
     Returns:
-        The gradients of q, k, a and b [B, T, h, K] bfloat16, and of the log decay [B, T, h, K] float32.
+        The gradients of q, k, `a` and b [B, T, h, K] bfloat16, and of the log decay [B, T, h, K] float32.
     """
     batch, length, heads, width = d_out.shape
     depth = k.shape[-1]

@@ -1,15 +1,16 @@
 """The phase `chunk_forward` of a diagonal-plus-low-rank memory (RWKV7), on Mosaic GPU (Hopper).
 
-`chunk_forward` computes, for every chunk in parallel, the products of q and a with k and b under the decays
-between two tokens. Rows whose decay since the chunk's start is at most `halving.RANGE` bits are in range:
-all their pairs come from one product (`AllPairs`). The other pairs come from halving (`Level`; see
-`pallas_kernels.tiles.channel_decay`). With g the log decay and q' = q e^g, all four products have the same decay between tokens i
-and j, the sum of the log decays strictly between them. So on a level one tile contains q' in later rows and k
-or b in earlier ones, the other a in later rows and b or k in earlier ones, and two products of such tiles
-give all four matrices: those of q below the diagonal, those of a, transposed, above it.
+`chunk_forward` computes, for every chunk in parallel, the products of q and `a` with k and b, times the
+decays between the two tokens. Tokens whose decay since the chunk's start is at least 2^-100 (`halving.RANGE`)
+are in range: all pairs of them come from one product (`AllPairs`). The other pairs come from the halving
+(`Level`; see `pallas_kernels.tiles.channel_decay`). With g the log decay and q' = q e^g, all four products
+have the same decay between tokens i and j, e to the sum of the log decays strictly between them. So on a
+level one tile contains q' in later rows and k or b in earlier ones, another tile contains `a` in later rows
+and b or k in earlier ones, and two products of such tiles compute all four matrices: those of q below the
+diagonal, those of `a`, transposed, above it.
 
-`solve.solve_chunks` inverts the system of each chunk, and applies the inverse to the terms that do not depend
-on the memory.
+`solve.solve_chunks` then inverts the triangular system of each chunk, and applies the inverse to the terms
+that do not depend on the memory.
 """
 
 from __future__ import annotations
@@ -47,20 +48,25 @@ _INPUTS = ("q", "k", "a", "b")
 
 
 class DecayedChunks(NamedTuple):
-    """The arrays of all chunks of h heads that a diagonal-plus-low-rank memory requires and that do not depend on the
-    memory: scores and decayed tokens.
+    """The arrays of all chunks of h heads that a diagonal-plus-low-rank memory requires and that do not
+    depend on the memory: scores and decayed tokens.
 
-    d are the inclusive sums of a chunk's log decays, d' the exclusive ones, and A_xy the products of x with y under the decays
-    between the tokens: (A_xy)_ij = Σ_c x_ic y_jc e^(d'_i - d_j)_c for x = a and i > j, with d_i in place of d'_i for x = q and i >=
-    j.
+    A token reads the memory with the vector `a`, and writes the result back with b. d are the inclusive sums
+    of a chunk's log decays, d' the exclusive ones, and A_xy the products of x with y times the decays between
+    the tokens: (A_xy)_ij = Σ_c x_ic y_jc e^(d'_i - d_j)_c for x = a and i > j, with d_i in place of d'_i for
+    x = q and i >= j.
 
     Attributes:
-        upper: [B, h, T, C] float32, the transposed decayed products of a with b: the rows of each chunk's A_abᵀ.
-        upper_values: [B, h, T, C] bfloat16, the transposed decayed products of a with keys: the rows of each chunk's A_akᵀ.
-        scores: [B, h, T, C] bfloat16, the decayed products of queries with b: the rows of each chunk's scale A_qb.
-        scores_values: [B, h, T, C] bfloat16, the decayed products of queries with keys: the rows of each chunk's scale A_qk.
+        upper: [B, h, T, C] float32, the transposed decayed products of `a` with b: the rows of each chunk's
+            A_abᵀ.
+        upper_values: [B, h, T, C] bfloat16, the transposed decayed products of `a` with keys: the rows of
+            each chunk's A_akᵀ.
+        scores: [B, h, T, C] bfloat16, the decayed products of queries with b: the rows of each chunk's scale
+            A_qb.
+        scores_values: [B, h, T, C] bfloat16, the decayed products of queries with keys: the rows of each
+            chunk's scale A_qk.
         read: [B, T, h, K] bfloat16, the queries decayed from the chunk's start, scale q e^d.
-        decayed_a: [B, T, h, K] bfloat16, a decayed from the chunk's start, a e^d'.
+        decayed_a: [B, T, h, K] bfloat16, `a` decayed from the chunk's start, a e^d'.
         written: [B, T, h, K] bfloat16, b decayed to the chunk's end, b e^(d_C - d).
         written_values: [B, T, h, K] bfloat16, the keys decayed to the chunk's end, k e^(d_C - d).
         chunk_decay: [B, h, N * K] float32, e^(d_C), the decay of the memory over each of the N chunks.
@@ -84,11 +90,11 @@ class _Smem(NamedTuple):
     `groups` counts the program's warpgroups, of 64 key channels each; C is the number of tokens of a chunk; tiles are bfloat16.
 
     Attributes:
-        inputs: [groups, 4, C, 64], q, k, a and b; after `of_warpgroup`, a list of four references [C, 64].
+        inputs: [groups, 4, C, 64], q, k, `a` and b; after `of_warpgroup`, a list of four references [C, 64].
             First q' replaces q, later the decayed tokens replace all.
         parts: [groups, 2, 64, 64], the log decays as sums of two bfloat16 numbers, from which the decays between tokens are computed.
         tile: [groups, C, 64], right operands of products, and a buffer of the halving.
-        decayed: [groups, 2, C, 64], a and b with the decays of `AllPairs`.
+        decayed: [groups, 2, C, 64], `a` and b with the decays of `AllPairs`.
         lowest: [groups, 2, C] float32, a buffer for the check of which tokens' decays are in float32's range.
         partial: [2, C, C] float32, the scores of the second warpgroup.
         loaded: the barrier at which the loads of the inputs are complete.
@@ -107,7 +113,9 @@ class _Smem(NamedTuple):
     left: Any
 
     def of_warpgroup(self, group) -> _Smem:
-        """Return the same buffers, with those that every warpgroup has for itself at the index `group`."""
+        """Return the shared-memory buffers that the warpgroup with index `group` uses: of each array with an
+        axis [groups, ...] the warpgroup's entry, and the buffers that all warpgroups share unchanged.
+        """
         names = ("inputs", "parts", "tile", "decayed", "lowest")
         names += () if self.left is None else ("left",)
         buffers = {name: getattr(self, name).at[group] for name in names}
@@ -135,15 +143,17 @@ def _smem(groups: int, interpret) -> _Smem:
 
 @dataclasses.dataclass(frozen=True)
 class _Program:
-    """The work of one warpgroup of `chunk_forward`: scores and decayed tokens of one chunk and head, in 64 key
-    channels.
+    """One warpgroup's computation in `chunk_forward`: the scores and decayed tokens of one chunk and head of
+    a diagonal-plus-low-rank memory, in 64 key channels.
 
-    The scores are two matrices [C, C] float32 of decayed products A_xy of x with y. The first is A_qk on and below the diagonal and
-    the transpose of A_ab above it, the second A_qb and the transpose of A_ak.
+    The scores are two matrices [C, C] float32 of decayed products A_xy of x with y. The first is A_qk on and
+    below the diagonal and the transpose of A_ab above it, the second A_qb and the transpose of A_ak.
 
     Attributes:
-        block: the chunk's inputs and outputs in global memory, for this warpgroup's key channels.
-        smem: buffers in shared memory: those of the warpgroup, and those that all warpgroups of the program share.
+        block: references to the chunk's inputs and outputs in global memory, in this warpgroup's key
+            channels.
+        smem: buffers in shared memory: those of the warpgroup, and those that all warpgroups of the program
+            share.
         group: index of the warpgroup in its program.
         groups: number of warpgroups of the program.
         depth: number of key channels, K.
@@ -160,7 +170,9 @@ class _Program:
     interpret: Any
 
     def as_left(self, x):
-        """Return x [C, 64] bfloat16 in the form that a matrix product requires of its left operand."""
+        """Return x [C, 64] bfloat16 as the left operand of a matrix product: in registers on the card, in
+        shared memory in the interpreter.
+        """
         return left_operand(self.smem.left, self.interpret)(x)
 
     def store_chunk_decay(self, halving: Halving) -> None:
@@ -175,10 +187,12 @@ class _Program:
         refs["chunk_decay"].at[place.row, place.h, channels][...] = chunk_decay
 
     def near_scores(self, halving: Halving):
-        """Return two matrices [C, C] of decayed scores, of the pairs of tokens whose decays are in float32's range, and 1 or 0.
+        """Return the decayed scores between the chunk's tokens that are in range (whose decays `AllPairs`
+        computes without overflow), and whether all tokens are in range, as 1 or 0.
 
-        Other pairs have score 0. The number is 1 if all pairs are in range. Scores below the diagonal are those of q with k and
-        with b, above it those of a with b and with k, transposed.
+        The scores are two matrices [C, C] float32, with 0 at other pairs and on the diagonal. Below the
+        diagonal are the products of q with k (first matrix) and with b (second), above it the transposed
+        products of `a` with b and with k.
         """
         smem = self.smem
         q, k, a, b = smem.inputs
@@ -201,8 +215,9 @@ class _Program:
         return scores, all_in_range
 
     def add_level(self, halving: Halving, at, scores):
-        """Return the chunk's scores, two matrices [C, C], plus those of the pairs that level `at` of the halving has and float32's
-        range excludes.
+        """Add to the chunk's scores, two matrices [C, C], the scores of one level's pairs of tokens, except
+        pairs that are in range, which `near_scores` has computed; return the sums. `at` is the index of the
+        level of the halving.
         """
         q, k, a, b = self.smem.inputs
         tile = self.smem.tile
@@ -216,15 +231,17 @@ class _Program:
         return [x + y for x, y in zip(scores, added, strict=True)]
 
     def store_partial(self, scores) -> None:
-        """Store the scores, two matrices [C, C], of the second warpgroup's key channels in shared memory, where the first one adds
-        them.
+        """Store the second warpgroup's scores, two matrices [C, C] summed over its key channels, in shared
+        memory, where the first warpgroup adds them to its scores.
         """
         for index, x in enumerate(scores):
             self.smem.partial.at[index][...] = x
         plgpu.barrier_arrive(self.smem.partial_stored)
 
     def store_decayed(self, halving: Halving) -> None:
-        """Store the chunk's q and a decayed from its start, and b and k decayed to its end, in 64 key channels."""
+        """Store, in 64 key channels, the chunk's q and `a` decayed from the chunk's start (for reads of the
+        memory), and its b and k decayed to the chunk's end (for writes), [C, 64] each.
+        """
         q, k, a, b = self.smem.inputs
         for since_start, flags, outputs in (
             (True, "enters", dict(read=(q, self.scale), decayed_a=(a, 1.0))),
@@ -235,10 +252,11 @@ class _Program:
                 self.block.store(name, tile, load_float32(tile) * factor * scale)
 
     def store_scores(self, halving: Halving, scores) -> None:
-        """Store the four matrices [C, C] of decayed products of the chunk's tokens: of q with k and with b, and of a with b and
-        with k, transposed.
+        """Store four matrices [C, C] of decayed products of the chunk's tokens in global memory: of q with k
+        and with b, and, transposed, of `a` with b and with k.
 
-        `scores` are the sums over the first warpgroup's key channels, to which those of the second are added.
+        `scores` are two matrices with the sums over the first warpgroup's key channels; those over the second
+        warpgroup's channels are added.
         """
         refs, place = self.block.refs, self.block.place
         i, j = halving.i, halving.j
@@ -258,7 +276,9 @@ class _Program:
             refs[below].at[place.row, place.h, place.tokens][...] = lower
 
     def run(self) -> None:
-        """Compute and store the scores, decayed tokens and decay of one chunk and head, in this warpgroup's 64 key channels."""
+        """Compute and store the scores, the decayed q, k, `a` and b, and the decay of one chunk and head, in
+        this warpgroup's 64 key channels.
+        """
         smem = self.smem
         q, k, _, b = smem.inputs
         for name, to in zip(_INPUTS, smem.inputs, strict=True):
@@ -287,28 +307,31 @@ class _Program:
 
 
 def token_decay(log_decay):
-    """Return the decay e^g of each single token, from its log decay g, with the lower bound of g that the sums of log decays have."""
+    """Return the decay e^g of each token, shaped like the log decay g. A log decay below `tiles.FLOOR` (-128)
+    counts as that, as in the sums of log decays.
+    """
     return jnp.exp(jnp.maximum(log_decay, tiles.FLOOR))
 
 
 def _product(halving: Halving, rows, columns):
-    """Return the matrix product of two operands, `rows` and `columns`, [C, C] float32."""
+    """Return the matrix product of `rows` [C, 64] and `columns` [64, C], operands of `plgpu.wgmma`, as a tile
+    [C, C] float32.
+    """
     return halving.accumulate(lambda out: plgpu.wgmma(out, rows, columns))[0]
 
 
 def chunk_forward(
     q, k, a, b, log_decay, documents: Documents | None, *, heads: int, scale: float, interpret: Any = False
 ) -> DecayedChunks:  # fmt: skip
-    """Compute, for all chunks in parallel, what a diagonal-plus-low-rank memory requires and does not depend on the memory.
-
-    Return the decayed products of q and a with k and b, these tokens decayed from and to the chunks' boundaries, and the decays of
-    the chunks, as `DecayedChunks`.
+    """Compute, for all chunks in parallel, the arrays of a diagonal-plus-low-rank memory that do not depend
+    on the memory: the decayed products of q and `a` with k and b, these vectors decayed from the chunk's
+    start or to its end, and the decay over each chunk. Return them as `DecayedChunks`.
 
     Args:
         q: [B, T, *, K] bfloat16, the queries.
         k: [B, T, *, K] bfloat16, the keys.
-        a: [B, T, *, K] bfloat16, with which a token reads what b writes back.
-        b: [B, T, *, K] bfloat16, with which a token writes back what a has read.
+        a: [B, T, *, K] bfloat16, the vectors with which a token reads the memory for u.
+        b: [B, T, *, K] bfloat16, the vectors with which a token writes u back to the memory.
         log_decay: [B, T, *, K] float32, the log decay of each key channel.
         documents: where documents begin, as `halving.Documents`; None for one document per row.
         heads: number of heads of the result; a multiple of those of the inputs.

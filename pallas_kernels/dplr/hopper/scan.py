@@ -1,10 +1,12 @@
-"""The scans of a diagonal-plus-low-rank memory (RWKV7) over the chunks of a row, on Mosaic GPU (Hopper), and the gradient of v.
+"""The scans of a diagonal-plus-low-rank memory (RWKV7) over the chunks of a row, on Mosaic GPU (Hopper), and
+the gradient of v.
 
     u = solved_a S + values v        O = read S + scores u + scores_values v        S' = chunk_decay S + writtenᵀ u + written_valuesᵀ v
 
-where S is the memory before a chunk, S' after it and O the output, with `solved_a` and `values` of `SolvedChunks` and the other
-names of `DecayedChunks`; u [C, V] is what a reads of the memory, which b writes back. Backward, from the gradient dS' of the memory
-after the chunk and dO of the output:
+where S is the memory before a chunk, S' after it and O the output, with `solved_a` and `values` of
+`SolvedChunks` and the other names of `DecayedChunks`; u [C, V] is what the vectors `a` read of the memory,
+which the vectors b write back. Backward, from the gradient dS' of the memory after the chunk and dO of the
+output:
 
     du = scoresᵀ dO + written dS'            dS = chunk_decay dS' + readᵀ dO + solved_aᵀ du
     dv = scores_valuesᵀ dO + valuesᵀ du + written_values dS'
@@ -36,26 +38,28 @@ def scan_forward(
     chunks: DecayedChunks, solved: SolvedChunks, v, initial, *, save: bool = False, read: bool = True,
     parts: int = 1, chunk_bounds=None, interpret: Any = False,
 ):  # fmt: skip
-    """Carry a diagonal-plus-low-rank memory through the chunks of each row in order; compute the output, or what the backward pass
-    reads.
+    """Carry a diagonal-plus-low-rank memory through the chunks of each row in order; compute the output, or
+    the arrays that the backward pass reads.
 
     Args:
-        chunks: scores, and tokens with their decays, of all chunks of h heads.
-        solved: inverses of the chunks' triangular systems, and their products, of h heads.
+        chunks: the decayed scores and tokens of all chunks of h heads, and the chunks' decays.
+        solved: the inverses of the chunks' triangular systems, and their products, of h heads.
         v: [B, T, *, V] bfloat16, the values; None is v = 0 with V = K.
         initial: [B * S, h * parts, K, V] float32, the memory before the first chunk; None is 0, or the
             identity if v is None.
-        save: whether to return u, what a reads of the memory, and the memory before each chunk instead of the output.
-        read: whether to compute the output; without it, and without `save`, only the last memories are returned.
-        parts: number of parts that a row is split into; each is scanned from an initial memory of its own.
+        save: whether to return u, what `a` reads of the memory, and the memory before each chunk instead of
+            the output.
+        read: whether to compute the output; without it, and without `save`, only the last memories are
+            returned.
+        parts: number of parts that a row is split into; each is scanned from a separate initial memory.
         chunk_bounds: [B, S + 1], the chunks at which those of a row's S memories begin and end; None for one
             memory per row.
         interpret: parameters of the Pallas interpreter, or False to compile the kernel.
 
     Returns:
         The output [B, T, h, V] bfloat16, or with `save` u [B, T, h, V] and the transposed memories before
-        each chunk [B, h, N, V, K], both bfloat16; then the last memory of each part, in the shape of
-        `initial`.
+        each of the N chunks [B, h, N, V, K], both bfloat16; then the last memory of each part, in the shape
+        of `initial`.
     """
     (batch, length, heads, depth), width = chunks.written.shape, chunks.written.shape[-1]
     inputs = dict(a=solved.solved_a, written=chunks.written, chunk_decay=chunks.chunk_decay)
@@ -89,25 +93,27 @@ def _forward_step(
     save: bool,
     interpret,
 ):
-    """Carry a diagonal-plus-low-rank memory through one chunk: return the memory after it, and store the chunk's output.
+    """Carry a diagonal-plus-low-rank memory through one chunk: return the memory after it, and store the
+    chunk's output.
 
-    `hopper.scan.scan` calls it for each chunk. All tiles are transposed: tokens are columns. The memory [64 value channels, K]
-    consists of pieces, slices of its key channels.
+    `hopper.scan.scan` calls it for each chunk. All tiles are transposed: tokens are columns. The memory [64
+    value channels, K] is a list of tiles, slices of its key channels.
 
     Args:
         chunk: references to the chunk's inputs in shared memory, by name.
-        S: the pieces of the memory before the chunk, [64, K or 64] float32 each.
+        S: the memory before the chunk, tiles [64, K or 64] float32.
         left: buffers in shared memory for left operands of products, which only the interpreter uses.
-        operands: yields some of the memory's pieces as left operands of products, and whether they are the last.
-        save_memory: function that starts to store the memory before the chunk, if the call saves memories.
+        operands: function that yields some of the memory's tiles as left operands of products, and whether
+            they are the last.
+        save_memory: function that starts to store the memory before the chunk, if memories are saved.
         store_outputs: function that stores the results of the chunk's tokens.
         values: whether there are values v; without them they are 0.
         read: whether to compute the outputs.
-        save: whether to store u, what a reads of the memory.
+        save: whether to store u, what `a` reads of the memory.
         interpret: parameters of the Pallas interpreter, or False to compile the kernel.
 
     Returns:
-        The pieces of the memory after the chunk.
+        The memory after the chunk, tiles shaped like `S`.
     """
     v = None
     if values:
@@ -138,23 +144,22 @@ def _forward_step(
 
 
 def _read_memory(*sums, chunk, S, memory, last: bool, save_memory, v):
-    """Add, to a chunk's reads of the memory by a and q, the products with some slices of the memory's key channels (pieces).
-
-    With the last pieces, add also the products with the values v, and decay the memory.
+    """Compute what a chunk's `a` and q read of the memory and of the chunk's values, through some slices of
+    the memory's key channels: add products to the sums so far. With the last slices, also decay the memory.
 
     Args:
-        *sums: accumulators [64, C] of what a reads, uᵀ, and, if the outputs are computed, of the queries' reads without the scores
-            with b, (read S + scores_values v)ᵀ.
+        *sums: accumulators [64, C] of u, what `a` reads, transposed, and, if the outputs are computed, of the
+            output without its term through u, (read S + scores_values v)ᵀ.
         chunk: references to the chunk's inputs in shared memory, by name.
-        S: all pieces of the memory before the chunk.
-        memory: the slices of the memory's key channels to read, as left operands of products, each with its key channels.
-        last: whether `memory` contains the last of the pieces.
-        save_memory: function that starts to store the memory before the chunk, if the call saves memories.
+        S: the memory before the chunk, tiles [64, K or 64].
+        memory: pairs of a slice of key channels and the memory's tile there, as left operand of products.
+        last: whether `memory` contains the last of the tiles.
+        save_memory: function that starts to store the memory before the chunk, if memories are saved.
         v: the transposed values vᵀ [64, C] as the left operand of products, or None.
 
     Returns:
-        The sums; after the last pieces the decayed memory, what a reads, uᵀ, in bfloat16, its rounding error, and the second of the
-        sums in a list.
+        The sums; after the last tiles the decayed memory, uᵀ in bfloat16, the rounding error of uᵀ, and a
+        list with the sum of the output, or an empty one.
     """
     names = [("a", "values"), ("q", "scores_values")][: len(sums)]
     for sum, (of_memory, of_values) in zip(sums, names, strict=True):
@@ -176,23 +181,25 @@ def scan_backward(
     chunks: DecayedChunks, solved: SolvedChunks, d_out, d_final, *, save: bool = True, parts: int = 1,
     chunk_bounds=None, interpret: Any = False,
 ):  # fmt: skip
-    """Carry the gradient of a diagonal-plus-low-rank memory through the chunks of each row, from the last to the first.
-
-    It computes also du, the gradient of what a reads of the memory.
+    """Carry the gradient of a diagonal-plus-low-rank memory through the chunks of each row, from the last to
+    the first, and compute du, the gradient of what `a` reads of the memory.
 
     Args:
-        chunks: scores, and tokens with their decays, of all chunks of h heads.
-        solved: inverses of the chunks' triangular systems, and their products, of h heads.
+        chunks: the decayed scores and tokens of all chunks of h heads, and the chunks' decays.
+        solved: the inverses of the chunks' triangular systems, and their products, of h heads.
         d_out: [B, T, h, V] bfloat16, the gradient of the output.
         d_final: [B * S, h * parts, K, V] float32, the gradient of the memory after the last chunk; None is 0.
         save: whether to return all results; False returns only the gradient of the memory before each part.
-        parts: number of parts that a row is split into; each is scanned from a gradient of its own.
-        chunk_bounds: [B, S + 1], the chunks at which those of a row's S memories begin and end; None for one memory per row.
+        parts: number of parts that a row is split into; each is scanned from a separate gradient of the
+            memory after it.
+        chunk_bounds: [B, S + 1], the chunks at which those of a row's S memories begin and end; None for one
+            memory per row.
         interpret: parameters of the Pallas interpreter, or False to compile the kernel.
 
     Returns:
-        The gradient du of what a reads [B, T, h, V] bfloat16, the transposed gradients of the memories after each chunk [B, h, N,
-        V, K] bfloat16, and the gradient of the memory before each part, in the shape of `d_final`.
+        The gradient du [B, T, h, V] bfloat16, the transposed gradients of the memories after each of the N
+        chunks [B, h, N, V, K] bfloat16, and the gradient of the memory before each part, in the shape of
+        `d_final`.
     """
     inputs = dict(
         a=solved.solved_a, written=chunks.written, q=chunks.read, v=d_out, scores=chunks.scores, chunk_decay=chunks.chunk_decay
@@ -206,10 +213,21 @@ def scan_backward(
 
 
 def _backward_step(chunk, S, left, operands, save_memory, store_outputs, *, save: bool, interpret):
-    """Carry the gradient S of a diagonal-plus-low-rank memory back through one chunk; return it before the chunk.
+    """Carry the gradient of a diagonal-plus-low-rank memory back through one chunk: return the gradient of
+    the memory before the chunk, and store du, the gradient of what `a` reads of the memory.
 
-    It stores du, the gradient of what a reads. The other arguments are those of `_forward_step`, and `v` of `chunk` is the gradient
-    of the output.
+    `hopper.scan.scan` calls it for each chunk. All tiles are transposed: tokens are columns.
+
+    Args:
+        chunk: references to the chunk's inputs in shared memory, by name; `v` is the gradient of the output.
+        S: the gradient of the memory after the chunk, tiles [64, K or 64] float32.
+        left: buffers in shared memory for left operands of products, which only the interpreter uses.
+        operands: function that yields some of the gradient's tiles as left operands of products, and whether
+            they are the last.
+        save_memory: function that starts to store the gradient of the memory after the chunk, if it is saved.
+        store_outputs: function that stores the results of the chunk's tokens.
+        save: whether to store du.
+        interpret: parameters of the Pallas interpreter, or False to compile the kernel.
     """
     d_out = plgpu.load(chunk["v"].transpose((1, 0)), layout=wg.LAYOUT)
     d_out = wg.as_left(d_out, left[0], interpret)
@@ -249,18 +267,18 @@ def values_backward(
     *,
     interpret: Any = False,
 ):
-    """Compute, for all chunks in parallel, the gradients of v and of the right side of the triangular systems.
+    """Compute, for all chunks in parallel, the gradient of v and Xᵀ du, the gradient of the right side of the
+    triangular systems (of the sum that X multiplies).
 
-    With X the inverse of a chunk's system and du the gradient of what a reads of the memory, the second is Xᵀ du, the gradient of
-    the sum that X multiplies.
+    X is the inverse of a chunk's triangular system, and du the gradient of what `a` reads of the memory.
 
     Args:
-        chunks: scores, and tokens with their decays, of all chunks of h heads.
-        solved: inverses of the chunks' triangular systems, and their products, of h heads.
+        chunks: the decayed scores and tokens of all chunks of h heads.
+        solved: the inverses of the chunks' triangular systems, and their products, of h heads.
         d_out: [B, T, h, V] bfloat16, the gradient of the output.
-        d_a_read: [B, T, h, V] bfloat16, the gradient du of what a reads, of `scan_backward`.
-        d_states: [B, h, N, V, K] bfloat16, the transposed gradients of the memories after each chunk, of
-            `scan_backward`.
+        d_a_read: [B, T, h, V] bfloat16, the gradient du, from `scan_backward`.
+        d_states: [B, h, N, V, K] bfloat16, the transposed gradient of the memory after each of the N chunks,
+            from `scan_backward`.
         interpret: parameters of the Pallas interpreter, or False to compile the kernel.
 
     Returns:
@@ -304,9 +322,11 @@ def values_backward(
 
 
 def _values_backward_chunk(refs: dict[str, Any], buffers: dict[str, Any], loaded, *, interpret):
-    """Compute the gradients of v and of the right side of the triangular system of one chunk and head, for `values_backward`.
+    """Compute and store the gradient of v and that of the right side of the triangular system, [C, V] each,
+    of one chunk and head of a diagonal-plus-low-rank memory.
 
-    `refs` are the chunk's inputs and outputs in global memory, `buffers` those in shared memory, by name.
+    `refs` are the chunk's inputs and outputs in global memory, `buffers` the inputs' buffers in shared
+    memory, by name; `loaded` is the barrier at which the inputs are loaded.
     """
     for name, to in buffers.items():
         plgpu.copy_gmem_to_smem(refs[name], to, loaded)

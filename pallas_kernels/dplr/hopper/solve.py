@@ -20,16 +20,18 @@ _F32, _BF16 = jnp.float32, jnp.bfloat16
 
 
 class SolvedChunks(NamedTuple):
-    """The inverses X of the triangular systems of all chunks of a diagonal-plus-low-rank memory, and their products, in bfloat16.
+    """The inverses X of the triangular systems of all chunks of a diagonal-plus-low-rank memory, and their
+    products, in bfloat16.
 
-    Names are as in `chunk_forward.DecayedChunks`: A_ab and A_ak are the decayed products of a with b and with k, d' the exclusive
-    sums of the log decays. a is what reads the memory, b what writes back what a reads.
+    A token reads the memory with the vector `a`, and writes the result back with b. A_ab and A_ak are the
+    products of `a` with b and with k between tokens of a chunk, times the decay between the tokens; d' are
+    the exclusive sums of the log decays.
 
     Attributes:
         inverse: [B, h, T, C], the rows of each chunk's X = (I - A_ab)⁻¹.
-        solved_a: [B, T, h, K], X (a e^d'): its product with the memory before the chunk is what a reads of that
-            memory.
-        values: [B, h, T, C], the rows of each chunk's X A_ak: its product with v is what a reads of the
+        solved_a: [B, T, h, K], X (a e^d'): its product with the memory before the chunk is what `a` reads of
+            that memory.
+        values: [B, h, T, C], the rows of each chunk's X A_ak: its product with v is what `a` reads of the
             chunk's values.
     """
 
@@ -61,11 +63,16 @@ class _SolveSmem(NamedTuple):
 
 
 def solve_chunks(upper, upper_values, decayed_a, *, interpret: Any = False) -> SolvedChunks:
-    """Invert the triangular systems of all chunks of a diagonal-plus-low-rank memory in parallel, and multiply a and A_ak by the
-    inverses.
+    """Invert the triangular systems of all chunks of a diagonal-plus-low-rank memory in parallel: compute
+    X = (I - A_ab)⁻¹, X A_ak and X (a e^d'), as `SolvedChunks`.
 
-    The arguments are fields of `chunk_forward.DecayedChunks`: the transposed decayed products of a with b and with k, and a decayed
-    from the chunk's start.
+    Args:
+        upper: [B, h, T, C] float32, the rows of each chunk's A_abᵀ, the transposed decayed products of `a`
+            with b.
+        upper_values: [B, h, T, C] bfloat16, the rows of each chunk's A_akᵀ, the transposed decayed products
+            of `a` with k.
+        decayed_a: [B, T, h, K] bfloat16, `a` times the decay from the chunk's start, a e^d'.
+        interpret: parameters of the Pallas interpreter, or False to compile the kernel.
     """
     batch, heads, length, _ = upper.shape
     depth = decayed_a.shape[-1]
@@ -101,9 +108,11 @@ def solve_chunks(upper, upper_values, decayed_a, *, interpret: Any = False) -> S
 
 
 def _solve_chunk(refs: dict[str, Any], buffers: _SolveSmem, interpret) -> None:
-    """Invert the triangular system of one chunk, and store the inverse and its products with a and with A_ak.
+    """Invert the triangular system of one chunk of a diagonal-plus-low-rank memory: compute and store
+    X = (I - A_ab)⁻¹, X A_ak and X (a e^d').
 
-    `refs` are the chunk's inputs and outputs in global memory, by name.
+    A_ab and A_ak are the decayed products of `a` with b and with k, and a e^d' is `a` decayed from the
+    chunk's start. `refs` are the chunk's inputs and outputs in global memory, by name.
     """
     plgpu.copy_gmem_to_smem(refs["upper_values"], buffers.values, buffers.loaded)
     plgpu.copy_gmem_to_smem(refs["decayed_a"], buffers.a, buffers.loaded)

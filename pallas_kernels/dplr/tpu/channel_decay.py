@@ -1,16 +1,17 @@
-"""A diagonal-plus-low-rank memory (RWKV7) on Mosaic TPU: a forward and a backward kernel, each one pass over the tokens.
+"""A diagonal-plus-low-rank memory (RWKV7) on Mosaic TPU: a forward and a backward kernel, each one pass over
+the tokens.
 
 With d_i the sum of a chunk's log decays before token i, and q in place of scale q e^g, that is with its
-token's decay applied, all pairs of tokens have the same decay: A_xy = Σ_c x_ic y_jc e^(d_i - d_(j+1))_c for x
-= q or a and y = b or k, by the halving of `pallas_kernels.tpu.halving`. Then, with the fields of `_Head` and
-`Decays`,
+token's decay applied, all pairs of tokens have the same decay: A_xy = Σ_c x_ic y_jc e^(d_i - d_(j+1))_c for
+x = q or `a` and y = b or k, by the halving of `pallas_kernels.tpu.halving`. Then, with the fields of `_Head`
+and `Decays`,
 
     U = (I - A_ab)⁻¹ (decayed_a S + A_ak V)    O = read S + A_qb U + A_qk V    S' = chunk_decay S + (b write_decay)ᵀ U + (k write_decay)ᵀ V
 
-(the diagonals of A_qb and A_qk have no decay), where S is the memory before a chunk, S' after it, U what a reads and b writes
-back, and O the output. Two tiles per level contain all operands: later rows of q and
-earlier rows of b, and likewise a and k. The memory is transposed, [V, K]: its columns decay. The systems of a
-program's heads are solved in lockstep.
+(the diagonals of A_qb and A_qk have no decay), where S is the memory before a chunk, S' after it, U what the
+vectors `a` read and the vectors b write back, and O the output. Two tiles per level of the halving contain
+all operands: one has q in later rows and b in earlier rows, the other `a` and k. The memory is transposed,
+[V, K]: its columns decay. The systems of a program's heads are solved in lockstep.
 """
 
 from __future__ import annotations
@@ -45,11 +46,11 @@ REQUIREMENTS = (
 def forward(
     q, k, v, a, b, log_decay, run, initial, *, scale: float, save: bool = True, interpret: Any = False
 ) -> tuple[jax.Array, jax.Array, Residuals | None]:  # fmt: skip
-    """Compute diagonal-plus-low-rank memories (RWKV7), and what their backward pass requires.
+    """Compute diagonal-plus-low-rank memories (RWKV7), and the arrays that `backward` requires.
 
-    Return the output [B, T, max(H, G), V], the final memories in the shape of `initial`, and the residuals (None without `save`):
-    the memory [V, K] before each chunk and the inverse of each chunk's triangular system. Arguments are those of `dplr`; T is
-    divisible by `CHUNK`.
+    Return the output [B, T, max(H, G), V], the final memories in the shape of `initial`, and the residuals
+    (None without `save`): the memory [V, K] before each chunk and the inverse of each chunk's triangular
+    system. The other arguments are those of the op `dplr`; T is divisible by `CHUNK`.
     """
     layout = _layout(q, k, v, a, b, initial)
     inputs = layout.inputs(run, q=q, k=k, v=v, a=a, b=b, log_decay=log_decay)
@@ -67,10 +68,12 @@ def backward(
     q, k, v, a, b, log_decay, run, initial, residuals: Residuals, d_output, d_final, *,
     scale: float, decay_gradient: bool = True, interpret: Any = False,
 ):  # fmt: skip
-    """Return the gradients of q, k, v, a, b, log_decay and initial of diagonal-plus-low-rank memories (RWKV7).
+    """Return the gradients of q, k, v, a, b, log_decay and initial of diagonal-plus-low-rank memories
+    (RWKV7), each in the shape of its input.
 
-    The arguments are those of `forward`, its residuals, and the gradients of its output and of its final memories. That of
-    log_decay is computed whether or not `decay_gradient` is set.
+    The arguments are the inputs of `forward`, the residuals that `forward` returned, and the gradients of the
+    output, `d_output`, and of the final memories, `d_final`. The gradient of log_decay is computed whether or
+    not `decay_gradient` is set.
     """
     del decay_gradient
     layout = _layout(q, k, v, a, b, initial, reverse=True)
@@ -95,27 +98,29 @@ def _layout(q, k, v, a, b, initial, reverse: bool = False) -> tpu_layout.Layout:
 
 
 class _Head:
-    """The tokens of one chunk and head, with their decays and scores, that both kernels of a diagonal-plus-low-rank memory use.
+    """The tokens of one chunk and head, with their decays and scores, that both kernels of a
+    diagonal-plus-low-rank memory use.
 
-    d_i is the sum of the chunk's log decays before token i, g the log decay of a token, and A_xy the products of x with y under the
+    A token reads the memory with the vector `a`, and writes the result back with b. d_i is the sum of the
+    chunk's log decays before token i, g the log decay of a token, and A_xy the products of x with y times the
     decays between the tokens.
 
     Attributes:
         q: [C, K] float32, the queries times the scale.
         k: [C, K] float32, the keys.
         v: [C, V], the values.
-        a: [C, K] float32, with which a token reads what b writes back.
-        b: [C, K] float32, with which a token writes back what a has read.
+        a: [C, K] float32, the vectors that read the memory.
+        b: [C, K] float32, the vectors that write the result back.
         token_decay: [C, K], the decay e^g of each token.
         decays: the decays of the chunk, as `halving.chunk_decays` returns them.
-        tiles: the q and b [C, K] of each level of the halving, decayed.
-        others: the a and k [C, K] of each level of the halving, decayed.
+        tiles: for each level of the halving [C, K], the decayed q in later rows and b in earlier ones.
+        others: for each level of the halving [C, K], the decayed `a` in later rows and k in earlier ones.
         through_b: [C, C], the decayed products A_qb of queries with b.
         through_k: [C, C], the decayed products A_qk of queries with keys.
-        system: [C, C] float32, the negative decayed products -A_ab of a with b.
-        values: [C, C], the decayed products A_ak of a with keys.
+        system: [C, C] float32, the negative decayed products -A_ab of `a` with b.
+        values: [C, C], the decayed products A_ak of `a` with keys.
         read: [C, K], the queries decayed from the chunk's start, scale q e^g e^d.
-        decayed_a: [C, K], a decayed from the chunk's start, a e^d.
+        decayed_a: [C, K], `a` decayed from the chunk's start, a e^d.
         written_b: [C, K], b decayed to the chunk's end.
         written_k: [C, K], the keys decayed to the chunk's end.
     """
@@ -150,19 +155,23 @@ class _Head:
         self.written_k = (self.k * self.decays.write_decay).astype(dtype)
 
     def a_read(self, from_memory, inverse):
-        """Return U [C, V], what a reads of the memory and b writes back, from `from_memory`, the product of decayed a with the
-        memory before the chunk.
+        """Return U = X (decayed_a S + A_ak V) [C, V], what the chunk's vectors `a` read of the memory and its
+        vectors b write back.
 
-        `inverse` is the inverse of the chunk's triangular system.
+        Args:
+            from_memory: [C, V], decayed_a S, the product of the decayed `a` with the memory before the chunk.
+            inverse: [C, C], X, the inverse of the chunk's triangular system.
         """
         sums = from_memory + dot(self.values, self.v)
         return dot(inverse, sums.astype(self.v.dtype)).astype(self.v.dtype)
 
 
 def _forward_kernel(layout, scale: float, refs: dict, memory):
-    """Compute the output of one chunk of a program's heads of a diagonal-plus-low-rank memory, and update their memories [V, K].
+    """Compute the output of one chunk of a diagonal-plus-low-rank memory, for all heads of one program, and
+    update the heads' memories [V, K] in `memory`.
 
-    If the call saves residuals, also store the memories before the chunk and the inverses of its triangular systems.
+    If residuals are saved, also store the memories before the chunk and the inverses of the heads' triangular
+    systems.
     """
     masks = halving.read_masks(refs["runs"][...] if "runs" in refs else None, CHUNK)
     heads = [_Head(layout, scale, refs, masks, h) for h in range(layout.block)]
@@ -190,14 +199,18 @@ def _forward_kernel(layout, scale: float, refs: dict, memory):
 
 
 def _backward_kernel(layout, scale: float, refs: dict, d_memory):
-    """Compute the gradients of the inputs of one chunk, for a program's heads of a diagonal-plus-low-rank memory.
+    """Compute the gradients of the inputs of one chunk of a diagonal-plus-low-rank memory, for all heads of
+    one program.
 
-    `d_memory` is the gradient of the heads' memories: after the chunk when the kernel begins, before the chunk when it ends.
+    `d_memory` is the gradient of the heads' memories: after the chunk when the kernel begins, before the
+    chunk when it ends.
     """
     masks = halving.read_masks(refs["runs"][...] if "runs" in refs else None, CHUNK)
 
     def outer(lower, upper):
-        """Return lower[0] lower[1]ᵀ below the diagonal and upper[0] upper[1]ᵀ on and above it, [C, C], from pairs of arrays [C, V]."""
+        """Return the gradient of a chunk's scores [C, C]: x yᵀ below the diagonal for `lower` = (x, y), and x
+        yᵀ on and above the diagonal for `upper` = (x, y), with x and y [C, V].
+        """
         return halving.mirror(dot(lower[0], lower[1], "nt"), dot(upper[0], upper[1], "nt"), masks)
 
     for h in range(layout.block):
@@ -226,9 +239,16 @@ def _backward_kernel(layout, scale: float, refs: dict, d_memory):
         qb, ak, qk, ab = (((x, y), (y, x)) for x, y in pairs)
 
         def spread(lower, upper, tiles):
-            """Return, for each level of the halving, the gradient [C, K] of its operand through the pairs of the level.
+            """Return, for each level of the halving, a term of the gradient [C, K] of a decayed operand: the
+            gradient of scores, masked to the level's pairs of tokens, times `tiles`, the operand with which
+            these scores are computed.
 
-            A gradient of scores is the product of the two arrays of `lower` below the diagonal and of `upper` above it.
+            Args:
+                lower: the arrays [C, V] of one kind of scores, ((x, y), (y, x)); its gradient x yᵀ is used
+                    below the diagonal.
+                upper: the arrays of a second kind, ((x, y), (y, x)); its transposed gradient y xᵀ is used
+                    above the diagonal.
+                tiles: for each level [C, K], the decayed operand that the gradient of scores multiplies.
             """
             return halving.level_products(outer(lower[0], upper[1]), tiles, masks)
 
