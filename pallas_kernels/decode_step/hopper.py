@@ -167,7 +167,7 @@ def step(
         optional: beta, decay and value_decay (as `api.decay_factor` encodes them), a, b, bonus, emptied [B]
             int32 and layer [1] int32, each an array or None.
         scale: the factor of the queries.
-        interpret: parameters of the interpreter, or False.
+        interpret: parameters of the Pallas interpreter, or False to compile the kernel.
     """
     batch, memories, value_dim = v.shape
     key_dim, heads = q.shape[2], q.shape[1]

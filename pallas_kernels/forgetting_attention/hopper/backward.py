@@ -81,7 +81,7 @@ def backward(
         delta: [B, H, Q] float32, the scalar product of each query's output and its gradient.
         scale: the factor of the scores q . k.
         window: the number of last tokens that a query sees, or None for all.
-        interpret: parameters of the interpreter, or False.
+        interpret: parameters of the Pallas interpreter, or False to compile the kernel.
     """
     if q.shape[-1] > 128:
         raise NotImplementedError(

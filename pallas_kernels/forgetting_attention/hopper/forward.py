@@ -62,7 +62,7 @@ def forward(
         bounds: the ranges of tiles of queries and keys that see each other.
         scale: the factor of the scores q . k.
         window: the number of last tokens that a query sees, or None for all.
-        interpret: parameters of the interpreter, or False.
+        interpret: parameters of the Pallas interpreter, or False to compile the kernel.
 
     Returns:
         The output [B, Q, H, D], 0 where a query sees no key; and [B, H, Q] float32, the base-2 logarithm of the sum

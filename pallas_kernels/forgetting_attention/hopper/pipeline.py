@@ -46,7 +46,7 @@ class Traversal(NamedTuple):
         empty: one barrier for each stage, which completes when both warpgroups have used the stage's tiles.
         wait_other: waits until the other warpgroup calls it too, where the warpgroups alternate. All calls
             use the same function object, so that they share one jaxpr.
-        interpret: parameters of the interpreter, or False.
+        interpret: parameters of the Pallas interpreter, or False to compile the kernel.
     """
 
     group: Any
@@ -252,7 +252,7 @@ class Pipeline(NamedTuple):
             compute: the function that each of the two computing warpgroups calls once.
             outputs: the shapes and dtypes of the output arrays, by name.
             name: the kernel's name in profiles.
-            interpret: parameters of the interpreter, or False.
+            interpret: parameters of the Pallas interpreter, or False to compile the kernel.
         """
         inputs: dict[str, Any] = {f"resident {n}": x for n, x in self.resident.items()}
         inputs |= {f"streamed {n}": x for n, x in self.streamed.items()}

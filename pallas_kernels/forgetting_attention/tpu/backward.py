@@ -45,7 +45,7 @@ def backward(
         delta: [B, H, T] float32, the scalar product of each query's output and its gradient.
         scale: the factor of the scores q . k.
         window: the number of last tokens that a query sees, or None for all.
-        interpret: False, True or `pltpu.InterpretParams`.
+        interpret: False to compile the kernel; True or `pltpu.InterpretParams` for the interpreter.
     """
     call = Call(q, k, v, rows, bounds, scale, window)
     inputs = dict(q=call.tokens(q, "query"), k=call.tokens(k, "key"), v=call.tokens(v, "key"))

@@ -159,7 +159,7 @@ class Call:
             outputs: the outputs, as (shape and dtype, block, index) by name.
             scratch: shapes of float32 buffers in VMEM by name.
             over: "key" or "query": the kind of tiles over which consecutive programs loop.
-            interpret: False, True or `pltpu.InterpretParams`.
+            interpret: False to compile the kernel; True or `pltpu.InterpretParams` for the interpreter.
         """
         names = (*self.scalars, *inputs, *outputs, *scratch)
         shared = self.heads // self.groups

@@ -29,7 +29,7 @@ def forward(
         bounds: the ranges of tiles of queries and keys that see each other.
         scale: the factor of the scores q . k.
         window: the number of last tokens that a query sees, or None for all.
-        interpret: False, True or `pltpu.InterpretParams`.
+        interpret: False to compile the kernel; True or `pltpu.InterpretParams` for the interpreter.
 
     Returns:
         The output [B, T, H, V], 0 where a query sees no key; and [B, H, T] float32, the base-2 logarithm of

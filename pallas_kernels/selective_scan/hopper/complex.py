@@ -164,7 +164,7 @@ def _launch(kernel, inputs, outputs, *, chunks: int, tokens=(), buffers=(), name
         tokens: the names of the inputs whose values at a chunk's tokens are copied to shared memory.
         buffers: names of further buffers in shared memory, one float32 number for each token and channel.
         name: the kernel's name in profiles.
-        interpret: parameters of the interpreter, or False.
+        interpret: parameters of the Pallas interpreter, or False to compile the kernel.
     """
     first = next(iter(inputs.values()))
     scratch = {n: plgpu.SMEM((CHUNK, CHANNELS), inputs[n].dtype) for n in tokens}
@@ -241,7 +241,7 @@ def scan(
         writes: the results of `chunk_writes`: the memory that each chunk alone would leave, and its decay.
         initial: [B, 2, D], the memory before the first chunk of the scan.
         reverse: whether the scan begins at the last chunk.
-        interpret: parameters of the interpreter, or False.
+        interpret: parameters of the Pallas interpreter, or False to compile the kernel.
     """
     chunks = writes[0].shape[1]
 
@@ -325,7 +325,7 @@ def chunk_backward(x: Inputs, dy, entering, d_leaving, *, interpret: Any = False
         dy: [B, T, D], the gradient of the output.
         entering: [B, chunks, 2, D], the memories that enter each chunk.
         d_leaving: [B, chunks, 2, D], the gradients of the memories after each chunk, from later chunks.
-        interpret: parameters of the interpreter, or False.
+        interpret: parameters of the Pallas interpreter, or False to compile the kernel.
     """
     buffer_names = ("before_real", "before_imag")  # the memory before each token
 

@@ -143,7 +143,7 @@ def chunk_backward(
         entering: [B, chunks, D / 16, 16, N], the memories that enter each chunk.
         d_leaving: [B, chunks, D / 16, 16, N], the gradients of the memories after each chunk, from later
             chunks.
-        interpret: parameters of the interpreter, or False.
+        interpret: parameters of the Pallas interpreter, or False to compile the kernel.
     """
     sizes = Sizes.of(x)
     count = _IN_REGISTERS // sizes.states

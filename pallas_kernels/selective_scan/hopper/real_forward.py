@@ -37,7 +37,7 @@ def chunk_writes(x: Inputs, dy=None, *, interpret: Any = False) -> tuple[Any, An
     Args:
         x: the inputs of the scan.
         dy: [B, T, D], the gradient of the output, or None.
-        interpret: parameters of the interpreter, or False.
+        interpret: parameters of the Pallas interpreter, or False to compile the kernel.
 
     Returns:
         [B, chunks, D / 16, 16, N] and [B, chunks, D / 16, 16].
@@ -99,7 +99,7 @@ def scan(
             its δ.
         initial: [B, D / 16, 16, N], the memory before the first chunk of the scan.
         reverse: whether the scan begins at the last chunk.
-        interpret: parameters of the interpreter, or False.
+        interpret: parameters of the Pallas interpreter, or False to compile the kernel.
     """
     sizes = Sizes.of(x)
     chunks = sizes.chunks

@@ -84,7 +84,7 @@ class Layout:
             inputs: the inputs, name -> (array, (shape, block specification)).
             outputs: the outputs, name -> (shape, block specification).
             scratch: name -> a buffer in VMEM whose values remain from chunk to chunk.
-            interpret: False, True or `pltpu.InterpretParams`.
+            interpret: False to compile the kernel; True or `pltpu.InterpretParams` for the interpreter.
         """
         names = (*inputs, *outputs)
 

@@ -136,7 +136,7 @@ def backward(
         dy: [B, T, D] bfloat16, the gradient of the output.
         head_dim: the number of channels of a normalised head, as in `forward`.
         silu: whether SiLU was applied, as in `forward`.
-        interpret: parameters of the interpreter, or False.
+        interpret: parameters of the Pallas interpreter, or False to compile the kernel.
     """
     layout = Layout.of(x, weight, head_dim)
     width = layout.width
