@@ -17,13 +17,13 @@ class Position(NamedTuple):
     arrays.
 
     Attributes:
-        b: the row of the batch.
-        h: the query head.
+        b: the index of the row in the batch.
+        h: the index of the query head.
         tile: the index of the thread block's tile of 128 queries or keys.
         first: the index of the warpgroup's first query or key in its array.
         tokens: the slice of the warpgroup's queries or keys in their array.
-        row: the position of its first query or key in the row; it differs from `first` where the queries are
-            two parts of the row.
+        row: the position in the row of the warpgroup's first query or key; it differs from `first` where the
+            queries are only two parts of the row.
     """
 
     b: Any

@@ -65,8 +65,8 @@ def backward(x: Inputs, entering, dy, d_final, *, interpret: Any = False) -> tup
 
 
 class _Complex(NamedTuple):
-    """A complex number in each thread of a warpgroup, for the thread's channel, as its real and its imaginary
-    part.
+    """One complex number per channel, where each thread of a warpgroup has the number of its channel, as its real and its
+    imaginary part.
     """
 
     real: Any
@@ -84,8 +84,8 @@ class _Complex(NamedTuple):
 
 
 class _Block:
-    """The work of one warpgroup of a complex scan's kernel, 128 channels of one chunk of a row, with its loads and
-    stores.
+    """One warpgroup's part of a complex scan's kernel, 128 channels of one chunk of a row: the functions that load and store its
+    arrays.
 
     Attributes:
         refs: references to the arrays in global memory, by name.
@@ -321,7 +321,7 @@ def chunk_backward(x: Inputs, dy, entering, d_leaving, *, interpret: Any = False
     real and the imaginary part of the decay a.
 
     Args:
-        x: the scan's inputs.
+        x: the inputs of the scan: u, the factors c of the outputs, and the real and imaginary part of the decay a.
         dy: [B, T, D], the gradient of the output.
         entering: [B, chunks, 2, D], the memories that enter each chunk.
         d_leaving: [B, chunks, 2, D], the gradients of the memories after each chunk, from later chunks.
