@@ -166,7 +166,7 @@ def step(
         v: [B, G, V] values.
         optional: the optional arguments of `decode_step`, each an array or None, by name: beta, decay and value_decay (as
             `api.decay_factor` encodes them), a, b, bonus, emptied [B] int32, and layer [1] int32.
-        scale: the factor of the queries.
+        scale: the factor by which the queries q are multiplied.
         interpret: parameters of the Pallas interpreter, or False to compile the kernel.
     """
     batch, memories, value_dim = v.shape

@@ -104,7 +104,7 @@ def forgetting_attention(
             query, as those of a state. The row begins after them: `places` count from there.
         window: each token sees the last `window` tokens, including itself; None means that it sees all
             earlier tokens.
-        scale: the factor of the scores q . k.
+        scale: the factor by which the scores q . k are multiplied.
         prune: whether to skip tiles of keys that together weigh less than e^-10 of the sum of a query's
             weights (arXiv 2504.06949).
         implementation: "mosaic_gpu" (Hopper; heads of 256 channels have no gradient) or "mosaic_tpu";

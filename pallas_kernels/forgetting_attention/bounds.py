@@ -92,8 +92,8 @@ def find_bounds(
     Args:
         q: [B, Q, H, D] queries.
         k: [B, T, G, D] keys.
-        rows: the gates, documents and masks of the tokens.
-        scale: the factor of the scores q . k.
+        rows: the forget gates and documents of the tokens, and which tokens are keys.
+        scale: the factor by which the scores q . k are multiplied.
         window: the number of last tokens that a query sees, or None for all.
         prune: whether tiles of keys that the gates make negligible are hidden.
         tile_size: the number of queries, or of keys, in a tile.

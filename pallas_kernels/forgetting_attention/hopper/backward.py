@@ -73,13 +73,13 @@ def backward(
         q: [B, Q, H, D] queries, Q a multiple of `TILE`.
         k: [B, T, G, D] keys, T a multiple of `TILE`.
         v: [B, T, G, D] values.
-        rows: the gates, documents and masks of the tokens.
-        bounds: the ranges of tiles of queries and keys that see each other.
+        rows: the forget gates and documents of the tokens, and which tokens are keys.
+        bounds: which tiles of queries see which tiles of keys.
         sums: [B, H, Q] float32, the base-2 logarithm of the sum of each query's weights: the second result of
             `forward`.
         d_out: [B, Q, H, D], the gradient of the output.
         delta: [B, H, Q] float32, the scalar product of each query's output and its gradient.
-        scale: the factor of the scores q . k.
+        scale: the factor by which the scores q . k are multiplied.
         window: the number of last tokens that a query sees, or None for all.
         interpret: parameters of the Pallas interpreter, or False to compile the kernel.
     """

@@ -58,15 +58,16 @@ def forward(
         q: [B, Q, H, D] queries, Q a multiple of `TILE`.
         k: [B, T, G, D] keys, T a multiple of `TILE`.
         v: [B, T, G, D] values.
-        rows: the gates, documents and masks of the tokens.
-        bounds: the ranges of tiles of queries and keys that see each other.
-        scale: the factor of the scores q . k.
+        rows: the forget gates and documents of the tokens, and which tokens are keys.
+        bounds: which tiles of queries see which tiles of keys.
+        scale: the factor by which the scores q . k are multiplied.
         window: the number of last tokens that a query sees, or None for all.
         interpret: parameters of the Pallas interpreter, or False to compile the kernel.
 
     Returns:
-        The output [B, Q, H, D], 0 where a query sees no key; and [B, H, Q] float32, the base-2 logarithm of the sum
-        of each query's weights, with F at the first query of its warpgroup in place of F at the query.
+        The output [B, Q, H, D], 0 where a query sees no key; and [B, H, Q] float32, the base-2 logarithm of the sum of each
+        query's weights. In these weights, the running sum F of the log forget gates at the query is replaced by F at the first
+        query of its warpgroup.
     """
     batch, length, heads, depth = q.shape
     schedule = _SCHEDULES[depth]

@@ -53,7 +53,7 @@ def key_biases(rows: Rows, queries: int) -> tuple[dict[str, jax.Array], dict[str
     first of a warpgroup's queries.
 
     Args:
-        rows: the gates, documents and masks of the tokens.
+        rows: the forget gates and documents of the tokens, and which tokens are keys.
         queries: the number of queries of a row.
 
     Returns:

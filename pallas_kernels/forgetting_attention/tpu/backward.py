@@ -34,16 +34,16 @@ def backward(
     gates).
 
     Args:
-        q: [B, T, H, D] queries, T a multiple of the tile of `bounds`.
+        q: [B, T, H, D] queries, T a multiple of the number of tokens of a tile of `bounds`.
         k: [B, T, G, D] keys.
         v: [B, T, G, V] values.
-        rows: the gates, documents and masks of the tokens.
-        bounds: the ranges of tiles of queries and keys that see each other.
+        rows: the forget gates and documents of the tokens, and which tokens are keys.
+        bounds: which tiles of queries see which tiles of keys.
         sums: [B, H, T] float32, the base-2 logarithm of the sum of each query's weights: the second result of
             `forward`.
         d_out: [B, T, H, V], the gradient of the output.
         delta: [B, H, T] float32, the scalar product of each query's output and its gradient.
-        scale: the factor of the scores q . k.
+        scale: the factor by which the scores q . k are multiplied.
         window: the number of last tokens that a query sees, or None for all.
         interpret: False to compile the kernel; True or `pltpu.InterpretParams` for the interpreter.
     """

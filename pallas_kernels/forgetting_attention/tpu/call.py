@@ -102,9 +102,10 @@ class Call:
             self.scalars["high"], self.scalars["low"] = (x[..., :: self.tile] for x in rows.gates)
 
     def tokens(self, x, side: str):
-        """Return (array, block, index) for x [B, T, heads, D], such as queries or keys, an array or its
-        shape: x in the shape that the kernels read, the block of it that a program loads, and a function from
-        the program's `Position` to the block's index.
+        """Return what a kernel requires of x [B, T, heads, D], such as queries or keys, as (array, block,
+        index): x in the shape that the kernels read, the shape of the block of it that a program loads,
+        and a function from the program's `Position` to the block's index. If x is a
+        `jax.ShapeDtypeStruct`, so is the first result.
 
         `side` is "query" or "key": which of the program's two tiles the block covers.
         """
@@ -123,9 +124,10 @@ class Call:
         return x, block, index
 
     def line(self, x, side: str):
-        """Return (array, block, index) for x [B, H, T] or [B, T], with one number per token, such as F, the
-        running sum of the log forget gates, an array or its shape: x in the shape that the kernels read, the
-        block that a program loads, and a function from the program's `Position` to the block's index.
+        """Return what a kernel requires of x [B, H, T] or [B, T], with one number per token, such as F, the
+        running sum of the log forget gates, as (array, block, index): x in the shape that the kernels
+        read, the shape of the block of it that a program loads, and a function from the program's
+        `Position` to the block's index. If x is a `jax.ShapeDtypeStruct`, so is the first result.
 
         `side` is "query" or "key": which of the program's two tiles the block covers.
         """

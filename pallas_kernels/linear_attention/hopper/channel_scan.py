@@ -52,8 +52,8 @@ def channel_scan(
         interpret: parameters of the Pallas interpreter, or False to compile the kernel.
 
     Returns:
-        The output [B, T, h, V] if `read` is given; S after the last chunk [B * S, h, K, V] float32; and, if `save`, S before
-        (after) each of the N chunks, [B, h, N, K, V].
+        The output [B, T, h, V] if `read` is given; S after the last chunk that is computed, [B * S, h, K, V] float32; and, if
+        `save`, S before each of the N chunks (after it, if `reverse`), [B, h, N, K, V].
     """
     batch, length, key_heads, depth = written.shape
     heads, width, count = max(key_heads, values.shape[2]), values.shape[-1], length // CHUNK

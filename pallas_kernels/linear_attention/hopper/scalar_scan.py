@@ -81,8 +81,8 @@ def scalar_scan(
         read_scale: the factor by which the output is multiplied.
         write_scale: the factor by which the writes are multiplied, also those that the same chunk reads.
         reverse: whether to compute the last chunk first; a token then reads its own and later tokens.
-        partner: [B, T, *, V], an array whose inner product with the output is returned for each token: [B, heads, D / 128 * V /
-            64, T], with terms that the caller adds over the third axis. The output is not rounded before. None returns none.
+        partner: [B, T, *, V], an array whose inner product with the unrounded output is returned for each token: [B, heads, D /
+            128 * V / 64, T], with terms that the caller adds over the third axis. None returns none.
         save_states: whether to return also the memory at the start of each interval of `chunks_of_interval(N)` chunks, [B, heads,
             intervals, D, V].
         states: S saved by another scan, [B, heads, intervals, D, V]; also return the inner products of its rows with those of
@@ -93,8 +93,8 @@ def scalar_scan(
         interpret: parameters of the Pallas interpreter, or False to compile the kernel.
 
     Returns:
-        The output [B, T, heads, V] if x is given; S after the last chunk [B * S, heads, D, V] float32; then the inner products
-        with `partner`, the saved memories and the inner products with `states`, if they are requested.
+        The output [B, T, heads, V] if x is given; S after the last chunk that is computed, [B * S, heads, D, V] float32; then the
+        inner products with `partner`, the saved memories and the inner products with `states`, if they are requested.
     """
     batch, length, _, all_rows = y.shape
     width, count = z.shape[-1], length // CHUNK

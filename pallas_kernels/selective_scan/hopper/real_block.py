@@ -45,7 +45,9 @@ class Sizes(NamedTuple):
 
     @classmethod
     def of(cls, x: Inputs) -> Sizes:
-        """Return the sizes of a call of `selective_scan` with the inputs x."""
+        """Return, as `Sizes`, the numbers of rows, chunks of a row, groups of 16 channels and entries of a memory, from the
+        shapes of the inputs x of `selective_scan`.
+        """
         batch, length, channels = x.u.shape
         return cls(batch, length // CHUNK, channels // ROWS, x.a.shape[1])
 
@@ -161,7 +163,8 @@ def token_buffers(x: Inputs, *names: str, **others: Any) -> dict[str, Any]:
 
     Args:
         x: the inputs of the scan: u, the step sizes delta, the rates of decay a, the factors b and c of writes and reads, and d.
-        names: the names of the inputs that have a buffer; `continues` has one in addition if it is given.
+        names: the names of the inputs that have a buffer; `continues` (0 at the first token of a document, else 1) has one too,
+            if it is given.
         others: further buffers by name.
     """
     shapes = {"b": (CHUNK, x.a.shape[1]), "c": (CHUNK, x.a.shape[1]), "continues": (CHUNK,)}
