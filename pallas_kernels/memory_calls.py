@@ -1,4 +1,6 @@
-"""Functions that `linear_attention`, `delta_rule` and `dplr` share: selecting a backend, padding, the derivative, requirements."""
+"""Functions that `linear_attention`, `delta_rule` and `dplr` share: the selection of a backend, the padding of tokens,
+reverse-mode differentiation, and the requirements of kernels.
+"""
 
 from __future__ import annotations
 

@@ -1,11 +1,10 @@
 """The forward kernel of softmax attention with forget gates on Mosaic GPU (Hopper).
 
-Query i sees key j <= i with the score `scale q_i . k_j + F_i - F_j`, where F is the running sum of the log
-forget gates (FoX, arXiv 2503.02130, Eq. 3); `scores` explains how the bias is computed. Each of two
-warpgroups has 64 queries and loops over the keys, which a third one loads (`pipeline`). The two take turns
-between tensor cores and exponentials (`Schedule.alternate`). Tiles of keys that no query of a tile sees are
-skipped (`Bounds`): those of a later token or an earlier document, before the window, or pruned because the
-gates make their weights negligible.
+Query i sees key j <= i with the score `scale q_i . k_j + F_i - F_j`, where F is the running sum of the log forget gates (FoX,
+arXiv 2503.02130, Eq. 3); `scores` explains how the bias is computed. Each of two warpgroups has 64 queries and loops over the
+keys, which a third one loads (`pipeline`). The first two use the tensor cores and compute exponentials in turn
+(`Schedule.alternate`). Tiles of keys that no query of a tile sees are skipped (`Bounds`): those of a later token or an earlier
+document, before the window, or pruned because the gates make their weights negligible.
 """
 
 from __future__ import annotations

@@ -184,7 +184,9 @@ class _Call(NamedTuple):
     interpret: Any
 
     def input_head(self, name: str, h):
-        """Return the index of the head of the input `name` that head h of the output uses; several heads may share it."""
+        """Return the index of the head of the input `name` that head h of the output uses; several heads of the output may share
+        it.
+        """
         heads = self.shapes[name][2 if name in ("x", "y", "z", "partner") else 1]
         return lax.div(h * heads, self.heads)
 
@@ -367,10 +369,10 @@ class _Warpgroup(NamedTuple):
         plgpu.copy_smem_to_gmem(memory, target)
 
     def store_products(self, n, S) -> None:
-        """Store, for each row of the memory's gradient S [D, 64], its inner product with the same row of the memory that was saved
-        at chunk n.
+        """Store, for each of the D rows of the memory's gradient S [D, 64], its inner product with the same row of the memory
+        that another scan has saved at the start of chunk n.
 
-        Their sum is a term of the log decay's gradient.
+        The sum of these products is a term of the log decay's gradient.
         """
         at = self.at
         interval = lax.div(n, self.call.interval)

@@ -238,7 +238,8 @@ def scan(
     With `reverse`, the scan begins at the last chunk, and in place of memories it computes their gradients.
 
     Args:
-        writes: the results of `chunk_writes`: the memory that each chunk alone would leave, and its decay.
+        writes: the results of `chunk_writes`: the memory after each chunk if it started from an empty one, and the product of the
+            chunk's decays.
         initial: [B, 2, D], the memory before the first chunk of the scan.
         reverse: whether the scan begins at the last chunk.
         interpret: parameters of the Pallas interpreter, or False to compile the kernel.

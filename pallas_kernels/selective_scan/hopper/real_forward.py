@@ -98,8 +98,8 @@ def scan(
     Args:
         x: the inputs of the scan: u, the step sizes delta, the rates of decay a, the factors b and c of
             writes and reads, and d.
-        writes: the results of `chunk_writes`: the memory that each chunk alone would leave, and the sum of
-            its δ.
+        writes: the results of `chunk_writes`: the memory after each chunk if it started from an empty one,
+            and the sum of the chunk's step sizes δ.
         initial: [B, D / 16, 16, N], the memory before the first chunk of the scan.
         reverse: whether the scan begins at the last chunk.
         interpret: parameters of the Pallas interpreter, or False to compile the kernel.
