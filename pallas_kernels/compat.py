@@ -74,10 +74,11 @@ def key_columns(channels: int) -> Any:
 
 
 def state_rows(rows: int, states: int) -> Any:
-    """Return the register layout in which a warpgroup has a tile [4, rows, states], with one index of the first axis in each of its 4
-    warps.
+    """Return the register layout in which a warpgroup has a tile [4, rows, states], with one index of the first axis in each of
+    its 4 warps.
 
-    A thread has 4 consecutive states, and the other threads of a warp have the row's other states, then other rows.
+    A thread has 4 consecutive entries of the last axis. The other threads of a warp have the rest of the same row, then other
+    rows.
     """
     from jax.experimental.mosaic.gpu import fragmented_array as mgpu
 

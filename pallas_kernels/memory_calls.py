@@ -1,4 +1,6 @@
-"""Functions that `linear_attention`, `delta_rule` and `dplr` share: selecting a backend, padding, the derivative, requirements."""
+"""Functions that `linear_attention`, `delta_rule` and `dplr` share: the selection of a backend, the padding of tokens,
+reverse-mode differentiation, and the requirements of kernels.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +26,11 @@ class MemoryCall(NamedTuple):
         q: [B, T, H, K], the queries.
         k: [B, T, Hk, K], the keys.
         v: [B, T, G, V], the values.
-        log_decay: the log decay, one per token or per key channel, or None.
-        value_log_decay: the log decay per value channel, or None.
-        bonus: the weight of a token's own key and value in its output, or None.
-        a: the first factor of DPLR's low-rank transition, or None for the other ops.
-        b: the second factor of DPLR's low-rank transition, or None for the other ops.
+        log_decay: [B, T, G] or [B, T, G, K], the log decay, one per token or per key channel, or None.
+        value_log_decay: [B, T, G, V], the log decay per value channel, or None.
+        bonus: [G, K], the weight of a token's own key and value in its output, or None.
+        a: [B, T, *, K], the first factor of DPLR's low-rank transition, or None for the other ops.
+        b: [B, T, *, K], the second factor of DPLR's low-rank transition, or None for the other ops.
     """
 
     q: Any
@@ -46,7 +48,7 @@ def backend_module(op: str, implementation: str, variant: str) -> Any:
     that is not used adds no time to the import of the package.
 
     Raises:
-        ValueError: no implementation has the name `implementation`.
+        ValueError: `implementation` is not one of the names in `FOLDERS`.
     """
     if implementation not in FOLDERS:
         raise ValueError(f"{op}: implementation={implementation!r}; accepted are {tuple(FOLDERS)}")
@@ -54,11 +56,13 @@ def backend_module(op: str, implementation: str, variant: str) -> Any:
 
 
 def supported_backend(op: str, implementation: str, variant: str, call: MemoryCall) -> Any:
-    """Import and return the module of an op's backend (see `backend_module`), after checking that it supports the call.
+    """Import and return the module of an op's backend (see `backend_module`), after checking that it supports the arrays of
+    `call`.
 
     Raises:
-        NotImplementedError: the backend does not support the call; the message gives the first requirement that the call does not meet.
-        ValueError: no implementation has the name `implementation`.
+        NotImplementedError: the backend does not support the arrays of `call`; the message says which requirement they do not
+        meet.
+        ValueError: `implementation` is not one of the names in `FOLDERS`.
     """
     backend = backend_module(op, implementation, variant)
     reason = first_unmet(backend.REQUIREMENTS, call)
@@ -68,10 +72,10 @@ def supported_backend(op: str, implementation: str, variant: str, call: MemoryCa
 
 
 def pad_to_multiple(multiple: int, run: Any, *arrays: Any) -> tuple[Any, ...]:
-    """Pad the tokens of `run` [B, T] (document numbers) and of the arrays [B, T, ...] so that T is a multiple of `multiple`, and return
-    them; those that are None stay None.
+    """Append tokens to `run` [B, T] (document numbers) and to the arrays [B, T, ...] so that T is a multiple of `multiple`, and
+    return all of them; those that are None stay None.
 
-    The tokens at the end are zeros, which write nothing, and belong to the last document.
+    The added tokens are zeros, which write nothing, and belong to the last document.
     """
     padding = -arrays[0].shape[1] % multiple
     if padding == 0:
@@ -85,13 +89,13 @@ def pad_to_multiple(multiple: int, run: Any, *arrays: Any) -> tuple[Any, ...]:
 
 
 class Options(NamedTuple):
-    """The static arguments of `call_backend`.
+    """The arguments of `call_backend` that are not arrays.
 
     Attributes:
         backend: the backend's module, with the functions `forward` and `backward`.
-        scale: multiplies the queries.
+        scale: the factor by which the queries q are multiplied.
         interpret: parameters of the backend's interpreter, or False.
-        exact: whether the output is float32.
+        exact: whether the output is float32, instead of the dtype in which the backend returns it.
     """
 
     backend: Any
@@ -109,21 +113,21 @@ def _keywords(options: Options, bonus: Any) -> dict[str, Any]:
 
 
 def _forward_keywords(options: Options, bonus: Any) -> dict[str, Any]:
-    """Return the keyword arguments of a backend's `forward`, except `save`: those of `_keywords`, and `exact` if a float32 output is
-    requested and the backend can compute it.
+    """Return the keyword arguments of a backend's `forward`, except `save`: `scale`, `interpret`, `bonus` if there is one, and
+    `exact` if a float32 output is requested and the backend can compute it.
     """
     exact = options.exact and getattr(options.backend, "HAS_EXACT", False)
     return _keywords(options, bonus) | (dict(exact=True) if exact else {})
 
 
 def _output(options: Options, output: Any) -> Any:
-    """Return a backend's output in the dtype that the call returns: float32 if `options.exact`, else unchanged."""
+    """Return a backend's output in the dtype that `options` requests: float32 if `exact`, else unchanged."""
     return output.astype(jnp.float32) if options.exact else output
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def call_backend(options: Options, arrays: tuple[Any, ...], bonus: Any = None) -> Any:
-    """Compute an op by its backend: return the output and the final memories; differentiable once, in reverse.
+    """Compute an op by one backend: return the output and the final memories. Differentiable once, in reverse mode.
 
     Args:
         options: the backend and its options.
@@ -224,7 +228,7 @@ VALUES_IN_SLICES = Requirement(
 
 
 def _decay(call: MemoryCall) -> Any:
-    """Return the log decay that a call of an op has: the one per value channel (`value_log_decay`) if it has that, else `log_decay`."""
+    """Return the log decay of one call of an op: `value_log_decay`, one per value channel, if it is not None, else `log_decay`."""
     return call.log_decay if call.value_log_decay is None else call.value_log_decay
 
 

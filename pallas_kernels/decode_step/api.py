@@ -70,7 +70,7 @@ def decode_step(
             diag(bonus) kᵀ v)` with M before decay and write.
         emptied: [B], True where the memory is replaced by 0 before the token.
         layer: int32 scalar, index of the memory to update; the other L - 1 do not change.
-        scale: the factor of the queries.
+        scale: the factor by which the queries q are multiplied.
         implementation: "mosaic_gpu" (Hopper); `hopper.REQUIREMENTS` lists what it requires.
         interpret: parameters of the backend's interpreter, to run on a CPU.
 

@@ -24,8 +24,9 @@ class Case(NamedTuple):
         heads: the numbers of heads of q, of k (and a and b) and of v.
         key_dim: K, the number of key channels.
         value_dim: V, the number of value channels.
-        decays: words separated by spaces: "token", "key", "constant" or "value" for decays of that kind,
-            "strong", "bonus".
+        decays: words separated by spaces: "token" (one per memory), "key" or "value" (one per channel) or
+            "constant" for a log decay of that kind; "strong" if those below -0.1 are replaced by -120;
+            "bonus" for RWKV6's bonus.
         documents: whether there are segment ids and a mask.
         stacked: whether the memory is one layer of a stack.
         dtype: the dtype of q, k and v.

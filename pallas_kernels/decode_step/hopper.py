@@ -84,12 +84,12 @@ def unsupported(call) -> str | None:
 
 
 class _Block:
-    """The work of one warpgroup of the `decode_step` kernel, some value channels of one memory, with its loads into
-    registers: [K, channels] for the memory and what multiplies it.
+    """One warpgroup's part of the `decode_step` kernel, some value channels of one memory: the functions that load its arrays
+    into registers, as [K, channels] for the memory and for what it is multiplied by.
 
     Attributes:
         refs: references to the arrays in global memory, by name.
-        row: the row of the batch.
+        row: the index of the row in the batch.
         head: the index of the memory in its row.
         channels: the slice of value channels.
         layout: how the memory is distributed over the warpgroup's registers.
@@ -164,10 +164,10 @@ def step(
         q: [B, H, K] queries.
         k: [B, Hk, K] keys.
         v: [B, G, V] values.
-        optional: beta, decay and value_decay (as `api.decay_factor` encodes them), a, b, bonus, emptied [B]
-            int32 and layer [1] int32, each an array or None.
-        scale: the factor of the queries.
-        interpret: parameters of the interpreter, or False.
+        optional: the optional arguments of `decode_step`, each an array or None, by name: beta, decay and value_decay (as
+            `api.decay_factor` encodes them), a, b, bonus, emptied [B] int32, and layer [1] int32.
+        scale: the factor by which the queries q are multiplied.
+        interpret: parameters of the Pallas interpreter, or False to compile the kernel.
     """
     batch, memories, value_dim = v.shape
     key_dim, heads = q.shape[2], q.shape[1]

@@ -104,7 +104,7 @@ def forgetting_attention(
             query, as those of a state. The row begins after them: `places` count from there.
         window: each token sees the last `window` tokens, including itself; None means that it sees all
             earlier tokens.
-        scale: the factor of the scores q . k.
+        scale: the factor by which the scores q . k are multiplied.
         prune: whether to skip tiles of keys that together weigh less than e^-10 of the sum of a query's
             weights (arXiv 2504.06949).
         implementation: "mosaic_gpu" (Hopper; heads of 256 channels have no gradient) or "mosaic_tpu";
@@ -156,9 +156,9 @@ def forgetting_attention(
 
 
 def _pad(padding: int, q, k, v, rows: Rows) -> tuple[Any, Any, Any, Rows]:
-    """Append `padding` tokens to queries q, keys k, values v and the arrays of `rows`, so that T becomes a
-    multiple of the tile size. As keys, the added tokens come after all queries whose output is returned, so
-    that none of these sees them.
+    """Return queries q, keys k, values v and the arrays of `rows` with `padding` tokens appended, so that T
+    becomes a multiple of the tile size. As keys, the added tokens come after all queries whose output is
+    returned, so that none of these sees them.
     """
     if padding == 0:
         return q, k, v, rows
@@ -174,8 +174,8 @@ def _pad(padding: int, q, k, v, rows: Rows) -> tuple[Any, Any, Any, Rows]:
 
 
 def _pad_earlier(q, k, v, rows: Rows, earlier: int, tile_size: int) -> tuple[Any, Any, Any, Rows]:
-    """Pad the arrays of a call that has `earlier` keys before the row, so that its queries are two halves
-    that begin at multiples of the tile size.
+    """Return q, k, v and `rows` of a call with `earlier` keys before the row, padded so that the queries are
+    two halves, each of which begins at a multiple of the tile size among the keys.
 
     Tokens are added in front of the earlier keys, in a document that no query sees, and after the row, where
     they are keys after all queries whose output is returned.
@@ -217,8 +217,8 @@ class _Options(NamedTuple):
     interpret: Any
 
     def bounds(self, q, k, rows: Rows) -> Bounds:
-        """Return the ranges of key tiles that each tile of queries must read, and of query tiles that each
-        tile of keys must: documents, the window and pruning exclude the others.
+        """Return, as `Bounds`, the range of key tiles that each tile of queries must read, and the range of
+        query tiles that each tile of keys must read: documents, the window and pruning exclude the others.
         """
         options: Any = dict(scale=self.scale, window=self.window, prune=self.prune)
         return find_bounds(q, k, rows, **options, tile_size=self.tile_size)

@@ -19,8 +19,8 @@ _F32 = jnp.float32
 
 
 class Rows(NamedTuple):
-    """The arrays by token that the attention kernels read besides queries, keys and values: gates, documents,
-    and which tokens are keys.
+    """The arrays with an entry for each token that attention kernels read besides queries, keys and values:
+    the forget gates, the documents, and which tokens are keys.
 
     Attributes:
         gates: F, the running sum of the log forget gates, as its high and its low part, each [B, H, T]
@@ -56,8 +56,8 @@ class Bounds(NamedTuple):
     Attributes:
         first: [B, H, N] int32, for each tile of queries: the first tile of keys that at least one of its
             queries sees.
-        first_common: [B, H, N] int32, for each tile of queries: the first tile of keys that the gates hide
-            from none of its queries, at least `first`.
+        first_common: [B, H, N] int32, for each tile of queries: the first tile of keys, at least `first`,
+            that the gates hide from none of these queries.
         last: [B, H, N] int32, for each tile of keys: the last tile of queries that sees it.
         first_of_query: [B, H, T] int32, for each query: the first tile of keys that the gates do not hide
             from it; None without pruning.
@@ -79,20 +79,21 @@ class Bounds(NamedTuple):
 def find_bounds(
     q, k, rows: Rows, *, scale: float, window: int | None, prune: bool, tile_size: int = 128
 ) -> Bounds:
-    """Return the tiles that neither documents, the window nor the gates hide.
+    """Return, as `Bounds`, which tiles of keys each tile of queries must compute: those that neither
+    documents, the window nor the gates hide.
 
     Gates hide tiles by adaptive computation pruning (arXiv 2504.06949), applied to each query alone, so that
     no query depends on a later one. Let n be the last key of a tile. The score of query i with any key up to
-    n is at most `scale |q_i| max_{j <= n} |k_j| + F_i - F_n`. The sum of query i's weights is at least the
-    weight of key i, whose score is `scale q_i . k_i`. Where the bound is less than that score by at least
-    `10 + log T`, all keys up to n together weigh less than e^-10 of the sum (`LOG_NEGLIGIBLE`), and the tile
-    is hidden.
+    n is at most `scale |q_i| max_{j <= n} |k_j| + F_i - F_n`, with F the running sum of the log forget gates.
+    The sum of query i's weights is at least the weight of key i, whose score is `scale q_i . k_i`. Where the
+    bound is less than that score by at least `10 + log T`, all keys up to n together weigh less than e^-10 of
+    the sum (`LOG_NEGLIGIBLE`), and the tile is hidden.
 
     Args:
         q: [B, Q, H, D] queries.
         k: [B, T, G, D] keys.
-        rows: the gates, documents and masks of the tokens.
-        scale: the factor of the scores q . k.
+        rows: the forget gates and documents of the tokens, and which tokens are keys.
+        scale: the factor by which the scores q . k are multiplied.
         window: the number of last tokens that a query sees, or None for all.
         prune: whether tiles of keys that the gates make negligible are hidden.
         tile_size: the number of queries, or of keys, in a tile.

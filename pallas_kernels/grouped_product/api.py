@@ -50,9 +50,9 @@ def grouped_product(
         groups: int32 [N / 128], the group of each block of 128 rows; with `parts` [V], the group of each
             part.
         count: int32 [1]; the first `count` blocks (or parts) are computed.
-        parts: two arrays int32 [V], the indices of the first and of the last + 1 block of 64 rows of each
-            part; a part has one or two blocks.
-        transposed: whether `kernels` holds the transposes [F, D] of the matrices.
+        parts: two arrays int32 [V] that divide the rows into V parts, of one or two consecutive blocks of 64
+            rows each: the index of each part's first block, and the index of its last block + 1.
+        transposed: whether `kernels` contains the transposes [F, D] of the matrices.
         implementation: "mosaic_gpu" (Hopper).
         interpret: parameters of the interpreter, see `compat.gpu_interpreter`.
 

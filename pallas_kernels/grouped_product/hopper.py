@@ -62,9 +62,10 @@ class _Tile(NamedTuple):
 
     Attributes:
         sources: references to the two arrays whose products are summed.
-        steps: the number of steps of the sum, of 64 summed rows or columns each.
+        steps: the number of steps of the sum, each over 64 rows or columns of the sources.
         out: a reference to the tile in the output array.
-        computes: `computes(half)` is whether the half 0 or 1 of the rows is stored; None stores both.
+        computes: `computes(half)` returns whether the half 0 or 1 of the tile's rows is stored; None stores
+            both.
     """
 
     sources: tuple[Any, Any]
@@ -180,10 +181,10 @@ class _Tiled(NamedTuple):
     over steps.
 
     Attributes:
-        tile: `tile(index)` returns the `_Tile` of that index.
-        multiply: `multiply(total, half, a, b)` adds a step's product for the rows `half` of the tile to
-            `total`.
-        specs: the blocks of a tile's two sources that a step loads.
+        tile: `tile(index)` returns the output tile with that index, as `_Tile`.
+        multiply: `multiply(total, half, a, b)` adds to the accumulator `total` the product of one step's
+            blocks a and b of the two sources, for the rows `half` of the tile.
+        specs: the `BlockSpec`s of the blocks of a tile's two sources that one step loads.
         across: the number of columns of a tile.
         max_steps: the largest number of steps of a tile.
         dtype: the output's dtype.
@@ -215,8 +216,9 @@ class _Tiled(NamedTuple):
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     def _pipeline(self, steps, body, context):
-        """Return a function that runs the `steps` steps of one output tile: one warpgroup loads the steps'
-        blocks of the two sources, and two warpgroups call `body` with them, inside the function `context`.
+        """Return a function that computes one output tile in `steps` steps. In each step one warpgroup loads
+        a block of each of the two sources, and two warpgroups call `body` with references to these blocks.
+        Each of the two first calls `context`, with a function that runs all steps.
         """
         return plgpu.emit_pipeline_warp_specialized(
             body,
@@ -230,9 +232,8 @@ class _Tiled(NamedTuple):
         )
 
     def _compute_tiles(self, count, allocations, buffers) -> None:
-        """Compute and store the output tiles that fall to this processor, with buffers in shared memory for
-        the sources (`allocations`) and for the output (`buffers`). `count` is the number of tiles of all
-        processors.
+        """Compute and store those of the `count` output tiles that this processor computes, with buffers in
+        shared memory for the two sources (`allocations`) and for the output (`buffers`).
         """
         group = lax.axis_index("group")
         half = pl.ds(group * _HALF, _HALF)

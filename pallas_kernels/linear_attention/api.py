@@ -26,10 +26,10 @@ _OP = "linear_attention"
 
 
 def variant_of(log_decay: Any, value_log_decay: Any) -> str:
-    """Return the name of the backend module that computes linear attention with these decays.
+    """Return the name of the backend module that computes linear attention with these log decays (arrays, their shapes, or None).
 
-    "value_decay" with a log decay per value channel, "channel_decay" with one per key channel, "scalar_decay" with one per token or
-    none.
+    It is "value_decay" with `value_log_decay`, one per value channel; "channel_decay" with `log_decay` [B, T, G, K], one per key
+    channel; and else "scalar_decay", for one per token or none.
     """
     if value_log_decay is not None:
         return "value_decay"
@@ -71,7 +71,8 @@ def linear_attention(
         q: [B, T, H, K] queries; H is a multiple or a divisor of G.
         k: [B, T, Hk, K] keys; Hk divides G.
         v: [B, T, G, V] values, one memory for each of the G heads.
-        log_decay: [B, T, G] or [B, T, G, K] float32, natural logarithm, at most 0; None is no decay.
+        log_decay: [B, T, G] or [B, T, G, K] float32, the natural logarithm of each memory's decay or of each of its key channels'
+            decay, at most 0; None is no decay.
         initial: [B, G, K, V] float32, the memory before the first token; or [B * S, G, K, V] with S memories per row.
         run: [B, T], the number of documents that have begun up to and with each token, never decreasing. A token with a larger
             number than the token before it reads an empty memory; number 0 continues `initial`. None is one document. With S > 1
@@ -90,8 +91,9 @@ def linear_attention(
         The output in v's dtype (float32 if `exact`), and the final memories in float32, as `initial`.
 
     Raises:
-        NotImplementedError: the implementation does not support these arguments; the message names the requirement.
-        ValueError: the implementation does not exist.
+        NotImplementedError: the backend that `implementation` names does not support these arguments; the message says which
+        requirement they do not meet.
+        ValueError: `implementation` is not the name of a backend of `linear_attention`.
     """
     variant = variant_of(log_decay, value_log_decay)
     value = v

@@ -105,9 +105,10 @@ def short_convolution(
 
 def _padding_last(real: Bool[Array, "B T"]) -> Int[Array, "B T"]:
     """Return, for each row, the positions of its tokens in an order in which padding (where `real` is False)
-    comes last and the others keep their order, [B, T] int32.
+    comes last and the other tokens keep their order, [B, T] int32.
 
-    In this order the tokens just before a token are those that it sees.
+    In this order, the W - 1 tokens before a token are those that its convolution sums, as far as they belong
+    to its document.
     """
     length = real.shape[1]
     rank = jnp.where(real, 0, jnp.sum(real, axis=1, keepdims=True))

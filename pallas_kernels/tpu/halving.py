@@ -1,11 +1,11 @@
 """Pairs of tokens in a chunk whose decay has a value for every channel, for Mosaic TPU: the halving of `tiles.channel_decay`.
 
-On the level of blocks of `half` rows, the factor of a row in a later block is the decay from its block's first row to itself, and that
-of a row in an earlier block the decay after itself to its block's end. Let p be the sums of the log decay from a block's start up to
-each row, s those after each row to the block's end, t those over the whole block, and t~ the rows of t with neighbouring blocks
-exchanged. Blocks of twice the size then have
+On the level of blocks of `half` tokens, pairs are formed of neighbouring blocks. The decay factor of a token in the later block is the
+decay from its block's first token to itself; that of a token in the earlier block is the decay after itself to its block's end. Let p be
+the sums of the log decay from a block's start up to each token, s those after each token to the block's end, t those over the whole
+block, and t~ the array t with neighbouring blocks exchanged. Blocks of twice the size then have
 
-    p + t~ in later rows, else p        s + t~ in earlier rows, else s        t + t~
+    p + t~ for tokens in the later block, p in the earlier;  s + t~ for tokens in the earlier block, s in the later;  t + t~
 
 so that a level is a few additions of terms of one sign. The gradient of the decay reverses these steps. Nothing is ever subtracted.
 """
@@ -49,8 +49,9 @@ class Decays(NamedTuple):
     """The decay factors of one chunk of C tokens in D channels, computed from its log decays.
 
     Attributes:
-        factors: for each level of the halving [C, D], by which its operands are multiplied: a token's decay since the start of its block
-            of tokens if that is the later of two neighbouring ones, else its decay up to the block's end.
+        factors: for each level of the halving [C, D], the factors by which the operands of the level's products are multiplied. A
+            level pairs neighbouring blocks of tokens: a token of the later block has the decay from its block's start to itself,
+            a token of the earlier block the decay after itself to its block's end.
         read_decay: [C, D], the decay of the memory before the chunk in what each token reads.
         write_decay: [C, D], the decay of each token's write in the memory after the chunk.
         chunk_decay: [1, D], the decay of the memory over the whole chunk.
@@ -63,8 +64,9 @@ class Decays(NamedTuple):
 
 
 def read_masks(runs, size: int) -> Masks:
-    """Compute the masks of a chunk of `size` = C tokens: the level of the halving of each pair, and the document boundaries from `runs`
-    [8, C] of `row_layout.document_rows`. If `runs` is None, all tokens belong to one document.
+    """Return the masks of a chunk of `size` = C tokens: the level of the halving on which each pair of tokens is computed, and
+    the document boundaries, from `runs` [8, C], the chunk's part of the result of `row_layout.document_rows`. If `runs` is
+    None, all tokens belong to one document.
     """
     i, j = iota(size, size, 0), iota(size, size, 1)
     level = jnp.full((size, size), -1, jnp.int32)
@@ -107,8 +109,9 @@ def chunk_decays(log_decay, masks: Masks, *, exclusive: bool = False) -> Decays:
 
 
 def operands(of_later, of_earlier, decays: Decays, dtype) -> list[jax.Array]:
-    """Return the operand [C, D] of the products of each level of the halving, in `dtype`: the rows of tokens in later blocks from
-    `of_later`, of those in earlier blocks from `of_earlier` (both [C, D] float32), times their decay factors.
+    """Return, for each level of the halving, the operand [C, D] of the level's products, in `dtype`, times the level's decay
+    factors: its rows are those of `of_later` (such as the queries) for tokens in later blocks, and those of `of_earlier` (such
+    as the keys) for tokens in earlier blocks, both [C, D] float32.
     """
     return [
         (_where_later(2**n, of_later, of_earlier) * factor).astype(dtype)
@@ -127,20 +130,22 @@ def scores(tiles: list[jax.Array], masks: Masks) -> jax.Array:
 
 
 def cross_scores(of_later, of_earlier, decays: Decays, dtype) -> list[list[jax.Array]]:
-    """Compute the decayed scores of each of two arrays of later tokens with each of one or two arrays of earlier tokens, in a chunk.
+    """Compute the decayed scores of a chunk's later tokens with its earlier tokens, for each of two arrays of the later tokens
+    (such as queries) and each of one or two arrays of the earlier tokens (such as keys).
 
-    The rows that a product does not require from one operand contain the other one, so that each level is a single product: the second
-    operand of later rows is in the rows of earlier blocks (below the first operand, where blocks have fewer than 8 rows), and the second
-    operand of earlier rows is in the rows of later blocks.
+    The rows that a product does not require from one operand contain the other one, so that each level is a single product: the
+    second operand of later tokens is in the rows of earlier blocks (below the first operand, where blocks have fewer than 8
+    rows), and the second operand of earlier tokens is in the rows of later blocks.
 
     Args:
-        of_later: two tiles [C, D] float32 with a row for each token, such as queries, that the later token of a pair contributes.
-        of_earlier: one or two tiles [C, D] float32, such as keys, that the earlier token contributes.
+        of_later: two tiles [C, D] float32, of which each pair of tokens uses the row of its later token, such as queries.
+        of_earlier: one or two tiles [C, D] float32, of which each pair of tokens uses the row of its earlier token, such as keys.
         decays: the decay factors of the chunk.
         dtype: the dtype of the products' operands.
 
     Returns:
-        For each of `of_later` a list with [C, C] for each of `of_earlier`: the scores below the diagonal; the rest is undefined.
+        For each of `of_later`, a list with the scores [C, C] with each of `of_earlier`: they are valid below the diagonal; the
+        rest is undefined.
     """
     size = len(of_later[0])
     results: list[list[Any]] = [[None] * len(of_earlier) for _ in of_later]
@@ -165,8 +170,9 @@ def cross_scores(of_later, of_earlier, decays: Decays, dtype) -> list[list[jax.A
 
 
 def level_products(weights, tiles: list[jax.Array], masks: Masks) -> list[jax.Array]:
-    """Return, for each level n of the halving, the product [C, D] of `weights` [C, C], with 0 but at the level's pairs of tokens, and
-    `tiles[n]`, the level's operand: the operand's gradient if `weights` is the symmetric gradient of the scores.
+    """Return, for each level n of the halving, the matrix product [C, D] of `weights` [C, C], set to 0 except at the level's
+    pairs of tokens, with `tiles[n]`, the level's operand. If `weights` is the symmetric gradient of the scores, it is the
+    operand's gradient.
     """
     return [
         dot(jnp.where(masks.level == n, weights, 0).astype(x.dtype), x) for n, x in enumerate(tiles)
@@ -181,8 +187,9 @@ def decay_terms(tiles: list[jax.Array], products: list[jax.Array]) -> list[jax.A
 
 
 def operand_gradient(products: list[jax.Array], decays: Decays, *, later: bool) -> jax.Array:
-    """Return the gradient [C, D] of an input of `operands`: of `of_later` if `later`, else of `of_earlier`. `products` has the gradient
-    [C, D] of each level's operand.
+    """Return the gradient [C, D] of `of_later` (such as the queries) if `later`, else of `of_earlier` (such as the keys): the two
+    arrays from which `operands` computes the operands of a chunk's levels. `products` has the gradient [C, D] of each level's
+    operand.
     """
     result = jnp.zeros_like(products[0])
     for n, (product, factor) in enumerate(zip(products, decays.factors, strict=True)):
@@ -198,10 +205,11 @@ def decay_gradient(
 
     Args:
         terms: [C, D] float32 for each level of the halving, the level's decay factors times their gradients (`decay_terms`).
-        of_read_decay: [C, D], the decays of what each token reads of the memory before the chunk, times their gradients.
-        of_write_decay: [C, D], the decays of each token's write up to the chunk's end, times their gradients.
-        of_chunk_decay: [1, D], the decay of the memory over the whole chunk, times its gradient.
-        exclusive: whether a token reads before its own decay, as for `chunk_decays`.
+        of_read_decay: [C, D], the decay of the memory before the chunk in what each token reads, times the gradient of this
+            decay.
+        of_write_decay: [C, D], the decay of each token's write up to the chunk's end, times the gradient of this decay.
+        of_chunk_decay: [1, D], the decay of the memory over the whole chunk, times the gradient of this decay.
+        exclusive: whether a token reads before its own decay, as in the call of `chunk_decays`.
     """
     upto, after = of_read_decay, of_write_decay
     total = jnp.where(iota(len(upto), 1, 0) == 0, of_chunk_decay, 0.0)
@@ -213,8 +221,8 @@ def decay_gradient(
 
 
 def _select_level(half: int, x, finer):
-    """Combine two matrices [C, C] of scores of a chunk's pairs of tokens: x in the rows of tokens in later blocks and the columns of
-    tokens in earlier blocks, with blocks of `half` tokens, and elsewhere `finer`, the scores from smaller blocks.
+    """Combine two matrices [C, C] of scores of a chunk's pairs of tokens: x where the row's token is in a later block of `half`
+    tokens and the column's token in an earlier one, and elsewhere `finer`, the scores computed from smaller blocks.
     """
     selected = jnp.where(iota(1, len(x), 1) & half == 0, x, finer)
     return _where_later(half, selected, finer)
@@ -238,8 +246,8 @@ def _exchanged(x, half: int):
 
 
 def _where_later(half: int, of_later, of_earlier):
-    """Combine two tiles with a row for each token: of every two neighbouring blocks of `half` rows, the later block from `of_later` and
-    the earlier one from `of_earlier`. One of the two may be a number.
+    """Combine two tiles with a row for each token: of every two neighbouring blocks of `half` rows, the result has the later
+    block of `of_later` and the earlier one of `of_earlier`. One of the two tiles may be a number.
     """
     size = max(jnp.shape(of_later), jnp.shape(of_earlier))[0]
     return jnp.where(iota(size, 1, 0) & half > 0, of_later, of_earlier)

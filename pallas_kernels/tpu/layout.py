@@ -72,13 +72,15 @@ class Layout:
         )
 
     def inputs(self, run: Any = None, rows=None, **tokens) -> dict:
-        """Return the inputs of a kernel as {name: (array, layout)}, each in the shape that the kernel requires; an array that is None is
-        left out.
+        """Return the inputs of a kernel as {name: (array, layout)}, each in the shape that the kernel requires; an array that is
+        None is left out.
 
-        With several memories per row, also keep which of them each chunk updates, for `call`.
+        With several memories per row, also store the index of the memory that each chunk updates, which `call` passes to the
+        kernel.
 
         Args:
-            run: [B, T], the number of each token's document, or None.
+            run: [B, T], the number of each token's document; with several memories per row, the index of the memory that it
+                updates. Or None.
             rows: arrays [B, T, heads] of one number for each token and head, by name.
             tokens: arrays [B, T, heads, D] of D channels for each token and head, by name.
         """
@@ -105,12 +107,12 @@ class Layout:
         "d_final" to "d_initial".
 
         Args:
-            kernel: computes one chunk; called as `kernel(layout, scale, refs, memory)`, with references to the blocks of inputs and outputs by
-                name, and to the memory in VMEM.
-            inputs: {name: (array, layout)}, as `inputs` returns them.
-            outs: the outputs, {name: layout}.
-            scale: multiplies q.
-            interpret: False, True or `pltpu.InterpretParams`.
+            kernel: a function that computes one chunk: `kernel(layout, scale, refs, memory)`, with this object, references by
+                name to the program's blocks of the inputs and outputs, and a reference to its memories in VMEM.
+            inputs: the input arrays with their layouts, {name: (array, layout)}, as `inputs` returns them.
+            outs: the layouts of the output arrays, {name: layout}.
+            scale: the factor by which the queries q are multiplied.
+            interpret: False to compile the kernel; True or `pltpu.InterpretParams` for the interpreter.
         """
         names = (*inputs, *outs)
         first, last = ("d_final", "d_initial") if self.reverse else ("initial", "final")
@@ -148,8 +150,9 @@ class Layout:
         return dict(zip(outs, result, strict=True))
 
     def tile_index(self, ref, h: int, size: int):
-        """Return the index in a program's block of an array, `ref`, of the tile [C, size] of the program's h-th head. The array may have
-        fewer heads, each of which several heads of the output share; a head has `size` channels.
+        """Return the index, in a program's block `ref` of an array, of the tile [C, size] that the program's h-th head of the
+        output uses. The array has `size` channels per head; it may have fewer heads than the output, each of which several
+        heads of the output share.
         """
         if len(ref.shape) == 3:
             return h * ref.shape[0] // self.block
@@ -157,7 +160,7 @@ class Layout:
         return slice(None), slice(index * size, (index + 1) * size)
 
     def store(self, ref, h: int, x):
-        """Store x [C, D] as the tile of the program's h-th head in its block `ref` of an output, which has all the program's heads."""
+        """Store x [C, D], one chunk of one head, in a program's block `ref` of an output: as the tile of the program's h-th head."""
         ref[self.tile_index(ref, h, x.shape[1])] = x.astype(ref.dtype)
 
     def as_tokens(self, x):
@@ -181,8 +184,9 @@ class Layout:
         return row_layout.sum_heads(terms, like.shape[2], axis=2).astype(like.dtype)
 
     def rows_gradient(self, x, heads: int):
-        """Return the gradient of an input with one number per token and head, [B, T, heads], from a kernel's gradient x [B, programs, 8,
-        T] for all heads of the output: summed over those that share one of the `heads` heads.
+        """Return the gradient of an input with one number per token and head, [B, T, heads], from a kernel's gradient x [B,
+        programs, 8, T], which has a row for each head of the output: summed over the heads of the output that share a head of
+        the input.
         """
         x = x[:, :, : self.block].reshape(self.batch, self.heads, -1)
         return jnp.moveaxis(row_layout.sum_heads(x, heads, axis=1), 1, 2)

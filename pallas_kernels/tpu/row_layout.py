@@ -17,7 +17,7 @@ def first_and_last(slots, at):
 
     Args:
         slots: with several memories per row, a list with the index [B * N] of the row's memory that each chunk updates; else empty.
-        at: a function that returns the index in the row of the n-th chunk that is computed.
+        at: a function from n to the index in the row of the n-th chunk in the order of computation.
     """
     n, count = pl.program_id(2), pl.num_programs(2)
     first, last = n == 0, n == count - 1
@@ -56,12 +56,16 @@ def document_rows(run, chunk: int = CHUNK) -> jax.Array:
 
 
 def repeat_heads(x, heads: int, axis: int):
-    """Repeat each head of x along `axis` for the consecutive heads that share it, so that there are `heads` heads."""
+    """Return x with each head along `axis` repeated, so that there are `heads` heads: one for each of the consecutive heads that
+    share it.
+    """
     return x if x.shape[axis] == heads else jnp.repeat(x, heads // x.shape[axis], axis=axis)
 
 
 def sum_heads(x, heads: int, axis: int):
-    """Sum groups of consecutive heads of x along `axis`, in float32, so that `heads` heads remain; if there are so many already, return x."""
+    """Return x with groups of consecutive heads along `axis` summed in float32, so that `heads` heads remain; x itself if it has
+    `heads` heads.
+    """
     if x.shape[axis] == heads:
         return x
     shape = (*x.shape[:axis], heads, -1, *x.shape[axis + 1 :])

@@ -75,8 +75,8 @@ def invert(systems: list[jax.Array], dtype) -> list[jax.Array]:
 
 
 def _invert_blocks(systems: list[jax.Array]) -> list[jax.Array]:
-    """Return, for each system, the inverses of the blocks of 16 rows on the diagonal of its unit lower triangular matrix I + N, side by
-    side, [16, C] float32, computed row by row. `systems` has the strictly lower triangular N [C, C].
+    """Return, for each strictly lower triangular N [C, C] in `systems`, the inverses of the blocks of 16 rows on the diagonal of
+    the matrix I + N, side by side, [16, C] float32; they are computed row by row.
     """
     size = len(systems[0])
     lane = lax.broadcasted_iota(jnp.int32, (_SUBLANES, size), 1)

@@ -212,5 +212,7 @@ def test_names_the_unmet_requirement():
     assert why(dims=(64, 512)) == "V a multiple of 8 up to 256, not 512"
     wanted = "heads that fill 128 columns, not 7 query, 7 key and 7 value heads of K = 80, V = 80"
     assert why((7, 7, 7), (80, 80)) == wanted
-    with pytest.raises(ValueError, match="no layout for heads 7 query, 7 key and 7 value heads"):
+    with pytest.raises(
+        ValueError, match="heads that fill 128 columns, not 7 query, 7 key and 7 value heads"
+    ):
         tpu.forward(*make((7, 7, 7), (80, 80)), scale=SCALE)

@@ -70,18 +70,18 @@ def backward(
     Heads of 256 channels are not supported: the gradients of k and v of 64 keys would require all registers.
 
     Args:
-        q: the queries, as in `forward`.
-        k: the keys, as in `forward`.
-        v: the values, as in `forward`.
-        rows: the gates, documents and masks of the tokens, as in `forward`.
-        bounds: the ranges of tiles that see each other, as in `forward`.
-        sums: [B, H, Q] float32, the logarithms of the sums of each query's weights: the second result of
+        q: [B, Q, H, D] queries, Q a multiple of `TILE`.
+        k: [B, T, G, D] keys, T a multiple of `TILE`.
+        v: [B, T, G, D] values.
+        rows: the forget gates and documents of the tokens, and which tokens are keys.
+        bounds: which tiles of queries see which tiles of keys.
+        sums: [B, H, Q] float32, the base-2 logarithm of the sum of each query's weights: the second result of
             `forward`.
         d_out: [B, Q, H, D], the gradient of the output.
         delta: [B, H, Q] float32, the scalar product of each query's output and its gradient.
-        scale: the factor of the scores q . k.
+        scale: the factor by which the scores q . k are multiplied.
         window: the number of last tokens that a query sees, or None for all.
-        interpret: parameters of the interpreter, or False.
+        interpret: parameters of the Pallas interpreter, or False to compile the kernel.
     """
     if q.shape[-1] > 128:
         raise NotImplementedError(
@@ -168,14 +168,14 @@ class _Queries:
 
     def first_sum(self, n):
         """Load from global memory F, the running sum of the log forget gates, as (high part, low part), at
-        the first of the 64 queries that step n of the loop reads. The loop does so one step ahead.
+        the first of the 64 queries that step n of the loop reads. The loop calls this one step ahead.
         """
         n = jnp.minimum(n, self.length // ROWS - 1)
         return tuple(self.refs[f"first {x}"][self.at.b, self.at.h, n] for x in ("high", "low"))
 
     def position(self, n):
-        """Return the position in the row of the first of the 64 queries that step n of the loop reads. It is
-        not 64 n where the queries are two parts of the row.
+        """Return the position in the row of the first of the 64 queries that step n of the loop reads: not 64
+        n, where the queries are only two parts of the row.
         """
         if not self.places:
             return n * ROWS
@@ -186,8 +186,9 @@ class _Queries:
 def _backward_of_keys(
     q, k, v, rows, bounds, sums, d_out, delta, *, scale, window, interpret
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Return the gradients of the keys k and the values v, [B, T, H, D] with one for each query head, and of
-    F, the running sum of the log forget gates, as a bias of the keys ([B, H, T]; None without gates).
+    """Return the gradients of the keys and of the values, [B, T, H, D] each, where each of the H query heads
+    has its own term of them, and the gradient of F, the running sum of the log forget gates, as a bias of
+    the keys ([B, H, T]; None without gates).
     """
     batch, length, heads, depth = q.shape
     in_global = query_arrays(rows, length) | key_arrays(rows)

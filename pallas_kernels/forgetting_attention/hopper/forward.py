@@ -1,11 +1,10 @@
 """The forward kernel of softmax attention with forget gates on Mosaic GPU (Hopper).
 
-Query i sees key j <= i with the score `scale q_i . k_j + F_i - F_j`, where F is the running sum of the log
-forget gates (FoX, arXiv 2503.02130, Eq. 3); `scores` explains how the bias is computed. Each of two
-warpgroups has 64 queries and loops over the keys, which a third one loads (`pipeline`). The two take turns
-between tensor cores and exponentials (`Schedule.alternate`). Tiles of keys that no query of a tile sees are
-skipped (`Bounds`): those of a later token or an earlier document, before the window, or pruned because the
-gates make their weights negligible.
+Query i sees key j <= i with the score `scale q_i . k_j + F_i - F_j`, where F is the running sum of the log forget gates (FoX,
+arXiv 2503.02130, Eq. 3); `scores` explains how the bias is computed. Each of two warpgroups has 64 queries and loops over the
+keys, which a third one loads (`pipeline`). The first two use the tensor cores and compute exponentials in turn
+(`Schedule.alternate`). Tiles of keys that no query of a tile sees are skipped (`Bounds`): those of a later token or an earlier
+document, before the window, or pruned because the gates make their weights negligible.
 """
 
 from __future__ import annotations
@@ -58,15 +57,16 @@ def forward(
         q: [B, Q, H, D] queries, Q a multiple of `TILE`.
         k: [B, T, G, D] keys, T a multiple of `TILE`.
         v: [B, T, G, D] values.
-        rows: the gates, documents and masks of the tokens.
-        bounds: the ranges of tiles of queries and keys that see each other.
-        scale: the factor of the scores q . k.
+        rows: the forget gates and documents of the tokens, and which tokens are keys.
+        bounds: which tiles of queries see which tiles of keys.
+        scale: the factor by which the scores q . k are multiplied.
         window: the number of last tokens that a query sees, or None for all.
-        interpret: parameters of the interpreter, or False.
+        interpret: parameters of the Pallas interpreter, or False to compile the kernel.
 
     Returns:
-        The output [B, Q, H, D], 0 where a query sees no key; and [B, H, Q] float32, the base-2 logarithm of the sum
-        of each query's weights, with F at the first query of its warpgroup in place of F at the query.
+        The output [B, Q, H, D], 0 where a query sees no key; and [B, H, Q] float32, the base-2 logarithm of the sum of each
+        query's weights. In these weights, the running sum F of the log forget gates at the query is replaced by F at the first
+        query of its warpgroup.
     """
     batch, length, heads, depth = q.shape
     schedule = _SCHEDULES[depth]

@@ -40,13 +40,13 @@ class Traversal(NamedTuple):
         group: the warpgroup's index, 0 or 1.
         start: the index of the first step.
         stop: the index of the last step + 1.
-        schedule: the sizes and order of the loop's work.
+        schedule: the sizes of the loop's steps, and how it overlaps loads, products and exponentials.
         streamed: buffers in shared memory of the streamed inputs, by name, [stages, ...].
         full: one barrier for each stage, which completes when the stage's tiles have been loaded.
         empty: one barrier for each stage, which completes when both warpgroups have used the stage's tiles.
-        wait_other: waits until the other warpgroup calls it too, where the warpgroups alternate. All calls
-            use the same function object, so that they share one jaxpr.
-        interpret: parameters of the interpreter, or False.
+        wait_other: a function that waits until the other warpgroup calls it too, so that the two alternate; it does nothing where
+            they do not alternate. All calls use the same function object, so that they share one jaxpr.
+        interpret: parameters of the Pallas interpreter, or False to compile the kernel.
     """
 
     group: Any
@@ -60,38 +60,39 @@ class Traversal(NamedTuple):
     interpret: Any
 
     def stage(self, n):
-        """Return the index, among the `stages` buffers of each streamed input in shared memory, of the buffer
-        that holds the tile of step n.
+        """Return the index of the buffer for the streamed tile of step n, among the `stages` buffers of each streamed input in
+        shared memory.
         """
         return lax.rem(n - self.start, self.schedule.stages)
 
     def tiles(self, n) -> dict[str, Any]:
-        """Return references to the buffers in shared memory that hold the streamed inputs' tiles of step n,
-        by the inputs' names.
+        """Return references to the buffers in shared memory with the tiles of the streamed inputs for step n, by the inputs'
+        names.
         """
         stage = self.stage(n)
         return {name: buffer.at[stage] for name, buffer in self.streamed.items()}
 
     def wait_tiles(self, n) -> None:
-        """Wait until the third warpgroup's loads have put all streamed tiles of step n into shared memory."""
+        """Wait until all streamed tiles of step n, which the third warpgroup loads, are in shared memory."""
         plgpu.barrier_wait(self.full.at[self.stage(n)])
 
     def release_tiles(self, n) -> None:
-        """Signal that this warpgroup has used the streamed tiles of step n, so that their buffers in shared
-        memory may be overwritten once the other one has too.
+        """Signal that this warpgroup has used the streamed tiles of step n; their buffers in shared memory may be overwritten
+        once the other computing warpgroup has signalled it too.
         """
         plgpu.barrier_arrive(self.empty.at[self.stage(n)])
 
     def accumulate(self, products: Products, sums, carry, parts) -> Any:
-        """Run all steps of a warpgroup's loop over the streamed tokens; return the sums of matrix products
-        (such as the output, or the gradients of keys and values) and the last carry.
+        """Run all steps of a warpgroup's loop over the streamed tokens; return the sums of matrix products (such as the output,
+        or the gradients of keys and values), and the values that the last step passes on.
 
         Args:
-            products: the functions that compute a step.
+            products: the functions that compute one step of the loop.
             sums: the initial values of the sums, a list of arrays [64, D].
-            carry: the values that `products.use` of the first step receives from before.
-            parts: consecutive ranges of steps, (first, last + 1, options of `use`); None is `start` or
-                `stop`.
+            carry: the values that each step receives from the step before, such as the largest score so far; these are for the
+                first step.
+            parts: consecutive ranges of steps, each as (first, last + 1, keyword arguments of `products.use`); a bound of None is
+                the loop's own first step or last + 1.
         """
         deferred = self.schedule.deferred
         shape = (ROWS, self.schedule.size)
@@ -114,8 +115,11 @@ class Traversal(NamedTuple):
         return sums, carry
 
     def _step(self, products: Products, options, n, state):
-        """Compute step n of a warpgroup's loop: its scores, the elementwise work on them, and the products
-        that are added to the sums; return the new `state`, which is (sums, carry, []).
+        """Compute step n of a warpgroup's loop: its scores, the elementwise work on them, and the products that are added to the
+        running sums.
+
+        `state` is (sums, carry, []): the running sums and the values that a step receives from the step before. Return it after
+        the step.
         """
         sums, carry, _ = state
         tiles = self.tiles(n)
@@ -134,9 +138,11 @@ class Traversal(NamedTuple):
         return sums, carry, []
 
     def _deferred_step(self, products: Products, options, n, state):
-        """Compute the scores of step n of a warpgroup's loop, and the elementwise work on them, while the
-        products of step n - 1 are added to the sums; return the new `state`, which is (sums, carry, operands
-        of step n's products).
+        """Compute the scores of step n of a warpgroup's loop, and the elementwise work on them, while the products of step n - 1
+        are added to the running sums.
+
+        `state` is (sums, carry, operands): the running sums, the values that a step receives from the step before, and the left
+        operands of the products of step n - 1. Return it after the step, with the operands of step n.
         """
         sums, carry, operands = state
         tiles = self.tiles(n)
@@ -160,8 +166,8 @@ class Traversal(NamedTuple):
         return sums, carry, operands
 
     def _add(self, products: Products, n, operands, sums):
-        """Return a warpgroup's `sums` (such as its queries' output) plus the matrix products of `operands`
-        with the streamed tiles of step n.
+        """Return a warpgroup's running `sums` (such as the output of its queries) plus the matrix products of the left operands
+        `operands` with the streamed tiles of step n.
         """
         add = functools.partial(products.add, self.tiles(n), operands)
         return wg.accumulate(add, *sums, interpret=self.interpret)
@@ -179,15 +185,15 @@ def _bfloat16(operands):
 
 
 class Warpgroup(NamedTuple):
-    """The arguments of the function that computes one warpgroup's part of an attention kernel: positions, buffers,
-    the loop, and references.
+    """The argument of the function with which one warpgroup of an attention kernel computes: its queries or keys (the resident
+    tokens) in shared memory, its loop over the row's other tokens (the streamed tokens), and references to global memory.
 
     Attributes:
-        at: the row, the head, and the resident queries or keys of the warpgroup.
+        at: the row, the head, and the position of the warpgroup's resident tokens.
         resident: references in shared memory to the values of the resident inputs at the warpgroup's 64
             tokens, by name.
         left: a buffer for the left operand of a product, which the interpreter requires; None on a GPU.
-        traversal: the loop over the streamed tokens.
+        traversal: the warpgroup's loop over tiles of the streamed tokens, with its buffers and barriers.
         refs: references to global memory, by the names of `Pipeline.in_global` and of the outputs.
     """
 
@@ -199,14 +205,15 @@ class Warpgroup(NamedTuple):
 
 
 class Pipeline(NamedTuple):
-    """A kernel in which two warpgroups with `ROWS` resident tokens each loop over the streamed tokens, which
-    a third one loads.
+    """An attention kernel in which two warpgroups, each with 64 queries (or keys), the resident tokens, loop over tiles of the
+    row's keys (or queries), the streamed tokens, which a third warpgroup loads.
 
     Attributes:
-        resident: arrays [B, T, *, D] of which each warpgroup has its tokens in shared memory, by name.
-        streamed: arrays [B, T, *, D], [B, H, T] or [B, T] that are loaded step by step, by name.
+        resident: the arrays of the resident tokens, [B, T, *, D], by name; each warpgroup has its tokens' values in shared
+            memory.
+        streamed: the arrays of the streamed tokens, [B, T, *, D], [B, H, T] or [B, T], by name; one tile is loaded for each step.
         in_global: arrays that the computation reads from global memory, by name.
-        schedule: the sizes and order of the loop's work.
+        schedule: the sizes of the loop's steps, and how it overlaps loads, products and exponentials.
         begin: [B, H, T / 128], the first streamed tile of each resident tile; None is the tile of the same
             index.
         end: [B, H, T / 128], the last streamed tile of each resident tile; None is the tile of the same
@@ -245,14 +252,14 @@ class Pipeline(NamedTuple):
         name: str,
         interpret: Any,
     ) -> dict[str, jax.Array]:
-        """Run an attention kernel of this structure on the GPU, with one thread block for each row, query
-        head and tile of resident tokens; return its output arrays by name.
+        """Run the attention kernel that this object describes on the GPU, with one thread block for each row, query head and tile
+        of 128 resident tokens; return its output arrays by name.
 
         Args:
             compute: the function that each of the two computing warpgroups calls once.
             outputs: the shapes and dtypes of the output arrays, by name.
             name: the kernel's name in profiles.
-            interpret: parameters of the interpreter, or False.
+            interpret: parameters of the Pallas interpreter, or False to compile the kernel.
         """
         inputs: dict[str, Any] = {f"resident {n}": x for n, x in self.resident.items()}
         inputs |= {f"streamed {n}": x for n, x in self.streamed.items()}
@@ -315,9 +322,9 @@ class Pipeline(NamedTuple):
         hopper_launch.with_smem(body, self._smem(interpret))
 
     def _position(self, refs, row, group) -> tuple[Position, Any, Any]:
-        """Return the position of a warpgroup's resident tokens, the index of its loop's first step over the
-        streamed tokens, and that of the last step + 1. `row` is the thread block's index over batch and
-        heads, `group` the warpgroup's.
+        """Return the position of a warpgroup's resident tokens, the index of the first step of its loop over the streamed tokens,
+        and the index of the last step + 1. `row` is the thread block's index over batch and heads, `group` the index of the
+        warpgroup in its thread block.
         """
         per_tile = TILE // self.schedule.size
         b, h = lax.div(row, self.heads), lax.rem(row, self.heads)
@@ -341,8 +348,8 @@ class Pipeline(NamedTuple):
         return ref.at[at.b, at.h, tokens] if len(ref.shape) == 3 else ref.at[at.b, tokens]
 
     def _load(self, refs, at: Position, traversal: Traversal) -> None:
-        """Copy the streamed inputs' tiles of all steps of the loop to shared memory, each as soon as its
-        buffer is free, and wait until both computing warpgroups have used the last ones.
+        """Copy the tiles of the streamed inputs to shared memory, for all steps of the loop, each as soon as its buffer is free;
+        then wait until both computing warpgroups have used the last tiles.
         """
         size, stages = self.schedule.size, self.schedule.stages
         start, stop = traversal.start, traversal.stop
@@ -365,8 +372,9 @@ class Pipeline(NamedTuple):
         lax.fori_loop(jnp.maximum(stop - stages, start), stop, wait, None)
 
     def _smem(self, interpret) -> dict[str, Any]:
-        """Return a description of a thread block's buffers in shared memory (for resident and streamed
-        inputs) and of its barriers, by name.
+        """Return the types of a thread block's buffers and barriers in shared memory, by name: buffers for the arrays of its 128
+        resident tokens and for the streamed tiles of `stages` steps, and barriers that tell when these have been loaded and
+        used.
         """
         size, stages = self.schedule.size, self.schedule.stages
 

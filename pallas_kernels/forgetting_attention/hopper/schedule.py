@@ -17,13 +17,13 @@ class Position(NamedTuple):
     arrays.
 
     Attributes:
-        b: the row of the batch.
-        h: the query head.
+        b: the index of the row in the batch.
+        h: the index of the query head.
         tile: the index of the thread block's tile of 128 queries or keys.
         first: the index of the warpgroup's first query or key in its array.
         tokens: the slice of the warpgroup's queries or keys in their array.
-        row: the position of its first query or key in the row; it differs from `first` where the queries are
-            two parts of the row.
+        row: the position in the row of the warpgroup's first query or key; it differs from `first` where the
+            queries are only two parts of the row.
     """
 
     b: Any
@@ -58,13 +58,15 @@ class Products(NamedTuple):
     elementwise work on them, and products that are added to running sums such as the output.
 
     Attributes:
-        scores: `scores(tiles, *refs)` adds the step's first matrix products to references to accumulators,
-            which have `shapes` and are zero before; `tiles` are the streamed inputs in shared memory.
+        scores: `scores(tiles, *refs)` adds the step's first matrix products, such as queries times keys, to
+            references to accumulators, which have the shapes `shapes` and are zero before; `tiles` are the
+            streamed inputs in shared memory.
         shapes: the shapes of the products that `scores` computes.
-        use: `use(n, tiles, values, carry, **options)`, called with these products' values, returns operands
-            [ROWS, size], a factor by which the rows of the sums are multiplied first (or None), and the next
-            carry.
-        add: `add(tiles, operands, *refs)` adds one product of the operands and the tiles to each of the sums.
+        use: `use(n, tiles, values, carry, **options)` receives the values of these products and returns the
+            left operands [64, size] of the products that `add` computes, a factor by which the rows of the
+            running sums are multiplied first (or None), and the carry for the next step.
+        add: `add(tiles, operands, *refs)` adds to a reference to each running sum one product of an operand
+            with the tiles.
     """
 
     scores: Callable

@@ -46,18 +46,21 @@ def query_arrays(rows: Rows, length: int) -> dict[str, jax.Array]:
 
 
 def key_biases(rows: Rows, queries: int) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
-    """Return the arrays from which a kernel whose warpgroups each keep 64 queries, and loop over the keys,
-    computes a key's bias in the scores. F is the running sum of the log forget gates.
+    """Return the arrays, by name, from which forget gates' biases of the scores are computed, in a kernel
+    whose warpgroups each have 64 queries and loop over tiles of keys.
+
+    The bias of query i and key j is F_i - F_j, with F the running sum of the log forget gates; i0 is the
+    first of a warpgroup's queries.
 
     Args:
-        rows: the gates, documents and masks of the tokens.
-        queries: the number of queries.
+        rows: the forget gates and documents of the tokens, and which tokens are keys.
+        queries: the number of queries of a row.
 
     Returns:
-        Arrays that are streamed: documents ("run") and `log2(e) (F_n - F_j)` with n the last key of j's tile
-        ("fall").
-        Arrays that are read from global memory: `log2(e) (F_{i0} - F_j)` for the keys in the tile of a
-        warpgroup's queries ("diagonal"), and F at each tile's last key ("last high", "last low").
+        Two dictionaries. The arrays of the first are loaded tile by tile: the index of each key's document
+        ("run"), and `log2(e) (F_n - F_j)` with n the last key of the tile of key j ("fall"). Those of the
+        second stay in global memory: `log2(e) (F_{i0} - F_j)` for the keys j in the tile with the warpgroup's
+        queries ("diagonal"), and F at the last key of each tile ("last high", "last low").
     """
     streamed = {} if rows.run is None else {"run": rows.run}
     if rows.gates is None:
@@ -83,8 +86,8 @@ class Biases:
     computed step by step of its loop over keys.
 
     Attributes:
-        first_last: F at the last key of the first step's tile, (high, low), or () without gates; the initial
-            value of `at`'s `last`.
+        first_last: F, the running sum of the log forget gates, at the last key of the first step's tile, as
+            (high part, low part), or () without gates: the argument `last` of the first call of `at`.
     """
 
     def __init__(self, refs, position: Position, size: int, start):
@@ -109,7 +112,7 @@ class Biases:
 
     def _last_key(self, n):
         """Load from global memory F, the running sum of the log forget gates, as (high part, low part), at
-        the last key of the tile that step n reads. The loop does so one step ahead.
+        the last key of the tile that step n of the loop reads. The loop calls this one step ahead.
         """
         at, ref = self._position, self._refs["last high"]
         n = jnp.minimum(lax.div(n, TILE // self._size), ref.shape[2] - 1)
@@ -122,12 +125,13 @@ class Biases:
         Args:
             n: the index of the loop's step.
             tiles: references to the step's streamed arrays in shared memory, by name.
-            last: F at the last key of the step's tile, (high, low).
-            masked: whether the step's keys are in the tile of the warpgroup's queries.
+            last: F, the running sum of the log forget gates, at the last key of the step's tile, as (high
+                part, low part).
+            masked: whether the step's keys are in the same tile of the row as the warpgroup's queries.
 
         Returns:
-            The bias of each key, [ROWS, size] (None without gates); the bias that all keys have in addition;
-            and `last` of step n + 1.
+            The bias of each key, [64, size] (None without gates); a number that is added to the bias of all
+            keys; and F at the last key of the tile of step n + 1, the argument `last` of the next call.
         """
         if self._first_query is None:
             return None, 0.0, ()
@@ -154,13 +158,13 @@ def add_bias(scores, scale: float, bias):
 def hide_unseen(
     scores, first_query, first_key, tiles, refs, at: Position, masked, window, keys_in_rows=False
 ):
-    """Return attention scores in which those of keys that a query does not see (later ones, and those of
-    other documents or outside the window) are replaced by `NEVER`.
+    """Return attention scores with `NEVER` in place of those that a query does not see: of later keys, of
+    keys of other documents, and of keys outside the window.
 
     Args:
         scores: the scores, [queries, keys], or [keys, queries] where `keys_in_rows`.
-        first_query: the position in the row of the first query.
-        first_key: the position in the row of the first key.
+        first_query: the position in the row of the first of the scores' queries.
+        first_key: the position in the row of the first of the scores' keys.
         tiles: references to the step's streamed arrays in shared memory, with the documents of the columns
             ("run") where rows have several.
         refs: references to arrays in global memory, with the documents of the rows of `scores`.
@@ -218,17 +222,17 @@ def load_rows(ref):
 
 
 def partial_sums():
-    """Return zeros [64, 8] in a warpgroup's registers, to which `add_columns` adds the columns of arrays
-    whose rows are to be summed.
+    """Return zeros [64, 8] in a warpgroup's registers: the initial value of the sums of each row of some
+    arrays [64, n], to which `add_columns` adds an array's columns.
     """
     return zeros((ROWS, 8))
 
 
 def add_columns(sums, x):
-    """Add the columns of x [64, n] to the partial sums of its rows, `sums` [64, 8], eight columns at a time;
+    """Add x [64, n], eight columns at a time, to `sums` [64, 8], partial sums of each row of such arrays;
     return the new partial sums.
 
-    No thread requires numbers of other threads; the columns of `sums` are summed once after the loop.
+    No thread requires numbers of other threads; the eight columns are summed once, after the loop.
     """
     for i in range(0, x.shape[1], 8):
         sums += x[:, i : i + 8]

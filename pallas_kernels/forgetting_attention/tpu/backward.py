@@ -34,18 +34,18 @@ def backward(
     gates).
 
     Args:
-        q: the queries, as in `forward`.
-        k: the keys, as in `forward`.
-        v: the values, as in `forward`.
-        rows: the gates, documents and masks of the tokens, as in `forward`.
-        bounds: the ranges of tiles that see each other, as in `forward`.
-        sums: [B, H, T] float32, the logarithms of the sums of each query's weights: the second result of
+        q: [B, T, H, D] queries, T a multiple of the number of tokens of a tile of `bounds`.
+        k: [B, T, G, D] keys.
+        v: [B, T, G, V] values.
+        rows: the forget gates and documents of the tokens, and which tokens are keys.
+        bounds: which tiles of queries see which tiles of keys.
+        sums: [B, H, T] float32, the base-2 logarithm of the sum of each query's weights: the second result of
             `forward`.
         d_out: [B, T, H, V], the gradient of the output.
         delta: [B, H, T] float32, the scalar product of each query's output and its gradient.
-        scale: the factor of the scores q . k.
+        scale: the factor by which the scores q . k are multiplied.
         window: the number of last tokens that a query sees, or None for all.
-        interpret: False, True or `pltpu.InterpretParams`.
+        interpret: False to compile the kernel; True or `pltpu.InterpretParams` for the interpreter.
     """
     call = Call(q, k, v, rows, bounds, scale, window)
     inputs = dict(q=call.tokens(q, "query"), k=call.tokens(k, "key"), v=call.tokens(v, "key"))
@@ -98,8 +98,8 @@ def _backward_of_queries(call: Call, q, inputs, delta, scale, interpret):
 
 
 def _backward_of_keys(call: Call, k, v, inputs, delta, scale, interpret):
-    """Return the gradients of the keys k and the values v, and of F, the running sum of the log forget gates,
-    as a bias of the keys (None without gates).
+    """Return the gradients of the keys k [B, T, G, D] and of the values v [B, T, G, V], and the gradient of
+    F, the running sum of the log forget gates, as a bias of the keys ([B, H, T]; None without gates).
     """
     gated = "key high" in inputs
 

@@ -26,11 +26,11 @@ class Position(NamedTuple):
     computes.
 
     Attributes:
-        b: the row of the batch.
-        h: the head of q.
-        g: the head of k and v.
-        query: the index of the tile of queries.
-        key: the index of the tile of keys.
+        b: the index of the row in the batch.
+        h: the index of the head of q.
+        g: the index of the head of k and v.
+        query: the index, in the row, of the tile of queries.
+        key: the index, in the row, of the tile of keys.
     """
 
     b: Any
@@ -45,12 +45,11 @@ class Step(NamedTuple):
     of a loop over tiles of keys or of queries.
 
     Attributes:
-        at: the program's row, heads and tiles.
+        at: the program's row, heads and tiles of queries and keys.
         refs: references to the program's tiles of inputs and outputs in VMEM, and to its buffers for sums, by
             name.
         scalar: `scalar(name, tile)` loads an entry of `Call.scalars` for the program's row and head.
-        runs: whether any query of the program's tile may see any key of its tile, so that it has something to
-            compute.
+        runs: whether any query of the program's tile may see any key of its tile; else it computes nothing.
         first: whether the program is the first step of its loop over tiles.
         last: whether the program is the last step of its loop over tiles.
         first_head: in a loop over queries: whether its query head is the first of those that share the key
@@ -103,9 +102,10 @@ class Call:
             self.scalars["high"], self.scalars["low"] = (x[..., :: self.tile] for x in rows.gates)
 
     def tokens(self, x, side: str):
-        """Return (array, block, index) for x [B, T, heads, D], such as queries or keys, an array or its
-        shape: x in the shape that the kernels read, the block of it that a program loads, and a function from
-        the program's `Position` to the block's index.
+        """Return what a kernel requires of x [B, T, heads, D], such as queries or keys, as (array, block,
+        index): x in the shape that the kernels read, the shape of the block of it that a program loads,
+        and a function from the program's `Position` to the block's index. If x is a
+        `jax.ShapeDtypeStruct`, so is the first result.
 
         `side` is "query" or "key": which of the program's two tiles the block covers.
         """
@@ -124,9 +124,10 @@ class Call:
         return x, block, index
 
     def line(self, x, side: str):
-        """Return (array, block, index) for x [B, H, T] or [B, T], with one number per token, such as F, the
-        running sum of the log forget gates, an array or its shape: x in the shape that the kernels read, the
-        block that a program loads, and a function from the program's `Position` to the block's index.
+        """Return what a kernel requires of x [B, H, T] or [B, T], with one number per token, such as F, the
+        running sum of the log forget gates, as (array, block, index): x in the shape that the kernels
+        read, the shape of the block of it that a program loads, and a function from the program's
+        `Position` to the block's index. If x is a `jax.ShapeDtypeStruct`, so is the first result.
 
         `side` is "query" or "key": which of the program's two tiles the block covers.
         """
@@ -154,12 +155,13 @@ class Call:
         output arrays by name.
 
         Args:
-            kernel: a function called once per program, with its `Step`.
-            inputs: the input arrays, as (array, block, index) by name; see `tokens`.
-            outputs: the outputs, as (shape and dtype, block, index) by name.
-            scratch: shapes of float32 buffers in VMEM by name.
+            kernel: a function that is called once per program, with the program's `Step`.
+            inputs: the inputs by name, each as (array, block, index): an array, the shape of the block of it
+                that a program loads, and a function from the program's `Position` to the block's index.
+            outputs: the outputs by name, each as (shape and dtype, block, index).
+            scratch: the shapes of float32 buffers in VMEM, by name.
             over: "key" or "query": the kind of tiles over which consecutive programs loop.
-            interpret: False, True or `pltpu.InterpretParams`.
+            interpret: False to compile the kernel; True or `pltpu.InterpretParams` for the interpreter.
         """
         names = (*self.scalars, *inputs, *outputs, *scratch)
         shared = self.heads // self.groups
@@ -202,9 +204,13 @@ class Call:
         return dict(zip(outputs, results, strict=True))
 
     def _position(self, by_query: bool, b, g, x, y, j, *scalars):
-        """Return the row, heads and tiles of a program (its `Position`), whether it has anything to compute,
-        and its function `scalar`, which loads an entry of `scalars`. b, g, x, y and j are the program's
-        indices in the grid; `scalars` are references to the prefetched arrays.
+        """Return a program's `Position`, whether its queries may see any of its keys, and the function
+        `scalar(name, tile)` that loads an entry of the program's row and head from `scalars`, references
+        to the prefetched arrays.
+
+        The program's indices in the grid are b (row), g (key head), x, y and j (step of the loop over tiles).
+        If `by_query`, x is the tile of keys and y the query head among those that share the key head; else x
+        is the query head and y the tile of queries.
         """
         shared = self.heads // self.groups
         r, tile = (y, x) if by_query else (x, y)
@@ -273,7 +279,7 @@ class Call:
         pl.when(step.runs & jnp.logical_not(all_seen))(functools.partial(add, True))
 
     def from_tokens(self, x, like):
-        """Return x, a kernel output in the shape that `tokens` chose, in the shape of `like`, [B, T, heads,
-        D].
+        """Return a kernel's output x, [B, T, heads * D] or [B, heads, T, D] as `tokens` has chosen, in the
+        shape of `like`, [B, T, heads, D].
         """
         return x.reshape(like.shape) if like.shape[3] % LANES == 0 else jnp.moveaxis(x, 1, 2)

@@ -22,18 +22,19 @@ def forward(
     the sum of the query's weights, which the backward pass needs.
 
     Args:
-        q: [B, T, H, D] queries, T a multiple of the tile of `bounds`.
+        q: [B, T, H, D] queries, T a multiple of the number of tokens of a tile of `bounds`.
         k: [B, T, G, D] keys.
         v: [B, T, G, V] values.
-        rows: the gates, documents and masks of the tokens.
-        bounds: the ranges of tiles of queries and keys that see each other.
-        scale: the factor of the scores q . k.
+        rows: the forget gates and documents of the tokens, and which tokens are keys.
+        bounds: which tiles of queries see which tiles of keys.
+        scale: the factor by which the scores q . k are multiplied.
         window: the number of last tokens that a query sees, or None for all.
-        interpret: False, True or `pltpu.InterpretParams`.
+        interpret: False to compile the kernel; True or `pltpu.InterpretParams` for the interpreter.
 
     Returns:
         The output [B, T, H, V], 0 where a query sees no key; and [B, H, T] float32, the base-2 logarithm of
-        the sum of each query's weights, with F at the first query of its tile in place of F at the query.
+        the sum of each query's weights. In these weights, the running sum F of the log forget gates at the
+        query is replaced by F at the first query of its tile.
     """
     call = Call(q, k, v, rows, bounds, scale, window)
 

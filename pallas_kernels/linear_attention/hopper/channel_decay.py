@@ -92,7 +92,8 @@ def forward(
 
 
 def scan_writes(k, v, log_decay, run, initial, *, heads: int, interpret: Any = False):
-    """Compute the memories before all chunks that keys k and values v write, under a decay per key channel, without reading them.
+    """Compute the memories before all chunks under a decay per key channel, into which keys k and values v are written; nothing
+    is read from them.
 
     Args:
         k: [B, T, *, K] keys, bfloat16 or float32.
@@ -132,10 +133,11 @@ def backward(
     q, k, v, log_decay, run, initial, residuals: Residuals, d_output, d_final, *, scale: float,
     bonus=None, decay_gradient: bool = True, interpret: Any = False,
 ):  # fmt: skip
-    """Return the gradients of q, k, v, log_decay and initial of linear attention with a decay per key channel.
+    """Return the gradients of q, k, v, log_decay and initial of linear attention with a decay per key channel, and with a bonus,
+    as the sixth, the bonus' gradient [G, K].
 
-    With a bonus, its gradient [G, K] is the sixth. The arguments are those of `forward`, its residuals, and the gradients of its
-    output and of its final memories. That of log_decay is computed whether or not `decay_gradient` is set.
+    The arguments are those of `forward`, the residuals that it returned, and the gradients of its output and of its final
+    memories. The gradient of log_decay is computed whether or not `decay_gradient` is set.
     """
     del decay_gradient
     pieces = _count_pieces(q, v)
@@ -196,12 +198,14 @@ def _count_pieces(q, v) -> int:
 
 
 def _split_values(x, pieces: int):
-    """Make each of `pieces` slices of value channels a head of its own: [B, T, G, V] -> [B, T, G * pieces, V / pieces]."""
+    """Split each head of the values into `pieces` heads, one for each slice of its value channels: [B, T, G, V] -> [B, T, G *
+    pieces, V / pieces].
+    """
     return x.reshape(*x.shape[:2], x.shape[2] * pieces, -1)
 
 
 def _split_memory(memory, pieces: int):
-    """Make each of `pieces` slices of a memory's value channels a memory of its own: [B, G, K, V] -> [B, G * pieces, K, V /
+    """Split each memory into `pieces` memories, one for each slice of its value channels: [B, G, K, V] -> [B, G * pieces, K, V /
     pieces].
     """
     batch, memories, depth, width = memory.shape
@@ -210,7 +214,9 @@ def _split_memory(memory, pieces: int):
 
 
 def _join_memory(memory, pieces: int):
-    """Join memories that are `pieces` slices of value channels of one memory: [B, G * pieces, K, V / pieces] -> [B, G, K, V]."""
+    """Join each `pieces` consecutive memories, the slices of value channels of one memory: [B, G * pieces, K, V / pieces] -> [B,
+    G, K, V]. The inverse of `_split_memory`.
+    """
     batch, count, depth, width = memory.shape
     by_piece = jnp.swapaxes(memory.reshape(batch, count // pieces, pieces, depth, width), 2, 3)
     return by_piece.reshape(batch, count // pieces, depth, pieces * width)

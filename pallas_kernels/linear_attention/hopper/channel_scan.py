@@ -52,7 +52,8 @@ def channel_scan(
         interpret: parameters of the Pallas interpreter, or False to compile the kernel.
 
     Returns:
-        The output [B, T, h, V] if `read` is given, the last S [B * S, h, K, V] float32, and the saved ones [B, h, N, K, V].
+        The output [B, T, h, V] if `read` is given; S after the last chunk that is computed, [B * S, h, K, V] float32; and, if
+        `save`, S before each of the N chunks (after it, if `reverse`), [B, h, N, K, V].
     """
     batch, length, key_heads, depth = written.shape
     heads, width, count = max(key_heads, values.shape[2]), values.shape[-1], length // CHUNK
@@ -176,7 +177,9 @@ class _Warpgroup(NamedTuple):
     smem: dict[str, Any]
 
     def compute(self) -> None:
-        """Carry 64 value channels of a memory through all of its chunks, in a pipeline in which another warpgroup loads the inputs."""
+        """Carry 64 value channels of a memory through all of its chunks: run the pipeline in which another warpgroup loads the
+        inputs of one chunk after another.
+        """
         call = self.call
         sources, specs = zip(*map(self.source, call.shapes), strict=True)
         pipeline: Any = plgpu.emit_pipeline_warp_specialized
@@ -186,8 +189,8 @@ class _Warpgroup(NamedTuple):
         )(*sources)  # fmt: skip
 
     def source(self, name: str) -> tuple[Any, Any]:
-        """Return the part of an input in global memory that this warpgroup's memory uses, and the `BlockSpec` of a chunk's tile of
-        it.
+        """Return, for the input `name` of the scan, a reference to the row and head of it in global memory that this warpgroup's
+        memory uses, and the `BlockSpec` of the tile that is loaded for each chunk.
         """
         call, at, source = self.call, self.at, self.refs[name]
         if name in ("scores", "chunk_decay"):
@@ -202,7 +205,12 @@ class _Warpgroup(NamedTuple):
         return source, block
 
     def compute_all(self, pipeline: Callable) -> None:
-        """Run the pipeline over all chunks from the initial memory [K, 64] (or 0), and store the memory after the last chunk."""
+        """Carry this warpgroup's memory [K, 64] from its initial value (or 0) through all chunks, and store the memory after the
+        last chunk.
+
+        `pipeline` runs `compute_chunk` for one chunk after another, from the memory that it is called with, and returns the last
+        memory.
+        """
         call, at = self.call, self.at
         if call.from_zero:
             S = plgpu.layout_cast(jnp.zeros((call.depth, BLOCK), _F32), wg.LAYOUT)
@@ -212,8 +220,10 @@ class _Warpgroup(NamedTuple):
         plgpu.wait_smem_to_gmem(0)
 
     def compute_chunk(self, indices, *arguments) -> Any:
-        """Return the memory [K, 64] after one chunk, from references to the chunk's inputs and the memory before it; store the
-        chunk's output.
+        """Return the memory [K, 64] after one chunk, and store the chunk's output.
+
+        `indices` has the chunk's index in the order of computation; `arguments` are references to the chunk's inputs and, last,
+        the memory before the chunk.
         """
         call, at = self.call, self.at
         *loaded, S = arguments

@@ -37,7 +37,7 @@ def chunk_backward(
     gradient of the bonus from each chunk, [B, h, N, K]. Inputs with `*` heads have a number of heads that divides h.
 
     Args:
-        q: [B, T, *, K] queries. None, with `d_states` None, returns the gradient of q alone.
+        q: [B, T, *, K] queries; None, together with `d_states` None, to compute the gradient of q alone.
         k: [B, T, *, K] keys. They may be float32 if the gradient of q is returned alone, and are then not rounded within a chunk.
         v: [B, T, *, V] values, where each head's value channels are cut into `pieces` consecutive heads.
         log_decay: [B, T, *, K], the log decay of each key channel.
@@ -113,8 +113,8 @@ def _position(call: Call) -> Position:
 def _smem(call: Call, dtype, key_dtype) -> dict[str, Any]:
     """Return the types of the buffers and barriers in shared memory that a thread block of `chunk_backward` uses, by name.
 
-    The buffers before `v` have a first axis with an entry for each warpgroup; all warpgroups use the others together, but for
-    `next_piece` and `left`, which also have an entry for each.
+    `v`, `d_output` and `loaded` are used by all warpgroups together. The others have a first axis with an entry for each
+    warpgroup.
     """
     smem: Any = plgpu.SMEM
     groups, barrier = call.groups, plgpu.Barrier

@@ -60,7 +60,7 @@ def chunk_forward(
     q, k, log_decay, documents: Documents | None, *, heads: int, scale: float, bonus=None,
     interpret: Any = False,
 ) -> Chunks:  # fmt: skip
-    """Compute, for all chunks in parallel, what linear attention with a decay per key channel requires and does not depend on the
+    """Compute, for all chunks in parallel, the arrays of linear attention with a decay per key channel that do not depend on the
     memory.
 
     Return the decayed scores of each chunk, the queries and keys with their decay from and to the chunk's boundaries, and each
@@ -142,7 +142,7 @@ class _Call(NamedTuple):
 
     @property
     def with_scores(self) -> bool:
-        """Whether the call has queries, so that scores and decayed queries are computed and not only decayed keys."""
+        """Whether queries are given, so that `chunk_forward` computes scores and decayed queries, and not only decayed keys."""
         return "q" in self.shapes
 
 
@@ -184,8 +184,8 @@ def _position(call: _Call) -> _Position:
 def _smem(call: _Call, key_dtype) -> dict[str, Any]:
     """Return the types of the buffers and barriers in shared memory that a thread block of `chunk_forward` uses, by name.
 
-    `sums` and `summed` have an entry for each pair of a chunk and a head that the thread block computes, the others one for each of
-    its warpgroups.
+    `sums` and `summed` have an entry for each pair of a chunk and a head that the thread block computes, the others one for each
+    of the thread block's warpgroups.
     """
     smem: Any = plgpu.SMEM
     each = call.items * call.groups
@@ -207,19 +207,20 @@ def _smem(call: _Call, key_dtype) -> dict[str, Any]:
 
 
 class _Warpgroup:
-    """The computation of `chunk_forward` by one warpgroup, for 64 key channels of one chunk and head: a method for each step, in
-    order.
+    """The computation of `chunk_forward` by one warpgroup, for 64 key channels of one chunk and head.
+
+    Each method is one step of it; `compute` calls them in order.
     """
 
     def __init__(self, call: _Call, at: _Position, refs: dict[str, Any], smem: dict[str, Any]):
-        """Select the buffers that this warpgroup uses.
+        """Select, of the thread block's buffers in shared memory, those that this warpgroup uses.
 
         Args:
             call: sizes and options of `chunk_forward`.
             at: the row, head, chunk and key channels that this warpgroup computes.
             refs: references to inputs and outputs in global memory, by name.
-            smem: the thread block's buffers and barriers in shared memory, as `_smem` returns them; the warpgroup selects its entry
-                of each.
+            smem: the thread block's buffers and barriers in shared memory by name, as `_smem` returns them; the warpgroup uses
+                one entry of each.
         """
         self.call, self.at, self.refs = call, at, refs
         index = dict(sums=at.item, summed=at.item)
@@ -252,8 +253,8 @@ class _Warpgroup:
         plgpu.wait_smem_to_gmem(0)
 
     def input_head(self, name: str):
-        """Return the index of the head of the input `name` that this warpgroup's head of the outputs uses; several of them may
-        share it.
+        """Return the index of the head of the input `name` (such as "q") that belongs to this warpgroup's head of the output;
+        several heads of the output may share it.
         """
         heads = self.call.shapes[name][0 if name == "bonus" else 2]
         return lax.div(self.at.h * heads, self.call.heads)
@@ -298,9 +299,10 @@ class _Warpgroup:
         return scores
 
     def add_scores(self, step: Level | AllPairs, scores, served):
-        """Return the chunk's scores plus those that one step computes, for the pairs of tokens that `served()` [64, 64] selects.
+        """Return `scores` [64, 64], decayed scores of a chunk's queries with its keys, plus those that one step computes.
 
-        The step is one level of the halving, or `AllPairs`, which computes all pairs whose decays are in float32's range.
+        `step` is a level of the halving, or `AllPairs`. Of its pairs of tokens, those are added at which the mask `served()` [64,
+        64] is True: for `AllPairs` the pairs whose decays are in float32's range, for a level the others.
         """
         q, k, tile = self.smem["q"], self.smem["k"], self.smem["tile"]
         rows = self.left(step.rows(load(q), load(k)).astype(tile.dtype))
@@ -322,14 +324,16 @@ class _Warpgroup:
         return wg.spread_rows(jnp.sum(products, axis=1), SQUARE)
 
     def pass_scores(self, scores) -> None:
-        """Pass this warpgroup's scores [64, 64] through shared memory to the first warpgroup of the same chunk and head, which adds
-        them.
+        """Pass this warpgroup's scores [64, 64], sums over its 64 key channels, through shared memory to the first warpgroup of
+        the same chunk and head, which adds them to its own.
         """
         self.smem["sums"][...] = scores
         plgpu.barrier_arrive(self.smem["summed"])
 
     def store_scores(self, scores) -> None:
-        """Add the scores [64, 64] of the chunk's other warpgroup, if there is one, and start to store the sum in global memory."""
+        """Add to this warpgroup's scores [64, 64], sums over its 64 key channels, those of the chunk's second warpgroup, if there
+        is one, and start to store the sum in global memory.
+        """
         at, smem = self.at, self.smem
         if self.call.groups > 1:
             plgpu.barrier_wait(smem["summed"])
@@ -352,7 +356,9 @@ class _Warpgroup:
         return decay
 
     def store_decayed(self, output: str, name: str, factor) -> None:
-        """Start to store the output `output`: the chunk's queries or keys (`name`) times a decay `factor` [64, 64]."""
+        """Start to store, as the output called `output`, the chunk's queries or keys (`name` is "q" or "k") times a decay,
+        `factor` [64 tokens, 64 key channels].
+        """
         at, source = self.at, self.smem[name]
         buffer = (
             source if self.call.with_scores else self.smem["q"]

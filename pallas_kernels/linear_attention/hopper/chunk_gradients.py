@@ -91,7 +91,7 @@ class Position(NamedTuple):
 
 
 class _ScoresGradient(NamedTuple):
-    """The gradient dP of the decayed scores P [64, 64] of one chunk's queries with its keys.
+    """The gradient dP of the decayed scores P [64, 64] of one chunk's queries with its keys, scaled to bfloat16.
 
     Attributes:
         matrix: [64, 64] bfloat16, dP on and below the diagonal, and above it its transpose (undefined if only the gradient of q is
@@ -112,14 +112,14 @@ class ChunkGradients:
     """
 
     def __init__(self, call: Call, at: Position, refs: dict[str, Any], smem: dict[str, Any]):
-        """Select the buffers that this warpgroup uses.
+        """Select, of the thread block's buffers in shared memory, those that this warpgroup uses.
 
         Args:
             call: sizes and options of `chunk_backward`.
             at: the row, head, chunk and key channels that this warpgroup computes.
             refs: references to inputs and outputs in global memory, by name.
-            smem: the thread block's buffers in shared memory, by name; the warpgroup selects its entry of those that are not
-                shared.
+            smem: the thread block's buffers in shared memory, by name; of a buffer that has an entry for each warpgroup, this
+                warpgroup uses the entry with its index.
         """
         self.call, self.at, self.refs = call, at, refs
         shared = ("v", "d_output", "loaded", "left")
@@ -145,14 +145,17 @@ class ChunkGradients:
             self.store_gradients(dq, dk[0], diagonal)
 
     def input_head(self, name: str):
-        """Return the index of the head of the input `name` that this head of the outputs uses; for v and dO, that of its first
-        slice of channels.
+        """Return the index of the head of the input `name` (such as "q") that belongs to this warpgroup's head of the output;
+        several heads of the output may share it.
+
+        Each head of v and of the output's gradient is stored as `pieces` consecutive heads, one for each slice of its value
+        channels: the index is that of the first.
         """
         return lax.div(self.at.h * self.call.input_heads(name), self.call.heads)
 
     def start_loads(self) -> None:
-        """Start to copy q, k, v, dO, the memory and its gradient of one chunk to shared memory; the barrier `loaded` counts the
-        copies.
+        """Start to copy one chunk's inputs to shared memory: q, k, v, the output's gradient dO, the memory before the chunk, and
+        the gradient of the memory after it. The barrier `loaded` counts the copies.
         """
         call, at, smem, refs = self.call, self.at, self.smem, self.refs
         for name in ("q", "k")[call.only_query :]:
@@ -236,10 +239,11 @@ class ChunkGradients:
         return _ScoresGradient(weights.astype(jnp.bfloat16), size, diagonal)
 
     def add_memory_products(self, piece: int, *sums):
-        """Return the given sums plus the products of one slice of value channels with the memory and with its gradient.
+        """Return `sums`, terms of the gradients of q and k, plus the products of one slice of value channels with the memory and
+        with its gradient.
 
-        The products are dO Sᵀ, a term of the gradient of q, and v dS'ᵀ, one of the gradient of k, [64 tokens, 64 key channels]
-        each: S is the memory before the chunk, dS' the gradient of the memory after it, dO that of the output.
+        The products are dO Sᵀ, a term of the gradient of q, and v dS'ᵀ, a term of the gradient of k, [64 tokens, 64 key channels]
+        each: S is the memory before the chunk, dS' the gradient of the memory after it, and dO the gradient of the output.
         """
         smem = self.smem
 
@@ -281,18 +285,20 @@ class ChunkGradients:
         smem["totals"][...] = at_end * chunk_decay + halving.column_sums(parts)
 
     def add_pairs(self, all_in_range, scores: _ScoresGradient, gradients: list) -> list:
-        """Return the gradients of q (and k) plus those through the chunk's decayed scores P, except through the diagonal of P.
+        """Return `gradients`, those of q and k (or of q alone), [64 tokens, 64 key channels] each, plus the terms that come
+        through the chunk's decayed scores P [64, 64] off the diagonal.
 
-        If the decays of all tokens are in float32's range, all pairs of tokens are computed at once: once for the gradient of q, as
-        the later tokens of their pairs, and once for that of k, as the earlier. Else the whole chunk is computed level by level.
+        If the decays of all tokens are in float32's range, all pairs of tokens are computed at once: by one product for the
+        gradient of q, whose tokens are the later ones of the pairs, and by one for that of k, whose tokens are the earlier ones.
+        Else all pairs are computed level by level of the halving.
         """
         both = not self.call.only_query
 
         def all_pairs(transposed, gradients):
-            """Add the term of all pairs of tokens to the first gradient of the list (of q or k), and move that gradient to the
-            list's end.
+            """Return `gradients`, the list of the gradients of q and k, with the term of all pairs of tokens added to its first
+            entry, which becomes its last.
 
-            So the second turn of the loop adds to the other gradient.
+            A loop calls this function once for each of the gradients: `transposed` is 0 for that of q and 1 for that of k.
             """
             first, *second = gradients
             step = AllPairs(self.halving, transposed.astype(_F32))
@@ -308,10 +314,11 @@ class ChunkGradients:
         return lax.fori_loop(all_in_range * LEVELS, LEVELS, level, gradients)
 
     def pair_products(self, step: Level | AllPairs, scores: _ScoresGradient):
-        """Return the gradient of q or k, [64, 64], that one step contributes through the pairs of tokens of the chunk's scores.
+        """Return the term of the gradient of q or k, [64 tokens, 64 key channels], that comes through the decayed scores of those
+        pairs of a chunk's tokens that `step` selects: a level of the halving, or `AllPairs`.
 
-        With dP the gradient of the scores, it is `step.factor * (step.mask(dP) columns)`; the step is a level of the halving, or
-        `AllPairs`.
+        With dP the gradient of the scores, it is `step.factor * (step.mask(dP) columns)`: the mask selects the pairs, `columns`
+        are the decayed keys (or queries) of each pair's other token, and the factor is the decay at the token itself.
         """
         smem, both = self.smem, not self.call.only_query
         columns = step.columns(load(smem["q" if both else "k"]), load(smem["k"]))
@@ -342,10 +349,12 @@ class ChunkGradients:
         plgpu.wait_smem_to_gmem(0)
 
     def store_gradients(self, dq, dk, diagonal) -> None:
-        """Compute the log decay's gradient from those of q and k, add to these the terms of a token's own score, and store all
-        three.
+        """Store the gradients of q, k and the log decay of one chunk, [64 tokens, 64 key channels] each, and with a bonus also
+        the bonus' gradient.
 
-        With a bonus, its gradient is also stored. `diagonal` is the gradient of the score of each token's query with its own key.
+        `dq` and `dk` lack the terms through the score of each token's query with its own key; these are added after the log
+        decay's gradient has been computed from `dq` and `dk`. `diagonal` [64, 64] has the gradient of that score of each token,
+        in all columns.
         """
         at, smem, refs, halving = self.at, self.smem, self.refs, self.halving
         q, k = (load(smem[name]).astype(_F32) for name in ("q", "k"))
@@ -361,9 +370,10 @@ class ChunkGradients:
         plgpu.wait_smem_to_gmem(0)
 
     def decay_gradient(self, q_products, k_products):
-        """Return the gradient of the log decay g in one chunk, [64 tokens, 64 key channels] float32.
+        """Return the gradient of the log decay of one chunk, [64 tokens, 64 key channels] float32.
 
-        The arguments are the elementwise products of q and of k with their gradients, without the terms of a token's own score.
+        `q_products` is q times its gradient and `k_products` is k times its gradient, elementwise, [64, 64]; both gradients are
+        without the terms through the score of each token's query with its own key.
         """
         halving = self.halving
         i, j = halving.i, halving.j
@@ -391,13 +401,16 @@ class ChunkGradients:
         return same_document(self.refs["run"].at[self.at.b, self.at.tokens])
 
     def mask_pairs(self, mask):
-        """Return a mask [64, 64] of pairs of tokens, without the pairs whose tokens belong to different documents."""
+        """Return `mask` [64, 64], over pairs of the chunk's tokens, with False where the two tokens belong to different
+        documents.
+        """
         return mask & self.same_document() if "run" in self.refs else mask
 
     def mask_documents(self, x, name: str):
-        """Return x [64 tokens, 64 key channels] with 0 for tokens that are in another document than the chunk's boundary.
+        """Return x [64 tokens, 64 key channels] with 0 for tokens that belong to another document than the token at the chunk's
+        boundary.
 
-        `name` is the flag of `Documents`: "enters" for the last token before the chunk, "stays" for the chunk's last token.
+        That token is the last one before the chunk if `name` is "enters", and the chunk's last one if it is "stays".
         """
         if name not in self.refs:
             return x

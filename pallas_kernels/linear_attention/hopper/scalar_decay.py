@@ -88,8 +88,8 @@ def backward(
 ):  # fmt: skip
     """Return the gradients of q, k, v, log_decay and initial of linear attention with a scalar decay or none.
 
-    That of log_decay is None if there is no decay, or without `decay_gradient`. The arguments are those of `forward`, its
-    residuals, and the gradients of its output and of its final memories.
+    The gradient of log_decay is None if there is no decay or `decay_gradient` is False. The arguments are those of `forward`, the
+    residuals that it returned, and the gradients of its output and of its final memories.
     """
     batch, length, memories, _ = v.shape
     heads = d_output.shape[2]
@@ -174,15 +174,17 @@ def _chunk_decays(log_decay, run, shape, parts: int) -> Decays:
 
 
 def _interval_ends(at_end, products, chunk_bounds):
-    """Return the inner products of the memory with its gradient at the end of each interval of chunks, [B, heads, intervals].
+    """Return, for each interval of a few consecutive chunks, the inner product of the memory after the interval with the gradient
+    of that memory, [B, heads, intervals].
 
-    The log decay's gradient is summed anew in each interval: summed over all of T, the rounding errors of `q . dq - k . dk` would
-    add up.
+    The log decay's gradient is summed in each interval anew, from these products on: summed over all of T, the rounding errors of
+    `q . dq - k . dk` would add up.
 
     Args:
-        at_end: [B * S, heads, 1], the inner products at the end of each memory's last chunk.
-        products: [B, heads, intervals], those at the start of each interval.
-        chunk_bounds: [B, S + 1], the chunks at which a row's memories begin and end, or None. With them every chunk is an interval.
+        at_end: [B * S, heads, 1], the inner product of each memory after its last chunk with its gradient.
+        products: [B, heads, intervals], the inner products of the memories before each interval with their gradients.
+        chunk_bounds: [B, S + 1], the chunks at which a row's memories begin and end, or None for one memory per row. With them
+            every chunk is an interval.
     """
     if chunk_bounds is None:
         return jnp.concatenate([products[..., 1:], at_end], axis=-1)

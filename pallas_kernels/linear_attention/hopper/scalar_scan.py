@@ -81,19 +81,20 @@ def scalar_scan(
         read_scale: the factor by which the output is multiplied.
         write_scale: the factor by which the writes are multiplied, also those that the same chunk reads.
         reverse: whether to compute the last chunk first; a token then reads its own and later tokens.
-        partner: [B, T, *, V]; also return its inner products with the output before rounding, [B, heads, D / 128 * V / 64, T].
+        partner: [B, T, *, V], an array whose inner product with the unrounded output is returned for each token: [B, heads, D /
+            128 * V / 64, T], with terms that the caller adds over the third axis. None returns none.
         save_states: whether to return also the memory at the start of each interval of `chunks_of_interval(N)` chunks, [B, heads,
             intervals, D, V].
-        states: saved S, [B, heads, intervals, D, V]; also return their inner products with this scan's S at
-            the start of each interval, [B, heads, V / 64, intervals, D]. This scan must then be `reverse`, in
+        states: S saved by another scan, [B, heads, intervals, D, V]; also return the inner products of its rows with those of
+            this scan's S at the start of each interval, [B, heads, V / 64, intervals, D]. This scan must then be `reverse`, in
             which S at the start of an interval is S after the interval's first chunk.
         chunk_bounds: [B, S + 1], the chunks at which a row's S memories begin and end, of `row_layout.split_runs`; None for one
             memory per row. With them every chunk is an interval.
         interpret: parameters of the Pallas interpreter, or False to compile the kernel.
 
     Returns:
-        The output [B, T, heads, V] if x is given, the last S [B * S, heads, D, V] float32, and the other
-        results that were requested.
+        The output [B, T, heads, V] if x is given; S after the last chunk that is computed, [B * S, heads, D, V] float32; then the
+        inner products with `partner`, the saved memories and the inner products with `states`, if they are requested.
     """
     batch, length, _, all_rows = y.shape
     width, count = z.shape[-1], length // CHUNK
@@ -160,11 +161,11 @@ class _Call(NamedTuple):
         slices: number of slices of `depth` rows of a memory.
         blocks: number of slices of 64 columns of a memory (value channels).
         count: number of chunks of a row, N.
-        interval: number of chunks of an interval.
+        interval: number of consecutive chunks in an interval; memories are saved at the start of each interval.
         groups: number of warpgroups of a thread block that compute, each 64 columns of a memory.
         reverse: whether the last chunk is computed first.
         save_states: whether the memory at the start of each interval is returned.
-        scale: factor of what a chunk's tokens read from writes of the same chunk.
+        scale: the factor by which the scores of a chunk's tokens with one another are multiplied.
         interpret: parameters of the Pallas interpreter, or False to compile the kernel.
     """
 
@@ -183,7 +184,9 @@ class _Call(NamedTuple):
     interpret: Any
 
     def input_head(self, name: str, h):
-        """Return the index of the head of the input `name` that head h of the output uses; several heads may share it."""
+        """Return the index of the head of the input `name` that head h of the output uses; several heads of the output may share
+        it.
+        """
         heads = self.shapes[name][2 if name in ("x", "y", "z", "partner") else 1]
         return lax.div(h * heads, self.heads)
 
@@ -203,7 +206,7 @@ class _Position(NamedTuple):
         column: index of the 64 columns of the memory (value channels).
         columns: the slice of these columns.
         block_columns: the slice of the columns that all warpgroups of the thread block compute.
-        chunk_decay: reference to the decay of the memory over each of its chunks.
+        chunk_decay: reference to the decay of the memory over each of the row's chunks.
     """
 
     row: Any
@@ -267,7 +270,9 @@ class _Warpgroup(NamedTuple):
     smem: dict[str, Any]
 
     def compute(self) -> None:
-        """Carry a tile [D, 64] of a memory through all of its chunks, in a pipeline in which another warpgroup loads the inputs."""
+        """Carry a tile [D, 64] of a memory through all of its chunks: run the pipeline in which another warpgroup loads the
+        inputs of one chunk after another.
+        """
         call = self.call
         sources, specs = zip(*map(self.source, call.streams), strict=True)
         pipeline: Any = plgpu.emit_pipeline_warp_specialized
@@ -277,7 +282,9 @@ class _Warpgroup(NamedTuple):
         )(*sources)  # fmt: skip
 
     def source(self, name: str) -> tuple[Any, Any]:
-        """Return the part of an input in global memory that this warpgroup's tile uses, and the `BlockSpec` of one chunk of it."""
+        """Return, for the input `name` of the scan, a reference to the row, head and channels of it in global memory that this
+        warpgroup's tile of a memory uses, and the `BlockSpec` of what is loaded for each chunk.
+        """
         at, source = self.at, self.refs[name]
         if name not in ("x", "y", "z"):
             index = (at.b,) if name == "run" else (at.b, self.call.input_head(name, at.h))
@@ -288,7 +295,11 @@ class _Warpgroup(NamedTuple):
         return source.at[:, at.block_columns if name == "z" else at.rows], block
 
     def compute_all(self, pipeline: Callable) -> None:
-        """Run the pipeline over all chunks from the initial memory [D, 64] (or 0), and store the memory after the last chunk."""
+        """Carry this warpgroup's tile [D, 64] of a memory from its initial value (or 0) through all chunks, and store the tile
+        after the last chunk.
+
+        `pipeline` runs `compute_chunk` for one chunk after another and returns the last tile.
+        """
         at = self.at
         if "initial" in self.refs:
             S = wg.load_global(self.refs["initial"].at[at.row, at.h, at.rows, at.columns])
@@ -299,9 +310,11 @@ class _Warpgroup(NamedTuple):
         plgpu.wait_smem_to_gmem(0)
 
     def compute_chunk(self, indices, *arguments) -> Any:
-        """Return the memory S [D, 64] after one chunk, and the next chunk's `chunk_decay`; store what the chunk's tokens read.
+        """Return the memory S [D, 64] after one chunk and the decay of the memory over the next chunk; store what the chunk's
+        tokens read.
 
-        The arguments are the chunk's index, references to its inputs, and the pair of S before the chunk and the chunk's decay.
+        `indices` has the chunk's index in the order of computation; `arguments` are references to the chunk's inputs and, last,
+        the pair of S before the chunk and the decay over the chunk.
         """
         call, at = self.call, self.at
         *loaded, (S, chunk_decay) = arguments
@@ -356,10 +369,10 @@ class _Warpgroup(NamedTuple):
         plgpu.copy_smem_to_gmem(memory, target)
 
     def store_products(self, n, S) -> None:
-        """Store, for each row of the memory's gradient S [D, 64], its inner product with the same row of the memory that was saved
-        at chunk n.
+        """Store, for each of the D rows of the memory's gradient S [D, 64], its inner product with the same row of the memory
+        that another scan has saved at the start of chunk n.
 
-        Their sum is a term of the log decay's gradient.
+        The sum of these products is a term of the log decay's gradient.
         """
         at = self.at
         interval = lax.div(n, self.call.interval)
@@ -368,8 +381,11 @@ class _Warpgroup(NamedTuple):
         self.refs["products"].at[at.b, at.h, at.column, interval, at.rows][...] = products
 
     def weigh(self, scores, chunk, dtype):
-        """Return the chunk's scores x yᵀ [64, 64] times the decay from token j to token i, 0 where i does not read j, as a
-        product's left operand.
+        """Return the decayed scores of one chunk as the left operand of a product, [64, 64]: `scores`, the products x_i . y_j of
+        what reads the memory and of the keys, times the decay from token j to token i, and 0 where token i does not read token
+        j.
+
+        `chunk` has references to the chunk's inputs by name.
         """
         call = self.call
         i = plgpu.broadcasted_iota(jnp.int32, _SQUARE, 0, layout=wg.LAYOUT)
@@ -392,8 +408,10 @@ class _Warpgroup(NamedTuple):
         return weights
 
     def store_output(self, tokens, out) -> None:
-        """Start to store what the chunk's tokens read, `out` [64, 64]; store also the inner product of each token's row with its
-        `partner`.
+        """Start to store what the chunk's tokens read, `out` [64 tokens, 64 value channels].
+
+        If the scan is called with `partner`, also store each token's inner product of `out` with that array, before `out` is
+        rounded.
         """
         call, at = self.call, self.at
         buffer = self.smem["out"].at[at.group]

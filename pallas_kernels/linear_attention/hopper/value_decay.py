@@ -1,10 +1,10 @@
 """Linear attention whose decay has a value for every value channel (slot memories), on Mosaic GPU (Hopper).
 
-Let f(q, k, v) be the attention of `channel_decay`, whose decay is one of the key channels. For fixed d, the number
-sum_i d_i . f_i(a, b, c) is linear in each of a, b, c and d. Its gradient in a is what queries d read from a memory with keys c and
-values b whose value channels decay. So the forward pass here computes that gradient, with (a, b, c, d) = (-, v, k, q). The backward
-pass differentiates it, which is one forward and one backward pass of f with the gradient of the output for a. The memory is the
-transpose of f's.
+Let f(q, k, v) be linear attention with a decay of every key channel, which `channel_decay` computes. For fixed d, the number
+sum_i d_i . f_i(a, b, c) is linear in each of a, b, c and d. Its gradient in a is what queries d read from a memory with keys c
+and values b whose value channels decay. So the forward pass here computes that gradient, with b = v, c = k and d = q. The
+backward pass differentiates it: it is one forward and one backward pass of f, with the gradient of the output as a. The memory is
+the transpose of that of f.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ def forward(
 ) -> tuple[jax.Array, jax.Array, Residuals]:
     """Compute linear attention with a decay per value channel (slot memories).
 
-    Return the output [B, T, max(H, G), V], the final memories, shaped as `initial`, and empty residuals. The arguments are those of
-    `linear_attention`, with log_decay [B, T, G, V] and T a multiple of `CHUNK`. If `exact`, the output is float32. A v in float32
-    is rounded only where it is written to the memory.
+    Return the output [B, T, max(H, G), V], the final memories, shaped as `initial`, and empty residuals. The arguments are those
+    of `linear_attention`, with log_decay [B, T, G, V] and T a multiple of `CHUNK`. If `exact`, the output is float32. If v is
+    float32, it is rounded only where it is written to the memory.
     """
     del save
     batch, length, memories, _ = v.shape
@@ -102,13 +102,13 @@ def backward(
 
 
 def _by_head(q, k, memories: int):
-    """Return queries q [B, T, H, K] repeated so that each head of the output has its own, and keys k [B, T, Hk, K] so that each
-    memory has.
+    """Return the queries q [B, T, H, K] repeated to one head for each head of the output, and the keys k [B, T, Hk, K] repeated
+    to one head for each of the `memories` memories.
     """
     heads = max(q.shape[2], memories)
     return jnp.repeat(q, heads // q.shape[2], 2), jnp.repeat(k, memories // k.shape[2], 2)
 
 
 def _transpose(memory):
-    """Transpose memories, [*, K, V] -> [*, V, K], or back."""
+    """Return memories [*, K, V] transposed to [*, V, K], or [*, V, K] transposed to [*, K, V]."""
     return jnp.swapaxes(memory, -1, -2)

@@ -51,10 +51,11 @@ def backward(
     q, k, v, log_decay, run, initial, residuals, d_output, d_final, *, scale: float, bonus=None,
     decay_gradient: bool = True, interpret: Any = False,
 ):  # fmt: skip
-    """Return the gradients of q, k, v, log_decay and initial of linear attention with a decay per key channel, and that of a bonus.
+    """Return the gradients of q, k, v, log_decay and initial of linear attention with a decay per key channel, and with a bonus,
+    as the sixth, the bonus' gradient [G, K].
 
-    That of log_decay is None unless `decay_gradient`; that of the bonus is left out if there is none. The arguments are those of
-    `forward`, the memories before all chunks (`residuals`), and the gradients of the output and of the final memories.
+    The gradient of log_decay is None if `decay_gradient` is False. The arguments are those of `forward`, the memories before all
+    chunks that it returned (`residuals`), and the gradients of the output and of the final memories.
     """
     layout, inputs = _inputs(q, k, v, log_decay, run, initial, bonus, reverse=True)
     output_layout = layout.tokens(layout.heads, v.shape[3], v.dtype)
@@ -128,9 +129,11 @@ class _Head:
 
 
 def _forward_kernel(layout, scale: float, refs: dict, memory):
-    """Compute the output of one chunk of a program's heads, save and update their memories [V, K]; arguments as in `Layout.call`.
+    """Compute the output of one chunk of linear attention with a decay per key channel, for the heads of one program; save the
+    heads' memories [V, K] before the chunk, and update them.
 
-    It is the kernel of linear attention with a decay per key channel.
+    `layout.call` runs it for each row, program and chunk, with references `refs` by name to the program's blocks of the inputs
+    and outputs.
     """
     masks = halving.read_masks(refs["runs"][...] if "runs" in refs else None, CHUNK)
     for h in range(layout.block):
@@ -144,9 +147,11 @@ def _forward_kernel(layout, scale: float, refs: dict, memory):
 
 
 def _backward_kernel(layout, scale: float, refs: dict, d_memory):
-    """Compute the gradients of the inputs of one chunk, for a program's heads, and carry the gradient `d_memory` of their memories.
+    """Compute the gradients of the inputs of one chunk of linear attention with a decay per key channel, for the heads of one
+    program; carry `d_memory`, the gradient of the heads' memories [V, K], to the chunk before it.
 
-    It is the kernel of linear attention with a decay per key channel; arguments as in `Layout.call`.
+    `layout.call` runs it for each row, program and chunk, with references `refs` by name to the program's blocks of the inputs
+    and outputs.
     """
 
     @pl.when(pl.program_id(2) == 0)

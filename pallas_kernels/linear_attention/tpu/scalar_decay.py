@@ -67,8 +67,9 @@ def backward(
 ):  # fmt: skip
     """Return the gradients of q, k, v, log_decay and initial of linear attention with a scalar decay or none.
 
-    That of log_decay is None if there is no decay, or without `decay_gradient`. `residuals` are the memories before all chunks,
-    which `forward` returns; None computes them again.
+    The arguments are those of `forward`, the memories before all chunks that it returned (`residuals`; None computes them again),
+    and the gradients of the output and of the final memories. The gradient of log_decay is None if there is no decay or
+    `decay_gradient` is False.
     """
     decay_gradient &= log_decay is not None
     if residuals is None:
@@ -105,9 +106,12 @@ def backward(
 
 
 def _forward_kernel(plan: Plan, scale: float, refs: dict, memory, first, last):
-    """Compute the output of one chunk for all memories of a program, save and update the memories; arguments as in `Layout.call`.
+    """Compute the output of one chunk of linear attention with a scalar decay or none, for all memories of one program; save the
+    memories before the chunk, and update them.
 
-    It is the kernel of linear attention with a scalar decay or none.
+    `Layout.call` runs it for each row, program and chunk; `plan` says how heads are put into tiles, `refs` are references to the
+    program's blocks of the inputs and outputs by name, and `first` and `last` say whether the chunk is the first or last one of
+    its memories.
     """
 
     @pl.when(first)
@@ -136,9 +140,12 @@ def _forward_kernel(plan: Plan, scale: float, refs: dict, memory, first, last):
 
 
 def _backward_kernel(plan: Plan, scale: float, refs: dict, d_memory, first, last):
-    """Compute the gradients of the inputs of one chunk for all memories of a program, and carry the gradient of the memories.
+    """Compute the gradients of the inputs of one chunk of linear attention with a scalar decay or none, for all memories of one
+    program; carry `d_memory`, the gradient of the memories, to the chunk before it.
 
-    It is the kernel of linear attention with a scalar decay or none; arguments as in `Layout.call`.
+    `Layout.call` runs it for each row, program and chunk; `plan` says how heads are put into tiles, `refs` are references to the
+    program's blocks of the inputs and outputs by name, and `first` and `last` say whether the chunk is the first or last one of
+    its memories.
     """
 
     @pl.when(first)
@@ -153,10 +160,10 @@ def _backward_kernel(plan: Plan, scale: float, refs: dict, d_memory, first, last
     reads, writes, read_rows, totals = [], [], [], []
 
     def add(name, t, r, x):
-        """Add, to the gradient of a tile of q or k (`name`), the term x that tile t of memories contributes; r numbers its tiles of
-        queries.
+        """Add x to the gradient of the tile of q or k (`name`) that tile `t` of memories uses; if several tiles of queries read
+        these memories, `r` is the index of one of them.
 
-        The sum is stored after the last tile of memories that shares the tile of q or k.
+        Several tiles of memories may share a tile of q or k: its gradient is stored after the last of them.
         """
         many, shared = plan.sharing(name)
         index = t // shared * many + r
@@ -205,14 +212,16 @@ def _backward_kernel(plan: Plan, scale: float, refs: dict, d_memory, first, last
 
 
 def _chunk(refs, scale: float) -> tiles.Chunk:
-    """Return the decays of one chunk and masks of its documents, from references to its log decays and document numbers."""
+    """Return the decay factors of one chunk's tokens and the masks of its documents, as `tiles.Chunk`, from references to the
+    chunk's log decays and document numbers.
+    """
     log_decay, runs = (refs[name][...] if name in refs else None for name in ("log_decay", "runs"))
     return tiles.read_chunk(log_decay, runs, CHUNK, scale)
 
 
 def _tile(plan: Plan, refs, name: str, t: int, r: int = 0):
-    """Return the part of the chunk's array `name` (q, k, v or d_out) that the memories of tile `t` require; where several tiles of
-    queries share these memories, `r` is the index of one of them.
+    """Return the columns [C, width] of the chunk's array `name` (q, k, v or d_out) that tile `t` of a program's memories uses; if
+    several tiles of queries read these memories, `r` is the index of one of them.
     """
     kind = "out" if name == "d_out" else name
     many, shared = plan.sharing(kind)
@@ -233,7 +242,9 @@ def _added(sums: list, more: list) -> list:
 
 
 def _fills_tiles(call: MemoryCall) -> bool:
-    """Whether the heads of the call fill the columns of the TPU kernel's tiles, so that `plan_heads` has a plan for them."""
+    """Return whether the heads of q, k and v in `call` fill the columns of the TPU kernel's tiles, so that `plan_heads` has a
+    plan for them.
+    """
     return plan_heads(call.q, call.k, call.v) is not None
 
 

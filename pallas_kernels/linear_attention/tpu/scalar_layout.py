@@ -51,25 +51,23 @@ class Plan(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """The number of memories of a program, rounded up to a multiple of 8."""
+        """The number of rows of a program's block of log decays: the number of its memories, rounded up to a multiple of 8."""
         return -(-self.tile_count * self.count // 8) * 8
 
     def heads(self, tile: int) -> tiles.Heads:
-        """Return which of a program's memories are in its tile number `tile`, as `tiles.Heads`."""
+        """Return which of a program's memories are in the tile with the index `tile`, as `tiles.Heads`."""
         return tiles.Heads(tile * self.count, self.count, self.keys)
 
     def sharing(self, name: str) -> tuple[int, int]:
-        """Return how tiles of q, k, v or out (`name`) and tiles of memories share each other.
-
-        The first number is how many tiles of `name` each tile of memories has, the second how many tiles of memories have the same
-        tile.
+        """Return two numbers for the array `name` (q, k, v or out): how many of its tiles each tile of memories uses, and how
+        many tiles of memories use the same tile of it.
         """
         return dict(q=(self.queries, self.shared_q), k=(1, self.shared_k)).get(
             name, (self.queries if name == "out" else 1, 1)
         )
 
     def block(self, name: str) -> int:
-        """Return the number of tiles of q, k, v or out (`name`) that a program has."""
+        """Return the number of tiles of the array `name` (q, k, v or out) that one program loads or stores."""
         many, shared = self.sharing(name)
         return max(self.tile_count * many // shared, 1)
 
@@ -88,7 +86,7 @@ class Layout:
         value_dim: number of value channels, V.
         memory_heads: number of memories for each row, with those that are repeated.
         dtype: dtype of q, k, v and the output.
-        runs: number of memories of a row that documents continue, S.
+        runs: S, the number of memories of a row, each of which is continued by one document.
         slots: with S > 1, a list with the array [B * N] of the memory that each chunk updates; else empty.
         reverse: whether the last chunk is computed first.
     """
@@ -97,7 +95,7 @@ class Layout:
         plan = plan_heads(q, k, v)
         if plan is None:
             raise ValueError(
-                f"linear_attention on TPU: no layout for heads {describe_heads(q, k, v)}"
+                f"linear_attention on TPU requires heads that fill 128 columns, not {describe_heads(q, k, v)}"
             )
         self.plan, self.reverse, self.dtype = plan, reverse, v.dtype
         self.runs, self.slots = runs, []
@@ -106,7 +104,8 @@ class Layout:
         self.memory_heads = plan.count * plan.tile_count * plan.programs
 
     def inputs(self, q, k, v, log_decay, run) -> dict:
-        """Return the inputs that the forward and the backward kernel both read, as {name: (array, (shape, block))}.
+        """Return the inputs that the forward and the backward kernel of linear attention with a scalar decay both read, as {name:
+        (array, (shape, block))}.
 
         They are q, k, v, the log decays (unless None) and the document numbers `run` (unless None).
         """
@@ -167,7 +166,9 @@ class Layout:
         return dict(zip(outs, result, strict=True))
 
     def _at(self, n):
-        """Return the index, in the row, of the n-th chunk that is computed."""
+        """Return the index, in the row, of the n-th chunk in the order of computation; it begins with the last chunk if
+        `reverse`.
+        """
         return self.length // CHUNK - 1 - n if self.reverse else n
 
     def _width(self, name: str) -> int:
@@ -203,8 +204,8 @@ class Layout:
         return jax.ShapeDtypeStruct(shape, jnp.float32), spec
 
     def memories(self):
-        """Return the shape of a row's memories, n side by side, [B * S, heads / n, K, n * V], and the `BlockSpec` of a program's
-        memories.
+        """Return the shape [B * S, heads / n, K, n * V] of the memories before or after all chunks, with the n memories of a tile
+        side by side, and the `BlockSpec` of the memories of one program.
         """
         plan = self.plan
         matrix = (self.key_dim, plan.count * self.value_dim)
@@ -218,8 +219,8 @@ class Layout:
         return jax.ShapeDtypeStruct(shape, jnp.float32), spec
 
     def states(self):
-        """Return the shape of the memories before all N chunks, [B, heads / n, N, K, n * V], and the `BlockSpec` of those of one
-        chunk and program.
+        """Return the shape [B, heads / n, N, K, n * V] of the saved memories, one before each of N chunks, with the n memories of
+        a tile side by side, and the `BlockSpec` of those of one chunk and program.
         """
         (_, count, *matrix) = self.memories()[0].shape
         block = (None, self.plan.tile_count, None, *matrix)
@@ -240,14 +241,18 @@ class Layout:
         return jax.ShapeDtypeStruct(shape, jnp.float32), spec
 
     def from_heads(self, memory):
-        """Put n memories side by side, [*, heads, K, V] -> [*, heads / n, K, n * V], first repeating those that the plan repeats."""
+        """Return memories [*, heads, K, V] in the shape that the kernels require, with the n memories of a tile side by side, [*,
+        heads / n, K, n * V]; memories that several heads share are repeated first.
+        """
         memory = row_layout.repeat_heads(memory.astype(jnp.float32), self.memory_heads, axis=1)
         batch, count = len(memory), self.plan.count
         memory = memory.reshape(batch, -1, count, self.key_dim, self.value_dim)
         return jnp.moveaxis(memory, 2, 3).reshape(batch, -1, self.key_dim, count * self.value_dim)
 
     def to_heads(self, memory):
-        """Take apart memories that are n side by side, [*, heads / n, K, n * V] -> [*, heads, K, V]; repeated heads stay repeated."""
+        """Return a kernel's memories, of which the n memories of a tile are side by side, [*, heads / n, K, n * V], as [*, heads,
+        K, V]; memories that `from_heads` has repeated remain repeated.
+        """
         memory = memory.reshape(len(memory), -1, self.key_dim, self.plan.count, self.value_dim)
         memory = jnp.moveaxis(memory, 3, 2)
         return memory.reshape(len(memory), -1, self.key_dim, self.value_dim)

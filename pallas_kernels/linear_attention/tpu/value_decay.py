@@ -1,9 +1,11 @@
-"""Linear attention whose decay has a value for every value channel (slot memories) on Mosaic TPU: one kernel forward, one backward.
+"""Linear attention whose decay has a value for every value channel (slot memories) on Mosaic TPU: one kernel forward, one
+backward.
 
-With A = scale q kᵀ the scores of a chunk and b the inclusive sums of its log decays, token i reads Σ_j A_ij e^(b_i - b_j) ⊙ v_j: on
-each level of the halving (`tpu.halving`) the product of A's entries at the level's pairs with the decayed values. In the gradient
-the two kinds of products of `channel_decay` change places: the gradient of A consists of the levels' inner products of the output's
-gradient dO with v. The rest is as there.
+Let A = scale q kᵀ be the scores of a chunk, without decay, and b [C, V] the inclusive sums of its log decays. Token i reads Σ_j
+A_ij e^(b_i - b_j) ⊙ v_j. On each level of the halving (`tpu.halving`) this is the product of A's entries at the level's pairs of
+tokens with the decayed values. Compared with a decay per key channel (`channel_decay`), the two kinds of products are exchanged
+in the backward pass: the gradient of A consists of the levels' inner products of the decayed gradient dO of the output with the
+decayed v. Everything else is as in `channel_decay`.
 """
 
 from __future__ import annotations
@@ -73,17 +75,19 @@ def backward(
 
 
 def _load(layout, refs: dict, h: int):
-    """Yield the chunk's queries and keys [C, K], values and log decays [C, V] of the program's head h, from references `refs` by
-    name.
+    """Return the queries and keys [C, K], the values and the log decays [C, V] of one chunk and of the program's head h, from
+    `refs`, references to the program's blocks by name.
     """
     sizes = dict(q=layout.key_dim, k=layout.key_dim, v=layout.value_dim, log_decay=layout.value_dim)
     return (refs[n][layout.tile_index(refs[n], h, size)] for n, size in sizes.items())
 
 
 def _forward_kernel(layout, scale: float, refs: dict, memory):
-    """Compute the output of one chunk of a program's heads, save and update their memories [K, V]; arguments as in `Layout.call`.
+    """Compute the output of one chunk of linear attention with a decay per value channel, for the heads of one program; save the
+    heads' memories [K, V] before the chunk, and update them.
 
-    It is the kernel of linear attention with a decay per value channel.
+    `layout.call` runs it for each row, program and chunk, with references `refs` by name to the program's blocks of the inputs
+    and outputs.
     """
     masks = halving.read_masks(refs["runs"][...] if "runs" in refs else None, CHUNK)
     for h in range(layout.block):
@@ -107,9 +111,11 @@ def _forward_kernel(layout, scale: float, refs: dict, memory):
 
 
 def _backward_kernel(layout, scale: float, refs: dict, d_memory):
-    """Compute the gradients of the inputs of one chunk, for a program's heads, and carry the gradient `d_memory` of their memories.
+    """Compute the gradients of the inputs of one chunk of linear attention with a decay per value channel, for the heads of one
+    program; carry `d_memory`, the gradient of the heads' memories [K, V], to the chunk before it.
 
-    It is the kernel of linear attention with a decay per value channel; arguments as in `Layout.call`.
+    `layout.call` runs it for each row, program and chunk, with references `refs` by name to the program's blocks of the inputs
+    and outputs.
     """
     masks = halving.read_masks(refs["runs"][...] if "runs" in refs else None, CHUNK)
     for h in range(layout.block):

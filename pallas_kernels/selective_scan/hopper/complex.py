@@ -65,8 +65,8 @@ def backward(x: Inputs, entering, dy, d_final, *, interpret: Any = False) -> tup
 
 
 class _Complex(NamedTuple):
-    """A complex number in each thread of a warpgroup, for the thread's channel, as its real and its imaginary
-    part.
+    """One complex number per channel, where each thread of a warpgroup has the number of its channel, as its real and its
+    imaginary part.
     """
 
     real: Any
@@ -84,8 +84,8 @@ class _Complex(NamedTuple):
 
 
 class _Block:
-    """The work of one warpgroup of a complex scan's kernel, 128 channels of one chunk of a row, with its loads and
-    stores.
+    """One warpgroup's part of a complex scan's kernel, 128 channels of one chunk of a row: the functions that load and store its
+    arrays.
 
     Attributes:
         refs: references to the arrays in global memory, by name.
@@ -164,7 +164,7 @@ def _launch(kernel, inputs, outputs, *, chunks: int, tokens=(), buffers=(), name
         tokens: the names of the inputs whose values at a chunk's tokens are copied to shared memory.
         buffers: names of further buffers in shared memory, one float32 number for each token and channel.
         name: the kernel's name in profiles.
-        interpret: parameters of the interpreter, or False.
+        interpret: parameters of the Pallas interpreter, or False to compile the kernel.
     """
     first = next(iter(inputs.values()))
     scratch = {n: plgpu.SMEM((CHUNK, CHANNELS), inputs[n].dtype) for n in tokens}
@@ -238,10 +238,11 @@ def scan(
     With `reverse`, the scan begins at the last chunk, and in place of memories it computes their gradients.
 
     Args:
-        writes: the results of `chunk_writes`: the memory that each chunk alone would leave, and its decay.
+        writes: the results of `chunk_writes`: the memory after each chunk if it started from an empty one, and the product of the
+            chunk's decays.
         initial: [B, 2, D], the memory before the first chunk of the scan.
         reverse: whether the scan begins at the last chunk.
-        interpret: parameters of the interpreter, or False.
+        interpret: parameters of the Pallas interpreter, or False to compile the kernel.
     """
     chunks = writes[0].shape[1]
 
@@ -321,11 +322,11 @@ def chunk_backward(x: Inputs, dy, entering, d_leaving, *, interpret: Any = False
     real and the imaginary part of the decay a.
 
     Args:
-        x: the scan's inputs.
+        x: the inputs of the scan: u, the factors c of the outputs, and the real and imaginary part of the decay a.
         dy: [B, T, D], the gradient of the output.
         entering: [B, chunks, 2, D], the memories that enter each chunk.
         d_leaving: [B, chunks, 2, D], the gradients of the memories after each chunk, from later chunks.
-        interpret: parameters of the interpreter, or False.
+        interpret: parameters of the Pallas interpreter, or False to compile the kernel.
     """
     buffer_names = ("before_real", "before_imag")  # the memory before each token
 

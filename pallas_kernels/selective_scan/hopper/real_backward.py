@@ -1,8 +1,9 @@
-"""The last phase of the backward pass of real memories: the gradients of each chunk's inputs.
+"""The last phase of the backward pass of `selective_scan`, whose memories are real: the gradients of each
+chunk's inputs.
 
-With G_t the gradient of h_t from token t and later ones, `G_t = dy_t C_t + decay_{t+1} G_{t+1}`. Then
-`dB_t = Σ_d δ_t u_t G_t`, `dC_t = Σ_d dy_t h_t`, `du_t = δ_t Σ_n B_t G_t + D dy_t`,
-`dδ_t = u_t Σ_n B_t G_t + Σ_n A decay_t h_{t-1} G_t` and `dA = Σ_t δ_t decay_t h_{t-1} G_t`.
+With G_t the gradient of h_t from token t and later ones, `G_t = dy_t C_t + decay_{t+1} G_{t+1}`. Then `dB_t =
+Σ_d δ_t u_t G_t`, `dC_t = Σ_d dy_t h_t`, `du_t = δ_t Σ_n B_t G_t + D dy_t`, `dδ_t = u_t Σ_n B_t G_t + Σ_n A
+decay_t h_{t-1} G_t` and `dA = Σ_t δ_t decay_t h_{t-1} G_t`.
 """
 
 from __future__ import annotations
@@ -51,8 +52,9 @@ class _ChunkGradient:
         self.block, self.rates, self.skip, self.start, self.count = block, rates, skip, start, count
 
     def load(self, t):
-        """Load from shared memory the step size δ, the input u and the write's factors b of the chunk's token
-        t, and compute the decay of the memories at this token; return the four.
+        """Return, for the chunk's token t, the step size δ and the input u, [4, 16] for the warpgroup's 64
+        channels, the write's factors b and the decay of the memories, both [4, 16, N]. The first three are
+        loaded from shared memory.
         """
         block = self.block
         delta, u = (block.token_channels(n, t) for n in ("delta", "u"))
@@ -66,8 +68,8 @@ class _ChunkGradient:
         return decay * memory + self.block.spread(delta * u) * b
 
     def store_starts(self, memory) -> None:
-        """Store in shared memory the memories that enter each group of tokens of the chunk, computed from
-        `memory`, which enters the chunk.
+        """Store in shared memory the memories [4, 16, N] that enter each group of `count` consecutive tokens
+        of the chunk, computed token by token from `memory`, which enters the chunk.
         """
         starts = self.block.smem["starts"]
 
@@ -81,15 +83,15 @@ class _ChunkGradient:
         starts.at[last][...] = lax.fori_loop(0, last, group, memory)
 
     def group(self, first, offset: int, carry):
-        """Compute the gradients of a selective scan's inputs at one group of tokens, and return the carry for
-        the group before it.
+        """Compute and store the gradients of a selective scan's inputs at one group of `count` consecutive
+        tokens; return the carry for the group before it.
 
         Args:
-            first: the first token of a pair of groups, whose gradients of b and c `store_sums` writes
-                together.
-            offset: the group's first token, counted from `first`.
-            carry: the gradient of the memory after the group from later tokens, and the sum of the gradients
-                of `a`.
+            first: the index in the chunk of the first token of two neighbouring groups, whose gradients of b
+                and c `store_sums` writes together.
+            offset: the index, counted from `first`, of this group's first token: 0 or `count`.
+            carry: the gradient of the memory after the group from later tokens, and the sum over later tokens
+                of the gradients of a, both [4, 16, N].
         """
         block, refs, sums = self.block, self.block.refs, self.block.smem["sums"]
         d_memory, d_rates = carry
@@ -119,8 +121,9 @@ class _ChunkGradient:
         return d_memory, d_rates
 
     def store_sums(self, first) -> None:
-        """Write to global memory the gradients of b and c (the factors of writes and reads) at the tokens of
-        two groups, from token `first` of the chunk on, summed over this warpgroup's channels.
+        """Write to global memory the gradients of b and c (the factors of writes and reads), summed over this
+        warpgroup's 64 channels, at 2 `count` consecutive tokens: two groups, from token `first` of the
+        chunk on.
         """
         block, sums = self.block, self.block.smem["sums"]
         plgpu.commit_smem()
@@ -138,12 +141,13 @@ def chunk_backward(
     """Compute, for all chunks in parallel, the gradients of a selective scan's inputs u, delta, a, b and c.
 
     Args:
-        x: the inputs of the scan.
+        x: the inputs of the scan: u, the step sizes delta, the rates of decay a, the factors b and c of
+            writes and reads, and d.
         dy: [B, T, D], the gradient of the output.
         entering: [B, chunks, D / 16, 16, N], the memories that enter each chunk.
         d_leaving: [B, chunks, D / 16, 16, N], the gradients of the memories after each chunk, from later
             chunks.
-        interpret: parameters of the interpreter, or False.
+        interpret: parameters of the Pallas interpreter, or False to compile the kernel.
     """
     sizes = Sizes.of(x)
     count = _IN_REGISTERS // sizes.states

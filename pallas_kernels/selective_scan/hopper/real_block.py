@@ -45,7 +45,9 @@ class Sizes(NamedTuple):
 
     @classmethod
     def of(cls, x: Inputs) -> Sizes:
-        """Return the sizes of a call of `selective_scan` with the inputs x."""
+        """Return, as `Sizes`, the numbers of rows, chunks of a row, groups of 16 channels and entries of a memory, from the
+        shapes of the inputs x of `selective_scan`.
+        """
         batch, length, channels = x.u.shape
         return cls(batch, length // CHUNK, channels // ROWS, x.a.shape[1])
 
@@ -60,15 +62,15 @@ class Sizes(NamedTuple):
         return dict(column=self.columns, chunk=self.chunks, row=self.batch)
 
     def memories(self, *axes: int) -> jax.ShapeDtypeStruct:
-        """Return the shape [*axes, 16, N] in float32 of an array of memories; the last of `axes` is D / 16,
-        so that it and the next axis are the D channels.
+        """Return the shape [*axes, 16, N] and dtype, float32, of an array of memories; the last of `axes` is D / 16, so that it
+        and the axis after it are the D channels.
         """
         return jax.ShapeDtypeStruct((*axes, ROWS, self.states), _F32)
 
 
 class Block:
-    """The work of one warpgroup of a selective scan's kernel, 64 channels of a row, with its loads into registers:
-    arrays [4, 16] with one number per channel (4 warps of 16 channels), or [4, 16, N] for memories.
+    """One warpgroup's part of a selective scan's kernel, 64 channels of a row: the functions that load its arrays into registers.
+    An array with one number per channel is [4, 16] (4 warps of 16 channels), one of memories [4, 16, N].
 
     Attributes:
         refs: references to the arrays in global memory, by name.
@@ -87,8 +89,8 @@ class Block:
         return plgpu.layout_cast(jnp.zeros(self.shape, _F32), self.layout)
 
     def load_memory(self, ref) -> Any:
-        """Load an array [4, 16, N], the memories of the warpgroup's 64 channels or their rates of decay, into
-        registers.
+        """Load into registers an array [4, 16, N] with N numbers for each of the warpgroup's 64 channels: their memories, or
+        their rates of decay.
         """
         return plgpu.load(ref, layout=self.layout, optimized=False)
 
@@ -100,8 +102,8 @@ class Block:
         return row.astype(_F32)
 
     def load_states(self, ref) -> Any:
-        """Load N numbers, one for each entry of a memory, and broadcast them over the warpgroup's 64
-        channels, to [4, 16, N].
+        """Load N numbers into registers, one for each entry of a channel's memory, such as a token's factors b or c, and
+        broadcast them over the warpgroup's 64 channels, to [4, 16, N].
         """
         row = plgpu.load(ref, layout=self.layout.reduce((0, 1)), optimized=False)
         return plgpu.layout_cast(lax.broadcast_in_dim(row, self.shape, [2]), self.layout)
@@ -135,8 +137,9 @@ class Block:
         return self.load_memory(self.refs["a"].at[self.channels])
 
     def decay(self, delta, rates, t) -> Any:
-        """Return the decay of the memories at the chunk's token t, `exp2(delta rates)`, [4, 16, N], and 0 at
-        the first token of a document. delta [4, 16] is the token's step size, rates are those of `rates`.
+        """Return the decay of the memories at the chunk's token t, `exp2(delta rates)`, [4, 16, N], and 0 at the first token of a
+        document. delta [4, 16] is the token's step size of each channel, rates [4, 16, N] are the rates of decay times
+        log2(e).
         """
         factor = jnp.exp2(self.spread(delta) * rates)
         return factor * self.smem["continues"][t] if "continues" in self.smem else factor
@@ -159,8 +162,9 @@ def token_buffers(x: Inputs, *names: str, **others: Any) -> dict[str, Any]:
     `names` at a chunk's tokens, the buffers `others`, and the barrier of the copies.
 
     Args:
-        x: the inputs of the scan.
-        names: the names of the inputs that have a buffer; `continues` has one in addition if it is given.
+        x: the inputs of the scan: u, the step sizes delta, the rates of decay a, the factors b and c of writes and reads, and d.
+        names: the names of the inputs that have a buffer; `continues` (0 at the first token of a document, else 1) has one too,
+            if it is given.
         others: further buffers by name.
     """
     shapes = {"b": (CHUNK, x.a.shape[1]), "c": (CHUNK, x.a.shape[1]), "continues": (CHUNK,)}
@@ -185,7 +189,7 @@ def kernel_inputs(x: Inputs, **others: Any) -> dict[str, Any]:
     reshaped to [D / 16, 16], and the rates of decay a are multiplied by log2(e).
 
     Args:
-        x: the inputs of the scan.
+        x: the inputs of the scan: u, the step sizes delta, the rates of decay a, the factors b and c of writes and reads, and d.
         others: further inputs by name; `dy` [B, T, D] is reshaped too.
     """
 

@@ -35,12 +35,14 @@ def chunk_writes(x: Inputs, dy=None, *, interpret: Any = False) -> tuple[Any, An
     it comes from the chunk's own outputs.
 
     Args:
-        x: the inputs of the scan.
+        x: the inputs of the scan: u, the step sizes delta, the rates of decay a, the factors b and c of
+            writes and reads, and d.
         dy: [B, T, D], the gradient of the output, or None.
-        interpret: parameters of the interpreter, or False.
+        interpret: parameters of the Pallas interpreter, or False to compile the kernel.
 
     Returns:
-        [B, chunks, D / 16, 16, N] and [B, chunks, D / 16, 16].
+        The memories (or their gradients), [B, chunks, D / 16, 16, N], and the sums of δ, [B, chunks, D / 16,
+        16].
     """
     sizes = Sizes.of(x)
     names = ("delta", "u", "b") if dy is None else ("delta", "dy", "c")
@@ -94,12 +96,13 @@ def scan(
     With `reverse`, the scan begins at the last chunk, and in place of memories it computes their gradients.
 
     Args:
-        x: the inputs of the scan.
-        writes: the results of `chunk_writes`: the memory that each chunk alone would leave, and the sum of
-            its δ.
+        x: the inputs of the scan: u, the step sizes delta, the rates of decay a, the factors b and c of
+            writes and reads, and d.
+        writes: the results of `chunk_writes`: the memory after each chunk if it started from an empty one,
+            and the sum of the chunk's step sizes δ.
         initial: [B, D / 16, 16, N], the memory before the first chunk of the scan.
         reverse: whether the scan begins at the last chunk.
-        interpret: parameters of the interpreter, or False.
+        interpret: parameters of the Pallas interpreter, or False to compile the kernel.
     """
     sizes = Sizes.of(x)
     chunks = sizes.chunks

@@ -79,12 +79,13 @@ class Layout:
         its output arrays by name.
 
         Args:
-            kernel: called as `kernel(refs, scratch, is_first, is_last)`: references and buffers by name, and
-                whether the chunk is the first or the last of the scan.
+            kernel: called as `kernel(refs, scratch, is_first, is_last)`: references by name to the program's
+                blocks of inputs and outputs, its buffers by name, and whether the chunk is the first or the
+                last of the scan.
             inputs: the inputs, name -> (array, (shape, block specification)).
             outputs: the outputs, name -> (shape, block specification).
             scratch: name -> a buffer in VMEM whose values remain from chunk to chunk.
-            interpret: False, True or `pltpu.InterpretParams`.
+            interpret: False to compile the kernel; True or `pltpu.InterpretParams` for the interpreter.
         """
         names = (*inputs, *outputs)
 
@@ -154,8 +155,9 @@ class Layout:
         return self._specify(shape, (None, self.numbers, CHUNK), lambda b, j, n: (b, 0, n))
 
     def token_parts(self):
-        """Return (shape, block specification) of the gradient of a `by_token` array (the factors of reads or
-        writes), summed over each program's channels alone: [B, blocks of channels, N, T].
+        """Return (shape, block specification) of the gradient of an array [B, N, T] that all channels share
+        (the factors of reads or writes), with one term for each program, summed over that program's
+        channels: [B, blocks of channels, N, T].
         """
         shape = (self.batch, self.channels // self.width, self.numbers, self.length)
         return self._specify(shape, (None, None, self.numbers, CHUNK), lambda b, j, n: (b, j, 0, n))

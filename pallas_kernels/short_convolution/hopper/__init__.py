@@ -1,12 +1,12 @@
 """A short causal convolution with the SiLU and the normalisation that follow it, on Mosaic GPU (Hopper).
 
-A warpgroup processes a block of consecutive tokens and some of the channels. It loads the row of channels of
-each token once. The rows of the W - 1 tokens before the current one, and the partial sums of their gradients,
-stay in registers; shared memory is not used. The rows of the next four tokens are loaded while the current
-four are processed.
+A warpgroup computes a block of consecutive tokens and some of the channels. It loads the channels of each
+token once. The channels of the W - 1 tokens before the current one, and the partial sums of their gradients,
+stay in registers; shared memory is not used. The next four tokens are loaded while the current four are
+computed.
 
-Rows with documents are processed in `order`, in which a row's padding comes last. The W - 1 tokens before a
-token in this order are then those that it may see.
+If a row has several documents, its tokens are computed in `order`, in which padding comes last. The W - 1
+tokens before a token in this order are then those that it may see.
 """
 
 from pallas_kernels.short_convolution.hopper.backward import backward

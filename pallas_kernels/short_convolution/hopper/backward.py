@@ -82,8 +82,8 @@ class _Gradient(NamedTuple):
 
         Args:
             rows: the token's values of x and dy, each [heads, dim].
-            document: the index of the token's document, or None.
-            inside: whether the token exists; None means that it does.
+            document: the index of the token's document, -1 for padding, or None where each row of the batch is one document.
+            inside: whether the token is in the row, and not after its end; None means that it is.
             counted: whether the token's contributions to the gradients of weight and bias are added; None
                 means that they are.
             pending: the sums and values that are carried, before this token.
@@ -127,16 +127,16 @@ def backward(
     without one) and tail [B, W - 1, D], the tokens before the first.
 
     Args:
-        x: the tokens, as in `forward`.
-        weight: the convolution's weight, as in `forward`.
-        bias: the bias, as in `forward`.
-        tail: the W - 1 tokens before the first, as in `forward`.
-        order: the order in which tokens are processed, as in `forward`.
-        run: the indices of the tokens' documents, as in `forward`.
+        x: [B, T, D] bfloat16, the tokens, T a multiple of `MULTIPLE`.
+        weight: [W, D], the convolution's weight.
+        bias: [D], added to the convolution, or None.
+        tail: [B, W - 1, D], the tokens before the first, oldest first.
+        order: [B, T] int32, the index in x of each token in the order of processing, padding last; None is the order of x.
+        run: [B, T] int32, the index of each token's document in the order of processing, -1 for padding; None is one document.
         dy: [B, T, D] bfloat16, the gradient of the output.
-        head_dim: the number of channels of a normalised head, as in `forward`.
-        silu: whether SiLU was applied, as in `forward`.
-        interpret: parameters of the interpreter, or False.
+        head_dim: the number of channels of a head that is normalised, or None.
+        silu: whether SiLU was applied.
+        interpret: parameters of the Pallas interpreter, or False to compile the kernel.
     """
     layout = Layout.of(x, weight, head_dim)
     width = layout.width

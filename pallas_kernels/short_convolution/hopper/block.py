@@ -88,8 +88,8 @@ class Layout(NamedTuple):
 
 
 class Block:
-    """The work of one warpgroup of a short convolution's kernel, a block of tokens and channels, with its loads and
-    stores.
+    """One warpgroup's part of a short convolution's kernel, a block of consecutive tokens and of channels: the functions that
+    load and store its arrays.
 
     A row is one token's channels, [heads, dim]. Tokens are counted in `order`, in which padding comes last.
 
@@ -97,7 +97,7 @@ class Block:
         refs: references to the arrays in global memory, by name.
         length: T, the number of tokens of a row of the batch.
         width: W, the number of rows of the weight.
-        b: the row of the batch.
+        b: the index of the row in the batch.
         block: the index of the warpgroup's block of tokens in its row.
         columns: the slice of the heads that the warpgroup computes.
         layout: how one token's channels [heads, dim] are distributed over the warpgroup's registers.
@@ -183,8 +183,8 @@ class Block:
 
         Args:
             row: the token's values of x, [heads, dim].
-            before: those of the W - 1 tokens before it, the nearest first.
-            document: the index of the token's document, or None.
+            before: the values of x at the W - 1 tokens before it, [heads, dim] each, the nearest first.
+            document: the index of the token's document, -1 for padding, or None where each row of the batch is one document.
             documents: the indices of the documents of the tokens before it.
 
         Returns:

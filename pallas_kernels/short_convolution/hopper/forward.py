@@ -41,7 +41,7 @@ def forward(
             is one document.
         head_dim: the number of channels of a head that is normalised, or None.
         silu: whether SiLU is applied.
-        interpret: parameters of the interpreter, or False.
+        interpret: parameters of the Pallas interpreter, or False to compile the kernel.
     """
     layout = Layout.of(x, weight, head_dim)
 
