@@ -28,7 +28,7 @@ class RWKV7ChannelMixConfig:
 
     @classmethod
     def for_width(cls, hidden_size: int, multiple_of: int) -> RWKV7ChannelMixConfig:
-        """Return the config with the published inner width, 4 hidden_size; `multiple_of` is not used."""
+        """Return the config with the published inner width, 4 hidden_size; `multiple_of` has no effect."""
         return cls()
 
     def width(self, hidden_size: int) -> int:

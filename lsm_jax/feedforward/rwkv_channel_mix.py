@@ -35,7 +35,7 @@ class RWKV6ChannelMixConfig:
     @classmethod
     def for_width(cls, hidden_size: int, multiple_of: int) -> RWKV6ChannelMixConfig:
         """Return the config with the published inner width, 3.5 hidden_size, a multiple of 32; `multiple_of`
-        is not used.
+        has no effect.
         """
         return cls()
 

@@ -319,7 +319,8 @@ class Mixer(nnx.Module):
     def through_memory(
         self, x: jax.Array, context: Context, memory: Any
     ) -> tuple[jax.Array, Any, Context]:
-        """Run `read`, `write` and `apply`.
+        """Read the memory and update it with the tokens x, by the methods `read`, `write` and `apply` in this
+        order.
 
         Args:
             x: [B, T, D].
@@ -397,7 +398,9 @@ class Mixer(nnx.Module):
         contiguous: bool = False,
         state: MixerState | None = None,
     ) -> tuple[jax.Array, MixerState, Context]:
-        """Mix the tokens of x as a call does, and return the call's context, whose `shared` goes to the next layer."""
+        """Mix the tokens of x [B, T, D] as `__call__` does; return y [B, T, D], the state after the call, and
+        the call's context, whose `shared` goes to the next layer.
+        """
         self._check(x, segment_ids, positions, update_mask, state)
         clock = None
         if self.uses_positions:
@@ -448,5 +451,5 @@ class Mixer(nnx.Module):
         ):
             if jnp.shape(leaf)[:1] != (batch,):
                 raise ValueError(
-                    f"{name}: state{jax.tree_util.keystr(path)} has shape {jnp.shape(leaf)}; accepted are {batch} rows, x's"
+                    f"{name}: state{jax.tree_util.keystr(path)} has shape {jnp.shape(leaf)}; accepted are {batch} rows, as many as x has"
                 )

@@ -121,5 +121,7 @@ def convolution_width(owner: Any) -> None:
 
 
 def convolution_taps(owner: Any) -> int:
-    """The number of products of each channel in the short convolution: `conv_size`, or 0 for 1, which is no convolution."""
+    """Return the number of multiplications per channel and token of the short convolution in the config
+    `owner`: `conv_size`, or 0 if that is 1, which means no convolution.
+    """
     return owner.conv_size if owner.conv_size > 1 else 0

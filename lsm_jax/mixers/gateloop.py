@@ -142,8 +142,8 @@ class GateLoop(Mixer):
         ), context
 
     def apply(self, query: jax.Array, written: dict[str, Any], **call) -> tuple[jax.Array, Any]:
-        """Return the output [B, T, H, V], computed with one complex number per channel, or with rotated
-        queries and keys.
+        """Return GateLoop's output [B, T, H, V] and the final state: by `selective_memory` with one complex
+        number per channel if `num_heads` is None, else by `linear_memory` with rotated queries and keys.
         """
         k, v, log_decay, angle = (written[n] for n in ("k", "v", "log_decay", "angle"))
         if self.config.num_heads is None:

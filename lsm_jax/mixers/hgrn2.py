@@ -32,10 +32,11 @@ class HGRN2Config(RecurrentConfig):
 
     Attributes:
         head_dim: key and value channels of a head (the paper's expansion ratio); hidden_size / head_dim heads.
-        lower_bound: γ of every layer but the model's first, whose γ is 0: None learns it as above; a number from 0 to less
-            than 1 is constant, and adds no parameters. Linear-MoE's models (arXiv 2503.05447, its code) have 0.
+        lower_bound: γ of every layer but the model's first, whose γ is 0. With None the model learns γ for
+            each layer; a number from 0 to less than 1 is constant, and adds no parameters. Linear-MoE's
+            models (arXiv 2503.05447, its code) have 0.
         head_norm: whether the norm is over each head's output, as in Linear-MoE, and not over the whole width.
-        norm_eps: of the norm over the output.
+        norm_eps: epsilon of the norm over the output.
     """
 
     head_dim: int = 128

@@ -33,8 +33,8 @@ def parameter(
 
 
 def matmul_precision(dtype: DTypeLike) -> jax.lax.Precision:
-    """Return full precision for float32 and wider; products of bfloat16 numbers are exact in float32 in any
-    case.
+    """Return the precision of matrix products with operands of `dtype`: full for float32 and wider, and the
+    default for 16-bit floats, whose products are exact in float32 in any case.
     """
     narrow = jnp.dtype(dtype).itemsize <= 2
     return jax.lax.Precision.DEFAULT if narrow else jax.lax.Precision.HIGHEST
@@ -142,10 +142,10 @@ class Dense(nnx.Module):
 
 
 class OrthogonalDense(Dense):
-    """A dense layer, as `Dense`, whose initial matrix has orthogonal rows or columns, as RWKV7's has.
+    """A `Dense` layer whose initial matrix has orthogonal rows or columns, as some matrices of RWKV7.
 
     Args:
-        gain: the norm of these rows or columns; with 0 the matrix starts at zero.
+        gain: the norm of the initial matrix's orthogonal rows or columns; with 0 the matrix starts at zero.
         bias: initial value of the bias; None for no bias.
     """
 

@@ -77,8 +77,8 @@ class LigerConfig(RecurrentConfig, SoftmaxConfig):
 
     @classmethod
     def for_width(cls, hidden_size: int) -> LigerConfig:
-        """Return the config of Liger for a model of width `hidden_size`, with the proportions of softmax attention, and
-        two query heads for each key head.
+        """Return the config of Liger for a model of width `hidden_size`, with as many query heads as
+        `SoftmaxConfig` has at that width, and two query heads for each key head.
         """
         heads = SoftmaxConfig.for_width(hidden_size).num_heads
         return cls(num_heads=heads, num_kv_heads=max(1, heads // 2))
@@ -123,7 +123,7 @@ class LigerConfig(RecurrentConfig, SoftmaxConfig):
             checks.positive(self, num_slots=self.num_slots)
             if not self.gate_projection and self.num_slots > self.dim(hidden_size):
                 raise ValueError(
-                    f"LigerConfig.num_slots={self.num_slots}: a key of {self.dim(hidden_size)} channels pools to no more gates"
+                    f"LigerConfig.num_slots={self.num_slots}: gates are pooled from a key's {self.dim(hidden_size)} channels; accepted are None and 1 to that number"
                 )
         if self.feature_map != "softmax" and self.gate in ("gsa", "hgrn2"):
             raise ValueError(
@@ -145,7 +145,7 @@ class LigerConfig(RecurrentConfig, SoftmaxConfig):
         if self.learned_weights and not (self.memory_weight and self.window_weight):
             raise ValueError(
                 f"LigerConfig.learned_weights=True: memory_weight={self.memory_weight}, window_weight={self.window_weight}; "
-                "accepted are weights other than 0, since a branch of weight 0 does not exist"
+                "accepted are weights other than 0, since a branch of weight 0 is not built"
             )
         if not (self.memory_weight or self.window_weight):
             raise ValueError(
@@ -182,9 +182,9 @@ class LigerState(NamedTuple):
 
 
 class Liger(Softmax):
-    """The layer of Liger attention: the weighted sum of softmax attention in a window and gated linear attention;
-    `LigerConfig` says what its options mean. It has softmax attention's parameters, under the same names, and those of
-    ablations.
+    """The layer of Liger attention: the weighted sum of softmax attention in a window and gated linear
+    attention; `LigerConfig` says what its options mean. It has softmax attention's parameters, under the same
+    names; ablations add a gate's projection, weights of the two branches or feature maps.
 
     The memory uses keys and queries before the rotation, normalised if the layer normalises them. The gate
     uses keys before the norm too.
@@ -276,7 +276,10 @@ class Liger(Softmax):
     def through_memory(
         self, x: jax.Array, context: Context, memory: Any
     ) -> tuple[jax.Array, Any, Context]:
-        """Return the weighted sum of the outputs of memory and window, [B, T, H, V], and their final states."""
+        """Return the weighted sum [B, T, H, V] of the outputs of Liger's two branches, the recurrent memory
+        and softmax attention in a window, for tokens x [B, T, D]; the final state of the two; and the
+        context.
+        """
         config = self.config
         earlier = LigerState(None, None) if memory is None else memory
         call = dict(segment_ids=context.segment_ids, update_mask=context.update_mask)

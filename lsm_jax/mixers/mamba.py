@@ -30,7 +30,7 @@ class MambaConfig(RecurrentConfig):
         expand: number of inner channels, divided by hidden_size.
         state_size: number of numbers in the memory of each channel (N).
         step_rank: inner width of Δ's two matrices; None is hidden_size / 16, rounded up.
-        conv_size: width of the short convolution; 1 is none, which leaves its SiLU.
+        conv_size: width of the short convolution; 1 means no convolution, only the SiLU that follows it.
     """
 
     expand: int = 2
@@ -109,8 +109,9 @@ class Mamba(Mixer):
         )
 
     def _convolved(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Return the convolved channels, which are written and on which Δ, B and C depend; computed once per
-        call.
+        """Return Mamba's inner channels [B, T, D] of the tokens x after the short convolution, which are
+        written to the memory and from which Δ, B and C are computed; and the context, in which they are
+        saved, so that one call computes them once.
         """
         if "inner" not in context.saved:
             inner, context = self.conv(self.x_proj(x), context)

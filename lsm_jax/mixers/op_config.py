@@ -45,8 +45,8 @@ class OpConfig:
         """Raise ValueError if a field is not accepted; the op checks whether the backends exist.
 
         Args:
-            holder: name of the config that contains this one, for messages.
-            forms: those that the op has.
+            holder: class name of the mixer's config that contains this one, for messages.
+            forms: the names of the forms that the op has.
         """
         name = f"{holder}.op"
         checks.fields(self, name)

@@ -127,8 +127,8 @@ class S4D(Mixer):
         ), context
 
     def apply(self, query: jax.Array, written: dict[str, Any], **call) -> tuple[jax.Array, Any]:
-        """Return the output and the final state, by a convolution for one document without a state, else by
-        the op.
+        """Return S4D's output [B, T, D] and the final state: computed as a convolution for one document
+        without a state if the config says so, else by `selective_memory`.
         """
         plain = all(call[n] is None for n in ("initial_state", "segment_ids", "update_mask"))
         if self.config.convolution == "blocks" and plain:

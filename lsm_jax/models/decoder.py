@@ -104,8 +104,8 @@ class Block(nnx.Module):
     def __call__(
         self, x: jax.Array, shared: dict[str, jax.Array], state: tuple[Any, Any] | None, **call: Any
     ) -> tuple[jax.Array, dict[str, jax.Array], tuple[Any, Any], dict[str, jax.Array]]:
-        """Return x [B, T, D] after the layer, `shared`, the states of mixer and feedforward, and statistics
-        by name.
+        """Return the residual stream x [B, T, D] after this layer, the values that travel from layer to
+        layer, the states of the layer's mixer and feedforward, and statistics by name.
         """
         mixer_state, inner_state = (None, None) if state is None else state
         y, mixer_state, context = self.mixer.run(
@@ -150,7 +150,8 @@ class Period(nnx.Module):
 
 
 def _stack_periods(config: ModelConfig, keys: jax.Array) -> Period:
-    """Return as many periods as keys, as one `Period` whose parameters have a leading axis "layers".
+    """Return the decoder's periods, one for each random key in `keys`, as one `Period` whose parameters have
+    a leading axis "layers".
 
     All parameters are drawn in one compiled function.
     """
@@ -359,7 +360,7 @@ class Decoder(nnx.Module):
             rounds: as in `hidden`.
 
         Returns:
-            x after the layers, and the statistics of each place of the period.
+            x after the layers, and the statistics of each layer of the period, stacked over the periods.
         """
         index = jnp.arange(self.num_periods)
         by_rows = entries_by_row(self.init_shared, x)

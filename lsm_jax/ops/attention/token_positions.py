@@ -14,12 +14,13 @@ from lsm_jax.ops.core.segments import Tokens, select
 
 
 class TokenPositions(NamedTuple):
-    """Where the tokens of a call of `attention` stand: their document, and their rank among its written tokens.
+    """The document of each token of an `attention` call, the token's rank among the document's written
+    tokens, and whether it is written.
 
     Attributes:
         document: [B, T], the index of each token's document, or of its segment's state.
-        rank: [B, T], the number of written tokens of the document before the token; for a token that is not
-            written, less one.
+        rank: [B, T], the number of written tokens of the document before the token, if the token is written;
+            else that number minus 1.
         written: [B, T], whether the token is written.
     """
 
@@ -109,8 +110,8 @@ def write_tokens(
 def prepend_state(
     state: AttentionState, positions: TokenPositions, new: tuple
 ) -> tuple[TokenPositions, tuple]:
-    """The positions and the (keys, values, sums of gates) of the state's tokens, followed by those of the
-    call.
+    """Return the positions of the state's tokens followed by those of the call's tokens, and likewise (keys,
+    values, sums of log forget gates), of which `new` are the call's.
     """
     batch, capacity = new[0].shape[0], state.keys.shape[-3]
     slots = state.count[0].size

@@ -25,11 +25,12 @@ class Selection(NamedTuple):
     backends: tuple[Backend, ...]
 
     def function(self, of: Callable[[Backend], Callable[..., Any]]) -> Callable[..., Any]:
-        """Return the function to call: that of the only backend, or a function that calls the backend of the
-        platform for which the program is lowered.
+        """Return the function that computes the call: that of the only selected backend, or a function that
+        calls the backend of the platform for which the program is lowered.
 
         Args:
-            of: returns the function of a backend; all of them have the same arguments and results.
+            of: a function that returns a backend's function; the functions of all backends have the same
+                arguments and results.
         """
         if len(self.backends) == 1:
             return of(self.backends[0])
@@ -50,8 +51,8 @@ class Selection(NamedTuple):
         return all(backend.name == name for backend in self.backends)
 
     def on_mesh(self) -> Selection:
-        """The backends that may run on the devices of the current mesh; all of them if their platform is not
-        known.
+        """Return the selection with only the first backend that runs on the devices of the current mesh; the
+        same selection if the mesh's platform is not known, or no backend runs on it.
         """
         platform = mesh_platform()
         if platform is None:

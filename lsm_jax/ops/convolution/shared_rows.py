@@ -79,8 +79,8 @@ def _last_tokens(x, width: int, ids, tokens: Tokens) -> tuple[Array, Array | Non
 
 
 def _update(x, state: ShiftState, segment_ids, update_mask) -> Update:
-    """Return the tokens of this device as one update; its transition is the number of tokens that are added
-    to the tail.
+    """Return the effect of this device's tokens on the state of a short convolution or token shift, as one
+    update: its transition is the number of these tokens that enter each tail (at most the tail's width).
     """
     width = state.tail.shape[-2]
     num_segments = state.tail.shape[1] if state.tail.ndim == 4 else None

@@ -130,10 +130,10 @@ def state_or_empty(op: str, state: Any, empty: Callable[..., Any], segment_ids: 
     """Return the state that the caller of an op gave, after checks of its shapes, or an empty one if it is None.
 
     Args:
-        op: for messages.
-        state: the op's `initial_state`.
+        op: the op's name, for messages.
+        state: the argument `initial_state` of the op's caller.
         empty: makes an empty state; called with `num_segments`.
-        segment_ids: the op's.
+        segment_ids: the argument `segment_ids` of the op's caller, [B, T] or None.
 
     Raises:
         ValueError: the state has another type, arrays that are missing, too many or of another shape or kind,
@@ -170,7 +170,7 @@ def state_or_empty(op: str, state: Any, empty: Callable[..., Any], segment_ids: 
         for of, called in _KINDS:
             if jnp.issubdtype(like.dtype, of) and not jnp.issubdtype(jnp.result_type(array), of):
                 raise ValueError(
-                    f"{op}: {name} has dtype {jnp.result_type(array)}; accepted with these arguments are {called} ones"
+                    f"{op}: {name} has dtype {jnp.result_type(array)}; accepted with these arguments are {called} dtypes"
                 )
     return state
 
@@ -188,8 +188,8 @@ def compute_dtype(*arrays: Array | None):
 
 
 def matmul_precision(*arrays: Array) -> jax.lax.Precision:
-    """The precision of matrix products: full for float32 and float64 inputs; bfloat16 inputs are exact in the
-    default mode.
+    """Return the precision of an op's matrix products: full if an input is float32 or wider, and the default
+    if all are 16-bit floats, whose products are exact in float32 in any case.
     """
     narrow = all(a.dtype in (jnp.bfloat16, jnp.float16) for a in arrays)
     return jax.lax.Precision.DEFAULT if narrow else jax.lax.Precision.HIGHEST
@@ -211,7 +211,9 @@ def spread_keys(k: Array, value_heads: int) -> Array:
 
 
 def check_log_decay(op: str, log_decay, dims: tuple[int, int, int, int]) -> None:
-    """Check that `log_decay` is [G], [B, T, G] or [B, T, G, K], for dims (B, T, G, K)."""
+    """Raise ValueError unless `log_decay` is None or has one of the shapes [G], [B, T, G] and [B, T, G, K];
+    `dims` are (B, T, G, K).
+    """
     batch, length, heads, key_dim = dims
     accepted = ((heads,), (batch, length, heads), (batch, length, heads, key_dim))
     if log_decay is not None and jnp.shape(log_decay) not in accepted:

@@ -46,7 +46,9 @@ class Halving(NamedTuple):
 
 
 def pair_blocks(x: Array) -> tuple[Array, Array]:
-    """The left and the right block of each pair, [..., M / 2, n, *], of blocks [..., M, n, *]."""
+    """Return the left and the right blocks of all pairs of neighbouring blocks, each [..., M / 2, n, *], for
+    M blocks of n tokens in x [..., M, n, *].
+    """
     x = x.reshape(*x.shape[:-3], x.shape[-3] // 2, 2, *x.shape[-2:])
     return x[..., 0, :, :], x[..., 1, :, :]
 
@@ -80,7 +82,10 @@ def blocks_of(x: Array, size: int) -> Array:
 
 
 def channel_scores(q: Array, k: Array, halving: Halving, diagonal: Array, precision) -> Array:
-    """`sum_c q_ic k_jc exp(decay_c from j to i)` for j < i, and `diagonal` on the diagonal: [..., C, C]."""
+    """Return the decayed scores of a chunk's queries and keys, [..., C, C]: at (i, j) `sum_c q_ic k_jc
+    exp(decay_c from j to i)` for j < i, `diagonal` [..., C] at (i, i), and 0 above. `halving` contains the
+    sums of the log decay of each key channel.
+    """
 
     def meet(level: int, prefix: Array, suffix: Array) -> Array:
         _, q_right = pair_blocks(blocks_of(q, 2**level))
@@ -92,11 +97,13 @@ def channel_scores(q: Array, k: Array, halving: Halving, diagonal: Array, precis
 
 
 def pairwise_decay(halving: Halving, *, exclusive: bool = False) -> Array:
-    """`exp(log decay from j to i)` for j < i, 0 above the diagonal, 1 on it (0 if `exclusive`): [..., C, C].
+    """Return the decay between every two tokens of a chunk, [..., C, C]: at (i, j) the exponential of the sum
+    of the log decays after token j up to token i if j < i; 0 above the diagonal, and 1 on it (0 if
+    `exclusive`).
 
     Args:
-        halving: the sums of one channel, K = 1.
-        exclusive: as in the call of `halve`.
+        halving: the sums of the log decay of one channel (K = 1), from `halve`.
+        exclusive: whether these sums exclude token i's own log decay, as with `halve(..., exclusive=True)`.
     """
     diagonal = jnp.full(halving.prefix.shape[:-1], 0.0 if exclusive else 1.0, halving.prefix.dtype)
 
@@ -107,7 +114,10 @@ def pairwise_decay(halving: Halving, *, exclusive: bool = False) -> Array:
 
 
 def pairwise_log_decay(halving: Halving) -> Array:
-    """The log decay from j to i for j < i, 0 elsewhere: [..., C, C]; `halving` as for `pairwise_decay`."""
+    """Return the log decay between every two tokens of a chunk, [..., C, C]: at (i, j) the sum of the log
+    decays after token j up to token i if j < i, else 0. `halving` contains the sums of one channel (K = 1),
+    from `halve`.
+    """
 
     def meet(_, prefix: Array, suffix: Array) -> Array:
         return prefix + jnp.swapaxes(suffix, -1, -2)
@@ -116,8 +126,9 @@ def pairwise_log_decay(halving: Halving) -> Array:
 
 
 def _assemble(halving: Halving, diagonal: Array, meet) -> Array:
-    """Assemble a lower-triangular matrix of a chunk's pairs of tokens from its diagonal and the blocks below it, which
-    `meet` computes level by level of the halving.
+    """Assemble a lower-triangular matrix [..., C, C] of the pairs of a chunk's tokens from its `diagonal`
+    [..., C] and the blocks below it. `meet` returns the blocks of one level of the halving, from the level's
+    index and its sums of log decay.
     """
     lower = diagonal[..., None, None]
     for level, (prefix, suffix) in enumerate(halving.levels):
@@ -185,8 +196,9 @@ def split_constant(log_decay: Array | None) -> tuple[Array | None, Array | None]
 def spread_constant(
     log_decay: Array | None, constant: Array | None, tokens: Tokens, v: Array, dtype: Any
 ) -> Any:
-    """Join the two results of `split_constant` into one decay per token, [B or 1, T, G, ...]; None if both
-    are None.
+    """Return the log decay of each token, [B or 1, T, G, ...], from the two results of `split_constant`: the
+    log decay that changes with the token, or the constant one [G] repeated for all tokens; None if both are
+    None.
     """
     if constant is None:
         return log_decay

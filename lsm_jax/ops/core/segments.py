@@ -87,7 +87,9 @@ def carry_ids_forward(
 
 
 def select(keep: Bool[Array, "B T"] | None, x: Array) -> Array:
-    """`x` [B, T, ...] where `keep` is True, and 0 elsewhere even if `x` is not finite there. None keeps all."""
+    """Return x [B, T, ...] where `keep` [B, T] is True, and 0 elsewhere, even if x is not finite there; x
+    itself if `keep` is None.
+    """
     if keep is None:
         return x
     return jnp.where(keep.reshape(keep.shape + (1,) * (x.ndim - 2)), x, 0)
@@ -153,7 +155,9 @@ class Chunks(NamedTuple):
 
 
 def _take(x: Array, index: Array) -> Array:
-    """x [B, P, ...] at index [B, *], 0 beyond P. No index occurs twice, so that the gradient needs no sums."""
+    """Return the entries of x [B, P, ...] along P at `index` [B, *]; 0 where an index is P or more. No index
+    below P occurs twice in a row of the batch, so that the gradient requires no sums.
+    """
 
     def of_row(row, at):
         return row.at[at].get(mode="fill", fill_value=0, unique_indices=True)

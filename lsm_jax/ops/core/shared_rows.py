@@ -84,8 +84,11 @@ def memory_axes(batched: dict[str, Any], shared: dict[str, Any]) -> dict[str, An
 def ends_of_documents(
     segment_ids: Array | None, run: Array | None
 ) -> tuple[Array | None, Array | None]:
-    """Return the fields `restarts` and `first_id` of an `Update`; `run` is from `read_tokens` with a state
-    that remembers no id.
+    """Return whether a document begins after the first token of this device's part of each row, [B], and the
+    part's first nonzero segment id, [B]: the fields `restarts` and `first_id` of an `Update`. Both are None
+    if no document can begin.
+
+    `run` [B, T] is from `read_tokens` with a state that remembers no id.
     """
     if segment_ids is None or run is None:
         return None, None
@@ -94,8 +97,8 @@ def ends_of_documents(
 
 
 def staying(tokens: Tokens) -> Any:
-    """[B, T], True for tokens that write and after which no document begins; None if all do. For one state
-    per row.
+    """Return, for one state per row, which tokens write and have no document begin after them, so that their
+    writes are in the final memory: [B, T]; None if all do.
     """
     if tokens.run is None or tokens.written is None:
         return tokens.written
@@ -138,8 +141,9 @@ def emptied_by(state: Any, update: Update) -> Any:
 
 
 def unless_restarted(update: Update, x: Any, otherwise: Any = 0) -> Array:
-    """Return `x` [B, ...], what is left of the state before one device's tokens; but `otherwise` in the rows where a
-    document that begins among these tokens leaves nothing of it.
+    """Return x [B, ...], which the state before one device's tokens contributes to the state after them; but
+    `otherwise` in rows where a document begins after the first of these tokens, so that nothing of the
+    earlier state is left.
     """
     if update.restarts is None:
         return x
@@ -162,15 +166,15 @@ def resume(
     update: Update,
     advance: Callable[[Any, Update], Any],
 ) -> tuple[Any, Any]:
-    """Return the op's output for this device's tokens, computed from the state after the earlier devices'
-    tokens; and the last device's final state.
+    """Return an op's output for this device's tokens, computed from the state after the earlier devices'
+    tokens; and the state after the complete row.
 
     Args:
         axis: the mesh axis that rows are split over.
         function: the op on one device: `function(*static, **arguments)`; `state` is one of the arguments.
-        static: the function's static arguments.
+        static: the function's arguments that are constant when a program is compiled.
         arguments: this device's part of the arrays; `state` is the state before the first device's tokens.
-        update: this device's tokens as one update.
+        update: the effect of this device's tokens on the state, composed into one update.
         advance: (state, update) -> the state after it; a module-level function, since it is a key of the
             compiler's cache.
     """
@@ -210,7 +214,7 @@ def resume_from_empty(
 
 
 def _initial(state: Any, update: Update) -> Any:
-    """Return the op's initial state, the caller's, converted to the dtypes of the states that the devices' updates
-    contain.
+    """Return the state that the op's caller passed, with its arrays converted to the dtypes of the states in
+    the devices' updates, so that the two can be added.
     """
     return jax.tree.map(lambda x, y: x.astype(y.dtype), state, update.written)

@@ -66,7 +66,9 @@ class DeltaState(NamedTuple):
 
 
 def unwrap_layer(state: Any) -> tuple[Any, Layer | None]:
-    """Return a state with the array of its memory in place of a `Layer`; and that layer, or None."""
+    """Return an op's state with the memory as an array: if it is a `Layer`, one layer of a stack of memories,
+    its array is read from the stack; and return that `Layer`, or None.
+    """
     layer = getattr(state, "memory", None)
     if not isinstance(layer, Layer):
         return state, None

@@ -31,14 +31,14 @@ def in_sequence(
     by_xla: Callable[..., Any],
     arguments: dict[str, Any],
 ) -> tuple[jax.Array, DeltaState]:
-    """Return the output for this device's tokens, computed from the state after the earlier devices' tokens;
-    and the last device's final state.
+    """Return the output of `delta_memory` or `dplr_memory` for this device's tokens, computed from the state
+    after the earlier devices' tokens; and the state after the complete row.
 
     Args:
         axis: the mesh axis that rows are split over.
         function: the op on one device, a function of `static` and `arguments`.
         static: the call without its arrays.
-        by_xla: the op's XLA form, for one state per segment.
+        by_xla: the function that computes the op by XLA; it is used with one state per segment.
         arguments: the op's arrays on this device; `state` is the state before the first device's tokens.
     """
     v, state, options = arguments["v"], arguments["state"], static.options

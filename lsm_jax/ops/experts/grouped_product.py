@@ -252,8 +252,9 @@ def _kernel_segments(x, kernels, ends, transposed=False):
 
 @jax.jit
 def _kernel_segment_sums(x, kernels, ends, dy):
-    """The gradient of the matrices. Few segments are split into parts, since some may be much longer than
-    others.
+    """Return the gradient of the matrices [E, D, F] with which segments of rows are multiplied. If there are
+    few segments, the sum over each is computed in several parts at once, since some segments may be much
+    longer than others.
     """
     from pallas_kernels.grouped_product import hopper
 

@@ -46,8 +46,8 @@ class LinearOptions(NamedTuple):
         normalize: the epsilon of the normaliser that divides the output; None without one.
         form: "recurrent", "chunk" or "associative", how the op is computed.
         size: tokens in a chunk.
-        dtype: of the state and of all sums.
-        precision: of matrix products.
+        dtype: the dtype of the state and of all sums.
+        precision: the precision of matrix products.
         exact: whether a fused kernel returns its output in float32 (slot memory requires it).
     """
 

@@ -42,8 +42,8 @@ class Options(NamedTuple):
         by_token: whether the form is "recurrent".
         size: tokens in a window.
         no_state: whether the caller gave no state.
-        dtype: of the state and of all sums.
-        precision: of matrix products.
+        dtype: the dtype of the state and of all sums.
+        precision: the precision of matrix products.
     """
 
     mini_batch: int
@@ -258,8 +258,8 @@ def _recurrent(options, inner, coefficients, inputs, memory, position, tokens):
 
 
 def _window(options, inner, coefficients, memory: _Memory, x: tuple[_Inputs, Windows]):
-    """The memory after a window of the row, and its output; see `Windows` for the mini-batches that it may
-    contain.
+    """Return the online memory after one window of the row's tokens, and the window's outputs: the body of
+    the scan over windows. `Windows` describes the mini-batches that a window may contain.
     """
     inputs, window = x
     run_part = functools.partial(_run_part, options, inner, inputs, window)
@@ -269,8 +269,8 @@ def _window(options, inner, coefficients, memory: _Memory, x: tuple[_Inputs, Win
     memory = _select_rows(window.full, _next_mini_batch(memory, coefficients), memory)
 
     def add_part(part: Part, start: _Memory, output, memory):
-        """Return the output and the online memory after one part of a window's tokens, in the rows that have tokens of
-        that part; other rows keep theirs. The part starts from the memory `start`.
+        """Return the window's output and the online memory after the tokens of `part`, which read and train
+        the memory `start`. Batch rows without such tokens return `output` and `memory` unchanged.
         """
 
         def compute(start, output, memory):
@@ -293,8 +293,8 @@ def _window(options, inner, coefficients, memory: _Memory, x: tuple[_Inputs, Win
 
 
 def _run_part(options, inner, inputs: _Inputs, window: Windows, memory: _Memory, part: Part):
-    """The outputs of a window's tokens, all computed as tokens of one mini-batch that starts from `memory`;
-    and the memory after it.
+    """Return the outputs of all tokens of a window, computed as if they were of the mini-batch of `part`,
+    which starts from the online memory `memory`; and the memory after the tokens of `part`.
 
     Outputs are computed layer by layer: the product of a layer's input with the gradient steps of earlier
     tokens is computed from its scalar products with the layer's inputs at those tokens.

@@ -157,8 +157,8 @@ _accumulate.defvjp(_accumulate_forward, _accumulate_backward)
 
 
 def _decayed_sums(log_decay: Array, x: Array) -> Array:
-    """Return the memory after each block of tokens, as `_accumulate` does, computed inside groups of blocks, and then
-    over the groups in the same way.
+    """Return the memory after each block of tokens, [D, B, n, N]: `h_i = exp(log_decay) h_{i-1} + x_i` from h
+    = 0 on, computed inside groups of blocks, and then over the groups in the same way.
     """
     channels, batch, count, size = x.shape
     group = min(_GROUP, count)
@@ -175,7 +175,9 @@ def _decayed_sums(log_decay: Array, x: Array) -> Array:
 
 
 def _shift_by_one(x: Array) -> Array:
-    """The memory before each block, from the memory after each block, [D, B, n, N]; 0 before the first."""
+    """Return the memory before each block of tokens, given the memory after each block, [D, B, n, N]; it is 0
+    before the first.
+    """
     return jnp.pad(x[:, :, :-1], [(0, 0), (0, 0), (1, 0), (0, 0)])
 
 
