@@ -32,7 +32,9 @@ class RWKV7ChannelMixConfig:
         return cls()
 
     def width(self, hidden_size: int) -> int:
-        """Return the number of channels between the layer's two matrices in a model of width `hidden_size`."""
+        """Return the inner width of RWKV7's channel mix, the number of channels between its two matrices, in
+        a model of width `hidden_size`.
+        """
         return int(self.hidden_ratio * hidden_size)
 
     def validate(self, hidden_size: int) -> None:

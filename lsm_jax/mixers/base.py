@@ -117,8 +117,8 @@ class ShortConvolution(nnx.Module):
     def __call__(
         self, x: jax.Array, context: Context, head_dim: int | None = None
     ) -> tuple[jax.Array, Context]:
-        """Convolve each channel of x [B, T, channels] with the tokens before; with `head_dim`, each `head_dim` channels
-        of the result have unit length.
+        """Convolve each channel of x [B, T, channels] over a token and the few tokens before it in its
+        document; with `head_dim`, each `head_dim` channels of the result have unit length.
 
         Returns:
             The result in the shape and dtype of x, and the context with the new tail.
@@ -199,20 +199,23 @@ class Mixer(nnx.Module):
     Attributes:
         op: the function of `lsm_jax.ops` that updates and reads the memory.
         uses_positions: whether it needs tokens' positions, as rotary embeddings do.
-        positions_in_memory: whether positions, of which it uses the remainder by its mini-batch, count the tokens that a memory
-            of a Mixture-of-Memories has seen, and not those of the row. Its op's state has them as `position`.
+        positions_in_memory: whether its positions, of which it uses only the remainder by its mini-batch,
+            count the tokens that a memory of a Mixture-of-Memories has received, instead of the row's tokens.
+            The state of its op contains this count as `position`.
         uses_depth: whether `__init__` accepts `layer`, the index of the layer in the model (possibly traced, so only initial
             parameters may depend on it), and `num_layers`, the model's depth.
         has_losses: whether it reports losses, and `__init__` accepts `loss_layers`, the number of layers over which they are
             averaged (None for `num_layers`).
         memory_parts: its submodules, `Dense` layers or made of them, of which each memory of a Mixture-of-Memories has a copy
             (keys, values, gates); the memories share the others. Empty where it cannot be one of several memories.
-        token_parts: its `Dense` layers, by name, that act in `read` and `write` on `x` itself, not on what other layers made
-            of it. Mixture-of-Memories computes those once a token (and memory), not once a row; one that is not listed is
-            slower there, one listed wrongly is wrong.
+        token_parts: the names of its `Dense` layers that multiply in `read` and `write` the input `x` itself,
+            not an output of other layers. Mixture-of-Memories computes those once for each token (and
+            memory), not once for each row. A layer that is missing here is only slower there; the outputs of
+            a layer that is listed wrongly are wrong.
         shared_by_token: the entries of `shared` that are [B, T, ...].
-        memories_in_place: whether its ops read and return memories exactly as its state holds them; the decoder then lets them
-            update the stack of layers in place (`lsm_jax.ops.core.states.Layer`).
+        memories_in_place: whether its ops read and return memories in the layout in which its state stores
+            them; the decoder then lets the ops update the stack of all layers' memories in place
+            (`lsm_jax.ops.core.states.Layer`).
     """
 
     op: ClassVar[Callable]
@@ -263,8 +266,8 @@ class Mixer(nnx.Module):
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> Any:
         """Return the state of the mixer's op before any token, for `batch_size` rows.
 
-        Only attention uses `max_length`, the number of tokens that it stores at most, and `dtype`, that of its keys and
-        values.
+        `max_length`, the largest number of stored tokens, and `dtype`, the dtype of stored keys and values,
+        affect only softmax attention.
         """
         raise NotImplementedError
 

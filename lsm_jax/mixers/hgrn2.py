@@ -174,8 +174,8 @@ class HGRN2(Mixer):
         return context.shared[_BOUNDS][context.layer] if _BOUNDS in context.shared else unbounded
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Return (y, context), with the layer's output y [B, T, D] from the memory's output o [B, T, H, V]: normalise each
-        head, or the whole width, as the config says, and project.
+        """Return (y, context), with the layer's output y [B, T, D] from the memory's output o [B, T, H, V]:
+        normalise each head, or all channels together, as the config says, and project.
         """
         if self.config.head_norm:
             return self.o_proj(merge_heads(self.norm(o))), context

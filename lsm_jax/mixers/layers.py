@@ -181,8 +181,8 @@ def draw_xavier(module: nnx.Module, gain: float, rngs: nnx.Rngs) -> None:
 
 
 def recomputed(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Save only a function's arguments for the backward pass, which recomputes the rest; for mostly
-    elementwise functions.
+    """Return `function`, wrapped so that only its arguments are saved for the backward pass, which computes
+    all else again; for mostly elementwise functions.
 
     Otherwise a scan over layers would save every float32 array between bfloat16 arguments and results.
     """

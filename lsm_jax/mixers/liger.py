@@ -43,8 +43,7 @@ class LigerConfig(RecurrentConfig, SoftmaxConfig):
     With z the pooled key projection, the logarithm of the gate is log sigmoid(z) / gate_temperature for each
     key channel (gla; and hgrn2, in which 1 - gate replaces the key), head (mlstm and gated_retention, which
     are the same function here) or slot (gsa); -softplus(z) for each head (mamba2); or -exp(min(z, 4)) for
-    each key channel (rwkv6). Gate "none" is
-    the ablation whose memory does not decay.
+    each key channel (rwkv6). With the gate "none", an ablation, the memory does not decay.
 
     Attributes:
         window: number of tokens that a query of the window's branch attends to, itself included; None means

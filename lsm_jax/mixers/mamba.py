@@ -52,8 +52,8 @@ class MambaConfig(RecurrentConfig):
         return -(-hidden_size // 16) if self.step_rank is None else self.step_rank
 
     def validate(self, hidden_size: int) -> None:
-        """Raise ValueError if a field of this config of Mamba is not accepted, or does not fit a model of width
-        `hidden_size`.
+        """Raise ValueError if a field of this config of Mamba is not accepted, or does not fit a model of
+        width `hidden_size`.
         """
         self.validate_fields()
         checks.positive(self, expand=self.expand, state_size=self.state_size)

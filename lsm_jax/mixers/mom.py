@@ -472,8 +472,8 @@ class MoM(Mixer):
         )
 
     def _arranged(self, layout: Rows | Packed | PackedByDevice, x: jax.Array) -> Mixer:
-        """Return a copy of the inner mixer whose `Dense` layers multiply tokens that `layout` has arranged by memory; x
-        [B, T, D] are the tokens before they were arranged.
+        """Return a copy of the inner mixer whose `Dense` layers multiply tokens that `layout` has arranged by
+        memory, each with its memory's matrix; x [B, T, D] are the tokens before they were arranged.
         """
         inner = nnx.merge(*nnx.split(self.inner))
         by_memory = () if self.config.single_projections else inner.memory_parts

@@ -291,11 +291,12 @@ def chunks_needed(length: int, num_memories: int, top_k: int, always_on: bool, s
 
 
 def stack_memory_parts(mixers: list[Any], active: float) -> Any:
-    """Return the first mixer with the `memory_parts` of all G mixers, whose parameters are stacked as [G, ...].
+    """Return one mixer for all G memories of a Mixture-of-Memories: the first of `mixers`, in whose
+    `memory_parts` the parameters of all G mixers are stacked as [G, ...].
 
     Args:
         mixers: equal but for their parameters.
-        active: the share of the stacked parameters that one token uses.
+        active: the fraction of the stacked parameters that one token uses.
     """
     graphdef, _ = nnx.split(mixers[0])
     states = [dict(nnx.to_flat_state(nnx.state(mixer))) for mixer in mixers]

@@ -190,8 +190,8 @@ class RWKV7(Mixer):
         return {"v_first": jnp.zeros_like(x), "v_first_layer": first}
 
     def _step_back(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Return, for each token, the difference of the token before it and itself, [B, T, D], which is computed once
-        per call and kept in the context.
+        """Return the token before each token minus the token itself, [B, T, D], for tokens x [B, T, D]; and
+        the context, in which the result is saved, so that one call computes it once.
         """
         if "step_back" not in context.saved:
             before, context = self.shift(x, context)

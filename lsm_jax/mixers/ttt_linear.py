@@ -149,9 +149,9 @@ class TTTLinear(Mixer):
         return self._rotated(q, context), context
 
     def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
-        """Return the arguments of `online_memory` that update the memory, by name, and the context: keys, convolved and
-        rotated, values, the inner model that is trained, the learning rates of tokens, and the coefficients of places
-        in a mini-batch.
+        """Return the arguments of `online_memory` that update the memory, by name, and the context: keys,
+        convolved and rotated, values, the inner model that is trained, the learning rate of each token, and
+        the factors of the summed gradient steps by a token's place in its mini-batch.
         """
         config = self.config
         rate = jax.nn.sigmoid(self.lr_proj(x, dtype=jnp.float32))

@@ -404,7 +404,8 @@ class Decoder(nnx.Module):
             states: `DecoderState.layers`.
 
         Returns:
-            x after the layers, `states` after the token, and the statistics of each place of the period.
+            x after the layers, `states` after the token, and the statistics of each layer of the period,
+            stacked over the periods.
         """
 
         def decode(carry, inputs):

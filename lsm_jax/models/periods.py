@@ -87,9 +87,9 @@ def gather_statistics(statistics: list[dict[str, jax.Array]]) -> dict[str, jax.A
     of layers.
 
     Args:
-        statistics: for each place of the period, arrays by name that are stacked over periods. Where the
-            shapes of a name differ from place to place, as with different numbers of experts, the result has
-            an entry `name/place` for each place.
+        statistics: for each layer of the period, arrays by name that are stacked over the periods. Where the
+            shapes of a name differ from layer to layer, as with different numbers of experts, the result has
+            an entry `name/place` for each layer, with its place in the period.
     """
     gathered = {}
     for name in sorted({name for aux in statistics for name in aux}):

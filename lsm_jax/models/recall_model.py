@@ -165,7 +165,7 @@ def recall_state_size(config: RecallModelConfig, max_length: int) -> dict[str, l
 
     Returns:
         Two lists with a number for each layer. `memory`: the size of the memory (keys and values for
-        attention; 0 for a convolution). `all`: that of the memory and of the last inputs of convolutions and
+        attention; 0 for a convolution). `all`: the size of the memory and of the tails of convolutions and
         token shifts.
     """
     options: dict[str, Any] = dict(num_layers=len(config.pattern))

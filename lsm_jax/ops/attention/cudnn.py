@@ -83,8 +83,8 @@ def _is_saved(primitive, *_, **__) -> bool:
 
 
 def partly_mapped() -> bool:
-    """Whether some axes of the mesh are mapped, and others with several devices are left to XLA's
-    partitioner.
+    """Return whether some axes of the current mesh are mapped to single devices, while others with several
+    devices are left to XLA's partitioner.
 
     cuDNN's attention then adds its own partitioning, on which XLA's compiler crashes (jax 0.11.2).
     """

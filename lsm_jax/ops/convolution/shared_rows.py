@@ -99,8 +99,9 @@ def _update(x, state: ShiftState, segment_ids, update_mask) -> Update:
 
 
 def _advance(state: ShiftState, update: Update) -> ShiftState:
-    """Return the state of a short convolution after one device's tokens: the last tokens of the row, taken from the
-    state before and from `update`, the state that these tokens alone would leave.
+    """Return the state of a short convolution after one device's tokens: the last tokens of the row, taken
+    from the state before and from `update`, which contains the state after these tokens if none come before
+    them.
     """
     state = emptied_by(state, update)
     width = state.tail.shape[-2]

@@ -196,8 +196,8 @@ def matmul_precision(*arrays: Array) -> jax.lax.Precision:
 
 
 def group_queries(q: Array, value_heads: int) -> Array:
-    """Group query heads [B, T, H, K] by the memory that they read: [B, T, G, R, K], with R heads for each of the G
-    memories; R is 1 if memories share queries.
+    """Group query heads [B, T, H, K] by the memory that they read: [B, T, G, R, K], with R = H / G heads for
+    each of the G memories. If H < G, several memories read each head: it is repeated for them, and R is 1.
     """
     batch, length, heads, key_dim = q.shape
     if heads < value_heads:
@@ -206,7 +206,9 @@ def group_queries(q: Array, value_heads: int) -> Array:
 
 
 def spread_keys(k: Array, value_heads: int) -> Array:
-    """Repeat the key heads of k so that each of the G memories (value heads) has its own keys."""
+    """Repeat the heads of the keys k [B, T, Hk, K] so that each of the G memories (value heads) has one: [B,
+    T, G, K].
+    """
     return k if k.shape[2] == value_heads else jnp.repeat(k, value_heads // k.shape[2], axis=2)
 
 

@@ -1,9 +1,9 @@
 """Decayed products inside a chunk, exact for decays of any strength and causal to the bit.
 
-A chunk is halved repeatedly down to single rows. For two neighbouring blocks A and B, the score of row i of B
-and column j of A is decayed by `exp(decay from j to the end of A) * exp(decay from the start of B to i)`.
-Both factors are at most 1, so that nothing overflows; both are sums of non-positive numbers, so that nothing
-cancels; and neither depends on a token after i.
+A chunk is halved repeatedly, down to single tokens. For two neighbouring blocks A and B of tokens, the score
+of token i of B and token j of A is decayed by `exp(decay from j to the end of A) * exp(decay from the start
+of B to i)`. Both factors are at most 1, so that nothing overflows; both are sums of non-positive numbers, so
+that nothing cancels; and neither depends on a token after i.
 """
 
 from __future__ import annotations
@@ -32,11 +32,13 @@ class Halving(NamedTuple):
     its tokens are computed.
 
     Attributes:
-        levels: for blocks of 1, 2, 4, ... rows: (sums from the start of each right block to its rows, sums
-            after the rows of each left block to its end), both [..., C / (2n), n, K].
-        prefix: [..., C, K], from the chunk's start to each row (the row itself excluded if `exclusive`).
-        suffix: [..., C, K], after each row to the chunk's end.
-        total: [..., K].
+        levels: for blocks of n = 1, 2, 4, ... tokens, a pair of arrays [..., C / (2n), n, K]: the sums from
+            the start of each right block to each of its tokens, and the sums after each token of a left block
+            to the block's end.
+        prefix: [..., C, K], the sums from the chunk's start to each token (without the token itself if
+            `exclusive`).
+        suffix: [..., C, K], the sums after each token to the chunk's end.
+        total: [..., K], the sum over the chunk.
     """
 
     levels: tuple[tuple[Array, Array], ...]
@@ -142,8 +144,8 @@ def _assemble(halving: Halving, diagonal: Array, meet) -> Array:
 
 @jax.custom_vjp
 def inverse_unit_lower(lower: Float[Array, "... C C"]) -> Float[Array, "... C C"]:
-    """The inverse of I + L for a strictly lower triangular L, by blocks of doubling size; C is a power of
-    two.
+    """Return the inverse of I + L for strictly lower triangular matrices L [..., C, C], computed by blocks of
+    doubling size; C is a power of two.
 
     Two blocks are joined by `[[A, 0], [X, B]]^-1 = [[A^-1, 0], [-B^-1 X A^-1, B^-1]]`. A Neumann series would
     sum powers of L, which grow without bound for correlated keys.

@@ -21,8 +21,8 @@ from jaxtyping import Array, Bool, Int
 
 
 class Tokens(NamedTuple):
-    """The effect of each token on the memory. A field is None if it would have the same value for every
-    token.
+    """Which tokens of a call are written, and the document and segment of each token. A field is None if it
+    would have the same value for every token.
 
     Attributes:
         written: [B, T], False if the token's update is the identity (padding, or masked).

@@ -130,8 +130,8 @@ def begins(state: Any, update: Update) -> Array:
 
 
 def emptied_by(state: Any, update: Update) -> Any:
-    """Return the state that the first token of one device's part of a row reads: `state`, emptied in the rows where
-    that token begins a document.
+    """Return the state that the first token of one device's part of each row reads: `state`, that after the
+    earlier devices' tokens, with arrays of 0 in rows where the token begins a document.
     """
     if update.first_id is None:
         return state

@@ -119,8 +119,8 @@ def update_of(options, by_xla: Callable[..., Any], arguments: dict[str, Any]) ->
 def advance(state: DeltaState, update: Update) -> DeltaState:
     """Return the state of `delta_memory` or `dplr_memory` after the tokens of one device: Θ M + W.
 
-    M is the memory [B, G, K, V] before them, and `update` holds their composed transition Θ [B, G, K, K] and write W.
-    If a document begins with the first of these tokens, M is emptied first.
+    M is the memory [B, G, K, V] before them, and `update` contains their composed transition Θ [B, G, K, K]
+    and write W. If a document begins with the first of these tokens, M is emptied first.
     """
     state = emptied_by(state, update)
     kept = jnp.matmul(update.transition, state.memory, precision=jax.lax.Precision.HIGHEST)

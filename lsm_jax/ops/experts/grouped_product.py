@@ -86,8 +86,8 @@ def segment_product(x: jax.Array, kernels: jax.Array, ends: jax.Array) -> jax.Ar
 
 
 def row_multiple(x: jax.Array) -> int:
-    """Return the number that should divide the number of rows in each group, and all widths, in products with x [...,
-    D]: 128 if a kernel may compute the products, else 1.
+    """Return the number that should divide the number of rows in each group, and all widths, in products of
+    grouped rows x [..., D] with matrices: 128 if a fused kernel may compute the products, else 1.
     """
     matrix = jax.ShapeDtypeStruct((1, x.shape[-1], _ROWS), x.dtype)
     call = Call("segment_product", _Options(), dict(x=x, kernels=matrix))
@@ -109,8 +109,10 @@ class ProductBackend(Backend):
     """A backend of a product of grouped rows: functions for the output and for the gradients.
 
     Attributes:
-        product: (x, kernels, sizes or ends) -> the output.
-        gradients: (x, kernels, sizes or ends, the output's gradient) -> gradients of x and kernels.
+        product: a function of the rows x, the groups' matrices `kernels` and the groups' sizes (or the
+            segments' ends) that returns the output.
+        gradients: a function of the same arguments and the output's gradient that returns the gradients of x
+            and of `kernels`.
     """
 
     product: Callable[..., jax.Array]

@@ -252,8 +252,8 @@ def update_of(options: LinearOptions, arguments: dict[str, Any]) -> Update:
 
 
 def advance(state: LinearState, update: Update) -> LinearState:
-    """Return the state of `linear_memory` after the tokens of one device: the memory and normaliser before them,
-    decayed by all of their decays (`update.transition`), plus what they write.
+    """Return the state of `linear_memory` after the tokens of one device: the memory and normaliser before
+    these tokens, decayed by the tokens' summed log decays (`update.transition`), plus what the tokens write.
 
     Where a document begins among these tokens, nothing of the state before is left.
     """
@@ -273,7 +273,9 @@ def advance(state: LinearState, update: Update) -> LinearState:
 
 
 def _advance_stabilized(state: LinearState, update: Update) -> LinearState:
-    """Add an update to a state if both are stabilised; the sum's stabiliser is the greater of the two."""
+    """Return the state of a stabilised `linear_memory` (mLSTM) after one device's tokens: the decayed state
+    before them plus what they write, with the greater of the two stabilisers.
+    """
     written, decays = update.written, update.transition
     assert state.normalizer is not None
     total = state.stabilizer if decays.keys is None else decays.keys[..., 0] + state.stabilizer

@@ -88,14 +88,13 @@ def cut_into_windows(
     unaligned: bool,
 ) -> tuple[Windows, Array]:
     """Divide a call's tokens into windows of C tokens; return the windows, with the mini-batches that each
-    contains, and the number of tokens, [B] or [B, S], that each state's last mini-batch contains after the
-    call.
+    contains, and the position of each state in its mini-batch after the call, [B] or [B, S].
 
     Args:
         tokens: which tokens write, and where documents begin.
         chunks: the layout of the windows: which tokens each of them contains.
-        position: [B] or [B, S], the number of tokens that each state's last mini-batch contains before the
-            call.
+        position: [B] or [B, S], the position of each state in its mini-batch before the call: the number of
+            written tokens, 0 to mini_batch - 1, that the unfinished mini-batch has.
         length: T, the number of tokens in a row.
         mini_batch: the number of tokens in a mini-batch.
         coefficients: [mini_batch], TTT's factors of the summed gradient steps, by the token's place in its
@@ -157,8 +156,10 @@ class _Factors(NamedTuple):
     Attributes:
         momentum: [B, N, G, C, C], the factor of token j's step in the sums at token i.
         lower: [B, N, G, C, C], the factor of token j's step in the weights that token i reads.
-        keep: [B, N, G, C], the factor of the weights before the window in those that token i reads.
-        lift: [B, N, G, C], the factor of the sums before the window in the weights that token i reads.
+        keep: [B, N, G, C], the factor, in the weights that token i reads, of the weights that its part starts
+            from.
+        lift: [B, N, G, C], the factor, in the weights that token i reads, of the sums that its part starts
+            from.
         log_kept_sums: [B, N, G, C], the log decay of the sums up to token i; None for TTT.
         log_kept: [B, N, G, C], the log decay of the weights up to token i; None for TTT.
     """

@@ -326,8 +326,8 @@ def _run_part(options, inner, inputs: _Inputs, window: Windows, memory: _Memory,
         output = output + inputs.q
 
     def sum_steps(factors):
-        """Return the sum of the gradient steps of a chunk's tokens, as the layers' weights, each step multiplied by its
-        factor [B, G, C].
+        """Return the sum of the gradient steps of a chunk's tokens, each multiplied by its factor [B, G, C],
+        in the shapes of the weights of the inner model's layers.
         """
         return tuple(
             Layer(

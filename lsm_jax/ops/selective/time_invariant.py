@@ -133,10 +133,11 @@ def _memories_after(blocks: Array, exponent: Array, gain: Array) -> Array:
 
 @jax.custom_vjp
 def _accumulate(log_decay: Array, written: Array) -> Array:
-    """Return the memory after each block of tokens, [D, B, n, N]: `h_i = exp(log_decay) h_{i-1} + written_i`, from h =
-    0 on.
+    """Return the memory after each block of tokens, [D, B, n, N]: `h_i = exp(log_decay) h_{i-1} + written_i`,
+    with h = 0 before the first block.
 
-    `written` [D, B, n, N] is what each block alone writes. The gradient is the same sum in reverse order.
+    `written` [D, B, n, N] is the memory after each block if it starts from 0. The gradient is the same sum in
+    reverse order.
     """
     return _decayed_sums(log_decay, written)
 
@@ -157,8 +158,8 @@ _accumulate.defvjp(_accumulate_forward, _accumulate_backward)
 
 
 def _decayed_sums(log_decay: Array, x: Array) -> Array:
-    """Return the memory after each block of tokens, [D, B, n, N]: `h_i = exp(log_decay) h_{i-1} + x_i` from h
-    = 0 on, computed inside groups of blocks, and then over the groups in the same way.
+    """Return the memory after each block of tokens, [D, B, n, N]: `h_i = exp(log_decay) h_{i-1} + x_i` with h
+    = 0 before the first block, computed inside groups of blocks, and then over the groups in the same way.
     """
     channels, batch, count, size = x.shape
     group = min(_GROUP, count)

@@ -1,4 +1,5 @@
-"""Gated slot attention (arXiv 2409.07146): a softmax over M slots between two linear memories.
+"""Gated slot attention (arXiv 2409.07146): a softmax over M slots between two linear memories, whose slots
+decay by α and are written with the strengths s.
 
 `K̃_t = K̃_{t-1} diag(α_t) + k_tᵀ s_t`, `p_t = softmax(scale q_t K̃_t)`, `Ṽ_t = diag(α_t) Ṽ_{t-1} + s_tᵀ
 v_t`, `o_t = p_t Ṽ_t`.
