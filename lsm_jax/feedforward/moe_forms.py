@@ -198,9 +198,11 @@ def _experts(rows, sizes, block, row_weight, gate_proj, up_proj, down_proj):
 
 @jax.custom_vjp
 def _weighted_swiglu(gate_up, row_weight):
-    """Return `silu(gate) ⊙ up` [M, F] of `gate_up` [M, 2 F], times `row_weight` [M, 1] unless it is None.
+    """Return `silu(gate) ⊙ up` [M, F], the inner values of SwiGLU experts, from their two halves `gate_up`
+    [M, 2 F], times `row_weight` [M, 1] unless it is None.
 
-    With the weight here, its gradient is computed in the same pass as that of `gate_up`.
+    Since the weight is applied here, its gradient is computed in the same pass over memory as that of
+    `gate_up`.
     """
     gate, up = jnp.split(_wide(gate_up), 2, axis=-1)
     y = jax.nn.silu(gate) * up

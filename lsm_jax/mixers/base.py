@@ -138,7 +138,9 @@ class ShortConvolution(nnx.Module):
 
 
 class Pointwise(nnx.Module):
-    """Apply SiLU and the normalisation of heads without a convolution: the layer of `short_convolution` for width 1."""
+    """The layer of `short_convolution` for width 1: SiLU and the normalisation of heads, without a
+    convolution, parameters or a state.
+    """
 
     def __init__(self, *, silu: bool):
         self.silu = silu

@@ -290,8 +290,8 @@ class RopeScaling:
     original_length: int = 8192
 
     def apply(self, frequency: jax.Array) -> jax.Array:
-        """Lower the frequencies of the rotary embedding for a longer context: return them in radians per token, in the
-        same shape.
+        """Return the frequencies of the rotary embedding, in radians per token, lowered for a longer context;
+        the shape does not change.
         """
         if self.kind == "linear":
             return frequency / self.factor

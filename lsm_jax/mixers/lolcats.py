@@ -282,7 +282,9 @@ class _Near:
         self.seen = inside & (run == mine) & (theirs <= ours) & (ours - theirs < self.window)
 
     def cut(self, x: jax.Array) -> jax.Array:
-        """Divide x [B, T, ...] into blocks [B, N, C, ...]; the last block is padded with the last token."""
+        """Divide the query tokens x [B, T, ...] into N blocks of C tokens, [B, N, C, ...]; the last block is
+        padded with the last token.
+        """
         missing = -self.length % self.size
         x = jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2), mode="edge")
         return x.reshape(len(x), -1, self.size, *x.shape[2:])

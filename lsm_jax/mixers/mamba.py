@@ -142,7 +142,9 @@ class Mamba(Mixer):
         return written, context
 
     def apply(self, query: jax.Array, written: dict[str, Any], **call) -> tuple[jax.Array, Any]:
-        """Run `selective_memory` with the queries as its read vectors C, and return its output and its final state."""
+        """Run `selective_memory` with the queries as its read vectors C, and the arguments from `write`;
+        return its output [B, T, D] and its final state.
+        """
         return type(self).op(C=query, **written, **call)
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:

@@ -125,7 +125,9 @@ class Mamba2(Mixer):
         )
 
     def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Return the queries C [B, T, groups, N], one for each group of heads, of tokens x [B, T, D], and the context."""
+        """Return Mamba-2's queries C [B, T, groups, N] of tokens x [B, T, D], N state channels for each group
+        of heads, and the context.
+        """
         c, context = self.c_conv(self.c_proj(x), context)
         return split_heads(c, self.config.num_groups), context
 

@@ -209,8 +209,9 @@ class MoM(Mixer):
         return {"mom/balance_loss": config.balance_scale * loss}
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Return the layer's output [B, T, D] of the summed outputs o of a token's memories, by the inner mixer's
-        `finish`, whose token shifts run along the row instead of along a memory's tokens.
+        """Return (y, context), with the layer's output y [B, T, D] from o, the weighted sum of the outputs of
+        each token's memories, by the inner mixer's `finish`; its token shifts run along the row instead of
+        along a memory's tokens.
         """
         tails = {n.removeprefix(_ROW): s for n, s in context.tails.items() if n.startswith(_ROW)}
         inner = dataclasses.replace(context, tails=tails, saved={})
@@ -236,8 +237,9 @@ class MoM(Mixer):
         return MoMState(split_memories(memories, groups), zeros, zeros + 1)
 
     def init_state(self, batch_size: int, max_length: int, dtype: Any) -> MixerState:
-        """Return the state of the whole layer before any token: the inner mixer's memories and the tails of its
-        convolutions for each memory, [B, G, ...], and the tails along the row.
+        """Return the state of a Mixture-of-Memories layer before any token: for each memory, the inner
+        mixer's empty memory and the empty tails of its convolutions, [B, G, ...]; and the tails of token
+        shifts along the row.
         """
         groups, tails = self.config.num_groups(), {}
         for part in self.remembering():
@@ -473,7 +475,7 @@ class MoM(Mixer):
 
     def _arranged(self, layout: Rows | Packed | PackedByDevice, x: jax.Array) -> Mixer:
         """Return a copy of the inner mixer whose `Dense` layers multiply tokens that `layout` has arranged by
-        memory, each with its memory's matrix; x [B, T, D] are the tokens before they were arranged.
+        memory; x [B, T, D] are the tokens before they were arranged.
         """
         inner = nnx.merge(*nnx.split(self.inner))
         by_memory = () if self.config.single_projections else inner.memory_parts

@@ -153,8 +153,8 @@ class Packed(NamedTuple):
 
 
 def pack(routed: Bool[Array, "B T G"], size: int, num_chunks: int) -> Packed:
-    """Return the packed layout of the routed tokens in `num_chunks` chunks of `size` tokens (at least
-    `chunks_needed`).
+    """Return the packed layout of tokens, routed [B, T, G] to memories, in `num_chunks` chunks of `size`
+    tokens; `num_chunks` is at least the result of `chunks_needed`.
     """
     batch, length, groups = routed.shape
     total = num_chunks * size
@@ -257,7 +257,9 @@ def pack_by_device(
 
 
 def _join_rows(x: Array) -> Array:
-    """Merge the axes of rows and of the devices' parts of them: reshape x [B, S, ...] to [B * S, ...]."""
+    """Merge the axes of batch rows and of the S devices that have parts of them: reshape x [B, S, ...] to [B
+    * S, ...].
+    """
     return x.reshape(-1, *x.shape[2:])
 
 

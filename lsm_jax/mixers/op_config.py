@@ -42,7 +42,8 @@ class OpConfig:
         return dict(form=self.form, implementation=implementation, chunk_size=self.chunk_size)
 
     def validate(self, holder: str, forms: tuple[str, ...] = checks.FORMS) -> None:
-        """Raise ValueError if a field is not accepted; the op checks whether the backends exist.
+        """Raise ValueError if the form, the backends' names or the chunk size of this config are not
+        accepted; the op checks whether such backends exist.
 
         Args:
             holder: class name of the mixer's config that contains this one, for messages.

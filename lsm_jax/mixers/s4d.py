@@ -107,7 +107,8 @@ class S4D(Mixer):
     def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
         """Return the read vector C [D, N / 2], a complex parameter constant in time, and the context.
 
-        C is doubled: one number of each conjugate pair is stored, and the real part of both is summed.
+        C is doubled, since the memory has one number of each conjugate pair, and the output is the real part
+        of the sum of both.
         """
         c = self.c[...]
         return 2 * jax.lax.complex(c[..., 0], c[..., 1]), context

@@ -352,12 +352,13 @@ class Decoder(nnx.Module):
         """Apply all layers of the decoder over the stages of the mesh's pipeline, without states.
 
         Args:
-            apply_period: `periods.run_period` with a layer function.
-            x: [B, T, D].
+            apply_period: the function that applies one period of layers: `periods.run_period` with a layer
+                function.
+            x: [B, T, D], the residual stream before the first layer.
             shared: the values that travel from layer to layer, by name.
             rows: segment ids, positions and update mask, each [B, T] or None.
-            microbatches: as in `hidden`, at least 1.
-            rounds: as in `hidden`.
+            microbatches: the number of parts, at least 1, into which the rows of the batch are divided.
+            rounds: how often each part passes through all stages.
 
         Returns:
             x after the layers, and the statistics of each layer of the period, stacked over the periods.
@@ -397,8 +398,9 @@ class Decoder(nnx.Module):
         layer to layer: those of a carry may not.
 
         Args:
-            apply_period: `periods.run_period` with a layer function.
-            x: [B, 1, D].
+            apply_period: the function that applies one period of layers: `periods.run_period` with a layer
+                function.
+            x: [B, 1, D], the residual stream before the first layer.
             shared: the values that travel from layer to layer, by name.
             rows: segment ids, positions and update mask, each [B, 1] or None.
             states: `DecoderState.layers`.

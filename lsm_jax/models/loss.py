@@ -1,4 +1,6 @@
-"""Cross-entropy over the vocabulary in chunks of time, so that the logits of all tokens never exist at once."""
+"""Cross-entropy over the vocabulary, computed for one chunk of tokens after another, so that the logits of
+all tokens never exist at once.
+"""
 
 from __future__ import annotations
 

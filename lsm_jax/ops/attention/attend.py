@@ -1,4 +1,6 @@
-"""`attention` on one device: positions of the tokens, output of the selected backend, and final state."""
+"""Compute `attention` on one device: the positions of the tokens, the output by the selected backend, and the
+final state.
+"""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def register(op: str, *backends: Backend, first: bool = True) -> None:
 
     Args:
         op: the op's name, such as "linear_memory".
-        backends: they are tried in this order.
+        backends: the new backends, the preferred one first.
         first: whether the new backends come before those that the op has already; if False, after them.
     """
     present = _BACKENDS.get(op, ())

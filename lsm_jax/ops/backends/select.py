@@ -123,8 +123,8 @@ def _other_card(backend: Backend) -> str | None:
 
 
 def _describe(selected: list[Backend], reasons: dict[str, str], call: Call) -> str:
-    """Describe the selected backends by platform, and why those before them were not selected: "mosaic_gpu on
-    NVIDIA, xla elsewhere (...)".
+    """Return a text that names the selected backend for each platform, and why those of higher preference
+    were not selected: "mosaic_gpu on NVIDIA, xla elsewhere (...)".
     """
 
     def name(backend: Backend) -> str:

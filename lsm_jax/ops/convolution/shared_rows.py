@@ -64,8 +64,9 @@ def in_sequence(axis: str, function: Callable[..., Any], static: Static, **argum
 
 
 def _last_tokens(x, width: int, ids, tokens: Tokens) -> tuple[Array, Array | None]:
-    """Return the last `width` tokens of a device's part of each row, which has no gaps (0 for tokens of an earlier
-    document), and the segment id of the last token.
+    """Return the last `width` tokens of a device's part of each row, 0 for tokens of a document before the
+    row's last one, and the segment id of the part's last token (0 if it is not written). In each row every
+    token between two tokens of one document is written.
     """
     tail = x[:, -width:]
     if tokens.written is None:

@@ -1,5 +1,5 @@
-"""Apply the updates of chunks, or of tokens, to a memory one after another: in order, in consecutive parts of a row in
-parallel, or by an associative scan.
+"""Apply the updates of a row's chunks or tokens to a memory: one after another, in consecutive parts of the
+row in parallel, or by an associative scan.
 """
 
 from __future__ import annotations

@@ -18,7 +18,8 @@ from lsm_jax.ops.core.segments import Tokens
 
 
 def forget(memory: Array, log_decay: Array) -> Array:
-    """Return the decayed memory, `exp(log_decay) * memory`, computed as a difference if the decay is slow.
+    """Return the decayed memory, `exp(log_decay) * memory`, computed as `memory + expm1(log_decay) * memory`
+    if the decay is slow.
 
     `exp` of a number near 0 keeps few of its digits: a constant decay would be rounded to another decay, the
     same at every step.

@@ -70,11 +70,12 @@ def state_axes(state: Any, *, segments: bool) -> Any:
 
 
 def memory_axes(batched: dict[str, Any], shared: dict[str, Any]) -> dict[str, Any]:
-    """Return the logical axes of the arguments of an op whose state has a `memory`, by name.
+    """Return the logical axes of the arrays of an op whose state has a `memory`, by argument name, for
+    mapping the op over a mesh.
 
     Args:
-        batched: arrays [B, T, ...] by name, and the state.
-        shared: arrays [G, ...] by name.
+        batched: the arguments [B, T, ...] by name, and the op's state as "state".
+        shared: the arguments [G, ...], which all rows share, by name.
     """
     axes: dict[str, Any] = dict.fromkeys(batched, TOKENS) | dict.fromkeys(shared, ("heads",))
     state = batched["state"]
@@ -88,7 +89,7 @@ def ends_of_documents(
     part's first nonzero segment id, [B]: the fields `restarts` and `first_id` of an `Update`. Both are None
     if no document can begin.
 
-    `run` [B, T] is from `read_tokens` with a state that remembers no id.
+    `run` [B, T] numbers the documents; it is from `read_tokens` with a state that remembers no id.
     """
     if segment_ids is None or run is None:
         return None, None
@@ -192,17 +193,19 @@ def resume_from_empty(
     advance: Callable[[Any, Update], Any],
     read: Callable[[Any], Array],
 ) -> tuple[Array, Any]:
-    """Compute the results of `resume` by an op that runs from an empty state: `update` must not depend on its
-    result, so that the op and the gather may run at the same time.
+    """Return an op's output for this device's tokens and the state after the complete row, as `resume` does,
+    but run the op from an empty state, and then add what the tokens read of the state before them. `update`
+    must not depend on the op's result, so that the op runs while the devices' updates are gathered.
 
     Two barriers fix the order, which XLA's scheduler would otherwise choose by memory: the update is computed
     before the op runs, and the gathered updates are read after it. In the backward pass, the state's gradient is
     computed before the op's backward pass runs, and the update's gradient is used after it.
 
     Args:
-        axis, function, static, arguments, update, advance: as for `resume`.
-        read: state -> the part of the output that this device's tokens read of the state before its first token,
-            in the shape of the output. The state is empty in rows whose first token begins a document.
+        axis, function, static, arguments, update, advance: the arguments of `resume` with these names.
+        read: a function of the state before this device's first token, which returns what the device's tokens
+            read of it, in the shape of the output. The state is empty in rows whose first token begins a
+            document.
     """
     update, inputs = jax.lax.optimization_barrier((update, {n: arguments[n] for n in "qkv"}))
     empty = jax.tree.map(jnp.zeros_like, arguments["state"])

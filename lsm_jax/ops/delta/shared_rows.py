@@ -81,9 +81,9 @@ def in_sequence(
 
 
 def _with_identity(dtype: Any, arguments: dict[str, Any]) -> tuple[Any, Any, Any, Any]:
-    """Return the values v and an empty initial memory with K more value channels (0 in v, the identity in the memory),
-    so that the op also computes the transition of all tokens; 0 as the state's segment id; and the first segment id of
-    each row.
+    """Return the values v [B, T, G, V + K] and an empty initial memory [B, G, K, V + K], both with K more
+    value channels (0 in v, the identity matrix in the memory), so that the op also computes the transition of
+    all tokens; 0 as the state's segment id; and the first segment id of each row.
     """
     v, state, segment_ids = (arguments[name] for name in ("v", "state", "segment_ids"))
     key_dim = state.memory.shape[-2]

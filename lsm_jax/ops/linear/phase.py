@@ -1,4 +1,4 @@
-"""Sums of angles along a document, for complex decays; the sums do not lose precision with length."""
+"""Sums of angles along a document, for memories with complex decays; long sums lose no precision."""
 
 from __future__ import annotations
 

@@ -54,8 +54,8 @@ def time_invariant_memory(
     *,
     D: Float[Array, " D"] | None = None,
 ) -> tuple[Float[Array, "B T D"], SelectiveState]:
-    """`selective_memory` with `discretization="zoh"`, constant arguments and an empty state, computed by
-    convolution.
+    """Compute `selective_memory` with `discretization="zoh"`, parameters that are constant in time and an
+    empty state by a convolution.
 
     The arguments, the output and the state are those of `selective_memory`, which is called instead if rows
     are split over devices, since it exchanges states between devices. Differentiable in reverse mode.

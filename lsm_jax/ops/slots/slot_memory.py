@@ -137,8 +137,8 @@ def _in_sequence(axis, function, static, **arguments):
 
 
 def _update(function, static, q, k, v, s, log_decay, state, segment_ids, update_mask) -> Update:
-    """Return the effect of this device's tokens on both memories of `slot_memory`, that of keys and that of values, as
-    one update: their composed decay, and what they write.
+    """Return the effect of this device's tokens on both memories of `slot_memory`, that of keys and that of
+    values, as one update: the sum of the tokens' log decays, and what the tokens write.
 
     Neither memory's update depends on the other memory.
     """
