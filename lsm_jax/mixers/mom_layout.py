@@ -24,8 +24,8 @@ _MAX_NUMBERS = 2**29  # of all segments' matrices on a device: 1 GiB in bfloat16
 
 
 class Rows(NamedTuple):
-    """The layout of tokens with one row of all T tokens for each memory; arrays of tokens become [B * J, T,
-    ...].
+    """The layout of tokens with one row of all T tokens for each memory; arrays of tokens become
+    [B * J, T, ...].
 
     Attributes:
         num_groups: G, the number of memories.
@@ -42,8 +42,8 @@ class Rows(NamedTuple):
         return self.num_groups if self.group is None else self.group.shape[1]
 
     def tokens(self, x: Array) -> Array:
-        """Repeat the tokens x [B, T, ...] of each batch row for each of the J memories in the layout: [B * J,
-        T, ...].
+        """Repeat the tokens x [B, T, ...] of each batch row for each of the J memories in the layout:
+        [B * J, T, ...].
         """
         x = jnp.broadcast_to(x[:, None], (x.shape[0], self.rows, *x.shape[1:]))
         return x.reshape(-1, *x.shape[2:])
@@ -190,8 +190,8 @@ class PackedByDevice(NamedTuple):
     chunk_group: Int[Array, "B S N"]
 
     def tokens(self, x: Array) -> Array:
-        """Arrange tokens x [B, T, ...] in the packed layouts of the S devices that have parts of the row: [B,
-        S L, ...], with a copy of a token for each memory that it is routed to, and zeros at empty places.
+        """Arrange tokens x [B, T, ...] in the packed layouts of the S devices that have parts of the row:
+        [B, S L, ...], with a copy of a token for each memory that it is routed to, and zeros at empty places.
         """
         return self._map(_take_tokens_of_devices, x)
 

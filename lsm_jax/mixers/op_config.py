@@ -69,8 +69,8 @@ class RecurrentConfig:
     """The base class of the configs of mixers whose memory has a fixed size, whatever the number of tokens.
 
     Attributes:
-        op: how the op computes; each config has a copy, so that `dataclasses.replace` returns independent
-            configs.
+        op: the form, the backends and the chunk size of the mixer's op; each config has a copy, so that
+            `dataclasses.replace` returns independent configs.
     """
 
     op: OpConfig = dataclasses.field(default_factory=OpConfig)

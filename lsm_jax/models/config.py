@@ -100,9 +100,11 @@ class ModelConfig:
         return [type(self.layers[letter].mixer) for letter in self.letters()].count(type(config))
 
     def for_inference(self) -> ModelConfig:
-        """Return the model that is evaluated and generates: this one, except where a mixer trains in another form.
+        """Return the config of the model that is evaluated and that generates text: this config, except where
+        a mixer is trained in another form.
 
-        Such a mixer's config has `for_inference`, as LoLCATs' first stage does. The parameters are the same.
+        Such a mixer's config has a method `for_inference`, as LoLCATs' first stage does. The parameters are
+        the same.
         """
         return self._with_mixers(
             {

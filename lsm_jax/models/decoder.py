@@ -230,8 +230,8 @@ class Decoder(nnx.Module):
         contiguous: bool = False,
         state: DecoderState | None = None,
     ) -> tuple[jax.Array, DecoderState | None, dict[str, jax.Array]]:
-        """Return the logits [B, T, vocab] in float32, the state after the call, and statistics; the arguments
-        are those of `hidden`.
+        """Return the logits [B, T, vocab] in float32 for tokens int [B, T], the state after the call, and
+        statistics by name; the other arguments are those of `Decoder.hidden`.
         """
         x, state, aux = self.hidden(
             tokens,

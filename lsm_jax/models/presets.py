@@ -164,7 +164,9 @@ def fox(name: str = "pro", size: str = "760m", *, vocab_size: int = 50257) -> Mo
     if size not in FOX_SIZES:
         raise ValueError(f"size={size!r} does not exist; accepted are {', '.join(FOX_SIZES)}")
     if size != "760m" and name in ("samba", "transformer-swa"):
-        raise ValueError(f"size={size!r}: {name} was published at 760m")
+        raise ValueError(
+            f"size={size!r}: model {name} was published at one size; accepted is '760m'"
+        )
     hidden_size, num_layers = FOX_SIZES[size]
     if name in ("mamba2", "hgrn2", "deltanet"):
         config = lm(name, "340m" if size == "360m" else size, vocab_size=vocab_size)

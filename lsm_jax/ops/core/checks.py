@@ -206,8 +206,8 @@ def group_queries(q: Array, value_heads: int) -> Array:
 
 
 def spread_keys(k: Array, value_heads: int) -> Array:
-    """Repeat the heads of the keys k [B, T, Hk, K] so that each of the G memories (value heads) has one: [B,
-    T, G, K].
+    """Repeat the heads of the keys k [B, T, Hk, K] so that each of the G memories (value heads) has one:
+    [B, T, G, K].
     """
     return k if k.shape[2] == value_heads else jnp.repeat(k, value_heads // k.shape[2], axis=2)
 

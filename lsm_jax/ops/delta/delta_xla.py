@@ -98,8 +98,8 @@ def _step(memory: Array, x: _Inputs) -> tuple[Array, Array]:
 
 
 def _chunked(inputs: _Inputs, memory, chunks: Chunks, options: MatrixOptions):
-    """Return the output [B, N, C, G, R, V] and the final memory of `delta_memory`, computed by chunks, from inputs [B,
-    T, ...].
+    """Return the output [B, N, C, G, R, V] and the final memory of `delta_memory`, computed by chunks, from
+    inputs [B, T, ...].
 
     Inside a chunk the writes U solve `(I + L) U = β (V - K̃ M)`. L contains the decayed products of a key
     with earlier keys, weighted by β (the WY representation of DeltaNet as a linear system); V are the values,

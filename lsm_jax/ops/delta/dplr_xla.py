@@ -94,8 +94,8 @@ def _step(memory: Array, x: _Inputs) -> tuple[Array, Array]:
 
 
 def _chunked(inputs: _Inputs, memory, chunks: Chunks, options: MatrixOptions):
-    """Return the output [B, N, C, G, R, V] and the final memory of `dplr_memory`, computed by chunks, from inputs [B,
-    T, ...].
+    """Return the output [B, N, C, G, R, V] and the final memory of `dplr_memory`, computed by chunks, from
+    inputs [B, T, ...].
 
     Inside a chunk U, the values that the vectors a read from the memory, solve `(I - A) U = Ã M + B V`. A
     contains the decayed products of a with earlier b, and B those with earlier k; Ã are the vectors a decayed

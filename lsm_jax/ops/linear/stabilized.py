@@ -5,7 +5,7 @@ The stored memory is `M = e^-m C` with the stabiliser `m_t = max(log f_t + m_{t-
 2405.04517 Eqs. 15 and 19-21), and m = 0 before the first token as in the authors' code. m does not depend on
 the memory, so that the chunkwise forms compute it first, by a scan over (max, +). Every factor of a memory, a
 key or a score is then the exponential of a number of at most 0, in which decays are added and never
-subtracted; the factors of row t do not depend on later tokens.
+subtracted; the factors of token t do not depend on later tokens.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ def by_chunk(
         precision: the precision of matrix products.
 
     Returns:
-        The outputs and the stabilisers m of the tokens, in N chunks of C tokens: [B, N, C, G, R, V] and [B,
-        N, C, G]; the final memory; and the final stabiliser.
+        The outputs and the stabilisers m of the tokens, in N chunks of C tokens: [B, N, C, G, R, V] and
+        [B, N, C, G]; the final memory; and the final stabiliser.
     """
 
     def by_head(x):  # [B, N, C, G, ..., *] -> [B, N, G, ..., C, *]

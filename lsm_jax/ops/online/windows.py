@@ -176,8 +176,8 @@ def _ttt_factors(coefficients: Array, count: Array, same: Array, mini_batch: int
     """Return TTT's factors, by which each token's gradient step is multiplied in the sums and weights at
     later tokens of its window.
 
-    `count` [B, N, C] is the number of written tokens of the document up to each token, and `same` [B, N, 1,
-    C, C] is True if token j's step is in the sums at token i.
+    `count` [B, N, C] is the number of written tokens of the document up to each token, and `same`
+    [B, N, 1, C, C] is True if token j's step is in the sums at token i.
     """
     momentum = same.astype(coefficients.dtype)
     lift = coefficients[jnp.maximum(count - 1, 0) % mini_batch][:, :, None]
