@@ -236,16 +236,20 @@ class Mixer(nnx.Module):
         self.hidden_size = hidden_size
 
     def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Compute the op's queries [B, T, H, K], with which tokens x [B, T, D] read the memory."""
+        """Return the op's queries [B, T, H, K], with which tokens x [B, T, D] read the memory, and the
+        context.
+        """
         raise NotImplementedError
 
     def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
-        """Compute the arguments that update the memory, by name, from x [B, T, D]: k, v, and gates."""
+        """Return the arguments by which the op updates its memory for tokens x [B, T, D], by name (k, v, and
+        gates), and the context.
+        """
         raise NotImplementedError
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Compute the mixer's output y [B, T, D] from the op's output o [B, T, H, V] and the mixer's input x [B, T, D],
-        by norm, gate and projection; return it and the context.
+        """Return the mixer's output y [B, T, D] and the context: y is computed from the op's output o
+        [B, T, H, V] and the mixer's input x [B, T, D] by a norm, a gate and a projection.
         """
         raise NotImplementedError
 
@@ -274,8 +278,8 @@ class Mixer(nnx.Module):
         raise NotImplementedError
 
     def remembering(self) -> tuple[ShortConvolution | TokenShift, ...]:
-        """Return the mixer's short convolutions and token shifts, the parts that keep a tail of tokens from call to
-        call.
+        """Return the mixer's short convolutions and token shifts, the layers whose state is a tail of tokens
+        that is carried from call to call.
         """
         kinds = (ShortConvolution, TokenShift)
         return tuple(v for v in vars(self).values() if isinstance(v, kinds))

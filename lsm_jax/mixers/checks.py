@@ -63,8 +63,8 @@ def positive(owner: Any, **values: float) -> None:
 
 
 def one_of(owner: Any, name: str, value: object, accepted: tuple) -> None:
-    """Raise ValueError unless `value`, that of the field `name`, is one of `accepted`; `owner` is the config, or its
-    name.
+    """Raise ValueError unless the value of the field `name` is one of `accepted`; `owner` is the config with
+    that field, or the config's name.
     """
     if value not in accepted:
         listed = ", ".join(repr(a) for a in accepted)

@@ -165,8 +165,8 @@ class FoX(Softmax):
         return parameter(jnp.array(start), ("heads",), weight_decay=False)
 
     def log_forget(self, x: jax.Array) -> jax.Array | None:
-        """Return the logarithm of each head's gate in float32: [B, T, H], or [H] if it is constant, or None
-        without gates.
+        """Return the logarithm of each head's forget gate for tokens x [B, T, D], in float32: [B, T, H], or
+        [H] if the gate is constant in time, or None without gates.
         """
         if self.f_proj is not None:
             return jax.nn.log_sigmoid(self.f_proj(x, dtype=jnp.promote_types(x.dtype, jnp.float32)))

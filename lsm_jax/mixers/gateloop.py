@@ -176,8 +176,8 @@ class GateLoop(Mixer):
         return o, after._replace(memory=turn_back(after.memory, final))
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Return the layer's output [B, T, D] of the op's output o, and the context: a norm if the config has one,
-        times silu(x W_g), projected.
+        """Return (y, context), with the layer's output y [B, T, D] from the op's output o: normalise o if the
+        config has a norm, multiply by silu(x W_g), and project.
         """
         if self.norm is not None:
             o = self.norm(o) if self.config.num_heads is not None else self.norm(o[..., 0])

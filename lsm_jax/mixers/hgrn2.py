@@ -127,7 +127,10 @@ class HGRN2(Mixer):
 
     @classmethod
     def init_shared(cls, x: jax.Array, stacks: list[tuple[jax.Array, Any]]) -> dict[str, jax.Array]:
-        """Return `log_bounds` of the layers with learned bounds, [L, 2, D] with L the model's depth; other rows are not read."""
+        """Return, by name, log γ and log (1 - γ) for HGRN2's lower bounds γ in a model of L layers,
+        [L, 2, D], learned across its HGRN2 layers; only the layers with learned bounds read their entries.
+        Empty if no layer learns its bound.
+        """
         stacks = [stack for stack in stacks if stack[1].lower_bound is not None]
         if not stacks:
             return {}

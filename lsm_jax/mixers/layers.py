@@ -135,7 +135,9 @@ class Dense(nnx.Module):
         self.bias = parameter(zeros, axes[1:], weight_decay=False) if bias else None
 
     def __call__(self, x: jax.Array, *, dtype: DTypeLike | None = None) -> jax.Array:
-        """Project x [..., in_size] to [..., out_size] in `dtype` (None is x's)."""
+        """Return the projection of x [..., in_size] by this dense layer, [..., out_size] in `dtype` (None is
+        x's).
+        """
         bias = None if self.bias is None else self.bias[...]
         y = self.product(x, self.kernel[...], bias, dtype)
         return y if self.lora is None else y + self.lora(x, dtype)

@@ -214,8 +214,8 @@ class Liger(Softmax):
         self.q_map, self.k_map = learned(config.num_heads), learned(config.kv_heads())
 
     def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Return the queries [B, T, H, K] with which tokens x [B, T, D] read the memory, and the context, which holds
-        those of the window as `saved["q"]`.
+        """Return the queries [B, T, H, K] with which tokens x [B, T, D] read the memory, and the context,
+        which contains the queries of the attention window as `saved["q"]`.
         """
         q = split_heads(self.q_proj(x), self.config.num_heads)
         context = context.add(saved={"q": self._rotated(q, self.q_norm, context)})
@@ -223,8 +223,8 @@ class Liger(Softmax):
         return q if self.config.gate == "gsa" else _mapped(q, self.q_map), context
 
     def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
-        """Return the arguments that update Liger's memory (keys, values and log gates), by name, and the context, which
-        holds the keys of the attention window as `saved["k"]`.
+        """Return the arguments that update Liger's memory (keys, values and log gates), by name, and the
+        context, which contains the keys of the attention window as `saved["k"]`.
         """
         config, heads = self.config, self.config.kv_heads()
         keys, context = self.keys(x, context)

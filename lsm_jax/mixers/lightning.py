@@ -65,8 +65,8 @@ class LightningConfig(RecurrentConfig):
 
 
 def alibi_slopes(num_heads: int) -> list[float]:
-    """Return ALiBi's slopes (arXiv 2108.12409), `2^(-8 (h + 1) / H)` for H a power of two. For other H, those
-    of the next smaller power, and every second one of the next larger.
+    """Return ALiBi's slopes (arXiv 2108.12409), `2^(-8 (h + 1) / H)` for H a power of two. For other H: the
+    slopes for the largest power of two below H, followed by every second slope for the next power of two.
     """
     power = 2 ** int(math.log2(num_heads))
     slopes = [2.0 ** (-8 * (h + 1) / power) for h in range(power)]

@@ -59,8 +59,8 @@ class LolcatsConfig(RecurrentConfig, SoftmaxConfig):
         return cls(num_heads=heads, num_kv_heads=max(1, heads // 2), feature_dim=size)
 
     def for_inference(self) -> LolcatsConfig:
-        """Return the config of the layer after distillation, which is evaluated and generates: the student without its
-        transfer loss, with the same parameters.
+        """Return the config of the layer after distillation, for evaluation and generation: the same layer
+        without its transfer loss, with the same parameters.
         """
         return dataclasses.replace(self, transfer_weight=0.0)
 

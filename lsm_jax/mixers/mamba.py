@@ -119,8 +119,8 @@ class Mamba(Mixer):
         return context.saved["inner"], context
 
     def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Return C [B, T, N], the read vector of each token, which the convolved channels are projected to, and the
-        context.
+        """Return the read vector C [B, T, N] of each token, a projection of the inner channels after the
+        short convolution, and the context.
         """
         inner, context = self._convolved(x, context)
         return self.c_proj(inner), context
@@ -148,8 +148,8 @@ class Mamba(Mixer):
         return type(self).op(C=query, **written, **call)
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Return the layer's output [B, T, D] of the op's output o in inner channels, and the context: multiply by
-        silu(z), where z is a projection of x, and project.
+        """Return (y, context), with the layer's output y [B, T, D] from the op's output o in inner channels:
+        multiply by silu(z), where z is a projection of x, and project.
         """
         gate = jax.nn.silu(self.z_proj(x, dtype=jnp.float32))
         return self.o_proj((o.astype(gate.dtype) * gate).astype(x.dtype)), context

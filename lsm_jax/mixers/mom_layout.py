@@ -56,7 +56,9 @@ class Rows(NamedTuple):
         return x.reshape(-1, *x.shape[2:])
 
     def total(self, x: Array, dtype) -> Array:
-        """Sum an array in rows of memories, [B * J, T, ...], over the memories of each token: [B, T, ...] in `dtype`."""
+        """Return the sum, over the memories of each token, of an array that has one row of tokens for each
+        memory, [B * J, T, ...]: [B, T, ...] in `dtype`.
+        """
         return jnp.sum(x.reshape(-1, self.rows, *x.shape[1:]), axis=1).astype(dtype)
 
     def select(self, x: Array) -> Array:
@@ -119,8 +121,8 @@ class Packed(NamedTuple):
         return _take_memories(x, self.place, self.source)
 
     def total(self, x: Array, dtype) -> Array:
-        """Sum an array in the packed layout, [B, L, ...], over the memories that each token is routed to: [B, T, ...]
-        in `dtype`.
+        """Return the sum, over the memories that each token is routed to, of an array in the packed layout,
+        [B, L, ...]: [B, T, ...] in `dtype`.
         """
         return _total(dtype, x, self.place, self.source)
 
@@ -202,8 +204,8 @@ class PackedByDevice(NamedTuple):
         return self._map(_take_memories_of_devices, x)
 
     def total(self, x: Array, dtype) -> Array:
-        """Sum an array in the packed layouts of the devices over the memories that each token is routed to: [B, T, ...]
-        in `dtype`.
+        """Return the sum, over the memories that each token is routed to, of an array in the packed layouts
+        of S devices, [B, S L, ...]: [B, T, ...] in `dtype`.
         """
         return self._map(_total_of_devices, x, jnp.dtype(dtype))
 

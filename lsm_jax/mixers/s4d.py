@@ -137,8 +137,8 @@ class S4D(Mixer):
         return type(self).op(C=query, **written, discretization="zoh", **call)
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Return the layer's output [B, T, D] of the op's output o [B, T, D], and the context: gelu, a projection to
-        twice the width, and a gated linear unit.
+        """Return (y, context), with the layer's output y [B, T, D] from the op's output o [B, T, D]: apply
+        gelu, project to twice the width, and apply a gated linear unit.
         """
         y, gate = jnp.split(self.o_proj(jax.nn.gelu(o, approximate=False)), 2, axis=-1)
         return y * jax.nn.sigmoid(gate), context

@@ -1,5 +1,5 @@
-"""The config of a model: widths, the pattern of its layers, and the kind of layer that each letter stands
-for.
+"""The config of a decoder: its widths, the pattern of its layers, and the kind of layer that each letter of
+the pattern stands for.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ class ModelConfig:
     lora: mixers.LoRAConfig | None = None
 
     def period(self) -> str:
-        """Return the shortest pattern whose repetition has the same layers; the model scans over its
-        repetitions.
+        """Return the shortest pattern whose repetition gives the same layers as the config's pattern; the
+        model scans over its repetitions.
         """
         letters = self.pattern
         for size in range(1, len(letters) + 1):

@@ -138,7 +138,9 @@ def _adapt(mixer: Any, inner: Any, lora: mixers.LoRAConfig, rngs: nnx.Rngs) -> N
 
 
 class Period(nnx.Module):
-    """The layers of one period of the pattern; the first of them is layer `first` of the model."""
+    """The layers of one period, the shortest pattern that a decoder repeats; the first of them has the index
+    `first` in the model.
+    """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, first: jax.Array | int):
         self.blocks = nnx.List(
@@ -258,7 +260,9 @@ class Decoder(nnx.Module):
         return shared
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """Multiply hidden states [..., D] by the model's head, and return the logits [..., vocab] in float32."""
+        """Return the logits [..., vocab] in float32 of hidden states [..., D]: their product with the model's
+        head.
+        """
         return matmul_to_float32(hidden, self.head().astype(hidden.dtype))
 
     def hidden(
@@ -319,7 +323,9 @@ class Decoder(nnx.Module):
         return self.norm(x), after, self._statistics(aux)
 
     def _statistics(self, aux: list[dict[str, jax.Array]]) -> dict[str, jax.Array]:
-        """Return the statistics of all layers by name, with the losses that are computed from those of several layers."""
+        """Return the statistics of all layers by name, together with the losses that are computed from
+        statistics of several layers.
+        """
         gathered = gather_statistics(aux)
         losses = {type(block.mixer): block.mixer.model_losses for block in self.periods.blocks}
         for model_losses in losses.values():

@@ -52,7 +52,7 @@ REQUIREMENTS = (
 
 
 def run(call: Call) -> jax.Array:
-    """Compute the output [B, T, H, V] of softmax attention by cuDNN's fused kernel."""
+    """Compute the output [B, T, H, V] of an `attention` call by cuDNN's fused kernel."""
     q, k, v = (call.arguments[n] for n in "qkv")
     window, scale = call.options.window, call.options.scale
     local = None if window is None else (window - 1, 0)

@@ -1,4 +1,6 @@
-"""Softmax attention in blocks of queries, whose scores the backward pass recomputes."""
+"""Compute softmax attention for one block of queries after another; the backward pass computes the scores
+again.
+"""
 
 from __future__ import annotations
 

@@ -229,8 +229,8 @@ def _steps(
 
 
 def _block_of_keys(plan: Plan, keys: Keys, index: Array) -> Keys:
-    """Return block number `index` of the keys (and of what belongs to them, such as their values): `plan.block`
-    consecutive tokens, cut from the arrays [B, T, ...] of `keys`.
+    """Return block number `index` of `keys`, with all of their fields, such as values and documents:
+    `plan.block` consecutive tokens of the arrays [B, T, ...].
     """
     return jax.tree.map(
         lambda x: jax.lax.dynamic_slice_in_dim(x, index * plan.block, plan.block, axis=1), keys
@@ -238,8 +238,8 @@ def _block_of_keys(plan: Plan, keys: Keys, index: Array) -> Keys:
 
 
 def _scores(plan: Plan, queries: Queries, keys: Keys, exists: Array) -> tuple[Array, Array]:
-    """Return the attention scores of a block of C queries and a block of S keys, [B, G, R, C, S], and the mask of those
-    pairs that attend.
+    """Return the attention scores of a block of C queries and a block of S keys, [B, G, R, C, S], and a mask
+    that is True where the query attends to the key.
     """
     q, k = queries.q.astype(plan.dtype), keys.k.astype(plan.dtype)
     scores = plan.scale * jnp.einsum("btgrk,bsgk->bgrts", q, k, precision=plan.precision)

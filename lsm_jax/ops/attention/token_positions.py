@@ -1,4 +1,6 @@
-"""The position of each token in its document, and the state's ring buffer that stores tokens by it."""
+"""Positions of `attention`'s tokens in their documents, and the ring buffer of a state, in which a token is
+stored at its position modulo the capacity.
+"""
 
 from __future__ import annotations
 
@@ -146,8 +148,8 @@ class StoredTokens(NamedTuple):
 
 
 def stored_in_order(state: AttentionState) -> StoredTokens:
-    """Return the keys and values that the state's ring buffers store, in the order of time instead of the order of
-    storage.
+    """Return the keys, values and sums of log forget gates that the state's ring buffers store, from the
+    oldest token to the newest.
     """
     capacity = state.keys.shape[1]
     place = jnp.arange(capacity)

@@ -1,4 +1,6 @@
-"""Select the backends that run a call of an op: once for each call, by the shapes that one device has."""
+"""Selection of the backends by which a call of an op is computed: once for each call, by the shapes of the
+arrays that one device has.
+"""
 
 from __future__ import annotations
 
@@ -146,7 +148,9 @@ def _describe(selected: list[Backend], reasons: dict[str, str], call: Call) -> s
 
 
 def note(op: str, choice: str) -> None:
-    """Record the description of the backends that an op runs on, and log it if it is new for the op."""
+    """Record a text that describes the backends by which an op is computed, for `choices`; log it if it is
+    new for that op.
+    """
     known = _CHOICES.get(op, "")
     if choice not in known.split("; "):
         _CHOICES[op] = f"{known}; {choice}" if known else choice
@@ -161,5 +165,7 @@ def choices() -> dict[str, str]:
 
 
 def clear_choices() -> None:
-    """Delete the record of which backends were selected for earlier calls of ops, which `note` has kept."""
+    """Delete the record, which `choices` returns, of the backends that were selected for earlier calls of
+    ops.
+    """
     _CHOICES.clear()

@@ -1,4 +1,4 @@
-"""The taps of a short convolution: the written tokens before each token of a document."""
+"""Find the taps of a short convolution: for each token, the written tokens before it in its document."""
 
 from __future__ import annotations
 

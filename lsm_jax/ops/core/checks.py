@@ -94,8 +94,8 @@ def check_rows(op: str, batch: int, length: int, segment_ids, update_mask) -> No
 
 
 def check_chunk_size(op: str, chunk_size: int | None, length: int) -> int:
-    """Return the number of tokens in a chunk for a call of `length` tokens: the given chunk size or the default, but no
-    more than the row requires.
+    """Return the number of tokens in a chunk for a call of `length` tokens: the given chunk size or the
+    default, but no more than the smallest power of two of at least `length`.
     """
     if chunk_size is None:
         chunk_size = DEFAULT_CHUNK_SIZE
@@ -110,8 +110,8 @@ def is_count(value: Any) -> bool:
 
 
 def check_number(op: str, name: str, value: Any, *, at_least: float = -math.inf) -> float:
-    """Return `value` as a float, if it is a finite Python number that is not less than `at_least`. It becomes
-    a constant of the program, so that traced arrays are refused.
+    """Return `value` as a float; raise ValueError unless it is a finite Python number of at least `at_least`.
+    It becomes a constant of the program, so that traced arrays are refused.
     """
     numbers = (int, float, np.integer, np.floating)
     known = isinstance(value, numbers) and not isinstance(value, bool)

@@ -77,8 +77,8 @@ def read_tokens(
 def carry_ids_forward(
     segment_ids: Int[Array, "B T"], state_id: Int[Array, " B"]
 ) -> Int[Array, "B T"]:
-    """Return the last nonzero id at or before each token, [B, T]; the state's id before the first nonzero
-    one.
+    """Return the last nonzero segment id at or before each token, [B, T]; before the first nonzero id, it is
+    the id that the state remembers.
     """
     index = jnp.where(segment_ids != 0, jnp.arange(segment_ids.shape[1], dtype=jnp.int32), -1)
     latest = jax.lax.cummax(index, axis=1)
@@ -96,8 +96,8 @@ def select(keep: Bool[Array, "B T"] | None, x: Array) -> Array:
 
 
 def finish_output(tokens: Tokens, output: Array) -> Array:
-    """Set the output to 0 on padding, and to NaN for tokens whose segment has no state: an array cannot
-    raise.
+    """Return an op's output with 0 on padding, and NaN for tokens whose segment has no state, since a
+    compiled program cannot raise.
     """
     output = select(tokens.real, output)
     if tokens.known is None:

@@ -121,8 +121,8 @@ def total_of(x: Array | None, tokens: Tokens, num_segments: int | None, batch: i
 
 
 def begins(state: Any, update: Update) -> Array:
-    """Return whether the first token of one device's part of each row begins a document, [B]: its segment id and that
-    of `state` differ, and neither is 0.
+    """Return whether the first token of one device's part of each row begins a document, [B]: whether its
+    segment id and that of `state` (after the earlier devices' tokens) differ, and neither is 0.
     """
     before, first = state.segment_id, update.first_id
     if first is None:

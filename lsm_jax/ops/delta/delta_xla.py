@@ -1,4 +1,6 @@
-"""`delta_memory` in XLA: the recurrent, the chunkwise and the associative form."""
+"""Compute `delta_memory` by XLA in three forms: recurrent (token by token), by chunks, and by an associative
+scan over chunks.
+"""
 
 from __future__ import annotations
 

@@ -234,8 +234,8 @@ def _xla_segments(x, kernels, ends):
 
 @functools.partial(jax.jit, static_argnames="transposed")
 def _kernel_segments(x, kernels, ends, transposed=False):
-    """Multiply each segment of rows of x by its own matrix, by the fused kernel, in tiles of two blocks of 64 rows; a
-    segment with an odd number of blocks ends with half a tile.
+    """Return the products of segments of rows of x with a matrix for each, computed by the fused kernel in
+    tiles of two blocks of 64 rows; a segment with an odd number of blocks ends with half a tile.
     """
     from pallas_kernels.grouped_product import hopper
 

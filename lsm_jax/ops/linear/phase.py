@@ -105,8 +105,8 @@ def _no_sums(num_segments, angle) -> _Sums:
 
 
 def _cumulative_phase(num_segments, **arguments):
-    """Compute on one device, which has complete rows, what `cumulative_phase` returns: the sums of angles [B, T, H] up
-    to each token of its document, and the last sums, in radians.
+    """Compute the results of `cumulative_phase` on one device, which has complete rows: the sums of angles
+    [B, T, H] up to each token of its document, and the last sums, in radians.
     """
     output, final = _sum_up(
         num_segments, **arguments, state=_no_sums(num_segments, arguments["angle"])

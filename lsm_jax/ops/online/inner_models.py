@@ -49,8 +49,8 @@ Layers = tuple[Layer, ...]
 
 
 def layers_of(inner: Inner) -> Layers:
-    """Return the layers of the inner model that gradient steps train, each array with an axis of size 1 for the rows of
-    a batch: [1, G, ...].
+    """Return the trained layers of the inner model with weights [1, G, I, O] and biases [1, G, O]: the first
+    axis, of size 1, stands for the rows of a batch.
     """
     biases = inner.biases or (None,) * len(inner.weights)
     layers = tuple(Layer(w, b) for w, b in zip(inner.weights, biases, strict=True))

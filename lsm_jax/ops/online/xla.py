@@ -168,7 +168,8 @@ def _add(a: Layers, b: Layers) -> Layers:
 
 
 def _weights(initial: Layers, learned: Layers, log_kept: Array | None) -> Layers:
-    """Return the present weights of the inner model: its initial weights times `exp(log_kept)`, plus what was learned.
+    """Return the present weights of the inner model: its initial weights times `exp(log_kept)`, plus the
+    change that gradient steps have made.
 
     `log_kept` is the sum of the log decays so far; None is a factor of 1.
     """
@@ -188,8 +189,8 @@ def _select_rows(condition: Array, a: Any, b: Any) -> Any:
 
 
 def _next_mini_batch(memory: _Memory, coefficients: Array | None) -> _Memory:
-    """Return the online memory as it is when the next mini-batch begins: gradients are then taken at the weights that
-    the last token of the mini-batch before has left.
+    """Return the online memory at the start of the next mini-batch, whose gradients are taken at the weights
+    after the last token of the mini-batch before.
     """
     if memory.current is not None:
         return memory._replace(start=memory.current, start_log_kept=memory.log_kept)

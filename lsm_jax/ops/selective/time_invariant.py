@@ -211,7 +211,7 @@ def _real_and_imaginary(x: Array, axis: int) -> Array:
 
 
 def _as_real(x: Array, axis: int) -> Array:
-    """Return a real array unchanged; of a complex array, the real and imaginary parts concatenated along
+    """Return a real array unchanged, and for a complex array its real and imaginary parts, concatenated along
     `axis`.
     """
     return _real_and_imaginary(x, axis) if jnp.iscomplexobj(x) else x

@@ -1,4 +1,6 @@
-"""`selective_memory` in XLA: the recurrent, the chunkwise and the associative form."""
+"""Compute `selective_memory` by XLA in three forms: recurrent (token by token), by chunks, and by an
+associative scan over all tokens.
+"""
 
 from __future__ import annotations
 
