@@ -1,6 +1,6 @@
 """Feedforwards: the layers after mixers, which treat each token alone (or with the token before it).
 
-They are called like mixers.
+A feedforward is called with the same arguments as a mixer.
 """
 
 from __future__ import annotations

@@ -78,8 +78,8 @@ class MoEConfig:
 
     @classmethod
     def for_width(cls, hidden_size: int, multiple_of: int) -> MoEConfig:
-        """Return the config with the proportions of Linear-MoE's A0.3B-2B: 64 experts of width 7/8
-        hidden_size, eight per token; `multiple_of` is not used.
+        """Return the config with the proportions of the published Linear-MoE model A0.3B-2B: 64 experts of
+        width 7/8 hidden_size, eight for each token; `multiple_of` has no effect.
         """
         return cls(expert_size=hidden_size * 7 // 8)
 
@@ -102,8 +102,9 @@ class MoEConfig:
         checks.one_of(self, "exchange", self.exchange, EXCHANGES)
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
-        """Floating-point operations of the forward pass per token: the router, the token's experts and the
-        shared one."""
+        """Return the floating-point operations of the forward pass per token: the router, the experts that a
+        token selects, and the shared expert with its gate, if any.
+        """
         widths = 3 * (self.top_k * self.expert_size + self.shared_size)
         gate = 1 if self.shared_size and self.shared_gate else 0
         return 2.0 * hidden_size * (self.num_experts + widths + gate)

@@ -46,12 +46,13 @@ _AXES = {
 
 
 def dense(arrays: dict[str, jax.Array], kernels: dict[str, jax.Array]) -> jax.Array:
-    """Return the output y [B, T, D] of a mixture of experts by the dense form, which applies every expert to every
-    token; devices of the mesh share the work.
+    """Return the output y [B, T, D] of a mixture of experts by the dense form, which applies every expert to
+    every token; the tokens and experts are divided over the mesh's devices.
 
     Args:
-        arrays: x, chosen and weight.
-        kernels: gate_proj, up_proj and down_proj.
+        arrays: by name, x [B, T, D], the tokens; chosen int32 [B, T, k], the selected experts of each token,
+            numbered from 1, and 0 for none; weight float32 [B, T, k], their weights.
+        kernels: the experts' matrices by name: gate_proj and up_proj [E, D, F], and down_proj [E, F, D].
     """
     return over_tokens(_dense, arrays, kernels)
 
@@ -59,16 +60,17 @@ def dense(arrays: dict[str, jax.Array], kernels: dict[str, jax.Array]) -> jax.Ar
 def grouped(
     config: Any, arrays: dict[str, jax.Array], kernels: dict[str, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the output y [B, T, D] of a mixture of experts by the grouped form, in which each expert multiplies the
-    tokens that chose it; devices of the mesh share the work.
+    """Return the output y [B, T, D] of a mixture of experts by the grouped form, in which each expert
+    multiplies the tokens that chose it; the tokens and experts are divided over the mesh's devices.
 
     The second result is int32 [B, T], the number of each token's experts to which it could not be sent
     because a buffer between devices was full; y of these tokens is NaN.
 
     Args:
         config: a `MoEConfig`.
-        arrays: x, chosen and weight.
-        kernels: gate_proj, up_proj and down_proj.
+        arrays: by name, x [B, T, D], the tokens; chosen int32 [B, T, k], the selected experts of each token,
+            numbered from 1, and 0 for none; weight float32 [B, T, k], their weights.
+        kernels: the experts' matrices by name: gate_proj and up_proj [E, D, F], and down_proj [E, F, D].
     """
     return over_mesh(
         _grouped,
@@ -96,7 +98,10 @@ def _dense(x, chosen, weight, gate_proj, up_proj, down_proj):
 
 
 def _grouped(global_batch, config, x, chosen, weight, gate_proj, up_proj, down_proj):
-    """The grouped form on one device of a mesh: its rows, its experts, and its part of the experts' width."""
+    """Return, on one device of a mesh, the output [B, T, D] of the grouped form of a mixture of experts for
+    the device's rows, and the number [B, T] of each token's experts to which it could not be sent. The device
+    has some of the experts, or a part of each expert's width.
+    """
     num_local = gate_proj.shape[0]
     expert = chosen.reshape(-1) - 1
     expert = jnp.where(expert < 0, config.num_experts, expert)
@@ -131,17 +136,20 @@ def _by_local_experts(x, expert, weight, kernels):
 
 
 def _by_exchange(config, x, expert, weight, kernels):
-    """Send each row to the device that has its expert, compute the rows received, and send the results back.
+    """Return the output of a mixture of experts whose rows and experts are both divided over devices: send
+    each row to the device that has its expert, compute the received rows, and send the results back.
 
     Args:
         config: a `MoEConfig`.
-        x: [B, T, D].
-        expert: int32 [B T k], of all experts; `num_experts` for none.
-        weight: float32 [B, T, k].
-        kernels: those of this device's experts.
+        x: [B, T, D], this device's tokens.
+        expert: int32 [B T k], the selected experts of each token, numbered over all devices from 0;
+            `num_experts` for none.
+        weight: float32 [B, T, k], the weights of the selected experts.
+        kernels: gate_proj, up_proj and down_proj of this device's experts.
 
     Returns:
-        y [B, T, D] in float32, and the overflow [B, T] of `grouped`.
+        y [B, T, D] in float32, and int32 [B, T], the number of each token's experts to which it could not be
+        sent because a buffer was full.
     """
     top_k, num_local = weight.shape[-1], kernels[0].shape[0]
     place, source, _ = places_by_expert(expert, config.num_experts, 1)
@@ -170,11 +178,12 @@ def _by_exchange(config, x, expert, weight, kernels):
 
 
 def _experts(rows, sizes, block, row_weight, gate_proj, up_proj, down_proj):
-    """Apply each row's expert, a SwiGLU layer, to the rows [M, D], which are sorted by expert; multiply by `row_weight`
-    [M, 1] unless it is None.
+    """Return the outputs [M, D] of the experts, which are SwiGLU layers, for `rows` [M, D] sorted by expert;
+    they are multiplied by `row_weight` [M, 1] unless it is None.
 
-    The rows are in the order of `places_by_expert`, which also returns `sizes` [E]; results after the last
-    expert's rows are undefined. The experts' width is padded to a multiple of `block`.
+    The rows are in the order of `places_by_expert`, which also returns `sizes` [E], the number of places of
+    each expert; results after the last expert's rows are undefined. The experts' inner width is padded to a
+    multiple of `block`.
     """
     padding = -gate_proj.shape[-1] % block
     if padding:
@@ -189,9 +198,11 @@ def _experts(rows, sizes, block, row_weight, gate_proj, up_proj, down_proj):
 
 @jax.custom_vjp
 def _weighted_swiglu(gate_up, row_weight):
-    """Return `silu(gate) ⊙ up` [M, F] of `gate_up` [M, 2 F], times `row_weight` [M, 1] unless it is None.
+    """Return `silu(gate) ⊙ up` [M, F], the inner values of SwiGLU experts, from their two halves `gate_up`
+    [M, 2 F], times `row_weight` [M, 1] unless it is None.
 
-    With the weight here, its gradient is computed in the same pass as that of `gate_up`.
+    Since the weight is applied here, its gradient is computed in the same pass over memory as that of
+    `gate_up`.
     """
     gate, up = jnp.split(_wide(gate_up), 2, axis=-1)
     y = jax.nn.silu(gate) * up

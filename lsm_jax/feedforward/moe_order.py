@@ -51,8 +51,10 @@ def take_rows(x: jax.Array, index: jax.Array, fill: int | bool = 0) -> jax.Array
 
 @jax.custom_vjp
 def permute(rows: jax.Array, source: jax.Array, place: jax.Array) -> jax.Array:
-    """Move rows [N, D] to their places, [M, D]; empty places are 0. With `source` and `place` exchanged it is
-    the inverse."""
+    """Move rows [N, D] to their places among the rows sorted by expert, [M, D]; empty places are 0. `place`
+    [N] is the place of each row, and `source` [M] the row at each place; with the two exchanged the function
+    is its inverse.
+    """
     return take_rows(rows, source)
 
 

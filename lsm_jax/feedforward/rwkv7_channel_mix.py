@@ -28,11 +28,13 @@ class RWKV7ChannelMixConfig:
 
     @classmethod
     def for_width(cls, hidden_size: int, multiple_of: int) -> RWKV7ChannelMixConfig:
-        """Return the config with the published inner width, 4 hidden_size; `multiple_of` is not used."""
+        """Return the config with the published inner width, 4 hidden_size; `multiple_of` has no effect."""
         return cls()
 
     def width(self, hidden_size: int) -> int:
-        """Return the number of channels between the layer's two matrices in a model of width `hidden_size`."""
+        """Return the inner width of RWKV7's channel mix, the number of channels between its two matrices, in
+        a model of width `hidden_size`.
+        """
         return int(self.hidden_ratio * hidden_size)
 
     def validate(self, hidden_size: int) -> None:

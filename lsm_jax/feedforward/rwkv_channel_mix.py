@@ -35,12 +35,14 @@ class RWKV6ChannelMixConfig:
     @classmethod
     def for_width(cls, hidden_size: int, multiple_of: int) -> RWKV6ChannelMixConfig:
         """Return the config with the published inner width, 3.5 hidden_size, a multiple of 32; `multiple_of`
-        is not used.
+        has no effect.
         """
         return cls()
 
     def width(self, hidden_size: int) -> int:
-        """Return the number of channels between the layer's two matrices in a model of width `hidden_size`."""
+        """Return the inner width of RWKV6's channel mix, the number of channels between its two matrices, in
+        a model of width `hidden_size`.
+        """
         return int(self.hidden_ratio * hidden_size) // self.multiple_of * self.multiple_of
 
     def validate(self, hidden_size: int) -> None:

@@ -37,7 +37,9 @@ class SwiGLUConfig:
         return cls(multiple_of=multiple_of)
 
     def width(self, hidden_size: int) -> int:
-        """Return the number of channels between SwiGLU's two layers of matrices in a model of width `hidden_size`."""
+        """Return SwiGLU's inner width, the number of columns of W_g and W_u, in a model of width
+        `hidden_size`.
+        """
         if self.intermediate_size is not None:
             return self.intermediate_size
         wanted = int(hidden_size * self.hidden_ratio * 2 / 3)

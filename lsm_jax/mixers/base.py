@@ -117,8 +117,8 @@ class ShortConvolution(nnx.Module):
     def __call__(
         self, x: jax.Array, context: Context, head_dim: int | None = None
     ) -> tuple[jax.Array, Context]:
-        """Convolve each channel of x [B, T, channels] with the tokens before; with `head_dim`, each `head_dim` channels
-        of the result have unit length.
+        """Convolve each channel of x [B, T, channels] over a token and the few tokens before it in its
+        document; with `head_dim`, each `head_dim` channels of the result have unit length.
 
         Returns:
             The result in the shape and dtype of x, and the context with the new tail.
@@ -138,7 +138,9 @@ class ShortConvolution(nnx.Module):
 
 
 class Pointwise(nnx.Module):
-    """Apply SiLU and the normalisation of heads without a convolution: the layer of `short_convolution` for width 1."""
+    """The layer of `short_convolution` for width 1: SiLU and the normalisation of heads, without a
+    convolution, parameters or a state.
+    """
 
     def __init__(self, *, silu: bool):
         self.silu = silu
@@ -199,20 +201,23 @@ class Mixer(nnx.Module):
     Attributes:
         op: the function of `lsm_jax.ops` that updates and reads the memory.
         uses_positions: whether it needs tokens' positions, as rotary embeddings do.
-        positions_in_memory: whether positions, of which it uses the remainder by its mini-batch, count the tokens that a memory
-            of a Mixture-of-Memories has seen, and not those of the row. Its op's state has them as `position`.
+        positions_in_memory: whether its positions, of which it uses only the remainder by its mini-batch,
+            count the tokens that a memory of a Mixture-of-Memories has received, instead of the row's tokens.
+            The state of its op contains this count as `position`.
         uses_depth: whether `__init__` accepts `layer`, the index of the layer in the model (possibly traced, so only initial
             parameters may depend on it), and `num_layers`, the model's depth.
         has_losses: whether it reports losses, and `__init__` accepts `loss_layers`, the number of layers over which they are
             averaged (None for `num_layers`).
         memory_parts: its submodules, `Dense` layers or made of them, of which each memory of a Mixture-of-Memories has a copy
             (keys, values, gates); the memories share the others. Empty where it cannot be one of several memories.
-        token_parts: its `Dense` layers, by name, that act in `read` and `write` on `x` itself, not on what other layers made
-            of it. Mixture-of-Memories computes those once a token (and memory), not once a row; one that is not listed is
-            slower there, one listed wrongly is wrong.
+        token_parts: the names of its `Dense` layers that multiply in `read` and `write` the input `x` itself,
+            not an output of other layers. Mixture-of-Memories computes those once for each token (and
+            memory), not once for each row. A layer that is missing here is only slower there; the outputs of
+            a layer that is listed wrongly are wrong.
         shared_by_token: the entries of `shared` that are [B, T, ...].
-        memories_in_place: whether its ops read and return memories exactly as its state holds them; the decoder then lets them
-            update the stack of layers in place (`lsm_jax.ops.core.states.Layer`).
+        memories_in_place: whether its ops read and return memories in the layout in which its state stores
+            them; the decoder then lets the ops update the stack of all layers' memories in place
+            (`lsm_jax.ops.core.states.Layer`).
     """
 
     op: ClassVar[Callable]
@@ -231,16 +236,20 @@ class Mixer(nnx.Module):
         self.hidden_size = hidden_size
 
     def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Compute the op's queries [B, T, H, K], with which tokens x [B, T, D] read the memory."""
+        """Return the op's queries [B, T, H, K], with which tokens x [B, T, D] read the memory, and the
+        context.
+        """
         raise NotImplementedError
 
     def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
-        """Compute the arguments that update the memory, by name, from x [B, T, D]: k, v, and gates."""
+        """Return the arguments by which the op updates its memory for tokens x [B, T, D], by name (k, v, and
+        gates), and the context.
+        """
         raise NotImplementedError
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Compute the mixer's output y [B, T, D] from the op's output o [B, T, H, V] and the mixer's input x [B, T, D],
-        by norm, gate and projection; return it and the context.
+        """Return the mixer's output y [B, T, D] and the context: y is computed from the op's output o
+        [B, T, H, V] and the mixer's input x [B, T, D] by a norm, a gate and a projection.
         """
         raise NotImplementedError
 
@@ -263,14 +272,14 @@ class Mixer(nnx.Module):
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> Any:
         """Return the state of the mixer's op before any token, for `batch_size` rows.
 
-        Only attention uses `max_length`, the number of tokens that it stores at most, and `dtype`, that of its keys and
-        values.
+        `max_length`, the largest number of stored tokens, and `dtype`, the dtype of stored keys and values,
+        affect only softmax attention.
         """
         raise NotImplementedError
 
     def remembering(self) -> tuple[ShortConvolution | TokenShift, ...]:
-        """Return the mixer's short convolutions and token shifts, the parts that keep a tail of tokens from call to
-        call.
+        """Return the mixer's short convolutions and token shifts, the layers whose state is a tail of tokens
+        that is carried from call to call.
         """
         kinds = (ShortConvolution, TokenShift)
         return tuple(v for v in vars(self).values() if isinstance(v, kinds))
@@ -319,7 +328,8 @@ class Mixer(nnx.Module):
     def through_memory(
         self, x: jax.Array, context: Context, memory: Any
     ) -> tuple[jax.Array, Any, Context]:
-        """Run `read`, `write` and `apply`.
+        """Read the memory and update it with the tokens x, by the methods `read`, `write` and `apply` in this
+        order.
 
         Args:
             x: [B, T, D].
@@ -397,7 +407,9 @@ class Mixer(nnx.Module):
         contiguous: bool = False,
         state: MixerState | None = None,
     ) -> tuple[jax.Array, MixerState, Context]:
-        """Mix the tokens of x as a call does, and return the call's context, whose `shared` goes to the next layer."""
+        """Mix the tokens of x [B, T, D] as `__call__` does; return y [B, T, D], the state after the call, and
+        the call's context, whose `shared` goes to the next layer.
+        """
         self._check(x, segment_ids, positions, update_mask, state)
         clock = None
         if self.uses_positions:
@@ -448,5 +460,5 @@ class Mixer(nnx.Module):
         ):
             if jnp.shape(leaf)[:1] != (batch,):
                 raise ValueError(
-                    f"{name}: state{jax.tree_util.keystr(path)} has shape {jnp.shape(leaf)}; accepted are {batch} rows, x's"
+                    f"{name}: state{jax.tree_util.keystr(path)} has shape {jnp.shape(leaf)}; accepted are {batch} rows, as many as x has"
                 )

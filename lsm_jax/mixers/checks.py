@@ -63,8 +63,8 @@ def positive(owner: Any, **values: float) -> None:
 
 
 def one_of(owner: Any, name: str, value: object, accepted: tuple) -> None:
-    """Raise ValueError unless `value`, that of the field `name`, is one of `accepted`; `owner` is the config, or its
-    name.
+    """Raise ValueError unless the value of the field `name` is one of `accepted`; `owner` is the config with
+    that field, or the config's name.
     """
     if value not in accepted:
         listed = ", ".join(repr(a) for a in accepted)
@@ -121,5 +121,7 @@ def convolution_width(owner: Any) -> None:
 
 
 def convolution_taps(owner: Any) -> int:
-    """The number of products of each channel in the short convolution: `conv_size`, or 0 for 1, which is no convolution."""
+    """Return the number of multiplications per channel and token of the short convolution in the config
+    `owner`: `conv_size`, or 0 if that is 1, which means no convolution.
+    """
     return owner.conv_size if owner.conv_size > 1 else 0

@@ -1,4 +1,4 @@
-"""Count the positions of tokens in their documents; the clock that does so continues from call to call."""
+"""Positions of tokens in their documents: a clock counts them, and is carried from call to call."""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ def advance(
 
 
 def _in_sequence(axis, function, **arguments):
-    """Return the positions of one device's tokens and the clock after the whole row, where several devices have
-    consecutive parts of each row.
+    """Return the positions of one device's tokens in their documents and the clock after the complete row,
+    where several devices have consecutive parts of each row.
 
-    Each device computes the clock after its tokens from an empty one. That clock is its update; from the
-    updates of the devices before it follows the clock that it continues from.
+    Each device computes the clock after its tokens as if none came before them. From these clocks of the
+    earlier devices follows the clock that its tokens continue from.
     """
     segment_ids, live, given = (arguments[n] for n in ("segment_ids", "live", "positions"))
     empty = jax.tree.map(jnp.zeros_like, arguments["state"])
@@ -86,10 +86,11 @@ def _in_sequence(axis, function, **arguments):
 
 
 def _add_clocks(clock: Clock, update: Update) -> Clock:
-    """Return the clock after one device's tokens: the position of the row's next token in its document.
+    """Return the clock after one device's tokens, which contains the position of the row's next token in its
+    document.
 
-    `update` contains the clock that these tokens alone would leave, and whether the document before them goes on to
-    their end.
+    `update` contains the clock that these tokens return if none come before them, and whether the document
+    before them continues to their end.
     """
     clock = emptied_by(clock, update)
     position = jnp.where(update.transition, clock.position, 0) + update.written.position

@@ -25,14 +25,14 @@ class DeltaNetConfig(RecurrentConfig):
     Attributes:
         num_heads: heads of queries and keys.
         num_value_heads: heads of values and memories, a multiple of `num_heads`; None is `num_heads`.
-        expand_k: key channels over hidden_size, all heads together.
-        expand_v: value channels over hidden_size, all value heads together.
-        conv_size: width of the short convolutions on q, k and v; 1 is none, which leaves their SiLU.
+        expand_k: number of key channels of all heads, divided by hidden_size.
+        expand_v: number of value channels of all value heads, divided by hidden_size.
+        conv_size: width of the short convolutions on q, k and v; 1 means no convolution, only the SiLU that follows it.
         allow_negative_eigenvalues: β in (0, 2) instead of (0, 1) (arXiv 2411.12537).
         output_gate: multiply the normed output by silu(x W).
         qkv_silu: whether SiLU follows the convolutions of q, k and v; Linear-MoE (arXiv 2503.05447, its code) has neither.
         qkv_bias: whether the projections to queries, keys, values and the output gate have biases, as in Linear-MoE.
-        norm_eps: of the norm over each head's output.
+        norm_eps: epsilon of the norm over each head's output.
     """
 
     num_heads: int = 4

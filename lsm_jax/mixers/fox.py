@@ -87,17 +87,23 @@ class FoXConfig(SoftmaxConfig):
         low, high = self.decay_time_min, self.decay_time_max
         given = f"FoXConfig.decay_time_min={low}, decay_time_max={high}"
         if (low is None) != (high is None):
-            raise ValueError(f"{given}: accepted are both or neither")
+            raise ValueError(f"{given}: accepted are two numbers, or None for both fields")
         if low is None or high is None:
             if self.forget_gate == "fixed":
-                raise ValueError(f"{given}: forget_gate='fixed' needs both")
+                raise ValueError(
+                    f"{given}: accepted with forget_gate='fixed' are two numbers, not None"
+                )
         elif self.forget_gate not in ("fixed", "data_independent"):
-            raise ValueError(f"{given}: forget_gate={self.forget_gate!r} has no use for them")
+            raise ValueError(
+                f"{given}: forget_gate={self.forget_gate!r} does not use decay times; accepted is None for both fields"
+            )
         elif not 0 < low <= high:
-            raise ValueError(f"{given}: they must be greater than 0 and not fall")
+            raise ValueError(f"{given}: accepted are 0 < decay_time_min <= decay_time_max")
 
     def decay_times(self) -> list[float] | None:
-        """Return -1 / log f of each head's fixed or initial gate f, or None if the config gives none."""
+        """Return each head's decay time -1 / log f in tokens, where f is the head's fixed or initial forget
+        gate; None if the config sets no decay times.
+        """
         if self.decay_time_min is None or self.decay_time_max is None:
             return None
         low, high = math.log(self.decay_time_min), math.log(self.decay_time_max)
@@ -159,8 +165,8 @@ class FoX(Softmax):
         return parameter(jnp.array(start), ("heads",), weight_decay=False)
 
     def log_forget(self, x: jax.Array) -> jax.Array | None:
-        """Return the logarithm of each head's gate in float32: [B, T, H], or [H] if it is constant, or None
-        without gates.
+        """Return the logarithm of each head's forget gate for tokens x [B, T, D], in float32: [B, T, H], or
+        [H] if the gate is constant in time, or None without gates.
         """
         if self.f_proj is not None:
             return jax.nn.log_sigmoid(self.f_proj(x, dtype=jnp.promote_types(x.dtype, jnp.float32)))

@@ -35,13 +35,13 @@ class GatedDeltaNetConfig(RecurrentConfig):
         num_heads: heads of queries and keys.
         num_value_heads: heads of values, gates and memories, a multiple of `num_heads`; None is `num_heads`.
         head_dim: key channels of a head.
-        expand_v: value channels of a head over head_dim.
-        conv_size: width of the short convolutions on q, k and v; 1 is none, which leaves their SiLU.
+        expand_v: number of value channels of a head, divided by head_dim.
+        conv_size: width of the short convolutions on q, k and v; 1 means no convolution, only the SiLU that follows it.
         allow_negative_eigenvalues: β in (0, 2) instead of (0, 1) (arXiv 2411.12537).
         output_norm: whether each head's output is normalised ahead of the gate; Linear-MoE (arXiv 2503.05447, its code) has
             only the gate.
         qkv_bias: whether the projections to queries, keys, values and the output gate have biases, as in Linear-MoE.
-        norm_eps: of the norm over each head's output.
+        norm_eps: epsilon of the norm over each head's output.
     """
 
     num_heads: int = 6

@@ -43,8 +43,8 @@ class GatedRetentionConfig(RetNetConfig):
         checks.positive(self, gate_temperature=self.gate_temperature)
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
-        """Return the floating-point operations of the forward pass per token: RetNet, and the gate's
-        projection.
+        """Return the floating-point operations of the forward pass per token: those of RetNet, and the
+        projection of tokens to gates.
         """
         return super().flops_per_token(hidden_size, seq_len) + 2.0 * hidden_size * self.num_heads
 

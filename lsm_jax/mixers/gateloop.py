@@ -142,8 +142,8 @@ class GateLoop(Mixer):
         ), context
 
     def apply(self, query: jax.Array, written: dict[str, Any], **call) -> tuple[jax.Array, Any]:
-        """Return the output [B, T, H, V], computed with one complex number per channel, or with rotated
-        queries and keys.
+        """Return GateLoop's output [B, T, H, V] and the final state: by `selective_memory` with one complex
+        number per channel if `num_heads` is None, else by `linear_memory` with rotated queries and keys.
         """
         k, v, log_decay, angle = (written[n] for n in ("k", "v", "log_decay", "angle"))
         if self.config.num_heads is None:
@@ -176,8 +176,8 @@ class GateLoop(Mixer):
         return o, after._replace(memory=turn_back(after.memory, final))
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Return the layer's output [B, T, D] of the op's output o, and the context: a norm if the config has one,
-        times silu(x W_g), projected.
+        """Return (y, context), with the layer's output y [B, T, D] from the op's output o: normalise o if the
+        config has a norm, multiply by silu(x W_g), and project.
         """
         if self.norm is not None:
             o = self.norm(o) if self.config.num_heads is not None else self.norm(o[..., 0])

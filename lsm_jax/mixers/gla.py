@@ -24,14 +24,14 @@ class GLAConfig(RecurrentConfig):
     """The config of a layer of gated linear attention, whose decay depends on the token, for each key channel.
 
     Attributes:
-        num_heads: heads.
-        expand_k: key channels over hidden_size, all heads together.
-        expand_v: value channels over hidden_size.
+        num_heads: number of heads.
+        expand_k: number of key channels of all heads, divided by hidden_size.
+        expand_v: number of value channels of all heads, divided by hidden_size.
         gate_rank: inner width of the decay's two projections.
         gate_temperature: log α = logsigmoid(gate) / gate_temperature (the paper's τ).
         feature_map: φ on queries and keys, "identity" or "silu"; Linear-MoE (arXiv 2503.05447, its code) has "silu".
         qkv_bias: whether the projections to queries, keys, values and the output gate have biases, as in Linear-MoE.
-        norm_eps: of the norm over each head's output.
+        norm_eps: epsilon of the norm over each head's output.
     """
 
     num_heads: int = 4

@@ -113,8 +113,9 @@ class GSA(Mixer):
         return split_heads(jax.nn.silu(self.q_proj(x)), self.config.num_heads), context
 
     def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
-        """Return the arguments of `slot_memory` that update the memory, by name, and the context: keys and values after
-        silu, the log decay of each slot [B, T, H, M], and its write strength, 1 minus the decay.
+        """Return the arguments of `slot_memory` that update the memory, by name, and the context: keys and
+        values after silu, the log decay of each slot [B, T, H, M], and each slot's write strength, 1 minus
+        the decay.
         """
         heads = self.config.num_heads
         gate = split_heads(self.decay_proj(x, dtype=jnp.float32), heads)

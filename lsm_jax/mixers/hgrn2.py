@@ -32,10 +32,11 @@ class HGRN2Config(RecurrentConfig):
 
     Attributes:
         head_dim: key and value channels of a head (the paper's expansion ratio); hidden_size / head_dim heads.
-        lower_bound: γ of every layer but the model's first, whose γ is 0: None learns it as above; a number from 0 to less
-            than 1 is constant, and adds no parameters. Linear-MoE's models (arXiv 2503.05447, its code) have 0.
+        lower_bound: γ of every layer but the model's first, whose γ is 0. With None the model learns γ for
+            each layer; a number from 0 to less than 1 is constant, and adds no parameters. Linear-MoE's
+            models (arXiv 2503.05447, its code) have 0.
         head_norm: whether the norm is over each head's output, as in Linear-MoE, and not over the whole width.
-        norm_eps: of the norm over the output.
+        norm_eps: epsilon of the norm over the output.
     """
 
     head_dim: int = 128
@@ -126,7 +127,10 @@ class HGRN2(Mixer):
 
     @classmethod
     def init_shared(cls, x: jax.Array, stacks: list[tuple[jax.Array, Any]]) -> dict[str, jax.Array]:
-        """Return `log_bounds` of the layers with learned bounds, [L, 2, D] with L the model's depth; other rows are not read."""
+        """Return, by name, log γ and log (1 - γ) for HGRN2's lower bounds γ in a model of L layers,
+        [L, 2, D], learned across its HGRN2 layers; only the layers with learned bounds read their entries.
+        Empty if no layer learns its bound.
+        """
         stacks = [stack for stack in stacks if stack[1].lower_bound is not None]
         if not stacks:
             return {}
@@ -173,8 +177,8 @@ class HGRN2(Mixer):
         return context.shared[_BOUNDS][context.layer] if _BOUNDS in context.shared else unbounded
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Return (y, context), with the layer's output y [B, T, D] from the memory's output o [B, T, H, V]: normalise each
-        head, or the whole width, as the config says, and project.
+        """Return (y, context), with the layer's output y [B, T, D] from the memory's output o [B, T, H, V]:
+        normalise each head, or all channels together, as the config says, and project.
         """
         if self.config.head_norm:
             return self.o_proj(merge_heads(self.norm(o))), context

@@ -33,8 +33,8 @@ def parameter(
 
 
 def matmul_precision(dtype: DTypeLike) -> jax.lax.Precision:
-    """Return full precision for float32 and wider; products of bfloat16 numbers are exact in float32 in any
-    case.
+    """Return the precision of matrix products with operands of `dtype`: full for float32 and wider, and the
+    default for 16-bit floats, whose products are exact in float32 in any case.
     """
     narrow = jnp.dtype(dtype).itemsize <= 2
     return jax.lax.Precision.DEFAULT if narrow else jax.lax.Precision.HIGHEST
@@ -135,17 +135,19 @@ class Dense(nnx.Module):
         self.bias = parameter(zeros, axes[1:], weight_decay=False) if bias else None
 
     def __call__(self, x: jax.Array, *, dtype: DTypeLike | None = None) -> jax.Array:
-        """Project x [..., in_size] to [..., out_size] in `dtype` (None is x's)."""
+        """Return the projection of x [..., in_size] by this dense layer, [..., out_size] in `dtype` (None is
+        x's).
+        """
         bias = None if self.bias is None else self.bias[...]
         y = self.product(x, self.kernel[...], bias, dtype)
         return y if self.lora is None else y + self.lora(x, dtype)
 
 
 class OrthogonalDense(Dense):
-    """A dense layer, as `Dense`, whose initial matrix has orthogonal rows or columns, as RWKV7's has.
+    """A `Dense` layer whose initial matrix has orthogonal rows or columns, as some matrices of RWKV7.
 
     Args:
-        gain: the norm of these rows or columns; with 0 the matrix starts at zero.
+        gain: the norm of the initial matrix's orthogonal rows or columns; with 0 the matrix starts at zero.
         bias: initial value of the bias; None for no bias.
     """
 
@@ -181,8 +183,8 @@ def draw_xavier(module: nnx.Module, gain: float, rngs: nnx.Rngs) -> None:
 
 
 def recomputed(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Save only a function's arguments for the backward pass, which recomputes the rest; for mostly
-    elementwise functions.
+    """Return `function`, wrapped so that only its arguments are saved for the backward pass, which computes
+    all else again; for mostly elementwise functions.
 
     Otherwise a scan over layers would save every float32 array between bfloat16 arguments and results.
     """
@@ -290,8 +292,8 @@ class RopeScaling:
     original_length: int = 8192
 
     def apply(self, frequency: jax.Array) -> jax.Array:
-        """Lower the frequencies of the rotary embedding for a longer context: return them in radians per token, in the
-        same shape.
+        """Return the frequencies of the rotary embedding, in radians per token, lowered for a longer context;
+        the shape does not change.
         """
         if self.kind == "linear":
             return frequency / self.factor

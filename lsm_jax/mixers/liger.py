@@ -43,8 +43,7 @@ class LigerConfig(RecurrentConfig, SoftmaxConfig):
     With z the pooled key projection, the logarithm of the gate is log sigmoid(z) / gate_temperature for each
     key channel (gla; and hgrn2, in which 1 - gate replaces the key), head (mlstm and gated_retention, which
     are the same function here) or slot (gsa); -softplus(z) for each head (mamba2); or -exp(min(z, 4)) for
-    each key channel (rwkv6). Gate "none" is
-    the ablation whose memory does not decay.
+    each key channel (rwkv6). With the gate "none", an ablation, the memory does not decay.
 
     Attributes:
         window: number of tokens that a query of the window's branch attends to, itself included; None means
@@ -77,8 +76,8 @@ class LigerConfig(RecurrentConfig, SoftmaxConfig):
 
     @classmethod
     def for_width(cls, hidden_size: int) -> LigerConfig:
-        """Return the config of Liger for a model of width `hidden_size`, with the proportions of softmax attention, and
-        two query heads for each key head.
+        """Return the config of Liger for a model of width `hidden_size`, with as many query heads as
+        `SoftmaxConfig` has at that width, and two query heads for each key head.
         """
         heads = SoftmaxConfig.for_width(hidden_size).num_heads
         return cls(num_heads=heads, num_kv_heads=max(1, heads // 2))
@@ -123,7 +122,7 @@ class LigerConfig(RecurrentConfig, SoftmaxConfig):
             checks.positive(self, num_slots=self.num_slots)
             if not self.gate_projection and self.num_slots > self.dim(hidden_size):
                 raise ValueError(
-                    f"LigerConfig.num_slots={self.num_slots}: a key of {self.dim(hidden_size)} channels pools to no more gates"
+                    f"LigerConfig.num_slots={self.num_slots}: gates are pooled from a key's {self.dim(hidden_size)} channels; accepted are None and 1 to that number"
                 )
         if self.feature_map != "softmax" and self.gate in ("gsa", "hgrn2"):
             raise ValueError(
@@ -145,7 +144,7 @@ class LigerConfig(RecurrentConfig, SoftmaxConfig):
         if self.learned_weights and not (self.memory_weight and self.window_weight):
             raise ValueError(
                 f"LigerConfig.learned_weights=True: memory_weight={self.memory_weight}, window_weight={self.window_weight}; "
-                "accepted are weights other than 0, since a branch of weight 0 does not exist"
+                "accepted are weights other than 0, since a branch of weight 0 is not built"
             )
         if not (self.memory_weight or self.window_weight):
             raise ValueError(
@@ -182,9 +181,9 @@ class LigerState(NamedTuple):
 
 
 class Liger(Softmax):
-    """The layer of Liger attention: the weighted sum of softmax attention in a window and gated linear attention;
-    `LigerConfig` says what its options mean. It has softmax attention's parameters, under the same names, and those of
-    ablations.
+    """The layer of Liger attention: the weighted sum of softmax attention in a window and gated linear
+    attention; `LigerConfig` says what its options mean. It has softmax attention's parameters, under the same
+    names; ablations add a gate's projection, weights of the two branches or feature maps.
 
     The memory uses keys and queries before the rotation, normalised if the layer normalises them. The gate
     uses keys before the norm too.
@@ -215,8 +214,8 @@ class Liger(Softmax):
         self.q_map, self.k_map = learned(config.num_heads), learned(config.kv_heads())
 
     def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Return the queries [B, T, H, K] with which tokens x [B, T, D] read the memory, and the context, which holds
-        those of the window as `saved["q"]`.
+        """Return the queries [B, T, H, K] with which tokens x [B, T, D] read the memory, and the context,
+        which contains the queries of the attention window as `saved["q"]`.
         """
         q = split_heads(self.q_proj(x), self.config.num_heads)
         context = context.add(saved={"q": self._rotated(q, self.q_norm, context)})
@@ -224,8 +223,8 @@ class Liger(Softmax):
         return q if self.config.gate == "gsa" else _mapped(q, self.q_map), context
 
     def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
-        """Return the arguments that update Liger's memory (keys, values and log gates), by name, and the context, which
-        holds the keys of the attention window as `saved["k"]`.
+        """Return the arguments that update Liger's memory (keys, values and log gates), by name, and the
+        context, which contains the keys of the attention window as `saved["k"]`.
         """
         config, heads = self.config, self.config.kv_heads()
         keys, context = self.keys(x, context)
@@ -276,7 +275,10 @@ class Liger(Softmax):
     def through_memory(
         self, x: jax.Array, context: Context, memory: Any
     ) -> tuple[jax.Array, Any, Context]:
-        """Return the weighted sum of the outputs of memory and window, [B, T, H, V], and their final states."""
+        """Return the weighted sum [B, T, H, V] of the outputs of Liger's two branches, the recurrent memory
+        and softmax attention in a window, for tokens x [B, T, D]; the final state of the two; and the
+        context.
+        """
         config = self.config
         earlier = LigerState(None, None) if memory is None else memory
         call = dict(segment_ids=context.segment_ids, update_mask=context.update_mask)

@@ -29,11 +29,11 @@ class LightningConfig(RecurrentConfig):
     """The config of a Lightning attention layer: linear attention with a constant decay for each head and layer.
 
     Attributes:
-        num_heads: heads.
+        num_heads: number of heads.
         decay: each head's constant rate: "depth" is the published `(8 h / H) (1 - l / L)`, slower in higher layers; "alibi" the
             slopes `2^(-8 (h + 1) / H)` in every layer, as in Linear-MoE (arXiv 2503.05447, its code); "none" does not decay.
         qkv_bias: whether the projections to queries, keys, values and the output gate have biases, as in Linear-MoE.
-        norm_eps: of the norm over each head's output.
+        norm_eps: epsilon of the norm over each head's output.
     """
 
     num_heads: int = 8
@@ -65,8 +65,8 @@ class LightningConfig(RecurrentConfig):
 
 
 def alibi_slopes(num_heads: int) -> list[float]:
-    """Return ALiBi's slopes (arXiv 2108.12409), `2^(-8 (h + 1) / H)` for H a power of two. For other H, those
-    of the next smaller power, and every second one of the next larger.
+    """Return ALiBi's slopes (arXiv 2108.12409), `2^(-8 (h + 1) / H)` for H a power of two. For other H: the
+    slopes for the largest power of two below H, followed by every second slope for the next power of two.
     """
     power = 2 ** int(math.log2(num_heads))
     slopes = [2.0 ** (-8 * (h + 1) / power) for h in range(power)]
@@ -107,7 +107,9 @@ class Lightning(Mixer):
         )
 
     def log_decay(self, layer: jax.Array | int | None) -> jax.Array | None:
-        """Return the decay of each head, [H], in this layer; outside a model that of the first layer."""
+        """Return the log decay of each head, [H], in the layer with index `layer`, or in the first layer if
+        that is None (outside a model). None if the config has no decay.
+        """
         heads = self.config.num_heads
         if self.config.decay == "none":
             return None

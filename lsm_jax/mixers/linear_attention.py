@@ -28,9 +28,9 @@ class LinearAttentionConfig(RecurrentConfig):
     """The config of a layer of basic linear attention: a feature map of queries and keys, and no decay.
 
     Attributes:
-        num_heads: heads.
-        expand_k: key channels over hidden_size, all heads together.
-        expand_v: value channels over hidden_size.
+        num_heads: number of heads.
+        expand_k: number of key channels of all heads, divided by hidden_size.
+        expand_v: number of value channels of all heads, divided by hidden_size.
         feature_map: φ on queries and keys: "identity", "elu" (elu + 1), "relu", "silu", "dpfp", or a learned one, for queries
             and keys apart: "t2r", "hedgehog" or "elementwise_product"; `FeatureMap` says what they are.
         sum_normalize_q: divide φ(q) by the sum of its features; needs a non-negative φ.
@@ -39,7 +39,7 @@ class LinearAttentionConfig(RecurrentConfig):
         output_gate: multiply the normed output by silu(x W).
         qkv_bias: whether the projections to queries, keys, values and the output gate have biases, as in Linear-MoE's models of
             Qwen2's layers (arXiv 2503.05447, its code).
-        norm_eps: of the norm over each head's output.
+        norm_eps: epsilon of the norm over each head's output.
     """
 
     num_heads: int = 4

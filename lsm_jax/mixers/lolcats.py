@@ -51,16 +51,16 @@ class LolcatsConfig(RecurrentConfig, SoftmaxConfig):
 
     @classmethod
     def for_width(cls, hidden_size: int) -> LolcatsConfig:
-        """Return the config of LoLCATs for a model of width `hidden_size`, with the proportions of softmax attention,
-        and two query heads for each key head.
+        """Return the config of LoLCATs for a model of width `hidden_size`, with as many query heads as
+        `SoftmaxConfig` has at that width, and two query heads for each key head.
         """
         heads = SoftmaxConfig.for_width(hidden_size).num_heads
         size = min(64, hidden_size // heads)
         return cls(num_heads=heads, num_kv_heads=max(1, heads // 2), feature_dim=size)
 
     def for_inference(self) -> LolcatsConfig:
-        """Return the config of the layer after distillation, which is evaluated and generates: the student without its
-        transfer loss, with the same parameters.
+        """Return the config of the layer after distillation, for evaluation and generation: the same layer
+        without its transfer loss, with the same parameters.
         """
         return dataclasses.replace(self, transfer_weight=0.0)
 
@@ -160,7 +160,7 @@ class Lolcats(Softmax):
         """
         if self.config.transfer_weight:
             raise ValueError(
-                f"LolcatsConfig.transfer_weight={self.config.transfer_weight}: such a layer keeps no state; 0 is the model that does"
+                f"LolcatsConfig.transfer_weight={self.config.transfer_weight}: a layer with a transfer loss has no state; accepted here is 0"
             )
         return self._empty(batch_size, dtype)
 
@@ -234,14 +234,15 @@ class Lolcats(Softmax):
 
 
 class _Near:
-    """The window of each token: the tokens in the state and in the call, and to which of them each token
-    attends.
+    """The keys and values of a window of W tokens for each token of a call, and which of them the token
+    attends to.
 
     Queries are divided into N blocks of C tokens, with C the window W or, if smaller, T. The queries of a
     block attend only to W + C - 1 consecutive written tokens.
 
     Attributes:
-        keys: [B, W + T, G, K], the state's and the call's; `values` likewise.
+        keys: [B, W + T, G, K], the W keys in the state, followed by those of the call's T tokens.
+        values: [B, W + T, G, V], the values of the same tokens.
         seen: [B, N, C, W + C - 1], whether a query of a block attends to each of the keys that `take` returns
             for the block.
     """
@@ -281,7 +282,9 @@ class _Near:
         self.seen = inside & (run == mine) & (theirs <= ours) & (ours - theirs < self.window)
 
     def cut(self, x: jax.Array) -> jax.Array:
-        """Divide x [B, T, ...] into blocks [B, N, C, ...]; the last block is padded with the last token."""
+        """Divide the query tokens x [B, T, ...] into N blocks of C tokens, [B, N, C, ...]; the last block is
+        padded with the last token.
+        """
         missing = -self.length % self.size
         x = jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2), mode="edge")
         return x.reshape(len(x), -1, self.size, *x.shape[2:])
@@ -291,8 +294,8 @@ class _Near:
         return x.reshape(len(x), -1, *x.shape[3:])[:, : self.length]
 
     def take(self, x: jax.Array) -> jax.Array:
-        """Return the tokens that each block of C query tokens may attend to in a window of W, [B, N, W + C - 1, ...],
-        of x [B, W + T, ...], in which W earlier tokens come before the call's.
+        """Return, of x [B, W + T, ...] (the last W tokens before a call, and the call's T tokens), the tokens
+        to which each block of C query tokens may attend: [B, N, W + C - 1, ...].
         """
         taken = jnp.take_along_axis(x, self.index.reshape(*self.index.shape, *[1] * (x.ndim - 2)), axis=1)  # fmt: skip
         return taken.reshape(len(x), -1, self.window + self.size - 1, *x.shape[2:])
@@ -314,7 +317,9 @@ class _Near:
 
 
 def _features(learned: HeadDense, x: jax.Array) -> jax.Array:
-    """Return the softmax of y = x W and of -y, [B, T, H, 2 F], for x [B, T, H, K]."""
+    """Return LoLCATs' features [B, T, H, 2 F] of queries or keys x [B, T, H, K]: with y = x W, the softmax of
+    y and the softmax of -y, and no feature below a small positive number.
+    """
     y = learned(x)
     both = [jax.nn.softmax(y, axis=-1), jax.nn.softmax(-y, axis=-1)]
     return jnp.maximum(jnp.concatenate(both, axis=-1), _LEAST_FEATURE)

@@ -59,8 +59,8 @@ class LoRA(nnx.Module):
         self.b = parameter(b, (None, out), weight_decay=True)
 
     def __call__(self, x: jax.Array, dtype: DTypeLike | None = None) -> jax.Array:
-        """Return the term that is added to the projection of x [..., in_size]: [..., out_size] in `dtype`
-        (None is x's).
+        """Return the low-rank term `(alpha / rank) x A B` of x [..., in_size], which is added to a projection
+        of x: [..., out_size] in `dtype` (None is x's).
         """
         return self.scale * project(project(x, self.a[...]), self.b[...], dtype=dtype)
 

@@ -30,7 +30,7 @@ class MambaConfig(RecurrentConfig):
         expand: number of inner channels, divided by hidden_size.
         state_size: number of numbers in the memory of each channel (N).
         step_rank: inner width of Δ's two matrices; None is hidden_size / 16, rounded up.
-        conv_size: width of the short convolution; 1 is none, which leaves its SiLU.
+        conv_size: width of the short convolution; 1 means no convolution, only the SiLU that follows it.
     """
 
     expand: int = 2
@@ -52,8 +52,8 @@ class MambaConfig(RecurrentConfig):
         return -(-hidden_size // 16) if self.step_rank is None else self.step_rank
 
     def validate(self, hidden_size: int) -> None:
-        """Raise ValueError if a field of this config of Mamba is not accepted, or does not fit a model of width
-        `hidden_size`.
+        """Raise ValueError if a field of this config of Mamba is not accepted, or does not fit a model of
+        width `hidden_size`.
         """
         self.validate_fields()
         checks.positive(self, expand=self.expand, state_size=self.state_size)
@@ -109,8 +109,9 @@ class Mamba(Mixer):
         )
 
     def _convolved(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Return the convolved channels, which are written and on which Δ, B and C depend; computed once per
-        call.
+        """Return Mamba's inner channels [B, T, D] of the tokens x after the short convolution, which are
+        written to the memory and from which Δ, B and C are computed; and the context, in which they are
+        saved, so that one call computes them once.
         """
         if "inner" not in context.saved:
             inner, context = self.conv(self.x_proj(x), context)
@@ -118,8 +119,8 @@ class Mamba(Mixer):
         return context.saved["inner"], context
 
     def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Return C [B, T, N], the read vector of each token, which the convolved channels are projected to, and the
-        context.
+        """Return the read vector C [B, T, N] of each token, a projection of the inner channels after the
+        short convolution, and the context.
         """
         inner, context = self._convolved(x, context)
         return self.c_proj(inner), context
@@ -141,12 +142,14 @@ class Mamba(Mixer):
         return written, context
 
     def apply(self, query: jax.Array, written: dict[str, Any], **call) -> tuple[jax.Array, Any]:
-        """Run `selective_memory` with the queries as its read vectors C, and return its output and its final state."""
+        """Run `selective_memory` with the queries as its read vectors C, and the arguments from `write`;
+        return its output [B, T, D] and its final state.
+        """
         return type(self).op(C=query, **written, **call)
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Return the layer's output [B, T, D] of the op's output o in inner channels, and the context: multiply by
-        silu(z), where z is a projection of x, and project.
+        """Return (y, context), with the layer's output y [B, T, D] from the op's output o in inner channels:
+        multiply by silu(z), where z is a projection of x, and project.
         """
         gate = jax.nn.silu(self.z_proj(x, dtype=jnp.float32))
         return self.o_proj((o.astype(gate.dtype) * gate).astype(x.dtype)), context

@@ -36,12 +36,12 @@ class Mamba2Config(RecurrentConfig):
     """The config of a Mamba-2 layer: linear attention with one decay for each head and token.
 
     Attributes:
-        expand: inner channels over hidden_size.
+        expand: number of inner channels, divided by hidden_size.
         head_dim: value channels of a head; expand * hidden_size / head_dim heads.
         state_size: key channels of a head (N).
         num_groups: groups of heads that share B and C.
-        conv_size: width of the short convolution; 1 is none, which leaves its SiLU.
-        norm_eps: of the norm after the gate.
+        conv_size: width of the short convolution; 1 means no convolution, only the SiLU that follows it.
+        norm_eps: epsilon of the norm after the gate.
     """
 
     expand: int = 2
@@ -125,7 +125,9 @@ class Mamba2(Mixer):
         )
 
     def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Return the queries C [B, T, groups, N], one for each group of heads, of tokens x [B, T, D], and the context."""
+        """Return Mamba-2's queries C [B, T, groups, N] of tokens x [B, T, D], N state channels for each group
+        of heads, and the context.
+        """
         c, context = self.c_conv(self.c_proj(x), context)
         return split_heads(c, self.config.num_groups), context
 

@@ -191,7 +191,9 @@ class MoM(Mixer):
         )
 
     def innermost(self) -> Mixer:
-        """Return the mixer whose `init_shared` the model calls: the inner mixer, or what that wraps."""
+        """Return the mixer whose `init_shared` the model calls: the inner mixer, or the innermost one if the
+        inner mixer wraps another.
+        """
         return self.inner.innermost()
 
     def model_losses(self, statistics: dict[str, jax.Array]) -> dict[str, jax.Array]:
@@ -207,8 +209,9 @@ class MoM(Mixer):
         return {"mom/balance_loss": config.balance_scale * loss}
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Return the layer's output [B, T, D] of the summed outputs o of a token's memories, by the inner mixer's
-        `finish`, whose token shifts run along the row instead of along a memory's tokens.
+        """Return (y, context), with the layer's output y [B, T, D] from o, the weighted sum of the outputs of
+        each token's memories, by the inner mixer's `finish`; its token shifts run along the row instead of
+        along a memory's tokens.
         """
         tails = {n.removeprefix(_ROW): s for n, s in context.tails.items() if n.startswith(_ROW)}
         inner = dataclasses.replace(context, tails=tails, saved={})
@@ -216,8 +219,9 @@ class MoM(Mixer):
         return y, context.add(tails={_ROW + name: state for name, state in inner.tails.items()})
 
     def remembering(self) -> tuple[Any, ...]:
-        """The inner mixer's short convolutions and token shifts, with a state for each memory; and those of
-        its `finish`, along the row.
+        """Return the layers that remember a tail of tokens from call to call: the inner mixer's short
+        convolutions and token shifts, with a state for each memory, and copies of its token shifts for
+        `finish`, which run along the row.
         """
         parts = self.inner.remembering()
         row = (TokenShift(_ROW + p.name, p.channels) for p in parts if isinstance(p, TokenShift))
@@ -233,8 +237,9 @@ class MoM(Mixer):
         return MoMState(split_memories(memories, groups), zeros, zeros + 1)
 
     def init_state(self, batch_size: int, max_length: int, dtype: Any) -> MixerState:
-        """Return the state of the whole layer before any token: the inner mixer's memories and the tails of its
-        convolutions for each memory, [B, G, ...], and the tails along the row.
+        """Return the state of a Mixture-of-Memories layer before any token: for each memory, the inner
+        mixer's empty memory and the empty tails of its convolutions, [B, G, ...]; and the tails of token
+        shifts along the row.
         """
         groups, tails = self.config.num_groups(), {}
         for part in self.remembering():
@@ -276,7 +281,9 @@ class MoM(Mixer):
         return part.output, MoMState(memories, last_id, document), context
 
     def _route(self, x: jax.Array, context: Context) -> tuple[Route, dict[str, jax.Array]]:
-        """Return the memories of each token of x [B, T, D]; and the balance loss and statistics by name."""
+        """Return the memories to which the router sends each token of x [B, T, D], and their weights; and, by
+        name, the router's balance loss and statistics.
+        """
         logits = self.router(x, dtype=jnp.promote_types(x.dtype, jnp.float32))
         return route_tokens(logits, self.config, context, self.loss_layers)
 
@@ -293,17 +300,20 @@ class MoM(Mixer):
         return context.update_mask is None and (documents or context.segment_ids is None)
 
     def _packs_documents(self) -> bool:
-        """Whether all memories of a row may be one packed row of documents for the op.
+        """Return whether the packed form may lay out all memories of a row as one packed row of documents for
+        the op: True unless the op has the associative form.
 
-        The index of a memory's chunks in this row depends on later tokens. Outputs must not depend on it, not
-        even by their rounding, as they do in the associative form.
+        The index of a memory's chunks in that row depends on later tokens. Outputs must not depend on the
+        index, not even by their rounding, as they do in the associative form.
         """
         return self.inner.config.op.form != "associative"
 
     # ---------------------------------------------------------------------------------------------------- the forms
 
     def _masked(self, x, context, route, documents, memory):
-        """Run each memory over all tokens, as one row, with the tokens masked that are not routed to it."""
+        """Run the inner mixer over one row of all tokens for each memory, in which the tokens that are not
+        routed to the memory are masked.
+        """
         layout = Rows(self.config.num_groups())
         mask = route.routed
         if context.update_mask is not None:
@@ -321,7 +331,9 @@ class MoM(Mixer):
         return part, (memory, tails)
 
     def _one_token(self, x, context, route, documents, memory):
-        """Run one token through the memories that it is routed to; the others are neither read nor written."""
+        """Run the inner mixer over one token of each row, only for the memories that the token is routed to;
+        return the results, and the states of all memories, of which the others are neither read nor written.
+        """
         layout = Rows(self.config.num_groups(), route.indices[:, 0])
         mask = None if context.update_mask is None else layout.tokens(context.update_mask)
         before = memory.memories, self._tails(context)
@@ -331,8 +343,8 @@ class MoM(Mixer):
         return part, jax.tree.map(layout.replace, before, after)
 
     def _packed_from_empty(self, x, context, route, documents):
-        """Run the packed form without a state: the documents of all memories are one packed row of documents
-        for the op.
+        """Run the inner mixer in the packed form, from empty memories: the tokens of all memories are one
+        packed row, in which every document of every memory is a document with its own id.
         """
         group = jnp.arange(self.config.num_groups())
         document = 1 if documents is None else documents[..., None]
@@ -340,8 +352,9 @@ class MoM(Mixer):
         return self._run_packed(x, context, route, ids, None, {}, contiguous=True)
 
     def _final_states(self, x, context, route, documents, document):
-        """Return the states after `_packed_from_empty`, which are those of each row's last document; XLA
-        removes them if they are unused.
+        """Return the states after the tokens that `_packed_from_empty` read, those of each row's last
+        document, by a second run of the packed form over that document alone; XLA removes it if the states
+        are unused.
         """
         ids = jnp.arange(self.config.num_groups()) + 1
         current = 1 if documents is None else documents[..., None] == document[:, None, None]
@@ -363,7 +376,9 @@ class MoM(Mixer):
         return self._states(x, context, route, ids, memory, tails)
 
     def _states(self, x, context, route, ids, memory, tails):
-        """Run the packed form with one state per memory; a memory of an earlier document counts as empty."""
+        """Run the packed form with one state per memory, and return the results and the states after the
+        call. The state of a memory whose last token was of an earlier document counts as empty.
+        """
         document = memory.document
 
         def current(state):
@@ -378,8 +393,9 @@ class MoM(Mixer):
         return part, mark_document(part.memory, part.tails, document)
 
     def _run_packed(self, x, context, route, ids, memory, tails, contiguous=False):
-        """Run the inner mixer over packed tokens; `ids` [B, T, G] are the segment ids of each token for each
-        memory.
+        """Pack the tokens x [B, T, D] by memory, and run the inner mixer over them; return the results in the
+        order of the row's tokens. `ids` [B, T, G] are the segment ids of each token's copies for the
+        memories.
         """
         config = self.config
         size = self.inner.config.op.chunk_size or DEFAULT_CHUNK_SIZE
@@ -408,17 +424,18 @@ class MoM(Mixer):
         tails: dict[str, Any],
         contiguous: bool = False,
     ) -> _Part:
-        """Run the inner mixer over tokens that are arranged by memory: each memory is a row or a segment of its own.
+        """Run the inner mixer over tokens that are arranged by memory, so that each memory is a row or a
+        segment of its own; return the results in the order of the row's tokens.
 
         Args:
-            x: [B, T, D].
-            context: the context of the MoM's call.
+            x: [B, T, D], the layer's input.
+            context: the context of the Mixture-of-Memories layer's call.
             layout: the arrangement of the tokens.
-            route: the memories of each token.
-            segment_ids: arranged, or None.
-            update_mask: arranged, or None.
+            route: the memories of each token, and their weights.
+            segment_ids: the segment ids of the arranged tokens, or None.
+            update_mask: the update mask of the arranged tokens, or None.
             memory: the op's state for the arranged rows, or None.
-            tails: the states of short convolutions and token shifts, likewise.
+            tails: the states of short convolutions and token shifts for the arranged rows, by name.
             contiguous: as in `Context`, for the arranged rows.
         """
         rows = layout.tokens(x)
@@ -457,8 +474,8 @@ class MoM(Mixer):
         )
 
     def _arranged(self, layout: Rows | Packed | PackedByDevice, x: jax.Array) -> Mixer:
-        """Return a copy of the inner mixer whose `Dense` layers multiply tokens that `layout` has arranged by memory; x
-        [B, T, D] are the tokens before they were arranged.
+        """Return a copy of the inner mixer whose `Dense` layers multiply tokens that `layout` has arranged by
+        memory; x [B, T, D] are the tokens before they were arranged.
         """
         inner = nnx.merge(*nnx.split(self.inner))
         by_memory = () if self.config.single_projections else inner.memory_parts
@@ -469,8 +486,8 @@ class MoM(Mixer):
         return inner
 
     def _tails(self, context: Context) -> dict[str, Any]:
-        """Return the tails that the call received for the inner mixer's short convolutions and token shifts along each
-        memory's tokens, by name; not those along the row.
+        """Return, by name, the tails that the call received for the inner mixer's short convolutions and
+        token shifts along each memory's tokens, without the tails of the token shifts along the row.
         """
         return {n: tail for n, tail in context.tails.items() if not n.startswith(_ROW)}
 

@@ -24,11 +24,13 @@ _MAX_NUMBERS = 2**29  # of all segments' matrices on a device: 1 GiB in bfloat16
 
 
 class Rows(NamedTuple):
-    """One row for each memory, with all tokens in each; arranged arrays are [B * J, T, ...].
+    """The layout of tokens with one row of all T tokens for each memory; arrays of tokens become
+    [B * J, T, ...].
 
     Attributes:
-        num_groups: G.
-        group: int [B, J], the memories that have a row; None means all G, in order.
+        num_groups: G, the number of memories.
+        group: int [B, J], the J memories of each batch row that have a row in the layout; None means all G,
+            in order.
     """
 
     num_groups: int
@@ -36,41 +38,49 @@ class Rows(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """J, the number of memories of each batch row for which the layout contains a row of tokens."""
+        """J, the number of memories in the layout for each batch row: G if `group` is None."""
         return self.num_groups if self.group is None else self.group.shape[1]
 
     def tokens(self, x: Array) -> Array:
-        """Repeat tokens x [B, T, ...] for each of the J memories that have a row: [B * J, T, ...]."""
+        """Repeat the tokens x [B, T, ...] of each batch row for each of the J memories in the layout:
+        [B * J, T, ...].
+        """
         x = jnp.broadcast_to(x[:, None], (x.shape[0], self.rows, *x.shape[1:]))
         return x.reshape(-1, *x.shape[2:])
 
     def from_memories(self, x: Array) -> Array:
-        """Arrange x [B, T, G, ...], which has a value for each token and memory, as one row for each of the J memories
-        that have one: [B * J, T, ...].
+        """Arrange x [B, T, G, ...], which has a value for each token and memory, as one row of tokens for
+        each of the J memories in the layout: [B * J, T, ...].
         """
         x = self.select(jnp.moveaxis(x, 2, 1))
         return x.reshape(-1, *x.shape[2:])
 
     def total(self, x: Array, dtype) -> Array:
-        """Sum an array in rows of memories, [B * J, T, ...], over the memories of each token: [B, T, ...] in `dtype`."""
+        """Return the sum, over the memories of each token, of an array that has one row of tokens for each
+        memory, [B * J, T, ...]: [B, T, ...] in `dtype`.
+        """
         return jnp.sum(x.reshape(-1, self.rows, *x.shape[1:]), axis=1).astype(dtype)
 
     def select(self, x: Array) -> Array:
-        """Return, of an array x [B, G, ...] with an entry for each memory, the entries of the memories that have a row:
-        [B, J, ...].
+        """Return, of an array x [B, G, ...] with an entry for each memory, the entries of the J memories in
+        the layout: [B, J, ...].
         """
         if self.group is None:
             return x
         return jax.vmap(lambda row, index: row[index])(x, self.group)
 
     def replace(self, x: Array, new: Array) -> Array:
-        """Return x [B, G, ...] with the entries of the memories that have a row replaced by `new` [B, J, ...]."""
+        """Return x [B, G, ...], an array with an entry for each memory, in which `new` [B, J, ...] replaces
+        the entries of the J memories in the layout.
+        """
         if self.group is None:
             return new
         return jax.vmap(lambda row, index, values: row.at[index].set(values))(x, self.group, new)
 
     def project(self, x: Array, kernel: Array, bias: Array | None, dtype) -> Array:
-        """Multiply arranged x [..., D] by the kernel of each memory, [G, D, F], and add its bias, [G, F]."""
+        """Return the product of tokens x [B * J, ..., D], arranged with one row for each memory, with their
+        memory's kernel in [G, D, F], plus their memory's bias in [G, F]: [B * J, ..., F].
+        """
         if self.group is not None:
             return _select_project(
                 x, kernel, bias, dtype, self.group.reshape(-1, *(1,) * (x.ndim - 1))
@@ -81,15 +91,15 @@ class Rows(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """The tokens of each memory, one memory after another, in time order; each memory begins at the start of
-    a chunk.
+    """The packed layout: the tokens of each memory, one memory after another, in time order; each memory
+    begins at the start of a chunk.
 
-    Arranged arrays are [B, L, ...]. L is static because the number of (token, memory) pairs is: no token is
-    dropped.
+    Arrays of tokens become [B, L, ...], with L = N C for N chunks of C tokens. L is static because the number
+    of (token, memory) pairs is: no token is dropped.
 
     Attributes:
-        place: int [B, T, G], the index in the arranged row of each token for each memory; L if it is not
-            routed to the memory.
+        place: int [B, T, G], the index from 0 to L - 1 of each token's copy for each memory; L if the token
+            is not routed to the memory.
         source: int [B, L], `t G + g` for the index with token t of memory g; T G for empty indices.
         chunk_group: int [B, N], the memory that each chunk belongs to.
     """
@@ -111,13 +121,15 @@ class Packed(NamedTuple):
         return _take_memories(x, self.place, self.source)
 
     def total(self, x: Array, dtype) -> Array:
-        """Sum an array in the packed layout, [B, L, ...], over the memories that each token is routed to: [B, T, ...]
-        in `dtype`.
+        """Return the sum, over the memories that each token is routed to, of an array in the packed layout,
+        [B, L, ...]: [B, T, ...] in `dtype`.
         """
         return _total(dtype, x, self.place, self.source)
 
     def project(self, x: Array, kernel: Array, bias: Array | None, dtype) -> Array:
-        """Multiply arranged x [B, L, D] by the kernel of each memory, [G, D, F], and add its bias, [G, F]."""
+        """Return the product of tokens x [B, L, D], packed memory after memory, with their memory's kernel in
+        [G, D, F], plus their memory's bias in [G, F]: [B, L, F].
+        """
         group = jnp.repeat(self.chunk_group, self._chunk_size(), axis=1)[..., None]
         return _select_project(x, kernel, bias, dtype, group)
 
@@ -143,8 +155,8 @@ class Packed(NamedTuple):
 
 
 def pack(routed: Bool[Array, "B T G"], size: int, num_chunks: int) -> Packed:
-    """Return the packed layout of the routed tokens in `num_chunks` chunks of `size` tokens (at least
-    `chunks_needed`).
+    """Return the packed layout of tokens, routed [B, T, G] to memories, in `num_chunks` chunks of `size`
+    tokens; `num_chunks` is at least the result of `chunks_needed`.
     """
     batch, length, groups = routed.shape
     total = num_chunks * size
@@ -180,31 +192,35 @@ class PackedByDevice(NamedTuple):
     chunk_group: Int[Array, "B S N"]
 
     def tokens(self, x: Array) -> Array:
-        """Arrange tokens x [B, T, ...] in the packed layout of each device that has a part of the row, a copy for each
-        memory that a token is routed to; zeros at empty places.
+        """Arrange tokens x [B, T, ...] in the packed layouts of the S devices that have parts of the row:
+        [B, S L, ...], with a copy of a token for each memory that it is routed to, and zeros at empty places.
         """
         return self._map(_take_tokens_of_devices, x)
 
     def from_memories(self, x: Array) -> Array:
-        """Arrange x [B, T, G, ...], which has a value for each token and memory, in the packed layout of each device
-        that has a part of the row; zeros at empty places.
+        """Arrange x [B, T, G, ...], which has a value for each token and memory, in the packed layouts of the
+        S devices that have parts of the row: [B, S L, ...], with zeros at empty places.
         """
         return self._map(_take_memories_of_devices, x)
 
     def total(self, x: Array, dtype) -> Array:
-        """Sum an array in the packed layouts of the devices over the memories that each token is routed to: [B, T, ...]
-        in `dtype`.
+        """Return the sum, over the memories that each token is routed to, of an array in the packed layouts
+        of S devices, [B, S L, ...]: [B, T, ...] in `dtype`.
         """
         return self._map(_total_of_devices, x, jnp.dtype(dtype))
 
     def project(self, x: Array, kernel: Array, bias: Array | None, dtype) -> Array:
-        """Multiply arranged x [B, S L, D] by each memory's kernel [G, D, F], and add its bias [G, F]."""
+        """Return the product of tokens x [B, S L, D], packed by each of S devices memory after memory, with
+        their memory's kernel in [G, D, F], plus their memory's bias in [G, F]: [B, S L, F].
+        """
         size = self.source.shape[2] // self.chunk_group.shape[2]
         group = jnp.repeat(self.chunk_group, size, axis=2).reshape(len(x), -1, 1)
         return _select_project(x, kernel, bias, dtype, group)
 
     def _map(self, function, x: Array, *static) -> Array:
-        """Call `function` on each device with its part of x [B, P, ...]; the results are joined along P."""
+        """Return the results of `function`, called on each device with the device's part of x [B, P, ...] and
+        with its packed layout; the results are joined along the axis P.
+        """
         batch, devices = self.place.shape[:2]
         batched = dict(
             x=x.reshape(batch, devices, -1, *x.shape[2:]), place=self.place, source=self.source
@@ -224,7 +240,9 @@ class PackedByDevice(NamedTuple):
 def pack_by_device(
     routed: Bool[Array, "B T G"], size: int, num_chunks: int, devices: int
 ) -> PackedByDevice:
-    """Lay the routed tokens of each of `devices` equal parts of the rows out in `num_chunks` chunks of `size`."""
+    """Return the packed layout of tokens, routed [B, T, G] to memories, in rows that are divided equally over
+    `devices` devices: each device packs its own tokens into `num_chunks` chunks of `size` tokens.
+    """
     batch, length, groups = routed.shape
     axes = ("batch", "sequence")
     places = over_mesh(
@@ -241,7 +259,9 @@ def pack_by_device(
 
 
 def _join_rows(x: Array) -> Array:
-    """Merge the axes of rows and of the devices' parts of them: reshape x [B, S, ...] to [B * S, ...]."""
+    """Merge the axes of batch rows and of the S devices that have parts of them: reshape x [B, S, ...] to [B
+    * S, ...].
+    """
     return x.reshape(-1, *x.shape[2:])
 
 
@@ -266,7 +286,8 @@ def _total_of_devices(dtype, x: Array, place: Array, source: Array) -> Array:
 
 
 def chunks_needed(length: int, num_memories: int, top_k: int, always_on: bool, size: int) -> int:
-    """Return a number of chunks that always suffices: each token goes to `top_k` memories, and to one more if
+    """Return a number of chunks of `size` tokens that suffices to pack `length` tokens by memory, however
+    they are routed: each token goes to `top_k` of `num_memories` memories, and to a shared one if
     `always_on`.
     """
     routed = (length * top_k + num_memories * (size - 1)) // size
@@ -274,11 +295,12 @@ def chunks_needed(length: int, num_memories: int, top_k: int, always_on: bool, s
 
 
 def stack_memory_parts(mixers: list[Any], active: float) -> Any:
-    """Return the first mixer with the `memory_parts` of all G mixers, whose parameters are stacked as [G, ...].
+    """Return one mixer for all G memories of a Mixture-of-Memories: the first of `mixers`, in whose
+    `memory_parts` the parameters of all G mixers are stacked as [G, ...].
 
     Args:
         mixers: equal but for their parameters.
-        active: the share of the stacked parameters that one token uses.
+        active: the fraction of the stacked parameters that one token uses.
     """
     graphdef, _ = nnx.split(mixers[0])
     states = [dict(nnx.to_flat_state(nnx.state(mixer))) for mixer in mixers]
@@ -328,8 +350,9 @@ def arranged_product(
 
 
 def _select_project(x, kernel, bias, dtype, group):
-    """Multiply each token of x [..., D] by the kernel of its memory, whose index is `group` [..., 1], by one product
-    for each memory and a selection. This is used for one token, and for narrow layers.
+    """Multiply each token of x [..., D] by the kernel of its memory, whose index is `group` [..., 1]:
+    multiply all tokens by each memory's kernel, and select. This is used for one token, and for narrow
+    layers.
     """
 
     def by(g: int) -> Array:
@@ -346,8 +369,8 @@ def _flat(x: Array) -> Array:
 
 
 def _project_rows(rows: Array, ends: Array, kernel: Array) -> Array:
-    """Multiply rows [B, L, D] by the matrices of their memories, which end before the blocks of 64 tokens
-    `ends` [B, G].
+    """Multiply packed tokens [B, L, D] by the kernels [G, D, F] of their memories, and return [B, L, F]; the
+    tokens of each memory end before the block of 64 tokens whose index is in `ends` [B, G].
     """
     first = jnp.arange(len(rows), dtype=jnp.int32)[:, None] * (rows.shape[1] // 64)
     y = segment_product(_flat(rows), kernel, (first + ends).reshape(-1))
@@ -355,7 +378,7 @@ def _project_rows(rows: Array, ends: Array, kernel: Array) -> Array:
 
 
 def _rows(x: Array, index: Array) -> Array:
-    """Return the entries of x [B, P, ...] at `index` [B, ...], 0 where the index is P."""
+    """Return the entries of x [B, P, ...] along P at the indices `index` [B, ...]; 0 where an index is P."""
     return jax.vmap(lambda row, at: row.at[at].get(mode="fill", fill_value=0))(x, index)
 
 

@@ -27,8 +27,8 @@ class MoMState(NamedTuple):
 
 
 def check_memories(memory: Any, groups: int) -> None:
-    """Raise ValueError unless a state of a Mixture-of-Memories has one state for each of its `groups` memories; the op
-    checks the states' shapes.
+    """Raise ValueError unless a state of a Mixture-of-Memories has one state for each of its `groups`
+    memories; the shapes of these states are checked by the inner mixer's op.
     """
     if not isinstance(memory, MoMState):
         raise ValueError(
@@ -45,7 +45,9 @@ def check_memories(memory: Any, groups: int) -> None:
 def mark_document(
     memory: Any, tails: dict[str, Any], document: jax.Array
 ) -> tuple[Any, dict[str, Any]]:
-    """Return the states of all memories, with arrays [B, G, ...], with `document` [B] as their segment id."""
+    """Return the states of all memories and the tails of their convolutions, with arrays [B, G, ...], in
+    which the segment ids are replaced by `document` [B], the number of each row's document.
+    """
     ids = jnp.broadcast_to(document[:, None], jax.tree.leaves(memory)[0].shape[:2])
     tails = {name: tail._replace(segment_id=ids) for name, tail in tails.items()}
     return memory._replace(segment_id=ids), tails
@@ -88,7 +90,8 @@ def positions_in_memory(
 ) -> jax.Array:
     """Return the number of tokens of its document that each memory has received before each token, int32 [B, T, G].
 
-    After a state the count continues from that in the state's mini-batch: only its remainder is used.
+    For a document that continues from `memory`, counting starts at the position that the inner op's state has
+    in its mini-batch: only the remainder of the count by the mini-batch's size is used.
 
     Args:
         counted: bool [B, T, G], the tokens that update each memory.

@@ -42,11 +42,12 @@ class OpConfig:
         return dict(form=self.form, implementation=implementation, chunk_size=self.chunk_size)
 
     def validate(self, holder: str, forms: tuple[str, ...] = checks.FORMS) -> None:
-        """Raise ValueError if a field is not accepted; the op checks whether the backends exist.
+        """Raise ValueError if the form, the backends' names or the chunk size of this config are not
+        accepted; the op checks whether such backends exist.
 
         Args:
-            holder: name of the config that contains this one, for messages.
-            forms: those that the op has.
+            holder: class name of the mixer's config that contains this one, for messages.
+            forms: the names of the forms that the op has.
         """
         name = f"{holder}.op"
         checks.fields(self, name)
@@ -68,8 +69,8 @@ class RecurrentConfig:
     """The base class of the configs of mixers whose memory has a fixed size, whatever the number of tokens.
 
     Attributes:
-        op: how the op computes; each config has a copy, so that `dataclasses.replace` returns independent
-            configs.
+        op: the form, the backends and the chunk size of the mixer's op; each config has a copy, so that
+            `dataclasses.replace` returns independent configs.
     """
 
     op: OpConfig = dataclasses.field(default_factory=OpConfig)

@@ -79,7 +79,9 @@ class QuadraticFeatures(nnx.Module):
         self.beta = parameter(jnp.zeros(size, jnp.float32), ("norm",), weight_decay=False)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Return the features [..., F (F + 1) / 2] of x [..., F], in float32 (float64 for float64)."""
+        """Return ReBased's quadratic features [..., F (F + 1) / 2] of queries or keys x [..., F], in float32
+        (float64 for float64).
+        """
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
         wide = rms_normalize(wide, _LAYER_NORM_EPS) * self.gamma[...] + self.beta[...]

@@ -28,13 +28,13 @@ class RetNetConfig(RecurrentConfig):
 
     Attributes:
         num_heads: heads; head h decays by 1 - 2^(-5-h) a token.
-        expand_k: key channels over hidden_size, all heads together.
-        expand_v: value channels over hidden_size.
+        expand_k: number of key channels of all heads, divided by hidden_size.
+        expand_v: number of value channels of all heads, divided by hidden_size.
         rotary: whether q and k are rotated; Linear-MoE (arXiv 2503.05447, its code) does not.
-        rope_base: of the rotary embedding of q and k.
+        rope_base: base of the rotary embedding of q and k.
         feature_map: φ on queries and keys: "identity", "silu" or "elu" (elu + 1); Linear-MoE has "silu".
         qkv_bias: whether the projections to queries, keys, values and the output gate have biases, as in Linear-MoE.
-        norm_eps: of the norm over each head's output.
+        norm_eps: epsilon of the norm over each head's output.
     """
 
     num_heads: int = 8

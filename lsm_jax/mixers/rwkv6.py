@@ -138,8 +138,8 @@ class RWKV6(Mixer):
         self.o_proj = OrthogonalDense(*shape, gain=0, axes=("heads", "embed"), rngs=rngs)
 
     def _mixed(self, x: jax.Array, context: Context) -> tuple[dict[str, jax.Array], Context]:
-        """Return x interpolated with the token before it, once for each of the five projections, by letter
-        (the paper's ddlerp).
+        """Return x [B, T, D] interpolated with the token before it, once for each of the five projections, by
+        the projection's letter (the paper's ddlerp); and the context.
         """
         if "mixed" not in context.saved:
             before, context = self.shift(x, context)

@@ -44,9 +44,10 @@ class RWKV7Config(RecurrentConfig):
             of 64), rounded to a multiple of 32.
         rate_rank: inner width of the two matrices of the in-context rate a; None means the default of
             `decay_rank`.
-        value_rank: inner width for the weight of the first layer's value; None means 1.7 √hidden_size,
-            rounded likewise.
-        gate_rank: inner width of the output gate; None means 5 √hidden_size, rounded likewise.
+        value_rank: inner width of the two matrices of the weight with which the first layer's values are
+            mixed in; None means 1.7 √hidden_size, rounded to a multiple of 32.
+        gate_rank: inner width of the output gate's two matrices; None means 5 √hidden_size, rounded to a
+            multiple of 32.
         norm_eps: epsilon of the norm over each head's output, published as head_dim · 1e-5.
     """
 
@@ -182,13 +183,15 @@ class RWKV7(Mixer):
 
     @classmethod
     def init_shared(cls, x: jax.Array, stacks: list[tuple[jax.Array, Any]]) -> dict[str, jax.Array]:
-        """Return the values of the first of these layers, which later layers mix with theirs, and its index."""
+        """Return the entries of `shared` through which RWKV7's layers receive the values of the first RWKV7
+        layer: these values, [B, T, D], zeros until that layer sets them, and the index of that layer.
+        """
         first = jnp.min(jnp.concatenate([layers for layers, _ in stacks]))
         return {"v_first": jnp.zeros_like(x), "v_first_layer": first}
 
     def _step_back(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Return, for each token, the difference of the token before it and itself, [B, T, D], which is computed once
-        per call and kept in the context.
+        """Return the token before each token minus the token itself, [B, T, D], for tokens x [B, T, D]; and
+        the context, in which the result is saved, so that one call computes it once.
         """
         if "step_back" not in context.saved:
             before, context = self.shift(x, context)
@@ -203,8 +206,8 @@ class RWKV7(Mixer):
         return x + step_back * share
 
     def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Return the queries [B, T, H, K] of tokens x [B, T, D], which are the receptance r: a projection of x mixed
-        with the token before, and the context. `write` finds r as `saved["r"]`.
+        """Return the queries [B, T, H, K] of tokens x [B, T, D], which are the receptance r: a projection of
+        x mixed with the token before; and the context, in which r is saved for `write` as `saved["r"]`.
         """
         step_back, context = self._step_back(x, context)
         r = split_heads(self.r_proj(self._mixed("r", x, step_back)), self.num_heads)
@@ -246,8 +249,9 @@ class RWKV7(Mixer):
         return dict(written, v=v), context.add(bypass={"current": current})
 
     def _values(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Return the values of the interpolated tokens x [B, T, D], mixed with the values of the model's first layer;
-        without the latter in the first layer itself and outside a model.
+        """Return the values [B, T, D] of tokens x [B, T, D], which are already interpolated with the token
+        before, and the context. In later layers of a model the values are mixed with those of the model's
+        first RWKV7 layer.
         """
         v = self.v_proj(x)
         if "v_first" not in context.shared:

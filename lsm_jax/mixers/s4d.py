@@ -107,7 +107,8 @@ class S4D(Mixer):
     def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
         """Return the read vector C [D, N / 2], a complex parameter constant in time, and the context.
 
-        C is doubled: one number of each conjugate pair is stored, and the real part of both is summed.
+        C is doubled, since the memory has one number of each conjugate pair, and the output is the real part
+        of the sum of both.
         """
         c = self.c[...]
         return 2 * jax.lax.complex(c[..., 0], c[..., 1]), context
@@ -127,8 +128,8 @@ class S4D(Mixer):
         ), context
 
     def apply(self, query: jax.Array, written: dict[str, Any], **call) -> tuple[jax.Array, Any]:
-        """Return the output and the final state, by a convolution for one document without a state, else by
-        the op.
+        """Return S4D's output [B, T, D] and the final state: computed as a convolution for one document
+        without a state if the config says so, else by `selective_memory`.
         """
         plain = all(call[n] is None for n in ("initial_state", "segment_ids", "update_mask"))
         if self.config.convolution == "blocks" and plain:
@@ -136,8 +137,8 @@ class S4D(Mixer):
         return type(self).op(C=query, **written, discretization="zoh", **call)
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Return the layer's output [B, T, D] of the op's output o [B, T, D], and the context: gelu, a projection to
-        twice the width, and a gated linear unit.
+        """Return (y, context), with the layer's output y [B, T, D] from the op's output o [B, T, D]: apply
+        gelu, project to twice the width, and apply a gated linear unit.
         """
         y, gate = jnp.split(self.o_proj(jax.nn.gelu(o, approximate=False)), 2, axis=-1)
         return y * jax.nn.sigmoid(gate), context

@@ -1,5 +1,5 @@
 """Softmax attention (arXiv 1706.03762) with rotary positions or none, grouped queries (arXiv 2305.13245) and
-an optional window.
+an optional window of the last tokens.
 """
 
 from __future__ import annotations

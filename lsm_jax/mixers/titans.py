@@ -32,19 +32,24 @@ from lsm_jax.mixers.op_config import RecurrentConfig
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class TitansConfig(RecurrentConfig):
-    """Titans. What the paper leaves open (heads, expansion, `max_lr`, initial gates) is decided here.
+    """The config of a Titans layer: a memory that gradient steps with momentum and forgetting train on the
+    tokens. The paper does not specify the number of heads, the expansion, `max_lr` and the initial gates;
+    those here are this project's choice.
 
     Attributes:
-        num_heads: heads, each with one memory.
-        memory_depth: layers of the memory, 1 (a matrix, as in arXiv 2503.05447 Table 1) or 2 (an MLP with GELU).
-        memory_expand: channels between two layers over a head's.
-        inner_norm: M(x) = x + LN(memory(x)), as public implementations have it; without, the paper's M(x) = memory(x).
+        num_heads: number of heads, each with one memory.
+        memory_depth: layers of the memory, 1 (a matrix, as in arXiv 2503.05447 Table 1) or 2 (an MLP with
+            GELU).
+        memory_expand: number of channels between the memory's two layers, divided by the channels of a head.
+        inner_norm: whether M(x) = x + LN(memory(x)), as in public implementations, instead of the paper's
+            M(x) = memory(x).
         mini_batch: tokens whose gradients are taken at the same weights.
-        max_lr: θ = max_lr · sigmoid(x w + b), for the mean square of the error over a head's channels. A matrix without norm
-            is linear in the values, whose size then cannot make it diverge; else it can, and wants less (TTT-MLP has 0.1).
-        conv_size: width of the short convolutions on q, k and v; 1 is none, which leaves their SiLU.
-        inner_norm_eps: of the memory's layer norm.
-        norm_eps: of the norm over each head's output.
+        max_lr: θ = max_lr · sigmoid(x w + b), for the mean square of the error over a head's channels. A
+            matrix without norm is linear in the values, so that the size of the values cannot make it
+            diverge; other memories may diverge, and require a smaller rate (TTT-MLP has 0.1).
+        conv_size: width of the short convolutions on q, k and v; 1 means no convolution, only the SiLU that follows it.
+        inner_norm_eps: epsilon of the memory's layer norm.
+        norm_eps: epsilon of the norm over each head's output.
     """
 
     num_heads: int = 16

@@ -29,13 +29,13 @@ class TTTLinearConfig(RecurrentConfig):
     """The config of a TTT-Linear layer, whose memory is a dense layer that gradient steps train on the tokens.
 
     Attributes:
-        num_heads: heads, each with one model.
+        num_heads: number of heads, each with one inner model.
         mini_batch: tokens whose gradients are taken at the same weights.
         base_lr: the inner learning rate is base_lr · sigmoid(x w + b) / head channels.
         conv_size: width of the short convolutions on q and k, which no activation follows; 1 is none.
-        rope_base: of the rotary positions.
-        inner_norm_eps: of the inner model's layer norm.
-        norm_eps: of the layer norm over the output's channels.
+        rope_base: base of the rotary positions.
+        inner_norm_eps: epsilon of the inner model's layer norm.
+        norm_eps: epsilon of the layer norm over the output's channels.
     """
 
     num_heads: int = 16
@@ -149,9 +149,9 @@ class TTTLinear(Mixer):
         return self._rotated(q, context), context
 
     def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
-        """Return the arguments of `online_memory` that update the memory, by name, and the context: keys, convolved and
-        rotated, values, the inner model that is trained, the learning rates of tokens, and the coefficients of places
-        in a mini-batch.
+        """Return the arguments of `online_memory` that update the memory, by name, and the context: keys,
+        convolved and rotated, values, the inner model that is trained, the learning rate of each token, and
+        the factors of the summed gradient steps by a token's place in its mini-batch.
         """
         config = self.config
         rate = jax.nn.sigmoid(self.lr_proj(x, dtype=jnp.float32))

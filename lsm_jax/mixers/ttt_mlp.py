@@ -16,7 +16,8 @@ class TTTMLPConfig(TTTLinearConfig):
     """The config of TTT-MLP: the fields of TTT-Linear, and the inner model's width.
 
     Attributes:
-        inner_expand: number of channels between the two inner layers, divided by a head's.
+        inner_expand: number of channels between the inner model's two layers, divided by the channels of a
+            head.
     """
 
     base_lr: float = 0.1

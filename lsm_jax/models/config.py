@@ -1,5 +1,5 @@
-"""The config of a model: widths, the pattern of its layers, and the kind of layer that each letter stands
-for.
+"""The config of a decoder: its widths, the pattern of its layers, and the kind of layer that each letter of
+the pattern stands for.
 """
 
 from __future__ import annotations
@@ -46,17 +46,18 @@ class ModelConfig:
     """The config of a decoder, a causal language model: its size, the pattern of its layers, dtypes and initialisation.
 
     Attributes:
-        vocab_size: tokens.
+        vocab_size: number of tokens in the vocabulary.
         hidden_size: width of the residual stream.
         num_layers: depth, a multiple of the pattern's length.
         pattern: letters naming the layers from the first on, repeated to the depth; "LLLN" is three L and one N.
-        layers: what each letter stands for.
-        tie_embeddings: the head is the embedding's transpose.
-        norm_eps: of the norms ahead of mixers, feedforwards and head.
-        init_std: of embedding, head and projections, except where a method has its own.
+        layers: the `LayerConfig` (mixer and feedforward) that each letter stands for.
+        tie_embeddings: whether the head is the embedding's transpose.
+        norm_eps: epsilon of the norms before mixers, feedforwards and head.
+        init_std: standard deviation of the initial embedding, head and projections, except where a method has
+            its own.
         scaled_output_init: whether the projections back to the residual stream (`o_proj` of mixers, `down_proj` of feedforwards)
             are initialised smaller by sqrt(2 num_layers), as Megatron does it (Linear-MoE, arXiv 2503.05447, its code).
-        dtype: of activations, "float32" or "bfloat16"; parameters are float32.
+        dtype: the dtype of activations, "float32" or "bfloat16"; parameters are float32.
         remat: what the backward pass recomputes in each layer: "none", "dots" (all but products with weights and this
             package's kernels of memories and attention) or "full".
         loss_chunk_size: tokens whose logits exist at a time in the loss, on each device.
@@ -78,8 +79,8 @@ class ModelConfig:
     lora: mixers.LoRAConfig | None = None
 
     def period(self) -> str:
-        """Return the shortest pattern whose repetition has the same layers; the model scans over its
-        repetitions.
+        """Return the shortest pattern whose repetition gives the same layers as the config's pattern; the
+        model scans over its repetitions.
         """
         letters = self.pattern
         for size in range(1, len(letters) + 1):
@@ -99,9 +100,11 @@ class ModelConfig:
         return [type(self.layers[letter].mixer) for letter in self.letters()].count(type(config))
 
     def for_inference(self) -> ModelConfig:
-        """Return the model that is evaluated and generates: this one, except where a mixer trains in another form.
+        """Return the config of the model that is evaluated and that generates text: this config, except where
+        a mixer is trained in another form.
 
-        Such a mixer's config has `for_inference`, as LoLCATs' first stage does. The parameters are the same.
+        Such a mixer's config has a method `for_inference`, as LoLCATs' first stage does. The parameters are
+        the same.
         """
         return self._with_mixers(
             {
@@ -112,9 +115,10 @@ class ModelConfig:
         )
 
     def teacher(self) -> ModelConfig | None:
-        """Return the model whose outputs this model learns in attention transfer, or None if it learns none.
+        """Return the config of the model whose outputs this model learns in attention transfer, the first
+        stage of a distillation; None if this model learns no other model's outputs.
 
-        Its parameters are some of this model's.
+        The parameters of that model are some of this model's.
         """
         taught = {
             letter: layer.mixer.teacher()
@@ -176,5 +180,5 @@ class ModelConfig:
         joint = any(config.balance == "model" for config in routers)
         if joint and any(config != routers[0] for config in routers):
             raise ValueError(
-                'balance="model" is one loss over all layers with memories; accepted are layers with equal configs'
+                'balance="model" computes one loss over all Mixture-of-Memories layers; accepted are layers with equal MoMConfigs'
             )

@@ -104,8 +104,8 @@ class Block(nnx.Module):
     def __call__(
         self, x: jax.Array, shared: dict[str, jax.Array], state: tuple[Any, Any] | None, **call: Any
     ) -> tuple[jax.Array, dict[str, jax.Array], tuple[Any, Any], dict[str, jax.Array]]:
-        """Return x [B, T, D] after the layer, `shared`, the states of mixer and feedforward, and statistics
-        by name.
+        """Return the residual stream x [B, T, D] after this layer, the values that travel from layer to
+        layer, the states of the layer's mixer and feedforward, and statistics by name.
         """
         mixer_state, inner_state = (None, None) if state is None else state
         y, mixer_state, context = self.mixer.run(
@@ -138,7 +138,9 @@ def _adapt(mixer: Any, inner: Any, lora: mixers.LoRAConfig, rngs: nnx.Rngs) -> N
 
 
 class Period(nnx.Module):
-    """The layers of one period of the pattern; the first of them is layer `first` of the model."""
+    """The layers of one period, the shortest pattern that a decoder repeats; the first of them has the index
+    `first` in the model.
+    """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, first: jax.Array | int):
         self.blocks = nnx.List(
@@ -150,7 +152,8 @@ class Period(nnx.Module):
 
 
 def _stack_periods(config: ModelConfig, keys: jax.Array) -> Period:
-    """Return as many periods as keys, as one `Period` whose parameters have a leading axis "layers".
+    """Return the decoder's periods, one for each random key in `keys`, as one `Period` whose parameters have
+    a leading axis "layers".
 
     All parameters are drawn in one compiled function.
     """
@@ -229,8 +232,8 @@ class Decoder(nnx.Module):
         contiguous: bool = False,
         state: DecoderState | None = None,
     ) -> tuple[jax.Array, DecoderState | None, dict[str, jax.Array]]:
-        """Return the logits [B, T, vocab] in float32, the state after the call, and statistics; the arguments
-        are those of `hidden`.
+        """Return the logits [B, T, vocab] in float32 for tokens int [B, T], the state after the call, and
+        statistics by name; the other arguments are those of `Decoder.hidden`.
         """
         x, state, aux = self.hidden(
             tokens,
@@ -257,7 +260,9 @@ class Decoder(nnx.Module):
         return shared
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """Multiply hidden states [..., D] by the model's head, and return the logits [..., vocab] in float32."""
+        """Return the logits [..., vocab] in float32 of hidden states [..., D]: their product with the model's
+        head.
+        """
         return matmul_to_float32(hidden, self.head().astype(hidden.dtype))
 
     def hidden(
@@ -318,7 +323,9 @@ class Decoder(nnx.Module):
         return self.norm(x), after, self._statistics(aux)
 
     def _statistics(self, aux: list[dict[str, jax.Array]]) -> dict[str, jax.Array]:
-        """Return the statistics of all layers by name, with the losses that are computed from those of several layers."""
+        """Return the statistics of all layers by name, together with the losses that are computed from
+        statistics of several layers.
+        """
         gathered = gather_statistics(aux)
         losses = {type(block.mixer): block.mixer.model_losses for block in self.periods.blocks}
         for model_losses in losses.values():
@@ -351,15 +358,16 @@ class Decoder(nnx.Module):
         """Apply all layers of the decoder over the stages of the mesh's pipeline, without states.
 
         Args:
-            apply_period: `periods.run_period` with a layer function.
-            x: [B, T, D].
+            apply_period: the function that applies one period of layers: `periods.run_period` with a layer
+                function.
+            x: [B, T, D], the residual stream before the first layer.
             shared: the values that travel from layer to layer, by name.
             rows: segment ids, positions and update mask, each [B, T] or None.
-            microbatches: as in `hidden`, at least 1.
-            rounds: as in `hidden`.
+            microbatches: the number of parts, at least 1, into which the rows of the batch are divided.
+            rounds: how often each part passes through all stages.
 
         Returns:
-            x after the layers, and the statistics of each place of the period.
+            x after the layers, and the statistics of each layer of the period, stacked over the periods.
         """
         index = jnp.arange(self.num_periods)
         by_rows = entries_by_row(self.init_shared, x)
@@ -396,14 +404,16 @@ class Decoder(nnx.Module):
         layer to layer: those of a carry may not.
 
         Args:
-            apply_period: `periods.run_period` with a layer function.
-            x: [B, 1, D].
+            apply_period: the function that applies one period of layers: `periods.run_period` with a layer
+                function.
+            x: [B, 1, D], the residual stream before the first layer.
             shared: the values that travel from layer to layer, by name.
             rows: segment ids, positions and update mask, each [B, 1] or None.
             states: `DecoderState.layers`.
 
         Returns:
-            x after the layers, `states` after the token, and the statistics of each place of the period.
+            x after the layers, `states` after the token, and the statistics of each layer of the period,
+            stacked over the periods.
         """
 
         def decode(carry, inputs):

@@ -1,4 +1,6 @@
-"""Cross-entropy over the vocabulary in chunks of time, so that the logits of all tokens never exist at once."""
+"""Cross-entropy over the vocabulary, computed for one chunk of tokens after another, so that the logits of
+all tokens never exist at once.
+"""
 
 from __future__ import annotations
 
@@ -73,8 +75,8 @@ def _loss(chunk_size, hidden, labels, loss_mask, head):
 
 @jax.custom_vjp
 def _chunked_nll(hidden, head, labels):
-    """Return the negative log-likelihoods, [N, B, C] float32, of hidden [N, B, C, D], head [D, V] and labels
-    [N, B, C].
+    """Return the negative log-likelihoods, [N, B, C] float32, of the labels [N, B, C] in N chunks of C
+    tokens, given the hidden states [N, B, C, D] and the head [D, V].
     """
     return _forward(hidden, head, labels)[0]
 

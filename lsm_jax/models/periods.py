@@ -16,7 +16,8 @@ from lsm_jax.parallel import GATHERED
 
 @jax.custom_vjp
 def together(tree: Any) -> Any:
-    """Return the tree; in the backward pass, all of its gradients are computed before any of them is used.
+    """Return the pytree `tree` unchanged; in the backward pass, the gradients of all its arrays are computed
+    before any of them is used.
 
     Otherwise, with several layers in the body of a scan, XLA computes the gradients of all layers' parameters
     last, and stores the arrays that they are computed from until then. This is faster, but requires more
@@ -29,10 +30,12 @@ together.defvjp(lambda tree: (tree, None), lambda _, grads: (jax.lax.optimizatio
 
 
 def rematerialized(function: Any, policy: str) -> Any:
-    """Return `function`, wrapped so that the backward pass recomputes as the rematerialisation policy "none", "full" or
-    "dots" says.
+    """Return `function`, wrapped so that the backward pass computes its intermediate arrays again: with the
+    policy "full" all, with "dots" all but products with weights and the results of this package's kernels.
+    With "none" the function is returned unchanged.
 
-    Inside a scan no barrier against common-subexpression elimination is required.
+    The states that devices exchange along a row are always saved. No barrier against common-subexpression
+    elimination is added, since none is required inside a scan.
     """
     if policy == "none":
         return function
@@ -49,9 +52,9 @@ def run_period(layer: Callable, rows, carry, inputs):
     scan over periods.
 
     Args:
-        layer: `Decoder._layer_function`'s result.
+        layer: the function that applies one layer, from `Decoder._layer_function`.
         rows: segment ids, positions and update mask, each [B, T] or None.
-        carry: x [B, T, D], and the values that travel from layer to layer.
+        carry: the residual stream x [B, T, D], and the values that travel from layer to layer.
         inputs: the period, its layers' states (or None), and its index.
 
     Returns:
@@ -71,8 +74,8 @@ def run_period(layer: Callable, rows, carry, inputs):
 
 
 def entries_by_row(init_shared: Any, x: jax.Array) -> set[str]:
-    """Return the names of those values which travel from layer to layer (`shared`) whose shape depends on the number of
-    rows of the batch; x [B, T, D] is the embedding.
+    """Return the names of the values that travel from layer to layer and whose shape depends on the number of
+    rows of the batch. `init_shared` returns these values by name, given the tokens' embedding x [B, T, D].
     """
     shapes = (jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) for rows in (1, 2))
     one, two = (jax.eval_shape(init_shared, shape) for shape in shapes)
@@ -84,9 +87,9 @@ def gather_statistics(statistics: list[dict[str, jax.Array]]) -> dict[str, jax.A
     of layers.
 
     Args:
-        statistics: for each place of the period, arrays by name that are stacked over periods. Where the
-            shapes of a name differ from place to place, as with different numbers of experts, the result has
-            an entry `name/place` for each place.
+        statistics: for each layer of the period, arrays by name that are stacked over the periods. Where the
+            shapes of a name differ from layer to layer, as with different numbers of experts, the result has
+            an entry `name/place` for each layer, with its place in the period.
     """
     gathered = {}
     for name in sorted({name for aux in statistics for name in aux}):

@@ -145,9 +145,10 @@ def fox(name: str = "pro", size: str = "760m", *, vocab_size: int = 50257) -> Mo
     """Return the config of a model of FoX's paper (arXiv 2503.02130); its output head is not tied to the
     embedding.
 
-    "pro" and "llama" are FoX's two blocks, "transformer-pro" and "transformer-llama" the same blocks with rotary positions in place of the
-    forget gate, "transformer-swa" the latter in a window of 2,048; "samba" alternates Mamba with such a layer. Models whose
-    attention has an output gate have a narrower feedforward, so that all blocks have about as many parameters.
+    "pro" and "llama" are FoX's two blocks, "transformer-pro" and "transformer-llama" the same blocks with
+    rotary positions in place of the forget gate, "transformer-swa" is "transformer-llama" in a window of
+    2,048 tokens; "samba" alternates Mamba layers with layers of "transformer-swa". Models whose attention has
+    an output gate have a narrower feedforward, so that all blocks have about as many parameters.
 
     Args:
         name: a name in `FOX_MODELS`, `FOX_TABLE_3` or `FOX_FIGURE_7`.
@@ -163,7 +164,9 @@ def fox(name: str = "pro", size: str = "760m", *, vocab_size: int = 50257) -> Mo
     if size not in FOX_SIZES:
         raise ValueError(f"size={size!r} does not exist; accepted are {', '.join(FOX_SIZES)}")
     if size != "760m" and name in ("samba", "transformer-swa"):
-        raise ValueError(f"size={size!r}: {name} was published at 760m")
+        raise ValueError(
+            f"size={size!r}: model {name} was published at one size; accepted is '760m'"
+        )
     hidden_size, num_layers = FOX_SIZES[size]
     if name in ("mamba2", "hgrn2", "deltanet"):
         config = lm(name, "340m" if size == "360m" else size, vocab_size=vocab_size)

@@ -74,8 +74,8 @@ class RecallModelConfig:
 
 
 class GatedConvolution(nnx.Module):
-    """A layer that multiplies a short causal convolution of tokens by a gate: `y = x + conv(x) ⊙ (x W + b)` (BaseConv,
-    arXiv 2312.04927).
+    """A layer that multiplies a short causal convolution of tokens by a gate and adds the result to its
+    input: `y = x + conv(x) ⊙ (x W + b)` (BaseConv, arXiv 2312.04927).
     """
 
     def __init__(self, config: RecallModelConfig, *, rngs: nnx.Rngs):
@@ -93,8 +93,8 @@ class GatedConvolution(nnx.Module):
 
 
 class RecallModel(nnx.Module):
-    """A model of an embedding, pre-norm residual layers by the pattern, and a norm; the head is the
-    embedding's transpose.
+    """A small model for associative recall: an embedding, pre-norm residual layers by the config's pattern,
+    and a norm; the head is the embedding's transpose.
     """
 
     def __init__(self, config: RecallModelConfig, *, rngs: nnx.Rngs):
@@ -165,7 +165,7 @@ def recall_state_size(config: RecallModelConfig, max_length: int) -> dict[str, l
 
     Returns:
         Two lists with a number for each layer. `memory`: the size of the memory (keys and values for
-        attention; 0 for a convolution). `all`: that of the memory and of the last inputs of convolutions and
+        attention; 0 for a convolution). `all`: the size of the memory and of the tails of convolutions and
         token shifts.
     """
     options: dict[str, Any] = dict(num_layers=len(config.pattern))

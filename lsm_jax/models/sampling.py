@@ -100,7 +100,7 @@ def _check(model, prompt, num_tokens, temperature, top_k, top_p, stop_token, seg
             )
         if not bool((jnp.asarray(segment_ids) != 0).any(axis=1).all()):
             raise ValueError(
-                "segment_ids: a row of the prompt is all padding; each needs a real token"
+                "segment_ids: a row of the prompt is all padding (0); accepted are rows with a token that is not"
             )
 
 

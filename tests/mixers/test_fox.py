@@ -116,10 +116,16 @@ def test_initial_gates():
     ("fields", "words"),
     [
         (dict(forget_gate="full"), "FoXConfig.forget_gate='full': accepted are 'data_dependent'"),
-        (dict(forget_gate="fixed"), "forget_gate='fixed' needs both"),
-        (dict(decay_time_min=2.0), "decay_time_max=None: accepted are both or neither"),
-        (dict(decay_time_min=2.0, decay_time_max=4.0), "forget_gate='data_dependent' has no use"),
-        (dict(forget_gate="fixed", decay_time_min=4.0, decay_time_max=2.0), "and not fall"),
+        (dict(forget_gate="fixed"), "accepted with forget_gate='fixed' are two numbers"),
+        (dict(decay_time_min=2.0), "decay_time_max=None: accepted are two numbers, or None"),
+        (
+            dict(decay_time_min=2.0, decay_time_max=4.0),
+            "forget_gate='data_dependent' does not use decay times",
+        ),
+        (
+            dict(forget_gate="fixed", decay_time_min=4.0, decay_time_max=2.0),
+            "accepted are 0 < decay_time_min <= decay_time_max",
+        ),
         (dict(output_norm_eps=0.0), "FoXConfig.output_norm_eps=0.0: it must be greater than 0"),
         (dict(head_dim=3, rope_base=1e4), "FoXConfig: heads of 3 channels; rotation needs"),
     ],

@@ -283,7 +283,9 @@ def test_fields_that_do_not_fit_are_told():
     for message, fields in {
         "gate='mamba': accepted are 'gla', 'mamba2'": dict(gate="mamba"),
         "num_slots=4: only gate='gsa' has slots": dict(num_slots=4),
-        "a key of 8 channels pools to no more gates": dict(gate="gsa", num_slots=9),
+        "gates are pooled from a key's 8 channels; accepted are None and 1 to that number": dict(
+            gate="gsa", num_slots=9
+        ),
         "gate='hgrn2' maps no keys; accepted is 'softmax'": dict(gate="hgrn2", feature_map="t2r"),
         "at least one must not be 0": dict(memory_weight=0.0, window_weight=0.0),
         "gate_lower_bound=1.0: accepted are numbers from 0": dict(

@@ -137,5 +137,7 @@ def test_fields_that_do_not_fit_are_told():
     }.items():
         with pytest.raises(ValueError, match=message):
             config(num_heads=4, **fields).validate(32)
-    with pytest.raises(ValueError, match="such a layer keeps no state; 0 is the model that does"):
+    with pytest.raises(
+        ValueError, match="a layer with a transfer loss has no state; accepted here is 0"
+    ):
         Small(METHODS["lolcats"], transfer_weight=1.0).state()

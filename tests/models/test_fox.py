@@ -158,5 +158,7 @@ def test_names_that_do_not_exist_list_what_does():
         models.fox("fox")
     with pytest.raises(ValueError, match="size='1b' does not exist; accepted are 125m, 360m, 760m"):
         models.fox("pro", "1b")
-    with pytest.raises(ValueError, match="size='125m': samba was published at 760m"):
+    with pytest.raises(
+        ValueError, match="size='125m': model samba was published at one size; accepted is '760m'"
+    ):
         models.fox("samba", "125m")

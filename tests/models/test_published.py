@@ -306,7 +306,7 @@ def test_balance_losses_of_a_hybrid_and_of_all_layers_together():
 def test_joint_balance_needs_equal_layers_of_a_decoder():
     config = small(small_mom(balance="model"), "LM")
     config.layers["M"] = LayerConfig(mixer=small_mom(balance="model", top_k=1))
-    with pytest.raises(ValueError, match="accepted are layers with equal configs"):
+    with pytest.raises(ValueError, match="accepted are layers with equal MoMConfigs"):
         config.validate()
     with pytest.raises(ValueError, match="mixer.balance='model': accepted for recall is 'layer'"):
         RecallModelConfig(mixer=small_mom(balance="model"), hidden_size=16).validate()

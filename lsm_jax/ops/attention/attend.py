@@ -1,4 +1,6 @@
-"""`attention` on one device: positions of the tokens, output of the selected backend, and final state."""
+"""Compute `attention` on one device: the positions of the tokens, the output by the selected backend, and the
+final state.
+"""
 
 from __future__ import annotations
 
@@ -65,8 +67,8 @@ def attend_shared_row(
     segment_ids,
     update_mask,
 ) -> tuple[Array, AttentionState]:
-    """The output and the final state on one of the devices that share a row; every device computes the same
-    final state.
+    """Return softmax attention's output [B, T, H, V] for this device's tokens, and the state after the
+    complete row, where devices have consecutive parts of each row; every device computes the same state.
     """
     del function
     options = static.options._replace(axis=axis)

@@ -141,8 +141,8 @@ _CLOSED_GATE = -4096.0  # its exponential is 0, in float64 too
 
 
 def _check_gates(op: str, log_forget, shape: tuple[int, int, int]) -> Array:
-    """Check the forget gates of `attention`, and return the log gates of all tokens, [B, T, N], in at least float32:
-    the gradient of a constant gate is a sum over tokens.
+    """Raise ValueError if the argument `log_forget` of `attention` is not accepted; return the log gates of
+    all tokens, [B, T, N], in at least float32: the gradient of a constant gate is a sum over tokens.
     """
     if jnp.shape(log_forget) not in (shape, shape[2:]):
         raise ValueError(

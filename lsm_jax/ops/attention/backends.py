@@ -99,9 +99,11 @@ def run_kernel(name: str, call: Call) -> jax.Array:
 
 
 def _after_stored_tokens(state: AttentionState, k, v, sums: GateSum | None, run, written) -> tuple:
-    """Return (k, v, sums, run, written) of a call, as in `forgetting_attention`, after those of the state's tokens.
+    """Return a call's keys, values, sums of log forget gates, document numbers (`run`) and flags of written
+    tokens, each preceded by those of the state's tokens, for a fused kernel of `attention`.
 
-    Places of the ring without a token are in a document of their own, before all others, so that the kernel skips them.
+    Places of the state's ring buffer without a token have the document number -1, before all others, so that
+    the kernel skips them.
     """
     stored = stored_in_order(state)
     if sums is not None:  # the sum with 0 has the derivative of `high` for `low`, too

@@ -52,7 +52,7 @@ REQUIREMENTS = (
 
 
 def run(call: Call) -> jax.Array:
-    """Compute the output [B, T, H, V] of softmax attention by cuDNN's fused kernel."""
+    """Compute the output [B, T, H, V] of an `attention` call by cuDNN's fused kernel."""
     q, k, v = (call.arguments[n] for n in "qkv")
     window, scale = call.options.window, call.options.scale
     local = None if window is None else (window - 1, 0)
@@ -83,8 +83,8 @@ def _is_saved(primitive, *_, **__) -> bool:
 
 
 def partly_mapped() -> bool:
-    """Whether some axes of the mesh are mapped, and others with several devices are left to XLA's
-    partitioner.
+    """Return whether some axes of the current mesh are mapped to single devices, while others with several
+    devices are left to XLA's partitioner.
 
     cuDNN's attention then adds its own partitioning, on which XLA's compiler crashes (jax 0.11.2).
     """

@@ -69,13 +69,14 @@ def gate_bias(queries: GateSum, keys: GateSum) -> Float[Array, "B N T S"]:
 
 
 def sum_gates(log_forget: Float[Array, "B T N"], tokens: Tokens, initial: GateSum) -> GateSum:
-    """The inclusive sum of the log gates of each token's document, [B, T, N]; a token that is not written
-    adds 0.
+    """Return the sum of the log forget gates of each token's document up to the token itself, [B, T, N]; a
+    token that is not written adds 0.
 
     Args:
-        log_forget: [B, T, N].
+        log_forget: [B, T, N], the logarithm of each forget gate.
         tokens: which tokens write, and where documents begin.
-        initial: [B, N], or [B, S, N] with one state per segment: the sum before the call.
+        initial: [B, N], or [B, S, N] with one state per segment: the sum over the document's tokens before
+            the call.
     """
     gates = select(tokens.written, log_forget.astype(initial.high.dtype))
     if tokens.slot is not None:

@@ -1,4 +1,6 @@
-"""Softmax attention in blocks of queries, whose scores the backward pass recomputes."""
+"""Compute softmax attention for one block of queries after another; the backward pass computes the scores
+again.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,9 @@ def attend_causally(q, k, v, sums: GateSum | None, *, window: int | None, scale:
 
 
 def _block_size(length: int, keys: int) -> int:
-    """Queries in a block, for about a million scores per head: the memory used then does not grow as T²."""
+    """Return the number of queries in a block, with which a head has about a million scores at a time (at
+    least 128 queries): the memory used then does not grow as T².
+    """
     return min(length, max(128, (1 << 20) // keys))
 
 

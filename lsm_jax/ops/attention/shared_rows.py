@@ -31,14 +31,14 @@ class Plan(NamedTuple):
 
     Attributes:
         block: tokens in a block of queries or keys.
-        state_blocks: blocks of keys from the state, before those of the row; a query may attend to any of
-            them.
+        state_blocks: the number of blocks of keys that come from the state and precede those of the row; a
+            query may attend to any of them.
         window: the number of keys that a query may attend to, its own among them; None for all earlier ones.
         one_document: whether all tokens are written and of one document, without a state, so that a window
             contains consecutive tokens.
         scale: multiplies the scores.
-        dtype: of scores and sums.
-        precision: of products.
+        dtype: the dtype in which scores and sums are computed.
+        precision: the precision of matrix products.
     """
 
     block: int
@@ -71,13 +71,14 @@ class Keys(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """Queries in P pairs of blocks.
+    """The queries of one device, in P pairs of blocks of C tokens, with the document and the rank of each
+    query.
 
     Attributes:
-        q: [P, 2, B, C, G, R, K].
-        sums: the sums of gates, [P, 2, B, C, N], or None.
-        document: [P, 2, B, C], as in `TokenPositions`.
-        rank: [P, 2, B, C], likewise.
+        q: [P, 2, B, C, G, R, K], R query heads for each of G memories.
+        sums: the sums of log forget gates up to each query, [P, 2, B, C, N], or None.
+        document: [P, 2, B, C], the index of each query's document, as in `TokenPositions`.
+        rank: [P, 2, B, C], the number of written tokens of its document before the query.
     """
 
     q: Array
@@ -87,8 +88,8 @@ class Queries(NamedTuple):
 
 
 def tokens_per_device(length: int, devices: int) -> int:
-    """The number that a device's number of tokens must be a multiple of: two blocks, small enough that
-    little padding is added.
+    """Return the number of which a device's number of tokens must be a multiple: the tokens of two blocks,
+    which are small enough that padding rows of `length` tokens to that multiple adds little.
     """
     part = max(1, length // (2 * devices))
     return 2 * min(_LARGEST_BLOCK, max(1, (1 << (part.bit_length() - 1)) // 4))
@@ -146,8 +147,9 @@ def attend(axis: str, plan: Plan, q: Array, of_queries: tuple, keys: Keys) -> Ar
 
 
 def attend_fused(axis: str, run: Callable[[Array, Array], Array], q: Array) -> Array:
-    """Return softmax attention's outputs for this device's tokens, [B, T, N, V], computed by a kernel that is called on
-    two parts of the row, so that all devices have equal work under the causal mask.
+    """Return softmax attention's outputs for this device's tokens, [B, T, N, V], computed by a kernel that is
+    called on two parts of the row, one early and one late, so that the causal mask leaves all devices the
+    same number of scores to compute.
 
     Args:
         axis: the mesh axis that rows are split over.
@@ -165,7 +167,7 @@ def _routes(devices: int) -> tuple[list, list]:
     """Return the pairs (source, target) of devices between which the first and the second halves of each device's
     tokens are exchanged.
 
-    The halves are the 2n parts of the row; parts p and 2n - 1 - p go to device p.
+    The halves of n devices are the 2n equal parts of the row; parts p and 2n - 1 - p go to device p.
     """
     routes = [
         [(source, min(p, 2 * devices - 1 - p)) for source, p in enumerate(range(i, 2 * devices, 2))]
@@ -175,8 +177,8 @@ def _routes(devices: int) -> tuple[list, list]:
 
 
 def _to_pairs(axis: str, devices: int, x: Array) -> Array:
-    """Exchange [B, T, ...] between the devices for [2, B, T / 2, ...]: on device r, parts r and 2n - 1 - r
-    of the row.
+    """Send the tokens x [B, T, ...] of each device to the devices that compute them: on device r of n return
+    [2, B, T / 2, ...], parts r and 2n - 1 - r of the row's 2n equal parts.
     """
     halves = jnp.split(x, 2, axis=1)
     first, second = (
@@ -205,11 +207,12 @@ def _from_pairs(axis: str, devices: int, x: Array) -> Array:
 def _steps(
     plan: Plan, devices: int, pairs: int, device: Array, pair: Array
 ) -> tuple[Array, Array, Array]:
-    """The blocks of queries and keys of which a pair computes the scores, one after another.
+    """Return which products of a block of queries and a block of keys are computed, one after another, for
+    the pair of query blocks with index `pair` on this device.
 
     Returns:
-        [J] each: the query block's index in the pair (0 or 1), the index of the block of keys, and whether
-        that block exists.
+        Three arrays with an entry for each of J products: the query block's index in the pair (0 or 1), the
+        index of the block of keys, and whether that block exists (none lies before the row's start).
     """
     first = device * pairs + pair  # the indices of the pair's blocks in the row
     second = 2 * devices * pairs - 1 - first
@@ -226,8 +229,8 @@ def _steps(
 
 
 def _block_of_keys(plan: Plan, keys: Keys, index: Array) -> Keys:
-    """Return block number `index` of the keys (and of what belongs to them, such as their values): `plan.block`
-    consecutive tokens, cut from the arrays [B, T, ...] of `keys`.
+    """Return block number `index` of `keys`, with all of their fields, such as values and documents:
+    `plan.block` consecutive tokens of the arrays [B, T, ...].
     """
     return jax.tree.map(
         lambda x: jax.lax.dynamic_slice_in_dim(x, index * plan.block, plan.block, axis=1), keys
@@ -235,8 +238,8 @@ def _block_of_keys(plan: Plan, keys: Keys, index: Array) -> Keys:
 
 
 def _scores(plan: Plan, queries: Queries, keys: Keys, exists: Array) -> tuple[Array, Array]:
-    """Return the attention scores of a block of C queries and a block of S keys, [B, G, R, C, S], and the mask of those
-    pairs that attend.
+    """Return the attention scores of a block of C queries and a block of S keys, [B, G, R, C, S], and a mask
+    that is True where the query attends to the key.
     """
     q, k = queries.q.astype(plan.dtype), keys.k.astype(plan.dtype)
     scores = plan.scale * jnp.einsum("btgrk,bsgk->bgrts", q, k, precision=plan.precision)
@@ -252,15 +255,16 @@ def _scores(plan: Plan, queries: Queries, keys: Keys, exists: Array) -> tuple[Ar
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attend(plan: Plan, devices: int, queries: Queries, keys: Keys, device: Array) -> Array:
-    """The outputs of pairs of blocks of queries, [P, 2, B, C, G, R, V]; the backward pass recomputes the
-    scores.
+    """Return the attention outputs [P, 2, B, C, G, R, V] of a device's queries, which are P pairs of blocks
+    of C queries, for the keys of the complete row; the backward pass computes the scores again.
     """
     return _forward(plan, devices, queries, keys, device)[0]
 
 
 def _forward(plan, devices, queries, keys, device):
-    """Return the attention outputs of this device's queries, by a softmax with a running maximum over blocks of keys,
-    and the residuals of the backward pass.
+    """Return the attention outputs of this device's queries, computed by a softmax with a running maximum
+    over blocks of keys, and the arrays that the backward pass requires: inputs, outputs, and the logarithm of
+    each query's sum of weights.
     """
     # The barrier makes masks depend on the queries. Without it jax would compute the masks of all steps
     # before the scan and store them for rematerialisation.
@@ -288,8 +292,8 @@ def _forward(plan, devices, queries, keys, device):
 
 
 def _forward_step(plan, pair_of_queries: Queries, keys: Keys, carry, step):
-    """Add one block of keys to (largest score, sum of weights, sum of weighted values) of one of two blocks
-    of queries.
+    """Add one block of keys to the running softmax (largest score, sum of weights, sum of weighted values) of
+    one of the pair's two blocks of queries; one step of the scan over blocks of keys.
     """
     which, index, exists = step
     queries = jax.tree.map(lambda x: x[which], pair_of_queries)
@@ -312,8 +316,9 @@ def _forward_step(plan, pair_of_queries: Queries, keys: Keys, carry, step):
 
 
 def _backward(plan, devices, saved, d_output):
-    """The gradients of queries and keys, block by block, from the saved logarithm of each query's sum of
-    weights.
+    """Return the gradients of one device's queries and of the complete row's keys, values and sums of log
+    forget gates: the backward pass of softmax attention, which computes the weights again, block by block,
+    from the saved logarithm of each query's sum of weights.
     """
     queries, keys, device, output, log_total = saved
     pairs = queries.q.shape[0]
@@ -358,7 +363,9 @@ def _backward(plan, devices, saved, d_output):
 def _backward_step(
     plan, pair_of_queries: Queries, keys: Keys, d_output, log_total, mean, carry, step
 ):
-    """Add the gradients by one block of scores to those of (k, v, sums of gates) and of the pair's queries."""
+    """Add the gradients that come from one block of attention scores to the gradients of keys, values and
+    sums of log forget gates, and to that of a pair of query blocks; one step of the scan over blocks of keys.
+    """
     (d_keys, d_q), (which, index, exists) = carry, step
     multiply = functools.partial(jnp.einsum, precision=plan.precision)
     queries = jax.tree.map(lambda x: x[which], pair_of_queries)

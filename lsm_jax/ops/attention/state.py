@@ -42,8 +42,8 @@ def attention_state(
     forget_heads: int | None = None,
     dtype=jnp.float32,
 ) -> AttentionState:
-    """An empty `AttentionState` for documents of up to `capacity` tokens; attention with a window requires
-    only `window`.
+    """Return an empty `AttentionState` for documents of up to `capacity` tokens; attention with a window
+    requires a capacity of only `window` tokens.
 
     `forget_heads` is the number of forget gates, one per head of the output; None is for attention without
     gates.

@@ -1,4 +1,6 @@
-"""The position of each token in its document, and the state's ring buffer that stores tokens by it."""
+"""Positions of `attention`'s tokens in their documents, and the ring buffer of a state, in which a token is
+stored at its position modulo the capacity.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,13 @@ from lsm_jax.ops.core.segments import Tokens, select
 
 
 class TokenPositions(NamedTuple):
-    """Where the tokens of a call of `attention` stand: their document, and their rank among its written tokens.
+    """The document of each token of an `attention` call, the token's rank among the document's written
+    tokens, and whether it is written.
 
     Attributes:
         document: [B, T], the index of each token's document, or of its segment's state.
-        rank: [B, T], the number of written tokens of the document before the token; for a token that is not
-            written, less one.
+        rank: [B, T], the number of written tokens of the document before the token, if the token is written;
+            else that number minus 1.
         written: [B, T], whether the token is written.
     """
 
@@ -109,8 +112,8 @@ def write_tokens(
 def prepend_state(
     state: AttentionState, positions: TokenPositions, new: tuple
 ) -> tuple[TokenPositions, tuple]:
-    """The positions and the (keys, values, sums of gates) of the state's tokens, followed by those of the
-    call.
+    """Return the positions of the state's tokens followed by those of the call's tokens, and likewise (keys,
+    values, sums of log forget gates), of which `new` are the call's.
     """
     batch, capacity = new[0].shape[0], state.keys.shape[-3]
     slots = state.count[0].size
@@ -145,8 +148,8 @@ class StoredTokens(NamedTuple):
 
 
 def stored_in_order(state: AttentionState) -> StoredTokens:
-    """Return the keys and values that the state's ring buffers store, in the order of time instead of the order of
-    storage.
+    """Return the keys, values and sums of log forget gates that the state's ring buffers store, from the
+    oldest token to the newest.
     """
     capacity = state.keys.shape[1]
     place = jnp.arange(capacity)

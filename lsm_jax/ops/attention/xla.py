@@ -76,7 +76,9 @@ def _with_masks(
     positions: TokenPositions,
     state: AttentionState,
 ) -> Array:
-    """Return the output [B, T, H, V] of attention to the tokens of the state and of the call."""
+    """Return the output [B, T, H, V] of softmax attention to the tokens of the state and of the call; masks
+    by document and rank select the keys, for one block of queries at a time.
+    """
     key_positions, keys = positions, (k, v, sums)
     if not options.no_state:
         key_positions, keys = prepend_state(state, positions, keys)
@@ -101,7 +103,8 @@ def _in_shared_row(
     state: AttentionState,
     without_ids: bool,
 ) -> Array:
-    """The output for this device's queries; `keys` (keys, values, sums of gates) and `positions` are those
+    """Return the output of softmax attention for this device's queries q [B, T, H, K], where devices have
+    consecutive parts of each row; `keys` (keys, values, sums of log forget gates) and `positions` are those
     of the complete row.
     """
     assert options.axis is not None

@@ -76,18 +76,19 @@ def tokens_of(arguments: dict[str, Any]) -> Tokens:
 def lay_out(
     name: str, tokens: Tokens, memory: jax.Array, arrays: dict[str, Any]
 ) -> tuple[dict[str, Any], Callable[..., tuple[jax.Array, jax.Array]]]:
-    """The arrays in the layout that a kernel reads, and the function that brings its results into the call's
-    layout.
+    """Return a call's arrays in the layout that a fused kernel reads, and a function that brings the kernel's
+    results back into the order of the call's tokens.
 
     Args:
-        name: the kernel's backend.
-        tokens: those of the call.
-        memory: the memory of the call's state.
+        name: the name of the kernel's backend.
+        tokens: which of the call's tokens write, and the document or segment of each.
+        memory: the memory in the call's state: [B, G, K, V], or [B, S, G, K, V] with one state per segment.
         arrays: [B, T, ...] or None, by name; 0 at tokens that write nothing.
 
     Returns:
-        The kernel's arguments by name, `initial` and `run` among them, and a function of the kernel's output
-        and final memory.
+        The kernel's arguments by name: `arrays`, the memory as `initial`, and the number of each token's
+        document or segment as `run`; and a function of the kernel's output and final memory, which returns
+        both in the call's layout.
     """
     if tokens.slot is None:
         return arrays | dict(initial=memory, run=tokens.run), lambda *results: results

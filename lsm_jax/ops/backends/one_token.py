@@ -18,10 +18,11 @@ from pallas_kernels.requirements import Requirement
 def decode_backend(
     run_xla: Callable[[Call], Any], *, without: tuple[str, ...] = (), stacked_only: bool = False
 ) -> Backend:
-    """The backend "mosaic_gpu" of an op for one token; `ops.choices()` calls it "decode_step".
+    """Return the backend "mosaic_gpu" of an op for calls of one token, as in decoding: a kernel that updates
+    the memory in place. `ops.choices()` calls it "decode_step".
 
     Args:
-        run_xla: the op's XLA backend, whose derivatives and `jax.vmap` the kernel takes over.
+        run_xla: the op's XLA backend; it computes the kernel's derivatives, and calls under `jax.vmap`.
         without: names of arguments and options of the op that the kernel does not support.
         stacked_only: `implementation=None` selects the kernel only for a memory that is one layer of a stack,
             because XLA reads and writes any other memory no more often than the kernel.

@@ -103,7 +103,7 @@ def register(op: str, *backends: Backend, first: bool = True) -> None:
 
     Args:
         op: the op's name, such as "linear_memory".
-        backends: they are tried in this order.
+        backends: the new backends, the preferred one first.
         first: whether the new backends come before those that the op has already; if False, after them.
     """
     present = _BACKENDS.get(op, ())
@@ -127,7 +127,8 @@ def names_of(backends: Iterable[Backend]) -> tuple[str, ...]:
 
 
 def check_implementation(op: str, implementation: Any) -> None:
-    """Check that `implementation` is None, a name of the op's backends, or a tuple of such names.
+    """Raise ValueError unless `implementation` is None, a name of a backend of the op called `op`, or a tuple
+    of such names.
 
     Raises:
         ValueError: it is something else; the message lists the names.

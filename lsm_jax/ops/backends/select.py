@@ -1,4 +1,6 @@
-"""Select the backends that run a call of an op: once for each call, by the shapes that one device has."""
+"""Selection of the backends by which a call of an op is computed: once for each call, by the shapes of the
+arrays that one device has.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +27,12 @@ class Selection(NamedTuple):
     backends: tuple[Backend, ...]
 
     def function(self, of: Callable[[Backend], Callable[..., Any]]) -> Callable[..., Any]:
-        """Return the function to call: that of the only backend, or a function that calls the backend of the
-        platform for which the program is lowered.
+        """Return the function that computes the call: that of the only selected backend, or a function that
+        calls the backend of the platform for which the program is lowered.
 
         Args:
-            of: returns the function of a backend; all of them have the same arguments and results.
+            of: a function that returns a backend's function; the functions of all backends have the same
+                arguments and results.
         """
         if len(self.backends) == 1:
             return of(self.backends[0])
@@ -50,8 +53,8 @@ class Selection(NamedTuple):
         return all(backend.name == name for backend in self.backends)
 
     def on_mesh(self) -> Selection:
-        """The backends that may run on the devices of the current mesh; all of them if their platform is not
-        known.
+        """Return the selection with only the first backend that runs on the devices of the current mesh; the
+        same selection if the mesh's platform is not known, or no backend runs on it.
         """
         platform = mesh_platform()
         if platform is None:
@@ -122,8 +125,8 @@ def _other_card(backend: Backend) -> str | None:
 
 
 def _describe(selected: list[Backend], reasons: dict[str, str], call: Call) -> str:
-    """Describe the selected backends by platform, and why those before them were not selected: "mosaic_gpu on
-    NVIDIA, xla elsewhere (...)".
+    """Return a text that names the selected backend for each platform, and why those of higher preference
+    were not selected: "mosaic_gpu on NVIDIA, xla elsewhere (...)".
     """
 
     def name(backend: Backend) -> str:
@@ -145,7 +148,9 @@ def _describe(selected: list[Backend], reasons: dict[str, str], call: Call) -> s
 
 
 def note(op: str, choice: str) -> None:
-    """Record the description of the backends that an op runs on, and log it if it is new for the op."""
+    """Record a text that describes the backends by which an op is computed, for `choices`; log it if it is
+    new for that op.
+    """
     known = _CHOICES.get(op, "")
     if choice not in known.split("; "):
         _CHOICES[op] = f"{known}; {choice}" if known else choice
@@ -160,5 +165,7 @@ def choices() -> dict[str, str]:
 
 
 def clear_choices() -> None:
-    """Delete the record of which backends were selected for earlier calls of ops, which `note` has kept."""
+    """Delete the record, which `choices` returns, of the backends that were selected for earlier calls of
+    ops.
+    """
     _CHOICES.clear()

@@ -36,8 +36,8 @@ class ConvolutionOptions(NamedTuple):
 
 
 def l2_normalize(x: Array, head_dim: int | None = None, eps: float = 1e-6) -> Array:
-    """`x / sqrt(sum(x²) + eps)` over the last axis, or over each `head_dim` channels of it, in x's dtype;
-    computed in float32.
+    """Return x with each vector along the last axis, or each `head_dim` channels of it, divided by its
+    length: `x / sqrt(sum(x²) + eps)`, in x's dtype; computed in float32.
     """
     heads = x if head_dim is None else x.reshape(*x.shape[:-1], -1, head_dim)
     wide = heads.astype(jnp.promote_types(x.dtype, jnp.float32))

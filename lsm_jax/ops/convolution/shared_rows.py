@@ -64,8 +64,9 @@ def in_sequence(axis: str, function: Callable[..., Any], static: Static, **argum
 
 
 def _last_tokens(x, width: int, ids, tokens: Tokens) -> tuple[Array, Array | None]:
-    """Return the last `width` tokens of a device's part of each row, which has no gaps (0 for tokens of an earlier
-    document), and the segment id of the last token.
+    """Return the last `width` tokens of a device's part of each row, 0 for tokens of a document before the
+    row's last one, and the segment id of the part's last token (0 if it is not written). In each row every
+    token between two tokens of one document is written.
     """
     tail = x[:, -width:]
     if tokens.written is None:
@@ -79,8 +80,8 @@ def _last_tokens(x, width: int, ids, tokens: Tokens) -> tuple[Array, Array | Non
 
 
 def _update(x, state: ShiftState, segment_ids, update_mask) -> Update:
-    """Return the tokens of this device as one update; its transition is the number of tokens that are added
-    to the tail.
+    """Return the effect of this device's tokens on the state of a short convolution or token shift, as one
+    update: its transition is the number of these tokens that enter each tail (at most the tail's width).
     """
     width = state.tail.shape[-2]
     num_segments = state.tail.shape[1] if state.tail.ndim == 4 else None
@@ -99,8 +100,9 @@ def _update(x, state: ShiftState, segment_ids, update_mask) -> Update:
 
 
 def _advance(state: ShiftState, update: Update) -> ShiftState:
-    """Return the state of a short convolution after one device's tokens: the last tokens of the row, taken from the
-    state before and from `update`, the state that these tokens alone would leave.
+    """Return the state of a short convolution after one device's tokens: the last tokens of the row, taken
+    from the state before and from `update`, which contains the state after these tokens if none come before
+    them.
     """
     state = emptied_by(state, update)
     width = state.tail.shape[-2]

@@ -131,8 +131,8 @@ def _axes(batched: dict[str, Any], channels: str | None) -> dict[str, Any]:
 
 
 def _arguments(op, x, width, state, segment_ids, update_mask):
-    """Check the arguments of a short convolution that have an axis of rows, and return them by name; the state is an
-    empty one if the caller gave none.
+    """Check the arguments of a short convolution that have an axis of batch rows, and return them by name;
+    the state is an empty one if the caller passed none.
     """
     batch, length, channels = x.shape
     checks.check_rows(op, batch, length, segment_ids, update_mask)

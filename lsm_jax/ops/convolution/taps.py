@@ -1,4 +1,4 @@
-"""The taps of a short convolution: the written tokens before each token of a document."""
+"""Find the taps of a short convolution: for each token, the written tokens before it in its document."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from lsm_jax.ops.core.segments import Tokens, read_tokens
 def previous_tokens(
     contiguous: bool, x: Array, state: ShiftState, segment_ids, update_mask, width: int
 ) -> tuple[list[Array], Tokens, ShiftState]:
-    """The taps of each token: the last written token before it in its document, the one before that, and so
-    on.
+    """Return the taps of each token: the last written token before it in its document, the one before that,
+    and so on.
 
     Args:
         contiguous: whether every token between two tokens of one document is written.
-        x: [B, T, D].
-        state: the state before the call.
-        segment_ids: [B, T] or None.
-        update_mask: [B, T] or None.
+        x: [B, T, D], the inputs of the short convolution.
+        state: the state before the call, with the last tokens of the call before.
+        segment_ids: [B, T], the tokens' segment ids, or None.
+        update_mask: [B, T], 0 for tokens that are not written, or None.
         width: the number of taps.
 
     Returns:
-        `width` arrays [B, T, D], 0 where there is no such token; the call's tokens; and the state after the
-        call.
+        `width` arrays [B, T, D], 0 where there is no such token; which tokens of the call are written, and
+        their documents (`Tokens`); and the state after the call.
     """
     batch, length, channels = x.shape
     num_segments = state.tail.shape[1] if state.tail.ndim == 4 else None
@@ -92,8 +92,11 @@ def _shifted_taps(x: Array, tail: Array, tokens: Tokens) -> list[Array]:
 
 
 def _pointers(tokens: Tokens, slots: int, nothing: int) -> tuple[Array, Array]:
-    """Pointers to the written token before each token, [B, T], and to the last written token of each state,
-    [B, S].
+    """Return the index of the last written token before each token in its document, [B, T], and of the last
+    written token of each state, [B, S].
+
+    An index of -1 - i means the i-th newest token of the state before the call, and `nothing` that there is
+    no token.
     """
     assert tokens.written is not None
     length = tokens.written.shape[1]

@@ -1,1 +1,3 @@
-"""The algebra of memory updates: segments, states, decays, and devices that share a row."""
+"""The parts that all ops share: arguments' checks, segments, states, decays, scans over chunks, and devices
+that have consecutive parts of a row.
+"""

@@ -94,8 +94,8 @@ def check_rows(op: str, batch: int, length: int, segment_ids, update_mask) -> No
 
 
 def check_chunk_size(op: str, chunk_size: int | None, length: int) -> int:
-    """Return the number of tokens in a chunk for a call of `length` tokens: the given chunk size or the default, but no
-    more than the row requires.
+    """Return the number of tokens in a chunk for a call of `length` tokens: the given chunk size or the
+    default, but no more than the smallest power of two of at least `length`.
     """
     if chunk_size is None:
         chunk_size = DEFAULT_CHUNK_SIZE
@@ -110,8 +110,8 @@ def is_count(value: Any) -> bool:
 
 
 def check_number(op: str, name: str, value: Any, *, at_least: float = -math.inf) -> float:
-    """Return `value` as a float, if it is a finite Python number that is not less than `at_least`. It becomes
-    a constant of the program, so that traced arrays are refused.
+    """Return `value` as a float; raise ValueError unless it is a finite Python number of at least `at_least`.
+    It becomes a constant of the program, so that traced arrays are refused.
     """
     numbers = (int, float, np.integer, np.floating)
     known = isinstance(value, numbers) and not isinstance(value, bool)
@@ -130,10 +130,10 @@ def state_or_empty(op: str, state: Any, empty: Callable[..., Any], segment_ids: 
     """Return the state that the caller of an op gave, after checks of its shapes, or an empty one if it is None.
 
     Args:
-        op: for messages.
-        state: the op's `initial_state`.
+        op: the op's name, for messages.
+        state: the argument `initial_state` of the op's caller.
         empty: makes an empty state; called with `num_segments`.
-        segment_ids: the op's.
+        segment_ids: the argument `segment_ids` of the op's caller, [B, T] or None.
 
     Raises:
         ValueError: the state has another type, arrays that are missing, too many or of another shape or kind,
@@ -170,7 +170,7 @@ def state_or_empty(op: str, state: Any, empty: Callable[..., Any], segment_ids: 
         for of, called in _KINDS:
             if jnp.issubdtype(like.dtype, of) and not jnp.issubdtype(jnp.result_type(array), of):
                 raise ValueError(
-                    f"{op}: {name} has dtype {jnp.result_type(array)}; accepted with these arguments are {called} ones"
+                    f"{op}: {name} has dtype {jnp.result_type(array)}; accepted with these arguments are {called} dtypes"
                 )
     return state
 
@@ -188,16 +188,16 @@ def compute_dtype(*arrays: Array | None):
 
 
 def matmul_precision(*arrays: Array) -> jax.lax.Precision:
-    """The precision of matrix products: full for float32 and float64 inputs; bfloat16 inputs are exact in the
-    default mode.
+    """Return the precision of an op's matrix products: full if an input is float32 or wider, and the default
+    if all are 16-bit floats, whose products are exact in float32 in any case.
     """
     narrow = all(a.dtype in (jnp.bfloat16, jnp.float16) for a in arrays)
     return jax.lax.Precision.DEFAULT if narrow else jax.lax.Precision.HIGHEST
 
 
 def group_queries(q: Array, value_heads: int) -> Array:
-    """Group query heads [B, T, H, K] by the memory that they read: [B, T, G, R, K], with R heads for each of the G
-    memories; R is 1 if memories share queries.
+    """Group query heads [B, T, H, K] by the memory that they read: [B, T, G, R, K], with R = H / G heads for
+    each of the G memories. If H < G, several memories read each head: it is repeated for them, and R is 1.
     """
     batch, length, heads, key_dim = q.shape
     if heads < value_heads:
@@ -206,12 +206,16 @@ def group_queries(q: Array, value_heads: int) -> Array:
 
 
 def spread_keys(k: Array, value_heads: int) -> Array:
-    """Repeat the key heads of k so that each of the G memories (value heads) has its own keys."""
+    """Repeat the heads of the keys k [B, T, Hk, K] so that each of the G memories (value heads) has one:
+    [B, T, G, K].
+    """
     return k if k.shape[2] == value_heads else jnp.repeat(k, value_heads // k.shape[2], axis=2)
 
 
 def check_log_decay(op: str, log_decay, dims: tuple[int, int, int, int]) -> None:
-    """Check that `log_decay` is [G], [B, T, G] or [B, T, G, K], for dims (B, T, G, K)."""
+    """Raise ValueError unless `log_decay` is None or has one of the shapes [G], [B, T, G] and [B, T, G, K];
+    `dims` are (B, T, G, K).
+    """
     batch, length, heads, key_dim = dims
     accepted = ((heads,), (batch, length, heads), (batch, length, heads, key_dim))
     if log_decay is not None and jnp.shape(log_decay) not in accepted:

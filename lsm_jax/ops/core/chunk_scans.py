@@ -1,5 +1,5 @@
-"""Apply the updates of chunks, or of tokens, to a memory one after another: in order, in consecutive parts of a row in
-parallel, or by an associative scan.
+"""Apply the updates of a row's chunks or tokens to a memory: one after another, in consecutive parts of the
+row in parallel, or by an associative scan.
 """
 
 from __future__ import annotations
@@ -50,10 +50,8 @@ def _state_of(initial: Array, slot: Array) -> Array:
 
 
 def _last_of_each_segment(after: Array, initial: Array, chunks: Chunks) -> Array:
-    """Return the final memory of each segment, [B, S, ...].
-
-    It is the memory after the segment's last chunk, from `after` [B, N, ...], or `initial` [B, S, ...] for a
-    segment without chunks.
+    """Return the final memory of each segment, [B, S, ...]: the memory after the segment's last chunk, from
+    the chunks' memories `after` [B, N, ...]; or `initial` [B, S, ...] for a segment without chunks.
     """
     assert chunks.last is not None
     last = _state_of(after, jnp.maximum(chunks.last, 0))
@@ -67,10 +65,11 @@ def scan_chunks(
     the memory after the last.
 
     Args:
-        update: (memory [B, ...], one chunk of `arrays`) -> memory.
-        arrays: a pytree of [B, N, ...].
-        initial: [B, ...], or [B, S, ...] with one state per segment.
-        chunks: the layout.
+        update: a function of the memory [B, ...] and the entries of `arrays` for one chunk, which returns the
+            memory after that chunk.
+        arrays: a pytree of [B, N, ...], the inputs of the update for each of N chunks.
+        initial: the memory before the first chunk, [B, ...], or [B, S, ...] with one state per segment.
+        chunks: the layout of tokens in chunks, which says the segment that each chunk belongs to.
 
     Returns:
         The memory that each chunk starts from, [B, N, ...], and the final state, in the shape of `initial`.
@@ -103,8 +102,8 @@ def fold_chunks(
     *,
     add: Callable[[Array, Array], Array] = jnp.add,
 ) -> tuple[Array, Array]:
-    """Return the result of `scan_chunks` for the updates `M -> add(apply(transition, M), write)`, both
-    [B, N, ...].
+    """Return the memory that each of N chunks starts from, [B, N, ...], and the final memory, for the chunks'
+    updates `M -> add(apply(transition, M), write)`, with transition and write [B, N, ...].
 
     With few memories and many chunks, a step on an NVIDIA GPU takes no longer than the launch of its kernels.
     There the row is divided into parts that are scanned in parallel: the updates of each part are composed
@@ -164,8 +163,8 @@ def _parts(count: int, numbers: int) -> int:
     step updates at most `_STEP` numbers.
 
     Args:
-        count: chunks.
-        numbers: numbers of the memories that one chunk updates.
+        count: N, the number of chunks in a row.
+        numbers: how many numbers the memories have that one chunk of each row updates.
     """
     parts = 1
     while 2 * parts * numbers <= _STEP and 2 * parts * _MIN_STEPS <= count:
@@ -184,8 +183,9 @@ def associate_chunks(
     add: Callable[[Array, Array], Array] = jnp.add,
     zero: float = 0.0,
 ) -> tuple[Array, Array]:
-    """Return the result of `scan_chunks` by an associative scan over the updates
-    `M -> add(apply(transition, M), write)`, both [B, N, ...].
+    """Return the memory that each of N chunks starts from, [B, N, ...], and the final memory, by an
+    associative scan over the chunks' updates `M -> add(apply(transition, M), write)`, with transition and
+    write [B, N, ...].
 
     `compose(later, earlier)` is the product of two transitions; a transition of `zero` replaces M by nothing.
     With one state per segment the index of a chunk depends on later tokens. A scan of log2(N) passes is used

@@ -1,9 +1,9 @@
 """Decayed products inside a chunk, exact for decays of any strength and causal to the bit.
 
-A chunk is halved repeatedly down to single rows. For two neighbouring blocks A and B, the score of row i of B
-and column j of A is decayed by `exp(decay from j to the end of A) * exp(decay from the start of B to i)`.
-Both factors are at most 1, so that nothing overflows; both are sums of non-positive numbers, so that nothing
-cancels; and neither depends on a token after i.
+A chunk is halved repeatedly, down to single tokens. For two neighbouring blocks A and B of tokens, the score
+of token i of B and token j of A is decayed by `exp(decay from j to the end of A) * exp(decay from the start
+of B to i)`. Both factors are at most 1, so that nothing overflows; both are sums of non-positive numbers, so
+that nothing cancels; and neither depends on a token after i.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from lsm_jax.ops.core.segments import Tokens
 
 
 def forget(memory: Array, log_decay: Array) -> Array:
-    """Return the decayed memory, `exp(log_decay) * memory`, computed as a difference if the decay is slow.
+    """Return the decayed memory, `exp(log_decay) * memory`, computed as `memory + expm1(log_decay) * memory`
+    if the decay is slow.
 
     `exp` of a number near 0 keeps few of its digits: a constant decay would be rounded to another decay, the
     same at every step.
@@ -32,11 +33,13 @@ class Halving(NamedTuple):
     its tokens are computed.
 
     Attributes:
-        levels: for blocks of 1, 2, 4, ... rows: (sums from the start of each right block to its rows, sums
-            after the rows of each left block to its end), both [..., C / (2n), n, K].
-        prefix: [..., C, K], from the chunk's start to each row (the row itself excluded if `exclusive`).
-        suffix: [..., C, K], after each row to the chunk's end.
-        total: [..., K].
+        levels: for blocks of n = 1, 2, 4, ... tokens, a pair of arrays [..., C / (2n), n, K]: the sums from
+            the start of each right block to each of its tokens, and the sums after each token of a left block
+            to the block's end.
+        prefix: [..., C, K], the sums from the chunk's start to each token (without the token itself if
+            `exclusive`).
+        suffix: [..., C, K], the sums after each token to the chunk's end.
+        total: [..., K], the sum over the chunk.
     """
 
     levels: tuple[tuple[Array, Array], ...]
@@ -46,7 +49,9 @@ class Halving(NamedTuple):
 
 
 def pair_blocks(x: Array) -> tuple[Array, Array]:
-    """The left and the right block of each pair, [..., M / 2, n, *], of blocks [..., M, n, *]."""
+    """Return the left and the right blocks of all pairs of neighbouring blocks, each [..., M / 2, n, *], for
+    M blocks of n tokens in x [..., M, n, *].
+    """
     x = x.reshape(*x.shape[:-3], x.shape[-3] // 2, 2, *x.shape[-2:])
     return x[..., 0, :, :], x[..., 1, :, :]
 
@@ -80,7 +85,10 @@ def blocks_of(x: Array, size: int) -> Array:
 
 
 def channel_scores(q: Array, k: Array, halving: Halving, diagonal: Array, precision) -> Array:
-    """`sum_c q_ic k_jc exp(decay_c from j to i)` for j < i, and `diagonal` on the diagonal: [..., C, C]."""
+    """Return the decayed scores of a chunk's queries and keys, [..., C, C]: at (i, j) `sum_c q_ic k_jc
+    exp(decay_c from j to i)` for j < i, `diagonal` [..., C] at (i, i), and 0 above. `halving` contains the
+    sums of the log decay of each key channel.
+    """
 
     def meet(level: int, prefix: Array, suffix: Array) -> Array:
         _, q_right = pair_blocks(blocks_of(q, 2**level))
@@ -92,11 +100,13 @@ def channel_scores(q: Array, k: Array, halving: Halving, diagonal: Array, precis
 
 
 def pairwise_decay(halving: Halving, *, exclusive: bool = False) -> Array:
-    """`exp(log decay from j to i)` for j < i, 0 above the diagonal, 1 on it (0 if `exclusive`): [..., C, C].
+    """Return the decay between every two tokens of a chunk, [..., C, C]: at (i, j) the exponential of the sum
+    of the log decays after token j up to token i if j < i; 0 above the diagonal, and 1 on it (0 if
+    `exclusive`).
 
     Args:
-        halving: the sums of one channel, K = 1.
-        exclusive: as in the call of `halve`.
+        halving: the sums of the log decay of one channel (K = 1), from `halve`.
+        exclusive: whether these sums exclude token i's own log decay, as with `halve(..., exclusive=True)`.
     """
     diagonal = jnp.full(halving.prefix.shape[:-1], 0.0 if exclusive else 1.0, halving.prefix.dtype)
 
@@ -107,7 +117,10 @@ def pairwise_decay(halving: Halving, *, exclusive: bool = False) -> Array:
 
 
 def pairwise_log_decay(halving: Halving) -> Array:
-    """The log decay from j to i for j < i, 0 elsewhere: [..., C, C]; `halving` as for `pairwise_decay`."""
+    """Return the log decay between every two tokens of a chunk, [..., C, C]: at (i, j) the sum of the log
+    decays after token j up to token i if j < i, else 0. `halving` contains the sums of one channel (K = 1),
+    from `halve`.
+    """
 
     def meet(_, prefix: Array, suffix: Array) -> Array:
         return prefix + jnp.swapaxes(suffix, -1, -2)
@@ -116,8 +129,9 @@ def pairwise_log_decay(halving: Halving) -> Array:
 
 
 def _assemble(halving: Halving, diagonal: Array, meet) -> Array:
-    """Assemble a lower-triangular matrix of a chunk's pairs of tokens from its diagonal and the blocks below it, which
-    `meet` computes level by level of the halving.
+    """Assemble a lower-triangular matrix [..., C, C] of the pairs of a chunk's tokens from its `diagonal`
+    [..., C] and the blocks below it. `meet` returns the blocks of one level of the halving, from the level's
+    index and its sums of log decay.
     """
     lower = diagonal[..., None, None]
     for level, (prefix, suffix) in enumerate(halving.levels):
@@ -131,8 +145,8 @@ def _assemble(halving: Halving, diagonal: Array, meet) -> Array:
 
 @jax.custom_vjp
 def inverse_unit_lower(lower: Float[Array, "... C C"]) -> Float[Array, "... C C"]:
-    """The inverse of I + L for a strictly lower triangular L, by blocks of doubling size; C is a power of
-    two.
+    """Return the inverse of I + L for strictly lower triangular matrices L [..., C, C], computed by blocks of
+    doubling size; C is a power of two.
 
     Two blocks are joined by `[[A, 0], [X, B]]^-1 = [[A^-1, 0], [-B^-1 X A^-1, B^-1]]`. A Neumann series would
     sum powers of L, which grow without bound for correlated keys.
@@ -185,8 +199,9 @@ def split_constant(log_decay: Array | None) -> tuple[Array | None, Array | None]
 def spread_constant(
     log_decay: Array | None, constant: Array | None, tokens: Tokens, v: Array, dtype: Any
 ) -> Any:
-    """Join the two results of `split_constant` into one decay per token, [B or 1, T, G, ...]; None if both
-    are None.
+    """Return the log decay of each token, [B or 1, T, G, ...], from the two results of `split_constant`: the
+    log decay that changes with the token, or the constant one [G] repeated for all tokens; None if both are
+    None.
     """
     if constant is None:
         return log_decay

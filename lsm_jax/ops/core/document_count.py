@@ -73,8 +73,8 @@ def _in_sequence(axis, function, segment_ids, state):
 
 
 def _advance(state: DocumentCount, update: Update) -> DocumentCount:
-    """Return the count of documents in each row [B] after one device's tokens: the count before them plus that of these
-    tokens, whose first token counts as well if it begins a document.
+    """Return the count of documents in each row [B] after one device's tokens: the count before these tokens
+    plus the number of documents that begin among them, the first token's included.
     """
     count = state.count + begins(state, update) + update.written.count
     return DocumentCount(count, newer_id(state, update))

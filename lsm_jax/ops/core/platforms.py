@@ -37,11 +37,11 @@ def mesh_platform() -> str | None:
 
 
 def compute_capabilities() -> frozenset[str]:
-    """The compute capabilities of the NVIDIA cards that a traced program is for; empty where they are not
-    known.
+    """Return the compute capabilities, such as "9.0", of the NVIDIA cards that a traced program is for; empty
+    where they are not known.
 
-    Those of the current mesh's devices if the mesh knows them, else those of this process's cards. A process
-    without cards may compile for any.
+    They are those of the current mesh's devices if the mesh knows them, else those of this process's cards. A
+    process without cards may compile for any card.
     """
     if mesh_platform() == "cuda":
         device = jax.sharding.get_abstract_mesh().abstract_device
@@ -76,7 +76,7 @@ def for_platform(
     branch = branches.get(platform, default)
     if branch is None:
         raise NotImplementedError(
-            f"a mesh of {platform} devices; accepted here are {', '.join(branches)}"
+            f"the mesh's devices are of the platform {platform}; accepted here are {', '.join(branches)}"
         )
     return branch
 

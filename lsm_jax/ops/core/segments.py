@@ -21,8 +21,8 @@ from jaxtyping import Array, Bool, Int
 
 
 class Tokens(NamedTuple):
-    """The effect of each token on the memory. A field is None if it would have the same value for every
-    token.
+    """Which tokens of a call are written, and the document and segment of each token. A field is None if it
+    would have the same value for every token.
 
     Attributes:
         written: [B, T], False if the token's update is the identity (padding, or masked).
@@ -77,8 +77,8 @@ def read_tokens(
 def carry_ids_forward(
     segment_ids: Int[Array, "B T"], state_id: Int[Array, " B"]
 ) -> Int[Array, "B T"]:
-    """Return the last nonzero id at or before each token, [B, T]; the state's id before the first nonzero
-    one.
+    """Return the last nonzero segment id at or before each token, [B, T]; before the first nonzero id, it is
+    the id that the state remembers.
     """
     index = jnp.where(segment_ids != 0, jnp.arange(segment_ids.shape[1], dtype=jnp.int32), -1)
     latest = jax.lax.cummax(index, axis=1)
@@ -87,15 +87,17 @@ def carry_ids_forward(
 
 
 def select(keep: Bool[Array, "B T"] | None, x: Array) -> Array:
-    """`x` [B, T, ...] where `keep` is True, and 0 elsewhere even if `x` is not finite there. None keeps all."""
+    """Return x [B, T, ...] where `keep` [B, T] is True, and 0 elsewhere, even if x is not finite there; x
+    itself if `keep` is None.
+    """
     if keep is None:
         return x
     return jnp.where(keep.reshape(keep.shape + (1,) * (x.ndim - 2)), x, 0)
 
 
 def finish_output(tokens: Tokens, output: Array) -> Array:
-    """Set the output to 0 on padding, and to NaN for tokens whose segment has no state: an array cannot
-    raise.
+    """Return an op's output with 0 on padding, and NaN for tokens whose segment has no state, since a
+    compiled program cannot raise.
     """
     output = select(tokens.real, output)
     if tokens.known is None:
@@ -153,7 +155,9 @@ class Chunks(NamedTuple):
 
 
 def _take(x: Array, index: Array) -> Array:
-    """x [B, P, ...] at index [B, *], 0 beyond P. No index occurs twice, so that the gradient needs no sums."""
+    """Return the entries of x [B, P, ...] along P at `index` [B, *]; 0 where an index is P or more. No index
+    below P occurs twice in a row of the batch, so that the gradient requires no sums.
+    """
 
     def of_row(row, at):
         return row.at[at].get(mode="fill", fill_value=0, unique_indices=True)

@@ -70,11 +70,12 @@ def state_axes(state: Any, *, segments: bool) -> Any:
 
 
 def memory_axes(batched: dict[str, Any], shared: dict[str, Any]) -> dict[str, Any]:
-    """Return the logical axes of the arguments of an op whose state has a `memory`, by name.
+    """Return the logical axes of the arrays of an op whose state has a `memory`, by argument name, for
+    mapping the op over a mesh.
 
     Args:
-        batched: arrays [B, T, ...] by name, and the state.
-        shared: arrays [G, ...] by name.
+        batched: the arguments [B, T, ...] by name, and the op's state as "state".
+        shared: the arguments [G, ...], which all rows share, by name.
     """
     axes: dict[str, Any] = dict.fromkeys(batched, TOKENS) | dict.fromkeys(shared, ("heads",))
     state = batched["state"]
@@ -84,8 +85,11 @@ def memory_axes(batched: dict[str, Any], shared: dict[str, Any]) -> dict[str, An
 def ends_of_documents(
     segment_ids: Array | None, run: Array | None
 ) -> tuple[Array | None, Array | None]:
-    """Return the fields `restarts` and `first_id` of an `Update`; `run` is from `read_tokens` with a state
-    that remembers no id.
+    """Return whether a document begins after the first token of this device's part of each row, [B], and the
+    part's first nonzero segment id, [B]: the fields `restarts` and `first_id` of an `Update`. Both are None
+    if no document can begin.
+
+    `run` [B, T] numbers the documents; it is from `read_tokens` with a state that remembers no id.
     """
     if segment_ids is None or run is None:
         return None, None
@@ -94,8 +98,8 @@ def ends_of_documents(
 
 
 def staying(tokens: Tokens) -> Any:
-    """[B, T], True for tokens that write and after which no document begins; None if all do. For one state
-    per row.
+    """Return, for one state per row, which tokens write and have no document begin after them, so that their
+    writes are in the final memory: [B, T]; None if all do.
     """
     if tokens.run is None or tokens.written is None:
         return tokens.written
@@ -117,8 +121,8 @@ def total_of(x: Array | None, tokens: Tokens, num_segments: int | None, batch: i
 
 
 def begins(state: Any, update: Update) -> Array:
-    """Return whether the first token of one device's part of each row begins a document, [B]: its segment id and that
-    of `state` differ, and neither is 0.
+    """Return whether the first token of one device's part of each row begins a document, [B]: whether its
+    segment id and that of `state` (after the earlier devices' tokens) differ, and neither is 0.
     """
     before, first = state.segment_id, update.first_id
     if first is None:
@@ -127,8 +131,8 @@ def begins(state: Any, update: Update) -> Array:
 
 
 def emptied_by(state: Any, update: Update) -> Any:
-    """Return the state that the first token of one device's part of a row reads: `state`, emptied in the rows where
-    that token begins a document.
+    """Return the state that the first token of one device's part of each row reads: `state`, that after the
+    earlier devices' tokens, with arrays of 0 in rows where the token begins a document.
     """
     if update.first_id is None:
         return state
@@ -138,8 +142,9 @@ def emptied_by(state: Any, update: Update) -> Any:
 
 
 def unless_restarted(update: Update, x: Any, otherwise: Any = 0) -> Array:
-    """Return `x` [B, ...], what is left of the state before one device's tokens; but `otherwise` in the rows where a
-    document that begins among these tokens leaves nothing of it.
+    """Return x [B, ...], which the state before one device's tokens contributes to the state after them; but
+    `otherwise` in rows where a document begins after the first of these tokens, so that nothing of the
+    earlier state is left.
     """
     if update.restarts is None:
         return x
@@ -162,15 +167,15 @@ def resume(
     update: Update,
     advance: Callable[[Any, Update], Any],
 ) -> tuple[Any, Any]:
-    """Return the op's output for this device's tokens, computed from the state after the earlier devices'
-    tokens; and the last device's final state.
+    """Return an op's output for this device's tokens, computed from the state after the earlier devices'
+    tokens; and the state after the complete row.
 
     Args:
         axis: the mesh axis that rows are split over.
         function: the op on one device: `function(*static, **arguments)`; `state` is one of the arguments.
-        static: the function's static arguments.
+        static: the function's arguments that are constant when a program is compiled.
         arguments: this device's part of the arrays; `state` is the state before the first device's tokens.
-        update: this device's tokens as one update.
+        update: the effect of this device's tokens on the state, composed into one update.
         advance: (state, update) -> the state after it; a module-level function, since it is a key of the
             compiler's cache.
     """
@@ -188,17 +193,19 @@ def resume_from_empty(
     advance: Callable[[Any, Update], Any],
     read: Callable[[Any], Array],
 ) -> tuple[Array, Any]:
-    """Compute the results of `resume` by an op that runs from an empty state: `update` must not depend on its
-    result, so that the op and the gather may run at the same time.
+    """Return an op's output for this device's tokens and the state after the complete row, as `resume` does,
+    but run the op from an empty state, and then add what the tokens read of the state before them. `update`
+    must not depend on the op's result, so that the op runs while the devices' updates are gathered.
 
     Two barriers fix the order, which XLA's scheduler would otherwise choose by memory: the update is computed
     before the op runs, and the gathered updates are read after it. In the backward pass, the state's gradient is
     computed before the op's backward pass runs, and the update's gradient is used after it.
 
     Args:
-        axis, function, static, arguments, update, advance: as for `resume`.
-        read: state -> the part of the output that this device's tokens read of the state before its first token,
-            in the shape of the output. The state is empty in rows whose first token begins a document.
+        axis, function, static, arguments, update, advance: the arguments of `resume` with these names.
+        read: a function of the state before this device's first token, which returns what the device's tokens
+            read of it, in the shape of the output. The state is empty in rows whose first token begins a
+            document.
     """
     update, inputs = jax.lax.optimization_barrier((update, {n: arguments[n] for n in "qkv"}))
     empty = jax.tree.map(jnp.zeros_like, arguments["state"])
@@ -210,7 +217,7 @@ def resume_from_empty(
 
 
 def _initial(state: Any, update: Update) -> Any:
-    """Return the op's initial state, the caller's, converted to the dtypes of the states that the devices' updates
-    contain.
+    """Return the state that the op's caller passed, with its arrays converted to the dtypes of the states in
+    the devices' updates, so that the two can be added.
     """
     return jax.tree.map(lambda x, y: x.astype(y.dtype), state, update.written)

@@ -14,7 +14,7 @@ class Layer(NamedTuple):
     stack in place.
 
     Attributes:
-        stack: [L, B, G, K, V].
+        stack: [L, B, G, K, V], the memories of all layers.
         index: int32 scalar, the layer's index.
     """
 
@@ -23,15 +23,19 @@ class Layer(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape [B, G, K, V] of one layer's memory in the stack of all layers' memories."""
+        """The shape [B, G, K, V] of this layer's memory, an entry of the stack of all layers' memories."""
         return self.stack.shape[1:]
 
     def read(self) -> Array:
-        """Return the memory [B, G, K, V] of this layer from the stack of all layers' memories."""
+        """Return the memory [B, G, K, V] of this layer from the stack [L, B, G, K, V] of all layers'
+        memories.
+        """
         return self.stack[self.index]
 
     def write(self, memory: Array) -> Layer:
-        """Return the stack of all layers' memories in which this layer's is replaced by `memory` [B, G, K, V]."""
+        """Return the stack [L, B, G, K, V] of all layers' memories in which `memory` [B, G, K, V] replaces
+        that of this layer.
+        """
         return Layer(self.stack.at[self.index].set(memory.astype(self.stack.dtype)), self.index)
 
 
@@ -66,7 +70,9 @@ class DeltaState(NamedTuple):
 
 
 def unwrap_layer(state: Any) -> tuple[Any, Layer | None]:
-    """Return a state with the array of its memory in place of a `Layer`; and that layer, or None."""
+    """Return an op's state with the memory as an array: if it is a `Layer`, one layer of a stack of memories,
+    its array is read from the stack; and return that `Layer`, or None.
+    """
     layer = getattr(state, "memory", None)
     if not isinstance(layer, Layer):
         return state, None

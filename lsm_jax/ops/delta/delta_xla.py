@@ -1,4 +1,6 @@
-"""`delta_memory` in XLA: the recurrent, the chunkwise and the associative form."""
+"""Compute `delta_memory` by XLA in three forms: recurrent (token by token), by chunks, and by an associative
+scan over chunks.
+"""
 
 from __future__ import annotations
 
@@ -98,12 +100,12 @@ def _step(memory: Array, x: _Inputs) -> tuple[Array, Array]:
 
 
 def _chunked(inputs: _Inputs, memory, chunks: Chunks, options: MatrixOptions):
-    """Return the output [B, N, C, G, R, V] and the final memory of `delta_memory`, computed by chunks, from inputs [B,
-    T, ...].
+    """Return the output [B, N, C, G, R, V] and the final memory of `delta_memory`, computed by chunks, from
+    inputs [B, T, ...].
 
-    Inside a chunk the writes U solve `(I + L) U = β (V - K̃ M)`. L contains the decayed products with earlier
-    keys, weighted by β (the WY representation of DeltaNet as a linear system); M is the memory that the chunk
-    starts from.
+    Inside a chunk the writes U solve `(I + L) U = β (V - K̃ M)`. L contains the decayed products of a key
+    with earlier keys, weighted by β (the WY representation of DeltaNet as a linear system); V are the values,
+    K̃ the keys decayed from the chunk's start, and M the memory that the chunk starts from.
     """
     precision = options.precision
 

@@ -1,4 +1,6 @@
-"""`dplr_memory` in XLA: the recurrent, the chunkwise and the associative form."""
+"""Compute `dplr_memory` by XLA in three forms: recurrent (token by token), by chunks, and by an associative
+scan over chunks.
+"""
 
 from __future__ import annotations
 
@@ -94,11 +96,12 @@ def _step(memory: Array, x: _Inputs) -> tuple[Array, Array]:
 
 
 def _chunked(inputs: _Inputs, memory, chunks: Chunks, options: MatrixOptions):
-    """Return the output [B, N, C, G, R, V] and the final memory of `dplr_memory`, computed by chunks, from inputs [B,
-    T, ...].
+    """Return the output [B, N, C, G, R, V] and the final memory of `dplr_memory`, computed by chunks, from
+    inputs [B, T, ...].
 
-    Inside a chunk U, the values that `a` reads, solves `(I - A) U = Ã M + B V`. A contains the decayed
-    products of a with earlier b, B those with earlier k, and M is the memory that the chunk starts from.
+    Inside a chunk U, the values that the vectors a read from the memory, solve `(I - A) U = Ã M + B V`. A
+    contains the decayed products of a with earlier b, and B those with earlier k; Ã are the vectors a decayed
+    from the chunk's start, M is the memory that the chunk starts from, and V are the values.
     """
     precision = options.precision
 

@@ -15,8 +15,8 @@ class MatrixOptions(NamedTuple):
         scale: multiplies the queries.
         form: "recurrent", "chunk" or "associative", how the op is computed.
         size: tokens in a chunk.
-        dtype: of the state and of all sums.
-        precision: of matrix products.
+        dtype: the dtype of the state and of all sums.
+        precision: the precision of matrix products.
     """
 
     scale: float

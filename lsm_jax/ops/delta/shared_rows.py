@@ -31,14 +31,14 @@ def in_sequence(
     by_xla: Callable[..., Any],
     arguments: dict[str, Any],
 ) -> tuple[jax.Array, DeltaState]:
-    """Return the output for this device's tokens, computed from the state after the earlier devices' tokens;
-    and the last device's final state.
+    """Return the output of `delta_memory` or `dplr_memory` for this device's tokens, computed from the state
+    after the earlier devices' tokens; and the state after the complete row.
 
     Args:
         axis: the mesh axis that rows are split over.
         function: the op on one device, a function of `static` and `arguments`.
         static: the call without its arrays.
-        by_xla: the op's XLA form, for one state per segment.
+        by_xla: the function that computes the op by XLA; it is used with one state per segment.
         arguments: the op's arrays on this device; `state` is the state before the first device's tokens.
     """
     v, state, options = arguments["v"], arguments["state"], static.options
@@ -81,9 +81,9 @@ def in_sequence(
 
 
 def _with_identity(dtype: Any, arguments: dict[str, Any]) -> tuple[Any, Any, Any, Any]:
-    """Return the values v and an empty initial memory with K more value channels (0 in v, the identity in the memory),
-    so that the op also computes the transition of all tokens; 0 as the state's segment id; and the first segment id of
-    each row.
+    """Return the values v [B, T, G, V + K] and an empty initial memory [B, G, K, V + K], both with K more
+    value channels (0 in v, the identity matrix in the memory), so that the op also computes the transition of
+    all tokens; 0 as the state's segment id; and the first segment id of each row.
     """
     v, state, segment_ids = (arguments[name] for name in ("v", "state", "segment_ids"))
     key_dim = state.memory.shape[-2]
@@ -119,8 +119,8 @@ def update_of(options, by_xla: Callable[..., Any], arguments: dict[str, Any]) ->
 def advance(state: DeltaState, update: Update) -> DeltaState:
     """Return the state of `delta_memory` or `dplr_memory` after the tokens of one device: Θ M + W.
 
-    M is the memory [B, G, K, V] before them, and `update` holds their composed transition Θ [B, G, K, K] and write W.
-    If a document begins with the first of these tokens, M is emptied first.
+    M is the memory [B, G, K, V] before them, and `update` contains their composed transition Θ [B, G, K, K]
+    and write W. If a document begins with the first of these tokens, M is emptied first.
     """
     state = emptied_by(state, update)
     kept = jnp.matmul(update.transition, state.memory, precision=jax.lax.Precision.HIGHEST)

@@ -86,8 +86,8 @@ def segment_product(x: jax.Array, kernels: jax.Array, ends: jax.Array) -> jax.Ar
 
 
 def row_multiple(x: jax.Array) -> int:
-    """Return the number that should divide the number of rows in each group, and all widths, in products with x [...,
-    D]: 128 if a kernel may compute the products, else 1.
+    """Return the number that should divide the number of rows in each group, and all widths, in products of
+    grouped rows x [..., D] with matrices: 128 if a fused kernel may compute the products, else 1.
     """
     matrix = jax.ShapeDtypeStruct((1, x.shape[-1], _ROWS), x.dtype)
     call = Call("segment_product", _Options(), dict(x=x, kernels=matrix))
@@ -109,8 +109,10 @@ class ProductBackend(Backend):
     """A backend of a product of grouped rows: functions for the output and for the gradients.
 
     Attributes:
-        product: (x, kernels, sizes or ends) -> the output.
-        gradients: (x, kernels, sizes or ends, the output's gradient) -> gradients of x and kernels.
+        product: a function of the rows x, the groups' matrices `kernels` and the groups' sizes (or the
+            segments' ends) that returns the output.
+        gradients: a function of the same arguments and the output's gradient that returns the gradients of x
+            and of `kernels`.
     """
 
     product: Callable[..., jax.Array]
@@ -232,8 +234,8 @@ def _xla_segments(x, kernels, ends):
 
 @functools.partial(jax.jit, static_argnames="transposed")
 def _kernel_segments(x, kernels, ends, transposed=False):
-    """Multiply each segment of rows of x by its own matrix, by the fused kernel, in tiles of two blocks of 64 rows; a
-    segment with an odd number of blocks ends with half a tile.
+    """Return the products of segments of rows of x with a matrix for each, computed by the fused kernel in
+    tiles of two blocks of 64 rows; a segment with an odd number of blocks ends with half a tile.
     """
     from pallas_kernels.grouped_product import hopper
 
@@ -252,8 +254,9 @@ def _kernel_segments(x, kernels, ends, transposed=False):
 
 @jax.jit
 def _kernel_segment_sums(x, kernels, ends, dy):
-    """The gradient of the matrices. Few segments are split into parts, since some may be much longer than
-    others.
+    """Return the gradient of the matrices [E, D, F] with which segments of rows are multiplied. If there are
+    few segments, the sum over each is computed in several parts at once, since some segments may be much
+    longer than others.
     """
     from pallas_kernels.grouped_product import hopper
 

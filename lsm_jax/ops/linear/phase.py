@@ -1,4 +1,4 @@
-"""Sums of angles along a document, for complex decays; the sums do not lose precision with length."""
+"""Sums of angles along a document, for memories with complex decays; long sums lose no precision."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def cumulative_phase(
     segment_ids: Int[Array, "B T"] | None = None,
     update_mask: Array | None = None,
 ) -> tuple[Float[Array, "B T H"], Float[Array, ...]]:
-    """The sum of the angles of a document's written tokens in this call, up to each token, without full
-    turns.
+    """Return the sum of the angles of a document's written tokens in this call, up to each token, without
+    full turns; it rotates queries and keys for complex decays.
 
     The sum is one of integers, which does not round: in float32 an angle is exact to 2e-9 and a full turn to
     3e-10. A memory that is rotated back by the final sum at the end of a call does not need to store a phase.
@@ -105,8 +105,8 @@ def _no_sums(num_segments, angle) -> _Sums:
 
 
 def _cumulative_phase(num_segments, **arguments):
-    """Compute on one device, which has complete rows, what `cumulative_phase` returns: the sums of angles [B, T, H] up
-    to each token of its document, and the last sums, in radians.
+    """Compute the results of `cumulative_phase` on one device, which has complete rows: the sums of angles
+    [B, T, H] up to each token of its document, and the last sums, in radians.
     """
     output, final = _sum_up(
         num_segments, **arguments, state=_no_sums(num_segments, arguments["angle"])
@@ -151,7 +151,9 @@ def _add(a: Array, b: Array) -> Array:
 # Compiled as one program also when called outside `jax.jit`, as in a notebook.
 @functools.partial(jax.jit, static_argnums=0)
 def _sum_up(num_segments, angle, segment_ids, update_mask, state):
-    """Return the sums of angles up to each token of its document, in radians [B, T, H], and the sums after the call."""
+    """Return the sums of the angles of each token's document up to the token, in radians [B, T, H], and the
+    sums after the call, as integers, with which the next call continues.
+    """
     batch, length, _ = angle.shape
     tokens = read_tokens(segment_ids, update_mask, state.segment_id, num_segments)
     chunks = cut_into_chunks(tokens, length, 1, num_segments)
@@ -170,7 +172,10 @@ def _sum_up(num_segments, angle, segment_ids, update_mask, state):
 
 
 def _running_sum(x: Array, initial: Array, chunks: Chunks, add) -> tuple[Array, Array]:
-    """Return the sum of x [B, N, H] up to each entry of its document, and the last sum of each state."""
+    """Return the sum of x [B, N, H] over the entries of the same document up to each entry, [B, N, H], and
+    the sum up to the last entry of each state. `add` adds two entries; `initial` are the sums before the
+    call.
+    """
     keep = jnp.ones_like(x)
     _, enters, _ = run_masks(chunks)
     if enters is not None:

@@ -43,12 +43,12 @@ from lsm_jax.ops.linear.xla import LinearOptions, by_xla
 
 
 class Decays(NamedTuple):
-    """The sums of a device's log decays, by which the memory before its tokens decays; a field is None if there is no
-    such decay.
+    """Log decays of `linear_memory` on one device, or their sums, by which the memory before the device's
+    tokens decays; a field is None if the call has no such decay.
 
     Attributes:
-        keys: [B, G, 1 or K] or [B, S, G, 1 or K].
-        values: [B, G, V] or [B, S, G, V].
+        keys: the sums of the log decay of each memory or key channel, [B, G, 1 or K] or [B, S, G, 1 or K].
+        values: the sums of the log decay of each value channel, [B, G, V] or [B, S, G, V].
     """
 
     keys: Float[Array, ...] | None
@@ -72,7 +72,7 @@ def weighed_writes(k, v, key_decay, value_decay, stays, precision) -> Array:
         key_decay: [B or 1, T, G, K or 1] or None, a log decay.
         value_decay: [B or 1, T, G, V] or None, a log decay.
         stays: [B, T], False for tokens whose writes are left out of the sum; None to include all.
-        precision: of the product.
+        precision: the precision of the matrix product.
     """
     batch, length, heads, value_dim = v.shape
     keys, values = select(stays, k), v
@@ -92,8 +92,8 @@ def weighed_writes(k, v, key_decay, value_decay, stays, precision) -> Array:
 def in_sequence(
     axis: str, function: Callable[..., Any], static: Static, arguments: dict[str, Any]
 ) -> tuple[Array, LinearState]:
-    """The output for this device's tokens, from the state that the earlier devices leave, and the last device's
-    final state.
+    """Return the output of `linear_memory` for this device's tokens, computed from the state after the
+    earlier devices' tokens; and the state after the complete row.
 
     Args:
         axis: the mesh axis that rows are split over.
@@ -119,9 +119,11 @@ def in_sequence(
 
 
 def _is_fused(static: Static, arguments: dict[str, Any]) -> bool:
-    """Whether a fused kernel computes the call on the devices of the current mesh, with one state per row.
+    """Return whether a fused kernel computes this call of `linear_memory` on the devices of the current mesh;
+    False with one state per segment.
 
-    With one state per segment a form of the whole op computes the update, which costs as much as the kernel.
+    With one state per segment the update of a device's tokens is computed by a form of the complete op, which
+    costs as much as the kernel.
     """
     if arguments["state"].memory.ndim == 5 or arguments.get("layer") is not None:
         return False
@@ -130,8 +132,9 @@ def _is_fused(static: Static, arguments: dict[str, Any]) -> bool:
 
 
 def _log_decays(options: LinearOptions, arguments: dict[str, Any], tokens: Tokens) -> Decays:
-    """The log decays of the keys, [B or 1, T, G, 1 or K], and of the values, [B, T, G, V], in the op's dtype; 0
-    for tokens that write nothing, None if there is none.
+    """Return the log decays of each token as `Decays`: those of keys, [B or 1, T, G, 1 or K], and of values,
+    [B, T, G, V], in the op's dtype; 0 for tokens that write nothing; a field is None if the call has no such
+    decay.
     """
 
     def prepare(x) -> Any:
@@ -151,13 +154,13 @@ def _log_decays(options: LinearOptions, arguments: dict[str, Any], tokens: Token
 def read_of_memory(
     options: LinearOptions, memory: Float[Array, "B G K V"], arguments: dict[str, Any]
 ) -> Float[Array, "B T max(H,G) V"]:
-    """The part of the output that this device's tokens read of the memory before its first token, in the op's
-    dtype.
+    """Return the part of the output that this device's tokens read from the memory before the device's first
+    token, in the op's dtype.
 
     Args:
-        options: of the op.
-        memory: that memory, 0 in rows whose first token begins a document.
-        arguments: the op's arrays on this device.
+        options: the op's static options.
+        memory: [B, G, K, V], the memory before the first token; 0 in rows where that token begins a document.
+        arguments: the op's arrays on this device, by name.
     """
     q, v, segment_ids = (arguments[name] for name in ("q", "v", "segment_ids"))
     batch, length, memories, value_dim = v.shape
@@ -249,8 +252,8 @@ def update_of(options: LinearOptions, arguments: dict[str, Any]) -> Update:
 
 
 def advance(state: LinearState, update: Update) -> LinearState:
-    """Return the state of `linear_memory` after the tokens of one device: the memory and normaliser before them,
-    decayed by all of their decays (`update.transition`), plus what they write.
+    """Return the state of `linear_memory` after the tokens of one device: the memory and normaliser before
+    these tokens, decayed by the tokens' summed log decays (`update.transition`), plus what the tokens write.
 
     Where a document begins among these tokens, nothing of the state before is left.
     """
@@ -270,7 +273,9 @@ def advance(state: LinearState, update: Update) -> LinearState:
 
 
 def _advance_stabilized(state: LinearState, update: Update) -> LinearState:
-    """Add an update to a state if both are stabilised; the sum's stabiliser is the greater of the two."""
+    """Return the state of a stabilised `linear_memory` (mLSTM) after one device's tokens: the decayed state
+    before them plus what they write, with the greater of the two stabilisers.
+    """
     written, decays = update.written, update.transition
     assert state.normalizer is not None
     total = state.stabilizer if decays.keys is None else decays.keys[..., 0] + state.stabilizer

@@ -5,7 +5,7 @@ The stored memory is `M = e^-m C` with the stabiliser `m_t = max(log f_t + m_{t-
 2405.04517 Eqs. 15 and 19-21), and m = 0 before the first token as in the authors' code. m does not depend on
 the memory, so that the chunkwise forms compute it first, by a scan over (max, +). Every factor of a memory, a
 key or a score is then the exponential of a number of at most 0, in which decays are added and never
-subtracted; the factors of row t do not depend on later tokens.
+subtracted; the factors of token t do not depend on later tokens.
 """
 
 from __future__ import annotations
@@ -44,15 +44,20 @@ class Gated(NamedTuple):
 def normalized(
     output: Float[Array, "... V"], product: Float[Array, "... 1"], m: Float[Array, "... 1"], eps
 ) -> Array:
-    """`q M / (max(|q n|, e^-m) + ε)`, with both parts multiplied by e^m if m < 0, so that nothing overflows."""
+    """Return the normalised output of a stabilised memory (mLSTM), `output / (max(|product|, e^-m) + eps)`,
+    where `output` is q M, `product` is the query's product with the stored normaliser, and m is the
+    stabiliser.
+
+    If m < 0, numerator and denominator are multiplied by e^m, so that nothing overflows.
+    """
     scale = jnp.exp(jnp.minimum(m, 0))
     floor = jnp.exp(-jnp.maximum(m, 0))
     return scale * output / (jnp.maximum(scale * jnp.abs(product), floor) + eps * scale)
 
 
 def by_token(x: Gated, memory: Array, stabilizer: Array, tokens: Tokens):
-    """The recurrent form. Returns the output [B, T, G, R, V], m [B, T, G], the final memory and the final
-    stabiliser.
+    """Compute memories with exponential gates (mLSTM) token by token. Return the output [B, T, G, R, V], the
+    stabiliser m after each token [B, T, G], the final memory and the final stabiliser.
     """
 
     def step(state, x: Gated):
@@ -72,18 +77,20 @@ def by_token(x: Gated, memory: Array, stabilizer: Array, tokens: Tokens):
 def by_chunk(
     x: Gated, written: Array, memory: Array, stabilizer: Array, chunks: Chunks, form: str, precision
 ):
-    """Compute memories with exponential gates by chunks.
-
-    The results are those of `by_token`, the first two cut into chunks.
+    """Compute memories with exponential gates (mLSTM) by chunks.
 
     Args:
-        x: the inputs.
+        x: the queries, keys, values and gates of all tokens.
         written: [B, T], False if the token's update is the identity.
-        memory: the initial memory.
+        memory: the initial memory, stored divided by the exponential of its stabiliser.
         stabilizer: the initial stabiliser.
-        chunks: the layout.
+        chunks: the layout of tokens in chunks.
         form: "chunk" or "associative".
-        precision: of matrix products.
+        precision: the precision of matrix products.
+
+    Returns:
+        The outputs and the stabilisers m of the tokens, in N chunks of C tokens: [B, N, C, G, R, V] and
+        [B, N, C, G]; the final memory; and the final stabiliser.
     """
 
     def by_head(x):  # [B, N, C, G, ..., *] -> [B, N, G, ..., C, *]
@@ -154,8 +161,8 @@ def _largest(x: Array) -> Array:
 
 
 def _begins(run: Array) -> Array:
-    """[B, N, C], True at the first token of each document that begins in this call: its stabiliser starts
-    from 0.
+    """Return which tokens are the first of a document that begins in this call, [B, N, C]: the stabiliser
+    starts from 0 there. `run` [B, N, C] numbers the documents.
     """
     flat = run.reshape(run.shape[0], -1)
     begins = jnp.diff(flat, axis=1, prepend=jnp.zeros_like(flat[:, :1])) > 0

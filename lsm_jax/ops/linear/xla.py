@@ -1,4 +1,6 @@
-"""`linear_memory` in XLA: the recurrent, the chunkwise and the associative form."""
+"""Compute `linear_memory` by XLA in three forms: recurrent (token by token), by chunks, and by an associative
+scan over chunks.
+"""
 
 from __future__ import annotations
 
@@ -46,8 +48,8 @@ class LinearOptions(NamedTuple):
         normalize: the epsilon of the normaliser that divides the output; None without one.
         form: "recurrent", "chunk" or "associative", how the op is computed.
         size: tokens in a chunk.
-        dtype: of the state and of all sums.
-        precision: of matrix products.
+        dtype: the dtype of the state and of all sums.
+        precision: the precision of matrix products.
         exact: whether a fused kernel returns its output in float32 (slot memory requires it).
     """
 

@@ -19,15 +19,15 @@ from lsm_jax.ops.core import checks
 
 
 class Inner(NamedTuple):
-    """The inner models before any token, one for each memory; their parameters are those of the outer
-    model.
+    """The inner models of `online_memory` before any token, one for each memory; their parameters are trained
+    as parameters of the model that contains the op.
 
     Attributes:
-        weights: (W,) with W [G, K, V], or (W₁, W₂) with [G, K, M] and [G, M, V].
+        weights: (W,) with W [G, K, V] for one layer, or (W₁, W₂) with [G, K, M] and [G, M, V] for two.
         biases: a tuple of the layers' biases, [G, V], or [G, M] and [G, V]; None for layers without biases.
         norm_scale: [G, V], the scale of a layer norm after the last layer; None for no norm. It is not
             trained on tokens.
-        norm_bias: [G, V], the bias of the layer norm, likewise.
+        norm_bias: [G, V], the bias of that layer norm; it is not trained on tokens.
     """
 
     weights: tuple[Float[Array, "G I O"], ...]
@@ -49,8 +49,8 @@ Layers = tuple[Layer, ...]
 
 
 def layers_of(inner: Inner) -> Layers:
-    """Return the layers of the inner model that gradient steps train, each array with an axis of size 1 for the rows of
-    a batch: [1, G, ...].
+    """Return the trained layers of the inner model with weights [1, G, I, O] and biases [1, G, O]: the first
+    axis, of size 1, stands for the rows of a batch.
     """
     biases = inner.biases or (None,) * len(inner.weights)
     layers = tuple(Layer(w, b) for w, b in zip(inner.weights, biases, strict=True))
@@ -91,14 +91,18 @@ def apply_layer(layer: Layer, x: Array, precision) -> Array:
 
 
 def standardize(z: Array, eps: float) -> tuple[Array, Array]:
-    """`(z - mean) / sqrt(variance + eps)` over the last axis, and the factor `1 / sqrt(variance + eps)`."""
+    """Return z normalised over the last axis, `(z - mean) / sqrt(variance + eps)`, and the factor `1 /
+    sqrt(variance + eps)`, which the gradient of the norm requires.
+    """
     centered = z - jnp.mean(z, axis=-1, keepdims=True)
     factor = jax.lax.rsqrt(jnp.mean(centered * centered, axis=-1, keepdims=True) + eps)
     return centered * factor, factor
 
 
 def finish_inner(inner: Inner, z: Array, eps: float) -> Array:
-    """The model's output: the last layer's output z [B, G, ..., C, V], normalised if the model has a norm."""
+    """Return the inner model's output, [B, G, ..., C, V]: the output z of its last layer, normalised if the
+    model has a norm.
+    """
     if inner.norm_scale is None or inner.norm_bias is None:
         return z
     return standardize(z, eps)[0] * _by_head(inner.norm_scale, z) + _by_head(inner.norm_bias, z)
@@ -112,8 +116,9 @@ def _by_head(x: Array, like: Array) -> Array:
 def gradients(
     inner: Inner, layers: Layers, k: Array, target: Array, eps: float, precision
 ) -> tuple[list[Array], list[Array]]:
-    """Return what the gradients of the tokens' losses are made of, for each layer of the inner model, all at the same
-    weights.
+    """Return the two factors of each token's gradient, for each layer of the inner model: the gradient of the
+    token's loss with respect to a weight is xᵀ g, with x the layer's input and g the gradient with respect to
+    its output. All are taken at the same weights.
 
     Args:
         inner: the model; only its norm is used.
@@ -121,7 +126,7 @@ def gradients(
         k: [B, G, C, K], the model's inputs.
         target: [B, G, C, V], the outputs that the model is trained to return.
         eps: epsilon of the norm.
-        precision: of matrix products.
+        precision: the precision of matrix products.
 
     Returns:
         For each layer its inputs [B, G, C, I], and the gradients of the losses with respect to its outputs

@@ -172,8 +172,8 @@ def _in_sequence(axis, function, static, **arguments):
 
 
 def _check_rule(op, mini_batch, coefficients, log_momentum, log_decay):
-    """Raise ValueError unless the arguments `coefficients`, `log_momentum` and `log_decay` are those of TTT or those of
-    Titans.
+    """Raise ValueError unless `coefficients`, `log_momentum` and `log_decay` fit one rule of `online_memory`:
+    TTT has at most `coefficients`, and Titans has `log_momentum` and `log_decay`.
     """
     if not checks.is_count(mini_batch):
         raise ValueError(f"{op}: mini_batch={mini_batch!r}; accepted are integers from 1")

@@ -14,20 +14,22 @@ from lsm_jax.ops.online.inner_models import Layer, Layers
 
 
 class OnlineState(NamedTuple):
-    """The state of `online_memory` between calls, in float32: the changes of the inner model's weights, and the place
-    in a mini-batch.
+    """The state of `online_memory` between calls, in float32: the changes of the inner model's weights, and
+    the number of tokens in the present mini-batch.
 
-    Weights are stored as the difference from the decayed weights of `inner`, so that an empty state is 0.
-    The arrays have the leading axes [B], or [B, S] with one state per segment.
+    Weights are stored as the difference from the decayed weights of `inner`, so that an empty state is 0. The
+    arrays have the leading axes [B], or [B, S] with one state per segment.
 
     Attributes:
-        start: one `Layer` for each layer: the weights at the start of the mini-batch, less the decayed ones
-            of `inner`.
-        current: likewise, the current weights of Titans; None for TTT.
-        sums: likewise, the sums of gradient steps: A of TTT or S of Titans.
-        start_log_kept: [B, G], the log of the factor by which the weights of `inner` had decayed at the
-            start of the mini-batch; None for TTT.
-        log_kept: [B, G], likewise, for the current weights.
+        start: one `Layer` for each layer of the inner model: the weights at the start of the mini-batch, less
+            the decayed ones of `inner`.
+        current: one `Layer` for each layer: the current weights of Titans, less the decayed ones of `inner`;
+            None for TTT.
+        sums: one `Layer` for each layer: the sums of gradient steps, A of TTT or S of Titans.
+        start_log_kept: [B, G], the log of the factor by which the weights of `inner` had decayed at the start
+            of the mini-batch; None for TTT.
+        log_kept: [B, G], the log of the factor by which the weights of `inner` have decayed so far; None for
+            TTT.
         position: [B], the number of written tokens of the present mini-batch, 0 to mini_batch - 1.
         segment_id: [B], the last nonzero segment id seen, 0 before any.
     """
@@ -60,7 +62,7 @@ def online_state(
         bias: whether the layers have biases.
         momentum: whether the state is for Titans' rule instead of TTT's.
         num_segments: states per row; None is one state per row.
-        dtype: of the weights.
+        dtype: the dtype of the weights.
     """
     rows = (batch_size,) if num_segments is None else (batch_size, num_segments)
 

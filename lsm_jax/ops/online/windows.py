@@ -20,18 +20,19 @@ from lsm_jax.ops.core.segments import Chunks, Tokens
 
 
 class Part(NamedTuple):
-    """Tokens of a window whose gradients are taken at the same weights, and their effect on the memory.
+    """Tokens of a window whose gradients are taken at the same weights, and the factors by which they change
+    the online memory: the sums of gradient steps, and the current weights.
 
     If a part has tokens of several documents, the memory after it is that of the last document.
 
     Attributes:
         member: [B, N, C], True for the tokens of the part.
-        into_sums: [B, N, G, C], the factor of each token's step in the final sums.
-        into_current: [B, N, G, C], the factor of each token's step in the final current weights. None for
-            TTT, as are the fields below.
-        log_decay: [B, N, G], the log decay of the current weights.
-        lift: [B, N, G], the factor by which the earlier sums are added to the current weights.
-        keep_sums: [B, N, G], the decay of the earlier sums.
+        into_sums: [B, N, G, C], the factor of each token's gradient step in the sums after the part.
+        into_current: [B, N, G, C], the factor of each token's gradient step in the current weights after the
+            part. None for TTT, as are the fields below.
+        log_decay: [B, N, G], the log of the factor by which the current weights decay over the part.
+        lift: [B, N, G], the factor by which the sums before the part are added to the current weights.
+        keep_sums: [B, N, G], the factor by which the sums before the part decay over it.
     """
 
     member: Bool[Array, "B N C"]
@@ -43,16 +44,19 @@ class Part(NamedTuple):
 
 
 class Windows(NamedTuple):
-    """N windows of C tokens. The weights that token i reads are
+    """N windows of C tokens for `online_memory`: the mini-batches that they contain, and the factors with
+    which a token's weights are computed. The weights that token i reads are
 
         keep_i W + lift_i S + sum_j lower_ij x_jᵀ (-η_j g_j)
 
-    with W and S the weights and sums that its part starts from. G is 1 if all heads have the same factors.
+    with W and S the weights and the sums of gradient steps that token i's part starts from, x_j a layer's
+    input at token j, g_j the gradient with respect to the layer's output, and η_j the step size. G is 1 if
+    all heads have the same factors.
 
     Attributes:
         lower: [B, N, G, C, C], 0 unless token j is written, of the same mini-batch as i, and not after i.
-        keep: [B, N, G, C].
-        lift: [B, N, G, C].
+        keep: [B, N, G, C], the factor of W.
+        lift: [B, N, G, C], the factor of S.
         reset: [B, N], True if the first token of the window begins a document; None if none can.
         full: [B, N], True if `present` contains the last token of its mini-batch.
         present: the tokens of the mini-batch that the window starts in.
@@ -83,18 +87,21 @@ def cut_into_windows(
     *,
     unaligned: bool,
 ) -> tuple[Windows, Array]:
-    """Divide a call's tokens into windows of C tokens, in which mini-batches are found, and return them with the
-    states' places in a mini-batch after the call.
+    """Divide a call's tokens into windows of C tokens; return the windows, with the mini-batches that each
+    contains, and the position of each state in its mini-batch after the call, [B] or [B, S].
 
     Args:
         tokens: which tokens write, and where documents begin.
-        chunks: the layout of the windows.
-        position: [B] or [B, S], as in `OnlineState`.
-        length: T.
-        mini_batch: tokens in a mini-batch.
-        coefficients: those of TTT, [mini_batch], or None.
-        log_momentum: that of Titans, [B, T, G], 0 for tokens that are not written, or None.
-        log_decay: likewise.
+        chunks: the layout of the windows: which tokens each of them contains.
+        position: [B] or [B, S], the position of each state in its mini-batch before the call: the number of
+            written tokens, 0 to mini_batch - 1, that the unfinished mini-batch has.
+        length: T, the number of tokens in a row.
+        mini_batch: the number of tokens in a mini-batch.
+        coefficients: [mini_batch], TTT's factors of the summed gradient steps, by the token's place in its
+            mini-batch; None for Titans.
+        log_momentum: [B, T, G], Titans' log momentum, 0 for tokens that are not written; None for TTT.
+        log_decay: [B, T, G], Titans' log decay of the weights, 0 for tokens that are not written; None for
+            TTT.
         unaligned: False if every window is known to start at a multiple of its size in a document without
             gaps.
     """
@@ -143,16 +150,18 @@ def cut_into_windows(
 
 
 class _Factors(NamedTuple):
-    """The factors by which gradient steps are multiplied in the sums and in the weights that each token of a window
-    reads.
+    """The factors by which gradient steps are multiplied in the sums and in the weights that each token of a
+    window reads.
 
     Attributes:
         momentum: [B, N, G, C, C], the factor of token j's step in the sums at token i.
-        lower: as in `Windows`.
-        keep: as in `Windows`.
-        lift: as in `Windows`.
+        lower: [B, N, G, C, C], the factor of token j's step in the weights that token i reads.
+        keep: [B, N, G, C], the factor, in the weights that token i reads, of the weights that its part starts
+            from.
+        lift: [B, N, G, C], the factor, in the weights that token i reads, of the sums that its part starts
+            from.
         log_kept_sums: [B, N, G, C], the log decay of the sums up to token i; None for TTT.
-        log_kept: [B, N, G, C], likewise, of the weights.
+        log_kept: [B, N, G, C], the log decay of the weights up to token i; None for TTT.
     """
 
     momentum: Array
@@ -164,10 +173,11 @@ class _Factors(NamedTuple):
 
 
 def _ttt_factors(coefficients: Array, count: Array, same: Array, mini_batch: int) -> _Factors:
-    """Return TTT's factors, by which each token's gradient step is multiplied in the sums and weights at later tokens
-    of its chunk.
+    """Return TTT's factors, by which each token's gradient step is multiplied in the sums and weights at
+    later tokens of its window.
 
-    `same` [B, N, 1, C, C] is True if token j's step is in the sums at token i.
+    `count` [B, N, C] is the number of written tokens of the document up to each token, and `same`
+    [B, N, 1, C, C] is True if token j's step is in the sums at token i.
     """
     momentum = same.astype(coefficients.dtype)
     lift = coefficients[jnp.maximum(count - 1, 0) % mini_batch][:, :, None]
@@ -175,8 +185,8 @@ def _ttt_factors(coefficients: Array, count: Array, same: Array, mini_batch: int
 
 
 def _titans_factors(chunks: Chunks, log_momentum: Array, log_decay: Array, same: Array) -> _Factors:
-    """Return Titans' factors, by which momentum and weight decay multiply each token's gradient step in the sums and
-    weights at later tokens of its chunk.
+    """Return Titans' factors, by which momentum and weight decay multiply each token's gradient step in the
+    sums and weights at later tokens of its window.
 
     `same` [B, N, 1, C, C] is True where the step of token j counts at token i.
     """
@@ -192,7 +202,9 @@ def _titans_factors(chunks: Chunks, log_momentum: Array, log_decay: Array, same:
 
 
 def _part(factors: _Factors, member: Array) -> Part:
-    """The part of the tokens `member` [B, N, C]: the memory after it is the memory at its last token."""
+    """Return the `Part` of the tokens where `member` [B, N, C] is True: its factors are those of the part's
+    last token, since the memory after the part is the memory after that token.
+    """
     index = jnp.arange(member.shape[-1])
     last = index == jnp.max(jnp.where(member, index, -1), axis=-1, keepdims=True)
     last = last[:, :, None]
@@ -215,12 +227,12 @@ def _part(factors: _Factors, member: Array) -> Part:
 def _count(
     tokens: Tokens, chunks: Chunks, position: Array, length: int
 ) -> tuple[Array, Array, Array, Array]:
-    """Count the written tokens of each document.
+    """Count the written tokens of each document, from `position`, the number with which each state begins, or
+    from 0 in a new document.
 
     Returns:
         Which tokens are real and which are written, [B, N, C]; the number of written tokens of each token's
-        document up to and with it, [B, N, C]; and that number for each state after the call. Counts begin
-        with the state's position, and with 0 in a new document.
+        document up to and with the token, [B, N, C]; and the number of each state's document after the call.
     """
     batch, shape = position.shape[0], (-1, chunks.count, chunks.size)
     all_tokens = jnp.ones((batch, length), bool)

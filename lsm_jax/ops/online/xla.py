@@ -42,8 +42,8 @@ class Options(NamedTuple):
         by_token: whether the form is "recurrent".
         size: tokens in a window.
         no_state: whether the caller gave no state.
-        dtype: of the state and of all sums.
-        precision: of matrix products.
+        dtype: the dtype of the state and of all sums.
+        precision: the precision of matrix products.
     """
 
     mini_batch: int
@@ -168,7 +168,8 @@ def _add(a: Layers, b: Layers) -> Layers:
 
 
 def _weights(initial: Layers, learned: Layers, log_kept: Array | None) -> Layers:
-    """Return the present weights of the inner model: its initial weights times `exp(log_kept)`, plus what was learned.
+    """Return the present weights of the inner model: its initial weights times `exp(log_kept)`, plus the
+    change that gradient steps have made.
 
     `log_kept` is the sum of the log decays so far; None is a factor of 1.
     """
@@ -188,8 +189,8 @@ def _select_rows(condition: Array, a: Any, b: Any) -> Any:
 
 
 def _next_mini_batch(memory: _Memory, coefficients: Array | None) -> _Memory:
-    """Return the online memory as it is when the next mini-batch begins: gradients are then taken at the weights that
-    the last token of the mini-batch before has left.
+    """Return the online memory at the start of the next mini-batch, whose gradients are taken at the weights
+    after the last token of the mini-batch before.
     """
     if memory.current is not None:
         return memory._replace(start=memory.current, start_log_kept=memory.log_kept)
@@ -258,8 +259,8 @@ def _recurrent(options, inner, coefficients, inputs, memory, position, tokens):
 
 
 def _window(options, inner, coefficients, memory: _Memory, x: tuple[_Inputs, Windows]):
-    """The memory after a window of the row, and its output; see `Windows` for the mini-batches that it may
-    contain.
+    """Return the online memory after one window of the row's tokens, and the window's outputs: the body of
+    the scan over windows. `Windows` describes the mini-batches that a window may contain.
     """
     inputs, window = x
     run_part = functools.partial(_run_part, options, inner, inputs, window)
@@ -269,8 +270,8 @@ def _window(options, inner, coefficients, memory: _Memory, x: tuple[_Inputs, Win
     memory = _select_rows(window.full, _next_mini_batch(memory, coefficients), memory)
 
     def add_part(part: Part, start: _Memory, output, memory):
-        """Return the output and the online memory after one part of a window's tokens, in the rows that have tokens of
-        that part; other rows keep theirs. The part starts from the memory `start`.
+        """Return the window's output and the online memory after the tokens of `part`, which read and train
+        the memory `start`. Batch rows without such tokens return `output` and `memory` unchanged.
         """
 
         def compute(start, output, memory):
@@ -293,8 +294,8 @@ def _window(options, inner, coefficients, memory: _Memory, x: tuple[_Inputs, Win
 
 
 def _run_part(options, inner, inputs: _Inputs, window: Windows, memory: _Memory, part: Part):
-    """The outputs of a window's tokens, all computed as tokens of one mini-batch that starts from `memory`;
-    and the memory after it.
+    """Return the outputs of all tokens of a window, computed as if they were of the mini-batch of `part`,
+    which starts from the online memory `memory`; and the memory after the tokens of `part`.
 
     Outputs are computed layer by layer: the product of a layer's input with the gradient steps of earlier
     tokens is computed from its scalar products with the layer's inputs at those tokens.
@@ -326,8 +327,8 @@ def _run_part(options, inner, inputs: _Inputs, window: Windows, memory: _Memory,
         output = output + inputs.q
 
     def sum_steps(factors):
-        """Return the sum of the gradient steps of a chunk's tokens, as the layers' weights, each step multiplied by its
-        factor [B, G, C].
+        """Return the sum of the gradient steps of a chunk's tokens, each multiplied by its factor [B, G, C],
+        in the shapes of the weights of the inner model's layers.
         """
         return tuple(
             Layer(

@@ -32,8 +32,8 @@ def _all_arguments(call: Call) -> dict[str, Any]:
 
 
 def _is_mamba(call: Call) -> bool:
-    """Return whether the arguments of a `selective_memory` call with a real memory are those that Mamba gives, which
-    the kernel supports.
+    """Return whether the arguments of a `selective_memory` call with a real memory are of the kind that Mamba
+    passes and the kernel supports: discretization "euler", and real B and C [B, T, N].
     """
     arguments = _all_arguments(call)
     b, c = arguments["b"], arguments["c"]
@@ -42,8 +42,9 @@ def _is_mamba(call: Call) -> bool:
 
 
 def _is_gate_loop(call: Call) -> bool:
-    """Return whether the arguments of a `selective_memory` call with a complex memory are those that GateLoop gives,
-    which the kernel supports.
+    """Return whether the arguments of a `selective_memory` call with a complex memory are of the kind that
+    GateLoop passes and the kernel supports: one entry per channel, no discretization, real B [D, N], real C
+    [B, T, D, N] and no D.
     """
     arguments = _all_arguments(call)
     a, b, c = arguments["a"], arguments["b"], arguments["c"]
@@ -140,8 +141,8 @@ def _complex_scan(name, tokens, starts, arguments) -> tuple[jax.Array, jax.Array
 
 
 def _kernel(name: str, **fields: Any) -> Backend:
-    """Return the backend of `selective_memory` that runs the fused kernel called `name`; `fields` are further fields of
-    `Backend`.
+    """Return the backend of `selective_memory` that computes by the fused kernel called `name`; `fields` are
+    further fields of `Backend`, such as its platforms.
     """
     return Backend(
         name=name,

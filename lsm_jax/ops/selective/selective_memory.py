@@ -140,7 +140,10 @@ def _in_sequence(axis, function, static, **arguments):
 
 
 def _update_of_device(function, static, arguments: dict[str, Any]) -> Update:
-    """The tokens of this device as one update, whose transition is a log decay, [B, D, N] or [B, S, D, N]."""
+    """Return the effect of this device's tokens on the memory of `selective_memory`, as one update, whose
+    transition is the log decay over all of these tokens: [B, D, N], or [B, S, D, N] with one state per
+    segment.
+    """
     options = static.options
     u, state, segment_ids = (arguments[name] for name in ("u", "state", "segment_ids"))
     batch, length, channels = u.shape

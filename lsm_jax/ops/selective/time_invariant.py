@@ -54,8 +54,8 @@ def time_invariant_memory(
     *,
     D: Float[Array, " D"] | None = None,
 ) -> tuple[Float[Array, "B T D"], SelectiveState]:
-    """`selective_memory` with `discretization="zoh"`, constant arguments and an empty state, computed by
-    convolution.
+    """Compute `selective_memory` with `discretization="zoh"`, parameters that are constant in time and an
+    empty state by a convolution.
 
     The arguments, the output and the state are those of `selective_memory`, which is called instead if rows
     are split over devices, since it exchanges states between devices. Differentiable in reverse mode.
@@ -133,10 +133,11 @@ def _memories_after(blocks: Array, exponent: Array, gain: Array) -> Array:
 
 @jax.custom_vjp
 def _accumulate(log_decay: Array, written: Array) -> Array:
-    """Return the memory after each block of tokens, [D, B, n, N]: `h_i = exp(log_decay) h_{i-1} + written_i`, from h =
-    0 on.
+    """Return the memory after each block of tokens, [D, B, n, N]: `h_i = exp(log_decay) h_{i-1} + written_i`,
+    with h = 0 before the first block.
 
-    `written` [D, B, n, N] is what each block alone writes. The gradient is the same sum in reverse order.
+    `written` [D, B, n, N] is the memory after each block if it starts from 0. The gradient is the same sum in
+    reverse order.
     """
     return _decayed_sums(log_decay, written)
 
@@ -157,8 +158,8 @@ _accumulate.defvjp(_accumulate_forward, _accumulate_backward)
 
 
 def _decayed_sums(log_decay: Array, x: Array) -> Array:
-    """Return the memory after each block of tokens, as `_accumulate` does, computed inside groups of blocks, and then
-    over the groups in the same way.
+    """Return the memory after each block of tokens, [D, B, n, N]: `h_i = exp(log_decay) h_{i-1} + x_i` with h
+    = 0 before the first block, computed inside groups of blocks, and then over the groups in the same way.
     """
     channels, batch, count, size = x.shape
     group = min(_GROUP, count)
@@ -175,7 +176,9 @@ def _decayed_sums(log_decay: Array, x: Array) -> Array:
 
 
 def _shift_by_one(x: Array) -> Array:
-    """The memory before each block, from the memory after each block, [D, B, n, N]; 0 before the first."""
+    """Return the memory before each block of tokens, given the memory after each block, [D, B, n, N]; it is 0
+    before the first.
+    """
     return jnp.pad(x[:, :, :-1], [(0, 0), (0, 0), (1, 0), (0, 0)])
 
 
@@ -208,7 +211,7 @@ def _real_and_imaginary(x: Array, axis: int) -> Array:
 
 
 def _as_real(x: Array, axis: int) -> Array:
-    """Return a real array unchanged; of a complex array, the real and imaginary parts concatenated along
+    """Return a real array unchanged, and for a complex array its real and imaginary parts, concatenated along
     `axis`.
     """
     return _real_and_imaginary(x, axis) if jnp.iscomplexobj(x) else x

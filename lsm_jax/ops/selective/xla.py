@@ -1,4 +1,6 @@
-"""`selective_memory` in XLA: the recurrent, the chunkwise and the associative form."""
+"""Compute `selective_memory` by XLA in three forms: recurrent (token by token), by chunks, and by an
+associative scan over all tokens.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ class SelectiveOptions(NamedTuple):
         discretization: how the step size scales a write: "zoh", "euler" or "none".
         form: "recurrent", "chunk" or "associative", how the op is computed.
         size: tokens in a chunk.
-        dtype: of real states and of all sums.
+        dtype: the dtype of real states and of all sums.
         is_complex: whether the memory is complex.
     """
 
@@ -38,14 +40,14 @@ class SelectiveOptions(NamedTuple):
 
 
 class _Inputs(NamedTuple):
-    """Arrays with one entry per token.
+    """Inputs of `selective_memory` that have an entry for each token.
 
     Attributes:
-        u: [B, T, D].
-        delta: [B or 1, T, D].
-        b: [B, T, N] or [B, T, D, N]; None if constant in time.
-        c: as b.
-        starts: [B, T], True where a document begins; None if none can.
+        u: [B, T, D], the inputs.
+        delta: [B or 1, T, D], the step sizes.
+        b: [B, T, N] or [B, T, D, N], the write vectors; None if they are constant in time.
+        c: [B, T, N] or [B, T, D, N], the read vectors; None if they are constant in time.
+        starts: [B, T], True where a document begins; None if no document can begin.
     """
 
     u: Array

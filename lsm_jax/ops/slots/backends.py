@@ -17,8 +17,8 @@ from lsm_jax.ops.slots.state import SlotState
 
 
 def _linear_call(call: Call, memory: Any, options: Any, **arrays: Any) -> Call:
-    """The call of `linear_memory` that computes one of the two memories; `arrays` are its q, k, v and
-    decay.
+    """Return the call of `linear_memory` that computes one of the two linear memories of gated slot
+    attention, whose memory before the call is `memory`; `arrays` are its q, k, v and decay, by name.
     """
     arguments = call.arguments
     state = LinearState(memory, None, None, arguments["state"].segment_id)

@@ -1,4 +1,5 @@
-"""Gated slot attention (arXiv 2409.07146): a softmax over M slots between two linear memories.
+"""Gated slot attention (arXiv 2409.07146): a softmax over M slots between two linear memories, whose slots
+decay by α and are written with the strengths s.
 
 `K̃_t = K̃_{t-1} diag(α_t) + k_tᵀ s_t`, `p_t = softmax(scale q_t K̃_t)`, `Ṽ_t = diag(α_t) Ṽ_{t-1} + s_tᵀ
 v_t`, `o_t = p_t Ṽ_t`.
@@ -136,8 +137,8 @@ def _in_sequence(axis, function, static, **arguments):
 
 
 def _update(function, static, q, k, v, s, log_decay, state, segment_ids, update_mask) -> Update:
-    """Return the effect of this device's tokens on both memories of `slot_memory`, that of keys and that of values, as
-    one update: their composed decay, and what they write.
+    """Return the effect of this device's tokens on both memories of `slot_memory`, that of keys and that of
+    values, as one update: the sum of the tokens' log decays, and what the tokens write.
 
     Neither memory's update depends on the other memory.
     """
