@@ -29,7 +29,9 @@ PROMPT = 'def read_lines(path):\n    """'
 
 
 def measure(workdir: Path) -> dict[str, Any]:
-    """Evaluate the finished run and the baselines on the same bytes."""
+    """Evaluate the demo's finished run in `workdir`: return its perplexity on held-out bytes, a sample of
+    text, and the bits per byte of the baselines (simple compressors) on the same bytes.
+    """
     import lsm_jax
     from lsm_jax.data.sources import open_store
     from lsm_jax.evaluation import TASKS, Request, byte_baselines, plot_run, store_documents

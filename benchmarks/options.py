@@ -16,8 +16,8 @@ def words(text: str) -> list[str]:
 
 
 def shapes(sizes: Iterable[Iterable[int]]) -> str:
-    """Return the default text of an option that is a list of shapes, such as
-    "8x4096x16x128,2x16384x16x128".
+    """Return a list of shapes as the default text of a command-line option: "8x4096x16x128,2x16384x16x128"
+    for (8, 4096, 16, 128) and (2, 16384, 16, 128).
     """
     return ",".join("x".join(map(str, shape)) for shape in sizes)
 

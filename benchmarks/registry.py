@@ -63,7 +63,9 @@ class Benchmark:
         return (self.output,) * bool(self.output) + self.more_files
 
     def identity(self, row: dict[str, Any]) -> tuple:
-        """Return the values of a row's key fields; rows and cases of the same measurement have equal ones."""
+        """Return the values of the fields that identify a measurement, from a row of results or from a case
+        to measure: a row is the result of a case if these values are equal.
+        """
         optional = (row.get(field, default) for field, default in self.optional_key.items())
         return (*(row.get(field) for field in self.key), *optional)
 

@@ -154,8 +154,11 @@ def get_config(variant: str = "smollm2-135m") -> TrainConfig:
 
 
 def _options(variant: str) -> tuple[str, dict[str, Any]]:
-    """Return the model's name and the options (with defaults) that a variant of the Liger config names;
-    raises ValueError as `get_config` does.
+    """Parse a variant of the Liger config: return the model's name, and the values of all options, given or
+    default.
+
+    Raises:
+        ValueError: the variant has an unknown option or value, or two options that exclude each other.
     """
     name, given = parse_variant(variant, OPTIONS)
     options: dict[str, Any] = DEFAULTS | given

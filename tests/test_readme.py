@@ -150,7 +150,7 @@ def test_a_wrong_argument_is_noticed(program, argument, monkeypatch):
 
 
 def code_words(page: Path) -> set[str]:
-    """The words in backticks of a page, outside of blocks of code."""
+    """Return the texts in backticks of a markdown page, outside of blocks of code."""
     return {word for code in re.findall(r"`([^`\n]+)`", prose(page)) for word in code.split()}
 
 
@@ -201,14 +201,18 @@ def exists(name: str) -> bool:
 
 
 def fields_of(field: str) -> set[str]:
-    """The fields of one of the configs that a `TrainConfig` consists of."""
+    """Return the names of the fields that the config in the field `field` of a `TrainConfig` (such as "data")
+    has; empty if that field is no config.
+    """
     config = importlib.import_module("configs.lm").get_config("gla-tiny")
     part = getattr(config, field)
     return {f.name for f in dataclasses.fields(part)} if dataclasses.is_dataclass(part) else set()
 
 
 def resolves(name: str) -> bool:
-    """Whether a dotted name is a module, or an attribute of one."""
+    """Return whether a dotted name, such as "lsm_jax.ops.attention", is a module that can be imported, or an
+    attribute of one.
+    """
     parts = name.split(".")
     for count in range(len(parts), 0, -1):
         module = ".".join(parts[:count])

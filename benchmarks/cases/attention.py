@@ -125,8 +125,8 @@ def calls_of(program, inputs) -> int:
 
 
 def measure(name: str, pair: list, inputs: tuple) -> list[float]:
-    """Return the milliseconds of one attention implementation's two compiled programs: forward, and forward
-    and backward.
+    """Return the times [ms forward, ms forward and backward] of one attention implementation, given its two
+    compiled programs as `pair`.
     """
     inputs = inputs[:4] if CALLS[name] is cudnn else inputs
     times = (batch_milliseconds(p, *inputs, calls=calls_of(p, inputs)) for p in pair)

@@ -191,10 +191,12 @@ def _mom(rows: int, length: int) -> tuple[Callable, Callable]:
 
 
 def _warm(cases: list, bias: float, claims: Path, index: int) -> None:
-    """Compile the Triton configurations of the cases' kernels that no other process compiles, into Triton's
-    cache.
+    """Compile, into Triton's cache, those Triton configurations of the peer's kernels that no other process
+    compiles.
 
-    A process claims a configuration by a file in the folder `claims`.
+    A process claims a configuration by creating a file in the folder `claims`. `cases` are the measured
+    operations and shapes, `bias` is the mean of the gates before the sigmoid, and `index` the process's
+    number.
     """
     import torch  # pyrefly: ignore[missing-import]
     from triton.runtime.autotuner import Autotuner  # pyrefly: ignore[missing-import]

@@ -70,7 +70,9 @@ def _by_width(rows: list[Row]) -> list[tuple[Row, Row | None]]:
 
 
 def _of_ours(column: Column) -> Column:
-    """Return `column`, adapted to records (measured row, published row): it reads the measured row."""
+    """Return the table column `column`, made for rows of this library's measurements, as a column for pairs
+    (measured row, published row): it reads the measured row.
+    """
     return Column(column.title, lambda record: column.cell(record[0]))
 
 

@@ -52,8 +52,9 @@ def sequence_shards(length: int) -> int:
 
 
 def _varying(x: jax.Array) -> frozenset[str]:
-    """Return the names of the mesh axes of a caller's `jax.shard_map` (with checked replication) over which
-    the array `x` varies, so that devices have different values."""
+    """Return the names of the mesh axes over which the array `x` varies (has different values on different
+    devices), inside a caller's `jax.shard_map` with checked replication.
+    """
     return jax.typeof(x).manual_axis_type.varying
 
 

@@ -80,7 +80,10 @@ def _array(*shape: int, dtype: Any = None) -> Any:
 
 
 def _memory_inputs(case: tuple, length: int) -> tuple[dict, dict, dict]:
-    """Return (inputs, segment ids and update mask, options) of a case of tests/kernels/test_aot.py, for two rows."""
+    """Return, for a kernel's test case (an entry of the table in tests/kernels/test_aot.py) and two rows of
+    `length` tokens, three dicts of arguments of the op: input arrays, segment ids and update mask, and
+    options.
+    """
     import jax.numpy as jnp
 
     op, (heads, key_heads, memories), key_dim, value_dim, given = case

@@ -63,9 +63,7 @@ def _losses(workdir: Path) -> str:
 
 
 def write_text(folder: Path) -> Path:
-    """Write twelve short documents into `folder`, the training text of the tiny runs, and return the
-    folder.
-    """
+    """Write the training text of the tiny runs, twelve short documents, into `folder`, and return the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     for i in range(12):
         line = "to be or not to be, that is the question. "
@@ -107,8 +105,8 @@ def collect_runs(tree: Path, folder: Path, text: Path) -> Iterator[tuple[str, st
 def collect_resume(
     tree: Path, reference: Path, folder: Path, text: Path
 ) -> Iterator[tuple[str, str]]:
-    """Continue copies of the reference's tiny runs, cut back to the checkpoint in their middle, with the
-    code of `tree`, and yield (name, losses as JSON).
+    """Yield (name, losses as JSON) of each tiny run that the code in the folder `tree` continues: a copy of
+    the reference's finished run, without the checkpoints after the one in its middle.
     """
     for name in RUNS:
         if not (reference / name / "checkpoints").is_dir():

@@ -51,8 +51,8 @@ def changed(tmp_path, kind: str, change=None, **fields) -> Path:
 
 
 def build(source, params=None):
-    """Return the config of a pretrained model's folder or file, and the decoder with its parameters (or
-    `params`) in float32.
+    """Return the config of the pretrained model in a folder or file `source`, and the decoder in float32 with
+    the model's parameters, or with `params` if they are given.
     """
     config = dataclasses.replace(model_config(source), dtype="float32", remat="none")
     params = load_params(source, config) if params is None else params

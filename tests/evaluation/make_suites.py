@@ -169,7 +169,9 @@ def make_mmlu(folder: Path) -> None:
 
 
 def make_longbench(folder: Path) -> None:
-    """LongBench's own files: the question is named "input"."""
+    """Write a small data set for each task of LongBench into `folder`, in the layout of the repository
+    LongBench, whose rows have the question under the name "input".
+    """
     rng = random.Random(1)
     for name, language in LONGBENCH.items():
         row = {
@@ -193,7 +195,9 @@ def make_essays(folder: Path) -> None:
 
 
 def make_questions(folder: Path) -> None:
-    """SQuAD's and HotpotQA's own files, which RULER's questions are made of."""
+    """Write small files in the formats of SQuAD 2.0 and HotpotQA into `folder`: the files from which RULER's
+    question tasks are made.
+    """
     rng = random.Random(3)
     articles, hotpot = [], []
     for number in range(4):

@@ -114,8 +114,8 @@ FORMS = [
 
 @pytest.mark.slow
 def test_rows_of_experts_may_be_padded(monkeypatch):
-    """The tokens of each expert are padded to a multiple of `row_multiple`, as kernels require; the padding
-    is sent to no expert.
+    """If each expert's tokens are padded to a multiple of `row_multiple` rows, as kernels require, a mixture
+    of experts has the same outputs, and the padding is sent to no expert.
     """
     moe, ids = made(), jnp.ones((BATCH, LENGTH), jnp.int32).at[1, 7:].set(0)
     wanted = gradient(moe, X, segment_ids=ids)

@@ -228,8 +228,8 @@ def test_prefill_runs_fused_and_decoding_does_not(config, monkeypatch):
 
 
 def test_a_model_reads_pieces_fused(monkeypatch):
-    """A model with a state, as evaluation in pieces and chunked prefill call it, reads a piece of 128 tokens
-    with the Hopper kernel of attention, and a single token without it.
+    """A model that reads tokens and a state, as in evaluation by pieces and in chunked prefill, computes
+    attention with the Hopper kernel for 128 tokens, and without it for one token.
     """
     monkeypatch.undo()
     config = models.fox("pro", "125m", vocab_size=64)

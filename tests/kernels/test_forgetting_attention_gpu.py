@@ -138,8 +138,9 @@ def test_heads_of_256_forward():
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("documents", [False, True])
 def test_what_is_pruned_weighs_nothing(masked, documents):
-    """The tiles of keys that pruning skips for a query together weigh less than e^-10 of the sum of its
-    weights, and gates as strong as these hide some tiles.
+    """In attention with forget gates, all tiles of keys that pruning skips for a query have together less
+    than e^-10 of the query's softmax weights; and the gates of this test are strong enough that some tiles
+    are skipped.
     """
     inputs = make(1024, 2, 1, 64, masked=masked)
     q, k, sums, written = (inputs[n] for n in ("q", "k", "sums", "written"))

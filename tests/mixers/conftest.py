@@ -86,8 +86,9 @@ def changed(config, **fields):
 
 
 class Small:
-    """A small mixer of a method for tests, with parameters so large that gates matter, and an input x [B,
-    T, D]; `stirred` applies `stir` to its parameters.
+    """A small mixer of one method for tests, under `jax.jit`, with parameters so large that gates matter, and
+    an input x [B, T, D]. With `stirred=True`, noise is added to the parameters that start with equal
+    entries.
     """
 
     def __init__(self, method: mixers.Method, *, stirred: bool = False, **fields):

@@ -51,7 +51,9 @@ def _made(name, fields) -> mixers.Mixer:
 
 
 def made(name="gated_deltanet", **fields) -> mixers.MoM:
-    """Return the Mixture-of-Memories of `config_of(name, **fields)`, from a cache."""
+    """Return the small Mixture-of-Memories around the inner mixer `name`, with the config's `fields`
+    replaced; equal arguments return the same module, from a cache.
+    """
     return _made(name, tuple(sorted(fields.items())))
 
 
@@ -105,7 +107,9 @@ def choices(mixer, x) -> np.ndarray:
 
 
 def copied(module):
-    """Return a copy of a mixer, whose parameters may be changed (`nnx.merge` shares them)."""
+    """Return a copy of an nnx module with new variables, so that changing the parameters of the copy does not
+    change the original (a module made by `nnx.merge` would have the same variables).
+    """
     return jax.tree.map(lambda p: p, module)
 
 

@@ -1,4 +1,6 @@
-"""Mixture-of-Memories is compared with its definition, in both forms and in decoding."""
+"""Tests of Mixture-of-Memories, compared with its definition: in the packed and in the masked form, in one
+call and token by token.
+"""
 
 from __future__ import annotations
 
@@ -56,8 +58,8 @@ def float_arrays(state):
 
 @functools.cache
 def expected_of(name):
-    """Return the gradients and the output of the Mixture-of-Memories with the inner mixer `name`, by the
-    definition.
+    """Return ((gradients of the parameters and of the input, of a weighted sum of outputs), output) of the
+    small Mixture-of-Memories with the inner mixer `name`, computed by the definition.
     """
     mixer = made(name)
     chosen = choices(mixer, X)
@@ -131,8 +133,8 @@ def test_gradients_through_decoding_equal_those_of_one_call(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SOME)
 def test_masked_states_equal_packed_ones(name):
-    """The masked and the packed form of a Mixture-of-Memories leave equal states after one call, and after
-    a masked call that continues from the state of a packed call.
+    """The masked form of a Mixture-of-Memories has the same final state as the packed form: after one call on
+    all tokens, and after a call that continues from a state of the packed form.
     """
     _, final, _ = call(made(name), X)
     masked = made(name, execution="masked")
@@ -444,7 +446,9 @@ def test_flops_count_each_routed_memory():
 
 @pytest.mark.parametrize("name", INNER)
 def test_token_parts_are_the_layers_that_act_on_tokens_as_they_come(name, monkeypatch):
-    """`Mixer.token_parts` names the layers that `read` and `write` apply to x itself."""
+    """`Mixer.token_parts` names exactly the projections that a mixer applies to the unchanged input x of the
+    layer, rather than to an array computed from x.
+    """
     mixer = made(name, single_projections=True).inner
     x, seen = X.reshape(-1, X.shape[1], X.shape[2]), set()
     plain = Dense.__call__

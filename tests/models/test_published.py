@@ -1,4 +1,6 @@
-"""Models as published: parameter counts, baselines, and the options of `configs/linear_moe.py` and `configs/mom.py` for them."""
+"""Tests of models with published numbers of parameters, of the papers' baseline models, and of the options of
+`configs/linear_moe.py` and `configs/mom.py` that reproduce the published code (such as `as_published`).
+"""
 
 from __future__ import annotations
 
@@ -219,8 +221,8 @@ def small(mixer, pattern="L", depth=2, **fields) -> ModelConfig:
 
 
 def test_scaled_output_projections():
-    """As published, the initial o_proj and down_proj, of experts too, are smaller by sqrt(2 depth); all
-    other parameters are the same to the bit.
+    """With the published initialisation, o_proj and down_proj (also of experts) start smaller by the factor 1
+    / sqrt(2 depth) than without it; all other parameters are the same to the bit.
     """
     config = small(mixers.GLAConfig(num_heads=2), "LN")
     plain, scaled = (

@@ -9,8 +9,8 @@ from tests.conftest import AS_USERS
 
 
 def _bound(name: str) -> float:
-    """Return the error in float32 that is accepted for the benchmark case `name`, a class of transition:
-    larger for constant decays, which accumulate one rounding error per token or chunk.
+    """Return the largest relative error in float32 that the drift test accepts for a class of transition,
+    given by its name: larger for constant decays, which accumulate one rounding error per token or chunk.
     """
     if "constant" in name:
         return 2e-4 if "token by token" in name else 2e-5

@@ -120,8 +120,8 @@ def objective(case, form, weights, inputs, state, **options):
 
 @functools.cache
 def reference_gradients(case, kind, decay="mild"):
-    """Return the test case's objective, output, final state and gradients, as `gradients` does, for the
-    recurrent form (or the only form) in float64.
+    """Return the results of an op's reference, its recurrent form (or only form) in float64, for a test case:
+    a weighted sum of all outputs, the output, the final state, and the gradients of that sum.
     """
     arguments = settings(kind, case)
     state = arguments.pop("state")
@@ -131,8 +131,8 @@ def reference_gradients(case, kind, decay="mild"):
 
 @functools.cache
 def wide_gradients(case, decay, dtype):
-    """Return the test case's objective, output, final state and gradients, as `gradients` does, for the
-    first form in float64, with inputs that are rounded to `dtype`.
+    """Return the float64 results of an op's first form for a test case whose random inputs are rounded to
+    `dtype`: a weighted sum of all outputs, the output, the final state, and the gradients of that sum.
     """
     inputs = make_inputs(case, decay=decay, dtype=dtype)
     wide = {n: x.astype(jnp.float64) for n, x in inputs.items()}
@@ -192,9 +192,7 @@ def test_matches_the_definition(case, form, kind):
 
 @parametrize_forms(skip=("recurrent", None))
 def test_gradients_agree_between_forms(case, form):
-    """All forms of an op have the same gradients in calls with one state per segment;
-    `test_any_length_in_chunks_of_64` tests empty states, and the next test one state per row.
-    """
+    """With one state per segment, all forms of an op have the gradients of the recurrent form in float64."""
     check_gradients(case, form, "segments")
 
 

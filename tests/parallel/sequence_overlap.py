@@ -1,8 +1,10 @@
-"""Compare `linear_memory` on rows that devices share with the op on one device, where a fused kernel would
-compute it: the backend runs from an empty memory, and what it reads of the earlier devices' memory is added.
+"""Compare `linear_memory` on rows whose tokens are divided over devices with the op on one device, for the
+method used with a fused kernel: the kernel computes each device's tokens from an empty memory, and the
+reads from the earlier devices' memory are added to its outputs.
 
-The backend is the XLA form under another name, so that values and gradients are compared in float64.
-`test_overlap` runs it in a process of eight devices: `python -m tests.parallel.sequence_overlap DEVICES:CASE:KIND ...`.
+In place of a kernel, the XLA form is registered as a backend under another name, so that values and gradients
+are compared in float64. `test_overlap` runs this module in a process of eight devices: `python -m
+tests.parallel.sequence_overlap DEVICES:CASE:KIND ...`.
 """
 
 from __future__ import annotations
@@ -53,9 +55,9 @@ def check_strong_decays(mesh) -> None:
 
 
 def check_later_tokens(mesh) -> None:
-    """Check `linear_memory` on shared rows in bfloat16: outputs are as on one device in float32 but for
-    rounding, and to the last bit they do not depend on later tokens, on the same device or on a later
-    one.
+    """Check `linear_memory` in bfloat16 on rows whose tokens are divided over the devices of `mesh`: the
+    outputs equal those of one device in float32 up to rounding, and no bit of an output depends on later
+    tokens, whether the same or another device has them.
     """
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.normal(size=(1, 64, 2, 8)), jnp.bfloat16) for _ in range(3))

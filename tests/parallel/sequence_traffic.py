@@ -68,8 +68,9 @@ def check_overlap(text: str) -> None:
 
 
 def layer(name: str, *, packed: bool, remat: bool = False):
-    """Return a function (x, gate) -> a sum over the outputs of an op on shared rows; its gradient has the
-    same collectives as a layer's.
+    """Return a function (x, gate) -> a number: the sum over the outputs of the op called `name`, on rows
+    whose tokens are divided over devices. The gradient of this number has the same collectives as a
+    complete layer's gradient.
     """
 
     def run(x, gate):

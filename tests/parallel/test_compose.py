@@ -53,7 +53,9 @@ def test_bfloat16(case):
     "case", ["gla+none", pytest.param("mamba2+moe/softmax", marks=pytest.mark.slow)]
 )
 def test_rows_that_are_not_divisible(case):
-    """Three devices that share each row train on rows of 16 tokens, which are padded."""
+    """A training step on rows of 16 tokens, divided over three devices (which requires padding), equals one
+    on a single device.
+    """
     assert meshes(f"{case}:sequence=3") == 1
 
 

@@ -77,8 +77,8 @@ def mapped_bodies(jaxpr) -> list:
 
 
 def results_of(body, name: str) -> set:
-    """Return the variables of the jaxpr `body` that an equation with the primitive `name` inside it
-    affects, directly or not.
+    """Return the variables of the jaxpr `body` that depend, directly or not, on an equation of `body` that is
+    or contains the primitive called `name`.
     """
     reached = set()
     for equation in body.eqns:

@@ -188,8 +188,9 @@ def test_only_the_branch_of_the_platform_counts():
 
 @pytest.mark.parametrize("method", [*sorted(mixers.METHODS), "mom"])
 def test_every_method_has_a_plan(method):
-    """Every method has a plan with rows on one device, and with rows shared by two, on which it sends more
-    than the attention layers.
+    """Every method has a memory plan, both on one device and with the tokens of a row divided over two
+    devices. In the second plan, a model with this method and softmax attention in turn sends more bytes
+    for states, keys and values than its layers of softmax attention alone.
     """
     kind = mixers.MoMConfig if method == "mom" else mixers.METHODS[method].config
     config = run_of(MeshConfig(data=1))

@@ -90,8 +90,9 @@ def test_rows_that_devices_share(cases):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CLASSES)
 def test_every_class_of_update(name):
-    """Ops of every class of update run on rows shared by two, four and eight devices, with plain rows, with
-    one state per segment, and with an initial state, documents and masks.
+    """An op with each class of update has, on rows divided over two, four and eight devices, the results that
+    it has on one device: with plain rows, with one state per segment, and with an initial state, documents
+    and masks.
     """
     (case,) = (case for case in CASES if case.name == name)
     ran("sequence", *(f"{devices}:{name}:{case.forms[0]}:{kind}" for devices, kind in CALLS))
@@ -123,8 +124,9 @@ def test_phase_and_time_invariant_rows():
 
 
 def test_attention_by_a_kernel():
-    """Attention by a kernel, for two parts of a row per device, with gates, documents and windows; backends
-    without support are refused.
+    """On four devices, each of which computes two separate parts of a row's queries, attention by a kernel
+    has the outputs, states and gradients of one device, with gates, documents and windows. Backends that
+    do not support divided rows raise an error.
     """
     ran("sequence_kernel")
 

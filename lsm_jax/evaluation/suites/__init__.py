@@ -148,10 +148,8 @@ def _packages(name: str) -> tuple[str, ...]:
 
 
 def averages(results: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> dict[str, dict]:
-    """Return the averages that the suites in `names` define over their tasks' metrics, by suite and name of
-    the average.
-
-    An average of which one task has no result is left out.
+    """Return the averages that each evaluation suite in `names` defines over the metrics of its tasks, as
+    {suite: {name of the average: value}}. An average is omitted if one of its tasks has no result.
 
     Args:
         results: metrics by task, with keys such as "acc,none".

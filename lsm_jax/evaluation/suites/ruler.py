@@ -121,7 +121,9 @@ class Needles:
         }
 
     def _needle(self, key: str, value: str) -> str:
-        """Return the sentence that states a value of a key and is hidden in the text."""
+        """Return the sentence to hide in a RULER prompt's text that states the value `value` of the key
+        `key`.
+        """
         template = read_constant("prepare_niah", "NEEDLE")
         return template.format(type_needle_v=self.form.values, key=key, value=value)
 

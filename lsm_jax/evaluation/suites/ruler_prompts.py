@@ -90,7 +90,10 @@ class CommonWords:
     short example; a unit of the list's size is a different word."""
 
     def __init__(self, length: int):
-        """Read the words of the package wonderwords; lists for prompts below 4096 tokens repeat words less often."""
+        """Prepare the common-words prompts of RULER for `length` tokens: read the English words that they
+        list from the package wonderwords, and choose how often the answers and the other words are
+        repeated, which is less often below 4,096 tokens.
+        """
         self._words = read_words("noun", "adjective", "verb")
         self.largest = len(self._words)
         self._example, self._repeats = (
@@ -171,7 +174,9 @@ class Questions:
         self.largest, self.count = len(self._documents), len(self._questions)
 
     def smallest(self, index: int) -> int:
-        """Return the least size of the question's text in documents: those that the answer is in."""
+        """Return the smallest number of documents that the prompt of RULER's question number `index` can
+        have: the documents that contain the answer.
+        """
         return len(self._questions[index][2])
 
     def make(self, index: int, size: int) -> dict[str, Any]:
