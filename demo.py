@@ -61,7 +61,9 @@ def measure(workdir: Path) -> dict[str, Any]:
 
 
 def main(argv: list[str]) -> None:
-    """Train, evaluate, and print the results."""
+    """Run the demo: train its small model, evaluate it, and print the results. `argv` is the program's name
+    alone.
+    """
     if len(argv) > 1:
         raise ValueError(f"unknown arguments: {' '.join(argv[1:])}")
     from rich.console import Console

@@ -85,8 +85,8 @@ def trained_parameters(config: TrainConfig) -> int:
 
 
 def variant(options: str, *, window: int, rank: int | None) -> str:
-    """Return the variant of configs/liger.py that one run of the comparison has, from its options, window
-    (in tokens) and adapter rank; a run without adapters has no rank.
+    """Return the text of the variant of configs/liger.py that one training run of the comparison uses, from
+    its options, its window in tokens and its adapter rank; the rank is omitted for a run without adapters.
     """
     rank_option = "" if rank is None or "transfer" in options else f",rank={rank}"
     return f"smollm2-135m,data=text,{options},window={window}{rank_option}"

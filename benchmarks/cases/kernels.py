@@ -87,9 +87,10 @@ def make_inputs(op: str, shape: str, stronger: float = 1.0) -> tuple[jax.Array, 
 
 
 def library_call(op: str, implementation: str, segments: int = 0):
-    """Return the library's op as a function of the inputs that returns the output.
+    """Return this library's op with an `implementation` as a function of the inputs that returns the output.
 
-    With `segments`, a row has so many documents, each with one state in and out.
+    With `segments` = n, each row consists of n documents, and the op has one initial and one final state for
+    each.
     """
 
     def options_for(empty, q) -> dict[str, Any]:

@@ -137,8 +137,8 @@ def build(rows: list[Row], args: Any) -> tuple[Any, Any, list[Any]]:
 
 
 def measure(table: str, rows: list[Row], args: Any, wait: Callable[[], None]) -> None:
-    """Compile the training steps of all these benchmark rows, call `wait`, then time each step and print
-    its row.
+    """Compile the training steps of the benchmark rows `rows`, call `wait`, which returns when this process
+    may use the devices, then time each step and print its row of results.
     """
     devices: Any = None
     start: Any = None

@@ -45,8 +45,8 @@ def state_bytes(row: dict[str, Any]) -> int:
 
 
 def measure(method: str, width: int, args: argparse.Namespace) -> dict[str, Any]:
-    """Train a method at one width on associative recall, at several learning rates, and return the
-    benchmark's row.
+    """Train models with one method at one width on associative recall, one for each of several learning
+    rates, and return the benchmark's row of results.
     """
     variant = f"{method},width={width},suite={args.suite}"
     config = mqar.get_config(variant)

@@ -178,9 +178,12 @@ def _axes_of_leaves(axes: Any, tree: Any) -> list[tuple[str | None, ...]]:
 
 
 def _over_auto_axes(layout: _Layout, axes: dict[str, int], arguments: dict[str, Any]) -> Any:
-    """Call the function of a layout on each device, where `axes` has the sizes of the mesh axes of type
-    `Auto` by name: choose which logical axes are sharded, pad the tokens, and remove the padding from the
-    outputs."""
+    """Call the function that `layout` describes on each device, with that device's part of the arguments.
+    Choose first which logical axes are sharded, and pad rows whose tokens are not divisible; remove the
+    padding from the outputs.
+
+    `axes` has the sizes of the mesh axes of type `Auto` by name.
+    """
     sizes = _logical_sizes(layout, arguments)
     sharded = _sharded_axes(layout, axes, sizes)
     if not sharded:

@@ -119,10 +119,13 @@ def exchange(
 def exchange_while(
     axis: str, advance: Callable[[Any, Any], Any], update: Any, initial: Any, output: Any
 ) -> tuple[Any, Any, Any]:
-    """Return the results of `exchange` (the state before this device's tokens, and the state after all
-    tokens), and `output`, which is computed while the devices' updates are gathered: the gathered updates
-    are read after it is. In the backward pass, the gradient of the state before this device's tokens is
-    computed before the gradient of `output` is used."""
+    """Return what `exchange` returns (the state before this device's tokens, and the state after all tokens)
+    and the array `output` unchanged, in an order that lets `output` be computed while devices send their
+    updates.
+
+    Forward, the received updates are read only after `output` is computed. Backward, the gradient of the
+    state before this device's tokens is computed before the gradient of `output` is used.
+    """
     return _exchange_forward(axis, advance, update, initial, output)[0]
 
 

@@ -294,8 +294,8 @@ def test_attention_picks_it_where_cudnn_does_not_serve():
 
 
 def test_attentions_sums_go_on_through_documents(monkeypatch):
-    """`ops.attention` gives the kernel sums of log forget gates that go on from document to document: sums
-    that restart would hide visible keys, or lose digits.
+    """`ops.attention` passes its kernel cumulative sums of log forget gates that run on from one document of
+    a row to the next: sums that restart at each document would hide visible keys, or lose digits.
     """
     given = {}
     monkeypatch.setattr(

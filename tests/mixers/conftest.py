@@ -60,11 +60,10 @@ def _loss(mixer, x):
 
 
 def stir(module, *, kernels_only: bool = False):
-    """Add seeded noise to a module's parameters that start with equal entries: a parameter of zeros would
-    hide errors in all that it multiplies.
+    """Add seeded noise to those parameters of a module whose entries are all equal, since a parameter of
+    zeros would hide errors in everything that it multiplies.
 
-    With `kernels_only`, add it only to matrices that start at zero, in a model with stacked or separate
-    layers.
+    With `kernels_only`, noise is added only to kernels (weight matrices) that are zero.
     """
     state = nnx.state(module, nnx.Param)
     for index, (path, param) in enumerate(nnx.to_flat_state(state)):

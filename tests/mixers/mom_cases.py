@@ -158,8 +158,9 @@ def definition(mixer, x, chosen):
         return jnp.take_along_axis(a, index.reshape(*index.shape, *(1,) * (a.ndim - 2)), axis=1)
 
     def one(parameters, order, back, weight):
-        """Return one memory's weighted outputs for all tokens. `order` has the numbers of the memory's
-        tokens first, in the order of time, and then those of the other tokens.
+        """Return the outputs of one memory of the Mixture-of-Memories for all tokens, times each token's
+        weight for it. `order` [B, T] has the positions of the memory's tokens first, in order, and then
+        those of the other tokens; `back` is its inverse.
         """
         inner = _with_parameters(mixer, parameters)
         cut = {n: along(s, order) if n in inner.shared_by_token else s for n, s in shared.items()}

@@ -1,5 +1,5 @@
-"""The arrays that layers save for the backward pass, the gradients of products that are returned in float32,
-and the methods whose ops run on kernels.
+"""Tests of layers: which arrays they save for the backward pass, the gradients of products in bfloat16 whose
+results are float32, and which methods call their op so that a fused kernel supports it.
 """
 
 from __future__ import annotations

@@ -370,7 +370,9 @@ def test_other_forms_of_the_inner_op():
 
 @jax.jit
 def routed(mixer, x=X):
-    """Return the router's statistics for a Mixture-of-Memories on the input x."""
+    """Return the statistics (such as the load) that the router of a Mixture-of-Memories reports for the input
+    x.
+    """
     return mixer._route(x, mixers.Context(1))[1]
 
 
@@ -424,8 +426,8 @@ def test_state_of_another_mixer_is_refused():
 
 @pytest.mark.slow
 def test_states_that_nobody_asks_for_are_not_computed():
-    """The packed form of a Mixture-of-Memories computes its final states in a separate call, which the
-    compiler removes if they are not used.
+    """In the packed form, a Mixture-of-Memories computes its final states in a separate call of its op, which
+    the compiler removes if nothing uses these states.
     """
 
     def flops(function):

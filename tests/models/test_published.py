@@ -57,8 +57,8 @@ def total(d: int, depth: int, mixer: int, feedforward: int, vocab: int = 32000) 
 
 
 def experts(d: int, size: int, active: int) -> int:
-    """Return the number of parameters of a layer of SwiGLU experts of inner width `size`, of which `active`
-    count, and of the router.
+    """Return the number of parameters of a layer with SwiGLU experts of inner width `size` at width d: those
+    of the router for 64 experts, and of `active` experts.
     """
     return active * 3 * d * size + 64 * d
 
@@ -276,8 +276,9 @@ def test_xavier_projections_of_memories():
 
 
 def test_balance_losses_of_a_hybrid_and_of_all_layers_together():
-    """A layer's balance loss is averaged over the layers with memories; a joint balance loss is that of
-    their mean routing.
+    """The balance loss of Mixtures-of-Memories is the mean over the layers that have memories
+    (balance="layer"), or the loss of those layers' mean routing (balance="model"); in a hybrid model other
+    layers do not count.
     """
     tokens = jnp.arange(20).reshape(1, 20) * 7 % 64
     mixer = mixers.MoMConfig(mixer=mixers.LinearAttentionConfig(num_heads=2), balance_scale=1e-3)

@@ -90,7 +90,9 @@ def _state(case, batch, *, capacity, **options):
 
 
 def _used(case, state):
-    """Fill an online memory's state with random values, in the middle of a mini-batch."""
+    """Return the state of an online memory (TTT or Titans) with random values in place of its floating-point
+    entries, and a position in the middle of a mini-batch.
+    """
     rng = np.random.default_rng(1)
 
     def fill(x):

@@ -28,8 +28,8 @@ KERNEL = Backend(name="kernel", run=run_xla, platforms=("cpu",))
 
 
 def check_strong_decays(mesh) -> None:
-    """Check `linear_memory` on shared rows with log decays from 0 to -1e30 and -inf: outputs are as on one
-    device, and no gradient is other than finite.
+    """Check `linear_memory` on rows divided over the devices of `mesh`, with log decays from 0 to -1e30 and
+    -inf: the outputs equal those of one device, and all gradients are finite.
     """
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.normal(size=(2, 32, 2, 4))) for _ in range(3))
@@ -74,8 +74,8 @@ def check_later_tokens(mesh) -> None:
 
 
 def main(*which: str) -> None:
-    """Compare `linear_memory` on shared rows with one device for each case DEVICES:CASE:KIND, and run the
-    checks "strong" and "later".
+    """Compare `linear_memory` on rows divided over devices with one device for each case DEVICES:CASE:KIND.
+    The case "strong" checks strong decays, the case "later" that no output depends on later tokens.
     """
     jax.config.update("jax_enable_x64", True)
     register("linear_memory", KERNEL)

@@ -53,8 +53,8 @@ def check(op, mesh, name: str, floats: dict, segment_ids=None, start=None) -> No
 
 
 def main() -> None:
-    """Check convolutions and token shifts on shared rows of one document and on packed rows, without and
-    with an initial state.
+    """Check short convolutions and token shifts on rows divided over devices, with `contiguous=True`: for
+    rows of one document and for packed rows, with and without an initial state.
     """
     jax.config.update("jax_enable_x64", True)
     mesh = make_mesh(MeshConfig(sequence=8))

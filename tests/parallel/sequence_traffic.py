@@ -140,10 +140,10 @@ def check_model(mesh, name: str) -> None:
 
 
 def main(*names: str) -> None:
-    """Check that a layer on shared rows has one all-gather forward and one backward, whose sizes do not
-    depend on the length.
+    """Check that a layer on rows whose tokens are divided over eight devices has one all-gather in the
+    forward and one in the backward pass, whose sizes do not depend on the rows' length.
 
-    With `names`, check models of these, too.
+    `names` are methods; for each of them a complete model is checked, too.
     """
     mesh = make_mesh(MeshConfig(sequence=8))
     # Two rows of two heads: a memory [8, 8] and a decay; for packed rows two segment ids, and whether a

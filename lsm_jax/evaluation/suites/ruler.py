@@ -77,8 +77,9 @@ class Needles:
     largest = None
 
     def __init__(self, form: _Form, words: list[str]):
-        """Take the words of the essay as the text in which needles are hidden, if the task's form has an
-        essay."""
+        """Prepare the needle prompts of one task of RULER, of the form `form`; `words` are the words of the
+        essays in which the needles are hidden, if the form has an essay.
+        """
         self.form, self._words = form, words
         self._adjectives, self._nouns = read_words("adjective"), read_words("noun")
 
@@ -149,8 +150,9 @@ class Needles:
 
 
 def _largest_size(fits: Callable[[int], bool], smallest: int, largest: int | None) -> int:
-    """Return nearly the largest size of a prompt's text up to `largest` for which `fits(size)` is true;
-    `smallest` if it is true for none."""
+    """Return nearly the largest size of a prompt's text, between `smallest` and `largest`, for which
+    `fits(size)` is true; `smallest` if it is true for none.
+    """
     bound = math.inf if largest is None else largest
     low, high = smallest, 2 * smallest
     while high < bound and fits(high):

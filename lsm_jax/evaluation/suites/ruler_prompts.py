@@ -164,8 +164,9 @@ class FrequentWords:
 
 
 class Questions:
-    """Make RULER's prompts of questions: a question about one of several documents; a unit of the text's
-    size is a document."""
+    """Make RULER's question-answering prompts: a question about one of several documents. The size of a
+    prompt's text is counted in documents.
+    """
 
     def __init__(self, path: Path):
         """Read the questions and documents of SQuAD 2.0's dev-v2.0.json, or of HotpotQA's
