@@ -65,7 +65,7 @@ def main(argv: list[str]) -> None:
     alone.
     """
     if len(argv) > 1:
-        raise ValueError(f"unknown arguments: {' '.join(argv[1:])}")
+        raise ValueError(f"unknown arguments: {' '.join(argv[1:])}; accepted are flags (--help)")
     from rich.console import Console
 
     from configs.demo import get_config

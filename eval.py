@@ -86,7 +86,7 @@ def main(argv: list[str]) -> None:
     `argv` is the program's name alone.
     """
     if len(argv) > 1:
-        raise ValueError(f"unknown arguments: {' '.join(argv[1:])}")
+        raise ValueError(f"unknown arguments: {' '.join(argv[1:])}; accepted are flags (--help)")
     from rich.console import Console
 
     import lsm_jax

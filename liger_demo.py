@@ -113,7 +113,7 @@ def main(argv: list[str]) -> None:
     untuned and the tuned model, and print the results. `argv` is the program's name alone.
     """
     if len(argv) > 1:
-        raise ValueError(f"unknown arguments: {' '.join(argv[1:])}")
+        raise ValueError(f"unknown arguments: {' '.join(argv[1:])}; accepted are flags (--help)")
     from rich.console import Console
     from rich.table import Table
 

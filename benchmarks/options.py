@@ -39,7 +39,9 @@ def names(accepted: Collection[str]) -> Callable[[str], list[str]]:
 
     def parse(text: str) -> list[str]:
         if wrong := [name for name in words(text) if name not in accepted]:
-            raise argparse.ArgumentTypeError(f"{wrong[0]!r}; accepted are {', '.join(accepted)}")
+            raise argparse.ArgumentTypeError(
+                f"unknown name {wrong[0]!r}; accepted are {', '.join(accepted)}"
+            )
         return words(text)
 
     return parse
@@ -147,7 +149,9 @@ def shard(text: str) -> slice:
     """
     index, _, count = text.partition("/")
     if not (index.isdecimal() and count.isdecimal() and int(index) < int(count)):
-        raise argparse.ArgumentTypeError(f"{text!r}; accepted is I/N with I less than N, as 0/4")
+        raise argparse.ArgumentTypeError(
+            f"shard {text!r}: accepted is I/N with I less than N, such as 0/4"
+        )
     return slice(int(index), None, int(count))
 
 

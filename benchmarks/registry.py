@@ -96,7 +96,9 @@ def read_description(path: Path) -> Benchmark:
             case ast.Assign(targets=[ast.Name(id="BENCHMARK")], value=ast.Call(keywords=keywords)):
                 fields = {str(word.arg): ast.literal_eval(word.value) for word in keywords}
                 if fields.get("name") != path.stem:
-                    raise ValueError(f"{path}: name={fields.get('name')!r}; it must be the file's")
+                    raise ValueError(
+                        f"{path}: BENCHMARK has name={fields.get('name')!r}; it must be the file's name without .py"
+                    )
                 return Benchmark(**fields)
     raise ValueError(f"{path}: it assigns no BENCHMARK = Benchmark(...)")
 

@@ -59,7 +59,7 @@ def fill(text: str, page: Path, root: Path) -> str:
     filled, count = PLACE.subn(replace, text)
     if count != len(names(text)):
         raise ValueError(
-            f"{page.name}: {len(names(text))} tables begin and {count} end; each requires {END!r}"
+            f"{page.name}: {len(names(text))} results tables begin and {count} end; each requires the mark {END!r} after it"
         )
     return filled
 

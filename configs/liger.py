@@ -174,7 +174,9 @@ def _options(variant: str) -> tuple[str, dict[str, Any]]:
         if key in given and not met:
             raise ValueError(f"variant {variant!r}: {key} requires {requirement}")
     if "gate" in given and options["ablation"] in ("no_gate", "no_memory"):
-        raise ValueError(f"variant {variant!r}: ablation={options['ablation']} has no gate")
+        raise ValueError(
+            f"variant {variant!r}: ablation={options['ablation']} has no gate, so the option gate is not accepted"
+        )
     if given.keys() & MIXER_NUMBERS.keys() and (
         options["method"] != "liger" or options["ablation"] in ONE_BRANCH
     ):

@@ -62,12 +62,16 @@ def mixer_config(name: str, inner: Inner, **fields) -> Inner | mixers.MoMConfig:
     if name == "inner":
         return inner
     if not parts or not parts[0].isdecimal() or parts[1:] not in ([], ["shared"]):
-        raise ValueError(f"model {name!r}: accepted are {MODELS} and other numbers")
+        raise ValueError(
+            f"model {name!r}: accepted are {MODELS}, and these forms with other numbers"
+        )
     number = int(parts[0])
     if kind == "expanded" and not parts[1:]:
         return dataclasses.replace(inner, expand_v=inner.expand_v * number)
     if kind != "mom":
-        raise ValueError(f"model {name!r}: accepted are {MODELS} and other numbers")
+        raise ValueError(
+            f"model {name!r}: accepted are {MODELS}, and these forms with other numbers"
+        )
     return mixers.MoMConfig(
         mixer=inner,
         num_memories=number,
@@ -164,7 +168,7 @@ def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
         values = BENCHMARK.optional_key | row
         if wrong := [key for key in SETTING if values[key] != setting[key]]:
             raise UsageError(
-                f"--output {args.output} has rows of another {wrong[0]} ({values[wrong[0]]}); give another file"
+                f"--output {args.output} has rows that were measured with another {wrong[0]} ({values[wrong[0]]}); accepted is a file with rows of equal settings, or a new one"
             )
     for name in args.models:
         run_config(name, args)

@@ -138,7 +138,9 @@ def _model(name: str, rows: int, length: int, **fields: Any) -> Callable:
     import torch  # pyrefly: ignore[missing-import]
 
     if name == "mamba2" and "mamba_ssm" not in sys.modules:
-        raise ModuleNotFoundError("its kernels are those of mamba_ssm, which is not installed")
+        raise ModuleNotFoundError(
+            "the peer's mamba2 requires the package mamba_ssm, which is not installed"
+        )
     module = importlib.import_module(f"fla.models.{name}")
     classes = [getattr(module, n) for n in module.__all__ if n.endswith(("Config", "ForCausalLM"))]
     config = classes[0](
@@ -226,7 +228,9 @@ def _warm(cases: list, bias: float, claims: Path, index: int) -> None:
                 return tuner.fn.run(*args, **{**kwargs, **config.all_kwargs()})
             except Exception:  # too large for the card
                 continue
-        raise RuntimeError(f"no configuration of {tuner.base_fn.__name__} runs")
+        raise RuntimeError(
+            f"none of the Triton configurations of the kernel {tuner.base_fn.__name__} runs on this GPU"
+        )
 
     operations = _operations()
     Autotuner.run = run

@@ -44,7 +44,9 @@ def _train(name: str, tree: Path, workdir: Path, text: Path) -> None:
     environment = os.environ | {"PYTHONPATH": str(tree)}
     done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
     if done.returncode:
-        raise RuntimeError(f"{name} in {tree}: {done.stdout[-2000:]}{done.stderr[-4000:]}")
+        raise RuntimeError(
+            f"training the tiny run {name} with the code in {tree} failed: {done.stdout[-2000:]}{done.stderr[-4000:]}"
+        )
 
 
 def _losses(workdir: Path) -> str:

@@ -113,7 +113,7 @@ def ended_by(kind: type[Exception], workdir: Path, *args, **options) -> None:
         train(*args, workdir, **options)
     except kind:
         return
-    raise AssertionError(f"the run did not end by {kind.__name__}")
+    raise AssertionError(f"the training run did not end by the exception {kind.__name__}")
 
 
 def evaluated(folder: Path, buffer: float) -> TrainConfig:

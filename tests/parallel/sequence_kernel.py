@@ -92,7 +92,9 @@ def main() -> None:
             except NotImplementedError as refusal:
                 print(refusal, "ok", flush=True)
             else:
-                raise AssertionError(f"{name} accepts rows that devices share")
+                raise AssertionError(
+                    f"the backend {name} accepts rows that devices share, but must raise an error"
+                )
 
 
 if __name__ == "__main__":
