@@ -1,4 +1,6 @@
-"""README, the guides and the generated pages agree with the code: links, commands, paths and names."""
+"""Tests that README, the guides and the generated pages agree with the code: links, commands, paths and
+names.
+"""
 
 from __future__ import annotations
 

@@ -57,8 +57,8 @@ STEPS, LAYERS = 100, 4
 
 
 def make_inputs(names: str, batch: int, heads: int, dim: int) -> dict[str, Any]:
-    """Return the input arrays of one decoding step of a memory, by the op's argument names; `names` has the
-    kind of decay, and arrays besides q, k, v.
+    """Return random input arrays of one decoding step of a memory op, by the op's argument names. `names`
+    lists, besides q, k and v, the kind of decay and further arrays that the op requires.
     """
     draws = np.random.default_rng(0)
 

@@ -1,4 +1,4 @@
-"""The table of benchmarks, the command that runs them, and the rows that they write."""
+"""Tests of the list of benchmarks, of the command that runs one, and of the rows of results that it writes."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""The queue of measurements: parsing of job lists, assignment of GPUs, and the row that is written for each
-job."""
+"""Tests of the queue of benchmark commands: parsing of job lists, assignment of GPUs, and the row of results
+that is written for each job.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The results tables of the documentation agree with the stored rows."""
+"""Test that the results tables in the documentation agree with the stored rows from which they are generated."""
 
 from __future__ import annotations
 

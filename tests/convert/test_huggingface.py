@@ -247,7 +247,7 @@ def test_a_tied_head_must_be_equal_to_the_embedding(tmp_path):
 
 
 def write_large(tmp_path, **sizes) -> Path:
-    """Write a Hugging Face folder with a Llama of random weights, which has the given sizes."""
+    """Write a Hugging Face folder with a Llama of the given sizes and random weights."""
     fields = dict(num_attention_heads=8, num_hidden_layers=3, head_dim=64, hidden_size=512) | sizes
 
     def change(tensors):

@@ -1,5 +1,6 @@
-"""Reports on routers: counts by token, mutual information, the plot over training, and the task of
-eval.py."""
+"""Tests of the reports on routers: counts by token, mutual information, the plot over training, and the task
+"router" of eval.py.
+"""
 
 from __future__ import annotations
 

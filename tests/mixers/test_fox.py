@@ -1,5 +1,5 @@
-"""FoX's attention is compared with numpy, with each of its parts on and off; its gates, and the errors of its
-config.
+"""Tests of FoX's mixer: its attention is compared with numpy, with each optional part (such as the output
+gate) on and off; also its forget gates, and the errors of its config.
 """
 
 from __future__ import annotations

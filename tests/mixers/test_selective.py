@@ -1,5 +1,5 @@
-"""Mamba, S4D and GateLoop are compared with the published recurrences in numpy; S4D's convolution with its
-recurrence; GateLoop's wide heads.
+"""Tests of Mamba, S4D and GateLoop, compared with the published recurrences in numpy; of S4D's convolution,
+compared with its recurrence; and of GateLoop with heads wider than one channel.
 """
 
 from __future__ import annotations

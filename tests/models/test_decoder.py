@@ -1,5 +1,5 @@
-"""The decoder computes the same function with a scan or a loop over layers, in one call or several, and for
-packed or separate documents, with every method.
+"""Tests that the decoder computes the same function with a scan or a loop over layers, in one call or
+several, and for packed or separate documents, with every method.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Linear-MoE models: the published numbers of parameters and hyperparameters, variants, and a small hybrid
-that trains and decodes.
+"""Tests of Linear-MoE models: the published numbers of parameters and hyperparameters, variants of the
+config, and a small hybrid that trains and decodes.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Models with a Mixture-of-Memories: published numbers of parameters, the router's loss and metrics,
-sharding.
+"""Tests of models with a Mixture-of-Memories: published numbers of parameters, the router's loss and metrics,
+and sharding over devices.
 """
 
 from __future__ import annotations

@@ -209,7 +209,9 @@ def test_mom_as_published():
 
 
 def small(mixer, pattern="L", depth=2, **fields) -> ModelConfig:
-    """Return the config of a small model whose layers have this mixer or softmax attention, and experts."""
+    """Return the config of a small model: its layers L have the given mixer, its layers N softmax attention,
+    and all layers have four experts as feedforward.
+    """
     inner = MoEConfig(num_experts=4, top_k=2, expert_size=8, shared_size=8, balance_scale=0.0)
     letters = dict(L=mixer, N=mixers.SoftmaxConfig(num_heads=2))
     layers = {

@@ -1,4 +1,4 @@
-"""Over a hundred thousand tokens the errors of ops in float32 do not grow."""
+"""Tests that the errors of ops in float32 do not grow over a hundred thousand tokens."""
 
 from __future__ import annotations
 

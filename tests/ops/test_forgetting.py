@@ -196,8 +196,8 @@ def test_attention_after_65536_tokens():
 
 @pytest.mark.slow
 def test_gradients_of_blocks_equal_those_of_one_block(monkeypatch):
-    """Forgetting attention of a row in one block of queries has the same gradients as in four parts of 75
-    queries in blocks of 32, the last one incomplete.
+    """Forgetting attention has the same gradients if a row of 300 queries is computed in one block and if it
+    is computed in four parts of 75 queries, in blocks of 32, the last one incomplete.
     """
     arguments = [random_array(1, 300, heads, 4) for heads in (4, 2, 2)]
     arguments.append(-jnp.abs(random_array(1, 300, 4)))

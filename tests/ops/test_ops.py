@@ -1,5 +1,5 @@
-"""All forms of an op compute the same function: values, all gradients, final states, resets, masks and
-causality.
+"""Tests that all forms of an op compute the same function: values, all gradients, final states, resets at
+documents, masks and causality.
 """
 
 from __future__ import annotations
@@ -99,8 +99,8 @@ def close(a, b, tolerance):
 
 
 def objective(case, form, weights, inputs, state, **options):
-    """Return a weighted sum of all entries of an op's output and final state, with different weights, to
-    take gradients of; and (output, final state).
+    """Return the pair (objective, (output, final state)) of one call of an op. The objective, a number to
+    take gradients of, is the sum of all entries of the outputs and states, each with a different weight.
     """
     output, final = call(case, inputs, form=form, initial_state=state, **options)
     leaves = [x for x in jax.tree.leaves((output, final)) if jnp.issubdtype(x.dtype, jnp.inexact)]
@@ -269,7 +269,9 @@ def test_float32(case, form):
 
 
 def narrow_and_wide(case, form, dtype):
-    """Return pairs of arrays, the op's output and gradients: computed in `dtype`, and in float64."""
+    """Return pairs of an op's results in one form, (computed in `dtype`, computed in float64 from the same
+    rounded inputs): its output, and its gradient for each input.
+    """
     value, (output, final), grads = gradients(case, form, make_inputs(case, dtype=dtype), None)
     _, (expected, _), expected_grads = wide_gradients(case, "mild", dtype)
     assert output.dtype == dtype and np.isfinite(value)

@@ -1,4 +1,6 @@
-"""Several kinds of parallelism in one mesh, and checkpoints that are restored on another mesh."""
+"""Tests of training with several kinds of parallelism in one mesh (such as experts and pipeline stages),
+compared with one device, and of checkpoints that are restored on another mesh.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Several processes: how launchers are recognised, which rows each process reads, and training that equals
-one process's."""
+"""Tests of training with several processes: how launchers are recognised, which rows each process reads, and
+that the losses equal those of one process.
+"""
 
 from __future__ import annotations
 

@@ -89,8 +89,8 @@ def results_of(body, name: str) -> set:
 
 
 def is_independent(body, name: str, other: str) -> bool:
-    """Return whether no equation of a jaxpr with the primitive `name` reads a result of the primitive
-    `other`; both must occur.
+    """Return whether no equation of the jaxpr `body` with the primitive `name` reads a result that depends on
+    the primitive `other`; both primitives must occur in it.
     """
     results = results_of(body, other)
     equations = [x for x in body.eqns if name in primitives(x)]

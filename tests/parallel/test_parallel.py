@@ -1,4 +1,6 @@
-"""Meshes, the rules of logical axes, and ops under meshes. Tests of several devices run in another process."""
+"""Tests of meshes, of the rules that map logical axes to mesh axes, and of ops under meshes. Tests that need
+several devices run in another process.
+"""
 
 from __future__ import annotations
 

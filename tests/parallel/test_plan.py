@@ -1,4 +1,6 @@
-"""Memory plans: counts that are exact, and estimates compared with XLA's memory analysis on small meshes."""
+"""Tests of memory plans: counts that must be exact, and estimates of memory that are compared with XLA's
+memory analysis on small meshes.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""The start of a run: signals before the first step, wrong data and arguments, and the files after a failed
-start."""
+"""Tests of the start of a training run: signals before the first step, wrong data and arguments, and the
+files that a failed start leaves behind.
+"""
 
 from __future__ import annotations
 

@@ -275,7 +275,8 @@ def _at_length(doc: dict[str, Any], value: float) -> dict[str, float]:
 
 
 def mean(values: list[float]) -> float:
-    """Return the mean score of one length: that of the values that are not -1, which stands for prompts of
-    other lengths; -1 if all are."""
+    """Return the mean of RULER's scores for prompts of one length. Prompts of other lengths have the score -1
+    there and are left out; the mean is -1 if nothing remains.
+    """
     scored = [value for value in values if value != -1]
     return sum(scored) / len(scored) if scored else -1

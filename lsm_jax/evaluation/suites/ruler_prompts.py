@@ -50,8 +50,9 @@ class VariableTracking:
     largest = None
 
     def smallest(self, index: int) -> int:
-        """Return the least size of a variable-tracking prompt's text: one line of noise, each sentence of
-        which then counts as a line."""
+        """Return 1, the least size of a variable-tracking prompt's text in lines of noise. With one line,
+        each of its sentences counts as a line.
+        """
         return 1
 
     def make(self, index: int, size: int) -> dict[str, Any]:
