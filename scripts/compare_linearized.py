@@ -264,8 +264,8 @@ def table(rows: list[dict[str, Any]], title: str) -> Table:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command `python -m scripts.compare_linearized` with these arguments and return its exit
-    status.
+    """Run the command `python -m scripts.compare_linearized` with the command-line `arguments`, and return
+    its exit status.
     """
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -134,7 +134,9 @@ def measure(name: str, pair: list, inputs: tuple) -> list[float]:
 
 
 def pruned_share(inputs: tuple) -> float:
-    """Return the fraction of the causal tiles of queries and keys that pruning skips."""
+    """Return the fraction of the causal tiles (pairs of a block of queries and a block of keys) that pruning
+    skips in forgetting attention.
+    """
     q, k, _, _, *sums = inputs
     gates = tuple(jnp.swapaxes(x, 1, 2) for x in sums)
     options = dict(scale=q.shape[-1] ** -0.5, window=None, prune=True, tile_size=_TILE)

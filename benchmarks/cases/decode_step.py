@@ -121,8 +121,8 @@ def microseconds(program: Any, memory: jax.Array, arrays: dict[str, Any]) -> flo
 def measure(
     pairs: list[tuple[str, int]], kinds: list[str], heads: int, dim: int, lock: Path | None
 ) -> Iterator[dict[str, Any]]:
-    """Time one decoding step for each pair (op, batch size) and yield its row; all programs are compiled
-    before any is timed.
+    """Time one decoding step for each pair (op, batch size) and yield its row of results. All programs are
+    compiled before any is timed.
     """
     cases = [(name, b, s, kind) for name, b in pairs for s in (False, True) for kind in kinds]
 

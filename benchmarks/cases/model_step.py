@@ -99,8 +99,8 @@ class Measurement:
             self._process.wait()
 
     def _line(self) -> str:
-        """Return the next line of the output of the process that measures a training step which is a row of
-        results or "ready"; empty once the output has ended.
+        """Return the next line that the measuring process prints, if it is "ready" or a row of results as
+        JSON, and skip all other lines; "" once the output has ended.
         """
         for line in self._process.stdout:
             if line.startswith(("{", "ready")):

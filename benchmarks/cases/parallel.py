@@ -195,10 +195,12 @@ def print_rows(
 
 
 def train_with_larger_buffers(row: Row, state: Any, overflow: int, args: Any) -> Any:
-    """Double the `expert_buffer` until all choices of experts fit, and train; returns what `train` returns.
+    """Repeat the training of one benchmark case, from the training state `state`, with `expert_buffer`
+    doubled until all choices of experts fit; return (fields of the row of results, training state), as
+    `train` does.
 
-    A step in which choices did not fit has changed no parameter. The returned fields have the number of these choices and the last
-    buffer.
+    A step in which choices did not fit has changed no parameter. The returned fields have the number of these
+    choices and the last buffer.
     """
     buffer = max(
         getattr(layer.feedforward, "expert_buffer", 0.0)

@@ -143,8 +143,10 @@ def _exchange_forward(axis, advance, update, initial, output):
 
 
 def _exchange_backward(axis, advance, residuals, grads):
-    """Backward pass of `exchange_while`: return the gradients of this device's `update`, of the `initial`
-    state, which only the first device returns as other than 0, and of `output`."""
+    """Compute the backward pass of `exchange_while`: return the gradients of this device's `update`, of the
+    state `initial` (nonzero only on the first device, since the devices' gradients are summed), and of
+    `output`.
+    """
     updates, initial = residuals
     *grads, grad_output = grads
     # The gradients of integers have no values: select the floating-point leaves by the dtypes of the state.

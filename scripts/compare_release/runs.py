@@ -37,7 +37,9 @@ RUNS: dict[str, list[str]] = {
 
 
 def _train(name: str, tree: Path, workdir: Path, text: Path) -> None:
-    """Start or continue the tiny run that `RUNS` has under `name`, with the train.py of a source tree."""
+    """Run the train.py of the source tree `tree` on the tiny run called `name` (an entry of `RUNS`), which
+    starts the run or continues it.
+    """
     source = _write_llama(text.parent / "llama")
     arguments = [a.replace("TEXT", str(text)).replace("SOURCE", str(source)) for a in RUNS[name]]
     command = [sys.executable, "train.py", *arguments, f"--workdir={workdir}"]

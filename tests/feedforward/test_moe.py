@@ -78,8 +78,8 @@ def oracle(moe, x, chosen):
 
 
 def towards(moe, *experts):
-    """Return the mixture of experts with a router that sends every token whose first channel is 1 to these
-    experts, in this order.
+    """Return a copy of the mixture of experts whose router sends every token whose first channel is 1 to the
+    experts with these numbers, the first of them with the largest weight.
     """
     moe = jax.tree.map(lambda p: p, moe)
     bias = jnp.zeros(EXPERTS).at[jnp.array(experts)].set(9.0 - 3 * jnp.arange(len(experts)))

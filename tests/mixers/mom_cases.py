@@ -71,8 +71,8 @@ def shared_of(mixer, x):
 
 @jax.jit
 def call(mixer, x, **arguments):
-    """Call the mixer on x as the second layer of a model, and return (y, state, aux): output, final state,
-    and auxiliary statistics.
+    """Call a Mixture-of-Memories on x [B, T, D] as the second of two layers of a model, and return (y, state,
+    aux): output, final state, and auxiliary statistics.
     """
     return mixer(x, layer=1, shared=shared_of(mixer, x), **arguments)
 

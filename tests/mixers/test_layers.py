@@ -22,7 +22,9 @@ X = jax.ShapeDtypeStruct((BATCH, LENGTH, HEADS, WIDTH), jnp.bfloat16)
 
 
 def saved(function, *arrays):
-    """Return the arrays [B, T, ...] that `jax.vjp` of `function` saves for the backward pass."""
+    """Return those arrays [B, T, ...] that `jax.vjp` of `function` stores between its forward and its
+    backward pass.
+    """
     leaves = jax.tree.leaves(jax.eval_shape(lambda *x: jax.vjp(function, *x)[1], *arrays))
     return [x for x in leaves if x.shape[:2] == (BATCH, LENGTH)]
 

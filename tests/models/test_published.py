@@ -124,7 +124,9 @@ INNER = [name for name, method in mixers.METHODS.items() if method.module.memory
 
 
 def memory_size(config, width: int) -> int:
-    """Return how many numbers the state of one row's memory has in a mixer of this config at width `width`."""
+    """Return the number of entries that the memory of one row has in a mixer with this config in a model of
+    width `width`.
+    """
     build = lambda: mixers.build(config, width, rngs=nnx.Rngs(0)).init_memory(1, 1, jnp.float32)  # noqa: E731
     return sum(x.size for x in jax.tree.leaves(jax.eval_shape(build)) if x.ndim > 2)
 

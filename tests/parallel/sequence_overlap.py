@@ -1,9 +1,9 @@
-"""Compare `linear_memory` on rows whose tokens are divided over devices with the op on one device, for the
-method used with a fused kernel: the kernel computes each device's tokens from an empty memory, and the
-reads from the earlier devices' memory are added to its outputs.
+"""Compare `linear_memory` on rows whose tokens are divided over devices with the op on one device, where a
+fused kernel computes each device's tokens from an empty memory, and the reads from the earlier devices'
+memory are added to its outputs.
 
 In place of a kernel, the XLA form is registered as a backend under another name, so that values and gradients
-are compared in float64. `test_overlap` runs this module in a process of eight devices: `python -m
+are compared in float64. `test_overlap` runs it in a process of eight devices: `python -m
 tests.parallel.sequence_overlap DEVICES:CASE:KIND ...`.
 """
 

@@ -103,8 +103,9 @@ def check(mesh, name: str, length: int, forward: dict, backward: dict, **how) ->
 
 
 def check_layer(mesh, name: str, wanted: dict) -> None:
-    """Assert that the gradient of a method's layer on packed rows has the collectives `wanted` and otherwise
-    only sums."""
+    """Assert that the gradient of a method's layer on packed rows has exactly the collectives `wanted`, apart
+    from sums over devices.
+    """
     module = mixers.build(mixer(name), WIDTH, rngs=nnx.Rngs(0), init_std=0.2, layer=1, num_layers=2)
     graph, params = nnx.graphdef(module), nnx.to_pure_dict(nnx.state(module, nnx.Param))
     place = token_sharding(mesh)

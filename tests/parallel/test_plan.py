@@ -218,8 +218,8 @@ def test_files_of_a_pretrained_model_are_not_required():
 
 
 def rows_of_cards() -> dict[str, dict]:
-    """Return the rows of docs/linear_moe.jsonl with the memory that XLA's analysis reported on H200 cards;
-    the last row of each run.
+    """Return rows of docs/linear_moe.jsonl, the last one of each run, with the memory of a training step on
+    H200 cards that XLA's analysis reported.
     """
     found = {}
     for row in read_rows(ROOT / "docs" / "linear_moe.jsonl"):

@@ -51,7 +51,7 @@ def config(text: str | Path, **changes) -> TrainConfig:
 
 
 def write_text(folder: Path) -> Path:
-    """Write ten short documents, the text of the tiny run, to `folder` and return it."""
+    """Write the training text of the tiny run, ten short documents, into `folder`, and return the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     for i in range(10):
         (folder / f"{i}.txt").write_text(

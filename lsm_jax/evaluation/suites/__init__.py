@@ -130,8 +130,9 @@ def missing_packages(names: Sequence[str]) -> list[str]:
 
 
 def stock_folders(names: Sequence[str]) -> list[str]:
-    """Return the names of the folders of lm-evaluation-harness's own tasks which the tasks in `names` are
-    in or refer to, as far as they are known."""
+    """Return the names of the folders with lm-evaluation-harness's tasks to which the suites and tasks in
+    `names` belong or refer. Tasks that no suite mentions are left out.
+    """
     known = {folder for suite in SUITES.values() for folder in suite.stock}
     folders = {folder for name in names if name in SUITES for folder in SUITES[name].stock}
     folders |= {name for name in names if name in known}
