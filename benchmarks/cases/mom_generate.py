@@ -43,8 +43,8 @@ _COUNT = 256  # tokens of one call
 
 
 def model_configs(size: str, layers: int | None) -> dict[str, ModelConfig]:
-    """Return the configs of the two models that the benchmark compares, by name: "MoM", and "softmax" with
-    softmax attention in its place.
+    """Return the configs of the two models that the benchmark compares, by name: "MoM", and "softmax", the
+    same model with softmax attention in place of the Mixtures-of-Memories.
     """
     config = mom.get_config(size).model
     if layers:

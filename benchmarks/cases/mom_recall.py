@@ -82,9 +82,10 @@ def mixer_config(name: str, inner: Inner, **fields) -> Inner | mixers.MoMConfig:
 
 
 def run_config(name: str, args: argparse.Namespace) -> RecallConfig:
-    """Return the config of the recall sweep that trains the model `name` of the benchmark.
+    """Return the config of the recall sweep that trains the model called `name`, such as "mom-4".
 
-    With --halves, half of the batches have half the length and pairs, which are learned first.
+    With the option --halves, half of the training batches have half the length and half the pairs; they come
+    first.
     """
     config = mqar.get_config(f"gated_deltanet,width={args.width}")
     config.name = name

@@ -408,8 +408,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def all_groups(args: argparse.Namespace) -> list[tuple[str, list[Row]]]:
-    """Return, for each process that the options ask for, (name of the table, the benchmark rows that it
-    times).
+    """Return, for each process that the benchmark must start for its options, (name of the results table, the
+    cases that the process times).
     """
     count = args.cards or len(jax.devices())
     return [(table, group) for table in args.table for group in groups_of(table, args, count)]

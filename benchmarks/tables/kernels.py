@@ -144,8 +144,8 @@ def _parts(rows: list[Row]) -> list[tuple[Row, Row]]:
 
 
 def _scans(rows: list[Row]) -> list[dict[str, Row]]:
-    """Return, for each op and shape, the stored rows of the selective scan by kind: "whole" (one document
-    in a row), "packed" (several) and "xla".
+    """Return, for each op and shape of the selective scan, the newest stored rows of three kinds: "whole"
+    (measured with one document per row of tokens), "packed" (with several) and "xla" (with times of XLA).
     """
     return [
         {

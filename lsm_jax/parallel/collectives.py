@@ -21,8 +21,9 @@ TOKENS = ("batch", "sequence", "heads")
 
 
 def _axes(mesh: AbstractMesh, kind: AxisType) -> dict[str, int]:
-    """Return the sizes of those axes of a mesh that have the axis type `kind`, by name; axes of type `Auto`
-    are handled by XLA's partitioner."""
+    """Return the sizes, by name, of the axes of a mesh that have the axis type `kind`, such as `Auto`, for
+    which XLA's partitioner divides arrays.
+    """
     types = zip(mesh.axis_names, mesh.axis_types, strict=True)
     return {name: mesh.shape[name] for name, axis_type in types if axis_type == kind}
 

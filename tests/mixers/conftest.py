@@ -106,7 +106,9 @@ class Small:
         self.gradient = jax.jit(jax.grad(_loss, argnums=(0, 1), has_aux=True))
 
     def __call__(self, x=None, **call):
-        """Call the small mixer on x (or the stored input) under `jax.jit`, and return (y, state)."""
+        """Run the small mixer, under `jax.jit`, on the given input x (None: its stored random input), and
+        return (output, state).
+        """
         return self.call(self.mixer, self.x if x is None else jnp.asarray(x), **call)
 
     def state(self, dtype=jnp.float32):

@@ -276,8 +276,8 @@ def read_in(mixer, pieces, ids=IDS):
 
 
 def check_documents(mixer, y):
-    """Assert that the output y of a Mixture-of-Memories for each packed document equals that of the
-    document in a separate row.
+    """Assert that `y`, the output of a Mixture-of-Memories for packed rows, equals for each document the
+    output by definition for that document alone in a row.
     """
     for b, row in enumerate(IDS):
         edges = np.flatnonzero(np.diff(row, prepend=-1, append=-1))

@@ -1,5 +1,5 @@
-"""TTT and Titans are compared with the published recurrences in numpy; their inner gradient; and the special
-case in which they equal DeltaNet.
+"""Tests of TTT and Titans: their outputs are compared with the published recurrences in numpy, the gradient
+of their inner loss with complex steps, and a special case with DeltaNet, which they equal there.
 """
 
 from __future__ import annotations

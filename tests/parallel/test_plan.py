@@ -263,8 +263,8 @@ def test_within_fifteen_percent_of_the_compiler(axes):
 
 
 def main(axes: str) -> None:
-    """Print the bytes per device of a training step: the plan's, and XLA's (arguments, results that are not
-    donated, temporaries).
+    """Print, for a training step, the bytes per device that the memory plan estimates, and those of XLA's
+    memory analysis (arguments, results that reuse no argument's memory, temporary arrays).
     """
     sizes = dict(data=1) | json.loads(axes)
     pattern = "D" if "sequence" in sizes else "LN"

@@ -95,8 +95,9 @@ class Needles:
         return self.form.num_keys * self.form.num_values
 
     def make(self, index: int, size: int) -> dict[str, Any]:
-        """Return the needle prompt of sample `index` with a text of `size` units; the needles depend on the
-        index only."""
+        """Return sample number `index` of a needle task's prompts, with a text of `size` words or sentences.
+        The needles (hidden sentences) depend on `index` only.
+        """
         form, rng = self.form, random.Random(SEED + index)
         values = {
             self._draw(rng, form.keys): [

@@ -29,8 +29,9 @@ def noise() -> str:
 
 
 def _template(module: str) -> tuple[str, str]:
-    """Return the template of a RULER task's prompt and the beginning of its answer, from the installed
-    harness."""
+    """Return the templates of a RULER task's prompt and of the beginning of its answer, from the installed
+    lm-evaluation-harness.
+    """
     config = read_constant(module, "CONFIG")
     config = config.get("variable_tracking", config)
     return config["template"], config["answer_prefix"].strip()
