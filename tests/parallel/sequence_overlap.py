@@ -3,8 +3,8 @@ fused kernel computes each device's tokens from an empty memory, and the reads f
 memory are added to its outputs.
 
 In place of a kernel, the XLA form is registered as a backend under another name, so that values and gradients
-are compared in float64. `test_overlap` runs it in a process of eight devices: `python -m
-tests.parallel.sequence_overlap DEVICES:CASE:KIND ...`.
+are compared in float64. `test_overlap` runs it in a process of eight devices:
+`python -m tests.parallel.sequence_overlap DEVICES:CASE:KIND ...`.
 """
 
 from __future__ import annotations
