@@ -29,7 +29,9 @@ PROMPT = 'def read_lines(path):\n    """'
 
 
 def measure(workdir: Path) -> dict[str, Any]:
-    """Evaluate the finished run and the baselines on the same bytes."""
+    """Evaluate the demo's finished run in `workdir`: return its perplexity on held-out bytes, a sample of
+    text, and the bits per byte of the baselines (simple compressors) on the same bytes.
+    """
     import lsm_jax
     from lsm_jax.data.sources import open_store
     from lsm_jax.evaluation import TASKS, Request, byte_baselines, plot_run, store_documents
@@ -59,9 +61,11 @@ def measure(workdir: Path) -> dict[str, Any]:
 
 
 def main(argv: list[str]) -> None:
-    """Train, evaluate, and print the results."""
+    """Run the demo: train its small model, evaluate it, and print the results. `argv` is the program's name
+    alone.
+    """
     if len(argv) > 1:
-        raise ValueError(f"unknown arguments: {' '.join(argv[1:])}")
+        raise ValueError(f"unknown arguments: {' '.join(argv[1:])}; accepted are flags (--help)")
     from rich.console import Console
 
     from configs.demo import get_config

@@ -82,9 +82,11 @@ for group, fields in GROUPS.items():
 
 
 def main(argv: list[str]) -> None:
-    """Run the tasks and print their results."""
+    """Run the evaluation tasks that `--tasks` names on the run in `--workdir`, and print their results.
+    `argv` is the program's name alone.
+    """
     if len(argv) > 1:
-        raise ValueError(f"unknown arguments: {' '.join(argv[1:])}")
+        raise ValueError(f"unknown arguments: {' '.join(argv[1:])}; accepted are flags (--help)")
     from rich.console import Console
 
     import lsm_jax

@@ -32,7 +32,9 @@ LENGTH, ROWS = 512, 4
 
 
 def tuning(source: Path) -> Any:
-    """The config of the run: two rows of 256 tokens per step, in float32, which is faster on CPUs."""
+    """Return the training config of the demo's Liger run: two rows of 256 tokens per step, in float32, which
+    is faster on CPUs. `source` is the downloaded pretrained model.
+    """
     from configs import liger
 
     config = liger.get_config(f"smollm2-135m,source={source},data=text,gate={FLAGS.gate}")
@@ -50,7 +52,9 @@ def tuning(source: Path) -> Any:
 
 
 def measure(source: Path, config: Any, workdir: Path) -> dict[str, Any]:
-    """Measure the losses of all models on the same held-out rows, and sample continuations."""
+    """Return the held-out losses in nats of the pretrained, the untuned and the tuned models on the same rows
+    of text, and continuations that they sample.
+    """
     import jax
     from flax import nnx
 
@@ -105,9 +109,11 @@ def measure(source: Path, config: Any, workdir: Path) -> dict[str, Any]:
 
 
 def main(argv: list[str]) -> None:
-    """Download, tune, compare, and print the results."""
+    """Run the demo of Liger: download SmolLM2-135M-Instruct, tune its adapters, compare the pretrained, the
+    untuned and the tuned model, and print the results. `argv` is the program's name alone.
+    """
     if len(argv) > 1:
-        raise ValueError(f"unknown arguments: {' '.join(argv[1:])}")
+        raise ValueError(f"unknown arguments: {' '.join(argv[1:])}; accepted are flags (--help)")
     from rich.console import Console
     from rich.table import Table
 

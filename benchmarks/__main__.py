@@ -39,7 +39,9 @@ def make_parser(benchmark: registry.Benchmark) -> argparse.ArgumentParser:
 
 
 def main(argv: list[str]) -> None:
-    """Run a command line; mistakes in it end the process with a message and no traceback."""
+    """Run the command line of `python -m benchmarks`: list the benchmarks, run one, make tables or run a
+    queue. A mistake in the command line ends the process with a message and no traceback.
+    """
     name, *rest = argv or ["--help"]
     if name in ("-h", "--help"):
         print(listing())

@@ -96,8 +96,8 @@ def decoder(config: ModelConfig, count: int, mix: Any):
 
 
 def layer_step(mixer: Any, x: jax.Array, state: Any, position: jax.Array):
-    """Apply one of the library's mixers to one token, input x, and its state; returns (output, new state).
-    It is a `mix` of `decoder`.
+    """Apply one mixer of this library to one token, with the input x [B, 1, D] and the mixer's decode state;
+    return (output, new state). It is one of the functions that `decoder` accepts as `mix`.
     """
     y, state, _ = mixer(x, state=state)
     return y, state

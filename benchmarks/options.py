@@ -16,8 +16,8 @@ def words(text: str) -> list[str]:
 
 
 def shapes(sizes: Iterable[Iterable[int]]) -> str:
-    """Return the default text of an option that is a list of shapes, such as
-    "8x4096x16x128,2x16384x16x128".
+    """Return a list of shapes as the default text of a command-line option: "8x4096x16x128,2x16384x16x128"
+    for (8, 4096, 16, 128) and (2, 16384, 16, 128).
     """
     return ",".join("x".join(map(str, shape)) for shape in sizes)
 
@@ -39,7 +39,9 @@ def names(accepted: Collection[str]) -> Callable[[str], list[str]]:
 
     def parse(text: str) -> list[str]:
         if wrong := [name for name in words(text) if name not in accepted]:
-            raise argparse.ArgumentTypeError(f"{wrong[0]!r}; accepted are {', '.join(accepted)}")
+            raise argparse.ArgumentTypeError(
+                f"unknown name {wrong[0]!r}; accepted are {', '.join(accepted)}"
+            )
         return words(text)
 
     return parse
@@ -147,7 +149,9 @@ def shard(text: str) -> slice:
     """
     index, _, count = text.partition("/")
     if not (index.isdecimal() and count.isdecimal() and int(index) < int(count)):
-        raise argparse.ArgumentTypeError(f"{text!r}; accepted is I/N with I less than N, as 0/4")
+        raise argparse.ArgumentTypeError(
+            f"shard {text!r}: accepted is I/N with I less than N, such as 0/4"
+        )
     return slice(int(index), None, int(count))
 
 

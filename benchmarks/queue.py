@@ -98,7 +98,9 @@ def run(
     """
     for job in jobs:
         if job.gpus > gpus:
-            raise ValueError(f"{job.name}: gpus={job.gpus}; this machine has {gpus}")
+            raise ValueError(
+                f"job {job.name}: gpus={job.gpus}; accepted are up to the {gpus} of this machine"
+            )
     folder.mkdir(parents=True, exist_ok=True)
     queue = _Queue(jobs, folder, gpus, slots, seconds)
     try:

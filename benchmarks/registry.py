@@ -63,7 +63,9 @@ class Benchmark:
         return (self.output,) * bool(self.output) + self.more_files
 
     def identity(self, row: dict[str, Any]) -> tuple:
-        """Return the values of a row's key fields; rows and cases of the same measurement have equal ones."""
+        """Return the values of the fields that identify a measurement, from a row of results or from a case
+        to measure: a row is the result of a case if these values are equal.
+        """
         optional = (row.get(field, default) for field, default in self.optional_key.items())
         return (*(row.get(field) for field in self.key), *optional)
 
@@ -94,7 +96,9 @@ def read_description(path: Path) -> Benchmark:
             case ast.Assign(targets=[ast.Name(id="BENCHMARK")], value=ast.Call(keywords=keywords)):
                 fields = {str(word.arg): ast.literal_eval(word.value) for word in keywords}
                 if fields.get("name") != path.stem:
-                    raise ValueError(f"{path}: name={fields.get('name')!r}; it must be the file's")
+                    raise ValueError(
+                        f"{path}: BENCHMARK has name={fields.get('name')!r}; it must be the file's name without .py"
+                    )
                 return Benchmark(**fields)
     raise ValueError(f"{path}: it assigns no BENCHMARK = Benchmark(...)")
 

@@ -59,7 +59,7 @@ def fill(text: str, page: Path, root: Path) -> str:
     filled, count = PLACE.subn(replace, text)
     if count != len(names(text)):
         raise ValueError(
-            f"{page.name}: {len(names(text))} tables begin and {count} end; each requires {END!r}"
+            f"{page.name}: {len(names(text))} results tables begin and {count} end; each requires the mark {END!r} after it"
         )
     return filled
 
@@ -73,8 +73,8 @@ def stale(root: Path) -> dict[Path, str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print, rewrite or check the pages whose results tables differ from the stored rows; return the exit
-    status.
+    """Run the command `python -m benchmarks report`: print, rewrite or check the pages whose results tables
+    differ from the stored rows. Return the exit status.
     """
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks report", description=__doc__.splitlines()[0]

@@ -130,14 +130,15 @@ def one_by_one(
     *,
     minutes: float = math.inf,
 ) -> Iterator[dict[str, Any]]:
-    """Measure each case of a benchmark by itself, and yield its row.
+    """Measure the cases of a benchmark one after another, and yield the row of results of each.
 
-    A case that fails is reported on stderr; the process ends with an error once the others have their rows.
+    A case that fails is reported on stderr; the process ends with an error once all other cases are measured.
 
     Args:
-        cases: the key fields of the rows to measure.
+        cases: for each case its key fields, which identify its row.
         measure: returns the row of one case, given its key fields.
-        minutes: no case begins that would end later, judged by the longest so far.
+        minutes: time limit for all cases: a case is skipped if it would exceed the limit by taking as long as
+            the slowest case so far.
     """
     began, longest, failed = time.perf_counter(), 0.0, 0
     for case in cases:

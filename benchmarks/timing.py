@@ -33,9 +33,10 @@ def milliseconds(function, *args, repeats: int = 20) -> float:
 
 
 def batch_milliseconds(program, *args, calls: int = 20) -> float:
-    """Return the time in ms of one call of a compiled program: the median over 7 batches of calls.
+    """Return the time in ms of one call of a compiled program with the arguments `args`: the median over 7
+    batches of `calls` calls.
 
-    A batch is so many `calls`, all of which are dispatched before the last result is awaited.
+    All calls of a batch are dispatched before the result of the last is awaited.
     """
     for _ in range(2):
         jax.block_until_ready(program(*args))

@@ -154,8 +154,11 @@ def get_config(variant: str = "smollm2-135m") -> TrainConfig:
 
 
 def _options(variant: str) -> tuple[str, dict[str, Any]]:
-    """Return the model's name and the options (with defaults) that a variant of the Liger config names;
-    raises ValueError as `get_config` does.
+    """Parse a variant of the Liger config: return the model's name, and the values of all options, given or
+    default.
+
+    Raises:
+        ValueError: the variant has an unknown option or value, or two options that exclude each other.
     """
     name, given = parse_variant(variant, OPTIONS)
     options: dict[str, Any] = DEFAULTS | given
@@ -171,7 +174,9 @@ def _options(variant: str) -> tuple[str, dict[str, Any]]:
         if key in given and not met:
             raise ValueError(f"variant {variant!r}: {key} requires {requirement}")
     if "gate" in given and options["ablation"] in ("no_gate", "no_memory"):
-        raise ValueError(f"variant {variant!r}: ablation={options['ablation']} has no gate")
+        raise ValueError(
+            f"variant {variant!r}: ablation={options['ablation']} has no gate, so the option gate is not accepted"
+        )
     if given.keys() & MIXER_NUMBERS.keys() and (
         options["method"] != "liger" or options["ablation"] in ONE_BRANCH
     ):

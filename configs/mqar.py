@@ -68,9 +68,11 @@ SUITES: dict[str, dict[str, Any]] = {
 
 
 def published(method: str, width: int) -> dict[str, Any]:
-    """Return the mixer's fields in which zoology's settings differ from our presets; empty if it does not have the method.
+    """Return the fields of the config of the mixer `method` in which zoology's settings differ from our
+    presets; empty if zoology does not have the method.
 
-    Its RWKV7 has one head of 64 channels at width 64. Its Mamba2 has heads of 64 and 8, 16 or 24 state channels; here 16.
+    At width 64, zoology's RWKV7 has one head of 64 channels. Its Mamba2 has heads of 64 and 8, 16 or 24 state
+    channels; here 16.
     """
     return {
         "gla": dict(num_heads=2),

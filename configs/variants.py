@@ -96,7 +96,8 @@ def parse_variant(variant: str, options: Mapping[str, Option]) -> tuple[str, dic
 
 
 def parse_value(variant: str, name: str, text: str, option: Option) -> Any:
-    """Return the value that the text of one option of a config's variant has.
+    """Return the value of one option of a config's variant, parsed from its text: the number 64 from "64" in
+    "width=64".
 
     Raises:
         ValueError: the value is not accepted; the message says what is.

@@ -85,8 +85,8 @@ def trained_parameters(config: TrainConfig) -> int:
 
 
 def variant(options: str, *, window: int, rank: int | None) -> str:
-    """Return the variant of configs/liger.py that one run of the comparison has, from its options, window
-    (in tokens) and adapter rank; a run without adapters has no rank.
+    """Return the text of the variant of configs/liger.py that one training run of the comparison uses, from
+    its options, its window in tokens and its adapter rank; the rank is omitted for a run without adapters.
     """
     rank_option = "" if rank is None or "transfer" in options else f",rank={rank}"
     return f"smollm2-135m,data=text,{options},window={window}{rank_option}"
@@ -264,8 +264,8 @@ def table(rows: list[dict[str, Any]], title: str) -> Table:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command `python -m scripts.compare_linearized` with these arguments and return its exit
-    status.
+    """Run the command `python -m scripts.compare_linearized` with the command-line `arguments`, and return
+    its exit status.
     """
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

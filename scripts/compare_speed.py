@@ -44,8 +44,11 @@ def run(tree: Path, name: str, arguments: list[str], rows: Path, seconds: float)
 
 
 def times(path: Path) -> dict[str, list[float]]:
-    """Return, from the rows of benchmarks in a JSONL file, the smallest times of each measurement by its
-    name.
+    """Return the smallest measured times [ms forward, ms forward and backward] of each benchmarked case, by a
+    text that identifies the case (op, shape, and so on).
+
+    `path` is a JSONL file with the rows that the benchmarks wrote; a training step has one time, the
+    microseconds per token.
     """
     smallest: dict[str, list[float]] = {}
     for line in path.read_text().splitlines() if path.is_file() else ():

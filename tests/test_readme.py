@@ -1,4 +1,6 @@
-"""README, the guides and the generated pages agree with the code: links, commands, paths and names."""
+"""Tests that README, the guides and the generated pages agree with the code: links, commands, paths and
+names.
+"""
 
 from __future__ import annotations
 
@@ -51,12 +53,14 @@ def test_the_readme_is_short_and_all_links_exist():
 
 
 def prose(page: Path) -> str:
-    """The text of a page without its fenced blocks of code."""
+    """Return the text of a markdown page without its fenced blocks of code."""
     return re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
 
 
 def commands(page: Path) -> list[list[str]]:
-    """The words of each shell command of a page: lines indented by four spaces that begin with python, make or pip."""
+    """Return the words of each shell command of a markdown page: lines indented by four spaces that begin
+    with python, make or pip.
+    """
     lines = re.sub(r"\\\n", " ", page.read_text()).splitlines()
     return [
         shlex.split(re.sub(r"\$\(.*?\)", "SOURCE", line), comments=True)
@@ -96,13 +100,15 @@ def test_a_command_parses(words, monkeypatch):
 
 
 def source_of(module: str) -> Path:
-    """The file of a module that `python -m` runs."""
+    """Return the source file that `python -m MODULE` runs, for the dotted name `module`."""
     path = ROOT.joinpath(*module.split("."))
     return path.with_suffix(".py") if path.with_suffix(".py").exists() else path / "__init__.py"
 
 
 def check_arguments(source: Path, arguments: list[str]) -> None:
-    """Check that a program exists, and that it has the flags, the config and the fields that are given."""
+    """Check that the source file of a command exists and that the flags, the config and the config's fields
+    in the command's `arguments` exist in it.
+    """
     text = source.read_text() + (ROOT / "lsm_jax" / "convert" / "runs.py").read_text()
     known = set(re.findall(r'(?:DEFINE_\w+|add_argument|add)\(\s*"(?:--)?([\w-]+)"', text))
     known |= set(
@@ -150,7 +156,7 @@ def test_a_wrong_argument_is_noticed(program, argument, monkeypatch):
 
 
 def code_words(page: Path) -> set[str]:
-    """The words in backticks of a page, outside of blocks of code."""
+    """Return the texts in backticks of a markdown page, outside of blocks of code."""
     return {word for code in re.findall(r"`([^`\n]+)`", prose(page)) for word in code.split()}
 
 
@@ -185,9 +191,8 @@ def test_files_and_names_exist(page):
 
 
 def exists(name: str) -> bool:
-    """Whether a dotted name of this project is a module, an attribute of one, or a field of a training config.
-
-    Names that begin with none of this project's words are not judged.
+    """Return whether a dotted name of this project is a module, an attribute of one, or a field of a training
+    config; True for a name that begins with none of this project's words.
     """
     first, *rest = name.split(".")
     fields = {field.name for field in dataclasses.fields(TrainConfig)}
@@ -201,14 +206,18 @@ def exists(name: str) -> bool:
 
 
 def fields_of(field: str) -> set[str]:
-    """The fields of one of the configs that a `TrainConfig` consists of."""
+    """Return the names of the fields that the config in the field `field` of a `TrainConfig` (such as "data")
+    has; empty if that field is no config.
+    """
     config = importlib.import_module("configs.lm").get_config("gla-tiny")
     part = getattr(config, field)
     return {f.name for f in dataclasses.fields(part)} if dataclasses.is_dataclass(part) else set()
 
 
 def resolves(name: str) -> bool:
-    """Whether a dotted name is a module, or an attribute of one."""
+    """Return whether a dotted name, such as "lsm_jax.ops.attention", is a module that can be imported, or an
+    attribute of one.
+    """
     parts = name.split(".")
     for count in range(len(parts), 0, -1):
         module = ".".join(parts[:count])

@@ -1,4 +1,6 @@
-"""The wheel contains both packages, and they can be imported from another folder."""
+"""Tests that the built wheel contains both packages, lsm_jax and pallas_kernels, and that they can be
+imported from another folder.
+"""
 
 from __future__ import annotations
 

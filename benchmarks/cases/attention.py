@@ -125,8 +125,8 @@ def calls_of(program, inputs) -> int:
 
 
 def measure(name: str, pair: list, inputs: tuple) -> list[float]:
-    """Return the milliseconds of one attention implementation's two compiled programs: forward, and forward
-    and backward.
+    """Return the times [ms forward, ms forward and backward] of one attention implementation, given its two
+    compiled programs as `pair`.
     """
     inputs = inputs[:4] if CALLS[name] is cudnn else inputs
     times = (batch_milliseconds(p, *inputs, calls=calls_of(p, inputs)) for p in pair)
@@ -134,7 +134,9 @@ def measure(name: str, pair: list, inputs: tuple) -> list[float]:
 
 
 def pruned_share(inputs: tuple) -> float:
-    """Return the fraction of the causal tiles of queries and keys that pruning skips."""
+    """Return the fraction of the causal tiles (pairs of a block of queries and a block of keys) that pruning
+    skips in forgetting attention.
+    """
     q, k, _, _, *sums = inputs
     gates = tuple(jnp.swapaxes(x, 1, 2) for x in sums)
     options = dict(scale=q.shape[-1] ** -0.5, window=None, prune=True, tile_size=_TILE)

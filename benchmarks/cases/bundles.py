@@ -105,7 +105,7 @@ def count(op: str, chip: str, shape: str = SHAPE) -> dict[str, Any]:
     texts = [text for text in texts if _KERNEL.search(text)]
     if len(texts) != 2 or len(grids) != 2:
         raise RuntimeError(
-            f"{op}: {len(grids)} kernels, {len(texts)} in libtpu's dumps; there must be 2 of both"
+            f"{op}: {len(grids)} kernels in the program and {len(texts)} in libtpu's dumps; there must be 2 in each"
         )
     row: dict[str, Any] = dict(heads=heads // grids[0][1])
     for text in texts:

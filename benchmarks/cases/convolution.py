@@ -36,8 +36,8 @@ KINDS = {"kernel": "mosaic_gpu", "xla": "xla"}
 
 
 def programs(shape: tuple[int, int, int], kind: str, head_dim: int | None, packed: bool) -> list:
-    """Return the forward and the backward program of a short convolution, lowered for compiling, each with
-    its inputs.
+    """Return two programs of a short convolution, its forward and its backward pass, lowered and ready to be
+    compiled, each with its input arrays.
     """
     draws = np.random.default_rng(0)
     x, dy = (jnp.asarray(draws.normal(size=shape), jnp.bfloat16) for _ in range(2))

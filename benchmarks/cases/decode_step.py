@@ -57,8 +57,8 @@ STEPS, LAYERS = 100, 4
 
 
 def make_inputs(names: str, batch: int, heads: int, dim: int) -> dict[str, Any]:
-    """Return the input arrays of one decoding step of a memory, by the op's argument names; `names` has the
-    kind of decay, and arrays besides q, k, v.
+    """Return random input arrays of one decoding step of a memory op, by the op's argument names. `names`
+    lists, besides q, k and v, the kind of decay and further arrays that the op requires.
     """
     draws = np.random.default_rng(0)
 
@@ -121,8 +121,8 @@ def microseconds(program: Any, memory: jax.Array, arrays: dict[str, Any]) -> flo
 def measure(
     pairs: list[tuple[str, int]], kinds: list[str], heads: int, dim: int, lock: Path | None
 ) -> Iterator[dict[str, Any]]:
-    """Time one decoding step for each pair (op, batch size) and yield its row; all programs are compiled
-    before any is timed.
+    """Time one decoding step for each pair (op, batch size) and yield its row of results. All programs are
+    compiled before any is timed.
     """
     cases = [(name, b, s, kind) for name, b in pairs for s in (False, True) for kind in kinds]
 

@@ -87,9 +87,10 @@ def make_inputs(op: str, shape: str, stronger: float = 1.0) -> tuple[jax.Array, 
 
 
 def library_call(op: str, implementation: str, segments: int = 0):
-    """Return the library's op as a function of the inputs that returns the output.
+    """Return this library's op with an `implementation` as a function of the inputs that returns the output.
 
-    With `segments`, a row has so many documents, each with one state in and out.
+    With `segments` = n, each row consists of n documents, and the op has one initial and one final state for
+    each.
     """
 
     def options_for(empty, q) -> dict[str, Any]:
@@ -137,8 +138,9 @@ def programs_of(call, inputs: tuple[jax.ShapeDtypeStruct, ...]) -> list:
 
 
 def compile_all(cases: list[tuple[str, str]], kinds: list[str], segments: int = 0) -> dict:
-    """Compile in parallel the forward, and the forward and backward program of each (op, shape, kind of
-    implementation); return both, or the error, by that triple.
+    """Compile in parallel two programs for each (op, shape, kind of implementation): forward, and forward and
+    backward. Return a dict from that triple to the two compiled programs, or to the error that prevented
+    them.
     """
     built: dict = {}
     with concurrent.futures.ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
@@ -162,8 +164,8 @@ def compile_all(cases: list[tuple[str, str]], kinds: list[str], segments: int = 
 
 
 def measure(pair, inputs) -> list[float]:
-    """Return the milliseconds of an implementation's two compiled programs: forward, and forward and
-    backward.
+    """Return the times [ms forward, ms forward and backward] of one implementation of an op, given its two
+    compiled programs as `pair` and their input arrays.
     """
     q, k, v, do, *gates = inputs
     return [round(batch_milliseconds(p, do, q, k, v, *gates), 4) for p in pair]

@@ -168,10 +168,11 @@ class Base:
         self.params = pretrained.load(model, target)
 
     def params_for(self, job: Job, more: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Return the pretrained parameters in the dtypes, the shardings and the pattern of layers of a
-        job's model.
+        """Return the pretrained parameters as the model of a `job` stores them: in its dtypes and shardings,
+        and divided into the layers of its period.
 
-        Parameters of the job that are neither in the base nor in `more` are omitted.
+        `more` are further parameters by path, such as trained adapters. Parameters of the job's model that
+        are neither pretrained nor in `more` are omitted.
         """
         config = job.config
         all_params = targets(

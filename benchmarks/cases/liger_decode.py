@@ -70,8 +70,8 @@ class Built(NamedTuple):
 
 
 def build(config: ModelConfig, batch: int, length: int, count: int, softmax: bool) -> Built:
-    """Compile the decoding of `count` tokens by a Liger or softmax model whose states have room for
-    `length` tokens; allocates no device memory.
+    """Compile a program that decodes `count` tokens one by one with a Liger model (or with softmax attention,
+    if `softmax`) whose decode states have space for `length` tokens. No device memory is allocated.
     """
     began, mixer = time.perf_counter(), abstract(config).periods.blocks[0].mixer
     shape = (batch, mixer.config.kv_heads(), length, mixer.head_dim)
@@ -132,8 +132,9 @@ def liger_rows(model: Built, params: tuple, batch: int, tokens: int, most: float
 
 
 def softmax_rows(models: dict[int, Built], params: tuple, batch: int):
-    """Time decoding steps of softmax attention with a full cache of each power of two of tokens, and yield
-    a row for each, with the estimated seconds of all steps up to there.
+    """Time a decoding step of softmax attention with a full cache of each context length (a power of two of
+    tokens), and yield a row of results for each, with the estimated seconds of decoding from the first
+    token up to that length.
     """
     last, total = None, 0.0
     for length, model in models.items():

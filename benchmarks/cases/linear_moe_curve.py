@@ -77,7 +77,9 @@ def measure(name: str, args: argparse.Namespace, workdir: Path) -> dict:
     rows = read_rows(workdir / "metrics.jsonl")
     a_step = config.batch_size * config.data.sequence_length
     if rows[-1]["step"] * a_step < config.total_tokens:
-        raise RuntimeError(f"{name}: stopped at step {rows[-1]['step']}, no row is written")
+        raise RuntimeError(
+            f"model {name}: its training stopped early, at step {rows[-1]['step']}, no row is written"
+        )
 
     def curve(key):
         pairs = [(r["step"] * a_step, r[key]) for r in rows if r.get(key) is not None]

@@ -105,8 +105,8 @@ def measure_steps(
     """Return, for each context length, the seconds of one decoding step and the device memory in use, or an
     error such as out of memory.
 
-    `programs` are those of each length, or one for all. The longest length is first, since the allocator
-    would find no contiguous memory for its caches later.
+    `programs` has one compiled decoding program for each length, or a single one for all. The longest length
+    is measured first, since the allocator would find no contiguous memory for its caches later.
     """
     measured: dict[int, dict[str, Any]] = {}
     for i, length in reversed(list(enumerate(lengths))):
@@ -132,8 +132,8 @@ def measure_steps(
 def rows_of(
     config: ModelConfig, batch: int, tokens: int, lock: Callable[[], Any]
 ) -> Iterator[dict[str, Any]]:
-    """Time decoding steps of one model at each power of two of tokens, and yield a row for each, with the
-    estimated seconds of all steps up to there.
+    """Time decoding steps of one model at each context length (a power of two of tokens), and yield a row of
+    results for each, with the estimated seconds of decoding from the first token up to that length.
 
     `lock` is a function that is called after all programs are compiled, before anything is timed.
     """

@@ -99,8 +99,8 @@ class Measurement:
             self._process.wait()
 
     def _line(self) -> str:
-        """Return the next line of the measuring process's output that is a row or "ready"; empty at its
-        end.
+        """Return the next line that the measuring process prints, if it is "ready" or a row of results as
+        JSON, and skip all other lines; "" once the output has ended.
         """
         for line in self._process.stdout:
             if line.startswith(("{", "ready")):

@@ -49,8 +49,8 @@ def parameters(config, width: int) -> tuple:
 
 
 def programs(graph, params, tokens: jax.ShapeDtypeStruct) -> tuple:
-    """Return two lowered programs of a mixer layer on tokens of that shape: forward, and forward and
-    backward.
+    """Return two lowered programs of the mixer layer with the definition `graph` and the parameters `params`,
+    on an input x [B, T, D] of the shape and dtype of `tokens`: forward, and forward and backward.
     """
 
     def forward(params, x):

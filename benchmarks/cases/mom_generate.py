@@ -43,8 +43,8 @@ _COUNT = 256  # tokens of one call
 
 
 def model_configs(size: str, layers: int | None) -> dict[str, ModelConfig]:
-    """Return the configs of the two models that the benchmark compares, by name: "MoM", and "softmax" with
-    softmax attention in its place.
+    """Return the configs of the two models that the benchmark compares, by name: "MoM", and "softmax", the
+    same model with softmax attention in place of the Mixtures-of-Memories.
     """
     config = mom.get_config(size).model
     if layers:
@@ -90,8 +90,8 @@ def make_row(
 def mom_rows(
     config: ModelConfig, batch: int, contexts: list[int], piece: int, new: int, lock: Path | None
 ):
-    """Read with a Mixture-of-Memories up to each context length in order, generate `new` tokens from a copy
-    of the state there, and yield a row.
+    """Time generation by a Mixture-of-Memories: read text up to each of the context lengths in turn, generate
+    `new` tokens from a copy of the state at that length, and yield a row of results for it.
     """
     params = random_params(config)
     rest, layers = split_layers(params)

@@ -62,12 +62,16 @@ def mixer_config(name: str, inner: Inner, **fields) -> Inner | mixers.MoMConfig:
     if name == "inner":
         return inner
     if not parts or not parts[0].isdecimal() or parts[1:] not in ([], ["shared"]):
-        raise ValueError(f"model {name!r}: accepted are {MODELS} and other numbers")
+        raise ValueError(
+            f"model {name!r}: accepted are {MODELS}, and these forms with other numbers"
+        )
     number = int(parts[0])
     if kind == "expanded" and not parts[1:]:
         return dataclasses.replace(inner, expand_v=inner.expand_v * number)
     if kind != "mom":
-        raise ValueError(f"model {name!r}: accepted are {MODELS} and other numbers")
+        raise ValueError(
+            f"model {name!r}: accepted are {MODELS}, and these forms with other numbers"
+        )
     return mixers.MoMConfig(
         mixer=inner,
         num_memories=number,
@@ -78,9 +82,10 @@ def mixer_config(name: str, inner: Inner, **fields) -> Inner | mixers.MoMConfig:
 
 
 def run_config(name: str, args: argparse.Namespace) -> RecallConfig:
-    """Return the config of the recall sweep that trains the model `name` of the benchmark.
+    """Return the config of the recall sweep that trains the model called `name`, such as "mom-4".
 
-    With --halves, half of the batches have half the length and pairs, which are learned first.
+    With the option --halves, half of the training batches have half the length and half the pairs; they come
+    first.
     """
     config = mqar.get_config(f"gated_deltanet,width={args.width}")
     config.name = name
@@ -164,7 +169,7 @@ def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
         values = BENCHMARK.optional_key | row
         if wrong := [key for key in SETTING if values[key] != setting[key]]:
             raise UsageError(
-                f"--output {args.output} has rows of another {wrong[0]} ({values[wrong[0]]}); give another file"
+                f"--output {args.output} has rows that were measured with another {wrong[0]} ({values[wrong[0]]}); accepted is a file with rows of equal settings, or a new one"
             )
     for name in args.models:
         run_config(name, args)

@@ -137,7 +137,9 @@ def rows(args: argparse.Namespace, cases: list[dict[str, Any]]) -> Iterator[dict
 
 
 def measure(case: dict[str, Any]) -> dict[str, Any]:
-    """Return the benchmark's row of one op in one form: its times and its error."""
+    """Return the benchmark's row of results for one op in one form: its times in ms and the error of its
+    output and gradients.
+    """
     name = case["op"]
     options = {} if name.startswith("attention") else {"form": case["form"]}
     dtype = jnp.float32 if _on_cpu() else jnp.bfloat16

@@ -137,8 +137,8 @@ def build(rows: list[Row], args: Any) -> tuple[Any, Any, list[Any]]:
 
 
 def measure(table: str, rows: list[Row], args: Any, wait: Callable[[], None]) -> None:
-    """Compile the training steps of all these benchmark rows, call `wait`, then time each step and print
-    its row.
+    """Compile the training steps of the benchmark rows `rows`, call `wait`, which returns when this process
+    may use the devices, then time each step and print its row of results.
     """
     devices: Any = None
     start: Any = None
@@ -195,10 +195,12 @@ def print_rows(
 
 
 def train_with_larger_buffers(row: Row, state: Any, overflow: int, args: Any) -> Any:
-    """Double the `expert_buffer` until all choices of experts fit, and train; returns what `train` returns.
+    """Repeat the training of one benchmark case, from the training state `state`, with `expert_buffer`
+    doubled until all choices of experts fit; return (fields of the row of results, training state), as
+    `train` does.
 
-    A step in which choices did not fit has changed no parameter. The returned fields have the number of these choices and the last
-    buffer.
+    A step in which choices did not fit has changed no parameter. The returned fields have the number of these
+    choices and the last buffer.
     """
     buffer = max(
         getattr(layer.feedforward, "expert_buffer", 0.0)
@@ -406,8 +408,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def all_groups(args: argparse.Namespace) -> list[tuple[str, list[Row]]]:
-    """Return, for each process that the options ask for, (name of the table, the benchmark rows that it
-    times).
+    """Return, for each process that the benchmark must start for its options, (name of the results table, the
+    cases that the process times).
     """
     count = args.cards or len(jax.devices())
     return [(table, group) for table in args.table for group in groups_of(table, args, count)]

@@ -36,17 +36,17 @@ SUITE_METHODS = ("softmax", "gated_deltanet", "deltanet", "gla", "mamba2")
 
 
 def state_bytes(row: dict[str, Any]) -> int:
-    """Return the bytes of a row's state as the published figure counts them.
-
-    It counts memories, and three tokens of each gated convolution, at 4 bytes per number.
+    """Return the bytes of the decode state of the model that a row of recall results describes, as the
+    published figure counts them: its memories, and three tokens for each gated convolution, at 4 bytes per
+    number.
     """
     convolutions = 3 * row["width"] * row["pattern"].count("C")
     return 4 * (sum(row["state_size"]["memory"]) + convolutions)
 
 
 def measure(method: str, width: int, args: argparse.Namespace) -> dict[str, Any]:
-    """Train a method at one width on associative recall, at several learning rates, and return the
-    benchmark's row.
+    """Train models with one method at one width on associative recall, one for each of several learning
+    rates, and return the benchmark's row of results.
     """
     variant = f"{method},width={width},suite={args.suite}"
     config = mqar.get_config(variant)

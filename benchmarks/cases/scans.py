@@ -66,8 +66,8 @@ def call(op: str, kind: str, ids: jax.Array | None, arrays: dict[str, Any]) -> j
 
 
 def programs(op: str, kind: str, packed: bool, batch: int, length: int) -> list:
-    """Return two lowered programs of a selective memory: forward, and forward and backward; `packed` rows
-    have several documents.
+    """Tests of the values and gradients that the functions of `pallas_kernels.tiles.delta` compute for one
+    chunk of the delta rule, compared with the token-by-token recurrence in float64.
     """
     arrays, dy = jax.eval_shape(lambda: make_inputs(op, batch, length))
     ids = None

@@ -138,7 +138,9 @@ def _model(name: str, rows: int, length: int, **fields: Any) -> Callable:
     import torch  # pyrefly: ignore[missing-import]
 
     if name == "mamba2" and "mamba_ssm" not in sys.modules:
-        raise ModuleNotFoundError("its kernels are those of mamba_ssm, which is not installed")
+        raise ModuleNotFoundError(
+            "the peer's mamba2 requires the package mamba_ssm, which is not installed"
+        )
     module = importlib.import_module(f"fla.models.{name}")
     classes = [getattr(module, n) for n in module.__all__ if n.endswith(("Config", "ForCausalLM"))]
     config = classes[0](
@@ -191,10 +193,12 @@ def _mom(rows: int, length: int) -> tuple[Callable, Callable]:
 
 
 def _warm(cases: list, bias: float, claims: Path, index: int) -> None:
-    """Compile the Triton configurations of the cases' kernels that no other process compiles, into Triton's
-    cache.
+    """Compile, into Triton's cache, those Triton configurations of the peer's kernels that no other process
+    compiles.
 
-    A process claims a configuration by a file in the folder `claims`.
+    A process claims a configuration by creating a file in the folder `claims`. `cases` are the measured
+    operations and shapes, `bias` is the mean of the gates before the sigmoid, and `index` the process's
+    number.
     """
     import torch  # pyrefly: ignore[missing-import]
     from triton.runtime.autotuner import Autotuner  # pyrefly: ignore[missing-import]
@@ -224,7 +228,9 @@ def _warm(cases: list, bias: float, claims: Path, index: int) -> None:
                 return tuner.fn.run(*args, **{**kwargs, **config.all_kwargs()})
             except Exception:  # too large for the card
                 continue
-        raise RuntimeError(f"no configuration of {tuner.base_fn.__name__} runs")
+        raise RuntimeError(
+            f"none of the Triton configurations of the kernel {tuner.base_fn.__name__} runs on this GPU"
+        )
 
     operations = _operations()
     Autotuner.run = run

@@ -15,8 +15,8 @@ _NAMES = {
 
 
 def jla(op: str) -> Callable | None:
-    """Return jax-linear-attention's function for an op, as a function of q, k, v and the gates; None if it
-    has none.
+    """Return jax-linear-attention's function for the benchmarked op called `op`, as a function of q, k, v and
+    the gates; None if that library does not have the op.
     """
     from jla import ops as peer  # pyrefly: ignore[missing-import]
 

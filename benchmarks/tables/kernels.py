@@ -56,8 +56,8 @@ def is_plain(row: Row) -> bool:
 
 
 def _beside(name: str) -> Column:
-    """Return the table column of a peer's times: empty where the peer was not measured, "no" where it
-    refuses the call.
+    """Return the table column of the times of the peer called `name`: empty where the peer was not measured,
+    "no" where the peer does not support the op or shape.
     """
 
     def cell(row: Row) -> str:
@@ -136,16 +136,16 @@ def _commit(row: Row) -> str:
 
 
 def _parts(rows: list[Row]) -> list[tuple[Row, Row]]:
-    """Return, for each op and shape, the row measured with each sequence in one part and the row with it in
-    several parallel parts.
+    """Return pairs of stored rows with the same op and shape: measured with each sequence in one part, and
+    with each sequence divided into several parts that one device computes in parallel.
     """
     split = [row for row in rows if row["parts"] > 1]
     return [(newest(rows, op=row["op"], shape=row["shape"], parts=1), row) for row in _by_op(split)]
 
 
 def _scans(rows: list[Row]) -> list[dict[str, Row]]:
-    """Return, for each op and shape, the stored rows of the selective scan by kind: "whole" (one document
-    in a row), "packed" (several) and "xla".
+    """Return, for each op and shape of the selective scan, the newest stored rows of three kinds: "whole"
+    (measured with one document per row of tokens), "packed" (with several) and "xla" (with times of XLA).
     """
     return [
         {

@@ -12,8 +12,9 @@ MEMORIES = {"1": "one memory", "2": "two memories", "4": "four memories", "8": "
 
 
 def state_bytes(row: Row) -> int:
-    """Return the bytes of the state in a recall row as the published figure counts them: memories and three
-    tokens of each gated convolution, at 4 bytes per number.
+    """Return the bytes of the decode state of the model that a row of recall results describes, as the
+    published figure counts them: its memories, and three tokens for each gated convolution, at 4 bytes per
+    number.
     """
     convolutions = 3 * row["width"] * row["pattern"].count("C")
     return 4 * (sum(row["state_size"]["memory"]) + convolutions)
@@ -70,7 +71,9 @@ def _by_width(rows: list[Row]) -> list[tuple[Row, Row | None]]:
 
 
 def _of_ours(column: Column) -> Column:
-    """Return `column`, adapted to records (measured row, published row): it reads the measured row."""
+    """Return the table column `column`, made for rows of this library's measurements, as a column for pairs
+    (measured row, published row): it reads the measured row.
+    """
     return Column(column.title, lambda record: column.cell(record[0]))
 
 

@@ -22,8 +22,10 @@ def _thousands(row: Row) -> str:
 
 
 def _layout_columns(rows: list[Row]) -> tuple[Column, ...]:
-    """Return the table columns for each layout of a card's tokens, tokens x rows, from the shortest rows to
-    the longest.
+    """Return the columns of the table that compares training with 16,384 tokens per card in different
+    layouts: the mixer's name, one column for each length of a sequence ("2,048 x 8" are 8 sequences of
+    2,048 tokens) with tokens/s and GiB, and the speed at the longest length divided by that at the
+    shortest.
     """
     lengths = sorted({row["length"] for row in rows})
 
@@ -66,8 +68,8 @@ def _layouts(name: str, cards: int, command: str) -> Table:
 
 
 def _cut_rows(rows: list[Row]) -> list[tuple[Row, Row | None]]:
-    """Return pairs: a row of training with each sequence divided over cards, and the row of one card with
-    as many tokens per card, or None.
+    """Return pairs of stored rows: a training step whose sequences are divided over several cards, and the
+    step on one card with the same mixer and as many tokens per card, or None if that was not measured.
     """
     records = []
     for row in sorted(
@@ -160,8 +162,9 @@ WEIGHTED = "gate=gla,lr=3e-3,memory_weight=0.03,window_weight=1"
 
 
 def _margins(rows: list[Row]) -> list[tuple[float, dict[int, float]]]:
-    """Return pairs (millions of tuning tokens, by seed the held-out loss of window attention alone minus
-    that of Liger-GLA, beyond position 256).
+    """Return pairs (number of tuning tokens in millions, advantage of Liger-GLA by seed), by number of
+    tokens. The advantage is the held-out loss of window attention alone minus that of Liger-GLA, at
+    positions beyond 256.
     """
     loss = {(row["options"], row["millions"], row["seed"]): row["beyond_256"] for row in rows}
     return [

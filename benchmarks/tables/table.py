@@ -123,7 +123,9 @@ def matches(row: Row, **fields: Any) -> bool:
 
 
 def group(rows: Iterable[Row], by: Callable[[Row], Hashable]) -> dict[Any, list[Row]]:
-    """Return the stored rows in lists, by the value that `by` has for a row, in order of first appearance."""
+    """Return a dict from each value that the function `by` returns for the rows of a results file to the list
+    of rows with that value, in order of first appearance.
+    """
     groups: dict[Any, list[Row]] = {}
     for row in rows:
         groups.setdefault(by(row), []).append(row)
@@ -157,7 +159,9 @@ def column(title: str, field: str, form: str = "{}", scale: float = 1) -> Column
 
 
 def pair(title: str, field: str) -> Column:
-    """Return a table column of a field with two times in ms: forward, and forward and backward."""
+    """Return a table column, with this title, for a field of stored rows that has two times in ms: forward,
+    and forward and backward.
+    """
     return Column(title, lambda row: times(row[field]) if field in row else "")
 
 

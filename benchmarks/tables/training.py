@@ -52,8 +52,8 @@ def _commits(steps: dict[int, Row]) -> str:
 
 
 def _beside_fla(rows: list[Row]) -> list[tuple[int, dict[tuple[str, bool], Row]]]:
-    """Return, for each row length, (length, training rows by (variant, whether the row is of
-    flash-linear-attention)).
+    """Return, for each length of a row, (length, stored training rows by (variant, whether
+    flash-linear-attention was measured)).
     """
     return [
         (length, {(row["variant"], "peer" in row): row for row in rows if row["length"] == length})

@@ -21,8 +21,9 @@ TOKENS = ("batch", "sequence", "heads")
 
 
 def _axes(mesh: AbstractMesh, kind: AxisType) -> dict[str, int]:
-    """Return the sizes of those axes of a mesh that have the axis type `kind`, by name; axes of type `Auto`
-    are handled by XLA's partitioner."""
+    """Return the sizes, by name, of the axes of a mesh that have the axis type `kind`, such as `Auto`, for
+    which XLA's partitioner divides arrays.
+    """
     types = zip(mesh.axis_names, mesh.axis_types, strict=True)
     return {name: mesh.shape[name] for name, axis_type in types if axis_type == kind}
 
@@ -52,8 +53,9 @@ def sequence_shards(length: int) -> int:
 
 
 def _varying(x: jax.Array) -> frozenset[str]:
-    """Return the names of the mesh axes of a caller's `jax.shard_map` (with checked replication) over which
-    the array `x` varies, so that devices have different values."""
+    """Return the names of the mesh axes over which the array `x` varies (has different values on different
+    devices), inside a caller's `jax.shard_map` with checked replication.
+    """
     return jax.typeof(x).manual_axis_type.varying
 
 
@@ -177,9 +179,12 @@ def _axes_of_leaves(axes: Any, tree: Any) -> list[tuple[str | None, ...]]:
 
 
 def _over_auto_axes(layout: _Layout, axes: dict[str, int], arguments: dict[str, Any]) -> Any:
-    """Call the function of a layout on each device, where `axes` has the sizes of the mesh axes of type
-    `Auto` by name: choose which logical axes are sharded, pad the tokens, and remove the padding from the
-    outputs."""
+    """Call the function that `layout` describes on each device, with that device's part of the arguments.
+    Choose first which logical axes are sharded, and pad rows whose tokens are not divisible; remove the
+    padding from the outputs.
+
+    `axes` has the sizes of the mesh axes of type `Auto` by name.
+    """
     sizes = _logical_sizes(layout, arguments)
     sharded = _sharded_axes(layout, axes, sizes)
     if not sharded:

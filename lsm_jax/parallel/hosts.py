@@ -106,7 +106,9 @@ def data_shard(mesh: Mesh) -> tuple[int, int]:
 
 
 def _copies(mesh: Mesh) -> int:
-    """Return how many devices of the mesh have the same rows of the batch."""
+    """Return how many devices of the mesh receive the same rows of the batch: all that differ only along axes
+    that do not shard the batch.
+    """
     spec = batch_sharding(mesh).spec[0]
     return mesh.size // int(np.prod([mesh.shape[axis] for axis in spec]))
 

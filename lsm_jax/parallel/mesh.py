@@ -73,14 +73,16 @@ class MeshConfig:
         given = " x ".join(f"mesh.{axis}={size}" for axis, size in sizes.items() if size != 1)
         given = given or "mesh.data=1"
         if any(size < 1 and (axis, size) != ("data", -1) for axis, size in sizes.items()):
-            raise ValueError(f"{given}: accepted are integers from 1, and data=-1")
+            raise ValueError(
+                f"{given}: accepted are integers from 1 for each mesh axis, and -1 for mesh.data"
+            )
         rest = math.prod(size for axis, size in sizes.items() if axis != "data")
         if sizes["data"] == -1:
             sizes["data"] = num_devices // rest
         if sizes["data"] * rest != num_devices:
             raise ValueError(
-                f"{given} does not fit {num_devices} devices; the product of the axes must be their number (data=-1 is the number "
-                "divided by the other axes)"
+                f"{given} does not fit {num_devices} devices: the product of all mesh axes must be that number (mesh.data=-1 is "
+                "the number divided by the other axes)"
             )
         if self.microbatches < 0 or self.microbatches % self.pipeline:
             raise ValueError(

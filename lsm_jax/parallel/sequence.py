@@ -119,16 +119,21 @@ def exchange(
 def exchange_while(
     axis: str, advance: Callable[[Any, Any], Any], update: Any, initial: Any, output: Any
 ) -> tuple[Any, Any, Any]:
-    """Return the results of `exchange` (the state before this device's tokens, and the state after all
-    tokens), and `output`, which is computed while the devices' updates are gathered: the gathered updates
-    are read after it is. In the backward pass, the gradient of the state before this device's tokens is
-    computed before the gradient of `output` is used."""
+    """Return what `exchange` returns (the state before this device's tokens, and the state after all tokens)
+    and the array `output` unchanged, in an order that lets `output` be computed while devices send their
+    updates.
+
+    Forward, the received updates are read only after `output` is computed. Backward, the gradient of the
+    state before this device's tokens is computed before the gradient of `output` is used.
+    """
     return _exchange_forward(axis, advance, update, initial, output)[0]
 
 
 def _exchange_forward(axis, advance, update, initial, output):
-    """Forward pass of `exchange_while`: return its results (the state before this device's tokens, the
-    final state, `output`), and the residuals (all devices' updates, the initial state)."""
+    """Compute the forward pass of `exchange_while`. Return its results (the state before this device's
+    tokens, the state after all devices' tokens, and `output` unchanged), and the residuals (the updates of
+    all devices, and the state `initial` before the first device's tokens).
+    """
     updates = jax.tree.map(lambda x: checkpoint_name(x, GATHERED), gather(axis, update))
     after_output = updates
     if output is not None:
@@ -138,8 +143,10 @@ def _exchange_forward(axis, advance, update, initial, output):
 
 
 def _exchange_backward(axis, advance, residuals, grads):
-    """Backward pass of `exchange_while`: return the gradients of this device's `update`, of the `initial`
-    state, which only the first device returns as other than 0, and of `output`."""
+    """Compute the backward pass of `exchange_while`: return the gradients of this device's `update`, of the
+    state `initial` (nonzero only on the first device, since the devices' gradients are summed), and of
+    `output`.
+    """
     updates, initial = residuals
     *grads, grad_output = grads
     # The gradients of integers have no values: select the floating-point leaves by the dtypes of the state.
@@ -205,7 +212,9 @@ def run_in_turn(
 
 
 def _broadcast(axis: str, device: int, tree: Any) -> Any:
-    """Return, on all devices of a mesh axis, the arrays in `tree` of one of them."""
+    """Return the pytree `tree` of the device with the index `device` along a mesh axis, on all devices of
+    that axis.
+    """
     is_source = jax.lax.axis_index(axis) == device
     return jax.tree.map(lambda x: sum_along(axis, jnp.where(is_source, x, 0)), tree)
 
@@ -236,8 +245,9 @@ def _in_turn_forward(axis, run, arguments, initial):
 
 
 def _in_turn_backward(axis, run, residuals, grads):
-    """Backward pass of `run_in_turn`: return the gradients of `arguments` and of the `initial` state,
-    computed on one device after the other, from the last to the first."""
+    """Compute the backward pass of `run_in_turn`: return the gradients of this device's `arguments` and of
+    the state `initial`. The devices compute one after another, from the last to the first.
+    """
     arguments, before = residuals
     grad_output, grad_final = grads
     devices, me = jax.lax.axis_size(axis), jax.lax.axis_index(axis)

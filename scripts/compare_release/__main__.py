@@ -59,8 +59,8 @@ def _reference_results(tree: Path, section: str, folder: Path) -> dict[str, str]
 
 
 def compare(section: str, expected: dict[str, str], results: dict[str, str]) -> list[str]:
-    """Return a line of text for each result of a section that differs from the reference's. Results that
-    only `results` has are new and no difference.
+    """Return a line of text for each result that differs from the reference's, for the results of one section
+    by name. Results that the reference lacks are new and no difference.
     """
     return [
         f"{section}: {name}: {value} -> {results.get(name, 'missing')}"

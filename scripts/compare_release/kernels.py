@@ -80,7 +80,10 @@ def _array(*shape: int, dtype: Any = None) -> Any:
 
 
 def _memory_inputs(case: tuple, length: int) -> tuple[dict, dict, dict]:
-    """Return (inputs, segment ids and update mask, options) of a case of tests/kernels/test_aot.py, for two rows."""
+    """Return, for a kernel's test case (an entry of the table in tests/kernels/test_aot.py) and two rows of
+    `length` tokens, three dicts of arguments of the op: input arrays, segment ids and update mask, and
+    options.
+    """
     import jax.numpy as jnp
 
     op, (heads, key_heads, memories), key_dim, value_dim, given = case
@@ -132,9 +135,9 @@ def _memory_calls() -> Iterator[Call]:
 
 
 def _scan_calls() -> Iterator[Call]:
-    """Yield calls of the fused selective scan with their gradients.
+    """Yield (name, function, arguments) for each call of the fused selective scan with its gradients.
 
-    Their arguments are arrays, not shapes, since the masks of these cases are computed during tracing.
+    The arguments are arrays, not shapes, since the masks of these cases are computed during tracing.
     """
     import jax
 
@@ -176,7 +179,9 @@ def _convolution_call() -> Call:
 
 
 def _one_token_calls() -> Iterator[Call]:
-    """Yield calls of memory ops on one token, as in decoding, by the fused kernel of an NVIDIA GPU."""
+    """Yield (name, function, arguments) for each memory op on one token, as in decoding, by the fused kernel
+    of an NVIDIA GPU.
+    """
     from lsm_jax import ops
 
     one = functools.partial(_array, 2, 1)

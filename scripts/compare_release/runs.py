@@ -37,14 +37,18 @@ RUNS: dict[str, list[str]] = {
 
 
 def _train(name: str, tree: Path, workdir: Path, text: Path) -> None:
-    """Start or continue the tiny run that `RUNS` has under `name`, with the train.py of a source tree."""
+    """Run the train.py of the source tree `tree` on the tiny run called `name` (an entry of `RUNS`), which
+    starts the run or continues it.
+    """
     source = _write_llama(text.parent / "llama")
     arguments = [a.replace("TEXT", str(text)).replace("SOURCE", str(source)) for a in RUNS[name]]
     command = [sys.executable, "train.py", *arguments, f"--workdir={workdir}"]
     environment = os.environ | {"PYTHONPATH": str(tree)}
     done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
     if done.returncode:
-        raise RuntimeError(f"{name} in {tree}: {done.stdout[-2000:]}{done.stderr[-4000:]}")
+        raise RuntimeError(
+            f"training the tiny run {name} with the code in {tree} failed: {done.stdout[-2000:]}{done.stderr[-4000:]}"
+        )
 
 
 def _losses(workdir: Path) -> str:
@@ -63,9 +67,7 @@ def _losses(workdir: Path) -> str:
 
 
 def write_text(folder: Path) -> Path:
-    """Write twelve short documents into `folder`, the training text of the tiny runs, and return the
-    folder.
-    """
+    """Write the training text of the tiny runs, twelve short documents, into `folder`, and return the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     for i in range(12):
         line = "to be or not to be, that is the question. "
@@ -107,8 +109,8 @@ def collect_runs(tree: Path, folder: Path, text: Path) -> Iterator[tuple[str, st
 def collect_resume(
     tree: Path, reference: Path, folder: Path, text: Path
 ) -> Iterator[tuple[str, str]]:
-    """Continue copies of the reference's tiny runs, cut back to the checkpoint in their middle, with the
-    code of `tree`, and yield (name, losses as JSON).
+    """Yield (name, losses as JSON) of each tiny run that the code in the folder `tree` continues: a copy of
+    the reference's finished run, without the checkpoints after the one in its middle.
     """
     for name in RUNS:
         if not (reference / name / "checkpoints").is_dir():

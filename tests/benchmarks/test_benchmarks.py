@@ -1,4 +1,4 @@
-"""The table of benchmarks, the command that runs them, and the rows that they write."""
+"""Tests of the list of benchmarks, of the command that runs one, and of the rows of results that it writes."""
 
 from __future__ import annotations
 
@@ -105,7 +105,9 @@ def test_a_wrong_option_is_answered_with_one_line(capsys):
         main(["decode", "--methods=glo"])
     with pytest.raises(SystemExit):
         main(["scans", "--kinds=cuda"])
-    assert "argument --kinds: 'cuda'; accepted are kernel, xla" in capsys.readouterr().err
+    assert (
+        "argument --kinds: unknown name 'cuda'; accepted are kernel, xla" in capsys.readouterr().err
+    )
 
 
 def test_types_of_options():
@@ -124,7 +126,7 @@ def toy(monkeypatch):
 
     def measure(case):
         if case["name"] == "c":
-            raise RuntimeError("too large")
+            raise RuntimeError("the toy case is too large")
         return case | dict(seconds=1.0)
 
     module = types.SimpleNamespace(measured=[], cases=lambda args: all_cases)
@@ -148,7 +150,7 @@ def test_resuming_skips_the_cases_that_have_a_row(toy, tmp_path, capsys):
     assert {"date", "commit", "device", "jax"} <= set(read_rows(output)[0])
     errors = capsys.readouterr().err
     assert "1 of 4, a, about" in errors and "2 of 4, a size=2, about" in errors
-    assert "c: FAILED: RuntimeError: too large" in errors
+    assert "c: FAILED: RuntimeError: the toy case is too large" in errors
     output.write_text(
         "".join(output.open().readlines()[:2]) + '{"name": "b", "sec'
     )  # a row cut short

@@ -1,4 +1,6 @@
-"""The profile of a program: its instructions, their times and their names in the source."""
+"""Tests of the profile of a compiled program: its instructions, their device times, and their names in the
+source code.
+"""
 
 import jax
 import jax.numpy as jnp

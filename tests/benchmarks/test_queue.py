@@ -1,5 +1,6 @@
-"""The queue of measurements: parsing of job lists, assignment of GPUs, and the row that is written for each
-job."""
+"""Tests of the queue of benchmark commands: parsing of job lists, assignment of GPUs, and the row of results
+that is written for each job.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +70,7 @@ def test_jobs_run_and_their_results_are_written(tmp_path):
 
 
 def test_more_gpus_than_the_machine_has_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="a: gpus=2; this machine has 1"):
+    with pytest.raises(ValueError, match="job a: gpus=2; accepted are up to the 1 of"):
         run([Job("a", "", 1, gpus=2)], tmp_path, gpus=1, slots=1, seconds=1)
 
 

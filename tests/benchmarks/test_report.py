@@ -1,4 +1,4 @@
-"""The results tables of the documentation agree with the stored rows."""
+"""Test that the results tables in the documentation agree with the stored rows from which they are generated."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_an_older_row_changes_nothing(checkout):
             "<!-- table: kernel -->\n<!-- end of table -->",
             "no table 'kernel'; the nearest name is 'kernels'",
         ),
-        ("<!-- table: mom -->\n", "1 tables begin and 0 end"),
+        ("<!-- table: mom -->\n", "1 results tables begin and 0 end"),
         ("<!-- table: mom -->\n<!-- table: mqar -->\n<!-- end of table -->", "table 'mom' has no"),
     ],
 )

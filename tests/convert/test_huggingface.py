@@ -51,8 +51,8 @@ def changed(tmp_path, kind: str, change=None, **fields) -> Path:
 
 
 def build(source, params=None):
-    """Return the config of a pretrained model's folder or file, and the decoder with its parameters (or
-    `params`) in float32.
+    """Return the config of the pretrained model in a folder or file `source`, and the decoder in float32 with
+    the model's parameters, or with `params` if they are given.
     """
     config = dataclasses.replace(model_config(source), dtype="float32", remat="none")
     params = load_params(source, config) if params is None else params
@@ -247,7 +247,7 @@ def test_a_tied_head_must_be_equal_to_the_embedding(tmp_path):
 
 
 def write_large(tmp_path, **sizes) -> Path:
-    """Write a Hugging Face folder with a Llama of random weights, which has the given sizes."""
+    """Write a Hugging Face folder with a Llama of the given sizes and random weights."""
     fields = dict(num_attention_heads=8, num_hidden_layers=3, head_dim=64, hidden_size=512) | sizes
 
     def change(tensors):

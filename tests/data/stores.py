@@ -19,7 +19,9 @@ def write_array(path, rows, *, vocab_size=50257, encoder="tiktoken-gpt2", **attr
 
 
 def rewrite_with_chunks(path, rows, chunks, *, compressor="blosc", dtype="<u2"):
-    """Store `rows`, the array of a store of tokens, with other chunks, as another program could write it."""
+    """Store `rows`, token ids [documents, length], as the zarr array of a store, with the given chunk sizes,
+    compressor and dtype, as another program could have written it.
+    """
     import tensorstore as ts
 
     compressors = {

@@ -85,7 +85,7 @@ def test_the_error_of_gpt2_without_its_files_names_alternatives(monkeypatch):
     import tiktoken
 
     def offline(name):
-        raise OSError("no network")
+        raise OSError("this test has no network")
 
     monkeypatch.setattr(tiktoken, "get_encoding", offline)
     tokenizer = load_tokenizer("gpt2")

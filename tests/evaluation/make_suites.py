@@ -49,7 +49,9 @@ def write_rows(path: Path, rows: list[dict]) -> None:
 
 
 def public_recall_rows(task: str) -> list[dict]:
-    """Rows as the task's public data set has them; the answer is in front, in the middle and at the end."""
+    """Return three rows for the recall task `task`, as its public data set has them; the answer is in front,
+    in the middle and at the end of the context.
+    """
     rng, rows = random.Random(task), []
     for number, before in enumerate((0, 40, 80)):
         value = f"{rng.choice(WORDS)} {rng.randint(1000, 9999)}"
@@ -117,7 +119,9 @@ def make_commonsense(folder: Path) -> None:
 
 
 def make_commonsense_of_mom_and_fox(folder: Path) -> None:
-    """The data sets that commonsense_mom and commonsense_fox add to those of commonsense."""
+    """Write small data sets into `folder`, for the tasks that the suites commonsense_mom and commonsense_fox
+    have besides those of the suite commonsense.
+    """
     rng = random.Random(4)
     write_rows(
         folder / "EleutherAI/wikitext_document_level/wikitext-2-raw-v1/test.jsonl",
@@ -169,7 +173,9 @@ def make_mmlu(folder: Path) -> None:
 
 
 def make_longbench(folder: Path) -> None:
-    """LongBench's own files: the question is named "input"."""
+    """Write a small data set for each task of LongBench into `folder`, in the layout of the repository
+    LongBench, whose rows have the question under the name "input".
+    """
     rng = random.Random(1)
     for name, language in LONGBENCH.items():
         row = {
@@ -193,7 +199,9 @@ def make_essays(folder: Path) -> None:
 
 
 def make_questions(folder: Path) -> None:
-    """SQuAD's and HotpotQA's own files, which RULER's questions are made of."""
+    """Write small files in the formats of SQuAD 2.0 and HotpotQA into `folder`: the files from which RULER's
+    question tasks are made.
+    """
     rng = random.Random(3)
     articles, hotpot = [], []
     for number in range(4):

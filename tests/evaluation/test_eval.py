@@ -1,4 +1,6 @@
-"""eval.py and its tasks on a run of a few steps: files, keys, repeatability, and errors of one line."""
+"""Tests of eval.py and its tasks on a run of a few steps: the files and metric keys that it writes, equal
+results if it is repeated, and error messages of one line.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Tests of text generation in evaluation: prompts, ends of documents, the size of the decode state."""
+"""Tests of text generation in evaluation: sampling, the prompt's tokens, where a document ends, and the size
+of the decode state.
+"""
 
 from __future__ import annotations
 

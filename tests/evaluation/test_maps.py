@@ -1,4 +1,6 @@
-"""Maps: attention weights equal those of the op, gates those that the mixer writes, for the layer's input."""
+"""Tests of the maps of evaluation: a layer's attention weights equal those that its op applies, and its gates
+equal those that the mixer computes, for the same input.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Needle in a haystack: the prompts, two oracles in place of a model, and the answers of models."""
+"""Tests of the evaluation task needle in a haystack: its prompts, its scores for two oracles in place of a
+model, and the answers of models.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Scoring: pieces give the losses of one forward pass, masks and short batches change nothing, wrong ids are
-errors."""
+"""Tests of scoring: reading rows in pieces gives the losses of one forward pass, masks and a short last batch
+do not change them, and wrong token ids raise errors.
+"""
 
 from __future__ import annotations
 

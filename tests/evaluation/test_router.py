@@ -1,5 +1,6 @@
-"""Reports on routers: counts by token, mutual information, the plot over training, and the task of
-eval.py."""
+"""Tests of the reports on routers: counts by token, mutual information, the plot over training, and the task
+"router" of eval.py.
+"""
 
 from __future__ import annotations
 
@@ -65,8 +66,9 @@ def test_plot_over_training(tmp_path):
 
 
 def test_layers_of_different_numbers_of_memories(tmp_path):
-    """With two kinds of Mixture-of-Memories in one model, the report on routers has one entry per place of
-    the period; it orders them by layer.
+    """In a model whose layers alternate between Mixtures-of-Memories of two and of three memories, the
+    metrics have one entry for each of the two kinds; the report on routers arranges their values in the
+    order of the layers.
     """
     few, many = np.arange(4.0).reshape(2, 2), 10 + np.arange(6.0).reshape(2, 3)
     named = {"mom/load/0": few.tolist(), "mom/load/1": many.tolist(), "mom/entropy": [0.5] * 4}

@@ -1,4 +1,6 @@
-"""The papers' suites on made-up data: prompts contain the answers, scores and averages are right, no network."""
+"""Tests of the papers' evaluation suites on made-up data: prompts contain the answers, scores and averages
+are right, and nothing is read from the network.
+"""
 
 from __future__ import annotations
 

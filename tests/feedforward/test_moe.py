@@ -78,8 +78,8 @@ def oracle(moe, x, chosen):
 
 
 def towards(moe, *experts):
-    """Return the mixture of experts with a router that sends every token whose first channel is 1 to these
-    experts, in this order.
+    """Return a copy of the mixture of experts whose router sends every token whose first channel is 1 to the
+    experts with these numbers, the first of them with the largest weight.
     """
     moe = jax.tree.map(lambda p: p, moe)
     bias = jnp.zeros(EXPERTS).at[jnp.array(experts)].set(9.0 - 3 * jnp.arange(len(experts)))
@@ -114,8 +114,8 @@ FORMS = [
 
 @pytest.mark.slow
 def test_rows_of_experts_may_be_padded(monkeypatch):
-    """The tokens of each expert are padded to a multiple of `row_multiple`, as kernels require; the padding
-    is sent to no expert.
+    """If each expert's tokens are padded to a multiple of `row_multiple` rows, as kernels require, a mixture
+    of experts has the same outputs, and the padding is sent to no expert.
     """
     moe, ids = made(), jnp.ones((BATCH, LENGTH), jnp.int32).at[1, 7:].set(0)
     wanted = gradient(moe, X, segment_ids=ids)

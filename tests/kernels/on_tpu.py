@@ -20,8 +20,8 @@ def runs(length: int):
 
 @functools.partial(jax.jit, static_argnums=0)
 def both(function, x, run, cotangents):
-    """Return the values of `function(x, run)`, where x are the inputs of a kernel and run are the tokens'
-    documents, and the gradients of x for the given cotangents of the values.
+    """Return the outputs of `function(x, run)`, where x are a kernel's input arrays and run the index of each
+    token's document, and the gradients of x for the given cotangents of the outputs.
     """
     values, pull = jax.vjp(lambda x: function(x, run), x)
     return values, pull(jax.tree.map(lambda c, o: c.astype(o.dtype), cotangents, values))[0]

@@ -171,8 +171,8 @@ def late_writes(sass: str) -> list[tuple[str, str]]:
 
 
 def test_finds_late_writes():
-    """`late_writes` finds the late write in code that ptxas once emitted for a kernel, and none in the same
-    code in the right order.
+    """`late_writes` finds the instruction that overwrites an operand too early in code that ptxas once
+    emitted for a kernel, and finds none in the same code in the right order.
     """
     made = "/*0010*/ HGMMA.64x64x16.F32.BF16 R48, R24, gdesc[UR8], R48 ;\n"
     late, waited = (

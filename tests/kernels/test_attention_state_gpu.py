@@ -105,8 +105,8 @@ def test_pieces_equal_xla(name):
 
 
 def test_a_ring_of_several_rows_at_different_counts():
-    """The kernel attends to the keys of a state in which row 0 has 5 tokens of its document and row 1 has all
-    90; a stale NaN of an earlier document changes nothing.
+    """The kernel attends to the keys of a state in which row 0 has 5 tokens of its document and row 1 has 90.
+    A NaN among the stored values of an earlier document does not change the output.
     """
     arrays = tokens_of(160)
     ids = np.ones((2, 160), np.int32)
@@ -156,8 +156,9 @@ def test_causal_to_the_bit():
 @pytest.mark.slow
 @pytest.mark.parametrize("places", [None, (0, 256)])
 def test_kernel_with_earlier_keys(places):
-    """The kernel with keys before the row has the output and gradients of attention from all scores at once,
-    for queries of all tokens of the row, or of the two parts of it that begin at `places`.
+    """Attention's Hopper kernel, called with more keys than queries, since keys precede the queries' row, has
+    the output and gradients of attention computed from all scores at once. The queries are those of all
+    tokens, or of the two parts of the row that begin at `places`.
     """
     earlier, length = (200, 300) if places is None else (100, 512)
     inputs = make(earlier + length, 2, 1, 64, gates="strong", documents=True, masked=True)
@@ -228,8 +229,8 @@ def test_prefill_runs_fused_and_decoding_does_not(config, monkeypatch):
 
 
 def test_a_model_reads_pieces_fused(monkeypatch):
-    """A model with a state, as evaluation in pieces and chunked prefill call it, reads a piece of 128 tokens
-    with the Hopper kernel of attention, and a single token without it.
+    """A model that reads tokens and a state, as in evaluation by pieces and in chunked prefill, computes
+    attention with the Hopper kernel for 128 tokens, and without it for one token.
     """
     monkeypatch.undo()
     config = models.fox("pro", "125m", vocab_size=64)

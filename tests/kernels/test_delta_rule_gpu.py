@@ -133,8 +133,8 @@ def test_equals_the_recurrence_in_value_and_every_gradient(case, monkeypatch):
 
 
 def test_maps_over_one_more_axis():
-    """`jax.vmap` of the delta rule's kernel returns the bits of one call after the other, for values and
-    gradients.
+    """`jax.vmap` of the delta rule's kernel over two inputs returns, to the bit, the values and gradients of
+    two single calls.
     """
     case = make(64, 1, 1, 1, 64, 64, documents=False, decay=True)
     arrays = {n: jnp.stack([case[n], case[n][:, ::-1]]) for n in ("q", "k", "v", "beta")}

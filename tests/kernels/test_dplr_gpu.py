@@ -120,8 +120,8 @@ def test_forward_equals_the_recurrence(strong):
 
 
 def test_maps_over_one_more_axis():
-    """`jax.vmap` of the kernel of RWKV7's memory returns the bits of one call after the other, for values and
-    gradients.
+    """`jax.vmap` of the kernel of RWKV7's memory over two inputs returns, to the bit, the values and
+    gradients of two single calls.
     """
     case = make(64, 1, 1, 1, 64, 64, documents=False)
     arrays = {n: jnp.stack([case[n], case[n][:, ::-1]]) for n in "qkvab"}

@@ -138,8 +138,9 @@ def test_heads_of_256_forward():
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("documents", [False, True])
 def test_what_is_pruned_weighs_nothing(masked, documents):
-    """The tiles of keys that pruning skips for a query together weigh less than e^-10 of the sum of its
-    weights, and gates as strong as these hide some tiles.
+    """In attention with forget gates, all tiles of keys that pruning skips for a query have together less
+    than e^-10 of the query's softmax weights; and the gates of this test are strong enough that some tiles
+    are skipped.
     """
     inputs = make(1024, 2, 1, 64, masked=masked)
     q, k, sums, written = (inputs[n] for n in ("q", "k", "sums", "written"))
@@ -293,8 +294,8 @@ def test_attention_picks_it_where_cudnn_does_not_serve():
 
 
 def test_attentions_sums_go_on_through_documents(monkeypatch):
-    """`ops.attention` gives the kernel sums of log forget gates that go on from document to document: sums
-    that restart would hide visible keys, or lose digits.
+    """`ops.attention` passes its kernel cumulative sums of log forget gates that run on from one document of
+    a row to the next: sums that restart at each document would hide visible keys, or lose digits.
     """
     given = {}
     monkeypatch.setattr(

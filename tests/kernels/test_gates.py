@@ -1,5 +1,5 @@
-"""The kernels' results, in their interpreters, for log decays whose exponential is 0 in float32, and for
-decays of 1.
+"""Tests of the kernels with extreme gates, in the interpreters: log decays whose exponential is 0 in float32,
+and decays of 1; values and gradients are compared with the recurrence.
 """
 
 from __future__ import annotations

@@ -238,7 +238,9 @@ def test_names_the_unmet_requirement():
 
 
 def test_maps_over_one_more_axis():
-    """`jax.vmap` of the linear attention kernel returns the same bits as one call after another."""
+    """`jax.vmap` of the linear attention kernel over two inputs returns, to the bit, the results of two
+    single calls.
+    """
     case = make(64, 1, 1, 1, 64, 64, documents=False, decay=True)
     arrays = {n: jnp.stack([x, x[:, ::-1]]) for n, x in case.items() if n in "qkv"}
     rest = {n: x for n, x in case.items() if n not in arrays}

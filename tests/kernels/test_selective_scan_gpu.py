@@ -139,8 +139,8 @@ def interpreted(monkeypatch):
 )
 @pytest.mark.usefixtures("interpreted")
 def test_equals_the_recurrence(case):
-    """The values, final memory and every gradient of the selective scan's kernels are those of the
-    recurrence, and there are no races.
+    """The outputs, the final memory and every gradient of the selective scan's Hopper kernels equal those of
+    the token-by-token recurrence, and the interpreter finds no race between threads.
     """
     compare(case, lambda a, m, c: both(a, m, "mosaic_gpu", c))
     assert not races_found()
@@ -163,7 +163,9 @@ def test_no_later_token_changes_a_bit(states):
 @pytest.mark.parametrize("states", [16, 0])
 @pytest.mark.usefixtures("interpreted")
 def test_maps_over_an_axis(states):
-    """The gradients of `jax.vmap` of a selective scan on its Hopper kernels are those of single calls."""
+    """`jax.vmap` of a selective scan on its Hopper kernels has the gradients of separate calls, one for each
+    entry of the mapped axis.
+    """
     case = Case(64, 128, states, False, batch=1)
     arrays = [make(case, seed)[0] for seed in range(2)]
 

@@ -49,8 +49,8 @@ def no_races() -> bool:
 )
 @pytest.mark.usefixtures("interpreted")
 def test_equals_the_recurrence(case):
-    """The values, final memory and every gradient of the selective scan's kernels are those of the
-    recurrence, and there are no races.
+    """The outputs, the final memory and every gradient of the selective scan's TPU kernels equal those of the
+    token-by-token recurrence, and the interpreter finds no race.
     """
     compare(case, lambda a, m, c: both(a, m, "mosaic_tpu", c))
     assert no_races()
@@ -93,7 +93,9 @@ def test_no_later_token_changes_a_bit(states):
 @pytest.mark.parametrize("states", [pytest.param(16, marks=pytest.mark.slow), 0])
 @pytest.mark.usefixtures("interpreted")
 def test_maps_over_an_axis(states):
-    """The gradients of `jax.vmap` of a selective scan on its TPU kernels are those of single calls."""
+    """`jax.vmap` of a selective scan on its TPU kernels has the gradients of separate calls, one for each
+    entry of the mapped axis.
+    """
     case = Case(64, 128, states, True, batch=1)
     given = [make(case, seed) for seed in range(2)]
 

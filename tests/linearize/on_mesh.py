@@ -19,7 +19,9 @@ MESHES = {
 
 
 def main(llama: str, data: str, folder: str) -> None:
-    """Load a pretrained Llama onto each mesh of four devices and tune Liger's adapters there."""
+    """Tune Liger's adapters of a pretrained Llama on each of several meshes of four devices: one training run
+    for each mesh, in a folder of `folder`. `llama` is the model's folder, `data` the file of instructions.
+    """
     for name, mesh in MESHES.items():
         train(config_of(Path(llama), Path(data), mesh=mesh), Path(folder) / name)
 

@@ -1,4 +1,6 @@
-"""The comparison of Liger, a random gate and LoLCATs with equally many trained parameters and tokens."""
+"""Tests of `scripts.compare_linearized`: the comparison of Liger, a random gate and LoLCATs with equal
+numbers of trained parameters and training tokens.
+"""
 
 from __future__ import annotations
 

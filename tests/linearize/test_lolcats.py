@@ -1,4 +1,6 @@
-"""Runs of LoLCATs: evaluated as the student, and the rows of Liger's Table 2."""
+"""Tests of training runs with LoLCATs: their evaluation as the student model, and the variants of
+`configs/liger.py` that train the LoLCATs models of Liger's Table 2.
+"""
 
 from __future__ import annotations
 

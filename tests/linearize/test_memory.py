@@ -1,4 +1,6 @@
-"""The memory of a Liger step with 8 B parameters on a GPU that this machine does not have: `make test-aot`."""
+"""Tests of the memory that a training step of Liger with 8 B parameters requires on a GPU of 80 GB, computed
+by XLA's compiler on a machine without that GPU (`make test-aot`).
+"""
 
 from __future__ import annotations
 

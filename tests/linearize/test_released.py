@@ -1,4 +1,6 @@
-"""Checkpoints of Liger's authors and PEFT's adapters: logits, round trips, refusals."""
+"""Tests of the published checkpoints of Liger's authors and of adapters in PEFT's format: logits, export and
+import again, and errors for checkpoints that do not match the model.
+"""
 
 from __future__ import annotations
 

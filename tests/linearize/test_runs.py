@@ -1,4 +1,6 @@
-"""Fine-tuning of a converted model: trained and saved parameters, resuming, merging of adapters, export."""
+"""Tests of fine-tuning a pretrained transformer that was converted to Liger: which parameters are trained and
+saved, resuming a run, merging adapters into weights, and export.
+"""
 
 from __future__ import annotations
 

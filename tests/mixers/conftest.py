@@ -60,11 +60,10 @@ def _loss(mixer, x):
 
 
 def stir(module, *, kernels_only: bool = False):
-    """Add seeded noise to a module's parameters that start with equal entries: a parameter of zeros would
-    hide errors in all that it multiplies.
+    """Add seeded noise to those parameters of a module whose entries are all equal, since a parameter of
+    zeros would hide errors in everything that it multiplies.
 
-    With `kernels_only`, add it only to matrices that start at zero, in a model with stacked or separate
-    layers.
+    With `kernels_only`, noise is added only to kernels (weight matrices) that are zero.
     """
     state = nnx.state(module, nnx.Param)
     for index, (path, param) in enumerate(nnx.to_flat_state(state)):
@@ -86,8 +85,9 @@ def changed(config, **fields):
 
 
 class Small:
-    """A small mixer of a method for tests, with parameters so large that gates matter, and an input x [B,
-    T, D]; `stirred` applies `stir` to its parameters.
+    """A small mixer of one method for tests, under `jax.jit`, with parameters so large that gates matter, and
+    an input x [B, T, D]. With `stirred=True`, noise is added to the parameters that start with equal
+    entries.
     """
 
     def __init__(self, method: mixers.Method, *, stirred: bool = False, **fields):
@@ -106,7 +106,9 @@ class Small:
         self.gradient = jax.jit(jax.grad(_loss, argnums=(0, 1), has_aux=True))
 
     def __call__(self, x=None, **call):
-        """Call the small mixer on x (or the stored input) under `jax.jit`, and return (y, state)."""
+        """Run the small mixer, under `jax.jit`, on the given input x (None: its stored random input), and
+        return (output, state).
+        """
         return self.call(self.mixer, self.x if x is None else jnp.asarray(x), **call)
 
     def state(self, dtype=jnp.float32):

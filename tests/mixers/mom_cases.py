@@ -51,7 +51,9 @@ def _made(name, fields) -> mixers.Mixer:
 
 
 def made(name="gated_deltanet", **fields) -> mixers.MoM:
-    """Return the Mixture-of-Memories of `config_of(name, **fields)`, from a cache."""
+    """Return the small Mixture-of-Memories around the inner mixer `name`, with the config's `fields`
+    replaced; equal arguments return the same module, from a cache.
+    """
     return _made(name, tuple(sorted(fields.items())))
 
 
@@ -69,8 +71,8 @@ def shared_of(mixer, x):
 
 @jax.jit
 def call(mixer, x, **arguments):
-    """Call the mixer on x as the second layer of a model, and return (y, state, aux): output, final state,
-    and auxiliary statistics.
+    """Call a Mixture-of-Memories on x [B, T, D] as the second of two layers of a model, and return (y, state,
+    aux): output, final state, and auxiliary statistics.
     """
     return mixer(x, layer=1, shared=shared_of(mixer, x), **arguments)
 
@@ -105,7 +107,9 @@ def choices(mixer, x) -> np.ndarray:
 
 
 def copied(module):
-    """Return a copy of a mixer, whose parameters may be changed (`nnx.merge` shares them)."""
+    """Return a copy of an nnx module with new variables, so that changing the parameters of the copy does not
+    change the original (a module made by `nnx.merge` would have the same variables).
+    """
     return jax.tree.map(lambda p: p, module)
 
 
@@ -154,8 +158,9 @@ def definition(mixer, x, chosen):
         return jnp.take_along_axis(a, index.reshape(*index.shape, *(1,) * (a.ndim - 2)), axis=1)
 
     def one(parameters, order, back, weight):
-        """Return one memory's weighted outputs for all tokens. `order` has the numbers of the memory's
-        tokens first, in the order of time, and then those of the other tokens.
+        """Return the outputs of one memory of the Mixture-of-Memories for all tokens, times each token's
+        weight for it. `order` [B, T] has the positions of the memory's tokens first, in order, and then
+        those of the other tokens; `back` is its inverse.
         """
         inner = _with_parameters(mixer, parameters)
         cut = {n: along(s, order) if n in inner.shared_by_token else s for n, s in shared.items()}

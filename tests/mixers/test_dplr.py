@@ -1,5 +1,5 @@
-"""RWKV7, KDA and GSA are compared with their published recurrences in numpy, and with simpler methods that
-they equal in special cases.
+"""Tests of RWKV7, KDA and GSA: each is compared with its published recurrence in numpy, and with a simpler
+method that it equals in a special case.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def low_rank(layer, x, activation=lambda x: x):
 
 
 def rwkv7(small: Small, x, v_first=None):
-    """Compute RWKV7's layer for one row x [T, D] by the paper's equations; returns y [T, D] and the values
-    before they are mixed with the first layer's (`v_first`).
+    """Compute RWKV7's layer for one row x [T, D] by the paper's equations. Return the output y [T, D], and
+    the layer's values before the first layer's values (`v_first`) are mixed into them.
     """
     mixer, dim = small.mixer, small.config.head_dim
     length, heads = len(x), mixer.num_heads

@@ -1,5 +1,5 @@
-"""FoX's attention is compared with numpy, with each of its parts on and off; its gates, and the errors of its
-config.
+"""Tests of FoX's mixer: its attention is compared with numpy, with each optional part (such as the output
+gate) on and off; also its forget gates, and the errors of its config.
 """
 
 from __future__ import annotations
@@ -75,7 +75,9 @@ def test_is_the_published_layer(name):
 
 
 def test_shift_is_the_published_one():
-    """FoX's token shift of keys gives the numbers of a float64 reference; keys and shares are sines."""
+    """FoX's token shift of keys, with the keys and the previous token's weights (`share`) of this test, which
+    are sines, has the values of a stored float64 reference.
+    """
     keys = np.sin(1.3 * np.arange(1, 21) + 0.2).reshape(1, 5, 4)
     share = sigmoid(np.sin(0.8 * np.arange(1, 6) + 0.5))
     expected = np.array([[0.275475, 0.092512, -0.225981, -0.213412], [0.821675, 0.52912, -0.538598, -0.817268]])  # fmt: skip

@@ -1,5 +1,5 @@
-"""The arrays that layers save for the backward pass, the gradients of products that are returned in float32,
-and the methods whose ops run on kernels.
+"""Tests of layers: which arrays they save for the backward pass, the gradients of products in bfloat16 whose
+results are float32, and which methods call their op so that a fused kernel supports it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ X = jax.ShapeDtypeStruct((BATCH, LENGTH, HEADS, WIDTH), jnp.bfloat16)
 
 
 def saved(function, *arrays):
-    """Return the arrays [B, T, ...] that `jax.vjp` of `function` saves for the backward pass."""
+    """Return those arrays [B, T, ...] that `jax.vjp` of `function` stores between its forward and its
+    backward pass.
+    """
     leaves = jax.tree.leaves(jax.eval_shape(lambda *x: jax.vjp(function, *x)[1], *arrays))
     return [x for x in leaves if x.shape[:2] == (BATCH, LENGTH)]
 

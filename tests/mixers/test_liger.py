@@ -89,7 +89,9 @@ def windowed(q, k, v, window=WINDOW):
 
 
 def layer_in_numpy(case, weights=(0.5, 0.5), **fields):
-    """Return the output of a small Liger layer for its first row, [T, D], by the paper's formulas."""
+    """Return the output of a small Liger layer for the first row of its input, [T, D], computed in numpy by
+    the paper's formulas.
+    """
     mixer, x, gate = case.mixer, np.asarray(case.x[0], np.float64), case.config.gate
 
     def projected(name, heads):
@@ -155,8 +157,9 @@ def test_prefill_and_decoding_equal_one_call_under_left_padding(gate):
 
 @every_gate("mamba2")
 def test_a_state_of_key_heads_is_one_of_repeated_heads(gate):
-    """A Liger layer whose keys and values are repeated for every query head computes the same function,
-    with a larger state.
+    """A Liger layer with fewer key heads than query heads computes the same outputs as one whose key and
+    value heads are repeated for each query head, and its memories are the same, but stored once for each
+    key head.
     """
     case = small(gate)
     wider = Small(METHODS["liger"], **dataclasses.asdict(case.config) | dict(num_kv_heads=HEADS))
@@ -199,8 +202,8 @@ GOLDENS = {
     "gate", [pytest.param(g, marks=() if g == "gla" else pytest.mark.slow) for g in GOLDENS]
 )
 def test_goldens(gate):
-    """Outputs of Liger's layer equal stored float64 values: those of the Liger paper's formulas for sines,
-    computed without this library.
+    """Outputs of a Liger layer whose queries, keys and values are sines equal stored float64 values, which
+    were computed by the Liger paper's formulas without this library.
     """
 
     def sines(a, b):

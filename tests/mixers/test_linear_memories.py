@@ -74,8 +74,9 @@ def test_hgrn2_is_the_published_recurrence():
 
 
 def test_hgrn2_with_a_constant_bound_is_the_same_recurrence():
-    """HGRN2's recurrence is the same with learned and with constant lower bounds: two equal layers learn a
-    bound of one half in the second; as a constant it is a half there and 0 in the first.
+    """HGRN2 has the same outputs with learned lower bounds of its gate and with the constant
+    `lower_bound=0.5`. With their initial values, the learned bounds of a model of two layers are 0 in the
+    first layer and 1/2 in the second; a constant is 0 in the first layer, too.
     """
     learned = Small(METHODS["hgrn2"])
     constant = Small(METHODS["hgrn2"], lower_bound=0.5)

@@ -1,5 +1,5 @@
-"""Properties that all mixers have; tests are parametrised over the table of methods, so that a new method
-requires no new test for them.
+"""Tests of properties that all mixers have. They are parametrised over the table of methods, so that a new
+method requires no new test for them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Mixture-of-Memories is compared with its definition, in both forms and in decoding."""
+"""Tests of Mixture-of-Memories, compared with its definition: in the packed and in the masked form, in one
+call and token by token.
+"""
 
 from __future__ import annotations
 
@@ -56,8 +58,8 @@ def float_arrays(state):
 
 @functools.cache
 def expected_of(name):
-    """Return the gradients and the output of the Mixture-of-Memories with the inner mixer `name`, by the
-    definition.
+    """Return ((gradients of the parameters and of the input, of a weighted sum of outputs), output) of the
+    small Mixture-of-Memories with the inner mixer `name`, computed by the definition.
     """
     mixer = made(name)
     chosen = choices(mixer, X)
@@ -131,8 +133,8 @@ def test_gradients_through_decoding_equal_those_of_one_call(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SOME)
 def test_masked_states_equal_packed_ones(name):
-    """The masked and the packed form of a Mixture-of-Memories leave equal states after one call, and after
-    a masked call that continues from the state of a packed call.
+    """The masked form of a Mixture-of-Memories has the same final state as the packed form: after one call on
+    all tokens, and after a call that continues from a state of the packed form.
     """
     _, final, _ = call(made(name), X)
     masked = made(name, execution="masked")
@@ -274,8 +276,8 @@ def read_in(mixer, pieces, ids=IDS):
 
 
 def check_documents(mixer, y):
-    """Assert that the output y of a Mixture-of-Memories for each packed document equals that of the
-    document in a separate row.
+    """Assert that `y`, the output of a Mixture-of-Memories for packed rows, equals for each document the
+    output by definition for that document alone in a row.
     """
     for b, row in enumerate(IDS):
         edges = np.flatnonzero(np.diff(row, prepend=-1, append=-1))
@@ -368,7 +370,9 @@ def test_other_forms_of_the_inner_op():
 
 @jax.jit
 def routed(mixer, x=X):
-    """Return the router's statistics for a Mixture-of-Memories on the input x."""
+    """Return the statistics (such as the load) that the router of a Mixture-of-Memories reports for the input
+    x.
+    """
     return mixer._route(x, mixers.Context(1))[1]
 
 
@@ -422,8 +426,8 @@ def test_state_of_another_mixer_is_refused():
 
 @pytest.mark.slow
 def test_states_that_nobody_asks_for_are_not_computed():
-    """The packed form of a Mixture-of-Memories computes its final states in a separate call, which the
-    compiler removes if they are not used.
+    """In the packed form, a Mixture-of-Memories computes its final states in a separate call of its op, which
+    the compiler removes if nothing uses these states.
     """
 
     def flops(function):
@@ -444,7 +448,9 @@ def test_flops_count_each_routed_memory():
 
 @pytest.mark.parametrize("name", INNER)
 def test_token_parts_are_the_layers_that_act_on_tokens_as_they_come(name, monkeypatch):
-    """`Mixer.token_parts` names the layers that `read` and `write` apply to x itself."""
+    """`Mixer.token_parts` names exactly the projections that a mixer applies to the unchanged input x of the
+    layer, rather than to an array computed from x.
+    """
     mixer = made(name, single_projections=True).inner
     x, seen = X.reshape(-1, X.shape[1], X.shape[2]), set()
     plain = Dense.__call__

@@ -1,5 +1,5 @@
-"""TTT and Titans are compared with the published recurrences in numpy; their inner gradient; and the special
-case in which they equal DeltaNet.
+"""Tests of TTT and Titans: their outputs are compared with the published recurrences in numpy, the gradient
+of their inner loss with complex steps, and a special case with DeltaNet, which they equal there.
 """
 
 from __future__ import annotations
@@ -223,8 +223,9 @@ def test_calls_may_end_anywhere_in_a_mini_batch(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["recurrent", "chunk"])
 def test_masked_tokens_read_and_take_no_place(form):
-    """In TTT and Titans a masked token takes no place in a mini-batch: between tokens 5 and 6 of a document
-    it reads the weights of token 5, or those of a new mini-batch.
+    """In TTT and Titans a masked token takes no place in a mini-batch. A masked token between tokens 5 and 6
+    of a document reads the same weights as token 5, or those at the start of the next mini-batch if token
+    5 was the last of one.
     """
     with jax.enable_x64(True):
         rng = np.random.default_rng(0)

@@ -163,7 +163,7 @@ def test_heads_that_are_not_rotated_may_be_odd():
 
 
 def op_arguments(mixer, x, **shared):
-    """Return the arguments for the op that `mixer.write` computes from x."""
+    """Return the arguments that the mixer's method `write` computes from x for its op."""
     context = mixers.Context(1, shared, positions=jnp.zeros(x.shape[:2], jnp.int32))
     _, context = mixer.read(x, context)
     return mixer.write(x, context)[0]

@@ -17,7 +17,7 @@ from tests.toys.toy_method import METHOD, ToyConfig
 
 @pytest.fixture
 def toy(monkeypatch):
-    """Fixture: adds a toy method to the table of methods until the test ends."""
+    """Fixture that adds a toy method to the table of methods, and removes it when the test ends."""
     monkeypatch.setitem(mixers.METHODS, "toy", METHOD)
     del mixers.METHODS["toy"]
     mixers.register(METHOD)

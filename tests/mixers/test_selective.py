@@ -1,5 +1,5 @@
-"""Mamba, S4D and GateLoop are compared with the published recurrences in numpy; S4D's convolution with its
-recurrence; GateLoop's wide heads.
+"""Tests of Mamba, S4D and GateLoop, compared with the published recurrences in numpy; of S4D's convolution,
+compared with its recurrence; and of GateLoop with heads wider than one channel.
 """
 
 from __future__ import annotations
@@ -146,9 +146,9 @@ def test_long_convolution_is_the_long_recurrence(length):
     ("length", "which"), [(50, "ABC"), (700, "ABC"), (700, ""), (200, "B"), (200, "C")]
 )
 def test_convolution_by_blocks_is_the_recurrence_in_value_and_every_gradient(length, which):
-    """S4D's convolution by blocks equals the recurrence in values and gradients, in float64, with one block
-    of tokens, and with twelve blocks in two levels of groups, the first incomplete; `which` names the
-    complex arrays.
+    """S4D's convolution by blocks has, in float64, the values and gradients of its recurrence: for rows of
+    one block of tokens, and for rows of twelve blocks in two levels of groups, the first group incomplete.
+    `which` names the arrays (of A, B, C) that are complex.
     """
     rng = np.random.default_rng(0)
     turned = {n: 1j * rng.uniform(0, 9, size=(3, 4)) for n in "ABC"}

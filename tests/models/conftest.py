@@ -70,8 +70,8 @@ class Small:
         self.call = jax.jit(lambda model, tokens, **call: model(tokens, **call)[:2])
 
     def __call__(self, tokens=None, **call):
-        """Call the small decoder on tokens (or the stored ones) under `jax.jit`, and return (logits,
-        state).
+        """Run the small decoder, under `jax.jit`, on the given tokens (None: its stored random tokens), and
+        return (logits, state).
         """
         return self.call(self.model, self.tokens if tokens is None else jnp.asarray(tokens), **call)
 

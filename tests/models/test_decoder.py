@@ -1,5 +1,5 @@
-"""The decoder computes the same function with a scan or a loop over layers, in one call or several, and for
-packed or separate documents, with every method.
+"""Tests that the decoder computes the same function with a scan or a loop over layers, in one call or
+several, and for packed or separate documents, with every method.
 """
 
 from __future__ import annotations
@@ -122,8 +122,9 @@ def test_remat_changes_no_gradient_and_an_untied_head_learns(remat):
 
 
 def test_a_layer_of_several_in_a_period_hands_on_its_gradients_together():
-    """The gradients of a layer's parameters leave it together; otherwise XLA would compute the gradients of
-    all parameters last, and store all arrays that they are computed from.
+    """If a period of the pattern has several layers, each layer's parameter gradients pass through one
+    optimization barrier together; without it XLA would compute the gradients of all parameters last, and
+    store all arrays that they are computed from.
     """
 
     def barriers(pattern):

@@ -1,5 +1,5 @@
-"""The published models of FoX's paper: their numbers of parameters, counted here by hand, and errors for
-models that do not exist.
+"""Tests of the published models of FoX's paper: their numbers of parameters, counted here by hand, and errors
+for models that do not exist.
 """
 
 from __future__ import annotations

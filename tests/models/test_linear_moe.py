@@ -1,5 +1,5 @@
-"""Linear-MoE models: the published numbers of parameters and hyperparameters, variants, and a small hybrid
-that trains and decodes.
+"""Tests of Linear-MoE models: the published numbers of parameters and hyperparameters, variants of the
+config, and a small hybrid that trains and decodes.
 """
 
 from __future__ import annotations
@@ -140,8 +140,8 @@ def test_a_decoder_decodes_what_it_reads_at_once():
 
 
 def test_layers_may_differ_in_their_experts():
-    """If the layers of a period have different numbers of experts, statistics whose shapes differ are
-    reported for each place of the period.
+    """If the layers of a period have different numbers of experts, a statistic with one entry per expert (the
+    load) is reported for each of these layers by itself, as "moe/load/0" and "moe/load/1".
     """
     config = shrunk().model
     more = dataclasses.replace(config.layers["N"].feedforward, num_experts=6)

@@ -1,5 +1,5 @@
-"""The memory that a training step without rematerialisation requires on a card that this machine does not
-have: `make test-aot`.
+"""Tests of the memory that a training step without rematerialisation requires on a GPU, computed by XLA's
+compiler on a machine without that GPU (`make test-aot`).
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Models with a Mixture-of-Memories: published numbers of parameters, the router's loss and metrics,
-sharding.
+"""Tests of models with a Mixture-of-Memories: published numbers of parameters, the router's loss and metrics,
+and sharding over devices.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def small_mom(**fields):
 
 
 def model_config(pattern="LN", **fields) -> ModelConfig:
-    """Return the config of a model with four layers of Mixture-of-Memories and softmax attention, of width
-    16.
+    """Return the config of a model of width 16 with four layers, some with a Mixture-of-Memories and some
+    with softmax attention, as the pattern says.
     """
     softmax = mixers.SoftmaxConfig(num_heads=2, head_dim=8)
     layers = {"L": LayerConfig(mixer=small_mom(**fields), feedforward=None), "N": LayerConfig(mixer=softmax, feedforward=None)}  # fmt: skip

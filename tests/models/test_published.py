@@ -1,4 +1,6 @@
-"""Models as published: parameter counts, baselines, and the options of `configs/linear_moe.py` and `configs/mom.py` for them."""
+"""Tests of models with published numbers of parameters, of the papers' baseline models, and of the options of
+`configs/linear_moe.py` and `configs/mom.py` that reproduce the published code (such as `as_published`).
+"""
 
 from __future__ import annotations
 
@@ -55,8 +57,8 @@ def total(d: int, depth: int, mixer: int, feedforward: int, vocab: int = 32000) 
 
 
 def experts(d: int, size: int, active: int) -> int:
-    """Return the number of parameters of a layer of SwiGLU experts of inner width `size`, of which `active`
-    count, and of the router.
+    """Return the number of parameters of a layer with SwiGLU experts of inner width `size` at width d: those
+    of the router for 64 experts, and of `active` experts.
     """
     return active * 3 * d * size + 64 * d
 
@@ -122,7 +124,9 @@ INNER = [name for name, method in mixers.METHODS.items() if method.module.memory
 
 
 def memory_size(config, width: int) -> int:
-    """Return how many numbers the state of one row's memory has in a mixer of this config at width `width`."""
+    """Return the number of entries that the memory of one row has in a mixer with this config in a model of
+    width `width`.
+    """
     build = lambda: mixers.build(config, width, rngs=nnx.Rngs(0)).init_memory(1, 1, jnp.float32)  # noqa: E731
     return sum(x.size for x in jax.tree.leaves(jax.eval_shape(build)) if x.ndim > 2)
 
@@ -207,7 +211,9 @@ def test_mom_as_published():
 
 
 def small(mixer, pattern="L", depth=2, **fields) -> ModelConfig:
-    """Return the config of a small model whose layers have this mixer or softmax attention, and experts."""
+    """Return the config of a small model: its layers L have the given mixer, its layers N softmax attention,
+    and all layers have four experts as feedforward.
+    """
     inner = MoEConfig(num_experts=4, top_k=2, expert_size=8, shared_size=8, balance_scale=0.0)
     letters = dict(L=mixer, N=mixers.SoftmaxConfig(num_heads=2))
     layers = {
@@ -219,8 +225,8 @@ def small(mixer, pattern="L", depth=2, **fields) -> ModelConfig:
 
 
 def test_scaled_output_projections():
-    """As published, the initial o_proj and down_proj, of experts too, are smaller by sqrt(2 depth); all
-    other parameters are the same to the bit.
+    """With the published initialisation, o_proj and down_proj (also of experts) start smaller by the factor 1
+    / sqrt(2 depth) than without it; all other parameters are the same to the bit.
     """
     config = small(mixers.GLAConfig(num_heads=2), "LN")
     plain, scaled = (
@@ -274,8 +280,9 @@ def test_xavier_projections_of_memories():
 
 
 def test_balance_losses_of_a_hybrid_and_of_all_layers_together():
-    """A layer's balance loss is averaged over the layers with memories; a joint balance loss is that of
-    their mean routing.
+    """The balance loss of Mixtures-of-Memories is the mean over the layers that have memories
+    (balance="layer"), or the loss of those layers' mean routing (balance="model"); in a hybrid model other
+    layers do not count.
     """
     tokens = jnp.arange(20).reshape(1, 20) * 7 % 64
     mixer = mixers.MoMConfig(mixer=mixers.LinearAttentionConfig(num_heads=2), balance_scale=1e-3)

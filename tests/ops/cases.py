@@ -99,8 +99,8 @@ def parametrize(cases=CASES):
 
 
 def parametrize_forms(cases=CASES, skip=(), core=False):
-    """Parametrize a test function over test cases of ops and their forms; with `core`, core cases are in
-    the default run too.
+    """Parametrize a test function over pairs (test case of an op, form). Cases that are not `fast` are marked
+    slow; with `core=True`, those that are `core` are not.
     """
     rows = [(c, f) for c in cases for f in c.forms if f not in skip]
     return pytest.mark.parametrize(
@@ -176,7 +176,10 @@ def make_qkv(case: Case, rng, shape) -> dict:
 
 
 def make_decays(case: Case, shape, log_decay) -> dict:
-    """Return the random log decays that the test case's `arrays` name, drawn by `log_decay(*shape)`."""
+    """Return the random log decays that a test case requires, by the op's argument name: those of the kinds
+    (constant, per token, per key channel, per value channel) that its `arrays` name, drawn by
+    `log_decay(*shape)`.
+    """
     heads = case.heads[2]
     shapes = {
         "constant_decay": ("log_decay", (heads,)),

@@ -90,7 +90,9 @@ def _state(case, batch, *, capacity, **options):
 
 
 def _used(case, state):
-    """Fill an online memory's state with random values, in the middle of a mini-batch."""
+    """Return the state of an online memory (TTT or Titans) with random values in place of its floating-point
+    entries, and a position in the middle of a mini-batch.
+    """
     rng = np.random.default_rng(1)
 
     def fill(x):
@@ -122,8 +124,9 @@ def _output(case, inputs, head, leaves, x):
 
 
 def _gradient(case, inputs, head, leaves, k, target):
-    """Return the gradients of one head's inner loss, for key k and `target`, with respect to the arrays
-    `leaves`, by steps along the imaginary axis, which are exact.
+    """Return the gradients, with respect to the arrays `leaves`, of one head's inner loss for the key k and
+    the target value `target`. They are exact to rounding: the imaginary part of the loss at complex
+    arguments (complex-step differentiation).
     """
     total, gradients = sum(x.size for x in leaves), []
     moved, offset = [], 0

@@ -74,8 +74,9 @@ def with_cudnn(monkeypatch):
 
 @pytest.mark.parametrize("axes", [("fsdp",), ("tensor",), ("fsdp", "tensor"), ("data", "expert")])
 def test_attention_by_cudnn_is_lowered_for_several_cards(axes, with_cudnn):
-    """Attention by cuDNN on a mesh is mapped over all of its axes: XLA's compiler crashes over jax's
-    partitioning of it, and over empty arrays that leave a map.
+    """On a mesh of several GPUs, attention by cuDNN is lowered inside a `jax.shard_map` over all axes of the
+    mesh: XLA's compiler crashes at jax's custom partitioning of it, and at empty arrays that such a map
+    returns.
     """
     q = jax.ShapeDtypeStruct((8, 512, 4, 64), jnp.bfloat16)
 
@@ -113,8 +114,9 @@ def test_a_partly_mapped_mesh_excludes_cudnn(with_cudnn):
 
 
 def test_shared_rows_run_by_the_kernel():
-    """Attention on rows that devices share runs on Hopper's kernel, with and without padding and with a
-    window; `choices` returns the requirement that a call does not meet.
+    """On a mesh of GPUs that divides rows, attention runs on Hopper's kernel, with and without padding and
+    with a window, but not for rows of a length that the kernel does not support; `ops.choices()` then
+    names the requirement that is not met.
     """
     for length, window, expected in ((1024, None, True), (1000, 300, True), (320, None, False)):
         q = jax.ShapeDtypeStruct((1, length, 4, 64), jnp.bfloat16)

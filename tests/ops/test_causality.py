@@ -1,5 +1,5 @@
-"""Causality of every op: no bit of an output depends on the values, however large, or on the segment ids of
-later tokens.
+"""Tests that every op is causal: no bit of an output depends on the values, however large, or on the segment
+ids of later tokens.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Short convolutions and token shifts of packed documents without gaps: `contiguous=True` gives the same
-results as the general case.
+"""Tests of short convolutions and token shifts of packed documents without gaps: `contiguous=True` gives the
+results of the general case.
 """
 
 from __future__ import annotations

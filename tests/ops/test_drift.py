@@ -1,4 +1,4 @@
-"""Over a hundred thousand tokens the errors of ops in float32 do not grow."""
+"""Tests that the errors of ops in float32 do not grow over a hundred thousand tokens."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from tests.conftest import AS_USERS
 
 
 def _bound(name: str) -> float:
-    """Return the error in float32 that is accepted for the benchmark case `name`, a class of transition:
-    larger for constant decays, which accumulate one rounding error per token or chunk.
+    """Return the largest relative error in float32 that the drift test accepts for a class of transition,
+    given by its name: larger for constant decays, which accumulate one rounding error per token or chunk.
     """
     if "constant" in name:
         return 2e-4 if "token by token" in name else 2e-5

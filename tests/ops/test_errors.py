@@ -1,4 +1,6 @@
-"""Ops check their arguments first: errors name the argument, what was given and what is accepted."""
+"""Tests that ops check their arguments before they compute: errors name the argument, what was given and what
+is accepted.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Many chunks of few memories are scanned in parallel parts: the results equal those of the recurrent form."""
+"""Tests of the scan over chunks that divides a row into several parts and computes them in parallel, which
+ops use for many chunks of few memories: its results equal those of the recurrent form.
+"""
 
 from __future__ import annotations
 

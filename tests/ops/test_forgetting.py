@@ -158,8 +158,9 @@ def test_differences_of_sums_are_exact():
 
 
 def test_attention_after_65536_tokens():
-    """Forgetting attention is exact for the last queries of a document of 65,536 tokens: a call with 32
-    tokens and then one with a single token, from the state of the tokens before.
+    """Forgetting attention is exact for the last 33 queries of a document of 65,536 tokens. The state
+    contains the tokens before them; one call reads 32 tokens, and a second call one token. The outputs are
+    compared with a float64 reference.
     """
     length, last, heads = 65_536, 33, 2
     gates = log_sigmoid(0.1 * RNG.normal(size=(1, length, heads))).astype(np.float32)
@@ -195,8 +196,8 @@ def test_attention_after_65536_tokens():
 
 @pytest.mark.slow
 def test_gradients_of_blocks_equal_those_of_one_block(monkeypatch):
-    """Forgetting attention of a row in one block of queries has the same gradients as in four parts of 75
-    queries in blocks of 32, the last one incomplete.
+    """Forgetting attention has the same gradients if a row of 300 queries is computed in one block and if it
+    is computed in four parts of 75 queries, in blocks of 32, the last one incomplete.
     """
     arguments = [random_array(1, 300, heads, 4) for heads in (4, 2, 2)]
     arguments.append(-jnp.abs(random_array(1, 300, 4)))

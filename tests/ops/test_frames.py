@@ -1,4 +1,6 @@
-"""Between an op and its kernel there are at most seven frames of this project, and each file is entered once."""
+"""Tests of the depth of the call stack between an op and its kernel: at most seven functions of this project,
+and no file is left and entered again.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Stored results of a float64 reference that does not use this library (Liger's branches, arXiv 2503.01496
-Table 5).
+"""Tests of the ops behind Liger's gated memories (arXiv 2503.01496, Table 5), compared with stored results
+that were computed in float64 without this library.
 """
 
 from __future__ import annotations

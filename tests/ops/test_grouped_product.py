@@ -125,8 +125,8 @@ def test_blocks_of_64_rows_in_the_interpreter(monkeypatch, transposed):
 
 
 def check_segments(run):
-    """Compare the output and the gradients of a product by segments with those of a loop; two matrices are
-    used in turn.
+    """Compare the output and the gradients of a grouped product whose groups use two matrices in turn with
+    those of a loop over the groups; `run(x, kernels, ends)` computes the product.
     """
     x, kernels, dy, ends = make_arrays(*SEGMENTS)
     twice = jnp.concatenate([kernels[:2], kernels[:2]])

@@ -1,5 +1,5 @@
-"""All forms of an op compute the same function: values, all gradients, final states, resets, masks and
-causality.
+"""Tests that all forms of an op compute the same function: values, all gradients, final states, resets at
+documents, masks and causality.
 """
 
 from __future__ import annotations
@@ -99,8 +99,8 @@ def close(a, b, tolerance):
 
 
 def objective(case, form, weights, inputs, state, **options):
-    """Return a weighted sum of all entries of an op's output and final state, with different weights, to
-    take gradients of; and (output, final state).
+    """Return the pair (objective, (output, final state)) of one call of an op. The objective, a number to
+    take gradients of, is the sum of all entries of the outputs and states, each with a different weight.
     """
     output, final = call(case, inputs, form=form, initial_state=state, **options)
     leaves = [x for x in jax.tree.leaves((output, final)) if jnp.issubdtype(x.dtype, jnp.inexact)]
@@ -120,8 +120,8 @@ def objective(case, form, weights, inputs, state, **options):
 
 @functools.cache
 def reference_gradients(case, kind, decay="mild"):
-    """Return the test case's objective, output, final state and gradients, as `gradients` does, for the
-    recurrent form (or the only form) in float64.
+    """Return the results of an op's reference, its recurrent form (or only form) in float64, for a test case:
+    a weighted sum of all outputs, the output, the final state, and the gradients of that sum.
     """
     arguments = settings(kind, case)
     state = arguments.pop("state")
@@ -131,8 +131,8 @@ def reference_gradients(case, kind, decay="mild"):
 
 @functools.cache
 def wide_gradients(case, decay, dtype):
-    """Return the test case's objective, output, final state and gradients, as `gradients` does, for the
-    first form in float64, with inputs that are rounded to `dtype`.
+    """Return the float64 results of an op's first form for a test case whose random inputs are rounded to
+    `dtype`: a weighted sum of all outputs, the output, the final state, and the gradients of that sum.
     """
     inputs = make_inputs(case, decay=decay, dtype=dtype)
     wide = {n: x.astype(jnp.float64) for n, x in inputs.items()}
@@ -192,9 +192,7 @@ def test_matches_the_definition(case, form, kind):
 
 @parametrize_forms(skip=("recurrent", None))
 def test_gradients_agree_between_forms(case, form):
-    """All forms of an op have the same gradients in calls with one state per segment;
-    `test_any_length_in_chunks_of_64` tests empty states, and the next test one state per row.
-    """
+    """With one state per segment, all forms of an op have the gradients of the recurrent form in float64."""
     check_gradients(case, form, "segments")
 
 
@@ -271,7 +269,9 @@ def test_float32(case, form):
 
 
 def narrow_and_wide(case, form, dtype):
-    """Return pairs of arrays, the op's output and gradients: computed in `dtype`, and in float64."""
+    """Return pairs of an op's results in one form, (computed in `dtype`, computed in float64 from the same
+    rounded inputs): its output, and its gradient for each input.
+    """
     value, (output, final), grads = gradients(case, form, make_inputs(case, dtype=dtype), None)
     _, (expected, _), expected_grads = wide_gradients(case, "mild", dtype)
     assert output.dtype == dtype and np.isfinite(value)

@@ -51,14 +51,18 @@ def config(folder: Path, buffer: float, **changes) -> TrainConfig:
 
 
 def values(workdir: Path, name: str = "train/loss") -> dict[int, float]:
-    """Return the values of the metric `name` of a run by step; each step must have one row."""
+    """Return the values of the metric `name` in a training run's metrics.jsonl by step, and assert that no
+    step occurs twice.
+    """
     rows = [row for row in read_rows(workdir / "metrics.jsonl") if name in row]
     assert len({row["step"] for row in rows}) == len(rows)
     return {row["step"]: row[name] for row in rows}
 
 
 def growths(workdir: Path) -> list[tuple[int, str, float]]:
-    """Return (step, during, new buffer) for each time that a run's buffers of experts grew."""
+    """Return (training step, "training" or "evaluation", in which choices of experts did not fit, new
+    `expert_buffer`) for each time that the expert buffers of a run became larger.
+    """
     found = json.loads((workdir / "expert_buffers.json").read_text())["growths"]
     return [(g["step"], g["during"], g["expert_buffer"]["A"]) for g in found]
 
@@ -109,7 +113,7 @@ def ended_by(kind: type[Exception], workdir: Path, *args, **options) -> None:
         train(*args, workdir, **options)
     except kind:
         return
-    raise AssertionError(f"the run did not end by {kind.__name__}")
+    raise AssertionError(f"the training run did not end by the exception {kind.__name__}")
 
 
 def evaluated(folder: Path, buffer: float) -> TrainConfig:
@@ -140,8 +144,9 @@ def evaluation(folder: Path) -> None:
 
 
 def interrupted(folder: Path) -> None:
-    """Check that runs which end at other moments of a growth of the buffers continue as if they had not;
-    requires the results of `run` and `evaluation`.
+    """Check that a training run continues correctly if it is ended while its expert buffers become larger:
+    killed between the checkpoint and the compiling of the larger program, or by a signal while an overflow
+    has not been read. Requires the results of `run` and `evaluation` in `folder`.
     """
     expected = values(folder / "large")
     # Killed between the checkpoint and the larger program.
@@ -198,8 +203,9 @@ def one_step(made: TrainConfig, rows, params, overflow: int | None = None):
 
 
 def steps(folder: Path) -> None:
-    """Check that training steps in which choices of experts do not fit change nothing and count all these
-    choices, over pieces of an accumulated batch and over microbatches.
+    """Check that a training step in which choices of experts do not fit into the buffers changes no
+    parameter, and counts all such choices: over the pieces of an accumulated batch, and over the
+    microbatches of a pipeline.
     """
     mesh = MeshConfig(data=1, expert=4)
     made = run_of("linear_attention+moe", mesh=mesh)

@@ -75,8 +75,8 @@ def batch(vocab: int = 32) -> dict[str, np.ndarray]:
 
 
 def regrouped(rows: dict[str, np.ndarray], stages: int, pieces: int) -> dict[str, np.ndarray]:
-    """Order the rows of a training batch so that the pieces of gradient accumulation on one device are the
-    microbatches of a pipeline.
+    """Return a training batch with its rows reordered so that the pieces of gradient accumulation on one
+    device have the same rows as the microbatches of a pipeline.
     """
     order = np.arange(8).reshape(
         stages, -1, pieces // stages
@@ -120,8 +120,9 @@ def compare(name: str, got, expected, tolerance: float = 1e-4) -> None:
 
 @functools.cache
 def alone(pattern: str, stages: int, pieces: int):
-    """Take one training step on one device, with accumulation of gradients over the pipeline's
-    microbatches; returns what `step` returns.
+    """Take one training step on a single device, with the batch cut into as many pieces for gradient
+    accumulation as the pipeline has microbatches. Return (parameters before the step, a tenth of the
+    gradients, metrics).
     """
     one = make_mesh(MeshConfig(), jax.devices()[:1])
     return step(run_of(pattern, accumulation_steps=pieces), one, regrouped(batch(), stages, pieces))

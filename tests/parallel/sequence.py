@@ -84,8 +84,8 @@ def compare(case: Case, form: str | None, kind: str, mesh) -> None:
 
 
 def main(*which: str) -> None:
-    """Compare ops on shared rows with one device for each case DEVICES:CASE:FORM:KIND; DEVICES is as in
-    `mesh_of`.
+    """Compare ops on rows divided over devices with one device for each case DEVICES:CASE:FORM:KIND. DEVICES
+    is the number of devices that share a row, or "NxM" if M devices also share the heads.
     """
     jax.config.update("jax_enable_x64", True)
     cases = {case.name: case for case in CASES}

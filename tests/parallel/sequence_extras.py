@@ -1,4 +1,5 @@
-"""Compare functions that `tests.ops.cases` does not have, on rows shared by eight devices, with one device.
+"""Compare functions without a test case in `tests.ops.cases` (such as sums of angles and time-invariant
+memories), on rows divided over eight devices, with one device.
 
 `test_sequence` runs it in a process of eight devices.
 """

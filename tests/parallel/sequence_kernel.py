@@ -20,8 +20,8 @@ LENGTH, ODD = 1024, 1001  # on four devices, two parts each of one tile
 
 
 def kernel(q, k, v, sums, *, run, written, places, window, earlier=0, **rest):
-    """Return what the attention kernel returns, computed by XLA, since the interpreter requires that all
-    mesh axes are mapped.
+    """Compute what the attention kernel returns by XLA, in place of the kernel: Pallas' interpreter could
+    only run it inside a map over all mesh axes.
     """
     places = places + earlier
     assert rest == dict(scale=SCALE, prune=True, implementation="mosaic_gpu")
@@ -35,8 +35,8 @@ def kernel(q, k, v, sums, *, run, written, places, window, earlier=0, **rest):
 
 
 def main() -> None:
-    """Compare attention's outputs, final states and gradients on shared rows with one device; then check
-    that backends without support are refused.
+    """Compare the outputs, final states and gradients of attention on a row divided over four devices with
+    those of one device. Then check that backends which do not support divided rows raise an error.
     """
     compat.on_hopper = lambda: True
     forgetting_attention.forgetting_attention = kernel
@@ -92,7 +92,9 @@ def main() -> None:
             except NotImplementedError as refusal:
                 print(refusal, "ok", flush=True)
             else:
-                raise AssertionError(f"{name} accepts rows that devices share")
+                raise AssertionError(
+                    f"the backend {name} accepts rows that devices share, but must raise an error"
+                )
 
 
 if __name__ == "__main__":

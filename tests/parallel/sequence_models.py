@@ -37,7 +37,9 @@ def config_of(name: str) -> models.ModelConfig:
 
 
 def measure(config: models.ModelConfig, graph, params, rows):
-    """Return the loss of a model with this graph and these parameters on a batch, and its gradients."""
+    """Return the loss on a batch, and its gradients with respect to `params`, of the model with the nnx graph
+    definition `graph`.
+    """
 
     def loss(params):
         decoder = nnx.merge(graph, params)
@@ -63,9 +65,9 @@ def rows_of(config: models.ModelConfig, packed: bool) -> dict:
 
 @functools.cache
 def layer_of(name: str, packed: bool):
-    """Return the layer of METHOD or mom-METHOD to compare, as (function, floats, segment ids, expected).
-
-    The function is (floats, segment ids) -> (outputs, gradients), and `expected` is its result on one device.
+    """Return the layer of METHOD or mom-METHOD that is compared on one and on several devices: a function
+    (floats, segment ids) -> (outputs, gradients), its arguments `floats` (parameters and input) and
+    segment ids, and its result on one device.
     """
     # With a window as long as the rows, LoLCATs' linear attention would have no effect.
     short = dict(window=5) if name == "lolcats" else {}

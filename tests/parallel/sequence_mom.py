@@ -49,8 +49,8 @@ def layer_of(config: mixers.MoMConfig, width: int = WIDTH, scale: float = 0.2):
 
 
 def check(name: str, devices: str) -> None:
-    """Assert that a Mixture-of-Memories gives the results of one device for a shared row that is read at
-    once, and for one that is read in two calls.
+    """Assert that a Mixture-of-Memories on a row whose tokens are divided over devices has the results of one
+    device: for one call on all tokens, and for two calls on a half each.
     """
     config = mixers.MoMConfig(mixer=mixer(name), balance_scale=0.1)
     module, both, params = layer_of(config)

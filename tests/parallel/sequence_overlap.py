@@ -1,8 +1,10 @@
-"""Compare `linear_memory` on rows that devices share with the op on one device, where a fused kernel would
-compute it: the backend runs from an empty memory, and what it reads of the earlier devices' memory is added.
+"""Compare `linear_memory` on rows whose tokens are divided over devices with the op on one device, where a
+fused kernel computes each device's tokens from an empty memory, and the reads from the earlier devices'
+memory are added to its outputs.
 
-The backend is the XLA form under another name, so that values and gradients are compared in float64.
-`test_overlap` runs it in a process of eight devices: `python -m tests.parallel.sequence_overlap DEVICES:CASE:KIND ...`.
+In place of a kernel, the XLA form is registered as a backend under another name, so that values and gradients
+are compared in float64. `test_overlap` runs it in a process of eight devices:
+`python -m tests.parallel.sequence_overlap DEVICES:CASE:KIND ...`.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ KERNEL = Backend(name="kernel", run=run_xla, platforms=("cpu",))
 
 
 def check_strong_decays(mesh) -> None:
-    """Check `linear_memory` on shared rows with log decays from 0 to -1e30 and -inf: outputs are as on one
-    device, and no gradient is other than finite.
+    """Check `linear_memory` on rows divided over the devices of `mesh`, with log decays from 0 to -1e30 and
+    -inf: the outputs equal those of one device, and all gradients are finite.
     """
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.normal(size=(2, 32, 2, 4))) for _ in range(3))
@@ -53,9 +55,9 @@ def check_strong_decays(mesh) -> None:
 
 
 def check_later_tokens(mesh) -> None:
-    """Check `linear_memory` on shared rows in bfloat16: outputs are as on one device in float32 but for
-    rounding, and to the last bit they do not depend on later tokens, on the same device or on a later
-    one.
+    """Check `linear_memory` in bfloat16 on rows whose tokens are divided over the devices of `mesh`: the
+    outputs equal those of one device in float32 up to rounding, and no bit of an output depends on later
+    tokens, whether the same or another device has them.
     """
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.normal(size=(1, 64, 2, 8)), jnp.bfloat16) for _ in range(3))
@@ -72,8 +74,8 @@ def check_later_tokens(mesh) -> None:
 
 
 def main(*which: str) -> None:
-    """Compare `linear_memory` on shared rows with one device for each case DEVICES:CASE:KIND, and run the
-    checks "strong" and "later".
+    """Compare `linear_memory` on rows divided over devices with one device for each case DEVICES:CASE:KIND.
+    The case "strong" checks strong decays, the case "later" that no output depends on later tokens.
     """
     jax.config.update("jax_enable_x64", True)
     register("linear_memory", KERNEL)

@@ -36,10 +36,11 @@ def documents() -> np.ndarray:
 
 
 def check(op, mesh, name: str, floats: dict, segment_ids=None, start=None) -> None:
-    """Assert that a convolution or token shift on a mesh, with `contiguous=True`, has the results of one
-    device with `contiguous=False`.
+    """Assert that a short convolution or a token shift on a mesh that divides rows over devices, called with
+    `contiguous=True`, has the results of one device with `contiguous=False`.
 
-    If `floats` has the `tail` of an initial state, the state's segment ids are `start`.
+    `floats` are the input arrays by name; if they contain "tail" (the last tokens that an initial state
+    remembers), `start` are the segment ids of that state.
     """
 
     def run(contiguous, tail=None, **given):
@@ -52,8 +53,8 @@ def check(op, mesh, name: str, floats: dict, segment_ids=None, start=None) -> No
 
 
 def main() -> None:
-    """Check convolutions and token shifts on shared rows of one document and on packed rows, without and
-    with an initial state.
+    """Check short convolutions and token shifts on rows divided over devices, with `contiguous=True`: for
+    rows of one document and for packed rows, with and without an initial state.
     """
     jax.config.update("jax_enable_x64", True)
     mesh = make_mesh(MeshConfig(sequence=8))

@@ -68,8 +68,9 @@ def check_overlap(text: str) -> None:
 
 
 def layer(name: str, *, packed: bool, remat: bool = False):
-    """Return a function (x, gate) -> a sum over the outputs of an op on shared rows; its gradient has the
-    same collectives as a layer's.
+    """Return a function (x, gate) -> a number: the sum over the outputs of the op called `name`, on rows
+    whose tokens are divided over devices. The gradient of this number has the same collectives as a
+    complete layer's gradient.
     """
 
     def run(x, gate):
@@ -102,8 +103,9 @@ def check(mesh, name: str, length: int, forward: dict, backward: dict, **how) ->
 
 
 def check_layer(mesh, name: str, wanted: dict) -> None:
-    """Assert that the gradient of a method's layer on packed rows has the collectives `wanted` and otherwise
-    only sums."""
+    """Assert that the gradient of a method's layer on packed rows has exactly the collectives `wanted`, apart
+    from sums over devices.
+    """
     module = mixers.build(mixer(name), WIDTH, rngs=nnx.Rngs(0), init_std=0.2, layer=1, num_layers=2)
     graph, params = nnx.graphdef(module), nnx.to_pure_dict(nnx.state(module, nnx.Param))
     place = token_sharding(mesh)
@@ -139,10 +141,10 @@ def check_model(mesh, name: str) -> None:
 
 
 def main(*names: str) -> None:
-    """Check that a layer on shared rows has one all-gather forward and one backward, whose sizes do not
-    depend on the length.
+    """Check that a layer on rows whose tokens are divided over eight devices has one all-gather in the
+    forward and one in the backward pass, whose sizes do not depend on the rows' length.
 
-    With `names`, check models of these, too.
+    `names` are methods; for each of them a complete model is checked, too.
     """
     mesh = make_mesh(MeshConfig(sequence=8))
     # Two rows of two heads: a memory [8, 8] and a decay; for packed rows two segment ids, and whether a

@@ -23,8 +23,10 @@ IDS = jnp.asarray([[1, 1, 1, 0, 2, 2, 2, 2, 1, 2, 0]] * BATCH)
 
 
 def run(op: str, case: Case | None, form: str | None, kind: str, inputs: dict):
-    """Return an op's outputs in one kind of call, and for each row the sum of all entries with different
-    weights.
+    """Return the outputs of an op (its test case, form and inputs) in one kind of call, and for each row of
+    the batch a sum of all its entries in the outputs, each with a different weight.
+
+    `kind` is "plain" (no documents), "documents" (one state per row) or "segments" (one state per segment).
     """
     ids = inputs["ids"]
     if op == "cumulative_phase":
@@ -111,8 +113,8 @@ def compare(op: str, case: Case | None, form: str | None, kind: str, inputs: dic
 
 
 def settings_of(op: str):
-    """Return the triples (case, form, kind of call) to compare for an op: each form of one case, if
-    possible of a case with an array that has no rows.
+    """Return the triples (test case, form, kind of call) in which an op is compared with and without a mesh:
+    one case in each of its forms. A case with a constant decay, an array without rows, is preferred.
     """
     if op not in FAMILIES:
         return [(None, None, "plain")]

@@ -1,4 +1,6 @@
-"""Several kinds of parallelism in one mesh, and checkpoints that are restored on another mesh."""
+"""Tests of training with several kinds of parallelism in one mesh (such as experts and pipeline stages),
+compared with one device, and of checkpoints that are restored on another mesh.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ def test_bfloat16(case):
     "case", ["gla+none", pytest.param("mamba2+moe/softmax", marks=pytest.mark.slow)]
 )
 def test_rows_that_are_not_divisible(case):
-    """Three devices that share each row train on rows of 16 tokens, which are padded."""
+    """A training step on rows of 16 tokens, divided over three devices (which requires padding), equals one
+    on a single device.
+    """
     assert meshes(f"{case}:sequence=3") == 1
 
 

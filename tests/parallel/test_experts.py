@@ -1,5 +1,6 @@
-"""Experts sharded over devices: values and gradients equal those of one device for every routing; overflows
-are reported."""
+"""Tests of experts that are sharded over devices: values and gradients equal those of one device for every
+routing, and choices that do not fit into the buffers are reported.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The buffers for choices of experts grow if choices do not fit, and no training step is lost."""
+"""Tests of the growth of expert buffers: if the tokens sent to experts do not fit into the static buffers,
+the buffers become larger and the training step is repeated, so that no step is lost.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Several processes: how launchers are recognised, which rows each process reads, and training that equals
-one process's."""
+"""Tests of training with several processes: how launchers are recognised, which rows each process reads, and
+that the losses equal those of one process.
+"""
 
 from __future__ import annotations
 
@@ -93,10 +94,10 @@ def rows(workdir):
     ("axes", "stop"), [("data=1,fsdp=2,sequence=2", "5"), ("data=1,sequence=4", "0")]
 )
 def test_two_processes_train_as_one(tmp_path, axes, stop):
-    """Two hosts of two devices have the training losses of one host of four devices.
+    """Two processes of two devices each train with the losses of one process of four devices.
 
-    In the first case each host has other rows, one of them gets a signal, and the run is resumed. In the
-    second they share rows.
+    In the first case the processes read different rows of a batch, one of them receives a signal, and the run
+    is resumed. In the second case they read the same rows, whose tokens they divide.
     """
     text = tiny.write_text(tmp_path / "text")
     one, two = tmp_path / "one", tmp_path / "two"

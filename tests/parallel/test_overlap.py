@@ -1,5 +1,5 @@
-"""LASP-2's gather runs at the same time as a fused kernel of `linear_memory`: neither reads what the other
-writes.
+"""Tests that the all-gather of updates, which devices that share a row need (LASP-2), can run at the same
+time as the fused kernel of `linear_memory`: neither reads a result of the other.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ def mapped_bodies(jaxpr) -> list:
 
 
 def results_of(body, name: str) -> set:
-    """Return the variables of the jaxpr `body` that an equation with the primitive `name` inside it
-    affects, directly or not.
+    """Return the variables of the jaxpr `body` that depend, directly or not, on an equation of `body` that is
+    or contains the primitive called `name`.
     """
     reached = set()
     for equation in body.eqns:
@@ -89,8 +89,8 @@ def results_of(body, name: str) -> set:
 
 
 def is_independent(body, name: str, other: str) -> bool:
-    """Return whether no equation of a jaxpr with the primitive `name` reads a result of the primitive
-    `other`; both must occur.
+    """Return whether no equation of the jaxpr `body` with the primitive `name` reads a result that depends on
+    the primitive `other`; both primitives must occur in it.
     """
     results = results_of(body, other)
     equations = [x for x in body.eqns if name in primitives(x)]
@@ -139,8 +139,9 @@ def test_rematerialization_does_not_gather_again():
 
 
 def test_the_gather_of_a_delta_rule_waits_for_the_kernel():
-    """For a delta rule on shared rows, the kernel computes the update that is gathered. In the forward pass
-    the kernel does not depend on the gather.
+    """On rows divided over devices, the kernel of a delta rule computes the update that the all-gather sends,
+    so the all-gather depends on the kernel. In the forward pass the kernel does not depend on the
+    all-gather.
     """
     forward = gradient_of("delta_memory", {"beta": (1, 1024, 4)})[0]
     assert is_independent(forward, KERNEL, "all_gather")

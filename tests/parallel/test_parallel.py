@@ -1,4 +1,6 @@
-"""Meshes, the rules of logical axes, and ops under meshes. Tests of several devices run in another process."""
+"""Tests of meshes, of the rules that map logical axes to mesh axes, and of ops under meshes. Tests that need
+several devices run in another process.
+"""
 
 from __future__ import annotations
 
@@ -57,10 +59,10 @@ else:
 
 
 def run_with_devices(count, *arguments, as_users=False):
-    """Run Python with these arguments in a process of `count` CPU devices, and return its output.
+    """Run Python with the given arguments in a process of `count` CPU devices, and return its output.
 
-    With `as_users`, programs are compiled with the options of users, for tests that read sizes from the
-    compiled program.
+    With `as_users`, programs are compiled with XLA's default options in place of the tests', for tests that
+    read sizes from the compiled program.
     """
     flags = {
         "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={count}",

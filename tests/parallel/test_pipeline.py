@@ -68,8 +68,9 @@ def test_stages_equal_one_device(case):
 
 
 def stage(layers, carry, rows, constants):
-    """Apply a pipeline stage's layers, made up for the test: their results and statistics depend on the
-    microbatch and on the layer's number.
+    """Apply one pipeline stage, made up for this test, to `carry`: return it after the layers, and
+    statistics. Both depend on the rows of the microbatch and on each layer's number, so that a wrong order
+    shows.
     """
 
     def layer(x, params):

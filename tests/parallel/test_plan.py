@@ -1,4 +1,6 @@
-"""Memory plans: counts that are exact, and estimates compared with XLA's memory analysis on small meshes."""
+"""Tests of memory plans: counts that must be exact, and estimates of memory that are compared with XLA's
+memory analysis on small meshes.
+"""
 
 from __future__ import annotations
 
@@ -188,8 +190,9 @@ def test_only_the_branch_of_the_platform_counts():
 
 @pytest.mark.parametrize("method", [*sorted(mixers.METHODS), "mom"])
 def test_every_method_has_a_plan(method):
-    """Every method has a plan with rows on one device, and with rows shared by two, on which it sends more
-    than the attention layers.
+    """Every method has a memory plan, both on one device and with the tokens of a row divided over two
+    devices. In the second plan, a model with this method and softmax attention in turn sends more bytes
+    for states, keys and values than its layers of softmax attention alone.
     """
     kind = mixers.MoMConfig if method == "mom" else mixers.METHODS[method].config
     config = run_of(MeshConfig(data=1))
@@ -215,8 +218,8 @@ def test_files_of_a_pretrained_model_are_not_required():
 
 
 def rows_of_cards() -> dict[str, dict]:
-    """Return the rows of docs/linear_moe.jsonl with the memory that XLA's analysis reported on H200 cards;
-    the last row of each run.
+    """Return rows of docs/linear_moe.jsonl, the last one of each run, with the memory of a training step on
+    H200 cards that XLA's analysis reported.
     """
     found = {}
     for row in read_rows(ROOT / "docs" / "linear_moe.jsonl"):
@@ -260,8 +263,8 @@ def test_within_fifteen_percent_of_the_compiler(axes):
 
 
 def main(axes: str) -> None:
-    """Print the bytes per device of a training step: the plan's, and XLA's (arguments, results that are not
-    donated, temporaries).
+    """Print, for a training step, the bytes per device that the memory plan estimates, and those of XLA's
+    memory analysis (arguments, results that reuse no argument's memory, temporary arrays).
     """
     sizes = dict(data=1) | json.loads(axes)
     pattern = "D" if "sequence" in sizes else "LN"

@@ -1,4 +1,6 @@
-"""The benchmark of training on several cards: which rows a table has, and what identifies them."""
+"""Tests of the benchmark `parallel`, which times training on several cards: which cases each of its tables
+has, and which fields identify them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Rows that devices share: every op and every method equals itself on one device, and the bytes sent for it.
+"""Tests of rows whose tokens are divided over devices: every op and every method has the results of one
+device, and sends no more bytes than expected.
 
 Each case compiles two programs, so not every combination is tested. Each class of update is tested with each
 kind of call and on each number of devices, in one form only: the forms of an op differ in what one device
@@ -53,8 +54,9 @@ def ran(module: str, *arguments: str) -> None:
 
 
 def plan_of(block: int, held: int = 0) -> attention_sequence.Plan:
-    """Return the plan by which devices divide attention over packed rows without a window, in blocks of
-    `block` queries, with `held` earlier blocks of keys.
+    """Return the settings by which devices that share a row divide attention without a window over packed
+    documents, in blocks of `block` queries; `held` is the number of blocks of keys that a state adds
+    before the row.
     """
     exact = dict(scale=1.0, dtype=jnp.float32, precision=jax.lax.Precision.HIGHEST)
     return attention_sequence.Plan(block, held, window=None, one_document=False, **exact)
@@ -90,8 +92,9 @@ def test_rows_that_devices_share(cases):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CLASSES)
 def test_every_class_of_update(name):
-    """Ops of every class of update run on rows shared by two, four and eight devices, with plain rows, with
-    one state per segment, and with an initial state, documents and masks.
+    """An op with each class of update has, on rows divided over two, four and eight devices, the results that
+    it has on one device: with plain rows, with one state per segment, and with an initial state, documents
+    and masks.
     """
     (case,) = (case for case in CASES if case.name == name)
     ran("sequence", *(f"{devices}:{name}:{case.forms[0]}:{kind}" for devices, kind in CALLS))
@@ -99,15 +102,18 @@ def test_every_class_of_update(name):
 
 @pytest.mark.slow
 def test_packed_memories_of_rows_that_devices_share():
-    """A Mixture-of-Memories packs the tokens of each device, at once and from a state, with heads sharded, too."""
+    """A packed Mixture-of-Memories on rows divided over devices has the outputs, gradients and final states
+    of one device, for several inner mixers, also if the heads are sharded and if it continues from a
+    state.
+    """
     ran("sequence_mom", "4:gated_deltanet", "2:rwkv6", "2x2:gla", "4:titans")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["documents", "masked"])
 def test_other_calls(kind):
-    """Ops on shared rows equal one device in calls with only documents and with only masks, also with
-    sharded heads.
+    """On rows divided over devices, with sharded heads too, three ops have the results of one device in calls
+    that have only documents (`kind` "documents") or only masks ("masked").
     """
     names = ("linear_memory-decay-heads422-normalize", "delta_memory-key_decay-heads412", "attention-heads422")  # fmt: skip
     forms = ("associative", "chunk", "None")
@@ -116,15 +122,16 @@ def test_other_calls(kind):
 
 @pytest.mark.slow
 def test_phase_and_time_invariant_rows():
-    """Sums of angles, time-invariant memories, document numbers and positions on shared rows equal one
-    device's; see `tests.parallel.sequence_extras`.
+    """On rows divided over devices, cumulative sums of angles, time-invariant memories, document numbers and
+    positions equal those of one device; see `tests.parallel.sequence_extras`.
     """
     ran("sequence_extras")
 
 
 def test_attention_by_a_kernel():
-    """Attention by a kernel, for two parts of a row per device, with gates, documents and windows; backends
-    without support are refused.
+    """On four devices, each of which computes two separate parts of a row's queries, attention by a kernel
+    has the outputs, states and gradients of one device, with gates, documents and windows. Backends that
+    do not support divided rows raise an error.
     """
     ran("sequence_kernel")
 
@@ -132,9 +139,12 @@ def test_attention_by_a_kernel():
 @pytest.mark.parametrize("devices", [2, 4, 8])
 @pytest.mark.parametrize("form", ["kernel", "blocks"])
 def test_causal_attention_is_divided_evenly(form, devices, monkeypatch):
-    """Each device computes the attention of the same number of pairs of query and key. In this test a query's
-    value is its position, and its output is the number of keys that all queries of the device which computes
-    it attend to: once counted from the queries' values, once from the positions that the device receives.
+    """Causal attention on rows divided over devices is divided evenly: each device computes the same number
+    of pairs of query and key.
+
+    In place of attention, the test's function returns, for the queries that a device computes, the sum of the
+    numbers of keys up to each query: once from the queries' values, which are their positions in the row, and
+    once from the positions that the device receives.
     """
     tokens = 8  # of a device
     row = jnp.arange(tokens * devices, dtype=jnp.int32)
@@ -187,7 +197,9 @@ def test_attention_skips_masked_blocks(devices, held):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_every_method(name):
-    """A layer of each method runs on two, four and eight devices, with packed documents on four."""
+    """A layer of each method has the outputs and gradients of one device when the tokens of each row are
+    divided over two, four and eight devices; on four devices rows are packed with documents.
+    """
     cases = [f"2:{name}", f"4:{name}:packed", f"8:{name}"]
     ran("sequence_models", *cases, *([f"2x2:{name}:packed"] if name in HEADS else []))
 

@@ -20,8 +20,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def run_suite(plugin: str, *arguments: str) -> str:
-    """Run pytest in a separate process that loads the plugin, assert that all tests passed, and return the
-    end of its output.
+    """Run pytest with these arguments in a separate process that loads the plugin `plugin`; assert that all
+    tests passed, and return what it printed.
     """
     command = [sys.executable, "-m", "pytest", "-p", plugin, "-p", "no:cacheprovider", *arguments]
     done = subprocess.run(command, cwd=ROOT, env=dict(os.environ), capture_output=True, text=True)

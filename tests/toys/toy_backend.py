@@ -81,5 +81,5 @@ def pytest_configure(config):
 
 
 def pytest_terminal_summary(terminalreporter):
-    """Print how often the toy backend ran."""
+    """Print the number of calls of the toy backend at the end of the pytest session."""
     terminalreporter.write_line(f"the toy backend was traced {len(CALLS)} times")

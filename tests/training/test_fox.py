@@ -1,4 +1,6 @@
-"""FoX's published runs: their numbers, and one of them on a small store in LongCrawl64's format."""
+"""Tests of the training configs of FoX's published runs: their numbers, and a short run with such a config on
+a small store in LongCrawl64's format.
+"""
 
 from __future__ import annotations
 
@@ -101,7 +103,10 @@ def test_every_model_has_a_run():
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["train", pytest.param("train.py", marks=pytest.mark.slow)])
 def test_a_small_store_trains(tmp_path, how):
-    """A small model trains with the published order of documents and the published learning rates."""
+    """A small FoX model trains on a small store, by the function `train` or the command `train.py` (`how`):
+    its batches have the tokens in the published order, and its learning rates follow the published
+    schedule.
+    """
     rng = np.random.default_rng(0)
     rows = rng.integers(0, BOS, (9, 48))
     write_array(tmp_path / "store" / "train.zarr", rows)

@@ -240,7 +240,9 @@ def test_held_out_loss_is_logged(text, tmp_path):
 
 
 def test_bad_data_late_in_a_run_loses_no_step(tmp_path):
-    """The steps before the bad data are saved, and the training run is resumed once the data is corrected."""
+    """If a training run meets bad data, the steps before are saved, and the run can be resumed once the data
+    is corrected.
+    """
     folder = tiny.write_text(tmp_path / "text")
     lines = [json.dumps({"text": p.read_text()}) for p in sorted(folder.iterdir())] * 5
     data = tmp_path / "lines.jsonl"

@@ -71,8 +71,8 @@ def test_fields_of_the_op_move_into_op():
 
 
 def test_attention_has_an_implementation_outside_op():
-    """Configs of release 0.1 are migrated in which `implementation` was the recurrence's and
-    `window_implementation` the window's.
+    """A config of release 0.1 is migrated, in which `implementation` selected the backend of the recurrence
+    and `window_implementation` that of the attention in a window.
     """
     old = _old("liger", form="chunk", implementation="xla", window_implementation="cudnn")
     config = from_dict(old)

@@ -1,5 +1,6 @@
-"""The start of a run: signals before the first step, wrong data and arguments, and the files after a failed
-start."""
+"""Tests of the start of a training run: signals before the first step, wrong data and arguments, and the
+files that a failed start leaves behind.
+"""
 
 from __future__ import annotations
 
@@ -126,7 +127,7 @@ def test_bad_data_raises_before_anything_is_compiled_or_written(tmp_path, monkey
     bad.write_text('{"text": "a good line"}\n{"no": 1}\n{"no": 2}\n')
 
     def compiled(*_):
-        raise AssertionError("reached the model")
+        raise AssertionError("bad data reached the model")
 
     monkeypatch.setattr(loop.TrainLoop, "run", compiled)
     with pytest.raises(ValueError, match="line at byte .* has no field 'text'"):

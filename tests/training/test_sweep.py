@@ -1,5 +1,5 @@
-"""Sweeps of recall: members mapped together train as they would alone; recall is learned; the config, the
-command and the report.
+"""Tests of sweeps of associative recall: models that are trained in one mapped program train as each would
+alone, recall is learned, and the config, the command and the report are right.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ from lsm_jax.training.sweep import epoch_blocks
 
 
 def tiny(method="linear_attention", **changes):
-    """Return the config of a sweep of two members, with 4 steps of 16 examples per epoch, of two lengths."""
+    """Return the config of a small recall sweep of two members. Each epoch has four steps of 16 examples,
+    half of them with 16 tokens and two pairs to recall, half with 8 tokens and one pair.
+    """
     config = mqar.get_config(f"{method},width=16,suite=tiny")
     tasks = tuple(RecallTask(length=t, num_pairs=p, num_examples=32) for t, p in ((16, 2), (8, 1)))
     fields = dict(train=tasks, test=tasks, batch_size=16, epochs=2, steps_per_call=2)

@@ -51,7 +51,7 @@ def config(text: str | Path, **changes) -> TrainConfig:
 
 
 def write_text(folder: Path) -> Path:
-    """Write ten short documents, the text of the tiny run, to `folder` and return it."""
+    """Write the training text of the tiny run, ten short documents, into `folder`, and return the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     for i in range(10):
         (folder / f"{i}.txt").write_text(
@@ -73,8 +73,8 @@ def stop_at(step: int, number: int = signal.SIGTERM) -> Callable[[int], None]:
 
 
 def main() -> None:
-    """Train the tiny run with the command line's arguments; a STOP_AT below 0 stops at its absolute value
-    by SIGKILL, 0 does not stop.
+    """Train the tiny run with the command line's arguments. The run stops itself after step |STOP_AT|: by
+    SIGTERM if STOP_AT is positive, by SIGKILL if it is negative; 0 does not stop it.
     """
     workdir, text, stop, fsdp = sys.argv[1:5]
     on_report = stop_at(abs(int(stop)), signal.SIGTERM if int(stop) > 0 else signal.SIGKILL)

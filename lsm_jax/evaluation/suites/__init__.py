@@ -130,8 +130,9 @@ def missing_packages(names: Sequence[str]) -> list[str]:
 
 
 def stock_folders(names: Sequence[str]) -> list[str]:
-    """Return the names of the folders of lm-evaluation-harness's own tasks which the tasks in `names` are
-    in or refer to, as far as they are known."""
+    """Return the names of the folders with lm-evaluation-harness's tasks to which the suites and tasks in
+    `names` belong or refer. Tasks that no suite mentions are left out.
+    """
     known = {folder for suite in SUITES.values() for folder in suite.stock}
     folders = {folder for name in names if name in SUITES for folder in SUITES[name].stock}
     folders |= {name for name in names if name in known}
@@ -148,10 +149,8 @@ def _packages(name: str) -> tuple[str, ...]:
 
 
 def averages(results: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> dict[str, dict]:
-    """Return the averages that the suites in `names` define over their tasks' metrics, by suite and name of
-    the average.
-
-    An average of which one task has no result is left out.
+    """Return the averages that each evaluation suite in `names` defines over the metrics of its tasks, as
+    {suite: {name of the average: value}}. An average is omitted if one of its tasks has no result.
 
     Args:
         results: metrics by task, with keys such as "acc,none".

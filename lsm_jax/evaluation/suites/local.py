@@ -120,10 +120,12 @@ def load_local(folder: Path, name: str, config: str | None) -> dict[str, Any] | 
 
 @contextlib.contextmanager
 def local_datasets(folder: Path | None) -> Iterator[list[str]]:
-    """Let `datasets.load_dataset` read from `folder` those data sets that it has, inside a `with` block.
+    """Replace `datasets.load_dataset`, inside a `with` block, by a function that reads a data set from
+    `folder` if the folder has it, and from the hub otherwise.
 
     Yields:
-        The names of the data sets that were not in the folder, filled as they are loaded.
+        A list, to which the name of each data set that is not read from the folder is appended when it is
+        loaded.
     """
     import datasets
 

@@ -77,8 +77,9 @@ class Needles:
     largest = None
 
     def __init__(self, form: _Form, words: list[str]):
-        """Take the words of the essay as the text in which needles are hidden, if the task's form has an
-        essay."""
+        """Prepare the needle prompts of one task of RULER, of the form `form`; `words` are the words of the
+        essays in which the needles are hidden, if the form has an essay.
+        """
         self.form, self._words = form, words
         self._adjectives, self._nouns = read_words("adjective"), read_words("noun")
 
@@ -94,8 +95,9 @@ class Needles:
         return self.form.num_keys * self.form.num_values
 
     def make(self, index: int, size: int) -> dict[str, Any]:
-        """Return the needle prompt of sample `index` with a text of `size` units; the needles depend on the
-        index only."""
+        """Return sample number `index` of a needle task's prompts, with a text of `size` words or sentences.
+        The needles (hidden sentences) depend on `index` only.
+        """
         form, rng = self.form, random.Random(SEED + index)
         values = {
             self._draw(rng, form.keys): [
@@ -121,7 +123,9 @@ class Needles:
         }
 
     def _needle(self, key: str, value: str) -> str:
-        """Return the sentence that states a value of a key and is hidden in the text."""
+        """Return the sentence to hide in a RULER prompt's text that states the value `value` of the key
+        `key`.
+        """
         template = read_constant("prepare_niah", "NEEDLE")
         return template.format(type_needle_v=self.form.values, key=key, value=value)
 
@@ -147,8 +151,9 @@ class Needles:
 
 
 def _largest_size(fits: Callable[[int], bool], smallest: int, largest: int | None) -> int:
-    """Return nearly the largest size of a prompt's text up to `largest` for which `fits(size)` is true;
-    `smallest` if it is true for none."""
+    """Return nearly the largest size of a prompt's text, between `smallest` and `largest`, for which
+    `fits(size)` is true; `smallest` if it is true for none.
+    """
     bound = math.inf if largest is None else largest
     low, high = smallest, 2 * smallest
     while high < bound and fits(high):
@@ -271,7 +276,8 @@ def _at_length(doc: dict[str, Any], value: float) -> dict[str, float]:
 
 
 def mean(values: list[float]) -> float:
-    """Return the mean score of one length: that of the values that are not -1, which stands for prompts of
-    other lengths; -1 if all are."""
+    """Return the mean of RULER's scores for prompts of one length. Prompts of other lengths have the score -1
+    there and are left out; the mean is -1 if nothing remains.
+    """
     scored = [value for value in values if value != -1]
     return sum(scored) / len(scored) if scored else -1

@@ -29,8 +29,9 @@ def noise() -> str:
 
 
 def _template(module: str) -> tuple[str, str]:
-    """Return the template of a RULER task's prompt and the beginning of its answer, from the installed
-    harness."""
+    """Return the templates of a RULER task's prompt and of the beginning of its answer, from the installed
+    lm-evaluation-harness.
+    """
     config = read_constant(module, "CONFIG")
     config = config.get("variable_tracking", config)
     return config["template"], config["answer_prefix"].strip()
@@ -50,8 +51,9 @@ class VariableTracking:
     largest = None
 
     def smallest(self, index: int) -> int:
-        """Return the least size of a variable-tracking prompt's text: one line of noise, each sentence of
-        which then counts as a line."""
+        """Return 1, the least size of a variable-tracking prompt's text in lines of noise. With one line,
+        each of its sentences counts as a line.
+        """
         return 1
 
     def make(self, index: int, size: int) -> dict[str, Any]:
@@ -90,7 +92,10 @@ class CommonWords:
     short example; a unit of the list's size is a different word."""
 
     def __init__(self, length: int):
-        """Read the words of the package wonderwords; lists for prompts below 4096 tokens repeat words less often."""
+        """Prepare the common-words prompts of RULER for `length` tokens: read the English words that they
+        list from the package wonderwords, and choose how often the answers and the other words are
+        repeated, which is less often below 4,096 tokens.
+        """
         self._words = read_words("noun", "adjective", "verb")
         self.largest = len(self._words)
         self._example, self._repeats = (
@@ -161,8 +166,9 @@ class FrequentWords:
 
 
 class Questions:
-    """Make RULER's prompts of questions: a question about one of several documents; a unit of the text's
-    size is a document."""
+    """Make RULER's question-answering prompts: a question about one of several documents. The size of a
+    prompt's text is counted in documents.
+    """
 
     def __init__(self, path: Path):
         """Read the questions and documents of SQuAD 2.0's dev-v2.0.json, or of HotpotQA's
@@ -171,7 +177,9 @@ class Questions:
         self.largest, self.count = len(self._documents), len(self._questions)
 
     def smallest(self, index: int) -> int:
-        """Return the least size of the question's text in documents: those that the answer is in."""
+        """Return the smallest number of documents that the prompt of RULER's question number `index` can
+        have: the documents that contain the answer.
+        """
         return len(self._questions[index][2])
 
     def make(self, index: int, size: int) -> dict[str, Any]:
