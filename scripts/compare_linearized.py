@@ -35,6 +35,7 @@ from flax import nnx
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.training import train_to_end
 from configs import liger
 from lsm_jax import convert
 from lsm_jax.data import DataConfig, load_tokenizer, make_eval_iterator
@@ -43,7 +44,7 @@ from lsm_jax.feedforward import SwiGLUConfig
 from lsm_jax.linearize import window_model
 from lsm_jax.mixers import SoftmaxConfig
 from lsm_jax.models import LayerConfig, ModelConfig, abstract
-from lsm_jax.training import OptimizerConfig, TrainConfig, load_run, read_config, train
+from lsm_jax.training import OptimizerConfig, TrainConfig, load_run, read_config
 from lsm_jax.training.partition import split
 from lsm_jax.training.step import params_of
 
@@ -155,7 +156,7 @@ def base_run(args: argparse.Namespace) -> Path:
         total_tokens=args.base_tokens,
         eval_every=0,
     )  # fmt: skip
-    train(config, workdir)
+    train_to_end(config, workdir)
     return workdir
 
 
@@ -185,7 +186,7 @@ def run_method(
             )
         config.total_tokens = 2 * pairs * config.tokens_per_step // len(configs)
         folders.append(args.workdir / f"{method}-rank{rank}-{number}")
-        train(config, folders[-1])
+        train_to_end(config, folders[-1])
     return folders, configs
 
 

@@ -29,15 +29,15 @@ from benchmarks import options, text
 from benchmarks.registry import Benchmark, UsageError
 from benchmarks.run import one_by_one
 from benchmarks.timing import provenance
+from benchmarks.training import median_speed, train_to_end
 from configs import linear_moe
 from lsm_jax.feedforward import MoEConfig
 from lsm_jax.parallel import MeshConfig
-from lsm_jax.training import OptimizerConfig, train
+from lsm_jax.training import OptimizerConfig
 from lsm_jax.training.expert_buffers import ExpertBuffers
 from lsm_jax.training.metrics import read_rows
 from lsm_jax.training.step import OVERFLOW
 
-SPEED = "perf/tokens_per_second"
 BENCHMARK = Benchmark(
     name="expert_overflow",
     summary="choices of experts that do not fit between devices, on text",
@@ -75,13 +75,12 @@ def measure(case: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
     config, began = config_of(case["balance_scale"], args), time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         workdir = Path(folder) / "run"
-        ended = train(config, workdir).step
+        ended = train_to_end(config, workdir).step
         rows = read_rows(workdir / "metrics.jsonl")
         growths = ExpertBuffers(config, workdir).growths
     losses = {row["step"]: row["train/loss"] for row in rows if "train/loss" in row}
     last = [row for row in rows if "moe/load" in row][-1]
     experts = config.model.layers["L"].feedforward
-    speeds = [row[SPEED] for row in rows if SPEED in row]
     return case | dict(
         experts=experts.num_experts, top_k=experts.top_k, vocab_size=args.vocab_size, expert_buffer=args.buffer,
         ended_at_step=ended, skipped=last["train/skipped_steps"], overflow_count=last.get(OVERFLOW, 0),
@@ -90,7 +89,7 @@ def measure(case: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
         largest_load=round(float(np.max(last["moe/load"])), 4), even_load=round(1 / experts.num_experts, 4),
         loss={step: round(losses[step], 4) for step in (1, ended // 3, 2 * ended // 3, ended)},
         heldout_loss=[round(row["val/loss"], 4) for row in rows if "val/loss" in row][-1],
-        tokens_per_second=round(float(np.median(speeds))),
+        tokens_per_second=round(median_speed(rows)),
         seconds=round(time.perf_counter() - began, 1), **provenance(),
     )  # fmt: skip
 

@@ -27,14 +27,14 @@ from benchmarks import options
 from benchmarks.registry import Benchmark
 from benchmarks.run import one_by_one
 from benchmarks.timing import provenance
-from benchmarks.training import last_value, median_speed
+from benchmarks.training import last_value, median_speed, train_to_end
 from lsm_jax import load_run, mixers, models
 from lsm_jax.data import DataConfig, make_eval_iterator
 from lsm_jax.data.demo import write_demo_store
 from lsm_jax.data.tokenizers import ByteTokenizer
 from lsm_jax.evaluation import evaluate, moving_average
 from lsm_jax.feedforward import SwiGLUConfig
-from lsm_jax.training import OptimizerConfig, TrainConfig, train
+from lsm_jax.training import OptimizerConfig, TrainConfig
 from lsm_jax.training.metrics import read_rows
 
 BENCHMARK = Benchmark(
@@ -87,7 +87,7 @@ def measure(name: str, args: argparse.Namespace, data: Path, workdir: Path) -> d
         log_every=16,
         eval_every=0,
     )
-    train(config, workdir)
+    train_to_end(config, workdir)
     rows = read_rows(workdir / "metrics.jsonl")
     run = load_run(workdir)
     long = dataclasses.replace(config.data, sequence_length=args.beyond * args.length)

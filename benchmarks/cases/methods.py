@@ -23,10 +23,9 @@ from benchmarks import options
 from benchmarks.registry import Benchmark
 from benchmarks.run import one_by_one
 from benchmarks.timing import provenance
-from benchmarks.training import last_value, median_speed
+from benchmarks.training import last_value, median_speed, train_to_end
 from configs import lm
 from lsm_jax import mixers, models
-from lsm_jax.training import train
 from lsm_jax.training.metrics import read_rows
 
 BENCHMARK = Benchmark(
@@ -59,7 +58,7 @@ def measure(method: str, size: str, workdir: Path, tokens: int) -> dict:
     config.optimizer.warmup_tokens = tokens // 10
     config.eval_every = math.ceil(tokens / (config.batch_size * config.data.sequence_length))
     began = time.perf_counter()
-    train(config, workdir)
+    train_to_end(config, workdir)
     seconds = time.perf_counter() - began
     rows = read_rows(workdir / "metrics.jsonl")
     return dict(

@@ -79,6 +79,14 @@ SPLITS = {
     ],
 )
 def test_pieces_equal_xla(name):
+    check_pieces(name)
+    assert not races_found()
+
+
+def check_pieces(name):
+    """Compare the outputs and states of the calls of SPLITS[name], made one after another from the state before,
+    between the fused kernel and XLA.
+    """
     lengths, capacity, options = SPLITS[name]
     gates, window = options.get("gates", True), options.get("window")
     total = sum(lengths)
@@ -101,7 +109,6 @@ def test_pieces_equal_xla(name):
         for a, b in zip(jax.tree.leaves(actual[1]), jax.tree.leaves(expected[1]), strict=True):
             np.testing.assert_array_equal(a, b)
         state, begin = actual[1], begin + length
-    assert not races_found()
 
 
 def test_a_ring_of_several_rows_at_different_counts():
@@ -124,6 +131,10 @@ def test_a_ring_of_several_rows_at_different_counts():
 
 @pytest.mark.slow
 def test_every_gradient_equals_xla():
+    check_gradients()
+
+
+def check_gradients():
     """The kernel's gradients of the tokens, and of the state's keys, values and sums of gates, equal those of
     XLA's attention.
     """

@@ -20,6 +20,7 @@ from pallas_kernels.linear_attention import cases as linear_attention_cases
 from pallas_kernels.selective_scan import cases as selective_scan_cases
 from pallas_kernels.short_convolution import cases as short_convolution_cases
 from pallas_kernels.short_convolution import short_convolution
+from tests.kernels import test_attention_state_gpu as attention_state
 from tests.kernels import test_decode_step_gpu as decode_step
 from tests.kernels import test_segments as segments
 from tests.kernels import test_selective_scan_gpu as scans
@@ -382,3 +383,12 @@ def test_selective_memory_equals_the_recurrence(case):
         return found
 
     scans.compare(case, run)
+
+
+@pytest.mark.parametrize("name", attention_state.SPLITS)
+def test_attention_from_a_state_equals_xla(name):
+    attention_state.check_pieces(name)
+
+
+def test_gradients_of_attention_from_a_state_equal_xla():
+    attention_state.check_gradients()

@@ -9,6 +9,7 @@ import json
 import pytest
 
 from configs import liger
+from lsm_jax.training import TrainResult
 from scripts.compare_linearized import main, matched_ranks, runs_of, tiny_model, trained_parameters
 
 METHODS = ("liger", "random_gate", "lolcats", "lolcats_lora", "no_gate", "window")
@@ -54,6 +55,15 @@ def test_arguments_are_checked(capsys, tmp_path):
         assert main(list(arguments)) == 1
         assert message in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_an_interrupted_run_makes_no_row(capsys, monkeypatch, tmp_path):
+    ended = TrainResult(step=3, interrupted=15, loss=5.0)
+    monkeypatch.setattr("benchmarks.training.train", lambda config, workdir: ended)
+    assert main([f"--workdir={tmp_path}"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("compare_linearized: ") and "ended the run after 3 of" in error
+    assert not (tmp_path / "rows.json").exists()
 
 
 @pytest.mark.slow
