@@ -269,6 +269,7 @@ TABLES = [
         (
             column("balance loss", "balance_scale", "{:g}"),
             column("devices", "devices"),
+            Column("width, layers", lambda row: f"{row['width']:,}, {row['layers']}"),
             column("steps", "ended_at_step"),
             column("choices that did not fit", "overflow_count"),
             Column("growths", _growths),
@@ -277,7 +278,9 @@ TABLES = [
             measured(),
         ),
         key=lambda row: (row["balance_scale"], row["devices"], row["width"], row["layers"]),
-        command="XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m benchmarks expert_overflow",
+        command="XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m benchmarks expert_overflow\n"
+        "python -m benchmarks expert_overflow --variant a0.3b-2b,mixer=gla --batch_size 8 --length 2048 --vocab_size 32000 "
+        "--peak_lr 1e-4     # one H200",
     ),
     Table(
         "linear_moe_decode",
@@ -408,7 +411,23 @@ TABLES = [
             ),
         ),
         key=lambda row: (row["model"], row["tokens"]),
+        where=lambda row: "sample" not in row["model"],
         lines=_liger_decoding,
-        command="python -m benchmarks liger_decode --output docs/liger_decode.jsonl",
+        command="python -m benchmarks liger_decode --models softmax,liger --output docs/liger_decode.jsonl",
+    ),
+    Table(
+        "liger_sample",
+        ("liger_decode.jsonl",),
+        (
+            column("model", "model"),
+            column("tokens", "tokens", "{:,}"),
+            column("seconds", "seconds", "{:.1f}"),
+            column("ms per token", "ms_a_token", "{:.2f}"),
+            column("GiB", "in_use_gib", "{:.1f}"),
+        ),
+        key=lambda row: (row["model"], row["tokens"]),
+        where=lambda row: "sample" in row["model"],
+        command="python -m benchmarks liger_decode --models liger-sample,softmax-sample --sample_tokens 2048 "
+        "--output docs/liger_decode.jsonl",
     ),
 ]
