@@ -15,7 +15,7 @@ _CLEANUP_SECONDS = 1.0  # time for the main thread to clean up before `watch` en
 
 
 class Stop:
-    """Whether a signal has requested that training stops after the current step.
+    """A record of whether a signal has requested that training stops after the current step.
 
     Attributes:
         signal: number of the signal that was received, such as SIGTERM's; None if there was none.

@@ -92,8 +92,8 @@ def export_run(
 
 
 def _pretrained_path(workdir: str | os.PathLike[str], config: TrainConfig) -> str:
-    """Return the path of the pretrained model from which a run started. If it started from another run
-    (`init_from`), that run's is returned, and so on.
+    """Return the path of the pretrained model from which a run started, or, if the run started from another run
+    (`init_from`), from which the first run of this chain started.
 
     Raises:
         ValueError: the run did not start from a pretrained model.

@@ -193,7 +193,7 @@ def _tensors(
     """Return a tuple (name, shape, parameter, period) for every tensor that a model's adapters have in PEFT's format.
 
     The parameter is the array of `adapters` that contains the tensor's transpose: at the index `period` of its first axis
-    if it is stacked over the periods of the pattern, completely if `period` is None.
+    if it is stacked over the periods of the pattern; as the complete array if `period` is None.
     """
     size, tensors = len(model.period()), []
     for path, leaf in jax.tree_util.tree_leaves_with_path(adapters):

@@ -19,13 +19,13 @@ def liger_model(
 
     Args:
         base: the config of a model whose layers have softmax attention.
-        hybrid: every how many layers one remains softmax attention, the last of them (the paper has one in 8 layers, but does
-            not say which one); 0 replaces all layers.
+        hybrid: n, where the layers n, 2n, 3n, ... remain softmax attention (the paper has one in 8 layers, but does not say
+            which one); 0 replaces all layers.
         lora: the config of adapters in all layers, also those with softmax attention; None adds none.
         fields: values of fields of `LigerConfig`, by name.
 
     Raises:
-        ValueError: a layer has another mixer, or a field is not accepted.
+        ValueError: a layer's mixer is not softmax attention, `hybrid` is out of range, or a field is not accepted.
     """
     if hybrid < 0 or hybrid == 1 or hybrid > base.num_layers:
         raise ValueError(
@@ -52,14 +52,15 @@ def lolcats_model(
 
     Args:
         base: the config of a model whose layers have softmax attention.
-        transfer: whether to return the model of the first stage, which learns the outputs of softmax attention: 1000 times the squared distance, averaged over
-            layers, is added to the model's loss. The layers' outputs are those of softmax attention, so that the model's
-            loss has no gradient for feature maps and window factors.
+        transfer: whether to return the model of the first stage, which learns the outputs of softmax attention: 1000 times the
+            squared distance between them and those of LoLCATs attention, averaged over layers, is added to the model's loss. The
+            layers' outputs are those of softmax attention, so that the loss of the next tokens has no gradient for feature maps
+            and window factors.
         lora: the config of adapters in all layers, for the second stage; None adds none.
         fields: values of fields of `LolcatsConfig`, by name.
 
     Raises:
-        ValueError: a layer has another mixer, or a field is not accepted.
+        ValueError: a layer's mixer is not softmax attention, or a field is not accepted.
     """
     fields = dict(transfer_weight=1000.0 / base.num_layers if transfer else 0.0) | fields
     config = _converted(base, LolcatsConfig, lora, fields)
@@ -77,7 +78,7 @@ def _converted(
     `lora` is the config of the adapters in all layers.
 
     Raises:
-        ValueError: a layer has another mixer.
+        ValueError: a layer's mixer is not softmax attention.
     """
     config = copy.deepcopy(base)
     config.lora = lora

@@ -185,8 +185,8 @@ def write_description(folder: Path, model: ModelConfig) -> None:
 
 
 def transformer_type(config: dict[str, Any]) -> str:
-    """Return the model_type of the transformer that has the same tensors as a checkpoint with this content of
-    config.json: "llama" for "liger_gla", and model_type itself if it is none of Liger's authors'."""
+    """Return the model_type of the transformer that has the same tensors as a checkpoint, given the content `config`
+    of its config.json: "llama" for Liger's "liger_gla"; any other model_type is returned unchanged."""
     kind = str(config.get("model_type"))
     return RELEASED[kind].base if kind in RELEASED else kind
 

@@ -71,9 +71,9 @@ class TrainConfig:
 
     Attributes:
         name: the name shown in logs and plots.
-        model: the decoder.
-        data: the training data.
-        optimizer: the optimizer and the learning-rate schedule.
+        model: the config of the decoder.
+        data: the config of the training data.
+        optimizer: the config of the optimizer and the learning-rate schedule.
         mesh: number of devices along each mesh axis.
         batch_size: sequences per step, over all devices and accumulation steps.
         accumulation_steps: number of equal subsets of the batch's sequences whose gradients are computed one
@@ -95,8 +95,8 @@ class TrainConfig:
             `base` whenever the run is opened. If empty, all parameters are trained.
         frozen_initial: names of modules or parameters that are frozen at their initial values, which follow
             from `seed`, if neither `init_from` nor `base` has them.
-        max_bad_steps: stop after so many consecutive steps whose loss or gradient is not finite. Such steps
-            change nothing.
+        max_bad_steps: training stops after this many consecutive steps whose loss, gradient or new parameters
+            are not finite. Such a step changes no parameters.
         profile_start: number of steps of this process before the profiler starts; its trace is written to
             workdir/profile.
         profile_steps: number of steps that are profiled; 0 profiles none.

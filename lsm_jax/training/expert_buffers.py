@@ -22,7 +22,7 @@ class ExpertBuffers:
 
     The size P, the number of devices over which experts are sharded, is always enough, so that there are at
     most log2(P / expert_buffer) growths, rounded up. They are recorded in `expert_buffers.json` in the run's directory, and a
-    resumed run begins with the buffers that it had reached; config.json does not change. All hosts read the same file
+    resumed run begins with the sizes that it had reached; config.json does not change. All hosts read the same file
     and the same counts, so that they compile the same program without communication.
 
     Args:
@@ -30,7 +30,7 @@ class ExpertBuffers:
         workdir: the run's directory.
 
     Attributes:
-        config: the config with the buffers that the run has reached.
+        config: the config of the run with the present sizes of the buffers.
         growths: for each growth the fields `step`, `during` ("training" or "evaluation"), `overflow_count` (choices
             that did not fit), and `expert_buffer`, the new buffer of each letter of the pattern.
 

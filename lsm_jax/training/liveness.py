@@ -26,8 +26,8 @@ def peak_bytes(jaxpr: Any, platform: str) -> int:
     including its results but not its arguments.
 
     Elementwise results that only elementwise operations and reductions read count as fused into them, and
-    their operands exist until then. A loop needs the peak of its body in addition to what it carries and
-    stacks.
+    their operands exist until then. A loop needs the peak of its body in addition to the arrays that it
+    carries and stacks.
 
     Args:
         jaxpr: `jax.make_jaxpr(...)(...).jaxpr`, with the shapes of one device.
@@ -137,8 +137,8 @@ class _Var:
 
 
 def _grouped_product_bytes(equation: Any) -> int:
-    """Return the temporary bytes of a grouped matrix product (`ragged_dot`) where Hopper's kernel does not
-    compute it: XLA then stores all input and output rows for every group, twice."""
+    """Return the bytes of temporary arrays of a grouped matrix product (`ragged_dot`) that is not computed by
+    Hopper's kernel: XLA then stores all input and output rows once per group, and all of this twice."""
     groups = equation.invars[2].aval.size
     rows = [v for v in (*equation.invars[:2], *equation.outvars) if v.aval.shape[0] != groups]
     return 2 * groups * sum(map(_bytes, rows))

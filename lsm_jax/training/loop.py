@@ -43,8 +43,8 @@ from lsm_jax.training.step import OVERFLOW, Program, TrainState, make_program, p
 
 
 class TrainingStopped(RuntimeError):
-    """Raised if training cannot continue: too many consecutive steps had a loss or gradient that was not
-    finite, or a training batch could not be read."""
+    """The error that is raised if training cannot continue: too many consecutive steps had a loss, gradient or new
+    parameters that were not finite, or a training batch could not be read."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -376,7 +376,8 @@ class TrainLoop:
         `log_every`-th step.
 
         Raises:
-            TrainingStopped: too many consecutive steps had a loss or gradient that is not finite.
+            TrainingStopped: `config.max_bad_steps` consecutive steps had a loss, gradient or new parameters that
+                are not finite.
         """
         config = self.config
         values = {name: np.asarray(value).tolist() for name, value in metrics.items()}
@@ -447,8 +448,9 @@ class TrainLoop:
         return nll / max(tokens, 1), tokens
 
     def _heldout_sums(self, eval_step: Callable) -> tuple[float, float, float]:
-        """Return the sums over the held-out batches of the loss in nats, the number of tokens, and the
-        choices of experts that did not fit; `eval_step` returns the three for one batch."""
+        """Return the sums, over the held-out batches, of (the loss in nats, the number of predicted tokens, the
+        number of choices of experts that did not fit into the buffers). `eval_step` is a function (all
+        parameters, batch) -> these three sums for one batch."""
         nll = tokens = overflow = 0.0
         params = join(self.frozen, self.state.params)
         with contextlib.closing(eval_batches(self.config, self.mesh)) as batches:
@@ -460,8 +462,8 @@ class TrainLoop:
         return nll, tokens, overflow
 
     def _evaluation_is_missing(self) -> bool:
-        """Return whether the run was killed in an evaluation that grew the experts' buffers: after its
-        checkpoint was saved, and before its held-out loss was written."""
+        """Return whether the run was killed while an evaluation grew the buffers in which tokens are sent to
+        experts: after the checkpoint was saved, and before the held-out loss was written."""
         growths = self.buffers.growths
         if not growths or (growths[-1]["step"], growths[-1]["during"]) != (
             self.start,

@@ -50,8 +50,8 @@ class MetricsWriter:
         self._events: Any = SummaryWriter(str(workdir / "tensorboard"), purge_step=step + 1)
 
     def write(self, step: int, values: dict[str, Any]) -> None:
-        """Write the metrics of one training step, numbers and (nested) lists of numbers by name, as a row;
-        TensorBoard gets a list's minimum and maximum."""
+        """Write the metrics of one training step, numbers and (nested) lists of numbers by name, as one line of
+        metrics.jsonl and as TensorBoard events; the events of a list are its minimum and maximum."""
         if self._file is None:
             return
         finite = {name: _finite(value) for name, value in values.items()}
@@ -84,8 +84,8 @@ def _finite(value: Any) -> Any:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a metrics.jsonl, one dict of metrics per line; a last line cut short by a kill is
-    left out."""
+    """Return the content of a metrics.jsonl as a list with one dict of metrics per line; a last line cut short by
+    a kill is left out."""
     rows = []
     if path.exists():
         for line in path.read_text().splitlines():

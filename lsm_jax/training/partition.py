@@ -81,8 +81,8 @@ def join(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
 
 
 def like(params: dict[str, Any], shape: dict[str, Any]) -> dict[str, Any]:
-    """Return the tree of parameters `params` (nested dicts) without those whose path the tree `shape` does
-    not have."""
+    """Return the tree of parameters `params` (nested dicts) without the parameters whose path does not occur in
+    the tree `shape`."""
     return {
         key: like(params[key], value) if isinstance(value, dict) else params[key]
         for key, value in shape.items()

@@ -87,8 +87,8 @@ def _query_logits(model: RecallModel, batch: Data) -> tuple[jax.Array, jax.Array
 
 
 def make_accuracy(config: RecallConfig):
-    """Return the function (parameters of one member, batch) -> share of the batch's queries that this model
-    answers correctly."""
+    """Return the function (parameters of one member, batch) -> accuracy: the fraction of the batch's queries for
+    which this model's most likely token is the answer."""
     graph = nnx.graphdef(nnx.eval_shape(lambda: RecallModel(config.model, rngs=nnx.Rngs(0))))
 
     def accuracy(params: Any, batch: Data) -> jax.Array:

@@ -39,7 +39,7 @@ class TrainState:
             experts that did not fit into the buffers).
         params: the trained parameters, a pure dict of float32 arrays.
         opt_state: the state of the optimizer.
-        skipped: number of steps whose loss or gradient was not finite.
+        skipped: number of steps whose loss, gradient or new parameters were not finite.
         skipped_in_a_row: number of consecutive steps skipped since the last good step.
     """
 
@@ -115,8 +115,8 @@ def param_shardings(mesh: Mesh | AbstractMesh, model: Decoder) -> dict[str, Any]
 
 
 def make_program(config: TrainConfig, mesh: Mesh) -> Program:
-    """Make the functions of a training run, for the config's model and the devices of `mesh`; call them
-    inside `jax.set_mesh(mesh)`."""
+    """Make the functions of a training run (initialise, train, evaluate) for the config's model and the devices of
+    `mesh`. Their callers must set the mesh by `jax.set_mesh(mesh)`."""
     model = abstract(config.model)
     graph = nnx.graphdef(model)
     optimizer = make_optimizer(config)
