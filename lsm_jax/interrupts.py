@@ -25,7 +25,7 @@ class Stop:
     _first_ignored: bool = False  # whether `watch` has ignored the first signal
 
 
-_active: Stop | None = None  # of the innermost `noted`
+_active: Stop | None = None  # the record of the innermost `noted` block, if any
 
 
 def leave_on_signals(program: str) -> None:

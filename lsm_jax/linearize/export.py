@@ -2,8 +2,9 @@
 
     python -m lsm_jax.linearize.export --workdir=runs/liger --out=liger-8b
 
-Adapters are merged; the tensors have the pretrained model's names, shapes and dtypes. Frozen parameters were trained with in
-bfloat16, so those of a float32 model are exported rounded to bfloat16. The format cannot describe gates, windows and weights:
+Adapters are merged; the tensors have the pretrained model's names, shapes and dtypes. Frozen parameters are
+bfloat16 during training, so those of a float32 model are exported rounded to bfloat16. The format cannot describe gates, windows,
+and the weights of window and memory:
 `configs/liger.py:<model>,source=liger-8b` with the options of the run loads the result as that Liger model, but other programs
 load it as the softmax model in its config.json.
 

@@ -96,7 +96,7 @@ def _converted(
 def window_model(
     base: ModelConfig, *, window: int = 64, lora: LoRAConfig | None = None
 ) -> ModelConfig:
-    """Return the config of a model with softmax attention in a sliding window only, a baseline in Liger's paper.
+    """Return the config of a model with softmax attention in a sliding window only, a baseline for Liger.
 
     Args:
         base: the config of a model whose layers have softmax attention.

@@ -56,8 +56,8 @@ def activation_bytes(
     pieces = config.mesh.pieces()
     rounds = config.mesh.rounds
     ticks = rounds * pieces + sizes["pipeline"] - 1 if sizes["pipeline"] > 1 else 1
-    # With one round the activations of every turn are saved; with several, each turn is recomputed, so those
-    # of one turn exist.
+    # With one round of the pipeline, the activations of every turn (one microbatch in one stage) are saved; with
+    # several rounds, each turn is recomputed, so that only the activations of one turn exist.
     saved *= model.num_periods // (sizes["pipeline"] * rounds) * (ticks if rounds == 1 else 1)
     if sizes["pipeline"] > 1:
         # The gathered inputs; the outputs of each turn, of which those of the last round are the results.

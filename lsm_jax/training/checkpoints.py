@@ -103,7 +103,7 @@ class Checkpoints:
 
     def _seal(self, step: int, response: Any) -> None:
         """Wait until the checkpoint of a step is written, then write the checksums of its files, and remove
-        the checksums of checkpoints that no longer exist. Runs in a thread of its own."""
+        the checksums of checkpoints that no longer exist. It runs in a separate thread."""
         try:
             response.result()
         except Exception:  # `wait` raises the error of a failed save

@@ -96,7 +96,7 @@ class TrainConfig:
         frozen_initial: names of modules or parameters that are frozen at their initial values, which follow
             from `seed`, if neither `init_from` nor `base` has them.
         max_bad_steps: training stops after this many consecutive steps whose loss, gradient or new parameters
-            are not finite. Such a step changes no parameters.
+            are not finite. Such a step changes neither parameters nor the optimizer's state.
         profile_start: number of steps of this process before the profiler starts; its trace is written to
             workdir/profile.
         profile_steps: number of steps that are profiled; 0 profiles none.

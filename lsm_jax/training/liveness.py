@@ -7,8 +7,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend import core
 
-# Operations that a compiler fuses into the operations that read them: their results exist only if a product
-# or loop reads them.
+# Operations that a compiler fuses into the operations that read their results: the results are stored only if
+# a matrix product or a loop reads them.
 _FUSED = frozenset(
     """
     abs add and broadcast_in_dim clamp convert_element_type copy cos div eq erf exp exp2 expand_dims expm1 floor ge gt

@@ -118,7 +118,7 @@ def plan(
         sizes=sizes,
         parameters=trained + 2 * (sum(local_counts) - trained // 4),
         optimizer=2 * trained,
-        # With accumulation: their sum, and those of one piece.
+        # With accumulation: the sum of the gradients, and those of one subset of the batch.
         gradients=trained * (2 if config.accumulation_steps > 1 else 1),
         saved=saved,
         working=working

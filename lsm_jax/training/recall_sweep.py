@@ -38,7 +38,7 @@ Blocks = list[tuple[int, np.ndarray]]
 _QUERIES_AT_A_TIME, _TOKENS_AT_A_TIME = (
     16384,
     65536,
-)  # per batch of an evaluation and member, at most
+)  # of one batch and member in an evaluation, at most
 
 
 def make_sweep(config: RecallConfig, num_steps: int) -> Sweep:
