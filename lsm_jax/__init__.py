@@ -1,6 +1,6 @@
 """Linear sequence models in JAX.
 
-The namespaces load on first use, so that `import lsm_jax` costs nothing:
+Its subpackages are imported when they are first used, so that `import lsm_jax` takes no time:
 
     from lsm_jax import mixers, models, ops
     run = lsm_jax.load_run("runs/demo")

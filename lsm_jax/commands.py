@@ -1,4 +1,4 @@
-"""Run the repository's scripts so that an error is one line and libraries log only warnings."""
+"""Run a script of the repository such that an error is printed as one line and libraries log only warnings."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def run(program: str, main: Callable[[list[str]], None]) -> None:
     traceback.
 
     Args:
-        program: name of the script, which begins the line.
-        main: the script's function.
+        program: name of the script, with which an error's line begins.
+        main: function that runs the script; it is called with the list of arguments that are no flags.
     """
 
     def guarded(argv: list[str]) -> None:

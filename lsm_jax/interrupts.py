@@ -1,4 +1,4 @@
-"""Handling of SIGINT and SIGTERM: a program exits at once with one line, but a training loop finishes its step first."""
+"""Respond to SIGINT and SIGTERM: a program prints one line and exits at once, but a training loop finishes its step first."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ _CLEANUP_SECONDS = 1.0  # time for the main thread to clean up before `watch` en
 
 
 class Stop:
-    """A request to stop training after the current step, made by a signal.
+    """A record of whether a signal has requested that training stops after the current step.
 
     Attributes:
-        signal: number of the signal that was received, or None.
+        signal: number of the signal that was received, such as SIGTERM's; None if there was none.
     """
 
     signal: int | None = None
     _first_ignored: bool = False  # whether `watch` has ignored the first signal
 
 
-_active: Stop | None = None  # of the innermost `noted`
+_active: Stop | None = None  # the record of the innermost `noted` block, if any
 
 
 def leave_on_signals(program: str) -> None:
@@ -35,7 +35,7 @@ def leave_on_signals(program: str) -> None:
     handler; then a thread, which is woken by the signal, ends the process.
 
     Args:
-        program: name of the program, which begins the line.
+        program: name of the program, with which the printed line begins.
     """
     reported = False
 
@@ -80,8 +80,8 @@ def leave_on_signals(program: str) -> None:
 
 
 def _importing(frame: types.FrameType | None) -> bool:
-    """Return whether the stack frame is inside an import, which a signal should not interrupt by an
-    exception."""
+    """Return whether a stack frame belongs to an import in progress. A signal handler must not raise an
+    exception there, since that can abort the process while an extension module starts."""
     while frame is not None and frame.f_code.co_filename != "<frozen importlib._bootstrap>":
         frame = frame.f_back
     return frame is not None
@@ -89,10 +89,11 @@ def _importing(frame: types.FrameType | None) -> bool:
 
 @contextlib.contextmanager
 def noted() -> Iterator[Stop]:
-    """Record, inside a `with` block, the first SIGINT or SIGTERM in the `Stop` that it returns, instead of
-    ending the process.
+    """Return a context manager that, inside its `with` block, records the first SIGINT or SIGTERM in the `Stop` that it
+    yields, instead of ending the process.
 
-    A second signal is handled at once by the handler from before. Outside the main thread no signal is recorded.
+    A second signal calls the handler that was installed before the `with` block. Outside the main thread no signal is
+    recorded.
     """
     global _active
     stop = Stop()

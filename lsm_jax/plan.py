@@ -1,4 +1,4 @@
-"""Estimate the memory and the communication of a run on a mesh.
+"""Estimate the memory and the communication that a training run on a mesh of devices requires.
 
     python -m lsm_jax.plan --config=FILE.py:VARIANT --devices=256 --hbm=80
 
@@ -46,8 +46,8 @@ flags.mark_flag_as_required("config")
 
 
 def meshes(config: Any, devices: int) -> list[Any]:
-    """Return every mesh config for this number of devices in which all axes but data are powers of two;
-    data is the number of devices divided by the others."""
+    """Return the config of every mesh of this number of devices in which all axes except "data" are powers of two;
+    "data" is the number of devices divided by the sizes of all other axes."""
     axes = ("fsdp", "sequence", "tensor", "expert", "pipeline")
     powers = [2**i for i in range(devices.bit_length()) if devices % 2**i == 0]
     return [
@@ -64,11 +64,12 @@ def meshes(config: Any, devices: int) -> list[Any]:
 
 
 def candidate_meshes(config: Any, devices: int) -> list[Any]:
-    """Return the meshes to estimate for a run: that of the config, or, if it is the default and rows are
-    not divisible by the devices, several meshes, the best first.
+    """Return the configs of the meshes to try for a run on this number of devices, the best first: only
+    `config.mesh`, unless it is the default mesh and the devices do not divide the rows of a batch.
 
-    These shard rows over fsdp (and over data, for widths that are not divisible), and tokens over sequence
-    (and heads over tensor, for tokens that are not divisible). The last ones pad the rows.
+    The meshes that are tried then shard rows over the axis "fsdp", and tokens over "sequence". If widths are not
+    divisible, "data" replaces a factor of "fsdp"; if tokens are not divisible, "tensor", which shards heads,
+    replaces a factor of "sequence", or, in the last meshes, rows are padded.
     """
     rows = math.gcd(config.batch_size // config.accumulation_steps, devices)
     if config.mesh != type(config.mesh)() or rows == devices:
@@ -91,11 +92,11 @@ def candidate_meshes(config: Any, devices: int) -> list[Any]:
 
 
 def plan_first_valid(config: Any, devices: int, **options: Any) -> Any:
-    """Return the estimate of memory and communication for the first of `candidate_meshes` that is valid for
-    the config; `options` are those of `memory_plan.plan`.
+    """Return the memory plan (estimated bytes of memory and communication per device) of the first of the meshes
+    of `candidate_meshes` that is valid for the config. `options` are keyword arguments of `memory_plan.plan`.
 
     Raises:
-        ValueError: the config's mesh is not valid, or no candidate is.
+        ValueError: none of these meshes is valid for the config.
     """
     from lsm_jax.training import memory_plan
 
@@ -120,7 +121,7 @@ def plan_first_valid(config: Any, devices: int, **options: Any) -> Any:
 
 
 def parse(argv: list[str]) -> list[str]:
-    """Parse the command's flags; a wrong one ends the process with a message of one line."""
+    """Parse the flags of `python -m lsm_jax.plan`; a wrong flag ends the process with a message of one line."""
     from lsm_jax.training.command import parse_config
 
     rest = parse_config(FLAGS, argv, "plan", workdir=False)
@@ -135,8 +136,8 @@ def parse(argv: list[str]) -> list[str]:
 
 
 def main(argv: list[str]) -> None:
-    """Print the estimated memory and communication of the config's mesh, or those of the meshes that a
-    search finds."""
+    """Print the estimated memory and communication of the training run that `--config` describes: on the mesh of
+    the config, or with `--search` on the best meshes of `--devices` devices."""
     logging.set_verbosity(logging.WARNING)
     config = FLAGS.config
     try:
@@ -151,8 +152,8 @@ def main(argv: list[str]) -> None:
 
 
 def _search(config: Any) -> None:
-    """Print the estimates of the ten meshes on which the run fits into memory and that communicate least;
-    if it fits on none, the one that needs the least memory."""
+    """Print the memory and communication estimates of the ten meshes that communicate least among those on which
+    the run fits into memory; if it fits on none, those of the mesh that needs the least memory."""
     from lsm_jax.training import memory_plan
 
     plans, traces = [], {}

@@ -2,13 +2,14 @@
 
     python -m lsm_jax.linearize.export --workdir=runs/liger --out=liger-8b
 
-Adapters are merged; the tensors have the pretrained model's names, shapes and dtypes. Frozen parameters were trained with in
-bfloat16, so those of a float32 model are exported rounded to bfloat16. The format cannot describe gates, windows and weights:
+Adapters are merged; the tensors have the pretrained model's names, shapes and dtypes. Frozen parameters are
+bfloat16 during training, so those of a float32 model are exported rounded to bfloat16. The format cannot describe gates, windows,
+and the weights of window and memory:
 `configs/liger.py:<model>,source=liger-8b` with the options of the run loads the result as that Liger model, but other programs
 load it as the softmax model in its config.json.
 
 `--format=liger` writes the config.json of the checkpoints of Liger's authors, with which their code loads the folder as the Liger
-model; models that their code does not compute are refused. `--format=peft` writes only the adapters, as PEFT loads them.
+model; models that their code does not compute raise an error. `--format=peft` writes only the adapters, as PEFT loads them.
 """
 
 from __future__ import annotations
@@ -53,18 +54,18 @@ def export_run(
     Args:
         workdir: the run's directory.
         out: the folder to write; it must not exist yet.
-        step: step of the checkpoint; None is the newest.
+        step: the training step of the checkpoint to export; None is the newest.
         format: "huggingface", the format of the pretrained model; "liger", that of the checkpoints of Liger's authors; or "peft",
             adapters alone.
-        source: the pretrained model whose names, files and tokenizer the result has; None is the one that the run started from.
-            Required for imported runs, which did not start from one.
+        source: path of the pretrained model whose tensor names, files and tokenizer the result has; None is the one that the run
+            started from. Required for runs that were imported, which did not start from a pretrained model.
 
     Returns:
         The path of the folder.
 
     Raises:
-        ValueError: the run or checkpoint does not exist, the run did not start from a pretrained model, the format cannot
-            contain some of the parameters or describe the model, or `out` exists.
+        ValueError: the run or checkpoint does not exist; the run did not start from a pretrained model; `format` cannot describe
+            the model, or has no place for some of its parameters; or `out` exists.
     """
     if format not in FORMATS:
         raise ValueError(f"format={format!r}; accepted are {', '.join(FORMATS)}")
@@ -92,7 +93,8 @@ def export_run(
 
 
 def _pretrained_path(workdir: str | os.PathLike[str], config: TrainConfig) -> str:
-    """Return the path of the pretrained model from which a run, or the first of a chain of runs, started.
+    """Return the path of the pretrained model from which a run started, or, if the run started from another run
+    (`init_from`), from which the first run of this chain started.
 
     Raises:
         ValueError: the run did not start from a pretrained model.
@@ -109,8 +111,15 @@ def _pretrained_path(workdir: str | os.PathLike[str], config: TrainConfig) -> st
 
 
 def _check_parameters(model: ModelConfig, base: ModelConfig) -> None:
-    """Raise ValueError if the run's model has parameters, other than adapters, that its pretrained model
-    does not have and that could therefore not be exported."""
+    """Check that all parameters of a run's model can be exported in the format of its pretrained model.
+
+    Args:
+        model: the config of the run's model.
+        base: the config of the pretrained model.
+
+    Raises:
+        ValueError: the run's model has parameters, other than adapters, that the pretrained model does not have.
+    """
     tuned, pretrained = (leaves_of(params_of(abstract(m))) for m in (model, base))
     surplus = sorted(name for name in tuned if name not in pretrained and ".lora." not in name)
     if surplus:

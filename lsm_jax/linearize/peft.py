@@ -2,9 +2,10 @@
 
     python -m lsm_jax.linearize.peft --source=iter_2400 --base=liger_gla_base --workdir=runs/liger
 
-makes a run of the adapters in --source beside the frozen parameters of --base. The run can be evaluated, and another run can start
-from it. --base is a pretrained transformer (`--method=liger --gate=gla` makes it linear, `--method=softmax`, the default, does not)
-or a folder of Liger's authors, whose config.json names the model (`lsm_jax.linearize.released`).
+makes a run whose trained parameters are the adapters in --source and whose frozen parameters are those of --base. The run can be
+evaluated, and another run can start from it. --base is a pretrained transformer (`--method=liger --gate=gla` replaces its softmax
+attention by Liger's; `--method=softmax`, the default, does not) or a folder of Liger's authors, whose config.json names the model
+(`lsm_jax.linearize.released`).
 
 `python -m lsm_jax.linearize.export --format=peft` writes the adapters of a run.
 """
@@ -56,18 +57,18 @@ _PLAIN_STARTS = (None, True, False, "gaussian", "orthogonal", "eva")
 
 
 class Adapters(Checkpoint):
-    """A folder of adapters in PEFT's format, opened for reading. `config` has the contents of its
-    adapter_config.json."""
+    """A folder of adapters (LoRA) in the format of Hugging Face's PEFT, opened for reading. `config` has the contents
+    of the folder's adapter_config.json."""
 
     config_file, single_file = CONFIG, TENSORS
 
 
 def lora_config(adapters: Adapters) -> LoRAConfig:
-    """Return the config (rank, scale, adapted projections) of the adapters in a folder of PEFT.
+    """Return the config (rank, alpha, adapted projections) of the adapters in a folder that PEFT wrote.
 
     Raises:
-        ValueError: a field is missing, unknown, or has a value that is not supported, such as those of DoRA and rsLoRA; the
-            message names it.
+        ValueError: a field of adapter_config.json is missing, unknown, or has a value that is not supported, such as those of
+            DoRA and rsLoRA; the message names the field.
     """
     given, where = adapters.config, adapters.folder / CONFIG
     for name, value in _ONLY.items():
@@ -104,14 +105,14 @@ def lora_config(adapters: Adapters) -> LoRAConfig:
 
 
 def load_adapters(adapters: Adapters, model: ModelConfig) -> dict[str, Any]:
-    """Load the adapters in a folder of PEFT as a model's parameters, in float32.
+    """Load the adapters in a folder of PEFT as parameters of a model, in float32.
 
     Args:
-        adapters: the folder.
-        model: the model, whose `lora` is `lora_config(adapters)`.
+        adapters: the folder of the adapters, opened.
+        model: the config of the model that has the adapters; its `lora` is `lora_config(adapters)`.
 
     Returns:
-        The parameters of the adapters, a pure dict with the structure of the model's.
+        The adapters' parameters, a pure dict with the same paths as in the model's parameters.
 
     Raises:
         ValueError: tensors are missing, unexpected or of another shape; the message names them.
@@ -137,8 +138,8 @@ def write_adapters(
     """Write the adapters of a model as a folder that PEFT loads, in float32.
 
     Args:
-        params: the parameters of the model; only its adapters are written.
-        model: the model.
+        params: the parameters of the model, of which only the adapters are written.
+        model: the config of the model.
         out: the folder to write; it must not exist yet.
         base: path or name of the pretrained model, for adapter_config.json.
 
@@ -146,7 +147,7 @@ def write_adapters(
         The path of the folder.
 
     Raises:
-        ValueError: the model has no adapters, or the folder exists.
+        ValueError: the model has no adapters, or the folder `out` exists.
     """
     target = Path(out).expanduser().absolute()
     if target.exists():
@@ -176,8 +177,12 @@ def _adapters_of(params: dict[str, Any]) -> dict[str, Any]:
 
 
 def _name(keys: list[str], layer: int) -> str:
-    """Return the name that PEFT has for a matrix of an adapter in a layer; `keys`, its path in the
-    parameters, end in "lora" and "a" or "b"."""
+    """Return the name of the tensor in PEFT's format for one of the two matrices of an adapter.
+
+    Args:
+        keys: the matrix's path inside a layer's parameters, which ends in "lora" and "a" or "b".
+        layer: the number of the layer, from 0.
+    """
     module = published_name([*keys[:-2], "kernel"], layer).removesuffix(".weight")
     return f"{_PREFIX}{module}.{_PARTS[keys[-1]]}.weight"
 
@@ -185,8 +190,11 @@ def _name(keys: list[str], layer: int) -> str:
 def _tensors(
     adapters: dict[str, Any], model: ModelConfig
 ) -> list[tuple[str, tuple[int, ...], Any, int | None]]:
-    """Return, for every tensor that PEFT has for a model's adapters, (its name, its shape, the parameter,
-    its period in a parameter that is stacked over periods, otherwise None)."""
+    """Return a tuple (name, shape, parameter, period) for every tensor that a model's adapters have in PEFT's format.
+
+    The parameter is the array of `adapters` that contains the tensor's transpose: at the index `period` of its first axis
+    if it is stacked over the periods of the pattern; as the complete array if `period` is None.
+    """
     size, tensors = len(model.period()), []
     for path, leaf in jax.tree_util.tree_leaves_with_path(adapters):
         for keys, layer in layers_of(path, leaf.shape, size):
@@ -209,13 +217,15 @@ def import_adapters(
 
     Args:
         source: the folder of the adapters.
-        base: a Hugging Face folder or a .gguf file, which must remain where it is.
+        base: the pretrained model, a Hugging Face folder or a .gguf file, which the run reads again whenever it is opened, so
+            that its path must not change.
         workdir: the directory of the new run; it must not contain a run.
-        method: "softmax", the transformer unchanged, or "liger". If `base` is a released checkpoint of Liger's authors, the method
-            is liger and the fields are its.
-        window: tokens in the window of liger; None is 65 for a released checkpoint, and 64 for other models.
-        tokenizer: a tokenizer.json or its folder, to use instead of the base's.
-        fields: fields of `LigerConfig` for `method="liger"`, such as gate.
+        method: "softmax", which leaves the transformer unchanged, or "liger", which replaces its attention by Liger's. If `base`
+            is a checkpoint of Liger's authors, the method is always liger, and `fields` must be empty.
+        window: with Liger, tokens that a query of the attention branch sees, itself included; None is 65 for a checkpoint of
+            Liger's authors, and 64 for other models.
+        tokenizer: a tokenizer.json or its folder, to use instead of the base's tokenizer.
+        fields: values of fields of `LigerConfig` for `method="liger"`, such as gate, by name.
 
     Returns:
         The run's config.

@@ -51,8 +51,12 @@ class Pretrained:
         return _open_cached(str(path), path.stat().st_mtime_ns if path.exists() else 0)
 
     def validate(self, model: ModelConfig) -> None:
-        """Raise ValueError unless the model config `model` was made from that of the pretrained model, so
-        that its parameters can be loaded."""
+        """Check that the parameters of the pretrained model can be loaded into the linearised model with the config
+        `model`: that this config was made from the pretrained model's.
+
+        Raises:
+            ValueError: the two configs do not fit; the message lists the fields that differ.
+        """
         stored, expected = self.config(), base_model(model)
         wrong = [
             f"{name}: {getattr(stored, name)} in base.path, {getattr(expected, name)} in the config"
@@ -72,14 +76,14 @@ class Pretrained:
             )
 
     def load(self, model: ModelConfig, target: dict[str, Any]) -> dict[str, Any]:
-        """Load the parameters of the pretrained model for a model that was made from it.
+        """Load the parameters of the pretrained model for a linearised model that was made from it.
 
         Args:
-            model: the linearised model.
-            target: arrays or shapes of `model`'s parameters, whose dtypes and shardings the result has.
+            model: the config of the linearised model.
+            target: arrays or abstract arrays of the linearised model's parameters, whose dtypes and shardings the result has.
 
         Returns:
-            The parameters, without those of `model` that the pretrained model does not have.
+            The pretrained model's parameters; those that only the linearised model has are absent.
 
         Raises:
             ValueError: tensors are missing, unexpected or of another shape; the message names them.
@@ -96,8 +100,8 @@ class Pretrained:
 
 @functools.lru_cache(maxsize=1)
 def _open_cached(path: str, modified: int) -> Tensors:
-    """Open the tensors of a pretrained model for reading; the result is cached, since opening a .gguf file
-    takes seconds.
+    """Open the config and tensors of a pretrained model for reading; the last result is cached, since opening a
+    .gguf file takes seconds.
 
     Args:
         path: the pretrained model's folder or file.
@@ -110,10 +114,11 @@ def _open_cached(path: str, modified: int) -> Tensors:
 
 
 def _differences(stored: Any, expected: Any) -> list[str]:
-    """Return a line of text for each field by which two layers of a model config differ so that their
-    outputs differ.
+    """Return a line of text, "field: value in base.path, value in the config", for each field in which the configs of
+    two layers differ: `stored`, of the pretrained model, and `expected`, of the softmax model that a run's config implies.
 
-    The window and the implementation may differ; multiple_of and hidden_ratio have no effect if intermediate_size is set.
+    Differences of the window and the implementation are allowed, and so are those of multiple_of and hidden_ratio, which have
+    no effect if intermediate_size is set.
     """
     ignored = ("window", "implementation", "multiple_of", "hidden_ratio")
     a, b = flatten(stored), flatten(expected)

@@ -1,4 +1,5 @@
-"""Make the config of a linearised model (Liger, LoLCATs) from that of a softmax model, and the reverse."""
+"""Make the config of a linearised model (Liger, LoLCATs) from that of a softmax model, and the config of the
+softmax model from that of a linearised one."""
 
 from __future__ import annotations
 
@@ -17,14 +18,14 @@ def liger_model(
     parameters.
 
     Args:
-        base: a model whose layers have softmax attention.
-        hybrid: n: every n-th layer remains softmax attention (the paper has one in 8 layers, but does not say which one).
-            0: no layer does.
-        lora: adapters for all layers, those with softmax attention too.
-        fields: fields of `LigerConfig`.
+        base: the config of a model whose layers have softmax attention.
+        hybrid: n, where the layers n, 2n, 3n, ... remain softmax attention (the paper has one in 8 layers, but does not say
+            which one); 0 replaces all layers.
+        lora: the config of adapters in all layers, also those with softmax attention; None adds none.
+        fields: values of fields of `LigerConfig`, by name.
 
     Raises:
-        ValueError: a layer has another mixer, or a field is not accepted.
+        ValueError: a layer's mixer is not softmax attention, `hybrid` is out of range, or a field is not accepted.
     """
     if hybrid < 0 or hybrid == 1 or hybrid > base.num_layers:
         raise ValueError(
@@ -50,15 +51,16 @@ def lolcats_model(
     """Return the config of a model with LoLCATs attention (arXiv 2410.10254) instead of softmax attention.
 
     Args:
-        base: a model whose layers have softmax attention.
-        transfer: first stage, which learns the outputs of softmax attention: 1000 times the squared distance, averaged over
-            layers, is added to the model's loss. The layers' outputs are those of softmax attention, so that the model's
-            loss has no gradient for feature maps and window factors.
-        lora: adapters for all layers, for the second stage.
-        fields: fields of `LolcatsConfig`.
+        base: the config of a model whose layers have softmax attention.
+        transfer: whether to return the model of the first stage, which learns the outputs of softmax attention: 1000 times the
+            squared distance between them and those of LoLCATs attention, averaged over layers, is added to the model's loss. The
+            layers' outputs are those of softmax attention, so that the loss of the next tokens has no gradient for feature maps
+            and window factors.
+        lora: the config of adapters in all layers, for the second stage; None adds none.
+        fields: values of fields of `LolcatsConfig`, by name.
 
     Raises:
-        ValueError: a layer has another mixer, or a field is not accepted.
+        ValueError: a layer's mixer is not softmax attention, or a field is not accepted.
     """
     fields = dict(transfer_weight=1000.0 / base.num_layers if transfer else 0.0) | fields
     config = _converted(base, LolcatsConfig, lora, fields)
@@ -69,8 +71,15 @@ def lolcats_model(
 def _converted(
     base: ModelConfig, kind: type, lora: LoRAConfig | None, fields: dict[str, Any]
 ) -> ModelConfig:
-    """Return the config of a model whose softmax mixers are replaced by mixers of the config class `kind`,
-    which have the fields of the softmax mixers, a window of 64 tokens and `fields`."""
+    """Return a copy of the model config `base` in which the config of each softmax mixer is replaced by one of the
+    class `kind` (`LigerConfig` or `LolcatsConfig`).
+
+    Its fields are those of the softmax mixer's config, except a window of 64 tokens, and except the values in `fields`.
+    `lora` is the config of the adapters in all layers.
+
+    Raises:
+        ValueError: a layer's mixer is not softmax attention.
+    """
     config = copy.deepcopy(base)
     config.lora = lora
     for letter, layer in base.layers.items():
@@ -87,7 +96,13 @@ def _converted(
 def window_model(
     base: ModelConfig, *, window: int = 64, lora: LoRAConfig | None = None
 ) -> ModelConfig:
-    """Return the config of a model with softmax attention only in a window, the baseline of Liger."""
+    """Return the config of a model with softmax attention in a sliding window only, a baseline for Liger.
+
+    Args:
+        base: the config of a model whose layers have softmax attention.
+        window: number of tokens that a query attends to, itself included.
+        lora: the config of adapters in all layers; None adds none.
+    """
     config = copy.deepcopy(base)
     config.lora = lora
     for letter, layer in base.layers.items():
@@ -99,11 +114,11 @@ def window_model(
 
 
 def base_model(config: ModelConfig) -> ModelConfig:
-    """Return the config of the softmax model from which a linearised model was made, with the same order of
-    layers.
+    """Return the config of the softmax model from which the linearised model of `config` was made; the order of
+    its layers is the same, and it has no adapters.
 
     Raises:
-        ValueError: a layer is not made from softmax attention.
+        ValueError: a layer's mixer is neither softmax attention nor a linearised form of it.
     """
     base = copy.deepcopy(config)
     base.lora = None

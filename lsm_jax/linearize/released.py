@@ -8,7 +8,7 @@ weigh 0.5 each, the gate's logarithm is divided by 16 (GLA, GSA), and a query se
 transformers that the authors used (4.47.1) counts a window of 64 without the query. `--window=64` is what later versions compute,
 and what the paper states. Their code rounds the sum of both branches to bfloat16 in every dtype; here only bfloat16 models do.
 
-`python -m lsm_jax.linearize.export --format=liger` writes a run as such a folder. The released adapters are read by
+`python -m lsm_jax.linearize.export --format=liger` writes a run as a folder of this format. The released adapters are read by
 `lsm_jax.linearize.peft`.
 """
 
@@ -34,12 +34,12 @@ from lsm_jax.training import TrainConfig
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """A kind of checkpoint that Liger's authors released, by the transformer and the gate that it has.
+    """The model of a checkpoint that Liger's authors released: a pretrained transformer with a kind of gate.
 
     Attributes:
-        base: model_type of the transformer that has the same tensors.
-        architecture: the class of the authors' code.
-        gate: the gate, as in `LigerConfig`.
+        base: model_type of the transformer that has the same tensors, such as "llama".
+        architecture: name of the class in the authors' code that computes the model.
+        gate: the kind of gate, a value of `LigerConfig.gate`.
     """
 
     base: str
@@ -65,7 +65,7 @@ class Released(Checkpoint):
 
     Attributes:
         config: the contents of config.json, translated to the transformer that has the same tensors.
-        fields: the fields of `LigerConfig` that differ from its defaults.
+        fields: the values of those fields of `LigerConfig` that the checkpoint's model_type and config.json determine.
 
     Raises:
         ValueError: the folder is no released checkpoint, or a field has a value that the authors' code does not implement.
@@ -101,14 +101,14 @@ class Released(Checkpoint):
             self.fields["num_slots"] = slots
 
     def model(self, window: int = WINDOW) -> ModelConfig:
-        """Return the config of the Liger model of the checkpoint; a query sees `window` tokens in its
-        windows."""
+        """Return the config of the Liger model that the checkpoint contains; in its attention branches each query sees
+        `window` tokens, itself included."""
         return liger_model(model_config(self), window=window, **self.fields)
 
 
 def open_pretrained(source: Source) -> Tensors:
-    """Open a pretrained transformer for reading, or a checkpoint of Liger's authors as the transformer that
-    has the same tensors.
+    """Open the config and tensors of a pretrained transformer for reading: a Hugging Face folder or a .gguf file. A
+    checkpoint of Liger's authors is opened as the transformer that has the same tensors (`Released`).
 
     Raises:
         ValueError: the source cannot be read.
@@ -121,11 +121,12 @@ def open_pretrained(source: Source) -> Tensors:
 
 
 def describe(model: ModelConfig, base_type: str) -> dict[str, Any]:
-    """Return the fields of config.json by which the code of Liger's authors computes a model.
+    """Return the fields of config.json (model_type, architectures, pool_size) with which the code of Liger's authors
+    computes a Liger model of this library.
 
     Args:
-        model: the model.
-        base_type: model_type of the transformer from which it was made.
+        model: the config of the Liger model.
+        base_type: model_type of the transformer from which the model was made, such as "llama".
 
     Raises:
         ValueError: the authors' code does not compute the model; the message says why.
@@ -171,8 +172,12 @@ def describe(model: ModelConfig, base_type: str) -> dict[str, Any]:
 
 
 def write_description(folder: Path, model: ModelConfig) -> None:
-    """Change the config.json of an exported folder to that of a checkpoint of Liger's authors; raises as
-    `describe` does."""
+    """Change the config.json in the exported `folder` such that the code of Liger's authors loads the folder as the
+    Liger model of the config `model`.
+
+    Raises:
+        ValueError: the authors' code does not compute the model; the message says why.
+    """
     path = folder / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
     config |= describe(model, transformer_type(config))
@@ -180,8 +185,8 @@ def write_description(folder: Path, model: ModelConfig) -> None:
 
 
 def transformer_type(config: dict[str, Any]) -> str:
-    """Return the model_type of the transformer that has the tensors of a checkpoint, from its config.json,
-    which may be that of Liger's authors."""
+    """Return the model_type of the transformer that has the same tensors as a checkpoint, given the content `config`
+    of its config.json: "llama" for Liger's "liger_gla"; any other model_type is returned unchanged."""
     kind = str(config.get("model_type"))
     return RELEASED[kind].base if kind in RELEASED else kind
 
@@ -194,15 +199,18 @@ def import_released(
     tokenizer: Any = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> TrainConfig:
-    """Make a run from a checkpoint of Liger's authors, as `convert.import_huggingface` does from a
-    transformer.
+    """Make a run from a checkpoint that Liger's authors released: the run's only checkpoint has its parameters, so
+    that the run can be evaluated and other runs can start from it.
 
     Args:
-        source: the folder.
+        source: the folder of the released checkpoint.
         workdir: the directory of the new run; it must not contain a run.
-        window: tokens that a query of the window sees, itself included.
+        window: tokens that a query of the attention branch sees, itself included.
         tokenizer: a tokenizer.json or its folder, to use instead of the source's tokenizer.
-        progress: called with (numbers loaded so far, all numbers).
+        progress: called while parameters are loaded, with (number of entries loaded so far, number of all entries); or None.
+
+    Returns:
+        The run's config.
 
     Raises:
         ValueError: the source is no released checkpoint, or `workdir` contains a run.
@@ -214,8 +222,8 @@ def import_released(
 
 
 def whole_number(name: str, text: str | None, default: int) -> int:
-    """Return the value of a command-line option that must be a whole number from 1 on, given as text;
-    `default` if it is None.
+    """Return the value of the command-line option `--name`, which must be a whole number from 1 on; `text` is its value
+    on the command line, or None if it was not given, which returns `default`.
 
     Raises:
         ValueError: the text is no whole number from 1 on.

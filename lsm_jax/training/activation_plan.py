@@ -36,8 +36,13 @@ def activation_bytes(
     over all layers, and the largest other arrays that exist at a time (one layer's backward pass, or the
     logits of a chunk of the loss).
 
-    `known` is a dict in which the results for traced layers are kept, so that plans of the same run on
-    other meshes need not trace the layers again.
+    Args:
+        config: the config of the training run.
+        model: the model, whose parameters are shapes without values.
+        sizes: number of devices along each mesh axis, by its name.
+        known: a cache of the results of traced layers, to which this function adds; plans of the same run on
+            other meshes then need not trace the layers again.
+        platform: "cpu", "cuda" or "tpu", whose implementations of the ops are counted.
     """
     rows, length = local_shape(config, sizes)
     shape = rows, length, platform
@@ -51,8 +56,8 @@ def activation_bytes(
     pieces = config.mesh.pieces()
     rounds = config.mesh.rounds
     ticks = rounds * pieces + sizes["pipeline"] - 1 if sizes["pipeline"] > 1 else 1
-    # With one round the activations of every turn are saved; with several, each turn is recomputed, so those
-    # of one turn exist.
+    # With one round of the pipeline, the activations of every turn (one microbatch in one stage) are saved; with
+    # several rounds, each turn is recomputed, so that only the activations of one turn exist.
     saved *= model.num_periods // (sizes["pipeline"] * rounds) * (ticks if rounds == 1 else 1)
     if sizes["pipeline"] > 1:
         # The gathered inputs; the outputs of each turn, of which those of the last round are the results.
@@ -74,8 +79,17 @@ def activation_bytes(
 def _layer_bytes(
     config: TrainConfig, model: Decoder, stacked: Any, rows: int, length: int, platform: str
 ) -> tuple[int, int]:
-    """Return, for one layer with all heads and channels, the bytes (peak of its forward and backward pass,
-    saved for the backward pass in addition to the layer's input)."""
+    """Estimate the activation memory of one layer that is not sharded over heads or channels: return the
+    bytes of (the peak of its forward and backward pass, what it saves for the backward pass besides its input).
+
+    Args:
+        config: the config of the training run, whose `remat` determines what a layer saves.
+        model: the model, whose parameters are shapes without values.
+        stacked: the layer, with its parameters stacked over the periods of the pattern.
+        rows: number of rows of a microbatch on one device.
+        length: number of tokens of each of these rows on the device.
+        platform: "cpu", "cuda" or "tpu", whose implementations of the ops are counted.
+    """
     x = jax.ShapeDtypeStruct(
         (rows, length, config.model.hidden_size), jnp.dtype(config.model.dtype)
     )
@@ -109,12 +123,19 @@ def _layer_bytes(
 
 
 def update_bytes(config: TrainConfig, block: Any, rows: int, length: int) -> tuple[int, int]:
-    """Return the bytes of (composed update, state) of a layer's memory for the tokens of one device, with
-    all heads; (0, 0) for attention, which has no memory.
+    """Return the bytes, with all heads, of (the composed update of one device's tokens, the state) of a
+    layer's mixer; (0, 0) for softmax attention, which has no memory.
 
-    The update of all of the device's tokens is gathered over devices and saved; of the state the gradient is
-    gathered. Both include the tails of convolutions and token shifts. A delta rule's transition is a matrix
-    [K, K] per head.
+    If the tokens of a row are sharded, devices gather each other's composed updates, which are saved for the
+    backward pass, and in the backward pass the gradients of the states. Both sizes include the tails of
+    convolutions and token shifts. The update of a delta or diagonal-plus-low-rank rule also has a transition
+    [K, K] per head; the smaller transitions of other methods are not counted.
+
+    Args:
+        config: the config of the training run.
+        block: the layer, which has the mixer.
+        rows: number of rows of a microbatch on one device.
+        length: number of tokens of each of these rows on the device.
     """
     mixer: Any = block.mixer
     kind = type(mixer.innermost()).op
@@ -135,10 +156,12 @@ def update_bytes(config: TrainConfig, block: Any, rows: int, length: int) -> tup
 def _transition_bytes(
     config: TrainConfig, block: Any, rows: int, length: int, platform: str
 ) -> int:
-    """Return the additional bytes that a layer with a delta rule needs to compute the transition [K, K] of
-    a device's tokens, which sharding over the sequence axis requires; 0 for other layers.
+    """Return the additional bytes, at the peak of its forward and backward pass, with which a layer computes
+    the composed transition [K, K] of one device's tokens, as is required if the tokens of a row are sharded.
+    Only delta and diagonal-plus-low-rank rules have one; 0 for other layers.
 
-    The op computes it as if the memory had K more value channels.
+    The op computes the transition as if the memory had K more value channels, so that the result is the
+    difference between the delta rule's peaks with V + K and with V value channels.
     """
     if type(block.mixer.innermost()).op not in _WITH_TRANSITIONS:
         return 0
@@ -181,8 +204,12 @@ def gathers_keys_and_values(mixer: Any) -> bool:
 def gathered_keys_and_values_bytes(
     config: TrainConfig, model: Decoder, sizes: dict[str, int]
 ) -> int:
-    """Return the bytes of the keys and values of all tokens, and of their gradients, on a device that
-    gathers them over the sequence axis: the largest such layer's; 0 without sharded rows."""
+    """Return the bytes that one device needs for the gathered keys and values of all tokens of its rows, and
+    for their float32 gradients, in the layer in which these are largest.
+
+    It is 0 if no layer gathers keys and values, or if the tokens of a row are not sharded over the mesh axis
+    "sequence". `sizes` is the number of devices along each mesh axis, by its name.
+    """
     if sizes["sequence"] == 1:
         return 0
     rows, _ = local_shape(config, sizes)

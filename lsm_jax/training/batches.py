@@ -30,8 +30,8 @@ def train_batches(config: TrainConfig, mesh: Mesh) -> Any:
 
 
 def eval_batches(config: TrainConfig, mesh: Mesh) -> Any:
-    """Return this process's iterator over a run's held-out batches from the first; the last batch is
-    padded."""
+    """Return this process's iterator over a run's held-out batches, always in the same order; the last batch
+    is padded to the full number of rows."""
     index, count = data_shard(mesh)
     return iter(
         make_eval_iterator(
@@ -46,11 +46,12 @@ def eval_batches(config: TrainConfig, mesh: Mesh) -> Any:
 
 
 class RecentBatches:
-    """Read training batches one after another, and go back by the last few if steps must be taken again.
+    """An iterator over training batches that can go back by a few batches, if training steps must be taken
+    again.
 
     Args:
-        iterator: an iterator with `get_state` and `set_state`, as from `train_batches`.
-        recent: number of batches by which it can go back.
+        iterator: the iterator to read from, with `get_state` and `set_state`, such as that of `train_batches`.
+        recent: the largest number of batches by which `go_back` can go back.
 
     Attributes:
         iterator: the iterator, at the position after the last batch that was read; a checkpoint saves it.
@@ -62,12 +63,12 @@ class RecentBatches:
         self._peeked: dict[str, np.ndarray] | None = None
 
     def peek(self) -> None:
-        """Read the next training batch from the iterator and keep it for the next call of `next`; raises
-        the error of the data if it cannot be read."""
+        """Read the next training batch in advance, which the next call of `next` returns; if the training data
+        cannot be read, their error is raised here."""
         self._peeked = self._read()
 
     def __next__(self) -> dict[str, np.ndarray]:
-        """Return the next training batch: one that was peeked or gone back over, or else a new one from the
+        """Return the next training batch: the one that `peek` has read in advance, or else the next one of the
         iterator."""
         batch, self._peeked = self._peeked, None
         return self._read() if batch is None else batch

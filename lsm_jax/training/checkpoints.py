@@ -34,9 +34,10 @@ class Checkpoints:
 
     Args:
         directory: the folder of the run's checkpoints; created at the first save.
-        keep_last: number of the newest checkpoints that are kept.
-        keep_every: also keep the checkpoints at multiples of so many steps; 0 keeps no others.
-        clean: remove the files of a killed save; set it only in the process that trains the run.
+        keep_last: number of the newest checkpoints that are kept; older ones are removed.
+        keep_every: checkpoints at multiples of this number of steps are kept, too; 0 keeps no others.
+        clean: whether to remove the incomplete files of a save that was killed; set it only in the process that
+            trains the run.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class Checkpoints:
 
     @property
     def steps(self) -> list[int]:
-        """The training steps of which there is a checkpoint, in ascending order."""
+        """The numbers of the training steps whose checkpoints exist, in ascending order."""
         if self._opened is None and not self.directory.is_dir():
             return []
         return sorted(c.step for c in self._checkpointer.checkpoints)
@@ -102,7 +103,7 @@ class Checkpoints:
 
     def _seal(self, step: int, response: Any) -> None:
         """Wait until the checkpoint of a step is written, then write the checksums of its files, and remove
-        the checksums of checkpoints that no longer exist. Runs in a thread of its own."""
+        the checksums of checkpoints that no longer exist. It runs in a separate thread."""
         try:
             response.result()
         except Exception:  # `wait` raises the error of a failed save
@@ -240,8 +241,8 @@ def _quiet() -> Iterator[None]:
 
 
 def abstract_like(shapes: Any, shardings: Any) -> Any:
-    """Return a tree of abstract arrays that says how to restore a checkpoint: with the shapes and dtypes of
-    the tree `shapes`, and the shardings of the tree `shardings`."""
+    """Return a tree of abstract arrays as the target of restoring a checkpoint: their shapes and dtypes are those
+    of the tree `shapes`, their shardings are the leaves of the tree `shardings`."""
     return jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
     )

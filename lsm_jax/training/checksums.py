@@ -34,9 +34,14 @@ def write_checksums(path: Path, folder: Path) -> None:
 
 def check_files(path: Path, folder: Path, wanted: Callable[[str], bool]) -> None:
     """Compare the content of a checkpoint's files with the checksums that were written when it was saved;
-    only files for whose names `wanted` is true are read.
+    only the files that `wanted` selects are read.
 
     If `path` does not exist or is incomplete, because a kill came before it was written, nothing is compared.
+
+    Args:
+        path: the JSON file of the checksums.
+        folder: the folder of the checkpoint.
+        wanted: function from a file's path relative to `folder` to whether the file is read.
 
     Raises:
         ValueError: a file differs or is missing; the message names it.

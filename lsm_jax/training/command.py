@@ -1,5 +1,5 @@
-"""Parsing of the flag `--config=FILE.py:VARIANT` and of overrides of its fields, with error messages of one
-line."""
+"""Parse the flag `--config=FILE.py:VARIANT` and command-line overrides `--config.NAME=VALUE` of the config's
+fields, with error messages of one line."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ _ACCEPTED = "accepted is FILE.py:VARIANT, e.g. configs/lm.py:gla-340m"
 def parse_config(
     known: flags.FlagValues, argv: list[str], program: str, *, workdir: bool
 ) -> list[str]:
-    """Parse flags, one of which is `config`.
+    """Parse a program's command line, which has the flag `--config=FILE.py:VARIANT` and may override fields of
+    the config by `--config.NAME=VALUE`.
 
     A wrong field, variant or value ends the process with a message of one line that says what is accepted.
 
@@ -33,7 +34,7 @@ def parse_config(
         argv: the process's arguments. Overrides of fields with None are removed from `sys.argv`, which
             ml-collections reads: it would parse None as a value of the field's current type.
         program: the program's name, for error messages.
-        workdir: whether `--workdir` is required.
+        workdir: whether the flag `--workdir` is required.
 
     Returns:
         The arguments that are not flags, with the program's name first.
@@ -118,8 +119,9 @@ def _problem(argv: list[str], workdir: bool) -> str | None:
 
 
 def _override(config: Any, name: str, value: str) -> str | None:
-    """Return the error message for a command-line override `--config.NAME=VALUE` of the field `name`, or
-    None if the config has that field and it may be set."""
+    """Check a command-line override `--config.NAME=VALUE` of the field with the dotted name `name`: return an
+    error message if the config has no such field, or if the field has no type that a value can be parsed to
+    (such as `base`); otherwise None."""
     node, parent = config, None
     for part in name.split("."):
         inner = (

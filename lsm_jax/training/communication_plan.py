@@ -1,7 +1,7 @@
 """Estimate the bytes that each device of a training run sends to other devices per step.
 
-A gather or a scatter among n devices is counted as a ring: a device sends (n - 1) / n of the whole data. A
-sum is a scatter and a gather.
+A gather or a scatter among n devices is counted as a ring: a device sends (n - 1) / n of the bytes of the
+complete array. A sum over devices is counted as a scatter and a gather.
 """
 
 from __future__ import annotations
@@ -67,8 +67,9 @@ def communication_bytes(
 
 
 def period_bytes(local_params: dict[str, int]) -> int:
-    """Return the float32 bytes of the parameters of all layers on one device, without embedding and head;
-    `local_params` has the number of entries on the device by parameter path."""
+    """Return the bytes, in float32, of the layers' parameters that one device stores: those of all periods,
+    without embedding and head. `local_params` has the number of entries of each parameter that the device
+    stores, by the parameter's path."""
     return 4 * sum(size for name, size in local_params.items() if name.startswith("periods/"))
 
 
@@ -77,8 +78,8 @@ def _ring(size: int) -> float:
 
 
 def _passes(config: TrainConfig) -> int:
-    """Return how many passes over the layers a training step makes, each of which communicates: forward and
-    backward, and one more if the backward pass recomputes the layers."""
+    """Return how often a training step computes all layers and communicates for them: 2 (forward and
+    backward), or 3 if the backward pass computes them again (remat="full")."""
     return 3 if config.model.remat == "full" else 2
 
 
@@ -96,7 +97,8 @@ def _of_experts(
     sizes: dict[str, int],
 ) -> dict[str, float]:
     """Return the bytes that one device sends over the mesh axis "expert" per training step, by purpose: the
-    gradients of all parameters but the experts', and the tokens' rows that travel to experts and back."""
+    gradients of all parameters except the experts', and the activations of the tokens that are sent to
+    experts and back."""
     experts = 4 * sum(
         local_params[n]
         for n in local_params
@@ -119,8 +121,8 @@ def _of_experts(
 
 def _of_sequence(config: TrainConfig, model: Decoder, sizes: dict[str, int]) -> float:
     """Return the bytes that one device sends per training step because the tokens of a row are sharded over
-    devices: the memories' composed updates and the gradients of their states, and keys and values of
-    attention."""
+    devices: the memories' composed updates and the gradients of their states, and the keys and values of
+    attention. `sizes` is the number of devices along each mesh axis, by its name."""
     rows, length = local_shape(config, sizes)
     item = jnp.dtype(config.model.dtype).itemsize
     count = 0

@@ -71,21 +71,21 @@ class TrainConfig:
 
     Attributes:
         name: the name shown in logs and plots.
-        model: the decoder.
-        data: the training data.
-        optimizer: the optimizer and the learning-rate schedule.
+        model: the config of the decoder.
+        data: the config of the training data.
+        optimizer: the config of the optimizer and the learning-rate schedule.
         mesh: number of devices along each mesh axis.
         batch_size: sequences per step, over all devices and accumulation steps.
-        accumulation_steps: number of equal pieces of the batch whose gradients are computed one after another
-            and summed.
+        accumulation_steps: number of equal subsets of the batch's sequences whose gradients are computed one
+            after another and summed.
         total_tokens: length of the run in tokens; a last, incomplete step is not taken.
         seed: the seed of the parameters and of the order of the data.
         log_every: steps between rows of metrics.jsonl.
         eval_every: steps between held-out losses; 0 never computes one.
         eval_batches: batches of `batch_size` sequences over which a held-out loss is computed.
         checkpoint_every: steps between checkpoints; one is always written at the end.
-        keep_last: number of the newest checkpoints that are kept.
-        keep_every: also keep the checkpoints at multiples of so many steps; 0 keeps no others.
+        keep_last: number of the newest checkpoints that are kept; older ones are removed.
+        keep_every: checkpoints at multiples of this number of steps are kept, too; 0 keeps no others.
         init_from: the directory of another run, whose newest parameters this run starts from. Trained
             parameters that the other run does not have are initialised.
         base: the pretrained model to start from if `init_from` is empty: None, or an object with
@@ -95,8 +95,8 @@ class TrainConfig:
             `base` whenever the run is opened. If empty, all parameters are trained.
         frozen_initial: names of modules or parameters that are frozen at their initial values, which follow
             from `seed`, if neither `init_from` nor `base` has them.
-        max_bad_steps: stop after so many consecutive steps whose loss or gradient is not finite. Such steps
-            change nothing.
+        max_bad_steps: training stops after this many consecutive steps whose loss, gradient or new parameters
+            are not finite. Such a step changes neither parameters nor the optimizer's state.
         profile_start: number of steps of this process before the profiler starts; its trace is written to
             workdir/profile.
         profile_steps: number of steps that are profiled; 0 profiles none.
@@ -146,7 +146,7 @@ class TrainConfig:
 
         Args:
             num_devices: number of devices to check the mesh for; None does not check it.
-            on_paper: do not open the files of the pretrained model `base`.
+            on_paper: whether to skip the checks that open the files of the pretrained model `base`.
         """
         self.model.validate()
         self.data.validate()
@@ -268,8 +268,8 @@ class TrainConfig:
 
 
 def resolve_annotations(config: Any) -> None:
-    """Replace annotations of a config class that are strings by the types they name, with which
-    ml-collections checks overrides of fields on the command line."""
+    """Replace, in a config's class and in those of the configs in its fields, annotations that are strings by the
+    types that they name; ml-collections checks command-line overrides of fields by these types."""
     if isinstance(config, dict):
         for item in config.values():
             resolve_annotations(item)
@@ -281,11 +281,11 @@ def resolve_annotations(config: Any) -> None:
 
 
 def _flag_type(hint: Any) -> Any:
-    """Return the type with which ml-collections checks command-line overrides of a config field; it
-    supports no unions except those with None.
+    """Return the type with which ml-collections checks command-line overrides of a config field that is
+    annotated with the type `hint`: `hint` itself, except that `str | tuple[str, ...] | None`, names in order of
+    preference, becomes `str | None`, names separated by commas.
 
-    For names in order of preference, `str | tuple[str, ...] | None`, it is `str | None`: names separated by
-    commas.
+    ml-collections supports no unions except those with None.
     """
     kinds = typing.get_args(hint)
     if str in kinds and any(typing.get_origin(kind) is tuple for kind in kinds):

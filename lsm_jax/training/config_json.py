@@ -1,4 +1,5 @@
-"""Convert configs to JSON and back, list the differences between two configs, and name their fields."""
+"""Convert configs to JSON and back, list the fields in which two configs differ, and suggest names for unknown
+fields."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ _MOVED_MODULES = {
 
 
 def _moved_fields(kind: type, fields: dict[str, Any]) -> dict[str, Any]:
-    """Rename the fields of a mixer config that was written before release 0.2; `kind` is its class."""
+    """Return the fields of a config of class `kind`, read from JSON, as release 0.2 names them: if it is a mixer's
+    config that release 0.1 wrote, fields of the op move into the field `op`; other configs are unchanged."""
     if not issubclass(kind, mixers.RecurrentConfig) or "op" in fields:
         return fields
     same = {name: value for name, value in fields.items() if name not in MOVED_FIELDS}
@@ -52,8 +54,11 @@ def _moved_fields(kind: type, fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _class_of(kind: str) -> type:
-    """Return the config class that `to_dict` wrote as "module:name"; it must be of this library or of a
-    registered method."""
+    """Return the config class that a JSON config names as `kind`, "module:class".
+
+    Raises:
+        ValueError: the class is neither in this library nor the config of a registered method.
+    """
     for method in (mixers.METHODS | mixers.WRAPPERS).values():
         if kind == f"{method.config.__module__}:{method.config.__qualname__}":
             return method.config
@@ -78,8 +83,8 @@ def from_dict(value: Any) -> Any:
     """Convert a dict of JSON values, the result of `to_dict`, back to the config.
 
     Raises:
-        ValueError: a type is neither in this library nor the config of a registered method, or it does not
-            have a field.
+        ValueError: a class that a "type" names is neither in this library nor the config of a registered
+            method, or it does not have a field of the dict.
     """
     if isinstance(value, dict) and "type" in value:
         kind = _class_of(value["type"])
@@ -134,8 +139,8 @@ def differences(old: Any, new: Any) -> list[str]:
 
 
 def suggest(config: Any, name: str) -> str:
-    """Return the error message for a dotted field name that the config does not have; it lists the fields
-    that exist at that place."""
+    """Return the error message for a dotted field name that the config does not have, such as
+    "optimizer.lr"; it lists the fields that the inner config (here "optimizer") has."""
     *path, last = name.split(".")
     holder = config
     for part in path:

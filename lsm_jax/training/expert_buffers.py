@@ -15,12 +15,14 @@ FILE = "expert_buffers.json"
 
 
 class ExpertBuffers:
-    """Hold the size `expert_buffer` of the exchange with experts for each layer of a run: the config's at
-    first, doubled at each growth. The unit is a device's even share of the rows that it sends.
+    """Store and grow the sizes (`expert_buffer`) of the buffers in which devices send tokens to experts, one
+    size per pattern letter with experts: the config's size at first, doubled at each growth. A size is a
+    multiple of an even load, the choices that a device sends to each device if all experts are chosen equally
+    often.
 
-    The number of devices over which experts are sharded, P, is always enough, so that there are at most
-    log2(P / expert_buffer) growths, rounded up. They are recorded in `expert_buffers.json` in the run's directory, and a
-    resumed run begins with the buffers that it had reached; config.json does not change. All hosts read the same file
+    The size P, the number of devices over which experts are sharded, is always enough, so that there are at
+    most log2(P / expert_buffer) growths, rounded up. They are recorded in `expert_buffers.json` in the run's directory, and a
+    resumed run begins with the sizes that it had reached; config.json does not change. All hosts read the same file
     and the same counts, so that they compile the same program without communication.
 
     Args:
@@ -28,7 +30,7 @@ class ExpertBuffers:
         workdir: the run's directory.
 
     Attributes:
-        config: the config with the buffers that the run has reached.
+        config: the config of the run with the present sizes of the buffers.
         growths: for each growth the fields `step`, `during` ("training" or "evaluation"), `overflow_count` (choices
             that did not fit), and `expert_buffer`, the new buffer of each letter of the pattern.
 
@@ -53,33 +55,42 @@ class ExpertBuffers:
 
     @property
     def in_use(self) -> bool:
-        """Whether the run sends tokens to experts through buffers: the mesh shards experts over several
-        devices, and a layer has experts that are computed so."""
+        """Whether the run sends tokens to experts through buffers of fixed size: the mesh shards experts over
+        several devices, and a layer's mixture of experts has `execution="grouped"`."""
         return self._devices > 1 and bool(self._sizes)
 
     @property
     def may_overflow(self) -> bool:
-        """Whether the smallest buffer for sending tokens to experts could be too small for some routing."""
+        """Whether tokens could choose experts such that the choices do not fit into the smallest buffer: the
+        run uses buffers, and one has a size below the number of devices over which experts are sharded."""
         return self.in_use and min(self._sizes.values()) < self._devices
 
     @property
     def largest(self) -> float:
-        """The largest size `expert_buffer` that the layers with experts have reached, as a multiple of an
-        even share."""
+        """The largest `expert_buffer` that a layer of the run has reached: the size of the buffers in which
+        devices send tokens to experts, as a multiple of an even load."""
         return max(self._sizes.values())
 
     @property
     def overflow_count(self) -> int:
-        """How many choices of an expert by a token did not fit into the buffers, summed over all growths of
-        the run."""
+        """The number of choices of experts by tokens that did not fit into the buffers between devices, summed
+        over all growths of these buffers in the run."""
         return sum(growth["overflow_count"] for growth in self.growths)
 
     def grow(self, step: int, overflow_count: int, during: str = "training") -> str:
-        """Double the buffers for sending tokens to experts, at most to the number of devices, and record
-        the growth in the run's directory; return the change in words.
+        """Double the sizes of the buffers in which devices send tokens to experts, at most to the number of
+        devices over which experts are sharded, and record the growth in the run's directory.
+
+        Args:
+            step: the training step in which choices of experts did not fit.
+            overflow_count: the number of choices that did not fit.
+            during: "training" or "evaluation".
+
+        Returns:
+            The change in words, such as "expert_buffer 1.25 -> 2.5".
 
         Raises:
-            RuntimeError: all buffers have that size already, which no routing overflows.
+            RuntimeError: all buffers have the largest size already, into which all choices fit.
         """
         if not self.may_overflow:
             raise RuntimeError(

@@ -7,8 +7,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend import core
 
-# Operations that a compiler fuses into the operations that read them: their results exist only if a product
-# or loop reads them.
+# Operations that a compiler fuses into the operations that read their results: the results are stored only if
+# a matrix product or a loop reads them.
 _FUSED = frozenset(
     """
     abs add and broadcast_in_dim clamp convert_element_type copy cos div eq erf exp exp2 expand_dims expm1 floor ge gt
@@ -26,8 +26,8 @@ def peak_bytes(jaxpr: Any, platform: str) -> int:
     including its results but not its arguments.
 
     Elementwise results that only elementwise operations and reductions read count as fused into them, and
-    their operands exist until then. A loop needs the peak of its body in addition to what it carries and
-    stacks.
+    their operands exist until then. A loop needs the peak of its body in addition to the arrays that it
+    carries and stacks.
 
     Args:
         jaxpr: `jax.make_jaxpr(...)(...).jaxpr`, with the shapes of one device.
@@ -77,11 +77,15 @@ def peak_bytes(jaxpr: Any, platform: str) -> int:
 
 
 def result_bytes(jaxpr: Any, platform: str) -> int:
-    """Return the bytes of a jaxpr's results that are not arguments of it; its arguments are those of
-    `peak_bytes`.
+    """Return the bytes of a jaxpr's results that are not also its arguments, such as the residuals that a
+    layer saves for its backward pass.
 
     Each result is counted once; a result that only repeats or reshapes another array is counted as that
     array.
+
+    Args:
+        jaxpr: `jax.make_jaxpr(...)(...).jaxpr`, with the shapes of one device.
+        platform: "cpu", "cuda" or "tpu", to select the branches of `jax.lax.platform_dependent`.
     """
     equations, results = _flat(jaxpr, platform)
     source: dict[int, list[Any]] = {
@@ -120,10 +124,12 @@ def _inner(equation: Any) -> list[Any]:
 
 
 class _Var:
-    """An array of a traced program after its calls have been inlined; an array of a body that is called
-    twice becomes two.
+    """An output of an equation in a jaxpr whose calls have been inlined. It replaces the jaxpr's variable,
+    because each array in a function that is called twice must be counted as two arrays.
 
-    `empty` is true if the array has no content, as residuals of another platform's branch.
+    Attributes:
+        aval: the shape and dtype of the array.
+        empty: whether the array needs no memory: JAX's placeholder for residuals of another platform's branch.
     """
 
     def __init__(self, aval: Any, empty: bool):
@@ -131,8 +137,8 @@ class _Var:
 
 
 def _grouped_product_bytes(equation: Any) -> int:
-    """Return the temporary bytes of a grouped matrix product (`ragged_dot`) where Hopper's kernel does not
-    compute it: XLA then stores all input and output rows for every group, twice."""
+    """Return the bytes of temporary arrays of a grouped matrix product (`ragged_dot`) that is not computed by
+    Hopper's kernel: XLA then stores all input and output rows once per group, and all of this twice."""
     groups = equation.invars[2].aval.size
     rows = [v for v in (*equation.invars[:2], *equation.outvars) if v.aval.shape[0] != groups]
     return 2 * groups * sum(map(_bytes, rows))
@@ -157,8 +163,9 @@ _CALLS = (
 
 
 def _called(equation: Any, platform: str) -> tuple[Any, list[Any]] | None:
-    """Return (jaxpr that is called, its operands) if an equation is a call or a choice between platforms,
-    whose branch for `platform` is taken; None for other equations."""
+    """Return (the jaxpr that an equation calls, the operands that it passes) if the equation is a call, such
+    as of a jitted function, or a choice between platforms, which is treated as a call of the branch for
+    `platform`; return None for other equations."""
     inner, given = _inner(equation), list(equation.invars)
     if choices := equation.params.get("branches_platforms"):
         index = next(
@@ -172,10 +179,12 @@ def _called(equation: Any, platform: str) -> tuple[Any, list[Any]] | None:
 def _flat(
     jaxpr: Any, platform: str, names: dict[int, Any] | None = None
 ) -> tuple[list[Any], list[Any]]:
-    """Return the equations and results of a jaxpr in which calls are inlined and choices between platforms
+    """Return (equations, results) of a jaxpr after its calls are inlined and its choices between platforms
     are replaced by the branch of `platform`.
 
-    An equation is (primitive, peak bytes of its inner jaxprs, inputs, outputs).
+    An equation is a tuple (name of its primitive, peak bytes of the arrays inside it, such as those of a loop's
+    body, input variables, output variables). `names` maps the id of a variable of the jaxpr to the variable
+    that replaces it; None is an empty map.
     """
     names = {} if names is None else names
     equations = []

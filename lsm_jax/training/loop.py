@@ -43,8 +43,8 @@ from lsm_jax.training.step import OVERFLOW, Program, TrainState, make_program, p
 
 
 class TrainingStopped(RuntimeError):
-    """Raised if training cannot continue: too many consecutive steps had a loss or gradient that was not
-    finite, or a training batch could not be read."""
+    """The error that is raised if training cannot continue: too many consecutive steps had a loss, gradient or new
+    parameters that were not finite, or a training batch could not be read."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +81,8 @@ def train(
 
     Raises:
         ValueError: the config, data, mesh or directory is not valid.
-        TrainingStopped: `config.max_bad_steps` consecutive steps were bad, or a batch could not be read.
+        TrainingStopped: `config.max_bad_steps` consecutive steps had a loss, gradient or new parameters that
+            are not finite, or a training batch could not be read.
     """
     workdir = Path(workdir).expanduser().absolute()
     config.validate(len(jax.devices()))
@@ -135,8 +136,8 @@ def train(
 
 
 class TrainLoop:
-    """Run one call of `train`; holds the compiled program, the train state, the data, the checkpoints and
-    the measurements of the loop.
+    """The loop of one call of `train`: take training steps, report their metrics, evaluate and save
+    checkpoints until the run is complete or a signal ends it.
 
     Args:
         config: the config of the run.
@@ -147,7 +148,8 @@ class TrainLoop:
         batches: the iterator over the run's training batches.
         buffers: the buffers in which tokens are sent to experts.
         frozen: the frozen parameters; empty if all are trained.
-        on_report: see `train`.
+        on_report: a function that is called with the number of each step after its metrics are reported, or
+            None.
     """
 
     def __init__(
@@ -176,12 +178,12 @@ class TrainLoop:
 
     def run(self, state: TrainState, data: dict[str, Any], frozen: dict[str, int]) -> TrainResult:
         """Train from `state` to the last step of the run, or until SIGINT or SIGTERM is received; return
-        how it ended.
+        the step that it reached, the signal that ended it if any, and the last loss.
 
         Args:
             state: the train state before the first step of this call.
             data: the fingerprint of the training data, which is written to data.json.
-            frozen: digests of the frozen parameters' contents, by parameter.
+            frozen: the digest of each frozen parameter's content, by its path; written to frozen.json.
         """
         config = self.config
         self.state, self.step, self.start = state, int(state.step), int(state.step)
@@ -238,8 +240,9 @@ class TrainLoop:
         self.meter = Meter()  # the time before this includes compilation
 
     def _take_step(self, rows: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-        """Start the next training step on the batch `rows`, and return its metrics; the devices compute it
-        in the background, unless it must be compiled, which is waited for."""
+        """Start the next training step and return its metrics, arrays on the devices that may not be computed
+        yet: only if the step must first be compiled does this wait for its end. `rows` has the rows of the
+        batch that this process reads."""
         began = time.perf_counter()
         self.state, metrics = self.program.train_step(
             self.state, self._to_devices(rows), self.frozen, self.overflow
@@ -257,13 +260,13 @@ class TrainLoop:
         return metrics
 
     def _report_pending(self) -> bool:
-        """Report the training step whose metrics have not been read yet, if there is one, or take it back
-        if choices of experts did not fit into their buffers.
+        """Report the training step whose metrics have not been read yet, if there is one, or undo it if
+        choices of experts did not fit into the buffers between devices.
 
         Returns:
-            Whether the step was taken. If choices of experts did not fit, this returns False: the buffers have
-            grown, and `step`, the state and the batches are those before that step. All hosts read the same
-            replicated count, so that they do the same.
+            True if the step was reported or there was none. False if choices of experts did not fit: then the
+            buffers have grown, and `self.step`, the train state and the position in the batches are those before
+            that step. All hosts read the same replicated count of choices, so that all of them undo the step.
         """
         if self.pending is None:
             return True
@@ -281,8 +284,9 @@ class TrainLoop:
         return False
 
     def _grow_buffers(self, step: int, count: int, during: str = "training") -> None:
-        """Grow the buffers that send tokens to experts, after saving the train state (since the larger
-        program may not fit into memory), and make the program with the larger buffers."""
+        """Grow the buffers in which tokens are sent to experts, because `count` choices of experts did not fit
+        in step `step`, and make the program with the larger buffers. The train state is saved first, since the
+        larger program may not fit into memory. `during` is "training" or "evaluation"."""
         if self.step > self.start:
             self.checkpoints.save(self.step, self.state, self.batches.iterator)
             self.checkpoints.wait()
@@ -357,8 +361,8 @@ class TrainLoop:
         return place_batch(batch, self.rows, self.config.batch_size)
 
     def _next_start(self) -> str:
-        """Return the end of an error message that says from which step the same command would continue
-        training."""
+        """Return the end of an error message, which says where the same command would continue training: "starts
+        at step 0", or "continues from checkpoint STEP in WORKDIR"."""
         self.checkpoints.wait()
         saved = self.checkpoints.steps
         return (
@@ -372,7 +376,8 @@ class TrainLoop:
         `log_every`-th step.
 
         Raises:
-            TrainingStopped: too many consecutive steps had a loss or gradient that is not finite.
+            TrainingStopped: `config.max_bad_steps` consecutive steps had a loss, gradient or new parameters that
+                are not finite.
         """
         config = self.config
         values = {name: np.asarray(value).tolist() for name, value in metrics.items()}
@@ -431,8 +436,11 @@ class TrainLoop:
         self.meter.pause(time.perf_counter() - began)
 
     def _heldout_loss(self, name: str) -> tuple[float, float]:
-        """Return (held-out loss in nats per token, number of tokens), as computed by the function of the
-        run's program that `name` names; the buffers that send tokens to experts grow until all choices fit."""
+        """Return (mean held-out loss in nats per token, number of tokens). `name` selects the model: "eval_step"
+        the trained one, "teacher_eval_step" its teacher.
+
+        If choices of experts do not fit into the buffers between devices, the buffers grow and the loss is
+        computed again, until all choices fit."""
         nll, tokens, overflow = self._heldout_sums(getattr(self.program, name))
         while overflow:
             self._grow_buffers(self.step, int(overflow), "evaluation")
@@ -440,8 +448,9 @@ class TrainLoop:
         return nll / max(tokens, 1), tokens
 
     def _heldout_sums(self, eval_step: Callable) -> tuple[float, float, float]:
-        """Return the sums over the held-out batches of the loss in nats, the number of tokens, and the
-        choices of experts that did not fit; `eval_step` returns the three for one batch."""
+        """Return the sums, over the held-out batches, of (the loss in nats, the number of predicted tokens, the
+        number of choices of experts that did not fit into the buffers). `eval_step` is a function (all
+        parameters, batch) -> these three sums for one batch."""
         nll = tokens = overflow = 0.0
         params = join(self.frozen, self.state.params)
         with contextlib.closing(eval_batches(self.config, self.mesh)) as batches:
@@ -453,8 +462,8 @@ class TrainLoop:
         return nll, tokens, overflow
 
     def _evaluation_is_missing(self) -> bool:
-        """Return whether the run was killed in an evaluation that grew the experts' buffers: after its
-        checkpoint was saved, and before its held-out loss was written."""
+        """Return whether the run was killed while an evaluation grew the buffers in which tokens are sent to
+        experts: after the checkpoint was saved, and before the held-out loss was written."""
         growths = self.buffers.growths
         if not growths or (growths[-1]["step"], growths[-1]["during"]) != (
             self.start,

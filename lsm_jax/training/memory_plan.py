@@ -1,5 +1,5 @@
-"""Estimates of a run on a mesh: bytes of memory and of communication per device, without compiling or
-computing anything."""
+"""Estimate the bytes of memory that each device of a training run on a mesh needs, and the bytes that it sends
+per step, without compiling or computing anything."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Plan:
         working: bytes of the largest other arrays that exist at a time: a recomputed layer and its gradients, or a
             chunk of the loss.
         update: bytes of the arrays of the optimizer's update, which exist after the activations are freed: the
-            new parameters before
-            it is known whether they are finite, and on some platforms the optimizer's update, too.
+            new parameters before it is known whether they are finite, and on some platforms also the optimizer's
+            update.
         communication: bytes that a device sends per step, by purpose.
     """
 
@@ -56,7 +56,8 @@ class Plan:
         return state + max(self.saved + self.working, self.update)
 
     def report(self, hbm: float) -> str:
-        """Return the estimates as lines of text, and whether a device with `hbm` GiB of memory has enough."""
+        """Return the memory plan as lines of text: the GiB of each kind of array on one device, whether their
+        total fits into `hbm` GiB, and the GiB that the device sends per step."""
         mesh = " x ".join(f"{axis}={size}" for axis, size in self.sizes.items() if size > 1)
         names = ("parameters", "optimizer", "gradients", "saved", "working", "update", "total")
         lines = [f"mesh {mesh or 'of one device'}; GiB on each device:"]
@@ -75,7 +76,8 @@ def plan(
     *,
     kernels: bool = True,
 ) -> Plan:
-    """Estimate the bytes of memory and of communication per device for a training run on a mesh.
+    """Return the memory plan of a training run on a mesh: the estimated bytes of memory that each device needs,
+    and those that it sends per step.
 
     Parameters, moments and gradients are counted by their shardings. Activations are counted in the trace of
     one layer of each kind, without arrays that the compiler fuses away (`peak_bytes`); they are assumed to
@@ -83,8 +85,9 @@ def plan(
 
     Args:
         config: the config of the run.
-        num_devices: number of devices of its mesh.
-        known: a cache of traces, for plans of the same run on other meshes.
+        num_devices: number of devices of the mesh that `config.mesh` describes.
+        known: a dict that caches results of traced layers, for plans of the same run on other meshes; None
+            caches nothing.
         kernels: whether to plan for NVIDIA Hopper with its fused kernels; otherwise for XLA alone, on CPUs
             and other GPUs.
 
@@ -115,7 +118,7 @@ def plan(
         sizes=sizes,
         parameters=trained + 2 * (sum(local_counts) - trained // 4),
         optimizer=2 * trained,
-        # With accumulation: their sum, and those of one piece.
+        # With accumulation: the sum of the gradients, and those of one subset of the batch.
         gradients=trained * (2 if config.accumulation_steps > 1 else 1),
         saved=saved,
         working=working
@@ -129,9 +132,9 @@ def plan(
 
 
 def _executed_model(model: ModelConfig, sizes: dict[str, int]) -> ModelConfig:
-    """Return the config of the model as it is executed on a mesh with these sizes of its axes: if the
-    tokens of a row are sharded, a Mixture-of-Memories masks the tokens of each memory instead of packing
-    them."""
+    """Return the config of the model as a mesh executes it, with `sizes` devices along each axis: if the
+    tokens of a row are sharded (axis "sequence"), a Mixture-of-Memories masks the tokens of each memory
+    instead of packing them."""
     if sizes["sequence"] == 1:
         return model
     layers = {

@@ -1,4 +1,5 @@
-"""Write the metrics of a run: rows of metrics.jsonl, TensorBoard events, and a line of progress."""
+"""Write the metrics of a training run to metrics.jsonl and as TensorBoard events, measure its speed and memory,
+and show its progress."""
 
 from __future__ import annotations
 
@@ -32,8 +33,8 @@ class MetricsWriter:
 
     Args:
         workdir: the run's directory.
-        step: the step the run starts from; rows of later steps and a row cut short by a kill are removed,
-            since the run writes them again.
+        step: the training step from which the run continues; the lines of later steps, and a line cut short by
+            a kill, are removed from metrics.jsonl, since the run writes them again.
     """
 
     def __init__(self, workdir: Path, step: int):
@@ -49,8 +50,8 @@ class MetricsWriter:
         self._events: Any = SummaryWriter(str(workdir / "tensorboard"), purge_step=step + 1)
 
     def write(self, step: int, values: dict[str, Any]) -> None:
-        """Write the metrics of one training step, numbers and (nested) lists of numbers by name, as a row;
-        TensorBoard gets a list's minimum and maximum."""
+        """Write the metrics of one training step, numbers and (nested) lists of numbers by name, as one line of
+        metrics.jsonl and as TensorBoard events; the events of a list are its minimum and maximum."""
         if self._file is None:
             return
         finite = {name: _finite(value) for name, value in values.items()}
@@ -83,8 +84,8 @@ def _finite(value: Any) -> Any:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a metrics.jsonl, one dict of metrics per line; a last line cut short by a kill is
-    left out."""
+    """Return the content of a metrics.jsonl as a list with one dict of metrics per line; a last line cut short by
+    a kill is left out."""
     rows = []
     if path.exists():
         for line in path.read_text().splitlines():
@@ -96,8 +97,8 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def memory_gib() -> tuple[str, float]:
-    """Return ("device" or "host", the peak memory in GiB that it used so far): the first local device if it
-    reports its memory, otherwise this process."""
+    """Return ("device", the peak memory in GiB that the first local device has used so far), or, if the device
+    does not report its memory, ("host", the peak memory in GiB of this process)."""
     stats = jax.local_devices()[0].memory_stats()
     if stats and "peak_bytes_in_use" in stats:
         return "device", stats["peak_bytes_in_use"] / 2**30
@@ -117,8 +118,8 @@ class Meter:
         self._steps += 1
 
     def pause(self, seconds: float) -> None:
-        """Exclude so many seconds from the measured speed, in which the loop did something other than a
-        step (evaluated, saved)."""
+        """Do not count `seconds` in the measured training speed: the time in which the loop did not train, but
+        evaluated the model or saved a checkpoint."""
         self._paused += seconds
 
     def tokens_per_second(self, tokens_per_step: int) -> float:

@@ -1,4 +1,4 @@
-"""The optimizer of training runs: AdamW, and its learning-rate schedule by tokens."""
+"""The optimizer of training runs: AdamW, and its learning rate as a function of the number of tokens seen."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def learning_rate(config: TrainConfig, step: jax.Array | int) -> jax.Array:
 
 
 def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
-    """Return AdamW as an optax transformation of gradients to updates for a learning rate of 1; the
-    training step scales the updates by `learning_rate`."""
+    """Return AdamW, after clipping the gradients' global norm, as an optax transformation of gradients to updates
+    for a learning rate of 1; the training step multiplies the updates by `learning_rate`."""
     optimizer = config.optimizer
     mask, _ = split(decay_mask(config.model), config.trainable)
     return optax.chain(

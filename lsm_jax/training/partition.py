@@ -1,7 +1,7 @@
 """Split the parameters of one model into trained and frozen ones, as two trees, and join them again.
 
-Trained parameters are float32, have optimizer state and are saved. Frozen parameters are bfloat16 and are
-read again from their source.
+Trained parameters are float32, have optimizer state and are saved in checkpoints. Frozen parameters are
+bfloat16; they are loaded again, whenever a run is opened, from the run or pretrained model that has them.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ def leaves_of(tree: Any) -> dict[str, Any]:
 def split(
     params: dict[str, Any], trainable: tuple[str, ...], field: str = "trainable"
 ) -> tuple[dict, dict]:
-    """Split a tree of parameters (nested dicts) into (trained, frozen), each without the branches of the
-    other.
+    """Split a tree of parameters (nested dicts) into (the tree of trained parameters, the tree of frozen
+    ones).
 
     Args:
         params: the parameters of a model, or a tree of the same structure with any leaves.
         trainable: names of modules or parameters; a parameter is trained if its path has one of them. If
             empty, all are trained.
-        field: the name of the config's field that `trainable` is, for messages.
+        field: the name of the config's field that contains `trainable`, for error messages.
 
     Raises:
-        ValueError: no parameter's path has one of the names.
+        ValueError: one of the names is in no parameter's path.
     """
     if not trainable:
         return params, {}
@@ -53,8 +53,8 @@ def split(
 
 
 def _only(tree: Any, names: set[str], included: bool) -> Any:
-    """Return the branches of a tree of parameters under one of `names` if `included`, otherwise all
-    branches that are not."""
+    """Return a part of a tree of parameters (nested dicts): if `included`, the parameters with one of `names`
+    (of modules or parameters) in their path; otherwise all other parameters."""
     selected = {}
     for key, value in tree.items():
         if str(key) in names:
@@ -81,7 +81,8 @@ def join(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
 
 
 def like(params: dict[str, Any], shape: dict[str, Any]) -> dict[str, Any]:
-    """Return those branches of the tree `params` that the tree `shape` also has."""
+    """Return the tree of parameters `params` (nested dicts) without the parameters whose path does not occur in
+    the tree `shape`."""
     return {
         key: like(params[key], value) if isinstance(value, dict) else params[key]
         for key, value in shape.items()
@@ -107,8 +108,14 @@ def digests(params: dict[str, Any]) -> dict[str, int]:
 
 
 def targets(shapes: Any, shardings: Any, trainable: tuple[str, ...]) -> dict[str, Any]:
-    """Return a tree of the abstract arrays to load a run's parameters to: their shapes, dtypes (float32 if
-    trained, bfloat16 if frozen) and shardings."""
+    """Return a tree of abstract arrays that describes how a run's parameters are loaded: their shapes,
+    shardings, and dtypes (as in `shapes` if trained, bfloat16 if frozen).
+
+    Args:
+        shapes: arrays or shapes of all parameters of the run's model.
+        shardings: the sharding of each parameter, as a tree of the same structure.
+        trainable: names of the modules or parameters that are trained; if empty, all are.
+    """
     all_params = jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
     )

@@ -16,8 +16,9 @@ from lsm_jax.training.step import TrainState
 def profiler(
     workdir: Path, config: TrainConfig, start: int
 ) -> Iterator[Callable[[int, TrainState], None]]:
-    """Return a function to call before each training step, which starts and stops JAX's profiler at the
-    steps that the config asks for.
+    """Yield, for a `with` block, a function (number of steps taken, train state) to call before each training
+    step, which starts and stops JAX's profiler at the steps that the config's `profile_start` and `profile_steps`
+    select.
 
     Args:
         workdir: the run's directory; the trace is written to its folder `profile`.

@@ -25,11 +25,13 @@ class RecallConfig:
         seeds: seeds of the parameters.
         data_seed: the seed of the examples and their order.
         batch_size: examples per step.
-        epochs: passes over the training examples; the learning rate falls to 0 over them by a cosine.
+        epochs: number of passes over the training examples; the learning rate falls to 0 over all of them by a
+            cosine.
         stop_above: end after an epoch whose best member has a mean accuracy above this; 1 never ends early.
         weight_decay: decoupled weight decay of embedding and projections.
         clip_norm: each member's gradients are scaled down to this global norm; 0 does not scale.
-        steps_per_call: number of consecutive steps of one task at most.
+        steps_per_call: the largest number of consecutive training steps on one task, which one call of a
+            compiled function takes.
     """
 
     name: str
@@ -52,8 +54,8 @@ class RecallConfig:
         resolve_annotations(self)
 
     def members(self) -> list[tuple[float, int]]:
-        """Return (learning rate, seed) of each member of the sweep, one of the models that are trained at
-        once."""
+        """Return a list with (peak learning rate, seed) of each member of the sweep, the models that are trained
+        at once."""
         return [(rate, seed) for rate in self.learning_rates for seed in self.seeds]
 
     def validate(self) -> None:

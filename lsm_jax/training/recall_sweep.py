@@ -38,12 +38,13 @@ Blocks = list[tuple[int, np.ndarray]]
 _QUERIES_AT_A_TIME, _TOKENS_AT_A_TIME = (
     16384,
     65536,
-)  # per batch of an evaluation and member, at most
+)  # of one batch and member in an evaluation, at most
 
 
 def make_sweep(config: RecallConfig, num_steps: int) -> Sweep:
-    """Return the sweep of a recall config: one member per learning rate and seed, whose loss counts only
-    the tokens at queries."""
+    """Return the sweep of a recall config: one member (model) for each pair of a learning rate and a seed. The
+    loss is the mean cross-entropy of the answers at the query tokens alone, plus the losses that layers report;
+    `num_steps` is the length of the learning rate's schedule."""
     model = nnx.eval_shape(lambda: RecallModel(config.model, rngs=nnx.Rngs(0)))
     graph = nnx.graphdef(model)
     decayed = jax.tree.map(
@@ -78,16 +79,16 @@ def make_sweep(config: RecallConfig, num_steps: int) -> Sweep:
 
 
 def _query_logits(model: RecallModel, batch: Data) -> tuple[jax.Array, jax.Array]:
-    """Return the logits [B, P, vocab] of a model at the P queries of each example in a batch, and the
-    losses that the model's layers report."""
+    """Return the logits [B, P, vocab] of a model at the P query tokens of each example in a batch, and the
+    sum of the losses that the model's layers report."""
     hidden, losses = model.hidden(batch["tokens"])
     hidden = jnp.take_along_axis(hidden, batch["positions"][..., None], axis=1)
     return model.logits(hidden), losses
 
 
 def make_accuracy(config: RecallConfig):
-    """Return the function (parameters of one member, batch) -> share of the batch's queries that this model
-    answers correctly."""
+    """Return the function (parameters of one member, batch) -> accuracy: the fraction of the batch's queries for
+    which this model's most likely token is the answer."""
     graph = nnx.graphdef(nnx.eval_shape(lambda: RecallModel(config.model, rngs=nnx.Rngs(0))))
 
     def accuracy(params: Any, batch: Data) -> jax.Array:
@@ -109,8 +110,8 @@ def _examples(
 
 
 def load_task(config: RecallConfig, task: RecallTask, *seed: int) -> Data:
-    """Return the examples of a recall task on the device: their tokens, and the positions and answers of
-    their queries."""
+    """Return the N examples of a recall task as a dict of arrays on the device: their `tokens` [N, T], and the
+    `positions` and `answers` [N, P] of their P queries. `seed` and the config's `data_seed` determine them."""
     return _examples(
         task.length,
         task.num_pairs,
@@ -203,8 +204,8 @@ def _train_epochs(
     num_steps: int,
     writer: MetricsWriter | None,
 ) -> tuple[np.ndarray, int, int]:
-    """Train the members of a recall sweep until the last epoch, or until an accuracy above `stop_above`;
-    return the accuracies [test tasks, members], and the numbers of steps and epochs."""
+    """Train the members of a recall sweep until the last epoch, or until the mean accuracy of one exceeds the
+    config's `stop_above`; return (accuracies [test tasks, members], number of steps, number of epochs)."""
     sizes = [task.num_examples for task in config.train]
     length = np.average([t.length for t in config.train], weights=sizes)
     tokens = config.batch_size * len(config.members()) * length  # per step, of all members
@@ -236,8 +237,9 @@ class _Program:
     """The compiled functions of a recall sweep, which train and test all of its members.
 
     Attributes:
-        train: (state, data, rows) -> (state, losses), one per training task.
-        test: parameters -> accuracies of all members, one per test task.
+        train: for each training task, a function (state of all members, the task's examples, indices of the
+            examples in N batches [N, batch_size]) -> (state after N steps, losses [N, members]).
+        test: for each test task, a function (parameters of all members) -> their accuracies [members].
     """
 
     train: list[Any]
@@ -304,8 +306,8 @@ def _metrics(config: RecallConfig, scores: np.ndarray, losses: Any) -> dict[str,
 
 
 def _result(config: RecallConfig, scores: np.ndarray) -> dict[str, Any]:
-    """Return the entries of result.json that follow from the recall config and the accuracies `scores`
-    [test tasks, members], including those of the best member."""
+    """Return the entries of result.json that describe the recall config, and the accuracy of each member and
+    of the best one; `scores` has the accuracies [test tasks, members]."""
     names = [task.name for task in config.test]
     members = [
         dict(
@@ -333,7 +335,8 @@ def _result(config: RecallConfig, scores: np.ndarray) -> dict[str, Any]:
 
 
 def _count(state: SweepState) -> dict[str, int]:
-    """Return the number of parameters of one member of a recall sweep, in total and without embeddings."""
+    """Return the number of parameters of one member of a recall sweep: {"total": all of them, "non_embedding":
+    all but the embedding}."""
     total = sum(math.prod(x.shape[1:]) for x in jax.tree.leaves(state.params))
     embedding = math.prod(state.params["embedding"].shape[1:])
     return dict(total=total, non_embedding=total - embedding)

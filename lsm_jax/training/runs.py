@@ -44,8 +44,8 @@ class Run:
     step: int
 
     def teacher(self) -> Decoder | None:
-        """The softmax model that taught the student in a run of attention transfer, with the same
-        parameters; None for other runs."""
+        """Return the softmax model whose attention outputs the student learns in a run of attention transfer;
+        its parameters are those of the student that softmax attention has. None for other runs."""
         config = self.config.model.teacher()
         if config is None:
             return None
@@ -63,7 +63,7 @@ def read_config(workdir: str | os.PathLike[str], argument: str = "workdir") -> T
 
     Args:
         workdir: the run's directory.
-        argument: the caller's name of this argument, for messages.
+        argument: the name of the argument or flag from which `workdir` comes, for error messages.
 
     Raises:
         ValueError: `workdir` is not the directory of a run that saves a model, or its config.json cannot be
@@ -102,8 +102,8 @@ def _parse_config(workdir: str | os.PathLike[str], argument: str) -> Any:
 
 
 def check_workdir(workdir: Path, config: Any) -> None:
-    """Check that a directory can be created for a new run of this config, or belongs to a run with the same
-    config, which can be resumed.
+    """Check that `workdir` can be the directory of a run of this config: that it can be created or written to,
+    and that a run that it already contains has the same config, so that this run can be resumed.
 
     Raises:
         ValueError: `workdir` is a file, is not writable, or was created with another config; the message lists the
@@ -134,9 +134,10 @@ def check_workdir(workdir: Path, config: Any) -> None:
 
 
 def check_data(workdir: Path, data: dict[str, Any]) -> None:
-    """Check by their `fingerprint` that the training data are the same as when the run to be resumed began.
+    """Check, before a run is resumed, that its training data are the same as when it began: compare their
+    fingerprint `data` with that in the run's data.json.
 
-    A directory without data.json, as earlier versions wrote it, is accepted.
+    A run without data.json, which earlier versions did not write, passes the check.
 
     Raises:
         ValueError: the training data differ; the message lists the changes.
@@ -158,9 +159,10 @@ def check_data(workdir: Path, data: dict[str, Any]) -> None:
 
 
 def check_frozen(workdir: str | os.PathLike[str], frozen: dict[str, int]) -> None:
-    """Check by their `digests` that the frozen parameters are the same as when the run to be resumed began.
+    """Check that the frozen parameters of a run are the same as when it began: compare their digests `frozen`,
+    by path, with those in the run's frozen.json.
 
-    A directory without frozen.json is accepted.
+    A run without frozen.json passes the check.
 
     Raises:
         ValueError: frozen parameters differ; the message lists them.
@@ -181,11 +183,15 @@ def check_frozen(workdir: str | os.PathLike[str], frozen: dict[str, int]) -> Non
 def write_config(
     workdir: Path, config: TrainConfig, data: dict[str, Any], frozen: dict[str, int] | None = None
 ) -> None:
-    """Write the files that make a directory that of a run: config.json, data.json (the fingerprint of the
-    training data) and environment.json.
+    """Write the files that describe a run to its directory, which is created if it does not exist: config.json,
+    data.json, environment.json (versions and devices) and frozen.json.
 
-    `frozen` has the `digests` of frozen parameters, for frozen.json; if None or empty, frozen.json is not
-    written.
+    Args:
+        workdir: the run's directory.
+        config: the config of the run.
+        data: the fingerprint of the training data, the content of data.json.
+        frozen: the digest of each frozen parameter, by its path, the content of frozen.json; if None or empty,
+            frozen.json is not written.
     """
     if jax.process_index() != 0:
         return
@@ -218,9 +224,16 @@ def load_run(workdir: str | os.PathLike[str], step: int | None = None) -> Run:
 
 
 def starting_params(config: TrainConfig, target: dict[str, Any]) -> dict[str, Any]:
-    """Load the parameters with which a run starts from another run (`init_from`) or a pretrained model
-    (`base`), in the shapes and shardings of `target`, with initial values for those of
-    `config.frozen_initial` that it does not have.
+    """Load the parameters with which a run starts from its source: another run (`config.init_from`) or a
+    pretrained model (`config.base`).
+
+    Args:
+        config: the config of the run.
+        target: abstract arrays of all parameters of the run's model, with shapes, dtypes and shardings.
+
+    Returns:
+        The parameters that the source has, in the dtypes and shardings of `target`, and the initial values of
+        those in `config.frozen_initial` that it lacks; an empty dict if the config names no source.
 
     Raises:
         ValueError: the source is not a run, has a model of other shapes, or lacks parameters that are frozen
@@ -244,8 +257,8 @@ def starting_params(config: TrainConfig, target: dict[str, Any]) -> dict[str, An
 
 
 def _initial_values(config: TrainConfig, target: dict[str, Any]) -> dict[str, Any]:
-    """Return the initial values, which follow from the run's seed, of the parameters in `target`, in its
-    dtypes and shardings."""
+    """Return initial values of the parameters in the tree `target`, drawn with the run's seed, in the dtypes and
+    shardings of `target`."""
 
     def draw() -> dict[str, Any]:
         drawn = params_of(Decoder(config.model, rngs=nnx.Rngs(config.seed)))
@@ -278,8 +291,18 @@ def initial_params(
 
 
 def _check_same(source: str, theirs: dict[str, Any], ours: dict[str, Any], needed: Any) -> None:
-    """Raise ValueError unless another run's parameters `theirs` have all paths in `needed`, and have only
-    parameters that are in this run's `ours`, in the same shapes."""
+    """Check that parameters loaded from another run or a pretrained model fit this run's model: none that is
+    needed is absent, and this run's model has each of them in the same shape.
+
+    Args:
+        source: the argument that names the other run or model, for the error message.
+        theirs: the arrays or shapes of the loaded parameters, by path.
+        ours: the arrays or shapes of the parameters of this run's model, by path.
+        needed: the paths of the parameters that must be among the loaded ones.
+
+    Raises:
+        ValueError: the parameters do not fit; the message lists those that differ.
+    """
     problems = [
         f"{name}: {theirs[name].shape if name in theirs else 'absent'} -> {ours[name].shape if name in ours else 'absent'}"
         for name in sorted(theirs.keys() | ours.keys())
@@ -300,8 +323,17 @@ def _load(
     step: int | None,
     argument: str = "workdir",
 ) -> tuple[dict[str, Any], int]:
-    """Load (all parameters of a run, the training step of its checkpoint); its frozen parameters, which no
-    checkpoint has, come from the run or pretrained model that it started from."""
+    """Return (all parameters of a run, the training step of the checkpoint that was loaded). Checkpoints have
+    only trained parameters; the frozen ones are loaded from the run or pretrained model that the run started
+    from.
+
+    Args:
+        workdir: the run's directory.
+        config: the config of the run.
+        target: abstract arrays of all parameters, with shapes, dtypes and shardings.
+        step: the step of the checkpoint; None selects the newest that can be read.
+        argument: the name of the argument or flag from which `workdir` comes, for error messages.
+    """
     trained, frozen_target = split(target, config.trainable)
     checkpoints = _open_checkpoints(workdir, argument)
     try:

@@ -39,7 +39,7 @@ class TrainState:
             experts that did not fit into the buffers).
         params: the trained parameters, a pure dict of float32 arrays.
         opt_state: the state of the optimizer.
-        skipped: number of steps whose loss or gradient was not finite.
+        skipped: number of steps whose loss, gradient or new parameters were not finite.
         skipped_in_a_row: number of consecutive steps skipped since the last good step.
     """
 
@@ -56,8 +56,9 @@ class Program:
     compiled at its first use.
 
     Attributes:
-        init: () -> the first `TrainState`, sharded over the mesh.
-        shardings: a `TrainState` of shardings.
+        init: function without arguments that returns the `TrainState` before the first step, sharded over the
+            mesh.
+        shardings: a `TrainState` whose leaves are the shardings of a train state.
         param_shardings: the shardings of all parameters, including frozen ones.
         train_step: (state, batch, frozen=None, overflow=None) -> (state, metrics); the metrics include the
             losses and statistics that layers report; donates the state. `frozen` is the tree of frozen
@@ -69,8 +70,8 @@ class Program:
         eval_step: (all parameters, batch) -> (summed loss in nats, number of predicted tokens, number of
             choices of experts that did not fit into the buffers of the exchange), of the model in the form in
             which it is evaluated (`ModelConfig.for_inference`).
-        teacher_eval_step: the same of the teacher of a run of attention transfer (`ModelConfig.teacher`), with
-            the same arguments; None in other runs.
+        teacher_eval_step: in a run of attention transfer, the function that `eval_step` is for the student, but
+            for its teacher (`ModelConfig.teacher`); None in other runs.
     """
 
     init: Callable[[], TrainState]
@@ -114,8 +115,8 @@ def param_shardings(mesh: Mesh | AbstractMesh, model: Decoder) -> dict[str, Any]
 
 
 def make_program(config: TrainConfig, mesh: Mesh) -> Program:
-    """Make the functions of a training run, for the config's model and the devices of `mesh`; call them
-    inside `jax.set_mesh(mesh)`."""
+    """Make the functions of a training run (initialise, train, evaluate) for the config's model and the devices of
+    `mesh`. Their callers must set the mesh by `jax.set_mesh(mesh)`."""
     model = abstract(config.model)
     graph = nnx.graphdef(model)
     optimizer = make_optimizer(config)
@@ -197,8 +198,9 @@ def _make_train_step(
     optimizer: optax.GradientTransformation,
     summed_loss: Callable[..., tuple[jax.Array, Metrics]],
 ) -> Callable[..., tuple[TrainState, Metrics]]:
-    """Return the function of one training step, which computes the gradients, applies AdamW and skips a
-    step that is not finite; not yet compiled. `Program.train_step` describes its arguments."""
+    """Return the function of one training step, not yet compiled. It computes the gradients and applies AdamW; if
+    the loss, the gradients or the new parameters are not finite, it changes no parameters. `Program.train_step`
+    describes its arguments."""
     pieces = config.accumulation_steps
 
     def train_step(
@@ -268,6 +270,6 @@ def _make_train_step(
 
 
 def _split(batch: Batch, pieces: int) -> Batch:
-    """Reshape a batch's array [B, ...] to [pieces, B / pieces, ...] for gradient accumulation, such that
-    each sequence of the batch stays on its device."""
+    """Reshape each array [B, ...] of a batch to [pieces, B / pieces, ...] for the accumulation of gradients over
+    `pieces` equal subsets of its rows, such that each row remains on its device."""
     return jax.tree.map(lambda x: jnp.swapaxes(x.reshape(-1, pieces, *x.shape[1:]), 0, 1), batch)

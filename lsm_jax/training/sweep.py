@@ -22,7 +22,7 @@ class SweepState:
     """The state of a sweep that trains M models at once: everything that a training step changes.
 
     Attributes:
-        step: number of steps taken.
+        step: number of training steps taken.
         params: the parameters of all members, [M, ...].
         opt_state: the optimizer states of all members, [M, ...].
     """
@@ -71,7 +71,7 @@ class Sweep:
             batches: the indices of the examples in each of the N steps' batches, [N, examples in a batch].
 
         Returns:
-            The state after the steps, and the loss of each step and member.
+            The state of all members after the steps, and the losses [N, M] of each step and member.
         """
         rates = jnp.asarray(self.rates, jnp.float32)
 
@@ -101,7 +101,7 @@ class Sweep:
 
         Args:
             score: function (parameters of one member, a batch) -> the member's mean score on the batch.
-            params: the parameters of all members.
+            params: the parameters of all members, [M, ...].
             data: arrays of the test examples, whose first axis is that of examples.
             batch_size: number of examples computed at a time; it must divide the number of examples.
         """
