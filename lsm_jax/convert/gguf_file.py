@@ -148,8 +148,9 @@ class GGUF(Tensors):
         )
 
     def _llama3_scaling(self, config: dict[str, Any]) -> dict[str, Any]:
-        """Return Llama 3's scaling of the rotary frequencies, as a field of config.json: that of `_LLAMA3`
-        whose divisors are the file's rope_freqs.weight."""
+        """Return the scaling of the rotary frequencies of Llama 3.1 or 3.2 as the field `rope_scaling` of
+        config.json: the known one whose divisors of the frequencies are those of the GGUF file's tensor
+        rope_freqs.weight."""
         stored = np.asarray(self._stored["rope_freqs.weight"].data, np.float32)
         half = config["head_dim"] // 2
         turns = 8192 * config.get("rope_theta", 10000.0) ** (-np.arange(half) / half) / (2 * np.pi)

@@ -144,7 +144,9 @@ def published_tensors(
     """Return the parameter from which each tensor of transformers' format is written, by the tensor's name.
 
     Returns:
-        (keys, row, leaf) by name; row is the row of a parameter stacked over periods, and None for any other.
+        By tensor name (keys of the parameter's path, period, the parameter's array). If the parameter is
+        stacked over periods, the tensor is its entry number `period` on the first axis; otherwise `period`
+        is None.
 
     Raises:
         ValueError: the published format has no tensor for some parameters, which the message lists.
@@ -204,7 +206,7 @@ def import_huggingface(
         workdir: the directory of the new run; it must not contain a run.
         tokenizer: a tokenizer.json or its folder, to use instead of the source's tokenizer.
         model: a model that has the source's parameters, such as a Liger model; None is `model_config(source)`.
-        progress: as in `load_params`.
+        progress: called with (numbers loaded so far, all numbers of the model).
 
     Returns:
         The run's config.

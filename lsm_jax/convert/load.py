@@ -41,7 +41,8 @@ def keys_of(path: Any) -> list[str]:
 
 
 def layers_of(path: Any, shape: tuple[int, ...], num_blocks: int) -> list[tuple[list[str], int]]:
-    """List the layers to which a parameter, or each layer's part of a stacked parameter, belongs.
+    """List the layers whose values a parameter contains: all layers of one place in the period if it is
+    stacked over periods, otherwise none.
 
     Args:
         path: the parameter's path in the tree of parameters.
@@ -49,7 +50,8 @@ def layers_of(path: Any, shape: tuple[int, ...], num_blocks: int) -> list[tuple[
         num_blocks: number of layers in a period of the pattern.
 
     Returns:
-        For a parameter stacked over periods (keys inside the block, layer) of each row; for any other [(keys, -1)].
+        For a parameter stacked over periods: for each period (its first axis) the pair (keys of the path
+        inside a layer, number of the layer). For any other parameter one pair, (keys of the path, -1).
     """
     keys = keys_of(path)
     if keys[0] != "periods":
@@ -149,8 +151,8 @@ def _insert_row(sharding: Any) -> Callable[[jax.Array, jax.Array, int], jax.Arra
 
 
 def _without_layer_axis(sharding: Any) -> Any:
-    """Return the sharding of one layer's values of a parameter that is stacked over periods, from that of
-    the stack."""
+    """Return the sharding of one layer's values of a parameter, given the sharding of the parameter stacked
+    over periods: the same without the first axis."""
     if not isinstance(sharding, jax.sharding.NamedSharding):
         return sharding
     return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*sharding.spec[1:]))

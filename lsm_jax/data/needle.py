@@ -228,8 +228,8 @@ class NeedleTask:
 
     @property
     def answer_room(self) -> int:
-        """The maximum number of tokens that follow a prompt: the answer's, or those that the model
-        generates."""
+        """The maximum number of tokens after a needle-in-a-haystack prompt: the larger of the answer's
+        length and the number of tokens that the model generates."""
         return max(len(self.answer), self.new_tokens)
 
     @property

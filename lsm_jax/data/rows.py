@@ -50,8 +50,8 @@ class StoreBatches:
         self._bos_id, self._separator, self._vocab_size = bos_id, separator, vocab_size
 
     def __call__(self, step: int) -> dict[str, np.ndarray]:
-        """Return this host's rows of the batch of one step, as a dict of arrays that `make_train_iterator`
-        describes."""
+        """Return this host's B rows of the batch of training step `step`, as a dict of arrays [B, T]:
+        tokens, labels and loss_mask; with a separator also segment_ids and positions."""
         numbers = step * self._batch + self._slots
         real = numbers < self._num_sequences
         rows = np.zeros((len(numbers), self._length), np.int32)

@@ -13,11 +13,11 @@ from lsm_jax.data.packing import stack_rows
 
 
 class LaneBatches(grain.IterDataset):
-    """Training batches with one packed row from each lane, where a lane is an endless sequence of packed
+    """Training batches of B packed rows, one from each of B lanes; a lane is an endless sequence of packed
     rows.
 
-    Row j of the global batch comes from lane j, which has every B-th document. Each host runs only the lanes of its rows,
-    so the global batches are the same for any number of hosts.
+    Row j of the global batch comes from lane j, which packs the pieces j, j + B, j + 2B, ... of the documents.
+    Each host computes only the lanes of its rows, so the global batches are the same for any number of hosts.
     """
 
     def __init__(
@@ -127,7 +127,8 @@ class Prefetched(grain.experimental.ThreadPrefetchIterDataset):
     """
 
     def __init__(self, batches: grain.IterDataset, ahead: int):
-        """Make up to `ahead` batches of a dataset before they are requested."""
+        """Wrap the dataset `batches`, so that a thread makes up to `ahead` batches before they are
+        requested."""
         super().__init__(batches, prefetch_buffer_size=ahead)
         self._ahead = ahead
 

@@ -106,8 +106,9 @@ class ByteTokenizer:
 
 
 class GPT2Tokenizer:
-    """The tokenizer with GPT-2's byte-pair vocabulary, by tiktoken, whose files are loaded at the first
-    use.
+    """The tokenizer with GPT-2's byte-pair vocabulary, computed by tiktoken. The vocabulary's files are
+    loaded when text is first encoded or decoded, so that a run can train on a store of GPT-2 ids without
+    them.
 
     So a run can train on a store of GPT-2 ids without the vocabulary's files.
     """
@@ -195,7 +196,8 @@ class JSONTokenizer:
         self.json_escape = json_escape
 
     def _first_id(self, *names: str | None) -> int | None:
-        """Return the token id of the first of these names of special tokens that is in the vocabulary."""
+        """Return the id of the first of these special tokens, given as text, that is in the vocabulary;
+        None if none is."""
         ids = (self._tokenizer.token_to_id(name) for name in names if name)
         return next((i for i in ids if i is not None), None)
 

@@ -138,8 +138,8 @@ class LossCurve:
         return float(np.mean(self.total[:length][counted] / self.count[:length][counted]))
 
     def perplexity(self, length: int | None = None) -> float:
-        """Return P(length), the perplexity of the first `length` positions: the exponential of their mean
-        loss in nats, `average`."""
+        """Return P(length), the perplexity of the first `length` positions: exp of the mean, over these
+        positions, of the mean loss at each position in nats. None is all positions; NaN if no token was scored."""
         return float(np.exp(self.average(length)))
 
     def running_perplexity(self) -> Float[np.ndarray, " T"]:

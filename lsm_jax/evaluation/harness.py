@@ -214,8 +214,8 @@ def _evaluate(config: HarnessConfig, model: Any, settings: suites.SuiteSettings)
 
 @contextlib.contextmanager
 def _quiet_harness() -> Iterator[None]:
-    """Leave out, inside a `with` block, two warnings of lm-evaluation-harness that the suites' own files
-    cause and that help no user."""
+    """Suppress, inside a `with` block, two warnings of lm-evaluation-harness that are no problem: they are
+    caused by the task files of this library's evaluation suites."""
 
     def is_wanted(record: logging.LogRecord) -> bool:
         text = record.getMessage()

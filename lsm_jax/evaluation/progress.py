@@ -23,9 +23,9 @@ class EvaluationProgress:
     """Count the steps and tokens of an evaluation in a `with` block, and show them as a progress bar.
 
     Args:
-        description: what is being done.
+        description: text in front of the bar, such as the name of the evaluation.
         total: number of steps; None if not known.
-        unit: what a step processes, in the plural.
+        unit: name of what one step reads, in the plural, such as "batches".
         show: False prints nothing.
     """
 

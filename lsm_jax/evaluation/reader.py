@@ -16,8 +16,8 @@ from lsm_jax.parallel import MeshConfig, batch_sharding, largest_divisor, make_m
 
 
 class Reader:
-    """Hold a model's parameters on every device of this host, and distribute the rows to read over these
-    devices.
+    """Base class that reads rows of tokens with a model: the parameters are on every device of this host,
+    and the rows are distributed over these devices.
 
     Args:
         model: the decoder.
@@ -57,7 +57,8 @@ class Reader:
         return nnx.merge(self._graphdef, params)
 
     def _filled(self, rows: np.ndarray) -> np.ndarray:
-        """Return an array [B, ...] with rows of zeros added, so that the devices get equal numbers of rows."""
+        """Return an array [B, N] of tokens with rows of zeros appended, so that the number of rows is a
+        multiple of the number of devices that the rows are distributed over."""
         return np.pad(rows, ((0, -len(rows) % self._shards), (0, 0)))
 
 

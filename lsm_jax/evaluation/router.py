@@ -73,11 +73,12 @@ def count_routes(
 
 
 def by_layer(statistics: Mapping[str, Any], name: str) -> list[Any]:
-    """Return the values of a statistic that layers report, such as a router's load, one per layer that has
-    it, in the order of layers.
+    """Return the values of one statistic, such as a router's load, as a list with one entry per layer that
+    reports it, in the order of layers.
 
-    If its shape differs between layers, `statistics` has an entry `name/place` for each place in the period
-    instead of `name`.
+    `statistics` has the values of all these layers under `name`; or, if their shapes differ between layers,
+    under `name/0`, `name/1`, ..., one key for each place in the pattern's period, with one entry per
+    period.
     """
     if isinstance(statistics.get(name), list | np.ndarray | jax.Array):
         return list(statistics[name])
