@@ -120,7 +120,8 @@ def import_fox(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Import the checkpoint of FoX's paper that the command line names, and return the exit status."""
+    """Import the checkpoint of FoX's paper that the option --source names as the run --workdir, and return
+    the exit status."""
     return command("lsm_jax.convert.fox", __doc__, "the checkpoint's folder", import_fox, arguments)
 
 

@@ -173,8 +173,8 @@ def _values(params: dict[str, Any], layout: Layout) -> Callable[[str], np.ndarra
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Export the run that the command line names as a checkpoint of FoX's authors, and return the exit
-    status."""
+    """Export the run --workdir as a checkpoint, in the folder --out, that the code of FoX's authors loads;
+    return the exit status."""
     program = "lsm_jax.convert.fox_export"
     parser = argparse.ArgumentParser(
         prog=f"python -m {program}",

@@ -1,4 +1,5 @@
-"""Where the published checkpoints of FoX's paper store the parameters of a model, for import and export."""
+"""Where the published checkpoints of FoX's paper store the parameters of a model: the names of their
+tensors, and the rows and shapes in them. Import and export use it."""
 
 from __future__ import annotations
 

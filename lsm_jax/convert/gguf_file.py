@@ -187,8 +187,8 @@ class GGUF(Tensors):
 
 
 def _transformers_name(stored: str) -> str:
-    """Return the name that transformers has for a tensor of a GGUF file; an unknown name is returned
-    unchanged, and `check` reports it later."""
+    """Return the name of a GGUF file's tensor in transformers' models; an unknown name is returned
+    unchanged, and is later reported as an unexpected tensor."""
     stem, _, kind = stored.rpartition(".")
     if stem in _TOP:
         return f"{_TOP[stem]}.{kind}"

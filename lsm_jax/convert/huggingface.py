@@ -174,8 +174,8 @@ def published_shape(keys: list[str], row: int | None, leaf: Any) -> tuple[int, .
 
 
 def _check_tied(source: Tensors) -> None:
-    """Raise ValueError unless the stored output head is equal to the embedding, as in a model that ties
-    both."""
+    """Raise ValueError unless the stored matrix of the output head is equal to that of the embedding; for
+    models whose config says that they are tied."""
     names = (_HEAD, _TOP["embedding"])
     same, rows = len({source.shapes[name] for name in names}) == 1, source.shapes[names[0]][0]
     for first in range(0, rows if same else 0, 4096):
@@ -247,7 +247,8 @@ def _import_with_progress(source: str, workdir: str, tokenizer: str | None) -> T
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Import the pretrained transformer that the command line names, and return the exit status."""
+    """Import the pretrained transformer that the option --source names as the run --workdir, and return the
+    exit status."""
     source = "a Hugging Face folder or a .gguf file"
     options = dict(
         tokenizer="a tokenizer.json, if the source has none or one that is not supported"

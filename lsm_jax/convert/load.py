@@ -20,7 +20,7 @@ _BLOCK = 2**20  # numbers to convert at a time
 @dataclasses.dataclass(frozen=True)
 class StoredRows:
     """The place of a parameter's values, or of those of one layer of a stacked parameter, in a pretrained
-    model's files: a range of rows of a stored tensor.
+    model's files: a range of rows of a stored tensor, where a row is an index on the tensor's first axis.
 
     Attributes:
         name: name of the tensor.
@@ -114,8 +114,9 @@ def load_tree(
 
 
 def _read(source: Tensors, rows: StoredRows, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Read the rows of a stored tensor that are the values of a parameter; return them in the parameter's
-    shape and dtype, transposed back if they are stored as [out, in]."""
+    """Read the values of a parameter, or of one layer of a stacked parameter, from the rows of a stored
+    tensor; return them in the parameter's shape and dtype. Tensors stored as [out, in] are transposed to
+    [in, out]."""
     stored_shape = source.shapes[rows.name]
     stop = stored_shape[0] if rows.stop is None else rows.stop
     values = np.empty(shape, dtype)

@@ -175,7 +175,8 @@ class Documents:
         return self._subset(~held), self._subset(held)
 
     def _subset(self, mask: np.ndarray) -> Documents:
-        """Return a sequence of only those pieces of the documents for which `mask`, bool [pieces], is True."""
+        """Return the documents' pieces for which `mask`, bool [pieces], is True, as a new object in the
+        same order."""
         subset = object.__new__(Documents)
         subset.__dict__.update(self.__dict__)
         for name in ("_file", "_number", "_start", "lengths", "begins"):
@@ -304,7 +305,7 @@ def _skip_space(text: str, start: int) -> int:
 
 
 def _lines(file: BinaryIO) -> Iterable[tuple[int, int]]:
-    """Yield, for each line of a file that is not blank, its offset and its length in bytes."""
+    """Yield (offset, length) in bytes of each line of an open binary file, except blank lines."""
     start = 0
     for line in file:
         if not line.isspace():

@@ -50,12 +50,14 @@ def write_documents(
     separator: int | None,
     progress: Callable[[int, int], None] = lambda tokens, size: None,
 ) -> Written:
-    """Make rows of the token ids of documents and write them to a store.
+    """Cut the token ids of documents into rows of `length` tokens and write the rows to a token store;
+    return the counts of rows, documents and tokens.
 
     Args:
-        documents: the documents that were encoded.
+        documents: the documents whose token ids `encoded` has.
         writer: the store to which rows are added, opened for writing.
-        encoded: pairs (size in bytes, ids of consecutive pieces) in the order of `documents`.
+        encoded: pairs (size in bytes of some consecutive pieces, token ids of each of them), in the order
+            of the pieces in `documents`.
         length: tokens in a row.
         separator: concatenate the documents with this id after each. None is LongCrawl64's rule: a row is the first
             `length` tokens of one document, and shorter documents are dropped.

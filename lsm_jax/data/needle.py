@@ -189,7 +189,8 @@ class NeedleTask:
     """
 
     def __init__(self, config: NeedleConfig, tokenizer: Tokenizer, *, bos_id: int | None):
-        """Tokenise the needle, its question and its answer.
+        """Tokenise the needle, the question and the answer of a needle-in-a-haystack test, from which its
+        prompts are made.
 
         Args:
             config: the needle-in-a-haystack config; it is validated.
@@ -242,7 +243,8 @@ class NeedleTask:
         """Return the lengths to evaluate, in ascending order: tokens of prompt and answer together.
 
         Args:
-            train_length: the row length of the run, for the default lengths.
+            train_length: tokens of a row in the run's training, from which the default lengths are
+                computed.
 
         Raises:
             ValueError: a length is too short for the needle and question, or all default lengths are.

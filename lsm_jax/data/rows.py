@@ -1,4 +1,4 @@
-"""Make batches from the rows of a token store."""
+"""Make batches of training or held-out data from the rows of a token store."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ Order = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
 
 
 class StoreBatches:
-    """The batches of a token store as a function of the step's number, so that the state of an iterator
-    over them is one integer."""
+    """The batches of a token store as a function of the training step's number, so that an iterator over
+    batches has one integer as its state."""
 
     def __init__(
         self,

@@ -16,8 +16,9 @@ class LaneBatches(grain.IterDataset):
     """Training batches of B packed rows, one from each of B lanes; a lane is an endless sequence of packed
     rows.
 
-    Row j of the global batch comes from lane j, which packs the pieces j, j + B, j + 2B, ... of the documents.
-    Each host computes only the lanes of its rows, so the global batches are the same for any number of hosts.
+    Row j of the batch of all hosts comes from lane j, which packs the pieces j, j + B, j + 2B, ... of the
+    documents. Each host computes only the lanes of its rows, so the global batches are the same for any
+    number of hosts.
     """
 
     def __init__(

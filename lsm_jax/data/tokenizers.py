@@ -88,8 +88,8 @@ class ByteTokenizer:
         self.json_escape = json_escape
 
     def encode(self, text: str) -> list[int]:
-        """Return the UTF-8 bytes of a text as token ids; escaped bytes that are not UTF-8 are encoded
-        unchanged."""
+        """Return the UTF-8 bytes of a text as token ids, 0 to 255. Bytes that are not UTF-8, which the text
+        contains escaped as by "surrogateescape", are returned unchanged."""
         if self.json_escape:
             return list(json_escape(_replace_surrogates(text)).encode())
         try:
@@ -140,7 +140,7 @@ class GPT2Tokenizer:
         return self._encoding.encode_ordinary(json_escape(text) if self.json_escape else text)
 
     def decode(self, ids: Any) -> str:
-        """Return the text of GPT-2's token ids."""
+        """Return the text of GPT-2's token ids; bytes that are not UTF-8 become U+FFFD."""
         ids = np.asarray(ids, np.int64).reshape(-1)
         _check_ids(ids, self)
         text = self._encoding.decode(ids.tolist(), errors="replace")
@@ -202,8 +202,8 @@ class JSONTokenizer:
         return next((i for i in ids if i is not None), None)
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of a text by the tokenizer.json, without adding special tokens in front or
-        behind."""
+        """Return the token ids of a text, encoded as the tokenizer.json defines; no special tokens such as
+        BOS are added at the start or end."""
         text = _replace_surrogates(text)
         text = json_escape(text) if self.json_escape else text
         return self._tokenizer.encode(text, add_special_tokens=False).ids

@@ -15,8 +15,8 @@ _COMPRESSOR = {"id": "blosc", "cname": "lz4", "clevel": 5, "shuffle": 1, "blocks
 
 
 class StoreWriter:
-    """Write a token store in a `with` block: under a temporary name, and renamed if the block ends without
-    an error."""
+    """Write a token store in a `with` block: the files have a temporary name, which becomes the store's
+    name if the block ends without an error."""
 
     def __init__(
         self,

@@ -130,8 +130,8 @@ class LossCurve:
         return float(self.total.sum() / self.num_tokens)
 
     def average(self, length: int | None = None) -> float:
-        """Return the mean over the positions i < length of L(i), the mean loss at position i in nats;
-        positions at which no token was scored are left out, and if none was, it is NaN."""
+        """Return the mean over the first `length` positions of the mean loss at each position, nats per
+        token. Positions at which no token was scored are left out; NaN if none was."""
         counted = self.count[:length] > 0
         if not counted.any():
             return math.nan

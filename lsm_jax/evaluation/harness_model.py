@@ -1,5 +1,5 @@
-"""Give a decoder the interface of lm-evaluation-harness. Imports the harness, so import this module only
-where it is used."""
+"""Give a decoder the interface by which lm-evaluation-harness calls models. This module imports the
+harness, an optional dependency, so import it only where it is used."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def read_ratings(
         answers: rows of OpenAI's batch output, or rows with `custom_id` and `content`.
 
     Raises:
-        ValueError: an answer is missing or has no [[rating]] from 1 to 10; names the request.
+        ValueError: an answer is missing or has no [[rating]] from 1 to 10; the message names the request.
     """
     texts: dict[str, str] = {}
     for row in answers:

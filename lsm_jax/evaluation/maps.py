@@ -150,8 +150,9 @@ def run_layers(
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _run_layer(graphdef, record, params, x, shared, layer, positions):
-    """Compute one layer of a model; return the activations x after it, the `shared` values for the next
-    layer, and the inputs of the layer's op (empty unless `record`)."""
+    """Compute one layer of a model. Return its activations x [1, T, D], the values that it shares with the
+    next layer, and, if `record` is true, the inputs of its op by name (queries, keys, log gates; otherwise
+    an empty dict)."""
     block = nnx.merge(graphdef, params)
     inputs = {}
     if record and block.mixer.innermost() is block.mixer:

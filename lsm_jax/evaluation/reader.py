@@ -22,8 +22,8 @@ class Reader:
     Args:
         model: the decoder.
         piece_length: tokens of each row read at a time.
-        rows: rows of a batch. If there are fewer rows than devices, the other devices divide each row along
-            time; None means at least one row per device.
+        rows: rows of a batch. If it has fewer rows than there are devices, the tokens of each row are
+            distributed over the remaining devices; None means at least one row per device.
     """
 
     def __init__(self, model: Decoder, *, piece_length: int = 4096, rows: int | None = None):
@@ -127,7 +127,8 @@ class Answerer(Reader):
             num_tokens].
 
         Raises:
-            ValueError: shapes do not match, or ids are outside the model's vocabulary.
+            ValueError: the prompts are too long, `prompts` and `answers` have different numbers of rows or
+                are empty, or ids are outside the model's vocabulary.
         """
         for name, ids in (("prompts", prompts), ("answers", answers)):
             if ids.ndim != 2 or 0 in ids.shape or len(ids) != len(prompts):

@@ -205,8 +205,9 @@ def routing_table(results: Mapping[str, Any]) -> RenderableType:
 
 
 def read_router(path: str | os.PathLike[str], name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Read a router's statistic of each layer, such as "mom/load", from a `metrics.jsonl`: (steps [N],
-    values [N, L, ...]); empty if it is absent.
+    """Read a router's statistic, such as "mom/load", from a run's `metrics.jsonl`: return the steps [N] at
+    which it was logged, and its values [N, L, ...] at these steps for the L layers that have a router.
+    Without the statistic there are no steps.
 
     Layers with fewer memories than others are padded with NaN.
     """

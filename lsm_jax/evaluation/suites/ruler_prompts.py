@@ -24,7 +24,8 @@ _HOPS = 4
 
 
 def noise() -> str:
-    """Return the line of sentences without meaning with which RULER fills the text of some tasks."""
+    """Return RULER's filler text: one line of sentences without meaning ("The grass is green. ..."), which
+    is repeated to fill prompts."""
     return read_constant("vt_utils", "noise").rstrip("\n")
 
 
