@@ -130,8 +130,8 @@ def load_params(
 
 
 def published_name(keys: list[str], layer: int) -> str:
-    """Return the name that transformers has for a parameter of a layer, or for one outside the layers if
-    `layer` is -1; "" if it has none."""
+    """Return the name of a parameter in transformers' checkpoints: of layer number `layer`, or if that is
+    -1 of a parameter outside the layers. "" if transformers has no such parameter."""
     name = ".".join(keys)
     if layer < 0:
         return _TOP.get(name, "")
@@ -167,8 +167,8 @@ def published_tensors(
 
 
 def published_shape(keys: list[str], row: int | None, leaf: Any) -> tuple[int, ...]:
-    """Return the shape in transformers' format of a parameter, or of one layer of a stacked parameter;
-    kernels are [out, in] there."""
+    """Return the shape that a parameter, or one layer of a stacked parameter, has in transformers'
+    checkpoints, where kernels are [out, in] instead of [in, out]."""
     shape = leaf.shape if row is None else leaf.shape[1:]
     return shape[::-1] if keys[-1] == "kernel" else shape
 

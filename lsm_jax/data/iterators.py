@@ -220,8 +220,8 @@ def _serial(pieces: grain.MapDataset) -> grain.IterDataset:
 
 
 def _step_iterator(config: DataConfig, batches: StoreBatches, steps: int) -> grain.DatasetIterator:
-    """Return an iterator over a store's batches of the training steps 0, 1, ..., which the config's threads
-    read ahead."""
+    """Return an iterator over the batches number 0, 1, ..., `steps` - 1 of a token store; the
+    config's number of threads read batches ahead."""
     options = grain.ReadOptions(
         num_threads=config.num_threads,
         prefetch_buffer_size=config.prefetch if config.num_threads else 0,

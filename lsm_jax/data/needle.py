@@ -299,8 +299,9 @@ class NeedleTask:
         return NeedlePrompt(mode, depth, sample, place, np.concatenate(parts))
 
     def _stops(self, text: np.ndarray) -> np.ndarray:
-        """Return bool [T]: whether the text of each token of the long text ends with a full stop, after
-        which a needle may be inserted; by the published protocol, whether the token is a full stop."""
+        """Return bool [T]: for each token of the long text, whether a needle may be inserted after it,
+        because its text ends with a full stop; by the published protocol, because it is the token of a full
+        stop."""
         if self.config.prompt != "own":
             return np.isin(text, self.tokenizer.encode("."))
         ids, where = np.unique(text, return_inverse=True)

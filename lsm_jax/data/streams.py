@@ -120,8 +120,8 @@ class _OrderedIterator(grain.DatasetIterator):
 
 
 class Prefetched(grain.experimental.ThreadPrefetchIterDataset):
-    """Make batches ahead of their use, by one thread of grain, with iterators whose second `close` does
-    nothing.
+    """Make batches ahead of their use, in one thread of grain. If an iterator's `close` is called
+    a second time, nothing happens.
 
     Grain closes an iterator again when it is deleted. If the interpreter is exiting, the modules that `close` uses no longer
     exist.

@@ -92,7 +92,7 @@ def layer_maps(
     Args:
         model: the decoder.
         tokens: int [T], one document from its first token.
-        config: which layers and heads to show.
+        config: numbers of the layers and heads to compute.
         progress: show a bar.
 
     Returns:

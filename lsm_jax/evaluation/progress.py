@@ -69,8 +69,9 @@ class EvaluationProgress:
         self._bar.update(self._task, total=total)
 
     def advance(self, tokens: int, loss: float | None = None) -> None:
-        """Count a finished step of the evaluation, which read so many tokens; `loss` is the mean loss so
-        far in nats per token, if there is one."""
+        """Count one finished step of the evaluation, and update the progress bar. `tokens` is the number of
+        tokens that the step read; `loss` is the mean loss so far in nats per token, None if the evaluation
+        has no loss."""
         self.tokens += tokens
         self.steps += 1
         status = f"{self.tokens / self.seconds:,.0f} tokens/s"
