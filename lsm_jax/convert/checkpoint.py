@@ -46,14 +46,15 @@ class Tensors:
         raise NotImplementedError
 
     def tensor(self, name: str) -> np.ndarray:
-        """Return all of a stored tensor in float32; raises as `rows` does."""
+        """Return a whole stored tensor of floating-point numbers in float32; ValueError if it has another
+        kind of numbers or cannot be read."""
         return np.asarray(self.rows(name, 0, self.shapes[name][0]), np.float32)
 
     def check(self, expected: dict[str, tuple[int, ...]], ignored: tuple[str, ...] = ()) -> None:
         """Compare the names and shapes of the stored tensors with those that a model requires.
 
         Args:
-            expected: the model's shapes, by name.
+            expected: the shape of each tensor that the model requires, by the tensor's name.
             ignored: suffixes of the names of tensors that are not required but accepted.
 
         Raises:

@@ -107,8 +107,8 @@ def _files(source: Tensors, tensors: dict[str, Any]) -> dict[str, list[str]]:
 
 
 def _write_config(source: Tensors, tensors: dict[str, Any], out: Path) -> None:
-    """Write the files other than tensors of an exported folder whose source is no such folder: config.json,
-    the index if there are several files of tensors, and the tokenizer."""
+    """Write the files other than tensors of a model that is exported to the folder `out` from a GGUF file:
+    config.json, the index of tensors by file if there are several files, and the tokenizer."""
     leaves = {id(leaf): leaf for _, _, leaf in tensors.values()}.values()
     dtype = str(next(iter(leaves)).dtype)
     _write_json(out / "config.json", source.config | dict(torch_dtype=dtype))

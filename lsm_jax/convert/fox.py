@@ -39,7 +39,8 @@ _NO_BOUNDS = 1e4
 def fox_params(checkpoint: Checkpoint, config: ModelConfig) -> dict[str, Any]:
     """Load the tensors of a checkpoint of FoX's paper as the parameters of `config`'s model.
 
-    The published code does not apply the lower bounds of HGRN2's gates: the parameters are such that they are 0.
+    The published code does not apply the lower bounds of HGRN2's forget gates, so the parameters for these
+    bounds are set such that all bounds are 0.
 
     Returns:
         The parameters, a pure dict of float32 arrays.
@@ -79,8 +80,8 @@ def fox_params(checkpoint: Checkpoint, config: ModelConfig) -> dict[str, Any]:
 
 
 def fixed_gates(config: ModelConfig) -> list[str]:
-    """Return the names of the tensors of a checkpoint of FoX's paper that are gates with fixed decays,
-    which are no parameters here."""
+    """Return the names of the gate tensors with fixed decays in a checkpoint of FoX's paper, one per layer;
+    empty if the model has none. They are constants, so this library's model has no parameters for them."""
     if getattr(config.layers["L"].mixer, "forget_gate", None) != "fixed":
         return []
     return [f"model.layers.{i}.attn.fgate_bias" for i in range(config.num_layers)]
@@ -119,7 +120,8 @@ def import_fox(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Import the checkpoint of FoX's paper that the command line names, and return the exit status."""
+    """Import the checkpoint of FoX's paper that the option --source names as the run --workdir, and return
+    the exit status."""
     return command("lsm_jax.convert.fox", __doc__, "the checkpoint's folder", import_fox, arguments)
 
 

@@ -123,7 +123,7 @@ def _without_bounds(params: dict[str, Any]) -> dict[str, Any]:
     the published code of FoX's paper does not apply.
 
     Raises:
-        ValueError: a bound is not 0, which the published code computes in its place.
+        ValueError: a lower bound is not 0; the published code would compute with 0 instead.
     """
     periods = params["periods"]
     block = periods["blocks"][0]
@@ -138,8 +138,9 @@ def _without_bounds(params: dict[str, Any]) -> dict[str, Any]:
 
 
 def _constants(kind: str, config: ModelConfig) -> dict[str, np.ndarray]:
-    """Return the tensors that a published checkpoint has in addition to this library's parameters, by name:
-    HGRN2's lower bounds, which are 0, or gates with fixed decays."""
+    """Return the arrays of a published checkpoint that are no parameters of this library, by tensor name:
+    for HGRN2 the lower bounds of the gates, all 0; for FoX with fixed decays the biases of the forget
+    gates."""
     if kind == HGRN2:
         return {LOWER_BOUNDS: np.zeros((config.num_layers, config.hidden_size), np.float32)}
     names = fixed_gates(config)
@@ -150,8 +151,9 @@ def _constants(kind: str, config: ModelConfig) -> dict[str, np.ndarray]:
 
 
 def _values(params: dict[str, Any], layout: Layout) -> Callable[[str], np.ndarray]:
-    """Return a function of a published tensor's name that returns its values, from the parameters and in
-    the published layout."""
+    """Return a function that maps the name of a published tensor to its values as a numpy array: the
+    parameters that `layout` assigns to that tensor, in the published shapes, concatenated along the first
+    axis."""
     leaves: dict[Any, tuple[Any, int | None]] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         for row, (keys, layer) in enumerate(layers_of(path, leaf.shape, 1)):
@@ -171,8 +173,8 @@ def _values(params: dict[str, Any], layout: Layout) -> Callable[[str], np.ndarra
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Export the run that the command line names as a checkpoint of FoX's authors, and return the exit
-    status."""
+    """Export the run --workdir as a checkpoint, in the folder --out, that the code of FoX's authors loads;
+    return the exit status."""
     program = "lsm_jax.convert.fox_export"
     parser = argparse.ArgumentParser(
         prog=f"python -m {program}",

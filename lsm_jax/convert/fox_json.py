@@ -99,7 +99,8 @@ def model_of(given: dict[str, Any], where: Any, shared_norms: bool = True) -> Mo
         shared_norms: whether the heads share the scales of the norms of queries and keys, if the config does not say it.
 
     Raises:
-        ValueError: as `fox_config`.
+        ValueError: the model is of another kind, a field is missing or unknown, or a value is not
+            supported.
     """
     kind = given.get("model_type")
     if kind not in _ONLY:
@@ -242,10 +243,12 @@ def json_of(config: ModelConfig) -> dict[str, Any]:
 
 
 def _check_same(published: ModelConfig, config: ModelConfig) -> None:
-    """Check that two model configs describe models that compute the same.
+    """Raise ValueError unless a model that the published code can compute, `published`, computes the same
+    function as the model to export, `config`.
 
     Raises:
-        ValueError: the two models compute different functions; the message names the fields.
+        ValueError: the two models compute different functions; the message names the config fields that
+            differ.
     """
 
     def fields(model: ModelConfig) -> dict[str, Any]:

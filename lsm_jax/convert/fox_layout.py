@@ -1,4 +1,5 @@
-"""Where the published checkpoints of FoX's paper store the parameters of a model, for import and export."""
+"""Where the published checkpoints of FoX's paper store the parameters of a model: the names of their
+tensors, and the rows and shapes in them. Import and export use it."""
 
 from __future__ import annotations
 
@@ -100,8 +101,9 @@ class Layout(NamedTuple):
 
 
 def layout_of(kind: str, config: ModelConfig) -> Layout:
-    """Return the layout of a checkpoint of FoX's paper: where it stores the parameters of the model
-    `config`, which is of `kind`, one of `KINDS`."""
+    """Return the layout of a checkpoint of FoX's paper: in which tensors, and in which rows of them, it
+    stores the parameters of the model `config`. `kind` is the checkpoint's kind of model, the `model_type`
+    of its config.json."""
     params = params_of(abstract(config))
     if kind == HGRN2:
         params["periods"]["blocks"][0]["mixer"].pop("lower_bound")
@@ -142,8 +144,9 @@ def stored_shape(key: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], boo
 
 
 def _shifted(name: str, mixer: Any) -> str:
-    """Return the published name of a key or value projection; if its result is shifted by a token, it is
-    inside the shift's module."""
+    """Return the published name of a parameter, given its usual published name. It differs only for the key
+    or value projection of a layer that shifts keys or values by a token: there the projection is inside the
+    shift's module."""
     for letter, field in (("k", "key_shift"), ("v", "value_shift")):
         if name == f"attn.{letter}_proj.weight" and getattr(mixer, field, False):
             return f"attn.{letter}_proj.linear.weight"

@@ -148,8 +148,9 @@ class GGUF(Tensors):
         )
 
     def _llama3_scaling(self, config: dict[str, Any]) -> dict[str, Any]:
-        """Return Llama 3's scaling of the rotary frequencies, as a field of config.json: that of `_LLAMA3`
-        whose divisors are the file's rope_freqs.weight."""
+        """Return the scaling of the rotary frequencies of Llama 3.1 or 3.2 as the field `rope_scaling` of
+        config.json: the known one whose divisors of the frequencies are those of the GGUF file's tensor
+        rope_freqs.weight."""
         stored = np.asarray(self._stored["rope_freqs.weight"].data, np.float32)
         half = config["head_dim"] // 2
         turns = 8192 * config.get("rope_theta", 10000.0) ** (-np.arange(half) / half) / (2 * np.pi)
@@ -186,8 +187,8 @@ class GGUF(Tensors):
 
 
 def _transformers_name(stored: str) -> str:
-    """Return the name that transformers has for a tensor of a GGUF file; an unknown name is returned
-    unchanged, and `check` reports it later."""
+    """Return the name of a GGUF file's tensor in transformers' models; an unknown name is returned
+    unchanged, and is later reported as an unexpected tensor."""
     stem, _, kind = stored.rpartition(".")
     if stem in _TOP:
         return f"{_TOP[stem]}.{kind}"

@@ -130,8 +130,8 @@ def load_params(
 
 
 def published_name(keys: list[str], layer: int) -> str:
-    """Return the name that transformers has for a parameter of a layer, or for one outside the layers if
-    `layer` is -1; "" if it has none."""
+    """Return the name of a parameter in transformers' checkpoints: of layer number `layer`, or if that is
+    -1 of a parameter outside the layers. "" if transformers has no such parameter."""
     name = ".".join(keys)
     if layer < 0:
         return _TOP.get(name, "")
@@ -144,7 +144,9 @@ def published_tensors(
     """Return the parameter from which each tensor of transformers' format is written, by the tensor's name.
 
     Returns:
-        (keys, row, leaf) by name; row is the row of a parameter stacked over periods, and None for any other.
+        By tensor name (keys of the parameter's path, period, the parameter's array). If the parameter is
+        stacked over periods, the tensor is its entry number `period` on the first axis; otherwise `period`
+        is None.
 
     Raises:
         ValueError: the published format has no tensor for some parameters, which the message lists.
@@ -165,15 +167,15 @@ def published_tensors(
 
 
 def published_shape(keys: list[str], row: int | None, leaf: Any) -> tuple[int, ...]:
-    """Return the shape in transformers' format of a parameter, or of one layer of a stacked parameter;
-    kernels are [out, in] there."""
+    """Return the shape that a parameter, or one layer of a stacked parameter, has in transformers'
+    checkpoints, where kernels are [out, in] instead of [in, out]."""
     shape = leaf.shape if row is None else leaf.shape[1:]
     return shape[::-1] if keys[-1] == "kernel" else shape
 
 
 def _check_tied(source: Tensors) -> None:
-    """Raise ValueError unless the stored output head is equal to the embedding, as in a model that ties
-    both."""
+    """Raise ValueError unless the stored matrix of the output head is equal to that of the embedding; for
+    models whose config says that they are tied."""
     names = (_HEAD, _TOP["embedding"])
     same, rows = len({source.shapes[name] for name in names}) == 1, source.shapes[names[0]][0]
     for first in range(0, rows if same else 0, 4096):
@@ -204,7 +206,7 @@ def import_huggingface(
         workdir: the directory of the new run; it must not contain a run.
         tokenizer: a tokenizer.json or its folder, to use instead of the source's tokenizer.
         model: a model that has the source's parameters, such as a Liger model; None is `model_config(source)`.
-        progress: as in `load_params`.
+        progress: called with (numbers loaded so far, all numbers of the model).
 
     Returns:
         The run's config.
@@ -245,7 +247,8 @@ def _import_with_progress(source: str, workdir: str, tokenizer: str | None) -> T
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Import the pretrained transformer that the command line names, and return the exit status."""
+    """Import the pretrained transformer that the option --source names as the run --workdir, and return the
+    exit status."""
     source = "a Hugging Face folder or a .gguf file"
     options = dict(
         tokenizer="a tokenizer.json, if the source has none or one that is not supported"

@@ -20,7 +20,7 @@ _BLOCK = 2**20  # numbers to convert at a time
 @dataclasses.dataclass(frozen=True)
 class StoredRows:
     """The place of a parameter's values, or of those of one layer of a stacked parameter, in a pretrained
-    model's files: a range of rows of a stored tensor.
+    model's files: a range of rows of a stored tensor, where a row is an index on the tensor's first axis.
 
     Attributes:
         name: name of the tensor.
@@ -41,7 +41,8 @@ def keys_of(path: Any) -> list[str]:
 
 
 def layers_of(path: Any, shape: tuple[int, ...], num_blocks: int) -> list[tuple[list[str], int]]:
-    """List the layers to which a parameter, or each layer's part of a stacked parameter, belongs.
+    """List the layers whose values a parameter contains: all layers of one place in the period if it is
+    stacked over periods, otherwise none.
 
     Args:
         path: the parameter's path in the tree of parameters.
@@ -49,7 +50,8 @@ def layers_of(path: Any, shape: tuple[int, ...], num_blocks: int) -> list[tuple[
         num_blocks: number of layers in a period of the pattern.
 
     Returns:
-        For a parameter stacked over periods (keys inside the block, layer) of each row; for any other [(keys, -1)].
+        For a parameter stacked over periods: for each period (its first axis) the pair (keys of the path
+        inside a layer, number of the layer). For any other parameter one pair, (keys of the path, -1).
     """
     keys = keys_of(path)
     if keys[0] != "periods":
@@ -112,8 +114,9 @@ def load_tree(
 
 
 def _read(source: Tensors, rows: StoredRows, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Read the rows of a stored tensor that are the values of a parameter; return them in the parameter's
-    shape and dtype, transposed back if they are stored as [out, in]."""
+    """Read the values of a parameter, or of one layer of a stacked parameter, from the rows of a stored
+    tensor; return them in the parameter's shape and dtype. Tensors stored as [out, in] are transposed to
+    [in, out]."""
     stored_shape = source.shapes[rows.name]
     stop = stored_shape[0] if rows.stop is None else rows.stop
     values = np.empty(shape, dtype)
@@ -149,8 +152,8 @@ def _insert_row(sharding: Any) -> Callable[[jax.Array, jax.Array, int], jax.Arra
 
 
 def _without_layer_axis(sharding: Any) -> Any:
-    """Return the sharding of one layer's values of a parameter that is stacked over periods, from that of
-    the stack."""
+    """Return the sharding of one layer's values of a parameter, given the sharding of the parameter stacked
+    over periods: the same without the first axis."""
     if not isinstance(sharding, jax.sharding.NamedSharding):
         return sharding
     return jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec(*sharding.spec[1:]))

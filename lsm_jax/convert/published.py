@@ -65,8 +65,9 @@ _HARMLESS = {
 def model_of(source: Tensors) -> ModelConfig:
     """Return the config of the model that a config.json of Hugging Face's transformers describes.
 
-    Letter L is the layer with full attention, or the only kind of layer; letter W is a layer with a window if there are both.
-    Activations are in float32 if the config's dtype is, otherwise in bfloat16.
+    In the model's pattern, letter L is a layer with full attention, and letter W one whose attention has a
+    window; if all layers are of one kind, they are L. Activations are in float32 if the config's dtype is,
+    otherwise in bfloat16.
 
     Raises:
         ValueError: the model is of another kind, or a field is missing, unknown or has an unsupported value.
@@ -141,8 +142,8 @@ def dtype_of(given: dict[str, Any]) -> str | None:
 
 
 def _rope(given: dict[str, Any], where: Any) -> tuple[float, RopeScaling | None]:
-    """Return (base, scaling) of the rotary frequencies, from the fields of a config.json of old or new
-    versions of transformers."""
+    """Read the rotary frequencies from config.json, as old or new versions of transformers write it: return
+    their base (rope_theta) and their scaling for long contexts, None without scaling."""
     fields = {**(given.get("rope_scaling") or {}), **(given.get("rope_parameters") or {})}
     theta = float(fields.pop("rope_theta", given.get("rope_theta") or 10000.0))
     kind, old_kind = fields.pop("rope_type", None), fields.pop("type", None)

@@ -27,7 +27,8 @@ def new_workdir(workdir: str | os.PathLike[str]) -> Path:
 
 
 def save_run(workdir: Path, config: TrainConfig, params: dict[str, Any]) -> None:
-    """Write the config of an imported model's run, and its parameters as the checkpoint of step 0."""
+    """Create the run of an imported model: write its config to `workdir`, and its parameters as the
+    checkpoint of step 0."""
     write_config(workdir, config, {})
     checkpoints = Checkpoints(checkpoint_directory(workdir))
     checkpoints.save_params(0, params)

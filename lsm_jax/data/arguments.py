@@ -14,13 +14,15 @@ def check_arguments(
     shard_count: int,
     vocab_size: int | None,
 ) -> tuple[Tokenizer, slice, int]:
-    """Check the arguments with which a batch iterator is made, and fill in their defaults.
+    """Check the arguments with which a batch iterator is made: data config, tokenizer, global batch size,
+    number of this host and of all hosts, and vocabulary size. A tokenizer of None is loaded by the config,
+    a vocabulary size of None is the tokenizer's.
 
     Returns:
         The tokenizer, the slice of this host's rows in a global batch, and the vocabulary size.
 
     Raises:
-        ValueError: config, batch, shards, tokenizer and vocabulary do not fit together.
+        ValueError: an argument is out of range, or contradicts another; the message names them.
     """
     config.validate()
     if not 0 <= shard_index < shard_count:

@@ -15,8 +15,9 @@ class DataConfig:
         path: a LongCrawl-format store (a zarr v2 array [documents, length]), a folder with `train.zarr` and
             `heldout.zarr`, a text or JSONL file, or a folder of such files. Empty: the demo text, which is the standard
             library of the running interpreter.
-        heldout_path: the same, for evaluation. Empty: the `heldout.zarr` in the folder `path`; if there is none, a share
-            `heldout_fraction` of the documents of `path`, on which training does not run.
+        heldout_path: path of the data for evaluation, of the same kinds as `path`. Empty: the
+            `heldout.zarr` in the folder `path`; if there is none, a share `heldout_fraction` of the
+            documents of `path`, on which training does not run.
         heldout_fraction: share of the documents to hold out if there are no separate held-out data.
         heldout_first: text only: hold out the first so many documents, in listed order, in place of a share. 0 holds out
             the share. Liger's authors hold out the first 200 instructions.

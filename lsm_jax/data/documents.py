@@ -57,7 +57,8 @@ class Documents:
         format: str = "text",
         piece_bytes: int | None = 1 << 16,
     ):
-        """List the files, and find the offsets of the documents' pieces in them.
+        """Find the text and JSONL files at these paths, and the place of every piece of their documents: a
+        piece is a document, or a contiguous part of a long text file.
 
         Args:
             paths: files, or folders that are searched for files with `TEXT_SUFFIXES` and `JSONL_SUFFIXES`, in sorted
@@ -65,7 +66,7 @@ class Documents:
             text_key: name of the JSONL field that has the text.
             format: "text" or "alpaca"; see `DataConfig`. Files in `ARRAY_SUFFIX` are arrays of instructions with
                 "alpaca", and text with "text"; folders are not searched for them.
-            piece_bytes: size of the pieces of a long text file; None does not cut files.
+            piece_bytes: bytes of a piece of a long text file; None does not cut text files.
 
         Raises:
             ValueError: a path does not exist, a file has the wrong suffix for `format` or is no JSON array, or all files
@@ -159,11 +160,11 @@ class Documents:
         return self._subset(~held), self._subset(held)
 
     def split_first(self, count: int) -> tuple[Documents, Documents]:
-        """Split the documents into (training, held-out): the first `count` documents in listed order are
-        held out.
+        """Return two sets of documents, (training, held-out): the first `count` documents in listed order
+        are held out, all others are for training.
 
         Raises:
-            ValueError: there are no other documents.
+            ValueError: no document would remain for training.
         """
         if count >= self.num_documents:
             raise ValueError(
@@ -174,7 +175,8 @@ class Documents:
         return self._subset(~held), self._subset(held)
 
     def _subset(self, mask: np.ndarray) -> Documents:
-        """Return a sequence of only those pieces of the documents for which `mask`, bool [pieces], is True."""
+        """Return the documents' pieces for which `mask`, bool [pieces], is True, as a new object in the
+        same order."""
         subset = object.__new__(Documents)
         subset.__dict__.update(self.__dict__)
         for name in ("_file", "_number", "_start", "lengths", "begins"):
@@ -303,7 +305,7 @@ def _skip_space(text: str, start: int) -> int:
 
 
 def _lines(file: BinaryIO) -> Iterable[tuple[int, int]]:
-    """Yield, for each line of a file that is not blank, its offset and its length in bytes."""
+    """Yield (offset, length) in bytes of each line of an open binary file, except blank lines."""
     start = 0
     for line in file:
         if not line.isspace():
@@ -312,8 +314,8 @@ def _lines(file: BinaryIO) -> Iterable[tuple[int, int]]:
 
 
 def _text_offsets(path: Path, piece_bytes: int | None) -> np.ndarray:
-    """Return where a text file is cut into pieces of equal size, [pieces, 2]: offset and length in bytes.
-    `_cut` then moves the borders between pieces to line ends."""
+    """Return the pieces of a text file, int [pieces, 2]: the offset and length in bytes of each, all of
+    `piece_bytes` except the last. The borders are moved to line ends later, when a piece is read."""
     size = path.stat().st_size
     step = piece_bytes or max(size, 1)
     return _offset_array((start, min(step, size - start)) for start in range(0, size, step))
@@ -324,8 +326,8 @@ def _offset_array(pairs: Iterable[tuple[int, int]]) -> np.ndarray:
 
 
 def _cut(file: BinaryIO, offset: int, size: int) -> int:
-    """Return the offset in bytes at which a text file is cut instead of at `offset`: where the first line
-    at or after it begins, or a character if that line is long."""
+    """Return the first offset in bytes, at or after `offset`, at which a line of a text file begins; if none
+    does within 4,096 bytes, the first one at which a UTF-8 character begins. `size` is the file's size."""
     if offset <= 0 or offset >= size:
         return min(max(offset, 0), size)
     file.seek(offset - 1)

@@ -50,12 +50,14 @@ def write_documents(
     separator: int | None,
     progress: Callable[[int, int], None] = lambda tokens, size: None,
 ) -> Written:
-    """Make rows of the token ids of documents and write them to a store.
+    """Cut the token ids of documents into rows of `length` tokens and write the rows to a token store;
+    return the counts of rows, documents and tokens.
 
     Args:
-        documents: the documents that were encoded.
+        documents: the documents whose token ids `encoded` has.
         writer: the store to which rows are added, opened for writing.
-        encoded: pairs (size in bytes, ids of consecutive pieces) in the order of `documents`.
+        encoded: pairs (size in bytes of some consecutive pieces, token ids of each of them), in the order
+            of the pieces in `documents`.
         length: tokens in a row.
         separator: concatenate the documents with this id after each. None is LongCrawl64's rule: a row is the first
             `length` tokens of one document, and shorter documents are dropped.
@@ -115,11 +117,11 @@ def encode_documents(
         parts: sets of documents, such as training and held-out.
         tokenizer: name or path of the tokenizer.
         json_escape: JSON-escape the text before it is tokenised.
-        num_workers: number of processes; 1 works in this process.
+        num_workers: number of processes; with 1, this process tokenises, and no other is started.
 
     Yields:
-        For each part an iterator of (size in bytes, ids of consecutive pieces). It must be exhausted before the next
-        part's iterator is requested.
+        For each set of documents an iterator of (size in bytes of some consecutive pieces, token ids of
+        each of them). It must be exhausted before the next set's iterator is requested.
     """
     if num_workers == 1:
         loaded = load_tokenizer(tokenizer, json_escape=json_escape)
@@ -143,8 +145,9 @@ def encode_documents(
 def _in_order(
     pool: Executor, part: int, tasks: Iterable[range], ahead: int
 ) -> Iterator[tuple[int, list[np.ndarray]]]:
-    """Yield the token ids of all ranges of pieces, in order, from the pool's processes; at most `ahead`
-    ranges are submitted before their results are needed."""
+    """Tokenise the pieces of documents in the processes of `pool`, one range of pieces per job, and yield
+    for each range (size in bytes, token ids of each piece), in the order of `tasks`. At most `ahead` ranges
+    are submitted before their results are needed."""
     running: deque = deque()
     for task in tasks:
         running.append(pool.submit(_encode_in_worker, part, task))
@@ -155,8 +158,8 @@ def _in_order(
 
 
 def _tasks(documents: Documents) -> Iterator[range]:
-    """Yield the ranges of consecutive pieces of the documents that a process tokenises at a time: each has
-    about `_TASK_BYTES`, or is one larger piece."""
+    """Divide the pieces of documents into the jobs of a pool of processes: yield ranges of consecutive
+    pieces with at least 1 MiB of text each, except the last."""
     start, size = 0, 0
     for i, length in enumerate(documents.lengths.tolist()):
         size += length

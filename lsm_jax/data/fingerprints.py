@@ -1,4 +1,5 @@
-"""Fingerprints of training data, by which a resumed run checks that its data are the same as before."""
+"""Fingerprints of a run's training data: names and sizes of its files, and its tokenizer. A resumed run
+compares them to check that its data are the same as before."""
 
 from __future__ import annotations
 

@@ -165,14 +165,15 @@ def _document_index(
     order: Callable[[int], np.ndarray] | None,
     n: int,
 ) -> int:
-    """Return the index of the n-th piece of text that a lane reads, where lane j makes row j of each batch:
-    it has items j, j + B, j + 2B, ... of the epochs in sequence.
+    """Return the index of the n-th piece of a document that lane j reads. Lane j makes row j of each batch
+    of B rows: it reads the pieces j, j + B, j + 2B, ... of all epochs, concatenated.
 
     Args:
         count: number of pieces of documents in an epoch.
         batch: B, the number of lanes, which is the number of rows in a global batch.
         lane: j, the number of the lane.
-        order: function from an epoch's number to the permutation of its pieces; None is the listed order.
+        order: function from an epoch's number to the permutation of the pieces in that epoch; None is the
+            listed order.
         n: number of the piece in the lane, from 0.
     """
     epoch, index = divmod(n * batch + lane, count)
@@ -197,8 +198,9 @@ def _piece_tokens(documents: Documents, tokenizer: Tokenizer, config: DataConfig
 def _check_some_text(
     documents: Documents, config: DataConfig, tokenizer: Tokenizer, *, where: str, lanes: int = 1
 ) -> None:
-    """Raise ValueError if all documents are empty that one lane reads, where lane j makes row j of each
-    batch: it would search for its first row forever."""
+    """Raise ValueError if some row of the batches would never be filled: if the documents' pieces lane,
+    lane + `lanes`, lane + 2 `lanes`, ..., from which row number `lane` is made, are all without text.
+    Reading would search forever for that row's first token."""
     for lane in range(lanes):
         indices = range(lane, len(documents), lanes)
         if all(_piece_tokens(documents, tokenizer, config, i) is None for i in indices):
@@ -212,13 +214,14 @@ def _check_some_text(
 
 
 def _serial(pieces: grain.MapDataset) -> grain.IterDataset:
-    """Return a dataset that reads the pieces of documents in the calling thread, one after another."""
+    """Convert a dataset of the pieces of documents to one that is read in order, in the calling thread,
+    without reading ahead."""
     return pieces.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
 
 
 def _step_iterator(config: DataConfig, batches: StoreBatches, steps: int) -> grain.DatasetIterator:
-    """Return an iterator over a store's batches of the training steps 0, 1, ..., which the config's threads
-    read ahead."""
+    """Return an iterator over the batches number 0, 1, ..., `steps` - 1 of a token store; the
+    config's number of threads read batches ahead."""
     options = grain.ReadOptions(
         num_threads=config.num_threads,
         prefetch_buffer_size=config.prefetch if config.num_threads else 0,
@@ -233,8 +236,8 @@ def _prefetched(config: DataConfig, dataset: grain.IterDataset) -> grain.Dataset
 
 
 def _open(dataset: grain.IterDataset) -> grain.DatasetIterator:
-    """Return an iterator over the dataset's batches that is closed when the interpreter exits, so that its
-    threads end before."""
+    """Return an iterator over a dataset's batches. It is closed when the interpreter exits, so that the
+    dataset's threads end before the interpreter does."""
     iterator = iter(dataset)
     _open_iterators.add(iterator)
     return iterator

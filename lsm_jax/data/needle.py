@@ -189,7 +189,8 @@ class NeedleTask:
     """
 
     def __init__(self, config: NeedleConfig, tokenizer: Tokenizer, *, bos_id: int | None):
-        """Tokenise the needle, its question and its answer.
+        """Tokenise the needle, the question and the answer of a needle-in-a-haystack test, from which its
+        prompts are made.
 
         Args:
             config: the needle-in-a-haystack config; it is validated.
@@ -228,8 +229,8 @@ class NeedleTask:
 
     @property
     def answer_room(self) -> int:
-        """The maximum number of tokens that follow a prompt: the answer's, or those that the model
-        generates."""
+        """The maximum number of tokens after a needle-in-a-haystack prompt: the larger of the answer's
+        length and the number of tokens that the model generates."""
         return max(len(self.answer), self.new_tokens)
 
     @property
@@ -242,7 +243,8 @@ class NeedleTask:
         """Return the lengths to evaluate, in ascending order: tokens of prompt and answer together.
 
         Args:
-            train_length: the row length of the run, for the default lengths.
+            train_length: tokens of a row in the run's training, from which the default lengths are
+                computed.
 
         Raises:
             ValueError: a length is too short for the needle and question, or all default lengths are.
@@ -297,8 +299,9 @@ class NeedleTask:
         return NeedlePrompt(mode, depth, sample, place, np.concatenate(parts))
 
     def _stops(self, text: np.ndarray) -> np.ndarray:
-        """Return bool [T]: whether the text of each token of the long text ends with a full stop, after
-        which a needle may be inserted; by the published protocol, whether the token is a full stop."""
+        """Return bool [T]: for each token of the long text, whether a needle may be inserted after it,
+        because its text ends with a full stop; by the published protocol, because it is the token of a full
+        stop."""
         if self.config.prompt != "own":
             return np.isin(text, self.tokenizer.encode("."))
         ids, where = np.unique(text, return_inverse=True)

@@ -61,7 +61,8 @@ def document_tokens(
 
 
 class _CutToRows(grain.experimental.FlatMapTransform):
-    """Cut each document that is longer than a row of a batch into parts of at most a row."""
+    """Cut the tokens and labels of each document that is longer than a row of a batch into consecutive
+    parts of one row's length; the last may be shorter."""
 
     max_fan_out = 1 << 30
 
@@ -95,8 +96,9 @@ def packed_rows(documents: grain.IterDataset, length: int, packing: str) -> grai
 
 
 def stack_rows(rows: list[dict[str, Any]], num_rows: int) -> dict[str, np.ndarray]:
-    """Return a batch of `num_rows` rows (tokens, labels, loss mask, segment ids, positions) from packed
-    rows; rows that are missing are padding, with segment id 0."""
+    """Stack packed rows of T tokens into a batch of arrays [num_rows, T]: tokens, labels, loss mask,
+    segment ids and positions. Rows that are missing at the end are padding, with loss mask and segment id
+    0."""
 
     def stack(name: str) -> np.ndarray:
         stacked = np.zeros((num_rows, len(rows[0][name])), np.int32)

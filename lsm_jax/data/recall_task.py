@@ -64,7 +64,8 @@ class RecallExamples(NamedTuple):
     targets: Int[np.ndarray, "N T"]
 
     def queries(self) -> tuple[Int[np.ndarray, "N P"], Int[np.ndarray, "N P"]]:
-        """Return (positions, answers) of the P queries of each recall example, in the order of positions."""
+        """Return the positions in the row of each example's P queries, in ascending order, and the token
+        ids to predict there: int32 [N, P] each, for N recall examples."""
         rows, places = np.nonzero(self.targets != NOT_ASKED)
         positions = places.reshape(len(self.tokens), -1).astype(np.int32)
         return positions, np.take_along_axis(self.targets, positions, axis=1)

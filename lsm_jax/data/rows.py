@@ -1,4 +1,4 @@
-"""Make batches from the rows of a token store."""
+"""Make batches of training or held-out data from the rows of a token store."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ Order = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
 
 
 class StoreBatches:
-    """The batches of a token store as a function of the step's number, so that the state of an iterator
-    over them is one integer."""
+    """The batches of a token store as a function of the training step's number, so that an iterator over
+    batches has one integer as its state."""
 
     def __init__(
         self,
@@ -50,8 +50,8 @@ class StoreBatches:
         self._bos_id, self._separator, self._vocab_size = bos_id, separator, vocab_size
 
     def __call__(self, step: int) -> dict[str, np.ndarray]:
-        """Return this host's rows of the batch of one step, as a dict of arrays that `make_train_iterator`
-        describes."""
+        """Return this host's B rows of the batch of training step `step`, as a dict of arrays [B, T]:
+        tokens, labels and loss_mask; with a separator also segment_ids and positions."""
         numbers = step * self._batch + self._slots
         real = numbers < self._num_sequences
         rows = np.zeros((len(numbers), self._length), np.int32)

@@ -11,8 +11,8 @@ from lsm_jax.data.store import TokenStore, is_store
 
 
 def open_store(config: DataConfig, *, heldout: bool) -> tuple[TokenStore, int, int] | None:
-    """Open the token store of a data config: return (store, its first document to read, number of
-    documents), or None if the path contains text.
+    """Open the token store that has a data config's training or held-out documents: return (store, number
+    of the first document to read, number of documents to read), or None if the config's path contains text.
 
     Args:
         config: the data config of the run.

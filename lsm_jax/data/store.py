@@ -45,8 +45,8 @@ class TokenStore:
 
         Args:
             path: the folder of the store's zarr array.
-            cached_blocks: number of blocks whose decoded chunks are cached in memory; a block is `block_length` tokens of
-                the documents of one chunk.
+            cached_blocks: size of the cache of decoded chunk files, as a number of blocks; a block is
+                `block_length` tokens of each of the documents that share a chunk file.
             block_length: number of tokens that are read of a document at a time.
 
         Raises:

@@ -13,11 +13,12 @@ from lsm_jax.data.packing import stack_rows
 
 
 class LaneBatches(grain.IterDataset):
-    """Training batches with one packed row from each lane, where a lane is an endless sequence of packed
+    """Training batches of B packed rows, one from each of B lanes; a lane is an endless sequence of packed
     rows.
 
-    Row j of the global batch comes from lane j, which has every B-th document. Each host runs only the lanes of its rows,
-    so the global batches are the same for any number of hosts.
+    Row j of the batch of all hosts comes from lane j, which packs the pieces j, j + B, j + 2B, ... of the
+    documents. Each host computes only the lanes of its rows, so the global batches are the same for any
+    number of hosts.
     """
 
     def __init__(
@@ -119,15 +120,16 @@ class _OrderedIterator(grain.DatasetIterator):
 
 
 class Prefetched(grain.experimental.ThreadPrefetchIterDataset):
-    """Make batches ahead of their use, by one thread of grain, with iterators whose second `close` does
-    nothing.
+    """Make batches ahead of their use, in one thread of grain. If an iterator's `close` is called
+    a second time, nothing happens.
 
     Grain closes an iterator again when it is deleted. If the interpreter is exiting, the modules that `close` uses no longer
     exist.
     """
 
     def __init__(self, batches: grain.IterDataset, ahead: int):
-        """Make up to `ahead` batches of a dataset before they are requested."""
+        """Wrap the dataset `batches`, so that a thread makes up to `ahead` batches before they are
+        requested."""
         super().__init__(batches, prefetch_buffer_size=ahead)
         self._ahead = ahead
 

@@ -138,8 +138,8 @@ def _check_options(
 
 
 def _advance_with_rate(bar: Progress, total: int) -> Callable[[int, int], None]:
-    """Add a task of `total` bytes to the progress bar; return the function (new tokens, new bytes) that
-    advances it and shows the speed."""
+    """Add a bar for `total` bytes of text to a progress display. Return the function (new tokens, new
+    bytes) by which the caller advances the bar; it also shows the tokens per second."""
     task = bar.add_task("tokenise", total=total, rate="")
     tokens = 0
 
@@ -176,7 +176,8 @@ def _progress(console: Console | None) -> Progress:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the stores that the command line describes, and return its exit status."""
+    """Tokenise text files and write one or two token stores, as the command line says; return its exit
+    status: 0, 1 after an error, 130 if interrupted."""
     parser = argparse.ArgumentParser(
         prog="python -m lsm_jax.data.tokenize",
         description=__doc__,

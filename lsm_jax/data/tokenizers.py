@@ -88,8 +88,8 @@ class ByteTokenizer:
         self.json_escape = json_escape
 
     def encode(self, text: str) -> list[int]:
-        """Return the UTF-8 bytes of a text as token ids; escaped bytes that are not UTF-8 are encoded
-        unchanged."""
+        """Return the UTF-8 bytes of a text as token ids, 0 to 255. Bytes that are not UTF-8, which the text
+        contains escaped as by "surrogateescape", are returned unchanged."""
         if self.json_escape:
             return list(json_escape(_replace_surrogates(text)).encode())
         try:
@@ -106,8 +106,9 @@ class ByteTokenizer:
 
 
 class GPT2Tokenizer:
-    """The tokenizer with GPT-2's byte-pair vocabulary, by tiktoken, whose files are loaded at the first
-    use.
+    """The tokenizer with GPT-2's byte-pair vocabulary, computed by tiktoken. The vocabulary's files are
+    loaded when text is first encoded or decoded, so that a run can train on a store of GPT-2 ids without
+    them.
 
     So a run can train on a store of GPT-2 ids without the vocabulary's files.
     """
@@ -139,7 +140,7 @@ class GPT2Tokenizer:
         return self._encoding.encode_ordinary(json_escape(text) if self.json_escape else text)
 
     def decode(self, ids: Any) -> str:
-        """Return the text of GPT-2's token ids."""
+        """Return the text of GPT-2's token ids; bytes that are not UTF-8 become U+FFFD."""
         ids = np.asarray(ids, np.int64).reshape(-1)
         _check_ids(ids, self)
         text = self._encoding.decode(ids.tolist(), errors="replace")
@@ -195,13 +196,14 @@ class JSONTokenizer:
         self.json_escape = json_escape
 
     def _first_id(self, *names: str | None) -> int | None:
-        """Return the token id of the first of these names of special tokens that is in the vocabulary."""
+        """Return the id of the first of these special tokens, given as text, that is in the vocabulary;
+        None if none is."""
         ids = (self._tokenizer.token_to_id(name) for name in names if name)
         return next((i for i in ids if i is not None), None)
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of a text by the tokenizer.json, without adding special tokens in front or
-        behind."""
+        """Return the token ids of a text, encoded as the tokenizer.json defines; no special tokens such as
+        BOS are added at the start or end."""
         text = _replace_surrogates(text)
         text = json_escape(text) if self.json_escape else text
         return self._tokenizer.encode(text, add_special_tokens=False).ids

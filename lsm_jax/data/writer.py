@@ -15,8 +15,8 @@ _COMPRESSOR = {"id": "blosc", "cname": "lz4", "clevel": 5, "shuffle": 1, "blocks
 
 
 class StoreWriter:
-    """Write a token store in a `with` block: under a temporary name, and renamed if the block ends without
-    an error."""
+    """Write a token store in a `with` block: the files have a temporary name, which becomes the store's
+    name if the block ends without an error."""
 
     def __init__(
         self,
@@ -105,7 +105,8 @@ class StoreWriter:
         self._array[start:].write(rows).result()
 
     def _close(self) -> None:
-        """Write the rows that still wait and the store's attributes, and give the store its name."""
+        """Finish the store: write the rows that are still in memory and the file .zattrs, then rename the
+        folder from its temporary name to the store's name."""
         if not self.num_rows:
             raise ValueError(f"no rows to write to {self.path}")
         multiple = min(self._row_multiple, 1 << self.num_rows.bit_length() - 1)

@@ -89,8 +89,9 @@ def byte_baselines(train: Iterable[np.ndarray], heldout: Sequence[np.ndarray]) -
 
 
 def _contexts(document: np.ndarray, order: int) -> np.ndarray:
-    """Return for each byte of a document [n] that has `order` bytes before it a number [n - order] that
-    stands for all of these bytes: their value in base 256; the byte itself is the lowest digit."""
+    """Return one number for each byte of a document, uint8 [n], that has `order` bytes before it, as int32
+    [n - order]: these bytes and the byte itself are the digits of the number in base 256, of which the byte
+    itself is the lowest."""
     document = np.asarray(document)
     if document.dtype != np.uint8:
         raise ValueError(f"documents have dtype {document.dtype}, accepted: uint8")
@@ -128,7 +129,8 @@ def _count(documents: Iterable[np.ndarray], order: int) -> list[np.ndarray]:
 
 
 class _Order:
-    """The counts of bytes after contexts of one length (the order), prepared for the interpolation with the
+    """The counts n(s, c) of each byte c after each context s of k bytes, for one k (the order), and the
+    counts derived from them by which probabilities of this order are interpolated with those of the
     next lower order."""
 
     def __init__(self, counts: np.ndarray):
@@ -137,10 +139,11 @@ class _Order:
         self.mass = counts.reshape(-1, 256).sum(-1) + self.distinct
 
     def interpolate(self, code: np.ndarray, lower: np.ndarray) -> np.ndarray:
-        """Return p(c | s) [n], the probability of each byte c after its context s of this order, given the
-        probabilities [n] by the next lower order, `lower`.
+        """Return p(c | s) [n], the probability of each byte c of a document after its context s, the k
+        bytes before it, from the counts of order k and from `lower` [n], the probabilities of order k - 1.
 
-        For a context that did not occur in the counts it is the lower order's.
+        `code` [n] is a number for (s, c) in base 256. If s did not occur in the counts, the probability is
+        that of `lower`.
         """
         mass = self.mass[code >> 8]
         mixed = (self.counts[code] + self.distinct[code >> 8] * lower) / np.maximum(mass, 1)

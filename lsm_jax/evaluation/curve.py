@@ -130,16 +130,16 @@ class LossCurve:
         return float(self.total.sum() / self.num_tokens)
 
     def average(self, length: int | None = None) -> float:
-        """Return the mean over the positions i < length of L(i), the mean loss at position i in nats;
-        positions at which no token was scored are left out, and if none was, it is NaN."""
+        """Return the mean over the first `length` positions of the mean loss at each position, nats per
+        token. Positions at which no token was scored are left out; NaN if none was."""
         counted = self.count[:length] > 0
         if not counted.any():
             return math.nan
         return float(np.mean(self.total[:length][counted] / self.count[:length][counted]))
 
     def perplexity(self, length: int | None = None) -> float:
-        """Return P(length), the perplexity of the first `length` positions: the exponential of their mean
-        loss in nats, `average`."""
+        """Return P(length), the perplexity of the first `length` positions: exp of the mean, over these
+        positions, of the mean loss at each position in nats. None is all positions; NaN if no token was scored."""
         return float(np.exp(self.average(length)))
 
     def running_perplexity(self) -> Float[np.ndarray, " T"]:

@@ -100,11 +100,11 @@ def parse_generation(options: Mapping[str, Any]) -> Generation:
 
 
 def replace_options(options: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a task's options of text generation, with those of the flag `lm_eval.gen_kwargs` in place of
-    every name for the same option.
+    """Return a task's options of text generation, changed by those of the flag `lm_eval.gen_kwargs`: an
+    option of the flag also removes the task's options that are other names of it.
 
-    A temperature or `do_sample` of the flag replaces both of the task, so that a task's `do_sample=False` does
-    not undo a temperature of the flag.
+    If the flag sets `temperature` or `do_sample`, both of these options of the task are removed, so that a
+    task's `do_sample=False` does not undo a temperature of the flag.
     """
     replaced = {*changes}
     for names in (_STOPS, _TOKENS, ("do_sample", "temperature")):
@@ -114,8 +114,8 @@ def replace_options(options: Mapping[str, Any], changes: Mapping[str, Any]) -> d
 
 
 def _single(options: Mapping[str, Any], names: tuple[str, ...]) -> Any:
-    """Return the value that is given for an option of text generation under any of its names; None if none
-    of them is given."""
+    """Return the value of an option of text generation that the options give under any of `names`, all of
+    which mean that option; None if they give none."""
     values = {name: options[name] for name in names if name in options}
     if any(value != next(iter(values.values())) for value in values.values()):
         given = ", ".join(f"{name}={value!r}" for name, value in values.items())

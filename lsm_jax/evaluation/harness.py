@@ -183,8 +183,8 @@ def run_harness(
 
 
 def _evaluate(config: HarnessConfig, model: Any, settings: suites.SuiteSettings) -> Any:
-    """Return lm-evaluation-harness's results of the tasks; raises ValueError if a package or a task's data
-    is missing."""
+    """Run the config's tasks of lm-evaluation-harness on `model`, and return the harness's results, a dict;
+    raises ValueError if a package or a task's data is missing."""
     from lm_eval import simple_evaluate
 
     with local_datasets(settings.data) as downloaded, _quiet_harness():
@@ -214,8 +214,8 @@ def _evaluate(config: HarnessConfig, model: Any, settings: suites.SuiteSettings)
 
 @contextlib.contextmanager
 def _quiet_harness() -> Iterator[None]:
-    """Leave out, inside a `with` block, two warnings of lm-evaluation-harness that the suites' own files
-    cause and that help no user."""
+    """Suppress, inside a `with` block, two warnings of lm-evaluation-harness that are no problem: they are
+    caused by the task files of this library's evaluation suites."""
 
     def is_wanted(record: logging.LogRecord) -> bool:
         text = record.getMessage()
@@ -235,8 +235,9 @@ def _quiet_harness() -> Iterator[None]:
 
 
 def _task_manager(config: HarnessConfig, settings: suites.SuiteSettings) -> Any:
-    """Index the files of lm-evaluation-harness's tasks; raises ValueError if one of the config's tasks does
-    not exist."""
+    """Return the harness's index of task files: those of the evaluation suites, of the folder
+    `include_path` and of lm-evaluation-harness; raises ValueError if one of the config's tasks does not
+    exist."""
     import lm_eval.tasks
 
     names = config.names()

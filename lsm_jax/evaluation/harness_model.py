@@ -1,5 +1,5 @@
-"""Give a decoder the interface of lm-evaluation-harness. Imports the harness, so import this module only
-where it is used."""
+"""Give a decoder the interface by which lm-evaluation-harness calls models. This module imports the
+harness, an optional dependency, so import it only where it is used."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _SMALLEST = 32  # tokens; shorter windows are padded to it, so that few programs
 
 
 class WindowScorer(Reader):
-    """Compute, for texts (windows of tokens) of which a model predicts the last tokens, the probability of
-    these, and whether each of them is the most likely token."""
+    """Compute how likely a model finds the ends of texts: for each window, a pair of tokens (context, end),
+    the log-probability of the end, and whether each of its tokens is the most likely one."""
 
     def __init__(self, model: Decoder):
         super().__init__(model)
@@ -57,11 +57,11 @@ class WindowScorer(Reader):
     def __call__(
         self, windows: Sequence[tuple[list[int], list[int]]], rows: int, length: int
     ) -> list[tuple[float, bool]]:
-        """Return for each window of tokens the log-probability of its end in nats, and whether greedy
-        decoding returns that end.
+        """Return for each window, a pair (context, end) of token lists: the log-probability of the end in
+        nats given the context, and whether greedy decoding after the context returns the end.
 
         Args:
-            windows: up to `rows` pairs of lists of tokens: at least one token of context, and the end.
+            windows: up to `rows` pairs of lists of token ids: the context, at least one token, and the end.
             rows: number of rows to which the batch is padded.
             length: number of tokens to which a context and its end, without the last token, are padded.
         """
@@ -84,8 +84,8 @@ class WindowScorer(Reader):
 
 
 class _Settings(NamedTuple):
-    """How a request of the harness samples its continuation; requests with the same settings are batched
-    together."""
+    """The sampling settings of a request of lm-evaluation-harness to generate text: number of tokens,
+    temperature (0 is greedy), top_k and top_p. Requests with the same settings are batched together."""
 
     num_tokens: int
     temperature: float
@@ -162,10 +162,11 @@ class HarnessModel(TemplateLM):
         return list(self._tokenizer.encode(string))
 
     def _window(self, before: list[int], size: int, *, cut_middle: bool = False) -> list[int]:
-        """Return the last `size` of a text's tokens, with BOS as the first of them if the run put it in
-        front of documents.
+        """Return the part of a text's tokens that the model reads as context: the last `size` tokens,
+        including BOS as the first of them if the run put it in front of documents.
 
-        With `cut_middle`, the first half and the last half of `size` tokens.
+        With `cut_middle`, a longer text loses its middle instead: its first and last tokens remain, `size`
+        in all. The text's tokens are `before`, with or without BOS.
         """
         bos = [] if self._bos_id is None else [self._bos_id]
         before = before[len(bos) :] if before[: len(bos)] == bos else before
@@ -179,8 +180,9 @@ class HarnessModel(TemplateLM):
         return bos + last
 
     def _scores(self, windows: list[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
-        """Return the scores of windows of tokens, in their order: the log-probability of each end, and
-        whether greedy decoding returns it. Windows of similar lengths are computed together."""
+        """Return for each window, a pair of token lists (context, end): the log-probability of the end in
+        nats, and whether greedy decoding of the context returns the end. Results are in the order of
+        `windows`; windows of similar lengths are computed together."""
         sizes = [len(before) + len(end) - 1 for before, end in windows]
         order = sorted(range(len(windows)), key=lambda i: -sizes[i])
         all_scores: list[Any] = [None] * len(windows)
@@ -255,8 +257,9 @@ class HarnessModel(TemplateLM):
     def _parse_request(
         self, text: str, options: dict[str, Any], *, cut_middle: bool = False
     ) -> tuple[_Settings, list[int], list[str]]:
-        """Return how to compute a request of the harness to generate text: (settings of sampling, tokens of
-        the prompt, strings that end the continuation)."""
+        """Parse one request of lm-evaluation-harness to generate text after the prompt `text`. Return the
+        settings of sampling, the prompt's token ids (cut to the model's length), and the strings that end
+        the continuation."""
         parsed = parse_generation(replace_options(options, self._gen_kwargs))
         number = self.max_gen_toks if parsed.num_tokens is None else parsed.num_tokens
         if not 1 <= number < self.max_length:
@@ -272,8 +275,9 @@ class HarnessModel(TemplateLM):
         return settings, prompt or [self.prefix_token_id], list(parsed.until)
 
     def _continue(self, prompts: list[list[int]], settings: _Settings, seed: int) -> np.ndarray:
-        """Sample the continuations [batch_size, num_tokens] of a batch of prompts, the longest of which is
-        the first."""
+        """Sample continuations of at most `batch_size` prompts, lists of token ids of which the first is
+        the longest; return their token ids, int [batch_size, num_tokens]. Rows beyond the prompts are
+        padding."""
         length = _filled_length(len(prompts[0]))
         tokens, not_padding = np.zeros((2, self.batch_size, length), np.int32)
         not_padding[len(prompts) :, -1] = 1
@@ -302,8 +306,9 @@ class HarnessModel(TemplateLM):
 
 
 def _filled_length(size: int) -> int:
-    """Return the length to which prompts or windows of `size` tokens are padded, so that few programs are
-    compiled: the smallest of at least `size` among 2^n and 3/2 * 2^n, from `_SMALLEST`."""
+    """Return the length to which prompts or windows of `size` tokens are padded: the smallest of 32, 48,
+    64, 96, 128, ... (2^n and 3/2 * 2^n) that is at least `size`. So few lengths occur, and few programs are
+    compiled."""
     length = _SMALLEST
     while length < size:
         length = length * 3 // 2 if length & (length - 1) == 0 else length // 3 * 4

@@ -77,7 +77,7 @@ def read_ratings(
         answers: rows of OpenAI's batch output, or rows with `custom_id` and `content`.
 
     Raises:
-        ValueError: an answer is missing or has no [[rating]] from 1 to 10; names the request.
+        ValueError: an answer is missing or has no [[rating]] from 1 to 10; the message names the request.
     """
     texts: dict[str, str] = {}
     for row in answers:
@@ -103,7 +103,8 @@ def read_ratings(
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Read the judging model's answers, write the ratings, and print their means by length."""
+    """Read a judging model's answers to a needle-in-a-haystack test from the file `--answers`, write the
+    ratings to needle_judged.json in `--folder`, and print their means by prompt length."""
     parser = argparse.ArgumentParser("judge", description=__doc__)
     parser.add_argument("--folder", required=True, type=Path, help="the folder of needle.json")
     parser.add_argument("--answers", required=True, type=Path, help="the judge's answers, .jsonl")

@@ -92,14 +92,16 @@ def layer_maps(
     Args:
         model: the decoder.
         tokens: int [T], one document from its first token.
-        config: which layers and heads to show.
+        config: numbers of the layers and heads to compute.
         progress: show a bar.
 
     Returns:
-        One entry per layer that has maps; needs the memory of one layer and of T x 512 weights per head.
+        One entry per selected layer that has attention weights or gates. The device's memory must have room
+        for the activations of one layer and T x 512 weights per head.
 
     Raises:
-        ValueError: a layer or head does not exist, or a layer of `config.layers` or every layer has no maps.
+        ValueError: a layer or head does not exist, a layer of `config.layers` has neither attention weights
+            nor gates, or no layer has any.
     """
     config.validate()
     blocks = model.periods.blocks
@@ -128,8 +130,9 @@ def layer_maps(
 def run_layers(
     model: Decoder, tokens: Int[np.ndarray, " T"], selected: Collection[int]
 ) -> Iterator[tuple[int, dict[str, Any], jax.Array]]:
-    """Compute a model's layers on a text up to the last selected one; yield for each (number of the layer,
-    inputs of its op if it is selected, the activations x [1, T, D] after it)."""
+    """Compute the layers 0 to max(`selected`) of a model on a text of T tokens, in order. Yield after each
+    layer: its number; the inputs of its op by name if the layer is selected, else an empty dict; and the
+    activations x [1, T, D] after it."""
     ids = jnp.asarray(tokens, jnp.int32)[None]
     positions = jnp.arange(ids.shape[1])[None]
     x = model.embedding[...][ids].astype(model.dtype)
@@ -147,8 +150,9 @@ def run_layers(
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _run_layer(graphdef, record, params, x, shared, layer, positions):
-    """Compute one layer of a model; return the activations x after it, the `shared` values for the next
-    layer, and the inputs of the layer's op (empty unless `record`)."""
+    """Compute one layer of a model. Return its activations x [1, T, D], the values that it shares with the
+    next layer, and, if `record` is true, the inputs of its op by name (queries, keys, log gates; otherwise
+    an empty dict)."""
     block = nnx.merge(graphdef, params)
     inputs = {}
     if record and block.mixer.innermost() is block.mixer:
@@ -216,11 +220,13 @@ def _by_token(gate: jax.Array, length: int) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _weights(heads, pool, window, scale, q, k, sums):
-    """Return the softmax weights of attention, and the products of forget gates between key and query,
-    [heads, P, P] each, from q, k [1, T, H, K] and `sums` [2, heads, T].
+    """Return two maps of an attention layer, float32 [heads, P, P], query by key: the softmax weights, and
+    the products of the forget gates between key and query. Each entry is the largest value of pool x pool
+    pairs of tokens.
 
-    Each sum of log gates up to a token is a pair of float32 numbers, of which `sums` has the larger and the
-    smaller.
+    q, k [1, T, H, K] are the layer's queries and keys. `sums` [2, heads, T] are the sums of the log gates
+    up to each token, nats: each is the sum of two float32 numbers, a large one and a small remainder, for
+    more precision.
     """
     length, num_heads = q.shape[1], max(q.shape[2], k.shape[2])
     index = jnp.array(heads)

@@ -48,7 +48,7 @@ class NeedleScores:
     num_tokens: int
 
     def summary(self) -> dict[str, Any]:
-        """Return the scores of the needle test as they are stored in needle.json."""
+        """Return the scores of the needle test as a dict of JSON values, the content of needle.json."""
         result: dict[str, Any] = {
             "lengths": list(self.lengths),
             "depths": list(self.depths),
@@ -84,7 +84,9 @@ def find_needles(
     piece_length: int = 4096,
     progress: bool = True,
 ) -> NeedleScores:
-    """Hide the needle in a text at every length and depth, and ask the model for it.
+    """Compute the scores of a needle-in-a-haystack test: insert the needle into a text at every depth, for
+    prompts of every length, and measure whether the model's continuation contains the answer, and the
+    answer's loss; also without the needle.
 
     Args:
         model: the decoder.
@@ -142,8 +144,13 @@ def find_needles(
 
 
 def _gather(prompts, lengths, config, found, nll, texts, seconds) -> NeedleScores:
-    """Return the scores by length and depth from those of the single prompts, which are in the order of
-    `NeedleTask.prompts`, length by length."""
+    """Average the results of the single prompts of a needle-in-a-haystack test over samples, and return
+    them by length and depth.
+
+    The prompts, and `found`, `nll` and `texts` (one entry per prompt: whether the continuation contains the
+    answer, the answer's loss, the continuation) are ordered by length, and within a length as
+    `NeedleTask.prompts` returns them.
+    """
     shape = (len(lengths), -1, config.samples)
     found, nll = found.reshape(shape), nll.reshape(shape)
     first = np.arange(len(prompts)).reshape(shape)[:, :, 0]

@@ -121,8 +121,8 @@ class Scorer(Reader):
             yield start, np.asarray(nll)[:rows]
 
     def compiled(self, *, rows: int, length: int) -> Any:
-        """Return the compiled program that computes the losses of one piece of rows, to inspect its memory
-        and its operations.
+        """Return the compiled program that computes the losses of one piece [rows, piece_length] of a
+        batch, so that its memory and its operations can be inspected. Nothing is run.
 
         Args:
             rows: number of rows, a multiple of the devices they are distributed over.
@@ -214,8 +214,8 @@ def evaluate(
 
 
 def _fill(batch: Mapping[str, np.ndarray], rows: int) -> dict[str, Any]:
-    """Return the batch with `rows` more rows of loss mask 0, so that the program is not compiled again for
-    a smaller last batch."""
+    """Return the batch with `rows` rows of zeros appended, whose loss mask is 0. A smaller last batch then
+    has the shape of the others, and the program is not compiled again."""
     if not rows:
         return dict(batch)
     filled = {k: np.pad(np.asarray(v), ((0, rows), (0, 0))) for k, v in batch.items()}

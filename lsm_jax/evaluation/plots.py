@@ -239,7 +239,8 @@ def plot_needle(
 
 
 def colours(number: int) -> list[str]:
-    """Return the colours of `number` curves of a plot; they repeat after the last one of `COLOURS`."""
+    """Return the colours of `number` curves of a plot, as strings such as "#1f5a96". There are six; further
+    curves have the same again."""
     return [COLOURS[i % len(COLOURS)] for i in range(number)]
 
 

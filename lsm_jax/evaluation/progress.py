@@ -23,9 +23,9 @@ class EvaluationProgress:
     """Count the steps and tokens of an evaluation in a `with` block, and show them as a progress bar.
 
     Args:
-        description: what is being done.
+        description: text in front of the bar, such as the name of the evaluation.
         total: number of steps; None if not known.
-        unit: what a step processes, in the plural.
+        unit: name of what one step reads, in the plural, such as "batches".
         show: False prints nothing.
     """
 
@@ -69,8 +69,9 @@ class EvaluationProgress:
         self._bar.update(self._task, total=total)
 
     def advance(self, tokens: int, loss: float | None = None) -> None:
-        """Count a finished step of the evaluation, which read so many tokens; `loss` is the mean loss so
-        far in nats per token, if there is one."""
+        """Count one finished step of the evaluation, and update the progress bar. `tokens` is the number of
+        tokens that the step read; `loss` is the mean loss so far in nats per token, None if the evaluation
+        has no loss."""
         self.tokens += tokens
         self.steps += 1
         status = f"{self.tokens / self.seconds:,.0f} tokens/s"

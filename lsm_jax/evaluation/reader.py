@@ -16,14 +16,14 @@ from lsm_jax.parallel import MeshConfig, batch_sharding, largest_divisor, make_m
 
 
 class Reader:
-    """Hold a model's parameters on every device of this host, and distribute the rows to read over these
-    devices.
+    """Base class that reads rows of tokens with a model: the parameters are on every device of this host,
+    and the rows are distributed over these devices.
 
     Args:
         model: the decoder.
         piece_length: tokens of each row read at a time.
-        rows: rows of a batch. If there are fewer rows than devices, the other devices divide each row along
-            time; None means at least one row per device.
+        rows: rows of a batch. If it has fewer rows than there are devices, the tokens of each row are
+            distributed over the remaining devices; None means at least one row per device.
     """
 
     def __init__(self, model: Decoder, *, piece_length: int = 4096, rows: int | None = None):
@@ -57,7 +57,8 @@ class Reader:
         return nnx.merge(self._graphdef, params)
 
     def _filled(self, rows: np.ndarray) -> np.ndarray:
-        """Return an array [B, ...] with rows of zeros added, so that the devices get equal numbers of rows."""
+        """Return an array [B, N] of tokens with rows of zeros appended, so that the number of rows is a
+        multiple of the number of devices that the rows are distributed over."""
         return np.pad(rows, ((0, -len(rows) % self._shards), (0, 0)))
 
 
@@ -126,7 +127,8 @@ class Answerer(Reader):
             num_tokens].
 
         Raises:
-            ValueError: shapes do not match, or ids are outside the model's vocabulary.
+            ValueError: the prompts are too long, `prompts` and `answers` have different numbers of rows or
+                are empty, or ids are outside the model's vocabulary.
         """
         for name, ids in (("prompts", prompts), ("answers", answers)):
             if ids.ndim != 2 or 0 in ids.shape or len(ids) != len(prompts):

@@ -51,7 +51,8 @@ class _Parts(NamedTuple):
 
 
 def _without_end(text: str, end: str) -> str:
-    """Return the text without the repetitions of `end`, in upper or lower case, with which it ends."""
+    """Remove all repetitions of the string `end` at the end of a text, in upper or lower case, and return
+    what remains."""
     while end and text.lower().endswith(end.lower()):
         text = text[: -len(end)]
     return text
@@ -94,8 +95,9 @@ TASKS: dict[str, tuple[tuple[str, ...], Callable[[dict[str, Any]], _Parts]]] = {
 def convert_rows(
     task: str, rows: Sequence[dict[str, Any]], *, drop_absent: bool = False
 ) -> tuple[list[dict[str, Any]], int, int]:
-    """Convert the rows of a public recall data set: return those of the suite `recall`, the number left out
-    for a short answer, and the number left out for an absent one.
+    """Convert the rows of a public recall data set to those that the evaluation suite `recall` reads.
+    Return the converted rows, and how many were left out because the first answer has fewer than two
+    characters, and how many because no answer is in the context.
 
     Args:
         task: a key of `TASKS`.
@@ -103,7 +105,8 @@ def convert_rows(
         drop_absent: leave out rows without an answer in their context; otherwise they are an error.
 
     Raises:
-        ValueError: a row lacks a column, has an empty key or question, or its answer is absent; names the row.
+        ValueError: a row lacks a column, has an empty key or question, or none of its answers is in its
+            context; the message names the row.
     """
     columns, parts_of = TASKS[task]
     converted, short, absent = [], 0, 0
@@ -137,7 +140,8 @@ def convert_rows(
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Convert the public data of one recall task, as the command line says."""
+    """Convert the public data of one recall task (`--task`, files `--source`) to OUT/recall/TASK.jsonl, and
+    print how many rows were written and left out."""
     parser = argparse.ArgumentParser(
         "recall_data", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -91,8 +91,8 @@ class Request:
             ) from error
 
     def folder(self, step: int) -> str:
-        """Return the name of the folder for the results: the checkpoint's step, and the data and the
-        lengths that differ from the run's."""
+        """Return the name of the folder for the results, such as 1000-books-T8192: the checkpoint's step,
+        and the data, row length and token limit if the request sets them."""
         parts = [str(step)]
         if self.data is not None:
             path = Path(self.data).absolute()
@@ -105,8 +105,8 @@ class Request:
 
 
 def heldout_config(run: Run, request: Request) -> DataConfig:
-    """Return the data config with which an evaluation reads its data: the run's, with what the request
-    changes."""
+    """Return the data config with which an evaluation reads its data: the run's data config, with the
+    request's data, format and row length in place of the run's where the request sets them."""
     changes: dict[str, Any] = {}
     if request.data is not None:
         inner_store = Path(request.data).expanduser() / "heldout.zarr"

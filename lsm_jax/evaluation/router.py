@@ -73,11 +73,12 @@ def count_routes(
 
 
 def by_layer(statistics: Mapping[str, Any], name: str) -> list[Any]:
-    """Return the values of a statistic that layers report, such as a router's load, one per layer that has
-    it, in the order of layers.
+    """Return the values of one statistic, such as a router's load, as a list with one entry per layer that
+    reports it, in the order of layers.
 
-    If its shape differs between layers, `statistics` has an entry `name/place` for each place in the period
-    instead of `name`.
+    `statistics` has the values of all these layers under `name`; or, if their shapes differ between layers,
+    under `name/0`, `name/1`, ..., one key for each place in the pattern's period, with one entry per
+    period.
     """
     if isinstance(statistics.get(name), list | np.ndarray | jax.Array):
         return list(statistics[name])
@@ -204,8 +205,9 @@ def routing_table(results: Mapping[str, Any]) -> RenderableType:
 
 
 def read_router(path: str | os.PathLike[str], name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Read a router's statistic of each layer, such as "mom/load", from a `metrics.jsonl`: (steps [N],
-    values [N, L, ...]); empty if it is absent.
+    """Read a router's statistic, such as "mom/load", from a run's `metrics.jsonl`: return the steps [N] at
+    which it was logged, and its values [N, L, ...] at these steps for the L layers that have a router.
+    Without the statistic there are no steps.
 
     Layers with fewer memories than others are padded with NaN.
     """

@@ -311,10 +311,10 @@ REPORTS = {name: task.report for name, task in _TASKS.items()}
 
 
 def check_tasks(names: list[str]) -> list[str]:
-    """Check that tasks of `eval.py` have these names, and return the names unchanged.
+    """Check that all `names` are names of tasks of `eval.py`, and return them unchanged.
 
     Raises:
-        ValueError: there is no name, or a task does not exist.
+        ValueError: `names` is empty, or a name is not that of a task.
     """
     unknown = [name for name in names if name not in TASKS]
     if unknown or not names:

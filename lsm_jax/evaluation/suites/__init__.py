@@ -124,7 +124,8 @@ class SuiteSettings:
 
 
 def missing_packages(names: Sequence[str]) -> list[str]:
-    """Return the names of the packages that the suites' tasks in `names` need and that are not installed."""
+    """Return the names of the packages that the evaluation suites' tasks in `names` require and that are
+    not installed."""
     packages = {package for name in names for package in _packages(name)}
     return sorted(package for package in packages if importlib.util.find_spec(package) is None)
 

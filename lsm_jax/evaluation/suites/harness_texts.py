@@ -58,8 +58,8 @@ def read_answer_prefix(plural: bool) -> str:
 
 
 def _template(text: ast.expr) -> str:
-    """Return an f-string of the harness's code, given as a syntax tree, as a template for `str.format`; the
-    field of an expression is its first name."""
+    """Convert an f-string of the harness's code, given as its syntax tree, to a template for `str.format`.
+    Each {expression} becomes a field that is named after the first variable in the expression."""
     assert isinstance(text, ast.JoinedStr)
     parts: list[str] = []
     for part in text.values:

@@ -94,8 +94,8 @@ class _Splits(dict):
 
 
 def load_local(folder: Path, name: str, config: str | None) -> dict[str, Any] | None:
-    """Load a data set from the local folder in the form in which the harness's tasks read it; None if the
-    folder does not have it."""
+    """Load a data set from the files of the folder `folder`, as the object with splits that the harness's
+    tasks read; None if the folder does not have it."""
     splits = find_splits(folder, name, config)
     if not splits:
         return None

@@ -18,8 +18,8 @@ ANSWER_TOKENS = 48
 
 
 def find_answer(context: str, answers: Sequence[str]) -> tuple[int, str] | None:
-    """Return (position, answer) of the first of a recall question's answers that the context contains,
-    ignoring case; None if it contains none."""
+    """Return (position in characters, text) of the first of a recall question's answers, in the order of
+    `answers`, that the context contains, ignoring case; None if it contains none."""
     for answer in answers:
         match = re.search(re.escape(answer), context, re.IGNORECASE)
         if match:
@@ -30,11 +30,11 @@ def find_answer(context: str, answers: Sequence[str]) -> tuple[int, str] | None:
 def cut_context(
     context: str, answers: Sequence[str], question: str, settings: SuiteSettings
 ) -> str:
-    """Return a window of a recall task's text whose middle is at the answer.
+    """Return the part of a recall task's text to put into the prompt: a window of tokens around the answer.
 
-    The window begins half its size before the answer, or at the context's start, and ends at the context's
-    end at the latest. Its size is `WINDOW` tokens, or fewer if the question and the answer's tokens would
-    otherwise not fit `settings.max_length`, so that the model never cuts the prompt.
+    The answer is in the middle, unless the window would begin before the text's start or end after its end.
+    Its size is `WINDOW` tokens, or fewer if the question and the answer's tokens would otherwise not fit
+    `settings.max_length`, so that the model never cuts the prompt.
 
     Raises:
         ValueError: the context does not contain an answer, or the window is too small for it.
@@ -71,7 +71,8 @@ def load(name: str, lsm_jax: SuiteSettings, **_: Any) -> dict[str, Any]:
     """Return the prompts of a recall task, from the file recall/NAME.jsonl of the folder `lm_eval.data`.
 
     Raises:
-        ValueError: the file is missing, or a row has no answer in its context; names the row.
+        ValueError: the file is missing, or none of a row's answers is in its context; the message names the
+            file and row.
     """
     from datasets import Dataset
 

@@ -95,9 +95,9 @@ class Needles:
         return self.form.num_keys * self.form.num_values
 
     def make(self, index: int, size: int) -> dict[str, Any]:
-        """Return sample number `index` of a needle task's prompts, with a text of `size` words or sentences.
-        The needles (hidden sentences) depend on `index` only.
-        """
+        """Return the needle prompt of sample `index`, a dict of the prompt, the beginning of its answer and
+        the expected values, with a text of `size` words (of an essay) or sentences. The needles, which are
+        the hidden sentences, depend on `index` only."""
         form, rng = self.form, random.Random(SEED + index)
         values = {
             self._draw(rng, form.keys): [
@@ -151,9 +151,9 @@ class Needles:
 
 
 def _largest_size(fits: Callable[[int], bool], smallest: int, largest: int | None) -> int:
-    """Return nearly the largest size of a prompt's text, between `smallest` and `largest`, for which
-    `fits(size)` is true; `smallest` if it is true for none.
-    """
+    """Search by bisection for the largest size of a prompt's text, from `smallest` to `largest`, at which
+    `fits(size)` is true (the prompt is not too long). The result is at most about 1 % too small; it is
+    `smallest` if no size fits."""
     bound = math.inf if largest is None else largest
     low, high = smallest, 2 * smallest
     while high < bound and fits(high):
@@ -221,8 +221,9 @@ def load(name: str, lsm_jax: SuiteSettings, **_: Any) -> dict[str, Any]:
 
 
 def _maker(name: str, settings: SuiteSettings, length: int) -> Any:
-    """Return the object that makes the prompts of a task of RULER for one length, with methods `make` and
-    `smallest`."""
+    """Return the object that makes the prompts of the RULER task `name` for a length in tokens. Its
+    `make(index, size)` returns the prompt of a sample, its `smallest(index)` the least size of that
+    prompt's text."""
     if name in _FILES:
         path = settings.data and settings.data / "ruler" / _FILES[name]
         if path is None or not path.is_file():

@@ -24,36 +24,37 @@ _HOPS = 4
 
 
 def noise() -> str:
-    """Return the line of sentences without meaning with which RULER fills the text of some tasks."""
+    """Return RULER's filler text: one line of sentences without meaning ("The grass is green. ..."), which
+    is repeated to fill prompts."""
     return read_constant("vt_utils", "noise").rstrip("\n")
 
 
 def _template(module: str) -> tuple[str, str]:
-    """Return the templates of a RULER task's prompt and of the beginning of its answer, from the installed
-    lm-evaluation-harness.
-    """
+    """Return two templates from the installed lm-evaluation-harness: that of a RULER task's prompt, and
+    that of the beginning of the answer, which ends the prompt."""
     config = read_constant(module, "CONFIG")
     config = config.get("variable_tracking", config)
     return config["template"], config["answer_prefix"].strip()
 
 
 def read_words(*kinds: str) -> list[str]:
-    """Return the words of these kinds ("noun", "adjective", "verb") in the package wonderwords, sorted,
-    which RULER's prompts list."""
+    """Return the English words of the kinds `kinds` ("noun", "adjective", "verb"), sorted, from the package
+    wonderwords, as RULER's prompts list them."""
     lists = importlib.import_module("wonderwords").RandomWord()._categories
     return sorted({word for kind in kinds for word in lists[kind]})
 
 
 class VariableTracking:
-    """Make RULER's prompts of variable tracking: a chain of five variables with one value, after an example
-    with shorter names; a unit of the text's size is a line of noise."""
+    """Make RULER's prompts of variable tracking: find the five variables that a chain of assignments gives
+    one value. An example with shorter names precedes the question. The size of a prompt's text is counted
+    in lines of filler text."""
 
     largest = None
 
     def smallest(self, index: int) -> int:
-        """Return 1, the least size of a variable-tracking prompt's text in lines of noise. With one line,
-        each of its sentences counts as a line.
-        """
+        """Return 1, the smallest size of a variable-tracking prompt, in lines of filler text. At five lines
+        or fewer the filler is split into its sentences, so that there are enough places for the chain's
+        assignments."""
         return 1
 
     def make(self, index: int, size: int) -> dict[str, Any]:
@@ -88,8 +89,8 @@ class VariableTracking:
 
 
 class CommonWords:
-    """Make RULER's prompts of common words: ten words that are listed more often than the others, after a
-    short example; a unit of the list's size is a different word."""
+    """Make RULER's prompts of common words: ten words are listed more often than all others, and must be
+    named. A short example precedes the list. The size of a prompt's list is counted in different words."""
 
     def __init__(self, length: int):
         """Prepare the common-words prompts of RULER for `length` tokens: read the English words that they
@@ -133,8 +134,8 @@ class CommonWords:
 
 
 class FrequentWords:
-    """Make RULER's prompts of frequent words: coded words whose frequencies follow a zeta distribution with
-    exponent 2; a unit of the text's size is a word."""
+    """Make RULER's prompts of frequent words: a text of coded words whose frequencies follow a zeta
+    distribution with exponent 2. The size of a prompt's text is counted in words."""
 
     largest = None
 
