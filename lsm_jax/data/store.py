@@ -245,7 +245,7 @@ def _read_json(path: Path, missing: Any = None) -> Any:
 
 
 def _chunk_files(path: Path, separator: str) -> Iterator[str]:
-    """Yield the names of a store's chunk files, such as "0.1", or "0/1" with the separator "/"."""
+    """Yield the names of the chunk files that exist in a store's array, such as "0.1", or "0/1" with the separator "/"."""
     if separator == ".":
         yield from (e.name for e in os.scandir(path) if re.fullmatch(r"\d+\.\d+", e.name))
         return

@@ -96,7 +96,7 @@ class SoftmaxConfig:
     def _check_scaling(self, scaling: RopeScaling) -> None:
         if self.rope_base is None:
             raise ValueError(
-                f"{type(self).__name__}.rope_scaling={scaling}: rope_base=None rotates nothing; accepted is None"
+                f"{type(self).__name__}.rope_scaling={scaling}: without a rope_base no position is rotated; accepted is rope_scaling=None"
             )
         checks.fields(scaling)
         checks.one_of(scaling, "kind", scaling.kind, ("linear", "llama3"))

@@ -155,7 +155,7 @@ class ModelConfig:
         unknown = sorted(set(self.pattern) - set(self.layers))
         if unknown:
             raise ValueError(
-                f"model.pattern={self.pattern!r} has letters {', '.join(unknown)}; model.layers has {known}"
+                f"model.pattern={self.pattern!r} has letters that model.layers lacks: {', '.join(unknown)}; accepted are {known}"
             )
         if self.num_layers % len(self.pattern):
             raise ValueError(

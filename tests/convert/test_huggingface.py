@@ -150,7 +150,7 @@ def test_unsupported_fields_are_named(tmp_path, kind, fields, words):
         (dict(factor=True), "RopeScaling.factor=True: it must be a finite number"),
         (dict(high_freq_factor=1.0), "high_freq_factor=1.0; accepted are .* high over low"),
         (dict(original_length=0), "RopeScaling.original_length=0: it must be greater than 0"),
-        (None, "rope_base=None rotates nothing; accepted is None"),
+        (None, "without a rope_base no position is rotated; accepted is rope_scaling=None"),
     ],
 )
 def test_errors_of_rope_scaling_name_the_field(fields, words):

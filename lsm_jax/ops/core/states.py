@@ -1,4 +1,6 @@
-"""The states of the linear and the delta memories, and the states of one layer in a stack of layers."""
+"""The states that the linear and the delta memories return and continue from; and `Layer`, one layer's memory in an array
+[L, ...] of all layers' memories, with functions that read it there and replace it.
+"""
 
 from __future__ import annotations
 

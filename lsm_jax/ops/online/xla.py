@@ -270,8 +270,11 @@ def _window(options, inner, coefficients, memory: _Memory, x: tuple[_Inputs, Win
     memory = _select_rows(window.full, _next_mini_batch(memory, coefficients), memory)
 
     def add_part(part: Part, start: _Memory, output, memory):
-        """Return the window's output and the online memory after the tokens of `part`, which read and train
-        the memory `start`. Batch rows without such tokens return `output` and `memory` unchanged.
+        """Add to a window's results those of one more of its mini-batches, `part`, a mask of tokens, which begins from
+        the online memory `start`.
+
+        Return `output` with the outputs of the mini-batch's tokens in their places, and the online memory after them.
+        Batch rows that have no token in the mini-batch have `output` and `memory` returned unchanged.
         """
 
         def compute(start, output, memory):
