@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        (dict(pattern="LXNY"), "letters X, Y; model.layers has L, N"),
+        (dict(pattern="LXNY"), "letters that model.layers lacks: X, Y; accepted are L, N"),
         (dict(pattern="", num_layers=2), "pattern is empty.*L, N"),
         (dict(num_layers=6), "num_layers=6 is no multiple of the 4 letters"),
         (dict(num_layers=0), "num_layers=0: it must be greater than 0"),
