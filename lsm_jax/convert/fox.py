@@ -57,6 +57,7 @@ def fox_params(checkpoint: Checkpoint, config: ModelConfig) -> dict[str, Any]:
     if bounded:
         expected[LOWER_BOUNDS] = (config.num_layers, config.hidden_size)
     checkpoint.check(expected, ignored=IGNORED)
+    checkpoint.verify()
     for name in fixed:
         times = np.log1p(np.exp(-checkpoint.tensor(name).astype(np.float64)))
         if not np.allclose(1 / times, mixer.decay_times(), rtol=1e-3):
