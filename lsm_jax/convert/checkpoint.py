@@ -200,6 +200,8 @@ class Checkpoint(Tensors):
     def _read_header(self, name: str) -> None:
         """Read the names, shapes and dtypes of the tensors in a safetensors file."""
         path = self.file(name)
+        if path.exists() and not path.is_file():  # opening a pipe would wait for its writer
+            raise ValueError(f"{self.folder / name} cannot be read: it is no regular file")
         try:
             with path.open("rb") as file:
                 size = int.from_bytes(file.read(8), "little")

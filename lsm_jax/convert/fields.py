@@ -13,7 +13,7 @@ LARGEST = 2**31 - 1  # of a size: token positions and indices are int32
 
 def _is_number(value: Any) -> bool:
     """Return whether a JSON value is a number that a float can contain; true, NaN and Infinity are none."""
-    return type(value) in (int, float) and abs(value) <= 1.8e308 and math.isfinite(value)
+    return type(value) in (int, float) and -1.7e308 < value < 1.7e308
 
 
 _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
