@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import ml_dtypes
@@ -191,7 +191,8 @@ class Checkpoint(Tensors):
             raise ValueError(f"{where}: weight_map must be an object of file names by tensor name")
         for name in sorted(set(files.values())):
             inside(self.folder, name, what=f"{where}: weight_map", follow_links=True)
-            if not name.endswith(".safetensors") or not name.isprintable():
+            plain = PurePosixPath(name).as_posix() == name and name.isprintable()
+            if not plain or not name.endswith(".safetensors"):
                 raise ValueError(
                     f"{where}: weight_map names {shown(name)}; accepted are names that end in .safetensors"
                 )

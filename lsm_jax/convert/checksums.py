@@ -6,7 +6,7 @@ import hashlib
 import re
 from pathlib import Path
 
-from lsm_jax.files import MEGABYTE, read_bytes, reason
+from lsm_jax.files import MEGABYTE, inside, read_bytes, reason
 
 SUMS = "SHA256SUMS"
 _LINE = re.compile(r"(\\?)([0-9a-fA-F]{64}) [ *](.+)")
@@ -24,7 +24,8 @@ def read_sums(folder: Path) -> dict[str, str]:
     if not path.exists():
         return {}
     try:
-        text = read_bytes(path, max_bytes=16 * MEGABYTE).decode("utf-8")
+        file = inside(folder, SUMS, what=f"{folder}", follow_links=True)
+        text = read_bytes(file, max_bytes=16 * MEGABYTE).decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} cannot be read: byte {error.start} is no UTF-8") from error
     sums: dict[str, str] = {}

@@ -219,12 +219,13 @@ def import_huggingface(
     """
     target, opened = new_workdir(workdir), open_source(source)
     model = model_config(opened) if model is None else model
-    tokenizer_files(opened, tokenizer)  # raises before the tensors are read
+    check_companions(opened)
+    files = tokenizer_files(opened, tokenizer)
     all_bfloat16 = set(opened.dtypes.values()) == {"BF16"}
     params = load_params(
         opened, model, dtype=jax.numpy.bfloat16 if all_bfloat16 else None, progress=progress
     )
-    data = tokenizer_data(opened, target, tokenizer)
+    data = tokenizer_data(opened, target, files)
     name = opened.folder.resolve().name.removesuffix(".gguf")
     config = TrainConfig(name=name, model=model, data=data)
     config.validate()
@@ -232,25 +233,21 @@ def import_huggingface(
     return config
 
 
-def tokenizer_data(
-    source: Tensors, workdir: Path, tokenizer: str | os.PathLike[str] | None
-) -> DataConfig:
-    """Copy a pretrained model's tokenizer into the directory of a new run, and return the run's data config: with this
+def tokenizer_data(source: Tensors, workdir: Path, files: dict[str, bytes]) -> DataConfig:
+    """Write a pretrained model's tokenizer into the directory of a new run, and return the run's data config: with this
     tokenizer, and rows as long as the model's context, but at most 8192 tokens.
 
     Args:
         source: the pretrained model.
         workdir: the run's directory.
-        tokenizer: a tokenizer.json or its folder, to use instead of the source's tokenizer.
+        files: the tokenizer's files, from `tokenizer_files`.
 
     Raises:
-        ValueError: as `convert.tokenizer_of`; or a field of config.json or generation_config.json has a wrong type.
+        ValueError: the tokenizer cannot be used, or `workdir` has a link in its place.
     """
-    check_companions(source)
     check_fields(
         source.config, source.config_path, dict(max_position_embeddings="size"), source.label
     )
-    files = tokenizer_files(source, tokenizer)
     existed = workdir.exists()
     folder = inside(workdir, "tokenizer", what=f"workdir={str(workdir)!r}")
     try:

@@ -27,6 +27,7 @@ from lsm_jax.convert.huggingface import published_name, tokenizer_data
 from lsm_jax.convert.load import StoredRows, layers_of, load_tree
 from lsm_jax.convert.new_folder import new_folder
 from lsm_jax.convert.runs import command, new_workdir, save_run
+from lsm_jax.convert.tokenizer import check_companions, tokenizer_files
 from lsm_jax.linearize.pretrained import Pretrained
 from lsm_jax.linearize.recipes import liger_model
 from lsm_jax.linearize.released import WINDOW, Released, open_pretrained, whole_number
@@ -226,6 +227,8 @@ def import_adapters(
     """
     target, adapters = new_workdir(workdir), Adapters(source)
     opened, lora = open_pretrained(base), lora_config(adapters)
+    check_companions(opened)
+    files = tokenizer_files(opened, tokenizer)
     pretrained = Pretrained(path=str(Path(base).expanduser().absolute()))
     model = pretrained.config()
     if isinstance(opened, Released):
@@ -250,7 +253,7 @@ def import_adapters(
         raise ValueError(
             f"source={str(source)!r} does not fit base={str(base)!r}: {error}"
         ) from error
-    data = tokenizer_data(opened, target, tokenizer)
+    data = tokenizer_data(opened, target, files)
     name = adapters.folder.resolve().name
     config = TrainConfig(name=name, model=model, data=data, base=pretrained, trainable=("lora",))
     config.validate()

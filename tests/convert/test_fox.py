@@ -367,7 +367,10 @@ def test_whether_heads_share_the_norm_follows_from_the_weights_if_the_config_doe
         (dict(fgate_type="half"), "fgate_type='half'; accepted are full, bias_only, fixed, none"),
         (dict(norm_eps=None), "norm_eps=None; accepted is a value, or no such field"),
         (dict(vocab_size="50257"), "vocab_size='50257'; accepted is a whole number from 1"),
-        (dict(use_rope=True, rope_base=None), "rope_base=None; accepted is a value, or no such field"),
+        (
+            dict(use_rope=True, rope_base=None),
+            "rope_base=None; accepted is a value, or no such field",
+        ),
         (dict(num_heads=5), "config.json: .*num_heads=5 does not divide hidden_size=32"),
     ],
 )

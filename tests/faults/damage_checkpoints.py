@@ -153,6 +153,7 @@ def read(kind: str, path: Path, out: Path) -> Any:
         published_tensors,
         tokenizer_data,
     )
+    from lsm_jax.convert.tokenizer import check_companions, tokenizer_files
     from lsm_jax.linearize.released import open_pretrained
     from lsm_jax.models import abstract
 
@@ -182,7 +183,8 @@ def read(kind: str, path: Path, out: Path) -> Any:
     source.check(expected, ignored=(*IGNORED, "lm_head.weight"))
     source.verify()
     source.tensor("model.layers.0.self_attn.q_proj.weight")
-    tokenizer_data(source, out, None)
+    check_companions(source)
+    tokenizer_data(source, out, tokenizer_files(source))
     return config
 
 
@@ -278,9 +280,7 @@ def _header_end(path: Path) -> int:
     return min(len(content), at + 4000) if at > 0 else len(content)
 
 
-def cases(
-    kind: str, folder: Path, *, step: int = 1, limit: int | None = None
-) -> Iterator[Case]:
+def cases(kind: str, folder: Path, *, step: int = 1, limit: int | None = None) -> Iterator[Case]:
     """Yield damaged copies of a checkpoint, each in `folder / "damaged"`, which the next case replaces. Files named by
     damaged paths are in `folder / "outside"`; nothing there may be read into a run or written.
 
