@@ -235,6 +235,7 @@ import json, resource, sys, time
 from pathlib import Path
 from lsm_jax.convert import Checkpoint, fox_config, import_huggingface, model_config
 resource.setrlimit(resource.RLIMIT_CPU, (60, 60))
+resource.setrlimit(resource.RLIMIT_DATA, (4 << 30, 4 << 30))
 for line in sys.stdin:
     path = Path(line.strip())
     began = time.monotonic()
