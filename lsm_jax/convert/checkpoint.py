@@ -62,7 +62,7 @@ class Tensors:
 
     def verify(self) -> None:
         """Compare the files of tensors with the checksums in the file SHA256SUMS beside them, if it is there, the
-        first time that this is called. Reading and hashing take about a second per GB.
+        first time that this is called. Hashing takes 0.5 to 2 seconds per GB.
 
         Raises:
             ValueError: a file is not the one that was written; the message names it.

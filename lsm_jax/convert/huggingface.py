@@ -25,7 +25,7 @@ from lsm_jax.convert.fields import check_fields
 from lsm_jax.convert.gguf_file import GGUF
 from lsm_jax.convert.load import StoredRows, layers_of, load_tree
 from lsm_jax.convert.published import model_of
-from lsm_jax.convert.runs import command, new_workdir, save_run
+from lsm_jax.convert.runs import command, new_run, save_run
 from lsm_jax.convert.tokenizer import check_companions, tokenizer_files, write_files
 from lsm_jax.data import DataConfig
 from lsm_jax.data.tokenizers import JSONTokenizer
@@ -217,20 +217,21 @@ def import_huggingface(
         ValueError: the source is not accepted (see `model_config`, `load_params`, `convert.tokenizer_of`), or `workdir`
             contains a run.
     """
-    target, opened = new_workdir(workdir), open_source(source)
-    model = model_config(opened) if model is None else model
-    check_companions(opened)
-    files = tokenizer_files(opened, tokenizer)
-    all_bfloat16 = set(opened.dtypes.values()) == {"BF16"}
-    params = load_params(
-        opened, model, dtype=jax.numpy.bfloat16 if all_bfloat16 else None, progress=progress
-    )
-    data = tokenizer_data(opened, target, files)
-    name = opened.folder.resolve().name.removesuffix(".gguf")
-    config = TrainConfig(name=name, model=model, data=data)
-    config.validate()
-    save_run(target, config, params)
-    return config
+    with new_run(workdir) as target:
+        opened = open_source(source)
+        model = model_config(opened) if model is None else model
+        check_companions(opened)
+        files = tokenizer_files(opened, tokenizer)
+        all_bfloat16 = set(opened.dtypes.values()) == {"BF16"}
+        params = load_params(
+            opened, model, dtype=jax.numpy.bfloat16 if all_bfloat16 else None, progress=progress
+        )
+        data = tokenizer_data(opened, target, files)
+        name = opened.folder.resolve().name.removesuffix(".gguf")
+        config = TrainConfig(name=name, model=model, data=data)
+        config.validate()
+        save_run(target, config, params)
+        return config
 
 
 def tokenizer_data(source: Tensors, workdir: Path, files: dict[str, bytes]) -> DataConfig:

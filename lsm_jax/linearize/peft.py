@@ -26,7 +26,7 @@ from lsm_jax.convert.fields import check_fields, listed, shown
 from lsm_jax.convert.huggingface import published_name, tokenizer_data
 from lsm_jax.convert.load import StoredRows, layers_of, load_tree
 from lsm_jax.convert.new_folder import new_folder
-from lsm_jax.convert.runs import command, new_workdir, save_run
+from lsm_jax.convert.runs import command, new_run, new_workdir, save_run
 from lsm_jax.convert.tokenizer import check_companions, tokenizer_files
 from lsm_jax.linearize.pretrained import Pretrained
 from lsm_jax.linearize.recipes import liger_model
@@ -225,7 +225,8 @@ def import_adapters(
     Raises:
         ValueError: the adapters or the base are not supported, or do not belong together.
     """
-    target, adapters = new_workdir(workdir), Adapters(source)
+    new_workdir(workdir)  # raises if a run is there
+    adapters = Adapters(source)
     opened, lora = open_pretrained(base), lora_config(adapters)
     check_companions(opened)
     files = tokenizer_files(opened, tokenizer)
@@ -253,12 +254,15 @@ def import_adapters(
         raise ValueError(
             f"source={str(source)!r} does not fit base={str(base)!r}: {error}"
         ) from error
-    data = tokenizer_data(opened, target, files)
-    name = adapters.folder.resolve().name
-    config = TrainConfig(name=name, model=model, data=data, base=pretrained, trainable=("lora",))
-    config.validate()
-    save_run(target, config, params)
-    return config
+    with new_run(workdir) as target:
+        data = tokenizer_data(opened, target, files)
+        name = adapters.folder.resolve().name
+        config = TrainConfig(
+            name=name, model=model, data=data, base=pretrained, trainable=("lora",)
+        )
+        config.validate()
+        save_run(target, config, params)
+        return config
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -160,6 +160,26 @@ def test_an_export_to_a_full_disk_leaves_nothing(tmp_path, size):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_failed_import_can_be_repeated(tmp_path, monkeypatch, capsys):
+    from lsm_jax.convert import huggingface
+
+    def full(workdir, *_):
+        (workdir / "config.json").write_text("half")
+        raise OSError(28, "No space left on device", str(workdir / "checkpoints"))
+
+    run = tmp_path / "run"
+    command = [f"--source={GOLDENS / 'llama.gguf'}", f"--workdir={run}"]
+    with monkeypatch.context() as patch:
+        patch.setattr(huggingface, "save_run", full)
+        assert huggingface.main(command) == 1
+    message = f"lsm_jax.convert.huggingface: {run / 'checkpoints'}: the disk is full; no run was written\n"
+    assert capsys.readouterr().err.endswith(message) and not run.exists()
+    run.mkdir()
+    (run / "config.json").symlink_to(tmp_path / "new")
+    assert huggingface.main(command) == 1
+    assert "contains a run" in capsys.readouterr().err and not (tmp_path / "new").exists()
+
+
 # Point 4: sizes. Each file would require more than 1 GiB or a minute without bounds.
 
 
