@@ -86,7 +86,7 @@ class GGUF(Tensors):
     def __init__(self, path: str | os.PathLike[str]):
         self.folder = Path(path).expanduser()
         self.fields, self._stored = read_gguf(self.folder)
-        if (parts := self.fields.get("split.count", 1)) != 1:
+        if (parts := self.fields.get("split.count", 1)) not in (0, 1):  # 0: parts that were merged
             raise ValueError(
                 f"{self.folder}: split.count={shown(parts)}; accepted is a complete file, such as llama.cpp's "
                 "llama-gguf-split --merge makes of the parts"
@@ -99,6 +99,10 @@ class GGUF(Tensors):
             if stored == "rope_freqs.weight":
                 continue
             name = _transformers_name(stored)
+            if name in self._names:
+                raise ValueError(
+                    f"{self.folder}: the tensors {listed([self._names[name], stored])} have the same meaning"
+                )
             self._names[name] = stored
             self.shapes[name] = tensor.shape
             self.dtypes[name] = kinds.get(tensor.kind.name, "F32")
@@ -188,12 +192,16 @@ class GGUF(Tensors):
         tensor = self._stored["rope_freqs.weight"]
         stored = tensor.data if tensor.kind.name == "F32" else np.zeros(0)
         half = config["head_dim"] // 2
-        turns = 8192 * config.get("rope_theta", 10000.0) ** (-np.arange(half) / half) / (2 * np.pi)
-        for scaling in _LLAMA3:
-            unscaled = np.clip((turns - 1) / 3, 0, 1)  # share of the frequency that is not divided
-            divisors = 1 / (unscaled + (1 - unscaled) / scaling["factor"])
-            if stored.shape == (half,) and np.allclose(stored, divisors, rtol=1e-4):
-                return scaling
+        if stored.shape == (half,):  # checked first: a damaged head_dim may be huge
+            base = config.get("rope_theta", 10000.0)
+            turns = 8192 * base ** (-np.arange(half) / half) / (2 * np.pi)
+            for scaling in _LLAMA3:
+                unscaled = np.clip(
+                    (turns - 1) / 3, 0, 1
+                )  # share of the frequency that is not divided
+                divisors = 1 / (unscaled + (1 - unscaled) / scaling["factor"])
+                if np.allclose(stored, divisors, rtol=1e-4):
+                    return scaling
         raise ValueError(
             f"{self.folder}: rope_freqs.weight is not that of Llama 3.1 or 3.2 (factors 8 and 32 over 8192 tokens)"
         )

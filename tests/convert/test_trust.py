@@ -211,6 +211,9 @@ def oversized(folder: Path) -> dict[Path, str]:
         "tensors.gguf": (gguf(fields=0, tensors=2**60), "number of tensors is 1152921504606846976"),
         "blocks.gguf": (with_field(golden, "llama.block_count", 2 | 1 << 30), "llama.block_count=1073741826; .* tensors of 2 layers"),
         "width.gguf": (with_field(golden, "llama.feed_forward_length", 2**30), "llama.feed_forward_length=1073741824"),
+        "scaled.gguf": (
+            with_field((GOLDENS / "llama3.2.gguf").read_bytes(), "llama.embedding_length", 2**31 - 1), "rope_freqs.weight is not",
+        ),
         "nested.gguf": (gguf(text("a.b"), array * 50_000), "field a.b is an array of"),
     }  # fmt: skip
     words: dict[Path, str] = {}
