@@ -190,9 +190,10 @@ class GGUF(Tensors):
         """Return Llama 3's scaling of the rotary frequencies, as a field of config.json: that of `_LLAMA3`
         whose divisors are the file's rope_freqs.weight."""
         tensor = self._stored["rope_freqs.weight"]
-        stored = tensor.data if tensor.kind.name == "F32" else np.zeros(0)
+        stored = tensor.data.astype(np.float32)
         half = config["head_dim"] // 2
-        if stored.shape == (half,):  # checked first: a damaged head_dim may be huge
+        # Checked first: a damaged head_dim may be huge.
+        if stored.shape == (half,) and tensor.data.dtype.kind == "f":
             base = config.get("rope_theta", 10000.0)
             turns = 8192 * base ** (-np.arange(half) / half) / (2 * np.pi)
             for scaling in _LLAMA3:
