@@ -54,7 +54,8 @@ def sums_text(sums: dict[str, str]) -> str:
     lines = []
     for name, digest in sorted(sums.items()):
         escaped = name.replace("\\", "\\\\").replace("\n", "\\n").replace("\r", "\\r")
-        lines.append(f"{'\\' if escaped != name else ''}{digest}  {escaped}\n")
+        mark = "" if escaped == name else "\\"
+        lines.append(f"{mark}{digest}  {escaped}\n")
     return "".join(lines)
 
 
