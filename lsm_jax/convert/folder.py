@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-from safetensors.numpy import save_file
 
 from lsm_jax.convert.checkpoint import FLOATS, INDEX, SINGLE_FILE, Checkpoint, Tensors
 from lsm_jax.convert.huggingface import (
@@ -20,7 +17,8 @@ from lsm_jax.convert.huggingface import (
     published_shape,
     published_tensors,
 )
-from lsm_jax.convert.tokenizer import tokenizer_of
+from lsm_jax.convert.new_folder import NewFolder, check_new, new_folder
+from lsm_jax.convert.tokenizer import tokenizer_files
 from lsm_jax.models import ModelConfig
 
 _FILE_BYTES = 5 * 10**9  # size of a file's tensors if the source has no such files; the usual limit
@@ -32,19 +30,23 @@ def export(
     config: ModelConfig,
     source: Source,
     out_folder: str | os.PathLike[str],
+    *,
+    config_fields: dict[str, Any] | None = None,
 ) -> Path:
     """Write a model's parameters as a Hugging Face folder, with the tensors of one file at a time in the
     host's memory.
 
     If the source is a folder, the result differs from it only in the values of the tensors: names, shapes, dtypes, each
     tensor's file, config and tokenizer are the same. If the source is a GGUF file, the parameters are written in their
-    own dtype, with a config.json made from the file's metadata.
+    own dtype, with a config.json made from the file's metadata. In addition the folder has SHA256SUMS, the checksums of
+    its files, which `sha256sum -c` and an import check.
 
     Args:
         params: the parameters of `config`'s model, adapters merged.
         config: the model.
         source: the folder or file from which the parameters were imported.
-        out_folder: the folder to write; it must be empty or not exist.
+        out_folder: the folder to write; it must be empty or not exist. If the export fails, what it wrote is deleted.
+        config_fields: fields of config.json that differ from the source's, and their values.
 
     Returns:
         The path of the folder.
@@ -53,14 +55,13 @@ def export(
         ValueError: the parameters do not correspond to the source's tensors, or the folder is not empty.
     """
     opened, out = open_source(source), Path(out_folder).expanduser()
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"out_folder={str(out_folder)!r} is not empty; accepted is a new folder")
+    check_new(out, "out_folder")
     tensors = published_tensors(params, config)
     opened.check(
         {name: published_shape(*entry) for name, entry in tensors.items()},
         ignored=(*IGNORED, "lm_head.weight") if config.tie_embeddings else IGNORED,
     )
-    out.mkdir(parents=True, exist_ok=True)
+    opened.verify()
     head = tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"])
 
     def values(name: str) -> np.ndarray:
@@ -71,16 +72,17 @@ def export(
         dtype = FLOATS[opened.dtypes[name]] if isinstance(opened, Checkpoint) else array.dtype
         return np.ascontiguousarray(array.T if keys[-1] == "kernel" else array, dtype=dtype)
 
-    for file, names in _files(opened, tensors).items():
-        arrays = {name: values(name) for name in names}
-        metadata = opened.metadata[file] if isinstance(opened, Checkpoint) else {"format": "pt"}
-        save_file(arrays, out / file, metadata=metadata)
-    if isinstance(opened, Checkpoint):
-        for path in sorted(opened.folder.iterdir()):
-            if path.suffix in _COPIED and path.is_file():
-                shutil.copyfile(path, out / path.name)
-    else:
-        _write_config(opened, tensors, out)
+    fields = config_fields or {}
+    with new_folder(out, "out_folder") as folder:
+        for file, names in _files(opened, tensors).items():
+            arrays = {name: values(name) for name in names}
+            metadata = opened.metadata[file] if isinstance(opened, Checkpoint) else {"format": "pt"}
+            folder.write_tensors(file, arrays, metadata)
+        if isinstance(opened, Checkpoint):
+            changed = {opened.config_file: opened.read_json(opened.config_file) | fields}
+            folder.copy_from(opened, _COPIED, changed if fields else {})
+        else:
+            _write_config(opened, tensors, folder, fields)
     return out
 
 
@@ -106,19 +108,18 @@ def _files(source: Tensors, tensors: dict[str, Any]) -> dict[str, list[str]]:
     return {f"model-{i + 1:05}-of-{count:05}.safetensors": names for i, names in enumerate(groups)}
 
 
-def _write_config(source: Tensors, tensors: dict[str, Any], out: Path) -> None:
-    """Write the files other than tensors of a model that is exported to the folder `out` from a GGUF file:
-    config.json, the index of tensors by file if there are several files, and the tokenizer."""
+def _write_config(
+    source: Tensors, tensors: dict[str, Any], folder: NewFolder, fields: dict[str, Any]
+) -> None:
+    """Write the files other than tensors of a model that is exported to a folder from a GGUF file: config.json
+    with the further `fields`, the index of tensors by file if there are several files, and the tokenizer."""
     leaves = {id(leaf): leaf for _, _, leaf in tensors.values()}.values()
     dtype = str(next(iter(leaves)).dtype)
-    _write_json(out / "config.json", source.config | dict(torch_dtype=dtype))
+    folder.write_json("config.json", source.config | dict(torch_dtype=dtype) | fields)
     files = _files(source, tensors)
     if len(files) > 1:
         total = sum(leaf.nbytes for leaf in leaves)
         weight_map = {name: file for file, names in files.items() for name in names}
-        _write_json(out / INDEX, dict(metadata=dict(total_size=total), weight_map=weight_map))
-    tokenizer_of(source, out)
-
-
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+        folder.write_json(INDEX, dict(metadata=dict(total_size=total), weight_map=weight_map))
+    for name, content in tokenizer_files(source).items():
+        folder.write(name, content)

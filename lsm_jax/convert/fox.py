@@ -23,7 +23,7 @@ from lsm_jax.convert.checkpoint import Checkpoint
 from lsm_jax.convert.fox_json import fox_config
 from lsm_jax.convert.fox_layout import HGRN2, LOWER_BOUNDS, layout_of
 from lsm_jax.convert.load import load_tree
-from lsm_jax.convert.runs import command, new_workdir, save_run
+from lsm_jax.convert.runs import command, new_run, save_run
 from lsm_jax.data import DataConfig
 from lsm_jax.models import ModelConfig
 from lsm_jax.training import TrainConfig
@@ -58,6 +58,7 @@ def fox_params(checkpoint: Checkpoint, config: ModelConfig) -> dict[str, Any]:
     if bounded:
         expected[LOWER_BOUNDS] = (config.num_layers, config.hidden_size)
     checkpoint.check(expected, ignored=IGNORED)
+    checkpoint.verify()
     for name in fixed:
         times = np.log1p(np.exp(-checkpoint.tensor(name).astype(np.float64)))
         if not np.allclose(1 / times, mixer.decay_times(), rtol=1e-3):
@@ -106,17 +107,21 @@ def import_fox(
     Raises:
         ValueError: the checkpoint is not of the paper's models, or `workdir` contains a run.
     """
-    target = new_workdir(workdir)
-    checkpoint = Checkpoint(source)
-    model = fox_config(checkpoint)
-    params = fox_params(checkpoint, model)
-    data = data or DataConfig(
-        path="longcrawl64", tokenizer="gpt2", json_escape=True, sequence_length=2**14, shuffle=False
-    )
-    config = TrainConfig(name=checkpoint.folder.resolve().name, model=model, data=data)
-    config.validate()
-    save_run(target, config, params)
-    return config
+    with new_run(workdir) as target:
+        checkpoint = Checkpoint(source)
+        model = fox_config(checkpoint)
+        params = fox_params(checkpoint, model)
+        data = data or DataConfig(
+            path="longcrawl64",
+            tokenizer="gpt2",
+            json_escape=True,
+            sequence_length=2**14,
+            shuffle=False,
+        )
+        config = TrainConfig(name=checkpoint.folder.resolve().name, model=model, data=data)
+        config.validate()
+        save_run(target, config, params)
+        return config
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -21,13 +20,13 @@ from typing import Any
 
 import jax
 import numpy as np
-from safetensors.numpy import save_file
 
 from lsm_jax.convert.checkpoint import FLOATS, SINGLE_FILE, Checkpoint
 from lsm_jax.convert.fox import IGNORED, fixed_gates
 from lsm_jax.convert.fox_json import fox_config, json_of
 from lsm_jax.convert.fox_layout import HGRN2, LOWER_BOUNDS, Layout, layout_of, stored_shape
 from lsm_jax.convert.load import layers_of
+from lsm_jax.convert.new_folder import check_new, new_folder
 from lsm_jax.models import ModelConfig
 from lsm_jax.training import load_run
 
@@ -58,8 +57,7 @@ def export_fox(
         ValueError: the folder is not empty; the published code has no such model; or the model is not the source's.
     """
     out = Path(out_folder).expanduser()
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"out_folder={str(out_folder)!r} is not empty; accepted is a new folder")
+    check_new(out, "out_folder")
     described = json_of(config)
     kind = described["model_type"]
     checkpoint = None if source is None else Checkpoint(source)
@@ -83,22 +81,21 @@ def export_fox(
             return checkpoint.stored(name)
         return np.ascontiguousarray(values(name), FLOATS[checkpoint.dtypes[name]])
 
-    out.mkdir(parents=True, exist_ok=True)
     files = {SINGLE_FILE: [*layout.shapes, *extra]}
     if checkpoint is not None:
+        checkpoint.verify()
         files = {}
         for name, file in checkpoint.files.items():
             files.setdefault(file, []).append(name)
-    for file, names in files.items():
-        metadata = {"format": "pt"} if checkpoint is None else checkpoint.metadata[file]
-        save_file({name: tensor(name) for name in names}, out / file, metadata=metadata)
-    if checkpoint is None:
-        text = json.dumps(described, indent=2, sort_keys=True) + "\n"
-        (out / "config.json").write_text(text, encoding="utf-8")
-    else:
-        for path in sorted(checkpoint.folder.iterdir()):
-            if path.suffix in _COPIED and path.is_file():
-                shutil.copyfile(path, out / path.name)
+    with new_folder(out, "out_folder") as folder:
+        for file, names in files.items():
+            metadata = {"format": "pt"} if checkpoint is None else checkpoint.metadata[file]
+            folder.write_tensors(file, {name: tensor(name) for name in names}, metadata)
+        if checkpoint is None:
+            text = json.dumps(described, indent=2, sort_keys=True) + "\n"
+            folder.write("config.json", text)
+        else:
+            folder.copy_from(checkpoint, _COPIED)
     return out
 
 
@@ -109,7 +106,7 @@ def _config_of_source(checkpoint: Checkpoint, kind: str, config: ModelConfig) ->
     Raises:
         ValueError: the source's config.json describes another model.
     """
-    given, where = json_of(fox_config(checkpoint)), checkpoint.folder / "config.json"
+    given, where = json_of(fox_config(checkpoint)), checkpoint.config_path
     described = json_of(config)
     names = [name for name in described if given.get(name) != described[name]]
     if names:

@@ -8,6 +8,7 @@ import math
 from typing import Any
 
 from lsm_jax.convert.checkpoint import Checkpoint
+from lsm_jax.convert.fields import check_auto_map, check_fields, check_sizes, listed, shown
 from lsm_jax.convert.fox_layout import DELTANET, FOX, HGRN2, KINDS, MAMBA2, TRANSFORMER
 from lsm_jax.feedforward import SwiGLUConfig
 from lsm_jax.mixers import DeltaNetConfig, FoXConfig, HGRN2Config, Mamba2Config
@@ -61,6 +62,39 @@ _HOUSEKEEPING = frozenset(
     rescale_prenorm_residual chunk_size _attn_implementation_autoset
     """.split()
 )
+_KINDS = {
+    **dict.fromkeys(
+        (
+            "vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size", "num_heads", "num_kv_heads", "head_dim",
+            "window_size", "state_size", "expand", "conv_kernel", "conv_size", "expand_ratio",
+        ),
+        "size",
+    ),
+    **dict.fromkeys(
+        (
+            "hidden_ratio", "norm_eps", "layer_norm_epsilon", "rope_base", "expand_k", "expand_v", "decay_time_min",
+            "decay_time_max",
+        ),
+        "positive",
+    ),
+    **dict.fromkeys(
+        (
+            "tie_word_embeddings", "use_rope", "qk_norm_share_param_across_head", "use_k_shift", "use_v_shift",
+            "use_output_norm", "use_output_gate", "use_lower_bound", "use_gate",
+        ),
+        "flag",
+    ),
+    **dict.fromkeys(("model_type", "fgate_type"), "text"),
+}  # fmt: skip
+# In these fields null is a value: no window, no bound, or a size that follows from others.
+_NULL_IS_A_VALUE = frozenset(
+    "hidden_ratio intermediate_size num_heads num_kv_heads window_size expand_ratio decay_time_min decay_time_max".split()
+)
+_SIZES = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim", "state_size", "expand",
+    "conv_kernel", "conv_size", "expand_ratio", "expand_k", "expand_v", "hidden_ratio", ("num_heads", "head_dim"),
+    ("expand", "hidden_size"), ("expand_k", "hidden_size"), ("expand_v", "hidden_size"), ("hidden_ratio", "hidden_size"),
+)  # fmt: skip
 _REQUIRED = {
     FOX: ("num_heads",),
     TRANSFORMER: ("num_heads",),
@@ -84,7 +118,14 @@ def fox_config(checkpoint: Checkpoint) -> ModelConfig:
     Raises:
         ValueError: the model is of another kind, a field is missing or unknown, or a value is not supported.
     """
-    given, where = checkpoint.config, checkpoint.folder / "config.json"
+    given, where = checkpoint.config, checkpoint.config_path
+    prefix = "backbone.layers." if given.get("model_type") == MAMBA2 else "model.layers."
+    check_fields(given, where, _KINDS)
+    check_auto_map(given, where)
+    if given.get("model_type") in _ONLY:
+        unused = {"hidden_ratio"} if given.get("intermediate_size") is not None else set()
+        used = {name: value for name, value in given.items() if name not in unused}
+        check_sizes(used, where, checkpoint.shapes, _SIZES, prefix=prefix)
     # In older checkpoints the config does not say whether heads share the norm's weights, but the weights' length does.
     length = checkpoint.shapes.get("model.layers.0.attn.q_norm.weight")
     return model_of(given, where, length != (given.get("hidden_size"),))
@@ -102,25 +143,25 @@ def model_of(given: dict[str, Any], where: Any, shared_norms: bool = True) -> Mo
         ValueError: the model is of another kind, a field is missing or unknown, or a value is not
             supported.
     """
+    check_fields(given, where, _KINDS)
     kind = given.get("model_type")
     if kind not in _ONLY:
-        raise ValueError(f"{where}: model_type={kind!r}; accepted are {', '.join(KINDS)}")
+        raise ValueError(f"{where}: model_type={shown(kind)}; accepted are {', '.join(KINDS)}")
     for name, value in _ONLY[kind].items():
         if given.get(name, value) != value:
-            raise ValueError(f"{where}: {name}={given[name]!r}; accepted is {value!r}")
+            raise ValueError(f"{where}: {name}={shown(given[name])}; accepted is {value!r}")
     required = ("vocab_size", "hidden_size", "num_hidden_layers", *_REQUIRED[kind])
-    if missing := [name for name in required if name not in given]:
+    if missing := [name for name in required if given.get(name) is None]:
         raise ValueError(f"{where}: missing fields: {', '.join(missing)}")
     known = _ALL | _READ[kind] | _HOUSEKEEPING | set(_ONLY[kind])
-    if unknown := [f"{name}={given[name]!r}" for name in sorted(set(given) - known)]:
+    if unknown := [f"{name}={shown(given[name])}" for name in sorted(set(given) - known)]:
         raise ValueError(
-            f"{where}: unknown fields, which may change what a {kind} model computes: {', '.join(unknown)}"
+            f"{where}: unknown fields, which may change what a {kind} model computes: {listed(unknown)}"
         )
-    rotated = given.get("use_rope", kind == TRANSFORMER)
     eps = "layer_norm_epsilon" if kind == MAMBA2 else "norm_eps"
-    for name in (*required, eps, *(["rope_base"] if rotated else [])):
-        if not isinstance(value := given.get(name, 1), int | float) or isinstance(value, bool):
-            raise ValueError(f"{where}: {name}={value!r}; accepted is a number")
+    nulls = [n for n in _KINDS if n in given and given[n] is None and n not in _NULL_IS_A_VALUE]
+    if nulls:
+        raise ValueError(f"{where}: {nulls[0]}=None; accepted is a value, or no such field")
     inner = SwiGLUConfig(
         hidden_ratio=given.get("hidden_ratio") or 4.0,
         intermediate_size=given.get("intermediate_size"),
@@ -137,7 +178,7 @@ def model_of(given: dict[str, Any], where: Any, shared_norms: bool = True) -> Mo
             norm_eps=given.get(eps, 1e-5 if kind == MAMBA2 else 1e-6),
         )
         config.validate()
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, ArithmeticError) as error:
         raise ValueError(f"{where}: {error}") from error
     return config
 
@@ -145,7 +186,7 @@ def model_of(given: dict[str, Any], where: Any, shared_norms: bool = True) -> Mo
 def _attention(given: dict[str, Any], kind: str, shared_norms: bool) -> FoXConfig:
     gate = given.get("fgate_type", "full") if kind == FOX else "none"
     if gate not in _GATES:
-        raise ValueError(f"fgate_type={gate!r}; accepted are {', '.join(_GATES)}")
+        raise ValueError(f"fgate_type={shown(gate)}; accepted are {', '.join(_GATES)}")
     rotated = given.get("use_rope", kind == TRANSFORMER)
     return FoXConfig(
         num_heads=given["num_heads"],

@@ -13,6 +13,9 @@ from typing import Any
 import numpy as np
 
 from lsm_jax.convert.checkpoint import Tensors
+from lsm_jax.convert.checksums import check_sum, read_sums
+from lsm_jax.convert.fields import check_fields, listed, shown
+from lsm_jax.convert.gguf_reader import read_gguf
 from lsm_jax.convert.published import ARCHITECTURES
 
 _TOP = {
@@ -47,6 +50,19 @@ _OPTIONAL = {
     "vocab_size": "vocab_size",
     "attention.key_length": "head_dim",
 }
+_KINDS = {
+    "attention.layer_norm_rms_epsilon": "positive",
+    "rope.freq_base": "positive",
+    "rope.scaling.type": "text",
+    "rope.scaling.factor": "positive",
+    **dict.fromkeys(
+        (
+            "block_count", "embedding_length", "feed_forward_length", "attention.head_count", "attention.head_count_kv",
+            "attention.key_length", "vocab_size", "context_length",
+        ),
+        "size",
+    ),
+}  # fmt: skip
 _CHECKED = ("attention.value_length", "rope.dimension_count")  # must be the channels of a head
 _SCALING = ("rope.scaling.type", "rope.scaling.factor")
 # The scalings of Llama 3.1 and 3.2. A file does not name them, but contains the divisors of the frequencies.
@@ -68,15 +84,13 @@ class GGUF(Tensors):
     """
 
     def __init__(self, path: str | os.PathLike[str]):
-        from gguf import GGUFReader
-
         self.folder = Path(path).expanduser()
-        try:
-            reader = GGUFReader(self.folder)
-        except (OSError, ValueError, KeyError, IndexError) as error:
-            raise ValueError(f"{self.folder} cannot be read as a GGUF file: {error}") from error
-        self.fields: dict[str, Any] = {n: f.contents() for n, f in reader.fields.items()}
-        self._stored = {t.name: t for t in reader.tensors}
+        self.fields, self._stored = read_gguf(self.folder)
+        if (parts := self.fields.get("split.count", 1)) not in (0, 1):  # 0: parts that were merged
+            raise ValueError(
+                f"{self.folder}: split.count={shown(parts)}; accepted is a complete file, such as llama.cpp's "
+                "llama-gguf-split --merge makes of the parts"
+            )
         self.config = self._config()
         self._names: dict[str, str] = {}
         self.shapes, self.dtypes = {}, {}
@@ -85,16 +99,34 @@ class GGUF(Tensors):
             if stored == "rope_freqs.weight":
                 continue
             name = _transformers_name(stored)
+            if name in self._names:
+                raise ValueError(
+                    f"{self.folder}: the tensors {listed([self._names[name], stored])} have the same meaning"
+                )
             self._names[name] = stored
-            self.shapes[name] = tuple(int(n) for n in reversed(tensor.shape))
-            self.dtypes[name] = kinds.get(tensor.tensor_type.name, "F32")
+            self.shapes[name] = tensor.shape
+            self.dtypes[name] = kinds.get(tensor.kind.name, "F32")
+
+    @property
+    def config_path(self) -> Path:
+        """The file that contains the model's config: the GGUF file."""
+        return self.folder
+
+    def label(self, name: str) -> str:
+        """Return the name that a field of transformers' config.json has in the file."""
+        names = {ours: stored for stored, ours in (_REQUIRED | _OPTIONAL).items()}
+        return f"{self.config['model_type']}.{names[name]}" if name in names else name
+
+    def _check_sums(self) -> None:
+        path = self.folder
+        check_sum(path, path.name, read_sums(path.parent))
 
     def _config(self) -> dict[str, Any]:
         """Return the GGUF file's metadata as the fields of transformers' config.json."""
         where, kind = self.folder, self.fields.get("general.architecture")
         if kind not in ("llama", "qwen2", "qwen3"):
             raise ValueError(
-                f"{where}: general.architecture={kind!r}; accepted are llama, qwen2, qwen3"
+                f"{where}: general.architecture={shown(kind)}; accepted are llama, qwen2, qwen3"
             )
         model_fields = {
             name.removeprefix(f"{kind}."): value
@@ -104,33 +136,40 @@ class GGUF(Tensors):
         if missing := [f"{kind}.{name}" for name in _REQUIRED if name not in model_fields]:
             raise ValueError(f"{where}: missing fields: {', '.join(missing)}")
         known = {*_REQUIRED, *_OPTIONAL, *_CHECKED, *_SCALING}
-        if unknown := [f"{kind}.{n}={v!r}" for n, v in model_fields.items() if n not in known]:
+        if unknown := [f"{kind}.{n}={shown(v)}" for n, v in model_fields.items() if n not in known]:
             raise ValueError(
-                f"{where}: unknown fields, which may change what the model computes: {', '.join(unknown)}"
+                f"{where}: unknown fields, which may change what the model computes: {listed(unknown)}"
             )
+        check_fields(model_fields, where, _KINDS, lambda name: f"{kind}.{name}")
         names = _REQUIRED | _OPTIONAL
         config = {
             name: model_fields[stored] for stored, name in names.items() if stored in model_fields
         }
-        for name in ("bos_token_id", "eos_token_id"):  # which transformers' generate() uses
+        tokens = ("bos_token_id", "eos_token_id")  # which transformers' generate() uses
+        kinds = {f"tokenizer.ggml.{name}": "token" for name in tokens}
+        check_fields(self.fields, where, kinds)
+        for name in tokens:
             if (token := self.fields.get(f"tokenizer.ggml.{name}")) is not None:
-                config[name] = int(token)
-        for name in (
-            "rms_norm_eps",
-            "rope_theta",
-        ):  # float32 in the file; round to the decimal number
+                config[name] = token
+        # These are float32 in the file; round to the decimal number.
+        for name in ("rms_norm_eps", "rope_theta"):
             if name in config:
                 config[name] = float(str(np.float32(config[name])))
         if "token_embd.weight" not in self._stored:
             raise ValueError(f"{where}: the tensor token_embd.weight is missing from the file")
-        config["vocab_size"] = int(self._stored["token_embd.weight"].shape[1])
+        embedding = self._stored["token_embd.weight"].shape
+        if config.get("vocab_size", embedding[0]) != embedding[0]:
+            raise ValueError(
+                f"{where}: {kind}.vocab_size={config['vocab_size']}, but token_embd.weight has {embedding[0]} rows"
+            )
+        config["vocab_size"] = embedding[0]
         heads = config["num_attention_heads"]
         config.setdefault("num_key_value_heads", heads)
         config.setdefault("head_dim", config["hidden_size"] // heads)
         for name in _CHECKED:
             if model_fields.get(name, config["head_dim"]) != config["head_dim"]:
                 raise ValueError(
-                    f"{where}: {kind}.{name}={model_fields[name]}; accepted is {config['head_dim']}, "
+                    f"{where}: {kind}.{name}={shown(model_fields[name])}; accepted is {config['head_dim']}, "
                     "the number of channels of a head"
                 )
         scaling = model_fields.get("rope.scaling.type", "none")
@@ -151,14 +190,20 @@ class GGUF(Tensors):
         """Return the scaling of the rotary frequencies of Llama 3.1 or 3.2 as the field `rope_scaling` of
         config.json: the known one whose divisors of the frequencies are those of the GGUF file's tensor
         rope_freqs.weight."""
-        stored = np.asarray(self._stored["rope_freqs.weight"].data, np.float32)
+        tensor = self._stored["rope_freqs.weight"]
+        stored = tensor.data.astype(np.float32)
         half = config["head_dim"] // 2
-        turns = 8192 * config.get("rope_theta", 10000.0) ** (-np.arange(half) / half) / (2 * np.pi)
-        for scaling in _LLAMA3:
-            unscaled = np.clip((turns - 1) / 3, 0, 1)  # share of the frequency that is not divided
-            divisors = 1 / (unscaled + (1 - unscaled) / scaling["factor"])
-            if stored.shape == (half,) and np.allclose(stored, divisors, rtol=1e-4):
-                return scaling
+        # Checked first: a damaged head_dim may be huge.
+        if stored.shape == (half,) and tensor.data.dtype.kind == "f":
+            base = config.get("rope_theta", 10000.0)
+            turns = 8192 * base ** (-np.arange(half) / half) / (2 * np.pi)
+            for scaling in _LLAMA3:
+                unscaled = np.clip(
+                    (turns - 1) / 3, 0, 1
+                )  # share of the frequency that is not divided
+                divisors = 1 / (unscaled + (1 - unscaled) / scaling["factor"])
+                if np.allclose(stored, divisors, rtol=1e-4):
+                    return scaling
         raise ValueError(
             f"{self.folder}: rope_freqs.weight is not that of Llama 3.1 or 3.2 (factors 8 and 32 over 8192 tokens)"
         )
@@ -180,8 +225,12 @@ class GGUF(Tensors):
         values = tensor.data[index]
         if values.dtype.kind == "f":
             return values
+        if tensor.kind.name.startswith("I") and tensor.kind.name[1:].isdecimal():
+            raise ValueError(
+                f"{self.folder}: {listed([self._names[name]])} has type {tensor.kind.name}; accepted are floating-point types"
+            )
         try:
-            return dequantize(np.ascontiguousarray(values), tensor.tensor_type)
+            return dequantize(np.ascontiguousarray(values), tensor.kind)
         except NotImplementedError as error:
             raise ValueError(f"{self.folder}: {self._names[name]}: {error}") from error
 

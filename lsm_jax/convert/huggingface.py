@@ -9,6 +9,7 @@ Llama, Mistral, Qwen2 or Qwen3. The run can be evaluated (`eval.py --workdir=run
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -20,13 +21,15 @@ import numpy as np
 from rich.progress import Progress
 
 from lsm_jax.convert.checkpoint import Checkpoint, Tensors
+from lsm_jax.convert.fields import check_fields
 from lsm_jax.convert.gguf_file import GGUF
 from lsm_jax.convert.load import StoredRows, layers_of, load_tree
 from lsm_jax.convert.published import model_of
-from lsm_jax.convert.runs import command, new_workdir, save_run
-from lsm_jax.convert.tokenizer import tokenizer_files, write_files
+from lsm_jax.convert.runs import command, new_run, save_run
+from lsm_jax.convert.tokenizer import check_companions, tokenizer_files, write_files
 from lsm_jax.data import DataConfig
 from lsm_jax.data.tokenizers import JSONTokenizer
+from lsm_jax.files import inside
 from lsm_jax.models import ModelConfig, abstract
 from lsm_jax.training import TrainConfig
 from lsm_jax.training.step import params_of
@@ -116,6 +119,7 @@ def load_params(
     expected = {name: published_shape(*entry) for name, entry in tensors.items()}
     tied = config.tie_embeddings and _HEAD in opened.shapes
     opened.check(expected, ignored=(*IGNORED, *([_HEAD] if tied else [])))
+    opened.verify()
     if tied:
         _check_tied(opened)
     return load_tree(
@@ -177,7 +181,7 @@ def _check_tied(source: Tensors) -> None:
     """Raise ValueError unless the stored matrix of the output head is equal to that of the embedding; for
     models whose config says that they are tied."""
     names = (_HEAD, _TOP["embedding"])
-    same, rows = len({source.shapes[name] for name in names}) == 1, source.shapes[names[0]][0]
+    same, rows = len({source.shapes[name] for name in names}) == 1, source.shapes[names[1]][0]
     for first in range(0, rows if same else 0, 4096):
         last = min(first + 4096, rows)
         head, embedding = (source.rows(name, first, last) for name in names)
@@ -215,24 +219,55 @@ def import_huggingface(
         ValueError: the source is not accepted (see `model_config`, `load_params`, `convert.tokenizer_of`), or `workdir`
             contains a run.
     """
-    target, opened = new_workdir(workdir), open_source(source)
-    model = model_config(opened) if model is None else model
-    files = tokenizer_files(opened, tokenizer)
-    all_bfloat16 = set(opened.dtypes.values()) == {"BF16"}
-    params = load_params(
-        opened, model, dtype=jax.numpy.bfloat16 if all_bfloat16 else None, progress=progress
+    with new_run(workdir) as target:
+        opened = open_source(source)
+        model = model_config(opened) if model is None else model
+        check_companions(opened)
+        files = tokenizer_files(opened, tokenizer)
+        all_bfloat16 = set(opened.dtypes.values()) == {"BF16"}
+        params = load_params(
+            opened, model, dtype=jax.numpy.bfloat16 if all_bfloat16 else None, progress=progress
+        )
+        data = tokenizer_data(opened, target, files)
+        name = opened.folder.resolve().name.removesuffix(".gguf")
+        config = TrainConfig(name=name, model=model, data=data)
+        config.validate()
+        save_run(target, config, params)
+        return config
+
+
+def tokenizer_data(source: Tensors, workdir: Path, files: dict[str, bytes]) -> DataConfig:
+    """Write a pretrained model's tokenizer into the directory of a new run, and return the run's data config: with this
+    tokenizer, and rows as long as the model's context, but at most 8192 tokens.
+
+    Args:
+        source: the pretrained model.
+        workdir: the run's directory.
+        files: the tokenizer's files, from `tokenizer_files`.
+
+    Raises:
+        ValueError: the tokenizer cannot be used, or `workdir` has a link in its place.
+    """
+    check_fields(
+        source.config, source.config_path, dict(max_position_embeddings="size"), source.label
     )
-    tokenizer_path = str(write_files(files, target / "tokenizer"))
-    data = DataConfig(
-        tokenizer=tokenizer_path,
-        sequence_length=min(8192, opened.config.get("max_position_embeddings", 8192)),
-        add_bos=JSONTokenizer(tokenizer_path).adds_bos,
-    )
-    name = opened.folder.resolve().name.removesuffix(".gguf")
-    config = TrainConfig(name=name, model=model, data=data)
-    config.validate()
-    save_run(target, config, params)
-    return config
+    existed = workdir.exists()
+    folder = inside(workdir, "tokenizer", what=f"workdir={str(workdir)!r}")
+    try:
+        path = str(write_files(files, folder))
+        return DataConfig(
+            tokenizer=path,
+            sequence_length=min(8192, source.config.get("max_position_embeddings") or 8192),
+            add_bos=JSONTokenizer(path).adds_bos,
+        )
+    except BaseException:
+        for written in files:
+            (folder / written).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+            if not existed:
+                workdir.rmdir()
+        raise
 
 
 def _import_with_progress(source: str, workdir: str, tokenizer: str | None) -> TrainConfig:

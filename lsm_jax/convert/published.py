@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from lsm_jax.convert.checkpoint import Tensors
+from lsm_jax.convert.fields import check_auto_map, check_fields, check_sizes, listed, shown
 from lsm_jax.feedforward import SwiGLUConfig
 from lsm_jax.mixers import RopeScaling, SoftmaxConfig
 from lsm_jax.models import LayerConfig, ModelConfig
@@ -21,20 +22,28 @@ ARCHITECTURES = {
 _REQUIRED = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
 )  # fmt: skip
-_INTEGERS = (
-    *_REQUIRED, "num_key_value_heads", "head_dim", "sliding_window", "max_window_layers", "max_position_embeddings",
-)  # fmt: skip
-_NUMBERS = ("rms_norm_eps", "rope_theta", "initializer_range")
 # In these fields null means that the field is absent; in others it is a value, such as no window or no scaling.
-_NULL_IS_ABSENT = (*_NUMBERS, "max_window_layers")
-_TYPES: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys(_INTEGERS, (int,)),
-    **dict.fromkeys(_NUMBERS, (int, float)),
-    **dict.fromkeys(("tie_word_embeddings", "use_sliding_window"), (bool,)),
-    **dict.fromkeys(("rope_scaling", "rope_parameters"), (dict,)),
-    **dict.fromkeys(("architectures", "layer_types"), (list,)),
-    **dict.fromkeys(("model_type", "dtype", "torch_dtype"), (str,)),
+_NULL_IS_ABSENT = (
+    "rms_norm_eps", "rope_theta", "initializer_range", "max_window_layers", "max_position_embeddings",
+)  # fmt: skip
+_KINDS = {
+    **dict.fromkeys((*_REQUIRED, "num_key_value_heads", "head_dim", "sliding_window", "max_position_embeddings"), "size"),
+    "max_window_layers": "count",
+    **dict.fromkeys(("rms_norm_eps", "rope_theta", "initializer_range"), "positive"),
+    **dict.fromkeys(("tie_word_embeddings", "use_sliding_window"), "flag"),
+    **dict.fromkeys(("rope_scaling", "rope_parameters"), "object"),
+    **dict.fromkeys(("architectures", "layer_types"), "texts"),
+    **dict.fromkeys(("model_type", "dtype", "torch_dtype"), "text"),
+}  # fmt: skip
+_SCALING_KINDS = {
+    **dict.fromkeys(("factor", "low_freq_factor", "high_freq_factor", "rope_theta"), "positive"),
+    "original_max_position_embeddings": "size",
+    **dict.fromkeys(("rope_type", "type"), "text"),
 }
+_SIZES = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+    ("num_attention_heads", "head_dim"), ("num_key_value_heads", "head_dim"),
+)  # fmt: skip
 # transformers' defaults of absent fields, if they are not None or False.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -72,29 +81,30 @@ def model_of(source: Tensors) -> ModelConfig:
     Raises:
         ValueError: the model is of another kind, or a field is missing, unknown or has an unsupported value.
     """
-    given, where = source.config, source.folder / "config.json"
-    for name, types in _TYPES.items():
-        value = given.get(name)
-        fits = isinstance(value, types) and (bool in types or not isinstance(value, bool))
-        if value is not None and not fits:
-            named = " or ".join(t.__name__ for t in types)
-            raise ValueError(f"{where}: {name}={value!r}; accepted is {named}")
+    given, where = source.config, source.config_path
+    check_fields(given, where, _KINDS, source.label)
+    check_auto_map(given, where)
     kind = given.get("model_type")
     if kind not in ARCHITECTURES:
-        raise ValueError(f"{where}: model_type={kind!r}; accepted are {', '.join(ARCHITECTURES)}")
+        raise ValueError(
+            f"{where}: model_type={shown(kind)}; accepted are {', '.join(ARCHITECTURES)}"
+        )
     named = given.get("architectures") or [ARCHITECTURES[kind]]
     if named != [ARCHITECTURES[kind]]:
-        raise ValueError(f"{where}: architectures={named}; accepted is [{ARCHITECTURES[kind]!r}]")
+        raise ValueError(
+            f"{where}: architectures={shown(named)}; accepted is [{ARCHITECTURES[kind]!r}]"
+        )
     if missing := [name for name in _REQUIRED if given.get(name) is None]:
         raise ValueError(f"{where}: missing fields: {', '.join(missing)}")
     for name, value in _ONLY.items():
         if given.get(name) not in (None, value):
-            raise ValueError(f"{where}: {name}={given[name]!r}; accepted is {value!r}")
+            raise ValueError(f"{where}: {name}={shown(given[name])}; accepted is {value!r}")
     if unknown := sorted(set(given) - _MAPPED - _HARMLESS):
-        listed = ", ".join(f"{name}={given[name]!r}" for name in unknown)
+        named = listed(f"{name}={shown(given[name])}" for name in unknown)
         raise ValueError(
-            f"{where}: unknown fields, which may change what a {kind} model computes: {listed}"
+            f"{where}: unknown fields, which may change what a {kind} model computes: {named}"
         )
+    check_sizes(given, where, source.shapes, _SIZES, label=source.label)
     stated = {n: v for n, v in given.items() if v is not None or n not in _NULL_IS_ABSENT}
     given = _DEFAULTS[kind] | stated
     theta, scaling = _rope(given, where)
@@ -131,7 +141,7 @@ def model_of(source: Tensors) -> ModelConfig:
     )
     try:
         config.validate()
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, ArithmeticError) as error:
         raise ValueError(f"{where}: {error}") from error
     return config
 
@@ -144,8 +154,11 @@ def dtype_of(given: dict[str, Any]) -> str | None:
 def _rope(given: dict[str, Any], where: Any) -> tuple[float, RopeScaling | None]:
     """Read the rotary frequencies from config.json, as old or new versions of transformers write it: return
     their base (rope_theta) and their scaling for long contexts, None without scaling."""
+    for name in ("rope_scaling", "rope_parameters"):
+        check_fields(given.get(name) or {}, where, _SCALING_KINDS, f"{name}.{{}}".format)
     fields = {**(given.get("rope_scaling") or {}), **(given.get("rope_parameters") or {})}
-    theta = float(fields.pop("rope_theta", given.get("rope_theta") or 10000.0))
+    thetas = (fields.pop("rope_theta", None), given.get("rope_theta"), 10000.0)
+    theta = float(next(value for value in thetas if value is not None))
     kind, old_kind = fields.pop("rope_type", None), fields.pop("type", None)
     kind = kind or old_kind or "default"
     if fields.get("partial_rotary_factor") == 1:
@@ -162,13 +175,15 @@ def _rope(given: dict[str, Any], where: Any) -> tuple[float, RopeScaling | None]
     )
     if kind not in accepted:
         raise ValueError(
-            f"{where}: rope_scaling of type {kind!r}; accepted are {', '.join(accepted)}"
+            f"{where}: rope_scaling of type {shown(kind)}; accepted are {', '.join(accepted)}"
         )
     if set(fields) != set(accepted[kind]):
         raise ValueError(
-            f"{where}: rope_scaling of type {kind!r} has the fields {sorted(fields)}; accepted are exactly "
+            f"{where}: rope_scaling of type {kind!r} has the fields {shown(sorted(fields))}; accepted are exactly "
             f"{sorted(accepted[kind])}"
         )
+    if absent := [name for name in accepted[kind] if fields[name] is None]:
+        raise ValueError(f"{where}: rope_scaling.{absent[0]}=None; accepted is a number")
     if kind == "default":
         return theta, None
     if kind == "linear":
@@ -199,7 +214,7 @@ def _windows(given: dict[str, Any], where: Any) -> list[int | None]:
     names = {"full_attention": None, "sliding_attention": window}
     if len(types) != number or set(types) - set(names):
         raise ValueError(
-            f"{where}: layer_types={types}; accepted is a list of {number}, each one of {', '.join(names)}"
+            f"{where}: layer_types={shown(types)}; accepted is a list of {number}, each one of {', '.join(names)}"
         )
     if window is None and "sliding_attention" in types:
         raise ValueError(

@@ -4,12 +4,15 @@ cannot be resumed."""
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from lsm_jax.files import disk_error
 from lsm_jax.training import Checkpoints, TrainConfig
 from lsm_jax.training.runs import checkpoint_directory, write_config
 
@@ -21,9 +24,23 @@ def new_workdir(workdir: str | os.PathLike[str]) -> Path:
         ValueError: the directory contains a run.
     """
     target = Path(workdir).expanduser().absolute()
-    if (target / "config.json").exists() or checkpoint_directory(target).exists():
+    if any(os.path.lexists(p) for p in (target / "config.json", checkpoint_directory(target))):
         raise ValueError(f"workdir={str(workdir)!r} contains a run; accepted is a new directory")
     return target
+
+
+@contextlib.contextmanager
+def new_run(workdir: str | os.PathLike[str]) -> Iterator[Path]:
+    """Yield the path of the directory for a new run, as `new_workdir` returns it. If the block raises and the directory did
+    not exist before, it is deleted, so that the import can be repeated."""
+    target = new_workdir(workdir)
+    existed = os.path.lexists(target)
+    try:
+        yield target
+    except BaseException:
+        if not existed:
+            shutil.rmtree(target, ignore_errors=True)
+        raise
 
 
 def save_run(workdir: Path, config: TrainConfig, params: dict[str, Any]) -> None:
@@ -65,8 +82,11 @@ def command(
     parsed = parser.parse_args(arguments)
     try:
         config = make(**vars(parsed))
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         print(f"{program}: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        print(f"{program}: {disk_error(error, kept='no run was written')}", file=sys.stderr)
         return 1
     print(
         f"wrote the run {config.name} to {parsed.workdir}; evaluate it with eval.py --workdir={parsed.workdir}"

@@ -14,6 +14,7 @@ def chat_text(
     bos_token: str | None = None,
     eos_token: str | None = None,
     add_generation_prompt: bool = True,
+    source: str | None = None,
 ) -> str:
     """Return a conversation as one text, formatted by a Jinja chat template as the model was tuned on.
 
@@ -26,23 +27,17 @@ def chat_text(
         bos_token: the template's variable `bos_token`; None is the empty string.
         eos_token: the template's variable `eos_token`; None is the empty string.
         add_generation_prompt: end the text with the marker after which the model's answer begins.
+        source: the file of the template, for error messages.
 
     Raises:
         ValueError: the template has an error or raised one for this conversation.
     """
     from jinja2 import TemplateError
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     def refuse(reason: str) -> None:
         raise TemplateError(reason)
 
-    def to_json(value: Any, indent: int | None = None) -> str:
-        return json.dumps(value, ensure_ascii=False, indent=indent)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = to_json
+    environment = _environment()
     try:
         return environment.from_string(template).render(
             raise_exception=refuse,
@@ -52,7 +47,38 @@ def chat_text(
             eos_token=eos_token or "",
             add_generation_prompt=add_generation_prompt,
         )
-    except (TemplateError, TypeError, ValueError, KeyError) as error:
-        raise ValueError(
-            f"the tokenizer's chat template refuses this conversation: {error}"
-        ) from error
+    except Exception as error:  # a template can raise anything, such as by dividing by zero
+        whose = (
+            "the tokenizer's chat template" if source is None else f"{source}: its chat template"
+        )
+        raise ValueError(f"{whose} refuses this conversation: {_one_line(error)}") from error
+
+
+def template_error(template: str) -> str | None:
+    """Return why a chat template cannot be parsed, in one line; None if it can."""
+    try:
+        _environment().from_string(template)
+    except Exception as error:  # as above; for example, the parser's recursion can be too deep
+        return _one_line(error)
+    return None
+
+
+def _environment() -> Any:
+    """Return the sandbox in which templates run."""
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    def to_json(value: Any, indent: int | None = None) -> str:
+        return json.dumps(value, ensure_ascii=False, indent=indent)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = to_json
+    return environment
+
+
+def _one_line(error: Exception) -> str:
+    """Return an error of a template as one line, with the template's line if the error has it."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    line = getattr(error, "lineno", None)
+    return text if line is None or f"line {line}" in text else f"{text} (line {line})"

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+from absl import logging
 
 from lsm_jax.data.chat import chat_text
+from lsm_jax.files import MEGABYTE, bounded_json, read_bytes
 
 GPT2_VOCAB_SIZE = 50257
 GPT2_END_OF_TEXT = 50256
@@ -173,17 +175,22 @@ class JSONTokenizer:
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:
-            raise ValueError(f"{path} is not a tokenizer.json: {error}") from error
+            problem = " ".join(str(error).split())
+            raise ValueError(f"{path} is not a tokenizer.json: {problem}") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self.json_escape = False  # while the probes below are encoded
         # There may be gaps between the ids of added tokens, so the size follows from the largest id.
-        self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
+        ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
+        if not ids:
+            raise ValueError(f"{path} is not a tokenizer.json: it has no tokens")
+        self.vocab_size = 1 + max(ids)
         config = _tokenizer_config(path)
         self.bos_id = self._first_id(config.get("bos_token"), *_BOS_NAMES)
         self.eos_id = self._first_id(config.get("eos_token"), *_EOS_NAMES)
         self.adds_bos = self._tokenizer.encode("a").ids[:1] == [self.bos_id]
         self.chat_template: str | None = config.get("chat_template")
+        self._chat_template_file = config.get("chat_template_file")
         if self.vocab_size in (GPT2_VOCAB_SIZE - 1, GPT2_VOCAB_SIZE) and all(
             self.encode(text) == ids for text, ids in _GPT2_PROBES.items()
         ):
@@ -233,6 +240,7 @@ class JSONTokenizer:
             bos_token=bos,
             eos_token=eos,
             add_generation_prompt=add_generation_prompt,
+            source=self._chat_template_file,
         )
 
     def decode(self, ids: Any) -> str:
@@ -264,29 +272,77 @@ def load_tokenizer(name: str, *, json_escape: bool = False) -> Tokenizer:
     )
 
 
-def _tokenizer_config(path: Path) -> dict[str, Any]:
-    """Return bos_token, eos_token and chat_template from the folder of a tokenizer.json, as far as it has them.
+def special_tokens(fields: dict[str, Any], where: object) -> dict[str, str | None]:
+    """Return bos_token, eos_token and chat_template from the contents of a tokenizer_config.json or special_tokens_map.json;
+    None for those that it does not have. Of several templates, chat_template is the one named "default".
+
+    Args:
+        fields: the contents.
+        where: the file, for error messages.
 
     Raises:
-        ValueError: tokenizer_config.json cannot be read.
+        ValueError: a field has a wrong type; the message names it.
+    """
+    values: dict[str, str | None] = {}
+    for name in ("bos_token", "eos_token"):
+        value = fields.get(name)
+        text = value.get("content") if isinstance(value, dict) else value
+        if not isinstance(text, str | None) or (isinstance(value, dict) and text is None):
+            raise ValueError(
+                f"{where}: {name}={repr(value)[:100]}; accepted is a string, an object with the string content, or null"
+            )
+        values[name] = text
+    template = fields.get("chat_template")
+    if isinstance(template, list):
+        templates = {
+            entry["name"]: entry["template"]
+            for entry in template
+            if isinstance(entry, dict)
+            and isinstance(entry.get("name"), str)
+            and isinstance(entry.get("template"), str)
+        }
+        if len(templates) != len(template):
+            raise ValueError(
+                f"{where}: chat_template={repr(template[:3])[:100]}; accepted is a string, or a list of objects with "
+                "different names and the strings name and template"
+            )
+        template = templates.get("default")
+        if template is None and templates:
+            logging.warning(
+                "%s: chat_template has no template named 'default', but %s; none is used",
+                where, ", ".join(map(repr, templates)),
+            )  # fmt: skip
+    if not isinstance(template, str | None):
+        raise ValueError(
+            f"{where}: chat_template={repr(template)[:100]}; accepted is a string, or a list of named templates"
+        )
+    values["chat_template"] = template
+    return values
+
+
+def _tokenizer_config(path: Path) -> dict[str, str | None]:
+    """Return bos_token, eos_token and chat_template from the folder of a tokenizer.json as `special_tokens` does, and
+    chat_template_file, the file that has the template.
+
+    Raises:
+        ValueError: tokenizer_config.json or chat_template.jinja cannot be read.
     """
     config, template = (
         path.with_name("tokenizer_config.json"),
         path.with_name("chat_template.jinja"),
     )
-    values: dict[str, Any] = {}
+    values: dict[str, str | None] = {}
     if config.is_file():
-        try:
-            fields = json.loads(config.read_text(encoding="utf-8"))
-            for name in ("bos_token", "eos_token", "chat_template"):
-                value = fields.get(name)
-                if isinstance(value, list):  # several templates, by name
-                    value = {v["name"]: v["template"] for v in value}.get("default")
-                values[name] = value.get("content") if isinstance(value, dict) else value
-        except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
-            raise ValueError(f"{config} is no tokenizer_config.json: {error!r}") from error
+        values = special_tokens(bounded_json(config), config)
+        values["chat_template_file"] = str(config)
     if template.is_file():
-        values["chat_template"] = template.read_text(encoding="utf-8")
+        try:
+            values["chat_template"] = read_bytes(template, max_bytes=16 * MEGABYTE).decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"{template} cannot be read: byte {error.start} is no UTF-8"
+            ) from error
+        values["chat_template_file"] = str(template)
     return values
 
 

@@ -29,7 +29,6 @@ from lsm_jax.linearize.released import (
     describe,
     open_pretrained,
     transformer_type,
-    write_description,
 )
 from lsm_jax.models import ModelConfig, abstract
 from lsm_jax.training import TrainConfig, load_run
@@ -70,14 +69,15 @@ def export_run(
     if format not in FORMATS:
         raise ValueError(f"format={format!r}; accepted are {', '.join(FORMATS)}")
     target = Path(out).expanduser().absolute()
-    if target.exists():
+    if target.exists() or target.is_symlink():
         raise ValueError(f"out={str(out)!r} exists already; accepted is a new folder")
     config = read_config(workdir)
     path = str(source) if source is not None else _pretrained_path(workdir, config)
     base = base_model(config.model)
     _check_parameters(config.model, base)
+    fields = None
     if format == "liger":
-        describe(config.model, transformer_type(open_pretrained(path).config))
+        fields = describe(config.model, transformer_type(open_pretrained(path).config))
     if format == "peft":
         if config.trainable != ("lora",):
             raise ValueError(
@@ -86,10 +86,8 @@ def export_run(
             )
         return write_adapters(load_run(workdir, step=step).params, config.model, target, base=path)
     run = load_run(workdir, step=step)
-    export(merge_adapters(run.params, config.model.lora), base, open_pretrained(path), target)
-    if format == "liger":
-        write_description(target, config.model)
-    return target
+    merged = merge_adapters(run.params, config.model.lora)
+    return export(merged, base, open_pretrained(path), target, config_fields=fields)
 
 
 def _pretrained_path(workdir: str | os.PathLike[str], config: TrainConfig) -> str:
@@ -97,11 +95,27 @@ def _pretrained_path(workdir: str | os.PathLike[str], config: TrainConfig) -> st
     (`init_from`), from which the first run of this chain started.
 
     Raises:
-        ValueError: the run did not start from a pretrained model.
+        ValueError: the run did not start from a pretrained model, or a run of the chain is not where `init_from` says, or
+            follows from itself.
     """
-    first = config
+    first, current = config, Path(workdir).expanduser().resolve()
+    chain = [current]
     while first.init_from:
-        first = read_config(first.init_from, "init_from")
+        given, before = first.init_from, current
+        current = Path(given).expanduser().resolve()
+        if current in chain:
+            ring = " -> ".join(map(str, [*chain[chain.index(current) :], current]))
+            raise ValueError(
+                f"workdir={str(workdir)!r}: init_from of its runs is a ring: {ring}; accepted are runs of which the first "
+                "started from a pretrained model"
+            )
+        if not (current / "config.json").is_file():
+            raise ValueError(
+                f"{before / 'config.json'}: init_from={given!r}, but {current} is not the directory of a run. If the run "
+                "has moved, change init_from in that file, or name the pretrained model: --source=FOLDER"
+            )
+        first = read_config(current, "init_from")
+        chain.append(current)
     if not isinstance(first.base, Pretrained):
         raise ValueError(
             f"workdir={str(workdir)!r}: the run did not start from a pretrained model (config.base); accepted are runs "

@@ -12,7 +12,6 @@ attention by Liger's; `--method=softmax`, the default, does not) or a folder of 
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -22,14 +21,14 @@ from typing import Any
 import jax
 import numpy as np
 from absl import logging
-from safetensors.numpy import save_file
 
 from lsm_jax.convert.checkpoint import Checkpoint
-from lsm_jax.convert.huggingface import published_name
+from lsm_jax.convert.fields import check_fields, listed, shown
+from lsm_jax.convert.huggingface import published_name, tokenizer_data
 from lsm_jax.convert.load import StoredRows, layers_of, load_tree
-from lsm_jax.convert.runs import command, new_workdir, save_run
-from lsm_jax.convert.tokenizer import tokenizer_files, write_files
-from lsm_jax.data import DataConfig, JSONTokenizer
+from lsm_jax.convert.new_folder import new_folder
+from lsm_jax.convert.runs import command, new_run, new_workdir, save_run
+from lsm_jax.convert.tokenizer import check_companions, tokenizer_files
 from lsm_jax.linearize.pretrained import Pretrained
 from lsm_jax.linearize.recipes import liger_model
 from lsm_jax.linearize.released import WINDOW, Released, open_pretrained, whole_number
@@ -70,35 +69,37 @@ def lora_config(adapters: Adapters) -> LoRAConfig:
         ValueError: a field of adapter_config.json is missing, unknown, or has a value that is not supported, such as those of
             DoRA and rsLoRA; the message names the field.
     """
-    given, where = adapters.config, adapters.folder / CONFIG
+    given, where = adapters.config, adapters.config_path
+    check_fields(given, where, dict(r="size", lora_alpha="positive", target_modules="texts"))
     for name, value in _ONLY.items():
         if given.get(name) not in (None, value):
-            raise ValueError(f"{where}: {name}={given[name]!r}; accepted is {value!r}")
+            raise ValueError(f"{where}: {name}={shown(given[name])}; accepted is {value!r}")
     if (start := given.get("init_lora_weights")) not in _PLAIN_STARTS:
         raise ValueError(
-            f"{where}: init_lora_weights={start!r}, which changes the weights of the base; accepted are "
+            f"{where}: init_lora_weights={shown(start)}, which changes the weights of the base; accepted are "
             f"{', '.join(map(repr, _PLAIN_STARTS))}"
         )
     empty = (None, False, [], {}, "")
     unknown = {k: v for k, v in given.items() if k not in _READ | _HARMLESS and v not in empty}
     if unknown:
-        listed = ", ".join(f"{name}={value!r}" for name, value in sorted(unknown.items()))
-        raise ValueError(f"{where}: fields that are not supported: {listed}")
-    if missing := [name for name in ("r", "lora_alpha", "target_modules") if name not in given]:
+        named = listed(f"{name}={shown(value)}" for name, value in sorted(unknown.items()))
+        raise ValueError(f"{where}: fields that are not supported: {named}")
+    if missing := [n for n in ("r", "lora_alpha", "target_modules") if given.get(n) is None]:
         raise ValueError(f"{where}: missing fields: {', '.join(missing)}")
     rank, alpha, modules = given["r"], given["lora_alpha"], given["target_modules"]
-    if type(rank) is not int or rank < 1:
-        raise ValueError(f"{where}: r={rank!r}; accepted is a whole number from 1")
-    if type(alpha) not in (int, float) or not alpha > 0:
-        raise ValueError(f"{where}: lora_alpha={alpha!r}; accepted is a number above 0")
-    if not isinstance(modules, list) or not modules or not all(isinstance(m, str) for m in modules):
+    if not modules:
         raise ValueError(
-            f"{where}: target_modules={modules!r}; accepted is a list of names, such as ['q_proj', 'v_proj']"
+            f"{where}: target_modules=[]; accepted is a list of names, such as ['q_proj', 'v_proj']"
+        )
+    largest = max((min(shape) for shape in adapters.shapes.values()), default=0)
+    if rank > largest:
+        raise ValueError(
+            f"{where}: r={rank}, but the largest rank of the stored matrices is {largest}"
         )
     if given.get("lora_dropout"):
         logging.warning(
             "%s: lora_dropout=%s is ignored: dropout acts only in training, where this library has none",
-            where, given["lora_dropout"],
+            where, shown(given["lora_dropout"]),
         )  # fmt: skip
     targets = tuple(dict.fromkeys(m.rpartition(".")[2] for m in modules))
     return LoRAConfig(targets=targets, rank=rank, alpha=float(alpha))
@@ -120,6 +121,7 @@ def load_adapters(adapters: Adapters, model: ModelConfig) -> dict[str, Any]:
     target = _adapters_of(params_of(abstract(model)))
     expected = {name: shape for name, shape, *_ in _tensors(target, model)}
     adapters.check(expected)
+    adapters.verify()
     return load_tree(
         adapters,
         target,
@@ -166,9 +168,9 @@ def write_adapters(
         peft_type="LORA", r=lora.rank, rank_pattern={}, revision=None, target_modules=list(lora.targets),
         task_type="CAUSAL_LM", use_dora=False, use_rslora=False,
     )  # fmt: skip
-    target.mkdir(parents=True)
-    save_file(arrays, target / TENSORS, metadata={"format": "pt"})
-    (target / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    with new_folder(target, "out") as folder:
+        folder.write_tensors(TENSORS, arrays, {"format": "pt"})
+        folder.write_json(CONFIG, config)
     return target
 
 
@@ -233,8 +235,11 @@ def import_adapters(
     Raises:
         ValueError: the adapters or the base are not supported, or do not belong together.
     """
-    target, adapters = new_workdir(workdir), Adapters(source)
+    new_workdir(workdir)  # raises if a run is there
+    adapters = Adapters(source)
     opened, lora = open_pretrained(base), lora_config(adapters)
+    check_companions(opened)
+    files = tokenizer_files(opened, tokenizer)
     pretrained = Pretrained(path=str(Path(base).expanduser().absolute()))
     model = pretrained.config()
     if isinstance(opened, Released):
@@ -259,18 +264,15 @@ def import_adapters(
         raise ValueError(
             f"source={str(source)!r} does not fit base={str(base)!r}: {error}"
         ) from error
-    files = tokenizer_files(opened, tokenizer)
-    tokenizer_path = str(write_files(files, target / "tokenizer"))
-    data = DataConfig(
-        tokenizer=tokenizer_path,
-        sequence_length=min(8192, opened.config.get("max_position_embeddings", 8192)),
-        add_bos=JSONTokenizer(tokenizer_path).adds_bos,
-    )
-    name = adapters.folder.resolve().name
-    config = TrainConfig(name=name, model=model, data=data, base=pretrained, trainable=("lora",))
-    config.validate()
-    save_run(target, config, params)
-    return config
+    with new_run(workdir) as target:
+        data = tokenizer_data(opened, target, files)
+        name = adapters.folder.resolve().name
+        config = TrainConfig(
+            name=name, model=model, data=data, base=pretrained, trainable=("lora",)
+        )
+        config.validate()
+        save_run(target, config, params)
+        return config
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -15,14 +15,13 @@ and what the paper states. Their code rounds the sum of both branches to bfloat1
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from lsm_jax.convert import import_huggingface, model_config
 from lsm_jax.convert.checkpoint import Checkpoint, Tensors
+from lsm_jax.convert.fields import check_auto_map, check_fields, shown
 from lsm_jax.convert.huggingface import Source, open_source
 from lsm_jax.convert.published import ARCHITECTURES
 from lsm_jax.convert.runs import command
@@ -75,28 +74,33 @@ class Released(Checkpoint):
 
     def __init__(self, folder: Any):
         super().__init__(folder)
-        given, where = self.config, self.folder / "config.json"
+        given, where = self.config, self.config_path
+        check_fields(given, where, dict(model_type="text", architectures="texts", pool_size="size"))
+        check_auto_map(given, where)
         name = given.get("model_type")
         if name not in RELEASED:
-            raise ValueError(f"{where}: model_type={name!r}; accepted are {', '.join(RELEASED)}")
+            raise ValueError(
+                f"{where}: model_type={shown(name)}; accepted are {', '.join(RELEASED)}"
+            )
         kind = RELEASED[name]
         named = given.get("architectures") or [kind.architecture]
         if named != [kind.architecture]:
-            raise ValueError(f"{where}: architectures={named}; accepted is [{kind.architecture!r}]")
+            raise ValueError(
+                f"{where}: architectures={shown(named)}; accepted is [{kind.architecture!r}]"
+            )
         for field, value in _ONLY.items():
             if given.get(field, value) != value:
-                raise ValueError(f"{where}: {field}={given[field]!r}; accepted is {value!r}")
+                raise ValueError(f"{where}: {field}={shown(given[field])}; accepted is {value!r}")
         self.config = {k: v for k, v in given.items() if k not in _UNUSED}
         self.config |= dict(model_type=kind.base, architectures=[ARCHITECTURES[kind.base]])
         self.fields = dict(gate=kind.gate)
         if kind.gate == "gsa":
             slots = given.get("pool_size", _DEFAULT_SLOTS)
-            (head_dim,) = {
-                x.mixer.dim(given["hidden_size"]) for x in model_config(self).layers.values()
-            }
-            if not isinstance(slots, int) or slots < 1 or head_dim % slots:
+            model = model_config(self)
+            (head_dim,) = {x.mixer.dim(model.hidden_size) for x in model.layers.values()}
+            if slots is None or head_dim % slots:
                 raise ValueError(
-                    f"{where}: pool_size={slots!r}; accepted are divisors of the {head_dim} channels of a head"
+                    f"{where}: pool_size={slots}; accepted are divisors of the {head_dim} channels of a head"
                 )
             self.fields["num_slots"] = slots
 
@@ -169,19 +173,6 @@ def describe(model: ModelConfig, base_type: str) -> dict[str, Any]:
     if mixer.gate == "gsa":
         fields["pool_size"] = mixer.gate_size(model.hidden_size)
     return fields
-
-
-def write_description(folder: Path, model: ModelConfig) -> None:
-    """Change the config.json in the exported `folder` such that the code of Liger's authors loads the folder as the
-    Liger model of the config `model`.
-
-    Raises:
-        ValueError: the authors' code does not compute the model; the message says why.
-    """
-    path = folder / "config.json"
-    config = json.loads(path.read_text(encoding="utf-8"))
-    config |= describe(model, transformer_type(config))
-    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def transformer_type(config: dict[str, Any]) -> str:

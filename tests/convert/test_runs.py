@@ -152,7 +152,9 @@ def test_special_tokens_and_chat_template_of_a_tokenizers_folder(tmp_path):
     folder, several = read(chat_template=listed, bos_token=None)
     assert (several.bos_id, several.chat_template) == (0, "D")
     (folder / "tokenizer_config.json").write_text("[]")
-    with pytest.raises(ValueError, match="tokenizer_config.json is no tokenizer_config.json"):
+    with pytest.raises(
+        ValueError, match="tokenizer_config.json contains a list; accepted is an object"
+    ):
         load_tokenizer(str(folder))
 
 

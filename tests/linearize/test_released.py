@@ -206,7 +206,7 @@ def test_adapters_of_a_plain_transformer(llama, tmp_path):
         (dict(init_lora_weights="pissa"), "init_lora_weights='pissa', which changes the weights"),
         (dict(target_modules="all-linear"), "target_modules='all-linear'; accepted is a list"),
         (dict(r=0), "r=0; accepted is a whole number from 1"),
-        (dict(lora_alpha="8"), "lora_alpha='8'; accepted is a number above 0"),
+        (dict(lora_alpha="8"), "lora_alpha='8'; accepted is a finite number above 0"),
     ],
 )
 def test_refused_adapters(changes, message, tmp_path):
