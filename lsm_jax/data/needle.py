@@ -329,6 +329,7 @@ def haystack_tokens(
     if source is not None:
         store, first, count = source
         store.check_tokenizer(tokenizer)
+        store.check_vocabulary(vocab_size)
         blocks = (
             store.read(row, start, min(_BLOCK, store.length - start), vocab_size=vocab_size)[0]
             for row in range(first, first + count)
