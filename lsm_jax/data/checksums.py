@@ -69,7 +69,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("stores", nargs="+", help="paths of token stores")
-    parser.add_argument("--check", action="store_true", help="compare the files with checksums.json")
+    parser.add_argument(
+        "--check", action="store_true", help="compare the files with checksums.json"
+    )
     options = parser.parse_args(arguments)
     failed = False
     for path in options.stores:
@@ -78,7 +80,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{path}: {count} chunk files {'match' if options.check else 'have checksums'}")
         except (ValueError, OSError) as error:
             failed = True
-            message = error if isinstance(error, ValueError) else disk_error(error, kept="no checksums were written")
+            message = (
+                error
+                if isinstance(error, ValueError)
+                else disk_error(error, kept="no checksums were written")
+            )
             print(f"error: {message}", file=sys.stderr)
     return int(failed)
 

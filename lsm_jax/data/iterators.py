@@ -81,7 +81,9 @@ def make_train_iterator(
     lanes = 1 if config.shuffle else math.gcd(count, global_batch_size)
     where = f"data.path={config.path!r}"
     _check_some_text(documents, config, tokenizer, where=where, lanes=lanes)
-    _check_row_length(documents, config, tokenizer, where=where, most=(1 << 16, 16), rest="repeated")
+    _check_row_length(
+        documents, config, tokenizer, where=where, most=(1 << 16, 16), rest="repeated"
+    )
     # If there are fewer documents than rows, the lanes read several epochs at the same time.
     order = functools.lru_cache(global_batch_size // count + 3)(
         functools.partial(permutation, count, seed)

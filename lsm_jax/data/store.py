@@ -76,7 +76,9 @@ class TokenStore:
                 context=ts.Context({"cache_pool": {"total_bytes_limit": cache_bytes}}),
             ).result()
         except ValueError as error:
-            raise ValueError(f"{self.path} cannot be opened as a token store: {_plain(error)}") from error
+            raise ValueError(
+                f"{self.path} cannot be opened as a token store: {_plain(error)}"
+            ) from error
 
     def read(self, rows: Any, starts: Any, length: int, *, vocab_size: int) -> np.ndarray:
         """Read a range of `length` tokens from each of n documents of the store.

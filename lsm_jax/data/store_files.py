@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 from absl import logging
 
+from lsm_jax.data.instructions import short_text
 from lsm_jax.files import (
     bounded_json,
     inside,
@@ -92,43 +93,45 @@ def read_metadata(path: Path) -> StoreMetadata:
     shape, chunks = fields.get("shape"), fields.get("chunks")
     if fields.get("zarr_format") != 2 or not isinstance(shape, list) or len(shape) != 2:
         raise ValueError(
-            f"{path} is not a token store: it has zarr_format={_short(fields.get('zarr_format'))}, "
-            f"shape={_short(shape)}; a token store is a zarr v2 array [documents, length]"
+            f"{path} is not a token store: it has zarr_format={short_text(fields.get('zarr_format'), 80)}, "
+            f"shape={short_text(shape, 80)}; a token store is a zarr v2 array [documents, length]"
         )
     if not all(type(n) is int for n in shape):
-        raise ValueError(f"{path}/.zarray has shape={_short(shape)}; accepted are two integers")
+        raise ValueError(
+            f"{path}/.zarray has shape={short_text(shape, 80)}; accepted are two integers"
+        )
     two_integers = (
         isinstance(chunks, list) and len(chunks) == 2 and all(type(n) is int for n in chunks)
     )
     if not two_integers or min(chunks) < 1:
         raise ValueError(
-            f"{path}/.zarray has chunks={_short(chunks)}; accepted are two positive integers"
+            f"{path}/.zarray has chunks={short_text(chunks, 80)}; accepted are two positive integers"
         )
     if min(shape) < 1:
-        raise ValueError(f"{path} is empty: its shape is {_short(shape)}")
+        raise ValueError(f"{path} is empty: its shape is {short_text(shape, 80)}")
     dtype = _integer_type(fields.get("dtype"))
     if dtype is None:
         raise ValueError(
-            f"{path}/.zarray has dtype={_short(fields.get('dtype'))}; accepted are integers, such as '<u2'"
+            f"{path}/.zarray has dtype={short_text(fields.get('dtype'), 80)}; accepted are integers, such as '<u2'"
         )
     compressor = fields.get("compressor")
     name = compressor.get("id") if isinstance(compressor, dict) else compressor
     if name is not None and name not in COMPRESSORS:
         raise ValueError(
-            f"{path}/.zarray has compressor={_short(compressor)}; accepted are null and an object "
+            f"{path}/.zarray has compressor={short_text(compressor, 80)}; accepted are null and an object "
             f'with an "id" of {", ".join(COMPRESSORS)}'
         )
     separator = fields.get("dimension_separator", ".")
     if separator not in (".", "/"):
         raise ValueError(
-            f"{path}/.zarray has dimension_separator={_short(separator)}; accepted are '.' and '/'"
+            f"{path}/.zarray has dimension_separator={short_text(separator, 80)}; accepted are '.' and '/'"
         )
     metadata = StoreMetadata(
         (shape[0], shape[1]), (chunks[0], chunks[1]), dtype, name, str(separator)
     )
     if metadata.chunk_bytes > MAX_CHUNK_BYTES:
         raise ValueError(
-            f"{path}/.zarray has chunks={_short(chunks)} of dtype {dtype.str!r}, which are {metadata.chunk_bytes} bytes a chunk; "
+            f"{path}/.zarray has chunks={short_text(chunks, 80)} of dtype {dtype.str!r}, which are {metadata.chunk_bytes} bytes a chunk; "
             f"accepted are at most {MAX_CHUNK_BYTES}"
         )
     return metadata
@@ -328,7 +331,7 @@ class ChunkFiles:
         files, largest = content.get("files"), content.get("largest_token_id")
         if content.get("algorithm") != "crc32":
             raise ValueError(
-                f"{path} has algorithm={_short(content.get('algorithm'))}; accepted is 'crc32'"
+                f"{path} has algorithm={short_text(content.get('algorithm'), 80)}; accepted is 'crc32'"
             )
         if not isinstance(files, dict) or not all(
             isinstance(v, str) and re.fullmatch("[0-9a-f]{8}", v) for v in files.values()
@@ -336,7 +339,7 @@ class ChunkFiles:
             raise ValueError(f"{path} has no object 'files' of checksums of 8 hexadecimal digits")
         if largest is not None and type(largest) is not int:
             raise ValueError(
-                f"{path} has largest_token_id={_short(largest)}; accepted is an integer"
+                f"{path} has largest_token_id={short_text(largest, 80)}; accepted is an integer"
             )
         self._checksums, self.largest_token_id = files, largest
         for name in METADATA_FILES:
@@ -416,12 +419,3 @@ def _zstd_content_size(data: bytes) -> int | None:
     length = (single_segment, 2, 4, 8)[size_code]
     size = int.from_bytes(data[start : start + length], "little") + (256 if length == 2 else 0)
     return size if length else None
-
-
-def _short(value: Any) -> str:
-    """Return a value of a file for an error message, in at most 80 characters."""
-    try:
-        text = repr(value)
-    except (ValueError, RecursionError):  # an integer of over 4,300 digits
-        text = f"a {type(value).__name__}"
-    return text if len(text) <= 80 else f"{text[:77]}..."

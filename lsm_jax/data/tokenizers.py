@@ -12,10 +12,14 @@ from typing import Any, Protocol
 import numpy as np
 
 from lsm_jax.data.chat import chat_text
+from lsm_jax.data.instructions import short_text
+from lsm_jax.files import MEGABYTE, bounded_json, read_bytes
 
 GPT2_VOCAB_SIZE = 50257
 GPT2_END_OF_TEXT = 50256
 GPT2_ENCODER = "tiktoken-gpt2"
+_MAX_TOKENIZER_BYTES = 128 * MEGABYTE  # the largest published ones have some 35
+_MOST_GAPS = 1 << 16  # ids without a token
 _GPT2_PROBES = {"hello world": [31373, 995], 'a\n\n"b"': [64, 198, 198, 1, 65, 1]}
 _BOS_NAMES = ("<|begin_of_text|>", "<|endoftext|>", "<s>", "<bos>", "[BOS]", "<BOS>")
 _EOS_NAMES = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "[EOS]", "<EOS>")
@@ -170,18 +174,39 @@ class JSONTokenizer:
                 f"tokenizer {str(path)!r} is not a file; accepted is the path of a tokenizer.json or its folder"
             )
         try:
-            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:
-            raise ValueError(f"{path} is not a tokenizer.json: {error}") from error
+            content = read_bytes(path, max_bytes=_MAX_TOKENIZER_BYTES)
+            self._tokenizer = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
+        except BaseException as error:
+            # The package's Rust code may panic, which raises a PanicException that is no Exception.
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
+            if isinstance(error, ValueError) and str(path) in str(error):
+                raise
+            raise ValueError(f"{path} is not a tokenizer.json: {short_text(error, 300)}") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self.json_escape = False  # while the probes below are encoded
         # There may be gaps between the ids of added tokens, so the size follows from the largest id.
-        self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        if not vocabulary:
+            raise ValueError(f"{path}: its vocabulary is empty")
+        last, self.vocab_size = max(vocabulary, key=vocabulary.__getitem__), 1
+        self.vocab_size += vocabulary[last]
+        if self.vocab_size > _MOST_GAPS + 16 * len(vocabulary):
+            raise ValueError(
+                f"{path}: the token {short_text(last, 80)} has id {vocabulary[last]}, but there are only {len(vocabulary)} tokens; "
+                "an id is the number of a row of the model's embedding"
+            )
+        self._path = path
         config = _tokenizer_config(path)
         self.bos_id = self._first_id(config.get("bos_token"), *_BOS_NAMES)
         self.eos_id = self._first_id(config.get("eos_token"), *_EOS_NAMES)
-        self.adds_bos = self._tokenizer.encode("a").ids[:1] == [self.bos_id]
+        try:
+            self.adds_bos = self._tokenizer.encode("a").ids[:1] == [self.bos_id]
+        except BaseException as error:
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
+            raise ValueError(f"{path} cannot encode a text: {short_text(error, 300)}") from error
         self.chat_template: str | None = config.get("chat_template")
         if self.vocab_size in (GPT2_VOCAB_SIZE - 1, GPT2_VOCAB_SIZE) and all(
             self.encode(text) == ids for text, ids in _GPT2_PROBES.items()
@@ -190,7 +215,7 @@ class JSONTokenizer:
             self.vocab_size, self.bos_id = GPT2_VOCAB_SIZE, GPT2_END_OF_TEXT
             self.eos_id = GPT2_END_OF_TEXT
         else:
-            digest = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+            digest = hashlib.sha256(content).hexdigest()[:16]
             self.name = f"tokenizer.json-{digest}"
         self.json_escape = json_escape
 
@@ -225,13 +250,16 @@ class JSONTokenizer:
             None if i is None else self._tokenizer.id_to_token(i)
             for i in (self.bos_id, self.eos_id)
         )
-        return chat_text(
-            self.chat_template,
-            messages,
-            bos_token=bos,
-            eos_token=eos,
-            add_generation_prompt=add_generation_prompt,
-        )
+        try:
+            return chat_text(
+                self.chat_template,
+                messages,
+                bos_token=bos,
+                eos_token=eos,
+                add_generation_prompt=add_generation_prompt,
+            )
+        except ValueError as error:
+            raise ValueError(f"{self._path.parent}: {error}") from error
 
     def decode(self, ids: Any) -> str:
         """Return the text of token ids by the tokenizer.json; special tokens are kept in it."""
@@ -275,16 +303,27 @@ def _tokenizer_config(path: Path) -> dict[str, Any]:
     values: dict[str, Any] = {}
     if config.is_file():
         try:
-            fields = json.loads(config.read_text(encoding="utf-8"))
-            for name in ("bos_token", "eos_token", "chat_template"):
-                value = fields.get(name)
+            fields = bounded_json(config)
+        except ValueError as error:
+            raise ValueError(f"{config} is no tokenizer_config.json: {error}") from error
+        for name in ("bos_token", "eos_token", "chat_template"):
+            value = fields.get(name)
+            try:
                 if isinstance(value, list):  # several templates, by name
                     value = {v["name"]: v["template"] for v in value}.get("default")
-                values[name] = value.get("content") if isinstance(value, dict) else value
-        except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
-            raise ValueError(f"{config} is no tokenizer_config.json: {error!r}") from error
+                value = value.get("content") if isinstance(value, dict) else value
+                if not isinstance(value, str | None):
+                    raise TypeError
+            except (KeyError, TypeError) as error:
+                raise ValueError(
+                    f"{config} is no tokenizer_config.json: {name}={short_text(fields[name], 80)}; accepted is a text, or an object or list that has one"
+                ) from error
+            values[name] = value
     if template.is_file():
-        values["chat_template"] = template.read_text(encoding="utf-8")
+        try:
+            values["chat_template"] = read_bytes(template, max_bytes=MEGABYTE).decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{template} is not UTF-8: {error}") from error
     return values
 
 

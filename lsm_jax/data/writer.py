@@ -163,9 +163,7 @@ class StoreWriter:
         if self._num_waiting > surplus:
             self._write(np.concatenate(self._waiting)[: self._num_waiting - surplus])
         (self._partial / ".zattrs").write_text(json.dumps(self._attributes))
-        write_checksums(
-            self._partial, self._checksums, largest_token_id=self._largest_token_id
-        )
+        write_checksums(self._partial, self._checksums, largest_token_id=self._largest_token_id)
         if self.path.exists():
             old = self.path.with_name(f".{self.path.name}.old-{os.getpid()}")
             os.rename(self.path, old)
