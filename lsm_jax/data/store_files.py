@@ -181,14 +181,14 @@ class ChunkFiles:
         self._path, self._metadata = path, metadata
         self._checked: dict[tuple[int, int], tuple[int, int, int]] = {}
         names = self._existing()
-        # Check sizes now, so that no run begins on an incomplete copy. Of very many files only some are checked here, and
-        # the others when they are read.
-        for name in names[:: -(-len(names) // _CHECKED_AT_OPEN)]:
-            self._check_size(name, os.stat(path / name))
         self._checksums: dict[str, str] | None = None
         self.largest_token_id: int | None = None
         if compare_checksums:
             self._read_checksums(len(names))
+        # Check sizes now, so that no run begins on an incomplete copy. Of very many files only some are checked here, and
+        # the others when they are read.
+        for name in names[:: -(-len(names) // _CHECKED_AT_OPEN)]:
+            self._check_size(name, os.stat(path / name))
 
     @property
     def has_checksums(self) -> bool:
