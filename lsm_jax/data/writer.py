@@ -63,6 +63,7 @@ class StoreWriter:
         self._num_waiting = 0
         self._row_multiple = row_multiple
         self._array: ts.TensorStore | None = None
+        self._chunks = (CHUNK, CHUNK)
         self._checksums: dict[str, str] = {}
         self._largest_token_id = 0
         self.num_rows = 0
@@ -106,10 +107,11 @@ class StoreWriter:
         """Append rows of token ids to the store's zarr array; the first call creates the array."""
         if self._array is None:
             start = 0
+            self._chunks = min(CHUNK, len(rows)), min(CHUNK, self._length)
             metadata = {
                 "zarr_format": 2,
                 "shape": [len(rows), self._length],
-                "chunks": [min(CHUNK, len(rows)), min(CHUNK, self._length)],
+                "chunks": list(self._chunks),
                 "dtype": self._dtype.str,
                 "compressor": _COMPRESSOR,
                 "fill_value": 0,
@@ -135,7 +137,7 @@ class StoreWriter:
             self._array[start:].write(rows).result()
         self._largest_token_id = max(self._largest_token_id, int(rows.max()))
         # The files were written just now, so they are read from the system's cache.
-        chunks = self._array.chunk_layout.write_chunk.shape
+        chunks = self._chunks
         for row in range(start // chunks[0], -(-(start + len(rows)) // chunks[0])):
             for column in range(-(-self._length // chunks[1])):
                 name = f"{row}.{column}"
