@@ -270,7 +270,7 @@ class ChunkFiles:
 
     def _check_size(self, name: str, status: os.stat_result) -> None:
         """Raise ValueError if a chunk file has another size than its metadata, or its own header, say."""
-        size, decoded = status.st_size, self._metadata.chunk_bytes
+        size, decoded, header = status.st_size, self._metadata.chunk_bytes, b""
         if not stat.S_ISREG(status.st_mode):
             raise ValueError(f"{self._path}: chunk file {name} is no regular file")
         expected = max(size, 1)
