@@ -65,8 +65,7 @@ def write_store(
         The counts of `output`, and of `heldout` if it is given.
 
     Raises:
-        ValueError: input or options are not accepted. No store or temporary file remains.
-        OSError: the disk is full, or another error of the disk. Nothing remains either.
+        ValueError, OSError: input or options are not accepted, or the disk is full. No store or temporary file remains.
     """
     loaded = load_tokenizer(tokenizer, json_escape=json_escape)
     loaded.encode("a")  # raises here, and not in a worker, if the vocabulary is missing
