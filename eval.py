@@ -10,13 +10,20 @@
 
 Results go to workdir/eval/<step>/; running it again replaces them, except those of
 lm_eval, which are numbered.
+
+Task files of lm-evaluation-harness are programs: a `!function` in them is imported and
+called, and their Jinja templates are rendered without a sandbox. Files of your own
+(--lm_eval.include_path) that contain either run only with --lm_eval.trust. The harness's
+own tasks and the suites of docs/suites.md always run.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import sys
 from pathlib import Path
+from typing import Any
 
 from lsm_jax import interrupts
 
@@ -29,6 +36,7 @@ from ml_collections import config_flags
 from lsm_jax import commands
 from lsm_jax.data import NeedleConfig
 from lsm_jax.evaluation import HarnessConfig, MapsConfig
+from lsm_jax.files import disk_error
 
 FLAGS = flags.FLAGS
 GROUPS = {
@@ -90,26 +98,59 @@ def main(argv: list[str]) -> None:
     from rich.console import Console
 
     import lsm_jax
-    from lsm_jax.evaluation import REPORTS, TASKS, Request, check_harness, check_tasks
+    from lsm_jax import evaluation
 
-    names = check_tasks(FLAGS.tasks)
-    request = Request(**{f.name: getattr(FLAGS, f.name) for f in dataclasses.fields(Request)})
+    names = evaluation.check_tasks(FLAGS.tasks)
+    request = evaluation.Request(
+        **{f.name: getattr(FLAGS, f.name) for f in dataclasses.fields(evaluation.Request)}
+    )
     request.validate()
     if "lm_eval" in names:
-        check_harness(request.lm_eval)
+        evaluation.check_harness(request.lm_eval)
     lsm_jax.training.read_config(
         FLAGS.workdir
     )  # raises if the directory has no run, before anything is compiled
+    _prepare_output(request, FLAGS.step or 0)
     print(f"eval.py: loading the run in {FLAGS.workdir}", file=sys.stderr, flush=True)
     run = lsm_jax.load_run(FLAGS.workdir, step=FLAGS.step)
-    folder = Path(FLAGS.workdir) / "eval" / (FLAGS.output or request.folder(run.step))
+    folder = _prepare_output(request, run.step)
     console = Console(highlight=False, markup=False)
-    for name in names:
-        print(f"eval.py: {name}: loading data and compiling", file=sys.stderr, flush=True)
-        results = TASKS[name](run, request, folder)
-        for part in REPORTS[name](results):
+
+    def show(name: str, results: Any) -> None:
+        for part in evaluation.REPORTS[name](results):
             console.print(part, soft_wrap=isinstance(part, str))
+
+    for number, name in enumerate(names):
+        print(f"eval.py: {name}: loading data and compiling", file=sys.stderr, flush=True)
+        try:
+            show(name, evaluation.TASKS[name](run, request, folder))
+        except evaluation.UnwrittenResults as error:
+            show(name, error.results)
+            print(_as_json(error.results), flush=True)
+            kept = f"the results of {name} could not be saved and are printed above"
+            if number:
+                kept += f"; those of {', '.join(names[:number])} are in {folder}"
+            raise ValueError(disk_error(error, kept=kept)) from error
     console.print(f"results in {folder}", soft_wrap=True)
+
+
+def _prepare_output(request: Any, step: int) -> Path:
+    """Return the folder of the results, after checking that it can be written."""
+    from lsm_jax import evaluation
+
+    folder = evaluation.output_folder(FLAGS.workdir, FLAGS.output or request.folder(step))
+    try:
+        evaluation.check_writable(folder)
+    except OSError as error:
+        kept = f"no result can be written to {folder}, and nothing was computed"
+        raise ValueError(disk_error(error, kept=kept)) from error
+    return folder
+
+
+def _as_json(results: Any) -> str:
+    """Return the results of a task as one line of JSON."""
+    fields = dataclasses.asdict(results) if dataclasses.is_dataclass(results) else results
+    return json.dumps(fields, default=str)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import dataclasses
 
 PACKINGS = ("concat", "first_fit")
 FORMATS = ("text", "alpaca")
+ROW_REMAINDERS = ("skip", "overlap")
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -30,6 +31,9 @@ class DataConfig:
         json_escape: JSON-escape text before tokenising it, as LongCrawl64 does.
         separate_documents: stores only: a BOS inside a row begins a new segment, as in stores written with `--pack`.
             Batches then also have `segment_ids` and `positions`.
+        row_remainder: stores only: how the end of a document is read if `sequence_length` does not divide the length of the
+            store's documents. "skip" does not read it; "overlap" reads it by one more sequence, the document's last
+            `sequence_length` tokens, in which the tokens that were read before have loss_mask 0.
         packing: text only: "concat" fills every row and cuts documents at the ends of rows; "first_fit" cuts only
             documents that are longer than a row, and pads rows.
         align_documents: text only: every piece of a document begins at a multiple of this number in its row, with
@@ -59,6 +63,7 @@ class DataConfig:
     bos_id: int | None = None
     json_escape: bool = False
     separate_documents: bool = False
+    row_remainder: str = "skip"
     packing: str = "concat"
     align_documents: int = 1
     predict_end: bool = True
@@ -96,6 +101,10 @@ class DataConfig:
         if self.packing not in PACKINGS:
             raise ValueError(
                 f"data.packing={self.packing!r}; accepted: {', '.join(map(repr, PACKINGS))}"
+            )
+        if self.row_remainder not in ROW_REMAINDERS:
+            raise ValueError(
+                f"data.row_remainder={self.row_remainder!r}; accepted: {', '.join(map(repr, ROW_REMAINDERS))}"
             )
         if self.format not in FORMATS:
             raise ValueError(

@@ -12,11 +12,13 @@ from typing import BinaryIO, NamedTuple
 import numpy as np
 from absl import logging
 
-from lsm_jax.data.instructions import alpaca, text_field
+from lsm_jax.data.instructions import alpaca, short_text, text_field
 
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".py")
 JSONL_SUFFIXES = (".jsonl", ".ndjson")
 ARRAY_SUFFIX = ".json"
+MAX_LINE_BYTES = 1 << 26  # of a line of a JSONL file
+MAX_ARRAY_BYTES = 1 << 27  # of a JSON array, which is read at once
 _NEWLINE_SEARCH = 4096  # bytes that are searched for a newline at which to cut
 
 
@@ -198,7 +200,7 @@ class Documents:
         try:
             fields = json.loads(record)
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"{where}, is not JSON: {error}") from error
+            raise ValueError(f"{where}, is not JSON: {short_text(error, 200)}") from error
         if self.format == "alpaca":
             return alpaca(fields, where)
         return text_field(fields, self.text_key, where), ""
@@ -252,7 +254,7 @@ def _jsonl_offsets(path: Path) -> np.ndarray:
     """Return the places of a JSONL file's records, [lines, 2]: offset and length in bytes of each line that
     is not blank."""
     with open(path, "rb") as file:
-        return _offset_array(_lines(file))
+        return _offset_array(_lines(file, path))
 
 
 def _array_offsets(path: Path) -> np.ndarray:
@@ -262,6 +264,10 @@ def _array_offsets(path: Path) -> np.ndarray:
     Raises:
         ValueError: the file is no JSON array; the message has the number of the element that cannot be read.
     """
+    if (size := path.stat().st_size) > MAX_ARRAY_BYTES:
+        raise ValueError(
+            f"{path} has {size} bytes; accepted are JSON arrays of at most {MAX_ARRAY_BYTES}, and JSONL files of any size"
+        )
     try:
         text = path.read_bytes().decode("utf-8")
     except UnicodeDecodeError as error:
@@ -304,10 +310,19 @@ def _skip_space(text: str, start: int) -> int:
     return start
 
 
-def _lines(file: BinaryIO) -> Iterable[tuple[int, int]]:
-    """Yield (offset, length) in bytes of each line of an open binary file, except blank lines."""
+def _lines(file: BinaryIO, path: Path) -> Iterable[tuple[int, int]]:
+    """Yield (offset, length) in bytes of each line of the open binary file `path`, except blank lines.
+
+    Raises:
+        ValueError: a line is longer than `MAX_LINE_BYTES`.
+    """
     start = 0
-    for line in file:
+    while line := file.readline(MAX_LINE_BYTES + 1):
+        if len(line) > MAX_LINE_BYTES:
+            raise ValueError(
+                f"{path}, the line at byte {start}, has more than {MAX_LINE_BYTES} bytes; write one document to a line, or a "
+                "long document to a text file of its own"
+            )
         if not line.isspace():
             yield start, len(line)
         start += len(line)

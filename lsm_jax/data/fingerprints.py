@@ -11,7 +11,9 @@ from lsm_jax.data.config import DataConfig
 from lsm_jax.data.documents import list_files
 from lsm_jax.data.sources import locate
 from lsm_jax.data.store import is_store
+from lsm_jax.data.store_files import CHECKSUMS
 from lsm_jax.data.tokenizers import load_tokenizer
+from lsm_jax.files import bounded_json
 
 _MOST_NAMES = 10_000  # for more files, store a digest of names and sizes
 _SHOWN = 3  # file names per line of a message
@@ -21,7 +23,7 @@ def fingerprint(config: DataConfig) -> dict[str, Any]:
     """Return the fingerprint of a run's training data: the names and sizes of its files, a store's
     metadata, and the tokenizer's name.
 
-    The contents of the files are not read.
+    The contents of the files are not read. A store's `checksums.json` is left out, since it can be added later.
 
     Returns:
         A dict of JSON values: kind, tokenizer, bytes, files (size of each file by its name relative to `config.path`, or
@@ -32,11 +34,11 @@ def fingerprint(config: DataConfig) -> dict[str, Any]:
     """
     path, _ = locate(config, heldout=False)
     if is_store(path):
-        files = [p for p in path.rglob("*") if p.is_file()]
+        files = [p for p in path.rglob("*") if p.is_file() and p.name != CHECKSUMS]
         description: dict[str, Any] = {"kind": "token store"}
         for name in (".zarray", ".zattrs"):
             if (path / name).is_file():
-                description[name] = json.loads((path / name).read_text())
+                description[name] = bounded_json(path / name)
     else:
         files = list_files([path])
         description = {"kind": "text"}

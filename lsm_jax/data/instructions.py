@@ -8,6 +8,16 @@ _FIRST = "Below is an instruction that describes a task"
 _LAST = "Write a response that appropriately completes the request.\n\n### Instruction:\n"
 
 
+def short_text(value: Any, length: int) -> str:
+    """Return a value of a file, or an error, for a message of one line: at most about `length` characters."""
+    try:
+        text = str(value) if isinstance(value, Exception) else repr(value)
+    except (ValueError, RecursionError):  # an integer of over 4,300 digits
+        text = f"a {type(value).__name__}"
+    text = " ".join(text.split())
+    return text if len(text) <= length else f"{text[: length - 3]}..."
+
+
 def text_field(fields: Any, name: str, where: str) -> str:
     """Return the text that a document, a JSON object, has in its field `name`.
 
@@ -24,9 +34,12 @@ def text_field(fields: Any, name: str, where: str) -> str:
             f"{where}, is a {type(fields).__name__}; accepted is an object with {name!r}"
         )
     if name not in fields:
-        raise ValueError(f"{where}, has no field {name!r}; its fields are {sorted(fields)}")
+        names = short_text(sorted(fields), 200)
+        raise ValueError(f"{where}, has no field {name!r}; its fields are {names}")
     if not isinstance(fields[name], str):
-        raise ValueError(f"{where}, has {name!r}={fields[name]!r}; accepted is a string")
+        raise ValueError(
+            f"{where}, has {name!r}={short_text(fields[name], 80)}; accepted is a string"
+        )
     return fields[name]
 
 

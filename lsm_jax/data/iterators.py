@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import grain
 import numpy as np
+from absl import logging
 
 from lsm_jax.data.arguments import bos_id_of, check_arguments
 from lsm_jax.data.config import DataConfig
@@ -26,6 +27,8 @@ from lsm_jax.data.tokenizers import Tokenizer
 
 REMAINDERS = ("error", "pad")
 _ENDLESS = sys.maxsize
+_COUNTED_BYTES = 1 << 20  # of text that is tokenised to count its tokens before the first batch
+_short_texts: set[str] = set()  # the warnings that were logged
 _open_iterators: weakref.WeakSet[grain.DatasetIterator] = weakref.WeakSet()
 
 
@@ -76,7 +79,11 @@ def make_train_iterator(
     documents = open_documents(config, heldout=False)
     count = len(documents)
     lanes = 1 if config.shuffle else math.gcd(count, global_batch_size)
-    _check_some_text(documents, config, tokenizer, where=f"data.path={config.path!r}", lanes=lanes)
+    where = f"data.path={config.path!r}"
+    _check_some_text(documents, config, tokenizer, where=where, lanes=lanes)
+    _check_row_length(
+        documents, config, tokenizer, where=where, most=(1 << 16, 16), rest="repeated"
+    )
     # If there are fewer documents than rows, the lanes read several epochs at the same time.
     order = functools.lru_cache(global_batch_size // count + 3)(
         functools.partial(permutation, count, seed)
@@ -116,8 +123,8 @@ def make_eval_iterator(
         A finite iterator of dicts as in `make_train_iterator`.
 
     Raises:
-        ValueError: as in `make_train_iterator`; also if the row length does not divide a store's length, or, with
-            remainder="error", the batch size does not divide its number of sequences. No token is skipped.
+        ValueError: as in `make_train_iterator`; also if the row length does not divide a store's length and
+            `row_remainder` is "skip", or, with remainder="error", the batch size does not divide its number of sequences. No token is skipped.
     """
     if remainder not in REMAINDERS:
         raise ValueError(f"remainder={remainder!r}; accepted: {', '.join(map(repr, REMAINDERS))}")
@@ -129,10 +136,11 @@ def make_eval_iterator(
         store, _, count = source
         store.check_tokenizer(tokenizer)
         columns = num_columns(config, store)
-        if store.length % config.sequence_length:
+        if store.length % config.sequence_length and config.row_remainder == "skip":
             raise ValueError(
                 f"data.sequence_length={config.sequence_length} does not divide the length "
-                f"{store.length} of the documents in {store.path}; evaluation must read every token"
+                f"{store.length} of the documents in {store.path}; evaluation must read every token: choose a length "
+                "that does, or data.row_remainder='overlap'"
             )
         total = count * columns
         if total % global_batch_size and remainder == "error":
@@ -150,6 +158,7 @@ def make_eval_iterator(
     if not config.heldout_path:
         where = f"the held-out part of data.path={config.path!r}"
     _check_some_text(documents, config, tokenizer, where=where)
+    _check_row_length(documents, config, tokenizer, where=where, most=(1 << 20, 64), rest="padding")
     pieces = grain.MapDataset.range(len(documents)).map(
         functools.partial(_piece_tokens, documents, tokenizer, config)
     )
@@ -211,6 +220,59 @@ def _check_some_text(
                     "one row of each batch reads only these)"
                 )
             raise ValueError(f"no text in {where}: every document{which} is empty")
+
+
+def count_text(documents: Documents, config: DataConfig, tokenizer: Tokenizer) -> int | None:
+    """Return the number of tokens of documents if they are fewer than one row has; None if they are enough.
+
+    At most `_COUNTED_BYTES` are tokenised; for a longer text the number is an upper bound by its bytes. A text of more
+    than 16 bytes per token of a row is enough.
+    """
+    length, num_bytes = config.sequence_length, int(documents.lengths.sum())
+    if num_bytes > _COUNTED_BYTES:
+        # JSON-escaping makes up to 6 characters of a byte; each document may have a BOS.
+        most = num_bytes * (6 if config.json_escape else 1) + documents.num_documents
+        return most if most < length else None
+    if num_bytes > 16 * length:
+        return None
+    total = 0
+    for index in range(len(documents)):
+        piece = _piece_tokens(documents, tokenizer, config, index)
+        total += 0 if piece is None else len(piece["tokens"])
+        if total >= length:
+            return None
+    return total
+
+
+def _check_row_length(
+    documents: Documents,
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    *,
+    where: str,
+    most: tuple[int, int],
+    rest: str,
+) -> None:
+    """Log a warning if text does not fill one row, and raise ValueError if a long row would consist nearly
+    only of repeated text or padding.
+
+    Args:
+        documents, config, tokenizer: the text and how it is tokenised.
+        where: the config's field of the text, for the messages.
+        most: (a, b): an error if a row has more than a tokens and more than b times the text's.
+        rest: how the rest of the row is filled, for the warning.
+    """
+    num_tokens, length = count_text(documents, config, tokenizer), config.sequence_length
+    if num_tokens is None:
+        return
+    message = f"{where} has only {num_tokens} of the {length} tokens of one row"
+    if length > most[0] and length > most[1] * num_tokens:
+        raise ValueError(
+            f"data.sequence_length={length}: {message}; choose a smaller data.sequence_length, or more text"
+        )
+    if message not in _short_texts:
+        _short_texts.add(message)
+        logging.warning("%s; the rest is %s.", message, rest)
 
 
 def _serial(pieces: grain.MapDataset) -> grain.IterDataset:

@@ -6,7 +6,6 @@ sentences are not the published ones; all of them are fields of the config.
 
 # No `from __future__ import annotations`: config flags read the fields' types as objects.
 import dataclasses
-import json
 import math
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +16,7 @@ from lsm_jax.data.arguments import bos_id_of
 from lsm_jax.data.config import DataConfig
 from lsm_jax.data.sources import open_documents, open_store
 from lsm_jax.data.tokenizers import Tokenizer
+from lsm_jax.files import MEGABYTE, bounded_json
 
 MODES = ("easy", "standard")
 _TEXTS = ("question", "cue", "answer", "instruction")
@@ -35,8 +35,8 @@ def read_texts(path: str | Path) -> dict[str, Any]:
         ValueError: the file cannot be read, or something in it is missing or no text.
     """
     try:
-        texts = json.loads(Path(path).expanduser().read_text())
-    except (OSError, ValueError) as error:
+        texts = bounded_json(Path(path).expanduser(), max_bytes=MEGABYTE, accepted=object)
+    except ValueError as error:
         raise ValueError(
             f"needle.prompt={str(path)!r} cannot be read: {error}; accepted are 'own' and a JSON file of texts"
         ) from error
@@ -332,6 +332,7 @@ def haystack_tokens(
     if source is not None:
         store, first, count = source
         store.check_tokenizer(tokenizer)
+        store.check_vocabulary(vocab_size)
         blocks = (
             store.read(row, start, min(_BLOCK, store.length - start), vocab_size=vocab_size)[0]
             for row in range(first, first + count)

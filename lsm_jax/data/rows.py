@@ -55,16 +55,22 @@ class StoreBatches:
         numbers = step * self._batch + self._slots
         real = numbers < self._num_sequences
         rows = np.zeros((len(numbers), self._length), np.int32)
+        overlaps = np.zeros(len(numbers), np.int64)
         if real.any():
             documents, blocks = self._order(numbers[real])
+            # A document's last block may overlap with the one before it.
+            starts = np.minimum(blocks * self._length, self._store.length - self._length)
+            overlaps[real] = blocks * self._length - starts
             rows[real] = self._store.read(
                 self._first_document + documents,
-                blocks * self._length,
+                starts,
                 self._length,
                 vocab_size=self._vocab_size,
             )
         batch = shift_rows(rows, bos_id=self._bos_id)
-        batch["loss_mask"] *= real[:, None]
+        # Without BOS, position p predicts the token after it: the last token of the overlap predicts a new one.
+        repeated = overlaps - (self._bos_id is None)
+        batch["loss_mask"] *= real[:, None] & (np.arange(self._length) >= repeated[:, None])
         if self._separator is not None:
             batch |= row_segments(batch["tokens"], self._separator)
             batch["segment_ids"] *= real[:, None]

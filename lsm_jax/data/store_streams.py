@@ -33,7 +33,11 @@ def store_batches(
         batch: number of rows in a global batch, over all hosts.
         rows_of: the range of a global batch's rows that this host makes.
         vocab_size: number of ids in the model's vocabulary; a token id that is not below it is an error.
+
+    Raises:
+        ValueError: the store's largest token id is not below `vocab_size`.
     """
+    source[0].check_vocabulary(vocab_size)
     bos_id = bos_id_of(config, tokenizer)
     return StoreBatches(
         source[0],
@@ -60,6 +64,8 @@ def num_columns(config: DataConfig, store: TokenStore) -> int:
             f"data.sequence_length={config.sequence_length} is longer than the documents in {store.path}, "
             f"which have {store.length} tokens"
         )
+    if config.row_remainder == "overlap":
+        return -(-store.length // config.sequence_length)
     return store.length // config.sequence_length
 
 
@@ -67,7 +73,7 @@ def train_order(
     config: DataConfig, store: TokenStore, documents: int, batch: int, seed: int
 ) -> ColumnOrder | ShuffledOrder:
     """Return the order in which training reads the sequences of a store, and log how many tokens are not
-    read in an epoch.
+    read in an epoch; a warning if the end of every document, or 1 % of the documents, are never read.
 
     Raises:
         ValueError: the store has too few documents for one global batch.
@@ -91,13 +97,41 @@ def train_order(
             f"{store.path} has {documents} training documents of {store.length} tokens, which is less than "
             f"one global batch of {batch} rows of {length} tokens"
         )
-    dropped = documents * store.length - used * length
+    total = documents * store.length
+    cut = documents * max(0, store.length - columns * length)
+    never = cut
+    if isinstance(order, ColumnOrder):  # all epochs are the same
+        never = total - order.num_documents * (store.length - cut // documents)
+    if cut or never >= total / 100:
+        advice = []
+        if cut:
+            divisor = next(n for n in range(length, 0, -1) if store.length % n == 0)
+            advice.append(
+                f"data.row_remainder='overlap' reads the end of every document, and so does data.sequence_length={divisor}"
+            )
+        if never > cut:
+            advice.append(
+                "with data.shuffle=True no document is left out in every epoch"
+                if documents >= batch
+                else "choose a smaller batch size"
+            )
+        logging.warning(
+            "%s: %.3g %% of the training tokens are never read (%d of %d): documents of %d tokens are cut into %d sequences of %d. %s.",
+            store.path,
+            100 * never / total,
+            never,
+            total,
+            store.length,
+            columns,
+            length,
+            "; ".join(advice),
+        )
     logging.info(
         "%s: %d steps of %d tokens per epoch; %d of %d tokens are not read, since they do not fill a row or a batch.",
         store.path,
         used // batch,
         batch * length,
-        dropped,
-        documents * store.length,
+        max(0, total - used * length),
+        total,
     )
     return order

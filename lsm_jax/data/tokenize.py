@@ -25,6 +25,7 @@ from lsm_jax.data.documents import Documents
 from lsm_jax.data.encode import Written, encode_documents, write_documents
 from lsm_jax.data.tokenizers import Tokenizer, load_tokenizer
 from lsm_jax.data.writer import StoreWriter
+from lsm_jax.files import disk_error
 
 _PIECE_BYTES = 1 << 20
 
@@ -64,7 +65,7 @@ def write_store(
         The counts of `output`, and of `heldout` if it is given.
 
     Raises:
-        ValueError: input or options are not accepted. No store or temporary file remains.
+        ValueError, OSError: input or options are not accepted, or the disk is full. No store or temporary file remains.
     """
     loaded = load_tokenizer(tokenizer, json_escape=json_escape)
     loaded.encode("a")  # raises here, and not in a worker, if the vocabulary is missing
@@ -206,7 +207,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console(stderr=True)
     try:
         results = write_store(options.input, options.output, console=console, **_keywords(options))
-    except (ValueError, OSError) as error:
+    except OSError as error:
+        message = disk_error(error, kept="no store was written")
+        console.print(f"error: {message}", style="bold red", markup=False, highlight=False)
+        return 1
+    except ValueError as error:
         console.print(f"error: {error}", style="bold red", markup=False, highlight=False)
         return 1
     except KeyboardInterrupt:

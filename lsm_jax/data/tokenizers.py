@@ -13,11 +13,14 @@ import numpy as np
 from absl import logging
 
 from lsm_jax.data.chat import chat_text
+from lsm_jax.data.instructions import short_text
 from lsm_jax.files import MEGABYTE, bounded_json, read_bytes
 
 GPT2_VOCAB_SIZE = 50257
 GPT2_END_OF_TEXT = 50256
 GPT2_ENCODER = "tiktoken-gpt2"
+_MAX_TOKENIZER_BYTES = 128 * MEGABYTE  # the largest published ones have some 35
+_MOST_GAPS = 1 << 16  # ids without a token
 _GPT2_PROBES = {"hello world": [31373, 995], 'a\n\n"b"': [64, 198, 198, 1, 65, 1]}
 _BOS_NAMES = ("<|begin_of_text|>", "<|endoftext|>", "<s>", "<bos>", "[BOS]", "<BOS>")
 _EOS_NAMES = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "[EOS]", "<EOS>")
@@ -173,22 +176,39 @@ class JSONTokenizer:
                 f"tokenizer {str(path)!r} is not a file; accepted is the path of a tokenizer.json or its folder"
             )
         try:
-            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:
-            problem = " ".join(str(error).split())
-            raise ValueError(f"{path} is not a tokenizer.json: {problem}") from error
+            content = read_bytes(path, max_bytes=_MAX_TOKENIZER_BYTES)
+            self._tokenizer = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
+        except BaseException as error:
+            # The package's Rust code may panic, which raises a PanicException that is no Exception.
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
+            if isinstance(error, ValueError) and str(path) in str(error):
+                raise
+            raise ValueError(f"{path} is not a tokenizer.json: {short_text(error, 300)}") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self.json_escape = False  # while the probes below are encoded
         # There may be gaps between the ids of added tokens, so the size follows from the largest id.
-        ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
-        if not ids:
-            raise ValueError(f"{path} is not a tokenizer.json: it has no tokens")
-        self.vocab_size = 1 + max(ids)
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        if not vocabulary:
+            raise ValueError(f"{path}: its vocabulary is empty")
+        last, self.vocab_size = max(vocabulary, key=vocabulary.__getitem__), 1
+        self.vocab_size += vocabulary[last]
+        if self.vocab_size > _MOST_GAPS + 16 * len(vocabulary):
+            raise ValueError(
+                f"{path}: the token {short_text(last, 80)} has id {vocabulary[last]}, but there are only {len(vocabulary)} tokens; "
+                "an id is the number of a row of the model's embedding"
+            )
+        self._path = path
         config = _tokenizer_config(path)
         self.bos_id = self._first_id(config.get("bos_token"), *_BOS_NAMES)
         self.eos_id = self._first_id(config.get("eos_token"), *_EOS_NAMES)
-        self.adds_bos = self._tokenizer.encode("a").ids[:1] == [self.bos_id]
+        try:
+            self.adds_bos = self._tokenizer.encode("a").ids[:1] == [self.bos_id]
+        except BaseException as error:
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
+            raise ValueError(f"{path} cannot encode a text: {short_text(error, 300)}") from error
         self.chat_template: str | None = config.get("chat_template")
         self._chat_template_file = config.get("chat_template_file")
         if self.vocab_size in (GPT2_VOCAB_SIZE - 1, GPT2_VOCAB_SIZE) and all(
@@ -198,7 +218,7 @@ class JSONTokenizer:
             self.vocab_size, self.bos_id = GPT2_VOCAB_SIZE, GPT2_END_OF_TEXT
             self.eos_id = GPT2_END_OF_TEXT
         else:
-            digest = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+            digest = hashlib.sha256(content).hexdigest()[:16]
             self.name = f"tokenizer.json-{digest}"
         self.json_escape = json_escape
 

@@ -1,14 +1,19 @@
-"""Write token stores in LongCrawl64's format. A store has its name only once it is complete."""
+"""Write token stores in LongCrawl64's format, with checksums. A store has its name only once it is complete."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import tensorstore as ts
+
+from lsm_jax.data.store_files import checksum, write_checksums
 
 CHUNK = 2048
 _COMPRESSOR = {"id": "blosc", "cname": "lz4", "clevel": 5, "shuffle": 1, "blocksize": 0}
@@ -40,11 +45,13 @@ class StoreWriter:
                 that is not larger than the number of rows.
 
         Raises:
-            ValueError: `path` is empty, exists already, or is no store that can be overwritten.
+            ValueError: `path` is empty, a link, exists already, or is no store that can be overwritten.
         """
         if not os.fspath(path):
             raise ValueError("the path of the store is empty")
         self.path = Path(path).expanduser().absolute()
+        if self.path.is_symlink():
+            raise ValueError(f"{self.path} is a link; accepted is the path of the store itself")
         if self.path.exists() and not overwrite:
             raise ValueError(f"{self.path} exists already; pass overwrite to replace it")
         if self.path.exists() and not (self.path / ".zarray").is_file():
@@ -56,6 +63,9 @@ class StoreWriter:
         self._num_waiting = 0
         self._row_multiple = row_multiple
         self._array: ts.TensorStore | None = None
+        self._chunks = (CHUNK, CHUNK)
+        self._checksums: dict[str, str] = {}
+        self._largest_token_id = 0
         self.num_rows = 0
 
     def __enter__(self) -> StoreWriter:
@@ -72,7 +82,18 @@ class StoreWriter:
 
     def add(self, rows: np.ndarray) -> None:
         """Add rows of token ids [n, length] to the store; they are written as soon as they fill a storage
-        chunk."""
+        chunk.
+
+        Raises:
+            ValueError: a token id is negative or too large for the store's integer type.
+            OSError: the disk is full, or another error of the disk.
+        """
+        if rows.size:
+            largest = int(rows.max())
+            if rows.min() < 0 or largest > np.iinfo(self._dtype).max:
+                raise ValueError(
+                    f"token ids {rows.min()} to {largest} do not fit into the type {self._dtype.str!r} of {self.path}"
+                )
         self._waiting.append(rows.astype(self._dtype))
         self._num_waiting += len(rows)
         self.num_rows += len(rows)
@@ -86,23 +107,53 @@ class StoreWriter:
         """Append rows of token ids to the store's zarr array; the first call creates the array."""
         if self._array is None:
             start = 0
+            self._chunks = min(CHUNK, len(rows)), min(CHUNK, self._length)
             metadata = {
                 "zarr_format": 2,
                 "shape": [len(rows), self._length],
-                "chunks": [min(CHUNK, len(rows)), min(CHUNK, self._length)],
+                "chunks": list(self._chunks),
                 "dtype": self._dtype.str,
                 "compressor": _COMPRESSOR,
                 "fill_value": 0,
                 "filters": None,
                 "order": "C",
+                "dimension_separator": ".",
             }
             kvstore = {"driver": "file", "path": str(self._partial)}
-            spec = {"driver": "zarr", "kvstore": kvstore, "metadata": metadata}
-            self._array = ts.open(spec, create=True, open=True).result()
+            # A chunk that has only fill values is written too, so that a missing file is always an error.
+            spec = {
+                "driver": "zarr",
+                "kvstore": kvstore,
+                "metadata": metadata,
+                "store_data_equal_to_fill_value": True,
+            }
+            with self._disk_errors():
+                self._array = ts.open(spec, create=True, open=True).result()
         else:
             start = self._array.shape[0]
-            self._array = self._array.resize(exclusive_max=[start + len(rows), None]).result()
-        self._array[start:].write(rows).result()
+            with self._disk_errors():
+                self._array = self._array.resize(exclusive_max=[start + len(rows), None]).result()
+        with self._disk_errors():
+            self._array[start:].write(rows).result()
+        self._largest_token_id = max(self._largest_token_id, int(rows.max()))
+        # The files were written just now, so they are read from the system's cache.
+        chunks = self._chunks
+        for row in range(start // chunks[0], -(-(start + len(rows)) // chunks[0])):
+            for column in range(-(-self._length // chunks[1])):
+                name = f"{row}.{column}"
+                self._checksums[name] = checksum((self._partial / name).read_bytes())
+
+    @contextlib.contextmanager
+    def _disk_errors(self) -> Iterator[None]:
+        """Raise tensorstore's errors of the disk, in a `with` block, as OSError with the store's path."""
+        try:
+            yield
+        except ValueError as error:
+            code = re.search(r"os_error_code='(\d+)'", str(error))
+            if code is None:
+                raise
+            number = int(code[1])
+            raise OSError(number, os.strerror(number), str(self.path)) from error
 
     def _close(self) -> None:
         """Finish the store: write the rows that are still in memory and the file .zattrs, then rename the
@@ -115,6 +166,7 @@ class StoreWriter:
         if self._num_waiting > surplus:
             self._write(np.concatenate(self._waiting)[: self._num_waiting - surplus])
         (self._partial / ".zattrs").write_text(json.dumps(self._attributes))
+        write_checksums(self._partial, self._checksums, largest_token_id=self._largest_token_id)
         if self.path.exists():
             old = self.path.with_name(f".{self.path.name}.old-{os.getpid()}")
             os.rename(self.path, old)

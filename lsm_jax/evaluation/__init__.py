@@ -12,6 +12,7 @@ from lsm_jax.evaluation.baselines import (
     xz_bits,
 )
 from lsm_jax.evaluation.curve import LossCurve, report_lengths
+from lsm_jax.evaluation.files import UnwrittenResults, check_writable, output_folder
 from lsm_jax.evaluation.generate import Generation, generate, state_bytes
 from lsm_jax.evaluation.harness import HarnessConfig, check_harness, run_harness
 from lsm_jax.evaluation.maps import LayerMaps, MapsConfig, layer_maps, plot_maps
@@ -44,10 +45,12 @@ __all__ = [
     "NeedleScores",
     "Request",
     "Scorer",
+    "UnwrittenResults",
     "bits_table",
     "byte_baselines",
     "check_harness",
     "check_tasks",
+    "check_writable",
     "contains",
     "count_routes",
     "evaluate",
@@ -56,6 +59,7 @@ __all__ = [
     "layer_maps",
     "moving_average",
     "needle_table",
+    "output_folder",
     "perplexity_table",
     "plot_loss_by_position",
     "plot_maps",

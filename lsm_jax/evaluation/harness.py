@@ -1,7 +1,8 @@
 """The task `lm_eval`: EleutherAI's lm-evaluation-harness on a run; requires the optional extra [lm-eval].
 
 The harness's tasks download their data, or read it from the folder `data`. The papers' suites are task files
-of `lsm_jax.evaluation.suites`. Other tasks can be added as files in `include_path`.
+of `lsm_jax.evaluation.suites`. Other tasks can be added as files in `include_path`. Task files can run code:
+`lsm_jax.evaluation.task_files` says how, and requires `trust` for those in `include_path`.
 """
 
 # No `from __future__ import annotations`: config flags read the fields' types as objects.
@@ -23,6 +24,7 @@ from lsm_jax.evaluation import suites
 from lsm_jax.evaluation.files import write_json, write_rows
 from lsm_jax.evaluation.gen_kwargs import parse_flag
 from lsm_jax.evaluation.suites.local import local_datasets
+from lsm_jax.evaluation.task_files import check_task_files
 
 if TYPE_CHECKING:
     from lsm_jax.training.runs import Run
@@ -35,6 +37,8 @@ class HarnessConfig:
     Attributes:
         tasks: names of tasks or groups, separated by commas.
         include_path: a folder of task files, which need no network.
+        trust: let the task files of include_path run code: `!function`, and Jinja templates, which the harness renders
+            without a sandbox.
         num_fewshot: number of examples in front of each question; None uses the number that each task sets.
         limit: number of documents of each task; None is all.
         max_length: tokens of the model's window; None is the length the run was trained at.
@@ -50,6 +54,7 @@ class HarnessConfig:
 
     tasks: str = ""
     include_path: str | None = None
+    trust: bool = False
     num_fewshot: int | None = None
     limit: int | None = None
     max_length: int | None = None
@@ -91,8 +96,8 @@ class HarnessConfig:
 
 
 def check_harness(config: HarnessConfig) -> None:
-    """Raise ValueError unless lm-evaluation-harness is installed and the config names a task; called before
-    a run is loaded."""
+    """Raise ValueError unless lm-evaluation-harness is installed, the config names a task, and the task files of
+    include_path can be read and run no code that was not allowed; called before a run is loaded."""
     if not config.names():
         raise ValueError(
             "lm_eval.tasks is empty; give names, such as --lm_eval.tasks=piqa,wikitext"
@@ -101,6 +106,8 @@ def check_harness(config: HarnessConfig) -> None:
         raise ValueError(
             "the task lm_eval needs the optional extra: pip install 'lsm_jax[lm-eval]'"
         )
+    if config.include_path is not None:
+        check_task_files(config.include_path, trust=config.trust)
     missing = suites.missing_packages(config.names())
     if missing:
         raise ValueError(
@@ -292,14 +299,19 @@ def write_results(folder: Path, content: dict[str, Any]) -> Path:
         except FileExistsError:
             number += 1
     samples = content.pop("samples", None)
-    if samples is not None:
-        path.with_suffix("").mkdir()
-        content["samples"] = {}
-        for task, rows in samples.items():
-            name = f"{path.stem}/{task.replace('/', '_')}.jsonl"
-            write_rows(folder / name, rows)
-            content["samples"][task] = name
-    write_json(path, content)
+    try:
+        if samples is not None:
+            path.with_suffix("").mkdir()
+            content["samples"] = {}
+            for task, rows in samples.items():
+                name = f"{path.stem}/{task.replace('/', '_')}.jsonl"
+                write_rows(folder / name, rows)
+                content["samples"][task] = name
+        write_json(path, content)
+    except OSError:
+        with contextlib.suppress(OSError):
+            path.unlink()  # the empty file that reserved the name
+        raise
     return path
 
 

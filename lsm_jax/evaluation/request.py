@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from lsm_jax.data import DataConfig, Tokenizer, load_tokenizer
 from lsm_jax.data.needle import NeedleConfig
 from lsm_jax.data.sources import open_store
+from lsm_jax.data.store_streams import num_columns
 from lsm_jax.evaluation.harness import HarnessConfig
 from lsm_jax.evaluation.maps import MapsConfig
 
@@ -106,8 +107,9 @@ class Request:
 
 def heldout_config(run: Run, request: Request) -> DataConfig:
     """Return the data config with which an evaluation reads its data: the run's data config, with the
-    request's data, format and row length in place of the run's where the request sets them."""
-    changes: dict[str, Any] = {}
+    request's data, format and row length in place of the run's where the request sets them. Every token of
+    a store is read, whether or not the row length divides its documents' length."""
+    changes: dict[str, Any] = {"row_remainder": "overlap"}
     if request.data is not None:
         inner_store = Path(request.data).expanduser() / "heldout.zarr"
         changes["heldout_path"] = str(inner_store) if inner_store.is_dir() else request.data
@@ -140,4 +142,4 @@ def count_batches(data: DataConfig, batch_size: int) -> int | None:
     if source is None:
         return None
     store, _, documents = source
-    return math.ceil(documents * (store.length // data.sequence_length) / batch_size)
+    return math.ceil(documents * num_columns(data, store) / batch_size)

@@ -4,7 +4,6 @@ Mixture-of-Memories."""
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,7 +20,7 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from lsm_jax.data import make_eval_iterator
-from lsm_jax.evaluation.files import write_json
+from lsm_jax.evaluation.files import read_lines, write_json, writing
 from lsm_jax.evaluation.plots import colours, label_axes, new_figure, save_figure
 from lsm_jax.evaluation.request import Request, heldout_config, run_tokenizer
 from lsm_jax.models import Decoder
@@ -173,11 +172,12 @@ def routing(run: Run, request: Request, folder: Path) -> dict[str, Any]:
         "choices": int(counts[0].sum()),
         "layers": specialisation(counts, spell, top_k=top_k),
     }
-    folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / "routing.json", results)
-    metrics = folder.parents[1] / "metrics.jsonl"  # folder is workdir/eval/<name>
-    if metrics.exists():
-        plot_router(metrics, folder / "routing.png", title=f"{run.config.name}: router")
+    with writing(results):
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(folder / "routing.json", results)
+        metrics = folder.parents[1] / "metrics.jsonl"  # folder is workdir/eval/<name>
+        if metrics.exists():
+            plot_router(metrics, folder / "routing.png", title=f"{run.config.name}: router")
     return results
 
 
@@ -212,16 +212,12 @@ def read_router(path: str | os.PathLike[str], name: str) -> tuple[np.ndarray, np
     Layers with fewer memories than others are padded with NaN.
     """
     rows: dict[int, Any] = {}
-    for line in Path(path).read_text().splitlines():
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
-            continue
+    for row in read_lines(path):
         if layers := by_layer(row, name):
             if isinstance(layers[0], list):
                 most = max(map(len, layers))
                 layers = [layer + [math.nan] * (most - len(layer)) for layer in layers]
-            rows[int(row["step"])] = layers
+            rows[row["step"]] = layers
     steps = sorted(rows)
     return np.array(steps), np.array([rows[step] for step in steps], np.float64)
 

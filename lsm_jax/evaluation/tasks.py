@@ -18,10 +18,10 @@ from rich.console import RenderableType
 
 from lsm_jax.data import JSONTokenizer, make_eval_iterator
 from lsm_jax.data.needle import NeedleTask, haystack_tokens, read_texts
-from lsm_jax.evaluation.files import write_arrays, write_json, write_rows, write_text
+from lsm_jax.evaluation.files import write_arrays, write_json, write_rows, write_text, writing
 from lsm_jax.evaluation.generate import Generation, decode, generate
 from lsm_jax.evaluation.harness import harness_table, run_harness, write_results
-from lsm_jax.evaluation.maps import layer_maps, plot_maps
+from lsm_jax.evaluation.maps import LayerMaps, layer_maps, plot_maps
 from lsm_jax.evaluation.needle import find_needles, length_notes
 from lsm_jax.evaluation.perplexity import Evaluation, evaluate
 from lsm_jax.evaluation.plots import plot_loss_by_position, plot_needle, plot_training
@@ -94,21 +94,22 @@ def perplexity(run: Run, request: Request, folder: Path) -> dict[str, Any]:
         results["val/teacher_loss"] = measure(teacher).curve.mean
     if tokenizer.name == "bytes" and not tokenizer.json_escape and evaluation.num_byte_labels:
         results["val/bits_per_byte"] = evaluation.bits_per_byte
-    folder.mkdir(parents=True, exist_ok=True)
-    write_arrays(
-        folder / "results.npz",
-        {
-            "val/loss_per_token": evaluation.curve.loss,
-            "val/tokens_per_position": evaluation.curve.count,
-        },
-    )
-    plot_loss_by_position(
-        evaluation.curve,
-        folder / "loss_by_position.png",
-        train_length=run.config.data.sequence_length,
-        title=f"{run.config.name}: held-out loss by position, step {run.step:,}",
-    )
-    write_json(folder / "results.json", results)
+    with writing(results):
+        folder.mkdir(parents=True, exist_ok=True)
+        write_arrays(
+            folder / "results.npz",
+            {
+                "val/loss_per_token": evaluation.curve.loss,
+                "val/tokens_per_position": evaluation.curve.count,
+            },
+        )
+        plot_loss_by_position(
+            evaluation.curve,
+            folder / "loss_by_position.png",
+            train_length=run.config.data.sequence_length,
+            title=f"{run.config.name}: held-out loss by position, step {run.step:,}",
+        )
+        write_json(folder / "results.json", results)
     return results
 
 
@@ -134,12 +135,13 @@ def sample_text(run: Run, request: Request, folder: Path) -> Generation:
         stop_id=stop_id,
         prefill_chunk=request.piece_length,
     )
-    folder.mkdir(parents=True, exist_ok=True)
-    settings = {k: getattr(request, k) for k in ("temperature", "top_k", "top_p", "seed")}
-    write_json(
-        folder / "sample.json", {**dataclasses.asdict(generation), **settings, "step": run.step}
-    )
-    write_text(folder / "sample.txt", generation.prompt + generation.text + "\n")
+    with writing(generation):
+        folder.mkdir(parents=True, exist_ok=True)
+        settings = {k: getattr(request, k) for k in ("temperature", "top_k", "top_p", "seed")}
+        write_json(
+            folder / "sample.json", {**dataclasses.asdict(generation), **settings, "step": run.step}
+        )
+        write_text(folder / "sample.txt", generation.prompt + generation.text + "\n")
     return generation
 
 
@@ -183,20 +185,21 @@ def needle(run: Run, request: Request, folder: Path) -> dict[str, Any]:
         "tokens_per_second": round(scores.num_tokens / scores.seconds, 1),
         "device": jax.devices()[0].device_kind,
     }
-    folder.mkdir(parents=True, exist_ok=True)
-    plot_needle(
-        scores,
-        folder / "needle.png",
-        train_length=train_length,
-        title=f"{run.config.name}: needle in a haystack, step {run.step:,}",
-    )
-    write_json(folder / "needle.json", results)
-    if config.judge == "requests":
-        # Also a command, and therefore not imported with the package.
-        from lsm_jax.evaluation.judge import judge_requests
+    with writing(results):
+        folder.mkdir(parents=True, exist_ok=True)
+        plot_needle(
+            scores,
+            folder / "needle.png",
+            train_length=train_length,
+            title=f"{run.config.name}: needle in a haystack, step {run.step:,}",
+        )
+        write_json(folder / "needle.json", results)
+        if config.judge == "requests":
+            # Also a command, and therefore not imported with the package.
+            from lsm_jax.evaluation.judge import judge_requests
 
-        messages = read_texts(config.prompt)["judge"]
-        write_rows(folder / "needle_judge.jsonl", judge_requests(results, messages))
+            messages = read_texts(config.prompt)["judge"]
+            write_rows(folder / "needle_judge.jsonl", judge_requests(results, messages))
     return results
 
 
@@ -207,25 +210,7 @@ def maps(run: Run, request: Request, folder: Path) -> dict[str, Any]:
     Returns the content of maps.json: the tokens, and for each layer its method, heads and files.
     """
     tokens = _tokens_to_map(run, request)
-    folder.mkdir(parents=True, exist_ok=True)
-    layers = []
-    for layer in layer_maps(run.model, tokens, request.maps):
-        name = f"maps_layer{layer.layer:02d}"
-        arrays = dict(attention=layer.attention, forgetting=layer.forgetting, **layer.gates)
-        arrays = {key: value for key, value in arrays.items() if value is not None}
-        write_arrays(folder / f"{name}.npz", arrays)
-        title = f"{run.config.name}, step {run.step:,}: layer {layer.layer}, {layer.method}"
-        plot_maps(layer, folder / f"{name}.png", title=title)
-        layers.append(
-            {
-                "layer": layer.layer,
-                "method": layer.method,
-                "heads": list(layer.heads),
-                "pool": layer.pool,
-                "picture": f"{name}.png",
-                "arrays": {key: list(value.shape) for key, value in arrays.items()},
-            }
-        )
+    layers: list[dict[str, Any]] = []
     results = {
         "step": run.step,
         "data": "" if request.prompt else str(request.data or run.config.data.path),
@@ -233,8 +218,30 @@ def maps(run: Run, request: Request, folder: Path) -> dict[str, Any]:
         "text": decode(run_tokenizer(run), tokens),
         "layers": layers,
     }
-    write_json(folder / "maps.json", results)
+    with writing(results):
+        folder.mkdir(parents=True, exist_ok=True)
+        for layer in layer_maps(run.model, tokens, request.maps):
+            layers.append(_write_layer(layer, folder, run))
+        write_json(folder / "maps.json", results)
     return results
+
+
+def _write_layer(layer: LayerMaps, folder: Path, run: Run) -> dict[str, Any]:
+    """Write the picture and the arrays of one layer's maps; return their entry of maps.json."""
+    name = f"maps_layer{layer.layer:02d}"
+    arrays = dict(attention=layer.attention, forgetting=layer.forgetting, **layer.gates)
+    arrays = {key: value for key, value in arrays.items() if value is not None}
+    write_arrays(folder / f"{name}.npz", arrays)
+    title = f"{run.config.name}, step {run.step:,}: layer {layer.layer}, {layer.method}"
+    plot_maps(layer, folder / f"{name}.png", title=title)
+    return {
+        "layer": layer.layer,
+        "method": layer.method,
+        "heads": list(layer.heads),
+        "pool": layer.pool,
+        "picture": f"{name}.png",
+        "arrays": {key: list(value.shape) for key, value in arrays.items()},
+    }
 
 
 def _tokens_to_map(run: Run, request: Request) -> np.ndarray:
@@ -269,8 +276,9 @@ def lm_eval(run: Run, request: Request, folder: Path) -> dict[str, Any]:
         batch_size=request.batch_size,
     )
     results["step"] = run.step
-    folder.mkdir(parents=True, exist_ok=True)
-    write_results(folder, results)
+    with writing(results):
+        folder.mkdir(parents=True, exist_ok=True)
+        write_results(folder, results)
     return results
 
 

@@ -206,7 +206,8 @@ def test_errors_are_raised_when_the_iterator_is_made(store, tmp_path):
 def test_ids_outside_the_vocabulary_raise_when_they_are_read(tmp_path):
     ids = numbered(8, 8)
     ids[6, 3] = 50257
-    settings = config(write_array(tmp_path / "x.zarr", ids), shuffle=False)
+    path = rewrite_with_chunks(tmp_path / "x.zarr", ids.astype("<u2"), (4, 8))
+    settings = config(path, shuffle=False)
     iterator = make_train_iterator(settings, global_batch_size=4, seed=0)
     next(iterator)
     with pytest.raises(ValueError, match="document 6, column 3 has token id 50257"):
@@ -214,3 +215,58 @@ def test_ids_outside_the_vocabulary_raise_when_they_are_read(tmp_path):
     # The padded vocabulary of a model contains this id.
     iterator = make_train_iterator(settings, global_batch_size=4, seed=0, vocab_size=50304)
     take(iterator, 2)
+
+
+def test_ids_outside_the_vocabulary_are_known_at_once_from_the_checksums_file(tmp_path):
+    ids = numbered(8, 8)
+    ids[6, 3] = 50257
+    settings = config(write_array(tmp_path / "x.zarr", ids))
+    with pytest.raises(
+        ValueError, match="token ids up to 50257, .* outside the vocabulary of 50257"
+    ):
+        make_train_iterator(settings, global_batch_size=4, seed=0)
+    make_train_iterator(settings, global_batch_size=4, seed=0, vocab_size=50304)
+
+
+def test_cut_rows_are_a_warning_with_the_fraction_and_the_setting(store, caplog):
+    def warning(**fields):
+        caplog.clear()
+        batch = fields.pop("batch", 1)
+        with caplog.at_level(logging.WARNING, logger="absl"):
+            make_train_iterator(config(store, **fields), global_batch_size=batch, seed=0)
+        return caplog.text
+
+    said = warning(sequence_length=20)
+    assert "28.6 % of the training tokens are never read (88 of 308)" in said
+    assert "data.row_remainder='overlap'" in said and "data.sequence_length=14" in said
+    assert warning(sequence_length=14) == warning(sequence_length=20, row_remainder="overlap") == ""
+    assert "27.3 %" in warning(sequence_length=14, shuffle=False, batch=8)
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("length", [8, 20, 27, 28])
+def test_overlapping_rows_read_every_token_once(store, shuffle, length):
+    settings = config(store, sequence_length=length, row_remainder="overlap", shuffle=shuffle)
+    steps = 11 * -(-28 // length)
+    batches = take(make_train_iterator(settings, global_batch_size=1, seed=0), steps)
+    scored = np.concatenate([b["labels"][b["loss_mask"] > 0] for b in batches])
+    assert np.array_equal(np.sort(scored), np.sort(numbered(11, 28).ravel()))
+    for batch in batches:  # all tokens are of one document, in order
+        assert (np.diff(batch["labels"]) == 1).all()
+        assert np.array_equal(batch["tokens"][:, 1:], batch["labels"][:, :-1])
+    heldout = config("", heldout_path=str(store), sequence_length=length, row_remainder="overlap")
+    held = list(make_eval_iterator(heldout, global_batch_size=4, remainder="pad"))
+    assert sum(b["loss_mask"].sum() for b in held) == 11 * 28
+
+
+def test_overlapping_rows_without_bos_predict_each_token_at_most_once(store):
+    settings = config(store, sequence_length=20, row_remainder="overlap", add_bos=False)
+    batches = take(make_train_iterator(settings, global_batch_size=1, seed=0), 22)
+    scored = np.concatenate([b["labels"][b["loss_mask"] > 0] for b in batches])
+    # Only the first token of each document is not predicted.
+    assert np.array_equal(np.sort(scored), np.sort(numbered(11, 28)[:, 1:].ravel()))
+
+
+def test_other_row_remainders_are_refused(store):
+    with pytest.raises(ValueError, match="data.row_remainder='pad'; accepted: 'skip', 'overlap'"):
+        make_train_iterator(config(store, row_remainder="pad"), global_batch_size=1, seed=0)

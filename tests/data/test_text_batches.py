@@ -1,9 +1,16 @@
 import json
+import time
 
 import numpy as np
 import pytest
 
-from lsm_jax.data import ByteTokenizer, DataConfig, make_eval_iterator, make_train_iterator
+from lsm_jax.data import (
+    ByteTokenizer,
+    DataConfig,
+    documents,
+    make_eval_iterator,
+    make_train_iterator,
+)
 from lsm_jax.data.documents import Documents
 from tests.data.stores import assert_resumes, same, write_texts
 
@@ -300,3 +307,62 @@ def test_invalid_utf8_is_logged_and_encoded_unchanged_as_bytes(tmp_path, caplog)
     batches = list(make_eval_iterator(config(path, heldout_path=str(path)), global_batch_size=1))
     scored = np.concatenate([b["labels"][b["loss_mask"] > 0] for b in batches])
     assert np.sum(scored < 256) == path.stat().st_size  # the number of bytes in bits per byte
+
+
+@pytest.mark.parametrize("length", [100_000_000, 10**18])
+def test_a_row_much_longer_than_the_text_is_an_error_at_once(tmp_path, length):
+    folder = write_texts(tmp_path / "t", {"a.txt": "some words, " * 25_000, "b.txt": "more"})
+    start = time.perf_counter()
+    message = f"sequence_length={length}: .* has only 30000[0-9] of the {length} tokens of one row"
+    with pytest.raises(ValueError, match=message):
+        make_train_iterator(config(folder, sequence_length=length), global_batch_size=8, seed=0)
+    settings = config("", heldout_path=str(folder), sequence_length=length)
+    with pytest.raises(ValueError, match=f"heldout_path.* has only .* of the {length} tokens"):
+        make_eval_iterator(settings, global_batch_size=8)
+    assert time.perf_counter() - start < 5
+
+
+def test_a_row_longer_than_the_text_is_a_warning(tmp_path, caplog):
+    folder = write_texts(tmp_path / "t", {"a.txt": "abc" * 20})
+    for length, said in (
+        (61, ""),
+        (62, "has only 61 of the 62 tokens of one row; the rest is repeated"),
+    ):
+        caplog.clear()
+        batch = next(
+            make_train_iterator(config(folder, sequence_length=length), global_batch_size=1, seed=0)
+        )
+        assert batch["loss_mask"].sum() == length
+        assert said in caplog.text and bool(said) == bool(caplog.text)
+
+
+def test_long_lines_and_arrays_name_the_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(documents, "MAX_LINE_BYTES", 1000)
+    monkeypatch.setattr(documents, "MAX_ARRAY_BYTES", 1000)
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"text": "a"}\n' + json.dumps({"text": "b" * 986}) + "\n")
+    assert len(Documents([path])) == 2
+    path.write_text('{"text": "a"}\n' + json.dumps({"text": "b" * 1001}) + "\n")
+    with pytest.raises(
+        ValueError, match=r"x\.jsonl, the line at byte 14, has more than 1000 bytes"
+    ):
+        Documents([path])
+    array = tmp_path / "x.json"
+    array.write_text(json.dumps([{"instruction": "b" * 1000, "output": ""}]))
+    with pytest.raises(
+        ValueError, match=r"x\.json has .* bytes; accepted are JSON arrays of at most"
+    ):
+        Documents([array], format="alpaca")
+
+
+def test_messages_do_not_repeat_a_long_value(tmp_path):
+    path = tmp_path / "x.jsonl"
+    for line in (
+        json.dumps({"text": list(range(100_000))}),
+        json.dumps({f"field {i}": 1 for i in range(10_000)}),
+        '{"text": ' + "1" * 10_000 + "}",
+    ):
+        path.write_text(line + "\n")
+        with pytest.raises(ValueError, match=r"x\.jsonl, the line at byte 0, ") as error:
+            Documents([path])[0]
+        assert len(str(error.value)) < 600 and "\n" not in str(error.value)

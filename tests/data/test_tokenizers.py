@@ -1,9 +1,11 @@
 import json
+import sys
+import time
 
 import numpy as np
 import pytest
 
-from lsm_jax.data import ByteTokenizer, json_escape, json_unescape, load_tokenizer
+from lsm_jax.data import ByteTokenizer, chat, json_escape, json_unescape, load_tokenizer
 
 TEXTS = ["", "plain", 'a\n\n"b"', "tab\t back\\slash / ü 😀 \x00", "\\n is not a newline"]
 
@@ -112,3 +114,104 @@ def test_tokenizer_json_replaces_bytes_that_are_not_utf8(trained):
     text = b"the \xff hat".decode("utf-8", "surrogateescape")
     assert tokenizer.encode(text) == tokenizer.encode("the \ufffd hat")
     assert tokenizer.encode("the \ud83d hat") == tokenizer.encode("the \ufffd hat")
+
+
+def changed(trained, folder, change, **config):
+    """Write a copy of the trained tokenizer.json whose fields `change` changed; return its path."""
+    folder.mkdir(exist_ok=True)
+    fields = json.loads(trained.read_text())
+    change(fields)
+    (folder / "tokenizer.json").write_text(json.dumps(fields))
+    if config:
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return str(folder / "tokenizer.json")
+
+
+def set_vocabulary(fields, vocabulary):
+    fields["model"].update(vocab=vocabulary, merges=[])
+    fields["added_tokens"] = []
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda f: f["model"]["vocab"].update(a=4_000_000_000),
+            "token 'a' has id 4000000000, but there are only",
+        ),
+        (lambda f: set_vocabulary(f, {}), "its vocabulary is empty"),
+        (lambda f: f["model"]["vocab"].update(a=-1), "is not a tokenizer.json"),
+        (lambda f: f["model"]["vocab"].update(a=10**30), "is not a tokenizer.json"),
+        (lambda f: f["model"].update(merges=["zzz qqq"]), "is not a tokenizer.json"),
+        (lambda f: f.update(model=[]), "is not a tokenizer.json"),
+        (
+            lambda f: f.update(pre_tokenizer={"type": "Split", "pattern": {"Regex": "("}}),
+            "is not a tokenizer.json",
+        ),
+    ],
+)
+def test_absurd_tokenizer_files_are_named(trained, tmp_path, change, message):
+    path = changed(trained, tmp_path / "t", change)
+    with pytest.raises(ValueError, match=message) as error:
+        load_tokenizer(path)
+    assert path in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[" * 100_000, b"\xff", b"1" * 10_000])
+def test_tokenizer_files_that_are_no_json_are_named(trained, tmp_path, content):
+    (tmp_path / "tokenizer.json").write_bytes(content)
+    with pytest.raises(ValueError, match=r"tokenizer\.json is not a tokenizer\.json"):
+        load_tokenizer(str(tmp_path))
+    (tmp_path / "tokenizer.json").write_bytes(trained.read_bytes())
+    (tmp_path / "tokenizer_config.json").write_bytes(content)
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json is no tokenizer_config\.json"):
+        load_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("chat_template", 5),
+        ("bos_token", ["<s>"]),
+        ("eos_token", {"content": [1]}),
+        ("bos_token", True),
+    ],
+)
+def test_wrong_fields_of_tokenizer_config_are_named(trained, tmp_path, field, value):
+    path = changed(trained, tmp_path / "t", lambda fields: None, **{field: value})
+    with pytest.raises(ValueError, match=rf"tokenizer_config\.json: {field}="):
+        load_tokenizer(path)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ raise_exception('no\\nsystem') }}",
+        "{{ 1 / 0 }}",
+        "{{ messages[0].content.nothing.more }}",
+        "{{ messages[5].content }}",
+        "{{ 'a' * 10**10 }}",
+        "{{ 10 ** (10**10) }}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{{ range(10**9) }}",
+        "{% set n = namespace(x='aa') %}{% for i in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}",
+        "{% for %}",
+        "{{ 'a'.encode('latin2').decode('utf-16') }}",
+        "{{ strftime_now(5) }}",
+    ],
+)
+def test_chat_templates_that_raise_are_one_line_with_their_folder(trained, tmp_path, template):
+    path = changed(trained, tmp_path / "t", lambda fields: None, chat_template=template)
+    start = time.perf_counter()
+    with pytest.raises(ValueError, match="chat template refuses this conversation: .") as error:
+        load_tokenizer(path).chat_text([{"role": "user", "content": "hi"}])
+    assert str(tmp_path / "t") in str(error.value) and "\n" not in str(error.value)
+    assert time.perf_counter() - start < 1
+
+
+def test_chat_templates_that_do_not_end_are_stopped(monkeypatch):
+    monkeypatch.setattr(chat, "_MOST_SECONDS", 0.2)
+    template = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    with pytest.raises(ValueError, match="it runs longer than 0.2 seconds"):
+        chat.chat_text(template, [])
+    assert sys.gettrace() is None and chat.chat_text("{{ 2 * 'ab' + 'c' * 2 }}", []) == "ababcc"

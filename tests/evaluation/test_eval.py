@@ -16,15 +16,27 @@ import numpy as np
 import pytest
 
 import lsm_jax
-from lsm_jax.evaluation import TASKS, LossCurve, Request, check_tasks, perplexity_table
+from lsm_jax.evaluation import (
+    TASKS,
+    LossCurve,
+    Request,
+    check_tasks,
+    output_folder,
+    perplexity_table,
+    read_metrics,
+)
 from lsm_jax.evaluation.request import heldout_config
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def eval_script(*flags: str) -> subprocess.CompletedProcess:
+def eval_script(*flags: str, limit: int | None = None) -> subprocess.CompletedProcess:
+    """Run eval.py; no file that it writes may be larger than `limit` bytes."""
+    command = [sys.executable, str(ROOT / "eval.py"), *flags]
+    if limit is not None:
+        command = ["prlimit", f"--fsize={limit}", *command]
     return subprocess.run(
-        [sys.executable, str(ROOT / "eval.py"), *flags],
+        command,
         capture_output=True,
         text=True,
         env={**os.environ, "JAX_PLATFORMS": "cpu"},
@@ -110,6 +122,7 @@ def test_a_store_of_another_tokenizer(run, workdir, tmp_path):
     for file in store.iterdir():
         (other / file.name).write_bytes(file.read_bytes())
     (other / ".zattrs").write_text('{"encoder": "tiktoken-gpt2"}')
+    (other / "checksums.json").unlink()
     with pytest.raises(ValueError, match="encoder 'tiktoken-gpt2', but the tokenizer is 'bytes'"):
         TASKS["perplexity"](run, Request(data=str(other)), tmp_path)
 
@@ -182,3 +195,78 @@ def test_a_signal_is_one_line(workdir, when):
     assert process.wait(timeout=60) == 130
     assert rest == "eval.py: SIGINT: stopped; nothing further was saved\n"
     assert not (workdir / "eval" / "stopped").exists()
+
+
+@pytest.mark.parametrize("output", ["../..", "../../elsewhere", "/tmp/elsewhere", "a/../../b", "."])
+def test_outputs_stay_in_the_run(workdir, output):
+    with pytest.raises(ValueError, match="output=.* is not inside .*eval; accepted is the name of"):
+        output_folder(workdir, output)
+
+
+def test_outputs_never_go_through_links(run, tmp_path):
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (tmp_path / "run" / "eval").mkdir(parents=True)
+    (tmp_path / "run" / "eval" / "linked").symlink_to(outside)
+    with pytest.raises(ValueError, match="output='linked' names .* is a link"):
+        output_folder(tmp_path / "run", "linked")
+    (tmp_path / "run" / "eval" / "file").write_text("")
+    with pytest.raises(
+        ValueError, match="output='file': .*eval/file is a file; accepted is a folder"
+    ):
+        output_folder(tmp_path / "run", "file")
+    with pytest.raises(ValueError, match="'eval/file/x': a part of the path is no folder"):
+        output_folder(tmp_path / "run", "file/x")
+    folder = output_folder(tmp_path / "run", "new")
+    folder.mkdir()
+    (outside / "kept.txt").write_text("kept")
+    for name in ("sample.txt", "sample.json"):
+        (folder / name).symlink_to(outside / "kept.txt")
+    TASKS["generate"](run, Request(num_tokens=2), folder)
+    assert (outside / "kept.txt").read_text() == "kept"
+    assert not any(path.is_symlink() for path in folder.iterdir())
+
+
+def test_a_folder_that_cannot_be_written_is_known_before_the_run_is_loaded(workdir):
+    done = eval_script(f"--workdir={workdir}", "--output=big/folder", limit=1000)
+    assert done.returncode == 1 and "loading the run" not in done.stderr
+    (line,) = done.stderr.strip().splitlines()
+    assert f"{workdir / 'eval'}" in line or f"{workdir}" in line
+    assert "the file is larger than the limit" in line and "nothing was computed" in line
+    assert not (workdir / "eval" / "big").exists()
+
+
+def test_results_that_cannot_be_written_are_printed(workdir, tmp_path):
+    # results.npz is a folder: the first file of `perplexity` cannot be written.
+    (workdir / "eval" / "blocked" / "results.npz").mkdir(parents=True)
+    done = eval_script(
+        f"--workdir={workdir}",
+        "--tasks=generate,perplexity",
+        "--max_tokens=512",
+        "--output=blocked",
+    )
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    last = done.stderr.strip().splitlines()[-1]
+    assert (
+        "blocked/results.npz: it is a folder; the results of perplexity could not be saved" in last
+    )
+    assert "those of generate are in" in last
+    results = json.loads(done.stdout.strip().splitlines()[-1])
+    assert results["val/tokens"] == 512
+    names = {p.name for p in (workdir / "eval" / "blocked").iterdir()}
+    assert names == {"results.npz", "sample.txt", "sample.json"}
+
+
+def test_rows_of_a_damaged_metrics_file_are_read_as_far_as_possible(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    lines = [b'{"step": 1, "loss": 2.0}', b"[1]", b"{", b"\xff", b'{"loss": 1.0}', b"[" * 100_000]
+    path.write_bytes(b"\n".join([*lines, b'{"step": 2, "loss": 1.5}']) + b"\n")
+    steps, values = read_metrics(path)["loss"]
+    assert steps.tolist() == [1, 2] and values.tolist() == [2.0, 1.5]
+
+
+def test_a_length_that_does_not_divide_the_stores_reads_every_token(run, workdir, tmp_path):
+    results = TASKS["perplexity"](run, Request(sequence_length=48), tmp_path)
+    store = lsm_jax.data.TokenStore(workdir.parent / "text" / "heldout.zarr")
+    assert results["val/tokens"] == store.num_documents * 64
+    assert results["num_sequences"] == store.num_documents * 2

@@ -184,6 +184,7 @@ def test_local_tasks_run_through_eval_with_no_network(run, workdir, tmp_path):
             "--tasks=lm_eval",
             "--lm_eval.tasks=local_choice,local_words,local_answer",
             f"--lm_eval.include_path={tmp_path}",
+            "--lm_eval.trust",
             "--output=harness",
         ],
         capture_output=True,
@@ -204,6 +205,6 @@ def test_local_tasks_run_through_eval_with_no_network(run, workdir, tmp_path):
 @pytest.mark.slow  # reads all of the harness's tasks
 def test_unknown_harness_tasks_are_refused(run, tmp_path):
     write_tasks(tmp_path)
-    config = HarnessConfig(tasks="local_chioce", include_path=str(tmp_path))
+    config = HarnessConfig(tasks="local_chioce", include_path=str(tmp_path), trust=True)
     with pytest.raises(ValueError, match="'local_chioce' does not exist; near it are local_choice"):
         run_harness(run, run_tokenizer(run), config, bos_id=BOS, batch_size=2)

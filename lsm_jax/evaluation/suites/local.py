@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import csv
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from lsm_jax.data.documents import MAX_LINE_BYTES
+from lsm_jax.files import bounded_json, parse_json
+
+MAX_JSON_BYTES = 1 << 28  # of a .json file, which is read at once
 _SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 # LongBench's own files name the question "input"; the harness's tasks read "question".
 _RENAMED = {"longbench": {"input": "question"}}
@@ -33,17 +36,31 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
             return list(csv.DictReader(file))
     if path.suffix not in _SUFFIXES:
         raise ValueError(f"{path}: accepted are files that end in {', '.join(_SUFFIXES)}")
-    text = path.read_text(encoding="utf-8")
-    try:
-        if path.suffix == ".json":
-            rows = json.loads(text)
-        else:
-            rows = [json.loads(line) for line in text.split("\n") if line.strip()]
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}: not JSON: {error}") from error
+    if path.suffix == ".json":
+        rows = bounded_json(path, max_bytes=MAX_JSON_BYTES, accepted=object)
+    else:
+        rows = list(_json_lines(path))
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise ValueError(f"{path}: accepted is a list of objects, one per row")
     return rows
+
+
+def _json_lines(path: Path) -> Iterator[Any]:
+    """Yield the value of each line of a .jsonl file that is not blank.
+
+    Raises:
+        ValueError: a line is too long, not UTF-8 or no JSON; the message has its number.
+    """
+    with open(path, "rb") as file:
+        number = 1
+        while line := file.readline(MAX_LINE_BYTES + 1):
+            if len(line) > MAX_LINE_BYTES:
+                raise ValueError(
+                    f"{path}, line {number}, has more than {MAX_LINE_BYTES} bytes; accepted is one row per line"
+                )
+            if not line.isspace():
+                yield parse_json(line, f"{path}: not JSON: line {number}", accepted=object)
+            number += 1
 
 
 def find_splits(folder: Path, name: str, config: str | None) -> dict[str, list[Path]]:

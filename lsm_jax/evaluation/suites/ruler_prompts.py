@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import json
 import math
 import random
 import string
@@ -18,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from lsm_jax.evaluation.suites.harness_texts import read_constant
+from lsm_jax.evaluation.suites.local import MAX_JSON_BYTES
+from lsm_jax.files import bounded_json
 
 SEED = 42
 _HOPS = 4
@@ -211,7 +212,7 @@ def _read_questions(
 ) -> tuple[list[tuple[str, list[str], list[int], list[int]]], list[str]]:
     """Return the questions of SQuAD or HotpotQA, each as (question, answers, numbers of the documents with
     the answer, numbers of the other documents of its article), and the list of all documents."""
-    content = json.loads(path.read_text(encoding="utf-8"))
+    content = bounded_json(path, max_bytes=MAX_JSON_BYTES, accepted=object)
     try:
         if isinstance(content, dict):
             articles = [
