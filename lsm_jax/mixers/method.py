@@ -67,8 +67,8 @@ def register(method: Method, *, wrapper: bool = False) -> None:
 
         METHOD = Method(name="toy", ..., config=ToyConfig, module=Toy)
 
-    A file of this package is listed in `lsm_jax/mixers/__init__.py`; another calls `mixers.register(METHOD)`
-    when it is imported, which must happen before a model or a run with this method is made or loaded.
+    A file of this package is listed in `lsm_jax/mixers/__init__.py`; for another, `mixers.register(METHOD)` must be
+    called once before a model or a run with this method is made or loaded.
 
     Args:
         method: the row to add.
