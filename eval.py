@@ -29,6 +29,7 @@ from ml_collections import config_flags
 from lsm_jax import commands
 from lsm_jax.data import NeedleConfig
 from lsm_jax.evaluation import HarnessConfig, MapsConfig
+from lsm_jax.files import inside
 
 FLAGS = flags.FLAGS
 GROUPS = {
@@ -95,12 +96,15 @@ def main(argv: list[str]) -> None:
     request.validate()
     if "lm_eval" in names:
         check_harness(request.lm_eval)
+    if FLAGS.output is not None:
+        inside(Path(FLAGS.workdir) / "eval", FLAGS.output, what="--output")
     lsm_jax.training.read_config(
         FLAGS.workdir
     )  # raises if the directory has no run, before anything is compiled
     print(f"eval.py: loading the run in {FLAGS.workdir}", file=sys.stderr, flush=True)
     run = lsm_jax.load_run(FLAGS.workdir, step=FLAGS.step)
-    folder = Path(FLAGS.workdir) / "eval" / (FLAGS.output or request.folder(run.step))
+    name = FLAGS.output or request.folder(run.step)
+    folder = inside(Path(FLAGS.workdir) / "eval", name, what="--output")
     console = Console(highlight=False, markup=False)
     for name in names:
         print(f"eval.py: {name}: loading data and compiling", file=sys.stderr, flush=True)

@@ -3,7 +3,6 @@ needle scores."""
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,6 +17,8 @@ from matplotlib.ticker import NullFormatter, StrMethodFormatter
 
 from lsm_jax.evaluation.curve import LossCurve
 from lsm_jax.evaluation.needle import NeedleScores
+from lsm_jax.files import replacing
+from lsm_jax.training.metrics import read_rows
 
 COLOURS = ("#1f5a96", "#c8553d", "#3a7d44", "#8a5a9e", "#b8860b", "#4a4a4a")
 WINDOW = 101  # positions, as in the published plots of long documents
@@ -107,20 +108,16 @@ def plot_loss_by_position(
 
 
 def read_metrics(path: str | os.PathLike[str]) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Return every numeric series of a run's `metrics.jsonl` by name, as (steps, values); a line cut short
-    at the end is left out.
+    """Return every numeric series of a run's `metrics.jsonl` by name, as (steps, values); lines that cannot be
+    read are left out.
 
     If several lines have the same step, as after a resumed run, the last one counts.
     """
     series: dict[str, dict[int, float]] = {}
-    for line in Path(path).read_text().splitlines():
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
-            continue
+    for record in read_rows(Path(path)):
         for name, value in record.items():
             if name != "step" and isinstance(value, int | float) and not isinstance(value, bool):
-                series.setdefault(name, {})[int(record["step"])] = float(value)
+                series.setdefault(name, {})[record["step"]] = float(value)
     ordered = {name: sorted(points.items()) for name, points in series.items()}
     return {
         name: (np.array([s for s, _ in points]), np.array([v for _, v in points]))
@@ -277,7 +274,6 @@ def save_figure(
         legend.legend(frameon=False, fontsize=9)
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    figure.savefig(draft, format="png")
-    os.replace(draft, path)
+    with replacing(path) as draft:
+        figure.savefig(draft, format="png")
     return path

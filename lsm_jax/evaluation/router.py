@@ -4,7 +4,6 @@ Mixture-of-Memories."""
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,6 +24,7 @@ from lsm_jax.evaluation.files import write_json
 from lsm_jax.evaluation.plots import colours, label_axes, new_figure, save_figure
 from lsm_jax.evaluation.request import Request, heldout_config, run_tokenizer
 from lsm_jax.models import Decoder
+from lsm_jax.training.metrics import read_rows
 
 if TYPE_CHECKING:
     from lsm_jax.training.runs import Run
@@ -210,16 +210,12 @@ def read_router(path: str | os.PathLike[str], name: str) -> tuple[np.ndarray, np
     Layers with fewer memories than others are padded with NaN.
     """
     rows: dict[int, Any] = {}
-    for line in Path(path).read_text().splitlines():
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
-            continue
+    for row in read_rows(Path(path)):
         if layers := by_layer(row, name):
             if isinstance(layers[0], list):
                 most = max(map(len, layers))
                 layers = [layer + [math.nan] * (most - len(layer)) for layer in layers]
-            rows[int(row["step"])] = layers
+            rows[row["step"]] = layers
     steps = sorted(rows)
     return np.array(steps), np.array([rows[step] for step in steps], np.float64)
 

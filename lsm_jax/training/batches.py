@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
-from lsm_jax.data import DataConfig, make_eval_iterator, make_train_iterator
+from lsm_jax.data import make_eval_iterator, make_train_iterator
 from lsm_jax.parallel import data_shard
 from lsm_jax.training.config import TrainConfig
 
@@ -43,30 +43,6 @@ def eval_batches(config: TrainConfig, mesh: Mesh) -> Any:
             remainder="pad",
         )
     )
-
-
-def check_row_length(config: DataConfig, data: dict[str, Any]) -> None:
-    """Check that the training text has enough tokens for one row, so that no row is filled by reading all of the text
-    several times.
-
-    Args:
-        config: the data config of the run.
-        data: the `fingerprint` of its training data.
-
-    Raises:
-        ValueError: the text is shorter than one row, if every byte is a token and every document begins with BOS, ends
-            with EOS and is aligned.
-    """
-    # Escaped text and instructions are longer than their files.
-    longer = config.json_escape or config.format != "text"
-    if data["kind"] != "text" or longer or not isinstance(data["files"], dict):
-        return
-    most = (data["bytes"] + 2 * len(data["files"])) * max(1, config.align_documents)
-    if most < config.sequence_length:
-        raise ValueError(
-            f"data.sequence_length={config.sequence_length}: the training text has {data['bytes']} bytes, so it has fewer tokens "
-            f"than one row; accepted are at most {most}"
-        )
 
 
 class RecentBatches:

@@ -12,10 +12,11 @@ import os
 import shutil
 import sys
 import threading
+import time
 import traceback
 import types
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from lsm_jax.training.failures import WriteError
 from lsm_jax.training.partition import leaves_of
 from lsm_jax.training.step import TrainState
 
+_ORBAX = f"{os.sep}orbax{os.sep}"  # in the paths of orbax's files
 _MOST_DELETED = 20  # checkpoints that may be deleted one after another while they are read
 
 
@@ -64,7 +66,7 @@ class Checkpoints:
         """Return orbax's checkpointer of the run; it is made at the first use, since making it creates the
         checkpoints' folder."""
         if self._opened is None:
-            _show_errors_of_saves_once()
+            _hide_errors_of_threads()
             policies = ocp.training.preservation_policies
             alternatives: list[Any] = [policies.LatestN(n=self._keep_last)]
             if self._keep_every:
@@ -134,14 +136,19 @@ class Checkpoints:
         path = self.directory / str(step)
         if self._failure is None:
             self._failure, self._failed_step = WriteError(path, error, exact=True), step
-        # Writes that were not begun; Python would print a line for each.
-        warnings.filterwarnings("ignore", r"coroutine '.*' was never awaited", RuntimeWarning)
+        _hide_coroutines()
         self._delete_parts(step)
 
-    def _delete_parts(self, step: int) -> None:
-        for part in self.directory.glob(f"{step}.orbax-checkpoint-tmp*"):
-            if not part.is_symlink():
-                shutil.rmtree(part, ignore_errors=True)
+    def _delete_parts(self, step: int) -> bool:
+        """Delete the unfinished save of a step; return whether there was one."""
+        parts = [
+            part
+            for part in self.directory.glob(f"{step}.orbax-checkpoint-tmp*")
+            if not part.is_symlink()
+        ]
+        for part in parts:
+            shutil.rmtree(part, ignore_errors=True)
+        return bool(parts)
 
     def raise_failure(self) -> None:
         """Raise the error of a save that failed in the background, if there was one.
@@ -197,6 +204,8 @@ class Checkpoints:
             with _quiet():
                 loaded = ocp.load_checkpointables(str(folder), parts)
         except Exception as error:
+            _hide_errors_of_threads()
+            _hide_coroutines()
             if problem := _different_shapes(folder, parts):
                 raise ValueError(problem) from error
             raise
@@ -312,7 +321,10 @@ class Checkpoints:
                 if self._failure is None:
                     raise
         if self._failure is not None:
-            self._delete_parts(self._failed_step)  # what threads wrote after the failure
+            for _ in range(10):  # threads may still write after the failure
+                if not self._delete_parts(self._failed_step):
+                    break
+                time.sleep(0.05)
 
     def _set_aside(self, step: int) -> None:
         """Move a checkpoint that cannot be read to the folder `broken_checkpoints`, so that a later save of
@@ -360,9 +372,9 @@ def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
     return {name: tuple(x.shape) for name, x in leaves_of(tree).items() if hasattr(x, "shape")}
 
 
-def _show_errors_of_saves_once() -> None:
-    """Do not show errors of orbax's threads while they save, of which each is printed several times with its traceback:
-    `Checkpoints.raise_failure` raises the first one in the main thread."""
+def _hide_errors_of_threads() -> None:
+    """Hide the errors of orbax's threads from now on, of which each is printed several times with its traceback, also
+    after a save or a read has ended. The first one is raised in the main thread (`Checkpoints.raise_failure`)."""
     for name in ("absl", "asyncio"):
         logging.getLogger(name).addFilter(_is_no_error_of_orbax)
     if not _hooks:
@@ -375,7 +387,12 @@ def _is_no_error_of_orbax(record: logging.LogRecord) -> bool:
         return True
     frames = traceback.walk_tb(record.exc_info[2]) if record.exc_info else ()
     files = [record.pathname, *(frame.f_code.co_filename for frame, _ in frames)]
-    return not any(f"{os.sep}orbax{os.sep}" in file for file in files)
+    return not any(_ORBAX in file for file in files)
+
+
+def _hide_coroutines() -> None:
+    """Hide Python's warnings about reads and writes that did not begin because an earlier one failed."""
+    warnings.filterwarnings("ignore", r"coroutine '.*' was never awaited", RuntimeWarning)
 
 
 _hooks: dict[str, Callable[..., Any]] = {}  # Python's, which the two functions below call
@@ -391,7 +408,9 @@ def _show_uncaught(
 
 
 def _show_unraisable(event: Any) -> None:
-    if not _is_closed_loop(event.exc_value):
+    """Show an exception that Python could not raise as before, unless it is of a read or write that orbax gave up."""
+    code = getattr(event.object, "cr_code", None)
+    if not _is_closed_loop(event.exc_value) and not (code and _ORBAX in code.co_filename):
         _hooks["unraisable"](event)
 
 

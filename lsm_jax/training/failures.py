@@ -28,13 +28,13 @@ class WriteError(OSError):
 
 @contextlib.contextmanager
 def writing(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Raise every OSError inside the `with` block as a `WriteError` of `path`, unless it names another path."""
+    """Raise every OSError inside the `with` block as a `WriteError` of `path`."""
     try:
         yield
     except WriteError:
         raise
     except OSError as error:
-        raise WriteError(path, error) from error
+        raise WriteError(path, error, exact=True) from error
 
 
 def _system_error(error: BaseException) -> BaseException:
@@ -63,10 +63,17 @@ def refuse_links(workdir: Path) -> None:
     Raises:
         ValueError: one is a link; the message names it.
     """
-    folders = ("checkpoints", "checksums", "broken_checkpoints", "tensorboard", "profile", "plots")
-    for name in (*folders, "run.lock"):
+    for name in (
+        "checkpoints",
+        "checksums",
+        "broken_checkpoints",
+        "tensorboard",
+        "profile",
+        "plots",
+        "run.lock",
+    ):
         found = [workdir / name]
-        if name in folders[:3] and found[0].is_dir() and not found[0].is_symlink():
+        if name == "checkpoints" and found[0].is_dir() and not found[0].is_symlink():
             found += sorted(found[0].iterdir())
         for path in found:
             if path.is_symlink():

@@ -30,12 +30,7 @@ from lsm_jax.parallel import (
     place_batch,
     token_sharding,
 )
-from lsm_jax.training.batches import (
-    RecentBatches,
-    check_row_length,
-    eval_batches,
-    train_batches,
-)
+from lsm_jax.training.batches import RecentBatches, eval_batches, train_batches
 from lsm_jax.training.checkpoints import Checkpoints, abstract_like
 from lsm_jax.training.config import TrainConfig
 from lsm_jax.training.expert_buffers import ExpertBuffers
@@ -148,9 +143,6 @@ def _train(
         keep_every=config.keep_every,
         clean=True,
     )
-    data = fingerprint(config.data)
-    if not checkpoints.steps:  # so that runs of earlier versions can be resumed
-        check_row_length(config.data, data)
     if config.eval_every:
         with contextlib.closing(eval_batches(config, mesh)) as held_out:
             next(held_out)
@@ -161,6 +153,7 @@ def _train(
     ):
         program = make_program(buffers.config, mesh)
         target = abstract_like(jax.eval_shape(program.init), program.shardings)
+        data = fingerprint(config.data)
         if checkpoints.steps:
             check_data(workdir, data)
         state = checkpoints.restore(target, iterator)

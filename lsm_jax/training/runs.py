@@ -21,7 +21,7 @@ from lsm_jax.data import fingerprint_changes
 from lsm_jax.files import bounded_json, write_atomically
 from lsm_jax.models import Decoder, abstract
 from lsm_jax.training.checkpoints import Checkpoints
-from lsm_jax.training.config import TrainConfig
+from lsm_jax.training.config import TrainConfig, check_implementations
 from lsm_jax.training.config_json import check_types, differences, from_dict, to_dict
 from lsm_jax.training.failures import refuse_links, writing
 from lsm_jax.training.partition import digests, join, leaves_of, like, split, targets
@@ -84,6 +84,7 @@ def read_config(workdir: str | os.PathLike[str], argument: str = "workdir") -> T
     try:
         check_types(config)
         config.model.validate()
+        check_implementations(config.model, "model.")
     except (ValueError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{argument}={str(workdir)!r}: its config.json describes no model ({error}); correct the file"
