@@ -59,7 +59,7 @@ class Checkpoints:
         self._opened: ocp.training.Checkpointer | None = None
         self._sealing: list[threading.Thread] = []
         self._failure: WriteError | None = None  # of a save in the background
-        self._failed_step = 0
+        self._failed_step, self._raised = 0, False
 
     @property
     def _checkpointer(self) -> ocp.training.Checkpointer:
@@ -136,6 +136,7 @@ class Checkpoints:
         path = self.directory / str(step)
         if self._failure is None:
             self._failure, self._failed_step = WriteError(path, error, exact=True), step
+            self._failure.__cause__ = error
         _hide_coroutines()
         self._delete_parts(step)
 
@@ -157,6 +158,7 @@ class Checkpoints:
             WriteError: the checkpoint could not be written.
         """
         if self._failure is not None:
+            self._raised = True
             raise self._failure
 
     def _checksums(self, step: int) -> Path:
@@ -310,10 +312,21 @@ class Checkpoints:
         self.raise_failure()
 
     def close(self) -> None:
-        """Wait until all checkpoints are written, then release the threads and files of orbax's checkpointer; an error
-        that `raise_failure` raises is not raised again."""
-        with contextlib.suppress(WriteError):
+        """Wait until all checkpoints are written, then release the threads and files of orbax's checkpointer.
+
+        Raises:
+            WriteError: a checkpoint could not be written, and no other method has raised that error.
+        """
+        raised = self._raised
+        try:
             self.wait()
+        except WriteError:
+            if not raised:
+                raise
+        finally:
+            self._release()
+
+    def _release(self) -> None:
         if self._opened is not None:
             try:
                 self._opened.close()

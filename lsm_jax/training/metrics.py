@@ -26,7 +26,7 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
-from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.proto import event_pb2
 from tensorboardX.record_writer import masked_crc32c
 from tensorboardX.summary import scalar
 
@@ -34,6 +34,9 @@ from lsm_jax.files import write_atomically
 from lsm_jax.training.failures import writing
 
 SECONDS_BETWEEN_LINES = 10.0
+
+_protocol: Any = event_pb2  # its messages are made at run time
+Event, SessionLog = _protocol.Event, _protocol.SessionLog
 
 
 class MetricsWriter:
@@ -115,7 +118,7 @@ class Events:
                 Event(step=purge_step, session_log=SessionLog(status=SessionLog.START)),
             )
 
-    def _write(self, *events: Event) -> None:
+    def _write(self, *events: Any) -> None:
         records = b""
         for event in events:
             data = event.SerializeToString()

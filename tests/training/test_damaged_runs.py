@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 
 import jax
 import numpy as np
@@ -122,6 +124,14 @@ def test_fields_of_another_type_are_refused():
     one.data.sequence_length = 3.5
     with pytest.raises(ValueError, match="data.sequence_length=3.5: accepted is int"):
         check_types(one)
+
+
+def test_results_of_an_evaluation_stay_in_the_run(intact, tmp_path):
+    for name in ("../x", ".."):
+        command = [sys.executable, "eval.py", f"--workdir={intact}", f"--output={name}"]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 1 and "--output names" in done.stderr.splitlines()[-1]
+        assert "Traceback" not in done.stderr and not (intact / "x").exists()
 
 
 def test_a_ring_of_init_from_is_an_error(intact, text, tmp_path):

@@ -10,10 +10,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from lsm_jax.training import read_rows, train
-from lsm_jax.training.loop import TrainingNotSaved
+from lsm_jax.training import Checkpoints, TrainingNotSaved, read_rows, train
 from lsm_jax.training.metrics import Events, MetricsWriter
 from tests.training import tiny
 
@@ -86,11 +87,22 @@ def test_a_full_disk_is_one_line_and_the_run_continues(small_disk, tmp_path):
     check_output(
         code, output, rf"{run}/checkpoints/6: the disk is full; checkpoint 3 in {run} is complete"
     )
-    assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["3"]
+    assert Checkpoints(run / "checkpoints").steps == [3]
     subprocess.run(["mount", "-o", "remount,size=4m", str(disk)], check=True)
     code, output = run_command(tmp_path, run)
     assert code == 0 and "finished 12 steps" in output
     assert [row["step"] for row in read_rows(run / "metrics.jsonl")] == list(range(1, 13))
+    assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["12", "9"]
+
+
+def test_parameters_that_cannot_be_saved_are_an_error(small_disk):
+    """As in an import of a pretrained model, which saves once and closes."""
+    folder = small_disk("16k")
+    checkpoints = Checkpoints(folder / "checkpoints")
+    with pytest.raises(OSError, match="checkpoints/0: the disk is full"):
+        checkpoints.save_params(0, {"x": jnp.asarray(np.random.default_rng(0).normal(size=20_000))})
+        checkpoints.close()
+    checkpoints.close()
 
 
 @pytest.mark.parametrize(
