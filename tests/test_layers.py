@@ -39,6 +39,7 @@ ALLOWED = {
         "parallel",
         "data",
         "training.runs",
+        "training.metrics",
         "files",
     },
     "models": {"mixers", "feedforward", "ops", "parallel"},

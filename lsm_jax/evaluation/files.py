@@ -13,10 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from lsm_jax.files import MEGABYTE, inside, parse_json, reason, replacing, write_atomically
+from lsm_jax.files import MEGABYTE, inside, reason, replacing, write_atomically
 
 _PROBE_BYTES = MEGABYTE
-_LONGEST_LINE = 1 << 26
 
 
 class UnwrittenResults(OSError):
@@ -118,13 +117,3 @@ def _named(path: Path) -> Iterator[None]:
         if error.errno is None:
             raise
         raise OSError(error.errno, error.strerror, str(path)) from error
-
-
-def read_lines(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a run's `metrics.jsonl` that can be read: JSON objects with an integer "step"."""
-    with open(path, "rb") as file:
-        while line := file.readline(_LONGEST_LINE):
-            with contextlib.suppress(ValueError):
-                row = parse_json(line, path)
-                if type(row.get("step")) is int:
-                    yield row

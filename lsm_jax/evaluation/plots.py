@@ -16,8 +16,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter, StrMethodFormatter
 
 from lsm_jax.evaluation.curve import LossCurve
-from lsm_jax.evaluation.files import read_lines, write_figure
+from lsm_jax.evaluation.files import write_figure
 from lsm_jax.evaluation.needle import NeedleScores
+from lsm_jax.training.metrics import read_rows
 
 COLOURS = ("#1f5a96", "#c8553d", "#3a7d44", "#8a5a9e", "#b8860b", "#4a4a4a")
 WINDOW = 101  # positions, as in the published plots of long documents
@@ -113,7 +114,7 @@ def read_metrics(path: str | os.PathLike[str]) -> dict[str, tuple[np.ndarray, np
     If several lines have the same step, as after a resumed run, the last one counts.
     """
     series: dict[str, dict[int, float]] = {}
-    for record in read_lines(path):
+    for record in read_rows(Path(path)):
         for name, value in record.items():
             if name != "step" and isinstance(value, int | float) and not isinstance(value, bool):
                 series.setdefault(name, {})[record["step"]] = float(value)

@@ -20,10 +20,11 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from lsm_jax.data import make_eval_iterator
-from lsm_jax.evaluation.files import read_lines, write_json, writing
+from lsm_jax.evaluation.files import write_json, writing
 from lsm_jax.evaluation.plots import colours, label_axes, new_figure, save_figure
 from lsm_jax.evaluation.request import Request, heldout_config, run_tokenizer
 from lsm_jax.models import Decoder
+from lsm_jax.training.metrics import read_rows
 
 if TYPE_CHECKING:
     from lsm_jax.training.runs import Run
@@ -212,7 +213,7 @@ def read_router(path: str | os.PathLike[str], name: str) -> tuple[np.ndarray, np
     Layers with fewer memories than others are padded with NaN.
     """
     rows: dict[int, Any] = {}
-    for row in read_lines(path):
+    for row in read_rows(Path(path)):
         if layers := by_layer(row, name):
             if isinstance(layers[0], list):
                 most = max(map(len, layers))

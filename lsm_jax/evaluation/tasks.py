@@ -34,6 +34,7 @@ from lsm_jax.evaluation.request import (
 )
 from lsm_jax.evaluation.router import routing, routing_table
 from lsm_jax.evaluation.tables import needle_table, perplexity_table
+from lsm_jax.files import inside
 from lsm_jax.models import Decoder
 from lsm_jax.parallel import largest_divisor
 
@@ -331,8 +332,10 @@ def check_tasks(names: list[str]) -> list[str]:
 
 
 def plot_run(workdir: str | os.PathLike[str], name: str = "") -> Path:
-    """Plot the training curves of a run to workdir/plots/training.png; returns that path."""
+    """Plot the training curves of a run to workdir/plots/training.png; returns that path. A link in place of the
+    folder or the file is refused or replaced."""
     workdir = Path(workdir)
+    inside(workdir, "plots", what="the folder of plots")
     return plot_training(
         {name: workdir}, workdir / "plots" / "training.png", title=name or "Training"
     )

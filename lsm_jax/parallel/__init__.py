@@ -19,7 +19,14 @@ from lsm_jax.parallel.experts import (
     sum_over,
     to_owners,
 )
-from lsm_jax.parallel.hosts import Agreement, data_shard, join_hosts, launcher, place_batch
+from lsm_jax.parallel.hosts import (
+    Agreement,
+    data_shard,
+    first_process_text,
+    join_hosts,
+    launcher,
+    place_batch,
+)
 from lsm_jax.parallel.mesh import (
     AXES,
     BATCH_AXES,
@@ -53,6 +60,7 @@ __all__ = [
     "constrain",
     "data_shard",
     "exchange_options",
+    "first_process_text",
     "gather_along",
     "join_hosts",
     "launcher",

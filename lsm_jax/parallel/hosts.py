@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,6 +22,8 @@ _COUNTS = {
     "TPU pod": "TPU_WORKER_HOSTNAMES",
     "TPU slices": "MEGASCALE_NUM_SLICES",
 }
+_TEXT_BYTES = 2048
+_BIND_ADDRESS = "JAX_COORDINATOR_BIND_ADDRESS"
 _VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 
 
@@ -56,6 +59,10 @@ def join_hosts() -> None:
     """Connect this process to the other processes of the run, if there are any. Call it before jax uses any
     device.
 
+    The first process listens for the others, without encryption. With JAX_COORDINATOR_ADDRESS it listens at that address
+    only, or at JAX_COORDINATOR_BIND_ADDRESS if that is set; JAX would listen on all network interfaces. Under other
+    launchers JAX finds the address, and listens on all interfaces unless JAX_COORDINATOR_BIND_ADDRESS is set.
+
     Raises:
         ValueError: the environment says that there are several processes, but they cannot be connected.
     """
@@ -70,12 +77,17 @@ def join_hosts() -> None:
                 raise ValueError(f"{variable}={value!r}: it must be an integer from 0")
         keys = ("num_processes", "process_id")
         arguments = {k: int(v) for k, v in zip(keys, numbers.values(), strict=True) if v}
+        address = os.environ[name]
+        if not re.fullmatch(r".+:\d{1,5}", address):
+            raise ValueError(f"{name}={address!r}: accepted is HOST:PORT of the first process")
+        arguments["coordinator_bind_address"] = os.environ.get(_BIND_ADDRESS, address)
     try:
         jax.distributed.initialize(**arguments)
     except (ValueError, RuntimeError) as error:
         raise ValueError(
             f"{name} says that this process is one of several, but it cannot connect to them: {str(error).rstrip('.')}. Set "
-            f"{', '.join(_VARIABLES)}, or run a single process"
+            f"{', '.join(_VARIABLES)}, or run a single process; {_BIND_ADDRESS} is the first process's address, if the others "
+            "reach it by another name"
         ) from error
 
 
@@ -141,6 +153,21 @@ def _padded(batch: dict[str, np.ndarray], sharding: NamedSharding) -> dict[str, 
         return batch
     batch = {"segment_ids": np.ones((rows, length), np.int32)} | batch
     return {name: np.pad(x, [(0, 0), (0, padding)]) for name, x in batch.items()}
+
+
+def first_process_text(text: str, mesh: Mesh) -> str:
+    """Return the `text` of the run's first process to all its processes, which must call this together; at most
+    `_TEXT_BYTES` of it. With one process, return `text`.
+    """
+    if jax.process_count() == 1:
+        return text
+    data = text.encode()[:_TEXT_BYTES] if jax.process_index() == 0 else b""
+    local = np.zeros((jax.local_device_count(), _TEXT_BYTES), np.uint8)
+    local[:, : len(data)] = np.frombuffer(data, np.uint8)
+    by_device = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+    codes = jax.make_array_from_process_local_data(by_device, local, (mesh.size, _TEXT_BYTES))
+    largest = jax.jit(lambda x: x.max(axis=0), out_shardings=NamedSharding(mesh, PartitionSpec()))
+    return bytes(np.asarray(largest(codes))).rstrip(b"\0").decode(errors="ignore")
 
 
 class Agreement:

@@ -3,7 +3,7 @@
 from lsm_jax.training.checkpoints import Checkpoints
 from lsm_jax.training.config import OptimizerConfig, TrainConfig
 from lsm_jax.training.config_json import differences, from_dict, to_dict
-from lsm_jax.training.loop import TrainingStopped, TrainResult, train
+from lsm_jax.training.loop import TrainingNotSaved, TrainingStopped, TrainResult, train
 from lsm_jax.training.metrics import read_rows
 from lsm_jax.training.optimizer import learning_rate, make_optimizer
 from lsm_jax.training.recall_config import RecallConfig
@@ -23,6 +23,7 @@ __all__ = [
     "TrainConfig",
     "TrainResult",
     "TrainState",
+    "TrainingNotSaved",
     "TrainingStopped",
     "differences",
     "from_dict",

@@ -8,9 +8,13 @@ import dataclasses
 import gc
 import io
 import logging
+import os
 import shutil
 import sys
 import threading
+import time
+import traceback
+import types
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,7 +24,12 @@ import jax
 from orbax.checkpoint import v1 as ocp
 
 from lsm_jax.training.checksums import check_files, write_checksums
+from lsm_jax.training.failures import WriteError
+from lsm_jax.training.partition import leaves_of
 from lsm_jax.training.step import TrainState
+
+_ORBAX = f"{os.sep}orbax{os.sep}"  # in the paths of orbax's files
+_MOST_DELETED = 20  # checkpoints that may be deleted one after another while they are read
 
 
 class Checkpoints:
@@ -31,6 +40,9 @@ class Checkpoints:
     written to another folder, and compared when the checkpoint is read. A checkpoint without checksums, as
     after a kill between the two, is read unchecked. Parameters are stored separately from the optimizer's
     state, so that evaluation reads only parameters.
+
+    One process may save while others read: a checkpoint that is deleted while it is read is not returned, and the next
+    one is read instead. Reading creates nothing in the run's directory.
 
     Args:
         directory: the folder of the run's checkpoints; created at the first save.
@@ -47,12 +59,15 @@ class Checkpoints:
         self._keep_last, self._keep_every, self._clean = keep_last, keep_every, clean
         self._opened: ocp.training.Checkpointer | None = None
         self._sealing: list[threading.Thread] = []
+        self._failure: WriteError | None = None  # of a save in the background
+        self._failed_step, self._raised = 0, False
 
     @property
     def _checkpointer(self) -> ocp.training.Checkpointer:
         """Return orbax's checkpointer of the run; it is made at the first use, since making it creates the
         checkpoints' folder."""
         if self._opened is None:
+            _hide_errors_of_threads()
             policies = ocp.training.preservation_policies
             alternatives: list[Any] = [policies.LatestN(n=self._keep_last)]
             if self._keep_every:
@@ -65,10 +80,24 @@ class Checkpoints:
 
     @property
     def steps(self) -> list[int]:
-        """The numbers of the training steps whose checkpoints exist, in ascending order."""
-        if self._opened is None and not self.directory.is_dir():
+        """The numbers of the training steps whose checkpoints exist, in ascending order; in the process that
+        saves, also that of the checkpoint that is being saved."""
+        if self._opened is not None:
+            return sorted(c.step for c in self._opened.checkpoints)
+        return self._complete_steps()
+
+    def _complete_steps(self) -> list[int]:
+        """Return the numbers of the steps whose complete checkpoints are on the disk, in ascending order. The folder
+        of a save that is not complete has another kind of name."""
+        try:
+            with os.scandir(self.directory) as entries:
+                return sorted(
+                    int(entry.name)
+                    for entry in entries
+                    if entry.name.isascii() and entry.name.isdecimal() and entry.is_dir()
+                )
+        except FileNotFoundError:
             return []
-        return sorted(c.step for c in self._checkpointer.checkpoints)
 
     def save(self, step: int, state: TrainState, data: Any) -> None:
         """Save a checkpoint of training step `step`: the train state (parameters, optimizer, counters) and
@@ -83,19 +112,55 @@ class Checkpoints:
         self._save(step, dict(params=params))
 
     def _save(self, step: int, parts: dict[str, Any]) -> None:
+        self.raise_failure()
         if step in self.steps:
             return
         first = jax.process_index() == 0  # one host writes for all
-        if first:
-            self._checksums(step).unlink(
-                missing_ok=True
-            )  # those of a broken checkpoint that this one replaces
-        # Without `force`, orbax skips a save while the previous one is still running.
-        response = self._checkpointer.save_checkpointables_async(step, parts, force=True)
+        try:
+            if first:  # those of a broken checkpoint that this one replaces
+                self._checksums(step).unlink(missing_ok=True)
+            # Without `force`, orbax skips a save while the previous one is still running.
+            response = self._checkpointer.save_checkpointables_async(step, parts, force=True)
+        except Exception as error:  # orbax raises errors of the disk as several types
+            for thread in self._sealing:  # it may be the error of the save before
+                thread.join()
+            self._fail(step, error)
+            self.raise_failure()
+            return
         if first and response is not None:
             self._sealing = [thread for thread in self._sealing if thread.is_alive()]
             self._sealing.append(threading.Thread(target=self._seal, args=(step, response)))
             self._sealing[-1].start()
+
+    def _fail(self, step: int, error: Exception) -> None:
+        """Record that the checkpoint of a step could not be saved, and delete what was written of it."""
+        path = self.directory / str(step)
+        if self._failure is None:
+            self._failure, self._failed_step = WriteError(path, error, exact=True), step
+            self._failure.__cause__ = error
+        _hide_coroutines()
+        self._delete_parts(step)
+
+    def _delete_parts(self, step: int) -> bool:
+        """Delete the unfinished save of a step; return whether there was one."""
+        parts = [
+            part
+            for part in self.directory.glob(f"{step}.orbax-checkpoint-tmp*")
+            if not part.is_symlink()
+        ]
+        for part in parts:
+            shutil.rmtree(part, ignore_errors=True)
+        return bool(parts)
+
+    def raise_failure(self) -> None:
+        """Raise the error of a save that failed in the background, if there was one.
+
+        Raises:
+            WriteError: the checkpoint could not be written.
+        """
+        if self._failure is not None:
+            self._raised = True
+            raise self._failure
 
     def _checksums(self, step: int) -> Path:
         # Not in the checkpoint's folder, which orbax may be removing at the same time.
@@ -106,7 +171,8 @@ class Checkpoints:
         the checksums of checkpoints that no longer exist. It runs in a separate thread."""
         try:
             response.result()
-        except Exception:  # `wait` raises the error of a failed save
+        except Exception as error:  # `raise_failure` raises it in the main thread
+            self._fail(step, error)
             return
         try:
             write_checksums(self._checksums(step), self.directory / str(step))
@@ -117,8 +183,38 @@ class Checkpoints:
             if (self.directory / str(step)).is_dir():
                 _say(f"checkpoint {step}: its checksums could not be written: {error}")
 
-    def _check(self, step: int, wanted: Callable[[str], bool] = lambda name: True) -> None:
-        check_files(self._checksums(step), self.directory / str(step), wanted)
+    def _read(self, step: int, parts: dict[str, Any]) -> dict[str, Any]:
+        """Read some parts of a checkpoint (name -> the shapes and shardings to read it to), after comparing their files
+        with the checksums.
+
+        Raises:
+            ValueError: a file is not what was saved, or the parts have other parameters or shapes.
+            _DeletedError: the checkpoint was deleted in the meantime.
+            Exception: what orbax raises for files that are cut short.
+        """
+        folder = self.directory / str(step)
+
+        def wanted(name: str) -> bool:
+            return "/" not in name or name.partition("/")[0] in parts
+
+        def files() -> set[str]:
+            paths = (p for p in folder.rglob("*") if p.is_file())
+            return set(filter(wanted, (p.relative_to(folder).as_posix() for p in paths)))
+
+        before = files()
+        check_files(self._checksums(step), folder, wanted)
+        try:
+            with _quiet():
+                loaded = ocp.load_checkpointables(str(folder), parts)
+        except Exception as error:
+            _hide_errors_of_threads()
+            _hide_coroutines()
+            if problem := _different_shapes(folder, parts):
+                raise ValueError(problem) from error
+            raise
+        if not before <= files():
+            raise _DeletedError(step)
+        return loaded
 
     def restore(self, target: TrainState, data: Any) -> TrainState | None:
         """Restore the train state of the newest checkpoint that can be read, in the shapes and shardings of
@@ -132,12 +228,10 @@ class Checkpoints:
         """
         parts = dict(params=target.params, training=dataclasses.replace(target, params={}))
         broken: list[tuple[int, Exception]] = []
-        steps = self.steps
+        steps = self._complete_steps()
         for step in reversed(steps):
             try:
-                self._check(step)
-                with _quiet():
-                    loaded = self._checkpointer.load_checkpointables(step, {**parts, "data": data})
+                loaded = self._read(step, {**parts, "data": data})
             except Exception as error:  # whatever the storage raises for a file cut short
                 _say(f"checkpoint {step} in {self.directory} cannot be read: {_reason(error)}")
                 broken.append((step, error))
@@ -146,11 +240,11 @@ class Checkpoints:
                 self._set_aside(broken_step)
             if broken:
                 _say(f"continuing from checkpoint {step}, the one before")
-                self._checkpointer.reload()
             return dataclasses.replace(loaded["training"], params=loaded["params"])
         if broken:
             raise ValueError(
-                f"none of the checkpoints {', '.join(map(str, steps))} in {self.directory} can be read"
+                f"none of the checkpoints {', '.join(map(str, steps))} in {self.directory} can be read: "
+                f"{_reason(broken[0][1])}"
             ) from broken[0][1]
         return None
 
@@ -161,55 +255,193 @@ class Checkpoints:
         `step`, of the newest checkpoint that can be read.
 
         Raises:
-            ValueError: the checkpoint does not exist or cannot be read.
+            ValueError: the checkpoint does not exist or cannot be read, or `_MOST_DELETED` checkpoints were deleted while
+                they were read.
         """
-        steps = self.steps
-        if not steps:
-            raise ValueError(f"{self.directory} has no checkpoint")
-        if step is not None and step not in steps:
-            raise ValueError(
-                f"step={step}: {self.directory} has checkpoints of steps {', '.join(map(str, steps))}"
-            )
-        failure = None
-        for candidate in reversed(steps) if step is None else [step]:
-            try:
-                self._check(candidate, lambda name: "/" not in name or name.startswith("params/"))
-                with _quiet():
-                    loaded = self._checkpointer.load_checkpointables(candidate, dict(params=target))
-                return loaded["params"], candidate
-            except Exception as error:  # whatever the storage raises for a file cut short
-                _say(f"checkpoint {candidate} in {self.directory} cannot be read: {_reason(error)}")
-                failure = error
-        raise ValueError(f"no checkpoint in {self.directory} can be read: {failure}") from failure
+        for _ in range(_MOST_DELETED):
+            steps = self._complete_steps()
+            if not steps:
+                raise ValueError(f"{self.directory} has no checkpoint")
+            if step is not None and step not in steps:
+                raise ValueError(
+                    f"step={step}: {self.directory} has checkpoints of steps {', '.join(map(str, steps))}"
+                )
+            failure: Exception | None = None
+            for candidate in reversed(steps) if step is None else [step]:
+                try:
+                    return self._read(candidate, dict(params=target))["params"], candidate
+                except Exception as error:  # whatever the storage raises for a file cut short
+                    if self._changed_since(steps, candidate):
+                        failure = None
+                        break
+                    _say(
+                        f"checkpoint {candidate} in {self.directory} cannot be read: {_reason(error)}"
+                    )
+                    failure = error
+            if failure is not None:
+                raise ValueError(
+                    f"no checkpoint in {self.directory} can be read: {_reason(failure)}"
+                ) from failure
+        raise ValueError(
+            f"{self.directory}: {_MOST_DELETED} checkpoints were deleted, one after another, while they were read: a process "
+            "trains this run and saves more often than a checkpoint can be read. Read it later, or raise keep_last or "
+            "checkpoint_every"
+        )
+
+    def _changed_since(self, steps: list[int], step: int) -> bool:
+        """Return whether the checkpoint of `step` was deleted, or a newer one completed, since `steps` were listed; a
+        newer one is completed before an older one is deleted."""
+        now = self._complete_steps()
+        return step not in now or now[-1] > steps[-1]
 
     def wait(self) -> None:
         """Wait until the checkpoint that is being written in the background is complete, and its checksums
-        are written."""
-        if self._opened is not None:
-            self._opened.wait()
+        are written.
+
+        Raises:
+            WriteError: a checkpoint could not be written.
+        """
+        if self._opened is not None and self._failure is None:
+            try:
+                self._opened.wait()
+            except Exception as error:
+                steps = self._complete_steps()
+                pending = [s for s in self.steps if s not in steps]
+                self._fail(pending[-1] if pending else 0, error)
         for thread in self._sealing:
             thread.join()
+        self.raise_failure()
 
     def close(self) -> None:
-        """Wait until all checkpoints are written, then release the threads and files of orbax's
-        checkpointer."""
-        self.wait()
+        """Wait until all checkpoints are written, then release the threads and files of orbax's checkpointer.
+
+        Raises:
+            WriteError: a checkpoint could not be written, and no other method has raised that error.
+        """
+        raised = self._raised
+        try:
+            self.wait()
+        except WriteError:
+            if not raised:
+                raise
+        finally:
+            self._release()
+
+    def _release(self) -> None:
         if self._opened is not None:
-            self._opened.close()
+            try:
+                self._opened.close()
+            except Exception:
+                if self._failure is None:
+                    raise
+        if self._failure is not None:
+            for _ in range(10):  # threads may still write after the failure
+                if not self._delete_parts(self._failed_step):
+                    break
+                time.sleep(0.05)
 
     def _set_aside(self, step: int) -> None:
         """Move a checkpoint that cannot be read to the folder `broken_checkpoints`, so that a later save of
         the same training step can replace it."""
         aside = self.directory.parent / "broken_checkpoints" / str(step)
-        shutil.rmtree(aside, ignore_errors=True)
-        aside.parent.mkdir(exist_ok=True)
-        shutil.move(self.directory / str(step), aside)
-        self._checksums(step).unlink(missing_ok=True)
+        try:
+            aside.parent.mkdir(exist_ok=True)
+            if aside.is_symlink() or aside.is_file():
+                aside.unlink()
+            elif aside.exists():
+                shutil.rmtree(aside)
+            os.rename(self.directory / str(step), aside)
+            self._checksums(step).unlink(missing_ok=True)
+        except OSError as error:
+            raise WriteError(aside, error) from error
         _say(f"checkpoint {step} was moved to {aside}")
 
 
+class _DeletedError(Exception):
+    """Raised if a checkpoint was deleted while it was read."""
+
+
+def _different_shapes(folder: Path, parts: dict[str, Any]) -> str:
+    """Return by how the parameters in a checkpoint's folder differ from those in `parts`, with their shapes; an empty
+    text if they do not, or if the checkpoint does not say."""
+    if "params" not in parts:
+        return ""
+    try:
+        with _quiet():
+            stored = _shapes(ocp.metadata(str(folder), checkpointable_name="params").metadata)
+    except Exception:  # damaged metadata, of which the caller has an error
+        return ""
+    expected = _shapes(parts["params"])
+    lines = [
+        f"{name} is {stored.get(name, 'absent')} in the checkpoint and {expected.get(name, 'absent')} in the config"
+        for name in dict.fromkeys([*expected, *stored])
+        if stored.get(name) != expected.get(name)
+    ]
+    more = f", and {len(lines) - 5} more" if len(lines) > 5 else ""
+    return f"the config has another model: {'; '.join(lines[:5])}{more}" if lines else ""
+
+
+def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each array in a tree of arrays or of orbax's descriptions, by its dotted path."""
+    return {name: tuple(x.shape) for name, x in leaves_of(tree).items() if hasattr(x, "shape")}
+
+
+def _hide_errors_of_threads() -> None:
+    """Hide the errors of orbax's threads from now on, of which each is printed several times with its traceback, also
+    after a save or a read has ended. The first one is raised in the main thread (`Checkpoints.raise_failure`)."""
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).addFilter(_is_no_error_of_orbax)
+    if not _hooks:
+        _hooks.update(uncaught=sys.excepthook, unraisable=sys.unraisablehook)
+        sys.excepthook, sys.unraisablehook = _show_uncaught, _show_unraisable
+
+
+def _is_no_error_of_orbax(record: logging.LogRecord) -> bool:
+    if record.levelno < logging.ERROR:
+        return True
+    frames = traceback.walk_tb(record.exc_info[2]) if record.exc_info else ()
+    files = [record.pathname, *(frame.f_code.co_filename for frame, _ in frames)]
+    return not any(_ORBAX in file for file in files)
+
+
+def _hide_coroutines() -> None:
+    """Hide Python's warnings about reads and writes that did not begin because an earlier one failed."""
+    warnings.filterwarnings("ignore", r"coroutine '.*' was never awaited", RuntimeWarning)
+
+
+_hooks: dict[str, Callable[..., Any]] = {}  # Python's, which the two functions below call
+
+
+def _show_uncaught(
+    kind: type[BaseException], error: BaseException, trace: types.TracebackType | None
+) -> None:
+    """Show an uncaught exception as before, unless tensorstore raised it in one of its threads because a save ended,
+    with an error, before all of its writes."""
+    if not _is_closed_loop(error):
+        _hooks["uncaught"](kind, error, trace)
+
+
+def _show_unraisable(event: Any) -> None:
+    """Show an exception that Python could not raise as before, unless it is of a read or write that orbax gave up."""
+    code = getattr(event.object, "cr_code", None)
+    if not _is_closed_loop(event.exc_value) and not (code and _ORBAX in code.co_filename):
+        _hooks["unraisable"](event)
+
+
+def _is_closed_loop(error: BaseException | None) -> bool:
+    return isinstance(error, RuntimeError) and str(error) == "Event loop is closed"
+
+
 def _reason(error: Exception) -> str:
-    return str(error).strip().splitlines()[0][:300] if str(error).strip() else repr(error)
+    """Return an error's text on one line of at most 400 characters."""
+    text = " ".join(str(error).split())
+    if (
+        "incompatible handler" in text
+    ):  # orbax's words for every error of a part, with the whole tree
+        cause = error.__cause__ or error.__context__
+        text = " ".join(str(cause).split()) if cause is not None else ""
+        text = f"a part of it is damaged ({text[:300]})" if text else "a part of it is damaged"
+    return text[:400] if text else repr(error)
 
 
 def _say(text: str) -> None:

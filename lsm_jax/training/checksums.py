@@ -9,6 +9,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from lsm_jax.files import bounded_json, write_atomically
+
 _READ_BYTES = 1 << 20
 
 
@@ -27,16 +29,37 @@ def write_checksums(path: Path, folder: Path) -> None:
     files = sorted(p for p in folder.rglob("*") if p.is_file())
     values = {p.relative_to(folder).as_posix(): crc32(p) for p in files}
     path.parent.mkdir(exist_ok=True)
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_text(json.dumps(values))
-    os.replace(draft, path)
+    write_atomically(path, json.dumps(values))
+
+
+def read_checksums(path: Path) -> dict[str, int]:
+    """Return the checksums in the file `path` by the name of their file; empty if `path` does not exist, because a kill
+    came before it was written.
+
+    Raises:
+        ValueError: the file is not what `write_checksums` writes.
+    """
+    if not path.exists():
+        return {}
+    try:
+        values = bounded_json(path, max_bytes=1 << 30)
+        for name, value in values.items():
+            if not isinstance(value, int) or ".." in Path(name).parts or Path(name).is_absolute():
+                raise ValueError(f"{path} has the entry {name!r}: {value!r}"[:300])
+    except ValueError as error:
+        if not path.exists():  # deleted in the meantime
+            return {}
+        raise ValueError(
+            f"its checksums are damaged ({error}); delete the file to read the checkpoint without them"
+        ) from error
+    return values
 
 
 def check_files(path: Path, folder: Path, wanted: Callable[[str], bool]) -> None:
     """Compare the content of a checkpoint's files with the checksums that were written when it was saved;
     only the files that `wanted` selects are read.
 
-    If `path` does not exist or is incomplete, because a kill came before it was written, nothing is compared.
+    If `path` does not exist, because a kill came before it was written, nothing is compared.
 
     Args:
         path: the JSON file of the checksums.
@@ -44,12 +67,9 @@ def check_files(path: Path, folder: Path, wanted: Callable[[str], bool]) -> None
         wanted: function from a file's path relative to `folder` to whether the file is read.
 
     Raises:
-        ValueError: a file differs or is missing; the message names it.
+        ValueError: a file differs or is missing, or the checksums are damaged; the message names the file.
     """
-    try:
-        values = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return
+    values = read_checksums(path)
     names = [name for name in values if wanted(name)]
 
     def problem(name: str) -> str | None:

@@ -13,7 +13,9 @@ from absl import logging
 from lsm_jax import mixers
 from lsm_jax.data import DataConfig
 from lsm_jax.models import ModelConfig
+from lsm_jax.ops.backends.registry import backends_of, names_of
 from lsm_jax.parallel import MeshConfig, batch_shards
+from lsm_jax.training.config_json import check_types
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -148,7 +150,9 @@ class TrainConfig:
             num_devices: number of devices to check the mesh for; None does not check it.
             on_paper: whether to skip the checks that open the files of the pretrained model `base`.
         """
+        check_types(self)
         self.model.validate()
+        check_implementations(self.model, "model.")
         self.data.validate()
         self.optimizer.validate()
         for name in (
@@ -265,6 +269,37 @@ class TrainConfig:
                     size,
                     math.lcm(self.data.align_documents, size),
                 )
+
+
+def check_implementations(config: Any, prefix: str = "") -> None:
+    """Check that the names of backends in a model's config, and in the configs in it, exist; `prefix` begins the name of
+    the field in the message.
+
+    Raises:
+        ValueError: an op has no backend of a name; the message lists those that it has.
+    """
+    if isinstance(config, dict):
+        for key, item in config.items():
+            check_implementations(item, f"{prefix}{key}.")
+    if not dataclasses.is_dataclass(config) or isinstance(config, type):
+        return
+    named: dict[str, tuple[str, Any]] = {}  # field -> (op, names of backends)
+    if isinstance(config, mixers.RecurrentConfig):
+        named["op.implementation"] = mixers.method_of(config).op, config.op.names()
+    if given := getattr(config, "implementation", None):
+        named["implementation"] = "attention", tuple(str(given).split(","))
+    for field, (op, names) in named.items():
+        if names and not isinstance(config, mixers.OpConfig):
+            ops = {op} if backends_of(op) else {m.op for m in mixers.METHODS.values()}
+            accepted = names_of(b for op in sorted(ops) for b in backends_of(op))
+            if wrong := [name for name in names if name not in accepted]:
+                listed = ", ".join(map(repr, accepted))
+                raise ValueError(
+                    f"{prefix}{field}={','.join(names)!r}: {op} has no backend {wrong[0]!r}; accepted are None and {listed}, "
+                    "or several with commas between them"
+                )
+    for field in dataclasses.fields(config):
+        check_implementations(getattr(config, field.name), f"{prefix}{field.name}.")
 
 
 def resolve_annotations(config: Any) -> None:

@@ -7,6 +7,9 @@ import dataclasses
 import difflib
 import importlib
 import json
+import numbers
+import types
+import typing
 from typing import Any
 
 from lsm_jax import mixers
@@ -104,6 +107,44 @@ def from_dict(value: Any) -> Any:
     if isinstance(value, list):
         return [from_dict(item) for item in value]
     return value
+
+
+def check_types(config: Any, prefix: str = "") -> None:
+    """Check that the fields of a config, and of the configs in it, have the types of their annotations; numbers are not
+    compared with their ranges.
+
+    Raises:
+        ValueError: a field has another type; the message has its dotted name, which begins with `prefix`.
+    """
+    if isinstance(config, dict):
+        for key, item in config.items():
+            check_types(item, f"{prefix}{key}.")
+    if not dataclasses.is_dataclass(config) or isinstance(config, type):
+        return
+    for field, hint in typing.get_type_hints(type(config)).items():
+        value = getattr(config, field, None)
+        if not _has_type(value, hint):
+            accepted = hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
+            raise ValueError(f"{prefix}{field}={value!r}: accepted is {accepted}"[:300])
+        check_types(value, f"{prefix}{field}.")
+
+
+def _has_type(value: Any, hint: Any) -> bool:
+    """Return whether a value has the type of an annotation, as far as the annotation has only types that configs use."""
+    kinds = typing.get_args(hint)
+    origin = typing.get_origin(hint)
+    if origin in (typing.Union, types.UnionType):
+        return any(_has_type(value, kind) for kind in kinds)
+    if origin is tuple and len(kinds) == 2 and kinds[1] is Ellipsis:
+        return isinstance(value, tuple | list) and all(_has_type(v, kinds[0]) for v in value)
+    if origin is dict and len(kinds) == 2:
+        return isinstance(value, dict) and all(_has_type(v, kinds[1]) for v in value.values())
+    if hint is float or hint is int:
+        kind = numbers.Real if hint is float else numbers.Integral
+        return isinstance(value, kind) and not isinstance(value, bool)
+    if hint in (bool, str, type(None)) or dataclasses.is_dataclass(hint):
+        return isinstance(value, hint)
+    return True
 
 
 def flatten(value: Any, prefix: str = "") -> dict[str, Any]:

@@ -4,10 +4,10 @@ the tokens' choices of experts do not fit, so that no token is dropped and no st
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
+from lsm_jax.files import bounded_json
 from lsm_jax.training.config import TrainConfig
 from lsm_jax.training.runs import write_json
 
@@ -127,13 +127,13 @@ def _with_buffers(config: TrainConfig, sizes: dict[str, float]) -> TrainConfig:
 
 
 def _read_growths(path: Path) -> list[dict[str, Any]]:
+    if not path.exists():
+        return []
     try:
-        growths = json.loads(path.read_text(encoding="utf-8"))["growths"]
+        growths = bounded_json(path)["growths"]
         for growth in growths:
             int(growth["step"]), int(growth["overflow_count"]), str(growth["during"])
             {letter: float(size) for letter, size in growth["expert_buffer"].items()}
-    except FileNotFoundError:
-        return []
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{path} is not a record of growths that this version wrote ({error!r}); correct it, or remove it to begin with the "

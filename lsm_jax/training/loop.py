@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import math
 import signal
@@ -22,11 +23,19 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from lsm_jax import interrupts
 from lsm_jax.data import fingerprint
 from lsm_jax.models import abstract, count_parameters, flops_per_token
-from lsm_jax.parallel import Agreement, make_mesh, place_batch, token_sharding
+from lsm_jax.parallel import (
+    Agreement,
+    first_process_text,
+    make_mesh,
+    place_batch,
+    token_sharding,
+)
 from lsm_jax.training.batches import RecentBatches, eval_batches, train_batches
 from lsm_jax.training.checkpoints import Checkpoints, abstract_like
 from lsm_jax.training.config import TrainConfig
 from lsm_jax.training.expert_buffers import ExpertBuffers
+from lsm_jax.training.failures import WriteError
+from lsm_jax.training.lock import LostLockError, RunLock
 from lsm_jax.training.metrics import Meter, MetricsWriter, TrainProgress, memory_gib, read_rows
 from lsm_jax.training.partition import digests, join, like, split, targets
 from lsm_jax.training.profiler import profiler
@@ -44,7 +53,12 @@ from lsm_jax.training.step import OVERFLOW, Program, TrainState, make_program, p
 
 class TrainingStopped(RuntimeError):
     """The error that is raised if training cannot continue: too many consecutive steps had a loss, gradient or new
-    parameters that were not finite, or a training batch could not be read."""
+    parameters that were not finite, a training batch could not be read, or another process took over the run's lock."""
+
+
+class TrainingNotSaved(TrainingStopped, OSError):
+    """The error that is raised if a file of the run cannot be written: the disk is full or read-only, or permission is
+    denied. The message names the file and the last complete checkpoint."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,27 +94,59 @@ def train(
             next step was started.
 
     Raises:
-        ValueError: the config, data, mesh or directory is not valid.
+        ValueError: the config, data, mesh or directory is not valid, or another process trains the same run.
         TrainingStopped: `config.max_bad_steps` consecutive steps had a loss, gradient or new parameters that
             are not finite, or a training batch could not be read.
+        TrainingNotSaved: a file of the run cannot be written.
     """
     workdir = Path(workdir).expanduser().absolute()
     config.validate(len(jax.devices()))
     check_workdir(workdir, config)
-    buffers = ExpertBuffers(config, workdir)
     mesh = make_mesh(config.mesh)
+    agree = functools.partial(first_process_text, mesh=mesh)
+    with RunLock(workdir, agree=agree, first=jax.process_index() == 0) as lock:
+        try:
+            return _train(config, workdir, mesh, lock, on_report)
+        except WriteError as error:
+            raise TrainingNotSaved(f"{error}; {_last_save(workdir)}") from error
+        except LostLockError as error:
+            raise TrainingStopped(f"{error}; {_last_save(workdir)}") from error
+
+
+def _last_save(workdir: Path) -> str:
+    """Return the end of an error message: the last complete checkpoint, from which the same command continues."""
+    saved = Checkpoints(checkpoint_directory(workdir)).steps
+    if not saved:
+        return f"no checkpoint was saved in {workdir}, so the same command starts at step 0"
+    return (
+        f"checkpoint {saved[-1]} in {workdir} is complete, and the same command continues from it"
+    )
+
+
+def _train(
+    config: TrainConfig,
+    workdir: Path,
+    mesh: Mesh,
+    lock: RunLock,
+    on_report: Callable[[int], None] | None,
+) -> TrainResult:
+    """Train as `train` describes, in a directory that is locked, or is locked once it is created."""
+    check_workdir(
+        workdir, config
+    )  # again, since another process may have made a run before the lock
+    buffers = ExpertBuffers(config, workdir)
     print(
         f"{config.name}: reading {config.data.path or 'the demo text'}", file=sys.stderr, flush=True
     )
-    if config.eval_every:
-        with contextlib.closing(eval_batches(config, mesh)) as held_out:
-            next(held_out)
     checkpoints = Checkpoints(
         checkpoint_directory(workdir),
         keep_last=config.keep_last,
         keep_every=config.keep_every,
         clean=True,
     )
+    if config.eval_every:
+        with contextlib.closing(eval_batches(config, mesh)) as held_out:
+            next(held_out)
     with (
         jax.set_mesh(mesh),
         contextlib.closing(train_batches(config, mesh)) as iterator,
@@ -130,7 +176,7 @@ def train(
             loaded = like(initial, state.params)
             state = dataclasses.replace(state, params=join(state.params, loaded))
         loop = TrainLoop(
-            config, workdir, mesh, program, checkpoints, batches, buffers, frozen, on_report
+            config, workdir, mesh, program, checkpoints, batches, buffers, frozen, on_report, lock
         )
         return loop.run(state, data, frozen_digests)
 
@@ -150,6 +196,7 @@ class TrainLoop:
         frozen: the frozen parameters; empty if all are trained.
         on_report: a function that is called with the number of each step after its metrics are reported, or
             None.
+        lock: the lock of the run's directory; None if the caller has made sure that no other process writes there.
     """
 
     def __init__(
@@ -163,7 +210,9 @@ class TrainLoop:
         buffers: ExpertBuffers,
         frozen: dict[str, Any],
         on_report: Callable[[int], None] | None = None,
+        lock: RunLock | None = None,
     ):
+        self.lock = lock
         self.config, self.workdir, self.program = config, workdir, program
         self.checkpoints, self.batches, self.frozen = checkpoints, batches, frozen
         self.buffers, self.on_report = buffers, on_report
@@ -212,13 +261,14 @@ class TrainLoop:
                     stop = resources.enter_context(interrupts.noted())
                     if self.writer is None:
                         self._start_writing(resources, data, frozen)
+                self.checkpoints.raise_failure()
                 if self._report_pending():
                     self.pending = self.step, metrics
                     self._after_step()
                 stop_signal = agreed(stop.signal)
             self._report_pending()
             if self.step > self.start:
-                self.checkpoints.save(self.step, self.state, self.batches.iterator)
+                self._save()
             self.checkpoints.wait()
         if stop_signal is None or self.step == config.num_steps:
             return TrainResult(self.step, None, self.loss)
@@ -233,6 +283,8 @@ class TrainLoop:
     ) -> None:
         """Write the files that describe the run (config, data, environment, implementations), and open its
         metrics; called once the first step has ended."""
+        if self.lock is not None:
+            self.lock.acquire()  # creates the directory of a new run
         write_config(self.workdir, self.config, data, frozen)
         write_choices(self.workdir)
         self.writer = MetricsWriter(self.workdir, self.start)
@@ -288,7 +340,7 @@ class TrainLoop:
         in step `step`, and make the program with the larger buffers. The train state is saved first, since the
         larger program may not fit into memory. `during` is "training" or "evaluation"."""
         if self.step > self.start:
-            self.checkpoints.save(self.step, self.state, self.batches.iterator)
+            self._save()
             self.checkpoints.wait()
         change = self.buffers.grow(step, count, during)
         what = f"step {step}" if during == "training" else f"step {step}, held-out loss"
@@ -320,15 +372,21 @@ class TrainLoop:
             self._evaluate()
         if save:
             began = time.perf_counter()
-            self.checkpoints.save(self.step, self.state, self.batches.iterator)
+            self._save()
             self.meter.pause(time.perf_counter() - began)
+
+    def _save(self) -> None:
+        """Save the train state and the position of the data, unless another process has taken over the run."""
+        if self.lock is not None:
+            self.lock.check()
+        self.checkpoints.save(self.step, self.state, self.batches.iterator)
 
     def _bad_data(self, error: Exception) -> TrainingStopped:
         """Save the train state reached so far, and return the error to raise because the next training
         batch cannot be read."""
         # Other hosts can read their data, so they would not take part in the save.
         if jax.process_count() == 1:
-            self.checkpoints.save(self.step, self.state, self.batches.iterator)
+            self._save()
         return TrainingStopped(
             f"step {self.step + 1}: {error}. Once the data is corrected, the same command {self._next_start()}"
         )

@@ -3,10 +3,14 @@ and show its progress."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
 import resource
+import secrets
+import socket
+import struct
 import sys
 import time
 from pathlib import Path
@@ -23,9 +27,17 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
-from tensorboardX import SummaryWriter
+from tensorboardX.proto import event_pb2
+from tensorboardX.record_writer import masked_crc32c
+from tensorboardX.summary import scalar
+
+from lsm_jax.files import write_atomically
+from lsm_jax.training.failures import writing
 
 SECONDS_BETWEEN_LINES = 10.0
+
+_protocol: Any = event_pb2  # its messages are made at run time
+Event, SessionLog = _protocol.Event, _protocol.SessionLog
 
 
 class MetricsWriter:
@@ -34,45 +46,102 @@ class MetricsWriter:
     Args:
         workdir: the run's directory.
         step: the training step from which the run continues; the lines of later steps, and a line cut short by
-            a kill, are removed from metrics.jsonl, since the run writes them again.
+            a kill, are removed from metrics.jsonl, since the run writes them again. If other lines are damaged,
+            those that can be read remain, and the damaged file is copied to metrics.damaged-<n>.jsonl.
+
+    Raises:
+        WriteError: a file cannot be written; the methods raise it too.
     """
 
     def __init__(self, workdir: Path, step: int):
         self._file = self._events = None
         if jax.process_index() != 0:  # one host writes for all
             return
-        path = workdir / "metrics.jsonl"
-        rows = [row for row in read_rows(path) if row.get("step", 0) <= step]
-        draft = path.with_suffix(".draft")
-        draft.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        os.replace(draft, path)
-        self._file = path.open("a", buffering=1)
-        self._events: Any = SummaryWriter(str(workdir / "tensorboard"), purge_step=step + 1)
+        self._path = path = workdir / "metrics.jsonl"
+        with writing(path):
+            data = path.read_bytes() if os.path.lexists(path) and path.exists() else b""
+            lines, damage = _readable_lines(data)
+            if damage:
+                _save_damaged(path, data, damage)
+            kept = b"".join(line + b"\n" for row, line in lines if row["step"] <= step)
+            if kept != data or path.is_symlink() or not path.exists():
+                write_atomically(path, kept)
+            self._file = path.open("ab", buffering=0)
+        self._events = Events(workdir / "tensorboard", step + 1)
 
     def write(self, step: int, values: dict[str, Any]) -> None:
         """Write the metrics of one training step, numbers and (nested) lists of numbers by name, as one line of
         metrics.jsonl and as TensorBoard events; the events of a list are its minimum and maximum."""
-        if self._file is None:
+        if self._file is None or self._events is None:
             return
         finite = {name: _finite(value) for name, value in values.items()}
-        self._file.write(json.dumps({"step": step, **finite}) + "\n")
+        line = json.dumps({"step": step, **finite}).encode() + b"\n"
+        with writing(self._path):
+            while line:  # a disk that is nearly full writes a part
+                line = line[self._file.write(line) :]
+        scalars = {}
         for name, value in finite.items():
             if isinstance(value, list):
-                scalars = {f"{name}/min": np.min(values[name]), f"{name}/max": np.max(values[name])}
+                scalars[f"{name}/min"] = np.min(values[name])
+                scalars[f"{name}/max"] = np.max(values[name])
             else:
-                scalars = {name: value}
-            for tag, number in scalars.items():
-                if number is not None and np.isfinite(
-                    number
-                ):  # tensorboardX logs a warning for each NaN
-                    self._events.add_scalar(tag, number, step)
+                scalars[name] = value
+        self._events.write(step, scalars)
 
     def close(self) -> None:
-        """Write the metrics that are still buffered, and close metrics.jsonl and TensorBoard's events."""
-        if self._file is None:
-            return
+        """Close metrics.jsonl and TensorBoard's events."""
+        if self._file is not None:
+            self._file.close()
+        if self._events is not None:
+            self._events.close()
+
+
+class Events:
+    """Write a new file of TensorBoard events without a thread, so that an error of the disk reaches the caller.
+
+    Args:
+        folder: the folder of the run's events, created if it does not exist.
+        purge_step: TensorBoard shows no events of this step and later ones from files that were written before.
+
+    Raises:
+        WriteError: the file cannot be written; so does `write`.
+    """
+
+    def __init__(self, folder: Path, purge_step: int):
+        # tensorboard reads the files of a run in the order of their names, which begin with the time.
+        name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}"
+        self._path = folder / f"{name}.{secrets.token_hex(4)}"
+        with writing(self._path):
+            folder.mkdir(exist_ok=True)
+            self._file = self._path.open("xb", buffering=0)  # a new file, never through a link
+            self._write(
+                Event(wall_time=time.time(), file_version="brain.Event:2"),
+                Event(step=purge_step, session_log=SessionLog(status=SessionLog.START)),
+            )
+
+    def _write(self, *events: Any) -> None:
+        records = b""
+        for event in events:
+            data = event.SerializeToString()
+            length = struct.pack("<Q", len(data))
+            for part in (length, data):
+                records += part + struct.pack("<I", masked_crc32c(part))
+        while records:  # a disk that is nearly full writes a part
+            records = records[self._file.write(records) :]
+
+    def write(self, step: int, scalars: dict[str, Any]) -> None:
+        """Write numbers of one training step by name; those that are None or not finite are left out."""
+        events = [
+            Event(wall_time=time.time(), step=step, summary=scalar(tag, number))
+            for tag, number in scalars.items()
+            if number is not None and np.isfinite(number)
+        ]
+        with writing(self._path):
+            self._write(*events)
+
+    def close(self) -> None:
+        """Close the file of events."""
         self._file.close()
-        self._events.close()
 
 
 def _finite(value: Any) -> Any:
@@ -84,16 +153,77 @@ def _finite(value: Any) -> Any:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the content of a metrics.jsonl as a list with one dict of metrics per line; a last line cut short by
-    a kill is left out."""
-    rows = []
-    if path.exists():
-        for line in path.read_text().splitlines():
-            try:
-                rows.append(json.loads(line))
-            except json.JSONDecodeError:
-                break
-    return rows
+    """Return the rows of a metrics.jsonl, one dict of metrics per line, in the order of their steps.
+
+    Left out are lines that are no JSON objects in UTF-8 with an integer `step` of at least 0, and rows that a later
+    row of the same step repeats.
+    """
+    if not path.exists():
+        return []
+    return [row for row, _ in _readable_lines(path.read_bytes())[0]]
+
+
+def _readable_lines(data: bytes) -> tuple[list[tuple[dict[str, Any], bytes]], list[str]]:
+    """Return the rows of a metrics.jsonl, each with its line, and a description of each damaged line.
+
+    A last line without its end, which a kill cut short, is left out and is no damage.
+    """
+    rows: list[tuple[dict[str, Any], bytes]] = []
+    damage: list[str] = []
+    latest: dict[tuple[int, str], int] = {}  # (step, metric) -> index in `rows`
+    repeated: set[int] = set()
+    lines = data.split(b"\n")
+    for number, line in enumerate(lines, 1):
+        if not line:
+            continue
+        row = _parse_row(line)
+        if isinstance(row, str):
+            if number < len(lines):
+                damage.append(f"line {number} {row}")
+            continue
+        for name in row:
+            if name == "step":
+                continue
+            key = row["step"], name
+            if key in latest and latest[key] not in repeated:
+                repeated.add(latest[key])
+                damage.append(f"line {number} repeats step {row['step']}")
+            latest[key] = len(rows)
+        if rows and rows[-1][0]["step"] > row["step"] and not damage:
+            damage.append(f"line {number} has step {row['step']} after step {rows[-1][0]['step']}")
+        rows.append((row, line))
+    rows = [row for index, row in enumerate(rows) if index not in repeated]
+    return sorted(rows, key=lambda row: row[0]["step"]), damage
+
+
+def _parse_row(line: bytes) -> dict[str, Any] | str:
+    """Return the row in a line of metrics.jsonl, or what is wrong with the line."""
+    try:
+        row = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError:
+        return "is no UTF-8"
+    except (ValueError, RecursionError):
+        return "is no JSON"
+    if not isinstance(row, dict):
+        return "is no JSON object"
+    step = row.get("step")
+    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+        return "has no step" if "step" not in row else f"has the step {step!r}"[:60]
+    return row
+
+
+def _save_damaged(path: Path, data: bytes, damage: list[str]) -> None:
+    """Copy a damaged metrics.jsonl to the first free metrics.damaged-<n>.jsonl, and say so in one line."""
+    copies = (path.with_name(f"metrics.damaged-{n}.jsonl") for n in itertools.count(1))
+    copy = next(p for p in copies if not os.path.lexists(p))
+    write_atomically(copy, data)
+    more = f" and {len(damage) - 3} more" if len(damage) > 3 else ""
+    print(
+        f"{path}: {len(damage)} damaged: {', '.join(damage[:3])}{more}; the rows that can be read remain, and the damaged "
+        f"file is {copy.name}",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def memory_gib() -> tuple[str, float]:

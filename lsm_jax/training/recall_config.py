@@ -6,7 +6,8 @@ import dataclasses
 
 from lsm_jax.data import RecallTask
 from lsm_jax.models import RecallModelConfig
-from lsm_jax.training.config import resolve_annotations
+from lsm_jax.training.config import check_implementations, resolve_annotations
+from lsm_jax.training.config_json import check_types
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -60,7 +61,9 @@ class RecallConfig:
 
     def validate(self) -> None:
         """Raise ValueError if a field of the recall sweep's config is out of range; nothing is compiled."""
+        check_types(self)
         self.model.validate()
+        check_implementations(self.model, "model.")
         for name in ("train", "test", "learning_rates", "seeds"):
             if not getattr(self, name):
                 raise ValueError(f"{name} is empty: it must have at least one entry")

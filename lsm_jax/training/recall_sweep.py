@@ -7,7 +7,6 @@ import dataclasses
 import datetime
 import functools
 import itertools
-import json
 import math
 import os
 import sys
@@ -28,9 +27,11 @@ from lsm_jax.data import RecallTask, recall_examples
 from lsm_jax.models import RecallModel, recall_state_size
 from lsm_jax.parallel import largest_divisor
 from lsm_jax.training.config_json import to_dict
+from lsm_jax.training.failures import WriteError
+from lsm_jax.training.lock import RunLock
 from lsm_jax.training.metrics import MetricsWriter, TrainProgress
 from lsm_jax.training.recall_config import RecallConfig
-from lsm_jax.training.runs import check_workdir
+from lsm_jax.training.runs import check_workdir, write_json
 from lsm_jax.training.sweep import Data, Sweep, SweepState, epoch_blocks
 
 Blocks = list[tuple[int, np.ndarray]]
@@ -141,12 +142,27 @@ def train_recall(config: RecallConfig, workdir: str | Path | None = None) -> dic
         epochs, seconds, date, commit and device.
 
     Raises:
-        ValueError: the config is not valid, or the directory was made with another config.
+        ValueError: the config is not valid, the directory was made with another config, or another process writes there.
+        OSError: a file cannot be written.
     """
     config.validate()
-    if workdir is not None:
-        workdir = Path(workdir).expanduser().absolute()
-        check_workdir(workdir, config)
+    if workdir is None:
+        return _train_recall(config, None, None)
+    workdir = Path(workdir).expanduser().absolute()
+    check_workdir(workdir, config)
+    with RunLock(workdir) as lock:
+        try:
+            return _train_recall(config, workdir, lock)
+        except WriteError as error:
+            raise OSError(
+                f"{error}; a sweep saves no checkpoint, so the same command starts at step 0"
+            ) from error
+
+
+def _train_recall(
+    config: RecallConfig, workdir: Path | None, lock: RunLock | None
+) -> dict[str, Any]:
+    """Train a sweep as `train_recall` describes, in a directory that is locked, or is locked once it is created."""
     began = time.perf_counter()
     train_data = [load_task(config, t, 0, i) for i, t in enumerate(config.train)]
     test_data = [load_task(config, t, 1, i) for i, t in enumerate(config.test)]
@@ -166,9 +182,9 @@ def train_recall(config: RecallConfig, workdir: str | Path | None = None) -> dic
     program = _compile(config, sweep, state, train_data, test_data, steps_per_call)
     compiled = time.perf_counter() - began
     writer = None
-    if workdir is not None:
-        workdir.mkdir(parents=True, exist_ok=True)
-        _write_json(workdir / "config.json", to_dict(config))
+    if workdir is not None and lock is not None:
+        lock.acquire()  # creates the directory of a new sweep
+        write_json(workdir / "config.json", to_dict(config))
         writer = MetricsWriter(workdir, -1)
     _announce(config, num_steps, compiled)
     epochs = itertools.chain([first_epoch], iter(blocks, None))
@@ -191,7 +207,7 @@ def train_recall(config: RecallConfig, workdir: str | Path | None = None) -> dic
         "implementations": ops.choices(),
     }
     if workdir is not None:
-        _write_json(workdir / "result.json", result)
+        write_json(workdir / "result.json", result)
     return result
 
 
@@ -349,9 +365,3 @@ def _announce(config: RecallConfig, num_steps: int, seconds: float) -> None:
         file=sys.stderr,
         flush=True,
     )
-
-
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_text(json.dumps(value, indent=2) + "\n")
-    os.replace(draft, path)

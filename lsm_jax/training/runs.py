@@ -18,10 +18,12 @@ from orbax import checkpoint as orbax
 
 from lsm_jax import ops
 from lsm_jax.data import fingerprint_changes
+from lsm_jax.files import bounded_json, write_atomically
 from lsm_jax.models import Decoder, abstract
 from lsm_jax.training.checkpoints import Checkpoints
-from lsm_jax.training.config import TrainConfig
-from lsm_jax.training.config_json import differences, from_dict, to_dict
+from lsm_jax.training.config import TrainConfig, check_implementations
+from lsm_jax.training.config_json import check_types, differences, from_dict, to_dict
+from lsm_jax.training.failures import refuse_links, writing
 from lsm_jax.training.partition import digests, join, leaves_of, like, split, targets
 from lsm_jax.training.step import params_of
 
@@ -71,7 +73,8 @@ def read_config(workdir: str | os.PathLike[str], argument: str = "workdir") -> T
     """
     if not (Path(workdir).expanduser() / "config.json").is_file():
         raise ValueError(
-            f"{argument}={str(workdir)!r}: no config.json there; a run's directory is accepted"
+            f"{argument}={str(workdir)!r}: no config.json there ({Path(workdir).expanduser().absolute()}); a run's directory "
+            "is accepted"
         )
     config = _parse_config(workdir, argument)
     if not isinstance(config, TrainConfig):
@@ -79,7 +82,9 @@ def read_config(workdir: str | os.PathLike[str], argument: str = "workdir") -> T
             f"{argument}={str(workdir)!r}: a run of {type(config).__name__} saves no model; result.json has its result"
         )
     try:
+        check_types(config)
         config.model.validate()
+        check_implementations(config.model, "model.")
     except (ValueError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{argument}={str(workdir)!r}: its config.json describes no model ({error}); correct the file"
@@ -90,7 +95,7 @@ def read_config(workdir: str | os.PathLike[str], argument: str = "workdir") -> T
 def _parse_config(workdir: str | os.PathLike[str], argument: str) -> Any:
     path = Path(workdir).expanduser() / "config.json"
     try:
-        config = from_dict(json.loads(path.read_text(encoding="utf-8")))
+        config = from_dict(bounded_json(path))
         if not dataclasses.is_dataclass(config):
             raise ValueError(f"it contains a {type(config).__name__}")
     except (ValueError, TypeError, AttributeError, ImportError) as error:
@@ -106,8 +111,8 @@ def check_workdir(workdir: Path, config: Any) -> None:
     and that a run that it already contains has the same config, so that this run can be resumed.
 
     Raises:
-        ValueError: `workdir` is a file, is not writable, or was created with another config; the message lists the
-            fields that differ.
+        ValueError: `workdir` is a file, is not writable, contains links in the place of what training writes, or was
+            created with another config; the message lists the fields that differ.
     """
     nearest = next(p for p in (workdir, *workdir.parents) if p.exists())
     if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
@@ -120,6 +125,7 @@ def check_workdir(workdir: Path, config: Any) -> None:
         raise ValueError(
             f"workdir={str(workdir)!r}: {checkpoints} is a file; accepted is a directory"
         )
+    refuse_links(workdir)
     if (workdir / "config.json").is_file():
         old = _parse_config(workdir, "workdir")
         kinds = [type(c).__name__ for c in (old, config)]
@@ -143,13 +149,12 @@ def check_data(workdir: Path, data: dict[str, Any]) -> None:
         ValueError: the training data differ; the message lists the changes.
     """
     path = workdir / "data.json"
-    try:
-        old = json.loads(path.read_text(encoding="utf-8"))
-        different = fingerprint_changes(old, data)
-    except FileNotFoundError:
+    if not path.exists():
         return
-    except (ValueError, AttributeError) as error:
-        different = [f"{path} cannot be read: {error}"]
+    try:
+        different = fingerprint_changes(bounded_json(path, max_bytes=1 << 30), data)
+    except ValueError as error:
+        different = [str(error)]
     if different:
         raise ValueError(
             f"workdir={str(workdir)!r}: the training data changed since the run began; restore them, or start a run in "
@@ -165,12 +170,20 @@ def check_frozen(workdir: str | os.PathLike[str], frozen: dict[str, int]) -> Non
     A run without frozen.json passes the check.
 
     Raises:
-        ValueError: frozen parameters differ; the message lists them.
+        ValueError: frozen parameters differ, and the message lists them; or frozen.json cannot be read.
     """
     path = Path(workdir).expanduser() / "frozen.json"
     if not path.is_file():
         return
-    old = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        old = bounded_json(path, max_bytes=1 << 30)
+        if wrong := [name for name, digest in old.items() if not isinstance(digest, int)]:
+            raise ValueError(f"{path}: {wrong[0]} is {old[wrong[0]]!r}; accepted is an integer")
+    except ValueError as error:
+        raise ValueError(
+            f"workdir={str(workdir)!r}: the digests of the frozen parameters cannot be compared ({error}); restore the file, or "
+            "remove it to continue without the comparison"
+        ) from error
     if changed := sorted(
         name for name in old.keys() | frozen.keys() if old.get(name) != frozen.get(name)
     ):
@@ -195,7 +208,8 @@ def write_config(
     """
     if jax.process_index() != 0:
         return
-    workdir.mkdir(parents=True, exist_ok=True)
+    with writing(workdir):
+        workdir.mkdir(parents=True, exist_ok=True)
     write_json(workdir / "data.json", data)
     if frozen:
         write_json(workdir / "frozen.json", frozen)
@@ -223,13 +237,16 @@ def load_run(workdir: str | os.PathLike[str], step: int | None = None) -> Run:
     return Run(config, nnx.merge(evaluated, params), params, step)
 
 
-def starting_params(config: TrainConfig, target: dict[str, Any]) -> dict[str, Any]:
+def starting_params(
+    config: TrainConfig, target: dict[str, Any], runs: tuple[Path, ...] = ()
+) -> dict[str, Any]:
     """Load the parameters with which a run starts from its source: another run (`config.init_from`) or a
     pretrained model (`config.base`).
 
     Args:
         config: the config of the run.
         target: abstract arrays of all parameters of the run's model, with shapes, dtypes and shardings.
+        runs: the directories of the runs whose loading required this one, to find rings of `init_from`.
 
     Returns:
         The parameters that the source has, in the dtypes and shardings of `target`, and the initial values of
@@ -245,7 +262,7 @@ def starting_params(config: TrainConfig, target: dict[str, Any]) -> dict[str, An
         initial, frozen = split(frozen, config.frozen_initial, "frozen_initial")
     if config.init_from:
         names = (*config.trainable, *config.frozen_initial)
-        params = initial_params(config.init_from, target, names)
+        params = initial_params(config.init_from, target, names, runs)
     elif config.base is None:
         return {}
     else:
@@ -268,7 +285,10 @@ def _initial_values(config: TrainConfig, target: dict[str, Any]) -> dict[str, An
 
 
 def initial_params(
-    source: str, target: dict[str, Any], trainable: tuple[str, ...] = ()
+    source: str,
+    target: dict[str, Any],
+    trainable: tuple[str, ...] = (),
+    runs: tuple[Path, ...] = (),
 ) -> dict[str, Any]:
     """Load the newest parameters of another run, with which this run starts, in the shapes and shardings of
     `target`.
@@ -278,16 +298,17 @@ def initial_params(
         target: shapes and shardings of all parameters of this run's model.
         trainable: the `trainable` of this run; parameters that are trained here may be absent from the other
             run, and are then absent from the result. If empty, none may be absent.
+        runs: the directories of the runs that are being loaded from this one.
 
     Raises:
-        ValueError: `source` is not a run, or has a model of other shapes.
+        ValueError: `source` is not a run, has a model of other shapes, or its frozen parameters come from one of `runs`.
     """
     config = read_config(source, "init_from")
     shapes = params_of(abstract(config.model))
     ours, theirs = leaves_of(target), leaves_of(shapes)
     needed = leaves_of(split(target, trainable)[1]) if trainable else ours
     _check_same(f"init_from={source!r}", theirs, ours, needed)
-    return _load(source, config, like(target, shapes), None, "init_from")[0]
+    return _load(source, config, like(target, shapes), None, "init_from", runs)[0]
 
 
 def _check_same(source: str, theirs: dict[str, Any], ours: dict[str, Any], needed: Any) -> None:
@@ -322,6 +343,7 @@ def _load(
     target: dict[str, Any],
     step: int | None,
     argument: str = "workdir",
+    runs: tuple[Path, ...] = (),
 ) -> tuple[dict[str, Any], int]:
     """Return (all parameters of a run, the training step of the checkpoint that was loaded). Checkpoints have
     only trained parameters; the frozen ones are loaded from the run or pretrained model that the run started
@@ -333,7 +355,15 @@ def _load(
         target: abstract arrays of all parameters, with shapes, dtypes and shardings.
         step: the step of the checkpoint; None selects the newest that can be read.
         argument: the name of the argument or flag from which `workdir` comes, for error messages.
+        runs: the directories of the runs whose loading required this one, to find rings of `init_from`.
     """
+    place = Path(workdir).expanduser().resolve()
+    if place in runs:
+        ring = " -> ".join(str(path) for path in (*runs, place))
+        raise ValueError(
+            f"{argument}={str(workdir)!r}: the frozen parameters of these runs come from each other by init_from, so that none "
+            f"has them: {ring}; set init_from in one config.json to the run that has all parameters"
+        )
     trained, frozen_target = split(target, config.trainable)
     checkpoints = _open_checkpoints(workdir, argument)
     try:
@@ -342,7 +372,7 @@ def _load(
         checkpoints.close()
     if not frozen_target:
         return params, step
-    frozen = like(starting_params(config, target), frozen_target)
+    frozen = like(starting_params(config, target, (*runs, place)), frozen_target)
     check_frozen(workdir, digests(frozen))
     return join(frozen, params), step
 
@@ -372,10 +402,13 @@ def _environment() -> dict[str, Any]:
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Write a value as a JSON file in a run's directory, such that a reader sees the complete file or none;
-    only the first host writes."""
+    """Write a value as a JSON file in a run's directory, such that a reader sees the complete file or none; a link is
+    replaced. Only the first host writes.
+
+    Raises:
+        WriteError: the file cannot be written.
+    """
     if jax.process_index() != 0:
         return
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_text(json.dumps(value, indent=2) + "\n")
-    os.replace(draft, path)
+    with writing(path):
+        write_atomically(path, json.dumps(value, indent=2) + "\n")

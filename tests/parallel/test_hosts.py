@@ -5,6 +5,7 @@ that the losses equal those of one process.
 from __future__ import annotations
 
 import dataclasses
+import ipaddress
 import json
 import os
 import pathlib
@@ -46,6 +47,70 @@ def test_invalid_environments_are_refused(monkeypatch):
     monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "localhost:1")
     monkeypatch.setenv("JAX_NUM_PROCESSES", "two")
     with pytest.raises(ValueError, match="JAX_NUM_PROCESSES='two': it must be an integer"):
+        join_hosts()
+
+
+LISTENS = """
+import jax, os
+from lsm_jax.parallel import join_hosts
+join_hosts()
+print(os.getpid(), flush=True)
+input()
+"""
+
+
+def listening(pid, port):
+    """Return the local addresses at which a process listens on a port."""
+
+    def address(hexadecimal):  # 32-bit words of the machine's byte order
+        words = [hexadecimal[i : i + 8] for i in range(0, len(hexadecimal), 8)]
+        parsed = ipaddress.ip_address(
+            b"".join(int(w, 16).to_bytes(4, sys.byteorder) for w in words)
+        )
+        return str(getattr(parsed, "ipv4_mapped", None) or parsed)
+
+    inodes = set()
+    for link in pathlib.Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            inodes.add(os.readlink(link))
+        except FileNotFoundError:
+            continue
+    lines = [x for n in ("tcp", "tcp6") for x in pathlib.Path(f"/proc/{pid}/net/{n}").open()]
+    rows = [line.split() for line in lines if ":" in line.split()[1]]
+    return {
+        address(row[1].partition(":")[0])
+        for row in rows
+        if row[3] == "0A"
+        and f"socket:[{row[9]}]" in inodes
+        and int(row[1].partition(":")[2], 16) == port
+    }
+
+
+@pytest.mark.parametrize(("bind", "addresses"), [(None, {"127.0.0.1"}), ("[::]", {"::"})])
+def test_the_coordinator_listens_at_the_given_address_only(bind, addresses):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    variables = dict(
+        JAX_COORDINATOR_ADDRESS=f"127.0.0.1:{port}", JAX_NUM_PROCESSES="1", JAX_PROCESS_ID="0"
+    )
+    if bind:
+        variables["JAX_COORDINATOR_BIND_ADDRESS"] = f"{bind}:{port}"
+    process = subprocess.Popen(
+        [sys.executable, "-c", LISTENS],
+        env=os.environ | variables | {"JAX_PLATFORMS": "cpu"},
+        cwd=pathlib.Path(__file__).parents[2],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    pid = process.stdout.readline().strip()
+    assert pid, process.communicate()[1]
+    assert listening(pid, port) == addresses
+    process.communicate("\n", timeout=60)
+
+
+def test_an_address_without_a_port_is_refused(monkeypatch):
+    monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "localhost")
+    with pytest.raises(ValueError, match="JAX_COORDINATOR_ADDRESS='localhost': accepted is HOST"):
         join_hosts()
 
 

@@ -16,6 +16,7 @@ import pytest
 
 from benchmarks.__main__ import main as benchmarks
 from benchmarks.cases import recall_table
+from benchmarks.run import read_rows as read_benchmark
 from configs import mqar
 from lsm_jax import mixers
 from lsm_jax.data import RecallTask
@@ -232,11 +233,11 @@ def test_the_table_is_resumed(tmp_path, monkeypatch, capsys):
     command = ["recall_table", "--suite=published", "--widths=16", f"--output={output}"]
     for _ in range(2):
         benchmarks([*command, "--methods=linear_attention", "--epochs=2"])
-    rows = read_rows(output)
+    rows = read_benchmark(output)
     assert len(rows) == 1 and rows[0]["steps"] == 8 and "commit" in rows[0]
     assert "--config.epochs=2" in rows[0]["command"]
     benchmarks([*command, "--minutes=0", "--methods=gla"])
-    assert "not begun" in capsys.readouterr().err and len(read_rows(output)) == 1
+    assert "not begun" in capsys.readouterr().err and len(read_benchmark(output)) == 1
 
 
 def test_the_loss_is_that_of_the_queries_alone():
