@@ -74,7 +74,7 @@ def test_wrong_variants_are_refused():
         ("a2b", "size 'a2b'; accepted are a0.3b-2b, a1b-7b, tiny"),
         ("tiny,mix=gla", "option 'mix'; accepted are mixer, pattern"),
         ("tiny,mixer=glo", "mixer='glo'; accepted are linear_attention"),
-        ("tiny,pattern=LM", "letters M; model.layers has L, N"),
+        ("tiny,pattern=LM", "letters that model.layers lacks: M; accepted are L, N"),
         ("tiny,vocab_size=x", "vocab_size='x'; accepted is a whole number"),
     ):
         with pytest.raises(ValueError, match=words):

@@ -130,7 +130,7 @@ def test_results_of_an_evaluation_stay_in_the_run(intact, tmp_path):
     for name in ("../x", ".."):
         command = [sys.executable, "eval.py", f"--workdir={intact}", f"--output={name}"]
         done = subprocess.run(command, capture_output=True, text=True)
-        assert done.returncode == 1 and "--output names" in done.stderr.splitlines()[-1]
+        assert done.returncode == 1 and "output=" in done.stderr.splitlines()[-1]
         assert "Traceback" not in done.stderr and not (intact / "x").exists()
 
 
