@@ -1,0 +1,127 @@
+"""Tests of the Triton kernels of linear attention without a GPU: run in Triton's interpreter, and lowered for NVIDIA cards."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from lsm_jax import ops
+from pallas_kernels.linear_attention import linear_attention, unsupported
+from pallas_kernels.triton import launch
+from tests.kernels.triton_interpreted import CASES
+
+ROOT = Path(__file__).resolve().parents[2]
+needs_triton = pytest.mark.skipif(
+    not launch.installed(), reason="needs jax-triton and triton: pip install 'lsm_jax[triton]'"
+)
+# The largest errors, of the output and the final memory and of a gradient, by dtype of q, k and v.
+TOLERANCE = {"float32": (2e-6, 2e-5), "float16": (5e-3, 1e-2), "bfloat16": (5e-3, 1e-2)}
+FAST = (
+    "none", "token", "token, bfloat16", "token, float16", "none, segments", "channel", "bonus, bfloat16",
+    "value",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def interpreted():
+    """A function that returns the results of a case. It starts the interpreter's process once for the fast cases and once for all
+    others, since the interpreter cannot be switched on after Triton is imported.
+    """
+    results: dict = {}
+
+    def result(name):
+        if name not in results:
+            names = [n for n in CASES if (n in FAST) == (name in FAST)]
+            command = [sys.executable, "-m", "tests.kernels.triton_interpreted", *names]
+            environment = os.environ | dict(TRITON_INTERPRET="1", JAX_PLATFORMS="cpu")
+            done = subprocess.run(
+                command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=3000
+            )
+            assert done.returncode == 0, done.stderr[-3000:]
+            lines = (json.loads(line) for line in done.stdout.splitlines() if line.startswith("{"))
+            results.update((line.pop("case"), line) for line in lines)
+        return results[name]
+
+    return result
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in FAST else pytest.mark.slow) for n in CASES]
+)
+def test_equals_the_recurrence_in_value_and_every_gradient(name, interpreted):
+    errors = dict(interpreted(name))
+    assert errors.pop("not_causal") == 0
+    output, gradient = TOLERANCE[CASES[name].dtype]
+    for field, error in errors.items():
+        assert error < (gradient if field.startswith("d_") else output), (field, errors)
+
+
+@needs_triton
+@pytest.mark.parametrize("channels", [False, True])
+def test_lowers_for_a_card_that_is_not_here(channels):
+    struct = jax.ShapeDtypeStruct
+    wide = struct((2, 130, 2, 64), jnp.bfloat16)
+    decay = struct((2, 130, 2, *[64] * channels), jnp.float32)
+
+    def gradients(q, k, v, log_decay):
+        run = lambda *x: ops.linear_memory(*x, implementation="triton")[0]  # noqa: E731
+        output, pull = jax.vjp(run, q, k, v, log_decay)
+        return output, pull(output)
+
+    with launch.code_for("8.0"):
+        traced = jax.jit(gradients).trace(wide, wide, wide, decay)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    # Scalar: two scans, outputs, and the gradients of the values, of the scores, and of queries, keys and decay. With a decay per
+    # key channel also the decays' sums and the scores.
+    assert text.count("custom_call @triton_kernel_call") == (8 if channels else 6)
+
+
+@needs_triton
+def test_without_a_card_the_capability_must_be_named():
+    q = jax.ShapeDtypeStruct((1, 64, 1, 64), jnp.bfloat16)
+    if any(device.platform == "gpu" for device in jax.devices()):
+        pytest.skip("this process has a card")
+    with pytest.raises(RuntimeError, match="name the compute capability to compile for"):
+        jax.eval_shape(lambda q: ops.linear_memory(q, q, q, implementation="triton")[0], q)
+
+
+def test_names_the_missing_packages(monkeypatch):
+    monkeypatch.setattr(launch, "_usable", lambda: False)
+    q = jnp.zeros((1, 64, 1, 64), jnp.bfloat16)
+    message = r"implementation='triton' requires the packages jax-triton and triton \(extra \[triton\]"
+    with pytest.raises(NotImplementedError, match=message):
+        ops.linear_memory(q, q, q, implementation="triton")
+
+
+def test_names_the_unmet_requirement(monkeypatch):
+    monkeypatch.setattr(launch, "_usable", lambda: True)
+    q = jnp.zeros((1, 64, 1, 64), jnp.bfloat16)
+    decay = jnp.zeros((1, 64, 1))
+
+    def why(*x, **more):
+        return unsupported("triton", *x, **more)
+
+    assert why(q, q, q, decay) is None
+    assert why(q.astype(jnp.float16), q.astype(jnp.float16), q.astype(jnp.float16)) is None
+    assert "log_decay [B, T, G, K] alone" in why(q, q, q, decay, bonus=jnp.zeros((1, 64)))
+    assert "not bfloat16, float32" in why(q, q.astype(jnp.float32), q)
+    narrow = q[..., :32]
+    assert why(narrow, narrow, q) == "K of 64, 128 or 256, not 32"
+    assert why(q, q, narrow) == "V of 64, 128 or 256, not 32"
+    initial = jnp.zeros((1, 1, 64, 64))
+    with pytest.raises(ValueError, match=r"accepted are \('mosaic_gpu', 'mosaic_tpu', 'triton'\)"):
+        linear_attention(q, q, q, initial=initial, scale=1.0, implementation="cutile")
+    with pytest.raises(NotImplementedError, match="requires no normalize"):
+        ops.linear_memory(q, q, q, normalize=1e-3, implementation="triton")
+
+
+def test_is_selected_only_by_name():
+    q = jnp.zeros((1, 64, 1, 64), jnp.bfloat16)
+    jax.eval_shape(lambda q: ops.linear_memory(q, q, q)[0], q)
+    assert "triton" not in ops.choices()["linear_memory"]
