@@ -5,7 +5,7 @@
 First a row for each check and compute capability: the relative RMS errors of the output, the final memory and each gradient (at most
 5e-3 and 1e-2), whether a second run had the same bits, and the number of outputs before a token that change with the token and
 later ones. Then a row for each op, shape and compute capability: [ms forward, ms forward and backward] of the Triton kernels, and,
-measured once for each op and shape, of XLA and of the automatic kernel if it is another one. A card runs the code of its own
+measured once for each op and shape, of XLA and of the automatic backend. A card runs the code of its own
 capability and that of older ones: an H200 runs "9.0" and "8.0". Needs the extra [triton].
 """
 
@@ -154,6 +154,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--capabilities", type=options.names(launch.CAPABILITIES), default="8.0",
         help="compute capabilities whose code this card can run, such as 8.0,9.0 on an H200; default: 8.0",
     )  # fmt: skip
+    options.add_shard(parser)
 
 
 def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -168,7 +169,7 @@ def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
         for op in args.ops
         for capability in (*args.capabilities, "any")
     ]
-    return checks + timed
+    return (checks + timed)[args.shard]
 
 
 def rows(args: argparse.Namespace, cases: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:

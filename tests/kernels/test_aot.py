@@ -252,7 +252,8 @@ def test_a_tpu_takes_half_the_bundles_of_the_sketch(chip, most):
 
 
 NO_TRITON = pytest.mark.skipif(
-    not triton_launch.installed(), reason="needs jax-triton and triton: pip install 'lsm_jax[triton]'"
+    not triton_launch.installed(),
+    reason="needs jax-triton and triton: pip install 'lsm_jax[triton]'",
 )
 
 
@@ -269,7 +270,9 @@ def test_triton_kernels_compile_and_use_no_more_than_today(case, capability):
     for configuration in found:
         counts = triton_compiled.compiled(configuration, capability)
         known = table[configuration.label][capability]
-        for name, (count, most) in zip(counts, zip(counts.values(), known, strict=True), strict=True):
+        for name, (count, most) in zip(
+            counts, zip(counts.values(), known, strict=True), strict=True
+        ):
             assert count <= most, (configuration.label, name)
         assert counts["shared"] <= 1024 * triton_compiled.SHARED[capability], configuration.label
 

@@ -21,6 +21,8 @@ needs_triton = pytest.mark.skipif(
 )
 # The largest errors, of the output and the final memory and of a gradient, by dtype of q, k and v.
 TOLERANCE = {"float32": (2e-6, 2e-5), "float16": (5e-3, 1e-2), "bfloat16": (5e-3, 1e-2)}
+# With decays of e^-30, whose sums over a chunk lose digits, in float32.
+STRONG = (5e-5, 1e-4)
 FAST = (
     "none", "token", "token, bfloat16", "token, float16", "none, segments", "channel", "bonus, bfloat16",
     "value",
@@ -57,7 +59,8 @@ def interpreted():
 def test_equals_the_recurrence_in_value_and_every_gradient(name, interpreted):
     errors = dict(interpreted(name))
     assert errors.pop("not_causal") == 0
-    output, gradient = TOLERANCE[CASES[name].dtype]
+    case = CASES[name]
+    output, gradient = STRONG if case.strong is True else TOLERANCE[case.dtype]
     for field, error in errors.items():
         assert error < (gradient if field.startswith("d_") else output), (field, errors)
 
@@ -94,7 +97,9 @@ def test_without_a_card_the_capability_must_be_named():
 def test_names_the_missing_packages(monkeypatch):
     monkeypatch.setattr(launch, "_usable", lambda: False)
     q = jnp.zeros((1, 64, 1, 64), jnp.bfloat16)
-    message = r"implementation='triton' requires the packages jax-triton and triton \(extra \[triton\]"
+    message = (
+        r"implementation='triton' requires the packages jax-triton and triton \(extra \[triton\]"
+    )
     with pytest.raises(NotImplementedError, match=message):
         ops.linear_memory(q, q, q, implementation="triton")
 

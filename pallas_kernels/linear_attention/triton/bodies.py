@@ -99,7 +99,9 @@ def scan(
             total = tl.load(of_chunk + (C - 1) * (D_HEADS * K) + keys)
             if REVERSE:
                 if EXCLUSIVE:  # without the token's own decay
-                    before = tl.load(of_chunk - D_HEADS * K + d_rows, mask=rows[:, None] > 0, other=0.0)
+                    before = tl.load(
+                        of_chunk - D_HEADS * K + d_rows, mask=rows[:, None] > 0, other=0.0
+                    )
                 else:
                     before = tl.load(of_chunk + d_rows)
                 factor = tl.exp(before)
@@ -112,7 +114,9 @@ def scan(
             S = S * decay[:, None]
             tile_x = tile_x * (factor * scale)
         else:
-            tile_x = tile_x * (tl.load(row_decay + n * (C * D_HEADS) + rows * D_HEADS) * scale)[:, None]
+            tile_x = (
+                tile_x * (tl.load(row_decay + n * (C * D_HEADS) + rows * D_HEADS) * scale)[:, None]
+            )
             S = S * tl.load(chunk_decay + n * D_HEADS)
         S = tl.dot(tl.trans(tile_x.to(LOW)), tile_y.to(LOW), S, input_precision="tf32")
     tl.store(final + outside + cell, S)
@@ -148,11 +152,11 @@ def channel_scores(
         else:
             read_sums = inclusive
             current += tl.sum(tile_q * tile_k, 1)
-        for level in tl.static_range(LEVELS):
-            half: tl.constexpr = 2**level
+        for level in tl.range(0, LEVELS, num_stages=1):
+            half = 1 << level
             later = (i & half) > 0
             # The last row of the earlier block, from which both blocks' sums are measured.
-            middle = (rows - rows % (2 * half) + half - 1)[:, None] * (D_HEADS * K) + keys[None, :]
+            middle = ((rows | (2 * half - 1)) - half)[:, None] * (D_HEADS * K) + keys[None, :]
             pivot = tl.load(sums + key + middle)
             factor = tl.exp(tl.minimum(tl.where(later, read_sums - pivot, pivot - inclusive), 0.0))
             X = (tl.where(later, tile_q, tile_k) * factor).to(LOW)
@@ -192,7 +196,7 @@ def outputs(
     states += (chunk * V_HEADS + v_head) * K * V + column
     sums += (chunk * C * D_HEADS + d_head) * K
     i, j = rows[:, None], rows[None, :]
-    O = tl.zeros([C, BV], tl.float32)
+    total = tl.zeros([C, BV], tl.float32)
     P = tl.zeros([C, C], tl.float32)
     for key in range(0, K, BK):
         tile_q = tl.load(q + key + rows[:, None] * (Q_HEADS * K) + keys[None, :])
@@ -206,16 +210,16 @@ def outputs(
             read = tile_q.to(tl.float32) * tl.exp(before) * scale
             if DOCUMENTS:
                 read = read * tl.load(enters + chunk * C + rows)[:, None]
-            O = tl.dot(read.to(LOW), S, O, input_precision="tf32")
+            total = tl.dot(read.to(LOW), S, total, input_precision="tf32")
         else:
             tile_k = tl.load(k + key + rows[:, None] * (K_HEADS * K) + keys[None, :])
             P = tl.dot(tile_q.to(LOW), tl.trans(tile_k.to(LOW)), P, input_precision="tf32")
-            O = tl.dot(tile_q.to(LOW), S, O, input_precision="tf32")
+            total = tl.dot(tile_q.to(LOW), S, total, input_precision="tf32")
     if CHANNELS:
         P = tl.load(scores + (chunk * HEADS + h) * C * C + i * C + j).to(tl.float32)
     else:
         by_row = chunk * C * D_HEADS + d_head + rows * D_HEADS
-        O = O * (tl.load(read_decay + by_row) * scale)[:, None]
+        total = total * (tl.load(read_decay + by_row) * scale)[:, None]
         seen = i >= j
         if DOCUMENTS:
             of_chunk = run + chunk * C
@@ -225,8 +229,8 @@ def outputs(
             P = P * tl.exp(tl.where(seen, b[:, None] - b[None, :], 0.0))
         P = tl.where(seen, P * scale, 0.0)
     tile_v = tl.load(v + rows[:, None] * (V_HEADS * V) + values[None, :])
-    O = tl.dot(P.to(LOW), tile_v.to(LOW), O, input_precision="tf32")
-    tl.store(out + rows[:, None] * (HEADS * V) + values[None, :], O.to(out.dtype.element_ty))
+    total = tl.dot(P.to(LOW), tile_v.to(LOW), total, input_precision="tf32")
+    tl.store(out + rows[:, None] * (HEADS * V) + values[None, :], total.to(out.dtype.element_ty))
 
 
 @triton.jit
@@ -393,7 +397,7 @@ def scalar_gradients(
 @triton.jit
 def masked_sums(mask, x, LOW: tl.constexpr):
     """Return the products of a boolean matrix [C, C] with x [C, K] float32: x is added in two terms that bfloat16 represents."""
-    ones = mask.to(LOW)
+    ones = tl.where(mask, 1.0, 0.0).to(LOW)
     high = x.to(tl.bfloat16).to(tl.float32)
     sums = tl.dot(ones, high.to(LOW), input_precision="tf32")
     return tl.dot(ones, (x - high).to(LOW), sums, input_precision="tf32")
@@ -463,10 +467,10 @@ def channel_gradients(
     pairs = tl.zeros([C, BK], tl.float32)
     # dP below the diagonal and its transpose above.
     symmetric = tl.maximum(i, j) * C + tl.minimum(i, j)
-    for level in tl.static_range(LEVELS):
-        half: tl.constexpr = 2**level
+    for level in tl.range(0, LEVELS, num_stages=1):
+        half = 1 << level
         later = (i & half) > 0
-        middle = (rows - rows % (2 * half) + half - 1)[:, None] * (D_HEADS * K) + keys[None, :]
+        middle = ((rows | (2 * half - 1)) - half)[:, None] * (D_HEADS * K) + keys[None, :]
         pivot = tl.load(sums + middle)
         factor = tl.exp(tl.minimum(tl.where(later, read_sums - pivot, pivot - inclusive), 0.0))
         X = (tl.where(later, tile_q, tile_k) * factor).to(LOW)

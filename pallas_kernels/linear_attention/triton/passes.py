@@ -44,7 +44,7 @@ TILINGS = {
     "value_gradients": Tiling(64, 64, 4, 2),
     "channel_value_gradients": Tiling(64, 64, 4, 2),
     "scalar_gradients": Tiling(64, 64, 4, 2),
-    "channel_gradients": Tiling(64, 64, 8, 1),
+    "channel_gradients": Tiling(32, 64, 4, 1),
 }
 """The tiling of each kernel for bfloat16, by the name of the kernel, with "channel_" where a kernel differs with a decay per key
 channel."""
