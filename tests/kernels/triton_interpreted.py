@@ -53,12 +53,15 @@ CASES = {
     "token, segments": Case("token", length=200, states="segments"),
     "none, segments": Case("none", (2, 1, 1), length=200, states="segments", dtype="bfloat16"),
     "token, wide": Case("token", (1, 1, 1), 256, 256, 65),
+    "token, parts": Case("token", (2, 1, 1), length=256, states="documents"),
     "channel": Case("channel", (1, 1, 2), 128, 64, 130, states="documents"),
     "channel, bfloat16": Case("channel", dtype="bfloat16", states="documents"),
     "channel, float16": Case("channel", dtype="float16"),
     "channel, strong": Case("channel", states="documents", strong=True),
     "channel, steep": Case("channel", strong=8),
     "channel, segments": Case("channel", length=200, states="segments"),
+    "channel, parts": Case("channel", length=250, states="documents"),
+    "bonus, parts": Case("bonus", (1, 1, 2), length=250),
     "channel, queries": Case("channel", (2, 1, 1), 64, 128, 65),
     "bonus": Case("bonus", (2, 1, 1), length=130, states="documents"),
     "bonus, bfloat16": Case("bonus", dtype="bfloat16"),
@@ -70,6 +73,7 @@ CASES = {
     "value, strong": Case("value", states="documents", strong=True),
     "value, segments": Case("value", length=200, states="segments"),
 }
+"""Cases by name. Those whose name ends with "parts" are computed in parts of 64 tokens."""
 
 
 def inputs_of(case: Case) -> tuple[dict[str, jax.Array], dict[str, Any]]:
@@ -166,6 +170,7 @@ def compare(case: Case) -> dict[str, float]:
 
 def main() -> None:
     """Compare the cases that the command line names, or all."""
+    from pallas_kernels.hopper import row_layout
     from pallas_kernels.linear_attention.triton import channel_decay, scalar_decay, value_decay
     from pallas_kernels.triton.host import compute_bfloat16_exactly
 
@@ -175,7 +180,9 @@ def main() -> None:
     compute_bfloat16_exactly()
     for module in (channel_decay, scalar_decay, value_decay):
         module.REQUIREMENTS = ()  # float32 too, whose products are exact here
+    shortest = row_layout._SHORTEST_PART
     for name in sys.argv[1:] or CASES:
+        row_layout._SHORTEST_PART = 64 if name.endswith("parts") else shortest
         print(json.dumps(dict(case=name, **compare(CASES[name]))), flush=True)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -37,17 +38,18 @@ TILINGS = {
     "sum_decays": Tiling(64, 64, 4, 1),
     "scan": Tiling(64, 64, 4, 2),
     "channel_scan": Tiling(64, 64, 4, 2),
-    "channel_scores": Tiling(64, 64, 4, 1),
+    "channel_scores": Tiling(64, 64, 8, 1),
     "outputs": Tiling(64, 64, 4, 2),
     "channel_outputs": Tiling(64, 64, 4, 2),
     "score_gradients": Tiling(64, 64, 4, 2),
     "value_gradients": Tiling(64, 64, 4, 2),
     "channel_value_gradients": Tiling(64, 64, 4, 2),
     "scalar_gradients": Tiling(64, 64, 4, 2),
-    "channel_gradients": Tiling(32, 64, 4, 1),
+    "channel_gradients": Tiling(32, 64, 8, 1),
+    "query_gradients": Tiling(64, 64, 4, 1),
 }
 """The tiling of each kernel for bfloat16, by the name of the kernel, with "channel_" where a kernel differs with a decay per key
-channel."""
+channel; "query_gradients" is `channel_gradients` of the queries alone. None spills registers on 8.x at 64 and 128 channels."""
 WIDE_TILINGS = {name: tiling._replace(warps=8, stages=1) for name, tiling in TILINGS.items()}
 """The tilings for products in tf32, of float16 and float32 inputs."""
 
@@ -193,7 +195,7 @@ def scan(
     x, y, decays: Decays, initial, *, heads: int, scale: float = 1.0, reverse: bool = False,
     exclusive: bool = False, save: bool = True,
 ) -> tuple[Any, jax.Array]:  # fmt: skip
-    """Carry memories, or with `reverse` their gradients, through all chunks.
+    """Carry memories, or with `reverse` their gradients, through all chunks; long rows of few memories in parts.
 
     Args:
         x: [B, T, *, K], the keys, or with `reverse` the queries.
@@ -210,6 +212,47 @@ def scan(
         The memories before all chunks (with `reverse` their gradients after them), [B, N, heads, K, V], or None; and the memories
         after the rows (with `reverse` the gradients of those before them), shaped as `initial`.
     """
+    batch, length, _, keys = x.shape
+    values, tiling = y.shape[3], _tiling("scan", decays, x)
+    programs = batch * heads * (keys // tiling.keys) * (values // tiling.values)
+    parts = 1 if decays.bounds is not None else row_layout.count_parts(programs, length)
+    run = functools.partial(_scan, heads=heads, scale=scale, reverse=reverse, exclusive=exclusive)
+    if parts == 1:
+        return run(x, y, decays, initial, save=save)
+    # All parts of a row at the same time: the writes of each part, from which the memories before all parts follow.
+    chunk_decay = _chunk_decays(decays, parts)
+    x, y = row_layout.split_parts(x, parts), row_layout.split_parts(y, parts)
+    decays = Decays(*(None if z is None else row_layout.split_parts(z, parts) for z in decays))
+    empty = jnp.zeros((batch * parts, *initial.shape[1:]), _F32)
+    _, written = run(x, y, decays, empty, save=False)
+    starts = row_layout.memories_before_parts(written, chunk_decay, initial, reverse=reverse)
+    states, ends = run(x, y, decays, starts, save=save)
+    final = ends.reshape(batch, parts, *ends.shape[1:])[:, 0 if reverse else -1]
+    if states is not None:
+        states = states.reshape(batch, -1, *states.shape[2:])
+    return states, final
+
+
+def _chunk_decays(decays: Decays, parts: int) -> jax.Array:
+    """Return the decay of each memory over each chunk, [B * P, G, N / P], or of each of its key channels, [B * P, G, K, N / P], for rows
+    of N chunks that are split into P = `parts` parts.
+    """
+    if not decays.by_channel:
+        by_chunk = decays.chunk_decay
+    else:
+        batch, length, heads, channels = decays.sums.shape
+        sums = decays.sums.reshape(batch, length // CHUNK, CHUNK, heads, channels)[:, :, -1]
+        by_chunk = jnp.exp(sums)
+        if decays.enters is not None:
+            by_chunk *= decays.enters.reshape(batch, -1, CHUNK)[:, :, -1, None, None]
+    return jnp.moveaxis(row_layout.split_parts(by_chunk, parts), 1, -1)
+
+
+def _scan(
+    x, y, decays: Decays, initial, *, heads: int, scale: float, reverse: bool, exclusive: bool,
+    save: bool,
+) -> tuple[Any, jax.Array]:  # fmt: skip
+    """Run the kernel `scan` on whole rows; arguments and results are those of the function `scan`."""
     from pallas_kernels.linear_attention.triton import bodies
 
     batch, length, x_heads, keys = x.shape
@@ -375,7 +418,7 @@ def channel_gradients(
 
     batch, length, heads, values = d_out.shape
     keys = k.shape[3]
-    tiling = _tiling("channel_gradients", decays, k)
+    tiling = _tiling("query_gradients" if only_query else "channel_gradients", decays, k)
     shape = (batch, length, heads, keys)
     types = dict(
         dq=_struct(shape, k.dtype),
