@@ -68,19 +68,18 @@ def code_for(capability: str) -> Iterator[None]:
         jax.clear_caches()
 
 
-def _capability() -> int:
-    """Return the compute capability for which kernels are compiled, times 10: that of `code_for`, or of this process's first card."""
+def _capability() -> int | None:
+    """Return the compute capability for which kernels are compiled, times 10: that of `code_for`, or of this process's first card.
+
+    None if this process has no card: jax-triton then reads the device of the current abstract mesh when a program is lowered for
+    NVIDIA, and a program that is lowered for another platform needs none.
+    """
     if _forced:
-        capability = _forced[-1]
-    else:
-        try:
-            capability = jax.local_devices(backend="cuda")[0].compute_capability
-        except RuntimeError:
-            raise RuntimeError(
-                "implementation='triton': this process has no NVIDIA card; name the compute capability to compile for by "
-                "`with pallas_kernels.triton.launch.code_for('8.0'):` around the tracing and the lowering"
-            ) from None
-    return round(10 * float(capability))
+        return round(10 * float(_forced[-1]))
+    try:
+        return round(10 * float(jax.local_devices(backend="cuda")[0].compute_capability))
+    except RuntimeError:
+        return None
 
 
 def _jax_triton() -> Any:

@@ -277,6 +277,28 @@ def test_triton_kernels_compile_and_use_no_more_than_today(case, capability):
         assert counts["shared"] <= 1024 * triton_compiled.SHARED[capability], configuration.label
 
 
+@NO_TRITON
+@pytest.mark.parametrize("channels", [False, True])
+def test_triton_kernels_lower_for_a_card_that_is_not_here(channels):
+    """A program with Triton kernels is lowered for NVIDIA without a card; this needs the CUDA plugin of JAX, but no CUDA library."""
+    struct = jax.ShapeDtypeStruct
+    wide = struct((2, 130, 2, 64), jnp.bfloat16)
+    decay = struct((2, 130, 2, *[64] * channels), jnp.float32)
+
+    def gradients(q, k, v, log_decay):
+        output, pull = jax.vjp(
+            lambda *x: ops.linear_memory(*x, implementation="triton")[0], q, k, v, log_decay
+        )
+        return output, pull(output)
+
+    with triton_launch.code_for("8.0"):
+        traced = jax.jit(gradients).trace(wide, wide, wide, decay)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    # Scalar: two scans, outputs, and the gradients of the values, of the scores, and of queries, keys and decay. With a decay per
+    # key channel also the decays' sums and the scores.
+    assert text.count("custom_call @triton_kernel_call") == (8 if channels else 6)
+
+
 def test_triton_kernels_spill_little_on_8():
     """The stored table has no kernel of bfloat16 inputs that spills more than 64 bytes on cards of compute capability 8.x, and no
     kernel that needs more shared memory than 99 KiB there or on 12.0.
