@@ -21,16 +21,17 @@ import numpy as np
 
 from benchmarks import options
 from benchmarks.cases import kernels
-from benchmarks.registry import Benchmark
+from benchmarks.registry import Benchmark, UsageError
 from lsm_jax import ops
 from pallas_kernels.linear_attention.cases import GRADIENT_TOLERANCE, OUTPUT_TOLERANCE
+from pallas_kernels.linear_attention.triton import passes
 from pallas_kernels.triton import launch
 
 BENCHMARK = Benchmark(
     name="triton_kernels",
     summary="Triton kernels of linear memories: errors against float32, and times beside XLA",
     key=("op", "shape", "capability"),
-    optional_key={"check": ""},
+    optional_key={"check": "", "tilings": ""},
     requires_gpu=False,
 )
 
@@ -154,7 +155,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--capabilities", type=options.names(launch.CAPABILITIES), default="8.0",
         help="compute capabilities whose code this card can run, such as 8.0,9.0 on an H200; default: 8.0",
     )  # fmt: skip
+    parser.add_argument(
+        "--tilings", type=options.words, default=[],
+        help="tilings to try in place of the table's: kernel=keys:values:warps:stages,...; `passes.TILINGS` has the names",
+    )  # fmt: skip
     options.add_shard(parser)
+
+
+def set_tilings(words: list[str]) -> list[str]:
+    """Change the tilings of bfloat16 kernels as the words of --tilings say, and return these words.
+
+    Raises:
+        UsageError: a word is not KERNEL=KEYS:VALUES:WARPS:STAGES with the name of a kernel in `passes.TILINGS`.
+    """
+    for word in words:
+        name, _, sizes = word.partition("=")
+        numbers = [int(n) for n in sizes.split(":") if n.isdecimal()]
+        if name not in passes.TILINGS or len(numbers) != 4:
+            raise UsageError(
+                f"--tilings {word!r}: accepted is kernel=keys:values:warps:stages with a kernel of {', '.join(passes.TILINGS)}"
+            )
+        passes.TILINGS[name] = passes.Tiling(*numbers)
+    return words
 
 
 def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -163,8 +185,9 @@ def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
         for capability in args.capabilities
         for name in args.checks
     ]
+    tilings = dict(tilings=",".join(set_tilings(args.tilings))) if args.tilings else {}
     timed = [
-        dict(op=op, shape=shape, capability=capability)
+        dict(op=op, shape=shape, capability=capability, **tilings)
         for shape in args.shapes
         for op in args.ops
         for capability in (*args.capabilities, "any")
