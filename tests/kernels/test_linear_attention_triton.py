@@ -96,6 +96,11 @@ def test_names_the_unmet_requirement(monkeypatch):
     assert why(q.astype(jnp.float16), q.astype(jnp.float16), q.astype(jnp.float16)) is None
     assert "log_decay [B, T, G, K] alone" in why(q, q, q, decay, bonus=jnp.zeros((1, 64)))
     assert "not bfloat16, float32" in why(q, q.astype(jnp.float32), q)
+    wide = q.astype(jnp.float32)
+    assert "default_matmul_precision('tensorfloat32')" in why(wide, wide, wide)
+    with jax.default_matmul_precision("tensorfloat32"):
+        assert why(wide, wide, wide) is None
+        assert "all in float32, not bfloat16, float32" in why(q, wide, wide)
     narrow = q[..., :32]
     assert why(narrow, narrow, q) == "K of 64, 128 or 256, not 32"
     assert why(q, q, narrow) == "V of 64, 128 or 256, not 32"

@@ -96,12 +96,18 @@ def _dtypes(call: MemoryCall) -> set[str]:
     return {jnp.dtype(x.dtype).name for x in (call.q, call.k, call.v)}
 
 
+def _accepted_dtypes() -> set[str]:
+    """Return the names of the dtypes of q, k and v that the kernels support here; float32 only if the caller allows products in tf32."""
+    allowed = jax.config.jax_default_matmul_precision == "tensorfloat32"
+    return {"bfloat16", "float16"} | ({"float32"} if allowed else set())
+
+
 _SIZES = (64, 128, 256)  # K and V
 REQUIREMENTS = (
     launch.INSTALLED,
     Requirement(
-        "q, k and v all in bfloat16 or all in float16",
-        lambda call: len(_dtypes(call)) == 1 and _dtypes(call) <= {"bfloat16", "float16"},
+        "q, k and v all in bfloat16, all in float16, or, with jax.default_matmul_precision('tensorfloat32'), all in float32",
+        lambda call: len(_dtypes(call)) == 1 and _dtypes(call) <= _accepted_dtypes(),
         lambda call: ", ".join(sorted(_dtypes(call))),
     ),
     key_dims(*_SIZES),
