@@ -76,7 +76,8 @@ def compute_bfloat16_exactly() -> None:
     import triton.language as tl
     from triton.runtime import interpreter
 
-    builder, handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
+    builder: Any = interpreter.InterpreterBuilder
+    handle = interpreter.TensorHandle
     dot, cast, fp_to_fp = builder.create_dot, builder.cast_impl, builder.create_fp_to_fp
 
     def wide(self, x):
