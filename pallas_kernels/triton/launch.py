@@ -56,8 +56,8 @@ def _usable() -> bool:
 def code_for(capability: str) -> Iterator[None]:
     """Compile the Triton kernels that are traced in this context for one compute capability, such as "8.0", whichever card is here.
 
-    A newer card runs the code of an older one of the 8.x or of its own generation. JAX's caches are cleared at both ends, since they
-    do not know the capability.
+    A card runs code for its own capability, and for the capabilities 8.x that are not above its own. JAX's caches are cleared at both
+    ends, since they do not know the capability.
     """
     jax.clear_caches()
     _forced.append(capability)
