@@ -11,7 +11,7 @@ help:
 	@echo "make test      the tests that fit in minutes: one method of each class of transition"
 	@echo "make test-all  every test that needs no GPU"
 	@echo "make test-gpu  the fused kernels on this machine's NVIDIA GPU (needs the extra [cuda13])"
-	@echo "make test-aot  compile the fused kernels for H200 and three TPUs that need not be here, count spilled registers, and compile models for several H200s"
+	@echo "make test-aot  compile the fused kernels for H200, three TPUs and, with Triton, six NVIDIA generations that need not be here, count spilled registers, and compile models for several H200s"
 	@echo "make lint      ruff and the type checker"
 	@echo "make clean     remove .venv and caches (runs/ stays)"
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +16,7 @@ from jax.custom_derivatives import SymbolicZero
 from pallas_kernels.requirements import Requirement, first_unmet
 from pallas_kernels.residuals import name_residuals
 
-FOLDERS = {"mosaic_gpu": "hopper", "mosaic_tpu": "tpu"}
+FOLDERS = {"mosaic_gpu": "hopper", "mosaic_tpu": "tpu", "triton": "triton"}
 """The folder, inside an op's package, with the modules of each implementation, by the implementation's name."""
 
 
@@ -48,10 +49,12 @@ def backend_module(op: str, implementation: str, variant: str) -> Any:
     that is not used adds no time to the import of the package.
 
     Raises:
-        ValueError: `implementation` is not one of the names in `FOLDERS`.
+        ValueError: `implementation` is not one of the names in `FOLDERS`, or the op has no such folder.
     """
-    if implementation not in FOLDERS:
-        raise ValueError(f"{op}: implementation={implementation!r}; accepted are {tuple(FOLDERS)}")
+    folder = Path(__file__).parent / op
+    accepted = tuple(name for name, inside in FOLDERS.items() if (folder / inside).exists())
+    if implementation not in accepted:
+        raise ValueError(f"{op}: implementation={implementation!r}; accepted are {accepted}")
     return importlib.import_module(f"pallas_kernels.{op}.{FOLDERS[implementation]}.{variant}")
 
 

@@ -38,6 +38,11 @@ KERNELS = {
         ("a decay per key channel", "linear_attention.tpu.channel_decay"),
         ("a decay per value channel", "linear_attention.tpu.value_decay"),
     ),
+    ("linear_memory", "triton"): (
+        ("no decay or a scalar decay", "linear_attention.triton.scalar_decay"),
+        ("a decay per key channel", "linear_attention.triton.channel_decay"),
+        ("a decay per value channel", "linear_attention.triton.value_decay"),
+    ),
     ("delta_memory", "mosaic_gpu"): (
         ("no decay or a scalar decay", "delta_rule.hopper.scalar_decay"),
         ("a decay per key channel", "delta_rule.hopper.channel_decay"),

@@ -76,15 +76,16 @@ def linear_attention(
         initial: [B, G, K, V] float32, the memory before the first token; or [B * S, G, K, V] with S memories per row.
         run: [B, T], the number of documents that have begun up to and with each token, never decreasing. A token with a larger
             number than the token before it reads an empty memory; number 0 continues `initial`. None is one document. With S > 1
-            memories per row: every number from 0 to S - 1, each starting at a multiple of 64 ("mosaic_gpu") or 128
-            ("mosaic_tpu") tokens; number s continues memory s of `initial` and ends in final memory s.
+            memories per row: every number from 0 to S - 1, each starting at a multiple of 64 ("mosaic_gpu", "triton") or
+            128 ("mosaic_tpu") tokens; number s continues memory s of `initial` and ends in final memory s.
         bonus: [G, K] float32. If given, a token reads before its decay and its write, and its own write enters the read as
             `q diag(bonus) kᵀ v`.
         value_log_decay: [B, T, G, V] float32, the log decay of value channels, in place of `log_decay`.
         scale: the factor by which the queries q are multiplied.
         exact: whether the output is float32. With `value_log_decay` on "mosaic_gpu" it is then never rounded, and v may be
             float32, which is rounded only where it is written to the memory.
-        implementation: "mosaic_gpu" (Hopper) or "mosaic_tpu"; `unsupported` says what each requires.
+        implementation: "mosaic_gpu" (Hopper), "mosaic_tpu" or "triton" (NVIDIA cards of compute capability 8.0 or more);
+            `unsupported` says what each requires.
         interpret: parameters of the backend's interpreter, to run on a CPU.
 
     Returns:

@@ -4,6 +4,7 @@ the registers that they spill: `make test-aot`.
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -19,7 +20,9 @@ from pallas_kernels.delta_rule import cases as delta_rule_cases
 from pallas_kernels.dplr import cases as dplr_cases
 from pallas_kernels.linear_attention import cases as linear_attention_cases
 from pallas_kernels.selective_scan.cases import TPU_COMPILED
+from pallas_kernels.triton import launch as triton_launch
 from tests.kernels import test_selective_scan_gpu as scans
+from tests.kernels import triton_compiled
 
 pytestmark = pytest.mark.aot
 
@@ -246,3 +249,64 @@ def test_a_tpu_takes_half_the_bundles_of_the_sketch(chip, most):
     found = count("gated delta rule", chip)
     assert found["heads"] >= 4
     assert found["forward"] <= most
+
+
+NO_TRITON = pytest.mark.skipif(
+    not triton_launch.installed(),
+    reason="needs jax-triton and triton: pip install 'lsm_jax[triton]'",
+)
+
+
+@NO_TRITON
+@pytest.mark.parametrize("capability", triton_launch.CAPABILITIES)
+@pytest.mark.parametrize("case", triton_compiled.CASES)
+def test_triton_kernels_compile_and_use_no_more_than_today(case, capability):
+    """Every Triton kernel of a call is compiled for a card, uses no more registers, spills and shared memory than the table says, and
+    has the shared memory that it requires. `python -m tests.kernels.triton_compiled --write` stores the table.
+    """
+    table = json.loads(triton_compiled.TABLE.read_text())
+    found = triton_compiled.configurations(triton_compiled.CASES[case])
+    assert len(found) >= 5
+    for configuration in found:
+        counts = triton_compiled.compiled(configuration, capability)
+        known = table[configuration.label][capability]
+        for name, (count, most) in zip(
+            counts, zip(counts.values(), known, strict=True), strict=True
+        ):
+            assert count <= most, (configuration.label, name)
+        assert counts["shared"] <= 1024 * triton_compiled.SHARED[capability], configuration.label
+
+
+@NO_TRITON
+@pytest.mark.parametrize("channels", [False, True])
+def test_triton_kernels_lower_for_a_card_that_is_not_here(channels):
+    """A program with Triton kernels is lowered for NVIDIA without a card; this needs the CUDA plugin of JAX, but no CUDA library."""
+    struct = jax.ShapeDtypeStruct
+    wide = struct((2, 130, 2, 64), jnp.bfloat16)
+    decay = struct((2, 130, 2, *[64] * channels), jnp.float32)
+
+    def gradients(q, k, v, log_decay):
+        output, pull = jax.vjp(
+            lambda *x: ops.linear_memory(*x, implementation="triton")[0], q, k, v, log_decay
+        )
+        return output, pull(output)
+
+    with triton_launch.code_for("8.0"):
+        traced = jax.jit(gradients).trace(wide, wide, wide, decay)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    # Scalar: two scans, outputs, and the gradients of the values, of the scores, and of queries, keys and decay. With a decay per
+    # key channel also the decays' sums and the scores.
+    assert text.count("custom_call @triton_kernel_call") == (8 if channels else 6)
+
+
+def test_triton_kernels_spill_little_on_8():
+    """The stored table has no kernel of bfloat16 inputs that spills more than 64 bytes on cards of compute capability 8.x, and no
+    kernel that needs more shared memory than 99 KiB there or on 12.0.
+    """
+    table = json.loads(triton_compiled.TABLE.read_text())
+    for label, row in table.items():
+        assert set(row) == set(triton_launch.CAPABILITIES), label
+        for capability in ("8.0", "8.6", "8.9"):
+            assert "bf16" not in label or row[capability][1] <= 64, (label, capability)
+        for capability in ("8.6", "8.9", "12.0"):
+            assert row[capability][2] <= 99 * 1024, (label, capability)

@@ -233,8 +233,8 @@ def test_names_the_unmet_requirement():
         NotImplementedError, match="requires q, k and v in bfloat16, not q in float32"
     ):
         linear_attention(**inputs, scale=SCALE)
-    with pytest.raises(ValueError, match="implementation='triton'; accepted are"):
-        linear_attention(**inputs, scale=SCALE, implementation="triton")
+    with pytest.raises(ValueError, match="implementation='cutile'; accepted are"):
+        linear_attention(**inputs, scale=SCALE, implementation="cutile")
 
 
 def test_maps_over_one_more_axis():

@@ -19,7 +19,8 @@ from lsm_jax.ops.core.segments import Tokens, cut_into_chunks, read_tokens
 from pallas_kernels.requirements import Requirement
 
 _GRID = 65535  # blocks along the slowest axis of CUDA's grid
-_CHUNK = dict(mosaic_gpu=64, mosaic_tpu=128)  # tokens between which a kernel's memories may change
+# Tokens between which the memories of a kernel may change.
+_CHUNK = dict(mosaic_gpu=64, mosaic_tpu=128, triton=64)
 
 
 def _per_segment(call: Call) -> bool:
@@ -60,6 +61,8 @@ HOPPER = (
 """Requirements of every kernel of these ops for Hopper."""
 TPU = (CHUNK_FORM, *PALLAS)
 """Requirements of every kernel of these ops for TPU."""
+TRITON = (CHUNK_FORM, *PALLAS)
+"""Requirements of every Triton kernel of these ops."""
 
 
 def tokens_of(arguments: dict[str, Any]) -> Tokens:

@@ -1,4 +1,5 @@
-"""The backends of `linear_memory`: fused kernels for Hopper and TPU, and XLA."""
+"""The backends of `linear_memory`: fused kernels for Hopper and TPU, Triton kernels for other NVIDIA
+cards, and XLA."""
 
 from __future__ import annotations
 
@@ -96,6 +97,15 @@ TPU = Backend(
     platforms=("tpu",),
     automatic=False,
 )
+TRITON = Backend(
+    name="triton",
+    run=functools.partial(run_kernel, "triton"),
+    requirements=(*memory_kernels.TRITON, _absent("log_input_gate"), _absent("normalize")),
+    more=functools.partial(_unsupported_by_kernel, "triton"),
+    platforms=("cuda",),
+    compute_capabilities=("8.0", "8.6", "8.9", "9.0", "10.0", "12.0"),
+    automatic=False,
+)
 XLA = Backend(name="xla", run=run_xla)
 
 register(
@@ -103,5 +113,6 @@ register(
     one_token.decode_backend(run_xla, without=("log_input_gate", "normalize"), stacked_only=True),
     HOPPER,
     TPU,
+    TRITON,
     XLA,
 )

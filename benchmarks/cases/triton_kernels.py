@@ -1,0 +1,232 @@
+"""Check and time the Triton kernels of `linear_memory` on an NVIDIA card: their errors against XLA in float32, and their times.
+
+    python -m benchmarks triton_kernels [--checks "scalar,..."] [--capabilities 8.0,9.0] [--ops ...] [--shapes ...]
+
+First a row for each check and compute capability: the relative RMS errors of the output, the final memory and each gradient (at most
+5e-3 and 1e-2), whether a second run had the same bits, and the number of outputs before a token that change with the token and
+later ones. Then a row for each op, shape and compute capability: [ms forward, ms forward and backward] of the Triton kernels, and,
+measured once for each op and shape, of XLA and of the automatic backend. A card runs the code of its own
+capability and that of older ones: an H200 runs "9.0" and "8.0". Needs the extra [triton].
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import options
+from benchmarks.cases import kernels
+from benchmarks.registry import Benchmark, UsageError
+from lsm_jax import ops
+from pallas_kernels.linear_attention.cases import GRADIENT_TOLERANCE, OUTPUT_TOLERANCE
+from pallas_kernels.linear_attention.triton import passes
+from pallas_kernels.triton import launch
+
+BENCHMARK = Benchmark(
+    name="triton_kernels",
+    summary="Triton kernels of linear memories: errors against float32, and times beside XLA",
+    key=("op", "shape", "capability"),
+    optional_key={"check": "", "tilings": ""},
+    requires_gpu=False,
+)
+
+# By name: decay; heads of q, k and v; K; V; T; dtype; states ("row", "documents" or "segments"); factor of the log decay, or "strong".
+CHECKS = {
+    "none": ("no decay", (4, 2, 2), 64, 128, 500, "bfloat16", "row", 1),
+    "constant": ("constant decay", (2, 2, 2), 128, 128, 1024, "bfloat16", "row", 1),
+    "scalar": ("scalar decay", (4, 4, 4), 128, 128, 512, "bfloat16", "row", 1),
+    "scalar documents": ("scalar decay", (4, 2, 2), 64, 128, 500, "bfloat16", "documents", 1),
+    "scalar strong": ("scalar decay", (2, 2, 4), 128, 64, 1100, "bfloat16", "documents", "strong"),
+    "scalar wide": ("scalar decay", (2, 1, 2), 256, 256, 1100, "bfloat16", "documents", 1),
+    "scalar long": ("scalar decay", (1, 1, 1), 64, 64, 8150, "bfloat16", "documents", 1),
+    "scalar float16": ("scalar decay", (2, 2, 2), 128, 128, 600, "float16", "documents", 1),
+    "scalar segments": ("scalar decay", (2, 1, 1), 64, 128, 2036, "bfloat16", "segments", 1),
+    "key": ("key decay", (4, 4, 4), 128, 128, 512, "bfloat16", "row", 1),
+    "key documents": ("key decay", (4, 2, 2), 64, 128, 1100, "bfloat16", "documents", 1),
+    "key strong": ("key decay", (2, 2, 4), 128, 128, 512, "bfloat16", "documents", "strong"),
+    "key steep": ("key decay", (2, 2, 4), 128, 128, 512, "bfloat16", "documents", 20),
+    "key wide": ("key decay", (2, 2, 2), 256, 256, 700, "bfloat16", "documents", 1),
+    "key float16": ("key decay", (2, 2, 2), 128, 64, 600, "float16", "documents", 1),
+    "key segments": ("key decay", (1, 1, 2), 64, 64, 2036, "bfloat16", "segments", 1),
+    "bonus": ("key decay and bonus", (2, 2, 2), 128, 64, 600, "bfloat16", "documents", 1),
+    "bonus steep": ("key decay and bonus", (2, 2, 2), 64, 256, 512, "bfloat16", "row", 20),
+    "bonus segments": ("key decay and bonus", (2, 1, 1), 128, 64, 2036, "bfloat16", "segments", 1),
+    "value": ("value decay", (4, 1, 2), 128, 64, 300, "bfloat16", "documents", 1),
+    "value strong": ("value decay", (2, 1, 2), 256, 256, 600, "bfloat16", "documents", "strong"),
+    "value segments": ("value decay", (1, 1, 1), 64, 64, 2036, "bfloat16", "segments", 1),
+}  # fmt: skip
+OPS = tuple(op for op in kernels.OPS if "decay" in op)
+SHAPES = "8x4096x16x128,8x2048x32x64"
+
+
+def check(name: str) -> dict[str, Any]:
+    """Return the errors of one of `CHECKS` against XLA in float32, with the Triton kernels compiled as `launch` says."""
+    decay, (heads, key_heads, memories), key_dim, value_dim, length, dtype, states, factor = CHECKS[
+        name
+    ]
+    rng = np.random.default_rng(0)
+
+    def normal(*shape, dtype=jnp.float32):
+        return jnp.asarray(rng.normal(size=shape), dtype)
+
+    x = dict(
+        q=normal(2, length, heads, key_dim, dtype=dtype),
+        k=normal(2, length, key_heads, key_dim, dtype=dtype),
+        v=normal(2, length, memories, value_dim, dtype=dtype),
+    )
+    constant = jnp.log1p(-(2.0 ** (-5 - jnp.arange(memories)))) if "constant" in decay else None
+    if decay not in ("no decay", "constant decay"):
+        width = {"scalar": (), "value": (value_dim,)}.get(decay.split()[0], (key_dim,))
+        gate = jax.nn.log_sigmoid(normal(2, length, memories, *width) + 3)
+        gate = jnp.where(gate < -0.2, -30.0, gate) if factor == "strong" else gate * factor
+        x["value_log_decay" if "value" in decay else "log_decay"] = gate
+    if "bonus" in decay:
+        x["bonus"] = normal(memories, key_dim)
+    several = (4,) if states == "segments" else ()
+    x["memory"] = normal(2, *several, memories, key_dim, value_dim)
+    marks: dict[str, Any] = {}
+    if states == "documents":
+        marks["segment_ids"] = jnp.asarray(np.cumsum(rng.random((2, length)) < 0.01, axis=1) + 1)
+    if states == "segments":
+        ids = np.repeat([1, 2, 1, 0, 4], [700, 5, 300, 30, length - 1035])
+        marks["segment_ids"] = jnp.asarray(np.stack([ids, ids]), jnp.int32)
+    if marks:
+        marks["update_mask"] = jnp.asarray(rng.random((2, length)) < 0.9)
+
+    def run(implementation, x):
+        x = dict(x)
+        memory = x.pop("memory")
+        state = ops.linear_state(2, *memory.shape[-3:])._replace(memory=memory)
+        if states == "documents":
+            state = state._replace(segment_id=jnp.ones(2, jnp.int32))
+        if constant is not None:
+            x["log_decay"] = constant
+        output, state = ops.linear_memory(
+            **x, **marks, initial_state=state, implementation=implementation
+        )
+        return output, state.memory
+
+    def both(implementation, cotangents, x):
+        outputs, pull = jax.vjp(lambda y: run(implementation, y), x)
+        return outputs, pull(cotangents)[0]
+
+    output_heads = max(heads, memories)
+    cotangents = normal(2, length, output_heads, value_dim, dtype=dtype), normal(*x["memory"].shape)
+    fused = jax.jit(lambda c, y: both("triton", c, y))
+    values, gradients = fused(cotangents, x)
+    again = fused(cotangents, x)
+    same = [bool((a == b).all()) for a, b in zip(*map(jax.tree.leaves, ((values, gradients), again)), strict=True)]  # fmt: skip
+    wide = jax.tree.map(lambda a: a.astype(jnp.float32), (cotangents, x))
+    with jax.default_matmul_precision("highest"):
+        expected, wanted = jax.jit(lambda c, y: both("xla", c, y))(*wide)
+    errors = dict(output=error(values[0], expected[0]), final=error(values[1], expected[1]))
+    errors |= {f"d_{n}": error(gradients[n], wanted[n]) for n in gradients}
+    place = length * 2 // 3
+    changed = {n: a if n in ("memory", "bonus") else a.at[:, place:].multiply(2) for n, a in x.items()}  # fmt: skip
+    output = jax.jit(lambda y: run("triton", y)[0])(changed)
+    not_causal = int(jnp.sum(output[:, :place] != values[0][:, :place]))
+    good = not_causal == 0 and all(same) and all(
+        e < (GRADIENT_TOLERANCE if n.startswith("d_") else OUTPUT_TOLERANCE)
+        for n, e in errors.items()
+    )  # fmt: skip
+    return dict(good=good, errors=errors, same_bits=all(same), not_causal=not_causal)
+
+
+def error(actual: jax.Array, expected: jax.Array) -> float:
+    """Return the RMS of the difference of two arrays relative to the RMS of `expected`; NaN if an entry is NaN."""
+    actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
+    return float(f"{np.sqrt(np.mean((actual - expected) ** 2) / np.mean(expected**2)):.3g}")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--checks", type=options.names(CHECKS), default=",".join(CHECKS), help=", ".join(CHECKS)
+    )
+    parser.add_argument(
+        "--ops", type=options.names(OPS), default=",".join(OPS), help=", ".join(OPS)
+    )
+    parser.add_argument("--shapes", type=options.words, default=SHAPES, help="BxTxHxD,...")
+    parser.add_argument(
+        "--capabilities", type=options.names(launch.CAPABILITIES), default="8.0",
+        help="compute capabilities whose code this card can run, such as 8.0,9.0 on an H200; default: 8.0",
+    )  # fmt: skip
+    parser.add_argument(
+        "--tilings", type=options.words, default=[],
+        help="tilings to try in place of the table's: kernel=keys:values:warps:stages,...; `passes.TILINGS` has the names",
+    )  # fmt: skip
+    options.add_shard(parser)
+
+
+def set_tilings(words: list[str]) -> list[str]:
+    """Change the tilings of bfloat16 kernels as the words of --tilings say, and return these words.
+
+    Raises:
+        UsageError: a word is not KERNEL=KEYS:VALUES:WARPS:STAGES with the name of a kernel in `passes.TILINGS`.
+    """
+    for word in words:
+        name, _, sizes = word.partition("=")
+        numbers = [int(n) for n in sizes.split(":") if n.isdecimal()]
+        if name not in passes.TILINGS or len(numbers) != 4:
+            raise UsageError(
+                f"--tilings {word!r}: accepted is kernel=keys:values:warps:stages with a kernel of {', '.join(passes.TILINGS)}"
+            )
+        passes.TILINGS[name] = passes.Tiling(*numbers)
+    return words
+
+
+def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
+    checks = [
+        dict(op=CHECKS[name][0], shape="", capability=capability, check=name)
+        for capability in args.capabilities
+        for name in args.checks
+    ]
+    tilings = dict(tilings=",".join(set_tilings(args.tilings))) if args.tilings else {}
+    timed = [
+        dict(op=op, shape=shape, capability=capability, **tilings)
+        for shape in args.shapes
+        for op in args.ops
+        for capability in (*args.capabilities, "any")
+    ]
+    return (checks + timed)[args.shard]
+
+
+def rows(args: argparse.Namespace, cases: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    for case in cases:
+        row = dict(case)
+        try:
+            if case["capability"] == "any":
+                row |= {name: time_op(case, name) for name in ("xla", "automatic")}
+            else:
+                with launch.code_for(case["capability"]):
+                    row |= check(case["check"]) if "check" in case else dict(triton=time_op(case, "triton"))  # fmt: skip
+        except Exception as exception:
+            row["error"] = f"{type(exception).__name__}: {exception}"[:600]
+        yield row
+
+
+def time_op(case: dict[str, Any], name: str) -> list[float]:
+    """Return [ms forward, ms forward and backward] of one implementation ("triton", "xla" or "automatic") of an op at a shape."""
+    inputs = kernels.make_inputs(case["op"], case["shape"])
+    implementation: Any = None if name == "automatic" else name
+    lowered = kernels.programs_of(
+        kernels.library_call(case["op"], implementation), jax.eval_shape(lambda: inputs)
+    )
+    return kernels.measure([program.compile() for program in lowered], inputs)
+
+
+def line(row: dict[str, Any]) -> str:
+    name = f"{row['capability']:4s} {row.get('check') or row['op']:20s} {row['shape']:15s}"
+    if "error" in row:
+        return f"{name} {row['error']}"
+    if "errors" in row:
+        verdict = "good" if row["good"] else "WRONG"
+        bits = "" if row["same_bits"] else ", other bits in a second run"
+        causal = "" if not row["not_causal"] else f", {row['not_causal']} outputs not causal"
+        return f"{name} {verdict} {row['errors']}{bits}{causal}"
+    times = (f"{n} {row[n][0]:.3f} / {row[n][1]:.3f}" for n in ("triton", "xla", "automatic") if n in row)  # fmt: skip
+    return f"{name} {'   '.join(times)} ms"

@@ -1,0 +1,1 @@
+"""Linear attention by Triton kernels, for NVIDIA cards of compute capability 8.0 or more."""

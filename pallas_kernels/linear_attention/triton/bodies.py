@@ -1,0 +1,504 @@
+"""Kernels of linear attention in Triton: the same source for every NVIDIA card of compute capability 8.0 or more.
+
+This module imports only Triton, so that its kernels can also run in Triton's interpreter and be compiled without a GPU. The
+mathematics is that of `pallas_kernels.tiles.scalar_decay` and `pallas_kernels.tiles.channel_decay`, whose symbols are used here. A
+row of T tokens is divided into N chunks of C tokens. `scan` alone computes one chunk after another: it carries the memory S (or,
+from the last chunk to the first, its gradient) and stores it at every chunk's boundary. The other kernels compute all chunks in
+parallel from these memories.
+
+Common to all kernels:
+
+- Arrays of tokens are [B, T, heads, channels], contiguous. The number of heads of an array divides `HEADS`, the number of heads that
+  the kernel computes. T is a multiple of C.
+- `CHANNELS` is False for a scalar decay or none: then `read_decay` and `write_decay` [B, T, D_HEADS], `chunk_decay` [B, N, D_HEADS]
+  and `cum` [B, T, D_HEADS] are the factors e^b, e^(b_C - b), e^b_C and the sums b, and the first three are 0 where documents end.
+- `CHANNELS` is True for a decay per key channel: then `sums` [B, T, D_HEADS, K] has the sums b of the log decay from each chunk's
+  start, and `enters` and `stays` [B, T] are 1 where a token's document is that of the last token before the chunk, or of the chunk's
+  last token.
+- `run` [B, T] is the number of each token's document. With `DOCUMENTS` False it is not read, nor are `enters` and `stays`.
+- `EXCLUSIVE` is the read before the write, with `bonus` [D_HEADS, K].
+- An array that a kernel does not use is any other pointer.
+- `LOW` is the dtype of the operands of matrix products: bfloat16, or float32 for products in tf32. Sums are float32.
+- Sizes are constants of the compilation, and a program moves a pointer instead of computing offsets for each element: a thread then
+  keeps one address.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def sum_decays(g, sums, HEADS: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr):
+    """Store the sums of the log decay g [B, T, HEADS, K] over each chunk, up to and with each token.
+
+    A decay below e^-128 is 0 in float32; larger sums would cost the others their precision.
+    """
+    tile, at = tl.program_id(0) % (K // BK), tl.program_id(0) // (K // BK)
+    h, chunk = at % HEADS, (at // HEADS).to(tl.int64)
+    start = (chunk * C * HEADS + h) * K + tile * BK
+    offsets = tl.arange(0, C)[:, None] * (HEADS * K) + tl.arange(0, BK)[None, :]
+    x = tl.maximum(tl.load(g + start + offsets).to(tl.float32), -128.0)
+    tl.store(sums + start + offsets, tl.cumsum(x, 0))
+
+
+@triton.jit
+def scan(
+    x, y, row_decay, chunk_decay, sums, marks, enters, bounds, initial, count, scale, states, final,
+    X_HEADS: tl.constexpr, Y_HEADS: tl.constexpr, D_HEADS: tl.constexpr, HEADS: tl.constexpr,
+    SEGMENTS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
+    BV: tl.constexpr, LOW: tl.constexpr, CHANNELS: tl.constexpr, DOCUMENTS: tl.constexpr,
+    EXCLUSIVE: tl.constexpr, REVERSE: tl.constexpr, SAVE: tl.constexpr,
+):  # fmt: skip
+    """Carry memories through their chunks, `S' = e^(b_C) S + (x f)ᵀ y`: the memory before each chunk, or its gradient after it.
+
+    Forward, (x, y) = (k, v) and f = e^(b_C - b). With `REVERSE`, from the last chunk to the first, (x, y) = (q, dO) and f = scale e^b.
+    A program computes a tile [BK, BV] of one memory. `row_decay` is f / scale and `marks` is `stays`, or `enters` if `REVERSE`.
+    `bounds` [B, SEGMENTS + 1] are the chunks at which a row's memories begin and end if SEGMENTS > 1. `initial` and `final` are [B *
+    SEGMENTS, HEADS, K, V] float32; `states` [B, N, HEADS, K, V] is stored if `SAVE`.
+    """
+    columns: tl.constexpr = V // BV
+    tiles: tl.constexpr = (K // BK) * columns
+    tile, at = tl.program_id(0) % tiles, tl.program_id(0) // tiles
+    h, memory = at % HEADS, (at // HEADS).to(tl.int64)
+    key, column = tile // columns * BK, tile % columns * BV
+    b = memory // SEGMENTS
+    if SEGMENTS > 1:
+        first = tl.load(bounds + b * (SEGMENTS + 1) + memory % SEGMENTS)
+        last = tl.load(bounds + b * (SEGMENTS + 1) + memory % SEGMENTS + 1)
+    else:
+        first = 0
+        last = count
+    rows, keys, values = tl.arange(0, C), tl.arange(0, BK), tl.arange(0, BV)
+    x_head, y_head, d_head = h * X_HEADS // HEADS, h * Y_HEADS // HEADS, h * D_HEADS // HEADS
+    chunks = b * count
+    x += (chunks * C * X_HEADS + x_head) * K + key
+    y += (chunks * C * Y_HEADS + y_head) * V + column
+    states += (chunks * HEADS + h) * K * V + key * V + column
+    cell = keys[:, None] * V + values[None, :]
+    outside = (memory * HEADS + h) * K * V + key * V + column
+    x_rows = rows[:, None] * (X_HEADS * K) + keys[None, :]
+    y_rows = rows[:, None] * (Y_HEADS * V) + values[None, :]
+    d_rows = rows[:, None] * (D_HEADS * K) + keys[None, :]
+    sums += (chunks * C * D_HEADS + d_head) * K + key
+    row_decay += chunks * C * D_HEADS + d_head
+    chunk_decay += chunks * D_HEADS + d_head
+    marks += chunks * C
+    enters += chunks * C
+    S = tl.load(initial + outside + cell)
+    for step in range(first, last):
+        if REVERSE:
+            n = tl.cast(first + last - 1 - step, tl.int64)
+        else:
+            n = tl.cast(step, tl.int64)
+        tile_x = tl.load(x + n * (C * X_HEADS * K) + x_rows).to(tl.float32)
+        tile_y = tl.load(y + n * (C * Y_HEADS * V) + y_rows)
+        if SAVE:
+            tl.store(states + n * (HEADS * K * V) + cell, S.to(states.dtype.element_ty))
+        if CHANNELS:
+            of_chunk = sums + n * (C * D_HEADS * K)
+            total = tl.load(of_chunk + (C - 1) * (D_HEADS * K) + keys)
+            if REVERSE:
+                if EXCLUSIVE:  # without the token's own decay
+                    before = tl.load(
+                        of_chunk - D_HEADS * K + d_rows, mask=rows[:, None] > 0, other=0.0
+                    )
+                else:
+                    before = tl.load(of_chunk + d_rows)
+                factor = tl.exp(before)
+            else:
+                factor = tl.exp(tl.minimum(total[None, :] - tl.load(of_chunk + d_rows), 0.0))
+            decay = tl.exp(total)
+            if DOCUMENTS:
+                factor = factor * tl.load(marks + n * C + rows)[:, None]
+                decay = decay * tl.load(enters + n * C + C - 1)
+            S = S * decay[:, None]
+            tile_x = tile_x * (factor * scale)
+        else:
+            tile_x = (
+                tile_x * (tl.load(row_decay + n * (C * D_HEADS) + rows * D_HEADS) * scale)[:, None]
+            )
+            S = S * tl.load(chunk_decay + n * D_HEADS)
+        S = tl.dot(tl.trans(tile_x.to(LOW)), tile_y.to(LOW), S, input_precision="tf32")
+    tl.store(final + outside + cell, S)
+
+
+@triton.jit
+def channel_scores(
+    q, k, sums, bonus, run, scale, scores,
+    Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, D_HEADS: tl.constexpr, HEADS: tl.constexpr,
+    K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, LEVELS: tl.constexpr, LOW: tl.constexpr,
+    DOCUMENTS: tl.constexpr, EXCLUSIVE: tl.constexpr,
+):  # fmt: skip
+    """Store the decayed scores P [B, N, HEADS, C, C] of a decay per key channel, level by level of the halving."""
+    h, chunk = tl.program_id(0) % HEADS, (tl.program_id(0) // HEADS).to(tl.int64)
+    rows, keys = tl.arange(0, C), tl.arange(0, BK)
+    d_head = h * D_HEADS // HEADS
+    q += (chunk * C * Q_HEADS + h * Q_HEADS // HEADS) * K
+    k += (chunk * C * K_HEADS + h * K_HEADS // HEADS) * K
+    sums += (chunk * C * D_HEADS + d_head) * K
+    bonus += d_head * K
+    i, j = rows[:, None], rows[None, :]
+    by_key = rows[:, None] * (D_HEADS * K) + keys[None, :]
+    P = tl.zeros([C, C], tl.float32)
+    current = tl.zeros([C], tl.float32)
+    for key in range(0, K, BK):
+        tile_q = tl.load(q + key + rows[:, None] * (Q_HEADS * K) + keys[None, :]).to(tl.float32)
+        tile_k = tl.load(k + key + rows[:, None] * (K_HEADS * K) + keys[None, :]).to(tl.float32)
+        inclusive = tl.load(sums + key + by_key)
+        if EXCLUSIVE:
+            read_sums = tl.load(sums - D_HEADS * K + key + by_key, mask=i > 0, other=0.0)
+            weight = tl.load(bonus + key + keys)
+            current += tl.sum(tile_q * tile_k * weight[None, :], 1)
+        else:
+            read_sums = inclusive
+            current += tl.sum(tile_q * tile_k, 1)
+        for level in tl.range(0, LEVELS, num_stages=1):
+            half = 1 << level
+            later = (i & half) > 0
+            # The last row of the earlier block, from which both blocks' sums are measured.
+            middle = ((rows | (2 * half - 1)) - half)[:, None] * (D_HEADS * K) + keys[None, :]
+            pivot = tl.load(sums + key + middle)
+            factor = tl.exp(tl.minimum(tl.where(later, read_sums - pivot, pivot - inclusive), 0.0))
+            X = (tl.where(later, tile_q, tile_k) * factor).to(LOW)
+            pairs = tl.dot(X, tl.trans(X), input_precision="tf32")
+            P += tl.where(((i ^ j) >= half) & ((i ^ j) < 2 * half) & (i > j), pairs, 0.0)
+    P = tl.where(i == j, current[:, None], P) * scale
+    if DOCUMENTS:
+        of_chunk = run + chunk * C
+        P = tl.where(tl.load(of_chunk + rows)[:, None] == tl.load(of_chunk + rows)[None, :], P, 0.0)
+    target = scores + (chunk * HEADS + h) * C * C + i * C + j
+    tl.store(target, P.to(scores.dtype.element_ty))
+
+
+@triton.jit
+def outputs(
+    q, k, v, scores, cum, read_decay, sums, run, enters, states, scale, out,
+    Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, V_HEADS: tl.constexpr, D_HEADS: tl.constexpr,
+    HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
+    BV: tl.constexpr, LOW: tl.constexpr, CHANNELS: tl.constexpr, DECAY: tl.constexpr,
+    DOCUMENTS: tl.constexpr, EXCLUSIVE: tl.constexpr,
+):  # fmt: skip
+    """Store the outputs of all chunks, O = P v + scale (q e^b) S, in tiles [C, BV].
+
+    With a scalar decay or none P is computed here, (q kᵀ) ⊙ scale e^(b_i - b_j); else it is read from `scores`. `states` [B, N,
+    V_HEADS, K, V] are the memories before the chunks.
+    """
+    columns: tl.constexpr = V // BV
+    tile, at = tl.program_id(0) % columns, tl.program_id(0) // columns
+    h, chunk = at % HEADS, (at // HEADS).to(tl.int64)
+    column = tile * BV
+    rows, keys, values = tl.arange(0, C), tl.arange(0, BK), tl.arange(0, BV)
+    d_head, v_head = h * D_HEADS // HEADS, h * V_HEADS // HEADS
+    q += (chunk * C * Q_HEADS + h * Q_HEADS // HEADS) * K
+    k += (chunk * C * K_HEADS + h * K_HEADS // HEADS) * K
+    v += (chunk * C * V_HEADS + v_head) * V + column
+    out += (chunk * C * HEADS + h) * V + column
+    states += (chunk * V_HEADS + v_head) * K * V + column
+    sums += (chunk * C * D_HEADS + d_head) * K
+    i, j = rows[:, None], rows[None, :]
+    total = tl.zeros([C, BV], tl.float32)
+    P = tl.zeros([C, C], tl.float32)
+    for key in range(0, K, BK):
+        tile_q = tl.load(q + key + rows[:, None] * (Q_HEADS * K) + keys[None, :])
+        S = tl.load(states + key * V + keys[:, None] * V + values[None, :]).to(LOW)
+        if CHANNELS:
+            by_key = rows[:, None] * (D_HEADS * K) + keys[None, :]
+            if EXCLUSIVE:
+                before = tl.load(sums - D_HEADS * K + key + by_key, mask=i > 0, other=0.0)
+            else:
+                before = tl.load(sums + key + by_key)
+            read = tile_q.to(tl.float32) * tl.exp(before) * scale
+            if DOCUMENTS:
+                read = read * tl.load(enters + chunk * C + rows)[:, None]
+            total = tl.dot(read.to(LOW), S, total, input_precision="tf32")
+        else:
+            tile_k = tl.load(k + key + rows[:, None] * (K_HEADS * K) + keys[None, :])
+            P = tl.dot(tile_q.to(LOW), tl.trans(tile_k.to(LOW)), P, input_precision="tf32")
+            total = tl.dot(tile_q.to(LOW), S, total, input_precision="tf32")
+    if CHANNELS:
+        P = tl.load(scores + (chunk * HEADS + h) * C * C + i * C + j).to(tl.float32)
+    else:
+        by_row = chunk * C * D_HEADS + d_head + rows * D_HEADS
+        total = total * (tl.load(read_decay + by_row) * scale)[:, None]
+        seen = i >= j
+        if DOCUMENTS:
+            of_chunk = run + chunk * C
+            seen = seen & (tl.load(of_chunk + rows)[:, None] == tl.load(of_chunk + rows)[None, :])
+        if DECAY:
+            b = tl.load(cum + by_row)
+            P = P * tl.exp(tl.where(seen, b[:, None] - b[None, :], 0.0))
+        P = tl.where(seen, P * scale, 0.0)
+    tile_v = tl.load(v + rows[:, None] * (V_HEADS * V) + values[None, :])
+    total = tl.dot(P.to(LOW), tile_v.to(LOW), total, input_precision="tf32")
+    tl.store(out + rows[:, None] * (HEADS * V) + values[None, :], total.to(out.dtype.element_ty))
+
+
+@triton.jit
+def score_gradients(
+    d_out, v, cum, run, scale, d_scores,
+    V_HEADS: tl.constexpr, D_HEADS: tl.constexpr, HEADS: tl.constexpr, V: tl.constexpr,
+    C: tl.constexpr, BV: tl.constexpr, LOW: tl.constexpr, DECAY: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+):  # fmt: skip
+    """Store the gradient of the scores q kᵀ of all chunks, [B, N, HEADS, C, C]: scale dO vᵀ on and below the diagonal, 0 above.
+
+    With a scalar decay (`DECAY`) it is multiplied by e^(b_i - b_j). d_out is [B, T, HEADS, V].
+    """
+    h, chunk = tl.program_id(0) % HEADS, (tl.program_id(0) // HEADS).to(tl.int64)
+    rows, values = tl.arange(0, C), tl.arange(0, BV)
+    d_out += (chunk * C * HEADS + h) * V
+    v += (chunk * C * V_HEADS + h * V_HEADS // HEADS) * V
+    i, j = rows[:, None], rows[None, :]
+    dP = tl.zeros([C, C], tl.float32)
+    for column in range(0, V, BV):
+        tile_d = tl.load(d_out + column + rows[:, None] * (HEADS * V) + values[None, :])
+        tile_v = tl.load(v + column + rows[:, None] * (V_HEADS * V) + values[None, :])
+        dP = tl.dot(tile_d.to(LOW), tl.trans(tile_v.to(LOW)), dP, input_precision="tf32")
+    seen = i >= j
+    if DOCUMENTS:
+        of_chunk = run + chunk * C
+        seen = seen & (tl.load(of_chunk + rows)[:, None] == tl.load(of_chunk + rows)[None, :])
+    if DECAY:
+        b = tl.load(cum + chunk * C * D_HEADS + h * D_HEADS // HEADS + rows * D_HEADS)
+        dP = dP * tl.exp(tl.where(seen, b[:, None] - b[None, :], 0.0))
+    dP = tl.where(seen, dP * scale, 0.0)
+    target = d_scores + (chunk * HEADS + h) * C * C + i * C + j
+    tl.store(target, dP.to(d_scores.dtype.element_ty))
+
+
+@triton.jit
+def value_gradients(
+    q, k, d_out, scores, cum, write_decay, sums, run, stays, d_states, scale, dv,
+    Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, D_HEADS: tl.constexpr, HEADS: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    LOW: tl.constexpr, CHANNELS: tl.constexpr, DECAY: tl.constexpr, DOCUMENTS: tl.constexpr,
+):  # fmt: skip
+    """Store the gradients of the values of all chunks, dv = Pᵀ dO + (k e^(b_C - b)) dS', [B, T, HEADS, V], in tiles [C, BV].
+
+    `d_states` [B, N, HEADS, K, V] are the gradients of the memories after the chunks.
+    """
+    columns: tl.constexpr = V // BV
+    tile, at = tl.program_id(0) % columns, tl.program_id(0) // columns
+    h, chunk = at % HEADS, (at // HEADS).to(tl.int64)
+    column = tile * BV
+    rows, keys, values = tl.arange(0, C), tl.arange(0, BK), tl.arange(0, BV)
+    d_head = h * D_HEADS // HEADS
+    q += (chunk * C * Q_HEADS + h * Q_HEADS // HEADS) * K
+    k += (chunk * C * K_HEADS + h * K_HEADS // HEADS) * K
+    d_out += (chunk * C * HEADS + h) * V + column
+    dv += (chunk * C * HEADS + h) * V + column
+    d_states += (chunk * HEADS + h) * K * V + column
+    sums += (chunk * C * D_HEADS + d_head) * K
+    # Row i is the token that is read, and column j the token that reads.
+    i, j = rows[:, None], rows[None, :]
+    gradient = tl.zeros([C, BV], tl.float32)
+    P = tl.zeros([C, C], tl.float32)
+    for key in range(0, K, BK):
+        tile_k = tl.load(k + key + rows[:, None] * (K_HEADS * K) + keys[None, :])
+        dS = tl.load(d_states + key * V + keys[:, None] * V + values[None, :]).to(LOW)
+        if CHANNELS:
+            total = tl.load(sums + key + (C - 1) * (D_HEADS * K) + keys)
+            b = tl.load(sums + key + rows[:, None] * (D_HEADS * K) + keys[None, :])
+            written = tile_k.to(tl.float32) * tl.exp(tl.minimum(total[None, :] - b, 0.0))
+            if DOCUMENTS:
+                written = written * tl.load(stays + chunk * C + rows)[:, None]
+            gradient = tl.dot(written.to(LOW), dS, gradient, input_precision="tf32")
+        else:
+            tile_q = tl.load(q + key + rows[:, None] * (Q_HEADS * K) + keys[None, :])
+            P = tl.dot(tile_k.to(LOW), tl.trans(tile_q.to(LOW)), P, input_precision="tf32")
+            gradient = tl.dot(tile_k.to(LOW), dS, gradient, input_precision="tf32")
+    if CHANNELS:
+        P = tl.load(scores + (chunk * HEADS + h) * C * C + j * C + i).to(tl.float32)
+    else:
+        by_row = chunk * C * D_HEADS + d_head + rows * D_HEADS
+        gradient = gradient * tl.load(write_decay + by_row)[:, None]
+        seen = i <= j
+        if DOCUMENTS:
+            of_chunk = run + chunk * C
+            seen = seen & (tl.load(of_chunk + rows)[:, None] == tl.load(of_chunk + rows)[None, :])
+        if DECAY:
+            cums = tl.load(cum + by_row)
+            P = P * tl.exp(tl.where(seen, cums[None, :] - cums[:, None], 0.0))
+        P = tl.where(seen, P * scale, 0.0)
+    tile_d = tl.load(d_out + rows[:, None] * (HEADS * V) + values[None, :])
+    gradient = tl.dot(P.to(LOW), tile_d.to(LOW), gradient, input_precision="tf32")
+    target = dv + rows[:, None] * (HEADS * V) + values[None, :]
+    tl.store(target, gradient.to(dv.dtype.element_ty))
+
+
+@triton.jit
+def scalar_gradients(
+    q, k, v, d_out, d_scores, read_decay, write_decay, chunk_decay, run, states, d_states, scale,
+    dq, dk, dg,
+    Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, V_HEADS: tl.constexpr, D_HEADS: tl.constexpr,
+    HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
+    BV: tl.constexpr, LOW: tl.constexpr, DECAY: tl.constexpr, DOCUMENTS: tl.constexpr,
+):  # fmt: skip
+    """Store the gradients of the queries and keys of all chunks with a scalar decay or none, in tiles [C, BK].
+
+    dq = dA k + scale e^b (dO Sᵀ), dk = dAᵀ q + (e^(b_C - b) v) dS'ᵀ, both [B, T, HEADS, K], with dA from `score_gradients`. With
+    `DECAY`, dg [B, T, HEADS, K / BK] has the term of the log decay's gradient that comes from each BK key channels; the terms are to
+    be added.
+    """
+    tiles: tl.constexpr = K // BK
+    tile, at = tl.program_id(0) % tiles, tl.program_id(0) // tiles
+    h, chunk = at % HEADS, (at // HEADS).to(tl.int64)
+    rows, keys, values = tl.arange(0, C), tl.arange(0, BK), tl.arange(0, BV)
+    d_head, v_head = h * D_HEADS // HEADS, h * V_HEADS // HEADS
+    q += (chunk * C * Q_HEADS + h * Q_HEADS // HEADS) * K + tile * BK
+    k += (chunk * C * K_HEADS + h * K_HEADS // HEADS) * K + tile * BK
+    v += (chunk * C * V_HEADS + v_head) * V
+    d_out += (chunk * C * HEADS + h) * V
+    states += (chunk * V_HEADS + v_head) * K * V + tile * BK * V
+    d_states += (chunk * HEADS + h) * K * V + tile * BK * V
+    d_scores += (chunk * HEADS + h) * C * C
+    i, j = rows[:, None], rows[None, :]
+    read = tl.zeros([C, BK], tl.float32)
+    write = tl.zeros([C, BK], tl.float32)
+    total = tl.zeros([BK], tl.float32)
+    for column in range(0, V, BV):
+        tile_d = tl.load(d_out + column + rows[:, None] * (HEADS * V) + values[None, :])
+        tile_v = tl.load(v + column + rows[:, None] * (V_HEADS * V) + values[None, :])
+        S = tl.load(states + column + keys[:, None] * V + values[None, :])
+        dS = tl.load(d_states + column + keys[:, None] * V + values[None, :])
+        read = tl.dot(tile_d.to(LOW), tl.trans(S.to(LOW)), read, input_precision="tf32")
+        write = tl.dot(tile_v.to(LOW), tl.trans(dS.to(LOW)), write, input_precision="tf32")
+        if DECAY:
+            total += tl.sum(S.to(tl.float32) * dS.to(tl.float32), 1)
+    by_row = chunk * C * D_HEADS + d_head + rows * D_HEADS
+    read = read * (tl.load(read_decay + by_row) * scale)[:, None]
+    write = write * tl.load(write_decay + by_row)[:, None]
+    tile_q = tl.load(q + rows[:, None] * (Q_HEADS * K) + keys[None, :])
+    tile_k = tl.load(k + rows[:, None] * (K_HEADS * K) + keys[None, :])
+    # Without its diagonal, which no decay separates.
+    dA = tl.load(d_scores + i * C + j, mask=i > j, other=0.0).to(LOW)
+    read = tl.dot(dA, tile_k.to(LOW), read, input_precision="tf32")
+    dA = tl.load(d_scores + j * C + i, mask=j > i, other=0.0).to(LOW)
+    pairs = tl.dot(dA, tile_q.to(LOW), input_precision="tf32")
+    diagonal = tl.load(d_scores + rows * (C + 1)).to(tl.float32)[:, None]
+    tile_q, tile_k = tile_q.to(tl.float32), tile_k.to(tl.float32)
+    if DECAY:
+        later = tl.sum(tile_q * read - tile_k * pairs, 1)
+        earlier = tl.sum(tile_k * write, 1)
+        same = j >= i
+        if DOCUMENTS:
+            of_chunk = run + chunk * C
+            same = same & (tl.load(of_chunk + rows)[:, None] == tl.load(of_chunk + rows)[None, :])
+        gradient = tl.sum(tl.where(same, later[None, :], 0.0), 1)
+        gradient += tl.sum(tl.where(j < i, earlier[None, :], 0.0), 1)
+        gradient += tl.load(chunk_decay + chunk * D_HEADS + d_head) * tl.sum(total, 0)
+        tl.store(dg + ((chunk * C * HEADS + h) + rows * HEADS) * tiles + tile, gradient)
+    target = (chunk * C * HEADS + h) * K + tile * BK
+    by_key = rows[:, None] * (HEADS * K) + keys[None, :]
+    tl.store(dq + target + by_key, (read + diagonal * tile_k).to(dq.dtype.element_ty))
+    tl.store(dk + target + by_key, (pairs + write + diagonal * tile_q).to(dk.dtype.element_ty))
+
+
+@triton.jit
+def masked_sums(mask, x, LOW: tl.constexpr):
+    """Return the products of a boolean matrix [C, C] with x [C, K] float32: x is added in two terms that bfloat16 represents."""
+    ones = tl.where(mask, 1.0, 0.0).to(LOW)
+    high = x.to(tl.bfloat16).to(tl.float32)
+    sums = tl.dot(ones, high.to(LOW), input_precision="tf32")
+    return tl.dot(ones, (x - high).to(LOW), sums, input_precision="tf32")
+
+
+@triton.jit
+def channel_gradients(
+    q, k, v, d_out, d_scores, sums, bonus, run, enters, stays, states, d_states, scale,
+    dq, dk, dg, d_bonus,
+    Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, V_HEADS: tl.constexpr, D_HEADS: tl.constexpr,
+    HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
+    BV: tl.constexpr, LEVELS: tl.constexpr, LOW: tl.constexpr, DOCUMENTS: tl.constexpr,
+    EXCLUSIVE: tl.constexpr, ONLY_QUERY: tl.constexpr,
+):  # fmt: skip
+    """Store the gradients of the queries, keys and log decays [B, T, HEADS, K] of all chunks with a decay per key channel.
+
+    A program computes a tile [C, BK]. `d_scores` is scale dO vᵀ on and below the diagonal, from `score_gradients`. With `EXCLUSIVE`
+    also the terms d_bonus [B, N, HEADS, K] of the bonus' gradient; with `ONLY_QUERY` only dq, and q and `d_states` are not read.
+    """
+    tiles: tl.constexpr = K // BK
+    tile, at = tl.program_id(0) % tiles, tl.program_id(0) // tiles
+    h, chunk = at % HEADS, (at // HEADS).to(tl.int64)
+    rows, keys, values = tl.arange(0, C), tl.arange(0, BK), tl.arange(0, BV)
+    d_head, v_head = h * D_HEADS // HEADS, h * V_HEADS // HEADS
+    q += (chunk * C * Q_HEADS + h * Q_HEADS // HEADS) * K + tile * BK
+    k += (chunk * C * K_HEADS + h * K_HEADS // HEADS) * K + tile * BK
+    v += (chunk * C * V_HEADS + v_head) * V
+    d_out += (chunk * C * HEADS + h) * V
+    states += (chunk * V_HEADS + v_head) * K * V + tile * BK * V
+    d_states += (chunk * HEADS + h) * K * V + tile * BK * V
+    d_scores += (chunk * HEADS + h) * C * C
+    sums += (chunk * C * D_HEADS + d_head) * K + tile * BK
+    i, j = rows[:, None], rows[None, :]
+    by_key = rows[:, None] * (D_HEADS * K) + keys[None, :]
+    read = tl.zeros([C, BK], tl.float32)
+    write = tl.zeros([C, BK], tl.float32)
+    at_end = tl.zeros([BK], tl.float32)
+    for column in range(0, V, BV):
+        tile_d = tl.load(d_out + column + rows[:, None] * (HEADS * V) + values[None, :])
+        S = tl.load(states + column + keys[:, None] * V + values[None, :])
+        read = tl.dot(tile_d.to(LOW), tl.trans(S.to(LOW)), read, input_precision="tf32")
+        if not ONLY_QUERY:
+            tile_v = tl.load(v + column + rows[:, None] * (V_HEADS * V) + values[None, :])
+            dS = tl.load(d_states + column + keys[:, None] * V + values[None, :])
+            write = tl.dot(tile_v.to(LOW), tl.trans(dS.to(LOW)), write, input_precision="tf32")
+            at_end += tl.sum(S.to(tl.float32) * dS.to(tl.float32), 1)
+    inclusive = tl.load(sums + by_key)
+    if EXCLUSIVE:
+        read_sums = tl.load(sums - D_HEADS * K + by_key, mask=i > 0, other=0.0)
+    else:
+        read_sums = inclusive
+    total = tl.load(sums + (C - 1) * (D_HEADS * K) + keys)
+    read_decay = tl.exp(read_sums) * scale
+    write_decay = tl.exp(tl.minimum(total[None, :] - inclusive, 0.0))
+    chunk_decay = tl.exp(total)
+    if DOCUMENTS:
+        read_decay = read_decay * tl.load(enters + chunk * C + rows)[:, None]
+        write_decay = write_decay * tl.load(stays + chunk * C + rows)[:, None]
+        chunk_decay = chunk_decay * tl.load(enters + chunk * C + C - 1)
+    read = read * read_decay
+    tile_k = tl.load(k + rows[:, None] * (K_HEADS * K) + keys[None, :]).to(tl.float32)
+    if ONLY_QUERY:
+        tile_q = tile_k
+    else:
+        write = write * write_decay
+        tile_q = tl.load(q + rows[:, None] * (Q_HEADS * K) + keys[None, :]).to(tl.float32)
+    pairs = tl.zeros([C, BK], tl.float32)
+    # dP below the diagonal and its transpose above.
+    symmetric = tl.maximum(i, j) * C + tl.minimum(i, j)
+    for level in tl.range(0, LEVELS, num_stages=1):
+        half = 1 << level
+        later = (i & half) > 0
+        middle = ((rows | (2 * half - 1)) - half)[:, None] * (D_HEADS * K) + keys[None, :]
+        pivot = tl.load(sums + middle)
+        factor = tl.exp(tl.minimum(tl.where(later, read_sums - pivot, pivot - inclusive), 0.0))
+        X = (tl.where(later, tile_q, tile_k) * factor).to(LOW)
+        between = ((i ^ j) >= half) & ((i ^ j) < 2 * half)
+        weights = tl.load(d_scores + symmetric, mask=between, other=0.0).to(LOW)
+        dX = tl.dot(weights, X, input_precision="tf32") * factor
+        read += tl.where(later, dX, 0.0)
+        pairs += tl.where(later, 0.0, dX)
+    diagonal = tl.load(d_scores + rows * (C + 1)).to(tl.float32)[:, None]
+    target = (chunk * C * HEADS + h) * K + tile * BK + rows[:, None] * (HEADS * K) + keys[None, :]
+    if ONLY_QUERY:
+        tl.store(dq + target, (read + diagonal * tile_k).to(dq.dtype.element_ty))
+    else:
+        same = j >= i
+        if DOCUMENTS:
+            of_chunk = run + chunk * C
+            same = same & (tl.load(of_chunk + rows)[:, None] == tl.load(of_chunk + rows)[None, :])
+        if EXCLUSIVE:
+            gradient = masked_sums(same & (i != j), tile_q * read, LOW)
+            gradient -= masked_sums(same, tile_k * pairs, LOW)
+        else:
+            gradient = masked_sums(same, tile_q * read - tile_k * pairs, LOW)
+        gradient += masked_sums(j < i, tile_k * write, LOW)
+        tl.store(dg + target, gradient + (chunk_decay * at_end)[None, :])
+        if EXCLUSIVE:
+            of_bonus = (chunk * HEADS + h) * K + tile * BK + keys
+            tl.store(d_bonus + of_bonus, tl.sum(diagonal * tile_q * tile_k, 0))
+            diagonal = diagonal * tl.load(bonus + d_head * K + tile * BK + keys)[None, :]
+        tl.store(dq + target, (read + diagonal * tile_k).to(dq.dtype.element_ty))
+        pairs += write
+        tl.store(dk + target, (pairs + diagonal * tile_q).to(dk.dtype.element_ty))

@@ -1,0 +1,450 @@
+"""The launches of the Triton kernels of linear attention: sizes of tiles, shapes of results, and what each kernel reads."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.hopper import row_layout
+from pallas_kernels.memory_calls import MemoryCall, key_dims, value_dims
+from pallas_kernels.requirements import Requirement
+from pallas_kernels.triton import launch
+
+CHUNK = row_layout.CHUNK
+_F32 = jnp.float32
+_LEVELS = CHUNK.bit_length() - 1
+
+
+class Tiling(NamedTuple):
+    """The size of the tiles that a program of one kernel computes, and how it is compiled.
+
+    Attributes:
+        keys: number of key channels of a tile.
+        values: number of value channels of a tile.
+        warps: number of warps of a program.
+        stages: number of iterations of the kernel's loop whose loads are in flight.
+    """
+
+    keys: int
+    values: int
+    warps: int
+    stages: int
+
+
+TILINGS = {
+    "sum_decays": Tiling(64, 64, 4, 1),
+    "scan": Tiling(64, 64, 4, 2),
+    "channel_scan": Tiling(64, 64, 4, 2),
+    "channel_scores": Tiling(64, 64, 8, 1),
+    "outputs": Tiling(64, 64, 4, 2),
+    "channel_outputs": Tiling(64, 64, 4, 2),
+    "score_gradients": Tiling(64, 64, 4, 2),
+    "value_gradients": Tiling(64, 64, 4, 2),
+    "channel_value_gradients": Tiling(64, 64, 4, 2),
+    "scalar_gradients": Tiling(64, 64, 4, 2),
+    "channel_gradients": Tiling(32, 64, 8, 1),
+    "query_gradients": Tiling(64, 64, 8, 1),
+}
+"""The tiling of each kernel for bfloat16, by the name of the kernel, with "channel_" where a kernel differs with a decay per key
+channel; "query_gradients" is `channel_gradients` of the queries alone. None spills more than 64 bytes on 8.x at 64 and 128 channels."""
+WIDE_TILINGS = {name: tiling._replace(warps=8, stages=1) for name, tiling in TILINGS.items()}
+"""The tilings for products in tf32, of float16 and float32 inputs."""
+
+
+class Decays(NamedTuple):
+    """The decays and documents of the tokens and chunks of one call, as the kernels read them; None where they are not read.
+
+    `by_channel` says which kind of decay it is. With G memories and N chunks:
+
+    Attributes:
+        cum: [B, T, G] float32, the sums of a scalar log decay from each chunk's start; None with no decay.
+        read_decay: [B, T, G], the factor of the memory before the chunk in what a token reads.
+        write_decay: [B, T, G], the factor of a token's write in the memory after the chunk.
+        chunk_decay: [B, N, G], the decay of the memory over each chunk.
+        sums: [B, T, G, K] float32, the sums of the log decay of key channels from each chunk's start.
+        enters: [B, T] float32, 1 where a token's document is that of the last token before its chunk.
+        stays: [B, T] float32, 1 where a token's document is that of its chunk's last token.
+        run: [B, T] int32, the number of each token's document.
+        bounds: [B, S + 1] int32, the chunks at which a row's S memories begin and end.
+    """
+
+    cum: Any = None
+    read_decay: Any = None
+    write_decay: Any = None
+    chunk_decay: Any = None
+    sums: Any = None
+    enters: Any = None
+    stays: Any = None
+    run: Any = None
+    bounds: Any = None
+
+    @property
+    def by_channel(self) -> bool:
+        """Whether the decay has a value for every key channel."""
+        return self.sums is not None
+
+    @property
+    def heads(self) -> int:
+        """The number of memories, G, that have a decay."""
+        return (self.read_decay if self.sums is None else self.sums).shape[2]
+
+
+def _dtypes(call: MemoryCall) -> set[str]:
+    return {jnp.dtype(x.dtype).name for x in (call.q, call.k, call.v)}
+
+
+def _accepted_dtypes() -> set[str]:
+    """Return the names of the dtypes of q, k and v that the kernels support here; float32 only if the caller allows products in tf32."""
+    allowed = jax.config.jax_default_matmul_precision == "tensorfloat32"
+    return {"bfloat16", "float16"} | ({"float32"} if allowed else set())
+
+
+_SIZES = (64, 128, 256)  # K and V
+REQUIREMENTS = (
+    launch.INSTALLED,
+    Requirement(
+        "q, k and v all in bfloat16, all in float16, or, with jax.default_matmul_precision('tensorfloat32'), all in float32",
+        lambda call: len(_dtypes(call)) == 1 and _dtypes(call) <= _accepted_dtypes(),
+        lambda call: ", ".join(sorted(_dtypes(call))),
+    ),
+    key_dims(*_SIZES),
+    value_dims(*_SIZES),
+)
+"""The requirements of every Triton kernel of linear attention."""
+
+
+def scalar_decays(log_decay, run, initial, v) -> Decays:
+    """Return the decays of tokens and chunks for a scalar log decay [B, T, G] or None, with documents included in the factors.
+
+    `run` [B, T] are document numbers or None, `initial` the memories before the rows, and v [B, T, G, V].
+    """
+    batch, length, heads, _ = v.shape
+    run, bounds = row_layout.split_runs(run, initial, batch)
+    shape = (batch, length // CHUNK, CHUNK, heads)
+    if log_decay is None:
+        g = jnp.zeros(shape, _F32)
+    else:
+        # e^-104 is 0 in float32; larger sums would cost the others their precision.
+        g = jnp.maximum(log_decay.astype(_F32), -128.0).reshape(shape)
+    # Sums up to a token and after it, computed apart: their difference would lose precision.
+    row, other = jnp.arange(CHUNK)[:, None], jnp.arange(CHUNK)
+    masks = jnp.concatenate([row >= other, row < other]).astype(_F32)
+    sums = jnp.einsum("ij,bnjg->bnig", masks, g, precision="highest")
+    cum, after = jnp.split(sums, 2, axis=2)
+    read_decay, write_decay, chunk_decay = jnp.exp(cum), jnp.exp(after), jnp.exp(cum[:, :, -1])
+    documents = row_layout.documents_of(run, 1)
+    if documents is not None:
+        enters, stays = (x.reshape(*shape[:3], 1) for x in documents[1:])
+        read_decay, write_decay = read_decay * enters, write_decay * stays
+        chunk_decay = chunk_decay * enters[:, :, -1]
+    cum, read_decay, write_decay = (
+        x.reshape(batch, length, heads) for x in (cum, read_decay, write_decay)
+    )
+    return Decays(
+        None if log_decay is None else cum, read_decay, write_decay, chunk_decay, run=run, bounds=bounds
+    )  # fmt: skip
+
+
+def channel_decays(log_decay, run, initial) -> Decays:
+    """Return the decays of tokens for a log decay [B, T, G, K] of key channels.
+
+    `run` [B, T] are document numbers or None, and `initial` the memories before the rows.
+    """
+    from pallas_kernels.linear_attention.triton import bodies
+
+    batch, length, heads, channels = log_decay.shape
+    run, bounds = row_layout.split_runs(run, initial, batch)
+    tiling = TILINGS["sum_decays"]
+    result = launch.call(
+        bodies.sum_decays,
+        (log_decay,),
+        dict(sums=_struct(log_decay.shape, _F32)),
+        programs=batch * (length // CHUNK) * heads * (channels // tiling.keys),
+        warps=tiling.warps,
+        stages=tiling.stages,
+        **dict(HEADS=heads, K=channels, C=CHUNK, BK=tiling.keys),
+    )
+    documents = row_layout.documents_of(run, 1)
+    enters, stays = (None, None) if documents is None else documents[1:]
+    return Decays(sums=result["sums"], enters=enters, stays=stays, run=run, bounds=bounds)
+
+
+def _struct(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def _low(x) -> tuple[Any, Any]:
+    """Return the dtype of the operands of products for an array of tokens x, for Triton and for arrays that are stored.
+
+    It is bfloat16 for bfloat16, and float32 (products in tf32) for float16, which has as many bits as tf32 but a smaller range, in
+    which the memory would overflow.
+    """
+    import triton.language as tl
+
+    return (tl.bfloat16, jnp.bfloat16) if x.dtype == jnp.bfloat16 else (tl.float32, _F32)
+
+
+def _tiling(name: str, decays: Decays, x) -> Tiling:
+    table = TILINGS if x.dtype == jnp.bfloat16 else WIDE_TILINGS
+    channel = f"channel_{name}"
+    return table[channel] if decays.by_channel and channel in table else table[name]
+
+
+def _options(tiling: Tiling) -> dict[str, int]:
+    return dict(warps=tiling.warps, stages=tiling.stages)
+
+
+def scan(
+    x, y, decays: Decays, initial, *, heads: int, scale: float = 1.0, reverse: bool = False,
+    exclusive: bool = False, save: bool = True,
+) -> tuple[Any, jax.Array]:  # fmt: skip
+    """Carry memories, or with `reverse` their gradients, through all chunks; long rows of few memories in parts.
+
+    Args:
+        x: [B, T, *, K], the keys, or with `reverse` the queries.
+        y: [B, T, *, V], the values, or with `reverse` the gradient of the output.
+        decays: the decays and documents.
+        initial: [B * S, heads, K, V] float32, the memories before the rows, or with `reverse` their gradients after them.
+        heads: number of memories that are computed for each row.
+        scale: the factor of x.
+        reverse: whether the last chunk is computed first.
+        exclusive: whether a token reads before its decay and its write.
+        save: whether the memories at the chunks' boundaries are returned.
+
+    Returns:
+        The memories before all chunks (with `reverse` their gradients after them), [B, N, heads, K, V], or None; and the memories
+        after the rows (with `reverse` the gradients of those before them), shaped as `initial`.
+    """
+    batch, length, _, keys = x.shape
+    values, tiling = y.shape[3], _tiling("scan", decays, x)
+    programs = batch * heads * (keys // tiling.keys) * (values // tiling.values)
+    parts = 1 if decays.bounds is not None else row_layout.count_parts(programs, length)
+    run = functools.partial(_scan, heads=heads, scale=scale, reverse=reverse, exclusive=exclusive)
+    if parts == 1:
+        return run(x, y, decays, initial, save=save)
+    # All parts of a row at the same time: the writes of each part, from which the memories before all parts follow.
+    chunk_decay = _chunk_decays(decays, parts)
+    x, y = row_layout.split_parts(x, parts), row_layout.split_parts(y, parts)
+    decays = Decays(*(None if z is None else row_layout.split_parts(z, parts) for z in decays))
+    empty = jnp.zeros((batch * parts, *initial.shape[1:]), _F32)
+    _, written = run(x, y, decays, empty, save=False)
+    starts = row_layout.memories_before_parts(written, chunk_decay, initial, reverse=reverse)
+    states, ends = run(x, y, decays, starts, save=save)
+    final = ends.reshape(batch, parts, *ends.shape[1:])[:, 0 if reverse else -1]
+    if states is not None:
+        states = states.reshape(batch, -1, *states.shape[2:])
+    return states, final
+
+
+def _chunk_decays(decays: Decays, parts: int) -> jax.Array:
+    """Return the decay of each memory over each chunk, [B * P, G, N / P], or of each of its key channels, [B * P, G, K, N / P], for rows
+    of N chunks that are split into P = `parts` parts.
+    """
+    if not decays.by_channel:
+        by_chunk = decays.chunk_decay
+    else:
+        batch, length, heads, channels = decays.sums.shape
+        sums = decays.sums.reshape(batch, length // CHUNK, CHUNK, heads, channels)[:, :, -1]
+        by_chunk = jnp.exp(sums)
+        if decays.enters is not None:
+            by_chunk *= decays.enters.reshape(batch, -1, CHUNK)[:, :, -1, None, None]
+    return jnp.moveaxis(row_layout.split_parts(by_chunk, parts), 1, -1)
+
+
+def _scan(
+    x, y, decays: Decays, initial, *, heads: int, scale: float, reverse: bool, exclusive: bool,
+    save: bool,
+) -> tuple[Any, jax.Array]:  # fmt: skip
+    """Run the kernel `scan` on whole rows; arguments and results are those of the function `scan`."""
+    from pallas_kernels.linear_attention.triton import bodies
+
+    batch, length, x_heads, keys = x.shape
+    values, count = y.shape[3], length // CHUNK
+    segments = initial.shape[0] // batch
+    tiling = _tiling("scan", decays, x)
+    low, stored = _low(x)
+    row_decay, marks = (
+        (decays.read_decay, decays.enters) if reverse else (decays.write_decay, decays.stays)
+    )
+    results = launch.call(
+        bodies.scan,
+        (x, y, row_decay, decays.chunk_decay, decays.sums, marks, decays.enters, decays.bounds, initial, count, float(scale)),
+        dict(
+            states=_struct((batch, count, heads, keys, values) if save else (1,), stored),
+            final=_struct(initial.shape, _F32),
+        ),
+        programs=batch * segments * heads * (keys // tiling.keys) * (values // tiling.values),
+        **_options(tiling),
+        **dict(
+            X_HEADS=x_heads, Y_HEADS=y.shape[2], D_HEADS=decays.heads, HEADS=heads, SEGMENTS=segments, K=keys, V=values,
+            C=CHUNK, BK=tiling.keys, BV=tiling.values, LOW=low, CHANNELS=decays.by_channel, DOCUMENTS=decays.enters is not None,
+            EXCLUSIVE=exclusive, REVERSE=reverse, SAVE=save,
+        ),
+    )  # fmt: skip
+    return results["states"] if save else None, results["final"]
+
+
+def channel_scores(q, k, decays: Decays, *, heads: int, scale: float, bonus=None) -> jax.Array:
+    """Return the decayed scores P of all chunks under a decay per key channel, [B, N, heads, C, C], in the products' dtype."""
+    from pallas_kernels.linear_attention.triton import bodies
+
+    batch, length, _, keys = q.shape
+    tiling = _tiling("channel_scores", decays, q)
+    low, stored = _low(q)
+    return launch.call(
+        bodies.channel_scores,
+        (q, k, decays.sums, bonus, decays.run, float(scale)),
+        dict(scores=_struct((batch, length // CHUNK, heads, CHUNK, CHUNK), stored)),
+        programs=batch * (length // CHUNK) * heads,
+        **_options(tiling),
+        **dict(
+            Q_HEADS=q.shape[2], K_HEADS=k.shape[2], D_HEADS=decays.heads, HEADS=heads, K=keys, C=CHUNK, BK=tiling.keys,
+            LEVELS=_LEVELS, LOW=low, DOCUMENTS=decays.run is not None, EXCLUSIVE=bonus is not None,
+        ),
+    )["scores"]  # fmt: skip
+
+
+def outputs(
+    q, k, v, scores, decays: Decays, states, *, heads: int, scale: float, exclusive: bool = False
+) -> jax.Array:
+    """Return the outputs [B, T, heads, V] in v's dtype from the memories before all chunks, and, with a decay per key channel, from the
+    scores P of `channel_scores` (else None).
+    """
+    from pallas_kernels.linear_attention.triton import bodies
+
+    batch, length, _, keys = q.shape
+    memories, values = v.shape[2:]
+    tiling = _tiling("outputs", decays, q)
+    return launch.call(
+        bodies.outputs,
+        (q, k, v, scores, decays.cum, decays.read_decay, decays.sums, decays.run, decays.enters, states, float(scale)),
+        dict(out=_struct((batch, length, heads, values), v.dtype)),
+        programs=batch * (length // CHUNK) * heads * (values // tiling.values),
+        **_options(tiling),
+        **dict(
+            Q_HEADS=q.shape[2], K_HEADS=k.shape[2], V_HEADS=memories, D_HEADS=decays.heads, HEADS=heads, K=keys, V=values,
+            C=CHUNK, BK=tiling.keys, BV=tiling.values, LOW=_low(q)[0], CHANNELS=decays.by_channel, DECAY=decays.cum is not None,
+            DOCUMENTS=decays.run is not None, EXCLUSIVE=exclusive,
+        ),
+    )["out"]  # fmt: skip
+
+
+def score_gradients(d_out, v, decays: Decays, *, scale: float) -> jax.Array:
+    """Return the gradient of the products q kᵀ of all chunks, [B, N, heads, C, C]: scale dO vᵀ on and below the diagonal, times the decay
+    between the two tokens if it is a scalar.
+    """
+    from pallas_kernels.linear_attention.triton import bodies
+
+    batch, length, heads, values = d_out.shape
+    tiling = _tiling("score_gradients", decays, d_out)
+    low, stored = _low(d_out)
+    return launch.call(
+        bodies.score_gradients,
+        (d_out, v, decays.cum, decays.run, float(scale)),
+        dict(d_scores=_struct((batch, length // CHUNK, heads, CHUNK, CHUNK), stored)),
+        programs=batch * (length // CHUNK) * heads,
+        **_options(tiling),
+        **dict(
+            V_HEADS=v.shape[2], D_HEADS=decays.heads, HEADS=heads, V=values, C=CHUNK, BV=tiling.values, LOW=low,
+            DECAY=decays.cum is not None, DOCUMENTS=decays.run is not None,
+        ),
+    )["d_scores"]  # fmt: skip
+
+
+def value_gradients(
+    q, k, d_out, scores, decays: Decays, d_states, *, scale: float, dtype: Any
+) -> jax.Array:
+    """Return the gradients of the values for each head of the output, [B, T, heads, V], from the gradients of the memories after all
+    chunks, and, with a decay per key channel, from the scores P (else None).
+    """
+    from pallas_kernels.linear_attention.triton import bodies
+
+    batch, length, heads, values = d_out.shape
+    tiling = _tiling("value_gradients", decays, q)
+    return launch.call(
+        bodies.value_gradients,
+        (q, k, d_out, scores, decays.cum, decays.write_decay, decays.sums, decays.run, decays.stays, d_states, float(scale)),
+        dict(dv=_struct(d_out.shape, dtype)),
+        programs=batch * (length // CHUNK) * heads * (values // tiling.values),
+        **_options(tiling),
+        **dict(
+            Q_HEADS=q.shape[2], K_HEADS=k.shape[2], D_HEADS=decays.heads, HEADS=heads, K=q.shape[3], V=values, C=CHUNK,
+            BK=tiling.keys, BV=tiling.values, LOW=_low(q)[0], CHANNELS=decays.by_channel, DECAY=decays.cum is not None,
+            DOCUMENTS=decays.run is not None,
+        ),
+    )["dv"]  # fmt: skip
+
+
+def scalar_gradients(
+    q, k, v, d_out, d_scores, decays: Decays, states, d_states, *, scale: float, decay: bool
+) -> tuple[jax.Array, jax.Array, Any]:
+    """Return the gradients of the queries and keys for each head of the output, [B, T, heads, K], and that of a scalar log decay, [B, T,
+    heads] float32 (None unless `decay`).
+    """
+    from pallas_kernels.linear_attention.triton import bodies
+
+    batch, length, heads, values = d_out.shape
+    keys = q.shape[3]
+    tiling = _tiling("scalar_gradients", decays, q)
+    tiles = keys // tiling.keys
+    results = launch.call(
+        bodies.scalar_gradients,
+        (
+            q, k, v, d_out, d_scores, decays.read_decay, decays.write_decay, decays.chunk_decay, decays.run, states, d_states,
+            float(scale),
+        ),
+        dict(
+            dq=_struct((batch, length, heads, keys), q.dtype),
+            dk=_struct((batch, length, heads, keys), k.dtype),
+            dg=_struct((batch, length, heads, tiles) if decay else (1,), _F32),
+        ),
+        programs=batch * (length // CHUNK) * heads * tiles,
+        **_options(tiling),
+        **dict(
+            Q_HEADS=q.shape[2], K_HEADS=k.shape[2], V_HEADS=v.shape[2], D_HEADS=decays.heads, HEADS=heads, K=keys, V=values,
+            C=CHUNK, BK=tiling.keys, BV=tiling.values, LOW=_low(q)[0], DECAY=decay, DOCUMENTS=decays.run is not None,
+        ),
+    )  # fmt: skip
+    return results["dq"], results["dk"], jnp.sum(results["dg"], -1) if decay else None
+
+
+def channel_gradients(
+    q, k, v, d_out, d_scores, decays: Decays, states, d_states, *, scale: float, bonus=None,
+    only_query: bool = False,
+) -> dict[str, jax.Array]:  # fmt: skip
+    """Return the gradients of the queries, keys and log decay of key channels for each head of the output, "dq", "dk" and "dg" [B, T,
+    heads, K], and with a bonus the term of each chunk in its gradient, "d_bonus" [B, N, heads, K].
+
+    With `only_query` only "dq", for which q and `d_states` are not read, and may be None.
+    """
+    from pallas_kernels.linear_attention.triton import bodies
+
+    batch, length, heads, values = d_out.shape
+    keys = k.shape[3]
+    tiling = _tiling("query_gradients" if only_query else "channel_gradients", decays, k)
+    shape = (batch, length, heads, keys)
+    types = dict(
+        dq=_struct(shape, k.dtype),
+        dk=_struct((1,) if only_query else shape, k.dtype),
+        dg=_struct((1,) if only_query else shape, _F32),
+        d_bonus=_struct((1,) if bonus is None else (batch, length // CHUNK, heads, keys), _F32),
+    )
+    results = launch.call(
+        bodies.channel_gradients,
+        (
+            k if q is None else q, k, v, d_out, d_scores, decays.sums, bonus, decays.run, decays.enters, decays.stays, states,
+            d_states, float(scale),
+        ),
+        types,
+        programs=batch * (length // CHUNK) * heads * (keys // tiling.keys),
+        **_options(tiling),
+        **dict(
+            Q_HEADS=(k if q is None else q).shape[2], K_HEADS=k.shape[2], V_HEADS=v.shape[2], D_HEADS=decays.heads, HEADS=heads,
+            K=keys, V=values, C=CHUNK, BK=tiling.keys, BV=tiling.values, LEVELS=_LEVELS, LOW=_low(k)[0],
+            DOCUMENTS=decays.run is not None, EXCLUSIVE=bonus is not None, ONLY_QUERY=only_query,
+        ),
+    )  # fmt: skip
+    return {n: x for n, x in results.items() if types[n].shape != (1,)}

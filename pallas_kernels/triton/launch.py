@@ -1,0 +1,174 @@
+"""The only module that imports `jax_triton`: it calls a Triton kernel from JAX, or runs it in Triton's interpreter.
+
+It is imported only if a Triton kernel is called. jax-triton compiles a kernel when a program is lowered, and XLA's ptxas assembles
+the result. Three settings are made here for every kernel: the compute capability, which must be known before lowering; the version
+of the PTX code, since Triton would write the version of its own ptxas, which XLA's may not accept; and the fusion of products and
+sums to one instruction, whose default changes in Triton 3.10.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.requirements import Requirement
+
+CAPABILITIES = ("8.0", "8.6", "8.9", "9.0", "10.0", "12.0")
+"""The compute capabilities of the NVIDIA cards for which the kernels are compiled by the tests."""
+PTX_VERSION = 88  # of CUDA 12.9, the oldest that is known to accept all of `CAPABILITIES`
+_forced: list[str] = []
+
+
+def installed() -> bool:
+    """Return whether the packages of the extra [triton], jax-triton and Triton, are installed; neither is imported."""
+    return all(importlib.util.find_spec(name) is not None for name in ("jax_triton", "triton"))
+
+
+INSTALLED = Requirement(
+    "the packages jax-triton and triton (extra [triton], on Linux)", lambda call: _usable()
+)
+"""The requirement of every Triton kernel that the extra [triton] is installed."""
+
+
+def interpreted() -> bool:
+    """Return whether this process runs Triton kernels in Triton's interpreter, on its CPU: TRITON_INTERPRET=1 was set when it
+    started.
+    """
+    if importlib.util.find_spec("triton") is None:
+        return False
+    from triton import knobs
+
+    return bool(knobs.runtime.interpret)
+
+
+def _usable() -> bool:
+    return installed() or interpreted()
+
+
+@contextlib.contextmanager
+def code_for(capability: str) -> Iterator[None]:
+    """Compile the Triton kernels that are traced in this context for one compute capability, such as "8.0", whichever card is here.
+
+    A card runs code for its own capability, and for the capabilities 8.x that are not above its own. JAX's caches are cleared at both
+    ends, since they do not know the capability.
+    """
+    jax.clear_caches()
+    _forced.append(capability)
+    try:
+        yield
+    finally:
+        _forced.pop()
+        jax.clear_caches()
+
+
+def _capability() -> int | None:
+    """Return the compute capability for which kernels are compiled, times 10: that of `code_for`, or of this process's first card.
+
+    None if this process has no card: jax-triton then reads the device of the current abstract mesh when a program is lowered for
+    NVIDIA, and a program that is lowered for another platform needs none.
+    """
+    if _forced:
+        return round(10 * float(_forced[-1]))
+    try:
+        return round(10 * float(jax.local_devices(backend="cuda")[0].compute_capability))
+    except RuntimeError:
+        return None
+
+
+def _jax_triton() -> Any:
+    """Import and return `jax_triton`.
+
+    It imports two names for copies by Hopper's TMA, which no kernel here uses, and which Triton 3.6 lacks.
+    """
+    from triton.backends.nvidia import driver
+
+    for name, value in dict(TMA_DTYPE_DEVICE_TO_HOST={}, TMA_TF32=0).items():
+        if not hasattr(driver, name):
+            setattr(driver, name, value)
+    import jax_triton
+
+    return jax_triton
+
+
+def call(
+    kernel: Any,
+    inputs: tuple[Any, ...],
+    outputs: dict[str, jax.ShapeDtypeStruct],
+    *,
+    programs: int,
+    warps: int,
+    stages: int,
+    **constants: Any,
+) -> dict[str, jax.Array]:
+    """Run a Triton kernel and return its outputs by name.
+
+    `jax.vmap` of a call runs the kernel once for each index of the mapped axis.
+
+    Args:
+        kernel: a function that `triton.jit` decorates. Its first parameters are the inputs, and then the outputs.
+        inputs: arrays, and numbers that do not change between calls of one program. None is a pointer that the kernel does not
+            read: the first input takes its place.
+        outputs: shapes and dtypes, by parameter name.
+        programs: number of programs, along the grid's first axis.
+        warps: number of warps of a program.
+        stages: number of iterations of a loop whose loads are in flight.
+        constants: the kernel's `tl.constexpr` parameters, by name.
+    """
+    inputs = tuple(inputs[0] if x is None else x for x in inputs)
+    arrays = [x for x in inputs if isinstance(x, jax.Array)]
+    numbers = {n: x for n, x in enumerate(inputs) if not isinstance(x, jax.Array)}
+    types = tuple(outputs.values())
+
+    def arguments(arrays):
+        given = iter(arrays)
+        return [numbers[n] if n in numbers else next(given) for n in range(len(inputs))]
+
+    if interpreted():
+
+        def on_host(*arrays):
+            return _interpret(kernel, arguments(arrays), types, programs, constants)
+
+        results = jax.pure_callback(on_host, types, *arrays, vmap_method="sequential")
+    else:
+        jax_triton = _jax_triton()
+        options = dict(ptx_version=PTX_VERSION, enable_fp_fusion=True)
+        capability = _capability()
+
+        @jax.custom_batching.sequential_vmap
+        def on_card(*arrays):
+            return jax_triton.triton_call(
+                *arguments(arrays),
+                kernel=kernel,
+                out_type=types,
+                grid=(programs,),
+                name=f"lsm_{kernel.fn.__name__}",
+                num_warps=warps,
+                num_stages=stages,
+                compute_capability=capability,
+                backend_options=options,
+                **constants,
+            )
+
+        results = on_card(*arrays)
+    return dict(zip(outputs, results, strict=True))
+
+
+def _interpret(kernel, inputs, types, programs: int, constants) -> tuple[np.ndarray, ...]:
+    """Run a kernel in Triton's interpreter on arrays of the host. Outputs that it does not store stay NaN."""
+    from pallas_kernels.triton.host import HostTensor
+
+    results = []
+    for x in types:
+        floating = jnp.issubdtype(x.dtype, jnp.floating)
+        results.append(np.full(x.shape, math.nan if floating else 0, x.dtype))
+    arrays = [np.ascontiguousarray(x) if hasattr(x, "dtype") else x for x in inputs]
+    pointers = [HostTensor(x) if isinstance(x, np.ndarray) else x for x in (*arrays, *results)]
+    kernel[programs,](*pointers, **constants)
+    return tuple(results)

@@ -1,0 +1,210 @@
+"""Compile the Triton kernels without a GPU and count registers, spilled bytes and shared memory.
+
+    python -m tests.kernels.triton_compiled [--write] [--capabilities 8.0,9.0] [--cases "scalar, 128"]
+
+Prints a line for each kernel, configuration and compute capability; `--write` stores the table that `tests/kernels/test_aot.py` compares
+with. The configurations are those that `linear_memory` and its gradients launch for the calls in `CASES`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.triton import launch
+
+TABLE = Path(__file__).with_name("triton_registers.json")
+SHARED = {"8.0": 163, "8.6": 99, "8.9": 99, "9.0": 227, "10.0": 227, "12.0": 99}
+"""KiB of shared memory that a program may use, by compute capability."""
+
+
+class Case(NamedTuple):
+    """A call of `linear_memory` whose kernels are compiled.
+
+    Attributes:
+        arguments: words that name optional arguments: "log_decay", with "channel" for one per key channel, "value_log_decay", "bonus",
+            "segment_ids".
+        key_dim: number of key channels, K.
+        value_dim: number of value channels, V.
+        dtype: dtype of q, k and v.
+    """
+
+    arguments: str
+    key_dim: int
+    value_dim: int
+    dtype: str = "bfloat16"
+
+
+CASES = {
+    "none, 64": Case("", 64, 64),
+    "scalar, 64": Case("log_decay", 64, 64),
+    "scalar, 128": Case("log_decay segment_ids", 128, 128),
+    "scalar, float16": Case("log_decay", 128, 128, "float16"),
+    "channel, 64": Case("channel log_decay", 64, 64),
+    "channel, 128": Case("channel log_decay segment_ids", 128, 128),
+    "channel, float16": Case("channel log_decay", 128, 128, "float16"),
+    "bonus, 64": Case("channel log_decay bonus", 64, 64),
+    "bonus, 128": Case("channel log_decay bonus segment_ids", 128, 128),
+    "value, 128": Case("value_log_decay", 128, 128),
+}
+
+
+class Configuration(NamedTuple):
+    """One kernel as it is compiled: its name, the types of its parameters, its constants, and the numbers of warps and of stages.
+
+    Attributes:
+        name: the kernel's name in `pallas_kernels.linear_attention.triton.bodies`.
+        types: Triton's types of the parameters that are not constants, in order.
+        constants: the constant parameters and their values.
+        warps: number of warps of a program.
+        stages: number of iterations of a loop whose loads are in flight.
+    """
+
+    name: str
+    types: tuple[str, ...]
+    constants: tuple[tuple[str, Any], ...]
+    warps: int
+    stages: int
+
+    @property
+    def label(self) -> str:
+        """The configuration in words, as the key of the table."""
+        given = dict(self.constants)
+        words = [self.name, "bf16" if str(given.get("LOW", "bf16")).endswith("bf16") else "tf32"]
+        words += [f"{n}={given[n]}" for n in ("K", "V", "BK", "BV") if n in given]
+        flags = ("CHANNELS", "DECAY", "DOCUMENTS", "EXCLUSIVE", "REVERSE", "ONLY_QUERY")
+        words += [n.lower() for n in flags if given.get(n)]
+        return " ".join([*words, f"warps={self.warps}", f"stages={self.stages}"])
+
+
+def configurations(case: Case) -> list[Configuration]:
+    """Return the kernels that a call of `linear_memory` and the gradients of all its inputs launch, each once."""
+    from lsm_jax import ops
+
+    found: dict[Configuration, None] = {}
+    types = {"float32": "*fp32", "float16": "*fp16", "bfloat16": "*bf16", "int32": "*i32"}
+
+    def record(kernel, inputs, outputs, *, programs, warps, stages, **constants):
+        del programs
+        inputs = [inputs[0] if x is None else x for x in inputs]
+        names = [
+            ("i32" if isinstance(x, int) else "fp32") if isinstance(x, (int, float)) else types[jnp.dtype(x.dtype).name]
+            for x in (*inputs, *outputs.values())
+        ]  # fmt: skip
+        entry = tuple(sorted(constants.items()))
+        found[Configuration(kernel.fn.__name__, tuple(names), entry, warps, stages)] = None
+        return {n: jnp.zeros(x.shape, x.dtype) for n, x in outputs.items()}
+
+    struct, given, rows = jax.ShapeDtypeStruct, case.arguments.split(), (2, 256)
+    heads = 4
+    inputs = {n: struct((*rows, heads, case.key_dim), jnp.dtype(case.dtype)) for n in "qk"}
+    inputs["v"] = struct((*rows, heads, case.value_dim), jnp.dtype(case.dtype))
+    if "log_decay" in given:
+        channels = [case.key_dim] * ("channel" in given)
+        inputs["log_decay"] = struct((*rows, heads, *channels), jnp.float32)
+    if "value_log_decay" in given:
+        inputs["value_log_decay"] = struct((*rows, heads, case.value_dim), jnp.float32)
+    if "bonus" in given:
+        inputs["bonus"] = struct((heads, case.key_dim), jnp.float32)
+    ids = struct(rows, jnp.int32) if "segment_ids" in given else None
+
+    def both(x, ids):
+        output, pull = jax.vjp(
+            lambda x: ops.linear_memory(**x, segment_ids=ids, implementation="triton")[0], x
+        )
+        return pull(output)
+
+    original = launch.call
+    launch.call = record
+    try:
+        jax.clear_caches()
+        jax.eval_shape(both, inputs, ids)
+    finally:
+        launch.call = original
+        jax.clear_caches()
+    return list(found)
+
+
+def compiled(configuration: Configuration, capability: str) -> dict[str, int]:
+    """Compile one kernel for a compute capability; return its registers per thread, spilled bytes (stores and loads), and bytes of shared
+    memory.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from pallas_kernels.linear_attention.triton import bodies
+
+    kernel = getattr(bodies, configuration.name)
+    constants = dict(configuration.constants)
+    given = iter(configuration.types)
+    signature = {n: "constexpr" if n in constants else next(given) for n in kernel.arg_names}
+    pointers = [n for n, (_, t) in enumerate(signature.items()) if t.startswith("*")]
+    source = ASTSource(
+        fn=kernel,
+        signature=signature,
+        constexprs={(kernel.arg_names.index(n),): x for n, x in constants.items()},
+        attrs={(n,): [["tt.divisibility", 16]] for n in pointers},
+    )
+    number = round(10 * float(capability))
+    options = dict(num_warps=configuration.warps, num_stages=configuration.stages)
+    options |= dict(ptx_version=launch.PTX_VERSION, enable_fp_fusion=True)
+    result = triton.compile(source, target=GPUTarget("cuda", number, 32), options=options)
+    registers, spilled = registers_of(result.asm["ptx"], number)
+    return dict(registers=registers, spilled=spilled, shared=result.metadata.shared)
+
+
+def registers_of(ptx: str, number: int) -> tuple[int, int]:
+    """Return the registers per thread and the spilled bytes that the ptxas of Triton's wheel reports for PTX code."""
+    import triton.backends.nvidia
+
+    folder = Path(triton.backends.nvidia.__path__[0], "bin")
+    program = folder / "ptxas-blackwell" if number >= 100 else folder / "ptxas"
+    with tempfile.TemporaryDirectory() as directory:
+        file = Path(directory, "kernel.ptx")
+        file.write_text(ptx)
+        architecture = f"sm_{number}{'a' if number >= 90 else ''}"
+        command = [program if program.exists() else folder / "ptxas", "-v", f"--gpu-name={architecture}", file, "-o", f"{file}.cubin"]  # fmt: skip
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    text = done.stderr + done.stdout
+    spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", text)
+    used = re.findall(r"Used (\d+) registers", text)
+    return max(map(int, used)), sum(int(a) + int(b) for a, b in spills)
+
+
+def main() -> None:
+    """Compile the kernels and print, or store, the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", action="store_true", help="store the table")
+    parser.add_argument("--capabilities", default=",".join(launch.CAPABILITIES))
+    parser.add_argument("--cases", default=";".join(CASES), help="names of CASES, between ;")
+    parser.add_argument("--kernels", default="", help="names of kernels, between commas")
+    arguments = parser.parse_args()
+    wanted: dict[Configuration, None] = {}
+    for name in arguments.cases.split(";"):
+        wanted |= dict.fromkeys(configurations(CASES[name]))
+    only = arguments.kernels.split(",") if arguments.kernels else None
+    table: dict[str, dict[str, list[int]]] = {}
+    for configuration in wanted:
+        if only and configuration.name not in only:
+            continue
+        for capability in arguments.capabilities.split(","):
+            counts = compiled(configuration, capability)
+            row = table.setdefault(configuration.label, {})
+            row[capability] = max(list(counts.values()), row.get(capability, [0]))
+            print(capability, configuration.label, counts, flush=True)
+    if arguments.write:
+        lines = (f"{json.dumps(n)}: {json.dumps(table[n])}" for n in sorted(table))
+        TABLE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+if __name__ == "__main__":
+    main()
