@@ -49,7 +49,8 @@ _READ = {
     MAMBA2: frozenset(
         "num_heads head_dim state_size expand conv_kernel layer_norm_epsilon".split()
     ),
-    HGRN2: _INNER | frozenset("num_heads expand_ratio use_lower_bound".split()),
+    # conv_size is the width of short convolutions, which use_short_conv=False leaves out.
+    HGRN2: _INNER | frozenset("num_heads expand_ratio use_lower_bound conv_size".split()),
     DELTANET: _INNER | frozenset("num_heads expand_k expand_v use_gate conv_size".split()),
 }
 # Fields about initialisation, loading, precision, speed and decoding, which do not change the model's outputs. Pruning
