@@ -40,9 +40,9 @@ def assert_logits(folder: Path, model: Decoder) -> None:
 
 
 def assert_same_files(folder: Path, out: Path) -> None:
-    """Check that an exported folder has the files of a golden, byte for byte."""
+    """Check that an exported folder has the files of a golden, byte for byte, and their checksums."""
     names = {path.name for path in folder.iterdir()} - {"expected.npz"}
-    assert names == {path.name for path in out.iterdir()} - {"expected.npz"}
+    assert names | {"SHA256SUMS"} == {path.name for path in out.iterdir()} - {"expected.npz"}
     for name in names:
         assert (out / name).read_bytes() == (folder / name).read_bytes(), name
 
