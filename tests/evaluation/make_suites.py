@@ -198,6 +198,22 @@ def make_essays(folder: Path) -> None:
         (folder / "essays" / f"{number}.txt").write_text(filler(rng, 30))
 
 
+def make_needle_prompt(folder: Path) -> None:
+    """Write a made-up prompt for the needle test, with a judge, in the format that `--needle.prompt` reads."""
+    texts = {
+        "question": "Where is the lamp?",
+        "cue": "The lamp is",
+        "answer": "in the north grove beside the jetty",
+        "instruction": "Answer the question by one sentence of the text.",
+        "judge": {
+            "model": "made-up-judge",
+            "system": "You rate answers.",
+            "user": "Question: {input} Correct: {reference} Given: {prediction} Rate it from [[1]] to [[10]].",
+        },
+    }
+    (folder / "needle_prompt.json").write_text(json.dumps(texts, indent=2) + "\n")
+
+
 def make_questions(folder: Path) -> None:
     """Write small files in the formats of SQuAD 2.0 and HotpotQA into `folder`: the files from which RULER's
     question tasks are made.
@@ -244,6 +260,7 @@ def make_suites(folder: Path) -> Path:
         make_mmlu,
         make_longbench,
         make_essays,
+        make_needle_prompt,
         make_questions,
     )
     for make in makers:

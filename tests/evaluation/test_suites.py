@@ -15,7 +15,7 @@ import pytest
 import tokenizers
 from rich.console import Console
 
-from lsm_jax.data import ByteTokenizer, load_tokenizer
+from lsm_jax.data import ByteTokenizer, NeedleConfig, load_tokenizer
 from lsm_jax.evaluation import TASKS, HarnessConfig, Request, recall_data, run_harness, suites
 from lsm_jax.evaluation.harness import check_harness, harness_table, write_results
 from lsm_jax.evaluation.request import run_tokenizer
@@ -38,6 +38,10 @@ def offline(monkeypatch, tmp_path):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+
+
+def test_the_made_up_needle_prompt_is_accepted(data):
+    NeedleConfig(prompt=str(data / "needle_prompt.json"), judge="requests").validate()
 
 
 def settings(**changes) -> suites.SuiteSettings:
