@@ -114,7 +114,9 @@ def set_field(rng: Random, file: Path, outside: Path) -> Damage:
         new = rng.choice((new, f"../outside/{file.name}", str(outside / "file"), "../../.."))
     holder[key] = new
     file.write_text(json.dumps(value))
-    return f"{'.'.join(map(str, names))} = {json.dumps(new)[:60]}", {str(n) for n in names[-2:]}
+    accepted = {str(n) for n in names[-2:]} | ({new} if isinstance(new, str) else set())
+    accepted |= {str(n).replace("_", " ") for n in names[-1:]}
+    return f"{'.'.join(map(str, names))} = {json.dumps(new)[:60]}", accepted
 
 
 def remove_field(rng: Random, file: Path, outside: Path) -> Damage:

@@ -38,8 +38,8 @@ class Subject:
             a copy in another file allows the library to detect a changed value.
         files: pattern of the files that are damaged.
         extra: further damages, functions as in `mutations` of (generator, the copy, folder outside).
-        accept: function of (value, intact value) that returns whether a value other than the intact one is correct,
-            if a message says what is missing.
+        accept: function of (value, intact value): "no" if a value other than the intact one is wrong, "announced" if it
+            is correct provided that a message says what is missing, "quiet" if it is correct.
         writable: the folder inside the copy that `read` may change; None is no folder, "" is all.
     """
 
@@ -49,7 +49,7 @@ class Subject:
     protected: Callable[[str], bool] = lambda path: False
     files: str = "**/*"
     extra: tuple[Callable[[Random, Path, Path], Damage], ...] = ()
-    accept: Callable[[Any, Any], bool] = lambda value, intact: False
+    accept: Callable[[Any, Any], str] = lambda value, intact: "no"
     writable: str | None = None
 
 
@@ -206,7 +206,9 @@ def import_folder(given: Path, out: Path) -> Any:
     source = given / "llama.gguf" if (given / "llama.gguf").exists() else given
     config = import_huggingface(source, out / "run")
     run = load_run(out / "run")
-    config = dataclasses.replace(config, name="", data=dataclasses.replace(config.data, tokenizer=""))
+    config = dataclasses.replace(
+        config, name="", data=dataclasses.replace(config.data, tokenizer="")
+    )
     return repr(config), digest(run.params), _tokens(out / "run" / "tokenizer")
 
 
@@ -304,13 +306,41 @@ def load_on_base(given: Path, out: Path) -> Any:
 
 
 def resume(given: Path, out: Path) -> Any:
-    """Train a stopped run to its end, and return its rows of metrics and final parameters."""
+    """Train a stopped run to its end.
+
+    Returns:
+        (the losses by step, a digest of the final parameters, the losses that could be read before, whether every
+        line could be read before).
+    """
     from lsm_jax.training import load_run, train
 
+    readable, clean = _readable_rows(given / "metrics.jsonl")
     train(small("plain", _intact(given) / "source"), given)
-    lines = (given / "metrics.jsonl").read_text().splitlines()
-    rows = {row["step"]: row["train/loss"] for row in map(json.loads, lines)}
-    return rows, digest(load_run(given).params)
+    return (
+        *_readable_rows(given / "metrics.jsonl")[:1],
+        digest(load_run(given).params),
+        readable,
+        clean,
+    )
+
+
+def _readable_rows(path: Path) -> tuple[dict[int, float], bool]:
+    """Return the losses by step of the lines of a metrics.jsonl that can be read, and whether all can, except for
+    a last line without its end, as after a kill."""
+    try:
+        lines = path.read_bytes().split(b"\n") if path.exists() or path.is_symlink() else []
+    except OSError:
+        return {}, False
+    rows, clean, last = {}, True, lines.pop() if lines else b""
+    for line in lines + [last] * last.endswith(b"}"):
+        try:
+            row = json.loads(line)
+            if not isinstance(row["step"], int) or not 0 < row["step"] <= 6:
+                raise ValueError("no step of the run")
+            rows[row["step"]] = float(row["train/loss"])
+        except (ValueError, TypeError, KeyError, RecursionError):
+            clean = False
+    return rows, clean
 
 
 def evaluate(run: Path, output: str) -> None:
@@ -391,7 +421,7 @@ def index_outside(rng: Random, given: Path, outside: Path) -> Damage:
     for key in chosen if rng.random() < 0.7 else chosen[:1]:
         value["weight_map"][key] = name
     index.write_text(json.dumps(value))
-    return f"weight_map names {name!r}", {"weight_map", index.name}
+    return f"weight_map names {name!r}", {"weight_map", index.name, name}
 
 
 _RUN_LINKS = (
@@ -474,7 +504,7 @@ def store_sizes(rng: Random, given: Path, outside: Path) -> Damage:
             ("blosc", {"id": "blosc"}, {"id": "x"}, None, 5, "<u8", "<f4", "F", [], {"id": 5}, -1)
         )
     path.write_text(json.dumps(value))
-    return f"{field} = {value[field]!r}", {field, ".zarray"}
+    return f"{field} = {value[field]!r}", {field, ".zarray", "0.0"}
 
 
 def model_sizes(rng: Random, given: Path, outside: Path) -> Damage:
@@ -491,7 +521,7 @@ def model_sizes(rng: Random, given: Path, outside: Path) -> Damage:
          [], True, "x")
     )  # fmt: skip
     path.write_text(json.dumps(value))
-    return f"{field} = {value[field]!r}", {field}
+    return f"{field} = {value[field]!r}", {field, "config.json"}
 
 
 def _is_checkpoint(path: str) -> bool:
@@ -502,17 +532,18 @@ def _is_chunk(path: str) -> bool:
     return Path(path).name in ("0.0", "1.0", "0.1")
 
 
-def _same_or_earlier(value: Any, intact: Any) -> bool:
-    """Accept an earlier checkpoint than the newest."""
-    return value[2] == intact[2] and value[0] < intact[0]
+def _same_or_earlier(value: Any, intact: Any) -> str:
+    """Accept an earlier checkpoint than the newest, if a message says so."""
+    return "announced" if value[2] == intact[2] and value[0] < intact[0] else "no"
 
 
-def _rows_are_there(value: Any, intact: Any) -> bool:
-    """Accept equal parameters and equal losses; the one damaged row may be absent."""
-    rows, expected = value[0], intact[0]
-    missing = expected.keys() - rows.keys()
-    same = all(rows[step] == expected[step] for step in rows.keys() & expected.keys())
-    return value[1] == intact[1] and same and len(missing) <= 1
+def _rows_are_there(value: Any, intact: Any) -> str:
+    """Accept equal parameters and all rows of metrics that were readable before the run was resumed; a message
+    must say that lines were unreadable."""
+    (rows, params, readable, clean), (expected, expected_params, *_) = value, intact
+    same = params == expected_params and all(rows.get(s) == x for s, x in readable.items())
+    known = all(rows[step] == expected[step] for step in rows.keys() & expected.keys())
+    return ("quiet" if clean else "announced") if same and known else "no"
 
 
 SUBJECTS = (
@@ -564,9 +595,7 @@ def damage(subject: Subject, rng: Random, given: Path, outside: Path) -> tuple[s
         return _changed_file(what, names, given), what, names
     kinds = sorted({(p.suffix, p.parent.name if p.suffix else "") for p in files})
     kind = rng.choice(kinds)
-    file = rng.choice(
-        [p for p in files if (p.suffix, p.parent.name if p.suffix else "") == kind]
-    )
+    file = rng.choice([p for p in files if (p.suffix, p.parent.name if p.suffix else "") == kind])
     relative = file.relative_to(given).as_posix()
     what, names = rng.choice(for_file(file))(rng, file, outside)
     step = [part for part in file.relative_to(given).parts if part.isdecimal()]
