@@ -191,16 +191,22 @@ def _limit_memory() -> None:
 
 
 class Cases:
-    """Make the cases of the campaign in a folder, by number; a seed decides all choices.
+    """Make the cases of the campaign in a folder, by number; a seed decides all choices. The second half of the
+    numbers are cases of `generated`.
 
     Args:
         folder: has the folder intact of `subjects.build`.
         seed: the seed.
         without: names of subjects that are left out.
+        total: number of all cases.
     """
 
-    def __init__(self, folder: Path, seed: int, without: tuple[str, ...] = ()):
-        from tests.faults import subjects
+    def __init__(self, folder: Path, seed: int, without: tuple[str, ...] = (), total: int = 0):
+        from tests.faults import generated, subjects
+
+        (folder / "cases").mkdir(exist_ok=True)
+        self.sample = generated.Sample(folder, total // 2, seed)
+        self.own = total - total // 2 if self.sample.sources else total
 
         self.folder, self.seed, self.subjects = folder, seed, subjects
         chosen = [subject for subject in subjects.SUBJECTS if subject.name not in without]
@@ -214,6 +220,8 @@ class Cases:
 
     def make(self, number: int) -> Case:
         """Return the case of a number, with its damaged copy in the folder cases/NUMBER."""
+        if number >= self.own:
+            return self.sample.make(number - self.own)
         subject = self.order[number % len(self.order)]
         rng = random.Random(f"{self.seed}/{number}")
         if subject.name not in self.intact:
@@ -275,11 +283,13 @@ def _too_long(number: int, frame: object) -> None:
     raise TooLong
 
 
-def work(folder: Path, numbers: range, seed: int, without: tuple[str, ...] = ()) -> None:
+def work(
+    folder: Path, numbers: range, seed: int, without: tuple[str, ...] = (), total: int = 0
+) -> None:
     """Judge the cases of some numbers, and append their rows to rows-FIRST.jsonl in the folder; the number of a
     case is written before it begins."""
     os.chdir(Path.home())
-    cases = Cases(folder, seed, without)
+    cases = Cases(folder, seed, without, total)
     signal.signal(signal.SIGALRM, _too_long)
     _limit_memory()
     with (folder / f"rows-{os.getpid()}.jsonl").open("a", buffering=1) as rows:
@@ -326,7 +336,11 @@ class Campaign:
     def run(self) -> list[dict[str, Any]]:
         """Build the intact inputs, read all cases, and return a row for each."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        code = f"from pathlib import Path; from tests.faults import subjects; subjects.build(Path({str(self.folder / 'intact')!r}))"
+        code = (
+            "from pathlib import Path; from tests.faults import generated, subjects; "
+            f"folder = Path({str(self.folder)!r}); subjects.build(folder / 'intact'); "
+            f"generated.write_counts(folder, {self.seed})"
+        )
         with (self.folder / "build.log").open("wb") as log:
             subprocess.run(
                 [sys.executable, "-c", code], env=self._environment(0), cwd=inputs.ROOT,
@@ -353,6 +367,7 @@ class Campaign:
 
     def _worker(self, numbers: range) -> tuple[subprocess.Popen, range, float]:
         command = [sys.executable, "-m", "tests.faults.damages", f"--folder={self.folder}", f"--seed={self.seed}"]  # fmt: skip
+        command.append(f"--total={self.damages}")
         command.append(f"--without={','.join(self.without)}")
         command.append(f"--numbers={numbers.start},{numbers.stop},{numbers.step}")
         log = (self.folder / f"worker-{numbers.start}.log").open("wb")
@@ -439,10 +454,12 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--numbers", required=True, help="START,STOP,STEP")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--total", type=int, default=0, help="number of cases of all workers")
     parser.add_argument("--without", default="", help="names of subjects to leave out")
     options = parser.parse_args()
     numbers = range(*map(int, options.numbers.split(",")))
-    work(options.folder, numbers, options.seed, tuple(options.without.split(",")))
+    without = tuple(options.without.split(","))
+    work(options.folder, numbers, options.seed, without, options.total)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,9 @@ import dataclasses
 import hashlib
 import importlib.util
 import json
+import os
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -120,6 +122,8 @@ def build(folder: Path) -> None:
     evaluate(folder / "results" / "run", "first")
     (folder / "tasks").mkdir()
     _write_tasks(folder / "tasks")
+    (folder / "tasks-without-code").mkdir()
+    (folder / "tasks-without-code" / "a.yaml").write_text("task: a\ndoc_to_text: text\n")
     import_huggingface(source / "llama", source / "imported")
 
 
@@ -136,9 +140,6 @@ def small(kind: str, source: Path) -> Any:
 
 
 def _stop(step: int, last: int) -> None:
-    import os
-    import signal
-
     if step == last:
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -326,15 +327,15 @@ def resume(given: Path, out: Path) -> Any:
 
 def _readable_rows(path: Path) -> tuple[dict[int, float], bool]:
     """Return the losses by step of the lines of a metrics.jsonl that can be read, and whether all can, except for
-    a last line without its end, as after a kill."""
+    a last line without its end, as after a kill; a file that does not exist, or a link to nothing, has no lines."""
     try:
-        lines = path.read_bytes().split(b"\n") if path.exists() or path.is_symlink() else []
+        lines = path.read_bytes().split(b"\n") if path.exists() else []
     except OSError:
         return {}, False
     rows, clean, last = {}, True, lines.pop() if lines else b""
     for line in lines + [last] * last.endswith(b"}"):
         try:
-            row = json.loads(line)
+            row = json.loads(line.decode())
             if not isinstance(row["step"], int) or not 0 < row["step"] <= 6:
                 raise ValueError("no step of the run")
             rows[row["step"]] = float(row["train/loss"])
@@ -380,8 +381,12 @@ def run_tasks(given: Path, out: Path) -> Any:
     if path.is_file() and not path.is_symlink():  # reads the data of this copy
         intact = str(_intact(given) / "tasks" / "data.jsonl").encode()
         path.write_bytes(path.read_bytes().replace(intact, str(given / "data.jsonl").encode()))
+    # Templates of a task file are code, for which `trust` is asked.
+    known = {field.name for field in dataclasses.fields(HarnessConfig)}
+    options = dict(trust=True) if "trust" in known else {}
     request = Request(
-        lm_eval=HarnessConfig(tasks="choice", include_path=str(given), max_length=32), batch_size=2
+        lm_eval=HarnessConfig(tasks="choice", include_path=str(given), max_length=32, **options),
+        batch_size=2,
     )
     request.validate()
     run = load_run(_intact(given) / "run")
