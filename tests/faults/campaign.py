@@ -66,8 +66,12 @@ def tables(rows: list[dict[str, Any]]) -> str:
     first = ["runs", "starts", "kills", "kills_of_resumed", *kills.CATEGORIES]
     second = ["cases", *damages.OUTCOMES]
     totals = [row for row in rows if "seconds" in row]
-    seconds = " and ".join(f"{row['part']} {row['seconds']} s" for row in totals)
-    lines = [f"Last campaign: seed {rows[0]['seed']}, {rows[0]['machine']}: {seconds}.", ""]
+    lines = [
+        f"{row['part']}: seed {row['seed']}, {row['seconds']} s, {row['machine']}" for row in totals
+    ]
+    lines = [f"Last campaign: {'; '.join(lines)}.", ""]
+    for row in totals:
+        lines += [row["note"], ""] if "note" in row else []
     if killed:
         lines += _table("kind", [*first, "longest_end"], killed)
         both = [f"{name} {n}" for name, n in sorted(killed[-1]["signals"].items())]
