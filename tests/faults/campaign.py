@@ -102,6 +102,10 @@ def read_rows() -> list[dict[str, Any]]:
     return [json.loads(line) for line in ROWS.read_text().splitlines()]
 
 
+def _lines(rows: list[dict[str, Any]]) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
 def main() -> int:
     """Run the campaign that the command line describes, and return the exit status."""
     parser = argparse.ArgumentParser(
@@ -133,9 +137,10 @@ def main() -> int:
     )  # fmt: skip
     for row in rows:
         row["machine"] = f"{os.cpu_count()} cores, Python {platform.python_version()}"
-    for path in [options.rows] * bool(options.rows) + [ROWS] * options.write:
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if options.rows:
+        options.rows.write_text(_lines(rows))
     if options.write:
+        ROWS.write_text(_lines([row | dict(problems=[]) for row in rows]))  # they name folders
         PAGE.write_text(page(PAGE.read_text(), rows))
     print(tables(rows))
     for row in rows:

@@ -6,6 +6,7 @@ must contain. A module that does not exist yet adds no cases.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import importlib
 import importlib.util
@@ -183,13 +184,18 @@ class Sample:
         self.folder, self.seed = folder, seed
         self.sources = sources(folder / "intact", seed)
         self.counts = json.loads((folder / "counts.json").read_text())
-        self.quota = -(-total // len(self.sources)) if self.sources else 0
+        count = len(self.sources)
+        self.first = [
+            total * i // count for i in range(count)
+        ]  # number of the first case of each generator
+        self.total = total
         self.name, self.copies = "", contextlib.ExitStack()
 
     def make(self, number: int) -> Case:
         """Return the case of a number; numbers must be requested in ascending order, since the copies of a
         generator exist one after another."""
-        name, place = list(self.sources)[number // self.quota], number % self.quota
+        index = bisect.bisect_right(self.first, number) - 1
+        name, place = list(self.sources)[index], number - self.first[index]
         if self.name != name:
             self.name = name
             self.copies.close()
@@ -198,7 +204,8 @@ class Sample:
             )
             copies = Path(self.copies.enter_context(folder)) / "generated"
             rng = random.Random(f"{self.seed}/{name}")
-            self.chosen = sorted(rng.choices(range(self.counts[name]), k=self.quota))
+            quota = [*self.first[1:], self.total][index] - self.first[index]
+            self.chosen = sorted(rng.choices(range(self.counts[name]), k=quota))
             self.cases = enumerate(self.sources[name](copies))
             self.last = next(self.cases)
         while self.last[0] < self.chosen[place]:
