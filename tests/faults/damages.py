@@ -197,7 +197,7 @@ class Cases:
     Args:
         folder: has the folder intact of `subjects.build`.
         seed: the seed.
-        without: names of subjects that are left out.
+        without: names of subjects that are left out; "generated" leaves out the second half.
         total: number of all cases.
     """
 
@@ -205,8 +205,10 @@ class Cases:
         from tests.faults import generated, subjects
 
         (folder / "cases").mkdir(exist_ok=True)
-        self.sample = generated.Sample(folder, total // 2, seed)
-        self.own = total - total // 2 if self.sample.sources else total
+        self.own, self.sample = total, None
+        if "generated" not in without:
+            self.sample = generated.Sample(folder, total // 2, seed)
+            self.own = total - total // 2 if self.sample.sources else total
 
         self.folder, self.seed, self.subjects = folder, seed, subjects
         chosen = [subject for subject in subjects.SUBJECTS if subject.name not in without]
@@ -220,7 +222,7 @@ class Cases:
 
     def make(self, number: int) -> Case:
         """Return the case of a number, with its damaged copy in the folder cases/NUMBER."""
-        if number >= self.own:
+        if self.sample is not None and number >= self.own:
             return self.sample.make(number - self.own)
         subject = self.order[number % len(self.order)]
         rng = random.Random(f"{self.seed}/{number}")
@@ -339,7 +341,8 @@ class Campaign:
         code = (
             "from pathlib import Path; from tests.faults import generated, subjects; "
             f"folder = Path({str(self.folder)!r}); subjects.build(folder / 'intact'); "
-            f"generated.write_counts(folder, {self.seed})"
+            + f"generated.write_counts(folder, {self.seed})"
+            * ("generated" not in self.without)
         )
         with (self.folder / "build.log").open("wb") as log:
             subprocess.run(
