@@ -3,13 +3,14 @@ SHELL := /bin/sh
 PIP := .venv/bin/python -m pip --disable-pip-version-check
 RUN := JAX_PLATFORMS=cpu .venv/bin/python
 
-.PHONY: help demo liger-demo test test-all test-gpu test-aot lint clean
+.PHONY: help demo liger-demo test test-all test-faults test-gpu test-aot lint clean
 
 help:
 	@echo "make demo      train, evaluate and sample a small language model on this machine's CPU"
 	@echo "make liger-demo  make a pretrained transformer linear, tune and compare it, on this machine's CPU"
 	@echo "make test      the tests that fit in minutes: one method of each class of transition"
 	@echo "make test-all  every test that needs no GPU"
+	@echo "make test-faults  kill runs 200 times and read 1,000 damaged inputs: under 20 minutes on two cores"
 	@echo "make test-gpu  the fused kernels on this machine's NVIDIA GPU (needs the extra [cuda13])"
 	@echo "make test-aot  compile the fused kernels for H200, three TPUs and, with Triton, six NVIDIA generations that need not be here, count spilled registers, and compile models for several H200s"
 	@echo "make lint      ruff and the type checker"
@@ -36,6 +37,9 @@ test: .venv/.test
 
 test-all: .venv/.test
 	$(RUN) -m pytest -n 2 --dist worksteal -m "not gpu and not aot"
+
+test-faults: .venv/.test
+	$(RUN) -m tests.faults.campaign
 
 test-gpu: .venv/.test
 	JAX_PLATFORMS= .venv/bin/python -m pytest -m gpu tests/kernels tests/ops/test_grouped_product.py
