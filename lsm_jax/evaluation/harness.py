@@ -192,6 +192,7 @@ def run_harness(
 def _evaluate(config: HarnessConfig, model: Any, settings: suites.SuiteSettings) -> Any:
     """Run the config's tasks of lm-evaluation-harness on `model`, and return the harness's results, a dict;
     raises ValueError if a package or a task's data is missing."""
+    from datasets.exceptions import DatasetsError
     from lm_eval import simple_evaluate
 
     with local_datasets(settings.data) as downloaded, _quiet_harness():
@@ -216,6 +217,11 @@ def _evaluate(config: HarnessConfig, model: Any, settings: suites.SuiteSettings)
             where = f"; lm_eval.data={config.data!r} does not have it" if config.data else ""
             raise ValueError(
                 f"lm_eval: the data of {', '.join(downloaded[-1:])} is not available{where}: {error}"
+            ) from error
+        except (DatasetsError, StopIteration) as error:
+            why = "it has no row" if isinstance(error, StopIteration) else error.__cause__ or error
+            raise ValueError(
+                f"lm_eval.tasks={config.tasks}: the data of a task cannot be read: {' '.join(str(why).split())}"
             ) from error
 
 
@@ -263,18 +269,34 @@ def _task_manager(config: HarnessConfig, settings: suites.SuiteSettings) -> Any:
         )
 
     task_manager = index(folders, defaults=False)
-    # Loading all of the harness's tasks needs seconds, so they are loaded only if they are used.
-    if not set(names) <= set(task_manager.all_tasks):
+    # Loading all of the harness's tasks takes many seconds, so they are loaded only if their files have the names.
+    absent = set(names) - set(task_manager.all_tasks)
+    if absent and not (unknown := _without_mention(absent, stock)):
         task_manager = index([suites.FOLDER, *include], defaults=True)
+        absent -= set(task_manager.all_tasks)
+    elif absent:
+        absent = unknown
     for name in names:
-        if name not in task_manager.all_tasks:
-            similar = difflib.get_close_matches(name, task_manager.all_tasks)
+        if name in absent:
+            stems = {path.stem for path in stock.rglob("*.yaml")}
+            similar = difflib.get_close_matches(name, {*task_manager.all_tasks, *stems})
             raise ValueError(
                 f"lm_eval.tasks: {name!r} does not exist"
                 + (f"; near it are {', '.join(similar)}" if similar else "")
                 + "; tasks that are not the harness's require --lm_eval.include_path"
             )
     return task_manager
+
+
+def _without_mention(names: set[str], folder: Path) -> set[str]:
+    """Return those names of tasks that no YAML file below `folder` contains as text."""
+    left = set(names)
+    for path in folder.rglob("*.yaml"):
+        text = path.read_text(encoding="utf-8", errors="replace")
+        left = {name for name in left if name not in text}
+        if not left:
+            break
+    return left
 
 
 def write_results(folder: Path, content: dict[str, Any]) -> Path:
