@@ -62,6 +62,12 @@ def export(
         ignored=(*IGNORED, "lm_head.weight") if config.tie_embeddings else IGNORED,
     )
     opened.verify()
+    if isinstance(opened, Checkpoint):
+        for name in tensors:
+            if opened.dtypes[name] not in FLOATS:
+                raise ValueError(
+                    f"{opened.folder}: {name} has dtype {opened.dtypes[name]}; accepted are {', '.join(FLOATS)}"
+                )
     head = tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"])
 
     def values(name: str) -> np.ndarray:

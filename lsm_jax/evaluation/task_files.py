@@ -19,6 +19,9 @@ from lsm_jax.files import MEGABYTE, read_bytes
 _MAX_DEPTH = 64
 _MAX_NODES = 1 << 17  # of a file after aliases are replaced by their values
 _IGNORED_FOLDERS = ("__pycache__", ".ipynb_checkpoints")  # as in the harness
+_TEXT_FIELDS = (
+    "dataset_path", "output_type", "training_split", "validation_split", "test_split", "fewshot_split",
+)  # fmt: skip
 _JINJA = re.compile(r"\{\{|\{%|\{#")
 _ADVICE = "read it, and pass --lm_eval.trust if you trust it"
 
@@ -46,6 +49,7 @@ def check_task_files(folder: str | Path, *, trust: bool) -> None:
             continue
         checked.add(path.resolve())
         node = _parse(path)
+        _check_texts(path, node)
         if not trust:
             _check_harmless(path, node)
         for name, line in _includes(node):
@@ -56,6 +60,17 @@ def check_task_files(folder: str | Path, *, trust: bool) -> None:
                 _check_inside(included.resolve(), root, f"{path}, line {line}: include: {name!r}")
             if not _is_stock(included.resolve()):
                 waiting.append(included)
+
+
+def _check_texts(path: Path, root: Any) -> None:
+    """Raise ValueError if a field of a task file that must be a text has another type."""
+    for key, value in _fields(root):
+        kind = value.tag.rpartition(":")[2]
+        if key in _TEXT_FIELDS and value.tag.startswith("tag:") and kind not in ("str", "null"):
+            given = value.value if isinstance(value.value, str) else f"a {kind}"
+            raise ValueError(
+                f"{path}, line {value.start_mark.line + 1}: {key}={given}; accepted is a text"
+            )
 
 
 def _check_inside(target: Path, root: Path, what: str) -> None:

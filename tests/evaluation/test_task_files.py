@@ -64,6 +64,17 @@ def test_code_in_task_files_needs_trust(tmp_path, line, message):
     check_harness(config)
 
 
+@pytest.mark.parametrize(
+    ("line", "given"), [("dataset_path: 5", "5"), ("test_split: [a]", "a seq"), ("output_type: {a: 1}", "a map")]
+)  # fmt: skip
+def test_fields_of_texts_have_texts(tmp_path, line, given):
+    rest = "".join(x for x in HARMLESS.splitlines(True) if not x.startswith(line.split(":")[0]))
+    folder = folder_with(tmp_path, rest + line + "\n")
+    name = line.partition(":")[0]
+    with pytest.raises(ValueError, match=rf"a\.yaml, line \d+: {name}={given}; accepted is a text"):
+        check_task_files(folder, trust=True)
+
+
 def test_code_in_included_files_needs_trust(tmp_path):
     folder = folder_with(tmp_path, HARMLESS + "include: [_b]\n")
     folder_with(tmp_path, "include: _c\n", "_b")
