@@ -11,6 +11,8 @@ import dataclasses
 import difflib
 import importlib.util
 import logging
+import re
+import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -223,6 +225,14 @@ def _evaluate(config: HarnessConfig, model: Any, settings: suites.SuiteSettings)
             raise ValueError(
                 f"lm_eval.tasks={config.tasks}: the data of a task cannot be read: {' '.join(str(why).split())}"
             ) from error
+        except Exception as error:
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            if config.include_path is None or "lm_eval" not in Path(frame.filename).parts:
+                raise
+            raise ValueError(
+                f"lm_eval.include_path={config.include_path!r}: lm-evaluation-harness cannot use a field of a task file of "
+                f"{config.tasks}: {type(error).__name__}: {' '.join(str(error).split())} ({Path(frame.filename).name}, {frame.name})"
+            ) from error
 
 
 @contextlib.contextmanager
@@ -289,11 +299,13 @@ def _task_manager(config: HarnessConfig, settings: suites.SuiteSettings) -> Any:
 
 
 def _without_mention(names: set[str], folder: Path) -> set[str]:
-    """Return those names of tasks that no YAML file below `folder` contains as text."""
+    """Return those names of tasks that no YAML file below `folder` contains as a word."""
     left = set(names)
     for path in folder.rglob("*.yaml"):
         text = path.read_text(encoding="utf-8", errors="replace")
-        left = {name for name in left if name not in text}
+        left = {
+            name for name in left if not re.search(rf"(?<![\w-]){re.escape(name)}(?![\w-])", text)
+        }
         if not left:
             break
     return left

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import re
 import signal
 import sys
 import time
@@ -49,6 +50,11 @@ from lsm_jax.training.runs import (
     write_config,
 )
 from lsm_jax.training.step import OVERFLOW, Program, TrainState, make_program, params_of
+
+# The errors by which jax reports to a process that it lost another one, on CPUs, on GPUs and in its coordinator.
+_LOST_PROCESS = re.compile(
+    "Gloo|NCCL|UNAVAILABLE|DEADLINE_EXCEEDED|CANCELLED|coordination service", re.IGNORECASE
+)
 
 
 class TrainingStopped(RuntimeError):
@@ -111,6 +117,14 @@ def train(
             raise TrainingNotSaved(f"{error}; {_last_save(workdir)}") from error
         except LostLockError as error:
             raise TrainingStopped(f"{error}; {_last_save(workdir)}") from error
+        except jax.errors.JaxRuntimeError as error:
+            reason = str(error).partition("\n")[0]
+            if jax.process_count() == 1 or not _LOST_PROCESS.search(reason):
+                raise
+            raise TrainingStopped(
+                f"another of the run's {jax.process_count()} processes has ended or cannot be reached ({reason}); "
+                f"{_last_save(workdir)}"
+            ) from error
 
 
 def _last_save(workdir: Path) -> str:

@@ -202,7 +202,18 @@ def test_local_tasks_run_through_eval_with_no_network(run, workdir, tmp_path):
     assert results["max_length"] == 32 and run_bos_id(run, run_tokenizer(run)) == BOS
 
 
-@pytest.mark.slow  # reads all of the harness's tasks
+def test_a_task_file_that_the_harness_cannot_use_is_named(run, tmp_path):
+    write_tasks(tmp_path)
+    path = tmp_path / "choice.yaml"
+    lines = [line for line in path.read_text().splitlines() if not line.startswith("metric_list")]
+    path.write_text("\n".join([*lines, "metric_list: 5"]) + "\n")
+    config = HarnessConfig(tasks="local_choice", include_path=str(tmp_path), trust=True)
+    with pytest.raises(
+        ValueError, match="cannot use a field of a task file of local_choice: TypeError"
+    ):
+        run_harness(run, run_tokenizer(run), config, bos_id=BOS, batch_size=2)
+
+
 def test_unknown_harness_tasks_are_refused(run, tmp_path):
     write_tasks(tmp_path)
     config = HarnessConfig(tasks="local_chioce", include_path=str(tmp_path), trust=True)

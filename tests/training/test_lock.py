@@ -12,10 +12,11 @@ import sys
 import time
 from pathlib import Path
 
+import jax
 import pytest
 
 import lsm_jax
-from lsm_jax.training import Checkpoints, lock, read_rows, train, train_recall
+from lsm_jax.training import Checkpoints, TrainingStopped, lock, read_rows, train, train_recall
 from lsm_jax.training.lock import STALE_SECONDS, LostLockError, RunLock
 from tests.training import tiny
 
@@ -223,3 +224,22 @@ def test_deleted_checkpoints_end_with_an_error(tmp_path, monkeypatch):
         checkpoints.load_params({})
     with pytest.raises(ValueError, match=r"step=21: .* has checkpoints of steps 22"):
         checkpoints.load_params({}, step=21)
+
+
+def test_the_loss_of_another_process_is_one_line(monkeypatch, tmp_path):
+    text = tiny.write_text(tmp_path)
+    def lose(*arguments):
+        raise jax.errors.JaxRuntimeError(
+            "UNKNOWN: Gloo all-reduce failed: Connection closed by peer\nmore"
+        )
+
+    monkeypatch.setattr("lsm_jax.training.loop._train", lose)
+    with pytest.raises(jax.errors.JaxRuntimeError):
+        train(tiny.config(text), tmp_path / "run")
+    monkeypatch.setattr("lsm_jax.training.loop.first_process_text", lambda text, mesh: text)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(
+        TrainingStopped, match="another of the run's 2 processes has ended .*same command"
+    ) as stopped:
+        train(tiny.config(text), tmp_path / "run")
+    assert "\n" not in str(stopped.value)
