@@ -228,6 +228,7 @@ def test_deleted_checkpoints_end_with_an_error(tmp_path, monkeypatch):
 
 def test_the_loss_of_another_process_is_one_line(monkeypatch, tmp_path):
     text = tiny.write_text(tmp_path)
+
     def lose(*arguments):
         raise jax.errors.JaxRuntimeError(
             "UNKNOWN: Gloo all-reduce failed: Connection closed by peer\nmore"
