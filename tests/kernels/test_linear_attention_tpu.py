@@ -106,7 +106,7 @@ def compare(arrays, interpret=True, tolerance=TPU_TOLERANCE):
         )
 
 
-FAST = ("pairs", "pairs of one key")
+FAST = ("pairs",)
 
 
 @pytest.mark.parametrize(

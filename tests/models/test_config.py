@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.cases import methods
+from benchmarks.run import read_rows
 from lsm_jax import mixers, models
 from lsm_jax.feedforward import SwiGLUConfig
-from lsm_jax.training.metrics import read_rows
 from tests.models.conftest import small_config
 
 ROOT = Path(__file__).resolve().parents[2]

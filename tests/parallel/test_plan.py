@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from benchmarks.run import read_rows
 from configs import liger, linear_moe
 from lsm_jax import mixers, models
 from lsm_jax.data import DataConfig
@@ -25,7 +26,6 @@ from lsm_jax.parallel import AXES, MeshConfig, make_mesh, token_sharding
 from lsm_jax.training import TrainConfig
 from lsm_jax.training.liveness import peak_bytes, result_bytes
 from lsm_jax.training.memory_plan import gathered_keys_and_values_bytes, plan
-from lsm_jax.training.metrics import read_rows
 from lsm_jax.training.step import make_program
 from tests.parallel.test_parallel import run_with_devices
 

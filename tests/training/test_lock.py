@@ -188,6 +188,7 @@ train(config, sys.argv[2])
 """
 
 
+@pytest.mark.slow
 def test_readers_always_see_a_complete_checkpoint(tmp_path):
     """A process saves every third step and keeps one checkpoint, while this one reads in a loop."""
     text, run = tiny.write_text(tmp_path / "text"), tmp_path / "run"
