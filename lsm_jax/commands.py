@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 from absl import app, flags, logging
 
+from lsm_jax.files import error_text
+
 
 def run(program: str, main: Callable[[list[str]], None]) -> None:
     """Run a script of the repository: parse the process's flags and call `main` with the arguments that are
@@ -23,10 +25,14 @@ def run(program: str, main: Callable[[list[str]], None]) -> None:
     def guarded(argv: list[str]) -> None:
         try:
             main(argv)
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and not out_of_memory(error):
+                raise
             if logging.level_debug():
                 raise
-            sys.exit(f"{program}: {error}  (--verbosity=1 shows the traceback)")
+            sys.exit(
+                f"{program}: {out_of_memory(error) or error_text(error)}  (--verbosity=1 shows the traceback)"
+            )
 
     def parse(argv: list[str]) -> list[str]:
         try:
@@ -38,3 +44,14 @@ def run(program: str, main: Callable[[list[str]], None]) -> None:
         return rest
 
     app.run(guarded, flags_parser=parse)
+
+
+def out_of_memory(error: BaseException) -> str:
+    """Return the message of JAX's error that a device has too little memory; "" for other errors."""
+    if "RESOURCE_EXHAUSTED" not in str(error):
+        return ""
+    text = " ".join(str(error).partition("RESOURCE_EXHAUSTED:")[2].split())
+    return (
+        f"the device has too little memory ({text[:200]}); use smaller batches, shorter rows or a smaller model "
+        "(`python -m lsm_jax.plan` computes the memory that training requires)"
+    )

@@ -11,7 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from lsm_jax.files import bounded_json, disk_error, inside, parse_json, replacing, write_atomically
+from lsm_jax.commands import out_of_memory
+from lsm_jax.files import (
+    bounded_json,
+    disk_error,
+    error_text,
+    inside,
+    parse_json,
+    replacing,
+    write_atomically,
+)
 
 
 @pytest.mark.parametrize(
@@ -137,6 +146,15 @@ def test_messages_of_disk_errors():
     assert disk_error(wrapped, "c", kept="x") == "c: the disk is full; x"
     assert disk_error(ValueError("some\nlines"), "c", kept="x") == "c: some lines; x"
     assert disk_error(OSError("odd"), kept="x") == "odd; x"
+
+
+def test_messages_of_errors_that_end_a_program():
+    assert error_text(OSError(errno.EACCES, "Permission denied", "a/b")) == "a/b: permission denied"
+    assert error_text(OSError(errno.EACCES, "Permission denied", b"a")) == "a: permission denied"
+    assert error_text(OSError("odd")) == "odd" and error_text(ValueError("x")) == "x"
+    full = RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.")
+    assert out_of_memory(full).startswith("the device has too little memory (Out of memory alloc")
+    assert not out_of_memory(RuntimeError("INTERNAL: odd"))
 
 
 def test_deep_and_large_json_is_refused_within_a_second(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from pathlib import Path
 
@@ -21,7 +22,7 @@ def read_sums(folder: Path) -> dict[str, str]:
         ValueError: the file cannot be read, or a line is not in the format of sha256sum.
     """
     path = folder / SUMS
-    if not path.exists():
+    if not os.path.lexists(path):
         return {}
     try:
         file = inside(folder, SUMS, what=f"{folder}", follow_links=True)

@@ -156,7 +156,13 @@ def _rope(given: dict[str, Any], where: Any) -> tuple[float, RopeScaling | None]
     their base (rope_theta) and their scaling for long contexts, None without scaling."""
     for name in ("rope_scaling", "rope_parameters"):
         check_fields(given.get(name) or {}, where, _SCALING_KINDS, f"{name}.{{}}".format)
-    fields = {**(given.get("rope_scaling") or {}), **(given.get("rope_parameters") or {})}
+    old, new = given.get("rope_scaling") or {}, given.get("rope_parameters") or {}
+    if unequal := [name for name in old if name in new and old[name] != new[name]]:
+        raise ValueError(
+            f"{where}: rope_scaling.{unequal[0]}={shown(old[unequal[0]])}, but rope_parameters.{unequal[0]}="
+            f"{shown(new[unequal[0]])}; accepted is one of the two fields, or equal values"
+        )
+    fields = {**old, **new}
     thetas = (fields.pop("rope_theta", None), given.get("rope_theta"), 10000.0)
     theta = float(next(value for value in thetas if value is not None))
     kind, old_kind = fields.pop("rope_type", None), fields.pop("type", None)

@@ -30,6 +30,7 @@ _PATTERNS: dict[str, str | None] = {
 # Token types of GGUF. Control and user tokens are added tokens, but only control tokens are special.
 _CONTROL, _USER, _UNUSED = 3, 4, 5
 _MAX_BYTES = 256 * MEGABYTE  # of a tokenizer.json; the largest of published models have some 40 MB
+_MAX_CONFIG_BYTES = 16 * MEGABYTE  # of the other files, as `load_tokenizer` accepts
 # Fields of tokenizer_config.json that do not change the ids of a text, or that tokenizer.json contains too.
 _HARMLESS = {
     "unk_token", "pad_token", "cls_token", "sep_token", "mask_token", "additional_special_tokens", "extra_special_tokens",
@@ -121,7 +122,8 @@ def tokenizer_files(
         path = folder / name
         if path.exists() or path.is_symlink():
             files[name] = read_bytes(
-                inside(folder, name, what=f"{folder}", follow_links=True), max_bytes=_MAX_BYTES
+                inside(folder, name, what=f"{folder}", follow_links=True),
+                max_bytes=_MAX_BYTES if name == _FILE else _MAX_CONFIG_BYTES,
             )
             check_sum(path, name, sums, files[name])
     _check_files(folder, files)

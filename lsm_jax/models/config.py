@@ -11,6 +11,7 @@ from lsm_jax import feedforward, mixers
 
 DTYPES = ("float32", "bfloat16")
 REMAT = ("none", "dots", "full")
+_MOST_LAYERS = 1 << 16
 INITS = ("normal", "xavier")
 
 
@@ -142,6 +143,10 @@ class ModelConfig:
         ):  # fmt: skip
             if not getattr(self, name) > 0:
                 raise ValueError(f"model.{name}={getattr(self, name)}: it must be greater than 0")
+        if self.num_layers > _MOST_LAYERS:  # lists of this length are made
+            raise ValueError(
+                f"model.num_layers={self.num_layers}: accepted are at most {_MOST_LAYERS}"
+            )
         for name, accepted in (("dtype", DTYPES), ("remat", REMAT)):
             if getattr(self, name) not in accepted:
                 raise ValueError(

@@ -9,6 +9,7 @@ import gc
 import io
 import logging
 import os
+import re
 import shutil
 import sys
 import threading
@@ -29,6 +30,9 @@ from lsm_jax.training.partition import leaves_of
 from lsm_jax.training.step import TrainState
 
 _ORBAX = f"{os.sep}orbax{os.sep}"  # in the paths of orbax's files
+_STATUS = re.compile(
+    r"[A-Z]+(_[A-Z]+)*: "
+)  # the beginning of tensorstore's errors, such as "DATA_LOSS: "
 _MOST_DELETED = 20  # checkpoints that may be deleted one after another while they are read
 
 
@@ -61,6 +65,7 @@ class Checkpoints:
         self._sealing: list[threading.Thread] = []
         self._failure: WriteError | None = None  # of a save in the background
         self._failed_step, self._raised = 0, False
+        self._latest = 0  # the step of the latest save
 
     @property
     def _checkpointer(self) -> ocp.training.Checkpointer:
@@ -116,6 +121,7 @@ class Checkpoints:
         if step in self.steps:
             return
         first = jax.process_index() == 0  # one host writes for all
+        self._latest = step
         try:
             if first:  # those of a broken checkpoint that this one replaces
                 self._checksums(step).unlink(missing_ok=True)
@@ -201,6 +207,7 @@ class Checkpoints:
             paths = (p for p in folder.rglob("*") if p.is_file())
             return set(filter(wanted, (p.relative_to(folder).as_posix() for p in paths)))
 
+        _refuse_other_files(folder)
         before = files()
         check_files(self._checksums(step), folder, wanted)
         try:
@@ -305,9 +312,7 @@ class Checkpoints:
             try:
                 self._opened.wait()
             except Exception as error:
-                steps = self._complete_steps()
-                pending = [s for s in self.steps if s not in steps]
-                self._fail(pending[-1] if pending else 0, error)
+                self._fail(self._latest, error)
         for thread in self._sealing:
             thread.join()
         self.raise_failure()
@@ -357,6 +362,14 @@ class Checkpoints:
         _say(f"checkpoint {step} was moved to {aside}")
 
 
+def _refuse_other_files(folder: Path) -> None:
+    """Raise ValueError if a checkpoint has a file that is neither a regular file nor a folder, such as a pipe, which orbax
+    would read without end."""
+    for path in folder.rglob("*"):
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise ValueError(f"its file {path.relative_to(folder).as_posix()} is no regular file")
+
+
 class _DeletedError(Exception):
     """Raised if a checkpoint was deleted while it was read."""
 
@@ -399,6 +412,9 @@ def _hide_errors_of_threads() -> None:
 def _is_no_error_of_orbax(record: logging.LogRecord) -> bool:
     if record.levelno < logging.ERROR:
         return True
+    error = record.exc_info[1] if record.exc_info else None
+    if record.name == "asyncio" and _STATUS.match(str(error)):
+        return False  # of a read that tensorstore had begun, without a traceback
     frames = traceback.walk_tb(record.exc_info[2]) if record.exc_info else ()
     files = [record.pathname, *(frame.f_code.co_filename for frame, _ in frames)]
     return not any(_ORBAX in file for file in files)
@@ -452,12 +468,11 @@ def _say(text: str) -> None:
 def _quiet() -> Iterator[None]:
     """Suppress, inside a `with` block, the long messages that orbax's threads print about an unreadable
     checkpoint file; the error is still raised."""
-    asyncio, root, null_handler = (
-        logging.getLogger("asyncio"),
-        logging.getLogger(),
-        logging.NullHandler(),
-    )
-    was_disabled, asyncio.disabled = asyncio.disabled, True
+    loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
+    root, null_handler = logging.getLogger(), logging.NullHandler()
+    were_disabled = [logger.disabled for logger in loggers]
+    for logger in loggers:
+        logger.disabled = True
     root.addHandler(
         null_handler
     )  # without a handler, the first message would install one on the redirected stderr
@@ -468,7 +483,8 @@ def _quiet() -> Iterator[None]:
             gc.collect()  # failed tasks print when they are garbage-collected, so collect them now
             raise
         finally:
-            asyncio.disabled = was_disabled
+            for logger, was_disabled in zip(loggers, were_disabled, strict=True):
+                logger.disabled = was_disabled
             root.removeHandler(null_handler)
 
 

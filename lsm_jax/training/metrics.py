@@ -3,6 +3,7 @@ and show its progress."""
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import math
@@ -59,7 +60,7 @@ class MetricsWriter:
             return
         self._path = path = workdir / "metrics.jsonl"
         with writing(path):
-            data = path.read_bytes() if os.path.lexists(path) and path.exists() else b""
+            data = _content(path)
             lines, damage = _readable_lines(data)
             if damage:
                 _save_damaged(path, data, damage)
@@ -158,9 +159,20 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     Left out are lines that are no JSON objects in UTF-8 with an integer `step` of at least 0, and rows that a later
     row of the same step repeats.
     """
+    return [row for row, _ in _readable_lines(_content(path))[0]]
+
+
+def _content(path: Path) -> bytes:
+    """Return the contents of a metrics.jsonl; b"" if it does not exist or is a link to nothing.
+
+    Raises:
+        OSError: it cannot be read, or is no regular file: reading a pipe or a device might never end.
+    """
     if not path.exists():
-        return []
-    return [row for row, _ in _readable_lines(path.read_bytes())[0]]
+        return b""
+    if not path.is_file():
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    return path.read_bytes()
 
 
 def _readable_lines(data: bytes) -> tuple[list[tuple[dict[str, Any], bytes]], list[str]]:

@@ -111,7 +111,8 @@ def check_workdir(workdir: Path, config: Any) -> None:
     and that a run that it already contains has the same config, so that this run can be resumed.
 
     Raises:
-        ValueError: `workdir` is a file, is not writable, contains links in the place of what training writes, or was
+        ValueError: `workdir` is a file, is not writable, contains links in the place of what training writes
+            or a metrics.jsonl that is no file, or was
             created with another config; the message lists the fields that differ.
     """
     nearest = next(p for p in (workdir, *workdir.parents) if p.exists())
@@ -126,6 +127,13 @@ def check_workdir(workdir: Path, config: Any) -> None:
             f"workdir={str(workdir)!r}: {checkpoints} is a file; accepted is a directory"
         )
     refuse_links(workdir)
+    metrics = workdir / "metrics.jsonl"
+    if (
+        metrics.exists() and not metrics.is_file()
+    ):  # such as a pipe, which would be read without end
+        raise ValueError(
+            f"workdir={str(workdir)!r}: {metrics} is no regular file; accepted is a file, or none"
+        )
     if (workdir / "config.json").is_file():
         old = _parse_config(workdir, "workdir")
         kinds = [type(c).__name__ for c in (old, config)]
@@ -149,7 +157,7 @@ def check_data(workdir: Path, data: dict[str, Any]) -> None:
         ValueError: the training data differ; the message lists the changes.
     """
     path = workdir / "data.json"
-    if not path.exists():
+    if not os.path.lexists(path):
         return
     try:
         different = fingerprint_changes(bounded_json(path, max_bytes=1 << 30), data)
@@ -173,7 +181,7 @@ def check_frozen(workdir: str | os.PathLike[str], frozen: dict[str, int]) -> Non
         ValueError: frozen parameters differ, and the message lists them; or frozen.json cannot be read.
     """
     path = Path(workdir).expanduser() / "frozen.json"
-    if not path.is_file():
+    if not os.path.lexists(path):
         return
     try:
         old = bounded_json(path, max_bytes=1 << 30)

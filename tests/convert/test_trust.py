@@ -510,6 +510,11 @@ def test_other_exports_have_checksums_too(tmp_path):
     (tmp_path / SUMS).write_text(f"SHA256 (llama.gguf) = {'0' * 64}\n")
     with pytest.raises(ValueError, match=r"llama\.gguf is damaged or was changed"):
         import_huggingface(gguf_file, tmp_path / "run")
+    (tmp_path / SUMS).unlink()
+    (tmp_path / SUMS).symlink_to("nothing")
+    with pytest.raises(ValueError, match="nothing cannot be read: no such file"):
+        import_huggingface(gguf_file, tmp_path / "run")
+    (tmp_path / SUMS).unlink()
     (tmp_path / SUMS).write_text("a line\n")
     with pytest.raises(ValueError, match="SHA256SUMS: line 1 is 'a line'; accepted is a SHA-256"):
         import_huggingface(gguf_file, tmp_path / "run")
@@ -535,6 +540,29 @@ def test_factors_of_the_rotation_are_checked(tmp_path, kind, value):
             match=rf"config.json: .*(rope_scaling|rope_parameters)(\.factor| of type '{kind}')",
         ):
             model_config(folder)
+
+
+def test_two_unequal_scalings_of_the_rotation_are_refused(tmp_path):
+    linear = dict(rope_type="linear", factor=4.0, rope_theta=1e4)
+    for other in (dict(factor=8.0), dict(rope_theta=5e5), dict(rope_type="llama3")):
+        folder = changed(
+            tmp_path / next(iter(other)),
+            "llama-linear",
+            rope_scaling=linear,
+            rope_parameters=linear | other,
+        )
+        with pytest.raises(ValueError, match=f"but rope_parameters.{next(iter(other))}="):
+            model_config(folder)
+    folder = changed(tmp_path, "llama-linear", rope_scaling=linear, rope_parameters=linear)
+    assert model_config(folder).layers["L"].mixer.rope_scaling.factor == 4.0
+
+
+def test_a_chat_template_is_bounded_before_anything_is_written(tmp_path):
+    folder = with_tokenizer(changed(tmp_path, "llama3"))
+    (folder / "chat_template.jinja").write_bytes(b"x" * (16 * 2**20 + 1))
+    with pytest.raises(ValueError, match=rf"^{folder}/chat_template.jinja has 16777217 bytes"):
+        import_huggingface(folder, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("value", [0, 0.0, -1.0, [1e4], float("inf")])

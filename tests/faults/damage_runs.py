@@ -168,6 +168,37 @@ def _link_config(folder: Path, outside: Path) -> None:
     (folder / "config.json").symlink_to(outside / "config.json")
 
 
+def _pipe(name: str) -> Callable[[Path, Path], None]:
+    """Return a damage that puts a pipe, which nobody writes, in the place of a file of the run or of its newest checkpoint."""
+
+    def damage(folder: Path, outside: Path) -> None:
+        path = folder / name if (folder / name).exists() else _newest(folder) / name
+        path.unlink()
+        os.mkfifo(path)
+
+    return damage
+
+
+def _pipe_unsealed(folder: Path, outside: Path) -> None:
+    """The newest checkpoint has no checksums, as after a kill, and a pipe in the place of a file."""
+    shutil.rmtree(folder / "checksums")
+    _pipe("_CHECKPOINT_METADATA")(folder, outside)
+
+
+def _frozen_pipe(folder: Path, outside: Path) -> None:
+    os.mkfifo(folder / "frozen.json")
+
+
+def _device(folder: Path, outside: Path) -> None:
+    (folder / "metrics.jsonl").unlink()
+    (folder / "metrics.jsonl").symlink_to("/dev/zero")
+
+
+def _folder(folder: Path, outside: Path) -> None:
+    (folder / "metrics.jsonl").unlink()
+    (folder / "metrics.jsonl").mkdir()
+
+
 def _other_width(folder: Path, outside: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     config["model"]["hidden_size"] *= 2
@@ -192,9 +223,13 @@ DAMAGES: dict[str, tuple[str, bool, str, Callable[[Path, Path], None]]] = {
     "metrics-cut-row": ("resume", False, "", _append(b'{"step": 99, "train/lo')),
     "metrics-link": ("resume", False, "", _link("metrics.jsonl.other", "file")),
     "metrics-draft-link": ("resume", False, "", _link("metrics.draft", "file")),
+    "metrics-pipe": ("resume", True, "is no regular file", _pipe("metrics.jsonl")),
+    "metrics-device": ("resume", True, "is no regular file", _device),
+    "metrics-folder": ("resume", True, "is no regular file", _folder),
     "config-link": ("resume", False, "", _link_config),
     "checkpoint-cut": ("load", False, r"checkpoint \d+ .* cannot be read", _cut_params),
     "checkpoint-flipped": ("load", False, "is not what was saved", _flip_params),
+    "checkpoint-pipe": ("load", False, "_CHECKPOINT_METADATA is no regular file", _pipe_unsealed),
     "checksums-cut": ("load", False, "its checksums are damaged", _cut_checksums),
     "broken-link": ("resume", False, _BROKEN, _link_broken),
     "broken-folder-link": ("resume", True, _LINK, _link("broken_checkpoints")),
@@ -208,6 +243,8 @@ DAMAGES: dict[str, tuple[str, bool, str, Callable[[Path, Path], None]]] = {
     "data-cut": ("resume", True, r"data\.json", _cut("data.json")),
     "frozen-cut": ("resume", True, r"frozen\.json cannot be read", _write("frozen.json", b'{"a": 1')),
     "frozen-list": ("resume", True, r"frozen\.json contains a list", _write("frozen.json", b"[1]")),
+    "frozen-pipe": ("resume", True, r"frozen\.json is no regular file", _frozen_pipe),
+    "data-link": ("resume", True, r"data\.json cannot be read: no such file", _link("data.json", "nothing")),
     "frozen-text": ("resume", True, "accepted is an integer", _write("frozen.json", b'{"a": "b"}')),
     "buffers-nested": (
         "resume", True, r"expert_buffers\.json", _write("expert_buffers.json", b'{"growths":' + b"[" * 100_000),
@@ -217,5 +254,6 @@ DAMAGES: dict[str, tuple[str, bool, str, Callable[[Path, Path], None]]] = {
     "trainable-number": ("load", True, "trainable=5: accepted is", _field(5, "trainable")),
     "batch-size-text": ("load", True, "batch_size='8': accepted is int", _field("8", "batch_size")),
     "data-null": ("load", True, "data=None: accepted is DataConfig", _field(None, "data")),
+    "many-layers": ("load", True, "num_layers=1000000000: accepted are at most", _field(10**9, "model", "num_layers")),
     "other-width": ("load", True, r"embedding is \(.*\) in the checkpoint and \(.*\) in the config", _other_width),
 }  # fmt: skip

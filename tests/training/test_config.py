@@ -48,6 +48,7 @@ def test_documents_are_aligned_to_mini_batches(method, caplog):
         (lambda c: setattr(c.optimizer, "warmup_tokens", 10**9), "optimizer.warmup_tokens=1000000000"),
         (lambda c: setattr(c.optimizer, "peak_lr", 0.0), "optimizer.peak_lr=0.0: it must be greater than 0"),
         (lambda c: setattr(c.model, "pattern", "LNX"), "letters that model.layers lacks: X; accepted are L, N"),
+        (lambda c: setattr(c.model, "num_layers", 10**8), "model.num_layers=100000000: accepted are at most 65536"),
         (lambda c: setattr(c.model, "num_layers", 3), "model.num_layers=3 is no multiple of the 2 letters"),
         (lambda c: setattr(c.model.layers["N"].mixer, "window", 64), "mixer.window=64 is longer than data.sequence_length=32"),
         (lambda c: setattr(c.model.layers["L"].mixer.op, "chunk_size", 64), "mixer.op.chunk_size=64 is longer"),
