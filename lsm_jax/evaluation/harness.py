@@ -227,7 +227,8 @@ def _evaluate(config: HarnessConfig, model: Any, settings: suites.SuiteSettings)
             ) from error
         except Exception as error:
             frame = traceback.extract_tb(error.__traceback__)[-1]
-            if config.include_path is None or "lm_eval" not in Path(frame.filename).parts:
+            packages = {"lm_eval", "datasets"} & set(Path(frame.filename).parts)
+            if config.include_path is None or not packages:
                 raise
             raise ValueError(
                 f"lm_eval.include_path={config.include_path!r}: lm-evaluation-harness cannot use a field of a task file of "
@@ -293,7 +294,11 @@ def _task_manager(config: HarnessConfig, settings: suites.SuiteSettings) -> Any:
             raise ValueError(
                 f"lm_eval.tasks: {name!r} does not exist"
                 + (f"; near it are {', '.join(similar)}" if similar else "")
-                + "; tasks that are not the harness's require --lm_eval.include_path"
+                + (
+                    f"; no .yaml file in lm_eval.include_path={str(config.include_path)!r} has a task of this name"
+                    if config.include_path
+                    else "; tasks that are not the harness's require --lm_eval.include_path"
+                )
             )
     return task_manager
 

@@ -102,6 +102,7 @@ def test_code_in_included_files_needs_trust(tmp_path):
         ),
         ("x: !!python/object/apply:os.system [ls]\n", "line 1: the tag .* is not known"),
         ("x: !thing 1\n", "line 1: the tag '!thing' is not known"),
+        ("x: !!function a.b\n", "line 1: the tag 'tag:yaml.org,2002:function' is not known"),
         ("include: nowhere\n", r"a\.yaml, line 1: include: 'nowhere' does not exist"),
         ("x: " + "a" * (5 << 20), r"a\.yaml has .* bytes; accepted are at most"),
     ],
