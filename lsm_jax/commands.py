@@ -48,7 +48,8 @@ def run(program: str, main: Callable[[list[str]], None]) -> None:
 
 def out_of_memory(error: BaseException) -> str:
     """Return the message of JAX's error that a device has too little memory; "" for other errors."""
-    if "RESOURCE_EXHAUSTED" not in str(error):
+    # tensorstore's errors of a full disk are ValueErrors with the same word.
+    if not isinstance(error, RuntimeError) or "RESOURCE_EXHAUSTED" not in str(error):
         return ""
     text = " ".join(str(error).partition("RESOURCE_EXHAUSTED:")[2].split())
     return (

@@ -155,6 +155,7 @@ def test_messages_of_errors_that_end_a_program():
     full = RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.")
     assert out_of_memory(full).startswith("the device has too little memory (Out of memory alloc")
     assert not out_of_memory(RuntimeError("INTERNAL: odd"))
+    assert not out_of_memory(ValueError("RESOURCE_EXHAUSTED: Failed to write"))
 
 
 def test_deep_and_large_json_is_refused_within_a_second(tmp_path):

@@ -147,16 +147,11 @@ class Checkpoints:
         _hide_coroutines()
         self._delete_parts(step)
 
-    def _delete_parts(self, step: int) -> bool:
-        """Delete the unfinished save of a step; return whether there was one."""
-        parts = [
-            part
-            for part in self.directory.glob(f"{step}.orbax-checkpoint-tmp*")
-            if not part.is_symlink()
-        ]
-        for part in parts:
-            shutil.rmtree(part, ignore_errors=True)
-        return bool(parts)
+    def _delete_parts(self, step: int) -> None:
+        """Delete the unfinished save of a step, if there is one."""
+        for part in self.directory.glob(f"{step}.orbax-checkpoint-tmp*"):
+            if not part.is_symlink():
+                shutil.rmtree(part, ignore_errors=True)
 
     def raise_failure(self) -> None:
         """Raise the error of a save that failed in the background, if there was one.
@@ -340,9 +335,8 @@ class Checkpoints:
                 if self._failure is None:
                     raise
         if self._failure is not None:
-            for _ in range(10):  # threads may still write after the failure
-                if not self._delete_parts(self._failed_step):
-                    break
+            for _ in range(10):  # orbax's threads may still make folders after the failure
+                self._delete_parts(self._failed_step)
                 time.sleep(0.05)
 
     def _set_aside(self, step: int) -> None:
