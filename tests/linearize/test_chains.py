@@ -42,6 +42,6 @@ def test_the_path_of_a_moved_run_is_named(llama, instructions, tmp_path):
     message = str(error.value)
     assert f"{tmp_path / 'b' / 'config.json'}: init_from='{tmp_path / 'c'}'" in message
     assert "if the run has moved, change init_from in that file" in message
-    # Without the chain, a source is enough: only the run's checkpoint is then missing.
-    with pytest.raises(ValueError, match="checkpoint"):
+    # A source replaces the pretrained model, not the run that has the frozen parameters.
+    with pytest.raises(ValueError, match="is not the directory of a run"):
         export_run(tmp_path / "a", tmp_path / "out", source=llama)
