@@ -32,8 +32,7 @@ flags.mark_flags_as_required(["config", "workdir"])
 
 def main(argv: list[str]) -> None:
     """Train; exit with 128 + the signal's number if a signal ended training early."""
-    from lsm_jax.commands import out_of_memory
-    from lsm_jax.files import error_text
+    from lsm_jax.commands import failure
     from lsm_jax.parallel import join_hosts
     from lsm_jax.training import RecallConfig, TrainingStopped, train, train_recall
 
@@ -49,11 +48,11 @@ def main(argv: list[str]) -> None:
     try:
         join_hosts()
         result = train(FLAGS.config, FLAGS.workdir)
-    except (ValueError, OSError, RuntimeError) as error:
-        expected = isinstance(error, ValueError | OSError | TrainingStopped) or out_of_memory(error)
-        if not expected or logging.level_debug():
+    except Exception as error:
+        message = str(error) if isinstance(error, TrainingStopped) else failure(error)
+        if message is None or logging.level_debug():
             raise
-        sys.exit(f"train.py: {out_of_memory(error) or error_text(error)}")
+        sys.exit(f"train.py: {message}")
     if result.interrupted is not None:
         sys.exit(128 + result.interrupted)
     loss = "no steps were left" if math.isnan(result.loss) else f"loss {result.loss:.4f}"
@@ -62,7 +61,7 @@ def main(argv: list[str]) -> None:
 
 def _recall(train_recall) -> None:
     """Train a sweep of associative recall, on the first device."""
-    from lsm_jax.files import error_text
+    from lsm_jax.commands import failure
 
     if FLAGS.init_from is not None:
         sys.exit(
@@ -71,7 +70,7 @@ def _recall(train_recall) -> None:
     try:
         result = train_recall(FLAGS.config, FLAGS.workdir)
     except (ValueError, OSError) as error:
-        sys.exit(f"train.py: {error_text(error)}")
+        sys.exit(f"train.py: {failure(error)}")
     scores = ", ".join(f"{task} {score:.4f}" for task, score in result["accuracy"].items())
     print(
         f"finished {result['steps']} steps in {result['seconds']} s: best learning rate {result['learning_rate']:.1e}, "

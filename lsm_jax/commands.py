@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 
 from absl import app, flags, logging
 
-from lsm_jax.files import error_text
+from lsm_jax.files import reason
 
 
 def run(program: str, main: Callable[[list[str]], None]) -> None:
@@ -25,14 +26,11 @@ def run(program: str, main: Callable[[list[str]], None]) -> None:
     def guarded(argv: list[str]) -> None:
         try:
             main(argv)
-        except (ValueError, OSError, RuntimeError) as error:
-            if isinstance(error, RuntimeError) and not out_of_memory(error):
+        except Exception as error:
+            message = failure(error)
+            if message is None or logging.level_debug():
                 raise
-            if logging.level_debug():
-                raise
-            sys.exit(
-                f"{program}: {out_of_memory(error) or error_text(error)}  (--verbosity=1 shows the traceback)"
-            )
+            sys.exit(f"{program}: {message}  (--verbosity=1 shows the traceback)")
 
     def parse(argv: list[str]) -> list[str]:
         try:
@@ -46,13 +44,16 @@ def run(program: str, main: Callable[[list[str]], None]) -> None:
     app.run(guarded, flags_parser=parse)
 
 
-def out_of_memory(error: BaseException) -> str:
-    """Return the message of JAX's error that a device has too little memory; "" for other errors."""
+def failure(error: BaseException) -> str | None:
+    """Return the line with which a program ends because of an error; None for an error that is a fault of the program,
+    of which the traceback is needed."""
     # tensorstore's errors of a full disk are ValueErrors with the same word.
-    if not isinstance(error, RuntimeError) or "RESOURCE_EXHAUSTED" not in str(error):
-        return ""
-    text = " ".join(str(error).partition("RESOURCE_EXHAUSTED:")[2].split())
-    return (
-        f"the device has too little memory ({text[:200]}); use smaller batches, shorter rows or a smaller model "
-        "(`python -m lsm_jax.plan` computes the memory that training requires)"
-    )
+    if isinstance(error, RuntimeError) and "RESOURCE_EXHAUSTED" in str(error):
+        text = " ".join(str(error).partition("RESOURCE_EXHAUSTED:")[2].split())
+        return (
+            f"the device has too little memory ({text[:200]}); use smaller batches, shorter rows or a smaller model "
+            "(`python -m lsm_jax.plan` computes the memory that training requires)"
+        )
+    if isinstance(error, OSError) and error.errno is not None and error.filename is not None:
+        return f"{os.fsdecode(error.filename)}: {reason(error)}"
+    return str(error) if isinstance(error, ValueError | OSError) else None

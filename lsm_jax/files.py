@@ -255,14 +255,6 @@ def reason(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def error_text(error: BaseException) -> str:
-    """Return the message of an error that ends a program: for an error of the operating system "PATH: REASON", such as
-    "texts/a.txt: permission denied", for others their text."""
-    if isinstance(error, OSError) and error.errno is not None and error.filename is not None:
-        return f"{os.fsdecode(error.filename)}: {reason(error)}"
-    return str(error)
-
-
 def disk_error(
     error: BaseException, path: str | os.PathLike[str] | None = None, *, kept: str
 ) -> str:

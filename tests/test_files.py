@@ -11,11 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from lsm_jax.commands import out_of_memory
+from lsm_jax.commands import failure
 from lsm_jax.files import (
     bounded_json,
     disk_error,
-    error_text,
     inside,
     parse_json,
     replacing,
@@ -149,13 +148,13 @@ def test_messages_of_disk_errors():
 
 
 def test_messages_of_errors_that_end_a_program():
-    assert error_text(OSError(errno.EACCES, "Permission denied", "a/b")) == "a/b: permission denied"
-    assert error_text(OSError(errno.EACCES, "Permission denied", b"a")) == "a: permission denied"
-    assert error_text(OSError("odd")) == "odd" and error_text(ValueError("x")) == "x"
+    assert failure(OSError(errno.EACCES, "Permission denied", "a/b")) == "a/b: permission denied"
+    assert failure(OSError(errno.EACCES, "Permission denied", b"a")) == "a: permission denied"
+    assert failure(OSError("odd")) == "odd" and failure(ValueError("x")) == "x"
     full = RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.")
-    assert out_of_memory(full).startswith("the device has too little memory (Out of memory alloc")
-    assert not out_of_memory(RuntimeError("INTERNAL: odd"))
-    assert not out_of_memory(ValueError("RESOURCE_EXHAUSTED: Failed to write"))
+    assert failure(full).startswith("the device has too little memory (Out of memory alloc")
+    assert failure(RuntimeError("INTERNAL: odd")) is None
+    assert failure(ValueError("RESOURCE_EXHAUSTED: Failed to write")).endswith("Failed to write")
 
 
 def test_deep_and_large_json_is_refused_within_a_second(tmp_path):

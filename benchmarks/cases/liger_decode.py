@@ -46,7 +46,7 @@ BENCHMARK = Benchmark(
     output="docs/liger_decode.jsonl",
 )
 
-# Of --models, and in rows.
+# The models by their names in --models; the values are their names in rows.
 NAMES = {
     "softmax": "softmax",
     "liger": "Liger-GLA",

@@ -25,15 +25,11 @@ from lsm_jax.linearize.merge import merge_adapters
 from lsm_jax.linearize.peft import write_adapters
 from lsm_jax.linearize.pretrained import Pretrained
 from lsm_jax.linearize.recipes import base_model
-from lsm_jax.linearize.released import (
-    describe,
-    open_pretrained,
-    transformer_type,
-)
+from lsm_jax.linearize.released import describe, open_pretrained, transformer_type
 from lsm_jax.models import ModelConfig, abstract
 from lsm_jax.training import TrainConfig, load_run
 from lsm_jax.training.partition import leaves_of
-from lsm_jax.training.runs import read_config
+from lsm_jax.training.runs import read_config, starting_runs
 from lsm_jax.training.step import params_of
 
 FORMATS = ("huggingface", "liger", "peft")
@@ -96,26 +92,9 @@ def _pretrained_path(workdir: str | os.PathLike[str], config: TrainConfig) -> st
 
     Raises:
         ValueError: the run did not start from a pretrained model, or a run of the chain is not where `init_from` says, or
-            follows from itself.
+            started from itself.
     """
-    first, current = config, Path(workdir).expanduser().resolve()
-    chain = [current]
-    while first.init_from:
-        given, before = first.init_from, current
-        current = Path(given).expanduser().resolve()
-        if current in chain:
-            ring = " -> ".join(map(str, [*chain[chain.index(current) :], current]))
-            raise ValueError(
-                f"workdir={str(workdir)!r}: init_from of its runs is a ring: {ring}; accepted are runs of which the first "
-                "started from a pretrained model"
-            )
-        if not (current / "config.json").is_file():
-            raise ValueError(
-                f"{before / 'config.json'}: init_from={given!r}, but {current} is not the directory of a run. If the run "
-                "has moved, change init_from in that file, or name the pretrained model: --source=FOLDER"
-            )
-        first = read_config(current, "init_from")
-        chain.append(current)
+    *_, first = (config, *starting_runs(workdir, config))
     if not isinstance(first.base, Pretrained):
         raise ValueError(
             f"workdir={str(workdir)!r}: the run did not start from a pretrained model (config.base); accepted are runs "

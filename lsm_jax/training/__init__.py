@@ -3,12 +3,13 @@
 from lsm_jax.training.checkpoints import Checkpoints
 from lsm_jax.training.config import OptimizerConfig, TrainConfig
 from lsm_jax.training.config_json import differences, from_dict, to_dict
-from lsm_jax.training.loop import TrainingNotSaved, TrainingStopped, TrainResult, train
+from lsm_jax.training.loop import TrainingStopped, TrainResult
 from lsm_jax.training.metrics import read_rows
 from lsm_jax.training.optimizer import learning_rate, make_optimizer
 from lsm_jax.training.recall_config import RecallConfig
 from lsm_jax.training.recall_sweep import train_recall
 from lsm_jax.training.runs import Run, load_run, read_config
+from lsm_jax.training.start import TrainingNotSaved, train
 from lsm_jax.training.step import Program, TrainState, make_program
 from lsm_jax.training.sweep import Sweep, SweepState
 

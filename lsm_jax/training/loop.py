@@ -1,14 +1,11 @@
-"""The training loop: read a batch, take a step, report, evaluate and save; a later call continues from the
-last checkpoint."""
+"""The training loop: read a batch, take a step, report, evaluate and save."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import itertools
 import math
-import re
 import signal
 import sys
 import time
@@ -22,49 +19,23 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lsm_jax import interrupts
-from lsm_jax.data import fingerprint
-from lsm_jax.models import abstract, count_parameters, flops_per_token
-from lsm_jax.parallel import (
-    Agreement,
-    first_process_text,
-    make_mesh,
-    place_batch,
-    token_sharding,
-)
-from lsm_jax.training.batches import RecentBatches, eval_batches, train_batches
-from lsm_jax.training.checkpoints import Checkpoints, abstract_like
+from lsm_jax.models import count_parameters, flops_per_token
+from lsm_jax.parallel import Agreement, place_batch, token_sharding
+from lsm_jax.training.batches import RecentBatches, eval_batches
+from lsm_jax.training.checkpoints import Checkpoints
 from lsm_jax.training.config import TrainConfig
 from lsm_jax.training.expert_buffers import ExpertBuffers
-from lsm_jax.training.failures import WriteError
-from lsm_jax.training.lock import LostLockError, RunLock
+from lsm_jax.training.lock import RunLock
 from lsm_jax.training.metrics import Meter, MetricsWriter, TrainProgress, memory_gib, read_rows
-from lsm_jax.training.partition import digests, join, like, split, targets
+from lsm_jax.training.partition import join
 from lsm_jax.training.profiler import profiler
-from lsm_jax.training.runs import (
-    check_data,
-    check_frozen,
-    check_workdir,
-    checkpoint_directory,
-    starting_params,
-    write_choices,
-    write_config,
-)
-from lsm_jax.training.step import OVERFLOW, Program, TrainState, make_program, params_of
-
-# The errors by which jax reports to a process that it lost another one, on CPUs, on GPUs and in its coordinator.
-_LOST_PROCESS = re.compile(
-    "Gloo|NCCL|UNAVAILABLE|DEADLINE_EXCEEDED|CANCELLED|coordination service", re.IGNORECASE
-)
+from lsm_jax.training.runs import write_choices, write_config
+from lsm_jax.training.step import OVERFLOW, Program, TrainState, make_program
 
 
 class TrainingStopped(RuntimeError):
     """The error that is raised if training cannot continue: too many consecutive steps had a loss, gradient or new
     parameters that were not finite, a training batch could not be read, or another process took over the run's lock."""
-
-
-class TrainingNotSaved(TrainingStopped, OSError):
-    """The error that is raised if a file of the run cannot be written: the disk is full or read-only, or permission is
-    denied. The message names the file and the last complete checkpoint."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,119 +51,6 @@ class TrainResult:
     step: int
     interrupted: int | None
     loss: float
-
-
-def train(
-    config: TrainConfig, workdir: str | Path, *, on_report: Callable[[int], None] | None = None
-) -> TrainResult:
-    """Train a model to the end of its run, from the run's last checkpoint if it has one.
-
-    On Ctrl-C and SIGTERM, `train` finishes the step, saves a checkpoint and returns; until the first step
-    has ended, both signals act as they would without this function. Nothing is written before the first step
-    has ended. A resumed run takes the same steps as a run that was never stopped; on a CPU the results are
-    equal to the bit. If choices of experts do not fit into the buffers between devices, the buffers grow and
-    the step is taken again (`ExpertBuffers`).
-
-    Args:
-        config: the config of the run; all of it is validated before anything is compiled.
-        workdir: the run's directory, created if it does not exist.
-        on_report: called with the number of each step after its metrics are reported, which is after the
-            next step was started.
-
-    Raises:
-        ValueError: the config, data, mesh or directory is not valid, or another process trains the same run.
-        TrainingStopped: `config.max_bad_steps` consecutive steps had a loss, gradient or new parameters that
-            are not finite, or a training batch could not be read.
-        TrainingNotSaved: a file of the run cannot be written.
-    """
-    workdir = Path(workdir).expanduser().absolute()
-    config.validate(len(jax.devices()))
-    check_workdir(workdir, config)
-    mesh = make_mesh(config.mesh)
-    agree = functools.partial(first_process_text, mesh=mesh)
-    with RunLock(workdir, agree=agree, first=jax.process_index() == 0) as lock:
-        try:
-            return _train(config, workdir, mesh, lock, on_report)
-        except WriteError as error:
-            raise TrainingNotSaved(f"{error}; {_last_save(workdir)}") from error
-        except LostLockError as error:
-            raise TrainingStopped(f"{error}; {_last_save(workdir)}") from error
-        except jax.errors.JaxRuntimeError as error:
-            reason = str(error).partition("\n")[0]
-            if jax.process_count() == 1 or not _LOST_PROCESS.search(reason):
-                raise
-            raise TrainingStopped(
-                f"another of the run's {jax.process_count()} processes has ended or cannot be reached ({reason}); "
-                f"{_last_save(workdir)}"
-            ) from error
-
-
-def _last_save(workdir: Path) -> str:
-    """Return the end of an error message: the last complete checkpoint, from which the same command continues."""
-    saved = Checkpoints(checkpoint_directory(workdir)).steps
-    if not saved:
-        return f"no checkpoint was saved in {workdir}, so the same command starts at step 0"
-    return (
-        f"checkpoint {saved[-1]} in {workdir} is complete, and the same command continues from it"
-    )
-
-
-def _train(
-    config: TrainConfig,
-    workdir: Path,
-    mesh: Mesh,
-    lock: RunLock,
-    on_report: Callable[[int], None] | None,
-) -> TrainResult:
-    """Train as `train` describes, in a directory that is locked, or is locked once it is created."""
-    check_workdir(
-        workdir, config
-    )  # again, since another process may have made a run before the lock
-    buffers = ExpertBuffers(config, workdir)
-    print(
-        f"{config.name}: reading {config.data.path or 'the demo text'}", file=sys.stderr, flush=True
-    )
-    checkpoints = Checkpoints(
-        checkpoint_directory(workdir),
-        keep_last=config.keep_last,
-        keep_every=config.keep_every,
-        clean=True,
-    )
-    if config.eval_every:
-        with contextlib.closing(eval_batches(config, mesh)) as held_out:
-            next(held_out)
-    with (
-        jax.set_mesh(mesh),
-        contextlib.closing(train_batches(config, mesh)) as iterator,
-        contextlib.closing(checkpoints),
-    ):
-        program = make_program(buffers.config, mesh)
-        target = abstract_like(jax.eval_shape(program.init), program.shardings)
-        data = fingerprint(config.data)
-        if checkpoints.steps:
-            check_data(workdir, data)
-        state = checkpoints.restore(target, iterator)
-        # The host reads metrics one step late, so that it goes back by two batches at most.
-        batches = RecentBatches(iterator, 2 if buffers.in_use else 0)
-        batches.peek()  # bad data raises before anything is compiled or written
-        initial, frozen = {}, {}
-        if config.trainable or (state is None and (config.init_from or config.base)):
-            all_params = targets(
-                params_of(abstract(config.model)), program.param_shardings, config.trainable
-            )
-            initial = starting_params(config, all_params)
-            frozen = like(initial, split(all_params, config.trainable)[1])
-        frozen_digests = digests(frozen)
-        if state is not None:
-            check_frozen(workdir, frozen_digests)
-        else:
-            state = program.init()
-            loaded = like(initial, state.params)
-            state = dataclasses.replace(state, params=join(state.params, loaded))
-        loop = TrainLoop(
-            config, workdir, mesh, program, checkpoints, batches, buffers, frozen, on_report, lock
-        )
-        return loop.run(state, data, frozen_digests)
 
 
 class TrainLoop:

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import platform
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -245,16 +246,45 @@ def load_run(workdir: str | os.PathLike[str], step: int | None = None) -> Run:
     return Run(config, nnx.merge(evaluated, params), params, step)
 
 
-def starting_params(
-    config: TrainConfig, target: dict[str, Any], runs: tuple[Path, ...] = ()
-) -> dict[str, Any]:
+def starting_runs(
+    workdir: str | os.PathLike[str], config: TrainConfig, argument: str = "workdir"
+) -> Iterator[TrainConfig]:
+    """Yield the configs of the runs from which a run started by `init_from`, each from the next.
+
+    Args:
+        workdir: the run's directory.
+        config: the config of the run.
+        argument: the name of the argument or flag from which `workdir` comes, for error messages.
+
+    Raises:
+        ValueError: one of the runs is not where `init_from` says, or started from itself.
+    """
+    chain = [Path(workdir).expanduser().resolve()]
+    while config.init_from:
+        place = Path(config.init_from).expanduser().resolve()
+        if place in chain:
+            ring = " -> ".join(map(str, [*chain[chain.index(place) :], place]))
+            raise ValueError(
+                f"{argument}={str(workdir)!r}: init_from of these runs is a ring: {ring}; accepted are runs of which the "
+                "first did not start from another"
+            )
+        if not (place / "config.json").is_file():
+            raise ValueError(
+                f"{chain[-1] / 'config.json'}: init_from={config.init_from!r}, but {place} is not the directory of a run; "
+                "if the run has moved, change init_from in that file"
+            )
+        chain.append(place)
+        config = read_config(place, "init_from")
+        yield config
+
+
+def starting_params(config: TrainConfig, target: dict[str, Any]) -> dict[str, Any]:
     """Load the parameters with which a run starts from its source: another run (`config.init_from`) or a
     pretrained model (`config.base`).
 
     Args:
         config: the config of the run.
         target: abstract arrays of all parameters of the run's model, with shapes, dtypes and shardings.
-        runs: the directories of the runs whose loading required this one, to find rings of `init_from`.
 
     Returns:
         The parameters that the source has, in the dtypes and shardings of `target`, and the initial values of
@@ -270,7 +300,7 @@ def starting_params(
         initial, frozen = split(frozen, config.frozen_initial, "frozen_initial")
     if config.init_from:
         names = (*config.trainable, *config.frozen_initial)
-        params = initial_params(config.init_from, target, names, runs)
+        params = initial_params(config.init_from, target, names)
     elif config.base is None:
         return {}
     else:
@@ -293,10 +323,7 @@ def _initial_values(config: TrainConfig, target: dict[str, Any]) -> dict[str, An
 
 
 def initial_params(
-    source: str,
-    target: dict[str, Any],
-    trainable: tuple[str, ...] = (),
-    runs: tuple[Path, ...] = (),
+    source: str, target: dict[str, Any], trainable: tuple[str, ...] = ()
 ) -> dict[str, Any]:
     """Load the newest parameters of another run, with which this run starts, in the shapes and shardings of
     `target`.
@@ -306,17 +333,16 @@ def initial_params(
         target: shapes and shardings of all parameters of this run's model.
         trainable: the `trainable` of this run; parameters that are trained here may be absent from the other
             run, and are then absent from the result. If empty, none may be absent.
-        runs: the directories of the runs that are being loaded from this one.
 
     Raises:
-        ValueError: `source` is not a run, has a model of other shapes, or its frozen parameters come from one of `runs`.
+        ValueError: `source` is not a run, has a model of other shapes, or its frozen parameters cannot be loaded.
     """
     config = read_config(source, "init_from")
     shapes = params_of(abstract(config.model))
     ours, theirs = leaves_of(target), leaves_of(shapes)
     needed = leaves_of(split(target, trainable)[1]) if trainable else ours
     _check_same(f"init_from={source!r}", theirs, ours, needed)
-    return _load(source, config, like(target, shapes), None, "init_from", runs)[0]
+    return _load(source, config, like(target, shapes), None, "init_from")[0]
 
 
 def _check_same(source: str, theirs: dict[str, Any], ours: dict[str, Any], needed: Any) -> None:
@@ -351,7 +377,6 @@ def _load(
     target: dict[str, Any],
     step: int | None,
     argument: str = "workdir",
-    runs: tuple[Path, ...] = (),
 ) -> tuple[dict[str, Any], int]:
     """Return (all parameters of a run, the training step of the checkpoint that was loaded). Checkpoints have
     only trained parameters; the frozen ones are loaded from the run or pretrained model that the run started
@@ -363,16 +388,10 @@ def _load(
         target: abstract arrays of all parameters, with shapes, dtypes and shardings.
         step: the step of the checkpoint; None selects the newest that can be read.
         argument: the name of the argument or flag from which `workdir` comes, for error messages.
-        runs: the directories of the runs whose loading required this one, to find rings of `init_from`.
     """
-    place = Path(workdir).expanduser().resolve()
-    if place in runs:
-        ring = " -> ".join(str(path) for path in (*runs, place))
-        raise ValueError(
-            f"{argument}={str(workdir)!r}: the frozen parameters of these runs come from each other by init_from, so that none "
-            f"has them: {ring}; set init_from in one config.json to the run that has all parameters"
-        )
     trained, frozen_target = split(target, config.trainable)
+    if frozen_target:  # raises if no run before this one has all parameters
+        next((run for run in starting_runs(workdir, config, argument) if not run.trainable), None)
     checkpoints = _open_checkpoints(workdir, argument)
     try:
         params, step = checkpoints.load_params(trained, step)
@@ -380,7 +399,7 @@ def _load(
         checkpoints.close()
     if not frozen_target:
         return params, step
-    frozen = like(starting_params(config, target, (*runs, place)), frozen_target)
+    frozen = like(starting_params(config, target), frozen_target)
     check_frozen(workdir, digests(frozen))
     return join(frozen, params), step
 

@@ -197,7 +197,7 @@ def test_a_signal_is_one_line(workdir, when):
     assert not (workdir / "eval" / "stopped").exists()
 
 
-@pytest.mark.parametrize("output", ["../..", "../../elsewhere", "/tmp/elsewhere", "a/../../b", "."])
+@pytest.mark.parametrize("output", ["../..", "../../elsewhere", "/elsewhere", "a/../../b", "."])
 def test_outputs_stay_in_the_run(workdir, output):
     with pytest.raises(ValueError, match="output=.* is not inside .*eval; accepted is the name of"):
         output_folder(workdir, output)

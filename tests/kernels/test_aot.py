@@ -23,6 +23,7 @@ from pallas_kernels.selective_scan.cases import TPU_COMPILED
 from pallas_kernels.triton import launch as triton_launch
 from tests.kernels import test_selective_scan_gpu as scans
 from tests.kernels import triton_compiled
+from tests.kernels.marks import requires_triton
 
 pytestmark = pytest.mark.aot
 
@@ -251,13 +252,7 @@ def test_a_tpu_takes_half_the_bundles_of_the_sketch(chip, most):
     assert found["forward"] <= most
 
 
-NO_TRITON = pytest.mark.skipif(
-    not triton_launch.installed(),
-    reason="needs jax-triton and triton: pip install 'lsm_jax[triton]'",
-)
-
-
-@NO_TRITON
+@requires_triton
 @pytest.mark.parametrize("capability", triton_launch.CAPABILITIES)
 @pytest.mark.parametrize("case", triton_compiled.CASES)
 def test_triton_kernels_compile_and_use_no_more_than_today(case, capability):
@@ -277,7 +272,7 @@ def test_triton_kernels_compile_and_use_no_more_than_today(case, capability):
         assert counts["shared"] <= 1024 * triton_compiled.SHARED[capability], configuration.label
 
 
-@NO_TRITON
+@requires_triton
 @pytest.mark.parametrize("channels", [False, True])
 def test_triton_kernels_lower_for_a_card_that_is_not_here(channels):
     """A program with Triton kernels is lowered for NVIDIA without a card; this needs the CUDA plugin of JAX, but no CUDA library."""

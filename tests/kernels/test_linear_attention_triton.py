@@ -15,12 +15,10 @@ from lsm_jax import ops
 from lsm_jax.ops.backends.select import clear_choices
 from pallas_kernels.linear_attention import linear_attention, unsupported
 from pallas_kernels.triton import launch
+from tests.kernels.marks import requires_triton
 from tests.kernels.triton_interpreted import CASES
 
 ROOT = Path(__file__).resolve().parents[2]
-needs_triton = pytest.mark.skipif(
-    not launch.installed(), reason="needs jax-triton and triton: pip install 'lsm_jax[triton]'"
-)
 # The largest errors, of the output and the final memory and of a gradient, by dtype of q, k and v.
 TOLERANCE = {"float32": (2e-6, 2e-5), "float16": (5e-3, 1e-2), "bfloat16": (5e-3, 1e-2)}
 # With decays of e^-30, whose sums over a chunk lose digits, in float32.
@@ -53,7 +51,7 @@ def interpreted():
     return result
 
 
-@needs_triton
+@requires_triton
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=() if n in FAST else pytest.mark.slow) for n in CASES]
 )
@@ -66,7 +64,7 @@ def test_equals_the_recurrence_in_value_and_every_gradient(name, interpreted):
         assert error < (gradient if field.startswith("d_") else output), (field, errors)
 
 
-@needs_triton
+@requires_triton
 def test_another_platform_runs_the_next_backend_of_a_tuple():
     q = jnp.ones((1, 64, 1, 64), jnp.bfloat16)
     output, _ = ops.linear_memory(q, q, q, implementation=("triton", "xla"))

@@ -5,13 +5,12 @@ import pytest
 
 from benchmarks.cases import triton_kernels
 from pallas_kernels.triton import launch
+from tests.kernels.marks import requires_triton
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU"),
-    pytest.mark.skipif(
-        not launch.installed(), reason="needs jax-triton and triton: pip install 'lsm_jax[triton]'"
-    ),
+    requires_triton,
 ]
 
 

@@ -30,7 +30,7 @@ def test_a_ring_of_runs_is_named(llama, instructions, tmp_path, capsys, starts):
     first = "b" if len(starts) == 3 else "a"
     names = [first, starts[first]] if starts[first] == first else [first, starts[first], first]
     ring = " -> ".join(str(tmp_path / name) for name in names)
-    assert f"init_from of its runs is a ring: {ring};" in message and message.count("\n") == 1
+    assert f"init_from of these runs is a ring: {ring};" in message and message.count("\n") == 1
     assert not (tmp_path / "out").exists()
 
 
@@ -41,7 +41,7 @@ def test_the_path_of_a_moved_run_is_named(llama, instructions, tmp_path):
         export_run(tmp_path / "a", tmp_path / "out")
     message = str(error.value)
     assert f"{tmp_path / 'b' / 'config.json'}: init_from='{tmp_path / 'c'}'" in message
-    assert "If the run has moved, change init_from in that file" in message
-    # Without the chain, a source is enough: only the run's checkpoint is then missing.
-    with pytest.raises(ValueError, match="checkpoint"):
+    assert "if the run has moved, change init_from in that file" in message
+    # A source replaces the pretrained model, not the run that has the frozen parameters.
+    with pytest.raises(ValueError, match="is not the directory of a run"):
         export_run(tmp_path / "a", tmp_path / "out", source=llama)

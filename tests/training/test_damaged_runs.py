@@ -141,5 +141,5 @@ def test_a_ring_of_init_from_is_an_error(intact, text, tmp_path):
     lsm_jax.load_run(tmp_path / "run")
     path = tmp_path / "run" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | dict(init_from=str(path.parent))))
-    with pytest.raises(ValueError, match="come from each other by init_from, .*: .*run -> .*run"):
+    with pytest.raises(ValueError, match="init_from of these runs is a ring: .*run -> .*run"):
         lsm_jax.load_run(tmp_path / "run")

@@ -235,10 +235,10 @@ def test_the_loss_of_another_process_is_one_line(monkeypatch, tmp_path):
             "UNKNOWN: Gloo all-reduce failed: Connection closed by peer\nmore"
         )
 
-    monkeypatch.setattr("lsm_jax.training.loop._train", lose)
+    monkeypatch.setattr("lsm_jax.training.start._train", lose)
     with pytest.raises(jax.errors.JaxRuntimeError):
         train(tiny.config(text), tmp_path / "run")
-    monkeypatch.setattr("lsm_jax.training.loop.first_process_text", lambda text, mesh: text)
+    monkeypatch.setattr("lsm_jax.training.start.first_process_text", lambda text, mesh: text)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(
         TrainingStopped, match="another of the run's 2 processes has ended .*same command"

@@ -81,27 +81,24 @@ def run_kernel(name: str, call: Call) -> tuple[jax.Array, LinearState]:
     return finish_output(tokens, output), LinearState(memory, None, None, tokens.last_id)
 
 
-HOPPER = Backend(
-    name="mosaic_gpu",
-    run=functools.partial(run_kernel, "mosaic_gpu"),
-    requirements=(*memory_kernels.HOPPER, _absent("log_input_gate"), _absent("normalize")),
-    more=functools.partial(_unsupported_by_kernel, "mosaic_gpu"),
-    platforms=("cuda",),
-    compute_capabilities=("9.0",),
+def _kernel(name: str, requirements: tuple[Requirement, ...], **fields: Any) -> Backend:
+    """Return the backend of the fused kernel called `name`, with the requirements that its platform has besides the op's."""
+    return Backend(
+        name=name,
+        run=functools.partial(run_kernel, name),
+        requirements=(*requirements, _absent("log_input_gate"), _absent("normalize")),
+        more=functools.partial(_unsupported_by_kernel, name),
+        **fields,
+    )
+
+
+HOPPER = _kernel(
+    "mosaic_gpu", memory_kernels.HOPPER, platforms=("cuda",), compute_capabilities=("9.0",)
 )
-TPU = Backend(
-    name="mosaic_tpu",
-    run=functools.partial(run_kernel, "mosaic_tpu"),
-    requirements=(*memory_kernels.TPU, _absent("log_input_gate"), _absent("normalize")),
-    more=functools.partial(_unsupported_by_kernel, "mosaic_tpu"),
-    platforms=("tpu",),
-    automatic=False,
-)
-TRITON = Backend(
-    name="triton",
-    run=functools.partial(run_kernel, "triton"),
-    requirements=(*memory_kernels.TRITON, _absent("log_input_gate"), _absent("normalize")),
-    more=functools.partial(_unsupported_by_kernel, "triton"),
+TPU = _kernel("mosaic_tpu", memory_kernels.TPU, platforms=("tpu",), automatic=False)
+TRITON = _kernel(
+    "triton",
+    memory_kernels.TRITON,
     platforms=("cuda",),
     compute_capabilities=("8.0", "8.6", "8.9", "9.0", "10.0", "12.0"),
     automatic=False,
