@@ -210,11 +210,16 @@ class MoE(nnx.Module):
         logits = recomputed(lambda x: self.router(x.astype(wide)))(x)
         log_probability = jax.nn.log_softmax(logits, axis=-1)
         probability = jnp.exp(log_probability)
-        best, chosen = jax.lax.top_k(logits, config.top_k)
+        _, chosen = jax.lax.top_k(jax.lax.stop_gradient(logits), config.top_k)
+        selected = chosen[..., None] == jnp.arange(config.num_experts)  # [B, T, k, E]
+
+        def of_chosen(values):  # the gradient of a gather would be a scatter, which is slow on GPUs
+            return jnp.sum(jnp.where(selected, values[..., None, :], 0), axis=-1)
+
         if config.router == "topk_softmax":
-            weight = jax.nn.softmax(best, axis=-1)
+            weight = jax.nn.softmax(of_chosen(logits), axis=-1)
         else:
-            weight = jnp.take_along_axis(probability, chosen, axis=-1)
+            weight = of_chosen(probability)
             if config.renormalize:
                 weight = weight / jnp.sum(weight, axis=-1, keepdims=True)
 
@@ -224,8 +229,7 @@ class MoE(nnx.Module):
             mask = counted.reshape(*counted.shape, *(1,) * (values.ndim - 2))
             return jnp.sum(jnp.where(mask, values, 0), axis=(0, 1)) / count
 
-        routed = (chosen[..., None] == jnp.arange(config.num_experts)).any(axis=-2)
-        load = mean(routed.astype(wide)) / config.top_k
+        load = mean(selected.any(axis=-2).astype(wide)) / config.top_k
         balance = config.num_experts * jnp.sum(load * mean(probability))
         square = jnp.square(jax.nn.logsumexp(logits, axis=-1))
         aux = {

@@ -11,7 +11,7 @@ from lsm_jax.models.counts import (
     logical_axes,
 )
 from lsm_jax.models.decoder import Decoder, DecoderState
-from lsm_jax.models.loss import next_token_loss
+from lsm_jax.models.loss import mean_next_token_loss, next_token_loss
 from lsm_jax.models.presets import (
     FOX_FIGURE_7,
     FOX_MODELS,
@@ -43,6 +43,7 @@ __all__ = [
     "fox",
     "lm",
     "logical_axes",
+    "mean_next_token_loss",
     "next_token_loss",
     "recall_state_size",
     "sample",

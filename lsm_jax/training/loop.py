@@ -28,6 +28,7 @@ from lsm_jax.training.expert_buffers import ExpertBuffers
 from lsm_jax.training.lock import RunLock
 from lsm_jax.training.metrics import Meter, MetricsWriter, TrainProgress, memory_gib, read_rows
 from lsm_jax.training.partition import join
+from lsm_jax.training.peak_flops import peak_flops
 from lsm_jax.training.profiler import profiler
 from lsm_jax.training.runs import write_choices, write_config
 from lsm_jax.training.step import OVERFLOW, Program, TrainState, make_program
@@ -91,6 +92,8 @@ class TrainLoop:
         self.mesh, self.rows = mesh, token_sharding(mesh)
         passes = 2 if frozen else 3  # forward, gradients of activations, gradients of parameters
         self.flops = passes * flops_per_token(config.model, config.data.sequence_length)
+        peak = peak_flops(mesh.devices.flat[0].device_kind)  # all devices of a mesh are alike
+        self.peak = None if peak is None else peak * mesh.size
         self.loss, self.speed = math.nan, 0.0
         self.writer: Any = None  # a `MetricsWriter`, from the end of the first step
         # Metrics are read one step late, so that the device never waits for the host.
@@ -337,15 +340,22 @@ class TrainLoop:
                 "perf/model_flops_per_second": self.speed * self.flops,
                 f"perf/{kind}_memory_gib": memory,
             }
+            if self.peak is not None:
+                values["perf/mfu"] = self._mfu()
             if self.buffers.in_use:
                 values |= {
                     OVERFLOW: self.buffers.overflow_count,
                     "moe/expert_buffer": self.buffers.largest,
                 }
             self.writer.write(step, values)
-        self.progress.advance(step, self.loss, self.speed)
+        self.progress.advance(step, self.loss, self.speed, self._mfu())
         if self.on_report is not None:
             self.on_report(step)
+
+    def _mfu(self) -> float | None:
+        """Return the share of the devices' peak that the last measured speed requires (model FLOPs utilization); None if
+        the peak is not known."""
+        return None if self.peak is None else self.speed * self.flops / self.peak
 
     def _evaluate(self) -> None:
         """Compute the held-out loss over the first `eval_batches` batches, the same ones every time, and

@@ -321,9 +321,11 @@ class TrainProgress:
         elif self._shown:
             self._bar.console.print(text, highlight=False, markup=False)
 
-    def advance(self, step: int, loss: float, tokens_per_second: float) -> None:
-        """Show a finished training step: its number, loss (nats per token) and the speed in tokens per
-        second."""
+    def advance(
+        self, step: int, loss: float, tokens_per_second: float, mfu: float | None = None
+    ) -> None:
+        """Show a finished training step: its number, loss (nats per token), the speed in tokens per second, and the
+        share of the devices' peak speed (MFU) unless it is None."""
         if step == self.start + 1:
             self._begin = (
                 time.perf_counter()
@@ -331,6 +333,8 @@ class TrainProgress:
         status = f"loss {loss:.4f}"
         if tokens_per_second:
             status += f" · {tokens_per_second:,.0f} tokens/s"
+            if mfu is not None:
+                status += f" · MFU {mfu:.1%}"
         self._bar.update(self._task, completed=step, status=status)
         now = time.perf_counter()
         if self._lines and (now - self._last_line > SECONDS_BETWEEN_LINES or step == self.total):

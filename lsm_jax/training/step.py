@@ -14,7 +14,7 @@ import optax
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from lsm_jax.models import Decoder, ModelConfig, abstract, logical_axes, next_token_loss
+from lsm_jax.models import Decoder, ModelConfig, abstract, logical_axes, mean_next_token_loss
 from lsm_jax.parallel import exchange_options, param_sharding
 from lsm_jax.training.config import TrainConfig
 from lsm_jax.training.optimizer import learning_rate, make_optimizer
@@ -139,8 +139,7 @@ def make_program(config: TrainConfig, mesh: Mesh) -> Program:
         transform_non_params=lambda _: replicated,
     )
     shardings = TrainState(replicated, trained_shardings, opt_shardings, replicated, replicated)
-    summed_loss = _make_loss(config, graph)
-    train_step = _make_train_step(config, optimizer, summed_loss)
+    train_step = _make_train_step(config, optimizer, _make_loss(config, graph))
 
     student, teacher = config.model.for_inference(), config.model.teacher()
 
@@ -149,7 +148,7 @@ def make_program(config: TrainConfig, mesh: Mesh) -> Program:
         shapes, model_loss = params_of(decoder), _make_loss(config, nnx.graphdef(decoder))
 
         def eval_step(params, batch):
-            nll, aux = model_loss(like(params, shapes), batch)
+            nll, aux = model_loss(like(params, shapes), batch, 1)
             return nll, jnp.sum(batch["loss_mask"]), aux.get(OVERFLOW, jnp.zeros(()))
 
         return eval_step
@@ -168,10 +167,10 @@ def make_program(config: TrainConfig, mesh: Mesh) -> Program:
 
 
 def _make_loss(config: TrainConfig, graph: Any) -> Callable[..., tuple[jax.Array, Metrics]]:
-    """Return the function (all parameters, batch) -> (loss in nats summed over the batch's predicted
-    tokens, losses and statistics that layers report)."""
+    """Return the function (all parameters, batch, count) -> (loss in nats summed over the batch's predicted
+    tokens and divided by `count`, losses and statistics that layers report)."""
 
-    def summed_loss(params, batch):
+    def mean_loss(params, batch, count):
         decoder = nnx.merge(graph, params)
         hidden, _, aux = decoder.hidden(
             batch["tokens"],
@@ -181,22 +180,23 @@ def _make_loss(config: TrainConfig, graph: Any) -> Callable[..., tuple[jax.Array
             microbatches=config.mesh.pieces(),
             rounds=config.mesh.rounds,
         )
-        nll = next_token_loss(
+        loss = mean_next_token_loss(
             hidden,
             decoder.head(),
             batch["labels"],
             batch["loss_mask"],
+            count,
             chunk_size=config.model.loss_chunk_size,
         )
-        return jnp.sum(nll), aux
+        return loss, aux
 
-    return summed_loss
+    return mean_loss
 
 
 def _make_train_step(
     config: TrainConfig,
     optimizer: optax.GradientTransformation,
-    summed_loss: Callable[..., tuple[jax.Array, Metrics]],
+    mean_loss: Callable[..., tuple[jax.Array, Metrics]],
 ) -> Callable[..., tuple[TrainState, Metrics]]:
     """Return the function of one training step, not yet compiled. It computes the gradients and applies AdamW; if
     the loss, the gradients or the new parameters are not finite, it changes no parameters. `Program.train_step`
@@ -212,10 +212,10 @@ def _make_train_step(
         total = jnp.maximum(jnp.sum(batch["loss_mask"]), 1)
 
         def objective(params, piece):
-            nll, aux = summed_loss(join(frozen or {}, params), piece)
+            nll, aux = mean_loss(join(frozen or {}, params), piece, total)
             losses = sum((v for k, v in aux.items() if k.endswith("_loss")), jnp.zeros(()))
             reported = {name: value for name, value in aux.items() if "/tokens/" not in name}
-            return nll / total + losses / pieces, (nll / total, reported)
+            return nll + losses / pieces, (nll, reported)
 
         gradient = jax.value_and_grad(objective, has_aux=True)
         if pieces == 1:

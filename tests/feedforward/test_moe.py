@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -275,3 +277,11 @@ print("ok")
 @pytest.mark.slow
 def test_a_sharded_batch_changes_nothing():
     assert run_with_devices(2, "-c", SCRIPT).endswith("ok\n")
+
+
+@pytest.mark.parametrize("router", ["softmax_topk", "topk_softmax"])
+def test_no_gradient_is_a_scatter(router):
+    """The gradients of a mixture of experts have no scatter of floats, which is slow on GPUs; places are integers."""
+    text = gradient.lower(made(**VARIANTS[router]), X).as_text()
+    types = re.findall(r'stablehlo\.scatter".*?\}\) : \(tensor<([^>]*)>', text, re.DOTALL)
+    assert len(types) == text.count('"stablehlo.scatter"') and all(t.endswith("i32") for t in types)

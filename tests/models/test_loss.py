@@ -53,6 +53,50 @@ def test_equals_the_plain_loss_and_its_gradients(chunk_size):
     close(unmasked, naive(hidden, head, labels, jnp.ones((B, T))))
 
 
+@pytest.mark.parametrize("chunk_size", [1, 8, 1000])
+@pytest.mark.parametrize("scale", [1.0, -2.5])
+def test_the_mean_equals_the_plain_loss_and_its_gradients(chunk_size, scale):
+    hidden, head, labels, mask = inputs()
+    hidden = jnp.where(mask[..., None] != 0, hidden, jnp.nan)
+    plain = jnp.where(mask[..., None] != 0, hidden, 0)
+
+    def run(loss, hidden):
+        def scaled(hidden, head, mask):
+            return scale * loss(hidden, head, mask)
+
+        return jax.jit(jax.value_and_grad(scaled, argnums=(0, 1, 2)))(hidden, head, mask)
+
+    loss, grads = run(
+        lambda h, w, m: models.mean_next_token_loss(h, w, labels, m, 7.0, chunk_size=chunk_size),
+        hidden,
+    )
+    expected, expected_grads = run(lambda h, w, m: naive(h, w, labels, m).sum() / 7, plain)
+    close((loss, grads[:2]), (expected, expected_grads[:2]))
+    close(grads[2] * mask, expected_grads[2] * mask)  # masked tokens were replaced
+
+
+def products(compiled) -> int:
+    """Return the number of products in a compiled program, those of its loops included once."""
+    return len(re.findall(r"= \S+ (?:dot|custom-call)\(", compiled.as_text()))
+
+
+def test_the_mean_has_three_products_and_two_for_a_frozen_head():
+    hidden, head, labels, mask = inputs()
+
+    def loss(hidden, head):
+        return models.mean_next_token_loss(hidden, head, labels, mask, 7.0, chunk_size=8)
+
+    def separate(hidden, head):
+        return models.next_token_loss(hidden, head, labels, mask, chunk_size=8).sum()
+
+    def count(function, argnums):
+        return products(jax.jit(jax.grad(function, argnums)).lower(hidden, head).compile())
+
+    assert (count(loss, (0, 1)), count(loss, 0), count(separate, (0, 1))) == (3, 2, 4)
+    value = jax.jit(loss).lower(hidden, head).compile()
+    assert products(value) == 1
+
+
 def test_masked_tokens_may_be_anything():
     hidden, head, labels, mask = inputs()
     broken = jnp.where(mask[..., None] != 0, hidden, jnp.nan)
@@ -78,7 +122,8 @@ def test_bfloat16_keeps_a_float32_loss():
     close(nll, naive(hidden, head, labels, jnp.ones((B, T))), 0.02)
 
 
-def test_all_logits_never_exist():
+@pytest.mark.parametrize("mean", [False, True])
+def test_all_logits_never_exist(mean):
     """The loss in chunks never stores all logits: the largest array of its compiled forward and backward
     pass is smaller than the logits of 4096 tokens with a vocabulary of 5000.
     """
@@ -90,6 +135,9 @@ def test_all_logits_never_exist():
     )
 
     def loss(hidden, head, labels):
+        if mean:
+            ones = jnp.ones(labels.shape)
+            return models.mean_next_token_loss(hidden, head, labels, ones, 4, chunk_size=chunk)
         return models.next_token_loss(hidden, head, labels, chunk_size=chunk).mean()
 
     compiled = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(*shapes).compile()

@@ -217,9 +217,11 @@ def test_progress_shows_no_unknown_values(capsys, monkeypatch, tmp_path, caplog)
     monkeypatch.setattr(metrics, "SECONDS_BETWEEN_LINES", -1.0)
     with TrainProgress("tiny", 0, 9) as progress:
         progress.advance(1, 5.0, 0.0)
+        progress.advance(2, 4.5, 7.0, 0.4321)
         progress.advance(3, 4.0, 7.0)
     lines = capsys.readouterr().err.splitlines()
-    assert lines[-2] == "step 1/9 · loss 5.0000"
+    assert lines[-3] == "step 1/9 · loss 5.0000"
+    assert lines[-2].startswith("step 2/9 · loss 4.5000 · 7 tokens/s · MFU 43.2% · ")
     assert lines[-1].startswith("step 3/9 · loss 4.0000 · 7 tokens/s · ") and "left" in lines[-1]
     writer = MetricsWriter(tmp_path, 0)
     writer.write(1, {"loss": float("nan"), "rate": 1.0})
