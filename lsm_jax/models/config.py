@@ -61,6 +61,10 @@ class ModelConfig:
         dtype: the dtype of activations, "float32" or "bfloat16"; parameters are float32.
         remat: what the backward pass recomputes in each layer: "none", "dots" (all but products with weights and this
             package's kernels of memories and attention) or "full".
+        unroll_layers: whether the layers are compiled one after the other rather than as a loop over the repetitions of the
+            pattern. The loop slices its stacked parameters and copies what it saves for the backward pass; without it the
+            program is larger and takes about twice as long to compile. A mesh's pipeline and the decoding of one token are
+            always loops.
         loss_chunk_size: tokens whose logits exist at a time in the loss, on each device.
         lora: low-rank adapters on projections of every layer, or None.
     """
@@ -76,6 +80,7 @@ class ModelConfig:
     scaled_output_init: bool = False
     dtype: str = "bfloat16"
     remat: str = "full"
+    unroll_layers: bool = False
     loss_chunk_size: int = 2048
     lora: mixers.LoRAConfig | None = None
 

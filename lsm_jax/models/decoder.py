@@ -187,6 +187,7 @@ class Decoder(nnx.Module):
         config = copy.deepcopy(config)
         self.dtype, self.remat, self.vocab_size = config.dtype, config.remat, config.vocab_size
         self.loss_chunk_size = config.loss_chunk_size
+        self.unroll_layers = config.unroll_layers
         self.num_periods = config.num_layers // len(config.period())
         draw = jax.random.normal(rngs.params(), (config.vocab_size, config.hidden_size))
         self.embedding = parameter(config.init_std * draw, ("vocab", "embed"), weight_decay=True)
@@ -318,7 +319,9 @@ class Decoder(nnx.Module):
         index = jnp.arange(self.num_periods)
         inputs = (self.periods, None if state is None else state.layers, index)
         scanned = functools.partial(apply_period, rows)
-        (x, _), (layers, aux) = jax.lax.scan(scanned, (x, shared), inputs)
+        (x, _), (layers, aux) = jax.lax.scan(
+            scanned, (x, shared), inputs, unroll=self.unroll_layers
+        )
         after = None if state is None else DecoderState(layers, clock)
         return self.norm(x), after, self._statistics(aux)
 
@@ -352,7 +355,7 @@ class Decoder(nnx.Module):
                 contiguous=contiguous,
             )
 
-        return rematerialized(layer, self.remat)
+        return rematerialized(layer, self.remat, in_loop=not self.unroll_layers)
 
     def _pipelined(self, apply_period, x, shared, rows, microbatches: int, rounds: int):
         """Apply all layers of the decoder over the stages of the mesh's pipeline, without states.

@@ -29,13 +29,14 @@ def together(tree: Any) -> Any:
 together.defvjp(lambda tree: (tree, None), lambda _, grads: (jax.lax.optimization_barrier(grads),))
 
 
-def rematerialized(function: Any, policy: str) -> Any:
+def rematerialized(function: Any, policy: str, *, in_loop: bool = True) -> Any:
     """Return `function`, wrapped so that the backward pass computes its intermediate arrays again: with the
     policy "full" all, with "dots" all but products with weights and the results of this package's kernels.
     With "none" the function is returned unchanged.
 
-    The states that devices exchange along a row are always saved. No barrier against common-subexpression
-    elimination is added, since none is required inside a scan.
+    The states that devices exchange along a row are always saved. `in_loop` says that the function is called in the
+    body of a scan, which requires no barrier against common-subexpression elimination: forward and backward pass are
+    two loops.
     """
     if policy == "none":
         return function
@@ -44,7 +45,7 @@ def rematerialized(function: Any, policy: str) -> Any:
     if policy == "dots":
         names = policies.save_only_these_names(GATHERED, KEPT)
         saveable = policies.save_from_both_policies(names, policies.dots_with_no_batch_dims_saveable)  # fmt: skip
-    return jax.checkpoint(function, policy=saveable, prevent_cse=False)
+    return jax.checkpoint(function, policy=saveable, prevent_cse=not in_loop)
 
 
 def run_period(layer: Callable, rows, carry, inputs):

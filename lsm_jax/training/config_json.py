@@ -16,7 +16,7 @@ from lsm_jax import mixers
 
 # Fields that may change when a run is resumed.
 _MAY_CHANGE = {
-    "name", "mesh", "accumulation_steps", "model.remat", "model.loss_chunk_size",
+    "name", "mesh", "accumulation_steps", "model.remat", "model.unroll_layers", "model.loss_chunk_size",
     "log_every", "eval_every", "eval_batches", "checkpoint_every", "keep_last", "keep_every",
     "max_bad_steps", "profile_start", "profile_steps",
     "data.num_threads", "data.prefetch", "data.cache_dir",

@@ -121,6 +121,18 @@ def test_remat_changes_no_gradient_and_an_untied_head_learns(remat):
     close(gradients(remat=remat, tie_embeddings=False), expected)
 
 
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_unrolled_layers_change_no_gradient_and_have_no_loop(remat):
+    close(gradients(remat=remat, unroll_layers=True), gradients(remat=remat))
+
+    def loops(unroll_layers):
+        small = Small(small_config("softmax", "L", remat=remat, unroll_layers=unroll_layers))
+        forward = jax.jit(lambda model, tokens: model.hidden(tokens)[0])
+        return forward.lower(small.model, small.tokens).as_text().count("stablehlo.while")
+
+    assert loops(unroll_layers=False) == 1 and loops(unroll_layers=True) == 0
+
+
 def test_a_layer_of_several_in_a_period_hands_on_its_gradients_together():
     """If a period of the pattern has several layers, each layer's parameter gradients pass through one
     optimization barrier together; without it XLA would compute the gradients of all parameters last, and
