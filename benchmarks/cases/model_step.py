@@ -47,7 +47,7 @@ BENCHMARK = Benchmark(
     name="model_step",
     summary="a complete model's training step, beside a peer's",
     key=("variant", "rows", "length"),
-    optional_key={"remat": None, "vocab_size": None, "peer": None},
+    optional_key={"remat": None, "vocab_size": None, "peer": None, "unrolled": None},
     output="docs/model_step.jsonl",
 )
 
@@ -155,6 +155,7 @@ def serve(case: dict[str, Any]) -> None:
     began, cpu = time.perf_counter(), time.process_time()
     config = lm.get_config(case["variant"])
     config.model.vocab_size, config.model.remat = case["vocab_size"], case["remat"]
+    config.model.unroll_layers = case.get("unrolled", False)
     shape = case["rows"], case["length"]
     mesh = make_mesh(config.mesh, jax.devices()[:1])
     place = token_sharding(mesh)
@@ -198,6 +199,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"{', '.join(REMAT)}; of several, those after the first only at the first length",
     )  # fmt: skip
     parser.add_argument(
+        "--unrolled", type=options.names(("no", "yes")), default="no",
+        help="yes: layers compiled one after the other; no,yes: both, beside a loop over layers",
+    )  # fmt: skip
+    parser.add_argument(
         "--profile", default="", help="a folder for the times of a step's instructions"
     )
     options.add_peers(parser, workers=6, patience=600)
@@ -217,8 +222,10 @@ def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
     policies += [(remat, args.lengths[0]) for remat in args.remat[1:]]
     own = [
         dict(variant=v, rows=args.tokens // n, length=n, remat=r, vocab_size=args.vocab_size)
+        | ({"unrolled": True} if unrolled == "yes" else {})
         for r, n in policies
         for v in args.variants
+        for unrolled in args.unrolled
     ]
     return own + [
         dict(variant=v, peer="fla", rows=args.tokens // n, length=n)
