@@ -4,19 +4,14 @@ model.
 
 from __future__ import annotations
 
-import gzip
-import json
-import re
 import tempfile
-from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 
-_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.-]+) = (\(?[a-z]\w*\[[\d,]*\])")
-_SOURCE = re.compile(r'op_name="([^"]*)"')
+from lsm_jax.training.device_times import device_times
 
 
 def by_kernel(call: Callable[[], Any], text: str, calls: int = 2) -> list[dict[str, Any]]:
@@ -28,10 +23,7 @@ def by_kernel(call: Callable[[], Any], text: str, calls: int = 2) -> list[dict[s
         calls: number of calls of the program that are profiled.
 
     Returns:
-        A row for each kernel of an instruction, the longest first: `milliseconds` and `launches` per call,
-        the `instruction`, the `kernel`, the first array of its `result`, and its place in the model
-        (`source`). In a command buffer all kernels have the instruction of the buffer;
-        XLA_FLAGS=--xla_gpu_enable_command_buffer= turns command buffers off.
+        The rows of `lsm_jax.training.device_times.device_times`, one for each kernel, the longest first.
 
     Raises:
         RuntimeError: the recorded profile has no instruction of the compiled program.
@@ -42,38 +34,4 @@ def by_kernel(call: Callable[[], Any], text: str, calls: int = 2) -> list[dict[s
             for _ in range(calls):
                 result = call()
             jax.block_until_ready(result)
-        events = [
-            event
-            for path in Path(folder).rglob("*.trace.json.gz")
-            for event in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
-            if "hlo_op" in event.get("args", {}) and event.get("ph") == "X"
-        ]
-    if not events:
-        raise RuntimeError("the profile has none of the program's instructions")
-    known = {}
-    for line in text.splitlines():
-        if match := _INSTRUCTION.match(line):
-            source, kernel = _SOURCE.search(line), re.sub(r"\W", "_", match[1])
-            known[match[1]] = match[2].lstrip("("), source[1] if source else ""
-            known.setdefault(kernel, known[match[1]])
-    time: dict[tuple[str, str], float] = defaultdict(float)
-    launches: dict[tuple[str, str], int] = defaultdict(int)
-    for event in events:
-        key = event["args"]["hlo_op"], event["name"]
-        time[key] += event["dur"] / 1e3 / calls
-        launches[key] += 1
-    rows = []
-    for (instruction, kernel), spent in sorted(time.items(), key=lambda item: -item[1]):
-        result, source = known.get(instruction) or known.get(kernel) or ("", "")
-        count = launches[instruction, kernel] / calls
-        rows.append(
-            dict(
-                milliseconds=round(spent, 4),
-                launches=count,
-                instruction=instruction,
-                kernel=kernel,
-                result=result,
-                source=source,
-            )
-        )
-    return rows
+        return device_times(Path(folder), text, calls)

@@ -235,6 +235,33 @@ def plot_needle(
     return save_figure(figure, path)
 
 
+def plot_step_times(times: Mapping[str, Any], path: str | os.PathLike[str]) -> Path:
+    """Draw the time of a profiled training step by category and part of the model, and return the path.
+
+    Args:
+        times: the contents of a run's `profile/step_times.json`.
+        path: the PNG file to write.
+    """
+    entries = times["categories"]
+    categories = [*dict.fromkeys(entry["category"] for entry in entries), "idle"]
+    figure, (axes,) = new_figure(
+        f"A training step of {times['milliseconds']:.1f} ms", columns=1, size=(7.2, 3.2)
+    )
+    left = dict.fromkeys(categories, 0.0)
+    parts = list(dict.fromkeys(entry["part"] for entry in entries))
+    for part, colour in zip(parts, colours(len(parts)), strict=True):
+        spent = dict.fromkeys(categories, 0.0)
+        spent |= {e["category"]: e["milliseconds"] for e in entries if e["part"] == part}
+        axes.barh(
+            categories, list(spent.values()), left=list(left.values()), color=colour, label=part
+        )
+        left = {name: left[name] + spent[name] for name in categories}
+    axes.barh(["idle"], [times["idle"]], color="#dddddd")
+    axes.invert_yaxis()
+    label_axes(axes, "milliseconds", "")
+    return save_figure(figure, path, legend=axes)
+
+
 def colours(number: int) -> list[str]:
     """Return the colours of `number` curves of a plot, as strings such as "#1f5a96". There are six; further
     curves have the same again."""

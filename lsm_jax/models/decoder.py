@@ -108,15 +108,17 @@ class Block(nnx.Module):
         layer, the states of the layer's mixer and feedforward, and statistics by name.
         """
         mixer_state, inner_state = (None, None) if state is None else state
-        y, mixer_state, context = self.mixer.run(
-            self.mixer_norm(x), shared=shared, state=mixer_state, **call
-        )
+        with jax.named_scope("mixer"):
+            y, mixer_state, context = self.mixer.run(
+                self.mixer_norm(x), shared=shared, state=mixer_state, **call
+            )
         shared, aux = dict(context.shared), dict(context.aux)
         x = constrain(x + y, _ACTIVATIONS)
         if self.feedforward is not None and self.feedforward_norm is not None:
-            y, inner_state, more = self.feedforward(
-                self.feedforward_norm(x), shared=shared, state=inner_state, **call
-            )
+            with jax.named_scope("feedforward"):
+                y, inner_state, more = self.feedforward(
+                    self.feedforward_norm(x), shared=shared, state=inner_state, **call
+                )
             x = constrain(x + y, _ACTIVATIONS)
             aux = {**aux, **more}
         return x, shared, (mixer_state, inner_state), aux
@@ -302,8 +304,9 @@ class Decoder(nnx.Module):
             are stacked. Those with `/tokens/` in their name have one value for each token, and are absent
             with pipeline stages.
         """
-        x = self.embedding[...].at[tokens].get(mode="fill", fill_value=jnp.nan)
-        x = constrain(x.astype(self.dtype), _ACTIVATIONS)
+        with jax.named_scope("embedding"):
+            x = self.embedding[...].at[tokens].get(mode="fill", fill_value=jnp.nan)
+            x = constrain(x.astype(self.dtype), _ACTIVATIONS)
         clock = mixers.fresh_clock(tokens.shape[0]) if state is None else state.clock
         positions, clock = mixers.advance(clock, tokens.shape, segment_ids, update_mask, positions)
         shared = self.init_shared(x)

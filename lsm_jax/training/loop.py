@@ -117,7 +117,9 @@ class TrainLoop:
         stop_signal: int | None = None  # the one that all hosts agreed on
         with (
             TrainProgress(config.name, self.start, config.num_steps) as self.progress,
-            profiler(self.workdir, config, self.start) as profile,
+            profiler(
+                self.workdir, config, self.start, self._program_text, self.progress.say
+            ) as profile,
             contextlib.ExitStack() as resources,
         ):
             if self._evaluation_is_missing():
@@ -171,9 +173,11 @@ class TrainLoop:
         yet: only if the step must first be compiled does this wait for its end. `rows` has the rows of the
         batch that this process reads."""
         began = time.perf_counter()
-        self.state, metrics = self.program.train_step(
-            self.state, self._to_devices(rows), self.frozen, self.overflow
+        batch = self._to_devices(rows)
+        self._batch = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), batch
         )
+        self.state, metrics = self.program.train_step(self.state, batch, self.frozen, self.overflow)
         self.step += 1
         if self.overflow is not None:
             self.overflow = metrics[OVERFLOW]
@@ -185,6 +189,15 @@ class TrainLoop:
         if self.writer is not None:
             self.meter.pause(time.perf_counter() - began)
         return metrics
+
+    def _program_text(self) -> str:
+        """Return the text of the compiled training step; it is compiled again if JAX has not stored the program."""
+        shapes = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
+            (self.state, self._batch, self.frozen, self.overflow),
+        )
+        train_step: Any = self.program.train_step
+        return train_step.lower(*shapes).compile().as_text()
 
     def _report_pending(self) -> bool:
         """Report the training step whose metrics have not been read yet, if there is one, or undo it if

@@ -180,14 +180,15 @@ def _make_loss(config: TrainConfig, graph: Any) -> Callable[..., tuple[jax.Array
             microbatches=config.mesh.pieces(),
             rounds=config.mesh.rounds,
         )
-        loss = mean_next_token_loss(
-            hidden,
-            decoder.head(),
-            batch["labels"],
-            batch["loss_mask"],
-            count,
-            chunk_size=config.model.loss_chunk_size,
-        )
+        with jax.named_scope("loss"):
+            loss = mean_next_token_loss(
+                hidden,
+                decoder.head(),
+                batch["labels"],
+                batch["loss_mask"],
+                count,
+                chunk_size=config.model.loss_chunk_size,
+            )
         return loss, aux
 
     return mean_loss
@@ -233,11 +234,13 @@ def _make_train_step(
                 for n, x in aux.items()
             }
 
-        norm = optax.global_norm(grads)
-        rate = learning_rate(config, state.step)
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        params = jax.tree.map(lambda p, u: p - rate * u, state.params, updates)
-        good = jnp.isfinite(loss) & jnp.isfinite(norm) & jnp.isfinite(optax.global_norm(params))
+        with jax.named_scope("optimizer"):
+            norm = optax.global_norm(grads)
+            rate = learning_rate(config, state.step)
+            updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+            params = jax.tree.map(lambda p, u: p - rate * u, state.params, updates)
+            new_norm = optax.global_norm(params)
+        good = jnp.isfinite(loss) & jnp.isfinite(norm) & jnp.isfinite(new_norm)
         fits = jnp.ones((), bool)
         if OVERFLOW in aux:
             count = aux[OVERFLOW].astype(jnp.int32)
