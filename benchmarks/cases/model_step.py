@@ -39,7 +39,7 @@ from benchmarks.run import log
 from benchmarks.timing import append_row, program_bytes, provenance
 from configs import lm
 from lsm_jax import ops
-from lsm_jax.models.config import REMAT
+from lsm_jax.models.config import MATMUL, REMAT
 from lsm_jax.parallel import make_mesh, token_sharding
 from lsm_jax.training import make_program
 
@@ -47,7 +47,13 @@ BENCHMARK = Benchmark(
     name="model_step",
     summary="a complete model's training step, beside a peer's",
     key=("variant", "rows", "length"),
-    optional_key={"remat": None, "vocab_size": None, "peer": None, "unrolled": None},
+    optional_key={
+        "remat": None,
+        "vocab_size": None,
+        "peer": None,
+        "unrolled": None,
+        "matmul": None,
+    },
     output="docs/model_step.jsonl",
 )
 
@@ -156,6 +162,7 @@ def serve(case: dict[str, Any]) -> None:
     config = lm.get_config(case["variant"])
     config.model.vocab_size, config.model.remat = case["vocab_size"], case["remat"]
     config.model.unroll_layers = case.get("unrolled", False)
+    config.model.matmul = case.get("matmul", "default")
     shape = case["rows"], case["length"]
     mesh = make_mesh(config.mesh, jax.devices()[:1])
     place = token_sharding(mesh)
@@ -203,6 +210,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="yes: layers compiled one after the other; no,yes: both, beside a loop over layers",
     )  # fmt: skip
     parser.add_argument(
+        "--matmul", type=options.names(MATMUL), default="default",
+        help="how dense layers multiply; default,fp8: both",
+    )  # fmt: skip
+    parser.add_argument(
         "--profile", default="", help="a folder for the times of a step's instructions"
     )
     options.add_peers(parser, workers=6, patience=600)
@@ -223,9 +234,11 @@ def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
     own = [
         dict(variant=v, rows=args.tokens // n, length=n, remat=r, vocab_size=args.vocab_size)
         | ({"unrolled": True} if unrolled == "yes" else {})
+        | ({"matmul": matmul} if matmul != "default" else {})
         for r, n in policies
         for v in args.variants
         for unrolled in args.unrolled
+        for matmul in args.matmul
     ]
     return own + [
         dict(variant=v, peer="fla", rows=args.tokens // n, length=n)

@@ -246,7 +246,7 @@ def _deltanet(given: dict[str, Any]) -> DeltaNetConfig:
 
 
 # Fields that say how a model is computed, initialised or trained.
-_COMPUTATION = {"dtype", "remat", "unroll_layers", "loss_chunk_size", "init_std", "implementation", "prune", "op", "multiple_of"}  # fmt: skip
+_COMPUTATION = {"dtype", "remat", "unroll_layers", "matmul", "loss_chunk_size", "init_std", "implementation", "prune", "op", "multiple_of"}  # fmt: skip
 
 
 def json_of(config: ModelConfig) -> dict[str, Any]:

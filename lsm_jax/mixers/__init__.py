@@ -40,6 +40,7 @@ from lsm_jax.mixers.base import Context, Mixer, MixerState
 from lsm_jax.mixers.clock import Clock, advance, fresh_clock
 from lsm_jax.mixers.deltanet import DeltaNet, DeltaNetConfig
 from lsm_jax.mixers.fox import FoX, FoXConfig
+from lsm_jax.mixers.fp8 import use_fp8
 from lsm_jax.mixers.gated_deltanet import GatedDeltaNet, GatedDeltaNetConfig
 from lsm_jax.mixers.gated_retention import GatedRetention, GatedRetentionConfig
 from lsm_jax.mixers.gateloop import GateLoop, GateLoopConfig
@@ -185,4 +186,5 @@ __all__ = [
     "get_method",
     "method_of",
     "register",
+    "use_fp8",
 ]

@@ -11,6 +11,7 @@ from lsm_jax import feedforward, mixers
 
 DTYPES = ("float32", "bfloat16")
 REMAT = ("none", "dots", "full")
+MATMUL = ("default", "fp8")
 _MOST_LAYERS = 1 << 16
 INITS = ("normal", "xavier")
 
@@ -65,6 +66,8 @@ class ModelConfig:
             pattern. The loop slices its stacked parameters and copies what it saves for the backward pass; without it the
             program is larger and takes about twice as long to compile. A mesh's pipeline and the decoding of one token are
             always loops.
+        matmul: how dense layers of mixers and feedforwards multiply in training: "default", in the activations' dtype, or
+            "fp8" (`lsm_jax.mixers.fp8`).
         loss_chunk_size: tokens whose logits exist at a time in the loss, on each device.
         lora: low-rank adapters on projections of every layer, or None.
     """
@@ -81,6 +84,7 @@ class ModelConfig:
     dtype: str = "bfloat16"
     remat: str = "full"
     unroll_layers: bool = False
+    matmul: str = "default"
     loss_chunk_size: int = 2048
     lora: mixers.LoRAConfig | None = None
 
@@ -107,18 +111,19 @@ class ModelConfig:
 
     def for_inference(self) -> ModelConfig:
         """Return the config of the model that is evaluated and that generates text: this config, except where
-        a mixer is trained in another form.
+        a mixer is trained in another form, and without FP8.
 
         Such a mixer's config has a method `for_inference`, as LoLCATs' first stage does. The parameters are
         the same.
         """
-        return self._with_mixers(
+        config = self._with_mixers(
             {
                 letter: layer.mixer.for_inference()
                 for letter, layer in self.layers.items()
                 if hasattr(layer.mixer, "for_inference")
             }
         )
+        return config if self.matmul == "default" else dataclasses.replace(config, matmul="default")
 
     def teacher(self) -> ModelConfig | None:
         """Return the config of the model whose outputs this model learns in attention transfer, the first
@@ -152,7 +157,7 @@ class ModelConfig:
             raise ValueError(
                 f"model.num_layers={self.num_layers}: accepted are at most {_MOST_LAYERS}"
             )
-        for name, accepted in (("dtype", DTYPES), ("remat", REMAT)):
+        for name, accepted in (("dtype", DTYPES), ("remat", REMAT), ("matmul", MATMUL)):
             if getattr(self, name) not in accepted:
                 raise ValueError(
                     f"model.{name}={getattr(self, name)!r}: accepted are {', '.join(accepted)}"
@@ -180,6 +185,12 @@ class ModelConfig:
             except ValueError as error:
                 raise ValueError(f"model.layers[{letter!r}]: {error}") from error
         self._check_joint_balance()
+        memories = [layer.mixer for layer in self.layers.values()]
+        if self.matmul == "fp8" and any(isinstance(m, mixers.MoMConfig) for m in memories):
+            raise ValueError(
+                "model.matmul='fp8': MoM multiplies tokens by memory, for which there is no product in FP8; accepted with MoM "
+                "is 'default'"
+            )
 
     def _check_joint_balance(self) -> None:
         """Raise ValueError if a balance loss is computed over the whole model (all layers with routers), but its

@@ -71,6 +71,10 @@ class Block(nnx.Module):
             draw_xavier(self.mixer, _XAVIER_GAIN, rngs)
         if model.scaled_output_init:
             self._scale_outputs((2 * model.num_layers) ** -0.5)
+        if model.matmul == "fp8":
+            for part in (self.mixer, self.feedforward):
+                if part is not None:
+                    mixers.use_fp8(part)
         if model.lora is not None:
             _adapt(self.mixer, self.feedforward, model.lora, rngs)
 
