@@ -146,7 +146,8 @@ def forgetting_attention(
     if written is not None and gates is None:
         gates = (jnp.zeros((q.shape[0], heads, length), jnp.float32),) * 2
     tile_size = backend.tile(length)
-    options = _Options(backend, tile_size, scale, window, prune, interpret)
+    # Without gates no tile is negligible.
+    options = _Options(backend, tile_size, scale, window, prune and sums is not None, interpret)
     rows = Rows(gates, run, written, places)
     if earlier:
         padded = _pad_earlier(q, k, v, rows, earlier, tile_size)

@@ -8,6 +8,7 @@ outputs before a token that change when the token and later ones change. `tests/
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import sys
@@ -17,7 +18,51 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tests.kernels.triton_interpreted import error
+
+def trace(words: str, dim: int, heads: tuple[int, int] = (4, 4), dtype: str = "bfloat16") -> None:
+    """Trace a call of `attention` by the Triton kernels, and the gradients of all its inputs.
+
+    `words` names the optional arguments: "log_forget", "segment_ids", "window", "state".
+    """
+    from lsm_jax import ops
+
+    struct, given, length = jax.ShapeDtypeStruct, words.split(), 512
+    shapes = dict(zip("qkv", (heads[0], heads[1], heads[1]), strict=True))
+    x = {n: struct((2, length, h, dim), jnp.dtype(dtype)) for n, h in shapes.items()}
+    if "log_forget" in given:
+        x["log_forget"] = struct((2, length, heads[0]), jnp.float32)
+    ids = struct((2, length), jnp.int32) if "segment_ids" in given else None
+    state = None
+    if "state" in given:
+        gates = heads[0] if "log_forget" in given else None
+        state = ops.attention_state(2, 1024, heads[1], dim, dim, forget_heads=gates, dtype=jnp.dtype(dtype))  # fmt: skip
+
+    def both(x, ids):
+        def call(x):
+            return ops.attention(
+                **x, segment_ids=ids, window=300 if "window" in given else None, initial_state=state, implementation="triton",
+            )[0]  # fmt: skip
+
+        output, pull = jax.vjp(call, x)
+        return pull(output)
+
+    with jax.default_matmul_precision("tensorfloat32"):
+        jax.eval_shape(both, x, ids)
+
+
+COMPILED = {
+    "attention, 64": functools.partial(trace, "segment_ids", 64),
+    "attention gates, 64": functools.partial(trace, "log_forget", 64),
+    "attention gates documents, 64": functools.partial(trace, "log_forget segment_ids", 64),
+    "attention gates, 128": functools.partial(trace, "log_forget", 128),
+    "attention gates documents, 128": functools.partial(trace, "log_forget segment_ids", 128, (4, 2)),
+    "attention gates window, 128": functools.partial(trace, "log_forget window", 128),
+    "attention gates state, 128": functools.partial(trace, "log_forget state", 128),
+    "attention gates documents, 256": functools.partial(trace, "log_forget segment_ids", 256),
+    "attention gates, float16": functools.partial(trace, "log_forget", 128, dtype="float16"),
+    "attention gates documents, float32": functools.partial(trace, "log_forget segment_ids", 128, dtype="float32"),
+}  # fmt: skip
+"""Calls of `attention` whose kernels `triton_compiled` compiles, by name."""
 
 
 class Case(NamedTuple):
@@ -130,19 +175,20 @@ def run(case: Case, x, marks, state, implementation: str) -> jax.Array:
     )[0]  # fmt: skip
 
 
-def attend_densely(q, k, v, sums, rows, bounds, window, scale: float) -> jax.Array:
+def attend_densely(q, k, v, rows, bounds, scale: float) -> jax.Array:
     """Compute attention with forget gates from a score for every query and key, without the tiles that `bounds` hides; the arguments
     are those of the kernels, with as many queries as keys.
     """
     heads, length = q.shape[2], q.shape[1]
     k, v = (jnp.repeat(x, heads // x.shape[2], 2).astype(jnp.float32) for x in (k, v))
     scores = scale * jnp.einsum("bihd,bjhd->bhij", q.astype(jnp.float32), k, precision="highest")
-    high, low = sums
-    stopped = jax.lax.stop_gradient(sums)
-    scores += (stopped[0][..., None] - high[..., None, :]) + (stopped[1][..., None] - low[..., None, :])
+    high, low = rows.gates
+    stopped = jax.lax.stop_gradient(rows.gates)
+    scores += (stopped[0][..., None] - high[..., None, :]) + (
+        stopped[1][..., None] - low[..., None, :]
+    )
     i, j = jnp.arange(length)[:, None], jnp.arange(length)
-    seen = (j <= i) & ((i - j < window) if window is not None else True)
-    seen = seen & (j // 128 >= bounds.first_of_query[..., None])
+    seen = (j <= i) & (j // 128 >= bounds.first_of_query[..., None])
     if rows.run is not None:
         seen = seen & (rows.run[:, None, :, None] == rows.run[:, None, None, :])
     if rows.written is not None:
@@ -160,13 +206,17 @@ def run_pruned(x, marks, implementation: str) -> jax.Array:
     from pallas_kernels.forgetting_attention.bounds import Rows, find_bounds
 
     q, k, v = (x[n] for n in "qkv")
-    sums = jnp.cumsum(jnp.maximum(x["log_forget"], -4096.0), axis=1)
-    sums = sums, jnp.zeros_like(sums)
     run, written = None, None
+    gates = jnp.maximum(x["log_forget"], -4096.0)
     if marks:
+        gates = jnp.where(marks["update_mask"][..., None], gates, 0)
         ids = marks["segment_ids"]
-        run = jax.lax.cummax(jnp.cumsum(jnp.diff(ids, axis=1, prepend=ids[:, :1]) > 0, axis=1), axis=1)
+        run = jax.lax.cummax(
+            jnp.cumsum(jnp.diff(ids, axis=1, prepend=ids[:, :1]) > 0, axis=1), axis=1
+        )
         written = marks["update_mask"]
+    sums = jnp.cumsum(gates, axis=1)
+    sums = sums, jnp.zeros_like(sums)
     options: Any = dict(window=None, scale=q.shape[-1] ** -0.5, prune=True)
     if implementation == "triton":
         return forgetting_attention(
@@ -176,19 +226,21 @@ def run_pruned(x, marks, implementation: str) -> jax.Array:
     padding = [(0, 0), (0, -length % 128), (0, 0), (0, 0)]
     edge = lambda a, axis: jnp.pad(a, [(0, -length % 128 if n == axis else 0) for n in range(a.ndim)], mode="edge")  # noqa: E731  # fmt: skip
     q, k, v = (jnp.pad(a, padding) for a in (q, k, v))
-    gates = tuple(edge(jnp.swapaxes(a, 1, 2), 2) for a in sums)
+    sums = tuple(edge(jnp.swapaxes(a, 1, 2), 2) for a in sums)
     rows = Rows(
-        gates,
+        sums,
         None if run is None else edge(run, 1),
         None if written is None else jnp.pad(written, padding[:2]),
     )
     bounds = jax.lax.stop_gradient(find_bounds(q, k, rows, **options))
     assert int(jnp.max(bounds.first_of_query)) > 1
-    return attend_densely(q, k, v, gates, rows, bounds, None, options["scale"])[:, :length]
+    return attend_densely(q, k, v, rows, bounds, options["scale"])[:, :length]
 
 
 def compare(case: Case) -> dict[str, float]:
     """Return the errors of one case, and the number of its outputs that are not causal."""
+    from tests.kernels.triton_interpreted import error
+
     x, marks, state = inputs_of(case)
     exactly = case.prune and case.dtype == "float32"
 
