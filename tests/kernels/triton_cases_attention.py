@@ -51,8 +51,8 @@ def trace(words: str, dim: int, heads: tuple[int, int] = (4, 4), dtype: str = "b
 
 
 COMPILED = {
-    "attention, 64": functools.partial(trace, "segment_ids", 64),
-    "attention gates, 64": functools.partial(trace, "log_forget", 64),
+    "attention, 64": functools.partial(trace, "", 64),
+    "attention documents, 64": functools.partial(trace, "segment_ids", 64),
     "attention gates documents, 64": functools.partial(trace, "log_forget segment_ids", 64),
     "attention gates, 128": functools.partial(trace, "log_forget", 128),
     "attention gates documents, 128": functools.partial(trace, "log_forget segment_ids", 128, (4, 2)),

@@ -74,6 +74,23 @@ def inputs_of(case: Case, batch: int = 1) -> tuple[dict[str, jax.Array], dict[st
     return x, dict(initial_state=state, segment_ids=ids)
 
 
+def trace(case: Case) -> None:
+    """Trace a call of `slot_memory` by the Triton kernels, and the gradients of all its inputs."""
+    from lsm_jax import ops
+
+    x, _ = inputs_of(case)
+
+    def both(x):
+        output, pull = jax.vjp(lambda x: ops.slot_memory(**x, implementation="triton")[0], x)
+        return pull(output)
+
+    jax.eval_shape(both, x)
+
+
+COMPILED = {"slots, 64": functools.partial(trace, CASES["bfloat16"])}
+"""Calls of `slot_memory` whose kernels `triton_compiled` compiles, by name."""
+
+
 def compare(case: Case) -> dict[str, float]:
     """Return the errors of one case, and the number of its outputs that are not causal."""
     from lsm_jax import ops

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.triton import launch
-from tests.kernels import triton_cases_attention
+from tests.kernels import triton_cases_attention, triton_cases_slots
 
 TABLE = Path(__file__).with_name("triton_registers.json")
 SHARED = {"8.0": 163, "8.6": 99, "8.9": 99, "9.0": 227, "10.0": 227, "12.0": 99}
@@ -58,6 +58,7 @@ CASES: dict[str, Any] = {
     "bonus, 128": Case("channel log_decay bonus segment_ids", 128, 128),
     "value, 128": Case("value_log_decay", 128, 128),
     **triton_cases_attention.COMPILED,
+    **triton_cases_slots.COMPILED,
 }
 
 
@@ -217,7 +218,8 @@ def main() -> None:
         for capability in arguments.capabilities.split(","):
             counts = compiled(configuration, capability)
             row = table.setdefault(configuration.label, {})
-            row[capability] = max(list(counts.values()), row.get(capability, [0]))
+            known = row.get(capability, [0] * len(counts))
+            row[capability] = [max(x) for x in zip(counts.values(), known, strict=True)]
             print(capability, configuration.label, counts, flush=True)
     if arguments.write:
         lines = (f"{json.dumps(n)}: {json.dumps(table[n])}" for n in sorted(table))
