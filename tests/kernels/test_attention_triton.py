@@ -7,10 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks import triton_attention
 from lsm_jax import ops
 from lsm_jax.ops.backends.select import clear_choices
 from pallas_kernels.forgetting_attention import forgetting_attention, unsupported
 from pallas_kernels.forgetting_attention.bounds import Rows
+from pallas_kernels.forgetting_attention.triton import passes
 from pallas_kernels.forgetting_attention.triton.passes import TILINGS, WIDE_TILINGS, lowest_keys
 from pallas_kernels.forgetting_attention.triton.requirements import TILE
 from pallas_kernels.triton import launch
@@ -131,3 +133,20 @@ def test_is_selected_only_by_name():
     clear_choices()
     jax.eval_shape(lambda q: ops.attention(q, q, q, log_forget=jnp.zeros(1))[0], q)
     assert "triton" not in ops.choices()["attention"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["attention without gates", *(pytest.param(n, marks=pytest.mark.slow) for n in ("attention state window", "slots documents"))],
+)  # fmt: skip
+def test_checks_of_the_benchmark_accept_xla(name):
+    """The checks that run on a card find XLA in bfloat16 within their tolerances: they compare the same call."""
+    assert triton_attention.check(name, "xla")["good"]
+
+
+def test_tilings_of_the_command_line(monkeypatch):
+    monkeypatch.setattr(passes, "TILINGS", dict(TILINGS))
+    assert triton_attention.set_tiling("", "attend/64", [64, 64, 4, 2]) is None
+    assert passes.TILINGS["attend", 64] == passes.Tiling(64, 64, 4, 2)
+    assert "accepted are attend/64, " in triton_attention.set_tiling("", "attend/64", [96, 64, 4, 2])  # fmt: skip
+    assert "accepted are" in triton_attention.set_tiling("", "attend/32", [64, 64, 4, 2])

@@ -109,6 +109,7 @@ CASES = {
     "bfloat16": Case((2, 1), length=300, dtype="bfloat16", documents=True),
     "bfloat16, 128": Case((1, 1), 128, 150, dtype="bfloat16", prune=True),
     "bfloat16, 256": Case((1, 1), 256, 130, dtype="bfloat16"),
+    "bfloat16, pruned": Case((2, 1), length=600, dtype="bfloat16", gates="closed", prune=True),
     "bfloat16, window": Case(length=200, dtype="bfloat16", window=60),
     "float16": Case((2, 1), length=200, dtype="float16", documents=True),
     "float16, state": Case(length=70, stored=64, dtype="float16"),

@@ -43,7 +43,8 @@ TILINGS = {
     ("key_gradients", 128): Tiling(64, 64, 8, 1),
     ("key_gradients", 256): Tiling(32, 32, 8, 1),
 }
-"""The tiling of each kernel for bfloat16 and float16, by the kernel's name and the channels of a head. None spills on 8.x."""
+"""The tiling of each kernel for bfloat16 and float16, by the kernel's name and the channels of a head; none spills more than 16 bytes
+on 8.x."""
 WIDE_TILINGS = {
     ("attend", 64): Tiling(64, 32, 4, 1),
     ("attend", 128): Tiling(64, 32, 8, 1),
