@@ -77,6 +77,7 @@ class Case(NamedTuple):
         documents: whether rows have several documents, padding and a mask.
         window: the number of last tokens that a query sees, or None.
         stored: the number of tokens of a state that the call continues from, or None.
+        parts: whether only the queries of two parts of the row are computed, as on a device that shares it.
         prune: whether tiles of keys with negligible weights are skipped. The expected values then skip the same tiles.
     """
 
@@ -89,6 +90,7 @@ class Case(NamedTuple):
     window: int | None = None
     stored: int | None = None
     prune: bool = False
+    parts: bool = False
 
 
 CASES = {
@@ -106,6 +108,7 @@ CASES = {
     "state, documents": Case(length=140, stored=100, documents=True),
     "pruned": Case((2, 1), length=700, gates="closed", prune=True),
     "pruned, documents": Case(length=500, gates="closed", documents=True, prune=True),
+    "parts": Case((2, 1), length=768, parts=True),
     "bfloat16": Case((2, 1), length=300, dtype="bfloat16", documents=True),
     "bfloat16, 128": Case((1, 1), 128, 150, dtype="bfloat16", prune=True),
     "bfloat16, 256": Case((1, 1), 256, 130, dtype="bfloat16"),
@@ -199,6 +202,29 @@ def attend_densely(q, k, v, rows, bounds, scale: float) -> jax.Array:
     return jnp.einsum("bhij,bjhd->bihd", weights, v, precision="highest")
 
 
+def run_parts(x, implementation: str) -> jax.Array:
+    """Return the output of `attention` for the tokens 128 to 255 and 640 to 767 of rows of 768 tokens: by `forgetting_attention` with
+    these queries alone, or of all tokens by XLA.
+    """
+    from lsm_jax import ops
+    from lsm_jax.ops.attention.forget_gates import GateSum, sum_gates
+    from lsm_jax.ops.core.segments import read_tokens
+    from pallas_kernels.forgetting_attention import forgetting_attention
+
+    def parts(a):
+        return jnp.concatenate([a[:, 128:256], a[:, 640:]], axis=1)
+
+    if implementation == "xla":
+        return parts(ops.attention(**x, implementation="xla")[0])
+    zero = jnp.zeros((1, x["log_forget"].shape[2]), jnp.float32)
+    tokens = read_tokens(None, None, jnp.zeros(1, jnp.int32), None)
+    sums = sum_gates(x["log_forget"], tokens, GateSum(zero, zero))
+    return forgetting_attention(
+        parts(x["q"]), x["k"], x["v"], sums, places=jnp.asarray([128, 640]),
+        scale=x["q"].shape[-1] ** -0.5, prune=False, implementation="triton",
+    )  # fmt: skip
+
+
 def run_pruned(x, marks, implementation: str) -> jax.Array:
     """Return the output of `forgetting_attention` with pruning for arrays of `inputs_of`, of the Triton kernels or ("dense") of
     `attend_densely` in float32.
@@ -246,9 +272,13 @@ def compare(case: Case) -> dict[str, float]:
     exactly = case.prune and case.dtype == "float32"
 
     def fused(x):
+        if case.parts:
+            return run_parts(x, "triton")
         return run_pruned(x, marks, "triton") if exactly else run(case, x, marks, state, "triton")
 
     def expected(x):
+        if case.parts:
+            return run_parts(x, "xla")
         return run_pruned(x, marks, "dense") if exactly else run(case, x, marks, state, "xla")
 
     actual, pull = jax.vjp(fused, x)
@@ -260,9 +290,10 @@ def compare(case: Case) -> dict[str, float]:
     errors = dict(output=error(actual, output))
     errors |= {f"d_{n}": error(a, wanted[n]) for n, a in gradients.items()}
     place = case.length * 2 // 3
+    before = 128 if case.parts else place
     changed = {n: a.at[:, place:].multiply(2) for n, a in x.items()}
-    later = np.asarray(fused(changed))[:, :place]
-    return errors | dict(not_causal=int(np.sum(later != np.asarray(actual)[:, :place])))
+    later = np.asarray(fused(changed))[:, :before]
+    return errors | dict(not_causal=int(np.sum(later != np.asarray(actual)[:, :before])))
 
 
 def main() -> None:
