@@ -69,6 +69,10 @@ KERNELS = {
         ("any call", "forgetting_attention.api"),
         ("any call", "forgetting_attention.tpu"),
     ),
+    ("attention", "triton"): (
+        ("any call", "forgetting_attention.api"),
+        ("any call", "forgetting_attention.triton"),
+    ),
     ("short_convolution", "mosaic_gpu"): (("any call", "short_convolution.hopper"),),
 }  # fmt: skip
 ONE_TOKEN = (("any call", "decode_step.hopper"),)

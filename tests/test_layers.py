@@ -76,7 +76,7 @@ ALLOWED_INSIDE = {
         "linear_attention": {"hopper", "tpu", "tiles", "triton"},
         "delta_rule": {"hopper", "tpu", "tiles"},
         "dplr": {"hopper", "tpu", "tiles"},
-        "forgetting_attention": {"hopper", "tpu", "tiles"},
+        "forgetting_attention": {"hopper", "tpu", "tiles", "triton"},
         "selective_scan": {"hopper", "tpu", "tiles"},
         "short_convolution": {"hopper", "tpu", "tiles"},
         "decode_step": {"hopper", "tpu", "tiles"},

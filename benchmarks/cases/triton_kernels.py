@@ -1,4 +1,4 @@
-"""Check and time the Triton kernels of `linear_memory` on an NVIDIA card: their errors against XLA in float32, and their times.
+"""Check and time the Triton kernels on an NVIDIA card: their errors against XLA in float32, and their times.
 
     python -m benchmarks triton_kernels [--checks "scalar,..."] [--capabilities 8.0,9.0] [--ops ...] [--shapes ...]
 
@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import options
+from benchmarks import options, triton_attention
 from benchmarks.cases import kernels
 from benchmarks.registry import Benchmark, UsageError
 from lsm_jax import ops
@@ -29,14 +29,14 @@ from pallas_kernels.triton import launch
 
 BENCHMARK = Benchmark(
     name="triton_kernels",
-    summary="Triton kernels of linear memories: errors against float32, and times beside XLA",
+    summary="Triton kernels: errors against float32, and times beside XLA",
     key=("op", "shape", "capability"),
     optional_key={"check": "", "tilings": ""},
     requires_gpu=False,
 )
 
 # By name: decay; heads of q, k and v; K; V; T; dtype; states ("row", "documents" or "segments"); factor of the log decay, or "strong".
-CHECKS = {
+CHECKS: dict[str, Any] = {
     "none": ("no decay", (4, 2, 2), 64, 128, 500, "bfloat16", "row", 1),
     "constant": ("constant decay", (2, 2, 2), 128, 128, 1024, "bfloat16", "row", 1),
     "scalar": ("scalar decay", (4, 4, 4), 128, 128, 512, "bfloat16", "row", 1),
@@ -59,13 +59,20 @@ CHECKS = {
     "value": ("value decay", (4, 1, 2), 128, 64, 300, "bfloat16", "documents", 1),
     "value strong": ("value decay", (2, 1, 2), 256, 256, 600, "bfloat16", "documents", "strong"),
     "value segments": ("value decay", (1, 1, 1), 64, 64, 2036, "bfloat16", "segments", 1),
+    **triton_attention.CHECKS,
 }  # fmt: skip
-OPS = tuple(op for op in kernels.OPS if "decay" in op)
+OPS = (
+    *(op for op in kernels.OPS if "decay" in op),
+    triton_attention.SLOTS,
+    triton_attention.ATTENTION,
+)
 SHAPES = "8x4096x16x128,8x2048x32x64"
 
 
 def check(name: str) -> dict[str, Any]:
     """Return the errors of one of `CHECKS` against XLA in float32, with the Triton kernels compiled as `launch` says."""
+    if name in triton_attention.CHECKS:
+        return triton_attention.check(name)
     decay, (heads, key_heads, memories), key_dim, value_dim, length, dtype, states, factor = CHECKS[
         name
     ]
@@ -157,7 +164,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--tilings", type=options.words, default=[],
-        help="tilings to try in place of the table's: kernel=keys:values:warps:stages,...; `passes.TILINGS` has the names",
+        help="tilings to try in place of the table's: kernel=keys:values:warps:stages,...; `passes.TILINGS` "
+        "has the names. For attention kernel/channels=queries:keys:warps:stages",
     )  # fmt: skip
     options.add_shard(parser)
 
@@ -171,6 +179,10 @@ def set_tilings(words: list[str]) -> list[str]:
     for word in words:
         name, _, sizes = word.partition("=")
         numbers = [int(n) for n in sizes.split(":") if n.isdecimal()]
+        if "/" in name and len(numbers) == 4:
+            if (accepted := triton_attention.set_tiling(word, name, numbers)) is not None:
+                raise UsageError(f"--tilings {accepted}")
+            continue
         if name not in passes.TILINGS or len(numbers) != 4:
             raise UsageError(
                 f"--tilings {word!r}: accepted is kernel=keys:values:warps:stages with a kernel of {', '.join(passes.TILINGS)}"
@@ -211,10 +223,11 @@ def rows(args: argparse.Namespace, cases: list[dict[str, Any]]) -> Iterator[dict
 
 def time_op(case: dict[str, Any], name: str) -> list[float]:
     """Return [ms forward, ms forward and backward] of one implementation ("triton", "xla" or "automatic") of an op at a shape."""
-    inputs = kernels.make_inputs(case["op"], case["shape"])
+    source: Any = triton_attention if case["op"] == triton_attention.ATTENTION else kernels
+    inputs = source.make_inputs(case["op"], case["shape"])
     implementation: Any = None if name == "automatic" else name
     lowered = kernels.programs_of(
-        kernels.library_call(case["op"], implementation), jax.eval_shape(lambda: inputs)
+        source.library_call(case["op"], implementation), jax.eval_shape(lambda: inputs)
     )
     return kernels.measure([program.compile() for program in lowered], inputs)
 

@@ -17,7 +17,7 @@ from pallas_kernels.forgetting_attention.bounds import Bounds, Rows, find_bounds
 from pallas_kernels.requirements import Requirement, first_unmet
 from pallas_kernels.residuals import name_residuals
 
-_BACKENDS = {"mosaic_gpu": "hopper", "mosaic_tpu": "tpu"}
+_BACKENDS = {"mosaic_gpu": "hopper", "mosaic_tpu": "tpu", "triton": "triton"}
 
 
 class Call(NamedTuple):
@@ -107,8 +107,8 @@ def forgetting_attention(
         scale: the factor by which the scores q . k are multiplied.
         prune: whether to skip tiles of keys that together weigh less than e^-10 of the sum of a query's
             weights (arXiv 2504.06949).
-        implementation: "mosaic_gpu" (Hopper; heads of 256 channels have no gradient) or "mosaic_tpu";
-            `REQUIREMENTS` here and of the backend list the requirements.
+        implementation: "mosaic_gpu" (Hopper; heads of 256 channels have no gradient), "mosaic_tpu" or
+            "triton" (other NVIDIA cards); `REQUIREMENTS` here and of the backend list the requirements.
         interpret: parameters of the backend's interpreter, to run on a CPU.
 
     Returns:
@@ -146,7 +146,8 @@ def forgetting_attention(
     if written is not None and gates is None:
         gates = (jnp.zeros((q.shape[0], heads, length), jnp.float32),) * 2
     tile_size = backend.tile(length)
-    options = _Options(backend, tile_size, scale, window, prune, interpret)
+    # Without gates no tile is negligible.
+    options = _Options(backend, tile_size, scale, window, prune and sums is not None, interpret)
     rows = Rows(gates, run, written, places)
     if earlier:
         padded = _pad_earlier(q, k, v, rows, earlier, tile_size)

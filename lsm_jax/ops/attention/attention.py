@@ -60,9 +60,9 @@ def attention(
         update_mask: [B, T], 0 for tokens whose key and value are not written: they attend to the tokens
             before them, but not to themselves.
         implementation: None (the first automatic backend that supports the call; see docs/kernels.md), a
-            backend's name ("xla", "cudnn", "mosaic_gpu", ...), or a tuple of names in order of preference.
-            "xla" computes blocks of queries and never stores a [T, T] array. Where rows are split over
-            devices, "xla" and "mosaic_gpu" are supported.
+            backend's name ("xla", "cudnn", "mosaic_gpu", "triton", ...), or a tuple of names in order of
+            preference. "xla" computes blocks of queries and never stores a [T, T] array. Where rows are split
+            over devices, "xla", "mosaic_gpu" and "triton" are supported.
         prune: a fused kernel skips keys whose weights after the gates sum to less than e^-10 of a query's
             total weight (arXiv 2504.06949).
 

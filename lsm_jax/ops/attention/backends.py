@@ -1,4 +1,4 @@
-"""The backends of `attention`: cuDNN, fused kernels for Hopper and TPU, and XLA."""
+"""The backends of `attention`: cuDNN, fused kernels for Hopper and TPU, Triton kernels for other NVIDIA cards, and XLA."""
 
 from __future__ import annotations
 
@@ -150,6 +150,15 @@ register(
         requirements=(NO_STATE, *REQUIREMENTS, *PALLAS),
         more=functools.partial(_unsupported_by_kernel, "mosaic_tpu"),
         platforms=("tpu",),
+        automatic=False,
+    ),
+    Backend(
+        name="triton",
+        run=functools.partial(run_kernel, "triton"),
+        requirements=(ONE_STATE, *REQUIREMENTS, *PALLAS),
+        more=functools.partial(_unsupported_by_kernel, "triton"),
+        platforms=("cuda",),
+        compute_capabilities=("8.0", "8.6", "8.9", "9.0", "10.0", "12.0"),
         automatic=False,
     ),
     Backend(name="xla", run=run_xla),

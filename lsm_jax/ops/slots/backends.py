@@ -107,4 +107,4 @@ def _slot_backend(backend: Backend) -> Backend:
     )
 
 
-register("slot_memory", *map(_slot_backend, (linear.HOPPER, linear.TPU, linear.XLA)))
+register("slot_memory", *map(_slot_backend, (linear.HOPPER, linear.TPU, linear.TRITON, linear.XLA)))

@@ -413,12 +413,12 @@ def scalar_gradients(
 
 def channel_gradients(
     q, k, v, d_out, d_scores, decays: Decays, states, d_states, *, scale: float, bonus=None,
-    only_query: bool = False,
+    only_query: bool = False, exact: bool = False,
 ) -> dict[str, jax.Array]:  # fmt: skip
     """Return the gradients of the queries, keys and log decay of key channels for each head of the output, "dq", "dk" and "dg" [B, T,
     heads, K], and with a bonus the term of each chunk in its gradient, "d_bonus" [B, N, heads, K].
 
-    With `only_query` only "dq", for which q and `d_states` are not read, and may be None.
+    With `only_query` only "dq", for which q and `d_states` are not read, and may be None. With `exact` "dq" is float32.
     """
     from pallas_kernels.linear_attention.triton import bodies
 
@@ -427,7 +427,7 @@ def channel_gradients(
     tiling = _tiling("query_gradients" if only_query else "channel_gradients", decays, k)
     shape = (batch, length, heads, keys)
     types = dict(
-        dq=_struct(shape, k.dtype),
+        dq=_struct(shape, _F32 if exact else k.dtype),
         dk=_struct((1,) if only_query else shape, k.dtype),
         dg=_struct((1,) if only_query else shape, _F32),
         d_bonus=_struct((1,) if bonus is None else (batch, length // CHUNK, heads, keys), _F32),

@@ -17,8 +17,9 @@ from pallas_kernels.linear_attention.triton import channel_decay, passes
 from pallas_kernels.linear_attention.triton.passes import CHUNK
 from pallas_kernels.memory_calls import FLOAT32_DECAY, NO_BONUS, ONE_DECAY
 
-__all__ = ["CHUNK", "REQUIREMENTS", "Residuals", "backward", "forward"]
+__all__ = ["CHUNK", "HAS_EXACT", "REQUIREMENTS", "Residuals", "backward", "forward"]
 
+HAS_EXACT = True  # `forward` can return the output in float32
 REQUIREMENTS = (ONE_DECAY, NO_BONUS, FLOAT32_DECAY, *passes.REQUIREMENTS)
 
 
@@ -27,12 +28,14 @@ class Residuals(NamedTuple):
 
 
 def forward(
-    q, k, v, log_decay, run, initial, *, scale: float, save: bool = True, interpret: Any = False
-) -> tuple[jax.Array, jax.Array, Residuals]:
+    q, k, v, log_decay, run, initial, *, scale: float, save: bool = True, exact: bool = False,
+    interpret: Any = False,
+) -> tuple[jax.Array, jax.Array, Residuals]:  # fmt: skip
     """Compute linear attention with a decay per value channel.
 
     Return the output [B, T, max(H, G), V], the final memories, shaped as `initial`, and empty residuals. The arguments are those of
-    `linear_attention`, with log_decay [B, T, G, V] and T a multiple of `CHUNK`; `interpret` has no effect.
+    `linear_attention`, with log_decay [B, T, G, V] and T a multiple of `CHUNK`; `interpret` has no effect. If
+    `exact`, the output is float32.
     """
     del save, interpret
     q = jnp.repeat(q, max(q.shape[2], v.shape[2]) // q.shape[2], 2)
@@ -41,7 +44,7 @@ def forward(
     states, final = passes.scan(v, k, decays, _transpose(initial), heads=v.shape[2])
     d_scores = passes.score_gradients(q, k, decays, scale=scale)
     output = passes.channel_gradients(
-        None, v, k, q, d_scores, decays, states, None, scale=scale, only_query=True
+        None, v, k, q, d_scores, decays, states, None, scale=scale, only_query=True, exact=exact
     )["dq"]
     return output, _transpose(final), Residuals()
 
