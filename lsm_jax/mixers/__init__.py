@@ -11,6 +11,7 @@ from lsm_jax.mixers import (
     deltanet,
     fox,
     gated_deltanet,
+    gated_deltaproduct,
     gated_retention,
     gateloop,
     gfw,
@@ -41,6 +42,7 @@ from lsm_jax.mixers.clock import Clock, advance, fresh_clock
 from lsm_jax.mixers.deltanet import DeltaNet, DeltaNetConfig
 from lsm_jax.mixers.fox import FoX, FoXConfig
 from lsm_jax.mixers.gated_deltanet import GatedDeltaNet, GatedDeltaNetConfig
+from lsm_jax.mixers.gated_deltaproduct import GatedDeltaProduct, GatedDeltaProductConfig
 from lsm_jax.mixers.gated_retention import GatedRetention, GatedRetentionConfig
 from lsm_jax.mixers.gateloop import GateLoop, GateLoopConfig
 from lsm_jax.mixers.gfw import GFW, GFWConfig
@@ -96,6 +98,7 @@ _TABLE = (
     deltanet,
     gated_deltanet,
     kda,
+    gated_deltaproduct,
     rwkv7,
     ttt_linear,
     ttt_mlp,
@@ -128,6 +131,8 @@ __all__ = [
     "GateLoopConfig",
     "GatedDeltaNet",
     "GatedDeltaNetConfig",
+    "GatedDeltaProduct",
+    "GatedDeltaProductConfig",
     "GatedRetention",
     "GatedRetentionConfig",
     "HGRN2",
