@@ -8,9 +8,11 @@ Models, training, decoding and the test suite require no further change.
 from __future__ import annotations
 
 from lsm_jax.mixers import (
+    comba,
     deltanet,
     fox,
     gated_deltanet,
+    gated_deltanet2,
     gated_deltaproduct,
     gated_retention,
     gateloop,
@@ -39,9 +41,11 @@ from lsm_jax.mixers import (
 )
 from lsm_jax.mixers.base import Context, Mixer, MixerState
 from lsm_jax.mixers.clock import Clock, advance, fresh_clock
+from lsm_jax.mixers.comba import Comba, CombaConfig
 from lsm_jax.mixers.deltanet import DeltaNet, DeltaNetConfig
 from lsm_jax.mixers.fox import FoX, FoXConfig
 from lsm_jax.mixers.gated_deltanet import GatedDeltaNet, GatedDeltaNetConfig
+from lsm_jax.mixers.gated_deltanet2 import GatedDeltaNet2, GatedDeltaNet2Config
 from lsm_jax.mixers.gated_deltaproduct import GatedDeltaProduct, GatedDeltaProductConfig
 from lsm_jax.mixers.gated_retention import GatedRetention, GatedRetentionConfig
 from lsm_jax.mixers.gateloop import GateLoop, GateLoopConfig
@@ -99,6 +103,8 @@ _TABLE = (
     gated_deltanet,
     kda,
     gated_deltaproduct,
+    gated_deltanet2,
+    comba,
     rwkv7,
     ttt_linear,
     ttt_mlp,
@@ -116,6 +122,8 @@ register(mom.METHOD, wrapper=True)
 
 __all__ = [
     "Clock",
+    "Comba",
+    "CombaConfig",
     "Context",
     "DeltaNet",
     "DeltaNetConfig",
@@ -131,6 +139,8 @@ __all__ = [
     "GateLoopConfig",
     "GatedDeltaNet",
     "GatedDeltaNetConfig",
+    "GatedDeltaNet2",
+    "GatedDeltaNet2Config",
     "GatedDeltaProduct",
     "GatedDeltaProductConfig",
     "GatedRetention",

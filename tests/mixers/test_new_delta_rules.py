@@ -12,6 +12,8 @@ from flax import nnx
 
 from lsm_jax import mixers, ops
 from lsm_jax.mixers import kda
+from lsm_jax.mixers.comba import comba_update
+from lsm_jax.mixers.gated_deltanet2 import erase_and_write
 from lsm_jax.mixers.gated_deltaproduct import product_memory
 from tests.mixers import goldens
 from tests.mixers.test_mixers import close
@@ -146,3 +148,66 @@ def test_reflections_do_not_change_the_norm_of_a_memory():
     )
     norms = [jnp.linalg.norm(m, axis=(-2, -1)) for m in (state.memory, start)]
     close(*norms)
+
+
+# -------------------------------------------------------------------------------------------------- Gated DeltaNet-2
+
+
+def test_gated_deltanet2_is_the_published_recurrence():
+    def run(g):
+        written = erase_and_write(*(g[n] for n in ("k", "v", "b", "w", "g")))
+        state = delta_state(g["initial_state"])
+        o, state = ops.dplr_memory(g["q"], **written, initial_state=state, chunk_size=4)
+        return dict(o=o, final_state=state.memory)
+
+    goldens.check("gdn2", run)
+
+
+def test_gated_deltanet2_with_equal_gates_is_kda_and_without_erasing_gla():
+    q, k, v, beta, log_decay = random_inputs()
+    channels = log_decay[..., None] * jnp.linspace(0.1, 2, 8)
+
+    def run(erase, write):
+        gates = erase * jnp.ones_like(k), write * jnp.ones_like(v)
+        return ops.dplr_memory(q, **erase_and_write(k, v, *gates, channels))
+
+    equal = beta[..., None]
+    close(run(equal, equal), ops.delta_memory(q, k, v, beta, channels), 1e-6)
+    o, state = ops.linear_memory(q, k, equal * v, channels)
+    close(run(0.0, equal), (o, ops.DeltaState(state.memory, state.segment_id)), 1e-6)
+
+
+# ------------------------------------------------------------------------------------------------------------- Comba
+
+
+def test_comba_is_the_published_recurrence():
+    def run(g):
+        written = comba_update(*(g[n] for n in ("k", "p", "v", "beta", "g")))
+        state = delta_state(g["initial_state"])
+        o, state = ops.dplr_memory(g["q"], **written, initial_state=state, chunk_size=4)
+        return dict(o=o, final_state=state.memory)
+
+    goldens.check("comba", run)
+    with pytest.raises(AssertionError, match="comba_naive_recurrent/o"):
+        goldens.check("comba_naive_recurrent", run)  # decays before p reads
+
+
+def test_comba_with_decayed_erasing_keys_is_gated_deltanet():
+    q, k, v, beta, log_decay = random_inputs()
+
+    def run(p):
+        return ops.dplr_memory(q, **comba_update(k, p, v, beta, log_decay))
+
+    close(run(jnp.exp(log_decay)[..., None] * k), ops.delta_memory(q, k, v, beta, log_decay), 1e-6)
+    o, state = ops.linear_memory(q, k, beta[..., None] * v, log_decay)
+    close(run(0 * k), (o, ops.DeltaState(state.memory, state.segment_id)), 1e-6)
+
+
+def test_the_scale_of_combas_erasing_key_acts_on_queries_alone():
+    """The erasing key is of unit length and parallel to the key, so that its learned scale cancels."""
+    config = mixers.CombaConfig(num_heads=2, head_dim=8)
+    mixer = mixers.build(config, 16, rngs=nnx.Rngs(0), init_std=1.0)
+    x = jax.random.normal(jax.random.key(0), (2, 5, 16))
+    written = mixer.write(x, mixers.Context())[0]
+    mixer.erase_scale[...] = jnp.array([-1.0, 2.0])
+    close(mixer.write(x, mixers.Context())[0], written)
