@@ -27,6 +27,8 @@ from lsm_jax.mixers import (
     lolcats,
     mamba,
     mamba2,
+    mamba3,
+    mamba3_mimo,
     mlstm,
     mom,
     rebased,
@@ -62,6 +64,8 @@ from lsm_jax.mixers.lolcats import Lolcats, LolcatsConfig
 from lsm_jax.mixers.lora import LoRA, LoRAConfig, add_adapters
 from lsm_jax.mixers.mamba import Mamba, MambaConfig
 from lsm_jax.mixers.mamba2 import Mamba2, Mamba2Config
+from lsm_jax.mixers.mamba3 import Mamba3, Mamba3Config
+from lsm_jax.mixers.mamba3_mimo import Mamba3MIMOConfig
 from lsm_jax.mixers.method import (
     METHODS,
     WRAPPERS,
@@ -99,6 +103,8 @@ _TABLE = (
     s4d,
     gateloop,
     mamba2,
+    mamba3,
+    mamba3_mimo,
     deltanet,
     gated_deltanet,
     kda,
@@ -165,6 +171,9 @@ __all__ = [
     "Mamba",
     "Mamba2",
     "Mamba2Config",
+    "Mamba3",
+    "Mamba3Config",
+    "Mamba3MIMOConfig",
     "MambaConfig",
     "Method",
     "Mixer",
