@@ -31,6 +31,8 @@ from lsm_jax.mixers import (
     mamba3_mimo,
     mlstm,
     mom,
+    precond_gated_deltanet,
+    precond_kda,
     rebased,
     retnet,
     rwkv6,
@@ -78,6 +80,8 @@ from lsm_jax.mixers.method import (
 from lsm_jax.mixers.mlstm import MLSTM, MLSTMConfig
 from lsm_jax.mixers.mom import MoM, MoMConfig
 from lsm_jax.mixers.op_config import OpConfig, RecurrentConfig
+from lsm_jax.mixers.precond_gated_deltanet import PrecondGatedDeltaNet, PrecondGatedDeltaNetConfig
+from lsm_jax.mixers.precond_kda import PrecondKDA, PrecondKDAConfig
 from lsm_jax.mixers.rebased import Rebased, RebasedConfig
 from lsm_jax.mixers.retnet import RetNet, RetNetConfig
 from lsm_jax.mixers.rwkv6 import RWKV6, RWKV6Config
@@ -111,6 +115,8 @@ _TABLE = (
     gated_deltaproduct,
     gated_deltanet2,
     comba,
+    precond_gated_deltanet,
+    precond_kda,
     rwkv7,
     ttt_linear,
     ttt_mlp,
@@ -178,6 +184,10 @@ __all__ = [
     "Method",
     "Mixer",
     "OpConfig",
+    "PrecondGatedDeltaNet",
+    "PrecondGatedDeltaNetConfig",
+    "PrecondKDA",
+    "PrecondKDAConfig",
     "RecurrentConfig",
     "MixerState",
     "MoM",

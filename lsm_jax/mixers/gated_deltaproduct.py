@@ -35,6 +35,7 @@ from lsm_jax.mixers.layers import (
     split_heads,
 )
 from lsm_jax.mixers.method import Method
+from lsm_jax.mixers.steps import run_steps
 
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
@@ -80,9 +81,6 @@ def product_memory(
     v: jax.Array,
     beta: jax.Array,
     log_decay: jax.Array | None,
-    *,
-    segment_ids: jax.Array | None = None,
-    update_mask: jax.Array | None = None,
     **call,
 ) -> tuple[jax.Array, ops.DeltaState]:
     """Decay the memory, write n keys and values for each token by the delta rule, one after another, and read the result.
@@ -93,34 +91,15 @@ def product_memory(
         v: [B, T, n, G, V] values.
         beta: [B, T, n, G] write strengths.
         log_decay: [B, T, G], the decay before a token's first step, or None.
-        segment_ids: [B, T] or None.
-        update_mask: [B, T] or None.
         call: further arguments of `delta_memory`; a chunk's size counts steps.
 
     Returns:
         The output [B, T, G, V], and the final state.
     """
-    steps = k.shape[2]
-
-    def rows(x):  # [B, T, n, ...] to [B, n T, ...]
-        return x.reshape(x.shape[0], -1, *x.shape[3:])
-
-    def repeated(x):
-        return None if x is None else jnp.repeat(x, steps, axis=1)
-
-    if log_decay is not None:
-        log_decay = rows(jnp.pad(log_decay[:, :, None], [(0, 0), (0, 0), (0, steps - 1), (0, 0)]))
-    o, state = ops.delta_memory(
-        repeated(q),
-        rows(k),
-        rows(v),
-        rows(beta),
-        log_decay,
-        segment_ids=repeated(segment_ids),
-        update_mask=repeated(update_mask),
-        **call,
-    )
-    return o.reshape(o.shape[0], -1, steps, *o.shape[2:])[:, :, -1], state
+    q = jnp.repeat(q[:, :, None], k.shape[2], axis=2)
+    arguments = dict(q=q, k=k, v=v, beta=beta)
+    o, state = run_steps(ops.delta_memory, arguments, log_decay, **call)
+    return o[:, :, -1], state
 
 
 class GatedDeltaProduct(Mixer):

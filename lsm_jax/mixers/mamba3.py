@@ -55,6 +55,7 @@ from lsm_jax.mixers.layers import (
 )
 from lsm_jax.mixers.method import Method
 from lsm_jax.mixers.op_config import RecurrentConfig
+from lsm_jax.mixers.steps import run_steps
 
 RATES = ("heavy_tail", "softplus")
 
@@ -243,26 +244,20 @@ def trapezoid_memory(
         q, k, v, k_before, v_before, log_decay, weight, weight_before, weight_old, phase, angle
     )
 
-    def rows(x):  # [B, T, R, ...] to [B, R T, ...]
-        return x.reshape(x.shape[0], -1, *x.shape[3:])
-
-    def repeated(x):
-        return None if x is None else jnp.repeat(x, ranks, axis=1)
-
-    o, state = ops.linear_memory(
-        rows(read.astype(v.dtype)),
-        rows(written.astype(v.dtype)),
-        rows(v_before),
-        rows(jnp.pad(log_decay[:, :, None], [(0, 0), (0, 0), (0, ranks - 1), (0, 0)])),
+    arguments = dict(q=read.astype(v.dtype), k=written.astype(v.dtype), v=v_before)
+    o, state = run_steps(
+        ops.linear_memory,
+        arguments,
+        log_decay,
         scale=1.0,
         initial_state=initial_state,
-        segment_ids=repeated(segment_ids),
-        update_mask=repeated(update_mask),
+        segment_ids=segment_ids,
+        update_mask=update_mask,
         **call,
     )
     memory = jnp.swapaxes(state.memory, -1, -2)
     memory = turn(memory, -final[..., None, :], halves=halves)
-    y = (o.reshape(v.shape).astype(wide) + near).astype(v.dtype)
+    y = (o.astype(wide) + near).astype(v.dtype)
     return y, state._replace(memory=jnp.swapaxes(memory, -1, -2))
 
 

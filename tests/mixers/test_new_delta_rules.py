@@ -15,6 +15,7 @@ from lsm_jax.mixers import kda
 from lsm_jax.mixers.comba import comba_update
 from lsm_jax.mixers.gated_deltanet2 import erase_and_write
 from lsm_jax.mixers.gated_deltaproduct import product_memory
+from lsm_jax.mixers.precond_gated_deltanet import PrecondState, preconditioned_memory
 from tests.mixers import goldens
 from tests.mixers.test_mixers import close
 
@@ -211,3 +212,43 @@ def test_the_scale_of_combas_erasing_key_acts_on_queries_alone():
     written = mixer.write(x, mixers.Context())[0]
     mixer.erase_scale[...] = jnp.array([-1.0, 2.0])
     close(mixer.write(x, mixers.Context())[0], written)
+
+
+# --------------------------------------------------------------------------------------------- preconditioned rules
+
+
+@pytest.mark.parametrize("name", ["precond_gated_deltanet", "precond_kda"])
+def test_preconditioned_delta_rules_are_the_published_recurrence(name):
+    def unit(x):
+        return x / jnp.linalg.norm(x, axis=-1, keepdims=True)
+
+    def run(g):
+        q, k = (unit(g[n]) if name == "precond_gated_deltanet" else g[n] for n in "qk")
+        zeros = jnp.zeros(q.shape[0], jnp.int32)
+        o, state = preconditioned_memory(
+            q, k, g["v"], g["beta"], g["g"], g["g_atk"], g["beta_atk"], g["log_atk_scale"],
+            squash=1.5, chunk_size=4,
+            initial_state=PrecondState(g["initial_state"], g["initial_A"], zeros),
+        )  # fmt: skip
+        return dict(o=o, final_state=state.memory, final_A=state.energy)
+
+    goldens.check(name, run)
+
+
+def test_preconditioned_rules_without_a_squash_are_their_parents():
+    q, k, v, beta, log_decay = random_inputs()
+    v = jnp.concatenate([v, -v], axis=2)
+    beta, log_decay = (jnp.repeat(x, 2, axis=2) for x in (beta, log_decay))
+    channels = log_decay[..., None] * jnp.linspace(0.1, 2, 8)
+    for decay in (log_decay, channels):
+        for heads in (2, 4):
+            energy = log_decay[..., :heads], beta[..., :heads], jnp.zeros(heads)
+            o, state = preconditioned_memory(q, k, v, beta, decay, *energy, squash=1.0)
+            expected = ops.delta_memory(q, k, v, beta, decay)
+            close((o, ops.DeltaState(state.memory, state.segment_id)), expected, 1e-5)
+
+
+@pytest.mark.parametrize("config", [mixers.PrecondGatedDeltaNetConfig, mixers.PrecondKDAConfig])
+def test_squashes_that_diverge_are_refused(config):
+    with pytest.raises(ValueError, match="squash=2.5: accepted are numbers from 1 to 2"):
+        config(num_heads=2, head_dim=8, squash=2.5).validate(16)
