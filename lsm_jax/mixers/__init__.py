@@ -8,6 +8,8 @@ Models, training, decoding and the test suite require no further change.
 from __future__ import annotations
 
 from lsm_jax.mixers import (
+    abc_attention,
+    based,
     comba,
     deltanet,
     fox,
@@ -19,9 +21,11 @@ from lsm_jax.mixers import (
     gfw,
     gla,
     gsa,
+    hgrn,
     hgrn2,
     kda,
     liger,
+    lightnet,
     lightning,
     linear_attention,
     lolcats,
@@ -35,6 +39,7 @@ from lsm_jax.mixers import (
     precond_kda,
     rebased,
     retnet,
+    rg_lru,
     rwkv6,
     rwkv7,
     s4d,
@@ -43,7 +48,9 @@ from lsm_jax.mixers import (
     ttt_linear,
     ttt_mlp,
 )
+from lsm_jax.mixers.abc_attention import ABC, ABCConfig
 from lsm_jax.mixers.base import Context, Mixer, MixerState
+from lsm_jax.mixers.based import Based, BasedConfig
 from lsm_jax.mixers.clock import Clock, advance, fresh_clock
 from lsm_jax.mixers.comba import Comba, CombaConfig
 from lsm_jax.mixers.deltanet import DeltaNet, DeltaNetConfig
@@ -56,10 +63,12 @@ from lsm_jax.mixers.gateloop import GateLoop, GateLoopConfig
 from lsm_jax.mixers.gfw import GFW, GFWConfig
 from lsm_jax.mixers.gla import GLA, GLAConfig
 from lsm_jax.mixers.gsa import GSA, GSAConfig
+from lsm_jax.mixers.hgrn import HGRN, HGRNConfig
 from lsm_jax.mixers.hgrn2 import HGRN2, HGRN2Config
 from lsm_jax.mixers.kda import KDA, KDAConfig
 from lsm_jax.mixers.layers import RopeScaling
 from lsm_jax.mixers.liger import Liger, LigerConfig
+from lsm_jax.mixers.lightnet import LightNet, LightNetConfig
 from lsm_jax.mixers.lightning import Lightning, LightningConfig
 from lsm_jax.mixers.linear_attention import LinearAttention, LinearAttentionConfig
 from lsm_jax.mixers.lolcats import Lolcats, LolcatsConfig
@@ -84,6 +93,7 @@ from lsm_jax.mixers.precond_gated_deltanet import PrecondGatedDeltaNet, PrecondG
 from lsm_jax.mixers.precond_kda import PrecondKDA, PrecondKDAConfig
 from lsm_jax.mixers.rebased import Rebased, RebasedConfig
 from lsm_jax.mixers.retnet import RetNet, RetNetConfig
+from lsm_jax.mixers.rg_lru import RGLRU, RGLRUConfig
 from lsm_jax.mixers.rwkv6 import RWKV6, RWKV6Config
 from lsm_jax.mixers.rwkv7 import RWKV7, RWKV7Config
 from lsm_jax.mixers.s4d import S4D, S4DConfig
@@ -98,12 +108,16 @@ _TABLE = (
     lightning,
     gated_retention,
     gla,
+    hgrn,
+    lightnet,
     hgrn2,
     rebased,
+    based,
     gfw,
     rwkv6,
     mlstm,
     mamba,
+    rg_lru,
     s4d,
     gateloop,
     mamba2,
@@ -122,6 +136,7 @@ _TABLE = (
     ttt_mlp,
     titans,
     gsa,
+    abc_attention,
     softmax,
     fox,
     liger,
@@ -133,6 +148,10 @@ for _file in _TABLE:
 register(mom.METHOD, wrapper=True)
 
 __all__ = [
+    "ABC",
+    "ABCConfig",
+    "Based",
+    "BasedConfig",
     "Clock",
     "Comba",
     "CombaConfig",
@@ -157,12 +176,16 @@ __all__ = [
     "GatedDeltaProductConfig",
     "GatedRetention",
     "GatedRetentionConfig",
+    "HGRN",
     "HGRN2",
     "HGRN2Config",
+    "HGRNConfig",
     "KDA",
     "KDAConfig",
     "Liger",
     "LigerConfig",
+    "LightNet",
+    "LightNetConfig",
     "Lightning",
     "LightningConfig",
     "LinearAttention",
@@ -188,6 +211,8 @@ __all__ = [
     "PrecondGatedDeltaNetConfig",
     "PrecondKDA",
     "PrecondKDAConfig",
+    "RGLRU",
+    "RGLRUConfig",
     "RecurrentConfig",
     "MixerState",
     "MoM",

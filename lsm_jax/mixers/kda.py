@@ -7,8 +7,8 @@ step bias and A a rate per head:
 
 | layer | log α | matrices of f and of the output gate | config |
 |---|---|---|---|
-| Kimi-Linear-48B-A3B | -A softplus(f + δ) | low rank, no bias | `gate_bias=False` |
-| GLM-5.3-Flash | -5 sigmoid(A (f + δ)) | low rank, no bias | `gate_bias=False, lower_bound=-5.0` |
+| Kimi-Linear-48B-A3B | -A softplus(f + δ) | low rank, no bias | `output_gate_bias=False` |
+| GLM-5.3-Flash | -5 sigmoid(A (f + δ)) | low rank, no bias | `output_gate_bias=False, lower_bound=-5.0` |
 | Ling-3.0-Flash | -5 sigmoid(A (f + δ)) | one full matrix, no bias | `full_rank_gates=True, lower_bound=-5.0` |
 | flash-linear-attention | either | low rank, a bias of the output gate | the default; `lower_bound=-5.0` |
 
@@ -58,7 +58,7 @@ class KDAConfig(RecurrentConfig):
         allow_negative_eigenvalues: β in (0, 2) instead of (0, 1) (arXiv 2411.12537).
         lower_bound: the bound L < 0 of the log decay L sigmoid(A (f + δ)); None is the published -A softplus(f + δ).
         full_rank_gates: whether the decay's f and the output gate are one matrix each, instead of the product of two.
-        gate_bias: whether the output gate's second matrix has a bias; a full matrix has none.
+        output_gate_bias: whether the output gate's second matrix has a bias; a full matrix has none.
         norm_eps: epsilon of the norm over each head's output.
     """
 
@@ -70,7 +70,7 @@ class KDAConfig(RecurrentConfig):
     allow_negative_eigenvalues: bool = False
     lower_bound: float | None = None
     full_rank_gates: bool = False
-    gate_bias: bool = True
+    output_gate_bias: bool = True
     norm_eps: float = 1e-5
 
     @classmethod
@@ -156,7 +156,7 @@ class KDA(Mixer):
             self.decay_proj = Dense(hidden_size, decays, **into)
             self.gate_proj = Dense(hidden_size, values, **into)
         else:
-            bias = config.gate_bias
+            bias = config.output_gate_bias
             self.decay_down = Dense(hidden_size, rank, axes=("embed", None), **small)
             self.decay_up = Dense(rank, decays, axes=(None, "heads"), **small)
             self.gate_down = Dense(hidden_size, rank, axes=("embed", None), **small)

@@ -26,6 +26,7 @@ from jaxtyping import Array, Float, Int
 from lsm_jax import ops
 from lsm_jax.mixers import checks
 from lsm_jax.mixers.base import Context
+from lsm_jax.mixers.elementwise import elementwise_memory
 from lsm_jax.mixers.gated_deltanet import GatedDeltaNet, GatedDeltaNetConfig
 from lsm_jax.mixers.layers import Dense, log_uniform_rate, log_uniform_step_bias, parameter
 from lsm_jax.mixers.method import Method
@@ -129,18 +130,9 @@ def preconditioned_memory(
     many = jnp.repeat(k, threshold.shape[0] // heads, axis=2)  # of P heads
     keys = many.astype(wide)
     written = energy_beta[..., None] * keys**2
-    decay = jnp.broadcast_to(-energy_log_decay[..., None], written.shape)
-    one = jnp.ones((keys.shape[2] * size, 1), wide)
-    total, energy = ops.selective_memory(
-        written.reshape(batch, length, -1),
-        decay.reshape(batch, length, -1),
-        -one,
-        one,
-        one,
-        discretization="none",
-        initial_state=energy,
-        **call,
-    )
+    decay = jnp.broadcast_to(energy_log_decay[..., None], written.shape)
+    flat = (x.reshape(batch, length, -1) for x in (written, decay))
+    total, energy = elementwise_memory(*flat, initial_state=energy, **call)
     r = jnp.log(total.reshape(keys.shape) + 1e-6) - threshold[:, None]
     factor = jnp.exp(-math.log(squash) * r / (1 + jnp.abs(r)))
     groups = v.shape[2] // heads

@@ -51,8 +51,8 @@ def test_kda_with_bounded_decays_is_the_published_recurrence():
 @pytest.mark.parametrize(
     ("name", "fields"),
     [
-        ("layer_kimi_kda", dict(gate_bias=False)),
-        ("layer_glm5_next_kda", dict(gate_bias=False, lower_bound=-5.0)),
+        ("layer_kimi_kda", dict(output_gate_bias=False)),
+        ("layer_glm5_next_kda", dict(output_gate_bias=False, lower_bound=-5.0)),
         ("layer_ling3_kda", dict(full_rank_gates=True, lower_bound=-5.0)),
     ],
 )
