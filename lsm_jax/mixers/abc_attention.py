@@ -137,8 +137,8 @@ def bounded_memory(
     if initial_state is not None:
         keys, values, weight, filled, last_id = initial_state
         slots = ops.SlotState(keys, values, last_id)
-        flat = (x.reshape(*x.shape[:-2], -1) for x in (weight, filled))
-        sums = ops.LogSumExpState(*flat, last_id)
+        weight, filled = (x.reshape(*x.shape[:-2], -1) for x in (weight, filled))
+        sums = ops.LogSumExpState(weight, filled, last_id)
     tokens: Any = dict(segment_ids=segment_ids, update_mask=update_mask)
     z, decay, sums = ops.running_logsumexp(merge_heads(scores), initial_state=sums, **tokens)
     heads = scores.shape[2]

@@ -107,8 +107,8 @@ def mean_memory(
     if initial_state is not None:
         memory, weight, filled, last_id = initial_state
         memory = ops.LinearState(memory, None, None, last_id)
-        flat = (x.reshape(*x.shape[:-2], -1) for x in (weight, filled))
-        sums = ops.LogSumExpState(*flat, last_id)
+        weight, filled = (x.reshape(*x.shape[:-2], -1) for x in (weight, filled))
+        sums = ops.LogSumExpState(weight, filled, last_id)
     tokens: Any = dict(segment_ids=segment_ids, update_mask=update_mask)
     z, decay, sums = ops.running_logsumexp(merge_heads(k), initial_state=sums, **tokens)
     heads = k.shape[2]

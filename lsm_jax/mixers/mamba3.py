@@ -207,11 +207,13 @@ def trapezoid_memory(
         The output [B, T, R, H, P], and the final state.
     """
     ranks, heads, wide = q.shape[2], v.shape[3], log_decay.dtype
-    segmented = initial_state is not None and initial_state.memory.ndim == 5
+    segments = None
+    if initial_state is not None and initial_state.memory.ndim == 5:
+        segments = initial_state.memory.shape[1]
     angle = angle - 2 * math.pi * jnp.round(angle / (2 * math.pi))  # a step can exceed half a turn
     phase, final = ops.cumulative_phase(
         merge_heads(angle),
-        num_segments=initial_state.memory.shape[1] if segmented else None,
+        num_segments=segments,
         segment_ids=segment_ids,
         update_mask=update_mask,
     )

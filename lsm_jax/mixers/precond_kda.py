@@ -97,7 +97,7 @@ class PrecondKDA(KDA):
         """Return the output [B, T, G, V] of `preconditioned_memory` and its final state."""
         return preconditioned_memory(query, **written, squash=self.config.squash, **call)
 
-    def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> PrecondState:
+    def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> Any:
         """Return the state before any token: a memory of zeros [B, G, K, V] and energies of zeros [B, G, K] in float32
         for `batch_size` rows; `max_length` and `dtype` do not affect it.
         """

@@ -154,8 +154,8 @@ class RGLRU(Mixer):
 
         @recomputed
         def gated(u, reset, write, rate, begun):
-            gates = (jax.nn.sigmoid(merge_heads(g).astype(wide)) for g in (reset, write))
-            written = gated_input(u.astype(wide), *gates, rate, begun == 0)
+            reset, write = (jax.nn.sigmoid(merge_heads(g).astype(wide)) for g in (reset, write))
+            written = gated_input(u.astype(wide), reset, write, rate, begun == 0)
             return written | dict(u=written["u"].astype(u.dtype))
 
         gates = self.reset_gate(heads), self.write_gate(heads)
