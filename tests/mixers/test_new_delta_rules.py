@@ -4,6 +4,8 @@ gradients, and with a simpler method that it equals in a special case.
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -240,12 +242,12 @@ def test_preconditioned_rules_without_a_squash_are_their_parents():
     v = jnp.concatenate([v, -v], axis=2)
     beta, log_decay = (jnp.repeat(x, 2, axis=2) for x in (beta, log_decay))
     channels = log_decay[..., None] * jnp.linspace(0.1, 2, 8)
-    for decay in (log_decay, channels):
-        for heads in (2, 4):
-            energy = log_decay[..., :heads], beta[..., :heads], jnp.zeros(heads)
-            o, state = preconditioned_memory(q, k, v, beta, decay, *energy, squash=1.0)
-            expected = ops.delta_memory(q, k, v, beta, decay)
-            close((o, ops.DeltaState(state.memory, state.segment_id)), expected, 1e-5)
+    run = jax.jit(functools.partial(preconditioned_memory, squash=1.0))
+    for decay, heads in ((log_decay, 2), (channels, 4)):
+        energy = log_decay[..., :heads], beta[..., :heads], jnp.zeros(heads)
+        o, state = run(q, k, v, beta, decay, *energy)
+        expected = jax.jit(ops.delta_memory)(q, k, v, beta, decay)
+        close((o, ops.DeltaState(state.memory, state.segment_id)), expected, 1e-5)
 
 
 @pytest.mark.parametrize("config", [mixers.PrecondGatedDeltaNetConfig, mixers.PrecondKDAConfig])
