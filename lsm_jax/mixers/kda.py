@@ -247,5 +247,5 @@ METHOD = Method(
     state="K × V a head; 3 tokens of q, k, v",
     config=KDAConfig,
     module=KDA,
-    note="α = exp(-A softplus(f + δ)), or with `lower_bound` L exp(L sigmoid(A (f + δ)))",
+    note="log α = -A softplus(f + δ), or L sigmoid(A (f + δ)) with the field `lower_bound` L",
 )
