@@ -60,6 +60,14 @@ WIDENED = {
     "mamba2": "state_size",
     "gsa": "num_slots",
     "ttt_mlp": "inner_expand",
+    "gated_deltaproduct": "expand_v",
+    "gated_deltanet2": "expand_v",
+    "comba": "expand_v",
+    "precond_gated_deltanet": "expand_v",
+    "precond_kda": "expand_v",
+    "mamba3": "state_size",
+    "mamba3_mimo": "state_size",
+    "abc": "num_slots",
 }
 """The field that makes the memory of an inner mixer larger: `baseline=expanded` triples it."""
 OPTIONS = dict(

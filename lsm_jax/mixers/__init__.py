@@ -8,26 +8,38 @@ Models, training, decoding and the test suite require no further change.
 from __future__ import annotations
 
 from lsm_jax.mixers import (
+    abc_attention,
+    based,
+    comba,
     deltanet,
     fox,
     gated_deltanet,
+    gated_deltanet2,
+    gated_deltaproduct,
     gated_retention,
     gateloop,
     gfw,
     gla,
     gsa,
+    hgrn,
     hgrn2,
     kda,
     liger,
+    lightnet,
     lightning,
     linear_attention,
     lolcats,
     mamba,
     mamba2,
+    mamba3,
+    mamba3_mimo,
     mlstm,
     mom,
+    precond_gated_deltanet,
+    precond_kda,
     rebased,
     retnet,
+    rg_lru,
     rwkv6,
     rwkv7,
     s4d,
@@ -36,27 +48,36 @@ from lsm_jax.mixers import (
     ttt_linear,
     ttt_mlp,
 )
+from lsm_jax.mixers.abc_attention import ABC, ABCConfig
 from lsm_jax.mixers.base import Context, Mixer, MixerState
+from lsm_jax.mixers.based import Based, BasedConfig
 from lsm_jax.mixers.clock import Clock, advance, fresh_clock
+from lsm_jax.mixers.comba import Comba, CombaConfig
 from lsm_jax.mixers.deltanet import DeltaNet, DeltaNetConfig
 from lsm_jax.mixers.fox import FoX, FoXConfig
 from lsm_jax.mixers.fp8 import use_fp8
 from lsm_jax.mixers.gated_deltanet import GatedDeltaNet, GatedDeltaNetConfig
+from lsm_jax.mixers.gated_deltanet2 import GatedDeltaNet2, GatedDeltaNet2Config
+from lsm_jax.mixers.gated_deltaproduct import GatedDeltaProduct, GatedDeltaProductConfig
 from lsm_jax.mixers.gated_retention import GatedRetention, GatedRetentionConfig
 from lsm_jax.mixers.gateloop import GateLoop, GateLoopConfig
 from lsm_jax.mixers.gfw import GFW, GFWConfig
 from lsm_jax.mixers.gla import GLA, GLAConfig
 from lsm_jax.mixers.gsa import GSA, GSAConfig
+from lsm_jax.mixers.hgrn import HGRN, HGRNConfig
 from lsm_jax.mixers.hgrn2 import HGRN2, HGRN2Config
 from lsm_jax.mixers.kda import KDA, KDAConfig
 from lsm_jax.mixers.layers import RopeScaling
 from lsm_jax.mixers.liger import Liger, LigerConfig
+from lsm_jax.mixers.lightnet import LightNet, LightNetConfig
 from lsm_jax.mixers.lightning import Lightning, LightningConfig
 from lsm_jax.mixers.linear_attention import LinearAttention, LinearAttentionConfig
 from lsm_jax.mixers.lolcats import Lolcats, LolcatsConfig
 from lsm_jax.mixers.lora import LoRA, LoRAConfig, add_adapters
 from lsm_jax.mixers.mamba import Mamba, MambaConfig
 from lsm_jax.mixers.mamba2 import Mamba2, Mamba2Config
+from lsm_jax.mixers.mamba3 import Mamba3, Mamba3Config
+from lsm_jax.mixers.mamba3_mimo import Mamba3MIMOConfig
 from lsm_jax.mixers.method import (
     METHODS,
     WRAPPERS,
@@ -69,8 +90,11 @@ from lsm_jax.mixers.method import (
 from lsm_jax.mixers.mlstm import MLSTM, MLSTMConfig
 from lsm_jax.mixers.mom import MoM, MoMConfig
 from lsm_jax.mixers.op_config import OpConfig, RecurrentConfig
+from lsm_jax.mixers.precond_gated_deltanet import PrecondGatedDeltaNet, PrecondGatedDeltaNetConfig
+from lsm_jax.mixers.precond_kda import PrecondKDA, PrecondKDAConfig
 from lsm_jax.mixers.rebased import Rebased, RebasedConfig
 from lsm_jax.mixers.retnet import RetNet, RetNetConfig
+from lsm_jax.mixers.rg_lru import RGLRU, RGLRUConfig
 from lsm_jax.mixers.rwkv6 import RWKV6, RWKV6Config
 from lsm_jax.mixers.rwkv7 import RWKV7, RWKV7Config
 from lsm_jax.mixers.s4d import S4D, S4DConfig
@@ -85,23 +109,35 @@ _TABLE = (
     lightning,
     gated_retention,
     gla,
+    hgrn,
+    lightnet,
     hgrn2,
     rebased,
+    based,
     gfw,
     rwkv6,
     mlstm,
     mamba,
+    rg_lru,
     s4d,
     gateloop,
     mamba2,
+    mamba3,
+    mamba3_mimo,
     deltanet,
     gated_deltanet,
     kda,
+    gated_deltaproduct,
+    gated_deltanet2,
+    comba,
+    precond_gated_deltanet,
+    precond_kda,
     rwkv7,
     ttt_linear,
     ttt_mlp,
     titans,
     gsa,
+    abc_attention,
     softmax,
     fox,
     liger,
@@ -113,7 +149,13 @@ for _file in _TABLE:
 register(mom.METHOD, wrapper=True)
 
 __all__ = [
+    "ABC",
+    "ABCConfig",
+    "Based",
+    "BasedConfig",
     "Clock",
+    "Comba",
+    "CombaConfig",
     "Context",
     "DeltaNet",
     "DeltaNetConfig",
@@ -129,14 +171,22 @@ __all__ = [
     "GateLoopConfig",
     "GatedDeltaNet",
     "GatedDeltaNetConfig",
+    "GatedDeltaNet2",
+    "GatedDeltaNet2Config",
+    "GatedDeltaProduct",
+    "GatedDeltaProductConfig",
     "GatedRetention",
     "GatedRetentionConfig",
+    "HGRN",
     "HGRN2",
     "HGRN2Config",
+    "HGRNConfig",
     "KDA",
     "KDAConfig",
     "Liger",
     "LigerConfig",
+    "LightNet",
+    "LightNetConfig",
     "Lightning",
     "LightningConfig",
     "LinearAttention",
@@ -151,10 +201,19 @@ __all__ = [
     "Mamba",
     "Mamba2",
     "Mamba2Config",
+    "Mamba3",
+    "Mamba3Config",
+    "Mamba3MIMOConfig",
     "MambaConfig",
     "Method",
     "Mixer",
     "OpConfig",
+    "PrecondGatedDeltaNet",
+    "PrecondGatedDeltaNetConfig",
+    "PrecondKDA",
+    "PrecondKDAConfig",
+    "RGLRU",
+    "RGLRUConfig",
     "RecurrentConfig",
     "MixerState",
     "MoM",

@@ -172,11 +172,13 @@ def short_convolution(
 class TokenShift(nnx.Module):
     """Return the token before each token of a document (RWKV's time shift).
 
-    `MixerState.tails[name]` contains the last token of the call before.
+    `MixerState.tails[name]` contains the last token of the call before. With `in_finish=False` the shift is promised to be
+    used in `read` and `write` only; Mixture-of-Memories then has no state for it along the row.
     """
 
-    def __init__(self, name: str, channels: int):
+    def __init__(self, name: str, channels: int, *, in_finish: bool = True):
         self.name, self.channels, self.remembered = name, channels, 1
+        self.in_finish = in_finish
 
     def __call__(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
         """Return, for each token of x [B, T, channels], the token before it in its document, 0 before the first, and

@@ -92,6 +92,40 @@ def _unbounded(size: int) -> jax.Array:
     return jnp.stack([jnp.full(size, -jnp.inf, jnp.float32), jnp.zeros(size, jnp.float32)])
 
 
+def shared_log_bounds(stacks: list[tuple[jax.Array, Any]]) -> jax.Array | None:
+    """Return log γ and log (1 - γ) of the layers of a model, [L, 2, D], from the mixers that `Mixer.init_shared` receives;
+    only layers with learned bounds have entries. None if no layer learns its bound.
+    """
+    stacks = [stack for stack in stacks if stack[1].lower_bound is not None]
+    if not stacks:
+        return None
+    index = jnp.concatenate([layers for layers, _ in stacks])
+    logits = jnp.concatenate([mixer.lower_bound[...] for _, mixer in stacks])
+    order = jnp.argsort(index)
+    table = jnp.zeros((stacks[0][1].num_layers, 2, logits.shape[1]), logits.dtype)
+    return table.at[index[order]].set(log_bounds(logits[order]))
+
+
+def log_bound(mixer: Any, context: Context, name: str) -> jax.Array:
+    """Return log γ and log (1 - γ), [2, D], of the layer of a call, from the config's constant γ or from
+    `context.shared[name]`; γ is 0 outside a model and in its first layer.
+    """
+    unbounded, constant = _unbounded(mixer.hidden_size), mixer.config.lower_bound
+    if context.layer is None:
+        return unbounded
+    if constant is not None:
+        logs = jnp.log(jnp.array([[constant], [1 - constant]], jnp.float32))
+        return jnp.where(jnp.equal(context.layer, 0), unbounded, logs)
+    return context.shared[name][context.layer] if name in context.shared else unbounded
+
+
+def forget_and_rest(gate: jax.Array, log_bounds: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return log f and 1 - f, with the forget gate f = γ + (1 - γ) sigmoid(gate); both in the gate's dtype."""
+    bound, rest = log_bounds
+    log_f = jnp.logaddexp(bound, rest + jax.nn.log_sigmoid(gate))
+    return log_f, jnp.exp(rest + jax.nn.log_sigmoid(-gate))
+
+
 class HGRN2(Mixer):
     """The layer of HGRN2: a mixer that maps [B, T, D] to [B, T, D]; `HGRN2Config` says what its options mean."""
 
@@ -131,14 +165,8 @@ class HGRN2(Mixer):
         [L, 2, D], learned across its HGRN2 layers; only the layers with learned bounds read their entries.
         Empty if no layer learns its bound.
         """
-        stacks = [stack for stack in stacks if stack[1].lower_bound is not None]
-        if not stacks:
-            return {}
-        index = jnp.concatenate([layers for layers, _ in stacks])
-        logits = jnp.concatenate([mixer.lower_bound[...] for _, mixer in stacks])
-        order = jnp.argsort(index)
-        table = jnp.zeros((stacks[0][1].num_layers, 2, logits.shape[1]), logits.dtype)
-        return {_BOUNDS: table.at[index[order]].set(log_bounds(logits[order]))}
+        table = shared_log_bounds(stacks)
+        return {} if table is None else {_BOUNDS: table}
 
     def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
         """Return the queries [B, T, H, K] of tokens x [B, T, D], silu(x W_q) cut into heads, and the context."""
@@ -149,32 +177,19 @@ class HGRN2(Mixer):
         x W_i, and the log decay log f of each key channel, where f is the forget gate with the lower bound γ (0 outside
         a model).
         """
-        bound, rest = self._log_bound(context)
-        gate = self.f_proj(x, dtype=jnp.float32)
 
         @recomputed
-        def bounded(gate, bound, rest):
-            log_f = jnp.logaddexp(bound, rest + jax.nn.log_sigmoid(gate))
-            return log_f, jnp.exp(rest + jax.nn.log_sigmoid(-gate)).astype(x.dtype)
+        def bounded(gate, bounds):
+            log_f, rest = forget_and_rest(gate, bounds)
+            return log_f, rest.astype(x.dtype)
 
-        log_f, key = bounded(gate, bound, rest)
+        gate = self.f_proj(x, dtype=jnp.float32)
+        log_f, key = bounded(gate, log_bound(self, context, _BOUNDS))
         return dict(
             k=split_heads(key, self.num_heads),
             v=split_heads(self.i_proj(x), self.num_heads),
             log_decay=split_heads(log_f, self.num_heads),
         ), context
-
-    def _log_bound(self, context: Context) -> jax.Array:
-        """Return log γ and log (1 - γ), [2, D], where γ is the lower bound of this layer's forget gate for each
-        channel.
-        """
-        unbounded, constant = _unbounded(self.hidden_size), self.config.lower_bound
-        if context.layer is None:
-            return unbounded
-        if constant is not None:
-            logs = jnp.log(jnp.array([[constant], [1 - constant]], jnp.float32))
-            return jnp.where(jnp.equal(context.layer, 0), unbounded, logs)
-        return context.shared[_BOUNDS][context.layer] if _BOUNDS in context.shared else unbounded
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
         """Return (y, context), with the layer's output y [B, T, D] from the memory's output o [B, T, H, V]:

@@ -1,6 +1,22 @@
 """Kimi Delta Attention (arXiv 2510.26692): the gated delta rule with a decay for each key channel.
 
 `M_t = (I - β_t k_tᵀ k_t) diag(α_t) M_{t-1} + β_t k_tᵀ v_t`, keys and queries of unit length.
+
+Released layers differ in the decay and in the gates, which are fields here. With f the projection of the token, δ a
+step bias and A a rate per head:
+
+| layer | log α | matrices of f and of the output gate | config |
+|---|---|---|---|
+| Kimi-Linear-48B-A3B | -A softplus(f + δ) | low rank, no bias | `output_gate_bias=False` |
+| GLM-5.3-Flash | -5 sigmoid(A (f + δ)) | low rank, no bias | `output_gate_bias=False, lower_bound=-5.0` |
+| Ling-3.0-Flash | -5 sigmoid(A (f + δ)) | one full matrix, no bias | `full_rank_gates=True, lower_bound=-5.0` |
+| flash-linear-attention | either | low rank, a bias of the output gate | the default; `lower_bound=-5.0` |
+
+The bound ("safe gate") is in no paper; it is read from the code of these layers. They disagree on two points:
+
+* The rates of a bounded decay start at A = 1, as in GLM and flash-linear-attention. Ling draws them from U(1, 16), as
+  for the softplus, where sigmoid(A δ) with δ < -2.2 starts near 0 for most heads: they would forget nothing at first.
+* The log decay stays float32, as in all but Ling, which rounds it to bfloat16 before the recurrence.
 """
 
 from __future__ import annotations
@@ -40,6 +56,9 @@ class KDAConfig(RecurrentConfig):
         expand_v: number of value channels of a head, divided by head_dim.
         conv_size: width of the short convolutions on q, k and v; 1 means no convolution, only the SiLU that follows it.
         allow_negative_eigenvalues: β in (0, 2) instead of (0, 1) (arXiv 2411.12537).
+        lower_bound: the bound L < 0 of the log decay L sigmoid(A (f + δ)); None is the published -A softplus(f + δ).
+        full_rank_gates: whether the decay's f and the output gate are one matrix each, instead of the product of two.
+        output_gate_bias: whether the output gate's second matrix has a bias; a full matrix has none.
         norm_eps: epsilon of the norm over each head's output.
     """
 
@@ -49,6 +68,9 @@ class KDAConfig(RecurrentConfig):
     expand_v: float = 1.0
     conv_size: int = 4
     allow_negative_eigenvalues: bool = False
+    lower_bound: float | None = None
+    full_rank_gates: bool = False
+    output_gate_bias: bool = True
     norm_eps: float = 1e-5
 
     @classmethod
@@ -78,6 +100,10 @@ class KDAConfig(RecurrentConfig):
         checks.expanded(self, "expand_v", self.expand_v, self.head_dim, 1)
         checks.value_heads(self)
         checks.convolution_width(self)
+        if self.lower_bound is not None and self.lower_bound >= 0:
+            raise ValueError(
+                f"KDAConfig.lower_bound={self.lower_bound}: accepted are None and negative numbers"
+            )
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
         """Return the floating-point operations of the forward pass per token: the projections and
@@ -86,9 +112,22 @@ class KDAConfig(RecurrentConfig):
         keys, heads = self.num_heads * self.head_dim, self.value_heads()
         values, rank = heads * self.value_dim(), self.head_dim
         projections = 2.0 * hidden_size * (2 * keys + 2 * values + heads)
-        gates = 2.0 * rank * (2 * hidden_size + heads * self.head_dim + values)
+        gates = heads * self.head_dim + values
+        if self.full_rank_gates:
+            gates *= 2.0 * hidden_size
+        else:
+            gates = 2.0 * rank * (2 * hidden_size + gates)
         convolutions = 2 * checks.convolution_taps(self) * (2 * keys + values)
         return projections + gates + convolutions + 7 * self.head_dim * values
+
+
+def bounded_log_decay(
+    gate: jax.Array, bias: jax.Array, a_log: jax.Array, lower_bound: float
+) -> jax.Array:
+    """Return the bounded log decay L sigmoid(A (f + δ)) of each key channel, in (L, 0): L is `lower_bound`, f the gate
+    [..., G, K], δ the bias [G, K] and log A `a_log` [G].
+    """
+    return lower_bound * jax.nn.sigmoid(jnp.exp(a_log)[:, None] * (gate + bias))
 
 
 class KDA(Mixer):
@@ -97,7 +136,7 @@ class KDA(Mixer):
     """
 
     op = ops.delta_memory
-    memory_parts = ("k_proj", "v_proj", "beta_proj", "decay_down", "decay_up")
+    memory_parts = ("k_proj", "v_proj", "beta_proj", "decay_proj", "decay_down", "decay_up")
     token_parts = ("q_proj", "k_proj", "v_proj", "beta_proj", "decay_down")
 
     def __init__(
@@ -113,13 +152,21 @@ class KDA(Mixer):
         self.v_proj = Dense(hidden_size, values, **into)
         self.beta_proj = Dense(hidden_size, heads, **into)
         small = dict(rngs=rngs, init_std=init_std)
-        self.decay_down = Dense(hidden_size, rank, axes=("embed", None), **small)
-        self.decay_up = Dense(rank, decays, axes=(None, "heads"), **small)
-        self.gate_down = Dense(hidden_size, rank, axes=("embed", None), **small)
-        self.gate_up = Dense(rank, values, axes=(None, "heads"), bias=True, **small)
+        if config.full_rank_gates:
+            self.decay_proj = Dense(hidden_size, decays, **into)
+            self.gate_proj = Dense(hidden_size, values, **into)
+        else:
+            bias = config.output_gate_bias
+            self.decay_down = Dense(hidden_size, rank, axes=("embed", None), **small)
+            self.decay_up = Dense(rank, decays, axes=(None, "heads"), **small)
+            self.gate_down = Dense(hidden_size, rank, axes=("embed", None), **small)
+            self.gate_up = Dense(rank, values, axes=(None, "heads"), bias=bias, **small)
         fixed = dict(logical_axes=("heads",), weight_decay=False)
         self.dt_bias = parameter(log_uniform_step_bias(rngs, decays), **fixed)
-        self.a_log = parameter(log_uniform_rate(rngs, heads, low=1.0, high=16.0), **fixed)
+        rates = log_uniform_rate(rngs, heads, low=1.0, high=16.0)
+        self.a_log = parameter(
+            rates if config.lower_bound is None else jnp.zeros_like(rates), **fixed
+        )
         convolution = dict(width=config.conv_size, rngs=rngs, axis="heads")
         self.q_conv = short_convolution("q", keys, **convolution)
         self.k_conv = short_convolution("k", keys, **convolution)
@@ -143,11 +190,16 @@ class KDA(Mixer):
         """
         config, heads = self.config, self.config.value_heads()
         beta = jax.nn.sigmoid(self.beta_proj(x, dtype=jnp.float32))
-        gate = split_heads(self.decay_up(self.decay_down(x), dtype=jnp.float32), heads)
-        bias = split_heads(self.dt_bias[...], heads)
+        if config.full_rank_gates:
+            gate = self.decay_proj(x, dtype=jnp.float32)
+        else:
+            gate = self.decay_up(self.decay_down(x), dtype=jnp.float32)
+        gate, bias = split_heads(gate, heads), split_heads(self.dt_bias[...], heads)
 
         @recomputed
         def decay(gate, bias, a_log):
+            if config.lower_bound is not None:
+                return bounded_log_decay(gate, bias, a_log, config.lower_bound)
             return -jnp.exp(a_log)[:, None] * jax.nn.softplus(gate + bias)
 
         k, context = self.k_conv(self.k_proj(x), context, config.head_dim)
@@ -162,14 +214,17 @@ class KDA(Mixer):
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
         """Return (y, context), with the layer's output y [B, T, D] from the memory's output o [B, T, G, V]: normalise each
-        head, multiply by sigmoid(x W₁ W₂ + b), and project.
+        head, multiply by sigmoid(x W₁ W₂ + b) or sigmoid(x W), and project.
         """
 
         @recomputed
         def gated(y, gate):
             return y * jax.nn.sigmoid(gate).astype(y.dtype)
 
-        gate = self.gate_up(self.gate_down(x), dtype=jnp.float32)
+        if self.config.full_rank_gates:
+            gate = self.gate_proj(x, dtype=jnp.float32)
+        else:
+            gate = self.gate_up(self.gate_down(x), dtype=jnp.float32)
         return self.o_proj(gated(merge_heads(self.norm(o)), gate)), context
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.DeltaState:
@@ -192,4 +247,5 @@ METHOD = Method(
     state="K × V a head; 3 tokens of q, k, v",
     config=KDAConfig,
     module=KDA,
+    note="log α = -A softplus(f + δ), or L sigmoid(A (f + δ)) with the field `lower_bound` L",
 )

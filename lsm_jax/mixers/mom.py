@@ -220,12 +220,12 @@ class MoM(Mixer):
 
     def remembering(self) -> tuple[Any, ...]:
         """Return the layers that remember a tail of tokens from call to call: the inner mixer's short
-        convolutions and token shifts, with a state for each memory, and copies of its token shifts for
-        `finish`, which run along the row.
+        convolutions and token shifts, with a state for each memory, and copies of the token shifts that `finish`
+        uses, which run along the row.
         """
         parts = self.inner.remembering()
-        row = (TokenShift(_ROW + p.name, p.channels) for p in parts if isinstance(p, TokenShift))
-        return *parts, *row
+        shifts = (p for p in parts if isinstance(p, TokenShift) and p.in_finish)
+        return *parts, *(TokenShift(_ROW + p.name, p.channels) for p in shifts)
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> MoMState:
         """Return the state of a Mixture-of-Memories before any token: G empty states of the inner mixer for each of the

@@ -24,6 +24,11 @@ from lsm_jax.ops.delta.delta_memory import delta_memory
 from lsm_jax.ops.delta.dplr_memory import dplr_memory
 from lsm_jax.ops.linear.linear_memory import linear_memory
 from lsm_jax.ops.linear.phase import cumulative_phase
+from lsm_jax.ops.linear.running_logsumexp import (
+    LogSumExpState,
+    logsumexp_state,
+    running_logsumexp,
+)
 from lsm_jax.ops.online.inner_models import Inner
 from lsm_jax.ops.online.online_memory import online_memory
 from lsm_jax.ops.online.state import OnlineState, online_state
@@ -41,6 +46,7 @@ __all__ = [
     "DocumentCount",
     "Inner",
     "LinearState",
+    "LogSumExpState",
     "OnlineState",
     "SelectiveState",
     "ShiftState",
@@ -54,9 +60,11 @@ __all__ = [
     "dplr_memory",
     "linear_memory",
     "linear_state",
+    "logsumexp_state",
     "number_documents",
     "online_memory",
     "online_state",
+    "running_logsumexp",
     "selective_memory",
     "selective_state",
     "shift_state",

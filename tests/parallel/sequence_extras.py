@@ -66,6 +66,15 @@ def main() -> None:
 
     both(mesh, "phase by segment", by_segment, angle, dict(segment_ids=ids))
 
+    x = dict(x=rng.normal(size=(BATCH, LENGTH, 3)))
+    sums, row = ops.running_logsumexp, dict(segment_ids=ids, update_mask=mask)
+    value = rng.normal(size=(BATCH, 3))
+    last = ops.LogSumExpState(value, np.ones_like(value), np.asarray([1, 2], np.int32))
+    both(mesh, "logsumexp", sums, x, row | dict(initial_state=last))
+    both(mesh, "logsumexp of a row", sums, x, {})
+    each = ops.logsumexp_state(BATCH, 3, num_segments=3, dtype=jnp.float64)
+    both(mesh, "logsumexp by segment", sums, x, dict(segment_ids=ids, initial_state=each))
+
     shapes = dict(u=(BATCH, LENGTH, 3), delta=(3,), A=(3, 2), B=(3, 2), C=(3, 2))
     constants = {n: -np.abs(rng.normal(size=s)) for n, s in shapes.items()}
     constants["delta"] *= -0.1

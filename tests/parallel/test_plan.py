@@ -27,6 +27,7 @@ from lsm_jax.training import TrainConfig
 from lsm_jax.training.liveness import peak_bytes, result_bytes
 from lsm_jax.training.memory_plan import gathered_keys_and_values_bytes, plan
 from lsm_jax.training.step import make_program
+from tests.mixers.conftest import FAST
 from tests.parallel.test_parallel import run_with_devices
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -188,7 +189,13 @@ def test_only_the_branch_of_the_platform_counts():
     assert residual_bytes("cpu") == residual_bytes("tpu") == 3 * item
 
 
-@pytest.mark.parametrize("method", [*sorted(mixers.METHODS), "mom"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        pytest.param(m, marks=() if m in (*FAST, "mom") else pytest.mark.slow)
+        for m in (*sorted(mixers.METHODS), "mom")
+    ],
+)
 def test_every_method_has_a_plan(method):
     """Every method has a memory plan, both on one device and with the tokens of a row divided over two
     devices. In the second plan, a model with this method and softmax attention in turn sends more bytes

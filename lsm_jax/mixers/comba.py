@@ -1,0 +1,233 @@
+"""Comba (arXiv 2506.02475): a gated delta rule whose erasing key reads the memory ahead of its decay, and whose queries
+are corrected by the key.
+
+`M_t = α_t M_{t-1} - β_t k_tᵀ (p_t M_{t-1}) + β_t k_tᵀ v_t`, by `dplr_memory` with a = -β p and b = k. With p = α k it is
+Gated DeltaNet.
+
+The recurrence is that of the authors' chunk code and of flash-linear-attention's kernels. The latter's
+`naive_recurrent_comba` decays before p reads, which is another recurrence (Gated DeltaNet for p = k).
+
+The layer is flash-linear-attention's (fla/layers/comba.py): p = sigmoid(d) k and q' = q - D p with d and D learned for
+each head, then q', k and p are made of unit length. Since p and k are parallel, d acts only through q'; the eigenvalue
+along k is α - β, in (-1, 1). D starts at 1 there and at 0.01 or 0.02 elsewhere (`correction`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from lsm_jax import ops
+from lsm_jax.mixers import checks
+from lsm_jax.mixers.base import Context, Mixer, short_convolution
+from lsm_jax.mixers.layers import (
+    Dense,
+    RMSNorm,
+    log_uniform_rate,
+    log_uniform_step_bias,
+    merge_heads,
+    parameter,
+    recomputed,
+    split_heads,
+)
+from lsm_jax.mixers.method import Method
+from lsm_jax.mixers.op_config import RecurrentConfig
+from lsm_jax.ops.convolution.backends import l2_normalize
+
+
+@dataclasses.dataclass(kw_only=True, unsafe_hash=True)
+class CombaConfig(RecurrentConfig):
+    """The config of a Comba layer.
+
+    Attributes:
+        num_heads: heads of queries and keys.
+        num_value_heads: heads of values, gates and memories, a multiple of `num_heads`; None is `num_heads`.
+        head_dim: key channels of a head.
+        expand_v: number of value channels of a head, divided by head_dim.
+        conv_size: width of the short convolutions on q, k and v; 1 means no convolution, only the SiLU that follows it.
+        correction: initial value of D, the share of p that is subtracted from a query.
+        norm_eps: epsilon of the norm over each head's output.
+    """
+
+    num_heads: int = 6
+    num_value_heads: int | None = None
+    head_dim: int = 256
+    expand_v: float = 2.0
+    conv_size: int = 4
+    correction: float = 1.0
+    norm_eps: float = 1e-5
+
+    @classmethod
+    def for_width(cls, hidden_size: int) -> CombaConfig:
+        """Return the config of Comba for a model of width `hidden_size`, with the published proportions: heads of 256
+        channels (smaller ones below width 1024), and 3/4 as many key channels in all heads as the width.
+        """
+        head_dim = min(256, hidden_size // 4)
+        return cls(head_dim=head_dim, num_heads=max(1, 3 * hidden_size // (4 * head_dim)))
+
+    def value_heads(self) -> int:
+        """Return the number of heads of values, each with its own memory: `num_value_heads`, or `num_heads` if that is
+        None.
+        """
+        return self.num_heads if self.num_value_heads is None else self.num_value_heads
+
+    def value_dim(self) -> int:
+        """Return the number of value channels of one head: `head_dim` times `expand_v`."""
+        return round(self.expand_v * self.head_dim)
+
+    def validate(self, hidden_size: int) -> None:
+        """Raise ValueError if a field of this config of Comba is not accepted, or does not fit a model of width
+        `hidden_size`.
+        """
+        self.validate_fields()
+        checks.positive(self, head_dim=self.head_dim, norm_eps=self.norm_eps)
+        checks.expanded(self, "expand_v", self.expand_v, self.head_dim, 1)
+        checks.value_heads(self)
+        checks.convolution_width(self)
+
+    def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
+        """Return the floating-point operations of the forward pass per token: the projections and
+        convolutions, and per head K V to decay the memory and 2 K V each to erase, to write and to read.
+        """
+        keys, heads = self.num_heads * self.head_dim, self.value_heads()
+        values = heads * self.value_dim()
+        projections = 2.0 * hidden_size * (2 * keys + 3 * values + 2 * heads)
+        convolutions = 2 * checks.convolution_taps(self) * (2 * keys + values)
+        return projections + convolutions + 7 * self.head_dim * values
+
+
+def comba_update(
+    k: jax.Array, p: jax.Array, v: jax.Array, beta: jax.Array, log_decay: jax.Array
+) -> dict[str, jax.Array]:
+    """Return the arguments of `dplr_memory` of one update of Comba, by name: erase with p and write with k, of the
+    strength β.
+
+    Args:
+        k: [B, T, H, K] keys of unit length.
+        p: [B, T, H, K] erasing keys.
+        v: [B, T, G, V] values.
+        beta: [B, T, G] write strengths, float32.
+        log_decay: [B, T, G], log α.
+    """
+    p = jnp.repeat(p, v.shape[2] // p.shape[2], axis=2)
+    strength = beta[..., None]
+    scaled = ((strength * x.astype(strength.dtype)).astype(x.dtype) for x in (v, -p))
+    return dict(zip(("v", "a"), scaled, strict=True), k=k, b=k, log_decay=log_decay)
+
+
+class Comba(Mixer):
+    """The layer of Comba: a mixer that maps [B, T, D] to [B, T, D]; `CombaConfig` says what its options mean."""
+
+    op = ops.dplr_memory
+    memory_parts = ("k_proj", "v_proj", "beta_proj", "decay_proj")
+    token_parts = ("q_proj", "k_proj", "v_proj", "beta_proj", "decay_proj")
+
+    def __init__(
+        self, config: CombaConfig, hidden_size: int, *, rngs: nnx.Rngs, init_std: float = 0.02
+    ):
+        super().__init__(config, hidden_size)
+        heads, value_dim = config.value_heads(), config.value_dim()
+        keys, values = config.num_heads * config.head_dim, heads * value_dim
+        into = dict(axes=("embed", "heads"), rngs=rngs, init_std=init_std)
+        self.q_proj = Dense(hidden_size, keys, **into)
+        self.k_proj = Dense(hidden_size, keys, **into)
+        self.v_proj = Dense(hidden_size, values, **into)
+        self.g_proj = Dense(hidden_size, values, **into)
+        self.beta_proj = Dense(hidden_size, heads, **into)
+        self.decay_proj = Dense(hidden_size, heads, **into)
+        fixed = dict(logical_axes=("heads",), weight_decay=False)
+        ones = jnp.ones(config.num_heads, jnp.float32)
+        self.erase_scale = parameter(ones, **fixed)
+        self.correction = parameter(config.correction * ones, **fixed)
+        self.dt_bias = parameter(log_uniform_step_bias(rngs, heads), **fixed)
+        self.a_log = parameter(log_uniform_rate(rngs, heads, low=0.0, high=16.0), **fixed)
+        convolution = dict(width=config.conv_size, rngs=rngs, axis="heads")
+        self.q_conv = short_convolution("q", keys, **convolution)
+        self.k_conv = short_convolution("k", keys, **convolution)
+        self.v_conv = short_convolution("v", values, **convolution)
+        self.norm = RMSNorm(value_dim, eps=config.norm_eps)
+        self.o_proj = Dense(
+            values, hidden_size, axes=("heads", "embed"), rngs=rngs, init_std=init_std
+        )
+
+    def _keys(self, x: jax.Array, context: Context) -> tuple[tuple[jax.Array, jax.Array], Context]:
+        """Return the keys k and p = sigmoid(d) k of tokens x [B, T, D], each [B, T, H, K] before the normalisation; and
+        the context, in which they are saved, so that one call computes them once.
+        """
+        if "keys" not in context.saved:
+            k, context = self.k_conv(self.k_proj(x), context)
+            k = split_heads(k, self.config.num_heads)
+            scale = jax.nn.sigmoid(self.erase_scale[...])[:, None].astype(k.dtype)
+            context = context.add(saved={"keys": (k, scale * k)})
+        return context.saved["keys"], context
+
+    def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
+        """Return the queries [B, T, H, K] of tokens x [B, T, D]: q - D p of unit length, with q x W_q after the short
+        convolution; and the context.
+        """
+        q, context = self.q_conv(self.q_proj(x), context)
+        (_, p), context = self._keys(x, context)
+        share = self.correction[...][:, None].astype(p.dtype)
+        return l2_normalize(split_heads(q, self.config.num_heads) - share * p), context
+
+    def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
+        """Return the arguments of `dplr_memory` that update the memory, by name, as `comba_update` does, and the
+        context.
+        """
+        (k, p), context = self._keys(x, context)
+        v, context = self.v_conv(self.v_proj(x), context)
+
+        @recomputed
+        def update(k, p, v, beta, gate, bias, a_log):
+            log_decay = -jnp.exp(a_log) * jax.nn.softplus(gate + bias)
+            keys = l2_normalize(k), l2_normalize(p)
+            return comba_update(*keys, v, jax.nn.sigmoid(beta), log_decay)
+
+        written = update(
+            k,
+            p,
+            split_heads(v, self.config.value_heads()),
+            self.beta_proj(x, dtype=jnp.float32),
+            self.decay_proj(x, dtype=jnp.float32),
+            self.dt_bias[...],
+            self.a_log[...],
+        )
+        return written, context
+
+    def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
+        """Return (y, context), with the layer's output y [B, T, D] from the memory's output o [B, T, G, V]: normalise each
+        head, multiply by sigmoid(x W_g), and project.
+        """
+
+        @recomputed
+        def gated(y, gate):
+            return y * jax.nn.sigmoid(gate).astype(y.dtype)
+
+        gate = self.g_proj(x, dtype=jnp.float32)
+        return self.o_proj(gated(merge_heads(self.norm(o)), gate)), context
+
+    def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.DeltaState:
+        """Return the state before any token: a memory of zeros [B, G, K, V] in float32 for `batch_size` rows;
+        `max_length` and `dtype` do not affect it.
+        """
+        config = self.config
+        return ops.delta_state(
+            batch_size, config.value_heads(), config.head_dim, config.value_dim()
+        )
+
+
+METHOD = Method(
+    name="comba",
+    paper="arXiv 2506.02475",
+    op="dplr_memory",
+    gate="α - β kᵀ p, α each head",
+    write="β kᵀ v",
+    read="q M, q corrected by p",
+    state="K × V a head; 3 tokens of q, k, v",
+    config=CombaConfig,
+    module=Comba,
+)

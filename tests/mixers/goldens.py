@@ -1,0 +1,70 @@
+"""Results of the authors' code for recurrences and whole layers, and comparisons with them.
+
+`goldens.npz` has arrays `<method>/<argument>`: inputs, outputs, `cotangent_<output>` and `grad_<input>`, the gradients
+of Σ ⟨output, cotangent⟩; `<method>/source` names the code that computed them, in float64 (layers in float32): fla is
+flash-linear-attention 0.6.0, hf transformers 5.23.0, mamba state-spaces/mamba e9594ce, rg google-deepmind/recurrentgemma.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from lsm_jax import mixers
+
+FILE = Path(__file__).with_name("goldens.npz")
+
+
+@functools.cache
+def load(name: str) -> dict[str, np.ndarray]:
+    """Return the arrays of one method or layer by their names."""
+    with np.load(FILE) as file:
+        return {
+            path.partition("/")[2]: file[path]
+            for path in file.files
+            if path.partition("/")[0] == name
+        }
+
+
+def check(name: str, function: Callable, *, dtype: str = "float64", tolerance: float = 1e-10):
+    """Assert that `function`, which maps the golden's arrays to outputs by name, returns the golden's outputs and has
+    its gradients with respect to every input, to `tolerance` times an array's largest entry (at least 1).
+    """
+    golden = load(name)
+    with jax.enable_x64(dtype == "float64"):
+        given = {n: jnp.asarray(a, dtype) for n, a in golden.items() if f"grad_{n}" in golden}
+        cotangents = {
+            n.removeprefix("cotangent_"): jnp.asarray(a, dtype)
+            for n, a in golden.items()
+            if n.startswith("cotangent_")
+        }
+
+        def loss(given):
+            outputs = function(given)
+            return sum(jnp.vdot(outputs[n], c) for n, c in cotangents.items()), outputs
+
+        gradients, outputs = jax.jit(jax.grad(loss, has_aux=True))(given)
+    results = {n: outputs[n] for n in cotangents}
+    results |= {f"grad_{n}": a for n, a in gradients.items()}
+    for n, actual in results.items():
+        expected = golden[n]
+        bound = tolerance * max(1.0, np.abs(expected).max())
+        np.testing.assert_allclose(actual, expected, rtol=0, atol=bound, err_msg=f"{name}/{n}")
+
+
+def run_layer(config, width: int, parameters: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+    """Return the output for x of the mixer with this config and these parameters, by their paths ("q_proj/kernel")."""
+    mixer = nnx.eval_shape(lambda: mixers.build(config, width, rngs=nnx.Rngs(0)))
+    graph, state = nnx.split(mixer)
+    flat = {"/".join(map(str, path)): param for path, param in nnx.to_flat_state(state)}
+    assert set(flat) == set(parameters), set(flat) ^ set(parameters)
+    for path, param in flat.items():
+        assert param.get_value().shape == parameters[path].shape, path
+        param.set_value(parameters[path])
+    return nnx.merge(graph, state)(x)[0]
