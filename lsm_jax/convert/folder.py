@@ -13,6 +13,7 @@ from lsm_jax.convert.checkpoint import FLOATS, INDEX, SINGLE_FILE, Checkpoint, T
 from lsm_jax.convert.huggingface import Source, check_tensors, checkpoint_layout, open_source
 from lsm_jax.convert.layout import Layout, check_dtypes
 from lsm_jax.convert.new_folder import NewFolder, check_new, new_folder
+from lsm_jax.convert.rwkv_file import RWKVFile
 from lsm_jax.convert.tokenizer import tokenizer_files
 from lsm_jax.models import ModelConfig
 
@@ -51,6 +52,11 @@ def export(
     """
     opened, out = open_source(source), Path(out_folder).expanduser()
     check_new(out, "out_folder")
+    if isinstance(opened, RWKVFile):
+        raise ValueError(
+            f"source={str(opened.folder)!r}: .pth files are not written; python -m lsm_jax.convert.released_export without "
+            "--source writes the model for flash-linear-attention"
+        )
     layout = checkpoint_layout(opened, config)
     check_tensors(opened, layout, config)
     opened.verify()
@@ -81,9 +87,7 @@ def export(
     return out
 
 
-def _files(
-    source: Tensors, layout: Layout, dtypes: dict[str, np.dtype]
-) -> dict[str, list[str]]:
+def _files(source: Tensors, layout: Layout, dtypes: dict[str, np.dtype]) -> dict[str, list[str]]:
     """Return the names of the tensors that each safetensors file of the exported folder has, by the file's
     name."""
     files: dict[str, list[str]] = {}

@@ -28,6 +28,7 @@ from lsm_jax.convert.layout import Layout, Names, layout_of, prefixed
 from lsm_jax.convert.load import load_tree
 from lsm_jax.convert.published import model_of
 from lsm_jax.convert.runs import command, new_run, save_run
+from lsm_jax.convert.rwkv_file import RWKVFile
 from lsm_jax.convert.tokenizer import check_companions, tokenizer_files, write_files
 from lsm_jax.data import DataConfig
 from lsm_jax.data.tokenizers import JSONTokenizer
@@ -72,7 +73,7 @@ def open_source(source: Source) -> Tensors:
         return source
     path = Path(source).expanduser()
     if path.is_file():
-        return GGUF(path)
+        return RWKVFile(path) if path.suffix == ".pth" else GGUF(path)
     if not path.is_dir():
         raise ValueError(
             f"source={str(source)!r} does not exist; accepted is a Hugging Face folder or a .gguf file"
@@ -226,7 +227,10 @@ def import_huggingface(
         check_companions(opened)
         files = tokenizer_files(opened, tokenizer)
         params = load_params(
-            opened, model, dtype=_dtypes(opened, checkpoint_layout(opened, model)), progress=progress
+            opened,
+            model,
+            dtype=_dtypes(opened, checkpoint_layout(opened, model)),
+            progress=progress,
         )
         data = tokenizer_data(opened, target, files)
         name = opened.folder.resolve().name.removesuffix(".gguf")

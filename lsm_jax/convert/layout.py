@@ -177,7 +177,9 @@ def layout_of(
             where = tuple(key.split(".")), layer
             if where in given:
                 places[where] = _place(key, given[where], entry, shapes)
-    if unnamed := [f"{'.'.join(k)} {shape}" for (k, i), shape in given.items() if (k, i) not in places]:
+    if unnamed := [
+        f"{'.'.join(k)} {shape}" for (k, i), shape in given.items() if (k, i) not in places
+    ]:
         raise ValueError(
             f"the {what} format has no tensor for these parameters:\n  "
             + "\n  ".join(dict.fromkeys(unnamed))
@@ -214,4 +216,13 @@ def _place(
     return tuple(((i,), rows_of(name, shape[1:])) for i, name in enumerate(entry.name))
 
 
-__all__ = ["Entry", "Layout", "Names", "check_dtypes", "keys_of", "layout_of", "prefixed", "stored_shape"]
+__all__ = [
+    "Entry",
+    "Layout",
+    "Names",
+    "check_dtypes",
+    "keys_of",
+    "layout_of",
+    "prefixed",
+    "stored_shape",
+]

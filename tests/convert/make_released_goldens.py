@@ -15,7 +15,12 @@ is replaced for that. In addition:
 - an autotuned kernel has a benchmark that does nothing, so the first of its configs is used;
 - `flash_attn_func`, a CUDA library, is `flash_attention` of `make_author_goldens` (layers of `attn`);
 - norms, SwiGLU and the loss are not fused (`fuse_norm=False`), except in `fla-gla-hybrid`, since the fields change names of tensors;
-- `torch.compile` is not used (RWKV-7).
+- `torch.compile` is not used (RWKV-7);
+- `Tensor.argsort` is stable (Mixture-of-Memories; see `make_author_goldens`).
+
+rwkv7.pth has the tensors of `fla-rwkv7` by the names of RWKV-7's authors, matrices in bfloat16.
+
+`fla-mamba2` has one group: with several, FLA's path without CUDA assigns B and C to other heads than its CUDA kernels do.
 """
 
 from __future__ import annotations
@@ -66,7 +71,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "fla-mamba": ("fla.models.mamba", "Mamba", dict(fuse_norm=False, fuse_cross_entropy=False, state_size=8)),
     "fla-mamba2": (
         "fla.models.mamba2", "Mamba2",
-        dict(num_heads=4, head_dim=16, state_size=8, n_groups=2, fuse_norm=False, fuse_cross_entropy=False),
+        dict(num_heads=4, head_dim=16, state_size=8, fuse_norm=False, fuse_cross_entropy=False),
     ),
     "fla-rwkv6": (
         "fla.models.rwkv6", "RWKV6",
@@ -90,6 +95,8 @@ def import_fla() -> None:
     importlib.import_module("fla.models")
     importlib.import_module("fla.layers.attn").flash_attn_func = flash_attention
     replace_aliases()
+    argsort = torch.Tensor.argsort
+    torch.Tensor.argsort = lambda tensor: argsort(tensor, stable=True)
 
 
 def write(name: str, seed: int, out: Path) -> None:
@@ -119,6 +126,28 @@ def write(name: str, seed: int, out: Path) -> None:
     print(f"{name}: {size} parameters, largest logit {np.abs(arrays['logits_0']).max():.2f}", flush=True)  # fmt: skip
 
 
+def write_pth(folder: Path, path: Path) -> None:
+    """Write the tensors of an RWKV-7 of FLA by the names of RWKV's authors as a .pth file, matrices in bfloat16."""
+    from safetensors.torch import load_file
+
+    names = {
+        "model.embeddings.weight": "emb.weight", "lm_head.weight": "head.weight", "model.norm.": "ln_out.", "model.layers.": "blocks.",
+        ".pre_norm.": ".ln0.", ".attn_norm.": ".ln1.", ".ffn_norm.": ".ln2.", ".attn.": ".att.", ".g_norm.": ".ln_x.",
+        "r_proj": "receptance", "k_proj": "key", "v_proj": "value", "o_proj": "output",
+        **{f"{x}_lora.lora.{i}": f"{x}{n}" for x in "wavg" for i, n in (("0.weight", 1), ("2.weight", 2), ("2.bias", 0))},
+    }  # fmt: skip
+    tensors = {}
+    for name, value in load_file(folder / "model.safetensors").items():
+        for old, new in names.items():
+            name = name.replace(old, new)
+        if name[-2:] in [f"{x}{n}" for x in "wavg" for n in (1, 2)]:
+            value = value.T.contiguous()
+        if name[-3:] in ("k_k", "k_a") or name.endswith(("w0", "a0", "v0", "ffn.x_k")):
+            value = value.reshape(1, 1, -1)
+        tensors[name] = value.bfloat16() if value.ndim == 2 else value
+    torch.save(tensors, path)
+
+
 def main() -> int:
     """Write the goldens that the command line names."""
     parser = argparse.ArgumentParser(
@@ -132,6 +161,8 @@ def main() -> int:
     names = arguments.names.split(",") if arguments.names else list(MODELS)
     for name in names:
         write(name, list(MODELS).index(name), arguments.out)
+    if "fla-rwkv7" in names:
+        write_pth(arguments.out / "fla-rwkv7", arguments.out / "rwkv7.pth")
     return 0
 
 

@@ -20,13 +20,14 @@ from lsm_jax.convert.families import (
     retnet,
     rwkv6,
     rwkv7,
+    rwkv7_pth,
 )
 from lsm_jax.convert.families.family import Family
 
 FAMILIES: dict[str, Family] = {
     module.FAMILY.model_type: module.FAMILY
     for module in (
-        gla, retnet, delta_net, gated_deltanet, kda, hgrn2, gsa, linear_attn, mom, rwkv6, rwkv7, mamba, mamba2,
+        gla, retnet, delta_net, gated_deltanet, kda, hgrn2, gsa, linear_attn, mom, rwkv6, rwkv7, rwkv7_pth, mamba, mamba2,
     )
 }  # fmt: skip
 """The families by `model_type`."""

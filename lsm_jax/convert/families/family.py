@@ -221,7 +221,5 @@ def the_mixer(config: ModelConfig, kind: type) -> Any:
     found = [mixer for mixer in mixers.values() if type(mixer) is kind]
     if not found or any(mixer != found[0] for mixer in found):
         names = ", ".join(sorted(type(m).__name__ for m in mixers.values()))
-        raise ValueError(
-            f"model.layers has mixers of {names}; accepted are equal {kind.__name__}s"
-        )
+        raise ValueError(f"model.layers has mixers of {names}; accepted are equal {kind.__name__}s")
     return found[0]

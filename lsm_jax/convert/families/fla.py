@@ -58,7 +58,9 @@ PROJECTIONS: Names = {
 CONVOLUTIONS: Names = {f"mixer.{x}_conv.weight": f"attn.{x}_conv1d.weight" for x in "qkv"}
 
 
-def decoder(values: dict[str, Any], mixer: Any, feedforward: Any = None, **fields: Any) -> ModelConfig:
+def decoder(
+    values: dict[str, Any], mixer: Any, feedforward: Any = None, **fields: Any
+) -> ModelConfig:
     """Return the config of one of FLA's models.
 
     Args:
@@ -165,7 +167,9 @@ def describe(config: ModelConfig, kind: type, norm_eps: bool = True) -> tuple[An
     return mixer, fields
 
 
-def names(table: Names, block: Names = BLOCK) -> Callable[[dict[str, Any], ModelConfig, int], Names]:
+def names(
+    table: Names, block: Names = BLOCK
+) -> Callable[[dict[str, Any], ModelConfig, int], Names]:
     """Return the function `Family.names` of a model of FLA.
 
     Args:

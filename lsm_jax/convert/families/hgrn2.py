@@ -35,9 +35,7 @@ def _config(values: dict[str, Any]) -> ModelConfig:
         raise ValueError(
             "attn and use_lower_bound=True: bounds would be shared with layers of softmax; accepted is one of the two"
         )
-    mixer = HGRN2Config(
-        head_dim=ratio, lower_bound=None if bounded else 0.0, norm_eps=NORM_EPS
-    )
+    mixer = HGRN2Config(head_dim=ratio, lower_bound=None if bounded else 0.0, norm_eps=NORM_EPS)
     return fla.decoder(values, mixer)
 
 

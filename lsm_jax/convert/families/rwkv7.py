@@ -1,5 +1,5 @@
 """RWKV-7 of flash-linear-attention (`model_type` rwkv7). The checkpoints of RWKV's authors are read by
-`lsm_jax.convert.rwkv`."""
+`lsm_jax.convert.rwkv_file`."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _FEEDFORWARD: Names = {
     "feedforward.down_proj.kernel": "ffn.value.weight",
 }
 _LAYER = fla.names(_TABLE, {**BLOCK, **_FEEDFORWARD})
-_UNUSED_IN_FIRST = ("mixer.first.down.kernel", "mixer.first.up.kernel", "mixer.first.up.bias")
+UNUSED_IN_FIRST = ("mixer.first.down.kernel", "mixer.first.up.kernel", "mixer.first.up.bias")
 
 
 def top(table: Names) -> Names:
@@ -115,7 +115,7 @@ def _names(values: dict[str, Any], config: ModelConfig, layer: int) -> Names:
         return top(table)
     shares = Entry(tuple(f"attn.x_{x}" for x in MIXED), shape=(1, 1, config.hidden_size))
     table = {**table, **prefixed(f"model.layers.{layer}.", {"mixer.mix": shares})}
-    return table | dict.fromkeys(_UNUSED_IN_FIRST) if layer == 0 else table
+    return table | dict.fromkeys(UNUSED_IN_FIRST) if layer == 0 else table
 
 
 FAMILY = fla.family(
