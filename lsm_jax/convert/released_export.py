@@ -98,7 +98,10 @@ def export_released(
     family = family_for(config)
     fields = family.describe_model(config) | dict(torch_dtype=dtype)
     layout = family.layout(fields, config, "the exported config")
-    files = {} if tokenizer is None else tokenizer_files(Path(tokenizer), tokenizer)
+    files = {}
+    if tokenizer is not None:
+        path = Path(tokenizer).expanduser()
+        files = tokenizer_files(path.parent if path.is_file() else path)
     write, kind = layout.writer(params), FLOATS[_DTYPES[dtype]]
     dtypes = dict.fromkeys(layout.shapes, np.dtype(kind))
     with new_folder(out, "out_folder") as folder:
