@@ -371,7 +371,8 @@ COMMA, END = 10, 11
 def test_a_trained_rwkv7_reverses_numbers():
     model = trained_model()
     rng, rows, masks = np.random.default_rng(0), [], []
-    for digits in range(1, 61):  # as its authors test it: ten numbers of each length, in rows of 129 tokens
+    # As its authors test it: ten numbers of each length, in rows of 129 tokens.
+    for digits in range(1, 61):
         for _ in range(10):
             number = rng.integers(0, 10, digits)
             number[0] = max(number[0], digits > 1)

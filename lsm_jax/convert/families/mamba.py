@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lsm_jax.convert.families.family import Family, the_mixer
+from lsm_jax.convert.fields import shown
 from lsm_jax.convert.layout import Names, prefixed
 from lsm_jax.mixers import MambaConfig
 from lsm_jax.models import LayerConfig, ModelConfig
@@ -55,14 +56,14 @@ def _config(values: dict[str, Any]) -> ModelConfig:
         raise ValueError(
             f"intermediate_size={inner}; accepted is expand * hidden_size = {values['expand'] * width}"
         )
-    rank = values["time_step_rank"]
-    if rank != "auto" and not (type(rank) is int and rank > 0):
-        raise ValueError(f"time_step_rank={rank!r}; accepted are 'auto' and numbers from 1")
-    rank = None if rank in ("auto", -(-width // 16)) else rank
+    given, usual = values["time_step_rank"], -(-width // 16)
+    rank = usual if given == "auto" else given
+    if type(rank) is not int or rank < 1:
+        raise ValueError(f"time_step_rank={shown(given)}; accepted are 'auto' and numbers from 1")
     mixer = MambaConfig(
         expand=values["expand"],
         state_size=values["state_size"],
-        step_rank=rank,
+        step_rank=None if rank == usual else rank,
         conv_size=values["conv_kernel"],
     )
     return decoder(values, mixer)

@@ -14,12 +14,15 @@ from lsm_jax.models import ModelConfig
 
 _LETTERS = dict(k_proj="k", v_proj="v", beta_proj="b", decay_proj="a")
 _INNER = {
-    **{key.replace("mixer.", "mixer.inner."): v for key, v in (fla.PROJECTIONS | fla.CONVOLUTIONS).items()},
+    **{
+        key.replace("mixer.", "mixer.inner."): name
+        for key, name in {**fla.PROJECTIONS, **fla.CONVOLUTIONS}.items()
+    },
     "mixer.inner.dt_bias": "attn.dt_bias",
     "mixer.inner.a_log": "attn.A_log",
     "mixer.inner.norm.scale": "attn.o_norm.weight",
     "mixer.router.kernel": "attn.gate.weight",
-}  # fmt: skip
+}
 _LAYER = fla.names(_INNER)
 
 
