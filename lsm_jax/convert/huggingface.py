@@ -3,7 +3,8 @@
     python -m lsm_jax.convert.huggingface --source=Llama-3.2-1B --workdir=runs/llama
 
 The source is a folder that Hugging Face's transformers wrote (config.json, safetensors, tokenizer.json) or a GGUF file, with a
-Llama, Mistral, Qwen2 or Qwen3; or a folder with a model of `lsm_jax.convert.families` (docs/released_models.md). The run can be evaluated (`eval.py --workdir=runs/llama`), and other runs can start from it
+Llama, Mistral, Qwen2 or Qwen3; a folder with a model of `lsm_jax.convert.families` (docs/released_models.md); or a .pth file of
+RWKV-7's authors. The run can be evaluated (`eval.py --workdir=runs/llama`), and other runs can start from it
 (`train.py --init_from=runs/llama`). It cannot be resumed, since it has no optimizer state.
 """
 
@@ -226,12 +227,8 @@ def import_huggingface(
         model = model_config(opened) if model is None else model
         check_companions(opened)
         files = tokenizer_files(opened, tokenizer)
-        params = load_params(
-            opened,
-            model,
-            dtype=_dtypes(opened, checkpoint_layout(opened, model)),
-            progress=progress,
-        )
+        dtypes = _dtypes(opened, model)
+        params = load_params(opened, model, dtype=dtypes, progress=progress)
         data = tokenizer_data(opened, target, files)
         name = opened.folder.resolve().name.removesuffix(".gguf")
         config = TrainConfig(name=name, model=model, data=data)
@@ -240,9 +237,15 @@ def import_huggingface(
         return config
 
 
-def _dtypes(source: Tensors, layout: Layout) -> Any:
-    """Return the dtype, or a tree of dtypes, of imported parameters: bfloat16 for those that are stored in it, else float32.
-    In the families, only matrices are bfloat16 (`Layout.stored_dtypes`)."""
+def _dtypes(source: Tensors, model: ModelConfig) -> Any:
+    """Return the dtype of imported parameters, or a tree of dtypes (`Layout.stored_dtypes`). Of a transformer whose tensors are
+    all bfloat16, norms and biases are bfloat16 too.
+
+    Raises:
+        ValueError: tensors are missing, unexpected or of another shape.
+    """
+    layout = checkpoint_layout(source, model)
+    check_tensors(source, layout, model)
     all_bfloat16 = set(source.dtypes.values()) == {"BF16"}
     if family_of(source.config) is None and all_bfloat16:
         return jax.numpy.bfloat16
