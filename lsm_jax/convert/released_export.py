@@ -71,6 +71,7 @@ def export_released(
     *,
     dtype: str = "float32",
     tokenizer: str | os.PathLike[str] | None = None,
+    norm_eps: float | None = None,
 ) -> Path:
     """Write a model's parameters as a checkpoint that flash-linear-attention or transformers loads.
 
@@ -80,6 +81,8 @@ def export_released(
         out_folder: the folder to write; it must be empty or not exist.
         dtype: "float32", "bfloat16" or "float16", of all tensors.
         tokenizer: a tokenizer.json or its folder, which is copied; None is none.
+        norm_eps: epsilon of the norms of the written model. FLA has one for the norms of blocks and of mixers; with None, a model
+            with several is refused.
 
     Returns:
         The path of the folder.
@@ -96,6 +99,7 @@ def export_released(
             "model.lora: the model has adapters; accepted is a model into which they are merged"
         )
     family = family_for(config)
+    config = config if norm_eps is None else family.with_epsilon(config, norm_eps)
     fields = family.describe_model(config) | dict(torch_dtype=dtype)
     layout = family.layout(fields, config, "the exported config")
     files = {}
@@ -127,6 +131,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", required=True, help="the folder to write")
     parser.add_argument("--source", help="the checkpoint that the run was imported from")
     parser.add_argument("--dtype", default="float32", help=", ".join(_DTYPES))
+    parser.add_argument(
+        "--norm_eps", type=float, help="epsilon of all norms, if the run's norms have several"
+    )
     parser.add_argument("--step", type=int, help="step of the checkpoint (default: the newest)")
     parsed = parser.parse_args(arguments)
     try:
@@ -136,9 +143,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             out = export(run.params, model, parsed.source, parsed.out)
         else:
             tokenizer = name if str(name).endswith(".json") else None
-            out = export_released(
-                run.params, model, parsed.out, dtype=parsed.dtype, tokenizer=tokenizer
-            )
+            options = dict(dtype=parsed.dtype, tokenizer=tokenizer, norm_eps=parsed.norm_eps)
+            out = export_released(run.params, model, parsed.out, **options)
     except (ValueError, OSError) as error:
         print(f"{program}: {error}", file=sys.stderr)
         return 1

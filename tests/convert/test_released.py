@@ -222,16 +222,13 @@ OWN = ("gla", "retnet", "deltanet", "gated_deltanet", "kda", "hgrn2", "gsa", "ma
 @pytest.mark.parametrize("method", marked(OWN, ("gated_deltanet", "gsa")))
 def test_own_models_are_exported(method, tmp_path):
     config = dataclasses.replace(lm(method, "tiny", vocab_size=48), num_layers=2)
-    if method in ("gsa", "hgrn2"):  # their libraries have one epsilon in norms of mixers
-        assert config.layers["L"].mixer.norm_eps == 1e-5
-    elif hasattr(config.layers["L"].mixer, "norm_eps"):
-        config.norm_eps = config.layers["L"].mixer.norm_eps
     params = params_of(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
     rng = np.random.default_rng(0)
     params = jax.tree.map(lambda x: rng.standard_normal(x.shape, np.float32), params)
-    folder = export_released(params, config, tmp_path / "out", dtype="float32")
+    folder = export_released(params, config, tmp_path / "out", norm_eps=1e-5)
     again, again_params = imported(folder)
-    assert again.layers["L"].mixer == config.layers["L"].mixer
+    assert again.layers["L"].mixer == config.layers["L"].mixer  # of which the epsilon is 1e-5
+    assert again.norm_eps == 1e-5
     jax.tree.map(np.testing.assert_array_equal, again_params, params)
 
 

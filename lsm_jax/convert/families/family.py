@@ -3,6 +3,7 @@ import and export read."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import math
@@ -12,6 +13,7 @@ from typing import Any
 from lsm_jax.convert.checkpoint import Tensors
 from lsm_jax.convert.fields import check_auto_map, check_fields, check_sizes, listed, shown
 from lsm_jax.convert.layout import Layout, Names, layout_of
+from lsm_jax.mixers import MambaConfig, RWKV7Config, SoftmaxConfig
 from lsm_jax.models import ModelConfig
 from lsm_jax.training.config_json import flatten
 
@@ -159,13 +161,9 @@ class Family:
         names = functools.partial(self.names, self.values(given, where), config)
         return layout_of(config, names, what=self.model_type)
 
-    def describe_model(self, config: ModelConfig) -> dict[str, Any]:
-        """Return the contents of config.json with which the family's library computes what a model computes.
-
-        Raises:
-            ValueError: the library has no such model; the message names the fields that differ.
-        """
-        fields = dict(
+    def fields_of(self, config: ModelConfig) -> dict[str, Any]:
+        """Return the contents of config.json that are closest to a model's config; it may describe another model."""
+        return dict(
             architectures=[self.architecture],
             model_type=self.model_type,
             vocab_size=config.vocab_size,
@@ -175,6 +173,27 @@ class Family:
             initializer_range=config.init_std,
             **self.describe(config),
         )
+
+    def with_epsilon(self, config: ModelConfig, epsilon: float) -> ModelConfig:
+        """Return a model's config whose norms have the epsilons that the family's library has if `norm_eps` is `epsilon`."""
+        config = copy.deepcopy(config)
+        config.norm_eps = epsilon
+        theirs = self.config(self.values(self.fields_of(config), "the exported config"))
+        letters = dict(zip(config.letters(), theirs.letters(), strict=True))
+        for ours, other in letters.items():
+            mixers = config.layers[ours].mixer, theirs.layers[other].mixer
+            for mixer, computed in (mixers, tuple(getattr(m, "mixer", m) for m in mixers)):
+                if hasattr(mixer, "norm_eps"):
+                    mixer.norm_eps = computed.norm_eps
+        return config
+
+    def describe_model(self, config: ModelConfig) -> dict[str, Any]:
+        """Return the contents of config.json with which the family's library computes what a model computes.
+
+        Raises:
+            ValueError: the library has no such model; the message names the fields that differ.
+        """
+        fields = self.fields_of(config)
         computed = self.config(self.values(fields, "the exported config"))
         accepted, ours = _described(computed), _described(config)
         different = [
@@ -206,9 +225,24 @@ def _described(config: ModelConfig) -> dict[str, Any]:
     for number, letter in enumerate(config.letters()):
         layer = config.layers[letter]
         rows |= flatten(layer, f"layer {number}.")
+        for name, value in _implied(layer.mixer, config.hidden_size).items():
+            rows[f"layer {number}.mixer.{name}"] = value
         if layer.feedforward is not None and hasattr(layer.feedforward, "width"):
             rows[f"layer {number}.feedforward.width"] = layer.feedforward.width(config.hidden_size)
     return {name: v for name, v in rows.items() if not _COMPUTATION & set(name.split("."))}
+
+
+def _implied(mixer: Any, width: int) -> dict[str, Any]:
+    """Return the fields of a mixer's config in which None means another value, with that value."""
+    if isinstance(mixer, SoftmaxConfig):
+        return dict(num_kv_heads=mixer.kv_heads(), head_dim=mixer.dim(width))
+    if isinstance(mixer, MambaConfig):
+        return dict(step_rank=mixer.rank(width))
+    if isinstance(mixer, RWKV7Config):
+        ranks = mixer.ranks(width)
+        names = dict(decay_rank="w", rate_rank="a", value_rank="v", gate_rank="g")
+        return {name: ranks[letter] for name, letter in names.items()}
+    return dict(num_value_heads=mixer.value_heads()) if hasattr(mixer, "value_heads") else {}
 
 
 def the_mixer(config: ModelConfig, kind: type) -> Any:
