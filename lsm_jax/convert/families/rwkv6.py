@@ -17,16 +17,17 @@ _Placed = tuple[tuple[int, ...], Place]
 
 
 def _transposed(name: str, shape: tuple[int, ...]) -> _Placed:
+    """Return the shape and the place of a matrix that FLA stores transposed."""
     return shape[::-1], (((), StoredRows(name, True)),)
 
 
 def _rows(name: str, shape: tuple[int, ...]) -> _Placed:
-    """Our [5, D] is FLA's [5, D] in another order."""
+    """Return the shape and the place of the five vectors [5, D], which FLA stores in another order."""
     return shape, tuple(((i,), StoredRows(name, False, j, j + 1)) for i, j in enumerate(_ORDER))
 
 
 def _down(name: str, shape: tuple[int, ...]) -> _Placed:
-    """Our [D, 5 R] is FLA's [5 R, D] with the five parts in another order."""
+    """Return the shape and the place of five matrices side by side [D, 5 R], which FLA stores as [5 R, D] in another order."""
     rank = shape[1] // 5
     pieces = (
         ((slice(None), slice(i * rank, (i + 1) * rank)), j * rank) for i, j in enumerate(_ORDER)
@@ -35,7 +36,7 @@ def _down(name: str, shape: tuple[int, ...]) -> _Placed:
 
 
 def _up(name: str, shape: tuple[int, ...]) -> _Placed:
-    """Our [5, R, D] is FLA's [D, 5 R] with the five parts in another order."""
+    """Return the shape and the place of five matrices [5, R, D], which FLA stores as [D, 5 R] in another order."""
     _, rank, width = shape
     pieces = ((i, (j * rank, (j + 1) * rank)) for i, j in enumerate(_ORDER))
     rows = tuple(((i,), StoredRows(name, True, columns=columns)) for i, columns in pieces)
