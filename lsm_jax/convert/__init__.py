@@ -12,12 +12,14 @@ if TYPE_CHECKING:
     from lsm_jax.convert.fox_export import export_fox
     from lsm_jax.convert.fox_json import fox_config
     from lsm_jax.convert.huggingface import import_huggingface, load_params, model_config
+    from lsm_jax.convert.released_export import export_released
     from lsm_jax.convert.tokenizer import tokenizer_of
 
 __all__ = [
     "Checkpoint",
     "export",
     "export_fox",
+    "export_released",
     "fox_config",
     "fox_params",
     "import_fox",
@@ -32,6 +34,7 @@ _MODULES = {
     "fox": ("fox_params", "import_fox"),
     "fox_export": ("export_fox",),
     "fox_json": ("fox_config",),
+    "released_export": ("export_released",),
     "huggingface": ("import_huggingface", "load_params", "model_config"),
     "tokenizer": ("tokenizer_of",),
 }

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 from lsm_jax.convert.checkpoint import FLOATS, INDEX, SINGLE_FILE, Checkpoint, Tensors
-from lsm_jax.convert.huggingface import (
-    IGNORED,
-    Source,
-    open_source,
-    published_shape,
-    published_tensors,
-)
+from lsm_jax.convert.huggingface import Source, check_tensors, checkpoint_layout, open_source
+from lsm_jax.convert.layout import Layout, check_dtypes
 from lsm_jax.convert.new_folder import NewFolder, check_new, new_folder
+from lsm_jax.convert.rwkv_file import RWKVFile
 from lsm_jax.convert.tokenizer import tokenizer_files
 from lsm_jax.models import ModelConfig
 
@@ -56,31 +52,30 @@ def export(
     """
     opened, out = open_source(source), Path(out_folder).expanduser()
     check_new(out, "out_folder")
-    tensors = published_tensors(params, config)
-    opened.check(
-        {name: published_shape(*entry) for name, entry in tensors.items()},
-        ignored=(*IGNORED, "lm_head.weight") if config.tie_embeddings else IGNORED,
-    )
+    if isinstance(opened, RWKVFile):
+        raise ValueError(
+            f"source={str(opened.folder)!r}: .pth files are not written; python -m lsm_jax.convert.released_export without "
+            "--source writes the model for flash-linear-attention"
+        )
+    layout = checkpoint_layout(opened, config)
+    check_tensors(opened, layout, config)
     opened.verify()
     if isinstance(opened, Checkpoint):
-        for name in tensors:
-            if opened.dtypes[name] not in FLOATS:
-                raise ValueError(
-                    f"{opened.folder}: {name} has dtype {opened.dtypes[name]}; accepted are {', '.join(FLOATS)}"
-                )
-    head = tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"])
+        check_dtypes(opened, layout)
+    write, dtypes = layout.writer(params), layout.dtypes(params)
+    (_, embedding), *_ = layout.place(["embedding"], -1)
 
     def values(name: str) -> np.ndarray:
-        if name.endswith(IGNORED) and isinstance(opened, Checkpoint):
-            return opened.stored(name)
-        keys, row, leaf = head if name == "lm_head.weight" else tensors[name]
-        array = np.asarray(jax.device_get(leaf if row is None else leaf[row]))
-        dtype = FLOATS[opened.dtypes[name]] if isinstance(opened, Checkpoint) else array.dtype
-        return np.ascontiguousarray(array.T if keys[-1] == "kernel" else array, dtype=dtype)
+        stored = embedding.name if name == "lm_head.weight" and config.tie_embeddings else name
+        if isinstance(opened, Checkpoint):
+            if stored not in layout.shapes:
+                return opened.stored(name)
+            return write(stored, FLOATS[opened.dtypes[name]])
+        return write(stored, dtypes[stored])
 
     fields = config_fields or {}
     with new_folder(out, "out_folder") as folder:
-        for file, names in _files(opened, tensors).items():
+        for file, names in _files(opened, layout, dtypes).items():
             arrays = {name: values(name) for name in names}
             metadata = opened.metadata[file] if isinstance(opened, Checkpoint) else {"format": "pt"}
             folder.write_tensors(file, arrays, metadata)
@@ -88,11 +83,11 @@ def export(
             changed = {opened.config_file: opened.read_json(opened.config_file) | fields}
             folder.copy_from(opened, _COPIED, changed if fields else {})
         else:
-            _write_config(opened, tensors, folder, fields)
+            _write_config(opened, layout, dtypes, folder, fields)
     return out
 
 
-def _files(source: Tensors, tensors: dict[str, Any]) -> dict[str, list[str]]:
+def _files(source: Tensors, layout: Layout, dtypes: dict[str, np.dtype]) -> dict[str, list[str]]:
     """Return the names of the tensors that each safetensors file of the exported folder has, by the file's
     name."""
     files: dict[str, list[str]] = {}
@@ -100,9 +95,17 @@ def _files(source: Tensors, tensors: dict[str, Any]) -> dict[str, list[str]]:
         for name, file in source.files.items():
             files.setdefault(file, []).append(name)
         return files
+    return new_files(layout.shapes, dtypes)
+
+
+def new_files(
+    shapes: dict[str, tuple[int, ...]], dtypes: dict[str, np.dtype]
+) -> dict[str, list[str]]:
+    """Return the names of tensors in new safetensors files of at most 5 GB, by the file's name, for tensors of these shapes
+    and dtypes."""
     groups, size = [[]], 0
-    for name, (_, row, leaf) in tensors.items():
-        bytes_ = leaf.nbytes // (1 if row is None else leaf.shape[0])
+    for name, shape in shapes.items():
+        bytes_ = math.prod(shape) * dtypes[name].itemsize
         if groups[-1] and size + bytes_ > _FILE_BYTES:
             groups.append([])
             size = 0
@@ -115,17 +118,27 @@ def _files(source: Tensors, tensors: dict[str, Any]) -> dict[str, list[str]]:
 
 
 def _write_config(
-    source: Tensors, tensors: dict[str, Any], folder: NewFolder, fields: dict[str, Any]
+    source: Tensors,
+    layout: Layout,
+    dtypes: dict[str, np.dtype],
+    folder: NewFolder,
+    fields: dict[str, Any],
 ) -> None:
     """Write the files other than tensors of a model that is exported to a folder from a GGUF file: config.json
     with the further `fields`, the index of tensors by file if there are several files, and the tokenizer."""
-    leaves = {id(leaf): leaf for _, _, leaf in tensors.values()}.values()
-    dtype = str(next(iter(leaves)).dtype)
+    dtype = str(next(iter(dtypes.values())))
     folder.write_json("config.json", source.config | dict(torch_dtype=dtype) | fields)
-    files = _files(source, tensors)
-    if len(files) > 1:
-        total = sum(leaf.nbytes for leaf in leaves)
-        weight_map = {name: file for file, names in files.items() for name in names}
-        folder.write_json(INDEX, dict(metadata=dict(total_size=total), weight_map=weight_map))
+    write_index(folder, layout.shapes, dtypes)
     for name, content in tokenizer_files(source).items():
         folder.write(name, content)
+
+
+def write_index(
+    folder: NewFolder, shapes: dict[str, tuple[int, ...]], dtypes: dict[str, np.dtype]
+) -> None:
+    """Write the index of tensors by file, if `new_files` divides them into several files."""
+    files = new_files(shapes, dtypes)
+    if len(files) > 1:
+        total = sum(math.prod(shape) * dtypes[name].itemsize for name, shape in shapes.items())
+        weight_map = {name: file for file, names in files.items() for name in names}
+        folder.write_json(INDEX, dict(metadata=dict(total_size=total), weight_map=weight_map))

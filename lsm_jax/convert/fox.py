@@ -21,7 +21,7 @@ from absl import logging
 
 from lsm_jax.convert.checkpoint import Checkpoint
 from lsm_jax.convert.fox_json import fox_config
-from lsm_jax.convert.fox_layout import HGRN2, LOWER_BOUNDS, layout_of
+from lsm_jax.convert.fox_layout import HGRN2, LOWER_BOUNDS, fox_layout
 from lsm_jax.convert.load import load_tree
 from lsm_jax.convert.runs import command, new_run, save_run
 from lsm_jax.data import DataConfig
@@ -50,7 +50,7 @@ def fox_params(checkpoint: Checkpoint, config: ModelConfig) -> dict[str, Any]:
             config's decay times.
     """
     kind = checkpoint.config["model_type"]
-    layout = layout_of(kind, config)
+    layout = fox_layout(kind, config)
     expected, mixer = dict(layout.shapes), config.layers["L"].mixer
     fixed = fixed_gates(config)
     expected |= dict.fromkeys(fixed, (getattr(mixer, "num_heads", 0),))
@@ -65,9 +65,7 @@ def fox_params(checkpoint: Checkpoint, config: ModelConfig) -> dict[str, Any]:
             raise ValueError(
                 f"{checkpoint.folder}: {name} does not have the decay times that its config.json defines"
             )
-    params = load_tree(
-        checkpoint, layout.params, lambda keys, layer: layout.parts[tuple(keys), layer]
-    )
+    params = load_tree(checkpoint, layout.params, layout.place)
     if kind == HGRN2:
         if bounded and np.any(checkpoint.tensor(LOWER_BOUNDS)):
             logging.warning(

@@ -14,7 +14,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,7 @@ import numpy as np
 from lsm_jax.convert.checkpoint import FLOATS, SINGLE_FILE, Checkpoint
 from lsm_jax.convert.fox import IGNORED, fixed_gates
 from lsm_jax.convert.fox_json import fox_config, json_of
-from lsm_jax.convert.fox_layout import HGRN2, LOWER_BOUNDS, Layout, layout_of, stored_shape
-from lsm_jax.convert.load import layers_of
+from lsm_jax.convert.fox_layout import HGRN2, LOWER_BOUNDS, fox_layout
 from lsm_jax.convert.new_folder import check_new, new_folder
 from lsm_jax.models import ModelConfig
 from lsm_jax.training import load_run
@@ -63,7 +62,7 @@ def export_fox(
     checkpoint = None if source is None else Checkpoint(source)
     if kind == HGRN2:
         params = _without_bounds(params)
-    layout = layout_of(kind, config)
+    layout = fox_layout(kind, config)
     extra = _constants(kind, config)
     if checkpoint is not None:
         if kind == HGRN2 and not checkpoint.config.get("use_lower_bound", True):
@@ -71,15 +70,14 @@ def export_fox(
         described = _config_of_source(checkpoint, kind, config)
         shapes = layout.shapes | {name: x.shape for name, x in extra.items()}
         checkpoint.check(shapes, ignored=IGNORED)
-    values = _values(params, layout)
+    values = layout.writer(params)
 
     def tensor(name: str) -> np.ndarray:
         if checkpoint is None:
-            array = extra[name] if name in extra else values(name)
-            return np.ascontiguousarray(array, np.float32)
+            return extra[name] if name in extra else values(name, np.float32)
         if name in extra or name not in layout.shapes:
             return checkpoint.stored(name)
-        return np.ascontiguousarray(values(name), FLOATS[checkpoint.dtypes[name]])
+        return values(name, FLOATS[checkpoint.dtypes[name]])
 
     files = {SINGLE_FILE: [*layout.shapes, *extra]}
     if checkpoint is not None:
@@ -145,28 +143,6 @@ def _constants(kind: str, config: ModelConfig) -> dict[str, np.ndarray]:
         return {}
     times = np.array(config.layers["L"].mixer.decay_times(), np.float64)
     return dict.fromkeys(names, (-np.log(np.expm1(1 / times))).astype(np.float32))
-
-
-def _values(params: dict[str, Any], layout: Layout) -> Callable[[str], np.ndarray]:
-    """Return a function that maps the name of a published tensor to its values as a numpy array: the
-    parameters that `layout` assigns to that tensor, in the published shapes, concatenated along the first
-    axis."""
-    leaves: dict[Any, tuple[Any, int | None]] = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        for row, (keys, layer) in enumerate(layers_of(path, leaf.shape, 1)):
-            leaves[tuple(keys), layer] = (leaf, None if layer < 0 else row)
-    places: dict[str, list[Any]] = {}
-    for place, part in layout.parts.items():
-        places.setdefault(part.name, []).append(place)
-
-    def parts(name: str) -> Iterator[np.ndarray]:
-        for place in places[name]:
-            leaf, row = leaves[place]
-            array = np.asarray(jax.device_get(leaf if row is None else leaf[row]))
-            shape, transposed = stored_shape(".".join(place[0]), array.shape)
-            yield (array.T if transposed else array).reshape(shape)
-
-    return lambda name: np.concatenate(list(parts(name)))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -3,12 +3,9 @@ tensors, and the rows and shapes in them. Import and export use it."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
-import numpy as np
-
-from lsm_jax.convert.load import StoredRows, layers_of
+from lsm_jax.convert.layout import Layout, Names, layout_of
 from lsm_jax.models import ModelConfig, abstract
 from lsm_jax.training.step import params_of
 
@@ -85,62 +82,24 @@ _MAMBA2 = {
 _TABLES = {FOX: _ATTENTION, TRANSFORMER: _ATTENTION, HGRN2: _HGRN2, DELTANET: _DELTANET, MAMBA2: _MAMBA2}  # fmt: skip
 
 
-class Layout(NamedTuple):
-    """The layout of a published checkpoint of FoX's paper: in which tensors, and in which of their rows,
-    the parameters of a model are.
-
-    Attributes:
-        parts: where the values of each parameter are, by (keys, layer); the layer is -1 outside of layers.
-        shapes: the shape of each tensor that contains parameters, by name.
-        params: the shapes of the parameters that are stored, a tree.
-    """
-
-    parts: dict[tuple[tuple[str, ...], int], StoredRows]
-    shapes: dict[str, tuple[int, ...]]
-    params: Any
-
-
-def layout_of(kind: str, config: ModelConfig) -> Layout:
+def fox_layout(kind: str, config: ModelConfig) -> Layout:
     """Return the layout of a checkpoint of FoX's paper: in which tensors, and in which rows of them, it
     stores the parameters of the model `config`. `kind` is the checkpoint's kind of model, the `model_type`
     of its config.json."""
     params = params_of(abstract(config))
     if kind == HGRN2:
         params["periods"]["blocks"][0]["mixer"].pop("lower_bound")
-    found: dict[tuple[tuple[str, ...], int], tuple[int, ...]] = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        for keys, layer in layers_of(path, leaf.shape, 1):
-            found[tuple(keys), layer] = leaf.shape if layer < 0 else leaf.shape[1:]
     top = _MAMBA2_TOP if kind == MAMBA2 else _TOP
     folder = "backbone.layers" if kind == MAMBA2 else "model.layers"
-    parts: dict[tuple[tuple[str, ...], int], StoredRows] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
-    for layer in range(-1, config.num_layers):
-        for key, name in (top if layer < 0 else _TABLES[kind]).items():
-            place = tuple(key.split(".")), layer
-            if place not in found:
-                continue
-            if layer >= 0:
-                name = f"{folder}.{layer}.{_shifted(name, config.layers['L'].mixer)}"
-            (rows, *rest), transposed = stored_shape(key, found[place])
-            start = shapes[name][0] if name in shapes else 0
-            parts[place] = StoredRows(name, transposed, start, start + rows)
-            shapes[name] = (start + rows, *rest)
-    assert parts.keys() == found.keys(), found.keys() - parts.keys()
-    return Layout(parts, shapes, params)
+    mixer = config.layers["L"].mixer
 
+    def names(layer: int) -> Names:
+        if layer < 0:
+            return top
+        table = _TABLES[kind]
+        return {key: f"{folder}.{layer}.{_shifted(name, mixer)}" for key, name in table.items()}
 
-def stored_shape(key: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], bool]:
-    """Return the shape that a parameter has in the published checkpoints of FoX's paper, and whether its
-    axes are transposed there.
-
-    Published kernels are [out, in], weights of convolutions [channels, 1, width], and the norm scales of all heads one vector.
-    """
-    if key.endswith(".kernel"):
-        return shape[::-1], True
-    if key.endswith("_conv.weight"):
-        return (shape[1], 1, shape[0]), True
-    return (shape if key == "embedding" else (int(np.prod(shape)),)), False
+    return layout_of(config, names, params)
 
 
 def _shifted(name: str, mixer: Any) -> str:

@@ -1,9 +1,10 @@
-"""Import pretrained transformers as runs.
+"""Import pretrained models as runs.
 
     python -m lsm_jax.convert.huggingface --source=Llama-3.2-1B --workdir=runs/llama
 
 The source is a folder that Hugging Face's transformers wrote (config.json, safetensors, tokenizer.json) or a GGUF file, with a
-Llama, Mistral, Qwen2 or Qwen3. The run can be evaluated (`eval.py --workdir=runs/llama`), and other runs can start from it
+Llama, Mistral, Qwen2 or Qwen3; a folder with a model of `lsm_jax.convert.families` (docs/released_models.md); or a .pth file of
+RWKV-7's authors. The run can be evaluated (`eval.py --workdir=runs/llama`), and other runs can start from it
 (`train.py --init_from=runs/llama`). It cannot be resumed, since it has no optimizer state.
 """
 
@@ -21,18 +22,20 @@ import numpy as np
 from rich.progress import Progress
 
 from lsm_jax.convert.checkpoint import Checkpoint, Tensors
+from lsm_jax.convert.families import family_of
 from lsm_jax.convert.fields import check_fields
 from lsm_jax.convert.gguf_file import GGUF
-from lsm_jax.convert.load import StoredRows, layers_of, load_tree
+from lsm_jax.convert.layout import Layout, Names, layout_of, prefixed
+from lsm_jax.convert.load import load_tree
 from lsm_jax.convert.published import model_of
 from lsm_jax.convert.runs import command, new_run, save_run
+from lsm_jax.convert.rwkv_file import RWKVFile
 from lsm_jax.convert.tokenizer import check_companions, tokenizer_files, write_files
 from lsm_jax.data import DataConfig
 from lsm_jax.data.tokenizers import JSONTokenizer
 from lsm_jax.files import inside
-from lsm_jax.models import ModelConfig, abstract
+from lsm_jax.models import ModelConfig
 from lsm_jax.training import TrainConfig
-from lsm_jax.training.step import params_of
 
 Source = str | os.PathLike[str] | Tensors
 
@@ -71,7 +74,7 @@ def open_source(source: Source) -> Tensors:
         return source
     path = Path(source).expanduser()
     if path.is_file():
-        return GGUF(path)
+        return RWKVFile(path) if path.suffix == ".pth" else GGUF(path)
     if not path.is_dir():
         raise ValueError(
             f"source={str(source)!r} does not exist; accepted is a Hugging Face folder or a .gguf file"
@@ -86,7 +89,9 @@ def model_config(source: Source) -> ModelConfig:
         ValueError: the source cannot be read, or this library does not support its model or one of its fields, which the message
             names.
     """
-    return model_of(open_source(source))
+    opened = open_source(source)
+    family = family_of(opened.config)
+    return model_of(opened) if family is None else family.model(opened)
 
 
 def load_params(
@@ -114,19 +119,18 @@ def load_params(
         ValueError: tensors are missing, unexpected or of another shape, or the format has no tensor for a parameter of the model
             (the message names them); or the head of a model with tied embeddings differs from its embedding.
     """
-    opened, shapes = open_source(source), params_of(abstract(config))
-    tensors = published_tensors(shapes, config)
-    expected = {name: published_shape(*entry) for name, entry in tensors.items()}
-    tied = config.tie_embeddings and _HEAD in opened.shapes
-    opened.check(expected, ignored=(*IGNORED, *([_HEAD] if tied else [])))
+    opened = open_source(source)
+    layout = checkpoint_layout(opened, config)
+    check_tensors(opened, layout, config)
     opened.verify()
-    if tied:
-        _check_tied(opened)
+    if config.tie_embeddings and _HEAD in opened.shapes:
+        (_, embedding), *_ = layout.place(["embedding"], -1)
+        _check_tied(opened, embedding.name)
     return load_tree(
         opened,
-        shapes,
-        lambda keys, layer: StoredRows(published_name(keys, layer), keys[-1] == "kernel"),
-        num_blocks=len(config.period()),
+        layout.params,
+        layout.place,
+        num_blocks=layout.num_blocks,
         shardings=shardings,
         dtype=dtype,
         progress=progress,
@@ -142,45 +146,44 @@ def published_name(keys: list[str], layer: int) -> str:
     return f"model.layers.{layer}.{_LAYER[name]}" if name in _LAYER else ""
 
 
-def published_tensors(
-    params: dict[str, Any], config: ModelConfig
-) -> dict[str, tuple[list[str], int | None, Any]]:
-    """Return the parameter from which each tensor of transformers' format is written, by the tensor's name.
-
-    Returns:
-        By tensor name (keys of the parameter's path, period, the parameter's array). If the parameter is
-        stacked over periods, the tensor is its entry number `period` on the first axis; otherwise `period`
-        is None.
+def transformers_layout(config: ModelConfig) -> Layout:
+    """Return the layout of a checkpoint of a transformer: Llama, Mistral, Qwen2, Qwen3.
 
     Raises:
         ValueError: the published format has no tensor for some parameters, which the message lists.
     """
-    tensors, unnamed, size = {}, [], len(config.period())
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        for keys, layer in layers_of(path, leaf.shape, size):
-            if name := published_name(keys, layer):
-                tensors[name] = keys, None if layer < 0 else layer // size, leaf
-            else:
-                unnamed.append(f"{'.'.join(keys)} {leaf.shape}")
-    if unnamed:
-        raise ValueError(
-            "the published format has no tensor for these parameters:\n  "
-            + "\n  ".join(dict.fromkeys(unnamed))
-        )
-    return tensors
+
+    def names(layer: int) -> Names:
+        return _TOP if layer < 0 else prefixed(f"model.layers.{layer}.", _LAYER)
+
+    return layout_of(config, names)
 
 
-def published_shape(keys: list[str], row: int | None, leaf: Any) -> tuple[int, ...]:
-    """Return the shape that a parameter, or one layer of a stacked parameter, has in transformers'
-    checkpoints, where kernels are [out, in] instead of [in, out]."""
-    shape = leaf.shape if row is None else leaf.shape[1:]
-    return shape[::-1] if keys[-1] == "kernel" else shape
+def checkpoint_layout(source: Tensors, config: ModelConfig) -> Layout:
+    """Return the layout of a pretrained model's tensors: that of its family, or of a transformer.
+
+    Raises:
+        ValueError: the format has no tensor for some parameters of `config`'s model, which the message lists.
+    """
+    family = family_of(source.config)
+    if family is None:
+        return transformers_layout(config)
+    return family.layout(source.config, config, source.config_path)
 
 
-def _check_tied(source: Tensors) -> None:
+def check_tensors(source: Tensors, layout: Layout, config: ModelConfig) -> None:
+    """Raise ValueError unless a pretrained model has the tensors of a layout, and none that the model does not have; the
+    message names them."""
+    family = family_of(source.config)
+    tied = config.tie_embeddings and _HEAD in source.shapes
+    suffixes = (*IGNORED, *([_HEAD] if tied else []))
+    source.check(layout.shapes, suffixes, () if family is None else family.ignored)
+
+
+def _check_tied(source: Tensors, embedding_name: str) -> None:
     """Raise ValueError unless the stored matrix of the output head is equal to that of the embedding; for
     models whose config says that they are tied."""
-    names = (_HEAD, _TOP["embedding"])
+    names = (_HEAD, embedding_name)
     same, rows = len({source.shapes[name] for name in names}) == 1, source.shapes[names[1]][0]
     for first in range(0, rows if same else 0, 4096):
         last = min(first + 4096, rows)
@@ -200,7 +203,7 @@ def import_huggingface(
     model: ModelConfig | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> TrainConfig:
-    """Make a run from a pretrained transformer. If all tensors are bfloat16, its checkpoint is too.
+    """Make a run from a pretrained model. Its checkpoint has the matrices that are stored in bfloat16 in that dtype.
 
     The model's tokenizer is copied into the run, and the run's data config names it. The config adds BOS if the tokenizer
     does, and has rows as long as the model's context, but at most 8192 tokens.
@@ -224,16 +227,29 @@ def import_huggingface(
         model = model_config(opened) if model is None else model
         check_companions(opened)
         files = tokenizer_files(opened, tokenizer)
-        all_bfloat16 = set(opened.dtypes.values()) == {"BF16"}
-        params = load_params(
-            opened, model, dtype=jax.numpy.bfloat16 if all_bfloat16 else None, progress=progress
-        )
+        dtypes = _dtypes(opened, model)
+        params = load_params(opened, model, dtype=dtypes, progress=progress)
         data = tokenizer_data(opened, target, files)
         name = opened.folder.resolve().name.removesuffix(".gguf")
         config = TrainConfig(name=name, model=model, data=data)
         config.validate()
         save_run(target, config, params)
         return config
+
+
+def _dtypes(source: Tensors, model: ModelConfig) -> Any:
+    """Return the dtype of imported parameters, or a tree of dtypes (`Layout.stored_dtypes`). Of a transformer whose tensors are
+    all bfloat16, norms and biases are bfloat16 too.
+
+    Raises:
+        ValueError: tensors are missing, unexpected or of another shape.
+    """
+    layout = checkpoint_layout(source, model)
+    check_tensors(source, layout, model)
+    all_bfloat16 = set(source.dtypes.values()) == {"BF16"}
+    if family_of(source.config) is None and all_bfloat16:
+        return jax.numpy.bfloat16
+    return layout.stored_dtypes(source)
 
 
 def tokenizer_data(source: Tensors, workdir: Path, files: dict[str, bytes]) -> DataConfig:

@@ -19,20 +19,43 @@ _BLOCK = 2**20  # numbers to convert at a time
 
 @dataclasses.dataclass(frozen=True)
 class StoredRows:
-    """The place of a parameter's values, or of those of one layer of a stacked parameter, in a pretrained
-    model's files: a range of rows of a stored tensor, where a row is an index on the tensor's first axis.
+    """A range of rows of a stored tensor, where a row is an index on the tensor's first axis.
 
     Attributes:
         name: name of the tensor.
         transposed: whether it is stored as [out, in].
         start: the first row.
         stop: the row after the last; None is the end of the tensor.
+        groups: number of equal parts, such as heads, into which the rows of the tensor are cut; `start` and `stop` then count the
+            rows of a part, and the range is taken from every part.
+        columns: (first, after the last) index on the tensor's second axis; None is all of it.
     """
 
     name: str
     transposed: bool = False
     start: int = 0
     stop: int | None = None
+    groups: int = 1
+    columns: tuple[int, int] | None = None
+
+    def select(self, tensor: np.ndarray) -> np.ndarray:
+        """Return a view of a whole tensor: its rows and columns of this range, [groups, rows, ...]."""
+        parts = tensor.reshape(self.groups, -1, *tensor.shape[1:])[:, self.start : self.stop]
+        return parts if self.columns is None else parts[:, :, slice(*self.columns)]
+
+    def orient(self, values: np.ndarray, rest: tuple[int, ...]) -> np.ndarray:
+        """Return a view [rows, *rest] of the values of a parameter, with the axes as they are stored."""
+        view = values.T if self.transposed else values.reshape(-1, *rest)
+        if view.ndim < 1 + len(rest):  # a depthwise convolution's weight, [channels, 1, width]
+            view = view[:, None]
+        assert np.shares_memory(view, values)
+        return view
+
+
+Index = tuple[int | slice, ...]
+Place = tuple[tuple[Index, StoredRows], ...]
+"""Where the values of a parameter, or of one layer of a stacked parameter, are stored: for each piece its index in the
+parameter, () for all of it, and its rows. A parameter without a piece is not stored."""
 
 
 def keys_of(path: Any) -> list[str]:
@@ -62,7 +85,7 @@ def layers_of(path: Any, shape: tuple[int, ...], num_blocks: int) -> list[tuple[
 def load_tree(
     source: Tensors,
     target: Any,
-    rows_of: Callable[[list[str], int], StoredRows],
+    place_of: Callable[[list[str], int], Place],
     *,
     num_blocks: int = 1,
     shardings: Any = None,
@@ -77,7 +100,8 @@ def load_tree(
     Args:
         source: the stored tensors, which must have been checked.
         target: a tree of arrays or shapes; parameters under "periods" are stacked over periods.
-        rows_of: function of (keys, layer), as from `layers_of`, that returns where the values are stored.
+        place_of: function of (keys, layer), as from `layers_of`, that returns where the values are stored. Values that are not
+            stored are 0.
         num_blocks: number of layers in a period of the pattern.
         shardings: the sharding of each parameter, a tree like `target`; None is the default device.
         dtype: one dtype for all parameters, or a tree like `target`; None is float32.
@@ -96,7 +120,7 @@ def load_tree(
         array = _zeros(leaf.shape, kind, sharding) if stacked else None
         for row, (keys, layer) in enumerate(layers_of(path, leaf.shape, num_blocks)):
             shape = leaf.shape[1:] if stacked else leaf.shape
-            values = _read(source, rows_of(keys, layer), shape, kind)
+            values = _read(source, place_of(keys, layer), shape, kind)
             if array is None:
                 array = _to_device(values, sharding)
             else:
@@ -113,20 +137,25 @@ def load_tree(
     return jax.tree.unflatten(structure, loaded)
 
 
-def _read(source: Tensors, rows: StoredRows, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Read the values of a parameter, or of one layer of a stacked parameter, from the rows of a stored
-    tensor; return them in the parameter's shape and dtype. Tensors stored as [out, in] are transposed to
+def _read(source: Tensors, place: Place, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """Read the values of a parameter, or of one layer of a stacked parameter, from the rows of stored
+    tensors; return them in the parameter's shape and dtype. Tensors stored as [out, in] are transposed to
     [in, out]."""
-    stored_shape = source.shapes[rows.name]
-    stop = stored_shape[0] if rows.stop is None else rows.stop
-    values = np.empty(shape, dtype)
-    view = values.T if rows.transposed else values.reshape(stop - rows.start, *stored_shape[1:])
-    if view.ndim < len(stored_shape):  # a depthwise convolution's weight, [channels, 1, width]
-        view = view[:, None]
-    step = max(1, _BLOCK // max(1, int(np.prod(stored_shape[1:]))))
-    for first in range(rows.start, stop, step):
-        last = min(first + step, stop)
-        view[first - rows.start : last - rows.start] = source.rows(rows.name, first, last)
+    values = np.zeros(shape, dtype)
+    for index, rows in place:
+        stored_shape, part = source.shapes[rows.name], values[index]
+        size = stored_shape[0] // rows.groups
+        stop = size if rows.stop is None else rows.stop
+        columns = () if rows.columns is None else (rows.columns[1] - rows.columns[0],)
+        view = rows.orient(part, columns or stored_shape[1:])
+        step = max(1, _BLOCK // max(1, int(np.prod(stored_shape[1:]))))
+        for group in range(rows.groups):
+            at = group * (stop - rows.start) - rows.start
+            for first in range(rows.start, stop, step):
+                last = min(first + step, stop)
+                stored = source.rows(rows.name, group * size + first, group * size + last)
+                stored = stored if rows.columns is None else stored[:, slice(*rows.columns)]
+                view[at + first : at + last] = stored
     return values
 
 

@@ -22,9 +22,11 @@ class RWKV7ChannelMixConfig:
 
     Attributes:
         hidden_ratio: inner width divided by hidden_size.
+        intermediate_size: the inner width; None computes it from `hidden_ratio`.
     """
 
     hidden_ratio: float = 4.0
+    intermediate_size: int | None = None
 
     @classmethod
     def for_width(cls, hidden_size: int, multiple_of: int) -> RWKV7ChannelMixConfig:
@@ -35,6 +37,8 @@ class RWKV7ChannelMixConfig:
         """Return the inner width of RWKV7's channel mix, the number of channels between its two matrices, in
         a model of width `hidden_size`.
         """
+        if self.intermediate_size is not None:
+            return self.intermediate_size
         return int(self.hidden_ratio * hidden_size)
 
     def validate(self, hidden_size: int) -> None:
@@ -42,6 +46,8 @@ class RWKV7ChannelMixConfig:
         width `hidden_size`.
         """
         checks.fields(self)
+        if self.intermediate_size is not None:
+            checks.positive(self, intermediate_size=self.intermediate_size)
         if not self.hidden_ratio * hidden_size >= 1:
             raise ValueError(
                 f"RWKV7ChannelMixConfig.hidden_ratio={self.hidden_ratio}: "

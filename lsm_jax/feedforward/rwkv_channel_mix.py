@@ -27,10 +27,12 @@ class RWKV6ChannelMixConfig:
         hidden_ratio: inner width divided by hidden_size; the inner width is rounded down to a multiple of
             `multiple_of`.
         multiple_of: the number of which the inner width is a multiple.
+        intermediate_size: the inner width; None computes it from `hidden_ratio`.
     """
 
     hidden_ratio: float = 3.5
     multiple_of: int = 32
+    intermediate_size: int | None = None
 
     @classmethod
     def for_width(cls, hidden_size: int, multiple_of: int) -> RWKV6ChannelMixConfig:
@@ -43,6 +45,8 @@ class RWKV6ChannelMixConfig:
         """Return the inner width of RWKV6's channel mix, the number of channels between its two matrices, in
         a model of width `hidden_size`.
         """
+        if self.intermediate_size is not None:
+            return self.intermediate_size
         return int(self.hidden_ratio * hidden_size) // self.multiple_of * self.multiple_of
 
     def validate(self, hidden_size: int) -> None:
@@ -50,6 +54,8 @@ class RWKV6ChannelMixConfig:
         width `hidden_size`.
         """
         checks.fields(self)
+        if self.intermediate_size is not None:
+            checks.positive(self, intermediate_size=self.intermediate_size)
         checks.positive(self, hidden_ratio=self.hidden_ratio, multiple_of=self.multiple_of)
         if self.width(hidden_size) < 1:
             raise ValueError(

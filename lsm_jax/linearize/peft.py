@@ -125,7 +125,7 @@ def load_adapters(adapters: Adapters, model: ModelConfig) -> dict[str, Any]:
     return load_tree(
         adapters,
         target,
-        lambda keys, layer: StoredRows(_name(keys, layer), transposed=True),
+        lambda keys, layer: (((), StoredRows(_name(keys, layer), transposed=True)),),
         num_blocks=len(model.period()),
     )
 

@@ -49,19 +49,21 @@ def normalize_sum(x: jax.Array) -> jax.Array:
 
 class HeadDense(nnx.Module):
     """A dense layer for each head, `y = x W (+ b)`: heads [B, T, H, K] to [B, T, H, F], where each head has its own
-    matrix W [K, F].
+    matrix W [K, F], or all heads have the same if `kernel` is [1, K, F].
     """
 
     def __init__(self, kernel: jax.Array, *, bias: bool):
-        self.kernel = parameter(kernel, ("heads", None, None), weight_decay=True)
+        axis = None if len(kernel) == 1 else "heads"
+        self.kernel = parameter(kernel, (axis, None, None), weight_decay=True)
         zeros = jnp.zeros(kernel.shape[::2], jnp.float32)
-        self.bias = parameter(zeros, ("heads", None), weight_decay=False) if bias else None
+        self.bias = parameter(zeros, (axis, None), weight_decay=False) if bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Multiply each head of x [B, T, H, K] by its own matrix, add its bias if there is one, and return [B, T, H, F]
-        in x's dtype.
+        """Multiply each head of x [B, T, H, K] by its matrix, add its bias if there is one, and return [B, T, H, F] in x's
+        dtype.
         """
         kernel, precision = self.kernel[...].astype(x.dtype), matmul_precision(x.dtype)
+        kernel = jnp.broadcast_to(kernel, (x.shape[2], *kernel.shape[1:]))
         y = jnp.einsum("bthk,hkf->bthf", x, kernel, precision=precision)
         return y if self.bias is None else y + self.bias[...].astype(x.dtype)
 
@@ -77,7 +79,7 @@ class FeatureMap(nnx.Module):
 
     Args:
         name: a name in `FIXED` or `LEARNED`.
-        num_heads: H.
+        num_heads: number of matrices: H, or 1 if all heads have the same.
         size: channels of a head, K.
         init_std: standard deviation of the initial W, except that of "hedgehog".
     """

@@ -230,6 +230,38 @@ class RMSNorm(nnx.Module):
         return recomputed(norm)(x, gate, self.scale[...])
 
 
+class LayerNorm(nnx.Module):
+    """Layer norm of the last axis with a learned scale and bias, computed in float32 and returned in x's dtype.
+
+    Args:
+        size: channels of the last axis.
+        eps: added to the variance.
+        bias: whether there is a bias.
+    """
+
+    def __init__(self, size: int, *, eps: float, bias: bool = True):
+        self.eps = eps
+        fixed = dict(logical_axes=("norm",), weight_decay=False)
+        self.scale = parameter(jnp.ones(size, jnp.float32), **fixed)
+        self.bias = parameter(jnp.zeros(size, jnp.float32), **fixed) if bias else None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Subtract the mean of x [..., size] over the last axis, divide by the standard deviation, scale and add the bias;
+        shape and dtype do not change.
+        """
+        return _layer_norm(x, self.scale, self.bias, self.eps)
+
+
+def _layer_norm(x: jax.Array, scale: nnx.Param, bias: nnx.Param | None, eps: float) -> jax.Array:
+    def norm(x, scale, bias):
+        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
+        y = rms_normalize(wide, eps) * scale
+        return (y if bias is None else y + bias).astype(x.dtype)
+
+    return recomputed(norm)(x, scale[...], None if bias is None else bias[...])
+
+
 class HeadNorm(nnx.Module):
     """Layer norm of each head (a group norm with one group per head) with a learned scale and bias, computed
     in float32 and returned in x's dtype.
@@ -260,14 +292,7 @@ class HeadNorm(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Apply the layer norm to each head of x [..., H, V] on its own; shape and dtype do not change."""
-
-        def norm(x, scale, bias):
-            wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-            wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
-            y = rms_normalize(wide, self.eps) * scale
-            return (y if bias is None else y + bias).astype(x.dtype)
-
-        return recomputed(norm)(x, self.scale[...], None if self.bias is None else self.bias[...])
+        return _layer_norm(x, self.scale, self.bias, self.eps)
 
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)

@@ -33,6 +33,7 @@ class LinearAttentionConfig(RecurrentConfig):
         expand_v: number of value channels of all heads, divided by hidden_size.
         feature_map: φ on queries and keys: "identity", "elu" (elu + 1), "relu", "silu", "dpfp", or a learned one, for queries
             and keys apart: "t2r", "hedgehog" or "elementwise_product"; `FeatureMap` says what they are.
+        shared_feature_map: whether all heads have the same matrices of a learned φ, as in flash-linear-attention.
         sum_normalize_q: divide φ(q) by the sum of its features; needs a non-negative φ.
         sum_normalize_k: the same of φ(k).
         normalize: divide by the query's product with the sum of keys; needs a non-negative φ.
@@ -46,6 +47,7 @@ class LinearAttentionConfig(RecurrentConfig):
     expand_k: float = 1.0
     expand_v: float = 1.0
     feature_map: str = "elu"
+    shared_feature_map: bool = False
     sum_normalize_q: bool = False
     sum_normalize_k: bool = False
     normalize: bool = False
@@ -123,7 +125,8 @@ class LinearAttention(Mixer):
         self.v_proj = Dense(hidden_size, values, **into)
         self.g_proj = Dense(hidden_size, values, **into) if config.output_gate else None
         maps = dict(rngs=rngs, init_std=init_std)
-        shape = (config.feature_map, config.num_heads, self.key_dim)
+        maps_of_heads = 1 if config.shared_feature_map else config.num_heads
+        shape = (config.feature_map, maps_of_heads, self.key_dim)
         self.q_features = feature_maps.FeatureMap(*shape, **maps)
         self.k_features = feature_maps.FeatureMap(*shape, **maps)
         self.norm = RMSNorm(self.value_dim, eps=config.norm_eps)

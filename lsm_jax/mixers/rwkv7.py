@@ -49,6 +49,7 @@ class RWKV7Config(RecurrentConfig):
         gate_rank: inner width of the output gate's two matrices; None means 5 √hidden_size, rounded to a
             multiple of 32.
         norm_eps: epsilon of the norm over each head's output, published as head_dim · 1e-5.
+        output_bias: whether the last projection has a bias; the published models have none.
     """
 
     head_dim: int = 64
@@ -57,6 +58,7 @@ class RWKV7Config(RecurrentConfig):
     value_rank: int | None = None
     gate_rank: int | None = None
     norm_eps: float = 64e-5
+    output_bias: bool = False
 
     @classmethod
     def for_width(cls, hidden_size: int) -> RWKV7Config:
@@ -177,8 +179,9 @@ class RWKV7(Mixer):
         self.gate = LowRank(hidden_size, ranks["g"], None, jax.nn.sigmoid, rngs)
         scale = ((layer + 1) / num_layers) ** 0.7
         self.norm = HeadNorm(self.num_heads, config.head_dim, eps=config.norm_eps, scale=scale)
+        bias = jnp.zeros(hidden_size, jnp.float32) if config.output_bias else None
         self.o_proj = OrthogonalDense(
-            hidden_size, hidden_size, gain=0, axes=("heads", "embed"), rngs=rngs
+            hidden_size, hidden_size, gain=0, axes=("heads", "embed"), rngs=rngs, bias=bias
         )
 
     @classmethod

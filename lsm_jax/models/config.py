@@ -14,6 +14,7 @@ REMAT = ("none", "dots", "full")
 MATMUL = ("default", "fp8")
 _MOST_LAYERS = 1 << 16
 INITS = ("normal", "xavier")
+NORMS = ("rms", "layer")
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -55,6 +56,10 @@ class ModelConfig:
         layers: the `LayerConfig` (mixer and feedforward) that each letter stands for.
         tie_embeddings: whether the head is the embedding's transpose.
         norm_eps: epsilon of the norms before mixers, feedforwards and head.
+        norm: kind of these norms, "rms", or "layer" as in RWKV.
+        norm_bias: whether norms of kind "layer" have biases.
+        embedding_norm: whether the embedding is normalised too, before the first layer, as in RWKV.
+        head_bias: whether a learned bias is added to the logits.
         init_std: standard deviation of the initial embedding, head and projections, except where a method has
             its own.
         scaled_output_init: whether the projections back to the residual stream (`o_proj` of mixers, `down_proj` of feedforwards)
@@ -79,6 +84,10 @@ class ModelConfig:
     layers: dict[str, LayerConfig] = dataclasses.field(default_factory=dict)
     tie_embeddings: bool = True
     norm_eps: float = 1e-6
+    norm: str = "rms"
+    norm_bias: bool = True
+    embedding_norm: bool = False
+    head_bias: bool = False
     init_std: float = 0.02
     scaled_output_init: bool = False
     dtype: str = "bfloat16"
@@ -157,7 +166,8 @@ class ModelConfig:
             raise ValueError(
                 f"model.num_layers={self.num_layers}: accepted are at most {_MOST_LAYERS}"
             )
-        for name, accepted in (("dtype", DTYPES), ("remat", REMAT), ("matmul", MATMUL)):
+        choices = dict(dtype=DTYPES, remat=REMAT, matmul=MATMUL, norm=NORMS)
+        for name, accepted in choices.items():
             if getattr(self, name) not in accepted:
                 raise ValueError(
                     f"model.{name}={getattr(self, name)!r}: accepted are {', '.join(accepted)}"

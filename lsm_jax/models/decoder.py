@@ -15,7 +15,14 @@ from flax import nnx
 
 from lsm_jax import feedforward, mixers
 from lsm_jax.mixers import Clock
-from lsm_jax.mixers.layers import Dense, RMSNorm, draw_xavier, matmul_to_float32, parameter
+from lsm_jax.mixers.layers import (
+    Dense,
+    LayerNorm,
+    RMSNorm,
+    draw_xavier,
+    matmul_to_float32,
+    parameter,
+)
 from lsm_jax.models.config import LayerConfig, ModelConfig
 from lsm_jax.models.periods import (
     entries_by_row,
@@ -45,6 +52,14 @@ class DecoderState(NamedTuple):
     clock: Clock
 
 
+def _norm(config: ModelConfig) -> RMSNorm | LayerNorm:
+    """Return a norm of the residual stream, of the kind that the config has."""
+    size, eps = config.hidden_size, config.norm_eps
+    if config.norm == "layer":
+        return LayerNorm(size, eps=eps, bias=config.norm_bias)
+    return RMSNorm(size, eps=eps)
+
+
 class Block(nnx.Module):
     """One layer of the decoder, which adds to the residual stream x: `x += mixer(norm(x))`, then `x +=
     feedforward(norm(x))` if the layer has a feedforward.
@@ -57,7 +72,7 @@ class Block(nnx.Module):
         options: dict[str, Any] = dict(
             rngs=rngs, init_std=model.init_std, layer=layer, num_layers=model.num_layers
         )
-        self.mixer_norm = RMSNorm(size, eps=model.norm_eps)
+        self.mixer_norm = _norm(model)
         self.mixer = mixers.build(
             config.mixer,
             size,
@@ -65,7 +80,7 @@ class Block(nnx.Module):
             loss_layers=model.mixers_like(config.mixer),
         )
         inner = config.feedforward
-        self.feedforward_norm = None if inner is None else RMSNorm(size, eps=model.norm_eps)
+        self.feedforward_norm = None if inner is None else _norm(model)
         self.feedforward = None if inner is None else feedforward.build(inner, size, **options)
         if config.mixer_init == "xavier":
             draw_xavier(self.mixer, _XAVIER_GAIN, rngs)
@@ -198,16 +213,23 @@ class Decoder(nnx.Module):
         draw = jax.random.normal(rngs.params(), (config.vocab_size, config.hidden_size))
         self.embedding = parameter(config.init_std * draw, ("vocab", "embed"), weight_decay=True)
         self.periods = _stack_periods(config, jax.random.split(rngs.params(), self.num_periods))
-        self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.embedding_norm = _norm(config) if config.embedding_norm else None
+        self.norm = _norm(config)
         shape = (config.hidden_size, config.vocab_size)
         untied = dict(axes=("embed", "vocab"), rngs=rngs, init_std=config.init_std)
         self.lm_head = None if config.tie_embeddings else Dense(*shape, **untied)
+        zeros = jnp.zeros(config.vocab_size, jnp.float32)
+        biased = config.head_bias
+        self.head_bias = parameter(zeros, ("vocab",), weight_decay=False) if biased else None
 
     def head(self) -> jax.Array:
         """Return the matrix [D, vocab] that multiplies hidden states to give logits, in float32: the embedding's
-        transpose if they are tied.
+        transpose if they are tied. With a bias the matrix is [D + 1, vocab], and the last row is the bias.
         """
-        return self.embedding[...].T if self.lm_head is None else self.lm_head.kernel[...]
+        head = self.embedding[...].T if self.lm_head is None else self.lm_head.kernel[...]
+        if self.head_bias is None:
+            return head
+        return jnp.concatenate([head, self.head_bias[...][None].astype(head.dtype)])
 
     def init_state(self, batch_size: int, max_length: int) -> DecoderState:
         """Return the state of all layers before any token, from which the model reads or generates token by token.
@@ -303,7 +325,8 @@ class Decoder(nnx.Module):
             rounds: how often each part passes through all stages.
 
         Returns:
-            [B, T, D] in the config's dtype; the state after the call (None if none was given); and statistics
+            [B, T, D] in the config's dtype, or [B, T, D + 1] with a last channel of ones if the head has a bias, which
+            multiplies that channel; the state after the call (None if none was given); and statistics
             by name. Those whose names end in `_loss` or `_count` are summed over the layers, and the others
             are stacked. Those with `/tokens/` in their name have one value for each token, and are absent
             with pipeline stages.
@@ -311,6 +334,8 @@ class Decoder(nnx.Module):
         with jax.named_scope("embedding"):
             x = self.embedding[...].at[tokens].get(mode="fill", fill_value=jnp.nan)
             x = constrain(x.astype(self.dtype), _ACTIVATIONS)
+            if self.embedding_norm is not None:
+                x = self.embedding_norm(x)
         clock = mixers.fresh_clock(tokens.shape[0]) if state is None else state.clock
         positions, clock = mixers.advance(clock, tokens.shape, segment_ids, update_mask, positions)
         shared = self.init_shared(x)
@@ -318,11 +343,11 @@ class Decoder(nnx.Module):
         rows = (segment_ids, positions, update_mask)
         if state is None and (stages := shards_of("layers")) > 1:
             x, aux = self._pipelined(apply_period, x, shared, rows, microbatches or stages, rounds)
-            return self.norm(x), None, self._statistics(aux)
+            return self._normed(x), None, self._statistics(aux)
         unsharded = jax.sharding.get_abstract_mesh().empty and jax.typeof(x).sharding.mesh.empty
         if state is not None and tokens.shape[1] == 1 and unsharded:
             x, layers, aux = self._decode(apply_period, x, shared, rows, state.layers)
-            return self.norm(x), DecoderState(layers, clock), self._statistics(aux)
+            return self._normed(x), DecoderState(layers, clock), self._statistics(aux)
         index = jnp.arange(self.num_periods)
         inputs = (self.periods, None if state is None else state.layers, index)
         scanned = functools.partial(apply_period, rows)
@@ -330,7 +355,14 @@ class Decoder(nnx.Module):
             scanned, (x, shared), inputs, unroll=self.unroll_layers
         )
         after = None if state is None else DecoderState(layers, clock)
-        return self.norm(x), after, self._statistics(aux)
+        return self._normed(x), after, self._statistics(aux)
+
+    def _normed(self, x: jax.Array) -> jax.Array:
+        """Return the residual stream x [B, T, D] after the last norm, as `hidden` returns it."""
+        x = self.norm(x)
+        if self.head_bias is None:
+            return x
+        return jnp.concatenate([x, jnp.ones_like(x[..., :1])], axis=-1)
 
     def _statistics(self, aux: list[dict[str, jax.Array]]) -> dict[str, jax.Array]:
         """Return the statistics of all layers by name, together with the losses that are computed from

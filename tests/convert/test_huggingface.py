@@ -22,7 +22,7 @@ from safetensors.numpy import load_file, save_file
 import lsm_jax
 from lsm_jax.convert import export, load_params, model_config
 from lsm_jax.convert.checkpoint import Tensors
-from lsm_jax.convert.huggingface import open_source, params_of, published_shape, published_tensors
+from lsm_jax.convert.huggingface import open_source, transformers_layout
 from lsm_jax.mixers import RopeScaling, SoftmaxConfig
 from lsm_jax.models import abstract
 from lsm_jax.parallel import MeshConfig, make_mesh
@@ -254,8 +254,8 @@ def write_large(tmp_path, **sizes) -> Path:
 
     def change(tensors):
         tensors.clear()
-        for name, entry in published_tensors(params_of(abstract(config)), config).items():
-            tensors[name] = rng.standard_normal(published_shape(*entry), np.float32)
+        for name, shape in transformers_layout(config).shapes.items():
+            tensors[name] = rng.standard_normal(shape, np.float32)
 
     rng = np.random.default_rng(0)
     described = Tensors()

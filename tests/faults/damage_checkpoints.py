@@ -148,14 +148,11 @@ def read(kind: str, path: Path, out: Path) -> Any:
     from lsm_jax.convert.huggingface import (
         IGNORED,
         model_config,
-        params_of,
-        published_shape,
-        published_tensors,
         tokenizer_data,
+        transformers_layout,
     )
     from lsm_jax.convert.tokenizer import check_companions, tokenizer_files
     from lsm_jax.linearize.released import open_pretrained
-    from lsm_jax.models import abstract
 
     if kind == "peft":
         from lsm_jax.linearize.peft import Adapters, lora_config
@@ -178,8 +175,7 @@ def read(kind: str, path: Path, out: Path) -> Any:
         return config
     source = open_pretrained(path)
     config = model_config(source)
-    tensors = published_tensors(params_of(abstract(config)), config)
-    expected = {name: published_shape(*entry) for name, entry in tensors.items()}
+    expected = transformers_layout(config).shapes
     source.check(expected, ignored=(*IGNORED, "lm_head.weight"))
     source.verify()
     source.tensor("model.layers.0.self_attn.q_proj.weight")

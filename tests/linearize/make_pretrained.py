@@ -17,13 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 import tokenizers
 from flax import nnx
 from safetensors.numpy import save_file
 
 from configs.liger import MODELS
-from lsm_jax.convert.huggingface import published_tensors
+from lsm_jax.convert.huggingface import transformers_layout
 from lsm_jax.mixers import SoftmaxConfig
 from lsm_jax.models import Decoder, ModelConfig
 
@@ -104,11 +103,9 @@ def write_pretrained(name: str, folder: Path, *, layers: int = 2, seed: int = 0)
     text = json.dumps(published_config(name, model), indent=2)
     (folder / "config.json").write_text(text + "\n")
     params = nnx.to_pure_dict(nnx.state(Decoder(model, rngs=nnx.Rngs(seed)), nnx.Param))
-    tensors = {}
-    for tensor, (keys, row, leaf) in published_tensors(params, model).items():
-        array = np.asarray(leaf if row is None else leaf[row])
-        array = array.T if keys[-1] == "kernel" else array
-        tensors[tensor] = np.ascontiguousarray(array).astype(jax.numpy.bfloat16)
+    layout = transformers_layout(model)
+    write = layout.writer(params)
+    tensors = {name: write(name, jax.numpy.bfloat16) for name in layout.shapes}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     write_tokenizer(folder)
     return model

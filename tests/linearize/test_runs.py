@@ -90,7 +90,12 @@ def test_only_adapters_train_and_are_saved(llama, trained):
 def test_frozen_parameters_are_loaded_as_bfloat16(llama, instructions, monkeypatch):
     config = config_of(llama, instructions, trainable=("q_proj",))
     config.model.lora, calls, read = None, [], load._read
-    monkeypatch.setattr(load, "_read", lambda *a: calls.append((a[1].name, a[3])) or read(*a))
+
+    def record(source, place, shape, dtype):
+        calls.extend((rows.name, dtype) for _, rows in place)
+        return read(source, place, shape, dtype)
+
+    monkeypatch.setattr(load, "_read", record)
     params = loaded(llama, config)
     assert {str(kind) for name, kind in calls if "q_proj" in name} == {"float32"}
     assert {str(kind) for name, kind in calls if "q_proj" not in name} == {"bfloat16"}

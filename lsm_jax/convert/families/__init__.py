@@ -1,0 +1,42 @@
+"""The families of released models with linear layers, one module each: what their config.json means, and what their tensors
+contain."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lsm_jax.convert.families import (
+    delta_net,
+    gated_deltanet,
+    gla,
+    gsa,
+    hgrn2,
+    kda,
+    linear_attn,
+    mamba,
+    mamba2,
+    mom,
+    retnet,
+    rwkv6,
+    rwkv7,
+    rwkv7_pth,
+)
+from lsm_jax.convert.families.family import Family
+
+FAMILIES: dict[str, Family] = {
+    module.FAMILY.model_type: module.FAMILY
+    for module in (
+        gla, retnet, delta_net, gated_deltanet, kda, hgrn2, gsa, linear_attn, mom, rwkv6, rwkv7, rwkv7_pth, mamba, mamba2,
+    )
+}  # fmt: skip
+"""The families by `model_type`."""
+
+
+def family_of(config: Mapping[str, Any]) -> Family | None:
+    """Return the family of a model, given the contents of its config.json; None if it is none of `FAMILIES`."""
+    kind = config.get("model_type")
+    return FAMILIES.get(kind) if isinstance(kind, str) else None
+
+
+__all__ = ["FAMILIES", "Family", "family_of"]

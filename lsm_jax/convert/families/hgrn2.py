@@ -1,0 +1,67 @@
+"""HGRN2 of flash-linear-attention (`model_type` hgrn2). Its code computes the norm over the memory's output with an epsilon of
+1e-5 in every model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lsm_jax.convert.families import fla
+from lsm_jax.convert.layout import Entry, Names
+from lsm_jax.mixers import HGRN2Config
+from lsm_jax.models import ModelConfig
+
+NORM_EPS = 1e-5
+_LAYER = fla.names(
+    {
+        **fla.PROJECTIONS,
+        "mixer.f_proj.kernel": "attn.f_proj.weight",
+        "mixer.i_proj.kernel": "attn.i_proj.weight",
+        "mixer.norm.scale": "attn.g_norm.weight",
+    }
+)
+
+
+def _config(values: dict[str, Any]) -> ModelConfig:
+    width, heads, ratio = values["hidden_size"], values["num_heads"], values["expand_ratio"]
+    if ratio is None and heads is None:
+        raise ValueError("expand_ratio=None and num_heads=None; accepted is a number for one")
+    ratio = width // heads if ratio is None else ratio
+    if heads is not None and heads * ratio != width:
+        raise ValueError(
+            f"num_heads={heads}: accepted is hidden_size / expand_ratio = {width / ratio:g}"
+        )
+    bounded = values["use_lower_bound"]
+    if bounded and values["attn"]:
+        raise ValueError(
+            "attn and use_lower_bound=True: bounds would be shared with layers of softmax; accepted is one of the two"
+        )
+    mixer = HGRN2Config(head_dim=ratio, lower_bound=None if bounded else 0.0, norm_eps=NORM_EPS)
+    return fla.decoder(values, mixer)
+
+
+def _describe(config: ModelConfig) -> dict[str, Any]:
+    mixer, fields = fla.describe(config, HGRN2Config)
+    return fields | dict(
+        num_heads=None, expand_ratio=mixer.head_dim, use_lower_bound=mixer.lower_bound is None
+    )
+
+
+def _names(values: dict[str, Any], config: ModelConfig, layer: int) -> Names:
+    bounds = Entry("model.lower_bounds", shape=(1, config.hidden_size))
+    table = _LAYER(values, config, layer)
+    return table if layer < 0 else {**table, "mixer.lower_bound": bounds}
+
+
+FAMILY = fla.family(
+    "hgrn2",
+    "HGRN2ForCausalLM",
+    kinds=dict(expand_ratio="size", use_lower_bound="flag"),
+    defaults=dict(num_heads=None, expand_ratio=128, use_lower_bound=True),
+    only=dict(use_short_conv=(False,)),
+    null_is_value=frozenset(["expand_ratio"]),
+    unused=frozenset(["conv_size"]),
+    sizes=("expand_ratio",),
+    config=_config,
+    names=_names,
+    describe=_describe,
+)

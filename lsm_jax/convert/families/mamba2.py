@@ -1,0 +1,82 @@
+"""Mamba-2 of transformers and of flash-linear-attention (`model_type` mamba2), whose tensors have the same names."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from lsm_jax.convert.families import mamba
+from lsm_jax.convert.families.family import Family, the_mixer
+from lsm_jax.convert.layout import Names
+from lsm_jax.mixers import Mamba2Config
+from lsm_jax.models import ModelConfig
+
+MIXER: Names = {
+    **{f"mixer.{x}_proj.kernel": "in_proj.weight" for x in ("z", "x", "b", "c", "dt")},
+    **{f"mixer.{x}_conv.weight": "conv1d.weight" for x in "xbc"},
+    **{f"mixer.{x}_conv.bias": "conv1d.bias" for x in "xbc"},
+    "mixer.dt_bias": "dt_bias",
+    "mixer.a_log": "A_log",
+    "mixer.skip": "D",
+    "mixer.norm_scale": "norm.weight",
+    "mixer.o_proj.kernel": "out_proj.weight",
+}
+"""The names of the mixer's tensors, which other families use too."""
+
+
+def _config(values: dict[str, Any]) -> ModelConfig:
+    inner, heads = values["expand"] * values["hidden_size"], values["num_heads"]
+    if heads is not None and heads * values["head_dim"] != inner:
+        raise ValueError(
+            f"num_heads={heads}: accepted is expand * hidden_size / head_dim = {inner / values['head_dim']:g}"
+        )
+    mixer = Mamba2Config(
+        expand=values["expand"],
+        head_dim=values["head_dim"],
+        state_size=values["state_size"],
+        num_groups=values["n_groups"],
+        conv_size=values["conv_kernel"],
+        norm_eps=float(values["layer_norm_epsilon"]),
+    )
+    return mamba.decoder(values, mixer)
+
+
+def _describe(config: ModelConfig) -> dict[str, Any]:
+    mixer = the_mixer(config, Mamba2Config)
+    return dict(
+        expand=mixer.expand,
+        head_dim=mixer.head_dim,
+        num_heads=mixer.num_heads(config.hidden_size),
+        state_size=mixer.state_size,
+        n_groups=mixer.num_groups,
+        conv_kernel=mixer.conv_size,
+        layer_norm_epsilon=config.norm_eps,
+    )
+
+
+FAMILY = Family(
+    model_type="mamba2",
+    architecture="Mamba2ForCausalLM",
+    library="transformers",
+    kinds=dict(
+        expand="size", head_dim="size", num_heads="size", state_size="size", n_groups="size", conv_kernel="size",
+        layer_norm_epsilon="positive",
+    ),
+    defaults=dict(
+        expand=2, head_dim=64, num_heads=None, state_size=128, conv_kernel=4, layer_norm_epsilon=1e-5, tie_word_embeddings=False,
+    ),
+    only=dict(
+        hidden_act=("silu", "swish"), use_bias=(False,), use_conv_bias=(True,), time_step_limit=([0.0, math.inf],),
+        rms_norm=(True,), norm_before_gate=(False,), D_has_hdim=(False,),
+    ),
+    required=("n_groups",),
+    unused=mamba.UNUSED | {"A_init_range", "time_step_rank"},
+    renamed=mamba.RENAMED | dict(rmsnorm="rms_norm"),
+    sizes=("num_heads", "state_size", "n_groups", "conv_kernel", ("expand", "hidden_size")),
+    prefix="backbone.layers.",
+    config=_config,
+    names=mamba.names(
+        {"mixer_norm.scale": "norm.weight", **{key: f"mixer.{name}" for key, name in MIXER.items()}}
+    ),
+    describe=_describe,
+)  # fmt: skip

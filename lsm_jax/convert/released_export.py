@@ -1,0 +1,156 @@
+"""Export runs of this library as checkpoints that flash-linear-attention (FLA) or transformers loads.
+
+    python -m lsm_jax.convert.released_export --workdir=runs/gla --out=gla-340m
+    python -m lsm_jax.convert.released_export --workdir=runs/tuned --out=tuned --source=gla-1.3B-100B
+
+The folder has config.json, model.safetensors and the run's tokenizer.json. GLA, RetNet, DeltaNet, Gated DeltaNet, KDA, HGRN2, GSA,
+linear attention, RWKV-6, RWKV-7 and Mixture-of-Memories are written for FLA, also with layers of softmax attention; Mamba and
+Mamba-2 for transformers. With the checkpoint that the run was imported from (`--source`), the folder has its config, files, dtypes
+and tokenizer: an unchanged model is exported byte for byte.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lsm_jax import mixers
+from lsm_jax.convert.checkpoint import FLOATS
+from lsm_jax.convert.families import FAMILIES, Family
+from lsm_jax.convert.folder import export, new_files, write_index
+from lsm_jax.convert.new_folder import check_new, new_folder
+from lsm_jax.convert.tokenizer import tokenizer_files
+from lsm_jax.models import ModelConfig
+from lsm_jax.training import load_run
+
+_METHODS = {
+    mixers.GLAConfig: "gla",
+    mixers.RetNetConfig: "retnet",
+    mixers.DeltaNetConfig: "delta_net",
+    mixers.GatedDeltaNetConfig: "gated_deltanet",
+    mixers.KDAConfig: "kda",
+    mixers.HGRN2Config: "hgrn2",
+    mixers.GSAConfig: "gsa",
+    mixers.LinearAttentionConfig: "linear_attn",
+    mixers.MoMConfig: "mom",
+    mixers.RWKV6Config: "rwkv6",
+    mixers.RWKV7Config: "rwkv7",
+    mixers.MambaConfig: "mamba",
+    mixers.Mamba2Config: "mamba2",
+}
+_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+
+
+def family_for(config: ModelConfig) -> Family:
+    """Return the family of released models that a model belongs to, by its mixers.
+
+    Raises:
+        ValueError: there is none.
+    """
+    kinds = {type(config.layers[letter].mixer) for letter in config.letters()}
+    known = [_METHODS[kind] for kind in kinds if kind in _METHODS]
+    if len(known) != 1 or kinds - set(_METHODS) - {mixers.SoftmaxConfig}:
+        names = ", ".join(sorted(kind.__name__ for kind in kinds))
+        accepted = ", ".join(kind.__name__ for kind in _METHODS)
+        raise ValueError(
+            f"the model has mixers of {names}; accepted is one of {accepted}, alone or with SoftmaxConfig"
+        )
+    return FAMILIES[known[0]]
+
+
+def export_released(
+    params: dict[str, Any],
+    config: ModelConfig,
+    out_folder: str | os.PathLike[str],
+    *,
+    dtype: str = "float32",
+    tokenizer: str | os.PathLike[str] | None = None,
+    norm_eps: float | None = None,
+) -> Path:
+    """Write a model's parameters as a checkpoint that flash-linear-attention or transformers loads.
+
+    Args:
+        params: the parameters of `config`'s model, a pure dict.
+        config: the model.
+        out_folder: the folder to write; it must be empty or not exist.
+        dtype: "float32", "bfloat16" or "float16", of all tensors.
+        tokenizer: a tokenizer.json or its folder, which is copied; None is none.
+        norm_eps: epsilon of the norms of the written model. FLA has one for the norms of blocks and of mixers; with None, a model
+            with several is refused.
+
+    Returns:
+        The path of the folder.
+
+    Raises:
+        ValueError: the folder is not empty; or the library has no such model, and the message says what differs.
+    """
+    out = Path(out_folder).expanduser()
+    check_new(out, "out_folder")
+    if dtype not in _DTYPES:
+        raise ValueError(f"dtype={dtype!r}; accepted are {', '.join(_DTYPES)}")
+    if config.lora is not None:
+        raise ValueError(
+            "model.lora: the model has adapters; accepted is a model into which they are merged"
+        )
+    family = family_for(config)
+    config = config if norm_eps is None else family.with_epsilon(config, norm_eps)
+    fields = family.describe_model(config) | dict(torch_dtype=dtype)
+    layout = family.layout(fields, config, "the exported config")
+    files = {}
+    if tokenizer is not None:
+        path = Path(tokenizer).expanduser()
+        files = tokenizer_files(path.parent if path.is_file() else path)
+    write, kind = layout.writer(params), FLOATS[_DTYPES[dtype]]
+    dtypes = dict.fromkeys(layout.shapes, np.dtype(kind))
+    with new_folder(out, "out_folder") as folder:
+        folder.write_json("config.json", dict(sorted(fields.items())))
+        for file, names in new_files(layout.shapes, dtypes).items():
+            folder.write_tensors(file, {n: write(n, kind) for n in names}, {"format": "pt"})
+        write_index(folder, layout.shapes, dtypes)
+        for name, content in files.items():
+            folder.write(name, content)
+    return out
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Export the run --workdir as a checkpoint of flash-linear-attention or transformers, in the folder --out; return the exit
+    status."""
+    program = "lsm_jax.convert.released_export"
+    parser = argparse.ArgumentParser(
+        prog=f"python -m {program}",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--workdir", required=True, help="directory of the run")
+    parser.add_argument("--out", required=True, help="the folder to write")
+    parser.add_argument("--source", help="the checkpoint that the run was imported from")
+    parser.add_argument("--dtype", default="float32", help=", ".join(_DTYPES))
+    parser.add_argument(
+        "--norm_eps", type=float, help="epsilon of all norms, if the run's norms have several"
+    )
+    parser.add_argument("--step", type=int, help="step of the checkpoint (default: the newest)")
+    parsed = parser.parse_args(arguments)
+    try:
+        run = load_run(parsed.workdir, step=parsed.step)
+        model, name = run.config.model, run.config.data.tokenizer
+        if parsed.source is not None:
+            out = export(run.params, model, parsed.source, parsed.out)
+        else:
+            tokenizer = name if str(name).endswith(".json") else None
+            options = dict(dtype=parsed.dtype, tokenizer=tokenizer, norm_eps=parsed.norm_eps)
+            out = export_released(run.params, model, parsed.out, **options)
+    except (ValueError, OSError) as error:
+        print(f"{program}: {error}", file=sys.stderr)
+        return 1
+    print(f"wrote the checkpoint of {run.config.name} to {out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,170 @@
+"""Make tests/convert/released_goldens/: tiny random models with linear layers, saved by flash-linear-attention (FLA) and by
+Hugging Face's transformers, with the logits and gradients that they compute on a CPU.
+
+    python tests/convert/make_released_goldens.py
+    python tests/convert/make_released_goldens.py --names=fla-gla,transformers-mamba2
+
+Each folder has the files of `save_pretrained` (config.json, safetensors) and expected.npz: `tokens_0`, `logits_0`, `tokens_1`,
+`logits_1`, two rows of different lengths that are computed one at a time, in float32. Folders of `GRADIENTS` have in addition
+`grad.NAME` for each tensor: the gradient of the mean over the tokens of row 0 of the squared logits, divided by 2.
+
+The stored goldens were made with fla-core and flash-linear-attention 0.6.0, transformers 5.23.0, torch 2.14.1 and triton 3.8.0 in
+one thread; the tests require none of them. Triton's interpreter runs FLA's kernels on CPU tensors. `make_author_goldens` lists what
+is replaced for that. In addition:
+
+- an autotuned kernel has a benchmark that does nothing, so the first of its configs is used;
+- `flash_attn_func`, a CUDA library, is `flash_attention` of `make_author_goldens` (layers of `attn`);
+- norms, SwiGLU and the loss are not fused (`fuse_norm=False`), except in `fla-gla-hybrid`, since the fields change names of tensors;
+- `torch.compile` is not used (RWKV-7);
+- `Tensor.argsort` is stable (Mixture-of-Memories; see `make_author_goldens`).
+
+rwkv7.pth has the tensors of `fla-rwkv7` by the names of RWKV-7's authors, matrices in bfloat16.
+
+`fla-mamba2` has one group: with several, FLA's path without CUDA assigns B and C to other heads than its CUDA kernels do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+os.environ["TRITON_INTERPRET"] = "1"
+os.environ["FLA_CONV_BACKEND"] = "triton"
+os.environ["TORCHDYNAMO_DISABLE"] = "1"
+
+import numpy as np
+import torch
+import triton
+from make_author_goldens import flash_attention, randomize, replace_aliases, replace_cuda
+
+OUT = Path(__file__).parent / "released_goldens"
+LENGTHS = (24, 17)
+VOCABULARY = 48
+SMALL = dict(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2)
+FLA = dict(num_heads=2, intermediate_size=24, fuse_norm=False, fuse_swiglu=False, fuse_cross_entropy=False)  # fmt: skip
+RWKV = dict(intermediate_size=32, fuse_norm=False, fuse_cross_entropy=False)
+# name: (module, class, fields of its config)
+MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "fla-gla": ("fla.models.gla", "GLA", FLA),
+    "fla-gla-hybrid": (
+        "fla.models.gla", "GLA",
+        FLA | dict(fuse_norm=True, tie_word_embeddings=True, attn=dict(layers=[1], num_heads=4, num_kv_heads=2, window_size=6)),
+    ),
+    "fla-retnet": ("fla.models.retnet", "RetNet", FLA | dict(feature_map="silu", expand_v=1.5)),
+    "fla-linear_attn": ("fla.models.linear_attn", "LinearAttention", FLA),
+    "fla-linear_attn-hedgehog": (
+        "fla.models.linear_attn", "LinearAttention", FLA | dict(feature_map="hedgehog", norm_feature_map=True),
+    ),
+    "fla-hgrn2": ("fla.models.hgrn2", "HGRN2", FLA | dict(num_heads=None, expand_ratio=16)),
+    "fla-gsa": ("fla.models.gsa", "GSA", FLA | dict(num_slots=8)),
+    "fla-delta_net": ("fla.models.delta_net", "DeltaNet", FLA | dict(use_gate=True)),
+    "fla-gated_deltanet": (
+        "fla.models.gated_deltanet", "GatedDeltaNet", FLA | dict(head_dim=8, num_v_heads=4, allow_neg_eigval=True),
+    ),
+    "fla-kda": ("fla.models.kda", "KDA", FLA | dict(head_dim=16)),
+    "fla-mom": ("fla.models.mom", "Mom", FLA | dict(head_dim=8)),
+    "fla-mamba": ("fla.models.mamba", "Mamba", dict(fuse_norm=False, fuse_cross_entropy=False, state_size=8)),
+    "fla-mamba2": (
+        "fla.models.mamba2", "Mamba2",
+        dict(num_heads=4, head_dim=16, state_size=8, fuse_norm=False, fuse_cross_entropy=False),
+    ),
+    "fla-rwkv6": (
+        "fla.models.rwkv6", "RWKV6",
+        RWKV | dict(num_heads=2, expand_k=1.0, proj_low_rank_dim=4, gate_low_rank_dim=8),
+    ),
+    "fla-rwkv7": (
+        "fla.models.rwkv7", "RWKV7",
+        RWKV | dict(head_dim=16, decay_low_rank_dim=8, gate_low_rank_dim=8, a_low_rank_dim=8, v_low_rank_dim=4),
+    ),
+    "transformers-mamba": ("transformers", "Mamba", dict(state_size=8)),
+    "transformers-mamba2": ("transformers", "Mamba2", dict(num_heads=4, head_dim=16, state_size=8, n_groups=2)),
+}  # fmt: skip
+GRADIENTS = ("fla-gla", "fla-delta_net", "fla-hgrn2", "transformers-mamba", "transformers-mamba2")
+
+
+def import_fla() -> None:
+    """Import flash-linear-attention so that Triton's interpreter runs its kernels on a CPU."""
+    replace_cuda()
+    driver = triton.runtime.driver.active
+    driver.get_benchmarker = lambda: lambda call, quantiles=None: [1.0] * len(quantiles or [0])
+    importlib.import_module("fla.models")
+    importlib.import_module("fla.layers.attn").flash_attn_func = flash_attention
+    replace_aliases()
+    argsort = torch.Tensor.argsort
+    torch.Tensor.argsort = lambda tensor: argsort(tensor, stable=True)
+
+
+def write(name: str, seed: int, out: Path) -> None:
+    """Draw the parameters of a model of `MODELS`, save it, and write its logits and, if it is in `GRADIENTS`, its gradients."""
+    module, kind, fields = MODELS[name]
+    package = importlib.import_module(module)
+    config = getattr(package, f"{kind}Config")(**(SMALL | fields))
+    model = getattr(package, f"{kind}ForCausalLM")(config).float().eval()
+    randomize(model, seed)
+    folder = out / name
+    shutil.rmtree(folder, ignore_errors=True)
+    model.save_pretrained(folder)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    rng, arrays = np.random.default_rng(seed), {}
+    for row, length in enumerate(LENGTHS):
+        tokens = rng.integers(0, VOCABULARY, (1, length))
+        with torch.no_grad():
+            logits = model(torch.tensor(tokens), use_cache=False).logits.float().numpy()
+        arrays |= {f"tokens_{row}": tokens[0].astype(np.int32), f"logits_{row}": logits[0]}
+    if name in GRADIENTS:
+        model.zero_grad()
+        logits = model(torch.tensor(arrays["tokens_0"])[None], use_cache=False).logits.float()
+        (logits.square().sum() / (2 * LENGTHS[0])).backward()
+        arrays |= {f"grad.{n}": p.grad.numpy() for n, p in model.named_parameters()}
+    np.savez_compressed(folder / "expected.npz", **arrays)
+    size = sum(p.numel() for p in model.parameters())
+    print(f"{name}: {size} parameters, largest logit {np.abs(arrays['logits_0']).max():.2f}", flush=True)  # fmt: skip
+
+
+def write_pth(folder: Path, path: Path) -> None:
+    """Write the tensors of an RWKV-7 of FLA by the names of RWKV's authors as a .pth file, matrices in bfloat16."""
+    from safetensors.torch import load_file
+
+    names = {
+        "model.embeddings.weight": "emb.weight", "lm_head.weight": "head.weight", "model.norm.": "ln_out.", "model.layers.": "blocks.",
+        ".pre_norm.": ".ln0.", ".attn_norm.": ".ln1.", ".ffn_norm.": ".ln2.", ".attn.": ".att.", ".g_norm.": ".ln_x.",
+        "r_proj": "receptance", "k_proj": "key", "v_proj": "value", "o_proj": "output",
+        **{f"{x}_lora.lora.{i}": f"{x}{n}" for x in "wavg" for i, n in (("0.weight", 1), ("2.weight", 2), ("2.bias", 0))},
+    }  # fmt: skip
+    tensors = {}
+    for name, value in load_file(folder / "model.safetensors").items():
+        for old, new in names.items():
+            name = name.replace(old, new)
+        if name[-2:] in [f"{x}{n}" for x in "wavg" for n in (1, 2)]:
+            value = value.T.contiguous()
+        if name[-3:] in ("k_k", "k_a") or name.endswith(("w0", "a0", "v0", "ffn.x_k")):
+            value = value.reshape(1, 1, -1)
+        tensors[name] = value.bfloat16() if value.ndim == 2 else value
+    torch.save(tensors, path)
+
+
+def main() -> int:
+    """Write the goldens that the command line names."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--names", help="names of goldens, separated by commas; default: all")
+    parser.add_argument("--out", type=Path, default=OUT, help="the folder that is written")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    import_fla()
+    names = arguments.names.split(",") if arguments.names else list(MODELS)
+    for name in names:
+        write(name, list(MODELS).index(name), arguments.out)
+    if "fla-rwkv7" in names:
+        write_pth(arguments.out / "fla-rwkv7", arguments.out / "rwkv7.pth")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,411 @@
+"""Released models with linear layers have the logits that flash-linear-attention and transformers computed
+(released_goldens/, see make_released_goldens.py), and are exported unchanged; runs of this library are exported in their formats.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+import lsm_jax
+from lsm_jax import mixers
+from lsm_jax.convert import (
+    Checkpoint,
+    export,
+    export_released,
+    load_params,
+    model_config,
+    released_export,
+)
+from lsm_jax.convert.checkpoint import Tensors
+from lsm_jax.convert.families import FAMILIES, rwkv7_pth
+from lsm_jax.convert.huggingface import checkpoint_layout, import_huggingface, open_source
+from lsm_jax.convert.layout import layout_of
+from lsm_jax.convert.load import load_tree
+from lsm_jax.convert.rwkv_file import RWKVFile, fields_of
+from lsm_jax.models import Decoder, LayerConfig, ModelConfig, abstract, lm
+from lsm_jax.training.step import params_of
+
+GOLDENS = Path(__file__).parent / "released_goldens"
+TRAINED = Path(__file__).parent / "trained"
+NAMES = sorted(path.name for path in GOLDENS.iterdir() if path.is_dir())
+# Models whose chunked prefill, single tokens, packed and padded rows are compared in `make test`; the others are slow.
+FAST = ("fla-gla-hybrid", "fla-rwkv7", "transformers-mamba2")
+GRADIENTS = ("fla-gla", "fla-delta_net", "fla-hgrn2", "transformers-mamba", "transformers-mamba2")
+# Models of which each stores parameters in another way than those before.
+STORED = ("fla-gla-hybrid", "fla-linear_attn", "fla-hgrn2", "fla-mom", "fla-rwkv6", "fla-rwkv7", "transformers-mamba", "transformers-mamba2")  # fmt: skip
+TOLERANCE = 1e-4  # of logits, of which the largest are 4 to 9 (27 with tied embeddings)
+
+
+def marked(names, fast):
+    return [pytest.param(n, marks=() if n in fast else pytest.mark.slow) for n in names]
+
+
+def imported(folder):
+    """Return the config and the parameters of a checkpoint."""
+    config = dataclasses.replace(model_config(folder), remat="none")
+    return config, load_params(folder, config)
+
+
+def model_of(folder):
+    config, params = imported(folder)
+    return nnx.merge(nnx.graphdef(abstract(config)), params)
+
+
+def expected_of(name):
+    """Return the tokens and the logits of both rows of a golden."""
+    golden = np.load(GOLDENS / name / "expected.npz")
+    return [(golden[f"tokens_{row}"], golden[f"logits_{row}"]) for row in (0, 1)]
+
+
+def assert_close(logits, expected):
+    assert np.abs(expected).max() > 4
+    np.testing.assert_allclose(logits, expected, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", marked(NAMES, set(NAMES) - set(FAST)))
+def test_logits_are_those_of_the_library(name):
+    tokens, logits = expected_of(name)[0]
+    output = jax.jit(lambda m, t: m(t)[0])(model_of(GOLDENS / name), tokens[None])
+    assert_close(output[0], logits)
+
+
+@pytest.mark.parametrize("name", marked(NAMES, FAST))
+def test_logits_of_pieces_of_packed_rows_and_of_padded_rows(name):
+    model = model_of(GOLDENS / name)
+    (tokens, logits), (others, other_logits) = expected_of(name)
+    first = len(tokens)
+    # Two documents in one row; and a document after padding.
+    packed = np.concatenate([tokens, others])
+    padded = np.concatenate([np.zeros_like(tokens), others])
+    segments = np.array([[1] * first + [2] * len(others), [0] * first + [1] * len(others)])
+    together = jax.jit(lambda m, t, s: m(t, segment_ids=s)[0])
+    output = together(model, np.stack([packed, padded]), segments)
+    assert_close(output[0, :first], logits)
+    assert_close(output[0, first:], other_logits)
+    assert_close(output[1, first:], other_logits)
+    # A row in two pieces of eight tokens, then token by token.
+    step = jax.jit(lambda m, t, s: m(t, state=s)[:2])
+    state, pieces = model.init_state(1, first), []
+    for start, stop in ((0, 8), (8, 16), *((i, i + 1) for i in range(16, first))):
+        piece, state = step(model, tokens[None, start:stop], state)
+        pieces.append(piece[0])
+    assert_close(np.concatenate(pieces), logits)
+
+
+@pytest.mark.parametrize("name", marked(GRADIENTS, ("fla-gla",)))
+def test_gradients_are_those_of_the_library(name):
+    folder = GOLDENS / name
+    config, params = imported(folder)
+    golden = np.load(folder / "expected.npz")
+    tokens, graph = golden["tokens_0"], nnx.graphdef(abstract(config))
+
+    def loss(params):
+        logits = nnx.merge(graph, params)(tokens[None])[0]
+        return jnp.sum(logits**2) / (2 * len(tokens))
+
+    layout = checkpoint_layout(Checkpoint(folder), config)
+    write = layout.writer(jax.jit(jax.grad(loss))(params))
+    for tensor in layout.shapes:
+        expected = golden[f"grad.{tensor}"]
+        scale = np.abs(expected).max()
+        assert scale > 0
+        np.testing.assert_allclose(write(tensor, np.float32), expected, rtol=0, atol=1e-4 * scale)
+
+
+@pytest.mark.parametrize("name", marked(NAMES, STORED))
+def test_an_unchanged_model_is_exported_byte_for_byte(name, tmp_path):
+    source = tmp_path / "source"
+    shutil.copytree(GOLDENS / name, source, ignore=shutil.ignore_patterns("*.npz"))
+    config, params = imported(source)
+    export(params, config, source, tmp_path / "out")
+    files = sorted(path.name for path in source.iterdir())
+    assert sorted([*files, "SHA256SUMS"]) == sorted(p.name for p in (tmp_path / "out").iterdir())
+    for file in files:
+        assert (tmp_path / "out" / file).read_bytes() == (source / file).read_bytes(), file
+    # Without the source: the same model from the same names, and fields that read as it.
+    if config.layers[config.letters()[0]].mixer != mixers.SoftmaxConfig():
+        alone = export_released(params, config, tmp_path / "alone")
+        again, again_params = imported(alone)
+        assert again.letters() == config.letters()
+        jax.tree.map(np.testing.assert_array_equal, again_params, params)
+        shapes, theirs = Checkpoint(alone).shapes, Checkpoint(source).shapes
+        assert {n.replace("_swish_gate", "") for n in shapes} == {
+            n.replace("_swish_gate", "") for n in theirs
+        }
+
+
+def changed(name, tmp_path, change=None, **fields):
+    """Copy a golden with changed tensors and fields; return its folder."""
+    folder = tmp_path / name
+    shutil.copytree(GOLDENS / name, folder)
+    config = json.loads((folder / "config.json").read_text()) | fields
+    (folder / "config.json").write_text(json.dumps(config))
+    if change is not None:
+        tensors = load_file(folder / "model.safetensors")
+        change(tensors)
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def test_matrices_keep_bfloat16_beside_float32_and_are_exported_so(tmp_path):
+    def change(tensors):
+        for name, value in tensors.items():
+            if not name.endswith("A_log"):
+                tensors[name] = value.astype(ml_dtypes.bfloat16)
+
+    folder = changed("fla-gated_deltanet", tmp_path, change)
+    source = Checkpoint(folder)
+    config = model_config(source)
+    dtypes = checkpoint_layout(source, config).stored_dtypes(source)
+    params = load_params(source, config, dtype=dtypes)
+    mixer = params["periods"]["blocks"][0]["mixer"]
+    assert params["embedding"].dtype == mixer["q_proj"]["kernel"].dtype == jnp.bfloat16
+    assert mixer["a_log"].dtype == mixer["norm"]["scale"].dtype == jnp.float32
+    export(params, config, folder, tmp_path / "out")
+    out = (tmp_path / "out" / "model.safetensors").read_bytes()
+    assert out == (folder / "model.safetensors").read_bytes()
+
+
+def test_missing_and_surplus_tensors_are_named(tmp_path):
+    def change(tensors):
+        del tensors["model.layers.1.attn.v_lora.lora.2.bias"]
+        tensors["model.layers.0.attn.v_lora.lora.2.bias"] = np.ones(32, np.float32)
+
+    folder = changed("fla-rwkv7", tmp_path, change)
+    with pytest.raises(ValueError, match="not those of the model") as error:
+        imported(folder)
+    assert "missing: model.layers.1.attn.v_lora.lora.2.bias (32,)" in str(error.value)
+    assert "unexpected: model.layers.0.attn.v_lora.lora.2.bias (32,)" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "words"),
+    [
+        ("fla-gla", dict(new_gate=2), "unknown fields, which may change .* gla .*: new_gate=2"),
+        ("fla-gla", dict(clamp_min=-1.0), "clamp_min=-1.0; accepted is None"),
+        ("fla-gla", dict(attnres_block_size=2), "attnres_block_size=2; accepted is None"),
+        ("fla-gla", dict(vocab_size=None), "missing fields: vocab_size"),
+        ("fla-gla", dict(num_heads="2"), "num_heads='2'; accepted is a whole number"),
+        ("fla-gla", dict(hidden_size=2**20), "hidden_size=1048576 is larger than every dimension"),
+        ("fla-gla", dict(architectures=["GPT"]), "architectures=.'GPT'.; accepted is .'GLAForCausal"),
+        ("fla-gla", dict(attn=dict(layers=[2], num_heads=2)), "attn.layers=.2.; accepted is a list of"),
+        ("fla-gla", dict(attn=dict(layers=[1], num_heads=2, sink=1)), "attn has unknown fields: sink"),
+        ("fla-delta_net", dict(qk_norm="sum"), "qk_norm='sum'; accepted is 'l2'"),
+        ("fla-hgrn2", dict(num_heads=4), "num_heads=4: accepted is hidden_size / expand_ratio = 2"),
+        ("fla-kda", dict(safe_gate=True), "safe_gate=True; accepted is False"),
+        ("fla-rwkv7", dict(value_dim=[32, 64]), "value_dim=.32, 64.; accepted is hidden_size=32"),
+        ("fla-mamba", dict(layer_norm_epsilon=1.0), "norm_eps=1e-05, but layer_norm_epsilon=1.0"),
+        ("fla-mamba2", dict(norm_before_gate=True), "norm_before_gate=True; accepted is False"),
+        ("transformers-mamba2", dict(time_step_limit=[0, 1]), r"time_step_limit=\[0, 1\]; accepted"),
+        ("transformers-mamba2", dict(num_heads=8), "num_heads=8: accepted is expand . hidden_size"),
+    ],
+)  # fmt: skip
+def test_errors_name_the_field(name, fields, words, tmp_path):
+    with pytest.raises(ValueError, match=words):
+        model_config(changed(name, tmp_path, **fields))
+
+
+OWN = ("gla", "retnet", "deltanet", "gated_deltanet", "kda", "hgrn2", "gsa", "mamba", "mamba2")
+
+
+@pytest.mark.parametrize("method", marked(OWN, ("gated_deltanet", "gsa")))
+def test_own_models_are_exported(method, tmp_path):
+    config = dataclasses.replace(lm(method, "tiny", vocab_size=48), num_layers=2)
+    params = params_of(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(lambda x: rng.standard_normal(x.shape, np.float32), params)
+    folder = export_released(params, config, tmp_path / "out", norm_eps=1e-5)
+    again, again_params = imported(folder)
+    assert again.layers["L"].mixer == config.layers["L"].mixer  # of which the epsilon is 1e-5
+    assert again.norm_eps == 1e-5
+    jax.tree.map(np.testing.assert_array_equal, again_params, params)
+
+
+def test_models_that_the_library_lacks_are_refused(tmp_path):
+    def refused(config, words):
+        with pytest.raises(ValueError, match=words):
+            export_released({}, config, tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+
+    config = lm("gla", "tiny")
+    refused(config, "no gla model with .*layer 0.mixer.norm_eps=1e-05 .accepted is 1e-06.")
+    config.norm_eps = 1e-5
+    config.layers["L"].mixer.gate_rank = 8
+    refused(config, "no gla model with layer 0.mixer.gate_rank=8 .accepted is 16.")
+    refused(lm("titans", "tiny"), "mixers of TitansConfig; accepted is one of GLAConfig")
+    refused(lm("softmax", "tiny"), "mixers of SoftmaxConfig; accepted is one of GLAConfig")
+    linear = lm("linear_attention", "tiny")
+    linear.layers["L"].mixer.feature_map, linear.norm_eps = "hedgehog", 1e-5
+    refused(linear, "shared_feature_map=False .accepted is True.")
+
+
+def test_the_command_exports_a_run(tmp_path, capsys):
+    import tokenizers
+
+    folder = changed("fla-gla", tmp_path)
+    vocabulary = {chr(0x100 + i): i for i in range(48)}
+    words = tokenizers.models.WordLevel(vocabulary, unk_token=chr(0x100))
+    tokenizers.Tokenizer(words).save(str(folder / "tokenizer.json"))
+    (folder / "expected.npz").unlink()
+    import_huggingface(folder, tmp_path / "run")
+    run = lsm_jax.load_run(tmp_path / "run")
+    assert run.config.model.layers["L"].mixer == model_config(folder).layers["L"].mixer
+    options = [f"--workdir={tmp_path / 'run'}", f"--out={tmp_path / 'out'}"]
+    assert released_export.main([*options, f"--source={folder}"]) == 0
+    for path in folder.iterdir():
+        assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes()
+    options[1] += "-bfloat16"
+    assert released_export.main([*options, "--dtype=bfloat16"]) == 0
+    out = Checkpoint(tmp_path / "out-bfloat16")
+    assert set(out.dtypes.values()) == {"BF16"} and (out.folder / "tokenizer.json").is_file()
+    assert released_export.main(options) == 1
+    assert "is not empty; accepted is a new folder" in capsys.readouterr().err
+
+
+def test_the_pth_file_of_rwkv_has_the_parameters_of_the_golden():
+    """The file has the tensors of fla-rwkv7 by their authors' names, and all but vectors are bfloat16."""
+    source = open_source(GOLDENS / "rwkv7.pth")
+    assert isinstance(source, RWKVFile)
+    config, theirs = model_config(source), model_config(GOLDENS / "fla-rwkv7")
+    mixer = dataclasses.replace(theirs.layers["L"].mixer, norm_eps=64e-5)
+    assert config.layers["L"].mixer == mixer
+    assert (config.num_layers, config.embedding_norm) == (2, True)
+    params = load_params(source, config)
+    rounded = load_params(GOLDENS / "fla-rwkv7", theirs)
+
+    def same(path, ours, golden):
+        if "first" not in jax.tree_util.keystr(path):  # layer 0 has no such tensors
+            nearest = golden.astype(jnp.bfloat16).astype(jnp.float32)
+            assert jnp.all((ours == nearest) | (ours == golden)), path
+
+    jax.tree_util.tree_map_with_path(same, params, rounded)
+    first = params["periods"]["blocks"][0]["mixer"]["first"]["down"]["kernel"]
+    assert not np.any(first[0]) and np.any(first[1])
+    with pytest.raises(ValueError, match="pth files are not written"):
+        export(params, config, source, "nowhere")
+
+
+def test_pth_files_that_call_functions_are_refused(tmp_path):
+    import pickle
+    import zipfile
+
+    class Call:
+        def __reduce__(self):
+            return print, ("called",)
+
+    path = tmp_path / "x.pth"
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("x/data.pkl", pickle.dumps({"emb.weight": Call()}, protocol=2))
+    with pytest.raises(ValueError, match="no .pth file of tensors: it has a .*print; accepted are"):
+        open_source(path)
+    path.write_bytes(b"nothing")
+    with pytest.raises(ValueError, match="cannot be read: File is not a zip file"):
+        open_source(path)
+
+
+class Trained(Tensors):
+    """The trained RWKV-7 of tests/convert/trained, with the names of RWKV-7's released files. In its authors' model a branch
+    that they switched off stands beside each time mix: it is the constant `rosa*.o.bias`."""
+
+    def __init__(self):
+        arrays = dict(np.load(TRAINED / "rwkv7_reverse.npz"))
+        named = {"emb.weight": arrays["e.weight"], "head.weight": arrays["o.weight"], "head.bias": arrays["o.bias"]}  # fmt: skip
+        for old, new in (("lno", "ln_out"), *((f"ln{i + 1}{x}", f"blocks.{i}.ln{n}") for i in (0, 1) for x, n in (("a", 1), ("b", 2)))):  # fmt: skip
+            named |= {f"{new}.{part}": arrays[f"{old}.{part}"] for part in ("weight", "bias")}
+        for name, value in arrays.items():
+            module, _, rest = name.partition(".")
+            kind, layer = module[:-1], module[-1]
+            if kind in ("rwkv", "ffn"):
+                named[f"blocks.{int(layer) - 1}.{'att' if kind == 'rwkv' else 'ffn'}.{rest}"] = value  # fmt: skip
+            if kind == "rosa" and rest == "rosa_qkv.emb":
+                assert not np.any(value)
+            if kind == "rosa" and rest == "o.bias":
+                named[f"blocks.{int(layer) - 1}.att.output.bias"] = value
+        self.arrays, self.folder = named, TRAINED
+        self.shapes = {name: value.shape for name, value in named.items()}
+        self.dtypes = dict.fromkeys(named, "F32")
+        self.config = fields_of(self.shapes, TRAINED)
+
+    def rows(self, name, start, stop):
+        return self.arrays[name][start:stop]
+
+
+def trained_model():
+    source = Trained()
+    family = FAMILIES[source.config["model_type"]]
+    config = family.model(source)
+    layer = config.layers["L"]
+    mixer = dataclasses.replace(layer.mixer, output_bias=True)
+    config.layers["L"] = dataclasses.replace(layer, mixer=mixer)
+    config = dataclasses.replace(config, head_bias=True, dtype="float32", remat="none")
+    values = family.values(source.config, TRAINED)
+
+    def names(number):
+        biases = {"head_bias": "head.bias"} if number < 0 else {"mixer.o_proj.bias": f"blocks.{number}.att.output.bias"}  # fmt: skip
+        return {**rwkv7_pth.FAMILY.names(values, config, number), **biases}
+
+    layout = layout_of(config, names)
+    source.check(layout.shapes)
+    # Of 39,564 numbers, two branches that are switched off have 4,352 each, of which a bias of 32 is used, and norms of 64.
+    assert sum(int(np.prod(x)) for x in layout.shapes.values()) == 39_564 - 2 * (4_352 - 32 + 64)
+    return nnx.merge(nnx.graphdef(abstract(config)), load_tree(source, layout.params, layout.place))
+
+
+COMMA, END = 10, 11
+
+
+def test_a_trained_rwkv7_reverses_numbers():
+    model = trained_model()
+    rng, rows, masks = np.random.default_rng(0), [], []
+    # As its authors test it: ten numbers of each length, in rows of 129 tokens.
+    for digits in range(1, 61):
+        for _ in range(10):
+            number = rng.integers(0, 10, digits)
+            number[0] = max(number[0], digits > 1)
+            row = [*number, COMMA, *number[::-1]]
+            rows.append(row + [END] * (129 - len(row)))
+            masks.append([digits <= i <= 2 * digits for i in range(128)])
+    rows, masks = np.array(rows), np.array(masks)
+    logits = jax.jit(lambda m, t: m(t)[0])
+    guesses = [np.argmax(logits(model, part[:, :-1]), -1) for part in np.split(rows, 4)]
+    correct = (np.concatenate(guesses) == rows[:, 1:]) & masks
+    assert masks.sum() == 18_900 and correct.sum() >= 18_890
+
+
+def test_a_trained_rwkv7_decodes_60_digits_from_its_constant_state():
+    model = trained_model()
+    number = np.random.default_rng(1).integers(1, 10, 60)
+    step = jax.jit(lambda m, t, s: m(t, state=s)[:2])
+    state = model.init_state(1, 1)
+    sizes = jax.tree.map(lambda x: x.shape, state)
+    for token in [*number, COMMA]:
+        logits, state = step(model, jnp.array([[token]]), state)
+    decoded = []
+    for _ in range(60):
+        decoded.append(int(jnp.argmax(logits[0, -1])))
+        logits, state = step(model, jnp.array([[decoded[-1]]]), state)
+    assert decoded == list(number[::-1])
+    assert int(jnp.argmax(logits[0, -1])) == END
+    assert jax.tree.map(lambda x: x.shape, state) == sizes
+
+
+def test_layouts_name_parameters_without_a_tensor():
+    config = ModelConfig(
+        vocab_size=48,
+        hidden_size=32,
+        num_layers=1,
+        layers={"L": LayerConfig(mixer=mixers.TTTLinearConfig(num_heads=2))},
+    )
+    with pytest.raises(ValueError, match="gla format has no tensor for .*:\n  mixer"):
+        FAMILIES["gla"].layout(json.loads((GOLDENS / "fla-gla" / "config.json").read_text()), config, "x")  # fmt: skip
