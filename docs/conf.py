@@ -37,6 +37,10 @@ html_show_sourcelink = False
 html_theme_options = {
     "show_toc_level": 2,
     "navigation_with_keys": False,
+    "navbar_start": [],
+    "navbar_center": [],
+    "navbar_end": [],
+    "navbar_persistent": [],
     "use_download_button": False,
     "use_fullscreen_button": False,
     "pygments_light_style": "default",
@@ -47,7 +51,7 @@ autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
 default_role = "code"
-napoleon_use_ivar = True
+napoleon_custom_sections = [("Attributes", "Parameters")]  # of dataclasses and named tuples: their arguments
 napoleon_use_rtype = False
 
 # Files outside of docs/ that pages link to, and their pages in the site.
@@ -125,6 +129,16 @@ def _examples(lines: list[str]) -> list[str]:
     return result
 
 
+def defaults(app, what: str, name: str, obj, options, signature: str | None, returns: str | None):
+    """Replace the defaults of dataclasses that are computed, `<factory>`, by `...`, which Sphinx can parse."""
+    return None if signature is None else (signature.replace("<factory>", "..."), returns)
+
+
+def skip(app, what: str, name: str, obj, skipped: bool, options) -> bool | None:
+    """Leave out the fields of named tuples, which their class describes."""
+    return True if (getattr(obj, "__doc__", "") or "").startswith("Alias for field") else None
+
+
 def copy_notebooks(app, config) -> None:
     """Copy the notebooks of the repository into docs/notebooks, since pages must be below docs/."""
     folder = Path(app.srcdir) / "notebooks"
@@ -138,4 +152,6 @@ def setup(app) -> None:
     app.connect("config-inited", copy_notebooks)
     app.connect("source-read", relink)
     app.connect("include-read", include)
+    app.connect("autodoc-process-signature", defaults)
+    app.connect("autodoc-skip-member", skip)
     app.connect("autodoc-process-docstring", to_rst, priority=100)

@@ -46,7 +46,7 @@ class Mode(NamedTuple):
 
 
 LIGHT = Mode("light", "#ffffff", "#222832", "#b4bcc8", "#1f5a96", "#c8553d")
-DARK = Mode("dark", "#14181e", "#ced6dd", "#5a6472", "#6cb0f2", "#f08a6e")
+DARK = Mode("dark", "#121212", "#ced6dd", "#5a6472", "#6cb0f2", "#f08a6e")
 
 
 def new_figure(width: float, height: float) -> Figure:
