@@ -33,7 +33,7 @@ html_theme = "sphinx_book_theme"
 html_title = f"lsm_jax {__version__}"
 html_static_path = ["static"]
 html_css_files = ["site.css"]
-html_show_sourcelink = False
+html_copy_source = False
 html_theme_options = {
     "show_toc_level": 2,
     "navigation_with_keys": False,
@@ -51,7 +51,9 @@ autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
 default_role = "code"
-napoleon_custom_sections = [("Attributes", "Parameters")]  # of dataclasses and named tuples: their arguments
+napoleon_custom_sections = [
+    ("Attributes", "Parameters")
+]  # of dataclasses and named tuples: their arguments
 napoleon_use_rtype = False
 
 # Files outside of docs/ that pages link to, and their pages in the site.

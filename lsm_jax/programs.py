@@ -70,12 +70,23 @@ def nearest(name: str, accepted: list[str]) -> str:
 
 
 def run(program: str, name: str, arguments: list[str]) -> None:
-    """Run a program of the repository in this process, as `python FILE ARGUMENTS` would.
+    """Run a program of the repository in this process, as `python FILE ARGUMENTS` or `python -m MODULE ARGUMENTS` would.
 
     Args:
-        program: the file, "train.py" or "eval.py".
-        name: the command's name in messages, `sys.argv[0]`.
+        program: the file "train.py" or "eval.py", or a module of this package, such as "plan".
+        name: the command's name in messages, and `sys.argv[0]`.
         arguments: the command's arguments.
+
+    Raises:
+        SystemExit: the program ended; its message begins with `name` instead of the program's.
     """
     sys.argv = [name, *arguments]
-    runpy.run_path(str(root() / program), run_name="__main__")
+    try:
+        if program.endswith(".py"):
+            runpy.run_path(str(root() / program), run_name="__main__")
+        else:
+            runpy.run_module(f"lsm_jax.{program}", run_name="__main__")
+    except SystemExit as end:
+        if isinstance(end.code, str) and end.code.startswith(f"{program}: "):
+            end.code = name + end.code.removeprefix(program)
+        raise

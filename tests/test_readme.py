@@ -26,6 +26,7 @@ from scripts import kernels_table, methods_table
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]
+PAGES = [page for page in PAGES if "_build" not in page.parts]  # the built site
 # Pages of results describe past measurements, with the commands and names of their time.
 GUIDES = [page for page in PAGES if "results" not in str(page.relative_to(ROOT))]
 GROUPS = dict(needle=NeedleConfig, maps=MapsConfig, lm_eval=HarnessConfig)

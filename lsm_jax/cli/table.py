@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import runpy
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -55,18 +54,14 @@ class Command:
         return [dataclasses.replace(f, name=f"--{group}.{f.name}") for f in fields]
 
 
-def _program(file: str, name: str) -> Callable[[list[str]], None]:
-    return lambda arguments: programs.run(file, f"lsm {name}", arguments)
+def _program(program: str, name: str) -> Callable[[list[str]], None]:
+    """Return the function that runs a program as the command `name`."""
+    return lambda arguments: programs.run(program, f"lsm {name}", arguments)
 
 
 def _module(name: str) -> Callable[[list[str]], int]:
     """Return the function that runs the `main` of a module, which is imported when the command is run."""
     return lambda arguments: importlib.import_module(name).main(arguments)
-
-
-def _plan(arguments: list[str]) -> None:
-    sys.argv = ["lsm plan", *arguments]
-    runpy.run_module("lsm_jax.plan", run_name="__main__")
 
 
 IMPORTERS = {
@@ -188,7 +183,7 @@ COMMANDS = (
             ("the best meshes of 256 devices", "plan --config=linear_moe:a1b-7b --devices=256 --search"),
             ("a CPU or a GPU without fused kernels", "plan --config=lm:gla-tiny --nokernels --hbm=16"),
         ),
-        run=_plan,
+        run=_program("plan", "plan"),
         source="plan.py",
     ),
     Command(

@@ -135,7 +135,7 @@ def test_an_unknown_config_names_the_nearest(tmp_path):
     command = [sys.executable, "-m", "lsm_jax", "plan", "--config=lmm:gla-tiny"]
     environment = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "PATH": ""}
     run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert run.returncode == 1
+    assert run.returncode == 1 and run.stderr.startswith("lsm plan: --config=lmm:gla-tiny: ")
     assert run.stderr.strip().endswith("e.g. lm:gla-340m; did you mean lm?")
 
 
