@@ -17,14 +17,12 @@ class Declared:
         text: its help text.
         default: its default as source text; empty if it is None, False or absent.
         switch: whether a flag has no value.
-        choices: the accepted values; empty if they are not listed.
     """
 
     name: str
     text: str
     default: str = ""
     switch: bool = False
-    choices: tuple[str, ...] = ()
 
 
 def flags_of(path: Path) -> list[Declared]:
@@ -54,8 +52,7 @@ def _flag(node: ast.Call) -> Declared | None:
         switch = "action" in keywords
         default = _default(keywords["default"]) if "default" in keywords else ""
         default = "" if "(default" in text else default
-        choices = _value(keywords["choices"]) if "choices" in keywords else ()
-        return Declared(name, text, default, switch, tuple(choices or ()))
+        return Declared(name, text, default, switch)
     return None
 
 
