@@ -100,11 +100,11 @@ def _problem(argv: list[str], workdir: bool) -> str | None:
     if not path:
         return f"--config is missing; {_ACCEPTED}"
     if not os.path.isfile(path):
-        known = list(programs.config_files())
-        hint = programs.nearest(path.removeprefix("configs/").removesuffix(".py"), known)
+        shipped = list(programs.config_files())
+        hint = programs.nearest(path.removeprefix("configs/").removesuffix(".py"), shipped)
         return (
             f"--config={values['config']}: there is no file {path!r}; {_ACCEPTED}, or the name of a config of this library "
-            f"({', '.join(known)}) in its place, e.g. lm:gla-340m{hint}"
+            f"({', '.join(shipped)}) in its place, e.g. lm:gla-340m{hint}"
         )
     if workdir and not values.get("workdir"):
         return "--workdir is missing; give the run's directory"
