@@ -3,11 +3,12 @@ SHELL := /bin/sh
 PIP := .venv/bin/python -m pip --disable-pip-version-check
 RUN := JAX_PLATFORMS=cpu .venv/bin/python
 
-.PHONY: help demo liger-demo test test-all test-faults test-gpu test-aot lint clean
+.PHONY: help demo liger-demo docs test test-all test-faults test-gpu test-aot lint clean
 
 help:
 	@echo "make demo      train, evaluate and sample a small language model on this machine's CPU"
 	@echo "make liger-demo  make a pretrained transformer linear, tune and compare it, on this machine's CPU"
+	@echo "make docs      build the documentation's site into docs/_build/html; warnings and broken links are errors"
 	@echo "make test      the tests that fit in minutes: one method of each class of transition"
 	@echo "make test-all  every test that needs no GPU"
 	@echo "make test-faults  kill runs 200 times and read 1,000 damaged inputs: under 20 minutes on two cores"
@@ -31,6 +32,15 @@ demo: .venv/.base
 
 liger-demo: .venv/.base
 	$(RUN) liger_demo.py
+
+.venv/.docs: .venv/.base
+	$(PIP) install --quiet --constraint constraints.txt --editable ".[docs]"
+	@touch $@
+
+docs: .venv/.docs
+	$(RUN) -m sphinx -W --keep-going -q -b html docs docs/_build/html
+	$(RUN) -m scripts.check_links docs/_build/html
+	@echo "open docs/_build/html/index.html"
 
 test: .venv/.test
 	$(RUN) -m pytest -n 2 --dist worksteal

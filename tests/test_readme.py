@@ -17,6 +17,8 @@ from absl import flags
 from ml_collections import config_flags
 
 import lsm_jax
+from lsm_jax import programs
+from lsm_jax.cli.table import COMMANDS
 from lsm_jax.data import NeedleConfig
 from lsm_jax.evaluation import HarnessConfig, MapsConfig
 from lsm_jax.training import TrainConfig
@@ -24,6 +26,7 @@ from scripts import kernels_table, methods_table
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]
+PAGES = [page for page in PAGES if "_build" not in page.parts]  # the built site
 # Pages of results describe past measurements, with the commands and names of their time.
 GUIDES = [page for page in PAGES if "results" not in str(page.relative_to(ROOT))]
 GROUPS = dict(needle=NeedleConfig, maps=MapsConfig, lm_eval=HarnessConfig)
@@ -59,13 +62,13 @@ def prose(page: Path) -> str:
 
 def commands(page: Path) -> list[list[str]]:
     """Return the words of each shell command of a markdown page: lines indented by four spaces that begin
-    with python, make or pip.
+    with python, lsm, make or pip.
     """
     lines = re.sub(r"\\\n", " ", page.read_text()).splitlines()
     return [
         shlex.split(re.sub(r"\$\(.*?\)", "SOURCE", line), comments=True)
         for line in lines
-        if re.match(r"    (python|make|pip) ", line)
+        if re.match(r"    (python|lsm|make|pip) ", line)
     ]
 
 
@@ -89,6 +92,9 @@ def test_a_command_parses(words, monkeypatch):
         for extra in re.findall(r"\[([\w-]+)\]", " ".join(rest)):
             assert extra in project["optional-dependencies"], extra
         return
+    if program == "lsm":
+        check_lsm(rest)
+        return
     if rest[0] == "-m":
         if rest[1] in ("pytest", "benchmarks"):
             return
@@ -97,6 +103,16 @@ def test_a_command_parses(words, monkeypatch):
     else:
         source, rest = ROOT / rest[0], rest[1:]
     check_arguments(source, rest)
+
+
+def check_lsm(words: list[str]) -> None:
+    """Check the command and the flags of a command line of `lsm`, given without that word."""
+    name, *rest = words
+    (command,) = (command for command in COMMANDS if command.name == name)
+    source = ROOT / "lsm_jax" / command.source
+    source = source if source.is_file() else ROOT / command.source
+    if command.source and rest:
+        check_arguments(source, programs.expand_arguments(rest))
 
 
 def source_of(module: str) -> Path:

@@ -15,6 +15,7 @@ from typing import Any
 
 from absl import flags
 
+from lsm_jax import programs
 from lsm_jax.training.config_json import suggest
 
 _MISSING = object()
@@ -39,6 +40,7 @@ def parse_config(
     Returns:
         The arguments that are not flags, with the program's name first.
     """
+    argv = programs.expand_arguments(argv)
     unset = [a for a in argv[1:] if re.fullmatch(r"--?config\.[^=]+=None", a)]
     sys.argv = [a for a in sys.argv if a not in unset]
     try:
@@ -98,7 +100,12 @@ def _problem(argv: list[str], workdir: bool) -> str | None:
     if not path:
         return f"--config is missing; {_ACCEPTED}"
     if not os.path.isfile(path):
-        return f"--config={values['config']}: there is no file {path!r}; {_ACCEPTED}"
+        shipped = list(programs.config_files())
+        hint = programs.nearest(path.removeprefix("configs/").removesuffix(".py"), shipped)
+        return (
+            f"--config={values['config']}: there is no file {path!r}; {_ACCEPTED}, or the name of a config of this library "
+            f"({', '.join(shipped)}) in its place, e.g. lm:gla-340m{hint}"
+        )
     if workdir and not values.get("workdir"):
         return "--workdir is missing; give the run's directory"
     try:

@@ -120,6 +120,11 @@ def backends_of(op: str) -> tuple[Backend, ...]:
     return _BACKENDS.get(op, ())
 
 
+def names_of_ops() -> tuple[str, ...]:
+    """Return the names of the ops that have backends, in the order in which they were registered."""
+    return tuple(_BACKENDS)
+
+
 def names_of(backends: Iterable[Backend]) -> tuple[str, ...]:
     """Return the names of the given backends, each once: "xla" first, and the others in order of preference."""
     names = dict.fromkeys(backend.name for backend in backends)
