@@ -1,6 +1,8 @@
 """Train a model, or continue a run.
 
+    python train.py --config=configs/lm.py:gla-nano --workdir=runs/x    # a minute on a laptop
     python train.py --config=configs/lm.py:gla-340m --workdir=runs/x --config.optimizer.peak_lr=1e-3
+    python train.py --config=configs/demo.py --workdir=runs/x --config.data.path=my_texts --config.total_tokens=1e6
 
 Flags override the fields of the config by name; values are checked against the field's type. The same command resumes an
 interrupted run.

@@ -113,7 +113,10 @@ def get_method(name: str) -> Method:
     """
     registered = METHODS | WRAPPERS
     if name not in registered:
-        raise ValueError(f"method={name!r} does not exist; accepted are {', '.join(registered)}")
+        near = checks.did_you_mean(name, registered)
+        raise ValueError(
+            f"method={name!r} does not exist; accepted are {', '.join(registered)}{near}"
+        )
     return registered[name]
 
 

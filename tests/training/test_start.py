@@ -142,7 +142,6 @@ def test_bad_data_raises_before_anything_is_compiled_or_written(tmp_path, monkey
     [
         (["--workdir=", "--config=configs/mqar.py"], "--workdir is missing; give the run's directory"),
         (["--workdir=x", "--config=none.py"], "--config=none.py: there is no file 'none.py'; accepted is FILE.py:VARIANT"),
-        ([], "--config is missing; accepted is FILE.py:VARIANT"),
         (["--workdir=x", "--config="], "--config is missing; accepted is FILE.py:VARIANT"),
         (["--workdir=x", "--config=configs/lm.py:"], "variant '': accepted is <method>-<size>"),
         (["--workdir=x", "--config=README.md"], "--config=README.md: 'README.md' is not a Python file"),
@@ -151,6 +150,13 @@ def test_bad_data_raises_before_anything_is_compiled_or_written(tmp_path, monkey
         (["--workdir=x", "--config=configs/lm.py:gla-tiny", "--config.model.lora.rank=4"],
          "--config.model.lora.rank: lora is None here, which has no fields"),
         (["--workdir=x", "--config.batch_size=3"], "--config is missing; accepted is FILE.py:VARIANT"),
+        (["--workdri=x", "--config=configs/lm.py:gla-tiny"], "unknown flag --workdri; did you mean '--workdir'?"),
+        (["--workdir=x", "--config=configs/lm.py:gla-tiny", "--lr=1"], "unknown flag --lr; did you mean '--config.optimizer.peak_lr'?"),
+        (["--workdir=x", "--config=configs/lm.py:gla-tiny", "--config.total_tokens=1.5e0"],
+         "--config.total_tokens=1.5e0: accepted are whole numbers"),
+        (["--workdir=x", "--config=configs/lm.py:gla-tiny", "--config.model.layers.N.mixer.window=4"],
+         "--config.model.layers.N.mixer.window: no layer of the model has the letter N, its pattern is 'L'; accepted are fields of "
+         "model.layers.L, or another pattern"),
     ],
 )  # fmt: skip
 def test_errors_name_the_argument(arguments, message):
@@ -158,6 +164,36 @@ def test_errors_name_the_argument(arguments, message):
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 1
     assert done.stderr.startswith(f"train.py: {message}") and len(done.stderr.splitlines()) == 1
+
+
+def test_the_command_without_arguments_prints_its_page():
+    for command in (["train.py"], ["-m", "lsm_jax.plan"]):
+        done = subprocess.run([sys.executable, *command], capture_output=True, text=True)
+        assert done.returncode == 1 and "--config is missing" in done.stderr
+        assert done.stderr.count("    python ") == 3 and "Traceback" not in done.stderr
+
+
+SHORT = """
+import sys, train
+train.parse(["train.py", "--config=configs/lm.py:gla-tiny", "--workdir=x", *sys.argv[1:]])
+config = train.FLAGS.config
+print(config.total_tokens, config.optimizer.warmup_tokens, config.optimizer.peak_lr)
+"""
+
+
+@pytest.mark.parametrize(
+    ("flags", "output"),
+    [
+        (["total_tokens=1e6"], "1000000 200000 0.003"),
+        (["total_tokens=1.5e5"], "150000 15000 0.003"),  # the warm-up becomes a tenth of the run
+        (["total_tokens=1e5", "optimizer.warmup_tokens=5e3", "optimizer.peak_lr=1e-3"], "100000 5000 0.001"),
+    ],
+)  # fmt: skip
+def test_a_short_trial_needs_one_number(flags, output):
+    command = [sys.executable, "-c", SHORT, *(f"--config.{flag}" for flag in flags)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.stdout.strip() == output, done.stderr
+    assert ("warmup_tokens=15000, a tenth" in done.stderr) == ("15000" in output)
 
 
 SETS = """
