@@ -7,9 +7,9 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lsm_jax.data import DataConfig, Tokenizer, load_tokenizer
+from lsm_jax.data import DataConfig, Tokenizer
 from lsm_jax.data.needle import NeedleConfig
-from lsm_jax.data.sources import open_store
+from lsm_jax.data.sources import open_store, tokenizer_of
 from lsm_jax.data.store_streams import num_columns
 from lsm_jax.evaluation.harness import HarnessConfig
 from lsm_jax.evaluation.maps import MapsConfig
@@ -125,7 +125,7 @@ def heldout_config(run: Run, request: Request) -> DataConfig:
 
 def run_tokenizer(run: Run) -> Tokenizer:
     """Load the tokenizer with which a run was trained, from its data config."""
-    return load_tokenizer(run.config.data.tokenizer, json_escape=run.config.data.json_escape)
+    return tokenizer_of(run.config.data)
 
 
 def run_bos_id(run: Run, tokenizer: Tokenizer) -> int | None:

@@ -210,11 +210,11 @@ def _problem(argv: list[str], workdir: bool, known: flags.FlagValues | None = No
 def _unknown_flag(values: dict[str, str], config: Any, known: flags.FlagValues) -> str | None:
     """Return the error message of the first flag that the program does not have, with the nearest flag or field of the
     config; None if it has all of them."""
+    flag_of = {field.rpartition(".")[2]: f"'--config.{field}'" for field in flatten(config)}
+    flag_of |= {flag: f"'--{flag}'" for flag in known}
     for name in values:
         if name.startswith("config.") or name in known or name.removeprefix("no") in known:
             continue
-        flag_of = {field.rpartition(".")[2]: f"'--config.{field}'" for field in flatten(config)}
-        flag_of |= {flag: f"'--{flag}'" for flag in known}
         near = re.sub(r"'(\w+)'", lambda found: flag_of[found[1]], did_you_mean(name, flag_of))
         return f"unknown flag --{name}{near or '; --help lists all flags'}"
     return None

@@ -15,6 +15,7 @@ import jax
 from jax.sharding import Mesh
 
 from lsm_jax.data import fingerprint
+from lsm_jax.data.sources import with_tokenizer
 from lsm_jax.models import abstract
 from lsm_jax.parallel import first_process_text, make_mesh
 from lsm_jax.training.batches import RecentBatches, eval_batches, train_batches
@@ -70,6 +71,7 @@ def train(
     """
     workdir = Path(workdir).expanduser().absolute()
     config.validate(len(jax.devices()))
+    config = dataclasses.replace(config, data=with_tokenizer(config.data))
     check_workdir(workdir, config)
     mesh = make_mesh(config.mesh)
     agree = functools.partial(first_process_text, mesh=mesh)

@@ -237,6 +237,7 @@ def test_held_out_loss_is_logged(text, tmp_path):
     assert steps == [2, 4]
     saved = json.loads((tmp_path / "run" / "config.json").read_text())
     assert saved["type"].endswith(":TrainConfig")
+    assert saved["data"]["tokenizer"] == "bytes"  # the default, auto, is resolved
 
 
 def test_bad_data_late_in_a_run_loses_no_step(tmp_path):
