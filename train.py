@@ -57,8 +57,22 @@ def main(argv: list[str]) -> None:
         sys.exit(f"train.py: {message}")
     if result.interrupted is not None:
         sys.exit(128 + result.interrupted)
+    _plot()
     loss = "no steps were left" if math.isnan(result.loss) else f"loss {result.loss:.4f}"
     print(f"finished {result.step} steps, {loss}, in {FLAGS.workdir}")
+
+
+def _plot() -> None:
+    """Draw the training curves of the run to plots/training.png; a picture that cannot be drawn does not fail the run."""
+    import jax
+
+    from lsm_jax.evaluation import plot_run
+
+    if jax.process_index() == 0:
+        try:
+            plot_run(FLAGS.workdir, FLAGS.config.name)
+        except (ValueError, OSError) as error:
+            print(f"train.py: no picture was drawn: {error}", file=sys.stderr)
 
 
 def _recall(train_recall) -> None:

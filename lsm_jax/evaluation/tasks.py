@@ -109,6 +109,7 @@ def perplexity(run: Run, request: Request, folder: Path) -> dict[str, Any]:
             folder / "loss_by_position.png",
             train_length=run.config.data.sequence_length,
             title=f"{run.config.name}: held-out loss by position, step {run.step:,}",
+            unit="byte" if "val/bits_per_byte" in results else "token",
         )
         write_json(folder / "results.json", results)
     return results

@@ -52,7 +52,7 @@ def test_eval_writes_results_plots_and_a_sample(workdir):
         "--output=one",
     )
     assert done.returncode == 0, done.stderr
-    assert "bits per byte" in done.stdout and "tokens/s" in done.stdout
+    assert "bits per byte" in done.stdout and "bytes/s" in done.stdout
     folder = workdir / "eval" / "one"
     files = {p.name for p in folder.iterdir()}
     assert files == {

@@ -256,11 +256,30 @@ def test_progress_shows_no_unknown_values(capsys, monkeypatch, tmp_path, caplog)
         progress.advance(3, 4.0, 7.0)
     lines = capsys.readouterr().err.splitlines()
     assert lines[-2] == "step 1/9 · loss 5.0000"
-    assert lines[-1].startswith("step 3/9 · loss 4.0000 · 7 tokens/s · ") and "left" in lines[-1]
+    start = "step 3/9 · loss 4.0000 (mean of 2: 4.5000) · 7 tokens/s · "
+    assert lines[-1].startswith(start) and "left" in lines[-1]
+    with TrainProgress("tiny", 0, 90, "bytes") as progress:
+        for step in range(1, 71):
+            progress.advance(step, float("nan") if step == 70 else float(step), 7.0)
+    assert "(mean of 50: 44.5000) · 7 bytes/s" in capsys.readouterr().err.splitlines()[-1]
     writer = MetricsWriter(tmp_path, 0)
     writer.write(1, {"loss": float("nan"), "rate": 1.0})
     writer.close()
     assert "NaN" not in caplog.text
+
+
+def test_the_speed_counts_steps_that_have_ended(monkeypatch):
+    now = iter([0.0, 2.0, 3.0, 7.0])
+    monkeypatch.setattr(metrics.time, "perf_counter", lambda: next(now))
+    meter = metrics.Meter()
+    assert (
+        meter.tokens_per_second(100) == 0.0
+    )  # reported after the compiled step: nothing ended yet
+    meter.step()
+    assert meter.tokens_per_second(100) == 50.0  # since the start, not since the last call
+    meter.pause(0.5)
+    meter.step()
+    assert meter.tokens_per_second(100) == 200.0
 
 
 def test_a_damaged_config_of_a_run_is_an_error(tmp_path):
@@ -273,3 +292,35 @@ def test_a_damaged_config_of_a_run_is_an_error(tmp_path):
         (tmp_path / "config.json").write_text(json.dumps(saved | dict(model=model)))
         with pytest.raises(ValueError, match="config.json describes no model"):
             lsm_jax.load_run(tmp_path)
+
+
+DEMO = """
+import os, runpy, signal, sys, time
+import lsm_jax
+from lsm_jax import training
+training.train = lambda *_: training.TrainResult(1, None, 1.0)
+lsm_jax.load_run = lambda _: (os.kill(os.getpid(), signal.SIGINT), time.sleep(9))
+sys.argv = ["demo.py", "--workdir=" + sys.argv[1]]
+runpy.run_path("demo.py", run_name="__main__")
+"""
+
+
+def test_a_signal_ends_the_demo_s_evaluation_with_one_line(tmp_path):
+    command = [sys.executable, "-c", DEMO, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 128 + signal.SIGINT
+    assert done.stderr == "demo.py: SIGINT: stopped; nothing further was saved\n"
+
+
+def test_every_run_has_a_picture(tmp_path):
+    """`train.py` draws the training curves at the end of a run."""
+    flags = ["--config=configs/lm.py:gla-nano", f"--workdir={tmp_path / 'run'}"]
+    text = tiny.write_text(tmp_path / "text")
+    small = [f"data.path={text}", "data.sequence_length=32", "batch_size=4", "eval_every=0"]
+    small += ["model.hidden_size=16", "model.num_layers=1", "total_tokens=4e2", "log_every=1"]
+    small += ["model.layers.L.mixer.num_heads=1", "data.heldout_fraction=0.2"]
+    command = [sys.executable, "train.py", *flags, *(f"--config.{field}" for field in small)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "3 steps of 128 bytes = 384 bytes" in done.stderr and "bytes/s" in done.stderr
+    assert (tmp_path / "run" / "plots" / "training.png").stat().st_size > 1000
