@@ -25,6 +25,7 @@ from lsm_jax.training.expert_buffers import ExpertBuffers
 from lsm_jax.training.failures import WriteError
 from lsm_jax.training.lock import LostLockError, RunLock
 from lsm_jax.training.loop import TrainingStopped, TrainLoop, TrainResult
+from lsm_jax.training.memory_check import check_memory
 from lsm_jax.training.partition import digests, join, like, split, targets
 from lsm_jax.training.runs import (
     check_data,
@@ -64,7 +65,8 @@ def train(
             next step was started.
 
     Raises:
-        ValueError: the config, data, mesh or directory is not valid, or another process trains the same run.
+        ValueError: the config, data, mesh or directory is not valid, another process trains the same run, or the run
+            requires far more memory than there is.
         TrainingStopped: `config.max_bad_steps` consecutive steps had a loss, gradient or new parameters that
             are not finite, or a training batch could not be read.
         TrainingNotSaved: a file of the run cannot be written.
@@ -74,6 +76,7 @@ def train(
     config = dataclasses.replace(config, data=with_tokenizer(config.data))
     check_workdir(workdir, config)
     mesh = make_mesh(config.mesh)
+    check_memory(config)
     agree = functools.partial(first_process_text, mesh=mesh)
     with RunLock(workdir, agree=agree, first=jax.process_index() == 0) as lock:
         try:

@@ -12,10 +12,13 @@ import sys
 import time
 from pathlib import Path
 
+import jax
 import pytest
 
 import lsm_jax
-from lsm_jax.training import loop, metrics, read_config, train
+from configs import lm
+from lsm_jax.training import loop, memory_check, metrics, read_config, train
+from lsm_jax.training import start as training_start
 from lsm_jax.training.config_json import to_dict
 from lsm_jax.training.metrics import MetricsWriter, TrainProgress
 from tests.training import tiny
@@ -324,3 +327,34 @@ def test_every_run_has_a_picture(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "3 steps of 128 bytes = 384 bytes" in done.stderr and "bytes/s" in done.stderr
     assert (tmp_path / "run" / "plots" / "training.png").stat().st_size > 1000
+
+
+def test_the_memory_is_compared_before_anything_is_compiled(tmp_path, monkeypatch, capsys):
+    def compiled(*_):
+        raise AssertionError("compiled")
+
+    monkeypatch.setattr(training_start, "make_program", compiled)
+    monkeypatch.setattr(memory_check, "device_bytes", lambda _: 24 * 2**30)
+    config = lm.get_config("gla-340m")
+    config.data.path = str(tiny.write_text(tmp_path / "text"))
+    config.batch_size *= len(jax.devices())
+    message = r"requires about 9\d\.\d GiB of memory on each device, which has 24.0 GiB; with "
+    with pytest.raises(
+        ValueError, match=message + r"--config.accumulation_steps=(4|8) it requires"
+    ):
+        train(config, tmp_path / "run")
+    monkeypatch.setattr(memory_check, "device_bytes", lambda _: 3 * 2**30)
+    monkeypatch.setattr(memory_check, "_HOPELESS", 10**9)
+    config.batch_size = len(jax.devices())
+    with pytest.raises(AssertionError, match="compiled"):
+        train(config, tmp_path / "run")
+    printed = capsys.readouterr().err
+    assert "accumulation_steps is not enough; it fits with shorter rows" in printed
+    assert "a smaller size (nano, tiny, 10m, 125m)" in printed
+    assert not (tmp_path / "run").exists()
+
+
+def test_small_runs_are_not_planned(tmp_path, monkeypatch):
+    monkeypatch.setattr(memory_check, "plan", None)
+    memory_check.check_memory(tiny.config(tmp_path))
+    assert memory_check.device_bytes(jax.local_devices()[0]) > 2**28

@@ -108,8 +108,10 @@ def test_blocks_cover_an_epoch():
 
 
 def test_a_sweep_says_why_it_ends_early(capsys):
-    test = (RecallTask(length=16, num_pairs=2, num_examples=512),)  # some answers are right by chance
-    result = train_recall(tiny(learning_rates=(1e-3,), stop_above=1e-9, test=test))
+    test = (
+        RecallTask(length=16, num_pairs=2, num_examples=512),
+    )  # some answers are right by chance
+    result = train_recall(tiny(learning_rates=(1e-2,), stop_above=1e-9, test=test))
     printed = capsys.readouterr().err
     assert result["epochs"] == 1 and "at most 8 steps" in printed
     assert "stopped after 1 of 2 epochs: the best member's accuracy is above stop_above" in printed
