@@ -143,6 +143,12 @@ def test_numbers_out_of_range(field, value, message):
         Request(**{field: value}).validate()
 
 
+def test_a_chat_is_greedy_by_default():
+    assert Request(chat=True).sampling_temperature == 0.0
+    assert Request().sampling_temperature == 0.8
+    assert Request(chat=True, temperature=0.5).sampling_temperature == 0.5
+
+
 def test_unknown_tasks_are_refused():
     assert check_tasks(["generate"]) == ["generate"]
     with pytest.raises(
