@@ -140,6 +140,7 @@ def test_a_call_names_the_argument_before_any_compute(name, monkeypatch):
 def test_a_method_s_name_builds_it():
     layer = mixers.build("gla", WIDTH)
     assert layer.config == mixers.GLAConfig.for_width(WIDTH)
+    assert type(layer(X)) is tuple  # a named tuple would not match trees of plain tuples
     same = mixers.build(mixers.GLAConfig.for_width(WIDTH), WIDTH, rngs=nnx.Rngs(0))
     np.testing.assert_array_equal(layer(X + 1)[0], same(X + 1)[0])
     with pytest.raises(ValueError, match="method='glo' does not exist; .*did you mean 'gla'"):

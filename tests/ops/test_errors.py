@@ -147,7 +147,7 @@ def test_no_kernel_supports_x64():
     since Mosaic's indices have 32 bits.
     """
     q = jnp.ones((1, 64, 2, 64), jnp.bfloat16)
-    gate, channels = q[..., 0], q
+    gate, channels = -q[..., 0], -q
     calls = {
         "linear_memory": lambda **o: ops.linear_memory(q, q, q, gate, **o),
         "delta_memory": lambda **o: ops.delta_memory(q, q, q, gate, channels, **o),

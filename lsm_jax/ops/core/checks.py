@@ -60,7 +60,8 @@ def check_logarithm(op: str, name: str, array) -> None:
         return
     if not getattr(array, "is_fully_addressable", True):
         return  # a part of it is on other hosts
-    largest = float(jnp.max(array))
+    with jax.ensure_compile_time_eval():  # of a constant of a program, too
+        largest = float(jnp.max(array))
     if largest > _ROUNDING:
         raise ValueError(
             f"{op}: {name} has values up to {largest:.4g}; accepted are at most 0, the natural logarithms of factors in (0, 1]"
