@@ -27,7 +27,7 @@ class OptimizerConfig:
     """The config of the optimizer and of the learning rate: a linear warm-up and then a schedule, both counted in tokens.
 
     Attributes:
-        name: "adamw"; "lion" (arXiv 2302.06675), whose rate is usually a tenth of AdamW's; or "muon": orthogonalised momentum
+        name: "adamw"; "lion" (arXiv 2302.06675), whose rate is usually 3 to 10 times smaller; or "muon": orthogonalised momentum
             for the matrices of layers, scaled to the size of AdamW's updates (arXiv 2502.16982), and AdamW for embeddings,
             heads, vectors and convolutions.
         schedule: the learning rate r(t) after the warm-up, from `peak_lr` p to e = `peak_lr` x `end_lr_ratio`. "cosine" and
