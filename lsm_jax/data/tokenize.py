@@ -2,9 +2,10 @@
 
     python -m lsm_jax.data.tokenize --input TEXT... --output my_store/train.zarr --tokenizer gpt2
 
-One document of a hundred is held out, in my_store/heldout.zarr. A row is the first `--sequence_length` tokens of one document, and shorter documents are dropped, as in LongCrawl64.
-With `--pack` the documents are concatenated, with BOS after each. The same input and options write the same store for
-any number of workers. A store has its name only once it is complete; a process that is killed leaves a hidden folder
+One document of a hundred is held out, in my_store/heldout.zarr. A row is the first `--sequence_length` tokens
+of one document, and shorter documents are dropped, as in LongCrawl64. With `--pack` the documents are
+concatenated, with BOS after each. The same input and options write the same store for any number of workers.
+A store has its name only once it is complete; a process that is killed leaves a hidden folder
 `.NAME.partial-PID`.
 """
 
