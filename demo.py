@@ -14,6 +14,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from lsm_jax import interrupts
+
+if __name__ == "__main__":
+    interrupts.leave_on_signals("demo.py")  # before the slow imports
+
 from absl import flags
 
 from lsm_jax import commands

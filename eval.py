@@ -73,7 +73,7 @@ flags.DEFINE_bool(
     "chat", False, "Put the prompt into the tokenizer's chat template, as a user's message."
 )
 flags.DEFINE_integer("num_tokens", 256, "Number of tokens to generate at most.")
-flags.DEFINE_float("temperature", 0.8, "0 is greedy.")
+flags.DEFINE_float("temperature", None, "0 is greedy; by default 0.8, and 0 with --chat.")
 flags.DEFINE_integer("top_k", None, "Sample from the k most likely tokens only.")
 flags.DEFINE_float(
     "top_p", None, "Sample from the smallest set of tokens that has this probability."

@@ -1,6 +1,8 @@
 """Train a model, or continue a run.
 
+    python train.py --config=configs/lm.py:gla-nano --workdir=runs/x    # a minute on a laptop
     python train.py --config=configs/lm.py:gla-340m --workdir=runs/x --config.optimizer.peak_lr=1e-3
+    python train.py --config=configs/demo.py --workdir=runs/x --config.data.path=my_texts --config.total_tokens=1e6
 
 Flags override the fields of the config by name; values are checked against the field's type. The same command resumes an
 interrupted run.
@@ -55,8 +57,22 @@ def main(argv: list[str]) -> None:
         sys.exit(f"train.py: {message}")
     if result.interrupted is not None:
         sys.exit(128 + result.interrupted)
+    _plot()
     loss = "no steps were left" if math.isnan(result.loss) else f"loss {result.loss:.4f}"
     print(f"finished {result.step} steps, {loss}, in {FLAGS.workdir}")
+
+
+def _plot() -> None:
+    """Draw the training curves of the run to plots/training.png; a picture that cannot be drawn does not fail the run."""
+    import jax
+
+    from lsm_jax.evaluation import plot_run
+
+    if jax.process_index() == 0:
+        try:
+            plot_run(FLAGS.workdir, FLAGS.config.name)
+        except (ValueError, OSError) as error:
+            print(f"train.py: no picture was drawn: {error}", file=sys.stderr)
 
 
 def _recall(train_recall) -> None:

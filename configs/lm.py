@@ -3,7 +3,7 @@
 Reproduces: the 340M and 1.3B settings of the linear-attention literature (GLA, Gated DeltaNet, MoM arXiv 2502.13685 App. C):
 15 B tokens with 0.5 M per step, and 100 B with 2 M; AdamW (0.9, 0.95), peak rate 3e-4, cosine to a tenth.
 Command: python train.py --config=configs/lm.py:gated_deltanet-340m,pattern=LLLN --workdir=runs/gdn --config.data.path=STORE
-Hardware: 8 GPUs or more for a day for 340m; one GPU for minutes for 10m; a laptop for tiny.
+Hardware: 8 GPUs or more for a day for 340m; one GPU for minutes for 10m; a laptop for tiny (a quarter of an hour) and nano (a minute).
 Expected: docs/results/ has the measurements.
 
 Without `--config.data.path` a run reads the demo text, the bytes of the running interpreter's standard library.
@@ -34,6 +34,10 @@ class Recipe:
 
 
 RECIPES = {
+    "nano": Recipe(
+        total_tokens=409_600, batch_size=16, warmup_tokens=40_960, sequence_length=256, peak_lr=5e-3,
+        weight_decay=0.1,
+    ),
     "tiny": Recipe(
         total_tokens=4_000_000, batch_size=16, warmup_tokens=200_000, sequence_length=256,
         peak_lr=3e-3, weight_decay=0.1,
@@ -63,9 +67,11 @@ def get_config(variant: str = "gla-340m") -> TrainConfig:
     """
     head, arguments = parse_variant(variant, OPTIONS)
     method, size = split_head(variant, head, "method", f"gla-340m; sizes: {', '.join(SIZES)}")
-    if size in ("tiny", "10m"):
+    if size in ("nano", "tiny", "10m"):
         arguments.setdefault("vocab_size", 257)  # bytes and BOS
     model = lm(method, size, **arguments)
+    if size == "nano":
+        model = dataclasses.replace(model, dtype="float32", remat="none")  # faster on CPUs
     recipe = RECIPES[size]
     # An online-learned memory reads a window in one pass if a mini-batch begins at the window's start.
     align = math.lcm(*(getattr(model.layers[x].mixer, "mini_batch", 1) for x in set(model.pattern)))

@@ -7,6 +7,8 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from lsm_jax.mixers.checks import did_you_mean
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Option:
@@ -84,7 +86,8 @@ def parse_variant(variant: str, options: Mapping[str, Option]) -> tuple[str, dic
     for item in given:
         name, equals, text = item.partition("=")
         if name not in options:
-            raise ValueError(f"variant {variant!r}: option {name!r}; {listed(options)}")
+            near = did_you_mean(name, options)
+            raise ValueError(f"variant {variant!r}: option {name!r}; {listed(options)}{near}")
         if not equals:
             raise ValueError(
                 f"variant {variant!r}: option {name!r} has no value; accepted is {name}=VALUE"
@@ -105,7 +108,8 @@ def parse_value(variant: str, name: str, text: str, option: Option) -> Any:
     try:
         return option.parse(text)
     except ValueError:
-        message = f"variant {variant!r}: {name}={text!r}; {option.accepted()}"
+        near = did_you_mean(text, option.choices)
+        message = f"variant {variant!r}: {name}={text!r}; {option.accepted()}{near}"
         raise ValueError(message) from None
 
 
@@ -127,4 +131,5 @@ def check_head(variant: str, kind: str, head: str, accepted: Iterable[str]) -> N
     """
     accepted = tuple(accepted)
     if head not in accepted:
-        raise ValueError(f"variant {variant!r}: {kind} {head!r}; {listed(accepted)}")
+        near = did_you_mean(head, accepted)
+        raise ValueError(f"variant {variant!r}: {kind} {head!r}; {listed(accepted)}{near}")

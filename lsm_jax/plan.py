@@ -1,6 +1,8 @@
 """Estimate the memory and the communication that a training run on a mesh of devices requires.
 
-    python -m lsm_jax.plan --config=FILE.py:VARIANT --devices=256 --hbm=80
+    python -m lsm_jax.plan --config=configs/lm.py:gla-340m
+    python -m lsm_jax.plan --config=configs/lm.py:gla-340m --nokernels --hbm=16 --config.accumulation_steps=64
+    python -m lsm_jax.plan --config=configs/linear_moe.py:a1b-7b --devices=256 --hbm=80 --search
 
 Prints the GiB of memory that each device needs, the GiB that it sends per step, and whether the run fits. No
 accelerator is needed, and nothing is compiled. Fields of the config are overridden as in train.py:

@@ -105,10 +105,10 @@ COMMANDS = (
         "the config is a flag, --config.optimizer.peak_lr=1e-3, and is checked by type. The same command resumes an interrupted "
         "run with the same losses. Without --config.data.path a run reads the demo's text.",
         examples=(
-            ("a small model on this machine's CPU", "train --config=lm:gla-tiny --workdir=runs/gla"),
+            ("a small model on this machine's CPU", "train --config=lm:gla-nano --workdir=runs/gla"),
             ("your own text, softmax attention in every fourth layer", "train --config=lm:gated_deltanet-340m,pattern=LLLN --workdir=runs/hybrid --config.data.path=my_texts"),
             ("eight devices", "train --config=lm:gla-340m --workdir=runs/gla8 --config.mesh.fsdp=8"),
-            ("start from the parameters of another run", "train --config=lm:gla-tiny --workdir=runs/next --init_from=runs/gla"),
+            ("start from the parameters of another run", "train --config=lm:gla-nano --workdir=runs/next --init_from=runs/gla"),
         ),
         run=_program("train.py", "train"),
         source="train.py",
@@ -141,7 +141,7 @@ COMMANDS = (
         "of workers. Training also reads text directly, so that a store is needed for large data only.",
         examples=(
             ("bytes, documents packed into rows", "tokenize --input my_texts --output my_store/train.zarr --heldout my_store/heldout.zarr --tokenizer bytes --sequence_length 2048 --pack"),
-            ("train on it", "train --config=lm:gla-tiny --workdir=runs/mine --config.data.path=my_store"),
+            ("train on it", "train --config=lm:gla-nano --workdir=runs/mine --config.data.path=my_store"),
         ),
         run=_module("lsm_jax.data.tokenize"),
         source="data/tokenize.py",
@@ -181,7 +181,7 @@ COMMANDS = (
         examples=(
             ("does it fit into one card of 80 GiB?", "plan --config=lm:gla-340m --devices=1 --hbm=80"),
             ("the best meshes of 256 devices", "plan --config=linear_moe:a1b-7b --devices=256 --search"),
-            ("a CPU or a GPU without fused kernels", "plan --config=lm:gla-tiny --nokernels --hbm=16"),
+            ("a CPU or a GPU without fused kernels", "plan --config=lm:gla-nano --nokernels --hbm=16"),
         ),
         run=_program("plan", "plan"),
         source="plan.py",

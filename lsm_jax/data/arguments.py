@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from lsm_jax.data.config import DataConfig
-from lsm_jax.data.tokenizers import Tokenizer, load_tokenizer
+from lsm_jax.data.sources import tokenizer_of
+from lsm_jax.data.tokenizers import Tokenizer
 
 
 def check_arguments(
@@ -33,7 +34,7 @@ def check_arguments(
             f"shard_count={shard_count}"
         )
     if tokenizer is None:
-        tokenizer = load_tokenizer(config.tokenizer, json_escape=config.json_escape)
+        tokenizer = tokenizer_of(config)
     elif tokenizer.json_escape != config.json_escape:
         raise ValueError(
             f"data.json_escape={config.json_escape}, but the given tokenizer has "
@@ -44,7 +45,7 @@ def check_arguments(
     if tokenizer.vocab_size > size:
         raise ValueError(
             f"vocab_size={size} of the model is smaller than the vocabulary of tokenizer {tokenizer.name!r}, "
-            f"which has {tokenizer.vocab_size} ids"
+            f"which has {tokenizer.vocab_size} ids; set model.vocab_size to at least that number"
         )
     if bos_id is not None and bos_id >= size:
         raise ValueError(f"data.bos_id={bos_id}; it must be less than the vocabulary size, {size}")

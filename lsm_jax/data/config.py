@@ -22,7 +22,8 @@ class DataConfig:
         heldout_fraction: share of the documents to hold out if there are no separate held-out data.
         heldout_first: text only: hold out the first so many documents, in listed order, in place of a share. 0 holds out
             the share. Liger's authors hold out the first 200 instructions.
-        tokenizer: "bytes", "gpt2", or the path of a `tokenizer.json`.
+        tokenizer: "bytes", "gpt2", the path of a `tokenizer.json`, or "auto": the tokenizer with which the store of
+            `path` was written, also its JSON-escaping; bytes for text.
         sequence_length: tokens in a row.
         add_bos: put a BOS in front. Stores: `labels = row`, and `tokens` is the row shifted right by one after a BOS
             (LongCrawl64's rule). Text: a BOS in front of each document. False: the first token of a row or document is
@@ -57,7 +58,7 @@ class DataConfig:
     heldout_path: str = ""
     heldout_fraction: float = 0.01
     heldout_first: int = 0
-    tokenizer: str = "bytes"
+    tokenizer: str = "auto"
     sequence_length: int = 2048
     add_bos: bool = True
     bos_id: int | None = None
@@ -116,7 +117,7 @@ class DataConfig:
             )
         if not self.tokenizer:
             raise ValueError(
-                "data.tokenizer is empty; accepted: 'bytes', 'gpt2', or the path of a tokenizer.json"
+                "data.tokenizer is empty; accepted: 'auto', 'bytes', 'gpt2', or the path of a tokenizer.json"
             )
         if not self.text_key:
             raise ValueError(

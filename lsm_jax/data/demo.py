@@ -133,7 +133,7 @@ def demo_stores(config: DataConfig) -> tuple[Path, Path]:
     Raises:
         ValueError: the tokenizer is not "bytes", or `json_escape` is set.
     """
-    if config.tokenizer != "bytes" or config.json_escape:
+    if config.tokenizer not in ("auto", "bytes") or config.json_escape:
         raise ValueError(
             "data.path is empty, which selects the demo text in plain bytes, but "
             f"data.tokenizer={config.tokenizer!r} and data.json_escape={config.json_escape}; "

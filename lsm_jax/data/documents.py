@@ -19,6 +19,7 @@ JSONL_SUFFIXES = (".jsonl", ".ndjson")
 ARRAY_SUFFIX = ".json"
 MAX_LINE_BYTES = 1 << 26  # of a line of a JSONL file
 MAX_ARRAY_BYTES = 1 << 27  # of a JSON array, which is read at once
+_skipped: set[str] = set()  # the warnings that were logged
 _NEWLINE_SEARCH = 4096  # bytes that are searched for a newline at which to cut
 
 
@@ -42,7 +43,7 @@ class Documents:
     """The documents in text and JSONL files as a sequence of pieces (contiguous parts), in listed order.
     Only the pieces' offsets and lengths are in memory.
 
-    Each line of a JSONL file is a document of one piece, and so is each element of a JSON array of instructions. Every
+    Each line of a JSONL file is a document of one piece, and so is each element of the array in a .json file. Every
     other file is one document, cut at line ends into pieces of about `piece_bytes`, so that a single long file can be
     shuffled and read in parallel.
 
@@ -66,8 +67,8 @@ class Documents:
             paths: files, or folders that are searched for files with `TEXT_SUFFIXES` and `JSONL_SUFFIXES`, in sorted
                 order.
             text_key: name of the JSONL field that has the text.
-            format: "text" or "alpaca"; see `DataConfig`. Files in `ARRAY_SUFFIX` are arrays of instructions with
-                "alpaca", and text with "text"; folders are not searched for them.
+            format: "text" or "alpaca"; see `DataConfig`. Files in `ARRAY_SUFFIX` are arrays of objects;
+                folders are not searched for them.
             piece_bytes: bytes of a piece of a long text file; None does not cut text files.
 
         Raises:
@@ -100,7 +101,7 @@ class Documents:
         return _is_jsonl(path) or self._is_array(path)
 
     def _is_array(self, path: Path) -> bool:
-        return self.format != "text" and path.suffix.lower() == ARRAY_SUFFIX
+        return path.suffix.lower() == ARRAY_SUFFIX
 
     def _offsets(self, path: Path) -> np.ndarray:
         """Return where the documents of a file are, cut into pieces, [pieces, 2]: offset and length in
@@ -157,7 +158,7 @@ class Documents:
         else:
             raise ValueError(
                 f"{self._files[0]} is one document of {self.lengths[0]} bytes, too short to hold "
-                "a part of it out; set data.heldout_path"
+                "a part of it out; set data.heldout_path (--heldout=none writes a store without held-out documents)"
             )
         return self._subset(~held), self._subset(held)
 
@@ -233,11 +234,14 @@ def list_files(paths: Sequence[str | Path]) -> list[Path]:
                 f"{len(inside)} files ends in {', '.join(TEXT_SUFFIXES + JSONL_SUFFIXES)}"
             )
         if len(readable) < len(inside):
-            logging.info(
-                "%s: %d files are skipped, which are not text or JSONL by their names.",
-                path,
-                len(inside) - len(readable),
+            others = sorted({p.suffix or p.name for p in inside} - {p.suffix for p in readable})
+            message = (
+                f"{path}: {len(inside) - len(readable)} of {len(inside)} files are not read, since their names do not end as "
+                f"text or JSONL does: {', '.join(others[:8])}"
             )
+            if message not in _skipped:
+                _skipped.add(message)
+                logging.warning("%s", message)
         files += readable
     return files
 

@@ -98,7 +98,8 @@ def write_documents(
         raise ValueError(
             f"sequence_length={length} is longer than the text: "
             + (
-                f"all documents together have {len(carry)} tokens"
+                f"all documents together have {len(carry)} tokens; choose a smaller --sequence_length, more text, or for "
+                "a held-out store a larger --heldout_fraction"
                 if separator is not None
                 else f"the longest of {counts.documents} documents has {counts.longest}; "
                 "pass --pack to concatenate documents, or a smaller --sequence_length"

@@ -9,10 +9,9 @@ from typing import Any
 
 from lsm_jax.data.config import DataConfig
 from lsm_jax.data.documents import list_files
-from lsm_jax.data.sources import locate
+from lsm_jax.data.sources import locate, tokenizer_of
 from lsm_jax.data.store import is_store
 from lsm_jax.data.store_files import CHECKSUMS
-from lsm_jax.data.tokenizers import load_tokenizer
 from lsm_jax.files import bounded_json
 
 _MOST_NAMES = 10_000  # for more files, store a digest of names and sizes
@@ -46,7 +45,7 @@ def fingerprint(config: DataConfig) -> dict[str, Any]:
     sizes = {p.relative_to(root).as_posix(): p.stat().st_size for p in sorted(files)}
     return {
         **description,
-        "tokenizer": load_tokenizer(config.tokenizer, json_escape=config.json_escape).name,
+        "tokenizer": tokenizer_of(config).name,
         "bytes": sum(sizes.values()),
         "files": sizes
         if len(sizes) <= _MOST_NAMES

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
 from pathlib import Path
 
 from lsm_jax.data.config import DataConfig
 from lsm_jax.data.demo import demo_stores
 from lsm_jax.data.documents import Documents
 from lsm_jax.data.store import TokenStore, is_store
+from lsm_jax.data.store_files import read_attributes
+from lsm_jax.data.tokenizers import GPT2_ENCODER, Tokenizer, load_tokenizer
 
 
 def open_store(config: DataConfig, *, heldout: bool) -> tuple[TokenStore, int, int] | None:
@@ -69,6 +73,46 @@ def open_documents(config: DataConfig, *, heldout: bool) -> Documents:
     return documents.split(config.heldout_fraction)[heldout]
 
 
+def with_tokenizer(config: DataConfig) -> DataConfig:
+    """Return the data config with a tokenizer in place of "auto": the one with which the store of `config.path` was written,
+    also its JSON-escaping; bytes for text, and for a store that does not name its tokenizer.
+
+    Raises:
+        ValueError: the path does not exist, or the store has a tokenizer of which it has no file.
+    """
+    if config.tokenizer != "auto":
+        return config
+    path = locate(config, heldout=False)[0] if config.path else None
+    if path is None or not is_store(path):
+        return dataclasses.replace(config, tokenizer="bytes")
+    attributes = read_attributes(path)
+    encoder, escape = attributes.get("encoder", "bytes"), bool(attributes.get("json_escape"))
+    names = {"bytes": "bytes", GPT2_ENCODER: "gpt2"}
+    if (path / "tokenizer.json").is_file():
+        # Relative if `config.path` is, so that both move together.
+        given = Path(config.path)
+        store = given if is_store(given.expanduser()) else given / "train.zarr"
+        name = str(store / "tokenizer.json")
+    elif encoder in names:
+        name = names[encoder]
+    else:
+        raise ValueError(
+            f"{path} was written with encoder {encoder!r}, whose file it does not have; set data.tokenizer to the path of "
+            "that tokenizer.json"
+        )
+    return dataclasses.replace(config, tokenizer=name, json_escape=config.json_escape or escape)
+
+
+def tokenizer_of(config: DataConfig) -> Tokenizer:
+    """Return the tokenizer of a data config.
+
+    Raises:
+        ValueError: there is no such tokenizer.
+    """
+    config = with_tokenizer(config)
+    return load_tokenizer(config.tokenizer, json_escape=config.json_escape)
+
+
 def locate(config: DataConfig, heldout: bool) -> tuple[Path, bool]:
     """Return the path of a data config's training or held-out data, and whether the documents there must
     still be split into training and held-out ones."""
@@ -80,7 +124,10 @@ def locate(config: DataConfig, heldout: bool) -> tuple[Path, bool]:
     pair = path / "train.zarr", path / "heldout.zarr"
     if pair[0].is_dir():
         if not pair[heldout].is_dir():
-            raise ValueError(f"{path} has a train.zarr but no heldout.zarr; set data.heldout_path")
+            raise ValueError(
+                f"{path} has a train.zarr but no heldout.zarr; set data.heldout_path, write both stores by "
+                "`python -m lsm_jax.data.tokenize`, or train without held-out data by eval_every=0"
+            )
         return pair[heldout], False
     if config.heldout_path:
         return path, False
@@ -95,6 +142,17 @@ def _existing(path: str, field: str) -> Path:
     absolute = Path(path).expanduser().absolute()
     if "://" in path or not absolute.exists():
         raise ValueError(
-            f"data.{field}={path!r} does not exist; accepted is a local file or folder"
+            f"data.{field}={path!r} does not exist; accepted is a local file or folder{_download(path)}"
         )
     return absolute
+
+
+def _download(path: str) -> str:
+    """Return the end of an error message, how to download a dataset, if a path looks like the id of one on the Hugging Face
+    hub; otherwise ""."""
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", path):
+        return ""
+    return (
+        f". If it is the id of a dataset on the Hugging Face hub: `hf download {path} --repo-type dataset --local-dir FOLDER` "
+        "downloads it"
+    )

@@ -1,10 +1,11 @@
 """Write token stores in LongCrawl64's format from text or JSONL files.
 
-    python -m lsm_jax.data.tokenize --input TEXT... --output train.zarr --tokenizer gpt2
+    python -m lsm_jax.data.tokenize --input TEXT... --output my_store/train.zarr --tokenizer gpt2
 
-A row is the first `--sequence_length` tokens of one document, and shorter documents are dropped, as in LongCrawl64.
-With `--pack` the documents are concatenated, with BOS after each. The same input and options write the same store for
-any number of workers. A store has its name only once it is complete; a process that is killed leaves a hidden folder
+One document of a hundred is held out, in my_store/heldout.zarr. A row is the first `--sequence_length` tokens
+of one document, and shorter documents are dropped, as in LongCrawl64. With `--pack` the documents are
+concatenated, with BOS after each. The same input and options write the same store for any number of workers.
+A store has its name only once it is complete; a process that is killed leaves a hidden folder
 `.NAME.partial-PID`.
 """
 
@@ -75,6 +76,11 @@ def write_store(
             f"tokenizer {loaded.name!r} has no BOS token, which pack=True writes after each document"
         )
     documents = Documents(inputs, text_key=text_key, piece_bytes=_PIECE_BYTES if pack else None)
+    if pack and heldout and documents.num_documents == 1:
+        # One text file, whose last pieces are held out: several equal ones, each long enough for a row.
+        size = int(documents.lengths.sum())
+        count = max(2, min(100, size // (6 * sequence_length)), -(-size // _PIECE_BYTES))
+        documents = Documents(inputs, text_key=text_key, piece_bytes=-(-size // count))
     parts = [(output, documents)]
     if heldout:
         train, held = documents.split(heldout_fraction)
@@ -86,6 +92,7 @@ def write_store(
             vocab_size=loaded.vocab_size,
             attributes=store_attributes(loaded, pack=pack),
             overwrite=overwrite,
+            files=_tokenizer_files(tokenizer),
         )
         for path, _ in parts
     ]
@@ -110,6 +117,18 @@ def write_store(
             )
             results.append(written)
     return results
+
+
+def _tokenizer_files(tokenizer: str) -> dict[str, Path]:
+    """Return the files of a tokenizer, by their names in a store, so that runs on the store need no other file; none for
+    the tokenizers that are known by name."""
+    path = Path(tokenizer).expanduser()
+    if tokenizer in ("bytes", "gpt2"):
+        return {}
+    path = path / "tokenizer.json" if path.is_dir() else path
+    beside = ("tokenizer_config.json", "chat_template.jinja")
+    files = {name: path.with_name(name) for name in beside if path.with_name(name).is_file()}
+    return {"tokenizer.json": path, **files}
 
 
 def _check_options(
@@ -194,7 +213,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--json_escape", action="store_true", help="JSON-escape the text first, as LongCrawl64 does"
     )
     add("--text_key", default="text", help="JSONL field that has the text (default: text)")
-    add("--heldout", default="", help="path of a second store, for held-out documents")
+    add(
+        "--heldout",
+        default=None,
+        help="path of a second store, for held-out documents, or none (default: heldout.zarr beside an --output with the "
+        "name train.zarr, which training and evaluation find in their folder; otherwise none)",
+    )
     add(
         "--heldout_fraction",
         type=float,
@@ -204,6 +228,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--num_workers", type=int, default=None, help="number of processes (default: one per core)")
     add("--overwrite", action="store_true", help="replace stores that exist")
     options = parser.parse_args(arguments)
+    if options.heldout is None and Path(options.output).name == "train.zarr":
+        options.heldout = str(Path(options.output).with_name("heldout.zarr"))
+    options.heldout = "" if options.heldout in (None, "none") else options.heldout
     console = Console(stderr=True)
     try:
         results = write_store(options.input, options.output, console=console, **_keywords(options))

@@ -6,6 +6,7 @@ import codecs
 import functools
 import hashlib
 import json
+import re
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -287,8 +288,14 @@ def load_tokenizer(name: str, *, json_escape: bool = False) -> Tokenizer:
         return GPT2Tokenizer(json_escape=json_escape)
     if name.endswith(".json") or Path(name).expanduser().exists():
         return JSONTokenizer(name, json_escape=json_escape)
+    download = ""
+    if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", name):
+        download = (
+            f". If it is the id of a model on the Hugging Face hub: `hf download {name} tokenizer.json tokenizer_config.json "
+            "--local-dir FOLDER` downloads its tokenizer"
+        )
     raise ValueError(
-        f"unknown tokenizer {name!r}; accepted: 'bytes', 'gpt2', or the path of a tokenizer.json"
+        f"unknown tokenizer {name!r}; accepted: 'bytes', 'gpt2', or the path of a tokenizer.json{download}"
     )
 
 

@@ -7,7 +7,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +32,7 @@ class StoreWriter:
         attributes: dict[str, object],
         overwrite: bool = False,
         row_multiple: int = 1,
+        files: Mapping[str, Path] | None = None,
     ):
         """Prepare a new token store; the files are written inside the `with` block.
 
@@ -43,6 +44,7 @@ class StoreWriter:
             overwrite: replace the store at `path` when the new one is complete.
             row_multiple: a power of two. The number of rows is cut to a multiple of it, or to the largest power of two
                 that is not larger than the number of rows.
+            files: further files that are copied into the store, by their names there.
 
         Raises:
             ValueError: `path` is empty, a link, exists already, or is no store that can be overwritten.
@@ -62,6 +64,7 @@ class StoreWriter:
         self._waiting: list[np.ndarray] = []
         self._num_waiting = 0
         self._row_multiple = row_multiple
+        self._copied_files = dict(files or {})
         self._array: ts.TensorStore | None = None
         self._chunks = (CHUNK, CHUNK)
         self._checksums: dict[str, str] = {}
@@ -165,6 +168,8 @@ class StoreWriter:
         self.num_rows -= surplus
         if self._num_waiting > surplus:
             self._write(np.concatenate(self._waiting)[: self._num_waiting - surplus])
+        for name, source in self._copied_files.items():
+            shutil.copyfile(source, self._partial / name)
         (self._partial / ".zattrs").write_text(json.dumps(self._attributes))
         write_checksums(self._partial, self._checksums, largest_token_id=self._largest_token_id)
         if self.path.exists():

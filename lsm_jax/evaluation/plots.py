@@ -4,6 +4,7 @@ needle scores."""
 from __future__ import annotations
 
 import os
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,7 @@ def plot_loss_by_position(
     train_length: int | None = None,
     first: int | None = None,
     title: str = "Held-out loss by position",
+    unit: str = "token",
 ) -> Path:
     """Plot the smoothed mean loss L(i) at each position and the perplexity P(l) of the first l positions,
     side by side.
@@ -70,6 +72,7 @@ def plot_loss_by_position(
         train_length: length drawn as a dashed line; None draws none.
         first: the first position shown; None is the smaller of 128 and a 64th of the longest curve.
         title: text above both plots.
+        unit: the word for a token, such as "byte".
 
     Returns:
         The path.
@@ -83,8 +86,8 @@ def plot_loss_by_position(
         shown = slice(min(first, curve.length - 1), None)
         left.plot(position[shown], moving_average(curve.loss)[shown], color=colour, label=name)
         right.plot(position[shown], curve.running_perplexity()[shown], color=colour, label=name)
-    label_axes(left, "position i (tokens)", "loss L(i) (nats per token)")
-    label_axes(right, "length l (tokens)", "perplexity P(l)")
+    label_axes(left, f"position i ({unit}s)", f"loss L(i) (nats per {unit})")
+    label_axes(right, f"length l ({unit}s)", "perplexity P(l)")
     for axes in (left, right):
         if longest >= 64:
             axes.set_xscale("log", base=2)
@@ -271,7 +274,8 @@ def colours(number: int) -> list[str]:
 def new_figure(
     title: str, *, columns: int, rows: int = 1, size: tuple[float, float] = (5.2, 3.6)
 ) -> tuple[Figure, list[Axes]]:
-    """Return a new matplotlib figure and its axes, row by row; `size` is that of one panel, in inches.
+    """Return a new matplotlib figure and its axes, row by row; `size` is that of one panel, in inches. A title that is longer
+    than the figure is wide has several lines.
 
     The figure does not belong to pyplot, so it has no global state and needs no display, whichever backend a
     notebook uses.
@@ -279,7 +283,8 @@ def new_figure(
     figure = Figure(figsize=(size[0] * columns, size[1] * rows), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(rows, columns, squeeze=False)
-    figure.suptitle(title, fontsize=12, fontweight="bold")
+    characters = max(16, int(9 * size[0] * columns))  # of a line, at 9 to the inch in this font
+    figure.suptitle(textwrap.fill(title, characters), fontsize=12, fontweight="bold")
     return figure, list(axes.flat)
 
 

@@ -7,9 +7,9 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lsm_jax.data import DataConfig, Tokenizer, load_tokenizer
+from lsm_jax.data import DataConfig, Tokenizer
 from lsm_jax.data.needle import NeedleConfig
-from lsm_jax.data.sources import open_store
+from lsm_jax.data.sources import open_store, tokenizer_of
 from lsm_jax.data.store_streams import num_columns
 from lsm_jax.evaluation.harness import HarnessConfig
 from lsm_jax.evaluation.maps import MapsConfig
@@ -34,7 +34,8 @@ class Request:
         chat: whether the prompt is a user's message, to be put into the tokenizer's chat template; EOS ends
             the answer.
         num_tokens: number of tokens to generate at most.
-        temperature: divides the logits; 0 is greedy.
+        temperature: divides the logits; 0 is greedy. None is 0 for a chat, whose answers small models get right most often
+            so, and 0.8 for other prompts.
         top_k: sample from the k most likely tokens only.
         top_p: sample from the smallest set of tokens that has this probability.
         seed: the seed of sampling.
@@ -52,7 +53,7 @@ class Request:
     prompt: str = ""
     chat: bool = False
     num_tokens: int = 256
-    temperature: float = 0.8
+    temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
     seed: int = 0
@@ -72,7 +73,7 @@ class Request:
         self.needle.validate()
         self.maps.validate()
         self.lm_eval.validate()
-        if not 0 <= self.temperature < math.inf:
+        if self.temperature is not None and not 0 <= self.temperature < math.inf:
             raise ValueError(
                 f"temperature={self.temperature}: accepted are 0 (greedy) and positive numbers"
             )
@@ -90,6 +91,13 @@ class Request:
             raise ValueError(
                 f"prompt={self.prompt!a}: not UTF-8 at character {error.start}; accepted is UTF-8 text"
             ) from error
+
+    @property
+    def sampling_temperature(self) -> float:
+        """The temperature at which text is sampled: the given one, or the default of a chat or of another prompt."""
+        if self.temperature is not None:
+            return self.temperature
+        return 0.0 if self.chat else 0.8
 
     def folder(self, step: int) -> str:
         """Return the name of the folder for the results, such as 1000-books-T8192: the checkpoint's step,
@@ -125,7 +133,7 @@ def heldout_config(run: Run, request: Request) -> DataConfig:
 
 def run_tokenizer(run: Run) -> Tokenizer:
     """Load the tokenizer with which a run was trained, from its data config."""
-    return load_tokenizer(run.config.data.tokenizer, json_escape=run.config.data.json_escape)
+    return tokenizer_of(run.config.data)
 
 
 def run_bos_id(run: Run, tokenizer: Tokenizer) -> int | None:

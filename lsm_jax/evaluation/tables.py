@@ -26,8 +26,9 @@ def perplexity_table(results: Mapping[str, Any]) -> RenderableType:
     for length in lengths:
         average = results[f"val/loss_avg_len_{length}"]
         table.add_row(f"{length:,}", f"{average:.4f}", f"{results[f'{_PREFIX}{length}']:.3f}")
-    mean = f"{results['val/tokens']:,} tokens: loss {results['val/loss']:.4f} nats per token"
-    if "val/bits_per_byte" in results:
+    unit = "byte" if "val/bits_per_byte" in results else "token"
+    mean = f"{results['val/tokens']:,} {unit}s: loss {results['val/loss']:.4f} nats per {unit}"
+    if unit == "byte":
         mean += f", {results['val/bits_per_byte']:.4f} bits per byte"
     if "val/row_perplexity" in results:
         mean += f"; mean of the rows' perplexities {results['val/row_perplexity']:.3f}"
@@ -35,7 +36,7 @@ def perplexity_table(results: Mapping[str, Any]) -> RenderableType:
         mean += (
             f"; this is the student, and the teacher's loss is {results['val/teacher_loss']:.4f}"
         )
-    return Group(table, mean + f"; {results['tokens_per_second']:,.0f} tokens/s")
+    return Group(table, mean + f"; {results['tokens_per_second']:,.0f} {unit}s/s")
 
 
 def needle_table(results: Mapping[str, Any]) -> RenderableType:

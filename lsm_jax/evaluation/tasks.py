@@ -109,6 +109,7 @@ def perplexity(run: Run, request: Request, folder: Path) -> dict[str, Any]:
             folder / "loss_by_position.png",
             train_length=run.config.data.sequence_length,
             title=f"{run.config.name}: held-out loss by position, step {run.step:,}",
+            unit="byte" if "val/bits_per_byte" in results else "token",
         )
         write_json(folder / "results.json", results)
     return results
@@ -128,7 +129,7 @@ def sample_text(run: Run, request: Request, folder: Path) -> Generation:
         tokenizer,
         prompt,
         num_tokens=request.num_tokens,
-        temperature=request.temperature,
+        temperature=request.sampling_temperature,
         top_k=request.top_k,
         top_p=request.top_p,
         seed=request.seed,
@@ -138,7 +139,8 @@ def sample_text(run: Run, request: Request, folder: Path) -> Generation:
     )
     with writing(generation):
         folder.mkdir(parents=True, exist_ok=True)
-        settings = {k: getattr(request, k) for k in ("temperature", "top_k", "top_p", "seed")}
+        settings = {k: getattr(request, k) for k in ("top_k", "top_p", "seed")}
+        settings |= {"temperature": request.sampling_temperature}
         write_json(
             folder / "sample.json", {**dataclasses.asdict(generation), **settings, "step": run.step}
         )

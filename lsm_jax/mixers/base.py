@@ -379,7 +379,7 @@ class Mixer(nnx.Module):
             state: the state that the previous call returned; None is the state before any token.
 
         Returns:
-            y [B, T, D], the state after the last token, and losses and statistics by name.
+            y [B, T, D], the state after the last token, and losses and statistics by name (`aux`), in this order.
 
         Raises:
             ValueError: an argument has a shape or type that is not accepted, or the state is of another batch
@@ -426,6 +426,30 @@ class Mixer(nnx.Module):
         )
         y, context = self.finish(o, x, context)
         return y, MixerState(memory, dict(context.tails), clock), context
+
+    def op_arguments(
+        self,
+        x: jax.Array,
+        *,
+        layer: jax.Array | int | None = None,
+        shared: Mapping[str, jax.Array] | None = None,
+        segment_ids: jax.Array | None = None,
+        positions: jax.Array | None = None,
+    ) -> dict[str, Any]:
+        """Return the arguments with which the mixer's op is called for tokens x [B, T, D] without a state, by name: the
+        queries `q` [B, T, H, K] and what `write` returns, such as `k`, `v` and `log_decay`; for plots and analyses.
+
+        Args:
+            x, layer, shared, segment_ids, positions: as in `__call__`.
+        """
+        self._check(x, segment_ids, positions, None, None)
+        if self.uses_positions:
+            clock = fresh_clock(x.shape[0])
+            positions, _ = advance(clock, x.shape[:2], segment_ids, None, positions)
+        context = Context(layer, shared or {}, segment_ids, positions)
+        query, context = self.read(x, context)
+        written, _ = self.write(x, context)
+        return {"q": query, **written}
 
     def _check(self, x, segment_ids, positions, update_mask, state) -> None:
         """Raise ValueError if the input, ids, positions, mask or state of a call of the mixer are not accepted; the op

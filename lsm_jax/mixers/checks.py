@@ -5,11 +5,12 @@ accepted.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
 import numbers
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 FORMS = ("recurrent", "chunk", "associative")
@@ -53,6 +54,15 @@ def fields(owner: Any, name: str | None = None) -> None:
                 raise ValueError(
                     f"{name or type(owner).__name__}.{field}={value!r}: it must be {words}{none}"
                 )
+
+
+def did_you_mean(name: str, accepted: Iterable[str]) -> str:
+    """Return the end of an error message, "; did you mean 'gla'?", with the accepted name that is nearest to `name` in
+    spelling or has it as one of its words; "" if there is none.
+    """
+    names = list(accepted)
+    near = [n for n in names if name in n.split("_")] or difflib.get_close_matches(name, names, 1)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def positive(owner: Any, **values: float) -> None:

@@ -113,7 +113,10 @@ def get_method(name: str) -> Method:
     """
     registered = METHODS | WRAPPERS
     if name not in registered:
-        raise ValueError(f"method={name!r} does not exist; accepted are {', '.join(registered)}")
+        near = checks.did_you_mean(name, registered)
+        raise ValueError(
+            f"method={name!r} does not exist; accepted are {', '.join(registered)}{near}"
+        )
     return registered[name]
 
 
@@ -121,7 +124,7 @@ def build(
     config: Any,
     hidden_size: int,
     *,
-    rngs: nnx.Rngs,
+    rngs: nnx.Rngs | None = None,
     init_std: float = 0.02,
     layer: jax.Array | int = 0,
     num_layers: int = 1,
@@ -130,14 +133,18 @@ def build(
     """Build the mixer that a config describes, for a model of width `hidden_size`.
 
     Args:
-        config: of a type in `METHODS` or `WRAPPERS`.
+        config: of a type in `METHODS` or `WRAPPERS`, or a method's name: "gla" is the published proportions at this width,
+            `GLAConfig.for_width(hidden_size)`.
         hidden_size: channels of the residual stream.
-        rngs: source of the initial parameters.
+        rngs: source of the initial parameters; None is `nnx.Rngs(0)`.
         init_std: standard deviation of projections, except where the method has its own.
         layer: the layer's index in the model, for methods whose initial parameters depend on it.
         num_layers: the model's depth, for the same.
         loss_layers: the number of layers over which a loss that the mixer reports is averaged; None is `num_layers`.
     """
+    if isinstance(config, str):
+        config = get_method(config).config.for_width(hidden_size)
+    rngs = nnx.Rngs(0) if rngs is None else rngs
     module = method_of(config).module
     depth: dict[str, Any] = dict(layer=layer, num_layers=num_layers) if module.uses_depth else {}
     if module.has_losses:

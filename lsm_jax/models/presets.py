@@ -7,6 +7,7 @@ from typing import Any
 
 from lsm_jax import mixers
 from lsm_jax.feedforward import FEEDFORWARDS, SwiGLUConfig
+from lsm_jax.mixers.checks import did_you_mean
 from lsm_jax.models.config import LayerConfig, ModelConfig
 
 
@@ -22,6 +23,7 @@ class Size:
 
 
 SIZES: dict[str, Size] = {
+    "nano": Size(hidden_size=64, num_layers=4, multiple_of=32),
     "tiny": Size(hidden_size=64, num_layers=4, multiple_of=32),
     "10m": Size(hidden_size=256, num_layers=12, multiple_of=64),
     "125m": Size(hidden_size=768, num_layers=12),
@@ -67,10 +69,12 @@ def lm(
         ValueError: a name does not exist, or the number of layers is no multiple of the pattern's length.
     """
     if size not in SIZES:
-        raise ValueError(f"size={size!r} does not exist; accepted are {', '.join(SIZES)}")
+        near = did_you_mean(size, SIZES)
+        raise ValueError(f"size={size!r} does not exist; accepted are {', '.join(SIZES)}{near}")
     if feedforward is not None and feedforward not in FEEDFORWARDS:
         raise ValueError(
             f"feedforward={feedforward!r} does not exist; accepted are {', '.join(FEEDFORWARDS)}"
+            f"{did_you_mean(feedforward, FEEDFORWARDS)}"
         )
     chosen, found = mixers.get_method(method), SIZES[size]
     doubled = chosen.feedforward is None and feedforward is None
@@ -159,10 +163,13 @@ def fox(name: str = "pro", size: str = "760m", *, vocab_size: int = 50257) -> Mo
         ValueError: a name does not exist, or the model was not published at this size.
     """
     if name not in FOX_MODELS and name not in _FOX_ABLATIONS:
-        accepted = ", ".join((*FOX_MODELS, *_FOX_ABLATIONS))
-        raise ValueError(f"model={name!r} does not exist; accepted are {accepted}")
+        accepted = (*FOX_MODELS, *_FOX_ABLATIONS)
+        raise ValueError(
+            f"model={name!r} does not exist; accepted are {', '.join(accepted)}{did_you_mean(name, accepted)}"
+        )
     if size not in FOX_SIZES:
-        raise ValueError(f"size={size!r} does not exist; accepted are {', '.join(FOX_SIZES)}")
+        near = did_you_mean(size, FOX_SIZES)
+        raise ValueError(f"size={size!r} does not exist; accepted are {', '.join(FOX_SIZES)}{near}")
     if size != "760m" and name in ("samba", "transformer-swa"):
         raise ValueError(
             f"size={size!r}: model {name} was published at one size; accepted is '760m'"

@@ -12,18 +12,29 @@ from absl import logging
 
 from lsm_jax import mixers
 from lsm_jax.data import DataConfig
+from lsm_jax.mixers.checks import did_you_mean
 from lsm_jax.models import ModelConfig
 from lsm_jax.ops.backends.registry import backends_of, names_of
 from lsm_jax.parallel import MeshConfig, batch_shards
 from lsm_jax.training.config_json import check_types
 
+OPTIMIZERS = ("adamw", "lion", "muon")
+SCHEDULES = ("cosine", "wsd", "linear", "constant", "inverse_sqrt")
+
 
 @dataclasses.dataclass(kw_only=True)
 class OptimizerConfig:
-    """The config of the optimizer: AdamW with a linear warm-up of the learning rate and then a cosine
-    decay, both counted in tokens.
+    """The config of the optimizer and of the learning rate: a linear warm-up and then a schedule, both counted in tokens.
 
     Attributes:
+        name: "adamw"; "lion" (arXiv 2302.06675), whose rate is usually 3 to 10 times smaller; or "muon": orthogonalised momentum
+            for the matrices of layers, scaled to the size of AdamW's updates (arXiv 2502.16982), and AdamW for embeddings,
+            heads, vectors and convolutions.
+        schedule: the learning rate r(t) after the warm-up, from `peak_lr` p to e = `peak_lr` x `end_lr_ratio`. "cosine" and
+            "linear" fall to e over the rest of the run; "wsd" remains at p and falls linearly to e in the last `decay_fraction`
+            of the run (warm-up, stable, decay); "constant" remains at p, and "inverse_sqrt" is p sqrt(warmup_tokens / tokens):
+            these two do not use `end_lr_ratio`.
+        decay_fraction: the part of the run's tokens in which "wsd" falls.
         peak_lr: learning rate after the warm-up.
         end_lr_ratio: learning rate at the end of the run, divided by `peak_lr`.
         warmup_tokens: number of tokens over which the learning rate rises linearly to `peak_lr`.
@@ -31,13 +42,17 @@ class OptimizerConfig:
         warmup_from_zero: if True, a step's learning rate depends on the tokens before it, so the first step's
             is that of the beginning; otherwise its own tokens are included.
         b1: decay of the first moment.
-        b2: decay of the second moment.
+        b2: decay of the second moment; for "lion" the decay of its only moment, where b1 weighs the update.
         eps: added to the square root of the second moment.
+        momentum: decay of Muon's momentum.
         weight_decay: decoupled weight decay; it does not apply to norms, biases, convolutions, A_log, dt_bias
             and D.
         clip_norm: gradients with a larger global norm are scaled down to this one.
     """
 
+    name: str = "adamw"
+    schedule: str = "cosine"
+    decay_fraction: float = 0.2
     peak_lr: float = 3e-4
     end_lr_ratio: float = 0.1
     warmup_tokens: int = 0
@@ -46,13 +61,20 @@ class OptimizerConfig:
     b1: float = 0.9
     b2: float = 0.95
     eps: float = 1e-8
+    momentum: float = 0.95
     weight_decay: float = 0.1
     clip_norm: float = 1.0
 
     def validate(self) -> None:
         """Raise ValueError if a field of the optimizer's config is out of range."""
+        for name, accepted in (("name", OPTIMIZERS), ("schedule", SCHEDULES)):
+            if getattr(self, name) not in accepted:
+                near = did_you_mean(getattr(self, name), accepted)
+                raise ValueError(
+                    f"optimizer.{name}={getattr(self, name)!r}: accepted are {', '.join(accepted)}{near}"
+                )
         for name, value in dataclasses.asdict(self).items():
-            if not math.isfinite(value):
+            if not isinstance(value, str) and not math.isfinite(value):
                 raise ValueError(f"optimizer.{name}={value}: it must be finite")
         for name in ("peak_lr", "eps", "clip_norm"):
             if not getattr(self, name) > 0:
@@ -62,9 +84,17 @@ class OptimizerConfig:
         for name in ("end_lr_ratio", "start_lr_ratio", "warmup_tokens", "weight_decay"):
             if getattr(self, name) < 0:
                 raise ValueError(f"optimizer.{name}={getattr(self, name)}: it must be at least 0")
-        for name in ("b1", "b2"):
+        for name in ("b1", "b2", "momentum"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"optimizer.{name}={getattr(self, name)}: it must be in [0, 1)")
+        if not 0 < self.decay_fraction <= 1:
+            raise ValueError(
+                f"optimizer.decay_fraction={self.decay_fraction}: it must be in (0, 1]"
+            )
+        if self.schedule == "inverse_sqrt" and not self.warmup_tokens:
+            raise ValueError(
+                "optimizer.schedule='inverse_sqrt': optimizer.warmup_tokens is 0; it must be greater than 0"
+            )
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -194,6 +224,15 @@ class TrainConfig:
         if both := sorted(set(self.frozen_initial) & set(self.trainable)):
             raise ValueError(
                 f"frozen_initial={self.frozen_initial}: {', '.join(both)} is trained; accepted are names that trainable does not have"
+            )
+        decay = self.optimizer.decay_fraction * self.total_tokens
+        if (
+            self.optimizer.schedule == "wsd"
+            and decay + self.optimizer.warmup_tokens > self.total_tokens
+        ):
+            raise ValueError(
+                f"optimizer.decay_fraction={self.optimizer.decay_fraction}: the decay and optimizer.warmup_tokens="
+                f"{self.optimizer.warmup_tokens} are longer than total_tokens={self.total_tokens}; choose a smaller fraction"
             )
         self._check_lengths()
         self._advise_on_alignment()

@@ -4,7 +4,6 @@ fields."""
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import importlib
 import json
 import numbers
@@ -13,6 +12,7 @@ import typing
 from typing import Any
 
 from lsm_jax import mixers
+from lsm_jax.mixers.checks import did_you_mean
 
 # Fields that may change when a run is resumed.
 _MAY_CHANGE = {
@@ -201,6 +201,5 @@ def suggest(config: Any, name: str) -> str:
         return f"{'.'.join(path)} is a value and has no fields"
     if last in MOVED_FIELDS and isinstance(holder, mixers.RecurrentConfig):
         return f"{type(holder).__name__} has no field {last!r}; since release 0.2 it is {MOVED_FIELDS[last]!r}"
-    close = difflib.get_close_matches(last, known, 1)
-    hint = f"; did you mean {close[0]!r}?" if close else ""
+    hint = did_you_mean(last, known)
     return f"{type(holder).__name__} has no field {last!r}{hint or '.'} It has: {', '.join(known)}"

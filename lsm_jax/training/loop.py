@@ -99,6 +99,10 @@ class TrainLoop:
         # Metrics are read one step late, so that the device never waits for the host.
         self.pending: tuple[int, dict[str, jax.Array]] | None = None
         self.compiled, self.overflow = False, self._no_overflow()
+        self.compiling_step = (
+            -1
+        )  # the last step whose time includes a compilation, which the speed leaves out
+        self.unit = "bytes" if config.data.tokenizer == "bytes" else "tokens"
 
     def run(self, state: TrainState, data: dict[str, Any], frozen: dict[str, int]) -> TrainResult:
         """Train from `state` to the last step of the run, or until SIGINT or SIGTERM is received; return
@@ -116,7 +120,7 @@ class TrainLoop:
         agreed = Agreement(self.mesh)
         stop_signal: int | None = None  # the one that all hosts agreed on
         with (
-            TrainProgress(config.name, self.start, config.num_steps) as self.progress,
+            TrainProgress(config.name, self.start, config.num_steps, self.unit) as self.progress,
             profiler(
                 self.workdir, config, self.start, self._program_text, self.progress.say
             ) as profile,
@@ -182,9 +186,8 @@ class TrainLoop:
         if self.overflow is not None:
             self.overflow = metrics[OVERFLOW]
         if self.compiled:
-            self.meter.step()
             return metrics
-        self.compiled = True
+        self.compiled, self.compiling_step = True, self.step
         jax.block_until_ready(metrics)
         if self.writer is not None:
             self.meter.pause(time.perf_counter() - began)
@@ -291,7 +294,7 @@ class TrainLoop:
             grown = f"; expert_buffer {self.buffers.largest:g}, to which it had grown"
         print(
             f"{config.name}: {count['total']:,} parameters ({count['non_embedding']:,} without embeddings{part}), "
-            f"{config.num_steps:,} steps of {config.tokens_per_step:,} tokens = {tokens:,} tokens, "
+            f"{config.num_steps:,} steps of {config.tokens_per_step:,} {self.unit} = {tokens:,} {self.unit}, "
             f"on {devices}, in {self.workdir}"
             + (f"; continuing from step {start:,}" if start else "")
             + grown,
@@ -329,6 +332,8 @@ class TrainLoop:
         values = {name: np.asarray(value).tolist() for name, value in metrics.items()}
         bad = values.pop("skipped_in_a_row")
         self.loss = values["train/loss"]
+        if step != self.compiling_step:
+            self.meter.step()  # it has ended, since its metrics were read
         if bad:
             self.progress.say(
                 f"step {step}: loss, gradient or new parameters are not finite; skipped ({bad} in a row)"
@@ -349,12 +354,15 @@ class TrainLoop:
             kind, memory = memory_gib()
             values |= {
                 "train/tokens": step * config.tokens_per_step,
-                "perf/tokens_per_second": self.speed,
-                "perf/model_flops_per_second": self.speed * self.flops,
                 f"perf/{kind}_memory_gib": memory,
             }
-            if self.peak is not None:
-                values["perf/mfu"] = self._mfu()
+            if self.speed:  # not known after the first step alone, which was compiled
+                values |= {
+                    "perf/tokens_per_second": self.speed,
+                    "perf/model_flops_per_second": self.speed * self.flops,
+                }
+                if self.peak is not None:
+                    values["perf/mfu"] = self._mfu()
             if self.buffers.in_use:
                 values |= {
                     OVERFLOW: self.buffers.overflow_count,
@@ -384,7 +392,7 @@ class TrainLoop:
             teacher = f" of the student, {values['val/teacher_loss']:.4f} of the teacher,"
         self.writer.write(self.step, values)
         self.progress.say(
-            f"step {self.step}: held-out loss {loss:.4f}{teacher} over {tokens:,.0f} tokens"
+            f"step {self.step}: held-out loss {loss:.4f}{teacher} over {tokens:,.0f} {self.unit}"
         )
         self.meter.pause(time.perf_counter() - began)
 

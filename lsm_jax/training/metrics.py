@@ -3,6 +3,7 @@ and show its progress."""
 
 from __future__ import annotations
 
+import collections
 import errno
 import itertools
 import json
@@ -36,6 +37,7 @@ from lsm_jax.files import write_atomically
 from lsm_jax.training.failures import writing
 
 SECONDS_BETWEEN_LINES = 10.0
+_AVERAGED_LOSSES = 50  # in the mean that is shown beside a step's loss
 
 _protocol: Any = event_pb2  # its messages are made at run time
 Event, SessionLog = _protocol.Event, _protocol.SessionLog
@@ -265,24 +267,33 @@ class Meter:
         self._paused += seconds
 
     def tokens_per_second(self, tokens_per_step: int) -> float:
-        """Return the training speed in tokens per second since the last call, and start a new measurement;
-        0 if no step was counted."""
+        """Return the training speed in tokens per second since the last call, and start a new measurement; 0 if no step
+        was counted, and the measurement then continues."""
+        if not self._steps:
+            return 0.0
         now = time.perf_counter()
         seconds = now - self._start - self._paused
-        rate = self._steps * tokens_per_step / seconds if self._steps and seconds > 0 else 0.0
+        rate = self._steps * tokens_per_step / seconds if seconds > 0 else 0.0
         self._start, self._steps, self._paused = now, 0, 0.0
         return rate
 
 
 class TrainProgress:
-    """Show a training run's progress in a `with` block: a bar with step, loss, tokens/s and time left, or
-    printed lines where there is no terminal.
+    """Show a training run's progress in a `with` block: a bar with step, loss, the mean of the last losses, tokens/s and
+    time left, or printed lines where there is no terminal.
 
     If there are several hosts, only the first one shows it.
+
+    Args:
+        name: the name shown.
+        start: number of steps taken before this call.
+        total: number of steps of the run.
+        unit: the word for the run's tokens, such as "bytes".
     """
 
-    def __init__(self, name: str, start: int, total: int):
-        self.name, self.start, self.total = name, start, total
+    def __init__(self, name: str, start: int, total: int, unit: str = "tokens"):
+        self.name, self.start, self.total, self.unit = name, start, total, unit
+        self._losses: collections.deque[float] = collections.deque(maxlen=_AVERAGED_LOSSES)
         self._shown = jax.process_index() == 0
         self._lines = self._shown and not sys.stderr.isatty()
         self._begin = self._last_line = time.perf_counter()
@@ -331,8 +342,13 @@ class TrainProgress:
                 time.perf_counter()
             )  # time spent compiling says nothing about the time left
         status = f"loss {loss:.4f}"
+        if math.isfinite(loss):
+            self._losses.append(loss)
+        if len(self._losses) > 1:
+            mean = sum(self._losses) / len(self._losses)
+            status += f" (mean of {len(self._losses)}: {mean:.4f})"
         if tokens_per_second:
-            status += f" · {tokens_per_second:,.0f} tokens/s"
+            status += f" · {tokens_per_second:,.0f} {self.unit}/s"
             if mfu is not None:
                 status += f" · MFU {mfu:.1%}"
         self._bar.update(self._task, completed=step, status=status)

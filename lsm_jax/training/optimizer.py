@@ -1,42 +1,100 @@
-"""The optimizer of training runs: AdamW, and its learning rate as a function of the number of tokens seen."""
+"""The optimizers of training runs, and their learning rate as a function of the number of tokens seen."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from flax import nnx
 
-from lsm_jax.models import decay_mask
+from lsm_jax.models import abstract, decay_mask
 from lsm_jax.training.config import TrainConfig
 from lsm_jax.training.partition import split
+
+_MUON_RMS = (
+    0.2  # of an entry of Muon's update, as AdamW's usually has it (arXiv 2502.16982, section 2.2)
+)
 
 
 def learning_rate(config: TrainConfig, step: jax.Array | int) -> jax.Array:
     """Return the learning rate of a training step, whose number counts from 0: linear in the tokens seen
-    during warm-up, then a cosine to the end of the run."""
+    during warm-up, then by the config's schedule to the end of the run."""
     optimizer, tokens = config.optimizer, float(config.tokens_per_step)
     step = jnp.asarray(step, jnp.float32)
     steps = step if optimizer.warmup_from_zero else step + 1
     warmup = jnp.minimum(1.0, steps * (tokens / max(optimizer.warmup_tokens, tokens)))
     if optimizer.start_lr_ratio:
         warmup = optimizer.start_lr_ratio + (1 - optimizer.start_lr_ratio) * warmup
+    if optimizer.schedule == "constant":
+        return optimizer.peak_lr * warmup
+    if optimizer.schedule == "inverse_sqrt":
+        seen = jnp.maximum(steps * tokens, float(optimizer.warmup_tokens))
+        return optimizer.peak_lr * warmup * jnp.sqrt(float(optimizer.warmup_tokens) / seen)
     decay_tokens = float(config.total_tokens - optimizer.warmup_tokens)
-    progress = jnp.clip((step * tokens - float(optimizer.warmup_tokens)) / decay_tokens, 0, 1)
-    cosine = 0.5 * (1 + jnp.cos(jnp.pi * progress))
+    if optimizer.schedule == "wsd":
+        decay_tokens = optimizer.decay_fraction * config.total_tokens
+    decay_start = float(config.total_tokens) - decay_tokens
+    progress = jnp.clip((step * tokens - decay_start) / decay_tokens, 0, 1)
+    remaining = (
+        0.5 * (1 + jnp.cos(jnp.pi * progress)) if optimizer.schedule == "cosine" else 1 - progress
+    )
     return (
         optimizer.peak_lr
         * warmup
-        * (optimizer.end_lr_ratio + (1 - optimizer.end_lr_ratio) * cosine)
+        * (optimizer.end_lr_ratio + (1 - optimizer.end_lr_ratio) * remaining)
     )
 
 
 def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
-    """Return AdamW, after clipping the gradients' global norm, as an optax transformation of gradients to updates
-    for a learning rate of 1; the training step multiplies the updates by `learning_rate`."""
+    """Return the config's optimizer, after clipping the gradients' global norm, as an optax transformation of gradients to
+    updates for a learning rate of 1; the training step multiplies the updates by `learning_rate`."""
     optimizer = config.optimizer
     mask, _ = split(decay_mask(config.model), config.trainable)
+    adam = optax.scale_by_adam(b1=optimizer.b1, b2=optimizer.b2, eps=optimizer.eps)
+    scale = adam
+    if optimizer.name == "lion":
+        scale = optax.scale_by_lion(b1=optimizer.b1, b2=optimizer.b2)
+    elif optimizer.name == "muon":
+        scale = optax.partition(
+            {True: _muon(optimizer.momentum), False: adam}, muon_matrices(config)
+        )
     return optax.chain(
         optax.clip_by_global_norm(optimizer.clip_norm),
-        optax.scale_by_adam(b1=optimizer.b1, b2=optimizer.b2, eps=optimizer.eps),
+        scale,
         optax.add_decayed_weights(optimizer.weight_decay, mask=mask),
+    )
+
+
+def muon_matrices(config: TrainConfig) -> dict[str, Any]:
+    """Return a tree of bools with the structure of a config's trained parameters, True for those that Muon updates: the
+    matrices of layers, which are stacked over the periods of the pattern. Vectors and convolutions, which have no weight
+    decay, are no matrices."""
+    params = nnx.to_pure_dict(nnx.state(abstract(config.model), nnx.Param))
+    matrices = jax.tree.map(
+        lambda leaf, decayed: bool(decayed) and leaf.ndim >= 3, params, decay_mask(config.model)
+    )
+    for name in set(matrices) - {"periods"}:
+        matrices[name] = jax.tree.map(lambda _: False, matrices[name])
+    return split(matrices, config.trainable)[0]
+
+
+def _muon(momentum: float) -> optax.GradientTransformation:
+    """Return Muon's transformation of the gradients of matrices [..., D, F] (arXiv 2502.16982): their momentum, orthogonalised
+    by Newton-Schulz iterations, with entries of a root mean square of about 0.2."""
+
+    def dimensions(params):
+        numbers = optax.contrib.MuonDimensionNumbers
+        return jax.tree.map(
+            lambda x: numbers(reduction_axis=x.ndim - 2, output_axis=x.ndim - 1), params
+        )
+
+    def rms(updates, params=None):
+        del params
+        return jax.tree.map(lambda u: _MUON_RMS * max(u.shape[-2:]) ** 0.5 * u, updates)
+
+    return optax.chain(
+        optax.contrib.scale_by_muon(beta=momentum, weight_dimension_numbers=dimensions),
+        optax.stateless(rms),
     )

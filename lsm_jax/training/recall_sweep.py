@@ -244,6 +244,11 @@ def _train_epochs(
             if writer is not None:
                 writer.write(step, _metrics(config, scores, losses))
             if best > config.stop_above:
+                if epoch < config.epochs:
+                    progress.say(
+                        f"stopped after {epoch} of {config.epochs} epochs: the best member's accuracy is above "
+                        f"stop_above={config.stop_above:g}; --config.stop_above=1 trains all epochs"
+                    )
                 break
     return scores, step, epoch
 
@@ -360,7 +365,7 @@ def _count(state: SweepState) -> dict[str, int]:
 
 def _announce(config: RecallConfig, num_steps: int, seconds: float) -> None:
     print(
-        f"{config.name}: {len(config.members())} members, {num_steps:,} steps of {config.batch_size} examples, "
+        f"{config.name}: {len(config.members())} members, at most {num_steps:,} steps of {config.batch_size} examples, "
         f"compiled in {seconds:.1f} s, on {jax.devices()[0].device_kind}",
         file=sys.stderr,
         flush=True,

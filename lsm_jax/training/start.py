@@ -15,6 +15,7 @@ import jax
 from jax.sharding import Mesh
 
 from lsm_jax.data import fingerprint
+from lsm_jax.data.sources import with_tokenizer
 from lsm_jax.models import abstract
 from lsm_jax.parallel import first_process_text, make_mesh
 from lsm_jax.training.batches import RecentBatches, eval_batches, train_batches
@@ -24,6 +25,7 @@ from lsm_jax.training.expert_buffers import ExpertBuffers
 from lsm_jax.training.failures import WriteError
 from lsm_jax.training.lock import LostLockError, RunLock
 from lsm_jax.training.loop import TrainingStopped, TrainLoop, TrainResult
+from lsm_jax.training.memory_check import check_memory
 from lsm_jax.training.partition import digests, join, like, split, targets
 from lsm_jax.training.runs import (
     check_data,
@@ -63,15 +65,18 @@ def train(
             next step was started.
 
     Raises:
-        ValueError: the config, data, mesh or directory is not valid, or another process trains the same run.
+        ValueError: the config, data, mesh or directory is not valid, another process trains the same run, or the run
+            requires far more memory than there is.
         TrainingStopped: `config.max_bad_steps` consecutive steps had a loss, gradient or new parameters that
             are not finite, or a training batch could not be read.
         TrainingNotSaved: a file of the run cannot be written.
     """
     workdir = Path(workdir).expanduser().absolute()
     config.validate(len(jax.devices()))
+    config = dataclasses.replace(config, data=with_tokenizer(config.data))
     check_workdir(workdir, config)
     mesh = make_mesh(config.mesh)
+    check_memory(config)
     agree = functools.partial(first_process_text, mesh=mesh)
     with RunLock(workdir, agree=agree, first=jax.process_index() == 0) as lock:
         try:

@@ -133,10 +133,11 @@ def make_program(config: TrainConfig, mesh: Mesh) -> Program:
     replicated = NamedSharding(mesh, PartitionSpec())
     opt_shardings = optax.tree_utils.tree_map_params(
         optimizer.init,
-        lambda _, sharding: sharding,
+        lambda leaf, sharding: leaf if isinstance(leaf, optax.MaskedNode) else sharding,
         jax.eval_shape(init).opt_state,
         trained_shardings,
         transform_non_params=lambda _: replicated,
+        is_leaf=lambda leaf: isinstance(leaf, optax.MaskedNode),
     )
     shardings = TrainState(replicated, trained_shardings, opt_shardings, replicated, replicated)
     train_step = _make_train_step(config, optimizer, _make_loss(config, graph))
@@ -199,7 +200,7 @@ def _make_train_step(
     optimizer: optax.GradientTransformation,
     mean_loss: Callable[..., tuple[jax.Array, Metrics]],
 ) -> Callable[..., tuple[TrainState, Metrics]]:
-    """Return the function of one training step, not yet compiled. It computes the gradients and applies AdamW; if
+    """Return the function of one training step, not yet compiled. It computes the gradients and applies the optimizer; if
     the loss, the gradients or the new parameters are not finite, it changes no parameters. `Program.train_step`
     describes its arguments."""
     pieces = config.accumulation_steps

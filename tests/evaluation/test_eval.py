@@ -52,7 +52,7 @@ def test_eval_writes_results_plots_and_a_sample(workdir):
         "--output=one",
     )
     assert done.returncode == 0, done.stderr
-    assert "bits per byte" in done.stdout and "tokens/s" in done.stdout
+    assert "bits per byte" in done.stdout and "bytes/s" in done.stdout
     folder = workdir / "eval" / "one"
     files = {p.name for p in folder.iterdir()}
     assert files == {
@@ -141,6 +141,12 @@ def test_a_store_of_another_tokenizer(run, workdir, tmp_path):
 def test_numbers_out_of_range(field, value, message):
     with pytest.raises(ValueError, match=f"{field}={value}.*{message}"):
         Request(**{field: value}).validate()
+
+
+def test_a_chat_is_greedy_by_default():
+    assert Request(chat=True).sampling_temperature == 0.0
+    assert Request().sampling_temperature == 0.8
+    assert Request(chat=True, temperature=0.5).sampling_temperature == 0.5
 
 
 def test_unknown_tasks_are_refused():

@@ -14,6 +14,7 @@ from lsm_jax.evaluation import (
     plot_training,
     read_metrics,
 )
+from lsm_jax.evaluation.plots import new_figure
 
 PNG = b"\x89PNG"
 
@@ -60,3 +61,13 @@ def test_training_curves(tmp_path):
     assert path.read_bytes().startswith(PNG)
     with pytest.raises(ValueError, match="train/loss, val/loss"):
         plot_training({"run": tmp_path}, tmp_path / "none.png", names=("speed",))
+
+
+def test_a_long_title_is_not_clipped():
+    title = "a run with a long name: layer 3, GatedDeltaNet, the first 1,024 tokens of the held-out data, step 20,000"
+    for columns in (1, 2):
+        figure, _ = new_figure(title, columns=columns, size=(4.0, 3.0))
+        figure.canvas.draw()
+        box = figure.get_suptitle(), figure._suptitle.get_window_extent()
+        assert box[0].replace("\n", " ") == title
+        assert 0 < box[1].x0 and box[1].x1 < figure.bbox.x1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 import typing
@@ -134,6 +135,33 @@ def test_a_call_names_the_argument_before_any_compute(name, monkeypatch):
     clock = None if mixer.uses_positions else mixers.fresh_clock(2)
     with pytest.raises(ValueError, match="clock; accepted are tails"):
         mixer(X, state=state._replace(clock=clock))
+
+
+def test_a_method_s_name_builds_it():
+    layer = mixers.build("gla", WIDTH)
+    assert layer.config == mixers.GLAConfig.for_width(WIDTH)
+    assert type(layer(X)) is tuple  # a named tuple would not match trees of plain tuples
+    same = mixers.build(mixers.GLAConfig.for_width(WIDTH), WIDTH, rngs=nnx.Rngs(0))
+    np.testing.assert_array_equal(layer(X + 1)[0], same(X + 1)[0])
+    with pytest.raises(ValueError, match="method='glo' does not exist; .*did you mean 'gla'"):
+        mixers.build("glo", WIDTH)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_arguments_of_the_op_are_those_of_a_call(name, monkeypatch):
+    mixer, given = abstract(name), {}
+
+    def apply(self, query, written, **call):
+        given.update(q=query, **written)
+        raise StopIteration
+
+    x = jnp.asarray(X)
+    arguments = nnx.eval_shape(lambda mixer, x: mixer.op_arguments(x), mixer, x)
+    monkeypatch.setattr(type(mixer), "apply", apply)
+    with contextlib.suppress(StopIteration):
+        nnx.eval_shape(lambda mixer, x: mixer(x), mixer, x)
+    if name not in ("liger", "lolcats"):  # whose layers compute more than one op
+        assert jax.tree.map(jnp.shape, arguments) == jax.tree.map(jnp.shape, given)
 
 
 def test_a_state_of_another_width_is_refused():

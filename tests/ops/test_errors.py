@@ -147,7 +147,7 @@ def test_no_kernel_supports_x64():
     since Mosaic's indices have 32 bits.
     """
     q = jnp.ones((1, 64, 2, 64), jnp.bfloat16)
-    gate, channels = q[..., 0], q
+    gate, channels = -q[..., 0], -q
     calls = {
         "linear_memory": lambda **o: ops.linear_memory(q, q, q, gate, **o),
         "delta_memory": lambda **o: ops.delta_memory(q, q, q, gate, channels, **o),
@@ -167,3 +167,46 @@ def test_complex_arrays_that_must_be_real(name):
     full = jnp.ones((2, 3))
     with pytest.raises(ValueError, match=rf"{name} has dtype complex\d+; accepted are real dtypes"):
         ops.time_invariant_memory(A=-full, B=full, C=full, **arrays)
+
+
+LOGARITHMS = {
+    "linear_memory": ("log_decay", "value_log_decay"),
+    "delta_memory": ("log_decay",),
+    "dplr_memory": ("log_decay",),
+    "slot_memory": ("log_decay",),
+    "online_memory": ("log_momentum", "log_decay"),
+    "attention": ("log_forget",),
+}
+
+
+@pytest.mark.parametrize("op", LOGARITHMS)
+def test_positive_logarithms_are_refused_where_their_values_are_known(op):
+    for name in LOGARITHMS[op]:
+        case = next(
+            c for c in CASES if c.op == op and make_inputs(c, length=9).get(name) is not None
+        )
+        inputs = make_inputs(case, length=9)
+        call(case, {**inputs, name: 0 * inputs[name]}, form=case.forms[0])
+        inputs[name] = inputs[name] * 0 + 0.5
+        with pytest.raises(
+            ValueError, match=f"^{op}: {name} has values up to 0.5; accepted are at"
+        ):
+            call(case, inputs, form=case.forms[0])
+        jax.eval_shape(lambda x, c=case: call(c, x, form=c.forms[0]), inputs)  # not known inside
+
+
+def test_heads_in_front_of_tokens_are_noticed(caplog):
+    arrays = {n: jnp.zeros((2, 4, 300, 8), jnp.float32) for n in "qkv"}
+    ops.linear_memory(**arrays, form="recurrent")
+    assert "4 tokens and 300 heads. If heads are in front of tokens, swap" in caplog.text
+    caplog.clear()
+    arrays = {n: jnp.zeros((2, 300, 4, 8), jnp.float32) for n in "qkv"}
+    ops.linear_memory(**arrays)
+    assert not caplog.text
+    gates = jnp.zeros((2, 4, 300))
+    end = r".*; heads are in front of tokens: jnp.swapaxes\(array, 1, 2\)$"
+    for function, name in ((ops.linear_memory, "log_decay"), (ops.attention, "log_forget")):
+        with pytest.raises(ValueError, match=name + end):
+            function(**arrays, **{name: gates})
+    with pytest.raises(ValueError, match="v has shape" + end):
+        ops.linear_memory(arrays["q"], arrays["k"], jnp.zeros((2, 4, 300, 8)))

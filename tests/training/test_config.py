@@ -68,7 +68,12 @@ def test_errors_name_the_field(tmp_path, change, message):
     [
         (["--config=configs/lm.py:glo-340m"], "gla"),
         (["--config=configs/lm.py:gla-341m"], "340m"),
+        (["--config=configs/lm.py:gla-350m"], "did you mean '340m'?"),
+        (["--config=configs/lm.py:gated_delta_net-340m"], "did you mean 'gated_deltanet'?"),
+        (["--config=configs/lm.py:gla-tiny,patern=L"], "did you mean 'pattern'?"),
+        (["--config=configs/mom.py:350m"], "did you mean '340m'?"),
         (["--config=configs/lm.py:gla-tiny", "--config.optimizer.peek_lr=1"], "did you mean 'peak_lr'?"),
+        (["--config=configs/lm.py:gla-tiny", "--config.optimizer.lr=1"], "did you mean 'peak_lr'?"),
         (["--config=configs/lm.py:gla-tiny", "--config.model.layers.L.mixer.num_head=1"], "num_heads"),
         (["--config=configs/lm.py:gla-tiny", "--config.batch_size=many"], "batch_size"),
     ],

@@ -12,10 +12,13 @@ import sys
 import time
 from pathlib import Path
 
+import jax
 import pytest
 
 import lsm_jax
-from lsm_jax.training import loop, metrics, read_config, train
+from configs import lm
+from lsm_jax.training import loop, memory_check, metrics, read_config, train
+from lsm_jax.training import start as training_start
 from lsm_jax.training.config_json import to_dict
 from lsm_jax.training.metrics import MetricsWriter, TrainProgress
 from tests.training import tiny
@@ -142,7 +145,6 @@ def test_bad_data_raises_before_anything_is_compiled_or_written(tmp_path, monkey
     [
         (["--workdir=", "--config=configs/mqar.py"], "--workdir is missing; give the run's directory"),
         (["--workdir=x", "--config=none.py"], "--config=none.py: there is no file 'none.py'; accepted is FILE.py:VARIANT"),
-        ([], "--config is missing; accepted is FILE.py:VARIANT"),
         (["--workdir=x", "--config="], "--config is missing; accepted is FILE.py:VARIANT"),
         (["--workdir=x", "--config=configs/lm.py:"], "variant '': accepted is <method>-<size>"),
         (["--workdir=x", "--config=README.md"], "--config=README.md: 'README.md' is not a Python file"),
@@ -151,6 +153,13 @@ def test_bad_data_raises_before_anything_is_compiled_or_written(tmp_path, monkey
         (["--workdir=x", "--config=configs/lm.py:gla-tiny", "--config.model.lora.rank=4"],
          "--config.model.lora.rank: lora is None here, which has no fields"),
         (["--workdir=x", "--config.batch_size=3"], "--config is missing; accepted is FILE.py:VARIANT"),
+        (["--workdri=x", "--config=configs/lm.py:gla-tiny"], "unknown flag --workdri; did you mean '--workdir'?"),
+        (["--workdir=x", "--config=configs/lm.py:gla-tiny", "--lr=1"], "unknown flag --lr; did you mean '--config.optimizer.peak_lr'?"),
+        (["--workdir=x", "--config=configs/lm.py:gla-tiny", "--config.total_tokens=1.5e0"],
+         "--config.total_tokens=1.5e0: accepted are whole numbers"),
+        (["--workdir=x", "--config=configs/lm.py:gla-tiny", "--config.model.layers.N.mixer.window=4"],
+         "--config.model.layers.N.mixer.window: no layer of the model has the letter N, its pattern is 'L'; accepted are fields of "
+         "model.layers.L, or another pattern"),
     ],
 )  # fmt: skip
 def test_errors_name_the_argument(arguments, message):
@@ -158,6 +167,36 @@ def test_errors_name_the_argument(arguments, message):
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 1
     assert done.stderr.startswith(f"train.py: {message}") and len(done.stderr.splitlines()) == 1
+
+
+def test_the_command_without_arguments_prints_its_page():
+    for command in (["train.py"], ["-m", "lsm_jax.plan"]):
+        done = subprocess.run([sys.executable, *command], capture_output=True, text=True)
+        assert done.returncode == 1 and "--config is missing" in done.stderr
+        assert done.stderr.count("    python ") == 3 and "Traceback" not in done.stderr
+
+
+SHORT = """
+import sys, train
+train.parse(["train.py", "--config=configs/lm.py:gla-tiny", "--workdir=x", *sys.argv[1:]])
+config = train.FLAGS.config
+print(config.total_tokens, config.optimizer.warmup_tokens, config.optimizer.peak_lr)
+"""
+
+
+@pytest.mark.parametrize(
+    ("flags", "output"),
+    [
+        (["total_tokens=1e6"], "1000000 200000 0.003"),
+        (["total_tokens=1.5e5"], "150000 15000 0.003"),  # the warm-up becomes a tenth of the run
+        (["total_tokens=1e5", "optimizer.warmup_tokens=5e3", "optimizer.peak_lr=1e-3"], "100000 5000 0.001"),
+    ],
+)  # fmt: skip
+def test_a_short_trial_needs_one_number(flags, output):
+    command = [sys.executable, "-c", SHORT, *(f"--config.{flag}" for flag in flags)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.stdout.strip() == output, done.stderr
+    assert ("warmup_tokens=15000, a tenth" in done.stderr) == ("15000" in output)
 
 
 SETS = """
@@ -221,12 +260,32 @@ def test_progress_shows_no_unknown_values(capsys, monkeypatch, tmp_path, caplog)
         progress.advance(3, 4.0, 7.0)
     lines = capsys.readouterr().err.splitlines()
     assert lines[-3] == "step 1/9 · loss 5.0000"
-    assert lines[-2].startswith("step 2/9 · loss 4.5000 · 7 tokens/s · MFU 43.2% · ")
-    assert lines[-1].startswith("step 3/9 · loss 4.0000 · 7 tokens/s · ") and "left" in lines[-1]
+    start = "step 2/9 · loss 4.5000 (mean of 2: 4.7500) · 7 tokens/s · MFU 43.2% · "
+    assert lines[-2].startswith(start)
+    start = "step 3/9 · loss 4.0000 (mean of 3: 4.5000) · 7 tokens/s · "
+    assert lines[-1].startswith(start) and "left" in lines[-1]
+    with TrainProgress("tiny", 0, 90, "bytes") as progress:
+        for step in range(1, 71):
+            progress.advance(step, float("nan") if step == 70 else float(step), 7.0)
+    assert "(mean of 50: 44.5000) · 7 bytes/s" in capsys.readouterr().err.splitlines()[-1]
     writer = MetricsWriter(tmp_path, 0)
     writer.write(1, {"loss": float("nan"), "rate": 1.0})
     writer.close()
     assert "NaN" not in caplog.text
+
+
+def test_the_speed_counts_steps_that_have_ended(monkeypatch):
+    now = iter([0.0, 2.0, 3.0, 7.0])
+    monkeypatch.setattr(metrics.time, "perf_counter", lambda: next(now))
+    meter = metrics.Meter()
+    assert (
+        meter.tokens_per_second(100) == 0.0
+    )  # reported after the compiled step: nothing ended yet
+    meter.step()
+    assert meter.tokens_per_second(100) == 50.0  # since the start, not since the last call
+    meter.pause(0.5)
+    meter.step()
+    assert meter.tokens_per_second(100) == 200.0
 
 
 def test_a_damaged_config_of_a_run_is_an_error(tmp_path):
@@ -239,3 +298,66 @@ def test_a_damaged_config_of_a_run_is_an_error(tmp_path):
         (tmp_path / "config.json").write_text(json.dumps(saved | dict(model=model)))
         with pytest.raises(ValueError, match="config.json describes no model"):
             lsm_jax.load_run(tmp_path)
+
+
+DEMO = """
+import os, runpy, signal, sys, time
+import lsm_jax
+from lsm_jax import training
+training.train = lambda *_: training.TrainResult(1, None, 1.0)
+lsm_jax.load_run = lambda _: (os.kill(os.getpid(), signal.SIGINT), time.sleep(9))
+sys.argv = ["demo.py", "--workdir=" + sys.argv[1]]
+runpy.run_path("demo.py", run_name="__main__")
+"""
+
+
+def test_a_signal_ends_the_demo_s_evaluation_with_one_line(tmp_path):
+    command = [sys.executable, "-c", DEMO, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 128 + signal.SIGINT
+    assert done.stderr == "demo.py: SIGINT: stopped; nothing further was saved\n"
+
+
+def test_every_run_has_a_picture(tmp_path):
+    """`train.py` draws the training curves at the end of a run."""
+    flags = ["--config=configs/lm.py:gla-nano", f"--workdir={tmp_path / 'run'}"]
+    text = tiny.write_text(tmp_path / "text")
+    small = [f"data.path={text}", "data.sequence_length=32", "batch_size=4", "eval_every=0"]
+    small += ["model.hidden_size=16", "model.num_layers=1", "total_tokens=4e2", "log_every=1"]
+    small += ["model.layers.L.mixer.num_heads=1", "data.heldout_fraction=0.2"]
+    command = [sys.executable, "train.py", *flags, *(f"--config.{field}" for field in small)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "3 steps of 128 bytes = 384 bytes" in done.stderr and "bytes/s" in done.stderr
+    assert (tmp_path / "run" / "plots" / "training.png").stat().st_size > 1000
+
+
+def test_the_memory_is_compared_before_anything_is_compiled(tmp_path, monkeypatch, capsys):
+    def compiled(*_):
+        raise AssertionError("compiled")
+
+    monkeypatch.setattr(training_start, "make_program", compiled)
+    monkeypatch.setattr(memory_check, "device_bytes", lambda _: 24 * 2**30)
+    config = lm.get_config("gla-340m")
+    config.data.path = str(tiny.write_text(tmp_path / "text"))
+    config.batch_size *= len(jax.devices())
+    message = r"requires about 9\d\.\d GiB of memory on each device, which has 24.0 GiB; with "
+    with pytest.raises(
+        ValueError, match=message + r"--config.accumulation_steps=(4|8) it requires"
+    ):
+        train(config, tmp_path / "run")
+    monkeypatch.setattr(memory_check, "device_bytes", lambda _: 3 * 2**30)
+    monkeypatch.setattr(memory_check, "_HOPELESS", 10**9)
+    config.batch_size = len(jax.devices())
+    with pytest.raises(AssertionError, match="compiled"):
+        train(config, tmp_path / "run")
+    printed = capsys.readouterr().err
+    assert "accumulation_steps is not enough; it fits with shorter rows" in printed
+    assert "a smaller size (nano, tiny, 10m, 125m)" in printed
+    assert not (tmp_path / "run").exists()
+
+
+def test_small_runs_are_not_planned(tmp_path, monkeypatch):
+    monkeypatch.setattr(memory_check, "plan", None)
+    memory_check.check_memory(tiny.config(tmp_path))
+    assert memory_check.device_bytes(jax.local_devices()[0]) > 2**28

@@ -107,6 +107,16 @@ def test_blocks_cover_an_epoch():
     assert [largest_divisor(1000, most) for most in (64, 1, 0, 5000)] == [50, 1, 1, 1000]
 
 
+def test_a_sweep_says_why_it_ends_early(capsys):
+    test = (
+        RecallTask(length=16, num_pairs=2, num_examples=512),
+    )  # some answers are right by chance
+    result = train_recall(tiny(learning_rates=(1e-2,), stop_above=1e-9, test=test))
+    printed = capsys.readouterr().err
+    assert result["epochs"] == 1 and "at most 8 steps" in printed
+    assert "stopped after 1 of 2 epochs: the best member's accuracy is above stop_above" in printed
+
+
 @pytest.mark.slow
 def test_a_run_writes_its_result(tmp_path):
     """A sweep writes its result, also if one of the learning rates is far too high."""

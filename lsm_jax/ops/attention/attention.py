@@ -147,11 +147,13 @@ def _check_gates(op: str, log_forget, shape: tuple[int, int, int]) -> Array:
     if jnp.shape(log_forget) not in (shape, shape[2:]):
         raise ValueError(
             f"{op}: log_forget has shape {jnp.shape(log_forget)}; accepted are [N] and [B, T, N] = {shape[2:]} and {shape}"
+            f"{checks.heads_first(log_forget, *shape)}"
         )
     if not jnp.issubdtype(jnp.result_type(log_forget), jnp.floating):
         raise ValueError(
             f"{op}: log_forget has dtype {jnp.result_type(log_forget)}; accepted are floating dtypes"
         )
+    checks.check_logarithm(op, "log_forget", log_forget)
     wide = jnp.promote_types(jnp.result_type(log_forget), jnp.float32)
     # Larger numbers in a sum would cost the other gates their digits, and in a kernel's tile the scores.
     return jnp.broadcast_to(jnp.maximum(jnp.asarray(log_forget, wide), _CLOSED_GATE), shape)

@@ -4,7 +4,8 @@ arrays that one device has.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from absl import logging
@@ -162,6 +163,19 @@ def choices() -> dict[str, str]:
     out backends with a higher preference.
     """
     return dict(_CHOICES)
+
+
+@contextlib.contextmanager
+def unrecorded() -> Iterator[None]:
+    """Return a context manager that leaves the record of selected backends (`choices`) as it was before the `with` block,
+    such as for ops that are traced only to count their memory.
+    """
+    before = choices()
+    try:
+        yield
+    finally:
+        _CHOICES.clear()
+        _CHOICES.update(before)
 
 
 def clear_choices() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from absl import logging
 from jaxtyping import Array
 
 FORMS = ("recurrent", "chunk", "associative")
@@ -33,8 +34,37 @@ def check_shape(op: str, name: str, array, expected: tuple[int | None, ...], let
     )
     if not fits:
         wanted = ", ".join("*" if e is None else str(e) for e in expected)
+        swapped = (*shape[:1], *shape[2:0:-1], *shape[3:])
+        fits = (
+            letters.startswith("B, T")
+            and len(shape) == len(expected) >= 3
+            and all(e is None or e == s for s, e in zip(swapped, expected, strict=True))
+        )
+        hint = "; heads are in front of tokens: jnp.swapaxes(array, 1, 2)" if fits else ""
         raise ValueError(
-            f"{op}: {name} has shape {tuple(shape)}; accepted is [{letters}] = [{wanted}]"
+            f"{op}: {name} has shape {tuple(shape)}; accepted is [{letters}] = [{wanted}]{hint}"
+        )
+
+
+_ROUNDING = 1e-5  # above 0, of a logarithm of 1
+_MANY_HEADS = 256  # more than models have; tokens in the place of heads usually exceed it
+
+
+def check_logarithm(op: str, name: str, array) -> None:
+    """Raise ValueError if the argument `name` of the op called `op`, the logarithm of a factor of at most 1, is positive.
+    Only the values of arrays outside of `jax.jit` are known; inside of it nothing is checked.
+    """
+    if array is None or isinstance(array, jax.core.Tracer) or jnp.size(array) == 0:
+        return
+    if not jnp.issubdtype(jnp.result_type(array), jnp.floating):
+        return
+    if not getattr(array, "is_fully_addressable", True):
+        return  # a part of it is on other hosts
+    with jax.ensure_compile_time_eval():  # of a constant of a program, too
+        largest = float(jnp.max(array))
+    if largest > _ROUNDING:
+        raise ValueError(
+            f"{op}: {name} has values up to {largest:.4g}; accepted are at most 0, the natural logarithms of factors in (0, 1]"
         )
 
 
@@ -67,6 +97,12 @@ def check_qkv(op: str, q, k, v) -> tuple[int, int, int, int, int, int, int]:
         if not jnp.issubdtype(jnp.asarray(array).dtype, jnp.floating):
             raise ValueError(f"{op}: {name} has dtype {array.dtype}; accepted are floating ones")
     batch, length, query_heads, key_dim = q.shape
+    if query_heads >= _MANY_HEADS and query_heads > length > 1:
+        logging.warning(
+            "%s: q has shape %s, read as [B, T, H, K]: %d tokens and %d heads. If heads are in front of tokens, swap both axes "
+            "of all arrays: jnp.swapaxes(q, 1, 2)",
+            op, q.shape, length, query_heads,
+        )  # fmt: skip
     check_shape(op, "k", k, (batch, length, None, key_dim), "B, T, H, K")
     check_shape(op, "v", v, (batch, length, None, None), "B, T, G, V")
     key_heads, value_heads = k.shape[2], v.shape[2]
@@ -221,5 +257,15 @@ def check_log_decay(op: str, log_decay, dims: tuple[int, int, int, int]) -> None
     if log_decay is not None and jnp.shape(log_decay) not in accepted:
         raise ValueError(
             f"{op}: log_decay has shape {jnp.shape(log_decay)}; accepted are "
-            f"[G], [B, T, G] and [B, T, G, K] = {', '.join(map(str, accepted))}"
+            f"[G], [B, T, G] and [B, T, G, K] = {', '.join(map(str, accepted))}{heads_first(log_decay, batch, length, heads)}"
         )
+    check_logarithm(op, "log_decay", log_decay)
+
+
+def heads_first(array, batch: int, length: int, heads: int) -> str:
+    """Return the end of an error message if an array has the axes of heads and tokens in the wrong order, [B, H, T, ...];
+    otherwise "".
+    """
+    if length == heads or jnp.shape(array)[:3] != (batch, heads, length):
+        return ""
+    return "; heads are in front of tokens: jnp.swapaxes(array, 1, 2)"

@@ -151,6 +151,7 @@ def _check(op, dims, log_decay, value_log_decay, bonus):
         checks.check_shape(
             op, "value_log_decay", value_log_decay, (batch, length, heads, value_dim), "B, T, G, V"
         )
+        checks.check_logarithm(op, "value_log_decay", value_log_decay)
     if bonus is not None:
         checks.check_shape(op, "bonus", bonus, (heads, key_dim), "G, K")
 

@@ -106,6 +106,8 @@ def online_memory(
     for name, gate in gates.items():
         if gate is not None:
             checks.check_shape(op, name, gate, (batch, length, heads), "B, T, G")
+        if name != "eta":
+            checks.check_logarithm(op, name, gate)
     _check_rule(op, mini_batch, coefficients, log_momentum, log_decay)
     if residual and key_dim != value_dim:
         raise ValueError(

@@ -93,6 +93,7 @@ def slot_memory(
     slots = s.shape[3]
     if log_decay is not None:
         checks.check_shape(op, "log_decay", log_decay, (batch, length, heads, slots), "B, T, G, M")
+        checks.check_logarithm(op, "log_decay", log_decay)
     size = checks.check_chunk_size(op, chunk_size, length)
     dtype = checks.compute_dtype(q, k, v, s, log_decay)
     empty = functools.partial(slot_state, batch, heads, slots, key_dim, value_dim, dtype=dtype)

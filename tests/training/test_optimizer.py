@@ -1,0 +1,197 @@
+"""Tests of optimizers and schedules: their definitions, bit-exact resume, one device and several, memory on paper."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lsm_jax.models import decay_mask
+from lsm_jax.parallel import MeshConfig, batch_sharding, make_mesh
+from lsm_jax.training import (
+    OptimizerConfig,
+    learning_rate,
+    make_optimizer,
+    make_program,
+    read_rows,
+    train,
+)
+from lsm_jax.training.memory_plan import plan
+from lsm_jax.training.optimizer import muon_matrices
+from tests.training import tiny
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (dict(schedule="linear"), lambda t: 1 - 0.9 * (t - 10) / 90),
+        (dict(schedule="wsd", decay_fraction=0.25), lambda t: 1 - 0.9 * max(t - 75, 0) / 25),
+        (dict(schedule="wsd", decay_fraction=0.9), lambda t: 1 - 0.9 * (t - 10) / 90),
+        (dict(schedule="constant"), lambda t: 1.0),
+        (dict(schedule="inverse_sqrt"), lambda t: (10 / (t + 1)) ** 0.5),
+        (dict(schedule="cosine"), lambda t: 0.1 + 0.45 * (1 + np.cos(np.pi * (t - 10) / 90))),
+    ],
+)  # fmt: skip
+def test_schedules(tmp_path, changes, expected):
+    optimizer = OptimizerConfig(peak_lr=1e-2, warmup_tokens=10 * 256, **changes)
+    config = tiny.config(tmp_path, total_tokens=100 * 256, optimizer=optimizer)
+    config.validate()
+    rates = np.array([learning_rate(config, s) for s in range(100)])
+    np.testing.assert_allclose(rates[:10], 1e-3 * np.arange(1, 11), rtol=1e-6)
+    np.testing.assert_allclose(rates[10:], [1e-2 * expected(t) for t in range(10, 100)], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(name="adam"), "optimizer.name='adam': accepted are adamw, lion, muon; did you mean 'adamw'"),
+        (dict(schedule="wds"), "optimizer.schedule='wds': accepted are cosine, wsd, .*; did you mean 'wsd'"),
+        (dict(schedule="inverse_sqrt", warmup_tokens=0), "optimizer.warmup_tokens is 0"),
+        (dict(schedule="wsd", decay_fraction=0.9), "optimizer.decay_fraction=0.9: the decay and optimizer.warmup_tokens=512 are"),
+        (dict(decay_fraction=0.0), "optimizer.decay_fraction=0.0: it must be in"),
+        (dict(momentum=1.0), "optimizer.momentum=1.0: it must be in"),
+    ],
+)  # fmt: skip
+def test_errors_name_the_field(tmp_path, changes, message):
+    optimizer = OptimizerConfig(**{"warmup_tokens": 512, **changes})
+    with pytest.raises(ValueError, match=message):
+        tiny.config(tmp_path, optimizer=optimizer).validate()
+
+
+def gradients(params, seed):
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda p: jnp.asarray(rng.normal(size=p.shape), jnp.float32), params)
+
+
+def updates_of(config, steps=3):
+    """Return the initial parameters, the gradients of each step, and the last update, which is for a learning rate of 1."""
+    mesh = make_mesh(MeshConfig())
+    with jax.set_mesh(mesh):
+        params = jax.tree.map(np.asarray, make_program(config, mesh).init().params)
+    optimizer = make_optimizer(config)
+    state, grads = optimizer.init(params), [gradients(params, i) for i in range(steps)]
+    for g in grads:
+        updates, state = jax.jit(optimizer.update)(g, state, params)
+    return params, grads, updates
+
+
+def orthogonalise(x):
+    """Newton-Schulz iterations of Muon (Jordan, 2024) for a matrix, in float64."""
+    transposed = x.shape[0] > x.shape[1]
+    x = x.T if transposed else x
+    x = x / (np.linalg.norm(x) + 1e-8)
+    for _ in range(5):
+        a = x @ x.T
+        x = 3.4445 * x + (-4.775 * a + 2.0315 * a @ a) @ x
+    return x.T if transposed else x
+
+
+def test_muon_orthogonalises_the_matrices_of_layers(tmp_path):
+    optimizer = OptimizerConfig(name="muon", weight_decay=0.0, clip_norm=1e9)
+    config = tiny.config(tmp_path, optimizer=optimizer)
+    params, grads, updates = updates_of(config)
+    adamw = updates_of(tiny.config(tmp_path, optimizer=OptimizerConfig(weight_decay=0.0, clip_norm=1e9)))[2]  # fmt: skip
+    matrices = 0
+    tree = zip(*map(jax.tree.leaves, (muon_matrices(config), updates, adamw)), strict=True)
+    leaves = [jax.tree.leaves(g) for g in grads]
+    for i, (matrix, update, other) in enumerate(tree):
+        if not matrix:
+            np.testing.assert_allclose(update, other, rtol=1e-5, atol=1e-6)
+            continue
+        matrices += 1
+        momentum = np.zeros(update.shape)
+        for step, g in enumerate(leaves):
+            momentum = 0.95 * momentum + 0.05 * np.asarray(g[i], np.float64)
+            corrected = momentum / (1 - 0.95 ** (step + 2))
+        nesterov = 0.95 * corrected + 0.05 * np.asarray(g[i], np.float64) / (1 - 0.95**3)
+        for layer in range(update.shape[0]):
+            wanted = 0.2 * max(update.shape[-2:]) ** 0.5 * orthogonalise(nesterov[layer])
+            np.testing.assert_allclose(update[layer], wanted, rtol=2e-3, atol=2e-3)
+    assert matrices > 5
+    named = muon_matrices(config)
+    assert not any(any(jax.tree.leaves(named[name])) for name in set(named) - {"periods"})
+
+
+def test_lion_is_the_sign_of_interpolated_momentum(tmp_path):
+    optimizer = OptimizerConfig(name="lion", b1=0.9, b2=0.99, weight_decay=0.1, clip_norm=1e9)
+    config = tiny.config(tmp_path, optimizer=optimizer)
+    params, grads, updates = updates_of(config)
+    leaves = [jax.tree.leaves(g) for g in grads]
+    decayed = jax.tree.leaves(decay_mask(config.model))
+    for i, (p, update) in enumerate(zip(*map(jax.tree.leaves, (params, updates)), strict=True)):
+        momentum = np.zeros(p.shape)
+        for g in leaves:
+            wanted = np.sign(0.9 * momentum + 0.1 * np.asarray(g[i]))
+            momentum = 0.99 * momentum + 0.01 * np.asarray(g[i])
+        np.testing.assert_allclose(update, wanted + 0.1 * decayed[i] * p, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", [pytest.param("lion", marks=pytest.mark.slow), "muon"])
+def test_a_resumed_run_is_equal_to_the_bit(tmp_path, name):
+    def config():
+        optimizer = OptimizerConfig(name=name, schedule="wsd", peak_lr=3e-3, warmup_tokens=512)
+        return tiny.config(text, optimizer=optimizer, total_tokens=8 * 256)
+
+    def losses(run):
+        return [row["train/loss"] for row in read_rows(tmp_path / run / "metrics.jsonl")]
+
+    text = tiny.write_text(tmp_path / "text")
+    train(config(), tmp_path / "whole")
+    assert train(config(), tmp_path / "parts", on_report=tiny.stop_at(3)).step < 8
+    assert train(config(), tmp_path / "parts").step == 8
+    assert losses("parts") == losses("whole")
+    assert losses("whole")[-1] < losses("whole")[0] - 0.1
+
+
+SHARDED = """
+import sys
+from tests.training.test_optimizer import loss_after_three_steps
+print(loss_after_three_steps(sys.argv[1], fsdp=2))
+"""
+
+
+def loss_after_three_steps(name, **mesh_sizes):
+    """Return the loss of the tiny model after three steps of an optimizer on all devices of this process."""
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, 256, size=(8, 33))
+    batch = dict(
+        tokens=tokens[:, :-1].astype(np.int32),
+        labels=tokens[:, 1:].astype(np.int32),
+        loss_mask=np.ones((8, 32), np.float32),
+    )
+    config = tiny.config("", optimizer=OptimizerConfig(name=name, peak_lr=1e-2))
+    config.mesh = MeshConfig(**mesh_sizes)
+    mesh = make_mesh(config.mesh)
+    with jax.set_mesh(mesh):
+        program = make_program(config, mesh)
+        state, rows = program.init(), jax.device_put(batch, batch_sharding(mesh))
+        for _ in range(4):
+            state, metrics = program.train_step(state, rows)
+    return float(metrics["train/loss"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["lion", "muon"])
+def test_a_sharded_optimizer_is_that_of_one_device(name):
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"
+    done = subprocess.run(
+        [sys.executable, "-c", SHARDED, name],
+        env=os.environ | {"XLA_FLAGS": flags},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    np.testing.assert_allclose(float(done.stdout), loss_after_three_steps(name), rtol=1e-5)
+
+
+def test_the_planner_counts_the_moments(tmp_path):
+    sizes = {}
+    for name in ("adamw", "lion", "muon"):
+        made = plan(tiny.config(tmp_path, optimizer=OptimizerConfig(name=name)), 1)
+        sizes[name] = made.optimizer / made.parameters
+    assert sizes["adamw"] == 2 and sizes["lion"] == 1 and 1 < sizes["muon"] < 2
