@@ -80,6 +80,7 @@ KERNELS = {
         ("a real memory", "selective_scan.tpu.real"),
         ("a complex memory", "selective_scan.tpu.complex"),
     ),
+    ("selective_memory", "triton"): (("any call", "selective_scan.triton.real"),),
     ("attention", "mosaic_gpu"): (
         ("any call", "forgetting_attention.api"),
         ("any call", "forgetting_attention.hopper"),

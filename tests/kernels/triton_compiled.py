@@ -9,10 +9,12 @@ with. The configurations are those that `linear_memory` and its gradients launch
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import re
 import subprocess
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.triton import launch
+from tests.kernels import triton_token_ops
 
 TABLE = Path(__file__).with_name("triton_registers.json")
 SHARED = {"8.0": 163, "8.6": 99, "8.9": 99, "9.0": 227, "10.0": 227, "12.0": 99}
@@ -43,7 +46,7 @@ class Case(NamedTuple):
     dtype: str = "bfloat16"
 
 
-CASES = {
+CASES: dict[str, Any] = {
     "none, 64": Case("", 64, 64),
     "scalar, 64": Case("log_decay", 64, 64),
     "scalar, 128": Case("log_decay segment_ids", 128, 128),
@@ -54,6 +57,7 @@ CASES = {
     "bonus, 64": Case("channel log_decay bonus", 64, 64),
     "bonus, 128": Case("channel log_decay bonus segment_ids", 128, 128),
     "value, 128": Case("value_log_decay", 128, 128),
+    **triton_token_ops.COMPILED,
 }
 
 
@@ -61,11 +65,12 @@ class Configuration(NamedTuple):
     """One kernel as it is compiled: its name, the types of its parameters, its constants, and the numbers of warps and of stages.
 
     Attributes:
-        name: the kernel's name in `pallas_kernels.linear_attention.triton.bodies`.
+        name: the kernel's name in its module.
         types: Triton's types of the parameters that are not constants, in order.
         constants: the constant parameters and their values.
         warps: number of warps of a program.
         stages: number of iterations of a loop whose loads are in flight.
+        module: the module of the kernel.
     """
 
     name: str
@@ -73,11 +78,18 @@ class Configuration(NamedTuple):
     constants: tuple[tuple[str, Any], ...]
     warps: int
     stages: int
+    module: str
 
     @property
     def label(self) -> str:
         """The configuration in words, as the key of the table."""
         given = dict(self.constants)
+        if self.module != "pallas_kernels.linear_attention.triton.bodies":
+            dtype = {"*fp32": "fp32", "*bf16": "bf16", "*fp16": "fp16"}.get(self.types[0], "")
+            options = [
+                n.lower() if x is True else f"{n}={x}" for n, x in given.items() if x is not False
+            ]
+            return " ".join([self.name, dtype, *options, f"warps={self.warps}"])
         words = [self.name, "bf16" if str(given.get("LOW", "bf16")).endswith("bf16") else "tf32"]
         words += [f"{n}={given[n]}" for n in ("K", "V", "BK", "BV") if n in given]
         flags = ("CHANNELS", "DECAY", "DOCUMENTS", "EXCLUSIVE", "REVERSE", "ONLY_QUERY")
@@ -85,10 +97,10 @@ class Configuration(NamedTuple):
         return " ".join([*words, f"warps={self.warps}", f"stages={self.stages}"])
 
 
-def configurations(case: Case) -> list[Configuration]:
-    """Return the kernels that a call of `linear_memory` and the gradients of all its inputs launch, each once."""
-    from lsm_jax import ops
-
+def configurations(case: Case | Callable[[], Any]) -> list[Configuration]:
+    """Return the kernels that a call of an op and the gradients of all its inputs launch, each once. The case is a call of
+    `linear_memory`, or a function that traces a program.
+    """
     found: dict[Configuration, None] = {}
     types = {"float32": "*fp32", "float16": "*fp16", "bfloat16": "*bf16", "int32": "*i32"}
 
@@ -100,8 +112,24 @@ def configurations(case: Case) -> list[Configuration]:
             for x in (*inputs, *outputs.values())
         ]  # fmt: skip
         entry = tuple(sorted(constants.items()))
-        found[Configuration(kernel.fn.__name__, tuple(names), entry, warps, stages)] = None
+        key = kernel.fn.__name__, tuple(names), entry, warps, stages, kernel.fn.__module__
+        found[Configuration(*key)] = None
         return {n: jnp.zeros(x.shape, x.dtype) for n, x in outputs.items()}
+
+    original = launch.call
+    launch.call = record
+    try:
+        jax.clear_caches()
+        trace_linear_memory(case) if isinstance(case, Case) else case()
+    finally:
+        launch.call = original
+        jax.clear_caches()
+    return list(found)
+
+
+def trace_linear_memory(case: Case) -> None:
+    """Trace a call of `linear_memory` and the gradients of all its inputs."""
+    from lsm_jax import ops
 
     struct, given, rows = jax.ShapeDtypeStruct, case.arguments.split(), (2, 256)
     heads = 4
@@ -122,15 +150,7 @@ def configurations(case: Case) -> list[Configuration]:
         )
         return pull(output)
 
-    original = launch.call
-    launch.call = record
-    try:
-        jax.clear_caches()
-        jax.eval_shape(both, inputs, ids)
-    finally:
-        launch.call = original
-        jax.clear_caches()
-    return list(found)
+    jax.eval_shape(both, inputs, ids)
 
 
 def compiled(configuration: Configuration, capability: str) -> dict[str, int]:
@@ -141,9 +161,7 @@ def compiled(configuration: Configuration, capability: str) -> dict[str, int]:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from pallas_kernels.linear_attention.triton import bodies
-
-    kernel = getattr(bodies, configuration.name)
+    kernel = getattr(importlib.import_module(configuration.module), configuration.name)
     constants = dict(configuration.constants)
     given = iter(configuration.types)
     signature = {n: "constexpr" if n in constants else next(given) for n in kernel.arg_names}
