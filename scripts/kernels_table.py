@@ -90,6 +90,7 @@ KERNELS = {
         ("any call", "forgetting_attention.tpu"),
     ),
     ("short_convolution", "mosaic_gpu"): (("any call", "short_convolution.hopper"),),
+    ("short_convolution", "triton"): (("any call", "short_convolution.triton"),),
 }  # fmt: skip
 # The modules of kernels of one token, by the backend's label.
 ONE_TOKEN = {"decode_step": (("any call", "decode_step.hopper"),)}

@@ -65,6 +65,14 @@ def test_is_automatic_on_8_and_12(capability, choose):
     assert f"mosaic_gpu requires an NVIDIA card of compute capability 9.0, not {capability}" in text
 
 
+@pytest.mark.parametrize("op", ["selective_memory", "short_convolution"])
+def test_other_ops_have_the_same_cards(op, choose):
+    assert choose("8.9", op)[0] == ("triton", "xla")
+    assert choose("8.9", op, installed=False)[0] == ("xla",)
+    assert choose("9.0", op)[0][0] != "triton"
+    assert choose("10.0", op)[0] == ("xla",)
+
+
 def test_is_not_automatic_on_hopper_and_blackwell(choose):
     assert choose("9.0")[0] == ("mosaic_gpu", "xla")
     names, text = choose("10.0")

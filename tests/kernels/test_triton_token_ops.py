@@ -18,7 +18,7 @@ from tests.kernels.triton_interpreted_tokens import CASES
 ROOT = Path(__file__).resolve().parents[2]
 # The largest error of a result in float32, of one in the dtype of the case, and of a gradient in that dtype.
 TOLERANCE = {"float32": (2e-6, 5e-6), "float16": (5e-4, 1e-3), "bfloat16": (4e-3, 8e-3)}
-FAST = ("selective", "selective, 32")
+FAST = ("selective", "selective, 32", "convolution")
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +74,26 @@ def test_selective_memory_names_the_unmet_requirement(monkeypatch):
     with pytest.raises(ValueError, match=r"accepted are \('mosaic_gpu', 'mosaic_tpu'\)"):
         initial = jnp.zeros((1, 2, 64))
         complex_scan(gates, gates, gates, gates, initial=initial, implementation="triton")
+    monkeypatch.setattr(launch, "_usable", lambda: False)
+    with pytest.raises(NotImplementedError, match=r"requires the packages jax-triton and triton"):
+        call()
+
+
+def test_short_convolution_names_the_unmet_requirement(monkeypatch):
+    monkeypatch.setattr(launch, "_usable", lambda: True)
+    x, weight = jnp.zeros((1, 64, 64), jnp.float16), jnp.zeros((4, 64))
+
+    def call(x=x, weight=weight, **options):
+        ops.short_convolution(x, weight, implementation="triton", **options)
+
+    with pytest.raises(NotImplementedError, match="a weight of 2 to 4 rows, not 5"):
+        call(weight=jnp.zeros((5, 64)))
+    with pytest.raises(NotImplementedError, match="a multiple of 64 channels, or heads of .*, not 64 in heads of 16"):  # fmt: skip
+        call(head_dim=16)
+    with pytest.raises(NotImplementedError, match="requires 64 tokens or more, not 63"):
+        call(x[:, :63])
+    with pytest.raises(NotImplementedError, match="requires no update_mask"):
+        call(update_mask=jnp.ones((1, 64)))
     monkeypatch.setattr(launch, "_usable", lambda: False)
     with pytest.raises(NotImplementedError, match=r"requires the packages jax-triton and triton"):
         call()

@@ -47,6 +47,32 @@ class Selective(NamedTuple):
     batch: int = 1
 
 
+class Convolution(NamedTuple):
+    """Sizes and options of one call of `short_convolution`.
+
+    Attributes:
+        length: number of tokens of each row, T.
+        width: number of tokens over which the convolution sums, W.
+        dtype: dtype of x.
+        documents: whether rows have several documents with padding between them.
+        bias: whether there is a bias.
+        silu: whether SiLU is applied.
+        head_dim: number of channels of a head that is normalised, or None.
+        channels: number of channels, D.
+        batch: number of rows, B.
+    """
+
+    length: int
+    width: int = 4
+    dtype: str = "float32"
+    documents: bool = True
+    bias: bool = True
+    silu: bool = True
+    head_dim: int | None = None
+    channels: int = 64
+    batch: int = 1
+
+
 CASES: dict[str, Any] = {
     "selective": Selective(70),
     "selective, one part": Selective(70, dtype="bfloat16", parts=1, channels=128),
@@ -54,6 +80,12 @@ CASES: dict[str, Any] = {
     "selective, float16": Selective(33, dtype="float16", batch=2),
     "selective, 32": Selective(64, 32, "bfloat16"),
     "selective, strong": Selective(96, strong=True),
+    "convolution": Convolution(101, head_dim=32, batch=2),
+    "convolution, bfloat16": Convolution(70, dtype="bfloat16", documents=False, channels=128),
+    "convolution, float16": Convolution(70, 3, "float16", head_dim=64),
+    "convolution, linear": Convolution(201, 2, silu=False, bias=False, batch=2),
+    "convolution, plain": Convolution(64, 4, documents=False, silu=False, bias=False),
+    "convolution, wide": Convolution(300, dtype="bfloat16", head_dim=256, channels=256, bias=False),
 }
 
 
@@ -133,7 +165,42 @@ def compare_selective(case: Selective) -> dict[str, float]:
     return compare(run, x, ("u", "delta", "B", "C"), case.length)
 
 
-COMPARE: dict[type, Callable[[Any], dict[str, float]]] = {Selective: compare_selective}
+def compare_convolution(case: Convolution) -> dict[str, float]:
+    """Return the errors of one case of `short_convolution`."""
+    from lsm_jax import ops
+
+    rng = np.random.default_rng(0)
+    normal, rows = _normal(rng), (case.batch, case.length)
+    x = dict(
+        x=normal(*rows, case.channels).astype(case.dtype),
+        weight=normal(case.width, case.channels),
+        tail=normal(case.batch, case.width - 1, case.channels).astype(case.dtype),
+    )
+    if case.bias:
+        x["bias"] = normal(case.channels)
+    ids = marks_of(rng, *rows)["segment_ids"] if case.documents else None
+
+    def run(implementation, x):
+        x = dict(x)
+        tail = x.pop("tail")
+        state = ops.ShiftState(tail, jnp.ones(case.batch, jnp.int32))
+        output, state = ops.short_convolution(
+            **x,
+            silu=case.silu,
+            head_dim=case.head_dim,
+            initial_state=state,
+            segment_ids=ids,
+            implementation=implementation,
+        )
+        return output, state.tail
+
+    return compare(run, x, ("x",), case.length)
+
+
+COMPARE: dict[type, Callable[[Any], dict[str, float]]] = {
+    Selective: compare_selective,
+    Convolution: compare_convolution,
+}
 
 
 def main() -> None:

@@ -37,11 +37,40 @@ def trace_selective_memory(batch: int, states: int, dtype: str, documents: bool)
     jax.eval_shape(both, x, ids)
 
 
+def trace_short_convolution(width: int, dtype: str, head_dim: int | None, documents: bool) -> None:
+    """Trace a call of `short_convolution` with SiLU and 1024 channels, and the gradients of all its inputs."""
+    from lsm_jax import ops
+
+    rows, channels = (2, 256), 1024
+    x = dict(
+        x=_STRUCT((*rows, channels), jnp.dtype(dtype)),
+        weight=_STRUCT((width, channels), jnp.float32),
+        bias=_STRUCT((channels,), jnp.float32),
+    )
+    ids = _STRUCT(rows, jnp.int32) if documents else None
+    options: dict[str, Any] = dict(silu=True, head_dim=head_dim, implementation="triton")
+
+    def both(x, ids):
+        output, pull = jax.vjp(
+            lambda x: ops.short_convolution(**x, segment_ids=ids, **options)[0], x
+        )
+        return pull(output)
+
+    jax.eval_shape(both, x, ids)
+
+
+_convolution = functools.partial(functools.partial, trace_short_convolution)
 _selective = functools.partial(functools.partial, trace_selective_memory)
 COMPILED = {
     "selective, 16": _selective(2, 16, "bfloat16", True),
     "selective, 16, full": _selective(16, 16, "bfloat16", False),
     "selective, 8": _selective(2, 8, "float32", False),
     "selective, 32": _selective(2, 32, "float16", True),
+    "convolution": _convolution(4, "bfloat16", None, False),
+    "convolution, documents": _convolution(4, "bfloat16", None, True),
+    "convolution, heads of 64": _convolution(4, "bfloat16", 64, True),
+    "convolution, heads of 128": _convolution(4, "bfloat16", 128, True),
+    "convolution, heads of 256": _convolution(3, "float16", 256, False),
+    "convolution, float32": _convolution(2, "float32", None, False),
 }
 """Functions, by name, that trace the programs whose kernels are compiled."""
