@@ -93,7 +93,10 @@ KERNELS = {
     ("short_convolution", "triton"): (("any call", "short_convolution.triton"),),
 }  # fmt: skip
 # The modules of kernels of one token, by the backend's label.
-ONE_TOKEN = {"decode_step": (("any call", "decode_step.hopper"),)}
+ONE_TOKEN = {
+    "decode_step": (("any call", "decode_step.hopper"),),
+    "triton decode_step": (("any call", "decode_step.triton"),),
+}
 
 
 def requirements(op: str, backend: Backend) -> list[str]:

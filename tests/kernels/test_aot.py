@@ -16,6 +16,7 @@ from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding, use_abstract_mesh
 
 from lsm_jax import ops
+from lsm_jax.ops.core.states import Layer
 from pallas_kernels.delta_rule import cases as delta_rule_cases
 from pallas_kernels.dplr import cases as dplr_cases
 from pallas_kernels.linear_attention import cases as linear_attention_cases
@@ -292,6 +293,28 @@ def test_triton_kernels_lower_for_a_card_that_is_not_here(channels):
     # Scalar: two scans, outputs, and the gradients of the values, of the scores, and of queries, keys and decay. With a decay per
     # key channel also the decays' sums and the scores.
     assert text.count("custom_call @triton_kernel_call") == (8 if channels else 6)
+
+
+@requires_triton
+def test_one_token_by_triton_copies_no_memory():
+    """The kernel of one token stores the memory in the buffer of a stack of layers: XLA copies nothing."""
+    device = topologies.get_topology_desc("", "cuda", target_config=H200, topology="1x1x1").devices[0]  # fmt: skip
+
+    def array(*shape, dtype=jnp.float32):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=SingleDeviceSharding(device))
+
+    stack, wide = array(3, 4, 2, 64, 64), array(4, 1, 2, 64, dtype=jnp.bfloat16)
+
+    def step(stack, x, beta):
+        state = ops.DeltaState(Layer(stack, jnp.int32(1)), jnp.zeros(4, jnp.int32))
+        output, state = ops.delta_memory(x, x, x, beta, initial_state=state, implementation="triton")  # fmt: skip
+        return state.memory.stack, output
+
+    with triton_launch.code_for("8.0"):
+        traced = jax.jit(step, donate_argnums=0).trace(stack, wide, array(4, 1, 2))
+        memory = traced.lower(lowering_platforms=("cuda",)).compile().memory_analysis()
+    assert memory.alias_size_in_bytes == 4 * stack.size
+    assert memory.temp_size_in_bytes < stack.size
 
 
 def test_triton_kernels_spill_little_on_8():

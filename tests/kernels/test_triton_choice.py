@@ -50,6 +50,7 @@ def _call(op, dtype=jnp.bfloat16, length=64, implementation=None):
         selective_memory=lambda: ops.selective_memory(
             u, u, jnp.zeros((64, 16)), scores, scores, implementation=implementation
         ),
+        delta_memory=lambda: ops.delta_memory(q, q, q, q[..., 0], implementation=implementation),
         short_convolution=lambda: ops.short_convolution(
             u, jnp.zeros((4, 64)), implementation=implementation
         ),
@@ -71,6 +72,16 @@ def test_other_ops_have_the_same_cards(op, choose):
     assert choose("8.9", op, installed=False)[0] == ("xla",)
     assert choose("9.0", op)[0][0] != "triton"
     assert choose("10.0", op)[0] == ("xla",)
+
+
+def test_one_token_has_a_kernel_of_its_own(choose):
+    names, text = choose("8.9", "delta_memory", length=1)
+    assert names == ("triton", "xla")
+    assert "triton decode_step on NVIDIA 8.0 8.6 8.9 12.0" in text
+    # XLA is as fast for a linear memory that is not one layer of a stack.
+    names, text = choose("8.9", length=1)
+    assert names == ("xla",)
+    assert "triton decode_step not used: this memory is not one layer of a stack" in text
 
 
 def test_is_not_automatic_on_hopper_and_blackwell(choose):

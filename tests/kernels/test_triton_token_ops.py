@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from lsm_jax import ops
+from pallas_kernels import decode_step
 from pallas_kernels.selective_scan import complex_scan
 from pallas_kernels.triton import launch
 from tests.kernels.marks import requires_triton
@@ -18,7 +19,7 @@ from tests.kernels.triton_interpreted_tokens import CASES
 ROOT = Path(__file__).resolve().parents[2]
 # The largest error of a result in float32, of one in the dtype of the case, and of a gradient in that dtype.
 TOLERANCE = {"float32": (2e-6, 5e-6), "float16": (5e-4, 1e-3), "bfloat16": (4e-3, 8e-3)}
-FAST = ("selective", "selective, 32", "convolution")
+FAST = ("selective", "selective, 32", "convolution", "token, bonus", "token, kda")
 
 
 @pytest.fixture(scope="module")
@@ -97,3 +98,21 @@ def test_short_convolution_names_the_unmet_requirement(monkeypatch):
     monkeypatch.setattr(launch, "_usable", lambda: False)
     with pytest.raises(NotImplementedError, match=r"requires the packages jax-triton and triton"):
         call()
+
+
+def test_one_token_names_the_unmet_requirement(monkeypatch):
+    monkeypatch.setattr(launch, "_usable", lambda: True)
+    q, memory = jnp.zeros((1, 2, 64), jnp.bfloat16), jnp.zeros((1, 2, 64, 64))
+
+    def why(q, memory):
+        return decode_step.unsupported(q, q, memory, "triton")
+
+    assert why(q, memory) is None
+    assert why(q, memory[..., :40]) == "K up to 256 and V a multiple of 16, not K 64 and V 40"
+    assert "memory in float32, not bfloat16" in why(q, memory.astype(jnp.bfloat16))
+    assert "q and v in bfloat16, float16 or float32" in why(q.astype(jnp.int32), memory)
+    monkeypatch.setattr(launch, "_usable", lambda: False)
+    assert "jax-triton" in why(q, memory)
+    x = jnp.zeros((1, 2, 1, 64))
+    with pytest.raises(NotImplementedError, match="'triton' requires|has no kernel for calls"):
+        ops.delta_memory(x, x, x, jnp.zeros((1, 2, 1)), implementation="triton")

@@ -104,9 +104,10 @@ def configurations(case: Case | Callable[[], Any]) -> list[Configuration]:
     found: dict[Configuration, None] = {}
     types = {"float32": "*fp32", "float16": "*fp16", "bfloat16": "*bf16", "int32": "*i32"}
 
-    def record(kernel, inputs, outputs, *, programs, warps, stages, **constants):
+    def record(kernel, inputs, outputs, *, programs, warps, stages, in_place="", **constants):
         del programs
-        inputs = [inputs[0] if x is None else x for x in inputs]
+        unused = inputs[1 if in_place else 0]
+        inputs = [unused if x is None else x for x in inputs]
         names = [
             ("i32" if isinstance(x, int) else "fp32") if isinstance(x, (int, float)) else types[jnp.dtype(x.dtype).name]
             for x in (*inputs, *outputs.values())
@@ -114,7 +115,8 @@ def configurations(case: Case | Callable[[], Any]) -> list[Configuration]:
         entry = tuple(sorted(constants.items()))
         key = kernel.fn.__name__, tuple(names), entry, warps, stages, kernel.fn.__module__
         found[Configuration(*key)] = None
-        return {n: jnp.zeros(x.shape, x.dtype) for n, x in outputs.items()}
+        changed = {in_place: inputs[0]} if in_place else {}
+        return {n: jnp.zeros(x.shape, x.dtype) for n, x in outputs.items()} | changed
 
     original = launch.call
     launch.call = record

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.decode_step.cases import Case as OneToken
 from tests.kernels.triton_interpreted import error
 
 
@@ -73,6 +74,23 @@ class Convolution(NamedTuple):
     batch: int = 1
 
 
+class Token(NamedTuple):
+    """One token of each row through the memories of an op.
+
+    Attributes:
+        case: the sizes and options of the call.
+        dtype: dtype of q, k and v.
+    """
+
+    case: OneToken
+    dtype: str
+
+
+def _token(*fields: Any) -> Token:
+    """Return the case of one token with the fields of `OneToken`, the last of which is the dtype."""
+    return Token(OneToken(*fields), jnp.dtype(fields[-1]).name)
+
+
 CASES: dict[str, Any] = {
     "selective": Selective(70),
     "selective, one part": Selective(70, dtype="bfloat16", parts=1, channels=128),
@@ -85,6 +103,15 @@ CASES: dict[str, Any] = {
     "convolution, float16": Convolution(70, 3, "float16", head_dim=64),
     "convolution, linear": Convolution(201, 2, silu=False, bias=False, batch=2),
     "convolution, plain": Convolution(64, 4, documents=False, silu=False, bias=False),
+    "token, bonus": _token("linear", (2, 2, 2), 32, 64, "key bonus", False, True, jnp.bfloat16),
+    "token, float16": _token("linear", (4, 2, 2), 64, 64, "token", True, False, jnp.float16),
+    "token, value": _token(
+        "linear", (2, 1, 4), 48, 32, "strong value token", True, True, jnp.float32
+    ),
+    "token, none": _token("linear", (2, 1, 2), 256, 32, "", False, False, jnp.bfloat16),
+    "token, delta": _token("delta", (1, 1, 2), 64, 32, "token", True, True, jnp.float32),
+    "token, kda": _token("delta", (2, 2, 4), 128, 64, "strong key", True, False, jnp.bfloat16),
+    "token, dplr": _token("dplr", (4, 2, 2), 32, 64, "strong key", True, True, jnp.bfloat16),
     "convolution, wide": Convolution(300, dtype="bfloat16", head_dim=256, channels=256, bias=False),
 }
 
@@ -197,9 +224,33 @@ def compare_convolution(case: Convolution) -> dict[str, float]:
     return compare(run, x, ("x",), case.length)
 
 
+def compare_token(token: Token) -> dict[str, float]:
+    """Return the errors of one token's output and memories, and the number of entries of other layers' memories, and of rows whose token
+    does not write, that change.
+    """
+    from tests.kernels import test_decode_step_gpu as steps
+
+    op, heads, key_dim, value_dim, decays, documents, stacked, dtype, batch = token.case
+    arrays = steps.make(op, heads, key_dim, value_dim, decays, documents, dtype, batch)
+    wide = {n: x if "id" in n or "mask" in n else x.astype(jnp.float32) for n, x in arrays.items()}
+    output, memory = steps.run(op, arrays, stacked=stacked, implementation="triton")
+    expected = steps.run(op, wide, stacked=stacked, implementation="xla", form="recurrent")
+    changed = 0
+    if stacked:
+        others = jnp.stack([-arrays["memory"], 2 * arrays["memory"]])
+        changed += int(jnp.sum(memory[::2] != others))
+    if documents:
+        after = memory[1] if stacked else memory
+        changed += int(jnp.sum(after[:2] != arrays["memory"][:2]))
+    return dict(
+        output=error(output, expected[0]), final=error(memory, expected[1]), not_causal=changed
+    )
+
+
 COMPARE: dict[type, Callable[[Any], dict[str, float]]] = {
     Selective: compare_selective,
     Convolution: compare_convolution,
+    Token: compare_token,
 }
 
 
@@ -208,8 +259,9 @@ def main() -> None:
     from pallas_kernels.triton.host import compute_bfloat16_exactly
 
     # Without jit: a compiled program waits for its callbacks in the threads that they need.
-    module = importlib.import_module("lsm_jax.ops.selective.selective_memory")
-    module.run = module.run.__wrapped__
+    for name in ("selective.selective_memory", "linear.linear_memory", "delta.delta_memory", "delta.dplr_memory"):  # fmt: skip
+        module = importlib.import_module(f"lsm_jax.ops.{name}")
+        module.run = module.run.__wrapped__
     compute_bfloat16_exactly()
     for name in sys.argv[1:] or CASES:
         case = CASES[name]

@@ -59,6 +59,42 @@ def trace_short_convolution(width: int, dtype: str, head_dim: int | None, docume
     jax.eval_shape(both, x, ids)
 
 
+def trace_one_token(op: str, batch: int, heads: int, dim: int, dtype: str, extra: str) -> None:
+    """Trace a step of `decode_step` with 4 memories in a row.
+
+    Args:
+        op: "linear", "delta" or "dplr".
+        batch: number of rows.
+        heads: number of heads of q.
+        dim: K and V.
+        dtype: dtype of q, k and v.
+        extra: names of optional arguments; "log_decay" with "key" has a value per key channel.
+    """
+    from pallas_kernels.decode_step import decode_step
+
+    memories, given = 4, extra.split()
+    wide = functools.partial(_STRUCT, dtype=jnp.dtype(dtype))
+    x: dict[str, Any] = dict(
+        memory=_STRUCT((3, batch, memories, dim, dim), jnp.float32),
+        q=wide((batch, heads, dim)),
+        k=wide((batch, memories, dim)),
+        v=wide((batch, memories, dim)),
+        layer=_STRUCT((), jnp.int32),
+    )
+    if op == "delta":
+        x["beta"] = _STRUCT((batch, memories), jnp.float32)
+    if op == "dplr":
+        x |= dict(a=x["k"], b=x["k"])
+    if "log_decay" in given:
+        x["log_decay"] = _STRUCT((batch, memories, *[dim] * ("key" in given)), jnp.float32)
+    if "bonus" in given:
+        x["bonus"] = _STRUCT((memories, dim), jnp.float32)
+    if "emptied" in given:
+        x["emptied"] = _STRUCT((batch,), jnp.bool_)
+    jax.eval_shape(lambda x: decode_step(**x, scale=1.0, implementation="triton"), x)
+
+
+_token = functools.partial(functools.partial, trace_one_token)
 _convolution = functools.partial(functools.partial, trace_short_convolution)
 _selective = functools.partial(functools.partial, trace_selective_memory)
 COMPILED = {
@@ -66,6 +102,10 @@ COMPILED = {
     "selective, 16, full": _selective(16, 16, "bfloat16", False),
     "selective, 8": _selective(2, 8, "float32", False),
     "selective, 32": _selective(2, 32, "float16", True),
+    "one token, linear": _token("linear", 128, 8, 128, "bfloat16", "key log_decay bonus"),
+    "one token, delta": _token("delta", 128, 4, 128, "bfloat16", "log_decay emptied"),
+    "one token, delta, 256": _token("delta", 4, 4, 256, "float16", "key log_decay"),
+    "one token, dplr": _token("dplr", 4, 4, 64, "float32", "key log_decay"),
     "convolution": _convolution(4, "bfloat16", None, False),
     "convolution, documents": _convolution(4, "bfloat16", None, True),
     "convolution, heads of 64": _convolution(4, "bfloat16", 64, True),

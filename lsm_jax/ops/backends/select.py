@@ -98,7 +98,8 @@ def select(call: Call) -> Selection:
             reasons[backend.label or backend.name] = reason
     if not selected:
         told = [f"{name} {reason}" for name, reason in reasons.items()]
-        why = list(reasons.values())[-1] if named else "; ".join(told)
+        why = list(reasons.values())[-1] if named and reasons else "; ".join(told)
+        why = why or "has no kernel for calls of this kind"
         raise NotImplementedError(f"{call.op}: implementation={implementation!r} {why}")
     note(call.op, _describe(selected, reasons, call))
     return Selection(tuple(selected))

@@ -105,6 +105,9 @@ register(
     one_token.decode_backend(run_xla, without=("log_input_gate", "normalize"), stacked_only=True),
     HOPPER,
     TPU,
+    one_token.decode_backend(
+        run_xla, name="triton", without=("log_input_gate", "normalize"), stacked_only=True
+    ),
     TRITON,
     XLA,
 )
