@@ -6,9 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import pytest
 
+from benchmarks import triton_token_ops
+from benchmarks.cases import triton_kernels
 from lsm_jax import ops
 from pallas_kernels import decode_step
 from pallas_kernels.selective_scan import complex_scan
@@ -116,3 +119,28 @@ def test_one_token_names_the_unmet_requirement(monkeypatch):
     x = jnp.zeros((1, 2, 1, 64))
     with pytest.raises(NotImplementedError, match="'triton' requires|has no kernel for calls"):
         ops.delta_memory(x, x, x, jnp.zeros((1, 2, 1)), implementation="triton")
+
+
+@pytest.mark.parametrize("name", ["selective 8", "convolution 64", "one token, decay"])
+def test_the_benchmark_checks_and_times_them(name, monkeypatch):
+    """The benchmark's checks and times run, here with XLA in place of the kernels, and find wrong results."""
+    run = triton_token_ops._call
+    factor = 1.0
+
+    def by_xla(*x):
+        return lambda implementation, y: jax.tree.map(
+            lambda a: a * jnp.asarray(1.0 if implementation == "xla" else factor, a.dtype),
+            run(*x)("xla", y),
+        )
+
+    monkeypatch.setattr(triton_token_ops, "_call", by_xla)
+    op, *sizes = triton_token_ops.CHECKS[name]
+    if op in triton_token_ops.OPS[:2]:
+        sizes[:3] = 1, 70, 64
+        monkeypatch.setitem(triton_token_ops.CHECKS, name, (op, *sizes))
+        assert triton_kernels.check(name)["good"]
+        factor = 1.1
+        result = triton_kernels.check(name)
+        assert not result["good"] and result["errors"]["output"] > 0.05
+    times = triton_kernels.time_op(dict(op=op, shape="1x64x2x64"), "xla")
+    assert len(times) == (1 if "token" in op else 2) and min(times) > 0

@@ -203,7 +203,9 @@ def registers_of(ptx: str, number: int) -> tuple[int, int]:
 def main() -> None:
     """Compile the kernels and print, or store, the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", action="store_true", help="store the table")
+    parser.add_argument(
+        "--write", action="store_true", help="store the table; with --cases, its other rows stay"
+    )
     parser.add_argument("--capabilities", default=",".join(launch.CAPABILITIES))
     parser.add_argument("--cases", default=";".join(CASES), help="names of CASES, between ;")
     parser.add_argument("--kernels", default="", help="names of kernels, between commas")
@@ -212,16 +214,18 @@ def main() -> None:
     for name in arguments.cases.split(";"):
         wanted |= dict.fromkeys(configurations(CASES[name]))
     only = arguments.kernels.split(",") if arguments.kernels else None
-    table: dict[str, dict[str, list[int]]] = {}
+    rows: dict[str, dict[str, list[int]]] = {}
     for configuration in wanted:
         if only and configuration.name not in only:
             continue
         for capability in arguments.capabilities.split(","):
             counts = compiled(configuration, capability)
-            row = table.setdefault(configuration.label, {})
+            row = rows.setdefault(configuration.label, {})
             row[capability] = max(list(counts.values()), row.get(capability, [0]))
             print(capability, configuration.label, counts, flush=True)
     if arguments.write:
+        some = arguments.cases != parser.get_default("cases")
+        table = (json.loads(TABLE.read_text()) if some else {}) | rows
         lines = (f"{json.dumps(n)}: {json.dumps(table[n])}" for n in sorted(table))
         TABLE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
