@@ -105,7 +105,7 @@ def call(
     programs: int,
     warps: int,
     stages: int,
-    in_place: str = "",
+    in_place: Any = "",
     **constants: Any,
 ) -> dict[str, jax.Array]:
     """Run a Triton kernel and return its outputs by name.

@@ -23,7 +23,7 @@ from pallas_kernels.linear_attention import cases as linear_attention_cases
 from pallas_kernels.selective_scan.cases import TPU_COMPILED
 from pallas_kernels.triton import launch as triton_launch
 from tests.kernels import test_selective_scan_gpu as scans
-from tests.kernels import triton_compiled
+from tests.kernels import triton_compiled, triton_token_ops
 from tests.kernels.marks import requires_triton
 
 pytestmark = pytest.mark.aot
@@ -293,6 +293,18 @@ def test_triton_kernels_lower_for_a_card_that_is_not_here(channels):
     # Scalar: two scans, outputs, and the gradients of the values, of the scores, and of queries, keys and decay. With a decay per
     # key channel also the decays' sums and the scores.
     assert text.count("custom_call @triton_kernel_call") == (8 if channels else 6)
+
+
+@requires_triton
+@pytest.mark.parametrize(
+    ("name", "calls"),
+    # Forward and backward; and the memories before and after the parts of a row, and their gradients.
+    [("selective, 16, full", 2), ("selective, 16", 6), ("convolution, documents", 2), ("one token, delta", 1)],
+)  # fmt: skip
+def test_other_triton_kernels_lower_for_a_card_that_is_not_here(name, calls):
+    with triton_launch.code_for("8.0"):
+        lowered = triton_token_ops.COMPILED[name]().lower(lowering_platforms=("cuda",))
+    assert lowered.as_text().count("custom_call @triton_kernel_call") == calls
 
 
 @requires_triton

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 _STRUCT = jax.ShapeDtypeStruct
 
 
-def trace_selective_memory(batch: int, states: int, dtype: str, documents: bool) -> None:
+def trace_selective_memory(batch: int, states: int, dtype: str, documents: bool) -> Any:
     """Trace a call of `selective_memory` with 1024 channels, and the gradients of all its inputs."""
     from lsm_jax import ops
 
@@ -34,10 +34,10 @@ def trace_selective_memory(batch: int, states: int, dtype: str, documents: bool)
         )
         return pull(output)
 
-    jax.eval_shape(both, x, ids)
+    return jax.jit(both).trace(x, ids)
 
 
-def trace_short_convolution(width: int, dtype: str, head_dim: int | None, documents: bool) -> None:
+def trace_short_convolution(width: int, dtype: str, head_dim: int | None, documents: bool) -> Any:
     """Trace a call of `short_convolution` with SiLU and 1024 channels, and the gradients of all its inputs."""
     from lsm_jax import ops
 
@@ -56,10 +56,10 @@ def trace_short_convolution(width: int, dtype: str, head_dim: int | None, docume
         )
         return pull(output)
 
-    jax.eval_shape(both, x, ids)
+    return jax.jit(both).trace(x, ids)
 
 
-def trace_one_token(op: str, batch: int, heads: int, dim: int, dtype: str, extra: str) -> None:
+def trace_one_token(op: str, batch: int, heads: int, dim: int, dtype: str, extra: str) -> Any:
     """Trace a step of `decode_step` with 4 memories in a row.
 
     Args:
@@ -91,7 +91,7 @@ def trace_one_token(op: str, batch: int, heads: int, dim: int, dtype: str, extra
         x["bonus"] = _STRUCT((memories, dim), jnp.float32)
     if "emptied" in given:
         x["emptied"] = _STRUCT((batch,), jnp.bool_)
-    jax.eval_shape(lambda x: decode_step(**x, scale=1.0, implementation="triton"), x)
+    return jax.jit(lambda x: decode_step(**x, scale=1.0, implementation="triton")).trace(x)
 
 
 _token = functools.partial(functools.partial, trace_one_token)
@@ -113,4 +113,4 @@ COMPILED = {
     "convolution, heads of 256": _convolution(3, "float16", 256, False),
     "convolution, float32": _convolution(2, "float32", None, False),
 }
-"""Functions, by name, that trace the programs whose kernels are compiled."""
+"""Functions, by name, that trace the programs whose kernels are compiled, and return them."""
