@@ -29,14 +29,14 @@ CHECKS: dict[str, tuple[Any, ...]] = {
     "convolution row": ("convolution", 2, 1000, 768, None, "float32", False),
     "convolution 64": ("convolution", 2, 700, 512, 64, "float16", True),
     "convolution 256": ("convolution", 2, 700, 512, 256, "bfloat16", False),
-    "one token, decay": ("one token, decay", 64, 4, 128, 8, "bfloat16", True),
-    "one token, delta": ("one token, delta", 64, 4, 128, 4, "bfloat16", True),
-    "one token, 256": ("one token, delta", 16, 4, 256, 4, "float16", False),
+    "one token with decay": ("one token with decay", 64, 4, 128, 8, "bfloat16", True),
+    "one token by delta rule": ("one token by delta rule", 64, 4, 128, 4, "bfloat16", True),
+    "one token 256": ("one token by delta rule", 16, 4, 256, 4, "float16", False),
 }
-OPS = ("selective memory", "convolution", "normalised convolution", "one token, decay", "one token, delta")  # fmt: skip
+OPS = ("selective memory", "convolution", "normalised convolution", "one token with decay", "one token by delta rule")  # fmt: skip
 _TOKEN = {
-    "one token, decay": (ops.linear_memory, "key"),
-    "one token, delta": (ops.delta_memory, "token beta"),
+    "one token with decay": (ops.linear_memory, "key"),
+    "one token by delta rule": (ops.delta_memory, "token beta"),
 }
 _STATES = 16  # of the selective memory that is timed
 

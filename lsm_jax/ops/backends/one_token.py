@@ -84,8 +84,8 @@ def in_place(layer: Layer | None, q: jax.Array) -> Layer | None:
 
 
 def _run(name: str, run_xla: Callable[[Call], Any], call: Call) -> Any:
-    """Compute one token's output and state by the kernel of the backend called `name` that updates the memory in place; derivatives and `jax.vmap`
-    use the op's XLA form.
+    """Compute one token's output and state by the kernel of the backend called `name`, which updates the memory in
+    place; derivatives and `jax.vmap` use the op's XLA form.
     """
 
     def xla(arguments, layer):
