@@ -19,8 +19,27 @@ Every op has an ordered list of backends. `implementation=None` selects, for eac
 call; a name (`implementation="xla"`) selects that backend or raises an error with the first requirement that the call does not meet; a
 tuple of names gives an order of preference. The platform is decided when the program is lowered. `ops.choices()` returns the backend of
 each op that was traced in this process, and the requirement that excluded a better one; a run directory has the same in
-`implementations.json`. A backend that nobody has run on its platform is not automatic.
+`implementations.json`. A backend for TPU that nobody has run on a TPU is not automatic.
+
+## NVIDIA cards
+
+The kernels by compute capability. "By default" is `implementation=None`. "Run" are the backends whose values and gradients were checked on
+such a card; "compiled only" are those that `make test-aot` compiles for it, and whose values were checked in Triton's interpreter on a
+CPU. Triton's kernels need the extra `[triton]` beside `[cuda13]`; where it is absent, ops run by XLA, and one line of the log says how to
+install it. `python -m benchmarks triton_kernels` checks and times Triton's kernels on a card. On every NVIDIA card attention without gates
+over rows of one document runs by cuDNN.
 """
+# Compute capability, generation and examples of NVIDIA cards.
+CARDS = (
+    ("8.0", "Ampere", "A100, A30"),
+    ("8.6", "Ampere", "A10, A40, RTX 30"),
+    ("8.9", "Ada", "L4, L40S, RTX 40"),
+    ("9.0", "Hopper", "H100, H200, GH200"),
+    ("10.0", "Blackwell", "B200"),
+    ("12.0", "Blackwell", "RTX 50, RTX PRO 6000"),
+)
+# By backend, the compute capabilities of the cards on which its tests have passed; entered by hand after `make test-gpu`.
+RUN_ON = {"mosaic_gpu": ("9.0",)}
 PLATFORMS = {"cuda": "NVIDIA", "tpu": "TPU"}
 OPS = (
     "linear_memory", "delta_memory", "dplr_memory", "slot_memory", "selective_memory", "online_memory",
@@ -61,6 +80,7 @@ KERNELS = {
         ("a real memory", "selective_scan.tpu.real"),
         ("a complex memory", "selective_scan.tpu.complex"),
     ),
+    ("selective_memory", "triton"): (("any call", "selective_scan.triton.real"),),
     ("attention", "mosaic_gpu"): (
         ("any call", "forgetting_attention.api"),
         ("any call", "forgetting_attention.hopper"),
@@ -74,8 +94,13 @@ KERNELS = {
         ("any call", "forgetting_attention.triton"),
     ),
     ("short_convolution", "mosaic_gpu"): (("any call", "short_convolution.hopper"),),
+    ("short_convolution", "triton"): (("any call", "short_convolution.triton"),),
 }  # fmt: skip
-ONE_TOKEN = (("any call", "decode_step.hopper"),)
+# The modules of kernels of one token, by the backend's label.
+ONE_TOKEN = {
+    "decode_step": (("any call", "decode_step.hopper"),),
+    "triton decode_step": (("any call", "decode_step.triton"),),
+}
 
 
 def requirements(op: str, backend: Backend) -> list[str]:
@@ -83,7 +108,8 @@ def requirements(op: str, backend: Backend) -> list[str]:
     support it.
     """
     lines = [f"- {requirement.text}" for requirement in backend.requirements]
-    kernels = ONE_TOKEN if backend.label == "decode_step" else KERNELS.get((op, backend.name), ())
+    kernels = KERNELS.get((op, backend.name), ())
+    kernels = ONE_TOKEN.get(backend.label, kernels)
     for case, module in kernels:
         of_kernel = importlib.import_module(f"pallas_kernels.{module}").REQUIREMENTS
         texts = "; ".join(requirement.text for requirement in of_kernel)
@@ -95,9 +121,37 @@ def requirements(op: str, backend: Backend) -> list[str]:
     return lines or ["- nothing: it supports every call"]
 
 
+def cards_table() -> str:
+    """Return the table of NVIDIA cards as Markdown: the ops that run fused on each, by default or by name, and the backends that were run
+    there or only compiled.
+    """
+    rows = [
+        "| compute capability | generation | cards | fused by default | by name only | run | compiled only |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for card, generation, examples in CARDS:
+        default: dict[str, list[str]] = {}
+        by_name: dict[str, list[str]] = {}
+        for op in OPS:
+            for name in dict.fromkeys(b.name for b in backends_of(op)):
+                kernels = [b for b in backends_of(op) if b.name == name and card in b.compute_capabilities]  # fmt: skip
+                if kernels:
+                    automatic = [b.automatic is True or b.automatic and card in b.automatic for b in kernels]  # fmt: skip
+                    (default if any(automatic) else by_name).setdefault(name, []).append(f"`{op}`")
+        present = dict.fromkeys([*default, *by_name])
+        ran = [f"`{name}`" for name in present if card in RUN_ON.get(name, ())]
+        compiled = [f"`{name}`" for name in present if f"`{name}`" not in ran]
+        columns = [card, generation, examples]
+        for ops_of in (default, by_name):
+            columns.append("; ".join(f"`{n}`: {', '.join(x)}" for n, x in ops_of.items()) or "none")
+        columns += [", ".join(ran) or "none", ", ".join(compiled) or "none"]
+        rows.append(f"| {' | '.join(columns)} |")
+    return "\n".join(rows) + "\n"
+
+
 def page() -> str:
     """Return the text of docs/kernels.md: a section for each op, with a list for each backend."""
-    parts = [HEAD]
+    parts = [HEAD, cards_table()]
     for op in OPS:
         parts.append(f"## `{op}`\n")
         for backend in backends_of(op):
@@ -105,6 +159,8 @@ def page() -> str:
             where = ", ".join(PLATFORMS[p] for p in backend.platforms) or "every platform"
             where += f" of compute capability {cards}" if cards else ""
             kind = "automatic" if backend.automatic else "by name only"
+            if not isinstance(backend.automatic, bool):
+                kind = f"automatic on {', '.join(backend.automatic)}"
             label = f" ({backend.label}: one token)" if backend.label else ""
             parts.append(f"**`{backend.name}`**{label}, on {where}, {kind}. Requires:\n")
             parts.append("\n".join(requirements(op, backend)) + "\n")

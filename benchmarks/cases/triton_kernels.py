@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import options, triton_attention
+from benchmarks import options, triton_attention, triton_token_ops
 from benchmarks.cases import kernels
 from benchmarks.registry import Benchmark, UsageError
 from lsm_jax import ops
@@ -60,11 +60,13 @@ CHECKS: dict[str, Any] = {
     "value strong": ("value decay", (2, 1, 2), 256, 256, 600, "bfloat16", "documents", "strong"),
     "value segments": ("value decay", (1, 1, 1), 64, 64, 2036, "bfloat16", "segments", 1),
     **triton_attention.CHECKS,
+    **triton_token_ops.CHECKS,
 }  # fmt: skip
 OPS = (
     *(op for op in kernels.OPS if "decay" in op),
     triton_attention.SLOTS,
     triton_attention.ATTENTION,
+    *triton_token_ops.OPS,
 )
 SHAPES = "8x4096x16x128,8x2048x32x64"
 
@@ -73,6 +75,8 @@ def check(name: str) -> dict[str, Any]:
     """Return the errors of one of `CHECKS` against XLA in float32, with the Triton kernels compiled as `launch` says."""
     if name in triton_attention.CHECKS:
         return triton_attention.check(name)
+    if name in triton_token_ops.CHECKS:
+        return judge(triton_token_ops.check(name, error))
     decay, (heads, key_heads, memories), key_dim, value_dim, length, dtype, states, factor = CHECKS[
         name
     ]
@@ -137,11 +141,16 @@ def check(name: str) -> dict[str, Any]:
     changed = {n: a if n in ("memory", "bonus") else a.at[:, place:].multiply(2) for n, a in x.items()}  # fmt: skip
     output = jax.jit(lambda y: run("triton", y)[0])(changed)
     not_causal = int(jnp.sum(output[:, :place] != values[0][:, :place]))
-    good = not_causal == 0 and all(same) and all(
+    return judge(dict(errors=errors, same_bits=all(same), not_causal=not_causal))
+
+
+def judge(result: dict[str, Any]) -> dict[str, Any]:
+    """Return the result of a check with "good": whether every error is within its tolerance, and the other results are as they must be."""
+    small = all(
         e < (GRADIENT_TOLERANCE if n.startswith("d_") else OUTPUT_TOLERANCE)
-        for n, e in errors.items()
-    )  # fmt: skip
-    return dict(good=good, errors=errors, same_bits=all(same), not_causal=not_causal)
+        for n, e in result["errors"].items()
+    )
+    return dict(good=small and result["same_bits"] and not result["not_causal"]) | result
 
 
 def error(actual: jax.Array, expected: jax.Array) -> float:
@@ -222,7 +231,11 @@ def rows(args: argparse.Namespace, cases: list[dict[str, Any]]) -> Iterator[dict
 
 
 def time_op(case: dict[str, Any], name: str) -> list[float]:
-    """Return [ms forward, ms forward and backward] of one implementation ("triton", "xla" or "automatic") of an op at a shape."""
+    """Return [ms forward, ms forward and backward] of one implementation ("triton", "xla" or "automatic") of an op at a shape; of one token
+    [ms of a step].
+    """
+    if case["op"] in triton_token_ops.OPS:
+        return triton_token_ops.time_op(case["op"], case["shape"], None if name == "automatic" else name)  # fmt: skip
     source: Any = triton_attention if case["op"] == triton_attention.ATTENTION else kernels
     inputs = source.make_inputs(case["op"], case["shape"])
     implementation: Any = None if name == "automatic" else name
@@ -241,5 +254,5 @@ def line(row: dict[str, Any]) -> str:
         bits = "" if row["same_bits"] else ", other bits in a second run"
         causal = "" if not row["not_causal"] else f", {row['not_causal']} outputs not causal"
         return f"{name} {verdict} {row['errors']}{bits}{causal}"
-    times = (f"{n} {row[n][0]:.3f} / {row[n][1]:.3f}" for n in ("triton", "xla", "automatic") if n in row)  # fmt: skip
+    times = (f"{n} {' / '.join(f'{ms:.3f}' for ms in row[n])}" for n in ("triton", "xla", "automatic") if n in row)  # fmt: skip
     return f"{name} {'   '.join(times)} ms"

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.decode_step import hopper
+from pallas_kernels.decode_step import hopper, triton
 
-_BACKENDS = {"mosaic_gpu": hopper}
+_BACKENDS = {"mosaic_gpu": hopper, "triton": triton}
 
 
 class Call(NamedTuple):
@@ -24,11 +24,11 @@ class Call(NamedTuple):
     memory: Any
 
 
-def unsupported(q, v, memory) -> str | None:
+def unsupported(q, v, memory, implementation: str = "mosaic_gpu") -> str | None:
     """Return the first requirement that a call of `decode_step` with these queries q, values v and memory
     (arrays, or their shapes and dtypes) does not meet, or None if the kernel supports it.
     """
-    return hopper.unsupported(Call(q, v, memory))
+    return _BACKENDS[implementation].unsupported(Call(q, v, memory))
 
 
 def decode_step(
@@ -55,7 +55,7 @@ def decode_step(
     Args:
         memory: [B, G, K, V] float32, the memories, or [L, B, G, K, V], those of all layers, with `layer`.
             Updated in place where its buffer may be reused.
-        q: [B, H, K] queries, bfloat16 or float32; H is a multiple or a divisor of G.
+        q: [B, H, K] queries; H is a multiple or a divisor of G.
         k: [B, Hk, K] keys; Hk divides G.
         v: [B, G, V] values.
         beta: [B, G], the strength of the delta rule's writes; if given, the write is `beta (v - k M)` with M
@@ -71,7 +71,8 @@ def decode_step(
         emptied: [B], True where the memory is replaced by 0 before the token.
         layer: int32 scalar, index of the memory to update; the other L - 1 do not change.
         scale: the factor by which the queries q are multiplied.
-        implementation: "mosaic_gpu" (Hopper); `hopper.REQUIREMENTS` lists what it requires.
+        implementation: "mosaic_gpu" (Hopper) or "triton" (NVIDIA cards of compute capability 8.0 or more);
+            `REQUIREMENTS` of `hopper` and of `triton` list what each requires.
         interpret: parameters of the backend's interpreter, to run on a CPU.
 
     Returns:
@@ -85,7 +86,7 @@ def decode_step(
     if implementation not in _BACKENDS:
         accepted = tuple(_BACKENDS)
         raise ValueError(f"decode_step: implementation={implementation!r}; accepted are {accepted}")
-    if (requirement := unsupported(q, v, memory)) is not None:
+    if (requirement := unsupported(q, v, memory, implementation)) is not None:
         raise NotImplementedError(
             f"decode_step: implementation={implementation!r} requires {requirement}"
         )
@@ -99,7 +100,9 @@ def decode_step(
         emptied=None if emptied is None else emptied.astype(jnp.int32),
         layer=None if layer is None else jnp.reshape(layer, 1).astype(jnp.int32),
     )
-    return hopper.step(memory, q, k, v, optional, scale=scale, interpret=interpret)
+    return _BACKENDS[implementation].step(
+        memory, q, k, v, optional, scale=scale, interpret=interpret
+    )
 
 
 def _float32(x) -> Any:

@@ -14,7 +14,8 @@ from jaxtyping import Array, Bool, Float
 
 from pallas_kernels.residuals import behind_barrier, name_residuals
 
-_BACKENDS = {"mosaic_gpu": "hopper", "mosaic_tpu": "tpu"}
+_BACKENDS = {"mosaic_gpu": "hopper", "mosaic_tpu": "tpu", "triton": "triton"}
+_COMPLEX = ("mosaic_gpu", "mosaic_tpu")  # those that have a kernel of complex memories
 
 
 class Call(NamedTuple):
@@ -79,7 +80,8 @@ def selective_scan(
         initial: [B, D, N], the memory before the first token.
         begin: [B, T], True at the first token of each document, where the memory before the token is replaced
             by 0; None is nowhere.
-        implementation: "mosaic_gpu" (Hopper) or "mosaic_tpu".
+        implementation: "mosaic_gpu" (Hopper), "mosaic_tpu" or "triton" (NVIDIA cards of compute capability 8.0 or
+            more).
         interpret: parameters of the backend's interpreter, to run on a CPU.
 
     Returns:
@@ -90,7 +92,7 @@ def selective_scan(
         backend; the message says which.
         ValueError: `implementation` is not the name of a backend of `selective_scan`.
     """
-    _check("selective_scan", implementation, unsupported, u, a.shape[1])
+    _check("selective_scan", implementation, tuple(_BACKENDS), unsupported, u, a.shape[1])
     backend = _backend(implementation, "real")
     length = u.shape[1]
     delta, a, b, c, initial = (x.astype(jnp.float32) for x in (delta, a, b, c, initial))
@@ -136,7 +138,7 @@ def complex_scan(
         backend; the message says which.
         ValueError: `implementation` is not the name of a backend of `complex_scan`.
     """
-    _check("complex_scan", implementation, complex_unsupported, u)
+    _check("complex_scan", implementation, _COMPLEX, complex_unsupported, u)
     backend = _backend(implementation, "complex")
     length = u.shape[1]
     real, imag, initial = (x.astype(jnp.float32) for x in (real, imag, initial))
@@ -147,11 +149,9 @@ def complex_scan(
     return y[:, :length], final
 
 
-def _check(op: str, implementation: str, unsupported, *arguments: Any) -> None:
-    if implementation not in _BACKENDS:
-        raise ValueError(
-            f"{op}: implementation={implementation!r}; accepted are {tuple(_BACKENDS)}"
-        )
+def _check(op: str, implementation: str, accepted: tuple[str, ...], unsupported, *arguments: Any) -> None:  # fmt: skip
+    if implementation not in accepted:
+        raise ValueError(f"{op}: implementation={implementation!r}; accepted are {accepted}")
     if (requirement := unsupported(implementation, *arguments)) is not None:
         raise NotImplementedError(f"{op}: implementation={implementation!r} requires {requirement}")
 

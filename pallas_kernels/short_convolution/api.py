@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.residuals import behind_barrier
-from pallas_kernels.short_convolution import hopper
+from pallas_kernels.short_convolution import hopper, triton
 
-_BACKENDS = {"mosaic_gpu": hopper}
+_BACKENDS = {"mosaic_gpu": hopper, "triton": triton}
 
 
 class Call(NamedTuple):
@@ -28,12 +28,12 @@ class Call(NamedTuple):
     head_dim: int | None
 
 
-def unsupported(x, weight, head_dim: int | None) -> str | None:
+def unsupported(x, weight, head_dim: int | None, implementation: str = "mosaic_gpu") -> str | None:
     """Return the first requirement that a call of `short_convolution` with tokens x, this weight (arrays, or
     their shapes and dtypes) and normalised heads of `head_dim` channels (or None) does not meet, or None if
     the kernel supports it.
     """
-    return hopper.unsupported(Call(x, weight, head_dim))
+    return _BACKENDS[implementation].unsupported(Call(x, weight, head_dim))
 
 
 def short_convolution(
@@ -53,7 +53,7 @@ def short_convolution(
     heads if asked; return the result, [B, T, D]. Differentiable once, in reverse mode.
 
     Args:
-        x: [B, T, D] bfloat16, the tokens; `hopper.REQUIREMENTS` lists what the kernel requires.
+        x: [B, T, D], the tokens; `REQUIREMENTS` of `hopper` and of `triton` list what each kernel requires.
         weight: [W, D], the convolution's weight; the last row multiplies the current token.
         bias: [D], added to the convolution; None is 0.
         initial: [B, W - 1, D], the W - 1 tokens before the first, oldest first; converted to x's dtype.
@@ -63,7 +63,7 @@ def short_convolution(
         silu: whether `z * sigmoid(z)` is applied after the convolution.
         head_dim: channels of a head; each head z is divided by `sqrt(sum(z²) + 1e-6)` at the end. None does
             not normalise.
-        implementation: "mosaic_gpu" (Hopper).
+        implementation: "mosaic_gpu" (Hopper) or "triton" (NVIDIA cards of compute capability 8.0 or more).
         interpret: parameters of the backend's interpreter, to run on a CPU.
 
     Returns:
@@ -79,12 +79,12 @@ def short_convolution(
         raise ValueError(
             f"short_convolution: implementation={implementation!r}; accepted are {accepted}"
         )
-    if (requirement := unsupported(x, weight, head_dim)) is not None:
+    if (requirement := unsupported(x, weight, head_dim, implementation)) is not None:
         raise NotImplementedError(
             f"short_convolution: implementation={implementation!r} requires {requirement}"
         )
     length = x.shape[1]
-    padding = -length % hopper.MULTIPLE
+    padding = -length % _BACKENDS[implementation].MULTIPLE
     order: Any = None
     if run is not None:
         real = jnp.ones(run.shape, bool) if real is None else real
@@ -98,7 +98,7 @@ def short_convolution(
             added = jnp.arange(length, length + padding, dtype=jnp.int32)
             added = jnp.broadcast_to(added, (x.shape[0], padding))
             order = jnp.concatenate([order, added], axis=1)
-    options = _Options(silu, head_dim, interpret)
+    options = _Options(implementation, silu, head_dim, interpret)
     y = _convolve(options, x, weight, bias, initial.astype(x.dtype), order, run)
     return y[:, :length]
 
@@ -118,18 +118,24 @@ def _padding_last(real: Bool[Array, "B T"]) -> Int[Array, "B T"]:
 
 
 class _Options(NamedTuple):
-    """The arguments of a call of `short_convolution` that are not arrays: whether SiLU is applied, the
-    channels of a normalised head, and the interpreter.
+    """The arguments of a call of `short_convolution` that are not arrays: the backend's name, whether SiLU is
+    applied, the channels of a normalised head, and the interpreter.
     """
 
+    implementation: str
     silu: bool
     head_dim: int | None
     interpret: Any
 
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """The keyword arguments of the backend's `forward` and `backward`."""
+        return dict(silu=self.silu, head_dim=self.head_dim, interpret=self.interpret)
+
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _convolve(options: _Options, *inputs):
-    return hopper.forward(*inputs, **options._asdict())
+    return _BACKENDS[options.implementation].forward(*inputs, **options.keywords)
 
 
 def _convolve_forward(options, *inputs):
@@ -137,7 +143,8 @@ def _convolve_forward(options, *inputs):
 
 
 def _convolve_backward(options, inputs, dy):
-    return *hopper.backward(*inputs, dy=dy, **options._asdict()), None, None
+    backend = _BACKENDS[options.implementation]
+    return *backend.backward(*inputs, dy=dy, **options.keywords), None, None
 
 
 _convolve.defvjp(_convolve_forward, _convolve_backward)

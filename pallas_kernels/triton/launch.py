@@ -105,26 +105,32 @@ def call(
     programs: int,
     warps: int,
     stages: int,
+    in_place: Any = "",
     **constants: Any,
 ) -> dict[str, jax.Array]:
     """Run a Triton kernel and return its outputs by name.
 
-    `jax.vmap` of a call runs the kernel once for each index of the mapped axis.
+    `jax.vmap` of a call runs the kernel once for each index of the mapped axis; it is not supported with `in_place`.
 
     Args:
         kernel: a function that `triton.jit` decorates. Its first parameters are the inputs, and then the outputs.
         inputs: arrays, and numbers that do not change between calls of one program. None is a pointer that the kernel does not
-            read: the first input takes its place.
+            read: the first input, or the second with `in_place`, takes its place.
         outputs: shapes and dtypes, by parameter name.
         programs: number of programs, along the grid's first axis.
         warps: number of warps of a program.
         stages: number of iterations of a loop whose loads are in flight.
+        in_place: if not empty, the kernel changes its first input, an array, which is returned by this name: in the same buffer, if
+            nothing else uses the input.
         constants: the kernel's `tl.constexpr` parameters, by name.
     """
-    inputs = tuple(inputs[0] if x is None else x for x in inputs)
+    # Not the array that is changed in place: XLA would copy it for its second use.
+    unused = inputs[1 if in_place else 0]
+    inputs = tuple(unused if x is None else x for x in inputs)
     arrays = [x for x in inputs if isinstance(x, jax.Array)]
     numbers = {n: x for n, x in enumerate(inputs) if not isinstance(x, jax.Array)}
     types = tuple(outputs.values())
+    changed = [jax.ShapeDtypeStruct(inputs[0].shape, inputs[0].dtype)] if in_place else []
 
     def arguments(arrays):
         given = iter(arrays)
@@ -133,15 +139,17 @@ def call(
     if interpreted():
 
         def on_host(*arrays):
-            return _interpret(kernel, arguments(arrays), types, programs, constants)
+            inputs = [*arguments(arrays)]
+            first = inputs[0] = np.array(inputs[0]) if in_place else inputs[0]
+            results = _interpret(kernel, inputs, types, programs, constants)
+            return (*results, first) if in_place else results
 
-        results = jax.pure_callback(on_host, types, *arrays, vmap_method="sequential")
+        results = jax.pure_callback(on_host, (*types, *changed), *arrays, vmap_method="sequential")
     else:
         jax_triton = _jax_triton()
         options = dict(ptx_version=PTX_VERSION, enable_fp_fusion=True)
         capability = _capability()
 
-        @jax.custom_batching.sequential_vmap
         def on_card(*arrays):
             return jax_triton.triton_call(
                 *arguments(arrays),
@@ -156,8 +164,26 @@ def call(
                 **constants,
             )
 
-        results = on_card(*arrays)
-    return dict(zip(outputs, results, strict=True))
+        if in_place:
+            results = _update_first(on_card, arrays, types)
+        else:
+            results = jax.custom_batching.sequential_vmap(on_card)(*arrays)
+    names = [*outputs, in_place] if in_place else outputs
+    return dict(zip(names, results, strict=True))
+
+
+def _update_first(on_card: Any, arrays: list[Any], types: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Run a kernel that changes its first array; return its outputs, which have the shapes and dtypes `types`, and the array after it."""
+    from pallas_kernels.compat import pl
+
+    def run(refs):
+        first, *results = refs
+        for ref, value in zip(results, on_card(first, *arrays[1:]), strict=True):
+            ref[...] = value
+
+    blank = [jnp.zeros(x.shape, x.dtype) for x in types]
+    first, *results = pl.run_state(run)([arrays[0], *blank])
+    return (*results, first)
 
 
 def _interpret(kernel, inputs, types, programs: int, constants) -> tuple[np.ndarray, ...]:

@@ -196,8 +196,8 @@ def test_names_the_requirement_that_is_not_met():
     assert "bfloat16 or float32, not float16" in str(unsupported(q.astype(jnp.float16), v, memory))
     with pytest.raises(NotImplementedError, match="requires memory in float32, not bfloat16"):
         decode_step(memory.astype(jnp.bfloat16), q, q, v, scale=1.0)
-    with pytest.raises(ValueError, match="implementation='triton'; accepted are"):
-        decode_step(memory, q, q, v, scale=1.0, implementation="triton")
+    with pytest.raises(ValueError, match="implementation='cutile'; accepted are"):
+        decode_step(memory, q, q, v, scale=1.0, implementation="cutile")
     with pytest.raises(NotImplementedError, match="requires no normalize"):
         call = dict(implementation="mosaic_gpu", normalize=1.0)
         ops.linear_memory(arrays["q"], arrays["k"], arrays["v"], **call)

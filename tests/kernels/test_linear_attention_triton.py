@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from lsm_jax import ops
-from lsm_jax.ops.backends.select import clear_choices
 from pallas_kernels.linear_attention import linear_attention, unsupported
 from pallas_kernels.triton import launch
 from tests.kernels.marks import requires_triton
@@ -107,11 +106,3 @@ def test_names_the_unmet_requirement(monkeypatch):
         linear_attention(q, q, q, initial=initial, scale=1.0, implementation="cutile")
     with pytest.raises(NotImplementedError, match="requires no normalize"):
         ops.linear_memory(q, q, q, normalize=1e-3, implementation="triton")
-
-
-def test_is_selected_only_by_name():
-    q = jnp.zeros((1, 64, 1, 64), jnp.bfloat16)
-    jax.clear_caches()
-    clear_choices()
-    jax.eval_shape(lambda q: ops.linear_memory(q, q, q)[0], q)
-    assert "triton" not in ops.choices()["linear_memory"]

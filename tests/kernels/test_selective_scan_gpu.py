@@ -232,9 +232,9 @@ def test_names_the_requirement_that_is_not_met(changes, message):
 
 def test_names_what_exists():
     x, memory = jnp.ones((1, 64, 64), jnp.bfloat16), jnp.zeros((1, 64, 16))
-    with pytest.raises(ValueError, match="implementation='triton'; accepted are"):
+    with pytest.raises(ValueError, match="implementation='cutile'; accepted are"):
         selective_scan(
-            x, x, memory[0], x[..., :16], x[..., :16], initial=memory, implementation="triton"
+            x, x, memory[0], x[..., :16], x[..., :16], initial=memory, implementation="cutile"
         )
     with pytest.raises(
         NotImplementedError, match="requires a multiple of 128 channels of one complex"

@@ -144,7 +144,7 @@ def test_names_the_requirement_that_is_not_met():
         ops.short_convolution(x[:, :63], **call)
     with pytest.raises(NotImplementedError, match="requires no update_mask"):
         ops.short_convolution(x, **call, update_mask=jnp.ones(x.shape[:2]))
-    with pytest.raises(ValueError, match="implementation='triton'; accepted are"):
-        short_convolution(x, weight, initial=arrays["initial"], silu=True, implementation="triton")
+    with pytest.raises(ValueError, match="implementation='cutile'; accepted are"):
+        short_convolution(x, weight, initial=arrays["initial"], silu=True, implementation="cutile")
     with pytest.raises(ValueError, match="head_dim=100; accepted are divisors"):
         ops.short_convolution(x, weight, head_dim=100)

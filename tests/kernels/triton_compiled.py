@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.triton import launch
-from tests.kernels import triton_cases_attention, triton_cases_slots
+from tests.kernels import triton_cases_attention, triton_cases_slots, triton_token_ops
 
 TABLE = Path(__file__).with_name("triton_registers.json")
 SHARED = {"8.0": 163, "8.6": 99, "8.9": 99, "9.0": 227, "10.0": 227, "12.0": 99}
@@ -59,6 +59,7 @@ CASES: dict[str, Any] = {
     "value, 128": Case("value_log_decay", 128, 128),
     **triton_cases_attention.COMPILED,
     **triton_cases_slots.COMPILED,
+    **triton_token_ops.COMPILED,
 }
 
 
@@ -105,9 +106,10 @@ def configurations(case: Case | Callable[[], Any]) -> list[Configuration]:
     found: dict[Configuration, None] = {}
     types = {"float32": "*fp32", "float16": "*fp16", "bfloat16": "*bf16", "int32": "*i32"}
 
-    def record(kernel, inputs, outputs, *, programs, warps, stages, **constants):
+    def record(kernel, inputs, outputs, *, programs, warps, stages, in_place="", **constants):
         del programs
-        inputs = [inputs[0] if x is None else x for x in inputs]
+        unused = inputs[1 if in_place else 0]
+        inputs = [unused if x is None else x for x in inputs]
         names = [
             ("i32" if isinstance(x, int) else "fp32") if isinstance(x, (int, float)) else types[jnp.dtype(x.dtype).name]
             for x in (*inputs, *outputs.values())
@@ -115,7 +117,8 @@ def configurations(case: Case | Callable[[], Any]) -> list[Configuration]:
         entry = tuple(sorted(constants.items()))
         key = kernel.fn.__name__, tuple(names), entry, warps, stages, kernel.fn.__module__
         found[Configuration(*key)] = None
-        return {n: jnp.zeros(x.shape, x.dtype) for n, x in outputs.items()}
+        changed = {in_place: inputs[0]} if in_place else {}
+        return {n: jnp.zeros(x.shape, x.dtype) for n, x in outputs.items()} | changed
 
     original = launch.call
     launch.call = record
@@ -202,7 +205,9 @@ def registers_of(ptx: str, number: int) -> tuple[int, int]:
 def main() -> None:
     """Compile the kernels and print, or store, the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", action="store_true", help="store the table")
+    parser.add_argument(
+        "--write", action="store_true", help="store the table; with --cases, its other rows stay"
+    )
     parser.add_argument("--capabilities", default=",".join(launch.CAPABILITIES))
     parser.add_argument("--cases", default=";".join(CASES), help="names of CASES, between ;")
     parser.add_argument("--kernels", default="", help="names of kernels, between commas")
@@ -211,17 +216,18 @@ def main() -> None:
     for name in arguments.cases.split(";"):
         wanted |= dict.fromkeys(configurations(CASES[name]))
     only = arguments.kernels.split(",") if arguments.kernels else None
-    table: dict[str, dict[str, list[int]]] = {}
+    rows: dict[str, dict[str, list[int]]] = {}
     for configuration in wanted:
         if only and configuration.name not in only:
             continue
         for capability in arguments.capabilities.split(","):
             counts = compiled(configuration, capability)
-            row = table.setdefault(configuration.label, {})
-            known = row.get(capability, [0] * len(counts))
-            row[capability] = [max(x) for x in zip(counts.values(), known, strict=True)]
+            row = rows.setdefault(configuration.label, {})
+            row[capability] = max(list(counts.values()), row.get(capability, [0]))
             print(capability, configuration.label, counts, flush=True)
     if arguments.write:
+        some = arguments.cases != parser.get_default("cases")
+        table = (json.loads(TABLE.read_text()) if some else {}) | rows
         lines = (f"{json.dumps(n)}: {json.dumps(table[n])}" for n in sorted(table))
         TABLE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 

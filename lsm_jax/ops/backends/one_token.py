@@ -9,20 +9,25 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from lsm_jax.ops.backends.registry import PALLAS, Backend, Call
+from lsm_jax.ops.backends.registry import PALLAS, TRITON, Backend, Call
 from lsm_jax.ops.core.segments import finish_output, read_tokens, select
 from lsm_jax.ops.core.states import Layer, store_layer
 from pallas_kernels.requirements import Requirement
 
 
 def decode_backend(
-    run_xla: Callable[[Call], Any], *, without: tuple[str, ...] = (), stacked_only: bool = False
+    run_xla: Callable[[Call], Any],
+    *,
+    name: str = "mosaic_gpu",
+    without: tuple[str, ...] = (),
+    stacked_only: bool = False,
 ) -> Backend:
-    """Return the backend "mosaic_gpu" of an op for calls of one token, as in decoding: a kernel that updates
-    the memory in place. `ops.choices()` calls it "decode_step".
+    """Return the backend of an op for calls of one token, as in decoding: a kernel that updates the memory in
+    place. `ops.choices()` calls it "decode_step" ("triton decode_step" if it is Triton's).
 
     Args:
         run_xla: the op's XLA backend; it computes the kernel's derivatives, and calls under `jax.vmap`.
+        name: "mosaic_gpu" (Hopper) or "triton".
         without: names of arguments and options of the op that the kernel does not support.
         stacked_only: `implementation=None` selects the kernel only for a memory that is one layer of a stack,
             because XLA reads and writes any other memory no more often than the kernel.
@@ -39,10 +44,12 @@ def decode_backend(
             return None
         return "this memory is not one layer of a stack, and XLA is as fast there"
 
+    hopper = dict(platforms=("cuda",), compute_capabilities=("9.0",))
+    cards: dict[str, Any] = TRITON if name == "triton" else hopper
     return Backend(
-        name="mosaic_gpu",
-        label="decode_step",
-        run=functools.partial(_run, run_xla),
+        name=name,
+        label="triton decode_step" if name == "triton" else "decode_step",
+        run=functools.partial(_run, name, run_xla),
         requirements=(
             Requirement(
                 "one state per row, not one per segment",
@@ -51,22 +58,21 @@ def decode_backend(
             *PALLAS,
             *map(absent, without),
         ),
-        more=_unsupported_by_kernel,
-        platforms=("cuda",),
-        compute_capabilities=("9.0",),
+        more=functools.partial(_unsupported_by_kernel, name),
+        **cards,
         declined=declined,
         in_place=True,
         concerns=lambda call: call.length == 1 and call.options.form == "chunk",
     )
 
 
-def _unsupported_by_kernel(call: Call) -> str | None:
+def _unsupported_by_kernel(name: str, call: Call) -> str | None:
     # Imported here, so that a backend that is not used adds no time to `import lsm_jax`.
     from pallas_kernels.decode_step import unsupported
 
     q, v = (call.arguments[name] for name in "qv")
     q, v = (jax.ShapeDtypeStruct((*x.shape[:1], *x.shape[2:]), x.dtype) for x in (q, v))
-    return unsupported(q, v, call.arguments["state"].memory)
+    return unsupported(q, v, call.arguments["state"].memory, name)
 
 
 def in_place(layer: Layer | None, q: jax.Array) -> Layer | None:
@@ -77,16 +83,16 @@ def in_place(layer: Layer | None, q: jax.Array) -> Layer | None:
     return layer if unsharded and q.shape[1] == 1 else None
 
 
-def _run(run_xla: Callable[[Call], Any], call: Call) -> Any:
-    """Compute one token's output and state by the kernel that updates the memory in place; derivatives and `jax.vmap`
-    use the op's XLA form.
+def _run(name: str, run_xla: Callable[[Call], Any], call: Call) -> Any:
+    """Compute one token's output and state by the kernel of the backend called `name`, which updates the memory in
+    place; derivatives and `jax.vmap` use the op's XLA form.
     """
 
     def xla(arguments, layer):
         result = run_xla(call._replace(arguments=arguments, layer=None))
         return store_layer(layer, result)
 
-    mapped = jax.custom_batching.custom_vmap(lambda *x: _step(call.options.scale, *x))
+    mapped = jax.custom_batching.custom_vmap(lambda *x: _step(name, call.options.scale, *x))
 
     @mapped.def_vmap
     def _(_, in_batched, *x):
@@ -99,7 +105,9 @@ def _run(run_xla: Callable[[Call], Any], call: Call) -> Any:
     return step(call.arguments, call.layer)
 
 
-def _step(scale: float, arguments: dict[str, Any], layer: Layer | None) -> tuple[jax.Array, Any]:
+def _step(
+    name: str, scale: float, arguments: dict[str, Any], layer: Layer | None
+) -> tuple[jax.Array, Any]:
     from pallas_kernels.decode_step import decode_step
 
     arrays = dict(arguments)
@@ -121,6 +129,7 @@ def _step(scale: float, arguments: dict[str, Any], layer: Layer | None) -> tuple
         emptied=None if tokens.run is None else tokens.run[:, 0] > 0,
         layer=None if layer is None else layer.index,
         scale=scale,
+        implementation=name,
     )
     if layer is not None:
         memory = layer._replace(stack=memory)

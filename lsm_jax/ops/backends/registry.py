@@ -12,6 +12,7 @@ import jax
 
 from lsm_jax.ops.core.states import Layer
 from pallas_kernels.requirements import Requirement, first_unmet
+from pallas_kernels.triton import launch
 
 
 class Call(NamedTuple):
@@ -65,8 +66,8 @@ class Backend:
             does not meet, or None.
         platforms: the platforms of JAX that it runs on ("cpu", "cuda", "rocm", "tpu"); empty means all.
         compute_capabilities: of the NVIDIA cards that it runs on, such as ("9.0",); empty means all.
-        automatic: whether `implementation=None` may select it. A backend that nobody has run on its platform
-            is not automatic.
+        automatic: whether `implementation=None` may select it; or, of an NVIDIA backend, the compute
+            capabilities of the cards on which it may.
         declined: returns the reason why `implementation=None` does not select the backend for a call that it
             supports, or None; for calls that another backend computes faster.
         in_place: whether `run` stores the final memory in the call's `layer`; if not, `run` is called without
@@ -82,7 +83,7 @@ class Backend:
     more: Callable[[Call], str | None] = lambda call: None
     platforms: tuple[str, ...] = ()
     compute_capabilities: tuple[str, ...] = ()
-    automatic: bool = True
+    automatic: bool | tuple[str, ...] = True
     declined: Callable[[Call], str | None] = lambda call: None
     in_place: bool = False
     label: str = ""
@@ -94,6 +95,14 @@ class Backend:
         """
         return first_unmet(self.requirements, call) or self.more(call)
 
+
+TRITON: dict[str, Any] = dict(
+    platforms=("cuda",),
+    compute_capabilities=launch.CAPABILITIES,
+    automatic=("8.0", "8.6", "8.9", "12.0"),
+)
+"""Fields of every backend of Triton kernels. On 9.0 `implementation=None` selects the kernels for Hopper, and on 10.0 Triton's run by name
+only. An op whose kernels should not be automatic on all of the other cards passes `TRITON | dict(automatic=...)`."""
 
 _BACKENDS: dict[str, tuple[Backend, ...]] = {}
 

@@ -5,6 +5,7 @@ arrays that one device has.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ from absl import logging
 
 from lsm_jax.ops.backends.registry import Backend, Call, backends_of
 from lsm_jax.ops.core.platforms import compute_capabilities, for_platform, mesh_platform
+from pallas_kernels.triton import launch
 
 _CHOICES: dict[str, str] = {}
 _PLATFORMS = {"cuda": "NVIDIA", "tpu": "TPU", "rocm": "AMD", "cpu": "CPU"}
@@ -69,6 +71,7 @@ def select(call: Call) -> Selection:
     preference, are logged and recorded for `choices`.
 
     With `implementation=None` these are the first automatic backend for each platform that supports the call.
+    A backend that is automatic on some cards only is not considered if the cards are not known.
     With a name, the first backend of that name that supports it. With several names, the first of them for
     each platform that supports it.
 
@@ -79,7 +82,7 @@ def select(call: Call) -> Selection:
     implementation = call.implementation
     backends = backends_of(call.op)
     if implementation is None:
-        considered = [backend for backend in backends if backend.automatic]
+        considered = [backend for backend in backends if _is_automatic(backend)]
     else:
         names = implementation if isinstance(implementation, tuple) else (implementation,)
         considered = [b for name in names for b in backends if b.name == name]
@@ -89,19 +92,55 @@ def select(call: Call) -> Selection:
     for backend in considered:
         if not backend.concerns(call) or (selected and (named or _covered(backend, selected))):
             continue
-        reason = _other_card(backend) or backend.unsupported(call)
-        if reason is not None:
-            reasons[backend.label or backend.name] = f"requires {reason}"
-        elif implementation is None and (reason := backend.declined(call)) is not None:
-            reasons[backend.label or backend.name] = f"not used: {reason}"
-        else:
+        reason = _reason_against(backend, call)
+        if reason is None:
             selected.append(backend)
+        else:
+            reasons[backend.label or backend.name] = reason
     if not selected:
         told = [f"{name} {reason}" for name, reason in reasons.items()]
-        why = list(reasons.values())[-1] if named else "; ".join(told)
+        why = list(reasons.values())[-1] if named and reasons else "; ".join(told)
+        why = why or "has no kernel for calls of this kind"
         raise NotImplementedError(f"{call.op}: implementation={implementation!r} {why}")
     note(call.op, _describe(selected, reasons, call))
     return Selection(tuple(selected))
+
+
+def _is_automatic(backend: Backend) -> bool:
+    """Return whether `implementation=None` considers the backend. If it is automatic on some cards only, the program must be for
+    NVIDIA cards that are known.
+    """
+    if isinstance(backend.automatic, bool):
+        return backend.automatic
+    return mesh_platform() in (None, "cuda") and bool(backend.automatic and compute_capabilities())
+
+
+def _reason_against(backend: Backend, call: Call) -> str | None:
+    """Return the reason, in words, why a backend that is considered for a call is not selected; None if it is."""
+    automatic = call.implementation is None
+    if (reason := _other_card(backend)) is not None:
+        return f"requires {reason}"
+    if automatic and not isinstance(backend.automatic, bool):
+        cards = compute_capabilities()
+        if not cards.issubset(backend.automatic):
+            return f"not used: by name only on compute capability {', '.join(sorted(cards))}"
+    if (reason := backend.unsupported(call)) is not None:
+        if automatic and reason == launch.INSTALLED.text:
+            _suggest_triton()
+        return f"requires {reason}"
+    if automatic and (reason := backend.declined(call)) is not None:
+        return f"not used: {reason}"
+    return None
+
+
+@functools.cache
+def _suggest_triton() -> None:
+    """Log, once in a process, how to install the packages of the Triton kernels."""
+    logging.warning(
+        "Fused kernels for compute capability %s are not installed, and ops run as plain XLA: pip install "
+        "'lsm_jax[cuda13,triton]' installs them (jax-triton and Triton, 1 GB)",
+        ", ".join(sorted(compute_capabilities())),
+    )
 
 
 def _covered(backend: Backend, selected: list[Backend]) -> bool:
@@ -138,7 +177,10 @@ def _describe(selected: list[Backend], reasons: dict[str, str], call: Call) -> s
     def where(backend: Backend) -> str:
         if not backend.platforms:
             return f"{name(backend)}{' elsewhere' if len(selected) > 1 else ''}"
-        cards = " ".join(backend.compute_capabilities)
+        known = backend.compute_capabilities
+        if call.implementation is None and not isinstance(backend.automatic, bool):
+            known = backend.automatic
+        cards = " ".join(known)
         places = ", ".join(_PLATFORMS[p] for p in backend.platforms)
         return f"{name(backend)} on {places}{f' {cards}' if cards else ''}"
 

@@ -1,14 +1,15 @@
-"""The backends of `short_convolution` and `token_shift`: a fused kernel for Hopper, and XLA."""
+"""The backends of `short_convolution` and `token_shift`: fused kernels for Hopper and other NVIDIA cards, and XLA."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from lsm_jax.ops.backends.registry import PALLAS, Backend, Call, register
+from lsm_jax.ops.backends.registry import PALLAS, TRITON, Backend, Call, register
 from lsm_jax.ops.convolution.state import ShiftState
 from lsm_jax.ops.convolution.taps import previous_tokens
 from lsm_jax.ops.core import checks
@@ -56,30 +57,32 @@ REQUIREMENTS = (
         lambda call: call.length >= _MIN_TOKENS,
         lambda call: str(call.length),
     ),
-    Requirement(
-        "x in bfloat16",
-        lambda call: call.arguments["x"].dtype == jnp.bfloat16,
-        lambda call: str(call.arguments["x"].dtype),
-    ),
     *PALLAS,
+)
+_BFLOAT16 = Requirement(
+    "x in bfloat16",
+    lambda call: call.arguments["x"].dtype == jnp.bfloat16,
+    lambda call: str(call.arguments["x"].dtype),
 )
 
 
-def _unsupported_by_kernel(call: Call, head_dim: int | None) -> str | None:
+def _unsupported_by_kernel(name: str, call: Call, head_dim: int | None) -> str | None:
     # Imported here, so that a backend that is not used adds no time to `import lsm_jax`.
     from pallas_kernels.short_convolution import unsupported
 
-    return unsupported(call.arguments["x"], call.arguments["weight"], head_dim)
+    return unsupported(call.arguments["x"], call.arguments["weight"], head_dim, name)
 
 
-def _unsupported_arrays(call: Call) -> str | None:
+def _unsupported_arrays(name: str, call: Call) -> str | None:
     # A kernel that is not asked for by name may leave the normalisation of heads to XLA.
     named = isinstance(call.implementation, str)
-    return _unsupported_by_kernel(call, call.options.head_dim if named else None)
+    return _unsupported_by_kernel(name, call, call.options.head_dim if named else None)
 
 
-def run_kernel(call: Call) -> tuple[Array, ShiftState]:
-    """Compute a short convolution by the fused kernel: return the output [B, T, D] and the state after the last token."""
+def run_kernel(name: str, call: Call) -> tuple[Array, ShiftState]:
+    """Compute a short convolution by the fused kernel of the backend called `name`: return the output [B, T, D] and the
+    state after the last token.
+    """
     from pallas_kernels.short_convolution import short_convolution
 
     arguments, options = call.arguments, call.options
@@ -87,7 +90,7 @@ def run_kernel(call: Call) -> tuple[Array, ShiftState]:
     rows = state, arguments["segment_ids"], arguments["update_mask"]
     # The taps are not used here, so that XLA does not compute them.
     _, tokens, after = previous_tokens(options.contiguous, x, *rows, weight.shape[0] - 1)
-    kernel_normalizes = _unsupported_by_kernel(call, options.head_dim) is None
+    kernel_normalizes = _unsupported_by_kernel(name, call, options.head_dim) is None
     y = short_convolution(
         x,
         weight,
@@ -97,6 +100,7 @@ def run_kernel(call: Call) -> tuple[Array, ShiftState]:
         real=tokens.real,
         silu=options.silu,
         head_dim=options.head_dim if kernel_normalizes else None,
+        implementation=name,
     )
     return (y if kernel_normalizes else l2_normalize(y, options.head_dim)), after
 
@@ -128,16 +132,23 @@ def run_shift(call: Call) -> tuple[Array, ShiftState]:
     return finish_output(tokens, tap), state
 
 
+def _kernel(name: str, *requirements: Requirement, **fields: Any) -> Backend:
+    """Return the backend of `short_convolution` that computes by the fused kernel called `name`, with the requirements that it has
+    besides those of all kernels; `fields` are further fields of `Backend`, such as its platforms.
+    """
+    return Backend(
+        name=name,
+        run=functools.partial(run_kernel, name),
+        requirements=(*requirements, *REQUIREMENTS),
+        more=functools.partial(_unsupported_arrays, name),
+        **fields,
+    )
+
+
 register(
     "short_convolution",
-    Backend(
-        name="mosaic_gpu",
-        run=run_kernel,
-        requirements=REQUIREMENTS,
-        more=_unsupported_arrays,
-        platforms=("cuda",),
-        compute_capabilities=("9.0",),
-    ),
+    _kernel("mosaic_gpu", _BFLOAT16, platforms=("cuda",), compute_capabilities=("9.0",)),
+    _kernel("triton", **TRITON),
     Backend(name="xla", run=run_xla),
 )
 register("token_shift", Backend(name="xla", run=run_shift))

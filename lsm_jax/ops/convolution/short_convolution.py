@@ -53,7 +53,7 @@ def short_convolution(
             With one state per row the convolution is then computed by shifts of x, which is several times
             as fast on accelerators. If the assurance is wrong, so is the output.
         implementation: None (the first automatic backend that supports the call; see docs/kernels.md), a
-            backend's name ("xla" or "mosaic_gpu"), or a tuple of names in order of preference.
+            backend's name ("xla", "mosaic_gpu" or "triton"), or a tuple of names in order of preference.
 
     Returns:
         The output [B, T, D] in x's dtype, and the final state, with a tail in x's dtype.

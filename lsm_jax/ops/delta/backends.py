@@ -95,6 +95,7 @@ def _backends(
 
     return (
         one_token.decode_backend(run_xla),
+        one_token.decode_backend(run_xla, name="triton"),
         Backend(
             name="mosaic_gpu",
             run=functools.partial(run_kernel, "mosaic_gpu"),

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from lsm_jax.ops.backends import memory_kernels, one_token
+from lsm_jax.ops.backends.registry import TRITON as TRITON_CARDS
 from lsm_jax.ops.backends.registry import Backend, Call, register
 from lsm_jax.ops.core.segments import finish_output, select
 from lsm_jax.ops.core.states import LinearState
@@ -96,13 +97,7 @@ HOPPER = _kernel(
     "mosaic_gpu", memory_kernels.HOPPER, platforms=("cuda",), compute_capabilities=("9.0",)
 )
 TPU = _kernel("mosaic_tpu", memory_kernels.TPU, platforms=("tpu",), automatic=False)
-TRITON = _kernel(
-    "triton",
-    memory_kernels.TRITON,
-    platforms=("cuda",),
-    compute_capabilities=("8.0", "8.6", "8.9", "9.0", "10.0", "12.0"),
-    automatic=False,
-)
+TRITON = _kernel("triton", memory_kernels.TRITON, **TRITON_CARDS)
 XLA = Backend(name="xla", run=run_xla)
 
 register(
@@ -110,6 +105,9 @@ register(
     one_token.decode_backend(run_xla, without=("log_input_gate", "normalize"), stacked_only=True),
     HOPPER,
     TPU,
+    one_token.decode_backend(
+        run_xla, name="triton", without=("log_input_gate", "normalize"), stacked_only=True
+    ),
     TRITON,
     XLA,
 )

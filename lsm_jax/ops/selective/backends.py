@@ -1,4 +1,4 @@
-"""The backends of `selective_memory`: fused kernels for Hopper and TPU, and XLA."""
+"""The backends of `selective_memory`: fused kernels for Hopper and TPU, Triton kernels for other NVIDIA cards, and XLA."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from lsm_jax.ops.backends.memory_kernels import CHUNK_FORM
-from lsm_jax.ops.backends.registry import PALLAS, Backend, Call, register
+from lsm_jax.ops.backends.registry import PALLAS, TRITON, Backend, Call, register
 from lsm_jax.ops.core.segments import finish_output, read_tokens, select
 from lsm_jax.ops.selective.state import SelectiveState
 from lsm_jax.ops.selective.xla import document_starts, run_in_form
@@ -140,22 +140,25 @@ def _complex_scan(name, tokens, starts, arguments) -> tuple[jax.Array, jax.Array
     return y, jax.lax.complex(final[:, 0], final[:, 1])[..., None]
 
 
-def _kernel(name: str, **fields: Any) -> Backend:
-    """Return the backend of `selective_memory` that computes by the fused kernel called `name`; `fields` are
-    further fields of `Backend`, such as its platforms.
+def _kernel(name: str, *requirements: Requirement, **fields: Any) -> Backend:
+    """Return the backend of `selective_memory` that computes by the fused kernel called `name`, with the requirements that it has
+    besides those of all kernels; `fields` are further fields of `Backend`, such as its platforms.
     """
     return Backend(
         name=name,
         run=functools.partial(run_kernel, name),
-        requirements=(*REQUIREMENTS, *PALLAS),
+        requirements=(*REQUIREMENTS, *requirements, *PALLAS),
         more=functools.partial(_unsupported_by_kernel, name),
         **fields,
     )
 
 
+_REAL = Requirement("a real memory", lambda call: not call.options.is_complex)
+
 register(
     "selective_memory",
     _kernel("mosaic_gpu", platforms=("cuda",), compute_capabilities=("9.0",)),
     _kernel("mosaic_tpu", platforms=("tpu",), automatic=False),
+    _kernel("triton", _REAL, **TRITON),
     Backend(name="xla", run=run_xla),
 )

@@ -18,7 +18,7 @@ from pallas_kernels.memory_calls import FLOAT32_DECAY
 
 __all__ = ["CHUNK", "REQUIREMENTS", "Residuals", "backward", "forward"]
 
-REQUIREMENTS = (*passes.REQUIREMENTS, FLOAT32_DECAY)
+REQUIREMENTS = (FLOAT32_DECAY, *passes.REQUIREMENTS)
 
 
 class Residuals(NamedTuple):

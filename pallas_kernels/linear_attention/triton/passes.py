@@ -104,7 +104,6 @@ def _accepted_dtypes() -> set[str]:
 
 _SIZES = (64, 128, 256)  # K and V
 REQUIREMENTS = (
-    launch.INSTALLED,
     Requirement(
         "q, k and v all in bfloat16, all in float16, or, with jax.default_matmul_precision('tensorfloat32'), all in float32",
         lambda call: len(_dtypes(call)) == 1 and _dtypes(call) <= _accepted_dtypes(),
@@ -112,8 +111,10 @@ REQUIREMENTS = (
     ),
     key_dims(*_SIZES),
     value_dims(*_SIZES),
+    launch.INSTALLED,
 )
-"""The requirements of every Triton kernel of linear attention."""
+"""The requirements of every Triton kernel of linear attention. The packages are last, so that their absence is the reason only for calls
+that the kernels support."""
 
 
 def scalar_decays(log_decay, run, initial, v) -> Decays:

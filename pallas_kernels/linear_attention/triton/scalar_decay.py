@@ -17,7 +17,7 @@ from pallas_kernels.memory_calls import NO_BONUS
 
 __all__ = ["CHUNK", "REQUIREMENTS", "Residuals", "backward", "forward"]
 
-REQUIREMENTS = (*passes.REQUIREMENTS, NO_BONUS)
+REQUIREMENTS = (NO_BONUS, *passes.REQUIREMENTS)
 
 
 class Residuals(NamedTuple):

@@ -1,0 +1,189 @@
+"""Checks and times of the Triton kernels of `selective_memory`, `short_convolution` and one-token steps, for the benchmark
+`triton_kernels`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.cases import decode_step
+from benchmarks.timing import batch_milliseconds
+from lsm_jax import ops
+from lsm_jax.ops.core.states import Layer
+from pallas_kernels.short_convolution.cases import TIMED_HEAD_DIM
+
+# By name: op; B; T; D; N (selective), channels of a normalised head (convolution), or heads of q (one token, T of dimension D);
+# dtype; whether there are documents (and a mask, or emptied memories).
+CHECKS: dict[str, tuple[Any, ...]] = {
+    "selective": ("selective memory", 2, 1000, 256, 16, "bfloat16", True),
+    "selective full": ("selective memory", 8, 300, 2048, 16, "bfloat16", False),
+    "selective long": ("selective memory", 1, 8150, 128, 16, "bfloat16", True),
+    "selective 8": ("selective memory", 2, 700, 128, 8, "float16", True),
+    "selective 32": ("selective memory", 2, 500, 64, 32, "float32", True),
+    "convolution": ("convolution", 2, 1000, 1024, None, "bfloat16", True),
+    "convolution row": ("convolution", 2, 1000, 768, None, "float32", False),
+    "convolution 64": ("convolution", 2, 700, 512, 64, "float16", True),
+    "convolution 256": ("convolution", 2, 700, 512, 256, "bfloat16", False),
+    "one token with decay": ("one token with decay", 64, 4, 128, 8, "bfloat16", True),
+    "one token by delta rule": ("one token by delta rule", 64, 4, 128, 4, "bfloat16", True),
+    "one token 256": ("one token by delta rule", 16, 4, 256, 4, "float16", False),
+}
+OPS = ("selective memory", "convolution", "normalised convolution", "one token with decay", "one token by delta rule")  # fmt: skip
+_TOKEN = {
+    "one token with decay": (ops.linear_memory, "key"),
+    "one token by delta rule": (ops.delta_memory, "token beta"),
+}
+_STATES = 16  # of the selective memory that is timed
+
+
+def _arrays(op: str, sizes: tuple[int, int, int], more: Any, dtype: str) -> dict[str, jax.Array]:
+    """Return the random arrays of a call of `selective_memory` or `short_convolution`, by name; the state is "state"."""
+    rng, (batch, length, channels) = np.random.default_rng(0), sizes
+
+    def normal(*shape):
+        return jnp.asarray(rng.normal(size=shape), jnp.float32)
+
+    if op == "selective memory":
+        return dict(
+            u=normal(batch, length, channels).astype(dtype),
+            delta=jax.nn.softplus(normal(batch, length, channels) - 4),
+            A=-jnp.tile(jnp.arange(1.0, more + 1), (channels, 1)),
+            B=normal(batch, length, more),
+            C=normal(batch, length, more),
+            D=normal(channels),
+            state=normal(batch, channels, more),
+        )
+    return dict(
+        x=normal(batch, length, channels).astype(dtype),
+        weight=normal(4, channels),
+        bias=normal(channels),
+        state=normal(batch, 3, channels).astype(dtype),
+    )
+
+
+def _call(op: str, head_dim: int | None, ids: Any, mask: Any) -> Callable[..., tuple[Any, Any]]:
+    """Return `selective_memory` or `short_convolution` as a function of an implementation and of `_arrays`, whose results are the output and
+    the final state.
+    """
+
+    def call(implementation, x):
+        x = dict(x)
+        state = x.pop("state")
+        document = jnp.zeros(len(state), jnp.int32) if ids is None else jnp.ones(len(state), jnp.int32)  # fmt: skip
+        options: dict[str, Any] = dict(segment_ids=ids, implementation=implementation)
+        if op == "selective memory":
+            state = ops.SelectiveState(state, document)
+            output, state = ops.selective_memory(**x, **options, update_mask=mask, initial_state=state)  # fmt: skip
+            return output, state.memory
+        state = ops.ShiftState(state, document)
+        output, state = ops.short_convolution(**x, **options, silu=True, head_dim=head_dim, initial_state=state)  # fmt: skip
+        return output, state.tail
+
+    return call
+
+
+def check(name: str, error: Callable[[Any, Any], float]) -> dict[str, Any]:
+    """Return the errors of one of `CHECKS` against XLA in float32: of the results and gradients, whether a second run had the same bits,
+    and how many outputs before a token change with the token and later ones.
+
+    Args:
+        name: a name of `CHECKS`.
+        error: a function that returns the relative error of an array.
+    """
+    op, batch, length, channels, more, dtype, documents = CHECKS[name]
+    if op in _TOKEN:
+        return _check_token(op, batch, (more, length, length), channels, dtype, documents, error)
+    rng = np.random.default_rng(1)
+    ids = mask = None
+    if documents:
+        ids = np.cumsum(rng.random((batch, length)) < 0.01, axis=1) + 1
+        ids = jnp.asarray(np.where(rng.random((batch, length)) < 0.02, 0, ids), jnp.int32)
+        mask = jnp.asarray(rng.random((batch, length)) < 0.9)
+    call = _call(op, None if op == "selective memory" else more, ids, mask)
+    x = _arrays(op, (batch, length, channels), more, dtype)
+
+    def both(implementation, cotangents, x):
+        outputs, pull = jax.vjp(lambda y: call(implementation, y), x)
+        return outputs, pull(cotangents)[0]
+
+    types = jax.eval_shape(lambda y: call("xla", y), x)
+    cotangents = jax.tree.map(lambda t: jnp.asarray(rng.normal(size=t.shape), t.dtype), types)
+    fused = jax.jit(lambda c, y: both("triton", c, y))
+    values, gradients = fused(cotangents, x)
+    same = _same_bits((values, gradients), fused(cotangents, x))
+    wide = jax.tree.map(lambda a: a.astype(jnp.float32), (cotangents, x))
+    with jax.default_matmul_precision("highest"):
+        expected, wanted = jax.jit(lambda c, y: both("xla", c, y))(*wide)
+    errors = dict(output=error(values[0], expected[0]), final=error(values[1], expected[1]))
+    errors |= {f"d_{n}": error(gradients[n], wanted[n]) for n in gradients}
+    place = length * 2 // 3
+    changed = {n: a.at[:, place:].multiply(2) if a.shape[:2] == (batch, length) else a for n, a in x.items()}  # fmt: skip
+    output = jax.jit(lambda y: call("triton", y)[0])(changed)
+    not_causal = int(jnp.sum(output[:, :place] != values[0][:, :place]))
+    return dict(errors=errors, same_bits=same, not_causal=not_causal)
+
+
+def _same_bits(a: Any, b: Any) -> bool:
+    return all(bool((x == y).all()) for x, y in zip(*map(jax.tree.leaves, (a, b)), strict=True))
+
+
+def _check_token(op, batch, heads, dim, dtype, documents, error) -> dict[str, Any]:
+    """Return the errors of one token's outputs and memories, which are one layer of a stack; "not_causal" is the number of entries of other
+    layers' memories that change.
+    """
+    function, names = _TOKEN[op]
+    arrays = decode_step.make_inputs(names, batch, heads[1], dim)
+    queries = np.random.default_rng(2).normal(size=(batch, 1, heads[0], dim))
+    arrays |= dict(q=jnp.asarray(queries, dtype), k=arrays["k"].astype(dtype), v=arrays["v"].astype(dtype))  # fmt: skip
+    stack = jnp.asarray(np.random.default_rng(3).normal(size=(3, batch, heads[1], dim, dim)), jnp.float32)  # fmt: skip
+    ids = jnp.resize(jnp.asarray([0, 1, 2, 1]), (batch, 1)) if documents else None
+
+    def run(arrays, stack, **options):
+        last = jnp.full(batch, int(documents), jnp.int32)
+        state: Any = ops.DeltaState(Layer(stack, jnp.int32(1)), last)
+        if function is ops.linear_memory:
+            state = ops.LinearState(Layer(stack, jnp.int32(1)), None, None, last)
+        output, state = function(**arrays, segment_ids=ids, initial_state=state, **options)
+        memory: Any = state.memory
+        return output, memory.stack
+
+    fused = jax.jit(lambda a, s: run(a, s, implementation="triton"))
+    output, memory = fused(arrays, stack)
+    same = _same_bits((output, memory), fused(arrays, stack))
+    wide = jax.tree.map(lambda a: a.astype(jnp.float32), arrays)
+    with jax.default_matmul_precision("highest"):
+        expected = jax.jit(lambda a, s: run(a, s, implementation="xla", form="recurrent"))(wide, stack)  # fmt: skip
+    errors = dict(output=error(output, expected[0]), final=error(memory, expected[1]))
+    not_causal = int(jnp.sum(memory[::2] != stack[::2]))
+    return dict(errors=errors, same_bits=same, not_causal=not_causal)
+
+
+def time_op(op: str, shape: str, implementation: str | None) -> list[float]:
+    """Return the times of an op in bfloat16 at a shape BxTxHxD, with H D channels: [ms forward, ms forward and backward], or of one token [ms
+    of a step] with B rows and H heads of D.
+    """
+    batch, length, heads, dim = map(int, shape.split("x"))
+    if op in _TOKEN:
+        function, names = _TOKEN[op]
+        options = dict(implementation="xla", form="recurrent") if implementation == "xla" else {}
+        options = options or dict(implementation=implementation)
+        memory = jnp.zeros((decode_step.LAYERS, batch, heads, dim, dim))
+        program = decode_step.steps(function, True, options)
+        arrays = decode_step.make_inputs(names, batch, heads, dim)
+        return [decode_step.microseconds(program, memory, arrays) / 1000]
+    more = _STATES if op == "selective memory" else TIMED_HEAD_DIM
+    x = _arrays(op, (batch, length, heads * dim), more, "bfloat16")
+    call = _call(op, TIMED_HEAD_DIM if "normalised" in op else None, None, None)
+    forward = jax.jit(lambda x, dy: call(implementation, x)[0])
+
+    def both(x, dy):
+        output, pull = jax.vjp(lambda y: call(implementation, y)[0], x)
+        return output, pull(dy)
+
+    dy = x["u" if op == "selective memory" else "x"]
+    return [round(batch_milliseconds(f, x, dy), 4) for f in (forward, jax.jit(both))]

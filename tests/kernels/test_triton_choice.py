@@ -1,0 +1,130 @@
+"""Tests of the choice of Triton kernels by the card's compute capability, with cards that this machine does not have."""
+
+import logging
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from lsm_jax import ops
+from lsm_jax.ops.backends import select
+from pallas_kernels.triton import launch
+from scripts import kernels_table
+
+
+@pytest.fixture
+def choose(monkeypatch):
+    """A function that traces a call of an op as on an NVIDIA card, with or without the packages of the Triton kernels, and returns the
+    names of the selected backends, the text of `ops.choices()` and the messages of the log.
+    """
+
+    def choose(capability, op="linear_memory", installed=True, **options):
+        cards = frozenset() if capability is None else frozenset([capability])
+        monkeypatch.setattr(select, "compute_capabilities", lambda: cards)
+        monkeypatch.setattr(launch, "_usable", lambda: installed)
+        seen = []
+        monkeypatch.setattr(
+            select.Selection, "function", lambda self, of: seen.append(self) or _traced(self, of)
+        )
+        jax.clear_caches()
+        select.clear_choices()
+        jax.eval_shape(lambda: _call(op, **options))
+        (names,) = {tuple(b.name for b in selection.backends) for selection in seen}
+        return names, ops.choices()[op]
+
+    yield choose
+    jax.clear_caches()
+    select.clear_choices()
+
+
+def _traced(selection, of):
+    """Return the function of the backend for all platforms: kernels are not traced."""
+    return of(selection.backends[-1])
+
+
+def _call(op, dtype=jnp.bfloat16, length=64, implementation=None):
+    q = jnp.zeros((1, length, 2, 64), dtype)
+    u, scores = jnp.zeros((1, length, 64), dtype), jnp.zeros((1, length, 16))
+    calls = dict(
+        linear_memory=lambda: ops.linear_memory(q, q, q, implementation=implementation),
+        selective_memory=lambda: ops.selective_memory(
+            u, u, jnp.zeros((64, 16)), scores, scores, implementation=implementation
+        ),
+        delta_memory=lambda: ops.delta_memory(q, q, q, q[..., 0], implementation=implementation),
+        short_convolution=lambda: ops.short_convolution(
+            u, jnp.zeros((4, 64)), implementation=implementation
+        ),
+    )
+    return calls[op]()
+
+
+@pytest.mark.parametrize("capability", ["8.0", "8.6", "8.9", "12.0"])
+def test_is_automatic_on_8_and_12(capability, choose):
+    names, text = choose(capability)
+    assert names == ("triton", "xla")
+    assert "triton on NVIDIA 8.0 8.6 8.9 12.0, xla, chunk form elsewhere" in text
+    assert f"mosaic_gpu requires an NVIDIA card of compute capability 9.0, not {capability}" in text
+
+
+@pytest.mark.parametrize("op", ["selective_memory", "short_convolution"])
+def test_other_ops_have_the_same_cards(op, choose):
+    assert choose("8.9", op)[0] == ("triton", "xla")
+    assert choose("8.9", op, installed=False)[0] == ("xla",)
+    assert choose("9.0", op)[0][0] != "triton"
+    assert choose("10.0", op)[0] == ("xla",)
+
+
+def test_one_token_has_a_kernel_of_its_own(choose):
+    names, text = choose("8.9", "delta_memory", length=1)
+    assert names == ("triton", "xla")
+    assert "triton decode_step on NVIDIA 8.0 8.6 8.9 12.0" in text
+    # XLA is as fast for a linear memory that is not one layer of a stack.
+    names, text = choose("8.9", length=1)
+    assert names == ("xla",)
+    assert "triton decode_step not used: this memory is not one layer of a stack" in text
+
+
+def test_is_not_automatic_on_hopper_and_blackwell(choose):
+    assert choose("9.0")[0] == ("mosaic_gpu", "xla")
+    names, text = choose("10.0")
+    assert names == ("xla",)
+    assert "triton not used: by name only on compute capability 10.0" in text
+    names, text = choose("9.0", dtype=jnp.float16)  # which Hopper's kernel does not accept
+    assert names == ("xla",)
+    assert "triton not used: by name only on compute capability 9.0" in text
+    assert choose("10.0", implementation=("triton", "xla"))[0] == ("triton", "xla")
+
+
+def test_is_not_automatic_where_the_cards_are_unknown(choose):
+    names, text = choose(None)
+    assert names == ("mosaic_gpu", "xla")
+    assert "triton" not in text
+
+
+def test_one_line_says_how_to_install_it(choose, caplog):
+    select._suggest_triton.cache_clear()
+    with caplog.at_level(logging.WARNING, "absl"):
+        choose("9.0", installed=False)
+        choose("8.9", installed=False, dtype=jnp.float32)  # which needs tf32 in any case
+        choose("10.0", installed=False)
+        assert not caplog.messages
+        for _ in range(2):
+            names, text = choose("8.9", installed=False)
+            assert names == ("xla",)
+            assert "triton requires the packages jax-triton and triton (extra [triton]" in text
+    (message,) = caplog.messages
+    assert "pip install 'lsm_jax[cuda13,triton]'" in message
+    assert "8.9" in message
+
+
+def test_the_table_of_cards_has_every_capability_and_backend():
+    cards = kernels_table.CARDS
+    assert tuple(card for card, _, _ in cards) == launch.CAPABILITIES
+    lines = kernels_table.cards_table().splitlines()
+    (ada,) = (line for line in lines if line.startswith("| 8.9 "))
+    (blackwell,) = (line for line in lines if line.startswith("| 10.0 "))
+    default, by_name, ran, compiled = (x.strip() for x in ada.split("|")[4:8])
+    assert default.startswith("`triton`: `linear_memory`")
+    assert (by_name, ran, compiled) == ("none", "none", "`triton`")
+    assert blackwell.split("|")[4].strip() == "none"
+    assert "`linear_memory`" in blackwell.split("|")[5]

@@ -1,0 +1,146 @@
+"""Tests of the Triton kernels of `selective_memory`, `short_convolution` and one-token steps in Triton's interpreter, which needs no GPU."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from benchmarks import triton_token_ops
+from benchmarks.cases import triton_kernels
+from lsm_jax import ops
+from pallas_kernels import decode_step
+from pallas_kernels.selective_scan import complex_scan
+from pallas_kernels.triton import launch
+from tests.kernels.marks import requires_triton
+from tests.kernels.triton_interpreted_tokens import CASES
+
+ROOT = Path(__file__).resolve().parents[2]
+# The largest error of a result in float32, of one in the dtype of the case, and of a gradient in that dtype.
+TOLERANCE = {"float32": (2e-6, 5e-6), "float16": (5e-4, 1e-3), "bfloat16": (4e-3, 8e-3)}
+FAST = ("selective", "selective, 32", "convolution", "token, bonus", "token, kda")
+
+
+@pytest.fixture(scope="module")
+def interpreted():
+    """A function that returns the results of a case, of a process that runs the interpreter once for the fast cases and once for all
+    others.
+    """
+    results: dict = {}
+
+    def result(name):
+        if name not in results:
+            names = [n for n in CASES if (n in FAST) == (name in FAST)]
+            command = [sys.executable, "-m", "tests.kernels.triton_interpreted_tokens", *names]
+            environment = os.environ | dict(TRITON_INTERPRET="1", JAX_PLATFORMS="cpu")
+            done = subprocess.run(
+                command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=3000
+            )
+            assert done.returncode == 0, done.stderr[-3000:]
+            lines = (json.loads(line) for line in done.stdout.splitlines() if line.startswith("{"))
+            results.update((line.pop("case"), line) for line in lines)
+        return results[name]
+
+    return result
+
+
+@requires_triton
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in FAST else pytest.mark.slow) for n in CASES]
+)
+def test_equals_xla_in_value_and_every_gradient(name, interpreted):
+    errors = dict(interpreted(name))
+    assert errors.pop("not_causal", 0) == 0
+    output, gradient = TOLERANCE[CASES[name].dtype]
+    for field, error in errors.items():
+        assert error < (gradient if field.startswith("d_") else output), (field, errors)
+
+
+def test_selective_memory_names_the_unmet_requirement(monkeypatch):
+    monkeypatch.setattr(launch, "_usable", lambda: True)
+    u, rows = jnp.zeros((1, 4, 64)), jnp.zeros((1, 4, 16))
+
+    def call(u=u, rows=rows, a=-1.0):
+        decay = jnp.full((u.shape[2], rows.shape[2]), a)
+        return ops.selective_memory(u, u, decay, rows, rows, implementation="triton")
+
+    with pytest.raises(NotImplementedError, match="a multiple of 64 channels, not 32"):
+        call(u=u[..., :32])
+    with pytest.raises(NotImplementedError, match="memories of 8, 16 or 32 numbers for each channel, not 4"):  # fmt: skip
+        call(rows=rows[..., :4])
+    with pytest.raises(NotImplementedError, match="requires for a complex memory"):
+        call(a=-1.0 + 1j)
+    gates = jnp.zeros((1, 4, 64))
+    with pytest.raises(ValueError, match=r"accepted are \('mosaic_gpu', 'mosaic_tpu'\)"):
+        initial = jnp.zeros((1, 2, 64))
+        complex_scan(gates, gates, gates, gates, initial=initial, implementation="triton")
+    monkeypatch.setattr(launch, "_usable", lambda: False)
+    with pytest.raises(NotImplementedError, match=r"requires the packages jax-triton and triton"):
+        call()
+
+
+def test_short_convolution_names_the_unmet_requirement(monkeypatch):
+    monkeypatch.setattr(launch, "_usable", lambda: True)
+    x, weight = jnp.zeros((1, 64, 64), jnp.float16), jnp.zeros((4, 64))
+
+    def call(x=x, weight=weight, **options):
+        ops.short_convolution(x, weight, implementation="triton", **options)
+
+    with pytest.raises(NotImplementedError, match="a weight of 2 to 4 rows, not 5"):
+        call(weight=jnp.zeros((5, 64)))
+    with pytest.raises(NotImplementedError, match="a multiple of 64 channels, or heads of .*, not 64 in heads of 16"):  # fmt: skip
+        call(head_dim=16)
+    with pytest.raises(NotImplementedError, match="requires 64 tokens or more, not 63"):
+        call(x[:, :63])
+    with pytest.raises(NotImplementedError, match="requires no update_mask"):
+        call(update_mask=jnp.ones((1, 64)))
+    monkeypatch.setattr(launch, "_usable", lambda: False)
+    with pytest.raises(NotImplementedError, match=r"requires the packages jax-triton and triton"):
+        call()
+
+
+def test_one_token_names_the_unmet_requirement(monkeypatch):
+    monkeypatch.setattr(launch, "_usable", lambda: True)
+    q, memory = jnp.zeros((1, 2, 64), jnp.bfloat16), jnp.zeros((1, 2, 64, 64))
+
+    def why(q, memory):
+        return decode_step.unsupported(q, q, memory, "triton")
+
+    assert why(q, memory) is None
+    assert why(q, memory[..., :40]) == "K up to 256 and V a multiple of 16, not K 64 and V 40"
+    assert "memory in float32, not bfloat16" in why(q, memory.astype(jnp.bfloat16))
+    assert "q and v in bfloat16, float16 or float32" in why(q.astype(jnp.int32), memory)
+    monkeypatch.setattr(launch, "_usable", lambda: False)
+    assert "jax-triton" in why(q, memory)
+    x = jnp.zeros((1, 2, 1, 64))
+    with pytest.raises(NotImplementedError, match="'triton' requires|has no kernel for calls"):
+        ops.delta_memory(x, x, x, jnp.zeros((1, 2, 1)), implementation="triton")
+
+
+@pytest.mark.parametrize("name", ["selective 8", "convolution 64", "one token with decay"])
+def test_the_benchmark_checks_and_times_them(name, monkeypatch):
+    """The benchmark's checks and times run, here with XLA in place of the kernels, and find wrong results."""
+    run = triton_token_ops._call
+    factor = 1.0
+
+    def by_xla(*x):
+        return lambda implementation, y: jax.tree.map(
+            lambda a: a * jnp.asarray(1.0 if implementation == "xla" else factor, a.dtype),
+            run(*x)("xla", y),
+        )
+
+    monkeypatch.setattr(triton_token_ops, "_call", by_xla)
+    op, *sizes = triton_token_ops.CHECKS[name]
+    if op in triton_token_ops.OPS[:2]:
+        sizes[:3] = 1, 70, 64
+        monkeypatch.setitem(triton_token_ops.CHECKS, name, (op, *sizes))
+        assert triton_kernels.check(name)["good"]
+        factor = 1.1
+        result = triton_kernels.check(name)
+        assert not result["good"] and result["errors"]["output"] > 0.05
+    times = triton_kernels.time_op(dict(op=op, shape="1x64x2x64"), "xla")
+    assert len(times) == (1 if "token" in op else 2) and min(times) > 0
