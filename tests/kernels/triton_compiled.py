@@ -3,12 +3,13 @@
     python -m tests.kernels.triton_compiled [--write] [--capabilities 8.0,9.0] [--cases "scalar, 128"]
 
 Prints a line for each kernel, configuration and compute capability; `--write` stores the table that `tests/kernels/test_aot.py` compares
-with. The configurations are those that `linear_memory` and its gradients launch for the calls in `CASES`.
+with. The configurations are those that `linear_memory`, or the op of a case, and its gradients launch for the calls in `CASES`.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import re
 import subprocess
@@ -27,7 +28,7 @@ SHARED = {"8.0": 163, "8.6": 99, "8.9": 99, "9.0": 227, "10.0": 227, "12.0": 99}
 
 
 class Case(NamedTuple):
-    """A call of `linear_memory` whose kernels are compiled.
+    """A call of an op whose kernels are compiled.
 
     Attributes:
         arguments: words that name optional arguments: "log_decay", with "channel" for one per key channel, "value_log_decay", "bonus",
@@ -35,12 +36,14 @@ class Case(NamedTuple):
         key_dim: number of key channels, K.
         value_dim: number of value channels, V.
         dtype: dtype of q, k and v.
+        op: the op's name.
     """
 
     arguments: str
     key_dim: int
     value_dim: int
     dtype: str = "bfloat16"
+    op: str = "linear_memory"
 
 
 CASES = {
@@ -54,6 +57,13 @@ CASES = {
     "bonus, 64": Case("channel log_decay bonus", 64, 64),
     "bonus, 128": Case("channel log_decay bonus segment_ids", 128, 128),
     "value, 128": Case("value_log_decay", 128, 128),
+    "delta, 64": Case("", 64, 64, op="delta_memory"),
+    "delta scalar, 64": Case("log_decay", 64, 64, op="delta_memory"),
+    "delta scalar, 128": Case("log_decay segment_ids", 128, 128, op="delta_memory"),
+    "delta scalar, float16": Case("log_decay", 128, 128, "float16", op="delta_memory"),
+    "delta channel, 64": Case("channel log_decay", 64, 64, op="delta_memory"),
+    "delta channel, 128": Case("channel log_decay segment_ids", 128, 128, op="delta_memory"),
+    "delta channel, float16": Case("channel log_decay", 128, 128, "float16", op="delta_memory"),
 }
 
 
@@ -61,7 +71,8 @@ class Configuration(NamedTuple):
     """One kernel as it is compiled: its name, the types of its parameters, its constants, and the numbers of warps and of stages.
 
     Attributes:
-        name: the kernel's name in `pallas_kernels.linear_attention.triton.bodies`.
+        name: the kernel's name.
+        module: the name of the kernel's module.
         types: Triton's types of the parameters that are not constants, in order.
         constants: the constant parameters and their values.
         warps: number of warps of a program.
@@ -69,6 +80,7 @@ class Configuration(NamedTuple):
     """
 
     name: str
+    module: str
     types: tuple[str, ...]
     constants: tuple[tuple[str, Any], ...]
     warps: int
@@ -80,13 +92,13 @@ class Configuration(NamedTuple):
         given = dict(self.constants)
         words = [self.name, "bf16" if str(given.get("LOW", "bf16")).endswith("bf16") else "tf32"]
         words += [f"{n}={given[n]}" for n in ("K", "V", "BK", "BV") if n in given]
-        flags = ("CHANNELS", "DECAY", "DOCUMENTS", "EXCLUSIVE", "REVERSE", "ONLY_QUERY")
+        flags = ("CHANNELS", "DECAY", "DOCUMENTS", "EXCLUSIVE", "REVERSE", "ONLY_QUERY", "EXACT")
         words += [n.lower() for n in flags if given.get(n)]
         return " ".join([*words, f"warps={self.warps}", f"stages={self.stages}"])
 
 
 def configurations(case: Case) -> list[Configuration]:
-    """Return the kernels that a call of `linear_memory` and the gradients of all its inputs launch, each once."""
+    """Return the kernels that a call of the case's op and the gradients of all its inputs launch, each once."""
     from lsm_jax import ops
 
     found: dict[Configuration, None] = {}
@@ -100,7 +112,8 @@ def configurations(case: Case) -> list[Configuration]:
             for x in (*inputs, *outputs.values())
         ]  # fmt: skip
         entry = tuple(sorted(constants.items()))
-        found[Configuration(kernel.fn.__name__, tuple(names), entry, warps, stages)] = None
+        name, module = kernel.fn.__name__, kernel.fn.__module__
+        found[Configuration(name, module, tuple(names), entry, warps, stages)] = None
         return {n: jnp.zeros(x.shape, x.dtype) for n, x in outputs.items()}
 
     struct, given, rows = jax.ShapeDtypeStruct, case.arguments.split(), (2, 256)
@@ -114,11 +127,14 @@ def configurations(case: Case) -> list[Configuration]:
         inputs["value_log_decay"] = struct((*rows, heads, case.value_dim), jnp.float32)
     if "bonus" in given:
         inputs["bonus"] = struct((heads, case.key_dim), jnp.float32)
+    if case.op == "delta_memory":
+        inputs["beta"] = struct((*rows, heads), jnp.float32)
+    op = getattr(ops, case.op)
     ids = struct(rows, jnp.int32) if "segment_ids" in given else None
 
     def both(x, ids):
         output, pull = jax.vjp(
-            lambda x: ops.linear_memory(**x, segment_ids=ids, implementation="triton")[0], x
+            lambda x: op(**x, segment_ids=ids, implementation="triton")[0], x
         )
         return pull(output)
 
@@ -141,9 +157,7 @@ def compiled(configuration: Configuration, capability: str) -> dict[str, int]:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from pallas_kernels.linear_attention.triton import bodies
-
-    kernel = getattr(bodies, configuration.name)
+    kernel = getattr(importlib.import_module(configuration.module), configuration.name)
     constants = dict(configuration.constants)
     given = iter(configuration.types)
     signature = {n: "constexpr" if n in constants else next(given) for n in kernel.arg_names}
@@ -199,7 +213,8 @@ def main() -> None:
         for capability in arguments.capabilities.split(","):
             counts = compiled(configuration, capability)
             row = table.setdefault(configuration.label, {})
-            row[capability] = max(list(counts.values()), row.get(capability, [0]))
+            known = row.get(capability, [0] * len(counts))
+            row[capability] = [max(x) for x in zip(counts.values(), known, strict=True)]
             print(capability, configuration.label, counts, flush=True)
     if arguments.write:
         lines = (f"{json.dumps(n)}: {json.dumps(table[n])}" for n in sorted(table))

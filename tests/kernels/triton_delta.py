@@ -32,7 +32,7 @@ class Case(NamedTuple):
         dtype: dtype of q, k and v.
         states: "row" (one document), "documents" (several, with a mask) or "segments" (one state each, with a mask).
         strong: whether some decays are e^-30 and others 0; or the factor of the log decay.
-        alike: whether all keys are nearly equal.
+        alike: whether all keys are near to each other, as in a trained model.
     """
 
     decay: str
@@ -80,12 +80,11 @@ def inputs_of(case: Case) -> tuple[dict[str, jax.Array], dict[str, Any]]:
     rng = np.random.default_rng(2)
     key = x["k"]
     if case.alike:
-        key = 0.05 * key + key[:, :1]
+        key += 0.6 * jnp.asarray(rng.normal(size=(1, 1, *key.shape[2:])), jnp.float32)
     x["k"] = key / jnp.linalg.norm(key, axis=-1, keepdims=True)
     x |= {n: x[n].astype(case.dtype) for n in "qkv"}
-    beta = 2 * rng.random((*x["v"].shape[:3],))
-    beta[:, 3::17] = 0
-    return x | dict(beta=jnp.asarray(beta, jnp.float32)), marks
+    beta = 2 * jax.nn.sigmoid(jnp.asarray(rng.normal(size=x["v"].shape[:3]), jnp.float32))
+    return x | dict(beta=beta.at[:, ::9].set(0)), marks
 
 
 def run(case: Case, x, marks, **options):

@@ -16,11 +16,11 @@ _LEVELS = CHUNK.bit_length() - 1
 
 TILINGS = {
     "solve": Tiling(64, 0, 4, 2),
-    "delta_scan": Tiling(0, 64, 4, 2),
-    "delta_scan_backward": Tiling(0, 64, 4, 2),
+    "delta_scan": Tiling(0, 32, 4, 2),
+    "delta_scan_backward": Tiling(0, 32, 4, 2),
     "local_gradients": Tiling(64, 64, 4, 2),
-    "delta_scalar_gradients": Tiling(64, 64, 8, 1),
-    "delta_channel_gradients": Tiling(32, 64, 8, 1),
+    "delta_scalar_gradients": Tiling(32, 64, 4, 2),
+    "delta_channel_gradients": Tiling(16, 64, 8, 1),
 }
 """The tiling of each kernel for bfloat16, by the name of the kernel. The scans compute all key channels of a memory, and halve their
 number of value channels for more than 128 of them."""
@@ -100,22 +100,22 @@ def _options(tiling: Tiling) -> dict[str, int]:
     return dict(warps=tiling.warps, stages=tiling.stages)
 
 
-def alike(k, decays: Decays, *, heads: int) -> jax.Array:
-    """Return the decayed products N of keys with earlier keys under a decay per key channel, [B, N, heads, C, C] float32; the entries
-    on the diagonal have no meaning.
+def scores(q, k, decays: Decays, *, heads: int, scale: float) -> jax.Array:
+    """Return the decayed products of q with k under a decay per key channel, [B, N, heads, C, C] float32, 0 above the diagonal. With k
+    as q, the entries on the diagonal are not those of the triangular system.
     """
     from pallas_kernels.linear_attention.triton import bodies
 
-    batch, length, key_heads, keys = k.shape
+    batch, length, _, keys = k.shape
     tiling = linear._tiling("channel_scores", decays, k)
     return launch.call(
         bodies.channel_scores,
-        (k, k, decays.sums, None, decays.run, 1.0),
+        (q, k, decays.sums, None, decays.run, float(scale)),
         dict(scores=_struct((batch, length // CHUNK, heads, CHUNK, CHUNK), _F32)),
         programs=batch * (length // CHUNK) * heads,
         **_options(tiling),
         **dict(
-            Q_HEADS=key_heads, K_HEADS=key_heads, D_HEADS=decays.heads, HEADS=heads, K=keys, C=CHUNK, BK=tiling.keys,
+            Q_HEADS=q.shape[2], K_HEADS=k.shape[2], D_HEADS=decays.heads, HEADS=heads, K=keys, C=CHUNK, BK=tiling.keys,
             LEVELS=_LEVELS, LOW=_low(k)[0], DOCUMENTS=decays.run is not None, EXCLUSIVE=False,
         ),
     )["scores"]  # fmt: skip
@@ -128,10 +128,10 @@ def solve(k, beta, decays: Decays) -> jax.Array:
     batch, length, heads = beta.shape
     tiling = _tiling("solve", k)
     low, stored = _low(k)
-    products = alike(k, decays, heads=heads) if decays.by_channel else None
+    alike = scores(k, k, decays, heads=heads, scale=1.0) if decays.by_channel else None
     return launch.call(
         bodies.solve,
-        (k, products, beta, decays.cum, decays.run),
+        (k, alike, beta, decays.cum, decays.run),
         dict(inverse=_struct((batch, length // CHUNK, heads, CHUNK, CHUNK), stored)),
         programs=batch * (length // CHUNK) * heads,
         **_options(tiling),

@@ -25,7 +25,7 @@ class Residuals(NamedTuple):
     Attributes:
         decays: the decays of all tokens and chunks, and the tokens' documents.
         inverse: [B, N, G, C, C], the inverses of the triangular systems of all chunks.
-        scores: [B, N, heads, C, C], the decayed scores of all chunks with a decay per key channel; else None.
+        scores: [B, N, heads, C, C] float32, the decayed scores of all chunks with a decay per key channel; else None.
         states: [B, N, G, K, V], the memories before all chunks.
         writes: [B, T, G, V], what the tokens write.
     """
@@ -54,13 +54,15 @@ def forward(
     heads = max(q.shape[2], v.shape[2])
     if log_decay is not None and log_decay.ndim == 4:
         decays = linear.channel_decays(log_decay, run, initial)
-        scores = linear.channel_scores(q, k, decays, heads=heads, scale=scale)
+        scores = passes.scores(q, k, decays, heads=heads, scale=scale)
     else:
         decays, scores = linear.scalar_decays(log_decay, run, initial, v), None
     tokens = passes.tokens_of(q, k, beta, decays, heads=heads, scale=scale)
     inverse = passes.solve(k, tokens.beta, decays)
     states, writes, final = passes.scan(tokens, v, inverse, decays, initial)
-    output = linear.outputs(q, k, writes, scores, decays, states, heads=heads, scale=scale)
+    output = linear.outputs(
+        q, k, writes, scores, decays, states, heads=heads, scale=scale, exact=True
+    )
     return output.astype(v.dtype), final, Residuals(decays, inverse, scores, states, writes)
 
 
