@@ -74,7 +74,7 @@ ALLOWED_INSIDE = {
         "tpu": {"tiles"},
         "triton": set(),
         "linear_attention": {"hopper", "tpu", "tiles", "triton"},
-        "delta_rule": {"hopper", "tpu", "tiles"},
+        "delta_rule": {"hopper", "tpu", "tiles", "triton", "linear_attention"},
         "dplr": {"hopper", "tpu", "tiles"},
         "forgetting_attention": {"hopper", "tpu", "tiles"},
         "selective_scan": {"hopper", "tpu", "tiles"},

@@ -63,6 +63,7 @@ CASES = {
     "delta scalar, float16": Case("log_decay", 128, 128, "float16", op="delta_memory"),
     "delta channel, 64": Case("channel log_decay", 64, 64, op="delta_memory"),
     "delta channel, 128": Case("channel log_decay segment_ids", 128, 128, op="delta_memory"),
+    "delta channel, 256": Case("channel log_decay segment_ids", 256, 256, op="delta_memory"),
     "delta channel, float16": Case("channel log_decay", 128, 128, "float16", op="delta_memory"),
 }
 
@@ -133,9 +134,7 @@ def configurations(case: Case) -> list[Configuration]:
     ids = struct(rows, jnp.int32) if "segment_ids" in given else None
 
     def both(x, ids):
-        output, pull = jax.vjp(
-            lambda x: op(**x, segment_ids=ids, implementation="triton")[0], x
-        )
+        output, pull = jax.vjp(lambda x: op(**x, segment_ids=ids, implementation="triton")[0], x)
         return pull(output)
 
     original = launch.call

@@ -22,9 +22,10 @@ TILINGS = {
     "delta_scalar_gradients": Tiling(32, 64, 4, 2),
     "delta_channel_gradients": Tiling(16, 64, 8, 1),
 }
-"""The tiling of each kernel for bfloat16, by the name of the kernel. The scans compute all key channels of a memory, and halve their
-number of value channels for more than 128 of them."""
+"""The tiling of each kernel for bfloat16, by the name of the kernel. The scans compute all key channels of a memory; for more than
+128 of them they compute half as many value channels, with 8 warps."""
 WIDE_TILINGS = {name: tiling._replace(warps=8, stages=1) for name, tiling in TILINGS.items()}
+WIDE_TILINGS["delta_scalar_gradients"] = Tiling(32, 64, 8, 2)
 """The tilings for products in tf32, of float16 and float32 inputs."""
 
 
@@ -91,9 +92,11 @@ def _low(x) -> tuple[Any, Any]:
 
 
 def _tiling(name: str, x, keys: int = 0) -> Tiling:
-    """Return the tiling of a kernel for tokens x of `keys` key channels, which all are in a program's tile if the kernel is a scan."""
+    """Return the tiling of a kernel for tokens x. `keys` is the number of key channels if a program's tile contains all of them."""
     tiling = (TILINGS if x.dtype == jnp.bfloat16 else WIDE_TILINGS)[name]
-    return tiling._replace(values=tiling.values // 2) if keys > 128 else tiling
+    if keys <= 128:
+        return tiling
+    return tiling._replace(values=tiling.values // 2, warps=8, stages=1)
 
 
 def _options(tiling: Tiling) -> dict[str, int]:
@@ -107,7 +110,8 @@ def scores(q, k, decays: Decays, *, heads: int, scale: float) -> jax.Array:
     from pallas_kernels.linear_attention.triton import bodies
 
     batch, length, _, keys = k.shape
-    tiling = linear._tiling("channel_scores", decays, k)
+    table = linear.TILINGS if k.dtype == jnp.bfloat16 else linear.WIDE_TILINGS
+    tiling = table["channel_scores"]
     return launch.call(
         bodies.channel_scores,
         (q, k, decays.sums, None, decays.run, float(scale)),
