@@ -75,7 +75,7 @@ ALLOWED_INSIDE = {
         "triton": set(),
         "linear_attention": {"hopper", "tpu", "tiles", "triton"},
         "delta_rule": {"hopper", "tpu", "tiles", "triton", "linear_attention"},
-        "dplr": {"hopper", "tpu", "tiles"},
+        "dplr": {"hopper", "tpu", "tiles", "triton", "linear_attention", "delta_rule"},
         "forgetting_attention": {"hopper", "tpu", "tiles"},
         "selective_scan": {"hopper", "tpu", "tiles"},
         "short_convolution": {"hopper", "tpu", "tiles"},

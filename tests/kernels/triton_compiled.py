@@ -65,6 +65,9 @@ CASES = {
     "delta channel, 128": Case("channel log_decay segment_ids", 128, 128, op="delta_memory"),
     "delta channel, 256": Case("channel log_decay segment_ids", 256, 256, op="delta_memory"),
     "delta channel, float16": Case("channel log_decay", 128, 128, "float16", op="delta_memory"),
+    "dplr, 64": Case("channel log_decay", 64, 64, op="dplr_memory"),
+    "dplr, 128": Case("channel log_decay segment_ids", 128, 128, op="dplr_memory"),
+    "dplr, float16": Case("channel log_decay", 128, 128, "float16", op="dplr_memory"),
 }
 
 
@@ -93,7 +96,17 @@ class Configuration(NamedTuple):
         given = dict(self.constants)
         words = [self.name, "bf16" if str(given.get("LOW", "bf16")).endswith("bf16") else "tf32"]
         words += [f"{n}={given[n]}" for n in ("K", "V", "BK", "BV") if n in given]
-        flags = ("CHANNELS", "DECAY", "DOCUMENTS", "EXCLUSIVE", "REVERSE", "ONLY_QUERY", "EXACT")
+        flags = (
+            "CHANNELS",
+            "DECAY",
+            "DOCUMENTS",
+            "EXCLUSIVE",
+            "REVERSE",
+            "ONLY_QUERY",
+            "EXACT",
+            "LOW_RANK",
+            "TRANSPOSED",
+        )
         words += [n.lower() for n in flags if given.get(n)]
         return " ".join([*words, f"warps={self.warps}", f"stages={self.stages}"])
 
@@ -130,6 +143,8 @@ def configurations(case: Case) -> list[Configuration]:
         inputs["bonus"] = struct((heads, case.key_dim), jnp.float32)
     if case.op == "delta_memory":
         inputs["beta"] = struct((*rows, heads), jnp.float32)
+    if case.op == "dplr_memory":
+        inputs |= dict(a=inputs["k"], b=inputs["k"])
     op = getattr(ops, case.op)
     ids = struct(rows, jnp.int32) if "segment_ids" in given else None
 

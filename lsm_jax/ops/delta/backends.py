@@ -144,4 +144,12 @@ register(
         _triton(run_delta_kernel, _delta_unsupported),
     ),
 )
-register("dplr_memory", *_backends(dplr_xla.by_xla, run_dplr_kernel, _dplr_unsupported))
+register(
+    "dplr_memory",
+    *_backends(
+        dplr_xla.by_xla,
+        run_dplr_kernel,
+        _dplr_unsupported,
+        _triton(run_dplr_kernel, _dplr_unsupported),
+    ),
+)

@@ -50,9 +50,9 @@ def solve(
     k, alike, beta, cum, run, inverse,
     K_HEADS: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
     LEVELS: tl.constexpr, LOW: tl.constexpr, CHANNELS: tl.constexpr, DECAY: tl.constexpr,
-    DOCUMENTS: tl.constexpr,
+    DOCUMENTS: tl.constexpr, LOW_RANK: tl.constexpr,
 ):  # fmt: skip
-    """Store X = (I + N diag(beta))⁻¹ of all chunks, [B, N, HEADS, C, C].
+    """Store X = (I + N diag(beta))⁻¹ of all chunks, [B, N, HEADS, C, C]; with `LOW_RANK` beta is 1.
 
     N are the decayed products of keys with earlier keys: with `CHANNELS` they are read from `alike` [B, N, HEADS, C, C] float32.
     """
@@ -76,21 +76,24 @@ def solve(
         if DECAY:
             b = tl.load(cum + by_row)
             N = N * tl.exp(tl.where(below, b[:, None] - b[None, :], 0.0))
-    strict = tl.where(below, N * tl.load(beta + by_row)[None, :], 0.0)
+    if not LOW_RANK:
+        N = N * tl.load(beta + by_row)[None, :]
+    strict = tl.where(below, N, 0.0)
     X = unit_inverse(strict, C, LEVELS, LOW)
     tl.store(inverse + square, X.to(inverse.dtype.element_ty))
 
 
 @triton.jit
 def delta_scan(
-    erase, written, v, inverse, beta, read_decay, write_decay, chunk_decay, bounds, initial, count,
-    states, writes, final,
+    erase, written, v, other_written, other_v, inverse, beta, read_decay, write_decay, chunk_decay,
+    bounds, initial, count, states, writes, final,
     K_HEADS: tl.constexpr, HEADS: tl.constexpr, SEGMENTS: tl.constexpr, K: tl.constexpr,
     V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr, LOW: tl.constexpr, CHANNELS: tl.constexpr,
+    LOW_RANK: tl.constexpr,
 ):  # fmt: skip
     """Carry memories through their chunks: u = beta ⊙ X (v - e^b ⊙ (k S)), `S' = e^b_C S + (k e^(b_C - b))ᵀ u`.
 
-    A program computes [K, BV] of one memory. The memories before the chunks are stored in `states` [B, N, HEADS, K, V], u in `writes`
+    With `LOW_RANK`, the memory of `dplr`, beta is 1, and `other_writtenᵀ other_v` [B, T, HEADS, K and V] is added to S' too. A program computes [K, BV] of one memory. The memories before the chunks are stored in `states` [B, N, HEADS, K, V], u in `writes`
     [B, T, HEADS, V]. `initial` and `final` are [B * SEGMENTS, HEADS, K, V] float32.
     """
     columns: tl.constexpr = V // BV
@@ -112,7 +115,9 @@ def delta_scan(
     chunks = b * count
     erase += (chunks * C * K_HEADS + h * K_HEADS // HEADS) * K
     written += (chunks * C * K_HEADS + h * K_HEADS // HEADS) * K
+    other_written += (chunks * C * K_HEADS + h * K_HEADS // HEADS) * K
     v += (chunks * C * HEADS + h) * V + column
+    other_v += (chunks * C * HEADS + h) * V + column
     writes += (chunks * C * HEADS + h) * V + column
     states += (chunks * HEADS + h) * K * V + column
     inverse += (chunks * HEADS + h) * C * C
@@ -129,13 +134,14 @@ def delta_scan(
         tile = tl.load(erase + n * (C * K_HEADS * K) + k_rows).to(LOW)
         tile_v = tl.load(v + n * (C * HEADS * V) + v_rows).to(tl.float32)
         X = tl.load(inverse + n * (HEADS * C * C) + square).to(LOW)
-        strength = tl.load(beta + n * (C * HEADS) + rows * HEADS)
         tl.store(states + n * (HEADS * K * V) + cell, S.to(states.dtype.element_ty))
         predicted = tl.dot(tile, S.to(LOW), input_precision="tf32")
         if not CHANNELS:
             factor = tl.load(read_decay + n * (C * HEADS) + rows * HEADS)
             predicted = predicted * factor[:, None]
-        u = tl.dot(X, (tile_v - predicted).to(LOW), input_precision="tf32") * strength[:, None]
+        u = tl.dot(X, (tile_v - predicted).to(LOW), input_precision="tf32")
+        if not LOW_RANK:
+            u = u * tl.load(beta + n * (C * HEADS) + rows * HEADS)[:, None]
         tl.store(writes + n * (C * HEADS * V) + v_rows, u.to(writes.dtype.element_ty))
         if CHANNELS:
             tile = tl.load(written + n * (C * K_HEADS * K) + k_rows).to(LOW)
@@ -144,6 +150,10 @@ def delta_scan(
             u = u * tl.load(write_decay + n * (C * HEADS) + rows * HEADS)[:, None]
             S = S * tl.load(chunk_decay + n * HEADS)
         S = tl.dot(tl.trans(tile), u.to(LOW), S, input_precision="tf32")
+        if LOW_RANK:
+            tile = tl.load(other_written + n * (C * K_HEADS * K) + k_rows).to(LOW)
+            u = tl.load(other_v + n * (C * HEADS * V) + v_rows)
+            S = tl.dot(tl.trans(tile), u.to(LOW), S, input_precision="tf32")
     tl.store(final + outside + cell, S)
 
 
@@ -193,14 +203,14 @@ def delta_scan_backward(
     bounds, d_final, count, scale, d_states, dv, d_beta, d_initial,
     Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, MEMORIES: tl.constexpr, HEADS: tl.constexpr,
     SEGMENTS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr,
-    LOW: tl.constexpr, CHANNELS: tl.constexpr,
+    LOW: tl.constexpr, CHANNELS: tl.constexpr, LOW_RANK: tl.constexpr,
 ):  # fmt: skip
     """Carry the gradients of memories from the last chunk to the first: du = Pᵀ dO + e^(b_C - b) ⊙ (k dS'), dv = Xᵀ (beta ⊙ du),
     `dS = e^b_C dS' + (scale e^b ⊙ q)ᵀ dO - (e^b ⊙ k)ᵀ dv`.
 
     A program computes [K, BV] of one gradient. `local` is Pᵀ dO, and `writes` u. The gradients of the memories after the chunks are
     stored in `d_states` [B, N, HEADS, K, V], dv [B, T, HEADS, V], and in d_beta [B, T, HEADS, V / BV] the terms x · dv / beta of each BV
-    value channels, which are to be added. `d_final` and `d_initial` are [B * SEGMENTS, HEADS, K, V] float32.
+    value channels, which are to be added. With `LOW_RANK` beta is 1 and d_beta is not stored. `d_final` and `d_initial` are [B * SEGMENTS, HEADS, K, V] float32.
     """
     columns: tl.constexpr = V // BV
     tile, at = tl.program_id(0) % columns, tl.program_id(0) // columns
@@ -246,19 +256,21 @@ def delta_scan_backward(
         by_row = n * (C * MEMORIES) + rows * MEMORIES
         tile_w = tl.load(written + n * (C * K_HEADS * K) + k_rows).to(LOW)
         X = tl.load(inverse + n * (MEMORIES * C * C) + square).to(LOW)
-        strength = tl.load(beta + by_row)
         tl.store(d_states + n * (HEADS * K * V) + cell, dS.to(d_states.dtype.element_ty))
         du = tl.dot(tile_w, dS.to(LOW), input_precision="tf32")
         if not CHANNELS:
             du = du * tl.load(write_decay + by_row)[:, None]
         du += tl.load(local + n * (C * HEADS * V) + v_rows).to(tl.float32)
-        du = du * strength[:, None]
+        if not LOW_RANK:
+            strength = tl.load(beta + by_row)[:, None]
+            du = du * strength
         tile_dv = tl.dot(tl.trans(X), du.to(LOW), input_precision="tf32")
         tl.store(dv + n * (C * HEADS * V) + v_rows, tile_dv.to(dv.dtype.element_ty))
-        # beta may be so small that its square is 0.
-        u = tl.load(writes + n * (C * MEMORIES * V) + u_rows).to(tl.float32) / strength[:, None]
-        term = tl.sum(u * (tile_dv / strength[:, None]), 1)
-        tl.store(d_beta + n * (C * HEADS * columns) + rows * (HEADS * columns), term)
+        if not LOW_RANK:
+            # beta may be so small that its square is 0.
+            u = tl.load(writes + n * (C * MEMORIES * V) + u_rows).to(tl.float32) / strength
+            term = tl.sum(u * (tile_dv / strength), 1)
+            tl.store(d_beta + n * (C * HEADS * columns) + rows * (HEADS * columns), term)
         tile_q = tl.load(read + n * (C * Q_HEADS * K) + q_rows).to(LOW)
         tile_d = tl.load(d_out + n * (C * HEADS * V) + v_rows)
         if CHANNELS:

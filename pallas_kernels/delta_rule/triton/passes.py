@@ -39,7 +39,7 @@ class Tokens(NamedTuple):
         read: [B, T, *, K], the vectors with which tokens read the memory before their chunk.
         erase: [B, T, *, K], the vectors with which tokens read what they replace.
         written: [B, T, *, K], the vectors with which tokens write to the memory after their chunk.
-        beta: [B, T, G] float32, the write strengths, not 0.
+        beta: [B, T, G] float32, the write strengths, not 0; None is 1, for the memory of `dplr`.
         chunk_decay: [B, N, G] or [B, N, G, K] float32, the decay of each memory over each chunk.
     """
 
@@ -53,36 +53,44 @@ class Tokens(NamedTuple):
 def tokens_of(q, k, beta, decays: Decays, *, heads: int, scale: float) -> Tokens:
     """Return the tokens of one call as the scans read them, for `heads` heads of the output.
 
-    A beta below 1e-20 is replaced by 1e-20, which changes no sum: dbeta is x · dv / beta.
+    A beta below 1e-20 is replaced by 1e-20, which changes no sum: dbeta is x · dv / beta. It is None for the memory of `dplr`.
     """
-    beta = jnp.where(jnp.abs(beta) < 1e-20, 1e-20, beta)
+    if beta is not None:
+        beta = jnp.where(jnp.abs(beta) < 1e-20, 1e-20, beta)
     if not decays.by_channel:
         return Tokens(q, k, k, beta, decays.chunk_decay)
+    memories = decays.heads
+    read_decay, chunk_decay = jnp.exp(decays.sums), jnp.exp(decays.sums[:, CHUNK - 1 :: CHUNK])
+    if decays.enters is not None:
+        enters = decays.enters[..., None, None]
+        read_decay, chunk_decay = read_decay * enters, chunk_decay * enters[:, CHUNK - 1 :: CHUNK]
+    read = decayed(q, read_decay * scale, heads, q)
+    erase = decayed(k, read_decay, memories, q)
+    written = decayed(k, write_decay(decays), memories, q)
+    return Tokens(read, erase, written, beta, chunk_decay)
+
+
+def write_decay(decays: Decays) -> jax.Array:
+    """Return the decay of each token's write up to the end of its chunk, per key channel [B, T, G, K] float32; 0 for tokens of a document
+    that ends before the chunk does.
+    """
     batch, length, memories, keys = decays.sums.shape
     by_chunk = decays.sums.reshape(batch, length // CHUNK, CHUNK, memories, keys)
-    total = by_chunk[:, :, -1:]
-    read_decay = jnp.exp(decays.sums)
-    write_decay = jnp.exp(jnp.minimum(total - by_chunk, 0.0)).reshape(decays.sums.shape)
-    chunk_decay = jnp.exp(total[:, :, 0])
-    if decays.enters is not None:
-        enters, stays = (x[..., None, None] for x in (decays.enters, decays.stays))
-        read_decay, write_decay = read_decay * enters, write_decay * stays
-        chunk_decay *= enters[:, CHUNK - 1 :: CHUNK]
+    decay = jnp.exp(jnp.minimum(by_chunk[:, :, -1:] - by_chunk, 0.0)).reshape(decays.sums.shape)
+    return decay if decays.stays is None else decay * decays.stays[..., None, None]
 
-    def decayed(x, decay, count):
-        x = jnp.repeat(x.astype(_F32), count // x.shape[2], axis=2)
-        return (x * jnp.repeat(decay, count // memories, axis=2)).astype(_low(q)[1])
 
-    read = decayed(q, read_decay * scale, heads)
-    erase, written = decayed(k, read_decay, memories), decayed(k, write_decay, memories)
-    return Tokens(read, erase, written, beta, chunk_decay)
+def decayed(x, decay, heads: int, like) -> jax.Array:
+    """Return x [B, T, *, K] times a decay [B, T, *, K], as [B, T, heads, K] in the dtype of products of the tokens `like`."""
+    x = jnp.repeat(x.astype(_F32), heads // x.shape[2], axis=2)
+    return (x * jnp.repeat(decay, heads // decay.shape[2], axis=2)).astype(low(like)[1])
 
 
 def _struct(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def _low(x) -> tuple[Any, Any]:
+def low(x) -> tuple[Any, Any]:
     """Return the dtype of the operands of products for an array of tokens x, for Triton and for arrays that are stored; float32 are
     products in tf32.
     """
@@ -103,36 +111,44 @@ def _options(tiling: Tiling) -> dict[str, int]:
     return dict(warps=tiling.warps, stages=tiling.stages)
 
 
-def scores(q, k, decays: Decays, *, heads: int, scale: float) -> jax.Array:
-    """Return the decayed products of q with k under a decay per key channel, [B, N, heads, C, C] float32, 0 above the diagonal. With k
-    as q, the entries on the diagonal are not those of the triangular system.
+def scores(q, k, decays: Decays, *, heads: int, scale: float, exclusive: bool = False) -> jax.Array:
+    """Return the decayed products of q with k under a decay per key channel, [B, N, heads, C, C] float32, 0 above the diagonal.
+
+    With `exclusive` q reads before its token's decay and write: then the diagonal is 0 too.
     """
     from pallas_kernels.linear_attention.triton import bodies
 
     batch, length, _, keys = k.shape
     table = linear.TILINGS if k.dtype == jnp.bfloat16 else linear.WIDE_TILINGS
     tiling = table["channel_scores"]
+    bonus = jnp.zeros((decays.heads, keys), _F32) if exclusive else None
     return launch.call(
         bodies.channel_scores,
-        (q, k, decays.sums, None, decays.run, float(scale)),
+        (q, k, decays.sums, bonus, decays.run, float(scale)),
         dict(scores=_struct((batch, length // CHUNK, heads, CHUNK, CHUNK), _F32)),
         programs=batch * (length // CHUNK) * heads,
         **_options(tiling),
         **dict(
             Q_HEADS=q.shape[2], K_HEADS=k.shape[2], D_HEADS=decays.heads, HEADS=heads, K=keys, C=CHUNK, BK=tiling.keys,
-            LEVELS=_LEVELS, LOW=_low(k)[0], DOCUMENTS=decays.run is not None, EXCLUSIVE=False,
+            LEVELS=_LEVELS, LOW=low(k)[0], DOCUMENTS=decays.run is not None, EXCLUSIVE=exclusive,
         ),
     )["scores"]  # fmt: skip
 
 
-def solve(k, beta, decays: Decays) -> jax.Array:
-    """Return the inverses X of the triangular systems of all chunks, [B, N, G, C, C], in the products' dtype; beta is [B, T, G]."""
+def solve(k, alike, beta, decays: Decays) -> jax.Array:
+    """Return the inverses X of the triangular systems of all chunks, [B, N, G, C, C], in the products' dtype.
+
+    Args:
+        k: [B, T, *, K], the keys.
+        alike: [B, N, G, C, C], the decayed products of keys with keys under a decay per key channel; else None.
+        beta: [B, T, G], the write strengths; None is 1.
+        decays: the decays and documents.
+    """
     from pallas_kernels.delta_rule.triton import bodies
 
-    batch, length, heads = beta.shape
+    batch, length, heads = k.shape[0], k.shape[1], decays.heads
     tiling = _tiling("solve", k)
-    low, stored = _low(k)
-    alike = scores(k, k, decays, heads=heads, scale=1.0) if decays.by_channel else None
+    operands, stored = low(k)
     return launch.call(
         bodies.solve,
         (k, alike, beta, decays.cum, decays.run),
@@ -140,13 +156,15 @@ def solve(k, beta, decays: Decays) -> jax.Array:
         programs=batch * (length // CHUNK) * heads,
         **_options(tiling),
         **dict(
-            K_HEADS=k.shape[2], HEADS=heads, K=k.shape[3], C=CHUNK, BK=tiling.keys, LEVELS=_LEVELS, LOW=low,
-            CHANNELS=decays.by_channel, DECAY=decays.cum is not None, DOCUMENTS=decays.run is not None,
+            K_HEADS=k.shape[2], HEADS=heads, K=k.shape[3], C=CHUNK, BK=tiling.keys, LEVELS=_LEVELS, LOW=operands,
+            CHANNELS=decays.by_channel, DECAY=decays.cum is not None, DOCUMENTS=decays.run is not None, LOW_RANK=beta is None,
         ),
     )["inverse"]  # fmt: skip
 
 
-def scan(tokens: Tokens, v, inverse, decays: Decays, initial) -> tuple[jax.Array, ...]:
+def scan(
+    tokens: Tokens, v, inverse, decays: Decays, initial, other_written=None, other_v=None
+) -> tuple[jax.Array, ...]:
     """Carry memories through all chunks.
 
     Args:
@@ -155,6 +173,8 @@ def scan(tokens: Tokens, v, inverse, decays: Decays, initial) -> tuple[jax.Array
         inverse: [B, N, G, C, C], the inverses of the chunks' triangular systems.
         decays: the decays and documents.
         initial: [B * S, G, K, V] float32, the memories before the rows.
+        other_written: [B, T, G, K], the vectors of a second write, for a memory without beta; else None.
+        other_v: [B, T, G, V], the values of the second write; else None.
 
     Returns:
         The memories before all chunks [B, N, G, K, V] and what tokens write, u [B, T, G, V], in the products' dtype; and the memories
@@ -165,12 +185,12 @@ def scan(tokens: Tokens, v, inverse, decays: Decays, initial) -> tuple[jax.Array
     batch, length, heads, values = v.shape
     keys, count, segments = tokens.erase.shape[3], length // CHUNK, initial.shape[0] // batch
     tiling = _tiling("delta_scan", v, keys)
-    low, stored = _low(v)
+    operands, stored = low(v)
     results = launch.call(
         bodies.delta_scan,
         (
-            tokens.erase, tokens.written, v, inverse, tokens.beta, decays.read_decay, decays.write_decay, tokens.chunk_decay,
-            decays.bounds, initial, count,
+            tokens.erase, tokens.written, v, other_written, other_v, inverse, tokens.beta, decays.read_decay, decays.write_decay,
+            tokens.chunk_decay, decays.bounds, initial, count,
         ),
         dict(
             states=_struct((batch, count, heads, keys, values), stored),
@@ -180,8 +200,8 @@ def scan(tokens: Tokens, v, inverse, decays: Decays, initial) -> tuple[jax.Array
         programs=batch * segments * heads * (values // tiling.values),
         **_options(tiling),
         **dict(
-            K_HEADS=tokens.erase.shape[2], HEADS=heads, SEGMENTS=segments, K=keys, V=values, C=CHUNK, BV=tiling.values, LOW=low,
-            CHANNELS=decays.by_channel,
+            K_HEADS=tokens.erase.shape[2], HEADS=heads, SEGMENTS=segments, K=keys, V=values, C=CHUNK, BV=tiling.values, LOW=operands,
+            CHANNELS=decays.by_channel, LOW_RANK=tokens.beta is None,
         ),
     )  # fmt: skip
     return tuple(results.values())
@@ -195,7 +215,7 @@ def local_gradients(q, k, d_out, scores, decays: Decays, *, scale: float) -> jax
 
     batch, length, heads, values = d_out.shape
     tiling = _tiling("local_gradients", q)
-    low, stored = _low(q)
+    operands, stored = low(q)
     return launch.call(
         bodies.local_gradients,
         (q, k, d_out, scores, decays.cum, decays.run, float(scale)),
@@ -204,7 +224,7 @@ def local_gradients(q, k, d_out, scores, decays: Decays, *, scale: float) -> jax
         **_options(tiling),
         **dict(
             Q_HEADS=q.shape[2], K_HEADS=k.shape[2], D_HEADS=decays.heads, HEADS=heads, K=q.shape[3], V=values, C=CHUNK,
-            BK=tiling.keys, BV=tiling.values, LOW=low, CHANNELS=decays.by_channel, DECAY=decays.cum is not None,
+            BK=tiling.keys, BV=tiling.values, LOW=operands, CHANNELS=decays.by_channel, DECAY=decays.cum is not None,
             DOCUMENTS=decays.run is not None,
         ),
     )["gradient"]  # fmt: skip
@@ -227,14 +247,14 @@ def scan_backward(
 
     Returns:
         The gradients of the memories after all chunks [B, N, heads, K, V] and of the values [B, T, heads, V], in the products' dtype;
-        those of beta [B, T, heads] float32; and those of the memories before the rows, shaped as `d_final`.
+        those of beta [B, T, heads] float32, without meaning if beta is None; and those of the memories before the rows, shaped as `d_final`.
     """
     from pallas_kernels.delta_rule.triton import bodies
 
     batch, length, heads, values = d_out.shape
     keys, count, segments = tokens.erase.shape[3], length // CHUNK, d_final.shape[0] // batch
     tiling = _tiling("delta_scan_backward", d_out, keys)
-    low, stored = _low(d_out)
+    operands, stored = low(d_out)
     d_states, dv, d_beta, d_initial = launch.call(
         bodies.delta_scan_backward,
         (
@@ -244,14 +264,14 @@ def scan_backward(
         dict(
             d_states=_struct((batch, count, heads, keys, values), stored),
             dv=_struct(d_out.shape, stored),
-            d_beta=_struct((batch, length, heads, values // tiling.values), _F32),
+            d_beta=_struct((1,) if tokens.beta is None else (batch, length, heads, values // tiling.values), _F32),
             d_initial=_struct(d_final.shape, _F32),
         ),
         programs=batch * segments * heads * (values // tiling.values),
         **_options(tiling),
         **dict(
             Q_HEADS=tokens.read.shape[2], K_HEADS=tokens.erase.shape[2], MEMORIES=writes.shape[2], HEADS=heads, SEGMENTS=segments,
-            K=keys, V=values, C=CHUNK, BV=tiling.values, LOW=low, CHANNELS=decays.by_channel,
+            K=keys, V=values, C=CHUNK, BV=tiling.values, LOW=operands, CHANNELS=decays.by_channel, LOW_RANK=tokens.beta is None,
         ),
     ).values()  # fmt: skip
     return d_states, dv, jnp.sum(d_beta, -1), d_initial
@@ -298,7 +318,7 @@ def gradients(
         **_options(tiling),
         **dict(
             Q_HEADS=q.shape[2], K_HEADS=k.shape[2], MEMORIES=writes.shape[2], HEADS=heads, K=keys, V=values, C=CHUNK,
-            BK=tiling.keys, BV=tiling.values, LOW=_low(q)[0], DOCUMENTS=decays.run is not None,
+            BK=tiling.keys, BV=tiling.values, LOW=low(q)[0], DOCUMENTS=decays.run is not None,
         ),
         **(dict(LEVELS=_LEVELS) if by_channel else dict(DECAY=decay)),
     )  # fmt: skip

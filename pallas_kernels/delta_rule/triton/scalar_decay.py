@@ -55,10 +55,12 @@ def forward(
     if log_decay is not None and log_decay.ndim == 4:
         decays = linear.channel_decays(log_decay, run, initial)
         scores = passes.scores(q, k, decays, heads=heads, scale=scale)
+        alike = passes.scores(k, k, decays, heads=v.shape[2], scale=1.0)
     else:
-        decays, scores = linear.scalar_decays(log_decay, run, initial, v), None
+        decays = linear.scalar_decays(log_decay, run, initial, v)
+        scores = alike = None
     tokens = passes.tokens_of(q, k, beta, decays, heads=heads, scale=scale)
-    inverse = passes.solve(k, tokens.beta, decays)
+    inverse = passes.solve(k, alike, tokens.beta, decays)
     states, writes, final = passes.scan(tokens, v, inverse, decays, initial)
     output = linear.outputs(
         q, k, writes, scores, decays, states, heads=heads, scale=scale, exact=True
