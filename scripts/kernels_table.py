@@ -57,6 +57,7 @@ KERNELS = {
     ),
     ("dplr_memory", "mosaic_gpu"): (("any decay", "dplr.hopper.channel_decay"),),
     ("dplr_memory", "mosaic_tpu"): (("any decay", "dplr.tpu.channel_decay"),),
+    ("dplr_memory", "triton"): (("any decay", "dplr.triton.channel_decay"),),
     ("selective_memory", "mosaic_gpu"): (
         ("a real memory", "selective_scan.hopper.real"),
         ("a complex memory", "selective_scan.hopper.complex"),
