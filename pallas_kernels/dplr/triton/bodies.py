@@ -11,8 +11,7 @@ right side of the system,
     dU = A_qbᵀ dO + b̃ dS'        dR = (I - A_ab)⁻ᵀ dU        dV = A_qkᵀ dO + A_akᵀ dR + k̃ dS'
     dS = e^b_C dS' + q̃ᵀ dO + ãᵀ dR
 
-and A_qb, A_qk, A_ab and A_ak have the gradients dO Uᵀ, dO Vᵀ, dR Uᵀ and dR Vᵀ. The kernels of linear attention compute the A and their
-gradients, those of the delta rule (with `LOW_RANK`) the system and the two scans; this module has the others, which compute all chunks in
+and A_qb, A_qk, A_ab and A_ak have the gradients dO Uᵀ, dO Vᵀ, dR Uᵀ and dR Vᵀ. The kernels of linear attention compute the A, those of the delta rule (with `LOW_RANK`) the system and the two scans; this module has the others, which compute all chunks in
 parallel. Arrays, `HEADS`, `LOW` and `DOCUMENTS` are those of `pallas_kernels.linear_attention.triton.bodies`; `MEMORIES` is the number of
 heads of v, `writes` is U, and `d_right` dR [B, T, HEADS, V].
 """
@@ -117,8 +116,43 @@ def dplr_value_gradients(
 
 
 @triton.jit
+def pair_gradients(
+    x, y, other_x, other_y, run, scale, other_scale, pairs,
+    MEMORIES: tl.constexpr, HEADS: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr,
+    LOW: tl.constexpr, DOCUMENTS: tl.constexpr,
+):  # fmt: skip
+    """Store the gradients of two A of all chunks in one matrix [B, N, HEADS, C, C]: scale x yᵀ on and below the diagonal, and above it the
+    transpose of other_scale other_x other_yᵀ; 0 for tokens of two documents.
+
+    x and other_x are [B, T, HEADS, V], y and other_y [B, T, MEMORIES, V].
+    """
+    h, chunk = tl.program_id(0) % HEADS, (tl.program_id(0) // HEADS).to(tl.int64)
+    rows, values = tl.arange(0, C), tl.arange(0, BV)
+    by_head = (chunk * C * HEADS + h) * V + rows[:, None] * (HEADS * V) + values[None, :]
+    by_memory = (chunk * C * MEMORIES + h * MEMORIES // HEADS) * V
+    by_memory += rows[:, None] * (MEMORIES * V) + values[None, :]
+    i, j = rows[:, None], rows[None, :]
+    lower = tl.zeros([C, C], tl.float32)
+    upper = tl.zeros([C, C], tl.float32)
+    for column in range(0, V, BV):
+        tile_x = tl.load(x + column + by_head).to(LOW)
+        tile_y = tl.load(y + column + by_memory).to(LOW)
+        lower = tl.dot(tile_x, tl.trans(tile_y), lower, input_precision="tf32")
+        tile_x = tl.load(other_x + column + by_head).to(LOW)
+        tile_y = tl.load(other_y + column + by_memory).to(LOW)
+        upper = tl.dot(tile_y, tl.trans(tile_x), upper, input_precision="tf32")
+    both = tl.where(i >= j, lower * scale, upper * other_scale)
+    if DOCUMENTS:
+        of_chunk = run + chunk * C
+        same = tl.load(of_chunk + rows)[:, None] == tl.load(of_chunk + rows)[None, :]
+        both = tl.where(same, both, 0.0)
+    target = pairs + (chunk * HEADS + h) * C * C + i * C + j
+    tl.store(target, both.to(pairs.dtype.element_ty))
+
+
+@triton.jit
 def dplr_gradients(
-    q, k, a, b, writes, v, d_out, d_right, d_qb, d_qk, d_ab, d_ak, sums, run, enters, stays, states,
+    q, k, a, b, writes, v, d_out, d_right, qk, qb_ak, ab, ak_qb, sums, run, enters, stays, states,
     d_states, scale, dq, dk, da, db, dg,
     Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, A_HEADS: tl.constexpr, B_HEADS: tl.constexpr,
     MEMORIES: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
@@ -127,9 +161,9 @@ def dplr_gradients(
 ):  # fmt: skip
     """Store the gradients of q, k, a, b and of the log decays, [B, T, HEADS, K] of all chunks, in tiles [C, BK].
 
-    `d_qb`, `d_qk`, `d_ab` and `d_ak` are the gradients of the A, on and below the diagonal (the first two times the scale), computed level
-    by level of the halving of `pallas_kernels.tiles.channel_decay`: on a level, one tile has q in later rows and k in earlier ones, and a
-    second one a and b.
+    `qk`, `qb_ak`, `ab` and `ak_qb` are the gradients of two A, named below and above the diagonal, from `pair_gradients`. They are spread
+    level by level of the halving of `pallas_kernels.tiles.channel_decay`: on a level, one tile has q in later rows and k in earlier ones,
+    and a second one a and b.
     """
     tiles: tl.constexpr = K // BK
     tile, at = tl.program_id(0) % tiles, tl.program_id(0) // tiles
@@ -146,10 +180,10 @@ def dplr_gradients(
     d_right += (chunk * C * HEADS + h) * V
     states += (chunk * MEMORIES + g) * K * V + tile * BK * V
     d_states += (chunk * HEADS + h) * K * V + tile * BK * V
-    d_qb += (chunk * HEADS + h) * C * C
-    d_qk += (chunk * HEADS + h) * C * C
-    d_ab += (chunk * HEADS + h) * C * C
-    d_ak += (chunk * HEADS + h) * C * C
+    qk += (chunk * HEADS + h) * C * C
+    qb_ak += (chunk * HEADS + h) * C * C
+    ab += (chunk * HEADS + h) * C * C
+    ak_qb += (chunk * HEADS + h) * C * C
     sums += (chunk * C * MEMORIES + g) * K + tile * BK
     i, j = rows[:, None], rows[None, :]
     of_q = tl.zeros([C, BK], tl.float32)
@@ -188,9 +222,7 @@ def dplr_gradients(
     tile_a = tl.load(a + rows[:, None] * (A_HEADS * K) + keys[None, :]).to(tl.float32)
     tile_b = tl.load(b + rows[:, None] * (B_HEADS * K) + keys[None, :]).to(tl.float32)
     written = tile_k * of_k + tile_b * of_b
-    # Below the diagonal the entries of a matrix, above it those of a transposed one.
-    lower, upper = i * C + j, j * C + i
-    symmetric = tl.where(i > j, lower, upper)
+    square = i * C + j
     for level in tl.range(0, LEVELS, num_stages=1):
         half = 1 << level
         later = (i & half) > 0
@@ -201,19 +233,16 @@ def dplr_gradients(
         X = (tl.where(later, tile_q, tile_k) * first).to(LOW)
         Y = (tl.where(later, tile_a, tile_b) * second).to(LOW)
         between = ((i ^ j) >= half) & ((i ^ j) < 2 * half)
-        before, after = between & (i > j), between & (i < j)
-        weights = tl.load(d_qk + symmetric, mask=between, other=0.0).to(LOW)
+        weights = tl.load(qk + square, mask=between, other=0.0).to(LOW)
         dX = tl.dot(weights, X, input_precision="tf32")
-        weights = tl.load(d_qb + lower, mask=before, other=0.0)
-        weights += tl.load(d_ak + upper, mask=after, other=0.0)
-        dX = tl.dot(weights.to(LOW), Y, dX, input_precision="tf32") * first
+        weights = tl.load(qb_ak + square, mask=between, other=0.0).to(LOW)
+        dX = tl.dot(weights, Y, dX, input_precision="tf32") * first
         of_q += tl.where(later, dX, 0.0)
         of_k += tl.where(later, 0.0, dX)
-        weights = tl.load(d_ab + symmetric, mask=between, other=0.0).to(LOW)
+        weights = tl.load(ab + square, mask=between, other=0.0).to(LOW)
         dX = tl.dot(weights, Y, input_precision="tf32")
-        weights = tl.load(d_ak + lower, mask=before, other=0.0)
-        weights += tl.load(d_qb + upper, mask=after, other=0.0)
-        dX = tl.dot(weights.to(LOW), X, dX, input_precision="tf32") * second
+        weights = tl.load(ak_qb + square, mask=between, other=0.0).to(LOW)
+        dX = tl.dot(weights, X, dX, input_precision="tf32") * second
         of_a += tl.where(later, dX, 0.0)
         of_b += tl.where(later, 0.0, dX)
     same = j >= i
@@ -225,8 +254,8 @@ def dplr_gradients(
     gradient += masked_sums(same, tile_q * of_q - tile_k * of_k - tile_b * of_b + written, LOW)
     gradient += masked_sums(j < i, written, LOW)
     tl.store(dg + target, gradient + at_end[None, :])
-    through_k = tl.load(d_qk + rows * (C + 1)).to(tl.float32)[:, None]
-    through_b = tl.load(d_qb + rows * (C + 1)).to(tl.float32)[:, None]
+    through_k = tl.load(qk + rows * (C + 1)).to(tl.float32)[:, None]
+    through_b = tl.load(qb_ak + rows * (C + 1)).to(tl.float32)[:, None]
     of_q += through_k * tile_k + through_b * tile_b
     tl.store(dq + target, of_q.to(dq.dtype.element_ty))
     tl.store(dk + target, (of_k + through_k * tile_q).to(dk.dtype.element_ty))

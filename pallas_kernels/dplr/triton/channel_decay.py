@@ -39,6 +39,7 @@ TILINGS = {
     "score_products": Tiling(0, 64, 4, 1),
     "dplr_outputs": Tiling(64, 64, 4, 2),
     "dplr_value_gradients": Tiling(64, 64, 4, 2),
+    "pair_gradients": Tiling(0, 64, 4, 2),
     "dplr_gradients": Tiling(16, 64, 8, 1),
 }
 """The tiling of each kernel for bfloat16, by the name of the kernel."""
@@ -138,12 +139,12 @@ def backward(
         "values",
         sizes,
     )["dv"]
-    pairs = (
-        linear.score_gradients(d_output, writes, decays, scale=scale),
-        linear.score_gradients(d_output, v, decays, scale=scale),
-        linear.score_gradients(d_right, writes, decays, scale=1.0),
-        linear.score_gradients(d_right, v, decays, scale=1.0),
-    )
+    qb, qk = (d_output, writes, scale), (d_output, v, scale)
+    ab, ak = (d_right, writes, 1.0), (d_right, v, 1.0)
+    pairs = [
+        _pair_gradients(lower, upper, decays)
+        for lower, upper in ((qk, qk), (qb, ak), (ab, ab), (ak, qb))
+    ]
     shape = (*q.shape[:2], heads, keys)
     types = {f"d{n}": _struct(shape, x.dtype) for n, x in dict(q=q, k=k, a=a, b=b).items()}
     gradients = _launch(
@@ -203,22 +204,43 @@ def _score_products(scores, x, *, transposed: bool) -> jax.Array:
     )["out"]
 
 
+def _pair_gradients(lower, upper, decays: Decays) -> jax.Array:
+    """Return the gradients of two kinds of decayed products in one matrix for each chunk, [B, N, heads, C, C] in the products' dtype:
+    those of `lower` on and below the diagonal, and the transposed ones of `upper` above it.
+
+    Each kind is (x [B, T, heads, V], y [B, T, G, V], factor), and its gradient factor · x yᵀ.
+    """
+    (x, y, scale), (other_x, other_y, other_scale) = lower, upper
+    batch, length, heads, values = x.shape
+    return _launch(
+        "pair_gradients",
+        (x, y, other_x, other_y, decays.run, float(scale), float(other_scale)),
+        dict(pairs=_struct((batch, length // CHUNK, heads, CHUNK, CHUNK), delta.low(y)[1])),
+        y,
+        None,
+        dict(MEMORIES=y.shape[2], HEADS=heads, V=values, DOCUMENTS=decays.run is not None),
+    )["pairs"]
+
+
 def _struct(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
 def _launch(
-    name: str, inputs: tuple[Any, ...], outputs: dict[str, Any], v, tiled: str, sizes: dict[str, Any]
+    name: str, inputs: tuple[Any, ...], outputs: dict[str, Any], v, tiled: str | None,
+    sizes: dict[str, Any],
 ) -> dict[str, jax.Array]:  # fmt: skip
     """Run the kernel `name` on all chunks of rows of tokens v [B, T, *, V], and return its outputs.
 
-    A program computes a tile of the channels that `tiled` names, "keys" or "values". `sizes` are the kernel's constants except C, BK, BV
+    A program computes a tile of the channels that `tiled` names, "keys" or "values", or if it is None all of a chunk. `sizes` are the kernel's constants except C, BK, BV
     and LOW.
     """
     from pallas_kernels.dplr.triton import bodies
 
     tiling = (TILINGS if v.dtype == jnp.bfloat16 else WIDE_TILINGS)[name]
-    tiles = sizes["K"] // tiling.keys if tiled == "keys" else sizes["V"] // tiling.values
+    tiles = 1
+    if tiled is not None:
+        tiles = sizes["K"] // tiling.keys if tiled == "keys" else sizes["V"] // tiling.values
     keys = dict(BK=tiling.keys) if "K" in sizes else {}
     return launch.call(
         getattr(bodies, name),
