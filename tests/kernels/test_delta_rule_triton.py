@@ -1,4 +1,4 @@
-"""Tests of the Triton kernels of the delta rule in Triton's interpreter, which needs no GPU."""
+"""Tests of the Triton kernels of the delta rule and of diagonal-plus-low-rank memories in Triton's interpreter, which needs no GPU."""
 
 import json
 import os
@@ -13,6 +13,7 @@ import pytest
 
 from lsm_jax import ops
 from lsm_jax.ops.backends.select import clear_choices
+from pallas_kernels import dplr
 from pallas_kernels.delta_rule import unsupported
 from pallas_kernels.triton import launch
 from tests.kernels.marks import requires_triton
@@ -23,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TOLERANCE = {"float32": (2e-6, 2e-5), "float16": (5e-3, 1e-2), "bfloat16": (5e-3, 1e-2)}
 # With decays of e^-30, whose sums over a chunk lose digits, in float32.
 STRONG = (5e-5, 1e-4)
-FAST = ("none, alike, bfloat16", "token, segments", "channel, bfloat16")
+FAST = ("none, alike, bfloat16", "token, segments", "channel, bfloat16", "dplr, bfloat16")
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +97,10 @@ def test_names_the_unmet_requirement(monkeypatch):
     narrow = q[..., :32]
     assert why(narrow, narrow, q) == "K of 64, 128 or 256, not 32"
     assert why(q, q, narrow) == "V of 64, 128 or 256, not 32"
+    decay, wide = jnp.zeros((1, 64, 1, 64)), q.astype(jnp.float32)
+    assert dplr.unsupported("triton", q, q, q, q, q, decay) is None
+    reason = dplr.unsupported("triton", q, q, q, wide, q, decay)
+    assert reason == "a and b in v's dtype, not float32 and bfloat16"
 
 
 def test_is_selected_only_by_name():
