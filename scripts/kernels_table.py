@@ -70,8 +70,13 @@ KERNELS = {
         ("no decay or a scalar decay", "delta_rule.tpu.scalar_decay"),
         ("a decay per key channel", "delta_rule.tpu.channel_decay"),
     ),
+    ("delta_memory", "triton"): (
+        ("no decay or a scalar decay", "delta_rule.triton.scalar_decay"),
+        ("a decay per key channel", "delta_rule.triton.channel_decay"),
+    ),
     ("dplr_memory", "mosaic_gpu"): (("any decay", "dplr.hopper.channel_decay"),),
     ("dplr_memory", "mosaic_tpu"): (("any decay", "dplr.tpu.channel_decay"),),
+    ("dplr_memory", "triton"): (("any decay", "dplr.triton.channel_decay"),),
     ("selective_memory", "mosaic_gpu"): (
         ("a real memory", "selective_scan.hopper.real"),
         ("a complex memory", "selective_scan.hopper.complex"),

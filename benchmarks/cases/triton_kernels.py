@@ -23,6 +23,8 @@ from benchmarks import options, triton_attention, triton_token_ops
 from benchmarks.cases import kernels
 from benchmarks.registry import Benchmark, UsageError
 from lsm_jax import ops
+from pallas_kernels.delta_rule.triton import passes as delta_passes
+from pallas_kernels.dplr.triton import channel_decay as dplr
 from pallas_kernels.linear_attention.cases import GRADIENT_TOLERANCE, OUTPUT_TOLERANCE
 from pallas_kernels.linear_attention.triton import passes
 from pallas_kernels.triton import launch
@@ -35,7 +37,7 @@ BENCHMARK = Benchmark(
     requires_gpu=False,
 )
 
-# By name: decay; heads of q, k and v; K; V; T; dtype; states ("row", "documents" or "segments"); factor of the log decay, or "strong".
+# By name: decay, or another op of `kernels.OPS`; heads of q, k and v; K; V; T; dtype; states ("row", "documents" or "segments"); factor of the log decay, or "strong".
 CHECKS: dict[str, Any] = {
     "none": ("no decay", (4, 2, 2), 64, 128, 500, "bfloat16", "row", 1),
     "constant": ("constant decay", (2, 2, 2), 128, 128, 1024, "bfloat16", "row", 1),
@@ -59,15 +61,39 @@ CHECKS: dict[str, Any] = {
     "value": ("value decay", (4, 1, 2), 128, 64, 300, "bfloat16", "documents", 1),
     "value strong": ("value decay", (2, 1, 2), 256, 256, 600, "bfloat16", "documents", "strong"),
     "value segments": ("value decay", (1, 1, 1), 64, 64, 2036, "bfloat16", "segments", 1),
+    "delta": ("delta rule", (4, 4, 4), 128, 128, 512, "bfloat16", "row", 1),
+    "delta queries": ("delta rule", (4, 2, 2), 64, 128, 500, "bfloat16", "documents", 1),
+    "delta segments": ("delta rule", (2, 1, 1), 64, 128, 2036, "bfloat16", "segments", 1),
+    "gated delta": ("gated delta rule", (2, 2, 4), 128, 128, 1100, "bfloat16", "documents", 1),
+    "gated delta strong": ("gated delta rule", (2, 2, 4), 128, 64, 1100, "bfloat16", "documents", "strong"),
+    "gated delta wide": ("gated delta rule", (2, 1, 2), 256, 256, 700, "bfloat16", "documents", 1),
+    "gated delta float16": ("gated delta rule", (2, 2, 2), 128, 128, 600, "float16", "documents", 1),
+    "gated delta segments": ("gated delta rule", (1, 1, 2), 64, 64, 2036, "bfloat16", "segments", 1),
+    "kda": ("kda", (4, 4, 4), 128, 128, 512, "bfloat16", "row", 1),
+    "kda documents": ("kda", (4, 2, 2), 64, 128, 1100, "bfloat16", "documents", 1),
+    "kda strong": ("kda", (2, 2, 4), 128, 64, 512, "bfloat16", "documents", "strong"),
+    "kda steep": ("kda", (2, 2, 4), 128, 128, 512, "bfloat16", "documents", 20),
+    "kda wide": ("kda", (2, 2, 2), 256, 256, 700, "bfloat16", "documents", 1),
+    "kda float16": ("kda", (2, 2, 2), 128, 64, 600, "float16", "documents", 1),
+    "kda segments": ("kda", (1, 1, 2), 64, 64, 2036, "bfloat16", "segments", 1),
+    "rwkv7": ("rwkv7", (4, 4, 4), 64, 64, 512, "bfloat16", "row", 1),
+    "rwkv7 documents": ("rwkv7", (4, 2, 2), 128, 64, 1100, "bfloat16", "documents", 1),
+    "rwkv7 strong": ("rwkv7", (2, 2, 4), 64, 128, 512, "bfloat16", "documents", "strong"),
+    "rwkv7 steep": ("rwkv7", (2, 2, 2), 128, 128, 512, "bfloat16", "documents", 20),
+    "rwkv7 wide": ("rwkv7", (2, 2, 2), 256, 256, 700, "bfloat16", "documents", 1),
+    "rwkv7 float16": ("rwkv7", (2, 2, 2), 64, 64, 600, "float16", "documents", 1),
+    "rwkv7 segments": ("rwkv7", (1, 1, 2), 64, 64, 2036, "bfloat16", "segments", 1),
     **triton_attention.CHECKS,
     **triton_token_ops.CHECKS,
 }  # fmt: skip
+DELTA = ("delta rule", "gated delta rule", "kda", "rwkv7")
 OPS = (
-    *(op for op in kernels.OPS if "decay" in op),
+    *(op for op in kernels.OPS if "decay" in op or op in DELTA),
     triton_attention.SLOTS,
     triton_attention.ATTENTION,
     *triton_token_ops.OPS,
 )
+TILINGS = (passes.TILINGS, delta_passes.TILINGS, dplr.TILINGS)
 SHAPES = "8x4096x16x128,8x2048x32x64"
 
 
@@ -91,13 +117,25 @@ def check(name: str) -> dict[str, Any]:
         v=normal(2, length, memories, value_dim, dtype=dtype),
     )
     constant = jnp.log1p(-(2.0 ** (-5 - jnp.arange(memories)))) if "constant" in decay else None
-    if decay not in ("no decay", "constant decay"):
-        width = {"scalar": (), "value": (value_dim,)}.get(decay.split()[0], (key_dim,))
+    if decay not in ("no decay", "constant decay", "delta rule"):
+        width = {"scalar": (), "gated": (), "value": (value_dim,)}.get(decay.split()[0], (key_dim,))
         gate = jax.nn.log_sigmoid(normal(2, length, memories, *width) + 3)
         gate = jnp.where(gate < -0.2, -30.0, gate) if factor == "strong" else gate * factor
         x["value_log_decay" if "value" in decay else "log_decay"] = gate
     if "bonus" in decay:
         x["bonus"] = normal(memories, key_dim)
+    if decay in DELTA:
+        wide = x["k"].astype(jnp.float32)
+        unit = wide / jnp.linalg.norm(wide, axis=-1, keepdims=True)
+        strength = jax.nn.sigmoid(normal(*x["k"].shape))
+        if decay == "rwkv7":
+            vectors = dict(k=unit * strength, a=-unit, b=unit * strength)
+            x |= {n: y.astype(dtype) for n, y in vectors.items()}
+        else:
+            x |= dict(k=unit.astype(dtype), beta=2 * jax.nn.sigmoid(normal(2, length, memories)))
+    op, empty = ops.linear_memory, ops.linear_state
+    if decay in DELTA:
+        op, empty = ops.dplr_memory if decay == "rwkv7" else ops.delta_memory, ops.delta_state
     several = (4,) if states == "segments" else ()
     x["memory"] = normal(2, *several, memories, key_dim, value_dim)
     marks: dict[str, Any] = {}
@@ -112,14 +150,12 @@ def check(name: str) -> dict[str, Any]:
     def run(implementation, x):
         x = dict(x)
         memory = x.pop("memory")
-        state = ops.linear_state(2, *memory.shape[-3:])._replace(memory=memory)
+        state = empty(2, *memory.shape[-3:])._replace(memory=memory)
         if states == "documents":
             state = state._replace(segment_id=jnp.ones(2, jnp.int32))
         if constant is not None:
             x["log_decay"] = constant
-        output, state = ops.linear_memory(
-            **x, **marks, initial_state=state, implementation=implementation
-        )
+        output, state = op(**x, **marks, initial_state=state, implementation=implementation)
         return output, state.memory
 
     def both(implementation, cotangents, x):
@@ -173,7 +209,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--tilings", type=options.words, default=[],
-        help="tilings to try in place of the table's: kernel=keys:values:warps:stages,...; `passes.TILINGS` "
+        help="tilings to try in place of the table's: kernel=keys:values:warps:stages,...; `TILINGS` "
         "has the names. For attention kernel/channels=queries:keys:warps:stages",
     )  # fmt: skip
     options.add_shard(parser)
@@ -183,8 +219,9 @@ def set_tilings(words: list[str]) -> list[str]:
     """Change the tilings of bfloat16 kernels as the words of --tilings say, and return these words.
 
     Raises:
-        UsageError: a word is not KERNEL=KEYS:VALUES:WARPS:STAGES with the name of a kernel in `passes.TILINGS`.
+        UsageError: a word is not KERNEL=KEYS:VALUES:WARPS:STAGES with the name of a kernel in `TILINGS`.
     """
+    names = [name for table in TILINGS for name in table]
     for word in words:
         name, _, sizes = word.partition("=")
         numbers = [int(n) for n in sizes.split(":") if n.isdecimal()]
@@ -192,11 +229,12 @@ def set_tilings(words: list[str]) -> list[str]:
             if (accepted := triton_attention.set_tiling(word, name, numbers)) is not None:
                 raise UsageError(f"--tilings {accepted}")
             continue
-        if name not in passes.TILINGS or len(numbers) != 4:
+        if name not in names or len(numbers) != 4:
             raise UsageError(
-                f"--tilings {word!r}: accepted is kernel=keys:values:warps:stages with a kernel of {', '.join(passes.TILINGS)}"
+                f"--tilings {word!r}: accepted is kernel=keys:values:warps:stages with a kernel of {', '.join(names)}"
             )
-        passes.TILINGS[name] = passes.Tiling(*numbers)
+        table = next(table for table in TILINGS if name in table)
+        table[name] = passes.Tiling(*numbers)
     return words
 
 

@@ -64,10 +64,11 @@ def dplr(
         run: [B, T], the number of documents that have begun up to and with each token, never decreasing. A
             token with a larger number than the token before it reads an empty memory; number 0 continues
             `initial`. None is one document. With S memories per row, `run` has every number from 0 to S - 1,
-            each begins at a multiple of 64 ("mosaic_gpu") or 128 ("mosaic_tpu") tokens, continues the memory
+            each begins at a multiple of 64 tokens, or 128 ("mosaic_tpu"), continues the memory
             of its number, and ends with a final memory of its own.
         scale: the factor by which the queries q are multiplied.
-        implementation: "mosaic_gpu" (Hopper) or "mosaic_tpu"; see `unsupported` for the requirements of each.
+        implementation: "mosaic_gpu" (Hopper), "mosaic_tpu" or "triton" (NVIDIA cards of compute capability
+            8.0 or more); see `unsupported` for the requirements of each.
         interpret: parameters of the backend's interpreter, to run on a CPU.
 
     Returns:

@@ -348,6 +348,25 @@ def test_one_token_by_triton_copies_no_memory():
     assert memory.temp_size_in_bytes < stack.size
 
 
+@requires_triton
+@pytest.mark.parametrize("op, kernels", [("scalar", 8), ("channel", 11), ("dplr", 17)])
+def test_triton_kernels_of_delta_and_dplr_memories_lower_for_a_card_that_is_not_here(op, kernels):
+    struct = jax.ShapeDtypeStruct
+    wide = struct((2, 130, 2, 64), jnp.bfloat16)
+    decay = struct((2, 130, 2, *[64] * (op != "scalar")), jnp.float32)
+    memory = ops.dplr_memory if op == "dplr" else ops.delta_memory
+    others = [wide, wide] if op == "dplr" else [struct((2, 130, 2), jnp.float32)]
+
+    def gradients(*x):
+        output, pull = jax.vjp(lambda *x: memory(*x, implementation="triton")[0], *x)
+        return output, pull(output)
+
+    with triton_launch.code_for("8.0"):
+        traced = jax.jit(gradients).trace(wide, wide, wide, *others, decay)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @triton_kernel_call") == kernels
+
+
 def test_triton_kernels_spill_little_on_8():
     """The stored table has no kernel of bfloat16 inputs that spills more than 64 bytes on cards of compute capability 8.x, and no
     kernel that needs more shared memory than 99 KiB there or on 12.0.

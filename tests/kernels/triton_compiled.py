@@ -28,6 +28,13 @@ TABLE = Path(__file__).with_name("triton_registers.json")
 SHARED = {"8.0": 163, "8.6": 99, "8.9": 99, "9.0": 227, "10.0": 227, "12.0": 99}
 """KiB of shared memory that a program may use, by compute capability."""
 
+# The packages of kernels that share bodies and tables of tilings.
+_MEMORIES = (
+    "pallas_kernels.linear_attention.",
+    "pallas_kernels.delta_rule.",
+    "pallas_kernels.dplr.",
+)
+
 
 class Case(NamedTuple):
     """A call of `linear_memory` whose kernels are compiled.
@@ -44,6 +51,7 @@ class Case(NamedTuple):
     key_dim: int
     value_dim: int
     dtype: str = "bfloat16"
+    op: str = "linear_memory"
 
 
 CASES: dict[str, Any] = {
@@ -57,6 +65,17 @@ CASES: dict[str, Any] = {
     "bonus, 64": Case("channel log_decay bonus", 64, 64),
     "bonus, 128": Case("channel log_decay bonus segment_ids", 128, 128),
     "value, 128": Case("value_log_decay", 128, 128),
+    "delta, 64": Case("", 64, 64, op="delta_memory"),
+    "delta scalar, 64": Case("log_decay", 64, 64, op="delta_memory"),
+    "delta scalar, 128": Case("log_decay segment_ids", 128, 128, op="delta_memory"),
+    "delta scalar, float16": Case("log_decay", 128, 128, "float16", op="delta_memory"),
+    "delta channel, 64": Case("channel log_decay", 64, 64, op="delta_memory"),
+    "delta channel, 128": Case("channel log_decay segment_ids", 128, 128, op="delta_memory"),
+    "delta channel, 256": Case("channel log_decay segment_ids", 256, 256, op="delta_memory"),
+    "delta channel, float16": Case("channel log_decay", 128, 128, "float16", op="delta_memory"),
+    "dplr, 64": Case("channel log_decay", 64, 64, op="dplr_memory"),
+    "dplr, 128": Case("channel log_decay segment_ids", 128, 128, op="dplr_memory"),
+    "dplr, float16": Case("channel log_decay", 128, 128, "float16", op="dplr_memory"),
     **triton_cases_attention.COMPILED,
     **triton_cases_slots.COMPILED,
     **triton_token_ops.COMPILED,
@@ -86,7 +105,7 @@ class Configuration(NamedTuple):
     def label(self) -> str:
         """The configuration in words, as the key of the table."""
         given = dict(self.constants)
-        if self.module != "pallas_kernels.linear_attention.triton.bodies":
+        if not self.module.startswith(_MEMORIES):
             dtype = {"*fp32": "fp32", "*bf16": "bf16", "*fp16": "fp16"}.get(self.types[0], "")
             options = [
                 n.lower() if x is True else f"{n}={x}" for n, x in given.items() if x is not False
@@ -94,14 +113,14 @@ class Configuration(NamedTuple):
             return " ".join([self.name, dtype, *options, f"warps={self.warps}"])
         words = [self.name, "bf16" if str(given.get("LOW", "bf16")).endswith("bf16") else "tf32"]
         words += [f"{n}={given[n]}" for n in ("K", "V", "BK", "BV") if n in given]
-        flags = ("CHANNELS", "DECAY", "DOCUMENTS", "EXCLUSIVE", "REVERSE", "ONLY_QUERY")
+        flags = ("CHANNELS", "DECAY", "DOCUMENTS", "EXCLUSIVE", "REVERSE", "ONLY_QUERY", "EXACT", "LOW_RANK", "TRANSPOSED")  # fmt: skip
         words += [n.lower() for n in flags if given.get(n)]
         return " ".join([*words, f"warps={self.warps}", f"stages={self.stages}"])
 
 
 def configurations(case: Case | Callable[[], Any]) -> list[Configuration]:
     """Return the kernels that a call of an op and the gradients of all its inputs launch, each once. The case is a call of
-    `linear_memory`, or a function that traces a program.
+    an op of memories, or a function that traces a program.
     """
     found: dict[Configuration, None] = {}
     types = {"float32": "*fp32", "float16": "*fp16", "bfloat16": "*bf16", "int32": "*i32"}
@@ -124,15 +143,15 @@ def configurations(case: Case | Callable[[], Any]) -> list[Configuration]:
     launch.call = record
     try:
         jax.clear_caches()
-        trace_linear_memory(case) if isinstance(case, Case) else case()
+        trace_memory(case) if isinstance(case, Case) else case()
     finally:
         launch.call = original
         jax.clear_caches()
     return list(found)
 
 
-def trace_linear_memory(case: Case) -> None:
-    """Trace a call of `linear_memory` and the gradients of all its inputs."""
+def trace_memory(case: Case) -> None:
+    """Trace a call of the case's op and the gradients of all its inputs."""
     from lsm_jax import ops
 
     struct, given, rows = jax.ShapeDtypeStruct, case.arguments.split(), (2, 256)
@@ -146,12 +165,15 @@ def trace_linear_memory(case: Case) -> None:
         inputs["value_log_decay"] = struct((*rows, heads, case.value_dim), jnp.float32)
     if "bonus" in given:
         inputs["bonus"] = struct((heads, case.key_dim), jnp.float32)
+    if case.op == "delta_memory":
+        inputs["beta"] = struct((*rows, heads), jnp.float32)
+    if case.op == "dplr_memory":
+        inputs |= dict(a=inputs["k"], b=inputs["k"])
+    op = getattr(ops, case.op)
     ids = struct(rows, jnp.int32) if "segment_ids" in given else None
 
     def both(x, ids):
-        output, pull = jax.vjp(
-            lambda x: ops.linear_memory(**x, segment_ids=ids, implementation="triton")[0], x
-        )
+        output, pull = jax.vjp(lambda x: op(**x, segment_ids=ids, implementation="triton")[0], x)
         return pull(output)
 
     jax.eval_shape(both, inputs, ids)
@@ -223,7 +245,8 @@ def main() -> None:
         for capability in arguments.capabilities.split(","):
             counts = compiled(configuration, capability)
             row = rows.setdefault(configuration.label, {})
-            row[capability] = max(list(counts.values()), row.get(capability, [0]))
+            known = row.get(capability, [0] * len(counts))
+            row[capability] = [max(x) for x in zip(counts.values(), known, strict=True)]
             print(capability, configuration.label, counts, flush=True)
     if arguments.write:
         some = arguments.cases != parser.get_default("cases")

@@ -141,7 +141,7 @@ def error(actual, expected) -> float:
     return float(np.sqrt(np.mean((actual - expected) ** 2)) / size)
 
 
-def compare(case: Case) -> dict[str, float]:
+def compare(case: Any, inputs_of=inputs_of, run=run) -> dict[str, float]:
     """Return the errors of one case, and the number of its outputs that are not causal."""
     x, marks = inputs_of(case)
 

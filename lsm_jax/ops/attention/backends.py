@@ -13,7 +13,7 @@ from lsm_jax.ops.attention.forget_gates import GateSum, add_sums, sum_gates
 from lsm_jax.ops.attention.state import AttentionState
 from lsm_jax.ops.attention.token_positions import newest_sum, stored_in_order
 from lsm_jax.ops.attention.xla import no_ids, run_xla
-from lsm_jax.ops.backends.registry import PALLAS, Backend, Call, register
+from lsm_jax.ops.backends.registry import PALLAS, TRITON, Backend, Call, register
 from pallas_kernels.requirements import Requirement
 
 NO_STATE = Requirement("no initial_state", lambda call: call.options.no_state)
@@ -157,9 +157,7 @@ register(
         run=functools.partial(run_kernel, "triton"),
         requirements=(ONE_STATE, *REQUIREMENTS, *PALLAS),
         more=functools.partial(_unsupported_by_kernel, "triton"),
-        platforms=("cuda",),
-        compute_capabilities=("8.0", "8.6", "8.9", "9.0", "10.0", "12.0"),
-        automatic=False,
+        **TRITON,
     ),
     Backend(name="xla", run=run_xla),
 )

@@ -1,4 +1,5 @@
-"""The backends of `delta_memory` and `dplr_memory`: fused kernels for Hopper and TPU, and XLA."""
+"""The backends of `delta_memory` and `dplr_memory`: fused kernels for Hopper and TPU, Triton kernels for
+other NVIDIA cards, and XLA."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from lsm_jax.ops.backends import memory_kernels, one_token
-from lsm_jax.ops.backends.registry import Backend, Call, register
+from lsm_jax.ops.backends.registry import TRITON, Backend, Call, register
 from lsm_jax.ops.core.segments import finish_output, select
 from lsm_jax.ops.core.states import DeltaState
 from lsm_jax.ops.delta import delta_xla, dplr_xla
@@ -87,8 +88,11 @@ def _backends(
     by_xla: Callable[..., Any],
     run_kernel: Callable[[str, Call], Any],
     unsupported: Callable[[str, Call], str | None],
+    *others: Backend,
 ) -> tuple[Backend, ...]:
-    """Return the backends of `delta_memory` or `dplr_memory`, in order of preference: fused kernels, and XLA."""
+    """Return the backends of `delta_memory` or `dplr_memory`, in order of preference: fused kernels, the backends
+    `others`, and XLA.
+    """
 
     def run_xla(call: Call) -> Any:
         return by_xla(call.options._replace(form=call.form), **call.arguments)
@@ -112,9 +116,39 @@ def _backends(
             platforms=("tpu",),
             automatic=False,
         ),
+        *others,
         Backend(name="xla", run=run_xla),
     )
 
 
-register("delta_memory", *_backends(delta_xla.by_xla, run_delta_kernel, _delta_unsupported))
-register("dplr_memory", *_backends(dplr_xla.by_xla, run_dplr_kernel, _dplr_unsupported))
+def _triton(
+    run_kernel: Callable[[str, Call], Any], unsupported: Callable[[str, Call], str | None]
+) -> Backend:
+    """Return the backend of an op's Triton kernels."""
+    return Backend(
+        name="triton",
+        run=functools.partial(run_kernel, "triton"),
+        requirements=memory_kernels.TRITON,
+        more=functools.partial(unsupported, "triton"),
+        **TRITON,
+    )
+
+
+register(
+    "delta_memory",
+    *_backends(
+        delta_xla.by_xla,
+        run_delta_kernel,
+        _delta_unsupported,
+        _triton(run_delta_kernel, _delta_unsupported),
+    ),
+)
+register(
+    "dplr_memory",
+    *_backends(
+        dplr_xla.by_xla,
+        run_dplr_kernel,
+        _dplr_unsupported,
+        _triton(run_dplr_kernel, _dplr_unsupported),
+    ),
+)

@@ -61,8 +61,8 @@ def delta_memory(
         form: "recurrent" (token by token), "chunk" (one triangular solve a chunk, scan over chunks) or
             "associative" (associative scan over chunks).
         implementation: None (the first automatic backend that supports the call; docs/kernels.md lists what
-            each requires), a backend's name ("xla", "mosaic_gpu" on Hopper or "mosaic_tpu"), or a tuple of
-            names in order of preference.
+            each requires), a backend's name ("xla", "mosaic_gpu" on Hopper, "mosaic_tpu" or, on other
+            NVIDIA cards, "triton"), or a tuple of names in order of preference.
         chunk_size: tokens in a chunk of the XLA form, a power of two; None is 64.
 
     Returns:

@@ -24,7 +24,6 @@ def _accepted_dtypes() -> set[str]:
 
 
 REQUIREMENTS = (
-    launch.INSTALLED,
     Requirement(
         f"q, k and v of the same tokens, or halves of the queries, and keys, in multiples of {TILE} tokens",
         lambda c: (
@@ -43,6 +42,7 @@ REQUIREMENTS = (
         lambda c: c.q.shape[-1] in (64, 128, 256) and c.v.shape[-1] == c.q.shape[-1],
         lambda c: f"{c.q.shape[-1]} and {c.v.shape[-1]}",
     ),
+    launch.INSTALLED,  # last, so that it is the reason only for calls that the kernels support
 )
 
 

@@ -176,10 +176,11 @@ def outputs(
     Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, V_HEADS: tl.constexpr, D_HEADS: tl.constexpr,
     HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, LOW: tl.constexpr, CHANNELS: tl.constexpr, DECAY: tl.constexpr,
-    DOCUMENTS: tl.constexpr, EXCLUSIVE: tl.constexpr,
+    DOCUMENTS: tl.constexpr, EXCLUSIVE: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Store the outputs of all chunks, O = P v + scale (q e^b) S, in tiles [C, BV].
 
+    With `EXACT` P is the sum of two terms of dtype `LOW`, so that its rounding adds no error.
     With a scalar decay or none P is computed here, (q kᵀ) ⊙ scale e^(b_i - b_j); else it is read from `scores`. `states` [B, N,
     V_HEADS, K, V] are the memories before the chunks.
     """
@@ -230,6 +231,9 @@ def outputs(
         P = tl.where(seen, P * scale, 0.0)
     tile_v = tl.load(v + rows[:, None] * (V_HEADS * V) + values[None, :])
     total = tl.dot(P.to(LOW), tile_v.to(LOW), total, input_precision="tf32")
+    if EXACT:
+        P -= P.to(LOW).to(tl.float32)
+        total = tl.dot(P.to(LOW), tile_v.to(LOW), total, input_precision="tf32")
     tl.store(out + rows[:, None] * (HEADS * V) + values[None, :], total.to(out.dtype.element_ty))
 
 

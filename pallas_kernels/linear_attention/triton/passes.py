@@ -309,10 +309,11 @@ def channel_scores(q, k, decays: Decays, *, heads: int, scale: float, bonus=None
 
 
 def outputs(
-    q, k, v, scores, decays: Decays, states, *, heads: int, scale: float, exclusive: bool = False
-) -> jax.Array:
+    q, k, v, scores, decays: Decays, states, *, heads: int, scale: float, exclusive: bool = False,
+    exact: bool = False,
+) -> jax.Array:  # fmt: skip
     """Return the outputs [B, T, heads, V] in v's dtype from the memories before all chunks, and, with a decay per key channel, from the
-    scores P of `channel_scores` (else None).
+    scores P of `channel_scores` (else None). With `exact` P is not rounded.
     """
     from pallas_kernels.linear_attention.triton import bodies
 
@@ -328,7 +329,7 @@ def outputs(
         **dict(
             Q_HEADS=q.shape[2], K_HEADS=k.shape[2], V_HEADS=memories, D_HEADS=decays.heads, HEADS=heads, K=keys, V=values,
             C=CHUNK, BK=tiling.keys, BV=tiling.values, LOW=_low(q)[0], CHANNELS=decays.by_channel, DECAY=decays.cum is not None,
-            DOCUMENTS=decays.run is not None, EXCLUSIVE=exclusive,
+            DOCUMENTS=decays.run is not None, EXCLUSIVE=exclusive, EXACT=exact and q.dtype == jnp.bfloat16,
         ),
     )["out"]  # fmt: skip
 

@@ -1,0 +1,1 @@
+"""The delta rule in Triton, for NVIDIA cards of compute capability 8.0 or more."""

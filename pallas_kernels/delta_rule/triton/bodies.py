@@ -1,0 +1,456 @@
+"""Kernels of the delta rule in Triton: the same source for every NVIDIA card of compute capability 8.0 or more.
+
+This module imports only Triton and other kernels, so that its kernels can also run in Triton's interpreter and be compiled without a GPU. The
+mathematics is that of `pallas_kernels.tiles.delta`, whose symbols are used here. A row of T tokens is divided into N chunks of C
+tokens. With u = beta ⊙ x the rows that are written to the memory S, a chunk is linear attention with the values u: `S' = e^b_C S +
+(k e^(b_C - b))ᵀ u`, `O = P u + scale (q e^b) S`. The kernels of linear attention therefore compute the decayed products of tokens, the
+outputs and the gradients of products; the kernels of this module compute u and the other gradients. `delta_scan` and
+`delta_scan_backward` compute one chunk after another; all other kernels compute the chunks in parallel.
+
+Arrays, `HEADS`, `LOW`, `CHANNELS`, `DECAY` and `DOCUMENTS` are those of `pallas_kernels.linear_attention.triton.bodies`. In addition:
+
+- `beta` [B, T, MEMORIES] is float32 and not 0. `inverse` [B, N, MEMORIES, C, C] are the matrices X.
+- With `CHANNELS`, the tokens that the scans read are decayed: `read` is scale q e^b, `erase` is k e^b and `written` is k e^(b_C - b),
+  and `chunk_decay` [B, N, MEMORIES, K] is e^b_C. Without, they are q and k, and `read_decay`, `write_decay` and `chunk_decay` are
+  factors of their rows.
+- `count` is N. `bounds` [B, SEGMENTS + 1] are the chunks at which a row's memories begin and end if SEGMENTS > 1.
+"""
+
+import triton
+import triton.language as tl
+
+from pallas_kernels.linear_attention.triton.bodies import masked_sums
+
+
+@triton.jit
+def unit_inverse(strict, C: tl.constexpr, LEVELS: tl.constexpr, LOW: tl.constexpr):
+    """Return the inverse of I + strict [C, C], for a strictly lower triangular matrix and C = 2^LEVELS: see
+    `pallas_kernels.tiles.delta.unit_inverse`.
+    """
+    rows = tl.arange(0, C)
+    apart = rows[:, None] ^ rows[None, :]
+    x = tl.where(apart == 0, 1.0, tl.where(apart == 1, -strict, 0.0))
+    for level in tl.range(1, LEVELS, num_stages=1):
+        size = 1 << level
+        between = tl.where((apart >= size) & (apart < 2 * size), strict, 0.0)
+        left = tl.dot(x.to(LOW), between.to(LOW), input_precision="tf32")
+        x -= tl.dot(left.to(LOW), x.to(LOW), input_precision="tf32")
+    # A Newton step, from the right, for which `strict` is not rounded: x (I - (I + strict) x) = x (I - x - strict x).
+    rounded = x.to(LOW)
+    x = rounded.to(tl.float32)
+    high = strict.to(tl.bfloat16).to(tl.float32)
+    left = tl.dot(high.to(LOW), rounded, x, input_precision="tf32")
+    left = tl.dot((strict - high).to(LOW), rounded, left, input_precision="tf32")
+    residual = tl.where(apart == 0, 1.0, 0.0) - left
+    return tl.dot(rounded, residual.to(LOW), x, input_precision="tf32")
+
+
+@triton.jit
+def solve(
+    k, alike, beta, cum, run, inverse,
+    K_HEADS: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
+    LEVELS: tl.constexpr, LOW: tl.constexpr, CHANNELS: tl.constexpr, DECAY: tl.constexpr,
+    DOCUMENTS: tl.constexpr, LOW_RANK: tl.constexpr,
+):  # fmt: skip
+    """Store X = (I + N diag(beta))⁻¹ of all chunks, [B, N, HEADS, C, C]; with `LOW_RANK` beta is 1.
+
+    N are the decayed products of keys with earlier keys: with `CHANNELS` they are read from `alike` [B, N, HEADS, C, C] float32.
+    """
+    h, chunk = tl.program_id(0) % HEADS, (tl.program_id(0) // HEADS).to(tl.int64)
+    rows, keys = tl.arange(0, C), tl.arange(0, BK)
+    i, j = rows[:, None], rows[None, :]
+    by_row = chunk * C * HEADS + h + rows * HEADS
+    square = (chunk * HEADS + h) * C * C + i * C + j
+    below = i > j
+    if CHANNELS:
+        N = tl.load(alike + square, mask=below, other=0.0).to(tl.float32)
+    else:
+        k += (chunk * C * K_HEADS + h * K_HEADS // HEADS) * K
+        N = tl.zeros([C, C], tl.float32)
+        for key in range(0, K, BK):
+            tile = tl.load(k + key + rows[:, None] * (K_HEADS * K) + keys[None, :]).to(LOW)
+            N = tl.dot(tile, tl.trans(tile), N, input_precision="tf32")
+        if DOCUMENTS:
+            of_chunk = run + chunk * C
+            below = below & (tl.load(of_chunk + rows)[:, None] == tl.load(of_chunk + rows)[None, :])
+        if DECAY:
+            b = tl.load(cum + by_row)
+            N = N * tl.exp(tl.where(below, b[:, None] - b[None, :], 0.0))
+    if not LOW_RANK:
+        N = N * tl.load(beta + by_row)[None, :]
+    strict = tl.where(below, N, 0.0)
+    X = unit_inverse(strict, C, LEVELS, LOW)
+    tl.store(inverse + square, X.to(inverse.dtype.element_ty))
+
+
+@triton.jit
+def delta_scan(
+    erase, written, v, other_written, other_v, inverse, beta, read_decay, write_decay, chunk_decay,
+    bounds, initial, count, states, writes, final,
+    K_HEADS: tl.constexpr, HEADS: tl.constexpr, SEGMENTS: tl.constexpr, K: tl.constexpr,
+    V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr, LOW: tl.constexpr, CHANNELS: tl.constexpr,
+    LOW_RANK: tl.constexpr,
+):  # fmt: skip
+    """Carry memories through their chunks: u = beta ⊙ X (v - e^b ⊙ (k S)), `S' = e^b_C S + (k e^(b_C - b))ᵀ u`.
+
+    With `LOW_RANK`, the memory of `dplr`, beta is 1, and `other_writtenᵀ other_v` [B, T, HEADS, K and V] is added to S' too. A program computes [K, BV] of one memory. The memories before the chunks are stored in `states` [B, N, HEADS, K, V], u in `writes`
+    [B, T, HEADS, V]. `initial` and `final` are [B * SEGMENTS, HEADS, K, V] float32.
+    """
+    columns: tl.constexpr = V // BV
+    column, at = tl.program_id(0) % columns * BV, tl.program_id(0) // columns
+    h, memory = at % HEADS, (at // HEADS).to(tl.int64)
+    b = memory // SEGMENTS
+    if SEGMENTS > 1:
+        first = tl.load(bounds + b * (SEGMENTS + 1) + memory % SEGMENTS)
+        last = tl.load(bounds + b * (SEGMENTS + 1) + memory % SEGMENTS + 1)
+    else:
+        first = 0
+        last = count
+    rows, keys, values = tl.arange(0, C), tl.arange(0, K), tl.arange(0, BV)
+    k_rows = rows[:, None] * (K_HEADS * K) + keys[None, :]
+    v_rows = rows[:, None] * (HEADS * V) + values[None, :]
+    square = rows[:, None] * C + rows[None, :]
+    cell = keys[:, None] * V + values[None, :]
+    outside = (memory * HEADS + h) * K * V + column
+    chunks = b * count
+    erase += (chunks * C * K_HEADS + h * K_HEADS // HEADS) * K
+    written += (chunks * C * K_HEADS + h * K_HEADS // HEADS) * K
+    other_written += (chunks * C * K_HEADS + h * K_HEADS // HEADS) * K
+    v += (chunks * C * HEADS + h) * V + column
+    other_v += (chunks * C * HEADS + h) * V + column
+    writes += (chunks * C * HEADS + h) * V + column
+    states += (chunks * HEADS + h) * K * V + column
+    inverse += (chunks * HEADS + h) * C * C
+    beta += chunks * C * HEADS + h
+    read_decay += chunks * C * HEADS + h
+    write_decay += chunks * C * HEADS + h
+    if CHANNELS:
+        chunk_decay += (chunks * HEADS + h) * K
+    else:
+        chunk_decay += chunks * HEADS + h
+    S = tl.load(initial + outside + cell)
+    for step in range(first, last):
+        n = tl.cast(step, tl.int64)
+        tile = tl.load(erase + n * (C * K_HEADS * K) + k_rows).to(LOW)
+        tile_v = tl.load(v + n * (C * HEADS * V) + v_rows).to(tl.float32)
+        X = tl.load(inverse + n * (HEADS * C * C) + square).to(LOW)
+        tl.store(states + n * (HEADS * K * V) + cell, S.to(states.dtype.element_ty))
+        predicted = tl.dot(tile, S.to(LOW), input_precision="tf32")
+        if not CHANNELS:
+            factor = tl.load(read_decay + n * (C * HEADS) + rows * HEADS)
+            predicted = predicted * factor[:, None]
+        u = tl.dot(X, (tile_v - predicted).to(LOW), input_precision="tf32")
+        if not LOW_RANK:
+            u = u * tl.load(beta + n * (C * HEADS) + rows * HEADS)[:, None]
+        tl.store(writes + n * (C * HEADS * V) + v_rows, u.to(writes.dtype.element_ty))
+        if CHANNELS:
+            tile = tl.load(written + n * (C * K_HEADS * K) + k_rows).to(LOW)
+            S = S * tl.load(chunk_decay + n * (HEADS * K) + keys)[:, None]
+        else:
+            u = u * tl.load(write_decay + n * (C * HEADS) + rows * HEADS)[:, None]
+            S = S * tl.load(chunk_decay + n * HEADS)
+        S = tl.dot(tl.trans(tile), u.to(LOW), S, input_precision="tf32")
+        if LOW_RANK:
+            tile = tl.load(other_written + n * (C * K_HEADS * K) + k_rows).to(LOW)
+            u = tl.load(other_v + n * (C * HEADS * V) + v_rows)
+            S = tl.dot(tl.trans(tile), u.to(LOW), S, input_precision="tf32")
+    tl.store(final + outside + cell, S)
+
+
+@triton.jit
+def local_gradients(
+    q, k, d_out, scores, cum, run, scale, gradient,
+    Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, D_HEADS: tl.constexpr, HEADS: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    LOW: tl.constexpr, CHANNELS: tl.constexpr, DECAY: tl.constexpr, DOCUMENTS: tl.constexpr,
+):  # fmt: skip
+    """Store Pᵀ dO of all chunks, [B, T, HEADS, V], in tiles [C, BV]: the gradient of u through the outputs of its chunk.
+
+    With `CHANNELS` P is read from `scores` [B, N, HEADS, C, C].
+    """
+    columns: tl.constexpr = V // BV
+    column, at = tl.program_id(0) % columns * BV, tl.program_id(0) // columns
+    h, chunk = at % HEADS, (at // HEADS).to(tl.int64)
+    rows, keys, values = tl.arange(0, C), tl.arange(0, BK), tl.arange(0, BV)
+    # Row i is the token that is read, and column j the token that reads.
+    i, j = rows[:, None], rows[None, :]
+    if CHANNELS:
+        P = tl.load(scores + (chunk * HEADS + h) * C * C + j * C + i)
+    else:
+        q += (chunk * C * Q_HEADS + h * Q_HEADS // HEADS) * K
+        k += (chunk * C * K_HEADS + h * K_HEADS // HEADS) * K
+        P = tl.zeros([C, C], tl.float32)
+        for key in range(0, K, BK):
+            tile_q = tl.load(q + key + rows[:, None] * (Q_HEADS * K) + keys[None, :])
+            tile_k = tl.load(k + key + rows[:, None] * (K_HEADS * K) + keys[None, :])
+            P = tl.dot(tile_k.to(LOW), tl.trans(tile_q.to(LOW)), P, input_precision="tf32")
+        seen = i <= j
+        if DOCUMENTS:
+            of_chunk = run + chunk * C
+            seen = seen & (tl.load(of_chunk + rows)[:, None] == tl.load(of_chunk + rows)[None, :])
+        if DECAY:
+            b = tl.load(cum + chunk * C * D_HEADS + h * D_HEADS // HEADS + rows * D_HEADS)
+            P = P * tl.exp(tl.where(seen, b[None, :] - b[:, None], 0.0))
+        P = tl.where(seen, P * scale, 0.0)
+    place = (chunk * C * HEADS + h) * V + column + rows[:, None] * (HEADS * V) + values[None, :]
+    total = tl.dot(P.to(LOW), tl.load(d_out + place).to(LOW), input_precision="tf32")
+    tl.store(gradient + place, total.to(gradient.dtype.element_ty))
+
+
+@triton.jit
+def delta_scan_backward(
+    read, erase, written, d_out, local, writes, inverse, beta, read_decay, write_decay, chunk_decay,
+    bounds, d_final, count, scale, d_states, dv, d_beta, d_initial,
+    Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, MEMORIES: tl.constexpr, HEADS: tl.constexpr,
+    SEGMENTS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr,
+    LOW: tl.constexpr, CHANNELS: tl.constexpr, LOW_RANK: tl.constexpr,
+):  # fmt: skip
+    """Carry the gradients of memories from the last chunk to the first: du = Pᵀ dO + e^(b_C - b) ⊙ (k dS'), dv = Xᵀ (beta ⊙ du),
+    `dS = e^b_C dS' + (scale e^b ⊙ q)ᵀ dO - (e^b ⊙ k)ᵀ dv`.
+
+    A program computes [K, BV] of one gradient. `local` is Pᵀ dO, and `writes` u. The gradients of the memories after the chunks are
+    stored in `d_states` [B, N, HEADS, K, V], dv [B, T, HEADS, V], and in d_beta [B, T, HEADS, V / BV] the terms x · dv / beta of each BV
+    value channels, which are to be added. With `LOW_RANK` beta is 1 and d_beta is not stored. `d_final` and `d_initial` are [B * SEGMENTS, HEADS, K, V] float32.
+    """
+    columns: tl.constexpr = V // BV
+    tile, at = tl.program_id(0) % columns, tl.program_id(0) // columns
+    h, memory = at % HEADS, (at // HEADS).to(tl.int64)
+    column = tile * BV
+    b = memory // SEGMENTS
+    if SEGMENTS > 1:
+        first = tl.load(bounds + b * (SEGMENTS + 1) + memory % SEGMENTS)
+        last = tl.load(bounds + b * (SEGMENTS + 1) + memory % SEGMENTS + 1)
+    else:
+        first = 0
+        last = count
+    rows, keys, values = tl.arange(0, C), tl.arange(0, K), tl.arange(0, BV)
+    q_head, k_head, g = h * Q_HEADS // HEADS, h * K_HEADS // HEADS, h * MEMORIES // HEADS
+    q_rows = rows[:, None] * (Q_HEADS * K) + keys[None, :]
+    k_rows = rows[:, None] * (K_HEADS * K) + keys[None, :]
+    v_rows = rows[:, None] * (HEADS * V) + values[None, :]
+    u_rows = rows[:, None] * (MEMORIES * V) + values[None, :]
+    square = rows[:, None] * C + rows[None, :]
+    cell = keys[:, None] * V + values[None, :]
+    outside = (memory * HEADS + h) * K * V + column
+    chunks = b * count
+    read += (chunks * C * Q_HEADS + q_head) * K
+    erase += (chunks * C * K_HEADS + k_head) * K
+    written += (chunks * C * K_HEADS + k_head) * K
+    d_out += (chunks * C * HEADS + h) * V + column
+    local += (chunks * C * HEADS + h) * V + column
+    dv += (chunks * C * HEADS + h) * V + column
+    d_beta += (chunks * C * HEADS + h) * columns + tile
+    writes += (chunks * C * MEMORIES + g) * V + column
+    d_states += (chunks * HEADS + h) * K * V + column
+    inverse += (chunks * MEMORIES + g) * C * C
+    beta += chunks * C * MEMORIES + g
+    read_decay += chunks * C * MEMORIES + g
+    write_decay += chunks * C * MEMORIES + g
+    if CHANNELS:
+        chunk_decay += (chunks * MEMORIES + g) * K
+    else:
+        chunk_decay += chunks * MEMORIES + g
+    dS = tl.load(d_final + outside + cell)
+    for step in range(first, last):
+        n = tl.cast(first + last - 1 - step, tl.int64)
+        by_row = n * (C * MEMORIES) + rows * MEMORIES
+        tile_w = tl.load(written + n * (C * K_HEADS * K) + k_rows).to(LOW)
+        X = tl.load(inverse + n * (MEMORIES * C * C) + square).to(LOW)
+        tl.store(d_states + n * (HEADS * K * V) + cell, dS.to(d_states.dtype.element_ty))
+        du = tl.dot(tile_w, dS.to(LOW), input_precision="tf32")
+        if not CHANNELS:
+            du = du * tl.load(write_decay + by_row)[:, None]
+        du += tl.load(local + n * (C * HEADS * V) + v_rows).to(tl.float32)
+        if not LOW_RANK:
+            strength = tl.load(beta + by_row)[:, None]
+            du = du * strength
+        tile_dv = tl.dot(tl.trans(X), du.to(LOW), input_precision="tf32")
+        tl.store(dv + n * (C * HEADS * V) + v_rows, tile_dv.to(dv.dtype.element_ty))
+        if not LOW_RANK:
+            # beta may be so small that its square is 0.
+            u = tl.load(writes + n * (C * MEMORIES * V) + u_rows).to(tl.float32) / strength
+            term = tl.sum(u * (tile_dv / strength), 1)
+            tl.store(d_beta + n * (C * HEADS * columns) + rows * (HEADS * columns), term)
+        tile_q = tl.load(read + n * (C * Q_HEADS * K) + q_rows).to(LOW)
+        tile_d = tl.load(d_out + n * (C * HEADS * V) + v_rows)
+        if CHANNELS:
+            dS = dS * tl.load(chunk_decay + n * (MEMORIES * K) + keys)[:, None]
+            tile_w = tl.load(erase + n * (C * K_HEADS * K) + k_rows).to(LOW)
+        else:
+            dS = dS * tl.load(chunk_decay + n * MEMORIES)
+            factor = tl.load(read_decay + by_row)[:, None]
+            tile_d = tile_d.to(tl.float32) * (factor * scale)
+            tile_dv = tile_dv * factor
+        dS = tl.dot(tl.trans(tile_q), tile_d.to(LOW), dS, input_precision="tf32")
+        dS = tl.dot(tl.trans(tile_w), (-tile_dv).to(LOW), dS, input_precision="tf32")
+    tl.store(d_initial + outside + cell, dS)
+
+
+@triton.jit
+def delta_scalar_gradients(
+    q, k, writes, d_out, dv, d_scores, d_alike, read_decay, write_decay, chunk_decay, run, states,
+    d_states, scale, dq, dk, dg,
+    Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, MEMORIES: tl.constexpr, HEADS: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    LOW: tl.constexpr, DECAY: tl.constexpr, DOCUMENTS: tl.constexpr,
+):  # fmt: skip
+    """Store the gradients of the queries and keys of all chunks with a scalar decay or none, in tiles [C, BK].
+
+    dq = A k + scale e^b ⊙ (dO Sᵀ), dk = Aᵀ q + (E + Eᵀ) k - e^b ⊙ (dv Sᵀ) + e^(b_C - b) ⊙ (u dS'ᵀ), both [B, T, HEADS, K]. A is
+    `d_scores`, and E `d_alike` without its diagonal, both from `score_gradients` of linear attention. With `DECAY`, dg [B, T, HEADS,
+    K / BK] has the term of the log decay's gradient that comes from each BK key channels; the terms are to be added.
+    """
+    tiles: tl.constexpr = K // BK
+    tile, at = tl.program_id(0) % tiles, tl.program_id(0) // tiles
+    h, chunk = at % HEADS, (at // HEADS).to(tl.int64)
+    rows, keys, values = tl.arange(0, C), tl.arange(0, BK), tl.arange(0, BV)
+    g = h * MEMORIES // HEADS
+    q += (chunk * C * Q_HEADS + h * Q_HEADS // HEADS) * K + tile * BK
+    k += (chunk * C * K_HEADS + h * K_HEADS // HEADS) * K + tile * BK
+    writes += (chunk * C * MEMORIES + g) * V
+    d_out += (chunk * C * HEADS + h) * V
+    dv += (chunk * C * HEADS + h) * V
+    states += (chunk * MEMORIES + g) * K * V + tile * BK * V
+    d_states += (chunk * HEADS + h) * K * V + tile * BK * V
+    d_scores += (chunk * HEADS + h) * C * C
+    d_alike += (chunk * HEADS + h) * C * C
+    i, j = rows[:, None], rows[None, :]
+    by_row = chunk * C * MEMORIES + g + rows * MEMORIES
+    read = tl.zeros([C, BK], tl.float32)
+    erase = tl.zeros([C, BK], tl.float32)
+    write = tl.zeros([C, BK], tl.float32)
+    total = tl.zeros([BK], tl.float32)
+    for column in range(0, V, BV):
+        by_value = column + rows[:, None] * (HEADS * V) + values[None, :]
+        S = tl.load(states + column + keys[:, None] * V + values[None, :])
+        dS = tl.load(d_states + column + keys[:, None] * V + values[None, :])
+        turned = tl.trans(S.to(LOW))
+        read = tl.dot(tl.load(d_out + by_value).to(LOW), turned, read, input_precision="tf32")
+        erase = tl.dot(tl.load(dv + by_value).to(LOW), turned, erase, input_precision="tf32")
+        u = tl.load(writes + column + rows[:, None] * (MEMORIES * V) + values[None, :]).to(LOW)
+        write = tl.dot(u, tl.trans(dS.to(LOW)), write, input_precision="tf32")
+        if DECAY:
+            total += tl.sum(S.to(tl.float32) * dS.to(tl.float32), 1)
+    factor = tl.load(read_decay + by_row)
+    read = read * (factor * scale)[:, None]
+    erase = erase * -factor[:, None]
+    write = write * tl.load(write_decay + by_row)[:, None]
+    tile_q = tl.load(q + rows[:, None] * (Q_HEADS * K) + keys[None, :]).to(LOW)
+    tile_k = tl.load(k + rows[:, None] * (K_HEADS * K) + keys[None, :]).to(LOW)
+    # Without the diagonal of A, which no decay separates.
+    pairs = tl.load(d_scores + i * C + j, mask=i > j, other=0.0).to(LOW)
+    read = tl.dot(pairs, tile_k, read, input_precision="tf32")
+    pairs = tl.load(d_alike + i * C + j, mask=i > j, other=0.0).to(LOW)
+    erase = tl.dot(pairs, tile_k, erase, input_precision="tf32")
+    pairs = tl.load(d_alike + j * C + i, mask=j > i, other=0.0).to(LOW)
+    written = tl.dot(pairs, tile_k, input_precision="tf32")
+    pairs = tl.load(d_scores + j * C + i, mask=j > i, other=0.0).to(LOW)
+    written = tl.dot(pairs, tile_q, written, input_precision="tf32")
+    diagonal = tl.load(d_scores + rows * (C + 1)).to(tl.float32)[:, None]
+    tile_q, tile_k = tile_q.to(tl.float32), tile_k.to(tl.float32)
+    if DECAY:
+        later = tl.sum(tile_q * read + tile_k * (erase - written), 1)
+        earlier = tl.sum(tile_k * write, 1)
+        same = j >= i
+        if DOCUMENTS:
+            of_chunk = run + chunk * C
+            same = same & (tl.load(of_chunk + rows)[:, None] == tl.load(of_chunk + rows)[None, :])
+        gradient = tl.sum(tl.where(same, later[None, :], 0.0), 1)
+        gradient += tl.sum(tl.where(j < i, earlier[None, :], 0.0), 1)
+        gradient += tl.load(chunk_decay + chunk * MEMORIES + g) * tl.sum(total, 0)
+        tl.store(dg + ((chunk * C * HEADS + h) + rows * HEADS) * tiles + tile, gradient)
+    target = (chunk * C * HEADS + h) * K + tile * BK + rows[:, None] * (HEADS * K) + keys[None, :]
+    tl.store(dq + target, (read + diagonal * tile_k).to(dq.dtype.element_ty))
+    gradient_k = erase + written + write + diagonal * tile_q
+    tl.store(dk + target, gradient_k.to(dk.dtype.element_ty))
+
+
+@triton.jit
+def delta_channel_gradients(
+    q, k, writes, d_out, dv, d_scores, d_alike, sums, run, enters, stays, states, d_states, scale,
+    dq, dk, dg,
+    Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, MEMORIES: tl.constexpr, HEADS: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    LEVELS: tl.constexpr, LOW: tl.constexpr, DOCUMENTS: tl.constexpr,
+):  # fmt: skip
+    """Store the gradients of the queries, keys and log decays [B, T, HEADS, K] of all chunks with a decay per key channel, in tiles
+    [C, BK].
+
+    `d_scores` is scale dO uᵀ and `d_alike` -dv uᵀ, on and below the diagonal: the gradients of decayed products, which are computed level
+    by level of the halving of `pallas_kernels.tiles.channel_decay`.
+    """
+    tiles: tl.constexpr = K // BK
+    tile, at = tl.program_id(0) % tiles, tl.program_id(0) // tiles
+    h, chunk = at % HEADS, (at // HEADS).to(tl.int64)
+    rows, keys, values = tl.arange(0, C), tl.arange(0, BK), tl.arange(0, BV)
+    g = h * MEMORIES // HEADS
+    q += (chunk * C * Q_HEADS + h * Q_HEADS // HEADS) * K + tile * BK
+    k += (chunk * C * K_HEADS + h * K_HEADS // HEADS) * K + tile * BK
+    writes += (chunk * C * MEMORIES + g) * V
+    d_out += (chunk * C * HEADS + h) * V
+    dv += (chunk * C * HEADS + h) * V
+    states += (chunk * MEMORIES + g) * K * V + tile * BK * V
+    d_states += (chunk * HEADS + h) * K * V + tile * BK * V
+    d_scores += (chunk * HEADS + h) * C * C
+    d_alike += (chunk * HEADS + h) * C * C
+    sums += (chunk * C * MEMORIES + g) * K + tile * BK
+    i, j = rows[:, None], rows[None, :]
+    read = tl.zeros([C, BK], tl.float32)
+    erase = tl.zeros([C, BK], tl.float32)
+    write = tl.zeros([C, BK], tl.float32)
+    at_end = tl.zeros([BK], tl.float32)
+    for column in range(0, V, BV):
+        by_value = column + rows[:, None] * (HEADS * V) + values[None, :]
+        S = tl.load(states + column + keys[:, None] * V + values[None, :])
+        dS = tl.load(d_states + column + keys[:, None] * V + values[None, :])
+        turned = tl.trans(S.to(LOW))
+        read = tl.dot(tl.load(d_out + by_value).to(LOW), turned, read, input_precision="tf32")
+        erase = tl.dot(tl.load(dv + by_value).to(LOW), turned, erase, input_precision="tf32")
+        u = tl.load(writes + column + rows[:, None] * (MEMORIES * V) + values[None, :]).to(LOW)
+        write = tl.dot(u, tl.trans(dS.to(LOW)), write, input_precision="tf32")
+        at_end += tl.sum(S.to(tl.float32) * dS.to(tl.float32), 1)
+    b = tl.load(sums + rows[:, None] * (MEMORIES * K) + keys[None, :])
+    total = tl.load(sums + (C - 1) * (MEMORIES * K) + keys)
+    read_decay = tl.exp(b)
+    write_decay = tl.exp(tl.minimum(total[None, :] - b, 0.0))
+    at_end = at_end * tl.exp(total)
+    if DOCUMENTS:
+        read_decay = read_decay * tl.load(enters + chunk * C + rows)[:, None]
+        write_decay = write_decay * tl.load(stays + chunk * C + rows)[:, None]
+        at_end = at_end * tl.load(enters + chunk * C + C - 1)
+    read = read * (read_decay * scale)
+    erase = erase * -read_decay
+    write = write * write_decay
+    tile_q = tl.load(q + rows[:, None] * (Q_HEADS * K) + keys[None, :]).to(tl.float32)
+    tile_k = tl.load(k + rows[:, None] * (K_HEADS * K) + keys[None, :]).to(tl.float32)
+    written = tl.zeros([C, BK], tl.float32)
+    # A and E below the diagonal and their transposes above.
+    symmetric = tl.maximum(i, j) * C + tl.minimum(i, j)
+    for level in tl.range(0, LEVELS, num_stages=1):
+        half = 1 << level
+        later = (i & half) > 0
+        middle = ((rows | (2 * half - 1)) - half)[:, None] * (MEMORIES * K) + keys[None, :]
+        pivot = tl.load(sums + middle)
+        factor = tl.exp(tl.minimum(tl.where(later, b - pivot, pivot - b), 0.0))
+        between = ((i ^ j) >= half) & ((i ^ j) < 2 * half)
+        weights = tl.load(d_scores + symmetric, mask=between, other=0.0).to(LOW)
+        X = (tl.where(later, tile_q, tile_k) * factor).to(LOW)
+        dX = tl.dot(weights, X, input_precision="tf32") * factor
+        read += tl.where(later, dX, 0.0)
+        written += tl.where(later, 0.0, dX)
+        weights = tl.load(d_alike + symmetric, mask=between, other=0.0).to(LOW)
+        dX = tl.dot(weights, (tile_k * factor).to(LOW), input_precision="tf32") * factor
+        erase += tl.where(later, dX, 0.0)
+        written += tl.where(later, 0.0, dX)
+    same = j >= i
+    if DOCUMENTS:
+        of_chunk = run + chunk * C
+        same = same & (tl.load(of_chunk + rows)[:, None] == tl.load(of_chunk + rows)[None, :])
+    target = (chunk * C * HEADS + h) * K + tile * BK + rows[:, None] * (HEADS * K) + keys[None, :]
+    gradient = masked_sums(same, tile_q * read + tile_k * (erase - written), LOW)
+    gradient += masked_sums(j < i, tile_k * write, LOW)
+    tl.store(dg + target, gradient + at_end[None, :])
+    diagonal = tl.load(d_scores + rows * (C + 1)).to(tl.float32)[:, None]
+    tl.store(dq + target, (read + diagonal * tile_k).to(dq.dtype.element_ty))
+    gradient = erase + written + write + diagonal * tile_q
+    tl.store(dk + target, gradient.to(dk.dtype.element_ty))

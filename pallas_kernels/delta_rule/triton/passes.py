@@ -1,0 +1,328 @@
+"""The launches of the Triton kernels of the delta rule: sizes of tiles, shapes of results, and what each kernel reads."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.linear_attention.triton import passes as linear
+from pallas_kernels.linear_attention.triton.passes import CHUNK, Decays, Tiling
+from pallas_kernels.triton import launch
+
+_F32 = jnp.float32
+_LEVELS = CHUNK.bit_length() - 1
+
+TILINGS = {
+    "solve": Tiling(64, 0, 4, 2),
+    "delta_scan": Tiling(0, 32, 4, 2),
+    "delta_scan_backward": Tiling(0, 32, 4, 2),
+    "local_gradients": Tiling(64, 64, 4, 2),
+    "delta_scalar_gradients": Tiling(32, 64, 4, 2),
+    "delta_channel_gradients": Tiling(16, 64, 8, 1),
+}
+"""The tiling of each kernel for bfloat16, by the name of the kernel. The scans compute all key channels of a memory; for more than
+128 of them they compute half as many value channels, with 8 warps."""
+WIDE_TILINGS = {name: tiling._replace(warps=8, stages=1) for name, tiling in TILINGS.items()}
+WIDE_TILINGS["delta_scalar_gradients"] = Tiling(32, 64, 8, 2)
+"""The tilings for products in tf32, of float16 and float32 inputs."""
+
+
+class Tokens(NamedTuple):
+    """The tokens of one call, as the scans read them.
+
+    With a scalar decay or none, `read` are the queries, and `erase` and `written` the keys; with a decay per key channel they are
+    multiplied by the decays, and have as many heads as there are outputs (`read`) or memories.
+
+    Attributes:
+        read: [B, T, *, K], the vectors with which tokens read the memory before their chunk.
+        erase: [B, T, *, K], the vectors with which tokens read what they replace.
+        written: [B, T, *, K], the vectors with which tokens write to the memory after their chunk.
+        beta: [B, T, G] float32, the write strengths, not 0; None is 1, for the memory of `dplr`.
+        chunk_decay: [B, N, G] or [B, N, G, K] float32, the decay of each memory over each chunk.
+    """
+
+    read: Any
+    erase: Any
+    written: Any
+    beta: Any
+    chunk_decay: Any
+
+
+def tokens_of(q, k, beta, decays: Decays, *, heads: int, scale: float) -> Tokens:
+    """Return the tokens of one call as the scans read them, for `heads` heads of the output.
+
+    A beta below 1e-20 is replaced by 1e-20, which changes no sum: dbeta is x · dv / beta. It is None for the memory of `dplr`.
+    """
+    if beta is not None:
+        beta = jnp.where(jnp.abs(beta) < 1e-20, 1e-20, beta)
+    if not decays.by_channel:
+        return Tokens(q, k, k, beta, decays.chunk_decay)
+    memories = decays.heads
+    read_decay, chunk_decay = jnp.exp(decays.sums), jnp.exp(decays.sums[:, CHUNK - 1 :: CHUNK])
+    if decays.enters is not None:
+        enters = decays.enters[..., None, None]
+        read_decay, chunk_decay = read_decay * enters, chunk_decay * enters[:, CHUNK - 1 :: CHUNK]
+    read = decayed(q, read_decay * scale, heads, q)
+    erase = decayed(k, read_decay, memories, q)
+    written = decayed(k, write_decay(decays), memories, q)
+    return Tokens(read, erase, written, beta, chunk_decay)
+
+
+def write_decay(decays: Decays) -> jax.Array:
+    """Return the decay of each token's write up to the end of its chunk, per key channel [B, T, G, K] float32; 0 for tokens of a document
+    that ends before the chunk does.
+    """
+    batch, length, memories, keys = decays.sums.shape
+    by_chunk = decays.sums.reshape(batch, length // CHUNK, CHUNK, memories, keys)
+    decay = jnp.exp(jnp.minimum(by_chunk[:, :, -1:] - by_chunk, 0.0)).reshape(decays.sums.shape)
+    return decay if decays.stays is None else decay * decays.stays[..., None, None]
+
+
+def decayed(x, decay, heads: int, like) -> jax.Array:
+    """Return x [B, T, *, K] times a decay [B, T, *, K], as [B, T, heads, K] in the dtype of products of the tokens `like`."""
+    x = jnp.repeat(x.astype(_F32), heads // x.shape[2], axis=2)
+    return (x * jnp.repeat(decay, heads // decay.shape[2], axis=2)).astype(low(like)[1])
+
+
+def _struct(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def low(x) -> tuple[Any, Any]:
+    """Return the dtype of the operands of products for an array of tokens x, for Triton and for arrays that are stored; float32 are
+    products in tf32.
+    """
+    import triton.language as tl
+
+    return (tl.bfloat16, jnp.bfloat16) if x.dtype == jnp.bfloat16 else (tl.float32, _F32)
+
+
+def _tiling(name: str, x, keys: int = 0) -> Tiling:
+    """Return the tiling of a kernel for tokens x. `keys` is the number of key channels if a program's tile contains all of them."""
+    tiling = (TILINGS if x.dtype == jnp.bfloat16 else WIDE_TILINGS)[name]
+    if keys <= 128:
+        return tiling
+    return tiling._replace(values=tiling.values // 2, warps=8, stages=1)
+
+
+def _options(tiling: Tiling) -> dict[str, int]:
+    return dict(warps=tiling.warps, stages=tiling.stages)
+
+
+def scores(q, k, decays: Decays, *, heads: int, scale: float, exclusive: bool = False) -> jax.Array:
+    """Return the decayed products of q with k under a decay per key channel, [B, N, heads, C, C] float32, 0 above the diagonal.
+
+    With `exclusive` q reads before its token's decay and write: then the diagonal is 0 too.
+    """
+    from pallas_kernels.linear_attention.triton import bodies
+
+    batch, length, _, keys = k.shape
+    table = linear.TILINGS if k.dtype == jnp.bfloat16 else linear.WIDE_TILINGS
+    tiling = table["channel_scores"]
+    bonus = jnp.zeros((decays.heads, keys), _F32) if exclusive else None
+    return launch.call(
+        bodies.channel_scores,
+        (q, k, decays.sums, bonus, decays.run, float(scale)),
+        dict(scores=_struct((batch, length // CHUNK, heads, CHUNK, CHUNK), _F32)),
+        programs=batch * (length // CHUNK) * heads,
+        **_options(tiling),
+        **dict(
+            Q_HEADS=q.shape[2], K_HEADS=k.shape[2], D_HEADS=decays.heads, HEADS=heads, K=keys, C=CHUNK, BK=tiling.keys,
+            LEVELS=_LEVELS, LOW=low(k)[0], DOCUMENTS=decays.run is not None, EXCLUSIVE=exclusive,
+        ),
+    )["scores"]  # fmt: skip
+
+
+def solve(k, alike, beta, decays: Decays) -> jax.Array:
+    """Return the inverses X of the triangular systems of all chunks, [B, N, G, C, C], in the products' dtype.
+
+    Args:
+        k: [B, T, *, K], the keys.
+        alike: [B, N, G, C, C], the decayed products of keys with keys under a decay per key channel; else None.
+        beta: [B, T, G], the write strengths; None is 1.
+        decays: the decays and documents.
+    """
+    from pallas_kernels.delta_rule.triton import bodies
+
+    batch, length, heads = k.shape[0], k.shape[1], decays.heads
+    tiling = _tiling("solve", k)
+    operands, stored = low(k)
+    return launch.call(
+        bodies.solve,
+        (k, alike, beta, decays.cum, decays.run),
+        dict(inverse=_struct((batch, length // CHUNK, heads, CHUNK, CHUNK), stored)),
+        programs=batch * (length // CHUNK) * heads,
+        **_options(tiling),
+        **dict(
+            K_HEADS=k.shape[2], HEADS=heads, K=k.shape[3], C=CHUNK, BK=tiling.keys, LEVELS=_LEVELS, LOW=operands,
+            CHANNELS=decays.by_channel, DECAY=decays.cum is not None, DOCUMENTS=decays.run is not None, LOW_RANK=beta is None,
+        ),
+    )["inverse"]  # fmt: skip
+
+
+def scan(
+    tokens: Tokens, v, inverse, decays: Decays, initial, other_written=None, other_v=None
+) -> tuple[jax.Array, ...]:
+    """Carry memories through all chunks.
+
+    Args:
+        tokens: the tokens, of which erase, written, beta and chunk_decay are read.
+        v: [B, T, G, V], the values.
+        inverse: [B, N, G, C, C], the inverses of the chunks' triangular systems.
+        decays: the decays and documents.
+        initial: [B * S, G, K, V] float32, the memories before the rows.
+        other_written: [B, T, G, K], the vectors of a second write, for a memory without beta; else None.
+        other_v: [B, T, G, V], the values of the second write; else None.
+
+    Returns:
+        The memories before all chunks [B, N, G, K, V] and what tokens write, u [B, T, G, V], in the products' dtype; and the memories
+        after the rows, shaped as `initial`.
+    """
+    from pallas_kernels.delta_rule.triton import bodies
+
+    batch, length, heads, values = v.shape
+    keys, count, segments = tokens.erase.shape[3], length // CHUNK, initial.shape[0] // batch
+    tiling = _tiling("delta_scan", v, keys)
+    operands, stored = low(v)
+    results = launch.call(
+        bodies.delta_scan,
+        (
+            tokens.erase, tokens.written, v, other_written, other_v, inverse, tokens.beta, decays.read_decay, decays.write_decay,
+            tokens.chunk_decay, decays.bounds, initial, count,
+        ),
+        dict(
+            states=_struct((batch, count, heads, keys, values), stored),
+            writes=_struct(v.shape, stored),
+            final=_struct(initial.shape, _F32),
+        ),
+        programs=batch * segments * heads * (values // tiling.values),
+        **_options(tiling),
+        **dict(
+            K_HEADS=tokens.erase.shape[2], HEADS=heads, SEGMENTS=segments, K=keys, V=values, C=CHUNK, BV=tiling.values, LOW=operands,
+            CHANNELS=decays.by_channel, LOW_RANK=tokens.beta is None,
+        ),
+    )  # fmt: skip
+    return tuple(results.values())
+
+
+def local_gradients(q, k, d_out, scores, decays: Decays, *, scale: float) -> jax.Array:
+    """Return the gradients of what tokens write through the outputs of their chunk, Pᵀ dO [B, T, heads, V], in the products' dtype.
+    `scores` are P with a decay per key channel, else None.
+    """
+    from pallas_kernels.delta_rule.triton import bodies
+
+    batch, length, heads, values = d_out.shape
+    tiling = _tiling("local_gradients", q)
+    operands, stored = low(q)
+    return launch.call(
+        bodies.local_gradients,
+        (q, k, d_out, scores, decays.cum, decays.run, float(scale)),
+        dict(gradient=_struct(d_out.shape, stored)),
+        programs=batch * (length // CHUNK) * heads * (values // tiling.values),
+        **_options(tiling),
+        **dict(
+            Q_HEADS=q.shape[2], K_HEADS=k.shape[2], D_HEADS=decays.heads, HEADS=heads, K=q.shape[3], V=values, C=CHUNK,
+            BK=tiling.keys, BV=tiling.values, LOW=operands, CHANNELS=decays.by_channel, DECAY=decays.cum is not None,
+            DOCUMENTS=decays.run is not None,
+        ),
+    )["gradient"]  # fmt: skip
+
+
+def scan_backward(
+    tokens: Tokens, d_out, local, writes, inverse, decays: Decays, d_final, *, scale: float
+) -> tuple[jax.Array, ...]:
+    """Carry the gradients of memories from the last chunk to the first.
+
+    Args:
+        tokens: the tokens.
+        d_out: [B, T, heads, V], the gradient of the output.
+        local: [B, T, heads, V], Pᵀ dO, from `local_gradients`.
+        writes: [B, T, G, V], what tokens write, u.
+        inverse: [B, N, G, C, C], the inverses of the chunks' triangular systems.
+        decays: the decays and documents.
+        d_final: [B * S, heads, K, V] float32, the gradients of the memories after the rows.
+        scale: the factor of the queries.
+
+    Returns:
+        The gradients of the memories after all chunks [B, N, heads, K, V] and of the values [B, T, heads, V], in the products' dtype;
+        those of beta [B, T, heads] float32, without meaning if beta is None; and those of the memories before the rows, shaped as `d_final`.
+    """
+    from pallas_kernels.delta_rule.triton import bodies
+
+    batch, length, heads, values = d_out.shape
+    keys, count, segments = tokens.erase.shape[3], length // CHUNK, d_final.shape[0] // batch
+    tiling = _tiling("delta_scan_backward", d_out, keys)
+    operands, stored = low(d_out)
+    d_states, dv, d_beta, d_initial = launch.call(
+        bodies.delta_scan_backward,
+        (
+            tokens.read, tokens.erase, tokens.written, d_out, local, writes, inverse, tokens.beta, decays.read_decay,
+            decays.write_decay, tokens.chunk_decay, decays.bounds, d_final, count, float(scale),
+        ),
+        dict(
+            d_states=_struct((batch, count, heads, keys, values), stored),
+            dv=_struct(d_out.shape, stored),
+            d_beta=_struct((1,) if tokens.beta is None else (batch, length, heads, values // tiling.values), _F32),
+            d_initial=_struct(d_final.shape, _F32),
+        ),
+        programs=batch * segments * heads * (values // tiling.values),
+        **_options(tiling),
+        **dict(
+            Q_HEADS=tokens.read.shape[2], K_HEADS=tokens.erase.shape[2], MEMORIES=writes.shape[2], HEADS=heads, SEGMENTS=segments,
+            K=keys, V=values, C=CHUNK, BV=tiling.values, LOW=operands, CHANNELS=decays.by_channel, LOW_RANK=tokens.beta is None,
+        ),
+    ).values()  # fmt: skip
+    return d_states, dv, jnp.sum(d_beta, -1), d_initial
+
+
+def gradients(
+    q, k, writes, d_out, dv, decays: Decays, states, d_states, *, scale: float, decay: bool
+) -> tuple[jax.Array, jax.Array, Any]:
+    """Return the gradients of the queries and keys for each head of the output, [B, T, heads, K] in the dtypes of q and k, and of the
+    log decay, [B, T, heads] or [B, T, heads, K] float32; that of a scalar log decay is None unless `decay`.
+
+    Args:
+        q: [B, T, *, K], the queries.
+        k: [B, T, *, K], the keys.
+        writes: [B, T, G, V], what tokens write, u.
+        d_out: [B, T, heads, V], the gradient of the output.
+        dv: [B, T, heads, V], the gradient of the values.
+        decays: the decays and documents.
+        states: [B, N, G, K, V], the memories before all chunks.
+        d_states: [B, N, heads, K, V], the gradients of the memories after all chunks.
+        scale: the factor of the queries.
+        decay: whether the gradient of a scalar log decay is computed.
+    """
+    from pallas_kernels.delta_rule.triton import bodies
+
+    batch, length, heads, values = d_out.shape
+    keys, by_channel = q.shape[3], decays.by_channel
+    tiling = _tiling("delta_channel_gradients" if by_channel else "delta_scalar_gradients", q)
+    tiles, count, shape = keys // tiling.keys, length // CHUNK, (batch, length, heads, keys)
+    d_scores = linear.score_gradients(d_out, writes, decays, scale=scale)
+    d_alike = linear.score_gradients(dv, writes, decays, scale=-1.0)
+    arrays = (q, k, writes, d_out, dv, d_scores, d_alike)
+    if by_channel:
+        arrays += decays.sums, decays.run, decays.enters, decays.stays
+        d_decay = shape
+    else:
+        arrays += decays.read_decay, decays.write_decay, decays.chunk_decay, decays.run
+        d_decay = (*shape[:3], tiles) if decay else (1,)
+    results = launch.call(
+        bodies.delta_channel_gradients if by_channel else bodies.delta_scalar_gradients,
+        (*arrays, states, d_states, float(scale)),
+        dict(dq=_struct(shape, q.dtype), dk=_struct(shape, k.dtype), dg=_struct(d_decay, _F32)),
+        programs=batch * count * heads * tiles,
+        **_options(tiling),
+        **dict(
+            Q_HEADS=q.shape[2], K_HEADS=k.shape[2], MEMORIES=writes.shape[2], HEADS=heads, K=keys, V=values, C=CHUNK,
+            BK=tiling.keys, BV=tiling.values, LOW=low(q)[0], DOCUMENTS=decays.run is not None,
+        ),
+        **(dict(LEVELS=_LEVELS) if by_channel else dict(DECAY=decay)),
+    )  # fmt: skip
+    dq, dk, dg = results.values()
+    if by_channel:
+        return dq, dk, dg
+    return dq, dk, jnp.sum(dg, -1) if decay else None

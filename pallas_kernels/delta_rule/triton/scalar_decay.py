@@ -1,0 +1,101 @@
+"""The delta rule without decay, with a scalar decay or with a decay per key channel, by the Triton kernels in `bodies`.
+
+Forward: the triangular systems of all chunks are inverted in parallel, a scan computes the memory before every chunk and what each
+token writes, and then all outputs are computed in parallel. Backward: a reversed scan computes the gradients of the memory after every
+chunk, of v and of beta, and then all other gradients are computed in parallel. A row is scanned in one part.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+
+from pallas_kernels.delta_rule.triton import passes
+from pallas_kernels.hopper import row_layout
+from pallas_kernels.linear_attention.triton import passes as linear
+from pallas_kernels.linear_attention.triton.passes import CHUNK, REQUIREMENTS
+
+__all__ = ["CHUNK", "REQUIREMENTS", "Residuals", "backward", "forward", "length_multiple"]
+
+
+class Residuals(NamedTuple):
+    """The arrays that `forward` saves for `backward`.
+
+    Attributes:
+        decays: the decays of all tokens and chunks, and the tokens' documents.
+        inverse: [B, N, G, C, C], the inverses of the triangular systems of all chunks.
+        scores: [B, N, heads, C, C] float32, the decayed scores of all chunks with a decay per key channel; else None.
+        states: [B, N, G, K, V], the memories before all chunks.
+        writes: [B, T, G, V], what the tokens write.
+    """
+
+    decays: linear.Decays
+    inverse: jax.Array
+    scores: jax.Array | None
+    states: jax.Array
+    writes: jax.Array
+
+
+def length_multiple(*_: Any) -> int:
+    """Return the number of which the number of tokens that `forward` computes is a multiple."""
+    return CHUNK
+
+
+def forward(
+    q, k, v, beta, log_decay, run, initial, *, scale: float, save: bool = True, interpret: Any = False
+) -> tuple[jax.Array, jax.Array, Residuals]:  # fmt: skip
+    """Compute the delta rule, and what its backward pass requires.
+
+    Return the output [B, T, max(H, G), V], the final memories, shaped as `initial`, and the residuals. The arguments are those of
+    `delta_rule`, with T a multiple of `CHUNK`; `interpret` has no effect.
+    """
+    del save, interpret
+    heads = max(q.shape[2], v.shape[2])
+    if log_decay is not None and log_decay.ndim == 4:
+        decays = linear.channel_decays(log_decay, run, initial)
+        scores = passes.scores(q, k, decays, heads=heads, scale=scale)
+        alike = passes.scores(k, k, decays, heads=v.shape[2], scale=1.0)
+    else:
+        decays = linear.scalar_decays(log_decay, run, initial, v)
+        scores = alike = None
+    tokens = passes.tokens_of(q, k, beta, decays, heads=heads, scale=scale)
+    inverse = passes.solve(k, alike, tokens.beta, decays)
+    states, writes, final = passes.scan(tokens, v, inverse, decays, initial)
+    output = linear.outputs(
+        q, k, writes, scores, decays, states, heads=heads, scale=scale, exact=True
+    )
+    return output.astype(v.dtype), final, Residuals(decays, inverse, scores, states, writes)
+
+
+def backward(
+    q, k, v, beta, log_decay, run, initial, residuals: Residuals, d_output, d_final, *, scale: float,
+    decay_gradient: bool = True, interpret: Any = False,
+):  # fmt: skip
+    """Return the gradients of q, k, v, beta, log_decay and initial of the delta rule.
+
+    The gradient of log_decay is None if there is no decay, or if it is a scalar and `decay_gradient` is False. The arguments are those
+    of `forward`, the residuals that it returned, and the gradients of its output and of its final memories.
+    """
+    del run, initial, interpret
+    decays, inverse, scores, states, writes = residuals
+    heads, memories = d_output.shape[2], v.shape[2]
+    tokens = passes.tokens_of(q, k, beta, decays, heads=heads, scale=scale)
+    local = passes.local_gradients(q, k, d_output, scores, decays, scale=scale)
+    d_ends = row_layout.gradient_by_head(d_final, heads)
+    d_states, dv, d_beta, d_initial = passes.scan_backward(
+        tokens, d_output, local, writes, inverse, decays, d_ends, scale=scale
+    )
+    dq, dk, d_decay = passes.gradients(
+        q, k, writes, d_output, dv, decays, states, d_states, scale=scale,
+        decay=log_decay is not None and decay_gradient,
+    )  # fmt: skip
+    join = row_layout.sum_heads
+    return (
+        join(dq, q.shape[2]),
+        join(dk, k.shape[2]),
+        join(dv, memories).astype(v.dtype),
+        join(d_beta, memories),
+        None if d_decay is None else join(d_decay, memories),
+        join(d_initial, memories, axis=1),
+    )

@@ -1,0 +1,263 @@
+"""Kernels of a diagonal-plus-low-rank memory (RWKV7) in Triton: the same source for every NVIDIA card of compute capability 8.0 or more.
+
+A row of T tokens is divided into N chunks of C tokens. With S the memory before a chunk, S' after it, and A_xy the products of x and y
+times the decay between their tokens (a reads before its token's decay, q after it),
+
+    U = (I - A_ab)⁻¹ (ã S + A_ak V)        O = q̃ S + A_qb U + A_qk V        S' = e^b_C S + b̃ᵀ U + k̃ᵀ V
+
+where ~ marks tokens with their decay from the chunk's start (q, with its scale, and a) or to its end (b and k). Backward, with R the
+right side of the system,
+
+    dU = A_qbᵀ dO + b̃ dS'        dR = (I - A_ab)⁻ᵀ dU        dV = A_qkᵀ dO + A_akᵀ dR + k̃ dS'
+    dS = e^b_C dS' + q̃ᵀ dO + ãᵀ dR
+
+and A_qb, A_qk, A_ab and A_ak have the gradients dO Uᵀ, dO Vᵀ, dR Uᵀ and dR Vᵀ. The kernels of linear attention compute the A, those of the delta rule (with `LOW_RANK`) the system and the two scans; this module has the others, which compute all chunks in
+parallel. Arrays, `HEADS`, `LOW` and `DOCUMENTS` are those of `pallas_kernels.linear_attention.triton.bodies`; `MEMORIES` is the number of
+heads of v, `writes` is U, and `d_right` dR [B, T, HEADS, V].
+"""
+
+import triton
+import triton.language as tl
+
+from pallas_kernels.linear_attention.triton.bodies import masked_sums
+
+
+@triton.jit
+def score_products(
+    scores, x, out,
+    X_HEADS: tl.constexpr, HEADS: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr,
+    LOW: tl.constexpr, TRANSPOSED: tl.constexpr,
+):  # fmt: skip
+    """Store A x of all chunks, or with `TRANSPOSED` Aᵀ x, [B, T, HEADS, V] in tiles [C, BV], for `scores` A [B, N, HEADS, C, C]."""
+    columns: tl.constexpr = V // BV
+    column, at = tl.program_id(0) % columns * BV, tl.program_id(0) // columns
+    h, chunk = at % HEADS, (at // HEADS).to(tl.int64)
+    rows, values = tl.arange(0, C), tl.arange(0, BV)
+    x += (chunk * C * X_HEADS + h * X_HEADS // HEADS) * V + column
+    out += (chunk * C * HEADS + h) * V + column
+    A = tl.load(scores + (chunk * HEADS + h) * C * C + rows[:, None] * C + rows[None, :]).to(LOW)
+    if TRANSPOSED:
+        A = tl.trans(A)
+    tile = tl.load(x + rows[:, None] * (X_HEADS * V) + values[None, :]).to(LOW)
+    product = tl.dot(A, tile, input_precision="tf32")
+    tl.store(out + rows[:, None] * (HEADS * V) + values[None, :], product.to(out.dtype.element_ty))
+
+
+@triton.jit
+def dplr_outputs(
+    read, through_b, through_k, writes, v, states, out,
+    MEMORIES: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, LOW: tl.constexpr,
+):  # fmt: skip
+    """Store the outputs of all chunks, q̃ S + A_qb U + A_qk V, [B, T, HEADS, V] in tiles [C, BV].
+
+    `read` is q̃ [B, T, HEADS, K]. `through_b` and `through_k` are A_qb and A_qk [B, N, HEADS, C, C] float32, of which each is the sum of
+    two terms of dtype `LOW`, so that their rounding adds no error.
+    """
+    columns: tl.constexpr = V // BV
+    column, at = tl.program_id(0) % columns * BV, tl.program_id(0) // columns
+    h, chunk = at % HEADS, (at // HEADS).to(tl.int64)
+    rows, keys, values = tl.arange(0, C), tl.arange(0, BK), tl.arange(0, BV)
+    g = h * MEMORIES // HEADS
+    read += (chunk * C * HEADS + h) * K
+    states += (chunk * MEMORIES + g) * K * V + column
+    square = (chunk * HEADS + h) * C * C + rows[:, None] * C + rows[None, :]
+    by_value = (chunk * C * MEMORIES + g) * V + column
+    by_value += rows[:, None] * (MEMORIES * V) + values[None, :]
+    total = tl.zeros([C, BV], tl.float32)
+    for key in range(0, K, BK):
+        tile = tl.load(read + key + rows[:, None] * (HEADS * K) + keys[None, :]).to(LOW)
+        S = tl.load(states + key * V + keys[:, None] * V + values[None, :]).to(LOW)
+        total = tl.dot(tile, S, total, input_precision="tf32")
+    tile = tl.load(writes + by_value).to(LOW)
+    A = tl.load(through_b + square)
+    total = tl.dot(A.to(LOW), tile, total, input_precision="tf32")
+    total = tl.dot((A - A.to(LOW).to(tl.float32)).to(LOW), tile, total, input_precision="tf32")
+    tile = tl.load(v + by_value).to(LOW)
+    A = tl.load(through_k + square)
+    total = tl.dot(A.to(LOW), tile, total, input_precision="tf32")
+    total = tl.dot((A - A.to(LOW).to(tl.float32)).to(LOW), tile, total, input_precision="tf32")
+    target = (chunk * C * HEADS + h) * V + column + rows[:, None] * (HEADS * V) + values[None, :]
+    tl.store(out + target, total.to(out.dtype.element_ty))
+
+
+@triton.jit
+def dplr_value_gradients(
+    written, through_k, values_of_a, d_out, d_right, d_states, dv,
+    MEMORIES: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, LOW: tl.constexpr,
+):  # fmt: skip
+    """Store the gradients of the values of all chunks, A_qkᵀ dO + A_akᵀ dR + k̃ dS', [B, T, HEADS, V] in tiles [C, BV].
+
+    `written` is k̃ [B, T, MEMORIES, K], `through_k` A_qk [B, N, HEADS, C, C] and `values_of_a` A_ak [B, N, MEMORIES, C, C].
+    """
+    columns: tl.constexpr = V // BV
+    column, at = tl.program_id(0) % columns * BV, tl.program_id(0) // columns
+    h, chunk = at % HEADS, (at // HEADS).to(tl.int64)
+    rows, keys, values = tl.arange(0, C), tl.arange(0, BK), tl.arange(0, BV)
+    g = h * MEMORIES // HEADS
+    written += (chunk * C * MEMORIES + g) * K
+    d_states += (chunk * HEADS + h) * K * V + column
+    square = rows[:, None] * C + rows[None, :]
+    by_value = (chunk * C * HEADS + h) * V + column
+    by_value += rows[:, None] * (HEADS * V) + values[None, :]
+    total = tl.zeros([C, BV], tl.float32)
+    for key in range(0, K, BK):
+        tile = tl.load(written + key + rows[:, None] * (MEMORIES * K) + keys[None, :]).to(LOW)
+        dS = tl.load(d_states + key * V + keys[:, None] * V + values[None, :]).to(LOW)
+        total = tl.dot(tile, dS, total, input_precision="tf32")
+    A = tl.load(through_k + (chunk * HEADS + h) * C * C + square).to(LOW)
+    tile = tl.load(d_out + by_value).to(LOW)
+    total = tl.dot(tl.trans(A), tile, total, input_precision="tf32")
+    A = tl.load(values_of_a + (chunk * MEMORIES + g) * C * C + square).to(LOW)
+    tile = tl.load(d_right + by_value).to(LOW)
+    total = tl.dot(tl.trans(A), tile, total, input_precision="tf32")
+    tl.store(dv + by_value, total.to(dv.dtype.element_ty))
+
+
+@triton.jit
+def pair_gradients(
+    x, y, other_x, other_y, run, scale, other_scale, pairs,
+    MEMORIES: tl.constexpr, HEADS: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr,
+    LOW: tl.constexpr, DOCUMENTS: tl.constexpr,
+):  # fmt: skip
+    """Store the gradients of two A of all chunks in one matrix [B, N, HEADS, C, C]: scale x yᵀ on and below the diagonal, and above it the
+    transpose of other_scale other_x other_yᵀ; 0 for tokens of two documents.
+
+    x and other_x are [B, T, HEADS, V], y and other_y [B, T, MEMORIES, V].
+    """
+    h, chunk = tl.program_id(0) % HEADS, (tl.program_id(0) // HEADS).to(tl.int64)
+    rows, values = tl.arange(0, C), tl.arange(0, BV)
+    by_head = (chunk * C * HEADS + h) * V + rows[:, None] * (HEADS * V) + values[None, :]
+    by_memory = (chunk * C * MEMORIES + h * MEMORIES // HEADS) * V
+    by_memory += rows[:, None] * (MEMORIES * V) + values[None, :]
+    i, j = rows[:, None], rows[None, :]
+    lower = tl.zeros([C, C], tl.float32)
+    upper = tl.zeros([C, C], tl.float32)
+    for column in range(0, V, BV):
+        tile_x = tl.load(x + column + by_head).to(LOW)
+        tile_y = tl.load(y + column + by_memory).to(LOW)
+        lower = tl.dot(tile_x, tl.trans(tile_y), lower, input_precision="tf32")
+        tile_x = tl.load(other_x + column + by_head).to(LOW)
+        tile_y = tl.load(other_y + column + by_memory).to(LOW)
+        upper = tl.dot(tile_y, tl.trans(tile_x), upper, input_precision="tf32")
+    both = tl.where(i >= j, lower * scale, upper * other_scale)
+    if DOCUMENTS:
+        of_chunk = run + chunk * C
+        same = tl.load(of_chunk + rows)[:, None] == tl.load(of_chunk + rows)[None, :]
+        both = tl.where(same, both, 0.0)
+    target = pairs + (chunk * HEADS + h) * C * C + i * C + j
+    tl.store(target, both.to(pairs.dtype.element_ty))
+
+
+@triton.jit
+def dplr_gradients(
+    q, k, a, b, writes, v, d_out, d_right, qk, qb_ak, ab, ak_qb, sums, run, enters, stays, states,
+    d_states, scale, dq, dk, da, db, dg,
+    Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, A_HEADS: tl.constexpr, B_HEADS: tl.constexpr,
+    MEMORIES: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, LEVELS: tl.constexpr, LOW: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+):  # fmt: skip
+    """Store the gradients of q, k, a, b and of the log decays, [B, T, HEADS, K] of all chunks, in tiles [C, BK].
+
+    `qk`, `qb_ak`, `ab` and `ak_qb` are the gradients of two A, named below and above the diagonal, from `pair_gradients`. They are spread
+    level by level of the halving of `pallas_kernels.tiles.channel_decay`: on a level, one tile has q in later rows and k in earlier ones,
+    and a second one a and b.
+    """
+    tiles: tl.constexpr = K // BK
+    tile, at = tl.program_id(0) % tiles, tl.program_id(0) // tiles
+    h, chunk = at % HEADS, (at // HEADS).to(tl.int64)
+    rows, keys, values = tl.arange(0, C), tl.arange(0, BK), tl.arange(0, BV)
+    g = h * MEMORIES // HEADS
+    q += (chunk * C * Q_HEADS + h * Q_HEADS // HEADS) * K + tile * BK
+    k += (chunk * C * K_HEADS + h * K_HEADS // HEADS) * K + tile * BK
+    a += (chunk * C * A_HEADS + h * A_HEADS // HEADS) * K + tile * BK
+    b += (chunk * C * B_HEADS + h * B_HEADS // HEADS) * K + tile * BK
+    writes += (chunk * C * MEMORIES + g) * V
+    v += (chunk * C * MEMORIES + g) * V
+    d_out += (chunk * C * HEADS + h) * V
+    d_right += (chunk * C * HEADS + h) * V
+    states += (chunk * MEMORIES + g) * K * V + tile * BK * V
+    d_states += (chunk * HEADS + h) * K * V + tile * BK * V
+    qk += (chunk * HEADS + h) * C * C
+    qb_ak += (chunk * HEADS + h) * C * C
+    ab += (chunk * HEADS + h) * C * C
+    ak_qb += (chunk * HEADS + h) * C * C
+    sums += (chunk * C * MEMORIES + g) * K + tile * BK
+    i, j = rows[:, None], rows[None, :]
+    of_q = tl.zeros([C, BK], tl.float32)
+    of_a = tl.zeros([C, BK], tl.float32)
+    of_k = tl.zeros([C, BK], tl.float32)
+    of_b = tl.zeros([C, BK], tl.float32)
+    at_end = tl.zeros([BK], tl.float32)
+    for column in range(0, V, BV):
+        by_value = column + rows[:, None] * (HEADS * V) + values[None, :]
+        by_memory = column + rows[:, None] * (MEMORIES * V) + values[None, :]
+        S = tl.load(states + column + keys[:, None] * V + values[None, :])
+        dS = tl.load(d_states + column + keys[:, None] * V + values[None, :])
+        turned = tl.trans(S.to(LOW))
+        of_q = tl.dot(tl.load(d_out + by_value).to(LOW), turned, of_q, input_precision="tf32")
+        of_a = tl.dot(tl.load(d_right + by_value).to(LOW), turned, of_a, input_precision="tf32")
+        turned = tl.trans(dS.to(LOW))
+        of_k = tl.dot(tl.load(v + by_memory).to(LOW), turned, of_k, input_precision="tf32")
+        of_b = tl.dot(tl.load(writes + by_memory).to(LOW), turned, of_b, input_precision="tf32")
+        at_end += tl.sum(S.to(tl.float32) * dS.to(tl.float32), 1)
+    by_key = rows[:, None] * (MEMORIES * K) + keys[None, :]
+    inclusive = tl.load(sums + by_key)
+    exclusive = tl.load(sums - MEMORIES * K + by_key, mask=i > 0, other=0.0)
+    total = tl.load(sums + (C - 1) * (MEMORIES * K) + keys)
+    q_decay, a_decay = tl.exp(inclusive) * scale, tl.exp(exclusive)
+    write_decay = tl.exp(tl.minimum(total[None, :] - inclusive, 0.0))
+    at_end = at_end * tl.exp(total)
+    if DOCUMENTS:
+        begun = tl.load(enters + chunk * C + rows)[:, None]
+        q_decay, a_decay = q_decay * begun, a_decay * begun
+        write_decay = write_decay * tl.load(stays + chunk * C + rows)[:, None]
+        at_end = at_end * tl.load(enters + chunk * C + C - 1)
+    of_q, of_a = of_q * q_decay, of_a * a_decay
+    of_k, of_b = of_k * write_decay, of_b * write_decay
+    tile_q = tl.load(q + rows[:, None] * (Q_HEADS * K) + keys[None, :]).to(tl.float32)
+    tile_k = tl.load(k + rows[:, None] * (K_HEADS * K) + keys[None, :]).to(tl.float32)
+    tile_a = tl.load(a + rows[:, None] * (A_HEADS * K) + keys[None, :]).to(tl.float32)
+    tile_b = tl.load(b + rows[:, None] * (B_HEADS * K) + keys[None, :]).to(tl.float32)
+    written = tile_k * of_k + tile_b * of_b
+    square = i * C + j
+    for level in tl.range(0, LEVELS, num_stages=1):
+        half = 1 << level
+        later = (i & half) > 0
+        middle = ((rows | (2 * half - 1)) - half)[:, None] * (MEMORIES * K) + keys[None, :]
+        pivot = tl.load(sums + middle)
+        first = tl.exp(tl.minimum(tl.where(later, inclusive - pivot, pivot - inclusive), 0.0))
+        second = tl.exp(tl.minimum(tl.where(later, exclusive - pivot, pivot - inclusive), 0.0))
+        X = (tl.where(later, tile_q, tile_k) * first).to(LOW)
+        Y = (tl.where(later, tile_a, tile_b) * second).to(LOW)
+        between = ((i ^ j) >= half) & ((i ^ j) < 2 * half)
+        weights = tl.load(qk + square, mask=between, other=0.0).to(LOW)
+        dX = tl.dot(weights, X, input_precision="tf32")
+        weights = tl.load(qb_ak + square, mask=between, other=0.0).to(LOW)
+        dX = tl.dot(weights, Y, dX, input_precision="tf32") * first
+        of_q += tl.where(later, dX, 0.0)
+        of_k += tl.where(later, 0.0, dX)
+        weights = tl.load(ab + square, mask=between, other=0.0).to(LOW)
+        dX = tl.dot(weights, Y, input_precision="tf32")
+        weights = tl.load(ak_qb + square, mask=between, other=0.0).to(LOW)
+        dX = tl.dot(weights, X, dX, input_precision="tf32") * second
+        of_a += tl.where(later, dX, 0.0)
+        of_b += tl.where(later, 0.0, dX)
+    same = j >= i
+    if DOCUMENTS:
+        of_chunk = run + chunk * C
+        same = same & (tl.load(of_chunk + rows)[:, None] == tl.load(of_chunk + rows)[None, :])
+    target = (chunk * C * HEADS + h) * K + tile * BK + rows[:, None] * (HEADS * K) + keys[None, :]
+    gradient = masked_sums(same & (i != j), tile_a * of_a, LOW)
+    gradient += masked_sums(same, tile_q * of_q - tile_k * of_k - tile_b * of_b + written, LOW)
+    gradient += masked_sums(j < i, written, LOW)
+    tl.store(dg + target, gradient + at_end[None, :])
+    through_k = tl.load(qk + rows * (C + 1)).to(tl.float32)[:, None]
+    through_b = tl.load(qb_ak + rows * (C + 1)).to(tl.float32)[:, None]
+    of_q += through_k * tile_k + through_b * tile_b
+    tl.store(dq + target, of_q.to(dq.dtype.element_ty))
+    tl.store(dk + target, (of_k + through_k * tile_q).to(dk.dtype.element_ty))
+    tl.store(da + target, of_a.to(da.dtype.element_ty))
+    tl.store(db + target, (of_b + through_b * tile_q).to(db.dtype.element_ty))

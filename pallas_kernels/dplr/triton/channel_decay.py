@@ -1,0 +1,255 @@
+"""Diagonal-plus-low-rank memories (RWKV7) by the Triton kernels in `bodies` and those of linear attention and of the delta rule.
+
+Forward: the decayed products of all chunks and the inverses of their triangular systems are computed in parallel, a scan computes the
+memory before every chunk and what the vectors a read, and then all outputs are computed in parallel. Backward: a reversed scan computes
+the gradients of the memory after every chunk and of the systems' right sides, and then all other gradients are computed in parallel. A
+row is scanned in one part.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.delta_rule.triton import passes as delta
+from pallas_kernels.delta_rule.triton.scalar_decay import length_multiple
+from pallas_kernels.hopper import row_layout
+from pallas_kernels.linear_attention.triton import passes as linear
+from pallas_kernels.linear_attention.triton.passes import CHUNK, Decays, Tiling
+from pallas_kernels.memory_calls import FLOAT32_DECAY
+from pallas_kernels.requirements import Requirement
+from pallas_kernels.triton import launch
+
+__all__ = ["CHUNK", "REQUIREMENTS", "Residuals", "backward", "forward", "length_multiple"]
+
+_F32 = jnp.float32
+_LEVELS = CHUNK.bit_length() - 1
+REQUIREMENTS = (
+    Requirement(
+        "a and b in v's dtype",
+        lambda call: call.a.dtype == call.b.dtype == call.v.dtype,
+        lambda call: f"{jnp.dtype(call.a.dtype).name} and {jnp.dtype(call.b.dtype).name}",
+    ),
+    *linear.REQUIREMENTS,
+    FLOAT32_DECAY,
+)
+TILINGS = {
+    "score_products": Tiling(0, 64, 4, 1),
+    "dplr_outputs": Tiling(64, 64, 4, 2),
+    "dplr_value_gradients": Tiling(64, 64, 4, 2),
+    "pair_gradients": Tiling(0, 64, 4, 2),
+    "dplr_gradients": Tiling(16, 64, 8, 1),
+}
+"""The tiling of each kernel for bfloat16, by the name of the kernel."""
+WIDE_TILINGS = {name: tiling._replace(warps=8, stages=1) for name, tiling in TILINGS.items()}
+"""The tilings for products in tf32, of float16 and float32 inputs."""
+
+
+class Scores(NamedTuple):
+    """The products of the tokens of each chunk times the decay between them, 0 above the diagonal, float32.
+
+    Attributes:
+        qb: [B, N, heads, C, C], A_qb, of queries with b, times the scale.
+        qk: [B, N, heads, C, C], A_qk, of queries with keys, times the scale.
+        ak: [B, N, G, C, C], A_ak, of a with keys, 0 on the diagonal.
+    """
+
+    qb: jax.Array
+    qk: jax.Array
+    ak: jax.Array
+
+
+class Residuals(NamedTuple):
+    """The arrays that `forward` saves for `backward`.
+
+    Attributes:
+        decays: the sums of the log decays of all tokens, and the tokens' documents.
+        scores: the decayed products of all chunks.
+        inverse: [B, N, G, C, C], the inverses of the triangular systems of all chunks.
+        states: [B, N, G, K, V], the memories before all chunks.
+        writes: [B, T, G, V], U, what the vectors a read and the vectors b write.
+    """
+
+    decays: Decays
+    scores: Scores
+    inverse: jax.Array
+    states: jax.Array
+    writes: jax.Array
+
+
+def forward(
+    q, k, v, a, b, log_decay, run, initial, *, scale: float, save: bool = True, interpret: Any = False
+) -> tuple[jax.Array, jax.Array, Residuals]:  # fmt: skip
+    """Compute diagonal-plus-low-rank memories, and what their backward pass requires.
+
+    Return the output [B, T, max(H, G), V], the final memories, shaped as `initial`, and the residuals. The arguments are those of
+    `dplr`, with T a multiple of `CHUNK`; `interpret` has no effect.
+    """
+    del save, interpret
+    memories = v.shape[2]
+    heads = max(q.shape[2], memories)
+    decays = linear.channel_decays(log_decay, run, initial)
+    scores = Scores(
+        delta.scores(q, b, decays, heads=heads, scale=scale),
+        delta.scores(q, k, decays, heads=heads, scale=scale),
+        delta.scores(a, k, decays, heads=memories, scale=1.0, exclusive=True),
+    )
+    system = delta.scores(a, b, decays, heads=memories, scale=-1.0, exclusive=True)
+    inverse = delta.solve(a, system, None, decays)
+    right = _score_products(scores.ak, v, transposed=False)
+    tokens, written_k = _tokens(q, k, a, b, decays, heads=heads, scale=scale)
+    states, writes, final = delta.scan(tokens, right, inverse, decays, initial, written_k, v)
+    results = _launch(
+        "dplr_outputs",
+        (tokens.read, scores.qb, scores.qk, writes, v, states),
+        dict(out=_struct((*q.shape[:2], heads, v.shape[3]), v.dtype)),
+        v,
+        "values",
+        dict(MEMORIES=memories, HEADS=heads, K=q.shape[3], V=v.shape[3]),
+    )
+    return results["out"], final, Residuals(decays, scores, inverse, states, writes)
+
+
+def backward(
+    q, k, v, a, b, log_decay, run, initial, residuals: Residuals, d_output, d_final, *, scale: float,
+    decay_gradient: bool = True, interpret: Any = False,
+):  # fmt: skip
+    """Return the gradients of q, k, v, a, b, log_decay and initial of diagonal-plus-low-rank memories.
+
+    The arguments are those of `forward`, the residuals that it returned, and the gradients of its output and of its final memories. The
+    gradient of log_decay is computed whether or not `decay_gradient` is set.
+    """
+    del log_decay, run, initial, decay_gradient, interpret
+    decays, scores, inverse, states, writes = residuals
+    heads, memories, keys, values = d_output.shape[2], v.shape[2], q.shape[3], v.shape[3]
+    tokens, written_k = _tokens(q, k, a, b, decays, heads=heads, scale=scale)
+    local = _score_products(scores.qb, d_output, transposed=True)
+    d_ends = row_layout.gradient_by_head(d_final, heads)
+    d_states, d_right, _, d_initial = delta.scan_backward(
+        tokens, d_output, local, writes, inverse, decays, d_ends, scale=scale
+    )
+    sizes = dict(MEMORIES=memories, HEADS=heads, K=keys, V=values)
+    dv = _launch(
+        "dplr_value_gradients",
+        (written_k, scores.qk, scores.ak, d_output, d_right, d_states),
+        dict(dv=_struct(d_output.shape, v.dtype)),
+        v,
+        "values",
+        sizes,
+    )["dv"]
+    qb, qk = (d_output, writes, scale), (d_output, v, scale)
+    ab, ak = (d_right, writes, 1.0), (d_right, v, 1.0)
+    pairs = [
+        _pair_gradients(lower, upper, decays)
+        for lower, upper in ((qk, qk), (qb, ak), (ab, ab), (ak, qb))
+    ]
+    shape = (*q.shape[:2], heads, keys)
+    types = {f"d{n}": _struct(shape, x.dtype) for n, x in dict(q=q, k=k, a=a, b=b).items()}
+    gradients = _launch(
+        "dplr_gradients",
+        (
+            q, k, a, b, writes, v, d_output, d_right, *pairs, decays.sums, decays.run, decays.enters, decays.stays, states,
+            d_states, float(scale),
+        ),
+        types | dict(dg=_struct(shape, _F32)),
+        v,
+        "keys",
+        sizes
+        | dict(Q_HEADS=q.shape[2], K_HEADS=k.shape[2], A_HEADS=a.shape[2], B_HEADS=b.shape[2])
+        | dict(LEVELS=_LEVELS, DOCUMENTS=decays.run is not None),
+    )  # fmt: skip
+    join = row_layout.sum_heads
+    return (
+        join(gradients["dq"], q.shape[2]),
+        join(gradients["dk"], k.shape[2]),
+        join(dv, memories),
+        join(gradients["da"], a.shape[2]),
+        join(gradients["db"], b.shape[2]),
+        join(gradients["dg"], memories),
+        join(d_initial, memories, axis=1),
+    )
+
+
+def _tokens(q, k, a, b, decays: Decays, *, heads: int, scale: float):
+    """Return the tokens as the scans of the delta rule read them, with the vectors b as what is written and -a as what erases; and the
+    decayed keys [B, T, G, K] of the second write.
+    """
+    batch, length, memories, keys = decays.sums.shape
+    by_chunk = decays.sums.reshape(batch, length // CHUNK, CHUNK, memories, keys)
+    before = jnp.pad(by_chunk[:, :, :-1], [(0, 0), (0, 0), (1, 0), (0, 0), (0, 0)])
+    before = jnp.exp(before).reshape(decays.sums.shape)
+    tokens = delta.tokens_of(q, b, None, decays, heads=heads, scale=scale)
+    write_decay, enters = delta.write_decay(decays), decays.enters
+    if enters is not None:
+        before = before * enters[..., None, None]
+    erase = delta.decayed(a, -before, memories, q)
+    return tokens._replace(erase=erase), delta.decayed(k, write_decay, memories, q)
+
+
+def _score_products(scores, x, *, transposed: bool) -> jax.Array:
+    """Return A x, or with `transposed` Aᵀ x, [B, T, heads, V] in the products' dtype, for `scores` A [B, N, heads, C, C] and x [B, T, *,
+    V].
+    """
+    heads, values = scores.shape[2], x.shape[3]
+    shape = (*x.shape[:2], heads, values)
+    return _launch(
+        "score_products",
+        (scores, x),
+        dict(out=_struct(shape, delta.low(x)[1])),
+        x,
+        "values",
+        dict(X_HEADS=x.shape[2], HEADS=heads, V=values, TRANSPOSED=transposed),
+    )["out"]
+
+
+def _pair_gradients(lower, upper, decays: Decays) -> jax.Array:
+    """Return the gradients of two kinds of decayed products in one matrix for each chunk, [B, N, heads, C, C] in the products' dtype:
+    those of `lower` on and below the diagonal, and the transposed ones of `upper` above it.
+
+    Each kind is (x [B, T, heads, V], y [B, T, G, V], factor), and its gradient factor · x yᵀ.
+    """
+    (x, y, scale), (other_x, other_y, other_scale) = lower, upper
+    batch, length, heads, values = x.shape
+    return _launch(
+        "pair_gradients",
+        (x, y, other_x, other_y, decays.run, float(scale), float(other_scale)),
+        dict(pairs=_struct((batch, length // CHUNK, heads, CHUNK, CHUNK), delta.low(y)[1])),
+        y,
+        None,
+        dict(MEMORIES=y.shape[2], HEADS=heads, V=values, DOCUMENTS=decays.run is not None),
+    )["pairs"]
+
+
+def _struct(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def _launch(
+    name: str, inputs: tuple[Any, ...], outputs: dict[str, Any], v, tiled: str | None,
+    sizes: dict[str, Any],
+) -> dict[str, jax.Array]:  # fmt: skip
+    """Run the kernel `name` on all chunks of rows of tokens v [B, T, *, V], and return its outputs.
+
+    A program computes a tile of the channels that `tiled` names, "keys" or "values", or if it is None all of a chunk. `sizes` are the kernel's constants except C, BK, BV
+    and LOW.
+    """
+    from pallas_kernels.dplr.triton import bodies
+
+    tiling = (TILINGS if v.dtype == jnp.bfloat16 else WIDE_TILINGS)[name]
+    tiles = 1
+    if tiled is not None:
+        tiles = sizes["K"] // tiling.keys if tiled == "keys" else sizes["V"] // tiling.values
+    keys = dict(BK=tiling.keys) if "K" in sizes else {}
+    return launch.call(
+        getattr(bodies, name),
+        inputs,
+        outputs,
+        programs=v.shape[0] * (v.shape[1] // CHUNK) * sizes["HEADS"] * tiles,
+        warps=tiling.warps,
+        stages=tiling.stages,
+        **sizes,
+        **keys,
+        **dict(C=CHUNK, BV=tiling.values, LOW=delta.low(v)[0]),
+    )

@@ -1,0 +1,111 @@
+"""Tests of the Triton kernels of the delta rule and of diagonal-plus-low-rank memories in Triton's interpreter, which needs no GPU."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lsm_jax import ops
+from lsm_jax.ops.backends.select import clear_choices
+from pallas_kernels import dplr
+from pallas_kernels.delta_rule import unsupported
+from pallas_kernels.triton import launch
+from tests.kernels.marks import requires_triton
+from tests.kernels.triton_delta import CASES
+
+ROOT = Path(__file__).resolve().parents[2]
+# The largest errors, of the output and the final memory and of a gradient, by dtype of q, k and v.
+TOLERANCE = {"float32": (2e-6, 2e-5), "float16": (5e-3, 1e-2), "bfloat16": (5e-3, 1e-2)}
+# With decays of e^-30, whose sums over a chunk lose digits, in float32.
+STRONG = (5e-5, 1e-4)
+FAST = ("none, alike, bfloat16", "token, segments", "channel, bfloat16", "dplr, bfloat16")
+
+
+@pytest.fixture(scope="module")
+def interpreted():
+    """A function that returns the results of a case. It starts the interpreter's process once for the fast cases and once for all
+    others, since the interpreter cannot be switched on after Triton is imported.
+    """
+    results: dict = {}
+
+    def result(name):
+        if name not in results:
+            names = [n for n in CASES if (n in FAST) == (name in FAST)]
+            command = [sys.executable, "-m", "tests.kernels.triton_delta", *names]
+            environment = os.environ | dict(TRITON_INTERPRET="1", JAX_PLATFORMS="cpu")
+            done = subprocess.run(
+                command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=3000
+            )
+            assert done.returncode == 0, done.stderr[-3000:]
+            lines = (json.loads(line) for line in done.stdout.splitlines() if line.startswith("{"))
+            results.update((line.pop("case"), line) for line in lines)
+        return results[name]
+
+    return result
+
+
+@requires_triton
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in FAST else pytest.mark.slow) for n in CASES]
+)
+def test_equals_the_recurrence_in_value_and_every_gradient(name, interpreted):
+    errors = dict(interpreted(name))
+    assert errors.pop("not_causal") == 0
+    case = CASES[name]
+    output, gradient = STRONG if case.strong is True else TOLERANCE[case.dtype]
+    for field, error in errors.items():
+        assert error < (gradient if field.startswith("d_") else output), (field, errors)
+
+
+@requires_triton
+def test_another_platform_runs_the_next_backend_of_a_tuple():
+    q = jnp.ones((1, 64, 1, 64), jnp.bfloat16) / 8
+    beta = jnp.ones((1, 64, 1))
+    output, _ = ops.delta_memory(q, q, q, beta, implementation=("triton", "xla"))
+    expected, _ = ops.delta_memory(q, q, q, beta, implementation="xla")
+    np.testing.assert_array_equal(output, expected)
+
+
+def test_names_the_missing_packages(monkeypatch):
+    monkeypatch.setattr(launch, "_usable", lambda: False)
+    q = jnp.zeros((1, 64, 1, 64), jnp.bfloat16)
+    message = (
+        r"implementation='triton' requires the packages jax-triton and triton \(extra \[triton\]"
+    )
+    with pytest.raises(NotImplementedError, match=message):
+        ops.delta_memory(q, q, q, jnp.zeros((1, 64, 1)), implementation="triton")
+
+
+def test_names_the_unmet_requirement(monkeypatch):
+    monkeypatch.setattr(launch, "_usable", lambda: True)
+    q = jnp.zeros((1, 64, 1, 64), jnp.bfloat16)
+
+    def why(*x):
+        return unsupported("triton", *x)
+
+    assert why(q, q, q) is None
+    assert why(q, q, q, jnp.zeros((1, 64, 1))) is None
+    assert why(q, q, q, jnp.zeros((1, 64, 1, 64))) is None
+    assert why(q, q, q, jnp.zeros((1, 64, 1, 64), jnp.bfloat16)) == "log_decay in float32, not bfloat16"  # fmt: skip
+    assert "not bfloat16, float32" in why(q, q.astype(jnp.float32), q)
+    narrow = q[..., :32]
+    assert why(narrow, narrow, q) == "K of 64, 128 or 256, not 32"
+    assert why(q, q, narrow) == "V of 64, 128 or 256, not 32"
+    decay, wide = jnp.zeros((1, 64, 1, 64)), q.astype(jnp.float32)
+    assert dplr.unsupported("triton", q, q, q, q, q, decay) is None
+    reason = dplr.unsupported("triton", q, q, q, wide, q, decay)
+    assert reason == "a and b in v's dtype, not float32 and bfloat16"
+
+
+def test_is_selected_only_by_name():
+    q = jnp.zeros((1, 64, 1, 64), jnp.bfloat16)
+    jax.clear_caches()
+    clear_choices()
+    jax.eval_shape(lambda q: ops.delta_memory(q, q, q, q[..., 0])[0], q)
+    assert "triton" not in ops.choices()["delta_memory"]
