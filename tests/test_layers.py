@@ -81,9 +81,9 @@ ALLOWED_INSIDE = {
         "delta_rule": {"hopper", "tpu", "tiles", "triton", "linear_attention"},
         "dplr": {"hopper", "tpu", "tiles", "triton", "linear_attention", "delta_rule"},
         "forgetting_attention": {"hopper", "tpu", "tiles", "triton"},
-        "selective_scan": {"hopper", "tpu", "tiles"},
-        "short_convolution": {"hopper", "tpu", "tiles"},
-        "decode_step": {"hopper", "tpu", "tiles"},
+        "selective_scan": {"hopper", "tpu", "tiles", "triton"},
+        "short_convolution": {"hopper", "tpu", "tiles", "triton"},
+        "decode_step": {"hopper", "tpu", "tiles", "triton"},
         "grouped_product": {"hopper", "tpu", "tiles"},
     },
 }

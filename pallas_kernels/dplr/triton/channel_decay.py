@@ -32,8 +32,8 @@ REQUIREMENTS = (
         lambda call: call.a.dtype == call.b.dtype == call.v.dtype,
         lambda call: f"{jnp.dtype(call.a.dtype).name} and {jnp.dtype(call.b.dtype).name}",
     ),
-    *linear.REQUIREMENTS,
     FLOAT32_DECAY,
+    *linear.REQUIREMENTS,
 )
 TILINGS = {
     "score_products": Tiling(0, 64, 4, 1),
