@@ -13,6 +13,7 @@ import numpy as np
 from absl import logging
 
 from lsm_jax.data.instructions import alpaca, short_text, text_field
+from lsm_jax.files import unique_keys
 
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".py")
 JSONL_SUFFIXES = (".jsonl", ".ndjson")
@@ -198,7 +199,7 @@ class Documents:
         """Return (text, prompt) of a document that is a JSON value, given as bytes; `where` names its place
         in error messages."""
         try:
-            fields = json.loads(record)
+            fields = json.loads(record, object_pairs_hook=unique_keys)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{where}, is not JSON: {short_text(error, 200)}") from error
         if self.format == "alpaca":

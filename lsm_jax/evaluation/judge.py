@@ -12,7 +12,6 @@ in its repository); its messages are not part of this library.
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -24,6 +23,7 @@ from rich.table import Table
 
 from lsm_jax.evaluation.files import write_json
 from lsm_jax.evaluation.suites.local import read_rows
+from lsm_jax.files import bounded_json
 
 
 def _cells(results: Mapping[str, Any]) -> list[tuple[str, str, int, int]]:
@@ -109,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--folder", required=True, type=Path, help="the folder of needle.json")
     parser.add_argument("--answers", required=True, type=Path, help="the judge's answers, .jsonl")
     options = parser.parse_args(argv)
-    results = json.loads((options.folder / "needle.json").read_text(encoding="utf-8"))
+    results = bounded_json(options.folder / "needle.json", max_bytes=1 << 30)
     ratings = read_ratings(results, read_rows(options.answers))
     write_json(options.folder / "needle_judged.json", ratings)
     table = Table("length", *ratings["ratings"], title="Mean rating, 1 to 10")

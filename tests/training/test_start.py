@@ -190,6 +190,12 @@ def test_invalid_directories_are_refused(tmp_path):
     for workdir in (file, file / "inside"):
         with pytest.raises(ValueError, match=f"workdir='{workdir}': {file} is a file; accepted is"):
             train(config, workdir)
+    for workdir, message in (
+        ("/proc/x", "no folder can be made in /proc"),
+        (tmp_path / ("x" * 300), "the name is too long"),
+    ):
+        with pytest.raises(ValueError, match=f"workdir='{workdir}': .*{message}"):
+            train(config, workdir)  # which would fail after the first step, without the check
     folder = tmp_path / "run"
     folder.mkdir()
     for content in (
