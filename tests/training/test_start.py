@@ -122,6 +122,23 @@ def test_a_signal_ends_an_import_that_would_abort_the_process(tmp_path):
     assert process.stderr.read() == "here: SIGINT: stopped; nothing further was saved\n"
 
 
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_a_signal_ends_the_imports_of_a_module_with_one_line(tmp_path, name):
+    (tmp_path / "grain.py").write_text(
+        "import time\nprint('importing', flush=True)\ntime.sleep(60)"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-m", "lsm_jax.data.tokenize", "--help"],
+        env=os.environ | dict(PYTHONPATH=f"{tmp_path}{os.pathsep}{os.getcwd()}"),
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout.readline() == "importing\n"
+    process.send_signal(signal.Signals[name])
+    assert process.wait(timeout=20) == 128 + signal.Signals[name]
+    line = f"lsm_jax.data.tokenize: {name}: stopped; nothing further was saved\n"
+    assert process.stderr.read() == line
+
+
 def test_bad_data_raises_before_anything_is_compiled_or_written(tmp_path, monkeypatch):
     bad = tmp_path / "lines.jsonl"
     bad.write_text('{"text": "a good line"}\n{"no": 1}\n{"no": 2}\n')
