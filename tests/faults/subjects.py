@@ -191,13 +191,19 @@ def _readable_rows(path: Path) -> tuple[dict[int, float], bool]:
     rows, clean, last = {}, True, lines.pop() if lines else b""
     for line in lines + [last] * last.endswith(b"}"):
         try:
-            row = json.loads(line.decode())
+            row = json.loads(line.decode(), object_pairs_hook=_unique)
             if not isinstance(row["step"], int) or not 0 < row["step"] <= 6:
                 raise ValueError("no step of the run")
             rows[row["step"]] = float(row["train/loss"])
         except (ValueError, TypeError, KeyError, RecursionError):
             clean = False
     return rows, clean
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(dict(pairs)) < len(pairs):
+        raise ValueError("a key occurs twice")
+    return dict(pairs)
 
 
 def write_results(given: Path, out: Path) -> Any:
