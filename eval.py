@@ -140,7 +140,9 @@ def _prepare_output(request: Any, step: int) -> Path:
     """Return the folder of the results, after checking that it can be written."""
     from lsm_jax import evaluation
 
-    folder = evaluation.output_folder(FLAGS.workdir, FLAGS.output or request.folder(step))
+    folder = evaluation.output_folder(
+        FLAGS.workdir, request.folder(step) if FLAGS.output is None else FLAGS.output
+    )
     try:
         evaluation.check_writable(folder)
     except OSError as error:

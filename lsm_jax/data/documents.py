@@ -216,6 +216,8 @@ def list_files(paths: Sequence[str | Path]) -> list[Path]:
     files: list[Path] = []
     for given in paths:
         path = Path(given).expanduser().absolute()
+        if not os.fspath(given):
+            raise ValueError("a data path is empty; accepted are text and JSONL files, and folders")
         if path.is_file():
             with open(path, "rb") as file:
                 if b"\0" in file.read(4096):

@@ -151,3 +151,22 @@ def test_a_failed_import_can_be_repeated(tmp_path, monkeypatch, capsys):
     (run / "config.json").symlink_to(tmp_path / "new")
     assert huggingface.main(command) == 1
     assert "contains a run" in capsys.readouterr().err and not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("workdir", "message"),
+    [
+        ("", "workdir is empty; accepted is a new directory"),
+        ("/proc/x", "workdir='/proc/x': no folder can be made in /proc"),
+        ("/dev/null/x", "/dev/null is a file"),
+    ],
+)
+def test_a_directory_that_cannot_be_made_is_an_error_at_once(tmp_path, workdir, message):
+    with pytest.raises(ValueError, match=message):
+        import_huggingface(GOLDENS / "llama.gguf", workdir)
+    if workdir:
+        config = model_config(GOLDENS / "mistral")
+        with pytest.raises(ValueError, match=f"out_folder='{workdir}': "):
+            export({}, config, GOLDENS / "mistral", workdir)
+    with pytest.raises(ValueError, match="source='' does not exist"):
+        import_huggingface("", tmp_path / "run")
