@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -121,7 +122,7 @@ class Documents:
     def __getitem__(self, index: int) -> Piece:
         path = self._files[self._file[index]]
         start, length = int(self._start[index]), int(self.lengths[index])
-        with open(path, "rb") as file:
+        with _opened(path) as file:
             if self._has_records(path):
                 file.seek(start)
                 where = f"{path}, the line at byte {start}"
@@ -207,6 +208,18 @@ class Documents:
         return text_field(fields, self.text_key, where), ""
 
 
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
+    """Open a file for reading; an error of the disk inside the `with` block has the file's name."""
+    try:
+        with open(path, "rb") as file:
+            yield file
+    except OSError as error:
+        if error.errno is None or error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
 def list_files(paths: Sequence[str | Path]) -> list[Path]:
     """Return the text and JSONL files at these paths; a folder stands for the files in it, in sorted order.
 
@@ -219,7 +232,7 @@ def list_files(paths: Sequence[str | Path]) -> list[Path]:
         if not os.fspath(given):
             raise ValueError("a data path is empty; accepted are text and JSONL files, and folders")
         if path.is_file():
-            with open(path, "rb") as file:
+            with _opened(path) as file:
                 if b"\0" in file.read(4096):
                     raise ValueError(
                         f"{path} is not text; accepted are text and JSONL files, not compressed"
@@ -256,7 +269,7 @@ def _is_jsonl(path: Path) -> bool:
 def _jsonl_offsets(path: Path) -> np.ndarray:
     """Return the places of a JSONL file's records, [lines, 2]: offset and length in bytes of each line that
     is not blank."""
-    with open(path, "rb") as file:
+    with _opened(path) as file:
         return _offset_array(_lines(file, path))
 
 

@@ -41,6 +41,9 @@ def parse_config(
     """
     unset = [a for a in argv[1:] if re.fullmatch(r"--?config\.[^=]+=None", a)]
     sys.argv = [a for a in sys.argv if a not in unset]
+    path = _values(argv).get("config", "").partition(":")[0]
+    if os.path.exists(path) and not os.path.isfile(path):  # a pipe or device would be read forever
+        sys.exit(f"{program}: --config={path}: {path!r} is no regular file; {_ACCEPTED}")
     try:
         rest = known([a for a in argv if a not in unset])
         for argument in unset:
@@ -81,19 +84,24 @@ def _unset(config: Any, name: str) -> None:
     setattr(config, last, None)
 
 
-def _problem(argv: list[str], workdir: bool) -> str | None:
-    """Return the message about the first error in the command line's arguments, or None if they are valid.
-
-    Checks `--config` (the flag, the file, the variant), `--workdir`, and then each override
-    `--config.NAME=VALUE`.
-    """
-    values = {
+def _values(argv: list[str]) -> dict[str, str]:
+    """Return the values of a command line's flags by name."""
+    return {
         name.lstrip("-"): value if equals else following
         for (name, equals, value), following in itertools.zip_longest(
             (a.partition("=") for a in argv[1:]), argv[2:], fillvalue=""
         )
         if name.startswith("-")
     }
+
+
+def _problem(argv: list[str], workdir: bool) -> str | None:
+    """Return the message about the first error in the command line's arguments, or None if they are valid.
+
+    Checks `--config` (the flag, the file, the variant), `--workdir`, and then each override
+    `--config.NAME=VALUE`.
+    """
+    values = _values(argv)
     path, colon, variant = values.get("config", "").partition(":")
     if not path:
         return f"--config is missing; {_ACCEPTED}"
