@@ -131,6 +131,8 @@ def main(argv: list[str]) -> None:
             if number:
                 kept += f"; those of {', '.join(names[:number])} are in {folder}"
             raise ValueError(disk_error(error, kept=kept)) from error
+        except ValueError as error:
+            raise ValueError(_with_flags(str(error))) from error
     console.print(f"results in {folder}", soft_wrap=True)
 
 
@@ -138,13 +140,21 @@ def _prepare_output(request: Any, step: int) -> Path:
     """Return the folder of the results, after checking that it can be written."""
     from lsm_jax import evaluation
 
-    folder = evaluation.output_folder(FLAGS.workdir, FLAGS.output or request.folder(step))
+    folder = evaluation.output_folder(
+        FLAGS.workdir, request.folder(step) if FLAGS.output is None else FLAGS.output
+    )
     try:
         evaluation.check_writable(folder)
     except OSError as error:
         kept = f"no result can be written to {folder}, and nothing was computed"
         raise ValueError(disk_error(error, kept=kept)) from error
     return folder
+
+
+def _with_flags(message: str) -> str:
+    """Return an error's message with this program's flags in place of the fields of a run's config that they set."""
+    message = message.replace("data.sequence_length", "--sequence_length")
+    return message if FLAGS.data is None else message.replace("data.heldout_path=", "--data=")
 
 
 def _as_json(results: Any) -> str:

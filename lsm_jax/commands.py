@@ -54,6 +54,9 @@ def failure(error: BaseException) -> str | None:
             f"the device has too little memory ({text[:200]}); use smaller batches, shorter rows or a smaller model "
             "(`python -m lsm_jax.plan` computes the memory that training requires)"
         )
+    if isinstance(error, MemoryError):
+        text = " ".join(str(error).split())[:200] or "no more can be allocated"
+        return f"this process has too little memory ({text}); use smaller batches or shorter rows"
     if isinstance(error, OSError) and error.errno is not None and error.filename is not None:
         return f"{os.fsdecode(error.filename)}: {reason(error)}"
     return str(error) if isinstance(error, ValueError | OSError) else None

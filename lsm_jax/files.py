@@ -9,6 +9,7 @@ import json
 import os
 import secrets
 import stat
+import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -115,8 +116,8 @@ def parse_json(
         accepted: the Python type of the value: dict, list, or object for any.
 
     Raises:
-        ValueError: the text is no UTF-8, no JSON, nested more deeply, or a value of another type. The message names the
-            file and the position.
+        ValueError: the text is no UTF-8, no JSON, nested more deeply, or a value of another type, or an object has a key
+            twice. The message names the file and the position or the key.
     """
     try:
         text = data.decode("utf-8") if isinstance(data, bytes) else data
@@ -126,7 +127,7 @@ def parse_json(
         ) from error
     too_deep = f"{path} cannot be read: objects and lists are nested more than {max_depth} deep"
     try:
-        value = json.loads(text)
+        value = json.loads(text, object_pairs_hook=unique_keys)
     except RecursionError:
         raise ValueError(too_deep) from None
     except ValueError as error:
@@ -145,6 +146,37 @@ def parse_json(
         actual = kinds.get(type(value), f"the value {value!r}"[:100])
         raise ValueError(f"{path} contains {actual}; accepted is {kinds.get(accepted, accepted)}")
     return value
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the dict of a JSON object's keys and values; it is the `object_pairs_hook` of `json.loads`, which by itself
+    returns the last value of a key that occurs twice.
+
+    Raises:
+        ValueError: a key occurs twice; the message has the key.
+    """
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        seen: set[str] = set()
+        key = next(key for key, _ in pairs if key in seen or seen.add(key))
+        raise ValueError(f"the key {key[:100]!r} occurs twice in one object")
+    return fields
+
+
+def check_keys(data: bytes, path: str | os.PathLike[str]) -> None:
+    """Check that no object of a JSON text, which a library has already parsed, has a key twice.
+
+    Raises:
+        ValueError: a key occurs twice, or Python cannot parse the text; the message names the file and the key.
+    """
+
+    def check(pairs: list[tuple[str, Any]]) -> None:
+        unique_keys(pairs)  # returns nothing, so that parsing requires little memory
+
+    try:
+        json.loads(data, object_pairs_hook=check)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
 
 
 def bounded_json(
@@ -229,6 +261,28 @@ def _synchronise(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def check_folder(folder: Path) -> None:
+    """Check that files can be written to a folder, or that it can be made if it does not exist: make a temporary folder in
+    it, or in the nearest parent that exists, and delete it. The permissions that the operating system reports do not show
+    that a filesystem is read-only, or has no files of this kind (/proc).
+
+    Raises:
+        ValueError: files cannot be written there; the message names the nearest folder or file that exists.
+    """
+    nearest = folder
+    try:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            folder.lstat()  # reports names that are too long or have a zero byte
+        nearest = next(p for p in (folder, *folder.parents) if os.path.lexists(p))
+        if not nearest.exists():
+            raise ValueError(f"{nearest} is a link to {os.readlink(nearest)}, which does not exist")
+        if not nearest.is_dir():
+            raise ValueError(f"{nearest} is a file")
+        os.rmdir(tempfile.mkdtemp(prefix=".probe-", dir=nearest))
+    except (OSError, RuntimeError) as error:
+        raise ValueError(f"no folder can be made in {nearest} ({reason(error)})") from error
 
 
 _REASONS = {

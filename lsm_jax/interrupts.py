@@ -11,7 +11,6 @@ import types
 from collections.abc import Iterator
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_CLEANUP_SECONDS = 1.0  # time for the main thread to clean up before `watch` ends the process
 
 
 class Stop:
@@ -28,7 +27,7 @@ class Stop:
 _active: Stop | None = None  # the record of the innermost `noted` block, if any
 
 
-def leave_on_signals(program: str) -> None:
+def leave_on_signals(program: str, *, cleanup_seconds: float = 1.0) -> None:
     """Make SIGINT and SIGTERM end the process with one line and the exit code 128 + the signal's number.
 
     Call it in the main thread, before slow imports. During a compilation, which may take minutes, Python runs no signal
@@ -36,6 +35,7 @@ def leave_on_signals(program: str) -> None:
 
     Args:
         program: name of the program, with which the printed line begins.
+        cleanup_seconds: time for the main thread to clean up before the process is ended.
     """
     reported = False
 
@@ -67,7 +67,7 @@ def leave_on_signals(program: str) -> None:
             if _active is not None and not _active._first_ignored:
                 _active._first_ignored = True
                 continue
-            time.sleep(_CLEANUP_SECONDS)
+            time.sleep(cleanup_seconds)
             report(number)
             os._exit(128 + number)
 

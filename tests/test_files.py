@@ -14,6 +14,7 @@ import pytest
 from lsm_jax.commands import failure
 from lsm_jax.files import (
     bounded_json,
+    check_folder,
     disk_error,
     inside,
     parse_json,
@@ -81,6 +82,8 @@ def test_inside_follows_the_links_of_hugging_faces_cache(tmp_path):
         (b"5", "contains the value 5"),
         (b'{"a": "\\ud800"}', "half of a surrogate pair"),
         (b'{"a": ' + b"1" * 5000 + b"}", "digits"),
+        (b'{"a": 1, "b": 2, "a": 3}', "the key 'a' occurs twice in one object"),
+        (b'{"a": [{"b": {}, "b": {}}]}', "the key 'b' occurs twice in one object"),
         (b" " * 2000, "2000 bytes; accepted are at most 1000"),
     ],
 )
@@ -101,6 +104,26 @@ def test_bounded_json_reads_regular_files_alone(tmp_path):
         with pytest.raises(ValueError, match=str(path)):
             bounded_json(path)
     assert parse_json("[1]", "x", accepted=list) == [1]
+
+
+def test_a_folder_is_checked_without_a_trace(tmp_path):
+    check_folder(tmp_path)
+    check_folder(tmp_path / "new" / "run")
+    (tmp_path / "file").write_text("")
+    (tmp_path / "link").symlink_to("nowhere")
+    for path, message in (
+        (tmp_path / "file" / "run", "file is a file"),
+        (tmp_path / "link", "link is a link to nowhere, which does not exist"),
+        (tmp_path / ("x" * 300), "the name is too long"),
+        (Path("/proc/x/run"), "no folder can be made in /proc"),
+        (Path("/dev/null/x"), "/dev/null is a file"),
+    ):
+        with pytest.raises(ValueError, match=message) as error:
+            check_folder(path)
+        assert "\n" not in str(error.value)
+    with pytest.raises(ValueError, match="null"):
+        check_folder(tmp_path / "a\0b")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "link"]
 
 
 def test_a_replaced_file_is_the_old_or_the_new_one(tmp_path):
@@ -154,6 +177,9 @@ def test_messages_of_errors_that_end_a_program():
     full = RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.")
     assert failure(full).startswith("the device has too little memory (Out of memory alloc")
     assert failure(RuntimeError("INTERNAL: odd")) is None
+    assert failure(MemoryError("Unable to allocate 9 GiB")).startswith(
+        "this process has too little"
+    )
     assert failure(ValueError("RESOURCE_EXHAUSTED: Failed to write")).endswith("Failed to write")
 
 

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from lsm_jax.convert.checksums import check_sum, read_sums
 from lsm_jax.convert.fields import listed, shown
-from lsm_jax.files import MEGABYTE, inside, parse_json, read_bytes, reason
+from lsm_jax.files import MEGABYTE, check_keys, inside, parse_json, read_bytes, reason
 
 SINGLE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _HEADER_BYTES = 32 * MEGABYTE  # of a safetensors file; that of 100,000 tensors has 12 MB
@@ -214,12 +214,14 @@ class Checkpoint(Tensors):
         try:
             with path.open("rb") as file:
                 size = int.from_bytes(file.read(8), "little")
-            if size > min(_HEADER_BYTES, path.stat().st_size - 8):
-                raise ValueError(
-                    f"{path} cannot be read: its header has a length of {size} bytes; accepted are {_HEADER_BYTES}, and no "
-                    f"more than the file has, {path.stat().st_size}"
-                )
+                if size > min(_HEADER_BYTES, path.stat().st_size - 8):
+                    raise ValueError(
+                        f"{path} cannot be read: its header has a length of {size} bytes; accepted are {_HEADER_BYTES}, and no "
+                        f"more than the file has, {path.stat().st_size}"
+                    )
+                header = file.read(size)
             opened = safe_open(path, framework="np")
+            check_keys(header, f"{self.folder / name}: the header")
             self.metadata[name] = opened.metadata()
             keys = list(opened.keys())
             parts = [opened.get_slice(key) for key in keys]

@@ -75,7 +75,7 @@ def open_source(source: Source) -> Tensors:
     path = Path(source).expanduser()
     if path.is_file():
         return RWKVFile(path) if path.suffix == ".pth" else GGUF(path)
-    if not path.is_dir():
+    if not os.fspath(source) or not path.is_dir():
         raise ValueError(
             f"source={str(source)!r} does not exist; accepted is a Hugging Face folder or a .gguf file"
         )

@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 
 from lsm_jax.convert.checkpoint import Checkpoint
 from lsm_jax.convert.checksums import SUMS, sha256_of, sums_text
-from lsm_jax.files import MEGABYTE, disk_error, inside, replacing, write_atomically
+from lsm_jax.files import MEGABYTE, check_folder, disk_error, inside, replacing, write_atomically
 
 _COPY_BYTES = 256 * MEGABYTE  # of a file that is copied; the largest tokenizers have some 40 MB
 
@@ -113,11 +113,15 @@ def new_folder(out: str | os.PathLike[str], argument: str) -> Iterator[NewFolder
 
 
 def check_new(path: Path, argument: str) -> None:
-    """Raise ValueError unless a folder is empty or does not exist."""
+    """Raise ValueError unless a folder is empty, or does not exist and can be made."""
     if path.is_symlink() and not path.exists():
         raise ValueError(f"{argument}={str(path)!r} is a link to nothing; accepted is a new folder")
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ValueError(f"{argument}={str(path)!r} is not empty; accepted is a new folder")
+    try:
+        check_folder(path.absolute())
+    except ValueError as error:
+        raise ValueError(f"{argument}={str(path)!r}: {error}") from error
 
 
 def _delete(folder: NewFolder, existed: bool) -> None:

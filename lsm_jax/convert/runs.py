@@ -12,20 +12,27 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from lsm_jax.files import disk_error
+from lsm_jax.files import check_folder, disk_error
 from lsm_jax.training import Checkpoints, TrainConfig
 from lsm_jax.training.runs import checkpoint_directory, write_config
 
 
 def new_workdir(workdir: str | os.PathLike[str]) -> Path:
-    """Return the absolute path of the directory for a new run, after checking that no run is there.
+    """Return the absolute path of the directory for a new run, after checking that no run is there and that files
+    can be written there.
 
     Raises:
-        ValueError: the directory contains a run.
+        ValueError: the directory contains a run, or cannot be made.
     """
+    if not os.fspath(workdir):
+        raise ValueError("workdir is empty; accepted is a new directory")
     target = Path(workdir).expanduser().absolute()
     if any(os.path.lexists(p) for p in (target / "config.json", checkpoint_directory(target))):
         raise ValueError(f"workdir={str(workdir)!r} contains a run; accepted is a new directory")
+    try:
+        check_folder(target)
+    except ValueError as error:
+        raise ValueError(f"workdir={str(workdir)!r}: {error}") from error
     return target
 
 

@@ -15,7 +15,7 @@ from lsm_jax.convert.fields import check_auto_map, check_fields, listed, shown
 from lsm_jax.convert.gguf_file import GGUF
 from lsm_jax.data.chat import template_error
 from lsm_jax.data.tokenizers import special_tokens
-from lsm_jax.files import MEGABYTE, inside, parse_json, read_bytes, write_atomically
+from lsm_jax.files import MEGABYTE, check_keys, inside, parse_json, read_bytes, write_atomically
 
 _FILE, _CONFIG, _TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 # Regular expressions that split a text before byte pairs are merged, by llama.cpp's names; None is GPT-2's.
@@ -183,6 +183,7 @@ def _parse(content: bytes, path: Path) -> Any:
     except Exception as error:  # the package raises no narrower class
         problem = " ".join(str(error).split())
         raise ValueError(f"{path} is no tokenizer.json: {problem}") from error
+    check_keys(content, path)
     return tokenizer
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -13,6 +14,7 @@ import numpy as np
 from absl import logging
 
 from lsm_jax.data.instructions import alpaca, short_text, text_field
+from lsm_jax.files import unique_keys
 
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".py")
 JSONL_SUFFIXES = (".jsonl", ".ndjson")
@@ -121,7 +123,7 @@ class Documents:
     def __getitem__(self, index: int) -> Piece:
         path = self._files[self._file[index]]
         start, length = int(self._start[index]), int(self.lengths[index])
-        with open(path, "rb") as file:
+        with _opened(path) as file:
             if self._has_records(path):
                 file.seek(start)
                 where = f"{path}, the line at byte {start}"
@@ -199,12 +201,24 @@ class Documents:
         """Return (text, prompt) of a document that is a JSON value, given as bytes; `where` names its place
         in error messages."""
         try:
-            fields = json.loads(record)
+            fields = json.loads(record, object_pairs_hook=unique_keys)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{where}, is not JSON: {short_text(error, 200)}") from error
         if self.format == "alpaca":
             return alpaca(fields, where)
         return text_field(fields, self.text_key, where), ""
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
+    """Open a file for reading; an error of the disk inside the `with` block has the file's name."""
+    try:
+        with open(path, "rb") as file:
+            yield file
+    except OSError as error:
+        if error.errno is None or error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def list_files(paths: Sequence[str | Path]) -> list[Path]:
@@ -216,8 +230,10 @@ def list_files(paths: Sequence[str | Path]) -> list[Path]:
     files: list[Path] = []
     for given in paths:
         path = Path(given).expanduser().absolute()
+        if not os.fspath(given):
+            raise ValueError("a data path is empty; accepted are text and JSONL files, and folders")
         if path.is_file():
-            with open(path, "rb") as file:
+            with _opened(path) as file:
                 if b"\0" in file.read(4096):
                     raise ValueError(
                         f"{path} is not text; accepted are text and JSONL files, not compressed"
@@ -257,7 +273,7 @@ def _is_jsonl(path: Path) -> bool:
 def _jsonl_offsets(path: Path) -> np.ndarray:
     """Return the places of a JSONL file's records, [lines, 2]: offset and length in bytes of each line that
     is not blank."""
-    with open(path, "rb") as file:
+    with _opened(path) as file:
         return _offset_array(_lines(file, path))
 
 

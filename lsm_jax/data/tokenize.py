@@ -140,8 +140,10 @@ def _check_options(
 ) -> None:
     """Raise ValueError unless the options of `write_store`, which tokenises files into a token store, are
     accepted."""
-    if sequence_length < 1:
-        raise ValueError(f"sequence_length={sequence_length}; it must be at least 1")
+    if not 1 <= sequence_length < 2**31:
+        raise ValueError(
+            f"sequence_length={sequence_length}; it must be at least 1, and below 2^31"
+        )
     if heldout and not 0.0 < heldout_fraction < 1.0:
         raise ValueError(f"heldout_fraction={heldout_fraction}; it must be in (0, 1)")
     if heldout:
@@ -236,10 +238,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         results = write_store(options.input, options.output, console=console, **_keywords(options))
     except OSError as error:
         message = disk_error(error, kept="no store was written")
-        console.print(f"error: {message}", style="bold red", markup=False, highlight=False)
+        console.print(
+            f"error: {message}", style="bold red", markup=False, highlight=False, soft_wrap=True
+        )
         return 1
     except ValueError as error:
-        console.print(f"error: {error}", style="bold red", markup=False, highlight=False)
+        console.print(
+            f"error: {error}", style="bold red", markup=False, highlight=False, soft_wrap=True
+        )
         return 1
     except KeyboardInterrupt:
         console.print("interrupted; nothing was written")

@@ -15,7 +15,7 @@ from absl import logging
 
 from lsm_jax.data.chat import chat_text
 from lsm_jax.data.instructions import short_text
-from lsm_jax.files import MEGABYTE, bounded_json, read_bytes
+from lsm_jax.files import MEGABYTE, bounded_json, check_keys, read_bytes
 
 GPT2_VOCAB_SIZE = 50257
 GPT2_END_OF_TEXT = 50256
@@ -179,6 +179,7 @@ class JSONTokenizer:
         try:
             content = read_bytes(path, max_bytes=_MAX_TOKENIZER_BYTES)
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
+            check_keys(content, path)
         except BaseException as error:
             # The package's Rust code may panic, which raises a PanicException that is no Exception.
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":

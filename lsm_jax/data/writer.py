@@ -14,6 +14,7 @@ import numpy as np
 import tensorstore as ts
 
 from lsm_jax.data.store_files import checksum, write_checksums
+from lsm_jax.files import check_folder
 
 CHUNK = 2048
 _COMPRESSOR = {"id": "blosc", "cname": "lz4", "clevel": 5, "shuffle": 1, "blocksize": 0}
@@ -58,6 +59,10 @@ class StoreWriter:
             raise ValueError(f"{self.path} exists already; pass overwrite to replace it")
         if self.path.exists() and not (self.path / ".zarray").is_file():
             raise ValueError(f"{self.path} is no token store; overwrite replaces only token stores")
+        try:
+            check_folder(self.path.parent)
+        except ValueError as error:
+            raise ValueError(f"{self.path}: {error}") from error
         self._partial = self.path.with_name(f".{self.path.name}.partial-{os.getpid()}")
         self._length, self._attributes = length, attributes
         self._dtype = np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")

@@ -7,6 +7,8 @@ import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from lsm_jax.files import unique_keys
+
 _TOKENS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 _STOPS = ("until", "stop", "stop_strings", "stop_sequences")
 # Options that change nothing at this value, and are refused at any other one.
@@ -134,8 +136,8 @@ def parse_flag(text: str) -> dict[str, Any]:
     """
     if text.lstrip().startswith("{"):
         try:
-            options = json.loads(text)
-        except json.JSONDecodeError as error:
+            options = json.loads(text, object_pairs_hook=unique_keys)
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"lm_eval.gen_kwargs={text!r}: not JSON: {error}") from error
     else:
         options = {}
@@ -143,6 +145,8 @@ def parse_flag(text: str) -> dict[str, Any]:
             name, equals, value = part.partition("=")
             if not equals:
                 raise ValueError(f"lm_eval.gen_kwargs={text!r}: accepted is name=value,... or JSON")
+            if name.strip() in options:
+                raise ValueError(f"lm_eval.gen_kwargs={text!r}: {name.strip()!r} occurs twice")
             options[name.strip()] = _value(value)
     parse_generation(options)
     return options

@@ -84,6 +84,8 @@ class HarnessConfig:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"lm_eval.{name}={value}: it must be at least {least}")
+        if any(length < 1 for length in self.lengths):
+            raise ValueError(f"lm_eval.lengths={self.lengths}: accepted are integers from 1")
         if self.num_fewshot is not None and self.num_fewshot < 0:
             raise ValueError(f"lm_eval.num_fewshot={self.num_fewshot}: it must be at least 0")
         if self.include_path is not None and not Path(self.include_path).expanduser().is_dir():

@@ -12,7 +12,6 @@ in its repository); its messages are not part of this library.
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -24,6 +23,7 @@ from rich.table import Table
 
 from lsm_jax.evaluation.files import write_json
 from lsm_jax.evaluation.suites.local import read_rows
+from lsm_jax.files import bounded_json
 
 
 def _cells(results: Mapping[str, Any]) -> list[tuple[str, str, int, int]]:
@@ -80,7 +80,13 @@ def read_ratings(
         ValueError: an answer is missing or has no [[rating]] from 1 to 10; the message names the request.
     """
     texts: dict[str, str] = {}
-    for row in answers:
+    for number, row in enumerate(answers, 1):
+        if not isinstance(row.get("custom_id"), str):
+            raise ValueError(
+                f"answer {number} has custom_id={row.get('custom_id')!r}; accepted is the name of a request"[
+                    :200
+                ]
+            )
         content = row.get("content")
         if content is None:
             try:
@@ -89,7 +95,12 @@ def read_ratings(
                 raise ValueError(
                     f"answer {row.get('custom_id')!r} has no content; accepted are rows of a batch's output"
                 ) from error
-        texts[row["custom_id"]] = content
+        if not isinstance(content, str):
+            raise ValueError(
+                f"answer {row['custom_id']!r} has the content {content!r}; accepted is a text"[:200]
+            )
+        if texts.setdefault(row["custom_id"], content) != content:
+            raise ValueError(f"there are two unequal answers to {row['custom_id']!r}")
     rated: dict[str, Any] = {}
     for name, mode, i, j in _cells(results):
         match = re.search(r"\[\[(\d+)\]\]", texts.get(name, ""))
@@ -109,7 +120,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--folder", required=True, type=Path, help="the folder of needle.json")
     parser.add_argument("--answers", required=True, type=Path, help="the judge's answers, .jsonl")
     options = parser.parse_args(argv)
-    results = json.loads((options.folder / "needle.json").read_text(encoding="utf-8"))
+    path = options.folder / "needle.json"
+    results = bounded_json(path, max_bytes=1 << 30)
+    for name in ("lengths", "depths"):
+        values = results.get(name)
+        if not isinstance(values, list) or not all(isinstance(v, int | float) for v in values):
+            raise ValueError(f"{path}: {name}={values!r}; accepted is a list of numbers"[:300])
     ratings = read_ratings(results, read_rows(options.answers))
     write_json(options.folder / "needle_judged.json", ratings)
     table = Table("length", *ratings["ratings"], title="Mean rating, 1 to 10")

@@ -68,6 +68,8 @@ class Request:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name}={value}: it must be at least 1")
+            if value is not None and value >= 2**31:
+                raise ValueError(f"{name}={value}: it must be below 2^31")
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"seed={self.seed}: accepted are 0 to 2^63 - 1")
         self.needle.validate()

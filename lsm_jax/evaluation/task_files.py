@@ -56,6 +56,7 @@ def check_task_files(folder: str | Path, *, trust: bool) -> None:
         _check_texts(path, node)
         if not trust:
             _check_harmless(path, node)
+        _check_keys(path, node)
         for name, line in _includes(node):
             included = path.resolve().parent / name
             if not included.is_file():
@@ -137,6 +138,27 @@ def _check_size(path: Path, root: Any) -> None:
 
     if size(root) > _MAX_NODES:
         raise ValueError(f"{path}: its aliases stand for more than {_MAX_NODES} values")
+
+
+def _check_keys(path: Path, root: Any) -> None:
+    """Raise ValueError if a mapping has a key twice, of which the harness would use the last."""
+    seen: set[int] = set()
+    waiting = [root]
+    while waiting:
+        node = waiting.pop()
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        waiting += _children(node)
+        keys: set[tuple[str, str]] = set()
+        for key, _ in node.value if node.tag == "tag:yaml.org,2002:map" else ():
+            if not isinstance(key.value, str) or key.value == "<<":
+                continue
+            if (key.tag, key.value) in keys:
+                raise ValueError(
+                    f"{path}, line {key.start_mark.line + 1}: the key {key.value[:100]!r} occurs twice in one mapping"
+                )
+            keys.add((key.tag, key.value))
 
 
 def _children(node: Any) -> list[Any]:

@@ -260,10 +260,12 @@ def _tokens_to_map(run: Run, request: Request) -> np.ndarray:
         batches = make_eval_iterator(
             data, tokenizer, global_batch_size=1, vocab_size=vocab_size, remainder="pad"
         )
-        tokens, source = next(batches)["tokens"][0], "a row has (see --sequence_length)"
+        tokens, source = next(batches)["tokens"][0], "a row of --sequence_length has"
         length = length or min(tokens.size, 1024)
     if length is not None and length > tokens.size:
-        raise ValueError(f"maps.length={length}: {source} {tokens.size} tokens")
+        raise ValueError(
+            f"maps.length={length}: {source} only {tokens.size} tokens; accepted are 1 to {tokens.size}"
+        )
     return tokens[:length]
 
 

@@ -47,6 +47,9 @@ def parse_config(
     if len(argv) == 1:
         page = (sys.modules["__main__"].__doc__ or "").strip()
         sys.exit(f"{program}: {_problem(argv, workdir)}\n\n{page}\n\n--help lists all flags.")
+    path = _given(argv).get("config", "").partition(":")[0]
+    if os.path.exists(path) and not os.path.isfile(path):  # a pipe or device would be read forever
+        sys.exit(f"{program}: --config={path}: {path!r} is no regular file; {_ACCEPTED}")
     plain = _plain_numbers(argv, program)
     unset = [a for a in plain[1:] if re.fullmatch(r"--?config\.[^=]+=None", a)]
     changed = dict(zip(argv, plain, strict=True))

@@ -168,7 +168,7 @@ class TrainLoop:
             self.lock.acquire()  # creates the directory of a new run
         write_config(self.workdir, self.config, data, frozen)
         write_choices(self.workdir)
-        self.writer = MetricsWriter(self.workdir, self.start)
+        self.writer = MetricsWriter(self.workdir, self.start, log_every=self.config.log_every)
         resources.enter_context(contextlib.closing(self.writer))
         self.meter = Meter()  # the time before this includes compilation
 

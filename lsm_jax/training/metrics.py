@@ -3,6 +3,7 @@ and show its progress."""
 
 from __future__ import annotations
 
+import codecs
 import collections
 import errno
 import itertools
@@ -33,7 +34,7 @@ from tensorboardX.proto import event_pb2
 from tensorboardX.record_writer import masked_crc32c
 from tensorboardX.summary import scalar
 
-from lsm_jax.files import write_atomically
+from lsm_jax.files import unique_keys, write_atomically
 from lsm_jax.training.failures import writing
 
 SECONDS_BETWEEN_LINES = 10.0
@@ -51,12 +52,14 @@ class MetricsWriter:
         step: the training step from which the run continues; the lines of later steps, and a line cut short by
             a kill, are removed from metrics.jsonl, since the run writes them again. If other lines are damaged,
             those that can be read remain, and the damaged file is copied to metrics.damaged-<n>.jsonl.
+        log_every: the run's `log_every`. Rows of training steps up to `step` that are missing, as after metrics.jsonl
+            was deleted, are reported in one line; 0 does not look for any.
 
     Raises:
         WriteError: a file cannot be written; the methods raise it too.
     """
 
-    def __init__(self, workdir: Path, step: int):
+    def __init__(self, workdir: Path, step: int, *, log_every: int = 0):
         self._file = self._events = None
         if jax.process_index() != 0:  # one host writes for all
             return
@@ -66,7 +69,11 @@ class MetricsWriter:
             lines, damage = _readable_lines(data)
             if damage:
                 _save_damaged(path, data, damage)
-            kept = b"".join(line + b"\n" for row, line in lines if row["step"] <= step)
+            lines = [(row, line) for row, line in lines if row["step"] <= step]
+            if log_every and step >= log_every:
+                steps = [row["step"] for row, _ in lines if "train/loss" in row]
+                _report_missing(path, steps, step, log_every)
+            kept = b"".join(line + b"\n" for _, line in lines)
             if kept != data or path.is_symlink() or not path.exists():
                 write_atomically(path, kept)
             self._file = path.open("ab", buffering=0)
@@ -186,6 +193,9 @@ def _readable_lines(data: bytes) -> tuple[list[tuple[dict[str, Any], bytes]], li
     damage: list[str] = []
     latest: dict[tuple[int, str], int] = {}  # (step, metric) -> index in `rows`
     repeated: set[int] = set()
+    if data.startswith(codecs.BOM_UTF8):
+        damage.append("line 1 begins with a byte-order mark")
+        data = data.removeprefix(codecs.BOM_UTF8)
     lines = data.split(b"\n")
     for number, line in enumerate(lines, 1):
         if not line:
@@ -213,11 +223,13 @@ def _readable_lines(data: bytes) -> tuple[list[tuple[dict[str, Any], bytes]], li
 def _parse_row(line: bytes) -> dict[str, Any] | str:
     """Return the row in a line of metrics.jsonl, or what is wrong with the line."""
     try:
-        row = json.loads(line.decode("utf-8"))
+        row = json.loads(line.decode("utf-8"), object_pairs_hook=unique_keys)
     except UnicodeDecodeError:
         return "is no UTF-8"
-    except (ValueError, RecursionError):
+    except (json.JSONDecodeError, RecursionError):
         return "is no JSON"
+    except ValueError as error:  # a key that occurs twice, or a number of too many digits
+        return f"cannot be read ({error})"
     if not isinstance(row, dict):
         return "is no JSON object"
     step = row.get("step")
@@ -238,6 +250,38 @@ def _save_damaged(path: Path, data: bytes, damage: list[str]) -> None:
         file=sys.stderr,
         flush=True,
     )
+
+
+def _report_missing(path: Path, steps: list[int], step: int, log_every: int) -> None:
+    """Say in one line which rows up to a training step are missing in a metrics.jsonl, if any are.
+
+    `log_every` may have changed in the past. The distance of two rows between which it changed is less than the
+    distances before and after it together, and the distance of two rows between which one is missing is not.
+
+    Args:
+        path: the metrics.jsonl.
+        steps: the steps of its rows with a training loss, in ascending order.
+        step: the training step.
+        log_every: the present number of steps between two rows.
+    """
+    places = [0, *steps]
+    gaps = [after - before for before, after in itertools.pairwise(places)]
+    missing = []
+    for i, gap in enumerate(gaps if len(gaps) > 1 else ()):
+        before = gaps[i - 1] if i else max(log_every, gaps[1])
+        after = gaps[i + 1] if i + 1 < len(gaps) else max(log_every, gaps[i - 1])
+        if gap >= before + after:
+            missing.append((places[i] + 1, places[i + 1] - 1))
+    if step - places[-1] >= max([log_every, *gaps[-1:]]):
+        missing.append((places[-1] + 1, step))
+    if missing:
+        ranges = [f"{first} to {last}" for first, last in missing[:3]]
+        more = f" and {len(missing) - 3} more ranges" if len(missing) > 3 else ""
+        print(
+            f"{path} has no rows of steps {', '.join(ranges)}{more}; training continues after step {step} without them",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def memory_gib() -> tuple[str, float]:

@@ -19,7 +19,7 @@ from orbax import checkpoint as orbax
 
 from lsm_jax import ops
 from lsm_jax.data import fingerprint_changes
-from lsm_jax.files import bounded_json, write_atomically
+from lsm_jax.files import bounded_json, check_folder, write_atomically
 from lsm_jax.models import Decoder, abstract
 from lsm_jax.training.checkpoints import Checkpoints
 from lsm_jax.training.config import TrainConfig, check_implementations
@@ -116,12 +116,12 @@ def check_workdir(workdir: Path, config: Any) -> None:
             or a metrics.jsonl that is no file, or was
             created with another config; the message lists the fields that differ.
     """
-    nearest = next(p for p in (workdir, *workdir.parents) if p.exists())
-    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
-        problem = "is not writable" if nearest.is_dir() else "is a file"
+    try:
+        check_folder(workdir)
+    except ValueError as error:
         raise ValueError(
-            f"workdir={str(workdir)!r}: {nearest} {problem}; accepted is a directory, which is created if it does not exist"
-        )
+            f"workdir={str(workdir)!r}: {error}; accepted is a directory, which is created if it does not exist"
+        ) from error
     checkpoints = checkpoint_directory(workdir)
     if checkpoints.exists() and not checkpoints.is_dir():
         raise ValueError(

@@ -284,6 +284,9 @@ def test_errors_name_the_file_or_line(tmp_path, lines):
     (folder / "c.jsonl").write_text("[" * 100_000 + "\n")
     with pytest.raises(ValueError, match=r"c\.jsonl, the line at byte 0, is not JSON"):
         first(folder)
+    (folder / "c.jsonl").write_text('{"text": "x", "text": "y"}\n')
+    with pytest.raises(ValueError, match=r"c\.jsonl.*the key 'text' occurs twice"):
+        first(folder)
     (folder / "c.jsonl").write_text('{"body": "x"}\n')
     with pytest.raises(ValueError, match=r"c\.jsonl, the line at byte 0.*'text'.*\['body'\]"):
         first(folder)

@@ -109,6 +109,31 @@ def test_no_file_remains_after_an_error(lines, tmp_path, capsys):
     assert not list((tmp_path / "out").glob("*")) and not list((tmp_path / "out").glob(".*"))
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--input", ""], "error: a data path is empty"),
+        (["--input", "/proc/self/mem"], "error: /proc/self/mem: the disk reports an input/output"),
+        (
+            ["--sequence_length", str(10**20)],
+            "error: sequence_length=1" + "0" * 20 + "; it must be",
+        ),
+        (["--output", "/proc/x.zarr"], "error: /proc/x.zarr: no folder can be made in /proc"),
+    ],
+)
+def test_an_error_is_one_line(lines, tmp_path, capsys, arguments, message):
+    given = dict(zip(arguments[::2], arguments[1::2], strict=True))
+    options = {
+        "--input": lines,
+        "--output": str(tmp_path / "x.zarr"),
+        "--tokenizer": "bytes",
+    } | given
+    assert main([word for pair in options.items() for word in pair] + ["--pack"]) == 1
+    printed = capsys.readouterr().err
+    assert printed.startswith(message) and printed.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
 def test_the_demo_store_is_the_same_every_time(tmp_path):
     train, held = write_demo_store(tmp_path / "demo", row_length=512, max_bytes=2_000_000)
     rows = read(train), read(held)

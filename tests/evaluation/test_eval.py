@@ -131,6 +131,7 @@ def test_a_store_of_another_tokenizer(run, workdir, tmp_path):
     ("field", "value", "message"),
     [
         ("num_tokens", 0, "at least 1"),
+        ("num_tokens", 2**31, "below 2\\^31"),
         ("sequence_length", -1, "at least 1"),
         ("temperature", -1.0, "0 \\(greedy\\)"),
         ("top_k", 0, "at least 1"),

@@ -67,6 +67,9 @@ def test_the_flag_is_pairs_or_json():
         parse_flag("greedy")
     with pytest.raises(ValueError, match="not JSON"):
         parse_flag("{")
+    for text in ("top_k=3,top_k=4", '{"top_k": 3, "top_k": 4}'):
+        with pytest.raises(ValueError, match="'top_k' occurs twice"):
+            parse_flag(text)
     with pytest.raises(ValueError, match="beams=2 is not an option"):
         parse_flag("beams=2")
 

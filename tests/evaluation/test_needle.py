@@ -327,3 +327,16 @@ def test_the_judges_requests_and_ratings(run, texts, tmp_path, capsys):
     path.write_text(json.dumps(answers[1]) + "\n")
     with pytest.raises(ValueError, match="request 'easy-460-0' has no answer with"):
         judge.main([f"--folder={tmp_path}", f"--answers={path}"])
+    for row, message in (
+        ({"content": "[[5]]"}, "answer 1 has custom_id=None; accepted"),
+        ({"custom_id": names[0], "content": 5}, "answer 'easy-460-0' has the content 5; accepted"),
+    ):
+        path.write_text(json.dumps(row) + "\n")
+        with pytest.raises(ValueError, match=message):
+            judge.main([f"--folder={tmp_path}", f"--answers={path}"])
+    path.write_text("".join(json.dumps(answers[1] | dict(content=c)) + "\n" for c in "ab"))
+    with pytest.raises(ValueError, match="two unequal answers to 'easy-460-100'"):
+        judge.main([f"--folder={tmp_path}", f"--answers={path}"])
+    (tmp_path / "needle.json").write_text('{"lengths": 5}')
+    with pytest.raises(ValueError, match=r"needle\.json: lengths=5; accepted is a list"):
+        judge.main([f"--folder={tmp_path}", f"--answers={path}"])

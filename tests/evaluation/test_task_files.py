@@ -56,7 +56,10 @@ def test_harmless_task_files_need_no_trust(tmp_path):
     ],
 )
 def test_code_in_task_files_needs_trust(tmp_path, line, message):
-    folder = folder_with(tmp_path, HARMLESS + line + "\n")
+    # The line takes the place of the one with the same key, and is always number 8.
+    others = [x for x in HARMLESS.splitlines() if not x.startswith(line.partition(":")[0] + ":")]
+    others += [""] * (len(HARMLESS.splitlines()) - len(others))
+    folder = folder_with(tmp_path, "\n".join([*others, line, ""]))
     config = HarnessConfig(tasks="mine", include_path=str(folder))
     with pytest.raises(ValueError, match=message + r".*pass --lm_eval\.trust"):
         check_harness(config)
@@ -72,6 +75,15 @@ def test_fields_of_texts_have_texts(tmp_path, line, given):
     folder = folder_with(tmp_path, rest + line + "\n")
     name = line.partition(":")[0]
     with pytest.raises(ValueError, match=rf"a\.yaml, line \d+: {name}={given}; accepted is a text"):
+        check_task_files(folder, trust=True)
+
+
+def test_a_key_that_occurs_twice_is_named(tmp_path):
+    folder = folder_with(tmp_path, HARMLESS + "metadata: {version: 1, other: 2, version: 2}\n")
+    with pytest.raises(ValueError, match=r"a\.yaml, line 8: the key 'version' occurs twice in one"):
+        check_task_files(folder, trust=True)
+    folder_with(tmp_path, HARMLESS + "task: other\n")
+    with pytest.raises(ValueError, match=r"a\.yaml, line 8: the key 'task' occurs twice"):
         check_task_files(folder, trust=True)
 
 

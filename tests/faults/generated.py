@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.faults.damages import Case
+from tests.faults.judging import Case
 
 
 def _module(name: str) -> Any:
@@ -31,7 +31,7 @@ def sources(intact: Path, seed: int) -> dict[str, Callable[[Path], Iterator[Case
     """Return the generators by name; each is called with a new folder for the copies.
 
     Args:
-        intact: the folder of the intact inputs (`subjects.build`).
+        intact: the folder of the intact inputs (`intact.build`).
         seed: decides which bytes and fields of checkpoints are damaged.
     """
     found: dict[str, Callable[[Path], Iterator[Case]]] = {}
@@ -73,21 +73,19 @@ def _checkpoints(module: Any, kind: str, folder: Path, seed: int) -> Iterator[Ca
 def _runs(module: Any, intact: Path, folder: Path) -> Iterator[Case]:
     """Yield the damaged runs: each is resumed or loaded, and has the parameters of the intact run."""
     from lsm_jax.training import load_run, train
-    from tests.faults import subjects
+    from tests.faults.intact import digest, small
 
     steps = [int(path.name) for path in (intact / "run" / "checkpoints").iterdir()]
-    earlier = {
-        subjects.digest(load_run(intact / "run", step=step).params) for step in sorted(steps)[:-1]
-    }
+    earlier = {digest(load_run(intact / "run", step=step).params) for step in sorted(steps)[:-1]}
     for damage in module.damaged_runs(intact / "run", folder):
 
         def read(damage: Any = damage) -> tuple[str, str]:
             if damage.act == "resume":
-                train(subjects.small("plain", intact / "source"), damage.folder)
-            value = subjects.digest(load_run(damage.folder).params)
+                train(small("plain", intact / "source"), damage.folder)
+            value = digest(load_run(damage.folder).params)
             if damage.refused:
                 return value, ""
-            return value, subjects.digest(load_run(intact / "run").params)
+            return value, digest(load_run(intact / "run").params)
 
         yield Case(
             subject="generated runs",
@@ -129,9 +127,9 @@ def _readers(module: Any, intact: Path) -> dict[str, tuple[Any, Path, Callable[[
         check_task_files(path, trust=False)
 
     def write_results(path: Path, damage: Any) -> None:
-        from tests.faults import subjects
+        from tests.faults.intact import evaluate
 
-        subjects.evaluate(path, "x")
+        evaluate(path, "x")
 
     plain = intact / "tasks-without-code"
     return {

@@ -7,11 +7,8 @@ after the start, or a file or a line of the log that appears, plus a random dela
 
 from __future__ import annotations
 
-import collections
-import dataclasses
 import os
 import random
-import re
 import shutil
 import signal
 import subprocess
@@ -23,24 +20,20 @@ from typing import Any
 
 from tests.faults import inputs
 from tests.faults.configs import KINDS
+from tests.faults.outcomes import Chain, Kill, compare, outcome
 from tests.faults.snapshot import changes, snapshot
+from tests.faults.watch import (
+    END_SECONDS,
+    MOMENTS,
+    PREPARE,
+    Watch,
+    checkpoints,
+    group_is_gone,
+    is_temporary,
+)
 
-END_SECONDS = 10.0  # a process that lives longer after its last signal counts as a hang
 PEER_SECONDS = 3.0  # then the other process of a run is killed, as launchers do
 START_SECONDS = 180.0  # a start that neither ends nor reaches its moment counts as a hang
-# Moment -> the longest delay in seconds after it.
-MOMENTS = {
-    "start": 2.0,  # after the process was started: imports
-    "any": 4.0,  # after the process was started
-    "read": 0.3,  # the log says that data are read: data, then the checkpoint
-    "compile": 0.4,
-    "describe": 0.02,  # config.json, metrics.draft or a lock file changes
-    "step": 0.03,  # a row of metrics was written
-    "save": 0.05,  # the temporary folder of a checkpoint exists
-    "checksums": 0.02,  # a checkpoint got its name: checksums are written
-    "end": 0.05,  # the last row was written
-}
-PREPARE = {"start": 1.0, "any": 2.0, "partial": 0.2}  # of the program that writes token stores
 SIGNALS = {
     "SIGKILL": (signal.SIGKILL,),
     "SIGTERM": (signal.SIGTERM,),
@@ -51,42 +44,6 @@ SIGNALS = {
 WEIGHTS = (40, 20, 15, 10, 15)
 _TRACEBACK = "Traceback (most recent call last)"
 _TRAIN_MOMENTS = tuple(MOMENTS)
-
-
-@dataclasses.dataclass
-class Kill:
-    """One kill of a chain: what was killed, when and how, and what was wrong about its end."""
-
-    kind: str
-    moment: str
-    signals: str
-    resumed: bool
-    seconds: float  # from the last signal to the end of the process
-    problems: list[str]
-
-
-@dataclasses.dataclass
-class Chain:
-    """The result of one chain.
-
-    Attributes:
-        kind: the kind of run.
-        number: the chain's number, which decides its random choices.
-        kills: the kills, in order.
-        starts: number of starts.
-        problems: what went wrong, as (category, text); the categories are those of `CATEGORIES`.
-        leftovers: temporary files that remain in the run's directory after its end.
-    """
-
-    kind: str
-    number: int
-    kills: list[Kill] = dataclasses.field(default_factory=list)
-    starts: int = 0
-    problems: list[tuple[str, str]] = dataclasses.field(default_factory=list)
-    leftovers: list[str] = dataclasses.field(default_factory=list)
-
-
-CATEGORIES = ("lost", "unequal", "hang", "traceback", "outside")
 
 
 class Campaign:
@@ -232,7 +189,7 @@ class Campaign:
         if written := changes({}, snapshot(home)):
             chain.problems.append(("outside", f"HOME and the current folder: {written[:5]}"))
         chain.leftovers += [
-            path.relative_to(folder).as_posix() for path in workdir.rglob("*") if _temporary(path)
+            path.relative_to(folder).as_posix() for path in workdir.rglob("*") if is_temporary(path)
         ]
 
     def _disturb(
@@ -346,7 +303,7 @@ class Campaign:
                 process.wait(PEER_SECONDS)
             except subprocess.TimeoutExpired:
                 process.kill()  # as a launcher does
-        if kind == "tokenize" and not _group_is_gone(processes[0].pid):
+        if kind == "tokenize" and not group_is_gone(processes[0].pid):
             problems.append("hang")  # a worker outlives the program
         self._end(processes)
         with self.lock:
@@ -371,167 +328,3 @@ class Campaign:
             f"{self.target}, {seconds:.0f} s, {left:.0f} s left",
             flush=True,
         )
-
-
-class Watch:
-    """Say whether a moment of a run has come, from its log and its files.
-
-    Args:
-        moment: one of `MOMENTS` or `PREPARE`.
-        workdir: the run's directory, or the folder of the token stores.
-        log: the file with the output of this start.
-        number: number of rows of metrics to wait for, if the moment is "step".
-    """
-
-    def __init__(self, moment: str, workdir: Path, log: Path, number: int):
-        self.moment, self.workdir, self.log, self.number = moment, workdir, log, number
-        self.before = self._state()
-
-    def reached(self) -> bool:
-        """Return whether the moment has come."""
-        if self.moment in ("start", "any"):
-            return True
-        if self.moment in ("read", "compile"):
-            words = dict(read=b": reading ", compile=b"; compiling the step")
-            return words[self.moment] in self.log.read_bytes()
-        state = self._state()
-        if self.moment == "step":
-            if state < self.before:  # rows after the last checkpoint were removed
-                self.before = state
-            return state >= self.before + self.number
-        if self.moment == "end":
-            return state > self.before
-        return bool(state) and state != self.before
-
-    def _state(self) -> Any:
-        metrics = self.workdir / "metrics.jsonl"
-        if self.moment == "step":
-            return _content(metrics).count(b"\n")
-        if self.moment == "end":
-            return _content(metrics).count(b'"step": 24,')
-        if self.moment == "describe":
-            names = [n for n in _names(self.workdir) if not n.startswith(("checkpoints", "plots"))]
-            return tuple((n, _changed(self.workdir / n)) for n in names)
-        if self.moment == "save":
-            return any("tmp" in name for name in _names(self.workdir / "checkpoints"))
-        if self.moment == "checksums":
-            return tuple(n for n in _names(self.workdir / "checkpoints") if n.isdecimal())
-        return any(".partial-" in name for name in _names(self.workdir))
-
-
-def _names(folder: Path) -> list[str]:
-    try:
-        return sorted(os.listdir(folder))
-    except OSError:
-        return []
-
-
-def _content(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError:
-        return b""
-
-
-def _changed(path: Path) -> int:
-    try:
-        return path.stat().st_mtime_ns
-    except OSError:
-        return 0
-
-
-def _temporary(path: Path) -> bool:
-    """Return whether a path in a run's directory is a temporary file or folder by its name."""
-    name = path.name
-    return name.startswith(".") or name.endswith(".draft") or re.search(r"tmp", name) is not None
-
-
-def _group_is_gone(group: int) -> bool:
-    """Return whether all processes of a group end within `END_SECONDS`."""
-    end = time.monotonic() + END_SECONDS
-    while time.monotonic() < end:
-        try:
-            os.killpg(group, 0)
-        except ProcessLookupError:
-            return True
-        time.sleep(0.02)
-    return False
-
-
-def checkpoints(workdir: Path) -> list[str]:
-    """Return the names of the complete checkpoints of a run."""
-    return [name for name in _names(workdir / "checkpoints") if name.isdecimal()]
-
-
-def outcome(workdir: Path) -> dict[str, Any]:
-    """Return the rows of metrics of a finished run without speeds and memory, and the bytes of its final
-    parameters by name."""
-    import jax
-    import numpy as np
-
-    from lsm_jax.training import load_run, read_rows
-
-    rows = [
-        {name: value for name, value in row.items() if not name.startswith(("perf/", "memory/"))}
-        for row in read_rows(workdir / "metrics.jsonl")
-    ]
-    run = load_run(workdir)
-    leaves = jax.tree_util.tree_leaves_with_path(run.params)
-    params = {jax.tree_util.keystr(path): np.asarray(leaf).tobytes() for path, leaf in leaves}
-    return dict(rows=rows, step=run.step, params=params)
-
-
-def compare(expected: dict[str, Any], given: dict[str, Any]) -> list[str]:
-    """Return the differences between two outcomes, as lines."""
-    lines = []
-    if expected["rows"] != given["rows"]:
-        pairs = list(zip(expected["rows"], given["rows"], strict=False))
-        first = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
-        sizes = f"{len(given['rows'])} rows of metrics of {len(expected['rows'])}"
-        lines.append(f"{sizes}; the first difference is in row {first}")
-    if expected["step"] != given["step"]:
-        lines.append(f"step {given['step']} in place of {expected['step']}")
-    names = [n for n, value in expected["params"].items() if given["params"].get(n) != value]
-    if names:
-        lines.append(f"{len(names)} parameters differ: {', '.join(names[:3])}")
-    return lines
-
-
-def rows_of(chains: list[Chain], seed: int, seconds: float) -> list[dict[str, Any]]:
-    """Return the rows of results of the campaign: one for each kind of run, and one for all."""
-    rows = []
-    for kind in [*dict.fromkeys(chain.kind for chain in chains), "all"]:
-        part = [chain for chain in chains if kind in (chain.kind, "all")]
-        kills = [kill for chain in part for kill in chain.kills]
-        problems = collections.Counter(category for chain in part for category, _ in chain.problems)
-        single = [k.signals if "+" not in k.signals else "several" for k in kills]
-        rows.append(
-            dict(
-                part="kills",
-                kind=kind,
-                seed=seed,
-                runs=len(part),
-                starts=sum(chain.starts for chain in part),
-                kills=len(kills),
-                kills_of_resumed=sum(kill.resumed for kill in kills),
-                signals=dict(collections.Counter(single)),
-                moments=dict(collections.Counter(_moment(kill) for kill in kills)),
-                **{category: problems[category] for category in CATEGORIES},
-                leftovers=sum(len(chain.leftovers) for chain in part),
-                longest_end=max((kill.seconds for kill in kills), default=0.0),
-            )
-        )
-    rows[-1]["seconds"] = round(seconds)
-    rows[-1]["problems"] = [
-        f"chain {chain.number} ({chain.kind}): {category}: {text}"
-        for chain in chains
-        for category, text in chain.problems
-    ][:50]
-    rows[-1]["leftover_names"] = sorted(
-        {re.sub(r"\d+", "N", name) for chain in chains for name in chain.leftovers}
-    )[:20]
-    return rows
-
-
-def _moment(kill: Kill) -> str:
-    return "prepare" if kill.kind == "tokenize" else kill.moment

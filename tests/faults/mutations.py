@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import struct
 from collections.abc import Callable
@@ -163,7 +164,18 @@ def bad_utf8(rng: Random, file: Path, outside: Path) -> Damage:
     return f"not UTF-8 at byte {at}", set()
 
 
-JSON: tuple[Mutation, ...] = (set_field, set_field, set_field, remove_field, nest, other_json, bad_utf8)  # fmt: skip
+def repeat_field(rng: Random, file: Path, outside: Path) -> Damage:
+    """Put a key of a JSON file, with another value, in front of the same key."""
+    content = file.read_bytes()
+    places = [(m.start(), m[1]) for m in re.finditer(rb'"([^"\\]*)"\s*:', content)]
+    if not places:
+        return empty(rng, file, outside)
+    at, key = rng.choice(places)
+    file.write_bytes(content[:at] + b'"%s": 5, ' % key + content[at:])
+    return f"the key {key.decode()!r} occurs twice", {key.decode(), file.name}
+
+
+JSON: tuple[Mutation, ...] = (set_field, set_field, set_field, remove_field, repeat_field, nest, other_json, bad_utf8)  # fmt: skip
 
 
 def header_length(rng: Random, file: Path, outside: Path) -> Damage:
@@ -257,6 +269,8 @@ def line(rng: Random, file: Path, outside: Path) -> Damage:
         b'"text"\n',
         b"\n",
         b"\xff\xfe" + old,
+        b"\xef\xbb\xbf" + old,
+        old.replace(b"{", b'{"step": 1, "text": "a", "step": 1, ', 1),
         old.replace(b'"step": ', b'"step": "x'),
         old.replace(b'"step": ', b'"step": -'),
         old.replace(b'"step": ', b'"step": 1e400, "s": '),

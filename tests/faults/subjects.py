@@ -1,30 +1,30 @@
-"""The intact inputs that the campaign damages, and for each the calls of the library that read it.
+"""The kinds of inputs that the campaign damages, and for each the calls of the library that read it.
 
-`build` writes them once to a folder. A `Subject` copies one of them; its `read` returns a value that is compared
+`intact.build` writes them once to a folder. A `Subject` copies one of them; its `read` returns a value that is compared
 with that of the intact input.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import importlib.util
 import json
-import os
 import shutil
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any
 
-import jax
-import numpy as np
-
-from tests.faults import configs, inputs
+from tests.faults.intact import digest, evaluate, small
 from tests.faults.mutations import Damage, for_file
+from tests.faults.special import (
+    index_outside,
+    links_in_run,
+    model_sizes,
+    output_outside,
+    store_links,
+    store_sizes,
+)
 
-TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
 CHAT = [dict(role="user", content="to be or not")]
 
 
@@ -53,150 +53,6 @@ class Subject:
     extra: tuple[Callable[[Random, Path, Path], Damage], ...] = ()
     accept: Callable[[Any, Any], str] = lambda value, intact: "no"
     writable: str | None = None
-
-
-def digest(tree: Any) -> str:
-    """Return a digest of the names, shapes and bytes of all arrays in a tree."""
-    total = hashlib.sha256()
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        array = np.asarray(leaf)
-        total.update(f"{jax.tree_util.keystr(path)} {array.shape} {array.dtype}".encode())
-        total.update(array.tobytes())
-    return total.hexdigest()
-
-
-def build(folder: Path) -> None:
-    """Write the intact inputs of all `SUBJECTS` to the new folder `folder`, each in a folder of its name."""
-    from lsm_jax.convert import export, import_huggingface
-    from lsm_jax.convert.huggingface import load_params, model_config
-    from lsm_jax.data.tokenize import write_store
-    from lsm_jax.linearize.export import export_run
-    from lsm_jax.training import train
-
-    source, text = folder / "source", folder / "source" / "text"
-    inputs.write_text(text)
-    _write_tokenizer(inputs.write_llama(source / "llama"))
-    shutil.copytree(source / "llama", folder / "checkpoint")
-    _split(folder / "checkpoint", folder / "sharded")
-    shutil.copytree(folder / "sharded", folder / "export")
-    config = model_config(source / "llama")
-    params = load_params(source / "llama", config)
-    export(params, config, source / "llama", folder / "exported")
-    (folder / "gguf").mkdir()
-    shutil.copy(inputs.ROOT / "tests" / "convert" / "goldens" / "llama.gguf", folder / "gguf")
-    (folder / "tokenizer").mkdir()
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(source / "llama" / name, folder / "tokenizer")
-    released = folder / "released"
-    shutil.copytree(source / "llama", released)
-    _change_json(
-        released / "config.json", model_type="liger_gla", architectures=["LigerGLAForCausalLM"]
-    )
-    for name, part in (("train", text), ("heldout", text)):
-        write_store(
-            [str(part)],
-            str(folder / "store" / f"{name}.zarr"),
-            tokenizer="bytes",
-            sequence_length=64,
-            pack=True,
-            num_workers=1,
-        )
-    (folder / "text").mkdir()
-    rows = [json.dumps(dict(text=path.read_text())) for path in sorted(text.iterdir())]
-    (folder / "text" / "lines.jsonl").write_text("\n".join(rows) + "\n")
-
-    run = folder / "run"
-    train(small("plain", source), run)
-    (folder / "load").mkdir()
-    shutil.copytree(run, folder / "load" / "run")
-    stopped = folder / "resume"
-    train(
-        small("plain", source), stopped, on_report=lambda step: _stop(step, 4)
-    )  # continues in each case
-    (folder / "lora").mkdir()
-    train(small("lora", source), folder / "lora" / "run")
-    shutil.copytree(source / "llama", folder / "frozen_base")
-    export_run(folder / "lora" / "run", folder / "adapters", format="peft")
-    (folder / "results").mkdir()
-    shutil.copytree(run, folder / "results" / "run")
-    evaluate(folder / "results" / "run", "first")
-    (folder / "tasks").mkdir()
-    _write_tasks(folder / "tasks")
-    (folder / "tasks-without-code").mkdir()
-    (folder / "tasks-without-code" / "a.yaml").write_text("task: a\ndoc_to_text: text\n")
-    import_huggingface(source / "llama", source / "imported")
-
-
-def small(kind: str, source: Path) -> Any:
-    """Return the config of a run of six steps of one of `configs.KINDS`, with a checkpoint after every second
-    step."""
-    config = configs.get_config(f"{kind},{source}")
-    if kind == "plain":
-        config.model = dataclasses.replace(config.model, num_layers=1, pattern="L")
-    config.total_tokens = 6 * configs.ROWS * configs.LENGTH
-    config.checkpoint_every, config.eval_every = 2, 0
-    config.data.num_threads = config.data.prefetch = 0
-    return config
-
-
-def _stop(step: int, last: int) -> None:
-    if step == last:
-        os.kill(os.getpid(), signal.SIGTERM)
-
-
-def _change_json(path: Path, **fields: Any) -> None:
-    path.write_text(json.dumps(json.loads(path.read_text()) | fields, indent=2))
-
-
-def _write_tokenizer(folder: Path) -> None:
-    """Write a tokenizer of 256 bytes and BOS to a folder."""
-    import tokenizers
-    from tokenizers import decoders, models, pre_tokenizers
-
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = tokenizers.Tokenizer(models.BPE({c: i for i, c in enumerate(letters)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<s>"])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    config = dict(bos_token="<s>", eos_token="<s>", chat_template=TEMPLATE, model_max_length=64)
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2))
-
-
-def _split(source: Path, out: Path) -> None:
-    """Write a Hugging Face folder with the tensors of another one in two files and an index."""
-    from safetensors.numpy import load_file, save_file
-
-    shutil.copytree(source, out)
-    tensors = load_file(source / "model.safetensors")
-    (out / "model.safetensors").unlink()
-    names, weight_map = sorted(tensors), {}
-    for i, part in enumerate((names[::2], names[1::2])):
-        file = f"model-{i + 1:05}-of-00002.safetensors"
-        save_file({name: tensors[name] for name in part}, out / file, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(part, file)
-    index = dict(metadata=dict(total_size=1), weight_map=weight_map)
-    (out / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
-
-
-def _write_tasks(folder: Path) -> None:
-    """Write a task of lm-evaluation-harness and its data."""
-    rows = [dict(text="to be", choices=[" or not", " zq"], label=0) for _ in range(2)]
-    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "choice.yaml").write_text(
-        "task: choice\n"
-        "dataset_path: json\n"
-        f"dataset_kwargs: {{data_files: {{test: {folder / 'data.jsonl'}}}}}\n"
-        "test_split: test\n"
-        "output_type: multiple_choice\n"
-        "doc_to_text: '{{text}}'\n"
-        "doc_to_choice: '{{choices}}'\n"
-        "doc_to_target: label\n"
-        "metric_list: [{metric: acc}]\n"
-    )
-
-
-# Readers. Each returns a value that is equal for equal inputs.
 
 
 def import_folder(given: Path, out: Path) -> Any:
@@ -335,7 +191,7 @@ def _readable_rows(path: Path) -> tuple[dict[int, float], bool]:
     rows, clean, last = {}, True, lines.pop() if lines else b""
     for line in lines + [last] * last.endswith(b"}"):
         try:
-            row = json.loads(line.decode())
+            row = json.loads(line.decode(), object_pairs_hook=_unique)
             if not isinstance(row["step"], int) or not 0 < row["step"] <= 6:
                 raise ValueError("no step of the run")
             rows[row["step"]] = float(row["train/loss"])
@@ -344,24 +200,10 @@ def _readable_rows(path: Path) -> tuple[dict[int, float], bool]:
     return rows, clean
 
 
-def evaluate(run: Path, output: str) -> None:
-    """Run `eval.py --workdir=RUN --output=OUTPUT` in this process, without its sampling."""
-    program = _eval_program()
-    program.FLAGS.unparse_flags()
-    arguments = [f"--workdir={run}", f"--output={output}", "--tasks=perplexity", "--max_tokens=256"]
-    program.main(program.FLAGS(["eval.py", *arguments])[:1])
-
-
-_programs: dict[str, Any] = {}
-
-
-def _eval_program() -> Any:
-    if not _programs:
-        spec = importlib.util.spec_from_file_location("eval_program", inputs.ROOT / "eval.py")
-        assert spec is not None and spec.loader is not None
-        _programs["eval"] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(_programs["eval"])
-    return _programs["eval"]
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(dict(pairs)) < len(pairs):
+        raise ValueError("a key occurs twice")
+    return dict(pairs)
 
 
 def write_results(given: Path, out: Path) -> Any:
@@ -396,137 +238,6 @@ def run_tasks(given: Path, out: Path) -> Any:
 def _intact(given: Path) -> Path:
     """Return the folder of the intact inputs, from the path of a damaged copy."""
     return given.parents[2] / "intact"
-
-
-# Damages that no single file has.
-
-
-def index_outside(rng: Random, given: Path, outside: Path) -> Damage:
-    """Let an index of safetensors files name files outside of its folder."""
-    index = given / "model.safetensors.index.json"
-    value = json.loads(index.read_text())
-    names = sorted(value["weight_map"])
-    files = sorted(set(value["weight_map"].values()))
-    target = outside / "model.safetensors"
-    shutil.copy(given / files[0], target)
-    name = rng.choice(
-        (
-            "../../outside/model.safetensors",
-            str(target),
-            "./../../outside/model.safetensors",
-            f"x/../{files[0]}",
-            "a\u0000b",
-            "..",
-            ".",
-            "",
-            "config.json",
-        )
-    )
-    chosen = [n for n in names if value["weight_map"][n] == files[0]]
-    for key in chosen if rng.random() < 0.7 else chosen[:1]:
-        value["weight_map"][key] = name
-    index.write_text(json.dumps(value))
-    return f"weight_map names {name!r}", {"weight_map", index.name, name}
-
-
-_RUN_LINKS = (
-    "metrics.draft",
-    "metrics.jsonl",
-    "tensorboard",
-    "implementations.json",
-    "environment.json",
-    "config.json",
-    "data.json",
-    "broken_checkpoints",
-    "broken_checkpoints/4",
-    "broken_checkpoints/6",
-    "checksums",
-    "checksums/6.json",
-    "checkpoints/6",
-    "checkpoints",
-    "plots",
-)
-
-
-def links_in_run(rng: Random, given: Path, outside: Path) -> Damage:
-    """Put a link to a file or folder outside in the place of one of a run's files or folders, and damage the
-    newest checkpoint so that it is moved."""
-    name = rng.choice(_RUN_LINKS)
-    path, target = given / name, outside / "target"
-    if path.is_file():
-        shutil.move(path, target)
-    elif "." in name:
-        target.write_text("content\n")
-    elif path.is_dir():
-        shutil.move(path, target)
-    else:
-        target.mkdir()
-        (target / "file").write_text("content\n")
-    path.parent.mkdir(exist_ok=True)
-    path.symlink_to(target)
-    if name.startswith("broken"):
-        newest = max((p for p in (given / "checkpoints").iterdir() if p.name.isdigit()), key=lambda p: int(p.name))  # fmt: skip
-        for manifest in newest.rglob("manifest.ocdbt"):
-            manifest.write_bytes(b"")
-    return f"{name} is a link to a path outside", {name, path.name, "target"}
-
-
-def output_outside(rng: Random, given: Path, outside: Path) -> Damage:
-    """Name an output folder outside of the run's eval/, or let eval/ or a file in it be a link."""
-    names = ("../..", "../../../outside/new", str(outside / "new"), "..", ".", "", "a/../../b", "x" * 300, "a\u0000b", "../first")  # fmt: skip
-    if rng.random() < 0.6:
-        name = rng.choice(names)
-        (given / "output.txt").write_text(name)
-        return f"--output={name[:40]!r}", {"output", name[:100] or "output"}
-    name = rng.choice(("eval", "eval/first", "eval/first/results.json", "eval/first/results.npz"))
-    path, target = given / "run" / name, outside / "target"
-    shutil.move(path, target)
-    path.symlink_to(target)
-    return f"{name} is a link to a path outside", {name, path.name, "target"}
-
-
-def store_links(rng: Random, given: Path, outside: Path) -> Damage:
-    """Let a chunk, or a whole store, be a link to a file outside."""
-    name = rng.choice(("train.zarr", "train.zarr/0.0", "heldout.zarr"))
-    path, target = given / name, outside / "target"
-    shutil.move(path, target)
-    path.symlink_to(target)
-    return f"{name} is a link to a path outside", {name, path.name, "target"}
-
-
-_SIZES = (2**31, 2**40, 2**62, 10**9, 0, -1, None, "64", 64.5, 2**64)
-
-
-def store_sizes(rng: Random, given: Path, outside: Path) -> Damage:
-    """Change the shape, chunks or another field of a store's metadata."""
-    path = given / rng.choice(("train.zarr", "heldout.zarr")) / ".zarray"
-    value = json.loads(path.read_text())
-    field = rng.choice(("shape", "shape", "chunks", "chunks", "compressor", "dtype", "order", "fill_value", "filters", "zarr_format"))  # fmt: skip
-    if field in ("shape", "chunks"):
-        value[field][rng.randrange(2)] = rng.choice(_SIZES)
-    else:
-        value[field] = rng.choice(
-            ("blosc", {"id": "blosc"}, {"id": "x"}, None, 5, "<u8", "<f4", "F", [], {"id": 5}, -1)
-        )
-    path.write_text(json.dumps(value))
-    return f"{field} = {value[field]!r}", {field, ".zarray", "0.0"}
-
-
-def model_sizes(rng: Random, given: Path, outside: Path) -> Damage:
-    """Change a size or a number in a config.json."""
-    path = given / "config.json"
-    value = json.loads(path.read_text())
-    field = rng.choice(
-        ("num_hidden_layers", "hidden_size", "vocab_size", "num_attention_heads", "num_key_value_heads",
-         "intermediate_size", "max_position_embeddings", "rope_theta", "rope_scaling", "rms_norm_eps", "head_dim",
-         "tie_word_embeddings", "model_type", "hidden_act")
-    )  # fmt: skip
-    value[field] = rng.choice(
-        (*_SIZES, {"rope_type": "linear", "factor": None}, {"rope_type": "llama3", "factor": [1]}, {"type": "yarn", "factor": 0},
-         [], True, "x")
-    )  # fmt: skip
-    path.write_text(json.dumps(value))
-    return f"{field} = {value[field]!r}", {field, "config.json"}
 
 
 def _is_checkpoint(path: str) -> bool:

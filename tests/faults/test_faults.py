@@ -13,8 +13,9 @@ import time
 
 import pytest
 
-from tests.faults import campaign, damages, kills, mutations
-from tests.faults.damages import Case, judge
+from tests.faults import campaign, damages, judging, kills, mutations
+from tests.faults.judging import Case, judge
+from tests.faults.outcomes import compare
 from tests.faults.snapshot import changes, snapshot
 
 
@@ -32,7 +33,7 @@ def test_damaged_inputs_end_in_a_message(tmp_path):
     cases = damages.Campaign(
         tmp_path / "damages", damages=40, seed=11, workers=1, without=("tasks", "generated")
     ).run()  # the harness takes ten seconds to import, and generated cases have tests of their own
-    wrong = [case for case in cases if case["outcome"] in damages.BAD]
+    wrong = [case for case in cases if case["outcome"] in judging.BAD]
     assert len(cases) == 40 and not wrong, "\n".join(json.dumps(case) for case in wrong)
 
 
@@ -42,8 +43,8 @@ def _raise(error):
 
 @pytest.fixture
 def alarm(monkeypatch):
-    monkeypatch.setattr(damages, "SECONDS", 0.5)
-    before = signal.signal(signal.SIGALRM, damages._too_long)
+    monkeypatch.setattr(judging, "SECONDS", 0.5)
+    before = signal.signal(signal.SIGALRM, judging.too_long)
     yield
     signal.signal(signal.SIGALRM, before)
 
@@ -101,7 +102,7 @@ def test_writes_outside_and_tracebacks_in_the_output_are_counted(alarm, tmp_path
 
 
 def test_large_allocations_are_counted(alarm, monkeypatch):
-    monkeypatch.setattr(damages, "MEMORY", 1 << 24)
+    monkeypatch.setattr(judging, "MEMORY", 1 << 24)
     case = Case("subject", "damage", lambda: (len(b"x" * (1 << 27)), 1 << 27))
     assert judge(case)["outcome"] == "memory"
 
@@ -120,14 +121,12 @@ def test_snapshots_see_every_change(tmp_path):
 
 def test_outcomes_of_runs_are_compared():
     expected = dict(rows=[dict(step=1, loss=1.0), dict(step=2, loss=0.5)], step=2, params=dict(a=b"1"))  # fmt: skip
-    assert kills.compare(expected, expected) == []
-    assert kills.compare(expected, expected | dict(rows=expected["rows"][:1])) == [
+    assert compare(expected, expected) == []
+    assert compare(expected, expected | dict(rows=expected["rows"][:1])) == [
         "1 rows of metrics of 2; the first difference is in row 1"
     ]
-    assert kills.compare(expected, expected | dict(params=dict(a=b"2"))) == [
-        "1 parameters differ: a"
-    ]
-    assert len(kills.compare(expected, expected | dict(step=1))) == 1
+    assert compare(expected, expected | dict(params=dict(a=b"2"))) == ["1 parameters differ: a"]
+    assert len(compare(expected, expected | dict(step=1))) == 1
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 
@@ -14,6 +15,7 @@ import pytest
 import lsm_jax
 from lsm_jax.training import TrainConfig, read_rows, train
 from lsm_jax.training.config_json import check_types
+from lsm_jax.training.metrics import MetricsWriter
 from tests.faults.damage_runs import DAMAGES, damaged_runs
 from tests.training import tiny
 
@@ -91,6 +93,76 @@ def test_a_repeated_row_of_another_metric_is_no_damage(tmp_path, capfd):
     assert len(read_rows(path)) == 2
     path.write_text('{"step": 2, "a": 1}\n{"step": 1, "a": 2}\n{"step": 2, "a": 3}\n')
     assert read_rows(path) == [{"step": 1, "a": 2}, {"step": 2, "a": 3}]
+
+
+def write_metrics(path, steps):
+    path.write_text("".join(f'{{"step": {step}, "train/loss": 1.0}}\n' for step in steps))
+
+
+@pytest.mark.parametrize(
+    ("steps", "log_every", "missing"),
+    [
+        ([], 1, "1 to 6"),
+        ([], 10, None),
+        ([1, 2, 3, 4, 5, 6, 7, 8], 1, None),
+        ([1, 2, 3, 4], 1, "5 to 6"),
+        ([1, 2, 4, 5, 6], 1, "3 to 3"),
+        ([3, 4, 5, 6], 1, "1 to 2"),
+        ([2, 4], 4, None),
+        ([1, 2, 4], 4, None),
+    ],
+)
+def test_missing_rows_of_metrics_are_reported(tmp_path, capfd, steps, log_every, missing):
+    """Rows up to checkpoint 6; the last two cases are of runs whose `log_every` was changed."""
+    path = tmp_path / "metrics.jsonl"
+    if steps:
+        write_metrics(path, steps)
+    MetricsWriter(tmp_path, 6, log_every=log_every).close()
+    expected = (
+        f"{path} has no rows of steps {missing}; training continues after step 6 without them\n"
+    )
+    assert capfd.readouterr().err == (expected if missing else "")
+    assert [row["step"] for row in read_rows(path)] == [step for step in steps if step <= 6]
+
+
+@pytest.mark.parametrize("change", ["removed", "emptied"])
+def test_a_run_without_its_metrics_says_so_and_continues(text, intact, tmp_path, capfd, change):
+    shutil.copytree(intact, tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "6")
+    path = tmp_path / "run" / "metrics.jsonl"
+    path.unlink() if change == "removed" else path.write_text("")
+    assert train(config(text), tmp_path / "run").step == 6
+    assert losses(tmp_path / "run") == losses(intact)[4:]
+    assert f"{path} has no rows of steps 1 to 4;" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "message", "steps"),
+    [
+        (b'\xef\xbb\xbf{"step": 1, "train/loss": 1.0}', "line 1 begins with a byte-order mark", [1, 2]),
+        (b"\xef\xbb\xbf", "line 1 begins with a byte-order mark", [2]),
+        (b'{"step": 1, "a": 1.0, "a": 2.0}', r"line 1 cannot be read \(the key 'a' occurs twice in one object\)", [2]),
+        (b'{"step": 1, "step": 2}', "line 1 cannot be read .the key 'step' occurs .*", [2]),
+    ],
+)  # fmt: skip
+def test_other_damage_of_metrics_is_reported_and_kept(tmp_path, capfd, line, message, steps):
+    path = tmp_path / "metrics.jsonl"
+    before = line + b'\n{"step": 2, "train/loss": 1.0}\n'
+    path.write_bytes(before)
+    MetricsWriter(tmp_path, 2).close()
+    assert re.search(f"metrics.jsonl: 1 damaged: {message}; .*damaged-1", capfd.readouterr().err)
+    assert [row["step"] for row in read_rows(path)] == steps
+    assert (tmp_path / "metrics.damaged-1.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize("name", ["config.json", "data.json"])
+def test_a_key_that_occurs_twice_is_named(text, intact, tmp_path, name):
+    shutil.copytree(intact, tmp_path / "run")
+    path = tmp_path / "run" / name
+    key = "seed" if name == "config.json" else "bytes"
+    path.write_text(path.read_text().replace(f'"{key}":', f'"{key}": 5, "{key}":', 1))
+    with pytest.raises(ValueError, match=f"{name}.*the key '{key}' occurs twice in one object"):
+        train(config(text), tmp_path / "run")
 
 
 @pytest.mark.parametrize(

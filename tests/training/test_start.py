@@ -125,6 +125,23 @@ def test_a_signal_ends_an_import_that_would_abort_the_process(tmp_path):
     assert process.stderr.read() == "here: SIGINT: stopped; nothing further was saved\n"
 
 
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_a_signal_ends_the_imports_of_a_module_with_one_line(tmp_path, name):
+    (tmp_path / "grain.py").write_text(
+        "import time\nprint('importing', flush=True)\ntime.sleep(60)"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-m", "lsm_jax.data.tokenize", "--help"],
+        env=os.environ | dict(PYTHONPATH=f"{tmp_path}{os.pathsep}{os.getcwd()}"),
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout.readline() == "importing\n"
+    process.send_signal(signal.Signals[name])
+    assert process.wait(timeout=20) == 128 + signal.Signals[name]
+    line = f"lsm_jax.data.tokenize: {name}: stopped; nothing further was saved\n"
+    assert process.stderr.read() == line
+
+
 def test_bad_data_raises_before_anything_is_compiled_or_written(tmp_path, monkeypatch):
     bad = tmp_path / "lines.jsonl"
     bad.write_text('{"text": "a good line"}\n{"no": 1}\n{"no": 2}\n')
@@ -147,6 +164,8 @@ def test_bad_data_raises_before_anything_is_compiled_or_written(tmp_path, monkey
         (["--workdir=x", "--config=none.py"], "--config=none.py: there is no file 'none.py'; accepted is FILE.py:VARIANT"),
         (["--workdir=x", "--config="], "--config is missing; accepted is FILE.py:VARIANT"),
         (["--workdir=x", "--config=configs/lm.py:"], "variant '': accepted is <method>-<size>"),
+        (["--workdir=x", "--config=/dev/zero"], "--config=/dev/zero: '/dev/zero' is no regular file; accepted is"),
+        (["--workdir=x", "--config", "/dev/zero:gla-tiny"], "--config=/dev/zero: '/dev/zero' is no regular file"),
         (["--workdir=x", "--config=README.md"], "--config=README.md: 'README.md' is not a Python file"),
         (["--workdir=x", "--config=configs/lm.py:gla-tiny", "--config.model.layers.L.mixer=deltanet"],
          "--config.model.layers.L.mixer=deltanet: accepted is None; set the fields one by one"),
@@ -229,6 +248,12 @@ def test_invalid_directories_are_refused(tmp_path):
     for workdir in (file, file / "inside"):
         with pytest.raises(ValueError, match=f"workdir='{workdir}': {file} is a file; accepted is"):
             train(config, workdir)
+    for workdir, message in (
+        ("/proc/x", "no folder can be made in /proc"),
+        (tmp_path / ("x" * 300), "the name is too long"),
+    ):
+        with pytest.raises(ValueError, match=f"workdir='{workdir}': .*{message}"):
+            train(config, workdir)  # which would fail after the first step, without the check
     folder = tmp_path / "run"
     folder.mkdir()
     for content in (

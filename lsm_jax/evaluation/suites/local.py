@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from lsm_jax.data.documents import MAX_LINE_BYTES
-from lsm_jax.files import bounded_json, parse_json
+from lsm_jax.files import bounded_json, parse_json, reason
 
 MAX_JSON_BYTES = 1 << 28  # of a .json file, which is read at once
 _SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
+_FILE_KINDS = ("json", "csv", "parquet", "text")  # data sets of files that the task names
+_HUB_SECONDS = 5.0
 # LongBench's own files name the question "input"; the harness's tasks read "question".
 _RENAMED = {"longbench": {"input": "question"}}
 
@@ -140,6 +143,9 @@ def local_datasets(folder: Path | None) -> Iterator[list[str]]:
     """Replace `datasets.load_dataset`, inside a `with` block, by a function that reads a data set from
     `folder` if the folder has it, and from the hub otherwise.
 
+    If the hub does not answer, data sets in its local cache are still read, and others raise a ConnectionError at once; the
+    hub's client would try again for 20 seconds.
+
     Yields:
         A list, to which the name of each data set that is not read from the folder is appended when it is
         loaded.
@@ -150,15 +156,58 @@ def local_datasets(folder: Path | None) -> Iterator[list[str]]:
     original, elsewhere = module.load_dataset, []
 
     def load(path: str, name: str | None = None, **options: Any) -> Any:
-        if folder is not None and path not in ("json", "csv", "parquet", "text"):
+        if folder is not None and path not in _FILE_KINDS:
             local = load_local(folder, path, name)
             if local is not None:
                 return local
         elsewhere.append(f"{path}/{name}" if name else path)
-        return original(path=path, name=name, **options)
+        if path in _FILE_KINDS:
+            return original(path=path, name=name, **options)
+        problem = hub_problem()
+        if problem is None:
+            return original(path=path, name=name, **options)
+        try:
+            with _offline():
+                return original(path=path, name=name, **options)
+        except Exception as error:  # of several types, for a data set that is not in the cache
+            raise ConnectionError(
+                f"{problem}, and it is not in the local cache of the hub; restore the connection, or give its files by "
+                "--lm_eval.data=FOLDER (docs/suites.md)"
+            ) from error
 
+    hub_problem = functools.cache(_hub_problem)
     module.load_dataset = load
     try:
         yield elsewhere
     finally:
         module.load_dataset = original
+
+
+def _hub_problem() -> str | None:
+    """Return why the hub cannot be used; None if it answers a request within `_HUB_SECONDS`."""
+    from huggingface_hub import constants, get_session
+
+    if constants.HF_HUB_OFFLINE:
+        return "the hub is not asked, since HF_HUB_OFFLINE is set"
+    try:
+        get_session().head(constants.ENDPOINT, timeout=_HUB_SECONDS)
+    except Exception as error:  # the HTTP client differs between versions of the hub's package
+        return f"the hub {constants.ENDPOINT} cannot be reached ({reason(error)})"
+    return None
+
+
+@contextlib.contextmanager
+def _offline() -> Iterator[None]:
+    """Let the packages of the hub read only their local cache inside a `with` block."""
+    import datasets
+    from huggingface_hub import constants
+
+    modules: tuple[Any, ...] = (constants, datasets.config)
+    before = [module.HF_HUB_OFFLINE for module in modules]
+    for module in modules:
+        module.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        for module, value in zip(modules, before, strict=True):
+            module.HF_HUB_OFFLINE = value
