@@ -79,7 +79,7 @@ def test_an_unknown_command_names_the_nearest(capsys):
 
 def test_a_command_without_its_arguments_prints_its_page(capsys):
     assert main(["train"]) == 2
-    assert "lsm train --config=lm:gla-tiny --workdir=runs/gla" in capsys.readouterr().err
+    assert "lsm train --config=lm:gla-nano --workdir=runs/gla" in capsys.readouterr().err
 
 
 def test_an_unknown_kind_names_the_nearest(capsys):
@@ -229,7 +229,7 @@ def test_completion_knows_commands_flags_configs_and_methods():
     ("line", "index", "expected"),
     [
         ("lsm tr", 1, ["train"]),
-        ("lsm methods gated_d", 2, ["gated_deltanet"]),
+        ("lsm methods gated_deltan", 2, ["gated_deltanet", "gated_deltanet2"]),
         ("lsm train --config=l", 4, ["liger:", "linear_moe:", "lm:"]),
         ("lsm eval --need", 2, None),
     ],

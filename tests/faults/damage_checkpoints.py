@@ -164,11 +164,11 @@ def read(kind: str, path: Path, out: Path) -> Any:
         return config
     if kind.startswith("fox"):
         from lsm_jax.convert.fox_json import fox_config
-        from lsm_jax.convert.fox_layout import layout_of
+        from lsm_jax.convert.fox_layout import fox_layout
 
         checkpoint = Checkpoint(path)
         config = fox_config(checkpoint)
-        expected = layout_of(checkpoint.config["model_type"], config).shapes
+        expected = fox_layout(checkpoint.config["model_type"], config).shapes
         checkpoint.check(expected, ignored=(".rotary.inv_freq", "fgate_bias", "lower_bounds"))
         checkpoint.verify()
         checkpoint.tensor(next(iter(expected)))

@@ -96,7 +96,7 @@ def environment(kind: str, cache: Path, home: Path) -> list[dict[str, str]]:
 
     Args:
         kind: the kind of run; "hosts" has two processes, which connect over a free port.
-        cache: folder of compiled programs, which all processes read and write.
+        cache: folder of compiled programs and of matplotlib's list of fonts, which all processes read and write.
         home: HOME and TMPDIR of the processes, in which a run must write nothing.
     """
     flags = (
@@ -108,6 +108,9 @@ def environment(kind: str, cache: Path, home: Path) -> list[dict[str, str]]:
     shared = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
     shared |= {
         "HOME": str(home),
+        "MPLCONFIGDIR": str(
+            cache / "matplotlib"
+        ),  # its list of fonts, which it stores in HOME otherwise
         "PYTHONPATH": str(ROOT),
         "PYTHONDONTWRITEBYTECODE": "1",
         "JAX_PLATFORMS": "cpu",

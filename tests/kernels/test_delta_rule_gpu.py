@@ -284,5 +284,5 @@ def test_returns_the_unmet_requirement():
         NotImplementedError, match="requires q, k and v in bfloat16, not q in float32"
     ):
         delta_rule(**inputs, scale=SCALE)
-    with pytest.raises(ValueError, match="implementation='triton'; accepted are"):
-        delta_rule(**inputs, scale=SCALE, implementation="triton")
+    with pytest.raises(ValueError, match="implementation='cutile'; accepted are"):
+        delta_rule(**inputs, scale=SCALE, implementation="cutile")

@@ -178,5 +178,5 @@ def test_returns_the_unmet_requirement():
     inputs["a"] = inputs["a"].astype(jnp.float32)
     with pytest.raises(NotImplementedError, match="requires a and b in bfloat16, not a in float32"):
         dplr(**inputs, scale=SCALE)
-    with pytest.raises(ValueError, match="implementation='triton'; accepted are"):
-        dplr(**inputs, scale=SCALE, implementation="triton")
+    with pytest.raises(ValueError, match="implementation='cutile'; accepted are"):
+        dplr(**inputs, scale=SCALE, implementation="cutile")

@@ -51,8 +51,8 @@ def test_wrong_parts_are_refused():
 
 
 def test_unknown_names_list_what_exists():
-    with pytest.raises(ValueError, match="method='mamba3'.*gla, .*mamba2"):
-        models.lm("mamba3")
+    with pytest.raises(ValueError, match="method='mamba9'.*gla, .*mamba2"):
+        models.lm("mamba9")
     with pytest.raises(ValueError, match="size='7b'.*340m"):
         models.lm("gla", "7b")
 

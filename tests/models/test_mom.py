@@ -71,7 +71,7 @@ def test_variants():
     expanded = mom.get_config("340m,expanded=3").model.layers["L"].mixer
     assert type(expanded) is mixers.GatedDeltaNetConfig and expanded.expand_v == 3.0
     for variant, words in (
-        ("2b", "size '2b'; accepted are tiny"),
+        ("2b", "size '2b'; accepted are nano, tiny"),
         ("340m,memory=3", "option 'memory'; accepted are inner, memories"),
         ("340m,top_k=x", "top_k='x'; accepted is a whole number from 0"),
         ("340m,hybrid=4", "hybrid='4'; accepted are 0 and 1"),
