@@ -42,6 +42,8 @@ def main(argv: list[str]) -> None:
         sys.exit(f"train.py: unknown arguments: {' '.join(argv[1:])}")
     if not any("verbosity" in argument for argument in sys.argv):
         logging.set_verbosity(logging.WARNING)  # otherwise orbax logs every file
+    if FLAGS.init_from == "":
+        sys.exit("train.py: --init_from is empty; give the directory of a run, or leave it out")
     if isinstance(FLAGS.config, RecallConfig):
         _recall(train_recall)
         return

@@ -54,6 +54,8 @@ def failure(error: BaseException) -> str | None:
             f"the device has too little memory ({text[:200]}); use smaller batches, shorter rows or a smaller model "
             "(`python -m lsm_jax.plan` computes the memory that training requires)"
         )
+    if isinstance(error, RuntimeError) and "overflow in static extent" in str(error):
+        return "an array of the model has more numbers than can be addressed; choose smaller sizes"
     if isinstance(error, MemoryError):
         text = " ".join(str(error).split())[:200] or "no more can be allocated"
         return f"this process has too little memory ({text}); use smaller batches or shorter rows"

@@ -177,6 +177,8 @@ def test_messages_of_errors_that_end_a_program():
     full = RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.")
     assert failure(full).startswith("the device has too little memory (Out of memory alloc")
     assert failure(RuntimeError("INTERNAL: odd")) is None
+    overflow = RuntimeError("INVALID_ARGUMENT: overflow in static extent product: [4, 9]")
+    assert failure(overflow).startswith("an array of the model has more numbers")
     assert failure(MemoryError("Unable to allocate 9 GiB")).startswith(
         "this process has too little"
     )

@@ -166,6 +166,7 @@ def test_bad_data_raises_before_anything_is_compiled_or_written(tmp_path, monkey
         (["--workdir=x", "--config=configs/lm.py:"], "variant '': accepted is <method>-<size>"),
         (["--workdir=x", "--config=/dev/zero"], "--config=/dev/zero: '/dev/zero' is no regular file; accepted is"),
         (["--workdir=x", "--config", "/dev/zero:gla-tiny"], "--config=/dev/zero: '/dev/zero' is no regular file"),
+        (["--workdir=x", "--config=configs/lm.py:gla-tiny", "--init_from="], "--init_from is empty; give the directory"),
         (["--workdir=x", "--config=README.md"], "--config=README.md: 'README.md' is not a Python file"),
         (["--workdir=x", "--config=configs/lm.py:gla-tiny", "--config.model.layers.L.mixer=deltanet"],
          "--config.model.layers.L.mixer=deltanet: accepted is None; set the fields one by one"),
