@@ -35,7 +35,8 @@ def run(call: Call) -> tuple[jax.Array, LinearState]:
     decay = jnp.zeros((*v.shape[:3], 1, 1), dtype)
     for name in ("constant_log_decay", "log_decay"):
         if (x := given[name]) is not None:
-            x = jnp.broadcast_to(x, (*v.shape[:3], *x.shape[3:]))
+            # Converted first, so that the gradient of a constant is summed over all tokens in `dtype`.
+            x = jnp.broadcast_to(x.astype(dtype), (*v.shape[:3], *x.shape[3:]))
             decay = decay + (x if x.ndim == 4 else x[..., None])[..., None]
     if given["value_log_decay"] is not None:
         decay = decay + given["value_log_decay"][..., None, :]
