@@ -27,7 +27,7 @@ OPTIONAL = {
 
 
 class Machine(NamedTuple):
-    """What decides which backends can run: the devices' platform and, of NVIDIA cards, their compute capability.
+    """The platform of the devices and, of NVIDIA cards, their compute capability: which backends can run depends on both.
 
     Attributes:
         platform: "cpu", "cuda", "rocm" or "tpu".

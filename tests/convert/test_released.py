@@ -357,7 +357,7 @@ def trained_model():
 
     layout = layout_of(config, names)
     source.check(layout.shapes)
-    # Of 39,564 numbers, two branches that are switched off have 4,352 each, of which a bias of 32 is used, and norms of 64.
+    # The file has 39,564 numbers. Two branches that are switched off have 4,352 each, of which only a bias of 32 is used; norms have 64.
     assert sum(int(np.prod(x)) for x in layout.shapes.values()) == 39_564 - 2 * (4_352 - 32 + 64)
     return nnx.merge(nnx.graphdef(abstract(config)), load_tree(source, layout.params, layout.place))
 

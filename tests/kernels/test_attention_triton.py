@@ -34,18 +34,8 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def interpreted():
-    """A function that returns the errors of a case of a module; the fast cases of a module run in one process, all others in another."""
-    results: dict = {}
-
-    def result(module, name):
-        if (module, name) not in results:
-            fast = name in FAST[module]
-            names = [n for m, n in CASES if m == module and (n in FAST[module]) == fast]
-            found = triton_process.results_of(module, names)
-            results.update({(module, n): errors for n, errors in found.items()})
-        return results[module, name]
-
-    return result
+    modules = {m: [n for module, n in CASES if module == m] for m, _ in CASES}
+    return {m: triton_process.lazy_results(m, names, FAST[m]) for m, names in modules.items()}
 
 
 @requires_triton
@@ -57,7 +47,7 @@ def interpreted():
     ],
 )
 def test_equals_xla_in_value_and_every_gradient(module, name, interpreted):
-    errors = dict(interpreted(module, name))
+    errors = interpreted[module](name)
     assert errors.pop("not_causal") == 0
     cases = triton_cases_attention if module == "triton_cases_attention" else triton_cases_slots
     output, gradient = TOLERANCE[cases.CASES[name].dtype]

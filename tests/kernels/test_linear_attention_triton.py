@@ -1,11 +1,5 @@
 """Tests of the Triton kernels of linear attention in Triton's interpreter, which needs no GPU."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,10 +8,10 @@ import pytest
 from lsm_jax import ops
 from pallas_kernels.linear_attention import linear_attention, unsupported
 from pallas_kernels.triton import launch
+from tests.kernels import triton_process
 from tests.kernels.marks import requires_triton
 from tests.kernels.triton_interpreted import CASES
 
-ROOT = Path(__file__).resolve().parents[2]
 # The largest errors, of the output and the final memory and of a gradient, by dtype of q, k and v.
 TOLERANCE = {"float32": (2e-6, 2e-5), "float16": (5e-3, 1e-2), "bfloat16": (5e-3, 1e-2)}
 # With decays of e^-30, whose sums over a chunk lose digits, in float32.
@@ -29,25 +23,7 @@ FAST = (
 
 @pytest.fixture(scope="module")
 def interpreted():
-    """A function that returns the results of a case. It starts the interpreter's process once for the fast cases and once for all
-    others, since the interpreter cannot be switched on after Triton is imported.
-    """
-    results: dict = {}
-
-    def result(name):
-        if name not in results:
-            names = [n for n in CASES if (n in FAST) == (name in FAST)]
-            command = [sys.executable, "-m", "tests.kernels.triton_interpreted", *names]
-            environment = os.environ | dict(TRITON_INTERPRET="1", JAX_PLATFORMS="cpu")
-            done = subprocess.run(
-                command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=3000
-            )
-            assert done.returncode == 0, done.stderr[-3000:]
-            lines = (json.loads(line) for line in done.stdout.splitlines() if line.startswith("{"))
-            results.update((line.pop("case"), line) for line in lines)
-        return results[name]
-
-    return result
+    return triton_process.lazy_results("triton_interpreted", CASES, FAST)
 
 
 @requires_triton
@@ -55,7 +31,7 @@ def interpreted():
     "name", [pytest.param(n, marks=() if n in FAST else pytest.mark.slow) for n in CASES]
 )
 def test_equals_the_recurrence_in_value_and_every_gradient(name, interpreted):
-    errors = dict(interpreted(name))
+    errors = interpreted(name)
     assert errors.pop("not_causal") == 0
     case = CASES[name]
     output, gradient = STRONG if case.strong is True else TOLERANCE[case.dtype]

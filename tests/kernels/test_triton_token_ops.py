@@ -1,11 +1,5 @@
 """Tests of the Triton kernels of `selective_memory`, `short_convolution` and one-token steps in Triton's interpreter, which needs no GPU."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import pytest
@@ -16,10 +10,10 @@ from lsm_jax import ops
 from pallas_kernels import decode_step
 from pallas_kernels.selective_scan import complex_scan
 from pallas_kernels.triton import launch
+from tests.kernels import triton_process
 from tests.kernels.marks import requires_triton
 from tests.kernels.triton_interpreted_tokens import CASES
 
-ROOT = Path(__file__).resolve().parents[2]
 # The largest error of a result in float32, of one in the dtype of the case, and of a gradient in that dtype.
 TOLERANCE = {"float32": (2e-6, 5e-6), "float16": (5e-4, 1e-3), "bfloat16": (4e-3, 8e-3)}
 FAST = ("selective", "selective, 32", "convolution", "token, bonus", "token, kda")
@@ -27,25 +21,7 @@ FAST = ("selective", "selective, 32", "convolution", "token, bonus", "token, kda
 
 @pytest.fixture(scope="module")
 def interpreted():
-    """A function that returns the results of a case, of a process that runs the interpreter once for the fast cases and once for all
-    others.
-    """
-    results: dict = {}
-
-    def result(name):
-        if name not in results:
-            names = [n for n in CASES if (n in FAST) == (name in FAST)]
-            command = [sys.executable, "-m", "tests.kernels.triton_interpreted_tokens", *names]
-            environment = os.environ | dict(TRITON_INTERPRET="1", JAX_PLATFORMS="cpu")
-            done = subprocess.run(
-                command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=3000
-            )
-            assert done.returncode == 0, done.stderr[-3000:]
-            lines = (json.loads(line) for line in done.stdout.splitlines() if line.startswith("{"))
-            results.update((line.pop("case"), line) for line in lines)
-        return results[name]
-
-    return result
+    return triton_process.lazy_results("triton_interpreted_tokens", CASES, FAST)
 
 
 @requires_triton
@@ -53,7 +29,7 @@ def interpreted():
     "name", [pytest.param(n, marks=() if n in FAST else pytest.mark.slow) for n in CASES]
 )
 def test_equals_xla_in_value_and_every_gradient(name, interpreted):
-    errors = dict(interpreted(name))
+    errors = interpreted(name)
     assert errors.pop("not_causal", 0) == 0
     output, gradient = TOLERANCE[CASES[name].dtype]
     for field, error in errors.items():
