@@ -8,7 +8,14 @@ import math
 from typing import Any
 
 from lsm_jax.convert.checkpoint import Checkpoint
-from lsm_jax.convert.fields import check_auto_map, check_fields, check_sizes, listed, shown
+from lsm_jax.convert.fields import (
+    COMPUTATION,
+    check_auto_map,
+    check_fields,
+    check_sizes,
+    listed,
+    shown,
+)
 from lsm_jax.convert.fox_layout import DELTANET, FOX, HGRN2, KINDS, MAMBA2, TRANSFORMER
 from lsm_jax.feedforward import SwiGLUConfig
 from lsm_jax.mixers import DeltaNetConfig, FoXConfig, HGRN2Config, Mamba2Config
@@ -246,7 +253,7 @@ def _deltanet(given: dict[str, Any]) -> DeltaNetConfig:
 
 
 # Fields that say how a model is computed, initialised or trained.
-_COMPUTATION = {"dtype", "remat", "unroll_layers", "matmul", "loss_chunk_size", "init_std", "implementation", "prune", "op", "multiple_of"}  # fmt: skip
+_COMPUTATION = COMPUTATION | {"multiple_of"}
 
 
 def json_of(config: ModelConfig) -> dict[str, Any]:

@@ -174,10 +174,9 @@ def checkpoint_layout(source: Tensors, config: ModelConfig) -> Layout:
 def check_tensors(source: Tensors, layout: Layout, config: ModelConfig) -> None:
     """Raise ValueError unless a pretrained model has the tensors of a layout, and none that the model does not have; the
     message names them."""
-    family = family_of(source.config)
     tied = config.tie_embeddings and _HEAD in source.shapes
     suffixes = (*IGNORED, *([_HEAD] if tied else []))
-    source.check(layout.shapes, suffixes, () if family is None else family.ignored)
+    source.check(layout.shapes, suffixes)
 
 
 def _check_tied(source: Tensors, embedding_name: str) -> None:

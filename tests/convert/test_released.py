@@ -222,6 +222,7 @@ OWN = ("gla", "retnet", "deltanet", "gated_deltanet", "kda", "hgrn2", "gsa", "ma
 @pytest.mark.parametrize("method", marked(OWN, ("gated_deltanet", "gsa")))
 def test_own_models_are_exported(method, tmp_path):
     config = dataclasses.replace(lm(method, "tiny", vocab_size=48), num_layers=2)
+    config.unroll_layers, config.matmul = True, "default" if method == "mom" else "fp8"
     params = params_of(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
     rng = np.random.default_rng(0)
     params = jax.tree.map(lambda x: rng.standard_normal(x.shape, np.float32), params)

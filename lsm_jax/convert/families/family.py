@@ -11,7 +11,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from lsm_jax.convert.checkpoint import Tensors
-from lsm_jax.convert.fields import check_auto_map, check_fields, check_sizes, listed, shown
+from lsm_jax.convert.fields import (
+    COMPUTATION,
+    check_auto_map,
+    check_fields,
+    check_sizes,
+    listed,
+    shown,
+)
 from lsm_jax.convert.layout import Layout, Names, layout_of
 from lsm_jax.mixers import MambaConfig, RWKV7Config, SoftmaxConfig
 from lsm_jax.models import ModelConfig
@@ -35,11 +42,8 @@ KINDS = {
 }  # fmt: skip
 _REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers")
 # Fields of configs that say how a model is computed, initialised or trained; widths are compared as such.
-_COMPUTATION = frozenset(
-    """
-    dtype remat loss_chunk_size init_std scaled_output_init implementation prune op mixer_init balance_scale balance execution
-    hidden_ratio multiple_of intermediate_size
-    """.split()
+_COMPUTATION = COMPUTATION | frozenset(
+    "scaled_output_init mixer_init balance_scale balance execution hidden_ratio multiple_of intermediate_size".split()
 )
 
 
@@ -60,7 +64,6 @@ class Family:
         required: further fields that must be present.
         sizes: fields and pairs of fields that are sizes, as of `fields.check_sizes`.
         prefix: what the names of a layer's tensors begin with, before the layer's number.
-        ignored: beginnings of the names of tensors that the model does not have; an export copies them.
         config: returns the model's config from the values of the fields.
         names: returns the table of a layer (see `layout_of`) from the values of the fields, the model's config, and the layer's
             number.
@@ -83,7 +86,6 @@ class Family:
     required: tuple[str, ...] = ()
     sizes: tuple[str | tuple[str, str], ...] = ()
     prefix: str = "model.layers."
-    ignored: tuple[str, ...] = ()
 
     def values(self, given: Mapping[str, Any], where: object) -> dict[str, Any]:
         """Return the values of the fields that are read, with defaults of absent ones, from the contents of config.json.
