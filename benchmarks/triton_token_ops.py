@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -66,9 +67,11 @@ def _arrays(op: str, sizes: tuple[int, int, int], more: Any, dtype: str) -> dict
     )
 
 
-def _call(op: str, head_dim: int | None, ids: Any, mask: Any) -> Callable[..., tuple[Any, Any]]:
+def _call(
+    op: str, head_dim: int | None, ids: Any, mask: Any, exact: bool = False
+) -> Callable[..., tuple[Any, Any]]:
     """Return `selective_memory` or `short_convolution` as a function of an implementation and of `_arrays`, whose results are the output and
-    the final state.
+    the final state; `exact` selects the step-by-step form of "xla".
     """
 
     def call(implementation, x):
@@ -77,6 +80,7 @@ def _call(op: str, head_dim: int | None, ids: Any, mask: Any) -> Callable[..., t
         document = jnp.zeros(len(state), jnp.int32) if ids is None else jnp.ones(len(state), jnp.int32)  # fmt: skip
         options: dict[str, Any] = dict(segment_ids=ids, implementation=implementation)
         if op == "selective memory":
+            options["form"] = "recurrent" if implementation == "xla" and exact else "chunk"
             state = ops.SelectiveState(state, document)
             output, state = ops.selective_memory(**x, **options, update_mask=mask, initial_state=state)  # fmt: skip
             return output, state.memory
@@ -104,7 +108,7 @@ def check(name: str, error: Callable[[Any, Any], float]) -> dict[str, Any]:
         ids = np.cumsum(rng.random((batch, length)) < 0.01, axis=1) + 1
         ids = jnp.asarray(np.where(rng.random((batch, length)) < 0.02, 0, ids), jnp.int32)
         mask = jnp.asarray(rng.random((batch, length)) < 0.9)
-    call = _call(op, None if op == "selective memory" else more, ids, mask)
+    call = _call(op, None if op == "selective memory" else more, ids, mask, exact=True)
     x = _arrays(op, (batch, length, channels), more, dtype)
 
     def both(implementation, cotangents, x):
@@ -123,7 +127,7 @@ def check(name: str, error: Callable[[Any, Any], float]) -> dict[str, Any]:
     errors |= {f"d_{n}": error(gradients[n], wanted[n]) for n in gradients}
     place = length * 2 // 3
     changed = {n: a.at[:, place:].multiply(2) if a.shape[:2] == (batch, length) else a for n, a in x.items()}  # fmt: skip
-    output = jax.jit(lambda y: call("triton", y)[0])(changed)
+    output = fused(cotangents, changed)[0][0]
     not_causal = int(jnp.sum(output[:, :place] != values[0][:, :place]))
     return dict(errors=errors, same_bits=same, not_causal=not_causal)
 
@@ -163,27 +167,37 @@ def _check_token(op, batch, heads, dim, dtype, documents, error) -> dict[str, An
     return dict(errors=errors, same_bits=same, not_causal=not_causal)
 
 
-def time_op(op: str, shape: str, implementation: str | None) -> list[float]:
-    """Return the times of an op in bfloat16 at a shape BxTxHxD, with H D channels: [ms forward, ms forward and backward], or of one token [ms
-    of a step] with B rows and H heads of D.
+def timer(op: str, shape: str, implementation: str | None) -> Callable[[], list[float]]:
+    """Compile an op in bfloat16 at a shape BxTxHxD, with H D channels, and return a function that returns its times: [ms forward, ms forward
+    and backward], or of one token, with B rows and H heads of D, [ms of a step].
     """
     batch, length, heads, dim = map(int, shape.split("x"))
     if op in _TOKEN:
         function, names = _TOKEN[op]
         options = dict(implementation="xla", form="recurrent") if implementation == "xla" else {}
         options = options or dict(implementation=implementation)
-        memory = jnp.zeros((decode_step.LAYERS, batch, heads, dim, dim))
-        program = decode_step.steps(function, True, options)
-        arrays = decode_step.make_inputs(names, batch, heads, dim)
-        return [decode_step.microseconds(program, memory, arrays) / 1000]
+        inputs = functools.partial(decode_step.make_inputs, names, batch, heads, dim)
+        size = (decode_step.LAYERS, batch, heads, dim, dim)
+        memory = jax.ShapeDtypeStruct(size, jnp.float32)
+        step = decode_step.steps(function, True, options).lower(memory, jax.eval_shape(inputs)).compile()  # fmt: skip
+        return lambda: [decode_step.microseconds(step, jnp.zeros(size), inputs()) / 1000]
     more = _STATES if op == "selective memory" else TIMED_HEAD_DIM
-    x = _arrays(op, (batch, length, heads * dim), more, "bfloat16")
+    inputs = functools.partial(_arrays, op, (batch, length, heads * dim), more, "bfloat16")
     call = _call(op, TIMED_HEAD_DIM if "normalised" in op else None, None, None)
-    forward = jax.jit(lambda x, dy: call(implementation, x)[0])
+
+    def forward(x, dy):
+        return call(implementation, x)[0]
 
     def both(x, dy):
         output, pull = jax.vjp(lambda y: call(implementation, y)[0], x)
         return output, pull(dy)
 
-    dy = x["u" if op == "selective memory" else "x"]
-    return [round(batch_milliseconds(f, x, dy), 4) for f in (forward, jax.jit(both))]
+    source = "u" if op == "selective memory" else "x"
+    arrays = jax.eval_shape(inputs)
+    pair = [jax.jit(f).lower(arrays, arrays[source]).compile() for f in (forward, both)]
+
+    def measure() -> list[float]:
+        x = inputs()
+        return [round(batch_milliseconds(program, x, x[source]), 4) for program in pair]
+
+    return measure

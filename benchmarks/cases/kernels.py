@@ -163,12 +163,12 @@ def compile_all(cases: list[tuple[str, str]], kinds: list[str], segments: int = 
     return built
 
 
-def measure(pair, inputs) -> list[float]:
+def measure(pair, inputs, calls: int = 20) -> list[float]:
     """Return the times [ms forward, ms forward and backward] of one implementation of an op, given its two
-    compiled programs as `pair` and their input arrays.
+    compiled programs as `pair`, their input arrays, and the number of calls of a batch.
     """
     q, k, v, do, *gates = inputs
-    return [round(batch_milliseconds(p, do, q, k, v, *gates), 4) for p in pair]
+    return [round(batch_milliseconds(p, do, q, k, v, *gates, calls=calls), 4) for p in pair]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""Check and time the Triton kernels on an NVIDIA card: their errors against XLA in float32, and their times.
+"""Check and time the Triton kernels on an NVIDIA card: their errors against the step-by-step form in float32, and their times.
 
     python -m benchmarks triton_kernels [--checks "scalar,..."] [--capabilities 8.0,9.0] [--ops ...] [--shapes ...]
 
@@ -12,7 +12,9 @@ capability and that of older ones: an H200 runs "9.0" and "8.0". Needs the extra
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -22,6 +24,7 @@ import numpy as np
 from benchmarks import options, triton_attention, triton_token_ops
 from benchmarks.cases import kernels
 from benchmarks.registry import Benchmark, UsageError
+from benchmarks.timing import alone
 from lsm_jax import ops
 from pallas_kernels.delta_rule.triton import passes as delta_passes
 from pallas_kernels.dplr.triton import channel_decay as dplr
@@ -98,7 +101,9 @@ SHAPES = "8x4096x16x128,8x2048x32x64"
 
 
 def check(name: str) -> dict[str, Any]:
-    """Return the errors of one of `CHECKS` against XLA in float32, with the Triton kernels compiled as `launch` says."""
+    """Return the errors of one of `CHECKS` against the step-by-step form in float32 (of attention: the XLA form), with the Triton kernels
+    compiled as `launch` says.
+    """
     if name in triton_attention.CHECKS:
         return triton_attention.check(name)
     if name in triton_token_ops.CHECKS:
@@ -155,7 +160,8 @@ def check(name: str) -> dict[str, Any]:
             state = state._replace(segment_id=jnp.ones(2, jnp.int32))
         if constant is not None:
             x["log_decay"] = constant
-        output, state = op(**x, **marks, initial_state=state, implementation=implementation)
+        form = "recurrent" if implementation == "xla" else "chunk"
+        output, state = op(**x, **marks, initial_state=state, form=form, implementation=implementation)  # fmt: skip
         return output, state.memory
 
     def both(implementation, cotangents, x):
@@ -175,7 +181,7 @@ def check(name: str) -> dict[str, Any]:
     errors |= {f"d_{n}": error(gradients[n], wanted[n]) for n in gradients}
     place = length * 2 // 3
     changed = {n: a if n in ("memory", "bonus") else a.at[:, place:].multiply(2) for n, a in x.items()}  # fmt: skip
-    output = jax.jit(lambda y: run("triton", y)[0])(changed)
+    output = fused(cotangents, changed)[0][0]
     not_causal = int(jnp.sum(output[:, :place] != values[0][:, :place]))
     return judge(dict(errors=errors, same_bits=all(same), not_causal=not_causal))
 
@@ -213,6 +219,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "has the names. For attention kernel/channels=queries:keys:warps:stages",
     )  # fmt: skip
     options.add_shard(parser)
+    options.add_lock(parser)
 
 
 def set_tilings(words: list[str]) -> list[str]:
@@ -251,36 +258,58 @@ def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
         for op in args.ops
         for capability in (*args.capabilities, "any")
     ]
-    return (checks + timed)[args.shard]
+    return checks + timed
 
 
 def rows(args: argparse.Namespace, cases: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    for case in cases:
-        row = dict(case)
-        try:
-            if case["capability"] == "any":
-                row |= {name: time_op(case, name) for name in ("xla", "automatic")}
+    """Yield the rows of the checks, then those of the times, all of whose programs are compiled before one is timed."""
+    timed = []
+    with alone(args.lock, shared=True):
+        for case in cases:
+            if "check" in case:
+                yield result(case, functools.partial(check, case["check"]))
             else:
-                with launch.code_for(case["capability"]):
-                    row |= check(case["check"]) if "check" in case else dict(triton=time_op(case, "triton"))  # fmt: skip
-        except Exception as exception:
-            row["error"] = f"{type(exception).__name__}: {exception}"[:600]
-        yield row
+                timed.append(result(case, functools.partial(timers, case)))
+    with alone(args.lock):
+        for row in timed:
+            yield row if "error" in row else result(row, functools.partial(call_timers, row))
 
 
-def time_op(case: dict[str, Any], name: str) -> list[float]:
-    """Return [ms forward, ms forward and backward] of one implementation ("triton", "xla" or "automatic") of an op at a shape; of one token
-    [ms of a step].
+def result(case: dict[str, Any], function: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return a case with the results of a function for its compute capability, or with the error that the function raised."""
+    forced = case["capability"] != "any"
+    try:
+        with launch.code_for(case["capability"]) if forced else contextlib.nullcontext():
+            return case | function()
+    except Exception as exception:
+        return case | dict(error=f"{type(exception).__name__}: {exception}"[:600])
+
+
+def timers(case: dict[str, Any]) -> dict[str, Callable[[], list[float]]]:
+    """Compile a case's programs; return for each implementation a function that times them."""
+    names = ("xla", "automatic") if case["capability"] == "any" else ("triton",)
+    return {name: timer(case, name) for name in names}
+
+
+def call_timers(row: dict[str, Any]) -> dict[str, list[float]]:
+    """Return the times of a row in which `timers` stand for them."""
+    return {name: function() for name, function in row.items() if callable(function)}
+
+
+def timer(case: dict[str, Any], name: str) -> Callable[[], list[float]]:
+    """Compile one implementation ("triton", "xla" or "automatic") of an op at a shape, and return a function that returns [ms forward, ms
+    forward and backward], or of one token [ms of a step].
     """
-    if case["op"] in triton_token_ops.OPS:
-        return triton_token_ops.time_op(case["op"], case["shape"], None if name == "automatic" else name)  # fmt: skip
-    source: Any = triton_attention if case["op"] == triton_attention.ATTENTION else kernels
-    inputs = source.make_inputs(case["op"], case["shape"])
+    op, shape = case["op"], case["shape"]
     implementation: Any = None if name == "automatic" else name
-    lowered = kernels.programs_of(
-        source.library_call(case["op"], implementation), jax.eval_shape(lambda: inputs)
-    )
-    return kernels.measure([program.compile() for program in lowered], inputs)
+    if op in triton_token_ops.OPS:
+        return triton_token_ops.timer(op, shape, implementation)
+    source: Any = triton_attention if op == triton_attention.ATTENTION else kernels
+    inputs = functools.partial(source.make_inputs, op, shape)
+    lowered = kernels.programs_of(source.library_call(op, implementation), jax.eval_shape(inputs))
+    pair = [program.compile() for program in lowered]
+    calls = 4 if name == "xla" else 20  # its calls are long
+    return lambda: kernels.measure(pair, inputs(), calls)
 
 
 def line(row: dict[str, Any]) -> str:

@@ -103,10 +103,10 @@ def test_the_benchmark_checks_and_times_them(name, monkeypatch):
     run = triton_token_ops._call
     factor = 1.0
 
-    def by_xla(*x):
+    def by_xla(*x, **options):
         return lambda implementation, y: jax.tree.map(
             lambda a: a * jnp.asarray(1.0 if implementation == "xla" else factor, a.dtype),
-            run(*x)("xla", y),
+            run(*x, **options)("xla", y),
         )
 
     monkeypatch.setattr(triton_token_ops, "_call", by_xla)
@@ -118,5 +118,5 @@ def test_the_benchmark_checks_and_times_them(name, monkeypatch):
         factor = 1.1
         result = triton_kernels.check(name)
         assert not result["good"] and result["errors"]["output"] > 0.05
-    times = triton_kernels.time_op(dict(op=op, shape="1x64x2x64"), "xla")
+    times = triton_kernels.timer(dict(op=op, shape="1x64x2x64"), "xla")()
     assert len(times) == (1 if "token" in op else 2) and min(times) > 0
