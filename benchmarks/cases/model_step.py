@@ -7,7 +7,8 @@ row, of forward, backward, optimizer and checks, with bfloat16 activations and f
 program is traced and compiled in a process of its own, side by side (`--workers`). Then they are timed one
 after another, while nothing compiles: the median over 5 batches of 2 steps. The rows also have the seconds
 and CPU seconds of tracing and compiling beside the others. `--profile DIR` writes the device times of a
-step's instructions, one file for each row. `--peers fla` then times the forward and backward, without an
+step's instructions, one file for each row. `--implementations` names backends of the mixers' ops, and `--losses N` first
+trains for N steps on successive text (warm-up of N / 5 steps) and stores their losses. `--peers fla` then times the forward and backward, without an
 optimizer, of flash-linear-attention's models in the same proportions (see `benchmarks.peers.fla`) at the only
 size that they have: 340m, a vocabulary of 32,000.
 """
@@ -41,7 +42,7 @@ from configs import lm
 from lsm_jax import ops
 from lsm_jax.models.config import MATMUL, REMAT
 from lsm_jax.parallel import make_mesh, token_sharding
-from lsm_jax.training import make_program
+from lsm_jax.training import TrainConfig, make_program
 
 BENCHMARK = Benchmark(
     name="model_step",
@@ -53,6 +54,7 @@ BENCHMARK = Benchmark(
         "peer": None,
         "unrolled": None,
         "matmul": None,
+        "implementation": None,
     },
     output="docs/model_step.jsonl",
 )
@@ -125,8 +127,16 @@ def time_steps(
     asks for it; call it inside the mesh.
     """
     shape = case["rows"], case["length"]
-    batch = jax.device_put(text.stream(*shape, case["vocab_size"]), placement)
     state, metrics, times = init(), {}, []
+    if count := case.get("losses", 0):
+        joined = text.stream(count * shape[0], shape[1], case["vocab_size"])
+        parts = {name: np.split(x, count) for name, x in joined.items()}
+        row["losses"] = []
+        for index in range(count):
+            batch = {name: x[index] for name, x in parts.items()}
+            state, metrics = step(state, jax.device_put(batch, placement))
+            row["losses"].append(round(float(metrics["train/loss"]), 4))
+    batch = jax.device_put(text.stream(*shape, case["vocab_size"]), placement)
     for calls in (1, 2, 2, 2, 2, 2, 2):  # the first two are a warm-up
         start = time.perf_counter()
         for _ in range(calls):
@@ -163,6 +173,10 @@ def serve(case: dict[str, Any]) -> None:
     config.model.vocab_size, config.model.remat = case["vocab_size"], case["remat"]
     config.model.unroll_layers = case.get("unrolled", False)
     config.model.matmul = case.get("matmul", "default")
+    if name := case.get("implementation"):
+        use_implementation(config, name)
+    if count := case.get("losses", 0):
+        config.optimizer.warmup_tokens = count * case["rows"] * case["length"] // 5
     shape = case["rows"], case["length"]
     mesh = make_mesh(config.mesh, jax.devices()[:1])
     place = token_sharding(mesh)
@@ -195,6 +209,14 @@ def serve(case: dict[str, Any]) -> None:
         print(json.dumps(row | provenance()), flush=True)
 
 
+def use_implementation(config: TrainConfig, name: str) -> None:
+    """Select a backend by its name for the memories or the attention of all mixers of a model."""
+    for layer in config.model.layers.values():
+        mixer: Any = layer.mixer
+        owner = mixer.op if hasattr(mixer, "op") else mixer
+        owner.implementation = name
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     default = "gla-340m,gated_deltanet-340m,mamba2-340m"
     parser.add_argument("--variants", type=options.words, default=default, help="of configs/lm.py")
@@ -213,6 +235,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--matmul", type=options.names(MATMUL), default="default",
         help="how dense layers multiply; default,fp8: both",
     )  # fmt: skip
+    parser.add_argument(
+        "--implementations", type=options.words, default="automatic",
+        help="backends of the mixers' ops, such as automatic,triton; each its own row",
+    )  # fmt: skip
+    parser.add_argument(
+        "--losses", type=int, default=0, metavar="N", help="store the losses of N steps on text"
+    )
     parser.add_argument(
         "--profile", default="", help="a folder for the times of a step's instructions"
     )
@@ -235,10 +264,13 @@ def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
         dict(variant=v, rows=args.tokens // n, length=n, remat=r, vocab_size=args.vocab_size)
         | ({"unrolled": True} if unrolled == "yes" else {})
         | ({"matmul": matmul} if matmul != "default" else {})
+        | ({"implementation": name} if name != "automatic" else {})
+        | ({"losses": args.losses} if args.losses else {})
         for r, n in policies
         for v in args.variants
         for unrolled in args.unrolled
         for matmul in args.matmul
+        for name in args.implementations
     ]
     return own + [
         dict(variant=v, peer="fla", rows=args.tokens // n, length=n)

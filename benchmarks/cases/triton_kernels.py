@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import options, triton_attention, triton_token_ops
+from benchmarks import options, profile, triton_attention, triton_token_ops
 from benchmarks.cases import kernels
 from benchmarks.registry import Benchmark, UsageError
 from benchmarks.timing import alone
@@ -36,7 +36,7 @@ BENCHMARK = Benchmark(
     name="triton_kernels",
     summary="Triton kernels: errors against float32, and times beside XLA",
     key=("op", "shape", "capability"),
-    optional_key={"check": "", "tilings": ""},
+    optional_key={"check": "", "tilings": "", "kernels": False},
     requires_gpu=False,
 )
 
@@ -63,6 +63,9 @@ CHECKS: dict[str, Any] = {
     "bonus segments": ("key decay and bonus", (2, 1, 1), 128, 64, 2036, "bfloat16", "segments", 1),
     "value": ("value decay", (4, 1, 2), 128, 64, 300, "bfloat16", "documents", 1),
     "value strong": ("value decay", (2, 1, 2), 256, 256, 600, "bfloat16", "documents", "strong"),
+    "key 512": ("key decay", (2, 1, 2), 128, 512, 600, "bfloat16", "documents", 1),
+    "gated delta 512": ("gated delta rule", (1, 1, 1), 256, 512, 600, "bfloat16", "documents", 1),
+    "kda 512": ("kda", (1, 1, 2), 128, 512, 600, "bfloat16", "documents", 1),
     "value segments": ("value decay", (1, 1, 1), 64, 64, 2036, "bfloat16", "segments", 1),
     "delta": ("delta rule", (4, 4, 4), 128, 128, 512, "bfloat16", "row", 1),
     "delta queries": ("delta rule", (4, 2, 2), 64, 128, 500, "bfloat16", "documents", 1),
@@ -218,6 +221,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="tilings to try in place of the table's: kernel=keys:values:warps:stages,...; `TILINGS` "
         "has the names. For attention kernel/channels=queries:keys:warps:stages",
     )  # fmt: skip
+    parser.add_argument(
+        "--kernels",
+        action="store_true",
+        help="time each kernel of forward and backward pass of Triton's; no op of tokens",
+    )
     options.add_shard(parser)
     options.add_lock(parser)
 
@@ -251,12 +259,16 @@ def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
         for capability in args.capabilities
         for name in args.checks
     ]
-    tilings = dict(tilings=",".join(set_tilings(args.tilings))) if args.tilings else {}
+    more: dict[str, Any] = {}
+    if args.tilings:
+        more["tilings"] = ",".join(set_tilings(args.tilings))
+    if args.kernels:
+        more["kernels"] = True
     timed = [
-        dict(op=op, shape=shape, capability=capability, **tilings)
+        dict(op=op, shape=shape, capability=capability, **more)
         for shape in args.shapes
         for op in args.ops
-        for capability in (*args.capabilities, "any")
+        for capability in (*args.capabilities, *["any"] * (not args.kernels))
     ]
     return checks + timed
 
@@ -285,20 +297,22 @@ def result(case: dict[str, Any], function: Callable[[], dict[str, Any]]) -> dict
         return case | dict(error=f"{type(exception).__name__}: {exception}"[:600])
 
 
-def timers(case: dict[str, Any]) -> dict[str, Callable[[], list[float]]]:
+def timers(case: dict[str, Any]) -> dict[str, Callable[[], Any]]:
     """Compile a case's programs; return for each implementation a function that times them."""
     names = ("xla", "automatic") if case["capability"] == "any" else ("triton",)
+    if case.get("kernels"):
+        return {"times_of_kernels": timer(case, names[0], by_kernel=True)}
     return {name: timer(case, name) for name in names}
 
 
-def call_timers(row: dict[str, Any]) -> dict[str, list[float]]:
+def call_timers(row: dict[str, Any]) -> dict[str, Any]:
     """Return the times of a row in which `timers` stand for them."""
     return {name: function() for name, function in row.items() if callable(function)}
 
 
-def timer(case: dict[str, Any], name: str) -> Callable[[], list[float]]:
+def timer(case: dict[str, Any], name: str, by_kernel: bool = False) -> Callable[[], Any]:
     """Compile one implementation ("triton", "xla" or "automatic") of an op at a shape, and return a function that returns [ms forward, ms
-    forward and backward], or of one token [ms of a step].
+    forward and backward], or of one token [ms of a step]; with `by_kernel`, what `launches` returns.
     """
     op, shape = case["op"], case["shape"]
     implementation: Any = None if name == "automatic" else name
@@ -309,7 +323,19 @@ def timer(case: dict[str, Any], name: str) -> Callable[[], list[float]]:
     lowered = kernels.programs_of(source.library_call(op, implementation), jax.eval_shape(inputs))
     pair = [program.compile() for program in lowered]
     calls = 4 if name == "xla" else 20  # its calls are long
+    if by_kernel:
+        return lambda: launches(pair[1], inputs())
     return lambda: kernels.measure(pair, inputs(), calls)
+
+
+def launches(program: Any, inputs: tuple[jax.Array, ...]) -> dict[str, float]:
+    """Return the device time in ms of each kernel of a compiled program of forward and backward pass, by name."""
+    q, k, v, do, *gates = inputs
+    jax.block_until_ready(program(do, q, k, v, *gates))
+    times: dict[str, float] = {}
+    for row in profile.by_kernel(lambda: program(do, q, k, v, *gates), program.as_text()):
+        times[row["kernel"]] = round(times.get(row["kernel"], 0.0) + row["milliseconds"], 4)
+    return times
 
 
 def line(row: dict[str, Any]) -> str:
@@ -321,5 +347,7 @@ def line(row: dict[str, Any]) -> str:
         bits = "" if row["same_bits"] else ", other bits in a second run"
         causal = "" if not row["not_causal"] else f", {row['not_causal']} outputs not causal"
         return f"{name} {verdict} {row['errors']}{bits}{causal}"
+    if "times_of_kernels" in row:
+        return f"{name} {row['times_of_kernels']}"
     times = (f"{n} {' / '.join(f'{ms:.3f}' for ms in row[n])}" for n in ("triton", "xla", "automatic") if n in row)  # fmt: skip
     return f"{name} {'   '.join(times)} ms"

@@ -113,7 +113,9 @@ def test_names_the_unmet_requirement(monkeypatch):
     ids = jnp.ones((1, 64), jnp.int32)
     with pytest.raises(NotImplementedError, match="no window together with segment_ids"):
         ops.attention(q, q, q, window=8, segment_ids=ids, implementation="triton")
-    with pytest.raises(NotImplementedError, match="V of 64, 128 or 256, not 32 in the memory of"):
+    with pytest.raises(
+        NotImplementedError, match="V of 64, 128, 256 or 512, not 32 in the memory of"
+    ):
         ops.slot_memory(q, q, q, narrow, narrow.astype(jnp.float32), implementation="triton")
 
 

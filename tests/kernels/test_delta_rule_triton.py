@@ -72,7 +72,7 @@ def test_names_the_unmet_requirement(monkeypatch):
     assert "not bfloat16, float32" in why(q, q.astype(jnp.float32), q)
     narrow = q[..., :32]
     assert why(narrow, narrow, q) == "K of 64, 128 or 256, not 32"
-    assert why(q, q, narrow) == "V of 64, 128 or 256, not 32"
+    assert why(q, q, narrow) == "V of 64, 128, 256 or 512, not 32"
     decay, wide = jnp.zeros((1, 64, 1, 64)), q.astype(jnp.float32)
     assert dplr.unsupported("triton", q, q, q, q, q, decay) is None
     reason = dplr.unsupported("triton", q, q, q, wide, q, decay)

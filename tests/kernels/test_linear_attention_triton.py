@@ -76,7 +76,7 @@ def test_names_the_unmet_requirement(monkeypatch):
         assert "all in float32, not bfloat16, float32" in why(q, wide, wide)
     narrow = q[..., :32]
     assert why(narrow, narrow, q) == "K of 64, 128 or 256, not 32"
-    assert why(q, q, narrow) == "V of 64, 128 or 256, not 32"
+    assert why(q, q, narrow) == "V of 64, 128, 256 or 512, not 32"
     initial = jnp.zeros((1, 1, 64, 64))
     with pytest.raises(ValueError, match=r"accepted are \('mosaic_gpu', 'mosaic_tpu', 'triton'\)"):
         linear_attention(q, q, q, initial=initial, scale=1.0, implementation="cutile")

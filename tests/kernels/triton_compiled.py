@@ -69,6 +69,7 @@ CASES: dict[str, Any] = {
     "delta scalar, 64": Case("log_decay", 64, 64, op="delta_memory"),
     "delta scalar, 128": Case("log_decay segment_ids", 128, 128, op="delta_memory"),
     "delta scalar, float16": Case("log_decay", 128, 128, "float16", op="delta_memory"),
+    "delta scalar, 512": Case("log_decay", 256, 512, op="delta_memory"),
     "delta channel, 64": Case("channel log_decay", 64, 64, op="delta_memory"),
     "delta channel, 128": Case("channel log_decay segment_ids", 128, 128, op="delta_memory"),
     "delta channel, 256": Case("channel log_decay segment_ids", 256, 256, op="delta_memory"),

@@ -60,7 +60,7 @@ CASES = {
     "token, float16": Case("token", dtype="float16"),
     "token, strong": Case("token", states="documents", strong=True),
     "token, segments": Case("token", length=200, states="segments"),
-    "token, wide": Case("token", (1, 1, 1), 256, 256, 65),
+    "token, wide": Case("token", (1, 1, 1), 256, 512, 65),
     "channel": Case("channel", (1, 1, 2), 128, 64, 130, states="documents"),
     "channel, queries": Case("channel", (2, 1, 1), 64, 128, 65, states="documents"),
     "channel, alike, bfloat16": Case("channel", dtype="bfloat16", alike=True),

@@ -62,7 +62,7 @@ CASES = {
     "channel, segments": Case("channel", length=200, states="segments"),
     "channel, parts": Case("channel", length=250, states="documents"),
     "bonus, parts": Case("bonus", (1, 1, 2), length=250),
-    "channel, queries": Case("channel", (2, 1, 1), 64, 128, 65),
+    "channel, queries": Case("channel", (2, 1, 1), 64, 512, 65),
     "bonus": Case("bonus", (2, 1, 1), length=130, states="documents"),
     "bonus, bfloat16": Case("bonus", dtype="bfloat16"),
     "bonus, steep": Case("bonus", (1, 1, 2), strong=8),

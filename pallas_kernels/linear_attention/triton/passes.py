@@ -102,15 +102,15 @@ def _accepted_dtypes() -> set[str]:
     return {"bfloat16", "float16"} | ({"float32"} if allowed else set())
 
 
-_SIZES = (64, 128, 256)  # K and V
+_KEY_DIMS, _VALUE_DIMS = (64, 128, 256), (64, 128, 256, 512)
 REQUIREMENTS = (
     Requirement(
         "q, k and v all in bfloat16, all in float16, or, with jax.default_matmul_precision('tensorfloat32'), all in float32",
         lambda call: len(_dtypes(call)) == 1 and _dtypes(call) <= _accepted_dtypes(),
         lambda call: ", ".join(sorted(_dtypes(call))),
     ),
-    key_dims(*_SIZES),
-    value_dims(*_SIZES),
+    key_dims(*_KEY_DIMS),
+    value_dims(*_VALUE_DIMS),
     launch.INSTALLED,
 )
 """The requirements of every Triton kernel of linear attention. The packages are last, so that their absence is the reason only for calls
