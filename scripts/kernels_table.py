@@ -26,7 +26,8 @@ each op that was traced in this process, and the requirement that excluded a bet
 The kernels by compute capability. "By default" is `implementation=None`. "Run" are the backends whose values and gradients were checked on
 such a card; "compiled only" are those that `make test-aot` compiles for it, and whose values were checked in Triton's interpreter on a
 CPU. Triton's kernels need the extra `[triton]` beside `[cuda13]`; where it is absent, ops run by XLA, and one line of the log says how to
-install it. `python -m benchmarks triton_kernels` checks and times Triton's kernels on a card. On every NVIDIA card attention without gates
+install it. `python -m benchmarks triton_kernels` checks and times Triton's kernels on a card. An H100 has also run the code for 8.0
+([results](results/triton.md)). On every NVIDIA card attention without gates
 over rows of one document runs by cuDNN.
 """
 # Compute capability, generation and examples of NVIDIA cards.
@@ -38,8 +39,9 @@ CARDS = (
     ("10.0", "Blackwell", "B200"),
     ("12.0", "Blackwell", "RTX 50, RTX PRO 6000"),
 )
-# By backend, the compute capabilities of the cards on which its tests have passed; entered by hand after `make test-gpu`.
-RUN_ON = {"mosaic_gpu": ("9.0",)}
+# By backend, the compute capabilities of the cards on which its tests have passed; entered by hand after `make test-gpu` or `python -m
+# benchmarks triton_kernels`.
+RUN_ON = {"mosaic_gpu": ("9.0",), "triton": ("9.0",)}
 PLATFORMS = {"cuda": "NVIDIA", "tpu": "TPU"}
 OPS = (
     "linear_memory", "delta_memory", "dplr_memory", "slot_memory", "selective_memory", "online_memory",

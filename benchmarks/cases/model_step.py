@@ -59,6 +59,12 @@ BENCHMARK = Benchmark(
     output="docs/model_step.jsonl",
 )
 
+UNROLLED = {
+    "auto": None,
+    "no": False,
+    "yes": True,
+}  # model.unroll_layers, by the words of --unrolled
+
 
 class Measurement:
     """A process that compiles a model's training step for one case of the benchmark, and times it on
@@ -171,7 +177,7 @@ def serve(case: dict[str, Any]) -> None:
     began, cpu = time.perf_counter(), time.process_time()
     config = lm.get_config(case["variant"])
     config.model.vocab_size, config.model.remat = case["vocab_size"], case["remat"]
-    config.model.unroll_layers = case.get("unrolled", False)
+    config.model.unroll_layers = case.get("unrolled")
     config.model.matmul = case.get("matmul", "default")
     if name := case.get("implementation"):
         use_implementation(config, name)
@@ -228,8 +234,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"{', '.join(REMAT)}; of several, those after the first only at the first length",
     )  # fmt: skip
     parser.add_argument(
-        "--unrolled", type=options.names(("no", "yes")), default="no",
-        help="yes: layers compiled one after the other; no,yes: both, beside a loop over layers",
+        "--unrolled", type=options.names(tuple(UNROLLED)), default="auto",
+        help="yes: layers compiled one after the other; no: a loop over layers; auto: as training does by default; no,yes: both",
     )  # fmt: skip
     parser.add_argument(
         "--matmul", type=options.names(MATMUL), default="default",
@@ -262,7 +268,7 @@ def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
     policies += [(remat, args.lengths[0]) for remat in args.remat[1:]]
     own = [
         dict(variant=v, rows=args.tokens // n, length=n, remat=r, vocab_size=args.vocab_size)
-        | ({"unrolled": True} if unrolled == "yes" else {})
+        | ({} if unrolled == "auto" else {"unrolled": UNROLLED[unrolled]})
         | ({"matmul": matmul} if matmul != "default" else {})
         | ({"implementation": name} if name != "automatic" else {})
         | ({"losses": args.losses} if args.losses else {})

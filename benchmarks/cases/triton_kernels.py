@@ -37,6 +37,7 @@ BENCHMARK = Benchmark(
     summary="Triton kernels: errors against float32, and times beside XLA",
     key=("op", "shape", "capability"),
     optional_key={"check": "", "tilings": "", "kernels": False},
+    output="docs/triton_kernels.jsonl",
     requires_gpu=False,
 )
 

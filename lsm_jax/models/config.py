@@ -69,8 +69,8 @@ class ModelConfig:
             package's kernels of memories and attention) or "full".
         unroll_layers: whether the layers are compiled one after the other rather than as a loop over the repetitions of the
             pattern. The loop slices its stacked parameters and copies what it saves for the backward pass; without it the
-            program is larger and takes about twice as long to compile. A mesh's pipeline and the decoding of one token are
-            always loops.
+            program is larger and takes about twice as long to compile. None: a training step on one GPU is unrolled if the
+            model has at most 32 layers. A mesh's pipeline and the decoding of one token are always loops.
         matmul: how dense layers of mixers and feedforwards multiply in training: "default", in the activations' dtype, or
             "fp8" (`lsm_jax.mixers.fp8`).
         loss_chunk_size: tokens whose logits exist at a time in the loss, on each device.
@@ -92,7 +92,7 @@ class ModelConfig:
     scaled_output_init: bool = False
     dtype: str = "bfloat16"
     remat: str = "full"
-    unroll_layers: bool = False
+    unroll_layers: bool | None = None
     matmul: str = "default"
     loss_chunk_size: int = 2048
     lora: mixers.LoRAConfig | None = None

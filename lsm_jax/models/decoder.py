@@ -208,7 +208,7 @@ class Decoder(nnx.Module):
         config = copy.deepcopy(config)
         self.dtype, self.remat, self.vocab_size = config.dtype, config.remat, config.vocab_size
         self.loss_chunk_size = config.loss_chunk_size
-        self.unroll_layers = config.unroll_layers
+        self.unroll_layers = bool(config.unroll_layers)
         self.num_periods = config.num_layers // len(config.period())
         draw = jax.random.normal(rngs.params(), (config.vocab_size, config.hidden_size))
         self.embedding = parameter(config.init_std * draw, ("vocab", "embed"), weight_decay=True)

@@ -27,6 +27,9 @@ OVERFLOW = "moe/overflow_count"
 """The metric that counts the choices of experts that did not fit into the buffers of the exchange between
 devices. After an overflow the step must be taken again with larger buffers (`ExpertBuffers`)."""
 
+UNROLLED = 32
+"""The largest number of layers that a training step on one GPU compiles one after the other unless the config says otherwise."""
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
@@ -114,10 +117,20 @@ def param_shardings(mesh: Mesh | AbstractMesh, model: Decoder) -> dict[str, Any]
     )
 
 
+def unrolls_layers(model: ModelConfig, mesh: Mesh) -> bool:
+    """Return whether a training step compiles the layers one after the other: as the config says, and where it says nothing, up to
+    `UNROLLED` layers on one GPU."""
+    if model.unroll_layers is not None:
+        return model.unroll_layers
+    one_gpu = mesh.size == 1 and mesh.devices.flat[0].platform == "gpu"
+    return one_gpu and model.num_layers <= UNROLLED
+
+
 def make_program(config: TrainConfig, mesh: Mesh) -> Program:
     """Make the functions of a training run (initialise, train, evaluate) for the config's model and the devices of
     `mesh`. Their callers must set the mesh by `jax.set_mesh(mesh)`."""
-    model = abstract(config.model)
+    unroll = unrolls_layers(config.model, mesh)
+    model = abstract(dataclasses.replace(config.model, unroll_layers=unroll))
     graph = nnx.graphdef(model)
     optimizer = make_optimizer(config)
 

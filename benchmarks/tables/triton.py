@@ -1,0 +1,143 @@
+"""The results tables of docs/results/triton.md: the Triton kernels on a card, and variants of a training step."""
+
+from __future__ import annotations
+
+from benchmarks.tables.kernels import shape_text
+from benchmarks.tables.table import Column, Row, Table, column, group, times
+
+_KERNELS = "triton_kernels.jsonl"
+_STEPS = "model_step.jsonl"
+
+
+def _errors(rows: list[Row], gradients: bool) -> str:
+    """Return, as text, the largest relative error of a check's outputs and states, or of its gradients."""
+    errors = [
+        e for row in rows for n, e in row["errors"].items() if n.startswith("d_") == gradients
+    ]
+    return f"{max(errors):.1e}"
+
+
+def _checks(rows: list[Row]) -> list[tuple[tuple[str, str], list[Row]]]:
+    return list(group(rows, lambda row: (row["op"], row["capability"])).items())
+
+
+def _all_good(rows: list[Row]) -> str:
+    good = sum(row["good"] for row in rows)
+    return str(good) if good == len(rows) else f"{good} of {len(rows)}"
+
+
+def _by_op(rows: list[Row]) -> list[dict[str, Row]]:
+    """Return the rows of each op and shape by compute capability."""
+    by_case = group(rows, lambda row: (row["op"], row["shape"]))
+    return [{row["capability"]: row for row in of_case} for of_case in by_case.values()]
+
+
+def _ratio(record: dict[str, Row]) -> str:
+    """Return, as text, how many times as long as the code for 8.0 the XLA form takes."""
+    pairs = zip(record["any"]["xla"], record["8.0"]["triton"], strict=True)
+    return " / ".join(f"{xla / ours:.1f}" for xla, ours in pairs)
+
+
+def _longest(row: Row) -> str:
+    times_of = sorted(row["times_of_kernels"].items(), key=lambda item: -item[1])
+    return ", ".join(f"`{name}` {ms:.2f}" for name, ms in times_of[:4])
+
+
+def _step_name(row: Row) -> str:
+    return row["variant"]
+
+
+def _loss_at(step: int) -> Column:
+    def cell(row: Row) -> str:
+        losses = row.get("losses") or []
+        return f"{losses[step - 1]:.3f}" if len(losses) >= step else ""
+
+    return Column(f"loss at step {step}", cell)
+
+
+def _difference(rows: list[Row]) -> list[Row]:
+    order = {None: 0, "triton": 1, "xla": 2}
+    return sorted(rows, key=lambda r: (r["variant"], r["unrolled"], order[r.get("implementation")], r.get("matmul", "")))  # fmt: skip
+
+
+TABLES = (
+    Table(
+        "triton_checks",
+        (_KERNELS,),
+        (
+            Column("op", lambda record: record[0][0]),
+            Column("code for", lambda record: record[0][1]),
+            Column("checks passed", lambda record: _all_good(record[1])),
+            Column("outputs and states", lambda record: _errors(record[1], gradients=False)),
+            Column(
+                "gradients",
+                lambda record: _errors(record[1], gradients=True) if "d_" in str(record[1]) else "",
+            ),
+        ),  # fmt: skip
+        where=lambda row: "check" in row,
+        key=lambda row: (row["check"], row["capability"]),
+        lines=_checks,
+        command='python -m benchmarks triton_kernels --capabilities 8.0,9.0 --shapes ""',
+    ),
+    Table(
+        "triton_times",
+        (_KERNELS,),
+        (
+            Column("op", lambda record: record["8.0"]["op"]),
+            Column("B x T x H x D", lambda record: shape_text(record["8.0"]["shape"])),
+            Column("code for 8.0", lambda record: times(record["8.0"]["triton"])),
+            Column("code for 9.0", lambda record: times(record["9.0"]["triton"])),
+            Column("Hopper's kernels", lambda record: times(record["any"]["automatic"])),
+            Column("XLA", lambda record: times(record["any"]["xla"])),
+            Column("XLA / code for 8.0", _ratio),
+        ),
+        where=lambda row: "check" not in row and "kernels" not in row and "tilings" not in row,
+        key=lambda row: (row["op"], row["shape"], row["capability"]),
+        lines=_by_op,
+        command='python -m benchmarks triton_kernels --capabilities 9.0,8.0 --checks ""',
+    ),
+    Table(
+        "triton_parts",
+        (_KERNELS,),
+        (
+            Column("op", lambda row: row["op"]),
+            Column("B x T x H x D", lambda row: shape_text(row["shape"])),
+            Column("the longest kernels, ms", _longest),
+        ),
+        where=lambda row: "times_of_kernels" in row and row["capability"] == "8.0",
+        key=lambda row: (row["op"], row["shape"]),
+        command='python -m benchmarks triton_kernels --kernels --checks "" --shapes 8x4096x16x128',
+    ),
+    Table(
+        "step_variants",
+        (_STEPS,),
+        (
+            Column("model", _step_name),
+            Column(
+                "memories or attention by",
+                lambda row: row.get("implementation") or "automatic (Hopper's kernels)",
+            ),
+            Column("layers", lambda row: "unrolled" if row["unrolled"] else "loop"),
+            Column("products", lambda row: row.get("matmul", "bfloat16")),
+            column("ms", "milliseconds", "{:.1f}"),
+            column("10³ tokens/s", "tokens_per_second", "{:.1f}", 1e3),
+            column("compile, s", "compile_seconds", "{:.0f}"),
+            column("GiB", "gib", "{:.1f}"),
+            *(_loss_at(step) for step in (1, 8, 20, 50)),
+        ),  # fmt: skip
+        where=lambda row: "unrolled" in row,
+        key=lambda row: (
+            row["variant"],
+            row["unrolled"],
+            row.get("implementation"),
+            row.get("matmul"),
+            len(row.get("losses") or []),
+        ),
+        lines=_difference,
+        command="python -m benchmarks model_step --variants gla-340m,gated_deltanet-340m,fox-340m --lengths 2048 --unrolled no "
+        "--implementations automatic,triton --losses 50 --output docs/model_step.jsonl\n"
+        "python -m benchmarks model_step --variants gla-340m --lengths 2048 --unrolled no,yes --implementations xla,automatic,triton "
+        "--losses 20 --output docs/model_step.jsonl\n"
+        "python -m benchmarks model_step --variants gla-340m --lengths 2048 --unrolled no,yes --matmul default,fp8 --output docs/model_step.jsonl",
+    ),
+)
