@@ -65,6 +65,7 @@ ALLOWED_INSIDE = {
         "backends": {"core"},
         "linear": {"core", "backends"},
         "delta": {"core", "backends"},
+        "log_linear": {"core", "backends", "delta"},
         "selective": {"core", "backends"},
         "slots": {"core", "backends", "linear"},
         "attention": {"core", "backends"},

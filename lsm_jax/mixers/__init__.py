@@ -28,6 +28,8 @@ from lsm_jax.mixers import (
     lightnet,
     lightning,
     linear_attention,
+    log_linear_gated_deltanet,
+    log_linear_mamba2,
     lolcats,
     mamba,
     mamba2,
@@ -72,6 +74,11 @@ from lsm_jax.mixers.liger import Liger, LigerConfig
 from lsm_jax.mixers.lightnet import LightNet, LightNetConfig
 from lsm_jax.mixers.lightning import Lightning, LightningConfig
 from lsm_jax.mixers.linear_attention import LinearAttention, LinearAttentionConfig
+from lsm_jax.mixers.log_linear_gated_deltanet import (
+    LogLinearGatedDeltaNet,
+    LogLinearGatedDeltaNetConfig,
+)
+from lsm_jax.mixers.log_linear_mamba2 import LogLinearMamba2, LogLinearMamba2Config
 from lsm_jax.mixers.lolcats import Lolcats, LolcatsConfig
 from lsm_jax.mixers.lora import LoRA, LoRAConfig, add_adapters
 from lsm_jax.mixers.mamba import Mamba, MambaConfig
@@ -132,6 +139,8 @@ _TABLE = (
     comba,
     precond_gated_deltanet,
     precond_kda,
+    log_linear_mamba2,
+    log_linear_gated_deltanet,
     rwkv7,
     ttt_linear,
     ttt_mlp,
@@ -193,6 +202,10 @@ __all__ = [
     "LinearAttentionConfig",
     "LoRA",
     "LoRAConfig",
+    "LogLinearGatedDeltaNet",
+    "LogLinearGatedDeltaNetConfig",
+    "LogLinearMamba2",
+    "LogLinearMamba2Config",
     "Lolcats",
     "LolcatsConfig",
     "METHODS",

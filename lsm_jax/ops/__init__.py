@@ -29,6 +29,8 @@ from lsm_jax.ops.linear.running_logsumexp import (
     logsumexp_state,
     running_logsumexp,
 )
+from lsm_jax.ops.log_linear.log_linear_memory import log_linear_memory
+from lsm_jax.ops.log_linear.state import LogLinearState, log_linear_state
 from lsm_jax.ops.online.inner_models import Inner
 from lsm_jax.ops.online.online_memory import online_memory
 from lsm_jax.ops.online.state import OnlineState, online_state
@@ -46,6 +48,7 @@ __all__ = [
     "DocumentCount",
     "Inner",
     "LinearState",
+    "LogLinearState",
     "LogSumExpState",
     "OnlineState",
     "SelectiveState",
@@ -60,6 +63,8 @@ __all__ = [
     "dplr_memory",
     "linear_memory",
     "linear_state",
+    "log_linear_memory",
+    "log_linear_state",
     "logsumexp_state",
     "number_documents",
     "online_memory",
