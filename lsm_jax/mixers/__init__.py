@@ -35,8 +35,11 @@ from lsm_jax.mixers import (
     mamba2,
     mamba3,
     mamba3_mimo,
+    mesa_net,
     mlstm,
     mom,
+    momentum_deltanet,
+    path,
     precond_gated_deltanet,
     precond_kda,
     rebased,
@@ -85,6 +88,7 @@ from lsm_jax.mixers.mamba import Mamba, MambaConfig
 from lsm_jax.mixers.mamba2 import Mamba2, Mamba2Config
 from lsm_jax.mixers.mamba3 import Mamba3, Mamba3Config
 from lsm_jax.mixers.mamba3_mimo import Mamba3MIMOConfig
+from lsm_jax.mixers.mesa_net import MesaNet, MesaNetConfig
 from lsm_jax.mixers.method import (
     METHODS,
     WRAPPERS,
@@ -96,7 +100,9 @@ from lsm_jax.mixers.method import (
 )
 from lsm_jax.mixers.mlstm import MLSTM, MLSTMConfig
 from lsm_jax.mixers.mom import MoM, MoMConfig
+from lsm_jax.mixers.momentum_deltanet import MomentumDeltaNet, MomentumDeltaNetConfig
 from lsm_jax.mixers.op_config import OpConfig, RecurrentConfig
+from lsm_jax.mixers.path import PaTH, PaTHConfig
 from lsm_jax.mixers.precond_gated_deltanet import PrecondGatedDeltaNet, PrecondGatedDeltaNetConfig
 from lsm_jax.mixers.precond_kda import PrecondKDA, PrecondKDAConfig
 from lsm_jax.mixers.rebased import Rebased, RebasedConfig
@@ -139,8 +145,10 @@ _TABLE = (
     comba,
     precond_gated_deltanet,
     precond_kda,
+    momentum_deltanet,
     log_linear_mamba2,
     log_linear_gated_deltanet,
+    mesa_net,
     rwkv7,
     ttt_linear,
     ttt_mlp,
@@ -148,6 +156,7 @@ _TABLE = (
     gsa,
     abc_attention,
     softmax,
+    path,
     fox,
     liger,
     lolcats,
@@ -158,6 +167,12 @@ for _file in _TABLE:
 register(mom.METHOD, wrapper=True)
 
 __all__ = [
+    "MomentumDeltaNet",
+    "MomentumDeltaNetConfig",
+    "PaTH",
+    "PaTHConfig",
+    "MesaNet",
+    "MesaNetConfig",
     "ABC",
     "ABCConfig",
     "Based",

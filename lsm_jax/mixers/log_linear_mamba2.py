@@ -61,18 +61,14 @@ class LogLinearMamba2(Mamba2):
     """
 
     op = ops.log_linear_memory
+    projection_bias = True
+    convolution_bias = False
 
     def __init__(
         self, config: LogLinearMamba2Config, hidden_size: int, *, rngs: nnx.Rngs, init_std: float = 0.02
     ):  # fmt: skip
         super().__init__(config, hidden_size, rngs=rngs, init_std=init_std)
         heads = self.num_heads
-        into = (self.z_proj, self.x_proj, self.b_proj, self.c_proj, self.dt_proj)
-        for part, axis in (*((part, "heads") for part in into), (self.o_proj, "embed")):
-            zeros = jnp.zeros(part.kernel.shape[1], jnp.float32)
-            part.bias = parameter(zeros, (axis,), weight_decay=False)
-        for convolution in self.remembering():
-            convolution.bias = None
         rates = jnp.arange(1, heads + 1, dtype=jnp.float32)
         self.a_log = parameter(jnp.log(rates), logical_axes=("heads",), weight_decay=False)
         self.level_scales = LevelScales(

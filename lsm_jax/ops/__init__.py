@@ -31,9 +31,15 @@ from lsm_jax.ops.linear.running_logsumexp import (
 )
 from lsm_jax.ops.log_linear.log_linear_memory import log_linear_memory
 from lsm_jax.ops.log_linear.state import LogLinearState, log_linear_state
+from lsm_jax.ops.mesa.mesa_memory import mesa_memory
+from lsm_jax.ops.mesa.state import MesaState, mesa_state
+from lsm_jax.ops.momentum.momentum_memory import momentum_memory
+from lsm_jax.ops.momentum.state import MomentumState, momentum_state
 from lsm_jax.ops.online.inner_models import Inner
 from lsm_jax.ops.online.online_memory import online_memory
 from lsm_jax.ops.online.state import OnlineState, online_state
+from lsm_jax.ops.path.path_attention import path_attention
+from lsm_jax.ops.path.state import path_attention_state
 from lsm_jax.ops.selective.selective_memory import selective_memory
 from lsm_jax.ops.selective.state import SelectiveState, selective_state
 from lsm_jax.ops.selective.time_invariant import time_invariant_memory
@@ -50,6 +56,8 @@ __all__ = [
     "LinearState",
     "LogLinearState",
     "LogSumExpState",
+    "MesaState",
+    "MomentumState",
     "OnlineState",
     "SelectiveState",
     "ShiftState",
@@ -66,9 +74,15 @@ __all__ = [
     "log_linear_memory",
     "log_linear_state",
     "logsumexp_state",
+    "mesa_memory",
+    "mesa_state",
+    "momentum_memory",
+    "momentum_state",
     "number_documents",
     "online_memory",
     "online_state",
+    "path_attention",
+    "path_attention_state",
     "running_logsumexp",
     "selective_memory",
     "selective_state",

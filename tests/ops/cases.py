@@ -454,11 +454,23 @@ FAMILIES |= {
 from tests.ops import (  # noqa: E402
     dplr_cases,
     log_linear_cases,
+    mesa_cases,
+    momentum_cases,
     online_memory_cases,
+    path_cases,
     selective_cases,
     slot_cases,
 )
 
-for _module in (dplr_cases, log_linear_cases, online_memory_cases, selective_cases, slot_cases):
+for _module in (
+    dplr_cases,
+    log_linear_cases,
+    mesa_cases,
+    momentum_cases,
+    online_memory_cases,
+    path_cases,
+    selective_cases,
+    slot_cases,
+):
     FAMILIES |= _module.FAMILIES
     CASES += _module.CASES
