@@ -69,6 +69,7 @@ ALLOWED_INSIDE = {
         "mesa": {"core", "backends", "linear"},
         "momentum": {"core", "backends"},
         "path": {"core", "backends", "attention"},
+        "slstm": {"core", "backends"},
         "selective": {"core", "backends"},
         "slots": {"core", "backends", "linear"},
         "attention": {"core", "backends"},

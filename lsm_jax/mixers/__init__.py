@@ -48,6 +48,7 @@ from lsm_jax.mixers import (
     rwkv6,
     rwkv7,
     s4d,
+    slstm,
     softmax,
     titans,
     ttt_linear,
@@ -111,6 +112,7 @@ from lsm_jax.mixers.rg_lru import RGLRU, RGLRUConfig
 from lsm_jax.mixers.rwkv6 import RWKV6, RWKV6Config
 from lsm_jax.mixers.rwkv7 import RWKV7, RWKV7Config
 from lsm_jax.mixers.s4d import S4D, S4DConfig
+from lsm_jax.mixers.slstm import SLSTM, SLSTMConfig
 from lsm_jax.mixers.softmax import Softmax, SoftmaxConfig
 from lsm_jax.mixers.titans import Titans, TitansConfig
 from lsm_jax.mixers.ttt_linear import TTTLinear, TTTLinearConfig
@@ -130,6 +132,7 @@ _TABLE = (
     gfw,
     rwkv6,
     mlstm,
+    slstm,
     mamba,
     rg_lru,
     s4d,
@@ -167,6 +170,8 @@ for _file in _TABLE:
 register(mom.METHOD, wrapper=True)
 
 __all__ = [
+    "SLSTM",
+    "SLSTMConfig",
     "MomentumDeltaNet",
     "MomentumDeltaNetConfig",
     "PaTH",

@@ -45,6 +45,8 @@ from lsm_jax.ops.selective.state import SelectiveState, selective_state
 from lsm_jax.ops.selective.time_invariant import time_invariant_memory
 from lsm_jax.ops.slots.slot_memory import slot_memory
 from lsm_jax.ops.slots.state import SlotState, slot_state
+from lsm_jax.ops.slstm.slstm_memory import slstm_memory
+from lsm_jax.ops.slstm.state import SLSTMState, slstm_state
 from pallas_kernels.residuals import KEPT
 
 __all__ = [
@@ -59,6 +61,7 @@ __all__ = [
     "MesaState",
     "MomentumState",
     "OnlineState",
+    "SLSTMState",
     "SelectiveState",
     "ShiftState",
     "SlotState",
@@ -90,6 +93,8 @@ __all__ = [
     "short_convolution",
     "slot_memory",
     "slot_state",
+    "slstm_memory",
+    "slstm_state",
     "time_invariant_memory",
     "token_shift",
 ]

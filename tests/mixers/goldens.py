@@ -33,9 +33,18 @@ def load(name: str) -> dict[str, np.ndarray]:
     return arrays
 
 
-def check(name: str, function: Callable, *, dtype: str = "float64", tolerance: float = 1e-10):
+def check(
+    name: str,
+    function: Callable,
+    *,
+    dtype: str = "float64",
+    tolerance: float = 1e-10,
+    symmetric: tuple[str, ...] = (),
+):
     """Assert that `function`, which maps the golden's arrays to outputs by name, returns the golden's outputs and has
     its gradients with respect to every input, to `tolerance` times an array's largest entry (at least 1).
+
+    Inputs named in `symmetric` are symmetric matrices, of whose gradients only the symmetric part has a meaning.
     """
     golden = load(name)
     with jax.enable_x64(dtype == "float64"):
@@ -55,6 +64,8 @@ def check(name: str, function: Callable, *, dtype: str = "float64", tolerance: f
     results |= {f"grad_{n}": a for n, a in gradients.items()}
     for n, actual in results.items():
         expected = golden[n]
+        if n.removeprefix("grad_") in symmetric:
+            actual, expected = (a + np.swapaxes(a, -1, -2) for a in (actual, expected))
         bound = tolerance * max(1.0, np.abs(expected).max())
         np.testing.assert_allclose(actual, expected, rtol=0, atol=bound, err_msg=f"{name}/{n}")
 

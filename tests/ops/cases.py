@@ -460,6 +460,7 @@ from tests.ops import (  # noqa: E402
     path_cases,
     selective_cases,
     slot_cases,
+    slstm_cases,
 )
 
 for _module in (
@@ -471,6 +472,7 @@ for _module in (
     path_cases,
     selective_cases,
     slot_cases,
+    slstm_cases,
 ):
     FAMILIES |= _module.FAMILIES
     CASES += _module.CASES
