@@ -200,9 +200,7 @@ class MomentumDeltaNet(Mixer):
         `max_length` and `dtype` do not affect it.
         """
         config = self.config
-        return ops.momentum_state(
-            batch_size, config.num_heads, config.head_dim, config.value_dim()
-        )
+        return ops.momentum_state(batch_size, config.num_heads, config.head_dim, config.value_dim())
 
 
 METHOD = Method(

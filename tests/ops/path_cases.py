@@ -20,7 +20,9 @@ def _inputs(case, rng, shape, log_decay):
     inputs["w"] = w / np.linalg.norm(w, axis=-1, keepdims=True)
     inputs["beta"] = rng.uniform(0, 2, size=(*shape, case.heads[2]))
     if case.arrays:
-        inputs["log_forget"] = log_decay(*(() if "constant_forget" in case.arrays else shape), heads)
+        inputs["log_forget"] = log_decay(
+            *(() if "constant_forget" in case.arrays else shape), heads
+        )
     return inputs
 
 

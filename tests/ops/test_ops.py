@@ -356,7 +356,8 @@ def test_masked_tokens_change_nothing(case, form):
     inputs = make_inputs(case)
     changed = {
         n: jnp.where((MASK == 0).reshape(MASK.shape + (1,) * (x.ndim - 2)), 1e3, x)
-        if x.shape[:2] == (BATCH, LENGTH) and n not in ("q", "o", "level_scales")  # read without writing
+        if x.shape[:2] == (BATCH, LENGTH)
+        and n not in ("q", "o", "level_scales")  # read without writing
         else x
         for n, x in inputs.items()
     }

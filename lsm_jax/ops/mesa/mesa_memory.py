@@ -105,7 +105,9 @@ def mesa_memory(
     checks.check_logarithm(op, "log_decay", log_decay)
     for name, value, accepted in (("start", start, STARTS), ("gradient", gradient, GRADIENTS)):
         if value not in accepted:
-            raise ValueError(f"{op}: {name}={value!r}; accepted are {accepted[0]!r}, {accepted[1]!r}")
+            raise ValueError(
+                f"{op}: {name}={value!r}; accepted are {accepted[0]!r}, {accepted[1]!r}"
+            )
     if not checks.is_count(steps):
         raise ValueError(f"{op}: steps={steps!r}; accepted are integers from 1")
     size = checks.check_chunk_size(op, chunk_size, length)

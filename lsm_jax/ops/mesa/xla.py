@@ -180,9 +180,7 @@ def _chunked(inputs: _Inputs, regularizer: Array, memory, chunks: Chunks, option
         entering, memory = scan_chunks(update, (kept, keys, x.both), memory, chunks)
     else:
         write = jnp.einsum("bngck,bngcv->bngkv", keys, x.both, precision=precision)
-        entering, memory = associate_chunks(
-            jnp.multiply, jnp.multiply, kept, write, memory, chunks
-        )
+        entering, memory = associate_chunks(jnp.multiply, jnp.multiply, kept, write, memory, chunks)
 
     def read(p, values, before):
         """Return the product of vectors p [B, N, G, R, C, K] with Σ β kᵀ values."""

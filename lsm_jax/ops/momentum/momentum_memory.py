@@ -142,9 +142,7 @@ def _in_sequence(axis, function, static, **arguments):
         return jnp.concatenate([zeros, ones], axis=-1)
 
     begin = MomentumState(start(slice(key_dim)), start(slice(key_dim, None)), no_id)
-    _, after = run_xla(
-        options._replace(form="chunk"), **(arguments | {"v": wide, "state": begin})
-    )
+    _, after = run_xla(options._replace(form="chunk"), **(arguments | {"v": wide, "state": begin}))
     both = jnp.concatenate([after.memory, after.momentum], axis=-2)
     written = MomentumState(
         after.memory[..., :value_dim], after.momentum[..., :value_dim], after.segment_id

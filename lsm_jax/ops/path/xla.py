@@ -271,7 +271,9 @@ def _meet_state(options, result, q, x: _Chunked, inputs: _Inputs, positions, sta
     """Let the queries, carried to the row's start or their segment's, meet the tokens of the state."""
     own = (inputs.k, inputs.v, inputs.sums)
     length, dtype = positions.rank.shape[1], inputs.k.dtype
-    all_positions, arrays = prepend_state(state._replace(keys=state.keys.astype(dtype)), positions, own)
+    all_positions, arrays = prepend_state(
+        state._replace(keys=state.keys.astype(dtype)), positions, own
+    )
     stored, (keys, values, sums) = jax.tree.map(lambda y: y[:, :-length], (all_positions, arrays))
     scores = jnp.einsum("bngrck,bsgk->bngrcs", q, keys, precision=options.precision)
     if sums is not None:
