@@ -68,6 +68,7 @@ ALLOWED_INSIDE = {
         "log_linear": {"core", "backends", "delta"},
         "mesa": {"core", "backends", "linear"},
         "momentum": {"core", "backends"},
+        "blocks": {"core", "backends", "attention"},
         "path": {"core", "backends", "attention"},
         "slstm": {"core", "backends"},
         "selective": {"core", "backends"},

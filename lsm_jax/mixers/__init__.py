@@ -37,6 +37,7 @@ from lsm_jax.mixers import (
     mamba3_mimo,
     mesa_net,
     mlstm,
+    moba,
     mom,
     momentum_deltanet,
     path,
@@ -100,6 +101,7 @@ from lsm_jax.mixers.method import (
     register,
 )
 from lsm_jax.mixers.mlstm import MLSTM, MLSTMConfig
+from lsm_jax.mixers.moba import MoBA, MoBAConfig
 from lsm_jax.mixers.mom import MoM, MoMConfig
 from lsm_jax.mixers.momentum_deltanet import MomentumDeltaNet, MomentumDeltaNetConfig
 from lsm_jax.mixers.op_config import OpConfig, RecurrentConfig
@@ -161,6 +163,7 @@ _TABLE = (
     softmax,
     path,
     fox,
+    moba,
     liger,
     lolcats,
 )  # the order of the README's table
@@ -170,6 +173,8 @@ for _file in _TABLE:
 register(mom.METHOD, wrapper=True)
 
 __all__ = [
+    "MoBA",
+    "MoBAConfig",
     "SLSTM",
     "SLSTMConfig",
     "MomentumDeltaNet",

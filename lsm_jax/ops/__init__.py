@@ -12,6 +12,7 @@ keys are masked before they are used.
 from lsm_jax.ops.attention.attention import attention
 from lsm_jax.ops.attention.state import AttentionState, attention_state
 from lsm_jax.ops.backends.select import choices
+from lsm_jax.ops.blocks.block_attention import block_attention
 from lsm_jax.ops.convolution.short_convolution import (
     ShiftState,
     shift_state,
@@ -67,6 +68,7 @@ __all__ = [
     "SlotState",
     "attention",
     "attention_state",
+    "block_attention",
     "choices",
     "cumulative_phase",
     "delta_memory",

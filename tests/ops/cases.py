@@ -452,6 +452,7 @@ FAMILIES |= {
 
 # The cases of other ops are in separate files, which import the names above.
 from tests.ops import (  # noqa: E402
+    block_cases,
     dplr_cases,
     log_linear_cases,
     mesa_cases,
@@ -464,6 +465,7 @@ from tests.ops import (  # noqa: E402
 )
 
 for _module in (
+    block_cases,
     dplr_cases,
     log_linear_cases,
     mesa_cases,

@@ -79,7 +79,7 @@ def visible(case, state):
     token.
     """
     state = jax.tree.map(as_real, state)
-    if case.op in ("attention", "path_attention"):
+    if case.op in ("attention", "block_attention", "path_attention"):
         hidden = np.arange(state.keys.shape[-3]) >= state.count[..., None]
         sums = state.log_forget and np.where(hidden[..., None], 0, sum(state.log_forget))
         state = state._replace(
@@ -277,6 +277,7 @@ def narrow_and_wide(case, form, dtype):
     assert output.dtype == dtype and np.isfinite(value)
     if case.op not in (
         "attention",
+        "block_attention",
         "path_attention",
         "short_convolution",
         "token_shift",

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 
 from lsm_jax.ops.attention.state import AttentionState, attention_state
-from lsm_jax.ops.core.chunk_scans import per_chunk
 
 
 def path_attention_state(
@@ -30,11 +28,3 @@ def path_attention_state(
         num_segments=num_segments, forget_heads=forget_heads, dtype=dtype,
     )  # fmt: skip
     return state._replace(keys=state.keys.astype(jnp.promote_types(dtype, jnp.float32)))
-
-
-def without_free_places(state: AttentionState) -> AttentionState:
-    """Return the state with 0 in the places of its ring buffers that contain no token of the document."""
-    stored = jnp.arange(state.keys.shape[-3]) < state.count[..., None]
-    arrays = (state.keys, state.values, state.log_forget)
-    keys, values, sums = jax.tree.map(lambda x: jnp.where(per_chunk(stored, x), x, 0), arrays)
-    return state._replace(keys=keys, values=values, log_forget=sums)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from lsm_jax.ops.attention.forget_gates import GateSum, sum_gates
-from lsm_jax.ops.attention.state import AttentionState
+from lsm_jax.ops.attention.state import AttentionState, without_free_places
 from lsm_jax.ops.attention.token_positions import (
     newest_sum,
     prepend_state,
@@ -24,7 +24,6 @@ from lsm_jax.ops.core.chunk_scans import per_chunk, scan_tokens
 from lsm_jax.ops.core.decays import inverse_unit_lower
 from lsm_jax.ops.core.segments import Chunks, cut_into_chunks, finish_output, read_tokens, select
 from lsm_jax.ops.path.online_softmax import Weighed, finish, meet, nothing
-from lsm_jax.ops.path.state import without_free_places
 
 
 class Options(NamedTuple):
