@@ -44,6 +44,7 @@ PLATFORMS = {"cuda": "NVIDIA", "tpu": "TPU"}
 OPS = (
     "linear_memory", "delta_memory", "dplr_memory", "slot_memory", "selective_memory", "online_memory",
     "log_linear_memory", "mesa_memory", "momentum_memory", "slstm_memory", "attention", "path_attention",
+    "block_attention", "native_sparse_attention",
     "short_convolution", "token_shift", "grouped_product", "segment_product",
 )  # fmt: skip
 # The modules of kernels whose requirements depend on the arguments: by op and backend, (case, module).

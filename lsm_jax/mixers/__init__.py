@@ -40,6 +40,7 @@ from lsm_jax.mixers import (
     moba,
     mom,
     momentum_deltanet,
+    nsa,
     path,
     precond_gated_deltanet,
     precond_kda,
@@ -104,6 +105,7 @@ from lsm_jax.mixers.mlstm import MLSTM, MLSTMConfig
 from lsm_jax.mixers.moba import MoBA, MoBAConfig
 from lsm_jax.mixers.mom import MoM, MoMConfig
 from lsm_jax.mixers.momentum_deltanet import MomentumDeltaNet, MomentumDeltaNetConfig
+from lsm_jax.mixers.nsa import NSA, NSAConfig
 from lsm_jax.mixers.op_config import OpConfig, RecurrentConfig
 from lsm_jax.mixers.path import PaTH, PaTHConfig
 from lsm_jax.mixers.precond_gated_deltanet import PrecondGatedDeltaNet, PrecondGatedDeltaNetConfig
@@ -164,6 +166,7 @@ _TABLE = (
     path,
     fox,
     moba,
+    nsa,
     liger,
     lolcats,
 )  # the order of the README's table
@@ -173,6 +176,8 @@ for _file in _TABLE:
 register(mom.METHOD, wrapper=True)
 
 __all__ = [
+    "NSA",
+    "NSAConfig",
     "MoBA",
     "MoBAConfig",
     "SLSTM",

@@ -113,7 +113,7 @@ class Mamba2(Mixer):
         self.num_heads = config.num_heads(hidden_size)
         inner, shared = config.expand * hidden_size, config.num_groups * config.state_size
         dense: dict[str, Any] = dict(rngs=rngs, init_std=init_std, bias=self.projection_bias)
-        into = dict(dense, axes=("embed", "heads"))
+        into: dict[str, Any] = dict(dense, axes=("embed", "heads"))
         self.z_proj = Dense(hidden_size, inner, **into)
         self.x_proj = Dense(hidden_size, inner, **into)
         self.b_proj = Dense(hidden_size, shared, **into)

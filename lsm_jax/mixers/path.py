@@ -102,7 +102,7 @@ class PaTH(Mixer):
         super().__init__(config, hidden_size)
         heads, kv_heads, dim = config.num_heads, config.kv_heads(), config.head_dim
         dense: dict[str, Any] = dict(rngs=rngs, init_std=init_std)
-        into = dict(dense, axes=("embed", "heads"))
+        into: dict[str, Any] = dict(dense, axes=("embed", "heads"))
         self.q_proj = Dense(hidden_size, heads * dim, **into)
         self.k_proj = Dense(hidden_size, kv_heads * dim, **into)
         self.v_proj = Dense(hidden_size, kv_heads * dim, **into)

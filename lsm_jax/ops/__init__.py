@@ -12,7 +12,7 @@ keys are masked before they are used.
 from lsm_jax.ops.attention.attention import attention
 from lsm_jax.ops.attention.state import AttentionState, attention_state
 from lsm_jax.ops.backends.select import choices
-from lsm_jax.ops.blocks.block_attention import block_attention
+from lsm_jax.ops.blocks.block_attention import block_attention, native_sparse_attention
 from lsm_jax.ops.convolution.short_convolution import (
     ShiftState,
     shift_state,
@@ -83,6 +83,7 @@ __all__ = [
     "mesa_state",
     "momentum_memory",
     "momentum_state",
+    "native_sparse_attention",
     "number_documents",
     "online_memory",
     "online_state",

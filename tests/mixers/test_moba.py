@@ -1,5 +1,5 @@
-"""Tests of block-sparse attention: it is compared with its definition in `tests.ops`, and here with softmax attention, which
-it equals where all blocks are selected.
+"""Tests of block-sparse attention, MoBA and NSA: it is compared with its definitions in `tests.ops`, and here with softmax
+attention, which it equals where all blocks are selected.
 """
 
 from __future__ import annotations
@@ -60,6 +60,61 @@ def test_a_layer_decodes_what_it_was_trained_on():
     close(small()[0], whole)
     full = Small(mixers.get_method("moba"), stirred=True)()[0]
     assert np.abs(full - whole).max() > 1e-3
+
+
+def one_kind(kind, **options):
+    """Return the output of NSA with the gate of one kind of attention open: means, selected blocks or window."""
+    q, k, v = random_inputs()
+    gates = jnp.zeros((2, 13, 2, 3)).at[..., kind].set(1.0)
+    options = dict(block_size=4, num_blocks=4, window=5) | options
+    return ops.native_sparse_attention(q, k, v, gates, **options)[0]
+
+
+def test_each_kind_of_native_sparse_attention():
+    """Enough selected blocks are softmax attention, the window is a window, and means of single tokens are tokens."""
+    q, k, v = random_inputs()
+    expected, _ = ops.attention(q, k, v)
+    close(one_kind(1), expected, 1e-6)
+    close(one_kind(0, block_size=1), expected, 1e-6)
+    close(one_kind(2), ops.attention(q, k, v, window=5)[0], 1e-6)
+    assert not one_kind(0)[:, :3].any()  # no block is complete
+
+
+def test_kinds_are_added_with_their_gates():
+    q, k, v = random_inputs()
+    gates = jax.random.uniform(jax.random.key(7), (2, 13, 2, 3))
+    o, _ = ops.native_sparse_attention(q, k, v, gates, block_size=2, num_blocks=3, window=5)
+    parts = (one_kind(kind, block_size=2, num_blocks=3) for kind in range(3))
+    close(o, sum(gates[..., kind, None] * part for kind, part in enumerate(parts)), 1e-6)
+
+
+def test_a_layer_of_nsa_decodes_what_it_was_trained_on():
+    small = Small(mixers.get_method("nsa"), stirred=True, block_size=2, num_blocks=3, window=3)
+    whole, final = small(state=small.state())
+    state, outputs = small.state(), []
+    for part in (slice(0, 5), slice(5, 6), slice(6, 7), slice(7, 10)):
+        y, state = small(small.x[:, part], state=state)
+        outputs.append(y)
+    close(jnp.concatenate(outputs, axis=1), whole)
+    close(state, final)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(num_blocks=2), "num_blocks=2; accepted are integers from 3"),
+        (dict(window=None), "window=None; accepted are integers from 1"),
+        (dict(gates=jnp.ones((2, 13, 2, 2))), "gates has shape (2, 13, 2, 2); accepted is [B, T, H, 3]"),
+    ],
+)  # fmt: skip
+def test_errors_of_nsa_name_the_argument(change, message):
+    q, k, v = random_inputs()
+    with pytest.raises(ValueError) as error:
+        ops.native_sparse_attention(q, k, v, **dict(gates=jnp.ones((2, 13, 2, 3))) | change)
+    assert message in str(error.value)
+    for field in (dict(num_blocks=2), dict(window=None)):
+        with pytest.raises(ValueError, match=f"NSAConfig.{next(iter(field))}"):
+            mixers.NSAConfig(**field).validate(64)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
-"""Block-sparse attention (MoBA, arXiv 2502.13189): softmax attention to a query's own block of tokens and to the earlier
-blocks whose mean keys agree best with it.
+"""Block-sparse attention: softmax attention to the blocks of earlier tokens that a query selects (MoBA, arXiv 2502.13189,
+and NSA, arXiv 2502.11089).
 
-A document's tokens are cut into blocks of `block_size`. A query attends to the tokens of its own block up to itself, and to
+In MoBA, a document's tokens are cut into blocks of `block_size`. A query attends to the tokens of its own block up to itself, and to
 all tokens of the `num_blocks` - 1 earlier blocks with the largest q · mean(k); the softmax is over their union. The selection
 has no gradient.
 
@@ -67,7 +67,66 @@ def block_attention(
     Raises:
         ValueError: a shape, number of heads or blocks, form, implementation or chunk size is not accepted.
     """
-    op = "block_attention"
+    return _run(
+        "block_attention", q, k, v, None, block_size=block_size, num_blocks=num_blocks, window=None,
+        scale=scale, initial_state=initial_state, segment_ids=segment_ids, update_mask=update_mask,
+        form=form, implementation=implementation, chunk_size=chunk_size,
+    )  # fmt: skip
+
+
+def native_sparse_attention(
+    q: Float[Array, "B T H K"],
+    k: Float[Array, "B T Hk K"],
+    v: Float[Array, "B T G V"],
+    gates: Float[Array, "B T max(H,G) 3"],
+    *,
+    block_size: int = 64,
+    num_blocks: int = 16,
+    window: int = 512,
+    scale: float | None = None,
+    initial_state: AttentionState | None = None,
+    segment_ids: Int[Array, "B T"] | None = None,
+    update_mask: Array | None = None,
+    form: str = "chunk",
+    implementation: str | tuple[str, ...] | None = None,
+    chunk_size: int | None = None,
+) -> tuple[Float[Array, "B T max(H,G) V"], AttentionState]:
+    """Add attention to means of blocks, to the tokens of selected blocks and to a window, each with a gate of its own (NSA,
+    arXiv 2502.11089).
+
+    A block's means of keys and values are attended to once the block is complete. The weights of this attention, averaged
+    over the query heads of a memory, select its blocks; the document's first block and the query's own and previous blocks
+    are always selected. The selection has no gradient.
+
+    Args:
+        q, k, v, scale, initial_state, segment_ids, update_mask, form, implementation, chunk_size: as in `block_attention`.
+        gates: [B, T, max(H, G), 3], the weights of the means, of the selected blocks and of the window.
+        block_size: tokens in a block.
+        num_blocks: the number of selected blocks, at least 3.
+        window: each token attends to the last `window` written tokens, itself included.
+
+    Returns:
+        The output and the final state, as `block_attention` does.
+
+    Raises:
+        ValueError: a shape, number of heads or blocks, window, form, implementation or chunk size is not accepted.
+    """
+    op = "native_sparse_attention"
+    for name, value, least in (("window", window, 1), ("num_blocks", num_blocks, 3)):
+        if not checks.is_count(value) or value < least:
+            raise ValueError(f"{op}: {name}={value!r}; accepted are integers from {least}")
+    return _run(
+        op, q, k, v, gates, block_size=block_size, num_blocks=num_blocks, window=int(window),
+        scale=scale, initial_state=initial_state, segment_ids=segment_ids, update_mask=update_mask,
+        form=form, implementation=implementation, chunk_size=chunk_size,
+    )  # fmt: skip
+
+
+def _run(
+    op: str, q, k, v, gates, *, block_size, num_blocks, window, scale, initial_state, segment_ids,
+    update_mask, form, implementation, chunk_size,
+):  # fmt: skip
+    """Check the arguments of `block_attention` or `native_sparse_attention`, and compute it."""
     if form not in FORMS:
         raise ValueError(
             f"{op}: form={form!r}; accepted are 'recurrent', 'chunk' (the memory grows with the document)"
@@ -78,6 +137,9 @@ def block_attention(
     for name, value in (("block_size", block_size), ("num_blocks", num_blocks)):
         if not checks.is_count(value):
             raise ValueError(f"{op}: {name}={value!r}; accepted are integers from 1")
+    if gates is not None:
+        shape = (batch, length, max(q.shape[2], heads), 3)
+        checks.check_shape(op, "gates", gates, shape, "B, T, H, 3")
     size = checks.check_chunk_size(op, chunk_size, length)
     capacity = length
     if isinstance(initial_state, AttentionState) and initial_state.keys.ndim >= 4:
@@ -89,15 +151,16 @@ def block_attention(
     options = Options(
         block_size=int(block_size),
         num_blocks=int(num_blocks),
+        window=window,
         scale=checks.scale_or_default(op, scale, key_dim),
         by_token=form == "recurrent" or length == 1,
         size=size,
         no_state=initial_state is None,
-        dtype=checks.compute_dtype(q, k, v),
+        dtype=checks.compute_dtype(q, k, v, gates),
         precision=checks.matmul_precision(q, k, v),
     )
     batched = dict(
-        q=q, k=k, v=v, state=state, segment_ids=segment_ids, update_mask=update_mask
+        q=q, k=k, v=v, gates=gates, state=state, segment_ids=segment_ids, update_mask=update_mask
     )
     axes: dict[str, Any] = dict.fromkeys(batched, TOKENS)
     rows = ("batch",) if state.count.ndim == 1 else ("batch", None)

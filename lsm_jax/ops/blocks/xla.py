@@ -1,4 +1,6 @@
-"""Compute `block_attention` by XLA in two forms: recurrent (token by token), and for one chunk of queries after another."""
+"""Compute `block_attention` and `native_sparse_attention` by XLA in two forms: recurrent (token by token), and for one
+chunk of queries after another.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +25,12 @@ from lsm_jax.ops.core.segments import Tokens, finish_output, read_tokens, select
 
 
 class Options(NamedTuple):
-    """The options of `block_attention` that are constant when a program is compiled.
+    """The options of `block_attention` or `native_sparse_attention` that are constant when a program is compiled.
 
     Attributes:
         block_size: tokens in a block.
         num_blocks: the number of blocks that a query attends to, its own among them.
+        window: the window of `native_sparse_attention`; None for `block_attention`.
         scale: multiplies the scores.
         by_token: whether the form is "recurrent".
         size: queries in a chunk.
@@ -38,6 +41,7 @@ class Options(NamedTuple):
 
     block_size: int
     num_blocks: int
+    window: int | None
     scale: float
     by_token: bool
     size: int
@@ -46,10 +50,44 @@ class Options(NamedTuple):
     precision: jax.lax.Precision
 
 
+class _Queries(NamedTuple):
+    """Queries, and what is known of them.
+
+    Attributes:
+        q: [B, T, G, R, K].
+        gates: [B, T, G, R, 3], the weights of three kinds of attention; None for `block_attention`.
+        rank: [B, T], the number of written tokens of the document up to and with the query, less 1.
+        block: [B, T], the number of the query's own block.
+    """
+
+    q: Array
+    gates: Array | None
+    rank: Array
+    block: Array
+
+
+class _Keys(NamedTuple):
+    """Keys and values of tokens and of blocks.
+
+    Attributes:
+        keys, values: [B, S, G, ...].
+        rank: [B or 1, S], the number of tokens of the document ahead of each.
+        block: [B or 1, S], the number of each token's block.
+        mean_keys, mean_values: [B, N, G, ...], the means of blocks; used only where a block is complete.
+    """
+
+    keys: Array
+    values: Array
+    rank: Array
+    block: Array
+    mean_keys: Array
+    mean_values: Array
+
+
 def run_xla(
-    options: Options, q, k, v, state: AttentionState, segment_ids, update_mask
+    options: Options, q, k, v, gates, state: AttentionState, segment_ids, update_mask
 ) -> tuple[Array, AttentionState]:
-    """Compute `block_attention` by XLA on one device: return the output [B, T, H, V] in v's dtype and the state with the
+    """Compute attention to blocks by XLA on one device: return the output [B, T, H, V] in v's dtype and the state with the
     new keys and values.
     """
     batch, length, heads, _ = v.shape
@@ -57,16 +95,18 @@ def run_xla(
     tokens = read_tokens(segment_ids, update_mask, state.segment_id, num_segments)
     positions = token_positions(tokens, state, batch, length)
     q = checks.group_queries(select(tokens.real, q).astype(options.dtype), heads)
+    if gates is not None:
+        gates = checks.group_queries(select(tokens.real, gates).astype(options.dtype), heads)
     k, v = select(tokens.written, checks.spread_keys(k, heads)), select(tokens.written, v)
     if options.by_token:
         step = functools.partial(_step, options)
         memory = state.keys, state.values, state.count
         output, (keys, values, count) = scan_tokens(
-            step, (q, k, v, positions.written), memory, tokens.run, tokens.slot
+            step, (q, gates, k, v, positions.written), memory, tokens.run, tokens.slot
         )
         final = AttentionState(keys, values, count, tokens.last_id, None)
     else:
-        output = _by_chunks(options, q, k, v, positions, tokens, state)
+        output = _by_chunks(options, q, gates, k, v, positions, tokens, state)
         final = write_tokens(state, k, v, None, positions, tokens)
     output = output.reshape(batch, length, -1, output.shape[-1])
     if not options.no_state:
@@ -77,30 +117,32 @@ def run_xla(
 
 def _step(options: Options, memory: tuple, token: tuple) -> tuple[tuple, Array]:
     """Store one token's key and value in [B, C, G, ...], and attend; return them, and the output [B, G, R, V]."""
-    (keys, values, count), (q, k, v, written) = memory, token
-    place = jnp.arange(keys.shape[1])
+    (keys, values, count), (q, gates, k, v, written) = memory, token
+    place, size = jnp.arange(keys.shape[1]), options.block_size
     new = (place == count[:, None]) & written[:, None]
 
     def store(ring, x):
         return jnp.where(per_chunk(new, ring), x[:, None].astype(ring.dtype), ring)
 
     keys, values, count = store(keys, k), store(values, v), count + written
-    of_keys = place // options.block_size
-    blocks = int(keys.shape[1] - 1) // options.block_size + 1
-    wide = keys.astype(options.dtype)
-    means = jax.ops.segment_sum(jnp.moveaxis(wide, 1, 0), of_keys, blocks) / options.block_size
-    own = (count - 1) // options.block_size
-    earlier = jnp.arange(blocks) < own[:, None]
-    output = _attend(
-        options, q[:, None], wide, values, jnp.moveaxis(means, 0, 1), earlier[:, None],
-        of_keys[None], own[:, None], (place < count[:, None])[:, None],
-    )  # fmt: skip
-    return (keys, values, count), output[:, 0]
+    blocks = (keys.shape[1] - 1) // size + 1
+    wide = keys.astype(options.dtype), values.astype(options.dtype)
+
+    def mean(x):
+        return jnp.moveaxis(jax.ops.segment_sum(jnp.moveaxis(x, 1, 0), place // size, blocks), 0, 1) / size  # fmt: skip
+
+    rank = (count - 1)[:, None]
+    gates = None if gates is None else gates[:, None]
+    one = _Queries(q[:, None], gates, rank, rank // size)
+    stored = _Keys(*wide, place[None], place[None] // size, *map(mean, wide))
+    seen = (place < count[:, None])[:, None]
+    document = jnp.ones((1, 1, blocks), bool)
+    return (keys, values, count), _attend(options, one, stored, seen, document)[:, 0]
 
 
 def _by_chunks(
-    options: Options, q, k, v, positions: TokenPositions, tokens: Tokens, state: AttentionState
-) -> Array:
+    options: Options, q, gates, k, v, positions: TokenPositions, tokens: Tokens, state: AttentionState
+) -> Array:  # fmt: skip
     """Return the output [B, T, G, R, V] for queries [B, T, G, R, K], for `options.size` queries at a time.
 
     Blocks of all documents are numbered in the order of their tokens, or of their segment and tokens.
@@ -109,35 +151,38 @@ def _by_chunks(
     key_positions, keys, values = positions, k, v
     if not options.no_state:
         key_positions, (keys, values, _) = prepend_state(state, positions, (k, v, None))
-    begins = positions.written & (positions.rank % size == 0)
+    in_state = keys.shape[1] - length
+    rank = key_positions.rank
     if tokens.slot is None:
         blocks = -(-keys.shape[1] // size) + 1
         if tokens.run is not None:
-            blocks = -(-(keys.shape[1] - length) // size) + length
-        before = -(-state.count // size)[:, None]
-        own = before + jnp.cumsum(begins, axis=1, dtype=jnp.int32) - 1
-        stored = key_positions.rank[:, : keys.shape[1] - length] // size
+            blocks = -(-in_state // size) + length
+        begins = positions.written & (positions.rank % size == 0)
+        own = -(-state.count // size)[:, None] + jnp.cumsum(begins, axis=1, dtype=jnp.int32) - 1
+        of_keys = jnp.concatenate([rank[:, :in_state] // size, own], axis=1)
     else:
         each = -(-keys.shape[1] // size) + 1
         blocks = each * state.keys.shape[1]
-        own = positions.document * each + positions.rank // size
-        stored = key_positions.document * each + key_positions.rank // size
-        stored = stored[:, : keys.shape[1] - length]
-    of_keys = own if options.no_state else jnp.concatenate([stored, own], axis=1)
+        of_keys = key_positions.document * each + rank // size
+        own = of_keys[:, in_state:]
     member = jnp.where(key_positions.written, of_keys, blocks)
-    sums = jax.vmap(lambda x, i: jax.ops.segment_sum(x, i, blocks + 1))
-    means = sums(keys.astype(options.dtype), member)[:, :blocks] / size
-    document = jax.vmap(lambda x, i: jax.ops.segment_max(x, i, blocks + 1))
-    document = document(key_positions.document, member)[:, :blocks]
+    wide = keys.astype(options.dtype), values.astype(options.dtype)
+
+    def of_blocks(reduce, x):
+        return jax.vmap(lambda x, i: reduce(x, i, blocks + 1))(x, member)[:, :blocks]
+
+    means = [of_blocks(jax.ops.segment_sum, x) / size for x in wide]
+    document = of_blocks(jax.ops.segment_max, key_positions.document)
+    stored = _Keys(*wide, rank, of_keys, *means)
 
     def attend(_, chunk):
-        q, of_query, rank, own = chunk
+        queries, of_query = chunk
         same = of_query[:, :, None] == key_positions.document[:, None]
-        causal = rank[:, :, None] >= key_positions.rank[:, None]
+        causal = queries.rank[:, :, None] >= rank[:, None]
         seen = same & causal & key_positions.written[:, None]
-        earlier = of_query[:, :, None] == document[:, None]
-        earlier = earlier & (jnp.arange(blocks) < own[:, :, None])
-        return None, _attend(options, q, keys, values, means, earlier, of_keys, own, seen)
+        return None, _attend(
+            options, queries, stored, seen, of_query[:, :, None] == document[:, None]
+        )
 
     chunks = -(-length // options.size)
 
@@ -146,50 +191,82 @@ def _by_chunks(
         x = jnp.pad(x, padding, mode="edge")
         return jnp.moveaxis(x.reshape(x.shape[0], chunks, options.size, *x.shape[2:]), 1, 0)
 
-    arrays = jax.tree.map(split, (q, positions.document, positions.rank, own))
+    arrays = jax.tree.map(split, (_Queries(q, gates, positions.rank, own), positions.document))
     body = jax.checkpoint(attend, prevent_cse=False)
     output = jnp.moveaxis(jax.lax.scan(body, None, arrays)[1], 0, 1)
     return output.reshape(output.shape[0], -1, *output.shape[3:])[:, :length]
 
 
-def _attend(options: Options, q, keys, values, means, earlier, of_keys, own, seen) -> Array:
-    """Return the output [B, T, G, R, V] of queries for the keys of their own block and of the blocks that they select.
+def _attend(options: Options, queries: _Queries, stored: _Keys, seen: Array, document: Array) -> Array:  # fmt: skip
+    """Return the output [B, T, G, R, V] of queries.
 
     Args:
         options: the options of the op.
-        q: [B, T, G, R, K].
-        keys, values: [B, S, G, ...].
-        means: [B, N, G, K], the mean of each block's keys; used only where a block is complete.
-        earlier: [B, T, N], the blocks of the query's document ahead of its own.
-        of_keys: [B or 1, S], each key's block.
-        own: [B, T], each query's block.
+        queries, stored: the queries, and the tokens and blocks that they may attend to.
         seen: [B, T, S], the tokens of the query's document up to itself.
+        document: [B, T, N], the blocks of the query's document.
     """
-    precision, dtype = options.precision, options.dtype
-    mask = (of_keys[:, None] == own[:, :, None])[:, None, None]
-    count = min(options.num_blocks - 1, means.shape[1])
-    if count:
-        scores = jax.lax.stop_gradient(
-            jnp.einsum("btgrk,bngk->bgrtn", q, means, precision=precision)
-        )
-        scores = jnp.where(earlier[:, None, None], scores, -jnp.inf)
-        best, index = jax.lax.top_k(scores, count)
-        index = jnp.where(best > -jnp.inf, index, -1)
-        for place in range(count):
-            mask = mask | (index[..., place, None] == of_keys[:, None, None, None])
-    mask = mask & seen[:, None, None]
-    scores = options.scale * jnp.einsum(
-        "btgrk,bsgk->bgrts", q, keys.astype(dtype), precision=precision
+    own, numbers = queries.block[:, :, None], jnp.arange(document.shape[-1])
+    scores = jnp.einsum(
+        "btgrk,bngk->bgrtn", queries.q, stored.mean_keys, precision=options.precision
     )
+    if options.window is None or queries.gates is None:
+        earlier = document & (numbers < own)
+        best = jnp.where(earlier[:, None, None], jax.lax.stop_gradient(scores), -jnp.inf)
+        mask = (stored.block[:, None] == own)[:, None, None]
+        mask = mask | _selected(best, options.num_blocks - 1, stored.block)
+        return _softmax(options, queries.q, stored.keys, stored.values, mask & seen[:, None, None])
+    rank = queries.rank[:, :, None]
+    ended = (rank + 1) % options.block_size == 0
+    complete = document & ((numbers < own) | (ended & (numbers == own)))
+    weights = _weights(options.scale * jax.lax.stop_gradient(scores), complete[:, None, None])
+    first = own - rank // options.block_size
+    forced = document & ((numbers == own) | (numbers == first) | (numbers == own - 1))
+    best = jnp.where(forced[:, None], 1.0, jnp.mean(weights, axis=2))
+    best = jnp.where((complete | forced)[:, None], best, -jnp.inf)  # [B, G, T, N]
+    chosen = _selected(best, options.num_blocks, stored.block)[:, :, None] & seen[:, None, None]
+    near = seen & (rank - stored.rank[:, None] < options.window)
+    outputs = (
+        _softmax(options, queries.q, stored.mean_keys, stored.mean_values, complete[:, None, None]),
+        _softmax(options, queries.q, stored.keys, stored.values, chosen),
+        _softmax(options, queries.q, stored.keys, stored.values, near[:, None, None]),
+    )
+    parts = zip(jnp.moveaxis(queries.gates, -1, 0), outputs, strict=True)
+    return sum((gate[..., None] * output for gate, output in parts), jnp.zeros(()))
+
+
+def _selected(best: Array, count: int, of_keys: Array) -> Array:
+    """Return whether each key [..., T, S] is of one of the `count` blocks with the largest `best` [..., T, N], of those above
+    -inf; `of_keys` [B or 1, S] are the keys' blocks.
+    """
+    axes = (slice(None), *(None,) * (best.ndim - 2))
+    of_keys = of_keys[axes]
+    selected = jnp.zeros((), bool)
+    if count:
+        value, index = jax.lax.top_k(best, min(count, best.shape[-1]))
+        index = jnp.where(value > -jnp.inf, index, -1)
+        for place in range(index.shape[-1]):
+            selected = selected | (index[..., place, None] == of_keys)
+    return selected
+
+
+def _weights(scores: Array, mask: Array) -> Array:
+    """Return the softmax of scores where the mask is True, 0 elsewhere; 0 where nothing is True."""
     top = jnp.max(jnp.where(mask, scores, -jnp.inf), axis=-1, keepdims=True)
     top = jax.lax.stop_gradient(jnp.where(jnp.isfinite(top), top, 0))
     weights = jnp.where(mask, jnp.exp(jnp.where(mask, scores - top, 0)), 0)
     total = jnp.sum(weights, axis=-1, keepdims=True)
-    weights = weights / jnp.where(total > 0, total, 1)
-    return jnp.einsum("bgrts,bsgv->btgrv", weights, values.astype(dtype), precision=precision)
+    return weights / jnp.where(total > 0, total, 1)
 
 
-register(
-    "block_attention",
-    Backend(name="xla", run=lambda call: run_xla(call.options, **call.arguments)),
-)
+def _softmax(options: Options, q, keys, values, mask) -> Array:
+    """Return softmax attention [B, T, G, R, V] of queries [B, T, G, R, K] to keys and values [B, S, G, ...] where the mask,
+    which broadcasts to [B, G, R, T, S], is True.
+    """
+    precision = options.precision
+    scores = options.scale * jnp.einsum("btgrk,bsgk->bgrts", q, keys, precision=precision)
+    return jnp.einsum("bgrts,bsgv->btgrv", _weights(scores, mask), values, precision=precision)
+
+
+for _op in ("block_attention", "native_sparse_attention"):
+    register(_op, Backend(name="xla", run=lambda call: run_xla(call.options, **call.arguments)))

@@ -113,7 +113,8 @@ def _run_xla(
     step = functools.partial(_step, recurrent.astype(dtype), options.precision)
     memory = tuple(x.astype(dtype) for x in state[:4])
     output, memory = scan_tokens(step, (gates, written), memory, tokens.run, tokens.slot)
-    return finish_output(tokens, output).astype(z.dtype), SLSTMState(*memory, tokens.last_id)
+    y, c, n, m = memory
+    return finish_output(tokens, output).astype(z.dtype), SLSTMState(y, c, n, m, tokens.last_id)
 
 
 def _step(recurrent, precision, memory: tuple, token: tuple[Array, Array]) -> tuple[tuple, Array]:
