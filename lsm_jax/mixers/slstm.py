@@ -23,23 +23,23 @@ from lsm_jax.mixers import checks
 from lsm_jax.mixers.base import Context, Mixer, short_convolution
 from lsm_jax.mixers.layers import HeadNorm, merge_heads, parameter, split_heads
 from lsm_jax.mixers.method import Method
-from lsm_jax.mixers.op_config import OpConfig, RecurrentConfig
 
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
-class SLSTMConfig(RecurrentConfig):
+class SLSTMConfig:
     """The config of an sLSTM layer. Its op has one form, a scan over tokens.
 
     Attributes:
         num_heads: number of heads, a divisor of the width.
         conv_size: width of the short convolution ahead of the gates i and f; 1 means no convolution, only SiLU.
         norm_eps: epsilon of the norm over each head's output.
+        implementation: the op's backend; None lets the op select.
     """
 
     num_heads: int = 4
     conv_size: int = 4
     norm_eps: float = 1e-5
-    op: OpConfig = dataclasses.field(default_factory=lambda: OpConfig(form="recurrent"))
+    implementation: str | None = None
 
     @classmethod
     def for_width(cls, hidden_size: int) -> SLSTMConfig:
@@ -50,11 +50,7 @@ class SLSTMConfig(RecurrentConfig):
         """Raise ValueError if a field of this config of sLSTM is not accepted, or does not fit a model of width
         `hidden_size`.
         """
-        self.validate_fields(("recurrent",))
-        if self.op.chunk_size is not None:
-            raise ValueError(
-                f"SLSTMConfig.op.chunk_size={self.op.chunk_size}: accepted is None, since there are no chunks"
-            )
+        checks.fields(self)
         checks.divides(self, "num_heads", self.num_heads, "hidden_size", hidden_size)
         checks.positive(self, norm_eps=self.norm_eps)
         checks.convolution_width(self)
@@ -153,7 +149,7 @@ class SLSTM(Mixer):
 
     def options(self) -> dict[str, Any]:
         """Return the keyword arguments of `slstm_memory` that do not depend on the input: the backends."""
-        return dict(implementation=super().options()["implementation"])
+        return dict(implementation=self.config.implementation)
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.SLSTMState:
         """Return the state before any token: zeros [B, H, K] in float32 for `batch_size` rows; `max_length` and `dtype` do

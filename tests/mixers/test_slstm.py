@@ -79,13 +79,6 @@ def test_forget_gates_start_as_published():
     np.testing.assert_allclose(bias[1], 5 - 12 * place**1.6, atol=1e-5)
 
 
-def test_chunks_and_forms_that_it_has_not_are_refused():
-    for field, value in (("form", "chunk"), ("chunk_size", 64)):
-        op = mixers.OpConfig(**{"form": "recurrent"} | {field: value})
-        with pytest.raises(ValueError, match=f"op.{field}"):
-            mixers.SLSTMConfig(op=op).validate(16)
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
