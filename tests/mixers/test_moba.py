@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from lsm_jax import mixers, ops
+from tests.mixers import goldens
 from tests.mixers.conftest import Small
 from tests.mixers.test_mixers import close
 
@@ -78,6 +79,18 @@ def test_each_kind_of_native_sparse_attention():
     close(one_kind(0, block_size=1), expected, 1e-6)
     close(one_kind(2), ops.attention(q, k, v, window=5)[0], 1e-6)
     assert not one_kind(0)[:, :3].any()  # no block is complete
+
+
+@pytest.mark.parametrize("form", ["recurrent", "chunk"])
+@pytest.mark.parametrize(("kind", "name"), [(0, "means_o"), (1, "selected_o")])
+def test_native_sparse_attention_is_the_published_one(kind, name, form):
+    """The golden has attention to means and to selected blocks alone, in float32, with blocks of 4 tokens."""
+    golden = goldens.load("native_sparse_attention")
+    q, k, v = (jnp.asarray(golden[n]) for n in "qkv")
+    gates = jnp.zeros((*q.shape[:3], 3)).at[..., kind].set(1.0)
+    options = dict(block_size=4, num_blocks=4, window=5, form=form)
+    o, _ = ops.native_sparse_attention(q, k, v, gates, **options)
+    close(o, golden[name])
 
 
 def test_kinds_are_added_with_their_gates():
