@@ -67,7 +67,7 @@ class HeadDense(nnx.Module):
     """Products of the channels of each head with matrices of its own, `kernel` [H, K, ..., K]."""
 
     def __init__(self, kernel: jax.Array):
-        axes = ("heads", *(None,) * (kernel.ndim - 1))
+        axes = ("heads", "embed", *(None,) * (kernel.ndim - 2))
         self.kernel = parameter(kernel, axes, weight_decay=True)
 
     def __call__(self, x: jax.Array) -> jax.Array:
