@@ -37,6 +37,14 @@ class MoBAConfig(SoftmaxConfig):
     output_gate: bool = True
     output_norm_eps: float = 1e-6
 
+    @classmethod
+    def for_width(cls, hidden_size: int) -> MoBAConfig:
+        """Return the config of MoBA for a model of width `hidden_size`: the heads of softmax attention, and the published
+        blocks of 256 tokens, or smaller ones below width 1024.
+        """
+        heads = SoftmaxConfig.for_width(hidden_size).num_heads
+        return cls(num_heads=heads, block_size=min(256, max(4, hidden_size // 4)))
+
     def validate(self, hidden_size: int) -> None:
         """Raise ValueError if a field of this config of MoBA is not accepted, or does not fit a model of width
         `hidden_size`.

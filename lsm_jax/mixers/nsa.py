@@ -44,11 +44,15 @@ class NSAConfig(SoftmaxConfig):
     @classmethod
     def for_width(cls, hidden_size: int) -> NSAConfig:
         """Return the config of NSA for a model of width `hidden_size`, with the published proportions: query heads of 64
-        channels in all twice the width (of smaller ones below width 512), in groups of 16 for each head of keys.
+        channels in all twice the width, in groups of 16 for each head of keys, blocks of 64 tokens and a window of 512;
+        heads, blocks and window are smaller below width 512.
         """
         head_dim = min(64, max(2, hidden_size // 16 * 2))
         heads = max(16, 2 * hidden_size // head_dim // 16 * 16)
-        return cls(num_heads=heads, num_kv_heads=heads // 16, head_dim=head_dim)
+        return cls(
+            num_heads=heads, num_kv_heads=heads // 16, head_dim=head_dim,
+            window=min(512, 2 * hidden_size), block_size=min(64, max(4, hidden_size // 8)),
+        )  # fmt: skip
 
     def validate(self, hidden_size: int) -> None:
         """Raise ValueError if a field of this config of NSA is not accepted, or does not fit a model of width
