@@ -15,9 +15,13 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 
 from lsm_jax import mixers
+
+SLOW = [pytest.param(form, marks=pytest.mark.slow) for form in ("recurrent", "associative")]
+"""The forms in which goldens are compared in the slow tests only, for `pytest.mark.parametrize`."""
 
 FILES = [Path(__file__).with_name(name) for name in ("goldens.npz", "goldens_new_ops.npz")]
 

@@ -13,11 +13,12 @@ import pytest
 
 from lsm_jax import mixers, ops
 from tests.mixers import goldens
+from tests.mixers.goldens import SLOW
 from tests.mixers.test_mixers import close
 from tests.mixers.test_new_delta_rules import random_inputs
 
 
-@pytest.mark.parametrize("form", ["recurrent", "chunk"])
+@pytest.mark.parametrize("form", ["chunk", SLOW[0]])
 @pytest.mark.parametrize("name", ["mamba2", "gdn", "mamba2_recurrent", "gdn_recurrent"])
 def test_log_linear_attention_is_the_published_recurrence(name, form):
     """The golden's recurrent code also stores the memories of all levels after the last token."""

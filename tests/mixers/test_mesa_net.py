@@ -13,6 +13,7 @@ import pytest
 
 from lsm_jax import mixers, ops
 from tests.mixers import goldens
+from tests.mixers.goldens import SLOW
 from tests.mixers.test_mixers import close
 from tests.mixers.test_new_delta_rules import random_inputs
 
@@ -30,7 +31,7 @@ def run(g, **options):
     return dict(o=o[:, 0] if one else o, final_kk=state.keys, final_kv=state.values)
 
 
-@pytest.mark.parametrize("form", ["recurrent", "chunk", "associative"])
+@pytest.mark.parametrize("form", ["chunk", *SLOW])
 def test_converged_steps_are_the_solution_with_its_gradients(form):
     goldens.check("mesa_net", functools.partial(run, form=form))
     goldens.check("mesa_net", functools.partial(run, form=form), dtype="float32", tolerance=1e-5)

@@ -12,6 +12,7 @@ import pytest
 from lsm_jax import mixers, ops
 from tests.mixers import goldens
 from tests.mixers.conftest import Small
+from tests.mixers.goldens import SLOW
 from tests.mixers.test_mixers import close
 
 
@@ -20,7 +21,7 @@ def random_inputs(length=13):
     return [jax.random.normal(key, (2, length, 2, 8)) for key in keys]
 
 
-@pytest.mark.parametrize("form", ["recurrent", "chunk"])
+@pytest.mark.parametrize("form", ["chunk", SLOW[0]])
 def test_enough_blocks_are_softmax_attention(form):
     q, k, v = random_inputs()
     expected, _ = ops.attention(q, k, v)
@@ -81,7 +82,7 @@ def test_each_kind_of_native_sparse_attention():
     assert not one_kind(0)[:, :3].any()  # no block is complete
 
 
-@pytest.mark.parametrize("form", ["recurrent", "chunk"])
+@pytest.mark.parametrize("form", ["chunk", SLOW[0]])
 @pytest.mark.parametrize(("kind", "name"), [(0, "means_o"), (1, "selected_o")])
 def test_native_sparse_attention_is_the_published_one(kind, name, form):
     """The golden has attention to means and to selected blocks alone, in float32, with blocks of 4 tokens."""

@@ -11,11 +11,12 @@ import pytest
 
 from lsm_jax import mixers, ops
 from tests.mixers import goldens
+from tests.mixers.goldens import SLOW
 from tests.mixers.test_mixers import close
 from tests.mixers.test_new_delta_rules import random_inputs
 
 
-@pytest.mark.parametrize("form", ["recurrent", "chunk", "associative"])
+@pytest.mark.parametrize("form", ["chunk", *SLOW])
 def test_momentum_deltanet_is_the_published_recurrence(form):
     def run(g):
         zeros = jnp.zeros(g["q"].shape[0], jnp.int32)

@@ -14,6 +14,7 @@ import pytest
 from lsm_jax import mixers, ops
 from tests.mixers import goldens
 from tests.mixers.conftest import Small
+from tests.mixers.goldens import SLOW
 from tests.mixers.test_mixers import close
 
 
@@ -25,7 +26,7 @@ def random_inputs():
     return q, k, v, w / jnp.linalg.norm(w, axis=-1, keepdims=True), beta
 
 
-@pytest.mark.parametrize("form", ["recurrent", "chunk"])
+@pytest.mark.parametrize("form", ["chunk", SLOW[0]])
 @pytest.mark.parametrize("name", ["path_attention", "path_attention_forget"])
 def test_path_attention_is_the_published_one(name, form):
     """The scale of the golden's scores multiplies the log gates too."""

@@ -12,7 +12,7 @@ from tests.ops.cases import KEY_DIM, VALUE_DIM, Case, Family, _at, make_qkv, mak
 BLOCK, BLOCKS, WINDOW = 4, 4, 5
 
 CASES = [
-    Case("block_attention", heads=(4, 2, 2), core=True),
+    Case("block_attention", heads=(4, 2, 2)),
     Case("block_attention", heads=(1, 1, 2)),
     Case("native_sparse_attention", heads=(4, 1, 2)),
 ]

@@ -20,7 +20,7 @@ from tests.ops.cases import (
 
 CASES = [
     Case("mesa_memory", heads=(2, 1, 2)),
-    Case("mesa_memory", ("decay",), heads=(4, 1, 2), core=True),
+    Case("mesa_memory", ("decay",), heads=(4, 1, 2)),
     Case("mesa_memory", ("decay", "start"), heads=(1, 1, 2)),
 ]
 
