@@ -100,10 +100,16 @@ def run_xla(
     k, v = select(tokens.written, checks.spread_keys(k, heads)), select(tokens.written, v)
     if options.by_token:
         step = functools.partial(_step, options)
-        memory = state.keys, state.values, state.count
+        # In the wide dtype, so that gradients of keys and values are summed in it.
+        rings = state.keys.astype(options.dtype), state.values.astype(options.dtype)
         output, (keys, values, count) = scan_tokens(
-            step, (q, gates, k, v, positions.written), memory, tokens.run, tokens.slot
+            step,
+            (q, gates, k, v, positions.written),
+            (*rings, state.count),
+            tokens.run,
+            tokens.slot,
         )
+        keys, values = keys.astype(state.keys.dtype), values.astype(state.values.dtype)
         final = AttentionState(keys, values, count, tokens.last_id, None)
     else:
         output = _by_chunks(options, q, gates, k, v, positions, tokens, state)
@@ -126,7 +132,6 @@ def _step(options: Options, memory: tuple, token: tuple) -> tuple[tuple, Array]:
 
     keys, values, count = store(keys, k), store(values, v), count + written
     blocks = (keys.shape[1] - 1) // size + 1
-    wide = keys.astype(options.dtype), values.astype(options.dtype)
 
     def mean(x):
         return jnp.moveaxis(jax.ops.segment_sum(jnp.moveaxis(x, 1, 0), place // size, blocks), 0, 1) / size  # fmt: skip
@@ -134,7 +139,7 @@ def _step(options: Options, memory: tuple, token: tuple) -> tuple[tuple, Array]:
     rank = (count - 1)[:, None]
     gates = None if gates is None else gates[:, None]
     one = _Queries(q[:, None], gates, rank, rank // size)
-    stored = _Keys(*wide, place[None], place[None] // size, *map(mean, wide))
+    stored = _Keys(keys, values, place[None], place[None] // size, mean(keys), mean(values))
     seen = (place < count[:, None])[:, None]
     document = jnp.ones((1, 1, blocks), bool)
     return (keys, values, count), _attend(options, one, stored, seen, document)[:, 0]

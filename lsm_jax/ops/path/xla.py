@@ -92,12 +92,15 @@ def run_xla(
         sums=None if log_forget is None else sum_gates(log_forget, tokens, newest_sum(state)),
     )
     if options.by_token:
-        memory = state.keys.astype(dtype), state.values, state.log_forget, state.count
+        # Values in the wide dtype, so that their gradients are summed in it.
+        rings = state.keys.astype(dtype), state.values.astype(dtype)
+        memory = *rings, state.log_forget, state.count
         step = functools.partial(_step, options.precision)
         output, after = scan_tokens(
             step, (inputs, positions.written), memory, tokens.run, tokens.slot
         )
         keys, values, sums, count = after
+        values = values.astype(state.values.dtype)
         state_after = AttentionState(keys, values, count, tokens.last_id, sums)
     else:
         chunks = cut_into_chunks(tokens, length, options.size, num_segments)
@@ -139,8 +142,7 @@ def _step(precision, memory: tuple, token: tuple[_Inputs, Array]) -> tuple[tuple
     weights = jnp.where(mask, jnp.exp(jnp.where(mask, scores - top, 0)), 0)
     total = jnp.sum(weights, axis=-1, keepdims=True)
     weights = weights / jnp.where(total > 0, total, 1)
-    wide = values.astype(keys.dtype)
-    output = jnp.einsum("bgrc,bcgv->bgrv", weights, wide, precision=precision)
+    output = jnp.einsum("bgrc,bcgv->bgrv", weights, values, precision=precision)
     return (keys, values, sums, count), output
 
 
