@@ -68,6 +68,9 @@ WIDENED = {
     "mamba3": "state_size",
     "mamba3_mimo": "state_size",
     "abc": "num_slots",
+    "log_linear_mamba2": "state_size",
+    "log_linear_gated_deltanet": "expand_v",
+    "momentum_deltanet": "expand_v",
 }
 """The field that makes the memory of an inner mixer larger: `baseline=expanded` triples it."""
 OPTIONS = dict(

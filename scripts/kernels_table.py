@@ -45,7 +45,9 @@ RUN_ON = {"mosaic_gpu": ("9.0",), "triton": ("9.0",)}
 PLATFORMS = {"cuda": "NVIDIA", "tpu": "TPU"}
 OPS = (
     "linear_memory", "delta_memory", "dplr_memory", "slot_memory", "selective_memory", "online_memory",
-    "attention", "short_convolution", "token_shift", "grouped_product", "segment_product",
+    "log_linear_memory", "mesa_memory", "momentum_memory", "slstm_memory", "attention", "path_attention",
+    "block_attention", "native_sparse_attention",
+    "short_convolution", "token_shift", "grouped_product", "segment_product",
 )  # fmt: skip
 # The modules of kernels whose requirements depend on the arguments: by op and backend, (case, module).
 KERNELS = {

@@ -28,13 +28,20 @@ from lsm_jax.mixers import (
     lightnet,
     lightning,
     linear_attention,
+    log_linear_gated_deltanet,
+    log_linear_mamba2,
     lolcats,
     mamba,
     mamba2,
     mamba3,
     mamba3_mimo,
+    mesa_net,
     mlstm,
+    moba,
     mom,
+    momentum_deltanet,
+    nsa,
+    path,
     precond_gated_deltanet,
     precond_kda,
     rebased,
@@ -43,6 +50,7 @@ from lsm_jax.mixers import (
     rwkv6,
     rwkv7,
     s4d,
+    slstm,
     softmax,
     titans,
     ttt_linear,
@@ -72,12 +80,18 @@ from lsm_jax.mixers.liger import Liger, LigerConfig
 from lsm_jax.mixers.lightnet import LightNet, LightNetConfig
 from lsm_jax.mixers.lightning import Lightning, LightningConfig
 from lsm_jax.mixers.linear_attention import LinearAttention, LinearAttentionConfig
+from lsm_jax.mixers.log_linear_gated_deltanet import (
+    LogLinearGatedDeltaNet,
+    LogLinearGatedDeltaNetConfig,
+)
+from lsm_jax.mixers.log_linear_mamba2 import LogLinearMamba2, LogLinearMamba2Config
 from lsm_jax.mixers.lolcats import Lolcats, LolcatsConfig
 from lsm_jax.mixers.lora import LoRA, LoRAConfig, add_adapters
 from lsm_jax.mixers.mamba import Mamba, MambaConfig
 from lsm_jax.mixers.mamba2 import Mamba2, Mamba2Config
 from lsm_jax.mixers.mamba3 import Mamba3, Mamba3Config
 from lsm_jax.mixers.mamba3_mimo import Mamba3MIMOConfig
+from lsm_jax.mixers.mesa_net import MesaNet, MesaNetConfig
 from lsm_jax.mixers.method import (
     METHODS,
     WRAPPERS,
@@ -88,8 +102,12 @@ from lsm_jax.mixers.method import (
     register,
 )
 from lsm_jax.mixers.mlstm import MLSTM, MLSTMConfig
+from lsm_jax.mixers.moba import MoBA, MoBAConfig
 from lsm_jax.mixers.mom import MoM, MoMConfig
+from lsm_jax.mixers.momentum_deltanet import MomentumDeltaNet, MomentumDeltaNetConfig
+from lsm_jax.mixers.nsa import NSA, NSAConfig
 from lsm_jax.mixers.op_config import OpConfig, RecurrentConfig
+from lsm_jax.mixers.path import PaTH, PaTHConfig
 from lsm_jax.mixers.precond_gated_deltanet import PrecondGatedDeltaNet, PrecondGatedDeltaNetConfig
 from lsm_jax.mixers.precond_kda import PrecondKDA, PrecondKDAConfig
 from lsm_jax.mixers.rebased import Rebased, RebasedConfig
@@ -98,6 +116,7 @@ from lsm_jax.mixers.rg_lru import RGLRU, RGLRUConfig
 from lsm_jax.mixers.rwkv6 import RWKV6, RWKV6Config
 from lsm_jax.mixers.rwkv7 import RWKV7, RWKV7Config
 from lsm_jax.mixers.s4d import S4D, S4DConfig
+from lsm_jax.mixers.slstm import SLSTM, SLSTMConfig
 from lsm_jax.mixers.softmax import Softmax, SoftmaxConfig
 from lsm_jax.mixers.titans import Titans, TitansConfig
 from lsm_jax.mixers.ttt_linear import TTTLinear, TTTLinearConfig
@@ -117,6 +136,7 @@ _TABLE = (
     gfw,
     rwkv6,
     mlstm,
+    slstm,
     mamba,
     rg_lru,
     s4d,
@@ -132,6 +152,10 @@ _TABLE = (
     comba,
     precond_gated_deltanet,
     precond_kda,
+    momentum_deltanet,
+    log_linear_mamba2,
+    log_linear_gated_deltanet,
+    mesa_net,
     rwkv7,
     ttt_linear,
     ttt_mlp,
@@ -139,7 +163,10 @@ _TABLE = (
     gsa,
     abc_attention,
     softmax,
+    path,
     fox,
+    moba,
+    nsa,
     liger,
     lolcats,
 )  # the order of the README's table
@@ -149,6 +176,18 @@ for _file in _TABLE:
 register(mom.METHOD, wrapper=True)
 
 __all__ = [
+    "NSA",
+    "NSAConfig",
+    "MoBA",
+    "MoBAConfig",
+    "SLSTM",
+    "SLSTMConfig",
+    "MomentumDeltaNet",
+    "MomentumDeltaNetConfig",
+    "PaTH",
+    "PaTHConfig",
+    "MesaNet",
+    "MesaNetConfig",
     "ABC",
     "ABCConfig",
     "Based",
@@ -193,6 +232,10 @@ __all__ = [
     "LinearAttentionConfig",
     "LoRA",
     "LoRAConfig",
+    "LogLinearGatedDeltaNet",
+    "LogLinearGatedDeltaNetConfig",
+    "LogLinearMamba2",
+    "LogLinearMamba2Config",
     "Lolcats",
     "LolcatsConfig",
     "METHODS",

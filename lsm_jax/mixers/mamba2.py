@@ -8,7 +8,7 @@ independently, so here each part has one; the function and the number of paramet
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -93,8 +93,15 @@ class Mamba2Config(RecurrentConfig):
 
 
 class Mamba2(Mixer):
-    """The layer of Mamba2: a mixer that maps [B, T, D] to [B, T, D]; `Mamba2Config` says what its options mean."""
+    """The layer of Mamba2: a mixer that maps [B, T, D] to [B, T, D]; `Mamba2Config` says what its options mean.
 
+    Attributes:
+        projection_bias: whether projections have biases.
+        convolution_bias: whether short convolutions have biases.
+    """
+
+    projection_bias: ClassVar[bool] = False
+    convolution_bias: ClassVar[bool] = True
     op = ops.linear_memory
     memory_parts = ("x_proj", "b_proj", "dt_proj")
     token_parts = ("c_proj", "x_proj", "b_proj", "dt_proj")
@@ -105,13 +112,15 @@ class Mamba2(Mixer):
         super().__init__(config, hidden_size)
         self.num_heads = config.num_heads(hidden_size)
         inner, shared = config.expand * hidden_size, config.num_groups * config.state_size
-        into = dict(axes=("embed", "heads"), rngs=rngs, init_std=init_std)
+        dense: dict[str, Any] = dict(rngs=rngs, init_std=init_std, bias=self.projection_bias)
+        into: dict[str, Any] = dict(dense, axes=("embed", "heads"))
         self.z_proj = Dense(hidden_size, inner, **into)
         self.x_proj = Dense(hidden_size, inner, **into)
         self.b_proj = Dense(hidden_size, shared, **into)
         self.c_proj = Dense(hidden_size, shared, **into)
         self.dt_proj = Dense(hidden_size, self.num_heads, **into)
-        convolution = dict(width=config.conv_size, rngs=rngs, axis="heads", bias=True)
+        convolution: dict[str, Any] = dict(width=config.conv_size, rngs=rngs, axis="heads")
+        convolution["bias"] = self.convolution_bias
         self.x_conv = short_convolution("x", inner, **convolution)
         self.b_conv = short_convolution("b", shared, **convolution)
         self.c_conv = short_convolution("c", shared, **convolution)
@@ -120,9 +129,7 @@ class Mamba2(Mixer):
         self.a_log = parameter(log_uniform_rate(rngs, self.num_heads, low=1.0, high=16.0), **fixed)
         self.skip = parameter(jnp.ones(self.num_heads, jnp.float32), **fixed)
         self.norm_scale = parameter(jnp.ones(inner, jnp.float32), **fixed)
-        self.o_proj = Dense(
-            inner, hidden_size, axes=("heads", "embed"), rngs=rngs, init_std=init_std
-        )
+        self.o_proj = Dense(inner, hidden_size, axes=("heads", "embed"), **dense)
 
     def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
         """Return Mamba-2's queries C [B, T, groups, N] of tokens x [B, T, D], N state channels for each group

@@ -12,6 +12,7 @@ keys are masked before they are used.
 from lsm_jax.ops.attention.attention import attention
 from lsm_jax.ops.attention.state import AttentionState, attention_state
 from lsm_jax.ops.backends.select import choices
+from lsm_jax.ops.blocks.block_attention import block_attention, native_sparse_attention
 from lsm_jax.ops.convolution.short_convolution import (
     ShiftState,
     shift_state,
@@ -29,14 +30,24 @@ from lsm_jax.ops.linear.running_logsumexp import (
     logsumexp_state,
     running_logsumexp,
 )
+from lsm_jax.ops.log_linear.log_linear_memory import log_linear_memory
+from lsm_jax.ops.log_linear.state import LogLinearState, log_linear_state
+from lsm_jax.ops.mesa.mesa_memory import mesa_memory
+from lsm_jax.ops.mesa.state import MesaState, mesa_state
+from lsm_jax.ops.momentum.momentum_memory import momentum_memory
+from lsm_jax.ops.momentum.state import MomentumState, momentum_state
 from lsm_jax.ops.online.inner_models import Inner
 from lsm_jax.ops.online.online_memory import online_memory
 from lsm_jax.ops.online.state import OnlineState, online_state
+from lsm_jax.ops.path.path_attention import path_attention
+from lsm_jax.ops.path.state import path_attention_state
 from lsm_jax.ops.selective.selective_memory import selective_memory
 from lsm_jax.ops.selective.state import SelectiveState, selective_state
 from lsm_jax.ops.selective.time_invariant import time_invariant_memory
 from lsm_jax.ops.slots.slot_memory import slot_memory
 from lsm_jax.ops.slots.state import SlotState, slot_state
+from lsm_jax.ops.slstm.slstm_memory import slstm_memory
+from lsm_jax.ops.slstm.state import SLSTMState, slstm_state
 from pallas_kernels.residuals import KEPT
 
 __all__ = [
@@ -46,13 +57,18 @@ __all__ = [
     "DocumentCount",
     "Inner",
     "LinearState",
+    "LogLinearState",
     "LogSumExpState",
+    "MesaState",
+    "MomentumState",
     "OnlineState",
+    "SLSTMState",
     "SelectiveState",
     "ShiftState",
     "SlotState",
     "attention",
     "attention_state",
+    "block_attention",
     "choices",
     "cumulative_phase",
     "delta_memory",
@@ -60,10 +76,19 @@ __all__ = [
     "dplr_memory",
     "linear_memory",
     "linear_state",
+    "log_linear_memory",
+    "log_linear_state",
     "logsumexp_state",
+    "mesa_memory",
+    "mesa_state",
+    "momentum_memory",
+    "momentum_state",
+    "native_sparse_attention",
     "number_documents",
     "online_memory",
     "online_state",
+    "path_attention",
+    "path_attention_state",
     "running_logsumexp",
     "selective_memory",
     "selective_state",
@@ -71,6 +96,8 @@ __all__ = [
     "short_convolution",
     "slot_memory",
     "slot_state",
+    "slstm_memory",
+    "slstm_state",
     "time_invariant_memory",
     "token_shift",
 ]

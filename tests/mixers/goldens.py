@@ -1,8 +1,9 @@
 """Results of the authors' code for recurrences and whole layers, and comparisons with them.
 
-`goldens.npz` has arrays `<method>/<argument>`: inputs, outputs, `cotangent_<output>` and `grad_<input>`, the gradients
+`goldens.npz` and `goldens_new_ops.npz` have arrays `<method>/<argument>`: inputs, outputs, `cotangent_<output>` and `grad_<input>`, the gradients
 of Σ ⟨output, cotangent⟩; `<method>/source` names the code that computed them, in float64 (layers in float32): fla is
-flash-linear-attention 0.6.0, hf transformers 5.23.0, mamba state-spaces/mamba e9594ce, rg google-deepmind/recurrentgemma.
+flash-linear-attention 0.6.0, hf transformers 5.23.0, mamba state-spaces/mamba e9594ce, rg google-deepmind/recurrentgemma,
+log-linear HanGuo97/log-linear-attention 7f86441, xlstm NX-AI/xlstm 032a6fb.
 """
 
 from __future__ import annotations
@@ -14,27 +15,40 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 
 from lsm_jax import mixers
 
-FILE = Path(__file__).with_name("goldens.npz")
+SLOW = [pytest.param(form, marks=pytest.mark.slow) for form in ("recurrent", "associative")]
+"""The forms in which goldens are compared in the slow tests only, for `pytest.mark.parametrize`."""
+
+FILES = [Path(__file__).with_name(name) for name in ("goldens.npz", "goldens_new_ops.npz")]
 
 
 @functools.cache
 def load(name: str) -> dict[str, np.ndarray]:
     """Return the arrays of one method or layer by their names."""
-    with np.load(FILE) as file:
-        return {
-            path.partition("/")[2]: file[path]
-            for path in file.files
-            if path.partition("/")[0] == name
-        }
+    arrays = {}
+    for path in FILES:
+        with np.load(path) as file:
+            entries = (entry for entry in file.files if entry.partition("/")[0] == name)
+            arrays |= {entry.partition("/")[2]: file[entry] for entry in entries}
+    return arrays
 
 
-def check(name: str, function: Callable, *, dtype: str = "float64", tolerance: float = 1e-10):
+def check(
+    name: str,
+    function: Callable,
+    *,
+    dtype: str = "float64",
+    tolerance: float = 1e-10,
+    symmetric: tuple[str, ...] = (),
+):
     """Assert that `function`, which maps the golden's arrays to outputs by name, returns the golden's outputs and has
     its gradients with respect to every input, to `tolerance` times an array's largest entry (at least 1).
+
+    Inputs named in `symmetric` are symmetric matrices, of whose gradients only the symmetric part has a meaning.
     """
     golden = load(name)
     with jax.enable_x64(dtype == "float64"):
@@ -54,6 +68,8 @@ def check(name: str, function: Callable, *, dtype: str = "float64", tolerance: f
     results |= {f"grad_{n}": a for n, a in gradients.items()}
     for n, actual in results.items():
         expected = golden[n]
+        if n.removeprefix("grad_") in symmetric:
+            actual, expected = (a + np.swapaxes(a, -1, -2) for a in (actual, expected))
         bound = tolerance * max(1.0, np.abs(expected).max())
         np.testing.assert_allclose(actual, expected, rtol=0, atol=bound, err_msg=f"{name}/{n}")
 

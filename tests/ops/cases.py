@@ -202,6 +202,11 @@ def make_state(case: Case, batch=2, *, num_segments=None, capacity=64, seed=1, e
         return used(case, state)
     if case.op == "attention":
         state = state._replace(count=state.count + 3)
+    return make_random_state(state, seed)
+
+
+def make_random_state(state, seed=1):
+    """Return a state with positive random numbers in the place of its floating-point ones."""
     rng = np.random.default_rng(seed)
 
     def fill(x):
@@ -446,8 +451,30 @@ FAMILIES |= {
 }  # fmt: skip
 
 # The cases of other ops are in separate files, which import the names above.
-from tests.ops import dplr_cases, online_memory_cases, selective_cases, slot_cases  # noqa: E402
+from tests.ops import (  # noqa: E402
+    block_cases,
+    dplr_cases,
+    log_linear_cases,
+    mesa_cases,
+    momentum_cases,
+    online_memory_cases,
+    path_cases,
+    selective_cases,
+    slot_cases,
+    slstm_cases,
+)
 
-for _module in (dplr_cases, online_memory_cases, selective_cases, slot_cases):
+for _module in (
+    block_cases,
+    dplr_cases,
+    log_linear_cases,
+    mesa_cases,
+    momentum_cases,
+    online_memory_cases,
+    path_cases,
+    selective_cases,
+    slot_cases,
+    slstm_cases,
+):
     FAMILIES |= _module.FAMILIES
     CASES += _module.CASES

@@ -82,7 +82,7 @@ def attention(
     checks.check_rows(op, batch, length, segment_ids, update_mask)
     gates = None if log_forget is None else max(q.shape[2], heads)
     if gates is not None:
-        log_forget = _check_gates(op, log_forget, (batch, length, gates))
+        log_forget = check_gates(op, log_forget, (batch, length, gates))
     if window is not None and not checks.is_count(window):
         raise ValueError(f"{op}: window={window!r}; accepted are None and integers from 1")
     capacity = length if window is None else window
@@ -140,7 +140,7 @@ def attention(
 _CLOSED_GATE = -4096.0  # its exponential is 0, in float64 too
 
 
-def _check_gates(op: str, log_forget, shape: tuple[int, int, int]) -> Array:
+def check_gates(op: str, log_forget, shape: tuple[int, int, int]) -> Array:
     """Raise ValueError if the argument `log_forget` of `attention` is not accepted; return the log gates of
     all tokens, [B, T, N], in at least float32: the gradient of a constant gate is a sum over tokens.
     """

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from lsm_jax.ops.attention.forget_gates import GateSum
+from lsm_jax.ops.core.chunk_scans import per_chunk
 
 
 class AttentionState(NamedTuple):
@@ -60,3 +62,11 @@ def attention_state(
         jnp.zeros(batch_size, jnp.int32),
         sums,
     )
+
+
+def without_free_places(state: AttentionState) -> AttentionState:
+    """Return the state with 0 in the places of its ring buffers that contain no token of the document."""
+    stored = jnp.arange(state.keys.shape[-3]) < state.count[..., None]
+    arrays = (state.keys, state.values, state.log_forget)
+    keys, values, sums = jax.tree.map(lambda x: jnp.where(per_chunk(stored, x), x, 0), arrays)
+    return state._replace(keys=keys, values=values, log_forget=sums)

@@ -1,0 +1,1 @@
+"""`block_attention`: softmax attention to the blocks of earlier tokens that a query selects."""

@@ -1,0 +1,1 @@
+"""`momentum_memory`: the delta rule by gradient steps with momentum."""

@@ -1,0 +1,1 @@
+"""`slstm_memory`: xLSTM's scalar memory, whose output is an input of its next gates."""

@@ -1,0 +1,107 @@
+"""Tests of log-linear attention: it is compared with the authors' code, values, states and all gradients, and with the
+parents that it equals if all levels have the same weight.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lsm_jax import mixers, ops
+from tests.mixers import goldens
+from tests.mixers.goldens import SLOW
+from tests.mixers.test_mixers import close
+from tests.mixers.test_new_delta_rules import random_inputs
+
+
+@pytest.mark.parametrize("form", ["chunk", SLOW[0]])
+@pytest.mark.parametrize("name", ["mamba2", "gdn", "mamba2_recurrent", "gdn_recurrent"])
+def test_log_linear_attention_is_the_published_recurrence(name, form):
+    """The golden's recurrent code also stores the memories of all levels after the last token."""
+
+    def run(g):
+        golden = goldens.load(f"log_linear_{name}")
+        given = {n: g.get(n, golden.get(n)) for n in ("q", "k", "v", "level_scales", "beta", "g")}
+        given["log_decay"] = given.pop("g")
+        o, state = ops.log_linear_memory(**given, scale=1.0, form=form, chunk_size=4)
+        return dict(o=o, final_states=state.memory)
+
+    if name.endswith("recurrent"):
+        with jax.enable_x64(True):
+            results = run({})
+        golden = goldens.load(f"log_linear_{name}")
+        for n, actual in results.items():
+            np.testing.assert_allclose(actual, golden[n], rtol=0, atol=1e-10)
+    else:
+        goldens.check(f"log_linear_{name}", run)
+        goldens.check(f"log_linear_{name}", run, dtype="float32", tolerance=1e-5)
+
+
+@pytest.mark.parametrize("rule", ["delta", "linear"])
+def test_equal_weights_are_the_parent(rule):
+    """The levels' final memories add up to the parent's, and their outputs too."""
+    q, k, v, beta, log_decay = random_inputs()
+    scales = jnp.ones((*v.shape[:3], 6))
+    if rule == "delta":
+        o, state = ops.log_linear_memory(q, k, v, scales, beta, log_decay, chunk_size=4)
+        expected, parent = ops.delta_memory(q, k, v, beta, log_decay)
+    else:
+        o, state = ops.log_linear_memory(q, k, v, scales, None, log_decay, chunk_size=4)
+        expected, parent = ops.linear_memory(q, k, v, log_decay)
+    close(o, expected, 1e-6)
+    close(jnp.sum(state.memory, axis=2), parent.memory, 1e-6)
+    assert (state.position == 13).all()
+
+
+def test_level_zero_is_the_token_itself():
+    q, k, v, _, log_decay = random_inputs()
+    scales = jnp.zeros((*v.shape[:3], 6)).at[..., 0].set(1.0)
+    o, _ = ops.log_linear_memory(q, k, v, scales, None, log_decay, scale=1.0, chunk_size=4)
+    close(o, jnp.sum(q * k, axis=-1, keepdims=True) * v, 1e-6)
+
+
+def test_levels_contain_powers_of_two_of_tokens():
+    """After 2^l + 1 tokens one level contains the whole past; after 13 tokens the levels contain 1, 4 and 8."""
+    _, k, _, _, _ = random_inputs()
+    ones = jnp.ones((*k.shape[:3], 1))
+
+    def contents(tokens):
+        count = ones[:, :tokens]
+        scales = jnp.ones((*count.shape[:3], 6))
+        state = ops.log_linear_memory(count, count, count, scales, chunk_size=4)[1]
+        return np.asarray(state.memory[0, 0, :, 0, 0])
+
+    np.testing.assert_array_equal(contents(9), [1, 0, 0, 0, 8, 0])
+    np.testing.assert_array_equal(contents(13), [1, 0, 0, 4, 8, 0])
+    np.testing.assert_array_equal(contents(12), [1, 1, 2, 0, 8, 0])
+
+
+def test_memories_of_levels_grow_with_the_logarithm_of_the_row():
+    """A memory for each of 15 levels serves 16,384 tokens; one level more serves twice as many."""
+    config = mixers.LogLinearGatedDeltaNetConfig(num_heads=2, head_dim=8)
+    mixer = mixers.build(config, 32)
+    state = mixer.init_state(1, 16384, jnp.float32)
+    assert state.memory.memory.shape == (1, 2, 15, 8, 16)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(level_scales=jnp.ones((2, 13, 3, 6))), "level_scales has shape (2, 13, 3, 6)"),
+        (dict(level_scales=jnp.ones((2, 13, 2, 0))), "no axis may be empty"),
+        (dict(beta=jnp.ones((2, 13, 1))), "beta has shape (2, 13, 1); accepted is [B, T, G]"),
+        (dict(log_decay=jnp.ones((2, 13, 2))), "log_decay has values up to 1"),
+        (dict(form="associative"), "form='associative'; accepted are 'recurrent', 'chunk'"),
+        (dict(initial_state=ops.delta_state(2, 2, 8, 6)), "is a DeltaState; accepted are LogLinearState"),
+    ],
+)  # fmt: skip
+def test_errors_name_the_argument(change, message):
+    q, k, v, beta, log_decay = random_inputs()
+    given = dict(level_scales=jnp.ones((*v.shape[:3], 6)), beta=beta, log_decay=log_decay)
+    with pytest.raises(ValueError) as error:
+        functools.partial(ops.log_linear_memory, q, k, v)(**given | change)
+    assert message in str(error.value)
