@@ -31,24 +31,32 @@ from lsm_jax.mixers.method import Method
 from lsm_jax.mixers.op_config import RecurrentConfig
 
 
+NORMS = ("after_gate", "before_gate", "none")
+
+
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class Mamba2Config(RecurrentConfig):
     """The config of a Mamba-2 layer: linear attention with one decay for each head and token.
 
     Attributes:
         expand: number of inner channels, divided by hidden_size.
-        head_dim: value channels of a head; expand * hidden_size / head_dim heads.
+        inner_size: number of inner channels; None is expand * hidden_size.
+        head_dim: value channels of a head; there are inner channels / head_dim heads.
         state_size: key channels of a head (N).
         num_groups: groups of heads that share B and C.
         conv_size: width of the short convolution; 1 means no convolution, only the SiLU that follows it.
-        norm_eps: epsilon of the norm after the gate.
+        norm: the norm of each group of heads in the output: "after_gate" normalises the gated output, "before_gate" gates the
+            normalised one, "none" only gates.
+        norm_eps: epsilon of the norm.
     """
 
     expand: int = 2
+    inner_size: int | None = None
     head_dim: int = 64
     state_size: int = 128
     num_groups: int = 1
     conv_size: int = 4
+    norm: str = "after_gate"
     norm_eps: float = 1e-5
 
     @classmethod
@@ -58,11 +66,15 @@ class Mamba2Config(RecurrentConfig):
         """
         return cls(head_dim=min(64, hidden_size // 4), state_size=min(128, hidden_size // 2))
 
+    def inner(self, hidden_size: int) -> int:
+        """Return the number of inner channels of a Mamba-2 layer in a model of width `hidden_size`."""
+        return self.expand * hidden_size if self.inner_size is None else self.inner_size
+
     def num_heads(self, hidden_size: int) -> int:
         """Return the number of heads of a Mamba-2 layer in a model of width `hidden_size`: the inner width divided by
         `head_dim`.
         """
-        return self.expand * hidden_size // self.head_dim
+        return self.inner(hidden_size) // self.head_dim
 
     def validate(self, hidden_size: int) -> None:
         """Raise ValueError if a field of this config of Mamba-2 is not accepted, or does not fit a model of width
@@ -72,20 +84,20 @@ class Mamba2Config(RecurrentConfig):
         checks.positive(
             self, expand=self.expand, state_size=self.state_size, norm_eps=self.norm_eps
         )
-        checks.divides(
-            self, "head_dim", self.head_dim, "expand * hidden_size", self.expand * hidden_size
-        )
+        checks.one_of(self, "norm", self.norm, NORMS)
+        what = "expand * hidden_size" if self.inner_size is None else "inner_size"
+        if self.inner_size is not None:
+            checks.positive(self, inner_size=self.inner_size)
+        checks.divides(self, "head_dim", self.head_dim, what, self.inner(hidden_size))
         heads = self.num_heads(hidden_size)
-        checks.divides(
-            self, "num_groups", self.num_groups, "expand * hidden_size / head_dim", heads
-        )
+        checks.divides(self, "num_groups", self.num_groups, f"{what} / head_dim", heads)
         checks.convolution_width(self)
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
         """Return the floating-point operations of the forward pass per token: the projections and
         convolutions, and per head K V to decay the memory and 2 K V each to write and to read.
         """
-        inner, heads = self.expand * hidden_size, self.num_heads(hidden_size)
+        inner, heads = self.inner(hidden_size), self.num_heads(hidden_size)
         shared = 2 * self.num_groups * self.state_size
         projections = 2.0 * hidden_size * (3 * inner + shared + heads)
         convolution = 2 * checks.convolution_taps(self) * (inner + shared)
@@ -104,7 +116,7 @@ class Mamba2(Mixer):
     ):
         super().__init__(config, hidden_size)
         self.num_heads = config.num_heads(hidden_size)
-        inner, shared = config.expand * hidden_size, config.num_groups * config.state_size
+        inner, shared = config.inner(hidden_size), config.num_groups * config.state_size
         into = dict(axes=("embed", "heads"), rngs=rngs, init_std=init_std)
         self.z_proj = Dense(hidden_size, inner, **into)
         self.x_proj = Dense(hidden_size, inner, **into)
@@ -119,7 +131,8 @@ class Mamba2(Mixer):
         self.dt_bias = parameter(log_uniform_step_bias(rngs, self.num_heads), **fixed)
         self.a_log = parameter(log_uniform_rate(rngs, self.num_heads, low=1.0, high=16.0), **fixed)
         self.skip = parameter(jnp.ones(self.num_heads, jnp.float32), **fixed)
-        self.norm_scale = parameter(jnp.ones(inner, jnp.float32), **fixed)
+        ones = jnp.ones(inner, jnp.float32)
+        self.norm_scale = None if config.norm == "none" else parameter(ones, **fixed)
         self.o_proj = Dense(
             inner, hidden_size, axes=("heads", "embed"), rngs=rngs, init_std=init_std
         )
@@ -153,19 +166,24 @@ class Mamba2(Mixer):
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
         """Return (y, context), with the layer's output y [B, T, D] from the memory's output o [B, T, H, V]: add the skip D x,
-        multiply by silu(z), where z is a projection of x, normalise each group of heads, and project.
+        multiply by silu(z), where z is a projection of x, normalise each group of heads, and project. The config's `norm` may
+        change the order, or leave the norm out.
         """
-        groups, eps = self.config.num_groups, self.config.norm_eps
+        groups, eps, kind = self.config.num_groups, self.config.norm_eps, self.config.norm
 
         @recomputed
         def normed(o, inner, z, skip, scale):
             wide = jnp.promote_types(o.dtype, jnp.float32)
-            y = o.astype(wide) + skip[:, None] * inner.astype(wide)
-            y = merge_heads(y) * jax.nn.silu(z.astype(wide))
-            return (merge_heads(rms_normalize(split_heads(y, groups), eps)) * scale).astype(x.dtype)
+            y = merge_heads(o.astype(wide) + skip[:, None] * inner.astype(wide))
+            gate = jax.nn.silu(z.astype(wide))
+            y = y if kind == "before_gate" else y * gate
+            if kind != "none":
+                y = merge_heads(rms_normalize(split_heads(y, groups), eps)) * scale
+            return (y * gate if kind == "before_gate" else y).astype(x.dtype)
 
+        scale = None if self.norm_scale is None else self.norm_scale[...]
         z, inner = self.z_proj(x), context.bypass["inner"]
-        return self.o_proj(normed(o, inner, z, self.skip[...], self.norm_scale[...])), context
+        return self.o_proj(normed(o, inner, z, self.skip[...], scale)), context
 
     def options(self) -> dict[str, Any]:
         """Return the keyword arguments of `linear_memory` that do not depend on the input; the scale is 1, so that

@@ -38,7 +38,7 @@ class SoftmaxConfig:
         qkv_bias: whether the projections to queries, keys and values have biases.
         rope_base: base of the rotary embedding; None means no rotary embedding.
         rope_scaling: a reduction of the rotation's frequencies, or None.
-        rotary_dim: number of channels of a head that are rotated, its first ones; an even number; None is all.
+        rotary_dim: number of channels of a head that are rotated, the first ones, an even number; None is all.
         scale: multiplies the scores; None is the inverse square root of the channels of a head.
         norm_eps: epsilon of the norms of queries and keys.
         implementation: attention's backend; None lets the op select.
@@ -86,14 +86,14 @@ class SoftmaxConfig:
             checks.positive(self, num_heads=self.num_heads, head_dim=self.head_dim)
         if self.rope_base is not None:
             checks.positive(self, rope_base=self.rope_base)
-        if self.rotary_dim is not None:
-            self._check_rotary_dim(self.rotary_dim, self.dim(hidden_size))
-        elif self.rope_base is not None and self.dim(hidden_size) % 2:
+        if self.rope_base is not None and self.rotary_dim is None and self.dim(hidden_size) % 2:
             raise ValueError(
                 f"{type(self).__name__}: heads of {self.dim(hidden_size)} channels; rotation needs an even number (rope_base=None rotates nothing)"
             )
         if self.rope_scaling is not None:
             self._check_scaling(self.rope_scaling)
+        if self.rotary_dim is not None:
+            self._check_rotated(self.rotary_dim, self.dim(hidden_size))
         checks.divides(self, "num_kv_heads", self.kv_heads(), "num_heads", self.num_heads)
         if self.scale is not None:
             checks.positive(self, scale=self.scale)
@@ -101,11 +101,14 @@ class SoftmaxConfig:
             checks.positive(self, window=self.window)
         checks.positive(self, norm_eps=self.norm_eps)
 
-    def _check_rotary_dim(self, rotated: int, dim: int) -> None:
-        if self.rope_base is None or rotated % 2 or not 0 < rotated <= dim:
+    def _check_rotated(self, channels: int, head_dim: int) -> None:
+        if self.rope_base is None:
             raise ValueError(
-                f"{type(self).__name__}.rotary_dim={rotated}: accepted are None and, with a rope_base, even numbers from 2 to the "
-                f"{dim} channels of a head"
+                f"{type(self).__name__}.rotary_dim={channels}: without a rope_base no channel is rotated; accepted is rotary_dim=None"
+            )
+        if channels % 2 or not 2 <= channels <= head_dim:
+            raise ValueError(
+                f"{type(self).__name__}.rotary_dim={channels}: accepted are even numbers from 2 to the {head_dim} channels of a head"
             )
 
     def _check_scaling(self, scaling: RopeScaling) -> None:
@@ -167,8 +170,13 @@ class Softmax(Mixer):
         config = self.config
         if config.rope_base is None:
             return x
-        given = dict(scaling=config.rope_scaling, channels=config.rotary_dim)
-        return rotate(x, context.positions, base=config.rope_base, **given)
+        return rotate(
+            x,
+            context.positions,
+            base=config.rope_base,
+            scaling=config.rope_scaling,
+            channels=config.rotary_dim,
+        )
 
     def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
         """Return the queries [B, T, H, K] of tokens x [B, T, D], normalised and rotated by their positions where the

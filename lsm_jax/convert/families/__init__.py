@@ -7,9 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from lsm_jax.convert.families import (
+    bamba,
     delta_net,
     gated_deltanet,
     gla,
+    granite,
     gsa,
     hgrn2,
     kda,
@@ -28,6 +30,7 @@ FAMILIES: dict[str, Family] = {
     module.FAMILY.model_type: module.FAMILY
     for module in (
         gla, retnet, delta_net, gated_deltanet, kda, hgrn2, gsa, linear_attn, mom, rwkv6, rwkv7, rwkv7_pth, mamba, mamba2,
+        granite, bamba,
     )
 }  # fmt: skip
 """The families by `model_type`."""
