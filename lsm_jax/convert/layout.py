@@ -56,7 +56,8 @@ def prefixed(prefix: str, table: Names) -> Names:
     }
 
 
-_MATRICES = ("kernel", "embedding", "gate_proj", "up_proj", "down_proj")  # the last three of experts
+_OF_EXPERTS = ("gate_proj", "up_proj", "down_proj")
+_MATRICES = ("kernel", "embedding", *_OF_EXPERTS)
 
 
 class Layout(NamedTuple):
@@ -145,7 +146,7 @@ def stored_shape(key: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], boo
 
     Kernels are [out, in] there, weights of convolutions [channels, 1, width], and the scales and biases of all heads one vector.
     """
-    if key.endswith(".kernel"):
+    if key.rpartition(".")[2] in ("kernel", *_OF_EXPERTS):
         return shape[::-1], True
     if key.endswith("conv.weight"):
         return (shape[1], 1, shape[0]), True

@@ -35,6 +35,7 @@ from lsm_jax.mixers import (
     mamba3_mimo,
     mlstm,
     mom,
+    parallel,
     precond_gated_deltanet,
     precond_kda,
     rebased,
@@ -90,6 +91,7 @@ from lsm_jax.mixers.method import (
 from lsm_jax.mixers.mlstm import MLSTM, MLSTMConfig
 from lsm_jax.mixers.mom import MoM, MoMConfig
 from lsm_jax.mixers.op_config import OpConfig, RecurrentConfig
+from lsm_jax.mixers.parallel import Parallel, ParallelConfig
 from lsm_jax.mixers.precond_gated_deltanet import PrecondGatedDeltaNet, PrecondGatedDeltaNetConfig
 from lsm_jax.mixers.precond_kda import PrecondKDA, PrecondKDAConfig
 from lsm_jax.mixers.rebased import Rebased, RebasedConfig
@@ -147,6 +149,7 @@ _TABLE = (
 for _file in _TABLE:
     register(_file.METHOD)
 register(mom.METHOD, wrapper=True)
+register(parallel.METHOD, wrapper=True)
 
 __all__ = [
     "ABC",
@@ -208,6 +211,8 @@ __all__ = [
     "Method",
     "Mixer",
     "OpConfig",
+    "Parallel",
+    "ParallelConfig",
     "PrecondGatedDeltaNet",
     "PrecondGatedDeltaNetConfig",
     "PrecondKDA",

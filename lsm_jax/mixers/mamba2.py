@@ -8,6 +8,7 @@ independently, so here each part has one; the function and the number of paramet
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -48,6 +49,7 @@ class Mamba2Config(RecurrentConfig):
         norm: the norm of each group of heads in the output: "after_gate" normalises the gated output, "before_gate" gates the
             normalised one, "none" only gates.
         norm_eps: epsilon of the norm.
+        projection_scales: five numbers that multiply the projections to z, x, B, C and dt.
     """
 
     expand: int = 2
@@ -58,6 +60,7 @@ class Mamba2Config(RecurrentConfig):
     conv_size: int = 4
     norm: str = "after_gate"
     norm_eps: float = 1e-5
+    projection_scales: tuple[float, ...] = (1.0, 1.0, 1.0, 1.0, 1.0)
 
     @classmethod
     def for_width(cls, hidden_size: int) -> Mamba2Config:
@@ -92,6 +95,11 @@ class Mamba2Config(RecurrentConfig):
         heads = self.num_heads(hidden_size)
         checks.divides(self, "num_groups", self.num_groups, f"{what} / head_dim", heads)
         checks.convolution_width(self)
+        scales = self.projection_scales
+        if len(scales) != 5 or not all(math.isfinite(s) and s > 0 for s in scales):
+            raise ValueError(
+                f"Mamba2Config.projection_scales={scales}: accepted are five numbers above 0"
+            )
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
         """Return the floating-point operations of the forward pass per token: the projections and
@@ -137,26 +145,32 @@ class Mamba2(Mixer):
             inner, hidden_size, axes=("heads", "embed"), rngs=rngs, init_std=init_std
         )
 
+    def _projected(self, name: str, x: jax.Array, dtype: Any = None) -> jax.Array:
+        """Return the projection of x to z, x, B, C or dt, times its scale."""
+        scale = self.config.projection_scales[("z", "x", "b", "c", "dt").index(name)]
+        y = getattr(self, f"{name}_proj")(x, dtype=dtype)
+        return y if scale == 1 else scale * y
+
     def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
         """Return Mamba-2's queries C [B, T, groups, N] of tokens x [B, T, D], N state channels for each group
         of heads, and the context.
         """
-        c, context = self.c_conv(self.c_proj(x), context)
+        c, context = self.c_conv(self._projected("c", x), context)
         return split_heads(c, self.config.num_groups), context
 
     def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
         """Return the arguments of `linear_memory` that update the memory, by name, and the context: keys B [B, T,
         groups, N], values Δ x [B, T, H, V] with the step size Δ, and the log decay Δ A [B, T, H] with the rate A.
         """
-        step = jax.nn.softplus(self.dt_proj(x, dtype=jnp.float32) + self.dt_bias[...])
-        inner, context = self.x_conv(self.x_proj(x), context)
+        step = jax.nn.softplus(self._projected("dt", x, jnp.float32) + self.dt_bias[...])
+        inner, context = self.x_conv(self._projected("x", x), context)
         inner = split_heads(inner, self.num_heads)
 
         @recomputed
         def scaled(inner, step):
             return (inner * step[..., None]).astype(x.dtype)
 
-        b, context = self.b_conv(self.b_proj(x), context)
+        b, context = self.b_conv(self._projected("b", x), context)
         written = dict(
             k=split_heads(b, self.config.num_groups),
             v=scaled(inner, step),
@@ -182,7 +196,7 @@ class Mamba2(Mixer):
             return (y * gate if kind == "before_gate" else y).astype(x.dtype)
 
         scale = None if self.norm_scale is None else self.norm_scale[...]
-        z, inner = self.z_proj(x), context.bypass["inner"]
+        z, inner = self._projected("z", x), context.bypass["inner"]
         return self.o_proj(normed(o, inner, z, self.skip[...], scale)), context
 
     def options(self) -> dict[str, Any]:

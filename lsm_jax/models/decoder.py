@@ -98,8 +98,7 @@ class Block(nnx.Module):
         """Multiply by `factor` the initial kernels of the projections whose outputs are added to the residual stream:
         those at the end of mixer and feedforward.
         """
-        mixer: Any = self.mixer.innermost()
-        kernels = [mixer.o_proj.kernel]
+        kernels = [projection.kernel for projection in self.mixer.output_projections()]
         feedforwards: tuple[Any, ...] = (
             self.feedforward,
             getattr(self.feedforward, "shared", None),
@@ -153,7 +152,7 @@ def _adapt(mixer: Any, inner: Any, lora: mixers.LoRAConfig, rngs: nnx.Rngs) -> N
     """Add low-rank adapters (LoRA) to those projections of a layer's mixer and feedforward (`inner`) that the config
     names as targets.
     """
-    parts = [part for part in (mixer, inner) if part is not None]
+    parts = [p for part in (mixer, inner) if part is not None for p in getattr(part, "parts", (part,))]
     adapted = [name for part in parts for name in mixers.add_adapters(part, lora, rngs=rngs)]
     if missing := set(lora.targets) - set(adapted):
         kinds = " and ".join(type(part).__name__ for part in parts)

@@ -25,7 +25,7 @@ NEMOTRON = HEADS | dict(
     head_dim=8, mamba_num_heads=6, mamba_head_dim=8, ssm_state_size=8, n_groups=2, intermediate_size=24, num_hidden_layers=None,
 )  # fmt: skip
 FALCON = MAMBA | HEADS | dict(
-    mamba_d_ssm=64, intermediate_size=24, lm_head_multiplier=0.8, embedding_multiplier=2.0, mlp_multipliers=[0.7, 1.5],
+    mamba_d_ssm=64, intermediate_size=24, lm_head_multiplier=1.2, embedding_multiplier=2.0, mlp_multipliers=[0.7, 1.5],
     key_multiplier=0.6, attention_out_multiplier=0.9, attention_in_multiplier=1.25, ssm_multipliers=[0.9, 1.1, 0.7, 0.8, 1.2],
     ssm_in_multiplier=1.3, ssm_out_multiplier=0.85, head_dim=8,
 )  # fmt: skip

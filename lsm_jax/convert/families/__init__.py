@@ -9,6 +9,7 @@ from typing import Any
 from lsm_jax.convert.families import (
     bamba,
     delta_net,
+    falcon_h1,
     gated_deltanet,
     gla,
     granite,
@@ -19,6 +20,7 @@ from lsm_jax.convert.families import (
     mamba,
     mamba2,
     mom,
+    nemotron_h,
     retnet,
     rwkv6,
     rwkv7,
@@ -30,7 +32,7 @@ FAMILIES: dict[str, Family] = {
     module.FAMILY.model_type: module.FAMILY
     for module in (
         gla, retnet, delta_net, gated_deltanet, kda, hgrn2, gsa, linear_attn, mom, rwkv6, rwkv7, rwkv7_pth, mamba, mamba2,
-        granite, bamba,
+        granite, bamba, nemotron_h, falcon_h1,
     )
 }  # fmt: skip
 """The families by `model_type`."""

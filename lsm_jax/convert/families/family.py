@@ -20,7 +20,7 @@ from lsm_jax.convert.fields import (
     shown,
 )
 from lsm_jax.convert.layout import Layout, Names, layout_of
-from lsm_jax.mixers import MambaConfig, RWKV7Config, SoftmaxConfig
+from lsm_jax.mixers import Mamba2Config, MambaConfig, ParallelConfig, RWKV7Config, SoftmaxConfig
 from lsm_jax.models import ModelConfig
 from lsm_jax.training.config_json import flatten
 
@@ -43,7 +43,10 @@ KINDS = {
 _REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers")
 # Fields of configs that say how a model is computed, initialised or trained; widths are compared as such.
 _COMPUTATION = COMPUTATION | frozenset(
-    "scaled_output_init mixer_init balance_scale balance execution hidden_ratio multiple_of intermediate_size".split()
+    """
+    scaled_output_init mixer_init balance_scale balance z_scale execution expert_buffer exchange hidden_ratio multiple_of
+    intermediate_size
+    """.split()
 )
 
 
@@ -242,7 +245,15 @@ def _described(config: ModelConfig) -> dict[str, Any]:
 def _implied(mixer: Any, width: int) -> dict[str, Any]:
     """Return the fields of a mixer's config in which None means another value, with that value."""
     if isinstance(mixer, SoftmaxConfig):
-        return dict(num_kv_heads=mixer.kv_heads(), head_dim=mixer.dim(width))
+        dim = mixer.dim(width)
+        rotated = None if mixer.rope_base is None else mixer.rotary_dim or dim
+        scale = dim**-0.5 if mixer.scale is None else mixer.scale
+        return dict(num_kv_heads=mixer.kv_heads(), head_dim=dim, rotary_dim=rotated, scale=scale)
+    if isinstance(mixer, Mamba2Config):
+        return dict(inner_size=mixer.inner(width))
+    if isinstance(mixer, ParallelConfig):
+        parts = dict(first=_implied(mixer.first, width), second=_implied(mixer.second, width))
+        return {f"{part}.{name}": v for part, values in parts.items() for name, v in values.items()}
     if isinstance(mixer, MambaConfig):
         return dict(step_rank=mixer.rank(width))
     if isinstance(mixer, RWKV7Config):

@@ -94,10 +94,11 @@ def _describe(config: ModelConfig) -> dict[str, Any]:
         fields |= dict(num_local_experts=0, shared_intermediate_size=width, intermediate_size=width)
     else:
         raise ValueError("model.layers has no feedforward; accepted are SwiGLU and MoE")
+    scale = config.logits_scale
     return fields | dict(
         embedding_multiplier=config.embedding_scale,
         residual_multiplier=config.residual_scale,
-        logits_scaling=1 / config.logits_scale,
+        logits_scaling=hybrid.solve(lambda x: 1 / x, scale, 1 / scale),
     )
 
 

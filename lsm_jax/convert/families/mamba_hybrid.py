@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lsm_jax.convert.families import mamba2
@@ -40,8 +40,8 @@ SIZES = (
     "intermediate_size", "num_attention_heads", "num_key_value_heads", "mamba_n_heads", "mamba_n_groups", "mamba_d_state",
     "mamba_d_conv",
 )  # fmt: skip
-_ATTENTION: Names = {f"mixer.{x}_proj.kernel": f"self_attn.{x}_proj.weight" for x in "qkvo"}
-_MAMBA: Names = {f"mixer.{key[6:]}": f"mamba.{name}" for key, name in mamba2.MIXER.items()}
+ATTENTION: Names = {f"mixer.{x}_proj.kernel": f"self_attn.{x}_proj.weight" for x in "qkvo"}
+MAMBA: Names = {f"mixer.{key[6:]}": f"mamba.{name}" for key, name in mamba2.MIXER.items()}
 
 
 def mamba(values: Mapping[str, Any], inner: int | None = None, **fields: Any) -> Mamba2Config:
@@ -124,6 +124,12 @@ def describe_softmax(mixer: SoftmaxConfig) -> dict[str, Any]:
     )
 
 
+def solve(function: Callable[[float], float], value: float, near: float) -> float:
+    """Return the number x next to `near` with `function(x)` equal to a value, or `near` if rounding leaves none."""
+    steps = (near, math.nextafter(near, math.inf), math.nextafter(near, 0.0))
+    return next((x for x in steps if function(x) == value), near)
+
+
 def layer_types(given: Any, count: int, name: str = "layer_types") -> list[str]:
     """Return the types of all layers, as today's names, from a list in config.json; None is Mamba-2 in all.
 
@@ -196,4 +202,4 @@ def describe_layers(config: ModelConfig) -> dict[str, Any]:
 def mixer_names(config: ModelConfig, layer: int) -> Names:
     """Return the table of the mixer of a layer, without the layer's prefix."""
     attends = type(config.layers[config.letters()[layer]].mixer) is SoftmaxConfig
-    return _ATTENTION if attends else _MAMBA
+    return ATTENTION if attends else MAMBA
