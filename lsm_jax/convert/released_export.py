@@ -45,6 +45,8 @@ _METHODS: dict[type, tuple[str, ...]] = {
     mixers.MambaConfig: ("mamba",),
     mixers.Mamba2Config: ("mamba2", "granitemoehybrid", "bamba", "nemotron_h"),
     mixers.ParallelConfig: ("falcon_h1",),
+    mixers.ShortConvConfig: ("lfm2",),
+    mixers.MLSTMConfig: ("xlstm",),
 }
 _DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 

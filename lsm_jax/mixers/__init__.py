@@ -44,6 +44,7 @@ from lsm_jax.mixers import (
     rwkv6,
     rwkv7,
     s4d,
+    short_conv,
     softmax,
     titans,
     ttt_linear,
@@ -100,6 +101,7 @@ from lsm_jax.mixers.rg_lru import RGLRU, RGLRUConfig
 from lsm_jax.mixers.rwkv6 import RWKV6, RWKV6Config
 from lsm_jax.mixers.rwkv7 import RWKV7, RWKV7Config
 from lsm_jax.mixers.s4d import S4D, S4DConfig
+from lsm_jax.mixers.short_conv import ShortConv, ShortConvConfig
 from lsm_jax.mixers.softmax import Softmax, SoftmaxConfig
 from lsm_jax.mixers.titans import Titans, TitansConfig
 from lsm_jax.mixers.ttt_linear import TTTLinear, TTTLinearConfig
@@ -150,6 +152,7 @@ for _file in _TABLE:
     register(_file.METHOD)
 register(mom.METHOD, wrapper=True)
 register(parallel.METHOD, wrapper=True)
+register(short_conv.METHOD, wrapper=True)
 
 __all__ = [
     "ABC",
@@ -234,6 +237,8 @@ __all__ = [
     "RopeScaling",
     "S4D",
     "S4DConfig",
+    "ShortConv",
+    "ShortConvConfig",
     "Softmax",
     "SoftmaxConfig",
     "TTTLinear",

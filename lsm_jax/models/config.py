@@ -63,6 +63,7 @@ class ModelConfig:
         embedding_scale: multiplies the tokens' embedding before the first layer.
         residual_scale: multiplies the output of every mixer and feedforward before it is added to the residual stream.
         logits_scale: multiplies the logits, before a bias is added.
+        logits_cap: the logits z become cap · tanh(z / cap); None leaves them.
         init_std: standard deviation of the initial embedding, head and projections, except where a method has
             its own.
         scaled_output_init: whether the projections back to the residual stream (`o_proj` of mixers, `down_proj` of feedforwards)
@@ -94,6 +95,7 @@ class ModelConfig:
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logits_scale: float = 1.0
+    logits_cap: float | None = None
     init_std: float = 0.02
     scaled_output_init: bool = False
     dtype: str = "bfloat16"
@@ -193,6 +195,10 @@ class ModelConfig:
             raise ValueError(
                 f"model.num_layers={self.num_layers} is no multiple of the {len(self.pattern)} letters of "
                 f"model.pattern={self.pattern!r}"
+            )
+        if self.logits_cap is not None and not self.logits_cap > 0:
+            raise ValueError(
+                f"model.logits_cap={self.logits_cap}: accepted are None and numbers above 0"
             )
         if self.lora is not None:
             self.lora.validate()

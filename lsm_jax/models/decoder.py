@@ -24,6 +24,7 @@ from lsm_jax.mixers.layers import (
     parameter,
 )
 from lsm_jax.models.config import LayerConfig, ModelConfig
+from lsm_jax.models.loss import capped
 from lsm_jax.models.periods import (
     entries_by_row,
     gather_statistics,
@@ -215,6 +216,7 @@ class Decoder(nnx.Module):
         self.loss_chunk_size = config.loss_chunk_size
         self.unroll_layers = config.unroll_layers
         self.embedding_scale, self.logits_scale = config.embedding_scale, config.logits_scale
+        self.logits_cap = config.logits_cap
         self.num_periods = config.num_layers // len(config.period())
         draw = jax.random.normal(rngs.params(), (config.vocab_size, config.hidden_size))
         self.embedding = parameter(config.init_std * draw, ("vocab", "embed"), weight_decay=True)
@@ -305,9 +307,9 @@ class Decoder(nnx.Module):
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Return the logits [..., vocab] in float32 of hidden states [..., D]: their product with the model's
-        head.
+        head, capped if the config says so.
         """
-        return matmul_to_float32(hidden, self.head().astype(hidden.dtype))
+        return capped(matmul_to_float32(hidden, self.head().astype(hidden.dtype)), self.logits_cap)
 
     def hidden(
         self,

@@ -189,6 +189,7 @@ def _make_loss(config: TrainConfig, graph: Any) -> Callable[..., tuple[jax.Array
                 batch["loss_mask"],
                 count,
                 chunk_size=config.model.loss_chunk_size,
+                cap=config.model.logits_cap,
             )
         return loss, aux
 

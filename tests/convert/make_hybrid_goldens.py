@@ -5,7 +5,7 @@ Granite-4.0-H, Bamba, Nemotron-H, Falcon-H1, LFM2 and xLSTM, saved by Hugging Fa
     python tests/convert/make_hybrid_goldens.py --names=transformers-bamba
 
 Their files are those of `make_released_goldens`, made with the same versions. `e_score_correction_bias`, a buffer of routers, is
-drawn like the parameters.
+drawn like the parameters, and has no gradient.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
         ),
     ),
     "transformers-xlstm": (
-        "transformers", "xLSTM", dict(hidden_size=64, num_hidden_layers=2, num_heads=2, qk_dim_factor=1.0, ffn_proj_factor=1.0),
+        "transformers", "xLSTM", dict(num_heads=2, ffn_proj_factor=1.3, ffn_round_up_to_multiple_of=8),
     ),
 }  # fmt: skip
 GRADIENTS = ("transformers-granitemoehybrid-moe", "transformers-nemotron_h-moe")

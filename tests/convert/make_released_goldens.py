@@ -30,6 +30,7 @@ import importlib
 import os
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -126,10 +127,25 @@ def write(
         network.zero_grad()
         logits = network(torch.tensor(arrays["tokens_0"])[None], use_cache=False).logits.float()
         (logits.square().sum() / (2 * LENGTHS[0])).backward()
-        arrays |= {f"grad.{n}": p.grad.numpy() for n, p in network.named_parameters()}
+        arrays |= {f"grad.{name}": value for name, value in gradients_of(network).items()}
     np.savez_compressed(folder / "expected.npz", **arrays)
     size = sum(p.numel() for p in network.parameters())
     print(f"{name}: {size} parameters, largest logit {np.abs(arrays['logits_0']).max():.2f}", flush=True)  # fmt: skip
+
+
+def gradients_of(network: torch.nn.Module) -> dict[str, np.ndarray]:
+    """Return the gradients of a model's parameters by the names, and in the shapes, in which `save_pretrained` stores the
+    parameters; they replace the parameters."""
+    from safetensors.torch import load_file
+
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.copy_(parameter.grad)
+    with tempfile.TemporaryDirectory() as folder:
+        network.save_pretrained(folder)
+        stored = load_file(Path(folder) / "model.safetensors")
+    buffers = ("e_score_correction_bias",)
+    return {name: value.numpy() for name, value in stored.items() if not name.endswith(buffers)}
 
 
 def write_pth(folder: Path, path: Path) -> None:
