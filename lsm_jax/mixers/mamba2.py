@@ -31,7 +31,6 @@ from lsm_jax.mixers.layers import (
 from lsm_jax.mixers.method import Method
 from lsm_jax.mixers.op_config import RecurrentConfig
 
-
 NORMS = ("after_gate", "before_gate", "none")
 
 

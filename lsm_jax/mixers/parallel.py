@@ -12,14 +12,13 @@ import jax
 from flax import nnx
 
 from lsm_jax import ops
-from lsm_jax.mixers import checks
 from lsm_jax.mixers.base import Context, Mixer, ShortConvolution, TokenShift
 from lsm_jax.mixers.mamba2 import Mamba2Config
 from lsm_jax.mixers.method import METHODS, Method, build
 from lsm_jax.mixers.softmax import SoftmaxConfig
 
 
-@dataclasses.dataclass(kw_only=True)
+@dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class ParallelConfig:
     """The config of two mixers side by side.
 
@@ -56,7 +55,9 @@ class ParallelConfig:
         for name in ("input_scales", "output_scales"):
             scales = getattr(self, name)
             if len(scales) != 2 or not all(math.isfinite(s) and s > 0 for s in scales):
-                raise ValueError(f"ParallelConfig.{name}={scales}: accepted are two numbers above 0")
+                raise ValueError(
+                    f"ParallelConfig.{name}={scales}: accepted are two numbers above 0"
+                )
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
         """Return the floating-point operations of the forward pass per token: those of both mixers."""

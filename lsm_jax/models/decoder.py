@@ -153,7 +153,9 @@ def _adapt(mixer: Any, inner: Any, lora: mixers.LoRAConfig, rngs: nnx.Rngs) -> N
     """Add low-rank adapters (LoRA) to those projections of a layer's mixer and feedforward (`inner`) that the config
     names as targets.
     """
-    parts = [p for part in (mixer, inner) if part is not None for p in getattr(part, "parts", (part,))]
+    parts = [
+        p for part in (mixer, inner) if part is not None for p in getattr(part, "parts", (part,))
+    ]
     adapted = [name for part in parts for name in mixers.add_adapters(part, lora, rngs=rngs)]
     if missing := set(lora.targets) - set(adapted):
         kinds = " and ".join(type(part).__name__ for part in parts)

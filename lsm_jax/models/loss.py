@@ -45,7 +45,10 @@ def next_token_loss(
     """
     _check(hidden, head, labels, loss_mask, chunk_size)
     return _over_devices(
-        _loss, (chunk_size, cap), dict(hidden=hidden, labels=labels, loss_mask=loss_mask), dict(head=head)
+        _loss,
+        (chunk_size, cap),
+        dict(hidden=hidden, labels=labels, loss_mask=loss_mask),
+        dict(head=head),
     )
 
 

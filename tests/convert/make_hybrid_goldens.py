@@ -20,7 +20,16 @@ from make_released_goldens import OUT, write
 
 MAMBA = dict(mamba_n_heads=4, mamba_d_head=16, mamba_d_state=8, mamba_n_groups=2)
 HEADS = dict(num_attention_heads=4, num_key_value_heads=2)
-GRANITE = MAMBA | HEADS | dict(embedding_multiplier=2.0, residual_multiplier=0.5, attention_multiplier=0.25, logits_scaling=0.5)
+GRANITE = (
+    MAMBA
+    | HEADS
+    | dict(
+        embedding_multiplier=2.0,
+        residual_multiplier=0.5,
+        attention_multiplier=0.25,
+        logits_scaling=0.5,
+    )
+)
 NEMOTRON = HEADS | dict(
     head_dim=8, mamba_num_heads=6, mamba_head_dim=8, ssm_state_size=8, n_groups=2, intermediate_size=24, num_hidden_layers=None,
 )  # fmt: skip

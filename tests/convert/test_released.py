@@ -123,7 +123,9 @@ def test_gradients_are_those_of_the_library(name):
     layout = checkpoint_layout(Checkpoint(folder), config)
     write = layout.writer(jax.jit(jax.grad(loss))(params))
     for tensor in layout.shapes:
-        if tensor.endswith("e_score_correction_bias"):  # it takes part in the choice of experts alone
+        if tensor.endswith(
+            "e_score_correction_bias"
+        ):  # it takes part in the choice of experts alone
             assert not np.any(write(tensor, np.float32))
             continue
         expected = golden[f"grad.{tensor}"]

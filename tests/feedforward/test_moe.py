@@ -131,7 +131,12 @@ VARIANTS = {
 
 
 SLOW = pytest.mark.slow
-FAST = (("grouped", "softmax_topk"), ("grouped", "one"), ("dense", "topk_softmax"), ("grouped", "sigmoid"))
+FAST = (
+    ("grouped", "softmax_topk"),
+    ("grouped", "one"),
+    ("dense", "topk_softmax"),
+    ("grouped", "sigmoid"),
+)
 FORMS = [
     pytest.param(e, v, marks=() if (e, v) in FAST else SLOW)
     for e in ("grouped", "dense")

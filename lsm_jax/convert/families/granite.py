@@ -52,9 +52,7 @@ def _feedforward(values: dict[str, Any]) -> MoEConfig | SwiGLUConfig:
 def _config(values: dict[str, Any]) -> ModelConfig:
     inner = _feedforward(values)
     rotated = values["position_embedding_type"] == "rope"
-    attention = hybrid.softmax(
-        values, rotated=rotated, scale=float(values["attention_multiplier"])
-    )
+    attention = hybrid.softmax(values, rotated=rotated, scale=float(values["attention_multiplier"]))
     types = hybrid.layer_types(values["layer_types"], values["num_hidden_layers"])
     layers = {hybrid.FULL: LayerConfig(mixer=attention, feedforward=inner)}
     if hybrid.LINEAR in types:  # without a layer of Mamba-2, its fields have no meaning
@@ -108,7 +106,12 @@ def _names(values: dict[str, Any], config: ModelConfig, layer: int) -> Names:
     sparse = bool(values["num_local_experts"])
     prefix = "feedforward.shared." if sparse else "feedforward."
     shared = {f"{prefix}{key}": name for key, name in _SHARED.items()}
-    table = {**_NORMS, **hybrid.mixer_names(config, layer), **shared, **(_EXPERTS if sparse else {})}
+    table = {
+        **_NORMS,
+        **hybrid.mixer_names(config, layer),
+        **shared,
+        **(_EXPERTS if sparse else {}),
+    }
     return prefixed(f"model.layers.{layer}.", table)
 
 

@@ -138,9 +138,7 @@ def layer_types(given: Any, count: int, name: str = "layer_types") -> list[str]:
     """
     if given is None:
         return [LINEAR] * count
-    known = isinstance(given, list) and all(
-        isinstance(x, str) and x in LAYER_TYPES for x in given
-    )
+    known = isinstance(given, list) and all(isinstance(x, str) and x in LAYER_TYPES for x in given)
     if not known or len(given) != count:
         raise ValueError(f"{name}={shown(given)}; accepted is a list of {count}, each one of {', '.join(LAYER_TYPES)}")  # fmt: skip
     return [LAYER_TYPES[kind] for kind in given]
