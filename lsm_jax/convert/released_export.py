@@ -4,9 +4,9 @@
     python -m lsm_jax.convert.released_export --workdir=runs/tuned --out=tuned --source=gla-1.3B-100B
 
 The folder has config.json, model.safetensors and the run's tokenizer.json. GLA, RetNet, DeltaNet, Gated DeltaNet, KDA, HGRN2, GSA,
-linear attention, RWKV-6, RWKV-7 and Mixture-of-Memories are written for FLA, also with layers of softmax attention; Mamba and
-Mamba-2 for transformers. With the checkpoint that the run was imported from (`--source`), the folder has its config, files, dtypes
-and tokenizer: an unchanged model is exported byte for byte.
+linear attention, RWKV-6, RWKV-7 and Mixture-of-Memories are written for FLA, also with layers of softmax attention; Mamba,
+Mamba-2, mLSTM, and hybrids of Mamba-2 or of short convolutions for transformers. With the checkpoint that the run was imported
+from (`--source`), the folder has its config, files, dtypes and tokenizer: an unchanged model is exported byte for byte.
 """
 
 from __future__ import annotations
