@@ -64,12 +64,22 @@ class ShortConv(Mixer):
             hidden_size, hidden_size, axes=("heads", "embed"), rngs=rngs, init_std=init_std
         )
 
+    def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
+        """Return C [B, T, D] of tokens x [B, T, D], and the context."""
+        return self.c_proj(x), context
+
+    def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
+        """Return conv(B ⊙ x) [B, T, D] of tokens x [B, T, D] as `v`, and the context with the convolution's tail."""
+        y, context = self.conv(self.b_proj(x) * self.x_proj(x), context)
+        return dict(v=y), context
+
     def through_memory(
         self, x: jax.Array, context: Context, memory: Any
     ) -> tuple[jax.Array, Any, Context]:
         """Return `C ⊙ conv(B ⊙ x)` [B, T, D] for tokens x [B, T, D], None as the memory, and the context."""
-        y, context = self.conv(self.b_proj(x) * self.x_proj(x), context)
-        return self.c_proj(x) * y, None, context
+        c, context = self.read(x, context)
+        written, context = self.write(x, context)
+        return c * written["v"], None, context
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
         """Return the projection [B, T, D] of o [B, T, D], and the context."""

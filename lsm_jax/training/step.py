@@ -94,8 +94,12 @@ def param_shardings(mesh: Mesh | AbstractMesh, model: Decoder) -> dict[str, Any]
     Raises:
         ValueError: the mesh does not divide a mixer's heads or an axis of a parameter.
     """
-    for place, block in enumerate(model.periods.blocks):
-        mixer = block.mixer.innermost()
+    mixers = (
+        (place, mixer)
+        for place, block in enumerate(model.periods.blocks)
+        for mixer in getattr(block.mixer, "parts", (block.mixer.innermost(),))
+    )
+    for place, mixer in mixers:
         for kind in ("num_heads", "num_value_heads", "num_kv_heads", "num_groups"):
             for count in (getattr(mixer.config, kind, None), getattr(mixer, kind, None)):
                 if isinstance(
