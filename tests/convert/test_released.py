@@ -265,6 +265,46 @@ def test_own_models_are_exported(method, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, again_params, params)
 
 
+def hybrid(family):
+    """Return the config of a model of this library that the family computes."""
+    if family == "xlstm":
+        return dataclasses.replace(lm("mlstm", "tiny", vocab_size=48), logits_cap=30.0)
+    inner = "relu2" if family == "nemotron_h" else "swiglu"
+    config = lm("mamba2", "tiny", "LN", vocab_size=48, feedforward=inner)
+    mamba, softmax = config.layers["L"], config.layers["N"].mixer
+    if family == "bamba":
+        softmax.rotary_dim = softmax.dim(config.hidden_size) // 2
+    if family == "nemotron_h":
+        softmax.rope_base = None
+    if family == "falcon_h1":
+        mamba.mixer = mixers.ParallelConfig(first=mamba.mixer, second=softmax)
+        config.layers, config.pattern = {"L": mamba}, "L"
+    if family == "lfm2":
+        mamba.mixer, softmax.qk_norm, softmax.norm_eps = mixers.ShortConvConfig(), True, 1e-5
+    return config
+
+
+HYBRIDS = ("granitemoehybrid", "bamba", "nemotron_h", "falcon_h1", "lfm2", "xlstm")
+
+
+@pytest.mark.parametrize("family", marked(HYBRIDS, ("falcon_h1",)))
+def test_own_hybrids_are_exported(family, tmp_path):
+    config = hybrid(family)
+    config.num_layers = 2
+    params = params_of(abstract(config))
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(lambda x: rng.standard_normal(x.shape, np.float32), params)
+    folder = export_released(params, config, tmp_path / "out", norm_eps=1e-5)
+    assert Checkpoint(folder).config["model_type"] == family
+    again, again_params = imported(folder)
+    assert FAMILIES[family].describe_model(again) == FAMILIES[family].describe_model(
+        FAMILIES[family].with_epsilon(config, 1e-5)
+    )
+    # The letters may be others, as Nemotron-H's are, but the layers are the same.
+    ours, theirs = (jax.tree.leaves(p) for p in (params, again_params))
+    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+
+
 def test_models_that_the_library_lacks_are_refused(tmp_path):
     def refused(config, words):
         with pytest.raises(ValueError, match=words):

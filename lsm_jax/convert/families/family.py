@@ -192,7 +192,10 @@ class Family:
         letters = dict(zip(config.letters(), theirs.letters(), strict=True))
         for ours, other in letters.items():
             mixers = config.layers[ours].mixer, theirs.layers[other].mixer
-            for mixer, computed in (mixers, tuple(getattr(m, "mixer", m) for m in mixers)):
+            inner = (
+                tuple(getattr(m, name, m) for m in mixers) for name in ("mixer", "first", "second")
+            )
+            for mixer, computed in (mixers, *inner):
                 if hasattr(mixer, "norm_eps"):
                     mixer.norm_eps = computed.norm_eps
         return config

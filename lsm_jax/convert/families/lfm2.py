@@ -40,6 +40,14 @@ _MIXERS: dict[str, Names] = {
 }
 
 
+def _read(given: dict[str, Any]) -> dict[str, Any]:
+    """Return the contents of config.json with today's names of fields. As in transformers, a field by its old name counts, also
+    where config.json has it by both."""
+    renamed = dict(block_ff_dim="intermediate_size", tie_embedding="tie_word_embeddings")
+    old = {new: given[name] for name, new in renamed.items() if name in given}
+    return {name: value for name, value in given.items() if name not in renamed} | old
+
+
 def _types(values: dict[str, Any]) -> list[str]:
     """Return the types of all layers: those of `layer_types`, or attention in `full_attn_idxs`, by default in all."""
     given, count = values["layer_types"], values["num_hidden_layers"]
@@ -68,7 +76,7 @@ def _config(values: dict[str, Any]) -> ModelConfig:
     eps = float(values["norm_eps"])
     rope = values["rope_parameters"] or values["rope_scaling"] or values["rope_theta"]
     given = values if rope else {**values, "rope_theta": 1e6}
-    softmax = hybrid.softmax(given, qk_norm=True, norm_eps=eps)
+    softmax = hybrid.softmax(given, head_dim=values["head_dim"], qk_norm=True, norm_eps=eps)
     layers = {
         _FULL: LayerConfig(mixer=softmax, feedforward=inner),
         _CONV: LayerConfig(
@@ -95,7 +103,9 @@ def _describe(config: ModelConfig) -> dict[str, Any]:
         raise ValueError(f"model.layers has mixers of {names}; accepted are ShortConvConfig and SoftmaxConfig")  # fmt: skip
     fields: dict[str, Any] = dict(num_attention_heads=1, num_key_value_heads=1)
     if SoftmaxConfig in mixers:
-        fields |= hybrid.describe_softmax(mixers[SoftmaxConfig])
+        softmax = mixers[SoftmaxConfig]
+        fields |= hybrid.describe_softmax(softmax)
+        fields |= dict(head_dim=softmax.dim(config.hidden_size))
     if ShortConvConfig in mixers:
         fields |= dict(conv_L_cache=mixers[ShortConvConfig].conv_size)
     inner = config.layers[config.letters()[0]].feedforward
@@ -123,7 +133,11 @@ FAMILY = Family(
     library="transformers",
     kinds={
         **dict.fromkeys(
-            ("num_attention_heads", "num_key_value_heads", "intermediate_size", "conv_L_cache", "block_multiple_of"), "size",
+            (
+                "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "conv_L_cache",
+                "block_multiple_of",
+            ),
+            "size",
         ),
         **dict.fromkeys(("norm_eps", "rope_theta", "block_ffn_dim_multiplier"), "positive"),
         **dict.fromkeys(("rope_parameters", "rope_scaling"), "object"),
@@ -132,7 +146,7 @@ FAMILY = Family(
     defaults=dict(
         num_attention_heads=32, num_key_value_heads=8, intermediate_size=12288, conv_L_cache=3, block_multiple_of=256,
         block_ffn_dim_multiplier=1.0, block_auto_adjust_ff_dim=True, norm_eps=1e-5, tie_word_embeddings=True, rope_theta=None,
-        rope_parameters=None, rope_scaling=None, layer_types=None, full_attn_idxs=None,
+        rope_parameters=None, rope_scaling=None, layer_types=None, full_attn_idxs=None, head_dim=None,
     ),
     only=dict(conv_bias=(False,), block_use_swiglu=(True,), use_pos_enc=(True,)),
     unused=frozenset(
@@ -141,7 +155,7 @@ FAMILY = Family(
         conv_use_xavier_init num_heads theta
         """.split()
     ),
-    renamed=dict(block_ff_dim="intermediate_size", tie_embedding="tie_word_embeddings"),
+    read=_read,
     sizes=("num_attention_heads", "num_key_value_heads", "conv_L_cache"),
     config=_config,
     names=_names,
