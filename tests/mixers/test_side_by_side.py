@@ -121,7 +121,7 @@ def test_output_scale_and_adapters_reach_both_mixers():
     ("config", "words"),
     [
         (mixers.ParallelConfig(first=mixers.RWKV7Config()), "first=RWKV7Config.* cannot stand beside another mixer; .*mamba2"),
-        (mixers.ParallelConfig(second=mixers.MoMConfig()), "second=MoMConfig.* cannot stand beside"),
+        (mixers.ParallelConfig(first=MAMBA, second=mixers.MoMConfig()), "second=MoMConfig.* cannot stand beside"),
         (dataclasses.replace(PARALLEL, input_scales=(1.0,)), "input_scales=.1.0,.: accepted are two numbers above 0"),
         (dataclasses.replace(PARALLEL, output_scales=(1.0, 0.0)), "output_scales=.1.0, 0.0.: accepted are two"),
         (mixers.ShortConvConfig(conv_size=0), "conv_size=0: it must be at least 1"),
