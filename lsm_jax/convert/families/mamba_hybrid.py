@@ -73,7 +73,7 @@ def mamba(values: Mapping[str, Any], inner: int | None = None, **fields: Any) ->
 
 
 def describe_mamba(mixer: Mamba2Config, width: int) -> dict[str, Any]:
-    """Return the values of the fields that `mamba` reads, of a model of a width."""
+    """Return the values of the fields that `mamba` reads, for a model of this width."""
     return dict(
         mamba_expand=mixer.expand,
         mamba_n_heads=mixer.num_heads(width),
