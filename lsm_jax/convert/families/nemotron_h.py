@@ -29,8 +29,14 @@ _TYPES = {
     "mlp": "mlp",
     "moe": "moe",
 }
-_LETTERS = {(hybrid.LINEAR, None): "L", (hybrid.LINEAR, "mlp"): "M", (hybrid.LINEAR, "moe"): "E"}
-_LETTERS |= {(hybrid.FULL, None): "N", (hybrid.FULL, "mlp"): "A", (hybrid.FULL, "moe"): "F"}
+_LETTERS: dict[tuple[str, str | None], str] = {
+    (hybrid.LINEAR, None): "L",
+    (hybrid.LINEAR, "mlp"): "M",
+    (hybrid.LINEAR, "moe"): "E",
+    (hybrid.FULL, None): "N",
+    (hybrid.FULL, "mlp"): "A",
+    (hybrid.FULL, "moe"): "F",
+}
 """The letters of the pattern by the types of a layer's mixer and feedforward."""
 _TOP: Names = {
     "embedding": "backbone.embeddings.weight",
