@@ -81,6 +81,7 @@ class Scorer(Reader):
                 piece["labels"],
                 piece["loss_mask"],
                 chunk_size=model.loss_chunk_size,
+                cap=model.logits_cap,
             )
             return nll, state
 

@@ -98,7 +98,11 @@ class Answerer(Reader):
                 after, _, _ = model.hidden(answer[:, :-1], state=state)
                 hidden_states = jnp.concatenate([hidden, after], axis=1)
             nll = next_token_loss(
-                hidden_states, model.head(), answer, chunk_size=model.loss_chunk_size
+                hidden_states,
+                model.head(),
+                answer,
+                chunk_size=model.loss_chunk_size,
+                cap=model.logits_cap,
             )
 
             def step(carry, _):

@@ -11,12 +11,14 @@ import jax
 from flax import nnx
 
 from lsm_jax.feedforward.moe import MoE, MoEConfig
+from lsm_jax.feedforward.relu2 import ReLU2, ReLU2Config
 from lsm_jax.feedforward.rwkv7_channel_mix import RWKV7ChannelMix, RWKV7ChannelMixConfig
 from lsm_jax.feedforward.rwkv_channel_mix import RWKV6ChannelMix, RWKV6ChannelMixConfig
 from lsm_jax.feedforward.swiglu import SwiGLU, SwiGLUConfig
 
 FEEDFORWARDS: dict[str, tuple[type, Any]] = {
     "swiglu": (SwiGLUConfig, SwiGLU),
+    "relu2": (ReLU2Config, ReLU2),
     "moe": (MoEConfig, MoE),
     "rwkv6_channel_mix": (RWKV6ChannelMixConfig, RWKV6ChannelMix),
     "rwkv7_channel_mix": (RWKV7ChannelMixConfig, RWKV7ChannelMix),
@@ -67,6 +69,8 @@ __all__ = [
     "FEEDFORWARDS",
     "MoE",
     "MoEConfig",
+    "ReLU2",
+    "ReLU2Config",
     "RWKV7ChannelMix",
     "RWKV7ChannelMixConfig",
     "RWKV6ChannelMix",

@@ -1,5 +1,5 @@
 """Mixture of experts (arXiv 1701.06538, Linear-MoE arXiv 2503.05447): a router sends each token to k of E
-SwiGLU experts.
+experts, which are SwiGLU layers or feedforwards with a squared ReLU (`lsm_jax.feedforward.relu2`).
 
 `y = Σ_e w_e E_e(x)` over the selected experts, plus `sigmoid(x w) E_shared(x)` if there is a shared expert,
 which every token uses. Experts have no capacity and no token is dropped: a token's output depends on that
@@ -23,18 +23,20 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lsm_jax.feedforward.moe_forms import dense, grouped
+from lsm_jax.feedforward.moe_router import ROUTERS, route
+from lsm_jax.feedforward.relu2 import ReLU2, ReLU2Config
 from lsm_jax.feedforward.swiglu import SwiGLU, SwiGLUConfig
 from lsm_jax.mixers import checks
 from lsm_jax.mixers.layers import Dense, parameter, recomputed
 from lsm_jax.parallel import EXCHANGES, shards_of
 
 EXECUTIONS = ("grouped", "dense")
-ROUTERS = ("softmax_topk", "topk_softmax")
+ACTIVATIONS = ("swiglu", "relu2")
 
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class MoEConfig:
-    """The config of a mixture of experts, a feedforward that sends each token to some of several SwiGLU layers.
+    """The config of a mixture of experts, a feedforward that sends each token to some of several feedforwards.
 
     Attributes:
         num_experts: number of experts (E).
@@ -43,11 +45,16 @@ class MoEConfig:
         shared_size: inner width of the shared expert, which every token uses; 0 for none.
         shared_gate: whether the shared expert is multiplied by `sigmoid(x w)` (Qwen2-MoE), one number per
             token.
+        activation: the experts and the shared expert: "swiglu", or "relu2" without a gate (Nemotron-H).
         router: "softmax_topk", a softmax over all experts, whose k largest values are the weights (Qwen2,
-            DeepSeek-V2), or "topk_softmax", a softmax over the k largest logits, whose values sum to 1
-            (Mixtral).
-        renormalize: whether the weights of "softmax_topk" are divided by their sum, which makes them those of
-            "topk_softmax".
+            DeepSeek-V2); "topk_softmax", a softmax over the k largest logits, whose values sum to 1
+            (Mixtral); or "sigmoid" of the logits (DeepSeek-V3).
+        renormalize: whether the weights of "softmax_topk" or "sigmoid" are divided by their sum, which makes those of
+            "softmax_topk" equal to those of "topk_softmax".
+        router_bias: whether "sigmoid" adds a bias of each expert to the scores when it chooses experts. The bias has no gradient.
+        num_groups: number of groups of consecutive experts of "sigmoid".
+        top_groups: number of groups from which the experts of a token are chosen: those with the largest sums of two scores.
+        weight_scale: multiplies the weights.
         balance_scale: factor of the balance loss (Switch Transformer, arXiv 2101.03961), `E Σ f_e P_e` with
             f_e the fraction of all choices that are expert e, and P_e its mean probability: 1 at perfect
             balance, averaged over the model's layers.
@@ -68,8 +75,13 @@ class MoEConfig:
     expert_size: int = 896
     shared_size: int = 0
     shared_gate: bool = True
+    activation: str = "swiglu"
     router: str = "softmax_topk"
     renormalize: bool = False
+    router_bias: bool = False
+    num_groups: int = 1
+    top_groups: int = 1
+    weight_scale: float = 1.0
     balance_scale: float = 1e-2
     z_scale: float = 0.0
     execution: str = "grouped"
@@ -97,21 +109,39 @@ class MoEConfig:
         for name in ("shared_size", "balance_scale", "z_scale"):
             if getattr(self, name) < 0:
                 raise ValueError(f"MoEConfig.{name}={getattr(self, name)}: it must be at least 0")
+        checks.one_of(self, "activation", self.activation, ACTIVATIONS)
         checks.one_of(self, "router", self.router, ROUTERS)
+        checks.positive(self, weight_scale=self.weight_scale)
+        self._check_groups()
         checks.one_of(self, "execution", self.execution, EXECUTIONS)
         checks.one_of(self, "exchange", self.exchange, EXCHANGES)
+
+    def _check_groups(self) -> None:
+        checks.divides(self, "num_groups", self.num_groups, "num_experts", self.num_experts)
+        if self.router != "sigmoid" and (self.router_bias or self.num_groups != 1):
+            raise ValueError(
+                f"MoEConfig.router_bias={self.router_bias}, num_groups={self.num_groups}: router={self.router!r} has neither; "
+                "accepted are False and 1"
+            )
+        size = self.num_experts // self.num_groups
+        if not 1 <= self.top_groups <= self.num_groups or self.top_k > self.top_groups * size:
+            raise ValueError(
+                f"MoEConfig.top_groups={self.top_groups}: accepted are 1 to num_groups={self.num_groups}, with at least "
+                f"top_k={self.top_k} experts in so many groups of {size}"
+            )
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
         """Return the floating-point operations of the forward pass per token: the router, the experts that a
         token selects, and the shared expert with its gate, if any.
         """
-        widths = 3 * (self.top_k * self.expert_size + self.shared_size)
+        matrices = 3 if self.activation == "swiglu" else 2
+        widths = matrices * (self.top_k * self.expert_size + self.shared_size)
         gate = 1 if self.shared_size and self.shared_gate else 0
         return 2.0 * hidden_size * (self.num_experts + widths + gate)
 
 
 class MoE(nnx.Module):
-    """A feedforward that sends each token to some of several SwiGLU layers (experts); `MoEConfig` says what its options
+    """A feedforward that sends each token to some of several feedforwards (experts); `MoEConfig` says what its options
     mean. It has no state.
     """
 
@@ -137,13 +167,19 @@ class MoE(nnx.Module):
             kernel.set_metadata(active=config.top_k / count)
             return kernel
 
-        self.gate_proj = kernels(hidden_size, width, ("embed", "mlp"))
+        gated_experts = config.activation == "swiglu"
+        self.gate_proj = kernels(hidden_size, width, ("embed", "mlp")) if gated_experts else None
         self.up_proj = kernels(hidden_size, width, ("embed", "mlp"))
         self.down_proj = kernels(width, hidden_size, ("mlp", "embed"))
         init: dict[str, Any] = dict(rngs=rngs, init_std=init_std)
         self.router = Dense(hidden_size, count, axes=("embed", None), **init)
-        inner = SwiGLUConfig(intermediate_size=config.shared_size or None)
-        self.shared = SwiGLU(inner, hidden_size, **init) if config.shared_size else None
+        zeros = jnp.zeros(count, jnp.float32)
+        biased = config.router_bias
+        self.router_bias = parameter(zeros, (None,), weight_decay=False) if biased else None
+        inner = SwiGLUConfig if gated_experts else ReLU2Config
+        module: Any = SwiGLU if gated_experts else ReLU2
+        shared = inner(intermediate_size=config.shared_size or None)
+        self.shared = module(shared, hidden_size, **init) if config.shared_size else None
         gated = config.shared_size and config.shared_gate
         self.shared_gate = Dense(hidden_size, 1, axes=("embed", None), **init) if gated else None
 
@@ -172,8 +208,8 @@ class MoE(nnx.Module):
         is_token = jnp.ones(x.shape[:2], bool) if segment_ids is None else segment_ids != 0
         counted = is_token if update_mask is None else is_token & (update_mask != 0)
         weight, chosen, aux = self._route(x, counted)
-        names = ("gate_proj", "up_proj", "down_proj")
-        kernels = {name: getattr(self, name)[...].astype(x.dtype) for name in names}
+        stored = dict(gate_proj=self.gate_proj, up_proj=self.up_proj, down_proj=self.down_proj)
+        kernels = {n: p[...].astype(x.dtype) for n, p in stored.items() if p is not None}
         # Experts from 1, so that 0 is no expert: `over_mesh` may pad rows with zeros.
         chosen = jnp.where(is_token[..., None], chosen + 1, 0)
         arrays = dict(x=x, chosen=chosen, weight=jnp.where(is_token[..., None], weight, 0))
@@ -206,36 +242,7 @@ class MoE(nnx.Module):
             The weights [B, T, k] and indices [B, T, k] of the selected experts, the most probable first;
             losses and statistics.
         """
-        config, wide = self.config, jnp.promote_types(x.dtype, jnp.float32)
+        wide = jnp.promote_types(x.dtype, jnp.float32)
         logits = recomputed(lambda x: self.router(x.astype(wide)))(x)
-        log_probability = jax.nn.log_softmax(logits, axis=-1)
-        probability = jnp.exp(log_probability)
-        _, chosen = jax.lax.top_k(jax.lax.stop_gradient(logits), config.top_k)
-        selected = chosen[..., None] == jnp.arange(config.num_experts)  # [B, T, k, E]
-
-        def of_chosen(values):  # the gradient of a gather would be a scatter, which is slow on GPUs
-            return jnp.sum(jnp.where(selected, values[..., None, :], 0), axis=-1)
-
-        if config.router == "topk_softmax":
-            weight = jax.nn.softmax(of_chosen(logits), axis=-1)
-        else:
-            weight = of_chosen(probability)
-            if config.renormalize:
-                weight = weight / jnp.sum(weight, axis=-1, keepdims=True)
-
-        count = jnp.maximum(jnp.sum(counted), 1).astype(wide)
-
-        def mean(values):  # [B, T, ...] -> [...], over the counted tokens
-            mask = counted.reshape(*counted.shape, *(1,) * (values.ndim - 2))
-            return jnp.sum(jnp.where(mask, values, 0), axis=(0, 1)) / count
-
-        load = mean(selected.any(axis=-2).astype(wide)) / config.top_k
-        balance = config.num_experts * jnp.sum(load * mean(probability))
-        square = jnp.square(jax.nn.logsumexp(logits, axis=-1))
-        aux = {
-            "moe/balance_loss": config.balance_scale / self.num_layers * balance,
-            "moe/z_loss": config.z_scale / self.num_layers * mean(square),
-            "moe/load": load,
-            "moe/entropy": -mean(jnp.sum(probability * log_probability, axis=-1)),
-        }
-        return weight, chosen, aux
+        bias = None if self.router_bias is None else self.router_bias[...]
+        return route(self.config, logits, bias, counted, self.num_layers)

@@ -1,11 +1,11 @@
-"""Two forms of `y = Σ_e w_e E_e(x)`, the sum over each token's selected SwiGLU experts
-`E(x) = (silu(x W_g) ⊙ x W_u) W_d`.
+"""Two forms of `y = Σ_e w_e E_e(x)`, the sum over each token's selected experts, SwiGLU layers
+`E(x) = (silu(x W_g) ⊙ x W_u) W_d`, or without a gate W_g `E(x) = relu(x W_u)² W_d`.
 
 *grouped*: tokens are copied to one row per selected expert and sorted by expert; each expert multiplies its
 rows. *dense*: every expert computes every token, one expert after another.
 
 The arrays of both forms: x [B, T, D]; chosen int32 [B, T, k], the selected experts from 1, and 0 for none;
-weight float32 [B, T, k]; gate_proj and up_proj [E, D, F]; down_proj [E, F, D].
+weight float32 [B, T, k]; gate_proj (None for experts without a gate) and up_proj [E, D, F]; down_proj [E, F, D].
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lsm_jax.feedforward.moe_order import (
     sum_by_token,
     take_rows,
 )
-from lsm_jax.mixers.layers import project
+from lsm_jax.mixers.layers import project, recomputed
 from lsm_jax.ops.experts.grouped_product import grouped_product, row_multiple
 from lsm_jax.parallel import (
     alone,
@@ -78,31 +78,33 @@ def grouped(
         kernels,
         arrays["x"].shape[0],
         config,
-        axes=_AXES,
+        axes={name: _AXES[name] for name in (*arrays, *kernels)},
         out_axes=(_TOKENS, _TOKENS),
         in_sequence=alone,
     )
 
 
-def _dense(x, chosen, weight, gate_proj, up_proj, down_proj):
+def _dense(x, chosen, weight, up_proj, down_proj, gate_proj=None):
     def add_expert(total, expert):
         index, gate, up, down = expert
         selected = chosen == index
-        y = project(jax.nn.silu(project(x, gate)) * project(x, up), down)
+        inner = project(x, up)
+        inner = _relu2(inner) if gate is None else jax.nn.silu(project(x, gate)) * inner
+        y = project(inner, down)
         expert_weight = jnp.sum(jnp.where(selected, weight, 0), axis=-1, keepdims=True)
         return total + jnp.where(selected.any(axis=-1, keepdims=True), expert_weight * y, 0), None
 
     start = jnp.zeros(x.shape, weight.dtype)
-    experts = 1 + jnp.arange(gate_proj.shape[0]), gate_proj, up_proj, down_proj
+    experts = 1 + jnp.arange(up_proj.shape[0]), gate_proj, up_proj, down_proj
     return jax.lax.scan(add_expert, start, experts)[0].astype(x.dtype)
 
 
-def _grouped(global_batch, config, x, chosen, weight, gate_proj, up_proj, down_proj):
+def _grouped(global_batch, config, x, chosen, weight, up_proj, down_proj, gate_proj=None):
     """Return, on one device of a mesh, the output [B, T, D] of the grouped form of a mixture of experts for
     the device's rows, and the number [B, T] of each token's experts to which it could not be sent. The device
     has some of the experts, or a part of each expert's width.
     """
-    num_local = gate_proj.shape[0]
+    num_local = up_proj.shape[0]
     expert = chosen.reshape(-1) - 1
     expert = jnp.where(expert < 0, config.num_experts, expert)
     overflow = jnp.zeros(x.shape[:2], jnp.int32)
@@ -116,7 +118,7 @@ def _grouped(global_batch, config, x, chosen, weight, gate_proj, up_proj, down_p
             expert = expert - num_local * place_on("expert")
             expert = jnp.where((expert < 0) | (expert >= num_local), num_local, expert)
         y = _by_local_experts(x, expert, weight, kernels)
-    if gate_proj.shape[-1] < config.expert_size:
+    if up_proj.shape[-1] < config.expert_size:
         y = sum_over("mlp", y)
     if experts_sharded and not rows_sharded:
         y = sum_over("expert", y)
@@ -128,7 +130,7 @@ def _by_local_experts(x, expert, weight, kernels):
     `expert` is int32 [B T k], the chosen experts, or E for experts of other devices.
     """
     top_k, block = weight.shape[-1], row_multiple(x)
-    place, source, sizes = places_by_expert(expert, kernels[0].shape[0], block)
+    place, source, sizes = places_by_expert(expert, kernels[1].shape[0], block)
     rows = rows_of_tokens(top_k, x.reshape(-1, x.shape[-1]), source, place)
     row_weight = permute(weight.reshape(-1, 1), source, place)
     y = _experts(rows, sizes, block, row_weight, *kernels)
@@ -151,7 +153,7 @@ def _by_exchange(config, x, expert, weight, kernels):
         y [B, T, D] in float32, and int32 [B, T], the number of each token's experts to which it could not be
         sent because a buffer was full.
     """
-    top_k, num_local = weight.shape[-1], kernels[0].shape[0]
+    top_k, num_local = weight.shape[-1], kernels[1].shape[0]
     place, source, _ = places_by_expert(expert, config.num_experts, 1)
     rows = rows_of_tokens(top_k, x.reshape(-1, x.shape[-1]), source, place)
     devices = config.num_experts // num_local
@@ -178,22 +180,31 @@ def _by_exchange(config, x, expert, weight, kernels):
 
 
 def _experts(rows, sizes, block, row_weight, gate_proj, up_proj, down_proj):
-    """Return the outputs [M, D] of the experts, which are SwiGLU layers, for `rows` [M, D] sorted by expert;
+    """Return the outputs [M, D] of the experts, SwiGLU layers or without a gate, for `rows` [M, D] sorted by expert;
     they are multiplied by `row_weight` [M, 1] unless it is None.
 
     The rows are in the order of `places_by_expert`, which also returns `sizes` [E], the number of places of
     each expert; results after the last expert's rows are undefined. The experts' inner width is padded to a
     multiple of `block`.
     """
-    padding = -gate_proj.shape[-1] % block
-    if padding:
-        gate_proj, up_proj = (
-            jnp.pad(p, ((0, 0), (0, 0), (0, padding))) for p in (gate_proj, up_proj)
-        )
+    into = [up_proj] if gate_proj is None else [gate_proj, up_proj]
+    if padding := -up_proj.shape[-1] % block:
+        into = [jnp.pad(p, ((0, 0), (0, 0), (0, padding))) for p in into]
         down_proj = jnp.pad(down_proj, ((0, 0), (0, padding), (0, 0)))
-    gate_up = jnp.concatenate([gate_proj, up_proj], axis=-1)
-    inner = _weighted_swiglu(grouped_product(rows, gate_up, sizes, multiple=block), row_weight)
-    return grouped_product(inner, down_proj, sizes, multiple=block)
+    inner = grouped_product(rows, jnp.concatenate(into, axis=-1), sizes, multiple=block)
+    weighted = _weighted_relu2 if gate_proj is None else _weighted_swiglu
+    return grouped_product(weighted(inner, row_weight), down_proj, sizes, multiple=block)
+
+
+def _relu2(x):
+    return jnp.square(jax.nn.relu(x))
+
+
+@recomputed
+def _weighted_relu2(up, row_weight):
+    """Return `relu(up)²` [M, F], the inner values of experts without a gate, times `row_weight` [M, 1] unless it is None."""
+    y = _relu2(_wide(up))
+    return (y if row_weight is None else y * row_weight).astype(up.dtype)
 
 
 @jax.custom_vjp

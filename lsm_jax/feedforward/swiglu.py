@@ -23,11 +23,15 @@ class SwiGLUConfig:
             gate and with inner width hidden_ratio hidden_size.
         multiple_of: the number of which the inner width is a multiple.
         intermediate_size: the inner width; None computes it from `hidden_ratio`.
+        gate_scale: multiplies x W_g.
+        output_scale: multiplies the output.
     """
 
     hidden_ratio: float = 4.0
     multiple_of: int = 256
     intermediate_size: int | None = None
+    gate_scale: float = 1.0
+    output_scale: float = 1.0
 
     @classmethod
     def for_width(cls, hidden_size: int, multiple_of: int) -> SwiGLUConfig:
@@ -49,6 +53,7 @@ class SwiGLUConfig:
         """Raise ValueError if a field of this config of the SwiGLU feedforward is not valid."""
         checks.fields(self)
         checks.positive(self, hidden_ratio=self.hidden_ratio, multiple_of=self.multiple_of)
+        checks.positive(self, gate_scale=self.gate_scale, output_scale=self.output_scale)
         if self.intermediate_size is not None:
             checks.positive(self, intermediate_size=self.intermediate_size)
 
@@ -101,6 +106,8 @@ class SwiGLU(nnx.Module):
 
         @recomputed
         def down(gate, up):
-            return self.down_proj(jax.nn.silu(gate) * up)
+            into, out = self.config.gate_scale, self.config.output_scale
+            y = self.down_proj(jax.nn.silu(gate if into == 1 else into * gate) * up)
+            return y if out == 1 else out * y
 
         return down(self.gate_proj(x), self.up_proj(x)), None, {}

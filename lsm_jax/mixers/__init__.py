@@ -42,6 +42,7 @@ from lsm_jax.mixers import (
     momentum_deltanet,
     nsa,
     path,
+    parallel,
     precond_gated_deltanet,
     precond_kda,
     rebased,
@@ -51,6 +52,7 @@ from lsm_jax.mixers import (
     rwkv7,
     s4d,
     slstm,
+    short_conv,
     softmax,
     titans,
     ttt_linear,
@@ -108,6 +110,7 @@ from lsm_jax.mixers.momentum_deltanet import MomentumDeltaNet, MomentumDeltaNetC
 from lsm_jax.mixers.nsa import NSA, NSAConfig
 from lsm_jax.mixers.op_config import OpConfig, RecurrentConfig
 from lsm_jax.mixers.path import PaTH, PaTHConfig
+from lsm_jax.mixers.parallel import Parallel, ParallelConfig
 from lsm_jax.mixers.precond_gated_deltanet import PrecondGatedDeltaNet, PrecondGatedDeltaNetConfig
 from lsm_jax.mixers.precond_kda import PrecondKDA, PrecondKDAConfig
 from lsm_jax.mixers.rebased import Rebased, RebasedConfig
@@ -117,6 +120,7 @@ from lsm_jax.mixers.rwkv6 import RWKV6, RWKV6Config
 from lsm_jax.mixers.rwkv7 import RWKV7, RWKV7Config
 from lsm_jax.mixers.s4d import S4D, S4DConfig
 from lsm_jax.mixers.slstm import SLSTM, SLSTMConfig
+from lsm_jax.mixers.short_conv import ShortConv, ShortConvConfig
 from lsm_jax.mixers.softmax import Softmax, SoftmaxConfig
 from lsm_jax.mixers.titans import Titans, TitansConfig
 from lsm_jax.mixers.ttt_linear import TTTLinear, TTTLinearConfig
@@ -174,6 +178,8 @@ _TABLE = (
 for _file in _TABLE:
     register(_file.METHOD)
 register(mom.METHOD, wrapper=True)
+register(parallel.METHOD, wrapper=True)
+register(short_conv.METHOD, wrapper=True)
 
 __all__ = [
     "NSA",
@@ -251,6 +257,8 @@ __all__ = [
     "Method",
     "Mixer",
     "OpConfig",
+    "Parallel",
+    "ParallelConfig",
     "PrecondGatedDeltaNet",
     "PrecondGatedDeltaNetConfig",
     "PrecondKDA",
@@ -272,6 +280,8 @@ __all__ = [
     "RopeScaling",
     "S4D",
     "S4DConfig",
+    "ShortConv",
+    "ShortConvConfig",
     "Softmax",
     "SoftmaxConfig",
     "TTTLinear",

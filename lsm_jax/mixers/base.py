@@ -323,6 +323,11 @@ class Mixer(nnx.Module):
         """
         return {}
 
+    def output_projections(self) -> tuple[Any, ...]:
+        """Return the projections whose outputs are added to the residual stream."""
+        last: Any = self.innermost()
+        return (last.o_proj,)
+
     def innermost(self) -> Mixer:
         """Return the mixer whose `init_shared` the model calls: this one, or, if it wraps another, the innermost."""
         return self

@@ -8,6 +8,7 @@ independently, so here each part has one; the function and the number of paramet
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, ClassVar
 
 import jax
@@ -30,6 +31,8 @@ from lsm_jax.mixers.layers import (
 from lsm_jax.mixers.method import Method
 from lsm_jax.mixers.op_config import RecurrentConfig
 
+NORMS = ("after_gate", "before_gate", "none")
+
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
 class Mamba2Config(RecurrentConfig):
@@ -37,19 +40,26 @@ class Mamba2Config(RecurrentConfig):
 
     Attributes:
         expand: number of inner channels, divided by hidden_size.
-        head_dim: value channels of a head; expand * hidden_size / head_dim heads.
+        inner_size: number of inner channels; None is expand * hidden_size.
+        head_dim: value channels of a head; there are inner channels / head_dim heads.
         state_size: key channels of a head (N).
         num_groups: groups of heads that share B and C.
         conv_size: width of the short convolution; 1 means no convolution, only the SiLU that follows it.
-        norm_eps: epsilon of the norm after the gate.
+        norm: the norm of each group of heads in the output: "after_gate" normalises the gated output, "before_gate" gates the
+            normalised one, "none" only gates.
+        norm_eps: epsilon of the norm.
+        projection_scales: five numbers that multiply the projections to z, x, B, C and dt.
     """
 
     expand: int = 2
+    inner_size: int | None = None
     head_dim: int = 64
     state_size: int = 128
     num_groups: int = 1
     conv_size: int = 4
+    norm: str = "after_gate"
     norm_eps: float = 1e-5
+    projection_scales: tuple[float, ...] = (1.0, 1.0, 1.0, 1.0, 1.0)
 
     @classmethod
     def for_width(cls, hidden_size: int) -> Mamba2Config:
@@ -58,11 +68,15 @@ class Mamba2Config(RecurrentConfig):
         """
         return cls(head_dim=min(64, hidden_size // 4), state_size=min(128, hidden_size // 2))
 
+    def inner(self, hidden_size: int) -> int:
+        """Return the number of inner channels of a Mamba-2 layer in a model of width `hidden_size`."""
+        return self.expand * hidden_size if self.inner_size is None else self.inner_size
+
     def num_heads(self, hidden_size: int) -> int:
         """Return the number of heads of a Mamba-2 layer in a model of width `hidden_size`: the inner width divided by
         `head_dim`.
         """
-        return self.expand * hidden_size // self.head_dim
+        return self.inner(hidden_size) // self.head_dim
 
     def validate(self, hidden_size: int) -> None:
         """Raise ValueError if a field of this config of Mamba-2 is not accepted, or does not fit a model of width
@@ -72,20 +86,25 @@ class Mamba2Config(RecurrentConfig):
         checks.positive(
             self, expand=self.expand, state_size=self.state_size, norm_eps=self.norm_eps
         )
-        checks.divides(
-            self, "head_dim", self.head_dim, "expand * hidden_size", self.expand * hidden_size
-        )
+        checks.one_of(self, "norm", self.norm, NORMS)
+        what = "expand * hidden_size" if self.inner_size is None else "inner_size"
+        if self.inner_size is not None:
+            checks.positive(self, inner_size=self.inner_size)
+        checks.divides(self, "head_dim", self.head_dim, what, self.inner(hidden_size))
         heads = self.num_heads(hidden_size)
-        checks.divides(
-            self, "num_groups", self.num_groups, "expand * hidden_size / head_dim", heads
-        )
+        checks.divides(self, "num_groups", self.num_groups, f"{what} / head_dim", heads)
         checks.convolution_width(self)
+        scales = self.projection_scales
+        if len(scales) != 5 or not all(math.isfinite(s) and s > 0 for s in scales):
+            raise ValueError(
+                f"Mamba2Config.projection_scales={scales}: accepted are five numbers above 0"
+            )
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
         """Return the floating-point operations of the forward pass per token: the projections and
         convolutions, and per head K V to decay the memory and 2 K V each to write and to read.
         """
-        inner, heads = self.expand * hidden_size, self.num_heads(hidden_size)
+        inner, heads = self.inner(hidden_size), self.num_heads(hidden_size)
         shared = 2 * self.num_groups * self.state_size
         projections = 2.0 * hidden_size * (3 * inner + shared + heads)
         convolution = 2 * checks.convolution_taps(self) * (inner + shared)
@@ -111,7 +130,7 @@ class Mamba2(Mixer):
     ):
         super().__init__(config, hidden_size)
         self.num_heads = config.num_heads(hidden_size)
-        inner, shared = config.expand * hidden_size, config.num_groups * config.state_size
+        inner, shared = config.inner(hidden_size), config.num_groups * config.state_size
         dense: dict[str, Any] = dict(rngs=rngs, init_std=init_std, bias=self.projection_bias)
         into: dict[str, Any] = dict(dense, axes=("embed", "heads"))
         self.z_proj = Dense(hidden_size, inner, **into)
@@ -128,29 +147,36 @@ class Mamba2(Mixer):
         self.dt_bias = parameter(log_uniform_step_bias(rngs, self.num_heads), **fixed)
         self.a_log = parameter(log_uniform_rate(rngs, self.num_heads, low=1.0, high=16.0), **fixed)
         self.skip = parameter(jnp.ones(self.num_heads, jnp.float32), **fixed)
-        self.norm_scale = parameter(jnp.ones(inner, jnp.float32), **fixed)
+        ones = jnp.ones(inner, jnp.float32)
+        self.norm_scale = None if config.norm == "none" else parameter(ones, **fixed)
         self.o_proj = Dense(inner, hidden_size, axes=("heads", "embed"), **dense)
+
+    def _projected(self, name: str, x: jax.Array, dtype: Any = None) -> jax.Array:
+        """Return the projection of x to z, x, B, C or dt, times its scale."""
+        scale = self.config.projection_scales[("z", "x", "b", "c", "dt").index(name)]
+        y = getattr(self, f"{name}_proj")(x, dtype=dtype)
+        return y if scale == 1 else scale * y
 
     def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
         """Return Mamba-2's queries C [B, T, groups, N] of tokens x [B, T, D], N state channels for each group
         of heads, and the context.
         """
-        c, context = self.c_conv(self.c_proj(x), context)
+        c, context = self.c_conv(self._projected("c", x), context)
         return split_heads(c, self.config.num_groups), context
 
     def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
         """Return the arguments of `linear_memory` that update the memory, by name, and the context: keys B [B, T,
         groups, N], values Δ x [B, T, H, V] with the step size Δ, and the log decay Δ A [B, T, H] with the rate A.
         """
-        step = jax.nn.softplus(self.dt_proj(x, dtype=jnp.float32) + self.dt_bias[...])
-        inner, context = self.x_conv(self.x_proj(x), context)
+        step = jax.nn.softplus(self._projected("dt", x, jnp.float32) + self.dt_bias[...])
+        inner, context = self.x_conv(self._projected("x", x), context)
         inner = split_heads(inner, self.num_heads)
 
         @recomputed
         def scaled(inner, step):
             return (inner * step[..., None]).astype(x.dtype)
 
-        b, context = self.b_conv(self.b_proj(x), context)
+        b, context = self.b_conv(self._projected("b", x), context)
         written = dict(
             k=split_heads(b, self.config.num_groups),
             v=scaled(inner, step),
@@ -160,19 +186,24 @@ class Mamba2(Mixer):
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
         """Return (y, context), with the layer's output y [B, T, D] from the memory's output o [B, T, H, V]: add the skip D x,
-        multiply by silu(z), where z is a projection of x, normalise each group of heads, and project.
+        multiply by silu(z), where z is a projection of x, normalise each group of heads, and project. The config's `norm` may
+        change the order, or leave the norm out.
         """
-        groups, eps = self.config.num_groups, self.config.norm_eps
+        groups, eps, kind = self.config.num_groups, self.config.norm_eps, self.config.norm
 
         @recomputed
         def normed(o, inner, z, skip, scale):
             wide = jnp.promote_types(o.dtype, jnp.float32)
-            y = o.astype(wide) + skip[:, None] * inner.astype(wide)
-            y = merge_heads(y) * jax.nn.silu(z.astype(wide))
-            return (merge_heads(rms_normalize(split_heads(y, groups), eps)) * scale).astype(x.dtype)
+            y = merge_heads(o.astype(wide) + skip[:, None] * inner.astype(wide))
+            gate = jax.nn.silu(z.astype(wide))
+            y = y if kind == "before_gate" else y * gate
+            if kind != "none":
+                y = merge_heads(rms_normalize(split_heads(y, groups), eps)) * scale
+            return (y * gate if kind == "before_gate" else y).astype(x.dtype)
 
-        z, inner = self.z_proj(x), context.bypass["inner"]
-        return self.o_proj(normed(o, inner, z, self.skip[...], self.norm_scale[...])), context
+        scale = None if self.norm_scale is None else self.norm_scale[...]
+        z, inner = self._projected("z", x), context.bypass["inner"]
+        return self.o_proj(normed(o, inner, z, self.skip[...], scale)), context
 
     def options(self) -> dict[str, Any]:
         """Return the keyword arguments of `linear_memory` that do not depend on the input; the scale is 1, so that

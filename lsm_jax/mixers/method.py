@@ -56,7 +56,7 @@ METHODS: dict[str, Method] = {}
 """Every method by name, in the order of the README's table."""
 
 WRAPPERS: dict[str, Method] = {}
-"""Mixers around another mixer's memory: not rows of the table, but mixers everywhere else."""
+"""Mixers around other mixers, and mixers without a memory: not rows of the table, but mixers everywhere else."""
 
 
 def register(method: Method, *, wrapper: bool = False) -> None:
@@ -72,7 +72,7 @@ def register(method: Method, *, wrapper: bool = False) -> None:
 
     Args:
         method: the row to add.
-        wrapper: whether the method wraps other mixers; it is then added to `WRAPPERS` instead of `METHODS`.
+        wrapper: whether the method wraps other mixers or has no memory; it is then added to `WRAPPERS` instead of `METHODS`.
 
     Raises:
         ValueError: a method of this name or with this config class exists already.

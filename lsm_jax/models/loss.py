@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ def next_token_loss(
     loss_mask: jax.Array | None = None,
     *,
     chunk_size: int = 2048,
+    cap: float | None = None,
 ) -> jax.Array:
     """Return the exact negative log-likelihood of each label, the next token, in float32, from hidden states and the
     model's head.
@@ -36,13 +38,17 @@ def next_token_loss(
             is not finite.
         chunk_size: number of tokens whose logits exist at a time on one device; at least one token of each of
             its rows is computed at a time.
+        cap: the model's `logits_cap`; None is none.
 
     Returns:
         [B, T] float32, in nats, multiplied by the mask. The loss of a label outside the vocabulary is NaN.
     """
     _check(hidden, head, labels, loss_mask, chunk_size)
     return _over_devices(
-        _loss, chunk_size, dict(hidden=hidden, labels=labels, loss_mask=loss_mask), dict(head=head)
+        _loss,
+        (chunk_size, cap),
+        dict(hidden=hidden, labels=labels, loss_mask=loss_mask),
+        dict(head=head),
     )
 
 
@@ -54,6 +60,7 @@ def mean_next_token_loss(
     count: jax.Array | float,
     *,
     chunk_size: int = 2048,
+    cap: float | None = None,
 ) -> jax.Array:
     """Return the sum of `next_token_loss` over all tokens, divided by `count`: the loss of a training step.
 
@@ -62,7 +69,7 @@ def mean_next_token_loss(
     The gradients of `hidden` and `head` exist from then on.
 
     Args:
-        hidden, head, labels, chunk_size: as for `next_token_loss`.
+        hidden, head, labels, chunk_size, cap: as for `next_token_loss`.
         loss_mask: [B, T], as for `next_token_loss`.
         count: the number by which the sum is divided, such as the number of predicted tokens in the whole batch.
 
@@ -76,7 +83,7 @@ def mean_next_token_loss(
     weight = loss_mask.astype(jnp.promote_types(hidden.dtype, jnp.float32)) / count
     sums = _over_devices(
         _weighted_loss,
-        chunk_size,
+        (chunk_size, cap),
         dict(hidden=hidden, labels=labels, weight=weight),
         dict(head=head),
     )
@@ -103,30 +110,30 @@ def _check(
 
 
 def _over_devices(
-    function: Callable[..., jax.Array], chunk_size: int, batched: dict, shared: dict
+    function: Callable[..., jax.Array], static: tuple[Any, ...], batched: dict, shared: dict
 ) -> jax.Array:
-    """Call `function(chunk_size, **batched, **shared)` on each device with that device's rows and tokens."""
+    """Call `function(*static, **batched, **shared)` on each device with that device's rows and tokens."""
     # Otherwise devices that split heads would all compute the same logits.
     if shards_of("heads") > 1:
         axes = ("batch", "tokens")
         given = dict(axes=dict.fromkeys(batched, axes), out_axes=axes)
-        return over_mesh(function, batched, shared, chunk_size, **given)
-    return over_tokens(function, batched, shared, chunk_size)
+        return over_mesh(function, batched, shared, *static, **given)
+    return over_tokens(function, batched, shared, *static)
 
 
-def _loss(chunk_size, hidden, labels, loss_mask, head):
+def _loss(chunk_size, cap, hidden, labels, loss_mask, head):
     if loss_mask is not None:
         hidden, labels = _without_masked(hidden, labels, loss_mask)
-    nll = _chunked_nll(_cut(chunk_size, hidden), head, _cut(chunk_size, labels))
+    nll = _chunked_nll(cap, _cut(chunk_size, hidden), head, _cut(chunk_size, labels))
     nll = jnp.moveaxis(nll, 0, 1).reshape(hidden.shape[0], -1)[:, : hidden.shape[1]]
     return nll if loss_mask is None else nll * loss_mask
 
 
-def _weighted_loss(chunk_size, hidden, labels, weight, head):
+def _weighted_loss(chunk_size, cap, hidden, labels, weight, head):
     """Return the weighted sum of the negative log-likelihoods of one device's tokens, [1, 1]."""
     hidden, labels = _without_masked(hidden, labels, weight)
     cut = functools.partial(_cut, chunk_size)
-    return _weighted_nll(cut(hidden), head, cut(labels), cut(weight)).reshape(1, 1)
+    return _weighted_nll(cap, cut(hidden), head, cut(labels), cut(weight)).reshape(1, 1)
 
 
 def _without_masked(
@@ -145,33 +152,39 @@ def _cut(chunk_size: int, x: jax.Array) -> jax.Array:
     return jnp.moveaxis(x.reshape(batch, count, size, *x.shape[2:]), 1, 0)
 
 
-@jax.custom_vjp
-def _chunked_nll(hidden, head, labels):
+def capped(logits: jax.Array, cap: float | None) -> jax.Array:
+    """Return cap · tanh(logits / cap), of which no absolute value is above the cap; the logits themselves if it is None."""
+    return logits if cap is None else cap * jnp.tanh(logits / cap)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _chunked_nll(cap, hidden, head, labels):
     """Return the negative log-likelihoods, [N, B, C] float32, of the labels [N, B, C] in N chunks of C
     tokens, given the hidden states [N, B, C, D] and the head [D, V].
     """
-    return _forward(hidden, head, labels)[0]
+    return _forward(cap, hidden, head, labels)[0]
 
 
-def _forward(hidden, head, labels):
+def _forward(cap, hidden, head, labels):
     narrow = head.astype(hidden.dtype)
 
     def step(_, chunk):
         x, y = chunk
-        nll, lse = _log_likelihood(matmul_to_float32(x, narrow), y)
+        nll, lse = _log_likelihood(capped(matmul_to_float32(x, narrow), cap), y)
         return None, (nll, lse)
 
     _, (nll, lse) = jax.lax.scan(step, None, (hidden, labels))
     return nll, (hidden, head, labels, lse)
 
 
-def _backward(saved, grad):
+def _backward(cap, saved, grad):
     hidden, head, labels, lse = saved
     narrow = head.astype(hidden.dtype)
 
     def step(head_grad, chunk):
         x, y, z, g = chunk
-        more, x_grad = _gradients(x, narrow, y, matmul_to_float32(x, narrow), z, g)
+        logits = capped(matmul_to_float32(x, narrow), cap)
+        more, x_grad = _gradients(x, narrow, y, logits, z, g, cap)
         return head_grad + more, x_grad
 
     start = jnp.zeros_like(head, jnp.float32)
@@ -182,20 +195,20 @@ def _backward(saved, grad):
 _chunked_nll.defvjp(_forward, _backward)
 
 
-@jax.custom_vjp
-def _weighted_nll(hidden, head, labels, weight):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _weighted_nll(cap, hidden, head, labels, weight):
     """Return the sum of the negative log-likelihoods of `_chunked_nll`, each multiplied by its weight [N, B, C]."""
-    return jnp.sum(weight * _chunked_nll(hidden, head, labels))
+    return jnp.sum(weight * _chunked_nll(cap, hidden, head, labels))
 
 
-def _weighted_forward(hidden, head, labels, weight):
+def _weighted_forward(cap, hidden, head, labels, weight):
     narrow = head.astype(hidden.dtype)
 
     def step(head_grad, chunk):
         x, y, w = chunk
-        logits = matmul_to_float32(x, narrow)
+        logits = capped(matmul_to_float32(x, narrow), cap)
         nll, lse = _log_likelihood(logits, y)
-        more, x_grad = _gradients(x, narrow, y, logits, lse, w)
+        more, x_grad = _gradients(x, narrow, y, logits, lse, w, cap)
         return head_grad + more, (nll, x_grad)
 
     start = jnp.zeros_like(head, jnp.float32)
@@ -204,7 +217,7 @@ def _weighted_forward(hidden, head, labels, weight):
     return jnp.sum(weight * nll), (hidden_grad, head_grad.astype(head.dtype), nll)
 
 
-def _weighted_backward(saved, grad):
+def _weighted_backward(cap, saved, grad):
     hidden_grad, head_grad, nll = saved
     scaled = [(grad * x).astype(x.dtype) for x in (hidden_grad, head_grad)]
     return *scaled, None, grad * nll
@@ -227,6 +240,7 @@ def _gradients(
     logits: jax.Array,
     lse: jax.Array,
     grad: jax.Array,
+    cap: float | None,
 ) -> tuple[jax.Array, jax.Array]:
     """Return the gradients of the head [D, V], in float32, and of the hidden states x [B, C, D] of one chunk.
 
@@ -236,9 +250,12 @@ def _gradients(
         labels: [B, C].
         logits, lse: [B, C, V] and [B, C], their log-sum-exps.
         grad: [B, C], the gradients of the negative log-likelihoods.
+        cap: the cap of the logits, or None; `logits` are capped.
     """
     hit = labels[..., None] == jnp.arange(head.shape[1])
-    error = (grad[..., None] * (jnp.exp(logits - lse[..., None]) - hit)).astype(x.dtype)
+    error = grad[..., None] * (jnp.exp(logits - lse[..., None]) - hit)
+    error = error if cap is None else error * (1 - jnp.square(logits / cap))
+    error = error.astype(x.dtype)
     x_grad = matmul_to_float32(error, head.T).astype(x.dtype)
     rows, errors = (z.reshape(-1, z.shape[-1]) for z in (x, error))
     return matmul_to_float32(rows.T, errors), x_grad

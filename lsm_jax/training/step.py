@@ -97,8 +97,12 @@ def param_shardings(mesh: Mesh | AbstractMesh, model: Decoder) -> dict[str, Any]
     Raises:
         ValueError: the mesh does not divide a mixer's heads or an axis of a parameter.
     """
-    for place, block in enumerate(model.periods.blocks):
-        mixer = block.mixer.innermost()
+    mixers = (
+        (place, mixer)
+        for place, block in enumerate(model.periods.blocks)
+        for mixer in getattr(block.mixer, "parts", (block.mixer.innermost(),))
+    )
+    for place, mixer in mixers:
         for kind in ("num_heads", "num_value_heads", "num_kv_heads", "num_groups"):
             for count in (getattr(mixer.config, kind, None), getattr(mixer, kind, None)):
                 if isinstance(
@@ -202,6 +206,7 @@ def _make_loss(config: TrainConfig, graph: Any) -> Callable[..., tuple[jax.Array
                 batch["loss_mask"],
                 count,
                 chunk_size=config.model.loss_chunk_size,
+                cap=config.model.logits_cap,
             )
         return loss, aux
 

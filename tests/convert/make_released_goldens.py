@@ -30,6 +30,7 @@ import importlib
 import os
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -99,31 +100,52 @@ def import_fla() -> None:
     torch.Tensor.argsort = lambda tensor: argsort(tensor, stable=True)
 
 
-def write(name: str, seed: int, out: Path) -> None:
-    """Draw the parameters of a model of `MODELS`, save it, and write its logits and, if it is in `GRADIENTS`, its gradients."""
-    module, kind, fields = MODELS[name]
+def write(
+    name: str, model: tuple[str, str, dict[str, Any]], seed: int, out: Path, *, gradients: bool
+) -> None:
+    """Draw the parameters of a model, described as those of `MODELS`, save it, and write its logits and, if `gradients`, its
+    gradients."""
+    module, kind, fields = model
     package = importlib.import_module(module)
     config = getattr(package, f"{kind}Config")(**(SMALL | fields))
-    model = getattr(package, f"{kind}ForCausalLM")(config).float().eval()
-    randomize(model, seed)
+    network = getattr(package, f"{kind}ForCausalLM")(config).float().eval()
+    randomize(network, seed)
+    for buffer, value in network.named_buffers():
+        if buffer.endswith("e_score_correction_bias"):
+            value.copy_(0.25 * torch.randn_like(value))
     folder = out / name
     shutil.rmtree(folder, ignore_errors=True)
-    model.save_pretrained(folder)
+    network.save_pretrained(folder)
     (folder / "generation_config.json").unlink(missing_ok=True)
     rng, arrays = np.random.default_rng(seed), {}
     for row, length in enumerate(LENGTHS):
         tokens = rng.integers(0, VOCABULARY, (1, length))
         with torch.no_grad():
-            logits = model(torch.tensor(tokens), use_cache=False).logits.float().numpy()
+            logits = network(torch.tensor(tokens), use_cache=False).logits.float().numpy()
         arrays |= {f"tokens_{row}": tokens[0].astype(np.int32), f"logits_{row}": logits[0]}
-    if name in GRADIENTS:
-        model.zero_grad()
-        logits = model(torch.tensor(arrays["tokens_0"])[None], use_cache=False).logits.float()
+    if gradients:
+        network.zero_grad()
+        logits = network(torch.tensor(arrays["tokens_0"])[None], use_cache=False).logits.float()
         (logits.square().sum() / (2 * LENGTHS[0])).backward()
-        arrays |= {f"grad.{n}": p.grad.numpy() for n, p in model.named_parameters()}
+        arrays |= {f"grad.{name}": value for name, value in gradients_of(network).items()}
     np.savez_compressed(folder / "expected.npz", **arrays)
-    size = sum(p.numel() for p in model.parameters())
+    size = sum(p.numel() for p in network.parameters())
     print(f"{name}: {size} parameters, largest logit {np.abs(arrays['logits_0']).max():.2f}", flush=True)  # fmt: skip
+
+
+def gradients_of(network: torch.nn.Module) -> dict[str, np.ndarray]:
+    """Return the gradients of a model's parameters by the names, and in the shapes, in which `save_pretrained` stores the
+    parameters; they replace the parameters."""
+    from safetensors.torch import load_file
+
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.copy_(parameter.grad)
+    with tempfile.TemporaryDirectory() as folder:
+        network.save_pretrained(folder)
+        stored = load_file(Path(folder) / "model.safetensors")
+    buffers = ("e_score_correction_bias",)
+    return {name: value.numpy() for name, value in stored.items() if not name.endswith(buffers)}
 
 
 def write_pth(folder: Path, path: Path) -> None:
@@ -160,7 +182,8 @@ def main() -> int:
     import_fla()
     names = arguments.names.split(",") if arguments.names else list(MODELS)
     for name in names:
-        write(name, list(MODELS).index(name), arguments.out)
+        seed, gradients = list(MODELS).index(name), name in GRADIENTS
+        write(name, MODELS[name], seed, arguments.out, gradients=gradients)
     if "fla-rwkv7" in names:
         write_pth(arguments.out / "fla-rwkv7", arguments.out / "rwkv7.pth")
     return 0

@@ -24,7 +24,10 @@ def made(**fields):
     a model.
     """
     config = MoEConfig(**SMALL | dict(z_scale=0.1, balance_scale=0.3) | fields)
-    return feedforward.build(config, WIDTH, rngs=nnx.Rngs(0), init_std=0.5, layer=1, num_layers=2)
+    moe = feedforward.build(config, WIDTH, rngs=nnx.Rngs(0), init_std=0.5, layer=1, num_layers=2)
+    if moe.router_bias is not None:
+        moe.router_bias[...] = 0.3 * jax.random.normal(jax.random.key(2), (EXPERTS,))
+    return moe
 
 
 def definition(moe, x, chosen):
@@ -33,14 +36,19 @@ def definition(moe, x, chosen):
     """
     config = moe.config
     logits = x @ moe.router.kernel[...]
-    probability = jnp.exp(logits) / jnp.exp(logits).sum(-1, keepdims=True)
-    weight = jnp.take_along_axis(probability, chosen, -1)
+    score = 1 / (1 + jnp.exp(-logits)) if config.router == "sigmoid" else jnp.exp(logits)
+    probability = score / score.sum(-1, keepdims=True)
+    weight = jnp.take_along_axis(score if config.router == "sigmoid" else probability, chosen, -1)
     if config.renormalize or config.router == "topk_softmax":
         weight = weight / weight.sum(-1, keepdims=True)
-    gate, up, down = (p[...][chosen] for p in (moe.gate_proj, moe.up_proj, moe.down_proj))
-    inner = jnp.einsum("btd,btkdf->btkf", x, gate)
-    inner = inner * jax.nn.sigmoid(inner) * jnp.einsum("btd,btkdf->btkf", x, up)
-    y = jnp.einsum("btk,btkf,btkfd->btd", weight, inner, down)
+    weight = config.weight_scale * weight
+    inner = jnp.einsum("btd,btkdf->btkf", x, moe.up_proj[...][chosen])
+    if config.activation == "relu2":
+        inner = jnp.maximum(inner, 0) ** 2
+    else:
+        gate = jnp.einsum("btd,btkdf->btkf", x, moe.gate_proj[...][chosen])
+        inner = gate * jax.nn.sigmoid(gate) * inner
+    y = jnp.einsum("btk,btkf,btkfd->btd", weight, inner, moe.down_proj[...][chosen])
     if config.shared_size:
         gate = jax.nn.sigmoid(x @ moe.shared_gate.kernel[...]) if config.shared_gate else 1
         y = y + gate * moe.shared(x)[0]
@@ -53,7 +61,20 @@ def definition(moe, x, chosen):
 def choices(moe, x):
     """Return the experts that the router chooses for each token, int [B, T, k], computed by numpy."""
     logits = np.asarray(x, np.float64) @ np.asarray(moe.router.kernel[...], np.float64)
+    if moe.config.router == "sigmoid":
+        logits = best_groups(moe, 1 / (1 + np.exp(-logits)) + np.asarray(moe.router_bias[...]))
     return np.argsort(-logits, axis=-1, kind="stable")[..., : moe.config.top_k]
+
+
+def best_groups(moe, scores):
+    """Return the scores [B, T, E] of experts, with -inf outside of the groups that the router chooses."""
+    config, size = moe.config, EXPERTS // moe.config.num_groups
+    for token in scores.reshape(-1, EXPERTS):
+        groups = np.split(token, config.num_groups)
+        sums = [np.sort(group)[-2:].sum() for group in groups]
+        for group in np.argsort(sums)[: config.num_groups - config.top_groups]:
+            token[group * size : (group + 1) * size] = -np.inf
+    return scores
 
 
 def number(y, losses):
@@ -102,11 +123,20 @@ VARIANTS = {
     "renormalized": dict(renormalize=True, shared_size=3, shared_gate=False),
     "topk_softmax": dict(router="topk_softmax", shared_size=3),
     "one": dict(top_k=1),
-}
+    "sigmoid": dict(
+        router="sigmoid", router_bias=True, num_groups=3, top_groups=2, renormalize=True, weight_scale=2.5, activation="relu2",
+        shared_size=3, shared_gate=False,
+    ),
+}  # fmt: skip
 
 
 SLOW = pytest.mark.slow
-FAST = (("grouped", "softmax_topk"), ("grouped", "one"), ("dense", "topk_softmax"))
+FAST = (
+    ("grouped", "softmax_topk"),
+    ("grouped", "one"),
+    ("dense", "topk_softmax"),
+    ("grouped", "sigmoid"),
+)
 FORMS = [
     pytest.param(e, v, marks=() if (e, v) in FAST else SLOW)
     for e in ("grouped", "dense")
@@ -141,7 +171,10 @@ def test_values_and_gradients_are_the_definitions(variant, execution):
         assert_close(grads, wanted, 1e-5)
         load = np.bincount(chosen.reshape(-1), minlength=EXPERTS) / chosen.size
         np.testing.assert_allclose(aux["moe/load"], load, atol=1e-6)
-    assert np.count_nonzero(load) == module.config.top_k
+    if variant == "sigmoid":  # the bias and the groups take part in the choice
+        assert np.count_nonzero(load) < EXPERTS
+    else:
+        assert np.count_nonzero(load) == module.config.top_k
     assert float(jnp.abs(grads[0].router.kernel[...]).max()) > 1e-3
 
 
@@ -234,11 +267,16 @@ def test_losses_of_equal_logits():
         (dict(expert_size=0), "expert_size=0"),
         (dict(shared_size=-1), "shared_size=-1: it must be at least 0"),
         (dict(z_scale=-0.1), "z_scale=-0.1"),
-        (dict(router="sinkhorn"), "router='sinkhorn': accepted are 'softmax_topk', 'topk_softmax'"),
+        (dict(router="sinkhorn"), "router='sinkhorn': accepted are 'softmax_topk', 'topk_softmax', 's"),
+        (dict(router_bias=True), "router_bias=True, num_groups=1: router='softmax_topk' has neither"),
+        (dict(num_groups=4, router="sigmoid"), "num_groups=4 does not divide num_experts=6"),
+        (dict(num_groups=6, router="sigmoid"), "top_groups=1: .* at least top_k=2 experts in so many groups of 1"),
+        (dict(activation="gelu"), "activation='gelu': accepted are 'swiglu', 'relu2'"),
+        (dict(weight_scale=0.0), "weight_scale=0.0: it must be greater than 0"),
         (dict(execution="sparse"), "execution='sparse': accepted are 'grouped', 'dense'"),
         (dict(top_k=2.5), "top_k=2.5: it must be an integer"),
     ],
-)
+)  # fmt: skip
 def test_wrong_fields_are_refused(fields, words):
     with pytest.raises(ValueError, match=words):
         made(**fields)
@@ -279,7 +317,7 @@ def test_a_sharded_batch_changes_nothing():
     assert run_with_devices(2, "-c", SCRIPT).endswith("ok\n")
 
 
-@pytest.mark.parametrize("router", ["softmax_topk", "topk_softmax"])
+@pytest.mark.parametrize("router", ["softmax_topk", "topk_softmax", "sigmoid"])
 def test_no_gradient_is_a_scatter(router):
     """The gradients of a mixture of experts have no scatter of floats, which is slow on GPUs; places are integers."""
     text = gradient.lower(made(**VARIANTS[router]), X).as_text()

@@ -26,14 +26,15 @@ def inputs():
     return hidden, head, labels, mask
 
 
-def naive(hidden, head, labels, mask):
+def naive(hidden, head, labels, mask, cap=None):
     logits = jnp.einsum("btd,dv->btv", hidden, head, precision="highest")
+    logits = logits if cap is None else cap * jnp.tanh(logits / cap)
     own = jnp.take_along_axis(jax.nn.log_softmax(logits), labels[..., None], axis=-1)[..., 0]
     return -own * mask
 
 
-@pytest.mark.parametrize("chunk_size", [1, 8, 1000])
-def test_equals_the_plain_loss_and_its_gradients(chunk_size):
+@pytest.mark.parametrize(("chunk_size", "cap"), [(1, None), (8, None), (1000, None), (8, 2.5)])
+def test_equals_the_plain_loss_and_its_gradients(chunk_size, cap):
     hidden, head, labels, mask = inputs()
     weight = jnp.cos(jnp.arange(T))
 
@@ -47,15 +48,16 @@ def test_equals_the_plain_loss_and_its_gradients(chunk_size):
         )
         return nll, grads
 
-    chunked = run(lambda h, w: models.next_token_loss(h, w, labels, mask, chunk_size=chunk_size))
-    close(chunked, run(lambda h, w: naive(h, w, labels, mask)))
-    unmasked = models.next_token_loss(hidden, head, labels, chunk_size=chunk_size)
-    close(unmasked, naive(hidden, head, labels, jnp.ones((B, T))))
+    options = dict(chunk_size=chunk_size, cap=cap)
+    chunked = run(lambda h, w: models.next_token_loss(h, w, labels, mask, **options))
+    close(chunked, run(lambda h, w: naive(h, w, labels, mask, cap)))
+    unmasked = models.next_token_loss(hidden, head, labels, **options)
+    close(unmasked, naive(hidden, head, labels, jnp.ones((B, T)), cap))
 
 
 @pytest.mark.parametrize("chunk_size", [1, 8, 1000])
-@pytest.mark.parametrize("scale", [1.0, -2.5])
-def test_the_mean_equals_the_plain_loss_and_its_gradients(chunk_size, scale):
+@pytest.mark.parametrize(("scale", "cap"), [(1.0, None), (-2.5, None), (1.0, 2.5)])
+def test_the_mean_equals_the_plain_loss_and_its_gradients(chunk_size, scale, cap):
     hidden, head, labels, mask = inputs()
     hidden = jnp.where(mask[..., None] != 0, hidden, jnp.nan)
     plain = jnp.where(mask[..., None] != 0, hidden, 0)
@@ -67,10 +69,12 @@ def test_the_mean_equals_the_plain_loss_and_its_gradients(chunk_size, scale):
         return jax.jit(jax.value_and_grad(scaled, argnums=(0, 1, 2)))(hidden, head, mask)
 
     loss, grads = run(
-        lambda h, w, m: models.mean_next_token_loss(h, w, labels, m, 7.0, chunk_size=chunk_size),
+        lambda h, w, m: models.mean_next_token_loss(
+            h, w, labels, m, 7.0, chunk_size=chunk_size, cap=cap
+        ),
         hidden,
     )
-    expected, expected_grads = run(lambda h, w, m: naive(h, w, labels, m).sum() / 7, plain)
+    expected, expected_grads = run(lambda h, w, m: naive(h, w, labels, m, cap).sum() / 7, plain)
     close((loss, grads[:2]), (expected, expected_grads[:2]))
     close(grads[2] * mask, expected_grads[2] * mask)  # masked tokens were replaced
 

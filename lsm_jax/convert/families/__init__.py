@@ -7,20 +7,26 @@ from collections.abc import Mapping
 from typing import Any
 
 from lsm_jax.convert.families import (
+    bamba,
     delta_net,
+    falcon_h1,
     gated_deltanet,
     gla,
+    granite,
     gsa,
     hgrn2,
     kda,
+    lfm2,
     linear_attn,
     mamba,
     mamba2,
     mom,
+    nemotron_h,
     retnet,
     rwkv6,
     rwkv7,
     rwkv7_pth,
+    xlstm,
 )
 from lsm_jax.convert.families.family import Family
 
@@ -28,6 +34,7 @@ FAMILIES: dict[str, Family] = {
     module.FAMILY.model_type: module.FAMILY
     for module in (
         gla, retnet, delta_net, gated_deltanet, kda, hgrn2, gsa, linear_attn, mom, rwkv6, rwkv7, rwkv7_pth, mamba, mamba2,
+        granite, bamba, nemotron_h, falcon_h1, lfm2, xlstm,
     )
 }  # fmt: skip
 """The families by `model_type`."""

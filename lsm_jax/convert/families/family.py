@@ -20,7 +20,7 @@ from lsm_jax.convert.fields import (
     shown,
 )
 from lsm_jax.convert.layout import Layout, Names, layout_of
-from lsm_jax.mixers import MambaConfig, RWKV7Config, SoftmaxConfig
+from lsm_jax.mixers import Mamba2Config, MambaConfig, ParallelConfig, RWKV7Config, SoftmaxConfig
 from lsm_jax.models import ModelConfig
 from lsm_jax.training.config_json import flatten
 
@@ -43,7 +43,10 @@ KINDS = {
 _REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers")
 # Fields of configs that say how a model is computed, initialised or trained; widths are compared as such.
 _COMPUTATION = COMPUTATION | frozenset(
-    "scaled_output_init mixer_init balance_scale balance execution hidden_ratio multiple_of intermediate_size".split()
+    """
+    scaled_output_init mixer_init balance_scale balance z_scale execution expert_buffer exchange hidden_ratio multiple_of
+    intermediate_size
+    """.split()
 )
 
 
@@ -63,12 +66,14 @@ class Family:
         renamed: names of fields in other versions or libraries, and the names here.
         required: further fields that must be present.
         sizes: fields and pairs of fields that are sizes, as of `fields.check_sizes`.
+        read: returns the contents of config.json with the fields that the other attributes name, where other versions of the
+            library have others; raises ValueError if it cannot.
         prefix: what the names of a layer's tensors begin with, before the layer's number.
         config: returns the model's config from the values of the fields.
         names: returns the table of a layer (see `layout_of`) from the values of the fields, the model's config, and the layer's
             number.
-        describe: returns the values of the fields, except `vocab_size`, `hidden_size`, `num_hidden_layers`,
-            `tie_word_embeddings`, from the model's config; raises ValueError if there are none.
+        describe: returns the values of the fields from the model's config, of `vocab_size`, `hidden_size`, `num_hidden_layers` and
+            `tie_word_embeddings` only those that differ from the config's; raises ValueError if there are none.
     """
 
     model_type: str
@@ -85,6 +90,7 @@ class Family:
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
     required: tuple[str, ...] = ()
     sizes: tuple[str | tuple[str, str], ...] = ()
+    read: Callable[[dict[str, Any]], dict[str, Any]] = dict
     prefix: str = "model.layers."
 
     def values(self, given: Mapping[str, Any], where: object) -> dict[str, Any]:
@@ -98,7 +104,10 @@ class Family:
             ValueError: a field is missing, unknown, of a wrong type, or has a value that this library does not support.
         """
         check_auto_map(dict(given), where)
-        given = {name: _number(value) for name, value in given.items()}
+        try:
+            given = self.read({name: _number(value) for name, value in given.items()})
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
         for old, new in self.renamed.items():
             if old in given:
                 value = given.pop(old)
@@ -173,8 +182,7 @@ class Family:
             num_hidden_layers=config.num_layers,
             tie_word_embeddings=config.tie_embeddings,
             initializer_range=config.init_std,
-            **self.describe(config),
-        )
+        ) | self.describe(config)
 
     def with_epsilon(self, config: ModelConfig, epsilon: float) -> ModelConfig:
         """Return a model's config whose norms have the epsilons that the family's library has if `norm_eps` is `epsilon`."""
@@ -184,7 +192,10 @@ class Family:
         letters = dict(zip(config.letters(), theirs.letters(), strict=True))
         for ours, other in letters.items():
             mixers = config.layers[ours].mixer, theirs.layers[other].mixer
-            for mixer, computed in (mixers, tuple(getattr(m, "mixer", m) for m in mixers)):
+            inner = (
+                tuple(getattr(m, name, m) for m in mixers) for name in ("mixer", "first", "second")
+            )
+            for mixer, computed in (mixers, *inner):
                 if hasattr(mixer, "norm_eps"):
                     mixer.norm_eps = computed.norm_eps
         return config
@@ -237,7 +248,15 @@ def _described(config: ModelConfig) -> dict[str, Any]:
 def _implied(mixer: Any, width: int) -> dict[str, Any]:
     """Return the fields of a mixer's config in which None means another value, with that value."""
     if isinstance(mixer, SoftmaxConfig):
-        return dict(num_kv_heads=mixer.kv_heads(), head_dim=mixer.dim(width))
+        dim = mixer.dim(width)
+        rotated = None if mixer.rope_base is None else mixer.rotary_dim or dim
+        scale = dim**-0.5 if mixer.scale is None else mixer.scale
+        return dict(num_kv_heads=mixer.kv_heads(), head_dim=dim, rotary_dim=rotated, scale=scale)
+    if isinstance(mixer, Mamba2Config):
+        return dict(inner_size=mixer.inner(width))
+    if isinstance(mixer, ParallelConfig):
+        parts = dict(first=_implied(mixer.first, width), second=_implied(mixer.second, width))
+        return {f"{part}.{name}": v for part, values in parts.items() for name, v in values.items()}
     if isinstance(mixer, MambaConfig):
         return dict(step_rank=mixer.rank(width))
     if isinstance(mixer, RWKV7Config):

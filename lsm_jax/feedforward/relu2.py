@@ -1,0 +1,91 @@
+"""The feedforward with a squared ReLU (arXiv 2109.08668): `relu(x W_u)² W_d`, with two matrices W and no gate."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from lsm_jax.mixers import checks
+from lsm_jax.mixers.layers import Dense, recomputed
+
+
+@dataclasses.dataclass(kw_only=True, unsafe_hash=True)
+class ReLU2Config:
+    """The config of a feedforward `relu(x W_u)² W_d`: its inner width.
+
+    Attributes:
+        hidden_ratio: the inner width, divided by hidden_size.
+        intermediate_size: the inner width; None computes it from `hidden_ratio`.
+    """
+
+    hidden_ratio: float = 4.0
+    intermediate_size: int | None = None
+
+    @classmethod
+    def for_width(cls, hidden_size: int, multiple_of: int) -> ReLU2Config:
+        """Return the config with an inner width of 4 hidden_size, rounded up to a multiple of `multiple_of`."""
+        return cls(intermediate_size=-(-4 * hidden_size // multiple_of) * multiple_of)
+
+    def width(self, hidden_size: int) -> int:
+        """Return the inner width, the number of columns of W_u, in a model of width `hidden_size`."""
+        given = self.intermediate_size
+        return int(hidden_size * self.hidden_ratio) if given is None else given
+
+    def validate(self, hidden_size: int) -> None:
+        """Raise ValueError if a field of this config of a feedforward with a squared ReLU is not valid."""
+        checks.fields(self)
+        checks.positive(self, hidden_ratio=self.hidden_ratio)
+        if self.intermediate_size is not None:
+            checks.positive(self, intermediate_size=self.intermediate_size)
+
+    def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
+        """Return the floating-point operations of the feedforward in a forward pass, per token: 2 for each number of its two
+        matrices.
+        """
+        return 4.0 * hidden_size * self.width(hidden_size)
+
+
+class ReLU2(nnx.Module):
+    """The feedforward `relu(x W_u)² W_d`, [B, T, D] to [B, T, D]; `ReLU2Config` says what its options mean. It has no state."""
+
+    uses_depth: ClassVar[bool] = False
+
+    def __init__(
+        self, config: ReLU2Config, hidden_size: int, *, rngs: nnx.Rngs, init_std: float = 0.02
+    ):
+        config.validate(hidden_size)
+        self.config = copy.copy(config)
+        width, given = config.width(hidden_size), dict(rngs=rngs, init_std=init_std)
+        self.up_proj = Dense(hidden_size, width, axes=("embed", "mlp"), **given)
+        self.down_proj = Dense(width, hidden_size, axes=("mlp", "embed"), **given)
+
+    def init_state(self, batch_size: int, max_length: int, dtype: Any) -> None:
+        """Return None: this feedforward treats each token alone, and carries no state from call to call."""
+        return None
+
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        layer: jax.Array | int | None = None,
+        shared: dict[str, jax.Array] | None = None,
+        segment_ids: jax.Array | None = None,
+        positions: jax.Array | None = None,
+        update_mask: jax.Array | None = None,
+        contiguous: bool = False,
+        state: None = None,
+    ) -> tuple[jax.Array, None, dict[str, jax.Array]]:
+        """Return the feedforward's output [B, T, D] for tokens x [B, T, D], None as its state, and no statistics; the other
+        arguments are not used.
+        """
+
+        @recomputed
+        def down(up):
+            return self.down_proj(jnp.square(jax.nn.relu(up)))
+
+        return down(self.up_proj(x)), None, {}
