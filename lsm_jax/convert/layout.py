@@ -56,6 +56,9 @@ def prefixed(prefix: str, table: Names) -> Names:
     }
 
 
+_MATRICES = ("kernel", "embedding", "gate_proj", "up_proj", "down_proj")  # the last three of experts
+
+
 class Layout(NamedTuple):
     """The layout of a checkpoint: in which tensors, and in which of their rows, the parameters of a model are.
 
@@ -85,7 +88,7 @@ class Layout(NamedTuple):
         def dtype(path: Any, leaf: Any) -> Any:
             layers = layers_of(path, leaf.shape, self.num_blocks)
             kinds = {source.dtypes[r.name] for k, i in layers for _, r in self.place(k, i)}
-            matrix = layers[0][0][-1] in ("kernel", "embedding")
+            matrix = layers[0][0][-1] in _MATRICES
             return np.dtype(ml_dtypes.bfloat16 if matrix and kinds == {"BF16"} else np.float32)
 
         return jax.tree_util.tree_map_with_path(dtype, self.params)
@@ -121,7 +124,7 @@ class Layout(NamedTuple):
                 leaf, row = leaves[where]
                 values = np.asarray(jax.device_get(leaf if row is None else leaf[row]))[index]
                 target = rows.select(tensor)
-                values = values.T if rows.transposed else values
+                values = np.matrix_transpose(values) if rows.transposed else values
                 target[...] = values.reshape(target.shape)
             return tensor
 
@@ -187,6 +190,24 @@ def layout_of(
     return Layout(places, shapes, params, size)
 
 
+def experts(name: str, part: int = 0, parts: int = 1) -> Entry:
+    """Return the entry of a parameter of all experts, [E, in, out], that is stored in one tensor [E, parts * out, in].
+
+    Args:
+        name: name of the tensor.
+        part: the place of this parameter among those in the tensor.
+        parts: number of parameters of this shape in the tensor.
+    """
+
+    def place(name: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], Place]:
+        count, size, out = shape
+        columns = None if parts == 1 else (part * out, (part + 1) * out)
+        rows = StoredRows(name, True, 0, count, columns=columns)
+        return (count, parts * out, size), (((), rows),)
+
+    return Entry(name, place=place)
+
+
 def _place(
     key: str, shape: tuple[int, ...], entry: str | Entry | None, shapes: dict[str, tuple[int, ...]]
 ) -> Place:
@@ -221,6 +242,7 @@ __all__ = [
     "Layout",
     "Names",
     "check_dtypes",
+    "experts",
     "keys_of",
     "layout_of",
     "prefixed",

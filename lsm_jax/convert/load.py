@@ -23,7 +23,7 @@ class StoredRows:
 
     Attributes:
         name: name of the tensor.
-        transposed: whether it is stored as [out, in].
+        transposed: whether it is stored as [out, in], or of several experts as [experts, out, in].
         start: the first row.
         stop: the row after the last; None is the end of the tensor.
         groups: number of equal parts, such as heads, into which the rows of the tensor are cut; `start` and `stop` then count the
@@ -45,7 +45,7 @@ class StoredRows:
 
     def orient(self, values: np.ndarray, rest: tuple[int, ...]) -> np.ndarray:
         """Return a view [rows, *rest] of the values of a parameter, with the axes as they are stored."""
-        view = values.T if self.transposed else values.reshape(-1, *rest)
+        view = np.matrix_transpose(values) if self.transposed else values.reshape(-1, *rest)
         if view.ndim < 1 + len(rest):  # a depthwise convolution's weight, [channels, 1, width]
             view = view[:, None]
         assert np.shares_memory(view, values)
@@ -146,8 +146,10 @@ def _read(source: Tensors, place: Place, shape: tuple[int, ...], dtype: Any) -> 
         stored_shape, part = source.shapes[rows.name], values[index]
         size = stored_shape[0] // rows.groups
         stop = size if rows.stop is None else rows.stop
-        columns = () if rows.columns is None else (rows.columns[1] - rows.columns[0],)
-        view = rows.orient(part, columns or stored_shape[1:])
+        rest = stored_shape[1:]
+        if rows.columns is not None:
+            rest = (rows.columns[1] - rows.columns[0], *rest[1:])
+        view = rows.orient(part, rest)
         step = max(1, _BLOCK // max(1, int(np.prod(stored_shape[1:]))))
         for group in range(rows.groups):
             at = group * (stop - rows.start) - rows.start

@@ -135,7 +135,7 @@ def run_layers(
     activations x [1, T, D] after it."""
     ids = jnp.asarray(tokens, jnp.int32)[None]
     positions = jnp.arange(ids.shape[1])[None]
-    x = model.embedding[...][ids].astype(model.dtype)
+    x = model.embed(ids)
     shared = model.init_shared(x)
     splits = [nnx.split(block) for block in model.periods.blocks]
     for layer in range(max(selected) + 1):

@@ -218,11 +218,13 @@ class RMSNorm(nnx.Module):
             shape, axes = (num_heads, size), ("heads", None)
         self.scale = parameter(jnp.ones(shape, jnp.float32), axes, weight_decay=False)
 
-    def __call__(self, x: jax.Array, gate: jax.Array | None = None) -> jax.Array:
-        """Normalise x [..., size], and multiply it by `silu(gate)` if a gate [..., size] is given."""
+    def __call__(
+        self, x: jax.Array, gate: jax.Array | None = None, *, factor: float = 1.0
+    ) -> jax.Array:
+        """Normalise x [..., size], and multiply it by `factor`, and by `silu(gate)` if a gate [..., size] is given."""
 
         def norm(x, gate, scale):
-            y = rms_normalize(x, self.eps) * scale
+            y = rms_normalize(x, self.eps) * (scale if factor == 1 else factor * scale)
             if gate is not None:
                 y = y * jax.nn.silu(gate.astype(y.dtype))
             return y.astype(x.dtype)
@@ -245,19 +247,22 @@ class LayerNorm(nnx.Module):
         self.scale = parameter(jnp.ones(size, jnp.float32), **fixed)
         self.bias = parameter(jnp.zeros(size, jnp.float32), **fixed) if bias else None
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """Subtract the mean of x [..., size] over the last axis, divide by the standard deviation, scale and add the bias;
-        shape and dtype do not change.
+    def __call__(self, x: jax.Array, *, factor: float = 1.0) -> jax.Array:
+        """Subtract the mean of x [..., size] over the last axis, divide by the standard deviation, scale, add the bias and
+        multiply by `factor`; shape and dtype do not change.
         """
-        return _layer_norm(x, self.scale, self.bias, self.eps)
+        return _layer_norm(x, self.scale, self.bias, self.eps, factor)
 
 
-def _layer_norm(x: jax.Array, scale: nnx.Param, bias: nnx.Param | None, eps: float) -> jax.Array:
+def _layer_norm(
+    x: jax.Array, scale: nnx.Param, bias: nnx.Param | None, eps: float, factor: float = 1.0
+) -> jax.Array:
     def norm(x, scale, bias):
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
         y = rms_normalize(wide, eps) * scale
-        return (y if bias is None else y + bias).astype(x.dtype)
+        y = y if bias is None else y + bias
+        return (y if factor == 1 else factor * y).astype(x.dtype)
 
     return recomputed(norm)(x, scale[...], None if bias is None else bias[...])
 
@@ -329,20 +334,29 @@ class RopeScaling:
 
 
 def rotate(
-    x: jax.Array, positions: jax.Array, *, base: float, scaling: RopeScaling | None = None
+    x: jax.Array,
+    positions: jax.Array,
+    *,
+    base: float,
+    scaling: RopeScaling | None = None,
+    channels: int | None = None,
 ) -> jax.Array:
-    """Apply the rotary position embedding (arXiv 2104.09864), in which the first half of the channels is
+    """Apply the rotary position embedding (arXiv 2104.09864), in which the first half of the rotated channels is
     paired with the second half.
 
     Args:
-        x: [B, T, H, K] with an even K.
+        x: [B, T, H, K].
         positions: [B, T] integers, the positions of the tokens in their documents.
         base: wavelengths run from 2π to 2π · base.
         scaling: a reduction of the frequencies, or None.
+        channels: number of channels of a head that are rotated, its first ones; even; None is all K.
 
     Returns:
         [B, T, H, K] in x's dtype; angles and products in float32.
     """
+    if channels is not None and channels < x.shape[-1]:
+        turned = rotate(x[..., :channels], positions, base=base, scaling=scaling)
+        return jnp.concatenate([turned, x[..., channels:]], axis=-1)
     half = x.shape[-1] // 2
     frequency = base ** (-jnp.arange(half, dtype=jnp.float32) / half)
     frequency = frequency if scaling is None else scaling.apply(frequency)

@@ -113,6 +113,7 @@ class LigerConfig(RecurrentConfig, SoftmaxConfig):
         """
         super().validate(hidden_size)
         self.validate_fields()
+        checks.one_of(self, "scale", self.scale, (None,))
         checks.one_of(self, "gate", self.gate, GATES)
         checks.one_of(self, "feature_map", self.feature_map, FEATURE_MAPS)
         checks.positive(self, gate_temperature=self.temperature())

@@ -82,6 +82,7 @@ class LolcatsConfig(RecurrentConfig, SoftmaxConfig):
         """
         super().validate(hidden_size)
         self.validate_fields()
+        checks.one_of(self, "scale", self.scale, (None,))
         checks.positive(self, feature_dim=self.feature_dim)
         if self.window is None:
             raise ValueError("LolcatsConfig.window=None: accepted are integers from 1")

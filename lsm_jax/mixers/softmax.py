@@ -38,6 +38,8 @@ class SoftmaxConfig:
         qkv_bias: whether the projections to queries, keys and values have biases.
         rope_base: base of the rotary embedding; None means no rotary embedding.
         rope_scaling: a reduction of the rotation's frequencies, or None.
+        rotary_dim: number of channels of a head that are rotated, its first ones; an even number; None is all.
+        scale: multiplies the scores; None is the inverse square root of the channels of a head.
         norm_eps: epsilon of the norms of queries and keys.
         implementation: attention's backend; None lets the op select.
     """
@@ -50,6 +52,8 @@ class SoftmaxConfig:
     qkv_bias: bool = False
     rope_base: float | None = 10000.0
     rope_scaling: RopeScaling | None = None
+    rotary_dim: int | None = None
+    scale: float | None = None
     norm_eps: float = 1e-6
     implementation: str | None = None
 
@@ -82,16 +86,27 @@ class SoftmaxConfig:
             checks.positive(self, num_heads=self.num_heads, head_dim=self.head_dim)
         if self.rope_base is not None:
             checks.positive(self, rope_base=self.rope_base)
-        if self.rope_base is not None and self.dim(hidden_size) % 2:
+        if self.rotary_dim is not None:
+            self._check_rotary_dim(self.rotary_dim, self.dim(hidden_size))
+        elif self.rope_base is not None and self.dim(hidden_size) % 2:
             raise ValueError(
                 f"{type(self).__name__}: heads of {self.dim(hidden_size)} channels; rotation needs an even number (rope_base=None rotates nothing)"
             )
         if self.rope_scaling is not None:
             self._check_scaling(self.rope_scaling)
         checks.divides(self, "num_kv_heads", self.kv_heads(), "num_heads", self.num_heads)
+        if self.scale is not None:
+            checks.positive(self, scale=self.scale)
         if self.window is not None:
             checks.positive(self, window=self.window)
         checks.positive(self, norm_eps=self.norm_eps)
+
+    def _check_rotary_dim(self, rotated: int, dim: int) -> None:
+        if self.rope_base is None or rotated % 2 or not 0 < rotated <= dim:
+            raise ValueError(
+                f"{type(self).__name__}.rotary_dim={rotated}: accepted are None and, with a rope_base, even numbers from 2 to the "
+                f"{dim} channels of a head"
+            )
 
     def _check_scaling(self, scaling: RopeScaling) -> None:
         if self.rope_base is None:
@@ -149,8 +164,11 @@ class Softmax(Mixer):
 
     def _rotated(self, x: jax.Array, norm: RMSNorm | None, context: Context) -> jax.Array:
         x = x if norm is None else norm(x)
-        base, scaling = self.config.rope_base, self.config.rope_scaling
-        return x if base is None else rotate(x, context.positions, base=base, scaling=scaling)
+        config = self.config
+        if config.rope_base is None:
+            return x
+        given = dict(scaling=config.rope_scaling, channels=config.rotary_dim)
+        return rotate(x, context.positions, base=config.rope_base, **given)
 
     def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
         """Return the queries [B, T, H, K] of tokens x [B, T, D], normalised and rotated by their positions where the
@@ -184,10 +202,13 @@ class Softmax(Mixer):
         return self.o_proj(merge_heads(o)), context
 
     def options(self) -> dict[str, Any]:
-        """Return the keyword arguments of `attention` that do not depend on the input: the window, and the names of
-        backends.
+        """Return the keyword arguments of `attention` that do not depend on the input: the window, the scale, and the names
+        of backends.
         """
-        return dict(window=self.config.window, implementation=self.config.implementation)
+        config = self.config
+        return dict(
+            window=config.window, scale=config.scale, implementation=config.implementation
+        )
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.AttentionState:
         """Return an empty state with capacity for `max_length` keys and values, or for those of the window."""

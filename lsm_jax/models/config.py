@@ -60,6 +60,9 @@ class ModelConfig:
         norm_bias: whether norms of kind "layer" have biases.
         embedding_norm: whether the embedding is normalised too, before the first layer, as in RWKV.
         head_bias: whether a learned bias is added to the logits.
+        embedding_scale: multiplies the tokens' embedding before the first layer.
+        residual_scale: multiplies the output of every mixer and feedforward before it is added to the residual stream.
+        logits_scale: multiplies the logits, before a bias is added.
         init_std: standard deviation of the initial embedding, head and projections, except where a method has
             its own.
         scaled_output_init: whether the projections back to the residual stream (`o_proj` of mixers, `down_proj` of feedforwards)
@@ -88,6 +91,9 @@ class ModelConfig:
     norm_bias: bool = True
     embedding_norm: bool = False
     head_bias: bool = False
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logits_scale: float = 1.0
     init_std: float = 0.02
     scaled_output_init: bool = False
     dtype: str = "bfloat16"
@@ -158,7 +164,8 @@ class ModelConfig:
     def validate(self) -> None:
         """Raise ValueError if a field of the model's config is not accepted; nothing is computed or compiled."""
         for name in (
-            "vocab_size", "hidden_size", "num_layers", "norm_eps", "init_std", "loss_chunk_size",
+            "vocab_size", "hidden_size", "num_layers", "norm_eps", "init_std", "loss_chunk_size", "embedding_scale",
+            "residual_scale", "logits_scale",
         ):  # fmt: skip
             if not getattr(self, name) > 0:
                 raise ValueError(f"model.{name}={getattr(self, name)}: it must be greater than 0")

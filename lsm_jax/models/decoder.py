@@ -62,7 +62,7 @@ def _norm(config: ModelConfig) -> RMSNorm | LayerNorm:
 
 class Block(nnx.Module):
     """One layer of the decoder, which adds to the residual stream x: `x += mixer(norm(x))`, then `x +=
-    feedforward(norm(x))` if the layer has a feedforward.
+    feedforward(norm(x))` if the layer has a feedforward. The model's `residual_scale` multiplies both terms.
     """
 
     def __init__(
@@ -72,6 +72,7 @@ class Block(nnx.Module):
         options: dict[str, Any] = dict(
             rngs=rngs, init_std=model.init_std, layer=layer, num_layers=model.num_layers
         )
+        self.residual_scale = model.residual_scale
         self.mixer_norm = _norm(model)
         self.mixer = mixers.build(
             config.mixer,
@@ -132,15 +133,20 @@ class Block(nnx.Module):
                 self.mixer_norm(x), shared=shared, state=mixer_state, **call
             )
         shared, aux = dict(context.shared), dict(context.aux)
-        x = constrain(x + y, _ACTIVATIONS)
+        x = self._add(x, y)
         if self.feedforward is not None and self.feedforward_norm is not None:
             with jax.named_scope("feedforward"):
                 y, inner_state, more = self.feedforward(
                     self.feedforward_norm(x), shared=shared, state=inner_state, **call
                 )
-            x = constrain(x + y, _ACTIVATIONS)
+            x = self._add(x, y)
             aux = {**aux, **more}
         return x, shared, (mixer_state, inner_state), aux
+
+    def _add(self, x: jax.Array, y: jax.Array) -> jax.Array:
+        """Return the residual stream x after the output y of a mixer or feedforward is added, both [B, T, D]."""
+        y = y if self.residual_scale == 1 else self.residual_scale * y
+        return constrain(x + y, _ACTIVATIONS)
 
 
 def _adapt(mixer: Any, inner: Any, lora: mixers.LoRAConfig, rngs: nnx.Rngs) -> None:
@@ -209,6 +215,7 @@ class Decoder(nnx.Module):
         self.dtype, self.remat, self.vocab_size = config.dtype, config.remat, config.vocab_size
         self.loss_chunk_size = config.loss_chunk_size
         self.unroll_layers = config.unroll_layers
+        self.embedding_scale, self.logits_scale = config.embedding_scale, config.logits_scale
         self.num_periods = config.num_layers // len(config.period())
         draw = jax.random.normal(rngs.params(), (config.vocab_size, config.hidden_size))
         self.embedding = parameter(config.init_std * draw, ("vocab", "embed"), weight_decay=True)
@@ -274,6 +281,15 @@ class Decoder(nnx.Module):
         )
         return self.logits(x), state, aux
 
+    def embed(self, tokens: jax.Array) -> jax.Array:
+        """Return the residual stream [B, T, D] before the first layer, for tokens int [B, T]: the embedding, scaled and
+        normalised as the config says; NaN for ids outside the vocabulary.
+        """
+        x = self.embedding[...].at[tokens].get(mode="fill", fill_value=jnp.nan)
+        x = x if self.embedding_scale == 1 else self.embedding_scale * x
+        x = constrain(x.astype(self.dtype), _ACTIVATIONS)
+        return x if self.embedding_norm is None else self.embedding_norm(x)
+
     def init_shared(self, x: jax.Array) -> dict[str, jax.Array]:
         """Return the values by name that travel from layer to layer during a call, as they are before the first layer;
         x is the tokens' embedding [B, T, D].
@@ -332,10 +348,7 @@ class Decoder(nnx.Module):
             with pipeline stages.
         """
         with jax.named_scope("embedding"):
-            x = self.embedding[...].at[tokens].get(mode="fill", fill_value=jnp.nan)
-            x = constrain(x.astype(self.dtype), _ACTIVATIONS)
-            if self.embedding_norm is not None:
-                x = self.embedding_norm(x)
+            x = self.embed(tokens)
         clock = mixers.fresh_clock(tokens.shape[0]) if state is None else state.clock
         positions, clock = mixers.advance(clock, tokens.shape, segment_ids, update_mask, positions)
         shared = self.init_shared(x)
@@ -358,8 +371,10 @@ class Decoder(nnx.Module):
         return self._normed(x), after, self._statistics(aux)
 
     def _normed(self, x: jax.Array) -> jax.Array:
-        """Return the residual stream x [B, T, D] after the last norm, as `hidden` returns it."""
-        x = self.norm(x)
+        """Return the residual stream x [B, T, D] after the last norm, as `hidden` returns it: times `logits_scale`, so that its
+        product with the head has that scale.
+        """
+        x = self.norm(x, factor=self.logits_scale)
         if self.head_bias is None:
             return x
         return jnp.concatenate([x, jnp.ones_like(x[..., :1])], axis=-1)
