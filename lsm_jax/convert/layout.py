@@ -56,7 +56,13 @@ def prefixed(prefix: str, table: Names) -> Names:
     }
 
 
-_MATRICES = ("kernel", "embedding", "gate_proj", "up_proj", "down_proj")  # the last three of experts
+_MATRICES = (
+    "kernel",
+    "embedding",
+    "gate_proj",
+    "up_proj",
+    "down_proj",
+)  # the last three of experts
 
 
 class Layout(NamedTuple):
@@ -145,7 +151,8 @@ def stored_shape(key: str, shape: tuple[int, ...]) -> tuple[tuple[int, ...], boo
 
     Kernels are [out, in] there, weights of convolutions [channels, 1, width], and the scales and biases of all heads one vector.
     """
-    if key.endswith(".kernel"):
+    last = key.rpartition(".")[2]
+    if last in _MATRICES and last != "embedding":
         return shape[::-1], True
     if key.endswith("conv.weight"):
         return (shape[1], 1, shape[0]), True

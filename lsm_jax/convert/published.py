@@ -107,7 +107,7 @@ def model_of(source: Tensors) -> ModelConfig:
     check_sizes(given, where, source.shapes, _SIZES, label=source.label)
     stated = {n: v for n, v in given.items() if v is not None or n not in _NULL_IS_ABSENT}
     given = _DEFAULTS[kind] | stated
-    theta, scaling = _rope(given, where)
+    theta, scaling = read_rope(given, where)
     eps = float(given.get("rms_norm_eps", 1e-6))
 
     def layer(window: int | None) -> LayerConfig:
@@ -151,7 +151,7 @@ def dtype_of(given: dict[str, Any]) -> str | None:
     return given.get("dtype") or given.get("torch_dtype")
 
 
-def _rope(given: dict[str, Any], where: Any) -> tuple[float, RopeScaling | None]:
+def read_rope(given: dict[str, Any], where: Any) -> tuple[float, RopeScaling | None]:
     """Read the rotary frequencies from config.json, as old or new versions of transformers write it: return
     their base (rope_theta) and their scaling for long contexts, None without scaling."""
     for name in ("rope_scaling", "rope_parameters"):

@@ -206,9 +206,7 @@ class Softmax(Mixer):
         of backends.
         """
         config = self.config
-        return dict(
-            window=config.window, scale=config.scale, implementation=config.implementation
-        )
+        return dict(window=config.window, scale=config.scale, implementation=config.implementation)
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.AttentionState:
         """Return an empty state with capacity for `max_length` keys and values, or for those of the window."""

@@ -14,7 +14,7 @@ REMAT = ("none", "dots", "full")
 MATMUL = ("default", "fp8")
 _MOST_LAYERS = 1 << 16
 INITS = ("normal", "xavier")
-NORMS = ("rms", "layer")
+NORMS = ("rms", "layer", "zero_centred_rms")
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -56,7 +56,8 @@ class ModelConfig:
         layers: the `LayerConfig` (mixer and feedforward) that each letter stands for.
         tie_embeddings: whether the head is the embedding's transpose.
         norm_eps: epsilon of the norms before mixers, feedforwards and head.
-        norm: kind of these norms, "rms", or "layer" as in RWKV.
+        norm: kind of these norms: "rms"; "layer" as in RWKV; or "zero_centred_rms", which multiplies by 1 + the learned scale,
+            as in Qwen3-Next.
         norm_bias: whether norms of kind "layer" have biases.
         embedding_norm: whether the embedding is normalised too, before the first layer, as in RWKV.
         head_bias: whether a learned bias is added to the logits.

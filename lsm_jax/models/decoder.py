@@ -57,7 +57,7 @@ def _norm(config: ModelConfig) -> RMSNorm | LayerNorm:
     size, eps = config.hidden_size, config.norm_eps
     if config.norm == "layer":
         return LayerNorm(size, eps=eps, bias=config.norm_bias)
-    return RMSNorm(size, eps=eps)
+    return RMSNorm(size, eps=eps, zero_centred=config.norm == "zero_centred_rms")
 
 
 class Block(nnx.Module):

@@ -7,7 +7,7 @@ import copy
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from lsm_jax.convert.checkpoint import Tensors
@@ -63,12 +63,17 @@ class Family:
         renamed: names of fields in other versions or libraries, and the names here.
         required: further fields that must be present.
         sizes: fields and pairs of fields that are sizes, as of `fields.check_sizes`.
+        read: returns the contents of config.json with the fields that the other attributes name, where other versions of the
+            library have others; raises ValueError if it cannot.
         prefix: what the names of a layer's tensors begin with, before the layer's number.
+        ignored: beginnings of the names of tensors that the model does not have; an export copies them.
+        stored: returns values that follow from the names of the stored tensors, which `names` receives with those of the fields;
+            it is called without names for a new checkpoint.
         config: returns the model's config from the values of the fields.
         names: returns the table of a layer (see `layout_of`) from the values of the fields, the model's config, and the layer's
             number.
-        describe: returns the values of the fields, except `vocab_size`, `hidden_size`, `num_hidden_layers`,
-            `tie_word_embeddings`, from the model's config; raises ValueError if there are none.
+        describe: returns the values of the fields from the model's config, of `vocab_size`, `hidden_size`, `num_hidden_layers` and
+            `tie_word_embeddings` only those that differ from the config's; raises ValueError if there are none.
     """
 
     model_type: str
@@ -85,7 +90,10 @@ class Family:
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
     required: tuple[str, ...] = ()
     sizes: tuple[str | tuple[str, str], ...] = ()
+    read: Callable[[dict[str, Any]], dict[str, Any]] = dict
     prefix: str = "model.layers."
+    ignored: tuple[str, ...] = ()
+    stored: Callable[[Collection[str]], dict[str, Any]] = lambda names: {}
 
     def values(self, given: Mapping[str, Any], where: object) -> dict[str, Any]:
         """Return the values of the fields that are read, with defaults of absent ones, from the contents of config.json.
@@ -98,7 +106,10 @@ class Family:
             ValueError: a field is missing, unknown, of a wrong type, or has a value that this library does not support.
         """
         check_auto_map(dict(given), where)
-        given = {name: _number(value) for name, value in given.items()}
+        try:
+            given = self.read({name: _number(value) for name, value in given.items()})
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
         for old, new in self.renamed.items():
             if old in given:
                 value = given.pop(old)
@@ -152,15 +163,23 @@ class Family:
             raise ValueError(f"{where}: {error}") from error
         return config
 
-    def layout(self, given: Mapping[str, Any], config: ModelConfig, where: object) -> Layout:
+    def layout(
+        self,
+        given: Mapping[str, Any],
+        config: ModelConfig,
+        where: object,
+        stored: Collection[str] = (),
+    ) -> Layout:
         """Return the layout of a checkpoint.
 
         Args:
             given: the contents of its config.json.
             config: the model.
             where: the file, for error messages.
+            stored: the names of its tensors; none for a new checkpoint.
         """
-        names = functools.partial(self.names, self.values(given, where), config)
+        values = self.values(given, where) | self.stored(stored)
+        names = functools.partial(self.names, values, config)
         return layout_of(config, names, what=self.model_type)
 
     def fields_of(self, config: ModelConfig) -> dict[str, Any]:
@@ -173,8 +192,7 @@ class Family:
             num_hidden_layers=config.num_layers,
             tie_word_embeddings=config.tie_embeddings,
             initializer_range=config.init_std,
-            **self.describe(config),
-        )
+        ) | self.describe(config)
 
     def with_epsilon(self, config: ModelConfig, epsilon: float) -> ModelConfig:
         """Return a model's config whose norms have the epsilons that the family's library has if `norm_eps` is `epsilon`."""
