@@ -4,8 +4,8 @@
     python -m lsm_jax.convert.released_export --workdir=runs/tuned --out=tuned --source=gla-1.3B-100B
 
 The folder has config.json, model.safetensors and the run's tokenizer.json. GLA, RetNet, DeltaNet, Gated DeltaNet, KDA, HGRN2, GSA,
-linear attention, RWKV-6, RWKV-7 and Mixture-of-Memories are written for FLA, also with layers of softmax attention; Mamba and
-Mamba-2 for transformers. With the checkpoint that the run was imported from (`--source`), the folder has its config, files, dtypes
+linear attention, RWKV-6, RWKV-7 and Mixture-of-Memories are written for FLA, also with layers of softmax attention; Mamba,
+Mamba-2, and Gated DeltaNet with gated attention or OLMo's attention for transformers. With the checkpoint that the run was imported from (`--source`), the folder has its config, files, dtypes
 and tokenizer: an unchanged model is exported byte for byte.
 """
 
@@ -29,39 +29,60 @@ from lsm_jax.convert.tokenizer import tokenizer_files
 from lsm_jax.models import ModelConfig
 from lsm_jax.training import load_run
 
-_METHODS = {
-    mixers.GLAConfig: "gla",
-    mixers.RetNetConfig: "retnet",
-    mixers.DeltaNetConfig: "delta_net",
-    mixers.GatedDeltaNetConfig: "gated_deltanet",
-    mixers.KDAConfig: "kda",
-    mixers.HGRN2Config: "hgrn2",
-    mixers.GSAConfig: "gsa",
-    mixers.LinearAttentionConfig: "linear_attn",
-    mixers.MoMConfig: "mom",
-    mixers.RWKV6Config: "rwkv6",
-    mixers.RWKV7Config: "rwkv7",
-    mixers.MambaConfig: "mamba",
-    mixers.Mamba2Config: "mamba2",
+# The families that may have a mixer, in the order in which they are tried.
+_METHODS: dict[type, tuple[str, ...]] = {
+    mixers.GLAConfig: ("gla",),
+    mixers.RetNetConfig: ("retnet",),
+    mixers.DeltaNetConfig: ("delta_net",),
+    mixers.GatedDeltaNetConfig: ("gated_deltanet", "olmo_hybrid"),
+    mixers.KDAConfig: ("kda",),
+    mixers.HGRN2Config: ("hgrn2",),
+    mixers.GSAConfig: ("gsa",),
+    mixers.LinearAttentionConfig: ("linear_attn",),
+    mixers.MoMConfig: ("mom",),
+    mixers.RWKV6Config: ("rwkv6",),
+    mixers.RWKV7Config: ("rwkv7",),
+    mixers.MambaConfig: ("mamba",),
+    mixers.Mamba2Config: ("mamba2",),
 }
+_GATED = (
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+    "qwen3_next",
+)  # of Gated DeltaNet with gated attention
 _DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
-def family_for(config: ModelConfig) -> Family:
-    """Return the family of released models that a model belongs to, by its mixers.
+def family_for(
+    config: ModelConfig, norm_eps: float | None = None
+) -> tuple[Family, ModelConfig, dict[str, Any]]:
+    """Return the family of released models that a model belongs to, the model's config with the epsilon `norm_eps` if there is
+    one, and the contents of config.json that describe it.
 
     Raises:
         ValueError: there is none.
     """
     kinds = {type(config.layers[letter].mixer) for letter in config.letters()}
     known = [_METHODS[kind] for kind in kinds if kind in _METHODS]
-    if len(known) != 1 or kinds - set(_METHODS) - {mixers.SoftmaxConfig}:
+    if kinds == {mixers.GatedDeltaNetConfig, mixers.GatedAttentionConfig}:
+        known = [_GATED]
+    elif len(known) != 1 or kinds - set(_METHODS) - {mixers.SoftmaxConfig}:
         names = ", ".join(sorted(kind.__name__ for kind in kinds))
         accepted = ", ".join(kind.__name__ for kind in _METHODS)
         raise ValueError(
-            f"the model has mixers of {names}; accepted is one of {accepted}, alone or with SoftmaxConfig"
+            f"the model has mixers of {names}; accepted is one of {accepted}, alone or with SoftmaxConfig, or "
+            "GatedDeltaNetConfig with GatedAttentionConfig"
         )
-    return FAMILIES[known[0]]
+    errors = []
+    for name in known[0]:
+        family, described = FAMILIES[name], config
+        try:
+            if norm_eps is not None:
+                described = family.with_epsilon(config, norm_eps)
+            return family, described, family.describe_model(described)
+        except ValueError as error:
+            errors.append(str(error))
+    raise ValueError("; ".join(dict.fromkeys(errors)))
 
 
 def export_released(
@@ -98,9 +119,8 @@ def export_released(
         raise ValueError(
             "model.lora: the model has adapters; accepted is a model into which they are merged"
         )
-    family = family_for(config)
-    config = config if norm_eps is None else family.with_epsilon(config, norm_eps)
-    fields = family.describe_model(config) | dict(torch_dtype=dtype)
+    family, config, fields = family_for(config, norm_eps)
+    fields |= dict(torch_dtype=dtype)
     layout = family.layout(fields, config, "the exported config")
     files = {}
     if tokenizer is not None:

@@ -35,10 +35,11 @@ class SoftmaxConfig:
             num_heads.
         window: number of tokens that a query attends to, itself included; None means all.
         qk_norm: whether queries and keys are RMS-normalised, with learned scales, before the rotation.
+        qk_norm_joint: whether the norms of queries and of keys are over the channels of all heads together, as in OLMo 2.
         qkv_bias: whether the projections to queries, keys and values have biases.
         rope_base: base of the rotary embedding; None means no rotary embedding.
         rope_scaling: a reduction of the rotation's frequencies, or None.
-        rotary_dim: number of channels of a head that are rotated, its first ones; an even number; None is all.
+        rotary_dim: number of channels of a head that are rotated, the first ones, an even number; None is all.
         scale: multiplies the scores; None is the inverse square root of the channels of a head.
         norm_eps: epsilon of the norms of queries and keys.
         implementation: attention's backend; None lets the op select.
@@ -49,6 +50,7 @@ class SoftmaxConfig:
     head_dim: int | None = None
     window: int | None = None
     qk_norm: bool = False
+    qk_norm_joint: bool = False
     qkv_bias: bool = False
     rope_base: float | None = 10000.0
     rope_scaling: RopeScaling | None = None
@@ -86,26 +88,33 @@ class SoftmaxConfig:
             checks.positive(self, num_heads=self.num_heads, head_dim=self.head_dim)
         if self.rope_base is not None:
             checks.positive(self, rope_base=self.rope_base)
-        if self.rotary_dim is not None:
-            self._check_rotary_dim(self.rotary_dim, self.dim(hidden_size))
-        elif self.rope_base is not None and self.dim(hidden_size) % 2:
+        if self.rope_base is not None and self.rotary_dim is None and self.dim(hidden_size) % 2:
             raise ValueError(
                 f"{type(self).__name__}: heads of {self.dim(hidden_size)} channels; rotation needs an even number (rope_base=None rotates nothing)"
             )
         if self.rope_scaling is not None:
             self._check_scaling(self.rope_scaling)
+        if self.rotary_dim is not None:
+            self._check_rotated(self.rotary_dim, self.dim(hidden_size))
         checks.divides(self, "num_kv_heads", self.kv_heads(), "num_heads", self.num_heads)
         if self.scale is not None:
             checks.positive(self, scale=self.scale)
+        if self.qk_norm_joint and (type(self) is not SoftmaxConfig or not self.qk_norm):
+            raise ValueError(
+                f"{type(self).__name__}.qk_norm_joint=True: accepted in a SoftmaxConfig with qk_norm=True"
+            )
         if self.window is not None:
             checks.positive(self, window=self.window)
         checks.positive(self, norm_eps=self.norm_eps)
 
-    def _check_rotary_dim(self, rotated: int, dim: int) -> None:
-        if self.rope_base is None or rotated % 2 or not 0 < rotated <= dim:
+    def _check_rotated(self, channels: int, head_dim: int) -> None:
+        if self.rope_base is None:
             raise ValueError(
-                f"{type(self).__name__}.rotary_dim={rotated}: accepted are None and, with a rope_base, even numbers from 2 to the "
-                f"{dim} channels of a head"
+                f"{type(self).__name__}.rotary_dim={channels}: without a rope_base no channel is rotated; accepted is rotary_dim=None"
+            )
+        if channels % 2 or not 2 <= channels <= head_dim:
+            raise ValueError(
+                f"{type(self).__name__}.rotary_dim={channels}: accepted are even numbers from 2 to the {head_dim} channels of a head"
             )
 
     def _check_scaling(self, scaling: RopeScaling) -> None:
@@ -156,19 +165,32 @@ class Softmax(Mixer):
         self.q_proj = Dense(hidden_size, queries, bias=config.qkv_bias, **into)
         self.k_proj = Dense(hidden_size, keys, bias=config.qkv_bias, **into)
         self.v_proj = Dense(hidden_size, keys, bias=config.qkv_bias, **into)
-        self.q_norm = RMSNorm(self.head_dim, eps=config.norm_eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(self.head_dim, eps=config.norm_eps) if config.qk_norm else None
+        self.q_norm = self._norm(queries) if config.qk_norm else None
+        self.k_norm = self._norm(keys) if config.qk_norm else None
         self.o_proj = Dense(
             queries, hidden_size, axes=("heads", "embed"), rngs=rngs, init_std=init_std
         )
 
-    def _rotated(self, x: jax.Array, norm: RMSNorm | None, context: Context) -> jax.Array:
-        x = x if norm is None else norm(x)
+    def _norm(self, channels: int) -> RMSNorm:
+        """Return the norm of queries or keys, which have `channels` channels in all heads."""
         config = self.config
+        if config.qk_norm_joint:
+            return RMSNorm(channels, eps=config.norm_eps, axis="heads")
+        return RMSNorm(self.head_dim, eps=config.norm_eps)
+
+    def _rotated(self, x: jax.Array, norm: RMSNorm | None, context: Context) -> jax.Array:
+        config = self.config
+        if norm is not None:
+            x = norm(merge_heads(x)).reshape(x.shape) if config.qk_norm_joint else norm(x)
         if config.rope_base is None:
             return x
-        given = dict(scaling=config.rope_scaling, channels=config.rotary_dim)
-        return rotate(x, context.positions, base=config.rope_base, **given)
+        return rotate(
+            x,
+            context.positions,
+            base=config.rope_base,
+            scaling=config.rope_scaling,
+            channels=config.rotary_dim,
+        )
 
     def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
         """Return the queries [B, T, H, K] of tokens x [B, T, D], normalised and rotated by their positions where the

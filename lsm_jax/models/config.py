@@ -24,12 +24,15 @@ class LayerConfig:
     Attributes:
         mixer: a mixer's config, of a type in `lsm_jax.mixers.METHODS`.
         feedforward: a feedforward's config, or None for none.
+        post_norm: whether the norms follow the mixer and the feedforward, x + norm(mixer(x)), as in OLMo 2, instead of preceding
+            them.
         mixer_init: how the mixer's projections are initialised: "normal", with the model's `init_std`, or "xavier", uniform with
             gain 2^-2.5, as in the authors' code of MoM (arXiv 2502.13685). Other parameters are initialised as their method has it.
     """
 
     mixer: Any = dataclasses.field(default_factory=mixers.GLAConfig)
     feedforward: Any = dataclasses.field(default_factory=feedforward.SwiGLUConfig)
+    post_norm: bool = False
     mixer_init: str = "normal"
 
     def validate(self, hidden_size: int) -> None:

@@ -17,6 +17,7 @@ from lsm_jax.convert.families import (
     mamba,
     mamba2,
     mom,
+    olmo_hybrid,
     qwen3_5,
     qwen3_next,
     retnet,
@@ -30,7 +31,7 @@ FAMILIES: dict[str, Family] = {
     module.FAMILY.model_type: module.FAMILY
     for module in (
         gla, retnet, delta_net, gated_deltanet, kda, hgrn2, gsa, linear_attn, mom, rwkv6, rwkv7, rwkv7_pth, mamba, mamba2,
-        qwen3_next,
+        qwen3_next, olmo_hybrid,
     )
 } | {family.model_type: family for family in qwen3_5.FAMILIES}  # fmt: skip
 """The families by `model_type`."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from lsm_jax.convert.families import qwen3_next
 from lsm_jax.convert.families.family import Family
-from lsm_jax.convert.fields import check_fields, listed, shown
+from lsm_jax.convert.fields import check_fields, shown
 from lsm_jax.convert.layout import Names
 from lsm_jax.models import ModelConfig
 
