@@ -102,7 +102,7 @@ def _rotation(values: dict[str, Any]) -> tuple[float | None, Any]:
         if set(fields) - {"rope_theta", "rope_type"} or fields.get("rope_type", "default") != "default":  # fmt: skip
             raise ValueError(f"rope_parameters={shown(fields)}; accepted without rope_theta are no others")  # fmt: skip
         return None, None
-    return read_rope({**values, "rope_scaling": None}, "config.json")
+    return read_rope({**values, "rope_scaling": None}, "the rotation")
 
 
 def _names(values: dict[str, Any], config: ModelConfig, layer: int) -> Names:

@@ -6,7 +6,7 @@ The functions and tables without a leading underscore are those that both have i
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 from lsm_jax.convert.families.family import Family, the_mixer
@@ -108,24 +108,19 @@ def decoder(values: dict[str, Any], sparse: list[bool]) -> ModelConfig:
         rotary_dim=None if rotated == head_dim else rotated,
         norm_eps=eps,
     )
-    mixers, both = {LINEAR: linear, FULL: full}, len(set(sparse)) == 2
-    letters = [
-        _LETTERS[kind, of_experts or not both]
-        for kind, of_experts in zip(_layer_types(values), sparse, strict=True)
-    ]
-    kinds = {
-        letter: (kind, of_experts if both else sparse[0])
-        for (kind, of_experts), letter in _LETTERS.items()
+    mixers = {LINEAR: linear, FULL: full}
+    kinds = list(zip(_layer_types(values), sparse, strict=True))
+    both = len(set(sparse)) == 2
+    letters = {(kind, inner): _LETTERS[kind, inner or not both] for kind, inner in kinds}
+    layers = {
+        letter: LayerConfig(mixer=mixers[kind], feedforward=_feedforward(values, inner))
+        for (kind, inner), letter in letters.items()
     }
-    layers = {}
-    for letter in dict.fromkeys(letters):
-        kind, of_experts = kinds[letter]
-        layers[letter] = LayerConfig(mixer=mixers[kind], feedforward=_feedforward(values, of_experts))  # fmt: skip
     return ModelConfig(
         vocab_size=values["vocab_size"],
         hidden_size=values["hidden_size"],
-        num_layers=len(letters),
-        pattern="".join(letters),
+        num_layers=len(kinds),
+        pattern="".join(letters[kind] for kind in kinds),
         layers=layers,
         tie_embeddings=values["tie_word_embeddings"],
         norm="zero_centred_rms",
@@ -146,13 +141,14 @@ def _rotation(values: dict[str, Any]) -> tuple[float, Any, float]:
         for unused in ("mrope_section", "mrope_interleaved"):
             fields.pop(unused, None)
         given[name] = fields
-    stated = {part for part in parts if part is not None}
-    if len(stated) > 1 or any(type(x) not in (int, float) or not 0 < x <= 1 for x in stated):
+    stated = [part for part in parts if part is not None] or [0.25]
+    numbers = all(type(x) in (int, float) and 0 < x <= 1 for x in stated)
+    if not numbers or len(set(stated)) > 1:
         raise ValueError(
             f"partial_rotary_factor={listed(map(shown, stated))}; accepted is one number above 0, at most 1"
         )
-    base, scaling = read_rope(given, "config.json")
-    return base, scaling, stated.pop() if stated else 0.25
+    base, scaling = read_rope(given, "the rotation")
+    return base, scaling, stated[0]
 
 
 def _layer_types(values: dict[str, Any]) -> list[str]:
@@ -181,7 +177,9 @@ def _feedforward(values: dict[str, Any], sparse: bool) -> Any:
     )
 
 
-def names(linear: Any, prefix: str = "model.") -> Any:
+def names(
+    linear: Callable[[dict[str, Any]], Names], prefix: str = "model."
+) -> Callable[[dict[str, Any], ModelConfig, int], Names]:
     """Return the function `Family.names`.
 
     Args:
