@@ -83,18 +83,20 @@ class Tensors:
         self,
         expected: dict[str, tuple[int, ...]],
         ignored: tuple[str, ...] = (),
+        ignored_prefixes: tuple[str, ...] = (),
     ) -> None:
         """Compare the names and shapes of the stored tensors with those that a model requires.
 
         Args:
             expected: the shape of each tensor that the model requires, by the tensor's name.
             ignored: suffixes of the names of tensors that are not required but accepted.
+            ignored_prefixes: beginnings of such names.
 
         Raises:
             ValueError: tensors are missing, unexpected or of another shape; the message names them.
         """
         named = {n: n if n.isprintable() else repr(n) for n in self.shapes}
-        accepted = [n for n in self.shapes if n.endswith(ignored)]
+        accepted = [n for n in self.shapes if n.endswith(ignored) or n.startswith(ignored_prefixes)]
         surplus = [n for n in self.shapes if n not in expected and n not in set(accepted)]
         both = [n for n in self.shapes if n in expected and self.shapes[n] != expected[n]]
         kinds = {

@@ -168,15 +168,16 @@ def checkpoint_layout(source: Tensors, config: ModelConfig) -> Layout:
     family = family_of(source.config)
     if family is None:
         return transformers_layout(config)
-    return family.layout(source.config, config, source.config_path)
+    return family.layout(source.config, config, source.config_path, source.shapes)
 
 
 def check_tensors(source: Tensors, layout: Layout, config: ModelConfig) -> None:
     """Raise ValueError unless a pretrained model has the tensors of a layout, and none that the model does not have; the
     message names them."""
+    family = family_of(source.config)
     tied = config.tie_embeddings and _HEAD in source.shapes
     suffixes = (*IGNORED, *([_HEAD] if tied else []))
-    source.check(layout.shapes, suffixes)
+    source.check(layout.shapes, suffixes, () if family is None else family.ignored)
 
 
 def _check_tied(source: Tensors, embedding_name: str) -> None:
@@ -263,16 +264,16 @@ def tokenizer_data(source: Tensors, workdir: Path, files: dict[str, bytes]) -> D
     Raises:
         ValueError: the tokenizer cannot be used, or `workdir` has a link in its place.
     """
-    check_fields(
-        source.config, source.config_path, dict(max_position_embeddings="size"), source.label
-    )
+    family = family_of(source.config)
+    fields = source.config if family is None else family.values(source.config, source.config_path)
+    check_fields(fields, source.config_path, dict(max_position_embeddings="size"), source.label)
     existed = workdir.exists()
     folder = inside(workdir, "tokenizer", what=f"workdir={str(workdir)!r}")
     try:
         path = str(write_files(files, folder))
         return DataConfig(
             tokenizer=path,
-            sequence_length=min(8192, source.config.get("max_position_embeddings") or 8192),
+            sequence_length=min(8192, fields.get("max_position_embeddings") or 8192),
             add_bos=JSONTokenizer(path).adds_bos,
         )
     except BaseException:

@@ -5,8 +5,9 @@
 
 The folder has config.json, model.safetensors and the run's tokenizer.json. GLA, RetNet, DeltaNet, Gated DeltaNet, KDA, HGRN2, GSA,
 linear attention, RWKV-6, RWKV-7 and Mixture-of-Memories are written for FLA, also with layers of softmax attention; Mamba,
-Mamba-2, mLSTM, and hybrids of Mamba-2 or of short convolutions for transformers. With the checkpoint that the run was imported
-from (`--source`), the folder has its config, files, dtypes and tokenizer: an unchanged model is exported byte for byte.
+Mamba-2, mLSTM, hybrids of Mamba-2 or of short convolutions, and Gated DeltaNet with gated attention or OLMo's attention for
+transformers. With the checkpoint that the run was imported from (`--source`), the folder has its config, files, dtypes and
+tokenizer: an unchanged model is exported byte for byte.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _METHODS: dict[type, tuple[str, ...]] = {
     mixers.GLAConfig: ("gla",),
     mixers.RetNetConfig: ("retnet",),
     mixers.DeltaNetConfig: ("delta_net",),
-    mixers.GatedDeltaNetConfig: ("gated_deltanet",),
+    mixers.GatedDeltaNetConfig: ("gated_deltanet", "olmo_hybrid"),
     mixers.KDAConfig: ("kda",),
     mixers.HGRN2Config: ("hgrn2",),
     mixers.GSAConfig: ("gsa",),
@@ -48,6 +49,11 @@ _METHODS: dict[type, tuple[str, ...]] = {
     mixers.ShortConvConfig: ("lfm2",),
     mixers.MLSTMConfig: ("xlstm",),
 }
+_GATED = (
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+    "qwen3_next",
+)  # of Gated DeltaNet with gated attention
 _DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
@@ -62,11 +68,14 @@ def family_for(
     """
     kinds = {type(config.layers[letter].mixer) for letter in config.letters()}
     known = [_METHODS[kind] for kind in kinds if kind in _METHODS]
-    if len(known) != 1 or kinds - set(_METHODS) - {mixers.SoftmaxConfig}:
+    if kinds == {mixers.GatedDeltaNetConfig, mixers.GatedAttentionConfig}:
+        known = [_GATED]
+    elif len(known) != 1 or kinds - set(_METHODS) - {mixers.SoftmaxConfig}:
         names = ", ".join(sorted(kind.__name__ for kind in kinds))
         accepted = ", ".join(kind.__name__ for kind in _METHODS)
         raise ValueError(
-            f"the model has mixers of {names}; accepted is one of {accepted}, alone or with SoftmaxConfig"
+            f"the model has mixers of {names}; accepted is one of {accepted}, alone or with SoftmaxConfig, or "
+            "GatedDeltaNetConfig with GatedAttentionConfig"
         )
     errors = []
     for name in known[0]:

@@ -13,6 +13,7 @@ from lsm_jax.mixers import (
     comba,
     deltanet,
     fox,
+    gated_attention,
     gated_deltanet,
     gated_deltanet2,
     gated_deltaproduct,
@@ -66,6 +67,7 @@ from lsm_jax.mixers.comba import Comba, CombaConfig
 from lsm_jax.mixers.deltanet import DeltaNet, DeltaNetConfig
 from lsm_jax.mixers.fox import FoX, FoXConfig
 from lsm_jax.mixers.fp8 import use_fp8
+from lsm_jax.mixers.gated_attention import GatedAttention, GatedAttentionConfig
 from lsm_jax.mixers.gated_deltanet import GatedDeltaNet, GatedDeltaNetConfig
 from lsm_jax.mixers.gated_deltanet2 import GatedDeltaNet2, GatedDeltaNet2Config
 from lsm_jax.mixers.gated_deltaproduct import GatedDeltaProduct, GatedDeltaProductConfig
@@ -168,6 +170,7 @@ _TABLE = (
     abc_attention,
     softmax,
     path,
+    gated_attention,
     fox,
     moba,
     nsa,
@@ -214,6 +217,8 @@ __all__ = [
     "GSAConfig",
     "GateLoop",
     "GateLoopConfig",
+    "GatedAttention",
+    "GatedAttentionConfig",
     "GatedDeltaNet",
     "GatedDeltaNetConfig",
     "GatedDeltaNet2",

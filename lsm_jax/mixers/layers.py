@@ -209,14 +209,25 @@ class RMSNorm(nnx.Module):
         axis: logical name of the scale's axis.
         num_heads: length of the last axis but one, if each of its heads has a scale; None means one scale for
             all.
+        zero_centred: whether the channels are multiplied by 1 + the learned scale, which starts at 0 (Gemma, Qwen3-Next),
+            instead of by the scale.
     """
 
-    def __init__(self, size: int, *, eps: float, axis: str = "norm", num_heads: int | None = None):
-        self.eps = eps
+    def __init__(
+        self,
+        size: int,
+        *,
+        eps: float,
+        axis: str = "norm",
+        num_heads: int | None = None,
+        zero_centred: bool = False,
+    ):
+        self.eps, self.zero_centred = eps, zero_centred
         shape, axes = ((size,), (axis,))
         if num_heads is not None:
             shape, axes = (num_heads, size), ("heads", None)
-        self.scale = parameter(jnp.ones(shape, jnp.float32), axes, weight_decay=False)
+        start = jnp.zeros if zero_centred else jnp.ones
+        self.scale = parameter(start(shape, jnp.float32), axes, weight_decay=False)
 
     def __call__(
         self, x: jax.Array, gate: jax.Array | None = None, *, factor: float = 1.0
@@ -224,6 +235,7 @@ class RMSNorm(nnx.Module):
         """Normalise x [..., size], and multiply it by `factor`, and by `silu(gate)` if a gate [..., size] is given."""
 
         def norm(x, gate, scale):
+            scale = 1 + scale if self.zero_centred else scale
             y = rms_normalize(x, self.eps) * (scale if factor == 1 else factor * scale)
             if gate is not None:
                 y = y * jax.nn.silu(gate.astype(y.dtype))

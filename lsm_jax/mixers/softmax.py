@@ -35,6 +35,7 @@ class SoftmaxConfig:
             num_heads.
         window: number of tokens that a query attends to, itself included; None means all.
         qk_norm: whether queries and keys are RMS-normalised, with learned scales, before the rotation.
+        qk_norm_joint: whether the norms of queries and of keys are over the channels of all heads together, as in OLMo 2.
         qkv_bias: whether the projections to queries, keys and values have biases.
         rope_base: base of the rotary embedding; None means no rotary embedding.
         rope_scaling: a reduction of the rotation's frequencies, or None.
@@ -49,6 +50,7 @@ class SoftmaxConfig:
     head_dim: int | None = None
     window: int | None = None
     qk_norm: bool = False
+    qk_norm_joint: bool = False
     qkv_bias: bool = False
     rope_base: float | None = 10000.0
     rope_scaling: RopeScaling | None = None
@@ -97,6 +99,10 @@ class SoftmaxConfig:
         checks.divides(self, "num_kv_heads", self.kv_heads(), "num_heads", self.num_heads)
         if self.scale is not None:
             checks.positive(self, scale=self.scale)
+        if self.qk_norm_joint and (type(self) is not SoftmaxConfig or not self.qk_norm):
+            raise ValueError(
+                f"{type(self).__name__}.qk_norm_joint=True: accepted in a SoftmaxConfig with qk_norm=True"
+            )
         if self.window is not None:
             checks.positive(self, window=self.window)
         checks.positive(self, norm_eps=self.norm_eps)
@@ -159,15 +165,23 @@ class Softmax(Mixer):
         self.q_proj = Dense(hidden_size, queries, bias=config.qkv_bias, **into)
         self.k_proj = Dense(hidden_size, keys, bias=config.qkv_bias, **into)
         self.v_proj = Dense(hidden_size, keys, bias=config.qkv_bias, **into)
-        self.q_norm = RMSNorm(self.head_dim, eps=config.norm_eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(self.head_dim, eps=config.norm_eps) if config.qk_norm else None
+        self.q_norm = self._norm(queries) if config.qk_norm else None
+        self.k_norm = self._norm(keys) if config.qk_norm else None
         self.o_proj = Dense(
             queries, hidden_size, axes=("heads", "embed"), rngs=rngs, init_std=init_std
         )
 
-    def _rotated(self, x: jax.Array, norm: RMSNorm | None, context: Context) -> jax.Array:
-        x = x if norm is None else norm(x)
+    def _norm(self, channels: int) -> RMSNorm:
+        """Return the norm of queries or keys, which have `channels` channels in all heads."""
         config = self.config
+        if config.qk_norm_joint:
+            return RMSNorm(channels, eps=config.norm_eps, axis="heads")
+        return RMSNorm(self.head_dim, eps=config.norm_eps)
+
+    def _rotated(self, x: jax.Array, norm: RMSNorm | None, context: Context) -> jax.Array:
+        config = self.config
+        if norm is not None:
+            x = norm(merge_heads(x)).reshape(x.shape) if config.qk_norm_joint else norm(x)
         if config.rope_base is None:
             return x
         return rotate(

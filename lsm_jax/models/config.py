@@ -14,7 +14,7 @@ REMAT = ("none", "dots", "full")
 MATMUL = ("default", "fp8")
 _MOST_LAYERS = 1 << 16
 INITS = ("normal", "xavier")
-NORMS = ("rms", "layer")
+NORMS = ("rms", "layer", "zero_centred_rms")
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -24,12 +24,15 @@ class LayerConfig:
     Attributes:
         mixer: a mixer's config, of a type in `lsm_jax.mixers.METHODS`.
         feedforward: a feedforward's config, or None for none.
+        post_norm: whether the norms follow the mixer and the feedforward, x + norm(mixer(x)), as in OLMo 2, instead of preceding
+            them.
         mixer_init: how the mixer's projections are initialised: "normal", with the model's `init_std`, or "xavier", uniform with
             gain 2^-2.5, as in the authors' code of MoM (arXiv 2502.13685). Other parameters are initialised as their method has it.
     """
 
     mixer: Any = dataclasses.field(default_factory=mixers.GLAConfig)
     feedforward: Any = dataclasses.field(default_factory=feedforward.SwiGLUConfig)
+    post_norm: bool = False
     mixer_init: str = "normal"
 
     def validate(self, hidden_size: int) -> None:
@@ -56,7 +59,8 @@ class ModelConfig:
         layers: the `LayerConfig` (mixer and feedforward) that each letter stands for.
         tie_embeddings: whether the head is the embedding's transpose.
         norm_eps: epsilon of the norms before mixers, feedforwards and head.
-        norm: kind of these norms, "rms", or "layer" as in RWKV.
+        norm: kind of these norms: "rms"; "layer" as in RWKV; or "zero_centred_rms", which multiplies by 1 + the learned scale,
+            as in Qwen3-Next.
         norm_bias: whether norms of kind "layer" have biases.
         embedding_norm: whether the embedding is normalised too, before the first layer, as in RWKV.
         head_bias: whether a learned bias is added to the logits.

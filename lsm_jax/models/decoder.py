@@ -58,12 +58,13 @@ def _norm(config: ModelConfig) -> RMSNorm | LayerNorm:
     size, eps = config.hidden_size, config.norm_eps
     if config.norm == "layer":
         return LayerNorm(size, eps=eps, bias=config.norm_bias)
-    return RMSNorm(size, eps=eps)
+    return RMSNorm(size, eps=eps, zero_centred=config.norm == "zero_centred_rms")
 
 
 class Block(nnx.Module):
     """One layer of the decoder, which adds to the residual stream x: `x += mixer(norm(x))`, then `x +=
-    feedforward(norm(x))` if the layer has a feedforward. The model's `residual_scale` multiplies both terms.
+    feedforward(norm(x))` if the layer has a feedforward. With `LayerConfig.post_norm` they are `norm(mixer(x))` and
+    `norm(feedforward(x))`. The model's `residual_scale` multiplies both terms.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class Block(nnx.Module):
         options: dict[str, Any] = dict(
             rngs=rngs, init_std=model.init_std, layer=layer, num_layers=model.num_layers
         )
-        self.residual_scale = model.residual_scale
+        self.residual_scale, self.post_norm = model.residual_scale, config.post_norm
         self.mixer_norm = _norm(model)
         self.mixer = mixers.build(
             config.mixer,
@@ -130,21 +131,29 @@ class Block(nnx.Module):
         mixer_state, inner_state = (None, None) if state is None else state
         with jax.named_scope("mixer"):
             y, mixer_state, context = self.mixer.run(
-                self.mixer_norm(x), shared=shared, state=mixer_state, **call
+                self._before(x, self.mixer_norm), shared=shared, state=mixer_state, **call
             )
         shared, aux = dict(context.shared), dict(context.aux)
-        x = self._add(x, y)
+        x = self._add(x, y, self.mixer_norm)
         if self.feedforward is not None and self.feedforward_norm is not None:
             with jax.named_scope("feedforward"):
                 y, inner_state, more = self.feedforward(
-                    self.feedforward_norm(x), shared=shared, state=inner_state, **call
+                    self._before(x, self.feedforward_norm),
+                    shared=shared,
+                    state=inner_state,
+                    **call,
                 )
-            x = self._add(x, y)
+            x = self._add(x, y, self.feedforward_norm)
             aux = {**aux, **more}
         return x, shared, (mixer_state, inner_state), aux
 
-    def _add(self, x: jax.Array, y: jax.Array) -> jax.Array:
+    def _before(self, x: jax.Array, norm: RMSNorm | LayerNorm) -> jax.Array:
+        """Return the input of a mixer or feedforward, from the residual stream x, both [B, T, D]."""
+        return x if self.post_norm else norm(x)
+
+    def _add(self, x: jax.Array, y: jax.Array, norm: RMSNorm | LayerNorm) -> jax.Array:
         """Return the residual stream x after the output y of a mixer or feedforward is added, both [B, T, D]."""
+        y = norm(y) if self.post_norm else y
         y = y if self.residual_scale == 1 else self.residual_scale * y
         return constrain(x + y, _ACTIVATIONS)
 

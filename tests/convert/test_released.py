@@ -57,6 +57,11 @@ def marked(names, fast):
     return [pytest.param(n, marks=() if n in fast else pytest.mark.slow) for n in names]
 
 
+FAST += ("transformers-qwen3_5_moe",)
+GRADIENTS += ("transformers-qwen3_5_text",)
+STORED += ("transformers-qwen3_5_moe", "transformers-qwen3_next", "transformers-olmo_hybrid")
+
+
 def imported(folder):
     """Return the config and the parameters of a checkpoint."""
     config = dataclasses.replace(model_config(folder), remat="none")
@@ -148,9 +153,12 @@ def test_an_unchanged_model_is_exported_byte_for_byte(name, tmp_path):
         assert again.letters() == config.letters()
         jax.tree.map(np.testing.assert_array_equal, again_params, params)
         shapes, theirs = Checkpoint(alone).shapes, Checkpoint(source).shapes
-        assert {n.replace("_swish_gate", "") for n in shapes} == {
-            n.replace("_swish_gate", "") for n in theirs
+        alike = {
+            n.replace("_swish_gate", "").replace(".language_model.", ".")
+            for n in theirs
+            if not n.startswith("model.visual.")
         }
+        assert {n.replace("_swish_gate", "") for n in shapes} == alike
 
 
 def changed(name, tmp_path, change=None, **fields):

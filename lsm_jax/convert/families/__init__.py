@@ -22,6 +22,9 @@ from lsm_jax.convert.families import (
     mamba2,
     mom,
     nemotron_h,
+    olmo_hybrid,
+    qwen3_5,
+    qwen3_next,
     retnet,
     rwkv6,
     rwkv7,
@@ -34,9 +37,9 @@ FAMILIES: dict[str, Family] = {
     module.FAMILY.model_type: module.FAMILY
     for module in (
         gla, retnet, delta_net, gated_deltanet, kda, hgrn2, gsa, linear_attn, mom, rwkv6, rwkv7, rwkv7_pth, mamba, mamba2,
-        granite, bamba, nemotron_h, falcon_h1, lfm2, xlstm,
+        granite, bamba, nemotron_h, falcon_h1, lfm2, xlstm, qwen3_next, olmo_hybrid,
     )
-}  # fmt: skip
+} | {family.model_type: family for family in qwen3_5.FAMILIES}  # fmt: skip
 """The families by `model_type`."""
 
 

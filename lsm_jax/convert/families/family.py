@@ -7,7 +7,7 @@ import copy
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from lsm_jax.convert.checkpoint import Tensors
@@ -69,6 +69,9 @@ class Family:
         read: returns the contents of config.json with the fields that the other attributes name, where other versions of the
             library have others; raises ValueError if it cannot.
         prefix: what the names of a layer's tensors begin with, before the layer's number.
+        ignored: beginnings of the names of tensors that the model does not have; an export copies them.
+        stored: returns values that follow from the names of the stored tensors, which `names` receives with those of the fields;
+            it is called without names for a new checkpoint.
         config: returns the model's config from the values of the fields.
         names: returns the table of a layer (see `layout_of`) from the values of the fields, the model's config, and the layer's
             number.
@@ -92,6 +95,8 @@ class Family:
     sizes: tuple[str | tuple[str, str], ...] = ()
     read: Callable[[dict[str, Any]], dict[str, Any]] = dict
     prefix: str = "model.layers."
+    ignored: tuple[str, ...] = ()
+    stored: Callable[[Collection[str]], dict[str, Any]] = lambda names: {}
 
     def values(self, given: Mapping[str, Any], where: object) -> dict[str, Any]:
         """Return the values of the fields that are read, with defaults of absent ones, from the contents of config.json.
@@ -161,15 +166,23 @@ class Family:
             raise ValueError(f"{where}: {error}") from error
         return config
 
-    def layout(self, given: Mapping[str, Any], config: ModelConfig, where: object) -> Layout:
+    def layout(
+        self,
+        given: Mapping[str, Any],
+        config: ModelConfig,
+        where: object,
+        stored: Collection[str] = (),
+    ) -> Layout:
         """Return the layout of a checkpoint.
 
         Args:
             given: the contents of its config.json.
             config: the model.
             where: the file, for error messages.
+            stored: the names of its tensors; none for a new checkpoint.
         """
-        names = functools.partial(self.names, self.values(given, where), config)
+        values = self.values(given, where) | self.stored(stored)
+        names = functools.partial(self.names, values, config)
         return layout_of(config, names, what=self.model_type)
 
     def fields_of(self, config: ModelConfig) -> dict[str, Any]:
