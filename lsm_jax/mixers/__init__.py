@@ -42,8 +42,8 @@ from lsm_jax.mixers import (
     mom,
     momentum_deltanet,
     nsa,
-    path,
     parallel,
+    path,
     precond_gated_deltanet,
     precond_kda,
     rebased,
@@ -52,8 +52,8 @@ from lsm_jax.mixers import (
     rwkv6,
     rwkv7,
     s4d,
-    slstm,
     short_conv,
+    slstm,
     softmax,
     titans,
     ttt_linear,
@@ -111,8 +111,8 @@ from lsm_jax.mixers.mom import MoM, MoMConfig
 from lsm_jax.mixers.momentum_deltanet import MomentumDeltaNet, MomentumDeltaNetConfig
 from lsm_jax.mixers.nsa import NSA, NSAConfig
 from lsm_jax.mixers.op_config import OpConfig, RecurrentConfig
-from lsm_jax.mixers.path import PaTH, PaTHConfig
 from lsm_jax.mixers.parallel import Parallel, ParallelConfig
+from lsm_jax.mixers.path import PaTH, PaTHConfig
 from lsm_jax.mixers.precond_gated_deltanet import PrecondGatedDeltaNet, PrecondGatedDeltaNetConfig
 from lsm_jax.mixers.precond_kda import PrecondKDA, PrecondKDAConfig
 from lsm_jax.mixers.rebased import Rebased, RebasedConfig
@@ -121,8 +121,8 @@ from lsm_jax.mixers.rg_lru import RGLRU, RGLRUConfig
 from lsm_jax.mixers.rwkv6 import RWKV6, RWKV6Config
 from lsm_jax.mixers.rwkv7 import RWKV7, RWKV7Config
 from lsm_jax.mixers.s4d import S4D, S4DConfig
-from lsm_jax.mixers.slstm import SLSTM, SLSTMConfig
 from lsm_jax.mixers.short_conv import ShortConv, ShortConvConfig
+from lsm_jax.mixers.slstm import SLSTM, SLSTMConfig
 from lsm_jax.mixers.softmax import Softmax, SoftmaxConfig
 from lsm_jax.mixers.titans import Titans, TitansConfig
 from lsm_jax.mixers.ttt_linear import TTTLinear, TTTLinearConfig
