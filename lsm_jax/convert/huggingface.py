@@ -28,6 +28,7 @@ from lsm_jax.convert.gguf_file import GGUF
 from lsm_jax.convert.layout import Layout, Names, layout_of, prefixed
 from lsm_jax.convert.load import load_tree
 from lsm_jax.convert.published import model_of
+from lsm_jax.convert.recipe import with_recipe
 from lsm_jax.convert.runs import command, new_run, save_run
 from lsm_jax.convert.rwkv_file import RWKVFile
 from lsm_jax.convert.tokenizer import check_companions, tokenizer_files, write_files
@@ -83,11 +84,22 @@ def open_source(source: Source) -> Tensors:
 
 
 def model_config(source: Source) -> ModelConfig:
-    """Return the config of the model that a pretrained model's config.json or GGUF file describes.
+    """Return the config of a pretrained model: of config.json or a GGUF file, with the mixers of the recipe that an exported
+    Liger model has beside it (`lsm_jax.convert.recipe`).
 
     Raises:
         ValueError: the source cannot be read, or this library does not support its model or one of its fields, which the message
-            names.
+            names; or the recipe does not fit the model.
+    """
+    opened = open_source(source)
+    return with_recipe(opened, published_config(opened))
+
+
+def published_config(source: Source) -> ModelConfig:
+    """Return the config of the model that a pretrained model's config.json or GGUF file describes, without a recipe.
+
+    Raises:
+        ValueError: as `model_config`.
     """
     opened = open_source(source)
     family = family_of(opened.config)

@@ -5,13 +5,14 @@
 
 The folder has config.json, model.safetensors and the run's tokenizer.json. GLA, RetNet, DeltaNet, Gated DeltaNet, KDA, HGRN2, GSA,
 linear attention, RWKV-6, RWKV-7 and Mixture-of-Memories are written for FLA, also with layers of softmax attention; Mamba and
-Mamba-2 for transformers. With the checkpoint that the run was imported from (`--source`), the folder has its config, files, dtypes
+Mamba-2 for transformers. Adapters (LoRA) are merged. With the checkpoint that the run was imported from (`--source`), the folder has its config, files, dtypes
 and tokenizer: an unchanged model is exported byte for byte.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import sys
 from collections.abc import Sequence
@@ -138,13 +139,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = parser.parse_args(arguments)
     try:
         run = load_run(parsed.workdir, step=parsed.step)
-        model, name = run.config.model, run.config.data.tokenizer
+        name = run.config.data.tokenizer
+        params = mixers.merge_adapters(run.params, run.config.model.lora)
+        model = dataclasses.replace(run.config.model, lora=None)
         if parsed.source is not None:
-            out = export(run.params, model, parsed.source, parsed.out)
+            out = export(params, model, parsed.source, parsed.out)
         else:
             tokenizer = name if str(name).endswith(".json") else None
             options = dict(dtype=parsed.dtype, tokenizer=tokenizer, norm_eps=parsed.norm_eps)
-            out = export_released(run.params, model, parsed.out, **options)
+            out = export_released(params, model, parsed.out, **options)
     except (ValueError, OSError) as error:
         print(f"{program}: {error}", file=sys.stderr)
         return 1
