@@ -50,8 +50,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.variants import Option, listed, parse_variant
-from lsm_jax.convert import tokenizer_of
-from lsm_jax.convert.tokenizer import tokenizer_files
+from lsm_jax.convert.tokenizer import tokenizer_path
 from lsm_jax.data import DataConfig, JSONTokenizer
 from lsm_jax.feedforward import SwiGLUConfig
 from lsm_jax.linearize import Pretrained, liger_model, lolcats_model, window_model
@@ -289,14 +288,5 @@ def _base(variant: str, name: str, source: str, given: str) -> tuple[ModelConfig
                 f"{sizes[0]}; use auto instead of {name}"
             )
     model.dtype = "bfloat16"
-    tokenizer = path / "tokenizer.json"
-    if given:
-        tokenizer = Path(given).expanduser().absolute()
-        tokenizer_files(path, tokenizer)
-    elif not path.is_dir():
-        tokenizer = path.with_name(path.name + ".tokenizer") / "tokenizer.json"
-        if tokenizer.is_file():
-            tokenizer_files(path, tokenizer)  # raises if the .gguf file was replaced by another
-        else:
-            tokenizer_of(path, tokenizer.parent)
+    tokenizer = tokenizer_path(path, given or None)
     return model, str(tokenizer), JSONTokenizer(tokenizer).adds_bos

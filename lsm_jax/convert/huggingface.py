@@ -33,7 +33,7 @@ from lsm_jax.convert.runs import command, new_run, save_run
 from lsm_jax.convert.rwkv_file import RWKVFile
 from lsm_jax.convert.tokenizer import check_companions, tokenizer_files, write_files
 from lsm_jax.data import DataConfig
-from lsm_jax.data.tokenizers import JSONTokenizer
+from lsm_jax.data.tokenizers import load_tokenizer
 from lsm_jax.files import inside
 from lsm_jax.models import ModelConfig
 from lsm_jax.training import TrainConfig
@@ -222,7 +222,7 @@ def import_huggingface(
     Args:
         source: the folder or file.
         workdir: the directory of the new run; it must not contain a run.
-        tokenizer: a tokenizer.json or its folder, to use instead of the source's tokenizer.
+        tokenizer: a tokenizer.json or its folder, to use instead of the source's tokenizer; or RWKV's vocabulary, a .txt file.
         model: a model that has the source's parameters, such as a Liger model; None is `model_config(source)`.
         progress: called with (numbers loaded so far, all numbers of the model).
 
@@ -285,7 +285,7 @@ def tokenizer_data(source: Tensors, workdir: Path, files: dict[str, bytes]) -> D
         return DataConfig(
             tokenizer=path,
             sequence_length=min(8192, source.config.get("max_position_embeddings") or 8192),
-            add_bos=JSONTokenizer(path).adds_bos,
+            add_bos=getattr(load_tokenizer(path), "adds_bos", False),
         )
     except BaseException:
         for written in files:
@@ -313,7 +313,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     exit status."""
     source = "a Hugging Face folder or a .gguf file"
     options = dict(
-        tokenizer="a tokenizer.json, if the source has none or one that is not supported"
+        tokenizer="a tokenizer.json, if the source has none or one that is not supported; of RWKV's models their vocabulary, a .txt"
     )
     return command(
         "lsm_jax.convert.huggingface", __doc__, source, _import_with_progress, arguments, options

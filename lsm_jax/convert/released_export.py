@@ -81,7 +81,7 @@ def export_released(
         config: the model.
         out_folder: the folder to write; it must be empty or not exist.
         dtype: "float32", "bfloat16" or "float16", of all tensors.
-        tokenizer: a tokenizer.json or its folder, which is copied; None is none.
+        tokenizer: a tokenizer.json or its folder, or RWKV's vocabulary, a .txt file, which is copied; None is none.
         norm_eps: epsilon of the norms of the written model. FLA has one for the norms of blocks and of mixers; with None, a model
             with several is refused.
 
@@ -106,7 +106,7 @@ def export_released(
     files = {}
     if tokenizer is not None:
         path = Path(tokenizer).expanduser()
-        files = tokenizer_files(path.parent if path.is_file() else path)
+        files = tokenizer_files(path if path.is_dir() else path.parent, path)
     write, kind = layout.writer(params), FLOATS[_DTYPES[dtype]]
     dtypes = dict.fromkeys(layout.shapes, np.dtype(kind))
     with new_folder(out, "out_folder") as folder:
@@ -145,7 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if parsed.source is not None:
             out = export(params, model, parsed.source, parsed.out)
         else:
-            tokenizer = name if str(name).endswith(".json") else None
+            tokenizer = name if str(name).endswith((".json", ".txt")) else None
             options = dict(dtype=parsed.dtype, tokenizer=tokenizer, norm_eps=parsed.norm_eps)
             out = export_released(params, model, parsed.out, **options)
     except (ValueError, OSError) as error:
