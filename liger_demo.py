@@ -110,9 +110,7 @@ def measure(source: Path, config: Any, workdir: Path) -> dict[str, Any]:
             "beyond 64": float(evaluation.curve.loss[64:].mean()),
         }
         print(f"{name}: {evaluation.curve.mean:.3f} nats per token", file=sys.stderr, flush=True)
-    sample = generate(
-        models_by_name[TUNED], tokenizer, "def main(", num_tokens=48, temperature=0
-    )
+    sample = generate(models_by_name[TUNED], tokenizer, "def main(", num_tokens=48, temperature=0)
     return {
         "said": PROMPT + continuation,
         "losses": losses,
@@ -124,7 +122,9 @@ def measure(source: Path, config: Any, workdir: Path) -> dict[str, Any]:
 def without_memory(model: Any) -> Any:
     """Return the config of a Liger model whose memories have the weight 0."""
     layers = {
-        letter: dataclasses.replace(layer, mixer=dataclasses.replace(layer.mixer, memory_weight=0.0))
+        letter: dataclasses.replace(
+            layer, mixer=dataclasses.replace(layer.mixer, memory_weight=0.0)
+        )
         for letter, layer in model.layers.items()
     }
     return dataclasses.replace(model, layers=layers)

@@ -72,7 +72,9 @@ def get_config(variant: str = "lora") -> TrainConfig:
     if not (source / "checkpoints").is_dir():
         fields = _of_pretrained(source, options.get("tokenizer"))
     elif "tokenizer" in options:
-        raise ValueError(f"variant {variant!r}: tokenizer is not accepted with the directory of a run, which has one")
+        raise ValueError(
+            f"variant {variant!r}: tokenizer is not accepted with the directory of a run, which has one"
+        )
     else:
         fields = _of_run(source)
     model, data = fields["model"], fields["data"]
@@ -89,7 +91,10 @@ def get_config(variant: str = "lora") -> TrainConfig:
     return TrainConfig(
         name=variant,
         optimizer=OptimizerConfig(
-            peak_lr=options.get("lr", rate), warmup_tokens=3 * tokens // 100, b2=0.999, weight_decay=0.0
+            peak_lr=options.get("lr", rate),
+            warmup_tokens=3 * tokens // 100,
+            b2=0.999,
+            weight_decay=0.0,
         ),
         batch_size=16,
         total_tokens=tokens,

@@ -77,7 +77,9 @@ def _exists(source: Checkpoint) -> bool:
 def _read(given: dict[str, Any], described: ModelConfig) -> ModelConfig:
     """Return the model of a recipe, given the contents of its file and the model of config.json."""
     if unknown := sorted(set(given) ^ {"format", "pattern", "mixers"}):
-        raise ValueError(f"fields {listed(unknown)}; accepted are exactly format, pattern and mixers")
+        raise ValueError(
+            f"fields {listed(unknown)}; accepted are exactly format, pattern and mixers"
+        )
     if given["format"] != _FORMAT:
         raise ValueError(f"format={given['format']!r}; accepted is {_FORMAT}")
     pattern, mixers = given["pattern"], given["mixers"]

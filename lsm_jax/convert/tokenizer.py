@@ -145,8 +145,12 @@ def _world(folder: Path, name: str) -> dict[str, bytes]:
     """
     path = folder / name
     if not path.is_file():
-        raise ValueError(f"tokenizer={str(path)!r} does not exist; accepted is RWKV's vocabulary, such as {VOCABULARY}")
-    content = read_bytes(inside(folder, name, what=f"{folder}", follow_links=True), max_bytes=_MAX_BYTES)
+        raise ValueError(
+            f"tokenizer={str(path)!r} does not exist; accepted is RWKV's vocabulary, such as {VOCABULARY}"
+        )
+    content = read_bytes(
+        inside(folder, name, what=f"{folder}", follow_links=True), max_bytes=_MAX_BYTES
+    )
     check_sum(path, name, read_sums(folder), content)
     vocabulary(content, path)
     return {VOCABULARY: content}

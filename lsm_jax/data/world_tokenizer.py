@@ -112,7 +112,9 @@ def vocabulary(content: bytes, where: object) -> dict[bytes, int]:
         except (ValueError, SyntaxError, MemoryError) as error:
             raise ValueError(f"{where}: line {number}: {short_text(error, 200)}") from error
         if index in seen or token in ids:
-            raise ValueError(f"{where}: line {number}: {short_text(line, 80)}: the id or the token occurs before")
+            raise ValueError(
+                f"{where}: line {number}: {short_text(line, 80)}: the id or the token occurs before"
+            )
         seen.add(index)
         ids[token] = index
     absent = [byte for byte in range(256) if bytes([byte]) not in ids]
@@ -137,5 +139,7 @@ def _entry(line: str) -> tuple[int, bytes]:
     if not isinstance(token, bytes) or len(token) != length or not token:
         raise ValueError(f"{short_text(line, 80)}: the token is not of {length} bytes")
     if not 0 < index <= _MAX_ID:
-        raise ValueError(f"{short_text(line, 80)}: id {index}; accepted are 1 to {_MAX_ID}, since 0 ends a document")
+        raise ValueError(
+            f"{short_text(line, 80)}: id {index}; accepted are 1 to {_MAX_ID}, since 0 ends a document"
+        )
     return index, token

@@ -21,11 +21,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lsm_jax.convert import export
-from lsm_jax.mixers import merge_adapters
 from lsm_jax.linearize.peft import write_adapters
 from lsm_jax.linearize.pretrained import Pretrained
 from lsm_jax.linearize.recipes import base_model
 from lsm_jax.linearize.released import describe, open_pretrained, transformer_type
+from lsm_jax.mixers import merge_adapters
 from lsm_jax.models import ModelConfig, abstract
 from lsm_jax.training import TrainConfig, load_run
 from lsm_jax.training.partition import leaves_of

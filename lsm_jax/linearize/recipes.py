@@ -123,7 +123,9 @@ def base_model(config: ModelConfig) -> ModelConfig:
     base.lora = None
     for letter, layer in config.layers.items():
         if isinstance(layer.mixer, LINEARIZED):
-            fields = {f.name: getattr(layer.mixer, f.name) for f in dataclasses.fields(SoftmaxConfig)}
+            fields = {
+                f.name: getattr(layer.mixer, f.name) for f in dataclasses.fields(SoftmaxConfig)
+            }
             fields |= dict(window=None, implementation=None)
             base.layers[letter] = LayerConfig(
                 mixer=SoftmaxConfig(**fields), feedforward=layer.feedforward

@@ -93,9 +93,7 @@ def add_adapters(part: nnx.Module, config: LoRAConfig, *, rngs: nnx.Rngs) -> lis
     """
     layers, found = adaptable(part), []
     for target in config.targets:
-        named = [
-            path for path in layers if target == EVERY or f".{path}".endswith(f".{target}")
-        ]
+        named = [path for path in layers if target == EVERY or f".{path}".endswith(f".{target}")]
         found += [target] if named else []
         for layer in (layers[path] for path in named):
             if layer.lora is None:

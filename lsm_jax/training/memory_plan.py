@@ -111,7 +111,9 @@ def plan(
     local_params = dict(zip(all_params, local_counts, strict=True))
     trainable, frozen = split(params, config.trainable)
     trained_leaves = jax.tree_util.tree_leaves_with_path(trainable)
-    frozen_leaves = jax.tree_util.tree_leaves_with_path(in_frozen_dtype(frozen, config.frozen_dtype))
+    frozen_leaves = jax.tree_util.tree_leaves_with_path(
+        in_frozen_dtype(frozen, config.frozen_dtype)
+    )
     trained = 4 * sum(local_params[_name(path)] for path, _ in trained_leaves)
     moments = _moments(config)
     optimizer = 4 * sum(
@@ -124,7 +126,8 @@ def plan(
     distributed = 2 * period_bytes(local_params) if config.mesh.rounds > 1 else 0
     return Plan(
         sizes=sizes,
-        parameters=trained + sum(x.dtype.itemsize * local_params[_name(p)] for p, x in frozen_leaves),
+        parameters=trained
+        + sum(x.dtype.itemsize * local_params[_name(p)] for p, x in frozen_leaves),
         optimizer=optimizer,
         # With accumulation: the sum of the gradients, and those of one subset of the batch.
         gradients=trained * (2 if config.accumulation_steps > 1 else 1),

@@ -54,7 +54,8 @@ def write(folder: Path, *, vocab: int, width: int, inner: int, layers: int) -> d
     """Write a checkpoint of FLA's GLA whose matrices are bfloat16 but for the second matrix of the gate, which is float32, as are
     norms; return the bytes of each tensor."""
     layer = LayerConfig(
-        mixer=mixers.GLAConfig(num_heads=2, norm_eps=1e-5), feedforward=SwiGLUConfig(intermediate_size=inner)
+        mixer=mixers.GLAConfig(num_heads=2, norm_eps=1e-5),
+        feedforward=SwiGLUConfig(intermediate_size=inner),
     )
     config = ModelConfig(vocab_size=vocab, hidden_size=width, num_layers=layers, layers={"L": layer}, tie_embeddings=False, norm_eps=1e-5)  # fmt: skip
     family = FAMILIES["gla"]
@@ -78,7 +79,9 @@ def test_the_host_needs_the_parameters_and_one_tensor(tmp_path):
     total, largest = sum(sizes.values()), max(sizes.values())
     assert total > 290e6 and largest > 0.2 * total
     extra = int(run_with_devices(1, "-c", MEMORY, str(tmp_path / "model")))
-    print(f"{total / 2**20:.0f} MiB, largest {largest / 2**20:.0f} MiB: {extra / 2**20:.0f} MiB besides the parameters")
+    print(
+        f"{total / 2**20:.0f} MiB, largest {largest / 2**20:.0f} MiB: {extra / 2**20:.0f} MiB besides the parameters"
+    )
     assert extra < largest + CONSTANT
 
 
@@ -86,7 +89,9 @@ def test_the_stored_dtype_of_each_matrix_is_kept(tmp_path):
     sizes = write(tmp_path / "model", vocab=64, width=32, inner=48, layers=2)
     source = open_source(tmp_path / "model")
     config = model_config(source)
-    params = load_params(source, config, dtype=checkpoint_layout(source, config).stored_dtypes(source))
+    params = load_params(
+        source, config, dtype=checkpoint_layout(source, config).stored_dtypes(source)
+    )
     wide = {"decay_up.kernel", "decay_up.bias"}
     for name, leaf in leaves_of(params).items():
         narrow = name.endswith(("kernel", "embedding")) and not name.endswith(tuple(wide))

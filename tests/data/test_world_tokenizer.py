@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from lsm_jax.data import WorldTokenizer, load_tokenizer
-from lsm_jax.data.tokenize import write_store
-from lsm_jax.data.sources import tokenizer_of
 from lsm_jax.data.config import DataConfig
+from lsm_jax.data.sources import tokenizer_of
+from lsm_jax.data.tokenize import write_store
 from lsm_jax.data.world_tokenizer import VOCABULARY
 from tests.data.world import tokens, write_vocabulary
 
@@ -33,7 +33,23 @@ def longest_first(text: str) -> list[int]:
 
 def random_texts() -> list[str]:
     rng = random.Random(0)
-    pieces = ["the", " the", "th", "the thing", "thing", "\n", "\n\n\n", "é", "日", "旨", "x", "\0", "😀", "\r", "\x85"]
+    pieces = [
+        "the",
+        " the",
+        "th",
+        "the thing",
+        "thing",
+        "\n",
+        "\n\n\n",
+        "é",
+        "日",
+        "旨",
+        "x",
+        "\0",
+        "😀",
+        "\r",
+        "\x85",
+    ]
     return ["".join(rng.choices(pieces, k=rng.randrange(40))) for _ in range(200)]
 
 
@@ -92,7 +108,9 @@ def test_other_text_files_are_refused(tmp_path):
     (tmp_path / "notes.txt").write_text("hello\n")
     with pytest.raises(ValueError, match="notes.txt: line 1: .*accepted are an id"):
         load_tokenizer(str(tmp_path / "notes.txt"))
-    with pytest.raises(ValueError, match="is not a file; accepted is the path of RWKV's vocabulary"):
+    with pytest.raises(
+        ValueError, match="is not a file; accepted is the path of RWKV's vocabulary"
+    ):
         load_tokenizer(str(tmp_path / "absent.txt"))
 
 

@@ -3,7 +3,6 @@ vocabulary as tokenizer."""
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import jax

@@ -19,7 +19,13 @@ def main(source: str, text: str, folder: str) -> None:
     """Train both runs of three steps and compare them."""
     runs = {}
     for name, mesh in (("one", MeshConfig(data=4)), ("shared", MeshConfig(data=1, sequence=4))):
-        config = tiny(f"lora,source={source},rank=2", Path(text), mesh=mesh, batch_size=4, total_tokens=3 * 1024)
+        config = tiny(
+            f"lora,source={source},rank=2",
+            Path(text),
+            mesh=mesh,
+            batch_size=4,
+            total_tokens=3 * 1024,
+        )
         train(config, Path(folder) / name)
         rows = read_rows(Path(folder) / name / "metrics.jsonl")
         losses = [row["train/loss"] for row in rows if "train/loss" in row]

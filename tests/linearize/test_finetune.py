@@ -27,7 +27,10 @@ TOKENS = np.arange(40)[None] * 7 % 260
 
 def write_instructions(folder):
     """Write 16 instructions of different lengths, and return the file."""
-    rows = [dict(instruction=f"Say {i}", output=f"It is the thing {i}. " * (1 + i % 3)) for i in range(16)]
+    rows = [
+        dict(instruction=f"Say {i}", output=f"It is the thing {i}. " * (1 + i % 3))
+        for i in range(16)
+    ]
     (folder / "alpaca.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder / "alpaca.jsonl"
 
@@ -39,7 +42,9 @@ def tiny(variant, text, **changes):
     data = dict(path=str(text), heldout_fraction=0.2, num_threads=0, prefetch=0)
     config.data = dataclasses.replace(config.data, **data)
     optimizer = dataclasses.replace(config.optimizer, warmup_tokens=0)
-    fields = dict(optimizer=optimizer, batch_size=2, total_tokens=4 * 512, log_every=1, eval_every=0)
+    fields = dict(
+        optimizer=optimizer, batch_size=2, total_tokens=4 * 512, log_every=1, eval_every=0
+    )
     return dataclasses.replace(config, **fields | changes)
 
 
@@ -60,17 +65,32 @@ def tuned(tmp_path_factory):
 def test_adapters_alone_train_and_frozen_parameters_are_as_stored(tuned):
     source, _, workdir = tuned
     run = load_run(workdir)
-    assert run.config.model.lora.targets == ("all",) and run.config.frozen_dtype == "bfloat16_matrices"
+    assert (
+        run.config.model.lora.targets == ("all",) and run.config.frozen_dtype == "bfloat16_matrices"
+    )
     adapters, frozen = (leaves_of(x) for x in split(run.params, ("lora",)))
     parts = {name.partition("mixer.")[2] for name in adapters if "mixer" in name}
-    assert {"r_proj.lora.a", "k_proj.lora.b", "decay.down.lora.a", "gate.up.lora.b", "o_proj.lora.a"} <= parts
-    assert sum(np.abs(value).max() > 0 for name, value in adapters.items() if name.endswith(".b")) >= 10
+    assert {
+        "r_proj.lora.a",
+        "k_proj.lora.b",
+        "decay.down.lora.a",
+        "gate.up.lora.b",
+        "o_proj.lora.a",
+    } <= parts
+    assert (
+        sum(np.abs(value).max() > 0 for name, value in adapters.items() if name.endswith(".b"))
+        >= 10
+    )
     stored = leaves_of(convert.load_params(source, convert.model_config(source)))
     assert frozen.keys() == stored.keys()
     for name, value in stored.items():
         np.testing.assert_array_equal(np.asarray(frozen[name], np.float32), value, err_msg=name)
-    assert {str(frozen[n].dtype) for n in frozen if n.endswith(("kernel", "embedding"))} == {"bfloat16"}
-    assert {str(frozen[n].dtype) for n in frozen if n.endswith(("mix", "bonus", "scale"))} == {"float32"}
+    assert {str(frozen[n].dtype) for n in frozen if n.endswith(("kernel", "embedding"))} == {
+        "bfloat16"
+    }
+    assert {str(frozen[n].dtype) for n in frozen if n.endswith(("mix", "bonus", "scale"))} == {
+        "float32"
+    }
 
 
 def test_the_export_has_the_released_layout_and_the_tuned_models_logits(tuned, tmp_path):
@@ -78,13 +98,24 @@ def test_the_export_has_the_released_layout_and_the_tuned_models_logits(tuned, t
     run = load_run(workdir)
     out = export_run(workdir, tmp_path / "out")
     before, after = convert.Checkpoint(source), convert.Checkpoint(out)
-    assert (before.shapes, before.dtypes, before.files, before.config) == (after.shapes, after.dtypes, after.files, after.config)
-    changed = {name for name in before.shapes if not np.array_equal(before.stored(name), after.stored(name))}
+    assert (before.shapes, before.dtypes, before.files, before.config) == (
+        after.shapes,
+        after.dtypes,
+        after.files,
+        after.config,
+    )
+    changed = {
+        name
+        for name in before.shapes
+        if not np.array_equal(before.stored(name), after.stored(name))
+    }
     assert "model.layers.1.attn.k_proj.weight" in changed and "lm_head.weight" not in changed
     assert not [name for name in changed if name.endswith((".bias", "x_k", "norm.weight"))]
     # Through float32, in which the merged matrices are nearly exact: the same logits.
     exact = convert.export_released(
-        convert.load_params(source, convert.model_config(source)), convert.model_config(source), tmp_path / "wide"
+        convert.load_params(source, convert.model_config(source)),
+        convert.model_config(source),
+        tmp_path / "wide",
     )
     again = export_run(workdir, tmp_path / "float32", source=exact)
     config = dataclasses.replace(convert.model_config(again), dtype="float32", remat="none")
@@ -107,7 +138,14 @@ def _model(config, params):
 def test_all_tasks_run_on_a_tuned_model(tuned, tmp_path):
     run = load_run(tuned[2])
     needle = NeedleConfig(lengths=(64,), depths=(50.0,))
-    request = Request(prompt="the thing", num_tokens=4, batch_size=2, max_tokens=512, data=str(tuned[1]), needle=needle)
+    request = Request(
+        prompt="the thing",
+        num_tokens=4,
+        batch_size=2,
+        max_tokens=512,
+        data=str(tuned[1]),
+        needle=needle,
+    )
     for name in ("perplexity", "generate"):
         (tmp_path / name).mkdir()
         assert TASKS[name](run, request, tmp_path / name)
@@ -122,7 +160,10 @@ def test_a_run_is_tuned_completely_and_exported(tmp_path):
     out = export_run(tmp_path / "run", tmp_path / "out", source=source)
     before, after = convert.Checkpoint(source), convert.Checkpoint(out)
     assert before.shapes == after.shapes
-    assert not np.array_equal(before.stored("backbone.layers.0.mixer.A_log"), after.stored("backbone.layers.0.mixer.A_log"))
+    assert not np.array_equal(
+        before.stored("backbone.layers.0.mixer.A_log"),
+        after.stored("backbone.layers.0.mixer.A_log"),
+    )
 
 
 def test_errors_of_the_config(tuned):
@@ -140,11 +181,19 @@ def test_errors_of_the_config(tuned):
     from lsm_jax.models import abstract
 
     config = finetune.get_config(f"lora,source={source},targets=q_proj+k_proj")
-    with pytest.raises(ValueError, match="a layer of RWKV7 and .* has no projection q_proj; it has .*decay.down"):
+    with pytest.raises(
+        ValueError, match="a layer of RWKV7 and .* has no projection q_proj; it has .*decay.down"
+    ):
         abstract(config.model)
 
 
-@pytest.mark.parametrize("kind", [pytest.param(k, marks=pytest.mark.slow) for k in ("rwkv7", "gated_deltanet", "mamba2")])
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=pytest.mark.slow) for k in ("rwkv7", "gated_deltanet", "mamba2")]
+)
 def test_devices_that_share_rows_tune_as_one(kind, tmp_path):
     source, text = write_model(tmp_path / kind, kind), write_instructions(tmp_path)
-    print(run_with_devices(4, "-m", "tests.linearize.shared_rows", str(source), str(text), str(tmp_path)))
+    print(
+        run_with_devices(
+            4, "-m", "tests.linearize.shared_rows", str(source), str(text), str(tmp_path)
+        )
+    )

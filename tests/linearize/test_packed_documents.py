@@ -27,7 +27,14 @@ from tests.data.world import write_vocabulary
 from tests.linearize.released_models import VOCAB, model
 
 # Models in which more than the memory crosses a border: the tails of convolutions, or of token shifts (RWKV).
-WITH_TAILS = ("fla-rwkv7", "fla-rwkv6", "transformers-mamba2", "transformers-mamba", "fla-gated_deltanet", "fla-kda")
+WITH_TAILS = (
+    "fla-rwkv7",
+    "fla-rwkv6",
+    "transformers-mamba2",
+    "transformers-mamba",
+    "fla-gated_deltanet",
+    "fla-kda",
+)
 CARRYING = (*WITH_TAILS, "fla-gla", "fla-gla-hybrid")
 FAST = ("fla-rwkv7", "transformers-mamba2", "fla-gated_deltanet")
 NAMES = sorted(p.name for p in GOLDENS.iterdir() if p.is_dir())
@@ -66,7 +73,9 @@ def objective(graph, params, batch):
     hidden, _, _ = decoder.hidden(
         batch["tokens"], segment_ids=batch.get("segment_ids"), positions=batch.get("positions"), contiguous=True
     )  # fmt: skip
-    return mean_next_token_loss(hidden, decoder.head(), batch["labels"], batch["loss_mask"], 1, chunk_size=64)
+    return mean_next_token_loss(
+        hidden, decoder.head(), batch["labels"], batch["loss_mask"], 1, chunk_size=64
+    )
 
 
 def measured(graph, params, trainable, batch):
@@ -93,7 +102,9 @@ def assert_equal(packed, separate, what):
     scale = max(np.abs(x).max() for x in theirs.values())
     assert scale > 1e-3
     for name, value in theirs.items():
-        np.testing.assert_allclose(ours[name], value, rtol=1e-3, atol=2e-5 * scale, err_msg=f"{what} {name}")
+        np.testing.assert_allclose(
+            ours[name], value, rtol=1e-3, atol=2e-5 * scale, err_msg=f"{what} {name}"
+        )
 
 
 @functools.cache
@@ -104,8 +115,16 @@ def golden_batch():
     tokens = rng.integers(0, 48, ids.shape).astype(np.int32)
     labels = np.roll(tokens, -1, axis=1)
     mask = (np.diff(ids, axis=1, append=0) == 0) & (ids != 0)
-    positions = np.stack([np.arange(24) - np.searchsorted(row, row) for row in np.where(ids == 0, 9, ids)])
-    return dict(tokens=tokens, labels=labels, loss_mask=mask.astype(np.float32), segment_ids=ids, positions=positions)
+    positions = np.stack(
+        [np.arange(24) - np.searchsorted(row, row) for row in np.where(ids == 0, 9, ids)]
+    )
+    return dict(
+        tokens=tokens,
+        labels=labels,
+        loss_mask=mask.astype(np.float32),
+        segment_ids=ids,
+        positions=positions,
+    )
 
 
 @pytest.mark.parametrize("name", marked(NAMES, FAST))
@@ -124,20 +143,29 @@ def test_packed_documents_of_released_models_are_separate(name):
 @pytest.mark.parametrize("kind", ["rwkv7", pytest.param("hybrid", marks=pytest.mark.slow)])
 def test_packed_instructions_train_adapters_as_separate_ones(kind, tmp_path):
     vocabulary = write_vocabulary(tmp_path)
-    rows = [dict(instruction=f"Say {i}", output=f"It is the thing {i}. " * (1 + i % 3)) for i in range(12)]
+    rows = [
+        dict(instruction=f"Say {i}", output=f"It is the thing {i}. " * (1 + i % 3))
+        for i in range(12)
+    ]
     (tmp_path / "alpaca.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = DataConfig(
         path=str(tmp_path / "alpaca.jsonl"), tokenizer=str(vocabulary), format="alpaca", packing="first_fit", add_bos=False,
         sequence_length=512, num_threads=0, prefetch=0, heldout_fraction=0.0,
     )  # fmt: skip
-    batch = next(make_train_iterator(data, load_tokenizer(str(vocabulary)), global_batch_size=2, seed=0, vocab_size=VOCAB))
+    batch = next(
+        make_train_iterator(
+            data, load_tokenizer(str(vocabulary)), global_batch_size=2, seed=0, vocab_size=VOCAB
+        )
+    )
     batch = {name: np.asarray(value) for name, value in batch.items()}
     assert batch["segment_ids"].max() >= 2
     config = dataclasses.replace(model(kind), lora=LoRAConfig(targets=("all",), rank=2))
     decoder = Decoder(config, rngs=nnx.Rngs(0))
     params = nnx.to_pure_dict(nnx.state(decoder, nnx.Param))
     rng = np.random.default_rng(0)
-    params = jax.tree.map(lambda x: jnp.asarray(x + 0.1 * rng.standard_normal(x.shape, np.float32)), params)
+    params = jax.tree.map(
+        lambda x: jnp.asarray(x + 0.1 * rng.standard_normal(x.shape, np.float32)), params
+    )
     graph = nnx.graphdef(decoder)
     packed = measured(graph, params, ("lora",), batch)
     assert_equal(packed, measured(graph, params, ("lora",), documents_of(batch)), kind)

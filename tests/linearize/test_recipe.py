@@ -49,9 +49,17 @@ def test_an_exported_liger_model_is_imported_as_itself(trained, tmp_path):
     expected = logits(load_run(run))
     out = export_run(run, tmp_path / "out")
     config = convert.import_huggingface(out, tmp_path / "again")
-    assert [type(config.model.layers[x].mixer) for x in config.model.letters()] == [LigerConfig, SoftmaxConfig]
+    assert [type(config.model.layers[x].mixer) for x in config.model.letters()] == [
+        LigerConfig,
+        SoftmaxConfig,
+    ]
     mixer = config.model.layers[config.model.letters()[0]].mixer
-    assert (mixer.gate, mixer.window, mixer.memory_weight, mixer.window_weight) == ("mamba2", 8, 0.25, 0.5)
+    assert (mixer.gate, mixer.window, mixer.memory_weight, mixer.window_weight) == (
+        "mamba2",
+        8,
+        0.25,
+        0.5,
+    )
     again = logits(load_run(tmp_path / "again"))
     np.testing.assert_allclose(again, expected, rtol=0, atol=1e-4 * np.abs(expected).max())
     # Without the recipe it would be the softmax model, with other logits.
@@ -59,7 +67,10 @@ def test_an_exported_liger_model_is_imported_as_itself(trained, tmp_path):
     sums = (out / "SHA256SUMS").read_text().splitlines(keepends=True)
     (out / "SHA256SUMS").write_text("".join(x for x in sums if FILE not in x))
     convert.import_huggingface(out, tmp_path / "softmax")
-    assert np.abs(logits(load_run(tmp_path / "softmax")) - expected).max() > 0.05 * np.abs(expected).max()
+    assert (
+        np.abs(logits(load_run(tmp_path / "softmax")) - expected).max()
+        > 0.05 * np.abs(expected).max()
+    )
 
 
 def test_adapters_alone_are_imported_as_the_liger_model(trained, tmp_path):

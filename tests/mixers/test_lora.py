@@ -34,11 +34,16 @@ def check(config):
         return
     stir(module)  # the second matrices start at zero
     params = nnx.to_pure_dict(nnx.state(module, nnx.Param))
-    assert sum("'lora'" in jax.tree_util.keystr(p) for p, _ in jax.tree.leaves_with_path(params)) == 2 * count
+    assert (
+        sum("'lora'" in jax.tree_util.keystr(p) for p, _ in jax.tree.leaves_with_path(params))
+        == 2 * count
+    )
     merged = nnx.merge(plain, mixers.merge_adapters(params, LORA))
     x = jax.random.normal(jax.random.key(1), (2, 10, WIDTH))
     call = jax.jit(lambda m, x: run(m, x)[0])
-    ours, theirs, before = (np.asarray(call(m, x)) for m in (module, merged, nnx.merge(plain, _without(params))))
+    ours, theirs, before = (
+        np.asarray(call(m, x)) for m in (module, merged, nnx.merge(plain, _without(params)))
+    )
     scale = np.abs(ours).max()
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=2e-5 * scale)
     assert np.abs(ours - before).max() > 1e-3 * scale
