@@ -31,7 +31,7 @@ from configs.variants import Option, check_head, parse_variant
 from lsm_jax.convert import model_config
 from lsm_jax.convert.checkpoint import Tensors
 from lsm_jax.convert.huggingface import check_tensors, checkpoint_layout
-from lsm_jax.convert.tokenizer import tokenizer_path
+from lsm_jax.convert.tokenizer_path import tokenizer_path
 from lsm_jax.data import DataConfig, load_tokenizer
 from lsm_jax.linearize import Pretrained
 from lsm_jax.linearize.released import Released, open_pretrained

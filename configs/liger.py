@@ -54,7 +54,7 @@ from absl import logging
 from configs.variants import Option, listed, parse_variant
 from lsm_jax.convert.recipe import FILE as RECIPE
 from lsm_jax.convert.recipe import with_recipe
-from lsm_jax.convert.tokenizer import tokenizer_path
+from lsm_jax.convert.tokenizer_path import tokenizer_path
 from lsm_jax.data import DataConfig, JSONTokenizer
 from lsm_jax.feedforward import SwiGLUConfig
 from lsm_jax.linearize import Pretrained, liger_model, lolcats_model, window_model

@@ -166,11 +166,13 @@ def write_adapters(
     for name, _, leaf, row in _tensors(_adapters_of(params), model):
         values = np.asarray(jax.device_get(leaf if row is None else leaf[row]), np.float32)
         arrays[name] = np.ascontiguousarray(values.T)
+    names = {name.rpartition(".lora_")[0].rpartition(".")[2] for name in arrays}
+    modules = list(lora.targets) if names == set(lora.targets) else sorted(names)
     config = dict(
         alpha_pattern={}, auto_mapping=None, base_model_name_or_path=base, bias="none", fan_in_fan_out=False,
         inference_mode=True, init_lora_weights=True, layers_pattern=None, layers_to_transform=None,
         lora_alpha=int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha, lora_dropout=0.0, modules_to_save=None,
-        peft_type="LORA", r=lora.rank, rank_pattern={}, revision=None, target_modules=list(lora.targets),
+        peft_type="LORA", r=lora.rank, rank_pattern={}, revision=None, target_modules=modules,
         task_type="CAUSAL_LM", use_dora=False, use_rslora=False,
     )  # fmt: skip
     recipe = recipe_of(model, base_model(model) if described is None else described)

@@ -14,7 +14,6 @@ import pytest
 
 from configs import finetune
 from lsm_jax import convert
-from lsm_jax.data import NeedleConfig
 from lsm_jax.evaluation import TASKS, Request
 from lsm_jax.linearize.export import export_run
 from lsm_jax.training import load_run, train
@@ -135,17 +134,9 @@ def _model(config, params):
     return nnx.merge(nnx.graphdef(abstract(config)), params)
 
 
-def test_all_tasks_run_on_a_tuned_model(tuned, tmp_path):
+def test_tasks_run_on_a_tuned_model(tuned, tmp_path):
     run = load_run(tuned[2])
-    needle = NeedleConfig(lengths=(64,), depths=(50.0,))
-    request = Request(
-        prompt="the thing",
-        num_tokens=4,
-        batch_size=2,
-        max_tokens=512,
-        data=str(tuned[1]),
-        needle=needle,
-    )
+    request = Request(prompt="the thing", num_tokens=4, batch_size=2, max_tokens=512)
     for name in ("perplexity", "generate"):
         (tmp_path / name).mkdir()
         assert TASKS[name](run, request, tmp_path / name)
