@@ -8,7 +8,8 @@ Expected: docs/released_models.md says what is tested. These are usual values of
 parameters, in float32). The source is any model that `python -m lsm_jax.convert.huggingface` imports, with linear layers or
 softmax attention, or an exported Liger model. Options:
 
-    source        a Hugging Face folder, a .gguf file, a .pth file of RWKV's authors, or the directory of a run
+    source        required for training; without it the config is that of SmolLM2-135M, on paper. A Hugging Face folder,
+                  a .gguf file, a .pth file of RWKV's authors, or the directory of a run
     tokenizer     a tokenizer.json, or RWKV's vocabulary (.txt), to use instead of the source's
     targets       the dense layers that have adapters, joined by +, such as q_proj+k_proj (default: all of mixers and feedforwards)
     rank, alpha   of the adapters (default: 16, and twice the rank)
@@ -23,10 +24,12 @@ rows longer than a device's memory, --config.mesh.sequence=8 divides them over d
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from pathlib import Path
 from typing import Any
 
+from configs.liger import MODELS
 from configs.variants import Option, check_head, parse_variant
 from lsm_jax.convert import model_config
 from lsm_jax.convert.checkpoint import Tensors
@@ -58,18 +61,17 @@ def get_config(variant: str = "lora") -> TrainConfig:
     """Return the training config that tunes the model which the variant `<what>,source=PATH[,option=value...]` names.
 
     Raises:
-        ValueError: an option or a value does not exist, or the source is missing or not accepted.
+        ValueError: an option or a value does not exist, or the source is not accepted.
     """
     kind, options = parse_variant(variant, OPTIONS)
     check_head(variant, "what", kind, KINDS)
-    if not options.get("source"):
-        raise ValueError(
-            f"variant {variant!r}: source=PATH is required: a pretrained model's folder, .gguf or .pth file, or a run's directory"
-        )
     if kind == "full" and (given := [name for name in _ADAPTERS if name in options]):
         raise ValueError(f"variant {variant!r}: {', '.join(given)} requires lora")
-    source = Path(options["source"]).expanduser().absolute()
-    if not (source / "checkpoints").is_dir():
+    source = Path(options.get("source", "")).expanduser().absolute()
+    if "source" not in options:
+        model = copy.deepcopy(MODELS["smollm2-135m"])
+        fields = dict(model=model, data=DataConfig(tokenizer="tokenizer.json"), base=Pretrained())
+    elif not (source / "checkpoints").is_dir():
         fields = _of_pretrained(source, options.get("tokenizer"))
     elif "tokenizer" in options:
         raise ValueError(

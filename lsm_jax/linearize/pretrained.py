@@ -46,7 +46,7 @@ class Pretrained:
         if not self.path:
             raise ValueError(
                 "base.path is empty; accepted is a pretrained model's Hugging Face folder or .gguf file "
-                "(configs/liger.py:<model>,source=PATH sets it and the tokenizer)"
+                "(the option source=PATH of configs/liger.py and configs/finetune.py sets it and the tokenizer)"
             )
         return published_config(self._open())
 

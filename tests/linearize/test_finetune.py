@@ -160,7 +160,6 @@ def test_a_run_is_tuned_completely_and_exported(tmp_path):
 def test_errors_of_the_config(tuned):
     source, _, run = tuned
     for variant, words in {
-        "lora": "source=PATH is required",
         "dora,source=x": "what 'dora'; accepted are lora, full",
         f"full,source={source},rank=4": "rank requires lora",
         "lora,source=/nowhere": "does not exist",
