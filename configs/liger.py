@@ -49,12 +49,16 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+from absl import logging
+
 from configs.variants import Option, listed, parse_variant
-from lsm_jax.convert import tokenizer_of
-from lsm_jax.convert.tokenizer import tokenizer_files
+from lsm_jax.convert.recipe import FILE as RECIPE
+from lsm_jax.convert.recipe import with_recipe
+from lsm_jax.convert.tokenizer_path import tokenizer_path
 from lsm_jax.data import DataConfig, JSONTokenizer
 from lsm_jax.feedforward import SwiGLUConfig
 from lsm_jax.linearize import Pretrained, liger_model, lolcats_model, window_model
+from lsm_jax.linearize.released import open_pretrained
 from lsm_jax.mixers import LoRAConfig, RopeScaling, SoftmaxConfig
 from lsm_jax.mixers.liger import GATES
 from lsm_jax.models import LayerConfig, ModelConfig
@@ -281,6 +285,11 @@ def _base(variant: str, name: str, source: str, given: str) -> tuple[ModelConfig
         return MODELS[name], "tokenizer.json", True
     path = Path(source)
     model = Pretrained(path=source).config()
+    if with_recipe(open_pretrained(path), model) != model:
+        logging.warning(
+            "%s: %s has the mixers of an exported model, in whose place this config makes those of its own options; "
+            "configs/finetune.py tunes the exported model", source, RECIPE,
+        )  # fmt: skip
     if name != "auto":
         sizes = [(m.hidden_size, m.num_layers, m.vocab_size) for m in (MODELS[name], model)]
         if sizes[0] != sizes[1]:
@@ -289,14 +298,5 @@ def _base(variant: str, name: str, source: str, given: str) -> tuple[ModelConfig
                 f"{sizes[0]}; use auto instead of {name}"
             )
     model.dtype = "bfloat16"
-    tokenizer = path / "tokenizer.json"
-    if given:
-        tokenizer = Path(given).expanduser().absolute()
-        tokenizer_files(path, tokenizer)
-    elif not path.is_dir():
-        tokenizer = path.with_name(path.name + ".tokenizer") / "tokenizer.json"
-        if tokenizer.is_file():
-            tokenizer_files(path, tokenizer)  # raises if the .gguf file was replaced by another
-        else:
-            tokenizer_of(path, tokenizer.parent)
+    tokenizer = tokenizer_path(path, given or None)
     return model, str(tokenizer), JSONTokenizer(tokenizer).adds_bos

@@ -46,7 +46,9 @@ def compiled_memory(config: TrainConfig, rows: int, length: int, *, packed: bool
         frozen = None
         if config.trainable:
             all_params = params_of(abstract(config.model))
-            placed = targets(all_params, program.param_shardings, config.trainable)
+            placed = targets(
+                all_params, program.param_shardings, config.trainable, config.frozen_dtype
+            )
             frozen = split(placed, config.trainable)[1]
         lowered = program.train_step.trace(state, batch, frozen).lower(lowering_platforms=("cuda",))
         return lowered.compile({"xla_gpu_autotune_level": 0}).memory_analysis()

@@ -17,6 +17,7 @@ CONFIGS = {
     "mom": ("tiny", "shared", "0", "2", "0 and 1"),
     "linear_moe": ("tiny", "execution", "dense", "sparse", "grouped, dense"),
     "liger": ("smollm2-135m", "lr", "1e-3", "fast", "a number above 0"),
+    "finetune": ("lora", "lr", "1e-3", "fast", "a number above 0"),
     "mqar": ("gla", "width", "32", "4", "a whole number from 8"),
 }
 

@@ -9,8 +9,15 @@ from typing import Any
 
 import numpy as np
 
+from lsm_jax.convert import recipe
 from lsm_jax.convert.checkpoint import FLOATS, INDEX, SINGLE_FILE, Checkpoint, Tensors
-from lsm_jax.convert.huggingface import Source, check_tensors, checkpoint_layout, open_source
+from lsm_jax.convert.huggingface import (
+    Source,
+    check_tensors,
+    checkpoint_layout,
+    open_source,
+    published_config,
+)
 from lsm_jax.convert.layout import Layout, check_dtypes
 from lsm_jax.convert.new_folder import NewFolder, check_new, new_folder
 from lsm_jax.convert.rwkv_file import RWKVFile
@@ -35,11 +42,12 @@ def export(
     If the source is a folder, the result differs from it only in the values of the tensors: names, shapes, dtypes, each
     tensor's file, config and tokenizer are the same. If the source is a GGUF file, the parameters are written in their
     own dtype, with a config.json made from the file's metadata. In addition the folder has SHA256SUMS, the checksums of
-    its files, which `sha256sum -c` and an import check.
+    its files, which `sha256sum -c` and an import check; and, if the mixers are not those of config.json, such as Liger's, their
+    recipe (`lsm_jax.convert.recipe`), which an import uses.
 
     Args:
         params: the parameters of `config`'s model, adapters merged.
-        config: the model.
+        config: the model, without adapters.
         source: the folder or file from which the parameters were imported.
         out_folder: the folder to write; it must be empty or not exist. If the export fails, what it wrote is deleted.
         config_fields: fields of config.json that differ from the source's, and their values.
@@ -73,7 +81,7 @@ def export(
             return write(stored, FLOATS[opened.dtypes[name]])
         return write(stored, dtypes[stored])
 
-    fields = config_fields or {}
+    fields, mixers = config_fields or {}, recipe.recipe_of(config, published_config(opened))
     with new_folder(out, "out_folder") as folder:
         for file, names in _files(opened, layout, dtypes).items():
             arrays = {name: values(name) for name in names}
@@ -81,9 +89,11 @@ def export(
             folder.write_tensors(file, arrays, metadata)
         if isinstance(opened, Checkpoint):
             changed = {opened.config_file: opened.read_json(opened.config_file) | fields}
-            folder.copy_from(opened, _COPIED, changed if fields else {})
+            folder.copy_from(opened, _COPIED, changed if fields else {}, skipped=(recipe.FILE,))
         else:
             _write_config(opened, layout, dtypes, folder, fields)
+        if mixers is not None:
+            folder.write_json(recipe.FILE, mixers)
     return out
 
 

@@ -28,11 +28,12 @@ from lsm_jax.convert.gguf_file import GGUF
 from lsm_jax.convert.layout import Layout, Names, layout_of, prefixed
 from lsm_jax.convert.load import load_tree
 from lsm_jax.convert.published import model_of
+from lsm_jax.convert.recipe import with_recipe
 from lsm_jax.convert.runs import command, new_run, save_run
 from lsm_jax.convert.rwkv_file import RWKVFile
 from lsm_jax.convert.tokenizer import check_companions, tokenizer_files, write_files
 from lsm_jax.data import DataConfig
-from lsm_jax.data.tokenizers import JSONTokenizer
+from lsm_jax.data.tokenizers import load_tokenizer
 from lsm_jax.files import inside
 from lsm_jax.models import ModelConfig
 from lsm_jax.training import TrainConfig
@@ -83,11 +84,22 @@ def open_source(source: Source) -> Tensors:
 
 
 def model_config(source: Source) -> ModelConfig:
-    """Return the config of the model that a pretrained model's config.json or GGUF file describes.
+    """Return the config of a pretrained model: of config.json or a GGUF file, with the mixers of the recipe that an exported
+    Liger model has beside it (`lsm_jax.convert.recipe`).
 
     Raises:
         ValueError: the source cannot be read, or this library does not support its model or one of its fields, which the message
-            names.
+            names; or the recipe does not fit the model.
+    """
+    opened = open_source(source)
+    return with_recipe(opened, published_config(opened))
+
+
+def published_config(source: Source) -> ModelConfig:
+    """Return the config of the model that a pretrained model's config.json or GGUF file describes, without a recipe.
+
+    Raises:
+        ValueError: as `model_config`.
     """
     opened = open_source(source)
     family = family_of(opened.config)
@@ -211,7 +223,7 @@ def import_huggingface(
     Args:
         source: the folder or file.
         workdir: the directory of the new run; it must not contain a run.
-        tokenizer: a tokenizer.json or its folder, to use instead of the source's tokenizer.
+        tokenizer: a tokenizer.json or its folder, to use instead of the source's tokenizer; or RWKV's vocabulary, a .txt file.
         model: a model that has the source's parameters, such as a Liger model; None is `model_config(source)`.
         progress: called with (numbers loaded so far, all numbers of the model).
 
@@ -274,7 +286,7 @@ def tokenizer_data(source: Tensors, workdir: Path, files: dict[str, bytes]) -> D
         return DataConfig(
             tokenizer=path,
             sequence_length=min(8192, fields.get("max_position_embeddings") or 8192),
-            add_bos=JSONTokenizer(path).adds_bos,
+            add_bos=getattr(load_tokenizer(path), "adds_bos", False),
         )
     except BaseException:
         for written in files:
@@ -302,7 +314,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     exit status."""
     source = "a Hugging Face folder or a .gguf file"
     options = dict(
-        tokenizer="a tokenizer.json, if the source has none or one that is not supported"
+        tokenizer="a tokenizer.json, if the source has none or one that is not supported; of RWKV's models their vocabulary, a .txt"
     )
     return command(
         "lsm_jax.convert.huggingface", __doc__, source, _import_with_progress, arguments, options

@@ -64,6 +64,7 @@ class NewFolder:
         source: Checkpoint,
         suffixes: tuple[str, ...],
         changed: dict[str, dict[str, Any]] | None = None,
+        skipped: tuple[str, ...] = (),
     ) -> None:
         """Copy the files of a checkpoint's folder whose names end in one of `suffixes`.
 
@@ -71,9 +72,12 @@ class NewFolder:
             source: the checkpoint. A link in its folder to a file outside is an error.
             suffixes: the ends of the names.
             changed: contents to write instead of a file's, by name.
+            skipped: names of files that are not copied.
         """
         for path in sorted(source.folder.iterdir()):
-            if path.suffix not in suffixes or (path.is_dir() and not path.is_symlink()):
+            if path.suffix not in suffixes or path.name in skipped:
+                continue
+            if path.is_dir() and not path.is_symlink():
                 continue
             if changed and path.name in changed:
                 self.write_json(path.name, changed[path.name])

@@ -6,13 +6,14 @@
 The folder has config.json, model.safetensors and the run's tokenizer.json. GLA, RetNet, DeltaNet, Gated DeltaNet, KDA, HGRN2, GSA,
 linear attention, RWKV-6, RWKV-7 and Mixture-of-Memories are written for FLA, also with layers of softmax attention; Mamba,
 Mamba-2, mLSTM, hybrids of Mamba-2 or of short convolutions, and Gated DeltaNet with gated attention or OLMo's attention for
-transformers. With the checkpoint that the run was imported from (`--source`), the folder has its config, files, dtypes and
-tokenizer: an unchanged model is exported byte for byte.
+transformers. Adapters (LoRA) are merged. With the checkpoint that the run was imported from (`--source`), the folder has its
+config, files, dtypes and tokenizer: an unchanged model is exported byte for byte.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import sys
 from collections.abc import Sequence
@@ -105,7 +106,7 @@ def export_released(
         config: the model.
         out_folder: the folder to write; it must be empty or not exist.
         dtype: "float32", "bfloat16" or "float16", of all tensors.
-        tokenizer: a tokenizer.json or its folder, which is copied; None is none.
+        tokenizer: a tokenizer.json or its folder, or RWKV's vocabulary, a .txt file, which is copied; None is none.
         norm_eps: epsilon of the norms of the written model. FLA has one for the norms of blocks and of mixers; with None, a model
             with several is refused.
 
@@ -129,7 +130,7 @@ def export_released(
     files = {}
     if tokenizer is not None:
         path = Path(tokenizer).expanduser()
-        files = tokenizer_files(path.parent if path.is_file() else path)
+        files = tokenizer_files(path if path.is_dir() else path.parent, path)
     write, kind = layout.writer(params), FLOATS[_DTYPES[dtype]]
     dtypes = dict.fromkeys(layout.shapes, np.dtype(kind))
     with new_folder(out, "out_folder") as folder:
@@ -162,13 +163,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = parser.parse_args(arguments)
     try:
         run = load_run(parsed.workdir, step=parsed.step)
-        model, name = run.config.model, run.config.data.tokenizer
+        name = run.config.data.tokenizer
+        params = mixers.merge_adapters(run.params, run.config.model.lora)
+        model = dataclasses.replace(run.config.model, lora=None)
         if parsed.source is not None:
-            out = export(run.params, model, parsed.source, parsed.out)
+            out = export(params, model, parsed.source, parsed.out)
         else:
-            tokenizer = name if str(name).endswith(".json") else None
+            tokenizer = name if str(name).endswith((".json", ".txt")) else None
             options = dict(dtype=parsed.dtype, tokenizer=tokenizer, norm_eps=parsed.norm_eps)
-            out = export_released(run.params, model, parsed.out, **options)
+            out = export_released(params, model, parsed.out, **options)
     except (ValueError, OSError) as error:
         print(f"{program}: {error}", file=sys.stderr)
         return 1

@@ -1,4 +1,5 @@
-"""Write a pretrained model's tokenizer as tokenizer.json, with special tokens and chat template in tokenizer_config.json."""
+"""Write a pretrained model's tokenizer as tokenizer.json, with special tokens and chat template in tokenizer_config.json; that of
+RWKV's models as their vocabulary, a .txt file."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ from lsm_jax.convert.fields import check_auto_map, check_fields, listed, shown
 from lsm_jax.convert.gguf_file import GGUF
 from lsm_jax.data.chat import template_error
 from lsm_jax.data.tokenizers import special_tokens
+from lsm_jax.data.world_tokenizer import VOCABULARY, vocabulary
 from lsm_jax.files import MEGABYTE, check_keys, inside, parse_json, read_bytes, write_atomically
 
 _FILE, _CONFIG, _TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
@@ -73,12 +75,12 @@ def tokenizer_of(source: Tensors | str | os.PathLike[str], out_dir: str | os.Pat
 
 def write_files(files: dict[str, bytes], out_dir: str | os.PathLike[str]) -> Path:
     """Write a tokenizer's files, the result of `tokenizer_files`, into a folder, and return the path of
-    tokenizer.json."""
+    tokenizer.json, or of RWKV's vocabulary."""
     out = Path(out_dir).expanduser().absolute()
     out.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
         write_atomically(out / name, content)
-    return out / _FILE
+    return out / (VOCABULARY if VOCABULARY in files else _FILE)
 
 
 def tokenizer_files(
@@ -89,8 +91,8 @@ def tokenizer_files(
 
     Args:
         source: a Hugging Face folder or a GGUF file.
-        tokenizer: a tokenizer.json or its folder, to use instead of the source's tokenizer. If the source is a GGUF file,
-            its tokens must be the same.
+        tokenizer: a tokenizer.json or its folder, to use instead of the source's tokenizer; or RWKV's vocabulary, a .txt file. If
+            the source is a GGUF file, its tokens must be the same.
 
     Raises:
         ValueError: the source has no tokenizer or one of an unsupported kind, or `tokenizer` has other tokens.
@@ -100,6 +102,8 @@ def tokenizer_files(
         source = GGUF(path) if path.is_file() else path
     if tokenizer is not None:
         path = Path(tokenizer).expanduser()
+        if path.suffix == ".txt" and not isinstance(source, GGUF):
+            return _world(path.parent, path.name)
         if path.is_file() and path.name != _FILE:
             raise ValueError(f"tokenizer={str(path)!r}; accepted is a {_FILE} or its folder")
         files = tokenizer_files(path.parent if path.is_file() else path)
@@ -113,8 +117,11 @@ def tokenizer_files(
         }
     folder = source.folder if isinstance(source, Tensors) else source
     if not (folder / _FILE).is_file():
+        if (folder / VOCABULARY).is_file():
+            return _world(folder, VOCABULARY)
         raise ValueError(
-            f"{folder} has no {_FILE}; write one with transformers: tokenizer.save_pretrained(folder)"
+            f"{folder} has no {_FILE}; write one with transformers: tokenizer.save_pretrained(folder); for RWKV's models, "
+            f"--tokenizer={VOCABULARY} is the vocabulary that comes with them"
         )
     sums = source.sums if isinstance(source, Checkpoint) else read_sums(folder)
     files: dict[str, bytes] = {}
@@ -128,6 +135,25 @@ def tokenizer_files(
             check_sum(path, name, sums, files[name])
     _check_files(folder, files)
     return files
+
+
+def _world(folder: Path, name: str) -> dict[str, bytes]:
+    """Return the content of RWKV's vocabulary, by the name that it has in a run.
+
+    Raises:
+        ValueError: the file cannot be read or is no vocabulary.
+    """
+    path = folder / name
+    if not path.is_file():
+        raise ValueError(
+            f"tokenizer={str(path)!r} does not exist; accepted is RWKV's vocabulary, such as {VOCABULARY}"
+        )
+    content = read_bytes(
+        inside(folder, name, what=f"{folder}", follow_links=True), max_bytes=_MAX_BYTES
+    )
+    check_sum(path, name, read_sums(folder), content)
+    vocabulary(content, path)
+    return {VOCABULARY: content}
 
 
 def _check_files(folder: Path, files: dict[str, bytes]) -> None:

@@ -14,15 +14,15 @@ from lsm_jax.data.iterators import make_eval_iterator, make_train_iterator
 from lsm_jax.data.needle import NeedleConfig, NeedleTask, haystack_tokens
 from lsm_jax.data.recall_task import RecallExamples, RecallTask, recall_examples
 from lsm_jax.data.store import TokenStore
+from lsm_jax.data.token_text import json_escape, json_unescape
 from lsm_jax.data.tokenizers import (
     ByteTokenizer,
     GPT2Tokenizer,
     JSONTokenizer,
     Tokenizer,
-    json_escape,
-    json_unescape,
     load_tokenizer,
 )
+from lsm_jax.data.world_tokenizer import WorldTokenizer
 
 __all__ = [
     "ByteTokenizer",
@@ -35,6 +35,7 @@ __all__ = [
     "RecallTask",
     "TokenStore",
     "Tokenizer",
+    "WorldTokenizer",
     "fingerprint",
     "fingerprint_changes",
     "haystack_tokens",

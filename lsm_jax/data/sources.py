@@ -12,6 +12,7 @@ from lsm_jax.data.documents import Documents
 from lsm_jax.data.store import TokenStore, is_store
 from lsm_jax.data.store_files import read_attributes
 from lsm_jax.data.tokenizers import GPT2_ENCODER, Tokenizer, load_tokenizer
+from lsm_jax.data.world_tokenizer import VOCABULARY
 
 
 def open_store(config: DataConfig, *, heldout: bool) -> tuple[TokenStore, int, int] | None:
@@ -88,11 +89,12 @@ def with_tokenizer(config: DataConfig) -> DataConfig:
     attributes = read_attributes(path)
     encoder, escape = attributes.get("encoder", "bytes"), bool(attributes.get("json_escape"))
     names = {"bytes": "bytes", GPT2_ENCODER: "gpt2"}
-    if (path / "tokenizer.json").is_file():
+    files = [file for file in ("tokenizer.json", VOCABULARY) if (path / file).is_file()]
+    if files:
         # Relative if `config.path` is, so that both move together.
         given = Path(config.path)
         store = given if is_store(given.expanduser()) else given / "train.zarr"
-        name = str(store / "tokenizer.json")
+        name = str(store / files[0])
     elif encoder in names:
         name = names[encoder]
     else:

@@ -25,6 +25,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from lsm_jax.data.documents import Documents
 from lsm_jax.data.encode import Written, encode_documents, write_documents
 from lsm_jax.data.tokenizers import Tokenizer, load_tokenizer
+from lsm_jax.data.world_tokenizer import VOCABULARY
 from lsm_jax.data.writer import StoreWriter
 from lsm_jax.files import disk_error
 
@@ -125,6 +126,9 @@ def _tokenizer_files(tokenizer: str) -> dict[str, Path]:
     path = Path(tokenizer).expanduser()
     if tokenizer in ("bytes", "gpt2"):
         return {}
+    world = path / VOCABULARY if path.is_dir() else path
+    if world.suffix == ".txt" and not (path / "tokenizer.json").is_file():
+        return {VOCABULARY: world}
     path = path / "tokenizer.json" if path.is_dir() else path
     beside = ("tokenizer_config.json", "chat_template.jinja")
     files = {name: path.with_name(name) for name in beside if path.with_name(name).is_file()}

@@ -1,11 +1,9 @@
-"""Tokenizers: bytes, GPT-2, and any tokenizer.json. Each can JSON-escape text as LongCrawl64 does."""
+"""Tokenizers: bytes, GPT-2, any tokenizer.json, and RWKV's World vocabulary. Each can JSON-escape text as LongCrawl64 does."""
 
 from __future__ import annotations
 
-import codecs
 import functools
 import hashlib
-import json
 import re
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,6 +13,8 @@ from absl import logging
 
 from lsm_jax.data.chat import chat_text
 from lsm_jax.data.instructions import short_text
+from lsm_jax.data.token_text import check_ids, json_escape, json_unescape, replace_surrogates
+from lsm_jax.data.world_tokenizer import VOCABULARY, WorldTokenizer
 from lsm_jax.files import MEGABYTE, bounded_json, check_keys, read_bytes
 
 GPT2_VOCAB_SIZE = 50257
@@ -66,23 +66,6 @@ class Tokenizer(Protocol):
         ...
 
 
-def json_escape(text: str) -> str:
-    r"""Return the text as in a JSON string, without the quotes: `a"b` and a newline become `a\"b\n`, in ASCII."""
-    return json.dumps(text)[1:-1]
-
-
-def json_unescape(text: str) -> str:
-    """Return the text whose JSON-escaped form is given, the inverse of `json_escape`; text that ends inside
-    an escape sequence is decoded up to there."""
-    try:
-        plain = json.loads(f'"{text}"', strict=False)
-    except json.JSONDecodeError:
-        raw = text.encode("ascii", "backslashreplace")
-        plain = codecs.decode(raw, "unicode_escape", errors="replace")
-    # Join pairs of surrogates into characters, and replace single ones by U+FFFD.
-    return plain.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-
-
 class ByteTokenizer:
     """The tokenizer whose tokens are the 256 bytes of UTF-8, and BOS = 256."""
 
@@ -97,7 +80,7 @@ class ByteTokenizer:
         """Return the UTF-8 bytes of a text as token ids, 0 to 255. Bytes that are not UTF-8, which the text
         contains escaped as by "surrogateescape", are returned unchanged."""
         if self.json_escape:
-            return list(json_escape(_replace_surrogates(text)).encode())
+            return list(json_escape(replace_surrogates(text)).encode())
         try:
             return list(text.encode("utf-8", "surrogateescape"))
         except UnicodeEncodeError:  # a single surrogate, which JSON can contain
@@ -106,7 +89,7 @@ class ByteTokenizer:
     def decode(self, ids: Any) -> str:
         """Return the text whose UTF-8 bytes are the token ids; BOS is skipped."""
         ids = np.asarray(ids, np.int64).reshape(-1)
-        _check_ids(ids, self)
+        check_ids(ids, self)
         text = bytes(ids[ids < 256].astype(np.uint8)).decode("utf-8", "replace")
         return json_unescape(text) if self.json_escape else text
 
@@ -142,13 +125,13 @@ class GPT2Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Return GPT-2's token ids of a text; "<|endoftext|>" inside it is ordinary text."""
-        text = _replace_surrogates(text)
+        text = replace_surrogates(text)
         return self._encoding.encode_ordinary(json_escape(text) if self.json_escape else text)
 
     def decode(self, ids: Any) -> str:
         """Return the text of GPT-2's token ids; bytes that are not UTF-8 become U+FFFD."""
         ids = np.asarray(ids, np.int64).reshape(-1)
-        _check_ids(ids, self)
+        check_ids(ids, self)
         text = self._encoding.decode(ids.tolist(), errors="replace")
         return json_unescape(text) if self.json_escape else text
 
@@ -233,7 +216,7 @@ class JSONTokenizer:
     def encode(self, text: str) -> list[int]:
         """Return the token ids of a text, encoded as the tokenizer.json defines; no special tokens such as
         BOS are added at the start or end."""
-        text = _replace_surrogates(text)
+        text = replace_surrogates(text)
         text = json_escape(text) if self.json_escape else text
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
@@ -268,16 +251,17 @@ class JSONTokenizer:
     def decode(self, ids: Any) -> str:
         """Return the text of token ids by the tokenizer.json; special tokens are kept in it."""
         ids = np.asarray(ids, np.int64).reshape(-1)
-        _check_ids(ids, self)
+        check_ids(ids, self)
         text = self._tokenizer.decode(ids.tolist(), skip_special_tokens=False)
         return json_unescape(text) if self.json_escape else text
 
 
 def load_tokenizer(name: str, *, json_escape: bool = False) -> Tokenizer:
-    """Return the tokenizer of the given name: bytes, GPT-2, or that of a tokenizer.json.
+    """Return the tokenizer of the given name: bytes, GPT-2, that of a tokenizer.json, or RWKV's World tokenizer.
 
     Args:
-        name: "bytes", "gpt2", or the path of a tokenizer.json or its folder.
+        name: "bytes", "gpt2", the path of a tokenizer.json or its folder, or the path of RWKV's vocabulary, a .txt file
+            (`lsm_jax.data.world_tokenizer`), or its folder.
         json_escape: JSON-escape text before encoding it.
 
     Raises:
@@ -287,6 +271,11 @@ def load_tokenizer(name: str, *, json_escape: bool = False) -> Tokenizer:
         return ByteTokenizer(json_escape=json_escape)
     if name == "gpt2":
         return GPT2Tokenizer(json_escape=json_escape)
+    path = Path(name).expanduser()
+    if name.endswith(".txt"):
+        return WorldTokenizer(path, json_escape=json_escape)
+    if (path / VOCABULARY).is_file() and not (path / "tokenizer.json").is_file():
+        return WorldTokenizer(path / VOCABULARY, json_escape=json_escape)
     if name.endswith(".json") or Path(name).expanduser().exists():
         return JSONTokenizer(name, json_escape=json_escape)
     download = ""
@@ -296,7 +285,7 @@ def load_tokenizer(name: str, *, json_escape: bool = False) -> Tokenizer:
             "--local-dir FOLDER` downloads its tokenizer"
         )
     raise ValueError(
-        f"unknown tokenizer {name!r}; accepted: 'bytes', 'gpt2', or the path of a tokenizer.json{download}"
+        f"unknown tokenizer {name!r}; accepted: 'bytes', 'gpt2', the path of a tokenizer.json, or of RWKV's vocabulary, a .txt file{download}"
     )
 
 
@@ -372,21 +361,3 @@ def _tokenizer_config(path: Path) -> dict[str, str | None]:
             ) from error
         values["chat_template_file"] = str(template)
     return values
-
-
-def _replace_surrogates(text: str) -> str:
-    """Return the text with U+FFFD in place of bytes escaped by "surrogateescape", and of single surrogates,
-    which JSON can contain."""
-    try:
-        return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
-    except UnicodeEncodeError:
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-
-
-def _check_ids(ids: np.ndarray, tokenizer: Tokenizer) -> None:
-    wrong = ids[(ids < 0) | (ids >= tokenizer.vocab_size)]
-    if wrong.size:
-        raise ValueError(
-            f"token id {wrong[0]} is outside the vocabulary of tokenizer {tokenizer.name!r}, "
-            f"which has {tokenizer.vocab_size} ids"
-        )

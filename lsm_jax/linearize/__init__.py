@@ -7,9 +7,9 @@
 pretrained model.
 """
 
-from lsm_jax.linearize.merge import merge_adapters
 from lsm_jax.linearize.pretrained import Pretrained
 from lsm_jax.linearize.recipes import base_model, liger_model, lolcats_model, window_model
+from lsm_jax.mixers import merge_adapters
 
 __all__ = [
     "Pretrained",

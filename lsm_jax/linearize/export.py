@@ -2,11 +2,10 @@
 
     python -m lsm_jax.linearize.export --workdir=runs/liger --out=liger-8b
 
-Adapters are merged; the tensors have the pretrained model's names, shapes and dtypes. Frozen parameters are
-bfloat16 during training, so those of a float32 model are exported rounded to bfloat16. The format cannot describe gates, windows,
-and the weights of window and memory:
-`configs/liger.py:<model>,source=liger-8b` with the options of the run loads the result as that Liger model, but other programs
-load it as the softmax model in its config.json.
+Adapters are merged; the tensors have the pretrained model's names, shapes and dtypes. Parameters that a run froze in bfloat16
+(Liger's) are exported rounded to bfloat16. The format cannot describe gates, windows, and the weights of window and memory: they
+are in lsm_jax.json beside config.json, which an import reads. Other programs load the folder as the softmax model in its
+config.json.
 
 `--format=liger` writes the config.json of the checkpoints of Liger's authors, with which their code loads the folder as the Liger
 model; models that their code does not compute raise an error. `--format=peft` writes only the adapters, as PEFT loads them.
@@ -15,17 +14,18 @@ model; models that their code does not compute raise an error. `--format=peft` w
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from lsm_jax.convert import export
-from lsm_jax.linearize.merge import merge_adapters
 from lsm_jax.linearize.peft import write_adapters
 from lsm_jax.linearize.pretrained import Pretrained
 from lsm_jax.linearize.recipes import base_model
 from lsm_jax.linearize.released import describe, open_pretrained, transformer_type
+from lsm_jax.mixers import merge_adapters
 from lsm_jax.models import ModelConfig, abstract
 from lsm_jax.training import TrainConfig, load_run
 from lsm_jax.training.partition import leaves_of
@@ -80,10 +80,17 @@ def export_run(
                 f"format='peft': the run trains {', '.join(config.trainable) or 'all parameters'}; accepted are runs that train "
                 "adapters alone, trainable=('lora',)"
             )
-        return write_adapters(load_run(workdir, step=step).params, config.model, target, base=path)
+        return write_adapters(
+            load_run(workdir, step=step).params,
+            config.model,
+            target,
+            base=path,
+            described=Pretrained(path=path).config(),
+        )
     run = load_run(workdir, step=step)
     merged = merge_adapters(run.params, config.model.lora)
-    return export(merged, base, open_pretrained(path), target, config_fields=fields)
+    model = dataclasses.replace(config.model, lora=None)
+    return export(merged, model, open_pretrained(path), target, config_fields=fields)
 
 
 def _pretrained_path(workdir: str | os.PathLike[str], config: TrainConfig) -> str:

@@ -22,15 +22,17 @@ import jax
 import numpy as np
 from absl import logging
 
-from lsm_jax.convert.checkpoint import Checkpoint
+from lsm_jax.convert.checkpoint import Checkpoint, Tensors
 from lsm_jax.convert.fields import check_fields, listed, shown
 from lsm_jax.convert.huggingface import published_name, tokenizer_data
 from lsm_jax.convert.load import StoredRows, layers_of, load_tree
 from lsm_jax.convert.new_folder import new_folder
+from lsm_jax.convert.recipe import FILE as RECIPE
+from lsm_jax.convert.recipe import recipe_of, with_recipe
 from lsm_jax.convert.runs import command, new_run, new_workdir, save_run
 from lsm_jax.convert.tokenizer import check_companions, tokenizer_files
 from lsm_jax.linearize.pretrained import Pretrained
-from lsm_jax.linearize.recipes import liger_model
+from lsm_jax.linearize.recipes import base_model, liger_model
 from lsm_jax.linearize.released import WINDOW, Released, open_pretrained, whole_number
 from lsm_jax.mixers import LoRAConfig
 from lsm_jax.models import ModelConfig, abstract
@@ -136,20 +138,23 @@ def write_adapters(
     out: str | os.PathLike[str],
     *,
     base: str = "",
+    described: ModelConfig | None = None,
 ) -> Path:
-    """Write the adapters of a model as a folder that PEFT loads, in float32.
+    """Write the adapters of a model as a folder that PEFT loads, in float32. If the model is a linearised one, the folder has its
+    recipe too (`lsm_jax.convert.recipe`), which `import_adapters` reads.
 
     Args:
         params: the parameters of the model, of which only the adapters are written.
         model: the config of the model.
         out: the folder to write; it must not exist yet.
         base: path or name of the pretrained model, for adapter_config.json.
+        described: the config of the pretrained model; None is the softmax model from which `model` was made.
 
     Returns:
         The path of the folder.
 
     Raises:
-        ValueError: the model has no adapters, or the folder `out` exists.
+        ValueError: the model has no adapters, or adapters for modules that transformers does not have; or the folder `out` exists.
     """
     target = Path(out).expanduser().absolute()
     if target.exists():
@@ -161,16 +166,21 @@ def write_adapters(
     for name, _, leaf, row in _tensors(_adapters_of(params), model):
         values = np.asarray(jax.device_get(leaf if row is None else leaf[row]), np.float32)
         arrays[name] = np.ascontiguousarray(values.T)
+    names = {name.rpartition(".lora_")[0].rpartition(".")[2] for name in arrays}
+    modules = list(lora.targets) if names == set(lora.targets) else sorted(names)
     config = dict(
         alpha_pattern={}, auto_mapping=None, base_model_name_or_path=base, bias="none", fan_in_fan_out=False,
         inference_mode=True, init_lora_weights=True, layers_pattern=None, layers_to_transform=None,
         lora_alpha=int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha, lora_dropout=0.0, modules_to_save=None,
-        peft_type="LORA", r=lora.rank, rank_pattern={}, revision=None, target_modules=list(lora.targets),
+        peft_type="LORA", r=lora.rank, rank_pattern={}, revision=None, target_modules=modules,
         task_type="CAUSAL_LM", use_dora=False, use_rslora=False,
     )  # fmt: skip
+    recipe = recipe_of(model, base_model(model) if described is None else described)
     with new_folder(target, "out") as folder:
         folder.write_tensors(TENSORS, arrays, {"format": "pt"})
         folder.write_json(CONFIG, config)
+        if recipe is not None:
+            folder.write_json(RECIPE, recipe)
     return target
 
 
@@ -186,6 +196,11 @@ def _name(keys: list[str], layer: int) -> str:
         layer: the number of the layer, from 0.
     """
     module = published_name([*keys[:-2], "kernel"], layer).removesuffix(".weight")
+    if not module:
+        raise ValueError(
+            f"format='peft': adapters of {'.'.join(keys[:-2])}, for which a transformer has no module; accepted is "
+            "format='huggingface', which merges them"
+        )
     return f"{_PREFIX}{module}.{_PARTS[keys[-1]]}.weight"
 
 
@@ -210,7 +225,7 @@ def import_adapters(
     base: str | os.PathLike[str],
     workdir: str | os.PathLike[str],
     *,
-    method: str = "softmax",
+    method: str | None = None,
     window: int | None = None,
     tokenizer: str | os.PathLike[str] | None = None,
     **fields: Any,
@@ -222,8 +237,9 @@ def import_adapters(
         base: the pretrained model, a Hugging Face folder or a .gguf file, which the run reads again whenever it is opened, so
             that its path must not change.
         workdir: the directory of the new run; it must not contain a run.
-        method: "softmax", which leaves the transformer unchanged, or "liger", which replaces its attention by Liger's. If `base`
-            is a checkpoint of Liger's authors, the method is always liger, and `fields` must be empty.
+        method: "softmax", which leaves the transformer unchanged, or "liger", which replaces its attention by Liger's; None is the
+            model of the recipe that an export writes beside adapters, or softmax without one. If `base` is a checkpoint of Liger's
+            authors, the method is always liger, and `fields` must be empty.
         window: with Liger, tokens that a query of the attention branch sees, itself included; None is 65 for a checkpoint of
             Liger's authors, and 64 for other models.
         tokenizer: a tokenizer.json or its folder, to use instead of the base's tokenizer.
@@ -233,7 +249,8 @@ def import_adapters(
         The run's config.
 
     Raises:
-        ValueError: the adapters or the base are not supported, or do not belong together.
+        ValueError: the adapters or the base are not supported, or do not belong together; or `method`, `window` or `fields` are not
+            those of the recipe.
     """
     new_workdir(workdir)  # raises if a run is there
     adapters = Adapters(source)
@@ -241,23 +258,8 @@ def import_adapters(
     check_companions(opened)
     files = tokenizer_files(opened, tokenizer)
     pretrained = Pretrained(path=str(Path(base).expanduser().absolute()))
-    model = pretrained.config()
-    if isinstance(opened, Released):
-        if fields:
-            raise ValueError(
-                f"{', '.join(fields)}: base={str(base)!r} names its gate itself; accepted are no fields"
-            )
-        method, fields = "liger", opened.fields
-        window = WINDOW if window is None else window
-    if method not in ("softmax", "liger"):
-        raise ValueError(f"method={method!r}; accepted are softmax, liger")
-    if method == "softmax" and (fields or window is not None):
-        given = [*fields, *(["window"] if window is not None else [])]
-        raise ValueError(f"{', '.join(given)}: requires method='liger'")
-    if method == "liger":
-        model = liger_model(model, lora=lora, window=64 if window is None else window, **fields)
-    else:
-        model.lora = lora
+    model = _model(adapters, opened, pretrained.config(), method, window, fields)
+    model.lora = lora
     try:
         params = load_adapters(adapters, model)
     except ValueError as error:
@@ -275,6 +277,43 @@ def import_adapters(
         return config
 
 
+def _model(
+    adapters: Adapters,
+    opened: Tensors,
+    described: ModelConfig,
+    method: str | None,
+    window: int | None,
+    fields: dict[str, Any],
+) -> ModelConfig:
+    """Return the config of the model to which adapters belong; the arguments are those of `import_adapters`, the pretrained model
+    opened for reading, and the model that its config.json describes."""
+    released = isinstance(opened, Released)
+    if isinstance(opened, Released):
+        if fields:
+            raise ValueError(
+                f"{', '.join(fields)}: base={str(opened.folder)!r} names its gate itself; accepted are no fields"
+            )
+        fields = opened.fields
+    if method not in (None, "softmax", "liger"):
+        raise ValueError(f"method={method!r}; accepted are softmax, liger")
+    stored = with_recipe(adapters, described)
+    if stored != described and (method, window) == (None, None) and (released or not fields):
+        return stored
+    if method != "liger" and not released and (fields or window is not None):
+        given = [*fields, *(["window"] if window is not None else [])]
+        raise ValueError(f"{', '.join(given)}: requires method='liger'")
+    model = described
+    if method == "liger" or released:
+        default = WINDOW if released else 64
+        model = liger_model(described, window=default if window is None else window, **fields)
+    if stored != described and recipe_of(stored, model) is not None:
+        raise ValueError(
+            f"method={method!r}, window={window}, {fields}: {adapters.folder / RECIPE} describes another model; accepted is what it "
+            "says, or none of these arguments"
+        )
+    return model
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Import the adapters that the command line names, and return the exit status."""
 
@@ -290,7 +329,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     options = dict(
         base="the pretrained model: a Hugging Face folder, one of Liger's authors, or a .gguf file",
-        method="softmax (default) or liger",
+        method="softmax or liger (default: the exported model's, or softmax)",
         gate="the gate with --method=liger (default: gla)",
         window="tokens in the window with --method=liger",
         tokenizer="a tokenizer.json, if the base has none",

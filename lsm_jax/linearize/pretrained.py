@@ -1,4 +1,4 @@
-"""The pretrained transformer that a run starts from, and from which it loads its frozen parameters."""
+"""The pretrained model that a run starts from, and from which it loads its frozen parameters."""
 
 from __future__ import annotations
 
@@ -9,27 +9,36 @@ from typing import Any
 
 import jax
 
-from lsm_jax.convert import load_params, model_config
+from lsm_jax.convert import load_params
 from lsm_jax.convert.checkpoint import Tensors
+from lsm_jax.convert.fields import COMPUTATION
+from lsm_jax.convert.huggingface import published_config
 from lsm_jax.linearize.recipes import base_model
 from lsm_jax.models import ModelConfig, abstract
 from lsm_jax.training.config_json import flatten
 from lsm_jax.training.partition import like
 from lsm_jax.training.step import params_of
 
+# Fields of the model's config that must be equal in the run and in the pretrained model.
+_SAME = (
+    "vocab_size", "hidden_size", "num_layers", "tie_embeddings", "norm_eps", "norm", "norm_bias", "embedding_norm", "head_bias",
+)  # fmt: skip
+
 
 @dataclasses.dataclass(kw_only=True)
 class Pretrained:
-    """A pretrained transformer on disk from which a run starts, the value of `TrainConfig.base`.
+    """A pretrained model on disk from which a run starts, the value of `TrainConfig.base`.
 
     Attributes:
-        path: a Hugging Face folder, also one of Liger's authors (`lsm_jax.linearize.released`), or a .gguf file.
+        path: a Hugging Face folder, of a transformer, of a model of `lsm_jax.convert.families`, or of Liger's authors
+            (`lsm_jax.linearize.released`); a .gguf file; or a .pth file of RWKV-7's authors.
     """
 
     path: str = ""
 
     def config(self) -> ModelConfig:
-        """Return the config of the pretrained transformer's model, with softmax attention.
+        """Return the config of the pretrained model as its config.json describes it: of a linearised transformer, the model with
+        softmax attention.
 
         Raises:
             ValueError: the path is empty, or its model is not supported (see `lsm_jax.convert.model_config`).
@@ -37,9 +46,9 @@ class Pretrained:
         if not self.path:
             raise ValueError(
                 "base.path is empty; accepted is a pretrained model's Hugging Face folder or .gguf file "
-                "(configs/liger.py:<model>,source=PATH sets it and the tokenizer)"
+                "(the option source=PATH of configs/liger.py and configs/finetune.py sets it and the tokenizer)"
             )
-        return model_config(self._open())
+        return published_config(self._open())
 
     def _open(self) -> Tensors:
         path = Path(self.path).expanduser()
@@ -60,7 +69,7 @@ class Pretrained:
         stored, expected = self.config(), base_model(model)
         wrong = [
             f"{name}: {getattr(stored, name)} in base.path, {getattr(expected, name)} in the config"
-            for name in ("vocab_size", "hidden_size", "num_layers", "tie_embeddings", "norm_eps")
+            for name in _SAME
             if getattr(stored, name) != getattr(expected, name)
         ]
         if not wrong:
@@ -117,13 +126,13 @@ def _differences(stored: Any, expected: Any) -> list[str]:
     """Return a line of text, "field: value in base.path, value in the config", for each field in which the configs of
     two layers differ: `stored`, of the pretrained model, and `expected`, of the softmax model that a run's config implies.
 
-    Differences of the window and the implementation are allowed, and so are those of multiple_of and hidden_ratio, which have
-    no effect if intermediate_size is set.
+    Differences of the window and of how a layer is computed are allowed, and so are those of multiple_of and hidden_ratio, which
+    have no effect if intermediate_size is set.
     """
-    ignored = ("window", "implementation", "multiple_of", "hidden_ratio")
+    ignored = COMPUTATION | {"window", "multiple_of", "hidden_ratio"}
     a, b = flatten(stored), flatten(expected)
     return [
         f"{name}: {a.get(name)} in base.path, {b.get(name)} in the config"
         for name in dict.fromkeys([*a, *b])
-        if name.rpartition(".")[2] not in ignored and a.get(name) != b.get(name)
+        if not ignored & set(name.split(".")) and a.get(name) != b.get(name)
     ]

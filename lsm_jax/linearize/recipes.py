@@ -10,6 +10,9 @@ from typing import Any
 from lsm_jax.mixers import LigerConfig, LolcatsConfig, LoRAConfig, SoftmaxConfig
 from lsm_jax.models import LayerConfig, ModelConfig
 
+LINEARIZED = (LigerConfig, LolcatsConfig)
+"""The configs of mixers that replace softmax attention and have its parameters."""
+
 
 def liger_model(
     base: ModelConfig, *, hybrid: int = 0, lora: LoRAConfig | None = None, **fields: Any
@@ -115,23 +118,16 @@ def window_model(
 
 def base_model(config: ModelConfig) -> ModelConfig:
     """Return the config of the softmax model from which the linearised model of `config` was made; the order of
-    its layers is the same, and it has no adapters.
-
-    Raises:
-        ValueError: a layer's mixer is neither softmax attention nor a linearised form of it.
-    """
+    its layers is the same, and it has no adapters. Mixers that are no linearised attention do not change."""
     base = copy.deepcopy(config)
     base.lora = None
     for letter, layer in config.layers.items():
-        if not isinstance(layer.mixer, SoftmaxConfig):
-            raise ValueError(
-                f"model.layers[{letter!r}].mixer is a {type(layer.mixer).__name__}; accepted is a SoftmaxConfig or one of "
-                "its linearised forms"
-            )
-        fields = {f.name: getattr(layer.mixer, f.name) for f in dataclasses.fields(SoftmaxConfig)}
-        if type(layer.mixer) is not SoftmaxConfig:
+        if isinstance(layer.mixer, LINEARIZED):
+            fields = {
+                f.name: getattr(layer.mixer, f.name) for f in dataclasses.fields(SoftmaxConfig)
+            }
             fields |= dict(window=None, implementation=None)
-        base.layers[letter] = LayerConfig(
-            mixer=SoftmaxConfig(**fields), feedforward=layer.feedforward
-        )
+            base.layers[letter] = LayerConfig(
+                mixer=SoftmaxConfig(**fields), feedforward=layer.feedforward
+            )
     return base

@@ -14,16 +14,19 @@ and what the paper states. Their code rounds the sum of both branches to bfloat1
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lsm_jax.convert import import_huggingface, model_config
+from lsm_jax.convert import import_huggingface
 from lsm_jax.convert.checkpoint import Checkpoint, Tensors
 from lsm_jax.convert.fields import check_auto_map, check_fields, shown
-from lsm_jax.convert.huggingface import Source, open_source
+from lsm_jax.convert.huggingface import Source, open_source, published_config
 from lsm_jax.convert.published import ARCHITECTURES
+from lsm_jax.convert.recipe import FILE as RECIPE
+from lsm_jax.convert.recipe import recipe_of, with_recipe
 from lsm_jax.convert.runs import command
 from lsm_jax.linearize.recipes import base_model, liger_model
 from lsm_jax.mixers import LigerConfig
@@ -96,7 +99,7 @@ class Released(Checkpoint):
         self.fields = dict(gate=kind.gate)
         if kind.gate == "gsa":
             slots = given.get("pool_size", _DEFAULT_SLOTS)
-            model = model_config(self)
+            model = published_config(self)
             (head_dim,) = {x.mixer.dim(model.hidden_size) for x in model.layers.values()}
             if slots is None or head_dim % slots:
                 raise ValueError(
@@ -104,10 +107,27 @@ class Released(Checkpoint):
                 )
             self.fields["num_slots"] = slots
 
-    def model(self, window: int = WINDOW) -> ModelConfig:
+    def model(self, window: int | None = None) -> ModelConfig:
         """Return the config of the Liger model that the checkpoint contains; in its attention branches each query sees
-        `window` tokens, itself included."""
-        return liger_model(model_config(self), window=window, **self.fields)
+        `window` tokens, itself included. None is the window of the folder's recipe (`lsm_jax.convert.recipe`), or 65.
+
+        Raises:
+            ValueError: the recipe is of another model than config.json.
+        """
+        base = published_config(self)
+        stored = with_recipe(self, base)
+        if window is None and stored != base:
+            window = next(iter(stored.layers.values())).mixer.window
+        model = liger_model(base, window=WINDOW if window is None else window, **self.fields)
+        if stored != base:
+            described = copy.deepcopy(stored)
+            for layer in described.layers.values():
+                layer.mixer.window = window
+            if recipe_of(described, model) is not None:
+                raise ValueError(
+                    f"{self.folder / RECIPE} and {self.config_path} are of different models; remove the one that is wrong"
+                )
+        return model
 
 
 def open_pretrained(source: Source) -> Tensors:
@@ -186,7 +206,7 @@ def import_released(
     source: Any,
     workdir: Any,
     *,
-    window: int = WINDOW,
+    window: int | None = None,
     tokenizer: Any = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> TrainConfig:
@@ -196,7 +216,7 @@ def import_released(
     Args:
         source: the folder of the released checkpoint.
         workdir: the directory of the new run; it must not contain a run.
-        window: tokens that a query of the attention branch sees, itself included.
+        window: tokens that a query of the attention branch sees, itself included; None is the window of the folder's recipe, or 65.
         tokenizer: a tokenizer.json or its folder, to use instead of the source's tokenizer.
         progress: called while parameters are loaded, with (number of entries loaded so far, number of all entries); or None.
 
@@ -230,11 +250,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Import the checkpoint of Liger's authors that the command line names, and return the exit status."""
 
     def make(source: str, workdir: str, window: str | None, tokenizer: str | None) -> TrainConfig:
-        tokens = whole_number("window", window, WINDOW)
+        tokens = None if window is None else whole_number("window", window, WINDOW)
         return import_released(source, workdir, window=tokens, tokenizer=tokenizer)
 
     options = dict(
-        window=f"tokens that a query of the window sees (default: {WINDOW})",
+        window=f"tokens that a query of the window sees (default: that of the export, or {WINDOW})",
         tokenizer="a tokenizer.json, if the source has none",
     )
     return command(

@@ -90,7 +90,7 @@ from lsm_jax.mixers.log_linear_gated_deltanet import (
 )
 from lsm_jax.mixers.log_linear_mamba2 import LogLinearMamba2, LogLinearMamba2Config
 from lsm_jax.mixers.lolcats import Lolcats, LolcatsConfig
-from lsm_jax.mixers.lora import LoRA, LoRAConfig, add_adapters
+from lsm_jax.mixers.lora import LoRA, LoRAConfig, adaptable, add_adapters, merge_adapters
 from lsm_jax.mixers.mamba import Mamba, MambaConfig
 from lsm_jax.mixers.mamba2 import Mamba2, Mamba2Config
 from lsm_jax.mixers.mamba3 import Mamba3, Mamba3Config
@@ -296,11 +296,13 @@ __all__ = [
     "Titans",
     "TitansConfig",
     "WRAPPERS",
+    "adaptable",
     "add_adapters",
     "advance",
     "build",
     "fresh_clock",
     "get_method",
+    "merge_adapters",
     "method_of",
     "register",
     "use_fp8",

@@ -482,7 +482,11 @@ class MoM(Mixer):
         for path, layer in list(nnx.iter_graph(inner)):
             if isinstance(layer, Dense):
                 tokens = x if path[-1] in inner.token_parts and len(path) == 1 else None
-                layer.product = arranged_product(layout, path[0] in by_memory, tokens)
+                memories = path[0] in by_memory
+                layer.product = arranged_product(layout, memories, tokens)
+                if layer.lora is not None:
+                    within = arranged_product(layout, memories, None)
+                    layer.lora.products = (layer.product, within)
         return inner
 
     def _tails(self, context: Context) -> dict[str, Any]:

@@ -93,8 +93,11 @@ class Block(nnx.Module):
             for part in (self.mixer, self.feedforward):
                 if part is not None:
                     mixers.use_fp8(part)
+        self.adapted: tuple[str, ...] = ()
         if model.lora is not None:
-            _adapt(self.mixer, self.feedforward, model.lora, rngs)
+            parts = [part for part in (self.mixer, self.feedforward) if part is not None]
+            named = [n for part in parts for n in mixers.add_adapters(part, model.lora, rngs=rngs)]
+            self.adapted = tuple(dict.fromkeys(named))
 
     def _scale_outputs(self, factor: float) -> None:
         """Multiply by `factor` the initial kernels of the projections whose outputs are added to the residual stream:
@@ -158,21 +161,18 @@ class Block(nnx.Module):
         return constrain(x + y, _ACTIVATIONS)
 
 
-def _adapt(mixer: Any, inner: Any, lora: mixers.LoRAConfig, rngs: nnx.Rngs) -> None:
-    """Add low-rank adapters (LoRA) to those projections of a layer's mixer and feedforward (`inner`) that the config
-    names as targets.
-    """
-    parts = [
-        p for part in (mixer, inner) if part is not None for p in getattr(part, "parts", (part,))
-    ]
-    adapted = [name for part in parts for name in mixers.add_adapters(part, lora, rngs=rngs)]
-    if missing := set(lora.targets) - set(adapted):
-        kinds = " and ".join(type(part).__name__ for part in parts)
-        has = sorted({n for part in parts for n, v in vars(part).items() if isinstance(v, Dense)})
-        raise ValueError(
-            f"model.lora.targets={lora.targets}: a layer of {kinds} has no projection {', '.join(sorted(missing))}; it has "
-            f"{', '.join(has)}; several are written \"('q_proj', 'k_proj')\""
-        )
+def _check_adapters(blocks: list[Block], lora: mixers.LoRAConfig) -> None:
+    """Raise ValueError if no layer of a period has a projection of a name that the config of adapters has as target."""
+    missing = [name for name in lora.targets if not any(name in b.adapted for b in blocks)]
+    if not missing:
+        return
+    parts = [part for b in blocks for part in (b.mixer, b.feedforward) if part is not None]
+    kinds = " and ".join(dict.fromkeys(type(part).__name__ for part in parts))
+    has = sorted({name for part in parts for name in mixers.adaptable(part)})
+    raise ValueError(
+        f"model.lora.targets={lora.targets}: a layer of {kinds} has no projection {', '.join(missing)}; it has "
+        f"{', '.join(has)}; several are written \"('q_proj', 'k_proj')\", and ('all',) names all"
+    )
 
 
 class Period(nnx.Module):
@@ -187,6 +187,8 @@ class Period(nnx.Module):
                 for place, letter in enumerate(config.period())
             ]
         )
+        if config.lora is not None:
+            _check_adapters(list(self.blocks), config.lora)
 
 
 def _stack_periods(config: ModelConfig, keys: jax.Array) -> Period:

@@ -17,6 +17,7 @@ from lsm_jax.models import ModelConfig
 from lsm_jax.ops.backends.registry import backends_of, names_of
 from lsm_jax.parallel import MeshConfig, batch_shards
 from lsm_jax.training.config_json import check_types
+from lsm_jax.training.partition import FROZEN_DTYPES
 
 OPTIMIZERS = ("adamw", "lion", "muon")
 SCHEDULES = ("cosine", "wsd", "linear", "constant", "inverse_sqrt")
@@ -123,8 +124,10 @@ class TrainConfig:
         base: the pretrained model to start from if `init_from` is empty: None, or an object with
             `validate(model)` and `load(model, target)` such as `lsm_jax.linearize.Pretrained`.
         trainable: names of modules or parameters. Parameters with one of them in their path are trained and
-            saved. The others are frozen: they are stored in bfloat16, and read again from `init_from` or
+            saved. The others are frozen: they are stored as `frozen_dtype` says, and read again from `init_from` or
             `base` whenever the run is opened. If empty, all parameters are trained.
+        frozen_dtype: the dtype of frozen parameters: "bfloat16", "float32", or "bfloat16_matrices": kernels, embeddings and
+            experts in bfloat16, and the others (norms, biases, decay rates, convolutions) in float32.
         frozen_initial: names of modules or parameters that are frozen at their initial values, which follow
             from `seed`, if neither `init_from` nor `base` has them.
         max_bad_steps: training stops after this many consecutive steps whose loss, gradient or new parameters
@@ -152,6 +155,7 @@ class TrainConfig:
     init_from: str = ""
     base: Any = None
     trainable: tuple[str, ...] = ()
+    frozen_dtype: str = FROZEN_DTYPES[0]
     frozen_initial: tuple[str, ...] = ()
     max_bad_steps: int = 20
     profile_start: int = 10
@@ -216,6 +220,10 @@ class TrainConfig:
         if self.trainable and not (self.init_from or self.base):
             raise ValueError(
                 f"trainable={self.trainable}: the other parameters are frozen; set init_from or base, from which they are read"
+            )
+        if self.frozen_dtype not in FROZEN_DTYPES:
+            raise ValueError(
+                f"frozen_dtype={self.frozen_dtype!r}: accepted are {', '.join(FROZEN_DTYPES)}"
             )
         if self.frozen_initial and not self.trainable:
             raise ValueError(

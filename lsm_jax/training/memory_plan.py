@@ -18,7 +18,7 @@ from lsm_jax.training.activation_plan import activation_bytes, gathered_keys_and
 from lsm_jax.training.communication_plan import communication_bytes, period_bytes
 from lsm_jax.training.config import TrainConfig
 from lsm_jax.training.optimizer import muon_matrices
-from lsm_jax.training.partition import split
+from lsm_jax.training.partition import in_frozen_dtype, split
 from lsm_jax.training.step import param_shardings, params_of
 
 
@@ -28,7 +28,7 @@ class Plan:
 
     Attributes:
         sizes: number of devices along each mesh axis, by its name.
-        parameters: bytes of the parameters; trained ones are float32, frozen ones bfloat16.
+        parameters: bytes of the parameters; trained ones are float32, frozen ones as `TrainConfig.frozen_dtype` says.
         optimizer: bytes of the moments of the trained parameters, float32: two of AdamW, one of Lion, and with Muon one of
             matrices and two of other parameters.
         gradients: bytes of the gradients of the device's shard of the parameters, float32.
@@ -109,7 +109,11 @@ def plan(
         for x, s in zip(all_params.values(), leaf_shardings, strict=True)
     ]
     local_params = dict(zip(all_params, local_counts, strict=True))
-    trained_leaves = jax.tree_util.tree_leaves_with_path(split(params, config.trainable)[0])
+    trainable, frozen = split(params, config.trainable)
+    trained_leaves = jax.tree_util.tree_leaves_with_path(trainable)
+    frozen_leaves = jax.tree_util.tree_leaves_with_path(
+        in_frozen_dtype(frozen, config.frozen_dtype)
+    )
     trained = 4 * sum(local_params[_name(path)] for path, _ in trained_leaves)
     moments = _moments(config)
     optimizer = 4 * sum(
@@ -122,7 +126,8 @@ def plan(
     distributed = 2 * period_bytes(local_params) if config.mesh.rounds > 1 else 0
     return Plan(
         sizes=sizes,
-        parameters=trained + 2 * (sum(local_counts) - trained // 4),
+        parameters=trained
+        + sum(x.dtype.itemsize * local_params[_name(p)] for p, x in frozen_leaves),
         optimizer=optimizer,
         # With accumulation: the sum of the gradients, and those of one subset of the batch.
         gradients=trained * (2 if config.accumulation_steps > 1 else 1),

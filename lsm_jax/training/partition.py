@@ -1,7 +1,7 @@
 """Split the parameters of one model into trained and frozen ones, as two trees, and join them again.
 
-Trained parameters are float32, have optimizer state and are saved in checkpoints. Frozen parameters are
-bfloat16; they are loaded again, whenever a run is opened, from the run or pretrained model that has them.
+Trained parameters are float32, have optimizer state and are saved in checkpoints. Frozen parameters have the dtype that the
+config's `frozen_dtype` says; they are loaded again, whenever a run is opened, from the run or pretrained model that has them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-FROZEN_DTYPE = jnp.bfloat16
+FROZEN_DTYPES = ("bfloat16", "bfloat16_matrices", "float32")
+"""The values of `TrainConfig.frozen_dtype`."""
 
 
 def leaves_of(tree: Any) -> dict[str, Any]:
@@ -107,17 +108,43 @@ def digests(params: dict[str, Any]) -> dict[str, int]:
     return {name: int(_digest(leaf)) for name, leaf in leaves_of(params).items()}
 
 
-def targets(shapes: Any, shardings: Any, trainable: tuple[str, ...]) -> dict[str, Any]:
+def is_matrix(path: str) -> bool:
+    """Return whether a parameter, given its dotted path, is a kernel, an embedding or the matrices of experts."""
+    name = path.rpartition(".")[2]
+    return name in ("kernel", "embedding") or name.endswith("_proj")
+
+
+def in_frozen_dtype(frozen: dict[str, Any], frozen_dtype: str) -> dict[str, Any]:
+    """Return abstract arrays of frozen parameters in their dtypes.
+
+    Args:
+        frozen: a tree of abstract arrays.
+        frozen_dtype: "bfloat16"; "float32"; or "bfloat16_matrices", in which kernels, embeddings and experts are bfloat16, and
+            all other parameters (norms, biases, decay rates, convolutions) float32.
+    """
+
+    def convert(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        matrix = is_matrix(jax.tree_util.keystr(path, simple=True, separator="."))
+        narrow = frozen_dtype == "bfloat16" or (frozen_dtype == "bfloat16_matrices" and matrix)
+        return leaf.update(dtype=jnp.bfloat16 if narrow else jnp.float32)
+
+    return jax.tree_util.tree_map_with_path(convert, frozen)
+
+
+def targets(
+    shapes: Any, shardings: Any, trainable: tuple[str, ...], frozen_dtype: str = FROZEN_DTYPES[0]
+) -> dict[str, Any]:
     """Return a tree of abstract arrays that describes how a run's parameters are loaded: their shapes,
-    shardings, and dtypes (as in `shapes` if trained, bfloat16 if frozen).
+    shardings, and dtypes (as in `shapes` if trained, those of `frozen_dtype` if frozen).
 
     Args:
         shapes: arrays or shapes of all parameters of the run's model.
         shardings: the sharding of each parameter, as a tree of the same structure.
         trainable: names of the modules or parameters that are trained; if empty, all are.
+        frozen_dtype: the dtypes of frozen parameters, one of `FROZEN_DTYPES`.
     """
     all_params = jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings
     )
     trained, frozen = split(all_params, trainable)
-    return join(trained, jax.tree.map(lambda x: x.update(dtype=FROZEN_DTYPE), frozen))
+    return join(trained, in_frozen_dtype(frozen, frozen_dtype))

@@ -25,7 +25,15 @@ from lsm_jax.training.checkpoints import Checkpoints
 from lsm_jax.training.config import TrainConfig, check_implementations
 from lsm_jax.training.config_json import check_types, differences, from_dict, to_dict
 from lsm_jax.training.failures import refuse_links, writing
-from lsm_jax.training.partition import digests, join, leaves_of, like, split, targets
+from lsm_jax.training.partition import (
+    digests,
+    in_frozen_dtype,
+    join,
+    leaves_of,
+    like,
+    split,
+    targets,
+)
 from lsm_jax.training.step import params_of
 
 
@@ -240,7 +248,8 @@ def load_run(workdir: str | os.PathLike[str], step: int | None = None) -> Run:
     model = abstract(config.model)
     shapes = params_of(model)
     device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    target = targets(shapes, jax.tree.map(lambda _: device, shapes), config.trainable)
+    shardings = jax.tree.map(lambda _: device, shapes)
+    target = targets(shapes, shardings, config.trainable, config.frozen_dtype)
     params, step = _load(workdir, config, target, step)
     evaluated = nnx.graphdef(abstract(config.model.for_inference()))
     return Run(config, nnx.merge(evaluated, params), params, step)
@@ -399,8 +408,11 @@ def _load(
         checkpoints.close()
     if not frozen_target:
         return params, step
-    frozen = like(starting_params(config, target), frozen_target)
+    # In the dtypes in which the run froze them, for the digests; a run that starts from this one may have others.
+    stored_target = in_frozen_dtype(frozen_target, config.frozen_dtype)
+    frozen = like(starting_params(config, join(target, stored_target)), frozen_target)
     check_frozen(workdir, digests(frozen))
+    frozen = jax.tree.map(lambda x, t: x.astype(t.dtype), frozen, frozen_target)
     return join(frozen, params), step
 
 

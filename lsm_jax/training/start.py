@@ -146,7 +146,10 @@ def _train(
         initial, frozen = {}, {}
         if config.trainable or (state is None and (config.init_from or config.base)):
             all_params = targets(
-                params_of(abstract(config.model)), program.param_shardings, config.trainable
+                params_of(abstract(config.model)),
+                program.param_shardings,
+                config.trainable,
+                config.frozen_dtype,
             )
             initial = starting_params(config, all_params)
             frozen = like(initial, split(all_params, config.trainable)[1])
