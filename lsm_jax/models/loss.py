@@ -141,9 +141,7 @@ def _check(
         raise ValueError(f"loss_mask has shape {loss_mask.shape}; labels have {labels.shape}")
 
 
-def _over_devices(
-    function: Callable[..., Any], static: tuple, batched: dict, shared: dict
-) -> Any:
+def _over_devices(function: Callable[..., Any], static: tuple, batched: dict, shared: dict) -> Any:
     """Call `function(*static, **batched, **shared)` on each device with that device's rows and tokens."""
     # Otherwise devices that split heads would all compute the same logits.
     if shards_of("heads") > 1:
