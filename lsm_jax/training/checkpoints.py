@@ -8,7 +8,6 @@ import dataclasses
 import gc
 import io
 import logging
-import math
 import os
 import re
 import shutil
@@ -18,13 +17,14 @@ import time
 import traceback
 import types
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 from orbax.checkpoint import v1 as ocp
 
+from lsm_jax.training.best import BestSteps
 from lsm_jax.training.checksums import check_files, write_checksums
 from lsm_jax.training.failures import WriteError
 from lsm_jax.training.partition import leaves_of
@@ -375,42 +375,7 @@ def _without_params(state: TrainState) -> dict[str, Any]:
     """Return the fields of a train state that are saved together: all but the parameters and their moving average."""
     fields = {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
     del fields["average"]
-    return fields | dict(params={})  # releases before 0.3 have the empty field, too
-
-
-class BestSteps:
-    """The steps of the best evaluations of a run, whose checkpoints are kept: a preservation policy of orbax.
-
-    Args:
-        metric: the metric's name in metrics.jsonl.
-        mode: "min" if lower is better, or "max".
-        number: how many checkpoints are kept.
-        values: the metric by step, of the checkpoints that exist.
-    """
-
-    def __init__(self, metric: str, mode: str, number: int, values: dict[int, float]):
-        self.metric, self._number = metric, number
-        self._sign = 1.0 if mode == "min" else -1.0
-        self._values = dict(values)
-
-    def add(self, step: int, value: float) -> bool:
-        """Record the metric of an evaluation, and return whether its checkpoint is to be kept: it is among the best ones. A
-        value that is not finite is not recorded."""
-        if not math.isfinite(value):
-            return False
-        self._values[step] = value
-        return step in self.order()[: self._number]
-
-    def order(self) -> list[int]:
-        """Return the steps with a metric, the best first; of equal ones the later step first."""
-        return sorted(self._values, key=lambda step: (self._sign * self._values[step], -step))
-
-    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
-        """Return, for each of orbax's checkpoints, whether it is among the best ones that exist."""
-        del context
-        existing = {checkpoint.step for checkpoint in checkpoints}
-        kept = [step for step in self.order() if step in existing][: self._number]
-        return [checkpoint.step in kept for checkpoint in checkpoints]
+    return fields | dict(params={})  # as earlier releases stored it
 
 
 def _refuse_other_files(folder: Path) -> None:

@@ -20,22 +20,21 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lsm_jax import interrupts
-from lsm_jax.files import write_atomically
 from lsm_jax.models import count_parameters, flops_per_token
 from lsm_jax.parallel import Agreement, place_batch, token_sharding
 from lsm_jax.training.batches import RecentBatches, eval_batches
 from lsm_jax.training.checkpoints import Checkpoints
 from lsm_jax.training.config import TrainConfig
 from lsm_jax.training.expert_buffers import ExpertBuffers
-from lsm_jax.training.failures import writing
+from lsm_jax.training.heldout import write_curve
 from lsm_jax.training.lock import RunLock
 from lsm_jax.training.metrics import Meter, MetricsWriter, TrainProgress, memory_gib, read_rows
 from lsm_jax.training.partition import join
 from lsm_jax.training.peak_flops import peak_flops
 from lsm_jax.training.profiler import profiler
 from lsm_jax.training.readme import write_readme
-from lsm_jax.training.runs import write_choices, write_config, write_curve
-from lsm_jax.training.samples import Samples, samples_page
+from lsm_jax.training.runs import write_choices, write_config
+from lsm_jax.training.samples import Samples, write_samples
 from lsm_jax.training.step import OVERFLOW, Program, TrainState, make_program
 from lsm_jax.training.wandb_log import WandbLog
 
@@ -296,10 +295,7 @@ class TrainLoop:
         texts = self.samples(params)
         if not texts:
             return  # not the first process
-        path = self.workdir / "samples" / f"{self.step}.txt"
-        with writing(path):
-            path.parent.mkdir(exist_ok=True)
-            write_atomically(path, samples_page(self.config.samples.prompts, texts, self.step))
+        write_samples(self.workdir, self.config.samples.prompts, texts, self.step)
         self.writer.write_texts(self.step, {f"sample/{i}": t for i, t in enumerate(texts, 1)})
         self.progress.say(f"step {self.step}, sample: {texts[0]!r}")
 

@@ -10,7 +10,8 @@ import optax
 from flax import nnx
 
 from lsm_jax.models import abstract, decay_mask
-from lsm_jax.training.config import OptimizerConfig, TrainConfig
+from lsm_jax.training.config import TrainConfig
+from lsm_jax.training.optimizer_config import OptimizerConfig
 from lsm_jax.training.partition import leaves_of, split
 
 _ADAFACTOR_EPS = 1e-30  # added to squared gradients (arXiv 1804.04235, section 9)

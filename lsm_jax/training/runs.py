@@ -13,20 +13,19 @@ from typing import Any
 import flax
 import grain
 import jax
-import numpy as np
 import optax
 from flax import nnx
 from orbax import checkpoint as orbax
 
 from lsm_jax import ops
 from lsm_jax.data import fingerprint_changes
-from lsm_jax.files import bounded_json, check_folder, replacing, write_atomically
+from lsm_jax.files import bounded_json, check_folder, write_atomically
 from lsm_jax.models import Decoder, abstract
-from lsm_jax.training.checkpoints import BestSteps, Checkpoints
+from lsm_jax.training.best import best_steps
+from lsm_jax.training.checkpoints import Checkpoints
 from lsm_jax.training.config import TrainConfig, check_implementations
 from lsm_jax.training.config_json import check_types, differences, from_dict, to_dict
 from lsm_jax.training.failures import refuse_links, writing
-from lsm_jax.training.metrics import read_rows
 from lsm_jax.training.partition import digests, join, leaves_of, like, split, targets
 from lsm_jax.training.step import params_of
 
@@ -302,17 +301,6 @@ def best_step(workdir: str | os.PathLike[str], config: TrainConfig | None = None
     return best.order()[0]
 
 
-def best_steps(workdir: Path, config: TrainConfig, steps: list[int]) -> BestSteps:
-    """Return the steps of a run's evaluated checkpoints by their metric; `steps` are those of all checkpoints."""
-    metric = config.best_metric or "val/loss"
-    values = {
-        row["step"]: row[metric]
-        for row in read_rows(workdir.expanduser() / "metrics.jsonl")
-        if row["step"] in steps and isinstance(row.get(metric), int | float)
-    }
-    return BestSteps(metric, config.best_mode, config.keep_best, values)
-
-
 def starting_runs(
     workdir: str | os.PathLike[str], config: TrainConfig, argument: str = "workdir"
 ) -> Iterator[TrainConfig]:
@@ -485,26 +473,6 @@ def write_choices(workdir: Path) -> None:
     """Write implementations.json to a run's directory: the backend that was selected for each op that has
     been traced so far."""
     write_json(workdir / "implementations.json", ops.choices())
-
-
-def write_curve(workdir: Path, nll: np.ndarray, count: np.ndarray) -> None:
-    """Write the loss by position of the last held-out evaluation to plots/loss_by_position.npz, in the format of an
-    evaluation's results.npz. Only the first host writes.
-
-    Args:
-        workdir: the run's directory.
-        nll: [T], the summed losses at each position in nats.
-        count: [T], the tokens at each position.
-    """
-    if jax.process_index() != 0:
-        return
-    path = workdir / "plots" / "loss_by_position.npz"
-    with writing(path):
-        path.parent.mkdir(exist_ok=True)
-        with replacing(path) as draft, open(draft, "wb") as file:
-            loss = np.where(count > 0, nll, np.nan) / np.maximum(count, 1)
-            arrays = {"val/loss_per_token": loss, "val/tokens_per_position": count.astype(np.int64)}
-            np.savez_compressed(file, **arrays)
 
 
 def _environment() -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,9 +13,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lsm_jax.data.decoding import decode
 from lsm_jax.data.sources import tokenizer_of
+from lsm_jax.files import write_atomically
 from lsm_jax.models import abstract, sample
 from lsm_jax.parallel import MeshConfig, make_mesh
 from lsm_jax.training.config import TrainConfig
+from lsm_jax.training.failures import writing
 
 
 class Samples:
@@ -81,10 +84,17 @@ class Samples:
         return decode(self._tokenizer, tokens[: ends[0]] if len(ends) else tokens)
 
 
-def samples_page(prompts: tuple[str, ...], texts: list[str], step: int) -> str:
-    """Return the content of a file of samples: each text after a line with its number and its prompt."""
+def write_samples(workdir: Path, prompts: tuple[str, ...], texts: list[str], step: int) -> None:
+    """Write the texts of a step to samples/STEP.txt in a run's directory, each after a line with its number and its prompt.
+
+    Raises:
+        WriteError: the file cannot be written.
+    """
     parts = [
         f"--- step {step}, sample {number}, prompt {prompt!r}\n{text}\n"
         for number, (prompt, text) in enumerate(zip(prompts, texts, strict=True), 1)
     ]
-    return "\n".join(parts)
+    path = workdir / "samples" / f"{step}.txt"
+    with writing(path):
+        path.parent.mkdir(exist_ok=True)
+        write_atomically(path, "\n".join(parts))

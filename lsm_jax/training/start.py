@@ -20,6 +20,7 @@ from lsm_jax.data.sources import with_tokenizer
 from lsm_jax.models import abstract
 from lsm_jax.parallel import first_process_text, make_mesh
 from lsm_jax.training.batches import RecentBatches, eval_batches, train_batches
+from lsm_jax.training.best import best_steps
 from lsm_jax.training.checkpoints import Checkpoints, abstract_like
 from lsm_jax.training.config import TrainConfig
 from lsm_jax.training.expert_buffers import ExpertBuffers
@@ -29,7 +30,6 @@ from lsm_jax.training.loop import TrainingStopped, TrainLoop, TrainResult
 from lsm_jax.training.memory_check import check_memory
 from lsm_jax.training.partition import digests, join, like, split, targets
 from lsm_jax.training.runs import (
-    best_steps,
     check_data,
     check_frozen,
     check_workdir,

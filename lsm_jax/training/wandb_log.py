@@ -43,21 +43,31 @@ class WandbLog:
     Args:
         config: the config of the run; `wandb` is its project.
         workdir: the run's directory.
+
+    Raises:
+        ValueError: wandb cannot be imported or cannot start a run, or `wandb.json` is damaged.
     """
 
     def __init__(self, config: TrainConfig, workdir: Path):
         wandb = _package(config)
         entity, _, project = config.wandb.rpartition("/")
-        self._run = wandb.init(
-            project=project,
-            entity=entity or None,
-            name=workdir.name,
-            id=_identifier(workdir / "wandb.json"),
-            resume="allow",
-            dir=str(workdir),
-            config=to_dict(config),
-            settings=wandb.Settings(console="off"),  # the progress bar is not part of a run
-        )
+        identifier = _identifier(workdir / "wandb.json")
+        try:
+            self._run = wandb.init(
+                project=project,
+                entity=entity or None,
+                name=workdir.name,
+                id=identifier,
+                resume="allow",
+                dir=str(workdir),
+                config=to_dict(config),
+                settings=wandb.Settings(console="off"),  # the progress bar is not part of a run
+            )
+        except Exception as error:  # such as a missing key; wandb has many types of errors
+            raise ValueError(
+                f"wandb={config.wandb!r}: no run can be started there ({' '.join(str(error).split())[:300]}); log in, set "
+                "WANDB_MODE=offline, or leave the field empty"
+            ) from error
         self._run.define_metric(_STEP)
         self._run.define_metric("*", step_metric=_STEP)
 

@@ -27,7 +27,7 @@ from lsm_jax.training import (
     train_seeds,
 )
 from lsm_jax.training.batches import eval_batches
-from lsm_jax.training.checkpoints import BestSteps
+from lsm_jax.training.best import BestSteps
 from lsm_jax.training.metrics import TrainProgress, short
 from lsm_jax.training.optimizer import average_decay
 from lsm_jax.training.readme import FILES

@@ -76,6 +76,18 @@ def test_a_missing_package_is_an_error_before_anything_is_written(tmp_path, monk
     assert not (tmp_path / "run").exists()
 
 
+def test_a_run_that_cannot_be_started_there_is_an_error_of_one_line(tmp_path, monkeypatch):
+    module, _ = fake_package()
+
+    def init(**given):
+        raise RuntimeError("api_key not configured\n(no-tty)")
+
+    module.init = init
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    with pytest.raises(ValueError, match=r"no run can be started there \(api_key not configured \(no-tty\)\)"):  # fmt: skip
+        train(config(tiny.write_text(tmp_path / "text")), tmp_path / "run")
+
+
 def test_a_damaged_identifier_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", fake_package()[0])
     (tmp_path / "run").mkdir()
