@@ -103,7 +103,7 @@ def _plot(workdir: str | Path) -> None:
     if jax.process_index() == 0:
         try:
             plot_run(workdir, FLAGS.config.name)
-        except (ValueError, OSError) as error:
+        except Exception as error:  # such as a damaged file of an earlier start
             print(f"train.py: no picture was drawn: {error}", file=sys.stderr)
 
 

@@ -85,6 +85,6 @@ def write_readme(workdir: Path, config: TrainConfig) -> None:
     with writing(path):
         if path.is_file() and not path.is_symlink():
             with path.open(encoding="utf-8", errors="replace") as file:
-                if not file.readline().startswith(_MARK):
+                if not file.readline(len(_MARK)).startswith(_MARK):
                     return
         write_atomically(path, readme(config, workdir.name))

@@ -6,7 +6,11 @@ from __future__ import annotations
 import fnmatch
 import json
 import math
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +36,8 @@ from lsm_jax.training.metrics import TrainProgress, short
 from lsm_jax.training.optimizer import average_decay
 from lsm_jax.training.readme import FILES
 from tests.training import tiny
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -230,6 +236,37 @@ def test_seeds_are_trained_resumed_and_compared(text, tmp_path, capsys):
     assert "x/seed-3" in printed and "x/seed-5" in printed and output.stat().st_size > 5000
     with pytest.raises(ValueError, match="3 is given twice"):
         train_seeds(settings, tmp_path / "runs", (3, 3))
+
+
+def run(program, *flags):
+    """Run a program of the repository and return what it printed."""
+    command = [sys.executable, str(ROOT / program), *flags]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_the_flags_of_the_programs(text, tmp_path):
+    flags = (
+        f"--workdir={tmp_path / 'runs'}", "--config=configs/lm.py:gla-nano", f"--config.data.path={text}",
+        "--config.data.heldout_fraction=0.2", "--config.data.sequence_length=64", "--config.batch_size=4",
+        "--config.total_tokens=2048", "--config.eval_every=4", "--config.eval_batches=1", "--config.ema_decay=0.9",
+        "--config.best_metric=val/ema_loss", "--config.samples.every=4", "--config.samples.prompts=to be",
+        "--config.samples.num_tokens=4", "--config.profile_start=2",
+    )  # fmt: skip
+    printed = run("train.py", *flags, "--seeds=0,1", "--profile=1")
+    assert "profile: a step takes" in printed and "seeds.json" in printed and "±" in printed
+    workdir = tmp_path / "runs" / "seed-1"
+    for name in ("plots/training.png", "plots/loss_by_position.png", "profile/step_times.png"):
+        assert (workdir / name).stat().st_size > 5000
+    given = f"--workdir={workdir}", "--tasks=perplexity", "--max_tokens=512", "--batch_size=2"
+    run("eval.py", *given)
+    run("eval.py", *given, "--step=best", "--weights=trained")
+    for folder, weights in (("8-first512", "average"), ("8-first512-trained", "trained")):
+        results = json.loads((workdir / "eval" / folder / "results.json").read_text())
+        assert results["weights"] == weights
 
 
 @pytest.mark.parametrize(
