@@ -242,7 +242,7 @@ def run(program, *flags):
     """Run a program of the repository and return what it printed."""
     command = [sys.executable, str(ROOT / program), *flags]
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout + done.stderr
 
