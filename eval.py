@@ -54,8 +54,8 @@ flags.DEFINE_string("step", None, "The step of the checkpoint, or best; the newe
 flags.DEFINE_enum(
     "weights",
     None,
-    ["trained", "average"],
-    "The trained parameters or their moving average; by default the average if the run keeps one.",
+    ["trained", "ema"],
+    "The trained parameters or their moving average (ema); by default the average if the run keeps one.",
 )
 flags.DEFINE_string(
     "output", None, "Name of the folder in workdir/eval; by default the step and the data."

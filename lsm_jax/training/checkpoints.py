@@ -120,7 +120,7 @@ class Checkpoints:
         the position of the data iterator, as they are at the moment of the call; writing continues in the
         background."""
         parts = dict(params=state.params, training=_without_params(state), data=data)
-        self._save(step, parts | (dict(average=state.average) if state.average else {}))
+        self._save(step, parts | (dict(ema=state.ema) if state.ema else {}))
 
     def save_params(self, step: int, params: dict[str, Any]) -> None:
         """Save a checkpoint that has parameters only: the run can be evaluated and another run can start
@@ -240,8 +240,8 @@ class Checkpoints:
             ValueError: there are checkpoints, but none can be read.
         """
         parts = dict(params=target.params, training=_without_params(target))
-        if target.average:
-            parts["average"] = target.average
+        if target.ema:
+            parts["ema"] = target.ema
         broken: list[tuple[int, Exception]] = []
         steps = self._complete_steps()
         for step in reversed(steps):
@@ -255,7 +255,7 @@ class Checkpoints:
                 self._set_aside(broken_step)
             if broken:
                 _say(f"continuing from checkpoint {step}, the one before")
-            saved = dict(params=loaded["params"], average=loaded.get("average", {}))
+            saved = dict(params=loaded["params"], ema=loaded.get("ema", {}))
             return TrainState(**loaded["training"] | saved)
         if broken:
             raise ValueError(
@@ -268,7 +268,7 @@ class Checkpoints:
         self, target: dict[str, Any], step: int | None = None, part: str = "params"
     ) -> tuple[dict[str, Any], int]:
         """Return (parameters, step) of one checkpoint, in the shapes and shardings of `target`; without
-        `step`, of the newest checkpoint that can be read. `part` is "params" for the trained parameters, or "average"
+        `step`, of the newest checkpoint that can be read. `part` is "params" for the trained parameters, or "ema"
         for their moving average.
 
         Raises:
@@ -374,7 +374,7 @@ class Checkpoints:
 def _without_params(state: TrainState) -> dict[str, Any]:
     """Return the fields of a train state that are saved together: all but the parameters and their moving average."""
     fields = {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
-    del fields["average"]
+    del fields["ema"]
     return fields | dict(params={})  # as earlier releases stored it
 
 

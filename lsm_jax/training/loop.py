@@ -291,7 +291,7 @@ class TrainLoop:
         """Continue the config's prompts, with the average of the parameters if there is one; write the texts to
         samples/STEP.txt and to TensorBoard, and show the first one."""
         assert self.samples is not None
-        params = join(self.frozen, self.state.average or self.state.params)
+        params = join(self.frozen, self.state.ema or self.state.params)
         texts = self.samples(params)
         if not texts:
             return  # not the first process
@@ -423,8 +423,8 @@ class TrainLoop:
         """
         began = time.perf_counter()
         curves = {"val/loss": self._heldout_curve("eval_step", self.state.params)}
-        if self.state.average:
-            curves["val/ema_loss"] = self._heldout_curve("eval_step", self.state.average)
+        if self.state.ema:
+            curves["val/ema_loss"] = self._heldout_curve("eval_step", self.state.ema)
         if self.program.teacher_eval_step is not None:
             params = self.state.params
             curves["val/teacher_loss"] = self._heldout_curve("teacher_eval_step", params)

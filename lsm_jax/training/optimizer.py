@@ -145,7 +145,7 @@ def moments_of(config: TrainConfig) -> dict[str, float]:
     return {name: count(name, leaf.shape) for name, leaf in leaves_of(shapes[0]).items()}
 
 
-def average_decay(config: TrainConfig, step: jax.Array) -> jax.Array:
+def ema_decay_at(config: TrainConfig, step: jax.Array) -> jax.Array:
     """Return the decay of the parameters' moving average after a training step, whose number counts from 0: smaller in the
     first steps, in which the parameters are still far from those that count."""
     step = jnp.asarray(step, jnp.float32)

@@ -27,7 +27,7 @@ FILES = {
     "tensorboard/": "the same metrics, and sampled texts, as TensorBoard events: `tensorboard --logdir .`",
     "wandb/": "the files of Weights & Biases, if the run sends metrics there; `wandb sync` sends those of an offline run",
     "wandb.json": "the identifier of the run there",
-    "checkpoints/*/": "a checkpoint for each saved step: `params` (trained parameters), `average` (their moving average, if "
+    "checkpoints/*/": "a checkpoint for each saved step: `params` (trained parameters), `ema` (their moving average, if "
     "`ema_decay` is set), `training` (optimizer and counters), `data` (the position in the data)",
     "checksums/*.json": "the checksums of each checkpoint's files, compared when it is read",
     "broken_checkpoints/": "checkpoints that could not be read, if there were some",

@@ -29,7 +29,7 @@ from lsm_jax.training.failures import refuse_links, writing
 from lsm_jax.training.partition import digests, join, leaves_of, like, split, targets
 from lsm_jax.training.step import params_of
 
-WEIGHTS = ("trained", "average")  # of which a run's model can be loaded
+WEIGHTS = ("trained", "ema")  # of which a run's model can be loaded
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Run:
             generates (`ModelConfig.for_inference`): the student of a run of attention transfer.
         params: the same parameters as a pure dict.
         step: the step of the checkpoint.
-        weights: "trained", or "average" if the parameters are the moving average of the trained ones.
+        weights: "trained", or "ema" if the parameters are the moving average of the trained ones.
     """
 
     config: TrainConfig
@@ -240,7 +240,7 @@ def load_run(
         workdir: the run's directory.
         step: the step of the checkpoint; "best" is that of the best evaluation (`best_step`), and None selects the newest
             that can be read.
-        weights: "trained" for the parameters after the last step; "average" for their moving average (the config's
+        weights: "trained" for the parameters after the last step; "ema" for their moving average (the config's
             `ema_decay`). None is the average if the run keeps one, and the trained parameters otherwise.
 
     Raises:
@@ -254,21 +254,21 @@ def load_run(
     shapes = params_of(model)
     device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     target = targets(shapes, jax.tree.map(lambda _: device, shapes), config.trainable)
-    part = "params" if weights == "trained" else "average"
+    part = "params" if weights == "trained" else "ema"
     params, step = _load(workdir, config, target, step, part=part)
     evaluated = nnx.graphdef(abstract(config.model.for_inference()))
     return Run(config, nnx.merge(evaluated, params), params, step, weights)
 
 
 def _weights(config: TrainConfig, weights: str | None, workdir: str | os.PathLike[str]) -> str:
-    """Return which weights `load_run` loads, "trained" or "average"."""
+    """Return which weights `load_run` loads, "trained" or "ema"."""
     if weights not in (None, *WEIGHTS):
         raise ValueError(f"weights={weights!r}: accepted are {', '.join(WEIGHTS)}")
-    if weights == "average" and not config.ema_decay:
+    if weights == "ema" and not config.ema_decay:
         raise ValueError(
-            f"weights='average': the run in {str(workdir)!r} has ema_decay=0 and keeps no average; accepted is 'trained'"
+            f"weights='ema': the run in {str(workdir)!r} has ema_decay=0 and keeps no average; accepted is 'trained'"
         )
-    return weights or ("average" if config.ema_decay else "trained")
+    return weights or ("ema" if config.ema_decay else "trained")
 
 
 def _step_of(step: str, workdir: str | os.PathLike[str], config: TrainConfig) -> int:
@@ -444,7 +444,7 @@ def _load(
         target: abstract arrays of all parameters, with shapes, dtypes and shardings.
         step: the step of the checkpoint; None selects the newest that can be read.
         argument: the name of the argument or flag from which `workdir` comes, for error messages.
-        part: the trained parameters, "params", or their moving average, "average".
+        part: the trained parameters, "params", or their moving average, "ema".
     """
     trained, frozen_target = split(target, config.trainable)
     if frozen_target:  # raises if no run before this one has all parameters

@@ -163,8 +163,8 @@ def _train(
             state = program.init()
             loaded = like(initial, state.params)
             params = join(state.params, loaded)
-            average = jax.tree.map(jnp.copy, params) if config.ema_decay else {}
-            state = dataclasses.replace(state, params=params, average=average)
+            ema = jax.tree.map(jnp.copy, params) if config.ema_decay else {}
+            state = dataclasses.replace(state, params=params, ema=ema)
         loop = TrainLoop(
             config, workdir, mesh, program, checkpoints, batches, buffers, frozen, on_report, lock
         )

@@ -24,7 +24,7 @@ from lsm_jax.models import (
 )
 from lsm_jax.parallel import exchange_options, param_sharding
 from lsm_jax.training.config import TrainConfig
-from lsm_jax.training.optimizer import average_decay, learning_rate, make_optimizer
+from lsm_jax.training.optimizer import ema_decay_at, learning_rate, make_optimizer
 from lsm_jax.training.partition import join, leaves_of, like, split
 
 Batch = dict[str, jax.Array]
@@ -48,7 +48,7 @@ class TrainState:
         opt_state: the state of the optimizer.
         skipped: number of steps whose loss, gradient or new parameters were not finite.
         skipped_in_a_row: number of consecutive steps skipped since the last good step.
-        average: the exponential moving average of the parameters, a tree like `params`; empty if the run keeps none.
+        ema: the exponential moving average of the parameters, a tree like `params`; empty if the run keeps none.
     """
 
     step: Any
@@ -56,7 +56,7 @@ class TrainState:
     opt_state: optax.OptState
     skipped: Any
     skipped_in_a_row: Any
-    average: dict[str, Any] = dataclasses.field(default_factory=dict)
+    ema: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,8 +135,8 @@ def make_program(config: TrainConfig, mesh: Mesh) -> Program:
         params, _ = split(all_params, config.trainable)
         # Each counter has a buffer of its own, since the step donates the state.
         step, skipped, in_a_row = (jnp.zeros((), jnp.int32) for _ in range(3))
-        average = jax.tree.map(jnp.copy, params) if config.ema_decay else {}
-        return TrainState(step, params, optimizer.init(params), skipped, in_a_row, average)
+        ema = jax.tree.map(jnp.copy, params) if config.ema_decay else {}
+        return TrainState(step, params, optimizer.init(params), skipped, in_a_row, ema)
 
     all_shardings = param_shardings(mesh, model)
     trained_shardings, _ = split(all_shardings, config.trainable)
@@ -151,9 +151,9 @@ def make_program(config: TrainConfig, mesh: Mesh) -> Program:
         transform_non_params=lambda _: replicated,
         is_leaf=lambda leaf: isinstance(leaf, optax.MaskedNode),
     )
-    average = trained_shardings if config.ema_decay else {}
+    ema = trained_shardings if config.ema_decay else {}
     counters = replicated, replicated
-    shardings = TrainState(replicated, trained_shardings, opt_shardings, *counters, average)
+    shardings = TrainState(replicated, trained_shardings, opt_shardings, *counters, ema)
     train_step = _make_train_step(config, optimizer, _make_loss(config, graph))
 
     student, teacher = config.model.for_inference(), config.model.teacher()
@@ -308,10 +308,8 @@ def _make_train_step(
             updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
             params = jax.tree.map(lambda p, u: p - rate * u, state.params, updates)
             new_norm = optax.global_norm(params)
-            weight = 1 - average_decay(config, state.step)
-            average = state.average and jax.tree.map(
-                lambda a, p: a + weight * (p - a), state.average, params
-            )
+            weight = 1 - ema_decay_at(config, state.step)
+            ema = state.ema and jax.tree.map(lambda a, p: a + weight * (p - a), state.ema, params)
         good = jnp.isfinite(loss) & jnp.isfinite(norm) & jnp.isfinite(new_norm)
         fits = jnp.ones((), bool)
         if OVERFLOW in aux:
@@ -330,7 +328,7 @@ def _make_train_step(
             select(opt_state, state.opt_state),
             state.skipped + skipped.astype(jnp.int32),
             jnp.where(good, 0, state.skipped_in_a_row + skipped.astype(jnp.int32)),
-            select(average, state.average),
+            select(ema, state.ema),
         )
         metrics = {
             "train/loss": loss,

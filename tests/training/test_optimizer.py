@@ -248,7 +248,7 @@ def losses_after_four_steps(name, **mesh_sizes):
         state, rows = program.init(), jax.device_put(batch, batch_sharding(mesh))
         for _ in range(4):
             state, metrics = program.train_step(state, rows)
-        nll, tokens, _ = program.eval_step(state.average, rows)
+        nll, tokens, _ = program.eval_step(state.ema, rows)
     for wanted, array in zip(*map(jax.tree.leaves, (program.shardings, state)), strict=True):
         assert array.sharding.is_equivalent_to(wanted, array.ndim)
     return [float(metrics["train/loss"]), float(nll.sum() / tokens.sum())]

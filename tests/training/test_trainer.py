@@ -33,7 +33,7 @@ from lsm_jax.training import (
 from lsm_jax.training.batches import eval_batches
 from lsm_jax.training.best import BestSteps
 from lsm_jax.training.metrics import TrainProgress, short
-from lsm_jax.training.optimizer import average_decay
+from lsm_jax.training.optimizer import ema_decay_at
 from lsm_jax.training.readme import FILES
 from tests.training import tiny
 
@@ -86,7 +86,7 @@ def test_a_resumed_run_has_the_same_metrics_average_and_samples(text, whole, tmp
     assert train(config(text), tmp_path / "run", on_report=tiny.stop_at(4)).step < 10
     assert train(config(text), tmp_path / "run").step == 10
     assert rows_of(tmp_path / "run") == rows_of(whole)
-    for weights in ("trained", "average"):
+    for weights in ("trained", "ema"):
         runs = [lsm_jax.load_run(w, weights=weights).params for w in (tmp_path / "run", whole)]
         assert all(jax.tree.leaves(jax.tree.map(lambda a, b: bool((a == b).all()), *runs)))
     for step in (4, 8):
@@ -123,9 +123,9 @@ def test_a_run_without_evaluations_has_no_best(text, tmp_path):
     with pytest.raises(ValueError, match="no checkpoint of .* has val/loss"):
         best_step(tmp_path / "run")
     with pytest.raises(ValueError, match="ema_decay=0 and keeps no average"):
-        lsm_jax.load_run(tmp_path / "run", weights="average")
-    with pytest.raises(ValueError, match="accepted are trained, average"):
         lsm_jax.load_run(tmp_path / "run", weights="ema")
+    with pytest.raises(ValueError, match="accepted are trained, ema"):
+        lsm_jax.load_run(tmp_path / "run", weights="average")
 
 
 def test_the_average_follows_its_definition_and_is_evaluated(text, tmp_path):
@@ -136,12 +136,12 @@ def test_the_average_follows_its_definition_and_is_evaluated(text, tmp_path):
         params = lsm_jax.load_run(tmp_path / "run", step=step, weights="trained").params
         params = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
         stored = lsm_jax.load_run(tmp_path / "run", step=step)
-        assert stored.weights == "average"
+        assert stored.weights == "ema"
         if average is not None:
             decay = min(
                 0.4, step / (9 + step)
             )  # (1 + t) / (10 + t) after step t, which counts from 0
-            assert decay == pytest.approx(float(average_decay(settings, jnp.int32(step - 1))))
+            assert decay == pytest.approx(float(ema_decay_at(settings, jnp.int32(step - 1))))
             trees = (average, params, stored.params)
             for a, p, found in zip(*map(jax.tree.leaves, trees), strict=True):
                 wanted = decay * a + (1 - decay) * p
@@ -150,7 +150,7 @@ def test_the_average_follows_its_definition_and_is_evaluated(text, tmp_path):
     last = rows_of(tmp_path / "run")[-1]
     assert last["val/loss"] != last["val/ema_loss"]
     batch = next(eval_batches(settings, make_mesh(MeshConfig())))
-    for name, weights in (("val/loss", "trained"), ("val/ema_loss", "average")):
+    for name, weights in (("val/loss", "trained"), ("val/ema_loss", "ema")):
         run = lsm_jax.load_run(tmp_path / "run", weights=weights)
         found = evaluate(run.model, [batch], progress=False).curve
         assert last[name] == pytest.approx(found.mean, rel=1e-5)
@@ -184,18 +184,34 @@ def test_samples_are_written_and_shown(whole):
     assert b"sample/1" in events and b"sample/2" in events and b"    to be" in events
 
 
+def explained(workdir):
+    """Check that the README.md of a run explains all its files, and return which of its lines were needed."""
+    used = set()
+    for path in workdir.rglob("*"):
+        name = path.relative_to(workdir).as_posix()
+        if path.is_file():
+            found = [p for p in FILES if fnmatch.fnmatch(name, p + "*" * p.endswith("/"))]
+            assert found, f"README.md does not explain {name}"
+            used |= set(found)
+    return used
+
+
+@pytest.mark.slow
+def test_every_file_of_the_demo_is_explained(tmp_path):
+    command = [sys.executable, str(ROOT / "demo.py"), f"--workdir={tmp_path / 'run'}", "--total_tokens=49152"]  # fmt: skip
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert "bits per byte" in done.stdout + done.stderr, done.stderr
+    assert {"eval/*/", "eval/demo-*.json", "plots/loss_by_position.png"} <= explained(
+        tmp_path / "run"
+    )
+
+
 def test_every_file_of_a_run_is_explained(whole):
     readme = (whole / "README.md").read_text()
     assert "10 steps of 256 tokens, seed 42, adamw with the schedule constant" in readme
     patterns = re.findall(r"^\| `([^`]+)` \|", readme, re.MULTILINE)
     assert patterns == list(FILES)
-    used = set()
-    for path in whole.rglob("*"):
-        name = path.relative_to(whole).as_posix()
-        if path.is_file():
-            found = [p for p in patterns if fnmatch.fnmatch(name, p + "*" * p.endswith("/"))]
-            assert found, f"README.md does not explain {name}"
-            used |= set(found)
+    used = explained(whole)
     assert {"plots/training.png", "plots/loss_by_position.png", "profile/", "samples/*.txt"} <= used
     assert (whole / "profile" / "step_times.png").stat().st_size > 5000
 
@@ -264,7 +280,7 @@ def test_the_flags_of_the_programs(text, tmp_path):
     given = f"--workdir={workdir}", "--tasks=perplexity", "--max_tokens=512", "--batch_size=2"
     run("eval.py", *given)
     run("eval.py", *given, "--step=best", "--weights=trained")
-    for folder, weights in (("8-first512", "average"), ("8-first512-trained", "trained")):
+    for folder, weights in (("8-first512", "ema"), ("8-first512-trained", "trained")):
         results = json.loads((workdir / "eval" / folder / "results.json").read_text())
         assert results["weights"] == weights
 
