@@ -50,7 +50,13 @@ flags.DEFINE_list(
     ["perplexity", "generate"],
     "Tasks to run: perplexity, needle, maps, routing, generate, lm_eval.",
 )
-flags.DEFINE_integer("step", None, "The step of the checkpoint; the newest one by default.")
+flags.DEFINE_string("step", None, "The step of the checkpoint, or best; the newest one by default.")
+flags.DEFINE_enum(
+    "weights",
+    None,
+    ["trained", "ema"],
+    "The trained parameters or their moving average (ema); by default the average if the run keeps one.",
+)
 flags.DEFINE_string(
     "output", None, "Name of the folder in workdir/eval; by default the step and the data."
 )
@@ -110,10 +116,11 @@ def main(argv: list[str]) -> None:
     lsm_jax.training.read_config(
         FLAGS.workdir
     )  # raises if the directory has no run, before anything is compiled
-    _prepare_output(request, FLAGS.step or 0)
+    _prepare_output(request.folder(0))
     print(f"eval.py: loading the run in {FLAGS.workdir}", file=sys.stderr, flush=True)
-    run = lsm_jax.load_run(FLAGS.workdir, step=FLAGS.step)
-    folder = _prepare_output(request, run.step)
+    run = lsm_jax.load_run(FLAGS.workdir, step=FLAGS.step, weights=FLAGS.weights)
+    other = "-trained" if run.config.ema_decay and run.weights == "trained" else ""
+    folder = _prepare_output(request.folder(run.step) + other)
     console = Console(highlight=False, markup=False)
 
     def show(name: str, results: Any) -> None:
@@ -136,13 +143,11 @@ def main(argv: list[str]) -> None:
     console.print(f"results in {folder}", soft_wrap=True)
 
 
-def _prepare_output(request: Any, step: int) -> Path:
-    """Return the folder of the results, after checking that it can be written."""
+def _prepare_output(name: str) -> Path:
+    """Return the folder of the results, `name` unless --output gives another, after checking that it can be written."""
     from lsm_jax import evaluation
 
-    folder = evaluation.output_folder(
-        FLAGS.workdir, request.folder(step) if FLAGS.output is None else FLAGS.output
-    )
+    folder = evaluation.output_folder(FLAGS.workdir, name if FLAGS.output is None else FLAGS.output)
     try:
         evaluation.check_writable(folder)
     except OSError as error:

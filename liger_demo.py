@@ -158,6 +158,7 @@ def main(argv: list[str]) -> None:
     from rich.table import Table
 
     from lsm_jax.convert import smollm2
+    from lsm_jax.evaluation import plot_run
     from lsm_jax.training import train
 
     began, workdir = time.perf_counter(), Path(FLAGS.workdir)
@@ -170,6 +171,7 @@ def main(argv: list[str]) -> None:
     results = workdir / "eval" / f"demo-{trained.step}.json"
     if not results.exists():
         report = measure(source, config, workdir)
+        plot_run(workdir, config.name)
         results.parent.mkdir(parents=True, exist_ok=True)
         draft = results.with_suffix(".partial")
         draft.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")

@@ -3,6 +3,8 @@
     python train.py --config=configs/lm.py:gla-nano --workdir=runs/x    # a minute on a laptop
     python train.py --config=configs/lm.py:gla-340m --workdir=runs/x --config.optimizer.peak_lr=1e-3
     python train.py --config=configs/demo.py --workdir=runs/x --config.data.path=my_texts --config.total_tokens=1e6
+    python train.py --config=configs/lm.py:gla-nano --workdir=runs/x --seeds=0,1,2    # runs/x/seed-0, ...
+    python train.py --config=configs/lm.py:gla-nano --workdir=runs/x --profile=5      # where the time of a step goes
 
 Flags override the fields of the config by name; values are checked against the field's type. The same command resumes an
 interrupted run.
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 import math
 import sys
+from pathlib import Path
 
 from lsm_jax import interrupts
 
@@ -29,6 +32,12 @@ flags.DEFINE_string("workdir", None, "The run's directory.")
 flags.DEFINE_string(
     "init_from", None, "The directory of another run, to start from its parameters."
 )
+flags.DEFINE_list(
+    "seeds", [], "Seeds of runs to train one after another, in workdir/seed-SEED; then summarised."
+)
+flags.DEFINE_integer(
+    "profile", 0, "Number of steps to profile, the same as --config.profile_steps; 0 profiles none."
+)
 flags.mark_flags_as_required(["config", "workdir"])
 
 
@@ -37,6 +46,7 @@ def main(argv: list[str]) -> None:
     from lsm_jax.commands import failure
     from lsm_jax.parallel import join_hosts
     from lsm_jax.training import RecallConfig, TrainingStopped, train, train_recall
+    from lsm_jax.training.seeds import summary_table, train_seeds
 
     if len(argv) > 1:
         sys.exit(f"train.py: unknown arguments: {' '.join(argv[1:])}")
@@ -49,9 +59,16 @@ def main(argv: list[str]) -> None:
         return
     if FLAGS.init_from is not None:
         FLAGS.config.init_from = FLAGS.init_from
+    if FLAGS.profile:
+        FLAGS.config.profile_steps = FLAGS.profile
+    seeds, found = _seeds(), None
     try:
         join_hosts()
-        result = train(FLAGS.config, FLAGS.workdir)
+        if seeds:
+            results, found = train_seeds(FLAGS.config, FLAGS.workdir, seeds, on_end=_plot)
+            result = results[-1]
+        else:
+            result = train(FLAGS.config, FLAGS.workdir)
     except Exception as error:
         message = str(error) if isinstance(error, TrainingStopped) else failure(error)
         if message is None or logging.level_debug():
@@ -59,21 +76,34 @@ def main(argv: list[str]) -> None:
         sys.exit(f"train.py: {message}")
     if result.interrupted is not None:
         sys.exit(128 + result.interrupted)
-    _plot()
+    if found is not None:
+        print(f"{summary_table(found)}\nin {FLAGS.workdir}/seeds.json")
+        return
+    _plot(FLAGS.workdir)
     loss = "no steps were left" if math.isnan(result.loss) else f"loss {result.loss:.4f}"
     print(f"finished {result.step} steps, {loss}, in {FLAGS.workdir}")
 
 
-def _plot() -> None:
-    """Draw the training curves of the run to plots/training.png; a picture that cannot be drawn does not fail the run."""
+def _seeds() -> list[int]:
+    """Return the seeds of the flag `--seeds`; none if it is not given."""
+    for seed in FLAGS.seeds:
+        if not seed.strip().isdecimal():
+            sys.exit(
+                f"train.py: --seeds={','.join(FLAGS.seeds)}: {seed!r} is no seed; accepted are 0 to 2^63 - 1, with commas between"
+            )
+    return [int(seed) for seed in FLAGS.seeds]
+
+
+def _plot(workdir: str | Path) -> None:
+    """Draw what the run has recorded, such as its training curves; a picture that cannot be drawn does not fail the run."""
     import jax
 
     from lsm_jax.evaluation import plot_run
 
     if jax.process_index() == 0:
         try:
-            plot_run(FLAGS.workdir, FLAGS.config.name)
-        except (ValueError, OSError) as error:
+            plot_run(workdir, FLAGS.config.name)
+        except Exception as error:  # such as a damaged file of an earlier start
             print(f"train.py: no picture was drawn: {error}", file=sys.stderr)
 
 
@@ -81,10 +111,11 @@ def _recall(train_recall) -> None:
     """Train a sweep of associative recall, on the first device."""
     from lsm_jax.commands import failure
 
-    if FLAGS.init_from is not None:
-        sys.exit(
-            "train.py: --init_from is not accepted by a recall sweep, which starts from its seeds"
-        )
+    for flag in ("init_from", "seeds", "profile"):
+        if getattr(FLAGS, flag):
+            sys.exit(
+                f"train.py: --{flag} is not accepted by a recall sweep, whose config has its seeds"
+            )
     try:
         result = train_recall(FLAGS.config, FLAGS.workdir)
     except (ValueError, OSError) as error:

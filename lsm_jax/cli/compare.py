@@ -64,7 +64,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--title", default="", help="text above the picture")
     options = parser.parse_args(arguments)
     try:
-        runs = [read_run(*name_of(run)) for run in unique(options.runs)]
+        runs = [read_run(*name_of(run)) for run in unique(members(options.runs))]
         from rich.console import Console
 
         Console(highlight=False, markup=False).print(table(runs))
@@ -73,6 +73,19 @@ def main(arguments: Sequence[str]) -> int:
         print(f"lsm compare: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def members(runs: Sequence[str]) -> list[str]:
+    """Return the arguments RUN, with the runs of all seeds in place of a directory that `lsm train --seeds` wrote."""
+    expanded = []
+    for run in runs:
+        name, folder = name_of(run)
+        seeds = sorted(folder.glob("seed-*/metrics.jsonl"), key=lambda path: path.parent.name)
+        if seeds and not (folder / "metrics.jsonl").is_file():
+            expanded += [f"{name}/{path.parent.name}={path.parent}" for path in seeds]
+        else:
+            expanded.append(run)
+    return expanded
 
 
 def unique(runs: Sequence[str]) -> Sequence[str]:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lsm_jax.data import Tokenizer
+from lsm_jax.data.decoding import decode
 from lsm_jax.models import Decoder, sample
 
 _REPEAT_WITHIN = 20.0  # seconds; a shorter first call is repeated to time it without compilation
@@ -137,11 +138,3 @@ def state_bytes(model: Decoder, max_length: int) -> int:
     allocated."""
     state = jax.eval_shape(lambda: model.init_state(1, max_length))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
-
-
-def decode(tokenizer: Tokenizer, ids: np.ndarray) -> str:
-    """Return the text of token ids; ids of a padded vocabulary that the tokenizer does not have become
-    U+FFFD."""
-    outside = np.flatnonzero(np.asarray(ids) >= tokenizer.vocab_size)
-    parts = [part[part < tokenizer.vocab_size] for part in np.split(np.asarray(ids), outside)]
-    return "\ufffd".join(tokenizer.decode(part) for part in parts)

@@ -17,14 +17,21 @@ import numpy as np
 from rich.console import RenderableType
 
 from lsm_jax.data import JSONTokenizer, make_eval_iterator
+from lsm_jax.data.decoding import decode
 from lsm_jax.data.needle import NeedleTask, haystack_tokens, read_texts
+from lsm_jax.evaluation.curve import LossCurve
 from lsm_jax.evaluation.files import write_arrays, write_json, write_rows, write_text, writing
-from lsm_jax.evaluation.generate import Generation, decode, generate
+from lsm_jax.evaluation.generate import Generation, generate
 from lsm_jax.evaluation.harness import harness_table, run_harness, write_results
 from lsm_jax.evaluation.maps import LayerMaps, layer_maps, plot_maps
 from lsm_jax.evaluation.needle import find_needles, length_notes
 from lsm_jax.evaluation.perplexity import Evaluation, evaluate
-from lsm_jax.evaluation.plots import plot_loss_by_position, plot_needle, plot_training
+from lsm_jax.evaluation.plots import (
+    plot_loss_by_position,
+    plot_needle,
+    plot_step_times,
+    plot_training,
+)
 from lsm_jax.evaluation.request import (
     Request,
     count_batches,
@@ -34,7 +41,7 @@ from lsm_jax.evaluation.request import (
 )
 from lsm_jax.evaluation.router import routing, routing_table
 from lsm_jax.evaluation.tables import needle_table, perplexity_table
-from lsm_jax.files import inside
+from lsm_jax.files import bounded_json, inside
 from lsm_jax.models import Decoder
 from lsm_jax.parallel import largest_divisor
 
@@ -83,6 +90,7 @@ def perplexity(run: Run, request: Request, folder: Path) -> dict[str, Any]:
         **evaluation.curve.summary(),
         "val/row_perplexity": evaluation.row_perplexity,
         "step": run.step,
+        "weights": run.weights,
         "data": str(request.data or data.heldout_path or data.path),
         "sequence_length": data.sequence_length,
         "train_length": run.config.data.sequence_length,
@@ -336,10 +344,24 @@ def check_tasks(names: list[str]) -> list[str]:
 
 
 def plot_run(workdir: str | os.PathLike[str], name: str = "") -> Path:
-    """Plot the training curves of a run to workdir/plots/training.png; returns that path. A link in place of the
-    folder or the file is refused or replaced."""
+    """Plot what a run has recorded: the training curves to plots/training.png, the held-out loss by position to
+    plots/loss_by_position.png if it was evaluated during training, and the times of a profiled step to profile/step_times.png.
+
+    Returns:
+        The path of the training curves. A link in place of a folder or a file is refused or replaced.
+    """
     workdir = Path(workdir)
     inside(workdir, "plots", what="the folder of plots")
+    curve, times = workdir / "plots" / "loss_by_position.npz", workdir / "profile/step_times.json"
+    if curve.is_file():
+        plot_loss_by_position(
+            LossCurve.load(curve),
+            curve.with_suffix(".png"),
+            title=f"{name}: held-out loss by position".removeprefix(": "),
+        )
+    if times.is_file():
+        inside(workdir, "profile", what="the folder of profiles")
+        plot_step_times(bounded_json(times, max_bytes=1 << 30), times.with_suffix(".png"))
     return plot_training(
         {name: workdir}, workdir / "plots" / "training.png", title=name or "Training"
     )

@@ -11,7 +11,7 @@ from lsm_jax.models.counts import (
     logical_axes,
 )
 from lsm_jax.models.decoder import Decoder, DecoderState
-from lsm_jax.models.loss import mean_next_token_loss, next_token_loss
+from lsm_jax.models.loss import mean_next_token_loss, next_token_loss, training_losses
 from lsm_jax.models.presets import (
     FOX_FIGURE_7,
     FOX_MODELS,
@@ -47,4 +47,5 @@ __all__ = [
     "next_token_loss",
     "recall_state_size",
     "sample",
+    "training_losses",
 ]

@@ -52,7 +52,7 @@ def next_token_loss(
     )
 
 
-def mean_next_token_loss(
+def training_losses(
     hidden: jax.Array,
     head: jax.Array,
     labels: jax.Array,
@@ -61,8 +61,18 @@ def mean_next_token_loss(
     *,
     chunk_size: int = 2048,
     cap: float | None = None,
-) -> jax.Array:
-    """Return the sum of `next_token_loss` over all tokens, divided by `count`: the loss of a training step.
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+) -> tuple[jax.Array, jax.Array]:
+    """Return the loss of a training step, and the part of it that is `next_token_loss`: the sums over all tokens, divided by
+    `count`.
+
+    With logits z [V] of a token, its label y, s = `label_smoothing` and Z = log sum exp(z), the loss of a token is
+
+        Z - (1 - s) z_y - s mean(z) + `z_loss` Z²
+
+    Smoothing makes the target (1 - s) of the label and s / V of every token (arXiv 1512.00567, section 7). The z-loss keeps Z
+    near 0 (arXiv 2204.02311, section 5, with 1e-4). Without both, the two results are equal.
 
     Where a gradient is computed, the forward pass computes it, chunk by chunk, from the logits that it has: three
     products with the head instead of the four of `next_token_loss`, whose backward pass computes the logits again.
@@ -72,22 +82,49 @@ def mean_next_token_loss(
         hidden, head, labels, chunk_size, cap: as for `next_token_loss`.
         loss_mask: [B, T], as for `next_token_loss`.
         count: the number by which the sum is divided, such as the number of predicted tokens in the whole batch.
+        label_smoothing: the share of the target that is spread evenly over the vocabulary, in [0, 1).
+        z_loss: the weight of the square of the log-sum-exp, at least 0.
 
     Returns:
-        The mean loss in nats, a float32 scalar; NaN if a label that the mask counts is outside the vocabulary.
+        The mean loss, and the mean negative log-likelihood in nats, float32 scalars; NaN if a label that the mask counts is
+        outside the vocabulary. Only the first has a gradient.
 
     Raises:
-        ValueError: the shapes do not fit, or `chunk_size` is less than 1.
+        ValueError: the shapes do not fit, `chunk_size` is less than 1, or `label_smoothing` or `z_loss` is out of range.
     """
     _check(hidden, head, labels, loss_mask, chunk_size)
+    if not 0 <= label_smoothing < 1:
+        raise ValueError(f"label_smoothing={label_smoothing}: it must be in [0, 1)")
+    if not 0 <= z_loss < float("inf"):
+        raise ValueError(f"z_loss={z_loss}: it must be at least 0, and finite")
     weight = loss_mask.astype(jnp.promote_types(hidden.dtype, jnp.float32)) / count
-    sums = _over_devices(
+    loss, nll = _over_devices(
         _weighted_loss,
-        (chunk_size, cap),
+        (chunk_size, cap, float(label_smoothing), float(z_loss)),
         dict(hidden=hidden, labels=labels, weight=weight),
         dict(head=head),
     )
-    return jnp.sum(sums)
+    return jnp.sum(loss), jax.lax.stop_gradient(jnp.sum(nll))
+
+
+def mean_next_token_loss(
+    hidden: jax.Array,
+    head: jax.Array,
+    labels: jax.Array,
+    loss_mask: jax.Array,
+    count: jax.Array | float,
+    *,
+    chunk_size: int = 2048,
+    cap: float | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+) -> jax.Array:
+    """Return the loss of a training step alone, the first result of `training_losses`, whose arguments and errors it has."""
+    options = dict(cap=cap, label_smoothing=label_smoothing, z_loss=z_loss)
+    losses = training_losses(
+        hidden, head, labels, loss_mask, count, chunk_size=chunk_size, **options
+    )
+    return losses[0]
 
 
 def _check(
@@ -109,9 +146,7 @@ def _check(
         raise ValueError(f"loss_mask has shape {loss_mask.shape}; labels have {labels.shape}")
 
 
-def _over_devices(
-    function: Callable[..., jax.Array], static: tuple[Any, ...], batched: dict, shared: dict
-) -> jax.Array:
+def _over_devices(function: Callable[..., Any], static: tuple, batched: dict, shared: dict) -> Any:
     """Call `function(*static, **batched, **shared)` on each device with that device's rows and tokens."""
     # Otherwise devices that split heads would all compute the same logits.
     if shards_of("heads") > 1:
@@ -129,11 +164,13 @@ def _loss(chunk_size, cap, hidden, labels, loss_mask, head):
     return nll if loss_mask is None else nll * loss_mask
 
 
-def _weighted_loss(chunk_size, cap, hidden, labels, weight, head):
-    """Return the weighted sum of the negative log-likelihoods of one device's tokens, [1, 1]."""
+def _weighted_loss(chunk_size, cap, label_smoothing, z_loss, hidden, labels, weight, head):
+    """Return the weighted sums of the losses and of the negative log-likelihoods of one device's tokens, [1, 1] each."""
     hidden, labels = _without_masked(hidden, labels, weight)
     cut = functools.partial(_cut, chunk_size)
-    return _weighted_nll(cap, cut(hidden), head, cut(labels), cut(weight)).reshape(1, 1)
+    extra = (cap, label_smoothing, z_loss)
+    sums = _weighted_sums(extra, cut(hidden), head, cut(labels), cut(weight))
+    return tuple(x.reshape(1, 1) for x in sums)
 
 
 def _without_masked(
@@ -187,7 +224,7 @@ def _backward(cap, saved, grad):
         more, x_grad = _gradients(x, narrow, y, logits, z, g, cap)
         return head_grad + more, x_grad
 
-    start = jnp.zeros_like(head, jnp.float32)
+    start = jnp.zeros_like(head, jnp.promote_types(head.dtype, jnp.float32))
     head_grad, hidden_grad = jax.lax.scan(step, start, (hidden, labels, lse, grad))
     return hidden_grad, head_grad.astype(head.dtype), None
 
@@ -196,34 +233,66 @@ _chunked_nll.defvjp(_forward, _backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _weighted_nll(cap, hidden, head, labels, weight):
-    """Return the sum of the negative log-likelihoods of `_chunked_nll`, each multiplied by its weight [N, B, C]."""
-    return jnp.sum(weight * _chunked_nll(cap, hidden, head, labels))
+def _weighted_sums(extra, hidden, head, labels, weight):
+    """Return the sums of the losses and of the negative log-likelihoods of the labels [N, B, C] in N chunks of C tokens, each
+    multiplied by its weight [N, B, C]. The second sum has no gradient.
+
+    Args:
+        extra: the cap of the logits or None, the label smoothing, and the weight of the z-loss.
+        hidden: [N, B, C, D].
+        head: [D, V].
+        labels, weight: [N, B, C].
+    """
+    narrow = head.astype(hidden.dtype)
+
+    def step(_, chunk):
+        x, y = chunk
+        logits = capped(matmul_to_float32(x, narrow), extra[0])
+        return None, _losses(extra, logits, y)[:2]
+
+    _, (loss, nll) = jax.lax.scan(step, None, (hidden, labels))
+    return jnp.sum(weight * loss), jnp.sum(weight * nll)
 
 
-def _weighted_forward(cap, hidden, head, labels, weight):
+def _weighted_forward(extra, hidden, head, labels, weight):
     narrow = head.astype(hidden.dtype)
 
     def step(head_grad, chunk):
         x, y, w = chunk
-        logits = capped(matmul_to_float32(x, narrow), cap)
-        nll, lse = _log_likelihood(logits, y)
-        more, x_grad = _gradients(x, narrow, y, logits, lse, w, cap)
-        return head_grad + more, (nll, x_grad)
+        logits = capped(matmul_to_float32(x, narrow), extra[0])
+        loss, nll, lse = _losses(extra, logits, y)
+        more, x_grad = _gradients(x, narrow, y, logits, lse, w, *extra)
+        return head_grad + more, (loss, nll, x_grad)
 
-    start = jnp.zeros_like(head, jnp.float32)
-    head_grad, (nll, hidden_grad) = jax.lax.scan(step, start, (hidden, labels, weight))
+    start = jnp.zeros_like(head, jnp.promote_types(head.dtype, jnp.float32))
+    head_grad, (loss, nll, hidden_grad) = jax.lax.scan(step, start, (hidden, labels, weight))
     # The gradients of the sum itself. The backward pass multiplies them by the gradient of the sum, 1 in a training step.
-    return jnp.sum(weight * nll), (hidden_grad, head_grad.astype(head.dtype), nll)
+    sums = jnp.sum(weight * loss), jnp.sum(weight * nll)
+    return sums, (hidden_grad, head_grad.astype(head.dtype), loss)
 
 
-def _weighted_backward(cap, saved, grad):
-    hidden_grad, head_grad, nll = saved
-    scaled = [(grad * x).astype(x.dtype) for x in (hidden_grad, head_grad)]
-    return *scaled, None, grad * nll
+def _weighted_backward(extra, saved, grads):
+    hidden_grad, head_grad, loss = saved
+    scaled = [(grads[0] * x).astype(x.dtype) for x in (hidden_grad, head_grad)]
+    return *scaled, None, grads[0] * loss
 
 
-_weighted_nll.defvjp(_weighted_forward, _weighted_backward)
+_weighted_sums.defvjp(_weighted_forward, _weighted_backward)
+
+
+def _losses(
+    extra: tuple[float | None, float, float], logits: jax.Array, labels: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return the losses and the negative log-likelihoods of labels [B, C], and the log-sum-exps of logits [B, C, V], all
+    [B, C]. The logits are capped; `extra` is that of `_weighted_sums`."""
+    _, label_smoothing, z_loss = extra
+    nll, lse = _log_likelihood(logits, labels)
+    loss = nll
+    if label_smoothing:  # lse - nll is the label's logit
+        loss = loss + label_smoothing * (lse - nll - jnp.mean(logits, axis=-1))
+    if z_loss:
+        loss = loss + z_loss * lse**2
+    return loss, nll, lse
 
 
 def _log_likelihood(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -241,6 +310,8 @@ def _gradients(
     lse: jax.Array,
     grad: jax.Array,
     cap: float | None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
 ) -> tuple[jax.Array, jax.Array]:
     """Return the gradients of the head [D, V], in float32, and of the hidden states x [B, C, D] of one chunk.
 
@@ -249,11 +320,18 @@ def _gradients(
         head: [D, V], in x's dtype.
         labels: [B, C].
         logits, lse: [B, C, V] and [B, C], their log-sum-exps.
-        grad: [B, C], the gradients of the negative log-likelihoods.
+        grad: [B, C], the gradients of the losses, which are negative log-likelihoods without the last two arguments.
         cap: the cap of the logits, or None; `logits` are capped.
+        label_smoothing, z_loss: as for `training_losses`.
     """
     hit = labels[..., None] == jnp.arange(head.shape[1])
-    error = grad[..., None] * (jnp.exp(logits - lse[..., None]) - hit)
+    error = jnp.exp(logits - lse[..., None])
+    if z_loss:
+        error = error * (1 + 2 * z_loss * lse[..., None])
+    target = hit
+    if label_smoothing:
+        target = (1 - label_smoothing) * hit + label_smoothing / head.shape[1]
+    error = grad[..., None] * (error - target)
     error = error if cap is None else error * (1 - jnp.square(logits / cap))
     error = error.astype(x.dtype)
     x_grad = matmul_to_float32(error, head.T).astype(x.dtype)

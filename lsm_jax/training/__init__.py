@@ -1,14 +1,17 @@
 """Train models: the config of a run, the training step, the loop, and the run's directory."""
 
 from lsm_jax.training.checkpoints import Checkpoints
-from lsm_jax.training.config import OptimizerConfig, TrainConfig
+from lsm_jax.training.config import TrainConfig
 from lsm_jax.training.config_json import differences, from_dict, to_dict
 from lsm_jax.training.loop import TrainingStopped, TrainResult
 from lsm_jax.training.metrics import read_rows
 from lsm_jax.training.optimizer import learning_rate, make_optimizer
+from lsm_jax.training.optimizer_config import OptimizerConfig
 from lsm_jax.training.recall_config import RecallConfig
 from lsm_jax.training.recall_sweep import train_recall
-from lsm_jax.training.runs import Run, load_run, read_config
+from lsm_jax.training.runs import Run, best_step, load_run, read_config
+from lsm_jax.training.samples_config import SamplesConfig
+from lsm_jax.training.seeds import train_seeds
 from lsm_jax.training.start import TrainingNotSaved, train
 from lsm_jax.training.step import Program, TrainState, make_program
 from lsm_jax.training.sweep import Sweep, SweepState
@@ -19,6 +22,7 @@ __all__ = [
     "Program",
     "RecallConfig",
     "Run",
+    "SamplesConfig",
     "Sweep",
     "SweepState",
     "TrainConfig",
@@ -26,6 +30,7 @@ __all__ = [
     "TrainState",
     "TrainingNotSaved",
     "TrainingStopped",
+    "best_step",
     "differences",
     "from_dict",
     "learning_rate",
@@ -37,4 +42,5 @@ __all__ = [
     "to_dict",
     "train",
     "train_recall",
+    "train_seeds",
 ]

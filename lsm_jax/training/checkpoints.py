@@ -24,6 +24,7 @@ from typing import Any
 import jax
 from orbax.checkpoint import v1 as ocp
 
+from lsm_jax.training.best import BestSteps
 from lsm_jax.training.checksums import check_files, write_checksums
 from lsm_jax.training.failures import WriteError
 from lsm_jax.training.partition import leaves_of
@@ -52,15 +53,23 @@ class Checkpoints:
         directory: the folder of the run's checkpoints; created at the first save.
         keep_last: number of the newest checkpoints that are kept; older ones are removed.
         keep_every: checkpoints at multiples of this number of steps are kept, too; 0 keeps no others.
+        best: the steps whose checkpoints are kept because of a metric, too; None keeps none for that.
         clean: whether to remove the incomplete files of a save that was killed; set it only in the process that
             trains the run.
     """
 
     def __init__(
-        self, directory: Path, *, keep_last: int = 1, keep_every: int = 0, clean: bool = False
+        self,
+        directory: Path,
+        *,
+        keep_last: int = 1,
+        keep_every: int = 0,
+        best: BestSteps | None = None,
+        clean: bool = False,
     ):
         self.directory = directory.absolute()
         self._keep_last, self._keep_every, self._clean = keep_last, keep_every, clean
+        self.best = best
         self._opened: ocp.training.Checkpointer | None = None
         self._sealing: list[threading.Thread] = []
         self._failure: WriteError | None = None  # of a save in the background
@@ -77,6 +86,8 @@ class Checkpoints:
             alternatives: list[Any] = [policies.LatestN(n=self._keep_last)]
             if self._keep_every:
                 alternatives.append(policies.EveryNSteps(interval_steps=self._keep_every))
+            if self.best is not None:
+                alternatives.append(self.best)
             policy: Any = policies.AnyPreservationPolicy(alternatives)
             self._opened = ocp.training.Checkpointer(
                 str(self.directory), preservation_policy=policy, cleanup_tmp_directories=self._clean
@@ -108,8 +119,8 @@ class Checkpoints:
         """Save a checkpoint of training step `step`: the train state (parameters, optimizer, counters) and
         the position of the data iterator, as they are at the moment of the call; writing continues in the
         background."""
-        rest = dataclasses.replace(state, params={})
-        self._save(step, dict(params=state.params, training=rest, data=data))
+        parts = dict(params=state.params, training=_without_params(state), data=data)
+        self._save(step, parts | (dict(ema=state.ema) if state.ema else {}))
 
     def save_params(self, step: int, params: dict[str, Any]) -> None:
         """Save a checkpoint that has parameters only: the run can be evaluated and another run can start
@@ -228,7 +239,9 @@ class Checkpoints:
         Raises:
             ValueError: there are checkpoints, but none can be read.
         """
-        parts = dict(params=target.params, training=dataclasses.replace(target, params={}))
+        parts = dict(params=target.params, training=_without_params(target))
+        if target.ema:
+            parts["ema"] = target.ema
         broken: list[tuple[int, Exception]] = []
         steps = self._complete_steps()
         for step in reversed(steps):
@@ -242,7 +255,8 @@ class Checkpoints:
                 self._set_aside(broken_step)
             if broken:
                 _say(f"continuing from checkpoint {step}, the one before")
-            return dataclasses.replace(loaded["training"], params=loaded["params"])
+            saved = dict(params=loaded["params"], ema=loaded.get("ema", {}))
+            return TrainState(**loaded["training"] | saved)
         if broken:
             raise ValueError(
                 f"none of the checkpoints {', '.join(map(str, steps))} in {self.directory} can be read: "
@@ -251,10 +265,11 @@ class Checkpoints:
         return None
 
     def load_params(
-        self, target: dict[str, Any], step: int | None = None
+        self, target: dict[str, Any], step: int | None = None, part: str = "params"
     ) -> tuple[dict[str, Any], int]:
         """Return (parameters, step) of one checkpoint, in the shapes and shardings of `target`; without
-        `step`, of the newest checkpoint that can be read.
+        `step`, of the newest checkpoint that can be read. `part` is "params" for the trained parameters, or "ema"
+        for their moving average.
 
         Raises:
             ValueError: the checkpoint does not exist or cannot be read, or `_MOST_DELETED` checkpoints were deleted while
@@ -271,7 +286,7 @@ class Checkpoints:
             failure: Exception | None = None
             for candidate in reversed(steps) if step is None else [step]:
                 try:
-                    return self._read(candidate, dict(params=target))["params"], candidate
+                    return self._read(candidate, {part: target})[part], candidate
                 except Exception as error:  # whatever the storage raises for a file cut short
                     if self._changed_since(steps, candidate):
                         failure = None
@@ -354,6 +369,13 @@ class Checkpoints:
         except OSError as error:
             raise WriteError(aside, error) from error
         _say(f"checkpoint {step} was moved to {aside}")
+
+
+def _without_params(state: TrainState) -> dict[str, Any]:
+    """Return the fields of a train state that are saved together: all but the parameters and their moving average."""
+    fields = {field.name: getattr(state, field.name) for field in dataclasses.fields(state)}
+    del fields["ema"]
+    return fields | dict(params={})  # as earlier releases stored it
 
 
 def _refuse_other_files(folder: Path) -> None:

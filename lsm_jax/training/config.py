@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import typing
 from typing import Any
 
@@ -17,85 +18,9 @@ from lsm_jax.models import ModelConfig
 from lsm_jax.ops.backends.registry import backends_of, names_of
 from lsm_jax.parallel import MeshConfig, batch_shards
 from lsm_jax.training.config_json import check_types
+from lsm_jax.training.optimizer_config import OptimizerConfig
 from lsm_jax.training.partition import FROZEN_DTYPES
-
-OPTIMIZERS = ("adamw", "lion", "muon")
-SCHEDULES = ("cosine", "wsd", "linear", "constant", "inverse_sqrt")
-
-
-@dataclasses.dataclass(kw_only=True)
-class OptimizerConfig:
-    """The config of the optimizer and of the learning rate: a linear warm-up and then a schedule, both counted in tokens.
-
-    Attributes:
-        name: "adamw"; "lion" (arXiv 2302.06675), whose rate is usually 3 to 10 times smaller; or "muon": orthogonalised momentum
-            for the matrices of layers, scaled to the size of AdamW's updates (arXiv 2502.16982), and AdamW for embeddings,
-            heads, vectors and convolutions.
-        schedule: the learning rate r(t) after the warm-up, from `peak_lr` p to e = `peak_lr` x `end_lr_ratio`. "cosine" and
-            "linear" fall to e over the rest of the run; "wsd" remains at p and falls linearly to e in the last `decay_fraction`
-            of the run (warm-up, stable, decay); "constant" remains at p, and "inverse_sqrt" is p sqrt(warmup_tokens / tokens):
-            these two do not use `end_lr_ratio`.
-        decay_fraction: the part of the run's tokens in which "wsd" falls.
-        peak_lr: learning rate after the warm-up.
-        end_lr_ratio: learning rate at the end of the run, divided by `peak_lr`.
-        warmup_tokens: number of tokens over which the learning rate rises linearly to `peak_lr`.
-        start_lr_ratio: learning rate at the beginning of the warm-up, divided by `peak_lr`.
-        warmup_from_zero: if True, a step's learning rate depends on the tokens before it, so the first step's
-            is that of the beginning; otherwise its own tokens are included.
-        b1: decay of the first moment.
-        b2: decay of the second moment; for "lion" the decay of its only moment, where b1 weighs the update.
-        eps: added to the square root of the second moment.
-        momentum: decay of Muon's momentum.
-        weight_decay: decoupled weight decay; it does not apply to norms, biases, convolutions, A_log, dt_bias
-            and D.
-        clip_norm: gradients with a larger global norm are scaled down to this one.
-    """
-
-    name: str = "adamw"
-    schedule: str = "cosine"
-    decay_fraction: float = 0.2
-    peak_lr: float = 3e-4
-    end_lr_ratio: float = 0.1
-    warmup_tokens: int = 0
-    start_lr_ratio: float = 0.0
-    warmup_from_zero: bool = False
-    b1: float = 0.9
-    b2: float = 0.95
-    eps: float = 1e-8
-    momentum: float = 0.95
-    weight_decay: float = 0.1
-    clip_norm: float = 1.0
-
-    def validate(self) -> None:
-        """Raise ValueError if a field of the optimizer's config is out of range."""
-        for name, accepted in (("name", OPTIMIZERS), ("schedule", SCHEDULES)):
-            if getattr(self, name) not in accepted:
-                near = did_you_mean(getattr(self, name), accepted)
-                raise ValueError(
-                    f"optimizer.{name}={getattr(self, name)!r}: accepted are {', '.join(accepted)}{near}"
-                )
-        for name, value in dataclasses.asdict(self).items():
-            if not isinstance(value, str) and not math.isfinite(value):
-                raise ValueError(f"optimizer.{name}={value}: it must be finite")
-        for name in ("peak_lr", "eps", "clip_norm"):
-            if not getattr(self, name) > 0:
-                raise ValueError(
-                    f"optimizer.{name}={getattr(self, name)}: it must be greater than 0"
-                )
-        for name in ("end_lr_ratio", "start_lr_ratio", "warmup_tokens", "weight_decay"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"optimizer.{name}={getattr(self, name)}: it must be at least 0")
-        for name in ("b1", "b2", "momentum"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"optimizer.{name}={getattr(self, name)}: it must be in [0, 1)")
-        if not 0 < self.decay_fraction <= 1:
-            raise ValueError(
-                f"optimizer.decay_fraction={self.decay_fraction}: it must be in (0, 1]"
-            )
-        if self.schedule == "inverse_sqrt" and not self.warmup_tokens:
-            raise ValueError(
-                "optimizer.schedule='inverse_sqrt': optimizer.warmup_tokens is 0; it must be greater than 0"
-            )
+from lsm_jax.training.samples_config import SamplesConfig
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -111,6 +36,12 @@ class TrainConfig:
         batch_size: sequences per step, over all devices and accumulation steps.
         accumulation_steps: number of equal subsets of the batch's sequences whose gradients are computed one
             after another and summed.
+        label_smoothing: the share of each target that is spread evenly over the vocabulary, in [0, 1).
+        z_loss: the weight of the square of the logits' log-sum-exp in the loss. Both change the loss that is minimised;
+            `train/loss` and held-out losses remain the negative log-likelihood.
+        ema_decay: decay of the exponential moving average of the trained parameters, in [0, 1): after step t = 0, 1, ... the
+            average has the decay min(ema_decay, (1 + t) / (10 + t)). Evaluation and sampling use the average unless they are
+            asked for the trained parameters; 0 keeps no average.
         total_tokens: length of the run in tokens; a last, incomplete step is not taken.
         seed: the seed of the parameters and of the order of the data.
         log_every: steps between rows of metrics.jsonl.
@@ -119,6 +50,14 @@ class TrainConfig:
         checkpoint_every: steps between checkpoints; one is always written at the end.
         keep_last: number of the newest checkpoints that are kept; older ones are removed.
         keep_every: checkpoints at multiples of this number of steps are kept, too; 0 keeps no others.
+        best_metric: the name of a metric of evaluations, such as "val/loss" or "val/ema_loss". An evaluation that is better
+            than all before is saved as a checkpoint, and the `keep_best` best ones are kept; empty keeps none for that.
+        best_mode: "min" if lower is better, or "max".
+        keep_best: number of the best checkpoints that are kept.
+        samples: the texts that are sampled during training.
+        grad_norms: whether to report the norm of the gradient of each part of the model, before it is clipped.
+        wandb: the project of Weights & Biases, PROJECT or ENTITY/PROJECT, to which metrics are sent (extra [wandb]); empty
+            sends nothing.
         init_from: the directory of another run, whose newest parameters this run starts from. Trained
             parameters that the other run does not have are initialised.
         base: the pretrained model to start from if `init_from` is empty: None, or an object with
@@ -144,6 +83,9 @@ class TrainConfig:
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
     batch_size: int = 32
     accumulation_steps: int = 1
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    ema_decay: float = 0.0
     total_tokens: int = 1_000_000_000
     seed: int = 42
     log_every: int = 10
@@ -152,6 +94,12 @@ class TrainConfig:
     checkpoint_every: int = 1000
     keep_last: int = 2
     keep_every: int = 0
+    best_metric: str = ""
+    best_mode: str = "min"
+    keep_best: int = 1
+    samples: SamplesConfig = dataclasses.field(default_factory=SamplesConfig)
+    grad_norms: bool = False
+    wandb: str = ""
     init_from: str = ""
     base: Any = None
     trainable: tuple[str, ...] = ()
@@ -196,6 +144,7 @@ class TrainConfig:
             "eval_batches",
             "checkpoint_every",
             "keep_last",
+            "keep_best",
             "max_bad_steps",
         ):
             if getattr(self, name) < 1:
@@ -203,6 +152,15 @@ class TrainConfig:
         for name in ("eval_every", "keep_every", "profile_start", "profile_steps"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)}: it must be at least 0")
+        for name in ("label_smoothing", "ema_decay"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: it must be in [0, 1)")
+        if not 0 <= self.z_loss < math.inf:
+            raise ValueError(f"z_loss={self.z_loss}: it must be at least 0, and finite")
+        self.samples.validate()
+        self._check_best()
+        if self.wandb and not re.fullmatch(r"([\w.-]+/)?[\w.-]+", self.wandb):
+            raise ValueError(f"wandb={self.wandb!r}: accepted is PROJECT or ENTITY/PROJECT")
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"seed={self.seed}: accepted are 0 to 2^63 - 1")
         if self.num_steps < 1:
@@ -242,6 +200,12 @@ class TrainConfig:
                 f"optimizer.decay_fraction={self.optimizer.decay_fraction}: the decay and optimizer.warmup_tokens="
                 f"{self.optimizer.warmup_tokens} are longer than total_tokens={self.total_tokens}; choose a smaller fraction"
             )
+        periods = self.model.num_layers // len(self.model.period())
+        if self.optimizer.name == "adafactor" and periods >= self.optimizer.adafactor_min_size:
+            raise ValueError(
+                f"optimizer.adafactor_min_size={self.optimizer.adafactor_min_size}: it must be greater than the number of "
+                f"periods of the pattern, {periods}, over which the matrices of layers are stacked"
+            )
         self._check_lengths()
         self._advise_on_alignment()
         shards = 1
@@ -257,6 +221,26 @@ class TrainConfig:
             raise ValueError(
                 f"batch_size={self.batch_size}: it must be divisible by {shards} devices{microbatches} x "
                 f"accumulation_steps={self.accumulation_steps}"
+            )
+
+    def evaluated_metrics(self) -> list[str]:
+        """Return the names of the metrics that an evaluation during training writes."""
+        names = {"val/loss": True, "val/ema_loss": bool(self.ema_decay)}
+        names["val/teacher_loss"] = self.model.teacher() is not None
+        return [name for name, written in names.items() if written and self.eval_every]
+
+    def _check_best(self) -> None:
+        """Raise ValueError if the fields that select the best checkpoints are not valid."""
+        if self.best_mode not in ("min", "max"):
+            raise ValueError(f"best_mode={self.best_mode!r}: accepted are 'min' and 'max'")
+        if self.best_metric and not self.eval_every:
+            raise ValueError(
+                f"best_metric={self.best_metric!r}: eval_every is 0, so that nothing is evaluated; it must be at least 1"
+            )
+        if self.best_metric and self.best_metric not in (known := self.evaluated_metrics()):
+            near = did_you_mean(self.best_metric, known)
+            raise ValueError(
+                f"best_metric={self.best_metric!r}: accepted in this run are {', '.join(known)}{near}"
             )
 
     def _check_mesh(self, sizes: dict[str, int]) -> None:

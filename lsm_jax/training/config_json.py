@@ -18,6 +18,7 @@ from lsm_jax.mixers.checks import did_you_mean
 _MAY_CHANGE = {
     "name", "mesh", "accumulation_steps", "model.remat", "model.unroll_layers", "model.loss_chunk_size",
     "log_every", "eval_every", "eval_batches", "checkpoint_every", "keep_last", "keep_every",
+    "best_metric", "best_mode", "keep_best", "samples", "grad_norms", "wandb",
     "max_bad_steps", "profile_start", "profile_steps",
     "data.num_threads", "data.prefetch", "data.cache_dir",
 }  # fmt: skip

@@ -70,6 +70,8 @@ def refuse_links(workdir: Path) -> None:
         "tensorboard",
         "profile",
         "plots",
+        "samples",
+        "wandb",
         "run.lock",
     ):
         found = [workdir / name]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import math
 import signal
@@ -25,13 +26,17 @@ from lsm_jax.training.batches import RecentBatches, eval_batches
 from lsm_jax.training.checkpoints import Checkpoints
 from lsm_jax.training.config import TrainConfig
 from lsm_jax.training.expert_buffers import ExpertBuffers
+from lsm_jax.training.heldout import write_curve
 from lsm_jax.training.lock import RunLock
 from lsm_jax.training.metrics import Meter, MetricsWriter, TrainProgress, memory_gib, read_rows
 from lsm_jax.training.partition import join
 from lsm_jax.training.peak_flops import peak_flops
 from lsm_jax.training.profiler import profiler
+from lsm_jax.training.readme import write_readme
 from lsm_jax.training.runs import write_choices, write_config
+from lsm_jax.training.samples import Samples, write_samples
 from lsm_jax.training.step import OVERFLOW, Program, TrainState, make_program
+from lsm_jax.training.wandb_log import WandbLog
 
 
 class TrainingStopped(RuntimeError):
@@ -103,6 +108,7 @@ class TrainLoop:
             -1
         )  # the last step whose time includes a compilation, which the speed leaves out
         self.unit = "bytes" if config.data.tokenizer == "bytes" else "tokens"
+        self.samples = Samples(config, mesh) if config.samples.every else None
 
     def run(self, state: TrainState, data: dict[str, Any], frozen: dict[str, int]) -> TrainResult:
         """Train from `state` to the last step of the run, or until SIGINT or SIGTERM is received; return
@@ -128,7 +134,7 @@ class TrainLoop:
         ):
             if self._evaluation_is_missing():
                 self._start_writing(resources, data, frozen)
-                self._evaluate()
+                self._is_best(self._evaluate())  # the checkpoint exists
             while self.step < config.num_steps and stop_signal is None:
                 profile(self.step, self.state)
                 try:
@@ -168,7 +174,14 @@ class TrainLoop:
             self.lock.acquire()  # creates the directory of a new run
         write_config(self.workdir, self.config, data, frozen)
         write_choices(self.workdir)
-        self.writer = MetricsWriter(self.workdir, self.start, log_every=self.config.log_every)
+        write_readme(self.workdir, self.config)
+        open_log = functools.partial(WandbLog, self.config, self.workdir)
+        self.writer = MetricsWriter(
+            self.workdir,
+            self.start,
+            log_every=self.config.log_every,
+            open_log=open_log if self.config.wandb else None,
+        )
         resources.enter_context(contextlib.closing(self.writer))
         self.meter = Meter()  # the time before this includes compilation
 
@@ -257,14 +270,34 @@ class TrainLoop:
         evaluate = self._due(config.eval_every, self.step) or (bool(config.eval_every) and last)
         save = self._due(config.checkpoint_every, self.step)
         # A checkpoint's metrics are written before the checkpoint.
-        if (evaluate or save or last) and not self._report_pending():
+        sample = self._due(config.samples.every, self.step)
+        if (evaluate or save or sample or last) and not self._report_pending():
             return
         if evaluate:
-            self._evaluate()
+            save |= self._is_best(self._evaluate())
+        began = time.perf_counter()
         if save:
-            began = time.perf_counter()
             self._save()
-            self.meter.pause(time.perf_counter() - began)
+        if sample:
+            self._sample()
+        self.meter.pause(time.perf_counter() - began)
+
+    def _is_best(self, values: dict[str, float]) -> bool:
+        """Return whether an evaluation with these metrics is among the best ones of the run, which are saved."""
+        best = self.checkpoints.best
+        return best is not None and best.add(self.step, values[best.metric])
+
+    def _sample(self) -> None:
+        """Continue the config's prompts, with the average of the parameters if there is one; write the texts to
+        samples/STEP.txt and to TensorBoard, and show the first one."""
+        assert self.samples is not None
+        params = join(self.frozen, self.state.ema or self.state.params)
+        texts = self.samples(params)
+        if not texts:
+            return  # not the first process
+        write_samples(self.workdir, self.config.samples.prompts, texts, self.step)
+        self.writer.write_texts(self.step, {f"sample/{i}": t for i, t in enumerate(texts, 1)})
+        self.progress.say(f"step {self.step}, sample: {texts[0]!r}")
 
     def _save(self) -> None:
         """Save the train state and the position of the data, unless another process has taken over the run."""
@@ -369,7 +402,10 @@ class TrainLoop:
                     "moe/expert_buffer": self.buffers.largest,
                 }
             self.writer.write(step, values)
-        self.progress.advance(step, self.loss, self.speed, self._mfu())
+        tokens = step * config.tokens_per_step
+        self.progress.advance(
+            step, self.loss, self.speed, self._mfu(), flops=self.flops, tokens=tokens
+        )
         if self.on_report is not None:
             self.on_report(step)
 
@@ -378,49 +414,56 @@ class TrainLoop:
         the peak is not known."""
         return None if self.peak is None else self.speed * self.flops / self.peak
 
-    def _evaluate(self) -> None:
+    def _evaluate(self) -> dict[str, float]:
         """Compute the held-out loss over the first `eval_batches` batches, the same ones every time, and
-        write it to metrics.jsonl.
+        write it to metrics.jsonl; return the metrics. The loss by position is written to plots/loss_by_position.npz.
 
-        In a run of attention transfer `val/loss` is the student's; the teacher's is `val/teacher_loss`.
+        `val/ema_loss` is the loss of the average of the parameters, if there is one. In a run of attention transfer `val/loss`
+        is the student's; the teacher's is `val/teacher_loss`.
         """
         began = time.perf_counter()
-        loss, tokens = self._heldout_loss("eval_step")
-        values, teacher = {"val/loss": loss}, ""
+        curves = {"val/loss": self._heldout_curve("eval_step", self.state.params)}
+        if self.state.ema:
+            curves["val/ema_loss"] = self._heldout_curve("eval_step", self.state.ema)
         if self.program.teacher_eval_step is not None:
-            values["val/teacher_loss"], _ = self._heldout_loss("teacher_eval_step")
-            teacher = f" of the student, {values['val/teacher_loss']:.4f} of the teacher,"
+            params = self.state.params
+            curves["val/teacher_loss"] = self._heldout_curve("teacher_eval_step", params)
+        values = {name: float(nll.sum() / max(n.sum(), 1)) for name, (nll, n) in curves.items()}
         self.writer.write(self.step, values)
+        write_curve(self.workdir, *curves.get("val/ema_loss", curves["val/loss"]))
+        labels = {"val/ema_loss": "of the average", "val/teacher_loss": "of the teacher"}
+        others = "".join(f", {values[n]:.4f} {labels[n]}" for n in values if n in labels)
         self.progress.say(
-            f"step {self.step}: held-out loss {loss:.4f}{teacher} over {tokens:,.0f} {self.unit}"
+            f"step {self.step}: held-out loss {values['val/loss']:.4f}{others}, over {curves['val/loss'][1].sum():,.0f} {self.unit}"
         )
         self.meter.pause(time.perf_counter() - began)
+        return values
 
-    def _heldout_loss(self, name: str) -> tuple[float, float]:
-        """Return (mean held-out loss in nats per token, number of tokens). `name` selects the model: "eval_step"
-        the trained one, "teacher_eval_step" its teacher.
+    def _heldout_curve(self, name: str, params: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+        """Return the sums of (loss in nats, number of tokens) at each position of the held-out rows, float64 [T]. `name`
+        selects the model: "eval_step" the trained one, "teacher_eval_step" its teacher; `params` are its trained parameters.
 
         If choices of experts do not fit into the buffers between devices, the buffers grow and the loss is
         computed again, until all choices fit."""
-        nll, tokens, overflow = self._heldout_sums(getattr(self.program, name))
+        nll, tokens, overflow = self._heldout_sums(getattr(self.program, name), params)
         while overflow:
             self._grow_buffers(self.step, int(overflow), "evaluation")
-            nll, tokens, overflow = self._heldout_sums(getattr(self.program, name))
-        return nll / max(tokens, 1), tokens
+            nll, tokens, overflow = self._heldout_sums(getattr(self.program, name), params)
+        return nll, tokens
 
-    def _heldout_sums(self, eval_step: Callable) -> tuple[float, float, float]:
-        """Return the sums, over the held-out batches, of (the loss in nats, the number of predicted tokens, the
-        number of choices of experts that did not fit into the buffers). `eval_step` is a function (all
-        parameters, batch) -> these three sums for one batch."""
-        nll = tokens = overflow = 0.0
-        params = join(self.frozen, self.state.params)
+    def _heldout_sums(
+        self, eval_step: Callable, params: dict[str, Any]
+    ) -> tuple[np.ndarray, np.ndarray, float]:
+        """Return the sums, over the held-out batches, of (the loss in nats and the number of predicted tokens at each
+        position, the number of choices of experts that did not fit into the buffers). `eval_step` is a function (all
+        parameters, batch) -> these three sums for one batch, and `params` are the trained parameters."""
+        sums: list[Any] = [0.0, 0.0, 0.0]
+        all_params = join(self.frozen, params)
         with contextlib.closing(eval_batches(self.config, self.mesh)) as batches:
             for batch in itertools.islice(batches, self.config.eval_batches):
-                sums = eval_step(params, self._to_devices(batch))
-                nll, tokens, overflow = (
-                    a + float(b) for a, b in zip((nll, tokens, overflow), sums, strict=True)
-                )
-        return nll, tokens, overflow
+                more = eval_step(all_params, self._to_devices(batch))
+                sums = [a + np.asarray(b, np.float64) for a, b in zip(sums, more, strict=True)]
+        return sums[0], sums[1], float(sums[2])
 
     def _evaluation_is_missing(self) -> bool:
         """Return whether the run was killed while an evaluation grew the buffers in which tokens are sent to

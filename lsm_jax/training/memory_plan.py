@@ -17,7 +17,7 @@ from lsm_jax.parallel import AXES
 from lsm_jax.training.activation_plan import activation_bytes, gathered_keys_and_values_bytes
 from lsm_jax.training.communication_plan import communication_bytes, period_bytes
 from lsm_jax.training.config import TrainConfig
-from lsm_jax.training.optimizer import muon_matrices
+from lsm_jax.training.optimizer import moments_of
 from lsm_jax.training.partition import in_frozen_dtype, split
 from lsm_jax.training.step import param_shardings, params_of
 
@@ -29,8 +29,9 @@ class Plan:
     Attributes:
         sizes: number of devices along each mesh axis, by its name.
         parameters: bytes of the parameters; trained ones are float32, frozen ones as `TrainConfig.frozen_dtype` says.
-        optimizer: bytes of the moments of the trained parameters, float32: two of AdamW, one of Lion, and with Muon one of
-            matrices and two of other parameters.
+        optimizer: bytes of the moments of the trained parameters, float32: two of AdamW, one of Lion, with Muon one of
+            matrices and two of other parameters, and with Adafactor one, and a row and a column of each matrix; and of their
+            moving average, if the run keeps one.
         gradients: bytes of the gradients of the device's shard of the parameters, float32.
         saved: bytes of the activations saved for the backward pass, of all layers and microbatches of the device.
         working: bytes of the largest other arrays that exist at a time: a recomputed layer and its gradients, or a
@@ -115,9 +116,11 @@ def plan(
         in_frozen_dtype(frozen, config.frozen_dtype)
     )
     trained = 4 * sum(local_params[_name(path)] for path, _ in trained_leaves)
-    moments = _moments(config)
-    optimizer = 4 * sum(
-        moments[_name(path)] * local_params[_name(path)] for path, _ in trained_leaves
+    moments = {name.replace(".", "/"): count for name, count in moments_of(config).items()}
+    averages = 1 if config.ema_decay else 0
+    optimizer = sum(
+        round(4 * (moments[_name(path)] + averages) * local_params[_name(path)])
+        for path, _ in trained_leaves
     )
     saved, working = activation_bytes(
         config, model, sizes, {} if known is None else known, platform
@@ -140,14 +143,6 @@ def plan(
         update=trained * (1 if kernels else 2),
         communication=communication_bytes(config, model, all_params, local_params, trained, sizes),
     )
-
-
-def _moments(config: TrainConfig) -> dict[str, int]:
-    """Return the number of moments that the optimizer stores of each trained parameter, by its name."""
-    most = 1 if config.optimizer.name == "lion" else 2
-    matrices = jax.tree_util.tree_leaves_with_path(muon_matrices(config))
-    is_muon = config.optimizer.name == "muon"
-    return {_name(path): 1 if is_muon and matrix else most for path, matrix in matrices}
 
 
 def _executed_model(model: ModelConfig, sizes: dict[str, int]) -> ModelConfig:

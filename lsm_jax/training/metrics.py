@@ -1,5 +1,5 @@
-"""Write the metrics of a training run to metrics.jsonl and as TensorBoard events, measure its speed and memory,
-and show its progress."""
+"""Write the metrics of a training run to metrics.jsonl, as TensorBoard events and to Weights & Biases, measure its speed and
+memory, and show its progress."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import socket
 import struct
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from rich.progress import (
 )
 from tensorboardX.proto import event_pb2
 from tensorboardX.record_writer import masked_crc32c
-from tensorboardX.summary import scalar
+from tensorboardX.summary import scalar, text
 
 from lsm_jax.files import unique_keys, write_atomically
 from lsm_jax.training.failures import writing
@@ -45,7 +46,7 @@ Event, SessionLog = _protocol.Event, _protocol.SessionLog
 
 
 class MetricsWriter:
-    """Write a run's metrics by step, as lines of metrics.jsonl and as TensorBoard events.
+    """Write a run's metrics by step, as lines of metrics.jsonl, as TensorBoard events, and to a further log if there is one.
 
     Args:
         workdir: the run's directory.
@@ -54,13 +55,22 @@ class MetricsWriter:
             those that can be read remain, and the damaged file is copied to metrics.damaged-<n>.jsonl.
         log_every: the run's `log_every`. Rows of training steps up to `step` that are missing, as after metrics.jsonl
             was deleted, are reported in one line; 0 does not look for any.
+        open_log: makes a further log with `write(step, scalars)`, `write_texts(step, texts)` and `close()`, in the first
+            process only; None makes none.
 
     Raises:
         WriteError: a file cannot be written; the methods raise it too.
     """
 
-    def __init__(self, workdir: Path, step: int, *, log_every: int = 0):
-        self._file = self._events = None
+    def __init__(
+        self,
+        workdir: Path,
+        step: int,
+        *,
+        log_every: int = 0,
+        open_log: Callable[[], Any] | None = None,
+    ):
+        self._file = self._events = self._log = None
         if jax.process_index() != 0:  # one host writes for all
             return
         self._path = path = workdir / "metrics.jsonl"
@@ -78,6 +88,7 @@ class MetricsWriter:
                 write_atomically(path, kept)
             self._file = path.open("ab", buffering=0)
         self._events = Events(workdir / "tensorboard", step + 1)
+        self._log = None if open_log is None else open_log()
 
     def write(self, step: int, values: dict[str, Any]) -> None:
         """Write the metrics of one training step, numbers and (nested) lists of numbers by name, as one line of
@@ -97,13 +108,24 @@ class MetricsWriter:
             else:
                 scalars[name] = value
         self._events.write(step, scalars)
+        if self._log is not None:
+            self._log.write(step, scalars)
+
+    def write_texts(self, step: int, texts: dict[str, str]) -> None:
+        """Write texts of one training step by name as TensorBoard events, and to the further log."""
+        if self._events is not None:
+            self._events.write_texts(step, texts)
+        if self._log is not None:
+            self._log.write_texts(step, texts)
 
     def close(self) -> None:
-        """Close metrics.jsonl and TensorBoard's events."""
+        """Close metrics.jsonl, TensorBoard's events and the further log."""
         if self._file is not None:
             self._file.close()
         if self._events is not None:
             self._events.close()
+        if self._log is not None:
+            self._log.close()
 
 
 class Events:
@@ -145,6 +167,16 @@ class Events:
             Event(wall_time=time.time(), step=step, summary=scalar(tag, number))
             for tag, number in scalars.items()
             if number is not None and np.isfinite(number)
+        ]
+        with writing(self._path):
+            self._write(*events)
+
+    def write_texts(self, step: int, texts: dict[str, str]) -> None:
+        """Write texts of one training step by name; TensorBoard shows them as Markdown, here as code."""
+        pages = {tag: "    " + value.replace("\n", "\n    ") for tag, value in texts.items()}
+        events = [
+            Event(wall_time=time.time(), step=step, summary=text(tag, page))
+            for tag, page in pages.items()
         ]
         with writing(self._path):
             self._write(*events)
@@ -377,10 +409,18 @@ class TrainProgress:
             self._bar.console.print(text, highlight=False, markup=False)
 
     def advance(
-        self, step: int, loss: float, tokens_per_second: float, mfu: float | None = None
+        self,
+        step: int,
+        loss: float,
+        tokens_per_second: float,
+        mfu: float | None = None,
+        *,
+        flops: float = 0.0,
+        tokens: int = 0,
     ) -> None:
-        """Show a finished training step: its number, loss (nats per token), the speed in tokens per second, and the
-        share of the devices' peak speed (MFU) unless it is None."""
+        """Show a finished training step: its number, loss (nats per token), the speed in tokens per second and in model
+        operations per second, the share of the devices' peak speed (MFU) unless it is None, and the tokens of the run so
+        far."""
         if step == self.start + 1:
             self._begin = (
                 time.perf_counter()
@@ -393,8 +433,12 @@ class TrainProgress:
             status += f" (mean of {len(self._losses)}: {mean:.4f})"
         if tokens_per_second:
             status += f" · {tokens_per_second:,.0f} {self.unit}/s"
+            if flops:
+                status += f" · {short(tokens_per_second * flops)}FLOP/s"
             if mfu is not None:
                 status += f" · MFU {mfu:.1%}"
+        if tokens:
+            status += f" · {short(tokens)}{self.unit}"
         self._bar.update(self._task, completed=step, status=status)
         now = time.perf_counter()
         if self._lines and (now - self._last_line > SECONDS_BETWEEN_LINES or step == self.total):
@@ -404,3 +448,12 @@ class TrainProgress:
                 seconds = (now - self._begin) / timed_steps * (self.total - step)
                 left = f" · {seconds:.0f} s left"
             print(f"step {step}/{self.total} · {status}{left}", file=sys.stderr, flush=True)
+
+
+def short(number: float) -> str:
+    """Return a number with three digits and the prefix of its thousands, ready for a unit: "1.23 M" or "512 "."""
+    prefixes = ["", "k", "M", "G", "T", "P", "E"]
+    while number >= 999.5 and len(prefixes) > 1:
+        number /= 1000
+        del prefixes[0]
+    return f"{number:.3g} {prefixes[0]}"

@@ -11,8 +11,10 @@ from flax import nnx
 
 from lsm_jax.models import abstract, decay_mask
 from lsm_jax.training.config import TrainConfig
-from lsm_jax.training.partition import split
+from lsm_jax.training.optimizer_config import OptimizerConfig
+from lsm_jax.training.partition import leaves_of, split
 
+_ADAFACTOR_EPS = 1e-30  # added to squared gradients (arXiv 1804.04235, section 9)
 _MUON_RMS = (
     0.2  # of an entry of Muon's update, as AdamW's usually has it (arXiv 2502.16982, section 2.2)
 )
@@ -60,6 +62,8 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
         scale = optax.partition(
             {True: _muon(optimizer.momentum), False: adam}, muon_matrices(config)
         )
+    elif optimizer.name == "adafactor":
+        scale = _adafactor(optimizer)
     return optax.chain(
         optax.clip_by_global_norm(optimizer.clip_norm),
         scale,
@@ -98,3 +102,51 @@ def _muon(momentum: float) -> optax.GradientTransformation:
         optax.contrib.scale_by_muon(beta=momentum, weight_dimension_numbers=dimensions),
         optax.stateless(rms),
     )
+
+
+def _adafactor(config: OptimizerConfig) -> optax.GradientTransformation:
+    """Return Adafactor's transformation of gradients (arXiv 1804.04235, algorithm 4, without its relative step size): factored
+    second moments, updates of a limited root mean square, and a first moment unless b1 is 0."""
+    factored = optax.scale_by_factored_rms(
+        decay_rate=config.adafactor_decay,
+        min_dim_size_to_factor=config.adafactor_min_size,
+        epsilon=_ADAFACTOR_EPS,
+    )
+
+    def clip(updates, params=None):
+        del params
+        return jax.tree_util.tree_map_with_path(clip_leaf, updates)
+
+    def clip_leaf(path, update):
+        stacked = (
+            path[0].key == "periods"
+        )  # the layers of a pattern's letter, each of which is clipped alone
+        axes = tuple(range(int(stacked), update.ndim))
+        rms = jnp.sqrt(jnp.mean(update**2, axis=axes, keepdims=True))
+        return update / jnp.maximum(1.0, rms / config.adafactor_clip)
+
+    mean = optax.ema(config.b1) if config.b1 else optax.identity()
+    return optax.chain(factored, optax.stateless(clip), mean)
+
+
+def moments_of(config: TrainConfig) -> dict[str, float]:
+    """Return the numbers that the optimizer stores for each number of a trained parameter, by the parameter's path."""
+    optimizer = config.optimizer
+    shapes = split(nnx.to_pure_dict(nnx.state(abstract(config.model), nnx.Param)), config.trainable)
+    matrices = leaves_of(muon_matrices(config))
+
+    def count(name: str, shape: tuple[int, ...]) -> float:
+        if optimizer.name == "adafactor":
+            second, first = sorted((1, 1, *shape))[-2:]
+            small = len(shape) < 2 or second < optimizer.adafactor_min_size
+            return float(optimizer.b1 > 0) + (1 if small else 1 / first + 1 / second)
+        return 1 if optimizer.name == "lion" or (optimizer.name == "muon" and matrices[name]) else 2
+
+    return {name: count(name, leaf.shape) for name, leaf in leaves_of(shapes[0]).items()}
+
+
+def ema_decay_at(config: TrainConfig, step: jax.Array) -> jax.Array:
+    """Return the decay of the parameters' moving average after a training step, whose number counts from 0: smaller in the
+    first steps, in which the parameters are still far from those that count."""
+    step = jnp.asarray(step, jnp.float32)
+    return jnp.minimum(config.ema_decay, (1 + step) / (10 + step))

@@ -21,6 +21,7 @@ from lsm_jax import ops
 from lsm_jax.data import fingerprint_changes
 from lsm_jax.files import bounded_json, check_folder, write_atomically
 from lsm_jax.models import Decoder, abstract
+from lsm_jax.training.best import best_steps
 from lsm_jax.training.checkpoints import Checkpoints
 from lsm_jax.training.config import TrainConfig, check_implementations
 from lsm_jax.training.config_json import check_types, differences, from_dict, to_dict
@@ -36,6 +37,8 @@ from lsm_jax.training.partition import (
 )
 from lsm_jax.training.step import params_of
 
+WEIGHTS = ("trained", "ema")  # of which a run's model can be loaded
+
 
 @dataclasses.dataclass(frozen=True)
 class Run:
@@ -47,12 +50,14 @@ class Run:
             generates (`ModelConfig.for_inference`): the student of a run of attention transfer.
         params: the same parameters as a pure dict.
         step: the step of the checkpoint.
+        weights: "trained", or "ema" if the parameters are the moving average of the trained ones.
     """
 
     config: TrainConfig
     model: Decoder
     params: dict[str, Any]
     step: int
+    weights: str = "trained"
 
     def teacher(self) -> Decoder | None:
         """Return the softmax model whose attention outputs the student learns in a run of attention transfer;
@@ -234,25 +239,75 @@ def write_config(
     write_json(workdir / "environment.json", _environment())
 
 
-def load_run(workdir: str | os.PathLike[str], step: int | None = None) -> Run:
+def load_run(
+    workdir: str | os.PathLike[str], step: int | str | None = None, weights: str | None = None
+) -> Run:
     """Load the trained model of a run's checkpoint from its directory to the default device.
 
     Args:
         workdir: the run's directory.
-        step: the step of the checkpoint; None selects the newest that can be read.
+        step: the step of the checkpoint; "best" is that of the best evaluation (`best_step`), and None selects the newest
+            that can be read.
+        weights: "trained" for the parameters after the last step; "ema" for their moving average (the config's
+            `ema_decay`). None is the average if the run keeps one, and the trained parameters otherwise.
 
     Raises:
-        ValueError: the directory has no run, or no such checkpoint, or none that can be read.
+        ValueError: the directory has no run, no such checkpoint, none that can be read, or no average.
     """
     config = read_config(workdir)
+    weights = _weights(config, weights, workdir)
+    if isinstance(step, str):
+        step = _step_of(step, workdir, config)
     model = abstract(config.model)
     shapes = params_of(model)
     device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     shardings = jax.tree.map(lambda _: device, shapes)
     target = targets(shapes, shardings, config.trainable, config.frozen_dtype)
-    params, step = _load(workdir, config, target, step)
+    part = "params" if weights == "trained" else "ema"
+    params, step = _load(workdir, config, target, step, part=part)
     evaluated = nnx.graphdef(abstract(config.model.for_inference()))
-    return Run(config, nnx.merge(evaluated, params), params, step)
+    return Run(config, nnx.merge(evaluated, params), params, step, weights)
+
+
+def _weights(config: TrainConfig, weights: str | None, workdir: str | os.PathLike[str]) -> str:
+    """Return which weights `load_run` loads, "trained" or "ema"."""
+    if weights not in (None, *WEIGHTS):
+        raise ValueError(f"weights={weights!r}: accepted are {', '.join(WEIGHTS)}")
+    if weights == "ema" and not config.ema_decay:
+        raise ValueError(
+            f"weights='ema': the run in {str(workdir)!r} has ema_decay=0 and keeps no average; accepted is 'trained'"
+        )
+    return weights or ("ema" if config.ema_decay else "trained")
+
+
+def _step_of(step: str, workdir: str | os.PathLike[str], config: TrainConfig) -> int:
+    """Return the step that the text `step` names: "best", or a number."""
+    if step == "best":
+        return best_step(workdir, config)
+    if not step.isascii() or not step.isdecimal():
+        raise ValueError(
+            f"step={step!r}: accepted are the number of a checkpoint's step and 'best'"
+        )
+    return int(step)
+
+
+def best_step(workdir: str | os.PathLike[str], config: TrainConfig | None = None) -> int:
+    """Return the step of the best checkpoint of a run: of those whose step has the metric in metrics.jsonl, the one with the
+    lowest value, or the highest if the config's `best_mode` is "max". The metric is `best_metric`, or `val/loss` if that is
+    empty.
+
+    Raises:
+        ValueError: the directory has no run, or no checkpoint was evaluated.
+    """
+    config = read_config(workdir) if config is None else config
+    checkpoints = _open_checkpoints(workdir)
+    best = best_steps(Path(workdir), config, checkpoints.steps)
+    if not best.order():
+        raise ValueError(
+            f"step='best': no checkpoint of {str(workdir)!r} has {best.metric} in metrics.jsonl; there are checkpoints of steps "
+            f"{', '.join(map(str, checkpoints.steps)) or 'none'}. Set best_metric to save the best evaluations"
+        )
+    return best.order()[0]
 
 
 def starting_runs(
@@ -386,6 +441,7 @@ def _load(
     target: dict[str, Any],
     step: int | None,
     argument: str = "workdir",
+    part: str = "params",
 ) -> tuple[dict[str, Any], int]:
     """Return (all parameters of a run, the training step of the checkpoint that was loaded). Checkpoints have
     only trained parameters; the frozen ones are loaded from the run or pretrained model that the run started
@@ -397,13 +453,14 @@ def _load(
         target: abstract arrays of all parameters, with shapes, dtypes and shardings.
         step: the step of the checkpoint; None selects the newest that can be read.
         argument: the name of the argument or flag from which `workdir` comes, for error messages.
+        part: the trained parameters, "params", or their moving average, "ema".
     """
     trained, frozen_target = split(target, config.trainable)
     if frozen_target:  # raises if no run before this one has all parameters
         next((run for run in starting_runs(workdir, config, argument) if not run.trainable), None)
     checkpoints = _open_checkpoints(workdir, argument)
     try:
-        params, step = checkpoints.load_params(trained, step)
+        params, step = checkpoints.load_params(trained, step, part)
     finally:
         checkpoints.close()
     if not frozen_target:

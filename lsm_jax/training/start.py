@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from lsm_jax.data import fingerprint
@@ -19,6 +20,7 @@ from lsm_jax.data.sources import with_tokenizer
 from lsm_jax.models import abstract
 from lsm_jax.parallel import first_process_text, make_mesh
 from lsm_jax.training.batches import RecentBatches, eval_batches, train_batches
+from lsm_jax.training.best import best_steps
 from lsm_jax.training.checkpoints import Checkpoints, abstract_like
 from lsm_jax.training.config import TrainConfig
 from lsm_jax.training.expert_buffers import ExpertBuffers
@@ -35,6 +37,7 @@ from lsm_jax.training.runs import (
     starting_params,
 )
 from lsm_jax.training.step import make_program, params_of
+from lsm_jax.training.wandb_log import check_wandb
 
 # The errors by which jax reports to a process that it lost another one, on CPUs, on GPUs and in its coordinator.
 _LOST_PROCESS = re.compile(
@@ -75,6 +78,7 @@ def train(
     config.validate(len(jax.devices()))
     config = dataclasses.replace(config, data=with_tokenizer(config.data))
     check_workdir(workdir, config)
+    check_wandb(config)
     mesh = make_mesh(config.mesh)
     check_memory(config)
     agree = functools.partial(first_process_text, mesh=mesh)
@@ -139,6 +143,8 @@ def _train(
         data = fingerprint(config.data)
         if checkpoints.steps:
             check_data(workdir, data)
+        if config.best_metric:
+            checkpoints.best = best_steps(workdir, config, checkpoints.steps)
         state = checkpoints.restore(target, iterator)
         # The host reads metrics one step late, so that it goes back by two batches at most.
         batches = RecentBatches(iterator, 2 if buffers.in_use else 0)
@@ -159,7 +165,9 @@ def _train(
         else:
             state = program.init()
             loaded = like(initial, state.params)
-            state = dataclasses.replace(state, params=join(state.params, loaded))
+            params = join(state.params, loaded)
+            ema = jax.tree.map(jnp.copy, params) if config.ema_decay else {}
+            state = dataclasses.replace(state, params=params, ema=ema)
         loop = TrainLoop(
             config, workdir, mesh, program, checkpoints, batches, buffers, frozen, on_report, lock
         )

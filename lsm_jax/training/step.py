@@ -14,11 +14,18 @@ import optax
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from lsm_jax.models import Decoder, ModelConfig, abstract, logical_axes, mean_next_token_loss
+from lsm_jax.models import (
+    Decoder,
+    ModelConfig,
+    abstract,
+    logical_axes,
+    next_token_loss,
+    training_losses,
+)
 from lsm_jax.parallel import exchange_options, param_sharding
 from lsm_jax.training.config import TrainConfig
-from lsm_jax.training.optimizer import learning_rate, make_optimizer
-from lsm_jax.training.partition import join, like, split
+from lsm_jax.training.optimizer import ema_decay_at, learning_rate, make_optimizer
+from lsm_jax.training.partition import join, leaves_of, like, split
 
 Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
@@ -44,6 +51,7 @@ class TrainState:
         opt_state: the state of the optimizer.
         skipped: number of steps whose loss, gradient or new parameters were not finite.
         skipped_in_a_row: number of consecutive steps skipped since the last good step.
+        ema: the exponential moving average of the parameters, a tree like `params`; empty if the run keeps none.
     """
 
     step: Any
@@ -51,6 +59,7 @@ class TrainState:
     opt_state: optax.OptState
     skipped: Any
     skipped_in_a_row: Any
+    ema: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,9 +79,9 @@ class Program:
             0) returns the state unchanged, including its counters. `overflow` is that metric of the previous
             step, a replicated int32; if it is not 0, this step returns the state unchanged and the same
             count, so that a step that was started before the host read the count changes nothing either.
-        eval_step: (all parameters, batch) -> (summed loss in nats, number of predicted tokens, number of
-            choices of experts that did not fit into the buffers of the exchange), of the model in the form in
-            which it is evaluated (`ModelConfig.for_inference`).
+        eval_step: (all parameters, batch) -> (loss in nats [T] and number of predicted tokens [T], summed over the tokens at
+            each position in their document, number of choices of experts that did not fit into the buffers of the exchange),
+            of the model in the form in which it is evaluated (`ModelConfig.for_inference`).
         teacher_eval_step: in a run of attention transfer, the function that `eval_step` is for the student, but
             for its teacher (`ModelConfig.teacher`); None in other runs.
     """
@@ -143,31 +152,45 @@ def make_program(config: TrainConfig, mesh: Mesh) -> Program:
         params, _ = split(all_params, config.trainable)
         # Each counter has a buffer of its own, since the step donates the state.
         step, skipped, in_a_row = (jnp.zeros((), jnp.int32) for _ in range(3))
-        return TrainState(step, params, optimizer.init(params), skipped, in_a_row)
+        ema = jax.tree.map(jnp.copy, params) if config.ema_decay else {}
+        return TrainState(step, params, optimizer.init(params), skipped, in_a_row, ema)
 
     all_shardings = param_shardings(mesh, model)
     trained_shardings, _ = split(all_shardings, config.trainable)
     replicated = NamedSharding(mesh, PartitionSpec())
+    shapes = jax.eval_shape(init)
     opt_shardings = optax.tree_utils.tree_map_params(
         optimizer.init,
-        lambda leaf, sharding: leaf if isinstance(leaf, optax.MaskedNode) else sharding,
-        jax.eval_shape(init).opt_state,
+        moment_sharding,
+        shapes.opt_state,
         trained_shardings,
+        shapes.params,
         transform_non_params=lambda _: replicated,
         is_leaf=lambda leaf: isinstance(leaf, optax.MaskedNode),
     )
-    shardings = TrainState(replicated, trained_shardings, opt_shardings, replicated, replicated)
+    ema = trained_shardings if config.ema_decay else {}
+    counters = replicated, replicated
+    shardings = TrainState(replicated, trained_shardings, opt_shardings, *counters, ema)
     train_step = _make_train_step(config, optimizer, _make_loss(config, graph))
 
     student, teacher = config.model.for_inference(), config.model.teacher()
 
     def eval_step_of(model: ModelConfig) -> Callable[..., tuple[jax.Array, jax.Array, jax.Array]]:
         decoder = abstract(model)
-        shapes, model_loss = params_of(decoder), _make_loss(config, nnx.graphdef(decoder))
+        shapes, hidden_states = params_of(decoder), _hidden_states(config, nnx.graphdef(decoder))
 
         def eval_step(params, batch):
-            nll, aux = model_loss(like(params, shapes), batch, 1)
-            return nll, jnp.sum(batch["loss_mask"]), aux.get(OVERFLOW, jnp.zeros(()))
+            decoder, hidden, aux = hidden_states(like(params, shapes), batch)
+            chunk_size = model.loss_chunk_size
+            given = decoder.head(), batch["labels"], batch["loss_mask"]
+            nll = next_token_loss(hidden, *given, chunk_size=chunk_size)
+            counted = batch["loss_mask"].astype(jnp.float32)
+            if "positions" in batch:  # of documents that are packed into rows
+                zeros = jnp.zeros(nll.shape[1], jnp.float32)
+                sums = [zeros.at[batch["positions"]].add(x) for x in (nll, counted)]
+            else:
+                sums = [jnp.sum(x, axis=0) for x in (nll, counted)]
+            return *sums, aux.get(OVERFLOW, jnp.zeros(()))
 
         return eval_step
 
@@ -184,11 +207,27 @@ def make_program(config: TrainConfig, mesh: Mesh) -> Program:
     )
 
 
-def _make_loss(config: TrainConfig, graph: Any) -> Callable[..., tuple[jax.Array, Metrics]]:
-    """Return the function (all parameters, batch, count) -> (loss in nats summed over the batch's predicted
-    tokens and divided by `count`, losses and statistics that layers report)."""
+def moment_sharding(moment: Any, sharding: NamedSharding, param: Any) -> Any:
+    """Return the sharding of an array of the optimizer's state that belongs to a parameter, whose sharding and shape are
+    given: that of the parameter if it has its shape, that of its other axes if it is a mean over one axis (Adafactor's rows
+    and columns), and replicated if it is a placeholder of one number. A masked node is returned unchanged."""
+    if isinstance(moment, optax.MaskedNode):
+        return moment
+    if moment.shape == param.shape:
+        return sharding
+    names = [*sharding.spec, *[None] * (len(param.shape) - len(sharding.spec))]
+    for axis in reversed(range(len(param.shape))):
+        rest = [i for i in range(len(param.shape)) if i != axis]
+        if moment.shape == tuple(param.shape[i] for i in rest):
+            return NamedSharding(sharding.mesh, PartitionSpec(*(names[i] for i in rest)))
+    return NamedSharding(sharding.mesh, PartitionSpec())
 
-    def mean_loss(params, batch, count):
+
+def _hidden_states(config: TrainConfig, graph: Any) -> Callable[..., tuple[Decoder, Any, Metrics]]:
+    """Return the function (all parameters, batch) -> (the decoder, its hidden states [B, T, D], losses and statistics that
+    layers report)."""
+
+    def hidden_states(params, batch):
         decoder = nnx.merge(graph, params)
         hidden, _, aux = decoder.hidden(
             batch["tokens"],
@@ -198,8 +237,22 @@ def _make_loss(config: TrainConfig, graph: Any) -> Callable[..., tuple[jax.Array
             microbatches=config.mesh.pieces(),
             rounds=config.mesh.rounds,
         )
+        return decoder, hidden, aux
+
+    return hidden_states
+
+
+def _make_loss(
+    config: TrainConfig, graph: Any
+) -> Callable[..., tuple[jax.Array, jax.Array, Metrics]]:
+    """Return the function (all parameters, batch, count) -> (the loss to minimise and the negative log-likelihood in nats,
+    summed over the batch's predicted tokens and divided by `count`; losses and statistics that layers report)."""
+    hidden_states = _hidden_states(config, graph)
+
+    def mean_loss(params, batch, count):
+        decoder, hidden, aux = hidden_states(params, batch)
         with jax.named_scope("loss"):
-            loss = mean_next_token_loss(
+            loss, nll = training_losses(
                 hidden,
                 decoder.head(),
                 batch["labels"],
@@ -207,16 +260,30 @@ def _make_loss(config: TrainConfig, graph: Any) -> Callable[..., tuple[jax.Array
                 count,
                 chunk_size=config.model.loss_chunk_size,
                 cap=config.model.logits_cap,
+                label_smoothing=config.label_smoothing,
+                z_loss=config.z_loss,
             )
-        return loss, aux
+        return loss, nll, aux
 
     return mean_loss
+
+
+def gradient_norms(grads: dict[str, Any]) -> Metrics:
+    """Return the norms of the gradients of the model's parts, by the metric's name: one number for the embedding and the
+    like, and for each part of a place in the pattern, such as `grad_norm/0.mixer`, a list over the periods of the pattern."""
+    sums: dict[str, jax.Array] = {}
+    for name, leaf in leaves_of(grads).items():
+        parts = name.split(".")
+        stacked = parts[:2] == ["periods", "blocks"]
+        part = f"grad_norm/{'.'.join(parts[2:4]) if stacked else parts[0]}"
+        sums[part] = sums.get(part, 0.0) + jnp.sum(leaf**2, axis=tuple(range(stacked, leaf.ndim)))
+    return {name: jnp.sqrt(value) for name, value in sums.items()}
 
 
 def _make_train_step(
     config: TrainConfig,
     optimizer: optax.GradientTransformation,
-    mean_loss: Callable[..., tuple[jax.Array, Metrics]],
+    mean_loss: Callable[..., tuple[jax.Array, jax.Array, Metrics]],
 ) -> Callable[..., tuple[TrainState, Metrics]]:
     """Return the function of one training step, not yet compiled. It computes the gradients and applies the optimizer; if
     the loss, the gradients or the new parameters are not finite, it changes no parameters. `Program.train_step`
@@ -232,10 +299,10 @@ def _make_train_step(
         total = jnp.maximum(jnp.sum(batch["loss_mask"]), 1)
 
         def objective(params, piece):
-            nll, aux = mean_loss(join(frozen or {}, params), piece, total)
+            loss, nll, aux = mean_loss(join(frozen or {}, params), piece, total)
             losses = sum((v for k, v in aux.items() if k.endswith("_loss")), jnp.zeros(()))
             reported = {name: value for name, value in aux.items() if "/tokens/" not in name}
-            return nll + losses / pieces, (nll, reported)
+            return loss + losses / pieces, (nll, reported)
 
         gradient = jax.value_and_grad(objective, has_aux=True)
         if pieces == 1:
@@ -259,6 +326,8 @@ def _make_train_step(
             updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
             params = jax.tree.map(lambda p, u: p - rate * u, state.params, updates)
             new_norm = optax.global_norm(params)
+            weight = 1 - ema_decay_at(config, state.step)
+            ema = state.ema and jax.tree.map(lambda a, p: a + weight * (p - a), state.ema, params)
         good = jnp.isfinite(loss) & jnp.isfinite(norm) & jnp.isfinite(new_norm)
         fits = jnp.ones((), bool)
         if OVERFLOW in aux:
@@ -277,6 +346,7 @@ def _make_train_step(
             select(opt_state, state.opt_state),
             state.skipped + skipped.astype(jnp.int32),
             jnp.where(good, 0, state.skipped_in_a_row + skipped.astype(jnp.int32)),
+            select(ema, state.ema),
         )
         metrics = {
             "train/loss": loss,
@@ -286,6 +356,8 @@ def _make_train_step(
             "skipped_in_a_row": after.skipped_in_a_row,
             **aux,
         }
+        if config.grad_norms:
+            metrics |= gradient_norms(grads)
         return after, metrics
 
     return train_step

@@ -9,6 +9,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from lsm_jax import models
@@ -170,3 +171,76 @@ def test_wrong_arguments_are_refused(change, words):
             call["hidden"], call["head"], call["labels"], call["loss_mask"],
             chunk_size=call["chunk_size"],
         )  # fmt: skip
+
+
+@pytest.mark.parametrize("chunk_size", [1, 8, 1000])
+@pytest.mark.parametrize("extra", [(0.0, 0.0), (0.1, 0.0), (0.0, 0.02), (0.2, 0.01)])
+def test_smoothing_and_the_z_loss_equal_their_formulas_in_float64(chunk_size, extra):
+    smoothing, z_loss = extra
+
+    def plain(hidden, head, mask):
+        logits = jnp.where(mask[..., None] != 0, hidden, 0) @ head
+        normaliser = jax.nn.logsumexp(logits, axis=-1)
+        target = (1 - smoothing) * jax.nn.one_hot(labels, V) + smoothing / V
+        cross_entropy = -jnp.sum(target * jax.nn.log_softmax(logits), axis=-1)
+        return jnp.sum((cross_entropy + z_loss * normaliser**2) * mask) / 7
+
+    def ours(hidden, head, mask):
+        return models.mean_next_token_loss(
+            hidden, head, labels, mask, 7.0, chunk_size=chunk_size, label_smoothing=smoothing, z_loss=z_loss
+        )  # fmt: skip
+
+    with jax.enable_x64(True):
+        hidden, head, labels, mask = inputs()
+        hidden, head, mask = (x.astype(jnp.float64) for x in (3 * hidden, head, mask))
+        (value, grads), (wanted, wanted_grads) = (
+            jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(hidden, head, mask)
+            for loss in (ours, plain)
+        )
+        assert value.dtype == grads[0].dtype == grads[1].dtype == jnp.float64
+        for a, b in zip((value, *grads), (wanted, *wanted_grads), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-13)
+        np.testing.assert_allclose(jax.jit(ours)(hidden, head, mask), wanted, rtol=1e-12)
+        weights = jax.grad(ours, argnums=2)(hidden, head, mask) * mask
+        np.testing.assert_allclose(weights, jax.grad(plain, argnums=2)(hidden, head, mask) * mask)
+
+
+def test_the_reported_likelihood_has_no_extra_terms_and_no_gradient():
+    hidden, head, labels, mask = inputs()
+
+    def both(hidden):
+        return models.training_losses(
+            hidden, head, labels, mask, 7.0, chunk_size=8, label_smoothing=0.3, z_loss=0.1
+        )
+
+    close(both(hidden)[1], naive(hidden, head, labels, mask).sum() / 7)
+    close(jax.value_and_grad(lambda h: both(h)[1])(hidden)[1], jnp.zeros_like(hidden))
+    loss, gradient = jax.jit(jax.value_and_grad(lambda h: both(h)[0]))(hidden)
+    assert loss > both(hidden)[1] and jnp.abs(gradient).max() > 0
+
+
+def test_smoothing_and_the_z_loss_need_no_further_memory():
+    tokens, vocabulary, chunk = 2048, 5000, 256
+    shapes = (
+        jax.ShapeDtypeStruct((2, tokens, D), jnp.bfloat16),
+        jax.ShapeDtypeStruct((D, vocabulary), jnp.float32),
+        jax.ShapeDtypeStruct((2, tokens), jnp.int32),
+    )
+
+    def bytes_of(**extra):
+        def loss(hidden, head, labels):
+            ones = jnp.ones(labels.shape)
+            return models.mean_next_token_loss(hidden, head, labels, ones, 4, chunk_size=chunk, **extra)  # fmt: skip
+
+        compiled = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(*shapes).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert bytes_of(label_smoothing=0.1, z_loss=1e-4) < bytes_of() + 4 * chunk * vocabulary
+
+
+@pytest.mark.parametrize("extra", [dict(label_smoothing=1.0), dict(z_loss=-1e-4)])
+def test_wrong_extra_terms_are_refused(extra):
+    hidden, head, labels, mask = inputs()
+    (name,) = extra
+    with pytest.raises(ValueError, match=f"{name}="):
+        models.mean_next_token_loss(hidden, head, labels, mask, 1.0, **extra)

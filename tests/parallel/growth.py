@@ -169,8 +169,8 @@ def interrupted(folder: Path) -> None:
     # Killed while the held-out loss is computed with the larger buffers: it is computed when the run continues.
     killed = folder / "evaluated-killed"
     sums = TrainLoop._heldout_sums
-    TrainLoop._heldout_sums = lambda self, step: (
-        raising() if self.buffers.growths else sums(self, step)
+    TrainLoop._heldout_sums = lambda self, *given: (
+        raising() if self.buffers.growths else sums(self, *given)
     )
     ended_by(Killed, killed, evaluated(folder, 2.4))
     TrainLoop._heldout_sums = sums

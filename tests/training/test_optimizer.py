@@ -22,7 +22,8 @@ from lsm_jax.training import (
     train,
 )
 from lsm_jax.training.memory_plan import plan
-from lsm_jax.training.optimizer import muon_matrices
+from lsm_jax.training.optimizer import moments_of, muon_matrices
+from lsm_jax.training.partition import leaves_of
 from tests.training import tiny
 
 
@@ -49,12 +50,15 @@ def test_schedules(tmp_path, changes, expected):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (dict(name="adam"), "optimizer.name='adam': accepted are adamw, lion, muon; did you mean 'adamw'"),
+        (dict(name="adam"), "optimizer.name='adam': accepted are adamw, lion, muon, adafactor; did you mean 'adamw'"),
         (dict(schedule="wds"), "optimizer.schedule='wds': accepted are cosine, wsd, .*; did you mean 'wsd'"),
         (dict(schedule="inverse_sqrt", warmup_tokens=0), "optimizer.warmup_tokens is 0"),
         (dict(schedule="wsd", decay_fraction=0.9), "optimizer.decay_fraction=0.9: the decay and optimizer.warmup_tokens=512 are"),
         (dict(decay_fraction=0.0), "optimizer.decay_fraction=0.0: it must be in"),
         (dict(momentum=1.0), "optimizer.momentum=1.0: it must be in"),
+        (dict(adafactor_decay=0.0), "optimizer.adafactor_decay=0.0: it must be in"),
+        (dict(adafactor_clip=0.0), "optimizer.adafactor_clip=0.0: it must be greater than 0"),
+        (dict(name="adafactor", adafactor_min_size=1), "optimizer.adafactor_min_size=1: it must be at least 2"),
     ],
 )  # fmt: skip
 def test_errors_name_the_field(tmp_path, changes, message):
@@ -131,10 +135,80 @@ def test_lion_is_the_sign_of_interpolated_momentum(tmp_path):
         np.testing.assert_allclose(update, wanted + 0.1 * decayed[i] * p, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", [pytest.param("lion", marks=pytest.mark.slow), "muon"])
+def adafactor_reference(shape, grads, b1, min_size):
+    """Adafactor's last update (Shazeer and Stern 2018, algorithm 4) of one layer's parameter, in float64, from the gradients
+    of all steps; without its relative step size, and with an unbiased mean of the updates if b1 is not 0."""
+    axes = np.argsort(shape, kind="stable")[-2:] if len(shape) > 1 else ()
+    factored = len(axes) == 2 and min(shape[i] for i in axes) >= min_size
+    row = column = second = mean = 0.0
+    for step, g in enumerate(grads, 1):
+        g = np.asarray(g, np.float64)
+        decay = 1 - step**-0.8
+        squares = g**2 + 1e-30
+        if factored:
+            small, large = (int(i) for i in axes)
+            row = decay * row + (1 - decay) * squares.mean(axis=large, keepdims=True)
+            column = decay * column + (1 - decay) * squares.mean(axis=small, keepdims=True)
+            second = row * column / row.mean(axis=small, keepdims=True)
+        else:
+            second = decay * second + (1 - decay) * squares
+        update = g / np.sqrt(second)
+        update = update / max(1.0, np.sqrt((update**2).mean()) / 0.5)
+        mean = b1 * mean + (1 - b1) * update
+    return mean / (1 - b1 ** len(grads))
+
+
+@pytest.mark.parametrize(("b1", "min_size"), [(0.9, 8), (0.0, 8), (0.0, 128)])
+def test_adafactor_equals_its_definition(tmp_path, b1, min_size):
+    optimizer = OptimizerConfig(
+        name="adafactor", b1=b1, adafactor_clip=0.5, adafactor_min_size=min_size, clip_norm=1e9
+    )
+    config = tiny.config(tmp_path, optimizer=optimizer)
+    config.model.num_layers = 4  # two periods, each of which is scaled alone
+    config.validate()
+    params, grads, updates = updates_of(config)
+    found, decayed = leaves_of(updates), leaves_of(decay_mask(config.model))
+    by_step = [leaves_of(g) for g in grads]
+    for name, p in leaves_of(params).items():
+        stacked = name.startswith("periods")
+        for layer in range(p.shape[0]) if stacked else [...]:
+            given = [np.asarray(g[name])[layer] for g in by_step]
+            wanted = adafactor_reference(given[0].shape, given, b1, min_size)
+            wanted = wanted + 0.1 * decayed[name] * p[layer]
+            np.testing.assert_allclose(found[name][layer], wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_adafactor_stores_rows_and_columns(tmp_path):
+    optimizer = OptimizerConfig(name="adafactor", b1=0.0, adafactor_min_size=16)
+    config = tiny.config(tmp_path, optimizer=optimizer)
+    params = updates_of(config, steps=1)[0]
+    numbers = sum(x.size for x in jax.tree.leaves(make_optimizer(config).init(params)))
+    all_params = sum(x.size for x in jax.tree.leaves(params))
+    assert numbers < 0.35 * all_params
+    # The planner counts the same, but for the counters and the placeholders of absent arrays, of one number each.
+    counted = sum(
+        count * params_leaf.size
+        for count, params_leaf in zip(
+            moments_of(config).values(), leaves_of(params).values(), strict=True
+        )
+    )
+    placeholders = 2 * len(leaves_of(params))
+    assert 0 <= numbers - counted <= placeholders + 1
+    with pytest.raises(ValueError, match="adafactor_min_size=2: it must be greater than the number of periods"):  # fmt: skip
+        optimizer = OptimizerConfig(name="adafactor", adafactor_min_size=2)
+        config = tiny.config(tmp_path, optimizer=optimizer)
+        config.model.num_layers = 4
+        config.validate()
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param("lion", marks=pytest.mark.slow), "muon", "adafactor"]
+)
 def test_a_resumed_run_is_equal_to_the_bit(tmp_path, name):
     def config():
-        optimizer = OptimizerConfig(name=name, schedule="wsd", peak_lr=3e-3, warmup_tokens=512)
+        optimizer = OptimizerConfig(
+            name=name, schedule="wsd", peak_lr=3e-3, warmup_tokens=512, adafactor_min_size=16
+        )
         return tiny.config(text, optimizer=optimizer, total_tokens=8 * 256)
 
     def losses(run):
@@ -150,13 +224,14 @@ def test_a_resumed_run_is_equal_to_the_bit(tmp_path, name):
 
 SHARDED = """
 import sys
-from tests.training.test_optimizer import loss_after_three_steps
-print(loss_after_three_steps(sys.argv[1], fsdp=2))
+from tests.training.test_optimizer import losses_after_four_steps
+print(*losses_after_four_steps(sys.argv[1], fsdp=2, tensor=int(sys.argv[2])))
 """
 
 
-def loss_after_three_steps(name, **mesh_sizes):
-    """Return the loss of the tiny model after three steps of an optimizer on all devices of this process."""
+def losses_after_four_steps(name, **mesh_sizes):
+    """Return the losses of the tiny model in the fourth step of an optimizer, and of its average after it, on all devices of
+    this process."""
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, 256, size=(8, 33))
     batch = dict(
@@ -164,7 +239,8 @@ def loss_after_three_steps(name, **mesh_sizes):
         labels=tokens[:, 1:].astype(np.int32),
         loss_mask=np.ones((8, 32), np.float32),
     )
-    config = tiny.config("", optimizer=OptimizerConfig(name=name, peak_lr=1e-2))
+    optimizer = OptimizerConfig(name=name, peak_lr=1e-2, adafactor_min_size=16)
+    config = tiny.config("", optimizer=optimizer, ema_decay=0.9)
     config.mesh = MeshConfig(**mesh_sizes)
     mesh = make_mesh(config.mesh)
     with jax.set_mesh(mesh):
@@ -172,26 +248,36 @@ def loss_after_three_steps(name, **mesh_sizes):
         state, rows = program.init(), jax.device_put(batch, batch_sharding(mesh))
         for _ in range(4):
             state, metrics = program.train_step(state, rows)
-    return float(metrics["train/loss"])
+        nll, tokens, _ = program.eval_step(state.ema, rows)
+    for wanted, array in zip(*map(jax.tree.leaves, (program.shardings, state)), strict=True):
+        assert array.sharding.is_equivalent_to(wanted, array.ndim)
+    return [float(metrics["train/loss"]), float(nll.sum() / tokens.sum())]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["lion", "muon"])
-def test_a_sharded_optimizer_is_that_of_one_device(name):
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"
+@pytest.mark.parametrize(
+    ("name", "tensor"), [("lion", 1), ("muon", 1), ("adafactor", 1), ("adafactor", 2)]
+)
+def test_a_sharded_optimizer_is_that_of_one_device(name, tensor):
+    devices = 2 * tensor
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
     done = subprocess.run(
-        [sys.executable, "-c", SHARDED, name],
+        [sys.executable, "-c", SHARDED, name, str(tensor)],
         env=os.environ | {"XLA_FLAGS": flags},
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    np.testing.assert_allclose(float(done.stdout), loss_after_three_steps(name), rtol=1e-5)
+    losses = [float(number) for number in done.stdout.split()]
+    np.testing.assert_allclose(losses, losses_after_four_steps(name), rtol=1e-5)
 
 
 def test_the_planner_counts_the_moments(tmp_path):
     sizes = {}
-    for name in ("adamw", "lion", "muon"):
+    for name in ("adamw", "lion", "muon", "adafactor"):
         made = plan(tiny.config(tmp_path, optimizer=OptimizerConfig(name=name)), 1)
         sizes[name] = made.optimizer / made.parameters
     assert sizes["adamw"] == 2 and sizes["lion"] == 1 and 1 < sizes["muon"] < 2
+    assert sizes["adafactor"] == 2  # none of the tiny matrices has 128 rows
+    average = plan(tiny.config(tmp_path, ema_decay=0.9), 1)
+    assert average.optimizer == 3 * average.parameters
