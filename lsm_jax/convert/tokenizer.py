@@ -9,6 +9,7 @@ from typing import Any
 
 from absl import logging
 
+from lsm_jax import hub
 from lsm_jax.convert.checkpoint import Checkpoint, Tensors
 from lsm_jax.convert.checksums import check_sum, read_sums
 from lsm_jax.convert.fields import check_auto_map, check_fields, listed, shown
@@ -89,17 +90,17 @@ def tokenizer_files(
 
     Args:
         source: a Hugging Face folder or a GGUF file.
-        tokenizer: a tokenizer.json or its folder, to use instead of the source's tokenizer. If the source is a GGUF file,
-            its tokens must be the same.
+        tokenizer: a tokenizer.json, its folder or the id of a model on the Hugging Face hub, to use instead of the source's
+            tokenizer. If the source is a GGUF file, its tokens must be the same.
 
     Raises:
         ValueError: the source has no tokenizer or one of an unsupported kind, or `tokenizer` has other tokens.
     """
     if not isinstance(source, Tensors):
-        path = Path(source).expanduser()
+        path = hub.local_path(source)
         source = GGUF(path) if path.is_file() else path
     if tokenizer is not None:
-        path = Path(tokenizer).expanduser()
+        path = hub.tokenizer_folder(os.fspath(tokenizer)) or Path(tokenizer).expanduser()
         if path.is_file() and path.name != _FILE:
             raise ValueError(f"tokenizer={str(path)!r}; accepted is a {_FILE} or its folder")
         files = tokenizer_files(path.parent if path.is_file() else path)

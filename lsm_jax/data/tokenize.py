@@ -24,7 +24,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from lsm_jax.data.documents import Documents
 from lsm_jax.data.encode import Written, encode_documents, write_documents
-from lsm_jax.data.tokenizers import Tokenizer, load_tokenizer
+from lsm_jax.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_path
 from lsm_jax.data.writer import StoreWriter
 from lsm_jax.files import disk_error
 
@@ -122,8 +122,8 @@ def write_store(
 def _tokenizer_files(tokenizer: str) -> dict[str, Path]:
     """Return the files of a tokenizer, by their names in a store, so that runs on the store need no other file; none for
     the tokenizers that are known by name."""
-    path = Path(tokenizer).expanduser()
-    if tokenizer in ("bytes", "gpt2"):
+    path = None if tokenizer in ("bytes", "gpt2") else tokenizer_path(tokenizer)
+    if path is None:
         return {}
     path = path / "tokenizer.json" if path.is_dir() else path
     beside = ("tokenizer_config.json", "chat_template.jinja")

@@ -6,13 +6,13 @@ import codecs
 import functools
 import hashlib
 import json
-import re
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 from absl import logging
 
+from lsm_jax import hub
 from lsm_jax.data.chat import chat_text
 from lsm_jax.data.instructions import short_text
 from lsm_jax.files import MEGABYTE, bounded_json, check_keys, read_bytes
@@ -277,27 +277,36 @@ def load_tokenizer(name: str, *, json_escape: bool = False) -> Tokenizer:
     """Return the tokenizer of the given name: bytes, GPT-2, or that of a tokenizer.json.
 
     Args:
-        name: "bytes", "gpt2", or the path of a tokenizer.json or its folder.
+        name: "bytes", "gpt2", the path of a tokenizer.json or its folder, or the id of a model on the Hugging Face hub.
         json_escape: JSON-escape text before encoding it.
 
     Raises:
-        ValueError: `name` is neither a known name nor a path, or the file is no tokenizer.
+        ValueError: `name` is neither a known name nor a path nor an id of the hub, or the file is no tokenizer.
     """
     if name == "bytes":
         return ByteTokenizer(json_escape=json_escape)
     if name == "gpt2":
         return GPT2Tokenizer(json_escape=json_escape)
-    if name.endswith(".json") or Path(name).expanduser().exists():
-        return JSONTokenizer(name, json_escape=json_escape)
-    download = ""
-    if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", name):
-        download = (
-            f". If it is the id of a model on the Hugging Face hub: `hf download {name} tokenizer.json tokenizer_config.json "
-            "--local-dir FOLDER` downloads its tokenizer"
+    path = tokenizer_path(name)
+    if path is None:
+        raise ValueError(
+            f"unknown tokenizer {name!r}; accepted: 'bytes', 'gpt2', the path of a tokenizer.json, or the id of a model on the "
+            "Hugging Face hub, OWNER/NAME[@REVISION]"
         )
-    raise ValueError(
-        f"unknown tokenizer {name!r}; accepted: 'bytes', 'gpt2', or the path of a tokenizer.json{download}"
-    )
+    return JSONTokenizer(path, json_escape=json_escape)
+
+
+def tokenizer_path(name: str) -> Path | None:
+    """Return the path of a tokenizer's file or folder, after downloading its files if `name` is the id of a model on the
+    Hugging Face hub; None if it is neither a path nor an id.
+
+    Raises:
+        ValueError: the hub has no such model, or cannot be reached and the cache does not have its tokenizer.
+    """
+    path = Path(name).expanduser()
+    if path.exists():
+        return path
+    return hub.tokenizer_folder(name) or (path if name.endswith(".json") else None)
 
 
 def special_tokens(fields: dict[str, Any], where: object) -> dict[str, str | None]:

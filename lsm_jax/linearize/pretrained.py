@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from pathlib import Path
 from typing import Any
 
 import jax
 
+from lsm_jax import hub
 from lsm_jax.convert import load_params, model_config
 from lsm_jax.convert.checkpoint import Tensors
 from lsm_jax.linearize.recipes import base_model
@@ -23,7 +23,8 @@ class Pretrained:
     """A pretrained transformer on disk from which a run starts, the value of `TrainConfig.base`.
 
     Attributes:
-        path: a Hugging Face folder, also one of Liger's authors (`lsm_jax.linearize.released`), or a .gguf file.
+        path: a Hugging Face folder, also one of Liger's authors (`lsm_jax.linearize.released`), a .gguf file, or the id of a
+            model on the Hugging Face hub, OWNER/NAME[/FILE][@REVISION]; a run has its commit in place of a branch.
     """
 
     path: str = ""
@@ -42,7 +43,7 @@ class Pretrained:
         return model_config(self._open())
 
     def _open(self) -> Tensors:
-        path = Path(self.path).expanduser()
+        path = hub.local_path(self.path, "base.path")
         if not path.exists():
             raise ValueError(
                 f"base.path={self.path!r} does not exist; accepted is a pretrained model's Hugging Face folder or .gguf "
