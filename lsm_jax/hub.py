@@ -170,8 +170,9 @@ def _download(found: Reference, argument: str, files: tuple[str, ...]) -> Path:
         raise ValueError(explain(error, found, argument, "model")) from error
     path = Path(folder, found.rest)
     if not path.exists():
+        names = repr(found.rest) if found.rest else " or ".join(files)
         raise ValueError(
-            f"{argument}={str(found)!r}: the model {found.id} of the hub has no file {found.rest!r}"
+            f"{argument}={str(found)!r}: the model {found.id} of the hub has no file {names}"
         )
     return path
 

@@ -6,7 +6,6 @@ import dataclasses
 from pathlib import Path
 
 from lsm_jax import hub
-
 from lsm_jax.data.config import DataConfig
 from lsm_jax.data.datasets_source import data_set, pinned_data
 from lsm_jax.data.demo import demo_stores
