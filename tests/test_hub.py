@@ -5,7 +5,6 @@ without a network.
 from __future__ import annotations
 
 import json
-import logging
 import os
 import subprocess
 import sys
@@ -236,7 +235,6 @@ def test_the_import_command_pins_the_commit(server, tmp_path):
         "source": f"org/tiny-llama@{commit}"
     }
     assert json.loads((tmp_path / "run" / "config.json").read_text())["name"] == "tiny-llama"
-    logging.info(server.requests)
     server.requests.clear()
     assert (again := run("offline", HF_HUB_OFFLINE="1")).returncode == 0, again.stderr
     assert not server.requests
