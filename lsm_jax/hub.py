@@ -182,7 +182,14 @@ def is_refusal(error: BaseException) -> bool:
     from huggingface_hub import errors
 
     kinds = (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.DisabledRepoError)
-    return isinstance(error, (*kinds, errors.HFValidationError))
+    return isinstance(error, (*kinds, errors.HFValidationError)) or _is_gated(error)
+
+
+def _is_gated(error: BaseException) -> bool:
+    from huggingface_hub.errors import GatedRepoError
+
+    # The package datasets raises an error of its own, without the hub's as its cause.
+    return isinstance(error, GatedRepoError) or "is a gated dataset" in str(error)
 
 
 def explain(error: BaseException, found: Reference, argument: str, kind: str) -> str:
@@ -198,7 +205,7 @@ def explain(error: BaseException, found: Reference, argument: str, kind: str) ->
 
     given, what = f"{argument}={str(found)!r}", "data set" if kind == "dataset" else "model"
     page = f"{constants.ENDPOINT}/{'datasets/' * (kind == 'dataset')}{found.id}"
-    if isinstance(error, errors.GatedRepoError):
+    if _is_gated(error):
         return (
             f"{given}: the {what} is gated; accept its licence at {page}, then give this machine your token "
             "(`hf auth login`, or HF_TOKEN)"
