@@ -14,6 +14,7 @@ from lsm_jax.convert.checkpoint import Checkpoint, Tensors
 from lsm_jax.convert.checksums import check_sum, read_sums
 from lsm_jax.convert.fields import check_auto_map, check_fields, listed, shown
 from lsm_jax.convert.gguf_file import GGUF
+from lsm_jax.data import tiktoken_file
 from lsm_jax.data.chat import template_error
 from lsm_jax.data.tokenizers import special_tokens
 from lsm_jax.files import MEGABYTE, check_keys, inside, parse_json, read_bytes, write_atomically
@@ -113,6 +114,8 @@ def tokenizer_files(
             for name, content in _from_gguf(source).items()
         }
     folder = source.folder if isinstance(source, Tensors) else source
+    if not (folder / _FILE).is_file() and (folder / tiktoken_file.FILE).is_file():
+        return _from_tiktoken(folder)
     if not (folder / _FILE).is_file():
         raise ValueError(
             f"{folder} has no {_FILE}; write one with transformers: tokenizer.save_pretrained(folder)"
@@ -127,6 +130,21 @@ def tokenizer_files(
                 max_bytes=_MAX_BYTES if name == _FILE else _MAX_CONFIG_BYTES,
             )
             check_sum(path, name, sums, files[name])
+    _check_files(folder, files)
+    return files
+
+
+def _from_tiktoken(folder: Path) -> dict[str, bytes]:
+    """Return the files of a folder's tokenizer as those of a tokenizer.json, which is converted from its tiktoken.model."""
+    path = inside(folder, tiktoken_file.FILE, what=f"{folder}", follow_links=True)
+    files = {_FILE: tiktoken_file.tokenizer_json(folder / tiktoken_file.FILE)}
+    sums = read_sums(folder)
+    check_sum(path, tiktoken_file.FILE, sums, read_bytes(path, max_bytes=_MAX_BYTES))
+    for name in (_CONFIG, _TEMPLATE):
+        if (folder / name).exists():
+            place = inside(folder, name, what=f"{folder}", follow_links=True)
+            files[name] = read_bytes(place, max_bytes=_MAX_CONFIG_BYTES)
+            check_sum(folder / name, name, sums, files[name])
     _check_files(folder, files)
     return files
 

@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 
 from lsm_jax import hub
+from lsm_jax.data import tiktoken_file
 from lsm_jax.data.config import DataConfig
 from lsm_jax.data.datasets_source import data_set, pinned_data
 from lsm_jax.data.demo import demo_stores
@@ -118,11 +119,12 @@ def with_tokenizer(config: DataConfig) -> DataConfig:
     attributes = read_attributes(path)
     encoder, escape = attributes.get("encoder", "bytes"), bool(attributes.get("json_escape"))
     names = {"bytes": "bytes", GPT2_ENCODER: "gpt2"}
-    if (path / "tokenizer.json").is_file():
+    files = [n for n in ("tokenizer.json", tiktoken_file.FILE) if (path / n).is_file()]
+    if files:
         # Relative if `config.path` is, so that both move together.
         given = Path(config.path)
         store = given if is_store(given.expanduser()) else given / "train.zarr"
-        name = str(store / "tokenizer.json")
+        name = str(store / files[0])
     elif encoder in names:
         name = names[encoder]
     else:

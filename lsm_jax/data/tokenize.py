@@ -23,6 +23,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
+from lsm_jax.data import tiktoken_file
 from lsm_jax.data.documents import Documents
 from lsm_jax.data.encode import Written, encode_documents, write_documents
 from lsm_jax.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_path
@@ -166,10 +167,13 @@ def _tokenizer_files(tokenizer: str) -> dict[str, Path]:
     path = None if tokenizer in ("bytes", "gpt2") else tokenizer_path(tokenizer)
     if path is None:
         return {}
-    path = path / "tokenizer.json" if path.is_dir() else path
+    if path.is_dir():
+        name = "tokenizer.json" if (path / "tokenizer.json").is_file() else tiktoken_file.FILE
+        path = path / name
     beside = ("tokenizer_config.json", "chat_template.jinja")
     files = {name: path.with_name(name) for name in beside if path.with_name(name).is_file()}
-    return {"tokenizer.json": path, **files}
+    name = tiktoken_file.FILE if path.name == tiktoken_file.FILE else "tokenizer.json"
+    return {name: path, **files}
 
 
 def _check_options(

@@ -13,6 +13,7 @@ import numpy as np
 from absl import logging
 
 from lsm_jax import hub
+from lsm_jax.data import tiktoken_file
 from lsm_jax.data.chat import chat_text
 from lsm_jax.data.instructions import short_text
 from lsm_jax.files import MEGABYTE, bounded_json, check_keys, read_bytes
@@ -154,7 +155,8 @@ class GPT2Tokenizer:
 
 
 class JSONTokenizer:
-    """A tokenizer from a `tokenizer.json` file, read by the `tokenizers` package.
+    """A tokenizer from a `tokenizer.json` file, read by the `tokenizers` package, or from a `tiktoken.model`
+    (`lsm_jax.data.tiktoken_file`).
 
     A file that encodes as GPT-2 does has GPT-2's name, so that it can be used with stores that tiktoken encoded. BOS and EOS
     are those of a tokenizer_config.json in the same folder, as pretrained models have it; otherwise they are tokens with one
@@ -171,20 +173,28 @@ class JSONTokenizer:
 
         path = Path(path).expanduser()
         if path.is_dir():
-            path = path / "tokenizer.json"
+            names = [
+                name for name in ("tokenizer.json", tiktoken_file.FILE) if (path / name).exists()
+            ]
+            path = path / (names[0] if names else "tokenizer.json")
         if not path.is_file():
             raise ValueError(
                 f"tokenizer {str(path)!r} is not a file; accepted is the path of a tokenizer.json or its folder"
             )
         try:
-            content = read_bytes(path, max_bytes=_MAX_TOKENIZER_BYTES)
+            converted = path.name == tiktoken_file.FILE
+            content = (
+                tiktoken_file.tokenizer_json(path)
+                if converted
+                else read_bytes(path, max_bytes=_MAX_TOKENIZER_BYTES)
+            )
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
             check_keys(content, path)
         except BaseException as error:
             # The package's Rust code may panic, which raises a PanicException that is no Exception.
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
-            if isinstance(error, ValueError) and str(path) in str(error):
+            if isinstance(error, ValueError) and str(path.parent) in str(error):
                 raise
             raise ValueError(f"{path} is not a tokenizer.json: {short_text(error, 300)}") from error
         self._tokenizer.no_truncation()

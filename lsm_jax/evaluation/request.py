@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lsm_jax.data import DataConfig, Tokenizer
-from lsm_jax.data.needle import NeedleConfig
 from lsm_jax.data.datasets_source import data_set
 from lsm_jax.data.mixed_streams import heldout_stores
+from lsm_jax.data.needle import NeedleConfig
 from lsm_jax.data.sources import tokenizer_of
 from lsm_jax.data.store_streams import num_columns
 from lsm_jax.evaluation.harness import HarnessConfig
