@@ -181,14 +181,9 @@ def locate(config: DataConfig, heldout: bool) -> tuple[Path, bool]:
 
 def _existing(path: str, field: str) -> Path:
     absolute = Path(path).expanduser().absolute()
-    if "://" in path:
-        raise ValueError(
-            f"data.{field}={path!r} is an address; accepted are local files and folders, and data sets of the Hugging Face hub "
-            "as OWNER/NAME"
-        )
-    if absolute.exists():
+    if absolute.exists() and "://" not in path:
         return absolute
-    if data_set(path) is None:
+    if "://" in path or data_set(path) is None:
         raise ValueError(
             f"data.{field}={path!r} does not exist; accepted is a local file or folder, or a data set of the Hugging Face hub "
             "as OWNER/NAME[/SUBSET][@REVISION][:SPLIT]"

@@ -264,9 +264,9 @@ def test_errors_name_the_file_or_line(tmp_path, lines):
         first(folder)
     with pytest.raises(ValueError, match="does not exist"):
         first(tmp_path / "nowhere")
-    (tmp_path / "x.gz").write_bytes(b"\x1f\x8b\0\0")
+    (tmp_path / "x.bin").write_bytes(b"\x1f\x8b\0\0")
     with pytest.raises(ValueError, match="is not text"):
-        first(tmp_path / "x.gz")
+        first(tmp_path / "x.bin")
     (folder / "b.txt").write_text("")
     with pytest.raises(ValueError, match="every file is empty"):
         first(folder)
