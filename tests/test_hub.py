@@ -209,6 +209,22 @@ def test_a_tokenizer_by_id_is_that_of_the_folder(server, tmp_path):
     assert "model.safetensors" not in downloaded(server)
 
 
+def test_liger_starts_from_an_id_and_keeps_its_commit(server, tmp_path):
+    from configs.liger import get_config
+    from lsm_jax.training.runs import pinned
+
+    commit = server.add("models", "org/tiny-llama", model_files())
+    config = get_config("auto,source=org/tiny-llama")
+    assert config.base.path == config.data.tokenizer == "org/tiny-llama" and not config.data.add_bos
+    first = pinned(config, tmp_path)
+    assert first.base.path == first.data.tokenizer == f"org/tiny-llama@{commit}"
+    first.base.validate(first.model)
+    again = get_config(f"auto,source=org/tiny-llama@{commit}")
+    assert pinned(again, tmp_path).base == first.base
+    with pytest.raises(ValueError, match="base.path='org/none': there is no such file or folder"):
+        get_config("auto,source=org/none")
+
+
 def test_the_import_command_pins_the_commit(server, tmp_path):
     """The environment variables of huggingface_hub, as a user sets them, in a new process."""
     commit = server.add("models", "org/tiny-llama", model_files())
