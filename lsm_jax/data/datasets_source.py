@@ -188,7 +188,9 @@ def _open(found: DataSet) -> Any:
         raise _explained(error, found) from error
     if isinstance(rows, datasets.DatasetDict):
         if split not in rows:
-            raise ValueError(f"{found.where} has no split {split!r}; it has {', '.join(rows)}")
+            raise ValueError(
+                f"{found.where} has no split {split!r}; it has {', '.join(map(str, rows))}"
+            )
         rows = rows[split]
     elif found.split and str(rows.split) != found.split:
         raise ValueError(

@@ -45,7 +45,8 @@ def fingerprint(config: DataConfig) -> dict[str, Any]:
         }
     path, _ = locate(config, heldout=False)
     found = data_set(path)
-    if found is not None and not isinstance(found.where, Path):
+    saved = None if found is None else found.where
+    if saved is not None and not isinstance(saved, Path):
         return {"kind": "data set", "tokenizer": tokenizer, "data_set": str(path)}
     if is_store(path):
         files = [p for p in path.rglob("*") if p.is_file() and p.name != CHECKSUMS]
@@ -53,8 +54,8 @@ def fingerprint(config: DataConfig) -> dict[str, Any]:
         for name in (".zarray", ".zattrs"):
             if (path / name).is_file():
                 description[name] = bounded_json(path / name)
-    elif found is not None:
-        path = found.where
+    elif saved is not None:
+        path = saved
         files, description = [path / name for name, *_ in files_of(path)], {"kind": "data set"}
     else:
         files, description = list_files([path]), {"kind": "text"}
@@ -81,7 +82,7 @@ def fingerprint_changes(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
         lines = [
             f"{name}: {line}"
             for name, (a, b) in pairs.items()
-            if isinstance(a, dict)
+            if isinstance(a, dict) and isinstance(b, dict)
             for line in fingerprint_changes(a, b)
         ]
     lines += [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 from lsm_jax import hub
 from lsm_jax.data import tiktoken_file
@@ -202,7 +203,7 @@ def pin(config: DataConfig, before: DataConfig | None = None) -> DataConfig:
         ValueError: the hub has no such data set or tokenizer, or cannot be reached and the cache does not have it.
     """
     cache = cache_root(config.cache_dir)
-    changes = {}
+    changes: dict[str, Any] = {}
     for name in ("path", "heldout_path"):
         old = getattr(before, name) if before else ""
         changes[name] = pinned_data(getattr(config, name), f"data.{name}", cache, before=old)

@@ -115,11 +115,11 @@ def pinned(config: TrainConfig, workdir: Path) -> TrainConfig:
     Raises:
         ValueError: the hub has no such model or data set, or cannot be reached and the cache does not have it.
     """
-    before = None
-    if (workdir / "config.json").is_file():
-        before = _parse_config(workdir, "workdir")
-        before = before if isinstance(before, TrainConfig) else None
-    changes: dict[str, Any] = {"data": pin(config.data, before and before.data)}
+    exists = (workdir / "config.json").is_file()
+    before = _parse_config(workdir, "workdir") if exists else None
+    if not isinstance(before, TrainConfig):
+        before = None
+    changes: dict[str, Any] = {"data": pin(config.data, before.data if before else None)}
     if isinstance(path := getattr(config.base, "path", None), str):
         old = getattr(before.base, "path", "") if before else ""
         base = hub.pinned(path, "base.path", before=old)
