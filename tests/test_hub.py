@@ -15,8 +15,9 @@ import tokenizers
 from huggingface_hub import constants
 
 from lsm_jax import hub
-from lsm_jax.data import DataConfig, load_tokenizer
-from lsm_jax.data.sources import pin
+from lsm_jax.data import DataConfig, TokenStore, load_tokenizer
+from lsm_jax.data.sources import pin, with_tokenizer
+from lsm_jax.data.tokenize import main as tokenize
 from tests.hub_server import Hub
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -207,6 +208,12 @@ def test_a_tokenizer_by_id_is_that_of_the_folder(server, tmp_path):
     assert ours.encode("to be or") == theirs.encode("to be or") == [2, 3, 1]
     assert ours.name == theirs.name and ours.bos_id == 0
     assert "model.safetensors" not in downloaded(server)
+    (tmp_path / "text.txt").write_text("to be or not to be " * 20)
+    store = tmp_path / "store.zarr"
+    options = ["--tokenizer=org/t", "--sequence_length=16", "--pack", "--num_workers=1"]
+    assert tokenize([f"--input={tmp_path / 'text.txt'}", f"--output={store}", *options]) == 0
+    config = with_tokenizer(DataConfig(path=str(store)))
+    assert config.tokenizer == str(store / "tokenizer.json") and TokenStore(store).num_documents
 
 
 def test_liger_starts_from_an_id_and_keeps_its_commit(server, tmp_path):

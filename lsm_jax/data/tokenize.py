@@ -71,6 +71,8 @@ def write_store(
     Raises:
         ValueError, OSError: input or options are not accepted, or the disk is full. No store or temporary file remains.
     """
+    if tokenizer not in ("bytes", "gpt2"):  # so that workers need no network
+        tokenizer = str(tokenizer_path(tokenizer) or tokenizer)
     loaded = load_tokenizer(tokenizer, json_escape=json_escape)
     loaded.encode("a")  # raises here, and not in a worker, if the vocabulary is missing
     _check_options(output, heldout, heldout_fraction, sequence_length, num_workers)
@@ -164,9 +166,9 @@ def _write(
 def _tokenizer_files(tokenizer: str) -> dict[str, Path]:
     """Return the files of a tokenizer, by their names in a store, so that runs on the store need no other file; none for
     the tokenizers that are known by name."""
-    path = None if tokenizer in ("bytes", "gpt2") else tokenizer_path(tokenizer)
-    if path is None:
+    if tokenizer in ("bytes", "gpt2"):
         return {}
+    path = Path(tokenizer).expanduser()
     if path.is_dir():
         name = "tokenizer.json" if (path / "tokenizer.json").is_file() else tiktoken_file.FILE
         path = path / name
