@@ -228,7 +228,7 @@ def test_liger_starts_from_an_id_and_keeps_its_commit(server, tmp_path):
     first.base.validate(first.model)
     again = get_config(f"auto,source=org/tiny-llama@{commit}")
     assert pinned(again, tmp_path).base == first.base
-    with pytest.raises(ValueError, match="base.path='org/none': there is no such file or folder"):
+    with pytest.raises(ValueError, match="source='org/none': there is no such file or folder"):
         get_config("auto,source=org/none")
 
 
