@@ -63,7 +63,7 @@ flags.DEFINE_string(
 flags.DEFINE_string(
     "data",
     None,
-    "A token store, or a text or JSONL file or folder; by default the run's held-out data.",
+    "A token store, a file or folder with text, or a data set, as data.path; by default the run's held-out data.",
 )
 flags.DEFINE_bool(
     "data_as_trained",

@@ -9,8 +9,8 @@ Expected: docs/results/liger.md has the measurements.
 
 <model> is one of `MODELS`, or `auto` for any pretrained model in `source`. Options:
 
-    source           the pretrained model: a Hugging Face folder or a .gguf file
-    tokenizer        a tokenizer.json to use instead of the source's
+    source           the pretrained model: a Hugging Face folder, a .gguf file, or OWNER/NAME[@REVISION] on the hub
+    tokenizer        a tokenizer.json to use instead of the source's, or the id of a model on the hub
     gate             gla (default), mamba2, mlstm, gated_retention, hgrn2, rwkv6, gsa or none (no decay)
     lower_bound      γ of gate=hgrn2 in all layers but the first (default: 0, as in the published code)
     hybrid           8: the last of every eight layers remains softmax attention; 0 (default): no layer does
@@ -54,9 +54,11 @@ from absl import logging
 from configs.variants import Option, listed, parse_variant
 from lsm_jax.convert.recipe import FILE as RECIPE
 from lsm_jax.convert.recipe import with_recipe
+from lsm_jax.convert.tokenizer import tokenizer_files
 from lsm_jax.convert.tokenizer_path import tokenizer_path
 from lsm_jax.data import DataConfig, JSONTokenizer
 from lsm_jax.feedforward import SwiGLUConfig
+from lsm_jax.hub import local_path, reference, tokenizer_folder
 from lsm_jax.linearize import Pretrained, liger_model, lolcats_model, window_model
 from lsm_jax.linearize.released import open_pretrained
 from lsm_jax.mixers import LoRAConfig, RopeScaling, SoftmaxConfig
@@ -149,7 +151,9 @@ def get_config(variant: str = "smollm2-135m") -> TrainConfig:
         ValueError: the model, an option or a value does not exist, or the source is not accepted.
     """
     name, options = _options(variant)
-    source = options["source"] and str(Path(options["source"]).expanduser().absolute())
+    source = options["source"]
+    if source and reference(source) is None:
+        source = str(Path(source).expanduser().absolute())
     base, tokenizer, add_bos = _base(variant, name, source, options["tokenizer"])
     config = tuning_config(variant, base)
     config.base = Pretrained(path=source)
@@ -270,11 +274,11 @@ def _base(variant: str, name: str, source: str, given: str) -> tuple[ModelConfig
     Args:
         variant: the config's complete variant, for messages.
         name: name of the pretrained model, such as "smollm2-135m" or "auto".
-        source: absolute path of the pretrained model, or "".
-        given: path of the tokenizer that the option `tokenizer` states, or "".
+        source: absolute path of the pretrained model, its id on the Hugging Face hub, or "".
+        given: path or id of the tokenizer that the option `tokenizer` states, or "".
 
     Returns:
-        The softmax model, the path of its tokenizer.json, and whether the tokenizer adds BOS. The tokenizer of a .gguf file is
+        The softmax model, the path or id of its tokenizer, and whether the tokenizer adds BOS. The tokenizer of a .gguf file is
         written into a folder next to the file.
     """
     if name not in (*MODELS, "auto") or (name == "auto" and not source):
@@ -283,7 +287,7 @@ def _base(variant: str, name: str, source: str, given: str) -> tuple[ModelConfig
         )
     if not source:
         return MODELS[name], "tokenizer.json", True
-    path = Path(source)
+    path = local_path(source)
     model = Pretrained(path=source).config()
     if with_recipe(open_pretrained(path), model) != model:
         logging.warning(
@@ -298,5 +302,17 @@ def _base(variant: str, name: str, source: str, given: str) -> tuple[ModelConfig
                 f"{sizes[0]}; use auto instead of {name}"
             )
     model.dtype = "bfloat16"
+    if given and reference(given) is not None:
+        tokenizer_files(path, given)
+        return model, given, _adds_bos(given)
+    if not given and reference(source) is not None and path.is_dir():
+        return model, source, _adds_bos(source)
     tokenizer = tokenizer_path(path, given or None)
     return model, str(tokenizer), JSONTokenizer(tokenizer).adds_bos
+
+
+def _adds_bos(tokenizer: str) -> bool:
+    """Return whether the tokenizer of a model on the hub adds BOS."""
+    folder = tokenizer_folder(tokenizer)
+    assert folder is not None
+    return JSONTokenizer(folder).adds_bos

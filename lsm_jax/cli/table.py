@@ -65,7 +65,7 @@ def _module(name: str) -> Callable[[list[str]], int]:
 
 
 IMPORTERS = {
-    "huggingface": ("lsm_jax.convert.huggingface", "a Llama, Mistral, Qwen2 or Qwen3: a Hugging Face folder or a .gguf file"),
+    "huggingface": ("lsm_jax.convert.huggingface", "a Llama, Mistral, Qwen2 or Qwen3: a Hugging Face folder, an id of the hub, or a .gguf file"),
     "fox": ("lsm_jax.convert.fox", "a checkpoint of FoX's paper"),
     "liger": ("lsm_jax.linearize.released", "a checkpoint of Liger's authors"),
     "peft": ("lsm_jax.linearize.peft", "a folder of LoRA adapters that PEFT wrote"),
@@ -135,13 +135,15 @@ COMMANDS = (
     ),
     Command(
         name="tokenize",
-        summary="write token stores from text or JSONL files",
+        summary="write token stores from text, JSONL and parquet files and data sets",
         usage="--input PATH... --output STORE [options]",
         text="Tokenises files in parallel, once, for training that reads tokens from disk. The result does not depend on the number "
         "of workers. Training also reads text directly, so that a store is needed for large data only.",
         examples=(
             ("bytes, documents packed into rows", "tokenize --input my_texts --output my_store/train.zarr --heldout my_store/heldout.zarr --tokenizer bytes --sequence_length 2048 --pack"),
             ("train on it", "train --config=lm:gla-nano --workdir=runs/mine --config.data.path=my_store"),
+            ("rows of a data set of the hub, with a model's tokenizer", "tokenize --input HuggingFaceFW/fineweb-edu/sample-10BT:train[:100000] --output web/train.zarr --tokenizer HuggingFaceTB/SmolLM2-135M --pack"),
+            ("two stores, mixed", 'train --config=lm:gla-nano --workdir=runs/mixed --config.data.mixture="0.7 web 0.3 my_store"'),
         ),
         run=_module("lsm_jax.data.tokenize"),
         source="data/tokenize.py",
@@ -154,6 +156,7 @@ COMMANDS = (
         "given; `lsm convert KIND --help` lists the options of a kind.",
         examples=(
             ("a folder of Hugging Face's transformers", "convert --source=Llama-3.2-1B --workdir=runs/llama"),
+            ("a model of the Hugging Face hub", "convert --source=HuggingFaceTB/SmolLM2-135M --workdir=runs/smollm2"),
             ("a GGUF file", "convert huggingface --source=SmolLM2-135M.gguf --workdir=runs/smollm2"),
             ("a checkpoint of FoX's authors", "convert fox --source=fox-pro-760m --workdir=runs/fox"),
         ),

@@ -23,8 +23,9 @@ from lsm_jax.convert.checkpoint import Checkpoint
 from lsm_jax.convert.fox_json import fox_config
 from lsm_jax.convert.fox_layout import HGRN2, LOWER_BOUNDS, fox_layout
 from lsm_jax.convert.load import load_tree
-from lsm_jax.convert.runs import command, new_run, save_run
+from lsm_jax.convert.runs import command, name_of, new_run, save_run
 from lsm_jax.data import DataConfig
+from lsm_jax.hub import local_path
 from lsm_jax.models import ModelConfig
 from lsm_jax.training import TrainConfig
 
@@ -94,7 +95,7 @@ def import_fox(
     """Make a run from a published checkpoint of FoX's paper.
 
     Args:
-        source: the checkpoint's folder.
+        source: the checkpoint's folder, or its id on the Hugging Face hub.
         workdir: the directory of the new run; it must not contain a run.
         data: the run's data config; None is that of LongCrawl64 in a folder `longcrawl64`, with its tokenizer, row length
             and order.
@@ -106,7 +107,7 @@ def import_fox(
         ValueError: the checkpoint is not of the paper's models, or `workdir` contains a run.
     """
     with new_run(workdir) as target:
-        checkpoint = Checkpoint(source)
+        checkpoint = Checkpoint(local_path(source))
         model = fox_config(checkpoint)
         params = fox_params(checkpoint, model)
         data = data or DataConfig(
@@ -116,16 +117,22 @@ def import_fox(
             sequence_length=2**14,
             shuffle=False,
         )
-        config = TrainConfig(name=checkpoint.folder.resolve().name, model=model, data=data)
+        config = TrainConfig(name=name_of(checkpoint.folder), model=model, data=data)
         config.validate()
-        save_run(target, config, params)
+        save_run(target, config, params, checkpoint.folder)
         return config
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Import the checkpoint of FoX's paper that the option --source names as the run --workdir, and return
     the exit status."""
-    return command("lsm_jax.convert.fox", __doc__, "the checkpoint's folder", import_fox, arguments)
+    return command(
+        "lsm_jax.convert.fox",
+        __doc__,
+        "the checkpoint's folder, or its id on the hub",
+        import_fox,
+        arguments,
+    )
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from lsm_jax.convert.fox import IGNORED, fixed_gates
 from lsm_jax.convert.fox_json import fox_config, json_of
 from lsm_jax.convert.fox_layout import HGRN2, LOWER_BOUNDS, fox_layout
 from lsm_jax.convert.new_folder import check_new, new_folder
+from lsm_jax.hub import local_path
 from lsm_jax.models import ModelConfig
 from lsm_jax.training import load_run
 
@@ -59,7 +60,7 @@ def export_fox(
     check_new(out, "out_folder")
     described = json_of(config)
     kind = described["model_type"]
-    checkpoint = None if source is None else Checkpoint(source)
+    checkpoint = None if source is None else Checkpoint(local_path(source))
     if kind == HGRN2:
         params = _without_bounds(params)
     layout = fox_layout(kind, config)

@@ -2,7 +2,8 @@
 
     python -m lsm_jax.convert.huggingface --source=Llama-3.2-1B --workdir=runs/llama
 
-The source is a folder that Hugging Face's transformers wrote (config.json, safetensors, tokenizer.json) or a GGUF file, with a
+The source is a folder that Hugging Face's transformers wrote (config.json, safetensors, tokenizer.json), the id of such a model
+on the Hugging Face hub (OWNER/NAME[@REVISION], downloaded to its cache), or a GGUF file, with a
 Llama, Mistral, Qwen2 or Qwen3; a folder with a model of `lsm_jax.convert.families` (docs/released_models.md); or a .pth file of
 RWKV-7's authors. The run can be evaluated (`eval.py --workdir=runs/llama`), and other runs can start from it
 (`train.py --init_from=runs/llama`). It cannot be resumed, since it has no optimizer state.
@@ -21,6 +22,7 @@ import jax
 import numpy as np
 from rich.progress import Progress
 
+from lsm_jax import hub
 from lsm_jax.convert.checkpoint import Checkpoint, Tensors
 from lsm_jax.convert.families import family_of
 from lsm_jax.convert.fields import check_fields
@@ -29,7 +31,7 @@ from lsm_jax.convert.layout import Layout, Names, layout_of, prefixed
 from lsm_jax.convert.load import load_tree
 from lsm_jax.convert.published import model_of
 from lsm_jax.convert.recipe import with_recipe
-from lsm_jax.convert.runs import command, new_run, save_run
+from lsm_jax.convert.runs import command, name_of, new_run, save_run
 from lsm_jax.convert.rwkv_file import RWKVFile
 from lsm_jax.convert.tokenizer import check_companions, tokenizer_files, write_files
 from lsm_jax.data import DataConfig
@@ -66,19 +68,21 @@ IGNORED = (".rotary_emb.inv_freq",)  # saved by old versions; follows from rope_
 
 
 def open_source(source: Source) -> Tensors:
-    """Open a pretrained model for reading: a Hugging Face folder or a GGUF file.
+    """Open a pretrained model for reading: a Hugging Face folder, a GGUF file, or a model of the Hugging Face hub by its id,
+    OWNER/NAME[/FILE][@REVISION], which is downloaded to the hub's cache.
 
     Raises:
         ValueError: the source is neither, or cannot be read.
     """
     if isinstance(source, Tensors):
         return source
-    path = Path(source).expanduser()
+    path = hub.local_path(source)
     if path.is_file():
         return RWKVFile(path) if path.suffix == ".pth" else GGUF(path)
     if not os.fspath(source) or not path.is_dir():
         raise ValueError(
-            f"source={str(source)!r} does not exist; accepted is a Hugging Face folder or a .gguf file"
+            f"source={str(source)!r} does not exist; accepted is a Hugging Face folder, a .gguf file, or a model of the hub as "
+            "OWNER/NAME"
         )
     return Checkpoint(path)
 
@@ -242,10 +246,10 @@ def import_huggingface(
         dtypes = _dtypes(opened, model)
         params = load_params(opened, model, dtype=dtypes, progress=progress)
         data = tokenizer_data(opened, target, files)
-        name = opened.folder.resolve().name.removesuffix(".gguf")
+        name = name_of(opened.folder).removesuffix(".gguf")
         config = TrainConfig(name=name, model=model, data=data)
         config.validate()
-        save_run(target, config, params)
+        save_run(target, config, params, opened.folder)
         return config
 
 
@@ -312,7 +316,9 @@ def _import_with_progress(source: str, workdir: str, tokenizer: str | None) -> T
 def main(arguments: Sequence[str] | None = None) -> int:
     """Import the pretrained transformer that the option --source names as the run --workdir, and return the
     exit status."""
-    source = "a Hugging Face folder or a .gguf file"
+    source = (
+        "a Hugging Face folder, a .gguf file, or a model of the hub, OWNER/NAME[/FILE][@REVISION]"
+    )
     options = dict(
         tokenizer="a tokenizer.json, if the source has none or one that is not supported; of RWKV's models their vocabulary, a .txt"
     )

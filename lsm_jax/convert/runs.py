@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import shutil
 import sys
@@ -12,7 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from lsm_jax.files import check_folder, disk_error
+from lsm_jax.files import check_folder, disk_error, write_atomically
+from lsm_jax.hub import reference_of
 from lsm_jax.training import Checkpoints, TrainConfig
 from lsm_jax.training.runs import checkpoint_directory, write_config
 
@@ -36,6 +38,13 @@ def new_workdir(workdir: str | os.PathLike[str]) -> Path:
     return target
 
 
+def name_of(source: Path) -> str:
+    """Return the name of an imported model: that of its file or folder, or for a model of the Hugging Face hub that of its id
+    or file."""
+    found = reference_of(source)
+    return source.resolve().name if found is None else (found.rest or found.id).rpartition("/")[2]
+
+
 @contextlib.contextmanager
 def new_run(workdir: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield the path of the directory for a new run, as `new_workdir` returns it. If the block raises and the directory did
@@ -50,10 +59,13 @@ def new_run(workdir: str | os.PathLike[str]) -> Iterator[Path]:
         raise
 
 
-def save_run(workdir: Path, config: TrainConfig, params: dict[str, Any]) -> None:
-    """Create the run of an imported model: write its config to `workdir`, and its parameters as the
-    checkpoint of step 0."""
+def save_run(workdir: Path, config: TrainConfig, params: dict[str, Any], source: Path) -> None:
+    """Create the run of an imported model: write its config to `workdir`, its parameters as the checkpoint of step 0, and
+    source.json, which names the source: its path, or for a model of the Hugging Face hub its id with the commit."""
     write_config(workdir, config, {})
+    found = reference_of(source)
+    name = str(source.absolute()) if found is None else str(found)
+    write_atomically(workdir / "source.json", json.dumps({"source": name}) + "\n")
     checkpoints = Checkpoints(checkpoint_directory(workdir))
     checkpoints.save_params(0, params)
     checkpoints.close()

@@ -10,10 +10,12 @@ from typing import Any
 
 from absl import logging
 
+from lsm_jax import hub
 from lsm_jax.convert.checkpoint import Checkpoint, Tensors
 from lsm_jax.convert.checksums import check_sum, read_sums
 from lsm_jax.convert.fields import check_auto_map, check_fields, listed, shown
 from lsm_jax.convert.gguf_file import GGUF
+from lsm_jax.data import tiktoken_file
 from lsm_jax.data.chat import template_error
 from lsm_jax.data.tokenizers import special_tokens
 from lsm_jax.data.world_tokenizer import VOCABULARY, vocabulary
@@ -91,17 +93,17 @@ def tokenizer_files(
 
     Args:
         source: a Hugging Face folder or a GGUF file.
-        tokenizer: a tokenizer.json or its folder, to use instead of the source's tokenizer; or RWKV's vocabulary, a .txt file. If
-            the source is a GGUF file, its tokens must be the same.
+        tokenizer: a tokenizer.json, its folder or the id of a model on the Hugging Face hub, to use instead of the source's
+            tokenizer; or RWKV's vocabulary, a .txt file. If the source is a GGUF file, its tokens must be the same.
 
     Raises:
         ValueError: the source has no tokenizer or one of an unsupported kind, or `tokenizer` has other tokens.
     """
     if not isinstance(source, Tensors):
-        path = Path(source).expanduser()
+        path = hub.local_path(source)
         source = GGUF(path) if path.is_file() else path
     if tokenizer is not None:
-        path = Path(tokenizer).expanduser()
+        path = hub.tokenizer_folder(os.fspath(tokenizer)) or Path(tokenizer).expanduser()
         if path.suffix == ".txt" and not isinstance(source, GGUF):
             return _world(path.parent, path.name)
         if path.is_file() and path.name != _FILE:
@@ -116,6 +118,8 @@ def tokenizer_files(
             for name, content in _from_gguf(source).items()
         }
     folder = source.folder if isinstance(source, Tensors) else source
+    if not (folder / _FILE).is_file() and (folder / tiktoken_file.FILE).is_file():
+        return _from_tiktoken(folder)
     if not (folder / _FILE).is_file():
         if (folder / VOCABULARY).is_file():
             return _world(folder, VOCABULARY)
@@ -154,6 +158,21 @@ def _world(folder: Path, name: str) -> dict[str, bytes]:
     check_sum(path, name, read_sums(folder), content)
     vocabulary(content, path)
     return {VOCABULARY: content}
+
+
+def _from_tiktoken(folder: Path) -> dict[str, bytes]:
+    """Return the files of a folder's tokenizer as those of a tokenizer.json, which is converted from its tiktoken.model."""
+    path = inside(folder, tiktoken_file.FILE, what=f"{folder}", follow_links=True)
+    files = {_FILE: tiktoken_file.tokenizer_json(folder / tiktoken_file.FILE)}
+    sums = read_sums(folder)
+    check_sum(path, tiktoken_file.FILE, sums, read_bytes(path, max_bytes=_MAX_BYTES))
+    for name in (_CONFIG, _TEMPLATE):
+        if (folder / name).exists():
+            place = inside(folder, name, what=f"{folder}", follow_links=True)
+            files[name] = read_bytes(place, max_bytes=_MAX_CONFIG_BYTES)
+            check_sum(folder / name, name, sums, files[name])
+    _check_files(folder, files)
+    return files
 
 
 def _check_files(folder: Path, files: dict[str, bytes]) -> None:

@@ -3,6 +3,8 @@
 # No `from __future__ import annotations`: config flags read the fields' types as objects.
 import dataclasses
 
+from lsm_jax.data.mixture import parse_mixture
+
 PACKINGS = ("concat", "first_fit")
 FORMATS = ("text", "alpaca")
 ROW_REMAINDERS = ("skip", "overlap")
@@ -14,16 +16,23 @@ class DataConfig:
 
     Attributes:
         path: a LongCrawl-format store (a zarr v2 array [documents, length]), a folder with `train.zarr` and
-            `heldout.zarr`, a text or JSONL file, or a folder of such files. Empty: the demo text, which is the standard
-            library of the running interpreter.
+            `heldout.zarr`, a text, JSON, JSONL or parquet file (text and JSON also in .gz and .zst), a folder of such files,
+            a folder that the package `datasets` saved, or a data set of the Hugging Face hub as
+            OWNER/NAME[/SUBSET][@REVISION][:SPLIT]. Empty: the demo text, which is the standard library of the running
+            interpreter.
+        mixture: several sources in place of `path`, as weights and paths in turn: "0.7 stores/web 0.3 stores/code". All are
+            stores, or none is. A source's share of the rows is its weight, divided by the sum of weights and rounded to
+            1/10,000. Paths with blanks are quoted as in a shell.
         heldout_path: path of the data for evaluation, of the same kinds as `path`. Empty: the
             `heldout.zarr` in the folder `path`; if there is none, a share `heldout_fraction` of the
-            documents of `path`, on which training does not run.
+            documents of `path`, on which training does not run. Of a mixture the held-out data of all sources, one after
+            the other.
         heldout_fraction: share of the documents to hold out if there are no separate held-out data.
         heldout_first: text only: hold out the first so many documents, in listed order, in place of a share. 0 holds out
             the share. Liger's authors hold out the first 200 instructions.
-        tokenizer: "bytes", "gpt2", the path of a `tokenizer.json`, or "auto": the tokenizer with which the store of
-            `path` was written, also its JSON-escaping; bytes for text.
+        tokenizer: "bytes", "gpt2", the path of a `tokenizer.json` or `tiktoken.model`, the id of a model on the Hugging Face
+            hub, OWNER/NAME[@REVISION], or "auto": the tokenizer with which the store of `path` was written, also its
+            JSON-escaping; bytes for text.
         sequence_length: tokens in a row.
         add_bos: put a BOS in front. Stores: `labels = row`, and `tokens` is the row shifted right by one after a BOS
             (LongCrawl64's rule). Text: a BOS in front of each document. False: the first token of a row or document is
@@ -41,7 +50,7 @@ class DataConfig:
             padding before it. It divides `sequence_length`. Online-learned memories (TTT, Titans) are fastest if their
             mini-batch divides it; the results are the same.
         predict_end: text only: the last token of a document predicts BOS, which marks the end.
-        text_key: name of the JSONL field that has the text.
+        text_key: name of the JSON field or parquet column that has the text.
         format: "text", or "alpaca": objects with instruction, optional input, and output, which are formatted with the
             Stanford Alpaca prompt; only the output and the EOS after it are predicted. They are the lines of a JSONL file
             or, as in the released alpaca_data_cleaned.json, the elements of one array in a .json file.
@@ -51,10 +60,12 @@ class DataConfig:
             as many chunk columns of `sequence_length` (8 MiB each at 2048 x 2048).
         num_threads: threads that read or tokenise; 0 reads in the calling thread.
         prefetch: number of batches to make ahead of the one in use.
-        cache_dir: folder of the demo store. Empty: the user's cache folder.
+        cache_dir: folder of the demo store, and of the plain files that are written of compressed files, parquet files and
+            data sets. Empty: the user's cache folder.
     """
 
     path: str = ""
+    mixture: str = ""
     heldout_path: str = ""
     heldout_fraction: float = 0.01
     heldout_first: int = 0
@@ -117,9 +128,15 @@ class DataConfig:
             )
         if not self.tokenizer:
             raise ValueError(
-                "data.tokenizer is empty; accepted: 'auto', 'bytes', 'gpt2', or the path of a tokenizer.json"
+                "data.tokenizer is empty; accepted: 'auto', 'bytes', 'gpt2', the path of a tokenizer.json, or a model of the hub"
             )
         if not self.text_key:
             raise ValueError(
                 "data.text_key is empty; accepted is the name of the JSONL field that has the text"
             )
+        if self.mixture:
+            if self.path:
+                raise ValueError(
+                    f"data.mixture={self.mixture!r} and data.path={self.path!r}; accepted is one of them"
+                )
+            parse_mixture(self.mixture)

@@ -19,6 +19,7 @@ from lsm_jax.data.documents import Documents
 from lsm_jax.data.encode import encode_documents, write_documents
 from lsm_jax.data.store import is_store
 from lsm_jax.data.tokenizers import ByteTokenizer
+from lsm_jax.data.unpack import cache_root
 from lsm_jax.data.writer import StoreWriter
 
 # Tests, tables of character codes, and installed packages.
@@ -139,8 +140,7 @@ def demo_stores(config: DataConfig) -> tuple[Path, Path]:
             f"data.tokenizer={config.tokenizer!r} and data.json_escape={config.json_escape}; "
             "set data.path"
         )
-    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    root = Path(config.cache_dir or f"{cache}/lsm_jax").expanduser()
+    root = cache_root(config.cache_dir)
     version = f"{platform.python_implementation().lower()}-{platform.python_version()}"
     directory = root / f"demo-{version}-{config.sequence_length}"
     if directory.is_dir():

@@ -4,31 +4,29 @@ held-out data."""
 from __future__ import annotations
 
 import atexit
-import functools
-import math
 import sys
 import weakref
-from collections.abc import Callable
 
 import grain
-import numpy as np
-from absl import logging
 
-from lsm_jax.data.arguments import bos_id_of, check_arguments
+from lsm_jax.data.arguments import check_arguments
 from lsm_jax.data.config import DataConfig
-from lsm_jax.data.documents import Documents
-from lsm_jax.data.order import ColumnOrder, permutation
-from lsm_jax.data.packing import document_tokens, packed_rows
-from lsm_jax.data.rows import StoreBatches
-from lsm_jax.data.sources import open_documents, open_store
+from lsm_jax.data.mixed_streams import (
+    heldout_store_batches,
+    heldout_stores,
+    heldout_text_rows,
+    mixed_store_batches,
+    mixed_text_lanes,
+)
+from lsm_jax.data.rows import Batches
+from lsm_jax.data.sources import open_store
 from lsm_jax.data.store_streams import num_columns, store_batches, train_order
 from lsm_jax.data.streams import LaneBatches, OrderedBatches, Prefetched
+from lsm_jax.data.text_streams import text_lanes
 from lsm_jax.data.tokenizers import Tokenizer
 
 REMAINDERS = ("error", "pad")
 _ENDLESS = sys.maxsize
-_COUNTED_BYTES = 1 << 20  # of text that is tokenised to count its tokens before the first batch
-_short_texts: set[str] = set()  # the warnings that were logged
 _open_iterators: weakref.WeakSet[grain.DatasetIterator] = weakref.WeakSet()
 
 
@@ -46,7 +44,7 @@ def make_train_iterator(
 
     The global batch of a step, B rows, is the same for any number of hosts H that divides B; host h has its rows
     [h B/H, (h+1) B/H). `get_state` and `set_state` resume exactly. The state of a store is only its step, so it can be
-    resumed on another number of hosts.
+    resumed on another number of hosts; so is that of a mixture of stores.
 
     Args:
         config: the data config of the run.
@@ -67,6 +65,12 @@ def make_train_iterator(
     tokenizer, rows_of, vocab_size = check_arguments(
         config, tokenizer, global_batch_size, shard_index, shard_count, vocab_size
     )
+    if config.mixture:
+        arguments = (config, tokenizer, global_batch_size, rows_of, seed)
+        batches = mixed_store_batches(*arguments, vocab_size)
+        if batches is not None:
+            return _step_iterator(config, batches, _ENDLESS // global_batch_size)
+        return _lanes_iterator(config, mixed_text_lanes(*arguments), shard_index, shard_count)
     source = open_store(config, heldout=False)
     if source is not None:
         store, _, count = source
@@ -76,28 +80,8 @@ def make_train_iterator(
             config, tokenizer, source, order, _ENDLESS, global_batch_size, rows_of, vocab_size
         )
         return _step_iterator(config, batches, _ENDLESS // global_batch_size)
-    documents = open_documents(config, heldout=False)
-    count = len(documents)
-    lanes = 1 if config.shuffle else math.gcd(count, global_batch_size)
-    where = f"data.path={config.path!r}"
-    _check_some_text(documents, config, tokenizer, where=where, lanes=lanes)
-    _check_row_length(
-        documents, config, tokenizer, where=where, most=(1 << 16, 16), rest="repeated"
-    )
-    # If there are fewer documents than rows, the lanes read several epochs at the same time.
-    order = functools.lru_cache(global_batch_size // count + 3)(
-        functools.partial(permutation, count, seed)
-    )
-    lanes = []
-    for lane in range(global_batch_size)[rows_of]:
-        index_of = functools.partial(
-            _document_index, count, global_batch_size, lane, order if config.shuffle else None
-        )
-        pieces = grain.MapDataset.range(_ENDLESS // global_batch_size - 1).map(index_of)
-        pieces = pieces.map(functools.partial(_piece_tokens, documents, tokenizer, config))
-        lanes.append(packed_rows(_serial(pieces), config.sequence_length, config.packing))
-    dataset = LaneBatches(lanes, shard=(shard_index, shard_count), num_threads=config.num_threads)
-    return _prefetched(config, dataset)
+    lanes = text_lanes(config, tokenizer, global_batch_size, rows_of, seed)
+    return _lanes_iterator(config, lanes, shard_index, shard_count)
 
 
 def make_eval_iterator(
@@ -131,157 +115,41 @@ def make_eval_iterator(
     tokenizer, rows_of, vocab_size = check_arguments(
         config, tokenizer, global_batch_size, shard_index, shard_count, vocab_size
     )
-    source = open_store(config, heldout=True)
-    if source is not None:
-        store, _, count = source
+    stores = heldout_stores(config)
+    if stores is None:
+        rows = heldout_text_rows(config, tokenizer)
+        dataset = OrderedBatches(rows, global_batch_size=global_batch_size, rows_of=rows_of)
+        return _prefetched(config, dataset)
+    for store, _, _ in stores:
         store.check_tokenizer(tokenizer)
-        columns = num_columns(config, store)
+        num_columns(config, store)  # raises if the rows are too long
         if store.length % config.sequence_length and config.row_remainder == "skip":
             raise ValueError(
                 f"data.sequence_length={config.sequence_length} does not divide the length "
                 f"{store.length} of the documents in {store.path}; evaluation must read every token: choose a length "
                 "that does, or data.row_remainder='overlap'"
             )
-        total = count * columns
-        if total % global_batch_size and remainder == "error":
-            raise ValueError(
-                f"global_batch_size={global_batch_size} does not divide the {total} held-out sequences of "
-                f"{config.sequence_length} tokens in {store.path}; choose a batch size that does, or remainder='pad'"
-            )
-        order = ColumnOrder(count, columns, multiple=1)
-        batches = store_batches(
-            config, tokenizer, source, order, total, global_batch_size, rows_of, vocab_size
-        )
-        return _step_iterator(config, batches, -(-total // global_batch_size))
-    documents = open_documents(config, heldout=True)
-    where = f"data.heldout_path={config.heldout_path!r}"
-    if not config.heldout_path:
-        where = f"the held-out part of data.path={config.path!r}"
-    _check_some_text(documents, config, tokenizer, where=where)
-    _check_row_length(documents, config, tokenizer, where=where, most=(1 << 20, 64), rest="padding")
-    pieces = grain.MapDataset.range(len(documents)).map(
-        functools.partial(_piece_tokens, documents, tokenizer, config)
+    batches, total = heldout_store_batches(
+        config, tokenizer, stores, global_batch_size, rows_of, vocab_size
     )
-    rows = packed_rows(_serial(pieces), config.sequence_length, config.packing)
-    dataset = OrderedBatches(rows, global_batch_size=global_batch_size, rows_of=rows_of)
+    if total % global_batch_size and remainder == "error":
+        raise ValueError(
+            f"global_batch_size={global_batch_size} does not divide the {total} held-out sequences of "
+            f"{config.sequence_length} tokens in {', '.join(str(store.path) for store, _, _ in stores)}; choose a batch size "
+            "that does, or remainder='pad'"
+        )
+    return _step_iterator(config, batches, -(-total // global_batch_size))
+
+
+def _lanes_iterator(
+    config: DataConfig, lanes: list[grain.IterDataset], shard_index: int, shard_count: int
+) -> grain.DatasetIterator:
+    """Return an iterator over training batches of which each row comes from one lane."""
+    dataset = LaneBatches(lanes, shard=(shard_index, shard_count), num_threads=config.num_threads)
     return _prefetched(config, dataset)
 
 
-def _document_index(
-    count: int,
-    batch: int,
-    lane: int,
-    order: Callable[[int], np.ndarray] | None,
-    n: int,
-) -> int:
-    """Return the index of the n-th piece of a document that lane j reads. Lane j makes row j of each batch
-    of B rows: it reads the pieces j, j + B, j + 2B, ... of all epochs, concatenated.
-
-    Args:
-        count: number of pieces of documents in an epoch.
-        batch: B, the number of lanes, which is the number of rows in a global batch.
-        lane: j, the number of the lane.
-        order: function from an epoch's number to the permutation of the pieces in that epoch; None is the
-            listed order.
-        n: number of the piece in the lane, from 0.
-    """
-    epoch, index = divmod(n * batch + lane, count)
-    return index if order is None else int(order(epoch)[index])
-
-
-def _piece_tokens(documents: Documents, tokenizer: Tokenizer, config: DataConfig, index: int):
-    """Return the token ids and the labels of a document's piece, by the data config's rules for BOS, end
-    and alignment; None if it predicts no token."""
-    bos_id = bos_id_of(config, tokenizer)
-    end_id = bos_id if config.format == "text" else tokenizer.eos_id
-    return document_tokens(
-        documents,
-        index,
-        tokenizer,
-        bos_id=bos_id if config.add_bos else None,
-        end_id=end_id if config.predict_end else None,
-        align=config.align_documents,
-    )
-
-
-def _check_some_text(
-    documents: Documents, config: DataConfig, tokenizer: Tokenizer, *, where: str, lanes: int = 1
-) -> None:
-    """Raise ValueError if some row of the batches would never be filled: if the documents' pieces lane,
-    lane + `lanes`, lane + 2 `lanes`, ..., from which row number `lane` is made, are all without text.
-    Reading would search forever for that row's first token."""
-    for lane in range(lanes):
-        indices = range(lane, len(documents), lanes)
-        if all(_piece_tokens(documents, tokenizer, config, i) is None for i in indices):
-            which = ""
-            if lanes > 1:
-                which = (
-                    f" whose number modulo {lanes} is {lane} (with data.shuffle=False, "
-                    "one row of each batch reads only these)"
-                )
-            raise ValueError(f"no text in {where}: every document{which} is empty")
-
-
-def count_text(documents: Documents, config: DataConfig, tokenizer: Tokenizer) -> int | None:
-    """Return the number of tokens of documents if they are fewer than one row has; None if they are enough.
-
-    At most `_COUNTED_BYTES` are tokenised; for a longer text the number is an upper bound by its bytes. A text of more
-    than 16 bytes per token of a row is enough.
-    """
-    length, num_bytes = config.sequence_length, int(documents.lengths.sum())
-    if num_bytes > _COUNTED_BYTES:
-        # JSON-escaping makes up to 6 characters of a byte; each document may have a BOS.
-        most = num_bytes * (6 if config.json_escape else 1) + documents.num_documents
-        return most if most < length else None
-    if num_bytes > 16 * length:
-        return None
-    total = 0
-    for index in range(len(documents)):
-        piece = _piece_tokens(documents, tokenizer, config, index)
-        total += 0 if piece is None else len(piece["tokens"])
-        if total >= length:
-            return None
-    return total
-
-
-def _check_row_length(
-    documents: Documents,
-    config: DataConfig,
-    tokenizer: Tokenizer,
-    *,
-    where: str,
-    most: tuple[int, int],
-    rest: str,
-) -> None:
-    """Log a warning if text does not fill one row, and raise ValueError if a long row would consist nearly
-    only of repeated text or padding.
-
-    Args:
-        documents, config, tokenizer: the text and how it is tokenised.
-        where: the config's field of the text, for the messages.
-        most: (a, b): an error if a row has more than a tokens and more than b times the text's.
-        rest: how the rest of the row is filled, for the warning.
-    """
-    num_tokens, length = count_text(documents, config, tokenizer), config.sequence_length
-    if num_tokens is None:
-        return
-    message = f"{where} has only {num_tokens} of the {length} tokens of one row"
-    if length > most[0] and length > most[1] * num_tokens:
-        raise ValueError(
-            f"data.sequence_length={length}: {message}; choose a smaller data.sequence_length, or more text"
-        )
-    if message not in _short_texts:
-        _short_texts.add(message)
-        logging.warning("%s; the rest is %s.", message, rest)
-
-
-def _serial(pieces: grain.MapDataset) -> grain.IterDataset:
-    """Convert a dataset of the pieces of documents to one that is read in order, in the calling thread,
-    without reading ahead."""
-    return pieces.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
-
-
-def _step_iterator(config: DataConfig, batches: StoreBatches, steps: int) -> grain.DatasetIterator:
+def _step_iterator(config: DataConfig, batches: Batches, steps: int) -> grain.DatasetIterator:
     """Return an iterator over the batches number 0, 1, ..., `steps` - 1 of a token store; the
     config's number of threads read batches ahead."""
     options = grain.ReadOptions(

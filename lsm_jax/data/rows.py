@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from lsm_jax.data.order import ColumnOrder, ShuffledOrder
 from lsm_jax.data.store import TokenStore
 
-Order = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
+Batches = Callable[[int], dict[str, np.ndarray]]  # this host's rows of the batch of a training step
 
 
 class StoreBatches:
@@ -18,7 +19,7 @@ class StoreBatches:
     def __init__(
         self,
         store: TokenStore,
-        order: Order,
+        order: ColumnOrder | ShuffledOrder,
         *,
         first_document: int,
         num_sequences: int,
@@ -52,12 +53,16 @@ class StoreBatches:
     def __call__(self, step: int) -> dict[str, np.ndarray]:
         """Return this host's B rows of the batch of training step `step`, as a dict of arrays [B, T]:
         tokens, labels and loss_mask; with a separator also segment_ids and positions."""
-        numbers = step * self._batch + self._slots
+        return self.rows(step * self._batch + self._slots)
+
+    def rows(self, numbers: np.ndarray) -> dict[str, np.ndarray]:
+        """Return the sequences with the given numbers, int64 [B], in the order of reading, as a dict of arrays as for a
+        batch."""
         real = numbers < self._num_sequences
         rows = np.zeros((len(numbers), self._length), np.int32)
         overlaps = np.zeros(len(numbers), np.int64)
         if real.any():
-            documents, blocks = self._order(numbers[real])
+            documents, blocks = self._places(numbers[real])
             # A document's last block may overlap with the one before it.
             starts = np.minimum(blocks * self._length, self._store.length - self._length)
             overlaps[real] = blocks * self._length - starts
@@ -75,6 +80,52 @@ class StoreBatches:
             batch |= row_segments(batch["tokens"], self._separator)
             batch["segment_ids"] *= real[:, None]
             batch["positions"] *= real[:, None]
+        return batch
+
+    def _places(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return (documents, blocks) of sequences, which may be of several epochs."""
+        epochs = numbers // self._order.sequences_per_epoch
+        documents, blocks = np.empty_like(numbers), np.empty_like(numbers)
+        for epoch in np.unique(epochs):
+            here = epochs == epoch
+            documents[here], blocks[here] = self._order(numbers[here])
+        return documents, blocks
+
+
+class MixedBatches:
+    """The batches of several token stores as a function of the training step's number."""
+
+    def __init__(
+        self,
+        parts: Sequence[StoreBatches],
+        place: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]],
+        *,
+        global_batch_size: int,
+        rows_of: slice,
+    ):
+        """Define batches whose rows come from several stores.
+
+        Args:
+            parts: the sequences of each store.
+            place: function from the numbers of rows, int64 [B], to (the part, the number in that part) of each.
+            global_batch_size: rows in a global batch.
+            rows_of: the range of a global batch's rows that this host makes.
+        """
+        self._parts, self._place = parts, place
+        self._batch, self._slots = global_batch_size, np.arange(global_batch_size)[rows_of]
+
+    def __call__(self, step: int) -> dict[str, np.ndarray]:
+        """Return this host's B rows of the batch of training step `step`, as `StoreBatches` does."""
+        sources, numbers = self._place(step * self._batch + self._slots)
+        batch: dict[str, np.ndarray] = {}
+        for source in np.unique(sources):
+            here = sources == source
+            rows = self._parts[source].rows(numbers[here])
+            for name, values in rows.items():
+                whole = batch.setdefault(
+                    name, np.empty((len(here), *values.shape[1:]), values.dtype)
+                )
+                whole[here] = values
         return batch
 
 

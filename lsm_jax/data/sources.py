@@ -3,16 +3,44 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from pathlib import Path
+from typing import Any
 
+from lsm_jax import hub
+from lsm_jax.data import tiktoken_file
 from lsm_jax.data.config import DataConfig
+from lsm_jax.data.datasets_source import data_set, pinned_data
 from lsm_jax.data.demo import demo_stores
 from lsm_jax.data.documents import Documents
+from lsm_jax.data.mixture import format_mixture, parse_mixture
 from lsm_jax.data.store import TokenStore, is_store
 from lsm_jax.data.store_files import read_attributes
 from lsm_jax.data.tokenizers import GPT2_ENCODER, Tokenizer, load_tokenizer
+from lsm_jax.data.unpack import cache_root
 from lsm_jax.data.world_tokenizer import VOCABULARY
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One of the sources of a data config: its name in metrics, its weight, and a data config that has it alone."""
+
+    name: str
+    weight: float
+    config: DataConfig
+
+
+def parts_of(config: DataConfig) -> list[Part]:
+    """Return the sources of a data config: those of `data.mixture`, or the only one.
+
+    Raises:
+        ValueError: the mixture cannot be parsed.
+    """
+    if not config.mixture:
+        return [Part(config.path, 1.0, config)]
+    return [
+        Part(path, weight, dataclasses.replace(config, path=path, mixture=""))
+        for weight, path in parse_mixture(config.mixture)
+    ]
 
 
 def open_store(config: DataConfig, *, heldout: bool) -> tuple[TokenStore, int, int] | None:
@@ -66,6 +94,7 @@ def open_documents(config: DataConfig, *, heldout: bool) -> Documents:
         text_key=config.text_key,
         format=config.format,
         piece_bytes=max(1 << 16, 16 * config.sequence_length),
+        cache_dir=config.cache_dir,
     )
     if not part:
         return documents
@@ -83,13 +112,17 @@ def with_tokenizer(config: DataConfig) -> DataConfig:
     """
     if config.tokenizer != "auto":
         return config
+    if config.mixture:
+        known = with_tokenizer(parts_of(config)[0].config)
+        return dataclasses.replace(config, tokenizer=known.tokenizer, json_escape=known.json_escape)
     path = locate(config, heldout=False)[0] if config.path else None
     if path is None or not is_store(path):
         return dataclasses.replace(config, tokenizer="bytes")
     attributes = read_attributes(path)
     encoder, escape = attributes.get("encoder", "bytes"), bool(attributes.get("json_escape"))
     names = {"bytes": "bytes", GPT2_ENCODER: "gpt2"}
-    files = [file for file in ("tokenizer.json", VOCABULARY) if (path / file).is_file()]
+    names_of_files = ("tokenizer.json", VOCABULARY, tiktoken_file.FILE)
+    files = [name for name in names_of_files if (path / name).is_file()]
     if files:
         # Relative if `config.path` is, so that both move together.
         given = Path(config.path)
@@ -116,10 +149,19 @@ def tokenizer_of(config: DataConfig) -> Tokenizer:
 
 
 def locate(config: DataConfig, heldout: bool) -> tuple[Path, bool]:
-    """Return the path of a data config's training or held-out data, and whether the documents there must
-    still be split into training and held-out ones."""
+    """Return the path of a data config's training or held-out data (the name of a data set is returned as a path), and
+    whether the documents there must still be split into training and held-out ones.
+
+    Raises:
+        ValueError: the path does not exist, there are no held-out data, or the config has a mixture.
+    """
     if heldout and config.heldout_path:
         return _existing(config.heldout_path, "heldout_path"), False
+    if config.mixture:
+        raise ValueError(
+            f"data.mixture={config.mixture!r} has several sources; one is required here: eval.py --data=PATH, or "
+            "data.heldout_path"
+        )
     if not config.path:
         return demo_stores(config)[heldout], False
     path = _existing(config.path, "path")
@@ -142,19 +184,42 @@ def locate(config: DataConfig, heldout: bool) -> tuple[Path, bool]:
 
 def _existing(path: str, field: str) -> Path:
     absolute = Path(path).expanduser().absolute()
-    if "://" in path or not absolute.exists():
+    if absolute.exists() and "://" not in path:
+        return absolute
+    if "://" in path or data_set(path) is None:
         raise ValueError(
-            f"data.{field}={path!r} does not exist; accepted is a local file or folder{_download(path)}"
+            f"data.{field}={path!r} does not exist; accepted is a local file or folder, or a data set of the Hugging Face hub "
+            "as OWNER/NAME[/SUBSET][@REVISION][:SPLIT]"
         )
-    return absolute
+    return Path(path)
 
 
-def _download(path: str) -> str:
-    """Return the end of an error message, how to download a dataset, if a path looks like the id of one on the Hugging Face
-    hub; otherwise ""."""
-    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", path):
-        return ""
-    return (
-        f". If it is the id of a dataset on the Hugging Face hub: `hf download {path} --repo-type dataset --local-dir FOLDER` "
-        "downloads it"
-    )
+def pin(config: DataConfig, before: DataConfig | None = None) -> DataConfig:
+    """Return the data config with commits in place of the hub's branches: in the names of data sets and of the tokenizer.
+
+    Args:
+        config: the data config of a run.
+        before: the data config with which the run began, whose commits are used for the same names.
+
+    Raises:
+        ValueError: the hub has no such data set or tokenizer, or cannot be reached and the cache does not have it.
+    """
+    cache = cache_root(config.cache_dir)
+    changes: dict[str, Any] = {}
+    for name in ("path", "heldout_path"):
+        old = getattr(before, name) if before else ""
+        changes[name] = pinned_data(getattr(config, name), f"data.{name}", cache, before=old)
+    if config.mixture:
+        given = parse_mixture(config.mixture)
+        old = (
+            [path for _, path in parse_mixture(before.mixture)] if before and before.mixture else []
+        )
+        old += [""] * (len(given) - len(old))
+        changes["mixture"] = format_mixture(
+            (weight, pinned_data(path, "data.mixture", cache, before=past))
+            for (weight, path), past in zip(given, old, strict=False)
+        )
+    if config.tokenizer not in ("auto", "bytes", "gpt2"):
+        old = before.tokenizer if before else ""
+        changes["tokenizer"] = hub.pinned(config.tokenizer, "data.tokenizer", before=old)
+    return dataclasses.replace(config, **changes)

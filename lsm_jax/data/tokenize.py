@@ -1,4 +1,4 @@
-"""Write token stores in LongCrawl64's format from text or JSONL files.
+"""Write token stores in LongCrawl64's format from text, JSON, JSONL and parquet files and data sets.
 
     python -m lsm_jax.data.tokenize --input TEXT... --output my_store/train.zarr --tokenizer gpt2
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,9 +23,10 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
+from lsm_jax.data import tiktoken_file
 from lsm_jax.data.documents import Documents
 from lsm_jax.data.encode import Written, encode_documents, write_documents
-from lsm_jax.data.tokenizers import Tokenizer, load_tokenizer
+from lsm_jax.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_path
 from lsm_jax.data.world_tokenizer import VOCABULARY
 from lsm_jax.data.writer import StoreWriter
 from lsm_jax.files import disk_error
@@ -47,16 +49,17 @@ def write_store(
     overwrite: bool = False,
     console: Console | None = None,
 ) -> list[Written]:
-    """Tokenise text files and write a token store, or a training store and a held-out store.
+    """Tokenise text and write a token store, or a training store and a held-out store. Plain files of compressed files,
+    parquet files and data sets are written beside the store and deleted at the end.
 
     Args:
-        inputs: text or JSONL files, or folders of them.
+        inputs: files, folders and data sets, of the kinds of `DataConfig.path`.
         output: path of the store.
-        tokenizer: "bytes", "gpt2" or the path of a tokenizer.json.
+        tokenizer: "bytes", "gpt2", the path of a tokenizer.json, or the id of a model on the Hugging Face hub.
         sequence_length: tokens in a row.
         pack: concatenate documents instead of dropping those that are shorter than a row.
         json_escape: JSON-escape the text before it is tokenised, as LongCrawl64 does.
-        text_key: name of the JSONL field that has the text.
+        text_key: name of the JSON field or parquet column that has the text.
         heldout: path of a second store, for documents that are selected by a hash of their names. Empty: none.
         heldout_fraction: share of the documents in the second store.
         num_workers: number of processes; None is one per core.
@@ -69,6 +72,8 @@ def write_store(
     Raises:
         ValueError, OSError: input or options are not accepted, or the disk is full. No store or temporary file remains.
     """
+    if tokenizer not in ("bytes", "gpt2"):  # so that workers need no network
+        tokenizer = str(tokenizer_path(tokenizer) or tokenizer)
     loaded = load_tokenizer(tokenizer, json_escape=json_escape)
     loaded.encode("a")  # raises here, and not in a worker, if the vocabulary is missing
     _check_options(output, heldout, heldout_fraction, sequence_length, num_workers)
@@ -76,12 +81,51 @@ def write_store(
         raise ValueError(
             f"tokenizer {loaded.name!r} has no BOS token, which pack=True writes after each document"
         )
-    documents = Documents(inputs, text_key=text_key, piece_bytes=_PIECE_BYTES if pack else None)
-    if pack and heldout and documents.num_documents == 1:
+    target = Path(output).expanduser().absolute()
+    cache = target.with_name(f".{target.name}.text-{os.getpid()}")
+    try:
+        documents = _documents(inputs, text_key, sequence_length, pack, bool(heldout), cache)
+        return _write(documents, output, loaded, tokenizer, sequence_length, pack, heldout, heldout_fraction, num_workers, overwrite, console)  # fmt: skip
+    finally:
+        shutil.rmtree(cache, ignore_errors=True)
+
+
+def _documents(
+    inputs: Sequence[str],
+    text_key: str,
+    sequence_length: int,
+    pack: bool,
+    split: bool,
+    cache: Path,
+) -> Documents:
+    """Return the documents of `write_store`. `split` is whether some are held out, and `cache` the folder for plain files of
+    compressed files, parquet files and data sets."""
+    pieces = _PIECE_BYTES if pack else None
+    documents = Documents(inputs, text_key=text_key, piece_bytes=pieces, cache_dir=cache)
+    if pack and split and documents.num_documents == 1:
         # One text file, whose last pieces are held out: several equal ones, each long enough for a row.
         size = int(documents.lengths.sum())
         count = max(2, min(100, size // (6 * sequence_length)), -(-size // _PIECE_BYTES))
-        documents = Documents(inputs, text_key=text_key, piece_bytes=-(-size // count))
+        pieces = -(-size // count)
+        documents = Documents(inputs, text_key=text_key, piece_bytes=pieces, cache_dir=cache)
+    return documents
+
+
+def _write(
+    documents: Documents,
+    output: str,
+    loaded: Tokenizer,
+    tokenizer: str,
+    sequence_length: int,
+    pack: bool,
+    heldout: str,
+    heldout_fraction: float,
+    num_workers: int | None,
+    overwrite: bool,
+    console: Console | None,
+) -> list[Written]:
+    """Write the documents to one or two stores, as `write_store` describes; `loaded` is the tokenizer that the option
+    `tokenizer` names."""
     parts = [(output, documents)]
     if heldout:
         train, held = documents.split(heldout_fraction)
@@ -100,7 +144,7 @@ def write_store(
     encoded = encode_documents(
         [part for _, part in parts],
         tokenizer,
-        json_escape=json_escape,
+        json_escape=loaded.json_escape,
         num_workers=num_workers or os.cpu_count() or 1,
     )
     total = sum(int(part.lengths.sum()) for _, part in parts)
@@ -123,16 +167,19 @@ def write_store(
 def _tokenizer_files(tokenizer: str) -> dict[str, Path]:
     """Return the files of a tokenizer, by their names in a store, so that runs on the store need no other file; none for
     the tokenizers that are known by name."""
-    path = Path(tokenizer).expanduser()
     if tokenizer in ("bytes", "gpt2"):
         return {}
+    path = Path(tokenizer).expanduser()
     world = path / VOCABULARY if path.is_dir() else path
-    if world.suffix == ".txt" and not (path / "tokenizer.json").is_file():
+    if world.suffix == ".txt" and world.is_file() and not (path / "tokenizer.json").is_file():
         return {VOCABULARY: world}
-    path = path / "tokenizer.json" if path.is_dir() else path
+    if path.is_dir():
+        name = "tokenizer.json" if (path / "tokenizer.json").is_file() else tiktoken_file.FILE
+        path = path / name
     beside = ("tokenizer_config.json", "chat_template.jinja")
     files = {name: path.with_name(name) for name in beside if path.with_name(name).is_file()}
-    return {"tokenizer.json": path, **files}
+    name = tiktoken_file.FILE if path.name == tiktoken_file.FILE else "tokenizer.json"
+    return {name: path, **files}
 
 
 def _check_options(
@@ -210,15 +257,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--input", nargs="+", required=True, help="text or JSONL files, or folders of them")
+    add(
+        "--input",
+        nargs="+",
+        required=True,
+        help="text, JSON, JSONL or parquet files (.gz, .zst), folders of them, or data sets: a folder of the package "
+        "datasets, or OWNER/NAME[/SUBSET][@REVISION][:SPLIT] of the hub",
+    )
     add("--output", required=True, help="path of the store to write, such as train.zarr")
-    add("--tokenizer", default="gpt2", help="bytes, gpt2, or a tokenizer.json (default: gpt2)")
+    add(
+        "--tokenizer",
+        default="gpt2",
+        help="bytes, gpt2, a tokenizer.json, or a model of the hub, OWNER/NAME (default: gpt2)",
+    )
     add("--sequence_length", type=int, default=65536, help="tokens in a row (default: 65536)")
     add("--pack", action="store_true", help="concatenate documents, with BOS after each")
     add(
         "--json_escape", action="store_true", help="JSON-escape the text first, as LongCrawl64 does"
     )
-    add("--text_key", default="text", help="JSONL field that has the text (default: text)")
+    add(
+        "--text_key",
+        default="text",
+        help="JSON field or parquet column that has the text (default: text)",
+    )
     add(
         "--heldout",
         default=None,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import re
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 from absl import logging
 
+from lsm_jax import hub
+from lsm_jax.data import tiktoken_file
 from lsm_jax.data.chat import chat_text
 from lsm_jax.data.instructions import short_text
 from lsm_jax.data.token_text import check_ids, json_escape, json_unescape, replace_surrogates
@@ -137,7 +138,8 @@ class GPT2Tokenizer:
 
 
 class JSONTokenizer:
-    """A tokenizer from a `tokenizer.json` file, read by the `tokenizers` package.
+    """A tokenizer from a `tokenizer.json` file, read by the `tokenizers` package, or from a `tiktoken.model`
+    (`lsm_jax.data.tiktoken_file`).
 
     A file that encodes as GPT-2 does has GPT-2's name, so that it can be used with stores that tiktoken encoded. BOS and EOS
     are those of a tokenizer_config.json in the same folder, as pretrained models have it; otherwise they are tokens with one
@@ -154,20 +156,28 @@ class JSONTokenizer:
 
         path = Path(path).expanduser()
         if path.is_dir():
-            path = path / "tokenizer.json"
+            names = [
+                name for name in ("tokenizer.json", tiktoken_file.FILE) if (path / name).exists()
+            ]
+            path = path / (names[0] if names else "tokenizer.json")
         if not path.is_file():
             raise ValueError(
                 f"tokenizer {str(path)!r} is not a file; accepted is the path of a tokenizer.json or its folder"
             )
         try:
-            content = read_bytes(path, max_bytes=_MAX_TOKENIZER_BYTES)
+            converted = path.name == tiktoken_file.FILE
+            content = (
+                tiktoken_file.tokenizer_json(path)
+                if converted
+                else read_bytes(path, max_bytes=_MAX_TOKENIZER_BYTES)
+            )
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
             check_keys(content, path)
         except BaseException as error:
             # The package's Rust code may panic, which raises a PanicException that is no Exception.
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
-            if isinstance(error, ValueError) and str(path) in str(error):
+            if isinstance(error, ValueError) and str(path.parent) in str(error):
                 raise
             raise ValueError(f"{path} is not a tokenizer.json: {short_text(error, 300)}") from error
         self._tokenizer.no_truncation()
@@ -260,33 +270,41 @@ def load_tokenizer(name: str, *, json_escape: bool = False) -> Tokenizer:
     """Return the tokenizer of the given name: bytes, GPT-2, that of a tokenizer.json, or RWKV's World tokenizer.
 
     Args:
-        name: "bytes", "gpt2", the path of a tokenizer.json or its folder, or the path of RWKV's vocabulary, a .txt file
-            (`lsm_jax.data.world_tokenizer`), or its folder.
+        name: "bytes", "gpt2", the path of a tokenizer.json or its folder, the path of RWKV's vocabulary, a .txt file
+            (`lsm_jax.data.world_tokenizer`), or its folder, or the id of a model on the Hugging Face hub.
         json_escape: JSON-escape text before encoding it.
 
     Raises:
-        ValueError: `name` is neither a known name nor a path, or the file is no tokenizer.
+        ValueError: `name` is neither a known name nor a path nor an id of the hub, or the file is no tokenizer.
     """
     if name == "bytes":
         return ByteTokenizer(json_escape=json_escape)
     if name == "gpt2":
         return GPT2Tokenizer(json_escape=json_escape)
-    path = Path(name).expanduser()
+    path = tokenizer_path(name)
+    if path is None:
+        raise ValueError(
+            f"unknown tokenizer {name!r}; accepted: 'bytes', 'gpt2', the path of a tokenizer.json, or of RWKV's vocabulary, a .txt "
+            "file, or the id of a model on the Hugging Face hub, OWNER/NAME[@REVISION]"
+        )
     if name.endswith(".txt"):
         return WorldTokenizer(path, json_escape=json_escape)
     if (path / VOCABULARY).is_file() and not (path / "tokenizer.json").is_file():
         return WorldTokenizer(path / VOCABULARY, json_escape=json_escape)
-    if name.endswith(".json") or Path(name).expanduser().exists():
-        return JSONTokenizer(name, json_escape=json_escape)
-    download = ""
-    if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", name):
-        download = (
-            f". If it is the id of a model on the Hugging Face hub: `hf download {name} tokenizer.json tokenizer_config.json "
-            "--local-dir FOLDER` downloads its tokenizer"
-        )
-    raise ValueError(
-        f"unknown tokenizer {name!r}; accepted: 'bytes', 'gpt2', the path of a tokenizer.json, or of RWKV's vocabulary, a .txt file{download}"
-    )
+    return JSONTokenizer(path, json_escape=json_escape)
+
+
+def tokenizer_path(name: str) -> Path | None:
+    """Return the path of a tokenizer's file or folder, after downloading its files if `name` is the id of a model on the
+    Hugging Face hub; None if it is neither a path nor an id.
+
+    Raises:
+        ValueError: the hub has no such model, or cannot be reached and the cache does not have its tokenizer.
+    """
+    path = Path(name).expanduser()
+    if path.exists() or name.endswith(".txt"):
+        return path
+    return hub.tokenizer_folder(name) or (path if name.endswith(".json") else None)
 
 
 def special_tokens(fields: dict[str, Any], where: object) -> dict[str, str | None]:

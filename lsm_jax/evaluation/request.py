@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lsm_jax.data import DataConfig, Tokenizer
+from lsm_jax.data.datasets_source import data_set
+from lsm_jax.data.mixed_streams import heldout_stores
 from lsm_jax.data.needle import NeedleConfig
-from lsm_jax.data.sources import open_store, tokenizer_of
+from lsm_jax.data.sources import tokenizer_of
 from lsm_jax.data.store_streams import num_columns
 from lsm_jax.evaluation.harness import HarnessConfig
 from lsm_jax.evaluation.maps import MapsConfig
@@ -83,9 +86,11 @@ class Request:
             raise ValueError(f"top_k={self.top_k}: it must be at least 1")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p}: accepted are numbers in (0, 1]")
-        if self.data is not None and not (self.data and Path(self.data).expanduser().exists()):
+        exists = bool(self.data) and Path(self.data).expanduser().exists()
+        if self.data is not None and not exists and not (self.data and data_set(self.data)):
             raise ValueError(
-                f"data={self.data!r} does not exist; accepted is a token store, or a text or JSONL file or folder"
+                f"data={self.data!r} does not exist; accepted is a token store, a file or folder with text, or a data set, as for "
+                "data.path"
             )
         try:
             self.prompt.encode("utf-8")
@@ -109,7 +114,8 @@ class Request:
             path = Path(self.data).absolute()
             # A store is named after its folder, since its file name is nearly always heldout.zarr.
             parts += [path.parent.name] if path.suffix == ".zarr" else []
-            parts += [path.stem]
+            stem = path.stem if path.exists() else re.sub(r"[^\w.-]+", "-", path.stem).strip("-")
+            parts += [stem]
         parts += [f"T{self.sequence_length}"] if self.sequence_length else []
         parts += [f"first{self.max_tokens}"] if self.max_tokens else []
         return "-".join(parts)
@@ -146,10 +152,10 @@ def run_bos_id(run: Run, tokenizer: Tokenizer) -> int | None:
 
 
 def count_batches(data: DataConfig, batch_size: int) -> int | None:
-    """Return the number of batches of a store that an evaluation reads; None for text, whose number of rows
+    """Return the number of batches of a store, or of the stores of a mixture, that an evaluation reads; None for text, whose number of rows
     is known only after packing."""
-    source = open_store(data, heldout=True)
-    if source is None:
+    stores = heldout_stores(data)
+    if stores is None:
         return None
-    store, _, documents = source
-    return math.ceil(documents * num_columns(data, store) / batch_size)
+    sequences = sum(documents * num_columns(data, store) for store, _, documents in stores)
+    return math.ceil(sequences / batch_size)

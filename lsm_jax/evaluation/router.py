@@ -169,7 +169,7 @@ def routing(run: Run, request: Request, folder: Path) -> dict[str, Any]:
 
     results = {
         "step": run.step,
-        "data": str(request.data or data.heldout_path or data.path),
+        "data": str(request.data or data.heldout_path or data.mixture or data.path),
         "choices": int(counts[0].sum()),
         "layers": specialisation(counts, spell, top_k=top_k),
     }

@@ -29,8 +29,9 @@ from lsm_jax.convert.load import StoredRows, layers_of, load_tree
 from lsm_jax.convert.new_folder import new_folder
 from lsm_jax.convert.recipe import FILE as RECIPE
 from lsm_jax.convert.recipe import recipe_of, with_recipe
-from lsm_jax.convert.runs import command, new_run, new_workdir, save_run
+from lsm_jax.convert.runs import command, name_of, new_run, new_workdir, save_run
 from lsm_jax.convert.tokenizer import check_companions, tokenizer_files
+from lsm_jax.hub import local_path, reference_of
 from lsm_jax.linearize.pretrained import Pretrained
 from lsm_jax.linearize.recipes import base_model, liger_model
 from lsm_jax.linearize.released import WINDOW, Released, open_pretrained, whole_number
@@ -253,11 +254,12 @@ def import_adapters(
             those of the recipe.
     """
     new_workdir(workdir)  # raises if a run is there
-    adapters = Adapters(source)
+    adapters = Adapters(local_path(source))
     opened, lora = open_pretrained(base), lora_config(adapters)
     check_companions(opened)
     files = tokenizer_files(opened, tokenizer)
-    pretrained = Pretrained(path=str(Path(base).expanduser().absolute()))
+    found = reference_of(opened.folder)
+    pretrained = Pretrained(path=str(found or Path(base).expanduser().absolute()))
     model = _model(adapters, opened, pretrained.config(), method, window, fields)
     model.lora = lora
     try:
@@ -268,12 +270,12 @@ def import_adapters(
         ) from error
     with new_run(workdir) as target:
         data = tokenizer_data(opened, target, files)
-        name = adapters.folder.resolve().name
+        name = name_of(adapters.folder)
         config = TrainConfig(
             name=name, model=model, data=data, base=pretrained, trainable=("lora",)
         )
         config.validate()
-        save_run(target, config, params)
+        save_run(target, config, params, adapters.folder)
         return config
 
 
@@ -328,14 +330,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return import_adapters(source, base, workdir, window=tokens, **given)
 
     options = dict(
-        base="the pretrained model: a Hugging Face folder, one of Liger's authors, or a .gguf file",
+        base="the pretrained model: a Hugging Face folder, one of Liger's authors, a .gguf file, or an id of the hub",
         method="softmax or liger (default: the exported model's, or softmax)",
         gate="the gate with --method=liger (default: gla)",
         window="tokens in the window with --method=liger",
         tokenizer="a tokenizer.json, if the base has none",
     )
     return command(
-        "lsm_jax.linearize.peft", __doc__, "the folder of the adapters", make, arguments, options
+        "lsm_jax.linearize.peft",
+        __doc__,
+        "the folder of the adapters, or their id on the hub",
+        make,
+        arguments,
+        options,
     )
 
 

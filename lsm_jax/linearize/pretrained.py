@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from pathlib import Path
 from typing import Any
 
 import jax
 
+from lsm_jax import hub
 from lsm_jax.convert import load_params
 from lsm_jax.convert.checkpoint import Tensors
 from lsm_jax.convert.fields import COMPUTATION
@@ -31,7 +31,8 @@ class Pretrained:
 
     Attributes:
         path: a Hugging Face folder, of a transformer, of a model of `lsm_jax.convert.families`, or of Liger's authors
-            (`lsm_jax.linearize.released`); a .gguf file; or a .pth file of RWKV-7's authors.
+            (`lsm_jax.linearize.released`); a .gguf file; a .pth file of RWKV-7's authors; or the id of a model on the Hugging
+            Face hub, OWNER/NAME[/FILE][@REVISION], of which a run has the commit in place of a branch.
     """
 
     path: str = ""
@@ -51,7 +52,7 @@ class Pretrained:
         return published_config(self._open())
 
     def _open(self) -> Tensors:
-        path = Path(self.path).expanduser()
+        path = hub.local_path(self.path, "base.path")
         if not path.exists():
             raise ValueError(
                 f"base.path={self.path!r} does not exist; accepted is a pretrained model's Hugging Face folder or .gguf "

@@ -28,6 +28,7 @@ from lsm_jax.convert.published import ARCHITECTURES
 from lsm_jax.convert.recipe import FILE as RECIPE
 from lsm_jax.convert.recipe import recipe_of, with_recipe
 from lsm_jax.convert.runs import command
+from lsm_jax.hub import local_path
 from lsm_jax.linearize.recipes import base_model, liger_model
 from lsm_jax.mixers import LigerConfig
 from lsm_jax.models import ModelConfig
@@ -226,7 +227,7 @@ def import_released(
     Raises:
         ValueError: the source is no released checkpoint, or `workdir` contains a run.
     """
-    opened = Released(source)
+    opened = Released(local_path(source))
     return import_huggingface(
         opened, workdir, tokenizer=tokenizer, model=opened.model(window), progress=progress
     )
@@ -258,7 +259,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         tokenizer="a tokenizer.json, if the source has none",
     )
     return command(
-        "lsm_jax.linearize.released", __doc__, "the checkpoint's folder", make, arguments, options
+        "lsm_jax.linearize.released",
+        __doc__,
+        "the checkpoint's folder, or its id on the hub",
+        make,
+        arguments,
+        options,
     )
 
 

@@ -20,6 +20,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from lsm_jax import interrupts
+from lsm_jax.data.mixed_streams import source_fractions
 from lsm_jax.models import count_parameters, flops_per_token
 from lsm_jax.parallel import Agreement, place_batch, token_sharding
 from lsm_jax.training.batches import RecentBatches, eval_batches
@@ -389,6 +390,8 @@ class TrainLoop:
                 "train/tokens": step * config.tokens_per_step,
                 f"perf/{kind}_memory_gib": memory,
             }
+            fractions = source_fractions(config.data, config.seed, step * config.batch_size)
+            values |= {f"data/{name}": fraction for name, fraction in fractions.items()}
             if self.speed:  # not known after the first step alone, which was compiled
                 values |= {
                     "perf/tokens_per_second": self.speed,

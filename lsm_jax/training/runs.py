@@ -17,8 +17,9 @@ import optax
 from flax import nnx
 from orbax import checkpoint as orbax
 
-from lsm_jax import ops
+from lsm_jax import hub, ops
 from lsm_jax.data import fingerprint_changes
+from lsm_jax.data.sources import pin
 from lsm_jax.files import bounded_json, check_folder, write_atomically
 from lsm_jax.models import Decoder, abstract
 from lsm_jax.training.best import best_steps
@@ -118,6 +119,25 @@ def _parse_config(workdir: str | os.PathLike[str], argument: str) -> Any:
             "correct the file, or use another directory"
         ) from error
     return config
+
+
+def pinned(config: TrainConfig, workdir: Path) -> TrainConfig:
+    """Return the config of a run with commits in place of the branches of the Hugging Face hub that it names: those of the
+    run's config.json, or for a new run those that the branches have now.
+
+    Raises:
+        ValueError: the hub has no such model or data set, or cannot be reached and the cache does not have it.
+    """
+    exists = (workdir / "config.json").is_file()
+    before = _parse_config(workdir, "workdir") if exists else None
+    if not isinstance(before, TrainConfig):
+        before = None
+    changes: dict[str, Any] = {"data": pin(config.data, before.data if before else None)}
+    if isinstance(path := getattr(config.base, "path", None), str):
+        old = getattr(before.base, "path", "") if before else ""
+        base = hub.pinned(path, "base.path", before=old)
+        changes["base"] = dataclasses.replace(config.base, path=base)
+    return dataclasses.replace(config, **changes)
 
 
 def check_workdir(workdir: Path, config: Any) -> None:

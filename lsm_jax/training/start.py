@@ -34,6 +34,7 @@ from lsm_jax.training.runs import (
     check_frozen,
     check_workdir,
     checkpoint_directory,
+    pinned,
     starting_params,
 )
 from lsm_jax.training.step import make_program, params_of
@@ -76,6 +77,7 @@ def train(
     """
     workdir = Path(workdir).expanduser().absolute()
     config.validate(len(jax.devices()))
+    config = pinned(config, workdir)
     config = dataclasses.replace(config, data=with_tokenizer(config.data))
     check_workdir(workdir, config)
     check_wandb(config)
@@ -122,7 +124,9 @@ def _train(
     )  # again, since another process may have made a run before the lock
     buffers = ExpertBuffers(config, workdir)
     print(
-        f"{config.name}: reading {config.data.path or 'the demo text'}", file=sys.stderr, flush=True
+        f"{config.name}: reading {config.data.mixture or config.data.path or 'the demo text'}",
+        file=sys.stderr,
+        flush=True,
     )
     checkpoints = Checkpoints(
         checkpoint_directory(workdir),

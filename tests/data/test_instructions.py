@@ -124,7 +124,7 @@ def test_errors_name_the_element_of_an_array(tmp_path):
 def test_errors_name_the_line_or_file(path, tmp_path):
     other = tmp_path / "other.jsonl"
     for rows, message in {
-        '{"instruction": "a", "output": 3}': r"the line at byte 0, has 'output'=3; accepted is a string",
+        '{"instruction": "a", "output": 3}': r"line 1, at byte 0, has 'output'=3; accepted is a string",
         '{"text": "a"}': r"has no field 'instruction'; its fields are \['text'\]",
         "[1]": "is a list; accepted is an object with 'instruction'",
     }.items():

@@ -15,6 +15,7 @@ from lsm_jax.data import (
     make_eval_iterator,
     make_train_iterator,
 )
+from lsm_jax.data.documents import Documents
 from lsm_jax.data.sources import with_tokenizer
 from lsm_jax.data.tokenize import main
 
@@ -102,13 +103,23 @@ def test_a_json_file_is_an_array_of_documents(tmp_path):
 def test_files_that_are_not_read_are_named(tmp_path, caplog):
     for name in ("x.txt", "y.txt"):
         (tmp_path / name).write_text(TEXT)
-    (tmp_path / "x.parquet").write_bytes(b"PAR1")
+    (tmp_path / "x.png").write_bytes(b"PNG")
     batches(DataConfig(path=str(tmp_path), sequence_length=16))
-    assert caplog.text.count("1 of 3 files are not read") == 1 and ".parquet" in caplog.text
+    assert caplog.text.count("1 of 3 files are not read") == 1 and ".png" in caplog.text
 
 
-def test_an_id_of_the_hub_is_explained():
-    with pytest.raises(ValueError, match="hf download HuggingFaceFW/fineweb-edu --repo-type"):
-        fingerprint(DataConfig(path="HuggingFaceFW/fineweb-edu"))
-    with pytest.raises(ValueError, match="hf download org/some-7b tokenizer.json"):
+def test_an_id_of_the_hub_that_is_not_there_is_explained(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(
+        ValueError, match="no such file or folder here, and HF_HUB_OFFLINE=1 permits only the cache"
+    ):
+        Documents(["HuggingFaceFW/fineweb-edu"])
+    with pytest.raises(
+        ValueError,
+        match="tokenizer='org/some-7b': there is no such file or folder here, and HF_HUB_OFFLINE",
+    ):
         load_tokenizer("org/some-7b")
+    with pytest.raises(
+        ValueError, match="unknown tokenizer 'x y'; accepted: 'bytes', 'gpt2', the path of"
+    ):
+        load_tokenizer("x y")

@@ -264,9 +264,9 @@ def test_errors_name_the_file_or_line(tmp_path, lines):
         first(folder)
     with pytest.raises(ValueError, match="does not exist"):
         first(tmp_path / "nowhere")
-    (tmp_path / "x.gz").write_bytes(b"\x1f\x8b\0\0")
+    (tmp_path / "x.bin").write_bytes(b"\x1f\x8b\0\0")
     with pytest.raises(ValueError, match="is not text"):
-        first(tmp_path / "x.gz")
+        first(tmp_path / "x.bin")
     (folder / "b.txt").write_text("")
     with pytest.raises(ValueError, match="every file is empty"):
         first(folder)
@@ -282,17 +282,17 @@ def test_errors_name_the_file_or_line(tmp_path, lines):
     with pytest.raises(ValueError, match="has 'text'=None; accepted is a string"):
         first(folder)
     (folder / "c.jsonl").write_text("[" * 100_000 + "\n")
-    with pytest.raises(ValueError, match=r"c\.jsonl, the line at byte 0, is not JSON"):
+    with pytest.raises(ValueError, match=r"c\.jsonl, line 1, at byte 0, is not JSON"):
         first(folder)
     (folder / "c.jsonl").write_text('{"text": "x", "text": "y"}\n')
     with pytest.raises(ValueError, match=r"c\.jsonl.*the key 'text' occurs twice"):
         first(folder)
     (folder / "c.jsonl").write_text('{"body": "x"}\n')
-    with pytest.raises(ValueError, match=r"c\.jsonl, the line at byte 0.*'text'.*\['body'\]"):
+    with pytest.raises(ValueError, match=r"c\.jsonl, line 1, at byte 0.*'text'.*\['body'\]"):
         first(folder)
     assert first(folder, text_key="body")["segment_ids"].max() > 0
     (folder / "c.jsonl").write_text('{"text": "x"}\n{"text": \n')
-    with pytest.raises(ValueError, match=r"c\.jsonl, the line at byte 14, is not JSON"):
+    with pytest.raises(ValueError, match=r"c\.jsonl, line 2, at byte 14, is not JSON"):
         first(folder)
     (folder / "c.jsonl").write_text('{"text": "x"}\n')
     with pytest.raises(ValueError, match="too short to hold a part of it out"):
@@ -346,9 +346,7 @@ def test_long_lines_and_arrays_name_the_file(tmp_path, monkeypatch):
     path.write_text('{"text": "a"}\n' + json.dumps({"text": "b" * 986}) + "\n")
     assert len(Documents([path])) == 2
     path.write_text('{"text": "a"}\n' + json.dumps({"text": "b" * 1001}) + "\n")
-    with pytest.raises(
-        ValueError, match=r"x\.jsonl, the line at byte 14, has more than 1000 bytes"
-    ):
+    with pytest.raises(ValueError, match=r"x\.jsonl, line 2, at byte 14, has more than 1000 bytes"):
         Documents([path])
     array = tmp_path / "x.json"
     array.write_text(json.dumps([{"instruction": "b" * 1000, "output": ""}]))
@@ -366,6 +364,6 @@ def test_messages_do_not_repeat_a_long_value(tmp_path):
         '{"text": ' + "1" * 10_000 + "}",
     ):
         path.write_text(line + "\n")
-        with pytest.raises(ValueError, match=r"x\.jsonl, the line at byte 0, ") as error:
+        with pytest.raises(ValueError, match=r"x\.jsonl, line 1, at byte 0, ") as error:
             Documents([path])[0]
         assert len(str(error.value)) < 600 and "\n" not in str(error.value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gzip
 import hashlib
 import importlib.util
 import json
@@ -14,6 +15,8 @@ from typing import Any
 
 import jax
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 
 from tests.faults import configs, inputs
 
@@ -69,6 +72,14 @@ def build(folder: Path) -> None:
     (folder / "text").mkdir()
     rows = [json.dumps(dict(text=path.read_text())) for path in sorted(text.iterdir())]
     (folder / "text" / "lines.jsonl").write_text("\n".join(rows) + "\n")
+    packed = folder / "packed"
+    packed.mkdir()
+    content = ("\n".join(rows) + "\n").encode()
+    (packed / "lines.jsonl.gz").write_bytes(gzip.compress(content))
+    (packed / "lines.jsonl.zst").write_bytes(pyarrow.Codec("zstd").compress(content).to_pybytes())
+    pyarrow.parquet.write_table(
+        pyarrow.Table.from_pylist([json.loads(row) for row in rows]), packed / "rows.parquet"
+    )
 
     run = folder / "run"
     train(small("plain", source), run)

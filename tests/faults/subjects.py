@@ -142,6 +142,15 @@ def read_text(given: Path, out: Path) -> Any:
     return digest([batches, list(held_out)])
 
 
+def read_packed(given: Path, out: Path) -> Any:
+    """Read the documents of compressed files and a parquet file."""
+    from lsm_jax.data.documents import Documents
+
+    files = [given / name for name in ("lines.jsonl.gz", "lines.jsonl.zst", "rows.parquet")]
+    documents = [Documents([file], cache_dir=out / "cache") for file in files]
+    return [[part[i].text for i in range(len(part))] for part in documents]
+
+
 def load(given: Path, out: Path) -> Any:
     """Load the model of a finished run."""
     from lsm_jax.training import load_run
@@ -273,6 +282,7 @@ SUBJECTS = (
     Subject("adapters", import_adapters, 4),
     Subject("store", read_store, 14, protected=_is_chunk, extra=(store_sizes,) * 14 + (store_links,) * 4),
     Subject("text", read_text, 4),
+    Subject("packed", read_packed, 4, protected=lambda path: path.endswith(".gz")),
     Subject("load", load, 10, protected=_is_checkpoint, accept=_same_or_earlier),
     Subject("lora", load, 5, protected=_is_checkpoint, files="run/*.json", accept=_same_or_earlier),
     Subject("frozen_base", load_on_base, 4, protected=lambda path: path.endswith(".safetensors")),

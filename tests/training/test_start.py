@@ -150,7 +150,7 @@ def test_bad_data_raises_before_anything_is_compiled_or_written(tmp_path, monkey
         raise AssertionError("bad data reached the model")
 
     monkeypatch.setattr(loop.TrainLoop, "run", compiled)
-    with pytest.raises(ValueError, match="line at byte .* has no field 'text'"):
+    with pytest.raises(ValueError, match="line .*, at byte .* has no field 'text'"):
         config = tiny.config(bad)
         config.data.heldout_fraction = 0.0
         train(config, tmp_path / "run")

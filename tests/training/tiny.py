@@ -19,7 +19,7 @@ from lsm_jax.training import OptimizerConfig, TrainConfig, train
 
 
 def config(text: str | Path, **changes) -> TrainConfig:
-    """Return the training config of a run of 12 steps of 8 rows of 32 bytes."""
+    """Return the training config of a run of 12 steps of 8 rows of 32 bytes, of a path or, with blanks, of a mixture."""
     inner = SwiGLUConfig(multiple_of=16)
     recurrent = GatedDeltaNetConfig(
         num_heads=2, head_dim=8, expand_v=1.0, op=OpConfig(chunk_size=16)
@@ -38,7 +38,11 @@ def config(text: str | Path, **changes) -> TrainConfig:
             dtype="float32",
         ),
         data=DataConfig(
-            path=str(text), heldout_fraction=0.2, sequence_length=32, num_threads=0, prefetch=0
+            **{"mixture" if " " in str(text) else "path": str(text)},
+            heldout_fraction=0.2,
+            sequence_length=32,
+            num_threads=0,
+            prefetch=0,
         ),
         optimizer=OptimizerConfig(peak_lr=1e-2, warmup_tokens=512),
         batch_size=8,
