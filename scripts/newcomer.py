@@ -35,9 +35,7 @@ SOURCES: dict[str, Callable[[Path], Path]] = {"folder": write_folder}
 
 def page_commands(clone: Path, page: str, word: str) -> list[str]:
     """Return the lines of the block of commands of a page that is the first to contain a word."""
-    block = next(
-        b for b in blocks(clone / page) if b.language == "indented" and word in b.text
-    )
+    block = next(b for b in blocks(clone / page) if b.language == "indented" and word in b.text)
     return block.text.splitlines()
 
 

@@ -56,7 +56,7 @@ def test_every_page_is_in_the_table_of_contents():
 
 def test_every_package_has_a_page_of_its_api():
     packages = set(lsm_jax.__all__) - {"__version__", "load_run"}
-    assert {path.stem for path in ROOT.glob("docs/api/*.md")} - {"index"} == packages
+    assert {path.stem for path in ROOT.glob("docs/api/*.md")} - {"index", "extending"} == packages
     for name in packages:
         assert f"automodule:: lsm_jax.{name}\n" in (ROOT / f"docs/api/{name}.md").read_text()
 

@@ -9,10 +9,11 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 import lsm_jax
 from lsm_jax.training import TrainConfig
-from scripts import kernels_table, methods_table
+from scripts import kernels_table, methods_table, newcomer
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]
@@ -134,3 +135,29 @@ def resolves(name: str) -> bool:
 @pytest.mark.parametrize("name", ["lsm_jax.nothing", "ops.linear_memories", "mesh.room", "tests.x"])
 def test_a_wrong_name_is_noticed(name):
     assert not exists(name)
+
+
+def test_the_citation_is_of_this_version():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert {"cff-version", "message", "title", "authors"} <= set(citation)
+    heading = re.search(r"## (\S+) - (\S+)", (ROOT / "CHANGELOG.md").read_text())
+    assert heading and heading[1] == citation["version"] == lsm_jax.__version__
+    assert heading[2] == str(citation["date-released"])
+
+
+def test_targets_of_make_are_named_alike():
+    makefile = (ROOT / "Makefile").read_text()
+    phony = re.search(r"^\.PHONY: (.*)$", makefile, re.MULTILINE)
+    rules = set(re.findall(r"^([a-z][\w-]*):", makefile, re.MULTILINE))
+    helped = set(re.findall(r'"make (\S+)', makefile))
+    assert phony and rules == set(phony[1].split())
+    assert helped == rules - {"help"}
+    for page in [*PAGES, ROOT / ".ci/run"]:
+        for target in re.findall(r"(?:`|^ {4,}|^)make ([a-z][\w-]*)(?:`| {2,}|$)", page.read_text(), re.MULTILINE):  # fmt: skip
+            assert target in rules, f"{page.name}: make {target}"
+
+
+def test_the_home_page_shows_a_newcomers_five_commands():
+    commands = newcomer.page_commands(ROOT, "docs/index.md", "my_texts")
+    assert [line.split()[1] for line in commands] == ["train", "eval", "train", "eval", "compare"]
+    assert newcomer.page_python(ROOT, "docs/new_method.md")[0].startswith('"""')

@@ -101,9 +101,13 @@ def _is_same_file_again(before: Method | None, method: Method) -> bool:
 
 
 def _files(module: type) -> set[str]:
-    """Return the paths of the files that define the functions of a class, not counting those of its bases."""
+    """Return the paths of the files in which the functions of a class were written, without those that flax adds."""
     functions = (getattr(value, "__func__", value) for value in vars(module).values())
-    return {f.__code__.co_filename for f in functions if hasattr(f, "__code__")}
+    return {
+        f.__code__.co_filename
+        for f in functions
+        if hasattr(f, "__code__") and f.__module__ == module.__module__
+    }
 
 
 def method_of(config: Any) -> Method:
