@@ -56,7 +56,7 @@ def blocks(page: Path, text: str | None = None) -> list[Block]:
             )
             found.append(Block(page, start + 1, language, body.strip("\n"), reason))
             reason = ""
-        elif line.startswith("<!--"):
+        elif line.lstrip().startswith("<!--"):
             while "-->" not in lines[i]:
                 i += 1
             comment = MARK.search("\n".join(lines[start : i + 1]))
