@@ -122,6 +122,18 @@ def draw_long_rows(mode: Mode, rows: list[Row]) -> Figure:
     return figure
 
 
+def draw_liger(mode: Mode, rows: list[Row]) -> Figure:
+    """Draw the loss of SmolLM2-135M made linear by each recipe after about 5 M tokens, and of the model as it was."""
+    shown = [row for row in rows if row["seed"] == 0 and "lr=" not in row["options"]]
+    shown = [r for r in shown if r["name"] == "original" or 4 < r["millions"] <= 5]
+    shown.sort(key=lambda row: row["nats"])
+    names = [f"{r['name']}, {'tuned' if r['millions'] else 'as it was'}" if r["name"] == "original" else r["name"] for r in shown]  # fmt: skip
+    figure = new_figure(8.0, 3.8)
+    axes = axes_of(figure, mode, "held-out nats per token")
+    bars(axes, names, {"": [row["nats"] for row in shown]}, (mode.accent,))
+    return figure
+
+
 def draw_demo(mode: Mode, rows: list[Row]) -> Figure:
     """Draw the bits per byte of the demo's model and of three compressors."""
     figure = new_figure(8.0, 1.7)
@@ -137,6 +149,7 @@ PLOTS: dict[str, tuple[str, Callable[[Mode, list[Row]], Figure]]] = {
     "methods": ("methods", draw_methods),
     "decoding": ("decode_step_models", draw_decoding),
     "long_rows": ("cut_rows", draw_long_rows),
+    "liger": ("liger", draw_liger),
     "demo": ("demo", draw_demo),
 }
 """Each plot by name: the table whose rows it shows, and the function that draws them."""
