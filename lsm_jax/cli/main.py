@@ -83,7 +83,9 @@ def page(command: Command) -> str:
 def _print_fields(arguments: Sequence[str]) -> int:
     """Print the fields of the config that `--config=NAME:VARIANT` among the arguments names, with their values; nothing without
     it. Return the exit status."""
-    given = next((a for a in programs.expand_arguments(arguments) if a.startswith("--config=")), "")
+    given = next(
+        (a for a in programs.expand_arguments(list(arguments)) if a.startswith("--config=")), ""
+    )
     path, colon, variant = given.removeprefix("--config=").partition(":")
     if not path:
         print("\nWith --config=NAME:VARIANT before --help also the fields of that config.")
