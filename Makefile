@@ -3,11 +3,12 @@ SHELL := /bin/sh
 PIP := .venv/bin/python -m pip --disable-pip-version-check
 RUN := JAX_PLATFORMS=cpu .venv/bin/python
 
-.PHONY: help demo liger-demo docs test test-all test-faults test-gpu test-aot lint clean
+.PHONY: help demo liger-demo newcomer docs test test-all test-faults test-gpu test-aot lint clean
 
 help:
 	@echo "make demo      train, evaluate and sample a small language model on this machine's CPU"
 	@echo "make liger-demo  make a pretrained transformer linear, tune and compare it, on this machine's CPU"
+	@echo "make newcomer  walk a newcomer's path in a fresh clone and time it: demo, own text, own method, own loop"
 	@echo "make docs      build the documentation's site into docs/_build/html; warnings and broken links are errors"
 	@echo "make test      the tests that fit in minutes: one method of each class of transition"
 	@echo "make test-all  every test that needs no GPU"
@@ -32,6 +33,9 @@ demo: .venv/.base
 
 liger-demo: .venv/.base
 	$(RUN) liger_demo.py
+
+newcomer: .venv/.base
+	$(RUN) -m scripts.newcomer
 
 .venv/.docs: .venv/.base
 	$(PIP) install --quiet --constraint constraints.txt --editable ".[docs]"

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import runpy
 import sys
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,9 @@ GROUPS = {
     "lm_eval": HarnessConfig(),
 }  # each field is a flag, such as --needle.lengths=1000,2000
 flags.DEFINE_string("workdir", None, "The run's directory.", required=True)
+flags.DEFINE_string(
+    "method_file", None, "A Python file of yours to run first: one that registers the run's method."
+)
 flags.DEFINE_list(
     "tasks",
     ["perplexity", "generate"],
@@ -113,6 +117,8 @@ def main(argv: list[str]) -> None:
     request.validate()
     if "lm_eval" in names:
         evaluation.check_harness(request.lm_eval)
+    if FLAGS.method_file is not None:
+        runpy.run_path(FLAGS.method_file)
     lsm_jax.training.read_config(
         FLAGS.workdir
     )  # raises if the directory has no run, before anything is compiled
@@ -169,4 +175,8 @@ def _as_json(results: Any) -> str:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) == 1:
+        sys.exit(
+            f"eval.py: --workdir is missing\n\n{(__doc__ or '').strip()}\n\n--help lists all flags."
+        )
     commands.run("eval.py", main)

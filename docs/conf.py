@@ -35,6 +35,11 @@ html_static_path = ["static"]
 html_css_files = ["site.css"]
 html_copy_source = False
 html_theme_options = {
+    "logo": {
+        "image_light": "static/logo-light.svg",
+        "image_dark": "static/logo-dark.svg",
+        "alt_text": f"lsm_jax {__version__}",
+    },
     "show_toc_level": 2,
     "navigation_with_keys": False,
     "navbar_start": [],

@@ -57,6 +57,23 @@ def new_figure(width: float, height: float) -> Figure:
     return figure
 
 
+def save(figure: Figure, path: Path, *, tight: bool = False) -> Path:
+    """Write a figure as an SVG file that is the same whenever it is drawn, and return the file's path.
+
+    Args:
+        figure: the figure.
+        path: the file to write.
+        tight: whether the picture is cut to what is drawn, labels included.
+    """
+    box = dict(bbox_inches="tight", pad_inches=0.05) if tight else {}
+    with rc_context({"svg.hashsalt": "lsm_jax", "mathtext.fontset": "cm"}):
+        figure.savefig(path, metadata={"Date": None, "Creator": None}, **box)
+    # Lines that end in a space are an error of `git diff --check`.
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join(line.rstrip() for line in lines) + "\n")
+    return path
+
+
 def show(axes: Axes, matrix: np.ndarray, mode: Mode, *, most: float | None = None) -> None:
     """Draw a matrix as coloured cells, without ticks; `most` is the number with the strongest colour."""
     most = float(np.abs(matrix).max()) if most is None else most
@@ -213,15 +230,10 @@ def write(folder: Path) -> list[Path]:
     """Draw every figure in both modes; return the paths of the SVG files."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
-    with rc_context({"svg.hashsalt": "lsm_jax", "mathtext.fontset": "cm"}):
-        for name, draw in FIGURES.items():
-            for mode in (LIGHT, DARK):
-                path = folder / f"{name}-{mode.name}.svg"
-                draw(mode).savefig(path, metadata={"Date": None, "Creator": None})
-                # Lines that end in a space are an error of `git diff --check`.
-                lines = path.read_text().splitlines()
-                path.write_text("\n".join(line.rstrip() for line in lines) + "\n")
-                paths.append(path)
+    for name, draw in FIGURES.items():
+        for mode in (LIGHT, DARK):
+            with rc_context({"mathtext.fontset": "cm"}):
+                paths.append(save(draw(mode), folder / f"{name}-{mode.name}.svg"))
     return paths
 
 

@@ -1,6 +1,4 @@
-"""Tests that README, the guides and the generated pages agree with the code: links, commands, paths and
-names.
-"""
+"""Tests that README, the guides and the generated pages agree with the code: links, paths and names."""
 
 from __future__ import annotations
 
@@ -8,28 +6,20 @@ import dataclasses
 import importlib
 import importlib.util
 import re
-import shlex
-import tomllib
 from pathlib import Path
 
 import pytest
-from absl import flags
-from ml_collections import config_flags
+import yaml
 
 import lsm_jax
-from lsm_jax import programs
-from lsm_jax.cli.table import COMMANDS
-from lsm_jax.data import NeedleConfig
-from lsm_jax.evaluation import HarnessConfig, MapsConfig
 from lsm_jax.training import TrainConfig
-from scripts import kernels_table, methods_table
+from scripts import kernels_table, methods_table, newcomer
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]
 PAGES = [page for page in PAGES if "_build" not in page.parts]  # the built site
 # Pages of results describe past measurements, with the commands and names of their time.
 GUIDES = [page for page in PAGES if "results" not in str(page.relative_to(ROOT))]
-GROUPS = dict(needle=NeedleConfig, maps=MapsConfig, lm_eval=HarnessConfig)
 PACKAGES = ("lsm_jax", "pallas_kernels", "benchmarks", "scripts", "configs", "tests")
 
 
@@ -58,117 +48,6 @@ def test_the_readme_is_short_and_all_links_exist():
 def prose(page: Path) -> str:
     """Return the text of a markdown page without its fenced blocks of code."""
     return re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
-
-
-def commands(page: Path) -> list[list[str]]:
-    """Return the words of each shell command of a markdown page: lines indented by four spaces that begin
-    with python, lsm, make or pip.
-    """
-    lines = re.sub(r"\\\n", " ", page.read_text()).splitlines()
-    return [
-        shlex.split(re.sub(r"\$\(.*?\)", "SOURCE", line), comments=True)
-        for line in lines
-        if re.match(r"    (python|lsm|make|pip) ", line)
-    ]
-
-
-CASES = [
-    pytest.param(words, id=f"{page.name}:{' '.join(words)[:60]}")
-    for page in GUIDES
-    for words in commands(page)
-]
-
-
-@pytest.mark.parametrize("words", CASES)
-def test_a_command_parses(words, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    program, *rest = words
-    if program == "make":
-        target = re.compile(rf"^{re.escape(rest[0])}:", re.MULTILINE)
-        assert target.search((ROOT / "Makefile").read_text())
-        return
-    if program == "pip":
-        project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-        for extra in re.findall(r"\[([\w-]+)\]", " ".join(rest)):
-            assert extra in project["optional-dependencies"], extra
-        return
-    if program == "lsm":
-        check_lsm(rest)
-        return
-    if rest[0] == "-m":
-        if rest[1] in ("pytest", "benchmarks"):
-            return
-        source = source_of(rest[1])
-        rest = rest[2:]
-    else:
-        source, rest = ROOT / rest[0], rest[1:]
-    check_arguments(source, rest)
-
-
-def check_lsm(words: list[str]) -> None:
-    """Check the command and the flags of a command line of `lsm`, given without that word."""
-    name, *rest = words
-    (command,) = (command for command in COMMANDS if command.name == name)
-    source = ROOT / "lsm_jax" / command.source
-    source = source if source.is_file() else ROOT / command.source
-    if command.source and rest:
-        check_arguments(source, programs.expand_arguments(rest))
-
-
-def source_of(module: str) -> Path:
-    """Return the source file that `python -m MODULE` runs, for the dotted name `module`."""
-    path = ROOT.joinpath(*module.split("."))
-    return path.with_suffix(".py") if path.with_suffix(".py").exists() else path / "__init__.py"
-
-
-def check_arguments(source: Path, arguments: list[str]) -> None:
-    """Check that the source file of a command exists and that the flags, the config and the config's fields
-    in the command's `arguments` exist in it.
-    """
-    text = source.read_text() + (ROOT / "lsm_jax" / "convert" / "runs.py").read_text()
-    known = set(re.findall(r'(?:DEFINE_\w+|add_argument|add)\(\s*"(?:--)?([\w-]+)"', text))
-    known |= set(
-        re.findall(r'^ {8}(\w+)=f?"', text, re.MULTILINE)
-    )  # options of `convert.runs.command`
-    overrides: dict[str, list[str]] = {}
-    for argument in arguments:
-        if not argument.startswith("--"):
-            continue
-        name = argument.removeprefix("--").partition("=")[0]
-        group, dot, _ = name.partition(".")
-        if dot or name == "config":
-            overrides.setdefault(group, []).append(argument)
-        else:
-            boolean = name.removeprefix("no") in known
-            assert name in known or boolean, f"{source.name} has no flag --{name}"
-    for group, given in overrides.items():
-        values = flags.FlagValues()
-        # A source is a folder that is not here.
-        argv = [re.sub(r",source=[^,\s]+", "", argument) for argument in (source.name, *given)]
-        options: dict = dict(flag_values=values, sys_argv=argv)
-        if group in GROUPS:
-            config_flags.DEFINE_config_dataclass(group, GROUPS[group](), **options)
-        else:
-            config_flags.DEFINE_config_file(group, lock_config=True, **options)
-        values(argv)
-        assert dataclasses.is_dataclass(values[group].value)
-
-
-@pytest.mark.parametrize(
-    ("program", "argument"),
-    [
-        ("train.py", "--config.model.layers.L.mixer.form=chunk"),
-        ("train.py", "--config.batch_size=many"),
-        ("train.py", "--folder=runs/x"),
-        ("eval.py", "--needle.length=1000"),
-    ],
-)
-def test_a_wrong_argument_is_noticed(program, argument, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    with pytest.raises((AssertionError, AttributeError, KeyError, flags.Error)):
-        check_arguments(
-            ROOT / program, ["--config=configs/lm.py:gla-tiny", argument][program == "eval.py" :]
-        )
 
 
 def code_words(page: Path) -> set[str]:
@@ -256,3 +135,29 @@ def resolves(name: str) -> bool:
 @pytest.mark.parametrize("name", ["lsm_jax.nothing", "ops.linear_memories", "mesh.room", "tests.x"])
 def test_a_wrong_name_is_noticed(name):
     assert not exists(name)
+
+
+def test_the_citation_is_of_this_version():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert {"cff-version", "message", "title", "authors"} <= set(citation)
+    heading = re.search(r"## (\S+) - (\S+)", (ROOT / "CHANGELOG.md").read_text())
+    assert heading and heading[1] == citation["version"] == lsm_jax.__version__
+    assert heading[2] == str(citation["date-released"])
+
+
+def test_targets_of_make_are_named_alike():
+    makefile = (ROOT / "Makefile").read_text()
+    phony = re.search(r"^\.PHONY: (.*)$", makefile, re.MULTILINE)
+    rules = set(re.findall(r"^([a-z][\w-]*):", makefile, re.MULTILINE))
+    helped = set(re.findall(r'"make (\S+)', makefile))
+    assert phony and rules == set(phony[1].split())
+    assert helped == rules - {"help"}
+    for page in [*PAGES, ROOT / ".ci/run"]:
+        for target in re.findall(r"(?:`|^ {4,}|^)make ([a-z][\w-]*)(?:`| {2,}|$)", page.read_text(), re.MULTILINE):  # fmt: skip
+            assert target in rules, f"{page.name}: make {target}"
+
+
+def test_the_home_page_shows_a_newcomers_five_commands():
+    commands = newcomer.page_commands(ROOT, "docs/index.md", "my_texts")
+    assert [line.split()[1] for line in commands] == ["train", "eval", "train", "eval", "compare"]
+    assert newcomer.page_python(ROOT, "docs/new_method.md")[0].startswith('"""')

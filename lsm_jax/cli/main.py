@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 import shutil
 import sys
 import textwrap
@@ -40,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     kind = bool(rest) and name == "convert" and rest[0] in IMPORTERS
     if not kind and any(argument in _HELP for argument in rest):
         print(page(command))
-        return 0
+        return _print_fields(rest) if name in ("train", "plan") else 0
     if not rest and command.required:
         print(page(command), file=sys.stderr)
         return 2
@@ -77,6 +78,30 @@ def page(command: Command) -> str:
     for group, _, _ in command.groups:
         lines += [f"Options of the task {group}:", "", *_rows(command.fields(group), width)]
     return "\n".join(lines).rstrip()
+
+
+def _print_fields(arguments: Sequence[str]) -> int:
+    """Print the fields of the config that `--config=NAME:VARIANT` among the arguments names, with their values; nothing without
+    it. Return the exit status."""
+    given = next(
+        (a for a in programs.expand_arguments(list(arguments)) if a.startswith("--config=")), ""
+    )
+    path, colon, variant = given.removeprefix("--config=").partition(":")
+    if not path:
+        print("\nWith --config=NAME:VARIANT before --help also the fields of that config.")
+        return 0
+    from lsm_jax.training.config_json import flatten
+
+    try:
+        make = runpy.run_path(path)["get_config"]
+        values = flatten(make(variant) if colon else make())
+    except (ValueError, OSError) as error:
+        print(f"lsm: {error}", file=sys.stderr)
+        return 2
+    print("\nFields of this config and their values; --config.FIELD=VALUE sets one:\n")
+    for field, value in values.items():
+        print(f"  {field} = {value!r}")
+    return 0
 
 
 def _rows(entries: list[Declared], width: int) -> list[str]:

@@ -42,6 +42,7 @@ from lsm_jax.evaluation.request import (
 from lsm_jax.evaluation.router import routing, routing_table
 from lsm_jax.evaluation.tables import needle_table, perplexity_table
 from lsm_jax.files import bounded_json, inside
+from lsm_jax.mixers.checks import did_you_mean
 from lsm_jax.models import Decoder
 from lsm_jax.parallel import largest_divisor
 
@@ -339,7 +340,8 @@ def check_tasks(names: list[str]) -> list[str]:
     """
     unknown = [name for name in names if name not in TASKS]
     if unknown or not names:
-        raise ValueError(f"tasks={','.join(names)!r}, accepted: {', '.join(TASKS)}")
+        near = did_you_mean(unknown[0], TASKS) if unknown else ""
+        raise ValueError(f"tasks={','.join(names)!r}, accepted: {', '.join(TASKS)}{near}")
     return names
 
 

@@ -60,7 +60,7 @@ from lsm_jax.mixers import (
     ttt_mlp,
 )
 from lsm_jax.mixers.abc_attention import ABC, ABCConfig
-from lsm_jax.mixers.base import Context, Mixer, MixerState
+from lsm_jax.mixers.base import Context, Mixer, MixerOutput, MixerState
 from lsm_jax.mixers.based import Based, BasedConfig
 from lsm_jax.mixers.clock import Clock, advance, fresh_clock
 from lsm_jax.mixers.comba import Comba, CombaConfig
@@ -271,6 +271,7 @@ __all__ = [
     "RGLRU",
     "RGLRUConfig",
     "RecurrentConfig",
+    "MixerOutput",
     "MixerState",
     "MoM",
     "MoMConfig",

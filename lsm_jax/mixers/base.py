@@ -38,6 +38,20 @@ class MixerState(NamedTuple):
     clock: Any
 
 
+class MixerOutput(NamedTuple):
+    """What a call of a mixer returns: `y, state, aux = mixer(x)`, or by name.
+
+    Attributes:
+        y: the output [B, T, D].
+        state: the `MixerState` after the last token.
+        aux: losses and statistics by name; empty for most methods.
+    """
+
+    y: jax.Array
+    state: MixerState
+    aux: dict[str, jax.Array]
+
+
 @dataclasses.dataclass(frozen=True)
 class Context:
     """The arguments of one call, and the values that its methods have added so far; read-only.
@@ -369,7 +383,7 @@ class Mixer(nnx.Module):
         update_mask: jax.Array | None = None,
         contiguous: bool = False,
         state: MixerState | None = None,
-    ) -> tuple[jax.Array, MixerState, dict[str, jax.Array]]:
+    ) -> MixerOutput:
         """Mix the tokens of x [B, T, D] through the mixer's memory: return y [B, T, D] and the state after the call.
 
         Args:
@@ -384,7 +398,7 @@ class Mixer(nnx.Module):
             state: the state that the previous call returned; None is the state before any token.
 
         Returns:
-            y [B, T, D], the state after the last token, and losses and statistics by name (`aux`), in this order.
+            A `MixerOutput`: y [B, T, D], the state after the last token, and losses and statistics by name (`aux`).
 
         Raises:
             ValueError: an argument has a shape or type that is not accepted, or the state is of another batch
@@ -400,7 +414,7 @@ class Mixer(nnx.Module):
             contiguous=contiguous,
             state=state,
         )
-        return y, state, dict(context.aux)
+        return MixerOutput(y, state, dict(context.aux))
 
     def run(
         self,

@@ -68,27 +68,46 @@ def register(method: Method, *, wrapper: bool = False) -> None:
         METHOD = Method(name="toy", ..., config=ToyConfig, module=Toy)
 
     A file of this package is listed in `lsm_jax/mixers/__init__.py`; for another, `mixers.register(METHOD)` must be
-    called once before a model or a run with this method is made or loaded.
+    called before a model or a run with this method is made or loaded. Where the same file is run again, as config files
+    are, its method replaces that of before.
 
     Args:
         method: the row to add.
         wrapper: whether the method wraps other mixers or has no memory; it is then added to `WRAPPERS` instead of `METHODS`.
 
     Raises:
-        ValueError: a method of this name or with this config class exists already.
+        ValueError: a method of this name or with this config class exists already, from another file.
     """
-    registered = METHODS | WRAPPERS
-    if method.name in registered:
-        raise ValueError(
-            f"method={method.name!r} exists already; registered are {', '.join(registered)}"
-        )
-    for other in registered.values():
-        if other.config is method.config:
+    table, registered = WRAPPERS if wrapper else METHODS, METHODS | WRAPPERS
+    if not _is_same_file_again(table.get(method.name), method):
+        if method.name in registered:
             raise ValueError(
-                f"method={method.name!r}: config={method.config.__name__} is the config of method {other.name!r}; "
-                "accepted is a class of its own"
+                f"method={method.name!r} exists already; registered are {', '.join(registered)}"
             )
-    (WRAPPERS if wrapper else METHODS)[method.name] = method
+        for other in registered.values():
+            if other.config is method.config:
+                raise ValueError(
+                    f"method={method.name!r}: config={method.config.__name__} is the config of method {other.name!r}; "
+                    "accepted is a class of its own"
+                )
+    table[method.name] = method
+
+
+def _is_same_file_again(before: Method | None, method: Method) -> bool:
+    """Return whether a file that defined and registered a method was run once more and made its classes anew."""
+    if before is None or before.config is method.config:
+        return False
+    return bool(_files(before.module) & _files(method.module))
+
+
+def _files(module: type) -> set[str]:
+    """Return the paths of the files in which the functions of a class were written, without those that flax adds."""
+    functions = (getattr(value, "__func__", value) for value in vars(module).values())
+    return {
+        f.__code__.co_filename
+        for f in functions
+        if hasattr(f, "__code__") and f.__module__ == module.__module__
+    }
 
 
 def method_of(config: Any) -> Method:

@@ -244,3 +244,11 @@ def test_bash_completes(line, index, expected):
         assert found and all(word.startswith("--needle.") for word in found)
     else:
         assert sorted(found) == expected
+
+
+def test_the_page_of_a_config_lists_its_fields(capsys):
+    assert main(["train", "--config=lm:gla-nano", "--help"]) == 0
+    printed = capsys.readouterr().out
+    assert "  optimizer.peak_lr = " in printed and "  model.layers.L.mixer.num_heads = " in printed
+    assert main(["train", "--config=lm:gla-350m", "--help"]) == 2
+    assert "did you mean '340m'" in capsys.readouterr().err

@@ -12,6 +12,8 @@ from flax import nnx
 
 from lsm_jax import mixers, models
 from lsm_jax.training.config_json import from_dict, to_dict
+from scripts.doc_blocks import ROOT
+from scripts.newcomer import page_python
 from tests.toys.toy_method import METHOD, ToyConfig
 
 
@@ -66,3 +68,33 @@ def test_names_and_configs_that_exist_are_refused(toy):
 def test_configs_of_methods_that_nobody_registered_are_refused():
     with pytest.raises(ValueError, match="is not one of lsm_jax"):
         from_dict(to_dict(ToyConfig()))
+
+
+def run_guide(path):
+    """Run the file of docs/new_method.md as if it lay at `path`, and return its names."""
+    code = page_python(ROOT, "docs/new_method.md")[0]
+    values: dict = {"__name__": __name__}
+    exec(compile(code, str(path), "exec"), values)
+    return values
+
+
+def test_a_file_that_registers_a_method_may_run_again_but_not_another_file(monkeypatch, tmp_path):
+    methods = dict(mixers.METHODS)
+    for holder in (mixers, mixers.method):
+        monkeypatch.setattr(holder, "METHODS", methods)
+    first, second = run_guide(tmp_path / "leaky.py"), run_guide(tmp_path / "leaky.py")
+    assert mixers.METHODS["leaky"] is second["METHOD"]
+    assert mixers.method_of(second["LeakyConfig"]()) is second["METHOD"]
+    with pytest.raises(ValueError, match="'leaky' exists already"):
+        mixers.register(second["METHOD"])
+    with pytest.raises(ValueError, match="'leaky' exists already"):
+        run_guide(tmp_path / "copy.py")
+    assert first["METHOD"] is not second["METHOD"]
+
+
+def test_a_call_returns_its_results_by_name(toy):
+    mixer = mixers.build(ToyConfig(num_heads=1), 8, rngs=nnx.Rngs(0))
+    output = mixer(jnp.ones((1, 3, 8)))
+    y, state, aux = output
+    assert output.y is y and output.state is state and output.aux is aux
+    assert jax.tree.structure(jax.jit(mixer)(jnp.ones((1, 3, 8)))) == jax.tree.structure(output)

@@ -1,0 +1,177 @@
+"""Draw the plots of docs/results from the stored rows, each for a light and a dark page: `python -m scripts.draw_results`.
+
+A plot shows the rows of a table of `benchmarks.tables`, so that it changes with them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from benchmarks.tables import TABLES
+from benchmarks.tables.table import Row
+from scripts.draw_figures import DARK, LIGHT, Mode, new_figure, save
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+FOLDER = DOCS / "results" / "plots"
+COMMON = "8x4096x16x128"  # the shape that most kernels were timed at
+
+
+def axes_of(figure: Figure, mode: Mode, xlabel: str, ylabel: str = "") -> Axes:
+    """Return the only axes of a figure, with labels and lines in the mode's colours."""
+    axes = figure.add_subplot()
+    axes.patch.set_alpha(0)
+    axes.tick_params(colors=mode.ink, labelsize=8)
+    for name, spine in axes.spines.items():
+        spine.set_color(mode.faint)
+        spine.set_visible(name in ("left", "bottom"))
+    axes.set_xlabel(xlabel, color=mode.ink, fontsize=9)
+    axes.set_ylabel(ylabel, color=mode.ink, fontsize=9)
+    return axes
+
+
+def legend(axes: Axes, mode: Mode) -> None:
+    """Draw the legend without a frame."""
+    axes.legend(frameon=False, labelcolor=mode.ink, fontsize=8)
+
+
+def bars(axes: Axes, names: Sequence[str], series: dict[str, Sequence[float | None]], colours: Sequence[str]) -> None:  # fmt: skip
+    """Draw horizontal bars, the first name on top, one bar of each series for every name; None is no bar."""
+    height = 0.8 / len(series)
+    for i, ((label, values), colour) in enumerate(zip(series.items(), colours, strict=True)):
+        places = [(n + (i - (len(series) - 1) / 2) * height, v) for n, v in enumerate(values) if v]
+        axes.barh([p for p, _ in places], [v for _, v in places], 0.9 * height, color=colour, label=label)  # fmt: skip
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+
+
+def draw_kernels(mode: Mode, rows: list[Row]) -> Figure:
+    """Draw forward and backward of the kernels and of two other libraries, at the common shape."""
+    rows = [row for row in rows if row["shape"] == COMMON]
+    figure = new_figure(8.0, 3.6)
+    axes = axes_of(figure, mode, "forward and backward, ms")
+    series = {
+        label: [row[key][1] if row.get(key) else None for row in rows]
+        for key, label in (("kernel", "lsm_jax"), ("jla", "jax-linear-attention"), ("fla", "FLA"))
+    }
+    bars(axes, [row["op"] for row in rows], series, (mode.accent, mode.ink, mode.second))
+    legend(axes, mode)
+    return figure
+
+
+def draw_steps(mode: Mode, rows: list[Row]) -> Figure:
+    """Draw the speed of a training step of each method at the shortest and the longest rows."""
+    speed = {(r["variant"], r["length"]): r["tokens_per_second"] / 1e3 for r in rows}
+    short = {name: value for (name, length), value in speed.items() if length == 2048}
+    names = sorted(short, key=lambda name: -short[name])
+    figure = new_figure(8.0, 5.2)
+    axes = axes_of(figure, mode, "10³ tokens/s, models of 340M on one NVIDIA H200")
+    series = {
+        "rows of 2,048": [short[n] for n in names],
+        "rows of 16,384": [speed.get((n, 16384)) for n in names],
+    }
+    bars(axes, [n.removesuffix("-340m") for n in names], series, (mode.accent, mode.second))
+    legend(axes, mode)
+    return figure
+
+
+def draw_methods(mode: Mode, rows: list[Row]) -> Figure:
+    """Draw the held-out bits per byte of each method, the smallest on top."""
+    rows = sorted(rows, key=lambda row: row["held_out_loss"])
+    figure = new_figure(8.0, 4.4)
+    axes = axes_of(figure, mode, "held-out bits per byte")
+    bits = [row["held_out_loss"] / math.log(2) for row in rows]
+    bars(axes, [row["method"] for row in rows], {"": bits}, (mode.accent,))
+    return figure
+
+
+def draw_decoding(mode: Mode, rows: list[Row]) -> Figure:
+    """Draw the speed of decoding of two models with XLA's step and with the fused step."""
+    rows = sorted(rows, key=lambda row: (row["model"], row["batch"]))
+    figure = new_figure(8.0, 2.6)
+    axes = axes_of(figure, mode, "10³ tokens/s of all rows together")
+    series = {
+        "fused step": [row["kernel_tokens_s"] / 1e3 for row in rows],
+        "XLA's step": [row["xla_tokens_s"] / 1e3 for row in rows],
+    }
+    names = [f"{row['model']}, {row['batch']} row{'s' * (row['batch'] > 1)}" for row in rows]
+    bars(axes, names, series, (mode.accent, mode.second))
+    legend(axes, mode)
+    return figure
+
+
+def draw_long_rows(mode: Mode, rows: list[Row]) -> Figure:
+    """Draw the speed of training on one row over several cards, by its length."""
+    figure = new_figure(8.0, 3.2)
+    axes = axes_of(figure, mode, "tokens in the row", "10³ tokens/s")
+    markers = {1: "o", 2: "s", 4: "D"}
+    for row in rows:
+        if row["rows"] == 1:
+            cards = round(row["tokens_per_second"] / row["tokens_per_second_a_card"])
+            axes.plot(row["length"], row["tokens_per_second"] / 1e3, markers[cards], color=mode.accent, ms=5)  # fmt: skip
+    for cards, marker in markers.items():
+        axes.plot([], [], marker, color=mode.accent, label=f"{cards} card{'s' * (cards > 1)}")
+    axes.set_xscale("log", base=2)
+    axes.set_ylim(bottom=0)
+    legend(axes, mode)
+    return figure
+
+
+def draw_liger(mode: Mode, rows: list[Row]) -> Figure:
+    """Draw the loss of SmolLM2-135M made linear by each recipe after about 5 M tokens, and of the model as it was."""
+    shown = [row for row in rows if row["seed"] == 0 and "lr=" not in row["options"]]
+    shown = [r for r in shown if r["name"] == "original" or 4 < r["millions"] <= 5]
+    shown.sort(key=lambda row: row["nats"])
+    names = [f"{r['name']}, {'tuned' if r['millions'] else 'as it was'}" if r["name"] == "original" else r["name"] for r in shown]  # fmt: skip
+    figure = new_figure(8.0, 3.8)
+    axes = axes_of(figure, mode, "held-out nats per token")
+    bars(axes, names, {"": [row["nats"] for row in shown]}, (mode.accent,))
+    return figure
+
+
+def draw_demo(mode: Mode, rows: list[Row]) -> Figure:
+    """Draw the bits per byte of the demo's model and of three compressors."""
+    figure = new_figure(8.0, 1.7)
+    axes = axes_of(figure, mode, "held-out bits per byte")
+    values = [row["bits_per_byte"] for row in rows]
+    bars(axes, [row["model"] for row in rows], {"": values}, (mode.accent,))
+    return figure
+
+
+PLOTS: dict[str, tuple[str, Callable[[Mode, list[Row]], Figure]]] = {
+    "kernels": ("kernels", draw_kernels),
+    "training_steps": ("model_step", draw_steps),
+    "methods": ("methods", draw_methods),
+    "decoding": ("decode_step_models", draw_decoding),
+    "long_rows": ("cut_rows", draw_long_rows),
+    "liger": ("liger", draw_liger),
+    "demo": ("demo", draw_demo),
+}
+"""Each plot by name: the table whose rows it shows, and the function that draws them."""
+
+
+def write(folder: Path) -> list[Path]:
+    """Draw every plot in both modes; return the paths of the SVG files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for name, (table, draw) in PLOTS.items():
+        rows = TABLES[table].rows(DOCS)
+        for mode in (LIGHT, DARK):
+            paths.append(save(draw(mode, rows), folder / f"{name}-{mode.name}.svg", tight=True))
+    return paths
+
+
+def main() -> None:
+    """Write the plots into docs/results/plots, or into the folder --output."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output", type=Path, default=FOLDER, help="the folder to write")
+    print(*write(parser.parse_args().output), sep="\n")
+
+
+if __name__ == "__main__":
+    main()
