@@ -25,9 +25,8 @@ suppress_warnings = ["mystnb.unknown_mime_type"]
 
 myst_enable_extensions = ["attrs_inline", "dollarmath"]
 myst_heading_anchors = 4
-nb_execution_mode = (
-    "off"  # tests/test_notebook.py executes the notebooks; the site shows their saved outputs
-)
+# The site shows the outputs that `python -m scripts.run_notebooks` stored; tests/test_notebook.py executes the notebooks.
+nb_execution_mode = "off"
 
 html_theme = "sphinx_book_theme"
 html_title = f"lsm_jax {__version__}"
