@@ -73,6 +73,8 @@ def relink(app, docname: str, source: list[str]) -> None:
         page = _PAGES.get(match[2])
         return match[0] if page is None else f"]({up}{page}{match[3] or ''})"
 
+    if docname.startswith("notebooks/"):  # which are copied from beside docs/ into it
+        source[0] = source[0].replace("](../docs/", "](../")
     source[0] = re.sub(r"\]\((\.\./)+([\w/.]+\.md)(#[\w-]+)?\)", target, source[0])
 
 
