@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 _KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.-]+) \(.*\) -> .* \{$")
 _CALL = re.compile(rf"^ .*? = (.*?) ({'|'.join(_KINDS)})(-start)?\(")
+_OTHER = re.compile(r" (ragged-all-to-all|collective-broadcast|send|recv)(?:-start)?\(")
 _SHAPE = re.compile(r"\b(pred|[a-z]+(\d+)[a-z0-9]*)\[([\d,]*)\]")
 _CALLED = re.compile(
     r"\b(?:body|to_apply|calls|true_computation|false_computation|branch_computations)="
@@ -38,7 +39,7 @@ def transfers(compiled: Any) -> list[Transfer]:
 
     Among n devices, a gather, a scatter and an exchange of all with all are counted as a ring: each device sends
     (n - 1) / n of the complete array. A sum over devices is a scatter and a gather. A permutation sends the array
-    once. Collectives of one device are left out.
+    once. Collectives of one device are left out. Of a condition, all branches are counted.
 
         compiled = jax.jit(function).lower(*arguments).compile()
         sent = sum(transfer.bytes for transfer in parallel.transfers(compiled))
@@ -48,7 +49,7 @@ def transfers(compiled: Any) -> list[Transfer]:
 
     Raises:
         ValueError: the text is not that of a compiled program, or a loop with collectives runs a number of times that is
-            not known before it runs.
+            not known before it runs, or the bytes of a collective are not known.
     """
     text = compiled if isinstance(compiled, str) else compiled.as_text()
     if not text.startswith("HloModule"):
@@ -83,6 +84,10 @@ def _run(name: str, computations: dict[str, list[str]], everyone: int) -> list[T
             transfer = _transfer(call[1], call[2], bool(call[3]), line, everyone)
             found += [transfer] if transfer.devices > 1 else []
             continue
+        if other := _OTHER.search(line):
+            raise ValueError(
+                f"the program has a {other[1]}, whose bytes are not known; accepted are programs with {', '.join(_KINDS)}"
+            )
         called = [
             inner.strip().lstrip("%")
             for several, one in _CALLED.findall(line)

@@ -57,6 +57,9 @@ def test_what_cannot_be_counted_is_refused():
     unknown = PROGRAM.replace("replica_groups={},", "replica_groups=V1,")
     with pytest.raises(ValueError, match="groups of devices .* cannot be read: %start"):
         transfers(unknown)
+    other = PROGRAM.replace("all-gather-start(%q)", "ragged-all-to-all(%q)")
+    with pytest.raises(ValueError, match="has a ragged-all-to-all, whose bytes are not known"):
+        transfers(other)
 
 
 def test_each_collective_of_a_program_is_counted():
