@@ -4,10 +4,8 @@ with few steps in this process or as a reader runs them."""
 from __future__ import annotations
 
 import ast
-import importlib
 import inspect
 import re
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -42,22 +40,6 @@ def code(name: str) -> list[str]:
     return [re.sub(r"^%.*$", "", source, flags=re.MULTILINE) for source in cells]
 
 
-def names_of(tree: ast.Module) -> dict[str, Any]:
-    """Return the modules and objects that the imports of a cell bind, by name."""
-    found = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            for name in node.names:
-                module = importlib.import_module(name.name)
-                found[name.asname or name.name.partition(".")[0]] = (
-                    module if name.asname else sys.modules[name.name.partition(".")[0]]
-                )
-        elif isinstance(node, ast.ImportFrom):
-            module = importlib.import_module(str(node.module))
-            found |= {name.asname or name.name: getattr(module, name.name) for name in node.names}
-    return found
-
-
 def resolve(node: ast.expr, known: dict[str, Any]) -> Any:
     """Return the object that a dotted name of a cell means, None if it does not begin with an import. AttributeError if a
     module or class does not have the name."""
@@ -78,7 +60,9 @@ def test_the_names_and_arguments_that_a_notebook_uses_exist(name):
         tree = ast.parse(source)
         imports = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
         local = [node for node in imports if "moving_average" in ast.unparse(node)]
-        known |= names_of(ast.Module([node for node in imports if node not in local], []))
+        for node in imports:
+            if node not in local:
+                exec(ast.unparse(node), known)
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute):
                 resolve(node, known)
