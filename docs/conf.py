@@ -25,9 +25,8 @@ suppress_warnings = ["mystnb.unknown_mime_type"]
 
 myst_enable_extensions = ["attrs_inline", "dollarmath"]
 myst_heading_anchors = 4
-nb_execution_mode = (
-    "off"  # tests/test_notebook.py executes the notebooks; the site shows their saved outputs
-)
+# The site shows the outputs that `python -m scripts.run_notebooks` stored; tests/test_notebook.py executes the notebooks.
+nb_execution_mode = "off"
 
 html_theme = "sphinx_book_theme"
 html_title = f"lsm_jax {__version__}"
@@ -79,6 +78,8 @@ def relink(app, docname: str, source: list[str]) -> None:
         page = _PAGES.get(match[2])
         return match[0] if page is None else f"]({up}{page}{match[3] or ''})"
 
+    if docname.startswith("notebooks/"):  # which are copied from beside docs/ into it
+        source[0] = source[0].replace("](../docs/", "](../")
     source[0] = re.sub(r"\]\((\.\./)+([\w/.]+\.md)(#[\w-]+)?\)", target, source[0])
 
 

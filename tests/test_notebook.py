@@ -1,29 +1,152 @@
-"""Test that all cells of the example notebook run without an error."""
+"""Tests of the notebooks: the public names that they use exist, their stored outputs are complete and small, and their cells run,
+with few steps in this process or as a reader runs them."""
 
 from __future__ import annotations
 
-import os
+import ast
+import inspect
+import re
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
-import nbclient
 import nbformat
+import pytest
+from IPython.core.interactiveshell import InteractiveShell
+from matplotlib import pyplot as plt
+from traitlets.config import Config
+
+import lsm_jax
+from scripts import run_notebooks
 
 ROOT = Path(__file__).resolve().parents[1]
+NAMES = sorted(path.stem for path in run_notebooks.FOLDER.glob("*.ipynb"))
+MOST_BYTES = 1_500_000  # of all notebooks, with their pictures
+# The values of the cell with the tag "parameters" with which a notebook runs in a few seconds.
+SMALL: dict[str, dict[str, Any]] = {
+    "ablation": dict(methods=("linear_attention", "gla"), steps=2, eval_batches=1),
+    "liger": dict(weights="small", small_steps=2, length=96, tuning_steps=1),
+    "memories": dict(steps=5, eval_batches=1),
+    "one_recurrence": dict(lengths=(128, 256)),
+    "own_method": dict(steps=2, tests="moving_average and one_static_shape"),
+}
+FAST = ("one_recurrence",)
+OWN_PROCESS = ("own_method",)  # it registers a method
 
 
-def test_the_ablation_notebook(monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    for name in (
-        "XLA_FLAGS",
-        "JAX_DISABLE_MOST_OPTIMIZATIONS",
-    ):  # set for tests only; users do not have them
-        monkeypatch.delenv(name)
-    notebook = nbformat.read(ROOT / "notebooks" / "ablation.ipynb", as_version=4)
-    nbformat.validate(notebook)
-    nbclient.NotebookClient(notebook, timeout=600, kernel_name="python3").execute()
-    outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
-    assert not [o for o in outputs if o.output_type == "stream" and o.name == "stderr"], outputs
-    assert any("image/png" in output.get("data", {}) for output in outputs)
-    text = "".join(output.get("text", "") for output in outputs)
-    assert "gated_deltanet" in text and "tokens/s" in text
+def code(name: str) -> list[str]:
+    """Return the code cells of a notebook, without the lines of commands to IPython."""
+    cells = [cell.source for cell in run_notebooks.read(name).cells if cell.cell_type == "code"]
+    return [re.sub(r"^%.*$", "", source, flags=re.MULTILINE) for source in cells]
+
+
+def resolve(node: ast.expr, known: dict[str, Any]) -> Any:
+    """Return the object that a dotted name of a cell means, None if it does not begin with an import. AttributeError if a
+    module or class does not have the name."""
+    if isinstance(node, ast.Name):
+        return known.get(node.id)
+    if isinstance(node, ast.Attribute):
+        base = resolve(node.value, known)
+        if isinstance(base, ModuleType | type):
+            assert re.match("__|[^_]", node.attr), f"{node.attr} of {base} is private"
+            return getattr(base, node.attr)
+    return None
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_names_and_arguments_that_a_notebook_uses_exist(name):
+    known: dict[str, Any] = {}
+    for source in code(name):
+        tree = ast.parse(source)
+        imports = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+        local = [node for node in imports if "moving_average" in ast.unparse(node)]
+        for node in imports:
+            if node not in local:
+                exec(ast.unparse(node), known)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute):
+                resolve(node, known)
+            if not isinstance(node, ast.Call):
+                continue
+            function = resolve(node.func, known)
+            if function is None or not (getattr(function, "__module__", "") or "").startswith(
+                "lsm_jax"
+            ):
+                continue
+            accepted = inspect.signature(function).parameters
+            if any(p.kind is p.VAR_KEYWORD for p in accepted.values()):
+                continue
+            wrong = {k.arg for k in node.keywords if k.arg} - set(accepted)
+            assert not wrong, f"{ast.unparse(node.func)} has no argument {wrong}"
+    used = [
+        x for x in known.values() if isinstance(x, ModuleType) and x.__name__.startswith("lsm_jax.")
+    ]
+    public = {f"lsm_jax.{package}" for package in lsm_jax.__all__} | {"lsm_jax.convert.smollm2"}
+    assert {x.__name__ for x in used} <= public
+    assert used
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_stored_outputs_are_complete(name):
+    notebook = run_notebooks.read(name)
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+    outputs = [output for cell in cells for output in cell.outputs]
+    assert {o.output_type for o in outputs} <= {"display_data", "execute_result", "stream"}
+    assert all(o.name == "stdout" for o in outputs if o.output_type == "stream")
+    pictures = sum("image/png" in o.get("data", {}) for o in outputs)
+    assert pictures == sum("plt.figure(" in c.source or "plt.subplots(" in c.source for c in cells)
+    assert pictures and "$" in "".join(
+        c.source for c in notebook.cells if c.cell_type == "markdown"
+    )
+    (parameters,) = (c for c in cells if "parameters" in c.metadata.get("tags", ()))
+    assert set(SMALL[name]) == set(re.findall(r"^(\w+) = ", parameters.source, re.MULTILINE))
+
+
+def test_the_notebooks_are_small():
+    assert set(SMALL) == set(NAMES)
+    assert sum(path.stat().st_size for path in run_notebooks.FOLDER.glob("*.ipynb")) < MOST_BYTES
+
+
+def run_small(name: str) -> None:
+    """Run the cells of a notebook in this process, with its parameters in `SMALL`."""
+    shell = InteractiveShell(config=Config(HistoryManager=dict(enabled=False)))
+    try:
+        for cell in run_notebooks.read(name).cells:
+            if cell.cell_type == "code":
+                shell.run_cell(cell.source).raise_error()
+            if "parameters" in cell.metadata.get("tags", ()):
+                shell.user_ns.update(SMALL[name])
+    finally:
+        plt.close("all")
+
+
+def slow_but(fast: tuple[str, ...], names: list[str]) -> list[Any]:
+    """Return parameters of a test: names, marked slow except those in `fast`."""
+    return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+@pytest.mark.parametrize("name", slow_but(FAST, [n for n in NAMES if n not in OWN_PROCESS]))
+def test_a_small_run(name, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    plt.switch_backend("Agg")
+    run_small(name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OWN_PROCESS)
+def test_a_small_run_in_a_process(name):
+    notebook = run_notebooks.read(name)
+    (at,) = (i for i, c in enumerate(notebook.cells) if "parameters" in c.metadata.get("tags", ()))
+    values = "\n".join(f"{key} = {value!r}" for key, value in SMALL[name].items())
+    notebook.cells.insert(at + 1, nbformat.v4.new_code_cell(values))
+    run_notebooks.execute(notebook)
+    printed = "".join(o.get("text", "") for c in notebook.cells for o in c.get("outputs", ()))
+    assert "1 passed" in printed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_a_run_as_a_reader_has_it(name):
+    run_notebooks.execute(run_notebooks.read(name))

@@ -117,7 +117,7 @@ def read_metrics(path: str | os.PathLike[str]) -> dict[str, tuple[np.ndarray, np
     If several lines have the same step, as after a resumed run, the last one counts.
     """
     series: dict[str, dict[int, float]] = {}
-    for record in read_rows(Path(path)):
+    for record in read_rows(path):
         for name, value in record.items():
             if name != "step" and isinstance(value, int | float) and not isinstance(value, bool):
                 series.setdefault(name, {})[record["step"]] = float(value)

@@ -213,7 +213,7 @@ def read_router(path: str | os.PathLike[str], name: str) -> tuple[np.ndarray, np
     Layers with fewer memories than others are padded with NaN.
     """
     rows: dict[int, Any] = {}
-    for row in read_rows(Path(path)):
+    for row in read_rows(path):
         if layers := by_layer(row, name):
             if isinstance(layers[0], list):
                 most = max(map(len, layers))

@@ -44,6 +44,7 @@ from lsm_jax.parallel.mesh import (
 from lsm_jax.parallel.pipeline import pipelined
 from lsm_jax.parallel.sequence import GATHERED
 from lsm_jax.parallel.sums import gather_along, sum_along
+from lsm_jax.parallel.traffic import Transfer, transfers
 
 __all__ = [
     "AXES",
@@ -54,6 +55,7 @@ __all__ = [
     "RULES",
     "TOKENS",
     "MeshConfig",
+    "Transfer",
     "alone",
     "batch_sharding",
     "batch_shards",
@@ -82,4 +84,5 @@ __all__ = [
     "sum_over",
     "to_owners",
     "token_sharding",
+    "transfers",
 ]

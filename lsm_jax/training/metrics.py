@@ -194,13 +194,13 @@ def _finite(value: Any) -> Any:
     return value if math.isfinite(value) else None
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
+def read_rows(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Return the rows of a metrics.jsonl, one dict of metrics per line, in the order of their steps.
 
     Left out are lines that are no JSON objects in UTF-8 with an integer `step` of at least 0, and rows that a later
     row of the same step repeats.
     """
-    return [row for row, _ in _readable_lines(_content(path))[0]]
+    return [row for row, _ in _readable_lines(_content(Path(path)))[0]]
 
 
 def _content(path: Path) -> bytes:
