@@ -9,7 +9,8 @@ parameters, in float32). The source is any model that `python -m lsm_jax.convert
 softmax attention, or an exported Liger model. Options:
 
     source        required for training; without it the config is that of SmolLM2-135M, on paper. A Hugging Face folder,
-                  a .gguf file, a .pth file of RWKV's authors, or the directory of a run
+                  a .gguf file, a .pth file of RWKV's authors, the id of a model on the Hugging Face hub, or the directory of
+                  a run
     tokenizer     a tokenizer.json, or RWKV's vocabulary (.txt), to use instead of the source's
     targets       the dense layers that have adapters, joined by +, such as q_proj+k_proj (default: all of mixers and feedforwards)
     rank, alpha   of the adapters (default: 16, and twice the rank)
@@ -36,6 +37,7 @@ from lsm_jax.convert.checkpoint import Tensors
 from lsm_jax.convert.huggingface import check_tensors, checkpoint_layout
 from lsm_jax.convert.tokenizer_path import tokenizer_path
 from lsm_jax.data import DataConfig, load_tokenizer
+from lsm_jax.hub import local_path, reference
 from lsm_jax.linearize import Pretrained
 from lsm_jax.linearize.released import Released, open_pretrained
 from lsm_jax.mixers import LoRAConfig
@@ -70,9 +72,10 @@ def get_config(variant: str = "lora") -> TrainConfig:
     source = Path(options.get("source", "")).expanduser().absolute()
     if "source" not in options:
         model = copy.deepcopy(MODELS["smollm2-135m"])
-        fields = dict(model=model, data=DataConfig(tokenizer="tokenizer.json"), base=Pretrained())
+        data = DataConfig(tokenizer="tokenizer.json")
+        fields: dict[str, Any] = dict(model=model, data=data, base=Pretrained())
     elif not (source / "checkpoints").is_dir():
-        fields = _of_pretrained(source, options.get("tokenizer"))
+        fields = _of_pretrained(options["source"], options.get("tokenizer"))
     elif "tokenizer" in options:
         raise ValueError(
             f"variant {variant!r}: tokenizer is not accepted with the directory of a run, which has one"
@@ -106,12 +109,14 @@ def get_config(variant: str = "lora") -> TrainConfig:
     )
 
 
-def _of_pretrained(source: Path, tokenizer: str | None) -> dict[str, Any]:
-    """Return the fields of the training config that a pretrained model on disk determines."""
-    pretrained = Pretrained(path=str(source))
-    opened = open_pretrained(source)
+def _of_pretrained(source: str, tokenizer: str | None) -> dict[str, Any]:
+    """Return the fields of the training config that a pretrained model on disk or on the Hugging Face hub determines."""
+    folder, named = local_path(source), reference(source) is not None
+    pretrained = Pretrained(path=source if named else str(folder.absolute()))
+    opened = open_pretrained(folder)
     model = opened.model() if isinstance(opened, Released) else model_config(opened)
-    path = str(tokenizer_path(source, tokenizer))
+    whole = named and tokenizer is None and folder.is_dir()
+    path = source if whole else str(tokenizer_path(folder.absolute(), tokenizer))
     context = opened.config.get("max_position_embeddings") or 2048
     return dict(
         model=model,

@@ -80,8 +80,8 @@ class Samples:
 
     def _text(self, tokens: np.ndarray) -> str:
         """Return the text of sampled ids up to the end of the document."""
-        ends = np.flatnonzero(tokens == self._bos_id) if self._bos_id is not None else ()
-        return decode(self._tokenizer, tokens[: ends[0]] if len(ends) else tokens)
+        ends = [] if self._bos_id is None else np.flatnonzero(tokens == self._bos_id).tolist()
+        return decode(self._tokenizer, tokens[: ends[0]] if ends else tokens)
 
 
 def write_samples(workdir: Path, prompts: tuple[str, ...], texts: list[str], step: int) -> None:

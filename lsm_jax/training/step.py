@@ -183,14 +183,14 @@ def make_program(config: TrainConfig, mesh: Mesh) -> Program:
             decoder, hidden, aux = hidden_states(like(params, shapes), batch)
             chunk_size = model.loss_chunk_size
             given = decoder.head(), batch["labels"], batch["loss_mask"]
-            nll = next_token_loss(hidden, *given, chunk_size=chunk_size)
+            nll = next_token_loss(hidden, *given, chunk_size=chunk_size, cap=model.logits_cap)
             counted = batch["loss_mask"].astype(jnp.float32)
             if "positions" in batch:  # of documents that are packed into rows
                 zeros = jnp.zeros(nll.shape[1], jnp.float32)
                 sums = [zeros.at[batch["positions"]].add(x) for x in (nll, counted)]
             else:
                 sums = [jnp.sum(x, axis=0) for x in (nll, counted)]
-            return *sums, aux.get(OVERFLOW, jnp.zeros(()))
+            return sums[0], sums[1], aux.get(OVERFLOW, jnp.zeros(()))
 
         return eval_step
 
