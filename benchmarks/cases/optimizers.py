@@ -1,12 +1,12 @@
 """Compare optimizers and schedules on the demo's text, with the demo's model.
 
-    python -m benchmarks optimizers [--settings adamw-cosine,muon-wsd] [--plot docs/results/optimizers.png]
+    python -m benchmarks optimizers [--settings adamw-cosine,muon-wsd] [--output optimizers.jsonl --plot optimizers.png]
 
 Trains `configs/demo.py` (0.9 M parameters, bytes of the running interpreter's library) once for each setting, with the same
 initial parameters and the same tokens in the same order; `--tokens` shortens the run. Peak rates are not tuned: AdamW, Muon
 and Adafactor have the demo's rate, and Lion a seventh of it with seven times the weight decay. A row for each setting, with
 its training and held-out loss by tokens, and the numbers that the optimizer stores for each parameter.
-`--plot` draws the newest stored row of each setting.
+`--plot` draws the newest row of each setting in the file `--output`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import options
-from benchmarks.registry import Benchmark
+from benchmarks.registry import Benchmark, UsageError
 from benchmarks.run import one_by_one, read_rows
 from benchmarks.timing import provenance
 from benchmarks.training import train_to_end
@@ -32,8 +32,6 @@ BENCHMARK = Benchmark(
     name="optimizers",
     summary="optimizers and schedules on the demo's text",
     key=("setting", "tokens", "peak_lr"),
-    output="docs/results/optimizers.jsonl",
-    resume=True,
 )
 
 SETTINGS = "adamw-cosine,adamw-wsd,muon-wsd,lion-cosine,adafactor-cosine"
@@ -93,6 +91,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
+    if args.plot is not None and args.output is None:
+        raise UsageError(f"--plot {args.plot}: requires --output, the file whose rows it draws")
     return [
         dict(setting=s, tokens=args.tokens, peak_lr=config_of(s, args.tokens).optimizer.peak_lr)
         for s in args.settings

@@ -128,7 +128,7 @@ def pinned(config: TrainConfig, workdir: Path) -> TrainConfig:
     Raises:
         ValueError: the hub has no such model or data set, or cannot be reached and the cache does not have it.
     """
-    exists = (workdir / "config.json").is_file()
+    exists = os.path.isfile(workdir / "config.json")  # False too for a name that is too long
     before = _parse_config(workdir, "workdir") if exists else None
     if not isinstance(before, TrainConfig):
         before = None

@@ -18,6 +18,7 @@ from safetensors.numpy import load_file
 from configs import mom
 from lsm_jax import load_run
 from lsm_jax.convert import Checkpoint, export_fox, fox_config, fox_params
+from lsm_jax.convert.recipe import FILE as RECIPE
 from lsm_jax.linearize.export import export_run
 from lsm_jax.linearize.released import import_released
 from lsm_jax.models import Decoder, LayerConfig, ModelConfig, abstract
@@ -40,9 +41,10 @@ def assert_logits(folder: Path, model: Decoder) -> None:
 
 
 def assert_same_files(folder: Path, out: Path) -> None:
-    """Check that an exported folder has the files of a golden, byte for byte, and their checksums."""
+    """Check that an exported folder has the files of a golden, byte for byte, their checksums, and the recipe of a Liger model."""
     names = {path.name for path in folder.iterdir()} - {"expected.npz"}
-    assert names | {"SHA256SUMS"} == {path.name for path in out.iterdir()} - {"expected.npz"}
+    added = {path.name for path in out.iterdir()} - {"expected.npz"} - names
+    assert added == {"SHA256SUMS"} | ({RECIPE} if folder.name.startswith("liger") else set())
     for name in names:
         assert (out / name).read_bytes() == (folder / name).read_bytes(), name
 

@@ -18,6 +18,7 @@ class CopyOracle(nnx.Module):
 
     def __init__(self, vocab_size: int = 257, *, reach: int = 1 << 20):
         self.vocab_size, self.reach, self.loss_chunk_size = vocab_size, reach, 64
+        self.logits_cap = None
 
     def init_state(self, batch_size: int, max_length: int) -> DecoderState:
         return DecoderState(

@@ -193,7 +193,7 @@ def test_the_command_without_arguments_prints_its_page():
     for command in (["train.py"], ["-m", "lsm_jax.plan"]):
         done = subprocess.run([sys.executable, *command], capture_output=True, text=True)
         assert done.returncode == 1 and "--config is missing" in done.stderr
-        assert done.stderr.count("    python ") == 3 and "Traceback" not in done.stderr
+        assert done.stderr.count("    python ") >= 3 and "Traceback" not in done.stderr
 
 
 SHORT = """
