@@ -71,6 +71,26 @@ def _check_pytest(words: Sequence[str]) -> None:
         importlib.import_module(given.p)
 
 
+@contextlib.contextmanager
+def _without_flags_of_programs():
+    """Remove the flags of programs that other tests have imported; afterwards they are back."""
+    known = flags.FLAGS
+    saved = {
+        name: {k: list(v) if isinstance(v, list) else v for k, v in value.items()}
+        if isinstance(value, dict)
+        else value
+        for name, value in vars(known).items()
+    }
+    for name in list(known):
+        if not str(known.find_module_defining_flag(name)).startswith("absl"):
+            delattr(known, name)
+    try:
+        yield
+    finally:
+        vars(known).clear()
+        vars(known).update(saved)
+
+
 def _start(program: str, words: list[str]) -> None:
     """Start `python` or `lsm` with the arguments `words` in this process, until they have been parsed."""
     output, parse_args = io.StringIO(), argparse.ArgumentParser.parse_args
@@ -87,6 +107,7 @@ def _start(program: str, words: list[str]) -> None:
         raise Parsed
 
     patches = [
+        _without_flags_of_programs(),
         flagsaver.flagsaver(),
         mock.patch.dict(os.environ),
         mock.patch.object(sys, "path", [str(ROOT), *sys.path]),

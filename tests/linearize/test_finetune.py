@@ -142,6 +142,7 @@ def test_tasks_run_on_a_tuned_model(tuned, tmp_path):
         assert TASKS[name](run, request, tmp_path / name)
 
 
+@pytest.mark.slow
 def test_a_run_is_tuned_completely_and_exported(tmp_path):
     source, text = write_model(tmp_path / "mamba2", "mamba2"), write_instructions(tmp_path)
     convert.import_huggingface(source, tmp_path / "imported")

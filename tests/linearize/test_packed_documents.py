@@ -36,7 +36,7 @@ WITH_TAILS = (
     "fla-kda",
 )
 CARRYING = (*WITH_TAILS, "fla-gla", "fla-gla-hybrid")
-FAST = ("fla-rwkv7", "transformers-mamba2", "fla-gated_deltanet")
+FAST = ("fla-rwkv7",)
 NAMES = sorted(p.name for p in GOLDENS.iterdir() if p.is_dir())
 
 

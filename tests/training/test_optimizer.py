@@ -202,7 +202,12 @@ def test_adafactor_stores_rows_and_columns(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param("lion", marks=pytest.mark.slow), "muon", "adafactor"]
+    "name",
+    [
+        pytest.param("lion", marks=pytest.mark.slow),
+        pytest.param("muon", marks=pytest.mark.slow),
+        "adafactor",
+    ],
 )
 def test_a_resumed_run_is_equal_to_the_bit(tmp_path, name):
     def config():

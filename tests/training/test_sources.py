@@ -47,6 +47,7 @@ def test_a_killed_run_of_a_mixture_resumes_to_the_bit(mixture, tmp_path):
         train(tiny.config(mixture.replace("3", "2", 1)), tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_a_stopped_run_of_parquet_resumes_to_the_bit(tmp_path):
     texts = [f"row {i}: " + "to be or not to be. " * (1 + i % 4) for i in range(60)]
     parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "x.parquet")

@@ -128,6 +128,7 @@ def test_a_run_without_evaluations_has_no_best(text, tmp_path):
         lsm_jax.load_run(tmp_path / "run", weights="average")
 
 
+@pytest.mark.slow
 def test_the_average_follows_its_definition_and_is_evaluated(text, tmp_path):
     settings = config(text, checkpoint_every=1, keep_last=100, profile_steps=0, ema_decay=0.4)
     train(settings, tmp_path / "run")
@@ -223,6 +224,7 @@ def test_a_readme_of_others_is_not_replaced(text, tmp_path):
     assert (tmp_path / "run" / "README.md").read_text() == "my own notes\n"
 
 
+@pytest.mark.slow
 def test_seeds_are_trained_resumed_and_compared(text, tmp_path, capsys):
     settings = tiny.config(text, total_tokens=4 * 256, eval_every=2, eval_batches=1)
     stop, ended = tiny.stop_at(2), []
