@@ -39,7 +39,7 @@ class MixerState(NamedTuple):
 
 
 class MixerOutput(NamedTuple):
-    """What a call of a mixer returns: `y, state, aux = mixer(x)`, or by name.
+    """The results of a call of a mixer: `y, state, aux = mixer(x)`, or by name.
 
     Attributes:
         y: the output [B, T, D].

@@ -145,7 +145,7 @@ class _Count(NamedTuple):
 
 
 class _Transition(NamedTuple):
-    """What one device's tokens do to the memories before them: the log decay (None without) or, with `beta`, the matrix
+    """The update that one device's tokens are to the memories before them: the log decay (None without) or, with `beta`, the matrix
     [B, G, K, K] that all levels go through, and the level [B] into which lower ones are merged.
     """
 

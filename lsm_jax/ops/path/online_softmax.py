@@ -10,7 +10,7 @@ from jaxtyping import Array
 
 
 class Weighed(NamedTuple):
-    """What queries have attended to so far.
+    """The sums over the keys that queries have attended to so far.
 
     Attributes:
         top: [..., C, 1], the largest score, -inf before any.
