@@ -40,9 +40,14 @@ def fields(owner: Any, name: str | None = None) -> None:
         name: the config's name in messages; by default the name of its class.
     """
     for field, hint in typing.get_type_hints(type(owner)).items():
-        if typing.get_origin(hint) is tuple:  # the owner checks its entries
+        value = getattr(owner, field)
+        if typing.get_origin(hint) is tuple:  # the owner checks its entries' values
+            if not isinstance(value, (tuple, list)):
+                raise ValueError(
+                    f"{name or type(owner).__name__}.{field}={value!r}: it must be a tuple"
+                )
             continue
-        kinds, value = typing.get_args(hint) or (hint,), getattr(owner, field)
+        kinds = typing.get_args(hint) or (hint,)
         if isinstance(value, tuple) and any(typing.get_origin(kind) is tuple for kind in kinds):
             continue
         if value is None and types.NoneType in kinds:

@@ -95,9 +95,10 @@ class Mamba2Config(RecurrentConfig):
         checks.divides(self, "num_groups", self.num_groups, f"{what} / head_dim", heads)
         checks.convolution_width(self)
         scales = self.projection_scales
-        if len(scales) != 5 or not all(math.isfinite(s) and s > 0 for s in scales):
+        positive = all(isinstance(s, (int, float)) and math.isfinite(s) and s > 0 for s in scales)
+        if len(scales) != 5 or not positive:
             raise ValueError(
-                f"Mamba2Config.projection_scales={scales}: accepted are five numbers above 0"
+                f"{type(self).__name__}.projection_scales={scales!r}: it must be five numbers above 0"
             )
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:

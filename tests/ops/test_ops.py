@@ -79,7 +79,7 @@ def visible(case, state):
     token.
     """
     state = jax.tree.map(as_real, state)
-    if hasattr(state, "keys") and hasattr(state, "count"):
+    if isinstance(state, ops.AttentionState):
         hidden = np.arange(state.keys.shape[-3]) >= state.count[..., None]
         sums = state.log_forget and np.where(hidden[..., None], 0, sum(state.log_forget))
         state = state._replace(
