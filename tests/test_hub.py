@@ -232,6 +232,7 @@ def test_liger_starts_from_an_id_and_keeps_its_commit(server, tmp_path):
         get_config("auto,source=org/none")
 
 
+@pytest.mark.slow
 def test_the_import_command_pins_the_commit(server, tmp_path):
     """The environment variables of huggingface_hub, as a user sets them, in a new process."""
     commit = server.add("models", "org/tiny-llama", model_files())

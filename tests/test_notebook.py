@@ -126,6 +126,7 @@ def slow_but(fast: tuple[str, ...], names: list[str]) -> list[Any]:
     return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but(FAST, [n for n in NAMES if n not in OWN_PROCESS]))
 def test_a_small_run(name, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)

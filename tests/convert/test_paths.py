@@ -117,6 +117,7 @@ except (ValueError, OSError) as error: print(error)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [100, 20_000])
 def test_an_export_to_a_full_disk_leaves_nothing(tmp_path, size):
     command = [

@@ -39,27 +39,21 @@ from lsm_jax.training.step import params_of
 GOLDENS = Path(__file__).parent / "released_goldens"
 TRAINED = Path(__file__).parent / "trained"
 NAMES = sorted(path.name for path in GOLDENS.iterdir() if path.is_dir())
-# Models whose chunked prefill, single tokens, packed and padded rows are compared in `make test`; the others are slow.
-FAST = ("fla-gla-hybrid", "fla-rwkv7", "transformers-mamba2", "transformers-falcon_h1", "transformers-granitemoehybrid-moe")  # fmt: skip
+# Models that `make test` compares, in chunked prefill, single tokens, packed and padded rows, and in the logits of a row; the
+# others are slow.
+FAST = ("transformers-mamba2",)
+LOGITS = ("fla-gla", "fla-kda", "transformers-mamba", "transformers-qwen3_5_text")
 GRADIENTS = (
     "fla-gla", "fla-delta_net", "fla-hgrn2", "transformers-mamba", "transformers-mamba2", "transformers-granitemoehybrid-moe",
-    "transformers-nemotron_h-moe",
+    "transformers-nemotron_h-moe", "transformers-qwen3_5_text",
 )  # fmt: skip
-# Models of which each stores parameters in another way than those before.
-STORED = (
-    "fla-gla-hybrid", "fla-linear_attn", "fla-hgrn2", "fla-mom", "fla-rwkv6", "fla-rwkv7", "transformers-mamba", "transformers-mamba2",
-    "transformers-granitemoehybrid-moe", "transformers-nemotron_h-moe", "transformers-falcon_h1",
-)  # fmt: skip
+# Models that `make test` exports again; the others are slow.
+STORED = ("fla-linear_attn", "fla-rwkv7", "transformers-mamba")
 TOLERANCE = 1e-4  # of logits, of which the largest are 4 to 9 (27 with tied embeddings)
 
 
 def marked(names, fast):
     return [pytest.param(n, marks=() if n in fast else pytest.mark.slow) for n in names]
-
-
-FAST += ("transformers-qwen3_5_moe",)
-GRADIENTS += ("transformers-qwen3_5_text",)
-STORED += ("transformers-qwen3_5_moe", "transformers-qwen3_next", "transformers-olmo_hybrid")
 
 
 def imported(folder):
@@ -84,7 +78,7 @@ def assert_close(logits, expected):
     np.testing.assert_allclose(logits, expected, rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("name", marked(NAMES, set(NAMES) - set(FAST)))
+@pytest.mark.parametrize("name", marked(NAMES, LOGITS))
 def test_logits_are_those_of_the_library(name):
     tokens, logits = expected_of(name)[0]
     output = jax.jit(lambda m, t: m(t)[0])(model_of(GOLDENS / name), tokens[None])
@@ -114,7 +108,7 @@ def test_logits_of_pieces_of_packed_rows_and_of_padded_rows(name):
     assert_close(np.concatenate(pieces), logits)
 
 
-@pytest.mark.parametrize("name", marked(GRADIENTS, ("fla-gla",)))
+@pytest.mark.parametrize("name", marked(GRADIENTS, ()))
 def test_gradients_are_those_of_the_library(name):
     folder = GOLDENS / name
     config, params = imported(folder)
@@ -443,6 +437,7 @@ def trained_model():
 COMMA, END = 10, 11
 
 
+@pytest.mark.slow
 def test_a_trained_rwkv7_reverses_numbers():
     model = trained_model()
     rng, rows, masks = np.random.default_rng(0), [], []

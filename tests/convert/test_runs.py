@@ -38,6 +38,7 @@ def with_tokenizer(folder, bos: str | None = None, **config):
     return folder
 
 
+@pytest.mark.slow
 def test_the_command_makes_a_run(tmp_path, capsys):
     def to_bfloat16(tensors):
         tensors |= {n: v.astype(ml_dtypes.bfloat16) for n, v in tensors.items()}

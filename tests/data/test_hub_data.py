@@ -84,6 +84,7 @@ def files(rows):
     }
 
 
+@pytest.mark.slow
 def test_splits_subsets_ranges_commits_and_no_network(server, tmp_path):
     rows = [{"text": text, "id": i} for i, text in enumerate(TEXTS)]
     commit = server.add("datasets", "org/corpus", files(rows))

@@ -348,6 +348,7 @@ def test_pipes_and_folders_in_place_of_chunks_are_named(tmp_path):
         TokenStore(path)
 
 
+@pytest.mark.slow
 def test_an_error_of_the_disk_is_one_line_and_leaves_nothing(tmp_path):
     code = f"""
 import resource

@@ -57,6 +57,7 @@ def test_packed_rows_are_the_concatenated_documents(lines, tmp_path):
     assert TokenStore(out).attributes["separator"] == 256
 
 
+@pytest.mark.slow
 def test_any_number_of_workers_writes_the_same_store(tmp_path):
     folder = tmp_path / "in"
     folder.mkdir()

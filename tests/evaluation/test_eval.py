@@ -80,6 +80,7 @@ def test_eval_writes_results_plots_and_a_sample(workdir):
     assert (folder / "sample.txt").read_text().startswith("def ")
 
 
+@pytest.mark.slow
 def test_tasks_repeat_and_count_every_token(run, workdir, tmp_path):
     first = TASKS["perplexity"](run, Request(), tmp_path)
     again = TASKS["perplexity"](run, Request(batch_size=7), tmp_path)
@@ -158,6 +159,7 @@ def test_unknown_tasks_are_refused():
         check_tasks(["perplexity", "haystack"])
 
 
+@pytest.mark.slow
 def test_errors_are_one_line(workdir):
     for flags, message in (
         (("--workdir=/nowhere/at/all",), "no config.json"),
@@ -185,6 +187,7 @@ def test_errors_are_one_line(workdir):
         assert len(said) == 1, done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["loading the run", "perplexity: "])
 def test_a_signal_is_one_line(workdir, when):
     process = subprocess.Popen(
@@ -234,6 +237,7 @@ def test_outputs_never_go_through_links(run, tmp_path):
     assert not any(path.is_symlink() for path in folder.iterdir())
 
 
+@pytest.mark.slow
 def test_a_folder_that_cannot_be_written_is_known_before_the_run_is_loaded(workdir):
     done = eval_script(f"--workdir={workdir}", "--output=big/folder", limit=1000)
     assert done.returncode == 1 and "loading the run" not in done.stderr
@@ -243,6 +247,7 @@ def test_a_folder_that_cannot_be_written_is_known_before_the_run_is_loaded(workd
     assert not (workdir / "eval" / "big").exists()
 
 
+@pytest.mark.slow
 def test_results_that_cannot_be_written_are_printed(workdir, tmp_path):
     # results.npz is a folder: the first file of `perplexity` cannot be written.
     (workdir / "eval" / "blocked" / "results.npz").mkdir(parents=True)

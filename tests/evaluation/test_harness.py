@@ -75,6 +75,7 @@ def test_greedy_continuations_are_recognised(run):
     assert greedy[0][1] and not other[0][1]
 
 
+@pytest.mark.slow
 def test_every_window_of_a_long_text_begins_with_bos(run):
     text = "def f(x):\n    return x + 1\n" * 4  # 108 bytes, windows of 16
     (logprob,) = adapter(run, max_length=16).loglikelihood_rolling(instances((text,)))
@@ -173,6 +174,7 @@ metric_list: [{{metric: exact_match}}]
     )
 
 
+@pytest.mark.slow
 def test_local_tasks_run_through_eval_with_no_network(run, workdir, tmp_path):
     write_tasks(tmp_path)
     offline = dict(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", HF_HOME=str(tmp_path / "hub"))

@@ -179,6 +179,7 @@ def test_haystacks_of_stores_text_and_another_tokenizer(tmp_path, tokenizer):
     assert prompt.tokens.size + task.answer_room == 500
 
 
+@pytest.mark.slow
 def test_needle_task_writes_scores_and_a_picture(run, tmp_path):
     config = dataclasses.replace(CONFIG, lengths=(460, 500), depths=(0, 100))
     request = Request(needle=config, batch_size=5, piece_length=100)
@@ -300,6 +301,7 @@ def test_invalid_prompts_and_judges_are_refused(texts, tmp_path):
             NeedleConfig(prompt=str(path)).validate()
 
 
+@pytest.mark.slow
 def test_the_judges_requests_and_ratings(run, texts, tmp_path, capsys):
     config = NeedleConfig(
         prompt=texts, lengths=(460,), depths=(0, 100), judge="requests", buffer=200, new_tokens=40

@@ -57,6 +57,7 @@ def test_losses_equal_one_forward_pass(model, piece_length):
     np.testing.assert_allclose(np.concatenate([nll for _, nll in pieces], 1), expected, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_packed_rows_are_counted_by_document(model):
     batch = rows(2, 60)
     lengths = [(20, 30, 10), (45, 10, 5)]
@@ -92,6 +93,7 @@ def test_short_last_batch_and_padding_rows_change_nothing(model):
     assert masked.bits_per_byte == pytest.approx(masked.curve.mean / np.log(2))
 
 
+@pytest.mark.slow
 def test_row_perplexity_is_the_mean_of_the_rows_perplexities(model):
     """The row perplexity is, as in Liger's paper, the exponential of each row's mean loss over its scored
     tokens, averaged over rows.

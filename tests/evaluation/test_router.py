@@ -19,6 +19,7 @@ from tests.models.test_mom import batch, model_config, run_of, small_mom
 from tests.training import tiny
 
 
+@pytest.mark.slow
 def test_counts_are_the_routers_choices():
     model = Decoder(model_config("L"), rngs=nnx.Rngs(0))
     rows = batch(2) | dict(segment_ids=np.where(np.arange(32) < 30, 1, 0)[None].repeat(2, 0))

@@ -174,6 +174,7 @@ def test_the_converter_refuses_other_rows_by_name(tmp_path):
         recall_data.convert_rows("squad", [{"text": "One sentence", "value": "One"}])
 
 
+@pytest.mark.slow
 def test_recall_runs_and_a_model_that_copies_finds_every_answer(run, data):
     copying = dataclasses.replace(run, model=CopyOracle())
     results = harness(copying, data, "recall", max_length=1200)
@@ -193,7 +194,13 @@ def test_recall_runs_and_a_model_that_copies_finds_every_answer(run, data):
 # RULER.
 
 
-@pytest.mark.parametrize("name", ruler._FORMS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name == "niah_multikey_3" else pytest.mark.slow)
+        for name in ruler._FORMS
+    ],
+)
 def test_needle_prompts_contain_their_values_and_fit(name, data):
     needs_extra("wonderwords")
     chosen = settings(data=data, max_length=4096, lengths=(2048, 4096), num_samples=3)
@@ -276,6 +283,7 @@ def test_ruler_scores_and_errors(data, tmp_path):
         ruler.load("niah_multivalue", crowded)
 
 
+@pytest.mark.slow
 def test_s_niah_runs(run, data):
     needs_extra("wonderwords")
     results = harness(run, data, "s_niah", max_length=1024, num_samples=1, batch_size=1)
@@ -308,6 +316,7 @@ def test_longbench_runs_and_cuts_prompts_in_their_middle(run, data):
     assert 0 <= results["results"]["longbench_trec"]["score,none"] <= 1
 
 
+@pytest.mark.slow
 def test_all_english_tasks_of_longbench_run(run, data):
     needs_extra("jieba", "fuzzywuzzy", "rouge")
     results = harness(run, data, "longbench_english", max_length=700)
@@ -331,6 +340,7 @@ def test_commonsense_is_zero_shot_with_the_papers_metrics(run, data):
     assert re.search(rf"commonsense .* average .*{average:.4f}", console.file.getvalue())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("suite", "count"), [("commonsense_mom", 6), ("commonsense_fox", 10)])
 def test_commonsense_of_mom_and_fox_runs_offline(run, data, suite, count):
     results = harness(run, data, suite, max_length=200)

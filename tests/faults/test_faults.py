@@ -19,6 +19,7 @@ from tests.faults.outcomes import compare
 from tests.faults.snapshot import changes, snapshot
 
 
+@pytest.mark.slow
 def test_killed_runs_resume_to_the_same_bits(tmp_path):
     """A chain of three kills of one run ends with the rows and parameters of the undisturbed run."""
     chains = kills.Campaign(
@@ -28,6 +29,7 @@ def test_killed_runs_resume_to_the_same_bits(tmp_path):
     assert sum(len(chain.kills) for chain in chains) >= 3
 
 
+@pytest.mark.slow
 def test_damaged_inputs_end_in_a_message(tmp_path):
     """A sample of damaged inputs is read correctly or refused with a message."""
     cases = damages.Campaign(

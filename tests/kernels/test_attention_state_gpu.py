@@ -111,6 +111,7 @@ def check_pieces(name):
         state, begin = actual[1], begin + length
 
 
+@pytest.mark.slow
 def test_a_ring_of_several_rows_at_different_counts():
     """The kernel attends to the keys of a state in which row 0 has 5 tokens of its document and row 1 has 90.
     A NaN among the stored values of an earlier document does not change the output.

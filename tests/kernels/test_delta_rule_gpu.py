@@ -132,6 +132,7 @@ def test_equals_the_recurrence_in_value_and_every_gradient(case, monkeypatch):
     assert not races_found()
 
 
+@pytest.mark.slow
 def test_maps_over_one_more_axis():
     """`jax.vmap` of the delta rule's kernel over two inputs returns, to the bit, the values and gradients of
     two single calls.

@@ -119,6 +119,7 @@ def test_forward_equals_the_recurrence(strong):
     assert not races_found()
 
 
+@pytest.mark.slow
 def test_maps_over_one_more_axis():
     """`jax.vmap` of the kernel of RWKV7's memory over two inputs returns, to the bit, the values and
     gradients of two single calls.

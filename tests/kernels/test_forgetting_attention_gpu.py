@@ -87,7 +87,7 @@ CASES = {
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=() if n in ("masked", "parts") else pytest.mark.slow) for n in CASES],
+    [pytest.param(n, marks=() if n == "masked" else pytest.mark.slow) for n in CASES],
 )
 def test_equals_attention_in_value_and_every_gradient(name):
     options = dict(CASES[name])
@@ -173,6 +173,7 @@ def test_what_is_pruned_weighs_nothing(masked, documents):
     np.testing.assert_array_equal(np.ravel(found.last[0]), [max(r) for r in reach])
 
 
+@pytest.mark.slow
 def test_pruning_changes_nothing_that_matters(monkeypatch):
     """Output and gradients of attention are the same within 1e-4 where pruning skips tiles of keys, and the
     output to the bit where no weight is negligible.

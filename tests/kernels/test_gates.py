@@ -29,7 +29,7 @@ OPS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("gates", ["strong", "none"])
+@pytest.mark.parametrize("gates", ["strong", pytest.param("none", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("implementation", ["mosaic_gpu", "mosaic_tpu"])
 def test_gates_of_any_strength_are_finite_and_right(implementation, op, gates):

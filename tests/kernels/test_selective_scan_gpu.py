@@ -133,7 +133,7 @@ def interpreted(monkeypatch):
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(c, marks=[pytest.mark.slow] * (i > 2), id=c.id)
+        pytest.param(c, marks=[pytest.mark.slow] * (i > 0), id=c.id)
         for i, c in enumerate(HOPPER_INTERPRETED)
     ],
 )
@@ -160,6 +160,7 @@ def test_no_later_token_changes_a_bit(states):
     assert jnp.isfinite(y).all() and (y[:, 70:] != z[:, 70:]).any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("states", [16, 0])
 @pytest.mark.usefixtures("interpreted")
 def test_maps_over_an_axis(states):

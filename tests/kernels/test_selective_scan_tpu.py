@@ -43,7 +43,7 @@ def no_races() -> bool:
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(c, marks=[pytest.mark.slow] * (i > 1), id=c.id)
+        pytest.param(c, marks=[pytest.mark.slow] * (i > 0), id=c.id)
         for i, c in enumerate(TPU_INTERPRETED)
     ],
 )

@@ -61,6 +61,7 @@ def tuned(tmp_path_factory):
     return source, text, folder / "run"
 
 
+@pytest.mark.slow
 def test_adapters_alone_train_and_frozen_parameters_are_as_stored(tuned):
     source, _, workdir = tuned
     run = load_run(workdir)

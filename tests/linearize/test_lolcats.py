@@ -81,6 +81,7 @@ def test_a_transfer_run_is_evaluated_and_generates_as_its_student(transferred, t
     assert text[0] == text[1]
 
 
+@pytest.mark.slow
 def test_lora_only_keeps_maps_and_factors_at_their_initial_values(llama, transferred, tmp_path):
     config, _ = transferred
     base = base_model(config.model)

@@ -127,6 +127,7 @@ def golden_batch():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", marked(NAMES, FAST))
 def test_packed_documents_of_released_models_are_separate(name):
     config, params = imported(GOLDENS / name)

@@ -73,6 +73,7 @@ def test_layers_that_change(monkeypatch):
     assert {"mixer.q_proj", "mixer.o_proj", "feedforward.down_proj"} <= changed < set(dense)
 
 
+@pytest.mark.slow
 def test_a_model_learns_as_without_and_is_evaluated_without(monkeypatch):
     monkeypatch.setattr(fp8, "LEAST_SIZE", 48)
     tokens = jnp.asarray(

@@ -279,6 +279,7 @@ def test_xavier_projections_of_memories():
         LayerConfig(mixer_init="he").validate(64)
 
 
+@pytest.mark.slow
 def test_balance_losses_of_a_hybrid_and_of_all_layers_together():
     """The balance loss of Mixtures-of-Memories is the mean over the layers that have memories
     (balance="layer"), or the loss of those layers' mean routing (balance="model"); in a hybrid model other

@@ -22,6 +22,7 @@ from tests.training import tiny
 PROGRAM = ("-m", "tests.parallel.growth")
 
 
+@pytest.mark.slow
 def test_runs_on_four_devices_grow_and_lose_no_step(tmp_path):
     done = run_with_devices(4, *PROGRAM, str(tmp_path), "run", "evaluation", "steps", "text")
     for name in ("run", "evaluation", "steps", "text"):

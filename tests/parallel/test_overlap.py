@@ -45,6 +45,7 @@ DECAYS = {
 }
 
 
+@pytest.mark.slow
 def test_values_and_gradients():
     """`linear_memory` on shared rows has the values and gradients of one device, with documents, masks,
     initial states, shared heads and a bonus, and with decays of any strength. Outputs do not depend on

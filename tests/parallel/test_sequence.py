@@ -62,6 +62,7 @@ def plan_of(block: int, held: int = 0) -> attention_sequence.Plan:
     return attention_sequence.Plan(block, held, window=None, one_document=False, **exact)
 
 
+@pytest.mark.slow
 def test_what_is_sent_for_a_layer():
     """A layer on rows that devices share has one all-gather forward and one backward, whose bytes do not
     depend on the length.
@@ -128,6 +129,7 @@ def test_phase_and_time_invariant_rows():
     ran("sequence_extras")
 
 
+@pytest.mark.slow
 def test_attention_by_a_kernel():
     """On four devices, each of which computes two separate parts of a row's queries, attention by a kernel
     has the outputs, states and gradients of one device, with gates, documents and windows. Backends that

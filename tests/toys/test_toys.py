@@ -29,6 +29,7 @@ def run_suite(plugin: str, *arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("marker", "least"),
     [("not slow", 5), pytest.param("slow or not slow", 50, marks=pytest.mark.slow)],
@@ -40,6 +41,7 @@ def test_the_ops_own_tests_pass_on_a_backend_from_outside(marker, least):
     assert traced and int(traced[1]) >= least
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "tests",
     [

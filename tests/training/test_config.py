@@ -66,16 +66,16 @@ def test_errors_name_the_field(tmp_path, change, message):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--config=configs/lm.py:glo-340m"], "gla"),
-        (["--config=configs/lm.py:gla-341m"], "340m"),
+        pytest.param(["--config=configs/lm.py:glo-340m"], "gla", marks=pytest.mark.slow),
+        pytest.param(["--config=configs/lm.py:gla-341m"], "340m", marks=pytest.mark.slow),
         (["--config=configs/lm.py:gla-350m"], "did you mean '340m'?"),
-        (["--config=configs/lm.py:gated_delta_net-340m"], "did you mean 'gated_deltanet'?"),
-        (["--config=configs/lm.py:gla-tiny,patern=L"], "did you mean 'pattern'?"),
-        (["--config=configs/mom.py:350m"], "did you mean '340m'?"),
-        (["--config=configs/lm.py:gla-tiny", "--config.optimizer.peek_lr=1"], "did you mean 'peak_lr'?"),
-        (["--config=configs/lm.py:gla-tiny", "--config.optimizer.lr=1"], "did you mean 'peak_lr'?"),
+        pytest.param(["--config=configs/lm.py:gated_delta_net-340m"], "did you mean 'gated_deltanet'?", marks=pytest.mark.slow),
+        pytest.param(["--config=configs/lm.py:gla-tiny,patern=L"], "did you mean 'pattern'?", marks=pytest.mark.slow),
+        pytest.param(["--config=configs/mom.py:350m"], "did you mean '340m'?", marks=pytest.mark.slow),
+        pytest.param(["--config=configs/lm.py:gla-tiny", "--config.optimizer.peek_lr=1"], "did you mean 'peak_lr'?", marks=pytest.mark.slow),
+        pytest.param(["--config=configs/lm.py:gla-tiny", "--config.optimizer.lr=1"], "did you mean 'peak_lr'?", marks=pytest.mark.slow),
         (["--config=configs/lm.py:gla-tiny", "--config.model.layers.L.mixer.num_head=1"], "num_heads"),
-        (["--config=configs/lm.py:gla-tiny", "--config.batch_size=many"], "batch_size"),
+        pytest.param(["--config=configs/lm.py:gla-tiny", "--config.batch_size=many"], "batch_size", marks=pytest.mark.slow),
     ],
 )  # fmt: skip
 def test_errors_of_the_command_name_what_exists(arguments, message):
@@ -98,6 +98,7 @@ def test_schedule_counts_tokens(tmp_path):
     np.testing.assert_allclose(learning_rate(smaller, 100), rates[50], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_accumulation_equals_one_batch(tmp_path):
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, 256, size=(8, 33))

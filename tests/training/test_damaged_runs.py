@@ -46,7 +46,14 @@ def contents(folder):
     return {p.relative_to(folder): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
-@pytest.mark.parametrize("name", DAMAGES)
+def marked(name):
+    """Return the name of a damage as a parameter; slow, if the damaged run trains on."""
+    act, refused, *_ = DAMAGES[name]
+    trains = act == "resume" and not refused and name != "metrics-no-step"
+    return pytest.param(name, marks=pytest.mark.slow if trains else ())
+
+
+@pytest.mark.parametrize("name", map(marked, DAMAGES))
 def test_damaged_runs(name, text, intact, tmp_path, capfd):
     [damage] = damaged_runs(intact, tmp_path, (name,))
     outside = contents(damage.outside)
@@ -198,6 +205,7 @@ def test_fields_of_another_type_are_refused():
         check_types(one)
 
 
+@pytest.mark.slow
 def test_results_of_an_evaluation_stay_in_the_run(intact, tmp_path):
     for name in ("../x", ".."):
         command = [sys.executable, "eval.py", f"--workdir={intact}", f"--output={name}"]
@@ -206,6 +214,7 @@ def test_results_of_an_evaluation_stay_in_the_run(intact, tmp_path):
         assert "Traceback" not in done.stderr and not (intact / "x").exists()
 
 
+@pytest.mark.slow
 def test_a_ring_of_init_from_is_an_error(intact, text, tmp_path):
     one = config(text)
     one.init_from, one.trainable = str(intact), ("mixer",)

@@ -48,6 +48,7 @@ def check_output(code, output, message):
     assert "Traceback" not in output and "Error" not in output and len(lines) <= 5, output
 
 
+@pytest.mark.slow
 def test_a_file_that_may_not_grow_is_one_line(tmp_path):
     """The compiler's cache is off, since its files would be too large, too."""
     environment = os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
@@ -80,6 +81,7 @@ def small_disk(tmp_path):
     subprocess.run(["umount", str(folder)], capture_output=True, check=False)
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_one_line_and_the_run_continues(small_disk, tmp_path):
     disk = small_disk("400k")
     run = disk / "run"
@@ -109,12 +111,12 @@ def test_parameters_that_cannot_be_saved_are_an_error(small_disk):
     ("number", "reason"),
     [
         (errno.ENOSPC, "the disk is full"),
-        (errno.EDQUOT, "the disk quota is used up"),
-        (errno.EROFS, "the filesystem is read-only"),
-        (errno.EACCES, "permission denied"),
+        pytest.param(errno.EDQUOT, "the disk quota is used up", marks=pytest.mark.slow),
+        pytest.param(errno.EROFS, "the filesystem is read-only", marks=pytest.mark.slow),
+        pytest.param(errno.EACCES, "permission denied", marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("writer", [Events, MetricsWriter])
+@pytest.mark.parametrize("writer", [pytest.param(Events, marks=pytest.mark.slow), MetricsWriter])
 def test_metrics_that_cannot_be_written_end_the_run(
     tmp_path, monkeypatch, writer, number, reason, capfd
 ):
@@ -144,6 +146,7 @@ def test_metrics_that_cannot_be_written_end_the_run(
     assert not (folder / "run.lock").exists()
 
 
+@pytest.mark.slow
 def test_a_file_in_the_place_of_a_folder_is_named(tmp_path):
     text = tiny.write_text(tmp_path / "text")
     for name in ("tensorboard", "data.json"):

@@ -132,6 +132,7 @@ except ValueError:
 """
 
 
+@pytest.mark.slow
 def test_one_of_several_processes_takes_over(tmp_path):
     processes = [
         subprocess.Popen(
@@ -158,6 +159,7 @@ def test_one_of_several_processes_takes_over(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_second_training_is_refused(tmp_path):
     text = tiny.write_text(tmp_path / "text")
     config = tiny.config(text, total_tokens=2 * 256, optimizer=tiny.OptimizerConfig())

@@ -71,6 +71,7 @@ def test_loss_falls_and_the_run_loads(uninterrupted):
     assert speeds[0] < 5 * sorted(speeds)[len(speeds) // 2]
 
 
+@pytest.mark.slow
 def test_sigterm_saves_and_resumes_to_the_bit(text, uninterrupted, tmp_path):
     result = train(tiny.config(text), tmp_path / "run", on_report=tiny.stop_at(5))
     assert result.interrupted is not None and 5 <= result.step < 12
@@ -101,6 +102,7 @@ def test_device_count_may_change(text, uninterrupted, tmp_path):
     np.testing.assert_allclose(losses(tmp_path / "moved"), losses(uninterrupted), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_broken_checkpoint_is_skipped(text, uninterrupted, tmp_path, capfd):
     stopped = train(tiny.config(text), tmp_path / "run", on_report=tiny.stop_at(7)).step
     newest = tmp_path / "run" / "checkpoints" / str(stopped)
@@ -145,6 +147,7 @@ def test_a_flipped_bit_is_detected(text, tmp_path, capfd):
     assert lsm_jax.load_run(tmp_path / "run", step=4).step == 4
 
 
+@pytest.mark.slow
 def test_all_checkpoints_broken_is_an_error(text, tmp_path):
     train(tiny.config(text, total_tokens=4 * 256), tmp_path / "run")
     for path in (tmp_path / "run" / "checkpoints").rglob("manifest.ocdbt"):
@@ -216,6 +219,7 @@ def test_init_from_starts_with_its_parameters(text, uninterrupted, tmp_path):
     assert not (tmp_path / "other" / "config.json").exists()  # so a corrected command may use it
 
 
+@pytest.mark.slow
 def test_changed_data_are_refused(tmp_path):
     text = tiny.write_text(tmp_path / "text")
     config = tiny.config(text, total_tokens=256, optimizer=tiny.OptimizerConfig())
@@ -234,6 +238,7 @@ def test_changed_data_are_refused(tmp_path):
     assert train(config, tmp_path / "run").step == 1
 
 
+@pytest.mark.slow
 def test_held_out_loss_is_logged(text, tmp_path):
     train(tiny.config(text, eval_every=2, total_tokens=4 * 256), tmp_path / "run")
     steps = [r["step"] for r in read_rows(tmp_path / "run" / "metrics.jsonl") if "val/loss" in r]
@@ -243,6 +248,7 @@ def test_held_out_loss_is_logged(text, tmp_path):
     assert saved["data"]["tokenizer"] == "bytes"  # the default, auto, is resolved
 
 
+@pytest.mark.slow
 def test_bad_data_late_in_a_run_loses_no_step(tmp_path):
     """If a training run meets bad data, the steps before are saved, and the run can be resumed once the data
     is corrected.

@@ -34,6 +34,7 @@ def test_other_devices_have_none(kind):
     assert peak_flops(kind) is None
 
 
+@pytest.mark.slow
 def test_a_run_reports_its_share_of_the_peak(tmp_path, monkeypatch):
     text = tiny.write_text(tmp_path / "text")
     config = tiny.config(text, total_tokens=4 * 256)

@@ -67,6 +67,7 @@ def test_parts():
     assert [part(source) for source in sources] == ["mixer", "feedforward", "other"]
 
 
+@pytest.mark.slow
 def test_a_run_prints_where_the_time_of_its_steps_goes(tmp_path, capsys):
     text = tiny.write_text(tmp_path / "text")
     train(

@@ -35,6 +35,7 @@ def _losses(workdir: Path) -> dict[int, float]:
     return {row["step"]: row["train/loss"] for row in rows if "train/loss" in row}
 
 
+@pytest.mark.slow
 def test_a_run_resumes_to_the_same_losses(release):
     expected = _losses(RELEASE / "run")
     (release / "run" / "metrics.jsonl").write_text(

@@ -31,6 +31,7 @@ def mixture(tmp_path_factory):
     return format_mixture(zip((3, 1), paths, strict=True))
 
 
+@pytest.mark.slow
 def test_a_killed_run_of_a_mixture_resumes_to_the_bit(mixture, tmp_path):
     assert train(tiny.config(mixture), tmp_path / "whole").step == 12
     rows = read_rows(tmp_path / "whole" / "metrics.jsonl")

@@ -82,6 +82,7 @@ def rows_of(workdir):
     return [{k: v for k, v in row.items() if not k.startswith("perf/")} for row in rows]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_same_metrics_average_and_samples(text, whole, tmp_path):
     assert train(config(text), tmp_path / "run", on_report=tiny.stop_at(4)).step < 10
     assert train(config(text), tmp_path / "run").step == 10

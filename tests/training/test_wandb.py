@@ -47,6 +47,7 @@ def config(text, **changes):
     return tiny.config(text, **fields | changes)
 
 
+@pytest.mark.slow
 def test_metrics_are_sent_and_a_resumed_run_continues(tmp_path, monkeypatch):
     module, runs = fake_package()
     monkeypatch.setitem(sys.modules, "wandb", module)

@@ -424,8 +424,10 @@ def delta_channel_gradients(
     tile_q = tl.load(q + rows[:, None] * (Q_HEADS * K) + keys[None, :]).to(tl.float32)
     tile_k = tl.load(k + rows[:, None] * (K_HEADS * K) + keys[None, :]).to(tl.float32)
     written = tl.zeros([C, BK], tl.float32)
-    # A and E below the diagonal and their transposes above.
+    # Both below the diagonal and their transposes above, read once for all levels.
     symmetric = tl.maximum(i, j) * C + tl.minimum(i, j)
+    of_scores = tl.load(d_scores + symmetric, mask=i != j, other=0.0).to(LOW)
+    of_alike = tl.load(d_alike + symmetric, mask=i != j, other=0.0).to(LOW)
     for level in tl.range(0, LEVELS, num_stages=1):
         half = 1 << level
         later = (i & half) > 0
@@ -433,13 +435,12 @@ def delta_channel_gradients(
         pivot = tl.load(sums + middle)
         factor = tl.exp(tl.minimum(tl.where(later, b - pivot, pivot - b), 0.0))
         between = ((i ^ j) >= half) & ((i ^ j) < 2 * half)
-        weights = tl.load(d_scores + symmetric, mask=between, other=0.0).to(LOW)
         X = (tl.where(later, tile_q, tile_k) * factor).to(LOW)
-        dX = tl.dot(weights, X, input_precision="tf32") * factor
+        dX = tl.dot(tl.where(between, of_scores, 0.0), X, input_precision="tf32") * factor
         read += tl.where(later, dX, 0.0)
         written += tl.where(later, 0.0, dX)
-        weights = tl.load(d_alike + symmetric, mask=between, other=0.0).to(LOW)
-        dX = tl.dot(weights, (tile_k * factor).to(LOW), input_precision="tf32") * factor
+        X = (tile_k * factor).to(LOW)
+        dX = tl.dot(tl.where(between, of_alike, 0.0), X, input_precision="tf32") * factor
         erase += tl.where(later, dX, 0.0)
         written += tl.where(later, 0.0, dX)
     same = j >= i

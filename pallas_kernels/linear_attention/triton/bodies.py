@@ -469,8 +469,9 @@ def channel_gradients(
         write = write * write_decay
         tile_q = tl.load(q + rows[:, None] * (Q_HEADS * K) + keys[None, :]).to(tl.float32)
     pairs = tl.zeros([C, BK], tl.float32)
-    # dP below the diagonal and its transpose above.
+    # dP below the diagonal and its transpose above, read once for all levels.
     symmetric = tl.maximum(i, j) * C + tl.minimum(i, j)
+    of_pairs = tl.load(d_scores + symmetric, mask=i != j, other=0.0).to(LOW)
     for level in tl.range(0, LEVELS, num_stages=1):
         half = 1 << level
         later = (i & half) > 0
@@ -479,8 +480,7 @@ def channel_gradients(
         factor = tl.exp(tl.minimum(tl.where(later, read_sums - pivot, pivot - inclusive), 0.0))
         X = (tl.where(later, tile_q, tile_k) * factor).to(LOW)
         between = ((i ^ j) >= half) & ((i ^ j) < 2 * half)
-        weights = tl.load(d_scores + symmetric, mask=between, other=0.0).to(LOW)
-        dX = tl.dot(weights, X, input_precision="tf32") * factor
+        dX = tl.dot(tl.where(between, of_pairs, 0.0), X, input_precision="tf32") * factor
         read += tl.where(later, dX, 0.0)
         pairs += tl.where(later, 0.0, dX)
     diagonal = tl.load(d_scores + rows * (C + 1)).to(tl.float32)[:, None]
