@@ -47,7 +47,7 @@ docs: .venv/.docs
 	@echo "open docs/_build/html/index.html"
 
 test: .venv/.test
-	$(RUN) -m pytest -n 2 --dist worksteal
+	$(RUN) -m pytest -n 2 --dist worksteal --durations=30 --durations-min=5
 
 test-all: .venv/.test
 	$(RUN) -m pytest -n 2 --dist worksteal -m "not gpu and not aot"
