@@ -97,10 +97,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m scripts.run_notebooks", description=__doc__)
     known = sorted(path.stem for path in FOLDER.glob("*.ipynb"))
     parser.add_argument("names", nargs="*", default=known, choices=known, metavar="NAME")
-    for name in parser.parse_args().names:
+    parser.add_argument("--timeout", type=int, default=600, help="seconds that a cell may take")
+    given = parser.parse_args()
+    for name in given.names:
         notebook = read(name)
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        seconds = execute(notebook)
+        seconds = execute(notebook, timeout=given.timeout)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         computed = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
         tidy(notebook)

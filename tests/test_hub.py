@@ -218,7 +218,7 @@ def test_a_tokenizer_by_id_is_that_of_the_folder(server, tmp_path):
 
 def test_liger_starts_from_an_id_and_keeps_its_commit(server, tmp_path):
     from configs.liger import get_config
-    from lsm_jax.training.runs import pinned
+    from lsm_jax.training.run_files import pinned
 
     commit = server.add("models", "org/tiny-llama", model_files())
     config = get_config("auto,source=org/tiny-llama")

@@ -25,13 +25,15 @@ MOST_BYTES = 1_500_000  # of all notebooks, with their pictures
 # The values of the cell with the tag "parameters" with which a notebook runs in a few seconds.
 SMALL: dict[str, dict[str, Any]] = {
     "ablation": dict(methods=("linear_attention", "gla"), steps=2, eval_batches=1),
+    "devices": dict(axes=("fsdp", "sequence"), steps=1, lengths=(1024, 2048)),
+    "forget_gates": dict(steps=2, eval_batches=1),
     "liger": dict(weights="small", small_steps=2, length=96, tuning_steps=1),
     "memories": dict(steps=5, eval_batches=1),
     "one_recurrence": dict(lengths=(128, 256)),
     "own_method": dict(steps=2, tests="moving_average and one_static_shape"),
 }
-FAST = ("one_recurrence",)
-OWN_PROCESS = ("own_method",)  # it registers a method
+OWN_PROCESS = ("devices", "own_method")  # one requires eight devices, the other registers a method
+PRINTED = {"devices": "sequence  losses", "own_method": "1 passed"}  # by these, with few steps
 
 
 def code(name: str) -> list[str]:
@@ -121,13 +123,8 @@ def run_small(name: str) -> None:
         plt.close("all")
 
 
-def slow_but(fast: tuple[str, ...], names: list[str]) -> list[Any]:
-    """Return parameters of a test: names, marked slow except those in `fast`."""
-    return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in names]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", slow_but(FAST, [n for n in NAMES if n not in OWN_PROCESS]))
+@pytest.mark.parametrize("name", [n for n in NAMES if n not in OWN_PROCESS])
 def test_a_small_run(name, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
@@ -144,7 +141,7 @@ def test_a_small_run_in_a_process(name):
     notebook.cells.insert(at + 1, nbformat.v4.new_code_cell(values))
     run_notebooks.execute(notebook)
     printed = "".join(o.get("text", "") for c in notebook.cells for o in c.get("outputs", ()))
-    assert "1 passed" in printed
+    assert PRINTED[name] in printed
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from typing import Any
 from lsm_jax.files import check_folder, disk_error, write_atomically
 from lsm_jax.hub import reference_of
 from lsm_jax.training import Checkpoints, TrainConfig
-from lsm_jax.training.runs import checkpoint_directory, write_config
+from lsm_jax.training.run_files import checkpoint_directory, write_config
 
 
 def new_workdir(workdir: str | os.PathLike[str]) -> Path:

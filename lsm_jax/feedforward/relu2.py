@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from lsm_jax.feedforward.tokenwise import Tokenwise
 from lsm_jax.mixers import checks
 from lsm_jax.mixers.layers import Dense, recomputed
 
@@ -50,10 +50,8 @@ class ReLU2Config:
         return 4.0 * hidden_size * self.width(hidden_size)
 
 
-class ReLU2(nnx.Module):
+class ReLU2(Tokenwise):
     """The feedforward `relu(x W_u)² W_d`, [B, T, D] to [B, T, D]; `ReLU2Config` says what its options mean. It has no state."""
-
-    uses_depth: ClassVar[bool] = False
 
     def __init__(
         self, config: ReLU2Config, hidden_size: int, *, rngs: nnx.Rngs, init_std: float = 0.02
@@ -64,28 +62,11 @@ class ReLU2(nnx.Module):
         self.up_proj = Dense(hidden_size, width, axes=("embed", "mlp"), **given)
         self.down_proj = Dense(width, hidden_size, axes=("mlp", "embed"), **given)
 
-    def init_state(self, batch_size: int, max_length: int, dtype: Any) -> None:
-        """Return None: this feedforward treats each token alone, and carries no state from call to call."""
-        return None
-
-    def __call__(
-        self,
-        x: jax.Array,
-        *,
-        layer: jax.Array | int | None = None,
-        shared: dict[str, jax.Array] | None = None,
-        segment_ids: jax.Array | None = None,
-        positions: jax.Array | None = None,
-        update_mask: jax.Array | None = None,
-        contiguous: bool = False,
-        state: None = None,
-    ) -> tuple[jax.Array, None, dict[str, jax.Array]]:
-        """Return the feedforward's output [B, T, D] for tokens x [B, T, D], None as its state, and no statistics; the other
-        arguments are not used.
-        """
+    def transform(self, x: jax.Array) -> jax.Array:
+        """Return the output [B, T, D] of ReLU2 for tokens x [B, T, D]."""
 
         @recomputed
         def down(up):
             return self.down_proj(jnp.square(jax.nn.relu(up)))
 
-        return down(self.up_proj(x)), None, {}
+        return down(self.up_proj(x))

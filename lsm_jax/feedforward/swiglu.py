@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from typing import Any, ClassVar
 
 import jax
 from flax import nnx
 
+from lsm_jax.feedforward.tokenwise import Tokenwise
 from lsm_jax.mixers import checks
 from lsm_jax.mixers.layers import Dense, recomputed
 
@@ -64,12 +64,10 @@ class SwiGLUConfig:
         return 6.0 * hidden_size * self.width(hidden_size)
 
 
-class SwiGLU(nnx.Module):
+class SwiGLU(Tokenwise):
     """The SwiGLU feedforward, `(silu(x W_g) ⊙ x W_u) W_d`, [B, T, D] to [B, T, D]; `SwiGLUConfig` says what its options
     mean. It has no state.
     """
-
-    uses_depth: ClassVar[bool] = False
 
     def __init__(
         self, config: SwiGLUConfig, hidden_size: int, *, rngs: nnx.Rngs, init_std: float = 0.02
@@ -84,25 +82,8 @@ class SwiGLU(nnx.Module):
             width, hidden_size, axes=("mlp", "embed"), rngs=rngs, init_std=init_std
         )
 
-    def init_state(self, batch_size: int, max_length: int, dtype: Any) -> None:
-        """Return None: the SwiGLU feedforward treats each token alone, and carries no state from call to call."""
-        return None
-
-    def __call__(
-        self,
-        x: jax.Array,
-        *,
-        layer: jax.Array | int | None = None,
-        shared: dict[str, jax.Array] | None = None,
-        segment_ids: jax.Array | None = None,
-        positions: jax.Array | None = None,
-        update_mask: jax.Array | None = None,
-        contiguous: bool = False,
-        state: None = None,
-    ) -> tuple[jax.Array, None, dict[str, jax.Array]]:
-        """Return the SwiGLU feedforward's output [B, T, D] for tokens x [B, T, D], None as its state, and no
-        statistics; the other arguments are not used.
-        """
+    def transform(self, x: jax.Array) -> jax.Array:
+        """Return the output [B, T, D] of SwiGLU for tokens x [B, T, D]."""
 
         @recomputed
         def down(gate, up):
@@ -110,4 +91,4 @@ class SwiGLU(nnx.Module):
             y = self.down_proj(jax.nn.silu(gate if into == 1 else into * gate) * up)
             return y if out == 1 else out * y
 
-        return down(self.gate_proj(x), self.up_proj(x)), None, {}
+        return down(self.gate_proj(x), self.up_proj(x))

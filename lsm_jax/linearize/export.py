@@ -29,7 +29,8 @@ from lsm_jax.mixers import merge_adapters
 from lsm_jax.models import ModelConfig, abstract
 from lsm_jax.training import TrainConfig, load_run
 from lsm_jax.training.partition import leaves_of
-from lsm_jax.training.runs import read_config, starting_runs
+from lsm_jax.training.run_files import read_config
+from lsm_jax.training.runs import starting_runs
 from lsm_jax.training.step import params_of
 
 FORMATS = ("huggingface", "liger", "peft")

@@ -64,6 +64,7 @@ from lsm_jax.mixers.base import Context, Mixer, MixerOutput, MixerState
 from lsm_jax.mixers.based import Based, BasedConfig
 from lsm_jax.mixers.clock import Clock, advance, fresh_clock
 from lsm_jax.mixers.comba import Comba, CombaConfig
+from lsm_jax.mixers.delta_config import DeltaRuleConfig, GroupedDeltaRuleConfig
 from lsm_jax.mixers.deltanet import DeltaNet, DeltaNetConfig
 from lsm_jax.mixers.fox import FoX, FoXConfig
 from lsm_jax.mixers.fp8 import use_fp8
@@ -207,6 +208,7 @@ __all__ = [
     "Context",
     "DeltaNet",
     "DeltaNetConfig",
+    "DeltaRuleConfig",
     "FoX",
     "FoXConfig",
     "GFW",
@@ -227,6 +229,7 @@ __all__ = [
     "GatedDeltaProductConfig",
     "GatedRetention",
     "GatedRetentionConfig",
+    "GroupedDeltaRuleConfig",
     "HGRN",
     "HGRN2",
     "HGRN2Config",

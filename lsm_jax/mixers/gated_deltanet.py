@@ -14,6 +14,7 @@ from flax import nnx
 from lsm_jax import ops
 from lsm_jax.mixers import checks
 from lsm_jax.mixers.base import Context, Mixer, short_convolution
+from lsm_jax.mixers.delta_config import GroupedDeltaRuleConfig
 from lsm_jax.mixers.layers import (
     Dense,
     RMSNorm,
@@ -24,35 +25,23 @@ from lsm_jax.mixers.layers import (
     split_heads,
 )
 from lsm_jax.mixers.method import Method
-from lsm_jax.mixers.op_config import RecurrentConfig
 
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
-class GatedDeltaNetConfig(RecurrentConfig):
-    """The config of a Gated DeltaNet layer: the delta rule with one decay for each head and token.
+class GatedDeltaNetConfig(GroupedDeltaRuleConfig):
+    """The config of a Gated DeltaNet layer, the delta rule with one decay for each head and token: the fields of
+    `GroupedDeltaRuleConfig`, and
 
     Attributes:
-        num_heads: heads of queries and keys.
-        num_value_heads: heads of values, gates and memories, a multiple of `num_heads`; None is `num_heads`.
-        head_dim: key channels of a head.
-        expand_v: number of value channels of a head, divided by head_dim.
-        conv_size: width of the short convolutions on q, k and v; 1 means no convolution, only the SiLU that follows it.
         allow_negative_eigenvalues: β in (0, 2) instead of (0, 1) (arXiv 2411.12537).
         output_norm: whether each head's output is normalised ahead of the gate; Linear-MoE (arXiv 2503.05447, its code) has
             only the gate.
         qkv_bias: whether the projections to queries, keys, values and the output gate have biases, as in Linear-MoE.
-        norm_eps: epsilon of the norm over each head's output.
     """
 
-    num_heads: int = 6
-    num_value_heads: int | None = None
-    head_dim: int = 256
-    expand_v: float = 2.0
-    conv_size: int = 4
     allow_negative_eigenvalues: bool = False
     output_norm: bool = True
     qkv_bias: bool = False
-    norm_eps: float = 1e-5
 
     @classmethod
     def for_width(cls, hidden_size: int) -> GatedDeltaNetConfig:
@@ -61,26 +50,6 @@ class GatedDeltaNetConfig(RecurrentConfig):
         """
         head_dim = min(256, hidden_size // 4)
         return cls(head_dim=head_dim, num_heads=max(1, 3 * hidden_size // (4 * head_dim)))
-
-    def value_heads(self) -> int:
-        """Return the number of heads of values, each with its own memory: `num_value_heads`, or `num_heads` if that is
-        None.
-        """
-        return self.num_heads if self.num_value_heads is None else self.num_value_heads
-
-    def value_dim(self) -> int:
-        """Return the number of value channels of one head: `head_dim` times `expand_v`."""
-        return round(self.expand_v * self.head_dim)
-
-    def validate(self, hidden_size: int) -> None:
-        """Raise ValueError if a field of this config of Gated DeltaNet is not accepted, or does not fit a model of
-        width `hidden_size`.
-        """
-        self.validate_fields()
-        checks.positive(self, head_dim=self.head_dim, norm_eps=self.norm_eps)
-        checks.expanded(self, "expand_v", self.expand_v, self.head_dim, 1)
-        checks.value_heads(self)
-        checks.convolution_width(self)
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
         """Return the floating-point operations of the forward pass per token: the projections and

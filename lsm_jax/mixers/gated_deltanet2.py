@@ -24,6 +24,7 @@ from flax import nnx
 from lsm_jax import ops
 from lsm_jax.mixers import checks
 from lsm_jax.mixers.base import Context, Mixer, short_convolution
+from lsm_jax.mixers.delta_config import GroupedDeltaRuleConfig
 from lsm_jax.mixers.layers import (
     Dense,
     RMSNorm,
@@ -35,30 +36,25 @@ from lsm_jax.mixers.layers import (
     split_heads,
 )
 from lsm_jax.mixers.method import Method
-from lsm_jax.mixers.op_config import RecurrentConfig
 
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
-class GatedDeltaNet2Config(RecurrentConfig):
-    """The config of a Gated DeltaNet-2 layer: the delta rule with a decay, an erase gate and a write gate for each channel.
+class GatedDeltaNet2Config(GroupedDeltaRuleConfig):
+    """The config of a Gated DeltaNet-2 layer, the delta rule with a decay, an erase gate and a write gate for each channel:
+    the fields of `GroupedDeltaRuleConfig`, and
 
     Attributes:
         num_heads: heads of queries, keys, decays and erase gates.
         num_value_heads: heads of values, write gates and memories, a multiple of `num_heads`; None is `num_heads`.
-        head_dim: key channels of a head.
-        expand_v: number of value channels of a head, divided by head_dim.
-        conv_size: width of the short convolutions on q, k and v; 1 means no convolution, only the SiLU that follows it.
+        expand_v: number of value channels of a head, divided by head_dim; they are also the inner width of the decay's and
+            the output gate's two matrices.
         allow_negative_eigenvalues: erase gates in (0, 2) instead of (0, 1); write gates are always in (0, 1).
-        norm_eps: epsilon of the norm over each head's output.
     """
 
     num_heads: int = 16
-    num_value_heads: int | None = None
     head_dim: int = 128
     expand_v: float = 1.0
-    conv_size: int = 4
     allow_negative_eigenvalues: bool = False
-    norm_eps: float = 1e-5
 
     @classmethod
     def for_width(cls, hidden_size: int) -> GatedDeltaNet2Config:
@@ -67,28 +63,6 @@ class GatedDeltaNet2Config(RecurrentConfig):
         """
         head_dim = min(128, hidden_size // 4)
         return cls(head_dim=head_dim, num_heads=hidden_size // head_dim)
-
-    def value_heads(self) -> int:
-        """Return the number of heads of values, each with its own memory: `num_value_heads`, or `num_heads` if that is
-        None.
-        """
-        return self.num_heads if self.num_value_heads is None else self.num_value_heads
-
-    def value_dim(self) -> int:
-        """Return the number of value channels of one head: `head_dim` times `expand_v`; also the inner width of the
-        decay's and the output gate's two matrices.
-        """
-        return round(self.expand_v * self.head_dim)
-
-    def validate(self, hidden_size: int) -> None:
-        """Raise ValueError if a field of this config of Gated DeltaNet-2 is not accepted, or does not fit a model of
-        width `hidden_size`.
-        """
-        self.validate_fields()
-        checks.positive(self, head_dim=self.head_dim, norm_eps=self.norm_eps)
-        checks.expanded(self, "expand_v", self.expand_v, self.head_dim, 1)
-        checks.value_heads(self)
-        checks.convolution_width(self)
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
         """Return the floating-point operations of the forward pass per token: the projections and

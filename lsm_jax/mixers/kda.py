@@ -31,6 +31,7 @@ from flax import nnx
 from lsm_jax import ops
 from lsm_jax.mixers import checks
 from lsm_jax.mixers.base import Context, Mixer, short_convolution
+from lsm_jax.mixers.delta_config import GroupedDeltaRuleConfig
 from lsm_jax.mixers.layers import (
     Dense,
     RMSNorm,
@@ -42,36 +43,28 @@ from lsm_jax.mixers.layers import (
     split_heads,
 )
 from lsm_jax.mixers.method import Method
-from lsm_jax.mixers.op_config import RecurrentConfig
 
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
-class KDAConfig(RecurrentConfig):
-    """The config of a layer of Kimi Delta Attention: the delta rule with a decay for each key channel and token.
+class KDAConfig(GroupedDeltaRuleConfig):
+    """The config of a layer of Kimi Delta Attention, the delta rule with a decay for each key channel and token: the fields of
+    `GroupedDeltaRuleConfig`, and
 
     Attributes:
-        num_heads: heads of queries and keys.
-        num_value_heads: heads of values, gates and memories, a multiple of `num_heads`; None is `num_heads`.
         head_dim: key channels of a head, and inner width of the decay's and the output gate's two matrices.
-        expand_v: number of value channels of a head, divided by head_dim.
-        conv_size: width of the short convolutions on q, k and v; 1 means no convolution, only the SiLU that follows it.
         allow_negative_eigenvalues: β in (0, 2) instead of (0, 1) (arXiv 2411.12537).
         lower_bound: the bound L < 0 of the log decay L sigmoid(A (f + δ)); None is the published -A softplus(f + δ).
         full_rank_gates: whether the decay's f and the output gate are one matrix each, instead of the product of two.
         output_gate_bias: whether the output gate's second matrix has a bias; a full matrix has none.
-        norm_eps: epsilon of the norm over each head's output.
     """
 
     num_heads: int = 16
-    num_value_heads: int | None = None
     head_dim: int = 128
     expand_v: float = 1.0
-    conv_size: int = 4
     allow_negative_eigenvalues: bool = False
     lower_bound: float | None = None
     full_rank_gates: bool = False
     output_gate_bias: bool = True
-    norm_eps: float = 1e-5
 
     @classmethod
     def for_width(cls, hidden_size: int) -> KDAConfig:
@@ -81,25 +74,11 @@ class KDAConfig(RecurrentConfig):
         head_dim = min(128, hidden_size // 4)
         return cls(head_dim=head_dim, num_heads=hidden_size // head_dim)
 
-    def value_heads(self) -> int:
-        """Return the number of heads of values, each with its own memory: `num_value_heads`, or `num_heads` if that is
-        None.
-        """
-        return self.num_heads if self.num_value_heads is None else self.num_value_heads
-
-    def value_dim(self) -> int:
-        """Return the number of value channels of one head: `head_dim` times `expand_v`."""
-        return round(self.expand_v * self.head_dim)
-
     def validate(self, hidden_size: int) -> None:
         """Raise ValueError if a field of this config of Kimi Delta Attention is not accepted, or does not fit a model
         of width `hidden_size`.
         """
-        self.validate_fields()
-        checks.positive(self, head_dim=self.head_dim, norm_eps=self.norm_eps)
-        checks.expanded(self, "expand_v", self.expand_v, self.head_dim, 1)
-        checks.value_heads(self)
-        checks.convolution_width(self)
+        super().validate(hidden_size)
         if self.lower_bound is not None and self.lower_bound >= 0:
             raise ValueError(
                 f"KDAConfig.lower_bound={self.lower_bound}: accepted are None and negative numbers"

@@ -21,6 +21,7 @@ from flax import nnx
 from lsm_jax import ops
 from lsm_jax.mixers import checks
 from lsm_jax.mixers.base import Context, Mixer, short_convolution
+from lsm_jax.mixers.delta_config import DeltaRuleConfig
 from lsm_jax.mixers.layers import (
     Dense,
     RMSNorm,
@@ -32,29 +33,19 @@ from lsm_jax.mixers.layers import (
     split_heads,
 )
 from lsm_jax.mixers.method import Method
-from lsm_jax.mixers.op_config import RecurrentConfig
 from lsm_jax.ops.convolution.backends import l2_normalize
 
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
-class MomentumDeltaNetConfig(RecurrentConfig):
-    """The config of a layer of momentum DeltaNet.
+class MomentumDeltaNetConfig(DeltaRuleConfig):
+    """The config of a layer of momentum DeltaNet: the fields of `DeltaRuleConfig`, and
 
     Attributes:
-        num_heads: heads of queries, keys and values.
-        head_dim: key channels of a head.
-        expand_v: number of value channels of a head, divided by head_dim.
-        conv_size: width of the short convolutions on q, k and v; 1 means no convolution, only the SiLU that follows it.
         least_log_momentum: the smallest value of log μ, below 0.
-        norm_eps: epsilon of the norm over each head's output.
     """
 
     num_heads: int = 4
-    head_dim: int = 256
-    expand_v: float = 2.0
-    conv_size: int = 4
     least_log_momentum: float = -2.0
-    norm_eps: float = 1e-5
 
     @classmethod
     def for_width(cls, hidden_size: int) -> MomentumDeltaNetConfig:
@@ -64,20 +55,11 @@ class MomentumDeltaNetConfig(RecurrentConfig):
         head_dim = min(256, hidden_size // 4)
         return cls(head_dim=head_dim, num_heads=max(1, hidden_size // head_dim))
 
-    def value_dim(self) -> int:
-        """Return the number of value channels of one head: `head_dim` times `expand_v`."""
-        return round(self.expand_v * self.head_dim)
-
     def validate(self, hidden_size: int) -> None:
         """Raise ValueError if a field of this config of momentum DeltaNet is not accepted, or does not fit a model of
         width `hidden_size`.
         """
-        self.validate_fields()
-        checks.positive(
-            self, num_heads=self.num_heads, head_dim=self.head_dim, norm_eps=self.norm_eps
-        )
-        checks.expanded(self, "expand_v", self.expand_v, self.head_dim, 1)
-        checks.convolution_width(self)
+        super().validate(hidden_size)
         if self.least_log_momentum >= 0:
             raise ValueError(
                 f"MomentumDeltaNetConfig.least_log_momentum={self.least_log_momentum}: accepted are negative numbers"

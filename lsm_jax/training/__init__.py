@@ -9,7 +9,8 @@ from lsm_jax.training.optimizer import learning_rate, make_optimizer
 from lsm_jax.training.optimizer_config import OptimizerConfig
 from lsm_jax.training.recall_config import RecallConfig
 from lsm_jax.training.recall_sweep import train_recall
-from lsm_jax.training.runs import Run, best_step, load_run, read_config
+from lsm_jax.training.run_files import read_config
+from lsm_jax.training.runs import Run, best_step, load_run
 from lsm_jax.training.samples_config import SamplesConfig
 from lsm_jax.training.seeds import train_seeds
 from lsm_jax.training.start import TrainingNotSaved, train

@@ -3,21 +3,12 @@ newest complete checkpoint is usable."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import gc
-import io
-import logging
 import os
-import re
 import shutil
 import sys
 import threading
 import time
-import traceback
-import types
-import warnings
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +18,15 @@ from orbax.checkpoint import v1 as ocp
 from lsm_jax.training.best import BestSteps
 from lsm_jax.training.checksums import check_files, write_checksums
 from lsm_jax.training.failures import WriteError
+from lsm_jax.training.orbax_errors import (
+    hide_coroutines,
+    hide_errors_of_threads,
+    quiet,
+    reason_of,
+)
 from lsm_jax.training.partition import leaves_of
 from lsm_jax.training.step import TrainState
 
-_ORBAX = f"{os.sep}orbax{os.sep}"  # in the paths of orbax's files
-_STATUS = re.compile(
-    r"[A-Z]+(_[A-Z]+)*: "
-)  # the beginning of tensorstore's errors, such as "DATA_LOSS: "
 _MOST_DELETED = 20  # checkpoints that may be deleted one after another while they are read
 
 
@@ -81,7 +74,7 @@ class Checkpoints:
         """Return orbax's checkpointer of the run; it is made at the first use, since making it creates the
         checkpoints' folder."""
         if self._opened is None:
-            _hide_errors_of_threads()
+            hide_errors_of_threads()
             policies = ocp.training.preservation_policies
             alternatives: list[Any] = [policies.LatestN(n=self._keep_last)]
             if self._keep_every:
@@ -155,7 +148,7 @@ class Checkpoints:
         if self._failure is None:
             self._failure, self._failed_step = WriteError(path, error, exact=True), step
             self._failure.__cause__ = error
-        _hide_coroutines()
+        hide_coroutines()
         self._delete_parts(step)
 
     def _delete_parts(self, step: int) -> None:
@@ -217,11 +210,11 @@ class Checkpoints:
         before = files()
         check_files(self._checksums(step), folder, wanted)
         try:
-            with _quiet():
+            with quiet():
                 loaded = ocp.load_checkpointables(str(folder), parts)
         except Exception as error:
-            _hide_errors_of_threads()
-            _hide_coroutines()
+            hide_errors_of_threads()
+            hide_coroutines()
             if problem := _different_shapes(folder, parts):
                 raise ValueError(problem) from error
             raise
@@ -248,7 +241,7 @@ class Checkpoints:
             try:
                 loaded = self._read(step, {**parts, "data": data})
             except Exception as error:  # whatever the storage raises for a file cut short
-                _say(f"checkpoint {step} in {self.directory} cannot be read: {_reason(error)}")
+                _say(f"checkpoint {step} in {self.directory} cannot be read: {reason_of(error)}")
                 broken.append((step, error))
                 continue
             for broken_step, _ in broken:
@@ -260,7 +253,7 @@ class Checkpoints:
         if broken:
             raise ValueError(
                 f"none of the checkpoints {', '.join(map(str, steps))} in {self.directory} can be read: "
-                f"{_reason(broken[0][1])}"
+                f"{reason_of(broken[0][1])}"
             ) from broken[0][1]
         return None
 
@@ -292,12 +285,12 @@ class Checkpoints:
                         failure = None
                         break
                     _say(
-                        f"checkpoint {candidate} in {self.directory} cannot be read: {_reason(error)}"
+                        f"checkpoint {candidate} in {self.directory} cannot be read: {reason_of(error)}"
                     )
                     failure = error
             if failure is not None:
                 raise ValueError(
-                    f"no checkpoint in {self.directory} can be read: {_reason(failure)}"
+                    f"no checkpoint in {self.directory} can be read: {reason_of(failure)}"
                 ) from failure
         raise ValueError(
             f"{self.directory}: {_MOST_DELETED} checkpoints were deleted, one after another, while they were read: a process "
@@ -396,7 +389,7 @@ def _different_shapes(folder: Path, parts: dict[str, Any]) -> str:
     if "params" not in parts:
         return ""
     try:
-        with _quiet():
+        with quiet():
             stored = _shapes(ocp.metadata(str(folder), checkpointable_name="params").metadata)
     except Exception:  # damaged metadata, of which the caller has an error
         return ""
@@ -415,93 +408,8 @@ def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
     return {name: tuple(x.shape) for name, x in leaves_of(tree).items() if hasattr(x, "shape")}
 
 
-def _hide_errors_of_threads() -> None:
-    """Hide the errors of orbax's threads from now on, of which each is printed several times with its traceback, also
-    after a save or a read has ended. The first one is raised in the main thread (`Checkpoints.raise_failure`)."""
-    for name in ("absl", "asyncio"):
-        logging.getLogger(name).addFilter(_is_no_error_of_orbax)
-    if not _hooks:
-        _hooks.update(uncaught=sys.excepthook, unraisable=sys.unraisablehook)
-        sys.excepthook, sys.unraisablehook = _show_uncaught, _show_unraisable
-
-
-def _is_no_error_of_orbax(record: logging.LogRecord) -> bool:
-    if record.levelno < logging.ERROR:
-        return True
-    error = record.exc_info[1] if record.exc_info else None
-    if record.name == "asyncio" and _STATUS.match(str(error)):
-        return False  # of a read that tensorstore had begun, without a traceback
-    frames = traceback.walk_tb(record.exc_info[2]) if record.exc_info else ()
-    files = [record.pathname, *(frame.f_code.co_filename for frame, _ in frames)]
-    return not any(_ORBAX in file for file in files)
-
-
-def _hide_coroutines() -> None:
-    """Hide Python's warnings about reads and writes that did not begin because an earlier one failed."""
-    warnings.filterwarnings("ignore", r"coroutine '.*' was never awaited", RuntimeWarning)
-
-
-_hooks: dict[str, Callable[..., Any]] = {}  # Python's, which the two functions below call
-
-
-def _show_uncaught(
-    kind: type[BaseException], error: BaseException, trace: types.TracebackType | None
-) -> None:
-    """Show an uncaught exception as before, unless tensorstore raised it in one of its threads because a save ended,
-    with an error, before all of its writes."""
-    if not _is_closed_loop(error):
-        _hooks["uncaught"](kind, error, trace)
-
-
-def _show_unraisable(event: Any) -> None:
-    """Show an exception that Python could not raise as before, unless it is of a read or write that orbax gave up."""
-    code = getattr(event.object, "cr_code", None)
-    if not _is_closed_loop(event.exc_value) and not (code and _ORBAX in code.co_filename):
-        _hooks["unraisable"](event)
-
-
-def _is_closed_loop(error: BaseException | None) -> bool:
-    return isinstance(error, RuntimeError) and str(error) == "Event loop is closed"
-
-
-def _reason(error: Exception) -> str:
-    """Return an error's text on one line of at most 400 characters."""
-    text = " ".join(str(error).split())
-    if (
-        "incompatible handler" in text
-    ):  # orbax's words for every error of a part, with the whole tree
-        cause = error.__cause__ or error.__context__
-        text = " ".join(str(cause).split()) if cause is not None else ""
-        text = f"a part of it is damaged ({text[:300]})" if text else "a part of it is damaged"
-    return text[:400] if text else repr(error)
-
-
 def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Suppress, inside a `with` block, the long messages that orbax's threads print about an unreadable
-    checkpoint file; the error is still raised."""
-    loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
-    root, null_handler = logging.getLogger(), logging.NullHandler()
-    were_disabled = [logger.disabled for logger in loggers]
-    for logger in loggers:
-        logger.disabled = True
-    root.addHandler(
-        null_handler
-    )  # without a handler, the first message would install one on the redirected stderr
-    with contextlib.redirect_stderr(io.StringIO()), warnings.catch_warnings(action="ignore"):
-        try:
-            yield
-        except Exception:
-            gc.collect()  # failed tasks print when they are garbage-collected, so collect them now
-            raise
-        finally:
-            for logger, was_disabled in zip(loggers, were_disabled, strict=True):
-                logger.disabled = was_disabled
-            root.removeHandler(null_handler)
 
 
 def abstract_like(shapes: Any, shardings: Any) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 
 from lsm_jax.files import bounded_json
 from lsm_jax.training.config import TrainConfig
-from lsm_jax.training.runs import write_json
+from lsm_jax.training.run_files import write_json
 
 FILE = "expert_buffers.json"
 

@@ -34,7 +34,7 @@ from lsm_jax.training.partition import join
 from lsm_jax.training.peak_flops import peak_flops
 from lsm_jax.training.profiler import profiler
 from lsm_jax.training.readme import write_readme
-from lsm_jax.training.runs import write_choices, write_config
+from lsm_jax.training.run_files import write_choices, write_config
 from lsm_jax.training.samples import Samples, write_samples
 from lsm_jax.training.step import OVERFLOW, Program, TrainState, make_program
 from lsm_jax.training.wandb_log import WandbLog

@@ -31,7 +31,7 @@ from lsm_jax.training.failures import WriteError
 from lsm_jax.training.lock import RunLock
 from lsm_jax.training.metrics import MetricsWriter, TrainProgress
 from lsm_jax.training.recall_config import RecallConfig
-from lsm_jax.training.runs import check_workdir, write_json
+from lsm_jax.training.run_files import check_workdir, write_json
 from lsm_jax.training.sweep import Data, Sweep, SweepState, epoch_blocks
 
 Blocks = list[tuple[int, np.ndarray]]

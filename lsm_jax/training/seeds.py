@@ -13,7 +13,7 @@ import numpy as np
 from lsm_jax.training.config import TrainConfig
 from lsm_jax.training.loop import TrainResult
 from lsm_jax.training.metrics import read_rows
-from lsm_jax.training.runs import write_json
+from lsm_jax.training.run_files import write_json
 from lsm_jax.training.start import train
 
 _SUMMARISED = ("train/loss", "val/loss", "val/ema_loss", "perf/tokens_per_second")

@@ -29,14 +29,14 @@ from lsm_jax.training.lock import LostLockError, RunLock
 from lsm_jax.training.loop import TrainingStopped, TrainLoop, TrainResult
 from lsm_jax.training.memory_check import check_memory
 from lsm_jax.training.partition import digests, join, like, split, targets
-from lsm_jax.training.runs import (
+from lsm_jax.training.run_files import (
     check_data,
     check_frozen,
     check_workdir,
     checkpoint_directory,
     pinned,
-    starting_params,
 )
+from lsm_jax.training.runs import starting_params
 from lsm_jax.training.step import make_program, params_of
 from lsm_jax.training.wandb_log import check_wandb
 

@@ -8,7 +8,7 @@ import shutil
 import pytest
 
 from lsm_jax.linearize.export import export_run, main
-from lsm_jax.training.runs import write_config
+from lsm_jax.training.run_files import write_config
 from tests.linearize.conftest import config_of
 
 

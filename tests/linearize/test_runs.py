@@ -33,7 +33,7 @@ from lsm_jax.mixers import LoRAConfig, OpConfig
 from lsm_jax.parallel import MeshConfig, make_mesh
 from lsm_jax.training import from_dict, load_run, make_program, read_rows, to_dict, train
 from lsm_jax.training.partition import leaves_of, split, targets
-from lsm_jax.training.runs import checkpoint_directory
+from lsm_jax.training.run_files import checkpoint_directory
 from tests.linearize.conftest import assert_same_bits, config_of
 from tests.linearize.on_mesh import MESHES
 from tests.parallel.test_parallel import run_with_devices

@@ -13,7 +13,7 @@ import pytest
 from lsm_jax.data.mixture import format_mixture
 from lsm_jax.data.tokenize import main as tokenize
 from lsm_jax.training import read_rows, train
-from lsm_jax.training.runs import pinned, write_config
+from lsm_jax.training.run_files import pinned, write_config
 from tests.hub_server import Hub
 from tests.training import tiny
 from tests.training.test_loop import drive, losses

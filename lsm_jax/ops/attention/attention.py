@@ -5,20 +5,17 @@ forgetting attention.
 from __future__ import annotations
 
 import functools
-from typing import Any
 
-import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from lsm_jax.ops.attention.attend import attend, attend_shared_row
+from lsm_jax.ops.attention.entrance import axes_of, check_gates, check_tokens, state_or_empty
 from lsm_jax.ops.attention.shared_rows import tokens_per_device
 from lsm_jax.ops.attention.state import AttentionState, attention_state
 from lsm_jax.ops.attention.xla import AttentionOptions
-from lsm_jax.ops.backends.registry import check_implementation
 from lsm_jax.ops.backends.run import static_of
 from lsm_jax.ops.core import checks
-from lsm_jax.parallel import TOKENS, over_mesh, sequence_shards
+from lsm_jax.parallel import over_mesh, sequence_shards
 
 
 def attention(
@@ -77,28 +74,23 @@ def attention(
             requirement.
     """
     op = "attention"
-    check_implementation(op, implementation)
-    batch, length, _, _, heads, key_dim, value_dim = checks.check_qkv(op, q, k, v)
-    checks.check_rows(op, batch, length, segment_ids, update_mask)
+    batch, length, _, _, heads, key_dim, value_dim = check_tokens(
+        op, q, k, v,
+        implementation=implementation, segment_ids=segment_ids, update_mask=update_mask,
+    )  # fmt: skip
     gates = None if log_forget is None else max(q.shape[2], heads)
     if gates is not None:
         log_forget = check_gates(op, log_forget, (batch, length, gates))
     if window is not None and not checks.is_count(window):
         raise ValueError(f"{op}: window={window!r}; accepted are None and integers from 1")
-    capacity = length if window is None else window
-    if isinstance(initial_state, AttentionState) and jnp.ndim(initial_state.keys) >= 4:
-        capacity = initial_state.keys.shape[-3]
     empty = functools.partial(
-        attention_state,
-        batch,
-        capacity,
-        heads,
-        key_dim,
-        value_dim,
-        forget_heads=gates,
-        dtype=k.dtype,
+        attention_state, batch, num_kv_heads=heads, key_dim=key_dim, value_dim=value_dim,
+        forget_heads=gates, dtype=k.dtype,
+    )  # fmt: skip
+    state = state_or_empty(
+        op, initial_state, empty, length if window is None else window, segment_ids
     )
-    state = checks.state_or_empty(op, initial_state, empty, segment_ids)
+    capacity = state.keys.shape[-3]
     if window is not None and capacity < window:
         raise ValueError(
             f"{op}: initial_state has a capacity of {capacity} tokens; accepted are capacities from window={window}"
@@ -120,40 +112,12 @@ def attention(
         segment_ids=segment_ids,
         update_mask=update_mask,
     )
-    axes: dict[str, Any] = dict.fromkeys(batched, TOKENS)
-    rows = ("batch",) if state.count.ndim == 1 else ("batch", None)
-    axes["state"] = jax.tree.map(lambda _: (*rows, None, "heads"), state)._replace(
-        count=rows, segment_id=("batch",)
-    )
     return over_mesh(
         attend,
         batched,
         {},
         static_of(op, options, implementation),
-        axes=axes,
-        out_axes=(TOKENS, "state"),
+        **axes_of(batched),
         in_sequence=attend_shared_row,
         multiple=tokens_per_device(length, sequence_shards(length)),
     )
-
-
-_CLOSED_GATE = -4096.0  # its exponential is 0, in float64 too
-
-
-def check_gates(op: str, log_forget, shape: tuple[int, int, int]) -> Array:
-    """Raise ValueError if the argument `log_forget` of `attention` is not accepted; return the log gates of
-    all tokens, [B, T, N], in at least float32: the gradient of a constant gate is a sum over tokens.
-    """
-    if jnp.shape(log_forget) not in (shape, shape[2:]):
-        raise ValueError(
-            f"{op}: log_forget has shape {jnp.shape(log_forget)}; accepted are [N] and [B, T, N] = {shape[2:]} and {shape}"
-            f"{checks.heads_first(log_forget, *shape)}"
-        )
-    if not jnp.issubdtype(jnp.result_type(log_forget), jnp.floating):
-        raise ValueError(
-            f"{op}: log_forget has dtype {jnp.result_type(log_forget)}; accepted are floating dtypes"
-        )
-    checks.check_logarithm(op, "log_forget", log_forget)
-    wide = jnp.promote_types(jnp.result_type(log_forget), jnp.float32)
-    # Larger numbers in a sum would cost the other gates their digits, and in a kernel's tile the scores.
-    return jnp.broadcast_to(jnp.maximum(jnp.asarray(log_forget, wide), _CLOSED_GATE), shape)

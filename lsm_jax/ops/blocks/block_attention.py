@@ -12,19 +12,15 @@ training.
 from __future__ import annotations
 
 import functools
-from typing import Any
 
-import jax
 from jaxtyping import Array, Float, Int
 
+from lsm_jax.ops.attention.entrance import axes_of, check_form, check_tokens, state_or_empty
 from lsm_jax.ops.attention.state import AttentionState, attention_state
-from lsm_jax.ops.backends.registry import check_implementation
 from lsm_jax.ops.backends.run import run, static_of
 from lsm_jax.ops.blocks.xla import Options
 from lsm_jax.ops.core import checks
-from lsm_jax.parallel import TOKENS, over_mesh
-
-FORMS = ("recurrent", "chunk")
+from lsm_jax.parallel import over_mesh
 
 
 def block_attention(
@@ -127,13 +123,11 @@ def _run(
     update_mask, form, implementation, chunk_size,
 ):  # fmt: skip
     """Check the arguments of `block_attention` or `native_sparse_attention`, and compute it."""
-    if form not in FORMS:
-        raise ValueError(
-            f"{op}: form={form!r}; accepted are 'recurrent', 'chunk' (the memory grows with the document)"
-        )
-    check_implementation(op, implementation)
-    batch, length, _, _, heads, key_dim, value_dim = checks.check_qkv(op, q, k, v)
-    checks.check_rows(op, batch, length, segment_ids, update_mask)
+    check_form(op, form)
+    batch, length, _, _, heads, key_dim, value_dim = check_tokens(
+        op, q, k, v,
+        implementation=implementation, segment_ids=segment_ids, update_mask=update_mask,
+    )  # fmt: skip
     for name, value in (("block_size", block_size), ("num_blocks", num_blocks)):
         if not checks.is_count(value):
             raise ValueError(f"{op}: {name}={value!r}; accepted are integers from 1")
@@ -141,13 +135,11 @@ def _run(
         shape = (batch, length, max(q.shape[2], heads), 3)
         checks.check_shape(op, "gates", gates, shape, "B, T, H, 3")
     size = checks.check_chunk_size(op, chunk_size, length)
-    capacity = length
-    if isinstance(initial_state, AttentionState) and initial_state.keys.ndim >= 4:
-        capacity = initial_state.keys.shape[-3]
     empty = functools.partial(
-        attention_state, batch, capacity, heads, key_dim, value_dim, dtype=k.dtype
-    )
-    state = checks.state_or_empty(op, initial_state, empty, segment_ids)
+        attention_state, batch, num_kv_heads=heads, key_dim=key_dim, value_dim=value_dim,
+        dtype=k.dtype,
+    )  # fmt: skip
+    state = state_or_empty(op, initial_state, empty, length, segment_ids)
     options = Options(
         block_size=int(block_size),
         num_blocks=int(num_blocks),
@@ -162,16 +154,4 @@ def _run(
     batched = dict(
         q=q, k=k, v=v, gates=gates, state=state, segment_ids=segment_ids, update_mask=update_mask
     )
-    axes: dict[str, Any] = dict.fromkeys(batched, TOKENS)
-    rows = ("batch",) if state.count.ndim == 1 else ("batch", None)
-    axes["state"] = jax.tree.map(lambda _: (*rows, None, "heads"), state)._replace(
-        count=rows, segment_id=("batch",)
-    )
-    return over_mesh(
-        run,
-        batched,
-        {},
-        static_of(op, options, implementation),
-        axes=axes,
-        out_axes=(TOKENS, "state"),
-    )
+    return over_mesh(run, batched, {}, static_of(op, options, implementation), **axes_of(batched))

@@ -12,21 +12,22 @@ In decoding all stored keys are multiplied by the new token's H, so that a token
 from __future__ import annotations
 
 import functools
-from typing import Any
 
-import jax
 from jaxtyping import Array, Float, Int
 
-from lsm_jax.ops.attention.attention import check_gates
+from lsm_jax.ops.attention.entrance import (
+    axes_of,
+    check_form,
+    check_gates,
+    check_tokens,
+    state_or_empty,
+)
 from lsm_jax.ops.attention.state import AttentionState
-from lsm_jax.ops.backends.registry import check_implementation
 from lsm_jax.ops.backends.run import run, static_of
 from lsm_jax.ops.core import checks
 from lsm_jax.ops.path.state import path_attention_state
 from lsm_jax.ops.path.xla import Options
-from lsm_jax.parallel import TOKENS, over_mesh
-
-FORMS = ("recurrent", "chunk")
+from lsm_jax.parallel import over_mesh
 
 
 def path_attention(
@@ -74,13 +75,11 @@ def path_attention(
         ValueError: a shape, number of heads, form, implementation or chunk size is not accepted.
     """
     op = "path_attention"
-    if form not in FORMS:
-        raise ValueError(
-            f"{op}: form={form!r}; accepted are 'recurrent', 'chunk' (the memory grows with the document)"
-        )
-    check_implementation(op, implementation)
-    batch, length, _, key_heads, heads, key_dim, value_dim = checks.check_qkv(op, q, k, v)
-    checks.check_rows(op, batch, length, segment_ids, update_mask)
+    check_form(op, form)
+    batch, length, _, key_heads, heads, key_dim, value_dim = check_tokens(
+        op, q, k, v,
+        implementation=implementation, segment_ids=segment_ids, update_mask=update_mask,
+    )  # fmt: skip
     checks.check_shape(op, "w", w, (batch, length, key_heads, key_dim), "B, T, Hk, K")
     checks.check_shape(op, "beta", beta, (batch, length, heads), "B, T, G")
     gates = None if log_forget is None else max(q.shape[2], heads)
@@ -88,14 +87,11 @@ def path_attention(
         log_forget = check_gates(op, log_forget, (batch, length, gates))
     size = checks.check_chunk_size(op, chunk_size, length)
     dtype = checks.compute_dtype(q, k, v, w, beta, log_forget)
-    capacity = length
-    if isinstance(initial_state, AttentionState) and initial_state.keys.ndim >= 4:
-        capacity = initial_state.keys.shape[-3]
     empty = functools.partial(
-        path_attention_state, batch, capacity, heads, key_dim, value_dim,
+        path_attention_state, batch, num_kv_heads=heads, key_dim=key_dim, value_dim=value_dim,
         forget_heads=gates, dtype=v.dtype,
     )  # fmt: skip
-    state = checks.state_or_empty(op, initial_state, empty, segment_ids)
+    state = state_or_empty(op, initial_state, empty, length, segment_ids)
     options = Options(
         scale=checks.scale_or_default(op, scale, key_dim),
         by_token=form == "recurrent" or length == 1,
@@ -108,16 +104,4 @@ def path_attention(
         q=q, k=k, v=v, w=w, beta=beta, log_forget=log_forget, state=state,
         segment_ids=segment_ids, update_mask=update_mask,
     )  # fmt: skip
-    axes: dict[str, Any] = dict.fromkeys(batched, TOKENS)
-    rows = ("batch",) if state.count.ndim == 1 else ("batch", None)
-    axes["state"] = jax.tree.map(lambda _: (*rows, None, "heads"), state)._replace(
-        count=rows, segment_id=("batch",)
-    )
-    return over_mesh(
-        run,
-        batched,
-        {},
-        static_of(op, options, implementation),
-        axes=axes,
-        out_axes=(TOKENS, "state"),
-    )
+    return over_mesh(run, batched, {}, static_of(op, options, implementation), **axes_of(batched))

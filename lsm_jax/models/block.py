@@ -1,0 +1,176 @@
+"""The layers of the decoder: a block around a mixer and a feedforward, and the period of blocks that the decoder
+repeats.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from lsm_jax import feedforward, mixers
+from lsm_jax.mixers.layers import LayerNorm, RMSNorm, draw_xavier
+from lsm_jax.models.config import LayerConfig, ModelConfig
+from lsm_jax.parallel import constrain
+
+ACTIVATIONS = ("batch", "sequence", None)  # the axes of the residual stream
+_XAVIER_GAIN = 2**-2.5  # of `LayerConfig.mixer_init`
+
+
+def new_norm(config: ModelConfig) -> RMSNorm | LayerNorm:
+    """Return a norm of the residual stream, of the kind that the config has."""
+    size, eps = config.hidden_size, config.norm_eps
+    if config.norm == "layer":
+        return LayerNorm(size, eps=eps, bias=config.norm_bias)
+    return RMSNorm(size, eps=eps, zero_centred=config.norm == "zero_centred_rms")
+
+
+class Block(nnx.Module):
+    """One layer of the decoder, which adds to the residual stream x: `x += mixer(norm(x))`, then `x +=
+    feedforward(norm(x))` if the layer has a feedforward. With `LayerConfig.post_norm` they are `norm(mixer(x))` and
+    `norm(feedforward(x))`. The model's `residual_scale` multiplies both terms.
+    """
+
+    def __init__(
+        self, config: LayerConfig, model: ModelConfig, *, rngs: nnx.Rngs, layer: jax.Array | int
+    ):
+        size = model.hidden_size
+        options: dict[str, Any] = dict(
+            rngs=rngs, init_std=model.init_std, layer=layer, num_layers=model.num_layers
+        )
+        self.residual_scale, self.post_norm = model.residual_scale, config.post_norm
+        self.mixer_norm = new_norm(model)
+        self.mixer = mixers.build(
+            config.mixer,
+            size,
+            **options,
+            loss_layers=model.mixers_like(config.mixer),
+        )
+        inner = config.feedforward
+        self.feedforward_norm = None if inner is None else new_norm(model)
+        self.feedforward = None if inner is None else feedforward.build(inner, size, **options)
+        if config.mixer_init == "xavier":
+            draw_xavier(self.mixer, _XAVIER_GAIN, rngs)
+        if model.scaled_output_init:
+            self._scale_outputs((2 * model.num_layers) ** -0.5)
+        if model.matmul == "fp8":
+            for part in (self.mixer, self.feedforward):
+                if part is not None:
+                    mixers.use_fp8(part)
+        self.adapted: tuple[str, ...] = ()
+        if model.lora is not None:
+            parts = [part for part in (self.mixer, self.feedforward) if part is not None]
+            named = [n for part in parts for n in mixers.add_adapters(part, model.lora, rngs=rngs)]
+            self.adapted = tuple(dict.fromkeys(named))
+
+    def _scale_outputs(self, factor: float) -> None:
+        """Multiply by `factor` the initial kernels of the projections whose outputs are added to the residual stream:
+        those at the end of mixer and feedforward.
+        """
+        kernels = [projection.kernel for projection in self.mixer.output_projections()]
+        feedforwards: tuple[Any, ...] = (
+            self.feedforward,
+            getattr(self.feedforward, "shared", None),
+        )
+        for part in feedforwards:
+            if part is None:
+                continue
+            if not hasattr(part, "down_proj"):
+                raise ValueError(
+                    f"model.scaled_output_init=True: {type(part).__name__} has no down_proj; accepted are feedforwards with one"
+                )
+            kernels.append(getattr(part.down_proj, "kernel", part.down_proj))
+        for kernel in kernels:
+            kernel[...] = factor * kernel[...]
+
+    def init_state(self, batch_size: int, max_length: int, dtype: Any) -> tuple[Any, Any]:
+        """Return the states of one layer's mixer and of its feedforward (None without one) before any token."""
+        arguments = (batch_size, max_length, dtype)
+        inner = None if self.feedforward is None else self.feedforward.init_state(*arguments)
+        return self.mixer.init_state(*arguments), inner
+
+    def __call__(
+        self, x: jax.Array, shared: dict[str, jax.Array], state: tuple[Any, Any] | None, **call: Any
+    ) -> tuple[jax.Array, dict[str, jax.Array], tuple[Any, Any], dict[str, jax.Array]]:
+        """Return the residual stream x [B, T, D] after this layer, the values that travel from layer to
+        layer, the states of the layer's mixer and feedforward, and statistics by name.
+        """
+        mixer_state, inner_state = (None, None) if state is None else state
+        with jax.named_scope("mixer"):
+            y, mixer_state, context = self.mixer.run(
+                self._before(x, self.mixer_norm), shared=shared, state=mixer_state, **call
+            )
+        shared, aux = dict(context.shared), dict(context.aux)
+        x = self._add(x, y, self.mixer_norm)
+        if self.feedforward is not None and self.feedforward_norm is not None:
+            with jax.named_scope("feedforward"):
+                y, inner_state, more = self.feedforward(
+                    self._before(x, self.feedforward_norm),
+                    shared=shared,
+                    state=inner_state,
+                    **call,
+                )
+            x = self._add(x, y, self.feedforward_norm)
+            aux = {**aux, **more}
+        return x, shared, (mixer_state, inner_state), aux
+
+    def _before(self, x: jax.Array, norm: RMSNorm | LayerNorm) -> jax.Array:
+        """Return the input of a mixer or feedforward, from the residual stream x, both [B, T, D]."""
+        return x if self.post_norm else norm(x)
+
+    def _add(self, x: jax.Array, y: jax.Array, norm: RMSNorm | LayerNorm) -> jax.Array:
+        """Return the residual stream x after the output y of a mixer or feedforward is added, both [B, T, D]."""
+        y = norm(y) if self.post_norm else y
+        y = y if self.residual_scale == 1 else self.residual_scale * y
+        return constrain(x + y, ACTIVATIONS)
+
+
+def _check_adapters(blocks: list[Block], lora: mixers.LoRAConfig) -> None:
+    """Raise ValueError if no layer of a period has a projection of a name that the config of adapters has as target."""
+    missing = [name for name in lora.targets if not any(name in b.adapted for b in blocks)]
+    if not missing:
+        return
+    parts = [part for b in blocks for part in (b.mixer, b.feedforward) if part is not None]
+    kinds = " and ".join(dict.fromkeys(type(part).__name__ for part in parts))
+    has = sorted({name for part in parts for name in mixers.adaptable(part)})
+    raise ValueError(
+        f"model.lora.targets={lora.targets}: a layer of {kinds} has no projection {', '.join(missing)}; it has "
+        f"{', '.join(has)}; several are written \"('q_proj', 'k_proj')\", and ('all',) names all"
+    )
+
+
+class Period(nnx.Module):
+    """The layers of one period, the shortest pattern that a decoder repeats; the first of them has the index
+    `first` in the model.
+    """
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, first: jax.Array | int):
+        self.blocks = nnx.List(
+            [
+                Block(config.layers[letter], config, rngs=rngs, layer=first + place)
+                for place, letter in enumerate(config.period())
+            ]
+        )
+        if config.lora is not None:
+            _check_adapters(list(self.blocks), config.lora)
+
+
+def stack_periods(config: ModelConfig, keys: jax.Array) -> Period:
+    """Return the decoder's periods, one for each random key in `keys`, as one `Period` whose parameters have
+    a leading axis "layers".
+
+    All parameters are drawn in one compiled function.
+    """
+
+    def make(key, first):
+        return nnx.state(Period(config, rngs=nnx.Rngs(key), first=first), nnx.Param)
+
+    graphdef, _ = nnx.split(nnx.eval_shape(lambda: Period(config, rngs=nnx.Rngs(0), first=0)))
+    first = jnp.arange(len(keys)) * len(config.period())
+    periods = nnx.merge(graphdef, jax.jit(jax.vmap(make))(keys, first))
+    for _, leaf in nnx.iter_graph(periods):
+        if isinstance(leaf, nnx.Param):
+            leaf.set_metadata(logical_axes=("layers", *leaf.logical_axes))
+    return periods
