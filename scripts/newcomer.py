@@ -20,7 +20,9 @@ from scripts.doc_blocks import ROOT, blocks
 from tests.hub_server import Hub
 
 HUB_ID = "someone/texts"
-SHORTENED = " --config.total_tokens=40960"  # 10 steps; the folder's 100 show that the commands are complete
+SHORTENED = (
+    " --config.total_tokens=40960"  # 10 steps; the folder's 100 show that the commands are complete
+)
 # Reads a folder of texts and writes a parquet file with the column `text`; run by the clone's Python, which has pyarrow.
 WRITE_PARQUET = """
 import pathlib, sys

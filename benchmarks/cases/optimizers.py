@@ -2,8 +2,8 @@
 
     python -m benchmarks optimizers [--settings adamw-cosine,muon-wsd] [--seeds 0,1]
 
-Trains `configs/demo.py` (0.9 M parameters, bytes of the running interpreter's library) once for each setting and seed. All
-settings of a seed have the same initial parameters and the same tokens in the same order; `--tokens` shortens the run. Peak
+Trains `configs/demo.py` (0.9 M parameters, bytes of the running interpreter's library) once for each setting and seed, in
+steps of 1,024 tokens. All settings of a seed have the same initial parameters and the same tokens in the same order. Peak
 rates are not tuned: AdamW, Muon and Adafactor have the demo's rate, and Lion a seventh of it with seven times the weight
 decay. A row for each run, with its training and held-out loss by tokens, and the numbers that the optimizer stores for each
 parameter. `python -m scripts.draw_results` draws the rows.
@@ -36,19 +36,22 @@ BENCHMARK = Benchmark(
 )
 
 SETTINGS = "adamw-cosine,adamw-wsd,muon-cosine,muon-wsd,lion-cosine,adafactor-cosine"
-TOKENS = 204_800  # 31 % of the demo's
+TOKENS = 102_400  # 100 steps
 
 
 def config_of(setting: str, tokens: int, seed: int) -> TrainConfig:
-    """Return the training config of a setting OPTIMIZER-SCHEDULE: the demo's, for another number of tokens."""
+    """Return the training config of a setting OPTIMIZER-SCHEDULE: the demo's, with a quarter of its batch and another number
+    of tokens, of which a tenth are the warm-up.
+    """
     config = demo.get_config()
-    config.seed = seed
+    config.seed, config.batch_size = seed, 4
     optimizer = config.optimizer
     optimizer.name, optimizer.schedule = setting.split("-")
     if optimizer.name == "lion":
         optimizer.peak_lr, optimizer.weight_decay = 6e-4, 0.7
         optimizer.b2 = 0.99  # as published, arXiv 2302.06675
-    config.total_tokens, config.log_every, config.eval_every = tokens, 2, 10
+    config.total_tokens, config.optimizer.warmup_tokens = tokens, tokens // 10
+    config.log_every, config.eval_every, config.eval_batches = 2, 25, 16
     config.checkpoint_every = config.num_steps
     config.validate()
     return config
