@@ -70,7 +70,7 @@ def training_losses(
     With logits z [V] of a token, its label y, s = `label_smoothing`, c = `z_loss` and Z = log sum exp(z), the loss of a
     token is
 
-        Z - (1 - s) z_y - s mean(z) + c Z²
+        Z - (1 - s) z_y - s mean(z) + c Z^2
 
     Smoothing makes the target (1 - s) of the label and s / V of every token (arXiv 1512.00567, section 7). The z-loss keeps Z
     near 0 (arXiv 2204.02311, section 5, with 1e-4). Without both, the two results are equal.
