@@ -156,7 +156,7 @@ def visit_formula(translator, node) -> None:
     display = "block" if isinstance(node, nodes.math_block) else "inline"
     formula = convert(node.astext(), display=display)
     tag = "div" if display == "block" else "span"
-    translator.body.append(f'<{tag} class="math">{formula}</{tag}>')
+    translator.body.append(f'<{tag} class="formula">{formula}</{tag}>')
     raise nodes.SkipNode
 
 
