@@ -20,9 +20,8 @@ from scripts.doc_blocks import ROOT, blocks
 from tests.hub_server import Hub
 
 HUB_ID = "someone/texts"
-SHORTENED = (
-    " --config.total_tokens=40960"  # 10 steps; the folder's 100 show that the commands are complete
-)
+# 10 steps of training; the folder's 100 show that the commands are complete.
+SHORTENED = " --config.total_tokens=40960"
 # Reads a folder of texts and writes a parquet file with the column `text`; run by the clone's Python, which has pyarrow.
 WRITE_PARQUET = """
 import pathlib, sys
@@ -110,7 +109,7 @@ class Walk:
         self.expect(picture)
 
 
-def walk(folder: Path, hub: Hub, *, demo: bool = True) -> list[tuple[str, float]]:
+def walk_path(folder: Path, hub: Hub, *, demo: bool = True) -> list[tuple[str, float]]:
     """Walk the path in an empty folder; return what was done and the seconds that it took.
 
     Args:
@@ -164,7 +163,7 @@ def main() -> None:
             sys.exit(f"newcomer.py: --folder={folder} is not empty")
         hub = Hub()
         try:
-            times = walk(folder, hub, demo=not options.nodemo)
+            times = walk_path(folder, hub, demo=not options.nodemo)
         finally:
             hub.close()
     print()

@@ -42,6 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str] | None) -> int:
+    """Run a command as `main` does, whoever reads its output."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     commands = {command.name: command for command in COMMANDS}
     if given and given[0] == "--version":
