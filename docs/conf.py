@@ -7,6 +7,9 @@ import shutil
 import sys
 from pathlib import Path
 
+from docutils import nodes
+from latex2mathml.converter import convert
+
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
@@ -24,6 +27,7 @@ nitpicky = False  # types of other libraries have no page here
 suppress_warnings = ["mystnb.unknown_mime_type"]
 
 myst_enable_extensions = ["attrs_inline", "dollarmath"]
+html_math_renderer = "mathml"  # of `setup`
 myst_heading_anchors = 4
 # The site shows the outputs that `python -m scripts.run_notebooks` stored; tests/test_notebook.py executes the notebooks.
 nb_execution_mode = "off"
@@ -147,6 +151,15 @@ def skip(app, what: str, name: str, obj, skipped: bool, options) -> bool | None:
     return True if (getattr(obj, "__doc__", "") or "").startswith("Alias for field") else None
 
 
+def visit_formula(translator, node) -> None:
+    """Write a formula as MathML, which browsers draw without a script from another server."""
+    display = "block" if isinstance(node, nodes.math_block) else "inline"
+    formula = convert(node.astext(), display=display)
+    tag = "div" if display == "block" else "span"
+    translator.body.append(f'<{tag} class="formula">{formula}</{tag}>')
+    raise nodes.SkipNode
+
+
 def copy_notebooks(app, config) -> None:
     """Copy the notebooks of the repository into docs/notebooks, since pages must be below docs/."""
     folder = Path(app.srcdir) / "notebooks"
@@ -157,6 +170,7 @@ def copy_notebooks(app, config) -> None:
 
 def setup(app) -> None:
     """Connect the functions above to Sphinx's events."""
+    app.add_html_math_renderer("mathml", (visit_formula, None), (visit_formula, None))
     app.connect("config-inited", copy_notebooks)
     app.connect("source-read", relink)
     app.connect("include-read", include)

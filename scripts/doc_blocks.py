@@ -88,6 +88,7 @@ def commands(block: Block, variables: dict[str, str]) -> Iterator[list[str]]:
             variables[name] = value
         if not words or words[0] == "export" or re.search(r"# not run: \S", line):
             continue
+        words[0] = words[0].removeprefix(".venv/bin/")
         if words[0] not in PROGRAMS:
             raise ValueError(f"{line!r}: no command of {', '.join(PROGRAMS)}")
         yield words

@@ -22,9 +22,17 @@ FOLDER = DOCS / "results" / "plots"
 COMMON = "8x4096x16x128"  # the shape that most kernels were timed at
 
 
-def axes_of(figure: Figure, mode: Mode, xlabel: str, ylabel: str = "") -> Axes:
-    """Return the only axes of a figure, with labels and lines in the mode's colours."""
-    axes = figure.add_subplot()
+def axes_of(
+    figure: Figure,
+    mode: Mode,
+    xlabel: str,
+    ylabel: str = "",
+    *,
+    place: tuple[int, int, int] = (1, 1, 1),
+) -> Axes:
+    """Return axes of a figure with labels and lines in the mode's colours; `place` has rows, columns and the number of the
+    axes in that grid, from 1."""
+    axes = figure.add_subplot(*place)
     axes.patch.set_alpha(0)
     axes.tick_params(colors=mode.ink, labelsize=8)
     for name, spine in axes.spines.items():
@@ -143,6 +151,31 @@ def draw_demo(mode: Mode, rows: list[Row]) -> Figure:
     return figure
 
 
+def draw_optimizers(mode: Mode, rows: list[Row]) -> Figure:
+    """Draw the held-out loss by the bytes of training, a panel for each schedule; a line is the mean of the seeds, and its
+    points are the seeds."""
+    curves: dict[str, dict[str, list[Row]]] = {"cosine": {}, "wsd": {}}
+    for row in rows:
+        optimizer, schedule = row["setting"].split("-")
+        curves[schedule].setdefault(optimizer, []).append(row)
+    colours = {"adamw": mode.accent, "muon": mode.second, "lion": mode.ink, "adafactor": mode.faint}
+    figure = new_figure(8.0, 3.2)
+    panels = [axes_of(figure, mode, "10³ bytes of training", place=(1, 2, n)) for n in (1, 2)]
+    for panel, (schedule, optimizers) in zip(panels, curves.items(), strict=True):
+        panel.set_title(schedule, color=mode.ink, fontsize=9)
+        for name, runs in optimizers.items():
+            at = [tokens / 1e3 for tokens in runs[0]["heldout"]["tokens"]]
+            losses = [run["heldout"]["loss"] for run in runs]
+            means = [sum(values) / len(values) for values in zip(*losses, strict=True)]
+            panel.plot(at, means, color=colours[name], label=name)
+            for values in losses:
+                panel.plot(at, values, ".", color=colours[name], ms=4)
+        panel.sharey(panels[0])
+        legend(panel, mode)
+    panels[0].set_ylabel("held-out nats per byte", color=mode.ink, fontsize=9)
+    return figure
+
+
 PLOTS: dict[str, tuple[str, Callable[[Mode, list[Row]], Figure]]] = {
     "kernels": ("kernels", draw_kernels),
     "training_steps": ("model_step", draw_steps),
@@ -151,6 +184,7 @@ PLOTS: dict[str, tuple[str, Callable[[Mode, list[Row]], Figure]]] = {
     "long_rows": ("cut_rows", draw_long_rows),
     "liger": ("liger", draw_liger),
     "demo": ("demo", draw_demo),
+    "optimizers": ("optimizers", draw_optimizers),
 }
 """Each plot by name: the table whose rows it shows, and the function that draws them."""
 

@@ -5,6 +5,7 @@ checked by a builder that fails on warnings.
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import re
 import subprocess
 import sys
@@ -59,6 +60,20 @@ def test_every_package_has_a_page_of_its_api():
     assert {path.stem for path in ROOT.glob("docs/api/*.md")} - {"index", "extending"} == packages
     for name in packages:
         assert f"automodule:: lsm_jax.{name}\n" in (ROOT / f"docs/api/{name}.md").read_text()
+
+
+def test_the_api_describes_each_object_on_one_page():
+    """Of an object on two pages, the links from the source lead to a place that does not exist."""
+    described: dict[int, str] = {}
+    for page in ROOT.glob("docs/api/*.md"):
+        for module, options in re.findall(r"automodule:: (\S+)\n((?:   :.*\n)*)", page.read_text()):
+            left_out = re.findall(r":exclude-members: (.*)", options)
+            names = set(getattr(importlib.import_module(module), "__all__", ()))
+            for name in names - set(", ".join(left_out).split(", ")):
+                value = getattr(importlib.import_module(module), name)
+                if inspect.isclass(value) or inspect.isfunction(value):
+                    place = f"{page.name}: {name}"
+                    assert described.setdefault(id(value), place) == place
 
 
 def test_broken_links_are_found(tmp_path):

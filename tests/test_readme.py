@@ -160,4 +160,8 @@ def test_targets_of_make_are_named_alike():
 def test_the_home_page_shows_a_newcomers_five_commands():
     commands = newcomer.page_commands(ROOT, "docs/index.md", "my_texts")
     assert [line.split()[1] for line in commands] == ["train", "eval", "train", "eval", "compare"]
+    demo = newcomer.page_commands(ROOT, "docs/index.md", "make demo")
+    assert [line.partition("#")[0].split() for line in demo] == [["make", "demo"], [".venv/bin/lsm", "compare", "runs/demo"]]  # fmt: skip
+    (install,) = newcomer.page_commands(ROOT, "docs/index.md", "[datasets]")
+    assert install.startswith("pip install ")
     assert newcomer.page_python(ROOT, "docs/new_method.md")[0].startswith('"""')

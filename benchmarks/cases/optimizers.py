@@ -1,12 +1,12 @@
 """Compare optimizers and schedules on the demo's text, with the demo's model.
 
-    python -m benchmarks optimizers [--settings adamw-cosine,muon-wsd] [--output optimizers.jsonl --plot optimizers.png]
+    python -m benchmarks optimizers [--settings adamw-cosine,muon-wsd] [--seeds 0,1]
 
-Trains `configs/demo.py` (0.9 M parameters, bytes of the running interpreter's library) once for each setting, with the same
-initial parameters and the same tokens in the same order; `--tokens` shortens the run. Peak rates are not tuned: AdamW, Muon
-and Adafactor have the demo's rate, and Lion a seventh of it with seven times the weight decay. A row for each setting, with
-its training and held-out loss by tokens, and the numbers that the optimizer stores for each parameter.
-`--plot` draws the newest row of each setting in the file `--output`.
+Trains `configs/demo.py` (0.9 M parameters, bytes of the running interpreter's library) once for each setting and seed, in
+steps of 1,024 tokens. All settings of a seed have the same initial parameters and the same tokens in the same order. Peak
+rates are not tuned: AdamW, Muon and Adafactor have the demo's rate, and Lion a seventh of it with seven times the weight
+decay. A row for each run, with its training and held-out loss by tokens, and the numbers that the optimizer stores for each
+parameter. `python -m scripts.draw_results` draws the rows.
 """
 
 from __future__ import annotations
@@ -18,12 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import options
-from benchmarks.registry import Benchmark, UsageError
-from benchmarks.run import one_by_one, read_rows
+from benchmarks.registry import Benchmark
+from benchmarks.run import one_by_one
 from benchmarks.timing import provenance
 from benchmarks.training import train_to_end
 from configs import demo
-from lsm_jax.evaluation.plots import colours, label_axes, new_figure, save_figure
 from lsm_jax.training import TrainConfig
 from lsm_jax.training import read_rows as read_metrics
 from lsm_jax.training.memory_plan import plan
@@ -31,30 +30,36 @@ from lsm_jax.training.memory_plan import plan
 BENCHMARK = Benchmark(
     name="optimizers",
     summary="optimizers and schedules on the demo's text",
-    key=("setting", "tokens", "peak_lr"),
+    key=("setting", "tokens", "peak_lr", "seed"),
+    output="docs/optimizers.jsonl",
+    resume=True,
 )
 
-SETTINGS = "adamw-cosine,adamw-wsd,muon-wsd,lion-cosine,adafactor-cosine"
-TOKENS = 204_800  # 31 % of the demo's
+SETTINGS = "adamw-cosine,adamw-wsd,muon-cosine,muon-wsd,lion-cosine,adafactor-cosine"
+TOKENS = 102_400  # 100 steps
 
 
-def config_of(setting: str, tokens: int) -> TrainConfig:
-    """Return the training config of a setting OPTIMIZER-SCHEDULE: the demo's, for another number of tokens."""
+def config_of(setting: str, tokens: int, seed: int) -> TrainConfig:
+    """Return the training config of a setting OPTIMIZER-SCHEDULE: the demo's, with a quarter of its batch and another number
+    of tokens, of which a tenth are the warm-up.
+    """
     config = demo.get_config()
+    config.seed, config.batch_size = seed, 4
     optimizer = config.optimizer
     optimizer.name, optimizer.schedule = setting.split("-")
     if optimizer.name == "lion":
         optimizer.peak_lr, optimizer.weight_decay = 6e-4, 0.7
         optimizer.b2 = 0.99  # as published, arXiv 2302.06675
-    config.total_tokens, config.log_every, config.eval_every = tokens, 2, 10
+    config.total_tokens, config.optimizer.warmup_tokens = tokens, tokens // 10
+    config.log_every, config.eval_every, config.eval_batches = 2, 25, 16
     config.checkpoint_every = config.num_steps
     config.validate()
     return config
 
 
-def measure(setting: str, tokens: int, workdir: Path) -> dict[str, Any]:
+def measure(setting: str, tokens: int, seed: int, workdir: Path) -> dict[str, Any]:
     """Train one setting, and return the benchmark's row."""
-    config = config_of(setting, tokens)
+    config = config_of(setting, tokens, seed)
     train_to_end(config, workdir)
     rows = read_metrics(workdir / "metrics.jsonl")
 
@@ -64,46 +69,29 @@ def measure(setting: str, tokens: int, workdir: Path) -> dict[str, Any]:
 
     planned = plan(config, 1, kernels=False)
     return dict(
-        setting=setting, tokens=tokens, peak_lr=config.optimizer.peak_lr, train=curve("train/loss"),
+        setting=setting, tokens=tokens, peak_lr=config.optimizer.peak_lr, seed=seed, train=curve("train/loss"),
         heldout=curve("val/loss"), final=rows[-1].get("val/loss"), stored=round(planned.optimizer / planned.parameters, 3),
         **provenance(),
     )  # fmt: skip
 
 
-def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Draw the training and held-out losses of the newest row of each setting."""
-    newest = {row["setting"]: row for row in rows}
-    figure, axes = new_figure("Optimizers and schedules: the demo's model and text", columns=2)
-    for colour, (setting, row) in zip(colours(len(newest)), newest.items(), strict=True):
-        for panel, part in zip(axes, ("train", "heldout"), strict=True):
-            panel.plot(row[part]["tokens"], row[part]["loss"], color=colour, label=setting)
-    for panel, name in zip(axes, ("training", "held-out"), strict=True):
-        label_axes(panel, "bytes", f"{name} loss (nats per byte)")
-        panel.xaxis.set_major_formatter("{x:,.0f}")
-        panel.set_ylim(top=3.5)
-    save_figure(figure, path, legend=axes[1])
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--settings", type=options.words, default=SETTINGS)
     parser.add_argument("--tokens", type=int, default=TOKENS)
-    parser.add_argument("--plot", type=Path, help="PNG file to draw after the last setting")
+    parser.add_argument("--seeds", type=options.integers, default="0,1")
 
 
 def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
-    if args.plot is not None and args.output is None:
-        raise UsageError(f"--plot {args.plot}: requires --output, the file whose rows it draws")
-    return [
-        dict(setting=s, tokens=args.tokens, peak_lr=config_of(s, args.tokens).optimizer.peak_lr)
-        for s in args.settings
-    ]
+    def case(setting: str, seed: int) -> dict[str, Any]:
+        rate = config_of(setting, args.tokens, seed).optimizer.peak_lr
+        return dict(setting=setting, tokens=args.tokens, peak_lr=rate, seed=seed)
+
+    return [case(setting, seed) for seed in args.seeds for setting in args.settings]
 
 
 def rows(args: argparse.Namespace, cases: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     def measure_case(case: dict[str, Any]) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as folder:
-            return measure(case["setting"], case["tokens"], Path(folder) / "run")
+            return measure(case["setting"], case["tokens"], case["seed"], Path(folder) / "run")
 
     yield from one_by_one(cases, measure_case)
-    if args.plot is not None:
-        draw(read_rows(args.output), args.plot)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from benchmarks.tables.table import Column, Row, Table, column, group, measured, newest
 
@@ -109,7 +110,36 @@ def _memory_columns(rows: list[Row]) -> tuple[Column, ...]:
     )
 
 
+def _of_setting(rows: list[Row]) -> list[tuple[str, list[Row]]]:
+    """Return (setting, its rows by seed) of the comparison of optimizers, the smallest mean held-out loss first."""
+    groups = group(rows, lambda row: row["setting"]).items()
+    by_seed = [(name, sorted(runs, key=lambda row: row["seed"])) for name, runs in groups]
+    return sorted(by_seed, key=lambda record: sum(r["final"] for r in record[1]) / len(record[1]))
+
+
+def _each_seed(value: Callable[[Row], str]) -> Callable[[tuple[str, list[Row]]], str]:
+    return lambda record: ", ".join(map(value, record[1]))
+
+
 TABLES = [
+    Table(
+        "optimizers",
+        ("optimizers.jsonl",),
+        (
+            Column("optimizer, schedule", lambda record: record[0].replace("-", ", ")),
+            Column("peak rate", lambda record: f"{record[1][0]['peak_lr']:g}"),
+            Column(
+                "held-out loss, nats per byte, of each seed",
+                _each_seed(lambda row: f"{row['final']:.3f}"),
+            ),
+            Column(
+                "numbers stored for each parameter", lambda record: f"{record[1][0]['stored']:.2f}"
+            ),
+        ),
+        key=lambda row: (row["setting"], row["tokens"], row["peak_lr"], row["seed"]),
+        lines=_of_setting,
+        command="python -m benchmarks optimizers",
+    ),
     Table(
         "model_step",
         ("model_step.jsonl",),

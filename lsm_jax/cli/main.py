@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import runpy
+import select
 import shutil
+import signal
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -19,9 +22,27 @@ _FIRST = ("train", "eval", "compare")  # commands with an example in the overvie
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command of `lsm`, and return the exit status.
 
+    If the reader of the output is gone, as in `lsm methods | head -5`, the command ends without a word, as programs do that
+    SIGPIPE ends.
+
     Args:
         arguments: the command's name and its arguments; None is those of the process.
     """
+    try:
+        status = _run(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        poll = select.poll()
+        poll.register(sys.stdout, 0)
+        if not any(event & select.POLLERR for _, event in poll.poll(0)):
+            raise  # it was another pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    return status
+
+
+def _run(arguments: Sequence[str] | None) -> int:
+    """Run a command as `main` does, whoever reads its output."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     commands = {command.name: command for command in COMMANDS}
     if given and given[0] == "--version":

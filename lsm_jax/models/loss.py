@@ -67,9 +67,10 @@ def training_losses(
     """Return the loss of a training step, and the part of it that is `next_token_loss`: the sums over all tokens, divided by
     `count`.
 
-    With logits z [V] of a token, its label y, s = `label_smoothing` and Z = log sum exp(z), the loss of a token is
+    With logits z [V] of a token, its label y, s = `label_smoothing`, c = `z_loss` and Z = log sum exp(z), the loss of a
+    token is
 
-        Z - (1 - s) z_y - s mean(z) + `z_loss` Z²
+        Z - (1 - s) z_y - s mean(z) + c Z^2
 
     Smoothing makes the target (1 - s) of the label and s / V of every token (arXiv 1512.00567, section 7). The z-loss keeps Z
     near 0 (arXiv 2204.02311, section 5, with 1e-4). Without both, the two results are equal.

@@ -40,6 +40,12 @@ def test_the_overview_names_all_commands(capsys):
     assert capsys.readouterr().out == 2 * printed
 
 
+def test_a_reader_that_is_gone_ends_a_command_without_a_word():
+    command = f"set -o pipefail; {sys.executable} -m lsm_jax eval --help | true"
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_each_page_has_usage_examples_and_flags(name, capsys):
     assert main([name, "--help"]) == 0
