@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from lsm_jax.data.store import TokenStore
-from scripts import make_corpus
+from scripts import corpus_table, make_corpus
 from scripts.corpus import archives, select, text
 from scripts.corpus.sources import read_sources
 
@@ -177,3 +177,12 @@ def test_the_list_of_packages_is_complete():
     sources = read_sources()
     assert len(sources) > 50 and {source.registry for source in sources} == {"apt", "pip", "npm"}
     assert all(len(source.sha256) == 64 and source.licence and source.version for source in sources)
+
+
+def test_the_table_of_packages_is_up_to_date():
+    text = corpus_table.PAGE.read_text()
+    assert text == corpus_table.page(text), "run python -m scripts.corpus_table --write"
+    counts = {"django": {"train documents": 3, "bytes": 2_000_000, "tokens": 500_000}}
+    rows = corpus_table.table(read_sources(only=["django", "sympy"]), counts).splitlines()
+    assert rows[2].startswith("| django |") and rows[2].endswith("| 3 | 2.0 | 0.50 |")
+    assert rows[3].endswith("| - | - | - |") and rows[4].endswith("| 3 | 2.0 | 0.50 |")
