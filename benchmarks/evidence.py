@@ -21,8 +21,8 @@ import numpy as np
 from benchmarks.registry import UsageError
 from benchmarks.training import last_value, median_speed, train_to_end
 from lsm_jax import evaluation, load_run, models
-from lsm_jax.data import NeedleConfig
-from lsm_jax.data.store import TokenStore
+from lsm_jax.data import DataConfig, NeedleConfig
+from lsm_jax.data.sources import tokenizer_of
 from lsm_jax.evaluation import HarnessConfig, Request
 from lsm_jax.files import write_atomically
 from lsm_jax.training import TrainConfig
@@ -97,9 +97,8 @@ class Clock:
         try:
             yield
         except InterruptedError as error:
-            if time.monotonic() >= self._end:
-                raise TimeOver from error
-            raise
+            over = time.monotonic() >= self._end
+            raise TimeOver if over else KeyboardInterrupt from error  # which ends the benchmark
         finally:
             timer.cancel()
 
@@ -115,10 +114,7 @@ def vocab_size(corpus: Path) -> int:
             raise UsageError(
                 f"--corpus={corpus}: it has no {name}; make it with python -m scripts.make_corpus --out={corpus}"
             )
-    largest = TokenStore(corpus / "train.zarr").largest_token_id
-    if largest is None:
-        raise UsageError(f"--corpus={corpus}: train.zarr has no checksums.json, which has its largest token id")  # fmt: skip
-    return -(-(largest + 1) // 128) * 128
+    return -(-tokenizer_of(DataConfig(path=str(corpus))).vocab_size // 128) * 128
 
 
 def base_config(model: str) -> TrainConfig:

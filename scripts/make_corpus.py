@@ -32,7 +32,6 @@ from scripts.corpus.progress import Progress
 from scripts.corpus.sources import LIST, Source, read_sources
 
 STORES = {"train": True, "heldout": True, "long": False}  # whether documents are concatenated
-TEXTS = ("heldout", "long", "records")
 VERSION = 1  # of the rules by which documents are made and selected; part of the key of a corpus
 
 
@@ -108,8 +107,11 @@ def make(sources: Sequence[Source], options: argparse.Namespace) -> dict[str, An
     work.mkdir(parents=True, exist_ok=True)
     out.mkdir(parents=True, exist_ok=True)
     files, counts = read_packages(sources, options, work)
-    print("select documents", file=sys.stderr, flush=True)
-    parts, left_out = select.select(files, heldout=options.heldout, long=options.long)
+    progress = Progress("select", sum(path.stat().st_size for _, path in files))
+    parts, left_out = select.select(
+        files, heldout=options.heldout, long=options.long, progress=progress.add
+    )
+    progress.show()
     for package, reasons in left_out.items():
         counts[package] |= reasons
     sizes = {}
@@ -133,10 +135,13 @@ def make(sources: Sequence[Source], options: argparse.Namespace) -> dict[str, An
         record = out / f".{part}-{key}.json"
         if parts[part] and not (build.has_store(path, key) and record.is_file()):
             names = [place.source for place in parts[part]]
-            written, tokens = build.write_store(
-                out / f"{part}.jsonl", names, path, tokenizer, length=options.sequence_length,
-                pack=pack, key=key, num_workers=options.num_workers,
-            )  # fmt: skip
+            try:
+                written, tokens = build.write_store(
+                    out / f"{part}.jsonl", names, path, tokenizer, length=options.sequence_length,
+                    pack=pack, key=key, num_workers=options.num_workers,
+                )  # fmt: skip
+            except ValueError as error:
+                raise ValueError(f"{part}.zarr: {error}") from error
             fields = dict(rows=written.rows, documents=written.documents, tokens=written.tokens,
                           short=written.short, sha256=build.store_digest(path), by_source=tokens)  # fmt: skip
             write_atomically(record, json.dumps(fields))

@@ -123,7 +123,8 @@ def name_questions(documents: Sequence[dict[str, Any]]) -> Iterator[dict[str, An
 
 
 def _is_name(word: str, number_of: dict[str, int]) -> bool:
-    return _NAME.fullmatch(word) is not None and word.lower() not in (number_of.keys() - {word})
+    lower = word.lower()
+    return _NAME.fullmatch(word) is not None and (lower == word or lower not in number_of)
 
 
 def _name_question(text: str, name: str, places: list[int]) -> dict[str, Any] | None:

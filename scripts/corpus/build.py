@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
@@ -141,8 +140,3 @@ def has_store(path: Path, key: str) -> bool:
     """Return whether a complete store of this corpus is at `path`."""
     attributes = path / ".zattrs"
     return attributes.is_file() and json.loads(attributes.read_text()).get("corpus") == key
-
-
-def free_bytes(folder: Path) -> int:
-    """Return the free room of a folder's disk in bytes."""
-    return shutil.disk_usage(folder).free

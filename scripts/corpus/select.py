@@ -11,7 +11,7 @@ import dataclasses
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 PARTS = ("train", "heldout", "long", "records")
@@ -68,7 +68,11 @@ class Place:
 
 
 def select(
-    files: Sequence[tuple[str, Path]], *, heldout: float, long: float
+    files: Sequence[tuple[str, Path]],
+    *,
+    heldout: float,
+    long: float,
+    progress: Callable[[int, int], None] = lambda size, documents: None,
 ) -> tuple[dict[str, list[Place]], dict[str, Counter]]:
     """Select documents from files of documents, one JSON object {"name", "text"} in a line, with
     "records" if the text has fields.
@@ -77,6 +81,7 @@ def select(
         files: (package, file) in the order in which the first of two equal documents is kept.
         heldout: share of the documents that are held out.
         long: share of the documents of at least `LONG_BYTES` that are held out in a part of their own.
+        progress: called with the size in bytes of each document, and 1.
 
     Returns:
         The documents of each of `PARTS`, in a shuffled order that depends on their names only; and for each package the
@@ -100,6 +105,7 @@ def select(
                     place = Place(position(f"order {record['name']}"), package, file, offset, len(line))  # fmt: skip
                     parts[part].append(place)
                 offset += len(line)
+                progress(len(line), 1)
     for places in parts.values():
         places.sort(key=lambda place: (place.order, place.source, place.offset))
     return parts, left_out
