@@ -23,7 +23,7 @@ def members(
 ) -> Iterator[tuple[str, bytes]]:
     """Yield (path, content) of each file of a package for whose path `has` is true, in the archive's order.
 
-    A .gz or .dz file has its inner file's path and content. A tar archive inside a .deb is read like a folder. Paths have no
+    A .gz or .dz file has its inner file's path and content. An archive (tar or zip) inside a package is read like a folder. Paths have no
     leading "./", and files of over 64 MiB are left out.
 
     Raises:
@@ -75,14 +75,17 @@ def _tar_members(
             content = archive.extractfile(member)
             assert content is not None
             if path.endswith(_INNER):
-                inner = io.BytesIO(content.read())
-                yield from _tar_members(inner, has, "r:*")
+                yield from _tar_members(io.BytesIO(content.read()), has, "r:*")
+            elif path.endswith(".zip"):
+                yield from _zip_members(io.BytesIO(content.read()), has)
             elif member.size <= MAX_FILE_BYTES and has(_plain_name(path)):
                 yield _plain(path, content.read())
 
 
-def _zip_members(package: Path, has: Callable[[str], bool]) -> Iterator[tuple[str, bytes]]:
-    with zipfile.ZipFile(package) as archive:
+def _zip_members(
+    file: Path | IO[bytes], has: Callable[[str], bool]
+) -> Iterator[tuple[str, bytes]]:
+    with zipfile.ZipFile(file) as archive:
         for member in archive.infolist():
             if member.file_size <= MAX_FILE_BYTES and has(_plain_name(member.filename)):
                 yield _plain(member.filename, archive.read(member))
