@@ -52,7 +52,7 @@ def read_package(source: Source, package: Path, folder: Path) -> tuple[Path, dic
     progress = Progress(f"{source.package}: read", 0)
     draft = path.with_name(f".{path.name}.partial")
     with draft.open("w", encoding="utf-8", errors="replace") as output:
-        for name, content in archives.members(package, source.registry, source.has):
+        for name, content in archives.members(package, source):
             counts["files"] += 1
             full_name, records = f"{source.package}/{name}", source.has_records(name)
             if not records and select.position(f"share {full_name}") >= source.share:

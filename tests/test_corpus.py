@@ -39,8 +39,9 @@ def write_tar(path, files):
 
 
 @pytest.fixture
-def downloads(tmp_path):
+def downloads(tmp_path, monkeypatch):
     """Fixture: a folder of downloads with an npm package and a wheel, and the list that names them."""
+    monkeypatch.setattr(select, "LONG_BYTES", 8000)
     folder = tmp_path / "downloads"
     (folder / "npm").mkdir(parents=True)
     (folder / "pip").mkdir()
@@ -56,9 +57,9 @@ def downloads(tmp_path):
             f"Package: tool-{n}\nVersion: 1.{n * 7}\nOwner: person-{n}" for n in range(40)
         ).encode(),
         "package/left/out.txt": prose(79).encode(),
-        "package/long.txt": prose(80, 6000).encode(),
-        "package/long2.txt": prose(81, 6000).encode(),
-        "package/long3.txt": prose(82, 6000).encode(),
+        "package/min.txt": b"var_a=b;" * 300,
+        "package/latin.txt": prose(83).encode() + b"caf\xe9\n",
+        **{f"package/long{n}.txt": prose(n, 200).encode() for n in (84, 85, 86)},
     }
     write_tar(folder / "npm" / "texts-1.0.tgz", documents | more)
     with zipfile.ZipFile(folder / "pip" / "code-2.0-py3-none-any.whl", "w") as wheel:
@@ -155,7 +156,7 @@ def test_damaged_inputs_are_named(tmp_path, downloads, capsys):
     damaged = tmp_path / "damaged.tgz"
     damaged.write_bytes(b"no archive at all")
     with pytest.raises(ValueError, match="damaged.tgz: the package is damaged"):
-        list(archives.members(damaged, "npm", lambda path: True))
+        list(archives.members(damaged, read_sources(only=["three"])[0]))
 
 
 def test_the_text_of_a_page():

@@ -42,7 +42,7 @@ def test_parts_are_small_and_unpack_to_the_same_ids(tmp_path, corpus, capsys):
     assert run("pack", "--corpus", corpus, "--out", parts, f"--train_tokens={tokens}", "--long_rows=2",
                "--part_bytes=40000", "--also", "recall/fields.jsonl") == 0  # fmt: skip
     files = sorted(parts.iterdir())
-    assert len(files) > 2 and all(path.stat().st_size <= 40000 for path in files)
+    assert len(files) > 1 and all(path.stat().st_size <= 40000 for path in files)
     # The parts come in two calls; after the first, what is missing is named.
     first = tmp_path / "first"
     first.mkdir()

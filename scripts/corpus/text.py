@@ -40,9 +40,9 @@ def html_text(source: str) -> str:
 def document(path: str, content: bytes) -> tuple[str, str]:
     """Return (text, "") of a file that is a document, or ("", reason) of one that is not.
 
-    Texts are UTF-8, otherwise Latin-1 if they have none of its control characters. The reasons: "not text", "short"
-    (fewer than 400 characters), "long lines" (over 1,000 characters on average, such as minified code) and "numbers" (less
-    than half of the characters are letters or blanks).
+    Texts are UTF-8, otherwise Latin-1 if at most one character of a thousand is one of its control characters. The reasons:
+    "not text", "short" (fewer than 400 characters), "minified" (lines of over 1,000 characters on average, of which less than
+    a tenth is blank) and "numbers" (less than half of the characters are letters or blanks).
     """
     if b"\0" in content:
         return "", "not text"
@@ -50,15 +50,15 @@ def document(path: str, content: bytes) -> tuple[str, str]:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError:
         text = content.decode("latin-1")
-        if re.search(r"[\x80-\x9f]", text):
+        if 1000 * len(re.findall(r"[\x80-\x9f]", text)) > len(text):
             return "", "not text"
     text = text.replace("\r\n", "\n").replace("\r", "\n")
     if path.lower().endswith((".html", ".htm", ".xhtml", ".html.en")):
         text = html_text(text)
     if len(text) < MIN_CHARACTERS:
         return "", "short"
-    if len(text) > _MAX_MEAN_LINE * (1 + text.count("\n")):
-        return "", "long lines"
+    if len(text) > _MAX_MEAN_LINE * (1 + text.count("\n")) and 10 * text.count(" ") < len(text):
+        return "", "minified"
     sample = text[:20_000]
     if 2 * sum(character.isalpha() or character.isspace() for character in sample) < len(sample):
         return "", "numbers"
