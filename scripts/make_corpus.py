@@ -50,7 +50,7 @@ def read_package(source: Source, package: Path, folder: Path) -> tuple[Path, dic
         return path, json.loads(counts_path.read_text())
     counts: Counter = Counter()
     progress = Progress(f"{source.package}: read", 0)
-    draft = path.with_name(f".{path.name}.partial")
+    draft = path.with_name(f".{path.name}.partial-{os.getpid()}")
     with draft.open("w", encoding="utf-8", errors="replace") as output:
         for name, content in archives.members(package, source):
             counts["files"] += 1
