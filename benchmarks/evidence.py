@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import importlib
 import json
 import math
@@ -156,13 +157,21 @@ def train_config(
     return config
 
 
-def _once(path: Path, compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return the results in a file, after computing and writing them unless it is there."""
+def _once(path: Path, setting: Any, compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return the results in a file, after computing and writing them unless it is there.
+
+    Raises:
+        UsageError: the file's results were computed with another `setting`, a config or a request.
+    """
+    key = hashlib.sha256(repr(setting).encode()).hexdigest()
     if not path.is_file():
         result = compute()
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, json.dumps(result))
-    return json.loads(path.read_text())
+        write_atomically(path, json.dumps(dict(setting=key, result=result)))
+    stored = json.loads(path.read_text())
+    if stored["setting"] != key:
+        raise UsageError(f"{path} was computed with other options; give another folder by --runs")
+    return stored["result"]
 
 
 def _train(config: TrainConfig, workdir: Path, clock: Clock) -> dict[str, Any]:
@@ -184,7 +193,8 @@ def learning_rates(
         tokens = int(setting.share * setting.tokens)
         config = train_config(model, 0, setting, vocabulary=vocabulary, factor=factor, tokens=tokens)  # fmt: skip
         workdir = folder / f"rate-{factor:g}"
-        found = _once(workdir / "evidence.json", lambda c=config, w=workdir: _train(c, w, clock))
+        path = workdir / "evidence.json"
+        found = _once(path, config, lambda c=config, w=workdir: _train(c, w, clock))
         loss = found["loss"]
         losses[factor] = loss if loss is not None and math.isfinite(loss) else math.inf
     return losses
@@ -255,12 +265,14 @@ def measure(case: dict[str, Any], setting: Setting, clock: Clock) -> dict[str, A
     factor = min(losses, key=lambda f: losses[f]) if losses else setting.factors[0]
     config = train_config(model, seed, setting, vocabulary=vocabulary, factor=factor, tokens=setting.tokens)  # fmt: skip
     workdir = folder / f"seed-{seed}"
-    trained = _once(workdir / "evidence.json", lambda: _train(config, workdir, clock))
+    trained = _once(workdir / "evidence.json", config, lambda: _train(config, workdir, clock))
     results = {}
     for task in setting.tasks:
         clock.check()
         path = workdir / f"evidence-{task}.json"
-        results[task] = _once(path, lambda t=task: _evaluate(t, workdir, setting))
+        results[task] = _once(
+            path, request_of(task, setting), lambda t=task: _evaluate(t, workdir, setting)
+        )
     published = config.optimizer.peak_lr / factor
     return case | dict(
         peak_lr=config.optimizer.peak_lr,

@@ -89,3 +89,5 @@ def test_two_tiny_models_from_corpus_to_rows(tmp_path, capsys):
         assert row["state_bytes"] > 0 and row["parameters"]["total"] > 0
     main(arguments)
     assert len(output.read_text().splitlines()) == 2
+    with pytest.raises(SystemExit, match="was computed with other options; give another folder"):
+        main([*arguments, "--batch_size=4", "--output=-"])
