@@ -55,6 +55,7 @@ _RECALL = {
     f"recall_{name}": "contains" for name in ("fda", "swde", "squad", "nq", "triviaqa", "drop")
 }
 _WITHOUT_FDA = {task: metric for task, metric in _RECALL.items() if task != "recall_fda"}
+_RECALL_CORPUS = {"recall_fields": "contains", "recall_names": "contains"}
 _FIVE_FOLDERS = ("piqa", "arc", "hellaswag", "winogrande")
 _MMLU_FOLDERS = ("mmlu/default",)
 _NIAH = ("niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multikey_2")
@@ -64,6 +65,8 @@ _WORDS, _LONGBENCH = ("wonderwords",), ("jieba", "fuzzywuzzy", "rouge")
 SUITES: dict[str, Suite] = {
     "recall": Suite(averages={"average": _RECALL, "average without FDA": _WITHOUT_FDA}),
     **{name: Suite() for name in _RECALL},
+    "recall_corpus": Suite(averages={"average": _RECALL_CORPUS}),
+    **{name: Suite() for name in _RECALL_CORPUS},
     "commonsense": Suite(_FIVE_FOLDERS, averages={"average": _FIVE}),
     "commonsense_mom": Suite(
         (*_FIVE_FOLDERS, "wikitext", "lambada"),

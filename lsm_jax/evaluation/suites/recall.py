@@ -1,7 +1,7 @@
-"""The six recall tasks of MoM's Table 2: prompts that contain the answer, scored by containment.
+"""The six recall tasks of MoM's Table 2, and two of one's own documents: prompts with the answer, scored by containment.
 
 The prompts and the scores are those of the authors' code (HazyResearch/prefix-linear-attention, which MoM's
-evaluation builds on). The rows are made by `python -m lsm_jax.evaluation.recall_data`.
+evaluation builds on). The rows are made by `python -m lsm_jax.evaluation.recall_data` and `recall_corpus`.
 """
 
 from __future__ import annotations
@@ -78,9 +78,10 @@ def load(name: str, lsm_jax: SuiteSettings, **_: Any) -> dict[str, Any]:
 
     path = lsm_jax.data and lsm_jax.data / "recall" / f"{name}.jsonl"
     if path is None or not path.is_file():
+        maker = "recall_corpus" if name in ("fields", "names") else "recall_data"
         raise ValueError(
             f"lm_eval.data={str(lsm_jax.data or '')!r} has no file recall/{name}.jsonl; make it with "
-            f"python -m lsm_jax.evaluation.recall_data --task={name}"
+            f"python -m lsm_jax.evaluation.{maker} --task={name}"
         )
     docs = []
     for number, row in enumerate(read_rows(path), 1):

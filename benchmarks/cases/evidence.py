@@ -1,0 +1,137 @@
+"""Train and evaluate the models of a paper's table on one corpus of real text.
+
+    python -m scripts.make_corpus --out=data/corpus
+    python -m benchmarks evidence --table=fox --corpus=data/corpus --output=docs/evidence.jsonl --minutes=9
+
+For each model, one after another: short runs at each learning rate (multiples of the published one, at a tenth of
+the tokens, seed 0), a run at the best one, and evaluations: held-out loss at the training length, L(i) and P(l) of
+held-out documents to 65,536 tokens, needles, and recall tasks of lm-evaluation-harness. A row is written as a model
+ends, with its command. Model, weight decay, betas and the schedule's shape are those of the config that FILE:VARIANT
+names; tokens, rows, steps and warm-up are this benchmark's. With --minutes a call ends in time, with its run saved,
+and the same command continues; what is finished is not computed again.
+
+The task `recall` requires the extra [lm-eval], and files that `python -m lsm_jax.evaluation.recall_corpus --out=CORPUS`
+makes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks import evidence, options
+from benchmarks.registry import Benchmark, UsageError
+from benchmarks.run import log, one_by_one
+from lsm_jax import mixers
+
+BENCHMARK = Benchmark(
+    name="evidence",
+    summary="the models of a paper's table on a corpus of real text: loss, long contexts, needles, recall",
+    key=("model", "seed", "tokens", "length"),
+    resume=True,
+)
+
+TABLES = {
+    "fox": [
+        *(f"fox:{name}-125m" for name in ("pro", "llama", "transformer-pro", "transformer-llama")),
+        "lm:gated_deltanet-125m",
+        "fox:mamba2-125m",
+        "fox:hgrn2-125m",
+    ],
+    "mom": [
+        f"mom:125m{inner}{kind}"
+        for inner in ("", ",inner=gla")
+        for kind in ("", ",baseline=inner", ",baseline=expanded")
+    ],
+    "moe": [
+        "lm:gla-125m,feedforward=moe",
+        "lm:gla-125m,pattern=LLLN,feedforward=moe",
+        "lm:softmax-125m,feedforward=moe",
+    ],
+    "methods": [f"lm:{method}-125m" for method in mixers.METHODS],
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--table", choices=TABLES, default="fox", help="whose models to train; default: fox")
+    add("--models", nargs="+", metavar="FILE:VARIANT", help="in place of the table's")
+    add("--corpus", type=Path, default=Path("data/corpus"), help="default: data/corpus")
+    add("--runs", type=Path, default=Path("runs/evidence"), help="default: runs/evidence")
+    add("--seeds", type=options.integers, default="0", help="seeds of the long runs; default: 0")
+    add("--tokens", type=int, default=300_000_000, help="tokens of a run; default: 300 M")
+    add("--length", type=int, default=4096, help="tokens in a row; default: 4096")
+    add("--batch_size", type=int, default=64, help="rows in a step; default: 64")
+    add("--factors", type=options.floats, default="0.5,1,2", help="learning rates, as multiples of the published one; default: 0.5,1,2")  # fmt: skip
+    add("--share", type=float, default=0.1, help="share of the tokens for each rate; default: 0.1")
+    add("--warmup", type=float, default=0.1, help="share of a run that warms up; default: 0.1")
+    add("--long_length", type=int, default=65_536, help="tokens of a long document; default: 65536")
+    add("--long_documents", type=int, default=64, help="long documents to evaluate; default: 64")
+    add("--needle_lengths", type=options.integers, default="1024,2048,4096,8192,16384")
+    add("--tasks", type=options.names(evidence.TASKS), default=",".join(evidence.TASKS))
+    add("--harness", default="recall_corpus", help="tasks of lm-evaluation-harness, such as recall_corpus,niah_multikey_1")  # fmt: skip
+    add("--limit", type=int, help="documents of each of these tasks; default: all")
+    add("--minutes", type=float, default=math.inf, help="end the call after so many minutes; the same command continues")  # fmt: skip
+    options.add_shard(parser)
+
+
+def setting_of(args: argparse.Namespace) -> evidence.Setting:
+    """Return what is equal for all models, after checking the options."""
+    for name in ("tokens", "length", "batch_size", "long_length", "long_documents"):
+        if getattr(args, name) < 1:
+            raise UsageError(f"--{name}={getattr(args, name)}: it must be at least 1")
+    for name in ("share", "warmup"):
+        if not 0 < getattr(args, name) < 1:
+            raise UsageError(f"--{name}={getattr(args, name)}: accepted are numbers between 0 and 1")  # fmt: skip
+    if not args.factors or min(args.factors) <= 0:
+        raise UsageError(f"--factors={args.factors}: accepted are positive numbers, at least one")
+    names = ("corpus", "runs", "tokens", "length", "batch_size", "share", "warmup", "long_length", "long_documents", "harness", "limit")  # fmt: skip
+    return evidence.Setting(
+        **{name: getattr(args, name) for name in names},
+        factors=tuple(args.factors),
+        needle_lengths=tuple(args.needle_lengths),
+        tasks=tuple(args.tasks),
+    )
+
+
+def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
+    setting_of(args)
+    named = args.models or TABLES[args.table]
+    for model in named:
+        evidence.base_config(model)
+    return [
+        dict(model=model, seed=seed, tokens=args.tokens, length=args.length)
+        for seed in args.seeds
+        for model in named
+    ]
+
+
+def _check_inputs(setting: evidence.Setting) -> None:
+    """Raise UsageError before anything is trained if an evaluation's input is missing."""
+    evidence.vocab_size(setting.corpus)
+    if {"long", "needle"} & set(setting.tasks) and not (setting.corpus / "long.zarr").is_dir():
+        raise UsageError(f"--corpus={setting.corpus}: it has no long.zarr; --tasks=heldout requires none")  # fmt: skip
+    if "recall" in setting.tasks:
+        if importlib.util.find_spec("lm_eval") is None:
+            raise UsageError(
+                "--tasks=recall requires the extra [lm-eval]; accepted are other tasks"
+            )
+        for name in ("fields", "names") if "recall_corpus" in setting.harness else ():
+            if not (setting.corpus / "recall" / f"{name}.jsonl").is_file():
+                raise UsageError(
+                    f"--corpus={setting.corpus}: it has no recall/{name}.jsonl; make it with python -m "
+                    f"lsm_jax.evaluation.recall_corpus --task={name} --out={setting.corpus}"
+                )
+
+
+def rows(args: argparse.Namespace, cases: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    setting, clock = setting_of(args), evidence.Clock(60 * args.minutes)
+    _check_inputs(setting)
+    try:
+        yield from one_by_one(cases, lambda case: evidence.measure(case, setting, clock))
+    except evidence.TimeOver:
+        log(f"the {args.minutes:g} minutes are over; the same command continues")
