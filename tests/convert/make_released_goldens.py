@@ -82,6 +82,25 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "fla.models.rwkv7", "RWKV7",
         RWKV | dict(head_dim=16, decay_low_rank_dim=8, gate_low_rank_dim=8, a_low_rank_dim=8, v_low_rank_dim=4),
     ),
+    "fla-gated_deltaproduct": (
+        "fla.models.gated_deltaproduct", "GatedDeltaProduct",
+        FLA | dict(head_dim=8, num_householder=2, use_forget_gate=True, allow_neg_eigval=True),
+    ),
+    "fla-comba": ("fla.models.comba", "Comba", FLA | dict(head_dim=8, num_v_heads=4)),
+    "fla-precond_gated_deltanet": (
+        "fla.models.precond_gated_deltanet", "PrecondGatedDeltaNet", FLA | dict(head_dim=8, num_v_heads=4),
+    ),
+    "fla-precond_kda": ("fla.models.precond_kda", "PrecondKDA", FLA | dict(head_dim=16)),
+    "fla-mesa_net": ("fla.models.mesa_net", "MesaNet", FLA | dict(head_dim=16)),
+    "fla-path_attn": (
+        "fla.models.path_attn", "PaTHAttention", FLA | dict(num_kv_heads=1, use_forget_gate=True, use_qk_norm=True),
+    ),
+    "fla-moba": ("fla.models.moba", "MoBA", FLA | dict(moba_chunk_size=8, moba_topk=2)),
+    "fla-nsa": ("fla.models.nsa", "NSA", FLA | dict(num_heads=16, num_kv_heads=1, head_dim=16, block_size=4, block_counts=4, window_size=6)),
+    "fla-log_linear_mamba2": (
+        "fla.models.log_linear_mamba2", "LogLinearMamba2",
+        dict(num_heads=4, head_dim=16, state_size=8, fuse_norm=False, fuse_cross_entropy=False),
+    ),
     "transformers-mamba": ("transformers", "Mamba", dict(state_size=8)),
     "transformers-mamba2": ("transformers", "Mamba2", dict(num_heads=4, head_dim=16, state_size=8, n_groups=2)),
 }  # fmt: skip
