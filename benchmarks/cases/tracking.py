@@ -3,9 +3,9 @@
     python -m benchmarks tracking [--size published] [--tasks parity,S3] [--models deltanet+negative,gated_deltaproduct+negative+2]
 
 Trains `configs/tracking.py:<method>,task=<task>,size=<size>` one after another in one process. A row for each run: the
-accuracy of the best of three seeds (and, at the published size, of two learning rates) after the moves of the training's
-words and after later ones, and the means of all members. A model is a method, `+negative` (β in (0, 2)) or `+positive` (β in (0, 1)) where
-the method has the choice, and the number of steps a token of Gated DeltaProduct.
+accuracy of the best of three seeds on words of the trained lengths and on longer ones, and the same of every seed. A model is
+a method, with `+negative` (β in (0, 2)) or `+positive` (β in (0, 1)) where it has the choice, and the number of steps a token of
+Gated DeltaProduct.
 """
 
 from __future__ import annotations

@@ -14,11 +14,11 @@ from lsm_jax.data.tracking_task import permutations
 
 @pytest.mark.parametrize(("things", "moves"), [(2, "all"), (3, "all"), (5, "swaps"), (5, "all")])
 def test_states_are_the_products_of_moves(things, moves):
-    task = TrackingTask(things=things, moves=moves, length=12, num_examples=40, first=4)
+    task = TrackingTask(things=things, moves=moves, length=12, num_examples=100, first=4)
     tokens, targets = tracking_examples(task, seed=3)
     table = list(itertools.permutations(range(things)))
     number = len(table)
-    assert tokens.shape == targets.shape == (40, 13) == (40, task.num_tokens)
+    assert tokens.shape == targets.shape == (100, 13) == (40, task.num_tokens)
     assert tokens.dtype == targets.dtype == np.int32
     assert np.all(tokens[:, 0] == 2 * number) and 2 * number + 1 == tracking_vocabulary(things)
     for row, asked in zip(tokens.tolist(), targets.tolist(), strict=True):
