@@ -58,6 +58,7 @@ def backends(method: Method) -> dict[str, str]:
     mixer = nnx.eval_shape(lambda: mixers.build(config, width, rngs=nnx.Rngs(0)))
     graph, state = nnx.split(mixer)
     x = jax.ShapeDtypeStruct((1, LENGTH, width), jnp.bfloat16)
+    jax.clear_caches()  # a function that was traced for an earlier method is not traced again
     with unrecorded():
         clear_choices()
         jax.eval_shape(lambda state, x: nnx.merge(graph, state)(x)[0], state, x)
@@ -72,7 +73,7 @@ def page() -> str:
     for method in METHODS.values():
         total, code = lines(method)
         chosen = backends(method)
-        own = chosen.get(method.op, "xla")
+        own = chosen[method.op]
         fused = "no" if own == "xla" else "yes"
         listed = ", ".join(f"`{op}` ({name})" for op, name in chosen.items())
         forms = ", ".join(method.forms) or "one"
