@@ -37,7 +37,7 @@ kernels that [kernels.md](kernels.md) lists by card): `mosaic_gpu` is a fused ke
 
 def lines(method: Method) -> tuple[int, int]:
     """Return the number of lines of a method's file, and of those of code: without comments, docstrings and empty lines."""
-    path = inspect.getsourcefile(method.module)
+    path = inspect.getsourcefile(method.config)
     assert path is not None
     text = Path(path).read_text()
     left_out: set[int] = set()
