@@ -16,7 +16,6 @@ is replaced for that. In addition:
 - `flash_attn_func`, a CUDA library, is `flash_attention` of `make_author_goldens` (layers of `attn`);
 - norms, SwiGLU and the loss are not fused (`fuse_norm=False`), except in `fla-gla-hybrid`, since the fields change names of tensors;
 - `torch.compile` is not used (RWKV-7);
-- the kernel of MesaNet, which the interpreter does not run, is FLA's direct solution (`naive_mesa_net_exact`);
 - `Tensor.argsort` is stable (Mixture-of-Memories; see `make_author_goldens`).
 
 rwkv7.pth has the tensors of `fla-rwkv7` by the names of RWKV-7's authors, matrices in bfloat16.
@@ -92,16 +91,6 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "fla.models.precond_gated_deltanet", "PrecondGatedDeltaNet", FLA | dict(head_dim=8, num_v_heads=4),
     ),
     "fla-precond_kda": ("fla.models.precond_kda", "PrecondKDA", FLA | dict(head_dim=16)),
-    "fla-mesa_net": ("fla.models.mesa_net", "MesaNet", FLA | dict(head_dim=16)),
-    "fla-path_attn": (
-        "fla.models.path_attn", "PaTHAttention", FLA | dict(num_kv_heads=1, use_forget_gate=True, use_qk_norm=True),
-    ),
-    "fla-moba": ("fla.models.moba", "MoBA", FLA | dict(moba_chunk_size=8, moba_topk=2)),
-    "fla-nsa": ("fla.models.nsa", "NSA", FLA | dict(num_heads=16, num_kv_heads=1, head_dim=16, block_size=4, block_counts=4, window_size=6)),
-    "fla-log_linear_mamba2": (
-        "fla.models.log_linear_mamba2", "LogLinearMamba2",
-        dict(num_heads=4, head_dim=16, state_size=8, fuse_norm=False, fuse_cross_entropy=False),
-    ),
     "transformers-mamba": ("transformers", "Mamba", dict(state_size=8)),
     "transformers-mamba2": ("transformers", "Mamba2", dict(num_heads=4, head_dim=16, state_size=8, n_groups=2)),
 }  # fmt: skip
@@ -115,18 +104,9 @@ def import_fla() -> None:
     driver.get_benchmarker = lambda: lambda call, quantiles=None: [1.0] * len(quantiles or [0])
     importlib.import_module("fla.models")
     importlib.import_module("fla.layers.attn").flash_attn_func = flash_attention
-    importlib.import_module("fla.layers.mesa_net").chunk_mesa_net = solved_mesa_net
     replace_aliases()
     argsort = torch.Tensor.argsort
     torch.Tensor.argsort = lambda tensor: argsort(tensor, stable=True)
-
-
-def solved_mesa_net(q, k, v, g, beta, lamb, **rest) -> tuple[torch.Tensor, None, None]:
-    """Return what FLA's chunked kernel of MesaNet approaches with more steps: FLA's direct solution, of keys and queries of
-    unit length."""
-    naive = importlib.import_module("fla.ops.mesa_net.naive")
-    q, k = (x / torch.sqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (q, k))
-    return naive.naive_mesa_net_exact(q, k, v, g, lamb, beta)[0], None, None
 
 
 def write(

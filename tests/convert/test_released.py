@@ -259,7 +259,7 @@ def test_errors_name_the_field(name, fields, words, tmp_path):
 
 OWN = (
     "gla", "retnet", "deltanet", "gated_deltanet", "kda", "hgrn2", "gsa", "mamba", "mamba2", "gated_deltaproduct", "comba",
-    "precond_gated_deltanet", "precond_kda", "mesa_net", "path", "moba", "nsa", "log_linear_mamba2",
+    "precond_gated_deltanet", "precond_kda",
 )  # fmt: skip
 
 

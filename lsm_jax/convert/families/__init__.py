@@ -20,16 +20,11 @@ from lsm_jax.convert.families import (
     kda,
     lfm2,
     linear_attn,
-    log_linear_mamba2,
     mamba,
     mamba2,
-    mesa_net,
-    moba,
     mom,
     nemotron_h,
-    nsa,
     olmo_hybrid,
-    path_attn,
     precond_gated_deltanet,
     precond_kda,
     qwen3_5,
@@ -46,8 +41,7 @@ FAMILIES: dict[str, Family] = {
     module.FAMILY.model_type: module.FAMILY
     for module in (
         gla, retnet, delta_net, gated_deltanet, kda, hgrn2, gsa, linear_attn, mom, rwkv6, rwkv7, rwkv7_pth, mamba, mamba2,
-        gated_deltaproduct, comba, precond_gated_deltanet, precond_kda, mesa_net, path_attn, moba, nsa,
-        log_linear_mamba2,
+        gated_deltaproduct, comba, precond_gated_deltanet, precond_kda,
         granite, bamba, nemotron_h, falcon_h1, lfm2, xlstm, qwen3_next, olmo_hybrid,
     )
 } | {family.model_type: family for family in qwen3_5.FAMILIES}  # fmt: skip
