@@ -95,9 +95,7 @@ def get_config(variant: str = "gated_deltaproduct") -> TrackingConfig:
     fields = dict(negative="allow_negative_eigenvalues", steps="num_steps")
     chosen = {field: given[option] for option, field in fields.items() if option in given}
     model = RecallModelConfig(
-        mixer=mixer_config(
-            method, sizes["width"], sizes["heads"], variant, size == "small", **chosen
-        ),
+        mixer=mixer_config(method, sizes, variant, **chosen),
         hidden_size=sizes["width"],
         vocab_size=tracking_vocabulary(task["things"]),
         pattern=given.get("pattern", "LF"),
