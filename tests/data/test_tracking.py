@@ -18,7 +18,7 @@ def test_states_are_the_products_of_moves(things, moves):
     tokens, targets = tracking_examples(task, seed=3)
     table = list(itertools.permutations(range(things)))
     number = len(table)
-    assert tokens.shape == targets.shape == (100, 13) == (40, task.num_tokens)
+    assert tokens.shape == targets.shape == (100, 13) == (100, task.num_tokens)
     assert tokens.dtype == targets.dtype == np.int32
     assert np.all(tokens[:, 0] == 2 * number) and 2 * number + 1 == tracking_vocabulary(things)
     for row, asked in zip(tokens.tolist(), targets.tolist(), strict=True):
