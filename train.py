@@ -45,7 +45,7 @@ def main(argv: list[str]) -> None:
     """Train; exit with 128 + the signal's number if a signal ended training early."""
     from lsm_jax.commands import failure
     from lsm_jax.parallel import join_hosts
-    from lsm_jax.training import RecallConfig, TrainingStopped, train, train_recall
+    from lsm_jax.training import SmallModelsConfig, TrainingStopped, train, train_recall
     from lsm_jax.training.seeds import summary_table, train_seeds
 
     if len(argv) > 1:
@@ -54,7 +54,7 @@ def main(argv: list[str]) -> None:
         logging.set_verbosity(logging.WARNING)  # otherwise orbax logs every file
     if FLAGS.init_from == "":
         sys.exit("train.py: --init_from is empty; give the directory of a run, or leave it out")
-    if isinstance(FLAGS.config, RecallConfig):
+    if isinstance(FLAGS.config, SmallModelsConfig):
         _recall(train_recall)
         return
     if FLAGS.init_from is not None:
@@ -108,13 +108,13 @@ def _plot(workdir: str | Path) -> None:
 
 
 def _recall(train_recall) -> None:
-    """Train a sweep of associative recall, on the first device."""
+    """Train a sweep of associative recall or of state tracking, on the first device."""
     from lsm_jax.commands import failure
 
     for flag in ("init_from", "seeds", "profile"):
         if getattr(FLAGS, flag):
             sys.exit(
-                f"train.py: --{flag} is not accepted by a recall sweep, whose config has its seeds"
+                f"train.py: --{flag} is not accepted by a sweep of small models, whose config has its seeds"
             )
     try:
         result = train_recall(FLAGS.config, FLAGS.workdir)

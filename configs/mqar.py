@@ -1,8 +1,9 @@
-"""Multi-query associative recall of every method: `--config=configs/mqar.py:<method>[,width=64][,suite=64x4]`.
+"""Multi-query associative recall of every method: `--config=configs/mqar.py:<method>[,width=64][,suite=64x4][,steps=2]`.
 
 Reproduces: zoology's suite (github.com/HazyResearch/zoology at d88d6f5, `original_mqar_configs.py`), on which delta-rule and gated
 methods are compared. `suite=published` is the complete suite: lengths 64 to 256 in training, up to 1,024 with 256 pairs in the
 test, widths 64, 128 and 256. `suite=64x4`, the default, is its easiest part; `suite=tiny` runs for seconds on a CPU.
+`steps` are the steps a token of Gated DeltaProduct.
 Command: python train.py --config=configs/mqar.py:gated_deltanet,width=64,suite=published --workdir=runs/mqar_gdn
 Hardware: one GPU for minutes, for 64x4 less than one. `python -m benchmarks recall_table` runs many methods and widths in one process.
 Expected: see docs/results/recall.md.
@@ -108,11 +109,16 @@ def mixer_config(method: str, width: int) -> Any:
     return changed
 
 
-OPTIONS = dict(width=Option(kind=int, least=8), suite=Option(choices=SUITES), pattern=Option())
+OPTIONS = dict(
+    width=Option(kind=int, least=8),
+    suite=Option(choices=SUITES),
+    pattern=Option(),
+    steps=Option(kind=int, least=1),
+)
 
 
 def get_config(variant: str = "gla") -> RecallConfig:
-    """Return the config of the recall sweep `<method>[,width=64][,suite=64x4][,pattern=CL]`; Mamba2's
+    """Return the config of the recall sweep `<method>[,width=64][,suite=64x4][,pattern=CL][,steps=2]`; Mamba2's
     pattern is LL, as published.
 
     Raises:
@@ -120,8 +126,15 @@ def get_config(variant: str = "gla") -> RecallConfig:
     """
     method, given = parse_variant(variant, OPTIONS)
     width, suite = given.get("width", 64), given.get("suite", "64x4")
+    mixer = mixer_config(method, width)
+    if "steps" in given:
+        if not hasattr(mixer, "num_steps"):
+            raise ValueError(
+                f"variant {variant!r}: steps; accepted is gated_deltaproduct, not {method}"
+            )
+        mixer.num_steps = given["steps"]
     model = RecallModelConfig(
-        mixer=mixer_config(method, width),
+        mixer=mixer,
         hidden_size=width,
         vocab_size=64 if suite == "tiny" else 8192,
         pattern=given.get("pattern", "LL" if method == "mamba2" else "CL"),

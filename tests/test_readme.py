@@ -13,7 +13,7 @@ import yaml
 
 import lsm_jax
 from lsm_jax.training import TrainConfig
-from scripts import kernels_table, methods_table, newcomer
+from scripts import kernels_table, method_files, methods_table, newcomer
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]
@@ -28,6 +28,12 @@ def test_the_page_of_methods_is_up_to_date():
     assert methods_table.PAGE.read_text() == generated, (
         "run python -m scripts.methods_table --write"
     )
+
+
+@pytest.mark.slow
+def test_the_page_of_methods_files_is_generated():
+    generated = method_files.page()
+    assert method_files.PAGE.read_text() == generated, "run python -m scripts.method_files --write"
 
 
 def test_the_page_of_kernels_is_up_to_date():

@@ -28,6 +28,7 @@ BENCHMARK = Benchmark(
     name="recall_table",
     summary="associative recall of many methods and widths",
     key=("suite", "method", "width"),
+    optional_key={"num_steps": None},
     output="docs/mqar.jsonl",
     resume=True,
 )
@@ -44,11 +45,13 @@ def state_bytes(row: dict[str, Any]) -> int:
     return 4 * (sum(row["state_size"]["memory"]) + convolutions)
 
 
-def measure(method: str, width: int, args: argparse.Namespace) -> dict[str, Any]:
+def measure(case: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
     """Train models with one method at one width on associative recall, one for each of several learning
     rates, and return the benchmark's row of results.
     """
-    variant = f"{method},width={width},suite={args.suite}"
+    variant = f"{case['method']},width={case['width']},suite={args.suite}"
+    if "num_steps" in case:
+        variant += f",steps={case['num_steps']}"
     config = mqar.get_config(variant)
     overrides = ""
     if args.epochs:
@@ -60,8 +63,8 @@ def measure(method: str, width: int, args: argparse.Namespace) -> dict[str, Any]
     result = train_recall(config)
     members = [{k: m[k] for k in ("learning_rate", "mean")} for m in result.pop("members")]
     return dict(
-        suite=args.suite,
-        **{k: v for k, v in result.items() if k not in ("name", "implementations", "seed")},
+        **case,
+        **{k: v for k, v in result.items() if k not in ("name", "implementations", "seed", *case)},
         members=members,
     ) | provenance() | dict(
         command=f"python train.py --config=configs/mqar.py:{variant}{overrides} --workdir=runs/mqar"
@@ -77,6 +80,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--widths", type=options.integers, help="64, or 64,128,256 for the published suite"
     )
+    parser.add_argument(
+        "--steps", type=options.integers, default=[], help="steps a token of gated_deltaproduct"
+    )
     parser.add_argument("--epochs", type=int, help="in place of the suite's")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="dtype of activations")
     options.add_shard(parser)
@@ -90,14 +96,24 @@ def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
     for method in methods:
         mixers.get_method(method)
     return [
-        dict(suite=args.suite, method=method, width=width) for width in widths for method in methods
+        dict(suite=args.suite, method=method, width=width) | steps
+        for width in widths
+        for method in methods
+        for steps in _steps(method, args)
     ]
+
+
+def _steps(method: str, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return the part of a case that says the steps a token of `method`, for each of --steps."""
+    if method != "gated_deltaproduct" or not args.steps:
+        return [{}]
+    return [dict(num_steps=number) for number in args.steps]
 
 
 def rows(args: argparse.Namespace, cases: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     def measure_case(case):
         try:
-            return measure(case["method"], case["width"], args)
+            return measure(case, args)
         finally:
             jax.clear_caches()
 

@@ -22,6 +22,7 @@ from lsm_jax.data.tokenizers import (
     Tokenizer,
     load_tokenizer,
 )
+from lsm_jax.data.tracking_task import TrackingTask, tracking_examples, tracking_vocabulary
 from lsm_jax.data.world_tokenizer import WorldTokenizer
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "RecallTask",
     "TokenStore",
     "Tokenizer",
+    "TrackingTask",
     "WorldTokenizer",
     "fingerprint",
     "fingerprint_changes",
@@ -45,5 +47,7 @@ __all__ = [
     "make_eval_iterator",
     "make_train_iterator",
     "recall_examples",
+    "tracking_examples",
+    "tracking_vocabulary",
     "write_demo_store",
 ]

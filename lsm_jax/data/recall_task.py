@@ -32,6 +32,11 @@ class RecallTask:
         "64x4"."""
         return f"{self.length}x{self.num_pairs}"
 
+    @property
+    def num_tokens(self) -> int:
+        """The number of tokens in an example."""
+        return self.length
+
     def validate(self, vocab_size: int) -> None:
         """Raise ValueError if the task's key-value pairs do not fit into an example's length, or into the
         vocabulary."""

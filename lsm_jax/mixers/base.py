@@ -79,6 +79,7 @@ class Mixer(nnx.Module):
             averaged (None for `num_layers`).
         memory_parts: its submodules, `Dense` layers or made of them, of which each memory of a Mixture-of-Memories has a copy
             (keys, values, gates); the memories share the others. Empty where it cannot be one of several memories.
+        single_because: why `memory_parts` is empty, for error messages; it continues "cannot be one of several memories: ".
         token_parts: the names of its `Dense` layers that multiply in `read` and `write` the input `x` itself,
             not an output of other layers. Mixture-of-Memories computes those once for each token (and
             memory), not once for each row. A layer that is missing here is only slower there; the outputs of
@@ -95,6 +96,7 @@ class Mixer(nnx.Module):
     uses_depth: ClassVar[bool] = False
     has_losses: ClassVar[bool] = False
     memory_parts: ClassVar[tuple[str, ...]] = ()
+    single_because: ClassVar[str] = "its module lists no memory_parts"
     token_parts: ClassVar[tuple[str, ...]] = ()
     shared_by_token: ClassVar[tuple[str, ...]] = ()
     memories_in_place: ClassVar[bool] = True

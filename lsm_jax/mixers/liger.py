@@ -23,7 +23,7 @@ from lsm_jax.mixers import checks
 from lsm_jax.mixers.base import Context
 from lsm_jax.mixers.feature_maps import FeatureMap, num_features
 from lsm_jax.mixers.layers import Dense, parameter, split_heads
-from lsm_jax.mixers.method import Method
+from lsm_jax.mixers.method import METHODS, Method
 from lsm_jax.mixers.op_config import RecurrentConfig
 from lsm_jax.mixers.softmax import Softmax, SoftmaxConfig
 
@@ -32,6 +32,16 @@ FEATURE_MAPS = ("softmax", "t2r", "hedgehog")
 _BY_HEAD = ("mamba2", "mlstm", "gated_retention")
 _TEMPERATURE = {"gla": 16.0, "gsa": 16.0}
 _LARGEST_EXPONENT = 4.0  # of RWKV6's exp(-exp(z)): exp(-55) forgets all
+
+
+def _refusal(method: Method) -> str:
+    """Return why a pretrained layer's parameters alone do not make a method's memory."""
+    if method.op not in ("linear_memory", "slot_memory"):
+        return (
+            f"its memory is {method.op}'s, with factors that a pretrained layer does not have; "
+            "Liger's gates are pooled from keys, for linear_memory and slot_memory"
+        )
+    return "its decay is none that Liger pools from a pretrained layer's keys"
 
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
@@ -114,6 +124,10 @@ class LigerConfig(RecurrentConfig, SoftmaxConfig):
         super().validate(hidden_size)
         self.validate_fields()
         checks.one_of(self, "scale", self.scale, (None,))
+        if self.gate in METHODS and self.gate not in GATES:
+            raise ValueError(
+                f"LigerConfig.gate={self.gate!r}: {_refusal(METHODS[self.gate])}; accepted are {', '.join(map(repr, GATES))}"
+            )
         checks.one_of(self, "gate", self.gate, GATES)
         checks.one_of(self, "feature_map", self.feature_map, FEATURE_MAPS)
         checks.positive(self, gate_temperature=self.temperature())
@@ -190,6 +204,9 @@ class Liger(Softmax):
     uses keys before the norm too.
     """
 
+    single_because = (
+        "it has the projections of a pretrained layer, of which memories have no copies"
+    )
     op = ops.linear_memory
     config: LigerConfig
 

@@ -128,6 +128,9 @@ class Lolcats(Softmax):
     Scores of the window are computed in blocks of its size, so that memory and time grow with the tokens.
     """
 
+    single_because = (
+        "it has the projections of a pretrained layer, of which memories have no copies"
+    )
     op = ops.linear_memory
     config: LolcatsConfig
 

@@ -102,8 +102,10 @@ class MoMConfig:
         checks.fields(self)
         able = [m for m in METHODS.values() if m.module.memory_parts]
         if type(self.mixer) not in [m.config for m in able]:
+            known = [m for m in METHODS.values() if m.config is type(self.mixer)]
+            why = f": {known[0].module.single_because}" if known else ""
             raise ValueError(
-                f"MoMConfig.mixer={self.mixer!r} cannot be one of several memories; accepted are the configs of "
+                f"MoMConfig.mixer={self.mixer!r} cannot be one of several memories{why}; accepted are the configs of "
                 f"{', '.join(m.name for m in able)}"
             )
         self.mixer.validate(hidden_size)

@@ -94,6 +94,7 @@ class PaTHConfig(RecurrentConfig):
 class PaTH(Mixer):
     """The layer of PaTH attention: a mixer that maps [B, T, D] to [B, T, D]; `PaTHConfig` says what its options mean."""
 
+    single_because = "it stores the keys and values of all tokens, of which no memory is chosen"
     op = ops.path_attention
 
     def __init__(

@@ -73,6 +73,9 @@ class S4DConfig(RecurrentConfig):
 class S4D(Mixer):
     """The layer of S4D: a mixer that maps [B, T, D] to [B, T, D]; `S4DConfig` says what its options mean."""
 
+    single_because = (
+        "its transition and its write do not depend on the token: all memories would be alike"
+    )
     op = ops.selective_memory
 
     def __init__(

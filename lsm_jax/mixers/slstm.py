@@ -85,6 +85,9 @@ class SLSTM(Mixer):
     faster in later layers.
     """
 
+    single_because = (
+        "each token's gates read the output before, so a memory cannot leave out tokens"
+    )
     op = ops.slstm_memory
     uses_depth = True
 

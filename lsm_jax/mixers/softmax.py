@@ -151,6 +151,7 @@ class Softmax(Mixer):
     mean.
     """
 
+    single_because = "it stores the keys and values of all tokens, of which no memory is chosen"
     op = ops.attention
     uses_positions = True
     forget_heads: int | None = None

@@ -1,7 +1,7 @@
-"""The small model for measurements of recall: gated short convolutions and layers of the method, without
-feedforwards and without positions.
+"""The small model for measurements of recall and of state tracking: gated short convolutions, layers of the method and
+feedforwards by a pattern, without positions.
 
-It is zoology's hybrid of a "BaseConv" layer and a layer of the method, with RMS norms in place of layer norms
+With the pattern CL it is zoology's hybrid of a "BaseConv" layer and a layer of the method, with RMS norms in place of layer norms
 and no dropout.
 """
 
@@ -16,22 +16,24 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lsm_jax import mixers
+from lsm_jax.feedforward import SwiGLU, SwiGLUConfig
 from lsm_jax.mixers.base import Context, ShortConvolution
 from lsm_jax.mixers.layers import Dense, RMSNorm, matmul_to_float32, parameter
 from lsm_jax.models.config import DTYPES
 
-LETTERS = "CL"
+LETTERS = "CLF"
 
 
 @dataclasses.dataclass(kw_only=True)
 class RecallModelConfig:
-    """The config of the small model (`RecallModel`) that is trained on associative recall.
+    """The config of the small model (`RecallModel`) that is trained on associative recall or on state tracking.
 
     Attributes:
         mixer: the method's config, of a type in `lsm_jax.mixers.METHODS`.
         vocab_size: number of tokens in the vocabulary.
         hidden_size: width.
-        pattern: the layers in order: C is a gated short convolution, L the method.
+        pattern: the layers in order: C is a gated short convolution, L the method, F a SwiGLU feedforward of the usual
+            inner width, 8/3 of the model's.
         conv_size: width of C's convolution.
         norm_eps: epsilon of the norms before the layers and the head.
         init_std: standard deviation of the initial embedding and projections; some methods define another for
@@ -57,8 +59,8 @@ class RecallModelConfig:
             raise ValueError(f"model.dtype={self.dtype!r}: accepted are {', '.join(DTYPES)}")
         if "L" not in self.pattern or set(self.pattern) - set(LETTERS):
             raise ValueError(
-                f"model.pattern={self.pattern!r}: accepted are the letters C (convolution) and L (the "
-                "method), with at least one L"
+                f"model.pattern={self.pattern!r}: accepted are the letters C (convolution), L (the "
+                "method) and F (feedforward), with at least one L"
             )
         if self.conv_size < 2:
             raise ValueError(f"model.conv_size={self.conv_size}: it must be at least 2")
@@ -105,15 +107,20 @@ class RecallModel(nnx.Module):
         self.embedding = parameter(config.init_std * draw, ("vocab", "embed"), weight_decay=True)
         options: dict[str, Any] = dict(rngs=rngs, init_std=config.init_std, num_layers=depth)
         self.layers = nnx.List(
-            [
-                GatedConvolution(config, rngs=rngs)
-                if letter == "C"
-                else mixers.build(config.mixer, size, layer=place, **options)
-                for place, letter in enumerate(config.pattern)
-            ]
+            [self._layer(letter, place, options) for place, letter in enumerate(config.pattern)]
         )
         norms = [RMSNorm(size, eps=config.norm_eps) for _ in range(depth + 1)]
         self.norms = nnx.List(norms)
+
+    def _layer(self, letter: str, place: int, options: dict[str, Any]) -> nnx.Module:
+        config = self.config
+        if letter == "C":
+            return GatedConvolution(config, rngs=options["rngs"])
+        if letter == "F":
+            inner = SwiGLUConfig.for_width(config.hidden_size, multiple_of=16)
+            given = {name: options[name] for name in ("rngs", "init_std")}
+            return SwiGLU(inner, config.hidden_size, **given)
+        return mixers.build(config.mixer, config.hidden_size, layer=place, **options)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Return the hidden states after the last norm, [B, T, D] in the config's dtype, of tokens int
@@ -142,7 +149,7 @@ class RecallModel(nnx.Module):
                 shared = context.shared
                 losses += sum(v for name, v in context.aux.items() if name.endswith("_loss"))
             else:
-                inner = layer(inner)
+                inner = layer(inner) if isinstance(layer, GatedConvolution) else layer(inner)[0]
             x = x + inner
         return self.norms[-1](x), losses
 
@@ -165,7 +172,7 @@ def recall_state_size(config: RecallModelConfig, max_length: int) -> dict[str, l
 
     Returns:
         Two lists with a number for each layer. `memory`: the size of the memory (keys and values for
-        attention; 0 for a convolution). `all`: the size of the memory and of the tails of convolutions and
+        attention; 0 for other layers). `all`: the size of the memory and of the tails of convolutions and
         token shifts.
     """
     options: dict[str, Any] = dict(num_layers=len(config.pattern))
@@ -182,7 +189,8 @@ def recall_state_size(config: RecallModelConfig, max_length: int) -> dict[str, l
     state = jax.eval_shape(states)
     memory, tails = count(state.memory), count(state.tails)
     convolution = (config.conv_size - 1) * config.hidden_size
+    sizes = dict(L=memory + tails, C=convolution, F=0)
     return dict(
         memory=[memory if letter == "L" else 0 for letter in config.pattern],
-        all=[memory + tails if letter == "L" else convolution for letter in config.pattern],
+        all=[sizes[letter] for letter in config.pattern],
     )

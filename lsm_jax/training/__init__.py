@@ -7,7 +7,7 @@ from lsm_jax.training.loop import TrainingStopped, TrainResult
 from lsm_jax.training.metrics import read_rows
 from lsm_jax.training.optimizer import learning_rate, make_optimizer
 from lsm_jax.training.optimizer_config import OptimizerConfig
-from lsm_jax.training.recall_config import RecallConfig
+from lsm_jax.training.recall_config import RecallConfig, SmallModelsConfig, TrackingConfig
 from lsm_jax.training.recall_sweep import train_recall
 from lsm_jax.training.run_files import read_config
 from lsm_jax.training.runs import Run, best_step, load_run
@@ -24,8 +24,10 @@ __all__ = [
     "RecallConfig",
     "Run",
     "SamplesConfig",
+    "SmallModelsConfig",
     "Sweep",
     "SweepState",
+    "TrackingConfig",
     "TrainConfig",
     "TrainResult",
     "TrainState",

@@ -1,27 +1,32 @@
-"""The config of a sweep of small models on multi-query associative recall."""
+"""The configs of sweeps of small models: on multi-query associative recall, and on state tracking."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
-from lsm_jax.data import RecallTask
+from lsm_jax.data import (
+    RecallExamples,
+    RecallTask,
+    TrackingTask,
+    recall_examples,
+    tracking_examples,
+)
 from lsm_jax.models import RecallModelConfig
 from lsm_jax.training.config import check_implementations, resolve_annotations
 from lsm_jax.training.config_json import check_types
 
 
 @dataclasses.dataclass(kw_only=True)
-class RecallConfig:
-    """The config of a sweep that trains small models on multi-query associative recall: everything its
-    result depends on.
+class SmallModelsConfig:
+    """The config of a sweep that trains small models on tasks whose examples are drawn: everything its result depends on.
 
     Attributes:
         name: the name shown in logs.
         model: the config of the small model that is trained.
         train: the tasks to train on; each batch is of one task, and tasks alternate.
         test: the tasks to measure accuracy on.
-        power: the exponent of the power law of gaps between a pair and its query.
-        random_fill: whether tokens between queries are random; otherwise they are 0.
         learning_rates: peak learning rates; each combination of a learning rate and a seed is a member.
         seeds: seeds of the parameters.
         data_seed: the seed of the examples and their order.
@@ -37,10 +42,8 @@ class RecallConfig:
 
     name: str
     model: RecallModelConfig
-    train: tuple[RecallTask, ...]
-    test: tuple[RecallTask, ...]
-    power: float = 0.01
-    random_fill: bool = True
+    train: tuple[Any, ...]
+    test: tuple[Any, ...]
     learning_rates: tuple[float, ...] = (1e-3, 10**-2.5, 1e-2, 10**-1.5)
     seeds: tuple[int, ...] = (0,)
     data_seed: int = 0
@@ -59,8 +62,13 @@ class RecallConfig:
         at once."""
         return [(rate, seed) for rate in self.learning_rates for seed in self.seeds]
 
+    def drawing(self) -> tuple[Callable[..., RecallExamples], dict[str, Any]]:
+        """Return the function that draws the examples of a task of this config, and its arguments but the task and the
+        seed."""
+        raise NotImplementedError
+
     def validate(self) -> None:
-        """Raise ValueError if a field of the recall sweep's config is out of range; nothing is compiled."""
+        """Raise ValueError if a field of the sweep's config is out of range; nothing is compiled."""
         check_types(self)
         self.model.validate()
         check_implementations(self.model, "model.")
@@ -75,15 +83,12 @@ class RecallConfig:
                     raise ValueError(f"{name} {task.name}: {error}") from error
         names = [task.name for task in self.test]
         if len(set(names)) < len(names):
-            raise ValueError(
-                f"test={', '.join(names)}: tasks must differ in length or number of pairs"
-            )
+            raise ValueError(f"test={', '.join(names)}: tasks must differ in what their names say")
         for name in ("batch_size", "epochs", "steps_per_call"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: it must be at least 1")
-        for name in ("power", "stop_above"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name}={getattr(self, name)}: it must be greater than 0")
+        if not self.stop_above > 0:
+            raise ValueError(f"stop_above={self.stop_above}: it must be greater than 0")
         for name in ("weight_decay", "clip_norm"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)}: it must be at least 0")
@@ -95,3 +100,44 @@ class RecallConfig:
         fewest = min(task.num_examples for task in self.train)
         if self.batch_size > fewest:
             raise ValueError(f"batch_size={self.batch_size}: a training task has {fewest} examples")
+
+
+@dataclasses.dataclass(kw_only=True)
+class RecallConfig(SmallModelsConfig):
+    """The config of a sweep that trains small models on multi-query associative recall: the fields of
+    `SmallModelsConfig`, and
+
+    Attributes:
+        power: the exponent of the power law of gaps between a pair and its query.
+        random_fill: whether tokens between queries are random; otherwise they are 0.
+    """
+
+    train: tuple[RecallTask, ...]
+    test: tuple[RecallTask, ...]
+    power: float = 0.01
+    random_fill: bool = True
+
+    def drawing(self) -> tuple[Callable[..., RecallExamples], dict[str, Any]]:
+        """Return `recall_examples`, and its arguments but the task and the seed."""
+        law = dict(power=self.power, random_fill=self.random_fill)
+        return recall_examples, dict(vocab_size=self.model.vocab_size, **law)
+
+    def validate(self) -> None:
+        """Raise ValueError if a field of the recall sweep's config is out of range; nothing is compiled."""
+        super().validate()
+        if not self.power > 0:
+            raise ValueError(f"power={self.power}: it must be greater than 0")
+
+
+@dataclasses.dataclass(kw_only=True)
+class TrackingConfig(SmallModelsConfig):
+    """The config of a sweep that trains small models on state tracking: the fields of `SmallModelsConfig`, whose tasks
+    are words of permutation groups.
+    """
+
+    train: tuple[TrackingTask, ...]
+    test: tuple[TrackingTask, ...]
+
+    def drawing(self) -> tuple[Callable[..., RecallExamples], dict[str, Any]]:
+        """Return `tracking_examples`, which has no arguments but the task and the seed."""
+        return tracking_examples, {}

@@ -1,5 +1,5 @@
-"""Train a small model on multi-query associative recall with several learning rates at once, and measure
-its accuracy at each length."""
+"""Train a small model on multi-query associative recall or on state tracking, with several learning rates at once, and
+measure its accuracy at each length."""
 
 from __future__ import annotations
 
@@ -23,18 +23,19 @@ import optax
 from flax import nnx
 
 from lsm_jax import mixers, ops
-from lsm_jax.data import RecallTask, recall_examples
+from lsm_jax.data import RecallTask, TrackingTask
 from lsm_jax.models import RecallModel, recall_state_size
 from lsm_jax.parallel import largest_divisor
 from lsm_jax.training.config_json import to_dict
 from lsm_jax.training.failures import WriteError
 from lsm_jax.training.lock import RunLock
 from lsm_jax.training.metrics import MetricsWriter, TrainProgress
-from lsm_jax.training.recall_config import RecallConfig
+from lsm_jax.training.recall_config import SmallModelsConfig
 from lsm_jax.training.run_files import check_workdir, write_json
 from lsm_jax.training.sweep import Data, Sweep, SweepState, epoch_blocks
 
 Blocks = list[tuple[int, np.ndarray]]
+Task = RecallTask | TrackingTask
 
 _QUERIES_AT_A_TIME, _TOKENS_AT_A_TIME = (
     16384,
@@ -42,7 +43,7 @@ _QUERIES_AT_A_TIME, _TOKENS_AT_A_TIME = (
 )  # of one batch and member in an evaluation, at most
 
 
-def make_sweep(config: RecallConfig, num_steps: int) -> Sweep:
+def make_sweep(config: SmallModelsConfig, num_steps: int) -> Sweep:
     """Return the sweep of a recall config: one member (model) for each pair of a learning rate and a seed. The
     loss is the mean cross-entropy of the answers at the query tokens alone, plus the losses that layers report;
     `num_steps` is the length of the learning rate's schedule."""
@@ -87,7 +88,7 @@ def _query_logits(model: RecallModel, batch: Data) -> tuple[jax.Array, jax.Array
     return model.logits(hidden), losses
 
 
-def make_accuracy(config: RecallConfig):
+def make_accuracy(config: SmallModelsConfig):
     """Return the function (parameters of one member, batch) -> accuracy: the fraction of the batch's queries for
     which this model's most likely token is the answer."""
     graph = nnx.graphdef(nnx.eval_shape(lambda: RecallModel(config.model, rngs=nnx.Rngs(0))))
@@ -101,30 +102,22 @@ def make_accuracy(config: RecallConfig):
 
 
 @functools.lru_cache(maxsize=32)  # the runs of a table have the same examples
-def _examples(
-    length: int, num_pairs: int, num_examples: int, vocab_size: int, seed: tuple[int, ...], **law
-) -> Data:
-    task = RecallTask(length=length, num_pairs=num_pairs, num_examples=num_examples)
-    examples = recall_examples(task, vocab_size=vocab_size, seed=seed, **law)
+def _examples(draw: Any, kind: type, fields: tuple, arguments: tuple) -> Data:
+    examples = draw(kind(**dict(fields)), **dict(arguments))
     positions, answers = examples.queries()
     return jax.device_put(dict(tokens=examples.tokens, positions=positions, answers=answers))
 
 
-def load_task(config: RecallConfig, task: RecallTask, *seed: int) -> Data:
-    """Return the N examples of a recall task as a dict of arrays on the device: their `tokens` [N, T], and the
-    `positions` and `answers` [N, P] of their P queries. `seed` and the config's `data_seed` determine them."""
-    return _examples(
-        task.length,
-        task.num_pairs,
-        task.num_examples,
-        config.model.vocab_size,
-        (config.data_seed, *seed),
-        power=config.power,
-        random_fill=config.random_fill,
-    )
+def load_task(config: SmallModelsConfig, task: Task, *seed: int) -> Data:
+    """Return the N examples of a task as a dict of arrays on the device: their `tokens` [N, T], and the `positions` and
+    `answers` [N, P] of their P queries. `seed` and the config's `data_seed` determine them."""
+    draw, arguments = config.drawing()
+    arguments = dict(**arguments, seed=(config.data_seed, *seed))
+    fields = tuple(dataclasses.asdict(task).items())
+    return _examples(draw, type(task), fields, tuple(arguments.items()))
 
 
-def train_recall(config: RecallConfig, workdir: str | Path | None = None) -> dict[str, Any]:
+def train_recall(config: SmallModelsConfig, workdir: str | Path | None = None) -> dict[str, Any]:
     """Train all members of a recall sweep at once, and select the one with the best mean accuracy after the
     last epoch.
 
@@ -160,7 +153,7 @@ def train_recall(config: RecallConfig, workdir: str | Path | None = None) -> dic
 
 
 def _train_recall(
-    config: RecallConfig, workdir: Path | None, lock: RunLock | None
+    config: SmallModelsConfig, workdir: Path | None, lock: RunLock | None
 ) -> dict[str, Any]:
     """Train a sweep as `train_recall` describes, in a directory that is locked, or is locked once it is created."""
     began = time.perf_counter()
@@ -212,7 +205,7 @@ def _train_recall(
 
 
 def _train_epochs(
-    config: RecallConfig,
+    config: SmallModelsConfig,
     program: _Program,
     state: SweepState,
     train_data: list[Data],
@@ -223,7 +216,7 @@ def _train_epochs(
     """Train the members of a recall sweep until the last epoch, or until the mean accuracy of one exceeds the
     config's `stop_above`; return (accuracies [test tasks, members], number of steps, number of epochs)."""
     sizes = [task.num_examples for task in config.train]
-    length = np.average([t.length for t in config.train], weights=sizes)
+    length = np.average([t.num_tokens for t in config.train], weights=sizes)
     tokens = config.batch_size * len(config.members()) * length  # per step, of all members
     pending, losses, scores, epoch, step = None, np.zeros((0, 0)), np.zeros((0, 0)), 0, 0
     started = time.perf_counter()
@@ -268,7 +261,7 @@ class _Program:
 
 
 def _compile(
-    config: RecallConfig,
+    config: SmallModelsConfig,
     sweep: Sweep,
     state: SweepState,
     train_data: list[Data],
@@ -297,7 +290,7 @@ def _compile(
             zip(lowered, pool.map(lambda x: x.compile(), lowered.values()), strict=True)
         )
 
-    def bind(task: RecallTask, data: Data) -> Any:
+    def bind(task: Task, data: Data) -> Any:
         function = compiled[False, task.name, task.num_examples]
         return lambda params: function(params, data)
 
@@ -307,17 +300,17 @@ def _compile(
     )
 
 
-def _label(member: tuple[float, int], config: RecallConfig) -> str:
+def _label(member: tuple[float, int], config: SmallModelsConfig) -> str:
     rate, seed = member
     return f"{rate:.1e}" if len(config.seeds) == 1 else f"{rate:.1e}/seed{seed}"
 
 
-def _by_member(config: RecallConfig, scores: np.ndarray) -> str:
+def _by_member(config: SmallModelsConfig, scores: np.ndarray) -> str:
     pairs = zip(config.members(), scores.mean(axis=0), strict=True)
     return ", ".join(f"{_label(member, config)} {score:.3f}" for member, score in pairs)
 
 
-def _metrics(config: RecallConfig, scores: np.ndarray, losses: Any) -> dict[str, float]:
+def _metrics(config: SmallModelsConfig, scores: np.ndarray, losses: Any) -> dict[str, float]:
     values = {}
     for i, member in enumerate(config.members()):
         label = _label(member, config)
@@ -326,7 +319,7 @@ def _metrics(config: RecallConfig, scores: np.ndarray, losses: Any) -> dict[str,
     return values
 
 
-def _result(config: RecallConfig, scores: np.ndarray) -> dict[str, Any]:
+def _result(config: SmallModelsConfig, scores: np.ndarray) -> dict[str, Any]:
     """Return the entries of result.json that describe the recall config, and the accuracy of each member and
     of the best one; `scores` has the accuracies [test tasks, members]."""
     names = [task.name for task in config.test]
@@ -340,7 +333,7 @@ def _result(config: RecallConfig, scores: np.ndarray) -> dict[str, Any]:
         for (rate, seed), member_scores in zip(config.members(), scores.T, strict=True)
     ]
     best = max(members, key=lambda m: m["mean"])
-    longest = max(task.length for task in (*config.train, *config.test))
+    longest = max(task.num_tokens for task in (*config.train, *config.test))
     return {
         "name": config.name,
         "method": mixers.method_of(config.model.mixer).name,
@@ -363,7 +356,7 @@ def _count(state: SweepState) -> dict[str, int]:
     return dict(total=total, non_embedding=total - embedding)
 
 
-def _announce(config: RecallConfig, num_steps: int, seconds: float) -> None:
+def _announce(config: SmallModelsConfig, num_steps: int, seconds: float) -> None:
     print(
         f"{config.name}: {len(config.members())} members, at most {num_steps:,} steps of {config.batch_size} examples, "
         f"compiled in {seconds:.1f} s, on {jax.devices()[0].device_kind}",

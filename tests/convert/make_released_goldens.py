@@ -82,6 +82,15 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "fla.models.rwkv7", "RWKV7",
         RWKV | dict(head_dim=16, decay_low_rank_dim=8, gate_low_rank_dim=8, a_low_rank_dim=8, v_low_rank_dim=4),
     ),
+    "fla-gated_deltaproduct": (
+        "fla.models.gated_deltaproduct", "GatedDeltaProduct",
+        FLA | dict(head_dim=8, num_householder=2, use_forget_gate=True, allow_neg_eigval=True),
+    ),
+    "fla-comba": ("fla.models.comba", "Comba", FLA | dict(head_dim=8, num_v_heads=4)),
+    "fla-precond_gated_deltanet": (
+        "fla.models.precond_gated_deltanet", "PrecondGatedDeltaNet", FLA | dict(head_dim=8, num_v_heads=4),
+    ),
+    "fla-precond_kda": ("fla.models.precond_kda", "PrecondKDA", FLA | dict(head_dim=16)),
     "transformers-mamba": ("transformers", "Mamba", dict(state_size=8)),
     "transformers-mamba2": ("transformers", "Mamba2", dict(num_heads=4, head_dim=16, state_size=8, n_groups=2)),
 }  # fmt: skip

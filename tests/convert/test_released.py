@@ -213,7 +213,7 @@ def test_missing_and_surplus_tensors_are_named(tmp_path):
         ("fla-gla", dict(attn=dict(layers=[1], num_heads=2, sink=1)), "attn has unknown fields: sink"),
         ("fla-delta_net", dict(qk_norm="sum"), "qk_norm='sum'; accepted is 'l2'"),
         ("fla-hgrn2", dict(num_heads=4), "num_heads=4: accepted is hidden_size / expand_ratio = 2"),
-        ("fla-kda", dict(safe_gate=True), "safe_gate=True; accepted is False"),
+        ("fla-kda", dict(safe_gate=True), "lower_bound=None; accepted is a lower_bound below 0"),
         ("fla-rwkv7", dict(value_dim=[32, 64]), "value_dim=.32, 64.; accepted is hidden_size=32"),
         ("fla-mamba", dict(layer_norm_epsilon=1.0), "norm_eps=1e-05, but layer_norm_epsilon=1.0"),
         ("fla-mamba2", dict(norm_before_gate=True), "norm_before_gate=True; accepted is False"),
@@ -247,7 +247,10 @@ def test_errors_name_the_field(name, fields, words, tmp_path):
         model_config(changed(name, tmp_path, **fields))
 
 
-OWN = ("gla", "retnet", "deltanet", "gated_deltanet", "kda", "hgrn2", "gsa", "mamba", "mamba2")
+OWN = (
+    "gla", "retnet", "deltanet", "gated_deltanet", "kda", "hgrn2", "gsa", "mamba", "mamba2", "gated_deltaproduct", "comba",
+    "precond_gated_deltanet", "precond_kda",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("method", marked(OWN, ("gated_deltanet", "gsa")))

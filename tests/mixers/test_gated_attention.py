@@ -12,6 +12,7 @@ from flax import nnx
 from lsm_jax import mixers
 from lsm_jax.mixers import METHODS, GatedAttentionConfig
 from lsm_jax.mixers.layers import RMSNorm, rotate
+from tests.mixers import goldens
 from tests.mixers.conftest import WIDTH, Small
 
 EPSILON = 1.0  # a small one would hide a wrong factor
@@ -105,3 +106,20 @@ def test_the_published_proportions():
 def test_fields_that_do_not_fit_are_refused(fields, words):
     with pytest.raises(ValueError, match=words):
         dataclasses.replace(GatedAttentionConfig.for_width(WIDTH), **fields).validate(WIDTH)
+
+
+def test_the_layer_is_that_of_qwen3_next():
+    """Their first projection has the queries and the gates of each head, one after the other."""
+    config = GatedAttentionConfig(
+        num_heads=4, num_kv_heads=2, head_dim=8, rotary_dim=2, norm_eps=1e-6, rope_base=10000.0
+    )
+
+    def run(g):
+        both = g["q_proj.weight"].reshape(4, 2, 8, 16)
+        parts = dict(q=both[:, 0].reshape(32, 16), g=both[:, 1].reshape(32, 16))
+        parts |= {n: g[f"{n}_proj.weight"] for n in "kvo"}
+        parameters = {f"{n}_proj/kernel": w.T for n, w in parts.items()}
+        parameters |= {f"{n}_norm/scale": g[f"{n}_norm.weight"] for n in "qk"}
+        return dict(y=goldens.run_layer(config, 16, parameters, g["x"]))
+
+    goldens.check("layer_gated_attention", run, dtype="float32", tolerance=1e-5)

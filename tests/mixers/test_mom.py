@@ -395,9 +395,16 @@ def test_balance_loss_and_statistics():
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        (dict(mixer=mixers.S4DConfig()), "mixer=.*cannot be one of several memories.*gla"),
+        (
+            dict(mixer=mixers.S4DConfig()),
+            "mixer=.*cannot be one of several memories: its transition.*gla",
+        ),
         (dict(balance="joint"), "balance='joint': accepted are 'layer', 'model'"),
-        (dict(mixer=mixers.SoftmaxConfig()), "mixer=.*cannot be one of several memories.*gla"),
+        (
+            dict(mixer=mixers.SoftmaxConfig()),
+            "mixer=.*cannot be one of several memories: it stores.*gla",
+        ),
+        (dict(mixer=mixers.SLSTMConfig()), "memories: each token's gates read the output before"),
         (dict(mixer=None), "mixer=None cannot be"),
         (dict(num_memories=0), "num_memories=0"),
         (dict(top_k=5), "top_k=5: accepted are 1 to num_memories=4"),

@@ -211,7 +211,7 @@ def test_errors_name_the_field(change, message):
     [
         ("glo", "gla"),
         ("gla,suite=x", "accepted are 64x4, published, tiny"),
-        ("gla,widht=64", "accepted are width, suite, pattern"),
+        ("gla,widht=64", "accepted are width, suite, pattern, steps"),
         ("gla,width=4", "width='4'; accepted is a whole number from 8"),
         ("gla,pattern=CN", "accepted are the letters C"),
     ],

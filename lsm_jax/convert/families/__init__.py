@@ -8,9 +8,11 @@ from typing import Any
 
 from lsm_jax.convert.families import (
     bamba,
+    comba,
     delta_net,
     falcon_h1,
     gated_deltanet,
+    gated_deltaproduct,
     gla,
     granite,
     gsa,
@@ -23,6 +25,8 @@ from lsm_jax.convert.families import (
     mom,
     nemotron_h,
     olmo_hybrid,
+    precond_gated_deltanet,
+    precond_kda,
     qwen3_5,
     qwen3_next,
     retnet,
@@ -37,6 +41,7 @@ FAMILIES: dict[str, Family] = {
     module.FAMILY.model_type: module.FAMILY
     for module in (
         gla, retnet, delta_net, gated_deltanet, kda, hgrn2, gsa, linear_attn, mom, rwkv6, rwkv7, rwkv7_pth, mamba, mamba2,
+        gated_deltaproduct, comba, precond_gated_deltanet, precond_kda,
         granite, bamba, nemotron_h, falcon_h1, lfm2, xlstm, qwen3_next, olmo_hybrid,
     )
 } | {family.model_type: family for family in qwen3_5.FAMILIES}  # fmt: skip

@@ -1,0 +1,116 @@
+"""Measure state tracking: parity and words of permutation groups, by method, eigenvalues and steps a token.
+
+    python -m benchmarks tracking [--size published] [--tasks parity,S3] [--models deltanet+negative,gated_deltaproduct+negative+2]
+
+Trains `configs/tracking.py:<method>,task=<task>,size=<size>` one after another in one process. A row for each run: the
+accuracy of the best of three seeds on words of the trained lengths and on longer ones, and the same of every seed. A model is
+a method, with `+negative` (β in (0, 2)) or `+positive` (β in (0, 1)) where it has the choice, and the number of steps a token of
+Gated DeltaProduct.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from benchmarks import options
+from benchmarks.registry import Benchmark, UsageError
+from benchmarks.run import one_by_one
+from benchmarks.timing import provenance
+from configs import tracking
+from lsm_jax.training import train_recall
+
+BENCHMARK = Benchmark(
+    name="tracking",
+    summary="state tracking: parity and words of permutation groups",
+    key=("task", "size", "model"),
+    output="docs/tracking.jsonl",
+    resume=True,
+)
+
+PARITY = "deltanet+positive,deltanet+negative,gated_deltanet+positive,gated_deltanet+negative,mamba2,gated_deltaproduct+negative+1,gated_deltaproduct+negative+2,gated_deltaproduct+negative+3,slstm,rwkv7"  # fmt: skip
+GROUP = "deltanet+positive,gated_deltaproduct+negative+1,gated_deltaproduct+negative+2,gated_deltaproduct+positive+2,gated_deltaproduct+negative+3,mamba2,slstm"  # fmt: skip
+MODELS = {
+    "parity": PARITY,
+    "S3": GROUP,
+    "S5-swaps": "deltanet+positive,gated_deltaproduct+negative+1,gated_deltaproduct+negative+2,mamba2,slstm",
+    "S5": GROUP + ",gated_deltaproduct+negative+4,gated_deltaproduct+positive+4",
+}
+"""The models of each task by default. One step without decay, `gated_deltaproduct+negative+1`, is DeltaNet's recurrence."""
+
+
+def variant(model: str, task: str, size: str) -> str:
+    """Return the variant of `configs/tracking.py` that trains a model, such as "gated_deltaproduct+negative+2", on a task.
+
+    Raises:
+        UsageError: a word of the model after the method is neither the eigenvalues nor a number of steps.
+    """
+    method, *words = model.split("+")
+    given = ""
+    for word in words:
+        if word in ("positive", "negative"):
+            given += f",negative={int(word == 'negative')}"
+        elif word.isdecimal():
+            given += f",steps={word}"
+        else:
+            raise UsageError(
+                f"model {model!r}: {word!r}; accepted are <method>[+negative|+positive][+<steps>]"
+            )
+    return f"{method},task={task},size={size}{given}"
+
+
+def measure(case: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
+    """Train the members of one case, a model on a task, and return the benchmark's row."""
+    text = variant(case["model"], case["task"], case["size"])
+    config, overrides = tracking.get_config(text), ""
+    if args.epochs:
+        config.epochs = args.epochs
+        overrides = f" --config.epochs={args.epochs}"
+    result = train_recall(config)
+    members = [
+        {k: m[k] for k in ("learning_rate", "seed", "accuracy")} for m in result.pop("members")
+    ]
+    left_out = ("name", "implementations", "method")
+    return dict(
+        **case, **{k: v for k, v in result.items() if k not in left_out}, members=members
+    ) | provenance() | dict(
+        command=f"python train.py --config=configs/tracking.py:{text}{overrides} --workdir=runs/tracking"
+    )  # fmt: skip
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--size", default="small", choices=tracking.SIZES)
+    parser.add_argument(
+        "--tasks", type=options.names(tracking.TASKS), default="parity,S3,S5-swaps",
+        help=f"of {', '.join(tracking.TASKS)}; default: parity,S3,S5-swaps",
+    )  # fmt: skip
+    parser.add_argument(
+        "--models", type=options.words, help="in place of those of each task, such as mamba2"
+    )
+    parser.add_argument("--epochs", type=int, help="in place of the size's")
+    options.add_shard(parser)
+    options.add_minutes(parser)
+
+
+def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
+    selected = [
+        dict(task=task, size=args.size, model=model)
+        for task in args.tasks
+        for model in args.models or options.words(MODELS[task])
+    ]
+    for case in selected:
+        tracking.get_config(variant(case["model"], case["task"], case["size"]))
+    return selected
+
+
+def rows(args: argparse.Namespace, cases: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    def measure_case(case):
+        try:
+            return measure(case, args)
+        finally:
+            jax.clear_caches()
+
+    return one_by_one(cases, measure_case, minutes=args.minutes)

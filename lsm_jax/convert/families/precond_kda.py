@@ -1,0 +1,83 @@
+"""Preconditioned KDA of flash-linear-attention (`model_type` precond_kda)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lsm_jax.convert.families import fla
+from lsm_jax.mixers import PrecondKDAConfig
+from lsm_jax.models import ModelConfig
+
+_TABLE = {
+    **fla.PROJECTIONS,
+    **fla.CONVOLUTIONS,
+    "mixer.beta_proj.kernel": "attn.b_proj.weight",
+    "mixer.decay_down.kernel": "attn.f_proj.0.weight",
+    "mixer.decay_up.kernel": "attn.f_proj.1.weight",
+    "mixer.gate_down.kernel": "attn.g_proj.0.weight",
+    "mixer.gate_up.kernel": "attn.g_proj.1.weight",
+    "mixer.gate_up.bias": "attn.g_proj.1.bias",
+    "mixer.dt_bias": "attn.dt_bias",
+    "mixer.a_log": "attn.A_log",
+    "mixer.energy_beta_proj.kernel": "attn.b_atk_proj.weight",
+    "mixer.energy_decay_proj.kernel": "attn.a_proj.weight",
+    "mixer.energy_dt_bias": "attn.dt_bias_atk",
+    "mixer.energy_a_log": "attn.A_log_atk",
+    "mixer.threshold": "attn.log_atk_scale",
+    "mixer.norm.scale": "attn.o_norm.weight",
+}
+
+
+def _config(values: dict[str, Any]) -> ModelConfig:
+    mixer = PrecondKDAConfig(
+        num_heads=values["num_heads"],
+        head_dim=values["head_dim"],
+        expand_v=float(values["expand_v"]),
+        conv_size=values["conv_size"] if values["use_short_conv"] else 1,
+        allow_negative_eigenvalues=values["allow_neg_eigval"],
+        squash=float(values["squash_x"]),
+        norm_eps=float(values["norm_eps"]),
+    )
+    return fla.decoder(values, mixer)
+
+
+def _no_groups(mixer: PrecondKDAConfig) -> None:
+    """Raise ValueError if the mixer has more heads of values than of keys: FLA then has the strengths of key heads alone."""
+    if mixer.value_heads() != mixer.num_heads:
+        raise ValueError(
+            f"num_value_heads={mixer.value_heads()}; accepted for an export is num_heads={mixer.num_heads}"
+        )
+
+
+def _describe(config: ModelConfig) -> dict[str, Any]:
+    mixer, fields = fla.describe(config, PrecondKDAConfig)
+    return fields | dict(
+        num_heads=mixer.num_heads,
+        num_v_heads=_no_groups(mixer),
+        head_dim=mixer.head_dim,
+        expand_v=mixer.expand_v,
+        use_short_conv=mixer.conv_size > 1,
+        conv_size=mixer.conv_size if mixer.conv_size > 1 else 4,
+        allow_neg_eigval=mixer.allow_negative_eigenvalues,
+        squash_x=mixer.squash,
+    )
+
+
+FAMILY = fla.family(
+    "precond_kda",
+    "PrecondKDAForCausalLM",
+    kinds=dict(
+        expand_v="positive", head_dim="size", conv_size="size", allow_neg_eigval="flag",
+        squash_x="positive", use_short_conv="flag",
+    ),
+    defaults=dict(
+        num_heads=16, head_dim=128, expand_v=1.0, conv_size=4, allow_neg_eigval=False, squash_x=1.5,
+        use_short_conv=True,
+    ),
+    only=dict(num_v_heads=(None,), safe_gate=(False,), lower_bound=(None,), squash_eps=(1e-6,)),
+    unused=frozenset({"a_log_init_lower", "log_atk_scale_init"}),
+    sizes=("conv_size", ("num_heads", "head_dim")),
+    config=_config,
+    names=fla.names(_TABLE),
+    describe=_describe,
+)  # fmt: skip
