@@ -37,6 +37,7 @@ from lsm_jax.mixers import (
     mamba3,
     mamba3_mimo,
     mesa_net,
+    mla,
     mlstm,
     moba,
     mom,
@@ -105,6 +106,7 @@ from lsm_jax.mixers.method import (
     method_of,
     register,
 )
+from lsm_jax.mixers.mla import MLA, MLAConfig
 from lsm_jax.mixers.mlstm import MLSTM, MLSTMConfig
 from lsm_jax.mixers.moba import MoBA, MoBAConfig
 from lsm_jax.mixers.mom import MoM, MoMConfig
@@ -171,6 +173,7 @@ _TABLE = (
     softmax,
     path,
     gated_attention,
+    mla,
     fox,
     moba,
     nsa,
@@ -250,6 +253,8 @@ __all__ = [
     "Lolcats",
     "LolcatsConfig",
     "METHODS",
+    "MLA",
+    "MLAConfig",
     "MLSTM",
     "MLSTMConfig",
     "Mamba",
