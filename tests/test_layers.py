@@ -36,7 +36,7 @@ ALLOWED = {
     "commands": {"files"},
     "cli": {"mixers", "ops", "models", "training", "evaluation", "programs"},
     "__main__": {"cli"},
-    "plan": {"training", "parallel", "files"},
+    "plan": {"convert", "training", "parallel", "files"},
     "evaluation": {
         "models",
         "mixers",

@@ -49,7 +49,9 @@ def activation_bytes(
     shape = rows, length, platform
     key = *shape, sizes["sequence"] > 1  # whether memories are masked or packed depends on it
     if key not in known:
-        known[key] = [_layer_bytes(config, model, b, *shape) for b in model.periods.blocks]
+        kinds = dict(zip(config.model.period(), model.periods.blocks, strict=True))
+        of_kind = {n: _layer_bytes(config, model, b, *shape) for n, b in kinds.items()}
+        known[key] = [of_kind[letter] for letter in config.model.period()]
     layers = known[key]
     x = rows * length * config.model.hidden_size * jnp.dtype(config.model.dtype).itemsize
     working = max(peak for peak, _ in layers) // sizes["tensor"] + 2 * x

@@ -139,5 +139,7 @@ def test_conversations_have_the_published_form(vocabulary):
     assert whole == text.removesuffix("Assistant:")
     assert tokenizer.decode(tokenizer.encode(text)) == text
     for message in (dict(role="tool", content="x"), dict(role="user", content=["x"]), {}):
-        with pytest.raises(ValueError, match=r"messages\[1\]: role=.*accepted is a role of system, user"):
+        with pytest.raises(
+            ValueError, match=r"messages\[1\]: role=.*accepted is a role of system, user"
+        ):
             tokenizer.chat_text([messages[0], message])

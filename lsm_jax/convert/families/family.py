@@ -164,6 +164,16 @@ class Family:
         values = self.values(source.config, where)
         sizes = ("vocab_size", "hidden_size", *self.sizes)
         check_sizes(values, where, source.shapes, sizes, prefix=self.prefix)
+        return self.described(source.config, where)
+
+    def described(self, given: Mapping[str, Any], where: object) -> ModelConfig:
+        """Return the config of the model that the contents of a config.json describe, where there are no tensors to compare its
+        sizes with; `where` is the file, for error messages.
+
+        Raises:
+            ValueError: as `values`.
+        """
+        values = self.values(given, where)
         try:
             config = self.config(values)
             config.dtype = "float32" if _dtype(values) == "float32" else "bfloat16"
