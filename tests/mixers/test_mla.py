@@ -52,8 +52,9 @@ def test_released_layers(name):
     goldens.check(name, run, dtype="float32", tolerance=1e-5)
 
 
-def test_pieces_of_both_forms_equal_one_call_with_adapters():
-    """One token is computed in the absorbed form, and eight tokens with a state in the expanded one."""
+@pytest.mark.parametrize("pieces", [(2, 8), pytest.param((8, 1, 1), marks=pytest.mark.slow)])
+def test_pieces_of_both_forms_equal_one_call_with_adapters(pieces):
+    """A few tokens are computed in the absorbed form, and eight tokens with a state in the expanded one."""
     small = Small(
         METHODS["mla"], key_dim=4, value_dim=4, latent_dim=24, rope_dim=2, output_gate=True
     )
@@ -64,14 +65,13 @@ def test_pieces_of_both_forms_equal_one_call_with_adapters():
         layer.lora.b[...] = jax.random.normal(jax.random.key(7), layer.lora.b.shape)
     ids = jnp.tile(jnp.array([1, 1, 1, 1, 2, 2, 2, 2, 2, 2], jnp.int32), (BATCH, 1))
     whole = small(segment_ids=ids)[0]
-    for pieces in ((8, 1, 1), (2, 8)):
-        state, outputs, start = small.state(), [], 0
-        for size in pieces:
-            part = slice(start, start + size)
-            y, state = small(small.x[:, part], segment_ids=ids[:, part], state=state)
-            outputs.append(y)
-            start += size
-        close(jnp.concatenate(outputs, axis=1), whole)
+    state, outputs, start = small.state(), [], 0
+    for size in pieces:
+        part = slice(start, start + size)
+        y, state = small(small.x[:, part], segment_ids=ids[:, part], state=state)
+        outputs.append(y)
+        start += size
+    close(jnp.concatenate(outputs, axis=1), whole)
     assert state.memory.keys.shape == (BATCH, LENGTH, 1, 2)
     assert state.memory.values.shape == (BATCH, LENGTH, 1, 24)
 
@@ -86,15 +86,17 @@ def test_neighbouring_pairs_are_rotated():
     assert np.abs(y[:, 1:] - rotate(x, positions, base=100.0)[:, 1:]).max() > 0.1
 
 
-def test_store_tokens_returns_the_state_of_attention():
+@pytest.mark.parametrize("with_state", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_store_tokens_returns_the_state_of_attention(with_state):
     q, k, v = (jax.random.normal(jax.random.key(i), (2, 6, 2, n)) for i, n in enumerate((4, 4, 3)))
     ids = jnp.array([[1, 1, 2, 2, 0, 2], [0, 1, 1, 1, 1, 1]], jnp.int32)
     state = ops.attention_state(2, 4, 2, 4, 3)
     mask = jnp.ones((2, 6)).at[1, 3].set(0)
-    for initial, rows in ((None, {}), (state, dict(segment_ids=ids, update_mask=mask))):
-        _, expected = ops.attention(q, k, v, initial_state=initial, **rows)
-        stored = ops.store_tokens(k, v, initial_state=initial, **rows)
-        jax.tree.map(np.testing.assert_array_equal, stored, expected)
+    initial = state if with_state else None
+    rows = dict(segment_ids=ids, update_mask=mask) if with_state else {}
+    _, expected = ops.attention(q, k, v, initial_state=initial, **rows)
+    stored = ops.store_tokens(k, v, initial_state=initial, **rows)
+    jax.tree.map(np.testing.assert_array_equal, stored, expected)
     with pytest.raises(ValueError, match="store_tokens: v has shape"):
         ops.store_tokens(k, v[:, :3])
 
