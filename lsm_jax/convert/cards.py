@@ -117,6 +117,8 @@ def _least(plan: Callable[[MeshConfig, int], Any], count: int) -> Need | None:
         try:
             made = plan(MeshConfig(data=1, fsdp=count // expert, expert=expert), count)
         except ValueError:
+            if count == 1:
+                raise  # not for the mesh
             continue  # something is not divisible by this mesh
         if best is None or made.total < best.total:
             best = made

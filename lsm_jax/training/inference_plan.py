@@ -85,11 +85,21 @@ def inference_plan(
     if key not in known:
         known[key] = _state_and_working(config, model, local_rows, length)
     state, working = known[key]
-    parameters = sum(
-        math.prod(sharding.shard_shape(x.shape)) * x.dtype.itemsize
-        for x, sharding in zip(jax.tree.leaves(params), jax.tree.leaves(shardings), strict=True)
-    )
-    return InferencePlan(sizes, parameters, state, working + _gathered(model, params, sizes))
+    leaves = zip(jax.tree.leaves(params), jax.tree.leaves(shardings), strict=True)
+    parameters = sum(_local_bytes(x, sharding) for x, sharding in leaves)
+    gathered = 0
+    if sizes["fsdp"] > 1:
+        stacked = jax.tree.leaves(params["periods"]), jax.tree.leaves(shardings["periods"])
+        gathered = sum(
+            _local_bytes(x, sharding) * (sizes["fsdp"] if "fsdp" in str(sharding.spec) else 1)
+            for x, sharding in zip(*stacked, strict=True)
+        )
+    # Of one period at a time, which every device has whole but for its share of the experts.
+    return InferencePlan(sizes, parameters, state, working + gathered // model.num_periods)
+
+
+def _local_bytes(x: jax.ShapeDtypeStruct, sharding: Any) -> int:
+    return math.prod(sharding.shard_shape(x.shape)) * x.dtype.itemsize
 
 
 def _state_and_working(
@@ -129,14 +139,3 @@ def _layer_peak(stacked: Any, x: Any, shared: Any, state: Any) -> int:
 
     traced = jax.make_jaxpr(layer)(params, x, shared, state, positions)
     return peak_bytes(traced.jaxpr, "cuda")
-
-
-def _gathered(model: Decoder, params: Any, sizes: dict[str, int]) -> int:
-    """Return the bytes of one period's parameters that a device gathers from the others along the mesh axis "fsdp"; 0 without it."""
-    if sizes["fsdp"] == 1:
-        return 0
-    leaves = jax.tree.leaves(params["periods"])
-    experts = [x for x in leaves if x.ndim == 4]  # [periods, experts, in, out]
-    whole = sum(x.size * x.dtype.itemsize for x in leaves)
-    of_experts = sum(x.size * x.dtype.itemsize for x in experts)
-    return (whole - of_experts + of_experts // sizes["expert"]) // model.num_periods
