@@ -79,7 +79,8 @@ def described_model(source: str) -> ModelConfig:
 
 
 def needs(model: ModelConfig, *, length: int, train_length: int) -> dict[str, list[Need]]:
-    """Return for each use of `USES` what a card needs, for each number of cards of `COUNTS` for which a mesh is valid.
+    """Return for each use of `USES` what a card needs, for each number of cards of `COUNTS` for which a mesh is valid, up to the
+    first with which the model fits on every card of `CARDS`.
 
     Args:
         model: the model.
@@ -107,7 +108,14 @@ def needs(model: ModelConfig, *, length: int, train_length: int) -> dict[str, li
 
     plans: dict[str, Callable[[MeshConfig, int], Any]] = {"inference": of_inference}
     plans |= {use: functools.partial(of_training, use) for use in USES[1:]}
-    return {use: [n for c in COUNTS if (n := _least(plans[use], c))] for use in USES}
+    found: dict[str, list[Need]] = {use: [] for use in USES}
+    for use, needed in found.items():
+        for count in COUNTS:
+            need = _least(plans[use], count)
+            needed += [] if need is None else [need]
+            if need is not None and need.gib <= min(CARDS.values()):
+                break
+    return found
 
 
 def _least(plan: Callable[[MeshConfig, int], Any], count: int) -> Need | None:

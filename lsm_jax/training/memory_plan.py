@@ -89,7 +89,7 @@ def plan(
     Args:
         config: the config of the run.
         num_devices: number of devices of the mesh that `config.mesh` describes.
-        known: a dict that caches the abstract model and results of traced layers, for plans of the same run on
+        known: a dict that caches the abstract model, its optimizer's moments and traced layers, for plans of the same run on
             other meshes; None caches nothing.
         kernels: whether to plan for NVIDIA Hopper with its fused kernels; otherwise for XLA alone, on CPUs
             and other GPUs.
@@ -120,7 +120,9 @@ def plan(
         in_frozen_dtype(frozen, config.frozen_dtype)
     )
     trained = 4 * sum(local_params[_name(path)] for path, _ in trained_leaves)
-    moments = {name.replace(".", "/"): count for name, count in moments_of(config).items()}
+    if "moments" not in known:
+        known["moments"] = moments_of(config)
+    moments = {name.replace(".", "/"): count for name, count in known["moments"].items()}
     averages = 1 if config.ema_decay else 0
     optimizer = sum(
         round(4 * (moments[_name(path)] + averages) * local_params[_name(path)])
