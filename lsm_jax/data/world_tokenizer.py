@@ -105,13 +105,13 @@ class WorldTokenizer:
         parts = []
         for number, message in enumerate(messages):
             role, content = message.get("role"), message.get("content")
-            known = isinstance(role, str) and role in _ROLES
-            if not known or not isinstance(content, str):
+            name = _ROLES.get(role) if isinstance(role, str) else None
+            if name is None or not isinstance(content, str):
                 raise ValueError(
                     f"messages[{number}]: role={short_text(role, 80)}, content={short_text(content, 80)}; accepted is a role of "
                     f"{', '.join(_ROLES)}, and a text"
                 )
-            parts.append(f"{_ROLES[role]}: {_LINE_ENDS.sub(chr(10), content.strip())}")
+            parts.append(f"{name}: {_LINE_ENDS.sub(chr(10), content.strip())}")
         if add_generation_prompt:
             return "\n\n".join([*parts, "Assistant:"])
         return "".join(f"{part}\n\n" for part in parts)

@@ -151,7 +151,7 @@ class MLA(Mixer):
         else:
             self.q_down = Dense(hidden_size, rank, **small)
             self.q_norm = RMSNorm(rank, eps=eps)
-            self.q_up = Dense(rank, queries, **(small | dict(axes=(None, "heads"))))
+            self.q_up = Dense(rank, queries, axes=(None, "heads"), rngs=rngs, init_std=init_std)
         self.latent_proj = Dense(hidden_size, latent, **small)
         self.rope_proj = Dense(hidden_size, config.rope_dim, **small)
         self.latent_norm = RMSNorm(latent, eps=eps)

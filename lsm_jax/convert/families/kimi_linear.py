@@ -255,7 +255,8 @@ def _names(values: dict[str, Any], config: ModelConfig, layer: int) -> Names:
         rates = Entry("self_attn.A_log", shape=(1, 1, kinds.mixer.num_heads, 1))
         mixer = {**_KDA, "mixer.a_log": rates}
     else:
-        mixer = latent_names(values, "self_attn.", "o_proj") | {
+        mixer = {
+            **latent_names(values, "self_attn.", "o_proj"),
             "mixer.q_down.kernel": "self_attn.q_a_proj.weight",
             "mixer.q_norm.scale": "self_attn.q_a_layernorm.weight",
             "mixer.q_up.kernel": "self_attn.q_b_proj.weight",
