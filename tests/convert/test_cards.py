@@ -63,6 +63,7 @@ def test_the_page_has_the_tables_of_the_command(fields, billions, tmp_path, caps
         assert bytes_alone / 1.08 < count <= 4 * max(1, bytes_alone)
 
 
+@pytest.mark.slow
 def test_parameters_and_states_of_inference_are_counted():
     model = cards.described_model(str(GOLDENS / "transformers-kimi_linear"))
     known = {}

@@ -46,6 +46,7 @@ def test_both_forms_of_kimi_are_one_model(tmp_path):
     assert written.read_bytes() == given.read_bytes()
 
 
+@pytest.mark.slow
 def test_tensors_of_lings_prediction_heads_are_ignored_and_exported(tmp_path):
     def change(tensors):
         tensors["model.layers.42.eh_proj.weight"] = np.ones((2, 3), np.float32)
@@ -57,7 +58,8 @@ def test_tensors_of_lings_prediction_heads_are_ignored_and_exported(tmp_path):
     assert written.read_bytes() == given.read_bytes()
 
 
-@pytest.mark.parametrize("name", [KIMI, pytest.param(LING, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [KIMI, LING])
 def test_own_models_are_exported(name, tmp_path):
     """Of a pattern without a period, with gates of another rank and three experts a token."""
     config = model_config(changed(name, tmp_path))
