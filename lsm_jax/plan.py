@@ -3,8 +3,10 @@
     python -m lsm_jax.plan --config=configs/lm.py:gla-340m
     python -m lsm_jax.plan --config=configs/lm.py:gla-340m --nokernels --hbm=16 --config.accumulation_steps=64
     python -m lsm_jax.plan --config=configs/linear_moe.py:a1b-7b --devices=256 --hbm=80 --search
+    python -m lsm_jax.plan --source=config.json
 
-Prints the GiB of memory that each device needs, the GiB that it sends per step, and whether the run fits. No
+With --source it says on which cards a released model fits (`lsm_jax.convert.cards`; `--source=config.json --help` lists its flags).
+Otherwise it prints the GiB of memory that each device needs, the GiB that it sends per step, and whether the run fits. No
 accelerator is needed, and nothing is compiled. Fields of the config are overridden as in train.py:
 `--config.mesh.fsdp=64 --config.batch_size=512`. `--search` tries every mesh whose axes are powers of two, and
 prints those that fit, with the least communication first.
@@ -182,4 +184,8 @@ def _search(config: Any) -> None:
 
 
 if __name__ == "__main__":
+    if any(argument.partition("=")[0] in ("--source", "-source") for argument in sys.argv[1:]):
+        from lsm_jax.convert import cards
+
+        sys.exit(cards.main())
     app.run(main, flags_parser=parse)

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # The packages of the library that each package may import besides itself. A name with a dot is a single module.
 ALLOWED = {
     "linearize": {"convert", "training", "models", "mixers", "data", "files", "hub"},
-    "convert": {"training", "models", "mixers", "feedforward", "data", "files", "hub"},
+    "convert": {"training", "models", "mixers", "feedforward", "parallel", "data", "files", "hub"},
     "training": {
         "models",
         "mixers",
@@ -36,7 +36,7 @@ ALLOWED = {
     "commands": {"files"},
     "cli": {"mixers", "ops", "models", "training", "evaluation", "programs"},
     "__main__": {"cli"},
-    "plan": {"training", "parallel", "files"},
+    "plan": {"convert", "training", "parallel", "files"},
     "evaluation": {
         "models",
         "mixers",

@@ -185,6 +185,7 @@ COMMANDS = (
             ("does it fit into one card of 80 GiB?", "plan --config=lm:gla-340m --devices=1 --hbm=80"),
             ("the best meshes of 256 devices", "plan --config=linear_moe:a1b-7b --devices=256 --search"),
             ("a CPU or a GPU without fused kernels", "plan --config=lm:gla-nano --nokernels --hbm=16"),
+            ("the cards that a released model fits on", "plan --source=config.json"),
         ),
         run=_program("plan", "plan"),
         source="plan.py",

@@ -5,8 +5,8 @@
 
 The folder has config.json, model.safetensors and the run's tokenizer.json. GLA, RetNet, DeltaNet, Gated DeltaNet, KDA, HGRN2, GSA,
 linear attention, RWKV-6, RWKV-7 and Mixture-of-Memories are written for FLA, also with layers of softmax attention; Mamba,
-Mamba-2, mLSTM, hybrids of Mamba-2 or of short convolutions, and Gated DeltaNet with gated attention or OLMo's attention for
-transformers. Adapters (LoRA) are merged. With the checkpoint that the run was imported from (`--source`), the folder has its
+Mamba-2, mLSTM, hybrids of Mamba-2 or of short convolutions, Gated DeltaNet with gated attention or OLMo's attention, and KDA with
+multi-head latent attention for transformers. Adapters (LoRA) are merged. With the checkpoint that the run was imported from (`--source`), the folder has its
 config, files, dtypes and tokenizer: an unchanged model is exported byte for byte.
 """
 
@@ -71,12 +71,14 @@ def family_for(
     known = [_METHODS[kind] for kind in kinds if kind in _METHODS]
     if kinds == {mixers.GatedDeltaNetConfig, mixers.GatedAttentionConfig}:
         known = [_GATED]
+    elif kinds == {mixers.KDAConfig, mixers.MLAConfig}:
+        known = [("kimi_linear", "bailing_hybrid")]
     elif len(known) != 1 or kinds - set(_METHODS) - {mixers.SoftmaxConfig}:
         names = ", ".join(sorted(kind.__name__ for kind in kinds))
         accepted = ", ".join(kind.__name__ for kind in _METHODS)
         raise ValueError(
-            f"the model has mixers of {names}; accepted is one of {accepted}, alone or with SoftmaxConfig, or "
-            "GatedDeltaNetConfig with GatedAttentionConfig"
+            f"the model has mixers of {names}; accepted is one of {accepted}, alone or with SoftmaxConfig, "
+            "GatedDeltaNetConfig with GatedAttentionConfig, or KDAConfig with MLAConfig"
         )
     errors = []
     for name in known[0]:

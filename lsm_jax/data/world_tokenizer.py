@@ -28,6 +28,8 @@ VOCABULARY = "rwkv_vocab_v20230424.txt"
 END_OF_TEXT = 0
 _MAX_BYTES = 64 * MEGABYTE  # the published file has 1.2
 _MAX_ID = 1 << 20  # the published vocabulary has 65,529 tokens
+_ROLES = dict(system="System", user="User", assistant="Assistant")
+_LINE_ENDS = re.compile(r"(?:\r?\n)(?:[ \t]*\r?\n)+")
 _LINE = re.compile(r"(\d{1,8}) (b?(?:'[^\n]*'|\"[^\n]*\")) (\d{1,8})")
 
 
@@ -80,6 +82,39 @@ class WorldTokenizer:
             ids.append(known[token])
             place += len(token)
         return ids
+
+    def chat_text(
+        self, messages: list[dict[str, Any]], *, add_generation_prompt: bool = True
+    ) -> str:
+        """Return a conversation as one text in the form in which RWKV's World models are tuned (BlinkDL/ChatRWKV):
+
+            User: a question
+
+            Assistant: its answer
+
+        A blank line ends a message. Blank lines inside a message therefore become line ends, and white space around it is
+        removed, as in the authors' demonstration of chats.
+
+        Args:
+            messages: dicts with "role" ("system", "user" or "assistant") and "content".
+            add_generation_prompt: end the text with "Assistant:", after which the model's answer begins.
+
+        Raises:
+            ValueError: a message has another role, or its content is no text.
+        """
+        parts = []
+        for number, message in enumerate(messages):
+            role, content = message.get("role"), message.get("content")
+            name = _ROLES.get(role) if isinstance(role, str) else None
+            if name is None or not isinstance(content, str):
+                raise ValueError(
+                    f"messages[{number}]: role={short_text(role, 80)}, content={short_text(content, 80)}; accepted is a role of "
+                    f"{', '.join(_ROLES)}, and a text"
+                )
+            parts.append(f"{name}: {_LINE_ENDS.sub(chr(10), content.strip())}")
+        if add_generation_prompt:
+            return "\n\n".join([*parts, "Assistant:"])
+        return "".join(f"{part}\n\n" for part in parts)
 
     def decode(self, ids: Any) -> str:
         """Return the text of token ids: END_OF_TEXT is skipped, and ids without a token and bytes that are no UTF-8 become

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from rich.console import RenderableType
 
-from lsm_jax.data import JSONTokenizer, make_eval_iterator
+from lsm_jax.data import JSONTokenizer, WorldTokenizer, make_eval_iterator
 from lsm_jax.data.decoding import decode
 from lsm_jax.data.needle import NeedleTask, haystack_tokens, read_texts
 from lsm_jax.evaluation.curve import LossCurve
@@ -129,7 +129,7 @@ def sample_text(run: Run, request: Request, folder: Path) -> Generation:
     tokenizer = run_tokenizer(run)
     prompt, bos_id, stop_id = request.prompt, run_bos_id(run, tokenizer), None
     if request.chat:
-        if not isinstance(tokenizer, JSONTokenizer):
+        if not isinstance(tokenizer, JSONTokenizer | WorldTokenizer):
             raise ValueError(f"chat=True: tokenizer {tokenizer.name!r} has no chat template")
         prompt = tokenizer.chat_text([dict(role="user", content=prompt)])
         bos_id, stop_id = None, tokenizer.eos_id

@@ -37,6 +37,7 @@ from lsm_jax.mixers import (
     mamba3,
     mamba3_mimo,
     mesa_net,
+    mla,
     mlstm,
     moba,
     mom,
@@ -106,6 +107,7 @@ from lsm_jax.mixers.method import (
     method_of,
     register,
 )
+from lsm_jax.mixers.mla import MLA, MLAConfig
 from lsm_jax.mixers.mlstm import MLSTM, MLSTMConfig
 from lsm_jax.mixers.moba import MoBA, MoBAConfig
 from lsm_jax.mixers.mom import MoM, MoMConfig
@@ -172,6 +174,7 @@ _TABLE = (
     softmax,
     path,
     gated_attention,
+    mla,
     fox,
     moba,
     nsa,
@@ -253,6 +256,8 @@ __all__ = [
     "Lolcats",
     "LolcatsConfig",
     "METHODS",
+    "MLA",
+    "MLAConfig",
     "MLSTM",
     "MLSTMConfig",
     "Mamba",

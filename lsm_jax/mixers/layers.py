@@ -352,9 +352,10 @@ def rotate(
     base: float,
     scaling: RopeScaling | None = None,
     channels: int | None = None,
+    interleaved: bool = False,
 ) -> jax.Array:
     """Apply the rotary position embedding (arXiv 2104.09864), in which the first half of the rotated channels is
-    paired with the second half.
+    paired with the second half, or each channel with the next one.
 
     Args:
         x: [B, T, H, K].
@@ -362,21 +363,30 @@ def rotate(
         base: wavelengths run from 2π to 2π · base.
         scaling: a reduction of the frequencies, or None.
         channels: number of channels of a head that are rotated, its first ones; even; None is all K.
+        interleaved: whether the pairs are neighbours, channels 2i and 2i + 1, instead of i and i + K / 2.
 
     Returns:
         [B, T, H, K] in x's dtype; angles and products in float32.
     """
     if channels is not None and channels < x.shape[-1]:
-        turned = rotate(x[..., :channels], positions, base=base, scaling=scaling)
+        turned = rotate(
+            x[..., :channels], positions, base=base, scaling=scaling, interleaved=interleaved
+        )
         return jnp.concatenate([turned, x[..., channels:]], axis=-1)
     half = x.shape[-1] // 2
     frequency = base ** (-jnp.arange(half, dtype=jnp.float32) / half)
     frequency = frequency if scaling is None else scaling.apply(frequency)
     angle = positions.astype(jnp.float32)[..., None, None] * frequency
     cos, sin = jnp.cos(angle), jnp.sin(angle)
-    first, second = jnp.split(x.astype(jnp.promote_types(x.dtype, jnp.float32)), 2, axis=-1)
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return turned.astype(x.dtype)
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    if interleaved:
+        first, second = wide[..., ::2], wide[..., 1::2]
+    else:
+        first, second = jnp.split(wide, 2, axis=-1)
+    turned = (first * cos - second * sin, second * cos + first * sin)
+    if interleaved:
+        return jnp.stack(turned, axis=-1).reshape(x.shape).astype(x.dtype)
+    return jnp.concatenate(turned, axis=-1).astype(x.dtype)
 
 
 def split_heads(x: jax.Array, num_heads: int) -> jax.Array:

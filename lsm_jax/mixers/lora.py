@@ -79,6 +79,16 @@ class LoRA(nnx.Module):
         return self.scale * second(first(x, self.a[...], None, None), self.b[...], None, dtype)
 
 
+def adapted_kernel(layer: Dense) -> jax.Array:
+    """Return the matrix [in_size, out_size] by which a `Dense` layer multiplies: its kernel W, or with an adapter
+    `W + (alpha / rank) A B`.
+    """
+    kernel, lora = layer.kernel[...], layer.lora
+    if lora is None:
+        return kernel
+    return kernel + lora.scale * jnp.matmul(lora.a[...], lora.b[...], precision="highest")
+
+
 def adaptable(part: nnx.Module) -> dict[str, Dense]:
     """Return the `Dense` layers of a mixer or feedforward by their path in it, such as "q_proj" or "decay.down"."""
     layers = [

@@ -11,6 +11,7 @@ keys are masked before they are used.
 
 from lsm_jax.ops.attention.attention import attention
 from lsm_jax.ops.attention.state import AttentionState, attention_state
+from lsm_jax.ops.attention.store import store_tokens
 from lsm_jax.ops.backends.select import choices
 from lsm_jax.ops.blocks.block_attention import block_attention, native_sparse_attention
 from lsm_jax.ops.convolution.short_convolution import (
@@ -98,6 +99,7 @@ __all__ = [
     "slot_state",
     "slstm_memory",
     "slstm_state",
+    "store_tokens",
     "time_invariant_memory",
     "token_shift",
 ]

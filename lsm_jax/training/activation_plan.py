@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lsm_jax import ops
+from lsm_jax.mixers import MLAConfig
 from lsm_jax.mixers.softmax import Softmax
 from lsm_jax.models import Decoder
 from lsm_jax.models.decoder import rematerialized
@@ -48,7 +49,9 @@ def activation_bytes(
     shape = rows, length, platform
     key = *shape, sizes["sequence"] > 1  # whether memories are masked or packed depends on it
     if key not in known:
-        known[key] = [_layer_bytes(config, model, b, *shape) for b in model.periods.blocks]
+        kinds = dict(zip(config.model.period(), model.periods.blocks, strict=True))
+        of_kind = {n: _layer_bytes(config, model, b, *shape) for n, b in kinds.items()}
+        known[key] = [of_kind[letter] for letter in config.model.period()]
     layers = known[key]
     x = rows * length * config.model.hidden_size * jnp.dtype(config.model.dtype).itemsize
     working = max(peak for peak, _ in layers) // sizes["tensor"] + 2 * x
@@ -201,6 +204,14 @@ def gathers_keys_and_values(mixer: Any) -> bool:
     return isinstance(mixer, Softmax) and bool(getattr(mixer.config, "window_weight", True))
 
 
+def key_value_channels(mixer: Any) -> int:
+    """Return the number of channels of the keys and values of all heads of a mixer with softmax attention."""
+    config = mixer.config
+    if isinstance(config, MLAConfig):
+        return config.num_heads * (config.key_dim + config.rope_dim + config.value_dim)
+    return 2 * config.kv_heads() * mixer.head_dim
+
+
 def gathered_keys_and_values_bytes(
     config: TrainConfig, model: Decoder, sizes: dict[str, int]
 ) -> int:
@@ -219,7 +230,7 @@ def gathered_keys_and_values_bytes(
         mixer: Any = block.mixer
         if not gathers_keys_and_values(mixer):
             continue
-        heads, dim = mixer.config.kv_heads(), mixer.head_dim
-        count = 2 * rows * config.data.sequence_length * heads * dim // sizes["tensor"]
+        channels = key_value_channels(mixer)
+        count = rows * config.data.sequence_length * channels // sizes["tensor"]
         layer_bytes.append(count * (dtype.itemsize + 4))
     return max(layer_bytes)

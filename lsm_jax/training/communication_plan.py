@@ -12,7 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from lsm_jax.models import Decoder
-from lsm_jax.training.activation_plan import gathers_keys_and_values, local_shape, update_bytes
+from lsm_jax.training.activation_plan import (
+    gathers_keys_and_values,
+    key_value_channels,
+    local_shape,
+    update_bytes,
+)
 from lsm_jax.training.config import TrainConfig
 
 
@@ -130,8 +135,7 @@ def _of_sequence(config: TrainConfig, model: Decoder, sizes: dict[str, int]) -> 
         mixer: Any = block.mixer
         count += sum(update_bytes(config, block, rows, length))
         if gathers_keys_and_values(mixer):  # in each pass
-            heads, dim = mixer.config.kv_heads(), mixer.head_dim
-            count += 2 * rows * length * heads * dim * item * _passes(config)
+            count += rows * length * key_value_channels(mixer) * item * _passes(config)
     periods = config.model.num_layers // sizes["pipeline"] // len(config.model.period())
     pieces = config.mesh.pieces() * config.accumulation_steps
     return (sizes["sequence"] - 1) * count / sizes["tensor"] * periods * pieces

@@ -89,8 +89,8 @@ def plan(
     Args:
         config: the config of the run.
         num_devices: number of devices of the mesh that `config.mesh` describes.
-        known: a dict that caches results of traced layers, for plans of the same run on other meshes; None
-            caches nothing.
+        known: a dict that caches the abstract model, its optimizer's moments and traced layers, for plans of the same run on
+            other meshes; None caches nothing.
         kernels: whether to plan for NVIDIA Hopper with its fused kernels; otherwise for XLA alone, on CPUs
             and other GPUs.
 
@@ -101,7 +101,11 @@ def plan(
     platform = "cuda" if kernels else "cpu"
     sizes = config.mesh.shape(num_devices)
     mesh = AbstractMesh(tuple(sizes.values()), AXES)
-    model = abstract(_executed_model(config.model, sizes))
+    known = {} if known is None else known
+    key = "model", sizes["sequence"] > 1
+    if key not in known:
+        known[key] = abstract(_executed_model(config.model, sizes))
+    model = known[key]
     params, shardings = params_of(model), param_shardings(mesh, model)
     all_params = {_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(params)}
     leaf_shardings = jax.tree.leaves(shardings)
@@ -116,15 +120,15 @@ def plan(
         in_frozen_dtype(frozen, config.frozen_dtype)
     )
     trained = 4 * sum(local_params[_name(path)] for path, _ in trained_leaves)
-    moments = {name.replace(".", "/"): count for name, count in moments_of(config).items()}
+    if "moments" not in known:
+        known["moments"] = moments_of(config)
+    moments = {name.replace(".", "/"): count for name, count in known["moments"].items()}
     averages = 1 if config.ema_decay else 0
     optimizer = sum(
         round(4 * (moments[_name(path)] + averages) * local_params[_name(path)])
         for path, _ in trained_leaves
     )
-    saved, working = activation_bytes(
-        config, model, sizes, {} if known is None else known, platform
-    )
+    saved, working = activation_bytes(config, model, sizes, known, platform)
     # With several rounds: the layers as distributed over stages, and their gradients.
     distributed = 2 * period_bytes(local_params) if config.mesh.rounds > 1 else 0
     return Plan(

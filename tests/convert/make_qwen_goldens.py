@@ -1,18 +1,20 @@
 """Make those folders of tests/convert/released_goldens/ that have hybrids of delta rules with attention: Qwen3.5, its mixture of
-experts, Qwen3-Next, OLMo-Hybrid and Kimi-Linear, saved by Hugging Face's transformers.
+experts, Qwen3-Next, OLMo-Hybrid, Kimi-Linear and Ling-3.0, saved by Hugging Face's transformers.
 
     python tests/convert/make_qwen_goldens.py
     python tests/convert/make_qwen_goldens.py --names=transformers-qwen3_next
 
 Their files are those of `make_released_goldens`; the stored ones were made with transformers 5.23.0 and torch 2.14.1 in one thread.
 flash-linear-attention is hidden from transformers, which then computes delta rules by its own code in torch. Models with
-`text_config` have a vision tower, and read tokens alone.
+`text_config` have a vision tower, and read tokens alone. `e_score_correction_bias`, a buffer of routers, is drawn like the
+parameters.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import shutil
 import sys
 from pathlib import Path
@@ -34,6 +36,12 @@ HEADS = dict(
 EXPERTS = dict(moe_intermediate_size=8, shared_expert_intermediate_size=12, num_experts=4, num_experts_per_tok=2)  # fmt: skip
 VISION = dict(
     depth=1, hidden_size=8, intermediate_size=8, num_heads=2, patch_size=2, out_hidden_size=32, num_position_embeddings=4,
+)  # fmt: skip
+LATENT = dict(
+    vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=2, intermediate_size=24,
+    kv_lora_rank=12, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6, moe_intermediate_size=8, num_experts=4,
+    num_experts_per_token=2, num_shared_experts=2, num_expert_group=2, topk_group=1, first_k_dense_replace=1, pad_token_id=0,
+    bos_token_id=1, eos_token_id=1,
 )  # fmt: skip
 ROTATION = dict(rope_type="default", rope_theta=1e7, partial_rotary_factor=0.25)
 # name: (class, fields of its config)
@@ -70,6 +78,17 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             pad_token_id=0, bos_token_id=1, eos_token_id=1,
         ),
     ),
+    "transformers-kimi_linear": (
+        "KimiLinearForCausalLM",
+        LATENT | dict(
+            linear_attn_config=dict(
+                full_attn_layers=[3], kda_layers=[1, 2], num_heads=2, head_dim=8, short_conv_kernel_size=4,
+            ),
+        ),
+    ),
+    "transformers-bailing_hybrid": (
+        "BailingHybridForCausalLM", LATENT | dict(head_dim=8, layer_group_size=3, num_nextn_predict_layers=0),
+    ),
 }  # fmt: skip
 GRADIENTS = ("transformers-qwen3_5_text",)
 
@@ -93,13 +112,16 @@ def write(name: str, seed: int, out: Path) -> bool:
                 and "linear_attn" not in parameter
             ):
                 value.sub_(1)  # these norms multiply by 1 + the weight
+        for buffer, value in model.named_buffers():
+            if buffer.endswith("e_score_correction_bias"):
+                value.copy_(0.25 * torch.randn_like(value))
         if model.config.tie_word_embeddings:  # as the head, it would make logits of size 40
             model.get_input_embeddings().weight.mul_(0.25)
     folder = out / name
     shutil.rmtree(folder, ignore_errors=True)
     model.save_pretrained(folder)
-    if name == "transformers-olmo_hybrid":
-        as_released(folder)
+    if name in AS_RELEASED:
+        AS_RELEASED[name](folder)
         again = network.from_pretrained(folder).state_dict()
         assert all(torch.equal(value, again[key]) for key, value in model.state_dict().items())
     (folder / "generation_config.json").unlink(missing_ok=True)
@@ -136,7 +158,7 @@ def decoded(model: Any, tokens: np.ndarray) -> np.ndarray:
     return np.stack(logits)
 
 
-def as_released(folder: Path) -> None:
+def olmo_as_released(folder: Path) -> None:
     """Store an OLMo-Hybrid by the names and shapes that released files have and that `from_pretrained` reads.
 
     `save_pretrained` of transformers 5.23.0 cuts the weight of the convolutions into three equal parts, and writes the norm after
@@ -155,6 +177,35 @@ def as_released(folder: Path) -> None:
         joined = torch.cat([tensors[name] for name in names])
         tensors |= {n: part.clone() for n, part in zip(names, joined.split(sizes), strict=True)}
     save_file(tensors, path, metadata={"format": "pt"})
+
+
+def kimi_as_released(folder: Path) -> None:
+    """Store a Kimi-Linear by the names and fields that released files have and that `from_pretrained` reads.
+
+    `save_pretrained` of transformers 5.23.0 writes the feedforward of the first layers by the name of the others, and the types of
+    the layers beside `linear_attn_config`.
+    """
+    path = folder / "model.safetensors"
+    tensors = {
+        name.replace(".block_sparse_moe.", ".mlp.")
+        if name.startswith("model.layers.0.")
+        else name: x
+        for name, x in load_file(path).items()
+    }
+    save_file(tensors, path, metadata={"format": "pt"})
+    fields = json.loads((folder / "config.json").read_text())
+    for name in (
+        "layer_types", "mlp_layer_types", "linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim", "qk_head_dim",
+    ):  # fmt: skip
+        del fields[name]
+    fields |= dict(mla_use_nope=True, moe_router_activation_func="sigmoid", use_grouped_topk=True)
+    (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
+
+
+AS_RELEASED = {
+    "transformers-olmo_hybrid": olmo_as_released,
+    "transformers-kimi_linear": kimi_as_released,
+}
 
 
 def main() -> int:

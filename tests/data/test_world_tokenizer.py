@@ -123,3 +123,23 @@ def test_a_store_has_the_vocabulary(vocabulary, tmp_path):
     assert (tmp_path / "train.zarr" / VOCABULARY).read_bytes() == vocabulary.read_bytes()
     found = tokenizer_of(DataConfig(path=str(tmp_path / "train.zarr")))
     assert found.name == load_tokenizer(str(vocabulary)).name
+
+
+def test_conversations_have_the_published_form(vocabulary):
+    tokenizer = WorldTokenizer(vocabulary)
+    messages = [
+        dict(role="system", content="Be brief."),
+        dict(role="user", content=" the\n\n \nthing\n"),
+        dict(role="assistant", content="Yes."),
+        dict(role="user", content="Why?"),
+    ]
+    text = "System: Be brief.\n\nUser: the\nthing\n\nAssistant: Yes.\n\nUser: Why?\n\nAssistant:"
+    assert tokenizer.chat_text(messages) == text
+    whole = tokenizer.chat_text(messages, add_generation_prompt=False)
+    assert whole == text.removesuffix("Assistant:")
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+    for message in (dict(role="tool", content="x"), dict(role="user", content=["x"]), {}):
+        with pytest.raises(
+            ValueError, match=r"messages\[1\]: role=.*accepted is a role of system, user"
+        ):
+            tokenizer.chat_text([messages[0], message])

@@ -1,6 +1,7 @@
 """Results of the authors' code for recurrences and whole layers, and comparisons with them.
 
-`goldens.npz`, `goldens_new_ops.npz` and `goldens_attention.npz` have arrays `<method>/<argument>`: inputs, outputs, `cotangent_<output>` and `grad_<input>`, the gradients
+`goldens.npz`, `goldens_new_ops.npz`, `goldens_attention.npz` and `goldens_mla.npz` have arrays `<method>/<argument>`: inputs,
+outputs, `cotangent_<output>` and `grad_<input>`, the gradients
 of Σ ⟨output, cotangent⟩; `<method>/source` names the code that computed them, in float64 (layers in float32): fla is
 flash-linear-attention 0.6.0, hf transformers 5.23.0, mamba state-spaces/mamba e9594ce, rg google-deepmind/recurrentgemma,
 log-linear HanGuo97/log-linear-attention 7f86441, xlstm NX-AI/xlstm 032a6fb.
@@ -23,7 +24,7 @@ from lsm_jax import mixers
 SLOW = [pytest.param(form, marks=pytest.mark.slow) for form in ("recurrent", "associative")]
 """The forms in which goldens are compared in the slow tests only, for `pytest.mark.parametrize`."""
 
-_NAMES = ("goldens.npz", "goldens_new_ops.npz", "goldens_attention.npz")
+_NAMES = ("goldens.npz", "goldens_new_ops.npz", "goldens_attention.npz", "goldens_mla.npz")
 FILES = [Path(__file__).with_name(name) for name in _NAMES]
 
 

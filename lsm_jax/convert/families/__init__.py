@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lsm_jax.convert.families import (
+    bailing_hybrid,
     bamba,
     comba,
     delta_net,
@@ -18,6 +19,7 @@ from lsm_jax.convert.families import (
     gsa,
     hgrn2,
     kda,
+    kimi_linear,
     lfm2,
     linear_attn,
     mamba,
@@ -42,7 +44,8 @@ FAMILIES: dict[str, Family] = {
     for module in (
         gla, retnet, delta_net, gated_deltanet, kda, hgrn2, gsa, linear_attn, mom, rwkv6, rwkv7, rwkv7_pth, mamba, mamba2,
         gated_deltaproduct, comba, precond_gated_deltanet, precond_kda,
-        granite, bamba, nemotron_h, falcon_h1, lfm2, xlstm, qwen3_next, olmo_hybrid,
+        granite, bamba, nemotron_h, falcon_h1, lfm2, xlstm, qwen3_next, olmo_hybrid, kimi_linear,
+        bailing_hybrid,
     )
 } | {family.model_type: family for family in qwen3_5.FAMILIES}  # fmt: skip
 """The families by `model_type`."""

@@ -20,7 +20,14 @@ from lsm_jax.convert.fields import (
     shown,
 )
 from lsm_jax.convert.layout import Layout, Names, layout_of
-from lsm_jax.mixers import Mamba2Config, MambaConfig, ParallelConfig, RWKV7Config, SoftmaxConfig
+from lsm_jax.mixers import (
+    Mamba2Config,
+    MambaConfig,
+    MLAConfig,
+    ParallelConfig,
+    RWKV7Config,
+    SoftmaxConfig,
+)
 from lsm_jax.models import ModelConfig
 from lsm_jax.training.config_json import flatten
 
@@ -157,6 +164,16 @@ class Family:
         values = self.values(source.config, where)
         sizes = ("vocab_size", "hidden_size", *self.sizes)
         check_sizes(values, where, source.shapes, sizes, prefix=self.prefix)
+        return self.described(source.config, where)
+
+    def described(self, given: Mapping[str, Any], where: object) -> ModelConfig:
+        """Return the config of the model that the contents of a config.json describe, where there are no tensors to compare its
+        sizes with; `where` is the file, for error messages.
+
+        Raises:
+            ValueError: as `values`.
+        """
+        values = self.values(given, where)
         try:
             config = self.config(values)
             config.dtype = "float32" if _dtype(values) == "float32" else "bfloat16"
@@ -265,6 +282,10 @@ def _implied(mixer: Any, width: int) -> dict[str, Any]:
         rotated = None if mixer.rope_base is None else mixer.rotary_dim or dim
         scale = dim**-0.5 if mixer.scale is None else mixer.scale
         return dict(num_kv_heads=mixer.kv_heads(), head_dim=dim, rotary_dim=rotated, scale=scale)
+    if isinstance(mixer, MLAConfig):
+        scale = (mixer.key_dim + mixer.rope_dim) ** -0.5 if mixer.scale is None else mixer.scale
+        pairs = None if mixer.rope_base is None else mixer.rope_interleaved
+        return dict(scale=scale, rope_interleaved=pairs)
     if isinstance(mixer, Mamba2Config):
         return dict(inner_size=mixer.inner(width))
     if isinstance(mixer, ParallelConfig):
