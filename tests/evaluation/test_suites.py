@@ -351,6 +351,7 @@ def test_commonsense_of_mom_and_fox_runs_offline(run, data, suite, count):
     assert results["averages"][suite]["average"] == pytest.approx(np.mean(values))
 
 
+@pytest.mark.slow
 def test_mmlu_is_five_shot_and_joins_commonsense(run, data):
     results = harness(run, data, "commonsense_mmlu", max_length=400, log_samples=True)
     assert results["num_fewshot"]["mmlu_anatomy"] == 5 and results["num_fewshot"]["piqa"] == 0

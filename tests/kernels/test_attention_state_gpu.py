@@ -73,10 +73,7 @@ SPLITS = {
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(n, marks=() if n in ("documents", "window") else pytest.mark.slow)
-        for n in SPLITS
-    ],
+    [pytest.param(n, marks=() if n == "documents" else pytest.mark.slow) for n in SPLITS],
 )
 def test_pieces_equal_xla(name):
     check_pieces(name)
@@ -155,6 +152,7 @@ def check_gradients():
     assert_equal(gradients("mosaic_gpu"), gradients("xla"))
 
 
+@pytest.mark.slow
 def test_causal_to_the_bit():
     arrays, state = tokens_of(100, batch=1), empty_state(130, batch=1)
     first = tokens_of(30, seed=1, batch=1) | dict(implementation="xla")

@@ -101,7 +101,7 @@ def fused(q, k, v, beta, log_decay, initial, run):
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(x, marks=pytest.mark.slow if n > 1 else (), id=x.name) for n, x in enumerate(HOPPER_INTERPRETED)],
+    [pytest.param(x, marks=pytest.mark.slow if n > 0 else (), id=x.name) for n, x in enumerate(HOPPER_INTERPRETED)],
 )  # fmt: skip
 def test_equals_the_recurrence_in_value_and_every_gradient(case, monkeypatch):
     if case.parts is not None:
@@ -234,7 +234,7 @@ def test_a_scan_returns_memories_at_which_parts_can_begin():
     [
         *(pytest.param(64, x, 40, marks=pytest.mark.slow) for x in (False, True)),
         pytest.param(128, False, 40, marks=pytest.mark.slow),
-        (128, True, 40),
+        pytest.param(128, True, 40, marks=pytest.mark.slow),
         (128, False, 4),
         pytest.param(64, True, 4, marks=pytest.mark.slow),
     ],

@@ -17,6 +17,7 @@ from pallas_kernels.linear_attention import linear_attention
 from tests.kernels import test_delta_rule_gpu as of_delta
 from tests.kernels import test_linear_attention_gpu as of_linear
 from tests.kernels.test_linear_attention_gpu import error
+from tests.marks import slow_after
 
 LENGTH = 128
 # Log decays of single tokens: the first and the last token of a chunk, and two consecutive tokens.
@@ -29,8 +30,8 @@ OPS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("gates", ["strong", pytest.param("none", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("gates", slow_after(1, ["strong", "none"]))
+@pytest.mark.parametrize("op", slow_after(1, list(OPS)))
 @pytest.mark.parametrize("implementation", ["mosaic_gpu", "mosaic_tpu"])
 def test_gates_of_any_strength_are_finite_and_right(implementation, op, gates):
     """With log decays of any strength, the values and all gradients of an op's kernel are finite and equal

@@ -109,6 +109,7 @@ def compare(arrays, interpret=True, tolerance=TPU_TOLERANCE):
 FAST = ("pairs",)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [pytest.param(n, marks=() if n in FAST else pytest.mark.slow) for n in TPU_SCALAR_INTERPRETED],

@@ -139,6 +139,7 @@ def test_equals_the_recurrence_in_value_and_every_gradient(case, implementation)
     assert implementation == "mosaic_tpu" or not races_found()
 
 
+@pytest.mark.slow
 def test_equals_the_recurrence_in_value(implementation):
     check("scalar", implementation, IDS[CHUNK[implementation]], gradients=False)
     assert implementation == "mosaic_tpu" or not races_found()

@@ -130,6 +130,7 @@ def interpreted(monkeypatch):
     jax.clear_caches()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [
@@ -146,6 +147,7 @@ def test_equals_the_recurrence(case):
     assert not races_found()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("states", [16, 0])
 @pytest.mark.usefixtures("interpreted")
 def test_no_later_token_changes_a_bit(states):

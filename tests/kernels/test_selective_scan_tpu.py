@@ -17,6 +17,7 @@ from lsm_jax import ops
 from pallas_kernels.selective_scan import complex_scan, selective_scan
 from pallas_kernels.selective_scan.cases import TPU_INTERPRETED, Case
 from tests.kernels.test_selective_scan_gpu import both, call, compare, make
+from tests.marks import slow_after
 
 
 @pytest.fixture
@@ -40,6 +41,7 @@ def no_races() -> bool:
     return not interpret_pallas_call.races.races_found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [
@@ -56,6 +58,7 @@ def test_equals_the_recurrence(case):
     assert no_races()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("states", [pytest.param(16, marks=pytest.mark.slow), 0])
 @pytest.mark.usefixtures("interpreted")
 def test_takes_float32(states):
@@ -72,7 +75,7 @@ def test_takes_float32(states):
     compare(Case(130, 128, states, True, batch=1), run)
 
 
-@pytest.mark.parametrize("states", [16, 0])
+@pytest.mark.parametrize("states", slow_after(1, [0, 16]))
 @pytest.mark.usefixtures("interpreted")
 def test_no_later_token_changes_a_bit(states):
     case = Case(200, 128, states, True, batch=1)

@@ -32,6 +32,7 @@ def make(length, heads, memories, key_dim, slots, value_dim):
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "segments", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["row", "segments"]
 )

@@ -97,6 +97,7 @@ def test_one_token_names_the_unmet_requirement(monkeypatch):
         ops.delta_memory(x, x, x, jnp.zeros((1, 2, 1)), implementation="triton")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["selective 8", "convolution 64", "one token with decay"])
 def test_the_benchmark_checks_and_times_them(name, monkeypatch):
     """The benchmark's checks and times run, here with XLA in place of the kernels, and find wrong results."""

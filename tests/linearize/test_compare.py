@@ -11,11 +11,12 @@ import pytest
 from configs import liger
 from lsm_jax.training import TrainResult
 from scripts.compare_linearized import main, matched_ranks, runs_of, tiny_model, trained_parameters
+from tests.marks import slow_after
 
 METHODS = ("liger", "random_gate", "lolcats", "lolcats_lora", "no_gate", "window")
 
 
-@pytest.mark.parametrize("name", ["smollm2-135m", "llama3-8b"])
+@pytest.mark.parametrize("name", slow_after(1, ["smollm2-135m", "llama3-8b"]))
 def test_methods_train_equally_many_parameters(name):
     base = liger.MODELS[name]
     matched = matched_ranks(METHODS, base, window=64)

@@ -93,6 +93,7 @@ def test_adapters_alone_train_and_frozen_parameters_are_as_stored(tuned):
     }
 
 
+@pytest.mark.slow
 def test_the_export_has_the_released_layout_and_the_tuned_models_logits(tuned, tmp_path):
     source, _, workdir = tuned
     run = load_run(workdir)

@@ -52,6 +52,7 @@ def model_of(config, params):
     return nnx.merge(nnx.graphdef(decoder), like(params, params_of(decoder)))
 
 
+@pytest.mark.slow
 def test_a_transfer_run_is_evaluated_and_generates_as_its_student(transferred, tmp_path):
     config, workdir = transferred
     run = load_run(workdir)

@@ -13,9 +13,10 @@ from lsm_jax.linearize import Pretrained
 from lsm_jax.models import abstract
 from lsm_jax.training.step import params_of
 from tests.linearize.make_pretrained import HEAD_DIM, write_instructions, write_pretrained
+from tests.marks import slow_after
 
 
-@pytest.mark.parametrize("name", liger.MODELS)
+@pytest.mark.parametrize("name", slow_after(2, list(liger.MODELS)))
 def test_a_small_model_has_the_proportions_of_the_named_one(name, tmp_path):
     written = write_pretrained(name, tmp_path / name)
     config = liger.get_config(f"auto,source={tmp_path / name}")

@@ -141,6 +141,7 @@ def test_packed_documents_of_released_models_are_separate(name):
     assert abs(measured(graph, params, (), one)[0] - packed[0]) > 1e-3 * packed[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["rwkv7", pytest.param("hybrid", marks=pytest.mark.slow)])
 def test_packed_instructions_train_adapters_as_separate_ones(kind, tmp_path):
     vocabulary = write_vocabulary(tmp_path)

@@ -94,6 +94,7 @@ def test_the_window_of_a_model_without_memory_is_kept(llama, tmp_path):
     assert not (convert.export(params, model, out, tmp_path / "full") / FILE).exists()
 
 
+@pytest.mark.slow
 def test_the_window_of_the_authors_format_is_kept(llama, instructions, tmp_path):
     base = tokenizer(shutil.copytree(llama, tmp_path / "base"))
     config = config_of(base, instructions, total_tokens=1024)

@@ -127,7 +127,7 @@ def test_output_scale_and_adapters_reach_both_mixers():
         (mixers.ShortConvConfig(conv_size=0), "conv_size=0: it must be at least 1"),
         (dataclasses.replace(MAMBA, norm="late"), "norm='late': accepted are 'after_gate', 'before_gate', 'none'"),
         (dataclasses.replace(MAMBA, inner_size=20), "head_dim=8 does not divide inner_size=20"),
-        (dataclasses.replace(MAMBA, projection_scales=(1.0,)), "projection_scales=.1.0,.: accepted are five numbers"),
+        (dataclasses.replace(MAMBA, projection_scales=(1.0,)), "projection_scales=.1.0,.: it must be five numbers"),
         (dataclasses.replace(SOFTMAX, rotary_dim=3), "rotary_dim=3: accepted are even numbers from 2 to the 8"),
         (dataclasses.replace(SOFTMAX, rotary_dim=4, rope_base=None), "rotary_dim=4: without a rope_base"),
         (dataclasses.replace(SOFTMAX, scale=0.0), "scale=0.0: it must be greater than 0"),

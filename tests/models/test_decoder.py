@@ -17,6 +17,7 @@ from flax import nnx
 from benchmarks.cases import decode
 from lsm_jax import mixers, models, ops
 from tests.conftest import AS_USERS
+from tests.marks import slow_after
 from tests.mixers.test_mixers import close
 from tests.models.conftest import Small, small_config
 
@@ -121,7 +122,7 @@ def test_remat_changes_no_gradient_and_an_untied_head_learns(remat):
     close(gradients(remat=remat, tie_embeddings=False), expected)
 
 
-@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize("remat", slow_after(1, ["none", "full"]))
 def test_unrolled_layers_change_no_gradient_and_have_no_loop(remat):
     close(gradients(remat=remat, unroll_layers=True), gradients(remat=remat))
 

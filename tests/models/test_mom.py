@@ -101,6 +101,7 @@ def run_of(**changes):
     return tiny.config("unused", **dict(model=model_config()) | changes)
 
 
+@pytest.mark.slow
 def test_balance_loss_is_trained_and_statistics_are_reported(tmp_path):
     """Without a next-token loss, only the balance loss of the Mixture-of-Memories' router is trained; its
     statistics are reported.

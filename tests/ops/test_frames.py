@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import pytest
 
 from lsm_jax import ops
+from tests.marks import slow_after
 
 ROOT = Path(__file__).resolve().parents[2]
 ROOMS = ("lsm_jax", "pallas_kernels")
@@ -60,7 +61,7 @@ def frames_to_kernel(run, package: str) -> list[tuple[str, str]]:
     return deepest[0]
 
 
-@pytest.mark.parametrize("implementation", [None, "mosaic_gpu"])
+@pytest.mark.parametrize("implementation", slow_after(1, ["mosaic_gpu", None]))
 @pytest.mark.parametrize("call", CALLS)
 def test_at_most_seven_frames_and_each_file_once(call, implementation):
     op, package = CALLS[call]

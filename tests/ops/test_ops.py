@@ -13,6 +13,7 @@ import pytest
 
 from lsm_jax import ops
 from tests.conftest import AS_USERS
+from tests.marks import slow_after
 from tests.ops.cases import (
     CASES,
     call,
@@ -374,7 +375,7 @@ def test_masked_tokens_change_nothing(case, form):
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("kind", ("plain", "documents"))
+@pytest.mark.parametrize("kind", slow_after(1, ["documents", "plain"]))
 @parametrize_forms(core=True)
 def test_causal_to_the_bit(case, form, kind):
     """No bit of an op's output changes if one of the inputs changes at a later token."""

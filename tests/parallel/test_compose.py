@@ -35,6 +35,7 @@ def test_axes_compose(cases):
     assert meshes(*(f"{HYBRID}:{case}" for case in cases)) == len(cases)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [
@@ -51,6 +52,7 @@ def test_bfloat16(case):
     assert meshes(f"bfloat16:{case}") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case", ["gla+none", pytest.param("mamba2+moe/softmax", marks=pytest.mark.slow)]
 )

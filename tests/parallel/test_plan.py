@@ -27,7 +27,8 @@ from lsm_jax.training import TrainConfig
 from lsm_jax.training.liveness import peak_bytes, result_bytes
 from lsm_jax.training.memory_plan import gathered_keys_and_values_bytes, plan
 from lsm_jax.training.step import make_program
-from tests.mixers.conftest import FAST
+from tests.marks import slow_after
+from tests.mixers.conftest import FEW as FEW_METHODS
 from tests.parallel.test_parallel import run_with_devices
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -130,7 +131,7 @@ def error_of(config: str, *arguments: str) -> str:
     return line
 
 
-@pytest.mark.parametrize("hbm", ["nan", "inf", "0", "-1"])
+@pytest.mark.parametrize("hbm", slow_after(1, ["nan", "inf", "0", "-1"]))
 def test_invalid_memory_is_refused(hbm):
     line = error_of("configs/linear_moe.py:tiny", f"--hbm={hbm}")
     assert line.startswith(f"plan: flag --hbm={hbm}")
@@ -141,12 +142,14 @@ def test_invalid_memory_is_refused(hbm):
     ("devices", "changes", "mesh"),
     [
         (32, [], "fsdp=16 x sequence=2"),
-        (
-            12,
-            ["batch_size=6"],
-            "data=3 x fsdp=2 x sequence=2",
-        ),  # since width 64 is not divisible by 6
-        (128, ["batch_size=1", "data.sequence_length=64"], "sequence=64 x tensor=2"),
+        # Width 64 is not divisible by 6.
+        pytest.param(12, ["batch_size=6"], "data=3 x fsdp=2 x sequence=2", marks=pytest.mark.slow),
+        pytest.param(
+            128,
+            ["batch_size=1", "data.sequence_length=64"],
+            "sequence=64 x tensor=2",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_the_default_mesh_divides_the_config(devices, changes, mesh):
@@ -192,7 +195,7 @@ def test_only_the_branch_of_the_platform_counts():
 @pytest.mark.parametrize(
     "method",
     [
-        pytest.param(m, marks=() if m in (*FAST, "mom") else pytest.mark.slow)
+        pytest.param(m, marks=() if m in (*FEW_METHODS, "mom") else pytest.mark.slow)
         for m in (*sorted(mixers.METHODS), "mom")
     ],
 )

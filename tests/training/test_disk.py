@@ -107,6 +107,7 @@ def test_parameters_that_cannot_be_saved_are_an_error(small_disk):
     checkpoints.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "reason"),
     [

@@ -21,6 +21,7 @@ from lsm_jax.training import loop, memory_check, metrics, read_config, train
 from lsm_jax.training import start as training_start
 from lsm_jax.training.config_json import to_dict
 from lsm_jax.training.metrics import MetricsWriter, TrainProgress
+from tests.marks import slow_after
 from tests.training import tiny
 
 SAID = "train.py: SIGINT: stopped; nothing further was saved"
@@ -55,7 +56,7 @@ def wait_until_caught(process, number):
     raise AssertionError(f"no handler of signal {number} after 60 s")
 
 
-@pytest.mark.parametrize("when", ["importing", ": reading ", "compiling the step"])
+@pytest.mark.parametrize("when", slow_after(1, ["compiling the step", "importing", ": reading "]))
 def test_a_signal_before_the_first_step_is_one_line(tmp_path, when):
     process = start(tmp_path, f"--workdir={tmp_path / 'run'}", JAX_ENABLE_COMPILATION_CACHE="0")
     said = []
@@ -77,6 +78,7 @@ def test_a_signal_before_the_first_step_is_one_line(tmp_path, when):
 CODE = """
 import hashlib, os, signal, sys, time
 from lsm_jax import interrupts
+from tests.marks import slow_after
 interrupts.leave_on_signals("here")
 with interrupts.noted() as stop:
     os.kill(os.getpid(), signal.SIGTERM)
@@ -159,7 +161,7 @@ def test_bad_data_raises_before_anything_is_compiled_or_written(tmp_path, monkey
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [
+    slow_after(4, [
         (["--workdir=", "--config=configs/mqar.py"], "--workdir is missing; give the run's directory"),
         (["--workdir=x", "--config=none.py"], "--config=none.py: there is no file 'none.py'; accepted is FILE.py:VARIANT"),
         (["--workdir=x", "--config="], "--config is missing; accepted is FILE.py:VARIANT"),
@@ -180,7 +182,7 @@ def test_bad_data_raises_before_anything_is_compiled_or_written(tmp_path, monkey
         (["--workdir=x", "--config=configs/lm.py:gla-tiny", "--config.model.layers.N.mixer.window=4"],
          "--config.model.layers.N.mixer.window: no layer of the model has the letter N, its pattern is 'L'; accepted are fields of "
          "model.layers.L, or another pattern"),
-    ],
+    ]),
 )  # fmt: skip
 def test_errors_name_the_argument(arguments, message):
     command = [sys.executable, "train.py", *arguments]
@@ -206,11 +208,11 @@ print(config.total_tokens, config.optimizer.warmup_tokens, config.optimizer.peak
 
 @pytest.mark.parametrize(
     ("flags", "output"),
-    [
+    slow_after(1, [
         (["total_tokens=1e6"], "1000000 200000 0.003"),
         (["total_tokens=1.5e5"], "150000 15000 0.003"),  # the warm-up becomes a tenth of the run
         (["total_tokens=1e5", "optimizer.warmup_tokens=5e3", "optimizer.peak_lr=1e-3"], "100000 5000 0.001"),
-    ],
+    ]),
 )  # fmt: skip
 def test_a_short_trial_needs_one_number(flags, output):
     command = [sys.executable, "-c", SHORT, *(f"--config.{flag}" for flag in flags)]
@@ -228,12 +230,12 @@ print(train.FLAGS.config.model.layers["L"].mixer.rope_base, train.FLAGS.config.s
 
 @pytest.mark.parametrize(
     ("field", "output"),
-    [
+    slow_after(1, [
         ("model.layers.L.mixer.rope_base", "None 3"),
         ("model.layers.L.mixer.num_heads", "train.py: --config.model.layers.L.mixer.num_heads=None: accepted is int, and the config has 16"),
         ("model.layers.L.feedforward", "500000.0 3"),
         ("model.layers.L.mixer.rope", "train.py: --config.model.layers.L.mixer.rope: FoXConfig has no field 'rope'"),
-    ],
+    ]),
 )  # fmt: skip
 def test_none_is_set_where_a_field_accepts_it(field, output):
     command = [sys.executable, "-c", SETS, f"--config.{field}=None", "--config.seed=3"]

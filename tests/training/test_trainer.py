@@ -101,6 +101,7 @@ def checkpoints_of(workdir):
     return sorted(int(p.name) for p in (workdir / "checkpoints").iterdir() if p.name.isdecimal())
 
 
+@pytest.mark.slow
 def test_the_best_checkpoints_are_kept(whole):
     losses = {row["step"]: row["val/loss"] for row in rows_of(whole) if "val/loss" in row}
     assert list(losses) == [2, 4, 6, 8, 10]
@@ -119,6 +120,7 @@ def test_the_order_of_the_best_steps():
     assert best.should_preserve(checkpoints, context=None) == [False, True, False, True]
 
 
+@pytest.mark.slow
 def test_a_run_without_evaluations_has_no_best(text, tmp_path):
     train(tiny.config(text, total_tokens=3 * 256), tmp_path / "run")
     with pytest.raises(ValueError, match="no checkpoint of .* has val/loss"):
@@ -170,6 +172,7 @@ def test_the_norms_of_the_parts_make_the_norm_of_all(whole):
     assert math.sqrt(total) == pytest.approx(row["train/grad_norm"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_the_reported_loss_is_the_likelihood(text, whole, tmp_path):
     plain = config(text, label_smoothing=0.0, z_loss=0.0, total_tokens=3 * 256, profile_steps=0)
     train(plain, tmp_path / "run")
