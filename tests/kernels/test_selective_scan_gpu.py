@@ -25,6 +25,7 @@ from pallas_kernels.selective_scan.cases import (
     Case,
 )
 from tests.kernels.test_linear_attention_gpu import error
+from tests.marks import slow_after
 
 
 def make(case: Case, seed: int = 0) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -182,7 +183,7 @@ def test_maps_over_an_axis(states):
             np.testing.assert_allclose(mapped[name][index], gradient, rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize("states", [16, 0])
+@pytest.mark.parametrize("states", slow_after(1, [16, 0]))
 def test_the_op_lowers_to_them_on_the_card(states):
     """The op of selective memories lowers to three kernels forward and three backward on a Hopper GPU, also
     if the implementation is not named.
@@ -252,6 +253,7 @@ def test_names_what_exists():
         assert "at most 65,535 chunks" in asked("mosaic_gpu", rows[1], 16)
 
 
+@pytest.mark.slow
 def test_what_writes_nothing_may_be_anything(interpreted):
     """A masked token does not change the selective memory, even if its input u is infinite; the term D u is
     added only to its own output.

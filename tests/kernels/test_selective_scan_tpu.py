@@ -92,6 +92,7 @@ def test_no_later_token_changes_a_bit(states):
 
 
 # The TPU interpreter does not support the axis that `jax.vmap` adds.
+@pytest.mark.slow
 @pytest.mark.parametrize("interpreted", [True], indirect=True)
 @pytest.mark.parametrize("states", [pytest.param(16, marks=pytest.mark.slow), 0])
 @pytest.mark.usefixtures("interpreted")

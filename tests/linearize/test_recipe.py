@@ -44,6 +44,7 @@ def trained(llama, tmp_path_factory):
     return base, folder / "run"
 
 
+@pytest.mark.slow
 def test_an_exported_liger_model_is_imported_as_itself(trained, tmp_path):
     base, run = trained
     expected = logits(load_run(run))

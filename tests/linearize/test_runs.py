@@ -146,6 +146,7 @@ def test_merged_adapters_give_the_same_logits_and_are_exported(llama, trained, t
     assert main([f"--workdir={workdir}", f"--out={folder}"]) == 1  # the folder exists
 
 
+@pytest.mark.slow
 def test_a_run_does_not_load_other_frozen_parameters(llama, instructions, tmp_path):
     base = tmp_path / "base"
     shutil.copytree(llama, base)

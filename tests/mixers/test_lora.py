@@ -56,6 +56,7 @@ def _without(params):
     return {key: _without(value) for key, value in params.items() if key != "lora"}
 
 
+@pytest.mark.few
 def test_adapters_are_the_merged_kernels(method):
     check(mixer(method.name))
 

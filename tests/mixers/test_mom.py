@@ -83,6 +83,7 @@ def test_each_form_is_the_definition_in_value_and_every_gradient(name, form):
     close(gradients[1], expected[1], 3e-5)
 
 
+@pytest.mark.slow
 def test_products_with_a_memorys_own_tokens_change_nothing(monkeypatch):
     expected, y = expected_of("gated_deltanet")
     calls = []

@@ -100,6 +100,7 @@ def test_norms_of_mamba2_and_scales_of_its_projections():
     np.testing.assert_allclose(scaled(X)[0], folded(X)[0], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_output_scale_and_adapters_reach_both_mixers():
     config = ModelConfig(
         vocab_size=11, hidden_size=WIDTH, num_layers=1, layers={"L": LayerConfig(mixer=PARALLEL, feedforward=None)}

@@ -169,9 +169,7 @@ def gradients(case, form, inputs, state, **arguments):
     return value, results, grads
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param("plain", marks=pytest.mark.slow), "documents", "segments"]
-)
+@pytest.mark.parametrize("kind", slow_after(1, ["segments", "documents", "plain"]))
 @parametrize_forms(core=True)
 def test_matches_the_definition(case, form, kind):
     arguments = settings(kind, case)

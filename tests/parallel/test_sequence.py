@@ -85,6 +85,7 @@ def test_what_is_sent_for_a_model():
     ran("sequence_traffic", "gated_deltanet", "mom-gla")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cases", [FAST])
 def test_rows_that_devices_share(cases):
     ran("sequence", *cases)

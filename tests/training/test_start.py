@@ -346,6 +346,7 @@ def test_a_signal_ends_the_demo_s_evaluation_with_one_line(tmp_path):
     assert done.stderr == "demo.py: SIGINT: stopped; nothing further was saved\n"
 
 
+@pytest.mark.slow
 def test_every_run_has_a_picture(tmp_path):
     """`train.py` draws the training curves at the end of a run."""
     flags = ["--config=configs/lm.py:gla-nano", f"--workdir={tmp_path / 'run'}"]
