@@ -229,7 +229,7 @@ def main() -> None:
     """Compile the kernels and print, or store, the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--write", action="store_true", help="store the table; with --cases, its other rows stay"
+        "--write", action="store_true", help="store the table; with --cases or --kernels, its other rows stay"
     )
     parser.add_argument("--capabilities", default=",".join(launch.CAPABILITIES))
     parser.add_argument("--cases", default=";".join(CASES), help="names of CASES, between ;")
@@ -250,7 +250,7 @@ def main() -> None:
             row[capability] = [max(x) for x in zip(counts.values(), known, strict=True)]
             print(capability, configuration.label, counts, flush=True)
     if arguments.write:
-        some = arguments.cases != parser.get_default("cases")
+        some = only or arguments.cases != parser.get_default("cases")
         table = (json.loads(TABLE.read_text()) if some else {}) | rows
         lines = (f"{json.dumps(n)}: {json.dumps(table[n])}" for n in sorted(table))
         TABLE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
