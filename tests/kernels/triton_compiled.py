@@ -229,7 +229,9 @@ def main() -> None:
     """Compile the kernels and print, or store, the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--write", action="store_true", help="store the table; with --cases or --kernels, its other rows stay"
+        "--write",
+        action="store_true",
+        help="store the table; with --cases or --kernels, its other rows stay",
     )
     parser.add_argument("--capabilities", default=",".join(launch.CAPABILITIES))
     parser.add_argument("--cases", default=";".join(CASES), help="names of CASES, between ;")
