@@ -91,6 +91,13 @@ class Clock:
         """End training inside a `with` block, as SIGTERM does, when the time is over: it saves its last step."""
         self.check()
         left = self._end - time.monotonic()
+
+        def over(
+            *_: object,
+        ) -> None:  # before the first step; after it, training answers the signal itself
+            raise TimeOver
+
+        before = signal.signal(signal.SIGTERM, over)
         timer = threading.Timer(left, os.kill, (os.getpid(), signal.SIGTERM))
         timer.daemon = True
         if left < math.inf:
@@ -98,10 +105,24 @@ class Clock:
         try:
             yield
         except InterruptedError as error:
-            over = time.monotonic() >= self._end
-            raise TimeOver if over else KeyboardInterrupt from error  # which ends the benchmark
+            late = time.monotonic() >= self._end
+            raise TimeOver if late else KeyboardInterrupt from error  # which ends the benchmark
         finally:
             timer.cancel()
+            signal.signal(signal.SIGTERM, before)
+
+
+def corpus_digest(setting: Setting) -> str:
+    """Return a digest of the corpus' stores, by their attributes, shapes and checksums, and of its recall tasks; "" while the
+    corpus is incomplete.
+    """
+    stores = [setting.corpus / f"{name}.zarr" for name in ("train", "heldout", "long")]
+    files = [store / name for store in stores for name in (".zarray", ".zattrs", "checksums.json")]
+    files += (
+        sorted((setting.corpus / "recall").glob("*.jsonl")) if "recall" in setting.tasks else []
+    )
+    found = [(str(path.relative_to(setting.corpus)), path.read_bytes()) for path in files if path.is_file()]  # fmt: skip
+    return hashlib.sha256(repr(found).encode()).hexdigest()[:16] if found else ""
 
 
 def vocab_size(corpus: Path) -> int:
@@ -194,7 +215,8 @@ def learning_rates(
         config = train_config(model, 0, setting, vocabulary=vocabulary, factor=factor, tokens=tokens)  # fmt: skip
         workdir = folder / f"rate-{factor:g}"
         path = workdir / "evidence.json"
-        found = _once(path, config, lambda c=config, w=workdir: _train(c, w, clock))
+        key = config, corpus_digest(setting)
+        found = _once(path, key, lambda c=config, w=workdir: _train(c, w, clock))
         loss = found["loss"]
         losses[factor] = loss if loss is not None and math.isfinite(loss) else math.inf
     return losses
@@ -265,19 +287,19 @@ def measure(case: dict[str, Any], setting: Setting, clock: Clock) -> dict[str, A
     factor = min(losses, key=lambda f: losses[f]) if losses else setting.factors[0]
     config = train_config(model, seed, setting, vocabulary=vocabulary, factor=factor, tokens=setting.tokens)  # fmt: skip
     workdir = folder / f"seed-{seed}"
-    trained = _once(workdir / "evidence.json", config, lambda: _train(config, workdir, clock))
+    corpus = corpus_digest(setting)
+    trained = _once(workdir / "evidence.json", (config, corpus), lambda: _train(config, workdir, clock))  # fmt: skip
     results = {}
     for task in setting.tasks:
         clock.check()
         path = workdir / f"evidence-{task}.json"
         results[task] = _once(
-            path, request_of(task, setting), lambda t=task: _evaluate(t, workdir, setting)
+            path, (request_of(task, setting), corpus), lambda t=task: _evaluate(t, workdir, setting)
         )
     published = config.optimizer.peak_lr / factor
     return case | dict(
         peak_lr=config.optimizer.peak_lr,
         rates={f"{published * f:.3g}": round(loss, 4) for f, loss in losses.items()},
-        batch_size=setting.batch_size,
         vocab_size=vocabulary,
         parameters=models.count_parameters(config.model),
         state_bytes=state_bytes(config.model, setting.length),

@@ -20,6 +20,7 @@ import argparse
 import hashlib
 import json
 import os
+import shutil
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -32,7 +33,7 @@ from scripts.corpus.progress import Progress
 from scripts.corpus.sources import LIST, Source, read_sources
 
 STORES = {"train": True, "heldout": True, "long": False}  # whether documents are concatenated
-VERSION = 1  # of the rules by which documents are made and selected; part of the key of a corpus
+VERSION = 2  # of the rules by which documents are made and selected; part of the key of a corpus
 
 
 def corpus_key(sources: Sequence[Source], options: argparse.Namespace) -> str:
@@ -64,7 +65,7 @@ def read_package(source: Source, package: Path, folder: Path) -> tuple[Path, dic
                 continue
             for part, piece in enumerate(text.pieces(document)):
                 counts["documents"] += 1
-                fields = dict(name=f"{full_name}#{part}" if part else full_name, text=piece)
+                fields = dict(name=f"{full_name}#{part}" if part else full_name, file=full_name, text=piece)  # fmt: skip
                 if records:
                     fields["records"] = True
                 output.write(json.dumps(fields, ensure_ascii=False) + "\n")
@@ -100,9 +101,14 @@ def make(sources: Sequence[Source], options: argparse.Namespace) -> dict[str, An
     """Make the corpus and return what `corpus.json` has."""
     out, key = options.out, corpus_key(sources, options)
     report_path = out / "corpus.json"
-    if report_path.is_file() and json.loads(report_path.read_text()).get("key") == key:
-        print(f"{out} has this corpus already", file=sys.stderr)
-        return json.loads(report_path.read_text())
+    if report_path.is_file():
+        report = json.loads(report_path.read_text())
+        stores = report.get("stores", {})
+        if report.get("key") == key and all(
+            build.has_store(out / f"{n}.zarr", key) for n in stores
+        ):
+            print(f"{out} has this corpus already", file=sys.stderr)
+            return report
     work = options.downloads / "documents"
     work.mkdir(parents=True, exist_ok=True)
     out.mkdir(parents=True, exist_ok=True)
@@ -112,6 +118,8 @@ def make(sources: Sequence[Source], options: argparse.Namespace) -> dict[str, An
         files, heldout=options.heldout, long=options.long, progress=progress.add
     )
     progress.show()
+    # Until the end, the folder's files are of no corpus: those of another one are replaced from here on.
+    report_path.unlink(missing_ok=True)
     for package, reasons in left_out.items():
         counts[package] |= reasons
     sizes = {}
@@ -133,6 +141,8 @@ def make(sources: Sequence[Source], options: argparse.Namespace) -> dict[str, An
     for part, pack in STORES.items():
         path = out / f"{part}.zarr"
         record = out / f".{part}-{key}.json"
+        if not parts[part] and path.is_dir():
+            shutil.rmtree(path)
         if parts[part] and not (build.has_store(path, key) and record.is_file()):
             names = [place.source for place in parts[part]]
             try:

@@ -32,6 +32,7 @@ from lsm_jax.data.writer import StoreWriter
 from lsm_jax.files import inside, write_atomically
 
 STORES = ("train", "heldout", "long")
+_BLOCKS = ".blocks"  # in the parts and, until the stores are written, in the folder of the corpus
 MANIFEST = "manifest.json"
 _BLOCK_TOKENS = 1 << 22
 _MARGIN = 20_480  # bytes of tar's headers and end
@@ -118,7 +119,8 @@ def pack(options: argparse.Namespace) -> str:
         raise ValueError(f"--out={options.out}: it has parts already; give a new folder")
     parts = _Parts(options.out, int(options.part_bytes))
     for name in ("tokenizer.json", *options.also):
-        parts.add(f"files/{name}", (corpus / name).read_bytes())
+        file = inside(corpus, name, what="--also")
+        parts.add(f"files/{name}", file.read_bytes())
     tokens = 0
     with ThreadPoolExecutor(options.num_workers) as pool:
         for name, store in stores.items():
@@ -129,9 +131,9 @@ def pack(options: argparse.Namespace) -> str:
                 waiting.append((first, pool.submit(compress, block)))
                 while len(waiting) > options.num_workers:
                     number, data = waiting.pop(0)
-                    parts.add(f"blocks/{name}/{number:06}.xz", data.result())
+                    parts.add(f"{_BLOCKS}/{name}/{number:06}.xz", data.result())
             for number, data in waiting:
-                parts.add(f"blocks/{name}/{number:06}.xz", data.result())
+                parts.add(f"{_BLOCKS}/{name}/{number:06}.xz", data.result())
             digests[name] = digest.hexdigest()
             print(f"{name}: {rows[name]} rows, {tokens / 1e6:.1f} M tokens so far, part {parts.count}", file=sys.stderr, flush=True)  # fmt: skip
     manifest = {
@@ -151,21 +153,22 @@ def unpack(options: argparse.Namespace) -> str:
     Raises:
         ValueError: a part is damaged, blocks are missing, or ids differ from the packed ones.
     """
-    blocks, manifest = options.out / "blocks", None
+    blocks, manifest = options.out / _BLOCKS, None
     for path in sorted(options.parts.glob("part-*.tar")):
         try:
             with tarfile.open(path) as archive:
                 for member in archive:
-                    content = archive.extractfile(member)
-                    data = content.read() if content is not None else b""
-                    name = member.name.removeprefix("files/")
+                    content = archive.extractfile(member) if member.isfile() else None
+                    if content is None:
+                        raise ValueError(f"{path}: {member.name} is no plain file; accepted are parts that pack wrote")  # fmt: skip
+                    data, name = content.read(), member.name.removeprefix("files/")
                     target = inside(options.out, name, what=f"{path}: a file's name")
                     target.parent.mkdir(parents=True, exist_ok=True)
                     write_atomically(target, data)
         except (tarfile.TarError, EOFError) as error:
             raise ValueError(f"{path}: the part is damaged: {error}; copy it again") from error
     if (options.out / MANIFEST).is_file():
-        manifest = json.loads((options.out / MANIFEST).read_text())
+        manifest = _checked(json.loads((options.out / MANIFEST).read_text()), options.parts)
     if manifest is None:
         raise ValueError(f"--parts={options.parts}: the last part, which has {MANIFEST}, is missing")  # fmt: skip
     names = {
@@ -180,6 +183,15 @@ def unpack(options: argparse.Namespace) -> str:
         tokens += _unpack_store(options.out / f"{name}.zarr", fields, names[name], options.out)
     shutil.rmtree(blocks)
     return f"{', '.join(manifest)} in {options.out}: {tokens} tokens, equal to the packed ones"
+
+
+def _checked(manifest: Any, parts: Path) -> dict[str, Any]:
+    """Return the description of the stores, after checking that it is one."""
+    fields = {"rows", "length", "sha256", "attributes", "step"}
+    right = isinstance(manifest, dict) and set(manifest) <= set(STORES)
+    if not right or not all(isinstance(m, dict) and set(m) == fields for m in manifest.values()):
+        raise ValueError(f"--parts={parts}: {MANIFEST} is not one that pack wrote")
+    return manifest
 
 
 def _unpack_store(path: Path, fields: dict[str, Any], files: list[Path], out: Path) -> int:
@@ -221,11 +233,20 @@ def main(given: Sequence[str] | None = None) -> int:
     unpacker.add_argument("--parts", type=Path, required=True, help="folder of the parts")
     unpacker.add_argument("--out", type=Path, required=True, help="folder of the corpus")
     options = parser.parse_args(given)
+    for name in (
+        ("train_tokens", "heldout_tokens", "part_bytes") if options.command == "pack" else ()
+    ):
+        value = getattr(options, name)
+        if value is not None and not 0 < value < float("inf"):
+            parser.error(f"--{name}={value}: accepted are numbers above 0")
     try:
         print(pack(options) if options.command == "pack" else unpack(options))
     except (ValueError, OSError) as error:
         print(f"pack_corpus: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("pack_corpus: interrupted", file=sys.stderr)
+        return 130
     return 0
 
 

@@ -9,6 +9,7 @@ import hashlib
 import io
 import json
 import random
+import shutil
 import tarfile
 import zipfile
 
@@ -187,3 +188,29 @@ def test_the_table_of_packages_is_up_to_date():
     rows = corpus_table.table(read_sources(only=["django", "sympy"]), counts).splitlines()
     assert rows[2].startswith("| django |") and rows[2].endswith("| 3 | 2.0 | 0.50 |")
     assert rows[3].endswith("| - | - | - |") and rows[4].endswith("| 3 | 2.0 | 0.50 |")
+
+
+def test_a_folder_has_one_corpus_at_a_time(tmp_path, downloads, capsys):
+    """Another corpus in the same folder replaces the first, also if it fails on the way."""
+    assert make(tmp_path, "out") == 0
+    first = (tmp_path / "out" / "heldout.jsonl").read_text()
+    assert make(tmp_path, "out", "--heldout=0.4", "--vocab_size=60000") == 1
+    assert not (tmp_path / "out" / "corpus.json").exists()
+    assert make(tmp_path, "out") == 0
+    assert (tmp_path / "out" / "heldout.jsonl").read_text() == first
+    shutil.rmtree(tmp_path / "out" / "train.zarr")
+    assert make(tmp_path, "out") == 0
+    assert "already" not in capsys.readouterr().err
+    assert TokenStore(tmp_path / "out" / "train.zarr").num_documents > 1
+
+
+def test_a_text_with_the_end_token_is_no_document():
+    assert text.document("a.txt", (prose(1) + "<|endoftext|>").encode()) == ("", "end token")
+
+
+def test_all_parts_of_a_file_are_in_one_part_of_the_corpus(tmp_path):
+    file = tmp_path / "documents.jsonl"
+    rows = [dict(name=f"p/a#{n}" if n else "p/a", file="p/a", text=prose(n)) for n in range(20)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    parts, _ = select.select([("p", file)], heldout=0.5, long=0.5, progress=lambda *_: None)
+    assert sorted(len(places) for places in parts.values()) == [0, 0, 0, 20]

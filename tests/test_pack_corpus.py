@@ -48,7 +48,7 @@ def test_parts_are_small_and_unpack_to_the_same_ids(tmp_path, corpus, capsys):
     first.mkdir()
     files[0].rename(first / files[0].name)
     assert run("unpack", "--parts", parts, "--out", out) == 1
-    assert "blocks are missing, the first is blocks/train/000000.xz" in capsys.readouterr().err
+    assert "blocks are missing, the first is .blocks/train/000000.xz" in capsys.readouterr().err
     assert run("unpack", "--parts", first, "--out", out) == 0
     assert (read(out / "train.zarr") == read(corpus / "train.zarr")[:40]).all()
     assert (read(out / "heldout.zarr") == read(corpus / "heldout.zarr")).all()

@@ -7,8 +7,9 @@ For each model, one after another: short runs at each learning rate (multiples o
 the tokens, seed 0), a run at the best one, and evaluations: held-out loss at the training length, L(i) and P(l) of
 held-out documents to 65,536 tokens, needles, and recall tasks of lm-evaluation-harness. A row is written as a model
 ends, with its command. Model, weight decay, betas and the schedule's shape are those of the config that FILE:VARIANT
-names; tokens, rows, steps and warm-up are this benchmark's. With --minutes a call ends in time, with its run saved,
-and the same command continues; what is finished is not computed again.
+names; tokens, rows, steps and warm-up are this benchmark's. With --minutes a call ends after them, with its run saved,
+and the same command continues; what is finished is not computed again. It ends later by what cannot be interrupted: the
+first compilation of a step, or one evaluation.
 
 The task `recall` requires the extra [lm-eval], and files that `python -m lsm_jax.evaluation.recall_corpus --out=CORPUS`
 makes.
@@ -27,11 +28,12 @@ from benchmarks import evidence, options
 from benchmarks.registry import Benchmark, UsageError
 from benchmarks.run import log, one_by_one
 from lsm_jax import mixers
+from lsm_jax.data.store import TokenStore
 
 BENCHMARK = Benchmark(
     name="evidence",
     summary="the models of a paper's table on a corpus of real text: loss, long contexts, needles, recall",
-    key=("model", "seed", "tokens", "length"),
+    key=("model", "seed", "tokens", "length", "batch_size", "tasks", "corpus"),
     resume=True,
 )
 
@@ -87,7 +89,7 @@ def setting_of(args: argparse.Namespace) -> evidence.Setting:
     for name in ("share", "warmup"):
         if not 0 < getattr(args, name) < 1:
             raise UsageError(f"--{name}={getattr(args, name)}: accepted are numbers between 0 and 1")  # fmt: skip
-    if not args.factors or min(args.factors) <= 0:
+    if not args.factors or not all(0 < factor < math.inf for factor in args.factors):
         raise UsageError(f"--factors={args.factors}: accepted are positive numbers, at least one")
     names = ("corpus", "runs", "tokens", "length", "batch_size", "share", "warmup", "long_length", "long_documents", "harness", "limit")  # fmt: skip
     return evidence.Setting(
@@ -99,12 +101,21 @@ def setting_of(args: argparse.Namespace) -> evidence.Setting:
 
 
 def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
-    setting_of(args)
+    setting = setting_of(args)
     named = args.models or TABLES[args.table]
     for model in named:
         evidence.base_config(model)
+    corpus = evidence.corpus_digest(setting)
     return [
-        dict(model=model, seed=seed, tokens=args.tokens, length=args.length)
+        dict(
+            model=model,
+            seed=seed,
+            tokens=args.tokens,
+            length=args.length,
+            batch_size=args.batch_size,
+            tasks=",".join(args.tasks),
+            corpus=corpus,
+        )
         for seed in args.seeds
         for model in named
     ]
@@ -115,6 +126,14 @@ def _check_inputs(setting: evidence.Setting) -> None:
     evidence.vocab_size(setting.corpus)
     if {"long", "needle"} & set(setting.tasks) and not (setting.corpus / "long.zarr").is_dir():
         raise UsageError(f"--corpus={setting.corpus}: it has no long.zarr; --tasks=heldout requires none")  # fmt: skip
+    if "long" in setting.tasks:
+        length = TokenStore(setting.corpus / "long.zarr").length
+        if setting.long_length > length:
+            raise UsageError(
+                f"--long_length={setting.long_length}: the rows of long.zarr have {length} tokens"
+            )
+    for task in setting.tasks:
+        evidence.request_of(task, setting)[1].validate()
     if "recall" in setting.tasks:
         if importlib.util.find_spec("lm_eval") is None:
             raise UsageError(

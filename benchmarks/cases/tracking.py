@@ -27,6 +27,7 @@ BENCHMARK = Benchmark(
     name="tracking",
     summary="state tracking: parity and words of permutation groups",
     key=("task", "size", "model"),
+    optional_key={"epochs_at_most": None},
     output="docs/tracking.jsonl",
     resume=True,
 )
@@ -66,7 +67,7 @@ def measure(case: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
     """Train the members of one case, a model on a task, and return the benchmark's row."""
     text = variant(case["model"], case["task"], case["size"])
     config, overrides = tracking.get_config(text), ""
-    if args.epochs:
+    if args.epochs is not None:
         config.epochs = args.epochs
         overrides = f" --config.epochs={args.epochs}"
     result = train_recall(config)
@@ -96,8 +97,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
+    if args.epochs is not None and args.epochs < 1:
+        raise UsageError(f"--epochs={args.epochs}: it must be at least 1")
     selected = [
         dict(task=task, size=args.size, model=model)
+        | ({} if args.epochs is None else {"epochs_at_most": args.epochs})
         for task in args.tasks
         for model in args.models or options.words(MODELS[task])
     ]

@@ -36,7 +36,7 @@ CONTEXT_CHARACTERS = 8_000
 _MOST_PLACES = 3
 _NEAREST, _FARTHEST = 200, 4_000  # characters between a name's places and the question
 _FIELD = re.compile(r"^([A-Za-z][A-Za-z0-9 _-]{0,30}):[ \t]+(\S.*)$")
-_WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]{4,39}")
+_WORD = re.compile(r"(?<!\w)[A-Za-z_][A-Za-z0-9_]{4,39}(?!\w)")
 _NAME = re.compile(r".+[A-Z0-9_].*|[A-Z][a-z]+")
 _END = re.compile(r"[.!?]\s+(?=\S)|\n(?=\s*\S)")
 

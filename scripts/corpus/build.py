@@ -19,8 +19,8 @@ from lsm_jax.data.tokenize import store_attributes
 from lsm_jax.data.tokenizers import load_tokenizer
 from lsm_jax.data.writer import StoreWriter
 from scripts.corpus.progress import Progress
+from scripts.corpus.text import END
 
-END = "<|endoftext|>"
 SAMPLE_BYTES = 64_000_000  # of text, on which the tokenizer is trained
 _ROWS = 64  # of a store, read at a time
 

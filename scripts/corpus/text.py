@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 
 MIN_CHARACTERS = 400
+END = "<|endoftext|>"  # the token that ends a document
 _MAX_MEAN_LINE = 1000
 PIECE_CHARACTERS = 1 << 20
 _HIDDEN = re.compile(
@@ -42,7 +43,8 @@ def document(path: str, content: bytes) -> tuple[str, str]:
 
     Texts are UTF-8, otherwise Latin-1 if at most one character of a thousand is one of its control characters. The reasons:
     "not text", "short" (fewer than 400 characters), "minified" (lines of over 1,000 characters on average, of which less than
-    a tenth is blank) and "numbers" (less than half of the characters are letters or blanks).
+    a tenth is blank), "numbers" (less than half of the characters are letters or blanks) and "end token" (the text has
+    `END`, which the tokenizer would read as the end of a document).
     """
     if b"\0" in content:
         return "", "not text"
@@ -59,6 +61,8 @@ def document(path: str, content: bytes) -> tuple[str, str]:
         return "", "short"
     if len(text) > _MAX_MEAN_LINE * (1 + text.count("\n")) and 10 * text.count(" ") < len(text):
         return "", "minified"
+    if END in text:
+        return "", "end token"
     sample = text[:20_000]
     if 2 * sum(character.isalpha() or character.isspace() for character in sample) < len(sample):
         return "", "numbers"
