@@ -87,6 +87,14 @@ def local_path(text: str | os.PathLike[str], argument: str = "source") -> Path:
     return Path(text).expanduser() if found is None else _download(found, argument, _MODEL_FILES)
 
 
+def config_path(text: str, argument: str = "source") -> Path:
+    """Return the path of a model as `local_path` does, but download only config.json of a model that is given by its id."""
+    found = reference(text)
+    if found is None or found.rest:
+        return local_path(text, argument)
+    return _download(found, argument, ("config.json",))
+
+
 def tokenizer_folder(text: str, argument: str = "tokenizer") -> Path | None:
     """Return the folder of a tokenizer's files by the id of a model or tokenizer of the hub, without its tensors; None if
     the text is no such id. Raises ValueError as `local_path` does."""

@@ -28,7 +28,7 @@ from lsm_jax.convert.families import FAMILIES, family_of
 from lsm_jax.convert.fields import shown
 from lsm_jax.data import DataConfig
 from lsm_jax.files import MEGABYTE, parse_json, read_bytes
-from lsm_jax.hub import local_path
+from lsm_jax.hub import config_path
 from lsm_jax.mixers import LoRAConfig
 from lsm_jax.models import ModelConfig, count_parameters
 from lsm_jax.parallel import MeshConfig
@@ -65,7 +65,7 @@ def described_model(source: str) -> ModelConfig:
     Raises:
         ValueError: the file cannot be read, or the model is none of `FAMILIES`, or one of its fields is not supported.
     """
-    path = local_path(source)
+    path = config_path(source)
     path = path / "config.json" if path.is_dir() else path
     if not path.is_file():
         raise ValueError(f"--source={source}: {str(path)!r} is no file; accepted is a config.json or its folder")  # fmt: skip
@@ -163,8 +163,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = parser.parse_args(arguments)
     try:
         for name in ("length", "train_length"):
-            if getattr(parsed, name) < 1:
-                raise ValueError(f"--{name}={getattr(parsed, name)}: accepted are numbers from 1")
+            if not 1 <= getattr(parsed, name) < 2**31:
+                raise ValueError(
+                    f"--{name}={getattr(parsed, name)}: accepted are numbers from 1 to 2^31 - 1"
+                )
         model = described_model(parsed.source)
         counts = count_parameters(model)
         found = needs(model, length=parsed.length, train_length=parsed.train_length)

@@ -134,6 +134,7 @@ class MLA(Mixer):
     Its memory is an `ops.AttentionState` with one head: `keys` are the rotated channels r, and `values` the latents c.
     """
 
+    single_because = "it stores the latents of all tokens, of which no memory is chosen"
     op = ops.attention
     uses_positions = True
     config: MLAConfig

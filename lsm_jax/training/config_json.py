@@ -28,7 +28,7 @@ def to_dict(value: Any) -> Any:
     """Convert a config to a dict of JSON values; each dataclass in it becomes an object with its class as
     "type"."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        kind = f"{type(value).__module__}:{type(value).__qualname__}"
+        kind = _name_of(type(value))
         fields = {f.name: to_dict(getattr(value, f.name)) for f in dataclasses.fields(value)}
         return {"type": kind, **fields}
     if isinstance(value, dict):
@@ -36,6 +36,20 @@ def to_dict(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [to_dict(item) for item in value]
     return value
+
+
+def _name_of(kind: type) -> str:
+    """Return the name of a config class in JSON: "module:class" of this library's, "method:NAME" of a registered method's,
+    whose module has the name that the program gave to the file.
+    """
+    if kind.__module__.partition(".")[0] != "lsm_jax":
+        for name, method in (mixers.METHODS | mixers.WRAPPERS).items():
+            config = method.config
+            # A file that was run twice has two classes.
+            outside = config.__module__.partition(".")[0] != "lsm_jax"
+            if config is kind or (outside and config.__qualname__ == kind.__qualname__):
+                return f"method:{name}"
+    return f"{kind.__module__}:{kind.__qualname__}"
 
 
 # Modules of config classes that were renamed in release 0.2: old name -> new name.
@@ -58,15 +72,22 @@ def _moved_fields(kind: type, fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _class_of(kind: str) -> type:
-    """Return the config class that a JSON config names as `kind`, "module:class".
+    """Return the config class that a JSON config names as `kind`; see `_name_of`.
 
     Raises:
         ValueError: the class is neither in this library nor the config of a registered method.
     """
-    for method in (mixers.METHODS | mixers.WRAPPERS).values():
+    methods = mixers.METHODS | mixers.WRAPPERS
+    module, _, name = kind.partition(":")
+    if module == "method" and name in methods:
+        return methods[name].config
+    if module == "method":
+        raise ValueError(
+            f"config: the method {name!r} is not registered; run the file that registers it first, such as by --method_file"
+        )
+    for method in methods.values():
         if kind == f"{method.config.__module__}:{method.config.__qualname__}":
             return method.config
-    module, _, name = kind.partition(":")
     if module.partition(".")[0] != "lsm_jax":
         raise ValueError(
             f"config: type {kind!r} is not one of lsm_jax's; accepted are its classes and configs of methods given to mixers.register"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
+import types
 
 import jax
 import jax.numpy as jnp
@@ -54,6 +56,26 @@ def test_a_registered_method_computes_its_definition(toy):
 
 def test_a_run_of_a_registered_method_is_stored_and_loaded(toy):
     assert from_dict(to_dict(ToyConfig(num_heads=4))) == ToyConfig(num_heads=4)
+
+
+def test_a_run_of_a_method_in_a_config_file_is_loaded_by_the_file_under_another_name(monkeypatch):
+    """`train.py --config=leaky.py:leaky-nano` runs the file as a module of another name than `eval.py --method_file` does."""
+    source = page_python(ROOT, "docs/new_method.md")[0]
+    monkeypatch.delitem(mixers.METHODS, "leaky", raising=False)
+    stored = []
+    try:
+        for name in ("config_config", "<run_path>"):
+            module = types.ModuleType(name)
+            monkeypatch.setitem(sys.modules, name, module)
+            exec(compile(source, "leaky.py", "exec"), module.__dict__)
+            stored.append(to_dict(module.LeakyConfig(num_heads=4)))
+        assert stored[0] == stored[1]
+        loaded = from_dict(stored[0])
+        assert type(loaded) is module.LeakyConfig and loaded.num_heads == 4
+    finally:
+        mixers.METHODS.pop("leaky", None)
+    with pytest.raises(ValueError, match="the method 'leaky' is not registered; run the file"):
+        from_dict(stored[0])
 
 
 def test_names_and_configs_that_exist_are_refused(toy):

@@ -32,7 +32,6 @@ def _config(values: dict[str, Any]) -> ModelConfig:
         num_value_heads=values["num_v_heads"],
         head_dim=values["head_dim"],
         conv_size=values["conv_size"] if values["use_short_conv"] else 1,
-        expand_v=float(values["expand_v"]),
         allow_negative_eigenvalues=values["allow_neg_eigval"],
         lower_bound=values["lower_bound"],
         norm_eps=float(values["norm_eps"]),
@@ -49,7 +48,6 @@ def _describe(config: ModelConfig) -> dict[str, Any]:
         use_short_conv=mixer.conv_size > 1,
         conv_size=mixer.conv_size if mixer.conv_size > 1 else 4,
         allow_neg_eigval=mixer.allow_negative_eigenvalues,
-        expand_v=mixer.expand_v,
         safe_gate=mixer.lower_bound is not None,
         lower_bound=mixer.lower_bound,
     )
@@ -60,13 +58,13 @@ FAMILY = fla.family(
     "KDAForCausalLM",
     kinds=dict(
         head_dim="size", num_v_heads="size", conv_size="size", allow_neg_eigval="flag", use_short_conv="flag",
-        expand_v="positive", safe_gate="flag", lower_bound="number",
+        safe_gate="flag", lower_bound="number",
     ),
     defaults=dict(
         num_heads=16, num_v_heads=None, head_dim=128, conv_size=4, allow_neg_eigval=False, use_short_conv=True,
-        expand_v=1.0, safe_gate=False, lower_bound=None,
+        safe_gate=False, lower_bound=None,
     ),
-    only={},
+    only=dict(expand_v=(1.0,)),  # with another, the rank of its gates is that of the values, not of the keys
     sizes=("conv_size", "num_v_heads", ("num_heads", "head_dim"), ("num_v_heads", "head_dim")),
     config=_config,
     names=fla.names(_TABLE),
