@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from lsm_jax import hub
 from lsm_jax.convert import cards
 from lsm_jax.models import count_parameters
 from lsm_jax.parallel import MeshConfig
@@ -109,4 +110,22 @@ def test_wrong_sources_are_named(tmp_path, capsys):
     with pytest.raises(ValueError, match="is no file; accepted is a config.json or its folder"):
         cards.described_model(str(tmp_path / "other.json"))
     assert cards.main([f"--source={path}", "--length=0"]) == 1
-    assert capsys.readouterr().err == "plan: --length=0: accepted are numbers from 1\n"
+    assert capsys.readouterr().err == "plan: --length=0: accepted are numbers from 1 to 2^31 - 1\n"
+
+
+def test_the_plan_of_a_hub_id_downloads_no_weights(monkeypatch):
+    asked = []
+
+    def download(found, argument, patterns):
+        asked.append((str(found), patterns))
+        return GOLDENS / "transformers-kimi_linear"
+
+    monkeypatch.setattr(hub, "_download", download)
+    assert cards.described_model("owner/model").num_layers > 1
+    assert asked == [("owner/model", ("config.json",))]
+
+
+@pytest.mark.parametrize("flag", ["--length", "--train_length"])
+def test_lengths_beyond_32_bits_are_refused(flag, capsys):
+    assert cards.main([f"--source={GOLDENS / 'transformers-kimi_linear'}", f"{flag}={2**32}"]) == 1
+    assert f"{flag}={2**32}: accepted are numbers from 1" in capsys.readouterr().err
