@@ -63,7 +63,7 @@ def test_every_package_has_a_page_of_its_api():
 
 
 def test_the_api_describes_each_object_on_one_page():
-    """Of an object on two pages, the links from the source lead to a place that does not exist."""
+    """If an object is on two pages, the links from its source lead to a place that does not exist."""
     described: dict[int, str] = {}
     for page in ROOT.glob("docs/api/*.md"):
         for module, options in re.findall(r"automodule:: (\S+)\n((?:   :.*\n)*)", page.read_text()):

@@ -43,7 +43,7 @@ USES = ("inference", "LoRA", "full")
 
 @dataclasses.dataclass(frozen=True)
 class Need:
-    """What one card of several needs, on the mesh of so many cards on which it needs least.
+    """The memory that one of several cards requires, on the mesh of so many cards on which it requires least.
 
     Attributes:
         count: number of cards.

@@ -1,6 +1,4 @@
-"""What feedforwards have in common that compute each token from itself alone: how they are called, and that they have no
-state.
-"""
+"""Call feedforwards that compute each token from itself alone: they have no state, and one signature."""
 
 from __future__ import annotations
 

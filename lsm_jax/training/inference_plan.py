@@ -94,7 +94,7 @@ def inference_plan(
             _local_bytes(x, sharding) * (sizes["fsdp"] if "fsdp" in str(sharding.spec) else 1)
             for x, sharding in zip(*stacked, strict=True)
         )
-    # Of one period at a time, which every device has whole but for its share of the experts.
+    # One period at a time is gathered; every device then has it whole, but of the experts only its share.
     return InferencePlan(sizes, parameters, state, working + gathered // model.num_periods)
 
 

@@ -61,7 +61,7 @@ def test_tensors_of_lings_prediction_heads_are_ignored_and_exported(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [KIMI, LING])
 def test_own_models_are_exported(name, tmp_path):
-    """Of a pattern without a period, with gates of another rank and three experts a token."""
+    """A model of our own is exported: a pattern without a period, gates of another rank, three experts a token."""
     config = model_config(changed(name, tmp_path))
     config.pattern, config.num_layers = "DLLNN", 5
     for letter in "LN":

@@ -20,6 +20,7 @@ from lsm_jax.convert.fields import (
     shown,
 )
 from lsm_jax.convert.layout import Layout, Names, layout_of
+from lsm_jax.feedforward import MoEConfig
 from lsm_jax.mixers import (
     Mamba2Config,
     MambaConfig,
@@ -311,4 +312,19 @@ def the_mixer(config: ModelConfig, kind: type) -> Any:
     if not found or any(mixer != found[0] for mixer in found):
         names = ", ".join(sorted(type(m).__name__ for m in mixers.values()))
         raise ValueError(f"model.layers has mixers of {names}; accepted are equal {kind.__name__}s")
+    return found[0]
+
+
+def the_experts(config: ModelConfig) -> MoEConfig:
+    """Return the config of the mixtures of experts in a model.
+
+    Raises:
+        ValueError: the model has none, or several that differ.
+    """
+    inner = [config.layers[letter].feedforward for letter in config.letters()]
+    found = [x for x in inner if isinstance(x, MoEConfig)]
+    if not found or any(x != found[0] for x in found):
+        raise ValueError(
+            "model.layers has no mixtures of experts, or several; accepted are equal ones"
+        )
     return found[0]

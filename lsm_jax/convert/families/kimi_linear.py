@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from lsm_jax.convert.families.family import Family, the_mixer
+from lsm_jax.convert.families.family import Family, the_experts, the_mixer
 from lsm_jax.convert.families.qwen3_next import FULL, LINEAR, dense_size
 from lsm_jax.convert.fields import check_fields, listed, shown
 from lsm_jax.convert.layout import Entry, Names, prefixed
@@ -161,11 +161,8 @@ def describe(config: ModelConfig) -> dict[str, Any]:
         ValueError: the model has other layers.
     """
     linear, full = the_mixer(config, KDAConfig), the_mixer(config, MLAConfig)
+    experts = the_experts(config)
     inner = [config.layers[letter].feedforward for letter in config.letters()]
-    found = [x for x in inner if isinstance(x, MoEConfig)]
-    if not found or any(x != found[0] for x in found):
-        raise ValueError("model.layers has no mixtures of experts, or several; accepted are equal ones")  # fmt: skip
-    experts = found[0]
     return dict(
         num_attention_heads=full.num_heads,
         num_key_value_heads=full.num_heads,

@@ -40,19 +40,16 @@ def _config(values: dict[str, Any]) -> ModelConfig:
     return fla.decoder(values, mixer)
 
 
-def _no_groups(mixer: PrecondKDAConfig) -> None:
-    """Raise ValueError if the mixer has more heads of values than of keys: FLA then has the strengths of key heads alone."""
+def _describe(config: ModelConfig) -> dict[str, Any]:
+    mixer, fields = fla.describe(config, PrecondKDAConfig)
+    # With more heads of values than of keys, FLA has the strengths of key heads alone.
     if mixer.value_heads() != mixer.num_heads:
         raise ValueError(
             f"num_value_heads={mixer.value_heads()}; accepted for an export is num_heads={mixer.num_heads}"
         )
-
-
-def _describe(config: ModelConfig) -> dict[str, Any]:
-    mixer, fields = fla.describe(config, PrecondKDAConfig)
     return fields | dict(
         num_heads=mixer.num_heads,
-        num_v_heads=_no_groups(mixer),
+        num_v_heads=None,
         head_dim=mixer.head_dim,
         use_short_conv=mixer.conv_size > 1,
         conv_size=mixer.conv_size if mixer.conv_size > 1 else 4,

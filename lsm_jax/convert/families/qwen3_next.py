@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Any
 
-from lsm_jax.convert.families.family import Family, the_mixer
+from lsm_jax.convert.families.family import Family, the_experts, the_mixer
 from lsm_jax.convert.fields import listed, shown
 from lsm_jax.convert.layout import Entry, Names, experts, prefixed
 from lsm_jax.convert.published import read_rope
@@ -267,11 +267,7 @@ def describe_experts(config: ModelConfig) -> dict[str, Any]:
     Raises:
         ValueError: the model has none, or several that differ.
     """
-    inner = [config.layers[letter].feedforward for letter in config.letters()]
-    found = [x for x in inner if isinstance(x, MoEConfig)]
-    if not found or any(x != found[0] for x in found):
-        raise ValueError("model.layers has no mixtures of experts, or several; accepted are equal ones")  # fmt: skip
-    first = found[0]
+    first = the_experts(config)
     return dict(
         num_experts=first.num_experts,
         num_experts_per_tok=first.top_k,
