@@ -5,7 +5,8 @@
 First a row for each check and compute capability: the relative RMS errors of the output, the final memory and each gradient (at most
 5e-3 and 1e-2), whether a second run had the same bits, and the number of outputs before a token that change with the token and
 later ones. Then a row for each op, shape and compute capability: [ms forward, ms forward and backward] of the Triton kernels, and,
-measured once for each op and shape, of XLA and of the automatic backend. A card runs the code of its own
+measured once for each op and shape, of XLA and of the automatic backend. With `--peers fla` only flash-linear-attention is timed, since
+it may require another version of Triton than the extra [triton] does: run it on the same card with the same `--lock`. A card runs the code of its own
 capability and that of older ones: an H200 runs "9.0" and "8.0". Needs the extra [triton].
 """
 
@@ -23,6 +24,7 @@ import numpy as np
 
 from benchmarks import options, profile, triton_attention, triton_token_ops
 from benchmarks.cases import kernels
+from benchmarks.peers.fla import UNKNOWN, Fla
 from benchmarks.registry import Benchmark, UsageError
 from benchmarks.timing import alone
 from lsm_jax import ops
@@ -102,6 +104,8 @@ OPS = (
 )
 TILINGS = (passes.TILINGS, delta_passes.TILINGS, dplr.TILINGS)
 SHAPES = "8x4096x16x128,8x2048x32x64"
+FLA = "fla"
+"""In place of a compute capability in the rows of flash-linear-attention, whose kernels are those of the card's own capability."""
 
 
 def check(name: str) -> dict[str, Any]:
@@ -227,6 +231,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="time each kernel of forward and backward pass of Triton's; no op of tokens",
     )
+    options.add_peers(parser)
     options.add_shard(parser)
     options.add_lock(parser)
 
@@ -255,6 +260,9 @@ def set_tilings(words: list[str]) -> list[str]:
 
 
 def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
+    if args.peers:
+        names = [op for op in args.ops if op not in (*triton_token_ops.OPS, "value decay")]
+        return [dict(op=op, shape=shape, capability=FLA) for shape in args.shapes for op in names]
     checks = [
         dict(op=CHECKS[name][0], shape="", capability=capability, check=name)
         for capability in args.capabilities
@@ -276,6 +284,9 @@ def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def rows(args: argparse.Namespace, cases: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """Yield the rows of the checks, then those of the times, all of whose programs are compiled before one is timed."""
+    if args.peers:
+        yield from peer_rows(args, cases)
+        return
     timed = []
     with alone(args.lock, shared=True):
         for case in cases:
@@ -286,6 +297,21 @@ def rows(args: argparse.Namespace, cases: list[dict[str, Any]]) -> Iterator[dict
     with alone(args.lock):
         for row in timed:
             yield row if "error" in row else result(row, functools.partial(call_timers, row))
+
+
+def peer_rows(args: argparse.Namespace, cases: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield the rows of flash-linear-attention, without those of ops that it lacks."""
+    peer = Fla([(case["op"], case["shape"]) for case in cases], args.workers)
+    try:
+        with alone(args.lock, shared=True):
+            peer.wait(args.patience)
+        with alone(args.lock):
+            for case in cases:
+                row = case | peer.times(case["op"], case["shape"])
+                if row.get("fla_error") != UNKNOWN:
+                    yield row
+    finally:
+        peer.close()
 
 
 def result(case: dict[str, Any], function: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -350,5 +376,7 @@ def line(row: dict[str, Any]) -> str:
         return f"{name} {verdict} {row['errors']}{bits}{causal}"
     if "times_of_kernels" in row:
         return f"{name} {row['times_of_kernels']}"
-    times = (f"{n} {' / '.join(f'{ms:.3f}' for ms in row[n])}" for n in ("triton", "xla", "automatic") if n in row)  # fmt: skip
+    if "fla_error" in row:
+        return f"{name} {row['fla_error']}"
+    times = (f"{n} {' / '.join(f'{ms:.3f}' for ms in row[n])}" for n in ("triton", "xla", "automatic", FLA) if n in row)  # fmt: skip
     return f"{name} {'   '.join(times)} ms"

@@ -38,6 +38,18 @@ def _ratio(record: dict[str, Row]) -> str:
     return " / ".join(f"{xla / ours:.1f}" for xla, ours in pairs)
 
 
+def _peer(record: dict[str, Row]) -> str:
+    return times(record["fla"]["fla"]) if "fla" in record.get("fla", {}) else ""
+
+
+def _peer_ratio(record: dict[str, Row]) -> str:
+    """Return, as text, how many times as long as the code for 8.0 flash-linear-attention takes."""
+    if not _peer(record):
+        return ""
+    pairs = zip(record["fla"]["fla"], record["8.0"]["triton"], strict=True)
+    return " / ".join(f"{fla / ours:.2f}" for fla, ours in pairs)
+
+
 def _longest(row: Row) -> str:
     times_of = sorted(row["times_of_kernels"].items(), key=lambda item: -item[1])
     return ", ".join(f"`{name}` {ms:.2f}" for name, ms in times_of[:4])
@@ -89,12 +101,15 @@ TABLES = (
             Column("code for 9.0", lambda record: times(record["9.0"]["triton"])),
             Column("Hopper's kernels", lambda record: times(record["any"]["automatic"])),
             Column("XLA", lambda record: times(record["any"]["xla"])),
+            Column("FLA", _peer),
             Column("XLA / code for 8.0", _ratio),
+            Column("FLA / code for 8.0", _peer_ratio),
         ),
         where=lambda row: "check" not in row and "kernels" not in row and "tilings" not in row,
         key=lambda row: (row["op"], row["shape"], row["capability"]),
         lines=_by_op,
-        command='python -m benchmarks triton_kernels --capabilities 9.0,8.0 --checks ""',
+        command='python -m benchmarks triton_kernels --capabilities 9.0,8.0 --checks "" --lock LOCK\n'
+        "python -m benchmarks triton_kernels --peers fla --lock LOCK     # beside the first, on the same card",
     ),
     Table(
         "triton_parts",
