@@ -5,8 +5,9 @@
 First a row for each check and compute capability: the relative RMS errors of the output, the final memory and each gradient (at most
 5e-3 and 1e-2), whether a second run had the same bits, and the number of outputs before a token that change with the token and
 later ones. Then a row for each op, shape and compute capability: [ms forward, ms forward and backward] of the Triton kernels, and,
-measured once for each op and shape, of XLA and of the automatic backend. With `--peers fla` only flash-linear-attention is timed, since
-it may require another version of Triton than the extra [triton] does: run it on the same card with the same `--lock`. A card runs the code of its own
+measured once for each op and shape, of XLA and of the automatic backend. With `--peers fla` only flash-linear-attention is timed, as
+code for the same capabilities: it may require another version of Triton than the extra [triton] does. Run it on the same card with
+the same `--lock`. A card runs the code of its own
 capability and that of older ones: an H200 runs "9.0" and "8.0". Needs the extra [triton].
 """
 
@@ -105,7 +106,7 @@ OPS = (
 TILINGS = (passes.TILINGS, delta_passes.TILINGS, dplr.TILINGS)
 SHAPES = "8x4096x16x128,8x2048x32x64"
 FLA = "fla"
-"""In place of a compute capability in the rows of flash-linear-attention, whose kernels are those of the card's own capability."""
+"""Before the compute capability in the rows of flash-linear-attention, whose Triton makes code for it, too."""
 
 
 def check(name: str) -> dict[str, Any]:
@@ -262,7 +263,12 @@ def set_tilings(words: list[str]) -> list[str]:
 def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
     if args.peers:
         names = [op for op in args.ops if op not in (*triton_token_ops.OPS, "value decay")]
-        return [dict(op=op, shape=shape, capability=FLA) for shape in args.shapes for op in names]
+        return [
+            dict(op=op, shape=shape, capability=f"{FLA} {capability}")
+            for capability in args.capabilities
+            for shape in args.shapes
+            for op in names
+        ]
     checks = [
         dict(op=CHECKS[name][0], shape="", capability=capability, check=name)
         for capability in args.capabilities
@@ -300,18 +306,21 @@ def rows(args: argparse.Namespace, cases: list[dict[str, Any]]) -> Iterator[dict
 
 
 def peer_rows(args: argparse.Namespace, cases: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of flash-linear-attention, without those of ops that it lacks."""
-    peer = Fla([(case["op"], case["shape"]) for case in cases], args.workers)
-    try:
-        with alone(args.lock, shared=True):
-            peer.wait(args.patience)
-        with alone(args.lock):
-            for case in cases:
-                row = case | peer.times(case["op"], case["shape"])
-                if row.get("fla_error") != UNKNOWN:
-                    yield row
-    finally:
-        peer.close()
+    """Yield the rows of flash-linear-attention by compute capability, without those of ops that it lacks."""
+    for capability in args.capabilities:
+        own = [case for case in cases if case["capability"] == f"{FLA} {capability}"]
+        pairs = [(case["op"], case["shape"]) for case in own]
+        peer = Fla(pairs, args.workers, capability=capability)
+        try:
+            with alone(args.lock, shared=True):
+                peer.wait(args.patience)
+            with alone(args.lock):
+                for case in own:
+                    row = case | peer.times(case["op"], case["shape"])
+                    if row.get("fla_error") != UNKNOWN:
+                        yield row
+        finally:
+            peer.close()
 
 
 def result(case: dict[str, Any], function: Callable[[], dict[str, Any]]) -> dict[str, Any]:

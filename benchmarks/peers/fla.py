@@ -17,14 +17,18 @@ mamba_ssm`.
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import os
 import queue
+import shlex
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 UNKNOWN, MISSING = "it has no such operation", "ModuleNotFoundError"
@@ -42,15 +46,27 @@ class Fla:
         workers: number of processes that compile the peer's kernels.
         bias: mean of the gates of forgetting attention before the sigmoid; its kernels need no search, but
         are timed here too.
+        capability: the compute capability whose code Triton makes, such as "8.0"; None is that of the card.
     """
 
-    def __init__(self, cases: Sequence[tuple[str, str]], workers: int, bias: float = 2.0):
+    def __init__(
+        self,
+        cases: Sequence[tuple[str, str]],
+        workers: int,
+        bias: float = 2.0,
+        capability: str | None = None,
+    ):
         self._began = time.perf_counter()
         self._claims = tempfile.TemporaryDirectory()
+        self._assembler = tempfile.TemporaryDirectory()
+        self._environment = os.environ | (
+            code_for(capability, Path(self._assembler.name)) if capability else {}
+        )
         arguments = [json.dumps([list(case) for case in cases]), str(bias), self._claims.name]
         command = ["nice", "-n", "5", *_COMMAND, "warm", *arguments]
         self._workers = [
-            subprocess.Popen([*command, str(i)], stdout=subprocess.DEVNULL) for i in range(workers)
+            subprocess.Popen([*command, str(i)], stdout=subprocess.DEVNULL, env=self._environment)
+            for i in range(workers)
         ]
         self._bias = bias
         self._start()
@@ -58,7 +74,11 @@ class Fla:
     def _start(self) -> None:
         pipe = subprocess.PIPE
         self._process: Any = subprocess.Popen(
-            [*_COMMAND, "time", str(self._bias)], text=True, stdin=pipe, stdout=pipe
+            [*_COMMAND, "time", str(self._bias)],
+            text=True,
+            stdin=pipe,
+            stdout=pipe,
+            env=self._environment,
         )
         self._lines: queue.Queue[str] = queue.Queue()
         reader = threading.Thread(
@@ -108,6 +128,31 @@ class Fla:
     def close(self) -> None:
         """End the process that times the peer's operations."""
         self._process.kill()
+
+
+def code_for(capability: str, folder: Path) -> dict[str, str]:
+    """Return environment variables with which Triton makes code for a compute capability, such as "8.0", that this machine's card
+    runs.
+
+    Triton assembles for the capability of its code, and a card of another generation does not load the result. A script in `folder`
+    therefore stands for Triton's assembler: it passes PTX code of the older capability to it, but asks for this card's
+    instructions.
+    """
+    query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    card = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]
+    suffix = "" if card.startswith("8") else "a"
+    assembler = os.environ.get("TRITON_PTXAS_PATH")
+    if assembler is None:
+        package: Any = importlib.util.find_spec("triton")
+        assembler = str(Path(package.origin).parent / "backends/nvidia/bin/ptxas")
+    script = folder / "ptxas"
+    target = f"--gpu-name=sm_{card.replace('.', '')}{suffix}"
+    command = f'exec {shlex.quote(assembler)} "${{@/#--gpu-name=sm_*/{target}}}"'
+    script.write_text(f"#!/bin/bash\n{command}\n")
+    script.chmod(0o755)
+    return dict(
+        TRITON_OVERRIDE_ARCH=f"sm{capability.replace('.', '')}", TRITON_PTXAS_PATH=str(script)
+    )
 
 
 def _read_lines(process: Any, lines: queue.Queue[str]) -> None:

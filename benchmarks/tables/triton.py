@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from benchmarks.tables.kernels import shape_text
 from benchmarks.tables.table import Column, Row, Table, column, group, times
 
@@ -38,15 +40,16 @@ def _ratio(record: dict[str, Row]) -> str:
     return " / ".join(f"{xla / ours:.1f}" for xla, ours in pairs)
 
 
-def _peer(record: dict[str, Row]) -> str:
-    return times(record["fla"]["fla"]) if "fla" in record.get("fla", {}) else ""
+def _peer(capability: str, record: dict[str, Row]) -> str:
+    row = record.get(f"fla {capability}", {})
+    return times(row["fla"]) if "fla" in row else ""
 
 
-def _peer_ratio(record: dict[str, Row]) -> str:
-    """Return, as text, how many times as long as the code for 8.0 flash-linear-attention takes."""
-    if not _peer(record):
+def _peer_ratio(capability: str, record: dict[str, Row]) -> str:
+    """Return, as text, how many times as long as ours flash-linear-attention takes with code for a capability."""
+    if not _peer(capability, record):
         return ""
-    pairs = zip(record["fla"]["fla"], record["8.0"]["triton"], strict=True)
+    pairs = zip(record[f"fla {capability}"]["fla"], record[capability]["triton"], strict=True)
     return " / ".join(f"{fla / ours:.2f}" for fla, ours in pairs)
 
 
@@ -101,15 +104,18 @@ TABLES = (
             Column("code for 9.0", lambda record: times(record["9.0"]["triton"])),
             Column("Hopper's kernels", lambda record: times(record["any"]["automatic"])),
             Column("XLA", lambda record: times(record["any"]["xla"])),
-            Column("FLA", _peer),
+            *(Column(f"FLA, code for {c}", functools.partial(_peer, c)) for c in ("8.0", "9.0")),
             Column("XLA / code for 8.0", _ratio),
-            Column("FLA / code for 8.0", _peer_ratio),
+            *(
+                Column(f"FLA / ours, code for {c}", functools.partial(_peer_ratio, c))
+                for c in ("8.0", "9.0")
+            ),
         ),
         where=lambda row: "check" not in row and "kernels" not in row and "tilings" not in row,
         key=lambda row: (row["op"], row["shape"], row["capability"]),
         lines=_by_op,
         command='python -m benchmarks triton_kernels --capabilities 9.0,8.0 --checks "" --lock LOCK\n'
-        "python -m benchmarks triton_kernels --peers fla --lock LOCK     # beside the first, on the same card",
+        "python -m benchmarks triton_kernels --peers fla --capabilities 8.0,9.0 --lock LOCK     # beside the first, on the same card",
     ),
     Table(
         "triton_parts",
