@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -36,21 +37,23 @@ class Tiling(NamedTuple):
 
 TILINGS = {
     "sum_decays": Tiling(64, 64, 4, 1),
-    "scan": Tiling(64, 64, 4, 2),
-    "channel_scan": Tiling(64, 64, 4, 2),
-    "channel_scores": Tiling(64, 64, 8, 1),
-    "outputs": Tiling(64, 64, 4, 2),
+    "scan": Tiling(64, 128, 4, 2),
+    "channel_scan": Tiling(64, 64, 4, 3),
+    "channel_scores": Tiling(64, 64, 4, 1),
+    "outputs": Tiling(64, 128, 4, 2),
     "channel_outputs": Tiling(64, 64, 4, 2),
     "score_gradients": Tiling(64, 64, 4, 2),
-    "value_gradients": Tiling(64, 64, 4, 2),
+    "value_gradients": Tiling(64, 128, 4, 2),
     "channel_value_gradients": Tiling(64, 64, 4, 2),
-    "scalar_gradients": Tiling(64, 64, 4, 2),
-    "channel_gradients": Tiling(32, 64, 8, 1),
-    "query_gradients": Tiling(64, 64, 8, 1),
+    "scalar_gradients": Tiling(64, 64, 4, 1),
+    "channel_gradients": Tiling(32, 64, 4, 1),
+    "query_gradients": Tiling(64, 64, 4, 1),
 }
 """The tiling of each kernel for bfloat16, by the name of the kernel, with "channel_" where a kernel differs with a decay per key
 channel; "query_gradients" is `channel_gradients` of the queries alone. None spills more than 64 bytes on 8.x at 64 and 128 channels."""
-WIDE_TILINGS = {name: tiling._replace(warps=8, stages=1) for name, tiling in TILINGS.items()}
+WIDE_TILINGS = {
+    name: tiling._replace(values=64, warps=8, stages=1) for name, tiling in TILINGS.items()
+}
 """The tilings for products in tf32, of float16 and float32 inputs."""
 
 
@@ -188,10 +191,16 @@ def _low(x) -> tuple[Any, Any]:
     return (tl.bfloat16, jnp.bfloat16) if x.dtype == jnp.bfloat16 else (tl.float32, _F32)
 
 
-def _tiling(name: str, decays: Decays, x) -> Tiling:
+def _tiling(name: str, decays: Decays, x, keys: int = 0, values: int = 0) -> Tiling:
     table = TILINGS if x.dtype == jnp.bfloat16 else WIDE_TILINGS
     channel = f"channel_{name}"
-    return table[channel] if decays.by_channel and channel in table else table[name]
+    by_channel = decays.by_channel and channel in table
+    return fitted(table[channel if by_channel else name], keys, values)
+
+
+def fitted(tiling: Tiling, keys: int = 0, values: int = 0) -> Tiling:
+    """Return a tiling whose sizes divide the numbers of key and value channels; 0 leaves a size as it is."""
+    return tiling._replace(keys=math.gcd(tiling.keys, keys), values=math.gcd(tiling.values, values))
 
 
 def _options(tiling: Tiling) -> dict[str, int]:
@@ -220,7 +229,8 @@ def scan(
         after the rows (with `reverse` the gradients of those before them), shaped as `initial`.
     """
     batch, length, _, keys = x.shape
-    values, tiling = y.shape[3], _tiling("scan", decays, x)
+    values = y.shape[3]
+    tiling = _tiling("scan", decays, x, keys, values)
     programs = batch * heads * (keys // tiling.keys) * (values // tiling.values)
     parts = 1 if decays.bounds is not None else row_layout.count_parts(programs, length)
     run = functools.partial(_scan, heads=heads, scale=scale, reverse=reverse, exclusive=exclusive)
@@ -265,7 +275,7 @@ def _scan(
     batch, length, x_heads, keys = x.shape
     values, count = y.shape[3], length // CHUNK
     segments = initial.shape[0] // batch
-    tiling = _tiling("scan", decays, x)
+    tiling = _tiling("scan", decays, x, keys, values)
     low, stored = _low(x)
     row_decay, marks = (
         (decays.read_decay, decays.enters) if reverse else (decays.write_decay, decays.stays)
@@ -319,7 +329,7 @@ def outputs(
 
     batch, length, _, keys = q.shape
     memories, values = v.shape[2:]
-    tiling = _tiling("outputs", decays, q)
+    tiling = _tiling("outputs", decays, q, keys, values)
     return launch.call(
         bodies.outputs,
         (q, k, v, scores, decays.cum, decays.read_decay, decays.sums, decays.run, decays.enters, states, float(scale)),
@@ -365,7 +375,7 @@ def value_gradients(
     from pallas_kernels.linear_attention.triton import bodies
 
     batch, length, heads, values = d_out.shape
-    tiling = _tiling("value_gradients", decays, q)
+    tiling = _tiling("value_gradients", decays, q, q.shape[3], values)
     return launch.call(
         bodies.value_gradients,
         (q, k, d_out, scores, decays.cum, decays.write_decay, decays.sums, decays.run, decays.stays, d_states, float(scale)),
@@ -390,7 +400,7 @@ def scalar_gradients(
 
     batch, length, heads, values = d_out.shape
     keys = q.shape[3]
-    tiling = _tiling("scalar_gradients", decays, q)
+    tiling = _tiling("scalar_gradients", decays, q, keys, values)
     tiles = keys // tiling.keys
     results = launch.call(
         bodies.scalar_gradients,
@@ -426,7 +436,9 @@ def channel_gradients(
 
     batch, length, heads, values = d_out.shape
     keys = k.shape[3]
-    tiling = _tiling("query_gradients" if only_query else "channel_gradients", decays, k)
+    tiling = _tiling(
+        "query_gradients" if only_query else "channel_gradients", decays, k, keys, values
+    )
     shape = (batch, length, heads, keys)
     types = dict(
         dq=_struct(shape, _F32 if exact else k.dtype),
