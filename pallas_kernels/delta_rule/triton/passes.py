@@ -15,19 +15,16 @@ _F32 = jnp.float32
 _LEVELS = CHUNK.bit_length() - 1
 
 TILINGS = {
-    "solve": Tiling(64, 0, 2, 2),
-    "delta_scan": Tiling(0, 64, 4, 3),
-    "dplr_scan": Tiling(0, 32, 4, 2),
-    "delta_scan_backward": Tiling(0, 64, 4, 2),
+    "solve": Tiling(64, 0, 4, 2),
+    "delta_scan": Tiling(0, 32, 4, 2),
+    "delta_scan_backward": Tiling(0, 32, 4, 2),
     "local_gradients": Tiling(64, 64, 4, 2),
-    "delta_scalar_gradients": Tiling(64, 64, 4, 1),
-    "delta_channel_gradients": Tiling(32, 64, 4, 1),
+    "delta_scalar_gradients": Tiling(32, 64, 4, 2),
+    "delta_channel_gradients": Tiling(16, 64, 4, 1),
 }
-"""The tiling of each kernel for bfloat16, by the name of the kernel; "dplr_scan" is `delta_scan` for the memory of `dplr`. The scans
-compute all key channels of a memory; for more than 128 of them they compute 16 value channels, with 8 warps."""
+"""The tiling of each kernel for bfloat16, by the name of the kernel. The scans compute all key channels of a memory; of
+64 of them they compute 64 value channels, and of more than 128 of them 16, with 8 warps."""
 WIDE_TILINGS = {name: tiling._replace(warps=8, stages=1) for name, tiling in TILINGS.items()}
-WIDE_TILINGS["delta_scan"] = Tiling(0, 32, 8, 1)
-WIDE_TILINGS["delta_scan_backward"] = Tiling(0, 32, 8, 1)
 WIDE_TILINGS["delta_scalar_gradients"] = Tiling(32, 64, 8, 2)
 WIDE_TILINGS["delta_channel_gradients"] = Tiling(16, 64, 8, 1)
 """The tilings for products in tf32, of float16 and float32 inputs."""
@@ -105,10 +102,11 @@ def low(x) -> tuple[Any, Any]:
 
 def _tiling(name: str, x, keys: int = 0) -> Tiling:
     """Return the tiling of a kernel for tokens x. `keys` is the number of key channels if a program's tile contains all of them."""
-    tiling = (TILINGS if x.dtype == jnp.bfloat16 else WIDE_TILINGS)[name]
-    if keys <= 128:
-        return tiling
-    return tiling._replace(values=16, warps=8, stages=1)
+    low = x.dtype == jnp.bfloat16
+    tiling = (TILINGS if low else WIDE_TILINGS)[name]
+    if keys > 128:
+        return tiling._replace(values=16, warps=8, stages=1)
+    return tiling._replace(values=64) if keys == 64 and low else tiling
 
 
 def _options(tiling: Tiling) -> dict[str, int]:
@@ -188,7 +186,7 @@ def scan(
 
     batch, length, heads, values = v.shape
     keys, count, segments = tokens.erase.shape[3], length // CHUNK, initial.shape[0] // batch
-    tiling = _tiling("dplr_scan" if tokens.beta is None else "delta_scan", v, keys)
+    tiling = _tiling("delta_scan", v, keys)
     operands, stored = low(v)
     results = launch.call(
         bodies.delta_scan,

@@ -116,43 +116,57 @@ def dplr_value_gradients(
 
 
 @triton.jit
+def _store_pairs(target, lower, upper, same, C: tl.constexpr):
+    """Store `lower` on and below the diagonal and the transpose of `upper` above it; 0 where not `same`."""
+    rows = tl.arange(0, C)
+    i, j = rows[:, None], rows[None, :]
+    both = tl.where(same, tl.where(i >= j, lower, tl.trans(upper)), 0.0)
+    tl.store(target + i * C + j, both.to(target.dtype.element_ty))
+
+
+@triton.jit
 def pair_gradients(
-    x, y, other_x, other_y, run, scale, other_scale, pairs,
+    d_out, d_right, v, writes, run, scale, pairs,
     MEMORIES: tl.constexpr, HEADS: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr,
     LOW: tl.constexpr, DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
-    """Store the gradients of two A of all chunks in one matrix [B, N, HEADS, C, C]: scale x yᵀ on and below the diagonal, and above it the
-    transpose of other_scale other_x other_yᵀ; 0 for tokens of two documents.
-
-    x and other_x are [B, T, HEADS, V], y and other_y [B, T, MEMORIES, V].
+    """Store the gradients of all A of all chunks in four matrices, [B, N, HEADS, 4, C, C], each with those of one A on and below the
+    diagonal and the transposed ones of another A above it: (A_qk, A_qk), (A_qb, A_ak), (A_ab, A_ab), (A_ak, A_qb); 0 for tokens of two
+    documents.
     """
     h, chunk = tl.program_id(0) % HEADS, (tl.program_id(0) // HEADS).to(tl.int64)
     rows, values = tl.arange(0, C), tl.arange(0, BV)
     by_head = (chunk * C * HEADS + h) * V + rows[:, None] * (HEADS * V) + values[None, :]
     by_memory = (chunk * C * MEMORIES + h * MEMORIES // HEADS) * V
     by_memory += rows[:, None] * (MEMORIES * V) + values[None, :]
-    i, j = rows[:, None], rows[None, :]
-    lower = tl.zeros([C, C], tl.float32)
-    upper = tl.zeros([C, C], tl.float32)
+    qk = tl.zeros([C, C], tl.float32)
+    qb = tl.zeros([C, C], tl.float32)
+    ab = tl.zeros([C, C], tl.float32)
+    ak = tl.zeros([C, C], tl.float32)
     for column in range(0, V, BV):
-        tile_x = tl.load(x + column + by_head).to(LOW)
-        tile_y = tl.load(y + column + by_memory).to(LOW)
-        lower = tl.dot(tile_x, tl.trans(tile_y), lower, input_precision="tf32")
-        tile_x = tl.load(other_x + column + by_head).to(LOW)
-        tile_y = tl.load(other_y + column + by_memory).to(LOW)
-        upper = tl.dot(tile_y, tl.trans(tile_x), upper, input_precision="tf32")
-    both = tl.where(i >= j, lower * scale, upper * other_scale)
+        tile_v = tl.trans(tl.load(v + column + by_memory).to(LOW))
+        tile_u = tl.trans(tl.load(writes + column + by_memory).to(LOW))
+        tile = tl.load(d_out + column + by_head).to(LOW)
+        qk = tl.dot(tile, tile_v, qk, input_precision="tf32")
+        qb = tl.dot(tile, tile_u, qb, input_precision="tf32")
+        tile = tl.load(d_right + column + by_head).to(LOW)
+        ab = tl.dot(tile, tile_u, ab, input_precision="tf32")
+        ak = tl.dot(tile, tile_v, ak, input_precision="tf32")
+    qk, qb = qk * scale, qb * scale
+    same = rows[:, None] >= 0
     if DOCUMENTS:
-        of_chunk = run + chunk * C
-        same = tl.load(of_chunk + rows)[:, None] == tl.load(of_chunk + rows)[None, :]
-        both = tl.where(same, both, 0.0)
-    target = pairs + (chunk * HEADS + h) * C * C + i * C + j
-    tl.store(target, both.to(pairs.dtype.element_ty))
+        document = tl.load(run + chunk * C + rows)
+        same = document[:, None] == document[None, :]
+    pairs += (chunk * HEADS + h) * 4 * C * C
+    _store_pairs(pairs, qk, qk, same, C)
+    _store_pairs(pairs + C * C, qb, ak, same, C)
+    _store_pairs(pairs + 2 * C * C, ab, ab, same, C)
+    _store_pairs(pairs + 3 * C * C, ak, qb, same, C)
 
 
 @triton.jit
 def dplr_gradients(
-    q, k, a, b, writes, v, d_out, d_right, qk, qb_ak, ab, ak_qb, sums, run, enters, stays, states,
+    q, k, a, b, writes, v, d_out, d_right, pairs, sums, run, enters, stays, states,
     d_states, scale, dq, dk, da, db, dg,
     Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, A_HEADS: tl.constexpr, B_HEADS: tl.constexpr,
     MEMORIES: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
@@ -161,8 +175,7 @@ def dplr_gradients(
 ):  # fmt: skip
     """Store the gradients of q, k, a, b and of the log decays, [B, T, HEADS, K] of all chunks, in tiles [C, BK].
 
-    `qk`, `qb_ak`, `ab` and `ak_qb` are the gradients of two A, named below and above the diagonal, from `pair_gradients`. They are spread
-    level by level of the halving of `pallas_kernels.tiles.channel_decay`: on a level, one tile has q in later rows and k in earlier ones,
+    `pairs` are the gradients of all A from `pair_gradients`. They are spread level by level of the halving of `pallas_kernels.tiles.channel_decay`: on a level, one tile has q in later rows and k in earlier ones,
     and a second one a and b.
     """
     tiles: tl.constexpr = K // BK
@@ -180,10 +193,7 @@ def dplr_gradients(
     d_right += (chunk * C * HEADS + h) * V
     states += (chunk * MEMORIES + g) * K * V + tile * BK * V
     d_states += (chunk * HEADS + h) * K * V + tile * BK * V
-    qk += (chunk * HEADS + h) * C * C
-    qb_ak += (chunk * HEADS + h) * C * C
-    ab += (chunk * HEADS + h) * C * C
-    ak_qb += (chunk * HEADS + h) * C * C
+    pairs += (chunk * HEADS + h) * 4 * C * C
     sums += (chunk * C * MEMORIES + g) * K + tile * BK
     i, j = rows[:, None], rows[None, :]
     of_q = tl.zeros([C, BK], tl.float32)
@@ -233,15 +243,15 @@ def dplr_gradients(
         X = (tl.where(later, tile_q, tile_k) * first).to(LOW)
         Y = (tl.where(later, tile_a, tile_b) * second).to(LOW)
         between = ((i ^ j) >= half) & ((i ^ j) < 2 * half)
-        weights = tl.load(qk + square, mask=between, other=0.0).to(LOW)
+        weights = tl.load(pairs + square, mask=between, other=0.0).to(LOW)
         dX = tl.dot(weights, X, input_precision="tf32")
-        weights = tl.load(qb_ak + square, mask=between, other=0.0).to(LOW)
+        weights = tl.load(pairs + square + C * C, mask=between, other=0.0).to(LOW)
         dX = tl.dot(weights, Y, dX, input_precision="tf32") * first
         of_q += tl.where(later, dX, 0.0)
         of_k += tl.where(later, 0.0, dX)
-        weights = tl.load(ab + square, mask=between, other=0.0).to(LOW)
+        weights = tl.load(pairs + square + 2 * C * C, mask=between, other=0.0).to(LOW)
         dX = tl.dot(weights, Y, input_precision="tf32")
-        weights = tl.load(ak_qb + square, mask=between, other=0.0).to(LOW)
+        weights = tl.load(pairs + square + 3 * C * C, mask=between, other=0.0).to(LOW)
         dX = tl.dot(weights, X, dX, input_precision="tf32") * second
         of_a += tl.where(later, dX, 0.0)
         of_b += tl.where(later, 0.0, dX)
@@ -254,8 +264,8 @@ def dplr_gradients(
     gradient += masked_sums(same, tile_q * of_q - tile_k * of_k - tile_b * of_b + written, LOW)
     gradient += masked_sums(j < i, written, LOW)
     tl.store(dg + target, gradient + at_end[None, :])
-    through_k = tl.load(qk + rows * (C + 1)).to(tl.float32)[:, None]
-    through_b = tl.load(qb_ak + rows * (C + 1)).to(tl.float32)[:, None]
+    through_k = tl.load(pairs + rows * (C + 1)).to(tl.float32)[:, None]
+    through_b = tl.load(pairs + C * C + rows * (C + 1)).to(tl.float32)[:, None]
     of_q += through_k * tile_k + through_b * tile_b
     tl.store(dq + target, of_q.to(dq.dtype.element_ty))
     tl.store(dk + target, (of_k + through_k * tile_q).to(dk.dtype.element_ty))

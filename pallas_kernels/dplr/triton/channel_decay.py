@@ -40,7 +40,7 @@ TILINGS = {
     "dplr_outputs": Tiling(64, 64, 4, 2),
     "dplr_value_gradients": Tiling(64, 64, 4, 2),
     "pair_gradients": Tiling(0, 64, 4, 2),
-    "dplr_gradients": Tiling(32, 64, 4, 1),
+    "dplr_gradients": Tiling(16, 64, 4, 1),
 }
 """The tiling of each kernel for bfloat16, by the name of the kernel."""
 WIDE_TILINGS = {name: tiling._replace(warps=8, stages=1) for name, tiling in TILINGS.items()}
@@ -140,18 +140,22 @@ def backward(
         "values",
         sizes,
     )["dv"]
-    qb, qk = (d_output, writes, scale), (d_output, v, scale)
-    ab, ak = (d_right, writes, 1.0), (d_right, v, 1.0)
-    pairs = [
-        _pair_gradients(lower, upper, decays)
-        for lower, upper in ((qk, qk), (qb, ak), (ab, ab), (ak, qb))
-    ]
+    squares = (q.shape[0], q.shape[1] // CHUNK, heads, 4, CHUNK, CHUNK)
+    documents = decays.run is not None
+    pairs = _launch(
+        "pair_gradients",
+        (d_output, d_right, v, writes, decays.run, float(scale)),
+        dict(pairs=_struct(squares, delta.low(v)[1])),
+        v,
+        None,
+        dict(MEMORIES=memories, HEADS=heads, V=values, DOCUMENTS=documents),
+    )["pairs"]
     shape = (*q.shape[:2], heads, keys)
     types = {f"d{n}": _struct(shape, x.dtype) for n, x in dict(q=q, k=k, a=a, b=b).items()}
     gradients = _launch(
         "dplr_gradients",
         (
-            q, k, a, b, writes, v, d_output, d_right, *pairs, decays.sums, decays.run, decays.enters, decays.stays, states,
+            q, k, a, b, writes, v, d_output, d_right, pairs, decays.sums, decays.run, decays.enters, decays.stays, states,
             d_states, float(scale),
         ),
         types | dict(dg=_struct(shape, _F32)),
@@ -159,7 +163,7 @@ def backward(
         "keys",
         sizes
         | dict(Q_HEADS=q.shape[2], K_HEADS=k.shape[2], A_HEADS=a.shape[2], B_HEADS=b.shape[2])
-        | dict(LEVELS=_LEVELS, DOCUMENTS=decays.run is not None),
+        | dict(LEVELS=_LEVELS, DOCUMENTS=documents),
     )  # fmt: skip
     join = row_layout.sum_heads
     return (
@@ -203,24 +207,6 @@ def _score_products(scores, x, *, transposed: bool) -> jax.Array:
         "values",
         dict(X_HEADS=x.shape[2], HEADS=heads, V=values, TRANSPOSED=transposed),
     )["out"]
-
-
-def _pair_gradients(lower, upper, decays: Decays) -> jax.Array:
-    """Return the gradients of two kinds of decayed products in one matrix for each chunk, [B, N, heads, C, C] in the products' dtype:
-    those of `lower` on and below the diagonal, and the transposed ones of `upper` above it.
-
-    Each kind is (x [B, T, heads, V], y [B, T, G, V], factor), and its gradient factor · x yᵀ.
-    """
-    (x, y, scale), (other_x, other_y, other_scale) = lower, upper
-    batch, length, heads, values = x.shape
-    return _launch(
-        "pair_gradients",
-        (x, y, other_x, other_y, decays.run, float(scale), float(other_scale)),
-        dict(pairs=_struct((batch, length // CHUNK, heads, CHUNK, CHUNK), delta.low(y)[1])),
-        y,
-        None,
-        dict(MEMORIES=y.shape[2], HEADS=heads, V=values, DOCUMENTS=decays.run is not None),
-    )["pairs"]
 
 
 def _struct(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:

@@ -47,10 +47,11 @@ TILINGS = {
     "channel_value_gradients": Tiling(64, 64, 4, 2),
     "scalar_gradients": Tiling(64, 64, 4, 1),
     "channel_gradients": Tiling(32, 64, 4, 1),
+    "bonus_gradients": Tiling(16, 64, 4, 1),
     "query_gradients": Tiling(64, 64, 4, 1),
 }
 """The tiling of each kernel for bfloat16, by the name of the kernel, with "channel_" where a kernel differs with a decay per key
-channel; "query_gradients" is `channel_gradients` of the queries alone. None spills more than 64 bytes on 8.x at 64 and 128 channels."""
+channel; "query_gradients" is `channel_gradients` of the queries alone, and "bonus_gradients" with a bonus. None spills more than 64 bytes on 8.x at 64 and 128 channels."""
 WIDE_TILINGS = {
     name: tiling._replace(values=64, warps=8, stages=1) for name, tiling in TILINGS.items()
 }
@@ -436,9 +437,8 @@ def channel_gradients(
 
     batch, length, heads, values = d_out.shape
     keys = k.shape[3]
-    tiling = _tiling(
-        "query_gradients" if only_query else "channel_gradients", decays, k, keys, values
-    )
+    kind = "query" if only_query else "channel" if bonus is None else "bonus"
+    tiling = _tiling(f"{kind}_gradients", decays, k, keys, values)
     shape = (batch, length, heads, keys)
     types = dict(
         dq=_struct(shape, _F32 if exact else k.dtype),
