@@ -16,6 +16,7 @@ import functools
 from jaxtyping import Array, Float, Int
 
 from lsm_jax.ops.attention.entrance import axes_of, check_form, check_tokens, state_or_empty
+from lsm_jax.ops.attention.shared_rows import run_in_shared_row
 from lsm_jax.ops.attention.state import AttentionState, attention_state
 from lsm_jax.ops.backends.run import run, static_of
 from lsm_jax.ops.blocks.xla import Options
@@ -58,7 +59,8 @@ def block_attention(
 
     Returns:
         The output in v's dtype, 0 for tokens that attend to no token and NaN for tokens beyond the state's capacity, and
-        the final state. On a mesh whose devices share rows, every device computes complete rows.
+        the final state. On a mesh whose devices share rows, every device receives all keys and values, and computes its own
+        tokens' outputs.
 
     Raises:
         ValueError: a shape, number of heads or blocks, form, implementation or chunk size is not accepted.
@@ -154,4 +156,6 @@ def _run(
     batched = dict(
         q=q, k=k, v=v, gates=gates, state=state, segment_ids=segment_ids, update_mask=update_mask
     )
-    return over_mesh(run, batched, {}, static_of(op, options, implementation), **axes_of(batched))
+    return over_mesh(
+        run, batched, {}, static_of(op, options, implementation), **axes_of(batched), in_sequence=run_in_shared_row
+    )  # fmt: skip
