@@ -21,7 +21,7 @@ from lsm_jax.ops.attention.state import AttentionState, attention_state
 from lsm_jax.ops.backends.run import run, static_of
 from lsm_jax.ops.blocks.xla import Options
 from lsm_jax.ops.core import checks
-from lsm_jax.parallel import over_mesh
+from lsm_jax.parallel import over_mesh, sequence_shards
 
 
 def block_attention(
@@ -136,7 +136,7 @@ def _run(
     if gates is not None:
         shape = (batch, length, max(q.shape[2], heads), 3)
         checks.check_shape(op, "gates", gates, shape, "B, T, H, 3")
-    size = checks.check_chunk_size(op, chunk_size, length)
+    size = checks.check_chunk_size(op, chunk_size, -(-length // sequence_shards(length)))
     empty = functools.partial(
         attention_state, batch, num_kv_heads=heads, key_dim=key_dim, value_dim=value_dim,
         dtype=k.dtype,
