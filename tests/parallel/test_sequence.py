@@ -119,6 +119,11 @@ def test_attention_to_stored_tokens(name):
 
 
 @pytest.mark.slow
+def test_what_is_gathered_for_attention_to_stored_tokens():
+    ran("sequence_gathers", "path", "moba", "nsa")
+
+
+@pytest.mark.slow
 def test_packed_memories_of_rows_that_devices_share():
     """A packed Mixture-of-Memories on rows divided over devices has the outputs, gradients and final states
     of one device, for several inner mixers, also if the heads are sharded and if it continues from a
