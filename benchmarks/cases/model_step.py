@@ -10,7 +10,8 @@ and CPU seconds of tracing and compiling beside the others. `--profile DIR` writ
 step's instructions, one file for each row. `--implementations` names backends of the mixers' ops, and `--losses N` first
 trains for N steps on successive text (warm-up of N / 5 steps) and stores their losses. `--peers fla` then times the forward and backward, without an
 optimizer, of flash-linear-attention's models in the same proportions (see `benchmarks.peers.fla`) at the only
-size that they have: 340m, a vocabulary of 32,000.
+size that they have: 340m, a vocabulary of 32,000. These are gla, gated_deltanet, mamba2, mamba3, gated_deltaproduct,
+gated_deltanet2 and comba; other variants have a row that says that the peer has none.
 """
 
 from __future__ import annotations

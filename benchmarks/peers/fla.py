@@ -9,7 +9,8 @@ is the lower of two medians: Triton's `do_bench`, and 7 batches of 20 calls.
 
 Models are timed by the same processes: the operation "model gla" at the shape "16x2048" is a forward and
 backward pass of the peer's language model in our 340M proportions, in bfloat16, and its result is tokens/s.
-One layer on all tokens compiles what all layers run. The operation "mom" at "8x2048" is a layer of its
+One layer on all tokens compiles what all layers run. Its Mamba-3 requires the Triton kernels of Mamba-3 in mamba_ssm; it has a
+layer of Gated DeltaNet-2 but no model, for which its model of Gated DeltaNet has these layers. The operation "mom" at "8x2048" is a layer of its
 Mixture-of-Memories in the proportions of `configs/mom.py:340m`. Its Mamba2 requires the Triton kernels of
 mamba_ssm, but not the CUDA extensions: `MAMBA_SKIP_CUDA_BUILD=TRUE pip install --no-deps --no-build-isolation
 mamba_ssm`.

@@ -28,7 +28,14 @@ _MODELS: dict[str, dict[str, Any]] = {
     "gla": dict(num_hidden_layers=24, num_heads=4),
     "gated_deltanet": dict(num_hidden_layers=24, num_heads=3, head_dim=256, expand_v=2.0),
     "mamba2": dict(num_hidden_layers=48),
-}
+    "mamba3": dict(num_hidden_layers=48),
+    "comba": dict(num_hidden_layers=24, num_heads=3, head_dim=256, expand_v=2.0),
+    "gated_deltaproduct": dict(
+        num_hidden_layers=24, num_heads=3, head_dim=256, expand_v=2.0,
+        num_householder=2, use_forget_gate=True, allow_neg_eigval=True,
+    ),
+    "gated_deltanet2": dict(num_hidden_layers=24, num_heads=8, head_dim=128, expand_v=1.0),
+}  # fmt: skip
 _MOM = dict(num_memories=4, topk=2, shared_mem=True, num_heads=4, head_dim=256, expand_v=1.0)
 
 
@@ -129,6 +136,34 @@ def _slots(decay: Any) -> tuple[Any, Any]:
     return (1 - decay.exp()).bfloat16().detach(), decay.detach()
 
 
+def _language_model(name: str, **fields: Any) -> Any:
+    """Return the peer's language model of a method, on the CPU in float32; `fields` override fields of its config.
+
+    The peer has a layer of Gated DeltaNet-2 but no model: the result is its model of Gated DeltaNet with these layers.
+    """
+    import torch  # pyrefly: ignore[missing-import]
+
+    package = "gated_deltanet" if name == "gated_deltanet2" else name
+    module = importlib.import_module(f"fla.models.{package}")
+    classes = [getattr(module, n) for n in module.__all__ if n.endswith(("Config", "ForCausalLM"))]
+    given = _MODELS[name] | fields
+    config = classes[0](
+        hidden_size=1024,
+        vocab_size=_VOCABULARY,
+        use_cache=False,
+        tie_word_embeddings=True,
+        **given,
+    )
+    torch.manual_seed(0)
+    model = classes[1](config)
+    if name == "gated_deltanet2":
+        layer = importlib.import_module("fla.layers.gdn2").GatedDeltaNet2
+        sizes = {n: given[n] for n in ("num_heads", "head_dim", "expand_v")}
+        for index, block in enumerate(model.model.layers):
+            block.attn = layer(hidden_size=config.hidden_size, layer_idx=index, **sizes)
+    return model
+
+
 def _model(name: str, rows: int, length: int, **fields: Any) -> Callable:
     """Return a function that runs the forward and backward pass of the peer's language model, with
     parameters and activations in bfloat16.
@@ -141,17 +176,14 @@ def _model(name: str, rows: int, length: int, **fields: Any) -> Callable:
         raise ModuleNotFoundError(
             "the peer's mamba2 requires the package mamba_ssm, which is not installed"
         )
-    module = importlib.import_module(f"fla.models.{name}")
-    classes = [getattr(module, n) for n in module.__all__ if n.endswith(("Config", "ForCausalLM"))]
-    config = classes[0](
-        hidden_size=1024,
-        vocab_size=_VOCABULARY,
-        use_cache=False,
-        tie_word_embeddings=True,
-        **(_MODELS[name] | fields),
-    )
-    torch.manual_seed(0)
-    model = classes[1](config).to("cuda", torch.bfloat16).train()
+    model = _language_model(name, **fields).to("cuda", torch.bfloat16).train()
+    if (
+        name == "mamba3"
+        and importlib.import_module("fla.layers.mamba3").mamba3_siso_combined is None
+    ):
+        raise ModuleNotFoundError(
+            "the peer's mamba3 requires the Triton kernels of Mamba-3 in mamba_ssm, which are not installed"
+        )
     if name == "mamba2":
         # In training mode its mixers would call the extension of causal_conv1d.
         for layer in model.modules():

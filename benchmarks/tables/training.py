@@ -12,7 +12,12 @@ PEER_VARIANTS = {
     "gla-340m": "GLA",
     "gated_deltanet-340m": "Gated DeltaNet",
     "mamba2-340m": "Mamba2",
+    "mamba3-340m": "Mamba-3",
+    "gated_deltaproduct-340m": "Gated DeltaProduct",
+    "gated_deltanet2-340m": "Gated DeltaNet-2",
+    "comba-340m": "Comba",
 }
+"""The variants of the table beside flash-linear-attention's models, in its order; those without a stored row have no column."""
 
 
 def is_step(row: Row) -> bool:
@@ -62,7 +67,9 @@ def _beside_fla(rows: list[Row]) -> list[tuple[int, dict[tuple[str, bool], Row]]
     ]
 
 
-def _peer_columns() -> tuple[Column, ...]:
+def _peer_columns(rows: list[Row]) -> tuple[Column, ...]:
+    measured_variants = {row["variant"] for row in rows}
+
     def speed(variant: str, peer: bool) -> Column:
         field = "fla_gradient_tokens_per_second" if peer else "tokens_per_second"
 
@@ -72,7 +79,8 @@ def _peer_columns() -> tuple[Column, ...]:
 
         return Column(PEER_VARIANTS[variant] + (", FLA" if peer else ""), cell)
 
-    columns = [speed(variant, peer) for variant in PEER_VARIANTS for peer in (False, True)]
+    variants = [variant for variant in PEER_VARIANTS if variant in measured_variants]
+    columns = [speed(variant, peer) for variant in variants for peer in (False, True)]
     return Column("T", lambda record: f"{record[0]:,}"), *columns
 
 
@@ -159,7 +167,7 @@ TABLES = [
     Table(
         "model_step_fla",
         ("model_step.jsonl",),
-        _peer_columns(),
+        _peer_columns,
         where=lambda row: (
             row["variant"] in PEER_VARIANTS
             and ("fla_gradient_tokens_per_second" in row or ("peer" not in row and is_step(row)))

@@ -3,7 +3,9 @@ past, which each head reads with weights of its own.
 
 The weights are λ = softplus(L ⊙ x W_λ), one for each level and head, with L learned from 1 on. The layer is that of the
 authors' code and of jax-linear-attention; flash-linear-attention has no log-linear Gated DeltaNet. The authors divide λ
-by the queries' scale, so that the two cancel: the scale is 1.
+by the queries' scale, so that the two cancel: the scale is 1. Their code has a second partition of the past, in levels of half the
+size ("strong"), that none of their models uses, and other functions than the softplus for λ; they are not here. Packed rows, which
+neither their code nor flash-linear-attention's accepts, begin at position 0 with every document.
 """
 
 from __future__ import annotations

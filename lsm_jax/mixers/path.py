@@ -4,6 +4,8 @@ tokens between query and key, with or without forget gates.
 The layer is flash-linear-attention's (fla/layers/path_attn.py): queries, keys and values go through no convolution and no
 rotation; w is x W₁ W₂, of rank 32, after a short convolution of width 3, of unit length; β = 2 sigmoid(x W + b). A forget
 gate is sigmoid(x W + b) for each query head; the scale of the scores multiplies its logarithm too, as it does there.
+Its code has directions of rank 32 for grouped heads too, where its comment advises a full matrix: the rank is 32 here as well, and
+`rank=None` is the full matrix.
 """
 
 from __future__ import annotations

@@ -11,15 +11,19 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lsm_jax import ops
-from lsm_jax.mixers import MLAConfig
+from lsm_jax.mixers import MLAConfig, PaTHConfig
 from lsm_jax.mixers.softmax import Softmax
 from lsm_jax.models import Decoder
 from lsm_jax.models.decoder import rematerialized
+from lsm_jax.ops.core.checks import DEFAULT_CHUNK_SIZE
 from lsm_jax.parallel import BATCH_AXES
 from lsm_jax.training.config import TrainConfig
 from lsm_jax.training.liveness import peak_bytes, result_bytes
 
 _WITH_TRANSITIONS = (ops.delta_memory, ops.dplr_memory)
+_STORE_TOKENS = (
+    ops.attention, ops.path_attention, ops.block_attention, ops.native_sparse_attention,
+)  # fmt: skip
 
 
 def local_shape(config: TrainConfig, sizes: dict[str, int]) -> tuple[int, int]:
@@ -127,7 +131,7 @@ def _layer_bytes(
 
 def update_bytes(config: TrainConfig, block: Any, rows: int, length: int) -> tuple[int, int]:
     """Return the bytes, with all heads, of (the composed update of one device's tokens, the state) of a
-    layer's mixer; (0, 0) for softmax attention, which has no memory.
+    layer's mixer; (0, 0) for attention, whose memory is the tokens themselves.
 
     If the tokens of a row are sharded, devices gather each other's composed updates, which are saved for the
     backward pass, and in the backward pass the gradients of the states. Both sizes include the tails of
@@ -142,7 +146,7 @@ def update_bytes(config: TrainConfig, block: Any, rows: int, length: int) -> tup
     """
     mixer: Any = block.mixer
     kind = type(mixer.innermost()).op
-    if kind is ops.attention:
+    if kind in _STORE_TOKENS:
         return 0, 0
     start = _abstract_state(config, mixer, rows, length)
     memory = jax.tree.leaves(start.memory)
@@ -199,17 +203,22 @@ def _abstract_state(config: TrainConfig, mixer: Any, rows: int, length: int) -> 
 def gathers_keys_and_values(mixer: Any) -> bool:
     """Return whether a mixer gathers the keys and values of all tokens if a row is sharded over devices:
     attention does, and so do linearized layers with a window."""
-    if type(mixer.innermost()).op is ops.attention:
+    if type(mixer.innermost()).op in _STORE_TOKENS:
         return True
     return isinstance(mixer, Softmax) and bool(getattr(mixer.config, "window_weight", True))
 
 
-def key_value_channels(mixer: Any) -> int:
-    """Return the number of channels of the keys and values of all heads of a mixer with softmax attention."""
+def gathered_numbers(mixer: Any, itemsize: int) -> tuple[float, int]:
+    """Return how many numbers a token has in the keys and values that devices gather, of all heads, and the bytes of each:
+    `itemsize`. PaTH gathers float32 numbers, and for each chunk the product of its tokens' matrices.
+    """
     config = mixer.config
     if isinstance(config, MLAConfig):
-        return config.num_heads * (config.key_dim + config.rope_dim + config.value_dim)
-    return 2 * config.kv_heads() * mixer.head_dim
+        return config.num_heads * (config.key_dim + config.rope_dim + config.value_dim), itemsize
+    if isinstance(config, PaTHConfig):
+        chunk = config.op.chunk_size or DEFAULT_CHUNK_SIZE
+        return config.kv_heads() * config.head_dim * (2 + config.head_dim / chunk), 4
+    return 2 * config.kv_heads() * mixer.head_dim, itemsize
 
 
 def gathered_keys_and_values_bytes(
@@ -230,7 +239,7 @@ def gathered_keys_and_values_bytes(
         mixer: Any = block.mixer
         if not gathers_keys_and_values(mixer):
             continue
-        channels = key_value_channels(mixer)
-        count = rows * config.data.sequence_length * channels // sizes["tensor"]
-        layer_bytes.append(count * (dtype.itemsize + 4))
+        numbers, itemsize = gathered_numbers(mixer, dtype.itemsize)
+        count = int(rows * config.data.sequence_length * numbers) // sizes["tensor"]
+        layer_bytes.append(count * (itemsize + 4))
     return max(layer_bytes)

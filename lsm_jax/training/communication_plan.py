@@ -6,6 +6,7 @@ complete array. A sum over devices is counted as a scatter and a gather.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,8 +14,8 @@ import numpy as np
 
 from lsm_jax.models import Decoder
 from lsm_jax.training.activation_plan import (
+    gathered_numbers,
     gathers_keys_and_values,
-    key_value_channels,
     local_shape,
     update_bytes,
 )
@@ -135,7 +136,7 @@ def _of_sequence(config: TrainConfig, model: Decoder, sizes: dict[str, int]) -> 
         mixer: Any = block.mixer
         count += sum(update_bytes(config, block, rows, length))
         if gathers_keys_and_values(mixer):  # in each pass
-            count += rows * length * key_value_channels(mixer) * item * _passes(config)
+            count += rows * length * math.prod(gathered_numbers(mixer, item)) * _passes(config)
     periods = config.model.num_layers // sizes["pipeline"] // len(config.model.period())
     pieces = config.mesh.pieces() * config.accumulation_steps
     return (sizes["sequence"] - 1) * count / sizes["tensor"] * periods * pieces

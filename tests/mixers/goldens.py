@@ -1,6 +1,6 @@
 """Results of the authors' code for recurrences and whole layers, and comparisons with them.
 
-`goldens.npz`, `goldens_new_ops.npz`, `goldens_attention.npz` and `goldens_mla.npz` have arrays `<method>/<argument>`: inputs,
+`goldens.npz`, `goldens_new_ops.npz`, `goldens_attention.npz`, `goldens_mla.npz` and `goldens_layers.npz` have arrays `<method>/<argument>`: inputs,
 outputs, `cotangent_<output>` and `grad_<input>`, the gradients
 of Σ ⟨output, cotangent⟩; `<method>/source` names the code that computed them, in float64 (layers in float32): fla is
 flash-linear-attention 0.6.0, hf transformers 5.23.0, mamba state-spaces/mamba e9594ce, rg google-deepmind/recurrentgemma,
@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +25,8 @@ from lsm_jax import mixers
 SLOW = [pytest.param(form, marks=pytest.mark.slow) for form in ("recurrent", "associative")]
 """The forms in which goldens are compared in the slow tests only, for `pytest.mark.parametrize`."""
 
-_NAMES = ("goldens.npz", "goldens_new_ops.npz", "goldens_attention.npz", "goldens_mla.npz")
-FILES = [Path(__file__).with_name(name) for name in _NAMES]
+_PARTS = ("", "_new_ops", "_attention", "_mla", "_layers")
+FILES = [Path(__file__).with_name(f"goldens{part}.npz") for part in _PARTS]
 
 
 @functools.cache
@@ -76,8 +77,12 @@ def check(
         np.testing.assert_allclose(actual, expected, rtol=0, atol=bound, err_msg=f"{name}/{n}")
 
 
-def run_layer(config, width: int, parameters: dict[str, jax.Array], x: jax.Array) -> jax.Array:
-    """Return the output for x of the mixer with this config and these parameters, by their paths ("q_proj/kernel")."""
+def run_layer(
+    config, width: int, parameters: dict[str, jax.Array], x: jax.Array, *, memory: bool = False
+) -> Any:
+    """Return the output for x of the mixer with this config and these parameters, by their paths ("q_proj/kernel"); if
+    `memory`, the output and the memory after the last token, from an empty state.
+    """
     mixer = nnx.eval_shape(lambda: mixers.build(config, width, rngs=nnx.Rngs(0)))
     graph, state = nnx.split(mixer)
     flat = {"/".join(map(str, path)): param for path, param in nnx.to_flat_state(state)}
@@ -85,4 +90,8 @@ def run_layer(config, width: int, parameters: dict[str, jax.Array], x: jax.Array
     for path, param in flat.items():
         assert param.get_value().shape == parameters[path].shape, path
         param.set_value(parameters[path])
-    return nnx.merge(graph, state)(x)[0]
+    mixer = nnx.merge(graph, state)
+    if not memory:
+        return mixer(x)[0]
+    y, final, _ = mixer(x, state=mixer.init_state(*x.shape[:2], x.dtype))
+    return y, final.memory

@@ -41,6 +41,12 @@ CLASSES = (
     "short_convolution-bias",
     "token_shift",
 )
+STORED_TOKENS = (
+    "path_attention-forget-heads412",
+    "path_attention-heads422",
+    "block_attention-heads422",
+    "native_sparse_attention-heads412",
+)
 CALLS = (("2", "plain"), ("4", "segments"), ("8", "state"))
 MODELS = (*METHODS, "mom-gated_deltanet", "mom-rwkv6")
 HEADS = ("gla", "mamba2", "gated_deltanet", "rwkv7", "ttt_linear", "softmax", "fox")
@@ -100,6 +106,21 @@ def test_every_class_of_update(name):
     """
     (case,) = (case for case in CASES if case.name == name)
     ran("sequence", *(f"{devices}:{name}:{case.forms[0]}:{kind}" for devices, kind in CALLS))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STORED_TOKENS)
+def test_attention_to_stored_tokens(name):
+    """PaTH, MoBA and NSA have, by chunks and token by token, the results of one device with packed documents, also where heads
+    are divided, with masks, with one state per segment, and from a state.
+    """
+    calls = ("2x2:{}:chunk:documents", "8:{}:chunk:masked", "4:{}:chunk:segments", "8:{}:chunk:state", "2:{}:recurrent:state")  # fmt: skip
+    ran("sequence", *(call.format(name) for call in calls))
+
+
+@pytest.mark.slow
+def test_what_is_gathered_for_attention_to_stored_tokens():
+    ran("sequence_gathers", "path", "moba", "nsa")
 
 
 @pytest.mark.slow

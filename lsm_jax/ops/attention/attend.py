@@ -84,12 +84,9 @@ def attend_shared_row(
     sums = None if log_forget is None else sum_gates(log_forget, tokens, newest_sum(state))
     final = write_tokens(state, k, v, sums, positions, tokens)
 
-    def part_of_device(x):
-        start = jax.lax.axis_index(axis) * device_length
-        return jax.lax.dynamic_slice_in_dim(x, start, device_length, axis=1)
-
+    part = functools.partial(shared_rows.part_of_device, axis, device_length)
     no_id: Any = None
-    device_tokens = jax.tree.map(part_of_device, tokens._replace(last_id=no_id))
+    device_tokens = part(tokens._replace(last_id=no_id))
     # If nothing else is masked, no token attends to the padding at a row's end, since it comes last.
     if options.unmasked:
         tokens = tokens._replace(written=None)
@@ -108,6 +105,6 @@ def attend_shared_row(
     call = Call(static.op, options, arguments, static.implementation)
     output = select_backends(call).function(lambda b: functools.partial(b.run, call))()
     if options.window is None and not options.unmasked:
-        beyond = part_of_device(positions.rank) >= state.keys.shape[-3]
+        beyond = part(positions.rank) >= state.keys.shape[-3]
         output = jnp.where(beyond[:, :, None, None], jnp.nan, output)
     return finish_output(device_tokens, output).astype(v.dtype), final

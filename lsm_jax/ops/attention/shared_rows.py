@@ -103,11 +103,31 @@ def block_size(length: int) -> int:
     return min(_LARGEST_BLOCK, part & -part)
 
 
-def gather_tokens(axis: str, tree: Any) -> Any:
-    """Gather arrays [B, T, ...] of tokens from all devices that share a row, concatenated in the order of time; their
-    gradients are summed and scattered.
+def gather_tokens(axis: str | None, tree: Any) -> Any:
+    """Gather arrays [B, T, ...] of tokens (or [B, N, ...] of chunks) from all devices that share a row, concatenated in the
+    order of time; their gradients are summed and scattered. Without an axis, a device has complete rows: return the arrays.
     """
+    if axis is None:
+        return tree
     return jax.tree.map(lambda x: gather_along(axis, 1, x), tree)
+
+
+def part_of_device(axis: str | None, length: int, tree: Any) -> Any:
+    """Return this device's `length` tokens of arrays of complete rows, [B, n T, ...] -> [B, T, ...]; the arrays themselves
+    without an axis.
+    """
+    if axis is None:
+        return tree
+    start = jax.lax.axis_index(axis) * length
+    return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, start, length, axis=1), tree)
+
+
+def run_in_shared_row(axis: str, function: Any, static: Any, **arguments: Any) -> Any:
+    """Call `function` for an op whose backends compute parts of rows if the option `axis` names the mesh axis over which
+    rows are split: the argument `in_sequence` of `lsm_jax.parallel.over_mesh`.
+    """
+    static = static._replace(options=static.options._replace(axis=axis))
+    return function(static, **arguments)
 
 
 def attend(axis: str, plan: Plan, q: Array, of_queries: tuple, keys: Keys) -> Array:

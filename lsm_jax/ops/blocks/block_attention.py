@@ -16,11 +16,12 @@ import functools
 from jaxtyping import Array, Float, Int
 
 from lsm_jax.ops.attention.entrance import axes_of, check_form, check_tokens, state_or_empty
+from lsm_jax.ops.attention.shared_rows import run_in_shared_row
 from lsm_jax.ops.attention.state import AttentionState, attention_state
 from lsm_jax.ops.backends.run import run, static_of
 from lsm_jax.ops.blocks.xla import Options
 from lsm_jax.ops.core import checks
-from lsm_jax.parallel import over_mesh
+from lsm_jax.parallel import over_mesh, sequence_shards
 
 
 def block_attention(
@@ -58,7 +59,8 @@ def block_attention(
 
     Returns:
         The output in v's dtype, 0 for tokens that attend to no token and NaN for tokens beyond the state's capacity, and
-        the final state. On a mesh whose devices share rows, every device computes complete rows.
+        the final state. On a mesh whose devices share rows, every device receives all keys and values, and computes its own
+        tokens' outputs.
 
     Raises:
         ValueError: a shape, number of heads or blocks, form, implementation or chunk size is not accepted.
@@ -134,7 +136,7 @@ def _run(
     if gates is not None:
         shape = (batch, length, max(q.shape[2], heads), 3)
         checks.check_shape(op, "gates", gates, shape, "B, T, H, 3")
-    size = checks.check_chunk_size(op, chunk_size, length)
+    size = checks.check_chunk_size(op, chunk_size, -(-length // sequence_shards(length)))
     empty = functools.partial(
         attention_state, batch, num_kv_heads=heads, key_dim=key_dim, value_dim=value_dim,
         dtype=k.dtype,
@@ -154,4 +156,6 @@ def _run(
     batched = dict(
         q=q, k=k, v=v, gates=gates, state=state, segment_ids=segment_ids, update_mask=update_mask
     )
-    return over_mesh(run, batched, {}, static_of(op, options, implementation), **axes_of(batched))
+    return over_mesh(
+        run, batched, {}, static_of(op, options, implementation), **axes_of(batched), in_sequence=run_in_shared_row
+    )  # fmt: skip

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from lsm_jax.ops.attention.shared_rows import gather_tokens, part_of_device
 from lsm_jax.ops.attention.state import AttentionState, without_free_places
 from lsm_jax.ops.attention.token_positions import (
     TokenPositions,
@@ -37,6 +38,7 @@ class Options(NamedTuple):
         no_state: whether the caller gave no state.
         dtype: the dtype of all sums.
         precision: the precision of matrix products.
+        axis: the mesh axis that rows are split over; None if a device has complete rows.
     """
 
     block_size: int
@@ -48,6 +50,7 @@ class Options(NamedTuple):
     no_state: bool
     dtype: Any
     precision: jax.lax.Precision
+    axis: str | None = None
 
 
 class _Queries(NamedTuple):
@@ -89,14 +92,26 @@ def run_xla(
 ) -> tuple[Array, AttentionState]:
     """Compute attention to blocks by XLA on one device: return the output [B, T, H, V] in v's dtype and the state with the
     new keys and values.
+
+    Where devices have consecutive parts of each row, every device receives all keys and values and computes the outputs of
+    its own queries; token by token it computes complete rows. Every query meets all keys, masked or not, so that devices have
+    equal work.
     """
-    batch, length, heads, _ = v.shape
+    length = q.shape[1]
+    part = functools.partial(part_of_device, options.axis, length)
+    k, v, segment_ids, update_mask = gather_tokens(options.axis, (k, v, segment_ids, update_mask))
+    batch, row_length, heads, _ = v.shape
     num_segments = state.keys.shape[1] if state.keys.ndim == 5 else None
     tokens = read_tokens(segment_ids, update_mask, state.segment_id, num_segments)
-    positions = token_positions(tokens, state, batch, length)
-    q = checks.group_queries(select(tokens.real, q).astype(options.dtype), heads)
-    if gates is not None:
-        gates = checks.group_queries(select(tokens.real, gates).astype(options.dtype), heads)
+    no_id: Any = None
+    own_tokens = part(tokens._replace(last_id=no_id))
+    positions = token_positions(tokens, state, batch, row_length)
+
+    def of_queries(x):
+        x = select(own_tokens.real, x).astype(options.dtype)
+        return checks.group_queries(x, heads)
+
+    q, gates = of_queries(q), None if gates is None else of_queries(gates)
     k, v = select(tokens.written, checks.spread_keys(k, heads)), select(tokens.written, v)
     if options.by_token:
         step = functools.partial(_step, options)
@@ -104,11 +119,12 @@ def run_xla(
         rings = state.keys.astype(options.dtype), state.values.astype(options.dtype)
         output, (keys, values, count) = scan_tokens(
             step,
-            (q, gates, k, v, positions.written),
+            (*gather_tokens(options.axis, (q, gates)), k, v, positions.written),
             (*rings, state.count),
             tokens.run,
             tokens.slot,
         )
+        output = part(output)
         keys, values = keys.astype(state.keys.dtype), values.astype(state.values.dtype)
         final = AttentionState(keys, values, count, tokens.last_id, None)
     else:
@@ -116,9 +132,9 @@ def run_xla(
         final = write_tokens(state, k, v, None, positions, tokens)
     output = output.reshape(batch, length, -1, output.shape[-1])
     if not options.no_state:
-        beyond = positions.rank >= state.keys.shape[-3]
+        beyond = part(positions.rank) >= state.keys.shape[-3]
         output = jnp.where(beyond[:, :, None, None], jnp.nan, output)
-    return finish_output(tokens, output).astype(v.dtype), without_free_places(final)
+    return finish_output(own_tokens, output).astype(v.dtype), without_free_places(final)
 
 
 def _step(options: Options, memory: tuple, token: tuple) -> tuple[tuple, Array]:
@@ -148,20 +164,21 @@ def _step(options: Options, memory: tuple, token: tuple) -> tuple[tuple, Array]:
 def _by_chunks(
     options: Options, q, gates, k, v, positions: TokenPositions, tokens: Tokens, state: AttentionState
 ) -> Array:  # fmt: skip
-    """Return the output [B, T, G, R, V] for queries [B, T, G, R, K], for `options.size` queries at a time.
+    """Return the output [B, T, G, R, V] for queries [B, T, G, R, K], for `options.size` queries at a time; keys, values and
+    `positions` are those of complete rows.
 
     Blocks of all documents are numbered in the order of their tokens, or of their segment and tokens.
     """
-    size, length = options.block_size, q.shape[1]
+    size, length, row_length = options.block_size, q.shape[1], k.shape[1]
     key_positions, keys, values = positions, k, v
     if not options.no_state:
         key_positions, (keys, values, _) = prepend_state(state, positions, (k, v, None))
-    in_state = keys.shape[1] - length
+    in_state = keys.shape[1] - row_length
     rank = key_positions.rank
     if tokens.slot is None:
         blocks = -(-keys.shape[1] // size) + 1
         if tokens.run is not None:
-            blocks = -(-in_state // size) + length
+            blocks = -(-in_state // size) + row_length
         begins = positions.written & (positions.rank % size == 0)
         own = -(-state.count // size)[:, None] + jnp.cumsum(begins, axis=1, dtype=jnp.int32) - 1
         of_keys = jnp.concatenate([rank[:, :in_state] // size, own], axis=1)
@@ -196,7 +213,8 @@ def _by_chunks(
         x = jnp.pad(x, padding, mode="edge")
         return jnp.moveaxis(x.reshape(x.shape[0], chunks, options.size, *x.shape[2:]), 1, 0)
 
-    arrays = jax.tree.map(split, (_Queries(q, gates, positions.rank, own), positions.document))
+    places = part_of_device(options.axis, length, (positions.rank, own, positions.document))
+    arrays = jax.tree.map(split, (_Queries(q, gates, *places[:2]), places[2]))
     body = jax.checkpoint(attend, prevent_cse=False)
     output = jnp.moveaxis(jax.lax.scan(body, None, arrays)[1], 0, 1)
     return output.reshape(output.shape[0], -1, *output.shape[3:])[:, :length]

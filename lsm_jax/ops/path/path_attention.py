@@ -22,12 +22,13 @@ from lsm_jax.ops.attention.entrance import (
     check_tokens,
     state_or_empty,
 )
+from lsm_jax.ops.attention.shared_rows import run_in_shared_row
 from lsm_jax.ops.attention.state import AttentionState
 from lsm_jax.ops.backends.run import run, static_of
 from lsm_jax.ops.core import checks
 from lsm_jax.ops.path.state import path_attention_state
 from lsm_jax.ops.path.xla import Options
-from lsm_jax.parallel import over_mesh
+from lsm_jax.parallel import over_mesh, sequence_shards
 
 
 def path_attention(
@@ -69,7 +70,8 @@ def path_attention(
 
     Returns:
         The output in v's dtype, 0 for tokens that attend to no token and NaN for tokens beyond the state's capacity, and
-        the final state. On a mesh whose devices share rows, every device computes complete rows.
+        the final state. On a mesh whose devices share rows, every device receives the keys, values and matrices of all
+        chunks, and computes its own tokens' outputs; complete rows in the recurrent form and with one state per segment.
 
     Raises:
         ValueError: a shape, number of heads, form, implementation or chunk size is not accepted.
@@ -85,7 +87,7 @@ def path_attention(
     gates = None if log_forget is None else max(q.shape[2], heads)
     if gates is not None:
         log_forget = check_gates(op, log_forget, (batch, length, gates))
-    size = checks.check_chunk_size(op, chunk_size, length)
+    size = checks.check_chunk_size(op, chunk_size, -(-length // sequence_shards(length)))
     dtype = checks.compute_dtype(q, k, v, w, beta, log_forget)
     empty = functools.partial(
         path_attention_state, batch, num_kv_heads=heads, key_dim=key_dim, value_dim=value_dim,
@@ -104,4 +106,7 @@ def path_attention(
         q=q, k=k, v=v, w=w, beta=beta, log_forget=log_forget, state=state,
         segment_ids=segment_ids, update_mask=update_mask,
     )  # fmt: skip
-    return over_mesh(run, batched, {}, static_of(op, options, implementation), **axes_of(batched))
+    return over_mesh(
+        run, batched, {}, static_of(op, options, implementation), **axes_of(batched), in_sequence=run_in_shared_row,
+        multiple=size,
+    )  # fmt: skip

@@ -1,4 +1,11 @@
-"""Compute `path_attention` by XLA in two forms: recurrent (token by token, which changes all stored keys), and by chunks."""
+"""Compute `path_attention` by XLA in two forms: recurrent (token by token, which changes all stored keys), and by chunks.
+
+Where devices have consecutive parts of each row, a device computes the chunks of its tokens: their keys at the chunk's end, and
+the product of their matrices, K x K. These are gathered with the values (for chunks of K tokens, 1.5 times the numbers that
+softmax attention gathers, in float32); the device's queries then go back over the chunks of the complete row. All queries meet all chunks,
+masked or not, so that devices have equal work. Token by token, and with one state per segment, where a chunk contains tokens of
+several devices, every device computes complete rows.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from lsm_jax.ops.attention.forget_gates import GateSum, sum_gates
+from lsm_jax.ops.attention.shared_rows import gather_tokens, part_of_device
 from lsm_jax.ops.attention.state import AttentionState, without_free_places
 from lsm_jax.ops.attention.token_positions import (
     newest_sum,
@@ -36,6 +44,7 @@ class Options(NamedTuple):
         no_state: whether the caller gave no state.
         dtype: the dtype of keys in the state and of all sums.
         precision: the precision of matrix products.
+        axis: the mesh axis that rows are split over; None if a device has complete rows.
     """
 
     scale: float
@@ -44,6 +53,7 @@ class Options(NamedTuple):
     no_state: bool
     dtype: Any
     precision: jax.lax.Precision
+    axis: str | None = None
 
 
 class _Inputs(NamedTuple):
@@ -71,25 +81,38 @@ def run_xla(
     segment_ids,
     update_mask,
 ) -> tuple[Array, AttentionState]:
-    """Compute `path_attention` by XLA on one device: return the output [B, T, H, V] in v's dtype and the state after the
-    last token.
+    """Compute `path_attention` by XLA on one device: return the output [B, T, H, V] of the device's tokens, in v's dtype, and
+    the state after the row's last token.
     """
     batch, length, heads, _ = v.shape
-    dtype = options.dtype
+    dtype, axis = options.dtype, options.axis
     num_segments = state.keys.shape[1] if state.keys.ndim == 5 else None
+    part = functools.partial(part_of_device, axis, length)
+    segment_ids, update_mask, log_forget = gather_tokens(
+        axis, (segment_ids, update_mask, log_forget)
+    )
+    complete = options.by_token or num_segments is not None
+    if complete:
+        q, k, v, w, beta = gather_tokens(axis, (q, k, v, w, beta))
+        options = options._replace(axis=None)
+    row_length = length * (1 if axis is None else jax.lax.axis_size(axis))
     tokens = read_tokens(segment_ids, update_mask, state.segment_id, num_segments)
-    positions = token_positions(tokens, state, batch, length)
+    positions = token_positions(tokens, state, batch, row_length)
+    sums = None if log_forget is None else sum_gates(log_forget, tokens, newest_sum(state))
+    no_id: Any = None
+    own = part(tokens._replace(last_id=no_id))
+    of_arrays = tokens if complete else own  # of the tokens in q, k, v, w and beta
 
     def prepare(x) -> Any:
-        return select(tokens.written, jnp.asarray(x).astype(dtype))
+        return select(of_arrays.written, jnp.asarray(x).astype(dtype))
 
     inputs = _Inputs(
-        q=checks.group_queries(select(tokens.real, q).astype(dtype), heads) * options.scale,
+        q=checks.group_queries(select(of_arrays.real, q).astype(dtype), heads) * options.scale,
         k=prepare(checks.spread_keys(k, heads)),
         v=prepare(v),
         w=prepare(checks.spread_keys(w, heads)),
         beta=prepare(beta),
-        sums=None if log_forget is None else sum_gates(log_forget, tokens, newest_sum(state)),
+        sums=sums if complete else part(sums),
     )
     if options.by_token:
         # Values in the wide dtype, so that their gradients are summed in it.
@@ -99,23 +122,22 @@ def run_xla(
         output, after = scan_tokens(
             step, (inputs, positions.written), memory, tokens.run, tokens.slot
         )
-        keys, values, sums, count = after
+        keys, values, sums_after, count = after
         values = values.astype(state.values.dtype)
-        state_after = AttentionState(keys, values, count, tokens.last_id, sums)
+        state_after = AttentionState(keys, values, count, tokens.last_id, sums_after)
     else:
-        chunks = cut_into_chunks(tokens, length, options.size, num_segments)
-        output, keys, state_keys = _chunked(options, inputs, positions, state, chunks)
-        output = chunks.join(jnp.moveaxis(output, -2, 2), length)
-        keys = chunks.join(jnp.moveaxis(keys, -2, 2), length)
+        chunks = cut_into_chunks(tokens, row_length, options.size, num_segments)
+        of_inputs = positions if complete else part(positions)
+        output, keys, values, state_keys = _chunked(options, inputs, of_inputs, state, chunks)
         written = state._replace(keys=state_keys)
-        state_after = write_tokens(
-            written, keys, select(tokens.written, v), inputs.sums, positions, tokens
-        )
+        state_after = write_tokens(written, keys, values, sums, positions, tokens)
+    if complete:
+        output = part(output)
     output = output.reshape(batch, length, -1, output.shape[-1])
     if not options.no_state:
-        beyond = positions.rank >= state.keys.shape[-3]
+        beyond = part(positions.rank) >= state.keys.shape[-3]
         output = jnp.where(beyond[:, :, None, None], jnp.nan, output)
-    return finish_output(tokens, output).astype(v.dtype), without_free_places(state_after)
+    return finish_output(own, output).astype(v.dtype), without_free_places(state_after)
 
 
 def _step(precision, memory: tuple, token: tuple[_Inputs, Array]) -> tuple[tuple, Array]:
@@ -172,16 +194,17 @@ class _Chunked(NamedTuple):
     sums: GateSum | None
 
 
-def _chunked(options: Options, inputs: _Inputs, positions, state: AttentionState, chunks: Chunks):
-    """Return the output [B, N, G, R, C, V], the call's keys as they are after the last token [B, N, G, C, K], and the
-    state's.
+def _chunked(options: Options, inputs: _Inputs, positions, state: AttentionState, row: Chunks):
+    """Return the output [B, T, G, R, V] of this device's tokens, the complete row's keys as they are after its last token and
+    its values [B, n T, G, *], and the state's keys.
 
     Key j at token t is k_j H_{j+1} ... H_t with H = I - β wᵀ w. For a chunk with rows W the product of all H is
     A = I - (S W)ᵀ W, S = (I + tril(β W Wᵀ, -1))⁻¹ diag(β). Keys are carried to their chunk's end, queries to their chunk's
     start, and then by one chunk's A after another to earlier chunks, whose keys they meet on the way.
     """
-    precision = options.precision
+    precision, length = options.precision, inputs.v.shape[1]
     matmul = functools.partial(jnp.matmul, precision=precision)
+    chunks = row if options.axis is None else row._replace(count=length // row.size)
 
     def by_head(x):  # [B, N, C, G, ..., *] -> [B, N, G, ..., C, *]
         x = jnp.moveaxis(chunks.split(x), 2, 3)
@@ -208,11 +231,18 @@ def _chunked(options: Options, inputs: _Inputs, positions, state: AttentionState
         nothing(start, x.v.shape[-1]), scores + _chunk_bias(x.sums, x.sums, queries),
         _mask(of_chunks, of_chunks), x.v, precision,
     )  # fmt: skip
-    result, start = _walk_back(options, result, start, of_chunks, chunks)
+    of_row = gather_tokens(options.axis, of_chunks)
+    result, start = _walk_back(options, result, start, of_chunks, of_row, row)
     if not options.no_state:
         result = _meet_state(options, result, start, of_chunks, inputs, positions, state)
-    final, state_keys = _keys_after(of_chunks, state, chunks, precision)
-    return finish(result), final, state_keys
+    final, state_keys = _keys_after(of_row, state, row, precision)
+
+    def by_token(chunks: Chunks, x: Array, length: int) -> Array:
+        return chunks.join(jnp.moveaxis(x, -2, 2), length)
+
+    row_length = row.size * row.count if options.axis is not None else length
+    of_tokens = (by_token(row, x, row_length) for x in (final, of_row.values))
+    return by_token(chunks, finish(result), length), *of_tokens, state_keys
 
 
 def _mask(queries: _Chunked, keys: _Chunked) -> Array:
@@ -235,19 +265,25 @@ def _chunk_bias(queries: GateSum | None, keys: GateSum | None, groups: int) -> A
 
 
 def _walk_back(
-    options: Options, result: Weighed, start: Array, x: _Chunked, chunks: Chunks
+    options: Options, result: Weighed, start: Array, x: _Chunked, row: _Chunked, chunks: Chunks
 ) -> tuple[Weighed, Array]:
-    """Let the queries of all chunks meet the chunk before, then the one before it, and so on; return what they have
-    attended to, and the queries as they are at the row's start, or their segment's.
+    """Let the queries of this device's chunks x meet the chunk before in the row, then the one before it, and so on; return
+    what they have attended to, and the queries as they are at the row's start, or their segment's.
 
     The backward pass stores the queries of every n-th step, for about n² chunks.
     """
     matmul = functools.partial(jnp.matmul, precision=options.precision)
-    index, groups = jnp.arange(chunks.count), start.shape[3]
+    count, groups = x.document.shape[1], start.shape[3]
+    offset = 0 if options.axis is None else jax.lax.axis_index(options.axis) * count
+    index = offset + jnp.arange(count)
+    twice = jax.tree.map(lambda y: jnp.concatenate([y, y], axis=1), row)
 
     def step(carry, distance):
         result, q = carry
-        before: _Chunked = jax.tree.map(lambda y: jnp.roll(y, distance, axis=1), x)
+        place = chunks.count + offset - distance
+        before: _Chunked = jax.tree.map(
+            lambda y: jax.lax.dynamic_slice_in_dim(y, place, count, axis=1), twice
+        )
         exists = jnp.broadcast_to(index >= distance, x.document.shape[:2])
         if chunks.slot is not None:
             exists = exists & (chunks.slot == jnp.roll(chunks.slot, distance, axis=1))
