@@ -119,7 +119,7 @@ def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
 
     def case(name: str, kind: str, length: int, kernels: str) -> dict[str, Any]:
         layers = model_config(name, args.layers, tiny=args.tiny).num_layers
-        of_attention = args.attention and kind == "inference" and kernels != PEER
+        of_attention = args.attention and kind == "inference" and kernels == "on"
         about = dict(model=label(args, name), layers=layers, work=kind, tokens=length)
         about |= dict(rows=args.rows, kernels=kernels)
         return about | ({"attention": args.attention} if of_attention else {})

@@ -247,9 +247,13 @@ def test_decoding_equals_the_parallel_call():
     np.testing.assert_allclose(jnp.concatenate(steps, axis=1), forward(moe, X), atol=1e-5)
 
 
-@pytest.mark.parametrize("activation", ["swiglu", pytest.param("relu2", marks=SLOW)])
+@pytest.mark.slow
+@pytest.mark.parametrize("activation", ["swiglu", "relu2"])
 def test_few_tokens_have_the_values_and_gradients_of_many(activation):
-    """Four choices of six experts are computed by copies of the experts' matrices, one of them for a token that is padding."""
+    """Four choices of six experts are computed by copies of the experts' matrices, in one call two of them for padding.
+
+    `test_decoding_equals_the_parallel_call` compares such values, too.
+    """
     moe, dense = (made(activation=activation, execution=how) for how in ("grouped", "dense"))
     x, ids = X[:1, :2], jnp.array([[1, 0]])
     for call in ({}, dict(segment_ids=ids)):
