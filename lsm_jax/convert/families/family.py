@@ -77,7 +77,8 @@ class Family:
         read: returns the contents of config.json with the fields that the other attributes name, where other versions of the
             library have others; raises ValueError if it cannot.
         prefix: what the names of a layer's tensors begin with, before the layer's number.
-        ignored: beginnings of the names of tensors that the model does not have; an export copies them.
+        ignored: beginnings of the names of tensors that the model does not have, in which {layers} is the number of layers; an
+            export copies them.
         stored: returns values that follow from the names of the stored tensors, which `names` receives with those of the fields;
             it is called without names for a new checkpoint.
         config: returns the model's config from the values of the fields.
