@@ -22,6 +22,7 @@ from lsm_jax.convert.fields import (
 from lsm_jax.convert.layout import Layout, Names, layout_of
 from lsm_jax.feedforward import MoEConfig
 from lsm_jax.mixers import (
+    KDAConfig,
     Mamba2Config,
     MambaConfig,
     MLAConfig,
@@ -299,7 +300,8 @@ def _implied(mixer: Any, width: int) -> dict[str, Any]:
         ranks = mixer.ranks(width)
         names = dict(decay_rank="w", rate_rank="a", value_rank="v", gate_rank="g")
         return {name: ranks[letter] for name, letter in names.items()}
-    return dict(num_value_heads=mixer.value_heads()) if hasattr(mixer, "value_heads") else {}
+    heads = dict(num_value_heads=mixer.value_heads()) if hasattr(mixer, "value_heads") else {}
+    return heads | (dict(gate_rank=mixer.rank()) if isinstance(mixer, KDAConfig) else {})
 
 
 def the_mixer(config: ModelConfig, kind: type) -> Any:
