@@ -61,7 +61,7 @@ FAMILY = fla.family(
         num_heads=32, num_kv_heads=None, moba_chunk_size=256, moba_topk=4, rope_theta=10000.0, qkv_bias=False,
         use_output_gate=False,
     ),
-    only=dict(qk_norm=(False,), window_size=(None,)),
+    only=dict(attn=(None,), qk_norm=(False,), window_size=(None,)),
     unused=frozenset({"use_flash_moba"}),
     sizes=("num_kv_heads",),
     config=_config,

@@ -61,7 +61,7 @@ FAMILY = fla.family(
     "PaTHAttentionForCausalLM",
     kinds=dict(num_kv_heads="size", use_low_rank_w="flag", use_forget_gate="flag"),
     defaults=dict(num_heads=32, num_kv_heads=None, use_low_rank_w=True, use_forget_gate=False),
-    only=dict(use_w_shortconv=(True,)),
+    only=dict(attn=(None,), use_w_shortconv=(True,)),
     sizes=("num_kv_heads",),
     config=_config,
     names=fla.names(_TABLE),
