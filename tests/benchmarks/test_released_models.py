@@ -40,6 +40,21 @@ def test_every_backend_but_those_of_experts_is_removed_for_a_while():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", released.MODELS)
+def test_fused_kernels_serve_every_linear_layer_on_hopper(model):
+    """The programs of one period of the pattern, traced in the released sizes; nothing is compiled."""
+    layers = 10 if model.startswith("granite") else 4
+    config = released.model_config(model, layers)
+    op = "linear_memory" if model.startswith("granite") else "delta_memory"
+    traced = released.lower_inference(config, 1, 8192, 4096, 8, lambda lowered: lowered)
+    assert traced.choices["prefill"][op].startswith("mosaic_gpu on NVIDIA 9.0")
+    assert traced.choices["decode"][op].startswith("decode_step on NVIDIA 9.0")
+    with released.without_kernels():
+        traced = released.lower_inference(config, 1, 8192, 4096, 8, lambda lowered: lowered)
+    assert all(choices[op].startswith("xla") for choices in traced.choices.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", released.MODELS)
 def test_rows_of_a_tiny_model(model, tmp_path, capsys):
     output, layers = tmp_path / "rows.jsonl", 10 if model.startswith("granite") else 4
     command = (
