@@ -193,7 +193,9 @@ def check_tensors(source: Tensors, layout: Layout, config: ModelConfig) -> None:
     family = family_of(source.config)
     tied = config.tie_embeddings and _HEAD in source.shapes
     suffixes = (*IGNORED, *([_HEAD] if tied else []))
-    source.check(layout.shapes, suffixes, () if family is None else family.ignored)
+    ignored = () if family is None else family.ignored
+    prefixes = tuple(prefix.format(layers=config.num_layers) for prefix in ignored)
+    source.check(layout.shapes, suffixes, prefixes)
 
 
 def _check_tied(source: Tensors, embedding_name: str) -> None:

@@ -2,7 +2,8 @@
 `E(x) = (silu(x W_g) ⊙ x W_u) W_d`, or without a gate W_g `E(x) = relu(x W_u)² W_d`.
 
 *grouped*: tokens are copied to one row per selected expert and sorted by expert; each expert multiplies its
-rows. *dense*: every expert computes every token, one expert after another.
+rows. If a device has at most as many choices as experts, as in decoding, the matrices of the chosen experts are gathered instead.
+*dense*: every expert computes every token, one expert after another.
 
 The arrays of both forms: x [B, T, D]; chosen int32 [B, T, k], the selected experts from 1, and 0 for none;
 weight float32 [B, T, k]; gate_proj (None for experts without a gate) and up_proj [E, D, F]; down_proj [E, F, D].
@@ -22,7 +23,7 @@ from lsm_jax.feedforward.moe_order import (
     sum_by_token,
     take_rows,
 )
-from lsm_jax.mixers.layers import project, recomputed
+from lsm_jax.mixers.layers import matmul_precision, project, recomputed
 from lsm_jax.ops.experts.grouped_product import grouped_product, row_multiple
 from lsm_jax.parallel import (
     alone,
@@ -129,12 +130,35 @@ def _by_local_experts(x, expert, weight, kernels):
     """Return what the experts of this device add to the output y [B, T, D] of a mixture of experts, in float32;
     `expert` is int32 [B T k], the chosen experts, or E for experts of other devices.
     """
+    if expert.size <= kernels[1].shape[0]:
+        return _by_copied_matrices(x, expert, weight, kernels)
     top_k, block = weight.shape[-1], row_multiple(x)
     place, source, sizes = places_by_expert(expert, kernels[1].shape[0], block)
     rows = rows_of_tokens(top_k, x.reshape(-1, x.shape[-1]), source, place)
     row_weight = permute(weight.reshape(-1, 1), source, place)
     y = _experts(rows, sizes, block, row_weight, *kernels)
     return sum_by_token(top_k, y, source, place).reshape(x.shape)
+
+
+def _by_copied_matrices(x, expert, weight, kernels):
+    """Return what `_by_local_experts` returns, for few choices: each is multiplied by a copy of its expert's matrices."""
+    gate_proj, up_proj, down_proj = kernels
+    here = expert < up_proj.shape[0]
+    matrix = jnp.where(here, expert, 0)
+    rows = jnp.repeat(x.reshape(-1, x.shape[-1]), weight.shape[-1], axis=0)
+
+    def product(rows, kernels):
+        precision = matmul_precision(rows.dtype)
+        return jnp.einsum("nd,ndf->nf", rows, kernels[matrix], precision=precision)
+
+    row_weight = weight.reshape(-1, 1)
+    if gate_proj is None:
+        inner = _weighted_relu2(product(rows, up_proj), row_weight)
+    else:
+        into = jnp.concatenate([product(rows, gate_proj), product(rows, up_proj)], axis=-1)
+        inner = _weighted_swiglu(into, row_weight)
+    y = _wide(jnp.where(here[:, None], product(inner, down_proj), 0))
+    return jnp.sum(y.reshape(*weight.shape, -1), axis=-2).reshape(x.shape)
 
 
 def _by_exchange(config, x, expert, weight, kernels):

@@ -51,7 +51,8 @@ class KDAConfig(GroupedDeltaRuleConfig):
     `GroupedDeltaRuleConfig`, and
 
     Attributes:
-        head_dim: key channels of a head, and inner width of the decay's and the output gate's two matrices.
+        head_dim: key channels of a head.
+        gate_rank: inner width of the decay's and the output gate's two matrices; None means `head_dim`.
         allow_negative_eigenvalues: β in (0, 2) instead of (0, 1) (arXiv 2411.12537).
         lower_bound: the bound L < 0 of the log decay L sigmoid(A (f + δ)); None is the published -A softplus(f + δ).
         full_rank_gates: whether the decay's f and the output gate are one matrix each, instead of the product of two.
@@ -60,6 +61,7 @@ class KDAConfig(GroupedDeltaRuleConfig):
 
     num_heads: int = 16
     head_dim: int = 128
+    gate_rank: int | None = None
     expand_v: float = 1.0
     allow_negative_eigenvalues: bool = False
     lower_bound: float | None = None
@@ -74,11 +76,16 @@ class KDAConfig(GroupedDeltaRuleConfig):
         head_dim = min(128, hidden_size // 4)
         return cls(head_dim=head_dim, num_heads=hidden_size // head_dim)
 
+    def rank(self) -> int:
+        """Return the inner width of the decay's and the output gate's two matrices."""
+        return self.head_dim if self.gate_rank is None else self.gate_rank
+
     def validate(self, hidden_size: int) -> None:
         """Raise ValueError if a field of this config of Kimi Delta Attention is not accepted, or does not fit a model
         of width `hidden_size`.
         """
         super().validate(hidden_size)
+        checks.positive(self, gate_rank=self.rank())
         if self.lower_bound is not None and self.lower_bound >= 0:
             raise ValueError(
                 f"KDAConfig.lower_bound={self.lower_bound}: accepted are None and negative numbers"
@@ -89,7 +96,7 @@ class KDAConfig(GroupedDeltaRuleConfig):
         convolutions, and per head K V to decay the memory and 2 K V each to erase, to write and to read.
         """
         keys, heads = self.num_heads * self.head_dim, self.value_heads()
-        values, rank = heads * self.value_dim(), self.head_dim
+        values, rank = heads * self.value_dim(), self.rank()
         projections = 2.0 * hidden_size * (2 * keys + 2 * values + heads)
         gates = heads * self.head_dim + values
         if self.full_rank_gates:
@@ -122,7 +129,7 @@ class KDA(Mixer):
         self, config: KDAConfig, hidden_size: int, *, rngs: nnx.Rngs, init_std: float = 0.02
     ):
         super().__init__(config, hidden_size)
-        heads, rank = config.value_heads(), config.head_dim
+        heads, rank = config.value_heads(), config.rank()
         keys, values = config.num_heads * config.head_dim, heads * config.value_dim()
         decays = heads * config.head_dim
         into = dict(axes=("embed", "heads"), rngs=rngs, init_std=init_std)

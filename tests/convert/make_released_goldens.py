@@ -16,6 +16,8 @@ is replaced for that. In addition:
 - `flash_attn_func`, a CUDA library, is `flash_attention` of `make_author_goldens` (layers of `attn`);
 - norms, SwiGLU and the loss are not fused (`fuse_norm=False`), except in `fla-gla-hybrid`, since the fields change names of tensors;
 - `torch.compile` is not used (RWKV-7);
+- the kernel of MesaNet, which the interpreter does not run, is FLA's direct solution (`naive_mesa_net_exact`);
+- the two functions of flash_attn that MoBA calls are `packed_attention`;
 - `Tensor.argsort` is stable (Mixture-of-Memories; see `make_author_goldens`).
 
 rwkv7.pth has the tensors of `fla-rwkv7` by the names of RWKV-7's authors, matrices in bfloat16.
@@ -93,6 +95,10 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "fla-precond_kda": ("fla.models.precond_kda", "PrecondKDA", FLA | dict(head_dim=16)),
     "transformers-mamba": ("transformers", "Mamba", dict(state_size=8)),
     "transformers-mamba2": ("transformers", "Mamba2", dict(num_heads=4, head_dim=16, state_size=8, n_groups=2)),
+    "fla-kda-bounded": ("fla.models.kda", "KDA", FLA | dict(head_dim=16, expand_v=0.5, safe_gate=True, lower_bound=-5.0)),
+    "fla-mesa_net": ("fla.models.mesa_net", "MesaNet", FLA | dict(head_dim=16)),
+    "fla-path_attn": ("fla.models.path_attn", "PaTHAttention", FLA | dict(num_kv_heads=1, use_forget_gate=True)),
+    "fla-moba": ("fla.models.moba", "MoBA", FLA | dict(moba_chunk_size=5, moba_topk=2, use_output_gate=True)),
 }  # fmt: skip
 GRADIENTS = ("fla-gla", "fla-delta_net", "fla-hgrn2", "transformers-mamba", "transformers-mamba2")
 
@@ -104,9 +110,54 @@ def import_fla() -> None:
     driver.get_benchmarker = lambda: lambda call, quantiles=None: [1.0] * len(quantiles or [0])
     importlib.import_module("fla.models")
     importlib.import_module("fla.layers.attn").flash_attn_func = flash_attention
+    importlib.import_module("fla.layers.mesa_net").chunk_mesa_net = solved_mesa_net
+    moba = importlib.import_module("fla.ops.moba.parallel")
+    moba._flash_attn_varlen_forward = packed_attention
+    moba.flash_attn_varlen_func = lambda q, k, v, starts_q, starts_k, *_, causal: packed_attention(
+        q, k, v, starts_q, starts_k, q.shape[-1] ** -0.5, causal
+    )[0]
     replace_aliases()
     argsort = torch.Tensor.argsort
     torch.Tensor.argsort = lambda tensor: argsort(tensor, stable=True)
+
+
+def solved_mesa_net(q, k, v, g, beta, lamb, **rest) -> tuple[torch.Tensor, None, None]:
+    """Return what FLA's chunked kernel of MesaNet approaches with more steps: FLA's direct solution, of keys and queries of
+    unit length."""
+    naive = importlib.import_module("fla.ops.mesa_net.naive")
+    q, k = (x / torch.sqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+    return naive.naive_mesa_net_exact(q, k, v, g, lamb, beta)[0], None, None
+
+
+def packed_attention(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, causal, **rest
+) -> tuple[torch.Tensor, torch.Tensor, None, None]:
+    """Return softmax attention of sequences one after another as flash_attn's `_flash_attn_varlen_forward` defines it: the
+    output [T, H, D], and the logarithms of the sums of exponentials [H, T].
+
+    Args:
+        q: queries [T, H, D], of which sequence i has those from `cu_seqlens_q[i]` on.
+        k: keys [N, G, D], of which it has those from `cu_seqlens_k[i]` on; G divides H.
+        v: values [N, G, D].
+        cu_seqlens_q: int [sequences + 1].
+        cu_seqlens_k: likewise; with `causal` equal to `cu_seqlens_q`.
+        softmax_scale: factor of the scores.
+        causal: whether a query sees no later key.
+        rest: ignored.
+    """
+    groups = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
+    output, sums = torch.zeros_like(q), torch.full(q.shape[:2], -torch.inf)
+    starts, others = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    for i in range(len(starts) - 1):
+        mine, theirs = slice(*starts[i : i + 2]), slice(*others[i : i + 2])
+        scores = softmax_scale * torch.einsum("ihd,jhd->hij", q[mine], k[theirs])
+        if causal:
+            later = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1)
+            scores = scores.masked_fill(later, -torch.inf)
+        output[mine] = torch.einsum("hij,jhd->ihd", scores.softmax(-1), v[theirs])
+        sums[mine] = scores.logsumexp(-1).T
+    return output, sums.T.contiguous(), None, None
 
 
 def write(

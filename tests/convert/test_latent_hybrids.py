@@ -5,6 +5,7 @@ export of own models. Their logits and unchanged exports are in `test_released`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import numpy as np
@@ -15,7 +16,7 @@ from lsm_jax.convert import Checkpoint, export, export_released, model_config
 from lsm_jax.convert.families import FAMILIES
 from lsm_jax.models import abstract
 from lsm_jax.training.step import params_of
-from tests.convert.test_released import changed, imported
+from tests.convert.test_released import GOLDENS, changed, imported
 
 KIMI, LING = "transformers-kimi_linear", "transformers-bailing_hybrid"
 LINEAR = dict(full_attn_layers=[3], kda_layers=[1, 2], num_heads=2, head_dim=8, short_conv_kernel_size=4)  # fmt: skip
@@ -48,14 +49,19 @@ def test_both_forms_of_kimi_are_one_model(tmp_path):
 
 @pytest.mark.slow
 def test_tensors_of_lings_prediction_heads_are_ignored_and_exported(tmp_path):
-    def change(tensors):
-        tensors["model.layers.42.eh_proj.weight"] = np.ones((2, 3), np.float32)
+    layers = model_config(GOLDENS / LING).num_layers
+
+    def change(tensors, layer=layers):
+        tensors[f"model.layers.{layer}.eh_proj.weight"] = np.ones((2, 3), np.float32)
 
     folder = changed(LING, tmp_path, change, num_nextn_predict_layers=1)
     config, params = imported(folder)
     export(params, config, folder, tmp_path / "out")
     written, given = (f / "model.safetensors" for f in (tmp_path / "out", folder))
     assert written.read_bytes() == given.read_bytes()
+    other = changed(LING, tmp_path / "other", functools.partial(change, layer=layers + 1))
+    with pytest.raises(ValueError, match=f"model.layers.{layers + 1}.eh_proj.weight"):
+        imported(other)
 
 
 @pytest.mark.slow

@@ -222,6 +222,9 @@ def test_missing_and_surplus_tensors_are_named(tmp_path):
         ("transformers-granitemoehybrid", dict(mup_width=2), "unknown fields, .* granitemoehybrid .*: mup_width=2"),
         ("transformers-granitemoehybrid", dict(attention_bias=True), "attention_bias=True; accepted is False"),
         ("transformers-granitemoehybrid", dict(layer_types=["mamba", "rnn", "mamba"]), "layer_types=.*rnn.*; accepted is a list of 3"),
+        ("fla-moba", dict(moba_topk=1), "moba_topk=1: accepted are numbers from 2"),
+        ("fla-moba", dict(num_kv_heads=1), "num_kv_heads=1: accepted are null and num_heads=2"),
+        ("fla-path_attn", dict(num_heads=3), "num_heads=3: accepted is a divisor of hidden_size=32"),
         ("transformers-granitemoehybrid", dict(logits_scaling=0), "logits_scaling=0; accepted is a finite number above 0"),
         ("transformers-granitemoehybrid", dict(position_embedding_type="alibi"), "position_embedding_type='alibi'; accepted is None"),
         ("transformers-granitemoehybrid", dict(mamba_d_head=8), "mamba_d_head=8: accepted are 'auto' and the 64 inner"),
@@ -249,13 +252,15 @@ def test_errors_name_the_field(name, fields, words, tmp_path):
 
 OWN = (
     "gla", "retnet", "deltanet", "gated_deltanet", "kda", "hgrn2", "gsa", "mamba", "mamba2", "gated_deltaproduct", "comba",
-    "precond_gated_deltanet", "precond_kda",
+    "precond_gated_deltanet", "precond_kda", "mesa_net", "path", "moba",
 )  # fmt: skip
 
 
 @pytest.mark.parametrize("method", marked(OWN, ("gated_deltanet", "gsa")))
 def test_own_models_are_exported(method, tmp_path):
     config = dataclasses.replace(lm(method, "tiny", vocab_size=48), num_layers=2)
+    if method == "path":
+        config.layers["L"].mixer.rank = 32  # the only one that FLA has
     config.unroll_layers, config.matmul = True, "default" if method == "mom" else "fp8"
     params = params_of(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
     rng = np.random.default_rng(0)

@@ -247,6 +247,22 @@ def test_decoding_equals_the_parallel_call():
     np.testing.assert_allclose(jnp.concatenate(steps, axis=1), forward(moe, X), atol=1e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("activation", ["swiglu", "relu2"])
+def test_few_tokens_have_the_values_and_gradients_of_many(activation):
+    """Four choices of six experts are computed by copies of the experts' matrices, in one call two of them for padding.
+
+    `test_decoding_equals_the_parallel_call` compares such values, too.
+    """
+    moe, dense = (made(activation=activation, execution=how) for how in ("grouped", "dense"))
+    x, ids = X[:1, :2], jnp.array([[1, 0]])
+    for call in ({}, dict(segment_ids=ids)):
+        found, wanted = (jax.tree.leaves(gradient(m, x, **call)) for m in (moe, dense))
+        assert_close(found, wanted, 1e-5)
+    bad = x.at[0, 1].set(1e3)
+    np.testing.assert_array_equal(forward(moe, bad)[0, 0], forward(moe, x)[0, 0])
+
+
 def test_losses_of_equal_logits():
     """With equal logits of a router for E experts, the entropy is log E, the balance loss 1 and the z-loss
     (log E)²; losses are divided by the depth of two.

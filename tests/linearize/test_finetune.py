@@ -190,3 +190,15 @@ def test_devices_that_share_rows_tune_as_one(kind, tmp_path):
             4, "-m", "tests.linearize.shared_rows", str(source), str(text), str(tmp_path)
         )
     )
+
+
+SHARED = (
+    "lora:fla-gla", "lora:transformers-qwen3_5_text", "lora:transformers-granitemoehybrid",
+    "lora:transformers-granitemoehybrid-moe", "full:fla-rwkv7", "full:transformers-qwen3_5_text",
+)  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("which", SHARED)
+def test_devices_that_share_packed_rows_have_the_gradients_of_one(which):
+    print(run_with_devices(4, "-m", "tests.linearize.shared_gradients", which))

@@ -24,9 +24,12 @@ from lsm_jax.convert.families import (
     linear_attn,
     mamba,
     mamba2,
+    mesa_net,
+    moba,
     mom,
     nemotron_h,
     olmo_hybrid,
+    path_attn,
     precond_gated_deltanet,
     precond_kda,
     qwen3_5,
@@ -43,7 +46,7 @@ FAMILIES: dict[str, Family] = {
     module.FAMILY.model_type: module.FAMILY
     for module in (
         gla, retnet, delta_net, gated_deltanet, kda, hgrn2, gsa, linear_attn, mom, rwkv6, rwkv7, rwkv7_pth, mamba, mamba2,
-        gated_deltaproduct, comba, precond_gated_deltanet, precond_kda,
+        gated_deltaproduct, comba, precond_gated_deltanet, precond_kda, mesa_net, path_attn, moba,
         granite, bamba, nemotron_h, falcon_h1, lfm2, xlstm, qwen3_next, olmo_hybrid, kimi_linear,
         bailing_hybrid,
     )

@@ -27,7 +27,7 @@ def _config(values: dict[str, Any]) -> ModelConfig:
         num_value_heads=values["num_v_heads"],
         head_dim=values["head_dim"],
         expand_v=float(values["expand_v"]),
-        conv_size=values["conv_size"] if values["use_short_conv"] else 1,
+        conv_size=fla.conv_size(values),
         correction=float(values["correction_factor"]),
         norm_eps=float(values["norm_eps"]),
     )
@@ -41,26 +41,24 @@ def _describe(config: ModelConfig) -> dict[str, Any]:
         num_v_heads=mixer.num_value_heads,
         head_dim=mixer.head_dim,
         expand_v=mixer.expand_v,
-        use_short_conv=mixer.conv_size > 1,
-        conv_size=mixer.conv_size if mixer.conv_size > 1 else 4,
+        **fla.convolutions(mixer),
         correction_factor=mixer.correction,
     )
 
 
 # FLA's blocks do not pass `use_inner_decay` and `use_output_correction` on to the layer, which always has both.
-FAMILY = fla.family(
+FAMILY = fla.delta_family(
     "comba",
     "CombaForCausalLM",
     kinds=dict(
-        expand_v="positive", head_dim="size", num_v_heads="size", conv_size="size", correction_factor="positive",
-        use_short_conv="flag",
+        expand_v="positive", head_dim="size", num_v_heads="size", correction_factor="positive",
     ),
     defaults=dict(
-        num_heads=6, num_v_heads=None, head_dim=256, expand_v=2.0, conv_size=4, correction_factor=1.0, use_short_conv=True,
+        num_heads=6, num_v_heads=None, head_dim=256, expand_v=2.0, correction_factor=1.0,
     ),
     only=dict(use_output_gate=(True,)),
     unused=frozenset({"use_inner_decay", "use_output_correction"}),
-    sizes=("conv_size", "num_v_heads", ("num_heads", "head_dim"), ("num_v_heads", "head_dim")),
+    sizes=("num_v_heads", ("num_heads", "head_dim"), ("num_v_heads", "head_dim")),
     config=_config,
     names=fla.names(_TABLE),
     describe=_describe,

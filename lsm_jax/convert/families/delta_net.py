@@ -21,7 +21,7 @@ def _config(values: dict[str, Any]) -> ModelConfig:
         num_heads=values["num_heads"],
         expand_k=float(values["expand_k"]),
         expand_v=float(values["expand_v"]),
-        conv_size=values["conv_size"] if values["use_short_conv"] else 1,
+        conv_size=fla.conv_size(values),
         allow_negative_eigenvalues=values["allow_neg_eigval"],
         output_gate=values["use_gate"],
         norm_eps=float(values["norm_eps"]),
@@ -35,25 +35,23 @@ def _describe(config: ModelConfig) -> dict[str, Any]:
         num_heads=mixer.num_heads,
         expand_k=mixer.expand_k,
         expand_v=mixer.expand_v,
-        use_short_conv=mixer.conv_size > 1,
-        conv_size=mixer.conv_size if mixer.conv_size > 1 else 4,
+        **fla.convolutions(mixer),
         allow_neg_eigval=mixer.allow_negative_eigenvalues,
         use_gate=mixer.output_gate,
     )
 
 
-FAMILY = fla.family(
+FAMILY = fla.delta_family(
     "delta_net",
     "DeltaNetForCausalLM",
     kinds=dict(
-        expand_k="positive", expand_v="positive", conv_size="size", allow_neg_eigval="flag", use_gate="flag",
-        use_short_conv="flag",
+        expand_k="positive", expand_v="positive", allow_neg_eigval="flag", use_gate="flag",
     ),
     defaults=dict(
-        num_heads=16, expand_k=1.0, expand_v=1.0, conv_size=4, allow_neg_eigval=False, use_gate=False, use_short_conv=True,
+        num_heads=16, expand_k=1.0, expand_v=1.0, allow_neg_eigval=False, use_gate=False,
     ),
     only=dict(use_beta=(True,), use_output_norm=(True,), qk_norm=("l2",), qk_activation=("silu",)),
-    sizes=("conv_size", ("expand_k", "hidden_size"), ("expand_v", "hidden_size")),
+    sizes=(("expand_k", "hidden_size"), ("expand_v", "hidden_size")),
     config=_config,
     names=fla.names(_TABLE),
     describe=_describe,

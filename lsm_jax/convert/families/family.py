@@ -22,6 +22,7 @@ from lsm_jax.convert.fields import (
 from lsm_jax.convert.layout import Layout, Names, layout_of
 from lsm_jax.feedforward import MoEConfig
 from lsm_jax.mixers import (
+    KDAConfig,
     Mamba2Config,
     MambaConfig,
     MLAConfig,
@@ -77,7 +78,8 @@ class Family:
         read: returns the contents of config.json with the fields that the other attributes name, where other versions of the
             library have others; raises ValueError if it cannot.
         prefix: what the names of a layer's tensors begin with, before the layer's number.
-        ignored: beginnings of the names of tensors that the model does not have; an export copies them.
+        ignored: beginnings of the names of tensors that the model does not have, in which {layers} is the number of layers; an
+            export copies them.
         stored: returns values that follow from the names of the stored tensors, which `names` receives with those of the fields;
             it is called without names for a new checkpoint.
         config: returns the model's config from the values of the fields.
@@ -298,7 +300,8 @@ def _implied(mixer: Any, width: int) -> dict[str, Any]:
         ranks = mixer.ranks(width)
         names = dict(decay_rank="w", rate_rank="a", value_rank="v", gate_rank="g")
         return {name: ranks[letter] for name, letter in names.items()}
-    return dict(num_value_heads=mixer.value_heads()) if hasattr(mixer, "value_heads") else {}
+    heads = dict(num_value_heads=mixer.value_heads()) if hasattr(mixer, "value_heads") else {}
+    return heads | (dict(gate_rank=mixer.rank()) if isinstance(mixer, KDAConfig) else {})
 
 
 def the_mixer(config: ModelConfig, kind: type) -> Any:

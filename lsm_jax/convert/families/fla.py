@@ -36,6 +36,8 @@ _ATTENTION_KINDS = {
     "rope_theta": "positive",
     "qkv_bias": "flag",
 }
+_CONV_SIZE = 4
+"""The default width of the short convolutions of delta rules."""
 _LETTERS = "NOPQRSTUVWXYZ"
 TOP: Names = {
     "embedding": "model.embeddings.weight",
@@ -212,3 +214,29 @@ def family(
         sizes=sizes,
         **rest,
     )
+
+
+def delta_family(
+    model_type: str, architecture: str, kinds: dict[str, str], defaults: dict[str, Any], only: dict[str, tuple[Any, ...]],
+    **rest: Any,
+) -> Family:  # fmt: skip
+    """Return `family` of a delta rule, which has the fields of short convolutions of queries, keys and values, too."""
+    return family(
+        model_type,
+        architecture,
+        kinds | dict(conv_size="size", use_short_conv="flag"),
+        defaults | dict(conv_size=_CONV_SIZE, use_short_conv=True),
+        only,
+        **rest | dict(sizes=("conv_size", *rest.get("sizes", ()))),
+    )
+
+
+def conv_size(values: dict[str, Any]) -> int:
+    """Return the width of a mixer's short convolutions, of the values of config.json; 1 is none."""
+    return values["conv_size"] if values["use_short_conv"] else 1
+
+
+def convolutions(mixer: Any) -> dict[str, Any]:
+    """Return the values of the fields of short convolutions for a mixer's config."""
+    size = mixer.conv_size
+    return dict(use_short_conv=size > 1, conv_size=size if size > 1 else _CONV_SIZE)

@@ -25,7 +25,7 @@ def _config(values: dict[str, Any]) -> ModelConfig:
         num_value_heads=values["num_v_heads"],
         head_dim=values["head_dim"],
         expand_v=float(values["expand_v"]),
-        conv_size=values["conv_size"] if values["use_short_conv"] else 1,
+        conv_size=fla.conv_size(values),
         allow_negative_eigenvalues=values["allow_neg_eigval"],
         norm_eps=float(values["norm_eps"]),
     )
@@ -39,24 +39,22 @@ def _describe(config: ModelConfig) -> dict[str, Any]:
         num_v_heads=mixer.num_value_heads,
         head_dim=mixer.head_dim,
         expand_v=mixer.expand_v,
-        use_short_conv=mixer.conv_size > 1,
-        conv_size=mixer.conv_size if mixer.conv_size > 1 else 4,
+        **fla.convolutions(mixer),
         allow_neg_eigval=mixer.allow_negative_eigenvalues,
     )
 
 
-FAMILY = fla.family(
+FAMILY = fla.delta_family(
     "gated_deltanet",
     "GatedDeltaNetForCausalLM",
     kinds=dict(
-        expand_v="positive", head_dim="size", num_v_heads="size", conv_size="size", allow_neg_eigval="flag",
-        use_short_conv="flag",
+        expand_v="positive", head_dim="size", num_v_heads="size", allow_neg_eigval="flag",
     ),
     defaults=dict(
-        num_heads=6, num_v_heads=None, head_dim=256, expand_v=2.0, conv_size=4, allow_neg_eigval=False, use_short_conv=True,
+        num_heads=6, num_v_heads=None, head_dim=256, expand_v=2.0, allow_neg_eigval=False,
     ),
     only=dict(use_gate=(True,), output_gate_activation=("swish", "silu")),
-    sizes=("conv_size", "num_v_heads", ("num_heads", "head_dim"), ("num_v_heads", "head_dim")),
+    sizes=("num_v_heads", ("num_heads", "head_dim"), ("num_v_heads", "head_dim")),
     config=_config,
     names=fla.names(_TABLE),
     describe=_describe,

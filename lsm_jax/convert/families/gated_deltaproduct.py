@@ -24,7 +24,7 @@ def _config(values: dict[str, Any]) -> ModelConfig:
         num_heads=values["num_heads"],
         head_dim=values["head_dim"],
         expand_v=float(values["expand_v"]),
-        conv_size=values["conv_size"] if values["use_short_conv"] else 1,
+        conv_size=fla.conv_size(values),
         num_steps=values["num_householder"],
         allow_negative_eigenvalues=values["allow_neg_eigval"],
         decay=values["use_forget_gate"],
@@ -40,8 +40,7 @@ def _describe(config: ModelConfig) -> dict[str, Any]:
         num_heads=mixer.num_heads,
         head_dim=mixer.head_dim,
         expand_v=mixer.expand_v,
-        use_short_conv=mixer.conv_size > 1,
-        conv_size=mixer.conv_size if mixer.conv_size > 1 else 4,
+        **fla.convolutions(mixer),
         num_householder=mixer.num_steps,
         allow_neg_eigval=mixer.allow_negative_eigenvalues,
         use_forget_gate=mixer.decay,
@@ -49,19 +48,19 @@ def _describe(config: ModelConfig) -> dict[str, Any]:
     )
 
 
-FAMILY = fla.family(
+FAMILY = fla.delta_family(
     "gated_deltaproduct",
     "GatedDeltaProductForCausalLM",
     kinds=dict(
-        expand_v="positive", head_dim="size", conv_size="size", num_householder="size", allow_neg_eigval="flag",
-        use_forget_gate="flag", use_output_gate="flag", use_short_conv="flag",
+        expand_v="positive", head_dim="size", num_householder="size", allow_neg_eigval="flag",
+        use_forget_gate="flag", use_output_gate="flag",
     ),
     defaults=dict(
-        num_heads=6, head_dim=256, expand_v=2.0, conv_size=4, num_householder=1, allow_neg_eigval=False, use_forget_gate=False,
-        use_output_gate=True, use_short_conv=True,
+        num_heads=6, head_dim=256, expand_v=2.0, num_householder=1, allow_neg_eigval=False, use_forget_gate=False,
+        use_output_gate=True,
     ),
     only={},
-    sizes=("conv_size", "num_householder", ("num_heads", "head_dim")),
+    sizes=("num_householder", ("num_heads", "head_dim")),
     config=_config,
     names=fla.names(_TABLE),
     describe=_describe,

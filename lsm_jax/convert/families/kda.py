@@ -27,11 +27,15 @@ def _config(values: dict[str, Any]) -> ModelConfig:
     # FLA's field `safe_gate` selects a kernel; the bound alone decides what is computed.
     if values["safe_gate"] and values["lower_bound"] is None:
         raise ValueError("safe_gate=True, lower_bound=None; accepted is a lower_bound below 0")
+    head_dim, expand = values["head_dim"], float(values["expand_v"])
+    rank = int(head_dim * expand)  # of FLA's gates: the values' channels
     mixer = KDAConfig(
         num_heads=values["num_heads"],
         num_value_heads=values["num_v_heads"],
-        head_dim=values["head_dim"],
-        conv_size=values["conv_size"] if values["use_short_conv"] else 1,
+        head_dim=head_dim,
+        gate_rank=None if rank == head_dim else rank,
+        expand_v=expand,
+        conv_size=fla.conv_size(values),
         allow_negative_eigenvalues=values["allow_neg_eigval"],
         lower_bound=values["lower_bound"],
         norm_eps=float(values["norm_eps"]),
@@ -45,27 +49,27 @@ def _describe(config: ModelConfig) -> dict[str, Any]:
         num_heads=mixer.num_heads,
         num_v_heads=mixer.num_value_heads,
         head_dim=mixer.head_dim,
-        use_short_conv=mixer.conv_size > 1,
-        conv_size=mixer.conv_size if mixer.conv_size > 1 else 4,
+        expand_v=mixer.expand_v,
+        **fla.convolutions(mixer),
         allow_neg_eigval=mixer.allow_negative_eigenvalues,
         safe_gate=mixer.lower_bound is not None,
         lower_bound=mixer.lower_bound,
     )
 
 
-FAMILY = fla.family(
+FAMILY = fla.delta_family(
     "kda",
     "KDAForCausalLM",
     kinds=dict(
-        head_dim="size", num_v_heads="size", conv_size="size", allow_neg_eigval="flag", use_short_conv="flag",
+        expand_v="positive", head_dim="size", num_v_heads="size", allow_neg_eigval="flag",
         safe_gate="flag", lower_bound="number",
     ),
     defaults=dict(
-        num_heads=16, num_v_heads=None, head_dim=128, conv_size=4, allow_neg_eigval=False, use_short_conv=True,
+        num_heads=16, num_v_heads=None, head_dim=128, expand_v=1.0, allow_neg_eigval=False,
         safe_gate=False, lower_bound=None,
     ),
-    only=dict(expand_v=(1.0,)),  # with another, the rank of its gates is that of the values, not of the keys
-    sizes=("conv_size", "num_v_heads", ("num_heads", "head_dim"), ("num_v_heads", "head_dim")),
+    only={},
+    sizes=("num_v_heads", ("num_heads", "head_dim"), ("num_v_heads", "head_dim")),
     config=_config,
     names=fla.names(_TABLE),
     describe=_describe,

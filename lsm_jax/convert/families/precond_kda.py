@@ -32,7 +32,7 @@ def _config(values: dict[str, Any]) -> ModelConfig:
     mixer = PrecondKDAConfig(
         num_heads=values["num_heads"],
         head_dim=values["head_dim"],
-        conv_size=values["conv_size"] if values["use_short_conv"] else 1,
+        conv_size=fla.conv_size(values),
         allow_negative_eigenvalues=values["allow_neg_eigval"],
         squash=float(values["squash_x"]),
         norm_eps=float(values["norm_eps"]),
@@ -51,27 +51,25 @@ def _describe(config: ModelConfig) -> dict[str, Any]:
         num_heads=mixer.num_heads,
         num_v_heads=None,
         head_dim=mixer.head_dim,
-        use_short_conv=mixer.conv_size > 1,
-        conv_size=mixer.conv_size if mixer.conv_size > 1 else 4,
+        **fla.convolutions(mixer),
         allow_neg_eigval=mixer.allow_negative_eigenvalues,
         squash_x=mixer.squash,
     )
 
 
-FAMILY = fla.family(
+FAMILY = fla.delta_family(
     "precond_kda",
     "PrecondKDAForCausalLM",
     kinds=dict(
-        head_dim="size", conv_size="size", allow_neg_eigval="flag",
-        squash_x="positive", use_short_conv="flag",
+        head_dim="size", allow_neg_eigval="flag",
+        squash_x="positive",
     ),
     defaults=dict(
-        num_heads=16, head_dim=128, conv_size=4, allow_neg_eigval=False, squash_x=1.5,
-        use_short_conv=True,
+        num_heads=16, head_dim=128, allow_neg_eigval=False, squash_x=1.5,
     ),
     only=dict(expand_v=(1.0,), num_v_heads=(None,), safe_gate=(False,), lower_bound=(None,), squash_eps=(1e-6,)),
     unused=frozenset({"a_log_init_lower", "log_atk_scale_init"}),
-    sizes=("conv_size", ("num_heads", "head_dim")),
+    sizes=(("num_heads", "head_dim"),),
     config=_config,
     names=fla.names(_TABLE),
     describe=_describe,
