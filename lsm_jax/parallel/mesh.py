@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
@@ -155,15 +155,43 @@ def param_sharding(
         raise ValueError(
             f"{name}: logical axes {tuple(logical_axes)} for shape {tuple(shape)}; accepted is one per dimension"
         )
-    for size, logical in zip(shape, logical_axes, strict=True):
+    spec = list(partition_spec(logical_axes))
+    for place, (size, logical) in enumerate(zip(shape, logical_axes, strict=True)):
         axes = mesh_axes(logical)
         parts = math.prod(mesh.shape[axis] for axis in axes)
-        if size % parts:
+        if size % parts == 0:
+            continue
+        if logical != "layers":
             raise ValueError(
                 f"{name}: axis {logical!r} of size {size} does not divide over {parts} devices of "
                 f"{', '.join(f'mesh.{axis}={mesh.shape[axis]}' for axis in axes)}"
             )
-    return NamedSharding(mesh, partition_spec(logical_axes))
+        spec[place] = None
+        width = width_dimension(mesh.shape, logical_axes, shape)
+        if width is not None:
+            spec[width] = (*axes, *mesh_axes(logical_axes[width]))
+    return NamedSharding(mesh, PartitionSpec(*spec))
+
+
+def width_dimension(
+    sizes: Mapping[str, int], logical_axes: Sequence[str | None], shape: Sequence[int]
+) -> int | None:
+    """Return which dimension of parameters of layers [n, ...] the mesh axis "pipeline" shards where it does not
+    divide n: the first that it divides and that no other axis shards, otherwise the first that it divides together
+    with the other axes; None if there is none.
+
+    Args:
+        sizes: number of devices along each mesh axis, by its name.
+        logical_axes: the logical axes of the parameters, of which the first is "layers".
+        shape: the shape of the parameters.
+    """
+    stages = math.prod(sizes[axis] for axis in mesh_axes("layers"))
+    found = []
+    for place, (size, logical) in enumerate(zip(shape, logical_axes, strict=True)):
+        parts = math.prod(sizes[axis] for axis in mesh_axes(logical))
+        if logical != "layers" and size % (parts * stages) == 0:
+            found.append((parts > 1, place))
+    return min(found)[1] if found else None
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:

@@ -250,11 +250,16 @@ class TrainConfig:
         Heads and widths are checked by `lsm_jax.training.step.param_shardings`.
         """
         periods = self.model.num_layers // len(self.model.period())
-        if periods % (sizes["pipeline"] * self.mesh.rounds):
-            rounds = f" x mesh.rounds={self.mesh.rounds}" if self.mesh.rounds > 1 else ""
+        stages, rounds = sizes["pipeline"], self.mesh.rounds
+        if rounds > 1 and periods % (stages * rounds):
             raise ValueError(
-                f"mesh.pipeline={sizes['pipeline']}{rounds}: the model's {periods} periods of {self.model.period()!r} are not "
-                "divisible by it; each stage computes one or more whole periods"
+                f"mesh.pipeline={stages} x mesh.rounds={rounds}: the model's {periods} periods of {self.model.period()!r} are not "
+                "divisible by it; in several rounds each stage computes one or more whole periods at a time"
+            )
+        if self.model.num_layers % stages:
+            raise ValueError(
+                f"mesh.pipeline={stages}: the model's {self.model.num_layers} layers are not divisible by it; accepted are its "
+                "divisors"
             )
         length = self.data.sequence_length
         if length < sizes["sequence"]:
