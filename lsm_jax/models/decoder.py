@@ -202,7 +202,9 @@ class Decoder(nnx.Module):
         positions, clock = mixers.advance(clock, tokens.shape, segment_ids, update_mask, positions)
         shared = self.init_shared(x)
         in_loop = not self.unroll_layers
-        apply_period = functools.partial(run_period, self._layer_function(contiguous, in_loop=in_loop))
+        apply_period = functools.partial(
+            run_period, self._layer_function(contiguous, in_loop=in_loop)
+        )
         rows = (segment_ids, positions, update_mask)
         if state is None and (stages := shards_of("layers")) > 1:
             microbatches = microbatches or stages

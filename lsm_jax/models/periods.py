@@ -58,7 +58,7 @@ def rematerialized_stage(function: Any, policy: str) -> Any:
 
 
 def name_stage_layer(x: jax.Array) -> jax.Array:
-    """Return the input x of a layer of a pipeline stage, marked as saved for the backward pass."""
+    """Return the input x [B, T, D] of a layer of a pipeline stage, marked as saved for the backward pass."""
     return checkpoint_name(x, _STAGE_LAYER)
 
 

@@ -110,7 +110,9 @@ def _in_order(blocks: Sequence[Any], kind: Kind) -> list[jax.Array]:
         return jnp.stack(arrays, axis=1).reshape(-1, *arrays[0].shape[1:])
 
     leaves = (jax.tree.leaves(blocks[place]) for place in kind.places)
-    return [arrays[0] if len(arrays) == 1 else joined(*arrays) for arrays in zip(*leaves, strict=True)]
+    return [
+        arrays[0] if len(arrays) == 1 else joined(*arrays) for arrays in zip(*leaves, strict=True)
+    ]
 
 
 def _run_stage(layer, kinds, cut, sequence, names, entries, carry, rows, constants):
@@ -138,12 +140,19 @@ def _run_stage(layer, kinds, cut, sequence, names, entries, carry, rows, constan
         return x, shared, {name: aux[name] for name in aux if "/tokens/" not in name}
 
     found: dict[int, list[dict[str, jax.Array]]] = {kind: [] for kind in entries}
-    for kind in sequence:
-        x, shared, aux = apply(kind, len(found[kind]), name_stage_layer(x), shared)
+    for number, kind in enumerate(sequence):
+        x = (
+            name_stage_layer(x) if number else x
+        )  # the first layer's is an argument of the stage, and so saved
+        x, shared, aux = apply(kind, len(found[kind]), x, shared)
         found[kind].append(aux)
     statistics = {}
     for kind, several in found.items():
-        shapes = several[0] if several else jax.eval_shape(functools.partial(apply, kind, 0), x, shared)[2]
+        shapes = (
+            several[0]
+            if several
+            else jax.eval_shape(functools.partial(apply, kind, 0), x, shared)[2]
+        )
         zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
         several = several + [zeros] * (cut.entries(kind) - len(several))
         statistics[kind] = jax.tree.map(lambda *a: jnp.stack(a), *several)

@@ -45,10 +45,11 @@ class MeshConfig:
         sequence: shards of each row's tokens; training pads rows that are not divisible.
         tensor: shards of the heads and of the feedforwards' widths.
         expert: shards of the batch, over which the experts are sharded, too.
-        pipeline: stages into which the layers are divided, each of one or more periods of the pattern.
+        pipeline: stages into which the layers are divided, as many layers in each.
         microbatches: parts of the batch that pass through the stages one after another, a multiple of
             `pipeline`; 0 is `pipeline`.
-        rounds: how often a microbatch passes through all stages; each stage has as many groups of layers.
+        rounds: how often a microbatch passes through all stages; each stage has as many groups of layers, which with
+            more than one round are whole periods of the pattern.
             With S stages, M microbatches and R rounds, a device waits (S - 1) / (R M + S - 1) of the time.
     """
 
@@ -146,6 +147,8 @@ def param_sharding(
     name: str = "parameter",
 ) -> NamedSharding:
     """Return the sharding of a parameter on `mesh`, by its logical axes and its shape.
+
+    Where the pipeline's stages do not divide the axis "layers", they shard another dimension (`width_dimension`).
 
     Raises:
         ValueError: a sharded dimension is not divisible by the devices along its mesh axes; `name` is the

@@ -9,7 +9,8 @@ computes its next round, and no stage waits in between. The backward pass is the
 same ring in the opposite direction. With several rounds each turn is recomputed in it.
 
 Parameters are stored in the order of layers, so checkpoints do not depend on the schedule: every step sends
-each group to the device of its stage, and its gradient back.
+each group to the device of its stage, and its gradient back. Stages that are not whole periods of the layers'
+pattern differ from each other; their layers are sent as `stages` describes, in one round.
 """
 
 from __future__ import annotations
@@ -111,7 +112,9 @@ def pipelined_at_layers(
     """
     (axis,) = mesh_axes("layers")
     specs = {
-        kind: [stage_spec(axis, a, x.shape) for x, a in zip(arrays, logical_axes[kind], strict=True)]
+        kind: [
+            stage_spec(axis, a, x.shape) for x, a in zip(arrays, logical_axes[kind], strict=True)
+        ]
         for kind, arrays in layers.items()
     }
 

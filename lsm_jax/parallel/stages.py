@@ -73,15 +73,17 @@ class Stages:
         """
         stage_of = self.layers_of(kind) // (len(self.kinds) // self.count)
         count = self.entries(kind)
-        table = len(stage_of) + np.arange(self.count * count, dtype=np.int32)
-        table = table.reshape(self.count, count)
+        table = np.arange(self.count * count, dtype=np.int32).reshape(self.count, count)
+        table += len(stage_of)
         for stage in range(self.count):
             (mine,) = np.nonzero(stage_of == stage)
             table[stage, : len(mine)] = mine
         return table
 
 
-def stage_spec(axis: str, logical_axes: Sequence[str | None], shape: Sequence[int]) -> PartitionSpec:
+def stage_spec(
+    axis: str, logical_axes: Sequence[str | None], shape: Sequence[int]
+) -> PartitionSpec:
     """Return the partition spec, over the mesh axis of the pipeline alone, of parameters of layers [n, ...] that are
     stored by width; those without a width that can be divided are replicated.
     """
@@ -90,7 +92,11 @@ def stage_spec(axis: str, logical_axes: Sequence[str | None], shape: Sequence[in
 
 
 def receive_layers(
-    axis: str, spec: PartitionSpec, table: np.ndarray, logical_axes: Sequence[str | None], x: jax.Array
+    axis: str,
+    spec: PartitionSpec,
+    table: np.ndarray,
+    logical_axes: Sequence[str | None],
+    x: jax.Array,
 ) -> list[jax.Array]:
     """Return the parameters of this device's layers of one kind, an array [...] for each entry of its stage. For
     use inside `jax.shard_map`.

@@ -96,7 +96,8 @@ def activation_bytes(
         transition = max(_transition_bytes(config, b, rows, length, platform) for b in blocks)
         working += transition // sizes["tensor"]
         updates = sum(
-            n * update_bytes(config, b, rows, length)[0] for n, b in zip(entries, blocks, strict=True)
+            n * update_bytes(config, b, rows, length)[0]
+            for n, b in zip(entries, blocks, strict=True)
         )
         saved += updates * sizes["sequence"] // sizes["tensor"] * pieces
     tokens = min(config.model.loss_chunk_size, rows * length)

@@ -83,7 +83,12 @@ def dealt_bytes(
     entries of each parameter that the device stores, by the parameter's path."""
     places = range(len(model.periods.blocks))
     stored = [
-        4 * sum(size for name, size in local_params.items() if name.startswith(f"periods/blocks/{place}/"))
+        4
+        * sum(
+            size
+            for name, size in local_params.items()
+            if name.startswith(f"periods/blocks/{place}/")
+        )
         for place in places
     ]
     if model.num_periods % sizes["pipeline"] == 0:
@@ -129,7 +134,9 @@ def _of_experts(
     for letter in config.model.period():
         feedforward = config.model.layers[letter].feedforward
         routed = hasattr(feedforward, "num_experts")
-        choices = min(feedforward.expert_buffer, sizes["expert"]) * feedforward.top_k if routed else 0
+        choices = (
+            min(feedforward.expert_buffer, sizes["expert"]) * feedforward.top_k if routed else 0
+        )
         buffers.append(choices * x)
     most = max(sum(buffers[p] for p in stage) for stage in places_of_stages(model, sizes))
     pieces = config.mesh.pieces() * config.accumulation_steps

@@ -256,10 +256,11 @@ class TrainConfig:
                 f"mesh.pipeline={stages} x mesh.rounds={rounds}: the model's {periods} periods of {self.model.period()!r} are not "
                 "divisible by it; in several rounds each stage computes one or more whole periods at a time"
             )
-        if self.model.num_layers % stages:
+        layers = self.model.num_layers
+        if layers % stages:
             raise ValueError(
-                f"mesh.pipeline={stages}: the model's {self.model.num_layers} layers are not divisible by it; accepted are its "
-                "divisors"
+                f"mesh.pipeline={stages}: the model's {layers} layers are not divisible by it; accepted are "
+                f"{', '.join(str(n) for n in range(1, layers + 1) if layers % n == 0)}"
             )
         length = self.data.sequence_length
         if length < sizes["sequence"]:

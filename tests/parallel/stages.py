@@ -1,0 +1,147 @@
+"""Check pipeline stages that are not whole periods, in a process of eight devices: made-up layers whose order shows, and
+checkpoints that move between such a mesh and one device.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+
+import grain
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lsm_jax.parallel import MeshConfig, Stages, make_mesh, pipelined_at_layers, transfers
+from lsm_jax.training.checkpoints import Checkpoints, abstract_like
+from lsm_jax.training.memory_plan import plan
+from lsm_jax.training.step import make_program
+from tests.parallel.meshes import batch as batch_of
+from tests.parallel.meshes import compare, run_of
+
+PATTERN = "linear_attention/softmax"
+CUT = Stages((0, 0, 0, 1, 0, 0, 0, 1), 4)
+AXES = {0: [("layers", None)], 1: [("layers", None, "embed"), ("layers", None)]}
+
+
+def apply(kind: int, arrays, number, x, rows, constant):
+    """Apply a made-up layer, and return its statistics; both depend on the layer's kind and number, so that a wrong order
+    shows.
+    """
+    if kind == 0:
+        x = jnp.tanh(arrays[0] * x + rows + constant * number)
+    else:
+        x = jnp.sin(x @ arrays[0]) + arrays[1].sum() * number
+    return x, {f"{kind}_mean": jnp.mean(x), "rows_count": number * jnp.ones(()) * x.shape[0]}
+
+
+def in_order(layers, x, rows, constant):
+    """Return x after all layers, and the statistics of each layer by its number."""
+    statistics, taken = {}, [0, 0]
+    for number, kind in enumerate(CUT.kinds):
+        arrays = [a[taken[kind]] for a in layers[kind]]
+        taken[kind] += 1
+        x, statistics[number] = apply(kind, arrays, number, x, rows, constant)
+    return x, statistics
+
+
+def in_stages(layers, x, rows, constant):
+    """Return the same as `in_order`, from the pipeline."""
+
+    def program(sequence, entries, carry, rows, constant):
+        found = {0: [], 1: []}
+        for kind in sequence:
+            arrays, number = entries[kind][len(found[kind])]
+            carry, aux = apply(kind, arrays, number, carry, rows, constant)
+            found[kind].append(aux)
+        for kind, several in found.items():
+            zeros = {f"{kind}_mean": jnp.zeros(()), "rows_count": jnp.zeros(())}
+            several += [zeros] * (CUT.entries(kind) - len(several))
+        return carry, {k: jax.tree.map(lambda *a: jnp.stack(a), *v) for k, v in found.items()}
+
+    def stage(layers, carry, rows, constant):
+        index, entries = layers
+        programs = [lambda *a, s=s: program(s, *a) for s in CUT.programs()]
+        return jax.lax.switch(index, programs, entries, carry, rows, constant)
+
+    x, found = pipelined_at_layers(stage, CUT, layers, AXES, x, rows, constant, microbatches=8)
+    statistics = {}
+    for kind in (0, 1):
+        for entry, position in enumerate(CUT.table(kind).reshape(-1)):
+            if position < len(CUT.layers_of(kind)):
+                number = int(CUT.layers_of(kind)[position])
+                statistics[number] = {name: value[entry] for name, value in found[kind].items()}
+    return x, dict(sorted(statistics.items()))
+
+
+def made_up() -> int:
+    """Assert that values, statistics and all gradients of the stages are those of the layers in order; return how many bytes
+    each device sends by all-to-all.
+    """
+    rng = np.random.default_rng(0)
+    layers = {
+        0: [rng.normal(size=(6, 4))],
+        1: [rng.normal(size=(2, 4, 4)), rng.normal(size=(2, 3))],
+    }
+    x, rows = rng.normal(size=(2, 16, 4))
+
+    def gradient_of(run):
+        def loss(layers, x, rows, constant):
+            y, statistics = run(layers, x, rows, constant)
+            return jnp.sum(y * jnp.cos(jnp.arange(y.size)).reshape(y.shape)), (y, statistics)
+
+        return jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3), has_aux=True))
+
+    given = jax.tree.map(jnp.float32, (layers, x, rows, 0.1))
+    expected = gradient_of(in_order)(*given)
+    with jax.set_mesh(make_mesh(MeshConfig(data=1, pipeline=4), jax.devices()[:4])):
+        compiled = gradient_of(in_stages).lower(*given).compile()
+        got = compiled(*given)
+    # The mean of a microbatch's rows is averaged, and the rows of each microbatch are counted.
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)
+    return sum(t.bytes for t in transfers(compiled) if t.kind == "all-to-all")
+
+
+def checkpoints(folder: str) -> None:
+    """Save a checkpoint after a training step on a mesh whose stages are not whole periods, and one on a single device;
+    assert that the other restores the same state and takes the same second step.
+    """
+    one, cut = dict(data=1), dict(data=1, pipeline=4)
+
+    def start(axes):
+        config = run_of(PATTERN, mesh=MeshConfig(**axes))
+        mesh = make_mesh(config.mesh, jax.devices()[: axes.get("pipeline", 1)])
+        jax.set_mesh(mesh)
+        return make_program(config, mesh), batch_of()
+
+    for saves, restores in ((cut, one), (one, cut)):
+        program, rows = start(saves)
+        state = program.init()
+        compiled = program.train_step.lower(state, rows).compile()
+        if saves is cut:
+            sent = sum(t.bytes for t in transfers(compiled) if t.kind == "all-to-all")
+            planned = plan(run_of(PATTERN, mesh=MeshConfig(**cut)), 4).communication
+            assert sent == planned["layers dealt out, and back"], (sent, planned)
+            print("dealt out as planned")
+        state, _ = compiled(state, rows)
+        stored = Checkpoints(pathlib.Path(folder) / f"{len(saves)}")
+        data = iter(grain.MapDataset.range(4).to_iter_dataset())
+        stored.save(1, state, data)
+        stored.wait()
+        saved = jax.tree.map(np.asarray, state)
+        after, metrics = compiled(state, rows)
+        expected = jax.tree.map(np.asarray, (after.params, metrics))
+        program, rows = start(restores)
+        found = stored.restore(abstract_like(jax.eval_shape(program.init), program.shardings), data)
+        assert found is not None
+        jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, found), saved)
+        after, metrics = program.train_step(found, rows)
+        compare("parameters", jax.tree.map(np.asarray, after.params), expected[0])
+        np.testing.assert_allclose(metrics["train/loss"], expected[1]["train/loss"], rtol=1e-5)
+        print("restored", restores, flush=True)
+        stored.close()
+
+
+if __name__ == "__main__":
+    checkpoints(sys.argv[1])
