@@ -141,18 +141,16 @@ def _run_stage(layer, kinds, cut, sequence, names, entries, carry, rows, constan
 
     found: dict[int, list[dict[str, jax.Array]]] = {kind: [] for kind in entries}
     for number, kind in enumerate(sequence):
-        x = (
-            name_stage_layer(x) if number else x
-        )  # the first layer's is an argument of the stage, and so saved
+        if number:  # the input of the first layer is an argument of the stage, and so saved
+            x = name_stage_layer(x)
         x, shared, aux = apply(kind, len(found[kind]), x, shared)
         found[kind].append(aux)
     statistics = {}
     for kind, several in found.items():
-        shapes = (
-            several[0]
-            if several
-            else jax.eval_shape(functools.partial(apply, kind, 0), x, shared)[2]
-        )
+        if several:
+            shapes = several[0]
+        else:
+            shapes = jax.eval_shape(functools.partial(apply, kind, 0), x, shared)[2]
         zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
         several = several + [zeros] * (cut.entries(kind) - len(several))
         statistics[kind] = jax.tree.map(lambda *a: jnp.stack(a), *several)

@@ -1,25 +1,15 @@
-"""Check pipeline stages that are not whole periods, in a process of eight devices: made-up layers whose order shows, and
-checkpoints that move between such a mesh and one device.
+"""Compare a pipeline that is cut at layers, of made-up layers whose order shows, with the layers in order; `tests.parallel.traffic`
+runs it in a process of eight devices.
 """
 
 from __future__ import annotations
 
-import pathlib
-import sys
-
-import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from lsm_jax.parallel import MeshConfig, Stages, make_mesh, pipelined_at_layers, transfers
-from lsm_jax.training.checkpoints import Checkpoints, abstract_like
-from lsm_jax.training.memory_plan import plan
-from lsm_jax.training.step import make_program
-from tests.parallel.meshes import batch as batch_of
-from tests.parallel.meshes import compare, run_of
 
-PATTERN = "linear_attention/softmax"
 CUT = Stages((0, 0, 0, 1, 0, 0, 0, 1), 4)
 AXES = {0: [("layers", None)], 1: [("layers", None, "embed"), ("layers", None)]}
 
@@ -101,47 +91,3 @@ def made_up() -> int:
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)
     return sum(t.bytes for t in transfers(compiled) if t.kind == "all-to-all")
-
-
-def checkpoints(folder: str) -> None:
-    """Save a checkpoint after a training step on a mesh whose stages are not whole periods, and one on a single device;
-    assert that the other restores the same state and takes the same second step.
-    """
-    one, cut = dict(data=1), dict(data=1, pipeline=4)
-
-    def start(axes):
-        config = run_of(PATTERN, mesh=MeshConfig(**axes))
-        mesh = make_mesh(config.mesh, jax.devices()[: axes.get("pipeline", 1)])
-        jax.set_mesh(mesh)
-        return make_program(config, mesh), batch_of()
-
-    for saves, restores in ((cut, one), (one, cut)):
-        program, rows = start(saves)
-        state = program.init()
-        compiled = program.train_step.lower(state, rows).compile()
-        if saves is cut:
-            sent = sum(t.bytes for t in transfers(compiled) if t.kind == "all-to-all")
-            planned = plan(run_of(PATTERN, mesh=MeshConfig(**cut)), 4).communication
-            assert sent == planned["layers dealt out, and back"], (sent, planned)
-            print("dealt out as planned")
-        state, _ = compiled(state, rows)
-        stored = Checkpoints(pathlib.Path(folder) / f"{len(saves)}")
-        data = iter(grain.MapDataset.range(4).to_iter_dataset())
-        stored.save(1, state, data)
-        stored.wait()
-        saved = jax.tree.map(np.asarray, state)
-        after, metrics = compiled(state, rows)
-        expected = jax.tree.map(np.asarray, (after.params, metrics))
-        program, rows = start(restores)
-        found = stored.restore(abstract_like(jax.eval_shape(program.init), program.shardings), data)
-        assert found is not None
-        jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, found), saved)
-        after, metrics = program.train_step(found, rows)
-        compare("parameters", jax.tree.map(np.asarray, after.params), expected[0])
-        np.testing.assert_allclose(metrics["train/loss"], expected[1]["train/loss"], rtol=1e-5)
-        print("restored", restores, flush=True)
-        stored.close()
-
-
-if __name__ == "__main__":
-    checkpoints(sys.argv[1])

@@ -96,7 +96,7 @@ def test_stages_that_are_not_whole_periods(cases):
 
 @pytest.mark.slow
 def test_checkpoints_of_stages_that_are_not_whole_periods(tmp_path):
-    out = run_with_devices(4, "-m", "tests.parallel.stages", str(tmp_path))
+    out = run_with_devices(4, "-m", "tests.parallel.stage_checkpoints", str(tmp_path))
     assert out.count("restored") == 2 and "dealt out as planned" in out
 
 
