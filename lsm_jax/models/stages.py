@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 
 from lsm_jax.models.periods import name_stage_layer, rematerialized_stage
-from lsm_jax.parallel import Stages, pipelined_at_layers
+from lsm_jax.parallel import Stages, pipelined_at_layers, shards_of
 
 
 class Kind(NamedTuple):
@@ -71,7 +71,14 @@ def apply_in_stages(
 
     Returns:
         x after the layers, and the statistics of each layer of the period, stacked over the periods.
+
+    Raises:
+        ValueError: the layers are not divisible by the stages, or the mesh shards the tokens of a row.
     """
+    if (shards := shards_of("sequence")) > 1:  # docs/decisions.md: "Pipelines are cut at layers"
+        raise ValueError(
+            f"mesh.sequence={shards} with {stages} pipeline stages that are not whole periods: accepted is mesh.sequence=1"
+        )
     kinds = kinds_of(blocks)
     periods = jax.tree.leaves(blocks[0])[0].shape[0]
     kind_at = {place: number for number, kind in enumerate(kinds) for place in kind.places}

@@ -262,6 +262,11 @@ class TrainConfig:
                 f"mesh.pipeline={stages}: the model's {layers} layers are not divisible by it; accepted are "
                 f"{', '.join(str(n) for n in range(1, layers + 1) if layers % n == 0)}"
             )
+        if periods % stages and sizes["sequence"] > 1:
+            raise ValueError(
+                f"mesh.sequence={sizes['sequence']} with mesh.pipeline={stages}: the model's {periods} periods of "
+                f"{self.model.period()!r} are not divisible by the stages; accepted are stages of whole periods, or mesh.sequence=1"
+            )
         length = self.data.sequence_length
         if length < sizes["sequence"]:
             raise ValueError(

@@ -39,6 +39,14 @@ def test_rounds_that_do_not_fit_are_refused():
     config = run_of("linear_attention", mesh=MeshConfig(data=1, pipeline=2, rounds=4))
     with pytest.raises(ValueError, match=r"mesh.pipeline=2 x mesh.rounds=4: the model's 4 periods"):
         config.validate(2)
+    config = run_of("linear_attention/softmax", mesh=MeshConfig(data=1, pipeline=4, sequence=2))
+    with pytest.raises(
+        ValueError, match="mesh.sequence=2 with mesh.pipeline=4: .* whole periods, or"
+    ):
+        config.validate(8)
+    config = dataclasses.replace(config, mesh=MeshConfig(data=1, pipeline=2, rounds=2))
+    with pytest.raises(ValueError, match="mesh.pipeline=2 x mesh.rounds=2: the model's 2 periods"):
+        config.validate(2)
 
 
 def test_rounds_are_planned():
