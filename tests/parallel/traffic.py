@@ -42,8 +42,8 @@ def main() -> None:
             found = transfers(jax.jit(run).lower(x).compile())
             assert found == [Transfer(kind, devices, times, times * size)], (kind, found)
         print(kind, "ok")
-    # Pipeline stages that are not whole periods: entries of 4 and 16 numbers, two and one for each stage, and the gradients.
-    assert made_up() == 2 * (2 * 4 + 16) * 4 * 3 // 4
+    # Pipeline stages that are not whole periods: entries of 4 and 16 numbers, two and one for each stage, and their gradients.
+    assert made_up() == 2 * (2 * 4 + 16) * 4 // 2
     print("pipeline ok")
 
 
