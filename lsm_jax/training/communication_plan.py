@@ -78,19 +78,14 @@ def dealt_bytes(
     """Return the bytes, in float32, of the layers' parameters that each step sends to a device of the pipeline; 0 where the
     device stores the layers of its stage.
 
-    With several rounds they are as many as the device stores. In stages that are not whole periods, the device receives
-    entries of complete layers (`entries_of_stage`), of which it stores a part of the width. `local_params` has the number of
-    entries of each parameter that the device stores, by the parameter's path."""
+    With several rounds they are as many as the device stores. In stages that are not whole periods, the device stores a part of
+    the width of all layers, and receives those of `entries_of_stage` complete. `local_params` has the size of each parameter on
+    the device, by the parameter's path."""
     places = range(len(model.periods.blocks))
-    stored = [
-        4
-        * sum(
-            size
-            for name, size in local_params.items()
-            if name.startswith(f"periods/blocks/{place}/")
-        )
-        for place in places
-    ]
+    stored = [0 for _ in places]  # of the layers at each place of the period
+    for name, size in local_params.items():
+        if name.startswith("periods/blocks/"):
+            stored[int(name.split("/")[2])] += 4 * size
     if model.num_periods % sizes["pipeline"] == 0:
         return sum(stored) if config.mesh.rounds > 1 else 0
     entries = entries_of_stage(model, sizes)

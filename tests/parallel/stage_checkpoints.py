@@ -17,7 +17,7 @@ from lsm_jax.training.memory_plan import plan
 from lsm_jax.training.step import make_program
 from tests.parallel.meshes import batch, compare, run_of
 
-PATTERN = "linear_attention/softmax"
+PATTERN = "linear_attention+none/softmax+none"
 
 
 def main(folder: str) -> None:
