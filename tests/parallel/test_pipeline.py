@@ -119,6 +119,7 @@ def test_layers_of_stages():
         Stages(tuple("LLLN" * 2), 3)
 
 
+@pytest.mark.slow
 def test_layers_that_are_dealt_out_are_planned():
     """Of eight layers of LLLN, a device of four stages stores a quarter, and receives two linear layers and one softmax layer
     in each step.
