@@ -92,7 +92,8 @@ LLLN_EXPERTS = LLLN.replace("/", "+moe/") + "+moe"
         (f"{LLLN_EXPERTS}@num_layers=8:pipeline=4", f"{LLLN_EXPERTS}@num_layers=8:pipeline=4,expert=2"),
         tuple(f"{LLLN}@remat=full:pipeline=2,{axis}=2" for axis in ("data", "fsdp", "tensor")),
         (f"{LLLN_EXPERTS}:pipeline=2,fsdp=2,tensor=2",),
-        ("rwkv7/hgrn2/softmax+moe/gla+none:pipeline=2",),  # four kinds; values that travel; bounds over layers
+        ("rwkv7+none/softmax+none:pipeline=4",),  # the first layer's values travel
+        ("hgrn2+none/softmax+none:pipeline=4",),  # bounds over all layers
         (f"bfloat16:{LLLN}:pipeline=2,fsdp=2",),
     ],
     ids=lambda cases: cases[0].partition("@")[2] or cases[0],
