@@ -26,6 +26,7 @@ from lsm_jax.models.periods import (
     run_period,
     together,
 )
+from lsm_jax.models.stages import apply_in_stages
 from lsm_jax.ops.core.states import layer_of, put_layer
 from lsm_jax.parallel import constrain, pipelined, shards_of
 
@@ -200,10 +201,17 @@ class Decoder(nnx.Module):
         clock = mixers.fresh_clock(tokens.shape[0]) if state is None else state.clock
         positions, clock = mixers.advance(clock, tokens.shape, segment_ids, update_mask, positions)
         shared = self.init_shared(x)
-        apply_period = functools.partial(run_period, self._layer_function(contiguous))
+        in_loop = not self.unroll_layers
+        apply_period = functools.partial(
+            run_period, self._layer_function(contiguous, in_loop=in_loop)
+        )
         rows = (segment_ids, positions, update_mask)
         if state is None and (stages := shards_of("layers")) > 1:
-            x, aux = self._pipelined(apply_period, x, shared, rows, microbatches or stages, rounds)
+            microbatches = microbatches or stages
+            if self.num_periods % stages and rounds == 1:
+                x, aux = self._pipelined_at_layers(contiguous, x, shared, rows, microbatches)
+            else:
+                x, aux = self._pipelined(apply_period, x, shared, rows, microbatches, rounds)
             return self._normed(x), None, self._statistics(aux)
         unsharded = jax.sharding.get_abstract_mesh().empty and jax.typeof(x).sharding.mesh.empty
         if state is not None and tokens.shape[1] == 1 and unsharded:
@@ -237,9 +245,9 @@ class Decoder(nnx.Module):
             gathered |= model_losses(gathered)
         return gathered
 
-    def _layer_function(self, contiguous: bool) -> Callable:
+    def _layer_function(self, contiguous: bool, *, in_loop: bool) -> Callable:
         """Return the function that applies one layer (a `Block`) to the residual stream, wrapped in rematerialisation
-        as the config's `remat` says.
+        as the config's `remat` says; `in_loop` is that of `rematerialized`.
         """
         grouped = len(self.periods.blocks) > 1 and self.remat == "full"
 
@@ -257,7 +265,7 @@ class Decoder(nnx.Module):
                 contiguous=contiguous,
             )
 
-        return rematerialized(layer, self.remat, in_loop=not self.unroll_layers)
+        return rematerialized(layer, self.remat, in_loop=in_loop)
 
     def _pipelined(self, apply_period, x, shared, rows, microbatches: int, rounds: int):
         """Apply all layers of the decoder over the stages of the mesh's pipeline, without states.
@@ -300,6 +308,23 @@ class Decoder(nnx.Module):
             rounds=rounds,
         )
         return x, aux
+
+    def _pipelined_at_layers(self, contiguous: bool, x, shared, rows, microbatches: int):
+        """Apply all layers of the decoder over pipeline stages that are not whole periods, without states.
+
+        The arguments and the result are those of `_pipelined`; `contiguous` is that of `hidden`.
+        """
+        by_rows = entries_by_row(self.init_shared, x)
+        return apply_in_stages(
+            self._layer_function(contiguous, in_loop=False),
+            list(self.periods.blocks),
+            shards_of("layers"),
+            self.remat,
+            (x, {name: shared[name] for name in by_rows}),
+            rows,
+            {name: value for name, value in shared.items() if name not in by_rows},
+            microbatches=microbatches,
+        )
 
     def _decode(self, apply_period, x, shared, rows, states):
         """Apply all layers to one token per row, and update the stacked memories of all layers in place.

@@ -9,9 +9,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from lsm_jax.ops import KEPT
 from lsm_jax.parallel import GATHERED
+
+_STAGE_LAYER = "stage_layer"
 
 
 @jax.custom_vjp
@@ -40,12 +43,34 @@ def rematerialized(function: Any, policy: str, *, in_loop: bool = True) -> Any:
     """
     if policy == "none":
         return function
+    return jax.checkpoint(function, policy=_saveable(policy), prevent_cse=not in_loop)
+
+
+def rematerialized_stage(function: Any, policy: str) -> Any:
+    """Return `function`, which computes the layers of a pipeline stage by `jax.lax.switch`, wrapped so that its
+    backward pass is that of layers that are rematerialized by the policy: the input of each layer
+    (`name_stage_layer`) and what the policy says is saved.
+
+    Without it the branches would return all parameters as residuals, and the scan over microbatches would store a
+    copy of them for each: a `jax.checkpoint` saves none of its inputs a second time.
+    """
+    return jax.checkpoint(function, policy=_saveable(policy, _STAGE_LAYER), prevent_cse=False)
+
+
+def name_stage_layer(x: jax.Array) -> jax.Array:
+    """Return the input x [B, T, D] of a layer of a pipeline stage, marked as saved for the backward pass."""
+    return checkpoint_name(x, _STAGE_LAYER)
+
+
+def _saveable(policy: str, *names: str) -> Any:
+    """Return the policy of `jax.checkpoint` for a config's `remat`, which also saves the arrays of these names."""
     policies = jax.checkpoint_policies
-    saveable = policies.save_only_these_names(GATHERED)
-    if policy == "dots":
-        names = policies.save_only_these_names(GATHERED, KEPT)
-        saveable = policies.save_from_both_policies(names, policies.dots_with_no_batch_dims_saveable)  # fmt: skip
-    return jax.checkpoint(function, policy=saveable, prevent_cse=not in_loop)
+    if policy == "none":
+        return policies.everything_saveable
+    if policy == "full":
+        return policies.save_only_these_names(GATHERED, *names)
+    kept = policies.save_only_these_names(GATHERED, KEPT, *names)
+    return policies.save_from_both_policies(kept, policies.dots_with_no_batch_dims_saveable)
 
 
 def run_period(layer: Callable, rows, carry, inputs):

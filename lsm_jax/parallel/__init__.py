@@ -41,8 +41,9 @@ from lsm_jax.parallel.mesh import (
     partition_spec,
     token_sharding,
 )
-from lsm_jax.parallel.pipeline import pipelined
+from lsm_jax.parallel.pipeline import pipelined, pipelined_at_layers
 from lsm_jax.parallel.sequence import GATHERED
+from lsm_jax.parallel.stages import Stages
 from lsm_jax.parallel.sums import gather_along, sum_along
 from lsm_jax.parallel.traffic import Transfer, transfers
 
@@ -53,6 +54,7 @@ __all__ = [
     "GATHERED",
     "EXCHANGES",
     "RULES",
+    "Stages",
     "TOKENS",
     "MeshConfig",
     "Transfer",
@@ -75,6 +77,7 @@ __all__ = [
     "param_sharding",
     "partition_spec",
     "pipelined",
+    "pipelined_at_layers",
     "place_batch",
     "place_on",
     "room_for",

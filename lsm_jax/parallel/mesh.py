@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
@@ -45,10 +45,11 @@ class MeshConfig:
         sequence: shards of each row's tokens; training pads rows that are not divisible.
         tensor: shards of the heads and of the feedforwards' widths.
         expert: shards of the batch, over which the experts are sharded, too.
-        pipeline: stages into which the layers are divided, each of one or more periods of the pattern.
+        pipeline: stages into which the layers are divided, as many layers in each.
         microbatches: parts of the batch that pass through the stages one after another, a multiple of
             `pipeline`; 0 is `pipeline`.
-        rounds: how often a microbatch passes through all stages; each stage has as many groups of layers.
+        rounds: how often a microbatch passes through all stages; each stage has as many groups of layers, which with
+            more than one round are whole periods of the pattern.
             With S stages, M microbatches and R rounds, a device waits (S - 1) / (R M + S - 1) of the time.
     """
 
@@ -147,6 +148,8 @@ def param_sharding(
 ) -> NamedSharding:
     """Return the sharding of a parameter on `mesh`, by its logical axes and its shape.
 
+    Where the pipeline's stages do not divide the axis "layers", they shard another dimension (`width_dimension`).
+
     Raises:
         ValueError: a sharded dimension is not divisible by the devices along its mesh axes; `name` is the
             parameter's, for the message.
@@ -155,15 +158,43 @@ def param_sharding(
         raise ValueError(
             f"{name}: logical axes {tuple(logical_axes)} for shape {tuple(shape)}; accepted is one per dimension"
         )
-    for size, logical in zip(shape, logical_axes, strict=True):
+    spec = list(partition_spec(logical_axes))
+    for place, (size, logical) in enumerate(zip(shape, logical_axes, strict=True)):
         axes = mesh_axes(logical)
         parts = math.prod(mesh.shape[axis] for axis in axes)
-        if size % parts:
+        if size % parts == 0:
+            continue
+        if logical != "layers":
             raise ValueError(
                 f"{name}: axis {logical!r} of size {size} does not divide over {parts} devices of "
                 f"{', '.join(f'mesh.{axis}={mesh.shape[axis]}' for axis in axes)}"
             )
-    return NamedSharding(mesh, partition_spec(logical_axes))
+        spec[place] = None
+        width = width_dimension(mesh.shape, logical_axes, shape)
+        if width is not None:
+            spec[width] = (*axes, *mesh_axes(logical_axes[width]))
+    return NamedSharding(mesh, PartitionSpec(*spec))
+
+
+def width_dimension(
+    sizes: Mapping[str, int], logical_axes: Sequence[str | None], shape: Sequence[int]
+) -> int | None:
+    """Return which dimension of parameters of layers [n, ...] the mesh axis "pipeline" shards where it does not
+    divide n: the first that it divides and that no other axis shards, otherwise the first that it divides together
+    with the other axes; None if there is none.
+
+    Args:
+        sizes: number of devices along each mesh axis, by its name.
+        logical_axes: the logical axes of the parameters, of which the first is "layers".
+        shape: the shape of the parameters.
+    """
+    stages = math.prod(sizes[axis] for axis in mesh_axes("layers"))
+    found = []
+    for place, (size, logical) in enumerate(zip(shape, logical_axes, strict=True)):
+        parts = math.prod(sizes[axis] for axis in mesh_axes(logical))
+        if logical != "layers" and size % (parts * stages) == 0:
+            found.append((parts > 1, place))
+    return min(found)[1] if found else None
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:

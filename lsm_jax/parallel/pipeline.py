@@ -9,7 +9,8 @@ computes its next round, and no stage waits in between. The backward pass is the
 same ring in the opposite direction. With several rounds each turn is recomputed in it.
 
 Parameters are stored in the order of layers, so checkpoints do not depend on the schedule: every step sends
-each group to the device of its stage, and its gradient back.
+each group to the device of its stage, and its gradient back. Stages that are not whole periods of the layers'
+pattern differ from each other; their layers are sent as `stages` describes, in one round.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from lsm_jax.parallel.experts import shards_of
 from lsm_jax.parallel.mesh import mesh_axes
+from lsm_jax.parallel.stages import Stages, receive_layers, stage_spec
 from lsm_jax.parallel.sums import gather_along, map_over, sum_and_scatter
 
 
@@ -62,22 +65,95 @@ def pipelined(
         ValueError: rows, layers or microbatches are not divisible as required.
     """
     (axis,) = mesh_axes("layers")
+    stages = shards_of("layers")
+    length = jax.tree.leaves(layers)[0].shape[0]
+    if length % (stages * rounds):
+        raise ValueError(
+            f"mesh.rounds={rounds}: {length} layers are not divisible by {stages} pipeline stages x {rounds} rounds"
+        )
+
+    def collect(layers):
+        return jax.tree.map(functools.partial(_groups_of_stage, axis, rounds), layers)
+
+    return _run(
+        stage, collect, PartitionSpec(axis), layers, carry, rows, constants, microbatches, rounds
+    )
+
+
+def pipelined_at_layers(
+    stage: Callable[..., tuple[Any, Any]],
+    stages: Stages,
+    layers: dict[Any, list[jax.Array]],
+    logical_axes: dict[Any, list[tuple[str | None, ...]]],
+    carry: Any,
+    rows: Any,
+    constants: Any,
+    *,
+    microbatches: int,
+) -> tuple[Any, Any]:
+    """Compute all layers of a model by a pipeline in one round whose stages are not whole periods of the layers'
+    pattern; otherwise it is `pipelined`.
+
+    Args:
+        stage: function (layers, carry, rows, constants) that computes the layers of a stage; it returns the `carry`
+            after them, and a pytree of statistics by name, whose shapes are equal in all stages: [n, ...]. Its
+            `layers` are the index of the stage's program (int32), and by kind a list of layers, one for each
+            entry of the stage: (its parameters as a list of arrays, its index among all layers).
+        stages: which kinds of layers there are, and which layers each stage computes.
+        layers: by kind, the parameters of its n layers, arrays [n, ...].
+        logical_axes: by kind, the logical axes of these arrays, of which the first is "layers".
+        carry, rows, constants, microbatches: as in `pipelined`.
+
+    Returns:
+        The `carry` after all layers, and statistics [S n, ...]: those of each stage, sums and means as in `pipelined`.
+
+    Raises:
+        ValueError: rows or microbatches are not divisible as required.
+    """
+    (axis,) = mesh_axes("layers")
+    specs = {
+        kind: [
+            stage_spec(axis, a, x.shape) for x, a in zip(arrays, logical_axes[kind], strict=True)
+        ]
+        for kind, arrays in layers.items()
+    }
+
+    def collect(layers):
+        me = jax.lax.axis_index(axis)
+        program = jnp.asarray(stages.program_of_stage())[me]
+        received = {}
+        for kind, arrays in layers.items():
+            table, numbers = stages.table(kind), stages.layers_of(kind)
+            given = zip(specs[kind], logical_axes[kind], arrays, strict=True)
+            entries = [receive_layers(axis, spec, table, axes, x) for spec, axes, x in given]
+            last = len(numbers) - 1  # the number of an entry without a layer is not used
+            numbers = jnp.asarray(numbers[np.minimum(table, last)])[me]
+            received[kind] = [
+                ([x[entry] for x in entries], numbers[entry]) for entry in range(table.shape[1])
+            ]
+        return jax.tree.map(lambda x: x[None], (program, received))
+
+    return _run(stage, collect, specs, layers, carry, rows, constants, microbatches, 1)
+
+
+def _run(stage, collect, specs, layers, carry, rows, constants, microbatches, rounds):
+    """Map the ring of stages over the mesh axis of the pipeline.
+
+    `collect` is the function that returns this device's groups of layers, [R, ...], from its part of `layers`, which
+    are sharded as `specs` says; the other arguments and the result are those of `pipelined`.
+    """
+    (axis,) = mesh_axes("layers")
     stages, batch = shards_of("layers"), jax.tree.leaves(carry)[0].shape[0]
     if microbatches % stages or batch % microbatches:
         raise ValueError(
             f"mesh.microbatches={microbatches}: accepted are multiples of the {stages} pipeline stages that divide the batch of "
             f"{batch} rows"
         )
-    length = jax.tree.leaves(layers)[0].shape[0]
-    if length % (stages * rounds):
-        raise ValueError(
-            f"mesh.rounds={rounds}: {length} layers are not divisible by {stages} pipeline stages x {rounds} rounds"
-        )
     sharded, replicated = PartitionSpec(axis), PartitionSpec()
     run = map_over(
         {axis},
-        functools.partial(_ring, stage, axis, microbatches, rounds),
-        (sharded, sharded, sharded, replicated),
+        functools.partial(_ring, stage, collect, axis, microbatches, rounds),
+        (specs, sharded, sharded, replicated),
         (sharded, PartitionSpec(None, axis)),
     )
     carry, statistics = run(layers, carry, rows, constants)
@@ -115,12 +191,12 @@ def _groups_of_stage(axis: str, rounds: int, x: jax.Array) -> jax.Array:
     return jnp.stack([groups_of_round(r) for r in range(rounds)])
 
 
-def _ring(stage, axis, microbatches, rounds, layers, carry, rows, constants):
+def _ring(stage, collect, axis, microbatches, rounds, layers, carry, rows, constants):
     """Compute one device's stage of the pipeline for all microbatches and rounds, as one scan over turns;
     in each turn every stage computes a group of layers and sends the result to the next stage.
 
-    Its arguments are this device's: `layers` [L / S, ...], `carry` and `rows` [B / S, ...]. It returns the
-    `carry` of its rows, and statistics [R, L / (S R), ...] of its layers.
+    Its arguments are this device's: `layers`, from which `collect` returns its groups of layers [R, ...], and `carry`
+    and `rows` [B / S, ...]. It returns the `carry` of its rows, and statistics [R, n, ...] of its n layers of a group.
     """
     stages, me = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
     local = microbatches // stages
@@ -137,7 +213,7 @@ def _ring(stage, axis, microbatches, rounds, layers, carry, rows, constants):
         x = sum_and_scatter(axis, x)
         return jnp.moveaxis(x, 0, 1).reshape(-1, *x.shape[2:])
 
-    layers = jax.tree.map(functools.partial(_groups_of_stage, axis, rounds), layers)
+    layers = collect(layers)
     inputs, rows = jax.tree.map(cut, (carry, rows))
 
     def at(tree, index):

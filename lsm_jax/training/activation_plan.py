@@ -15,8 +15,9 @@ from lsm_jax.mixers import MLAConfig, PaTHConfig
 from lsm_jax.mixers.softmax import Softmax
 from lsm_jax.models import Decoder
 from lsm_jax.models.decoder import rematerialized
+from lsm_jax.models.stages import kinds_of
 from lsm_jax.ops.core.checks import DEFAULT_CHUNK_SIZE
-from lsm_jax.parallel import BATCH_AXES
+from lsm_jax.parallel import BATCH_AXES, Stages
 from lsm_jax.training.config import TrainConfig
 from lsm_jax.training.liveness import peak_bytes, result_bytes
 
@@ -32,6 +33,28 @@ def local_shape(config: TrainConfig, sizes: dict[str, int]) -> tuple[int, int]:
     rows = config.batch_size // config.accumulation_steps // config.mesh.pieces()
     shards = math.prod(sizes[axis] for axis in BATCH_AXES if axis != "pipeline")
     return rows // shards, -(-config.data.sequence_length // sizes["sequence"])
+
+
+def places_of_stages(model: Decoder, sizes: dict[str, int]) -> list[list[int]]:
+    """Return the places in the period of the layers of each different pipeline stage on a mesh with these sizes of its axes;
+    stages of whole periods are equal, and so one."""
+    places = list(range(len(model.periods.blocks)))
+    if model.num_periods % sizes["pipeline"] == 0:
+        return [places * (model.num_periods // sizes["pipeline"])]
+    stages = Stages(tuple(places * model.num_periods), sizes["pipeline"])
+    return [list(program) for program in stages.programs()]
+
+
+def entries_of_stage(model: Decoder, sizes: dict[str, int]) -> list[int]:
+    """Return for how many layers of each place of the period a pipeline stage has entries on a mesh with these sizes of its
+    axes. In stages that are not whole periods, those of all places with layers of one kind are counted at the first."""
+    if model.num_periods % sizes["pipeline"] == 0:
+        return [model.num_periods // sizes["pipeline"]] * len(model.periods.blocks)
+    kinds = kinds_of(list(model.periods.blocks))
+    first = {place: kind.places[0] for kind in kinds for place in kind.places}
+    kind_of_layer = [first[place] for place in sorted(first)] * model.num_periods
+    stages = Stages(tuple(kind_of_layer), sizes["pipeline"])
+    return [stages.entries(place) if first[place] == place else 0 for place in sorted(first)]
 
 
 def activation_bytes(
@@ -59,13 +82,16 @@ def activation_bytes(
     layers = known[key]
     x = rows * length * config.model.hidden_size * jnp.dtype(config.model.dtype).itemsize
     working = max(peak for peak, _ in layers) // sizes["tensor"] + 2 * x
-    saved = sum(x + residuals // sizes["tensor"] for _, residuals in layers)
+    entries = entries_of_stage(model, sizes)
+    saved = x * (config.model.num_layers // sizes["pipeline"])
+    # Branches of different stages return the residuals of all entries.
+    saved += sum(n * (r // sizes["tensor"]) for n, (_, r) in zip(entries, layers, strict=True))
     pieces = config.mesh.pieces()
     rounds = config.mesh.rounds
     ticks = rounds * pieces + sizes["pipeline"] - 1 if sizes["pipeline"] > 1 else 1
     # With one round of the pipeline, the activations of every turn (one microbatch in one stage) are saved; with
     # several rounds, each turn is recomputed, so that only the activations of one turn exist.
-    saved *= model.num_periods // (sizes["pipeline"] * rounds) * (ticks if rounds == 1 else 1)
+    saved = saved * ticks if rounds == 1 else saved // rounds
     if sizes["pipeline"] > 1:
         # The gathered inputs; the outputs of each turn, of which those of the last round are the results.
         saved += (2 * pieces + ticks) * x
@@ -73,9 +99,11 @@ def activation_bytes(
         blocks = model.periods.blocks
         transition = max(_transition_bytes(config, b, rows, length, platform) for b in blocks)
         working += transition // sizes["tensor"]
-        updates = sum(update_bytes(config, b, rows, length)[0] for b in blocks)
-        residuals = updates * sizes["sequence"] // sizes["tensor"]
-        saved += residuals * model.num_periods // sizes["pipeline"] * pieces
+        updates = sum(
+            n * update_bytes(config, b, rows, length)[0]
+            for n, b in zip(entries, blocks, strict=True)
+        )
+        saved += updates * sizes["sequence"] // sizes["tensor"] * pieces
     tokens = min(config.model.loss_chunk_size, rows * length)
     logits = 3 * tokens * config.model.vocab_size * 4  # logits, probabilities, their errors
     item = jnp.dtype(config.model.dtype).itemsize

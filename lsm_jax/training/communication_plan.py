@@ -14,9 +14,11 @@ import numpy as np
 
 from lsm_jax.models import Decoder
 from lsm_jax.training.activation_plan import (
+    entries_of_stage,
     gathered_numbers,
     gathers_keys_and_values,
     local_shape,
+    places_of_stages,
     update_bytes,
 )
 from lsm_jax.training.config import TrainConfig
@@ -50,7 +52,7 @@ def communication_bytes(
     if copies > 1:
         sent["gradients summed"] = 2 * _ring(copies) * trained
     if sizes["expert"] > 1:
-        sent |= _of_experts(config, all_params, local_params, trained, sizes)
+        sent |= _of_experts(config, model, all_params, local_params, trained, sizes)
     if sizes["fsdp"] > 1:
         gathered = local_bytes * sizes["fsdp"] * _ring(sizes["fsdp"])
         sent["parameters gathered"] = _passes(config) * gathered * config.accumulation_steps
@@ -62,21 +64,33 @@ def communication_bytes(
     if sizes["pipeline"] > 1:
         turns = config.mesh.rounds * pieces
         sent["stage to stage"] = 2 * x * turns + 2 * _ring(sizes["pipeline"]) * 2 * x * pieces
-        if config.mesh.rounds > 1:
-            # Forward, and the gradients back; at most one of the groups that a device stores is used by its
-            # own stage.
-            moved = period_bytes(local_params) * _ring(sizes["pipeline"])
+        # Forward, and the gradients back; at most one of the groups that a device stores is used by its own stage.
+        moved = dealt_bytes(config, model, local_params, sizes) * _ring(sizes["pipeline"])
+        if moved:
             sent["layers dealt out, and back"] = 2 * moved * config.accumulation_steps
     if sizes["sequence"] > 1:
         sent["states, or keys and values"] = _of_sequence(config, model, sizes)
     return {name: int(np.ceil(value)) for name, value in sent.items()}
 
 
-def period_bytes(local_params: dict[str, int]) -> int:
-    """Return the bytes, in float32, of the layers' parameters that one device stores: those of all periods,
-    without embedding and head. `local_params` has the number of entries of each parameter that the device
-    stores, by the parameter's path."""
-    return 4 * sum(size for name, size in local_params.items() if name.startswith("periods/"))
+def dealt_bytes(
+    config: TrainConfig, model: Decoder, local_params: dict[str, int], sizes: dict[str, int]
+) -> int:
+    """Return the bytes, in float32, of the layers' parameters that each step sends to a device of the pipeline; 0 where the
+    device stores the layers of its stage.
+
+    With several rounds they are as many as the device stores. In stages that are not whole periods, the device stores a part of
+    the width of all layers, and receives those of `entries_of_stage` complete. `local_params` has the size of each parameter on
+    the device, by the parameter's path."""
+    places = range(len(model.periods.blocks))
+    stored = [0 for _ in places]  # of the layers at each place of the period
+    for name, size in local_params.items():
+        if name.startswith("periods/blocks/"):
+            stored[int(name.split("/")[2])] += 4 * size
+    if model.num_periods % sizes["pipeline"] == 0:
+        return sum(stored) if config.mesh.rounds > 1 else 0
+    entries = entries_of_stage(model, sizes)
+    return sum(entries[p] * stored[p] * sizes["pipeline"] for p in places) // model.num_periods
 
 
 def _ring(size: int) -> float:
@@ -97,6 +111,7 @@ def _activation_bytes(config: TrainConfig, sizes: dict[str, int]) -> int:
 
 def _of_experts(
     config: TrainConfig,
+    model: Decoder,
     all_params: dict[str, Any],
     local_params: dict[str, int],
     trained: int,
@@ -111,17 +126,20 @@ def _of_experts(
         if all_params[n].ndim == 4 and n.rpartition("/")[2].endswith("_proj")
     )
     x = _activation_bytes(config, sizes)
-    buffers = 0.0
-    for letter in config.model.letters()[: len(config.model.period())]:
+    buffers = []
+    for letter in config.model.period():
         feedforward = config.model.layers[letter].feedforward
-        if hasattr(feedforward, "num_experts"):
-            buffers += min(feedforward.expert_buffer, sizes["expert"]) * feedforward.top_k * x
-    periods = config.model.num_layers // sizes["pipeline"] // len(config.model.period())
+        routed = hasattr(feedforward, "num_experts")
+        choices = (
+            min(feedforward.expert_buffer, sizes["expert"]) * feedforward.top_k if routed else 0
+        )
+        buffers.append(choices * x)
+    most = max(sum(buffers[p] for p in stage) for stage in places_of_stages(model, sizes))
     pieces = config.mesh.pieces() * config.accumulation_steps
     ring = _ring(sizes["expert"])
     return {
         "gradients summed over expert": 2 * ring * max(trained - experts, 0),
-        "experts, there and back": 2 * _passes(config) * ring * buffers * periods * pieces,
+        "experts, there and back": 2 * _passes(config) * ring * most * pieces,
     }
 
 
@@ -131,12 +149,13 @@ def _of_sequence(config: TrainConfig, model: Decoder, sizes: dict[str, int]) -> 
     attention. `sizes` is the number of devices along each mesh axis, by its name."""
     rows, length = local_shape(config, sizes)
     item = jnp.dtype(config.model.dtype).itemsize
-    count = 0
+    sent = []
     for block in model.periods.blocks:
         mixer: Any = block.mixer
-        count += sum(update_bytes(config, block, rows, length))
+        count = sum(update_bytes(config, block, rows, length))
         if gathers_keys_and_values(mixer):  # in each pass
             count += rows * length * math.prod(gathered_numbers(mixer, item)) * _passes(config)
-    periods = config.model.num_layers // sizes["pipeline"] // len(config.model.period())
+        sent.append(count)
+    most = max(sum(sent[p] for p in stage) for stage in places_of_stages(model, sizes))
     pieces = config.mesh.pieces() * config.accumulation_steps
-    return (sizes["sequence"] - 1) * count / sizes["tensor"] * periods * pieces
+    return (sizes["sequence"] - 1) * most / sizes["tensor"] * pieces

@@ -250,11 +250,22 @@ class TrainConfig:
         Heads and widths are checked by `lsm_jax.training.step.param_shardings`.
         """
         periods = self.model.num_layers // len(self.model.period())
-        if periods % (sizes["pipeline"] * self.mesh.rounds):
-            rounds = f" x mesh.rounds={self.mesh.rounds}" if self.mesh.rounds > 1 else ""
+        stages, rounds = sizes["pipeline"], self.mesh.rounds
+        if rounds > 1 and periods % (stages * rounds):
             raise ValueError(
-                f"mesh.pipeline={sizes['pipeline']}{rounds}: the model's {periods} periods of {self.model.period()!r} are not "
-                "divisible by it; each stage computes one or more whole periods"
+                f"mesh.pipeline={stages} x mesh.rounds={rounds}: the model's {periods} periods of {self.model.period()!r} are not "
+                "divisible by it; in several rounds each stage computes one or more whole periods at a time"
+            )
+        layers = self.model.num_layers
+        if layers % stages:
+            raise ValueError(
+                f"mesh.pipeline={stages}: the model's {layers} layers are not divisible by it; accepted are "
+                f"{', '.join(str(n) for n in range(1, layers + 1) if layers % n == 0)}"
+            )
+        if periods % stages and sizes["sequence"] > 1:
+            raise ValueError(
+                f"mesh.sequence={sizes['sequence']} with mesh.pipeline={stages}: the model's {periods} periods of "
+                f"{self.model.period()!r} are not divisible by the stages; accepted are stages of whole periods, or mesh.sequence=1"
             )
         length = self.data.sequence_length
         if length < sizes["sequence"]:

@@ -15,7 +15,7 @@ from lsm_jax.mixers import MoMConfig
 from lsm_jax.models import ModelConfig, abstract
 from lsm_jax.parallel import AXES
 from lsm_jax.training.activation_plan import activation_bytes, gathered_keys_and_values_bytes
-from lsm_jax.training.communication_plan import communication_bytes, period_bytes
+from lsm_jax.training.communication_plan import communication_bytes, dealt_bytes
 from lsm_jax.training.config import TrainConfig
 from lsm_jax.training.optimizer import moments_of
 from lsm_jax.training.partition import in_frozen_dtype, split
@@ -129,8 +129,8 @@ def plan(
         for path, _ in trained_leaves
     )
     saved, working = activation_bytes(config, model, sizes, known, platform)
-    # With several rounds: the layers as distributed over stages, and their gradients.
-    distributed = 2 * period_bytes(local_params) if config.mesh.rounds > 1 else 0
+    # The layers as dealt out to stages, and their gradients.
+    dealt = 2 * dealt_bytes(config, model, local_params, sizes)
     return Plan(
         sizes=sizes,
         parameters=trained
@@ -140,7 +140,7 @@ def plan(
         gradients=trained * (2 if config.accumulation_steps > 1 else 1),
         saved=saved,
         working=working
-        + distributed
+        + dealt
         + _gathered_parameter_bytes(config, all_params, sizes)
         + gathered_keys_and_values_bytes(config, model, sizes),
         # XLA computes new parameters inside the optimizer's fusion on NVIDIA GPUs, but after it on CPUs.

@@ -42,8 +42,9 @@ def run_of(pattern: str, **changes) -> TrainConfig:
     """Return the training config of a model with four layers, on rows of 16 tokens.
 
     `pattern` names the layers of a period, separated by `/`: `MIXER` (with SwiGLU), `MIXER+moe` or
-    `MIXER+none`.
+    `MIXER+none`. Fields of the model's config may follow, as in `MIXER@num_layers=8@remat=full`.
     """
+    pattern, *given = pattern.split("@")
     names = pattern.split("/")
     layers = {}
     for letter, name in zip("ABCD", names, strict=False):
@@ -54,6 +55,8 @@ def run_of(pattern: str, **changes) -> TrainConfig:
         vocab_size=32, hidden_size=WIDTH, num_layers=4, pattern="".join(layers), layers=layers,
         dtype="float32", init_std=0.2, remat="none", loss_chunk_size=64,
     )  # fmt: skip
+    for name, value in (field.split("=") for field in given):
+        setattr(model, name, type(getattr(model, name))(value))
     fields = dict(
         name="meshes", model=model, data=DataConfig(sequence_length=16), batch_size=8, total_tokens=10**5,
         optimizer=OptimizerConfig(clip_norm=1e9, weight_decay=0.0),

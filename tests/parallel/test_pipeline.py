@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lsm_jax.parallel import MeshConfig, make_mesh, pipelined
+from lsm_jax import models
+from lsm_jax.parallel import MeshConfig, Stages, make_mesh, pipelined
 from lsm_jax.training.memory_plan import plan
 from tests.parallel.meshes import run_of
 from tests.parallel.test_parallel import run_with_devices
@@ -35,6 +38,14 @@ def test_rounds_that_do_not_fit_are_refused():
         MeshConfig(data=1, pipeline=2, rounds=0).shape(2)
     config = run_of("linear_attention", mesh=MeshConfig(data=1, pipeline=2, rounds=4))
     with pytest.raises(ValueError, match=r"mesh.pipeline=2 x mesh.rounds=4: the model's 4 periods"):
+        config.validate(2)
+    config = run_of("linear_attention/softmax", mesh=MeshConfig(data=1, pipeline=4, sequence=2))
+    with pytest.raises(
+        ValueError, match="mesh.sequence=2 with mesh.pipeline=4: .* whole periods, or"
+    ):
+        config.validate(8)
+    config = dataclasses.replace(config, mesh=MeshConfig(data=1, pipeline=2, rounds=2))
+    with pytest.raises(ValueError, match="mesh.pipeline=2 x mesh.rounds=2: the model's 2 periods"):
         config.validate(2)
 
 
@@ -65,6 +76,71 @@ def test_stages_equal_one_device(case):
     statistics of experts in stages.
     """
     assert meshes(case) == 1
+
+
+LLLN = "linear_attention/linear_attention/linear_attention/softmax"
+LLLN_EXPERTS = LLLN.replace("/", "+moe/") + "+moe"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "cases",
+    [
+        (f"{LLLN}@num_layers=8:pipeline=4",),
+        (f"{LLLN}@num_layers=8@remat=full:pipeline=4,microbatches=8",),
+        (f"{LLLN}@num_layers=8@remat=dots:pipeline=4",),
+        (f"{LLLN_EXPERTS}@num_layers=8:pipeline=4", f"{LLLN_EXPERTS}@num_layers=8:pipeline=4,expert=2"),
+        tuple(f"{LLLN}@remat=full:pipeline=2,{axis}=2" for axis in ("data", "fsdp", "tensor")),
+        (f"{LLLN_EXPERTS}:pipeline=2,fsdp=2,tensor=2",),
+        ("rwkv7+none/softmax+none:pipeline=4",),  # the first layer's values travel
+        ("hgrn2+none/softmax+none:pipeline=4",),  # bounds over all layers
+        (f"bfloat16:{LLLN}:pipeline=2,fsdp=2",),
+    ],
+    ids=lambda cases: cases[0].partition("@")[2] or cases[0],
+)  # fmt: skip
+def test_stages_that_are_not_whole_periods(cases):
+    """A training step equals one on one device where stages cut a period; `tests.parallel.traffic` has the fast case."""
+    assert meshes(*cases) == len(cases)
+
+
+@pytest.mark.slow
+def test_checkpoints_of_stages_that_are_not_whole_periods(tmp_path):
+    out = run_with_devices(4, "-m", "tests.parallel.stage_checkpoints", str(tmp_path))
+    assert out.count("restored") == 2 and "dealt out as planned" in out
+
+
+def test_layers_of_stages():
+    stages = Stages(tuple("LLLN" * 2), 4)
+    assert stages.programs() == [("L", "L"), ("L", "N")]
+    assert stages.program_of_stage().tolist() == [0, 1, 0, 1]
+    assert (stages.entries("L"), stages.entries("N")) == (2, 1)
+    assert stages.table("L").tolist() == [[0, 1], [2, 6 + 3], [3, 4], [5, 6 + 7]]
+    assert stages.layers_of("N").tolist() == [3, 7]
+    with pytest.raises(ValueError, match="count=3: accepted .* divide the 8 layers"):
+        Stages(tuple("LLLN" * 2), 3)
+
+
+@pytest.mark.slow
+def test_layers_that_are_dealt_out_are_planned():
+    """Of eight layers of LLLN, a device of four stages stores a quarter, and receives two linear layers and one softmax layer
+    in each step.
+    """
+    config = run_of(f"{LLLN}@num_layers=8")
+    alone = plan(config, 1)
+    many = plan(dataclasses.replace(config, mesh=MeshConfig(data=1, pipeline=4)), 4)
+    rest = 4 * (32 * 16 + 16)  # embedding and norm
+    assert many.parameters - rest == (alone.parameters - rest) // 4
+    linear, softmax = layer_bytes(config)
+    assert 6 * linear + 2 * softmax == alone.parameters - rest
+    assert many.communication["layers dealt out, and back"] == 2 * 3 * (2 * linear + softmax) // 4
+
+
+def layer_bytes(config) -> tuple[int, int]:
+    """Return the bytes of the parameters of (a linear layer, a softmax layer) of LLLN."""
+    blocks = models.abstract(config.model).periods.blocks
+    sizes = [sum(4 * x.size for x in jax.tree.leaves(block)) // 2 for block in blocks]
+    assert sizes[0] == sizes[1] == sizes[2]
+    return sizes[0], sizes[3]
 
 
 def stage(layers, carry, rows, constants):

@@ -78,7 +78,7 @@ def test_parameters_of_every_method_are_sharded_over_every_axis(method):
 
 def test_sizes_that_a_mesh_does_not_divide_are_refused():
     for axes, words in (
-        (dict(pipeline=3), "mesh.pipeline=3: the model's 4 periods of 'A' are not divisible by it"),
+        (dict(pipeline=3), "mesh.pipeline=3: the model's 4 layers are not divisible by it; accepted are 1, 2, 4"),
         (dict(sequence=17), "data.sequence_length=16: it must be at least mesh.sequence=17"),
         (dict(expert=8), "model.layers.A.feedforward.num_experts=4: it must be divisible by mesh.expert=8"),
         (dict(pipeline=2, microbatches=16), "batch_size=8: it must be divisible by 2 devices x 8 microbatches"),

@@ -7,10 +7,13 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from lsm_jax.parallel import Transfer, transfers
+from tests.parallel.stages import made_up
 
 
 def main() -> None:
-    """Assert that each collective of `jax.lax` is counted with the bytes of a ring, alone and in a loop of three rounds."""
+    """Assert that each collective of `jax.lax` is counted with the bytes of a ring, alone and in a loop of three rounds, and
+    those of a pipeline that is cut at layers; its values and gradients are checked, too.
+    """
     mesh = jax.make_mesh((2, 4), ("rows", "parts"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     x = jax.ShapeDtypeStruct((8, 12, 16), jnp.float32)  # on a device [4, 12, 16], 3,072 bytes
     ring = [(i, (i + 1) % 4) for i in range(4)]
@@ -39,6 +42,9 @@ def main() -> None:
             found = transfers(jax.jit(run).lower(x).compile())
             assert found == [Transfer(kind, devices, times, times * size)], (kind, found)
         print(kind, "ok")
+    # Pipeline stages that are not whole periods: entries of 4 and 16 numbers, two and one for each stage, and their gradients.
+    assert made_up() == 2 * (2 * 4 + 16) * 4 // 2
+    print("pipeline ok")
 
 
 if __name__ == "__main__":
