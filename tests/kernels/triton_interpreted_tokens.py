@@ -102,6 +102,7 @@ CASES: dict[str, Any] = {
     "convolution, bfloat16": Convolution(70, dtype="bfloat16", documents=False, channels=128),
     "convolution, float16": Convolution(70, 3, "float16", head_dim=64),
     "convolution, linear": Convolution(201, 2, silu=False, bias=False, batch=2),
+    "convolution, blocks": Convolution(331, 3, dtype="bfloat16", head_dim=64, channels=128),
     "convolution, plain": Convolution(64, 4, documents=False, silu=False, bias=False),
     "token, bonus": _token("linear", (2, 2, 2), 32, 64, "key bonus", False, True, jnp.bfloat16),
     "token, float16": _token("linear", (4, 2, 2), 64, 64, "token", True, False, jnp.float16),
