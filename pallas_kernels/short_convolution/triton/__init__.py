@@ -12,7 +12,16 @@ import jax.numpy as jnp
 from pallas_kernels.requirements import Requirement, first_unmet
 from pallas_kernels.triton import launch
 
-__all__ = ["MULTIPLE", "REQUIREMENTS", "TILINGS", "Tiling", "backward", "forward", "unaccepted_tiling", "unsupported"]
+__all__ = [
+    "MULTIPLE",
+    "REQUIREMENTS",
+    "TILINGS",
+    "Tiling",
+    "backward",
+    "forward",
+    "unaccepted_tiling",
+    "unsupported",
+]
 
 _F32 = jnp.float32
 MULTIPLE = 1
@@ -96,7 +105,9 @@ def _launch(name: str, x, weight, bias, run, head_dim: int | None, silu: bool, e
     size = _block_channels(channels, head_dim, tiling.channels)
     assert size is not None
     # A head that is normalised has more channels than the tiling: a warp sums over it, with twice the registers for each token.
-    unroll = tiling.unroll // 2 if size > tiling.channels and tiling.unroll % 2 == 0 else tiling.unroll
+    unroll = (
+        tiling.unroll // 2 if size > tiling.channels and tiling.unroll % 2 == 0 else tiling.unroll
+    )
     blocks = -(-(length + extra) // tiling.tokens)
     return blocks, dict(
         programs=batch * blocks * (channels // size),

@@ -56,19 +56,34 @@ def _place(order, run, t, end, DOCUMENTS: tl.constexpr):
 
 
 @triton.jit
-def _load_token(x, tail, order, run, t, end, channels, D: tl.constexpr, W: tl.constexpr, DOCUMENTS: tl.constexpr):  # fmt: skip
-    """Return token t of a row, from x or from the tail, 0 outside of both, of padding and from `end` on; and the number of its document."""
-    at, document, inside = _place(order, run, t, end, DOCUMENTS)
-    early = (t < 0) & (t > -W)
-    source = tl.where(early, tail + (t + (W - 1)) * D, x + at * D)
-    return tl.load(source + channels, mask=inside | early, other=0.0), document
-
-
-@triton.jit
-def _load_gradient(dy, order, run, t, end, channels, D: tl.constexpr, DOCUMENTS: tl.constexpr):
-    """Return the gradient of the output of token t of a row; 0 outside of the row, of padding and from `end` on."""
-    at, _, inside = _place(order, run, t, end, DOCUMENTS)
-    return tl.load(dy + at * D + channels, mask=inside, other=0.0)
+def _load_tokens(
+    x, tail, dy, order, run, first, end, channels, COUNT: tl.constexpr, D: tl.constexpr, W: tl.constexpr, DOCUMENTS: tl.constexpr, GRADIENTS: tl.constexpr,
+):  # fmt: skip
+    """Return COUNT tokens of a row from token `first` on, from x or from the tail; the numbers of their documents; and with `GRADIENTS` the
+    gradients of their outputs. Tokens and gradients are 0 outside of both arrays, of padding and from `end` on.
+    """
+    places = ()
+    conditions = ()
+    documents = ()
+    for m in tl.static_range(COUNT):
+        at, document, inside = _place(order, run, first + m, end, DOCUMENTS)
+        places = places + (at,)
+        conditions = conditions + (inside,)
+        documents = documents + (document,)
+    values = ()
+    gradients = ()
+    for m in tl.static_range(COUNT):
+        t = first + m
+        early = (t < 0) & (t > -W)
+        source = tl.where(early, tail + (t + (W - 1)) * D, x + places[m] * D)
+        values = values + (tl.load(source + channels, mask=conditions[m] | early, other=0.0),)
+        if GRADIENTS:
+            gradient = tl.load(dy + places[m] * D + channels, mask=conditions[m], other=0.0)
+            gradients = gradients + (gradient,)
+    if GRADIENTS:
+        return values, documents, gradients
+    else:
+        return values, documents, values
 
 
 @triton.jit
@@ -131,18 +146,11 @@ def convolution_forward(
     order += row * T
     run += row * T
     weights, offset = _load_weights(weight, bias, channels, D, W, BIAS)
+    before, documents, _ = _load_tokens(x, tail, y, order, run, start - (W - 1), end, channels, W - 1, D, W, DOCUMENTS, False)  # fmt: skip
     tokens = ()
-    documents = ()
     for m in tl.static_range(W - 1):
-        value, document = _load_token(x, tail, order, run, start + (m - (W - 1)), end, channels, D, W, DOCUMENTS)  # fmt: skip
-        tokens = tokens + (value.to(tl.float32),)
-        documents = documents + (document,)
-    ahead = ()
-    ahead_documents = ()
-    for m in tl.static_range(UNROLL):
-        value, document = _load_token(x, tail, order, run, start + m, end, channels, D, W, DOCUMENTS)  # fmt: skip
-        ahead = ahead + (value,)
-        ahead_documents = ahead_documents + (document,)
+        tokens = tokens + (before[m].to(tl.float32),)
+    ahead, ahead_documents, _ = _load_tokens(x, tail, y, order, run, start, end, channels, UNROLL, D, W, DOCUMENTS, False)  # fmt: skip
     for step in range(0, BLOCK, UNROLL):
         first = start + step
         near = tokens
@@ -150,12 +158,7 @@ def convolution_forward(
         for m in tl.static_range(UNROLL):
             near = near + (ahead[m].to(tl.float32),)
             near_documents = near_documents + (ahead_documents[m],)
-        ahead = ()
-        ahead_documents = ()
-        for m in tl.static_range(UNROLL):
-            value, document = _load_token(x, tail, order, run, first + (UNROLL + m), end, channels, D, W, DOCUMENTS)  # fmt: skip
-            ahead = ahead + (value,)
-            ahead_documents = ahead_documents + (document,)
+        ahead, ahead_documents, _ = _load_tokens(x, tail, y, order, run, first + UNROLL, end, channels, UNROLL, D, W, DOCUMENTS, False)  # fmt: skip
         for m in tl.static_range(UNROLL):
             z = _convolve(near, near_documents, weights, offset, m, W, DOCUMENTS)
             if SILU:
@@ -203,52 +206,32 @@ def convolution_backward(
     d_weight += (row * blocks + block) * (W + 1) * D
     weights, offset = _load_weights(weight, bias, channels, D, W, BIAS)
     sums = ()
-    for d in tl.static_range(W + 1):
+    for _ in tl.static_range(W + 1):
         sums = sums + (tl.zeros(channels.shape, tl.float32),)
-    # The W - 1 tokens before the block and its first W - 1 tokens, and the gradients of z of the latter.
+    # The W - 1 tokens before the block, its first W - 1 tokens, and the gradients of z of the latter.
+    before, documents, _ = _load_tokens(x, tail, dy, order, run, start - (W - 1), end, channels, W - 1, D, W, DOCUMENTS, False)  # fmt: skip
+    here, last_documents, given = _load_tokens(x, tail, dy, order, run, start, end, channels, W - 1, D, W, DOCUMENTS, True)  # fmt: skip
+    ahead, ahead_documents, ahead_gradients = _load_tokens(x, tail, dy, order, run, start + (W - 1), end, channels, UNROLL, D, W, DOCUMENTS, True)  # fmt: skip
     tokens = ()
-    documents = ()
-    for m in tl.static_range(2 * W - 2):
-        value, document = _load_token(x, tail, order, run, start + (m - (W - 1)), end, channels, D, W, DOCUMENTS)  # fmt: skip
-        tokens = tokens + (value.to(tl.float32),)
-        documents = documents + (document,)
+    last = ()
+    for m in tl.static_range(W - 1):
+        tokens = tokens + (before[m].to(tl.float32),)
+        last = last + (here[m].to(tl.float32),)
+    tokens = tokens + last
+    documents = documents + last_documents
     gradients = ()
     for m in tl.static_range(W - 1):
-        given = _load_gradient(dy, order, run, start + m, end, channels, D, DOCUMENTS)
         z = _convolve(tokens, documents, weights, offset, m, W, DOCUMENTS)
-        gradients = gradients + (_gradient_of_z(z, given, SILU, NORMALIZE),)
-    last = ()
-    last_documents = ()
-    for m in tl.static_range(W - 1):
-        last = last + (tokens[W - 1 + m],)
-        last_documents = last_documents + (documents[W - 1 + m],)
-    ahead = ()
-    ahead_documents = ()
-    ahead_gradients = ()
-    for m in tl.static_range(UNROLL):
-        t = start + (W - 1 + m)
-        value, document = _load_token(x, tail, order, run, t, end, channels, D, W, DOCUMENTS)
-        ahead = ahead + (value,)
-        ahead_documents = ahead_documents + (document,)
-        ahead_gradients = ahead_gradients + (_load_gradient(dy, order, run, t, end, channels, D, DOCUMENTS),)  # fmt: skip
+        gradients = gradients + (_gradient_of_z(z, given[m], SILU, NORMALIZE),)
     for step in range(0, BLOCK, UNROLL):
         first = start + step
         near = last
         near_documents = last_documents
-        near_gradients = ()
         for m in tl.static_range(UNROLL):
             near = near + (ahead[m].to(tl.float32),)
             near_documents = near_documents + (ahead_documents[m],)
-            near_gradients = near_gradients + (ahead_gradients[m],)
-        ahead = ()
-        ahead_documents = ()
-        ahead_gradients = ()
-        for m in tl.static_range(UNROLL):
-            t = first + (UNROLL + W - 1 + m)
-            value, document = _load_token(x, tail, order, run, t, end, channels, D, W, DOCUMENTS)
-            ahead = ahead + (value,)
-            ahead_documents = ahead_documents + (document,)
-            ahead_gradients = ahead_gradients + (_load_gradient(dy, order, run, t, end, channels, D, DOCUMENTS),)  # fmt: skip
+        near_gradients = ahead_gradients
+        ahead, ahead_documents, ahead_gradients = _load_tokens(x, tail, dy, order, run, first + (UNROLL + W - 1), end, channels, UNROLL, D, W, DOCUMENTS, True)  # fmt: skip
         for m in tl.static_range(UNROLL):
             t = first + m
             z = _convolve(near, near_documents, weights, offset, m, W, DOCUMENTS)
