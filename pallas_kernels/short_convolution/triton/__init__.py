@@ -104,10 +104,9 @@ def _launch(name: str, x, weight, bias, run, head_dim: int | None, silu: bool, e
     (batch, length, channels), tiling = x.shape, TILINGS[name]
     size = _block_channels(channels, head_dim, tiling.channels)
     assert size is not None
-    # A head that is normalised has more channels than the tiling: a warp sums over it, with twice the registers for each token.
-    unroll = (
-        tiling.unroll // 2 if size > tiling.channels and tiling.unroll % 2 == 0 else tiling.unroll
-    )
+    unroll = tiling.unroll
+    if size > tiling.channels and unroll % 2 == 0:
+        unroll //= 2  # a wide head has more registers for each token
     blocks = -(-(length + extra) // tiling.tokens)
     return blocks, dict(
         programs=batch * blocks * (channels // size),

@@ -151,7 +151,7 @@ def convolution_forward(
     for m in tl.static_range(W - 1):
         tokens = tokens + (before[m].to(tl.float32),)
     ahead, ahead_documents, _ = _load_tokens(x, tail, y, order, run, start, end, channels, UNROLL, D, W, DOCUMENTS, False)  # fmt: skip
-    for step in range(0, BLOCK, UNROLL):
+    for step in range(0, tl.minimum(BLOCK, T - start), UNROLL):
         first = start + step
         near = tokens
         near_documents = documents
@@ -223,7 +223,7 @@ def convolution_backward(
     for m in tl.static_range(W - 1):
         z = _convolve(tokens, documents, weights, offset, m, W, DOCUMENTS)
         gradients = gradients + (_gradient_of_z(z, given[m], SILU, NORMALIZE),)
-    for step in range(0, BLOCK, UNROLL):
+    for step in range(0, tl.minimum(BLOCK, T - start), UNROLL):
         first = start + step
         near = last
         near_documents = last_documents
