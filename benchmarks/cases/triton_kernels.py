@@ -33,6 +33,7 @@ from pallas_kernels.delta_rule.triton import passes as delta_passes
 from pallas_kernels.dplr.triton import channel_decay as dplr
 from pallas_kernels.linear_attention.cases import GRADIENT_TOLERANCE, OUTPUT_TOLERANCE
 from pallas_kernels.linear_attention.triton import passes
+from pallas_kernels.short_convolution import triton as convolution
 from pallas_kernels.triton import launch
 
 BENCHMARK = Benchmark(
@@ -103,7 +104,7 @@ OPS = (
     triton_attention.ATTENTION,
     *triton_token_ops.OPS,
 )
-TILINGS = (passes.TILINGS, delta_passes.TILINGS, dplr.TILINGS)
+TILINGS: tuple[dict[str, Any], ...] = (passes.TILINGS, delta_passes.TILINGS, dplr.TILINGS, convolution.TILINGS)  # fmt: skip
 SHAPES = "8x4096x16x128,8x2048x32x64"
 FLA = "fla"
 """Before the compute capability in the rows of flash-linear-attention, whose Triton makes code for it, too."""
@@ -225,7 +226,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tilings", type=options.words, default=[],
         help="tilings to try in place of the table's: kernel=keys:values:warps:stages,...; `TILINGS` "
-        "has the names. For attention kernel/channels=queries:keys:warps:stages",
+        "has the names. For attention kernel/channels=queries:keys:warps:stages, for convolution_forward and "
+        "convolution_backward tokens:channels:warps:unroll",
     )  # fmt: skip
     parser.add_argument(
         "--kernels",
@@ -241,7 +243,8 @@ def set_tilings(words: list[str]) -> list[str]:
     """Change the tilings of bfloat16 kernels as the words of --tilings say, and return these words.
 
     Raises:
-        UsageError: a word is not KERNEL=KEYS:VALUES:WARPS:STAGES with the name of a kernel in `TILINGS`.
+        UsageError: a word is not KERNEL=KEYS:VALUES:WARPS:STAGES with the name of a kernel in `TILINGS`, or KERNEL=TOKENS:CHANNELS:WARPS:UNROLL
+            of a convolution.
     """
     names = [name for table in TILINGS for name in table]
     for word in words:
@@ -256,7 +259,9 @@ def set_tilings(words: list[str]) -> list[str]:
                 f"--tilings {word!r}: accepted is kernel=keys:values:warps:stages with a kernel of {', '.join(names)}"
             )
         table = next(table for table in TILINGS if name in table)
-        table[name] = passes.Tiling(*numbers)
+        if table is convolution.TILINGS and (problem := convolution.unaccepted_tiling(*numbers)):
+            raise UsageError(f"--tilings {word!r}: {problem}")
+        table[name] = type(table[name])(*numbers)
     return words
 
 

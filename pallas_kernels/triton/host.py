@@ -67,6 +67,23 @@ class HostTensor:
         return tuple(s // self.array.itemsize for s in self.array.strides)
 
 
+def broadcast_conditions() -> None:
+    """Change Triton's interpreter in this process so that a scalar condition can be the mask of a block, as on a GPU.
+
+    The interpreter of Triton 3.9 gives a block that is made of one value the dtype of what the condition compares, an integer, which it
+    does not accept as a mask. Here the block has the dtype of the value.
+    """
+    from triton.runtime import interpreter
+
+    builder: Any = interpreter.InterpreterBuilder
+
+    def splat(self, block, x):
+        data = np.full(block.shape, x.data, dtype=x.data.dtype)
+        return interpreter.TensorHandle(data, x.dtype.scalar)
+
+    builder.create_splat = splat
+
+
 def compute_bfloat16_exactly() -> None:
     """Change Triton's interpreter in this process so that it computes bfloat16 as a GPU does.
 

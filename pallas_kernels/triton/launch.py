@@ -188,8 +188,9 @@ def _update_first(on_card: Any, arrays: list[Any], types: tuple[Any, ...]) -> tu
 
 def _interpret(kernel, inputs, types, programs: int, constants) -> tuple[np.ndarray, ...]:
     """Run a kernel in Triton's interpreter on arrays of the host. Outputs that it does not store stay NaN."""
-    from pallas_kernels.triton.host import HostTensor
+    from pallas_kernels.triton.host import HostTensor, broadcast_conditions
 
+    broadcast_conditions()
     results = []
     for x in types:
         floating = jnp.issubdtype(x.dtype, jnp.floating)

@@ -6,9 +6,11 @@ import pytest
 
 from benchmarks import triton_token_ops
 from benchmarks.cases import triton_kernels
+from benchmarks.registry import UsageError
 from lsm_jax import ops
 from pallas_kernels import decode_step
 from pallas_kernels.selective_scan import complex_scan
+from pallas_kernels.short_convolution import triton as convolution
 from pallas_kernels.triton import launch
 from tests.kernels import triton_process
 from tests.kernels.marks import requires_triton
@@ -77,6 +79,16 @@ def test_short_convolution_names_the_unmet_requirement(monkeypatch):
     monkeypatch.setattr(launch, "_usable", lambda: False)
     with pytest.raises(NotImplementedError, match=r"requires the packages jax-triton and triton"):
         call()
+
+
+def test_tilings_of_convolutions_on_the_command_line(monkeypatch):
+    monkeypatch.setattr(convolution, "TILINGS", dict(convolution.TILINGS))
+    monkeypatch.setattr(triton_kernels, "TILINGS", (convolution.TILINGS,))
+    triton_kernels.set_tilings(["convolution_backward=128:256:2:2"])
+    assert convolution.TILINGS["convolution_backward"] == convolution.Tiling(128, 256, 2, 2)
+    for sizes, problem in (("64:128:1:3", "multiple of unroll"), ("64:96:1:4", "powers of two")):
+        with pytest.raises(UsageError, match=problem):
+            triton_kernels.set_tilings([f"convolution_forward={sizes}"])
 
 
 def test_one_token_names_the_unmet_requirement(monkeypatch):

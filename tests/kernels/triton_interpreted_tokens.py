@@ -61,6 +61,7 @@ class Convolution(NamedTuple):
         head_dim: number of channels of a head that is normalised, or None.
         channels: number of channels, D.
         batch: number of rows, B.
+        tokens: number of tokens of a program's block.
     """
 
     length: int
@@ -72,6 +73,7 @@ class Convolution(NamedTuple):
     head_dim: int | None = None
     channels: int = 64
     batch: int = 1
+    tokens: int = 64
 
 
 class Token(NamedTuple):
@@ -98,10 +100,12 @@ CASES: dict[str, Any] = {
     "selective, float16": Selective(33, dtype="float16", batch=2),
     "selective, 32": Selective(64, 32, "bfloat16"),
     "selective, strong": Selective(96, strong=True),
-    "convolution": Convolution(101, head_dim=32, batch=2),
+    "convolution": Convolution(27, head_dim=32, tokens=12),
     "convolution, bfloat16": Convolution(70, dtype="bfloat16", documents=False, channels=128),
     "convolution, float16": Convolution(70, 3, "float16", head_dim=64),
     "convolution, linear": Convolution(201, 2, silu=False, bias=False, batch=2),
+    "convolution, rows": Convolution(101, head_dim=32, batch=2),
+    "convolution, blocks": Convolution(150, 3, "bfloat16", head_dim=64, channels=128),
     "convolution, plain": Convolution(64, 4, documents=False, silu=False, bias=False),
     "token, bonus": _token("linear", (2, 2, 2), 32, 64, "key bonus", False, True, jnp.bfloat16),
     "token, float16": _token("linear", (4, 2, 2), 64, 64, "token", True, False, jnp.float16),
@@ -195,6 +199,12 @@ def compare_selective(case: Selective) -> dict[str, float]:
 def compare_convolution(case: Convolution) -> dict[str, float]:
     """Return the errors of one case of `short_convolution`."""
     from lsm_jax import ops
+    from lsm_jax.ops.convolution import backends
+    from pallas_kernels.short_convolution import triton
+
+    backends._MIN_TOKENS = 1
+    for name, tiling in triton.TILINGS.items():
+        triton.TILINGS[name] = tiling._replace(tokens=case.tokens)
 
     rng = np.random.default_rng(0)
     normal, rows = _normal(rng), (case.batch, case.length)

@@ -4,7 +4,7 @@ cards of compute capability 8.0 or more.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,22 +12,66 @@ import jax.numpy as jnp
 from pallas_kernels.requirements import Requirement, first_unmet
 from pallas_kernels.triton import launch
 
-__all__ = ["MULTIPLE", "REQUIREMENTS", "backward", "forward", "unsupported"]
+__all__ = [
+    "MULTIPLE",
+    "REQUIREMENTS",
+    "TILINGS",
+    "Tiling",
+    "backward",
+    "forward",
+    "unaccepted_tiling",
+    "unsupported",
+]
 
 _F32 = jnp.float32
 MULTIPLE = 1
 """The number of tokens must be a multiple of this."""
 _DTYPES = ("bfloat16", "float16", "float32")
 _HEADS = (32, 64, 128, 256)  # numbers of channels of a head that is normalised
-_FORWARD, _BACKWARD = 2048, 1024  # entries of a program's tile
-_REPEAT = 8  # tiles of a program of the backward kernel
 
 
-def _columns(channels: int, head_dim: int | None) -> int | None:
-    """Return the number of channels of a program's tile, or None if no number is possible."""
-    if head_dim is not None:
-        return head_dim if head_dim in _HEADS and channels % head_dim == 0 else None
-    return next((size for size in (128, 64) if channels % size == 0), None)
+class Tiling(NamedTuple):
+    """The size of the blocks that a program of one kernel computes, and how it is compiled.
+
+    Attributes:
+        tokens: number of tokens of a block, a multiple of `unroll`.
+        channels: number of channels of a block; more if a head that is normalised has more, fewer if they do not divide those of the call.
+        warps: number of warps of a program.
+        unroll: number of tokens that are loaded together, before those that precede them are computed.
+    """
+
+    tokens: int
+    channels: int
+    warps: int
+    unroll: int
+
+
+TILINGS = {
+    "convolution_forward": Tiling(64, 128, 1, 4),
+    "convolution_backward": Tiling(64, 128, 1, 4),
+}
+"""The tilings, by kernel."""
+
+
+def unaccepted_tiling(tokens: int, channels: int, warps: int, unroll: int) -> str | None:
+    """Return what a tiling must be if the fields of one, as in `Tiling`, are not accepted, or None if they are."""
+    if unroll < 1 or tokens < 1 or tokens % unroll:
+        return f"accepted are tokens that are a multiple of unroll, not {tokens} and {unroll}"
+    if any(n < 1 or n & (n - 1) for n in (channels, warps)):
+        return f"accepted are powers of two as channels and warps, not {channels} and {warps}"
+    return None
+
+
+def _block_channels(channels: int, head_dim: int | None, most: int) -> int | None:
+    """Return the number of channels of a block, or None if no number is possible: normalised heads, or 64 channels, doubled while they divide
+    the channels of the call and are at most `most`.
+    """
+    size = 64 if head_dim is None else head_dim
+    if channels % size or head_dim is not None and head_dim not in _HEADS:
+        return None
+    while 2 * size <= most and channels % (2 * size) == 0:
+        size *= 2
+    return size
 
 
 REQUIREMENTS = (
@@ -43,7 +87,7 @@ REQUIREMENTS = (
     ),
     Requirement(
         f"a multiple of 64 channels, or heads of {', '.join(map(str, _HEADS[:-1]))} or {_HEADS[-1]} that are normalised",
-        lambda c: _columns(c.x.shape[2], c.head_dim) is not None,
+        lambda c: _block_channels(c.x.shape[2], c.head_dim, 0) is not None,
         lambda c: f"{c.x.shape[2]}" + ("" if c.head_dim is None else f" in heads of {c.head_dim}"),
     ),
     launch.INSTALLED,
@@ -55,15 +99,25 @@ def unsupported(call) -> str | None:
     return first_unmet(REQUIREMENTS, call)
 
 
-def _constants(x, weight, bias, run, head_dim: int | None, silu: bool, tile: int) -> dict[str, Any]:
-    """Return the constants of a kernel whose programs compute tiles of `tile` entries."""
-    columns = _columns(x.shape[2], head_dim)
-    assert columns is not None
-    return dict(
-        D=x.shape[2],
+def _launch(name: str, x, weight, bias, run, head_dim: int | None, silu: bool, extra: int = 0) -> tuple[int, dict[str, Any]]:  # fmt: skip
+    """Return the number of blocks of a row of x with `extra` tokens before it, and the keyword arguments of `launch.call` for a kernel."""
+    (batch, length, channels), tiling = x.shape, TILINGS[name]
+    size = _block_channels(channels, head_dim, tiling.channels)
+    assert size is not None
+    unroll = tiling.unroll
+    if size > tiling.channels and unroll % 2 == 0:
+        unroll //= 2  # a wide head has more registers for each token
+    blocks = -(-(length + extra) // tiling.tokens)
+    return blocks, dict(
+        programs=batch * blocks * (channels // size),
+        warps=max(1, tiling.warps * min(size, tiling.channels) // tiling.channels),
+        stages=1,
+        D=channels,
         W=weight.shape[0],
-        BT=tile // columns,
-        BD=columns,
+        BLOCK=tiling.tokens,
+        HEADS=1 if head_dim is None else size // head_dim,
+        DIM=size if head_dim is None else head_dim,
+        UNROLL=unroll,
         BIAS=bias is not None,
         SILU=silu,
         NORMALIZE=head_dim is not None,
@@ -91,17 +145,12 @@ def forward(
     from pallas_kernels.short_convolution.triton import bodies
 
     del interpret
-    batch, length, channels = x.shape
-    constants = _constants(x, weight, bias, run, head_dim, silu, _FORWARD)
-    blocks = -(-length // constants["BT"])
+    _, options = _launch("convolution_forward", x, weight, bias, run, head_dim, silu)
     return launch.call(
         bodies.convolution_forward,
-        (x, weight, bias, tail, order, run, length),
+        (x, weight, bias, tail, order, run, x.shape[1]),
         dict(y=jax.ShapeDtypeStruct(x.shape, x.dtype)),
-        programs=batch * blocks * (channels // constants["BD"]),
-        warps=4,
-        stages=1,
-        **constants,
+        **options,
     )["y"]
 
 
@@ -115,8 +164,8 @@ def backward(
 
     del interpret
     (batch, length, channels), width = x.shape, weight.shape[0]
-    constants = _constants(x, weight, bias, run, head_dim, silu, _BACKWARD)
-    blocks = -(-(length + width - 1) // (constants["BT"] * _REPEAT))
+    kernel = "convolution_backward"
+    blocks, options = _launch(kernel, x, weight, bias, run, head_dim, silu, extra=width - 1)
     results = launch.call(
         bodies.convolution_backward,
         (x, weight, bias, tail, order, run, dy, length),
@@ -125,11 +174,7 @@ def backward(
             d_weight=jax.ShapeDtypeStruct((batch, blocks, width + 1, channels), _F32),
             d_tail=jax.ShapeDtypeStruct(tail.shape, tail.dtype),
         ),
-        programs=batch * blocks * (channels // constants["BD"]),
-        warps=4,
-        stages=1,
-        REPEAT=_REPEAT,
-        **constants,
+        **options,
     )
     rows = jnp.sum(results["d_weight"], axis=(0, 1))
     d_bias = None if bias is None else rows[width].astype(bias.dtype)
