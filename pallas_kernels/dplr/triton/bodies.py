@@ -37,8 +37,8 @@ def dplr_scores(
     entries below the diagonal; the others are 0 above it.
 
     The A are computed level by level of the halving of `pallas_kernels.tiles.channel_decay`. A level divides the rows in pairs of one row
-    of a later block and one of the earlier block beside it: products of [C / 2, BK] tiles of later rows of q and a with earlier rows of
-    k and b have all its entries. Each entry belongs to one level, which stores it.
+    of a later block and one of the earlier block beside it: products of later rows of q and of a, [C, BK] together, with [C / 2, BK]
+    earlier rows of k or b have all its entries. Each entry belongs to one level, which stores it.
     """
     h, chunk = tl.program_id(0) % HEADS, (tl.program_id(0) // HEADS).to(tl.int64)
     rows, keys, narrow = tl.arange(0, C), tl.arange(0, BK), tl.arange(0, BK // 2)
@@ -105,10 +105,8 @@ def dplr_scores(
             later = earlier + half
             # The last row of the earlier block, from which both blocks' sums are measured.
             middle = block * (2 * half) + half - 1
-            through_qk = tl.zeros([C // 2, C // 2], tl.float32)
-            through_qb = tl.zeros([C // 2, C // 2], tl.float32)
-            through_ak = tl.zeros([C // 2, C // 2], tl.float32)
-            through_ab = tl.zeros([C // 2, C // 2], tl.float32)
+            through_k = tl.zeros([C, C // 2], tl.float32)
+            through_b = tl.zeros([C, C // 2], tl.float32)
             for key in range(0, K, BK):
                 of_key = sums + key + keys[None, :]
                 pivot = tl.load(of_key + middle[:, None] * (MEMORIES * K))
@@ -123,23 +121,28 @@ def dplr_scores(
                 low_q = (tile_q * tl.exp(tl.minimum(inclusive - pivot, most))).to(LOW)
                 low_a = (tile_a * tl.exp(tl.minimum(exclusive - pivot, most))).to(LOW)
                 factor = tl.exp(tl.minimum(pivot - before, most))
-                low_k, low_b = tl.trans((tile_k * factor).to(LOW)), tl.trans((tile_b * factor).to(LOW))
-                through_qk = tl.dot(low_q, low_k, through_qk, input_precision="tf32")
-                through_qb = tl.dot(low_q, low_b, through_qb, input_precision="tf32")
-                through_ak = tl.dot(low_a, low_k, through_ak, input_precision="tf32")
-                through_ab = tl.dot(low_a, low_b, through_ab, input_precision="tf32")
-            between = block[:, None] == block[None, :]
+                low_k, low_b = (
+                    tl.trans((tile_k * factor).to(LOW)),
+                    tl.trans((tile_b * factor).to(LOW)),
+                )
+                # The rows of q, and after them those of a.
+                both = tl.reshape(tl.permute(tl.join(low_q, low_a), (2, 0, 1)), (C, BK))
+                through_k = tl.dot(both, low_k, through_k, input_precision="tf32")
+                through_b = tl.dot(both, low_b, through_b, input_precision="tf32")
+            of_q, pair = rows < C // 2, rows & (C // 2 - 1)
+            row_block = pair >> level
+            row = row_block * (2 * half) + half + (pair & (half - 1))
+            stored = row_block[:, None] == block[None, :]
             if DOCUMENTS:
-                same = tl.load(of_chunk + later)[:, None] == tl.load(of_chunk + earlier)[None, :]
-                through_qk = tl.where(same, through_qk, 0.0)
-                through_qb = tl.where(same, through_qb, 0.0)
-                through_ak = tl.where(same, through_ak, 0.0)
-                through_ab = tl.where(same, through_ab, 0.0)
-            entry = later[:, None] * C + earlier[None, :]
-            tl.store(qk + entry, through_qk * scale, mask=between)
-            tl.store(qb + entry, through_qb * scale, mask=between)
-            tl.store(ak + entry, through_ak, mask=between & first)
-            tl.store(system + entry, -through_ab, mask=between & first)
+                same = tl.load(of_chunk + row)[:, None] == tl.load(of_chunk + earlier)[None, :]
+                through_k = tl.where(same, through_k, 0.0)
+                through_b = tl.where(same, through_b, 0.0)
+            stored = stored & (of_q[:, None] | first)
+            entry = row[:, None] * C + earlier[None, :]
+            through_k = through_k * tl.where(of_q, scale, 1.0)[:, None]
+            through_b = through_b * tl.where(of_q, scale, -1.0)[:, None]
+            tl.store(tl.where(of_q, qk, ak)[:, None] + entry, through_k, mask=stored)
+            tl.store(tl.where(of_q, qb, system)[:, None] + entry, through_b, mask=stored)
 
 
 @triton.jit

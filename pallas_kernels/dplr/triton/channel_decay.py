@@ -120,9 +120,7 @@ def backward(
     del log_decay, run, initial, decay_gradient, interpret
     decays, scores, inverse, states, writes = residuals
     heads, memories, keys, values = d_output.shape[2], v.shape[2], q.shape[3], v.shape[3]
-    tokens, written_k, *_ = _tokens(
-        q, k, a, b, decays, heads=heads, scale=scale, with_scores=False
-    )
+    tokens, written_k, *_ = _tokens(q, k, a, b, decays, heads=heads, scale=scale, with_scores=False)
     local = _score_products(scores.qb, d_output, transposed=True)
     d_ends = row_layout.gradient_by_head(d_final, heads)
     d_states, d_right, _, d_initial = delta.scan_backward(
