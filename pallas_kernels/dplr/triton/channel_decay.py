@@ -1,7 +1,7 @@
 """Diagonal-plus-low-rank memories (RWKV7) by the Triton kernels in `bodies` and those of linear attention and of the delta rule.
 
-Forward: the decayed products of all chunks and the inverses of their triangular systems are computed in parallel, a scan computes the
-memory before every chunk and what the vectors a read, and then all outputs are computed in parallel. Backward: a reversed scan computes
+Forward: the decayed products and tokens of all chunks and the inverses of their triangular systems are computed in parallel, a scan
+computes the memory before every chunk and what the vectors a read, and then all outputs are computed in parallel. Backward: a reversed scan computes
 the gradients of the memory after every chunk and of the systems' right sides, and then all other gradients are computed in parallel. A
 row is scanned in one part.
 """
@@ -153,7 +153,7 @@ def backward(
         v,
         "keys",
         sizes
-        | _head_counts(q, k, a, b)
+        | dict(Q_HEADS=q.shape[2], K_HEADS=k.shape[2], A_HEADS=a.shape[2], B_HEADS=b.shape[2])
         | dict(LEVELS=_LEVELS, DOCUMENTS=decays.run is not None),
     )  # fmt: skip
     join = row_layout.sum_heads
@@ -198,7 +198,7 @@ def _tokens(
         ),
         q,
         None,
-        _head_counts(q, k, a, b)
+        dict(Q_HEADS=q.shape[2], K_HEADS=k.shape[2], A_HEADS=a.shape[2], B_HEADS=b.shape[2])
         | dict(MEMORIES=memories, HEADS=heads, K=keys, LEVELS=_LEVELS)
         | dict(DOCUMENTS=decays.run is not None, SCORES=with_scores),
     )
@@ -207,10 +207,6 @@ def _tokens(
     )
     scores = Scores(results["qb"], results["qk"], results["ak"])
     return tokens, results["written_k"], scores, results["system"]
-
-
-def _head_counts(q, k, a, b) -> dict[str, int]:
-    return {f"{n}_HEADS": x.shape[2] for n, x in dict(Q=q, K=k, A=a, B=b).items()}
 
 
 def _score_products(scores, x, *, transposed: bool) -> jax.Array:
