@@ -54,10 +54,9 @@ class Tokens(NamedTuple):
 def tokens_of(q, k, beta, decays: Decays, *, heads: int, scale: float) -> Tokens:
     """Return the tokens of one call as the scans read them, for `heads` heads of the output.
 
-    A beta below 1e-20 is replaced by 1e-20, which changes no sum: dbeta is x · dv / beta. It is None for the memory of `dplr`.
+    A beta below 1e-20 is replaced by 1e-20, which changes no sum: dbeta is x · dv / beta.
     """
-    if beta is not None:
-        beta = jnp.where(jnp.abs(beta) < 1e-20, 1e-20, beta)
+    beta = jnp.where(jnp.abs(beta) < 1e-20, 1e-20, beta)
     if not decays.by_channel:
         return Tokens(q, k, k, beta, decays.chunk_decay)
     memories = decays.heads
@@ -113,26 +112,22 @@ def _options(tiling: Tiling) -> dict[str, int]:
     return dict(warps=tiling.warps, stages=tiling.stages)
 
 
-def scores(q, k, decays: Decays, *, heads: int, scale: float, exclusive: bool = False) -> jax.Array:
-    """Return the decayed products of q with k under a decay per key channel, [B, N, heads, C, C] float32, 0 above the diagonal.
-
-    With `exclusive` q reads before its token's decay and write: then the diagonal is 0 too.
-    """
+def scores(q, k, decays: Decays, *, heads: int, scale: float) -> jax.Array:
+    """Return the decayed products of q with k under a decay per key channel, [B, N, heads, C, C] float32, 0 above the diagonal."""
     from pallas_kernels.linear_attention.triton import bodies
 
     batch, length, _, keys = k.shape
     table = linear.TILINGS if k.dtype == jnp.bfloat16 else linear.WIDE_TILINGS
     tiling = table["channel_scores"]
-    bonus = jnp.zeros((decays.heads, keys), _F32) if exclusive else None
     return launch.call(
         bodies.channel_scores,
-        (q, k, decays.sums, bonus, decays.run, float(scale)),
+        (q, k, decays.sums, None, decays.run, float(scale)),
         dict(scores=_struct((batch, length // CHUNK, heads, CHUNK, CHUNK), _F32)),
         programs=batch * (length // CHUNK) * heads,
         **_options(tiling),
         **dict(
             Q_HEADS=q.shape[2], K_HEADS=k.shape[2], D_HEADS=decays.heads, HEADS=heads, K=keys, C=CHUNK, BK=tiling.keys,
-            LEVELS=_LEVELS, LOW=low(k)[0], DOCUMENTS=decays.run is not None, EXCLUSIVE=exclusive,
+            LEVELS=_LEVELS, LOW=low(k)[0], DOCUMENTS=decays.run is not None, EXCLUSIVE=False,
         ),
     )["scores"]  # fmt: skip
 

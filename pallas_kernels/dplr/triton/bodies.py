@@ -11,8 +11,8 @@ right side of the system,
     dU = A_qbᵀ dO + b̃ dS'        dR = (I - A_ab)⁻ᵀ dU        dV = A_qkᵀ dO + A_akᵀ dR + k̃ dS'
     dS = e^b_C dS' + q̃ᵀ dO + ãᵀ dR
 
-and A_qb, A_qk, A_ab and A_ak have the gradients dO Uᵀ, dO Vᵀ, dR Uᵀ and dR Vᵀ. The kernels of linear attention compute the A, those of the delta rule (with `LOW_RANK`) the system and the two scans; this module has the others, which compute all chunks in
-parallel. Arrays, `HEADS`, `LOW` and `DOCUMENTS` are those of `pallas_kernels.linear_attention.triton.bodies`; `MEMORIES` is the number of
+and A_qb, A_qk, A_ab and A_ak have the gradients dO Uᵀ, dO Vᵀ, dR Uᵀ and dR Vᵀ. The kernels of the delta rule (with `LOW_RANK`) compute the system and the two scans; this module has the others, which compute all
+chunks in parallel. Arrays, `HEADS`, `LOW` and `DOCUMENTS` are those of `pallas_kernels.linear_attention.triton.bodies`; `MEMORIES` is the number of
 heads of v, `writes` is U, and `d_right` dR [B, T, HEADS, V].
 """
 
@@ -20,6 +20,129 @@ import triton
 import triton.language as tl
 
 from pallas_kernels.linear_attention.triton.bodies import masked_sums
+
+
+@triton.jit
+def dplr_scores(
+    q, k, a, b, sums, run, enters, stays, scale, read, erase, written_b, written_k, chunk_decay, qk, qb, ak,
+    system,
+    Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, A_HEADS: tl.constexpr, B_HEADS: tl.constexpr,
+    MEMORIES: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
+    LEVELS: tl.constexpr, LOW: tl.constexpr, DOCUMENTS: tl.constexpr, SCORES: tl.constexpr,
+):  # fmt: skip
+    """Store the decayed tokens of all chunks, in tiles [C, BK / 2], and with `SCORES` their A.
+
+    `read` is q̃ [B, T, HEADS, K], `erase` -ã, `written_b` b̃ and `written_k` k̃ [B, T, MEMORIES, K], and `chunk_decay` [B, N, MEMORIES, K]
+    e^b_C. `qk` and `qb` are A_qk and A_qb [B, N, HEADS, C, C], `ak` A_ak and `system` -A_ab [B, N, MEMORIES, C, C]. `system` has only the
+    entries below the diagonal; the others are 0 above it.
+
+    The A are computed level by level of the halving of `pallas_kernels.tiles.channel_decay`. A level divides the rows in pairs of one row
+    of a later block and one of the earlier block beside it: products of later rows of q and of a, [C, BK] together, with [C / 2, BK]
+    earlier rows of k or b have all its entries. Each entry belongs to one level, which stores it.
+    """
+    h, chunk = tl.program_id(0) % HEADS, (tl.program_id(0) // HEADS).to(tl.int64)
+    rows, keys, narrow = tl.arange(0, C), tl.arange(0, BK), tl.arange(0, BK // 2)
+    g = h * MEMORIES // HEADS
+    # Several heads may read one memory: the first of them stores the memory's arrays.
+    first = tl.zeros([1, 1], tl.int32) + h % (HEADS // MEMORIES) == 0
+    q += (chunk * C * Q_HEADS + h * Q_HEADS // HEADS) * K
+    k += (chunk * C * K_HEADS + h * K_HEADS // HEADS) * K
+    a += (chunk * C * A_HEADS + h * A_HEADS // HEADS) * K
+    b += (chunk * C * B_HEADS + h * B_HEADS // HEADS) * K
+    sums += (chunk * C * MEMORIES + g) * K
+    read += (chunk * C * HEADS + h) * K
+    erase += (chunk * C * MEMORIES + g) * K
+    written_b += (chunk * C * MEMORIES + g) * K
+    written_k += (chunk * C * MEMORIES + g) * K
+    chunk_decay += (chunk * MEMORIES + g) * K
+    i, j = rows[:, None], rows[None, :]
+    of_qk = tl.zeros([C], tl.float32)
+    of_qb = tl.zeros([C], tl.float32)
+    for key in range(0, K, BK // 2):
+        by_memory = key + i * (MEMORIES * K) + narrow[None, :]
+        inclusive = tl.load(sums + by_memory)
+        total = tl.load(sums + key + (C - 1) * (MEMORIES * K) + narrow)
+        tile_q = tl.load(q + key + i * (Q_HEADS * K) + narrow[None, :]).to(tl.float32)
+        tile_k = tl.load(k + key + i * (K_HEADS * K) + narrow[None, :]).to(tl.float32)
+        tile_b = tl.load(b + key + i * (B_HEADS * K) + narrow[None, :]).to(tl.float32)
+        of_qk += tl.sum(tile_q * tile_k, 1)
+        of_qb += tl.sum(tile_q * tile_b, 1)
+        write_decay = tl.exp(tl.minimum(total[None, :] - inclusive, 0.0))
+        q_decay, end_decay = tl.exp(inclusive), tl.exp(total)
+        if DOCUMENTS:
+            write_decay = write_decay * tl.load(stays + chunk * C + rows)[:, None]
+            q_decay = q_decay * tl.load(enters + chunk * C + rows)[:, None]
+            end_decay = end_decay * tl.load(enters + chunk * C + C - 1)
+        x = tile_q * (q_decay * scale)
+        tl.store(read + key + i * (HEADS * K) + narrow[None, :], x.to(read.dtype.element_ty))
+        x = (tile_b * write_decay).to(written_b.dtype.element_ty)
+        tl.store(written_b + by_memory, x, mask=first)
+        x = (tile_k * write_decay).to(written_k.dtype.element_ty)
+        tl.store(written_k + by_memory, x, mask=first)
+        tl.store(chunk_decay + key + narrow[None, :], end_decay[None, :], mask=first)
+        tile_a = tl.load(a + key + i * (A_HEADS * K) + narrow[None, :]).to(tl.float32)
+        a_decay = tl.exp(tl.load(sums - MEMORIES * K + by_memory, mask=i > 0, other=0.0))
+        if DOCUMENTS:
+            a_decay = a_decay * tl.load(enters + chunk * C + rows)[:, None]
+        tl.store(erase + by_memory, (tile_a * -a_decay).to(erase.dtype.element_ty), mask=first)
+    if SCORES:
+        of_chunk = run + chunk * C
+        qk += (chunk * HEADS + h) * C * C
+        qb += (chunk * HEADS + h) * C * C
+        ak += (chunk * MEMORIES + g) * C * C
+        system += (chunk * MEMORIES + g) * C * C
+        square = i * C + j
+        tl.store(qk + square, tl.where(i == j, of_qk[:, None] * scale, 0.0), mask=i <= j)
+        tl.store(qb + square, tl.where(i == j, of_qb[:, None] * scale, 0.0), mask=i <= j)
+        tl.store(ak + square, tl.zeros([C, C], tl.float32), mask=(i <= j) & first)
+        pairs = tl.arange(0, C // 2)
+        # 0, but no constant: else Triton moves the operands' layout in front of the exponentials, and each warp computes those of others.
+        most = scale * 0.0
+        for level in tl.range(0, LEVELS, num_stages=1):
+            half = 1 << level
+            block, inside = pairs >> level, pairs & (half - 1)
+            earlier = block * (2 * half) + inside
+            later = earlier + half
+            # The last row of the earlier block, from which both blocks' sums are measured.
+            middle = block * (2 * half) + half - 1
+            through_k = tl.zeros([C, C // 2], tl.float32)
+            through_b = tl.zeros([C, C // 2], tl.float32)
+            for key in range(0, K, BK):
+                of_key = sums + key + keys[None, :]
+                pivot = tl.load(of_key + middle[:, None] * (MEMORIES * K))
+                inclusive = tl.load(of_key + later[:, None] * (MEMORIES * K))
+                exclusive = tl.load(of_key + (later[:, None] - 1) * (MEMORIES * K))
+                before = tl.load(of_key + earlier[:, None] * (MEMORIES * K))
+                at_key = key + keys[None, :]
+                tile_q = tl.load(q + later[:, None] * (Q_HEADS * K) + at_key).to(tl.float32)
+                tile_a = tl.load(a + later[:, None] * (A_HEADS * K) + at_key).to(tl.float32)
+                tile_k = tl.load(k + earlier[:, None] * (K_HEADS * K) + at_key).to(tl.float32)
+                tile_b = tl.load(b + earlier[:, None] * (B_HEADS * K) + at_key).to(tl.float32)
+                low_q = (tile_q * tl.exp(tl.minimum(inclusive - pivot, most))).to(LOW)
+                low_a = (tile_a * tl.exp(tl.minimum(exclusive - pivot, most))).to(LOW)
+                factor = tl.exp(tl.minimum(pivot - before, most))
+                low_k, low_b = (
+                    tl.trans((tile_k * factor).to(LOW)),
+                    tl.trans((tile_b * factor).to(LOW)),
+                )
+                # The rows of q, and after them those of a.
+                both = tl.reshape(tl.permute(tl.join(low_q, low_a), (2, 0, 1)), (C, BK))
+                through_k = tl.dot(both, low_k, through_k, input_precision="tf32")
+                through_b = tl.dot(both, low_b, through_b, input_precision="tf32")
+            of_q, pair = rows < C // 2, rows & (C // 2 - 1)
+            row_block = pair >> level
+            row = row_block * (2 * half) + half + (pair & (half - 1))
+            stored = row_block[:, None] == block[None, :]
+            if DOCUMENTS:
+                same = tl.load(of_chunk + row)[:, None] == tl.load(of_chunk + earlier)[None, :]
+                through_k = tl.where(same, through_k, 0.0)
+                through_b = tl.where(same, through_b, 0.0)
+            stored = stored & (of_q[:, None] | first)
+            entry = row[:, None] * C + earlier[None, :]
+            through_k = through_k * tl.where(of_q, scale, 1.0)[:, None]
+            through_b = through_b * tl.where(of_q, scale, -1.0)[:, None]
+            tl.store(tl.where(of_q, qk, ak)[:, None] + entry, through_k, mask=stored)
+            tl.store(tl.where(of_q, qb, system)[:, None] + entry, through_b, mask=stored)
 
 
 @triton.jit

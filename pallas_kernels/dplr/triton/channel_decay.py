@@ -1,7 +1,7 @@
 """Diagonal-plus-low-rank memories (RWKV7) by the Triton kernels in `bodies` and those of linear attention and of the delta rule.
 
-Forward: the decayed products of all chunks and the inverses of their triangular systems are computed in parallel, a scan computes the
-memory before every chunk and what the vectors a read, and then all outputs are computed in parallel. Backward: a reversed scan computes
+Forward: the decayed products and tokens of all chunks and the inverses of their triangular systems are computed in parallel, a scan
+computes the memory before every chunk and what the vectors a read, and then all outputs are computed in parallel. Backward: a reversed scan computes
 the gradients of the memory after every chunk and of the systems' right sides, and then all other gradients are computed in parallel. A
 row is scanned in one part.
 """
@@ -36,6 +36,7 @@ REQUIREMENTS = (
     *linear.REQUIREMENTS,
 )
 TILINGS = {
+    "dplr_scores": Tiling(64, 0, 4, 1),
     "score_products": Tiling(0, 64, 4, 1),
     "dplr_outputs": Tiling(64, 64, 4, 2),
     "dplr_value_gradients": Tiling(64, 64, 4, 2),
@@ -92,15 +93,9 @@ def forward(
     memories = v.shape[2]
     heads = max(q.shape[2], memories)
     decays = linear.channel_decays(log_decay, run, initial)
-    scores = Scores(
-        delta.scores(q, b, decays, heads=heads, scale=scale),
-        delta.scores(q, k, decays, heads=heads, scale=scale),
-        delta.scores(a, k, decays, heads=memories, scale=1.0, exclusive=True),
-    )
-    system = delta.scores(a, b, decays, heads=memories, scale=-1.0, exclusive=True)
+    tokens, written_k, scores, system = _tokens(q, k, a, b, decays, heads=heads, scale=scale)
     inverse = delta.solve(a, system, None, decays)
     right = _score_products(scores.ak, v, transposed=False)
-    tokens, written_k = _tokens(q, k, a, b, decays, heads=heads, scale=scale)
     states, writes, final = delta.scan(tokens, right, inverse, decays, initial, written_k, v)
     results = _launch(
         "dplr_outputs",
@@ -125,7 +120,7 @@ def backward(
     del log_decay, run, initial, decay_gradient, interpret
     decays, scores, inverse, states, writes = residuals
     heads, memories, keys, values = d_output.shape[2], v.shape[2], q.shape[3], v.shape[3]
-    tokens, written_k = _tokens(q, k, a, b, decays, heads=heads, scale=scale)
+    tokens, written_k, *_ = _tokens(q, k, a, b, decays, heads=heads, scale=scale, with_scores=False)
     local = _score_products(scores.qb, d_output, transposed=True)
     d_ends = row_layout.gradient_by_head(d_final, heads)
     d_states, d_right, _, d_initial = delta.scan_backward(
@@ -177,20 +172,45 @@ def backward(
     )
 
 
-def _tokens(q, k, a, b, decays: Decays, *, heads: int, scale: float):
-    """Return the tokens as the scans of the delta rule read them, with the vectors b as what is written and -a as what erases; and the
-    decayed keys [B, T, G, K] of the second write.
+def _tokens(
+    q, k, a, b, decays: Decays, *, heads: int, scale: float, with_scores: bool = True
+) -> tuple[delta.Tokens, jax.Array, Scores, jax.Array]:
+    """Return the tokens as the scans of the delta rule read them, with the vectors b as what is written and -a as what erases; the decayed
+    keys [B, T, G, K] of the second write; the decayed products; and -A_ab [B, N, G, C, C], of which only the entries below the diagonal
+    are defined. The last two have no meaning unless `with_scores`.
     """
     batch, length, memories, keys = decays.sums.shape
-    by_chunk = decays.sums.reshape(batch, length // CHUNK, CHUNK, memories, keys)
-    before = jnp.pad(by_chunk[:, :, :-1], [(0, 0), (0, 0), (1, 0), (0, 0), (0, 0)])
-    before = jnp.exp(before).reshape(decays.sums.shape)
-    tokens = delta.tokens_of(q, b, None, decays, heads=heads, scale=scale)
-    write_decay, enters = delta.write_decay(decays), decays.enters
-    if enters is not None:
-        before = before * enters[..., None, None]
-    erase = delta.decayed(a, -before, memories, q)
-    return tokens._replace(erase=erase), delta.decayed(k, write_decay, memories, q)
+    count, stored = length // CHUNK, delta.low(q)[1]
+
+    def matrices(heads):
+        return _struct((batch, count, heads, CHUNK, CHUNK) if with_scores else (1,), _F32)
+
+    by_memory = _struct((batch, length, memories, keys), stored)
+    results = _launch(
+        "dplr_scores",
+        (q, k, a, b, decays.sums, decays.run, decays.enters, decays.stays, float(scale)),
+        dict(
+            read=_struct((batch, length, heads, keys), stored),
+            erase=by_memory,
+            written_b=by_memory,
+            written_k=by_memory,
+            chunk_decay=_struct((batch, count, memories, keys), _F32),
+            qk=matrices(heads),
+            qb=matrices(heads),
+            ak=matrices(memories),
+            system=matrices(memories),
+        ),
+        q,
+        None,
+        dict(Q_HEADS=q.shape[2], K_HEADS=k.shape[2], A_HEADS=a.shape[2], B_HEADS=b.shape[2])
+        | dict(MEMORIES=memories, HEADS=heads, K=keys, LEVELS=_LEVELS)
+        | dict(DOCUMENTS=decays.run is not None, SCORES=with_scores),
+    )
+    tokens = delta.Tokens(
+        results["read"], results["erase"], results["written_b"], None, results["chunk_decay"]
+    )
+    scores = Scores(results["qb"], results["qk"], results["ak"])
+    return tokens, results["written_k"], scores, results["system"]
 
 
 def _score_products(scores, x, *, transposed: bool) -> jax.Array:
@@ -228,7 +248,8 @@ def _launch(
     tiles = 1
     if tiled is not None:
         tiles = sizes["K"] // tiling.keys if tiled == "keys" else sizes["V"] // tiling.values
-    keys = dict(BK=tiling.keys) if "K" in sizes else {}
+    channels = dict(BK=tiling.keys) if "K" in sizes else {}
+    channels |= dict(BV=tiling.values) if "V" in sizes else {}
     return launch.call(
         getattr(bodies, name),
         inputs,
@@ -237,6 +258,6 @@ def _launch(
         warps=tiling.warps,
         stages=tiling.stages,
         **sizes,
-        **keys,
-        **dict(C=CHUNK, BV=tiling.values, LOW=delta.low(v)[0]),
+        **channels,
+        **dict(C=CHUNK, LOW=delta.low(v)[0]),
     )
