@@ -8,7 +8,9 @@ import sys
 from pathlib import Path
 
 from docutils import nodes
+from flax import nnx
 from latex2mathml.converter import convert
+from sphinx.util import inspect
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -142,12 +144,18 @@ def _examples(lines: list[str]) -> list[str]:
 
 
 def defaults(app, what: str, name: str, obj, options, signature: str | None, returns: str | None):
-    """Replace the defaults of dataclasses that are computed, `<factory>`, by `...`, which Sphinx can parse."""
+    """Replace the defaults of dataclasses that are computed, `<factory>`, by `...`, which Sphinx can parse, and the signature of
+    flax's metaclass, (*args, **kwargs), by that of the module's constructor."""
+    if what == "class" and issubclass(obj, nnx.Module):
+        found = inspect.signature(obj.__init__, bound_method=True)
+        return inspect.stringify_signature(found, unqualified_typehints=True), returns
     return None if signature is None else (signature.replace("<factory>", "..."), returns)
 
 
 def skip(app, what: str, name: str, obj, skipped: bool, options) -> bool | None:
-    """Leave out the fields of named tuples, which their class describes."""
+    """Leave out the fields of named tuples, which their class describes, and the op of a mixer, which `lsm_jax.ops` has."""
+    if name == "op" and what == "class":
+        return True
     return True if (getattr(obj, "__doc__", "") or "").startswith("Alias for field") else None
 
 

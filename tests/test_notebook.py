@@ -24,16 +24,20 @@ NAMES = sorted(path.stem for path in run_notebooks.FOLDER.glob("*.ipynb"))
 MOST_BYTES = 1_500_000  # of all notebooks, with their pictures
 # The values of the cell with the tag "parameters" with which a notebook runs in a few seconds.
 SMALL: dict[str, dict[str, Any]] = {
-    "ablation": dict(methods=("linear_attention", "gla"), steps=2, eval_batches=1),
+    "ablation": dict(methods=("gla",), steps=2, eval_batches=1),
     "devices": dict(axes=("fsdp", "sequence"), steps=1, lengths=(1024, 2048)),
-    "forget_gates": dict(steps=2, eval_batches=1),
-    "liger": dict(weights="small", small_steps=2, length=96, tuning_steps=1),
+    "forget_gates": dict(steps=2, eval_batches=1, longest=320, compared=("FoX",)),
+    "liger": dict(weights="small", small_steps=3, length=96, tuning_steps=1),
     "memories": dict(steps=5, eval_batches=1),
-    "one_recurrence": dict(lengths=(128, 256)),
-    "own_method": dict(steps=2, tests="moving_average and one_static_shape"),
+    "one_recurrence": dict(lengths=(64,)),
+    "own_method": dict(
+        steps=2, compared=("moving_average",), tests="moving_average and one_static_shape"
+    ),
 }
 OWN_PROCESS = ("devices", "own_method")  # one requires eight devices, the other registers a method
 PRINTED = {"devices": "sequence  losses", "own_method": "1 passed"}  # by these, with few steps
+# Those that run by default, in 10 to 20 seconds of one core each. The others compile more programs, and are slow.
+DEFAULT = ("ablation", "forget_gates", "one_recurrence")
 
 
 def code(name: str) -> list[str]:
@@ -123,8 +127,14 @@ def run_small(name: str) -> None:
         plt.close("all")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [n for n in NAMES if n not in OWN_PROCESS])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(n, marks=() if n in DEFAULT else pytest.mark.slow)
+        for n in NAMES
+        if n not in OWN_PROCESS
+    ],
+)
 def test_a_small_run(name, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))

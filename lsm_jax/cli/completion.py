@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,10 +37,12 @@ complete -o filenames -F _lsm lsm"""
 def words_of(name: str) -> list[str]:
     """Return the words that can follow the command called `name`: its flags, and the names that it accepts."""
     (command,) = (c for c in COMMANDS if c.name == name)
-    words = []
-    for flag in command.flags():
-        if flag.name.startswith("--"):
-            words.append(flag.name if flag.switch else f"{flag.name}=")
+    words: list[str] = []
+    modes = [command.mode_flags(mode) for mode, _ in command.modes]
+    for flag in itertools.chain(command.flags(), *modes):
+        word = flag.name if flag.switch else f"{flag.name}="
+        if flag.name.startswith("--") and word not in words:
+            words.append(word)
     if "--config=" in words:
         words += [f"--config={config}:" for config in programs.config_files()]
     for group, _, _ in command.groups:

@@ -27,15 +27,21 @@ class Declared:
 
 def flags_of(path: Path) -> list[Declared]:
     """Return the flags that a program defines by absl (`flags.DEFINE_...`) or argparse (`add_argument`), in order."""
+    tree = ast.parse(path.read_text())
     nodes = sorted(
-        (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)),
+        (node for node in ast.walk(tree) if isinstance(node, ast.Call)),
         key=lambda node: (node.lineno, node.col_offset),
     )
-    return [flag for node in nodes if (flag := _flag(node)) is not None]
+    constants = {
+        node.targets[0].id: _value(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+    }
+    return [flag for node in nodes if (flag := _flag(node, constants)) is not None]
 
 
-def _flag(node: ast.Call) -> Declared | None:
-    """Return the flag that a call defines; None for other calls."""
+def _flag(node: ast.Call, constants: dict[str, object]) -> Declared | None:
+    """Return the flag that a call defines; None for other calls. `constants` are the values of the file's names."""
     function = getattr(node.func, "attr", getattr(node.func, "id", ""))
     values = [_value(argument) for argument in node.args]
     if not values or not isinstance(values[0], str):
@@ -45,12 +51,15 @@ def _flag(node: ast.Call) -> Declared | None:
         if len(values) < 3:
             return None
         switch = function in ("DEFINE_bool", "DEFINE_boolean")
-        return Declared(f"--{values[0]}", _text(node.args[2]), _default(node.args[1]), switch)
+        return Declared(
+            f"--{values[0]}", _text(node.args[2], constants), _default(node.args[1]), switch
+        )
     if function in ("add", "add_argument"):
         name = values[0] if values[0].startswith("-") else values[0].upper()
-        text = _text(keywords["help"]) if "help" in keywords else ""
+        text = _text(keywords["help"], constants) if "help" in keywords else ""
         switch = "action" in keywords
         default = _default(keywords["default"]) if "default" in keywords else ""
+        text = text.replace("%(default)s", default)
         default = "" if "(default" in text else default
         return Declared(name, text, default, switch)
     return None
@@ -92,8 +101,13 @@ def _value(node: ast.expr | None) -> object:
         return None
 
 
-def _text(node: ast.expr) -> str:
-    """Return the text of a string in the source; expressions inside an f-string are replaced by their source."""
+def _text(node: ast.expr, constants: dict[str, object]) -> str:
+    """Return the text of a string in the source; expressions inside an f-string are replaced by their source, and
+    `", ".join(NAME)` by the values of that name in `constants`."""
+    if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "join":
+        values = constants.get(getattr(node.args[0], "id", ""))
+        if isinstance(values, tuple | list | dict):
+            return ", ".join(values)
     if isinstance(node, ast.JoinedStr):
         return "".join(
             str(part.value) if isinstance(part, ast.Constant) else ast.unparse(part).strip("f'{}")

@@ -96,6 +96,8 @@ def page(command: Command) -> str:
         lines += ["Kinds:", "", *_rows([Declared(name, text) for name, (_, text) in IMPORTERS.items()], width)]  # fmt: skip
     if flags := command.flags():
         lines += ["Flags:", "", *_rows(flags, width)]
+    for mode, _ in command.modes:
+        lines += [f"Flags with {mode}:", "", *_rows(command.mode_flags(mode), width)]
     for group, _, _ in command.groups:
         lines += [f"Options of the task {group}:", "", *_rows(command.fields(group), width)]
     return "\n".join(lines).rstrip()

@@ -27,6 +27,7 @@ class Command:
         run: the function of the command's arguments that runs it and returns the exit status.
         source: the file that defines its flags, below the folder of the package or, for programs, of the repository.
         groups: configs whose fields are flags, as (group, file in the package, class).
+        modes: further lists of flags, as (flag that selects another program, file in the package that defines its flags).
         required: whether the command needs arguments, so that without any its page of help is printed.
     """
 
@@ -38,14 +39,20 @@ class Command:
     run: Callable[[list[str]], int | None]
     source: str = ""
     groups: tuple[tuple[str, str, str], ...] = ()
+    modes: tuple[tuple[str, str], ...] = ()
     required: bool = True
 
     def flags(self) -> list[Declared]:
-        """Return the flags and positional arguments of the command; the fields of groups are not among them."""
+        """Return the flags and positional arguments of the command; the fields of groups and the flags of modes are not among
+        them."""
         if not self.source:
             return []
         path = _PACKAGE / self.source
         return flags_of(path if path.is_file() else programs.root() / self.source)
+
+    def mode_flags(self, mode: str) -> list[Declared]:
+        """Return the flags that the command has with the flag `mode`, that flag among them."""
+        return flags_of(_PACKAGE / dict(self.modes)[mode])
 
     def fields(self, group: str) -> list[Declared]:
         """Return the fields of a group of options, each as the flag `--GROUP.FIELD`."""
@@ -85,15 +92,19 @@ def convert(arguments: list[str]) -> int:
     return _module(IMPORTERS[kind][0])(rest)
 
 
+EXPORTERS = {"fox": "lsm_jax.convert.fox_export", "released": "lsm_jax.convert.released_export"}
+
+
 def export(arguments: list[str]) -> int:
-    """Export a run. The format "fox" is that of FoX's authors; the others are those of `lsm_jax.linearize.export`."""
-    rest = [a for a in arguments if a != "--format=fox"]
-    for i, argument in enumerate(arguments[:-1]):
-        if argument == "--format" and arguments[i + 1] == "fox":
-            rest = arguments[:i] + arguments[i + 2 :]
-    if rest != arguments:
-        return _module("lsm_jax.convert.fox_export")(rest)
-    return _module("lsm_jax.linearize.export")(rest)
+    """Export a run in the format of `--format`: by a module of `EXPORTERS`, or by `lsm_jax.linearize.export`."""
+    for i, argument in enumerate(arguments):
+        name, equals, form = argument.partition("=")
+        if name == "--format" and not equals:
+            form = next(iter(arguments[i + 1 :]), "")
+        if name == "--format" and form in EXPORTERS:
+            rest = arguments[:i] + arguments[i + (1 if equals else 2) :]
+            return _module(EXPORTERS[form])(rest)
+    return _module("lsm_jax.linearize.export")(arguments)
 
 
 COMMANDS = (
@@ -167,13 +178,16 @@ COMMANDS = (
         summary="write a run in the format of other libraries",
         usage="--workdir=DIR --out=FOLDER [--format=FORMAT]",
         text="Formats: huggingface (adapters merged), liger (the checkpoints of Liger's authors), peft (adapters alone), fox (the "
-        "checkpoints of FoX's authors). The first three are for runs that started from a pretrained model.",
+        "checkpoints of FoX's authors), released (the checkpoints of flash-linear-attention and transformers that docs/released_models.md "
+        "lists). The first three are for runs that started from a pretrained model.",
         examples=(
             ("for transformers", "export --workdir=runs/liger --out=exported"),
             ("for the code of FoX's authors", "export --workdir=runs/fox --out=exported --format=fox"),
+            ("for flash-linear-attention", "export --workdir=runs/gla --out=exported --format=released --dtype=bfloat16"),
         ),
         run=export,
         source="linearize/export.py",
+        modes=(("--format=released", "convert/released_export.py"),),
     ),
     Command(
         name="plan",
@@ -189,6 +203,7 @@ COMMANDS = (
         ),
         run=_program("plan", "plan"),
         source="plan.py",
+        modes=(("--source", "convert/cards.py"),),
     ),
     Command(
         name="methods",

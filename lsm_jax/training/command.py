@@ -251,4 +251,20 @@ def _override(config: Any, name: str, value: str) -> str | None:
             f"--config.{name}={value}: accepted is None; set the fields one by one, --config.{name}.FIELD=VALUE, and select another "
             "kind of value by the variant of --config"
         )
+    return _number(name, value, kind)
+
+
+def _number(name: str, value: str, kind: Any) -> str | None:
+    """Return an error message if a field's type is a number and `value` is none; otherwise None."""
+    kinds = set(typing.get_args(kind) or (kind,)) - {types.NoneType}
+    convert = int if kinds == {int} else float if kinds <= {int, float} else None
+    if convert is None or value == "None":
+        return None
+    try:
+        convert(value)
+    except ValueError:
+        accepted = (
+            "whole numbers, such as 1000000 or 1e6" if convert is int else "numbers, such as 1e-3"
+        )
+        return f"--config.{name}={value}: accepted are {accepted}"
     return None

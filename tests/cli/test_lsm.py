@@ -56,6 +56,10 @@ def test_each_page_has_usage_examples_and_flags(name, capsys):
     assert all(len(line) <= 110 for line in printed.splitlines())
     for flag in command.flags():
         assert f"  {flag.name}" in printed and flag.text
+    assert "join(" not in printed and "%(" not in printed  # source text in place of its value
+    for mode, _ in command.modes:
+        assert f"Flags with {mode}:" in printed
+        assert all(f"  {flag.name}" in printed and flag.text for flag in command.mode_flags(mode))
     assert main(["help", name]) == 0
     assert capsys.readouterr().out == printed
 
@@ -101,10 +105,18 @@ def test_each_kind_of_import_has_its_help(kind, capsys):
     assert "--" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("form", [(), ("--format=fox",), ("--format", "fox")])
-def test_export_calls_the_exporter_of_the_format(form, capsys):
-    assert main(["export", "--workdir=none", "--out=x", *form]) == 1
-    program = "lsm_jax.convert.fox_export" if form else "lsm_jax.linearize.export"
+@pytest.mark.parametrize(
+    "form, program",
+    [
+        ((), "lsm_jax.linearize.export"),
+        (("--format=peft",), "lsm_jax.linearize.export"),
+        (("--format=fox",), "lsm_jax.convert.fox_export"),
+        (("--format", "fox"), "lsm_jax.convert.fox_export"),
+        (("--format=released",), "lsm_jax.convert.released_export"),
+    ],
+)
+def test_export_calls_the_exporter_of_the_format(form, program, capsys):
+    assert main(["export", "--workdir=none", *form, "--out=x"]) == 1
     assert capsys.readouterr().err.startswith(f"{program}: workdir='none'")
 
 

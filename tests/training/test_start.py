@@ -179,6 +179,10 @@ def test_bad_data_raises_before_anything_is_compiled_or_written(tmp_path, monkey
         (["--workdir=x", "--config=configs/lm.py:gla-tiny", "--lr=1"], "unknown flag --lr; did you mean '--config.optimizer.peak_lr'?"),
         (["--workdir=x", "--config=configs/lm.py:gla-tiny", "--config.total_tokens=1.5e0"],
          "--config.total_tokens=1.5e0: accepted are whole numbers"),
+        (["--workdir=x", "--config=configs/lm.py:gla-tiny", "--config.total_tokens=1M"],
+         "--config.total_tokens=1M: accepted are whole numbers, such as 1000000 or 1e6"),
+        (["--workdir=x", "--config=configs/lm.py:gla-tiny", "--config.optimizer.peak_lr=fast"],
+         "--config.optimizer.peak_lr=fast: accepted are numbers, such as 1e-3"),
         (["--workdir=x", "--config=configs/lm.py:gla-tiny", "--config.model.layers.N.mixer.window=4"],
          "--config.model.layers.N.mixer.window: no layer of the model has the letter N, its pattern is 'L'; accepted are fields of "
          "model.layers.L, or another pattern"),
