@@ -48,7 +48,7 @@ class Tiling(NamedTuple):
 
 TILINGS = {
     "convolution_forward": Tiling(64, 128, 1, 4),
-    "convolution_backward": Tiling(64, 128, 1, 4),
+    "convolution_backward": Tiling(64, 128, 1, 2),
 }
 """The tilings, by kernel."""
 
