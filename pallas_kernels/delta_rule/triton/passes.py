@@ -63,11 +63,11 @@ def strengths(beta) -> jax.Array:
 
 
 def channel_tokens(
-    q, k, beta, decays: Decays, *, heads: int, scale: float, save: bool
+    q, k, beta, decays: Decays, *, heads: int, scale: float
 ) -> tuple[Tokens, jax.Array, jax.Array]:
     """Return the tokens of one call with a decay per key channel as the scans read them, for `heads` heads of the output; and the
     decayed products in float32, of q with k [B, N, heads, C, C], 0 above the diagonal, and of k with k [B, N, G, C, C], of which only
-    the entries below the diagonal are defined. `read`, which only the backward pass reads, is None unless `save`.
+    the entries below the diagonal are defined.
     """
     from pallas_kernels.delta_rule.triton import scores
 
@@ -79,7 +79,7 @@ def channel_tokens(
         scores.delta_scores,
         (q, k, decays.sums, decays.run, decays.enters, decays.stays, float(scale)),
         dict(
-            read=_struct((batch, length, heads, keys) if save else (1,), stored),
+            read=_struct((batch, length, heads, keys), stored),
             erase=by_memory,
             written=by_memory,
             chunk_decay=_struct((batch, count, memories, keys), _F32),
@@ -90,11 +90,11 @@ def channel_tokens(
         **_options(tiling),
         **dict(
             Q_HEADS=q.shape[2], K_HEADS=k.shape[2], MEMORIES=memories, HEADS=heads, K=keys, C=CHUNK, BK=tiling.keys,
-            LEVELS=_LEVELS, LOW=operands, DOCUMENTS=decays.run is not None, READ=save,
+            LEVELS=_LEVELS, LOW=operands, DOCUMENTS=decays.run is not None,
         ),
     )  # fmt: skip
     tokens = Tokens(
-        results["read"] if save else None,
+        results["read"],
         results["erase"],
         results["written"],
         strengths(beta),

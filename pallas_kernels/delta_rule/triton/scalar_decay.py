@@ -50,15 +50,13 @@ def forward(
     """Compute the delta rule, and what its backward pass requires.
 
     Return the output [B, T, max(H, G), V], the final memories, shaped as `initial`, and the residuals. The arguments are those of
-    `delta_rule`, with T a multiple of `CHUNK`. Without `save` the residuals may lack what only `backward` reads; `interpret` has no effect.
+    `delta_rule`, with T a multiple of `CHUNK`; `interpret` has no effect.
     """
-    del interpret
+    del save, interpret
     heads = max(q.shape[2], v.shape[2])
     if log_decay is not None and log_decay.ndim == 4:
         decays = linear.channel_decays(log_decay, run, initial)
-        tokens, scores, alike = passes.channel_tokens(
-            q, k, beta, decays, heads=heads, scale=scale, save=save
-        )
+        tokens, scores, alike = passes.channel_tokens(q, k, beta, decays, heads=heads, scale=scale)
         decayed = tokens
     else:
         decays = linear.scalar_decays(log_decay, run, initial, v)
@@ -67,7 +65,16 @@ def forward(
     inverse = passes.solve(k, alike, tokens.beta, decays)
     states, writes, final = passes.scan(tokens, v, inverse, decays, initial)
     output = linear.outputs(
-        q, k, writes, scores, decays, states, heads=heads, scale=scale, exact=True
+        tokens.read,
+        k,
+        writes,
+        scores,
+        decays,
+        states,
+        heads=heads,
+        scale=scale,
+        exact=True,
+        decayed=decays.by_channel,
     )
     residuals = Residuals(decays, decayed, inverse, scores, states, writes)
     return output.astype(v.dtype), final, residuals

@@ -48,13 +48,13 @@ def delta_scores(
     q, k, sums, run, enters, stays, scale, read, erase, written, chunk_decay, scores, alike,
     Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, MEMORIES: tl.constexpr, HEADS: tl.constexpr,
     K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, LEVELS: tl.constexpr, LOW: tl.constexpr,
-    DOCUMENTS: tl.constexpr, READ: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
     """Store the decayed products and tokens of all chunks, the tokens in tiles [C, BK / 2].
 
     `scores` are the products of q with k times the scale, [B, N, HEADS, C, C], 0 above the diagonal, and `alike` those of k with k,
     [B, N, MEMORIES, C, C], of which only the entries below the diagonal are stored. `erase` and `written` are [B, T, MEMORIES, K],
-    `chunk_decay` [B, N, MEMORIES, K], and `read` [B, T, HEADS, K], which is stored with `READ`.
+    `chunk_decay` [B, N, MEMORIES, K], and `read` [B, T, HEADS, K].
     """
     h, chunk = tl.program_id(0) % HEADS, (tl.program_id(0) // HEADS).to(tl.int64)
     rows, keys, narrow = tl.arange(0, C), tl.arange(0, BK), tl.arange(0, BK // 2)
@@ -86,9 +86,8 @@ def delta_scores(
             read_decay = read_decay * tl.load(enters + chunk * C + rows)[:, None]
             write_decay = write_decay * tl.load(stays + chunk * C + rows)[:, None]
             end_decay = end_decay * tl.load(enters + chunk * C + C - 1)
-        if READ:
-            x = (tile_q * (read_decay * scale)).to(read.dtype.element_ty)
-            tl.store(read + key + i * (HEADS * K) + narrow[None, :], x)
+        x = (tile_q * (read_decay * scale)).to(read.dtype.element_ty)
+        tl.store(read + key + i * (HEADS * K) + narrow[None, :], x)
         tl.store(erase + by_memory, (tile_k * read_decay).to(erase.dtype.element_ty), mask=first)
         x = (tile_k * write_decay).to(written.dtype.element_ty)
         tl.store(written + by_memory, x, mask=first)

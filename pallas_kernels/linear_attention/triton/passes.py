@@ -321,10 +321,11 @@ def channel_scores(q, k, decays: Decays, *, heads: int, scale: float, bonus=None
 
 def outputs(
     q, k, v, scores, decays: Decays, states, *, heads: int, scale: float, exclusive: bool = False,
-    exact: bool = False,
+    exact: bool = False, decayed: bool = False,
 ) -> jax.Array:  # fmt: skip
     """Return the outputs [B, T, heads, V] in v's dtype from the memories before all chunks, and, with a decay per key channel, from the
-    scores P of `channel_scores` (else None). With `exact` P is not rounded.
+    scores P of `channel_scores` (else None). With `exact` P is not rounded. With `decayed`, q are the queries times
+    the scale and the decay from the chunk's start, of a decay per key channel.
     """
     from pallas_kernels.linear_attention.triton import bodies
 
@@ -340,7 +341,7 @@ def outputs(
         **dict(
             Q_HEADS=q.shape[2], K_HEADS=k.shape[2], V_HEADS=memories, D_HEADS=decays.heads, HEADS=heads, K=keys, V=values,
             C=CHUNK, BK=tiling.keys, BV=tiling.values, LOW=_low(q)[0], CHANNELS=decays.by_channel, DECAY=decays.cum is not None,
-            DOCUMENTS=decays.run is not None, EXCLUSIVE=exclusive, EXACT=exact and q.dtype == jnp.bfloat16,
+            DOCUMENTS=decays.run is not None, EXCLUSIVE=exclusive, EXACT=exact and q.dtype == jnp.bfloat16, DECAYED=decayed,
         ),
     )["out"]  # fmt: skip
 
