@@ -42,6 +42,7 @@ TILINGS = {
     "channel_scores": Tiling(64, 64, 4, 1),
     "outputs": Tiling(64, 128, 4, 2),
     "channel_outputs": Tiling(64, 128, 4, 2),
+    "decayed_outputs": Tiling(64, 64, 4, 2),
     "score_gradients": Tiling(64, 64, 4, 2),
     "value_gradients": Tiling(64, 128, 4, 2),
     "channel_value_gradients": Tiling(64, 128, 4, 2),
@@ -51,7 +52,7 @@ TILINGS = {
     "query_gradients": Tiling(64, 64, 4, 1),
 }
 """The tiling of each kernel for bfloat16, by the name of the kernel, with "channel_" where a kernel differs with a decay per key
-channel; "query_gradients" is `channel_gradients` of the queries alone, and "bonus_gradients" with a bonus. None spills more than 64 bytes on 8.x at 64 and 128 channels."""
+channel; "decayed_outputs" is `outputs` of decayed queries, "query_gradients" is `channel_gradients` of the queries alone, and "bonus_gradients" with a bonus. None spills more than 64 bytes on 8.x at 64 and 128 channels."""
 WIDE_TILINGS = {
     name: tiling._replace(values=64, warps=8, stages=1) for name, tiling in TILINGS.items()
 }
@@ -331,7 +332,7 @@ def outputs(
 
     batch, length, _, keys = q.shape
     memories, values = v.shape[2:]
-    tiling = _tiling("outputs", decays, q, keys, values)
+    tiling = _tiling("decayed_outputs" if decayed else "outputs", decays, q, keys, values)
     return launch.call(
         bodies.outputs,
         (q, k, v, scores, decays.cum, decays.read_decay, decays.sums, decays.run, decays.enters, states, float(scale)),
