@@ -42,7 +42,7 @@ TILINGS = {
     "channel_scores": Tiling(64, 64, 4, 1),
     "outputs": Tiling(64, 128, 4, 2),
     "channel_outputs": Tiling(64, 128, 4, 2),
-    "decayed_outputs": Tiling(64, 64, 4, 2),
+    "decayed_outputs": Tiling(64, 128, 4, 2),
     "score_gradients": Tiling(64, 64, 4, 2),
     "value_gradients": Tiling(64, 128, 4, 2),
     "channel_value_gradients": Tiling(64, 128, 4, 2),
