@@ -1,11 +1,12 @@
 """Kernels of the delta rule in Triton: the same source for every NVIDIA card of compute capability 8.0 or more.
 
-This module imports only Triton and other kernels, so that its kernels can also run in Triton's interpreter and be compiled without a GPU. The
-mathematics is that of `pallas_kernels.tiles.delta`, whose symbols are used here. A row of T tokens is divided into N chunks of C
-tokens. With u = beta ⊙ x the rows that are written to the memory S, a chunk is linear attention with the values u: `S' = e^b_C S +
-(k e^(b_C - b))ᵀ u`, `O = P u + scale (q e^b) S`. The kernels of linear attention therefore compute the decayed products of tokens, the
-outputs and the gradients of products; the kernels of this module compute u and the other gradients. `delta_scan` and
-`delta_scan_backward` compute one chunk after another; all other kernels compute the chunks in parallel.
+This module imports only Triton and other kernels, so that its kernels can also run in Triton's interpreter and be compiled without a
+GPU. The mathematics is that of `pallas_kernels.tiles.delta`, whose symbols are used here. A row of T tokens is divided into N chunks of
+C tokens. With u = beta ⊙ x the rows that are written to the memory S, a chunk is linear attention with the values u: `S' = e^b_C S + (k
+e^(b_C - b))ᵀ u`, `O = P u + scale (q e^b) S`. The kernels of linear attention therefore compute the decayed products of tokens, the
+outputs and the gradients of products (with `CHANNELS`, `scores.delta_scores` computes the products); the kernels of this module compute
+u and the other gradients. `delta_scan` and `delta_scan_backward` compute one chunk after another; all other kernels compute the chunks
+in parallel.
 
 Arrays, `HEADS`, `LOW`, `CHANNELS`, `DECAY` and `DOCUMENTS` are those of `pallas_kernels.linear_attention.triton.bodies`. In addition:
 

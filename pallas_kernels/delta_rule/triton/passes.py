@@ -15,6 +15,7 @@ _F32 = jnp.float32
 _LEVELS = CHUNK.bit_length() - 1
 
 TILINGS = {
+    "delta_scores": Tiling(64, 0, 4, 1),
     "solve": Tiling(64, 0, 4, 2),
     "delta_scan": Tiling(0, 32, 4, 2),
     "delta_scan_backward": Tiling(0, 32, 4, 2),
@@ -51,39 +52,55 @@ class Tokens(NamedTuple):
     chunk_decay: Any
 
 
-def tokens_of(q, k, beta, decays: Decays, *, heads: int, scale: float) -> Tokens:
-    """Return the tokens of one call as the scans read them, for `heads` heads of the output.
+def tokens_of(q, k, beta, decays: Decays) -> Tokens:
+    """Return the tokens of one call with a scalar decay or none as the scans read them."""
+    return Tokens(q, k, k, strengths(beta), decays.chunk_decay)
 
-    A beta below 1e-20 is replaced by 1e-20, which changes no sum: dbeta is x · dv / beta.
+
+def strengths(beta) -> jax.Array:
+    """Return the write strengths beta with those below 1e-20 replaced by 1e-20, which changes no sum: dbeta is x · dv / beta."""
+    return jnp.where(jnp.abs(beta) < 1e-20, 1e-20, beta)
+
+
+def channel_tokens(
+    q, k, beta, decays: Decays, *, heads: int, scale: float
+) -> tuple[Tokens, jax.Array, jax.Array]:
+    """Return the tokens of one call with a decay per key channel as the scans read them, for `heads` heads of the output; and the
+    decayed products in float32, of q with k [B, N, heads, C, C], 0 above the diagonal, and of k with k [B, N, G, C, C], of which only
+    the entries below the diagonal are defined.
     """
-    beta = jnp.where(jnp.abs(beta) < 1e-20, 1e-20, beta)
-    if not decays.by_channel:
-        return Tokens(q, k, k, beta, decays.chunk_decay)
-    memories = decays.heads
-    read_decay, chunk_decay = jnp.exp(decays.sums), jnp.exp(decays.sums[:, CHUNK - 1 :: CHUNK])
-    if decays.enters is not None:
-        enters = decays.enters[..., None, None]
-        read_decay, chunk_decay = read_decay * enters, chunk_decay * enters[:, CHUNK - 1 :: CHUNK]
-    read = decayed(q, read_decay * scale, heads, q)
-    erase = decayed(k, read_decay, memories, q)
-    written = decayed(k, write_decay(decays), memories, q)
-    return Tokens(read, erase, written, beta, chunk_decay)
+    from pallas_kernels.delta_rule.triton import scores
 
-
-def write_decay(decays: Decays) -> jax.Array:
-    """Return the decay of each token's write up to the end of its chunk, per key channel [B, T, G, K] float32; 0 for tokens of a document
-    that ends before the chunk does.
-    """
     batch, length, memories, keys = decays.sums.shape
-    by_chunk = decays.sums.reshape(batch, length // CHUNK, CHUNK, memories, keys)
-    decay = jnp.exp(jnp.minimum(by_chunk[:, :, -1:] - by_chunk, 0.0)).reshape(decays.sums.shape)
-    return decay if decays.stays is None else decay * decays.stays[..., None, None]
-
-
-def decayed(x, decay, heads: int, like) -> jax.Array:
-    """Return x [B, T, *, K] times a decay [B, T, *, K], as [B, T, heads, K] in the dtype of products of the tokens `like`."""
-    x = jnp.repeat(x.astype(_F32), heads // x.shape[2], axis=2)
-    return (x * jnp.repeat(decay, heads // decay.shape[2], axis=2)).astype(low(like)[1])
+    tiling, count = _tiling("delta_scores", q), length // CHUNK
+    operands, stored = low(q)
+    by_memory = _struct((batch, length, memories, keys), stored)
+    results = launch.call(
+        scores.delta_scores,
+        (q, k, decays.sums, decays.run, decays.enters, decays.stays, float(scale)),
+        dict(
+            read=_struct((batch, length, heads, keys), stored),
+            erase=by_memory,
+            written=by_memory,
+            chunk_decay=_struct((batch, count, memories, keys), _F32),
+            scores=_struct((batch, count, heads, CHUNK, CHUNK), _F32),
+            alike=_struct((batch, count, memories, CHUNK, CHUNK), _F32),
+        ),
+        programs=batch * count * heads,
+        **_options(tiling),
+        **dict(
+            Q_HEADS=q.shape[2], K_HEADS=k.shape[2], MEMORIES=memories, HEADS=heads, K=keys, C=CHUNK, BK=tiling.keys,
+            LEVELS=_LEVELS, LOW=operands, DOCUMENTS=decays.run is not None,
+        ),
+    )  # fmt: skip
+    tokens = Tokens(
+        results["read"],
+        results["erase"],
+        results["written"],
+        strengths(beta),
+        results["chunk_decay"],
+    )
+    return tokens, results["scores"], results["alike"]
 
 
 def _struct(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
@@ -110,26 +127,6 @@ def _tiling(name: str, x, keys: int = 0) -> Tiling:
 
 def _options(tiling: Tiling) -> dict[str, int]:
     return dict(warps=tiling.warps, stages=tiling.stages)
-
-
-def scores(q, k, decays: Decays, *, heads: int, scale: float) -> jax.Array:
-    """Return the decayed products of q with k under a decay per key channel, [B, N, heads, C, C] float32, 0 above the diagonal."""
-    from pallas_kernels.linear_attention.triton import bodies
-
-    batch, length, _, keys = k.shape
-    table = linear.TILINGS if k.dtype == jnp.bfloat16 else linear.WIDE_TILINGS
-    tiling = table["channel_scores"]
-    return launch.call(
-        bodies.channel_scores,
-        (q, k, decays.sums, None, decays.run, float(scale)),
-        dict(scores=_struct((batch, length // CHUNK, heads, CHUNK, CHUNK), _F32)),
-        programs=batch * (length // CHUNK) * heads,
-        **_options(tiling),
-        **dict(
-            Q_HEADS=q.shape[2], K_HEADS=k.shape[2], D_HEADS=decays.heads, HEADS=heads, K=keys, C=CHUNK, BK=tiling.keys,
-            LEVELS=_LEVELS, LOW=low(k)[0], DOCUMENTS=decays.run is not None, EXCLUSIVE=False,
-        ),
-    )["scores"]  # fmt: skip
 
 
 def solve(k, alike, beta, decays: Decays) -> jax.Array:

@@ -24,6 +24,7 @@ class Residuals(NamedTuple):
 
     Attributes:
         decays: the decays of all tokens and chunks, and the tokens' documents.
+        decayed: the tokens as the scans read them, with a decay per key channel; else None.
         inverse: [B, N, G, C, C], the inverses of the triangular systems of all chunks.
         scores: [B, N, heads, C, C] float32, the decayed scores of all chunks with a decay per key channel; else None.
         states: [B, N, G, K, V], the memories before all chunks.
@@ -31,6 +32,7 @@ class Residuals(NamedTuple):
     """
 
     decays: linear.Decays
+    decayed: passes.Tokens | None
     inverse: jax.Array
     scores: jax.Array | None
     states: jax.Array
@@ -54,18 +56,28 @@ def forward(
     heads = max(q.shape[2], v.shape[2])
     if log_decay is not None and log_decay.ndim == 4:
         decays = linear.channel_decays(log_decay, run, initial)
-        scores = passes.scores(q, k, decays, heads=heads, scale=scale)
-        alike = passes.scores(k, k, decays, heads=v.shape[2], scale=1.0)
+        tokens, scores, alike = passes.channel_tokens(q, k, beta, decays, heads=heads, scale=scale)
+        decayed = tokens
     else:
         decays = linear.scalar_decays(log_decay, run, initial, v)
-        scores = alike = None
-    tokens = passes.tokens_of(q, k, beta, decays, heads=heads, scale=scale)
+        tokens = passes.tokens_of(q, k, beta, decays)
+        scores = alike = decayed = None
     inverse = passes.solve(k, alike, tokens.beta, decays)
     states, writes, final = passes.scan(tokens, v, inverse, decays, initial)
     output = linear.outputs(
-        q, k, writes, scores, decays, states, heads=heads, scale=scale, exact=True
+        tokens.read,
+        k,
+        writes,
+        scores,
+        decays,
+        states,
+        heads=heads,
+        scale=scale,
+        exact=True,
+        decayed=decays.by_channel,
     )
-    return output.astype(v.dtype), final, Residuals(decays, inverse, scores, states, writes)
+    residuals = Residuals(decays, decayed, inverse, scores, states, writes)
+    return output.astype(v.dtype), final, residuals
 
 
 def backward(
@@ -78,9 +90,10 @@ def backward(
     of `forward`, the residuals that it returned, and the gradients of its output and of its final memories.
     """
     del run, initial, interpret
-    decays, inverse, scores, states, writes = residuals
+    decays, tokens, inverse, scores, states, writes = residuals
     heads, memories = d_output.shape[2], v.shape[2]
-    tokens = passes.tokens_of(q, k, beta, decays, heads=heads, scale=scale)
+    if tokens is None:
+        tokens = passes.tokens_of(q, k, beta, decays)
     local = passes.local_gradients(q, k, d_output, scores, decays, scale=scale)
     d_ends = row_layout.gradient_by_head(d_final, heads)
     d_states, dv, d_beta, d_initial = passes.scan_backward(

@@ -19,6 +19,7 @@ heads of v, `writes` is U, and `d_right` dR [B, T, HEADS, V].
 import triton
 import triton.language as tl
 
+from pallas_kernels.delta_rule.triton.scores import stacked, store_level
 from pallas_kernels.linear_attention.triton.bodies import masked_sums
 
 
@@ -125,24 +126,11 @@ def dplr_scores(
                     tl.trans((tile_k * factor).to(LOW)),
                     tl.trans((tile_b * factor).to(LOW)),
                 )
-                # The rows of q, and after them those of a.
-                both = tl.reshape(tl.permute(tl.join(low_q, low_a), (2, 0, 1)), (C, BK))
+                both = stacked(low_q, low_a, C, BK)
                 through_k = tl.dot(both, low_k, through_k, input_precision="tf32")
                 through_b = tl.dot(both, low_b, through_b, input_precision="tf32")
-            of_q, pair = rows < C // 2, rows & (C // 2 - 1)
-            row_block = pair >> level
-            row = row_block * (2 * half) + half + (pair & (half - 1))
-            stored = row_block[:, None] == block[None, :]
-            if DOCUMENTS:
-                same = tl.load(of_chunk + row)[:, None] == tl.load(of_chunk + earlier)[None, :]
-                through_k = tl.where(same, through_k, 0.0)
-                through_b = tl.where(same, through_b, 0.0)
-            stored = stored & (of_q[:, None] | first)
-            entry = row[:, None] * C + earlier[None, :]
-            through_k = through_k * tl.where(of_q, scale, 1.0)[:, None]
-            through_b = through_b * tl.where(of_q, scale, -1.0)[:, None]
-            tl.store(tl.where(of_q, qk, ak)[:, None] + entry, through_k, mask=stored)
-            tl.store(tl.where(of_q, qb, system)[:, None] + entry, through_b, mask=stored)
+            store_level(through_k, level, qk, ak, scale, 1.0, first, of_chunk, C, DOCUMENTS)
+            store_level(through_b, level, qb, system, scale, -1.0, first, of_chunk, C, DOCUMENTS)
 
 
 @triton.jit

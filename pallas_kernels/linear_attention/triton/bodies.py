@@ -176,11 +176,11 @@ def outputs(
     Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, V_HEADS: tl.constexpr, D_HEADS: tl.constexpr,
     HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, LOW: tl.constexpr, CHANNELS: tl.constexpr, DECAY: tl.constexpr,
-    DOCUMENTS: tl.constexpr, EXCLUSIVE: tl.constexpr, EXACT: tl.constexpr,
+    DOCUMENTS: tl.constexpr, EXCLUSIVE: tl.constexpr, EXACT: tl.constexpr, DECAYED: tl.constexpr,
 ):  # fmt: skip
     """Store the outputs of all chunks, O = P v + scale (q e^b) S, in tiles [C, BV].
 
-    With `EXACT` P is the sum of two terms of dtype `LOW`, so that its rounding adds no error.
+    With `EXACT` P is the sum of two terms of dtype `LOW`, so that its rounding adds no error. With `DECAYED` q is scale q e^b.
     With a scalar decay or none P is computed here, (q kᵀ) ⊙ scale e^(b_i - b_j); else it is read from `scores`. `states` [B, N,
     V_HEADS, K, V] are the memories before the chunks.
     """
@@ -202,7 +202,9 @@ def outputs(
     for key in range(0, K, BK):
         tile_q = tl.load(q + key + rows[:, None] * (Q_HEADS * K) + keys[None, :])
         S = tl.load(states + key * V + keys[:, None] * V + values[None, :]).to(LOW)
-        if CHANNELS:
+        if DECAYED:
+            total = tl.dot(tile_q.to(LOW), S, total, input_precision="tf32")
+        elif CHANNELS:
             by_key = rows[:, None] * (D_HEADS * K) + keys[None, :]
             if EXCLUSIVE:
                 before = tl.load(sums - D_HEADS * K + key + by_key, mask=i > 0, other=0.0)

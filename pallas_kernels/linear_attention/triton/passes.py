@@ -41,17 +41,18 @@ TILINGS = {
     "channel_scan": Tiling(64, 64, 4, 3),
     "channel_scores": Tiling(64, 64, 4, 1),
     "outputs": Tiling(64, 128, 4, 2),
-    "channel_outputs": Tiling(64, 64, 4, 2),
+    "channel_outputs": Tiling(64, 128, 4, 2),
+    "decayed_outputs": Tiling(64, 128, 4, 2),
     "score_gradients": Tiling(64, 64, 4, 2),
     "value_gradients": Tiling(64, 128, 4, 2),
-    "channel_value_gradients": Tiling(64, 64, 4, 2),
+    "channel_value_gradients": Tiling(64, 128, 4, 2),
     "scalar_gradients": Tiling(64, 64, 4, 1),
     "channel_gradients": Tiling(32, 64, 4, 1),
     "bonus_gradients": Tiling(16, 64, 4, 1),
     "query_gradients": Tiling(64, 64, 4, 1),
 }
 """The tiling of each kernel for bfloat16, by the name of the kernel, with "channel_" where a kernel differs with a decay per key
-channel; "query_gradients" is `channel_gradients` of the queries alone, and "bonus_gradients" with a bonus. None spills more than 64 bytes on 8.x at 64 and 128 channels."""
+channel; "decayed_outputs" is `outputs` of decayed queries, "query_gradients" is `channel_gradients` of the queries alone, and "bonus_gradients" with a bonus. None spills more than 64 bytes on 8.x at 64 and 128 channels."""
 WIDE_TILINGS = {
     name: tiling._replace(values=64, warps=8, stages=1) for name, tiling in TILINGS.items()
 }
@@ -321,16 +322,17 @@ def channel_scores(q, k, decays: Decays, *, heads: int, scale: float, bonus=None
 
 def outputs(
     q, k, v, scores, decays: Decays, states, *, heads: int, scale: float, exclusive: bool = False,
-    exact: bool = False,
+    exact: bool = False, decayed: bool = False,
 ) -> jax.Array:  # fmt: skip
     """Return the outputs [B, T, heads, V] in v's dtype from the memories before all chunks, and, with a decay per key channel, from the
-    scores P of `channel_scores` (else None). With `exact` P is not rounded.
+    scores P of `channel_scores` (else None). With `exact` P is not rounded. With `decayed`, q are the queries times
+    the scale and the decay from the chunk's start, of a decay per key channel.
     """
     from pallas_kernels.linear_attention.triton import bodies
 
     batch, length, _, keys = q.shape
     memories, values = v.shape[2:]
-    tiling = _tiling("outputs", decays, q, keys, values)
+    tiling = _tiling("decayed_outputs" if decayed else "outputs", decays, q, keys, values)
     return launch.call(
         bodies.outputs,
         (q, k, v, scores, decays.cum, decays.read_decay, decays.sums, decays.run, decays.enters, states, float(scale)),
@@ -340,7 +342,7 @@ def outputs(
         **dict(
             Q_HEADS=q.shape[2], K_HEADS=k.shape[2], V_HEADS=memories, D_HEADS=decays.heads, HEADS=heads, K=keys, V=values,
             C=CHUNK, BK=tiling.keys, BV=tiling.values, LOW=_low(q)[0], CHANNELS=decays.by_channel, DECAY=decays.cum is not None,
-            DOCUMENTS=decays.run is not None, EXCLUSIVE=exclusive, EXACT=exact and q.dtype == jnp.bfloat16,
+            DOCUMENTS=decays.run is not None, EXCLUSIVE=exclusive, EXACT=exact and q.dtype == jnp.bfloat16, DECAYED=decayed,
         ),
     )["out"]  # fmt: skip
 

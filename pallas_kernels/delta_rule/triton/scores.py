@@ -1,0 +1,121 @@
+"""The kernel of the decayed products and tokens of the delta rule with a decay per key channel, and its parts that diagonal-plus-low-rank
+memories use too. Symbols, arrays and constants are those of `bodies`.
+
+A level of the halving of `pallas_kernels.tiles.channel_decay` divides the rows in pairs of one row of a later block and one of the earlier
+block beside it: products of later rows of two arrays, [C, BK] together, with [C / 2, BK] earlier rows have all the level's entries. Each
+entry belongs to one level, which stores it.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def stacked(first, second, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Return the rows of `first`, and after them those of `second`, [ROWS, COLUMNS]."""
+    return tl.reshape(tl.permute(tl.join(first, second), (2, 0, 1)), (ROWS, COLUMNS))
+
+
+@triton.jit
+def store_level(
+    products, level, of_first, of_second, first_scale, second_scale, store_second, of_chunk,
+    C: tl.constexpr, DOCUMENTS: tl.constexpr,
+):  # fmt: skip
+    """Store a level's entries of the matrices `of_first` and `of_second` [C, C], of which the second one is stored if `store_second` [1, 1].
+
+    `products` [C, C / 2] are those of later rows of two stacked arrays with earlier rows, `first_scale` and `second_scale` their factors,
+    and `of_chunk` the documents of the chunk's tokens.
+    """
+    rows, pairs = tl.arange(0, C), tl.arange(0, C // 2)
+    half = 1 << level
+    block = pairs >> level
+    earlier = block * (2 * half) + (pairs & (half - 1))
+    first, pair = rows < C // 2, rows & (C // 2 - 1)
+    row_block = pair >> level
+    row = row_block * (2 * half) + half + (pair & (half - 1))
+    stored = row_block[:, None] == block[None, :]
+    if DOCUMENTS:
+        same = tl.load(of_chunk + row)[:, None] == tl.load(of_chunk + earlier)[None, :]
+        products = tl.where(same, products, 0.0)
+    stored = stored & (first[:, None] | store_second)
+    products = products * tl.where(first, first_scale, second_scale)[:, None]
+    entry = row[:, None] * C + earlier[None, :]
+    tl.store(tl.where(first, of_first, of_second)[:, None] + entry, products, mask=stored)
+
+
+@triton.jit
+def delta_scores(
+    q, k, sums, run, enters, stays, scale, read, erase, written, chunk_decay, scores, alike,
+    Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, MEMORIES: tl.constexpr, HEADS: tl.constexpr,
+    K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, LEVELS: tl.constexpr, LOW: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
+):  # fmt: skip
+    """Store the decayed products and tokens of all chunks, the tokens in tiles [C, BK / 2].
+
+    `scores` are the products of q with k times the scale, [B, N, HEADS, C, C], 0 above the diagonal, and `alike` those of k with k,
+    [B, N, MEMORIES, C, C], of which only the entries below the diagonal are stored. `erase` and `written` are [B, T, MEMORIES, K],
+    `chunk_decay` [B, N, MEMORIES, K], and `read` [B, T, HEADS, K].
+    """
+    h, chunk = tl.program_id(0) % HEADS, (tl.program_id(0) // HEADS).to(tl.int64)
+    rows, keys, narrow = tl.arange(0, C), tl.arange(0, BK), tl.arange(0, BK // 2)
+    g = h * MEMORIES // HEADS
+    # Several heads may read one memory: the first of them stores the memory's arrays.
+    first = tl.zeros([1, 1], tl.int32) + h % (HEADS // MEMORIES) == 0
+    q += (chunk * C * Q_HEADS + h * Q_HEADS // HEADS) * K
+    k += (chunk * C * K_HEADS + h * K_HEADS // HEADS) * K
+    sums += (chunk * C * MEMORIES + g) * K
+    read += (chunk * C * HEADS + h) * K
+    erase += (chunk * C * MEMORIES + g) * K
+    written += (chunk * C * MEMORIES + g) * K
+    chunk_decay += (chunk * MEMORIES + g) * K
+    scores += (chunk * HEADS + h) * C * C
+    alike += (chunk * MEMORIES + g) * C * C
+    of_chunk = run + chunk * C
+    i, j = rows[:, None], rows[None, :]
+    diagonal = tl.zeros([C], tl.float32)
+    for key in range(0, K, BK // 2):
+        by_memory = key + i * (MEMORIES * K) + narrow[None, :]
+        b = tl.load(sums + by_memory)
+        total = tl.load(sums + key + (C - 1) * (MEMORIES * K) + narrow)
+        tile_q = tl.load(q + key + i * (Q_HEADS * K) + narrow[None, :]).to(tl.float32)
+        tile_k = tl.load(k + key + i * (K_HEADS * K) + narrow[None, :]).to(tl.float32)
+        diagonal += tl.sum(tile_q * tile_k, 1)
+        read_decay, end_decay = tl.exp(b), tl.exp(total)
+        write_decay = tl.exp(tl.minimum(total[None, :] - b, 0.0))
+        if DOCUMENTS:
+            read_decay = read_decay * tl.load(enters + chunk * C + rows)[:, None]
+            write_decay = write_decay * tl.load(stays + chunk * C + rows)[:, None]
+            end_decay = end_decay * tl.load(enters + chunk * C + C - 1)
+        x = (tile_q * (read_decay * scale)).to(read.dtype.element_ty)
+        tl.store(read + key + i * (HEADS * K) + narrow[None, :], x)
+        tl.store(erase + by_memory, (tile_k * read_decay).to(erase.dtype.element_ty), mask=first)
+        x = (tile_k * write_decay).to(written.dtype.element_ty)
+        tl.store(written + by_memory, x, mask=first)
+        tl.store(chunk_decay + key + narrow[None, :], end_decay[None, :], mask=first)
+    x = tl.where(i == j, diagonal[:, None] * scale, 0.0)
+    tl.store(scores + i * C + j, x, mask=i <= j)
+    pairs = tl.arange(0, C // 2)
+    # 0, but no constant: else Triton moves the operands' layout in front of the exponentials, and each warp computes those of others.
+    most = scale * 0.0
+    for level in tl.range(0, LEVELS, num_stages=1):
+        half = 1 << level
+        earlier = (pairs >> level) * (2 * half) + (pairs & (half - 1))
+        later = earlier + half
+        # The last row of the earlier block, from which both blocks' sums are measured.
+        middle = (pairs >> level) * (2 * half) + half - 1
+        products = tl.zeros([C, C // 2], tl.float32)
+        for key in range(0, K, BK):
+            of_key = sums + key + keys[None, :]
+            pivot = tl.load(of_key + middle[:, None] * (MEMORIES * K))
+            after = tl.load(of_key + later[:, None] * (MEMORIES * K))
+            before = tl.load(of_key + earlier[:, None] * (MEMORIES * K))
+            at_key = key + keys[None, :]
+            tile_q = tl.load(q + later[:, None] * (Q_HEADS * K) + at_key).to(tl.float32)
+            tile_k = tl.load(k + later[:, None] * (K_HEADS * K) + at_key).to(tl.float32)
+            factor = tl.exp(tl.minimum(after - pivot, most))
+            both = stacked((tile_q * factor).to(LOW), (tile_k * factor).to(LOW), C, BK)
+            tile_k = tl.load(k + earlier[:, None] * (K_HEADS * K) + at_key).to(tl.float32)
+            factor = tl.exp(tl.minimum(pivot - before, most))
+            low_k = tl.trans((tile_k * factor).to(LOW))
+            products = tl.dot(both, low_k, products, input_precision="tf32")
+        store_level(products, level, scores, alike, scale, 1.0, first, of_chunk, C, DOCUMENTS)
