@@ -239,9 +239,23 @@ def dplr_value_gradients(
 
 
 @triton.jit
-def _store_pairs(target, gradients, entry, stored):
-    """Store the gradients of one A [C, C] at `entry` of `target`, where `stored`."""
-    tl.store(target + entry, gradients.to(target.dtype.element_ty), mask=stored)
+def _store_pairs(
+    target, x, y, scale, entry, stored, diagonal,
+    HEADS: tl.constexpr, MEMORIES: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr,
+    LOW: tl.constexpr, DIAGONAL: tl.constexpr,
+):  # fmt: skip
+    """Store the products [C, C] of rows x and y, times the scale, at `entry` of `target` where `stored`, and with `DIAGONAL` their diagonal."""
+    rows, values = tl.arange(0, C), tl.arange(0, BV)
+    i, j = rows[:, None], rows[None, :]
+    total = tl.zeros([C, C], tl.float32)
+    for column in range(0, V, BV):
+        tile_x = tl.load(x + column + i * (HEADS * V) + values[None, :]).to(LOW)
+        tile_y = tl.load(y + column + i * (MEMORIES * V) + values[None, :]).to(LOW)
+        total = tl.dot(tile_x, tl.trans(tile_y), total, input_precision="tf32")
+    total = total * scale
+    tl.store(target + entry, total.to(target.dtype.element_ty), mask=stored)
+    if DIAGONAL:
+        tl.store(diagonal + i + j * 0, total, mask=i == j)
 
 
 @triton.jit
@@ -257,24 +271,11 @@ def pair_gradients(
     again for b. It is 0 for tokens of two pairs of blocks and for tokens of two documents.
     """
     h, chunk = tl.program_id(0) % HEADS, (tl.program_id(0) // HEADS).to(tl.int64)
-    rows, values = tl.arange(0, C), tl.arange(0, BV)
-    by_head = (chunk * C * HEADS + h) * V + rows[:, None] * (HEADS * V) + values[None, :]
-    by_memory = (chunk * C * MEMORIES + h * MEMORIES // HEADS) * V
-    by_memory += rows[:, None] * (MEMORIES * V) + values[None, :]
-    qk = tl.zeros([C, C], tl.float32)
-    qb = tl.zeros([C, C], tl.float32)
-    ab = tl.zeros([C, C], tl.float32)
-    ak = tl.zeros([C, C], tl.float32)
-    for column in range(0, V, BV):
-        tile_v = tl.trans(tl.load(v + column + by_memory).to(LOW))
-        tile_u = tl.trans(tl.load(writes + column + by_memory).to(LOW))
-        tile = tl.load(d_out + column + by_head).to(LOW)
-        qk = tl.dot(tile, tile_v, qk, input_precision="tf32")
-        qb = tl.dot(tile, tile_u, qb, input_precision="tf32")
-        tile = tl.load(d_right + column + by_head).to(LOW)
-        ab = tl.dot(tile, tile_u, ab, input_precision="tf32")
-        ak = tl.dot(tile, tile_v, ak, input_precision="tf32")
-    qk, qb = qk * scale, qb * scale
+    rows = tl.arange(0, C)
+    d_out += (chunk * C * HEADS + h) * V
+    d_right += (chunk * C * HEADS + h) * V
+    v += (chunk * C * MEMORIES + h * MEMORIES // HEADS) * V
+    writes += (chunk * C * MEMORIES + h * MEMORIES // HEADS) * V
     same = rows[:, None] >= 0
     if DOCUMENTS:
         document = tl.load(run + chunk * C + rows)
@@ -287,8 +288,6 @@ def pair_gradients(
         tl.store(pairs + level * C * C + i * C + j, zeros)
     # Other threads of the program store the entries.
     tl.debug_barrier()
-    tl.store(diagonals + i + j * 0, qk, mask=i == j)
-    tl.store(diagonals + C + i + j * 0, qb, mask=i == j)
     level = tl.zeros([C, C], tl.int32)
     for above in tl.static_range(1, LEVELS):
         level += ((i ^ j) >> above > 0).to(tl.int32)
@@ -297,10 +296,45 @@ def pair_gradients(
     column = ((j >> (level + 1)) << level) + (j & inside)
     entry = (level * C + row) * C + column
     stored = (i > j) & same
-    _store_pairs(pairs, qk, entry, stored)
-    _store_pairs(pairs + C // 2, qb, entry, stored)
-    _store_pairs(pairs + C // 2 * C, ak, entry, stored)
-    _store_pairs(pairs + C // 2 * C + C // 2, ab, entry, stored)
+    of_a = pairs + C // 2 * C
+    _store_pairs(
+        pairs, d_out, v, scale, entry, stored, diagonals, HEADS, MEMORIES, V, C, BV, LOW, True
+    )
+    _store_pairs(
+        pairs + C // 2,
+        d_out,
+        writes,
+        scale,
+        entry,
+        stored,
+        diagonals + C,
+        HEADS,
+        MEMORIES,
+        V,
+        C,
+        BV,
+        LOW,
+        True,
+    )
+    _store_pairs(
+        of_a, d_right, v, 1.0, entry, stored, diagonals, HEADS, MEMORIES, V, C, BV, LOW, False
+    )
+    _store_pairs(
+        of_a + C // 2,
+        d_right,
+        writes,
+        1.0,
+        entry,
+        stored,
+        diagonals,
+        HEADS,
+        MEMORIES,
+        V,
+        C,
+        BV,
+        LOW,
+        False,
+    )
 
 
 @triton.jit
