@@ -227,57 +227,107 @@ def dplr_value_gradients(
 
 
 @triton.jit
-def _store_pairs(target, lower, upper, same, C: tl.constexpr):
-    """Store `lower` on and below the diagonal and the transpose of `upper` above it; 0 where not `same`."""
-    rows = tl.arange(0, C)
+def _store_pairs(
+    target, x, y, scale, entry, stored, diagonal,
+    HEADS: tl.constexpr, MEMORIES: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr,
+    LOW: tl.constexpr, DIAGONAL: tl.constexpr,
+):  # fmt: skip
+    """Store the products [C, C] of rows x and y, times the scale, at `entry` of `target` where `stored`, and with `DIAGONAL` their diagonal."""
+    rows, values = tl.arange(0, C), tl.arange(0, BV)
     i, j = rows[:, None], rows[None, :]
-    both = tl.where(same, tl.where(i >= j, lower, tl.trans(upper)), 0.0)
-    tl.store(target + i * C + j, both.to(target.dtype.element_ty))
+    total = tl.zeros([C, C], tl.float32)
+    for column in range(0, V, BV):
+        tile_x = tl.load(x + column + i * (HEADS * V) + values[None, :]).to(LOW)
+        tile_y = tl.load(y + column + i * (MEMORIES * V) + values[None, :]).to(LOW)
+        total = tl.dot(tile_x, tl.trans(tile_y), total, input_precision="tf32")
+    total = total * scale
+    tl.store(target + entry, total.to(target.dtype.element_ty), mask=stored)
+    if DIAGONAL:
+        tl.store(diagonal + i + j * 0, total, mask=i == j)
 
 
 @triton.jit
 def pair_gradients(
-    d_out, d_right, v, writes, run, scale, pairs,
+    d_out, d_right, v, writes, run, scale, pairs, diagonals,
     MEMORIES: tl.constexpr, HEADS: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr,
-    LOW: tl.constexpr, DOCUMENTS: tl.constexpr,
+    LEVELS: tl.constexpr, LOW: tl.constexpr, DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
-    """Store the gradients of all A of all chunks in four matrices, [B, N, HEADS, 4, C, C], each with those of one A on and below the
-    diagonal and the transposed ones of another A above it: (A_qk, A_qk), (A_qb, A_ak), (A_ab, A_ab), (A_ak, A_qb); 0 for tokens of two
-    documents.
+    """Store the gradients of all A of all chunks, as matrices [B, N, HEADS, LEVELS, C, C] by level of the halving, and the diagonals of
+    A_qk's and A_qb's, [B, N, HEADS, 2, C].
+
+    A level's matrix has the rows of later blocks for q, and again for a, and the columns of the earlier blocks beside them for k, and
+    again for b. It is 0 for tokens of two pairs of blocks and for tokens of two documents.
     """
     h, chunk = tl.program_id(0) % HEADS, (tl.program_id(0) // HEADS).to(tl.int64)
-    rows, values = tl.arange(0, C), tl.arange(0, BV)
-    by_head = (chunk * C * HEADS + h) * V + rows[:, None] * (HEADS * V) + values[None, :]
-    by_memory = (chunk * C * MEMORIES + h * MEMORIES // HEADS) * V
-    by_memory += rows[:, None] * (MEMORIES * V) + values[None, :]
-    qk = tl.zeros([C, C], tl.float32)
-    qb = tl.zeros([C, C], tl.float32)
-    ab = tl.zeros([C, C], tl.float32)
-    ak = tl.zeros([C, C], tl.float32)
-    for column in range(0, V, BV):
-        tile_v = tl.trans(tl.load(v + column + by_memory).to(LOW))
-        tile_u = tl.trans(tl.load(writes + column + by_memory).to(LOW))
-        tile = tl.load(d_out + column + by_head).to(LOW)
-        qk = tl.dot(tile, tile_v, qk, input_precision="tf32")
-        qb = tl.dot(tile, tile_u, qb, input_precision="tf32")
-        tile = tl.load(d_right + column + by_head).to(LOW)
-        ab = tl.dot(tile, tile_u, ab, input_precision="tf32")
-        ak = tl.dot(tile, tile_v, ak, input_precision="tf32")
-    qk, qb = qk * scale, qb * scale
+    rows = tl.arange(0, C)
+    d_out += (chunk * C * HEADS + h) * V
+    d_right += (chunk * C * HEADS + h) * V
+    v += (chunk * C * MEMORIES + h * MEMORIES // HEADS) * V
+    writes += (chunk * C * MEMORIES + h * MEMORIES // HEADS) * V
     same = rows[:, None] >= 0
     if DOCUMENTS:
         document = tl.load(run + chunk * C + rows)
         same = document[:, None] == document[None, :]
-    pairs += (chunk * HEADS + h) * 4 * C * C
-    _store_pairs(pairs, qk, qk, same, C)
-    _store_pairs(pairs + C * C, qb, ak, same, C)
-    _store_pairs(pairs + 2 * C * C, ab, ab, same, C)
-    _store_pairs(pairs + 3 * C * C, ak, qb, same, C)
+    pairs += (chunk * HEADS + h) * LEVELS * C * C
+    diagonals += (chunk * HEADS + h) * 2 * C
+    i, j = rows[:, None], rows[None, :]
+    zeros = tl.zeros([C, C], pairs.dtype.element_ty)
+    for level in tl.static_range(LEVELS):
+        tl.store(pairs + level * C * C + i * C + j, zeros)
+    # Other threads of the program store the entries.
+    tl.debug_barrier()
+    level = tl.zeros([C, C], tl.int32)
+    for above in tl.static_range(1, LEVELS):
+        level += ((i ^ j) >> above > 0).to(tl.int32)
+    inside = (1 << level) - 1
+    row = ((i >> (level + 1)) << level) + (i & inside)
+    column = ((j >> (level + 1)) << level) + (j & inside)
+    entry = (level * C + row) * C + column
+    stored = (i > j) & same
+    of_a = pairs + C // 2 * C
+    _store_pairs(
+        pairs, d_out, v, scale, entry, stored, diagonals, HEADS, MEMORIES, V, C, BV, LOW, True
+    )
+    _store_pairs(
+        pairs + C // 2,
+        d_out,
+        writes,
+        scale,
+        entry,
+        stored,
+        diagonals + C,
+        HEADS,
+        MEMORIES,
+        V,
+        C,
+        BV,
+        LOW,
+        True,
+    )
+    _store_pairs(
+        of_a, d_right, v, 1.0, entry, stored, diagonals, HEADS, MEMORIES, V, C, BV, LOW, False
+    )
+    _store_pairs(
+        of_a + C // 2,
+        d_right,
+        writes,
+        1.0,
+        entry,
+        stored,
+        diagonals,
+        HEADS,
+        MEMORIES,
+        V,
+        C,
+        BV,
+        LOW,
+        False,
+    )
 
 
 @triton.jit
 def dplr_gradients(
-    q, k, a, b, writes, v, d_out, d_right, pairs, sums, run, enters, stays, states,
+    q, k, a, b, writes, v, d_out, d_right, pairs, diagonals, sums, run, enters, stays, states,
     d_states, scale, dq, dk, da, db, dg,
     Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, A_HEADS: tl.constexpr, B_HEADS: tl.constexpr,
     MEMORIES: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
@@ -286,8 +336,9 @@ def dplr_gradients(
 ):  # fmt: skip
     """Store the gradients of q, k, a, b and of the log decays, [B, T, HEADS, K] of all chunks, in tiles [C, BK].
 
-    `pairs` are the gradients of all A from `pair_gradients`. They are spread level by level of the halving of `pallas_kernels.tiles.channel_decay`: on a level, one tile has q in later rows and k in earlier ones,
-    and a second one a and b.
+    `pairs` and `diagonals` are the gradients of all A from `pair_gradients`. On a level of the halving of
+    `pallas_kernels.tiles.channel_decay`, one tile has the later rows of q and of a, and a second one the earlier rows of k and of b: each
+    one's gradient is the level's matrix, or its transpose, times the other. The results are then moved to the rows of their tokens.
     """
     tiles: tl.constexpr = K // BK
     tile, at = tl.program_id(0) % tiles, tl.program_id(0) // tiles
@@ -304,9 +355,47 @@ def dplr_gradients(
     d_right += (chunk * C * HEADS + h) * V
     states += (chunk * MEMORIES + g) * K * V + tile * BK * V
     d_states += (chunk * HEADS + h) * K * V + tile * BK * V
-    pairs += (chunk * HEADS + h) * 4 * C * C
+    pairs += (chunk * HEADS + h) * LEVELS * C * C
+    diagonals += (chunk * HEADS + h) * 2 * C
     sums += (chunk * C * MEMORIES + g) * K + tile * BK
     i, j = rows[:, None], rows[None, :]
+    of_first, pair, twice = rows < C // 2, rows & (C // 2 - 1), tl.arange(0, 2 * C)
+    # By token: of q, and after it of a; of k, and after it of b.
+    of_later = tl.zeros([2 * C, BK], tl.float32)
+    of_earlier = tl.zeros([2 * C, BK], tl.float32)
+    square = i * C + j
+    most = scale * 0.0  # no constant, as in dplr_scores
+    for level in tl.range(0, LEVELS, num_stages=1):
+        half = 1 << level
+        earlier = ((pair >> level) << (level + 1)) + (pair & (half - 1))
+        later = earlier + half
+        # The last row of the earlier block, from which both blocks' sums are measured.
+        middle = ((pair >> level) << (level + 1)) + half - 1
+        of_key = sums + keys[None, :]
+        pivot = tl.load(of_key + middle[:, None] * (MEMORIES * K))
+        after = tl.load(of_key + tl.where(of_first, later, later - 1)[:, None] * (MEMORIES * K))
+        before = tl.load(of_key + earlier[:, None] * (MEMORIES * K))
+        at_row = tl.where(of_first, later * (Q_HEADS * K), later * (A_HEADS * K))[:, None]
+        X = tl.load(tl.where(of_first, q, a)[:, None] + at_row + keys[None, :]).to(tl.float32)
+        at_row = tl.where(of_first, earlier * (K_HEADS * K), earlier * (B_HEADS * K))[:, None]
+        Y = tl.load(tl.where(of_first, k, b)[:, None] + at_row + keys[None, :]).to(tl.float32)
+        x_decay = tl.exp(tl.minimum(after - pivot, most))
+        y_decay = tl.exp(tl.minimum(pivot - before, most))
+        weights = tl.load(pairs + level * C * C + square).to(LOW)
+        dX = tl.dot(weights, (Y * y_decay).to(LOW), input_precision="tf32") * x_decay
+        dY = tl.dot(tl.trans(weights), (X * x_decay).to(LOW), input_precision="tf32") * y_decay
+        both = tl.reshape(tl.permute(tl.join(dX, dY), (2, 0, 1)), (2 * C, BK))
+        token = twice & (C - 1)
+        is_later = (token & half) > 0
+        source = ((token >> (level + 1)) << level) + (token & (half - 1))
+        source += tl.where(is_later, 0, C) + tl.where(twice < C, 0, C // 2)
+        both = tl.gather(both, tl.broadcast_to(source[:, None], (2 * C, BK)), 0)
+        of_later += tl.where(is_later[:, None], both, 0.0)
+        of_earlier += tl.where(is_later[:, None], 0.0, both)
+    by_token = tl.permute(tl.reshape(of_later, (2, C, BK)), (1, 2, 0))
+    level_q, level_a = tl.split(by_token)
+    by_token = tl.permute(tl.reshape(of_earlier, (2, C, BK)), (1, 2, 0))
+    level_k, level_b = tl.split(by_token)
     of_q = tl.zeros([C, BK], tl.float32)
     of_a = tl.zeros([C, BK], tl.float32)
     of_k = tl.zeros([C, BK], tl.float32)
@@ -343,29 +432,7 @@ def dplr_gradients(
     tile_a = tl.load(a + rows[:, None] * (A_HEADS * K) + keys[None, :]).to(tl.float32)
     tile_b = tl.load(b + rows[:, None] * (B_HEADS * K) + keys[None, :]).to(tl.float32)
     written = tile_k * of_k + tile_b * of_b
-    square = i * C + j
-    for level in tl.range(0, LEVELS, num_stages=1):
-        half = 1 << level
-        later = (i & half) > 0
-        middle = ((rows | (2 * half - 1)) - half)[:, None] * (MEMORIES * K) + keys[None, :]
-        pivot = tl.load(sums + middle)
-        first = tl.exp(tl.minimum(tl.where(later, inclusive - pivot, pivot - inclusive), 0.0))
-        second = tl.exp(tl.minimum(tl.where(later, exclusive - pivot, pivot - inclusive), 0.0))
-        X = (tl.where(later, tile_q, tile_k) * first).to(LOW)
-        Y = (tl.where(later, tile_a, tile_b) * second).to(LOW)
-        between = ((i ^ j) >= half) & ((i ^ j) < 2 * half)
-        weights = tl.load(pairs + square, mask=between, other=0.0).to(LOW)
-        dX = tl.dot(weights, X, input_precision="tf32")
-        weights = tl.load(pairs + square + C * C, mask=between, other=0.0).to(LOW)
-        dX = tl.dot(weights, Y, dX, input_precision="tf32") * first
-        of_q += tl.where(later, dX, 0.0)
-        of_k += tl.where(later, 0.0, dX)
-        weights = tl.load(pairs + square + 2 * C * C, mask=between, other=0.0).to(LOW)
-        dX = tl.dot(weights, Y, input_precision="tf32")
-        weights = tl.load(pairs + square + 3 * C * C, mask=between, other=0.0).to(LOW)
-        dX = tl.dot(weights, X, dX, input_precision="tf32") * second
-        of_a += tl.where(later, dX, 0.0)
-        of_b += tl.where(later, 0.0, dX)
+    of_q, of_a, of_k, of_b = of_q + level_q, of_a + level_a, of_k + level_k, of_b + level_b
     same = j >= i
     if DOCUMENTS:
         of_chunk = run + chunk * C
@@ -375,8 +442,8 @@ def dplr_gradients(
     gradient += masked_sums(same, tile_q * of_q - tile_k * of_k - tile_b * of_b + written, LOW)
     gradient += masked_sums(j < i, written, LOW)
     tl.store(dg + target, gradient + at_end[None, :])
-    through_k = tl.load(pairs + rows * (C + 1)).to(tl.float32)[:, None]
-    through_b = tl.load(pairs + C * C + rows * (C + 1)).to(tl.float32)[:, None]
+    through_k = tl.load(diagonals + rows)[:, None]
+    through_b = tl.load(diagonals + C + rows)[:, None]
     of_q += through_k * tile_k + through_b * tile_b
     tl.store(dq + target, of_q.to(dq.dtype.element_ty))
     tl.store(dk + target, (of_k + through_k * tile_q).to(dk.dtype.element_ty))

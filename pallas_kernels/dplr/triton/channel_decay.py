@@ -41,7 +41,7 @@ TILINGS = {
     "dplr_outputs": Tiling(64, 64, 4, 2),
     "dplr_value_gradients": Tiling(64, 64, 4, 2),
     "pair_gradients": Tiling(0, 64, 4, 2),
-    "dplr_gradients": Tiling(16, 64, 4, 1),
+    "dplr_gradients": Tiling(32, 64, 4, 1),
 }
 """The tiling of each kernel for bfloat16, by the name of the kernel."""
 WIDE_TILINGS = {name: tiling._replace(warps=8, stages=1) for name, tiling in TILINGS.items()}
@@ -135,23 +135,26 @@ def backward(
         "values",
         sizes,
     )["dv"]
-    squares = (q.shape[0], q.shape[1] // CHUNK, heads, 4, CHUNK, CHUNK)
+    squares = (q.shape[0], q.shape[1] // CHUNK, heads, _LEVELS, CHUNK, CHUNK)
     documents = decays.run is not None
-    pairs = _launch(
+    products = _launch(
         "pair_gradients",
         (d_output, d_right, v, writes, decays.run, float(scale)),
-        dict(pairs=_struct(squares, delta.low(v)[1])),
+        dict(
+            pairs=_struct(squares, delta.low(v)[1]),
+            diagonals=_struct((*squares[:3], 2, CHUNK), _F32),
+        ),
         v,
         None,
-        dict(MEMORIES=memories, HEADS=heads, V=values, DOCUMENTS=documents),
-    )["pairs"]
+        dict(MEMORIES=memories, HEADS=heads, V=values, LEVELS=_LEVELS, DOCUMENTS=documents),
+    )
     shape = (*q.shape[:2], heads, keys)
     types = {f"d{n}": _struct(shape, x.dtype) for n, x in dict(q=q, k=k, a=a, b=b).items()}
     gradients = _launch(
         "dplr_gradients",
         (
-            q, k, a, b, writes, v, d_output, d_right, pairs, decays.sums, decays.run, decays.enters, decays.stays, states,
-            d_states, float(scale),
+            q, k, a, b, writes, v, d_output, d_right, products["pairs"], products["diagonals"], decays.sums, decays.run, decays.enters,
+            decays.stays, states, d_states, float(scale),
         ),
         types | dict(dg=_struct(shape, _F32)),
         v,
