@@ -26,7 +26,7 @@ each op that was traced in this process, and the requirement that excluded a bet
 The kernels by compute capability. "By default" is `implementation=None`. "Run" are the backends whose values and gradients were checked on
 such a card; "compiled only" are those that `make test-aot` compiles for it, and whose values were checked in Triton's interpreter on a
 CPU. Triton's kernels need the extra `[triton]` beside `[cuda13]`; where it is absent, ops run by XLA, and one line of the log says how to
-install it. `python -m benchmarks triton_kernels` checks and times Triton's kernels on a card. An H100 has also run the code for 8.0
+install it. `python -m benchmarks triton_kernels` checks and times Triton's kernels on a card. An H200 has also run the code for 8.0
 ([results](results/triton.md)). On every NVIDIA card attention without gates
 over rows of one document runs by cuDNN.
 """

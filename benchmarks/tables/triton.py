@@ -115,7 +115,7 @@ TABLES = (
         key=lambda row: (row["op"], row["shape"], row["capability"]),
         lines=_by_op,
         command='python -m benchmarks triton_kernels --capabilities 9.0,8.0 --checks "" --lock LOCK\n'
-        "python -m benchmarks triton_kernels --peers fla --capabilities 8.0,9.0 --lock LOCK     # beside the first, on the same card",
+        "python -m benchmarks triton_kernels --peers fla --capabilities 8.0,9.0 --lock LOCK",
     ),
     Table(
         "triton_parts",
@@ -125,7 +125,9 @@ TABLES = (
             Column("B x T x H x D", lambda row: shape_text(row["shape"])),
             Column("the longest kernels, ms", _longest),
         ),
-        where=lambda row: "times_of_kernels" in row and row["capability"] == "8.0",
+        where=lambda row: (
+            "times_of_kernels" in row and row["capability"] == "8.0" and "tilings" not in row
+        ),
         key=lambda row: (row["op"], row["shape"]),
         command='python -m benchmarks triton_kernels --kernels --checks "" --shapes 8x4096x16x128',
     ),

@@ -114,7 +114,7 @@ class Configuration(NamedTuple):
             return " ".join([self.name, dtype, *options, f"warps={self.warps}"])
         words = [self.name, "bf16" if str(given.get("LOW", "bf16")).endswith("bf16") else "tf32"]
         words += [f"{n}={given[n]}" for n in ("K", "V", "BK", "BV") if n in given]
-        flags = ("CHANNELS", "DECAY", "DOCUMENTS", "EXCLUSIVE", "REVERSE", "ONLY_QUERY", "EXACT", "LOW_RANK", "TRANSPOSED", "SCORES")  # fmt: skip
+        flags = ("CHANNELS", "DECAY", "DOCUMENTS", "EXCLUSIVE", "REVERSE", "ONLY_QUERY", "EXACT", "DECAYED", "LOW_RANK", "TRANSPOSED", "SCORES")  # fmt: skip
         words += [n.lower() for n in flags if given.get(n)]
         return " ".join([*words, f"warps={self.warps}", f"stages={self.stages}"])
 

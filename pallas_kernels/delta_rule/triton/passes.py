@@ -35,7 +35,7 @@ class Tokens(NamedTuple):
     """The tokens of one call, as the scans read them.
 
     With a scalar decay or none, `read` are the queries, and `erase` and `written` the keys; with a decay per key channel they are
-    multiplied by the decays, and have as many heads as there are outputs (`read`) or memories.
+    multiplied by the decays (`read` by the scale too), and have as many heads as there are outputs (`read`) or memories.
 
     Attributes:
         read: [B, T, *, K], the vectors with which tokens read the memory before their chunk.

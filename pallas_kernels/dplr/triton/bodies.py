@@ -433,15 +433,10 @@ def dplr_gradients(
     tile_b = tl.load(b + rows[:, None] * (B_HEADS * K) + keys[None, :]).to(tl.float32)
     written = tile_k * of_k + tile_b * of_b
     of_q, of_a, of_k, of_b = of_q + level_q, of_a + level_a, of_k + level_k, of_b + level_b
-    same = j >= i
-    if DOCUMENTS:
-        of_chunk = run + chunk * C
-        same = same & (tl.load(of_chunk + rows)[:, None] == tl.load(of_chunk + rows)[None, :])
+    # The gradients are stored before the decays' terms are summed, so that few tiles are in registers by then.
+    of_read = tile_q * of_q - tile_k * of_k - tile_b * of_b + written
+    of_erase = tile_a * of_a
     target = (chunk * C * HEADS + h) * K + tile * BK + rows[:, None] * (HEADS * K) + keys[None, :]
-    gradient = masked_sums(same & (i != j), tile_a * of_a, LOW)
-    gradient += masked_sums(same, tile_q * of_q - tile_k * of_k - tile_b * of_b + written, LOW)
-    gradient += masked_sums(j < i, written, LOW)
-    tl.store(dg + target, gradient + at_end[None, :])
     through_k = tl.load(diagonals + rows)[:, None]
     through_b = tl.load(diagonals + C + rows)[:, None]
     of_q += through_k * tile_k + through_b * tile_b
@@ -449,3 +444,11 @@ def dplr_gradients(
     tl.store(dk + target, (of_k + through_k * tile_q).to(dk.dtype.element_ty))
     tl.store(da + target, of_a.to(da.dtype.element_ty))
     tl.store(db + target, (of_b + through_b * tile_q).to(db.dtype.element_ty))
+    same = j >= i
+    if DOCUMENTS:
+        of_chunk = run + chunk * C
+        same = same & (tl.load(of_chunk + rows)[:, None] == tl.load(of_chunk + rows)[None, :])
+    gradient = masked_sums(j < i, written, LOW)
+    gradient += masked_sums(same, of_read, LOW)
+    gradient += masked_sums(same & (i != j), of_erase, LOW)
+    tl.store(dg + target, gradient + at_end[None, :])

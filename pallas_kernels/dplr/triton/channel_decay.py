@@ -41,7 +41,7 @@ TILINGS = {
     "dplr_outputs": Tiling(64, 64, 4, 2),
     "dplr_value_gradients": Tiling(64, 64, 4, 2),
     "pair_gradients": Tiling(0, 64, 4, 2),
-    "dplr_gradients": Tiling(32, 64, 4, 1),
+    "dplr_gradients": Tiling(32, 32, 4, 1),
 }
 """The tiling of each kernel for bfloat16, by the name of the kernel."""
 WIDE_TILINGS = {name: tiling._replace(warps=8, stages=1) for name, tiling in TILINGS.items()}

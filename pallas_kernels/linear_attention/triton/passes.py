@@ -52,7 +52,9 @@ TILINGS = {
     "query_gradients": Tiling(64, 64, 4, 1),
 }
 """The tiling of each kernel for bfloat16, by the name of the kernel, with "channel_" where a kernel differs with a decay per key
-channel; "decayed_outputs" is `outputs` of decayed queries, "query_gradients" is `channel_gradients` of the queries alone, and "bonus_gradients" with a bonus. None spills more than 64 bytes on 8.x at 64 and 128 channels."""
+channel. "decayed_outputs" is `outputs` of decayed queries; `channel_gradients` has the tiling "query_gradients" for the queries
+alone, and "bonus_gradients" with a bonus. None spills more than 64 bytes on 8.x at 64 and 128 channels (tests/kernels/
+triton_registers.json)."""
 WIDE_TILINGS = {
     name: tiling._replace(values=64, warps=8, stages=1) for name, tiling in TILINGS.items()
 }
