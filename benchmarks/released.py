@@ -92,6 +92,8 @@ def model_config(name: str, layers: int | None, *, tiny: bool = False) -> ModelC
     Raises:
         UsageError: there is no such model, or it has fewer layers.
     """
+    if layers is not None and layers < 1:
+        raise UsageError(f"--layers {layers}: accepted are numbers from 1")
     if name in MODELS:
         fields = fields_of(name, layers, tiny=tiny)
         return FAMILIES[fields["model_type"]].described(fields, name)
@@ -99,8 +101,14 @@ def model_config(name: str, layers: int | None, *, tiny: bool = False) -> ModelC
         config = described_model(name)
     except (ValueError, OSError) as error:
         raise UsageError(f"--models {name}: accepted are {', '.join(MODELS)}, and the path of a config.json; {error}") from error  # fmt: skip
-    if not 1 <= (layers or 1) <= config.num_layers:
-        raise UsageError(f"--layers {layers}: {name} has {config.num_layers}")
+    if tiny:
+        raise UsageError(
+            f"--tiny: accepted with {', '.join(MODELS)}, not with the config of {name}"
+        )
+    if layers is not None and layers > config.num_layers:
+        raise UsageError(
+            f"--layers {layers}: accepted are 1 to {config.num_layers}, the layers of {name}"
+        )
     letters = config.letters()[:layers]
     return dataclasses.replace(config, num_layers=len(letters), pattern=letters)
 

@@ -113,6 +113,8 @@ def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
     for length in args.lengths:
         if length < 1 or length % min(args.piece, length):
             raise UsageError(f"--lengths {length}: accepted are multiples of --piece={args.piece}, and shorter ones")  # fmt: skip
+    if wrong := [length for length in args.lora if length < 1]:
+        raise UsageError(f"--lora {wrong[0]}: it must be at least 1")
     if args.peers and (unknown := [name for name in args.models if name not in MODELS]):
         raise UsageError(f"--peers {PEER}: --models {unknown[0]}; accepted are {', '.join(MODELS)}")
     work = [("inference", n) for n in args.lengths] + [("lora", n) for n in args.lora]

@@ -104,6 +104,12 @@ def export(arguments: list[str]) -> int:
         if name == "--format" and form in EXPORTERS:
             rest = arguments[:i] + arguments[i + (1 if equals else 2) :]
             return _module(EXPORTERS[form])(rest)
+        if name == "--format":
+            formats = importlib.import_module("lsm_jax.linearize.export").FORMATS  # imports jax
+            if form not in formats:
+                accepted = ", ".join((*formats, *EXPORTERS))
+                print(f"lsm export: --format={form!r}; accepted are {accepted}", file=sys.stderr)
+                return 2
     return _module("lsm_jax.linearize.export")(arguments)
 
 

@@ -69,7 +69,7 @@ def pipelined(
     length = jax.tree.leaves(layers)[0].shape[0]
     if length % (stages * rounds):
         raise ValueError(
-            f"mesh.rounds={rounds}: {length} layers are not divisible by {stages} pipeline stages x {rounds} rounds"
+            f"mesh.rounds={rounds}: {length} periods of layers are not divisible by {stages} pipeline stages x {rounds} rounds"
         )
 
     def collect(layers):

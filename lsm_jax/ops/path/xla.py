@@ -276,14 +276,19 @@ def _walk_back(
     count, groups = x.document.shape[1], start.shape[3]
     offset = 0 if options.axis is None else jax.lax.axis_index(options.axis) * count
     index = offset + jnp.arange(count)
-    twice = jax.tree.map(lambda y: jnp.concatenate([y, y], axis=1), row)
+    # A device's chunks are a part of the row: its rotation is cut out of two rows in a line, which one device does not store.
+    shared = options.axis is not None
+    twice = jax.tree.map(lambda y: jnp.concatenate([y, y], axis=1), row) if shared else row
+
+    def earlier(y, distance):
+        if not shared:
+            return jnp.roll(y, distance, axis=1)
+        place = chunks.count + offset - distance
+        return jax.lax.dynamic_slice_in_dim(y, place, count, axis=1)
 
     def step(carry, distance):
         result, q = carry
-        place = chunks.count + offset - distance
-        before: _Chunked = jax.tree.map(
-            lambda y: jax.lax.dynamic_slice_in_dim(y, place, count, axis=1), twice
-        )
+        before: _Chunked = jax.tree.map(lambda y: earlier(y, distance), twice)
         exists = jnp.broadcast_to(index >= distance, x.document.shape[:2])
         if chunks.slot is not None:
             exists = exists & (chunks.slot == jnp.roll(chunks.slot, distance, axis=1))
