@@ -122,7 +122,7 @@ def test_layers_of_stages():
 
 @pytest.mark.slow
 def test_layers_that_are_dealt_out_are_planned():
-    """Of eight layers of LLLN, a device of four stages stores a quarter, and receives two linear layers and one softmax layer
+    """A device of four stages stores a quarter of eight layers of LLLN, and receives two linear layers and one softmax layer
     in each step.
     """
     config = run_of(f"{LLLN}@num_layers=8")
