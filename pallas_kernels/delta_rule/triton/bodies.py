@@ -31,10 +31,12 @@ def unit_inverse(strict, C: tl.constexpr, LEVELS: tl.constexpr, LOW: tl.constexp
     rows = tl.arange(0, C)
     apart = rows[:, None] ^ rows[None, :]
     x = tl.where(apart == 0, 1.0, tl.where(apart == 1, -strict, 0.0))
+    low = strict.to(LOW)
     for level in tl.range(1, LEVELS, num_stages=1):
         size = 1 << level
-        between = tl.where((apart >= size) & (apart < 2 * size), strict, 0.0)
-        left = tl.dot(x.to(LOW), between.to(LOW), input_precision="tf32")
+        # x is 0 outside of blocks of `size`, so that the mask may follow the product, which then has one operand for all levels.
+        left = tl.dot(x.to(LOW), low, input_precision="tf32")
+        left = tl.where((apart >= size) & (apart < 2 * size), left, 0.0)
         x -= tl.dot(left.to(LOW), x.to(LOW), input_precision="tf32")
     # A Newton step, from the right, for which `strict` is not rounded: x (I - (I + strict) x) = x (I - x - strict x).
     rounded = x.to(LOW)
@@ -133,13 +135,13 @@ def delta_scan(
     for step in range(first, last):
         n = tl.cast(step, tl.int64)
         tile = tl.load(erase + n * (C * K_HEADS * K) + k_rows).to(LOW)
-        tile_v = tl.load(v + n * (C * HEADS * V) + v_rows).to(tl.float32)
-        X = tl.load(inverse + n * (HEADS * C * C) + square).to(LOW)
         tl.store(states + n * (HEADS * K * V) + cell, S.to(states.dtype.element_ty))
         predicted = tl.dot(tile, S.to(LOW), input_precision="tf32")
         if not CHANNELS:
             factor = tl.load(read_decay + n * (C * HEADS) + rows * HEADS)
             predicted = predicted * factor[:, None]
+        tile_v = tl.load(v + n * (C * HEADS * V) + v_rows).to(tl.float32)
+        X = tl.load(inverse + n * (HEADS * C * C) + square).to(LOW)
         u = tl.dot(X, (tile_v - predicted).to(LOW), input_precision="tf32")
         if not LOW_RANK:
             u = u * tl.load(beta + n * (C * HEADS) + rows * HEADS)[:, None]
@@ -336,22 +338,34 @@ def delta_scalar_gradients(
     read = read * (factor * scale)[:, None]
     erase = erase * -factor[:, None]
     write = write * tl.load(write_decay + by_row)[:, None]
-    tile_q = tl.load(q + rows[:, None] * (Q_HEADS * K) + keys[None, :]).to(LOW)
-    tile_k = tl.load(k + rows[:, None] * (K_HEADS * K) + keys[None, :]).to(LOW)
-    # Without the diagonal of A, which no decay separates.
-    pairs = tl.load(d_scores + i * C + j, mask=i > j, other=0.0).to(LOW)
-    read = tl.dot(pairs, tile_k, read, input_precision="tf32")
-    pairs = tl.load(d_alike + i * C + j, mask=i > j, other=0.0).to(LOW)
-    erase = tl.dot(pairs, tile_k, erase, input_precision="tf32")
-    pairs = tl.load(d_alike + j * C + i, mask=j > i, other=0.0).to(LOW)
-    written = tl.dot(pairs, tile_k, input_precision="tf32")
-    pairs = tl.load(d_scores + j * C + i, mask=j > i, other=0.0).to(LOW)
-    written = tl.dot(pairs, tile_q, written, input_precision="tf32")
+    # Without the diagonal of A, which no decay separates. In parts, for whose loads the registers suffice.
+    written = tl.zeros([C, BK], tl.float32)
+    PART: tl.constexpr = C // 2
+    for part in tl.range(0, C, PART, num_stages=1):
+        others = part + tl.arange(0, PART)
+        of_row, of_column = i * C + others[None, :], others[None, :] * C + i
+        tile_k = tl.load(k + others[:, None] * (K_HEADS * K) + keys[None, :]).to(LOW)
+        tile_q = tl.load(q + others[:, None] * (Q_HEADS * K) + keys[None, :]).to(LOW)
+        before, after = i > others[None, :], i < others[None, :]
+        pairs = tl.load(d_scores + of_row, mask=before, other=0.0).to(LOW)
+        read = tl.dot(pairs, tile_k, read, input_precision="tf32")
+        pairs = tl.load(d_alike + of_row, mask=before, other=0.0).to(LOW)
+        erase = tl.dot(pairs, tile_k, erase, input_precision="tf32")
+        pairs = tl.load(d_alike + of_column, mask=after, other=0.0).to(LOW)
+        written = tl.dot(pairs, tile_k, written, input_precision="tf32")
+        pairs = tl.load(d_scores + of_column, mask=after, other=0.0).to(LOW)
+        written = tl.dot(pairs, tile_q, written, input_precision="tf32")
     diagonal = tl.load(d_scores + rows * (C + 1)).to(tl.float32)[:, None]
-    tile_q, tile_k = tile_q.to(tl.float32), tile_k.to(tl.float32)
+    tile_q = tl.load(q + rows[:, None] * (Q_HEADS * K) + keys[None, :]).to(tl.float32)
+    tile_k = tl.load(k + rows[:, None] * (K_HEADS * K) + keys[None, :]).to(tl.float32)
+    target = (chunk * C * HEADS + h) * K + tile * BK + rows[:, None] * (HEADS * K) + keys[None, :]
     if DECAY:
         later = tl.sum(tile_q * read + tile_k * (erase - written), 1)
         earlier = tl.sum(tile_k * write, 1)
+    tl.store(dq + target, (read + diagonal * tile_k).to(dq.dtype.element_ty))
+    gradient_k = erase + written + write + diagonal * tile_q
+    tl.store(dk + target, gradient_k.to(dk.dtype.element_ty))
+    if DECAY:
         same = j >= i
         if DOCUMENTS:
             of_chunk = run + chunk * C
@@ -360,10 +374,6 @@ def delta_scalar_gradients(
         gradient += tl.sum(tl.where(j < i, earlier[None, :], 0.0), 1)
         gradient += tl.load(chunk_decay + chunk * MEMORIES + g) * tl.sum(total, 0)
         tl.store(dg + ((chunk * C * HEADS + h) + rows * HEADS) * tiles + tile, gradient)
-    target = (chunk * C * HEADS + h) * K + tile * BK + rows[:, None] * (HEADS * K) + keys[None, :]
-    tl.store(dq + target, (read + diagonal * tile_k).to(dq.dtype.element_ty))
-    gradient_k = erase + written + write + diagonal * tile_q
-    tl.store(dk + target, gradient_k.to(dk.dtype.element_ty))
 
 
 @triton.jit
