@@ -17,15 +17,18 @@ _LEVELS = CHUNK.bit_length() - 1
 TILINGS = {
     "delta_scores": Tiling(64, 0, 4, 1),
     "solve": Tiling(64, 0, 4, 2),
-    "delta_scan": Tiling(0, 32, 4, 2),
+    "delta_scan": Tiling(0, 64, 4, 3),
+    "channel_delta_scan": Tiling(0, 32, 4, 2),
     "delta_scan_backward": Tiling(0, 32, 4, 2),
     "local_gradients": Tiling(64, 64, 4, 2),
-    "delta_scalar_gradients": Tiling(32, 64, 4, 2),
+    "delta_scalar_gradients": Tiling(64, 64, 4, 2),
     "delta_channel_gradients": Tiling(16, 64, 4, 1),
 }
-"""The tiling of each kernel for bfloat16, by the name of the kernel. The scans compute all key channels of a memory; of
-64 of them they compute 64 value channels, and of more than 128 of them 16, with 8 warps."""
+"""The tiling of each kernel for bfloat16, by the name of the kernel. The scans compute all key channels of a memory; of 64 of
+them they compute 64 value channels, and of more than 128 of them 16, with 8 warps. "channel_delta_scan" is `delta_scan` of more
+than 64 key channels with a decay for each."""
 WIDE_TILINGS = {name: tiling._replace(warps=8, stages=1) for name, tiling in TILINGS.items()}
+WIDE_TILINGS["delta_scan"] = Tiling(0, 32, 8, 1)
 WIDE_TILINGS["delta_scalar_gradients"] = Tiling(32, 64, 8, 2)
 WIDE_TILINGS["delta_channel_gradients"] = Tiling(16, 64, 8, 1)
 """The tilings for products in tf32, of float16 and float32 inputs."""
@@ -178,7 +181,8 @@ def scan(
 
     batch, length, heads, values = v.shape
     keys, count, segments = tokens.erase.shape[3], length // CHUNK, initial.shape[0] // batch
-    tiling = _tiling("delta_scan", v, keys)
+    wide = decays.by_channel and keys > 64
+    tiling = _tiling("channel_delta_scan" if wide else "delta_scan", v, keys)
     operands, stored = low(v)
     results = launch.call(
         bodies.delta_scan,

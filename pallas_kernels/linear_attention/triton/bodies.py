@@ -479,7 +479,11 @@ def channel_gradients(
         later = (i & half) > 0
         middle = ((rows | (2 * half - 1)) - half)[:, None] * (D_HEADS * K) + keys[None, :]
         pivot = tl.load(sums + middle)
-        factor = tl.exp(tl.minimum(tl.where(later, read_sums - pivot, pivot - inclusive), 0.0))
+        if EXCLUSIVE:  # read again, for which the registers do not suffice
+            own = tl.load(sums + by_key - tl.where(later, D_HEADS * K, 0))
+        else:
+            own = inclusive
+        factor = tl.exp(tl.minimum(tl.where(later, own - pivot, pivot - own), 0.0))
         X = (tl.where(later, tile_q, tile_k) * factor).to(LOW)
         between = ((i ^ j) >= half) & ((i ^ j) < 2 * half)
         dX = tl.dot(tl.where(between, of_pairs, 0.0), X, input_precision="tf32") * factor
@@ -490,21 +494,22 @@ def channel_gradients(
     if ONLY_QUERY:
         tl.store(dq + target, (read + diagonal * tile_k).to(dq.dtype.element_ty))
     else:
-        same = j >= i
-        if DOCUMENTS:
-            of_chunk = run + chunk * C
-            same = same & (tl.load(of_chunk + rows)[:, None] == tl.load(of_chunk + rows)[None, :])
-        if EXCLUSIVE:
-            gradient = masked_sums(same & (i != j), tile_q * read, LOW)
-            gradient -= masked_sums(same, tile_k * pairs, LOW)
-        else:
-            gradient = masked_sums(same, tile_q * read - tile_k * pairs, LOW)
-        gradient += masked_sums(j < i, tile_k * write, LOW)
-        tl.store(dg + target, gradient + (chunk_decay * at_end)[None, :])
+        after_own = tile_q * read - tile_k * pairs
+        before_own = tile_k * write
         if EXCLUSIVE:
             of_bonus = (chunk * HEADS + h) * K + tile * BK + keys
             tl.store(d_bonus + of_bonus, tl.sum(diagonal * tile_q * tile_k, 0))
             diagonal = diagonal * tl.load(bonus + d_head * K + tile * BK + keys)[None, :]
+            own = tile_q * read
+        # dq and dk first, whose registers the sums then have.
         tl.store(dq + target, (read + diagonal * tile_k).to(dq.dtype.element_ty))
         pairs += write
         tl.store(dk + target, (pairs + diagonal * tile_q).to(dk.dtype.element_ty))
+        same = j >= i
+        if DOCUMENTS:
+            of_chunk = run + chunk * C
+            same = same & (tl.load(of_chunk + rows)[:, None] == tl.load(of_chunk + rows)[None, :])
+        gradient = masked_sums(same, after_own, LOW) + masked_sums(j < i, before_own, LOW)
+        if EXCLUSIVE:  # a token reads before its own decay
+            gradient -= own
+        tl.store(dg + target, gradient + (chunk_decay * at_end)[None, :])

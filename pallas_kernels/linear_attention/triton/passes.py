@@ -48,7 +48,7 @@ TILINGS = {
     "channel_value_gradients": Tiling(64, 128, 4, 2),
     "scalar_gradients": Tiling(64, 64, 4, 1),
     "channel_gradients": Tiling(32, 64, 4, 1),
-    "bonus_gradients": Tiling(16, 64, 4, 1),
+    "bonus_gradients": Tiling(32, 64, 4, 1),
     "query_gradients": Tiling(64, 64, 4, 1),
 }
 """The tiling of each kernel for bfloat16, by the name of the kernel, with "channel_" where a kernel differs with a decay per key
@@ -58,6 +58,7 @@ triton_registers.json)."""
 WIDE_TILINGS = {
     name: tiling._replace(values=64, warps=8, stages=1) for name, tiling in TILINGS.items()
 }
+WIDE_TILINGS["bonus_gradients"] = Tiling(16, 64, 8, 1)
 """The tilings for products in tf32, of float16 and float32 inputs."""
 
 
