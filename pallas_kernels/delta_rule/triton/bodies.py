@@ -66,7 +66,7 @@ def solve(
     square = (chunk * HEADS + h) * C * C + i * C + j
     below = i > j
     if CHANNELS:
-        N = tl.load(alike + square, mask=below, other=0.0).to(tl.float32)
+        N = tl.load(alike + square).to(tl.float32)
     else:
         k += (chunk * C * K_HEADS + h * K_HEADS // HEADS) * K
         N = tl.zeros([C, C], tl.float32)
@@ -169,7 +169,7 @@ def local_gradients(
 ):  # fmt: skip
     """Store Pᵀ dO of all chunks, [B, T, HEADS, V], in tiles [C, BV]: the gradient of u through the outputs of its chunk.
 
-    With `CHANNELS` P is read from `scores` [B, N, HEADS, C, C].
+    With `CHANNELS` P is read from `scores` [B, N, HEADS, C, C], on and below the diagonal.
     """
     columns: tl.constexpr = V // BV
     column, at = tl.program_id(0) % columns * BV, tl.program_id(0) // columns
@@ -179,6 +179,7 @@ def local_gradients(
     i, j = rows[:, None], rows[None, :]
     if CHANNELS:
         P = tl.load(scores + (chunk * HEADS + h) * C * C + j * C + i)
+        P = tl.where(i <= j, P, 0.0)
     else:
         q += (chunk * C * Q_HEADS + h * Q_HEADS // HEADS) * K
         k += (chunk * C * K_HEADS + h * K_HEADS // HEADS) * K
@@ -347,13 +348,13 @@ def delta_scalar_gradients(
         tile_k = tl.load(k + others[:, None] * (K_HEADS * K) + keys[None, :]).to(LOW)
         tile_q = tl.load(q + others[:, None] * (Q_HEADS * K) + keys[None, :]).to(LOW)
         before, after = i > others[None, :], i < others[None, :]
-        pairs = tl.load(d_scores + of_row, mask=before, other=0.0).to(LOW)
+        pairs = tl.where(before, tl.load(d_scores + of_row), 0.0).to(LOW)
         read = tl.dot(pairs, tile_k, read, input_precision="tf32")
-        pairs = tl.load(d_alike + of_row, mask=before, other=0.0).to(LOW)
+        pairs = tl.where(before, tl.load(d_alike + of_row), 0.0).to(LOW)
         erase = tl.dot(pairs, tile_k, erase, input_precision="tf32")
-        pairs = tl.load(d_alike + of_column, mask=after, other=0.0).to(LOW)
+        pairs = tl.where(after, tl.load(d_alike + of_column), 0.0).to(LOW)
         written = tl.dot(pairs, tile_k, written, input_precision="tf32")
-        pairs = tl.load(d_scores + of_column, mask=after, other=0.0).to(LOW)
+        pairs = tl.where(after, tl.load(d_scores + of_column), 0.0).to(LOW)
         written = tl.dot(pairs, tile_q, written, input_precision="tf32")
     diagonal = tl.load(d_scores + rows * (C + 1)).to(tl.float32)[:, None]
     tile_q = tl.load(q + rows[:, None] * (Q_HEADS * K) + keys[None, :]).to(tl.float32)
@@ -436,9 +437,9 @@ def delta_channel_gradients(
     tile_k = tl.load(k + rows[:, None] * (K_HEADS * K) + keys[None, :]).to(tl.float32)
     written = tl.zeros([C, BK], tl.float32)
     # Both below the diagonal and their transposes above, read once for all levels.
-    symmetric = tl.maximum(i, j) * C + tl.minimum(i, j)
-    of_scores = tl.load(d_scores + symmetric, mask=i != j, other=0.0).to(LOW)
-    of_alike = tl.load(d_alike + symmetric, mask=i != j, other=0.0).to(LOW)
+    below, above = i * C + j, j * C + i
+    of_scores = tl.where(i > j, tl.load(d_scores + below), tl.load(d_scores + above)).to(LOW)
+    of_alike = tl.where(i > j, tl.load(d_alike + below), tl.load(d_alike + above)).to(LOW)
     for level in tl.range(0, LEVELS, num_stages=1):
         half = 1 << level
         later = (i & half) > 0

@@ -69,8 +69,8 @@ def channel_tokens(
     q, k, beta, decays: Decays, *, heads: int, scale: float
 ) -> tuple[Tokens, jax.Array, jax.Array]:
     """Return the tokens of one call with a decay per key channel as the scans read them, for `heads` heads of the output; and the
-    decayed products in float32, of q with k [B, N, heads, C, C], 0 above the diagonal, and of k with k [B, N, G, C, C], of which only
-    the entries below the diagonal are defined.
+    decayed products in float32, of q with k [B, N, heads, C, C], defined on and below the diagonal, and of k with k [B, N, G, C,
+    C], defined below it.
     """
     from pallas_kernels.delta_rule.triton import scores
 

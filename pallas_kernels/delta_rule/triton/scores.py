@@ -52,8 +52,8 @@ def delta_scores(
 ):  # fmt: skip
     """Store the decayed products and tokens of all chunks, the tokens in tiles [C, BK / 2].
 
-    `scores` are the products of q with k times the scale, [B, N, HEADS, C, C], 0 above the diagonal, and `alike` those of k with k,
-    [B, N, MEMORIES, C, C], of which only the entries below the diagonal are stored. `erase` and `written` are [B, T, MEMORIES, K],
+    `scores` are the products of q with k times the scale, [B, N, HEADS, C, C], of which the entries on and below the diagonal are
+    stored, and `alike` those of k with k, [B, N, MEMORIES, C, C], of which those below the diagonal are stored. `erase` and `written` are [B, T, MEMORIES, K],
     `chunk_decay` [B, N, MEMORIES, K], and `read` [B, T, HEADS, K].
     """
     h, chunk = tl.program_id(0) % HEADS, (tl.program_id(0) // HEADS).to(tl.int64)
@@ -71,7 +71,7 @@ def delta_scores(
     scores += (chunk * HEADS + h) * C * C
     alike += (chunk * MEMORIES + g) * C * C
     of_chunk = run + chunk * C
-    i, j = rows[:, None], rows[None, :]
+    i = rows[:, None]
     diagonal = tl.zeros([C], tl.float32)
     for key in range(0, K, BK // 2):
         by_memory = key + i * (MEMORIES * K) + narrow[None, :]
@@ -92,8 +92,7 @@ def delta_scores(
         x = (tile_k * write_decay).to(written.dtype.element_ty)
         tl.store(written + by_memory, x, mask=first)
         tl.store(chunk_decay + key + narrow[None, :], end_decay[None, :], mask=first)
-    x = tl.where(i == j, diagonal[:, None] * scale, 0.0)
-    tl.store(scores + i * C + j, x, mask=i <= j)
+    tl.store(scores + rows * (C + 1), diagonal * scale)
     pairs = tl.arange(0, C // 2)
     # 0, but no constant: else Triton moves the operands' layout in front of the exponentials, and each warp computes those of others.
     most = scale * 0.0

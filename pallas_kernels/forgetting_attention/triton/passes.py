@@ -34,7 +34,8 @@ class Tiling(NamedTuple):
 
 TILINGS = {
     ("attend", 64): Tiling(128, 32, 4, 3),
-    ("attend", 128): Tiling(128, 32, 8, 3),
+    ("attend", 128): Tiling(128, 64, 8, 3),
+    ("attend_limited", 128): Tiling(128, 32, 8, 3),
     ("attend", 256): Tiling(64, 32, 8, 2),
     ("query_gradients", 64): Tiling(64, 64, 4, 3),
     ("query_gradients", 128): Tiling(128, 32, 8, 3),
@@ -44,7 +45,7 @@ TILINGS = {
     ("key_gradients", 256): Tiling(32, 32, 8, 1),
 }
 """The tiling of each kernel for bfloat16 and float16, by the kernel's name and the channels of a head; none spills more than 64 bytes
-on 8.x."""
+on 8.x. With documents or a window, "attend_limited" replaces "attend" where it has a tiling."""
 WIDE_TILINGS = {
     ("attend", 64): Tiling(64, 32, 4, 1),
     ("attend", 128): Tiling(64, 32, 8, 1),
@@ -59,10 +60,11 @@ WIDE_TILINGS = {
 """The tilings for float32, whose products are in tf32."""
 
 
-def tiling_of(kernel: str, q) -> Tiling:
-    """Return the tiling of a kernel for queries q [B, Q, H, D]."""
+def tiling_of(kernel: str, q, *, limited: bool) -> Tiling:
+    """Return the tiling of a kernel for queries q [B, Q, H, D]; `limited` says whether documents or a window limit what they see."""
     table = WIDE_TILINGS if q.dtype == _F32 else TILINGS
-    return table[kernel, q.shape[-1]]
+    depth = q.shape[-1]
+    return table.get((f"{kernel}_limited", depth) if limited else (kernel, depth), table[kernel, depth])
 
 
 def lowest_keys(rows: Rows, batch: int, queries: int, keys: int, window: int | None) -> Any:
@@ -100,7 +102,7 @@ class _Launch:
 
     def run(self, kernel, inputs, outputs, tokens: int) -> dict[str, jax.Array]:
         """Run a kernel whose programs compute the `tokens` queries or keys of each row and head; return its outputs by name."""
-        tiling = tiling_of(kernel.fn.__name__, self.q)
+        tiling = tiling_of(kernel.fn.__name__, self.q, limited=self.lowest is not None)
         size = tiling.keys if kernel.fn.__name__ == "key_gradients" else tiling.queries
         return launch.call(
             kernel,
@@ -198,7 +200,7 @@ def backward(
     delta = delta + of_queries["error"]
     free = None
     if call.lowest is not None:
-        tiling = tiling_of("key_gradients", q)
+        tiling = tiling_of("key_gradients", q, limited=True)
         latest = call.lowest[:, None, tiling.queries - 1 :: tiling.queries]
         first_keys = jnp.arange(0, call.keys, tiling.keys, dtype=jnp.int32)[:, None]
         free = jnp.sum(latest <= first_keys, axis=-1, dtype=jnp.int32)

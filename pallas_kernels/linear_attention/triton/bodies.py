@@ -181,7 +181,8 @@ def outputs(
     """Store the outputs of all chunks, O = P v + scale (q e^b) S, in tiles [C, BV].
 
     With `EXACT` P is the sum of two terms of dtype `LOW`, so that its rounding adds no error. With `DECAYED` q is scale q e^b.
-    With a scalar decay or none P is computed here, (q kᵀ) ⊙ scale e^(b_i - b_j); else it is read from `scores`. `states` [B, N,
+    With a scalar decay or none P is computed here, (q kᵀ) ⊙ scale e^(b_i - b_j); else it is read from `scores`, on and below
+    the diagonal. `states` [B, N,
     V_HEADS, K, V] are the memories before the chunks.
     """
     columns: tl.constexpr = V // BV
@@ -219,7 +220,8 @@ def outputs(
             P = tl.dot(tile_q.to(LOW), tl.trans(tile_k.to(LOW)), P, input_precision="tf32")
             total = tl.dot(tile_q.to(LOW), S, total, input_precision="tf32")
     if CHANNELS:
-        P = tl.load(scores + (chunk * HEADS + h) * C * C + i * C + j).to(tl.float32)
+        P = tl.load(scores + (chunk * HEADS + h) * C * C + i * C + j)
+        P = tl.where(i >= j, P.to(tl.float32), 0.0)
     else:
         by_row = chunk * C * D_HEADS + d_head + rows * D_HEADS
         total = total * (tl.load(read_decay + by_row) * scale)[:, None]
@@ -377,9 +379,9 @@ def scalar_gradients(
     tile_q = tl.load(q + rows[:, None] * (Q_HEADS * K) + keys[None, :])
     tile_k = tl.load(k + rows[:, None] * (K_HEADS * K) + keys[None, :])
     # Without its diagonal, which no decay separates.
-    dA = tl.load(d_scores + i * C + j, mask=i > j, other=0.0).to(LOW)
+    dA = tl.where(i > j, tl.load(d_scores + i * C + j), 0.0).to(LOW)
     read = tl.dot(dA, tile_k.to(LOW), read, input_precision="tf32")
-    dA = tl.load(d_scores + j * C + i, mask=j > i, other=0.0).to(LOW)
+    dA = tl.where(j > i, tl.load(d_scores + j * C + i), 0.0).to(LOW)
     pairs = tl.dot(dA, tile_q.to(LOW), input_precision="tf32")
     diagonal = tl.load(d_scores + rows * (C + 1)).to(tl.float32)[:, None]
     tile_q, tile_k = tile_q.to(tl.float32), tile_k.to(tl.float32)
@@ -472,8 +474,8 @@ def channel_gradients(
         tile_q = tl.load(q + rows[:, None] * (Q_HEADS * K) + keys[None, :]).to(tl.float32)
     pairs = tl.zeros([C, BK], tl.float32)
     # dP below the diagonal and its transpose above, read once for all levels.
-    symmetric = tl.maximum(i, j) * C + tl.minimum(i, j)
-    of_pairs = tl.load(d_scores + symmetric, mask=i != j, other=0.0).to(LOW)
+    below, above = i * C + j, j * C + i
+    of_pairs = tl.where(i > j, tl.load(d_scores + below), tl.load(d_scores + above)).to(LOW)
     for level in tl.range(0, LEVELS, num_stages=1):
         half = 1 << level
         later = (i & half) > 0

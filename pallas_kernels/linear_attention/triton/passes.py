@@ -46,7 +46,7 @@ TILINGS = {
     "score_gradients": Tiling(64, 64, 4, 2),
     "value_gradients": Tiling(64, 128, 4, 2),
     "channel_value_gradients": Tiling(64, 128, 4, 2),
-    "scalar_gradients": Tiling(64, 64, 4, 1),
+    "scalar_gradients": Tiling(64, 64, 4, 2),
     "channel_gradients": Tiling(32, 64, 4, 1),
     "bonus_gradients": Tiling(32, 64, 4, 1),
     "query_gradients": Tiling(64, 64, 4, 1),
