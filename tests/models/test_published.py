@@ -311,6 +311,32 @@ def test_balance_losses_of_a_hybrid_and_of_all_layers_together():
     assert abs(joint - by_layer.mean()) > 1e-3
 
 
+def test_the_joint_balance_loss_of_microbatches_is_that_of_each():
+    """The one balance loss of all layers is the mean of the losses of a pipeline's microbatches, as in gradient accumulation.
+    The loss of the whole batch differs by the covariance, over the microbatches, of load and probability.
+    """
+    periods, parts, memories, top_k = 2, 3, 4, 2
+    mixer = small_mom(balance="model", top_k=top_k)
+    model = models.abstract(small(mixer))
+    random = jax.random.split(jax.random.key(0))
+    load, probability = (
+        np.asarray(jax.nn.softmax(jax.random.normal(key, (periods, parts, memories))), np.float64)
+        for key in random
+    )
+    given = {"mom/load": jnp.asarray(load), "mom/probability": jnp.asarray(probability)}
+    got = model._statistics_of_microbatches([given | {"rows_count": jnp.ones((periods, parts))}])
+    f, p = top_k * load.mean(0), probability.mean(0)  # over the layers
+    each = memories * (f * p).sum(-1)
+    scale = mixer.balance_scale
+    np.testing.assert_allclose(got["mom/balance_loss"], scale * each.mean(), rtol=1e-5)
+    covariance = ((f - f.mean(0)) * (p - p.mean(0))).mean(0)
+    whole = memories * (f.mean(0) * p.mean(0)).sum()
+    np.testing.assert_allclose(whole, each.mean() - memories * covariance.sum(), rtol=1e-10)
+    assert abs(whole / each.mean() - 1) > 1e-3
+    np.testing.assert_allclose(got["mom/load"], load.mean(1), rtol=1e-6)
+    assert got["rows_count"] == periods * parts
+
+
 def test_joint_balance_needs_equal_layers_of_a_decoder():
     config = small(small_mom(balance="model"), "LM")
     config.layers["M"] = LayerConfig(mixer=small_mom(balance="model", top_k=1))
