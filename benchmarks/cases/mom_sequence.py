@@ -98,6 +98,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--inner", default="gated_deltanet", help="method of the inner mixer")
     parser.add_argument("--dtype", default="bfloat16", help="of the layer's input")
     parser.add_argument("--calls", type=int, default=10, help="calls in a batch")
+    parser.add_argument("--max_bytes", type=int, default=12_000_000, help="bytes of text to read")
     options.add_seconds(parser, 600, "time of all cases; what is not timed by then has no row")
 
 
@@ -122,7 +123,7 @@ def rows(args: argparse.Namespace, cases: list[dict[str, Any]]) -> Iterator[dict
         raise UsageError(
             f"--devices {uneven[0]}: accepted are numbers that divide --length {args.length}"
         )
-    inputs = text.activations(1, args.length, args.width)
+    inputs = text.activations(1, args.length, args.width, max_bytes=args.max_bytes)
     with concurrent.futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         built = list(pool.map(lambda case: compiled(case, args, inputs), cases))
     log("compiled")

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import options, registry, run
+from benchmarks import text as texts
 from benchmarks.__main__ import main, make_parser
 from benchmarks.registry import Benchmark, UsageError
 from benchmarks.run import read_rows
@@ -185,9 +186,10 @@ def test_an_op_is_measured_from_the_command_line(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_a_layer_of_memories_is_measured_on_a_row(tmp_path, capsys):
+def test_a_layer_of_memories_is_measured_on_a_row(tmp_path, monkeypatch):
+    monkeypatch.setattr(texts, "ROOT", tmp_path)
     output = tmp_path / "rows.jsonl"
-    small = "--devices 1 --documents 0,32 --length 128 --width 32 --dtype float32 --calls 1"
+    small = "--devices 1 --documents 0,32 --length 128 --width 32 --dtype float32 --calls 1 --max_bytes 200000"
     main(["mom_sequence", *small.split(), f"--output={output}"])
     rows = [json.loads(line) for line in output.read_text().splitlines()]
     forms = [(row["document"], row["form"]) for row in rows]
@@ -200,7 +202,8 @@ def test_a_layer_of_memories_is_measured_on_a_row(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_a_run_of_experts_ends_when_its_time_is_over(tmp_path, capsys):
+def test_a_run_of_experts_ends_when_its_time_is_over(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(texts, "ROOT", tmp_path)
     output = tmp_path / "rows.jsonl"
     small = "--balances 0 --steps 9 --layers 1 --batch_size 2 --length 64 --vocab_size 300 --unsaved --seconds 0"
     main(["expert_overflow", *small.split(), f"--output={output}"])
