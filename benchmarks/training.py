@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -66,20 +67,20 @@ class StepClock:
 
     Attributes:
         first: seconds from the start until the first step was reported, which include all compiling but that of
-            the evaluation; None before that.
+            the evaluation; NaN before that.
         step: the last step that was reported.
     """
 
     def __init__(self, steps: int, seconds: float, *, every: int = 25):
         self._steps, self._seconds, self._every = steps, seconds, every
         self._began = time.perf_counter()
-        self.first: float | None = None
+        self.first = math.nan
         self.step = 0
 
     def __call__(self, step: int) -> None:
         elapsed = time.perf_counter() - self._began
         self.step = step
-        if self.first is None:
+        if math.isnan(self.first):
             self.first = elapsed
         if step % self._every == 0 or step in (1, self._steps):
             log(f"step {step} of {self._steps}, {elapsed:.0f} s")
