@@ -138,5 +138,5 @@ def rows(args: argparse.Namespace, cases: list[dict[str, Any]]) -> Iterator[dict
         yield case | dict(
             forward_ms=round(batch_milliseconds(forward, params, x, calls=args.calls), 3),
             training_ms=round(batch_milliseconds(both, params, x, calls=args.calls), 3),
-            error=round(error, 6), dtype=args.dtype, inputs="text", implementations=ops.choices(),
+            error=float(f"{error:.2e}"), dtype=args.dtype, inputs="text", implementations=ops.choices(),
         )  # fmt: skip
