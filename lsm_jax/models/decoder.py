@@ -185,7 +185,8 @@ class Decoder(nnx.Module):
                 outputs are wrong.
             state: from `init_state` or an earlier call; None starts without a state, and returns none.
             microbatches: the number of parts into which the rows are divided for a mesh's pipeline stages;
-                each part has its own balance loss, as in gradient accumulation. 0 means one for each stage.
+                each part has its own balance losses, whose mean is the loss, as in gradient accumulation. 0 means one for
+                each stage.
                 Ignored with a state, or with one stage.
             rounds: how often each part passes through all stages.
 
@@ -212,7 +213,7 @@ class Decoder(nnx.Module):
                 x, aux = self._pipelined_at_layers(contiguous, x, shared, rows, microbatches)
             else:
                 x, aux = self._pipelined(apply_period, x, shared, rows, microbatches, rounds)
-            return self._normed(x), None, self._statistics(aux)
+            return self._normed(x), None, self._statistics_of_microbatches(aux)
         unsharded = jax.sharding.get_abstract_mesh().empty and jax.typeof(x).sharding.mesh.empty
         if state is not None and tokens.shape[1] == 1 and unsharded:
             x, layers, aux = self._decode(apply_period, x, shared, rows, state.layers)
@@ -244,6 +245,17 @@ class Decoder(nnx.Module):
         for model_losses in losses.values():
             gathered |= model_losses(gathered)
         return gathered
+
+    def _statistics_of_microbatches(self, aux: list[dict[str, jax.Array]]) -> dict[str, jax.Array]:
+        """Return the statistics of all layers by name, from those of each layer of the period and each microbatch, arrays
+        [periods, M, ...]: losses are computed for each microbatch. Counts are sums over microbatches, other
+        statistics means, as in gradient accumulation.
+        """
+        each = jax.vmap(self._statistics, in_axes=1)(aux)
+        return {
+            name: (jnp.sum if name.endswith("_count") else jnp.mean)(x, axis=0)
+            for name, x in each.items()
+        }
 
     def _layer_function(self, contiguous: bool, *, in_loop: bool) -> Callable:
         """Return the function that applies one layer (a `Block`) to the residual stream, wrapped in rematerialisation
@@ -280,7 +292,8 @@ class Decoder(nnx.Module):
             rounds: how often each part passes through all stages.
 
         Returns:
-            x after the layers, and the statistics of each layer of the period, stacked over the periods.
+            x after the layers, and the statistics of each layer of the period, stacked over the periods and over the
+            microbatches.
         """
         index = jnp.arange(self.num_periods)
         by_rows = entries_by_row(self.init_shared, x)

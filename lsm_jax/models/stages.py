@@ -70,7 +70,8 @@ def apply_in_stages(
         microbatches: the number of parts into which the rows of the batch are divided.
 
     Returns:
-        x after the layers, and the statistics of each layer of the period, stacked over the periods.
+        x after the layers, and the statistics of each layer of the period, stacked over the periods and over the
+        microbatches.
 
     Raises:
         ValueError: the layers are not divisible by the stages, or the mesh shards the tokens of a row.
@@ -166,7 +167,7 @@ def _run_stage(layer, kinds, cut, sequence, names, entries, carry, rows, constan
 
 def _of_place(statistics, cut: Stages, kind: int, place: int, size: int):
     """Return the statistics of the layers at a place of the period, stacked over the periods, from those of all entries
-    of the layer's kind, [S entries, ...]; `size` is the number of layers of a period.
+    of the layer's kind, [S entries, M, ...]; `size` is the number of layers of a period.
     """
     table, numbers = cut.table(kind), cut.layers_of(kind)
     position = {int(numbers[i]): e for e, i in enumerate(table.reshape(-1)) if i < len(numbers)}

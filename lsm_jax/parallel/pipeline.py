@@ -58,8 +58,7 @@ def pipelined(
         rounds: R, how often a microbatch passes through the ring of stages.
 
     Returns:
-        The `carry` after all layers, and statistics [L, ...]: sums over microbatches for names that end in
-        `_count`, otherwise means.
+        The `carry` after all layers, and the statistics of each layer and microbatch, [L, M, ...].
 
     Raises:
         ValueError: rows, layers or microbatches are not divisible as required.
@@ -105,7 +104,7 @@ def pipelined_at_layers(
         carry, rows, constants, microbatches: as in `pipelined`.
 
     Returns:
-        The `carry` after all layers, and statistics [S n, ...]: those of each stage, sums and means as in `pipelined`.
+        The `carry` after all layers, and statistics [S n, M, ...]: those of each stage and microbatch.
 
     Raises:
         ValueError: rows or microbatches are not divisible as required.
@@ -196,7 +195,7 @@ def _ring(stage, collect, axis, microbatches, rounds, layers, carry, rows, const
     in each turn every stage computes a group of layers and sends the result to the next stage.
 
     Its arguments are this device's: `layers`, from which `collect` returns its groups of layers [R, ...], and `carry`
-    and `rows` [B / S, ...]. It returns the `carry` of its rows, and statistics [R, n, ...] of its n layers of a group.
+    and `rows` [B / S, ...]. It returns the `carry` of its rows, and statistics [R, n, M, ...] of its n layers of a group.
     """
     stages, me = jax.lax.axis_size(axis), jax.lax.axis_index(axis)
     local = microbatches // stages
@@ -239,13 +238,17 @@ def _ring(stage, collect, axis, microbatches, rounds, layers, carry, rows, const
         after, statistics = stage(
             first_group if rounds == 1 else at(layers, r), before, at(rows, microbatch), constants
         )
-        totals = jax.tree.map(lambda a, b: a.at[r].add(jnp.where(active, b, 0)), totals, statistics)
+        totals = jax.tree.map(
+            lambda a, b: a.at[r, :, microbatch].add(jnp.where(active, b, 0)), totals, statistics
+        )
         ring = [(device, (device + 1) % stages) for device in range(stages)]
         sent = jax.tree.map(lambda x: jax.lax.ppermute(x, axis, ring), after)
         return (sent, totals), after
 
     shapes = jax.eval_shape(stage, first_group, at(inputs, 0), at(rows, 0), constants)[1]
-    zeros = jax.tree.map(lambda x: jnp.zeros((rounds, *x.shape), x.dtype), shapes)
+    zeros = jax.tree.map(
+        lambda x: jnp.zeros((rounds, x.shape[0], microbatches, *x.shape[1:]), x.dtype), shapes
+    )
     ticks = jnp.arange(rounds * microbatches + stages - 1)
     step = step if rounds == 1 else jax.checkpoint(step, prevent_cse=False)
     (_, totals), outputs = jax.lax.scan(step, (at(inputs, 0), zeros), ticks)
@@ -256,9 +259,4 @@ def _ring(stage, collect, axis, microbatches, rounds, layers, carry, rows, const
         x = x[stages - 1 :].reshape(-1, rounds, stages, *x.shape[1:])[:, -1]
         return join(x.reshape(-1, *x.shape[2:]))
 
-    carry = jax.tree.map(results, outputs)
-
-    def reduced(path, x):
-        return x if path[-1].key.endswith("_count") else x / microbatches
-
-    return carry, jax.tree_util.tree_map_with_path(reduced, totals)
+    return jax.tree.map(results, outputs), totals

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import options, registry, run
+from benchmarks import text as texts
 from benchmarks.__main__ import main, make_parser
 from benchmarks.registry import Benchmark, UsageError
 from benchmarks.run import read_rows
@@ -182,6 +183,34 @@ def test_an_op_is_measured_from_the_command_line(tmp_path, capsys):
     assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == rows
     main([*command, "--resume"])
     assert len(read_rows(output)) == 2
+
+
+@pytest.mark.slow
+def test_a_layer_of_memories_is_measured_on_a_row(tmp_path, monkeypatch):
+    monkeypatch.setattr(texts, "ROOT", tmp_path)
+    output = tmp_path / "rows.jsonl"
+    small = "--devices 1 --documents 0,32 --length 128 --width 32 --dtype float32 --calls 1 --max_bytes 200000"
+    main(["mom_sequence", *small.split(), f"--output={output}"])
+    rows = [json.loads(line) for line in output.read_text().splitlines()]
+    forms = [(row["document"], row["form"]) for row in rows]
+    assert forms == [(0, "packed"), (0, "masked"), (32, "packed"), (32, "masked")]
+    assert all(row["error"] < 1e-4 and row["training_ms"] > 0 for row in rows)
+    with pytest.raises(SystemExit, match=r"--devices 3: this machine has 1; .*device_count=3"):
+        main(["mom_sequence", "--devices=3", "--length=128", "--output=-"])
+    with pytest.raises(SystemExit, match="--devices 0: accepted are numbers that divide"):
+        main(["mom_sequence", "--devices=1,0", "--length=128", "--output=-"])
+
+
+@pytest.mark.slow
+def test_a_run_of_experts_ends_when_its_time_is_over(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(texts, "ROOT", tmp_path)
+    output = tmp_path / "rows.jsonl"
+    small = "--balances 0 --steps 9 --layers 1 --batch_size 2 --length 64 --vocab_size 300 --unsaved --seconds 0"
+    main(["expert_overflow", *small.split(), f"--output={output}"])
+    (row,) = map(json.loads, output.read_text().splitlines())
+    assert (row["ended_at_step"], row["steps"], row["heldout_loss"]) == (1, 9, None)
+    assert not row["checkpoints"] and row["overflow_count"] == 0 and set(row["loss"]) == {"1"}
+    assert "step 1 of 9" in capsys.readouterr().err
 
 
 def test_a_description_must_be_literal_and_named_as_its_file(tmp_path):

@@ -29,8 +29,11 @@ EXPERTS = MoEConfig(num_experts=4, top_k=2, expert_size=8, shared_size=4, z_scal
 def mixer(name: str, **fields):
     """Return the config of the mixer of a method at width 16, with four heads if it has heads.
 
-    TTT has two, since its norms over four channels would amplify rounding errors a thousandfold.
+    TTT has two, since its norms over four channels would amplify rounding errors a thousandfold. "mom" is a
+    Mixture-of-Memories with one balance loss for all layers.
     """
+    if name == "mom":
+        return mixers.MoMConfig(mixer=mixer("linear_attention"), balance="model", balance_scale=1.0)
     config = mixers.get_method(name).config.for_width(WIDTH)
     known = {f.name for f in dataclasses.fields(config)}
     heads = 2 if name.startswith("ttt") else HEADS

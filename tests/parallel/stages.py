@@ -60,7 +60,10 @@ def in_stages(layers, x, rows, constant):
         for entry, position in enumerate(CUT.table(kind).reshape(-1)):
             if position < len(CUT.layers_of(kind)):
                 number = int(CUT.layers_of(kind)[position])
-                statistics[number] = {name: value[entry] for name, value in found[kind].items()}
+                statistics[number] = {
+                    name: (jnp.sum if name.endswith("_count") else jnp.mean)(value[entry], axis=0)
+                    for name, value in found[kind].items()
+                }
     return x, dict(sorted(statistics.items()))
 
 

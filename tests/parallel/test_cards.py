@@ -83,24 +83,40 @@ def test_kernels_run_while_the_updates_are_gathered(decay, cards, optimized):
     """In the schedule of a layer's forward and backward pass, at least one kernel of `linear_memory` runs between
     the start of each of the two gathers and the wait for its result.
     """
-    topology = topologies.get_topology_desc("", "cuda", target_config=H200, topology=f"1x1x{cards}")
-    mesh = make_mesh(MeshConfig(data=1, sequence=cards), list(topology.devices))
-
-    def array(*shape, dtype):
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=token_sharding(mesh))
-
-    row = 1, 4096 * cards, 8
-    arrays = {name: array(*row, 128, dtype=jnp.bfloat16) for name in "qkv"}
+    more = {}
     if decay != "none":
         name = "value_log_decay" if decay == "value" else "log_decay"
-        channels = () if decay == "scalar" else (128,)
-        arrays[name] = array(*row, *channels, dtype=jnp.float32)
+        more[name] = () if decay == "scalar" else (128,)
+    order = order_of("linear_memory", cards, more)
+    assert re.fullmatch(r"k*<k+>k*<k+>k*", order), order
+
+
+def test_the_forward_gather_of_a_delta_rule_follows_its_kernels(optimized):
+    """In the schedule of a delta rule's forward pass all kernels run before the gather, whose update they compute; in the
+    backward pass at least one kernel runs during the gather of gradients (docs/decisions.md).
+    """
+    order = order_of("delta_memory", 2, dict(beta=(), log_decay=()))
+    assert re.fullmatch(r"k+<>k*<k+>k+", order), order
+
+
+def order_of(op: str, cards: int, more: dict[str, tuple[int, ...]]) -> str:
+    """Return the `schedule` of an op's forward and backward pass, compiled for one row over several H200s, with 4,096 tokens of
+    8 heads of 128 on each; `more` has further arguments by name, and the shape of each for a token and head.
+    """
+    topology = topologies.get_topology_desc("", "cuda", target_config=H200, topology=f"1x1x{cards}")
+    mesh = make_mesh(MeshConfig(data=1, sequence=cards), list(topology.devices))
+    place = token_sharding(mesh)
+    given = {name: ((128,), jnp.bfloat16) for name in "qkv"}
+    given |= {name: (shape, jnp.float32) for name, shape in more.items()}
+    arrays = {
+        name: jax.ShapeDtypeStruct((1, 4096 * cards, 8, *shape), dtype, sharding=place)
+        for name, (shape, dtype) in given.items()
+    }
 
     def loss(arrays):
-        return jnp.sum(jnp.sin(ops.linear_memory(**arrays)[0].astype(jnp.float32)))
+        return jnp.sum(jnp.sin(getattr(ops, op)(**arrays)[0].astype(jnp.float32)))
 
     with jax.set_mesh(mesh):
         traced = jax.jit(jax.value_and_grad(loss)).trace(arrays)
         compiled = traced.lower(lowering_platforms=("cuda",)).compile({"xla_gpu_autotune_level": 0})
-    order = schedule(compiled.as_text())
-    assert re.fullmatch(r"k*<k+>k*<k+>k*", order), order
+    return schedule(compiled.as_text())

@@ -69,6 +69,7 @@ def test_rounds_are_planned():
         "rwkv7:pipeline=4,microbatches=4",  # the first layer's values are part of the carry
         "hgrn2:pipeline=2,rounds=2",  # bounds over all layers
         "gla/softmax:pipeline=2",  # a stage is a period
+        "mom+none:pipeline=2,microbatches=4",  # one balance loss of all layers
     ],
 )
 def test_stages_equal_one_device(case):
@@ -92,6 +93,7 @@ LLLN_EXPERTS = LLLN.replace("/", "+moe/") + "+moe"
         (f"{LLLN_EXPERTS}@num_layers=8:pipeline=4", f"{LLLN_EXPERTS}@num_layers=8:pipeline=4,expert=2"),
         tuple(f"{LLLN}@remat=full:pipeline=2,{axis}=2" for axis in ("data", "fsdp", "tensor")),
         (f"{LLLN_EXPERTS}:pipeline=2,fsdp=2,tensor=2",),
+        ("linear_attention+moe/mom+none:pipeline=4",),  # one balance loss of the layers with memories
         ("rwkv7+none/softmax+none:pipeline=4",),  # the first layer's values travel
         ("hgrn2+none/softmax+none:pipeline=4",),  # bounds over all layers
         (f"bfloat16:{LLLN}:pipeline=2,fsdp=2",),
@@ -175,10 +177,14 @@ def main() -> None:
 
         expected = both(stage)
         mesh = make_mesh(MeshConfig(data=1, pipeline=stages), jax.devices()[:stages])
+
+        def in_stages(*arguments, n=pieces, r=rounds):
+            y, statistics = pipelined(stage, *arguments, microbatches=n, rounds=r)
+            counts = jnp.sum(statistics["rows_count"], axis=1)
+            return y, {"mean": jnp.mean(statistics["mean"], axis=1), "rows_count": counts}
+
         with jax.set_mesh(mesh):
-            got = both(
-                lambda *a, n=pieces, r=rounds: pipelined(stage, *a, microbatches=n, rounds=r)
-            )
+            got = both(in_stages)
         for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
             np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)
         print(stages, pieces, rounds, "ok", flush=True)
