@@ -157,11 +157,13 @@ def turn(x: jax.Array, angle: jax.Array, *, halves: bool) -> jax.Array:
     """
     half = x.shape[-1] // 2
     angle = jnp.pad(angle, [(0, 0)] * (angle.ndim - 1) + [(0, half - angle.shape[-1])])
-    cos, sin, axis = jnp.cos(angle), jnp.sin(angle), -2 if halves else -1
+    # Each channel is a sum of itself and its partner, so that XLA computes sines and cosines where it reads x, and stores none.
+    axis = -2 if halves else -1
     pairs = x.reshape(*x.shape[:-1], *((2, half) if halves else (half, 2)))
-    first, second = jnp.moveaxis(pairs, axis, 0)
-    both = first * cos - second * sin, second * cos + first * sin
-    return jnp.stack(both, axis=axis).reshape(x.shape)
+    cos, sin = (jnp.expand_dims(f(angle), axis) for f in (jnp.cos, jnp.sin))
+    sign = jnp.array([-1, 1], x.dtype)
+    partners = jnp.flip(pairs, axis) * (sign[:, None] if halves else sign)
+    return (pairs * cos + partners * sin).reshape(x.shape)
 
 
 def trapezoid_memory(
@@ -177,6 +179,8 @@ def trapezoid_memory(
     angle: jax.Array,
     *,
     halves: bool,
+    q_bias: jax.Array | None = None,
+    k_bias: jax.Array | None = None,
     initial_state: ops.LinearState | None = None,
     segment_ids: jax.Array | None = None,
     update_mask: jax.Array | None = None,
@@ -187,8 +191,8 @@ def trapezoid_memory(
     A token whose `update_mask` is 0 reads the memory of the last token that was written, with that token's angles.
 
     Args:
-        q: [B, T, R, H, N] queries, not yet turned, of R ranks.
-        k: [B, T, R, H, N] keys.
+        q: [B, T, R, G, N] queries, not yet turned, of R ranks; each of the G groups is that of H / G neighbouring heads.
+        k: [B, T, R, G, N] keys.
         v: [B, T, R, H, P] values.
         k_before: the keys of the token before in the document; any numbers before the first.
         v_before: the values of the token before; 0 before the first.
@@ -198,6 +202,8 @@ def trapezoid_memory(
         weight_old: [B, T, H], c.
         angle: [B, T, H, S], the turn of this token in radians.
         halves: which channels turn together; see `turn`.
+        q_bias: [R, H, N], added to the queries of each head before they are turned; None adds nothing.
+        k_bias: [R, H, N], added to `k` and `k_before` in the same way.
         initial_state: G turned back, as this function returns it, or None.
         segment_ids: [B, T] or None.
         update_mask: [B, T] or None.
@@ -225,11 +231,17 @@ def trapezoid_memory(
     def mixed(scores, v):
         return jnp.einsum("bthij,btjhp->btihp", scores, v, precision=matmul_precision(wide))
 
+    def of_heads(x, bias):
+        x = jnp.repeat(x, heads // x.shape[3], axis=3)
+        return (x if bias is None else x + bias.astype(x.dtype)).astype(wide)
+
+    # Groups become heads in here: arrays of all heads' keys would be saved for the backward pass.
     @recomputed
     def inputs(
-        q, k, v, k_before, v_before, log_decay, weight, weight_before, weight_old, phase, angle
-    ):
-        q, k, v, k_before, v_before = (x.astype(wide) for x in (q, k, v, k_before, v_before))
+        q, k, v, k_before, v_before, log_decay, weight, weight_before, weight_old, phase, angle, q_bias, k_bias,
+    ):  # fmt: skip
+        q, k, k_before = of_heads(q, q_bias), of_heads(k, k_bias), of_heads(k_before, k_bias)
+        v, v_before = v.astype(wide), v_before.astype(wide)
         read = turn(q, phase[:, :, None], halves=halves)
         written = (jnp.exp(log_decay) * (weight_before + weight_old))[:, :, None, :, None]
         written = written * turn(k_before, (phase - angle)[:, :, None], halves=halves)
@@ -243,9 +255,8 @@ def trapezoid_memory(
         return read, written, near
 
     read, written, near = inputs(
-        q, k, v, k_before, v_before, log_decay, weight, weight_before, weight_old, phase, angle
-    )
-
+        q, k, v, k_before, v_before, log_decay, weight, weight_before, weight_old, phase, angle, q_bias, k_bias,
+    )  # fmt: skip
     arguments = dict(q=read.astype(v.dtype), k=written.astype(v.dtype), v=v_before)
     o, state = run_steps(
         ops.linear_memory,
@@ -322,23 +333,20 @@ class Mamba3(Mixer):
         x = x[:, :, None]
         return x if weights is None else x * jnp.swapaxes(weights[...], 0, 1).astype(x.dtype)
 
-    def _of_heads(self, x: jax.Array, bias: nnx.Param) -> jax.Array:
-        """Return B or C [B, T, R groups N] of all heads with their biases, [B, T, R, H, N]."""
-        config = self.config
-        x = x.reshape(*x.shape[:2], config.rank(), config.num_groups, config.state_size)
-        x = jnp.repeat(x, self.num_heads // config.num_groups, axis=3)
-        return x + jnp.swapaxes(bias[...], 0, 1).astype(x.dtype)
-
     def _normed(self, x: jax.Array, norm: RMSNorm) -> jax.Array:
         """Normalise B or C [B, T, R groups N] over the N channels of each rank and group."""
         return norm(x.reshape(*x.shape[:2], -1, self.config.state_size)).reshape(x.shape)
 
+    def _of_groups(self, x: jax.Array) -> jax.Array:
+        """Return B or C [B, T, R groups N] by ranks and groups, [B, T, R, groups, N]."""
+        config = self.config
+        return x.reshape(*x.shape[:2], config.rank(), config.num_groups, config.state_size)
+
     def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Return the queries C [B, T, R, H, N] of tokens x [B, T, D], normalised and with the bias of each head, and the
-        context.
+        """Return the queries C [B, T, R, groups, N] of tokens x [B, T, D], normalised and without the bias of each head, and
+        the context.
         """
-        c = self._normed(self.c_proj(x), self.c_norm)
-        return self._of_heads(c, self.c_bias), context
+        return self._of_groups(self._normed(self.c_proj(x), self.c_norm)), context
 
     def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
         """Return the arguments of `trapezoid_memory` that update the memory, by name, and the context."""
@@ -361,9 +369,9 @@ class Mamba3(Mixer):
             return self._of_ranks(split_heads(inner, self.num_heads), mimo_x)
 
         written = dict(
-            k=self._of_heads(b, self.b_bias),
+            k=self._of_groups(b),
             v=values(inner),
-            k_before=self._of_heads(b_before, self.b_bias),
+            k_before=self._of_groups(b_before),
             v_before=values(inner_before),
             log_decay=-jnp.maximum(rate, 1e-4) * step,
             weight=weight,
@@ -376,7 +384,9 @@ class Mamba3(Mixer):
     def apply(self, query: jax.Array, written: dict[str, Any], **call) -> tuple[jax.Array, Any]:
         """Return the output of `trapezoid_memory` plus D v, [B, T, R, H, P], and the final state."""
         halves = self.config.mimo_rank is not None
-        y, state = trapezoid_memory(query, **written, halves=halves, **call)
+        q_bias, k_bias = (jnp.swapaxes(bias[...], 0, 1) for bias in (self.c_bias, self.b_bias))
+        call |= dict(halves=halves, q_bias=q_bias, k_bias=k_bias)
+        y, state = trapezoid_memory(query, **written, **call)
         return y + self.skip[...][:, None].astype(y.dtype) * written["v"], state
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
