@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from benchmarks.registry import UsageError
 from benchmarks.run import one_by_one
 from lsm_jax.training import CompiledSweep, SmallModelsConfig, compile_recall, train_recall
 
@@ -19,7 +20,7 @@ def add_ahead(parser: argparse.ArgumentParser) -> None:
     """Add to a benchmark's parser the option --ahead: how many sweeps are compiled while another one trains."""
     parser.add_argument(
         "--ahead", type=int,
-        help="sweeps that are compiled at once, ahead of training; default: 4 on a GPU, on a CPU 1 and not ahead",
+        help="sweeps that are compiled at once, ahead of training; default: 4 on a GPU, else 0: each just before it trains",
     )  # fmt: skip
 
 
@@ -39,10 +40,15 @@ def train_each(
         config_of: returns the config of a case's sweep.
         row_of: returns the row of a case, given the result of `train_recall`.
         args: the options `minutes` and `ahead`.
+
+    Raises:
+        UsageError: `ahead` is negative.
     """
     threads = args.ahead
     if threads is None:
         threads = 4 if jax.default_backend() == "gpu" else 0
+    if threads < 0:
+        raise UsageError(f"--ahead={threads}: it must be at least 0")
     pool = ThreadPoolExecutor(max_workers=max(1, threads))
     configs = [config_of(case) for case in cases]
     futures: dict[int, Future[CompiledSweep]] = {}

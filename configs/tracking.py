@@ -38,7 +38,9 @@ from lsm_jax.training import TrackingConfig
 TASKS: dict[str, dict[str, Any]] = {
     "parity": dict(things=2, moves="all", small=(40, 256), medium=(40, 256), published=(40, 256)),
     "S3": dict(things=3, moves="all", small=(24, 96), medium=(128, 512), published=(128, 512)),
-    "S5-swaps": dict(things=5, moves="swaps", small=(24, 96), medium=(128, 512), published=(128, 512)),
+    "S5-swaps": dict(
+        things=5, moves="swaps", small=(24, 96), medium=(128, 512), published=(128, 512)
+    ),
     "S5": dict(things=5, moves="all", small=(24, 96), medium=(128, 512), published=(128, 512)),
 }
 SIZES: dict[str, dict[str, Any]] = {

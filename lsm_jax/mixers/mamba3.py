@@ -156,14 +156,16 @@ def turn(x: jax.Array, angle: jax.Array, *, halves: bool) -> jax.Array:
     A pair is the channels 2 i and 2 i + 1, or with `halves` i and i + N / 2.
     """
     half = x.shape[-1] // 2
-    angle = jnp.pad(angle, [(0, 0)] * (angle.ndim - 1) + [(0, half - angle.shape[-1])])
-    # Each channel is a sum of itself and its partner, so that XLA computes sines and cosines where it reads x, and stores none.
+    # XLA stores sines and cosines, which several outputs read: those of the turned pairs alone.
+    rest = [(0, 0)] * (angle.ndim - 1) + [(0, half - angle.shape[-1])]
+    cos = jnp.pad(jnp.cos(angle), rest, constant_values=1)
+    sin = jnp.pad(jnp.sin(angle), rest)
     axis = -2 if halves else -1
     pairs = x.reshape(*x.shape[:-1], *((2, half) if halves else (half, 2)))
-    cos, sin = (jnp.expand_dims(f(angle), axis) for f in (jnp.cos, jnp.sin))
-    sign = jnp.array([-1, 1], x.dtype)
-    partners = jnp.flip(pairs, axis) * (sign[:, None] if halves else sign)
-    return (pairs * cos + partners * sin).reshape(x.shape)
+    sign = jnp.expand_dims(jnp.array([-1, 1], x.dtype), -1 if halves else 0)
+    partners = sign * jnp.flip(pairs, axis)
+    turned = pairs * jnp.expand_dims(cos, axis) + partners * jnp.expand_dims(sin, axis)
+    return turned.reshape(x.shape)
 
 
 def trapezoid_memory(

@@ -7,7 +7,6 @@ import dataclasses
 import datetime
 import functools
 import itertools
-import math
 import os
 import sys
 import time
@@ -22,15 +21,22 @@ import numpy as np
 import optax
 from flax import nnx
 
-from lsm_jax import mixers, ops
+from lsm_jax import ops
 from lsm_jax.data import RecallTask, TrackingTask
-from lsm_jax.models import RecallModel, recall_state_size
+from lsm_jax.models import RecallModel
 from lsm_jax.parallel import largest_divisor
 from lsm_jax.training.config_json import to_dict
 from lsm_jax.training.failures import WriteError
 from lsm_jax.training.lock import RunLock
 from lsm_jax.training.metrics import MetricsWriter, TrainProgress
 from lsm_jax.training.recall_config import SmallModelsConfig
+from lsm_jax.training.recall_result import (
+    announce,
+    by_member,
+    count_parameters,
+    member_metrics,
+    result_of,
+)
 from lsm_jax.training.run_files import check_workdir, write_json
 from lsm_jax.training.sweep import Data, Sweep, SweepState, epoch_blocks
 
@@ -229,18 +235,18 @@ def _train_recall(
     """Train a sweep as `train_recall` describes, in a directory that is locked, or is locked once it is created."""
     compiled = compile_recall(config) if compiled is None else compiled
     began, state = time.perf_counter(), compiled.first()
-    num_parameters = _count(state)
+    num_parameters = count_parameters(state)
     writer = None
     if workdir is not None and lock is not None:
         lock.acquire()  # creates the directory of a new sweep
         write_json(workdir / "config.json", to_dict(config))
         writer = MetricsWriter(workdir, -1)
-    _announce(config, compiled.num_steps, compiled.seconds)
+    announce(config, compiled.num_steps, compiled.seconds)
     scores, step, epoch = _train_epochs(compiled, state, writer)
     if writer is not None:
         writer.close()
     result = {
-        **_result(config, scores),
+        **result_of(config, scores),
         "parameters": num_parameters,
         "steps": step,
         "epochs": epoch,
@@ -282,9 +288,9 @@ def _train_epochs(
                 pending = (step, losses)
             scores = np.stack([np.asarray(accuracy(state.params)) for accuracy in program.test])
             best = scores.mean(axis=0).max()
-            progress.say(f"epoch {epoch}: accuracy {best:.4f} ({_by_member(config, scores)})")
+            progress.say(f"epoch {epoch}: accuracy {best:.4f} ({by_member(config, scores)})")
             if writer is not None:
-                writer.write(step, _metrics(config, scores, losses))
+                writer.write(step, member_metrics(config, scores, losses))
             if best > config.stop_above:
                 if epoch < config.epochs:
                     progress.say(
@@ -346,69 +352,4 @@ def _compile(
     return _Program(
         [compiled[True, task.name, task.num_examples] for task in config.train],
         [bind(task, data) for task, data in zip(config.test, test_data, strict=True)],
-    )
-
-
-def _label(member: tuple[float, int], config: SmallModelsConfig) -> str:
-    rate, seed = member
-    return f"{rate:.1e}" if len(config.seeds) == 1 else f"{rate:.1e}/seed{seed}"
-
-
-def _by_member(config: SmallModelsConfig, scores: np.ndarray) -> str:
-    pairs = zip(config.members(), scores.mean(axis=0), strict=True)
-    return ", ".join(f"{_label(member, config)} {score:.3f}" for member, score in pairs)
-
-
-def _metrics(config: SmallModelsConfig, scores: np.ndarray, losses: Any) -> dict[str, float]:
-    values = {}
-    for i, member in enumerate(config.members()):
-        label = _label(member, config)
-        values[f"loss/{label}"] = float(np.asarray(losses)[-1, i])
-        values[f"accuracy/{label}"] = float(scores[:, i].mean())
-    return values
-
-
-def _result(config: SmallModelsConfig, scores: np.ndarray) -> dict[str, Any]:
-    """Return the entries of result.json that describe the recall config, and the accuracy of each member and
-    of the best one; `scores` has the accuracies [test tasks, members]."""
-    names = [task.name for task in config.test]
-    members = [
-        dict(
-            learning_rate=rate,
-            seed=seed,
-            mean=round(float(member_scores.mean()), 5),
-            accuracy={n: round(float(a), 5) for n, a in zip(names, member_scores, strict=True)},
-        )
-        for (rate, seed), member_scores in zip(config.members(), scores.T, strict=True)
-    ]
-    best = max(members, key=lambda m: m["mean"])
-    longest = max(task.num_tokens for task in (*config.train, *config.test))
-    return {
-        "name": config.name,
-        "method": mixers.method_of(config.model.mixer).name,
-        "width": config.model.hidden_size,
-        "pattern": config.model.pattern,
-        "dtype": config.model.dtype,
-        "train": [f"{t.name}:{t.num_examples}" for t in config.train],
-        **best,
-        "members": members,
-        "state_size": recall_state_size(config.model, longest),
-        "batch_size": config.batch_size,
-    }
-
-
-def _count(state: SweepState) -> dict[str, int]:
-    """Return the number of parameters of one member of a recall sweep: {"total": all of them, "non_embedding":
-    all but the embedding}."""
-    total = sum(math.prod(x.shape[1:]) for x in jax.tree.leaves(state.params))
-    embedding = math.prod(state.params["embedding"].shape[1:])
-    return dict(total=total, non_embedding=total - embedding)
-
-
-def _announce(config: SmallModelsConfig, num_steps: int, seconds: float) -> None:
-    print(
-        f"{config.name}: {len(config.members())} members, at most {num_steps:,} steps of {config.batch_size} examples, "
-        f"compiled in {seconds:.1f} s, on {jax.devices()[0].device_kind}",
-        file=sys.stderr,
-        flush=True,
     )
