@@ -4,9 +4,9 @@ Reproduces: words of permutation groups and parity (arXiv 2411.12537 on negative
 on which a transition that reflects, or n reflections a token, can store what gates in (0, 1) cannot. The model reads moves and says
 after each what has become of the things; it is tested on more moves than it was trained on.
 Command: python train.py --config=configs/tracking.py:gated_deltaproduct,task=S3,steps=2,size=published --workdir=runs/s3
-Hardware: one GPU, for minutes with `size=published` and for about one with `medium`; `small` is for a CPU, one to three minutes. `python -m benchmarks tracking` trains the table.
+Hardware: one GPU for minutes, with `size=medium` for one or two; `small` is for a CPU, one to three minutes. `python -m benchmarks tracking` trains the table.
 Expected: docs/tracking.jsonl has the first rows: DeltaNet learns parity with negative eigenvalues (words of 41 to 256 moves: 1.000,
-1.000 and 0.773 for three seeds, when the first stops the training) and not with positive ones (0.501). benchmarks/pending.jobs has the jobs of the published size.
+1.000 and 0.773 for three seeds, when the first stops the training) and not with positive ones (0.501). benchmarks/pending.jobs has the jobs of the medium size.
 
 Tasks: `parity` (permutations of two things), `S3`, `S5-swaps` (moves that exchange two of five things, or none), `S5` (all 120
 moves). A product of n reflections exchanges n + 1 things at most, so one layer requires n = 1 for parity and swaps, 2 for S3, 4 for S5.

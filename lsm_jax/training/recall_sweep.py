@@ -9,6 +9,7 @@ import functools
 import itertools
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -40,6 +41,7 @@ from lsm_jax.training.recall_result import (
 from lsm_jax.training.run_files import check_workdir, write_json
 from lsm_jax.training.sweep import Data, Sweep, SweepState, epoch_blocks
 
+_DRAWING = threading.Lock()  # threads that compile sweeps of one task draw its examples once
 Blocks = list[tuple[int, np.ndarray]]
 Task = RecallTask | TrackingTask
 
@@ -120,7 +122,8 @@ def load_task(config: SmallModelsConfig, task: Task, *seed: int) -> Data:
     draw, arguments = config.drawing()
     arguments = dict(**arguments, seed=(config.data_seed, *seed))
     fields = tuple(dataclasses.asdict(task).items())
-    return _examples(draw, type(task), fields, tuple(arguments.items()))
+    with _DRAWING:
+        return _examples(draw, type(task), fields, tuple(arguments.items()))
 
 
 @dataclasses.dataclass(frozen=True)
