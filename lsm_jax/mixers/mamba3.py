@@ -33,6 +33,7 @@ Sources and decisions (state-spaces/mamba: mamba_ssm/modules/mamba3.py, commit e
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -150,22 +151,70 @@ class Mamba3Config(RecurrentConfig):
         return projections + memory + 2 * pairs * heads * (self.state_size + self.head_dim)
 
 
-def turn(x: jax.Array, angle: jax.Array, *, halves: bool) -> jax.Array:
-    """Turn pairs of channels of x [..., N] by `angle` [..., S], in radians; the channels beyond 2 S are not turned.
+def partners(x: jax.Array, halves: bool) -> jax.Array:
+    """Return x [..., N] turned by a right angle: for each channel the other one of its pair, negative for the first of a pair.
 
     A pair is the channels 2 i and 2 i + 1, or with `halves` i and i + N / 2.
     """
-    half = x.shape[-1] // 2
-    # XLA stores sines and cosines, which several outputs read: those of the turned pairs alone.
-    rest = [(0, 0)] * (angle.ndim - 1) + [(0, half - angle.shape[-1])]
-    cos = jnp.pad(jnp.cos(angle), rest, constant_values=1)
-    sin = jnp.pad(jnp.sin(angle), rest)
-    axis = -2 if halves else -1
-    pairs = x.reshape(*x.shape[:-1], *((2, half) if halves else (half, 2)))
+    pairs = x.reshape(*x.shape[:-1], *((2, -1) if halves else (-1, 2)))
     sign = jnp.expand_dims(jnp.array([-1, 1], x.dtype), -1 if halves else 0)
-    partners = sign * jnp.flip(pairs, axis)
-    turned = pairs * jnp.expand_dims(cos, axis) + partners * jnp.expand_dims(sin, axis)
-    return turned.reshape(x.shape)
+    return (sign * jnp.flip(pairs, -2 if halves else -1)).reshape(x.shape)
+
+
+def _waves(angle: jax.Array, size: int, halves: bool) -> tuple[jax.Array, jax.Array]:
+    """Return cosine and sine for each of `size` channels, [..., N], of the angles [..., S] of the first S pairs."""
+    rest = [(0, 0)] * (angle.ndim - 1) + [(0, size // 2 - angle.shape[-1])]
+    waves = jnp.pad(jnp.cos(angle), rest, constant_values=1), jnp.pad(jnp.sin(angle), rest)
+    if halves:
+        return tuple(jnp.concatenate([x, x], axis=-1) for x in waves)
+    return tuple(jnp.repeat(x, 2, axis=-1) for x in waves)
+
+
+def turn(x: jax.Array, angle: jax.Array, *, halves: bool) -> jax.Array:
+    """Turn pairs of channels of x [..., N] by `angle` [..., S], in radians; the channels beyond 2 S are not turned. `halves` says
+    which channels are pairs, as in `partners`.
+    """
+    cos, sin = _waves(angle, x.shape[-1], halves)
+    return x * cos + partners(x, halves) * sin
+
+
+def _of_heads(x: jax.Array, bias: jax.Array) -> jax.Array:
+    """Return x [B, T, R, G, N] for each of the H heads of its groups, with the heads' bias [R, H, N]."""
+    return jnp.repeat(x, bias.shape[1] // x.shape[3], axis=3) + bias.astype(x.dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def turned_heads(x: jax.Array, bias: jax.Array, angle: jax.Array, halves: bool) -> jax.Array:
+    """Return x [B, T, R, G, N] with the bias [R, H, N] of each head, turned by the angles [B, T, H, S], in their dtype.
+
+    Every array of all heads' channels is read or written once: partners are those of x and bias, and the gradient of the angles has
+    no arrays for sines and cosines.
+    """
+    cos, sin = (w[:, :, None] for w in _waves(angle, x.shape[-1], halves))
+    partner = _of_heads(partners(x, halves), partners(bias, halves))
+    return _of_heads(x, bias).astype(angle.dtype) * cos + partner.astype(angle.dtype) * sin
+
+
+def _turned_heads_forward(x, bias, angle, halves):
+    return turned_heads(x, bias, angle, halves), (x, bias, angle)
+
+
+def _turned_heads_backward(halves, saved, d_turned):
+    """Return the gradients of x, bias and angles."""
+    x, bias, angle = saved
+    (batch, length, ranks, groups, size), heads = x.shape, bias.shape[1]
+    cos, sin = (w[:, :, None] for w in _waves(angle, size, halves))
+    partner = _of_heads(partners(x, halves), partners(bias, halves)).astype(angle.dtype)
+    d_angle = d_turned * (partner * cos - _of_heads(x, bias).astype(angle.dtype) * sin)
+    d_angle = jnp.sum(d_angle, axis=2)
+    d_angle = d_angle.reshape(batch, length, heads, *((2, -1) if halves else (-1, 2)))
+    d_angle = jnp.sum(d_angle, axis=-2 if halves else -1)[..., : angle.shape[-1]]
+    d_heads = d_turned * cos - partners(d_turned, halves) * sin
+    d_groups = jnp.sum(d_heads.reshape(batch, length, ranks, groups, -1, size), axis=4)
+    return d_groups.astype(x.dtype), jnp.sum(d_heads, axis=(0, 1)).astype(bias.dtype), d_angle
+
+
+turned_heads.defvjp(_turned_heads_forward, _turned_heads_backward)
 
 
 def trapezoid_memory(
@@ -233,25 +282,25 @@ def trapezoid_memory(
     def mixed(scores, v):
         return jnp.einsum("bthij,btjhp->btihp", scores, v, precision=matmul_precision(wide))
 
-    def of_heads(x, bias):
-        x = jnp.repeat(x, heads // x.shape[3], axis=3)
-        return (x if bias is None else x + bias.astype(x.dtype)).astype(wide)
+    none = jnp.zeros((ranks, heads, q.shape[-1]), q.dtype)
+    q_bias, k_bias = (none if bias is None else bias for bias in (q_bias, k_bias))
 
     # Groups become heads in here: arrays of all heads' keys would be saved for the backward pass.
     @recomputed
     def inputs(
         q, k, v, k_before, v_before, log_decay, weight, weight_before, weight_old, phase, angle, q_bias, k_bias,
     ):  # fmt: skip
-        q, k, k_before = of_heads(q, q_bias), of_heads(k, k_bias), of_heads(k_before, k_bias)
-        v, v_before = v.astype(wide), v_before.astype(wide)
-        read = turn(q, phase[:, :, None], halves=halves)
+        read = turned_heads(q, q_bias, phase, halves)
         written = (jnp.exp(log_decay) * (weight_before + weight_old))[:, :, None, :, None]
-        written = written * turn(k_before, (phase - angle)[:, :, None], halves=halves)
+        written = written * turned_heads(k_before, k_bias, phase - angle, halves)
+        q, k = _of_heads(q, q_bias).astype(wide), _of_heads(k, k_bias).astype(wide)
+        v, v_before = v.astype(wide), v_before.astype(wide)
         near = mixed(weight[..., None, None] * scores(q, k), v)
         if ranks > 1:  # what a rank reads before the ranks after it are written
             later = jnp.triu(jnp.ones((ranks, ranks), wide), 1)
             near += mixed(later * scores(read, written), v_before)
         if update_mask is not None:
+            k_before = _of_heads(k_before, k_bias).astype(wide)
             last = mixed(weight_before[..., None, None] * scores(q, k_before), v_before)
             near = jnp.where((update_mask != 0)[:, :, None, None, None], near, last)
         return read, written, near
