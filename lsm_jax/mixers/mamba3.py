@@ -206,9 +206,10 @@ def _turned_heads_backward(halves, saved, d_turned):
     cos, sin = (w[:, :, None] for w in _waves(angle, size, halves))
     partner = _of_heads(partners(x, halves), partners(bias, halves)).astype(angle.dtype)
     d_angle = d_turned * (partner * cos - _of_heads(x, bias).astype(angle.dtype) * sin)
-    d_angle = jnp.sum(d_angle, axis=2)
-    d_angle = d_angle.reshape(batch, length, heads, *((2, -1) if halves else (-1, 2)))
-    d_angle = jnp.sum(d_angle, axis=-2 if halves else -1)[..., : angle.shape[-1]]
+    d_angle = d_angle.reshape(batch, length, ranks, heads, *((2, -1) if halves else (-1, 2)))
+    pairs = slice(angle.shape[-1])
+    d_angle = d_angle[..., pairs] if halves else d_angle[..., pairs, :]
+    d_angle = jnp.sum(d_angle, axis=(2, -2 if halves else -1))
     d_heads = d_turned * cos - partners(d_turned, halves) * sin
     d_groups = jnp.sum(d_heads.reshape(batch, length, ranks, groups, -1, size), axis=4)
     return d_groups.astype(x.dtype), jnp.sum(d_heads, axis=(0, 1)).astype(bias.dtype), d_angle
