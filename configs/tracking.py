@@ -4,9 +4,9 @@ Reproduces: words of permutation groups and parity (arXiv 2411.12537 on negative
 on which a transition that reflects, or n reflections a token, can store what gates in (0, 1) cannot. The model reads moves and says
 after each what has become of the things; it is tested on more moves than it was trained on.
 Command: python train.py --config=configs/tracking.py:gated_deltaproduct,task=S3,steps=2,size=published --workdir=runs/s3
-Hardware: one GPU for minutes; `size=small` is for a CPU, one to three minutes. `python -m benchmarks tracking` trains the table.
+Hardware: one GPU for minutes, with `size=medium` for one or two; `small` is for a CPU, one to three minutes. `python -m benchmarks tracking` trains the table.
 Expected: docs/tracking.jsonl has the first rows: DeltaNet learns parity with negative eigenvalues (words of 41 to 256 moves: 1.000,
-1.000 and 0.773 for three seeds, when the first stops the training) and not with positive ones (0.501). benchmarks/pending.jobs has the jobs of the published size.
+1.000 and 0.773 for three seeds, when the first stops the training) and not with positive ones (0.501). benchmarks/pending.jobs has the jobs of the medium size.
 
 Tasks: `parity` (permutations of two things), `S3`, `S5-swaps` (moves that exchange two of five things, or none), `S5` (all 120
 moves). A product of n reflections exchanges n + 1 things at most, so one layer requires n = 1 for parity and swaps, 2 for S3, 4 for S5.
@@ -18,7 +18,8 @@ eigenvalues down to -1. Methods other than the delta rules are our presets at th
 
 Different from the published settings: batches of 512 in 20 epochs, which are as many steps as 2,048 in 80 (theirs: 100 at
 most); tied embeddings, with different ids for moves and states; float32; gradients are scaled down to a norm of 1. Parity is asked
-after every move, not only after the last, and is trained on 40 moves, which contain all shorter words. `size=small` has width 32, two
+after every move, not only after the last, and is trained on 40 moves, which contain all shorter words. `size=medium` is the same in
+3,840 steps of 128 words, with two learning rates and two seeds. `size=small` has width 32, two
 heads of 16, shorter words, 768 steps of 32 words and a rate of 5e-3; the ops run token by token, which compiles faster.
 """
 
@@ -35,17 +36,25 @@ from lsm_jax.training import TrackingConfig
 
 # Things that are permuted, the moves, and the lengths of words in training and in the longest test, by size.
 TASKS: dict[str, dict[str, Any]] = {
-    "parity": dict(things=2, moves="all", small=(40, 256), published=(40, 256)),
-    "S3": dict(things=3, moves="all", small=(24, 96), published=(128, 512)),
-    "S5-swaps": dict(things=5, moves="swaps", small=(24, 96), published=(128, 512)),
-    "S5": dict(things=5, moves="all", small=(24, 96), published=(128, 512)),
+    "parity": dict(things=2, moves="all", small=(40, 256), medium=(40, 256), published=(40, 256)),
+    "S3": dict(things=3, moves="all", small=(24, 96), medium=(128, 512), published=(128, 512)),
+    "S5-swaps": dict(
+        things=5, moves="swaps", small=(24, 96), medium=(128, 512), published=(128, 512)
+    ),
+    "S5": dict(things=5, moves="all", small=(24, 96), medium=(128, 512), published=(128, 512)),
 }
 SIZES: dict[str, dict[str, Any]] = {
     "small": dict(
-        width=32, heads=2, head_dim=16, examples=8192, tests=128, batch_size=32, epochs=3, rate=5e-3, form="recurrent",
+        width=32, heads=2, head_dim=16, examples=8192, tests=128, batch_size=32, epochs=3, rates=(5e-3,), seeds=(0, 1, 2),
+        form="recurrent", chunk_size=None,
+    ),
+    "medium": dict(
+        width=128, heads=8, head_dim=32, examples=98_304, tests=512, batch_size=128, epochs=5, rates=(1e-3, 3e-3),
+        seeds=(0, 1), form="chunk", chunk_size=32,
     ),
     "published": dict(
-        width=128, heads=8, head_dim=32, examples=100_000, tests=1024, batch_size=512, epochs=20, rate=1e-3, form="chunk",
+        width=128, heads=8, head_dim=32, examples=100_000, tests=1024, batch_size=512, epochs=20, rates=(1e-3,),
+        seeds=(0, 1, 2), form="chunk", chunk_size=None,
     ),
 }  # fmt: skip
 
@@ -70,7 +79,8 @@ def mixer_config(method: str, sizes: dict[str, Any], variant: str, **fields: Any
     elif "num_heads" in known:
         wanted = dict(num_heads=heads)
     if "op" in known:
-        wanted["op"] = dataclasses.replace(config.op, form=sizes["form"])
+        options = {name: sizes[name] for name in ("form", "chunk_size")}
+        wanted["op"] = dataclasses.replace(config.op, **options)
     return dataclasses.replace(config, **{n: v for n, v in wanted.items() if n in known} | fields)
 
 
@@ -111,8 +121,8 @@ def get_config(variant: str = "gated_deltaproduct") -> TrackingConfig:
             TrackingTask(**group, first=first, length=last, num_examples=sizes["tests"])
             for first, last in ((1, length), (length + 1, longest))
         ),
-        learning_rates=(sizes["rate"],),
-        seeds=(0, 1, 2),
+        learning_rates=sizes["rates"],
+        seeds=sizes["seeds"],
         batch_size=sizes["batch_size"],
         epochs=sizes["epochs"],
         weight_decay=1e-6,

@@ -14,21 +14,19 @@ import argparse
 from collections.abc import Iterator
 from typing import Any
 
-import jax
-
 from benchmarks import options
 from benchmarks.registry import Benchmark
-from benchmarks.run import one_by_one
+from benchmarks.sweeps import add_ahead, train_each
 from benchmarks.timing import provenance
 from configs import mqar
 from lsm_jax import mixers
-from lsm_jax.training import train_recall
+from lsm_jax.training import RecallConfig
 
 BENCHMARK = Benchmark(
     name="recall_table",
     summary="associative recall of many methods and widths",
     key=("suite", "method", "width"),
-    optional_key={"num_steps": None},
+    optional_key={"num_steps": None, "epochs_at_most": None},
     output="docs/mqar.jsonl",
     resume=True,
 )
@@ -45,29 +43,38 @@ def state_bytes(row: dict[str, Any]) -> int:
     return 4 * (sum(row["state_size"]["memory"]) + convolutions)
 
 
-def measure(case: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
-    """Train models with one method at one width on associative recall, one for each of several learning
-    rates, and return the benchmark's row of results.
-    """
-    variant = f"{case['method']},width={case['width']},suite={args.suite}"
-    if "num_steps" in case:
-        variant += f",steps={case['num_steps']}"
-    config = mqar.get_config(variant)
-    overrides = ""
+def variant(case: dict[str, Any]) -> str:
+    """Return the variant of `configs/mqar.py` that trains a case, a method at one width."""
+    text = f"{case['method']},width={case['width']},suite={case['suite']}"
+    return text + (f",steps={case['num_steps']}" if "num_steps" in case else "")
+
+
+def config_of(case: dict[str, Any], args: argparse.Namespace) -> RecallConfig:
+    """Return the config of the sweep that trains a case, a method at one width with several learning rates."""
+    config = mqar.get_config(variant(case))
     if args.epochs:
         config.epochs = args.epochs
-        overrides += f" --config.epochs={args.epochs}"
     if args.dtype:
         config.model.dtype = args.dtype
+    return config
+
+
+def row_of(
+    case: dict[str, Any], result: dict[str, Any], args: argparse.Namespace
+) -> dict[str, Any]:
+    """Return the benchmark's row of one case, given the result of its sweep."""
+    overrides = ""
+    if args.epochs:
+        overrides += f" --config.epochs={args.epochs}"
+    if args.dtype:
         overrides += f" --config.model.dtype={args.dtype}"
-    result = train_recall(config)
     members = [{k: m[k] for k in ("learning_rate", "mean")} for m in result.pop("members")]
     return dict(
         **case,
         **{k: v for k, v in result.items() if k not in ("name", "implementations", "seed", *case)},
         members=members,
     ) | provenance() | dict(
-        command=f"python train.py --config=configs/mqar.py:{variant}{overrides} --workdir=runs/mqar"
+        command=f"python train.py --config=configs/mqar.py:{variant(case)}{overrides} --workdir=runs/mqar"
     )  # fmt: skip
 
 
@@ -87,6 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="dtype of activations")
     options.add_shard(parser)
     options.add_minutes(parser)
+    add_ahead(parser)
 
 
 def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -96,7 +104,9 @@ def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
     for method in methods:
         mixers.get_method(method)
     return [
-        dict(suite=args.suite, method=method, width=width) | steps
+        dict(suite=args.suite, method=method, width=width)
+        | steps
+        | ({"epochs_at_most": args.epochs} if args.epochs else {})
         for width in widths
         for method in methods
         for steps in _steps(method, args)
@@ -111,10 +121,9 @@ def _steps(method: str, args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def rows(args: argparse.Namespace, cases: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    def measure_case(case):
-        try:
-            return measure(case, args)
-        finally:
-            jax.clear_caches()
-
-    return one_by_one(cases, measure_case, minutes=args.minutes)
+    return train_each(
+        cases,
+        lambda case: config_of(case, args),
+        lambda case, result: row_of(case, result, args),
+        args,
+    )

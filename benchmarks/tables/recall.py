@@ -5,6 +5,7 @@ memory of equal size.
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable
 
 from benchmarks.tables.table import Column, Row, Table, column, measured
 
@@ -63,11 +64,11 @@ def _by_width(rows: list[Row]) -> list[tuple[Row, Row | None]]:
     """Return pairs (measured recall row, published row or None), ordered by width and then by accuracy, the
     best first.
     """
-    published = {(row["method"], row["width"]): row for row in rows if "suite" not in row}
+    published = {(_method(row), row["width"]): row for row in rows if "suite" not in row}
     ours = sorted(
         (row for row in rows if "suite" in row), key=lambda row: (row["width"], -row["mean"])
     )
-    return [(row, published.get((row["method"], row["width"]))) for row in ours]
+    return [(row, published.get((_method(row), row["width"]))) for row in ours]
 
 
 def _of_ours(column: Column) -> Column:
@@ -77,8 +78,36 @@ def _of_ours(column: Column) -> Column:
     return Column(column.title, lambda record: column.cell(record[0]))
 
 
+def _method(row: Row) -> str:
+    """Return the method of a recall row as code, with the steps a token and the epochs where they were chosen."""
+    steps = f", {row['num_steps']} steps a token" if "num_steps" in row else ""
+    epochs = f", {row['epochs_at_most']} epochs" if "epochs_at_most" in row else ""
+    return f"`{row['method']}`{steps}{epochs}"
+
+
+def _tracking_model(row: Row) -> str:
+    """Return a model of state tracking in words: "gated_deltaproduct+negative+2" is "`gated_deltaproduct`, eigenvalues in
+    [-1, 1], 2 steps a token"."""
+    method, *words = row["model"].split("+")
+    spans = dict(negative="eigenvalues in [-1, 1]", positive="eigenvalues in [0, 1]")
+    return ", ".join([f"`{method}`", *(spans.get(word, f"{word} steps a token") for word in words)])
+
+
+def _tracked(place: int, of: str) -> Callable[[Row], str]:
+    """Return the function from a row of state tracking to the accuracy of a test: the trained words (place 0) or the longer
+    ones (1), of the best member or, in ascending order, of all."""
+
+    def text(row: Row) -> str:
+        members = [row] if of == "best" else row["members"]
+        return ", ".join(
+            f"{x:.3f}" for x in sorted([*m["accuracy"].values()][place] for m in members)
+        )
+
+    return text
+
+
 METHOD = (
-    column("method", "method", "`{}`"),
+    Column("method", _method),
     column("width", "width"),
     Column("state, KB", lambda row: f"{state_bytes(row) / 1e3:.1f}"),
 )
@@ -89,6 +118,7 @@ COST = (
     column("s", "seconds", "{:.0f}"),
     measured(),
 )
+TRACKING_TASKS = ("parity", "S3", "S5-swaps", "S5")
 TASKS = ("64x4", "64x8", "64x16", "128x32", "256x64", "512x128", "1024x256")
 DELTANET = (
     "python -m benchmarks mom_recall --inner deltanet --form recurrent --head_dim 8 --vocab_size 1024 --length 64 "
@@ -116,9 +146,30 @@ TABLES = [
             *map(_of_ours, COST),
         ),
         where=lambda row: row.get("suite", "published") == "published",
-        key=lambda row: ("suite" in row, row["method"], row["width"]),
+        key=lambda row: ("suite" in row, _method(row), row["width"]),
         lines=_by_width,
         command="python -m benchmarks recall_table --suite published --output docs/mqar.jsonl",
+    ),
+    Table(
+        "tracking",
+        ("tracking.jsonl",),
+        (
+            column("task", "task"),
+            Column("model", _tracking_model),
+            column("size", "size"),
+            Column("trained words", _tracked(0, "best")),
+            Column("longer words", _tracked(1, "best")),
+            Column("longer words, all members", _tracked(1, "all")),
+            column("steps", "steps", "{:,}"),
+            column("s", "seconds", "{:.0f}"),
+            measured(),
+        ),
+        key=lambda row: (row["task"], row["size"], row["model"], row.get("epochs_at_most")),
+        lines=lambda rows: sorted(
+            rows,
+            key=lambda row: (TRACKING_TASKS.index(row["task"]), row["size"], -row["mean"]),
+        ),
+        command="python -m benchmarks tracking --size medium --output docs/tracking.jsonl",
     ),
     _memory_table(
         "mom_recall",

@@ -3,8 +3,8 @@
 `M_t = (I - k_tᵀ (b_t ⊙ k_t)) diag(α_t) M_{t-1} + k_tᵀ (w_t ⊙ v_t)`, with an erase gate b of each key channel and a write
 gate w of each value channel. With b = w = β it is Kimi Delta Attention; with b = 0, gated linear attention.
 
-`dplr_memory` computes it with a = -b ⊙ k ⊙ α, which reads the memory ahead of the decay, and b = k. In bfloat16 `a` is
-rounded with the decay inside.
+`dplr_memory` computes it with a = -b ⊙ k ⊙ α, which reads the memory ahead of the decay, and b = k. In bfloat16 `a` is rounded
+with the decay inside, which is one relative rounding as that of b ⊙ k alone would be (docs/decisions.md has the errors).
 
 Three implementations of the layer agree on the recurrence and differ in the output gate and the initial rates. Here they
 are those of the authors' file (NVIDIA, lit_gpt/gdn2.py): a norm times SiLU of a low-rank gate with a bias, and rates

@@ -6,10 +6,11 @@ and reflect, which one step of the delta rule cannot. DeltaProduct is the same w
 
 `delta_memory` computes it on rows of n T tokens, of which the first of each n decays and the last is read.
 
-The layer is that of flash-linear-attention (fla/layers/gated_deltaproduct.py): one convolution along the tokens for the
-keys of all steps, and channels in the order steps, heads, channels of a head. Its layer and the defaults of its model's
-config disagree; here are the layer's: two steps, a decay, negative eigenvalues. Matrices are drawn as in all models of
-this library (and of its own models): it also defines a Xavier initialisation that nothing calls.
+The layer is that of flash-linear-attention (fla/layers/gated_deltaproduct.py): one convolution along the tokens for the keys of
+all steps, and channels in the order steps, heads, channels of a head. Its layer and the defaults of its model's config
+disagree; here are the layer's: two steps, a decay, negative eigenvalues, since the config's (one step, no decay, positive
+eigenvalues) are DeltaNet. Matrices are drawn as in all models of this library (and of its own models): it also defines a Xavier
+initialisation that nothing calls.
 """
 
 from __future__ import annotations

@@ -33,6 +33,7 @@ Sources and decisions (state-spaces/mamba: mamba_ssm/modules/mamba3.py, commit e
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -150,18 +151,71 @@ class Mamba3Config(RecurrentConfig):
         return projections + memory + 2 * pairs * heads * (self.state_size + self.head_dim)
 
 
-def turn(x: jax.Array, angle: jax.Array, *, halves: bool) -> jax.Array:
-    """Turn pairs of channels of x [..., N] by `angle` [..., S], in radians; the channels beyond 2 S are not turned.
+def partners(x: jax.Array, halves: bool) -> jax.Array:
+    """Return x [..., N] turned by a right angle: for each channel the other one of its pair, negative for the first of a pair.
 
     A pair is the channels 2 i and 2 i + 1, or with `halves` i and i + N / 2.
     """
-    half = x.shape[-1] // 2
-    angle = jnp.pad(angle, [(0, 0)] * (angle.ndim - 1) + [(0, half - angle.shape[-1])])
-    cos, sin, axis = jnp.cos(angle), jnp.sin(angle), -2 if halves else -1
-    pairs = x.reshape(*x.shape[:-1], *((2, half) if halves else (half, 2)))
-    first, second = jnp.moveaxis(pairs, axis, 0)
-    both = first * cos - second * sin, second * cos + first * sin
-    return jnp.stack(both, axis=axis).reshape(x.shape)
+    pairs = x.reshape(*x.shape[:-1], *((2, -1) if halves else (-1, 2)))
+    sign = jnp.expand_dims(jnp.array([-1, 1], x.dtype), -1 if halves else 0)
+    return (sign * jnp.flip(pairs, -2 if halves else -1)).reshape(x.shape)
+
+
+def _waves(angle: jax.Array, size: int, halves: bool) -> tuple[jax.Array, jax.Array]:
+    """Return cosine and sine for each of `size` channels, [..., N], of the angles [..., S] of the first S pairs."""
+    rest = [(0, 0)] * (angle.ndim - 1) + [(0, size // 2 - angle.shape[-1])]
+    waves = jnp.pad(jnp.cos(angle), rest, constant_values=1), jnp.pad(jnp.sin(angle), rest)
+    if halves:
+        return tuple(jnp.concatenate([x, x], axis=-1) for x in waves)
+    return tuple(jnp.repeat(x, 2, axis=-1) for x in waves)
+
+
+def turn(x: jax.Array, angle: jax.Array, *, halves: bool) -> jax.Array:
+    """Turn pairs of channels of x [..., N] by `angle` [..., S], in radians; the channels beyond 2 S are not turned. `halves` says
+    which channels are pairs, as in `partners`.
+    """
+    cos, sin = _waves(angle, x.shape[-1], halves)
+    return x * cos + partners(x, halves) * sin
+
+
+def _of_heads(x: jax.Array, bias: jax.Array) -> jax.Array:
+    """Return x [B, T, R, G, N] for each of the H heads of its groups, with the heads' bias [R, H, N]."""
+    return jnp.repeat(x, bias.shape[1] // x.shape[3], axis=3) + bias.astype(x.dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def turned_heads(x: jax.Array, bias: jax.Array, angle: jax.Array, halves: bool) -> jax.Array:
+    """Return x [B, T, R, G, N] with the bias [R, H, N] of each head, turned by the angles [B, T, H, S], in their dtype.
+
+    Every array of all heads' channels is read or written once: partners are those of x and bias, and the gradient of the angles has
+    no arrays for sines and cosines.
+    """
+    cos, sin = (w[:, :, None] for w in _waves(angle, x.shape[-1], halves))
+    partner = _of_heads(partners(x, halves), partners(bias, halves))
+    return _of_heads(x, bias).astype(angle.dtype) * cos + partner.astype(angle.dtype) * sin
+
+
+def _turned_heads_forward(x, bias, angle, halves):
+    return turned_heads(x, bias, angle, halves), (x, bias, angle)
+
+
+def _turned_heads_backward(halves, saved, d_turned):
+    """Return the gradients of x, bias and angles."""
+    x, bias, angle = saved
+    (batch, length, ranks, groups, size), heads = x.shape, bias.shape[1]
+    cos, sin = (w[:, :, None] for w in _waves(angle, size, halves))
+    partner = _of_heads(partners(x, halves), partners(bias, halves)).astype(angle.dtype)
+    d_angle = d_turned * (partner * cos - _of_heads(x, bias).astype(angle.dtype) * sin)
+    d_angle = d_angle.reshape(batch, length, ranks, heads, *((2, -1) if halves else (-1, 2)))
+    pairs = slice(angle.shape[-1])
+    d_angle = d_angle[..., pairs] if halves else d_angle[..., pairs, :]
+    d_angle = jnp.sum(d_angle, axis=(2, -2 if halves else -1))
+    d_heads = d_turned * cos - partners(d_turned, halves) * sin
+    d_groups = jnp.sum(d_heads.reshape(batch, length, ranks, groups, -1, size), axis=4)
+    return d_groups.astype(x.dtype), jnp.sum(d_heads, axis=(0, 1)).astype(bias.dtype), d_angle
+
+
+turned_heads.defvjp(_turned_heads_forward, _turned_heads_backward)
 
 
 def trapezoid_memory(
@@ -177,6 +231,8 @@ def trapezoid_memory(
     angle: jax.Array,
     *,
     halves: bool,
+    q_bias: jax.Array | None = None,
+    k_bias: jax.Array | None = None,
     initial_state: ops.LinearState | None = None,
     segment_ids: jax.Array | None = None,
     update_mask: jax.Array | None = None,
@@ -187,8 +243,8 @@ def trapezoid_memory(
     A token whose `update_mask` is 0 reads the memory of the last token that was written, with that token's angles.
 
     Args:
-        q: [B, T, R, H, N] queries, not yet turned, of R ranks.
-        k: [B, T, R, H, N] keys.
+        q: [B, T, R, G, N] queries, not yet turned, of R ranks; each of the G groups is that of H / G neighbouring heads.
+        k: [B, T, R, G, N] keys.
         v: [B, T, R, H, P] values.
         k_before: the keys of the token before in the document; any numbers before the first.
         v_before: the values of the token before; 0 before the first.
@@ -198,6 +254,8 @@ def trapezoid_memory(
         weight_old: [B, T, H], c.
         angle: [B, T, H, S], the turn of this token in radians.
         halves: which channels turn together; see `turn`.
+        q_bias: [R, H, N], added to the queries of each head before they are turned; None adds nothing.
+        k_bias: [R, H, N], added to `k` and `k_before` in the same way.
         initial_state: G turned back, as this function returns it, or None.
         segment_ids: [B, T] or None.
         update_mask: [B, T] or None.
@@ -225,27 +283,32 @@ def trapezoid_memory(
     def mixed(scores, v):
         return jnp.einsum("bthij,btjhp->btihp", scores, v, precision=matmul_precision(wide))
 
+    none = jnp.zeros((ranks, heads, q.shape[-1]), q.dtype)
+    q_bias, k_bias = (none if bias is None else bias for bias in (q_bias, k_bias))
+
+    # Groups become heads in here: arrays of all heads' keys would be saved for the backward pass.
     @recomputed
     def inputs(
-        q, k, v, k_before, v_before, log_decay, weight, weight_before, weight_old, phase, angle
-    ):
-        q, k, v, k_before, v_before = (x.astype(wide) for x in (q, k, v, k_before, v_before))
-        read = turn(q, phase[:, :, None], halves=halves)
+        q, k, v, k_before, v_before, log_decay, weight, weight_before, weight_old, phase, angle, q_bias, k_bias,
+    ):  # fmt: skip
+        read = turned_heads(q, q_bias, phase, halves)
         written = (jnp.exp(log_decay) * (weight_before + weight_old))[:, :, None, :, None]
-        written = written * turn(k_before, (phase - angle)[:, :, None], halves=halves)
+        written = written * turned_heads(k_before, k_bias, phase - angle, halves)
+        q, k = _of_heads(q, q_bias).astype(wide), _of_heads(k, k_bias).astype(wide)
+        v, v_before = v.astype(wide), v_before.astype(wide)
         near = mixed(weight[..., None, None] * scores(q, k), v)
         if ranks > 1:  # what a rank reads before the ranks after it are written
             later = jnp.triu(jnp.ones((ranks, ranks), wide), 1)
             near += mixed(later * scores(read, written), v_before)
         if update_mask is not None:
+            k_before = _of_heads(k_before, k_bias).astype(wide)
             last = mixed(weight_before[..., None, None] * scores(q, k_before), v_before)
             near = jnp.where((update_mask != 0)[:, :, None, None, None], near, last)
         return read, written, near
 
     read, written, near = inputs(
-        q, k, v, k_before, v_before, log_decay, weight, weight_before, weight_old, phase, angle
-    )
-
+        q, k, v, k_before, v_before, log_decay, weight, weight_before, weight_old, phase, angle, q_bias, k_bias,
+    )  # fmt: skip
     arguments = dict(q=read.astype(v.dtype), k=written.astype(v.dtype), v=v_before)
     o, state = run_steps(
         ops.linear_memory,
@@ -322,23 +385,20 @@ class Mamba3(Mixer):
         x = x[:, :, None]
         return x if weights is None else x * jnp.swapaxes(weights[...], 0, 1).astype(x.dtype)
 
-    def _of_heads(self, x: jax.Array, bias: nnx.Param) -> jax.Array:
-        """Return B or C [B, T, R groups N] of all heads with their biases, [B, T, R, H, N]."""
-        config = self.config
-        x = x.reshape(*x.shape[:2], config.rank(), config.num_groups, config.state_size)
-        x = jnp.repeat(x, self.num_heads // config.num_groups, axis=3)
-        return x + jnp.swapaxes(bias[...], 0, 1).astype(x.dtype)
-
     def _normed(self, x: jax.Array, norm: RMSNorm) -> jax.Array:
         """Normalise B or C [B, T, R groups N] over the N channels of each rank and group."""
         return norm(x.reshape(*x.shape[:2], -1, self.config.state_size)).reshape(x.shape)
 
+    def _of_groups(self, x: jax.Array) -> jax.Array:
+        """Return B or C [B, T, R groups N] by ranks and groups, [B, T, R, groups, N]."""
+        config = self.config
+        return x.reshape(*x.shape[:2], config.rank(), config.num_groups, config.state_size)
+
     def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Return the queries C [B, T, R, H, N] of tokens x [B, T, D], normalised and with the bias of each head, and the
-        context.
+        """Return the queries C [B, T, R, groups, N] of tokens x [B, T, D], normalised and without the bias of each head, and
+        the context.
         """
-        c = self._normed(self.c_proj(x), self.c_norm)
-        return self._of_heads(c, self.c_bias), context
+        return self._of_groups(self._normed(self.c_proj(x), self.c_norm)), context
 
     def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
         """Return the arguments of `trapezoid_memory` that update the memory, by name, and the context."""
@@ -361,9 +421,9 @@ class Mamba3(Mixer):
             return self._of_ranks(split_heads(inner, self.num_heads), mimo_x)
 
         written = dict(
-            k=self._of_heads(b, self.b_bias),
+            k=self._of_groups(b),
             v=values(inner),
-            k_before=self._of_heads(b_before, self.b_bias),
+            k_before=self._of_groups(b_before),
             v_before=values(inner_before),
             log_decay=-jnp.maximum(rate, 1e-4) * step,
             weight=weight,
@@ -376,7 +436,9 @@ class Mamba3(Mixer):
     def apply(self, query: jax.Array, written: dict[str, Any], **call) -> tuple[jax.Array, Any]:
         """Return the output of `trapezoid_memory` plus D v, [B, T, R, H, P], and the final state."""
         halves = self.config.mimo_rank is not None
-        y, state = trapezoid_memory(query, **written, halves=halves, **call)
+        q_bias, k_bias = (jnp.swapaxes(bias[...], 0, 1) for bias in (self.c_bias, self.b_bias))
+        call |= dict(halves=halves, q_bias=q_bias, k_bias=k_bias)
+        y, state = trapezoid_memory(query, **written, **call)
         return y + self.skip[...][:, None].astype(y.dtype) * written["v"], state
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:

@@ -4,8 +4,9 @@
 
 The layer is flash-linear-attention's (fla/layers/momentum_deltanet.py): η = 1 + tanh(x W_e / sqrt(D)); an angle
 θ = arctan(η e^c), c learned for each head, bounds β = sin²θ sigmoid(x W_b) and α = cos²θ exp(-rate softplus(x W_a + δ)); log μ
-is a gate like that of α without the bound, and at least -2. Queries lose a share of the key, q - e^d k, ahead of unit
-length. There, packed documents have no momentum; here they have.
+is a gate like that of α without the bound, and at least -2. Queries lose a share of the key, q - e^d k, ahead of unit length.
+There, packed documents have no momentum; here they have. Its chunk form adds 1e-6 to β and is another recurrence where β is small;
+here all forms are the recurrence.
 """
 
 from __future__ import annotations

@@ -9,6 +9,9 @@ For each head of keys, `A_t = α̃_t A_{t-1} + β̃_t k_t²` (each channel), r =
 which `dplr_memory` computes with a = -β α ⊙ k and b = k̃; `selective_memory` computes A. The memory is read by k and
 written at k̃: s = 1 is Gated DeltaNet.
 
+Its reference makes q and k of unit length with an epsilon of 1e-12 beside the norm, its layers with 1e-6 beside the sum of
+squares: here as in the layers and in every delta rule.
+
 The layer is flash-linear-attention's: Gated DeltaNet's, with a softplus decay α̃ and a sigmoid β̃ of each head of keys.
 """
 

@@ -8,7 +8,8 @@ For each channel, with gates r and i in (0, 1) of the convolved input u and a le
 and at a document's first token h = i u. The gates' matrices are block-diagonal. The block is
 y = (h ⊙ gelu(x W_y + b)) W_o + b, with u a convolution of x W_x + b, with a bias and without an activation.
 
-Source: google-deepmind/recurrentgemma (jax/layers.py). The derivative of the square root is at most 1000 there and here.
+Source: google-deepmind/recurrentgemma (jax/layers.py). The derivative of the square root is at most 1000 there and here. The
+convolution's state has the channels of the recurrence; transformers' has those of the model, which fails where the two differ.
 Its complex variant (`only_real=False`) is not implemented.
 """
 

@@ -1,11 +1,12 @@
 """sLSTM (xLSTM, arXiv 2405.04517): a memory of one number for each channel with exponential gates, whose output is an input
 of the next token's gates, among the channels of a head.
 
-The layer is the authors' (NX-AI/xlstm, blocks/slstm): the inputs of the gates i and f come from a short convolution with
-bias, those of the value z and the gate o from x itself, each by a matrix for each head; each head's output is normalised,
-and there is no projection after it. Their code exchanges the names of the parameters of i and f, for the sake of older
-checkpoints; here each has its own name. Their feedforward is a gated GELU of 1.3 times the width; ours is SwiGLU, as for
-every method.
+The layer is the authors' (NX-AI/xlstm, blocks/slstm): the inputs of the gates i and f come from a short convolution with bias,
+those of the value z and the gate o from x itself, each by a matrix for each head; each head's output is normalised, and there
+is no projection after it. Their code exchanges the names of the parameters of i and f, for the sake of older checkpoints; here
+each has its own name. A channel is empty where its normaliser is 0, as in their CUDA code; their PyTorch code asks that of the
+whole batch, so that one row would depend on the others. Their feedforward is a gated GELU of 1.3 times the width; ours is
+SwiGLU, as for every method.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from lsm_jax.training.metrics import read_rows
 from lsm_jax.training.optimizer import learning_rate, make_optimizer
 from lsm_jax.training.optimizer_config import OptimizerConfig
 from lsm_jax.training.recall_config import RecallConfig, SmallModelsConfig, TrackingConfig
-from lsm_jax.training.recall_sweep import train_recall
+from lsm_jax.training.recall_sweep import CompiledSweep, compile_recall, train_recall
 from lsm_jax.training.run_files import read_config
 from lsm_jax.training.runs import Run, best_step, load_run
 from lsm_jax.training.samples_config import SamplesConfig
@@ -19,6 +19,7 @@ from lsm_jax.training.sweep import Sweep, SweepState
 
 __all__ = [
     "Checkpoints",
+    "CompiledSweep",
     "OptimizerConfig",
     "Program",
     "RecallConfig",
@@ -34,6 +35,7 @@ __all__ = [
     "TrainingNotSaved",
     "TrainingStopped",
     "best_step",
+    "compile_recall",
     "differences",
     "from_dict",
     "learning_rate",

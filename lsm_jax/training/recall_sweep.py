@@ -7,11 +7,11 @@ import dataclasses
 import datetime
 import functools
 import itertools
-import math
 import os
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -22,18 +22,26 @@ import numpy as np
 import optax
 from flax import nnx
 
-from lsm_jax import mixers, ops
+from lsm_jax import ops
 from lsm_jax.data import RecallTask, TrackingTask
-from lsm_jax.models import RecallModel, recall_state_size
+from lsm_jax.models import RecallModel
 from lsm_jax.parallel import largest_divisor
 from lsm_jax.training.config_json import to_dict
 from lsm_jax.training.failures import WriteError
 from lsm_jax.training.lock import RunLock
 from lsm_jax.training.metrics import MetricsWriter, TrainProgress
 from lsm_jax.training.recall_config import SmallModelsConfig
+from lsm_jax.training.recall_result import (
+    announce,
+    by_member,
+    count_parameters,
+    member_metrics,
+    result_of,
+)
 from lsm_jax.training.run_files import check_workdir, write_json
 from lsm_jax.training.sweep import Data, Sweep, SweepState, epoch_blocks
 
+_DRAWING = threading.Lock()  # threads that compile sweeps of one task draw its examples once
 Blocks = list[tuple[int, np.ndarray]]
 Task = RecallTask | TrackingTask
 
@@ -114,48 +122,47 @@ def load_task(config: SmallModelsConfig, task: Task, *seed: int) -> Data:
     draw, arguments = config.drawing()
     arguments = dict(**arguments, seed=(config.data_seed, *seed))
     fields = tuple(dataclasses.asdict(task).items())
-    return _examples(draw, type(task), fields, tuple(arguments.items()))
+    with _DRAWING:
+        return _examples(draw, type(task), fields, tuple(arguments.items()))
 
 
-def train_recall(config: SmallModelsConfig, workdir: str | Path | None = None) -> dict[str, Any]:
-    """Train all members of a recall sweep at once, and select the one with the best mean accuracy after the
-    last epoch.
+@dataclasses.dataclass(frozen=True)
+class CompiledSweep:
+    """A recall sweep that is ready to train, as `compile_recall` returns it: its examples are drawn and its programs compiled.
 
-    Training uses one device and always starts at step 0: a run lasts seconds to minutes and saves no
-    checkpoint.
+    Attributes:
+        config: the config of the sweep.
+        program: the compiled functions that train and test all members.
+        first: the compiled function that returns the state of all members before the first step.
+        train_data: the examples of each training task, on the device.
+        blocks: the function that draws the order of the next epoch.
+        first_epoch: the order of the first epoch.
+        seconds: the seconds that drawing and compiling took.
+    """
 
-    Args:
-        config: the config of the run; all of it is validated before anything is compiled.
-        workdir: the folder for config.json, metrics.jsonl and result.json; None writes nothing.
+    config: SmallModelsConfig
+    program: _Program
+    first: Callable[[], SweepState]
+    train_data: list[Data]
+    blocks: Callable[[], Blocks]
+    first_epoch: Blocks
+    seconds: float
 
-    Returns:
-        The content of result.json: `accuracy` by test task and their `mean`, `learning_rate` and `seed` of
-        the best member; `members`, the same values of all members; `state_size`, numbers in each layer's
-        state while decoding (`recall_state_size`); `parameters`, in total and without embeddings; steps,
-        epochs, seconds, date, commit and device.
+    @property
+    def num_steps(self) -> int:
+        """The training steps of all epochs, if no member's accuracy ends them early."""
+        return self.config.epochs * sum(len(rows) for _, rows in self.first_epoch)
+
+
+def compile_recall(config: SmallModelsConfig) -> CompiledSweep:
+    """Draw the examples of a recall sweep and compile its programs, for `train_recall`.
+
+    Several sweeps may be compiled at the same time by threads, also while another sweep trains.
 
     Raises:
-        ValueError: the config is not valid, the directory was made with another config, or another process writes there.
-        OSError: a file cannot be written.
+        ValueError: the config is not valid.
     """
     config.validate()
-    if workdir is None:
-        return _train_recall(config, None, None)
-    workdir = Path(workdir).expanduser().absolute()
-    check_workdir(workdir, config)
-    with RunLock(workdir) as lock:
-        try:
-            return _train_recall(config, workdir, lock)
-        except WriteError as error:
-            raise OSError(
-                f"{error}; a sweep saves no checkpoint, so the same command starts at step 0"
-            ) from error
-
-
-def _train_recall(
-    config: SmallModelsConfig, workdir: Path | None, lock: RunLock | None
-) -> dict[str, Any]:
-    """Train a sweep as `train_recall` describes, in a directory that is locked, or is locked once it is created."""
     began = time.perf_counter()
     train_data = [load_task(config, t, 0, i) for i, t in enumerate(config.train)]
     test_data = [load_task(config, t, 1, i) for i, t in enumerate(config.test)]
@@ -167,32 +174,87 @@ def _train_recall(
 
     first_epoch = blocks()
     steps_per_call = len(first_epoch[0][1])
-    num_steps = config.epochs * len(first_epoch) * steps_per_call
-    sweep = make_sweep(config, num_steps)
-    state = jax.jit(sweep.first)()
-    num_parameters = _count(state)
+    sweep = make_sweep(config, config.epochs * len(first_epoch) * steps_per_call)
+    first = jax.jit(sweep.first).lower().compile()
+    state = jax.eval_shape(sweep.first)
     print(f"{config.name}: compiling", file=sys.stderr, flush=True)
     program = _compile(config, sweep, state, train_data, test_data, steps_per_call)
-    compiled = time.perf_counter() - began
+    seconds = time.perf_counter() - began
+    return CompiledSweep(config, program, first, train_data, blocks, first_epoch, seconds)
+
+
+def train_recall(
+    config: SmallModelsConfig,
+    workdir: str | Path | None = None,
+    *,
+    compiled: CompiledSweep | None = None,
+) -> dict[str, Any]:
+    """Train all members of a recall sweep at once, and select the one with the best mean accuracy after the
+    last epoch.
+
+    Training uses one device and always starts at step 0: a run lasts seconds to minutes and saves no
+    checkpoint.
+
+    Args:
+        config: the config of the run; all of it is validated before anything is compiled.
+        workdir: the folder for config.json, metrics.jsonl and result.json; None writes nothing.
+        compiled: what `compile_recall` returned for this config, to be trained once; None compiles it.
+
+    Returns:
+        The content of result.json: `accuracy` by test task and their `mean`, `learning_rate` and `seed` of
+        the best member; `members`, the same values of all members; `state_size`, numbers in each layer's
+        state while decoding (`recall_state_size`); `parameters`, in total and without embeddings; steps,
+        epochs, seconds, date, commit and device.
+
+    Raises:
+        ValueError: the config is not valid or not that of `compiled`, the directory was made with another config, or another
+            process writes there.
+        OSError: a file cannot be written.
+    """
+    config.validate()
+    if compiled is not None and compiled.config is not config:
+        raise ValueError(
+            f"compiled={compiled.config.name!r}: accepted is the result of compile_recall for config={config.name!r}"
+        )
+    if workdir is None:
+        return _train_recall(config, None, None, compiled)
+    workdir = Path(workdir).expanduser().absolute()
+    check_workdir(workdir, config)
+    with RunLock(workdir) as lock:
+        try:
+            return _train_recall(config, workdir, lock, compiled)
+        except WriteError as error:
+            raise OSError(
+                f"{error}; a sweep saves no checkpoint, so the same command starts at step 0"
+            ) from error
+
+
+def _train_recall(
+    config: SmallModelsConfig,
+    workdir: Path | None,
+    lock: RunLock | None,
+    compiled: CompiledSweep | None,
+) -> dict[str, Any]:
+    """Train a sweep as `train_recall` describes, in a directory that is locked, or is locked once it is created."""
+    compiled = compile_recall(config) if compiled is None else compiled
+    began, state = time.perf_counter(), compiled.first()
+    num_parameters = count_parameters(state)
     writer = None
     if workdir is not None and lock is not None:
         lock.acquire()  # creates the directory of a new sweep
         write_json(workdir / "config.json", to_dict(config))
         writer = MetricsWriter(workdir, -1)
-    _announce(config, num_steps, compiled)
-    epochs = itertools.chain([first_epoch], iter(blocks, None))
-    scores, step, epoch = _train_epochs(
-        config, program, state, train_data, epochs, num_steps, writer
-    )
+    announce(config, compiled.num_steps, compiled.seconds)
+    scores, step, epoch = _train_epochs(compiled, state, writer)
     if writer is not None:
         writer.close()
     result = {
-        **_result(config, scores),
+        **result_of(config, scores),
         "parameters": num_parameters,
         "steps": step,
         "epochs": epoch,
-        "seconds": round(time.perf_counter() - began, 1),
-        "compile_seconds": round(compiled, 1),
+        "seconds": round(time.perf_counter() - began + compiled.seconds, 1),
+        "compile_seconds": round(compiled.seconds, 1),
         "date": datetime.date.today().isoformat(),
         "commit": os.environ.get("GIT_COMMIT", "unknown"),
         "device": jax.devices()[0].device_kind,
@@ -205,22 +267,18 @@ def _train_recall(
 
 
 def _train_epochs(
-    config: SmallModelsConfig,
-    program: _Program,
-    state: SweepState,
-    train_data: list[Data],
-    epochs: Iterator[Blocks],
-    num_steps: int,
-    writer: MetricsWriter | None,
+    compiled: CompiledSweep, state: SweepState, writer: MetricsWriter | None
 ) -> tuple[np.ndarray, int, int]:
     """Train the members of a recall sweep until the last epoch, or until the mean accuracy of one exceeds the
     config's `stop_above`; return (accuracies [test tasks, members], number of steps, number of epochs)."""
+    config, program, train_data = compiled.config, compiled.program, compiled.train_data
+    epochs = itertools.chain([compiled.first_epoch], iter(compiled.blocks, None))
     sizes = [task.num_examples for task in config.train]
     length = np.average([t.num_tokens for t in config.train], weights=sizes)
     tokens = config.batch_size * len(config.members()) * length  # per step, of all members
     pending, losses, scores, epoch, step = None, np.zeros((0, 0)), np.zeros((0, 0)), 0, 0
     started = time.perf_counter()
-    with TrainProgress(config.name, 0, num_steps) as progress:
+    with TrainProgress(config.name, 0, compiled.num_steps) as progress:
         for epoch, blocks in zip(range(1, config.epochs + 1), epochs, strict=False):
             for task_index, rows in blocks:
                 state, losses = program.train[task_index](state, train_data[task_index], rows)
@@ -233,9 +291,9 @@ def _train_epochs(
                 pending = (step, losses)
             scores = np.stack([np.asarray(accuracy(state.params)) for accuracy in program.test])
             best = scores.mean(axis=0).max()
-            progress.say(f"epoch {epoch}: accuracy {best:.4f} ({_by_member(config, scores)})")
+            progress.say(f"epoch {epoch}: accuracy {best:.4f} ({by_member(config, scores)})")
             if writer is not None:
-                writer.write(step, _metrics(config, scores, losses))
+                writer.write(step, member_metrics(config, scores, losses))
             if best > config.stop_above:
                 if epoch < config.epochs:
                     progress.say(
@@ -297,69 +355,4 @@ def _compile(
     return _Program(
         [compiled[True, task.name, task.num_examples] for task in config.train],
         [bind(task, data) for task, data in zip(config.test, test_data, strict=True)],
-    )
-
-
-def _label(member: tuple[float, int], config: SmallModelsConfig) -> str:
-    rate, seed = member
-    return f"{rate:.1e}" if len(config.seeds) == 1 else f"{rate:.1e}/seed{seed}"
-
-
-def _by_member(config: SmallModelsConfig, scores: np.ndarray) -> str:
-    pairs = zip(config.members(), scores.mean(axis=0), strict=True)
-    return ", ".join(f"{_label(member, config)} {score:.3f}" for member, score in pairs)
-
-
-def _metrics(config: SmallModelsConfig, scores: np.ndarray, losses: Any) -> dict[str, float]:
-    values = {}
-    for i, member in enumerate(config.members()):
-        label = _label(member, config)
-        values[f"loss/{label}"] = float(np.asarray(losses)[-1, i])
-        values[f"accuracy/{label}"] = float(scores[:, i].mean())
-    return values
-
-
-def _result(config: SmallModelsConfig, scores: np.ndarray) -> dict[str, Any]:
-    """Return the entries of result.json that describe the recall config, and the accuracy of each member and
-    of the best one; `scores` has the accuracies [test tasks, members]."""
-    names = [task.name for task in config.test]
-    members = [
-        dict(
-            learning_rate=rate,
-            seed=seed,
-            mean=round(float(member_scores.mean()), 5),
-            accuracy={n: round(float(a), 5) for n, a in zip(names, member_scores, strict=True)},
-        )
-        for (rate, seed), member_scores in zip(config.members(), scores.T, strict=True)
-    ]
-    best = max(members, key=lambda m: m["mean"])
-    longest = max(task.num_tokens for task in (*config.train, *config.test))
-    return {
-        "name": config.name,
-        "method": mixers.method_of(config.model.mixer).name,
-        "width": config.model.hidden_size,
-        "pattern": config.model.pattern,
-        "dtype": config.model.dtype,
-        "train": [f"{t.name}:{t.num_examples}" for t in config.train],
-        **best,
-        "members": members,
-        "state_size": recall_state_size(config.model, longest),
-        "batch_size": config.batch_size,
-    }
-
-
-def _count(state: SweepState) -> dict[str, int]:
-    """Return the number of parameters of one member of a recall sweep: {"total": all of them, "non_embedding":
-    all but the embedding}."""
-    total = sum(math.prod(x.shape[1:]) for x in jax.tree.leaves(state.params))
-    embedding = math.prod(state.params["embedding"].shape[1:])
-    return dict(total=total, non_embedding=total - embedding)
-
-
-def _announce(config: SmallModelsConfig, num_steps: int, seconds: float) -> None:
-    print(
-        f"{config.name}: {len(config.members())} members, at most {num_steps:,} steps of {config.batch_size} examples, "
-        f"compiled in {seconds:.1f} s, on {jax.devices()[0].device_kind}",
-        file=sys.stderr,
-        flush=True,
     )

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import types
 
 import pytest
 
+from benchmarks import sweeps
 from benchmarks.__main__ import main as benchmarks
 from benchmarks.cases import tracking as case
 from benchmarks.run import read_rows
 from configs import tracking
 from lsm_jax import mixers
 from lsm_jax.models import recall_state_size
-from lsm_jax.training import from_dict, to_dict, train_recall
+from lsm_jax.training import compile_recall, from_dict, to_dict, train_recall
 
 
 @pytest.mark.parametrize("size", tracking.SIZES)
@@ -22,7 +24,7 @@ def test_every_model_of_the_benchmark_has_a_config(size):
         for model in models.split(","):
             config = tracking.get_config(case.variant(model, task, size))
             assert from_dict(json.loads(json.dumps(to_dict(config)))) == config
-            assert len(config.seeds) == 3 and config.test[1].first == config.train[0].length + 1
+            assert len(config.members()) >= 3 and config.test[1].first == config.train[0].length + 1
             mixer = config.model.mixer
             if "negative" in model or "positive" in model:
                 assert mixer.allow_negative_eigenvalues == ("negative" in model)
@@ -55,8 +57,40 @@ def test_a_task_that_does_not_fit_is_refused():
     config.model.vocab_size = 12
     with pytest.raises(ValueError, match="train S3 1-24: vocab_size=12"):
         config.validate()
+    other = types.SimpleNamespace(config=tracking.get_config("deltanet"))
+    with pytest.raises(
+        ValueError, match="the result of compile_recall for config='deltanet,task=S3'"
+    ):
+        train_recall(tracking.get_config("deltanet,task=S3"), compiled=other)
     with pytest.raises(SystemExit, match="'odd'; accepted are <method>"):
         benchmarks(["tracking", "--models", "deltanet+odd", "--output", "-"])
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_each_sweep_is_compiled_once_and_its_row_written_as_it_ends(ahead, monkeypatch):
+    """A sweep that does not compile fails alone, after the others have their rows."""
+    compiled, trained = [], []
+
+    def compile_one(config):
+        compiled.append(config)
+        if config == "b":
+            raise RuntimeError("does not compile")
+        return config.upper()
+
+    def train(config, compiled):
+        trained.append((config, compiled or compile_one(config)))
+        return dict(score=len(trained))
+
+    monkeypatch.setattr(sweeps, "compile_recall", compile_one)
+    monkeypatch.setattr(sweeps, "train_recall", train)
+    args = types.SimpleNamespace(ahead=ahead, minutes=1.0)
+    cases = [dict(model=name) for name in "abc"]
+    rows = sweeps.train_each(cases, lambda c: c["model"], lambda c, result: c | result, args)
+    assert next(rows)["model"] == "a" and trained == [("a", "A")]
+    assert next(rows)["model"] == "c"
+    with pytest.raises(SystemExit, match="1 of 3 cases failed"):
+        next(rows)
+    assert sorted(compiled) == ["a", "b", "c"] and trained[-1] == ("c", "C")
 
 
 @pytest.mark.slow
@@ -66,7 +100,8 @@ def test_negative_eigenvalues_learn_parity_and_positive_ones_do_not(tmp_path):
     for words in ("negative=1", "negative=0"):
         config = tracking.get_config(f"deltanet,task=parity,{words}")
         config.epochs = 1
-        scores[words] = train_recall(config)["accuracy"]["S2 41-256"]
+        compiled = compile_recall(config)
+        scores[words] = train_recall(config, compiled=compiled)["accuracy"]["S2 41-256"]
     assert scores["negative=1"] > 0.99 and scores["negative=0"] < 0.75
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps(dict(task="parity", size="small", model="mamba2")) + "\n")
