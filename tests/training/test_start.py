@@ -203,10 +203,11 @@ def test_an_error_of_the_command_is_one_line():
 
 
 def test_the_command_without_arguments_prints_its_page():
-    for command in (["train.py"], ["-m", "lsm_jax.plan"]):
-        done = subprocess.run([sys.executable, *command], capture_output=True, text=True)
-        assert done.returncode == 1 and "--config is missing" in done.stderr
-        assert done.stderr.count("    python ") >= 3 and "Traceback" not in done.stderr
+    for words in (["train.py"], ["-m", "lsm_jax.plan"]):
+        with pytest.raises(AssertionError) as refused:
+            doc_commands.parse(["python", *words])
+        page = str(refused.value)
+        assert "--config is missing" in page and page.count("    python ") >= 3
 
 
 SHORT = """
