@@ -35,19 +35,13 @@ def read(name: str) -> Any:
     return notebook
 
 
-def execute(notebook: Any, *, timeout: int = 600, as_users: bool = True) -> float:
+def execute(notebook: Any, *, timeout: int = 600) -> float:
     """Run all cells of a notebook in a new process on the CPU and store their outputs in it; return the seconds that it took.
-
-    Args:
-        notebook: what `read` returns.
-        timeout: the seconds that a cell may take.
-        as_users: whether the process is without the settings of tests that make JAX compile faster.
 
     Raises:
         nbclient.exceptions.CellExecutionError: a cell raised an error.
     """
-    left_out = _TESTS_ONLY if as_users else ()
-    environment = {name: value for name, value in os.environ.items() if name not in left_out}
+    environment = {name: value for name, value in os.environ.items() if name not in _TESTS_ONLY}
     paths = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
     environment |= {"PYTHONPATH": paths, "JAX_PLATFORMS": "cpu"}
     began = time.perf_counter()

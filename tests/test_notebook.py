@@ -151,7 +151,7 @@ def test_a_small_run_on_eight_devices():
     (at,) = (i for i, c in enumerate(notebook.cells) if "parameters" in c.metadata.get("tags", ()))
     values = "\n".join(f"{key} = {value!r}" for key, value in SMALL["devices"].items())
     notebook.cells.insert(at + 1, nbformat.v4.new_code_cell(values))
-    run_notebooks.execute(notebook, as_users=False)
+    run_notebooks.execute(notebook)
     printed = "".join(o.get("text", "") for c in notebook.cells for o in c.get("outputs", ()))
     (off,) = re.findall(r"sequence  losses \d.*, largest difference from one device (.*)", printed)
     assert float(off) < 1e-4
