@@ -3,12 +3,13 @@ SHELL := /bin/sh
 PIP := .venv/bin/python -m pip --disable-pip-version-check
 RUN := JAX_PLATFORMS=cpu .venv/bin/python
 
-.PHONY: help demo liger-demo newcomer docs test test-all test-faults test-gpu test-aot lint clean
+.PHONY: help demo liger-demo newcomer notebooks docs test test-all test-faults test-gpu test-aot lint clean
 
 help:
 	@echo "make demo      train, evaluate and sample a small language model on this machine's CPU"
 	@echo "make liger-demo  make a pretrained transformer linear, tune and compare it, on this machine's CPU"
 	@echo "make newcomer  walk a newcomer's path in a fresh clone and time it: demo, own text, own method, own loop"
+	@echo "make notebooks  execute the notebooks as a reader does, and print the seconds of each: under ten minutes"
 	@echo "make docs      build the documentation's site into docs/_build/html; warnings and broken links are errors"
 	@echo "make test      the tests that fit in minutes: one method of each class of transition"
 	@echo "make test-all  every test that needs no GPU"
@@ -36,6 +37,9 @@ liger-demo: .venv/.base
 
 newcomer: .venv/.base
 	$(RUN) -m scripts.newcomer
+
+notebooks: .venv/.test
+	$(RUN) -m scripts.run_notebooks --no-store
 
 .venv/.docs: .venv/.base
 	$(PIP) install --quiet --constraint constraints.txt --editable ".[docs]"

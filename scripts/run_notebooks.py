@@ -1,7 +1,8 @@
 """Execute the notebooks and store their outputs, which the documentation's site shows: `python -m scripts.run_notebooks`.
 
 With names, such as `python -m scripts.run_notebooks ablation`, only these are executed. Each runs in a process of its
-own on the CPU, in a temporary folder.
+own on the CPU, in a temporary folder. With `--no-store` (`make notebooks`) the files stay as they are, and only the
+seconds of each are printed.
 """
 
 from __future__ import annotations
@@ -93,11 +94,12 @@ def tidy(notebook: Any) -> None:
 
 
 def main() -> None:
-    """Execute the notebooks that the arguments name, all by default, and store them with their outputs."""
+    """Execute the notebooks that the arguments name, all by default, print their times and store them with their outputs."""
     parser = argparse.ArgumentParser(prog="python -m scripts.run_notebooks", description=__doc__)
     known = sorted(path.stem for path in FOLDER.glob("*.ipynb"))
     parser.add_argument("names", nargs="*", default=known, choices=known, metavar="NAME")
     parser.add_argument("--timeout", type=int, default=600, help="seconds that a cell may take")
+    parser.add_argument("--no-store", action="store_true", help="leave the files as they are")
     given = parser.parse_args()
     for name in given.names:
         notebook = read(name)
@@ -105,9 +107,10 @@ def main() -> None:
         seconds = execute(notebook, timeout=given.timeout)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         computed = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-        tidy(notebook)
         path = FOLDER / f"{name}.ipynb"
-        nbformat.write(notebook, path)
+        if not given.no_store:
+            tidy(notebook)
+            nbformat.write(notebook, path)
         print(
             f"{name}: {seconds:.0f} s, of the cores {computed:.0f} s, {path.stat().st_size / 1000:.0f} kB",
             flush=True,

@@ -5,6 +5,7 @@ other modules.
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -106,17 +107,25 @@ def _module(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+@functools.cache
 def _is_module(name: str) -> bool:
     path = ROOT.joinpath(*name.split("."))
     return path.with_suffix(".py").exists() or (path / "__init__.py").exists()
 
 
+@functools.cache
+def _nodes(path: Path) -> list[ast.AST]:
+    """Return all nodes of the syntax tree of a source file."""
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
+@functools.cache
 def imported(path: Path) -> set[tuple[int, str]]:
     """Return (line, full module name) of every import in a source file, also inside functions; `from a
     import b` is a.b if that is a module.
     """
     imports = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in _nodes(path):
         if isinstance(node, ast.Import):
             imports |= {(node.lineno, alias.name) for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -150,18 +159,18 @@ def _allowed(package: str, module: str) -> bool:
     )
 
 
-@pytest.mark.parametrize("path", _files(), ids=lambda path: str(path.relative_to(ROOT)))
-def test_imports_run_downwards(path):
-    package = _package(_module(path))
-    if not package:
-        return  # lsm_jax/__init__.py, which loads every package on demand
-    assert package in ALLOWED, f"{path}: {package} is new; add to ALLOWED what it may import"
-    wrong = [
-        f"{path.relative_to(ROOT)}:{line} imports {m}"
-        for line, m in imported(path)
-        if not _allowed(package, m)
-    ]
-    assert not wrong, f"{package} may import {sorted(ALLOWED[package])}: {wrong}"
+def test_imports_run_downwards():
+    for path in _files():
+        package = _package(_module(path))
+        if not package:
+            continue  # lsm_jax/__init__.py, which loads every package on demand
+        assert package in ALLOWED, f"{path}: {package} is new; add to ALLOWED what it may import"
+        wrong = [
+            f"{path.relative_to(ROOT)}:{line} imports {m}"
+            for line, m in imported(path)
+            if not _allowed(package, m)
+        ]
+        assert not wrong, f"{package} may import {sorted(ALLOWED[package])}: {wrong}"
 
 
 def _folder(parent: str, module: str) -> str | None:
@@ -172,9 +181,10 @@ def _folder(parent: str, module: str) -> str | None:
     return folder if folder and (ROOT.joinpath(*parent.split("."), folder)).is_dir() else None
 
 
-@pytest.mark.parametrize("path", _files(), ids=lambda path: str(path.relative_to(ROOT)))
-def test_imports_run_downwards_inside_ops_and_kernels(path):
-    for parent, allowed in ALLOWED_INSIDE.items():
+@pytest.mark.parametrize("parent", ALLOWED_INSIDE)
+def test_imports_run_downwards_inside_ops_and_kernels(parent):
+    allowed = ALLOWED_INSIDE[parent]
+    for path in _files():
         folder = _folder(parent, _module(path) + ".")
         if folder is None:
             continue
@@ -194,17 +204,16 @@ def private_names(path: Path) -> list[str]:
     """List the places in a source file that use other modules' private names: `from a import _b`, and
     `a._b` of an imported module a.
     """
-    tree = ast.parse(path.read_text())
     modules = {"jax"}
     uses = []
-    for node in ast.walk(tree):
+    for node in _nodes(path):
         if isinstance(node, ast.ImportFrom):
             for alias in node.names:
                 if _is_private(alias.name):
                     uses.append(f"{path}:{node.lineno}: {alias.name} of {node.module}")
                 if _is_module(f"{node.module}.{alias.name}"):
                     modules.add(alias.asname or alias.name)
-    for node in ast.walk(tree):
+    for node in _nodes(path):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             if node.value.id in modules and _is_private(node.attr):
                 uses.append(f"{path}:{node.lineno}: {node.value.id}.{node.attr}")
@@ -215,20 +224,20 @@ def _is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
 
 
-@pytest.mark.parametrize("path", _files(), ids=lambda path: str(path.relative_to(ROOT)))
-def test_no_private_name_of_another_module(path):
-    if path == ROOT / "pallas_kernels" / "compat.py":
-        return  # the one module that uses jax's private names
-    assert not private_names(path)
+def test_no_private_name_of_another_module():
+    for path in _files():
+        if path != ROOT / "pallas_kernels" / "compat.py":  # which uses jax's private names
+            assert not private_names(path)
 
 
-@pytest.mark.parametrize("path", _files(), ids=lambda path: str(path.relative_to(ROOT)))
-def test_only_one_module_imports_jax_experimental(path):
-    if path == ROOT / "pallas_kernels" / "compat.py":
-        return
-    names = {f"{a}.{b}" if b else a for a, b in _attributes(path)} | {m for _, m in imported(path)}
-    wrong = sorted(n for n in names if n == "jax.experimental" or n.startswith("jax.experimental."))
-    assert not wrong, f"{path}: only pallas_kernels/compat.py may use {wrong}"
+def test_only_one_module_imports_jax_experimental():
+    for path in _files():
+        if path == ROOT / "pallas_kernels" / "compat.py":
+            continue
+        names = {f"{a}.{b}" if b else a for a, b in _attributes(path)}
+        names |= {m for _, m in imported(path)}
+        wrong = sorted(n for n in names if f"{n}.".startswith("jax.experimental."))
+        assert not wrong, f"{path}: only pallas_kernels/compat.py may use {wrong}"
 
 
 def _attributes(path: Path) -> set[tuple[str, str]]:
@@ -236,7 +245,7 @@ def _attributes(path: Path) -> set[tuple[str, str]]:
     no module of this project.
     """
     pairs = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in _nodes(path):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             pairs.add((node.value.id, node.attr))
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -261,8 +270,9 @@ def test_the_checks_find_wrong_imports(tmp_path):
     assert imported(code) == {(2, "lsm_jax.training"), (3, "jax.experimental.pallas")} or imported(code) == {
         (2, "lsm_jax"), (3, "jax.experimental.pallas")
     }  # fmt: skip
-    code.write_text("from jax import experimental\n")
-    assert ("jax", "experimental") in _attributes(code)
+    other = tmp_path / "other.py"
+    other.write_text("from jax import experimental\n")
+    assert ("jax", "experimental") in _attributes(other)
 
 
 def test_importing_the_library_imports_no_dependency():

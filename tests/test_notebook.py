@@ -1,11 +1,14 @@
 """Tests of the notebooks: the public names that they use exist, their stored outputs are complete and small, and their cells run,
-with few steps in this process or as a reader runs them."""
+with few steps by default and as a reader runs them if slow tests are selected."""
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import inspect
+import io
 import re
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,6 +20,7 @@ from matplotlib import pyplot as plt
 from traitlets.config import Config
 
 import lsm_jax
+from lsm_jax import mixers
 from scripts import run_notebooks
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -25,7 +29,7 @@ MOST_BYTES = 1_500_000  # of all notebooks, with their pictures
 # The values of the cell with the tag "parameters" with which a notebook runs in a few seconds.
 SMALL: dict[str, dict[str, Any]] = {
     "ablation": dict(methods=("gla",), steps=2, eval_batches=1),
-    "devices": dict(axes=("fsdp", "sequence"), steps=1, lengths=(1024, 2048)),
+    "devices": dict(axes=("sequence",), steps=1, methods=("gla",), lengths=(1024,)),
     "forget_gates": dict(steps=2, eval_batches=1, longest=320, compared=("FoX",)),
     "liger": dict(weights="small", small_steps=3, length=96, tuning_steps=1),
     "memories": dict(steps=5, eval_batches=1),
@@ -34,10 +38,6 @@ SMALL: dict[str, dict[str, Any]] = {
         steps=2, compared=("moving_average",), tests="moving_average and one_static_shape"
     ),
 }
-OWN_PROCESS = ("devices", "own_method")  # one requires eight devices, the other registers a method
-PRINTED = {"devices": "sequence  losses", "own_method": "1 passed"}  # by these, with few steps
-# Those that run by default, in 10 to 20 seconds of one core each. The others compile more programs, and are slow.
-DEFAULT = ("ablation", "forget_gates", "one_recurrence")
 
 
 def code(name: str) -> list[str]:
@@ -114,44 +114,47 @@ def test_the_notebooks_are_small():
     assert sum(path.stat().st_size for path in run_notebooks.FOLDER.glob("*.ipynb")) < MOST_BYTES
 
 
-def run_small(name: str) -> None:
-    """Run the cells of a notebook in this process, with its parameters in `SMALL`."""
+def run_small(name: str) -> str:
+    """Run the cells of a notebook in this process, with its parameters in `SMALL`; return what they print."""
     shell = InteractiveShell(config=Config(HistoryManager=dict(enabled=False)))
+    printed = io.StringIO()
     try:
         for cell in run_notebooks.read(name).cells:
             if cell.cell_type == "code":
-                shell.run_cell(cell.source).raise_error()
+                with contextlib.redirect_stdout(printed):
+                    shell.run_cell(cell.source).raise_error()
             if "parameters" in cell.metadata.get("tags", ()):
                 shell.user_ns.update(SMALL[name])
     finally:
         plt.close("all")
+    return printed.getvalue()
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(n, marks=() if n in DEFAULT else pytest.mark.slow)
-        for n in NAMES
-        if n not in OWN_PROCESS
-    ],
-)
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "devices"])
 def test_a_small_run(name, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    monkeypatch.setattr("sys.path", [*sys.path])
     plt.switch_backend("Agg")
-    run_small(name)
+    methods = dict(mixers.METHODS)
+    try:
+        printed = run_small(name)
+    finally:
+        sys.modules.pop("moving_average", None)
+        mixers.METHODS.clear()
+        mixers.METHODS.update(methods)
+    assert name != "own_method" or "1 passed" in printed
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", OWN_PROCESS)
-def test_a_small_run_in_a_process(name):
-    notebook = run_notebooks.read(name)
+def test_a_small_run_on_eight_devices():
+    notebook = run_notebooks.read("devices")
     (at,) = (i for i, c in enumerate(notebook.cells) if "parameters" in c.metadata.get("tags", ()))
-    values = "\n".join(f"{key} = {value!r}" for key, value in SMALL[name].items())
+    values = "\n".join(f"{key} = {value!r}" for key, value in SMALL["devices"].items())
     notebook.cells.insert(at + 1, nbformat.v4.new_code_cell(values))
     run_notebooks.execute(notebook)
     printed = "".join(o.get("text", "") for c in notebook.cells for o in c.get("outputs", ()))
-    assert PRINTED[name] in printed
+    (off,) = re.findall(r"sequence  losses \d.*, largest difference from one device (.*)", printed)
+    assert float(off) < 1e-4
 
 
 @pytest.mark.slow

@@ -1,9 +1,17 @@
 """Tests of tests/slow.txt: each line names a test function that exists, once, in order."""
 
 import ast
+import functools
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+
+
+@functools.cache
+def functions(path: str) -> set[str]:
+    """Return the names of the functions of a module of tests."""
+    tree = ast.parse((ROOT / path).read_text())
+    return {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
 
 
 def test_each_line_names_a_test():
@@ -11,5 +19,4 @@ def test_each_line_names_a_test():
     assert lines == sorted(set(lines))
     for line in lines:
         path, name = line.partition("[")[0].split("::")
-        tree = ast.parse((ROOT / path).read_text())
-        assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, line
+        assert name in functions(path), line

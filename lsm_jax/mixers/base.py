@@ -46,6 +46,20 @@ class MixerState(NamedTuple):
     tails: dict[str, Any]
     clock: Any
 
+    @property
+    def matrix(self) -> jax.Array:
+        """The memory M as one array, such as [B, H, K, V] in float32: the field `memory` of the op's state.
+
+        Raises:
+            AttributeError: the op's state has other fields, as that of attention, whose memory is keys and values.
+        """
+        if not hasattr(self.memory, "memory"):
+            fields = ", ".join(getattr(self.memory, "_fields", ()))
+            raise AttributeError(
+                f"matrix: the memory of this mixer is not one array; accepted are the fields of state.memory: {fields}"
+            )
+        return self.memory.memory
+
 
 class MixerOutput(NamedTuple):
     """The results of a call of a mixer: `y, state, aux = mixer(x)`, or by name.

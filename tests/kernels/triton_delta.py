@@ -64,7 +64,7 @@ CASES = {
     "channel": Case("channel", (1, 1, 2), 128, 64, 130, states="documents"),
     "channel, queries": Case("channel", (2, 1, 1), 64, 128, 65, states="documents"),
     "channel, alike, bfloat16": Case("channel", dtype="bfloat16", alike=True),
-    "channel, bfloat16": Case("channel", length=200, dtype="bfloat16", states="documents"),
+    "channel, bfloat16": Case("channel", dtype="bfloat16", states="documents"),
     "channel, float16": Case("channel", dtype="float16"),
     "channel, strong": Case("channel", states="documents", strong=True),
     "channel, steep": Case("channel", strong=8),
@@ -73,9 +73,7 @@ CASES = {
     "dplr": Case("channel", (1, 1, 2), 128, 64, 130, states="documents", low_rank=True),
     "dplr, token": Case("token", dtype="bfloat16", low_rank=True),
     "dplr, queries": Case("channel", (2, 1, 1), 64, 128, 65, states="documents", low_rank=True),
-    "dplr, bfloat16": Case(
-        "channel", length=200, dtype="bfloat16", states="documents", low_rank=True
-    ),
+    "dplr, bfloat16": Case("channel", dtype="bfloat16", states="documents", low_rank=True),
     "dplr, alike, bfloat16": Case("channel", dtype="bfloat16", alike=True, low_rank=True),
     "dplr, float16": Case("channel", dtype="float16", low_rank=True),
     "dplr, strong": Case("channel", states="documents", strong=True, low_rank=True),

@@ -168,6 +168,16 @@ def test_the_arguments_of_the_op_are_those_of_a_call(name, monkeypatch):
         assert jax.tree.map(jnp.shape, arguments) == jax.tree.map(jnp.shape, given)
 
 
+def test_the_matrix_of_a_state_is_its_memory():
+    def state_of(method):
+        return jax.eval_shape(lambda: abstract(method, 64).init_state(2, 6, jnp.float32))
+
+    state = state_of("gla")
+    assert state.matrix is state.memory.memory and state.matrix.shape[0] == 2
+    with pytest.raises(AttributeError, match="accepted are the fields of state.memory: k"):
+        _ = state_of("softmax").matrix
+
+
 def test_a_state_of_another_width_is_refused():
     state = jax.eval_shape(lambda: abstract("gla", 64).init_state(2, 6, jnp.float32))
     with pytest.raises(ValueError, match="initial_state.memory has shape"):

@@ -98,9 +98,9 @@ def parametrize(cases=CASES):
     )
 
 
-def parametrize_forms(cases=CASES, skip=(), core=False):
+def parametrize_forms(cases=CASES, skip=(), core=False, slow=()):
     """Parametrize a test function over pairs (test case of an op, form). Cases that are not `fast` are marked
-    slow; with `core=True`, those that are `core` are not.
+    slow; with `core=True`, those that are `core` are not. The forms `slow` are always.
     """
     rows = [(c, f) for c in cases for f in c.forms if f not in skip]
     return pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def parametrize_forms(cases=CASES, skip=(), core=False):
                 c,
                 f,
                 id=f"{c.name}-{f}",
-                marks=[] if c.fast or (core and c.core) else [pytest.mark.slow],
+                marks=[] if (c.fast or (core and c.core)) and f not in slow else [pytest.mark.slow],
             )
             for c, f in rows
         ],

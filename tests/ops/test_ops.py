@@ -374,7 +374,7 @@ def test_masked_tokens_change_nothing(case, form):
 
 
 @pytest.mark.parametrize("kind", slow_after(1, ["documents", "plain"]))
-@parametrize_forms(core=True)
+@parametrize_forms(core=True, slow=("recurrent", "associative"))
 def test_causal_to_the_bit(case, form, kind):
     """No bit of an op's output changes if one of the inputs changes at a later token."""
     arguments = settings(kind, case)
