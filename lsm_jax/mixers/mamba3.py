@@ -164,10 +164,10 @@ def partners(x: jax.Array, halves: bool) -> jax.Array:
 def _waves(angle: jax.Array, size: int, halves: bool) -> tuple[jax.Array, jax.Array]:
     """Return cosine and sine for each of `size` channels, [..., N], of the angles [..., S] of the first S pairs."""
     rest = [(0, 0)] * (angle.ndim - 1) + [(0, size // 2 - angle.shape[-1])]
-    waves = jnp.pad(jnp.cos(angle), rest, constant_values=1), jnp.pad(jnp.sin(angle), rest)
+    cos, sin = jnp.pad(jnp.cos(angle), rest, constant_values=1), jnp.pad(jnp.sin(angle), rest)
     if halves:
-        return tuple(jnp.concatenate([x, x], axis=-1) for x in waves)
-    return tuple(jnp.repeat(x, 2, axis=-1) for x in waves)
+        return jnp.concatenate([cos, cos], axis=-1), jnp.concatenate([sin, sin], axis=-1)
+    return jnp.repeat(cos, 2, axis=-1), jnp.repeat(sin, 2, axis=-1)
 
 
 def turn(x: jax.Array, angle: jax.Array, *, halves: bool) -> jax.Array:
