@@ -211,6 +211,9 @@ def test_a_run_of_experts_ends_when_its_time_is_over(tmp_path, monkeypatch, caps
     assert (row["ended_at_step"], row["steps"], row["heldout_loss"]) == (1, 9, None)
     assert not row["checkpoints"] and row["overflow_count"] == 0 and set(row["loss"]) == {"1"}
     assert "step 1 of 9" in capsys.readouterr().err
+    main(["expert_overflow", *small.replace("9", "2").replace("seconds 0", "seconds 1e6").split(), f"--output={output}"])  # fmt: skip
+    row = json.loads(output.read_text().splitlines()[-1])
+    assert row["ended_at_step"] == row["steps"] == 2 and row["heldout_loss"] > 0
 
 
 def test_a_description_must_be_literal_and_named_as_its_file(tmp_path):
