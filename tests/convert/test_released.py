@@ -342,7 +342,7 @@ def test_models_that_the_library_lacks_are_refused(tmp_path):
     for method, fields, words in (
         ("moba", dict(num_blocks=1), "MoBAConfig.num_blocks=1; accepted for an export are numbers from 2"),
         ("moba", dict(num_kv_heads=1), "MoBAConfig.num_kv_heads=1; accepted for an export are None and num_heads="),
-        ("path", dict(conv_size=4), "PaTHConfig.conv_size=4; accepted for an export is 3"),
+        ("path", dict(rank=32, conv_size=4), "PaTHConfig.conv_size=4; accepted for an export is 3"),
         ("nsa", dict(num_kv_heads=4), "NSAConfig.num_heads=16; accepted for an export are num_kv_heads=4 times a power of 2"),
         ("mamba3", {}, "no mamba3 model with .*layer 0.mixer.rate='heavy_tail' .accepted is 'softplus'."),
     ):  # fmt: skip
