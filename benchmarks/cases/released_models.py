@@ -14,7 +14,8 @@ which backend each op ran. With `--kernels off` all ops but experts' products ru
 row with every expert. All programs of a model are compiled side by side before any is timed.
 
 `--peers transformers` times inference in Hugging Face's transformers (PyTorch) too, before JAX opens the card: rows with `kernels`
-"transformers", and in `packages` which of flash-linear-attention, causal_conv1d and mamba_ssm it could call.
+"transformers", and in `packages` which of flash-linear-attention, causal_conv1d and mamba_ssm it could call. Each row is written
+as it ends; a process that takes longer than `--patience` seconds for one is ended.
 """
 
 from __future__ import annotations
@@ -23,12 +24,15 @@ import argparse
 import contextlib
 import json
 import os
+import queue
 import subprocess
 import sys
+import tempfile
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import IO, Any
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.93")  # read when JAX opens the card
 
@@ -101,6 +105,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--peers", type=options.names((PEER,)), default=[], metavar="NAMES",
         help=f"time inference in this library, too: {PEER}",
     )  # fmt: skip
+    parser.add_argument(
+        "--patience", type=float, default=900, metavar="SECONDS",
+        help="seconds that a peer may take for a row, in which it compiles; default: 900",
+    )  # fmt: skip
     parser.add_argument("--tiny", action="store_true", help="the models in a size for a CPU")
     parser.add_argument("--workers", type=int, default=8, help="threads that compile; default: 8")
     options.add_minutes(parser)
@@ -158,9 +166,9 @@ def rows(args: argparse.Namespace, cases: list[dict[str, Any]]) -> Iterator[dict
     yield from one_by_one(own, measure, minutes=args.minutes)
 
 
-def peer_rows(args: argparse.Namespace, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the rows of transformers, of a process for each model: all of them before JAX takes the card's memory."""
-    found = []
+def peer_rows(args: argparse.Namespace, cases: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield the rows of transformers, of a process for each model, each as it ends: all of them before JAX takes the card's
+    memory. A process that gives no row within `args.patience` seconds is ended."""
     for name in args.models:
         of_model = [case for case in cases if case["model"] == label(args, name)]
         if not of_model:
@@ -170,13 +178,54 @@ def peer_rows(args: argparse.Namespace, cases: list[dict[str, Any]]) -> list[dic
             lengths=[case["tokens"] for case in of_model],
         )  # fmt: skip
         command = [sys.executable, "-m", "benchmarks.peers.transformers_worker", json.dumps(asked)]
-        done = subprocess.run(command, capture_output=True, text=True)
-        lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-        measured = {line.pop("tokens"): line for line in lines}
-        reason = " ".join(done.stderr.splitlines()[-3:])[-300:]
-        found += [case | measured.get(case["tokens"], {"error": reason}) for case in of_model]
-        log(f"{of_model[0]['model']}: transformers measured {len(measured)} of {len(of_model)}")
-    return found
+        yield from worker_rows(command, of_model, args.patience)
+
+
+def worker_rows(
+    command: list[str], cases: list[dict[str, Any]], patience: float
+) -> Iterator[dict[str, Any]]:
+    """Yield a row for each case, as a process prints its results, JSON objects with `tokens`, in the order of the cases.
+
+    Args:
+        command: the command of the process.
+        cases: the cases, whose `tokens` differ.
+        patience: seconds that the process may take for a row. Then it is ended, and the cases that are left have an `error`.
+    """
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=errors)
+        assert process.stdout is not None
+        lines: queue.Queue[str] = queue.Queue()
+        threading.Thread(target=read_lines, args=(process.stdout, lines), daemon=True).start()
+        error = None
+        try:
+            for case in cases:
+                if error is None:
+                    try:
+                        line = lines.get(timeout=patience)
+                    except queue.Empty:
+                        error = f"no row within {patience:g} s"
+                    else:
+                        if not line:
+                            process.wait()
+                            errors.seek(0)
+                            error = " ".join(errors.read().splitlines()[-3:])[-300:] or "it ended"
+                if error is not None:
+                    yield case | dict(error=error)
+                    continue
+                row = json.loads(line)
+                assert row.pop("tokens") == case["tokens"]
+                yield case | row
+        finally:
+            process.kill()
+            process.wait()
+
+
+def read_lines(stream: IO[str], lines: queue.Queue[str]) -> None:
+    """Put the lines of a stream that are JSON objects into a queue, and "" at its end."""
+    for line in stream:
+        if line.startswith("{"):
+            lines.put(line)
+    lines.put("")
 
 
 def prepare(

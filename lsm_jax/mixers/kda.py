@@ -52,7 +52,8 @@ class KDAConfig(GroupedDeltaRuleConfig):
 
     Attributes:
         head_dim: key channels of a head.
-        gate_rank: inner width of the decay's and the output gate's two matrices; None means `head_dim`.
+        gate_rank: inner width of the decay's and the output gate's two matrices; None means `head_dim`, as published. In
+            flash-linear-attention it is the width of a head's values, `head_dim * expand_v`.
         allow_negative_eigenvalues: β in (0, 2) instead of (0, 1) (arXiv 2411.12537).
         lower_bound: the bound L < 0 of the log decay L sigmoid(A (f + δ)); None is the published -A softplus(f + δ).
         full_rank_gates: whether the decay's f and the output gate are one matrix each, instead of the product of two.

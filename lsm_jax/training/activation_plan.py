@@ -252,7 +252,7 @@ def gathered_numbers(mixer: Any, itemsize: int) -> tuple[float, int]:
 def gathered_keys_and_values_bytes(
     config: TrainConfig, model: Decoder, sizes: dict[str, int]
 ) -> int:
-    """Return the bytes that one device needs for the gathered keys and values of all tokens of its rows, and
+    """Return the bytes that one device needs for the gathered keys and values of all tokens of its rows, for copies of them, and
     for their float32 gradients, in the layer in which these are largest.
 
     It is 0 if no layer gathers keys and values, or if the tokens of a row are not sharded over the mesh axis
@@ -269,5 +269,7 @@ def gathered_keys_and_values_bytes(
             continue
         numbers, itemsize = gathered_numbers(mixer, dtype.itemsize)
         count = int(rows * config.data.sequence_length * numbers) // sizes["tensor"]
-        layer_bytes.append(count * (itemsize + 4))
+        # PaTH's queries go back over two copies of the row in a line, whose gradients are summed to those of the row.
+        copies = 5 * 4 if isinstance(mixer.config, PaTHConfig) else itemsize + 4
+        layer_bytes.append(count * copies)
     return max(layer_bytes)

@@ -7,7 +7,8 @@ complete array. A sum over devices is counted as a scatter and a gather.
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -30,6 +31,7 @@ def communication_bytes(
     all_params: dict[str, Any],
     local_params: dict[str, int],
     trained: int,
+    dealt: Dealt,
     sizes: dict[str, int],
 ) -> dict[str, int]:
     """Return the bytes that one device sends to others per training step, as a dict by purpose (such as the
@@ -41,6 +43,7 @@ def communication_bytes(
         all_params: the shape of each parameter of the whole model, by its path.
         local_params: the number of entries of each parameter that one device stores, by its path.
         trained: bytes of the trained parameters on one device, in float32.
+        dealt: what a pipeline deals out, from `dealt_bytes`.
         sizes: number of devices along each mesh axis, by its name.
     """
     local_bytes = trained + 2 * (sum(local_params.values()) - trained // 4)
@@ -65,32 +68,79 @@ def communication_bytes(
         turns = config.mesh.rounds * pieces
         sent["stage to stage"] = 2 * x * turns + 2 * _ring(sizes["pipeline"]) * 2 * x * pieces
         # Forward, and the gradients back; at most one of the groups that a device stores is used by its own stage.
-        moved = dealt_bytes(config, model, local_params, sizes) * _ring(sizes["pipeline"])
+        moved = (dealt.sent + dealt.returned) * _ring(sizes["pipeline"])
         if moved:
-            sent["layers dealt out, and back"] = 2 * moved * config.accumulation_steps
+            sent["layers dealt out, and back"] = moved * config.accumulation_steps
     if sizes["sequence"] > 1:
         sent["states, or keys and values"] = _of_sequence(config, model, sizes)
     return {name: int(np.ceil(value)) for name, value in sent.items()}
 
 
+class LayerArray(NamedTuple):
+    """A parameter of layers, stacked over the periods, as one device of a pipeline stores it.
+
+    Attributes:
+        place: the place of its layers in the period.
+        count: the numbers that the device stores.
+        itemsize: bytes of a number.
+        trained: whether it is trained, and so has a gradient in float32.
+        divided: whether devices of the pipeline store different parts of it; otherwise each stores all of it.
+    """
+
+    place: int
+    count: int
+    itemsize: int
+    trained: bool
+    divided: bool
+
+
+class Dealt(NamedTuple):
+    """Bytes of layers' parameters that a device of a pipeline receives in each step, because it does not store the layers of its
+    stage.
+
+    Attributes:
+        held: the received parameters, and the gradients of the trained ones.
+        sent: the parameters of which devices store different parts.
+        returned: the gradients of these, if they are trained.
+    """
+
+    held: int = 0
+    sent: int = 0
+    returned: int = 0
+
+
 def dealt_bytes(
-    config: TrainConfig, model: Decoder, local_params: dict[str, int], sizes: dict[str, int]
-) -> int:
-    """Return the bytes, in float32, of the layers' parameters that each step sends to a device of the pipeline; 0 where the
-    device stores the layers of its stage.
+    config: TrainConfig, model: Decoder, arrays: Sequence[LayerArray], sizes: dict[str, int]
+) -> Dealt:
+    """Return the bytes of layers' parameters that each step deals out to a device of the pipeline, none where the device stores
+    the layers of its stage.
 
     With several rounds they are as many as the device stores. In stages that are not whole periods, the device stores a part of
-    the width of all layers, and receives those of `entries_of_stage` complete. `local_params` has the size of each parameter on
-    the device, by the parameter's path."""
-    places = range(len(model.periods.blocks))
-    stored = [0 for _ in places]  # of the layers at each place of the period
-    for name, size in local_params.items():
-        if name.startswith("periods/blocks/"):
-            stored[int(name.split("/")[2])] += 4 * size
-    if model.num_periods % sizes["pipeline"] == 0:
-        return sum(stored) if config.mesh.rounds > 1 else 0
+    the width of all layers, or all of arrays without a width that can be divided, and receives those of `entries_of_stage`
+    complete.
+
+    Args:
+        config: the config of the run.
+        model: the model, whose parameters are shapes without values.
+        arrays: the parameters of the layers.
+        sizes: number of devices along each mesh axis, by its name.
+    """
+    whole = model.num_periods % sizes["pipeline"] == 0
+    if whole and config.mesh.rounds == 1:
+        return Dealt()
     entries = entries_of_stage(model, sizes)
-    return sum(entries[p] * stored[p] * sizes["pipeline"] for p in places) // model.num_periods
+    held = sent = returned = 0
+    for array in arrays:
+        count = array.count
+        if not whole:
+            count *= sizes["pipeline"] if array.divided else 1
+            count = count * entries[array.place] // model.num_periods
+        gradients = 4 * count if array.trained else 0
+        held += count * array.itemsize + gradients
+        if array.divided:
+            sent += count * array.itemsize
+            returned += gradients
+    return Dealt(held, sent, returned)
 
 
 def _ring(size: int) -> float:

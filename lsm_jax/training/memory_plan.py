@@ -15,7 +15,11 @@ from lsm_jax.mixers import MoMConfig
 from lsm_jax.models import ModelConfig, abstract
 from lsm_jax.parallel import AXES
 from lsm_jax.training.activation_plan import activation_bytes, gathered_keys_and_values_bytes
-from lsm_jax.training.communication_plan import communication_bytes, dealt_bytes
+from lsm_jax.training.communication_plan import (
+    LayerArray,
+    communication_bytes,
+    dealt_bytes,
+)
 from lsm_jax.training.config import TrainConfig
 from lsm_jax.training.optimizer import moments_of
 from lsm_jax.training.partition import in_frozen_dtype, split
@@ -129,8 +133,19 @@ def plan(
         for path, _ in trained_leaves
     )
     saved, working = activation_bytes(config, model, sizes, known, platform)
-    # The layers as dealt out to stages, and their gradients.
-    dealt = 2 * dealt_bytes(config, model, local_params, sizes)
+    itemsizes = {_name(path): x.dtype.itemsize for path, x in frozen_leaves}
+    arrays = [
+        LayerArray(
+            place=int(name.split("/")[2]),
+            count=local_params[name],
+            itemsize=itemsizes.get(name, 4),
+            trained=name not in itemsizes,
+            divided="pipeline" in str(sharding.spec),
+        )
+        for name, sharding in zip(all_params, leaf_shardings, strict=True)
+        if name.startswith("periods/blocks/")
+    ]
+    dealt = dealt_bytes(config, model, arrays, sizes)
     return Plan(
         sizes=sizes,
         parameters=trained
@@ -140,12 +155,14 @@ def plan(
         gradients=trained * (2 if config.accumulation_steps > 1 else 1),
         saved=saved,
         working=working
-        + dealt
+        + dealt.held
         + _gathered_parameter_bytes(config, all_params, sizes)
         + gathered_keys_and_values_bytes(config, model, sizes),
         # XLA computes new parameters inside the optimizer's fusion on NVIDIA GPUs, but after it on CPUs.
         update=trained * (1 if kernels else 2),
-        communication=communication_bytes(config, model, all_params, local_params, trained, sizes),
+        communication=communication_bytes(
+            config, model, all_params, local_params, trained, dealt, sizes
+        ),
     )
 
 

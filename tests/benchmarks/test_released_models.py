@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
+import time
 
 import pytest
 
 from benchmarks import registry, released
 from benchmarks.__main__ import main
+from benchmarks.cases.released_models import worker_rows
 from lsm_jax.ops.backends.registry import backends_of, names_of, names_of_ops
 from tests.convert.test_cards import QWEN
 from tests.convert.test_hybrid_configs import GRANITE
@@ -36,6 +39,27 @@ def test_every_backend_but_those_of_experts_is_removed_for_a_while():
         for op in names_of_ops():
             assert (names_of(backends_of(op)) == ("xla",)) == (op not in released.EXPERTS), op
     assert before == {op: backends_of(op) for op in names_of_ops()}
+
+
+def test_rows_of_a_peer_come_one_by_one_and_within_a_time():
+    code = (
+        "import json, sys, time\n"
+        "print('a warning', flush=True)\n"
+        "print(json.dumps(dict(tokens=1, prefill_ms=2.0)), flush=True)\n"
+        "time.sleep(float(sys.argv[1])); sys.exit('out of luck')"
+    )
+    cases = [dict(model="a", tokens=tokens) for tokens in (1, 2, 3)]
+    first = dict(model="a", tokens=1, prefill_ms=2.0)
+    began = time.monotonic()
+    rows = worker_rows([sys.executable, "-c", code, "600"], cases, 300)
+    assert next(rows) == first  # before the process ends
+    rows.close()  # which ends it
+    rows = list(worker_rows([sys.executable, "-c", code, "0"], cases, 300))
+    assert rows[0] == first and [row["error"] for row in rows[1:]] == ["out of luck"] * 2
+    silent = [sys.executable, "-c", "import time; time.sleep(600)"]
+    rows = list(worker_rows(silent, cases, 0.1))
+    assert [row["error"] for row in rows] == ["no row within 0.1 s"] * 3
+    assert time.monotonic() - began < 300
 
 
 @pytest.mark.slow

@@ -18,6 +18,10 @@ is replaced for that. In addition:
 - `torch.compile` is not used (RWKV-7);
 - the kernel of MesaNet, which the interpreter does not run, is FLA's direct solution (`naive_mesa_net_exact`);
 - the two functions of flash_attn that MoBA calls are `packed_attention`;
+- the kernel of ABC, which the interpreter does not run either, is FLA's definition in torch (`naive_recurrent_abc`);
+- Mamba-3 calls its function for CUDA on a CPU too;
+- `log1p`, which the interpreter does not run, is the logarithm of 1 + x (LightNet);
+- the functions of the package mamba_ssm that Mamba-3 calls are `mamba3_memory`, their definition step by step;
 - `Tensor.argsort` is stable (Mixture-of-Memories; see `make_author_goldens`).
 
 rwkv7.pth has the tensors of `fla-rwkv7` by the names of RWKV-7's authors, matrices in bfloat16.
@@ -43,10 +47,13 @@ os.environ["TORCHDYNAMO_DISABLE"] = "1"
 import numpy as np
 import torch
 import triton
+import triton.language as tl
 from make_author_goldens import flash_attention, randomize, replace_aliases, replace_cuda
 
 OUT = Path(__file__).parent / "released_goldens"
 LENGTHS = (24, 17)
+LONG = {"fla-nsa": (56, 41)}
+"""Lengths of rows of models whose kernels need long ones: of seven blocks of eight tokens, four are selected."""
 VOCABULARY = 48
 SMALL = dict(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2)
 FLA = dict(num_heads=2, intermediate_size=24, fuse_norm=False, fuse_swiglu=False, fuse_cross_entropy=False)  # fmt: skip
@@ -99,6 +106,27 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "fla-mesa_net": ("fla.models.mesa_net", "MesaNet", FLA | dict(head_dim=16)),
     "fla-path_attn": ("fla.models.path_attn", "PaTHAttention", FLA | dict(num_kv_heads=1, use_forget_gate=True)),
     "fla-moba": ("fla.models.moba", "MoBA", FLA | dict(moba_chunk_size=5, moba_topk=2, use_output_gate=True)),
+    "fla-nsa": (
+        "fla.models.nsa", "NSA",
+        FLA | dict(num_heads=16, num_kv_heads=1, head_dim=16, block_size=8, block_counts=4, window_size=6),
+    ),
+    "fla-hgrn": ("fla.models.hgrn", "HGRN", FLA),
+    "fla-lightnet": (
+        "fla.models.lightnet", "LightNet", FLA | dict(num_heads=None, expand_ratio=16, gate_low_rank_dim=8),
+    ),
+    "fla-abc": ("fla.models.abc", "ABC", FLA | dict(num_slots=8, clamp_min=-2, clamp_max=2)),
+    "fla-mamba3": (
+        "fla.models.mamba3", "Mamba3",
+        dict(head_dim=16, state_size=16, n_groups=2, fuse_norm=False, fuse_cross_entropy=False),
+    ),
+    "fla-mamba3-mimo": (
+        "fla.models.mamba3", "Mamba3",
+        dict(head_dim=16, state_size=8, is_mimo=True, mimo_rank=3, is_outproj_norm=True, rope_fraction=1.0, fuse_norm=False,
+             fuse_cross_entropy=False),
+    ),
+    "fla-precond_kda-bounded": (
+        "fla.models.precond_kda", "PrecondKDA", FLA | dict(head_dim=16, expand_v=0.5, safe_gate=True, lower_bound=-5.0),
+    ),
 }  # fmt: skip
 GRADIENTS = ("fla-gla", "fla-delta_net", "fla-hgrn2", "transformers-mamba", "transformers-mamba2")
 
@@ -110,15 +138,31 @@ def import_fla() -> None:
     driver.get_benchmarker = lambda: lambda call, quantiles=None: [1.0] * len(quantiles or [0])
     importlib.import_module("fla.models")
     importlib.import_module("fla.layers.attn").flash_attn_func = flash_attention
+    importlib.import_module("fla.ops.nsa.parallel").flash_attn_func = flash_attention
     importlib.import_module("fla.layers.mesa_net").chunk_mesa_net = solved_mesa_net
+    importlib.import_module("fla.layers.abc").chunk_abc = defined_abc
+    mamba3 = importlib.import_module("fla.layers.mamba3")
+    mamba3.mamba3_siso_combined = mamba3.mamba3_mimo_combined = mamba3_memory
+    mamba3.Mamba3.forward = lambda self, hidden_states, **_: (
+        self.cuda_kernels_forward(hidden_states)[0], None, None,
+    )  # fmt: skip
     moba = importlib.import_module("fla.ops.moba.parallel")
     moba._flash_attn_varlen_forward = packed_attention
     moba.flash_attn_varlen_func = lambda q, k, v, starts_q, starts_k, *_, causal: packed_attention(
         q, k, v, starts_q, starts_k, q.shape[-1] ** -0.5, causal
     )[0]
+    importlib.import_module("fla.ops.gsa.gate").logaddexp = interpreted_logaddexp
     replace_aliases()
     argsort = torch.Tensor.argsort
     torch.Tensor.argsort = lambda tensor: argsort(tensor, stable=True)
+
+
+@triton.jit
+def interpreted_logaddexp(a, b):
+    """Return log(e^a + e^b) in a kernel."""
+    largest = tl.maximum(a, b)
+    difference = tl.where(largest == float("-inf"), 0.0, -tl.abs(a - b))
+    return largest + tl.log(1 + tl.exp(difference))
 
 
 def solved_mesa_net(q, k, v, g, beta, lamb, **rest) -> tuple[torch.Tensor, None, None]:
@@ -127,6 +171,70 @@ def solved_mesa_net(q, k, v, g, beta, lamb, **rest) -> tuple[torch.Tensor, None,
     naive = importlib.import_module("fla.ops.mesa_net.naive")
     q, k = (x / torch.sqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (q, k))
     return naive.naive_mesa_net_exact(q, k, v, g, lamb, beta)[0], None, None
+
+
+def defined_abc(q, k, v, s, **rest) -> tuple[torch.Tensor, None]:
+    """Return what FLA's `chunk_abc` computes, by FLA's definition in torch."""
+    naive = importlib.import_module("fla.ops.abc.naive")
+    q, k, v, s = (x.transpose(1, 2) for x in (q, k, v, s))
+    return naive.naive_recurrent_abc(q, k, v, s)[0].transpose(1, 2), None
+
+
+def mamba3_memory(
+    Q, K, V, ADT, DT, Trap, Q_bias, K_bias, Angles, D, Z=None, MIMO_V=None, MIMO_Z=None, MIMO_Out=None, **rest
+) -> torch.Tensor:  # fmt: skip
+    """Return what mamba_ssm's `mamba3_siso_combined`, or with weights of ranks `mamba3_mimo`, computes, token by token
+    (state-spaces/mamba e9594ce).
+
+    Args:
+        Q: [B, T, G, N], of ranks [B, T, R, G, N]; a group G serves neighbouring heads.
+        K: likewise.
+        V: [B, T, H, P].
+        ADT: [B, H, T], logarithms of the decays.
+        DT: [B, H, T], the steps.
+        Trap: [B, H, T], before the sigmoid.
+        Q_bias: [H, N], of ranks [H, R, N].
+        K_bias: likewise.
+        Angles: [B, T, H, S]; with ranks channels i and i + N / 2 turn together, else neighbours.
+        D: [H].
+        Z: [B, T, H, P] or None, for the gate.
+        MIMO_V: [H, R, P] or None for one rank, and so are `MIMO_Z` and `MIMO_Out`; without `MIMO_Out` the outputs of ranks are
+            not summed.
+        rest: ignored.
+    """
+    several = MIMO_V is not None
+    if not several:
+        Q, K, Q_bias, K_bias = Q[:, :, None], K[:, :, None], Q_bias[:, None], K_bias[:, None]
+        MIMO_V = MIMO_Z = MIMO_Out = torch.ones(V.shape[2], 1, V.shape[3])
+
+    def of_ranks(x, weights):
+        return torch.einsum("bthp,hrp->btrhp", x, weights)
+
+    turned = (torch.tanh(Angles) * torch.pi * DT.transpose(1, 2)[..., None]).cumsum(1)[:, :, None]
+
+    def rotated(x, bias):
+        x = x.repeat_interleave(V.shape[2] // x.shape[3], dim=3) + bias.transpose(0, 1)
+        pairs = x.unflatten(-1, (2, -1) if several else (-1, 2))
+        first, second = pairs.unbind(-2 if several else -1)
+        angle = torch.nn.functional.pad(turned, (0, first.shape[-1] - turned.shape[-1]))
+        both = (
+            first * angle.cos() - second * angle.sin(),
+            first * angle.sin() + second * angle.cos(),
+        )
+        return torch.stack(both, -2 if several else -1).flatten(-2)
+
+    q, k, v = rotated(Q, Q_bias), rotated(K, K_bias), of_ranks(V, MIMO_V)
+    written = torch.einsum("btrhn,btrhp->bthnp", k, v)
+    memory, outputs = torch.zeros_like(written[:, 0]), []
+    for t in range(V.shape[1]):
+        decay, step, share = (x[..., t, None, None] for x in (ADT.exp(), DT, Trap.sigmoid()))
+        before = written[:, t - 1] if t else torch.zeros_like(memory)
+        memory = decay * (memory + (1 - share) * step * before) + share * step * written[:, t]
+        outputs.append(torch.einsum("brhn,bhnp->brhp", q[:, t], memory))
+    y = torch.stack(outputs, 1) + D[:, None] * v
+    if Z is not None:
+        y = y * torch.nn.functional.silu(of_ranks(Z, MIMO_Z))
+    return y if MIMO_Out is None else torch.einsum("btrhp,hrp->bthp", y, MIMO_Out)
 
 
 def packed_attention(
@@ -178,7 +286,7 @@ def write(
     network.save_pretrained(folder)
     (folder / "generation_config.json").unlink(missing_ok=True)
     rng, arrays = np.random.default_rng(seed), {}
-    for row, length in enumerate(LENGTHS):
+    for row, length in enumerate(LONG.get(name, LENGTHS)):
         tokens = rng.integers(0, VOCABULARY, (1, length))
         with torch.no_grad():
             logits = network(torch.tensor(tokens), use_cache=False).logits.float().numpy()

@@ -222,6 +222,13 @@ def test_missing_and_surplus_tensors_are_named(tmp_path):
         ("transformers-granitemoehybrid", dict(mup_width=2), "unknown fields, .* granitemoehybrid .*: mup_width=2"),
         ("transformers-granitemoehybrid", dict(attention_bias=True), "attention_bias=True; accepted is False"),
         ("transformers-granitemoehybrid", dict(layer_types=["mamba", "rnn", "mamba"]), "layer_types=.*rnn.*; accepted is a list of 3"),
+        ("fla-abc", dict(clamp_max=3), "clamp_min=-2, clamp_max=3; accepted is a clamp_min of -clamp_max"),
+        ("fla-hgrn", dict(expand_ratio=2), "expand_ratio=2; accepted is 1"),
+        ("fla-lightnet", dict(attn=dict(layers=[1], num_heads=2, rope_theta=5.0)), "attn.rope_theta=5.0, which FLA's lightnet does not"),
+        ("fla-mamba3", dict(num_heads=3), "num_heads=3: accepted is expand . hidden_size / head_dim = 4"),
+        ("fla-mamba3", dict(A_floor=0.1), "A_floor=0.1; accepted is 0.0001"),
+        ("fla-nsa", dict(block_counts=2), "NSAConfig.num_blocks=2: accepted are numbers from 3"),
+        ("fla-precond_kda", dict(num_v_heads=4), "num_v_heads=4; accepted are null and num_heads=2"),
         ("fla-moba", dict(moba_topk=1), "moba_topk=1: accepted are numbers from 2"),
         ("fla-moba", dict(num_kv_heads=1), "num_kv_heads=1: accepted are null and num_heads=2"),
         ("fla-path_attn", dict(num_heads=3), "num_heads=3: accepted is a divisor of hidden_size=32"),
@@ -252,7 +259,8 @@ def test_errors_name_the_field(name, fields, words, tmp_path):
 
 OWN = (
     "gla", "retnet", "deltanet", "gated_deltanet", "kda", "hgrn2", "gsa", "mamba", "mamba2", "gated_deltaproduct", "comba",
-    "precond_gated_deltanet", "precond_kda", "mesa_net", "path", "moba",
+    "precond_gated_deltanet", "precond_kda", "mesa_net", "path", "moba", "nsa", "hgrn", "lightnet", "abc",
+    "mamba3", "mamba3_mimo",
 )  # fmt: skip
 
 
@@ -261,13 +269,19 @@ def test_own_models_are_exported(method, tmp_path):
     config = dataclasses.replace(lm(method, "tiny", vocab_size=48), num_layers=2)
     if method == "path":
         config.layers["L"].mixer.rank = 32  # the only one that FLA has
+    if method.startswith("mamba3"):
+        config.layers["L"].mixer.rate = "softplus"  # FLA's
+    if method == "lightnet":
+        config.layers["L"].mixer.norm_eps = 1e-6  # FLA's, whatever its config says
     config.unroll_layers, config.matmul = True, "default" if method == "mom" else "fp8"
     params = params_of(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
     rng = np.random.default_rng(0)
     params = jax.tree.map(lambda x: rng.standard_normal(x.shape, np.float32), params)
     folder = export_released(params, config, tmp_path / "out", norm_eps=1e-5)
     again, again_params = imported(folder)
-    assert again.layers["L"].mixer == config.layers["L"].mixer  # of which the epsilon is 1e-5
+    assert (
+        again.layers["L"].mixer == config.layers["L"].mixer
+    )  # of which the epsilon is 1e-5, but LightNet's
     assert again.norm_eps == 1e-5
     jax.tree.map(np.testing.assert_array_equal, again_params, params)
 
@@ -325,6 +339,17 @@ def test_models_that_the_library_lacks_are_refused(tmp_path):
     refused(config, "no gla model with layer 0.mixer.gate_rank=8 .accepted is 16.")
     refused(lm("titans", "tiny"), "mixers of TitansConfig; accepted is one of GLAConfig")
     refused(lm("softmax", "tiny"), "mixers of SoftmaxConfig; accepted is one of GLAConfig")
+    for method, fields, words in (
+        ("moba", dict(num_blocks=1), "MoBAConfig.num_blocks=1; accepted for an export are numbers from 2"),
+        ("moba", dict(num_kv_heads=1), "MoBAConfig.num_kv_heads=1; accepted for an export are None and num_heads="),
+        ("path", dict(rank=32, conv_size=4), "PaTHConfig.conv_size=4; accepted for an export is 3"),
+        ("nsa", dict(num_kv_heads=4), "NSAConfig.num_heads=16; accepted for an export are num_kv_heads=4 times a power of 2"),
+        ("mamba3", {}, "no mamba3 model with .*layer 0.mixer.rate='heavy_tail' .accepted is 'softplus'."),
+    ):  # fmt: skip
+        config = lm(method, "tiny")
+        config.layers["L"].mixer = dataclasses.replace(config.layers["L"].mixer, **fields)
+        refused(config, words)
+    refused(lm("path", "tiny", "LN"), "mixers of SoftmaxConfig beside PaTHConfig; accepted for an export is PaTHConfig alone")  # fmt: skip
     linear = lm("linear_attention", "tiny")
     linear.layers["L"].mixer.feature_map, linear.norm_eps = "hedgehog", 1e-5
     refused(linear, "shared_feature_map=False .accepted is True.")

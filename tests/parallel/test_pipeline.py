@@ -11,6 +11,7 @@ import pytest
 
 from lsm_jax import models
 from lsm_jax.parallel import MeshConfig, Stages, make_mesh, pipelined
+from lsm_jax.training.communication_plan import LayerArray, dealt_bytes
 from lsm_jax.training.memory_plan import plan
 from tests.parallel.meshes import run_of
 from tests.parallel.test_parallel import run_with_devices
@@ -135,6 +136,31 @@ def test_layers_that_are_dealt_out_are_planned():
     linear, softmax = layer_bytes(config)
     assert 6 * linear + 2 * softmax == alone.parameters - rest
     assert many.communication["layers dealt out, and back"] == 2 * 3 * (2 * linear + softmax) // 4
+
+
+def test_arrays_that_are_dealt_out_are_counted_by_what_moves():
+    """A device of four stages stores a quarter of divided arrays and all of others, and returns gradients of trained ones alone."""
+    model = models.abstract(run_of(f"{LLLN}@num_layers=8").model)
+    config = run_of(f"{LLLN}@num_layers=8", mesh=MeshConfig(data=1, pipeline=4))
+    sizes = config.mesh.shape(4)
+
+    def dealt(**fields):
+        array = LayerArray(
+            **dict(place=0, count=8, itemsize=4, trained=True, divided=True) | fields
+        )
+        return dealt_bytes(config, model, [array], sizes)
+
+    # Two periods, and two linear layers in a stage: of 8 numbers on each of four devices it receives all 32.
+    assert dealt() == (256, 128, 128)
+    assert dealt(trained=False, itemsize=2) == (64, 64, 0)
+    assert dealt(divided=False) == (64, 0, 0)
+    assert dealt(place=3) == (128, 64, 64)  # one softmax layer
+    whole = dataclasses.replace(config, mesh=MeshConfig(data=1, pipeline=2))
+    assert dealt_bytes(whole, model, [LayerArray(0, 8, 4, True, True)], whole.mesh.shape(2)) == (
+        0,
+        0,
+        0,
+    )
 
 
 def layer_bytes(config) -> tuple[int, int]:

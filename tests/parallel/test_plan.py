@@ -106,6 +106,15 @@ def test_gathered_keys_and_accumulated_gradients_are_counted():
     wanted = rows * length * per_token * (itemsize + 4)
     model, sizes = models.abstract(config.model), config.mesh.shape(4)
     assert gathered_keys_and_values_bytes(config, model, sizes) == wanted
+    # PaTH: the row, two copies of it in a line, and the gradients of these; products of matrices, for chunks of 64.
+    of_path = dataclasses.replace(
+        config.model.layers["N"], mixer=mixers.PaTHConfig(num_heads=4, head_dim=128, rank=32)
+    )
+    path = dataclasses.replace(
+        config, model=dataclasses.replace(config.model, layers={"N": of_path})
+    )
+    wanted = rows * length * 4 * 128 * (2 + 128 // 64) * 5 * 4
+    assert gathered_keys_and_values_bytes(path, models.abstract(path.model), sizes) == wanted
     assert gathered_keys_and_values_bytes(config, model, dict(sizes, sequence=1)) == 0
     pieces = dataclasses.replace(config, accumulation_steps=2)
     assert plan(pieces, 4).gradients == 2 * plan(config, 4).gradients

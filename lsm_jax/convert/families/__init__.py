@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lsm_jax.convert.families import (
+    abc_attention,
     bailing_hybrid,
     bamba,
     comba,
@@ -17,17 +18,21 @@ from lsm_jax.convert.families import (
     gla,
     granite,
     gsa,
+    hgrn,
     hgrn2,
     kda,
     kimi_linear,
     lfm2,
+    lightnet,
     linear_attn,
     mamba,
     mamba2,
+    mamba3,
     mesa_net,
     moba,
     mom,
     nemotron_h,
+    nsa,
     olmo_hybrid,
     path_attn,
     precond_gated_deltanet,
@@ -46,7 +51,8 @@ FAMILIES: dict[str, Family] = {
     module.FAMILY.model_type: module.FAMILY
     for module in (
         gla, retnet, delta_net, gated_deltanet, kda, hgrn2, gsa, linear_attn, mom, rwkv6, rwkv7, rwkv7_pth, mamba, mamba2,
-        gated_deltaproduct, comba, precond_gated_deltanet, precond_kda, mesa_net, path_attn, moba,
+        gated_deltaproduct, comba, precond_gated_deltanet, precond_kda, mesa_net, path_attn, moba, hgrn,
+        lightnet, abc_attention, mamba3, nsa,
         granite, bamba, nemotron_h, falcon_h1, lfm2, xlstm, qwen3_next, olmo_hybrid, kimi_linear,
         bailing_hybrid,
     )

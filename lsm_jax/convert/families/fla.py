@@ -36,6 +36,7 @@ _ATTENTION_KINDS = {
     "rope_theta": "positive",
     "qkv_bias": "flag",
 }
+_BASE = 10000.0  # of rotations, by default
 _CONV_SIZE = 4
 """The default width of the short convolutions of delta rules."""
 _LETTERS = "NOPQRSTUVWXYZ"
@@ -77,7 +78,7 @@ def decoder(
         feedforward = SwiGLUConfig(hidden_ratio=float(ratio), intermediate_size=inner)
     layers = {"L": LayerConfig(mixer=mixer, feedforward=feedforward)}
     letters = ["L"] * values["num_hidden_layers"]
-    for letter, spec in zip(_LETTERS, _specs(values), strict=False):
+    for letter, spec in zip(_LETTERS, specs(values), strict=False):
         layers[letter] = LayerConfig(mixer=_softmax(spec), feedforward=feedforward)
         for number in spec["layers"]:
             letters[number] = letter
@@ -94,7 +95,7 @@ def decoder(
     )
 
 
-def _specs(values: dict[str, Any]) -> list[dict[str, Any]]:
+def specs(values: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the descriptions of softmax layers in the field `attn`, after checking them."""
     given, count = values["attn"], values["num_hidden_layers"]
     specs = [given] if isinstance(given, dict) else given or []
@@ -121,6 +122,32 @@ def _specs(values: dict[str, Any]) -> list[dict[str, Any]]:
     return specs
 
 
+def check_base(values: dict[str, Any], model_type: str) -> None:
+    """Raise ValueError if the field `attn` of a family whose code does not read `attn.rope_theta` has one other than 10,000."""
+    for spec in specs(values):
+        if spec.get("rope_theta") not in (None, _BASE):
+            raise ValueError(
+                f"attn.rope_theta={shown(spec['rope_theta'])}, which FLA's {model_type} does not read; accepted is {_BASE:g}"
+            )
+
+
+def head_dim(values: dict[str, Any]) -> int:
+    """Return the channels of a head, of which config.json has `expand_ratio`, the number `num_heads`, or both.
+
+    Raises:
+        ValueError: it has none, or heads that do not divide the model's width.
+    """
+    width, heads, ratio = values["hidden_size"], values["num_heads"], values["expand_ratio"]
+    if ratio is None and heads is None:
+        raise ValueError("expand_ratio=None and num_heads=None; accepted is a number for one")
+    ratio = width // heads if ratio is None else ratio
+    if heads is not None and heads * ratio != width:
+        raise ValueError(
+            f"num_heads={heads}: accepted is hidden_size / expand_ratio = {width / ratio:g}"
+        )
+    return ratio
+
+
 def _softmax(spec: dict[str, Any]) -> SoftmaxConfig:
     theta = spec.get("rope_theta")
     return SoftmaxConfig(
@@ -128,37 +155,44 @@ def _softmax(spec: dict[str, Any]) -> SoftmaxConfig:
         num_kv_heads=spec.get("num_kv_heads"),
         window=spec.get("window_size"),
         qkv_bias=bool(spec.get("qkv_bias")),
-        rope_base=10000.0 if theta is None else float(theta),
+        rope_base=_BASE if theta is None else float(theta),
     )
 
 
-def describe(config: ModelConfig, kind: type, norm_eps: bool = True) -> tuple[Any, dict[str, Any]]:
+def describe(
+    config: ModelConfig, kind: type, norm_eps: bool = True, softmax: bool = True
+) -> tuple[Any, dict[str, Any]]:
     """Return the config of a model's linear mixers, and the values of the fields of config.json that all of FLA's models have.
 
     Args:
         config: the model.
         kind: the class of the mixers' config.
         norm_eps: whether FLA computes the norms of mixers with the same epsilon as those of blocks.
+        softmax: whether the family has layers of softmax attention, too.
 
     Raises:
-        ValueError: the mixers are others, or differ from each other.
+        ValueError: the mixers are others, or differ from each other; or there are layers of softmax attention.
     """
     mixer = the_mixer(config, kind)
     letters = config.letters()
     specs = []
     for letter in dict.fromkeys(letters):
-        softmax = config.layers[letter].mixer
-        if type(softmax) is not SoftmaxConfig:
+        attention = config.layers[letter].mixer
+        if type(attention) is not SoftmaxConfig:
             continue
         specs.append(
             dict(
                 layers=[i for i, x in enumerate(letters) if x == letter],
-                num_heads=softmax.num_heads,
-                num_kv_heads=softmax.kv_heads(),
-                qkv_bias=softmax.qkv_bias,
-                window_size=softmax.window,
-                rope_theta=softmax.rope_base or 10000.0,
+                num_heads=attention.num_heads,
+                num_kv_heads=attention.kv_heads(),
+                qkv_bias=attention.qkv_bias,
+                window_size=attention.window,
+                rope_theta=attention.rope_base or _BASE,
             )
+        )
+    if specs and not softmax:
+        raise ValueError(
+            f"model.layers has mixers of SoftmaxConfig beside {kind.__name__}; accepted for an export is {kind.__name__} alone"
         )
     fields: dict[str, Any] = dict(norm_eps=config.norm_eps, attn=specs or None)
     if len(specs) == 1:

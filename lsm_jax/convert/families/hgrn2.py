@@ -22,20 +22,14 @@ _LAYER = fla.names(
 
 
 def _config(values: dict[str, Any]) -> ModelConfig:
-    width, heads, ratio = values["hidden_size"], values["num_heads"], values["expand_ratio"]
-    if ratio is None and heads is None:
-        raise ValueError("expand_ratio=None and num_heads=None; accepted is a number for one")
-    ratio = width // heads if ratio is None else ratio
-    if heads is not None and heads * ratio != width:
-        raise ValueError(
-            f"num_heads={heads}: accepted is hidden_size / expand_ratio = {width / ratio:g}"
-        )
     bounded = values["use_lower_bound"]
     if bounded and values["attn"]:
         raise ValueError(
             "attn and use_lower_bound=True: bounds would be shared with layers of softmax; accepted is one of the two"
         )
-    mixer = HGRN2Config(head_dim=ratio, lower_bound=None if bounded else 0.0, norm_eps=NORM_EPS)
+    mixer = HGRN2Config(
+        head_dim=fla.head_dim(values), lower_bound=None if bounded else 0.0, norm_eps=NORM_EPS
+    )
     return fla.decoder(values, mixer)
 
 

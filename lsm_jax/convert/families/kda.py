@@ -23,21 +23,35 @@ _TABLE = {
 }
 
 
-def _config(values: dict[str, Any]) -> ModelConfig:
-    # FLA's field `safe_gate` selects a kernel; the bound alone decides what is computed.
+def lower_bound(values: dict[str, Any]) -> float | None:
+    """Return the bound of the log decays from the values of config.json. FLA's field `safe_gate` selects a kernel; the bound
+    alone decides what is computed.
+
+    Raises:
+        ValueError: `safe_gate` is true without a bound, with which FLA does not compute.
+    """
     if values["safe_gate"] and values["lower_bound"] is None:
         raise ValueError("safe_gate=True, lower_bound=None; accepted is a lower_bound below 0")
+    return values["lower_bound"]
+
+
+def gate_rank(head_dim: int, expand_v: float) -> int | None:
+    """Return `KDAConfig.gate_rank` of FLA's layers, whose gates have the rank of a head's value channels."""
+    rank = int(head_dim * expand_v)
+    return None if rank == head_dim else rank
+
+
+def _config(values: dict[str, Any]) -> ModelConfig:
     head_dim, expand = values["head_dim"], float(values["expand_v"])
-    rank = int(head_dim * expand)  # of FLA's gates: the values' channels
     mixer = KDAConfig(
         num_heads=values["num_heads"],
         num_value_heads=values["num_v_heads"],
         head_dim=head_dim,
-        gate_rank=None if rank == head_dim else rank,
+        gate_rank=gate_rank(head_dim, expand),
         expand_v=expand,
         conv_size=fla.conv_size(values),
         allow_negative_eigenvalues=values["allow_neg_eigval"],
-        lower_bound=values["lower_bound"],
+        lower_bound=lower_bound(values),
         norm_eps=float(values["norm_eps"]),
     )
     return fla.decoder(values, mixer)

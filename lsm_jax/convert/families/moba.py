@@ -38,7 +38,15 @@ def _config(values: dict[str, Any]) -> ModelConfig:
 
 
 def _describe(config: ModelConfig) -> dict[str, Any]:
-    mixer, fields = fla.describe(config, MoBAConfig)
+    mixer, fields = fla.describe(config, MoBAConfig, softmax=False)
+    if mixer.kv_heads() != mixer.num_heads:
+        raise ValueError(
+            f"MoBAConfig.num_kv_heads={mixer.num_kv_heads}; accepted for an export are None and num_heads={mixer.num_heads}"
+        )
+    if mixer.num_blocks < 2:
+        raise ValueError(
+            f"MoBAConfig.num_blocks={mixer.num_blocks}; accepted for an export are numbers from 2"
+        )
     return fields | dict(
         num_heads=mixer.num_heads,
         num_kv_heads=mixer.num_kv_heads,

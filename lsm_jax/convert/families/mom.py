@@ -42,6 +42,7 @@ def _config(values: dict[str, Any]) -> ModelConfig:
         single_projections=values["single_kv_proj"],
         balance_scale=float(values["aux_loss_scale"]),
     )
+    fla.check_base(values, "mom")
     return fla.decoder(values, mixer)
 
 

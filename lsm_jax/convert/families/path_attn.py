@@ -38,16 +38,20 @@ def _config(values: dict[str, Any]) -> ModelConfig:
 
 
 def _describe(config: ModelConfig) -> dict[str, Any]:
-    mixer, fields = fla.describe(config, PaTHConfig)
+    mixer, fields = fla.describe(config, PaTHConfig, softmax=False)
     for name, value, accepted in (
         ("rank", mixer.rank, (_RANK, None)),
         ("conv_size", mixer.conv_size, (_CONVOLUTION,)),
         ("qk_norm", mixer.qk_norm, (False,)),
-        ("num_heads * head_dim", mixer.num_heads * mixer.head_dim, (config.hidden_size,)),
+        (
+            "num_heads * PaTHConfig.head_dim",
+            mixer.num_heads * mixer.head_dim,
+            (config.hidden_size,),
+        ),
     ):
         if value not in accepted:
             listed = " or ".join(map(repr, accepted))
-            raise ValueError(f"PaTHConfig: {name}={value!r}; accepted for an export is {listed}")
+            raise ValueError(f"PaTHConfig.{name}={value!r}; accepted for an export is {listed}")
     return fields | dict(
         num_heads=mixer.num_heads,
         num_kv_heads=mixer.num_kv_heads,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lsm_jax.convert.families import fla
+from lsm_jax.convert.families.kda import gate_rank, lower_bound
 from lsm_jax.mixers import PrecondKDAConfig
 from lsm_jax.models import ModelConfig
 
@@ -29,11 +30,20 @@ _TABLE = {
 
 
 def _config(values: dict[str, Any]) -> ModelConfig:
+    heads, head_dim, expand = values["num_heads"], values["head_dim"], float(values["expand_v"])
+    # With more heads of values than of keys, FLA has the strengths of key heads alone.
+    if values["num_v_heads"] not in (None, heads):
+        raise ValueError(
+            f"num_v_heads={values['num_v_heads']}; accepted are null and num_heads={heads}"
+        )
     mixer = PrecondKDAConfig(
-        num_heads=values["num_heads"],
-        head_dim=values["head_dim"],
+        num_heads=heads,
+        head_dim=head_dim,
+        gate_rank=gate_rank(head_dim, expand),
+        expand_v=expand,
         conv_size=fla.conv_size(values),
         allow_negative_eigenvalues=values["allow_neg_eigval"],
+        lower_bound=lower_bound(values),
         squash=float(values["squash_x"]),
         norm_eps=float(values["norm_eps"]),
     )
@@ -42,7 +52,6 @@ def _config(values: dict[str, Any]) -> ModelConfig:
 
 def _describe(config: ModelConfig) -> dict[str, Any]:
     mixer, fields = fla.describe(config, PrecondKDAConfig)
-    # With more heads of values than of keys, FLA has the strengths of key heads alone.
     if mixer.value_heads() != mixer.num_heads:
         raise ValueError(
             f"num_value_heads={mixer.value_heads()}; accepted for an export is num_heads={mixer.num_heads}"
@@ -51,8 +60,11 @@ def _describe(config: ModelConfig) -> dict[str, Any]:
         num_heads=mixer.num_heads,
         num_v_heads=None,
         head_dim=mixer.head_dim,
+        expand_v=mixer.expand_v,
         **fla.convolutions(mixer),
         allow_neg_eigval=mixer.allow_negative_eigenvalues,
+        safe_gate=mixer.lower_bound is not None,
+        lower_bound=mixer.lower_bound,
         squash_x=mixer.squash,
     )
 
@@ -61,15 +73,16 @@ FAMILY = fla.delta_family(
     "precond_kda",
     "PrecondKDAForCausalLM",
     kinds=dict(
-        head_dim="size", allow_neg_eigval="flag",
-        squash_x="positive",
+        expand_v="positive", head_dim="size", num_v_heads="size", allow_neg_eigval="flag",
+        safe_gate="flag", lower_bound="number", squash_x="positive",
     ),
     defaults=dict(
-        num_heads=16, head_dim=128, allow_neg_eigval=False, squash_x=1.5,
+        num_heads=16, num_v_heads=None, head_dim=128, expand_v=1.0, allow_neg_eigval=False, safe_gate=False,
+        lower_bound=None, squash_x=1.5,
     ),
-    only=dict(expand_v=(1.0,), num_v_heads=(None,), safe_gate=(False,), lower_bound=(None,), squash_eps=(1e-6,)),
+    only=dict(squash_eps=(1e-6,)),
     unused=frozenset({"a_log_init_lower", "log_atk_scale_init"}),
-    sizes=(("num_heads", "head_dim"),),
+    sizes=("num_v_heads", ("num_heads", "head_dim")),
     config=_config,
     names=fla.names(_TABLE),
     describe=_describe,
