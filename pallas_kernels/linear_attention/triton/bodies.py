@@ -181,9 +181,8 @@ def outputs(
     """Store the outputs of all chunks, O = P v + scale (q e^b) S, in tiles [C, BV].
 
     With `EXACT` P is the sum of two terms of dtype `LOW`, so that its rounding adds no error. With `DECAYED` q is scale q e^b.
-    With a scalar decay or none P is computed here, (q kᵀ) ⊙ scale e^(b_i - b_j); else it is read from `scores`, on and below
-    the diagonal. `states` [B, N,
-    V_HEADS, K, V] are the memories before the chunks.
+    With a scalar decay or none P is computed here, (q kᵀ) ⊙ scale e^(b_i - b_j); else it is read from `scores`, on and below the
+    diagonal. `states` [B, N, V_HEADS, K, V] are the memories before the chunks.
     """
     columns: tl.constexpr = V // BV
     tile, at = tl.program_id(0) % columns, tl.program_id(0) // columns
@@ -336,17 +335,16 @@ def value_gradients(
 
 @triton.jit
 def scalar_gradients(
-    q, k, v, d_out, d_scores, cum, read_decay, write_decay, chunk_decay, run, states, d_states, scale,
+    q, k, v, d_out, d_scores, read_decay, write_decay, chunk_decay, run, states, d_states, scale,
     dq, dk, dg,
     Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, V_HEADS: tl.constexpr, D_HEADS: tl.constexpr,
     HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
-    BV: tl.constexpr, LOW: tl.constexpr, DECAY: tl.constexpr, DOCUMENTS: tl.constexpr, CUM: tl.constexpr,
-    SCORES: tl.constexpr,
+    BV: tl.constexpr, LOW: tl.constexpr, DECAY: tl.constexpr, DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
     """Store the gradients of the queries and keys of all chunks with a scalar decay or none, in tiles [C, BK].
 
-    dq = dA k + scale e^b (dO Sᵀ), dk = dAᵀ q + (e^(b_C - b) v) dS'ᵀ, both [B, T, HEADS, K]. dA is read from `d_scores`, of
-    `score_gradients`, with `SCORES`; else it is computed here, with a decay if `CUM`. With `DECAY`, dg [B, T, HEADS, K / BK] has the term of the log decay's gradient that comes from each BK key channels; the terms are to
+    dq = dA k + scale e^b (dO Sᵀ), dk = dAᵀ q + (e^(b_C - b) v) dS'ᵀ, both [B, T, HEADS, K], with dA from `score_gradients`. With
+    `DECAY`, dg [B, T, HEADS, K / BK] has the term of the log decay's gradient that comes from each BK key channels; the terms are to
     be added.
     """
     tiles: tl.constexpr = K // BK
@@ -365,8 +363,6 @@ def scalar_gradients(
     read = tl.zeros([C, BK], tl.float32)
     write = tl.zeros([C, BK], tl.float32)
     total = tl.zeros([BK], tl.float32)
-    if not SCORES:
-        dA = tl.zeros([C, C], tl.float32)
     for column in range(0, V, BV):
         tile_d = tl.load(d_out + column + rows[:, None] * (HEADS * V) + values[None, :])
         tile_v = tl.load(v + column + rows[:, None] * (V_HEADS * V) + values[None, :])
@@ -374,8 +370,6 @@ def scalar_gradients(
         dS = tl.load(d_states + column + keys[:, None] * V + values[None, :])
         read = tl.dot(tile_d.to(LOW), tl.trans(S.to(LOW)), read, input_precision="tf32")
         write = tl.dot(tile_v.to(LOW), tl.trans(dS.to(LOW)), write, input_precision="tf32")
-        if not SCORES:
-            dA = tl.dot(tile_d.to(LOW), tl.trans(tile_v.to(LOW)), dA, input_precision="tf32")
         if DECAY:
             total += tl.sum(S.to(tl.float32) * dS.to(tl.float32), 1)
     by_row = chunk * C * D_HEADS + d_head + rows * D_HEADS
@@ -383,25 +377,12 @@ def scalar_gradients(
     write = write * tl.load(write_decay + by_row)[:, None]
     tile_q = tl.load(q + rows[:, None] * (Q_HEADS * K) + keys[None, :])
     tile_k = tl.load(k + rows[:, None] * (K_HEADS * K) + keys[None, :])
-    # dA without its diagonal, which no decay separates.
-    if SCORES:
-        diagonal = tl.load(d_scores + rows * (C + 1)).to(tl.float32)[:, None]
-        below = tl.where(i > j, tl.load(d_scores + i * C + j), 0.0).to(LOW)
-        above = tl.where(j > i, tl.load(d_scores + j * C + i), 0.0).to(LOW)
-    else:
-        seen = i >= j
-        if DOCUMENTS:
-            of_chunk = run + chunk * C
-            seen = seen & (tl.load(of_chunk + rows)[:, None] == tl.load(of_chunk + rows)[None, :])
-        if CUM:
-            b = tl.load(cum + by_row)
-            dA = dA * tl.exp(tl.where(seen, b[:, None] - b[None, :], 0.0))
-        dA = tl.where(seen, dA * scale, 0.0)
-        diagonal = tl.sum(tl.where(i == j, dA, 0.0), 1)[:, None]
-        below = tl.where(i > j, dA, 0.0).to(LOW)
-        above = tl.trans(below)
-    read = tl.dot(below, tile_k.to(LOW), read, input_precision="tf32")
-    pairs = tl.dot(above, tile_q.to(LOW), input_precision="tf32")
+    # Without its diagonal, which no decay separates.
+    dA = tl.load(d_scores + i * C + j, mask=i > j, other=0.0).to(LOW)
+    read = tl.dot(dA, tile_k.to(LOW), read, input_precision="tf32")
+    dA = tl.load(d_scores + j * C + i, mask=j > i, other=0.0).to(LOW)
+    pairs = tl.dot(dA, tile_q.to(LOW), input_precision="tf32")
+    diagonal = tl.load(d_scores + rows * (C + 1)).to(tl.float32)[:, None]
     tile_q, tile_k = tile_q.to(tl.float32), tile_k.to(tl.float32)
     if DECAY:
         later = tl.sum(tile_q * read - tile_k * pairs, 1)
@@ -520,7 +501,7 @@ def channel_gradients(
             of_bonus = (chunk * HEADS + h) * K + tile * BK + keys
             tl.store(d_bonus + of_bonus, tl.sum(diagonal * tile_q * tile_k, 0))
             diagonal = diagonal * tl.load(bonus + d_head * K + tile * BK + keys)[None, :]
-            own = tile_q * read
+            by_own = tile_q * read
         # dq and dk first, whose registers the sums then have.
         tl.store(dq + target, (read + diagonal * tile_k).to(dq.dtype.element_ty))
         pairs += write
@@ -531,5 +512,5 @@ def channel_gradients(
             same = same & (tl.load(of_chunk + rows)[:, None] == tl.load(of_chunk + rows)[None, :])
         gradient = masked_sums(same, after_own, LOW) + masked_sums(j < i, before_own, LOW)
         if EXCLUSIVE:  # a token reads before its own decay
-            gradient -= own
+            gradient -= by_own
         tl.store(dg + target, gradient + (chunk_decay * at_end)[None, :])

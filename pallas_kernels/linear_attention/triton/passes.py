@@ -47,21 +47,20 @@ TILINGS = {
     "score_gradients": Tiling(64, 64, 4, 2),
     "value_gradients": Tiling(64, 128, 4, 2),
     "channel_value_gradients": Tiling(64, 128, 4, 2),
-    "scalar_gradients": Tiling(64, 64, 4, 2),
-    "narrow_scalar_gradients": Tiling(64, 32, 4, 1),
+    "scalar_gradients": Tiling(64, 64, 4, 1),
     "channel_gradients": Tiling(32, 64, 4, 1),
     "bonus_gradients": Tiling(32, 64, 4, 1),
     "query_gradients": Tiling(64, 64, 4, 1),
 }
 """The tiling of each kernel for bfloat16, by the name of the kernel, with "channel_" where a kernel differs with a decay per key
-channel, and "narrow_" for 64 key channels without. "decayed_outputs" is `outputs` of decayed queries; `channel_gradients` has the tiling "query_gradients" for the queries
-alone, and "bonus_gradients" with a bonus. None spills more than 64 bytes on 8.x at 64 and 128 channels (tests/kernels/
-triton_registers.json)."""
+channel, and "narrow_" where it differs for 64 key channels without one. "decayed_outputs" is `outputs` of decayed queries;
+`channel_gradients` has the tiling "query_gradients" for the queries alone, and "bonus_gradients" with a bonus. None spills more than
+64 bytes on 8.x at 64 and 128 channels (tests/kernels/triton_registers.json)."""
 WIDE_TILINGS = {
     name: tiling._replace(values=64, warps=8, stages=1) for name, tiling in TILINGS.items()
 }
+WIDE_TILINGS["narrow_scan"] = WIDE_TILINGS["scan"]
 WIDE_TILINGS["bonus_gradients"] = Tiling(16, 64, 8, 1)
-WIDE_TILINGS["narrow_scalar_gradients"] = Tiling(32, 64, 8, 1)
 """The tilings for products in tf32, of float16 and float32 inputs."""
 
 
@@ -399,7 +398,7 @@ def value_gradients(
 
 
 def scalar_gradients(
-    q, k, v, d_out, decays: Decays, states, d_states, *, scale: float, decay: bool
+    q, k, v, d_out, d_scores, decays: Decays, states, d_states, *, scale: float, decay: bool
 ) -> tuple[jax.Array, jax.Array, Any]:
     """Return the gradients of the queries and keys for each head of the output, [B, T, heads, K], and that of a scalar log decay, [B, T,
     heads] float32 (None unless `decay`).
@@ -410,13 +409,11 @@ def scalar_gradients(
     keys = q.shape[3]
     tiling = _tiling("scalar_gradients", decays, q, keys, values)
     tiles = keys // tiling.keys
-    # A program of all key channels computes the gradient of the scores itself; several would each compute it.
-    d_scores = score_gradients(d_out, v, decays, scale=scale) if tiles > 1 else None
     results = launch.call(
         bodies.scalar_gradients,
         (
-            q, k, v, d_out, d_scores, decays.cum, decays.read_decay, decays.write_decay, decays.chunk_decay, decays.run, states,
-            d_states, float(scale),
+            q, k, v, d_out, d_scores, decays.read_decay, decays.write_decay, decays.chunk_decay, decays.run, states, d_states,
+            float(scale),
         ),
         dict(
             dq=_struct((batch, length, heads, keys), q.dtype),
@@ -428,7 +425,6 @@ def scalar_gradients(
         **dict(
             Q_HEADS=q.shape[2], K_HEADS=k.shape[2], V_HEADS=v.shape[2], D_HEADS=decays.heads, HEADS=heads, K=keys, V=values,
             C=CHUNK, BK=tiling.keys, BV=tiling.values, LOW=_low(q)[0], DECAY=decay, DOCUMENTS=decays.run is not None,
-            CUM=decays.cum is not None, SCORES=d_scores is not None,
         ),
     )  # fmt: skip
     return results["dq"], results["dk"], jnp.sum(results["dg"], -1) if decay else None

@@ -65,8 +65,9 @@ def backward(
         q, d_output, decays, d_ends, heads=heads, scale=scale, reverse=True
     )
     dv = passes.value_gradients(q, k, d_output, None, decays, d_states, scale=scale, dtype=v.dtype)
+    d_scores = passes.score_gradients(d_output, v, decays, scale=scale)
     dq, dk, d_decay = passes.scalar_gradients(
-        q, k, v, d_output, decays, states, d_states, scale=scale,
+        q, k, v, d_output, d_scores, decays, states, d_states, scale=scale,
         decay=log_decay is not None and decay_gradient,
     )  # fmt: skip
     join = row_layout.sum_heads
