@@ -64,7 +64,9 @@ def tiling_of(kernel: str, q, *, limited: bool) -> Tiling:
     """Return the tiling of a kernel for queries q [B, Q, H, D]; `limited` says whether documents or a window limit what they see."""
     table = WIDE_TILINGS if q.dtype == _F32 else TILINGS
     depth = q.shape[-1]
-    return table.get((f"{kernel}_limited", depth) if limited else (kernel, depth), table[kernel, depth])
+    return table.get(
+        (f"{kernel}_limited", depth) if limited else (kernel, depth), table[kernel, depth]
+    )
 
 
 def lowest_keys(rows: Rows, batch: int, queries: int, keys: int, window: int | None) -> Any:
