@@ -63,9 +63,11 @@ def fields(owner: Any, name: str | None = None) -> None:
 
 def did_you_mean(name: str, accepted: Iterable[str]) -> str:
     """Return the end of an error message, "; did you mean 'gla'?", with the accepted name that is nearest to `name` in
-    spelling or has it as one of its words; "" if there is none.
+    spelling, whatever its case, or has it as one of its words; "" if there is none.
     """
     names = list(accepted)
+    if len(same := [n for n in names if n.lower() == name.lower()]) == 1:
+        return f"; did you mean {same[0]!r}?"
     near = [n for n in names if name in n.split("_")] or difflib.get_close_matches(name, names, 1)
     return f"; did you mean {near[0]!r}?" if near else ""
 

@@ -14,7 +14,8 @@ import pytest
 from lsm_jax import programs
 from lsm_jax.cli import compare, completion, doctor, main
 from lsm_jax.cli.declared import flags_of
-from lsm_jax.cli.table import COMMANDS, IMPORTERS
+from lsm_jax.cli.table import COMMANDS, EXPORTERS, IMPORTERS
+from lsm_jax.linearize.export import FORMATS
 from lsm_jax.mixers import METHODS, WRAPPERS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -68,6 +69,7 @@ def test_flags_are_read_from_the_source():
     flags = {flag.name: flag for flag in flags_of(ROOT / "eval.py")}
     assert flags["--num_tokens"].default == "256" and not flags["--num_tokens"].switch
     assert flags["--chat"].switch and flags["--tasks"].default == "perplexity,generate"
+    assert flags["--weights"].text.startswith("The trained parameters or their moving average")
     assert "--overwrite" in {flag.name for flag in flags_of(ROOT / "lsm_jax/data/tokenize.py")}
 
 
@@ -85,6 +87,17 @@ def test_an_unknown_command_names_the_nearest(capsys):
     assert "there is no command 'trian'; did you mean train?" in capsys.readouterr().err
     assert main(["xyz"]) == 2
     assert "Commands: train, eval" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "near"), [("GLA", "gla"), ("gal", "gla"), ("mamba_2", "mamba2")])
+def test_the_nearest_name_has_the_same_letters(name, near):
+    assert programs.nearest(name, list(METHODS)) == f"; did you mean {near}?"
+
+
+def test_the_page_of_export_names_all_formats(capsys):
+    assert main(["export", "--help"]) == 0
+    (line,) = (x for x in capsys.readouterr().out.splitlines() if x.startswith("  --format "))
+    assert all(name in line for name in (*FORMATS, *EXPORTERS))
 
 
 def test_a_command_without_its_arguments_prints_its_page(capsys):
@@ -210,6 +223,20 @@ def test_compare_draws_runs_and_prints_a_table(tmp_path, capsys, monkeypatch):
     printed = capsys.readouterr().out
     assert "first" in printed and "other" in printed and "1.2500" in printed and "9,052" in printed
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_compare_counts_bytes_and_says_that_tokenizers_differ(tmp_path, capsys):
+    other = shutil.copytree(RUN, tmp_path / "other")
+    bytes_run, token_run = compare.read_run("run", RUN), compare.read_run("other", other)
+    assert bytes_run.tokenizer == "bytes" and compare.unit_of([bytes_run, token_run]) == "byte"
+    assert not compare.tokenizers_differ([bytes_run, token_run])
+    config = json.loads((other / "config.json").read_text())
+    config["data"]["tokenizer"] = "gpt2"
+    (other / "config.json").write_text(json.dumps(config))
+    assert main(["compare", str(RUN), str(other), f"--output={tmp_path / 'picture.png'}"]) == 0
+    printed = capsys.readouterr()
+    assert "tokens/s" in printed.out and "bytes/s" not in printed.out
+    assert "different tokenizers (run: bytes, other: gpt2)" in printed.err
 
 
 @pytest.mark.parametrize(
