@@ -76,6 +76,11 @@ def nearest(name: str, accepted: list[str]) -> str:
     return f"; did you mean {max(close, key=closeness)}?" if close else ""
 
 
+def shown_name(program: str) -> str:
+    """Return the name of a program for a message: "lsm train" where `run` runs it as that command, otherwise `program`."""
+    return sys.argv[0] if sys.argv[0].startswith("lsm ") else program
+
+
 def run(program: str, name: str, arguments: list[str]) -> None:
     """Run a program of the repository in this process, as `python FILE ARGUMENTS` or `python -m MODULE ARGUMENTS` would.
 

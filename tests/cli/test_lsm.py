@@ -225,6 +225,13 @@ def test_compare_draws_runs_and_prints_a_table(tmp_path, capsys, monkeypatch):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_messages_name_the_command_that_was_given(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["lsm train", "--config=lm:gla-nano"])
+    assert programs.shown_name("train.py") == "lsm train"
+    monkeypatch.setattr(sys, "argv", ["/home/somebody/train.py"])
+    assert programs.shown_name("train.py") == "train.py"
+
+
 def test_compare_counts_bytes_and_says_that_tokenizers_differ(tmp_path, capsys):
     other = shutil.copytree(RUN, tmp_path / "other")
     bytes_run, token_run = compare.read_run("run", RUN), compare.read_run("other", other)
