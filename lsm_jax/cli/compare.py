@@ -65,6 +65,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--output", default="comparison.png", help="the picture to write")
     parser.add_argument("--title", default="", help="text above the picture")
     options = parser.parse_args(arguments)
+    if Path(options.output).suffix != ".png":
+        print(f"lsm compare: --output={options.output!r}: accepted is the path of a .png file", file=sys.stderr)  # fmt: skip
+        return 2
     try:
         runs = [read_run(*name_of(run)) for run in unique(members(options.runs))]
         from rich.console import Console

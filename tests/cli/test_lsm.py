@@ -17,6 +17,7 @@ from lsm_jax.cli.declared import flags_of
 from lsm_jax.cli.table import COMMANDS, EXPORTERS, IMPORTERS
 from lsm_jax.linearize.export import FORMATS
 from lsm_jax.mixers import METHODS, WRAPPERS
+from lsm_jax.mixers.checks import did_you_mean
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = ROOT / "tests/training/goldens/release_0_1/run"
@@ -92,6 +93,7 @@ def test_an_unknown_command_names_the_nearest(capsys):
 @pytest.mark.parametrize(("name", "near"), [("GLA", "gla"), ("gal", "gla"), ("mamba_2", "mamba2")])
 def test_the_nearest_name_has_the_same_letters(name, near):
     assert programs.nearest(name, list(METHODS)) == f"; did you mean {near}?"
+    assert did_you_mean(name, METHODS) == f"; did you mean {near!r}?"
 
 
 def test_the_page_of_export_names_all_formats(capsys):
@@ -258,6 +260,14 @@ def test_compare_refuses(runs, message, tmp_path, monkeypatch, capsys):
     assert main(["compare", *runs]) == 1
     assert message in capsys.readouterr().err
     assert not (tmp_path / "comparison.png").exists()
+
+
+@pytest.mark.parametrize("output", ["picture.svg", "picture", ""])
+def test_compare_writes_png_files_only(output, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["compare", str(RUN), f"--output={output}"]) == 2
+    assert "accepted is the path of a .png file" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 def test_speed_ignores_the_first_row():
