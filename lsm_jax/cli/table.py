@@ -189,7 +189,7 @@ COMMANDS = (
         examples=(
             ("for transformers", "export --workdir=runs/liger --out=exported"),
             ("for the code of FoX's authors", "export --workdir=runs/fox --out=exported --format=fox"),
-            ("for flash-linear-attention", "export --workdir=runs/gla --out=exported --format=released --dtype=bfloat16"),
+            ("for flash-linear-attention", "export --workdir=runs/gla --out=exported --format=released --dtype=bfloat16 --norm_eps=1e-6"),
         ),
         run=export,
         source="linearize/export.py",

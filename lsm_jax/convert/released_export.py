@@ -103,7 +103,13 @@ def family_for(
             return family, described, family.describe_model(described)
         except ValueError as error:
             errors.append(str(error))
-    raise ValueError("; ".join(dict.fromkeys(errors)))
+    message = "; ".join(dict.fromkeys(errors))
+    if norm_eps is None and "norm_eps=" in message:
+        message += (
+            f"; with norm_eps (--norm_eps={config.norm_eps:g}) the written model has one epsilon for all norms, "
+            "and outputs that differ slightly from the run's"
+        )
+    raise ValueError(message)
 
 
 def export_released(

@@ -11,10 +11,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from configs import lm
 from lsm_jax import programs
 from lsm_jax.cli import compare, completion, doctor, main
 from lsm_jax.cli.declared import flags_of
 from lsm_jax.cli.table import COMMANDS, EXPORTERS, IMPORTERS
+from lsm_jax.convert import released_export
 from lsm_jax.linearize.export import FORMATS
 from lsm_jax.mixers import METHODS, WRAPPERS
 from lsm_jax.mixers.checks import did_you_mean
@@ -96,7 +98,8 @@ def test_the_nearest_name_has_the_same_letters(name, near):
     assert did_you_mean(name, METHODS) == f"; did you mean {near!r}?"
 
 
-def test_the_page_of_export_names_all_formats(capsys):
+def test_the_page_of_export_names_all_formats(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "110")  # in one line
     assert main(["export", "--help"]) == 0
     (line,) = (x for x in capsys.readouterr().out.splitlines() if x.startswith("  --format "))
     assert all(name in line for name in (*FORMATS, *EXPORTERS))
@@ -225,6 +228,16 @@ def test_compare_draws_runs_and_prints_a_table(tmp_path, capsys, monkeypatch):
     printed = capsys.readouterr().out
     assert "first" in printed and "other" in printed and "1.2500" in printed and "9,052" in printed
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_example_of_an_export_fits_the_example_of_a_training():
+    (command,) = (c for c in COMMANDS if c.name == "export")
+    (example,) = (line for _, line in command.examples if "--format=released" in line)
+    model = lm.get_config("gla-nano").model
+    with pytest.raises(ValueError, match=r"norm_eps=1e-05 .*; with norm_eps \(--norm_eps=1e-06\)"):
+        released_export.family_for(model)
+    epsilon = float(example.rpartition("--norm_eps=")[2])
+    assert released_export.family_for(model, epsilon)[0].model_type == "gla"
 
 
 def test_messages_name_the_command_that_was_given(monkeypatch):
