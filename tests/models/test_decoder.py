@@ -50,6 +50,27 @@ def test_scan_equals_loop(small):
     close(small()[0], jax.jit(lambda: looped(small))(), 3e-5)
 
 
+IN_ONE_CHUNK = ("log_linear_mamba2", "log_linear_gated_deltanet", "gla", "gated_deltanet")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *IN_ONE_CHUNK,
+        *(pytest.param(n, marks=pytest.mark.slow) for n in mixers.METHODS if n not in IN_ONE_CHUNK),
+    ],
+)
+def test_a_scan_equals_unrolled_layers_in_rows_of_one_chunk(name):
+    """In a row of one chunk, XLA knows that the memory before it is 0, and fuses other operations than with several."""
+    config = small_config(name, "L")
+    if mixers.METHODS[name].forms:
+        config.layers["L"].mixer.op.chunk_size = None
+    scanned = Small(config)
+    graphdef = nnx.graphdef(models.abstract(dataclasses.replace(config, unroll_layers=True)))
+    unrolled = nnx.merge(graphdef, nnx.state(scanned.model))
+    close(scanned()[0], scanned.call(unrolled, scanned.tokens)[0], 1e-5)
+
+
 def test_prefill_then_decoding_equals_one_call(small):
     whole, none = small()
     assert none is None
