@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 import time
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -65,10 +66,15 @@ def test_a_scan_equals_unrolled_layers_in_rows_of_one_chunk(name):
     config = small_config(name, "L")
     if mixers.METHODS[name].forms:
         config.layers["L"].mixer.op.chunk_size = None
-    scanned = Small(config)
-    graphdef = nnx.graphdef(models.abstract(dataclasses.replace(config, unroll_layers=True)))
-    unrolled = nnx.merge(graphdef, nnx.state(scanned.model))
-    close(scanned()[0], scanned.call(unrolled, scanned.tokens)[0], 1e-5)
+    draw = np.random.default_rng(0).standard_normal
+    tokens, logits = jnp.arange(20).reshape(2, 10), []
+    params: Any = None
+    for unroll in (False, True):
+        model = models.abstract(dataclasses.replace(config, unroll_layers=unroll))
+        graphdef, shapes = nnx.split(model)
+        params = params or jax.tree.map(lambda p: 0.2 * draw(p.shape, p.dtype), shapes)
+        logits.append(jax.jit(lambda p, g=graphdef: nnx.merge(g, p)(tokens)[0])(params))
+    close(*logits, 1e-5)
 
 
 def test_prefill_then_decoding_equals_one_call(small):
