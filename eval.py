@@ -77,7 +77,11 @@ flags.DEFINE_bool(
 flags.DEFINE_integer("sequence_length", None, "Tokens of a row; by default the run's length.")
 flags.DEFINE_integer("batch_size", 8, "Rows read at a time.")
 flags.DEFINE_integer("piece_length", 4096, "Tokens of a row computed at a time; bounds the memory.")
-flags.DEFINE_integer("max_tokens", None, "Number of tokens to read at most; by default all.")
+flags.DEFINE_integer(
+    "max_tokens",
+    None,
+    "Number of tokens after which no further batch of rows is read; by default all are.",
+)
 flags.DEFINE_string("prompt", "", "Text to continue, or to map.")
 flags.DEFINE_bool(
     "chat", False, "Put the prompt into the tokenizer's chat template, as a user's message."

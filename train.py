@@ -16,7 +16,7 @@ import math
 import sys
 from pathlib import Path
 
-from lsm_jax import interrupts
+from lsm_jax import interrupts, programs
 
 if __name__ == "__main__":
     interrupts.leave_on_signals("train.py")  # before the slow imports
@@ -86,6 +86,8 @@ def main(argv: list[str]) -> None:
 
 def _seeds() -> list[int]:
     """Return the seeds of the flag `--seeds`; none if it is not given."""
+    if FLAGS["seeds"].present and not FLAGS.seeds:
+        sys.exit("train.py: --seeds is empty; accepted are 0 to 2^63 - 1, with commas between")
     for seed in FLAGS.seeds:
         if not seed.strip().isdecimal():
             sys.exit(
@@ -104,7 +106,8 @@ def _plot(workdir: str | Path) -> None:
         try:
             plot_run(workdir, FLAGS.config.name)
         except Exception as error:  # such as a damaged file of an earlier start
-            print(f"train.py: no picture was drawn: {error}", file=sys.stderr)
+            name = programs.shown_name("train.py")
+            print(f"{name}: no picture was drawn: {error}", file=sys.stderr)
 
 
 def _recall(train_recall) -> None:

@@ -64,9 +64,21 @@ def expand_arguments(arguments: list[str]) -> list[str]:
 
 
 def nearest(name: str, accepted: list[str]) -> str:
-    """Return "; did you mean NAME?" with the most similar accepted name; empty if none is similar."""
-    close = difflib.get_close_matches(name, accepted, n=1, cutoff=0.5)
-    return f"; did you mean {close[0]}?" if close else ""
+    """Return "; did you mean NAME?" with the most similar accepted name, whatever its case; empty if none is similar. Of names
+    that are equally similar it is the one with the same letters, or else the first."""
+    given = name.lower()
+    close = difflib.get_close_matches(given, accepted, n=max(1, len(accepted)), cutoff=0.5)
+
+    def closeness(one: str) -> tuple[float, bool]:
+        ratio = difflib.SequenceMatcher(None, one, given).ratio()
+        return ratio, sorted(one) == sorted(given)
+
+    return f"; did you mean {max(close, key=closeness)}?" if close else ""
+
+
+def shown_name(program: str) -> str:
+    """Return the name of a program for a message: "lsm train" where `run` runs it as that command, otherwise `program`."""
+    return sys.argv[0] if sys.argv[0].startswith("lsm ") else program
 
 
 def run(program: str, name: str, arguments: list[str]) -> None:

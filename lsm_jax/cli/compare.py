@@ -23,6 +23,7 @@ class RunData:
         folder: the run's directory.
         metrics: each series of metrics.jsonl by name, as (steps, values).
         parameters: the number of parameters of the model; None if config.json cannot be read.
+        tokenizer: the tokenizer in the run's config; None if config.json cannot be read.
         results: the content of the newest results.json below eval/; empty if the run was not evaluated.
         curve: the path of the results.npz beside it; None if there is none.
     """
@@ -31,6 +32,7 @@ class RunData:
     folder: Path
     metrics: dict[str, tuple[np.ndarray, np.ndarray]]
     parameters: int | None
+    tokenizer: str | None
     results: dict[str, float]
     curve: Path | None
 
@@ -63,12 +65,17 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--output", default="comparison.png", help="the picture to write")
     parser.add_argument("--title", default="", help="text above the picture")
     options = parser.parse_args(arguments)
+    if Path(options.output).suffix != ".png":
+        print(f"lsm compare: --output={options.output!r}: accepted is the path of a .png file", file=sys.stderr)  # fmt: skip
+        return 2
     try:
         runs = [read_run(*name_of(run)) for run in unique(members(options.runs))]
         from rich.console import Console
 
         Console(highlight=False, markup=False).print(table(runs))
         print(draw(runs, options.output, title=options.title))
+        if warning := tokenizers_differ(runs):
+            print(f"lsm compare: {warning}", file=sys.stderr)
     except (ValueError, OSError) as error:
         print(f"lsm compare: {error}", file=sys.stderr)
         return 1
@@ -126,20 +133,38 @@ def read_run(name: str, folder: Path) -> RunData:
     if "train/loss" not in metrics or "train/tokens" not in metrics:
         raise ValueError(f"RUN={str(folder)!r}: metrics.jsonl has no train/loss and train/tokens; accepted is the run of a language model")  # fmt: skip
     try:
-        parameters = count_parameters(read_config(folder).model)["total"]
+        config = read_config(folder)
+        parameters, tokenizer = count_parameters(config.model)["total"], config.data.tokenizer
     except ValueError:
-        parameters = None
+        parameters, tokenizer = None, None
     newest = max(folder.glob("eval/*/results.json"), key=lambda p: p.stat().st_mtime, default=None)
     results = json.loads(newest.read_text()) if newest else {}
     curve = newest.with_suffix(".npz") if newest else None
-    return RunData(name, folder, metrics, parameters, results, curve if curve and curve.is_file() else None)  # fmt: skip
+    return RunData(name, folder, metrics, parameters, tokenizer, results, curve if curve and curve.is_file() else None)  # fmt: skip
+
+
+def unit_of(runs: Sequence[RunData]) -> str:
+    """Return the word for what the runs count: "byte" if all of them read bytes, otherwise "token"."""
+    return "byte" if all(run.tokenizer == "bytes" for run in runs) else "token"
+
+
+def tokenizers_differ(runs: Sequence[RunData]) -> str:
+    """Return a warning if the runs were trained with different tokenizers; empty if not."""
+    known = {run.name: run.tokenizer for run in runs if run.tokenizer is not None}
+    if len(set(known.values())) < 2:
+        return ""
+    listed = ", ".join(f"{name}: {tokenizer}" for name, tokenizer in known.items())
+    return (
+        f"the runs have different tokenizers ({listed}); their losses per token cannot be compared"
+    )
 
 
 def table(runs: Sequence[RunData]):
     """Return a table for the terminal with a row for each run."""
     from rich.table import Table
 
-    columns = ("run", "parameters", "steps", "tokens", "train loss", "held-out loss", "tokens/s")
+    units = f"{unit_of(runs)}s"
+    columns = ("run", "parameters", "steps", units, "train loss", "held-out loss", f"{units}/s")
     shown = [name for name in _EVALUATED if any(name in run.results for run in runs)]
     result = Table(box=None, pad_edge=False, header_style="bold")
     for column in (*columns, *(f"eval: {name.removeprefix('val/')}" for name in shown)):
@@ -191,17 +216,18 @@ def draw(runs: Sequence[RunData], path: str, *, title: str = "") -> Path:
         if run.curve is not None:
             curve = LossCurve.load(run.curve)
             axes[2].plot(np.arange(curve.length) + 1, moving_average(curve.loss), color=colour)
-    label_axes(axes[0], "tokens", "loss (nats per token)")
+    unit = unit_of(runs)
+    label_axes(axes[0], f"{unit}s", f"loss (nats per {unit})")
     axes[0].xaxis.set_major_formatter(EngFormatter())
     axes[0].set_title("training loss, smoothed; dashed: held out", fontsize=9)
     speeds = [run.speed() or 0.0 for run in runs]
     axes[1].barh([run.name for run in runs], speeds, color=colours(len(runs)))
     axes[1].invert_yaxis()
-    label_axes(axes[1], "tokens per second (median)", "")
+    label_axes(axes[1], f"{unit}s per second (median)", "")
     axes[1].xaxis.set_major_formatter(EngFormatter())
     axes[1].set_title("speed of training", fontsize=9)
     if evaluated:
-        label_axes(axes[2], "position (tokens)", "loss (nats per token)")
+        label_axes(axes[2], f"position ({unit}s)", f"loss (nats per {unit})")
         axes[2].set_xscale("log", base=2)
         axes[2].set_title("held-out loss by position, newest evaluation", fontsize=9)
     return save_figure(figure, path, legend=axes[0])

@@ -48,11 +48,12 @@ def _flag(node: ast.Call, constants: dict[str, object]) -> Declared | None:
         return None
     keywords = {k.arg: k.value for k in node.keywords if k.arg}
     if function.startswith("DEFINE_"):
-        if len(values) < 3:
+        place = 3 if function.startswith(("DEFINE_enum", "DEFINE_multi_enum")) else 2  # of the text
+        if len(values) <= place:
             return None
         switch = function in ("DEFINE_bool", "DEFINE_boolean")
         return Declared(
-            f"--{values[0]}", _text(node.args[2], constants), _default(node.args[1]), switch
+            f"--{values[0]}", _text(node.args[place], constants), _default(node.args[1]), switch
         )
     if function in ("add", "add_argument"):
         name = values[0] if values[0].startswith("-") else values[0].upper()

@@ -72,7 +72,7 @@ def _module(name: str) -> Callable[[list[str]], int]:
 
 
 IMPORTERS = {
-    "huggingface": ("lsm_jax.convert.huggingface", "a Llama, Mistral, Qwen2 or Qwen3: a Hugging Face folder, an id of the hub, or a .gguf file"),
+    "huggingface": ("lsm_jax.convert.huggingface", "a Llama, Mistral, Qwen2 or Qwen3: a Hugging Face folder, an id of the hub, or a .gguf file; and the GLA, RWKV, Mamba and hybrid models of docs/released_models.md, as folders or RWKV's .pth files"),
     "fox": ("lsm_jax.convert.fox", "a checkpoint of FoX's paper"),
     "liger": ("lsm_jax.linearize.released", "a checkpoint of Liger's authors"),
     "peft": ("lsm_jax.linearize.peft", "a folder of LoRA adapters that PEFT wrote"),

@@ -138,7 +138,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--workdir", required=True, help="the run's directory")
     parser.add_argument("--out", required=True, help="the folder to write")
-    parser.add_argument("--format", default=FORMATS[0], help=", ".join(FORMATS))
+    parser.add_argument(
+        "--format",
+        default=FORMATS[0],
+        help="huggingface, liger or peft; with `lsm export` also fox or released",
+    )
     parser.add_argument(
         "--source", help="the pretrained model whose names and files the result has"
     )

@@ -63,11 +63,20 @@ def fields(owner: Any, name: str | None = None) -> None:
 
 def did_you_mean(name: str, accepted: Iterable[str]) -> str:
     """Return the end of an error message, "; did you mean 'gla'?", with the accepted name that is nearest to `name` in
-    spelling or has it as one of its words; "" if there is none.
+    spelling, whatever its case, or has it as one of its words; "" if there is none.
     """
     names = list(accepted)
-    near = [n for n in names if name in n.split("_")] or difflib.get_close_matches(name, names, 1)
-    return f"; did you mean {near[0]!r}?" if near else ""
+    near = [n for n in names if n.lower() == name.lower()]
+    near = near or [n for n in names if name in n.split("_")]
+    if near:
+        return f"; did you mean {near[0]!r}?"
+
+    def closeness(one: str) -> tuple[float, bool]:
+        # Of names that are equally similar, the one with the same letters.
+        return difflib.SequenceMatcher(None, one, name).ratio(), sorted(one) == sorted(name)
+
+    near = difflib.get_close_matches(name, names, max(1, len(names)))
+    return f"; did you mean {max(near, key=closeness)!r}?" if near else ""
 
 
 def positive(owner: Any, **values: float) -> None:

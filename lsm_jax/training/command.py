@@ -156,7 +156,7 @@ def _fit_warmup(config: Any, program: str) -> None:
     if optimizer is not None and warmup >= config.total_tokens > 0:
         optimizer.warmup_tokens = config.total_tokens // 10
         print(
-            f"{program}: optimizer.warmup_tokens={optimizer.warmup_tokens}, a tenth of total_tokens, since the config's "
+            f"{programs.shown_name(program)}: optimizer.warmup_tokens={optimizer.warmup_tokens}, a tenth of total_tokens, since the config's "
             f"{warmup} are not less than total_tokens={config.total_tokens}",
             file=sys.stderr,
         )

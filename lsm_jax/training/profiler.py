@@ -41,6 +41,11 @@ def profiler(
     """
     first = start + config.profile_start
     running, began = False, 0.0
+    if config.profile_steps and first + config.profile_steps >= config.num_steps:
+        say(
+            f"profile: there will be no table, since {config.num_steps - start} steps are left and the profile ends before one of "
+            f"them: profile_start={config.profile_start} + profile_steps={config.profile_steps} must be less than that number"
+        )
 
     def before_step(step: int, state: TrainState) -> None:
         nonlocal running, began

@@ -51,16 +51,18 @@ def readme(config: TrainConfig, name: str) -> str:
         for letter in dict.fromkeys(config.model.pattern)
     )
     average = f", with a moving average of decay {config.ema_decay}" if config.ema_decay else ""
+    unit = "bytes" if config.data.tokenizer == "bytes" else "tokens"
     lines = [
         _MARK,
         "",
         f"# {config.name}",
         "",
         f"A training run of lsm_jax: {counts['total']:,} parameters ({layers}; pattern `{config.model.pattern}`, "
-        f"{config.model.num_layers} layers), {config.num_steps:,} steps of {config.tokens_per_step:,} tokens, seed {config.seed}, "
+        f"{config.model.num_layers} layers), {config.num_steps:,} steps of {config.tokens_per_step:,} {unit}, seed {config.seed}, "
         f"{config.optimizer.name} with the schedule {config.optimizer.schedule}{average}.",
         "",
-        "The command that started the run continues it after an interruption, with the same losses. To use it:",
+        "The command that started the run continues it after an interruption, with the same losses. To use it, in the folder "
+        f"that contains `{name}`:",
         "",
         f"    lsm eval --workdir={name}",
         f"    lsm compare {name} OTHER_RUN",

@@ -14,8 +14,10 @@ import pytest
 from lsm_jax import programs
 from lsm_jax.cli import compare, completion, doctor, main
 from lsm_jax.cli.declared import flags_of
-from lsm_jax.cli.table import COMMANDS, IMPORTERS
+from lsm_jax.cli.table import COMMANDS, EXPORTERS, IMPORTERS
+from lsm_jax.linearize.export import FORMATS
 from lsm_jax.mixers import METHODS, WRAPPERS
+from lsm_jax.mixers.checks import did_you_mean
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = ROOT / "tests/training/goldens/release_0_1/run"
@@ -68,6 +70,7 @@ def test_flags_are_read_from_the_source():
     flags = {flag.name: flag for flag in flags_of(ROOT / "eval.py")}
     assert flags["--num_tokens"].default == "256" and not flags["--num_tokens"].switch
     assert flags["--chat"].switch and flags["--tasks"].default == "perplexity,generate"
+    assert flags["--weights"].text.startswith("The trained parameters or their moving average")
     assert "--overwrite" in {flag.name for flag in flags_of(ROOT / "lsm_jax/data/tokenize.py")}
 
 
@@ -85,6 +88,18 @@ def test_an_unknown_command_names_the_nearest(capsys):
     assert "there is no command 'trian'; did you mean train?" in capsys.readouterr().err
     assert main(["xyz"]) == 2
     assert "Commands: train, eval" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "near"), [("GLA", "gla"), ("gal", "gla"), ("mamba_2", "mamba2")])
+def test_the_nearest_name_has_the_same_letters(name, near):
+    assert programs.nearest(name, list(METHODS)) == f"; did you mean {near}?"
+    assert did_you_mean(name, METHODS) == f"; did you mean {near!r}?"
+
+
+def test_the_page_of_export_names_all_formats(capsys):
+    assert main(["export", "--help"]) == 0
+    (line,) = (x for x in capsys.readouterr().out.splitlines() if x.startswith("  --format "))
+    assert all(name in line for name in (*FORMATS, *EXPORTERS))
 
 
 def test_a_command_without_its_arguments_prints_its_page(capsys):
@@ -212,6 +227,27 @@ def test_compare_draws_runs_and_prints_a_table(tmp_path, capsys, monkeypatch):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_messages_name_the_command_that_was_given(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["lsm train", "--config=lm:gla-nano"])
+    assert programs.shown_name("train.py") == "lsm train"
+    monkeypatch.setattr(sys, "argv", ["/home/somebody/train.py"])
+    assert programs.shown_name("train.py") == "train.py"
+
+
+def test_compare_counts_bytes_and_says_that_tokenizers_differ(tmp_path, capsys):
+    other = shutil.copytree(RUN, tmp_path / "other")
+    bytes_run, token_run = compare.read_run("run", RUN), compare.read_run("other", other)
+    assert bytes_run.tokenizer == "bytes" and compare.unit_of([bytes_run, token_run]) == "byte"
+    assert not compare.tokenizers_differ([bytes_run, token_run])
+    config = json.loads((other / "config.json").read_text())
+    config["data"]["tokenizer"] = "gpt2"
+    (other / "config.json").write_text(json.dumps(config))
+    assert main(["compare", str(RUN), str(other), f"--output={tmp_path / 'picture.png'}"]) == 0
+    printed = capsys.readouterr()
+    assert "tokens/s" in printed.out and "bytes/s" not in printed.out
+    assert "different tokenizers (run: bytes, other: gpt2)" in printed.err
+
+
 @pytest.mark.parametrize(
     ("runs", "message"),
     [
@@ -224,6 +260,14 @@ def test_compare_refuses(runs, message, tmp_path, monkeypatch, capsys):
     assert main(["compare", *runs]) == 1
     assert message in capsys.readouterr().err
     assert not (tmp_path / "comparison.png").exists()
+
+
+@pytest.mark.parametrize("output", ["picture.svg", "picture", ""])
+def test_compare_writes_png_files_only(output, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["compare", str(RUN), f"--output={output}"]) == 2
+    assert "accepted is the path of a .png file" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 def test_speed_ignores_the_first_row():

@@ -51,6 +51,7 @@ def test_schedules(tmp_path, changes, expected):
     ("changes", "message"),
     [
         (dict(name="adam"), "optimizer.name='adam': accepted are adamw, lion, muon, adafactor; did you mean 'adamw'"),
+        (dict(schedule="WSD"), "optimizer.schedule='WSD': accepted are .*; did you mean 'wsd'"),
         (dict(schedule="wds"), "optimizer.schedule='wds': accepted are cosine, wsd, .*; did you mean 'wsd'"),
         (dict(schedule="inverse_sqrt", warmup_tokens=0), "optimizer.warmup_tokens is 0"),
         (dict(schedule="wsd", decay_fraction=0.9), "optimizer.decay_fraction=0.9: the decay and optimizer.warmup_tokens=512 are"),

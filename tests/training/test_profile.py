@@ -9,6 +9,7 @@ import pytest
 from lsm_jax.evaluation.plots import plot_step_times
 from lsm_jax.training import train
 from lsm_jax.training.device_times import CATEGORIES, PARTS, category, instructions_of, part
+from lsm_jax.training.profiler import profiler
 from tests.training import tiny
 
 PROGRAM = """
@@ -65,6 +66,19 @@ def test_parts():
         "jit(f)/add",
     )
     assert [part(source) for source in sources] == ["mixer", "feedforward", "other"]
+
+
+@pytest.mark.parametrize(
+    ("start", "steps", "warned"), [(0, 2, False), (0, 3, True), (2, 2, True), (0, 0, False)]
+)
+def test_a_profile_that_the_run_is_too_short_for_is_announced(start, steps, warned, tmp_path):
+    config = tiny.config(tmp_path, total_tokens=4 * 256, profile_start=1, profile_steps=steps)
+    assert config.num_steps == 4
+    said = []
+    with profiler(tmp_path, config, start, lambda: "", said.append) as before_step:
+        before_step(start, None)
+    assert [text.startswith("profile: there will be no table") for text in said] == [True] * warned
+    assert not (tmp_path / "profile").exists()
 
 
 @pytest.mark.slow
