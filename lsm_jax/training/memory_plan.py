@@ -194,8 +194,8 @@ def _gathered_parameter_bytes(
     gradients before they are scattered; 0 without that axis.
 
     With kernels they are those of two layers of a period: one that is computed, and the next one, whose gather runs meanwhile; a
-    period of one layer has no next one in the body of the scan. Without kernels they are those of all layers of a period, since
-    XLA for CPUs gathers them before it computes the first one.
+    period of one layer has no next one in the body of the scan. Without kernels they are those of all layers of a period, of
+    which XLA for CPUs needs about so much memory.
     """
     if sizes["fsdp"] == 1:
         return 0
