@@ -91,7 +91,8 @@ def run(
     """Run the queue's jobs on `gpus` GPUs within `seconds`; their logs are written below `folder`.
 
     Returns:
-        For each job, in the order in which they ended, its name, exit code (None: not started) and seconds.
+        For each job, in the order in which they ended, its name, exit code (None: not started) and seconds; `reason` says why it
+        was not started.
 
     Raises:
         ValueError: a job requires more GPUs than there are.
@@ -153,7 +154,10 @@ class _Queue:
             gpus = None if blocked else free_gpus(job, self._users, self._slots)
             if job.seconds > left:
                 self.waiting.remove(job)
-                self._record(job, None, 0.0)
+                reason = (
+                    f"not started: its {job.seconds} s are more than the {left:.0f} s that are left"
+                )
+                self._record(job, None, 0.0, reason=reason)
             elif gpus is not None:
                 self.waiting.remove(job)
                 for gpu in gpus:
@@ -162,8 +166,8 @@ class _Queue:
                 self.running[process] = job, time.monotonic(), log
             blocked = blocked or gpus is None
 
-    def _record(self, job: Job, code: int | None, seconds: float) -> None:
-        row = dict(name=job.name, exit=code, seconds=round(seconds, 1))
+    def _record(self, job: Job, code: int | None, seconds: float, **more: str) -> None:
+        row = dict(name=job.name, exit=code, seconds=round(seconds, 1), **more)
         self.rows.append(row)
         with (self._folder / "summary.jsonl").open("a") as summary:
             summary.write(json.dumps(row) + "\n")
@@ -192,6 +196,15 @@ def _stop(process: subprocess.Popen) -> None:
     process.wait()
 
 
+def count_gpus() -> int:
+    """Return the number of NVIDIA GPUs that the tool nvidia-smi lists; 1 if it is not there or lists none."""
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return 1
+    return max(1, sum(line.startswith("GPU ") for line in listed.stdout.splitlines()))
+
+
 def main(argv: list[str]) -> None:
     """Parse the command line of `python -m benchmarks queue` and run the jobs; the exit status is 1 if a
     job failed or did not start.
@@ -202,7 +215,11 @@ def main(argv: list[str]) -> None:
     )  # fmt: skip
     parser.add_argument("jobs", type=Path, help="a list of jobs")
     parser.add_argument("--output", type=Path, required=True, metavar="DIR")
-    parser.add_argument("--gpus", type=int, default=1, help="GPUs of this machine")
+    parser.add_argument(
+        "--gpus",
+        type=int,
+        help="GPUs of this machine that run jobs; default: those that nvidia-smi lists",
+    )
     parser.add_argument("--slots", type=int, default=4, help="jobs that may share a GPU")
     parser.add_argument("--seconds", type=float, required=True, help="time for all jobs together")
     parser.add_argument("--only", help="names of jobs, with commas; all by default")
@@ -214,7 +231,8 @@ def main(argv: list[str]) -> None:
             if missing := [name for name in args.only.split(",") if name not in known]:
                 raise ValueError(f"--only {missing[0]}: accepted are {', '.join(known)}")
             jobs = [known[name] for name in args.only.split(",")]
-        rows = run(jobs, args.output, gpus=args.gpus, slots=args.slots, seconds=args.seconds)
+        gpus = count_gpus() if args.gpus is None else args.gpus
+        rows = run(jobs, args.output, gpus=gpus, slots=args.slots, seconds=args.seconds)
     except (ValueError, OSError) as error:
         sys.exit(f"{parser.prog}: {error}")
     sys.exit(any(row["exit"] != 0 for row in rows))

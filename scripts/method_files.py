@@ -10,19 +10,23 @@ from __future__ import annotations
 import argparse
 import ast
 import inspect
+import json
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from benchmarks.tables.training import LENGTHS, Row, is_step
 from lsm_jax import mixers, ops
 from lsm_jax.mixers import METHODS
 from lsm_jax.mixers.method import Method
 from lsm_jax.models.presets import SIZES
 from lsm_jax.ops.backends.select import clear_choices, unrecorded
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "method_files.md"
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+PAGE = DOCS / "method_files.md"
+STEPS = DOCS / "model_step.jsonl"
 LENGTH = 2048
 HEAD = """# Each method's file, ops and kernels
 
@@ -32,6 +36,9 @@ Lines are those of the method's file, and of them those of code, without comment
 another's with changes has fewer. The ops are those that a layer of the published proportions at width 1,024 calls for 2,048 tokens
 in bfloat16, each with the backend that `implementation=None` selects on an NVIDIA H100 or H200 (and on other platforms `xla`, or the
 kernels that [kernels.md](kernels.md) lists by card): `mosaic_gpu` is a fused kernel. [methods.md](methods.md) has the formulas.
+
+Speeds are 10³ tokens per second of a training step of 340M parameters in rows of 2,048 / 16,384 tokens on one H200, from
+[training_steps.md](results/training_steps.md): ours with the optimizer, FLA's (flash-linear-attention) loss and gradients alone.
 """
 
 
@@ -67,9 +74,30 @@ def backends(method: Method) -> dict[str, str]:
     return {op: text.partition(" ")[0].rstrip(",") for op, text in chosen.items()}
 
 
+def speeds(method: Method, steps: list[Row]) -> tuple[str, str]:
+    """Return the stored speeds of a method's 340M model at the shortest and the longest rows, ours and FLA's; "" without a row."""
+    found: dict[tuple[bool, int], float] = {}
+    for row in steps:
+        if row["variant"] == f"{method.name}-340m":
+            peer = "peer" in row
+            speed = row.get("fla_gradient_tokens_per_second" if peer else "tokens_per_second")
+            if speed is not None and (peer or is_step(row)):
+                found[peer, row["length"]] = speed
+    texts = []
+    for peer in (False, True):
+        of_lengths = [found.get((peer, length)) for length in (LENGTHS[0], LENGTHS[-1])]
+        words = ["–" if speed is None else f"{speed / 1e3:.1f}" for speed in of_lengths]
+        texts.append(" / ".join(words) if any(of_lengths) else "")
+    return texts[0], texts[1]
+
+
 def page() -> str:
     """Return the text of docs/method_files.md: a table row for each method, in the registry's order."""
-    rows = ["| method | lines | of code | forms | ops | fused |", "|---|---|---|---|---|---|"]
+    steps = [json.loads(line) for line in STEPS.read_text().splitlines()]
+    rows = [
+        "| method | lines | of code | forms | ops | fused | speed | FLA's speed |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
     for method in METHODS.values():
         total, code = lines(method)
         chosen = backends(method)
@@ -77,7 +105,10 @@ def page() -> str:
         fused = "no" if own == "xla" else "yes"
         listed = ", ".join(f"`{op}` ({name})" for op, name in chosen.items())
         forms = ", ".join(method.forms) or "one"
-        rows.append(f"| `{method.name}` | {total} | {code} | {forms} | {listed} | {fused} |")
+        ours, peer = speeds(method, steps)
+        rows.append(
+            f"| `{method.name}` | {total} | {code} | {forms} | {listed} | {fused} | {ours} | {peer} |"
+        )
     return "\n".join([HEAD, *rows, ""])
 
 

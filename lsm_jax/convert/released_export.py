@@ -63,6 +63,7 @@ _METHODS: dict[type, tuple[str, ...]] = {
     mixers.ABCConfig: ("abc",),
     mixers.Mamba3Config: ("mamba3",),
     mixers.Mamba3MIMOConfig: ("mamba3",),
+    mixers.LogLinearMamba2Config: ("log_linear_mamba2",),
 }
 _GATED = (
     "qwen3_5_text",

@@ -33,7 +33,6 @@ Sources and decisions (state-spaces/mamba: mamba_ssm/modules/mamba3.py, commit e
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from typing import Any
 
@@ -57,6 +56,7 @@ from lsm_jax.mixers.layers import (
 from lsm_jax.mixers.method import Method
 from lsm_jax.mixers.op_config import RecurrentConfig
 from lsm_jax.mixers.steps import run_steps
+from lsm_jax.mixers.turns import of_heads, turn, turned_heads
 
 RATES = ("heavy_tail", "softplus")
 
@@ -151,73 +151,6 @@ class Mamba3Config(RecurrentConfig):
         return projections + memory + 2 * pairs * heads * (self.state_size + self.head_dim)
 
 
-def partners(x: jax.Array, halves: bool) -> jax.Array:
-    """Return x [..., N] turned by a right angle: for each channel the other one of its pair, negative for the first of a pair.
-
-    A pair is the channels 2 i and 2 i + 1, or with `halves` i and i + N / 2.
-    """
-    pairs = x.reshape(*x.shape[:-1], *((2, -1) if halves else (-1, 2)))
-    sign = jnp.expand_dims(jnp.array([-1, 1], x.dtype), -1 if halves else 0)
-    return (sign * jnp.flip(pairs, -2 if halves else -1)).reshape(x.shape)
-
-
-def _waves(angle: jax.Array, size: int, halves: bool) -> tuple[jax.Array, jax.Array]:
-    """Return cosine and sine for each of `size` channels, [..., N], of the angles [..., S] of the first S pairs."""
-    rest = [(0, 0)] * (angle.ndim - 1) + [(0, size // 2 - angle.shape[-1])]
-    cos, sin = jnp.pad(jnp.cos(angle), rest, constant_values=1), jnp.pad(jnp.sin(angle), rest)
-    if halves:
-        return jnp.concatenate([cos, cos], axis=-1), jnp.concatenate([sin, sin], axis=-1)
-    return jnp.repeat(cos, 2, axis=-1), jnp.repeat(sin, 2, axis=-1)
-
-
-def turn(x: jax.Array, angle: jax.Array, *, halves: bool) -> jax.Array:
-    """Turn pairs of channels of x [..., N] by `angle` [..., S], in radians; the channels beyond 2 S are not turned. `halves` says
-    which channels are pairs, as in `partners`.
-    """
-    cos, sin = _waves(angle, x.shape[-1], halves)
-    return x * cos + partners(x, halves) * sin
-
-
-def _of_heads(x: jax.Array, bias: jax.Array) -> jax.Array:
-    """Return x [B, T, R, G, N] for each of the H heads of its groups, with the heads' bias [R, H, N]."""
-    return jnp.repeat(x, bias.shape[1] // x.shape[3], axis=3) + bias.astype(x.dtype)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def turned_heads(x: jax.Array, bias: jax.Array, angle: jax.Array, halves: bool) -> jax.Array:
-    """Return x [B, T, R, G, N] with the bias [R, H, N] of each head, turned by the angles [B, T, H, S], in their dtype.
-
-    Every array of all heads' channels is read or written once: partners are those of x and bias, and the gradient of the angles has
-    no arrays for sines and cosines.
-    """
-    cos, sin = (w[:, :, None] for w in _waves(angle, x.shape[-1], halves))
-    partner = _of_heads(partners(x, halves), partners(bias, halves))
-    return _of_heads(x, bias).astype(angle.dtype) * cos + partner.astype(angle.dtype) * sin
-
-
-def _turned_heads_forward(x, bias, angle, halves):
-    return turned_heads(x, bias, angle, halves), (x, bias, angle)
-
-
-def _turned_heads_backward(halves, saved, d_turned):
-    """Return the gradients of x, bias and angles."""
-    x, bias, angle = saved
-    (batch, length, ranks, groups, size), heads = x.shape, bias.shape[1]
-    cos, sin = (w[:, :, None] for w in _waves(angle, size, halves))
-    partner = _of_heads(partners(x, halves), partners(bias, halves)).astype(angle.dtype)
-    d_angle = d_turned * (partner * cos - _of_heads(x, bias).astype(angle.dtype) * sin)
-    d_angle = d_angle.reshape(batch, length, ranks, heads, *((2, -1) if halves else (-1, 2)))
-    pairs = slice(angle.shape[-1])
-    d_angle = d_angle[..., pairs] if halves else d_angle[..., pairs, :]
-    d_angle = jnp.sum(d_angle, axis=(2, -2 if halves else -1))
-    d_heads = d_turned * cos - partners(d_turned, halves) * sin
-    d_groups = jnp.sum(d_heads.reshape(batch, length, ranks, groups, -1, size), axis=4)
-    return d_groups.astype(x.dtype), jnp.sum(d_heads, axis=(0, 1)).astype(bias.dtype), d_angle
-
-
-turned_heads.defvjp(_turned_heads_forward, _turned_heads_backward)
-
-
 def trapezoid_memory(
     q: jax.Array,
     k: jax.Array,
@@ -294,14 +227,14 @@ def trapezoid_memory(
         read = turned_heads(q, q_bias, phase, halves)
         written = (jnp.exp(log_decay) * (weight_before + weight_old))[:, :, None, :, None]
         written = written * turned_heads(k_before, k_bias, phase - angle, halves)
-        q, k = _of_heads(q, q_bias).astype(wide), _of_heads(k, k_bias).astype(wide)
+        q, k = of_heads(q, q_bias).astype(wide), of_heads(k, k_bias).astype(wide)
         v, v_before = v.astype(wide), v_before.astype(wide)
         near = mixed(weight[..., None, None] * scores(q, k), v)
         if ranks > 1:  # what a rank reads before the ranks after it are written
             later = jnp.triu(jnp.ones((ranks, ranks), wide), 1)
             near += mixed(later * scores(read, written), v_before)
         if update_mask is not None:
-            k_before = _of_heads(k_before, k_bias).astype(wide)
+            k_before = of_heads(k_before, k_bias).astype(wide)
             last = mixed(weight_before[..., None, None] * scores(q, k_before), v_before)
             near = jnp.where((update_mask != 0)[:, :, None, None, None], near, last)
         return read, written, near

@@ -251,6 +251,8 @@ class Decoder(nnx.Module):
         [periods, M, ...]: losses are computed for each microbatch. Counts are sums over microbatches, other
         statistics means, as in gradient accumulation.
         """
+        if not jax.tree.leaves(aux):  # `vmap` requires an array
+            return self._statistics(aux)
         each = jax.vmap(self._statistics, in_axes=1)(aux)
         return {
             name: (jnp.sum if name.endswith("_count") else jnp.mean)(x, axis=0)

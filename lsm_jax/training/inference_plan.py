@@ -87,15 +87,22 @@ def inference_plan(
     state, working = known[key]
     leaves = zip(jax.tree.leaves(params), jax.tree.leaves(shardings), strict=True)
     parameters = sum(_local_bytes(x, sharding) for x, sharding in leaves)
-    gathered = 0
+    gathered = [0]
     if sizes["fsdp"] > 1:
-        stacked = jax.tree.leaves(params["periods"]), jax.tree.leaves(shardings["periods"])
-        gathered = sum(
-            _local_bytes(x, sharding) * (sizes["fsdp"] if "fsdp" in str(sharding.spec) else 1)
-            for x, sharding in zip(*stacked, strict=True)
-        )
-    # One period at a time is gathered; every device then has it whole, but of the experts only its share.
-    return InferencePlan(sizes, parameters, state, working + gathered // model.num_periods)
+        blocks, placed = params["periods"]["blocks"], shardings["periods"]["blocks"]
+        # While a layer of a period is computed, the next one is gathered. Every device then has both whole, but of the experts
+        # only its share.
+        each = [_complete_bytes(blocks[i], placed[i], sizes["fsdp"]) for i in range(len(blocks))]
+        gathered = [sum(each[i : i + 2]) for i in range(max(1, len(each) - 1))]
+    return InferencePlan(sizes, parameters, state, working + max(gathered) // model.num_periods)
+
+
+def _complete_bytes(params: Any, shardings: Any, fsdp: int) -> int:
+    """Return the bytes of parameters that a device gathers over the mesh axis "fsdp", which has so many devices."""
+    return sum(
+        _local_bytes(x, sharding) * (fsdp if "fsdp" in str(sharding.spec) else 1)
+        for x, sharding in zip(jax.tree.leaves(params), jax.tree.leaves(shardings), strict=True)
+    )
 
 
 def _local_bytes(x: jax.ShapeDtypeStruct, sharding: Any) -> int:

@@ -156,7 +156,7 @@ def plan(
         saved=saved,
         working=working
         + dealt.held
-        + _gathered_parameter_bytes(config, all_params, sizes)
+        + _gathered_parameter_bytes(config, all_params, sizes, kernels)
         + gathered_keys_and_values_bytes(config, model, sizes),
         # XLA computes new parameters inside the optimizer's fusion on NVIDIA GPUs, but after it on CPUs.
         update=trained * (1 if kernels else 2),
@@ -188,14 +188,25 @@ def _name(path: Any) -> str:
 
 
 def _gathered_parameter_bytes(
-    config: TrainConfig, all_params: dict[str, Any], sizes: dict[str, int]
+    config: TrainConfig, all_params: dict[str, Any], sizes: dict[str, int], kernels: bool
 ) -> int:
-    """Return the bytes of one period's parameters that a device gathers from the others along the mesh axis
-    "fsdp", and of their gradients before they are scattered; 0 without that axis."""
+    """Return the bytes of the parameters that a device gathers from the others along the mesh axis "fsdp" at a time, and of their
+    gradients before they are scattered; 0 without that axis.
+
+    With kernels they are those of two layers of a period: one that is computed, and the next one, whose gather runs meanwhile; a
+    period of one layer has no next one in the body of the scan. Without kernels they are those of all layers of a period, of
+    which XLA for CPUs needs about so much memory.
+    """
     if sizes["fsdp"] == 1:
         return 0
-    periods = config.model.num_layers // len(config.model.period())
-    count = sum(x.size for name, x in all_params.items() if name.startswith("periods/"))
+    period = len(config.model.period())
+    counts = [0] * period
+    for name, x in all_params.items():
+        if name.startswith("periods/blocks/"):
+            counts[int(name.split("/")[2])] += x.size
+    at_a_time = min(2, period) if kernels else period
+    most = max(sum(counts[i : i + at_a_time]) for i in range(period - at_a_time + 1))
+    periods = config.model.num_layers // period
     parts = sizes["tensor"] * sizes["expert"]
     item = jnp.dtype(config.model.dtype).itemsize
-    return count // periods // parts * (4 + item)
+    return most // periods // parts * (4 + item)

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks import registry
 from benchmarks.__main__ import make_parser
-from benchmarks.queue import Job, free_gpus, read_jobs, run
+from benchmarks.queue import Job, count_gpus, free_gpus, read_jobs, run
 
 
 def test_a_list_is_read():
@@ -62,6 +62,8 @@ def test_jobs_run_and_their_results_are_written(tmp_path):
     )  # fmt: skip
     ends = {row["name"]: row["exit"] for row in rows}
     assert ends == {"good": 0, "bad": 3, "pair": 0, "slow": -9, "late": None}
+    late = next(row for row in rows if row["name"] == "late")
+    assert late["reason"].startswith("not started: its 500 s are more than the ")
     assert (tmp_path / "good" / "seen").read_text() == "0\n"
     assert (tmp_path / "good" / "log").read_text() == "said\n"
     assert (tmp_path / "pair" / "seen").read_text() == "0,1\n"
@@ -80,3 +82,15 @@ def test_the_pending_jobs_name_benchmarks_and_options_that_exist():
         python, flag, package, name, *options = shlex.split(job.command)
         assert (python, flag, package) == ("python", "-m", "benchmarks")
         make_parser(registry.get(name)).parse_args(options)
+
+
+def test_all_gpus_of_the_machine_run_jobs_by_default(tmp_path, monkeypatch):
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(
+        "#!/bin/sh\necho 'GPU 0: NVIDIA H200 (UUID: a)'\necho 'GPU 1: NVIDIA H200 (UUID: b)'\n"
+    )
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert count_gpus() == 2
+    monkeypatch.setenv("PATH", "")
+    assert count_gpus() == 1

@@ -18,8 +18,9 @@ is replaced for that. In addition:
 - `torch.compile` is not used (RWKV-7);
 - the kernel of MesaNet, which the interpreter does not run, is FLA's direct solution (`naive_mesa_net_exact`);
 - the two functions of flash_attn that MoBA calls are `packed_attention`;
-- the kernel of ABC, which the interpreter does not run either, is FLA's definition in torch (`naive_recurrent_abc`);
-- Mamba-3 calls its function for CUDA on a CPU too;
+- the kernels of ABC and of log-linear Mamba-2, which the interpreter does not run either, are FLA's definitions in torch
+  (`naive_recurrent_abc`, `naive_log_linear_attn`);
+- log-linear Mamba-2 and Mamba-3 call their functions for CUDA on a CPU too;
 - `log1p`, which the interpreter does not run, is the logarithm of 1 + x (LightNet);
 - the functions of the package mamba_ssm that Mamba-3 calls are `mamba3_memory`, their definition step by step;
 - `Tensor.argsort` is stable (Mixture-of-Memories; see `make_author_goldens`).
@@ -127,6 +128,10 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "fla-precond_kda-bounded": (
         "fla.models.precond_kda", "PrecondKDA", FLA | dict(head_dim=16, expand_v=0.5, safe_gate=True, lower_bound=-5.0),
     ),
+    "fla-log_linear_mamba2": (
+        "fla.models.log_linear_mamba2", "LogLinearMamba2",
+        dict(num_heads=4, head_dim=16, state_size=8, use_bias=True, use_conv_bias=False, fuse_norm=False, fuse_cross_entropy=False),
+    ),
 }  # fmt: skip
 GRADIENTS = ("fla-gla", "fla-delta_net", "fla-hgrn2", "transformers-mamba", "transformers-mamba2")
 
@@ -140,7 +145,16 @@ def import_fla() -> None:
     importlib.import_module("fla.layers.attn").flash_attn_func = flash_attention
     importlib.import_module("fla.ops.nsa.parallel").flash_attn_func = flash_attention
     importlib.import_module("fla.layers.mesa_net").chunk_mesa_net = solved_mesa_net
+    mamba = importlib.import_module("fla.layers.log_linear_mamba2").LogLinearMamba2
+    mamba.forward = lambda self, hidden_states, attention_mask=None, **_: (
+        self.cuda_kernels_forward(hidden_states, None, False, attention_mask)[0], None, None,
+    )  # fmt: skip
     importlib.import_module("fla.layers.abc").chunk_abc = defined_abc
+    importlib.import_module("fla.layers.log_linear_mamba2").chunk_log_linear_attn = (
+        lambda q, k, v, g, level_scales, **_: (
+            importlib.import_module("fla.ops.log_linear_attn.naive").naive_log_linear_attn(q, k, v, g, level_scales), None,
+        )
+    )  # fmt: skip
     mamba3 = importlib.import_module("fla.layers.mamba3")
     mamba3.mamba3_siso_combined = mamba3.mamba3_mimo_combined = mamba3_memory
     mamba3.Mamba3.forward = lambda self, hidden_states, **_: (

@@ -100,7 +100,7 @@ def test_the_table_has_the_smallest_number_of_cards():
 def test_wrong_sources_are_named(tmp_path, capsys):
     path = tmp_path / "config.json"
     for content, words in (
-        ('{"model_type": "gpt2"}', "model_type='gpt2'; accepted are bailing_hybrid"),
+        ('{"model_type": "gpt2"}', "model_type='gpt2'; accepted are abc, bailing_hybrid, "),
         (json.dumps(KIMI | dict(new=1)), "unknown fields, .*: new=1"),
         ("[", "config.json cannot be read"),
     ):

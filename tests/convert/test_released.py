@@ -33,6 +33,7 @@ from lsm_jax.convert.huggingface import checkpoint_layout, import_huggingface, o
 from lsm_jax.convert.layout import layout_of
 from lsm_jax.convert.load import load_tree
 from lsm_jax.convert.rwkv_file import RWKVFile, fields_of
+from lsm_jax.feedforward import SwiGLUConfig
 from lsm_jax.models import Decoder, LayerConfig, ModelConfig, abstract, lm
 from lsm_jax.training.step import params_of
 
@@ -227,6 +228,8 @@ def test_missing_and_surplus_tensors_are_named(tmp_path):
         ("fla-lightnet", dict(attn=dict(layers=[1], num_heads=2, rope_theta=5.0)), "attn.rope_theta=5.0, which FLA's lightnet does not"),
         ("fla-mamba3", dict(num_heads=3), "num_heads=3: accepted is expand . hidden_size / head_dim = 4"),
         ("fla-mamba3", dict(A_floor=0.1), "A_floor=0.1; accepted is 0.0001"),
+        ("fla-log_linear_mamba2", dict(use_bias=False), "use_bias=False, use_conv_bias=False; accepted are true and false"),
+        ("fla-log_linear_mamba2", dict(num_heads=3), "num_heads=3: accepted is expand . hidden_size / head_dim = 4"),
         ("fla-nsa", dict(block_counts=2), "NSAConfig.num_blocks=2: accepted are numbers from 3"),
         ("fla-precond_kda", dict(num_v_heads=4), "num_v_heads=4; accepted are null and num_heads=2"),
         ("fla-moba", dict(moba_topk=1), "moba_topk=1: accepted are numbers from 2"),
@@ -260,13 +263,15 @@ def test_errors_name_the_field(name, fields, words, tmp_path):
 OWN = (
     "gla", "retnet", "deltanet", "gated_deltanet", "kda", "hgrn2", "gsa", "mamba", "mamba2", "gated_deltaproduct", "comba",
     "precond_gated_deltanet", "precond_kda", "mesa_net", "path", "moba", "nsa", "hgrn", "lightnet", "abc",
-    "mamba3", "mamba3_mimo",
+    "mamba3", "mamba3_mimo", "log_linear_mamba2",
 )  # fmt: skip
 
 
 @pytest.mark.parametrize("method", marked(OWN, ("gated_deltanet", "gsa")))
 def test_own_models_are_exported(method, tmp_path):
     config = dataclasses.replace(lm(method, "tiny", vocab_size=48), num_layers=2)
+    if method == "log_linear_mamba2":
+        config.layers["L"].feedforward = SwiGLUConfig()  # FLA's, whatever its config says
     if method == "path":
         config.layers["L"].mixer.rank = 32  # the only one that FLA has
     if method.startswith("mamba3"):

@@ -14,7 +14,8 @@ import pytest
 from flax import nnx
 
 from lsm_jax import mixers, ops
-from lsm_jax.mixers.mamba3 import trapezoid_memory, turn
+from lsm_jax.mixers.mamba3 import trapezoid_memory
+from lsm_jax.mixers.turns import turn
 from tests.mixers import goldens
 from tests.mixers.test_mixers import close
 

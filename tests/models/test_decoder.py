@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 import time
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -48,6 +49,32 @@ def looped(small: Small) -> jax.Array:
 @pytest.mark.classes
 def test_scan_equals_loop(small):
     close(small()[0], jax.jit(lambda: looped(small))(), 3e-5)
+
+
+IN_ONE_CHUNK = ("log_linear_mamba2", "log_linear_gated_deltanet", "gla", "gated_deltanet")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *IN_ONE_CHUNK,
+        *(pytest.param(n, marks=pytest.mark.slow) for n in mixers.METHODS if n not in IN_ONE_CHUNK),
+    ],
+)
+def test_a_scan_equals_unrolled_layers_in_rows_of_one_chunk(name):
+    """In a row of one chunk, XLA knows that the memory before it is 0, and fuses other operations than with several."""
+    config = small_config(name, "L")
+    if mixers.METHODS[name].forms:
+        config.layers["L"].mixer.op.chunk_size = None
+    draw = np.random.default_rng(0).standard_normal
+    tokens, logits = jnp.arange(20).reshape(2, 10), []
+    params: Any = None
+    for unroll in (False, True):
+        model = models.abstract(dataclasses.replace(config, unroll_layers=unroll))
+        graphdef, shapes = nnx.split(model)
+        params = params or jax.tree.map(lambda p: 0.2 * draw(p.shape, p.dtype), shapes)
+        logits.append(jax.jit(lambda p, g=graphdef: nnx.merge(g, p)(tokens)[0])(params))
+    close(*logits, 1e-5)
 
 
 def test_prefill_then_decoding_equals_one_call(small):

@@ -15,6 +15,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 
 from benchmarks.run import read_rows
 from configs import liger, linear_moe
@@ -118,6 +119,23 @@ def test_gathered_keys_and_accumulated_gradients_are_counted():
     assert gathered_keys_and_values_bytes(config, model, dict(sizes, sequence=1)) == 0
     pieces = dataclasses.replace(config, accumulation_steps=2)
     assert plan(pieces, 4).gradients == 2 * plan(config, 4).gradients
+
+
+@pytest.mark.slow
+def test_two_layers_are_gathered_at_a_time():
+    """A plan counts two layers at a time along "fsdp" with kernels, also where the pattern has no shorter period than the model,
+    and all layers of a period without kernels.
+    """
+    config = run_of(MeshConfig(data=2), pattern="NNNNNNNL")
+    blocks = models.abstract(config.model).periods.blocks
+    sizes = [sum(x.size for x in jax.tree.leaves(nnx.state(block, nnx.Param))) for block in blocks]
+    at_a_time = {True: max(sizes[0] + sizes[1], sizes[6] + sizes[7]), False: sum(sizes)}
+    for kernels, count in at_a_time.items():
+        whole, cut = (
+            plan(dataclasses.replace(config, mesh=mesh), 2, kernels=kernels).working
+            for mesh in (MeshConfig(data=2), MeshConfig(data=1, fsdp=2))
+        )
+        assert cut - whole == 8 * count  # parameters and their gradients, in float32
 
 
 def test_the_report_says_whether_a_run_fits():

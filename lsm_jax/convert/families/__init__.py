@@ -25,6 +25,7 @@ from lsm_jax.convert.families import (
     lfm2,
     lightnet,
     linear_attn,
+    log_linear_mamba2,
     mamba,
     mamba2,
     mamba3,
@@ -52,7 +53,7 @@ FAMILIES: dict[str, Family] = {
     for module in (
         gla, retnet, delta_net, gated_deltanet, kda, hgrn2, gsa, linear_attn, mom, rwkv6, rwkv7, rwkv7_pth, mamba, mamba2,
         gated_deltaproduct, comba, precond_gated_deltanet, precond_kda, mesa_net, path_attn, moba, hgrn,
-        lightnet, abc_attention, mamba3, nsa,
+        lightnet, abc_attention, mamba3, nsa, log_linear_mamba2,
         granite, bamba, nemotron_h, falcon_h1, lfm2, xlstm, qwen3_next, olmo_hybrid, kimi_linear,
         bailing_hybrid,
     )

@@ -170,6 +170,7 @@ def _chunked(inputs: _Inputs, before, after, memory, chunks: Chunks, options: Op
         keys = jnp.where(at[:, None, :, :, None], chunk.writing[:, :, None], 0)
         return kept + jnp.einsum("bglck,bgcv->bglkv", keys, chunk.v, precision=precision)
 
+    memory = jax.lax.optimization_barrier(memory)  # XLA's CPU compiler misreads known zeros below
     entering, memory = scan_chunks(update, chunk, memory, chunks)
     scales = x.scales  # [B, N, G, R, C, L]
     inside = level_between(after[..., :, None], after[..., None, :], levels)  # [B, N, C, C]
