@@ -247,9 +247,9 @@ def time_inference(programs: Inference, params: Any, rows: int, vocab: int) -> d
         decode_ms=round(1e3 * seconds / programs.count, 3),
         decode_tokens_per_second=round(rows * programs.count / seconds, 1),
         state_gib=round(size / 2**30, 4),
-        gib=round(max(map(program_bytes, (read, decode))) / 2**30, 2),
-        prefill_gib=round(program_bytes(read) / 2**30, 2),
-        decode_gib=round(program_bytes(decode) / 2**30, 2),
+        gib=round(max(map(program_bytes, (read, decode))) / 2**30, 4),
+        prefill_gib=round(program_bytes(read) / 2**30, 4),
+        decode_gib=round(program_bytes(decode) / 2**30, 4),
         piece=programs.piece,
         implementations=programs.choices,
     )
@@ -324,7 +324,7 @@ def time_tuning(
         milliseconds=round(1e3 * seconds, 2),
         tokens_per_second=round(rows * length / seconds),
         loss=round(float(metrics["train/loss"]), 4),
-        gib=round(program_bytes(step) / 2**30, 2),
+        gib=round(program_bytes(step) / 2**30, 4),
         implementations={"step": tuning.choices},
     )
 

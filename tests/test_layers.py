@@ -16,8 +16,18 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # The packages of the library that each package may import besides itself. A name with a dot is a single module.
 ALLOWED = {
-    "linearize": {"convert", "training", "models", "mixers", "data", "files", "hub"},
-    "convert": {"training", "models", "mixers", "feedforward", "parallel", "data", "files", "hub"},
+    "linearize": {"convert", "training", "models", "mixers", "data", "files", "hub", "programs"},
+    "convert": {
+        "training",
+        "models",
+        "mixers",
+        "feedforward",
+        "parallel",
+        "data",
+        "files",
+        "hub",
+        "programs",
+    },
     "training": {
         "models",
         "mixers",
@@ -55,7 +65,7 @@ ALLOWED = {
     "mixers": {"ops", "parallel"},
     "ops": {"parallel", "pallas_kernels"},
     "parallel": set(),
-    "data": {"files", "hub"},
+    "data": {"files", "hub", "programs"},
     "pallas_kernels": set(),
 }
 

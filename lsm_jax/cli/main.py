@@ -66,7 +66,14 @@ def _run(arguments: Sequence[str] | None) -> int:
     if not rest and command.required:
         print(page(command), file=sys.stderr)
         return 2
-    return command.run(rest) or 0
+    program, sys.argv[0] = (
+        sys.argv[0],
+        f"lsm {name}",
+    )  # the name in messages, see `programs.shown_name`
+    try:
+        return command.run(rest) or 0
+    finally:
+        sys.argv[0] = program
 
 
 def overview() -> str:

@@ -21,6 +21,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from lsm_jax import programs
 from lsm_jax.convert.checkpoint import FLOATS, SINGLE_FILE, Checkpoint
 from lsm_jax.convert.fox import IGNORED, fixed_gates
 from lsm_jax.convert.fox_json import fox_config, json_of
@@ -151,7 +152,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return the exit status."""
     program = "lsm_jax.convert.fox_export"
     parser = argparse.ArgumentParser(
-        prog=f"python -m {program}",
+        prog=programs.shown_name(f"python -m {program}"),
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -163,7 +164,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run = load_run(parsed.workdir)
         out = export_fox(run.params, run.config.model, parsed.out, parsed.source)
     except (ValueError, OSError) as error:
-        print(f"{program}: {error}", file=sys.stderr)
+        print(f"{programs.shown_name(program)}: {error}", file=sys.stderr)
         return 1
     print(f"wrote the checkpoint of {run.config.name} to {out}")
     return 0

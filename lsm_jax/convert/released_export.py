@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from lsm_jax import mixers
+from lsm_jax import mixers, programs
 from lsm_jax.convert.checkpoint import FLOATS
 from lsm_jax.convert.families import FAMILIES, Family
 from lsm_jax.convert.folder import export, new_files, write_index
@@ -171,7 +171,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     status."""
     program = "lsm_jax.convert.released_export"
     parser = argparse.ArgumentParser(
-        prog=f"python -m {program}",
+        prog=programs.shown_name(f"python -m {program}"),
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -196,7 +196,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             options = dict(dtype=parsed.dtype, tokenizer=tokenizer, norm_eps=parsed.norm_eps)
             out = export_released(params, model, parsed.out, **options)
     except (ValueError, OSError) as error:
-        print(f"{program}: {error}", file=sys.stderr)
+        print(f"{programs.shown_name(program)}: {error}", file=sys.stderr)
         return 1
     print(f"wrote the checkpoint of {run.config.name} to {out}")
     return 0

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from lsm_jax import programs
 from lsm_jax.files import check_folder, disk_error, write_atomically
 from lsm_jax.hub import reference_of
 from lsm_jax.training import Checkpoints, TrainConfig
@@ -90,7 +91,7 @@ def command(
         options: help texts of further options, by name; `make` receives each as a keyword argument, None if it is absent.
     """
     parser = argparse.ArgumentParser(
-        prog=f"python -m {program}",
+        prog=programs.shown_name(f"python -m {program}"),
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -102,10 +103,13 @@ def command(
     try:
         config = make(**vars(parsed))
     except ValueError as error:
-        print(f"{program}: {error}", file=sys.stderr)
+        print(f"{programs.shown_name(program)}: {error}", file=sys.stderr)
         return 1
     except OSError as error:
-        print(f"{program}: {disk_error(error, kept='no run was written')}", file=sys.stderr)
+        print(
+            f"{programs.shown_name(program)}: {disk_error(error, kept='no run was written')}",
+            file=sys.stderr,
+        )
         return 1
     print(
         f"wrote the run {config.name} to {parsed.workdir}; evaluate it with eval.py --workdir={parsed.workdir}"

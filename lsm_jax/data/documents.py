@@ -147,6 +147,11 @@ class Documents:
             file.seek(first)
             return Piece(_decode(file.read(last - first), original), start == 0, last == size)
 
+    def check_all(self) -> None:
+        """Read all documents: raise ValueError, with its file and place, if one cannot be read."""
+        for index in range(len(self)):
+            self[index]
+
     def _place(self, index: int) -> str:
         """Return the place of a document that is a JSON value in its original file, for error messages."""
         number, file = int(self._number[index]), self._file[index]
@@ -163,7 +168,7 @@ class Documents:
         If there is only one document, its last pieces are held out.
 
         Raises:
-            ValueError: there is only one piece.
+            ValueError: there is only one piece; or it is a record that cannot be read, which the message says first.
         """
         document = np.cumsum(self.begins) - 1
         count = self.num_documents
@@ -177,6 +182,7 @@ class Documents:
             first = len(self) - min(max(round(fraction * len(self)), 1), len(self) - 1)
             held = np.arange(len(self)) >= first
         else:
+            self.check_all()
             raise ValueError(
                 f"{self._originals[0]} is one document of {self.lengths[0]} bytes, too short to hold "
                 "a part of it out; set data.heldout_path (--heldout=none writes a store without held-out documents)"

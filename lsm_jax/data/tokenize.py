@@ -23,6 +23,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
+from lsm_jax import programs
 from lsm_jax.data import tiktoken_file
 from lsm_jax.data.documents import Documents
 from lsm_jax.data.encode import Written, encode_documents, write_documents
@@ -156,10 +157,21 @@ def _write(
             stack.enter_context(writer)
         stack.enter_context(contextlib.closing(encoded))
         advance = _advance_with_rate(bar, total)
-        for writer, (_, part), pieces in zip(writers, parts, encoded, strict=True):
-            written = write_documents(
-                part, writer, pieces, length=sequence_length, separator=separator, progress=advance
-            )
+        for n, (writer, (_, part), pieces) in enumerate(zip(writers, parts, encoded, strict=True)):
+            try:
+                written = write_documents(
+                    part,
+                    writer,
+                    pieces,
+                    length=sequence_length,
+                    separator=separator,
+                    progress=advance,
+                )
+            except ValueError:
+                # A document that cannot be read is the reason to be told, if a part that was not read yet has one.
+                for _, later in parts[n + 1 :]:
+                    later.check_all()
+                raise
             results.append(written)
     return results
 
@@ -252,7 +264,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Tokenise text files and write one or two token stores, as the command line says; return its exit
     status: 0, 1 after an error, 130 if interrupted."""
     parser = argparse.ArgumentParser(
-        prog="python -m lsm_jax.data.tokenize",
+        prog=programs.shown_name("python -m lsm_jax.data.tokenize"),
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -20,6 +20,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from lsm_jax import programs
 from lsm_jax.convert import export
 from lsm_jax.linearize.peft import write_adapters
 from lsm_jax.linearize.pretrained import Pretrained
@@ -132,7 +133,7 @@ def _check_parameters(model: ModelConfig, base: ModelConfig) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Export the run that the command line names, and return the exit status."""
     parser = argparse.ArgumentParser(
-        prog="python -m lsm_jax.linearize.export",
+        prog=programs.shown_name("python -m lsm_jax.linearize.export"),
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -157,7 +158,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             source=options.source,
         )
     except (ValueError, OSError) as error:
-        print(f"lsm_jax.linearize.export: {error}", file=sys.stderr)
+        name = programs.shown_name("lsm_jax.linearize.export")
+        print(f"{name}: {error}", file=sys.stderr)
         return 1
     print(f"wrote the model to {folder}")
     return 0

@@ -247,6 +247,16 @@ def test_messages_name_the_command_that_was_given(monkeypatch):
     assert programs.shown_name("train.py") == "train.py"
 
 
+@pytest.mark.parametrize(
+    "words",
+    [["export", "--out=x", "--format=released"], ["convert", "huggingface", "--source=missing"]],
+)
+def test_errors_begin_with_the_command_that_was_given(words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main([*words, f"--workdir={tmp_path / 'none'}"]) == 1
+    assert capsys.readouterr().err.startswith(f"lsm {words[0]}: ")
+
+
 def test_compare_counts_bytes_and_says_that_tokenizers_differ(tmp_path, capsys):
     other = shutil.copytree(RUN, tmp_path / "other")
     bytes_run, token_run = compare.read_run("run", RUN), compare.read_run("other", other)

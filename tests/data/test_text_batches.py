@@ -297,6 +297,9 @@ def test_errors_name_the_file_or_line(tmp_path, lines):
     (folder / "c.jsonl").write_text('{"text": "x"}\n')
     with pytest.raises(ValueError, match="too short to hold a part of it out"):
         first(folder, heldout_fraction=0.1)
+    (folder / "c.jsonl").write_text('{"body": "x"}\n')
+    with pytest.raises(ValueError, match=r"c\.jsonl, line 1, at byte 0.*'text'.*\['body'\]"):
+        first(folder, heldout_fraction=0.1)
 
 
 def test_invalid_utf8_is_logged_and_encoded_unchanged_as_bytes(tmp_path, caplog):

@@ -158,3 +158,17 @@ def test_an_empty_path_selects_the_demo_text(tmp_path):
         make_train_iterator(
             DataConfig(cache_dir=str(tmp_path), tokenizer="gpt2"), global_batch_size=8, seed=0
         )
+
+
+@pytest.mark.parametrize(
+    "lines", [('{"text": "short"}', '{"text": '), ('{"text": ', '{"text": "short"}')]
+)
+def test_a_damaged_line_is_named_before_a_text_that_is_too_short(tmp_path, lines):
+    file = tmp_path / "a.jsonl"
+    file.write_text("\n".join(lines) + "\n")
+    with pytest.raises(ValueError, match=r"a\.jsonl, line [12], at byte \d+, is not JSON"):
+        write_store(
+            [file], str(tmp_path / "train.zarr"), tokenizer="bytes", sequence_length=64, heldout=str(tmp_path / "held.zarr"),
+            heldout_fraction=0.5, num_workers=1,
+        )  # fmt: skip
+    assert not (tmp_path / "train.zarr").exists()
