@@ -133,9 +133,16 @@ def test_each_kind_of_import_has_its_help(kind, capsys):
         (("--format=released",), "lsm_jax.convert.released_export"),
     ],
 )
-def test_export_calls_the_exporter_of_the_format(form, program, capsys):
-    assert main(["export", "--workdir=none", *form, "--out=x"]) == 1
-    assert capsys.readouterr().err.startswith(f"{program}: workdir='none'")
+def test_export_calls_the_exporter_of_the_format(form, program, monkeypatch):
+    called: list[list[str]] = []
+    monkeypatch.setattr(f"{program}.main", lambda arguments: called.append(arguments) or 0)
+    assert main(["export", "--workdir=none", *form, "--out=x"]) == 0
+    assert [{"--workdir=none", "--out=x"} <= set(arguments) for arguments in called] == [True]
+
+
+def test_a_missing_run_is_named_by_an_export(capsys):
+    assert main(["export", "--workdir=none", "--out=x"]) == 1
+    assert capsys.readouterr().err.startswith("lsm export: workdir='none'")
 
 
 def test_tokenize_writes_a_store(tmp_path, capsys):

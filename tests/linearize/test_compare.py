@@ -60,7 +60,7 @@ def test_arguments_are_checked(capsys, tmp_path):
 
 def test_an_interrupted_run_makes_no_row(capsys, monkeypatch, tmp_path):
     ended = TrainResult(step=3, interrupted=15, loss=5.0)
-    monkeypatch.setattr("benchmarks.training.train", lambda config, workdir: ended)
+    monkeypatch.setattr("benchmarks.training.train", lambda *_, **__: ended)
     assert main([f"--workdir={tmp_path}"]) == 1
     error = capsys.readouterr().err
     assert error.startswith("compare_linearized: ") and "ended the run after 3 of" in error

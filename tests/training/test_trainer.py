@@ -213,7 +213,7 @@ def test_every_file_of_the_demo_is_explained(tmp_path):
 
 def test_every_file_of_a_run_is_explained(whole):
     readme = (whole / "README.md").read_text()
-    assert "10 steps of 256 tokens, seed 42, adamw with the schedule constant" in readme
+    assert "10 steps of 256 bytes, seed 42, adamw with the schedule constant" in readme
     patterns = re.findall(r"^\| `([^`]+)` \|", readme, re.MULTILINE)
     assert patterns == list(FILES)
     used = explained(whole)
