@@ -72,7 +72,7 @@ def did_you_mean(name: str, accepted: Iterable[str]) -> str:
         return f"; did you mean {near[0]!r}?"
 
     def closeness(one: str) -> tuple[float, bool]:
-        # Of names that are equally similar, the one with the same letters.
+        # Names that are equally similar are ordered by whether they have the same letters.
         return difflib.SequenceMatcher(None, one, name).ratio(), sorted(one) == sorted(name)
 
     near = difflib.get_close_matches(name, names, max(1, len(names)))

@@ -1,4 +1,4 @@
-"""What a recall sweep reports: its members' names, metrics, result.json and the line that announces it."""
+"""Report a recall sweep: its members' names, its metrics, result.json and the line that announces it."""
 
 from __future__ import annotations
 
