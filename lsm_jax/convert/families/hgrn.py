@@ -19,13 +19,22 @@ _LAYER = fla.names(
 )
 
 
-def _config(values: dict[str, Any]) -> ModelConfig:
+def lower_bound(values: dict[str, Any]) -> float | None:
+    """Return the field `lower_bound` of HGRN's and HGRN2's configs: None for learned bounds, else 0.
+
+    Raises:
+        ValueError: the bounds are learned, and there are layers of softmax attention.
+    """
     bounded = values["use_lower_bound"]
     if bounded and values["attn"]:
         raise ValueError(
             "attn and use_lower_bound=True: bounds would be shared with layers of softmax; accepted is one of the two"
         )
-    mixer = HGRNConfig(lower_bound=None if bounded else 0.0, norm_eps=float(values["norm_eps"]))
+    return None if bounded else 0.0
+
+
+def _config(values: dict[str, Any]) -> ModelConfig:
+    mixer = HGRNConfig(lower_bound=lower_bound(values), norm_eps=float(values["norm_eps"]))
     return fla.decoder(values, mixer)
 
 
@@ -34,7 +43,8 @@ def _describe(config: ModelConfig) -> dict[str, Any]:
     return fields | dict(expand_ratio=1, use_lower_bound=mixer.lower_bound is None)
 
 
-def _names(values: dict[str, Any], config: ModelConfig, layer: int) -> Names:
+def names(values: dict[str, Any], config: ModelConfig, layer: int) -> Names:
+    """Return the names of HGRN's and HGRN2's parameters in a layer, or outside of the layers if `layer` is negative."""
     bounds = Entry("model.lower_bounds", shape=(1, config.hidden_size))
     table = _LAYER(values, config, layer)
     return table if layer < 0 else {**table, "mixer.lower_bound": bounds}
@@ -48,6 +58,6 @@ FAMILY = fla.family(
     only=dict(use_short_conv=(False,), expand_ratio=(1,)),
     unused=frozenset(["conv_size"]),
     config=_config,
-    names=_names,
+    names=names,
     describe=_describe,
 )

@@ -5,30 +5,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from lsm_jax.convert.families import fla
-from lsm_jax.convert.layout import Entry, Names
+from lsm_jax.convert.families import fla, hgrn
 from lsm_jax.mixers import HGRN2Config
 from lsm_jax.models import ModelConfig
 
 NORM_EPS = 1e-5
-_LAYER = fla.names(
-    {
-        **fla.PROJECTIONS,
-        "mixer.f_proj.kernel": "attn.f_proj.weight",
-        "mixer.i_proj.kernel": "attn.i_proj.weight",
-        "mixer.norm.scale": "attn.g_norm.weight",
-    }
-)
 
 
 def _config(values: dict[str, Any]) -> ModelConfig:
-    bounded = values["use_lower_bound"]
-    if bounded and values["attn"]:
-        raise ValueError(
-            "attn and use_lower_bound=True: bounds would be shared with layers of softmax; accepted is one of the two"
-        )
     mixer = HGRN2Config(
-        head_dim=fla.head_dim(values), lower_bound=None if bounded else 0.0, norm_eps=NORM_EPS
+        head_dim=fla.head_dim(values), lower_bound=hgrn.lower_bound(values), norm_eps=NORM_EPS
     )
     return fla.decoder(values, mixer)
 
@@ -38,12 +24,6 @@ def _describe(config: ModelConfig) -> dict[str, Any]:
     return fields | dict(
         num_heads=None, expand_ratio=mixer.head_dim, use_lower_bound=mixer.lower_bound is None
     )
-
-
-def _names(values: dict[str, Any], config: ModelConfig, layer: int) -> Names:
-    bounds = Entry("model.lower_bounds", shape=(1, config.hidden_size))
-    table = _LAYER(values, config, layer)
-    return table if layer < 0 else {**table, "mixer.lower_bound": bounds}
 
 
 FAMILY = fla.family(
@@ -56,6 +36,6 @@ FAMILY = fla.family(
     unused=frozenset(["conv_size"]),
     sizes=("expand_ratio",),
     config=_config,
-    names=_names,
+    names=hgrn.names,
     describe=_describe,
 )
