@@ -211,6 +211,10 @@ def train_recall(
             process writes there.
         OSError: a file cannot be written.
     """
+    if not isinstance(config, SmallModelsConfig):
+        raise ValueError(
+            f"config={type(config).__name__}: accepted is a RecallConfig or TrackingConfig; train trains language models"
+        )
     config.validate()
     if compiled is not None and compiled.config is not config:
         raise ValueError(

@@ -75,6 +75,10 @@ def train(
             are not finite, or a training batch could not be read.
         TrainingNotSaved: a file of the run cannot be written.
     """
+    if not isinstance(config, TrainConfig):
+        raise ValueError(
+            f"config={type(config).__name__}: accepted is a TrainConfig; train_recall trains small models"
+        )
     workdir = Path(workdir).expanduser().absolute()
     config.validate(len(jax.devices()))
     config = pinned(config, workdir)

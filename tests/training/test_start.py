@@ -16,8 +16,8 @@ import jax
 import pytest
 
 import lsm_jax
-from configs import lm
-from lsm_jax.training import loop, memory_check, metrics, read_config, train
+from configs import lm, tracking
+from lsm_jax.training import loop, memory_check, metrics, read_config, train, train_recall
 from lsm_jax.training import start as training_start
 from lsm_jax.training.config_json import to_dict
 from lsm_jax.training.metrics import MetricsWriter, TrainProgress
@@ -158,6 +158,13 @@ def test_bad_data_raises_before_anything_is_compiled_or_written(tmp_path, monkey
         config.data.heldout_fraction = 0.0
         train(config, tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_the_other_kind_of_config_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="config=TrackingConfig: accepted is a TrainConfig"):
+        train(tracking.get_config(), tmp_path)
+    with pytest.raises(ValueError, match="config=TrainConfig: accepted is a RecallConfig or Tra"):
+        train_recall(lm.get_config("gla-nano"), tmp_path)
 
 
 @pytest.mark.parametrize(
