@@ -29,25 +29,10 @@ def name(page) -> str:
     return page.relative_to(ROOT).as_posix()
 
 
-def commands_of(page) -> list[list[str]]:
-    """Return the words of all commands of a page that are parsed; `...` stands for the options of the command before it."""
-    variables: dict[str, str] = {}
-    found: list[list[str]] = []
-    for block in BLOCKS[page]:
-        if block.language == "indented" and not block.reason:
-            for words in doc_blocks.commands(block, variables):
-                if "..." in words:
-                    place = words.index("...")
-                    before = next(w for w in reversed(found) if w[:place] == words[:place])
-                    words = [*before, *words[place + 1 :]]
-                found.append(words)
-    return found
-
-
 CASES = [
-    pytest.param(words, id=f"{page.name}:{' '.join(words)[:60]}")
+    pytest.param(command.words, id=f"{page.name}:{' '.join(command.words)[:60]}")
     for page in PAGES
-    for words in commands_of(page)
+    for command in doc_blocks.commands_of(page)
 ]
 
 
@@ -131,10 +116,10 @@ not code:
 def test_blocks_and_reasons_are_found():
     found = doc_blocks.blocks(ROOT / "x.md", PAGE)
     assert [(b.language, b.reason) for b in found] == [("indented", "a reason"), ("bash", ""), ("indented", "")]  # fmt: skip
-    (words,) = doc_blocks.commands(found[2], {})
-    assert words == ["python", "train.py", "--workdir=x", "--config=configs/lm.py:gla-nano"]
+    (command,) = doc_blocks.commands(found[2], {}, {})
+    assert command.words == ["python", "train.py", "--workdir=x", "--config=configs/lm.py:gla-nano"]
     with pytest.raises(ValueError, match="'ls': no command of"):
-        list(doc_blocks.commands(found[0], {}))
+        list(doc_blocks.commands(found[0], {}, {}))
 
 
 WRONG = (
@@ -156,6 +141,6 @@ WRONG = (
 
 @pytest.mark.parametrize("command", WRONG)
 def test_a_wrong_command_is_noticed(command):
-    (words,) = doc_blocks.commands(Block(ROOT, 1, "indented", command, ""), {})
+    (found,) = doc_blocks.commands(Block(ROOT, 1, "indented", command, ""), {}, {})
     with pytest.raises(AssertionError):
-        doc_commands.parse(words)
+        doc_commands.parse(found.words)
