@@ -90,7 +90,9 @@ def blocks(page: Path, text: str | None = None) -> list[Block]:
     return found
 
 
-def commands(block: Block, variables: dict[str, str], exported: dict[str, str]) -> Iterator[Command]:
+def commands(
+    block: Block, variables: dict[str, str], exported: dict[str, str]
+) -> Iterator[Command]:
     """Return the commands of a block of shell commands.
 
     Args:

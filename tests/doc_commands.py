@@ -28,8 +28,8 @@ class Parsed(BaseException):
     """Raised in place of running a program, after its command line has been parsed."""
 
 
-def parse(words: Sequence[str]) -> None:
-    """Parse a command line with the parser of its program, and do not run the program.
+def parse(words: Sequence[str], folder: Path = ROOT) -> None:
+    """Parse a command line with the parser of its program, and do not run the program; paths are those of `folder`.
 
     `python FILE`, `python -m MODULE` and `lsm COMMAND` are started as Python would start them, up to the end of the parsing:
     flags, the config, its variant, overrides of its fields and their types are those that a user's command would have.
@@ -50,7 +50,7 @@ def parse(words: Sequence[str]) -> None:
     elif rest[:2] == ["-m", "pytest"]:
         _check_pytest(rest[2:])
     elif program not in OTHERS:
-        _start(program, [_concrete(word) for word in rest], ROOT, parse_only=True)
+        _start(program, [_concrete(word) for word in rest], folder, parse_only=True)
 
 
 def run(words: Sequence[str], folder: Path) -> str:

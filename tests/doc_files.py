@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from scripts.doc_blocks import ROOT
+from scripts.doc_blocks import ROOT, blocks
 from tests import doc_commands
 
 GOLDENS = ROOT / "tests/convert"
@@ -49,8 +49,7 @@ def write_store(folder: Path, *, encoder: str = "bytes", vocab_size: int = 257) 
 
 
 def write_gpt2_store(folder: Path) -> None:
-    """Write a store as GPT-2's tokenizer would, with the first 512 of its tokens."""
-    write_store(folder, encoder="tiktoken-gpt2", vocab_size=512)
+    write_store(folder, encoder="tiktoken-gpt2", vocab_size=50257)
 
 
 def write_tokenizer(folder: Path) -> None:
@@ -62,8 +61,11 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def write_slimpajama(folder: Path) -> None:
+    from lsm_jax.data import load_tokenizer
+
     write_tokenizer(folder)
-    write_store(folder, encoder="tokenizer.json", vocab_size=258)
+    encoder = load_tokenizer(str(folder / "tokenizer.json")).name
+    write_store(folder, encoder=encoder, vocab_size=258)
 
 
 def write_corpus(folder: Path) -> None:
@@ -186,6 +188,12 @@ def write_released(kind: str) -> Callable[[Path], None]:
     return write
 
 
+def write_leaky(path: Path) -> None:
+    """Write the method of docs/new_method.md, which is the page's first block of Python."""
+    found = blocks(ROOT / "docs/new_method.md")
+    path.write_text(next(block.text for block in found if block.language == "python"))
+
+
 def write_liger(folder: Path) -> None:
     """Write a checkpoint of Liger's authors, with a tokenizer."""
     from tests.convert.make_liger import write_liger as write
@@ -223,25 +231,26 @@ FILES: dict[str, Callable[[Path], None]] = {
     "Llama-3.2-1B": pretrained("llama3.2-1b"),
     "SOURCE": write_smollm2,
     "SmolLM2.gguf": write_gguf,
-    "gla-1.3B-100B": write_released("hybrid"),
+    "gla-1.3B-100B": write_released("gated_deltanet"),
     "rwkv7-1.5B": write_released("rwkv7"),
     "fox-pro-760m-longcrawl64-48b": golden("author_goldens/fox/pro"),
     "Liger-GLA-8B": write_liger,
     "liger_gla_base": write_liger,
     "iter_2400": write_adapters,
     "config.json": write_released_config,
+    "leaky.py": write_leaky,
 }
 """What writes each file or folder, by the path that commands have."""
 
 RUNS = {
     "runs/fox": f"python train.py --config=configs/fox.py:pro-125m --config.data.path=longcrawl64 {SMALL} "
-    "--config.model.num_layers=1 --config.model.hidden_size=192 --config.model.vocab_size=512",
+    "--config.model.num_layers=1 --config.model.hidden_size=192",
     "runs/mom": f"python train.py --config=configs/mom.py:tiny --config.data.path=my_texts {SMALL}",
     "runs/liger": "python train.py --config=configs/liger.py:auto,source=Llama-3.2-1B "
-    f"--config.data.path=alpaca.jsonl --config.data.heldout_first=20 {SMALL} --config.data.sequence_length=256",
+    f"--config.data.path=alpaca.jsonl --config.data.heldout_first=20 {SMALL} --config.data.sequence_length=256 --config.total_tokens=1024",
     "runs/smollm2": "python -m lsm_jax.convert.huggingface --source=SOURCE",
     "runs/any": f"python train.py --config=configs/lm.py:gla-nano --config.data.path=my_texts {SMALL} "
-    "--config.model.num_layers=1 --config.model.hidden_size=64",
+    "--config.model.num_layers=6 --config.model.hidden_size=64",
 }
 """The command that makes each run; "runs/any" makes those with other names."""
 READERS = (
@@ -279,9 +288,7 @@ def provide(words: Sequence[str], folder: Path, cache: Path) -> None:
             _copy(run, run if run in RUNS else "runs/any", folder, cache, _write_run)
 
 
-def _copy(
-    name: str, cached: str, folder: Path, cache: Path, write: Callable[[Path], None]
-) -> None:
+def _copy(name: str, cached: str, folder: Path, cache: Path, write: Callable[[Path], None]) -> None:
     """Copy a file or folder from the cache, into which `write` writes it the first time, unless it is there."""
     source, target = cache / cached, folder / name
     if target.exists():

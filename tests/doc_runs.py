@@ -25,8 +25,8 @@ SIZES = {
         "--batch_size=2 --max_tokens=512 --needle.samples=1 --maps.length=64 --lm_eval.limit=1",
         "--sequence_length=256 --num_tokens=8 --needle.lengths=600 --lm_eval.max_length=1024 --lm_eval.lengths=1024",
     ),
-    "demo": ("--total_tokens=16384", ""),
-    "scripts.compare_linearized": ("--tokens=4096 --base_tokens=4096 --heldout_tokens=512", ""),
+    "demo": ("--total_tokens=65536", ""),
+    "scripts.compare_linearized": ("--tokens=4096 --base_tokens=4096 --heldout_tokens=512", "--methods=liger,lolcats"),
     "benchmarks convolution": ("--kinds=xla --shapes=1x64x32", ""),
     "benchmarks data_throughput": ("--seconds=0.1 --documents=512", ""),
     "benchmarks decode": ("--methods=gla,mamba --tokens=8", ""),
@@ -52,7 +52,7 @@ SIZES = {
     "benchmarks model_step": ("--lengths=32 --tokens=32 --vocab_size=64 --workers=1", ""),
     "benchmarks mom_generate": ("--size=tiny --contexts=64 --piece_length=32 --tokens=256 --batch_size=1", ""),
     "benchmarks mom_recall": ("--steps=2 --batch_size=4", "--seeds=1"),
-    "benchmarks ops": ("--shape=1x32x1x8", ""),
+    "benchmarks ops": ("--shape=1x32x1x8 --ops=retention", ""),
     "benchmarks optimizers": ("--tokens=2048 --seeds=0", ""),
     "benchmarks recall_table": ("--suite=tiny --methods=gla --widths=16 --epochs=1", ""),
     "benchmarks scans": ("--kinds=xla --shapes=1x8", ""),
@@ -89,7 +89,7 @@ def _largest(value: str) -> float:
 def small(words: Sequence[str]) -> list[str]:
     """Return a command with the options appended that make it small."""
     always, most = SIZES.get(program(words), ("", ""))
-    words = list(words)
+    words = [re.sub(r"<\w+>", "gla", word) for word in words]
     if program(words).startswith("benchmarks "):
         words = [re.sub("-340m", "-nano", word) for word in words]
     given = _options(words)
@@ -104,26 +104,38 @@ def small(words: Sequence[str]) -> list[str]:
                 words[place + 1] = value
     if program(words) == "train":
         _fit(words, added)
-    return [*words, *(f"{option}={value}" for option, value in added.items())]
+    given = _options(words)
+    return [
+        *words,
+        *(f"{option}={value}" for option, value in added.items() if option not in given),
+    ]
 
 
-def _fit(words: Sequence[str], added: dict[str, str]) -> None:
+def _fit(words: list[str], added: dict[str, str]) -> None:
     """Change the sizes of a training run to those that its config accepts."""
     config = _options(words)["--config"]
-    if "mqar" in config or "tracking" in config:
+    if "configs/mqar.py" in config:
+        words[:] = [w + ",suite=tiny" if w.startswith("--config=") else w for w in words]
         added.clear()
         return
     if "configs/fox.py" in config and "--config.model.hidden_size" in added:
         added["--config.model.hidden_size"] = "192"
     if (count := _devices(words)) > 1 and "--config.batch_size" in added:
         added["--config.batch_size"] = str(count)
-        added["--config.total_tokens"] = str(2 * 64 * count)
-    pattern = re.search(r"pattern=(\w+)", " ".join(words))
+    sizes = _options(words) | added
+    if not float(sizes["--config.optimizer.warmup_tokens"]):
+        steps = 2 * int(sizes["--config.batch_size"]) * int(sizes["--config.data.sequence_length"])
+        words[:] = [re.sub(r"(--config.total_tokens)=.*", rf"\1={steps}", word) for word in words]
+        added["--config.total_tokens"] = str(steps)
+    text = " ".join(words)
+    if "longcrawl64" in text or "configs/fox.py" in config and "slimpajama" not in config:
+        added.pop("--config.model.vocab_size", None)  # GPT-2's
+    pattern = re.search(r"pattern=(\w+)", text)
     if "source=" in config:  # the sizes are those of the pretrained model
         for option in [name for name in added if name.startswith("--config.model.")]:
             del added[option]
-    elif pattern and "--config.model.num_layers" in added:
-        added["--config.model.num_layers"] = str(len(pattern[1]))
+    elif "--config.model.num_layers" in added and (pattern or "hybrid=1" in config):
+        added["--config.model.num_layers"] = str(len(pattern[1]) if pattern else 8)
 
 
 def _devices(words: Sequence[str]) -> int:
@@ -132,7 +144,7 @@ def _devices(words: Sequence[str]) -> int:
     return math.prod(axes)
 
 
-def _recipe(target: str) -> list[list[str]]:
+def recipe(target: str) -> list[list[str]]:
     """Return the commands of the Makefile's recipe of a target that `$(RUN)`, the Python of `.venv`, runs."""
     rule = re.search(rf"^{target}:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert rule, target
@@ -155,7 +167,7 @@ def run(command: Command, folder: Path, cache: Path) -> None:
     name = command.words[0]
     if name == "make":
         for target in command.words[1:]:
-            for words in _recipe(target):
+            for words in recipe(target):
                 run(command._replace(words=words), folder, cache)
         return
     if name in OTHERS:

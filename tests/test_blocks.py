@@ -1,8 +1,9 @@
 """Every block of code of README.md, CONTRIBUTING.md, SECURITY.md and docs/ is run or parsed, or says why it is not.
 
 Blocks of Python are run, those of a page one after the other, in a folder with two small runs. Commands in indented blocks are
-parsed by the parser of the program that they name; `scripts/newcomer.py` runs those of the home page. JSON is read. What
-Sphinx reads (`{toctree}`) is run by `make docs`. Anything else has a comment `<!-- not run: REASON -->`.
+parsed by the parser of the program that they name; tests/test_doc_runs.py runs them at small sizes. JSON is read. What Sphinx
+reads (`{toctree}`) is run by `make docs`. A block that is not run has a comment `<!-- not run: REASON -->`; its commands are
+parsed. One that is not parsed either has a comment `<!-- not parsed: REASON -->`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from lsm_jax import mixers
 from lsm_jax.training import train
 from scripts import doc_blocks
 from scripts.doc_blocks import PAGES, ROOT, Block
-from tests import doc_commands
+from tests import doc_commands, doc_files
 
 BLOCKS = {page: doc_blocks.blocks(page) for page in PAGES}
 RUN = [page for page in PAGES if any(b.language == "python" and not b.reason for b in BLOCKS[page])]
@@ -50,8 +51,14 @@ def test_every_block_is_of_a_known_kind():
 
 
 @pytest.mark.parametrize("words", CASES)
-def test_a_command_is_accepted_by_its_parser(words):
-    doc_commands.parse(words)
+def test_a_command_is_accepted_by_its_parser(words, tmp_path, monkeypatch):
+    if not any("leaky.py" in word for word in words):
+        doc_commands.parse(words)
+        return
+    monkeypatch.setattr(mixers.method, "METHODS", methods := dict(mixers.METHODS))
+    monkeypatch.setattr(mixers, "METHODS", methods)
+    doc_files.write_leaky(tmp_path / "leaky.py")
+    doc_commands.parse(words, tmp_path)
 
 
 @pytest.fixture(scope="module")

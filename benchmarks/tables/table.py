@@ -80,7 +80,9 @@ class Table:
             return table
         command = "\n".join("    " + line for line in self.command.splitlines())
         reason = f"<!-- not run: {self.not_run} -->" if command and self.not_run else ""
-        return "\n\n".join(part for part in (reason, command, table, origin(rows, docs, page)) if part)
+        return "\n\n".join(
+            part for part in (reason, command, table, origin(rows, docs, page)) if part
+        )
 
 
 def read_rows(docs: Path, name: str) -> list[Row]:
