@@ -170,7 +170,11 @@ def write_smollm2(folder: Path) -> None:
 
 def golden(path: str) -> Callable[[Path], None]:
     """Return a function that copies a checkpoint of tests/convert."""
-    return lambda folder: shutil.copytree(GOLDENS / path, folder)
+
+    def write(folder: Path) -> None:
+        shutil.copytree(GOLDENS / path, folder)
+
+    return write
 
 
 def write_gguf(path: Path) -> None:

@@ -379,6 +379,7 @@ TABLES = [
         _liger_columns(bins=False),
         key=_liger_key,
         lines=lambda rows: sorted(rows, key=_liger_order),
+        not_run="NAME and OPTIONS stand for those of a row",
         command='python -m benchmarks liger ... --row "NAME:OPTIONS:5:0" --output docs/liger_ablations.jsonl',
     ),
     Table(
