@@ -1,7 +1,7 @@
 """Runs the commands of a page of the documentation as they are written, with options that make the large ones small.
 
 Only sizes are changed. An option that the page gives stays, unless it is a number that `SIZES` makes smaller; a field of a config
-(`--config.*`) that the page gives always stays. `tests/test_blocks.py` parses the numbers of the page.
+(`--config.*`) that the page gives always stays, but for `total_tokens` of more than eight steps. `tests/test_blocks.py` parses the numbers of the page.
 """
 
 from __future__ import annotations
@@ -124,9 +124,15 @@ def _fit(words: list[str], added: dict[str, str]) -> None:
         added["--config.batch_size"] = str(count)
     sizes = _options(words) | added
     if not float(sizes["--config.optimizer.warmup_tokens"]):
-        steps = 2 * int(sizes["--config.batch_size"]) * int(sizes["--config.data.sequence_length"])
-        words[:] = [re.sub(r"(--config.total_tokens)=.*", rf"\1={steps}", word) for word in words]
-        added["--config.total_tokens"] = str(steps)
+        step = int(sizes["--config.batch_size"]) * int(sizes["--config.data.sequence_length"])
+        # Folders of results are named by the step, and the pages' small runs have eight.
+        most = (
+            min(int(float(sizes["--config.total_tokens"])), 8 * step)
+            if "--config.total_tokens" not in added
+            else 2 * step
+        )
+        words[:] = [re.sub(r"(--config.total_tokens)=.*", rf"\1={most}", word) for word in words]
+        added["--config.total_tokens"] = str(most)
     text = " ".join(words)
     if "longcrawl64" in text or "configs/fox.py" in config and "slimpajama" not in config:
         added.pop("--config.model.vocab_size", None)  # GPT-2's
