@@ -1,4 +1,4 @@
-"""Parses the commands of the documentation with the parsers of the programs that they name."""
+"""Parses the commands of the documentation with the parsers of the programs that they name, or runs them in this process."""
 
 from __future__ import annotations
 
@@ -11,22 +11,25 @@ import re
 import runpy
 import sys
 import tomllib
+import traceback
 from collections.abc import Sequence
+from pathlib import Path
 from unittest import mock
 
+import grain.python  # noqa: F401  (its flags are defined once, and would be lost with those of a program that imports it)
 from absl import app, flags
 from absl.testing import flagsaver
 
 from lsm_jax import cli, interrupts
-from scripts.doc_blocks import ROOT
+from scripts.doc_blocks import OTHERS, ROOT
 
 
 class Parsed(BaseException):
     """Raised in place of running a program, after its command line has been parsed."""
 
 
-def parse(words: Sequence[str]) -> None:
-    """Parse a command line with the parser of its program, and do not run the program.
+def parse(words: Sequence[str], folder: Path = ROOT) -> None:
+    """Parse a command line with the parser of its program, and do not run the program; paths are those of `folder`.
 
     `python FILE`, `python -m MODULE` and `lsm COMMAND` are started as Python would start them, up to the end of the parsing:
     flags, the config, its variant, overrides of its fields and their types are those that a user's command would have.
@@ -46,8 +49,20 @@ def parse(words: Sequence[str]) -> None:
             assert set(extra.split(",")) <= known, f"there is no extra [{extra}]"
     elif rest[:2] == ["-m", "pytest"]:
         _check_pytest(rest[2:])
-    else:
-        _start(program, [_concrete(word) for word in rest])
+    elif program not in OTHERS:
+        _start(program, [_concrete(word) for word in rest], folder, parse_only=True)
+
+
+def run(words: Sequence[str], folder: Path) -> str:
+    """Run `python FILE`, `python -m MODULE` or `lsm COMMAND` in this process, in a folder, and return what it printed.
+
+    FILE is a file of the repository; other paths are those of the folder.
+
+    Raises:
+        AssertionError: the program ends with an error; the message is what it printed.
+    """
+    program, *rest = words
+    return _start(program, rest, folder, parse_only=False)
 
 
 def _concrete(word: str) -> str:
@@ -73,7 +88,7 @@ def _check_pytest(words: Sequence[str]) -> None:
 
 @contextlib.contextmanager
 def _without_flags_of_programs():
-    """Remove the flags of programs that other tests have imported; afterwards they are back."""
+    """Remove the flags of programs that other tests have imported, and keep those of libraries; afterwards they are back."""
     known = flags.FLAGS
     saved = {
         name: {k: list(v) if isinstance(v, list) else v for k, v in value.items()}
@@ -82,7 +97,8 @@ def _without_flags_of_programs():
         for name, value in vars(known).items()
     }
     for name in list(known):
-        if not str(known.find_module_defining_flag(name)).startswith("absl"):
+        module = sys.modules.get(str(known.find_module_defining_flag(name)))
+        if module is None or "site-packages" not in str(getattr(module, "__file__", "")):
             delattr(known, name)
     try:
         yield
@@ -91,8 +107,9 @@ def _without_flags_of_programs():
         vars(known).update(saved)
 
 
-def _start(program: str, words: list[str]) -> None:
-    """Start `python` or `lsm` with the arguments `words` in this process, until they have been parsed."""
+def _start(program: str, words: list[str], folder: Path, *, parse_only: bool) -> str:
+    """Start `python` or `lsm` with the arguments `words` in this process, and return what it printed; with `parse_only` it stops
+    when they have been parsed."""
     output, parse_args = io.StringIO(), argparse.ArgumentParser.parse_args
 
     def stop(parser, *args, **options):
@@ -101,10 +118,12 @@ def _start(program: str, words: list[str]) -> None:
 
     def run_app(main, argv=None, flags_parser=flags.FLAGS):
         try:
-            flags_parser(sys.argv if argv is None else argv)
+            rest = flags_parser(sys.argv if argv is None else argv)
         except flags.Error as error:
             sys.exit(str(error))
-        raise Parsed
+        if parse_only:
+            raise Parsed
+        sys.exit(main(rest))
 
     patches = [
         _without_flags_of_programs(),
@@ -112,26 +131,30 @@ def _start(program: str, words: list[str]) -> None:
         mock.patch.dict(os.environ),
         mock.patch.object(sys, "path", [str(ROOT), *sys.path]),
         mock.patch.object(app, "run", run_app),
-        mock.patch.object(argparse.ArgumentParser, "parse_args", stop),
         mock.patch.object(interrupts, "leave_on_signals", lambda *_, **__: None),
-        contextlib.chdir(ROOT),
+        contextlib.chdir(folder),
         contextlib.redirect_stdout(output),
         contextlib.redirect_stderr(output),
     ]
+    if parse_only:
+        patches.append(mock.patch.object(argparse.ArgumentParser, "parse_args", stop))
     with contextlib.ExitStack() as stack:
         for patch in patches:
             stack.enter_context(patch)
         try:
-            status = _run(stack, program, words)
+            status = _call(stack, program, words)
         except Parsed:
-            return
+            status = 0
         except SystemExit as end:
             status = end.code
+        except Exception:
+            status = traceback.format_exc()
     assert status in (0, None), f"{program} {' '.join(words)}: {output.getvalue()}{status}"
+    return output.getvalue()
 
 
-def _run(stack: contextlib.ExitStack, program: str, words: list[str]) -> int | None:
-    """Run `lsm` or `python` with its arguments, as `_start` has prepared it; return the exit status."""
+def _call(stack: contextlib.ExitStack, program: str, words: list[str]) -> int | None:
+    """Call `lsm` or `python` with its arguments, as `_start` has prepared it; return the exit status."""
     if program == "lsm":
         return cli.main(words)
     module = words[0] == "-m"

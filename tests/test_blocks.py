@@ -1,8 +1,9 @@
 """Every block of code of README.md, CONTRIBUTING.md, SECURITY.md and docs/ is run or parsed, or says why it is not.
 
 Blocks of Python are run, those of a page one after the other, in a folder with two small runs. Commands in indented blocks are
-parsed by the parser of the program that they name; `scripts/newcomer.py` runs those of the home page. JSON is read. What
-Sphinx reads (`{toctree}`) is run by `make docs`. Anything else has a comment `<!-- not run: REASON -->`.
+parsed by the parser of the program that they name; tests/test_doc_runs.py runs them at small sizes. JSON is read. What Sphinx
+reads (`{toctree}`) is run by `make docs`. A block that is not run has a comment `<!-- not run: REASON -->`; its commands are
+parsed. One that is not parsed either has a comment `<!-- not parsed: REASON -->`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from lsm_jax import mixers
 from lsm_jax.training import train
 from scripts import doc_blocks
 from scripts.doc_blocks import PAGES, ROOT, Block
-from tests import doc_commands
+from tests import doc_commands, doc_files
 
 BLOCKS = {page: doc_blocks.blocks(page) for page in PAGES}
 RUN = [page for page in PAGES if any(b.language == "python" and not b.reason for b in BLOCKS[page])]
@@ -29,25 +30,10 @@ def name(page) -> str:
     return page.relative_to(ROOT).as_posix()
 
 
-def commands_of(page) -> list[list[str]]:
-    """Return the words of all commands of a page that are parsed; `...` stands for the options of the command before it."""
-    variables: dict[str, str] = {}
-    found: list[list[str]] = []
-    for block in BLOCKS[page]:
-        if block.language == "indented" and not block.reason:
-            for words in doc_blocks.commands(block, variables):
-                if "..." in words:
-                    place = words.index("...")
-                    before = next(w for w in reversed(found) if w[:place] == words[:place])
-                    words = [*before, *words[place + 1 :]]
-                found.append(words)
-    return found
-
-
 CASES = [
-    pytest.param(words, id=f"{page.name}:{' '.join(words)[:60]}")
+    pytest.param(command.words, id=f"{page.name}:{' '.join(command.words)[:60]}")
     for page in PAGES
-    for words in commands_of(page)
+    for command in doc_blocks.commands_of(page)
 ]
 
 
@@ -65,8 +51,14 @@ def test_every_block_is_of_a_known_kind():
 
 
 @pytest.mark.parametrize("words", CASES)
-def test_a_command_is_accepted_by_its_parser(words):
-    doc_commands.parse(words)
+def test_a_command_is_accepted_by_its_parser(words, tmp_path, monkeypatch):
+    if not any("leaky.py" in word for word in words):
+        doc_commands.parse(words)
+        return
+    monkeypatch.setattr(mixers.method, "METHODS", methods := dict(mixers.METHODS))
+    monkeypatch.setattr(mixers, "METHODS", methods)
+    doc_files.write_leaky(tmp_path / "leaky.py")
+    doc_commands.parse(words, tmp_path)
 
 
 @pytest.fixture(scope="module")
@@ -131,10 +123,10 @@ not code:
 def test_blocks_and_reasons_are_found():
     found = doc_blocks.blocks(ROOT / "x.md", PAGE)
     assert [(b.language, b.reason) for b in found] == [("indented", "a reason"), ("bash", ""), ("indented", "")]  # fmt: skip
-    (words,) = doc_blocks.commands(found[2], {})
-    assert words == ["python", "train.py", "--workdir=x", "--config=configs/lm.py:gla-nano"]
+    (command,) = doc_blocks.commands(found[2], {}, {})
+    assert command.words == ["python", "train.py", "--workdir=x", "--config=configs/lm.py:gla-nano"]
     with pytest.raises(ValueError, match="'ls': no command of"):
-        list(doc_blocks.commands(found[0], {}))
+        list(doc_blocks.commands(found[0], {}, {}))
 
 
 WRONG = (
@@ -156,6 +148,6 @@ WRONG = (
 
 @pytest.mark.parametrize("command", WRONG)
 def test_a_wrong_command_is_noticed(command):
-    (words,) = doc_blocks.commands(Block(ROOT, 1, "indented", command, ""), {})
+    (found,) = doc_blocks.commands(Block(ROOT, 1, "indented", command, ""), {}, {})
     with pytest.raises(AssertionError):
-        doc_commands.parse(words)
+        doc_commands.parse(found.words)

@@ -117,6 +117,7 @@ def _commits(name: str, commits: dict[str, str], command: str) -> Table:
         ),
         key=lambda row: (row["op"], _commit(row), row.get("stronger")),
         lines=lines,
+        not_run="requires an NVIDIA Hopper GPU",
         command=command,
     )
 
@@ -175,6 +176,7 @@ TABLES = [
             Column("this release", lambda row: times(row["after"])),
             Column("ratio", _before_and_after),
         ),
+        not_run="requires an NVIDIA Hopper GPU and an older checkout",
         command="python -m scripts.compare_speed --old TREE_OF_A5B7204 --output FOLDER --shapes 8x4096x16x128 "
         "--variants gla-340m --turns 1",
     ),
@@ -207,6 +209,7 @@ TABLES = [
         where=lambda row: "fla" in row and row["op"] in OPS and is_plain(row),
         key=lambda row: (row["op"], row["shape"]),
         lines=_main_shape_first,
+        not_run="requires an NVIDIA Hopper GPU",
         command="python -m benchmarks kernels --peers jla,fla --output docs/kernels.jsonl",
     ),
     Table(
@@ -228,6 +231,7 @@ TABLES = [
         ),
         key=lambda row: (row["op"], row["shape"]),
         lines=_by_op,
+        not_run="requires an NVIDIA Hopper GPU",
         command='python -m benchmarks kernels --ops "value decay,delta rule,gated delta rule" '
         f"--shapes {MAIN_SHAPE},8x2048x32x256 --output docs/kernels.jsonl",
     ),
@@ -255,6 +259,7 @@ TABLES = [
         ),
         where=lambda row: "parts" in row,
         lines=_parts,
+        not_run="requires an NVIDIA Hopper GPU",
         command='python -m benchmarks kernels --ops "gated delta rule,delta rule,kda,rwkv7" '
         "--shapes 1x16384x8x128,1x16384x16x128,2x16384x16x128     # and with --parts 1",
     ),
@@ -270,6 +275,7 @@ TABLES = [
         where=lambda row: matches(row, segments=8, shape=MAIN_SHAPE),
         key=lambda row: row["op"],
         lines=_by_op,
+        not_run="requires an NVIDIA Hopper GPU",
         command=f"python -m benchmarks kernels --segments 8 --xla --shapes {MAIN_SHAPE} "
         '--ops "scalar decay,key decay,gated delta rule,kda,rwkv7"',
     ),
@@ -318,6 +324,7 @@ TABLES = [
         ),
         where=lambda row: "fla" in row,
         key=lambda row: row["shape"],
+        not_run="requires an NVIDIA Hopper GPU",
         command="python -m benchmarks attention --peers fla --output docs/attention.jsonl",
     ),
     Table(
@@ -346,6 +353,7 @@ TABLES = [
             for row in rows
             for layer in row["layers"]
         ],
+        not_run="requires an NVIDIA Hopper GPU",
         command="python -m benchmarks lengths --models pro --length 16384 --tokens 16777216 --beyond 1 "
         "--batches 2 --batch_size 2 --keep DIR --output DIR/lengths.jsonl\n"
         "python -m benchmarks attention --run DIR/pro --output docs/attention.jsonl",

@@ -63,6 +63,7 @@ def _layouts(name: str, cards: int, command: str) -> Table:
         where=lambda row: row["table"] == "layouts" and row["mesh"].get("fsdp", 1) == cards,
         key=_parallel_key,
         lines=_by_mixer,
+        not_run="measures GPUs; docs/papers/linear_moe.md has small calls, which run",
         command=command,
     )
 
@@ -236,6 +237,7 @@ TABLES = [
         where=lambda row: row["table"] == "axes",
         key=_parallel_key,
         lines=lambda rows: sorted(rows, key=lambda row: next((n for n in row["mesh"].values()), 1)),
+        not_run="measures GPUs; docs/papers/linear_moe.md has small calls, which run",
         command=f"{PARALLEL} --table axes --mixers linear_attention {OUTPUT}     # and with --cards 1 or 2\n"
         f"{PARALLEL} --table axes --axes pipeline --rounds 2 --mixers linear_attention {OUTPUT}\n"
         f"{PARALLEL} --table axes --axes expert --exchange ragged --mixers linear_attention {OUTPUT}",
@@ -255,6 +257,7 @@ TABLES = [
         where=lambda row: row["table"] == "lengths",
         key=_parallel_key,
         lines=_cut_rows,
+        not_run="measures GPUs; docs/papers/linear_moe.md has small calls, which run",
         command=f"{PARALLEL} --table lengths --mixers gla,gated_deltanet --counts 1,2 {OUTPUT}\n"
         f"{PARALLEL} --table lengths --mixers deltanet,mamba2,rwkv6,hgrn2,retnet --counts 1,2 --steps 3 {OUTPUT}\n"
         f"{PARALLEL} --table lengths --mixers gla,gated_deltanet --document 4096 --counts 1,2 --steps 3 {OUTPUT}\n"
@@ -323,6 +326,7 @@ TABLES = [
         ),
         where=lambda row: "fla" in row,
         key=lambda row: (row["inner"], row["length"]),
+        not_run="requires an NVIDIA GPU and flash-linear-attention",
         command="python -m benchmarks mom --peers fla --output docs/mom.jsonl",
     ),
     Table(
@@ -375,6 +379,7 @@ TABLES = [
         _liger_columns(bins=False),
         key=_liger_key,
         lines=lambda rows: sorted(rows, key=_liger_order),
+        not_run="NAME and OPTIONS stand for those of a row",
         command='python -m benchmarks liger ... --row "NAME:OPTIONS:5:0" --output docs/liger_ablations.jsonl',
     ),
     Table(

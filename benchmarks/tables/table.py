@@ -34,8 +34,9 @@ class Table:
     `files` are paths relative to docs/. The rows with `where(row)` true are read. Of rows with the same
     `key(row)` only the newest is used; without `key` all are. `lines` turns the rows into records, one for
     each line of the table, in order. `columns` is a tuple, or a function of the rows for a table whose columns
-    depend on them. `command` is the command that measures the rows, one or several lines; `caption` says
-    whether the command and the origin of the rows are written around the table.
+    depend on them. `command` is the command that measures the rows, one or several lines; `not_run` says why
+    no test runs it, if none does; `caption` says whether the command and the origin of the rows are written
+    around the table.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Table:
     key: Callable[[Row], Hashable] | None = None
     lines: Callable[[list[Row]], Iterable[Record]] = list
     command: str = ""
+    not_run: str = ""
     caption: bool = True
 
     def rows(self, docs: Path) -> list[Row]:
@@ -77,7 +79,10 @@ class Table:
         if not self.caption:
             return table
         command = "\n".join("    " + line for line in self.command.splitlines())
-        return "\n\n".join(part for part in (command, table, origin(rows, docs, page)) if part)
+        reason = f"<!-- not run: {self.not_run} -->" if command and self.not_run else ""
+        return "\n\n".join(
+            part for part in (reason, command, table, origin(rows, docs, page)) if part
+        )
 
 
 def read_rows(docs: Path, name: str) -> list[Row]:

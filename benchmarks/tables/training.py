@@ -161,8 +161,8 @@ TABLES = [
         where=lambda row: "peer" not in row and is_step(row),
         key=_step_key,
         lines=_steps,
-        command="python -m benchmarks model_step --variants gla-340m,mamba-340m,... --lengths 2048,4096,8192,16384 "
-        "--output docs/model_step.jsonl",
+        command="python -m benchmarks model_step --variants gla-340m,mamba-340m --lengths 2048,4096,8192,16384 "
+        "--output docs/model_step.jsonl     # and with the other models",
     ),
     Table(
         "model_step_fla",
@@ -174,6 +174,7 @@ TABLES = [
         ),
         key=_step_key,
         lines=_beside_fla,
+        not_run="requires an NVIDIA GPU and flash-linear-attention",
         command="python -m benchmarks model_step --variants gla-340m,gated_deltanet-340m,mamba2-340m --peers fla "
         "--output docs/model_step.jsonl",
     ),
@@ -196,6 +197,7 @@ TABLES = [
         ("results/step_memory.jsonl",),
         _memory_columns,
         lines=lambda rows: group(rows, lambda row: row["commit"]).items(),
+        not_run="needs the compilers of GPUs and TPUs",
         command="make test-aot",
     ),
     Table(
@@ -254,6 +256,7 @@ TABLES = [
             column("nats per token, all positions", "nats", "{:.3f}"),
             column("beyond position 64", "beyond_64", "{:.3f}"),
         ),
+        not_run="downloads SmolLM2-135M, and trains for minutes",
         command="make liger-demo",
     ),
     Table(

@@ -92,6 +92,7 @@ TABLES = (
         where=lambda row: "check" in row,
         key=lambda row: (row["check"], row["capability"]),
         lines=_checks,
+        not_run="requires an NVIDIA GPU",
         command='python -m benchmarks triton_kernels --capabilities 8.0,9.0 --shapes ""',
     ),
     Table(
@@ -114,6 +115,7 @@ TABLES = (
         where=lambda row: "check" not in row and "kernels" not in row and "tilings" not in row,
         key=lambda row: (row["op"], row["shape"], row["capability"]),
         lines=_by_op,
+        not_run="requires an NVIDIA GPU",
         command='python -m benchmarks triton_kernels --capabilities 9.0,8.0 --checks "" --lock LOCK\n'
         "python -m benchmarks triton_kernels --peers fla --capabilities 8.0,9.0 --lock LOCK",
     ),
@@ -129,6 +131,7 @@ TABLES = (
             "times_of_kernels" in row and row["capability"] == "8.0" and "tilings" not in row
         ),
         key=lambda row: (row["op"], row["shape"]),
+        not_run="requires an NVIDIA GPU",
         command='python -m benchmarks triton_kernels --kernels --checks "" --shapes 8x4096x16x128',
     ),
     Table(
@@ -157,6 +160,7 @@ TABLES = (
             len(row.get("losses") or []),
         ),
         lines=_difference,
+        not_run="requires an NVIDIA GPU",
         command="python -m benchmarks model_step --variants gla-340m,gated_deltanet-340m,fox-340m --lengths 2048 --unrolled no "
         "--implementations automatic,triton --losses 50 --output docs/model_step.jsonl\n"
         "python -m benchmarks model_step --variants gla-340m --lengths 2048 --unrolled no,yes --implementations xla,automatic,triton "

@@ -1,0 +1,208 @@
+"""Runs the commands of a page of the documentation as they are written, with options that make the large ones small.
+
+Only sizes are changed. An option that the page gives stays, unless it is a number that `SIZES` makes smaller; a field of a config
+(`--config.*`) that the page gives always stays, but for `total_tokens` of more than eight steps. `tests/test_blocks.py` parses the numbers of the page.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from scripts.doc_blocks import OTHERS, ROOT, Command
+from tests import doc_commands, doc_files
+
+TRAIN = f"{doc_files.SMALL} --config.model.num_layers=2 --config.model.hidden_size=256 --config.model.vocab_size=512"
+SIZES = {
+    "train": (TRAIN, ""),
+    "eval": (
+        "--batch_size=2 --max_tokens=512 --needle.samples=1 --maps.length=64 --lm_eval.limit=1",
+        "--sequence_length=256 --num_tokens=8 --needle.lengths=600 --lm_eval.max_length=1024 --lm_eval.lengths=1024",
+    ),
+    "demo": ("--total_tokens=65536", ""),
+    "scripts.compare_linearized": ("--tokens=4096 --base_tokens=4096 --heldout_tokens=512", "--methods=liger,lolcats"),
+    "benchmarks convolution": ("--kinds=xla --shapes=1x64x32", ""),
+    "benchmarks data_throughput": ("--seconds=0.1 --documents=512", ""),
+    "benchmarks decode": ("--methods=gla,mamba --tokens=8", ""),
+    "benchmarks decode_step": ("--kinds=xla --heads=1 --dim=16 --size=nano --tokens=8 --batches=1", ""),
+    "benchmarks drift": ("--length=64", ""),
+    "benchmarks evidence": (
+        "--models=configs/fox.py:pro-125m --tokens=1024 --length=64 --batch_size=8 --factors=1 --share=0.5 --long_length=1024 "
+        "--long_documents=1 --tasks=heldout",
+        "",
+    ),
+    "benchmarks expert_overflow": (
+        "--balances=0 --steps=2 --layers=1 --batch_size=8 --length=32 --vocab_size=300",
+        "--variant=tiny,mixer=gla",
+    ),
+    "benchmarks experts": ("--tokens=64 --width=32", ""),
+    "benchmarks lengths": ("--length=64 --tokens=512 --width=32 --layers=1 --batch_size=1 --beyond=2 --batches=1", ""),
+    "benchmarks liger": ("--model=auto --scale=1e-4 --seconds=1 --heldout_tokens=1024 --workers=1 --batch_size=1", ""),
+    "benchmarks liger_branches": ("--model=auto --batch_size=1", ""),
+    "benchmarks liger_decode": ("--model=smollm2-135m --layers=1 --tokens=1024 --batch_size=1 --seconds=1", "--sample_tokens=1024"),
+    "benchmarks linear_moe_curve": ("--tokens=256 --length=32 --batch_size=2 --width=32 --layers=4", ""),
+    "benchmarks linear_moe_decode": ("--size=tiny --tokens=1024 --batch_size=1", ""),
+    "benchmarks methods": ("--methods=gla --size=nano --tokens=131072", ""),
+    "benchmarks model_step": ("--lengths=32 --tokens=32 --vocab_size=64 --workers=1", ""),
+    "benchmarks mom_generate": ("--size=tiny --contexts=64 --piece_length=32 --tokens=256 --batch_size=1", ""),
+    "benchmarks mom_recall": ("--steps=2 --batch_size=4", "--seeds=1"),
+    "benchmarks ops": ("--shape=1x32x1x8 --ops=retention", ""),
+    "benchmarks optimizers": ("--tokens=2048 --seeds=0", ""),
+    "benchmarks recall_table": ("--suite=tiny --methods=gla --widths=16 --epochs=1", ""),
+    "benchmarks scans": ("--kinds=xla --shapes=1x8", ""),
+    "benchmarks tracking": ("--size=small --tasks=parity --models=mamba2 --epochs=1", ""),
+}  # fmt: skip
+"""For each program two texts of options: those that are always appended, and those that only replace an option of the page."""
+
+
+def program(words: Sequence[str]) -> str:
+    """Return the name of the program that a command runs, such as "train", "benchmarks kernels" or "lsm_jax.convert.fox"."""
+    if words[0] != "python":
+        return words[1] if words[0] == "lsm" else words[0]
+    if words[1] != "-m":
+        return words[1].removesuffix(".py")
+    return " ".join(words[2:4]) if words[2] == "benchmarks" else words[2]
+
+
+def _options(words: Sequence[str]) -> dict[str, str]:
+    """Return the values of the options of a command by name."""
+    found = {}
+    for word, following in itertools.zip_longest(words, words[1:], fillvalue=""):
+        if word.startswith("--"):
+            name, equals, value = word.partition("=")
+            found[name] = value if equals else following
+    return found
+
+
+def _largest(value: str) -> float:
+    """Return the largest of the numbers in an option's value, such as "1000,4000"; -1 if there are none."""
+    numbers = re.findall(r"\d+(?:\.\d+)?(?:e-?\d+)?", value)
+    return max(map(float, numbers), default=-1)
+
+
+def small(words: Sequence[str]) -> list[str]:
+    """Return a command with the options appended that make it small."""
+    always, most = SIZES.get(program(words), ("", ""))
+    words = [re.sub(r"<\w+>", "gla", word) for word in words]
+    if program(words).startswith("benchmarks "):
+        words = [re.sub("-340m", "-nano", word) for word in words]
+    given = _options(words)
+    added = {k: v for k, v in _options(always.split()).items() if k not in given}
+    for option, value in _options(f"{always} {most}".split()).items():
+        field = option.startswith("--config.")
+        if option in given and not field and _largest(given[option]) > _largest(value):
+            place = next(i for i, word in enumerate(words) if word.partition("=")[0] == option)
+            if "=" in words[place]:
+                words[place] = f"{option}={value}"
+            else:
+                words[place + 1] = value
+    if program(words) == "train":
+        _fit(words, added)
+    given = _options(words)
+    return [
+        *words,
+        *(f"{option}={value}" for option, value in added.items() if option not in given),
+    ]
+
+
+def _fit(words: list[str], added: dict[str, str]) -> None:
+    """Change the sizes of a training run to those that its config accepts."""
+    config = _options(words)["--config"]
+    if "configs/mqar.py" in config:
+        words[:] = [w + ",suite=tiny" if w.startswith("--config=") else w for w in words]
+        added.clear()
+        return
+    if "configs/fox.py" in config and "--config.model.hidden_size" in added:
+        added["--config.model.hidden_size"] = "192"
+    if (count := _devices(words)) > 1 and "--config.batch_size" in added:
+        added["--config.batch_size"] = str(count)
+    sizes = _options(words) | added
+    if not float(sizes["--config.optimizer.warmup_tokens"]):
+        step = int(sizes["--config.batch_size"]) * int(sizes["--config.data.sequence_length"])
+        # Folders of results are named by the step, and the pages' small runs have eight.
+        most = (
+            min(int(float(sizes["--config.total_tokens"])), 8 * step)
+            if "--config.total_tokens" not in added
+            else 2 * step
+        )
+        words[:] = [re.sub(r"(--config.total_tokens)=.*", rf"\1={most}", word) for word in words]
+        added["--config.total_tokens"] = str(most)
+    text = " ".join(words)
+    if "longcrawl64" in text or "configs/fox.py" in config and "slimpajama" not in config:
+        added.pop("--config.model.vocab_size", None)  # GPT-2's
+    pattern = re.search(r"pattern=(\w+)", text)
+    if "source=" in config:  # the sizes are those of the pretrained model
+        for option in [name for name in added if name.startswith("--config.model.")]:
+            del added[option]
+    elif "--config.model.num_layers" in added and (pattern or "hybrid=1" in config):
+        added["--config.model.num_layers"] = str(len(pattern[1]) if pattern else 8)
+
+
+def _devices(words: Sequence[str]) -> int:
+    """Return the number of devices of the mesh that a command's options give."""
+    axes = [int(v) for k, v in _options(words).items() if k.startswith("--config.mesh.")]
+    return math.prod(axes)
+
+
+def recipe(target: str) -> list[list[str]]:
+    """Return the commands of the Makefile's recipe of a target that `$(RUN)`, the Python of `.venv`, runs."""
+    rule = re.search(rf"^{target}:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert rule, target
+    found = re.findall(r"^\t\$\(RUN\) (.*)$", rule[1], re.MULTILINE)
+    assert found, f"make {target} runs no Python; mark it by a reason"
+    return [["python", *line.split()] for line in found]
+
+
+def run(command: Command, folder: Path, cache: Path) -> None:
+    """Run a command of a page in the page's folder.
+
+    Args:
+        command: the command.
+        folder: the folder.
+        cache: a folder in which files that commands read are made, see `doc_files.provide`.
+
+    Raises:
+        AssertionError: the command failed; the message is what it printed.
+    """
+    name = command.words[0]
+    if name == "make":
+        for target in command.words[1:]:
+            for words in recipe(target):
+                run(command._replace(words=words), folder, cache)
+        return
+    if name in OTHERS:
+        return _subprocess(command.text, folder, {})
+    doc_files.provide(command.words, folder, cache)
+    words, environment = small(command.words), dict(command.environment)
+    if (count := _devices(words)) > 1 and "XLA_FLAGS" not in environment:
+        environment["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={count}"
+    if not environment:
+        doc_commands.run(words, folder)
+        return
+    start = [sys.executable] if name == "python" else [sys.executable, "-m", "lsm_jax"]
+    rest = words[1:]
+    if name == "python" and rest[0] != "-m":
+        rest[0] = str(ROOT / rest[0])
+    if "XLA_FLAGS" in environment:
+        environment["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {environment['XLA_FLAGS']}"
+    _subprocess([*start, *rest], folder, environment)
+
+
+def _subprocess(command: list[str] | str, folder: Path, environment: dict[str, str]) -> None:
+    """Run a command, or a line of a shell, in a process of its own.
+
+    Raises:
+        AssertionError: it failed; the message is what it printed.
+    """
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)} | environment
+    done = subprocess.run(
+        command, shell=isinstance(command, str), cwd=folder, env=environment, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    assert done.returncode == 0, f"{command}: {done.stdout}"
