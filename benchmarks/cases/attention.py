@@ -1,14 +1,20 @@
 """Time forgetting attention, cuDNN's attention without gates, and flash-linear-attention.
 
-    python -m benchmarks attention [--shapes 1x16384x16x128] [--peers fla]
+    python -m benchmarks attention [--shapes 1x16384x16x128] [--gates text,made-up] [--peers fla]
 
 A row for each shape (B x T x H x D, bfloat16): [ms forward, ms forward and backward] of the fused kernel
 without and with pruning, of causal softmax attention without gates in cuDNN, and of flash-linear-attention's
-kernel, all in one run on one card. The effect of pruning depends on the gates: here sigmoid(x + b) of normal
-x, the same for all heads; `--bias` sets b (2: a mean of about 0.87). Text requires a trained model, since one
-with random parameters has no gates worth pruning: with `--run DIR` the queries, keys and gates are instead
-those of a trained FoX, for each of its layers on a held-out row; heads are repeated up to `--heads`. The row
-then has the times of the layer whose time is the median.
+kernel, all in one run on one card. The effect of pruning depends on the gates, which a row names in `gates`:
+
+text: queries, keys and gates of a FoX (Pro) that is trained first, for `--train_steps` steps on real text, one for
+each D (`benchmarks.forget_gates`). It reads held-out text, each row as one document; the H heads are those of all layers.
+made-up: sigmoid(x + b) of normal x, the same for all heads; `--bias` sets b (2: a mean of about 0.87). Queries and
+keys are normal. Rows without `gates` are of this kind.
+recorded: with `--run DIR` the gates, queries and keys of each layer of that run's trained FoX, on a row of the run's
+held-out data; heads are repeated up to `--heads`. The row has the times of the layer whose time is the median.
+
+Values and gradients are normal in all rows. The gates of a FoX with initial parameters, near 1/2 at every token, are
+in no row. flash-linear-attention computes all keys and is timed with the gates of `--bias` in every row.
 """
 
 from __future__ import annotations
@@ -29,7 +35,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import options
+from benchmarks import forget_gates, options
 from benchmarks.peers.fla import Fla
 from benchmarks.registry import Benchmark
 from benchmarks.run import log
@@ -42,13 +48,19 @@ BENCHMARK = Benchmark(
     name="attention",
     summary="forgetting attention, with and without pruning, beside cuDNN and a peer",
     key=("op", "shape"),
-    optional_key={"bias": None, "gates": None},
+    optional_key={"bias": None, "gates": "made-up"},
     output="docs/attention.jsonl",
     requires_gpu=True,
 )
 
 OP = "forgetting attention"
+GATES = ("text", "made-up")
 _TILE, _BATCH_MS = 128, 60
+
+
+def shape_of(case: dict[str, Any]) -> tuple[int, ...]:
+    """Return the sizes B, T, H, D of a case."""
+    return tuple(map(int, case["shape"].split("x")))
 
 
 def split_sums(gates: np.ndarray) -> tuple[jax.Array, jax.Array]:
@@ -58,14 +70,29 @@ def split_sums(gates: np.ndarray) -> tuple[jax.Array, jax.Array]:
     return jnp.asarray(high), jnp.asarray(exact - high, jnp.float32)
 
 
-def make_inputs(shape: str, bias: float) -> tuple[jax.Array, ...]:
-    """Return q, k, v, the gradient of the output, and the high and low float32 parts of the cumulative sums of the log gates."""
+def made_up_inputs(shape: str, bias: float) -> tuple[jax.Array, ...]:
+    """Return q, k, v, the gradient of the output, and the high and low float32 parts of the cumulative sums of the log gates,
+    which are sigmoid(x + bias) of normal x.
+    """
     batch, length, heads, dim = map(int, shape.split("x"))
     rng = np.random.default_rng(0)
     gates = -np.logaddexp(0, -(rng.normal(size=(batch, length, heads)) + bias))
     keys = jax.random.split(jax.random.key(0), 4)
     normal = (jax.random.normal(key, (batch, length, heads, dim), jnp.bfloat16) for key in keys)
     return *normal, *split_sums(gates)
+
+
+def text_inputs(
+    shape: str, model: Any, training: forget_gates.Training
+) -> tuple[tuple[jax.Array, ...], float]:
+    """Return the inputs as `made_up_inputs` does, with the queries, keys and gates of a trained FoX on held-out text,
+    and the mean gate.
+    """
+    batch, length, heads, _ = map(int, shape.split("x"))
+    tokens = forget_gates.heldout_rows(batch, length, training)
+    q, k, gates = forget_gates.attention_inputs(model, tokens, heads)
+    v, do = jax.random.normal(jax.random.key(0), (2, *q.shape), jnp.bfloat16)
+    return (q, k, v, do, *split_sums(gates)), float(np.exp(gates).mean())
 
 
 def fused(q, k, v, high, low, *, prune: bool) -> jax.Array:
@@ -199,7 +226,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--shapes", type=options.words, default=options.shapes(TIMED), help="BxTxHxD,..."
     )
-    parser.add_argument("--bias", type=float, default=2.0, help="b of the gates sigmoid(x + b)")
+    parser.add_argument(
+        "--gates", type=options.names(GATES), default="text", help="text, made-up or both"
+    )
+    parser.add_argument(
+        "--train_steps",
+        type=int,
+        default=forget_gates.Training.steps,
+        help="steps that train the FoX whose gates on text are timed",
+    )
+    parser.add_argument("--bias", type=float, default=2.0, help="b of made-up gates sigmoid(x + b)")
     parser.add_argument("--run", type=Path, help="a run of a trained FoX, in place of --shapes")
     parser.add_argument("--heads", type=int, default=24, help="heads of the calls with --run")
     parser.add_argument(
@@ -215,25 +251,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
     if args.run is not None:
         return [dict(op=OP, shape=str(args.run), gates="recorded")]
-    return [dict(op=OP, shape=shape, bias=args.bias) for shape in args.shapes]
+    return [
+        dict(op=OP, shape=shape, gates=gates) | (dict(bias=args.bias) if gates == "made-up" else {})
+        for gates in args.gates
+        for shape in args.shapes
+    ]
 
 
 def rows(args: argparse.Namespace, cases: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     if args.run is not None:
         yield measure_run(args.run, args.heads, args.save_gates)
         return
-    shapes = [case["shape"] for case in cases]
+    shapes = list(dict.fromkeys(case["shape"] for case in cases))
     peer = Fla([(OP, shape) for shape in shapes], args.workers, args.bias) if args.peers else None
+    training = forget_gates.Training(steps=args.train_steps)
+    model_of = functools.cache(lambda dim: forget_gates.train_fox(dim, training))
     try:
         programs = compile_all(
             {(s, n): lower(call, s) for s in shapes for n, call in CALLS.items()}
         )
+        for dim in {shape_of(case)[-1] for case in cases if case["gates"] == "text"}:
+            model_of(dim)
         if peer is not None:
             peer.wait(args.patience)
         with alone(args.lock):
             for case in cases:
-                inputs = make_inputs(case["shape"], args.bias)
                 row = dict(case)
+                if case["gates"] == "text":
+                    model, trained = model_of(shape_of(case)[-1])
+                    inputs, mean = text_inputs(case["shape"], model, training)
+                    row |= dict(mean_gate=round(mean, 4), trained=trained)
+                else:
+                    inputs = made_up_inputs(case["shape"], args.bias)
                 row |= {
                     name: measure(name, programs[case["shape"], name], inputs) for name in CALLS
                 }

@@ -48,6 +48,11 @@ def shape_column(title: str = "B x T x H x D") -> Column:
     return Column(title, lambda row: shape_text(row["shape"]))
 
 
+def attention_gates(row: Row) -> str:
+    """Return where the gates of a row of the attention benchmark come from: "text", "made-up" or "recorded"."""
+    return row.get("gates", "made-up")
+
+
 def is_plain(row: Row) -> bool:
     """Return whether a row of the kernels benchmark had no option: one state per row, ordinary gates, and
     as many parts as the kernel selects.
@@ -316,6 +321,7 @@ TABLES = [
         ("attention.jsonl",),
         (
             shape_column(),
+            Column("gates", attention_gates),
             pair("kernel", "kernel"),
             pair("kernel, pruned", "pruned"),
             column("tiles pruned", "pruned_share", "{:.1%}"),
@@ -323,9 +329,9 @@ TABLES = [
             pair("FLA", "fla"),
         ),
         where=lambda row: "fla" in row,
-        key=lambda row: row["shape"],
+        key=lambda row: (row["shape"], attention_gates(row)),
         not_run="requires an NVIDIA Hopper GPU",
-        command="python -m benchmarks attention --peers fla --output docs/attention.jsonl",
+        command="python -m benchmarks attention --gates made-up,text --peers fla --output docs/attention.jsonl",
     ),
     Table(
         "attention_recorded",

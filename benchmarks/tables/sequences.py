@@ -103,6 +103,11 @@ def _decoded(rows: list[Row]) -> list[dict[int, Row]]:
 
 
 def _decoder(row: Row) -> str:
+    """Return the model of a row of decoding with experts, and which tokens it read."""
+    return f"{_decoding_model(row)}, {'text' if row.get('inputs') == 'text' else 'equal rows'}"
+
+
+def _decoding_model(row: Row) -> str:
     if row["pattern"] == "N":
         return "softmax attention"
     return f"{row['mixer']}, pattern `{row['pattern']}`"
@@ -124,7 +129,7 @@ def _decoding_columns(rows: list[Row]) -> tuple[Column, ...]:
 
     lengths = sorted({row["tokens"] for row in rows})
     return (
-        Column("model", lambda by_tokens: _decoder(next(iter(by_tokens.values())))),
+        Column("model, tokens", lambda by_tokens: _decoder(next(iter(by_tokens.values())))),
         *map(cell, lengths),
         Column(
             "commits",
@@ -289,7 +294,7 @@ TABLES = [
         "linear_moe_decode",
         ("linear_moe_decode.jsonl",),
         _decoding_columns,
-        key=lambda row: (row["mixer"], row["pattern"], row["tokens"]),
+        key=lambda row: (row["mixer"], row["pattern"], row.get("inputs"), row["tokens"]),
         lines=_decoded,
         command="python -m benchmarks linear_moe_decode --models softmax:N,linear_attention:L,linear_attention:LLLN",
     ),

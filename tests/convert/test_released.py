@@ -1,5 +1,5 @@
 """Released models with linear layers have the logits that flash-linear-attention and transformers computed
-(released_goldens/, see make_released_goldens.py), and are exported unchanged; runs of this library are exported in their formats.
+(released_goldens/, see make_released_goldens.py), and are exported unchanged.
 """
 
 from __future__ import annotations
@@ -27,18 +27,11 @@ from lsm_jax.convert import (
     model_config,
     released_export,
 )
-from lsm_jax.convert.checkpoint import Tensors
-from lsm_jax.convert.families import FAMILIES, rwkv7_pth
-from lsm_jax.convert.huggingface import checkpoint_layout, import_huggingface, open_source
-from lsm_jax.convert.layout import layout_of
-from lsm_jax.convert.load import load_tree
-from lsm_jax.convert.rwkv_file import RWKVFile, fields_of
-from lsm_jax.feedforward import SwiGLUConfig
-from lsm_jax.models import Decoder, LayerConfig, ModelConfig, abstract, lm
-from lsm_jax.training.step import params_of
+from lsm_jax.convert.families import FAMILIES
+from lsm_jax.convert.huggingface import checkpoint_layout, import_huggingface
+from lsm_jax.models import LayerConfig, ModelConfig, abstract
 
 GOLDENS = Path(__file__).parent / "released_goldens"
-TRAINED = Path(__file__).parent / "trained"
 NAMES = sorted(path.name for path in GOLDENS.iterdir() if path.is_dir())
 # Models that `make test` compares, in chunked prefill, single tokens, packed and padded rows, and in the logits of a row; the
 # others are slow.
@@ -260,106 +253,6 @@ def test_errors_name_the_field(name, fields, words, tmp_path):
         model_config(changed(name, tmp_path, **fields))
 
 
-OWN = (
-    "gla", "retnet", "deltanet", "gated_deltanet", "kda", "hgrn2", "gsa", "mamba", "mamba2", "gated_deltaproduct", "comba",
-    "precond_gated_deltanet", "precond_kda", "mesa_net", "path", "moba", "nsa", "hgrn", "lightnet", "abc",
-    "mamba3", "mamba3_mimo", "log_linear_mamba2",
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("method", marked(OWN, ("gated_deltanet", "gsa")))
-def test_own_models_are_exported(method, tmp_path):
-    config = dataclasses.replace(lm(method, "tiny", vocab_size=48), num_layers=2)
-    if method == "log_linear_mamba2":
-        config.layers["L"].feedforward = SwiGLUConfig()  # FLA's, whatever its config says
-    if method == "path":
-        config.layers["L"].mixer.rank = 32  # the only one that FLA has
-    if method.startswith("mamba3"):
-        config.layers["L"].mixer.rate = "softplus"  # FLA's
-    if method == "lightnet":
-        config.layers["L"].mixer.norm_eps = 1e-6  # FLA's, whatever its config says
-    config.unroll_layers, config.matmul = True, "default" if method == "mom" else "fp8"
-    params = params_of(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
-    rng = np.random.default_rng(0)
-    params = jax.tree.map(lambda x: rng.standard_normal(x.shape, np.float32), params)
-    folder = export_released(params, config, tmp_path / "out", norm_eps=1e-5)
-    again, again_params = imported(folder)
-    assert (
-        again.layers["L"].mixer == config.layers["L"].mixer
-    )  # of which the epsilon is 1e-5, but LightNet's
-    assert again.norm_eps == 1e-5
-    jax.tree.map(np.testing.assert_array_equal, again_params, params)
-
-
-def hybrid(family):
-    """Return the config of a model of this library that the family computes."""
-    if family == "xlstm":
-        return dataclasses.replace(lm("mlstm", "tiny", vocab_size=48), logits_cap=30.0)
-    inner = "relu2" if family == "nemotron_h" else "swiglu"
-    config = lm("mamba2", "tiny", "LN", vocab_size=48, feedforward=inner)
-    mamba, softmax = config.layers["L"], config.layers["N"].mixer
-    if family == "bamba":
-        softmax.rotary_dim = softmax.dim(config.hidden_size) // 2
-    if family == "nemotron_h":
-        softmax.rope_base = None
-    if family == "falcon_h1":
-        mamba.mixer = mixers.ParallelConfig(first=mamba.mixer, second=softmax)
-        config.layers, config.pattern = {"L": mamba}, "L"
-    if family == "lfm2":
-        mamba.mixer, softmax.qk_norm, softmax.norm_eps = mixers.ShortConvConfig(), True, 1e-5
-    return config
-
-
-HYBRIDS = ("granitemoehybrid", "bamba", "nemotron_h", "falcon_h1", "lfm2", "xlstm")
-
-
-@pytest.mark.parametrize("family", marked(HYBRIDS, ("falcon_h1",)))
-def test_own_hybrids_are_exported(family, tmp_path):
-    config = hybrid(family)
-    config.num_layers = 2
-    params = params_of(abstract(config))
-    rng = np.random.default_rng(0)
-    params = jax.tree.map(lambda x: rng.standard_normal(x.shape, np.float32), params)
-    folder = export_released(params, config, tmp_path / "out", norm_eps=1e-5)
-    assert Checkpoint(folder).config["model_type"] == family
-    again, again_params = imported(folder)
-    assert FAMILIES[family].describe_model(again) == FAMILIES[family].describe_model(
-        FAMILIES[family].with_epsilon(config, 1e-5)
-    )
-    # The letters may be others, as Nemotron-H's are, but the layers are the same.
-    ours, theirs = (jax.tree.leaves(p) for p in (params, again_params))
-    jax.tree.map(np.testing.assert_array_equal, ours, theirs)
-
-
-def test_models_that_the_library_lacks_are_refused(tmp_path):
-    def refused(config, words):
-        with pytest.raises(ValueError, match=words):
-            export_released({}, config, tmp_path / "out")
-        assert not (tmp_path / "out").exists()
-
-    config = lm("gla", "tiny")
-    refused(config, "no gla model with .*layer 0.mixer.norm_eps=1e-05 .accepted is 1e-06.")
-    config.norm_eps = 1e-5
-    config.layers["L"].mixer.gate_rank = 8
-    refused(config, "no gla model with layer 0.mixer.gate_rank=8 .accepted is 16.")
-    refused(lm("titans", "tiny"), "mixers of TitansConfig; accepted is one of GLAConfig")
-    refused(lm("softmax", "tiny"), "mixers of SoftmaxConfig; accepted is one of GLAConfig")
-    for method, fields, words in (
-        ("moba", dict(num_blocks=1), "MoBAConfig.num_blocks=1; accepted for an export are numbers from 2"),
-        ("moba", dict(num_kv_heads=1), "MoBAConfig.num_kv_heads=1; accepted for an export are None and num_heads="),
-        ("path", dict(rank=32, conv_size=4), "PaTHConfig.conv_size=4; accepted for an export is 3"),
-        ("nsa", dict(num_kv_heads=4), "NSAConfig.num_heads=16; accepted for an export are num_kv_heads=4 times a power of 2"),
-        ("mamba3", {}, "no mamba3 model with .*layer 0.mixer.rate='heavy_tail' .accepted is 'softplus'."),
-    ):  # fmt: skip
-        config = lm(method, "tiny")
-        config.layers["L"].mixer = dataclasses.replace(config.layers["L"].mixer, **fields)
-        refused(config, words)
-    refused(lm("path", "tiny", "LN"), "mixers of SoftmaxConfig beside PaTHConfig; accepted for an export is PaTHConfig alone")  # fmt: skip
-    linear = lm("linear_attention", "tiny")
-    linear.layers["L"].mixer.feature_map, linear.norm_eps = "hedgehog", 1e-5
-    refused(linear, "shared_feature_map=False .accepted is True.")
-
-
 def test_the_command_exports_a_run(tmp_path, capsys):
     import tokenizers
 
@@ -381,134 +274,6 @@ def test_the_command_exports_a_run(tmp_path, capsys):
     assert set(out.dtypes.values()) == {"BF16"} and (out.folder / "tokenizer.json").is_file()
     assert released_export.main(options) == 1
     assert "is not empty; accepted is a new folder" in capsys.readouterr().err
-
-
-def test_the_pth_file_of_rwkv_has_the_parameters_of_the_golden():
-    """The file has the tensors of fla-rwkv7 by their authors' names, and all but vectors are bfloat16."""
-    source = open_source(GOLDENS / "rwkv7.pth")
-    assert isinstance(source, RWKVFile)
-    config, theirs = model_config(source), model_config(GOLDENS / "fla-rwkv7")
-    mixer = dataclasses.replace(theirs.layers["L"].mixer, norm_eps=64e-5)
-    assert config.layers["L"].mixer == mixer
-    assert (config.num_layers, config.embedding_norm) == (2, True)
-    params = load_params(source, config)
-    rounded = load_params(GOLDENS / "fla-rwkv7", theirs)
-
-    def same(path, ours, golden):
-        if "first" not in jax.tree_util.keystr(path):  # layer 0 has no such tensors
-            nearest = golden.astype(jnp.bfloat16).astype(jnp.float32)
-            assert jnp.all((ours == nearest) | (ours == golden)), path
-
-    jax.tree_util.tree_map_with_path(same, params, rounded)
-    first = params["periods"]["blocks"][0]["mixer"]["first"]["down"]["kernel"]
-    assert not np.any(first[0]) and np.any(first[1])
-    with pytest.raises(ValueError, match="pth files are not written"):
-        export(params, config, source, "nowhere")
-
-
-def test_pth_files_that_call_functions_are_refused(tmp_path):
-    import pickle
-    import zipfile
-
-    class Call:
-        def __reduce__(self):
-            return print, ("called",)
-
-    path = tmp_path / "x.pth"
-    with zipfile.ZipFile(path, "w") as file:
-        file.writestr("x/data.pkl", pickle.dumps({"emb.weight": Call()}, protocol=2))
-    with pytest.raises(ValueError, match="no .pth file of tensors: it has a .*print; accepted are"):
-        open_source(path)
-    path.write_bytes(b"nothing")
-    with pytest.raises(ValueError, match="cannot be read: File is not a zip file"):
-        open_source(path)
-
-
-class Trained(Tensors):
-    """The trained RWKV-7 of tests/convert/trained, with the names of RWKV-7's released files. In its authors' model a branch
-    that they switched off stands beside each time mix: it is the constant `rosa*.o.bias`."""
-
-    def __init__(self):
-        arrays = dict(np.load(TRAINED / "rwkv7_reverse.npz"))
-        named = {"emb.weight": arrays["e.weight"], "head.weight": arrays["o.weight"], "head.bias": arrays["o.bias"]}  # fmt: skip
-        for old, new in (("lno", "ln_out"), *((f"ln{i + 1}{x}", f"blocks.{i}.ln{n}") for i in (0, 1) for x, n in (("a", 1), ("b", 2)))):  # fmt: skip
-            named |= {f"{new}.{part}": arrays[f"{old}.{part}"] for part in ("weight", "bias")}
-        for name, value in arrays.items():
-            module, _, rest = name.partition(".")
-            kind, layer = module[:-1], module[-1]
-            if kind in ("rwkv", "ffn"):
-                named[f"blocks.{int(layer) - 1}.{'att' if kind == 'rwkv' else 'ffn'}.{rest}"] = value  # fmt: skip
-            if kind == "rosa" and rest == "rosa_qkv.emb":
-                assert not np.any(value)
-            if kind == "rosa" and rest == "o.bias":
-                named[f"blocks.{int(layer) - 1}.att.output.bias"] = value
-        self.arrays, self.folder = named, TRAINED
-        self.shapes = {name: value.shape for name, value in named.items()}
-        self.dtypes = dict.fromkeys(named, "F32")
-        self.config = fields_of(self.shapes, TRAINED)
-
-    def rows(self, name, start, stop):
-        return self.arrays[name][start:stop]
-
-
-def trained_model():
-    source = Trained()
-    family = FAMILIES[source.config["model_type"]]
-    config = family.model(source)
-    layer = config.layers["L"]
-    mixer = dataclasses.replace(layer.mixer, output_bias=True)
-    config.layers["L"] = dataclasses.replace(layer, mixer=mixer)
-    config = dataclasses.replace(config, head_bias=True, dtype="float32", remat="none")
-    values = family.values(source.config, TRAINED)
-
-    def names(number):
-        biases = {"head_bias": "head.bias"} if number < 0 else {"mixer.o_proj.bias": f"blocks.{number}.att.output.bias"}  # fmt: skip
-        return {**rwkv7_pth.FAMILY.names(values, config, number), **biases}
-
-    layout = layout_of(config, names)
-    source.check(layout.shapes)
-    # The file has 39,564 numbers. Two branches that are switched off have 4,352 each, of which only a bias of 32 is used; norms have 64.
-    assert sum(int(np.prod(x)) for x in layout.shapes.values()) == 39_564 - 2 * (4_352 - 32 + 64)
-    return nnx.merge(nnx.graphdef(abstract(config)), load_tree(source, layout.params, layout.place))
-
-
-COMMA, END = 10, 11
-
-
-@pytest.mark.slow
-def test_a_trained_rwkv7_reverses_numbers():
-    model = trained_model()
-    rng, rows, masks = np.random.default_rng(0), [], []
-    # As its authors test it: ten numbers of each length, in rows of 129 tokens.
-    for digits in range(1, 61):
-        for _ in range(10):
-            number = rng.integers(0, 10, digits)
-            number[0] = max(number[0], digits > 1)
-            row = [*number, COMMA, *number[::-1]]
-            rows.append(row + [END] * (129 - len(row)))
-            masks.append([digits <= i <= 2 * digits for i in range(128)])
-    rows, masks = np.array(rows), np.array(masks)
-    logits = jax.jit(lambda m, t: m(t)[0])
-    guesses = [np.argmax(logits(model, part[:, :-1]), -1) for part in np.split(rows, 4)]
-    correct = (np.concatenate(guesses) == rows[:, 1:]) & masks
-    assert masks.sum() == 18_900 and correct.sum() >= 18_890
-
-
-def test_a_trained_rwkv7_decodes_60_digits_from_its_constant_state():
-    model = trained_model()
-    number = np.random.default_rng(1).integers(1, 10, 60)
-    step = jax.jit(lambda m, t, s: m(t, state=s)[:2])
-    state = model.init_state(1, 1)
-    sizes = jax.tree.map(lambda x: x.shape, state)
-    for token in [*number, COMMA]:
-        logits, state = step(model, jnp.array([[token]]), state)
-    decoded = []
-    for _ in range(60):
-        decoded.append(int(jnp.argmax(logits[0, -1])))
-        logits, state = step(model, jnp.array([[decoded[-1]]]), state)
-    assert decoded == list(number[::-1])
-    assert int(jnp.argmax(logits[0, -1])) == END
-    assert jax.tree.map(lambda x: x.shape, state) == sizes
 
 
 def test_layouts_name_parameters_without_a_tensor():

@@ -40,17 +40,8 @@ def _config(values: dict[str, Any]) -> ModelConfig:
             f"use_bias={values['use_bias']}, use_conv_bias={values['use_conv_bias']}; accepted are true and false, as in FLA's "
             "layer; its config's defaults are the opposite"
         )
-    inner, heads = values["expand"] * values["hidden_size"], values["num_heads"]
-    if heads is not None and heads * values["head_dim"] != inner:
-        raise ValueError(
-            f"num_heads={heads}: accepted is expand * hidden_size / head_dim = {inner / values['head_dim']:g}"
-        )
     mixer = LogLinearMamba2Config(
-        expand=values["expand"],
-        head_dim=values["head_dim"],
-        state_size=values["state_size"],
-        num_groups=values["n_groups"],
-        conv_size=values["conv_kernel"],
+        **mamba2.sizes(values),
         norm_eps=float(values["norm_eps"]),
         num_levels=_LEVELS,
     )
@@ -69,12 +60,7 @@ def _describe(config: ModelConfig) -> dict[str, Any]:
     if mixer.num_levels != _LEVELS:
         raise ValueError(f"num_levels={mixer.num_levels}; accepted for an export is {_LEVELS}")
     return dict(
-        expand=mixer.expand,
-        head_dim=mixer.head_dim,
-        num_heads=mixer.num_heads(config.hidden_size),
-        state_size=mixer.state_size,
-        n_groups=mixer.num_groups,
-        conv_kernel=mixer.conv_size,
+        **mamba2.describe_sizes(mixer, config.hidden_size),
         norm_eps=config.norm_eps,
         use_bias=True,
         use_conv_bias=False,

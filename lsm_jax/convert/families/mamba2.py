@@ -24,32 +24,45 @@ MIXER: Names = {
 """The names of the mixer's tensors, which other families use too."""
 
 
-def _config(values: dict[str, Any]) -> ModelConfig:
+SIZES = dict(
+    expand="expand",
+    head_dim="head_dim",
+    state_size="state_size",
+    n_groups="num_groups",
+    conv_kernel="conv_size",
+)
+"""The fields that Mamba-2, Mamba-3 (without a convolution) and log-linear Mamba-2 share, each with that of the mixer's config."""
+
+
+def sizes(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of the mixer's config that `SIZES` names and `values` has.
+
+    Raises:
+        ValueError: `num_heads` is given and is not the number of heads of the inner width.
+    """
     inner, heads = values["expand"] * values["hidden_size"], values["num_heads"]
     if heads is not None and heads * values["head_dim"] != inner:
         raise ValueError(
             f"num_heads={heads}: accepted is expand * hidden_size / head_dim = {inner / values['head_dim']:g}"
         )
-    mixer = Mamba2Config(
-        expand=values["expand"],
-        head_dim=values["head_dim"],
-        state_size=values["state_size"],
-        num_groups=values["n_groups"],
-        conv_size=values["conv_kernel"],
-        norm_eps=float(values["layer_norm_epsilon"]),
-    )
+    return {ours: values[theirs] for theirs, ours in SIZES.items() if theirs in values}
+
+
+def describe_sizes(mixer: Any, hidden_size: int) -> dict[str, Any]:
+    """Return the fields that `sizes` reads, of the config of a mixer in a model of width `hidden_size`."""
+    fields = {theirs: getattr(mixer, ours) for theirs, ours in SIZES.items() if hasattr(mixer, ours)}  # fmt: skip
+    return fields | dict(num_heads=mixer.num_heads(hidden_size))
+
+
+def _config(values: dict[str, Any]) -> ModelConfig:
+    mixer = Mamba2Config(**sizes(values), norm_eps=float(values["layer_norm_epsilon"]))
     return mamba.decoder(values, mixer)
 
 
 def _describe(config: ModelConfig) -> dict[str, Any]:
     mixer = the_mixer(config, Mamba2Config)
     return dict(
-        expand=mixer.expand,
-        head_dim=mixer.head_dim,
-        num_heads=mixer.num_heads(config.hidden_size),
-        state_size=mixer.state_size,
-        n_groups=mixer.num_groups,
-        conv_kernel=mixer.conv_size,
+        **describe_sizes(mixer, config.hidden_size),
         layer_norm_epsilon=config.norm_eps,
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lsm_jax.convert.families import fla, mamba
+from lsm_jax.convert.families import fla, mamba, mamba2
 from lsm_jax.convert.families.family import Family, the_mixer
 from lsm_jax.mixers import Mamba3Config, Mamba3MIMOConfig
 from lsm_jax.models import ModelConfig
@@ -29,19 +29,11 @@ _TABLE = {
 
 
 def _config(values: dict[str, Any]) -> ModelConfig:
-    inner, heads = values["expand"] * values["hidden_size"], values["num_heads"]
-    if heads is not None and heads * values["head_dim"] != inner:
-        raise ValueError(
-            f"num_heads={heads}: accepted is expand * hidden_size / head_dim = {inner / values['head_dim']:g}"
-        )
     kind, ranks = Mamba3Config, {}
     if values["is_mimo"]:
         kind, ranks = Mamba3MIMOConfig, dict(mimo_rank=values["mimo_rank"])
     mixer = kind(
-        expand=values["expand"],
-        head_dim=values["head_dim"],
-        state_size=values["state_size"],
-        num_groups=values["n_groups"],
+        **mamba2.sizes(values),
         rope_fraction=float(values["rope_fraction"]),
         rate="softplus",
         output_norm=values["is_outproj_norm"],
@@ -55,11 +47,7 @@ def _describe(config: ModelConfig) -> dict[str, Any]:
     kind = type(config.layers[config.letters()[0]].mixer)
     mixer = the_mixer(config, kind if kind is Mamba3MIMOConfig else Mamba3Config)
     return dict(
-        expand=mixer.expand,
-        head_dim=mixer.head_dim,
-        num_heads=mixer.num_heads(config.hidden_size),
-        state_size=mixer.state_size,
-        n_groups=mixer.num_groups,
+        **mamba2.describe_sizes(mixer, config.hidden_size),
         rope_fraction=mixer.rope_fraction,
         is_outproj_norm=mixer.output_norm,
         is_mimo=mixer.mimo_rank is not None,
