@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from lsm_jax.mixers.checks import did_you_mean
+from lsm_jax.names import did_you_mean
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,6 @@ A wheel has train.py, eval.py and configs/ in the folder `lsm_jax/shipped`, laid
 from __future__ import annotations
 
 import ast
-import difflib
 import re
 import runpy
 import sys
@@ -61,19 +60,6 @@ def expand_arguments(arguments: list[str]) -> list[str]:
         elif i and arguments[i - 1] in ("--config", "-config"):
             expanded[i] = expand(argument)
     return expanded
-
-
-def nearest(name: str, accepted: list[str]) -> str:
-    """Return "; did you mean NAME?" with the most similar accepted name, whatever its case; empty if none is similar. Of names
-    that are equally similar it is the one with the same letters, or else the first."""
-    given = name.lower()
-    close = difflib.get_close_matches(given, accepted, n=max(1, len(accepted)), cutoff=0.5)
-
-    def closeness(one: str) -> tuple[float, bool]:
-        ratio = difflib.SequenceMatcher(None, one, given).ratio()
-        return ratio, sorted(one) == sorted(given)
-
-    return f"; did you mean {max(close, key=closeness)}?" if close else ""
 
 
 def shown_name(program: str) -> str:

@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # The packages of the library that each package may import besides itself. A name with a dot is a single module.
 ALLOWED = {
+    "names": set(),
     "linearize": {"convert", "training", "models", "mixers", "data", "files", "hub", "programs"},
     "convert": {
         "training",
@@ -39,13 +40,14 @@ ALLOWED = {
         "files",
         "hub",
         "programs",
+        "names",
     },
     "files": set(),
     "hub": set(),
     "programs": set(),
     "interrupts": set(),
     "commands": {"files"},
-    "cli": {"mixers", "ops", "models", "training", "evaluation", "programs"},
+    "cli": {"mixers", "ops", "models", "training", "evaluation", "programs", "names"},
     "__main__": {"cli"},
     "plan": {"convert", "training", "parallel", "files"},
     "evaluation": {
@@ -58,11 +60,12 @@ ALLOWED = {
         "training.runs",
         "training.metrics",
         "files",
+        "names",
     },
-    "models": {"mixers", "feedforward", "ops", "parallel"},
+    "models": {"mixers", "feedforward", "ops", "parallel", "names"},
     # A mixer may use parts of another mixer; feedforwards use only the layers and checks in the mixers' package.
     "feedforward": {"mixers.layers", "mixers.checks", "ops", "parallel"},
-    "mixers": {"ops", "parallel"},
+    "mixers": {"ops", "parallel", "names"},
     "ops": {"parallel", "pallas_kernels"},
     "parallel": set(),
     "data": {"files", "hub", "programs"},

@@ -29,7 +29,7 @@ MOST_BYTES = 1_500_000  # of all notebooks, with their pictures
 # The values of the cell with the tag "parameters" with which a notebook runs in a few seconds.
 SMALL: dict[str, dict[str, Any]] = {
     "ablation": dict(methods=("gla",), steps=2, eval_batches=1),
-    "devices": dict(axes=("sequence",), steps=1, methods=("gla",), lengths=(1024,)),
+    "devices": dict(axes=("sequence",), steps=1, methods=("softmax",), lengths=(1024,)),
     "forget_gates": dict(steps=2, eval_batches=1, longest=320, compared=("FoX",)),
     "liger": dict(weights="small", small_steps=3, length=96, tuning_steps=1),
     "memories": dict(steps=5, eval_batches=1),

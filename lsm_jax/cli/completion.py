@@ -10,6 +10,7 @@ from pathlib import Path
 
 from lsm_jax import programs
 from lsm_jax.cli.table import COMMANDS, IMPORTERS
+from lsm_jax.names import did_you_mean
 
 SHELLS = ("bash", "zsh", "fish")
 
@@ -81,7 +82,7 @@ def script(shell: str) -> str:
             lines.append(f"complete -c lsm -n '__fish_seen_subcommand_from {name}' -a '{words}'")
         return "\n".join(lines)
     if shell not in SHELLS:
-        hint = programs.nearest(shell, list(SHELLS))
+        hint = did_you_mean(shell, SHELLS)
         raise ValueError(f"SHELL={shell!r}; accepted are {', '.join(SHELLS)}{hint}")
     cases = "\n".join(f'        {name}) words="{" ".join(words_of(name))}" ;;' for name in names)
     bash = _BASH.format(commands=" ".join(names), cases=cases)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lsm_jax import __version__, programs
+from lsm_jax.names import did_you_mean
 
 _PLATFORMS = {"cuda": "NVIDIA", "rocm": "AMD", "tpu": "TPU", "cpu": "CPU"}
 REQUIRED = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "ml-collections", "numpy")  # fmt: skip
@@ -49,7 +50,7 @@ def main(arguments: Sequence[str]) -> int:
 
     known = names_of_ops()
     if op is not None and op not in known:
-        hint = programs.nearest(op, list(known))
+        hint = did_you_mean(op, known)
         print(f"lsm doctor: --op={op}: accepted are {', '.join(known)}{hint}", file=sys.stderr)
         return 2
     import jax

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from lsm_jax import __version__, programs
 from lsm_jax.cli.declared import Declared
 from lsm_jax.cli.table import COMMANDS, IMPORTERS, Command
+from lsm_jax.names import did_you_mean
 
 _HELP = ("--help", "-h", "-help")
 _FIRST = ("train", "eval", "compare")  # commands with an example in the overview
@@ -55,7 +56,7 @@ def _run(arguments: Sequence[str] | None) -> int:
         return 0
     name, *rest = given
     if name not in commands:
-        hint = programs.nearest(name, list(commands))
+        hint = did_you_mean(name, commands)
         print(f"lsm: there is no command {name!r}{hint or ';'} Commands: {', '.join(commands)}", file=sys.stderr)  # fmt: skip
         return 2
     command = commands[name]

@@ -12,8 +12,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from lsm_jax import programs
 from lsm_jax.cli.declared import attributes
+from lsm_jax.names import did_you_mean
 
 _PLATFORMS = {"cuda": "NVIDIA", "rocm": "AMD", "tpu": "TPU", "cpu": "CPU"}
 
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     known = mixers.METHODS | mixers.WRAPPERS
     if name not in known:
-        hint = programs.nearest(name, list(known))
+        hint = did_you_mean(name, known)
         print(f"lsm methods: there is no method {name!r}{hint}\naccepted are {', '.join(known)}", file=sys.stderr)  # fmt: skip
         return 2
     for part in _description(known[name], name in mixers.WRAPPERS):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from lsm_jax import programs
 from lsm_jax.cli.declared import Declared, fields_of, flags_of
+from lsm_jax.names import did_you_mean
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -86,7 +87,7 @@ def convert(arguments: list[str]) -> int:
     if arguments and not arguments[0].startswith("-"):
         kind, *rest = arguments
     if kind not in IMPORTERS:
-        hint = programs.nearest(kind, list(IMPORTERS))
+        hint = did_you_mean(kind, IMPORTERS)
         print(f"lsm convert: KIND={kind!r}; accepted are {', '.join(IMPORTERS)}{hint}", file=sys.stderr)  # fmt: skip
         return 2
     return _module(IMPORTERS[kind][0])(rest)

@@ -27,6 +27,7 @@ from lsm_jax.files import unique_keys
 
 MAX_LINE_BYTES = 1 << 26  # of a line of a JSONL file
 MAX_ARRAY_BYTES = 1 << 27  # of a JSON array, which is read at once
+_LARGEST_PIECE = 1 << 20  # bytes, of a single file of which a part is held out
 _NEWLINE_SEARCH = 4096  # bytes that are searched for a newline at which to cut
 
 
@@ -184,10 +185,23 @@ class Documents:
         else:
             self.check_all()
             raise ValueError(
-                f"{self._originals[0]} is one document of {self.lengths[0]} bytes, too short to hold "
-                "a part of it out; set data.heldout_path (--heldout=none writes a store without held-out documents)"
+                f"{self._originals[0]} is one document of {self.lengths[0]} bytes that cannot be divided, so that none is held "
+                "out; accepted are more documents, one text file of at least two lines, or data.heldout_path (of the command "
+                "tokenize: --heldout=none, or --pack, which divides a text file)"
             )
         return self._subset(~held), self._subset(held)
+
+    def pieces_to_split(self, sequence_length: int) -> int | None:
+        """Return the bytes of a piece into which a single text file is cut, so that its end can be held out: pieces of equal
+        size, at most a hundred or of 1 MiB, each long enough for a row of `sequence_length` tokens if the file is. None if
+        there are several documents, or one that is a record of a file."""
+        if self.num_documents != 1 or self._has_records(self._files[self._file[0]]):
+            return None
+        size = int(self.lengths.sum())
+        if size < 2:
+            return None
+        count = max(2, min(100, size // (6 * sequence_length)), -(-size // _LARGEST_PIECE))
+        return -(-size // count)
 
     def split_first(self, count: int) -> tuple[Documents, Documents]:
         """Return two sets of documents, (training, held-out): the first `count` documents in listed order

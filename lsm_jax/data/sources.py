@@ -89,18 +89,25 @@ def open_documents(config: DataConfig, *, heldout: bool) -> Documents:
         ValueError: the path does not exist, has no text, or too little to hold a part of it out.
     """
     path, part = locate(config, heldout)
-    documents = Documents(
-        [path],
-        text_key=config.text_key,
-        format=config.format,
-        piece_bytes=max(1 << 16, 16 * config.sequence_length),
-        cache_dir=config.cache_dir,
-    )
+    documents = _documents(config, path, max(1 << 16, 16 * config.sequence_length))
     if not part:
         return documents
     if config.heldout_first:
         return documents.split_first(config.heldout_first)[heldout]
+    if len(documents) == 1 and (size := documents.pieces_to_split(config.sequence_length)):
+        documents = _documents(config, path, size)
     return documents.split(config.heldout_fraction)[heldout]
+
+
+def _documents(config: DataConfig, path: Path, piece_bytes: int) -> Documents:
+    """Return all documents of a path, with text files in pieces of about `piece_bytes`."""
+    return Documents(
+        [path],
+        text_key=config.text_key,
+        format=config.format,
+        piece_bytes=piece_bytes,
+        cache_dir=config.cache_dir,
+    )
 
 
 def with_tokenizer(config: DataConfig) -> DataConfig:

@@ -103,11 +103,8 @@ def _documents(
     compressed files, parquet files and data sets."""
     pieces = _PIECE_BYTES if pack else None
     documents = Documents(inputs, text_key=text_key, piece_bytes=pieces, cache_dir=cache)
-    if pack and split and documents.num_documents == 1:
-        # One text file, whose last pieces are held out: several equal ones, each long enough for a row.
-        size = int(documents.lengths.sum())
-        count = max(2, min(100, size // (6 * sequence_length)), -(-size // _PIECE_BYTES))
-        pieces = -(-size // count)
+    pieces = documents.pieces_to_split(sequence_length) if pack and split else None
+    if pieces:  # one text file, whose last pieces are held out
         documents = Documents(inputs, text_key=text_key, piece_bytes=pieces, cache_dir=cache)
     return documents
 
@@ -329,11 +326,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
     for path, written in zip([options.output, options.heldout], results, strict=False):
         print(
-            f"{path}: {written.rows} rows of {options.sequence_length} tokens from {written.documents} "
-            f"documents; {written.tokens} tokens, {written.dropped} of them in no row"
+            f"{path}: {written.rows} rows of {options.sequence_length} tokens from "
+            f"{_documents_of(written)}; {written.tokens} tokens, {written.dropped} of them in no row"
             + (f" ({written.short} documents were shorter than a row)" if written.short else "")
         )
     return 0
+
+
+def _documents_of(written: Written) -> str:
+    """Return the number of documents of a store for its line of output; a store that begins none has the end of the only one."""
+    if not written.documents:
+        return "the end of the only document, which is held out"
+    return f"{written.documents} documents"
 
 
 def _keywords(options: argparse.Namespace) -> dict[str, Any]:

@@ -42,8 +42,8 @@ from lsm_jax.evaluation.request import (
 from lsm_jax.evaluation.router import routing, routing_table
 from lsm_jax.evaluation.tables import needle_table, perplexity_table
 from lsm_jax.files import bounded_json, inside
-from lsm_jax.mixers.checks import did_you_mean
 from lsm_jax.models import Decoder
+from lsm_jax.names import did_you_mean
 from lsm_jax.parallel import largest_divisor
 
 if TYPE_CHECKING:

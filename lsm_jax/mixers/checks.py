@@ -5,12 +5,11 @@ accepted.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 import numbers
 import types
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 FORMS = ("recurrent", "chunk", "associative")
@@ -59,24 +58,6 @@ def fields(owner: Any, name: str | None = None) -> None:
                 raise ValueError(
                     f"{name or type(owner).__name__}.{field}={value!r}: it must be {words}{none}"
                 )
-
-
-def did_you_mean(name: str, accepted: Iterable[str]) -> str:
-    """Return the end of an error message, "; did you mean 'gla'?", with the accepted name that is nearest to `name` in
-    spelling, whatever its case, or has it as one of its words; "" if there is none.
-    """
-    names = list(accepted)
-    near = [n for n in names if n.lower() == name.lower()]
-    near = near or [n for n in names if name in n.split("_")]
-    if near:
-        return f"; did you mean {near[0]!r}?"
-
-    def closeness(one: str) -> tuple[float, bool]:
-        # Names that are equally similar are ordered by whether they have the same letters.
-        return difflib.SequenceMatcher(None, one, name).ratio(), sorted(one) == sorted(name)
-
-    near = difflib.get_close_matches(name, names, max(1, len(names)))
-    return f"; did you mean {max(near, key=closeness)!r}?" if near else ""
 
 
 def positive(owner: Any, **values: float) -> None:

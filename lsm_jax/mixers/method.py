@@ -12,6 +12,7 @@ from flax import nnx
 
 from lsm_jax.mixers import checks
 from lsm_jax.mixers.base import Mixer
+from lsm_jax.names import did_you_mean
 
 ONLINE_NOTE = "the gradient depends on the memory: updates do not compose"
 
@@ -132,7 +133,7 @@ def get_method(name: str) -> Method:
     """
     registered = METHODS | WRAPPERS
     if name not in registered:
-        near = checks.did_you_mean(name, registered)
+        near = did_you_mean(name, registered)
         raise ValueError(
             f"method={name!r} does not exist; accepted are {', '.join(registered)}{near}"
         )

@@ -7,8 +7,8 @@ from typing import Any
 
 from lsm_jax import mixers
 from lsm_jax.feedforward import FEEDFORWARDS, SwiGLUConfig
-from lsm_jax.mixers.checks import did_you_mean
 from lsm_jax.models.config import LayerConfig, ModelConfig
+from lsm_jax.names import did_you_mean
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

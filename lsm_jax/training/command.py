@@ -17,7 +17,7 @@ from typing import Any
 from absl import flags
 
 from lsm_jax import programs
-from lsm_jax.mixers.checks import did_you_mean
+from lsm_jax.names import did_you_mean
 from lsm_jax.training.config_json import flatten, suggest
 
 _MISSING = object()
@@ -192,7 +192,7 @@ def _problem(argv: list[str], workdir: bool, known: flags.FlagValues | None = No
         return f"--config is missing; {_ACCEPTED}"
     if not os.path.isfile(path):
         shipped = list(programs.config_files())
-        hint = programs.nearest(path.removeprefix("configs/").removesuffix(".py"), shipped)
+        hint = did_you_mean(path.removeprefix("configs/").removesuffix(".py"), shipped)
         return (
             f"--config={values['config']}: there is no file {path!r}; {_ACCEPTED}, or the name of a config of this library "
             f"({', '.join(shipped)}) in its place, e.g. lm:gla-340m{hint}"

@@ -13,8 +13,8 @@ from absl import logging
 
 from lsm_jax import mixers
 from lsm_jax.data import DataConfig
-from lsm_jax.mixers.checks import did_you_mean
 from lsm_jax.models import ModelConfig
+from lsm_jax.names import did_you_mean
 from lsm_jax.ops.backends.registry import backends_of, names_of
 from lsm_jax.parallel import MeshConfig, batch_shards
 from lsm_jax.training.config_json import check_types

@@ -12,7 +12,7 @@ import typing
 from typing import Any
 
 from lsm_jax import mixers
-from lsm_jax.mixers.checks import did_you_mean
+from lsm_jax.names import did_you_mean
 
 # Fields that may change when a run is resumed.
 _MAY_CHANGE = {

@@ -384,13 +384,15 @@ class TrainProgress:
             console=Console(stderr=True),
             disable=self._lines or not self._shown,
         )
-        self._task = self._bar.add_task(name, total=total, completed=start, status="compiling")
+        # Of a complete run no step is compiled.
+        self._first = "compiling the step" if start < total else "the run is complete"
+        self._task = self._bar.add_task(name, total=total, completed=start, status=self._first)
 
     def __enter__(self) -> TrainProgress:
         """Start the progress bar of a training run; without a terminal, print a first line in its place."""
         if self._lines:
             print(
-                f"{self.name}: step {self.start} of {self.total}; compiling the step",
+                f"{self.name}: step {self.start} of {self.total}; {self._first}",
                 file=sys.stderr,
                 flush=True,
             )

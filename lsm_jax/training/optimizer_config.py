@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from lsm_jax.mixers.checks import did_you_mean
+from lsm_jax.names import did_you_mean
 
 OPTIMIZERS = ("adamw", "lion", "muon", "adafactor")
 SCHEDULES = ("cosine", "wsd", "linear", "constant", "inverse_sqrt")

@@ -6,11 +6,12 @@ config's `frozen_dtype` says; they are loaded again, whenever a run is opened, f
 
 from __future__ import annotations
 
-import difflib
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+from lsm_jax.names import did_you_mean
 
 FROZEN_DTYPES = ("bfloat16", "bfloat16_matrices", "float32")
 """The values of `TrainConfig.frozen_dtype`."""
@@ -44,10 +45,9 @@ def split(
     }
     for name in trainable:
         if name not in known:
-            close = difflib.get_close_matches(name, known, 1)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
+            hint = did_you_mean(name, sorted(known)) or "."
             raise ValueError(
-                f"{field}={trainable}: no parameter has {name!r} in its path{hint or '.'} Names there: "
+                f"{field}={trainable}: no parameter has {name!r} in its path{hint} Names there: "
                 + ", ".join(sorted(part for part in known if not part.isdecimal()))
             )
     return _only(params, set(trainable), True), _only(params, set(trainable), False)

@@ -19,7 +19,7 @@ from lsm_jax.cli.table import COMMANDS, EXPORTERS, IMPORTERS
 from lsm_jax.convert import released_export
 from lsm_jax.linearize.export import FORMATS
 from lsm_jax.mixers import METHODS, WRAPPERS
-from lsm_jax.mixers.checks import did_you_mean
+from lsm_jax.names import did_you_mean
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = ROOT / "tests/training/goldens/release_0_1/run"
@@ -87,14 +87,13 @@ def test_the_fields_of_groups_are_those_of_the_configs():
 
 def test_an_unknown_command_names_the_nearest(capsys):
     assert main(["trian", "--config=lm:gla-tiny"]) == 2
-    assert "there is no command 'trian'; did you mean train?" in capsys.readouterr().err
+    assert "there is no command 'trian'; did you mean 'train'?" in capsys.readouterr().err
     assert main(["xyz"]) == 2
     assert "Commands: train, eval" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("name", "near"), [("GLA", "gla"), ("gal", "gla"), ("mamba_2", "mamba2")])
 def test_the_nearest_name_has_the_same_letters(name, near):
-    assert programs.nearest(name, list(METHODS)) == f"; did you mean {near}?"
     assert did_you_mean(name, METHODS) == f"; did you mean {near!r}?"
 
 
@@ -112,7 +111,7 @@ def test_a_command_without_its_arguments_prints_its_page(capsys):
 
 def test_an_unknown_kind_names_the_nearest(capsys):
     assert main(["convert", "hugingface", "--source=x", "--workdir=y"]) == 2
-    assert "did you mean huggingface?" in capsys.readouterr().err
+    assert "did you mean 'huggingface'?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", IMPORTERS)
@@ -179,7 +178,7 @@ def test_an_unknown_config_names_the_nearest(tmp_path):
     environment = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "PATH": ""}
     run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert run.returncode == 1 and run.stderr.startswith("lsm plan: --config=lmm:gla-tiny: ")
-    assert run.stderr.strip().endswith("e.g. lm:gla-340m; did you mean lm?")
+    assert run.stderr.strip().endswith("e.g. lm:gla-340m; did you mean 'lm'?")
 
 
 def test_methods_prints_the_table(capsys):
@@ -199,7 +198,7 @@ def test_methods_describes_a_method(name, capsys):
 
 def test_an_unknown_method_names_the_nearest(capsys):
     assert main(["methods", "gated_delta"]) == 2
-    assert "did you mean gated_deltanet?" in capsys.readouterr().err
+    assert "did you mean 'gated_deltanet'?" in capsys.readouterr().err
 
 
 def test_doctor_names_what_serves_here(capsys):
@@ -210,7 +209,7 @@ def test_doctor_names_what_serves_here(capsys):
     assert main(["doctor", "--op=delta_memory"]) == 0
     assert "requires q in bfloat16" in capsys.readouterr().out
     assert main(["doctor", "--op=delta"]) == 2
-    assert "did you mean delta_memory?" in capsys.readouterr().err
+    assert "did you mean 'delta_memory'?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -295,7 +295,7 @@ def test_errors_name_the_file_or_line(tmp_path, lines):
     with pytest.raises(ValueError, match=r"c\.jsonl, line 2, at byte 14, is not JSON"):
         first(folder)
     (folder / "c.jsonl").write_text('{"text": "x"}\n')
-    with pytest.raises(ValueError, match="too short to hold a part of it out"):
+    with pytest.raises(ValueError, match="one document of 14 bytes that cannot be divided"):
         first(folder, heldout_fraction=0.1)
     (folder / "c.jsonl").write_text('{"body": "x"}\n')
     with pytest.raises(ValueError, match=r"c\.jsonl, line 1, at byte 0.*'text'.*\['body'\]"):

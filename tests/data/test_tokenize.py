@@ -13,6 +13,7 @@ from lsm_jax.data import (
     make_train_iterator,
     write_demo_store,
 )
+from lsm_jax.data.sources import open_documents
 from lsm_jax.data.tokenize import main, write_store
 
 TEXTS = [f"{i}" * (20 * i % 71 + 1) for i in range(30)]
@@ -28,6 +29,26 @@ def lines(tmp_path):
 def read(path):
     store = TokenStore(path)
     return store.read(np.arange(store.num_documents), 0, store.length, vocab_size=257)
+
+
+def test_the_end_of_one_text_is_held_out(tmp_path, capsys):
+    path, store = tmp_path / "in.txt", tmp_path / "s"
+    path.write_text("".join(f"line {i} of the text\n" for i in range(100)))
+    command = ["--input", str(path), "--output", str(store / "train.zarr"), "--tokenizer", "bytes"]
+    command += ["--sequence_length", "32", "--num_workers", "1"]
+    assert main(command) == 1
+    said = capsys.readouterr().err
+    assert "cannot be divided" in said and "--pack, which divides" in said
+    assert main([*command, "--pack"]) == 0
+    assert "from the end of the only document, which is held out" in capsys.readouterr().out
+    first, held = (store / f"{name}.zarr" for name in ("train", "heldout"))
+    text = bytes(t for t in read(held).flatten().tolist() if t < 256).decode()
+    assert text.startswith("line 9") and len(read(first)) > 5 * len(read(held))
+    # Training reads the file in the same parts.
+    config = DataConfig(path=str(path), sequence_length=32)
+    parts = [open_documents(config, heldout=heldout) for heldout in (False, True)]
+    texts = ["".join(part[i].text for i in range(len(part))) for part in parts]
+    assert "".join(texts) == path.read_text() and texts[1].startswith(text)
 
 
 def test_long_documents_are_cut_and_short_ones_dropped(lines, tmp_path, capsys):

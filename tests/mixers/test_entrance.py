@@ -7,6 +7,7 @@ import dataclasses
 import re
 import types
 import typing
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from flax import nnx
 from lsm_jax import mixers
 from lsm_jax.feedforward import FEEDFORWARDS
 from lsm_jax.mixers import METHODS
+from tests.marks import slow_after
 from tests.mixers.conftest import WIDTH
 
 CONFIGS = {name: m.config.for_width(256) for name, m in METHODS.items()} | {
@@ -102,6 +104,17 @@ def abstract(name: str, width: int = WIDTH):
     """Return the mixer of the method `name` with shapes in place of arrays, so that nothing is computed."""
     config = METHODS[name].config.for_width(width)
     return nnx.eval_shape(lambda: mixers.build(config, width, rngs=nnx.Rngs(0)))
+
+
+@pytest.mark.parametrize("name", slow_after(3, list(METHODS)))
+def test_no_layer_warns_of_a_prompt_that_is_shorter_than_its_heads(name):
+    mixer = abstract(name, 1024)
+    graph, params = nnx.split(mixer)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "(?s).*heads are in front of tokens")
+        for length in (2, 3):
+            x = jax.ShapeDtypeStruct((1, length, 1024), np.float32)
+            jax.eval_shape(lambda params, x: nnx.merge(graph, params)(x)[0], params, x)
 
 
 X = np.zeros((2, 6, WIDTH), np.float32)

@@ -301,6 +301,8 @@ def test_invalid_directories_are_refused(tmp_path):
 
 def test_progress_shows_no_unknown_values(capsys, monkeypatch, tmp_path, caplog):
     monkeypatch.setattr(metrics, "SECONDS_BETWEEN_LINES", -1.0)
+    with TrainProgress("tiny", 9, 9):
+        assert capsys.readouterr().err == "tiny: step 9 of 9; the run is complete\n"
     with TrainProgress("tiny", 0, 9) as progress:
         progress.advance(1, 5.0, 0.0)
         progress.advance(2, 4.5, 7.0, 0.4321)

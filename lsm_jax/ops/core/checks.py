@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+import re
+import traceback
+import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import logging
 from jaxtyping import Array
 
 FORMS = ("recurrent", "chunk", "associative")
 DEFAULT_CHUNK_SIZE = 64
+_OWN_FOLDERS = str(Path(jax.__file__).parent), str(Path(__file__).parents[2])  # jax, lsm_jax
 
 
 def check_form(op: str, form: str) -> None:
@@ -47,7 +52,8 @@ def check_shape(op: str, name: str, array, expected: tuple[int | None, ...], let
 
 
 _ROUNDING = 1e-5  # above 0, of a logarithm of 1
-_MANY_HEADS = 256  # more than models have; tokens in the place of heads usually exceed it
+# Modules between an op and the code that called it, such as the frames of `jax.jit(ops.linear_memory)`.
+_BETWEEN = re.compile(r"(lsm_jax\.(ops|parallel)|jax|jaxlib|functools|contextlib)(\.|$)")
 
 
 def check_logarithm(op: str, name: str, array) -> None:
@@ -97,12 +103,8 @@ def check_qkv(op: str, q, k, v) -> tuple[int, int, int, int, int, int, int]:
         if not jnp.issubdtype(jnp.asarray(array).dtype, jnp.floating):
             raise ValueError(f"{op}: {name} has dtype {array.dtype}; accepted are floating ones")
     batch, length, query_heads, key_dim = q.shape
-    if query_heads >= _MANY_HEADS and query_heads > length > 1:
-        logging.warning(
-            "%s: q has shape %s, read as [B, T, H, K]: %d tokens and %d heads. If heads are in front of tokens, swap both axes "
-            "of all arrays: jnp.swapaxes(q, 1, 2)",
-            op, q.shape, length, query_heads,
-        )  # fmt: skip
+    if k.shape[2] == v.shape[2] == query_heads:
+        warn_of_heads_first(op, "q", q.shape)
     check_shape(op, "k", k, (batch, length, None, key_dim), "B, T, H, K")
     check_shape(op, "v", v, (batch, length, None, None), "B, T, G, V")
     key_heads, value_heads = k.shape[2], v.shape[2]
@@ -113,6 +115,31 @@ def check_qkv(op: str, q, k, v) -> tuple[int, int, int, int, int, int, int]:
             f"{op}: q has {query_heads} heads; accepted are multiples and divisors of v's {value_heads}"
         )
     return batch, length, query_heads, key_heads, value_heads, key_dim, v.shape[3]
+
+
+def warn_of_heads_first(op: str, name: str, shape: tuple[int, ...]) -> None:
+    """Warn (UserWarning; Python shows the same one once) if a call of the op called `op` from outside of the library has more
+    heads than tokens, and more tokens than one: all arrays then may be [B, H, T, ...], which their shapes alone do not show.
+
+    Layers of the library, whose prompts may be short, and a decoding step of one token never warn.
+
+    Args:
+        name: the argument with the shape `shape`, [B, T, H, ...].
+    """
+    length, heads = shape[1:3]
+    if not 1 < length < heads:
+        return
+    stack = traceback.walk_stack(inspect.currentframe())
+    callers = (frame.f_globals.get("__name__", "") for frame, _ in stack)
+    caller = next((module for module in callers if not _BETWEEN.match(module)), "")
+    if caller.partition(".")[0] == "lsm_jax":
+        return
+    warnings.warn(
+        f"{op}: {name} has shape {tuple(shape)}, read as [B, T, H, ...]: {length} tokens and {heads} heads. If heads are in front "
+        f"of tokens, swap both axes of all arrays: jnp.swapaxes({name}, 1, 2)",
+        stacklevel=2,
+        skip_file_prefixes=_OWN_FOLDERS,
+    )
 
 
 def check_rows(op: str, batch: int, length: int, segment_ids, update_mask) -> None:

@@ -76,6 +76,7 @@ def slstm_memory(
         raise ValueError(f"{op}: z has shape {jnp.shape(z)}; accepted is [B, T, G, K]")
     checks.check_filled(op, "z", z)
     batch, length, heads, dim = z.shape
+    checks.warn_of_heads_first(op, "z", z.shape)
     inputs = dict(o=o, i=i, f=f, z=z)
     for name, x in inputs.items():
         checks.check_shape(op, name, x, z.shape, "B, T, G, K")
