@@ -36,6 +36,7 @@ class Case(NamedTuple):
         checkpoints: number of checkpointed memories along a row; None is what the kernel chooses.
         many: whether the kernel is told that the card has one processor, so that it puts two warpgroups into
             a thread block, which use the same loaded inputs.
+        erase: "decayed" or "undecayed", the memory that keys read.
     """
 
     heads: tuple[int, int, int]
@@ -50,6 +51,7 @@ class Case(NamedTuple):
     parts: int | None = None
     checkpoints: int | None = None
     many: bool = False
+    erase: str = "decayed"
 
     @property
     def dims(self) -> tuple[int, ...]:
@@ -93,6 +95,23 @@ HOPPER_INTERPRETED = (
     Case((1, 1, 2), 64, 64, 128, False, "channel", "checkpoints-channel", checkpoints=2),
     Case((1, 1, 2), 64, 128, 128, False, "strong channel", "channel-strong"),
     Case((1, 1, 1), 64, 64, 64, False, "channel", "channel-large-queries", size=1e25),
+    Case((1, 1, 1), 64, 64, 128, True, "token", "undecayed", erase="undecayed"),
+    Case((2, 1, 2), 128, 64, 192, True, "strong", "undecayed-strong", erase="undecayed"),
+    Case((1, 1, 1), 256, 64, 130, False, "steep", "undecayed-deep", erase="undecayed"),
+    Case((1, 1, 1), 64, 512, 65, True, "token", "undecayed-wide", erase="undecayed"),
+    Case((1, 1, 1), 256, 128, 65, True, "token", "undecayed-many", many=True, erase="undecayed"),
+    Case((1, 1, 1), 64, 64, 256, False, "token", "undecayed-parts", parts=2, erase="undecayed"),
+    Case(
+        (1, 1, 1),
+        256,
+        64,
+        256,
+        False,
+        "token",
+        "undecayed-checkpoints",
+        checkpoints=4,
+        erase="undecayed",
+    ),
 )
 """Cases for the Hopper interpreter, the two of the fast tests first."""
 HOPPER = (
