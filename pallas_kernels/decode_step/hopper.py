@@ -206,8 +206,8 @@ def step(
         if "value_decay" in refs:
             m = _apply_decay(m, block.spread(block.load_values("value_decay"), 1))
         if "beta" in refs:
-            held = _read(key, m) if held is None else held
-            value = refs["beta"][row, head] * (value - held)
+            strength = refs["beta"][row, head]
+            value = strength * (value - (_read(key, m) if held is None else held))
         m = m + key * block.spread(value, 1)
         if read_before is not None:
             m = m + load_keys("b") * block.spread(read_before, 1)
