@@ -143,6 +143,13 @@ HOPPER = (
     Case((2, 1, 2), 64, 384, 600, True, "channel"),
     Case((1, 1, 1), 128, 512, 8150, True, "channel"),
     Case((1, 1, 1), 256, 384, 4096, True, "channel"),
+    # Comba's heads; rows in parts, wide rows of many memories, and decays of e^-30.
+    Case((1, 1, 2), 256, 512, 4096, True, "token", erase="undecayed"),
+    Case((16, 16, 16), 256, 512, 300, True, "token", erase="undecayed"),
+    Case((2, 2, 4), 128, 256, 2048, True, "strong", erase="undecayed"),
+    Case((1, 1, 2), 128, 128, 8300, False, "token", erase="undecayed"),
+    Case((4, 2, 2), 64, 64, 1100, False, "strong", erase="undecayed"),
+    Case((2, 1, 1), 256, 256, 640, True, "constant", erase="undecayed"),
 )
 """Cases that run on the card."""
 HOPPER_COMPILED = (
@@ -152,6 +159,8 @@ HOPPER_COMPILED = (
     # More memories than processors: two warpgroups share the tiles that are loaded.
     Compiled((80, 80, 80), 128, 128, "log_decay", 172),
     Compiled((32, 16, 32), 256, 512, "log_decay", 704),
+    Compiled((3, 3, 3), 256, 512, "log_decay undecayed", 804),  # Comba
+    Compiled((4, 4, 4), 128, 256, "log_decay segment_ids undecayed", 0),
     Compiled((80, 80, 80), 128, 128, "channel log_decay segment_ids", 552),
     Compiled((4, 4, 4), 128, 128, "channel log_decay segment_ids", 500),  # KDA
     Compiled((4, 4, 4), 64, 64, "channel log_decay", 460),
