@@ -283,6 +283,10 @@ def test_returns_the_unmet_requirement():
     assert "K of 64, 128 or 256, not 512" in why(deep)
     odd = make(64, 1, 1, 1, 64, 192, documents=False, decay="channel")
     assert why(odd) == "V of 64 or a multiple of 128, not 192"
+    odd["v"], odd["erase"] = odd["q"], "undecayed"
+    refused = unsupported("mosaic_gpu", **{n: odd[n] for n in (*shapes, "erase")})
+    assert refused == "erase='decayed', not 'undecayed'"
+    assert unsupported("mosaic_gpu", **{n: inputs[n] for n in shapes}, erase="undecayed") is None
     inputs["q"] = inputs["q"].astype(jnp.float32)
     with pytest.raises(
         NotImplementedError, match="requires q, k and v in bfloat16, not q in float32"

@@ -216,7 +216,3 @@ def test_the_memory_that_keys_read_is_named():
     x, beta = jnp.ones((1, 2, 1, 4)), jnp.ones((1, 2, 1))
     with pytest.raises(ValueError, match="erase='before'; accepted are 'decayed', 'undecayed'"):
         ops.delta_memory(x, x, x, beta, -beta, erase="before")
-    wide = {n: jnp.ones((1, 64, 1, 64), jnp.bfloat16) for n in "qkv"}
-    beta, decay = jnp.ones((1, 64, 1)), -jnp.ones((1, 64, 1, 64))
-    with pytest.raises(NotImplementedError, match="erase='decayed', not 'undecayed'"):
-        ops.delta_memory(**wide, beta=beta, log_decay=decay, erase="undecayed", implementation="mosaic_gpu")  # fmt: skip
