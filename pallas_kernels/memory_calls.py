@@ -32,6 +32,7 @@ class MemoryCall(NamedTuple):
         bonus: [G, K], the weight of a token's own key and value in its output, or None.
         a: [B, T, *, K], the first factor of DPLR's low-rank transition, or None for the other ops.
         b: [B, T, *, K], the second factor of DPLR's low-rank transition, or None for the other ops.
+        erase: which memory a key of the delta rule reads to erase: "decayed" or "undecayed".
     """
 
     q: Any
@@ -42,6 +43,7 @@ class MemoryCall(NamedTuple):
     bonus: Any = None
     a: Any = None
     b: Any = None
+    erase: str = "decayed"
 
 
 def backend_module(op: str, implementation: str, variant: str) -> Any:
@@ -99,19 +101,23 @@ class Options(NamedTuple):
         scale: the factor by which the queries q are multiplied.
         interpret: parameters of the backend's interpreter, or False.
         exact: whether the output is float32, instead of the dtype in which the backend returns it.
+        erase: which memory a key of the delta rule reads to erase: "decayed" or, if the backend supports it, "undecayed".
     """
 
     backend: Any
     scale: float
     interpret: Any
     exact: bool = False
+    erase: str = "decayed"
 
 
 def _keywords(options: Options, bonus: Any) -> dict[str, Any]:
-    """Return the keyword arguments that a backend's `forward` and `backward` have in common: `scale`, `interpret` and, if there is one,
-    `bonus`.
+    """Return the keyword arguments that a backend's `forward` and `backward` have in common: `scale`, `interpret`, if there is one
+    `bonus`, and `erase` unless it is "decayed".
     """
     keywords = dict(scale=options.scale, interpret=options.interpret)
+    if options.erase != "decayed":
+        keywords["erase"] = options.erase
     return keywords if bonus is None else keywords | dict(bonus=bonus)
 
 
@@ -243,6 +249,11 @@ FLOAT32_DECAY = Requirement(
 ONE_DECAY = Requirement(
     "log_decay or value_log_decay, not both",
     lambda call: call.log_decay is None or call.value_log_decay is None,
+)
+DECAYED_ERASE = Requirement(
+    "erase='decayed'",
+    lambda call: call.erase == "decayed" or call.log_decay is None,
+    lambda call: repr(call.erase),
 )
 NO_BONUS = Requirement(
     "no bonus unless the decay is log_decay [B, T, G, K] alone", lambda call: call.bonus is None

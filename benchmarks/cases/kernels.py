@@ -2,7 +2,7 @@
 
     python -m benchmarks kernels [--ops kda] [--shapes 8x4096x16x128] [--segments 8] [--xla] [--peers jla,fla]
 
-A row for each op and shape (B x T x H x D, bfloat16): [ms forward, ms forward and backward] of the kernel, of
+A row for each op and shape (B x T x H x D, or x K x V for a delta rule, bfloat16): [ms forward, ms forward and backward] of the kernel, of
 the XLA form and of the peers, measured one after the other. The peers are jax-linear-attention ("jla") and
 flash-linear-attention under PyTorch ("fla", see `benchmarks.peers.fla`). Times are medians of 7 batches of 20
 calls. The gradient of the decay is computed, since it comes from a projection in the peers too. All programs
@@ -51,6 +51,7 @@ OPS = (
     "value decay",
     "delta rule",
     "gated delta rule",
+    "undecayed delta rule",
     "kda",
     "rwkv7",
     "slot memory",
@@ -61,9 +62,13 @@ def make_inputs(op: str, shape: str, stronger: float = 1.0) -> tuple[jax.Array, 
     """Return the random inputs of an op for timing: q, k, v, the gradient of the output, and the gates;
     `stronger` multiplies the log decays.
     """
-    batch, length, heads, dim = map(int, shape.split("x"))
+    batch, length, heads, dim, *values = map(int, shape.split("x"))
     keys = jax.random.split(jax.random.key(0), 6)
-    q, k, v, do = (jax.random.normal(key, (batch, length, heads, dim), jnp.bfloat16) for key in keys[:4])  # fmt: skip
+    widths = (dim, dim, *(values or [dim]) * 2)
+    q, k, v, do = (
+        jax.random.normal(key, (batch, length, heads, width), jnp.bfloat16)
+        for key, width in zip(keys[:4], widths, strict=True)
+    )
     unit = (k / jnp.linalg.norm(k.astype(jnp.float32), axis=-1, keepdims=True)).astype(k.dtype)
     if op == "kda":
         beta = jax.nn.sigmoid(jax.random.normal(keys[4], q.shape[:3]))
@@ -77,7 +82,8 @@ def make_inputs(op: str, shape: str, stronger: float = 1.0) -> tuple[jax.Array, 
         return q, k, v, do, -jnp.expm1(decay).astype(k.dtype), decay * stronger
     if "delta" in op:
         beta, decay = jax.nn.sigmoid(jax.random.normal(keys[4], (2, batch, length, heads)))
-        return q, unit, v, do, beta, *[jnp.log(0.9 + 0.1 * decay) * stronger] * ("gated" in op)
+        gated = op != "delta rule"
+        return q, unit, v, do, beta, *[jnp.log(0.9 + 0.1 * decay) * stronger] * gated
     if any(kind in op for kind in ("scalar", "key", "value")):
         size = (batch, length, heads) if "scalar" in op else q.shape
         decay = jax.nn.log_sigmoid(jax.random.normal(keys[4], size) + 3)
@@ -107,7 +113,10 @@ def library_call(op: str, implementation: str, segments: int = 0):
     if op == "rwkv7":
         return lambda q, *x: ops.dplr_memory(q, *x, **options_for(ops.delta_state, q))[0]
     if "delta" in op or op == "kda":
-        return lambda q, *x: ops.delta_memory(q, *x, **options_for(ops.delta_state, q))[0]
+        erase = "undecayed" if "undecayed" in op else "decayed"
+        return lambda q, *x: ops.delta_memory(
+            q, *x, erase=erase, **options_for(ops.delta_state, q)
+        )[0]
 
     def call(q, k, v, *decay):
         if op == "constant decay":
@@ -176,7 +185,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--ops", type=options.names(OPS), default=",".join(OPS), help=", ".join(OPS)
     )
     parser.add_argument(
-        "--shapes", type=options.words, default=options.shapes(TIMED), help="BxTxHxD,..."
+        "--shapes",
+        type=options.words,
+        default=options.shapes(TIMED),
+        help="BxTxHxD or, for delta rules, BxTxHxKxV, ...",
     )
     parser.add_argument("--xla", action="store_true", help="time the XLA form too")
     parser.add_argument(

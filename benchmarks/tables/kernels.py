@@ -28,6 +28,7 @@ OPS = {
     "value decay": "value-channel decay",
     "delta rule": "delta rule (DeltaNet)",
     "gated delta rule": "gated delta rule (Gated DeltaNet)",
+    "undecayed delta rule": "gated delta rule, undecayed erase (Comba)",
     "kda": "KDA",
     "rwkv7": "RWKV7",
     "slot memory": "slot memory of 64 slots (GSA)",

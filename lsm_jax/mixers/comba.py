@@ -1,15 +1,17 @@
 """Comba (arXiv 2506.02475): a gated delta rule whose erasing key reads the memory ahead of its decay, and whose queries
 are corrected by the key.
 
-`M_t = α_t M_{t-1} - β_t k_tᵀ (p_t M_{t-1}) + β_t k_tᵀ v_t`, by `dplr_memory` with a = -β p and b = k. With p = α k it is
-Gated DeltaNet.
+`M_t = α_t M_{t-1} - β_t k_tᵀ (p_t M_{t-1}) + β_t k_tᵀ v_t`. With p = α k it is Gated DeltaNet; with any p it would be
+`dplr_memory` with a = -β p and b = k.
 
 The recurrence is that of the authors' chunk code and of flash-linear-attention's kernels. The latter's
 `naive_recurrent_comba` decays before p reads, which is another recurrence (Gated DeltaNet for p = k).
 
 The layer is flash-linear-attention's (fla/layers/comba.py): p = sigmoid(d) k and q' = q - D p with d and D learned for
-each head, then q', k and p are made of unit length. Since p and k are parallel, d acts only through q'; the eigenvalue
-along k is α - β, in (-1, 1). D starts at 1 there and at 0.01 or 0.02 elsewhere (`correction`).
+each head, then q', k and p are made of unit length. p and k are parallel, so that p = c k with a number c, which is 1 but for
+the epsilon of the lengths (`erase_ratio`). The layer is therefore `delta_memory` with `erase="undecayed"`, the strength β c and
+the value v / c, which costs half the products of `dplr_memory`. d acts nearly only through q'; the eigenvalue along k is α - β, in
+(-1, 1). D starts at 1 there and at 0.01 or 0.02 elsewhere (`correction`).
 """
 
 from __future__ import annotations
@@ -37,6 +39,8 @@ from lsm_jax.mixers.layers import (
 )
 from lsm_jax.mixers.method import Method
 from lsm_jax.ops.convolution.backends import l2_normalize
+
+_EPS = 1e-6  # of `l2_normalize`
 
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
@@ -68,29 +72,27 @@ class CombaConfig(GroupedDeltaRuleConfig):
         return projections + convolutions + 7 * self.head_dim * values
 
 
-def comba_update(
-    k: jax.Array, p: jax.Array, v: jax.Array, beta: jax.Array, log_decay: jax.Array
-) -> dict[str, jax.Array]:
-    """Return the arguments of `dplr_memory` of one update of Comba, by name: erase with p and write with k, of the
-    strength β.
+def erase_ratio(k: jax.Array, erase_scale: jax.Array) -> jax.Array:
+    """Return c [B, T, H] float32 (float64 if an input is), with which the erasing key of unit length is c times the key
+    of unit length.
+
+    Both are made by `l2_normalize`, whose epsilon is the only cause of a c other than 1: `c = s sqrt((|k|² + ε) / (s² |k|²
+    + ε))` for s = sigmoid(d), from s for keys near 0 to 1.
 
     Args:
-        k: [B, T, H, K] keys of unit length.
-        p: [B, T, H, K] erasing keys.
-        v: [B, T, G, V] values.
-        beta: [B, T, G] write strengths, float32.
-        log_decay: [B, T, G], log α.
+        k: [B, T, H, K] keys before the normalisation.
+        erase_scale: [H], d.
     """
-    p = jnp.repeat(p, v.shape[2] // p.shape[2], axis=2)
-    strength = beta[..., None]
-    scaled = ((strength * x.astype(strength.dtype)).astype(x.dtype) for x in (v, -p))
-    return dict(zip(("v", "a"), scaled, strict=True), k=k, b=k, log_decay=log_decay)
+    wide = k.astype(jnp.promote_types(k.dtype, jnp.float32))
+    squares = jnp.sum(wide * wide, axis=-1)
+    scale = jax.nn.sigmoid(erase_scale)
+    return scale * jnp.sqrt((squares + _EPS) / (scale * scale * squares + _EPS))
 
 
 class Comba(Mixer):
     """The layer of Comba: a mixer that maps [B, T, D] to [B, T, D]; `CombaConfig` says what its options mean."""
 
-    op = ops.dplr_memory
+    op = ops.delta_memory
     memory_parts = ("k_proj", "v_proj", "beta_proj", "decay_proj")
     token_parts = ("q_proj", "k_proj", "v_proj", "beta_proj", "decay_proj")
 
@@ -122,15 +124,13 @@ class Comba(Mixer):
             values, hidden_size, axes=("heads", "embed"), rngs=rngs, init_std=init_std
         )
 
-    def _keys(self, x: jax.Array, context: Context) -> tuple[tuple[jax.Array, jax.Array], Context]:
-        """Return the keys k and p = sigmoid(d) k of tokens x [B, T, D], each [B, T, H, K] before the normalisation; and
-        the context, in which they are saved, so that one call computes them once.
+    def _keys(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
+        """Return the keys k of tokens x [B, T, D], [B, T, H, K] before the normalisation; and the context, in which they
+        are saved, so that one call computes them once.
         """
         if "keys" not in context.saved:
             k, context = self.k_conv(self.k_proj(x), context)
-            k = split_heads(k, self.config.num_heads)
-            scale = jax.nn.sigmoid(self.erase_scale[...])[:, None].astype(k.dtype)
-            context = context.add(saved={"keys": (k, scale * k)})
+            context = context.add(saved={"keys": split_heads(k, self.config.num_heads)})
         return context.saved["keys"], context
 
     def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
@@ -138,26 +138,33 @@ class Comba(Mixer):
         convolution; and the context.
         """
         q, context = self.q_conv(self.q_proj(x), context)
-        (_, p), context = self._keys(x, context)
-        share = self.correction[...][:, None].astype(p.dtype)
-        return l2_normalize(split_heads(q, self.config.num_heads) - share * p), context
+        k, context = self._keys(x, context)
+        share = self.correction[...] * jax.nn.sigmoid(self.erase_scale[...])
+        corrected = split_heads(q, self.config.num_heads) - share[:, None].astype(k.dtype) * k
+        return l2_normalize(corrected), context
 
     def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
-        """Return the arguments of `dplr_memory` that update the memory, by name, as `comba_update` does, and the
-        context.
+        """Return the arguments of `delta_memory` that update the memory, by name, and the context: keys k of unit length,
+        the values v / c after the short convolution, and the write strength β c and the log decay of each value head
+        [B, T, G]. c is the ratio of the erasing key to the key (`erase_ratio`).
         """
-        (k, p), context = self._keys(x, context)
+        k, context = self._keys(x, context)
         v, context = self.v_conv(self.v_proj(x), context)
 
         @recomputed
-        def update(k, p, v, beta, gate, bias, a_log):
-            log_decay = -jnp.exp(a_log) * jax.nn.softplus(gate + bias)
-            keys = l2_normalize(k), l2_normalize(p)
-            return comba_update(*keys, v, jax.nn.sigmoid(beta), log_decay)
+        def update(k, erase_scale, v, beta, gate, bias, a_log):
+            ratio = erase_ratio(k, erase_scale)
+            ratio = jnp.repeat(ratio, v.shape[2] // k.shape[2], axis=2)
+            return dict(
+                k=l2_normalize(k),
+                v=(v / ratio[..., None]).astype(v.dtype),
+                beta=jax.nn.sigmoid(beta) * ratio,
+                log_decay=-jnp.exp(a_log) * jax.nn.softplus(gate + bias),
+            )
 
         written = update(
             k,
-            p,
+            self.erase_scale[...],
             split_heads(v, self.config.value_heads()),
             self.beta_proj(x, dtype=jnp.float32),
             self.decay_proj(x, dtype=jnp.float32),
@@ -165,6 +172,12 @@ class Comba(Mixer):
             self.a_log[...],
         )
         return written, context
+
+    def options(self) -> dict[str, Any]:
+        """Return the keyword arguments of `delta_memory` that do not depend on the input; keys read the memory ahead of its
+        decay.
+        """
+        return dict(super().options(), erase="undecayed")
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
         """Return (y, context), with the layer's output y [B, T, D] from the memory's output o [B, T, G, V]: normalise each
@@ -191,7 +204,7 @@ class Comba(Mixer):
 METHOD = Method(
     name="comba",
     paper="arXiv 2506.02475",
-    op="dplr_memory",
+    op="delta_memory",
     gate="α - β kᵀ p, α each head",
     write="β kᵀ v",
     read="q M, q corrected by p",

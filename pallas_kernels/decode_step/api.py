@@ -46,6 +46,7 @@ def decode_step(
     emptied: Bool[Array, " B"] | None = None,
     layer: Int[Array, ""] | None = None,
     scale: float,
+    erase: str = "decayed",
     implementation: str = "mosaic_gpu",
     interpret: Any = False,
 ) -> tuple[Float[Array, "B max(H,G) V"], Float[Array, "... B G K V"]]:
@@ -58,8 +59,8 @@ def decode_step(
         q: [B, H, K] queries; H is a multiple or a divisor of G.
         k: [B, Hk, K] keys; Hk divides G.
         v: [B, G, V] values.
-        beta: [B, G], the strength of the delta rule's writes; if given, the write is `beta (v - k M)` with M
-            decayed.
+        beta: [B, G], the strength of the delta rule's writes; if given, the write is `beta (v - k M)`; see
+            `erase`.
         log_decay: [B, G] or [B, G, K], the natural logarithm of the decay, at most 0; None is no decay.
         value_log_decay: [B, G, V], the natural logarithm of a decay of the value channels, applied in
             addition to `log_decay`.
@@ -71,6 +72,7 @@ def decode_step(
         emptied: [B], True where the memory is replaced by 0 before the token.
         layer: int32 scalar, index of the memory to update; the other L - 1 do not change.
         scale: the factor by which the queries q are multiplied.
+        erase: with beta, whether M in its write is "decayed", or "undecayed" as before the token.
         implementation: "mosaic_gpu" (Hopper) or "triton" (NVIDIA cards of compute capability 8.0 or more);
             `REQUIREMENTS` of `hopper` and of `triton` list what each requires.
         interpret: parameters of the backend's interpreter, to run on a CPU.
@@ -101,7 +103,7 @@ def decode_step(
         layer=None if layer is None else jnp.reshape(layer, 1).astype(jnp.int32),
     )
     return _BACKENDS[implementation].step(
-        memory, q, k, v, optional, scale=scale, interpret=interpret
+        memory, q, k, v, optional, scale=scale, erase=erase, interpret=interpret
     )
 
 

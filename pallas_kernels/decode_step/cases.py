@@ -20,7 +20,8 @@ class Case(NamedTuple):
     """The sizes of one tested call of `decode_step`, which applies one token to each memory, and its options.
 
     Attributes:
-        op: the method: "linear" (linear attention), "delta" (the delta rule) or "dplr" (RWKV7).
+        op: the method: "linear" (linear attention), "delta" (the delta rule), "undecayed delta" (whose
+            keys read the undecayed memory) or "dplr" (RWKV7).
         heads: the numbers of heads of q, of k (and a and b) and of v.
         key_dim: K, the number of key channels.
         value_dim: V, the number of value channels.
@@ -65,6 +66,7 @@ INTERPRETED = (
     Case("delta", (2, 2, 2), 64, 64, "", False, True, jnp.float32),
     Case("dplr", (2, 1, 2), 64, 64, "token", False, False, jnp.float32),
     Case("dplr", (2, 2, 2), 64, 64, "constant", True, False, jnp.float32),
+    Case("undecayed delta", (2, 1, 2), 64, 32, "strong token", True, True, jnp.float32),
 )
 """Cases for the interpreter; those of the fast tests come first."""
 HOPPER = (
@@ -74,6 +76,7 @@ HOPPER = (
     Case("delta", (3, 3, 3), 256, 512, "token", True, True, jnp.bfloat16, 64),
     Case("delta", (16, 16, 16), 128, 128, "strong key", False, False, jnp.bfloat16, 1),
     Case("delta", (4, 2, 4), 96, 32, "", True, False, jnp.float32, 4),
+    Case("undecayed delta", (3, 3, 3), 256, 512, "strong token", True, True, jnp.bfloat16, 64),
     Case("dplr", (16, 16, 16), 64, 64, "key", True, True, jnp.bfloat16, 16),
     Case("dplr", (8, 4, 4), 128, 128, "strong token", True, False, jnp.float32, 256),
 )

@@ -154,7 +154,7 @@ def _read(x, m):
 
 
 def step(
-    memory, q, k, v, optional: dict[str, Any], *, scale: float, interpret: Any = False
+    memory, q, k, v, optional: dict[str, Any], *, scale: float, erase: str, interpret: Any = False
 ) -> tuple[jax.Array, jax.Array]:
     """Apply one token of each row to its memories on a Hopper GPU; return the token's output [B, max(H, G),
     V] in v's dtype, and the memories after the token.
@@ -167,6 +167,7 @@ def step(
         optional: the optional arguments of `decode_step`, each an array or None, by name: beta, decay and value_decay (as
             `api.decay_factor` encodes them), a, b, bonus, emptied [B] int32, and layer [1] int32.
         scale: the factor by which the queries q are multiplied.
+        erase: "decayed" or "undecayed", the memory M in the delta rule's write `beta (v - k M)`.
         interpret: parameters of the Pallas interpreter, or False to compile the kernel.
     """
     batch, memories, value_dim = v.shape
@@ -196,6 +197,7 @@ def step(
             m = jnp.where(refs["emptied"][row] > 0, 0.0, m)
         key, value = load_keys("k"), block.load_values("v")
         read_before = _read(load_keys("a"), m) if "a" in refs else None
+        held = _read(key, m) if erase == "undecayed" else None
         if "bonus" in refs:
             write_outputs(m + load_keys("bonus") * (key * block.spread(value, 1)))
         if "decay" in refs:
@@ -204,7 +206,8 @@ def step(
         if "value_decay" in refs:
             m = _apply_decay(m, block.spread(block.load_values("value_decay"), 1))
         if "beta" in refs:
-            value = refs["beta"][row, head] * (value - _read(key, m))
+            strength = refs["beta"][row, head]
+            value = strength * (value - (_read(key, m) if held is None else held))
         m = m + key * block.spread(value, 1)
         if read_before is not None:
             m = m + load_keys("b") * block.spread(read_before, 1)

@@ -2,6 +2,7 @@
 
 S_t [K, V] is the memory after token t, β_t its write strength, g_t the log decay: 0, a scalar per memory, or
 a value per key channel (KDA). DeltaNet, arXiv 2406.06484; Gated DeltaNet, arXiv 2412.06464.
+With `erase="undecayed"`, `S_t = e^{g_t} S_{t-1} - β_t k_tᵀ (k_t S_{t-1}) + β_t k_tᵀ v_t` (Comba, arXiv 2506.02475).
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ def variant_of(log_decay: Any) -> str:
     return "channel_decay" if jnp.ndim(log_decay) == 4 else "scalar_decay"
 
 
-def unsupported(implementation: str, q, k, v, log_decay=None) -> str | None:
+def unsupported(implementation: str, q, k, v, log_decay=None, erase: str = "decayed") -> str | None:
     """Return the first requirement of a backend of the delta rule that these arguments do not meet, in words; None if it supports
     them.
 
     The arguments are those of `delta_rule`, as arrays or as their shapes and dtypes.
     """
     backend = backend_module(_OP, implementation, variant_of(log_decay))
-    return first_unmet(backend.REQUIREMENTS, MemoryCall(q, k, v, log_decay))
+    return first_unmet(backend.REQUIREMENTS, MemoryCall(q, k, v, log_decay, erase=erase))
 
 
 def delta_rule(
@@ -52,6 +53,7 @@ def delta_rule(
     initial: Float[Array, "R G K V"],
     run: Int[Array, "B T"] | None = None,
     scale: float,
+    erase: str = "decayed",
     implementation: str = "mosaic_gpu",
     interpret: Any = False,
 ) -> tuple[Float[Array, "B T max(H,G) V"], Float[Array, "R G K V"]]:
@@ -74,6 +76,7 @@ def delta_rule(
             each begins at a multiple of 64 tokens, or 128 ("mosaic_tpu"), continues the memory
             of its number, and ends with a final memory of its own.
         scale: the factor by which the queries q are multiplied.
+        erase: which memory the keys read to erase: "decayed", after their token's decay, or "undecayed", before it.
         implementation: "mosaic_gpu" (Hopper), "mosaic_tpu" or "triton" (NVIDIA cards of compute capability
             8.0 or more); see `unsupported` for the requirements of each.
         interpret: parameters of the backend's interpreter, to run on a CPU.
@@ -86,10 +89,12 @@ def delta_rule(
             requirement.
         ValueError: there is no such implementation.
     """
-    call = MemoryCall(q, k, v, log_decay)
+    call = MemoryCall(q, k, v, log_decay, erase=erase)
     backend = supported_backend(_OP, implementation, variant_of(log_decay), call)
     length, multiple = q.shape[1], backend.length_multiple(q, k, v)
     run, q, k, v, beta, log_decay = pad_to_multiple(multiple, run, q, k, v, beta, log_decay)
     arrays = q, k, v, beta, log_decay, run, initial
-    output, final = call_backend(Options(backend, scale, interpret), arrays, None)
+    erase = "decayed" if log_decay is None else erase
+    options = Options(backend, scale, interpret, erase=erase)
+    output, final = call_backend(options, arrays, None)
     return output[:, :length], final

@@ -36,6 +36,7 @@ class Case(NamedTuple):
         checkpoints: number of checkpointed memories along a row; None is what the kernel chooses.
         many: whether the kernel is told that the card has one processor, so that it puts two warpgroups into
             a thread block, which use the same loaded inputs.
+        erase: "decayed" or "undecayed", the memory that keys read.
     """
 
     heads: tuple[int, int, int]
@@ -50,6 +51,7 @@ class Case(NamedTuple):
     parts: int | None = None
     checkpoints: int | None = None
     many: bool = False
+    erase: str = "decayed"
 
     @property
     def dims(self) -> tuple[int, ...]:
@@ -93,6 +95,23 @@ HOPPER_INTERPRETED = (
     Case((1, 1, 2), 64, 64, 128, False, "channel", "checkpoints-channel", checkpoints=2),
     Case((1, 1, 2), 64, 128, 128, False, "strong channel", "channel-strong"),
     Case((1, 1, 1), 64, 64, 64, False, "channel", "channel-large-queries", size=1e25),
+    Case((1, 1, 1), 64, 64, 128, True, "token", "undecayed", erase="undecayed"),
+    Case((2, 1, 2), 128, 64, 192, True, "strong", "undecayed-strong", erase="undecayed"),
+    Case((1, 1, 1), 256, 64, 130, False, "steep", "undecayed-deep", erase="undecayed"),
+    Case((1, 1, 1), 64, 512, 65, True, "token", "undecayed-wide", erase="undecayed"),
+    Case((1, 1, 1), 256, 128, 65, True, "token", "undecayed-many", many=True, erase="undecayed"),
+    Case((1, 1, 1), 64, 64, 256, False, "token", "undecayed-parts", parts=2, erase="undecayed"),
+    Case(
+        (1, 1, 1),
+        256,
+        64,
+        256,
+        False,
+        "token",
+        "undecayed-checkpoints",
+        checkpoints=4,
+        erase="undecayed",
+    ),
 )
 """Cases for the Hopper interpreter, the two of the fast tests first."""
 HOPPER = (
@@ -124,6 +143,13 @@ HOPPER = (
     Case((2, 1, 2), 64, 384, 600, True, "channel"),
     Case((1, 1, 1), 128, 512, 8150, True, "channel"),
     Case((1, 1, 1), 256, 384, 4096, True, "channel"),
+    # Comba's heads; rows in parts, wide rows of many memories, and decays of e^-30.
+    Case((1, 1, 2), 256, 512, 4096, True, "token", erase="undecayed"),
+    Case((16, 16, 16), 256, 512, 300, True, "token", erase="undecayed"),
+    Case((2, 2, 4), 128, 256, 2048, True, "strong", erase="undecayed"),
+    Case((1, 1, 2), 128, 128, 8300, False, "token", erase="undecayed"),
+    Case((4, 2, 2), 64, 64, 1100, False, "strong", erase="undecayed"),
+    Case((2, 1, 1), 256, 256, 640, True, "constant", erase="undecayed"),
 )
 """Cases that run on the card."""
 HOPPER_COMPILED = (
@@ -133,6 +159,8 @@ HOPPER_COMPILED = (
     # More memories than processors: two warpgroups share the tiles that are loaded.
     Compiled((80, 80, 80), 128, 128, "log_decay", 172),
     Compiled((32, 16, 32), 256, 512, "log_decay", 704),
+    Compiled((3, 3, 3), 256, 512, "log_decay undecayed", 816),  # Comba
+    Compiled((4, 4, 4), 128, 256, "log_decay segment_ids undecayed", 556),
     Compiled((80, 80, 80), 128, 128, "channel log_decay segment_ids", 552),
     Compiled((4, 4, 4), 128, 128, "channel log_decay segment_ids", 500),  # KDA
     Compiled((4, 4, 4), 64, 64, "channel log_decay", 460),

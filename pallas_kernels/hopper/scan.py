@@ -27,7 +27,12 @@ from pallas_kernels.hopper.scan_plan import BLOCK, KEY_INPUTS, Call, Plan, make_
 
 _F32, _BF16 = jnp.float32, jnp.bfloat16
 _SQUARE = (CHUNK, CHUNK)
-_TOKEN_ROWS = ("beta", "read_decay", "write_decay")  # what the input `rows` contains, in this order
+_TOKEN_ROWS = (
+    "beta",
+    "read_decay",
+    "write_decay",
+    "erase_decay",
+)  # what the input `rows` contains, in this order
 
 
 def zip_with_keys(S, others=None):
@@ -63,7 +68,7 @@ def scan(
 
     Args:
         step: called for each chunk as `step(chunk, S, left, operands, save_memory, store_outputs)`; it returns the next S.
-            `chunk`: references to the chunk's inputs, by name, with `beta`, `read_decay` and `write_decay` [64] from `rows`.
+            `chunk`: references to the chunk's inputs, by name, with `beta`, `read_decay`, `write_decay` and `erase_decay` [64], or the first of them, from `rows`.
             `S`: the memory, a list of tiles [64, size] along its key channels, with 64 value channels each.
             `left`: three buffers for left operands, which only the interpreter requires (else None).
             `operands(S)`: yields lists of (keys, left operand), as many as shared memory has buffers for, and whether they are the last.

@@ -66,8 +66,9 @@ class Call(NamedTuple):
 
     @property
     def row_count(self) -> int:
-        """n, the number of values for each token in the scan's input `rows` [B, heads, T * n]: 1 (beta), or 3
-        (beta and the decays of the token's read and of its write); 0 if the scan has no such input.
+        """n, the number of values for each token in the scan's input `rows` [B, heads, T * n]: 1 (beta), 3 (beta
+        and the decays of the token's read and of its write) or 4 (and that of its erase); 0 if the scan has no such
+        input.
         """
         return self.shapes["rows"][2] // self.length if "rows" in self.shapes else 0
 

@@ -106,7 +106,9 @@ def _memory_inputs(case: tuple, length: int) -> tuple[dict, dict, dict]:
     if "log_forget" in given:
         inputs["log_forget"] = tokens(heads)
     marks = {n: tokens(dtype=jnp.int32) for n in ("segment_ids", "update_mask") if n in given}
-    return inputs, marks, dict(window=200) if "window" in given else {}
+    options: dict[str, Any] = dict(window=200) if "window" in given else {}
+    options |= dict(erase="undecayed") if "undecayed" in given else {}
+    return inputs, marks, options
 
 
 def _memory_calls() -> Iterator[Call]:

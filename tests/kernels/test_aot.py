@@ -8,6 +8,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -117,7 +118,8 @@ def compile_for(device, abstract_device, case, implementation):
     marks = {
         n: array(2, length, dtype=jnp.int32) for n in ("segment_ids", "update_mask") if n in given
     }
-    options = dict(window=200) if "window" in given else {}
+    options: dict[str, Any] = dict(window=200) if "window" in given else {}
+    options |= dict(erase="undecayed") if "undecayed" in given else {}
 
     def both(inputs, marks):
         def call(x):

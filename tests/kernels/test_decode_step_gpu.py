@@ -20,7 +20,12 @@ from pallas_kernels.compat import gpu_interpreter, races_found
 from pallas_kernels.decode_step import api, decode_step, unsupported
 from pallas_kernels.decode_step.cases import INTERPRETED
 
-OPS = dict(linear=ops.linear_memory, delta=ops.delta_memory, dplr=ops.dplr_memory)
+OPS = {
+    "linear": ops.linear_memory,
+    "delta": ops.delta_memory,
+    "undecayed delta": functools.partial(ops.delta_memory, erase="undecayed"),
+    "dplr": ops.dplr_memory,
+}
 
 
 def make(op, heads, key_dim, value_dim, decays, documents, dtype, batch=4) -> dict[str, Any]:
@@ -36,7 +41,7 @@ def make(op, heads, key_dim, value_dim, decays, documents, dtype, batch=4) -> di
         k=unit(normal(batch, 1, of_keys, key_dim)),
         v=normal(batch, 1, memories, value_dim).astype(dtype),
     )
-    if op == "delta":
+    if "delta" in op:
         arrays["beta"] = 2 * jax.nn.sigmoid(normal(batch, 1, memories))
     if op == "dplr":
         arrays["a"] = -unit(normal(batch, 1, of_keys, key_dim))

@@ -83,20 +83,22 @@ def make(
     )
 
 
-def by_token(q, k, v, beta, log_decay, initial, run):
+def by_token(q, k, v, beta, log_decay, initial, run, erase="decayed"):
     state = ops.delta_state(v.shape[0], v.shape[2], k.shape[3], v.shape[3])
     state = state._replace(memory=initial, segment_id=jnp.ones(BATCH, jnp.int32))
     ids = None if run is None else run + 1
     output, state = ops.delta_memory(
-        q, k, v, beta, log_decay, scale=SCALE, initial_state=state, segment_ids=ids, form="recurrent"
+        q, k, v, beta, log_decay, erase=erase, scale=SCALE, initial_state=state, segment_ids=ids,
+        form="recurrent",
     )  # fmt: skip
     return output, state.memory
 
 
-def fused(q, k, v, beta, log_decay, initial, run):
+def fused(q, k, v, beta, log_decay, initial, run, erase="decayed"):
     return delta_rule(
-        q, k, v, beta, log_decay, initial=initial, run=run, scale=SCALE, interpret=gpu_interpreter()
-    )
+        q, k, v, beta, log_decay, initial=initial, run=run, scale=SCALE, erase=erase,
+        interpret=gpu_interpreter(),
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -116,8 +118,9 @@ def test_equals_the_recurrence_in_value_and_every_gradient(case, monkeypatch):
     widened = jax.tree.map(lambda x: x.astype(jnp.float32), inputs | dict(run=None))
     run = inputs.pop("run")
     del widened["run"]
-    expected, expected_pull = jax.vjp(lambda x: by_token(**x, run=run), widened)
-    actual, pull = jax.vjp(lambda x: fused(**x, run=run), inputs)
+    options = dict(run=run, erase=case.erase)
+    expected, expected_pull = jax.vjp(lambda x: by_token(**x, **options), widened)
+    actual, pull = jax.vjp(lambda x: fused(**x, **options), inputs)
     for got, wanted in zip(actual, expected, strict=True):
         assert got.shape == wanted.shape
         assert error(got, wanted) < OUTPUT_TOLERANCE
@@ -280,6 +283,10 @@ def test_returns_the_unmet_requirement():
     assert "K of 64, 128 or 256, not 512" in why(deep)
     odd = make(64, 1, 1, 1, 64, 192, documents=False, decay="channel")
     assert why(odd) == "V of 64 or a multiple of 128, not 192"
+    odd["v"], odd["erase"] = odd["q"], "undecayed"
+    refused = unsupported("mosaic_gpu", **{n: odd[n] for n in (*shapes, "erase")})
+    assert refused == "erase='decayed', not 'undecayed'"
+    assert unsupported("mosaic_gpu", **{n: inputs[n] for n in shapes}, erase="undecayed") is None
     inputs["q"] = inputs["q"].astype(jnp.float32)
     with pytest.raises(
         NotImplementedError, match="requires q, k and v in bfloat16, not q in float32"

@@ -46,7 +46,8 @@ def _configuration(op: str, case) -> tuple:
     entry of `CONFIGURATIONS`.
     """
     sizes = case.heads, case.key_dim, case.value_dim, case.length, case.documents
-    return *sizes, f"{op}, {case.decay}" if case.decay else op
+    words = [op, case.decay, "undecayed" * (getattr(case, "erase", "") == "undecayed")]
+    return *sizes, ", ".join(word for word in words if word)
 
 
 # heads of q, k and v; K, V; T; documents; decay
@@ -74,6 +75,7 @@ def test_equals_the_recurrence(configuration):
         normal(2, length, memories, value_dim),
     ]
     delta, dplr = "delta" in str(decay), "dplr" in str(decay)
+    erase = dict(erase="undecayed") if "undecayed" in str(decay) else {}
     if dplr:
         k = inputs[1].astype(jnp.float32)
         removed = k / jnp.linalg.norm(k, axis=-1, keepdims=True)
@@ -84,7 +86,7 @@ def test_equals_the_recurrence(configuration):
         k = inputs[1].astype(jnp.float32)
         inputs[1] = (k / jnp.linalg.norm(k, axis=-1, keepdims=True)).astype(jnp.bfloat16)
         inputs.append(2 * jax.nn.sigmoid(normal(2, length, memories, dtype=jnp.float32)))
-        decay = decay.removeprefix("delta").removeprefix(", ") or None
+        decay = decay.removeprefix("delta").removeprefix(", ").removesuffix(", undecayed") or None
     if decay == "constant":
         inputs.append(jnp.log1p(-(2.0 ** (-5 - jnp.arange(memories)))))
     elif decay is not None:
@@ -107,7 +109,7 @@ def test_equals_the_recurrence(configuration):
         call: Any
         if delta or dplr:
             op = ops.delta_memory if delta else ops.dplr_memory
-            call = functools.partial(op, q, k, v, *rest)
+            call = functools.partial(op, q, k, v, *rest, **erase)
         else:
             given, bonus = (*rest, None, None)[:2]
             name = "value_log_decay" if "value" in str(decay) else "log_decay"

@@ -115,6 +115,9 @@ CASES: dict[str, Any] = {
     "token, none": _token("linear", (2, 1, 2), 256, 32, "", False, False, jnp.bfloat16),
     "token, delta": _token("delta", (1, 1, 2), 64, 32, "token", True, True, jnp.float32),
     "token, kda": _token("delta", (2, 2, 4), 128, 64, "strong key", True, False, jnp.bfloat16),
+    "token, undecayed": _token(
+        "undecayed delta", (1, 1, 2), 64, 32, "strong token", True, True, jnp.float32
+    ),
     "token, dplr": _token("dplr", (4, 2, 2), 32, 64, "strong key", True, True, jnp.bfloat16),
     "convolution, wide": Convolution(300, dtype="bfloat16", head_dim=256, channels=256, bias=False),
 }

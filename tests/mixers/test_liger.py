@@ -285,7 +285,7 @@ def test_a_window_alone_is_softmax_attention():
 def test_fields_that_do_not_fit_are_told():
     for message, fields in {
         "gate='mumba': accepted are 'gla', 'mamba2'": dict(gate="mumba"),
-        "gate='comba': its memory is dplr_memory's.*accepted are 'gla'": dict(gate="comba"),
+        "gate='comba': its memory is delta_memory's.*accepted are 'gla'": dict(gate="comba"),
         "gate='lightnet': its decay is none that Liger pools": dict(gate="lightnet"),
         "num_slots=4: only gate='gsa' has slots": dict(num_slots=4),
         "gates are pooled from a key's 8 channels; accepted are None and 1 to that number": dict(

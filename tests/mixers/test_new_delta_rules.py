@@ -14,10 +14,11 @@ from flax import nnx
 
 from lsm_jax import mixers, ops
 from lsm_jax.mixers import kda
-from lsm_jax.mixers.comba import comba_update
+from lsm_jax.mixers.comba import erase_ratio
 from lsm_jax.mixers.gated_deltanet2 import erase_and_write
 from lsm_jax.mixers.gated_deltaproduct import product_memory
 from lsm_jax.mixers.precond_gated_deltanet import PrecondState, preconditioned_memory
+from lsm_jax.ops.convolution.backends import l2_normalize
 from tests.mixers import goldens
 from tests.mixers.test_mixers import close
 
@@ -183,6 +184,12 @@ def test_gated_deltanet2_with_equal_gates_is_kda_and_without_erasing_gla():
 # ------------------------------------------------------------------------------------------------------------- Comba
 
 
+def comba_update(k, p, v, beta, log_decay):
+    """Return the arguments of `dplr_memory` of Comba's recurrence with any erasing keys p: a = -β p and b = k."""
+    strength = beta[..., None]
+    return dict(k=k, v=strength * v, a=-strength * p, b=k, log_decay=log_decay)
+
+
 def test_comba_is_the_published_recurrence():
     def run(g):
         written = comba_update(*(g[n] for n in ("k", "p", "v", "beta", "g")))
@@ -204,6 +211,29 @@ def test_comba_with_decayed_erasing_keys_is_gated_deltanet():
     close(run(jnp.exp(log_decay)[..., None] * k), ops.delta_memory(q, k, v, beta, log_decay), 1e-6)
     o, state = ops.linear_memory(q, k, beta[..., None] * v, log_decay)
     close(run(0 * k), (o, ops.DeltaState(state.memory, state.segment_id)), 1e-6)
+
+
+@pytest.mark.parametrize("length", [1.0, pytest.param(1e-3, marks=pytest.mark.slow)])
+def test_combas_layer_is_its_recurrence_with_parallel_keys(length):
+    """Keys near the epsilon of their normalisation have erasing keys that are shorter than they."""
+    q, k, v, beta, log_decay = random_inputs()
+    x = dict(k=length * k, scale=jnp.array([-1.0, 1.0]), v=v, beta=beta, log_decay=log_decay)
+
+    def by_low_rank(k, scale, v, beta, log_decay):
+        p = jax.nn.sigmoid(scale)[:, None] * k
+        update = comba_update(l2_normalize(k), l2_normalize(p), v, beta, log_decay)
+        return ops.dplr_memory(q, **update, form="recurrent")
+
+    def by_layer(k, scale, v, beta, log_decay):
+        c = erase_ratio(k, scale)
+        update = l2_normalize(k), v / c[..., None], beta * c, log_decay
+        return ops.delta_memory(q, *update, erase="undecayed", chunk_size=4)
+
+    def value_and_gradients(run):
+        (o, state), pull = jax.vjp(lambda x: run(**x), x)
+        return o, state.memory, pull((o, state))
+
+    close(*map(value_and_gradients, (by_layer, by_low_rank)), 2e-5)
 
 
 def test_the_scale_of_combas_erasing_key_acts_on_queries_alone():

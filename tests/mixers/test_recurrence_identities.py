@@ -12,7 +12,6 @@ import pytest
 from lsm_jax import ops
 from lsm_jax.mixers import kda
 from lsm_jax.mixers.abc_attention import bounded_memory
-from lsm_jax.mixers.comba import comba_update
 from lsm_jax.mixers.elementwise import elementwise_memory
 from lsm_jax.mixers.gated_deltanet2 import erase_and_write
 from lsm_jax.mixers.mamba3 import trapezoid_memory
@@ -76,11 +75,11 @@ def test_gated_deltanet2_with_scalar_gates_is_gated_deltanet_and_without_writing
 
 @pytest.mark.slow
 def test_comba_that_erases_with_its_key_has_the_eigenvalue_of_decay_less_strength():
-    """With p = k and one key for all tokens, k M is multiplied by α - β and the rest of M by α."""
+    """With an undecayed erase and one key for all tokens, k M is multiplied by α - β and the rest of M by α."""
     q, k, v, beta, log_decay = random_inputs()
     one = jnp.broadcast_to(k[:, :1], k.shape)
-    _, state = ops.dplr_memory(
-        q, **comba_update(one, one, 0 * v, beta, log_decay), initial_state=delta_state(started())
+    _, state = ops.delta_memory(
+        q, one, 0 * v, beta, log_decay, erase="undecayed", initial_state=delta_state(started())
     )
     decay = jnp.exp(log_decay)
     along, rest = jnp.prod(decay - beta, axis=1), jnp.prod(decay, axis=1)

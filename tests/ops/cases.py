@@ -25,6 +25,7 @@ class Case:
         heads: the numbers of query, key and value heads.
         normalize: argument `normalize` of `linear_memory`.
         window: argument `window` of `attention`, the number of keys that a query sees.
+        erase: argument `erase` of `delta_memory`.
         fast: whether the case is in the default test run (one case for each kind of transition).
         core: whether the case is in the default run of the most important tests, if it is not `fast`.
     """
@@ -34,6 +35,7 @@ class Case:
     heads: tuple[int, int, int] = (2, 2, 2)
     normalize: float | None = None
     window: int | None = None
+    erase: str | None = None
     fast: bool = False
     core: bool = False
 
@@ -46,6 +48,8 @@ class Case:
             parts.append("normalize")
         if self.window is not None:
             parts.append("window")
+        if self.erase is not None:
+            parts.append(self.erase)
         return "-".join(parts)
 
     @property
@@ -54,7 +58,7 @@ class Case:
 
     @property
     def static(self) -> dict:
-        static = {"window": self.window, "normalize": self.normalize}
+        static = {"window": self.window, "normalize": self.normalize, "erase": self.erase}
         return {name: value for name, value in static.items() if value is not None}
 
 
@@ -77,6 +81,9 @@ CASES = [
     Case("delta_memory", ("constant_decay",)),
     Case("delta_memory", ("decay",), heads=(1, 1, 2)),
     Case("delta_memory", ("key_decay",), heads=(4, 1, 2), fast=True),
+    Case("delta_memory", ("constant_decay",), erase="undecayed"),
+    Case("delta_memory", ("decay",), heads=(4, 1, 2), erase="undecayed", core=True),
+    Case("delta_memory", ("key_decay",), heads=(1, 1, 2), erase="undecayed"),
     Case("attention"),
     Case("attention", heads=(4, 2, 2)),
     Case("attention", heads=(4, 1, 2), window=5),
@@ -341,8 +348,9 @@ def _delta_step(case, inputs, leaves, b, t, written):
     if written:
         beta = inputs["beta"][b, t][:, None, None]
         decayed = _decays(inputs, b, t) * leaves[0]
-        erase = np.eye(KEY_DIM) - beta * k[:, :, None] * k[:, None, :]
-        leaves[0] = erase @ decayed + beta * k[:, :, None] * v[:, None, :]
+        read = leaves[0] if case.erase == "undecayed" else decayed
+        missing = v - np.einsum("gk,gkv->gv", k, read)
+        leaves[0] = decayed + beta * k[:, :, None] * missing[:, None, :]
     q = q.reshape(heads, -1, KEY_DIM)
     return np.einsum("grk,gkv->grv", q, leaves[0]).reshape(-1, VALUE_DIM)
 
@@ -406,7 +414,9 @@ def _linear_state(case, batch, *, capacity, **options):
 def _delta_inputs(case, rng, shape, log_decay):
     inputs = make_qkv(case, rng, shape) | make_decays(case, shape, log_decay)
     inputs["k"] = inputs["k"] / np.linalg.norm(inputs["k"], axis=-1, keepdims=True)
-    return inputs | {"beta": rng.uniform(0, 2, size=(*shape, case.heads[2]))}
+    # Along a key the transition is α - β of an undecayed erase, and α (1 - β) of a decayed one.
+    largest = 1 if case.erase == "undecayed" else 2
+    return inputs | {"beta": rng.uniform(0, largest, size=(*shape, case.heads[2]))}
 
 
 def _delta_state(case, batch, *, capacity, **options):

@@ -223,3 +223,9 @@ def test_heads_in_front_of_tokens_are_noticed():
             function(**arrays, **{name: gates})
     with pytest.raises(ValueError, match="v has shape" + end):
         ops.linear_memory(arrays["q"], arrays["k"], jnp.zeros((2, 4, 300, 8)))
+
+
+def test_the_memory_that_keys_read_is_named():
+    x, beta = jnp.ones((1, 2, 1, 4)), jnp.ones((1, 2, 1))
+    with pytest.raises(ValueError, match="erase='before'; accepted are 'decayed', 'undecayed'"):
+        ops.delta_memory(x, x, x, beta, -beta, erase="before")

@@ -92,7 +92,7 @@ def _run(name: str, run_xla: Callable[[Call], Any], call: Call) -> Any:
         result = run_xla(call._replace(arguments=arguments, layer=None))
         return store_layer(layer, result)
 
-    mapped = jax.custom_batching.custom_vmap(lambda *x: _step(name, call.options.scale, *x))
+    mapped = jax.custom_batching.custom_vmap(lambda *x: _step(name, call.options, *x))
 
     @mapped.def_vmap
     def _(_, in_batched, *x):
@@ -106,7 +106,7 @@ def _run(name: str, run_xla: Callable[[Call], Any], call: Call) -> Any:
 
 
 def _step(
-    name: str, scale: float, arguments: dict[str, Any], layer: Layer | None
+    name: str, options: Any, arguments: dict[str, Any], layer: Layer | None
 ) -> tuple[jax.Array, Any]:
     from pallas_kernels.decode_step import decode_step
 
@@ -128,7 +128,8 @@ def _step(
         **rest,
         emptied=None if tokens.run is None else tokens.run[:, 0] > 0,
         layer=None if layer is None else layer.index,
-        scale=scale,
+        scale=options.scale,
+        erase=getattr(options, "erase", "decayed"),
         implementation=name,
     )
     if layer is not None:

@@ -26,7 +26,7 @@ def _delta_unsupported(name: str, call: Call) -> str | None:
     log_decay = _decay_of(given)
     if log_decay is not None:
         log_decay = jax.ShapeDtypeStruct(v.shape[:3] + log_decay.shape[3:], jnp.float32)
-    return unsupported(name, q, k, v, log_decay)
+    return unsupported(name, q, k, v, log_decay, call.options.erase)
 
 
 def _decay_of(given: dict[str, Any]) -> Any:
@@ -53,7 +53,8 @@ def run_delta_kernel(name: str, call: Call) -> tuple[jax.Array, DeltaState]:
     k, v, beta = (select(tokens.written, x) for x in (k, v, beta.astype(jnp.float32)))
     arrays = dict(q=select(tokens.real, q), k=k, v=v, beta=beta, log_decay=log_decay)
     laid_out, restore = memory_kernels.lay_out(name, tokens, state.memory, arrays)
-    output, memory = restore(*delta_rule(**laid_out, scale=call.options.scale, implementation=name))
+    options = dict(scale=call.options.scale, erase=call.options.erase)
+    output, memory = restore(*delta_rule(**laid_out, **options, implementation=name))
     return finish_output(tokens, output), DeltaState(memory, tokens.last_id)
 
 

@@ -3,6 +3,9 @@ value there.
 
 `M_t = (I - β_t k_tᵀ k_t) diag(a_t) M_{t-1} + β_t k_tᵀ v_t`, `o_t = q_t M_t`: DeltaNet (arXiv 2406.06484),
 Gated DeltaNet (arXiv 2412.06464, scalar decay), KDA (arXiv 2510.26692, a decay a key channel).
+
+With `erase="undecayed"` the key reads the memory before its token's decay, `M_t = diag(a_t) M_{t-1} - β_t k_tᵀ (k_t
+M_{t-1}) + β_t k_tᵀ v_t`: Comba (arXiv 2506.02475) with one direction for both its keys.
 """
 
 from __future__ import annotations
@@ -26,6 +29,8 @@ from lsm_jax.ops.delta.delta_xla import by_xla
 from lsm_jax.ops.delta.options import MatrixOptions
 from lsm_jax.parallel import TOKENS, over_mesh
 
+ERASES = ("decayed", "undecayed")
+
 
 def delta_memory(
     q: Float[Array, "B T H K"],
@@ -34,6 +39,7 @@ def delta_memory(
     beta: Float[Array, "B T G"],
     log_decay: Float[Array, ...] | None = None,
     *,
+    erase: str = "decayed",
     scale: float | None = None,
     initial_state: DeltaState | None = None,
     segment_ids: Int[Array, "B T"] | None = None,
@@ -53,6 +59,8 @@ def delta_memory(
         beta: [B, T, G], from 0 to 2.
         log_decay: natural logarithm, at most 0: [G] for a constant, [B, T, G] for one value per token, or
             [B, T, G, K] for one per token and key channel.
+        erase: which memory a key reads to erase its value: "decayed", after its token's decay, or "undecayed", before
+            it. Without a log decay both are the same.
         scale: multiplies q; None is `K ** -0.5`.
         initial_state: the state to continue from; None is an empty one. With memory [B, S, ...] there is one
             state per segment: the tokens of id s use state s - 1.
@@ -71,11 +79,13 @@ def delta_memory(
     Raises:
         NotImplementedError: the backend that is asked for by name does not support the call; the message
             names the requirement.
-        ValueError: shapes, heads, form, implementation or chunk size that are not accepted.
+        ValueError: shapes, heads, erase, form, implementation or chunk size that are not accepted.
     """
     op = "delta_memory"
     checks.check_form(op, form)
     check_implementation(op, implementation)
+    if erase not in ERASES:
+        raise ValueError(f"{op}: erase={erase!r}; accepted are {', '.join(map(repr, ERASES))}")
     batch, length, _, _, heads, key_dim, value_dim = checks.check_qkv(op, q, k, v)
     checks.check_rows(op, batch, length, segment_ids, update_mask)
     initial_state, layer = unwrap_layer(initial_state)
@@ -103,6 +113,7 @@ def delta_memory(
         size=size,
         dtype=dtype,
         precision=checks.matmul_precision(q, k, v),
+        erase="decayed" if log_decay is None else erase,
     )
     in_place = one_token.in_place(layer, q)
     result = over_mesh(

@@ -4,6 +4,7 @@ scan over chunks.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +20,7 @@ from lsm_jax.ops.core.chunk_scans import (
     scan_tokens,
 )
 from lsm_jax.ops.core.decays import (
+    Halving,
     channel_scores,
     forget,
     halve,
@@ -80,7 +82,8 @@ def by_xla(
     )
     memory = state.memory.astype(dtype)
     if options.form == "recurrent":
-        output, memory = scan_tokens(_step, inputs, memory, tokens.run, tokens.slot)
+        step = functools.partial(_step, options.erase)
+        output, memory = scan_tokens(step, inputs, memory, tokens.run, tokens.slot)
     else:
         chunks = cut_into_chunks(tokens, length, options.size, num_segments)
         output, memory = _chunked(inputs, memory, chunks, options)
@@ -89,12 +92,16 @@ def by_xla(
     return finish_output(tokens, output).astype(v.dtype), DeltaState(memory, tokens.last_id)
 
 
-def _step(memory: Array, x: _Inputs) -> tuple[Array, Array]:
+def _step(erase: str, memory: Array, x: _Inputs) -> tuple[Array, Array]:
+    def at_key(memory):
+        return jnp.sum(x.k[..., None] * memory, axis=-2)
+
+    held = at_key(memory) if erase == "undecayed" else None
     if x.decay is not None:
         memory = forget(memory, x.decay[..., None, None])
     if x.key_decay is not None:
         memory = forget(memory, x.key_decay[..., None])
-    held = jnp.sum(x.k[..., None] * memory, axis=-2)
+    held = at_key(memory) if held is None else held
     memory = memory + x.k[..., None] * (x.beta[..., None] * (x.v - held))[..., None, :]
     return memory, jnp.sum(x.q[..., None] * memory[:, :, None], axis=-2)
 
@@ -105,7 +112,8 @@ def _chunked(inputs: _Inputs, memory, chunks: Chunks, options: MatrixOptions):
 
     Inside a chunk the writes U solve `(I + L) U = β (V - K̃ M)`. L contains the decayed products of a key
     with earlier keys, weighted by β (the WY representation of DeltaNet as a linear system); V are the values,
-    K̃ the keys decayed from the chunk's start, and M the memory that the chunk starts from.
+    K̃ the keys decayed from the chunk's start, and M the memory that the chunk starts from. With `erase`
+    "undecayed", the decays of L and K̃ end before the token of their row.
     """
     precision = options.precision
 
@@ -120,20 +128,17 @@ def _chunked(inputs: _Inputs, memory, chunks: Chunks, options: MatrixOptions):
     # Decayed products of keys with keys, and of queries with keys: [B, N, G, R + 1, C, C].
     rows = jnp.concatenate([x.q, x.k[:, :, :, None]], axis=3)
     if x.key_decay is not None:
-        halving = halve(x.key_decay)
-        shared = halving._replace(
-            levels=tuple((p[:, :, :, None], s[:, :, :, None]) for p, s in halving.levels)
-        )
+        halving = _halve_by_row(x.key_decay, queries, options.erase)
         keys = x.k[:, :, :, None]
-        scores = channel_scores(rows, keys, shared, jnp.sum(rows * keys, axis=-1), precision)
+        scores = channel_scores(rows, keys, halving, jnp.sum(rows * keys, axis=-1), precision)
     else:
         scores = jnp.einsum("bngrik,bngjk->bngrij", rows, x.k, precision=precision)
         scores = jnp.tril(scores)
         if x.decay is None:
             halving = None
         else:
-            halving = halve(x.decay[..., None])
-            scores = scores * pairwise_decay(halving)[:, :, :, None]
+            halving = _halve_by_row(x.decay[..., None], queries, options.erase)
+            scores = scores * pairwise_decay(halving)
     if same is not None:
         scores = jnp.where(same[:, :, None, None], scores, 0)
     beta = x.beta[..., None]
@@ -142,7 +147,7 @@ def _chunked(inputs: _Inputs, memory, chunks: Chunks, options: MatrixOptions):
     # The chunk as one update: U = new - erase M.
     read, written_keys, kept = rows, x.k, jnp.ones((1, 1, 1, 1, 1), x.k.dtype)
     if halving is not None:
-        read = read * jnp.exp(halving.prefix)[:, :, :, None]
+        read = read * jnp.exp(halving.prefix)
         written_keys = written_keys * jnp.exp(halving.suffix)
         kept = jnp.exp(halving.total)[..., None]
     if same is not None:
@@ -181,3 +186,24 @@ def _chunked(inputs: _Inputs, memory, chunks: Chunks, options: MatrixOptions):
         "bngrij,bngjv->bngriv", scores[:, :, :, :queries], writes, precision=precision
     )
     return jnp.moveaxis(output, -2, 2), memory
+
+
+def _halve_by_row(log_decay: Array, queries: int, erase: str) -> Halving:
+    """Return the sums of a chunk's log decay [B, N, G, C, K], those up to a token with an axis of the vectors that read
+    the memory: the token's queries and, last, its key. The axis has size 1 if all read the decayed memory.
+    """
+    halving = halve(log_decay)
+
+    def by_row(after, before):
+        after = after[:, :, :, None]
+        if before is None:
+            return after
+        return jnp.concatenate([jnp.repeat(after, queries, 3), before[:, :, :, None]], axis=3)
+
+    before = halve(log_decay, exclusive=True) if erase == "undecayed" else None
+    ahead = [None] * len(halving.levels) if before is None else [p for p, _ in before.levels]
+    levels = tuple(
+        (by_row(p, b), s[:, :, :, None]) for (p, s), b in zip(halving.levels, ahead, strict=True)
+    )
+    prefix = by_row(halving.prefix, None if before is None else before.prefix)
+    return halving._replace(levels=levels, prefix=prefix)

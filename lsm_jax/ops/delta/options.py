@@ -17,6 +17,8 @@ class MatrixOptions(NamedTuple):
         size: tokens in a chunk.
         dtype: the dtype of the state and of all sums.
         precision: the precision of matrix products.
+        erase: "decayed" or "undecayed", the memory that a key of `delta_memory` reads to erase: after its token's decay
+            or before it.
     """
 
     scale: float
@@ -24,3 +26,4 @@ class MatrixOptions(NamedTuple):
     size: int
     dtype: Any
     precision: jax.lax.Precision
+    erase: str = "decayed"

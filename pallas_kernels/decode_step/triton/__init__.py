@@ -66,7 +66,7 @@ def unsupported(call) -> str | None:
 
 
 def step(
-    memory, q, k, v, optional: dict[str, Any], *, scale: float, interpret: Any = False
+    memory, q, k, v, optional: dict[str, Any], *, scale: float, erase: str, interpret: Any = False
 ) -> tuple[jax.Array, jax.Array]:
     """Apply one token of each row to its memories; return the token's output [B, max(H, G), V] in v's dtype, and the memories after the token.
 
@@ -78,6 +78,7 @@ def step(
         optional: the optional arguments of `decode_step`, each an array or None, by name: beta, decay and value_decay (as
             `api.decay_factor` encodes them), a, b, bonus, emptied [B] int32, and layer [1] int32.
         scale: the factor by which the queries q are multiplied.
+        erase: "decayed" or "undecayed", the memory M in the delta rule's write `beta (v - k M)`.
         interpret: not used.
     """
     from pallas_kernels.decode_step.triton import bodies
@@ -99,7 +100,7 @@ def step(
         **dict(
             BATCH=batch, G=memories, H=heads, K_HEADS=k.shape[1], A_HEADS=1 if a is None else a.shape[1],
             B_HEADS=1 if b is None else b.shape[1], K=key_dim, KEYS=1 << (key_dim - 1).bit_length(), V=value_dim, BV=width,
-            BETA=optional["beta"] is not None, DECAY=0 if decay is None else decay.ndim - 1,
+            BETA=optional["beta"] is not None, UNDECAYED=erase == "undecayed", DECAY=0 if decay is None else decay.ndim - 1,
             VALUE_DECAY=optional["value_decay"] is not None, LOW_RANK=a is not None, BONUS=optional["bonus"] is not None,
             EMPTIED=optional["emptied"] is not None, LAYER=optional["layer"] is not None,
         ),

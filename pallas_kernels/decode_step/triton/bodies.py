@@ -33,8 +33,8 @@ def one_token(
     memory, q, k, v, beta, decay, value_decay, a, b, bonus, emptied, layer, scale, output,
     BATCH: tl.constexpr, G: tl.constexpr, H: tl.constexpr, K_HEADS: tl.constexpr,
     A_HEADS: tl.constexpr, B_HEADS: tl.constexpr, K: tl.constexpr, KEYS: tl.constexpr,
-    V: tl.constexpr, BV: tl.constexpr, BETA: tl.constexpr, DECAY: tl.constexpr,
-    VALUE_DECAY: tl.constexpr, LOW_RANK: tl.constexpr, BONUS: tl.constexpr,
+    V: tl.constexpr, BV: tl.constexpr, BETA: tl.constexpr, UNDECAYED: tl.constexpr,
+    DECAY: tl.constexpr, VALUE_DECAY: tl.constexpr, LOW_RANK: tl.constexpr, BONUS: tl.constexpr,
     EMPTIED: tl.constexpr, LAYER: tl.constexpr,
 ):  # fmt: skip
     """Apply one token to BV value channels of one memory [K, V] float32, which is loaded once and stored once, in place, and store the outputs
@@ -43,7 +43,8 @@ def one_token(
     `memory` is [B, G, K, V], or with `LAYER` the stack [L, B, G, K, V] and `layer` [1] the index. q is [B, H, K], k [B, K_HEADS, K], v [B, G, V],
     beta [B, G], value_decay [B, G, V], a [B, A_HEADS, K], b [B, B_HEADS, K], bonus [G, K], emptied [B] int32. `DECAY` is 0 without a decay, 1 for
     one [B, G] and 2 for one [B, G, K]; decays are factors as in `_apply_decay`. KEYS is a power of two, at least K. With `LOW_RANK` the
-    token reads the memory with a before its decay, and writes what it read with b.
+    token reads the memory with a before its decay, and writes what it read with b. With `UNDECAYED` the token replaces what its key reads
+    before the decay.
     """
     columns: tl.constexpr = V // BV
     column, at = tl.program_id(0) % columns, (tl.program_id(0) // columns).to(tl.int64)
@@ -63,6 +64,8 @@ def one_token(
     if LOW_RANK:
         left = tl.load(a + (row * A_HEADS + g * A_HEADS // G) * K + keys, mask=present, other=0.0)
         before = tl.sum(left.to(tl.float32)[:, None] * m, 0)
+    if UNDECAYED:
+        held = tl.sum(key[:, None] * m, 0)
     if BONUS:
         weight = tl.load(bonus + g * K + keys, mask=present, other=0.0)
         _store_outputs(m + (weight * key)[:, None] * value[None, :], q, to, row, g, keys, present, scale, G, H, K, V)  # fmt: skip
@@ -73,7 +76,9 @@ def one_token(
     if VALUE_DECAY:
         m = _apply_decay(m, tl.load(value_decay + at * V + values)[None, :])
     if BETA:
-        value = tl.load(beta + at) * (value - tl.sum(key[:, None] * m, 0))
+        if not UNDECAYED:
+            held = tl.sum(key[:, None] * m, 0)
+        value = tl.load(beta + at) * (value - held)
     m += key[:, None] * value[None, :]
     if LOW_RANK:
         right = tl.load(b + (row * B_HEADS + g * B_HEADS // G) * K + keys, mask=present, other=0.0)

@@ -25,7 +25,13 @@ from pallas_kernels.delta_rule.hopper.scan import scan_backward, scan_forward
 from pallas_kernels.hopper import channel_slices, row_layout
 from pallas_kernels.hopper import parts as hopper_parts
 from pallas_kernels.hopper.parts import length_multiple
-from pallas_kernels.memory_calls import FLOAT32_DECAY, VALUES_IN_SLICES, in_bfloat16, key_dims
+from pallas_kernels.memory_calls import (
+    DECAYED_ERASE,
+    FLOAT32_DECAY,
+    VALUES_IN_SLICES,
+    in_bfloat16,
+    key_dims,
+)
 
 __all__ = ["CHUNK", "REQUIREMENTS", "Residuals", "backward", "forward", "length_multiple"]
 
@@ -37,6 +43,7 @@ REQUIREMENTS = (
     VALUES_IN_SLICES,
     FLOAT32_DECAY,
     in_bfloat16("q", "k", "v"),
+    DECAYED_ERASE,
 )
 
 

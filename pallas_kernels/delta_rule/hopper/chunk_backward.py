@@ -8,7 +8,7 @@ the decays G between the tokens,
 
     A / beta = scale G ⊙ (dO xᵀ)          E / beta = -(G ⊙ dv xᵀ) below its diagonal
 
-(beta on their columns) come first. A loop over blocks of 64 key channels then adds the products with S and
+(beta on their columns; E with the decays up to the tokens' erases) come first. A loop over blocks of 64 key channels then adds the products with S and
 dS', whose tiles are loaded ahead.
 """
 
@@ -82,6 +82,8 @@ class _PairGradients(NamedTuple):
         d_beta: [C], the terms of the gradient of beta through pairs of tokens.
         later: [C], for each token a number that is a term of the log decay's gradient at all tokens from its
             document's first to itself.
+        erasing: [C], for each token a number that is a term of the log decay's gradient at all tokens from its
+            document's first to the one before itself; None if keys read the decayed memory.
     """
 
     read: Any
@@ -89,11 +91,12 @@ class _PairGradients(NamedTuple):
     beta_times_d_beta: Any
     d_beta: Any
     later: Any
+    erasing: Any
 
 
 class _MemoryGradients(NamedTuple):
     """Terms of the gradients of beta and of the log decay of one chunk that come through the memory S before
-    the chunk or the memory S' after it; `later` also contains terms through pairs of tokens.
+    the chunk or the memory S' after it; `later` and `erasing` also contain terms through pairs of tokens.
 
     Attributes:
         written: [C], the term of the gradient of beta through the memory after the chunk: k · (x dS'ᵀ) e^(b_C
@@ -101,12 +104,15 @@ class _MemoryGradients(NamedTuple):
             log decay.
         later: [C], for each token a number that is a term of the log decay's gradient at all tokens from its
             document's first to itself, through pairs of tokens and through S.
+        erasing: [C], for each token a number that is a term of the log decay's gradient at all tokens from its
+            document's first to the one before itself; None if keys read the decayed memory.
         totals: [[64, 64]], a matrix whose trace is the inner product <S, dS'> of the memory with the gradient
             dS'; empty without a gradient of the decay.
     """
 
     written: Any
     later: Any
+    erasing: Any
     totals: list[Any]
 
 
@@ -130,6 +136,7 @@ class _Block:
         stages: number of pairs of tiles of the memory and its gradient that fit in shared memory.
         scale: the factor by which the queries q are multiplied.
         decay_gradient: whether the gradient of the log decay is computed.
+        erase: "decayed" or "undecayed", the memory that keys read.
         interpret: parameters of the Pallas interpreter, or False to compile the kernel.
     """
 
@@ -147,6 +154,7 @@ class _Block:
     stages: int
     scale: float
     decay_gradient: bool
+    erase: str
     interpret: Any
 
     @property
@@ -207,8 +215,9 @@ class _Block:
         alike, erase = self.two_products(k, k, dv, x)
         beta_times_d_beta = jnp.sum(jnp.where(chunk.i == chunk.j, erase, 0.0), axis=1)
         below = chunk.i > chunk.j
-        erase = jnp.where(below, -erase * chunk.weights, 0.0)
+        erase = jnp.where(below, -erase * chunk.erase_weights, 0.0)
         products = alike * erase
+        erasing = jnp.sum(products * betas, axis=1) if self.erase == "undecayed" else None
         erase = (erase * betas).astype(_BF16)
         square[...] = erase
         plgpu.commit_smem()
@@ -217,7 +226,8 @@ class _Block:
         erase = wg.as_left(symmetric, self.smem.left[0], self.interpret)
         scores, read = self.two_products(q, k, d_out, x)
         read = read * (chunk.weights * self.scale)
-        products += scores * read
+        of_reads = scores * read
+        products += of_reads
         read = (read * betas).astype(_BF16)
         square[...] = read
         plgpu.commit_smem()
@@ -225,24 +235,29 @@ class _Block:
         diagonal = jnp.sum(jnp.where(below, 0.0, products), axis=1)
         products = jnp.where(below, products, 0.0)
         vector[...] = jnp.sum(products, axis=0)
+        if erasing is not None:
+            products = jnp.where(below, of_reads, 0.0)
         later = jnp.sum(products * betas, axis=1)
         plgpu.commit_smem()
         column_sums = plgpu.load(vector, layout=wg.LAYOUT.reduce(1))
         d_beta, later = diagonal + column_sums, later - chunk.beta * column_sums
-        return _PairGradients(read, erase, beta_times_d_beta, d_beta, later)
+        return _PairGradients(read, erase, beta_times_d_beta, d_beta, later, erasing)
 
-    def memory_gradients(self, chunk: Chunk, read_decay, write_decay, pairs: _PairGradients):
+    def memory_gradients(
+        self, chunk: Chunk, read_decay, erase_decay, write_decay, pairs: _PairGradients
+    ):
         """Complete the gradients of the chunk's queries and keys, which replace them in shared memory, 64 key
         channels at a time, and return terms of the gradients of beta and of the log decay.
 
         Args:
             chunk: beta, decays and documents of the chunk.
-            read_decay: [C, 64] or 1, the decay from the chunk's start to each token.
+            read_decay: [C, 64] or 1, the decay from the chunk's start to each token's read.
+            erase_decay: [C, 64] or 1, the decay from the chunk's start to each token's erase.
             write_decay: [C, 64] or 1, the decay from each token to the chunk's end.
             pairs: the terms of the gradients that come through pairs of tokens.
         """
         q, k = self.smem.tokens["q"], self.smem.tokens["k"]
-        later = pairs.later
+        later, erasing = pairs.later, pairs.erasing
         written = jnp.zeros_like(later)
         # <S, dS'> is the trace of a product: tensor cores have time, and registers have no space for the elementwise product.
         totals = [jnp.zeros(SQUARE, _F32)] * self.decay_gradient
@@ -252,18 +267,22 @@ class _Block:
             tile = lambda x, at=columns: plgpu.load(x.at[:, at], layout=wg.LAYOUT).astype(_F32)  # noqa: E731
             read, erase, write = (
                 read * (read_decay * self.scale),
-                erase * read_decay,
+                erase * erase_decay,
                 write * write_decay,
             )
             if self.decay_gradient:
                 later += jnp.sum(tile(q) * read, axis=1)
-                later -= jnp.sum(tile(k) * erase, axis=1)
+                erased = jnp.sum(tile(k) * erase, axis=1)
+                if erasing is None:
+                    later -= erased
+                else:
+                    erasing -= erased
             written += jnp.sum(tile(k) * write, axis=1)
             write = write * wg.spread_rows(chunk.beta, SQUARE) - erase
             gradients = self.add_pairs(columns, pairs, read, write)
             for buffer, gradient in zip((q, k), gradients, strict=True):  # no longer read
                 buffer.at[:, columns][...] = gradient.astype(_BF16)
-        return _MemoryGradients(written, later, totals)
+        return _MemoryGradients(written, later, erasing, totals)
 
     def memory_products(self, column: int, totals):
         """Compute dO Sᵀ, dv Sᵀ and x dS'ᵀ, [C, 64] each, in the block of 64 key channels with index `column`,
@@ -323,8 +342,8 @@ class _Block:
     def store_d_decay(self, chunk: Chunk, memory: _MemoryGradients) -> None:
         """Store the gradient of the scalar log decay of the chunk's tokens, [C].
 
-        At token t it is the sum of three terms: `memory.later` summed over the tokens from t on in its
-        document; beta times `memory.written` summed over the tokens before t; and the decay over the whole
+        At token t it is the sum of these terms: `memory.later` summed over the tokens from t on in its
+        document; `memory.erasing`, if there is one, summed over the tokens after t in its document; beta times `memory.written` summed over the tokens before t; and the decay over the whole
         chunk times <S, dS'>, the inner product of the memory before the chunk with the gradient of the memory
         after it.
         """
@@ -333,6 +352,8 @@ class _Block:
         if chunk.same_document is not None:
             seen &= chunk.same_document
         sums = jnp.where(seen, chunk.over_columns(memory.later), 0.0)
+        if memory.erasing is not None:
+            sums += jnp.where(seen & (i < chunk.j), chunk.over_columns(memory.erasing), 0.0)
         sums += jnp.where(i > chunk.j, chunk.over_columns(chunk.beta * memory.written), 0.0)
         total = jnp.where(i == chunk.j, memory.totals[0], 0.0)
         total = chunk.over_columns(jnp.sum(total, axis=1))
@@ -348,13 +369,16 @@ class _Block:
         self.load_tokens()
         for step in range(self.stages):
             self.load_pair(step)
-        chunk = read_chunk(self.refs, self.b, self.h, self.heads, self.n, self.smem.vector)
+        chunk = read_chunk(
+            self.refs, self.b, self.h, self.heads, self.n, self.smem.vector, self.erase
+        )
         spread = lambda x: 1.0 if x is None else wg.spread_rows(x, SQUARE)  # noqa: E731
         read_decay, write_decay = spread(chunk.read_decay), spread(chunk.write_decay)
+        erase_decay = read_decay if self.erase == "decayed" else spread(chunk.erase_decay)
         betas = chunk.over_columns(chunk.beta)
         plgpu.barrier_wait(self.smem.loaded)
         pairs = self.pair_gradients(chunk, betas)
-        memory = self.memory_gradients(chunk, read_decay, write_decay, pairs)
+        memory = self.memory_gradients(chunk, read_decay, erase_decay, write_decay, pairs)
         plgpu.commit_smem()
         for name in ("q", "k"):
             to = self.refs[f"d{name}"].at[self.b, self.tokens, self.result]
@@ -382,7 +406,7 @@ def _smem(depth: int, width: int, stages: int, interpret) -> _Smem:
 
 def chunk_backward(
     q, k, missing, d_out, dv, states, d_states, beta, log_decay, run, *, scale: float,
-    decay_gradient: bool, interpret: Any = False,
+    decay_gradient: bool, erase: str, interpret: Any = False,
 ):  # fmt: skip
     """Compute, for all chunks in parallel, the gradients of q, k, beta and the log decay of the delta rule
     with a scalar decay or none.
@@ -402,6 +426,7 @@ def chunk_backward(
         run: [B, T] int32, the number of each token's document, or None for one document per row.
         scale: the factor by which the queries q are multiplied.
         decay_gradient: whether to compute the gradient of the log decay.
+        erase: "decayed" or, with a log decay, "undecayed", the memory that keys read.
         interpret: parameters of the Pallas interpreter, or False to compile the kernel.
 
     Returns:
@@ -423,7 +448,7 @@ def chunk_backward(
 
         def body(smem: _Smem):
             _Block(
-                refs, smem, b, h, n, piece, tokens, result, heads, width, depth, stages, scale, decay_gradient, interpret
+                refs, smem, b, h, n, piece, tokens, result, heads, width, depth, stages, scale, decay_gradient, erase, interpret
             ).run()  # fmt: skip
 
         pl.run_scoped(body, _smem(depth, width, stages, interpret))

@@ -35,7 +35,8 @@ class SolvedChunks(NamedTuple):
         inverse: [B, heads, T, C] bfloat16, each token's row of X, the inverse of its chunk's triangular system.
         scores: [B, heads, T, C] bfloat16, each token's row of P, its chunk's decayed scores of queries with keys.
         rows: [B, heads, T] float32, beta; or [B, heads, T * 3] with beta, e^b and e^(b_C - b) of each chunk
-            one after the other.
+            one after the other; or [B, heads, T * 4] with e^a too, if keys read the undecayed memory (a: the sums
+            without a token's own log decay).
     """
 
     inverse: jax.Array
@@ -55,9 +56,13 @@ class Chunk(NamedTuple):
             j.
         beta: [C], beta of each token.
         weights: [C, C], the decay from token j to token i where i >= j are in one document, else 0.
+        erase_weights: [C, C], the decay from token j to the erase of token i where i > j are in one document; elsewhere
+            it is not used. The same as `weights` if keys read the decayed memory.
         same_document: [C, C], whether two tokens belong to one document; None if all do.
         read_decay: [C], e^b, the decay of the memory before the chunk where a token reads it; None where it is 1.
         write_decay: [C], e^(b_C - b), the decay of a token's write at the chunk's end; None where it is 1.
+        erase_decay: [C], the decay of the memory before the chunk where a token erases; None where it is 1. The same as
+            `read_decay` if keys read the decayed memory.
     """
 
     i: Any
@@ -65,12 +70,14 @@ class Chunk(NamedTuple):
     over_columns: Any
     beta: Any
     weights: Any
+    erase_weights: Any
     same_document: Any
     read_decay: Any
     write_decay: Any
+    erase_decay: Any
 
 
-def read_chunk(refs: dict[str, Any], b, h, heads: int, chunk, vector) -> Chunk:
+def read_chunk(refs: dict[str, Any], b, h, heads: int, chunk, vector, erase: str) -> Chunk:
     """Load beta of one chunk and head of the delta rule, and compute the chunk's decays (scalar or none) and
     the masks of its documents, as a `Chunk`.
 
@@ -81,6 +88,7 @@ def read_chunk(refs: dict[str, Any], b, h, heads: int, chunk, vector) -> Chunk:
         heads: number of heads of the output; a multiple of G.
         chunk: index of the chunk in the row.
         vector: a buffer [C] float32 in shared memory, through which values of tokens become columns.
+        erase: "decayed" or "undecayed", the memory that keys read; the latter requires log_decay.
     """
     tokens = pl.ds(chunk * CHUNK, CHUNK)
     memory = head_index(refs["beta"], h, heads)
@@ -98,6 +106,7 @@ def read_chunk(refs: dict[str, Any], b, h, heads: int, chunk, vector) -> Chunk:
     seen = i >= j
     weights = jnp.where(seen, 1.0, 0.0)
     same_document = read_decay = write_decay = None
+    erase_weights = erase_decay = None
     if "log_decay" in refs:
         # e^-104 is 0 in float32. A larger bound than -128 would cost the other sums precision.
         decay = over_columns(jnp.maximum(load(refs["log_decay"].at[b, tokens, memory]), -128.0))
@@ -105,21 +114,34 @@ def read_chunk(refs: dict[str, Any], b, h, heads: int, chunk, vector) -> Chunk:
         # The sum of the rows after, not a difference of two sums: nothing cancels.
         write_decay = jnp.exp(jnp.sum(jnp.where(seen, 0.0, decay), axis=1))
         read_decay = jnp.exp(sums)
-        differences = wg.spread_rows(sums, SQUARE) - over_columns(sums)
-        weights = jnp.exp(jnp.where(seen, differences, wg.NEVER))
+        rows, columns = wg.spread_rows(sums, SQUARE), over_columns(sums)
+        weights = jnp.exp(jnp.where(seen, rows - columns, wg.NEVER))
+        if erase == "undecayed":
+            sums = jnp.sum(jnp.where(i > j, decay, 0.0), axis=1)
+            erase_decay = jnp.exp(sums)
+            rows = wg.spread_rows(sums, SQUARE)
+            erase_weights = jnp.exp(jnp.where(i > j, rows - columns, wg.NEVER))
     if "run" in refs:
         runs = refs["run"].at[b]
         run = load(runs.at[tokens])
         of_row = wg.spread_rows(run, SQUARE)
         same_document = of_row == wg.spread_columns(load(runs.at[tokens], 0), SQUARE)
         weights = jnp.where(same_document, weights, 0.0)
+        if erase_weights is not None:
+            erase_weights = jnp.where(same_document, erase_weights, 0.0)
         before = jnp.where(chunk == 0, 0, runs[jnp.maximum(chunk * CHUNK - 1, 0)])
         one = jnp.ones_like(run, _F32)
         read_decay = jnp.where(run == before, one if read_decay is None else read_decay, 0.0)
+        if erase_decay is not None:
+            erase_decay = jnp.where(run == before, erase_decay, 0.0)
         last = runs[chunk * CHUNK + CHUNK - 1]
         write_decay = jnp.where(run == last, one if write_decay is None else write_decay, 0.0)
     beta = load(refs["beta"].at[b, tokens, memory])
-    return Chunk(i, j, over_columns, beta, weights, same_document, read_decay, write_decay)
+    if erase == "decayed":
+        erase_weights, erase_decay = weights, read_decay
+    return Chunk(
+        i, j, over_columns, beta, weights, erase_weights, same_document, read_decay, write_decay, erase_decay
+    )  # fmt: skip
 
 
 class _Smem(NamedTuple):
@@ -146,7 +168,7 @@ class _Smem(NamedTuple):
 
 
 def chunk_forward(
-    q, k, beta, log_decay, run, *, heads: int, scale: float, interpret: Any = False
+    q, k, beta, log_decay, run, *, heads: int, scale: float, erase: str, interpret: Any = False
 ) -> SolvedChunks:
     """Compute, for all chunks in parallel, the arrays of the delta rule with a scalar decay or none that do
     not depend on the memory: the inverse of each chunk's triangular system, its decayed scores of queries
@@ -160,10 +182,11 @@ def chunk_forward(
         run: [B, T] int32, the number of each token's document, or None for one document per row.
         heads: number of heads of the result; a multiple of those of q, of k and of G.
         scale: the factor by which the queries q are multiplied.
+        erase: "decayed" or, with a log decay, "undecayed", the memory that keys read.
         interpret: parameters of the Pallas interpreter, or False to compile the kernel.
     """
     batch, length, _, depth = k.shape
-    factors = 1 if log_decay is None and run is None else 3
+    factors = 1 if log_decay is None and run is None else 4 if erase == "undecayed" else 3
     smem: Any = plgpu.SMEM
     struct = jax.ShapeDtypeStruct
     square = struct((batch, heads, length, CHUNK), _BF16)
@@ -188,8 +211,9 @@ def chunk_forward(
             for name, to in (("k", buffers.k), ("q", buffers.q)):
                 source = refs[name].at[b, tokens, head_index(refs[name], h, heads)]
                 plgpu.copy_gmem_to_smem(source, to, buffers.loaded)
-            x = read_chunk(refs, b, h, heads, chunk, buffers.vector)
-            for index, row in enumerate((x.beta, x.read_decay, x.write_decay)[:factors]):
+            x = read_chunk(refs, b, h, heads, chunk, buffers.vector, erase)
+            rows = x.beta, x.read_decay, x.write_decay, x.erase_decay
+            for index, row in enumerate(rows[:factors]):
                 at = pl.ds((chunk * factors + index) * CHUNK, CHUNK)
                 refs["rows"].at[b, h, at][...] = row
             plgpu.barrier_wait(buffers.loaded)
@@ -226,7 +250,7 @@ def _solve(x: Chunk, buffers: _Smem, scores_ref, inverse_ref, scale: float, inte
     result[...] = (scores * (x.weights * scale)).astype(_BF16)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(result, scores_ref)
-    strict = jnp.where(x.i > x.j, alike * x.weights * x.over_columns(x.beta), 0.0)
+    strict = jnp.where(x.i > x.j, alike * x.erase_weights * x.over_columns(x.beta), 0.0)
     inverse = unit_inverse(strict, x.i ^ x.j, buffers.right, buffers.left, interpret)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     result[...] = inverse.astype(_BF16)

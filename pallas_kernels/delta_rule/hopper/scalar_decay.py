@@ -51,7 +51,8 @@ class Residuals(NamedTuple):
 
 
 def forward(
-    q, k, v, beta, log_decay, run, initial, *, scale: float, save: bool = True, interpret: Any = False
+    q, k, v, beta, log_decay, run, initial, *, scale: float, save: bool = True,
+    erase: str = "decayed", interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array, Residuals]:  # fmt: skip
     """Compute the delta rule with a scalar decay or none, and the arrays that `backward` requires.
 
@@ -64,7 +65,7 @@ def forward(
     heads = max(q.shape[2], memories)
     run, chunk_bounds = row_layout.split_runs(run, initial, len(v))
     solved = chunk_forward(
-        q, k, beta, log_decay, run, heads=heads, scale=scale, interpret=interpret
+        q, k, beta, log_decay, run, heads=heads, scale=scale, erase=erase, interpret=interpret
     )
     # Each of the heads that share a memory computes it.
     initial = jnp.repeat(initial, heads // memories, axis=1)
@@ -84,7 +85,7 @@ def forward(
 
 def backward(
     q, k, v, beta, log_decay, run, initial, residuals: Residuals, d_output, d_final, *,
-    scale: float, decay_gradient: bool = True, interpret: Any = False,
+    scale: float, decay_gradient: bool = True, erase: str = "decayed", interpret: Any = False,
 ):  # fmt: skip
     """Return the gradients of q, k, v, beta, log_decay and initial of the delta rule with a scalar decay or
     none, each in the shape of its input.
@@ -108,7 +109,7 @@ def backward(
     decay_gradient = decay_gradient and log_decay is not None
     dq, dk, d_beta, *d_decay = chunk_backward(
         q, k, missing, d_output, dv, states, d_states, beta, log_decay, run,
-        decay_gradient=decay_gradient, **options,
+        decay_gradient=decay_gradient, erase=erase, **options,
     )  # fmt: skip
     sum_heads = row_layout.sum_heads
     return (

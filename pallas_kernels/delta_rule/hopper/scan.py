@@ -151,9 +151,9 @@ def _read_memory(
         scale: the factor by which the queries q are multiplied.
 
     Returns:
-        The sums; after the last tiles the decayed memory, the right side of the triangular system, (v - e^b ⊙
-        (k S))ᵀ in bfloat16, and a list of what the queries read, (scale e^b ⊙ (q S))ᵀ, where e^b is the decay
-        from the chunk's start.
+        The sums; after the last tiles the decayed memory, the right side of the triangular system, (v - e^a ⊙
+        (k S))ᵀ in bfloat16, and a list of what the queries read, (scale e^b ⊙ (q S))ᵀ, where e^a and e^b are the
+        decays from the chunk's start up to a token's erase and up to its read.
     """
     for sum, name in zip((at_keys, *at_queries), "kq", strict=False):
         for keys, before in memory:
@@ -162,11 +162,14 @@ def _read_memory(
         return [x.read() for x in (at_keys, *at_queries)]
     save_memory(S)
     decayed_memory = decay_memory(chunk, S)
-    read_decay = _columns(chunk, "read_decay")
+    erase_decay = _columns(chunk, _erase_decay(chunk))
     v = 0.0
     if values:
         v = plgpu.load(chunk["v"].transpose((1, 0)), layout=wg.LAYOUT).astype(_F32)
-    errors = v - at_keys.read(len(memory) * len(at_queries)) * read_decay
+    errors = v - at_keys.read(len(memory) * len(at_queries)) * erase_decay
+    read_decay = erase_decay
+    if at_queries and "erase_decay" in chunk:
+        read_decay = _columns(chunk, "read_decay")
     return (
         decayed_memory,
         errors.astype(_BF16),
@@ -247,7 +250,7 @@ def _backward_step(
     solve = lambda x: plgpu.wgmma(x, writes, chunk["inverse"])  # noqa: E731
     (dv,) = wg.accumulate(solve, jnp.zeros(_SQUARE, _F32), interpret=interpret)
     saved = [dv.astype(_BF16)] * save
-    erased = wg.as_left(dv * -_columns(chunk, "read_decay"), left[1], interpret)
+    erased = wg.as_left(dv * -_columns(chunk, _erase_decay(chunk)), left[1], interpret)
 
     def add(*sums):
         for keys, piece in zip_with_keys(S, sums):
@@ -308,6 +311,11 @@ def _columns(chunk, name):
         return 1.0
     vector = plgpu.load(chunk[name], layout=wg.LAYOUT.reduce(0))
     return wg.spread_columns(vector, _SQUARE)
+
+
+def _erase_decay(chunk) -> str:
+    """Return the name of the chunk's input with the decay of the memory from the chunk's start to each token's erase."""
+    return "erase_decay" if "erase_decay" in chunk else "read_decay"
 
 
 def _written(chunk):

@@ -14,9 +14,13 @@ import jax
 from pallas_kernels.delta_rule.triton import passes
 from pallas_kernels.hopper import row_layout
 from pallas_kernels.linear_attention.triton import passes as linear
-from pallas_kernels.linear_attention.triton.passes import CHUNK, REQUIREMENTS
+from pallas_kernels.linear_attention.triton.passes import CHUNK
+from pallas_kernels.memory_calls import DECAYED_ERASE
 
 __all__ = ["CHUNK", "REQUIREMENTS", "Residuals", "backward", "forward", "length_multiple"]
+
+
+REQUIREMENTS = (DECAYED_ERASE, *linear.REQUIREMENTS)
 
 
 class Residuals(NamedTuple):
