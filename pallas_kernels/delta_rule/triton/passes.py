@@ -313,6 +313,7 @@ def gradients(
         (*arrays, states, d_states, float(scale)),
         dict(dq=_struct(shape, q.dtype), dk=_struct(shape, k.dtype), dg=_struct(d_decay, _F32)),
         programs=batch * count * heads * tiles,
+        shared_loads=True,
         **_options(tiling),
         **dict(
             Q_HEADS=q.shape[2], K_HEADS=k.shape[2], MEMORIES=writes.shape[2], HEADS=heads, K=keys, V=values, C=CHUNK,
