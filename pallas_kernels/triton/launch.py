@@ -116,7 +116,7 @@ def call(
     warps: int,
     stages: int,
     in_place: Any = "",
-    shared_loads: bool = False,
+    shared_loads: Any = False,
     **constants: Any,
 ) -> dict[str, jax.Array]:
     """Run a Triton kernel and return its outputs by name.

@@ -6,6 +6,8 @@ block beside it: products of later rows of two arrays, [C, BK] together, with [C
 entry belongs to one level, which stores it.
 """
 
+from typing import Any
+
 import triton
 import triton.language as tl
 
@@ -13,7 +15,7 @@ _PTX: tl.constexpr = tl.constexpr(not triton.knobs.runtime.interpret)  # the int
 
 
 @triton.jit
-def decay_of(x):
+def decay_of(x) -> Any:
     """Return e^x in float32, 0 where it is below 2^-126: `tl.exp` has three more instructions for these."""
     if _PTX:
         decay = tl.inline_asm_elementwise(
@@ -117,7 +119,8 @@ def delta_scores(
         tile_q = tl.load(q + key + i * (Q_HEADS * K) + narrow[None, :]).to(tl.float32)
         tile_k = tl.load(k + key + i * (K_HEADS * K) + narrow[None, :]).to(tl.float32)
         diagonal += tl.sum(tile_q * tile_k, 1)
-        read_decay, end_decay = decay_of(b), decay_of(total)
+        read_decay = decay_of(b)
+        end_decay = decay_of(total)
         write_decay = decay_of(tl.minimum(total[None, :] - b, 0.0))
         if DOCUMENTS:
             read_decay = read_decay * tl.load(enters + chunk * C + rows)[:, None]
