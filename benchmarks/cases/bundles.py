@@ -99,7 +99,7 @@ def count(op: str, chip: str, shape: str = SHAPE) -> dict[str, Any]:
         code = f"from benchmarks.cases.bundles import build; build({op!r}, {chip!r}, {shape!r})"
         subprocess.run(
             [sys.executable, "-c", code], check=True, cwd=ROOT,
-            env=os.environ | dict(LIBTPU_INIT_ARGS=flags), stdout=subprocess.DEVNULL,
+            env=os.environ | dict(LIBTPU_INIT_ARGS=flags, ALLOW_MULTIPLE_LIBTPU_LOAD="1"), stdout=subprocess.DEVNULL,
         )  # fmt: skip
         texts = [x.read_text() for x in Path(folder).glob("*schedule-analysis_final_bundles.txt")]
     texts = [text for text in texts if _KERNEL.search(text)]

@@ -82,6 +82,16 @@ def _capability() -> int | None:
         return None
 
 
+def stages_of(stages: int, capability: int | None, shared_loads: bool) -> int:
+    """Return the number of stages with which a kernel is compiled for a compute capability, times 10.
+
+    Products of 9.0 and 10.0 read their operands from shared memory while the program goes on. For a load that is an operand and is read
+    into registers too, Triton 3.9 keeps one buffer, and copies the next tile into it while the product may still read the last one.
+    With `shared_loads`, which says that a kernel has such loads, code for these cards therefore has one stage.
+    """
+    return 1 if shared_loads and capability is not None and 90 <= capability < 120 else stages
+
+
 def _jax_triton() -> Any:
     """Import and return `jax_triton`.
 
@@ -106,6 +116,7 @@ def call(
     warps: int,
     stages: int,
     in_place: Any = "",
+    shared_loads: Any = False,
     **constants: Any,
 ) -> dict[str, jax.Array]:
     """Run a Triton kernel and return its outputs by name.
@@ -122,6 +133,7 @@ def call(
         stages: number of iterations of a loop whose loads are in flight.
         in_place: if not empty, the kernel changes its first input, an array, which is returned by this name: in the same buffer, if
             nothing else uses the input.
+        shared_loads: whether the kernel's loop in stages reads an operand of a product in registers too: see `stages_of`.
         constants: the kernel's `tl.constexpr` parameters, by name.
     """
     # Not the array that is changed in place: XLA would copy it for its second use.
@@ -158,7 +170,7 @@ def call(
                 grid=(programs,),
                 name=f"lsm_{kernel.fn.__name__}",
                 num_warps=warps,
-                num_stages=stages,
+                num_stages=stages_of(stages, capability, shared_loads),
                 compute_capability=capability,
                 backend_options=options,
                 **constants,

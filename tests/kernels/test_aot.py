@@ -369,6 +369,24 @@ def test_triton_kernels_of_delta_and_dplr_memories_lower_for_a_card_that_is_not_
     assert text.count("custom_call @triton_kernel_call") == kernels
 
 
+def test_finds_operands_that_a_copy_overwrites():
+    """`overwritten_operands` finds the buffer of one tile in the loop of Triton's code that had other bits in a second run, and none if
+    products end before the copy or if there are two buffers.
+    """
+    code = """
+    %S = ttg.local_alloc : () -> !ttg.memdesc<1x64x64xbf16, #shared, #smem, mutable>
+    %S_1 = ttg.memdesc_index %S[%c0] : !ttg.memdesc<1x64x64xbf16>
+    %read_1 = ttg.memdesc_index %read[%n] : !ttg.memdesc<2x64x64xbf16>
+    %turned = ttg.memdesc_trans %S_1 {order = array<i32: 1, 0>}
+    %sum = ttng.warp_group_dot %read_1, %turned, %arg {isAsync = true}
+    %wait = ttng.warp_group_dot_wait %sum {pendings = 1 : i32}
+    %token = ttg.async_copy_global_to_local %pointers, %S_1 mask %inside
+    """
+    assert triton_compiled.overwritten_operands(code) == ["%S"]
+    assert not triton_compiled.overwritten_operands(code.replace("pendings = 1", "pendings = 0"))
+    assert not triton_compiled.overwritten_operands(code.replace("memdesc<1x", "memdesc<2x"))
+
+
 def test_triton_kernels_spill_little_on_8():
     """The stored table has no kernel of bfloat16 inputs that spills more than 64 bytes on cards of compute capability 8.x, and no
     kernel that needs more shared memory than 99 KiB there or on 12.0.

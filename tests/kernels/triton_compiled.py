@@ -93,6 +93,7 @@ class Configuration(NamedTuple):
         warps: number of warps of a program.
         stages: number of iterations of a loop whose loads are in flight.
         module: the module of the kernel.
+        shared_loads: as for `launch.call`.
     """
 
     name: str
@@ -101,6 +102,7 @@ class Configuration(NamedTuple):
     warps: int
     stages: int
     module: str
+    shared_loads: bool = False
 
     @property
     def label(self) -> str:
@@ -126,7 +128,18 @@ def configurations(case: Case | Callable[[], Any]) -> list[Configuration]:
     found: dict[Configuration, None] = {}
     types = {"float32": "*fp32", "float16": "*fp16", "bfloat16": "*bf16", "int32": "*i32"}
 
-    def record(kernel, inputs, outputs, *, programs, warps, stages, in_place="", **constants):
+    def record(
+        kernel,
+        inputs,
+        outputs,
+        *,
+        programs,
+        warps,
+        stages,
+        in_place="",
+        shared_loads=False,
+        **constants,
+    ):
         del programs
         unused = inputs[1 if in_place else 0]
         inputs = [unused if x is None else x for x in inputs]
@@ -135,7 +148,15 @@ def configurations(case: Case | Callable[[], Any]) -> list[Configuration]:
             for x in (*inputs, *outputs.values())
         ]  # fmt: skip
         entry = tuple(sorted(constants.items()))
-        key = kernel.fn.__name__, tuple(names), entry, warps, stages, kernel.fn.__module__
+        key = (
+            kernel.fn.__name__,
+            tuple(names),
+            entry,
+            warps,
+            stages,
+            kernel.fn.__module__,
+            shared_loads,
+        )
         found[Configuration(*key)] = None
         changed = {in_place: inputs[0]} if in_place else {}
         return {n: jnp.zeros(x.shape, x.dtype) for n, x in outputs.items()} | changed
@@ -200,11 +221,30 @@ def compiled(configuration: Configuration, capability: str) -> dict[str, int]:
         attrs={(n,): [["tt.divisibility", 16]] for n in pointers},
     )
     number = round(10 * float(capability))
-    options = dict(num_warps=configuration.warps, num_stages=configuration.stages)
+    stages = launch.stages_of(configuration.stages, number, configuration.shared_loads)
+    options = dict(num_warps=configuration.warps, num_stages=stages)
     options |= dict(ptx_version=launch.PTX_VERSION, enable_fp_fusion=True)
     result = triton.compile(source, target=GPUTarget("cuda", number, 32), options=options)
+    assert not overwritten_operands(result.asm["ttgir"]), configuration.label
     registers, spilled = registers_of(result.asm["ptx"], number)
     return dict(registers=registers, spilled=spilled, shared=result.metadata.shared)
+
+
+def overwritten_operands(ttgir: str) -> list[str]:
+    """Return the buffers of one tile, in Triton's code for a GPU, into which a loop copies the next tile while products that read the last
+    one may be in flight.
+    """
+    if not re.search(r"warp_group_dot_wait .*pendings = [1-9]", ttgir):
+        return []
+    one = re.findall(r"(%\w+) = ttg\.local_alloc : \(\) -> !ttg\.memdesc<1x", ttgir)
+    slots = {n: b for b in one for n in re.findall(rf"(%\w+) = ttg\.memdesc_index {b}\[", ttgir)}
+    for turned, slot in re.findall(r"(%\w+) = ttg\.memdesc_trans (%\w+)", ttgir):
+        if slot in slots:
+            slots[turned] = slots[slot]
+    copied = re.findall(r"async_copy_global_to_local %\w+, (%\w+)", ttgir)
+    products = re.findall(r"warp_group_dot (%\w+), (%\w+)", ttgir)
+    read = {slots[x] for pair in products for x in pair if x in slots}
+    return sorted(read & {slots[x] for x in copied if x in slots})
 
 
 def registers_of(ptx: str, number: int) -> tuple[int, int]:

@@ -6,8 +6,25 @@ block beside it: products of later rows of two arrays, [C, BK] together, with [C
 entry belongs to one level, which stores it.
 """
 
+from typing import Any
+
 import triton
 import triton.language as tl
+
+_PTX: tl.constexpr = tl.constexpr(not triton.knobs.runtime.interpret)  # the interpreter has no PTX
+
+
+@triton.jit
+def decay_of(x) -> Any:
+    """Return e^x in float32, 0 where it is below 2^-126: `tl.exp` has three more instructions for these."""
+    if _PTX:
+        decay = tl.inline_asm_elementwise(
+            "{ .reg .f32 e; mul.f32 e, $1, 0f3FB8AA3B; ex2.approx.ftz.f32 $0, e; }",
+            "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        decay = tl.exp(x)
+    return decay
 
 
 @triton.jit
@@ -44,20 +61,42 @@ def store_level(
 
 
 @triton.jit
+def store_pairs(
+    products, level, target, stored, of_chunk, C: tl.constexpr, DOCUMENTS: tl.constexpr
+):
+    """Store a level's entries of the matrix `target` [C, C], from the products [C / 2, C / 2] of later with earlier rows, if `stored` [1, 1].
+    `of_chunk` are the documents of the chunk's tokens.
+    """
+    pairs = tl.arange(0, C // 2)
+    half = 1 << level
+    block = pairs >> level
+    earlier = block * (2 * half) + (pairs & (half - 1))
+    later = earlier + half
+    stored = stored & (block[:, None] == block[None, :])
+    if DOCUMENTS:
+        same = tl.load(of_chunk + later)[:, None] == tl.load(of_chunk + earlier)[None, :]
+        products = tl.where(same, products, 0.0)
+    tl.store(target + later[:, None] * C + earlier[None, :], products, mask=stored)
+
+
+@triton.jit
 def delta_scores(
     q, k, sums, run, enters, stays, scale, read, erase, written, chunk_decay, scores, alike,
     Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, MEMORIES: tl.constexpr, HEADS: tl.constexpr,
     K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, LEVELS: tl.constexpr, LOW: tl.constexpr,
-    DOCUMENTS: tl.constexpr,
+    DOCUMENTS: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Store the decayed products and tokens of all chunks, the tokens in tiles [C, BK / 2].
+    """Store the decayed products and tokens of all chunks, the tokens in tiles [C, 32].
+
+    With `AT_ONCE` a loop over the keys computes the products of that many levels, for which it reads each tile once from memory; with 0
+    those of one level, with the rows of q and k stacked.
 
     `scores` are the products of q with k times the scale, [B, N, HEADS, C, C], of which the entries on and below the diagonal are
     stored, and `alike` those of k with k, [B, N, MEMORIES, C, C], of which those below the diagonal are stored. `erase` and `written` are [B, T, MEMORIES, K],
     `chunk_decay` [B, N, MEMORIES, K], and `read` [B, T, HEADS, K].
     """
     h, chunk = tl.program_id(0) % HEADS, (tl.program_id(0) // HEADS).to(tl.int64)
-    rows, keys, narrow = tl.arange(0, C), tl.arange(0, BK), tl.arange(0, BK // 2)
+    rows, keys, narrow = tl.arange(0, C), tl.arange(0, BK), tl.arange(0, 32)
     g = h * MEMORIES // HEADS
     # Several heads may read one memory: the first of them stores the memory's arrays.
     first = tl.zeros([1, 1], tl.int32) + h % (HEADS // MEMORIES) == 0
@@ -73,15 +112,16 @@ def delta_scores(
     of_chunk = run + chunk * C
     i = rows[:, None]
     diagonal = tl.zeros([C], tl.float32)
-    for key in range(0, K, BK // 2):
+    for key in range(0, K, 32):
         by_memory = key + i * (MEMORIES * K) + narrow[None, :]
         b = tl.load(sums + by_memory)
         total = tl.load(sums + key + (C - 1) * (MEMORIES * K) + narrow)
         tile_q = tl.load(q + key + i * (Q_HEADS * K) + narrow[None, :]).to(tl.float32)
         tile_k = tl.load(k + key + i * (K_HEADS * K) + narrow[None, :]).to(tl.float32)
         diagonal += tl.sum(tile_q * tile_k, 1)
-        read_decay, end_decay = tl.exp(b), tl.exp(total)
-        write_decay = tl.exp(tl.minimum(total[None, :] - b, 0.0))
+        read_decay = decay_of(b)
+        end_decay = decay_of(total)
+        write_decay = decay_of(tl.minimum(total[None, :] - b, 0.0))
         if DOCUMENTS:
             read_decay = read_decay * tl.load(enters + chunk * C + rows)[:, None]
             write_decay = write_decay * tl.load(stays + chunk * C + rows)[:, None]
@@ -96,25 +136,59 @@ def delta_scores(
     pairs = tl.arange(0, C // 2)
     # 0, but no constant: else Triton moves the operands' layout in front of the exponentials, and each warp computes those of others.
     most = scale * 0.0
-    for level in tl.range(0, LEVELS, num_stages=1):
-        half = 1 << level
-        earlier = (pairs >> level) * (2 * half) + (pairs & (half - 1))
-        later = earlier + half
-        # The last row of the earlier block, from which both blocks' sums are measured.
-        middle = (pairs >> level) * (2 * half) + half - 1
-        products = tl.zeros([C, C // 2], tl.float32)
-        for key in range(0, K, BK):
-            of_key = sums + key + keys[None, :]
-            pivot = tl.load(of_key + middle[:, None] * (MEMORIES * K))
-            after = tl.load(of_key + later[:, None] * (MEMORIES * K))
-            before = tl.load(of_key + earlier[:, None] * (MEMORIES * K))
-            at_key = key + keys[None, :]
-            tile_q = tl.load(q + later[:, None] * (Q_HEADS * K) + at_key).to(tl.float32)
-            tile_k = tl.load(k + later[:, None] * (K_HEADS * K) + at_key).to(tl.float32)
-            factor = tl.exp(tl.minimum(after - pivot, most))
-            both = stacked((tile_q * factor).to(LOW), (tile_k * factor).to(LOW), C, BK)
-            tile_k = tl.load(k + earlier[:, None] * (K_HEADS * K) + at_key).to(tl.float32)
-            factor = tl.exp(tl.minimum(pivot - before, most))
-            low_k = tl.trans((tile_k * factor).to(LOW))
-            products = tl.dot(both, low_k, products, input_precision="tf32")
-        store_level(products, level, scores, alike, scale, 1.0, first, of_chunk, C, DOCUMENTS)
+    if AT_ONCE == 0:
+        for level in tl.range(0, LEVELS, num_stages=1):
+            half = 1 << level
+            earlier = (pairs >> level) * (2 * half) + (pairs & (half - 1))
+            later = earlier + half
+            # The last row of the earlier block, from which both blocks' sums are measured.
+            middle = (pairs >> level) * (2 * half) + half - 1
+            products = tl.zeros([C, C // 2], tl.float32)
+            for key in range(0, K, BK):
+                of_key = sums + key + keys[None, :]
+                pivot = tl.load(of_key + middle[:, None] * (MEMORIES * K))
+                after = tl.load(of_key + later[:, None] * (MEMORIES * K))
+                before = tl.load(of_key + earlier[:, None] * (MEMORIES * K))
+                at_key = key + keys[None, :]
+                tile_q = tl.load(q + later[:, None] * (Q_HEADS * K) + at_key).to(tl.float32)
+                tile_k = tl.load(k + later[:, None] * (K_HEADS * K) + at_key).to(tl.float32)
+                factor = decay_of(tl.minimum(after - pivot, most))
+                both = stacked((tile_q * factor).to(LOW), (tile_k * factor).to(LOW), C, BK)
+                tile_k = tl.load(k + earlier[:, None] * (K_HEADS * K) + at_key).to(tl.float32)
+                factor = decay_of(tl.minimum(pivot - before, most))
+                low_k = tl.trans((tile_k * factor).to(LOW))
+                products = tl.dot(both, low_k, products, input_precision="tf32")
+            store_level(products, level, scores, alike, scale, 1.0, first, of_chunk, C, DOCUMENTS)
+    else:
+        always = tl.zeros([1, 1], tl.int32) == 0
+        for start in tl.range(0, LEVELS, AT_ONCE, num_stages=1):
+            products = ()
+            for _ in tl.static_range(2 * AT_ONCE):
+                products = products + (tl.zeros([C // 2, C // 2], tl.float32),)
+            for key in tl.range(0, K, BK, num_stages=1):
+                sums_at, at_key = sums + key + keys[None, :], key + keys[None, :]
+                added = ()
+                for n in tl.static_range(AT_ONCE):
+                    level = start + n
+                    half = 1 << level
+                    earlier = (pairs >> level) * (2 * half) + (pairs & (half - 1))
+                    later = earlier + half
+                    middle = (pairs >> level) * (2 * half) + half - 1
+                    pivot = tl.load(sums_at + middle[:, None] * (MEMORIES * K))
+                    after = tl.load(sums_at + later[:, None] * (MEMORIES * K))
+                    before = tl.load(sums_at + earlier[:, None] * (MEMORIES * K))
+                    x = tl.load(k + earlier[:, None] * (K_HEADS * K) + at_key).to(tl.float32)
+                    factor = decay_of(tl.minimum(pivot - before, most))
+                    low_k = tl.trans((x * factor).to(LOW))
+                    factor = decay_of(tl.minimum(after - pivot, most))
+                    x = tl.load(q + later[:, None] * (Q_HEADS * K) + at_key).to(tl.float32)
+                    x = (x * factor).to(LOW)
+                    added = added + (tl.dot(x, low_k, products[2 * n], input_precision="tf32"),)
+                    x = tl.load(k + later[:, None] * (K_HEADS * K) + at_key).to(tl.float32)
+                    x = (x * factor).to(LOW)
+                    added = added + (tl.dot(x, low_k, products[2 * n + 1], input_precision="tf32"),)
+                products = added
+            for n in tl.static_range(AT_ONCE):
+                x = products[2 * n] * scale
+                store_pairs(x, start + n, scores, always, of_chunk, C, DOCUMENTS)
+                store_pairs(products[2 * n + 1], start + n, alike, first, of_chunk, C, DOCUMENTS)

@@ -421,6 +421,7 @@ def scalar_gradients(
             dg=_struct((batch, length, heads, tiles) if decay else (1,), _F32),
         ),
         programs=batch * (length // CHUNK) * heads * tiles,
+        shared_loads=True,
         **_options(tiling),
         **dict(
             Q_HEADS=q.shape[2], K_HEADS=k.shape[2], V_HEADS=v.shape[2], D_HEADS=decays.heads, HEADS=heads, K=keys, V=values,
@@ -460,6 +461,7 @@ def channel_gradients(
         ),
         types,
         programs=batch * (length // CHUNK) * heads * (keys // tiling.keys),
+        shared_loads=True,
         **_options(tiling),
         **dict(
             Q_HEADS=(k if q is None else q).shape[2], K_HEADS=k.shape[2], V_HEADS=v.shape[2], D_HEADS=decays.heads, HEADS=heads,
