@@ -156,7 +156,8 @@ def _backward(options: NormOptions, saved, dy):
     x, gate, skip_input = arrays
     d_input = None if skip is None else (skip * gradients.y).astype(skip_input.dtype)
 
-    *last, d_last = _own_pass((*arrays, dy))
+    # XLA joins two barriers before the same arrays.
+    *last, d_last = _own_pass((*first, d_first))
     parts = _gradients(options, last, scale, skip, d_last.astype(wide), square, product)
     sums = _sum_tokens(*(part for part in (parts.scale, parts.skip) if part is not None))
     d_scale, d_skip = (*sums, None)[:2]
