@@ -94,7 +94,7 @@ def _forward(options, *inputs):
 
 
 def _backward(options, inputs, dy):
-    return hopper.backward(options, *inputs, dy)
+    return hopper.backward(options, *inputs, dy=dy)
 
 
 _normalize.defvjp(_forward, _backward)

@@ -278,7 +278,7 @@ def forward(options, x, gate, skip_input, scale, skip) -> jax.Array:
     return results["y"].reshape(x.shape)
 
 
-def backward(options, x, gate, skip_input, scale, skip, dy):
+def backward(options, x, gate, skip_input, scale, skip, *, dy):
     """Return the gradients of a gated norm's x, gate, skip_input, scale [H, V] and skip [H, V] from that of the output, dy [B, T, H,
     V]; the arguments are those of `forward`.
     """
@@ -301,7 +301,8 @@ def backward(options, x, gate, skip_input, scale, skip, dy):
                 to_sum += [normed * normed, d_normed * normed]
             means = block.means(slot, to_sum)
             for i in range(layout.ahead):
-                carry = gradients(token + i, named[i], values[i], *means[2 * i : 2 * i + 2], carry)
+                square, product = means[2 * i : 2 * i + 2]
+                carry = gradients(token + i, named[i], values[i], square, product, carry)
             return carry
 
         def gradients(token, arrays, values, square, product, carry):
@@ -330,7 +331,7 @@ def backward(options, x, gate, skip_input, scale, skip, dy):
 
     arrays = dict(x=x, gate=gate, skip_input=skip_input, scale=scale, skip=skip, dy=dy)
     inputs = {name: layout.cut(a) for name, a in arrays.items()}
-    totals = jax.ShapeDtypeStruct((layout.grid["block"], *inputs["scale"].shape), _F32)
+    totals = jax.ShapeDtypeStruct((layout.grid["block"], *layout.cut(scale).shape), _F32)
     outputs = dict(dx=_like(inputs["x"]), d_gate=_like(inputs["gate"]), d_scale=totals)
     if skip is not None:
         outputs |= dict(d_skip_input=_like(inputs["skip_input"]), d_skip=totals)

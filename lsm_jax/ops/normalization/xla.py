@@ -42,7 +42,7 @@ def reference(options: NormOptions, x, gate, scale, skip=None, skip_input=None) 
     """
     wide = jnp.promote_types(x.dtype, jnp.float32)
     y = x.astype(wide)
-    if skip is not None:
+    if skip is not None and skip_input is not None:
         y = y + skip[:, None].astype(wide) * skip_input.astype(wide)
     factor = ACTIVATIONS[options.activation](gate.astype(wide))
     y = y * factor if options.gate_first else y
@@ -53,7 +53,7 @@ def reference(options: NormOptions, x, gate, scale, skip=None, skip_input=None) 
 
 
 def in_few_passes(options: NormOptions, x, gate, scale, skip=None, skip_input=None) -> jax.Array:
-    """Return the gated norm [B, T, H, V] with the arguments of `reference`: two passes over the arrays forward and three
+    """Return the gated norm [B, T, H, V] with the arguments of `reference`: two passes over the arrays forward and two
     backward, which save the arguments and the mean squares.
     """
     heads, channels = x.shape[2:]
@@ -78,7 +78,8 @@ class _Values(NamedTuple):
     normed: Any
 
 
-def _values(options: NormOptions, x, gate, skip_input, skip) -> _Values:
+def _values(options: NormOptions, arrays, skip) -> _Values:
+    x, gate, skip_input = arrays
     wide = jnp.promote_types(x.dtype, jnp.float32)
     y, gate = x.astype(wide), gate.astype(wide)
     if skip is not None:
@@ -106,29 +107,28 @@ def _normalize(options: NormOptions, x, gate, skip_input, scale, skip):
 
 def _forward(options: NormOptions, x, gate, skip_input, scale, skip):
     arrays = x, gate, skip_input
-    normed = _values(options, *_own_pass(arrays), skip).normed
+    normed = _values(options, _own_pass(arrays), skip).normed
     # A few numbers for each token: rematerialisation saves them, and computes the output in a pass of the derivative.
     square = checkpoint_name(_mean(normed * normed), KEPT)
-    values = _values(options, *arrays, skip)
+    values = _values(options, arrays, skip)
     y = values.normed * jax.lax.rsqrt(square + options.eps) * scale
     y = (y if options.gate_first else y * values.factor).astype(x.dtype)
     return y, (square, *arrays, scale, skip)
 
 
 class _Gradients(NamedTuple):
-    """The gradients in one pass, [B, T, G, C] in float32: of y, of the gate, and each token's part of the scale's and the skip's."""
+    """The gradients in one pass, [B, T, G, C] in float32: of y, of the gate, and each token's part of the scale's."""
 
     y: Any
     gate: Any
     scale: Any
-    skip: Any
 
 
 def _gradients(options: NormOptions, arrays, scale, skip, dy, square, product) -> _Gradients:
     """Return the gradients of `_normalize`. With n = t r, r = 1 / sqrt(mean(t²) + eps) and dn the gradient of n, that of t is
     `r (dn - n mean(dn n))`; `square` is mean(t²), and `product` mean(dn t).
     """
-    values = _values(options, *arrays, skip)
+    values = _values(options, arrays, skip)
     root = jax.lax.rsqrt(square + options.eps)
     normed = values.normed * root
     d_normed = _gradient_of_norm(options, values, scale, dy)
@@ -138,42 +138,35 @@ def _gradients(options: NormOptions, arrays, scale, skip, dy, square, product) -
     else:
         d_scale, d_y, d_factor = dy * values.factor * normed, d_values, dy * scale * normed
     _, d_gate = jax.jvp(ACTIVATIONS[options.activation], (values.gate,), (d_factor,))
-    d_skip = None if skip is None else d_y * arrays[2].astype(d_y.dtype)
-    return _Gradients(d_y, d_gate, d_scale, d_skip)
+    return _Gradients(d_y, d_gate, d_scale)
 
 
 def _backward(options: NormOptions, saved, dy):
-    """Return the gradients of `_normalize` in three passes: sums over channels, the gradients of the arrays, and sums over tokens."""
-    square, *arrays, scale, skip = saved
-    wide = square.dtype
+    """Return the gradients of `_normalize` in two passes: sums over channels; and the gradients, those of gate and scale apart from
+    the others, because XLA stores less if not all of them share values, and joins the two in one pass.
+    """
+    square, x, gate, skip_input, scale, skip = saved
+    arrays, wide = (x, gate, skip_input), square.dtype
 
     *first, d_first = _own_pass((*arrays, dy))
-    values = _values(options, *first, skip)
+    values = _values(options, first, skip)
     d_normed = _gradient_of_norm(options, values, scale, d_first.astype(wide))
     product = _mean(d_normed * values.normed)
 
-    gradients = _gradients(options, arrays, scale, skip, dy.astype(wide), square, product)
-    x, gate, skip_input = arrays
-    d_input = None if skip is None else (skip * gradients.y).astype(skip_input.dtype)
-
-    # XLA joins two barriers before the same arrays.
+    of_input = _gradients(options, arrays, scale, skip, dy.astype(wide), square, product)
+    # A barrier behind the first one: XLA joins two barriers before the same arrays.
     *last, d_last = _own_pass((*first, d_first))
-    parts = _gradients(options, last, scale, skip, d_last.astype(wide), square, product)
-    sums = _sum_tokens(*(part for part in (parts.scale, parts.skip) if part is not None))
-    d_scale, d_skip = (*sums, None)[:2]
-    d_skip = None if d_skip is None else d_skip.astype(skip.dtype)
-    d_gate = gradients.gate.astype(gate.dtype)
-    return gradients.y.astype(x.dtype), d_gate, d_input, d_scale.astype(scale.dtype), d_skip
+    of_gate = _gradients(options, last, scale, skip, d_last.astype(wide), square, product)
 
-
-def _sum_tokens(*arrays) -> tuple[jax.Array, ...]:
-    """Return the sums over tokens of arrays [B, T, ...] of one shape, by one reduction of all."""
-    zero = jnp.zeros((), arrays[0].dtype)
-
-    def add(a, b):
-        return tuple(x + y for x, y in zip(a, b, strict=True))
-
-    return jax.lax.reduce(arrays, (zero,) * len(arrays), add, (0, 1))
+    d_x, d_gate = of_input.y.astype(x.dtype), of_gate.gate.astype(gate.dtype)
+    d_scale = jnp.sum(of_gate.scale, axis=(0, 1)).astype(scale.dtype)
+    if skip is None:
+        return d_x, d_gate, None, d_scale, None
+    # The gradients of the skip are computed from that of x as it is stored, not from one in float32 beside it.
+    d_x = _own_pass(d_x)
+    stored = d_x.astype(wide)
+    d_skip = jnp.sum(stored * skip_input.astype(wide), axis=(0, 1)).astype(skip.dtype)
+    return d_x, d_gate, (skip * stored).astype(skip_input.dtype), d_scale, d_skip
 
 
 def _gradient_of_norm(options: NormOptions, values: _Values, scale, dy):
