@@ -248,9 +248,7 @@ class RMSNorm(nnx.Module):
         scale = scale if factor == 1 else factor * scale
         if gate is None:
             return recomputed(self._normed)(x, scale)
-        if (
-            scale.ndim == 2 and x.ndim > 4
-        ):  # each of the axes between tokens and heads has the same scales
+        if scale.ndim == 2 and x.ndim > 4:
             scale = jnp.tile(scale, (math.prod(x.shape[2:-2]), 1))
         heads = (*x.shape[:2], -1, x.shape[-1])
         y = ops.gated_rms_norm(
