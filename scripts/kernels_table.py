@@ -47,7 +47,7 @@ OPS = (
     "linear_memory", "delta_memory", "dplr_memory", "slot_memory", "selective_memory", "online_memory",
     "log_linear_memory", "mesa_memory", "momentum_memory", "slstm_memory", "attention", "path_attention",
     "block_attention", "native_sparse_attention",
-    "short_convolution", "token_shift", "grouped_product", "segment_product",
+    "short_convolution", "token_shift", "gated_rms_norm", "grouped_product", "segment_product",
 )  # fmt: skip
 # The modules of kernels whose requirements depend on the arguments: by op and backend, (case, module).
 KERNELS = {
@@ -104,6 +104,7 @@ KERNELS = {
     ),
     ("short_convolution", "mosaic_gpu"): (("any call", "short_convolution.hopper"),),
     ("short_convolution", "triton"): (("any call", "short_convolution.triton"),),
+    ("gated_rms_norm", "mosaic_gpu"): (("any call", "gated_norm.hopper"),),
 }  # fmt: skip
 # The modules of kernels of one token, by the backend's label.
 ONE_TOKEN = {

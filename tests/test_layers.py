@@ -93,6 +93,7 @@ ALLOWED_INSIDE = {
         "online": {"core", "backends"},
         "convolution": {"core", "backends"},
         "experts": {"core", "backends"},
+        "normalization": {"core", "backends"},
     },
     "pallas_kernels": {
         "tiles": set(),
@@ -106,6 +107,7 @@ ALLOWED_INSIDE = {
         "selective_scan": {"hopper", "tpu", "tiles", "triton"},
         "short_convolution": {"hopper", "tpu", "tiles", "triton"},
         "decode_step": {"hopper", "tpu", "tiles", "triton"},
+        "gated_norm": {"hopper"},
         "grouped_product": {"hopper", "tpu", "tiles"},
     },
 }

@@ -184,12 +184,9 @@ class Comba(Mixer):
         head, multiply by sigmoid(x W_g), and project.
         """
 
-        @recomputed
-        def gated(y, gate):
-            return y * jax.nn.sigmoid(gate).astype(y.dtype)
-
         gate = self.g_proj(x, dtype=jnp.float32)
-        return self.o_proj(gated(merge_heads(self.norm(o)), gate)), context
+        gate = split_heads(gate, self.config.value_heads())
+        return self.o_proj(merge_heads(self.norm(o, gate, activation="sigmoid"))), context
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.DeltaState:
         """Return the state before any token: a memory of zeros [B, G, K, V] in float32 for `batch_size` rows;

@@ -204,15 +204,12 @@ class KDA(Mixer):
         head, multiply by sigmoid(x W₁ W₂ + b) or sigmoid(x W), and project.
         """
 
-        @recomputed
-        def gated(y, gate):
-            return y * jax.nn.sigmoid(gate).astype(y.dtype)
-
         if self.config.full_rank_gates:
             gate = self.gate_proj(x, dtype=jnp.float32)
         else:
             gate = self.gate_up(self.gate_down(x), dtype=jnp.float32)
-        return self.o_proj(gated(merge_heads(self.norm(o)), gate)), context
+        gate = split_heads(gate, self.config.value_heads())
+        return self.o_proj(merge_heads(self.norm(o, gate, activation="sigmoid"))), context
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.DeltaState:
         """Return the state before any token: a memory of zeros [B, G, K, V] in float32 for `batch_size` rows;

@@ -16,6 +16,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
+from lsm_jax import ops
+
 
 def parameter(
     value: jax.Array, logical_axes: tuple[str | None, ...], *, weight_decay: bool
@@ -230,18 +232,32 @@ class RMSNorm(nnx.Module):
         self.scale = parameter(start(shape, jnp.float32), axes, weight_decay=False)
 
     def __call__(
-        self, x: jax.Array, gate: jax.Array | None = None, *, factor: float = 1.0
+        self,
+        x: jax.Array,
+        gate: jax.Array | None = None,
+        *,
+        factor: float = 1.0,
+        activation: str = "silu",
     ) -> jax.Array:
-        """Normalise x [..., size], and multiply it by `factor`, and by `silu(gate)` if a gate [..., size] is given."""
+        """Normalise x [..., size], and multiply it by `factor`, and by the activation ("silu" or "sigmoid") of a gate [..., size] if
+        one is given.
 
-        def norm(x, gate, scale):
-            scale = 1 + scale if self.zero_centred else scale
-            y = rms_normalize(x, self.eps) * (scale if factor == 1 else factor * scale)
-            if gate is not None:
-                y = y * jax.nn.silu(gate.astype(y.dtype))
-            return y.astype(x.dtype)
+        With a gate, x is [B, T, size], [B, T, H, size] or, with heads that have scales of their own, [B, T, ..., H, size].
+        """
+        scale = 1 + self.scale[...] if self.zero_centred else self.scale[...]
+        scale = scale if factor == 1 else factor * scale
+        if gate is None:
+            return recomputed(self._normed)(x, scale)
+        if scale.ndim == 2 and x.ndim > 4:
+            scale = jnp.tile(scale, (math.prod(x.shape[2:-2]), 1))
+        heads = (*x.shape[:2], -1, x.shape[-1])
+        y = ops.gated_rms_norm(
+            x.reshape(heads), gate.reshape(heads), scale, eps=self.eps, activation=activation
+        )
+        return y.reshape(x.shape)
 
-        return recomputed(norm)(x, gate, self.scale[...])
+    def _normed(self, x: jax.Array, scale: jax.Array) -> jax.Array:
+        return (rms_normalize(x, self.eps) * scale).astype(x.dtype)
 
 
 class LayerNorm(nnx.Module):

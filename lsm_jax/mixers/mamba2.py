@@ -25,7 +25,6 @@ from lsm_jax.mixers.layers import (
     merge_heads,
     parameter,
     recomputed,
-    rms_normalize,
     split_heads,
 )
 from lsm_jax.mixers.method import Method
@@ -190,21 +189,17 @@ class Mamba2(Mixer):
         multiply by silu(z), where z is a projection of x, normalise each group of heads, and project. The config's `norm` may
         change the order, or leave the norm out.
         """
-        groups, eps, kind = self.config.num_groups, self.config.norm_eps, self.config.norm
-
-        @recomputed
-        def normed(o, inner, z, skip, scale):
-            wide = jnp.promote_types(o.dtype, jnp.float32)
-            y = merge_heads(o.astype(wide) + skip[:, None] * inner.astype(wide))
-            gate = jax.nn.silu(z.astype(wide))
-            y = y if kind == "before_gate" else y * gate
-            if kind != "none":
-                y = merge_heads(rms_normalize(split_heads(y, groups), eps)) * scale
-            return (y * gate if kind == "before_gate" else y).astype(x.dtype)
-
-        scale = None if self.norm_scale is None else self.norm_scale[...]
-        z, inner = self._projected("z", x), context.bypass["inner"]
-        return self.o_proj(normed(o, inner, z, self.skip[...], scale)), context
+        z = split_heads(self._projected("z", x), self.num_heads)
+        inner, skip = context.bypass["inner"], self.skip[...]
+        if self.norm_scale is None:
+            y = _gated(o, inner, z, skip)
+        else:
+            y = ops.gated_rms_norm(
+                o, z, split_heads(self.norm_scale[...], self.num_heads), skip=skip, skip_input=inner,
+                eps=self.config.norm_eps, group=self.num_heads // self.config.num_groups,
+                gate_first=self.config.norm == "after_gate",
+            )  # fmt: skip
+        return self.o_proj(merge_heads(y)), context
 
     def options(self) -> dict[str, Any]:
         """Return the keyword arguments of `linear_memory` that do not depend on the input; the scale is 1, so that
@@ -219,6 +214,14 @@ class Mamba2(Mixer):
         return ops.linear_state(
             batch_size, self.num_heads, self.config.state_size, self.config.head_dim
         )
+
+
+@recomputed
+def _gated(o: jax.Array, inner: jax.Array, z: jax.Array, skip: jax.Array) -> jax.Array:
+    """Return (o + D x) silu(z), all [B, T, H, V], computed in float32."""
+    wide = jnp.promote_types(o.dtype, jnp.float32)
+    y = o.astype(wide) + skip[:, None] * inner.astype(wide)
+    return (y * jax.nn.silu(z.astype(wide))).astype(o.dtype)
 
 
 METHOD = Method(

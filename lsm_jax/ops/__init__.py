@@ -37,6 +37,7 @@ from lsm_jax.ops.mesa.mesa_memory import mesa_memory
 from lsm_jax.ops.mesa.state import MesaState, mesa_state
 from lsm_jax.ops.momentum.momentum_memory import momentum_memory
 from lsm_jax.ops.momentum.state import MomentumState, momentum_state
+from lsm_jax.ops.normalization.gated_rms_norm import gated_rms_norm
 from lsm_jax.ops.online.inner_models import Inner
 from lsm_jax.ops.online.online_memory import online_memory
 from lsm_jax.ops.online.state import OnlineState, online_state
@@ -75,6 +76,7 @@ __all__ = [
     "delta_memory",
     "delta_state",
     "dplr_memory",
+    "gated_rms_norm",
     "linear_memory",
     "linear_state",
     "log_linear_memory",

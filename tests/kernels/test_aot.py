@@ -4,6 +4,7 @@ the registers that they spill: `make test-aot`.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import sys
@@ -20,9 +21,11 @@ from lsm_jax import ops
 from lsm_jax.ops.core.states import Layer
 from pallas_kernels.delta_rule import cases as delta_rule_cases
 from pallas_kernels.dplr import cases as dplr_cases
+from pallas_kernels.gated_norm import cases as gated_norm_cases
 from pallas_kernels.linear_attention import cases as linear_attention_cases
 from pallas_kernels.selective_scan.cases import TPU_COMPILED
 from pallas_kernels.triton import launch as triton_launch
+from tests.kernels import test_gated_norm_gpu as gated_norm
 from tests.kernels import test_selective_scan_gpu as scans
 from tests.kernels import triton_compiled, triton_token_ops
 from tests.kernels.marks import requires_triton
@@ -223,6 +226,26 @@ def test_selective_scans_compile_for_an_h200_and_spill_nothing(
     compile_scans_for(device, abstract, scans.Case(1024, 256, states, documents), "mosaic_gpu")
     spilled = re.findall(r"frame, (\d+) bytes spill stores", "".join(capfd.readouterr()))
     assert len(spilled) >= 6
+    assert not any(map(int, spilled))
+
+
+@pytest.mark.parametrize("case", gated_norm_cases.COMPILED, ids=lambda case: case.id)
+def test_gated_norms_compile_for_an_h200_and_spill_nothing(case, capfd, monkeypatch):
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    monkeypatch.setenv("CUDA_ROOT", str(CUDA))
+    device = topologies.get_topology_desc("", "cuda", target_config=H200, topology="1x1x1").devices[0]  # fmt: skip
+    abstract = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
+    arrays, options, dy = gated_norm.shapes_of(case)
+    sharding = SingleDeviceSharding(device)
+    inputs = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), (arrays, dy)
+    )
+    norm = functools.partial(ops.gated_rms_norm, **options, implementation="mosaic_gpu")
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=abstract)):
+        run = jax.jit(lambda *a: gated_norm.both(norm, *a))
+        run.trace(*inputs).lower(lowering_platforms=("cuda",)).compile()
+    spilled = re.findall(r"frame, (\d+) bytes spill stores", "".join(capfd.readouterr()))
+    assert len(spilled) == 2
     assert not any(map(int, spilled))
 
 

@@ -16,12 +16,14 @@ from pallas_kernels.delta_rule import cases as delta_rule_cases
 from pallas_kernels.dplr import cases as dplr_cases
 from pallas_kernels.forgetting_attention import cases as attention_cases
 from pallas_kernels.forgetting_attention import forgetting_attention
+from pallas_kernels.gated_norm import cases as gated_norm_cases
 from pallas_kernels.linear_attention import cases as linear_attention_cases
 from pallas_kernels.selective_scan import cases as selective_scan_cases
 from pallas_kernels.short_convolution import cases as short_convolution_cases
 from pallas_kernels.short_convolution import short_convolution
 from tests.kernels import test_attention_state_gpu as attention_state
 from tests.kernels import test_decode_step_gpu as decode_step
+from tests.kernels import test_gated_norm_gpu as gated_norm
 from tests.kernels import test_segments as segments
 from tests.kernels import test_selective_scan_gpu as scans
 from tests.kernels import test_short_convolution_gpu as convolution
@@ -368,6 +370,24 @@ def test_convolution_equals_xla(case):
     )
     for a, b in zip(got, wanted, strict=True):
         assert error(a, b) < short_convolution_cases.TOLERANCES["card"]
+
+
+@pytest.mark.parametrize("case", gated_norm_cases.COMPILED, ids=lambda case: case.id)
+def test_gated_norm_equals_xla(case):
+    """On the card, the value and every gradient of the gated norm's kernel are those of XLA in float32; a second run gives the same
+    bits.
+    """
+    arrays, options, dy = gated_norm.make(case)
+    kernel = functools.partial(ops.gated_rms_norm, **options, implementation="mosaic_gpu")
+    run = jax.jit(lambda *a: gated_norm.both(kernel, *a))
+    got = run(arrays, dy)
+    for a, b in zip(*map(jax.tree.leaves, (got, run(arrays, dy))), strict=True):
+        np.testing.assert_array_equal(a, b)
+    plain = functools.partial(ops.gated_rms_norm, **options, implementation="xla")
+    wide = jax.tree.map(lambda a: a.astype(jnp.float32), (arrays, dy))
+    wanted = jax.jit(lambda *a: gated_norm.both(plain, *a))(*wide)
+    for a, b in zip(*map(jax.tree.leaves, (got, wanted)), strict=True):
+        assert error(a, b) < gated_norm_cases.TOLERANCES["card"]
 
 
 @pytest.mark.parametrize("case", selective_scan_cases.HOPPER, ids=lambda case: case.id)

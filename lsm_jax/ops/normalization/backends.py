@@ -1,0 +1,64 @@
+"""The backends of `gated_rms_norm`: a fused kernel for Hopper, and XLA."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+
+from lsm_jax.ops.backends.registry import PALLAS, Backend, Call, register
+from lsm_jax.ops.normalization.xla import in_few_passes, reference
+from pallas_kernels.requirements import Requirement
+
+_MIN_TOKENS = 64
+
+REQUIREMENTS = (
+    Requirement(
+        f"{_MIN_TOKENS} tokens or more",
+        lambda call: call.length >= _MIN_TOKENS,
+        lambda call: str(call.length),
+    ),
+    *PALLAS,
+)
+
+
+def _unsupported_arrays(call: Call) -> str | None:
+    # Imported here, so that a backend that is not used adds no time to `import lsm_jax`.
+    from pallas_kernels.gated_norm import unsupported
+
+    x, gate = call.arguments["x"], call.arguments["gate"]
+    return unsupported(x, gate, call.arguments["skip_input"], call.options.group)
+
+
+def run_kernel(call: Call) -> jax.Array:
+    """Compute a gated norm by the fused kernel: return the output [B, T, H, V]."""
+    from pallas_kernels.gated_norm import gated_rms_norm
+
+    return gated_rms_norm(**call.arguments, **call.options._asdict())
+
+
+def run_xla(call: Call) -> jax.Array:
+    """Compute a gated norm by XLA: return the output [B, T, H, V]. XLA fuses the norm of one array by itself, and one token, as in
+    decoding, is no pass over memory.
+    """
+    composed = call.options.gate_first or call.arguments["skip"] is not None
+    if composed and call.length > 1:
+        return in_few_passes(call.options, **call.arguments)
+    function = functools.partial(reference, call.options)
+    # Otherwise a scan over layers would save every float32 array between arguments and result.
+    return jax.checkpoint(function, prevent_cse=False)(**call.arguments)
+
+
+register(
+    "gated_rms_norm",
+    Backend(
+        name="mosaic_gpu",
+        run=run_kernel,
+        requirements=REQUIREMENTS,
+        more=_unsupported_arrays,
+        platforms=("cuda",),
+        compute_capabilities=("9.0",),
+        automatic=False,  # until it has run on a card
+    ),
+    Backend(name="xla", run=run_xla),
+)

@@ -1,0 +1,5 @@
+"""A fused kernel for the root-mean-square norm at the end of a mixer, with its skip, scale and gate."""
+
+from pallas_kernels.gated_norm.api import gated_rms_norm, unsupported
+
+__all__ = ["gated_rms_norm", "unsupported"]

@@ -1,0 +1,106 @@
+"""Tests of the Hopper kernels of gated norms: run in Mosaic GPU's interpreter, and lowered for an H200."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+
+from lsm_jax import ops
+from pallas_kernels.compat import gpu_interpreter, races_found
+from pallas_kernels.gated_norm import gated_rms_norm, unsupported
+from pallas_kernels.gated_norm.cases import INTERPRETED, TOLERANCES, Case
+from tests.kernels.test_linear_attention_gpu import error
+
+
+def make(case: Case) -> tuple[dict[str, Any], dict[str, Any], Any]:
+    """Return random arrays of a gated norm, by name, its options, and a gradient of the output."""
+    rng = np.random.default_rng(0)
+    shape = case[:4]
+
+    def normal(*shape, dtype=jnp.bfloat16):
+        return jnp.asarray(rng.normal(size=shape), dtype)
+
+    arrays = dict(
+        x=normal(*shape),
+        gate=normal(*shape, dtype=jnp.float32 if case.wide_gate else jnp.bfloat16),
+        scale=normal(*(shape[2:] if case.group > 1 else shape[3:]), dtype=jnp.float32),
+    )
+    if case.skip:
+        arrays |= dict(skip=normal(case.heads, dtype=jnp.float32), skip_input=normal(*shape))
+    options = dict(
+        eps=1e-5, group=case.group, activation=case.activation, gate_first=case.gate_first
+    )
+    return arrays, options, normal(*shape)
+
+
+def both(function, arrays, dy, **options):
+    """Return the output and the gradients of a gated norm computed by `function`."""
+    output, pull = jax.vjp(lambda a: function(**a, **options), arrays)
+    return output, pull(dy.astype(output.dtype))[0]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(c, marks=[pytest.mark.slow] * bool(i), id=c.id)
+        for i, c in enumerate(INTERPRETED)
+    ],
+)
+def test_equals_the_plain_form(case):
+    """The value and every gradient of the kernel are those of XLA in float32, and there are no races."""
+    arrays, options, dy = make(case)
+    got = both(gated_rms_norm, arrays, dy, **options, interpret=gpu_interpreter())
+    assert not races_found()
+    wide = jax.tree.map(lambda a: a.astype(jnp.float32), arrays)
+    wanted = both(ops.gated_rms_norm, wide, dy, **options, implementation="xla")
+    assert got[0].dtype == jnp.bfloat16
+    assert error(got[0], wanted[0]) < TOLERANCES["interpreted"]
+    for name, gradient in got[1].items():
+        assert gradient.dtype == arrays[name].dtype
+        assert error(gradient, wanted[1][name]) < TOLERANCES["interpreted"], name
+
+
+def shapes_of(case: Case) -> tuple[Any, dict[str, Any], Any]:
+    """Return the shapes of a case's arrays by name, its options, and the shape of a gradient of the output."""
+    arrays, options, dy = make(case._replace(batch=1, length=2))
+
+    def full(a):
+        shape = (case.batch, case.length, *a.shape[2:]) if a.ndim == 4 else a.shape
+        return jax.ShapeDtypeStruct(shape, a.dtype)
+
+    return jax.tree.map(full, arrays), options, full(dy)
+
+
+def test_the_op_lowers_to_it_by_name():
+    """By name the op lowers to one kernel forward and one backward on a Hopper GPU; without a name it does not, as long as the
+    kernel has not run on a card.
+    """
+    arrays, options, dy = shapes_of(Case(2, 64, 4, 64, 4, gate_first=True, skip=True))
+
+    def lowered(implementation):
+        def run(arrays, dy):
+            return both(ops.gated_rms_norm, arrays, dy, **options, implementation=implementation)
+
+        device = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
+        with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+            return jax.jit(run).trace(arrays, dy).lower(lowering_platforms=("cuda",)).as_text()
+
+    assert lowered("mosaic_gpu").count("custom_call @mosaic_gpu") == 2
+    assert "mosaic_gpu" not in lowered(None)
+
+
+def test_names_the_requirement_that_is_not_met():
+    arrays, options, _ = make(Case(1, 64, 4, 128))
+    x, gate = arrays["x"], arrays["gate"]
+    assert unsupported(x, gate, None, 1) is None
+    assert "groups of 384 of 384 channels" in str(unsupported(x[:, :, :3], gate, None, 3))
+    call: Any = options | dict(scale=arrays["scale"], implementation="mosaic_gpu")
+    with pytest.raises(NotImplementedError, match="requires x and skip_input in bfloat16"):
+        ops.gated_rms_norm(x.astype(jnp.float32), gate, **call)
+    with pytest.raises(NotImplementedError, match="requires 64 tokens or more, not 63"):
+        ops.gated_rms_norm(x[:, :63], gate[:, :63], **call)
+    with pytest.raises(NotImplementedError, match="requires a multiple of 2 tokens"):
+        gated_rms_norm(x[:, :63], gate[:, :63], arrays["scale"], eps=1e-5)

@@ -1,0 +1,83 @@
+"""Tests of `gated_rms_norm`: XLA's passes equal the definition, values and gradients, and bad arguments are named."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lsm_jax import ops
+from lsm_jax.ops.normalization.xla import NormOptions, in_few_passes, reference
+
+
+def make(dtype, *, heads=6, group=3, skip=True):
+    """Return random arrays of a gated norm by name, and a gradient of its output."""
+    rng = np.random.default_rng(0)
+
+    def normal(*shape, dtype=jnp.float32):
+        return jnp.asarray(rng.normal(size=shape), dtype)
+
+    shape = (2, 5, heads, 8)
+    x, gate, inner, dy = (normal(*shape, dtype=dtype) for _ in range(4))
+    arrays: dict[str, Any] = dict(
+        x=x, gate=gate, scale=normal(*shape[2:] if group > 1 else shape[3:])
+    )
+    return arrays | (dict(skip=normal(heads), skip_input=inner) if skip else {}), dy
+
+
+def in_numpy(x, gate, scale, skip, skip_input, group):
+    """Return the norm of Mamba2, gate first, in float64."""
+    x, gate, scale, skip, skip_input = (
+        np.asarray(a, np.float64) for a in (x, gate, scale, skip, skip_input)
+    )
+    y = (x + skip[:, None] * skip_input) * gate / (1 + np.exp(-gate))
+    wide = y.reshape(*x.shape[:2], -1, group * x.shape[3])
+    wide = wide / np.sqrt(np.mean(wide**2, axis=-1, keepdims=True) + 1e-5)
+    return wide.reshape(x.shape) * scale
+
+
+def test_equals_numpy():
+    arrays, _ = make(jnp.float32)
+    got = ops.gated_rms_norm(**arrays, eps=1e-5, group=3, gate_first=True)
+    np.testing.assert_allclose(got, in_numpy(**arrays, group=3), rtol=1e-5, atol=1e-5)
+
+
+def both(function, options, arrays, dy):
+    """Return the output and the gradients of a gated norm that `function` computes."""
+    output, pull = jax.vjp(lambda given: function(options, **given), arrays)
+    return output, pull(dy)[0]
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(
+    ("gate_first", "skip", "activation"),
+    [(True, True, "silu"), (False, True, "sigmoid"), (True, False, "silu")],
+)
+def test_passes_equal_the_definition(dtype, gate_first, skip, activation):
+    """Values and gradients of XLA's separate passes are those of the definition to rounding."""
+    arrays, dy = make(dtype, skip=skip)
+    options = NormOptions(1e-5, 3, activation, gate_first)
+    run = jax.jit(both, static_argnums=(0, 1))
+    got, wanted = (run(f, options, arrays, dy) for f in (in_few_passes, reference))
+    tolerance = 1e-5 if dtype == jnp.float32 else 1e-2
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        assert a.dtype == b.dtype
+        a, b = (np.asarray(x, np.float64) for x in (a, b))
+        assert np.abs(a - b).max() <= tolerance * np.abs(b).max()
+
+
+def test_names_what_is_not_accepted():
+    arrays, _ = make(jnp.float32)
+    call: Any = arrays | dict(eps=1e-5, group=3)
+    for changed, message in (
+        (dict(x=call["x"][0]), "x has shape"),
+        (dict(gate=call["gate"][:, :, :2]), "gate has shape"),
+        (dict(scale=jnp.ones(3)), "scale has shape"),
+        (dict(skip=None), "only one of skip and skip_input"),
+        (dict(group=4), "group=4; accepted are divisors of the 6 heads"),
+        (dict(activation="relu"), "activation='relu'; accepted are"),
+        (dict(implementation="cutile"), "implementation='cutile'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ops.gated_rms_norm(**call | changed)
