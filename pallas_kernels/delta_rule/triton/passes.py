@@ -155,7 +155,8 @@ def solve(k, alike, beta, decays: Decays) -> jax.Array:
         **_options(tiling),
         **dict(
             K_HEADS=k.shape[2], HEADS=heads, K=k.shape[3], C=CHUNK, BK=tiling.keys, LEVELS=_LEVELS, LOW=operands,
-            CHANNELS=decays.by_channel, DECAY=decays.cum is not None, DOCUMENTS=decays.run is not None, LOW_RANK=beta is None,
+            CHANNELS=decays.by_channel, DECAY=decays.cum is not None, DOCUMENTS=decays.run is not None, UNDECAYED=decays.undecayed,
+            LOW_RANK=beta is None,
         ),
     )["inverse"]  # fmt: skip
 
@@ -185,10 +186,11 @@ def scan(
     wide = decays.by_channel and keys > 64
     tiling = _tiling("channel_delta_scan" if wide else "delta_scan", v, keys)
     operands, stored = low(v)
+    erase_decay = decays.erase_decay if decays.undecayed else decays.read_decay
     results = launch.call(
         bodies.delta_scan,
         (
-            tokens.erase, tokens.written, v, other_written, other_v, inverse, tokens.beta, decays.read_decay, decays.write_decay,
+            tokens.erase, tokens.written, v, other_written, other_v, inverse, tokens.beta, erase_decay, decays.write_decay,
             tokens.chunk_decay, decays.bounds, initial, count,
         ),
         dict(
@@ -258,7 +260,7 @@ def scan_backward(
         bodies.delta_scan_backward,
         (
             tokens.read, tokens.erase, tokens.written, d_out, local, writes, inverse, tokens.beta, decays.read_decay,
-            decays.write_decay, tokens.chunk_decay, decays.bounds, d_final, count, float(scale),
+            decays.erase_decay, decays.write_decay, tokens.chunk_decay, decays.bounds, d_final, count, float(scale),
         ),
         dict(
             d_states=_struct((batch, count, heads, keys, values), stored),
@@ -270,7 +272,8 @@ def scan_backward(
         **_options(tiling),
         **dict(
             Q_HEADS=tokens.read.shape[2], K_HEADS=tokens.erase.shape[2], MEMORIES=writes.shape[2], HEADS=heads, SEGMENTS=segments,
-            K=keys, V=values, C=CHUNK, BV=tiling.values, LOW=operands, CHANNELS=decays.by_channel, LOW_RANK=tokens.beta is None,
+            K=keys, V=values, C=CHUNK, BV=tiling.values, LOW=operands, CHANNELS=decays.by_channel, UNDECAYED=decays.undecayed,
+            LOW_RANK=tokens.beta is None,
         ),
     ).values()  # fmt: skip
     return d_states, dv, jnp.sum(d_beta, -1), d_initial
@@ -301,13 +304,14 @@ def gradients(
     tiling = _tiling("delta_channel_gradients" if by_channel else "delta_scalar_gradients", q)
     tiles, count, shape = keys // tiling.keys, length // CHUNK, (batch, length, heads, keys)
     d_scores = linear.score_gradients(d_out, writes, decays, scale=scale)
-    d_alike = linear.score_gradients(dv, writes, decays, scale=-1.0)
+    d_alike = linear.score_gradients(dv, writes, decays, scale=-1.0, undecayed=decays.undecayed)
     arrays = (q, k, writes, d_out, dv, d_scores, d_alike)
     if by_channel:
         arrays += decays.sums, decays.run, decays.enters, decays.stays
         d_decay = shape
     else:
-        arrays += decays.read_decay, decays.write_decay, decays.chunk_decay, decays.run
+        arrays += decays.read_decay, decays.erase_decay, decays.write_decay, decays.chunk_decay
+        arrays += (decays.run,)
         d_decay = (*shape[:3], tiles) if decay else (1,)
     results = launch.call(
         bodies.delta_channel_gradients if by_channel else bodies.delta_scalar_gradients,
@@ -320,7 +324,7 @@ def gradients(
             Q_HEADS=q.shape[2], K_HEADS=k.shape[2], MEMORIES=writes.shape[2], HEADS=heads, K=keys, V=values, C=CHUNK,
             BK=tiling.keys, BV=tiling.values, LOW=low(q)[0], DOCUMENTS=decays.run is not None,
         ),
-        **(dict(LEVELS=_LEVELS) if by_channel else dict(DECAY=decay)),
+        **(dict(LEVELS=_LEVELS) if by_channel else dict(DECAY=decay, UNDECAYED=decays.undecayed)),
     )  # fmt: skip
     dq, dk, dg = results.values()
     if by_channel:
