@@ -248,7 +248,7 @@ def test_combas_layer_is_its_recurrence_with_parallel_keys(length, scale, option
 
 
 def test_combas_layer_divides_by_no_zero():
-    """However short the erasing key is, the layer writes β v, and its arguments and their gradients are finite."""
+    """However short the erasing key is, c, by which values are divided, and its gradients are finite and c is not 0."""
     k = jnp.array([0.0, 1e-3, 1.0, 1e3])[:, None] * jnp.ones((1, 4, 4, 3))
     scale = jnp.array([-1e4, -100.0, -85.0, 80.0])
     c, pull = jax.vjp(erase_ratio, k, scale)

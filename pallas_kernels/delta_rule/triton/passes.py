@@ -25,9 +25,9 @@ TILINGS = {
     "delta_channel_gradients": Tiling(16, 64, 4, 1),
 }
 """The tiling of each kernel for bfloat16, by the name of the kernel. The scans compute all key channels of a memory; of 64 of
-them they compute 64 value channels, and of more than 128 of them 16, with 8 warps. "channel_delta_scan" is `delta_scan` of more
-than 64 key channels with a decay for each. The values of "delta_scores" are the number of levels whose products a loop over the keys
-computes, with q and k apart; 0 is one level, with q and k stacked."""
+them they compute 64 value channels, backward with an undecayed erase 32, and of more than 128 of them 16, with 8 warps.
+"channel_delta_scan" is `delta_scan` of more than 64 key channels with a decay for each. The values of "delta_scores" are the number of
+levels whose products a loop over the keys computes, with q and k apart; 0 is one level, with q and k stacked."""
 WIDE_TILINGS = {name: tiling._replace(warps=8, stages=1) for name, tiling in TILINGS.items()}
 WIDE_TILINGS["delta_scan"] = Tiling(0, 32, 8, 1)
 WIDE_TILINGS["delta_scalar_gradients"] = Tiling(32, 64, 8, 2)
@@ -254,7 +254,9 @@ def scan_backward(
 
     batch, length, heads, values = d_out.shape
     keys, count, segments = tokens.erase.shape[3], length // CHUNK, d_final.shape[0] // batch
-    tiling = _tiling("delta_scan_backward", d_out, keys)
+    # For 64 value channels and two decays of rows the registers do not suffice.
+    narrow = decays.undecayed and keys == 64
+    tiling = _tiling("delta_scan_backward", d_out, 0 if narrow else keys)
     operands, stored = low(d_out)
     d_states, dv, d_beta, d_initial = launch.call(
         bodies.delta_scan_backward,
