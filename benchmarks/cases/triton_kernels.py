@@ -80,6 +80,8 @@ CHECKS: dict[str, Any] = {
     "gated delta wide": ("gated delta rule", (2, 1, 2), 256, 256, 700, "bfloat16", "documents", 1),
     "gated delta float16": ("gated delta rule", (2, 2, 2), 128, 128, 600, "float16", "documents", 1),
     "gated delta segments": ("gated delta rule", (1, 1, 2), 64, 64, 2036, "bfloat16", "segments", 1),
+    "gated delta undecayed": ("undecayed delta rule", (2, 2, 4), 128, 128, 1100, "bfloat16", "documents", "strong"),
+    "gated delta undecayed wide": ("undecayed delta rule", (2, 2, 2), 256, 512, 600, "bfloat16", "row", 1),
     "kda": ("kda", (4, 4, 4), 128, 128, 512, "bfloat16", "row", 1),
     "kda documents": ("kda", (4, 2, 2), 64, 128, 1100, "bfloat16", "documents", 1),
     "kda strong": ("kda", (2, 2, 4), 128, 64, 512, "bfloat16", "documents", "strong"),
@@ -97,7 +99,7 @@ CHECKS: dict[str, Any] = {
     **triton_attention.CHECKS,
     **triton_token_ops.CHECKS,
 }  # fmt: skip
-DELTA = ("delta rule", "gated delta rule", "kda", "rwkv7")
+DELTA = ("delta rule", "gated delta rule", "undecayed delta rule", "kda", "rwkv7")
 OPS = (
     *(op for op in kernels.OPS if "decay" in op or op in DELTA),
     triton_attention.SLOTS,
@@ -133,7 +135,9 @@ def check(name: str) -> dict[str, Any]:
     )
     constant = jnp.log1p(-(2.0 ** (-5 - jnp.arange(memories)))) if "constant" in decay else None
     if decay not in ("no decay", "constant decay", "delta rule"):
-        width = {"scalar": (), "gated": (), "value": (value_dim,)}.get(decay.split()[0], (key_dim,))
+        width = {"scalar": (), "gated": (), "undecayed": (), "value": (value_dim,)}.get(
+            decay.split()[0], (key_dim,)
+        )
         gate = jax.nn.log_sigmoid(normal(2, length, memories, *width) + 3)
         gate = jnp.where(gate < -0.2, -30.0, gate) if factor == "strong" else gate * factor
         x["value_log_decay" if "value" in decay else "log_decay"] = gate
@@ -151,6 +155,8 @@ def check(name: str) -> dict[str, Any]:
     op, empty = ops.linear_memory, ops.linear_state
     if decay in DELTA:
         op, empty = ops.dplr_memory if decay == "rwkv7" else ops.delta_memory, ops.delta_state
+    if decay == "undecayed delta rule":
+        op = functools.partial(op, erase="undecayed")
     several = (4,) if states == "segments" else ()
     x["memory"] = normal(2, *several, memories, key_dim, value_dim)
     marks: dict[str, Any] = {}

@@ -79,6 +79,9 @@ def erase_ratio(k: jax.Array, erase_scale: jax.Array) -> jax.Array:
     Both are made by `l2_normalize`, whose epsilon is the only cause of a c other than 1: `c = s sqrt((|k|² + ε) / (s² |k|²
     + ε))` for s = sigmoid(d), from s for keys near 0 to 1.
 
+    c is at least the square of the dtype's epsilon (1.4e-14 in float32), by which the layer can divide: s is 0 for d below
+    -103. A key of that length erases less than the memory's rounding, so that the result does not depend on the bound.
+
     Args:
         k: [B, T, H, K] keys before the normalisation.
         erase_scale: [H], d.
@@ -86,7 +89,8 @@ def erase_ratio(k: jax.Array, erase_scale: jax.Array) -> jax.Array:
     wide = k.astype(jnp.promote_types(k.dtype, jnp.float32))
     squares = jnp.sum(wide * wide, axis=-1)
     scale = jax.nn.sigmoid(erase_scale)
-    return scale * jnp.sqrt((squares + _EPS) / (scale * scale * squares + _EPS))
+    ratio = scale * jnp.sqrt((squares + _EPS) / (scale * scale * squares + _EPS))
+    return jnp.maximum(ratio, float(jnp.finfo(ratio.dtype).eps) ** 2)
 
 
 class Comba(Mixer):

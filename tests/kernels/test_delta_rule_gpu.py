@@ -161,15 +161,18 @@ def check_map(fused, arrays, rest):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("decay", [True, "channel"])
-def test_causal_to_the_bit(decay):
+@pytest.mark.parametrize(
+    ("decay", "erase"), [(True, "decayed"), ("channel", "decayed"), (True, "undecayed")]
+)
+def test_causal_to_the_bit(decay, erase):
     inputs = make(128, 1, 1, 1, 64, 64, documents=False, decay=decay)
     changed = dict(inputs)
     for name in ("q", "k", "v", "beta", "log_decay"):
         changed[name] = inputs[name].at[:, 77:].multiply(0.5)
     # Beyond `halving.RANGE` of the chunk's start, where pairs of rows are computed by levels.
     changed["log_decay"] = inputs["log_decay"].at[:, 77:].multiply(100)
-    np.testing.assert_array_equal(fused(**inputs)[0][:, :77], fused(**changed)[0][:, :77])
+    before, after = (fused(**x, erase=erase)[0][:, :77] for x in (inputs, changed))
+    np.testing.assert_array_equal(before, after)
 
 
 @pytest.mark.parametrize("reverse", [False, True])
@@ -233,16 +236,18 @@ def test_a_scan_returns_memories_at_which_parts_can_begin():
 
 
 @pytest.mark.parametrize(
-    "width, channels, heads",
+    "width, channels, heads, erase",
     [
-        *(pytest.param(64, x, 40, marks=pytest.mark.slow) for x in (False, True)),
-        pytest.param(128, False, 40, marks=pytest.mark.slow),
-        pytest.param(128, True, 40, marks=pytest.mark.slow),
-        (128, False, 4),
-        pytest.param(64, True, 4, marks=pytest.mark.slow),
+        *(pytest.param(64, x, 40, "decayed", marks=pytest.mark.slow) for x in (False, True)),
+        pytest.param(128, False, 40, "decayed", marks=pytest.mark.slow),
+        pytest.param(128, True, 40, "decayed", marks=pytest.mark.slow),
+        (128, False, 4, "decayed"),
+        pytest.param(128, False, 4, "undecayed", marks=pytest.mark.slow),
+        pytest.param(256, False, 40, "undecayed", marks=pytest.mark.slow),
+        pytest.param(64, True, 4, "decayed", marks=pytest.mark.slow),
     ],
 )
-def test_lowers_for_the_card(width, channels, heads):
+def test_lowers_for_the_card(width, channels, heads, erase):
     struct = jax.ShapeDtypeStruct
     wide = struct((2, 8190, heads, width), jnp.bfloat16)
     narrow = struct(wide.shape[:3], jnp.float32)
@@ -255,7 +260,7 @@ def test_lowers_for_the_card(width, channels, heads):
     def step(*inputs):
         def total(q, k, v, beta, log_decay, initial, run):
             output, final = delta_rule(
-                q, k, v, beta, log_decay, initial=initial, run=run, scale=SCALE
+                q, k, v, beta, log_decay, initial=initial, run=run, scale=SCALE, erase=erase
             )
             return jnp.sum(output.astype(jnp.float32)) + jnp.sum(final)
 

@@ -70,6 +70,9 @@ def test_names_the_unmet_requirement(monkeypatch):
     assert why(q, q, q, jnp.zeros((1, 64, 1, 64))) is None
     assert why(q, q, q, jnp.zeros((1, 64, 1, 64), jnp.bfloat16)) == "log_decay in float32, not bfloat16"  # fmt: skip
     assert "not bfloat16, float32" in why(q, q.astype(jnp.float32), q)
+    by_token, by_channel = (jnp.zeros((1, 64, 1, *x)) for x in ((), (64,)))
+    assert why(q, q, q, by_token, "undecayed") is None
+    assert why(q, q, q, by_channel, "undecayed") == "erase='decayed', not 'undecayed'"
     narrow = q[..., :32]
     assert why(narrow, narrow, q) == "K of 64, 128 or 256, not 32"
     assert why(q, q, narrow) == "V of 64, 128, 256 or 512, not 32"

@@ -5,8 +5,9 @@ import logging
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 
-from lsm_jax import ops
+from lsm_jax import mixers, ops
 from lsm_jax.ops.backends import select
 from pallas_kernels.triton import launch
 from scripts import kernels_table
@@ -30,7 +31,7 @@ def choose(monkeypatch):
         select.clear_choices()
         jax.eval_shape(lambda: _call(op, **options))
         (names,) = {tuple(b.name for b in selection.backends) for selection in seen}
-        return names, ops.choices()[op]
+        return names, ops.choices()["delta_memory" if op == "comba" else op]
 
     yield choose
     jax.clear_caches()
@@ -50,6 +51,9 @@ def _call(op, dtype=jnp.bfloat16, length=64, implementation=None):
         selective_memory=lambda: ops.selective_memory(
             u, u, jnp.zeros((64, 16)), scores, scores, implementation=implementation
         ),
+        comba=lambda: mixers.build("comba", 1024, rngs=nnx.Rngs(0))(
+            jnp.zeros((1, length, 1024), dtype)
+        )[0],
         delta_memory=lambda: ops.delta_memory(q, q, q, q[..., 0], implementation=implementation),
         short_convolution=lambda: ops.short_convolution(
             u, jnp.zeros((4, 64)), implementation=implementation
@@ -82,6 +86,13 @@ def test_one_token_has_a_kernel_of_its_own(choose):
     names, text = choose("8.9", length=1)
     assert names == ("xla",)
     assert "triton decode_step not used: this memory is not one layer of a stack" in text
+
+
+def test_comba_at_340m_is_fused_on_an_a100(choose):
+    """Its keys read the undecayed memory, and its heads have 256 key and 512 value channels."""
+    names, text = choose("8.0", "comba")
+    assert names == ("triton", "xla")
+    assert "triton on NVIDIA 8.0 8.6 8.9 12.0, xla, chunk form elsewhere" in text
 
 
 def test_is_not_automatic_on_hopper_and_blackwell(choose):

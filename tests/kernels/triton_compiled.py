@@ -9,6 +9,7 @@ with. The configurations are those that `linear_memory` and its gradients launch
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import json
 import re
@@ -41,7 +42,7 @@ class Case(NamedTuple):
 
     Attributes:
         arguments: words that name optional arguments: "log_decay", with "channel" for one per key channel, "value_log_decay", "bonus",
-            "segment_ids".
+            "segment_ids"; and "undecayed" for keys that read the undecayed memory.
         key_dim: number of key channels, K.
         value_dim: number of value channels, V.
         dtype: dtype of q, k and v.
@@ -70,6 +71,10 @@ CASES: dict[str, Any] = {
     "delta scalar, 128": Case("log_decay segment_ids", 128, 128, op="delta_memory"),
     "delta scalar, float16": Case("log_decay", 128, 128, "float16", op="delta_memory"),
     "delta scalar, 512": Case("log_decay", 256, 512, op="delta_memory"),
+    "undecayed, 64": Case("log_decay undecayed", 64, 64, op="delta_memory"),
+    "undecayed, 128": Case("log_decay segment_ids undecayed", 128, 128, op="delta_memory"),
+    "undecayed, float16": Case("log_decay undecayed", 128, 128, "float16", op="delta_memory"),
+    "undecayed, 512": Case("log_decay undecayed", 256, 512, op="delta_memory"),  # Comba
     "delta channel, 64": Case("channel log_decay", 64, 64, op="delta_memory"),
     "delta channel, 128": Case("channel log_decay segment_ids", 128, 128, op="delta_memory"),
     "delta channel, 256": Case("channel log_decay segment_ids", 256, 256, op="delta_memory"),
@@ -116,7 +121,7 @@ class Configuration(NamedTuple):
             return " ".join([self.name, dtype, *options, f"warps={self.warps}"])
         words = [self.name, "bf16" if str(given.get("LOW", "bf16")).endswith("bf16") else "tf32"]
         words += [f"{n}={given[n]}" for n in ("K", "V", "BK", "BV") if n in given]
-        flags = ("CHANNELS", "DECAY", "DOCUMENTS", "EXCLUSIVE", "REVERSE", "ONLY_QUERY", "EXACT", "DECAYED", "LOW_RANK", "TRANSPOSED", "SCORES")  # fmt: skip
+        flags = ("CHANNELS", "DECAY", "DOCUMENTS", "EXCLUSIVE", "REVERSE", "ONLY_QUERY", "EXACT", "DECAYED", "UNDECAYED", "LOW_RANK", "TRANSPOSED", "SCORES")  # fmt: skip
         words += [n.lower() for n in flags if given.get(n)]
         return " ".join([*words, f"warps={self.warps}", f"stages={self.stages}"])
 
@@ -191,11 +196,12 @@ def trace_memory(case: Case) -> None:
         inputs["beta"] = struct((*rows, heads), jnp.float32)
     if case.op == "dplr_memory":
         inputs |= dict(a=inputs["k"], b=inputs["k"])
-    op = getattr(ops, case.op)
+    options = dict(erase="undecayed") if "undecayed" in given else {}
+    op = functools.partial(getattr(ops, case.op), implementation="triton", **options)
     ids = struct(rows, jnp.int32) if "segment_ids" in given else None
 
     def both(x, ids):
-        output, pull = jax.vjp(lambda x: op(**x, segment_ids=ids, implementation="triton")[0], x)
+        output, pull = jax.vjp(lambda x: op(**x, segment_ids=ids)[0], x)
         return pull(output)
 
     jax.eval_shape(both, inputs, ids)

@@ -35,6 +35,7 @@ class Case(NamedTuple):
         strong: whether some decays are e^-30 and others 0; or the factor of the log decay.
         alike: whether all keys are near to each other, as in a trained model.
         low_rank: whether the op is `dplr_memory`.
+        erase: "decayed" or "undecayed", the memory that keys of `delta_memory` read.
     """
 
     decay: str
@@ -47,6 +48,7 @@ class Case(NamedTuple):
     strong: float = False
     alike: bool = False
     low_rank: bool = False
+    erase: str = "decayed"
 
 
 CASES = {
@@ -61,6 +63,13 @@ CASES = {
     "token, strong": Case("token", states="documents", strong=True),
     "token, segments": Case("token", length=200, states="segments"),
     "token, wide": Case("token", (1, 1, 1), 256, 512, 65),
+    "undecayed": Case("token", (2, 1, 2), 64, 128, 130, states="documents", erase="undecayed"),
+    "undecayed, bfloat16": Case("token", dtype="bfloat16", erase="undecayed"),
+    "undecayed, float16": Case("constant", (1, 1, 2), dtype="float16", erase="undecayed"),
+    "undecayed, strong": Case("token", states="documents", strong=True, erase="undecayed"),
+    "undecayed, steep": Case("token", states="documents", strong=100, erase="undecayed"),
+    "undecayed, segments": Case("token", length=200, states="segments", erase="undecayed"),
+    "undecayed, wide": Case("token", (1, 1, 1), 256, 512, 65, erase="undecayed"),
     "channel": Case("channel", (1, 1, 2), 128, 64, 130, states="documents"),
     "channel, queries": Case("channel", (2, 1, 1), 64, 128, 65, states="documents"),
     "channel, alike, bfloat16": Case("channel", dtype="bfloat16", alike=True),
@@ -115,6 +124,8 @@ def run(case: Case, x, marks, **options):
         state = state._replace(segment_id=jnp.ones(len(memory), jnp.int32))
     if case.decay == "constant":
         x["log_decay"] = jnp.log1p(-(2.0 ** (-2 - jnp.arange(case.heads[2]))))
+    if not case.low_rank:
+        options["erase"] = case.erase
     op = ops.dplr_memory if case.low_rank else ops.delta_memory
     output, state = op(initial_state=state, **x, **marks, **options)
     return output, state.memory

@@ -213,11 +213,21 @@ def test_comba_with_decayed_erasing_keys_is_gated_deltanet():
     close(run(0 * k), (o, ops.DeltaState(state.memory, state.segment_id)), 1e-6)
 
 
-@pytest.mark.parametrize("length", [1.0, pytest.param(1e-3, marks=pytest.mark.slow)])
-def test_combas_layer_is_its_recurrence_with_parallel_keys(length):
-    """Keys near the epsilon of their normalisation have erasing keys that are shorter than they."""
+@pytest.mark.parametrize(
+    ("length", "scale", "options"),
+    [
+        (1.0, (-1.0, 1.0), dict(form="recurrent")),
+        pytest.param(1.0, (-1.0, 1.0), dict(chunk_size=4), marks=pytest.mark.slow),
+        pytest.param(1e-3, (-1.0, 1.0), dict(chunk_size=4), marks=pytest.mark.slow),
+        pytest.param(1.0, (-200.0, -20.0), dict(chunk_size=4), marks=pytest.mark.slow),
+    ],
+)
+def test_combas_layer_is_its_recurrence_with_parallel_keys(length, scale, options):
+    """Keys near the epsilon of their normalisation, and those of a very negative scale, have erasing keys that are shorter than
+    they.
+    """
     q, k, v, beta, log_decay = random_inputs()
-    x = dict(k=length * k, scale=jnp.array([-1.0, 1.0]), v=v, beta=beta, log_decay=log_decay)
+    x = dict(k=length * k, scale=jnp.array(scale), v=v, beta=beta, log_decay=log_decay)
 
     def by_low_rank(k, scale, v, beta, log_decay):
         p = jax.nn.sigmoid(scale)[:, None] * k
@@ -227,13 +237,26 @@ def test_combas_layer_is_its_recurrence_with_parallel_keys(length):
     def by_layer(k, scale, v, beta, log_decay):
         c = erase_ratio(k, scale)
         update = l2_normalize(k), v / c[..., None], beta * c, log_decay
-        return ops.delta_memory(q, *update, erase="undecayed", chunk_size=4)
+        return ops.delta_memory(q, *update, erase="undecayed", **options)
 
-    def value_and_gradients(run):
+    def value_and_gradients(run, x):
         (o, state), pull = jax.vjp(lambda x: run(**x), x)
         return o, state.memory, pull((o, state))
 
-    close(*map(value_and_gradients, (by_layer, by_low_rank)), 2e-5)
+    runs = (jax.jit(functools.partial(value_and_gradients, run)) for run in (by_layer, by_low_rank))
+    close(*(run(x) for run in runs), 2e-5)
+
+
+def test_combas_layer_divides_by_no_zero():
+    """However short the erasing key is, c, by which values are divided, and its gradients are finite and c is not 0."""
+    k = jnp.array([0.0, 1e-3, 1.0, 1e3])[:, None] * jnp.ones((1, 4, 4, 3))
+    scale = jnp.array([-1e4, -100.0, -85.0, 80.0])
+    c, pull = jax.vjp(erase_ratio, k, scale)
+    assert jnp.all(c > 0)
+    assert jnp.all(c <= 1 + 1e-6)
+    close((1 / c) * c, jnp.ones_like(c), 1e-6)
+    for gradient in jax.tree.leaves(pull(1 / c**2)):
+        assert jnp.all(jnp.isfinite(gradient))
 
 
 def test_the_scale_of_combas_erasing_key_acts_on_queries_alone():

@@ -82,7 +82,7 @@ CASES = [
     Case("delta_memory", ("decay",), heads=(1, 1, 2)),
     Case("delta_memory", ("key_decay",), heads=(4, 1, 2), fast=True),
     Case("delta_memory", ("constant_decay",), erase="undecayed"),
-    Case("delta_memory", ("decay",), heads=(4, 1, 2), erase="undecayed", core=True),
+    Case("delta_memory", ("decay",), heads=(4, 1, 2), erase="undecayed"),
     Case("delta_memory", ("key_decay",), heads=(1, 1, 2), erase="undecayed"),
     Case("attention"),
     Case("attention", heads=(4, 2, 2)),

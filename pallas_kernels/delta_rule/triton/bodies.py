@@ -15,6 +15,8 @@ Arrays, `HEADS`, `LOW`, `CHANNELS`, `DECAY` and `DOCUMENTS` are those of `pallas
   and `chunk_decay` [B, N, MEMORIES, K] is e^b_C. Without, they are q and k, and `read_decay`, `write_decay` and `chunk_decay` are
   factors of their rows.
 - `count` is N. `bounds` [B, SEGMENTS + 1] are the chunks at which a row's memories begin and end if SEGMENTS > 1.
+- With `UNDECAYED` keys read the memory ahead of their token's scalar decay: N, E and what k reads of S have the sums a_i = b_(i-1) up to the
+  token before, a_0 = 0, in place of b_i, and `erase_decay` [B, T, MEMORIES] is e^a.
 """
 
 import triton
@@ -53,7 +55,7 @@ def solve(
     k, alike, beta, cum, run, inverse,
     K_HEADS: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
     LEVELS: tl.constexpr, LOW: tl.constexpr, CHANNELS: tl.constexpr, DECAY: tl.constexpr,
-    DOCUMENTS: tl.constexpr, LOW_RANK: tl.constexpr,
+    DOCUMENTS: tl.constexpr, UNDECAYED: tl.constexpr, LOW_RANK: tl.constexpr,
 ):  # fmt: skip
     """Store X = (I + N diag(beta))⁻¹ of all chunks, [B, N, HEADS, C, C]; with `LOW_RANK` beta is 1.
 
@@ -78,7 +80,11 @@ def solve(
             below = below & (tl.load(of_chunk + rows)[:, None] == tl.load(of_chunk + rows)[None, :])
         if DECAY:
             b = tl.load(cum + by_row)
-            N = N * tl.exp(tl.where(below, b[:, None] - b[None, :], 0.0))
+            if UNDECAYED:
+                a = tl.load(cum + by_row - HEADS, mask=rows > 0, other=0.0)
+            else:
+                a = b
+            N = N * tl.exp(tl.where(below, a[:, None] - b[None, :], 0.0))
     if not LOW_RANK:
         N = N * tl.load(beta + by_row)[None, :]
     strict = tl.where(below, N, 0.0)
@@ -88,7 +94,7 @@ def solve(
 
 @triton.jit
 def delta_scan(
-    erase, written, v, other_written, other_v, inverse, beta, read_decay, write_decay, chunk_decay,
+    erase, written, v, other_written, other_v, inverse, beta, erase_decay, write_decay, chunk_decay,
     bounds, initial, count, states, writes, final,
     K_HEADS: tl.constexpr, HEADS: tl.constexpr, SEGMENTS: tl.constexpr, K: tl.constexpr,
     V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr, LOW: tl.constexpr, CHANNELS: tl.constexpr,
@@ -96,8 +102,10 @@ def delta_scan(
 ):  # fmt: skip
     """Carry memories through their chunks: u = beta ⊙ X (v - e^b ⊙ (k S)), `S' = e^b_C S + (k e^(b_C - b))ᵀ u`.
 
-    With `LOW_RANK`, the memory of `dplr`, beta is 1, and `other_writtenᵀ other_v` [B, T, HEADS, K and V] is added to S' too. A program computes [K, BV] of one memory. The memories before the chunks are stored in `states` [B, N, HEADS, K, V], u in `writes`
-    [B, T, HEADS, V]. `initial` and `final` are [B * SEGMENTS, HEADS, K, V] float32.
+    `erase_decay` is e^b, or e^a if keys read the undecayed memory. With `LOW_RANK`, the memory of `dplr`, beta is 1, and
+    `other_writtenᵀ other_v` [B, T, HEADS, K and V] is added to S' too. A program computes [K, BV] of one memory. The memories before the
+    chunks are stored in `states` [B, N, HEADS, K, V], u in `writes` [B, T, HEADS, V]. `initial` and
+    `final` are [B * SEGMENTS, HEADS, K, V] float32.
     """
     columns: tl.constexpr = V // BV
     column, at = tl.program_id(0) % columns * BV, tl.program_id(0) // columns
@@ -125,7 +133,7 @@ def delta_scan(
     states += (chunks * HEADS + h) * K * V + column
     inverse += (chunks * HEADS + h) * C * C
     beta += chunks * C * HEADS + h
-    read_decay += chunks * C * HEADS + h
+    erase_decay += chunks * C * HEADS + h
     write_decay += chunks * C * HEADS + h
     if CHANNELS:
         chunk_decay += (chunks * HEADS + h) * K
@@ -138,7 +146,7 @@ def delta_scan(
         tl.store(states + n * (HEADS * K * V) + cell, S.to(states.dtype.element_ty))
         predicted = tl.dot(tile, S.to(LOW), input_precision="tf32")
         if not CHANNELS:
-            factor = tl.load(read_decay + n * (C * HEADS) + rows * HEADS)
+            factor = tl.load(erase_decay + n * (C * HEADS) + rows * HEADS)
             predicted = predicted * factor[:, None]
         tile_v = tl.load(v + n * (C * HEADS * V) + v_rows).to(tl.float32)
         X = tl.load(inverse + n * (HEADS * C * C) + square).to(LOW)
@@ -203,11 +211,11 @@ def local_gradients(
 
 @triton.jit
 def delta_scan_backward(
-    read, erase, written, d_out, local, writes, inverse, beta, read_decay, write_decay, chunk_decay,
-    bounds, d_final, count, scale, d_states, dv, d_beta, d_initial,
+    read, erase, written, d_out, local, writes, inverse, beta, read_decay, erase_decay, write_decay,
+    chunk_decay, bounds, d_final, count, scale, d_states, dv, d_beta, d_initial,
     Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, MEMORIES: tl.constexpr, HEADS: tl.constexpr,
     SEGMENTS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr,
-    LOW: tl.constexpr, CHANNELS: tl.constexpr, LOW_RANK: tl.constexpr,
+    LOW: tl.constexpr, CHANNELS: tl.constexpr, UNDECAYED: tl.constexpr, LOW_RANK: tl.constexpr,
 ):  # fmt: skip
     """Carry the gradients of memories from the last chunk to the first: du = Pᵀ dO + e^(b_C - b) ⊙ (k dS'), dv = Xᵀ (beta ⊙ du),
     `dS = e^b_C dS' + (scale e^b ⊙ q)ᵀ dO - (e^b ⊙ k)ᵀ dv`.
@@ -249,6 +257,7 @@ def delta_scan_backward(
     inverse += (chunks * MEMORIES + g) * C * C
     beta += chunks * C * MEMORIES + g
     read_decay += chunks * C * MEMORIES + g
+    erase_decay += chunks * C * MEMORIES + g
     write_decay += chunks * C * MEMORIES + g
     if CHANNELS:
         chunk_decay += (chunks * MEMORIES + g) * K
@@ -284,6 +293,8 @@ def delta_scan_backward(
             dS = dS * tl.load(chunk_decay + n * MEMORIES)
             factor = tl.load(read_decay + by_row)[:, None]
             tile_d = tile_d.to(tl.float32) * (factor * scale)
+            if UNDECAYED:
+                factor = tl.load(erase_decay + by_row)[:, None]
             tile_dv = tile_dv * factor
         dS = tl.dot(tl.trans(tile_q), tile_d.to(LOW), dS, input_precision="tf32")
         dS = tl.dot(tl.trans(tile_w), (-tile_dv).to(LOW), dS, input_precision="tf32")
@@ -292,11 +303,11 @@ def delta_scan_backward(
 
 @triton.jit
 def delta_scalar_gradients(
-    q, k, writes, d_out, dv, d_scores, d_alike, read_decay, write_decay, chunk_decay, run, states,
-    d_states, scale, dq, dk, dg,
+    q, k, writes, d_out, dv, d_scores, d_alike, read_decay, erase_decay, write_decay, chunk_decay,
+    run, states, d_states, scale, dq, dk, dg,
     Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, MEMORIES: tl.constexpr, HEADS: tl.constexpr,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    LOW: tl.constexpr, DECAY: tl.constexpr, DOCUMENTS: tl.constexpr,
+    LOW: tl.constexpr, DECAY: tl.constexpr, DOCUMENTS: tl.constexpr, UNDECAYED: tl.constexpr,
 ):  # fmt: skip
     """Store the gradients of the queries and keys of all chunks with a scalar decay or none, in tiles [C, BK].
 
@@ -337,6 +348,8 @@ def delta_scalar_gradients(
             total += tl.sum(S.to(tl.float32) * dS.to(tl.float32), 1)
     factor = tl.load(read_decay + by_row)
     read = read * (factor * scale)[:, None]
+    if UNDECAYED:
+        factor = tl.load(erase_decay + by_row)
     erase = erase * -factor[:, None]
     write = write * tl.load(write_decay + by_row)[:, None]
     # Without the diagonal of A, which no decay separates. In parts, for whose loads the registers suffice.
@@ -361,7 +374,11 @@ def delta_scalar_gradients(
     tile_k = tl.load(k + rows[:, None] * (K_HEADS * K) + keys[None, :]).to(tl.float32)
     target = (chunk * C * HEADS + h) * K + tile * BK + rows[:, None] * (HEADS * K) + keys[None, :]
     if DECAY:
-        later = tl.sum(tile_q * read + tile_k * (erase - written), 1)
+        if UNDECAYED:
+            later = tl.sum(tile_q * read - tile_k * written, 1)
+            erased = tl.sum(tile_k * erase, 1)
+        else:
+            later = tl.sum(tile_q * read + tile_k * (erase - written), 1)
         earlier = tl.sum(tile_k * write, 1)
     tl.store(dq + target, (read + diagonal * tile_k).to(dq.dtype.element_ty))
     gradient_k = erase + written + write + diagonal * tile_q
@@ -372,6 +389,8 @@ def delta_scalar_gradients(
             of_chunk = run + chunk * C
             same = same & (tl.load(of_chunk + rows)[:, None] == tl.load(of_chunk + rows)[None, :])
         gradient = tl.sum(tl.where(same, later[None, :], 0.0), 1)
+        if UNDECAYED:  # a token erases ahead of its own decay
+            gradient += tl.sum(tl.where(same & (j > i), erased[None, :], 0.0), 1)
         gradient += tl.sum(tl.where(j < i, earlier[None, :], 0.0), 1)
         gradient += tl.load(chunk_decay + chunk * MEMORIES + g) * tl.sum(total, 0)
         tl.store(dg + ((chunk * C * HEADS + h) + rows * HEADS) * tiles + tile, gradient)

@@ -8,8 +8,8 @@ from pallas_kernels.delta_rule.triton.scalar_decay import (
     forward,
     length_multiple,
 )
-from pallas_kernels.memory_calls import FLOAT32_DECAY
+from pallas_kernels.memory_calls import DECAYED_ERASE, FLOAT32_DECAY
 
 __all__ = ["CHUNK", "REQUIREMENTS", "Residuals", "backward", "forward", "length_multiple"]
 
-REQUIREMENTS = (FLOAT32_DECAY, *scalar_decay.REQUIREMENTS)
+REQUIREMENTS = (FLOAT32_DECAY, DECAYED_ERASE, *scalar_decay.REQUIREMENTS)

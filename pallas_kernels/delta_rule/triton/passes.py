@@ -25,9 +25,9 @@ TILINGS = {
     "delta_channel_gradients": Tiling(16, 64, 4, 1),
 }
 """The tiling of each kernel for bfloat16, by the name of the kernel. The scans compute all key channels of a memory; of 64 of
-them they compute 64 value channels, and of more than 128 of them 16, with 8 warps. "channel_delta_scan" is `delta_scan` of more
-than 64 key channels with a decay for each. The values of "delta_scores" are the number of levels whose products a loop over the keys
-computes, with q and k apart; 0 is one level, with q and k stacked."""
+them they compute 64 value channels, backward with an undecayed erase 32, and of more than 128 of them 16, with 8 warps.
+"channel_delta_scan" is `delta_scan` of more than 64 key channels with a decay for each. The values of "delta_scores" are the number of
+levels whose products a loop over the keys computes, with q and k apart; 0 is one level, with q and k stacked."""
 WIDE_TILINGS = {name: tiling._replace(warps=8, stages=1) for name, tiling in TILINGS.items()}
 WIDE_TILINGS["delta_scan"] = Tiling(0, 32, 8, 1)
 WIDE_TILINGS["delta_scalar_gradients"] = Tiling(32, 64, 8, 2)
@@ -155,7 +155,8 @@ def solve(k, alike, beta, decays: Decays) -> jax.Array:
         **_options(tiling),
         **dict(
             K_HEADS=k.shape[2], HEADS=heads, K=k.shape[3], C=CHUNK, BK=tiling.keys, LEVELS=_LEVELS, LOW=operands,
-            CHANNELS=decays.by_channel, DECAY=decays.cum is not None, DOCUMENTS=decays.run is not None, LOW_RANK=beta is None,
+            CHANNELS=decays.by_channel, DECAY=decays.cum is not None, DOCUMENTS=decays.run is not None, UNDECAYED=decays.undecayed,
+            LOW_RANK=beta is None,
         ),
     )["inverse"]  # fmt: skip
 
@@ -185,10 +186,11 @@ def scan(
     wide = decays.by_channel and keys > 64
     tiling = _tiling("channel_delta_scan" if wide else "delta_scan", v, keys)
     operands, stored = low(v)
+    erase_decay = decays.erase_decay if decays.undecayed else decays.read_decay
     results = launch.call(
         bodies.delta_scan,
         (
-            tokens.erase, tokens.written, v, other_written, other_v, inverse, tokens.beta, decays.read_decay, decays.write_decay,
+            tokens.erase, tokens.written, v, other_written, other_v, inverse, tokens.beta, erase_decay, decays.write_decay,
             tokens.chunk_decay, decays.bounds, initial, count,
         ),
         dict(
@@ -252,13 +254,15 @@ def scan_backward(
 
     batch, length, heads, values = d_out.shape
     keys, count, segments = tokens.erase.shape[3], length // CHUNK, d_final.shape[0] // batch
-    tiling = _tiling("delta_scan_backward", d_out, keys)
+    # For 64 value channels and two decays of rows the registers do not suffice.
+    narrow = decays.undecayed and keys == 64
+    tiling = _tiling("delta_scan_backward", d_out, 0 if narrow else keys)
     operands, stored = low(d_out)
     d_states, dv, d_beta, d_initial = launch.call(
         bodies.delta_scan_backward,
         (
             tokens.read, tokens.erase, tokens.written, d_out, local, writes, inverse, tokens.beta, decays.read_decay,
-            decays.write_decay, tokens.chunk_decay, decays.bounds, d_final, count, float(scale),
+            decays.erase_decay, decays.write_decay, tokens.chunk_decay, decays.bounds, d_final, count, float(scale),
         ),
         dict(
             d_states=_struct((batch, count, heads, keys, values), stored),
@@ -270,7 +274,8 @@ def scan_backward(
         **_options(tiling),
         **dict(
             Q_HEADS=tokens.read.shape[2], K_HEADS=tokens.erase.shape[2], MEMORIES=writes.shape[2], HEADS=heads, SEGMENTS=segments,
-            K=keys, V=values, C=CHUNK, BV=tiling.values, LOW=operands, CHANNELS=decays.by_channel, LOW_RANK=tokens.beta is None,
+            K=keys, V=values, C=CHUNK, BV=tiling.values, LOW=operands, CHANNELS=decays.by_channel, UNDECAYED=decays.undecayed,
+            LOW_RANK=tokens.beta is None,
         ),
     ).values()  # fmt: skip
     return d_states, dv, jnp.sum(d_beta, -1), d_initial
@@ -301,13 +306,14 @@ def gradients(
     tiling = _tiling("delta_channel_gradients" if by_channel else "delta_scalar_gradients", q)
     tiles, count, shape = keys // tiling.keys, length // CHUNK, (batch, length, heads, keys)
     d_scores = linear.score_gradients(d_out, writes, decays, scale=scale)
-    d_alike = linear.score_gradients(dv, writes, decays, scale=-1.0)
+    d_alike = linear.score_gradients(dv, writes, decays, scale=-1.0, undecayed=decays.undecayed)
     arrays = (q, k, writes, d_out, dv, d_scores, d_alike)
     if by_channel:
         arrays += decays.sums, decays.run, decays.enters, decays.stays
         d_decay = shape
     else:
-        arrays += decays.read_decay, decays.write_decay, decays.chunk_decay, decays.run
+        arrays += decays.read_decay, decays.erase_decay, decays.write_decay, decays.chunk_decay
+        arrays += (decays.run,)
         d_decay = (*shape[:3], tiles) if decay else (1,)
     results = launch.call(
         bodies.delta_channel_gradients if by_channel else bodies.delta_scalar_gradients,
@@ -320,7 +326,7 @@ def gradients(
             Q_HEADS=q.shape[2], K_HEADS=k.shape[2], MEMORIES=writes.shape[2], HEADS=heads, K=keys, V=values, C=CHUNK,
             BK=tiling.keys, BV=tiling.values, LOW=low(q)[0], DOCUMENTS=decays.run is not None,
         ),
-        **(dict(LEVELS=_LEVELS) if by_channel else dict(DECAY=decay)),
+        **(dict(LEVELS=_LEVELS) if by_channel else dict(DECAY=decay, UNDECAYED=decays.undecayed)),
     )  # fmt: skip
     dq, dk, dg = results.values()
     if by_channel:

@@ -15,12 +15,10 @@ from pallas_kernels.delta_rule.triton import passes
 from pallas_kernels.hopper import row_layout
 from pallas_kernels.linear_attention.triton import passes as linear
 from pallas_kernels.linear_attention.triton.passes import CHUNK
-from pallas_kernels.memory_calls import DECAYED_ERASE
 
 __all__ = ["CHUNK", "REQUIREMENTS", "Residuals", "backward", "forward", "length_multiple"]
 
-
-REQUIREMENTS = (DECAYED_ERASE, *linear.REQUIREMENTS)
+REQUIREMENTS = linear.REQUIREMENTS
 
 
 class Residuals(NamedTuple):
@@ -49,12 +47,13 @@ def length_multiple(*_: Any) -> int:
 
 
 def forward(
-    q, k, v, beta, log_decay, run, initial, *, scale: float, save: bool = True, interpret: Any = False
+    q, k, v, beta, log_decay, run, initial, *, scale: float, save: bool = True,
+    erase: str = "decayed", interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array, Residuals]:  # fmt: skip
     """Compute the delta rule, and what its backward pass requires.
 
     Return the output [B, T, max(H, G), V], the final memories, shaped as `initial`, and the residuals. The arguments are those of
-    `delta_rule`, with T a multiple of `CHUNK`; `interpret` has no effect.
+    `delta_rule`, with T a multiple of `CHUNK`; erase="undecayed" requires a scalar decay, and `interpret` has no effect.
     """
     del save, interpret
     heads = max(q.shape[2], v.shape[2])
@@ -63,7 +62,8 @@ def forward(
         tokens, scores, alike = passes.channel_tokens(q, k, beta, decays, heads=heads, scale=scale)
         decayed = tokens
     else:
-        decays = linear.scalar_decays(log_decay, run, initial, v)
+        undecayed = erase == "undecayed"
+        decays = linear.scalar_decays(log_decay, run, initial, v, undecayed=undecayed)
         tokens = passes.tokens_of(q, k, beta, decays)
         scores = alike = decayed = None
     inverse = passes.solve(k, alike, tokens.beta, decays)
@@ -86,14 +86,15 @@ def forward(
 
 def backward(
     q, k, v, beta, log_decay, run, initial, residuals: Residuals, d_output, d_final, *, scale: float,
-    decay_gradient: bool = True, interpret: Any = False,
+    decay_gradient: bool = True, erase: str = "decayed", interpret: Any = False,
 ):  # fmt: skip
     """Return the gradients of q, k, v, beta, log_decay and initial of the delta rule.
 
     The gradient of log_decay is None if there is no decay, or if it is a scalar and `decay_gradient` is False. The arguments are those
-    of `forward`, the residuals that it returned, and the gradients of its output and of its final memories.
+    of `forward`, the residuals that it returned, and the gradients of its output and of its final memories; the residuals have the
+    decays that belong to `erase`.
     """
-    del run, initial, interpret
+    del run, initial, erase, interpret
     decays, tokens, inverse, scores, states, writes = residuals
     heads, memories = d_output.shape[2], v.shape[2]
     if tokens is None:

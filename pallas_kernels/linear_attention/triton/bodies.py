@@ -245,11 +245,12 @@ def score_gradients(
     d_out, v, cum, run, scale, d_scores,
     V_HEADS: tl.constexpr, D_HEADS: tl.constexpr, HEADS: tl.constexpr, V: tl.constexpr,
     C: tl.constexpr, BV: tl.constexpr, LOW: tl.constexpr, DECAY: tl.constexpr,
-    DOCUMENTS: tl.constexpr,
+    DOCUMENTS: tl.constexpr, UNDECAYED: tl.constexpr,
 ):  # fmt: skip
     """Store the gradient of the scores q kᵀ of all chunks, [B, N, HEADS, C, C]: scale dO vᵀ on and below the diagonal, 0 above.
 
-    With a scalar decay (`DECAY`) it is multiplied by e^(b_i - b_j). d_out is [B, T, HEADS, V].
+    With a scalar decay (`DECAY`) it is multiplied by e^(b_i - b_j), with `UNDECAYED` by e^(b_(i-1) - b_j) and 0 on the diagonal too. d_out
+    is [B, T, HEADS, V].
     """
     h, chunk = tl.program_id(0) % HEADS, (tl.program_id(0) // HEADS).to(tl.int64)
     rows, values = tl.arange(0, C), tl.arange(0, BV)
@@ -261,13 +262,18 @@ def score_gradients(
         tile_d = tl.load(d_out + column + rows[:, None] * (HEADS * V) + values[None, :])
         tile_v = tl.load(v + column + rows[:, None] * (V_HEADS * V) + values[None, :])
         dP = tl.dot(tile_d.to(LOW), tl.trans(tile_v.to(LOW)), dP, input_precision="tf32")
-    seen = i >= j
+    seen = i > j if UNDECAYED else i >= j
     if DOCUMENTS:
         of_chunk = run + chunk * C
         seen = seen & (tl.load(of_chunk + rows)[:, None] == tl.load(of_chunk + rows)[None, :])
     if DECAY:
-        b = tl.load(cum + chunk * C * D_HEADS + h * D_HEADS // HEADS + rows * D_HEADS)
-        dP = dP * tl.exp(tl.where(seen, b[:, None] - b[None, :], 0.0))
+        of_token = cum + chunk * C * D_HEADS + h * D_HEADS // HEADS + rows * D_HEADS
+        b = tl.load(of_token)
+        if UNDECAYED:
+            up_to = tl.load(of_token - D_HEADS, mask=rows > 0, other=0.0)
+        else:
+            up_to = b
+        dP = dP * tl.exp(tl.where(seen, up_to[:, None] - b[None, :], 0.0))
     dP = tl.where(seen, dP * scale, 0.0)
     target = d_scores + (chunk * HEADS + h) * C * C + i * C + j
     tl.store(target, dP.to(d_scores.dtype.element_ty))

@@ -72,6 +72,8 @@ class Decays(NamedTuple):
     Attributes:
         cum: [B, T, G] float32, the sums of a scalar log decay from each chunk's start; None with no decay.
         read_decay: [B, T, G], the factor of the memory before the chunk in what a token reads.
+        erase_decay: [B, T, G], the factor of the memory before the chunk in what a token's key reads ahead of the token's decay; None if
+            keys read the decayed memory.
         write_decay: [B, T, G], the factor of a token's write in the memory after the chunk.
         chunk_decay: [B, N, G], the decay of the memory over each chunk.
         sums: [B, T, G, K] float32, the sums of the log decay of key channels from each chunk's start.
@@ -83,6 +85,7 @@ class Decays(NamedTuple):
 
     cum: Any = None
     read_decay: Any = None
+    erase_decay: Any = None
     write_decay: Any = None
     chunk_decay: Any = None
     sums: Any = None
@@ -95,6 +98,11 @@ class Decays(NamedTuple):
     def by_channel(self) -> bool:
         """Whether the decay has a value for every key channel."""
         return self.sums is not None
+
+    @property
+    def undecayed(self) -> bool:
+        """Whether the keys of the delta rule read the memory ahead of their token's decay."""
+        return self.erase_decay is not None
 
     @property
     def heads(self) -> int:
@@ -127,10 +135,11 @@ REQUIREMENTS = (
 that the kernels support."""
 
 
-def scalar_decays(log_decay, run, initial, v) -> Decays:
+def scalar_decays(log_decay, run, initial, v, *, undecayed: bool = False) -> Decays:
     """Return the decays of tokens and chunks for a scalar log decay [B, T, G] or None, with documents included in the factors.
 
-    `run` [B, T] are document numbers or None, `initial` the memories before the rows, and v [B, T, G, V].
+    `run` [B, T] are document numbers or None, `initial` the memories before the rows, and v [B, T, G, V]. With `undecayed`, for the delta
+    rule whose keys read the memory ahead of their token's decay, `erase_decay` is computed too.
     """
     batch, length, heads, _ = v.shape
     run, bounds = row_layout.split_runs(run, initial, batch)
@@ -146,16 +155,22 @@ def scalar_decays(log_decay, run, initial, v) -> Decays:
     sums = jnp.einsum("ij,bnjg->bnig", masks, g, precision="highest")
     cum, after = jnp.split(sums, 2, axis=2)
     read_decay, write_decay, chunk_decay = jnp.exp(cum), jnp.exp(after), jnp.exp(cum[:, :, -1])
+    erase_decay = None
+    if undecayed:
+        erase_decay = jnp.exp(jnp.pad(cum[:, :, :-1], [(0, 0), (0, 0), (1, 0), (0, 0)]))
     documents = row_layout.documents_of(run, 1)
     if documents is not None:
         enters, stays = (x.reshape(*shape[:3], 1) for x in documents[1:])
         read_decay, write_decay = read_decay * enters, write_decay * stays
         chunk_decay = chunk_decay * enters[:, :, -1]
-    cum, read_decay, write_decay = (
-        x.reshape(batch, length, heads) for x in (cum, read_decay, write_decay)
+        if erase_decay is not None:
+            erase_decay = erase_decay * enters
+    cum, read_decay, erase_decay, write_decay = (
+        None if x is None else x.reshape(batch, length, heads)
+        for x in (cum, read_decay, erase_decay, write_decay)
     )
     return Decays(
-        None if log_decay is None else cum, read_decay, write_decay, chunk_decay, run=run, bounds=bounds
+        None if log_decay is None else cum, read_decay, erase_decay, write_decay, chunk_decay, run=run, bounds=bounds
     )  # fmt: skip
 
 
@@ -351,9 +366,11 @@ def outputs(
     )["out"]  # fmt: skip
 
 
-def score_gradients(d_out, v, decays: Decays, *, scale: float) -> jax.Array:
+def score_gradients(
+    d_out, v, decays: Decays, *, scale: float, undecayed: bool = False
+) -> jax.Array:
     """Return the gradient of the products q kᵀ of all chunks, [B, N, heads, C, C]: scale dO vᵀ on and below the diagonal, times the decay
-    between the two tokens if it is a scalar.
+    between the two tokens if it is a scalar. With `undecayed` the decay of the later token is left out, and the diagonal is 0.
     """
     from pallas_kernels.linear_attention.triton import bodies
 
@@ -368,7 +385,7 @@ def score_gradients(d_out, v, decays: Decays, *, scale: float) -> jax.Array:
         **_options(tiling),
         **dict(
             V_HEADS=v.shape[2], D_HEADS=decays.heads, HEADS=heads, V=values, C=CHUNK, BV=tiling.values, LOW=low,
-            DECAY=decays.cum is not None, DOCUMENTS=decays.run is not None,
+            DECAY=decays.cum is not None, DOCUMENTS=decays.run is not None, UNDECAYED=undecayed,
         ),
     )["d_scores"]  # fmt: skip
 
