@@ -26,10 +26,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from lsm_jax import interrupts
+from lsm_jax import interrupts, programs
 
 if __name__ == "__main__":
-    interrupts.leave_on_signals("eval.py")  # before the slow imports
+    interrupts.leave_on_signals(programs.shown_name("eval.py"))  # before the slow imports
 
 from absl import flags
 from ml_collections import config_flags

@@ -47,7 +47,7 @@ ALLOWED = {
     "programs": set(),
     "interrupts": set(),
     "commands": {"files"},
-    "cli": {"mixers", "ops", "models", "training", "evaluation", "programs", "names"},
+    "cli": {"mixers", "ops", "models", "training", "evaluation", "interrupts", "programs", "names"},
     "__main__": {"cli"},
     "plan": {"convert", "training", "parallel", "files"},
     "evaluation": {
