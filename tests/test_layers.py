@@ -46,7 +46,7 @@ ALLOWED = {
     "hub": set(),
     "programs": set(),
     "interrupts": set(),
-    "commands": {"files"},
+    "commands": {"files", "names"},
     "cli": {"mixers", "ops", "models", "training", "evaluation", "interrupts", "programs", "names"},
     "__main__": {"cli"},
     "plan": {"convert", "training", "parallel", "files"},

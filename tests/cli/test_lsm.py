@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from configs import lm
-from lsm_jax import interrupts, programs
+from lsm_jax import commands, interrupts, programs
 from lsm_jax.cli import compare, completion, doctor, main
 from lsm_jax.cli.declared import flags_of
 from lsm_jax.cli.table import COMMANDS, EXPORTERS, IMPORTERS
@@ -362,3 +362,15 @@ def test_the_words_of_contributings_first_issue_lead_to_its_place():
     (command, place), = re.findall(r"`(grep -rn [^`]+)` leads to\s+`([^`]+)`", text)  # fmt: skip
     found = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True).stdout
     assert {line.partition(":")[0] for line in found.splitlines()} == {place}
+
+
+def test_an_unknown_flag_names_the_nearest(monkeypatch):
+    given = ["eval.py", "--verbosty=1"]
+    monkeypatch.setattr(commands.app, "run", lambda main, flags_parser: flags_parser(given))
+    with pytest.raises(
+        SystemExit, match="eval.py: unknown flag --verbosty; did you mean 'verbosity'"
+    ):
+        commands.run("eval.py", print)
+    given[1] = "--zzz"
+    with pytest.raises(SystemExit, match="unknown flag --zzz; --help lists all flags"):
+        commands.run("eval.py", print)
