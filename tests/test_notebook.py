@@ -109,6 +109,14 @@ def test_the_stored_outputs_are_complete(name):
     assert set(SMALL[name]) == set(re.findall(r"^(\w+) = ", parameters.source, re.MULTILINE))
 
 
+def test_the_numbers_of_ligers_text_are_printed():
+    cells = run_notebooks.read("liger").cells
+    printed = "".join(o.get("text", "") for c in cells for o in c.get("outputs", ()))
+    tuned, window, transformer = re.findall(r"\d\.\d{3}", cells[-1].source)
+    assert f"tuned {tuned}, window alone {window}" in printed
+    assert re.search(f"transformer +{transformer}", printed) and tuned < window
+
+
 def test_the_notebooks_are_small():
     assert set(SMALL) == set(NAMES)
     assert sum(path.stat().st_size for path in run_notebooks.FOLDER.glob("*.ipynb")) < MOST_BYTES
