@@ -58,6 +58,7 @@ ALLOWED = {
         "parallel",
         "data",
         "training.runs",
+        "training.run_files",
         "training.metrics",
         "files",
         "names",
