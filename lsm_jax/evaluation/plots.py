@@ -171,11 +171,12 @@ def plot_training(
             if name not in metrics:
                 continue
             steps, values = metrics[name]
-            style: dict[str, Any] = dict(linestyle="--", marker="o", ms=3)
-            if index == 0:
-                values, style = trailing_mean(values), dict(marker="o" if steps.size == 1 else "")
+            first = index == 0
+            values = trailing_mean(values) if first else values
+            marker = "" if first and steps.size > 1 else "o"
             label = " · ".join(part for part in (run, name) if part)
-            axes.plot(steps, values, color=colour, label=label, **style)
+            line = "-" if first else "--"
+            axes.plot(steps, values, color=colour, label=label, linestyle=line, marker=marker, ms=3)
     if not axes.lines:
         raise ValueError(
             f"names={tuple(names)}, the runs have: {', '.join(sorted(available)) or 'none'}"
