@@ -26,10 +26,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from lsm_jax import interrupts
+from lsm_jax import interrupts, programs
 
 if __name__ == "__main__":
-    interrupts.leave_on_signals("eval.py")  # before the slow imports
+    interrupts.leave_on_signals(programs.shown_name("eval.py"))  # before the slow imports
 
 from absl import flags
 from ml_collections import config_flags
@@ -127,7 +127,8 @@ def main(argv: list[str]) -> None:
         FLAGS.workdir
     )  # raises if the directory has no run, before anything is compiled
     _prepare_output(request.folder(0))
-    print(f"eval.py: loading the run in {FLAGS.workdir}", file=sys.stderr, flush=True)
+    program = programs.shown_name("eval.py")
+    print(f"{program}: loading the run in {FLAGS.workdir}", file=sys.stderr, flush=True)
     run = lsm_jax.load_run(FLAGS.workdir, step=FLAGS.step, weights=FLAGS.weights)
     other = "-trained" if run.config.ema_decay and run.weights == "trained" else ""
     folder = _prepare_output(request.folder(run.step) + other)
@@ -138,7 +139,7 @@ def main(argv: list[str]) -> None:
             console.print(part, soft_wrap=isinstance(part, str))
 
     for number, name in enumerate(names):
-        print(f"eval.py: {name}: loading data and compiling", file=sys.stderr, flush=True)
+        print(f"{program}: {name}: loading data and compiling", file=sys.stderr, flush=True)
         try:
             show(name, evaluation.TASKS[name](run, request, folder))
         except evaluation.UnwrittenResults as error:

@@ -19,7 +19,7 @@ from pathlib import Path
 from lsm_jax import interrupts, programs
 
 if __name__ == "__main__":
-    interrupts.leave_on_signals("train.py")  # before the slow imports
+    interrupts.leave_on_signals(programs.shown_name("train.py"))  # before the slow imports
 
 from absl import app, flags, logging
 from ml_collections import config_flags

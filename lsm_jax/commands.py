@@ -9,6 +9,7 @@ from collections.abc import Callable
 from absl import app, flags, logging
 
 from lsm_jax.files import reason
+from lsm_jax.names import did_you_mean
 
 
 def run(program: str, main: Callable[[list[str]], None]) -> None:
@@ -35,6 +36,11 @@ def run(program: str, main: Callable[[list[str]], None]) -> None:
     def parse(argv: list[str]) -> list[str]:
         try:
             rest = flags.FLAGS(argv)
+        except flags.UnrecognizedFlagError as error:
+            near = did_you_mean(error.flagname, flags.FLAGS)
+            sys.exit(
+                f"{program}: unknown flag --{error.flagname}{near or '; --help lists all flags'}"
+            )
         except (flags.Error, TypeError) as error:
             sys.exit(f"{program}: {error}")
         if flags.FLAGS["verbosity"].using_default_value:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 _PACKAGE = Path(__file__).resolve().parent
 _SHIPPED = re.compile(r"(?:configs/)?(\w+)(?:\.py)?")
+_running = ""  # the name of the command that `run` runs; `runpy` replaces `sys.argv[0]`
 
 
 def root() -> Path:
@@ -64,7 +65,7 @@ def expand_arguments(arguments: list[str]) -> list[str]:
 
 def shown_name(program: str) -> str:
     """Return the name of a program for a message: "lsm train" where `run` runs it as that command, otherwise `program`."""
-    return sys.argv[0] if sys.argv[0].startswith("lsm ") else program
+    return _running or (sys.argv[0] if sys.argv[0].startswith("lsm ") else program)
 
 
 def run(program: str, name: str, arguments: list[str]) -> None:
@@ -78,7 +79,8 @@ def run(program: str, name: str, arguments: list[str]) -> None:
     Raises:
         SystemExit: the program ended; its message begins with `name` instead of the program's.
     """
-    sys.argv = [name, *arguments]
+    global _running
+    sys.argv, _running = [name, *arguments], name
     try:
         if program.endswith(".py"):
             runpy.run_path(str(root() / program), run_name="__main__")
@@ -88,3 +90,5 @@ def run(program: str, name: str, arguments: list[str]) -> None:
         if isinstance(end.code, str) and end.code.startswith(f"{program}: "):
             end.code = name + end.code.removeprefix(program)
         raise
+    finally:
+        _running = ""

@@ -46,8 +46,8 @@ ALLOWED = {
     "hub": set(),
     "programs": set(),
     "interrupts": set(),
-    "commands": {"files"},
-    "cli": {"mixers", "ops", "models", "training", "evaluation", "programs", "names"},
+    "commands": {"files", "names"},
+    "cli": {"mixers", "ops", "models", "training", "evaluation", "interrupts", "programs", "names"},
     "__main__": {"cli"},
     "plan": {"convert", "training", "parallel", "files"},
     "evaluation": {
@@ -58,6 +58,7 @@ ALLOWED = {
         "parallel",
         "data",
         "training.runs",
+        "training.run_files",
         "training.metrics",
         "files",
         "names",

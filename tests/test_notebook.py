@@ -28,11 +28,11 @@ NAMES = sorted(path.stem for path in run_notebooks.FOLDER.glob("*.ipynb"))
 MOST_BYTES = 1_500_000  # of all notebooks, with their pictures
 # The values of the cell with the tag "parameters" with which a notebook runs in a few seconds.
 SMALL: dict[str, dict[str, Any]] = {
-    "ablation": dict(methods=("gla",), steps=2, eval_batches=1),
+    "ablation": dict(methods=("linear_attention",), steps=2, eval_batches=1),
     "devices": dict(axes=("sequence",), steps=1, methods=("softmax",), lengths=(1024,)),
     "forget_gates": dict(steps=2, eval_batches=1, longest=320, compared=("FoX",)),
     "liger": dict(weights="small", small_steps=3, length=96, tuning_steps=1),
-    "memories": dict(steps=5, eval_batches=1),
+    "memories": dict(steps=5, inner=mixers.LinearAttentionConfig(num_heads=2), eval_batches=1),
     "one_recurrence": dict(lengths=(64,)),
     "own_method": dict(
         steps=2, compared=("moving_average",), tests="moving_average and one_static_shape"
@@ -107,6 +107,14 @@ def test_the_stored_outputs_are_complete(name):
     )
     (parameters,) = (c for c in cells if "parameters" in c.metadata.get("tags", ()))
     assert set(SMALL[name]) == set(re.findall(r"^(\w+) = ", parameters.source, re.MULTILINE))
+
+
+def test_the_numbers_of_ligers_text_are_printed():
+    cells = run_notebooks.read("liger").cells
+    printed = "".join(o.get("text", "") for c in cells for o in c.get("outputs", ()))
+    tuned, window, transformer = re.findall(r"\d\.\d{3}", cells[-1].source)
+    assert f"tuned {tuned}, window alone {window}" in printed
+    assert re.search(f"transformer +{transformer}", printed) and tuned < window
 
 
 def test_the_notebooks_are_small():

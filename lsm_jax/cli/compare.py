@@ -163,6 +163,8 @@ def table(runs: Sequence[RunData]):
     """Return a table for the terminal with a row for each run."""
     from rich.table import Table
 
+    from lsm_jax.evaluation.plots import trailing_mean
+
     units = f"{unit_of(runs)}s"
     columns = ("run", "parameters", "steps", units, "train loss", "held-out loss", f"{units}/s")
     shown = [name for name in _EVALUATED if any(name in run.results for run in runs)]
@@ -176,7 +178,7 @@ def table(runs: Sequence[RunData]):
             number(run.parameters, ",.0f"),
             number(steps, ",.0f"),
             number(steps * run.tokens_per_step(), ",.0f"),
-            number(smooth(run.metrics["train/loss"][1])[-1], ".4f"),
+            number(trailing_mean(run.metrics["train/loss"][1])[-1], ".4f"),
             number(run.last("val/loss"), ".4f"),
             number(run.speed(), ",.0f"),
             *(number(run.results.get(name), ".4f") for name in shown),
@@ -190,27 +192,25 @@ def number(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 
 
-def smooth(losses: np.ndarray) -> np.ndarray:
-    """Return, for each logged training loss, the mean of the losses up to it, of at most the last twentieth of all rows."""
-    window = max(1, losses.size // 20)
-    sums = np.concatenate([[0.0], np.cumsum(losses)])
-    ends = np.arange(1, losses.size + 1)
-    first = np.maximum(ends - window, 0)
-    return (sums[ends] - sums[first]) / (ends - first)
-
-
 def draw(runs: Sequence[RunData], path: str, *, title: str = "") -> Path:
     """Draw losses by tokens, speeds and, where runs have been evaluated, the loss by position; return the picture's path."""
     from matplotlib.ticker import EngFormatter
 
     from lsm_jax.evaluation import LossCurve, moving_average
-    from lsm_jax.evaluation.plots import colours, label_axes, new_figure, save_figure
+    from lsm_jax.evaluation.plots import (
+        colours,
+        label_axes,
+        new_figure,
+        save_figure,
+        trailing_mean,
+    )
 
     evaluated = [run for run in runs if run.curve is not None]
     figure, axes = new_figure(title or "Comparison of runs", columns=3 if evaluated else 2)
     for colour, run in zip(colours(len(runs)), runs, strict=True):
         tokens, losses = run.loss_by_tokens("train/loss")
-        axes[0].plot(tokens, smooth(losses), color=colour, label=run.name)
+        marker = "o" if len(tokens) == 1 else ""  # one point has no line
+        axes[0].plot(tokens, trailing_mean(losses), color=colour, label=run.name, marker=marker)
         if "val/loss" in run.metrics:
             axes[0].plot(*run.loss_by_tokens("val/loss"), color=colour, linestyle="--", marker="o", ms=3)  # fmt: skip
         if run.curve is not None:

@@ -11,7 +11,7 @@ import sys
 import textwrap
 from collections.abc import Sequence
 
-from lsm_jax import __version__, programs
+from lsm_jax import __version__, interrupts, programs
 from lsm_jax.cli.declared import Declared
 from lsm_jax.cli.table import COMMANDS, IMPORTERS, Command
 from lsm_jax.names import did_you_mean
@@ -24,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command of `lsm`, and return the exit status.
 
     If the reader of the output is gone, as in `lsm methods | head -5`, the command ends without a word, as programs do that
-    SIGPIPE ends.
+    SIGPIPE ends. Ctrl-C ends the process's own command with one line.
 
     Args:
         arguments: the command's name and its arguments; None is those of the process.
@@ -45,6 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(arguments: Sequence[str] | None) -> int:
     """Run a command as `main` does, whoever reads its output."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments is None:  # before the slow imports
+        interrupts.leave_on_signals(" ".join(["lsm", *given[:1]]), cleanup_seconds=5.0)
     commands = {command.name: command for command in COMMANDS}
     if given and given[0] == "--version":
         print(f"lsm_jax {__version__}")

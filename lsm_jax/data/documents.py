@@ -27,8 +27,8 @@ from lsm_jax.files import unique_keys
 
 MAX_LINE_BYTES = 1 << 26  # of a line of a JSONL file
 MAX_ARRAY_BYTES = 1 << 27  # of a JSON array, which is read at once
-_LARGEST_PIECE = 1 << 20  # bytes, of a single file of which a part is held out
 _NEWLINE_SEARCH = 4096  # bytes that are searched for a newline at which to cut
+_told: set[Path] = set()  # the files about whose held-out end a warning was logged
 
 
 class Piece(NamedTuple):
@@ -162,46 +162,65 @@ class Documents:
             return f"row {number}"
         return f"line {number + 1}, at byte {self._start[index]}"
 
-    def split(self, fraction: float) -> tuple[Documents, Documents]:
+    def split(self, fraction: float, row_bytes: int | None = None) -> tuple[Documents, Documents]:
         """Split the documents into (training, held-out) documents by a hash of their names, of which the
         share `fraction` is held out.
 
-        If there is only one document, its last pieces are held out.
+        If there is only one document, a text file, its end is held out: the share `fraction` of its bytes from the begin of a
+        line on, and at least a row, about which a warning tells.
+
+        Args:
+            fraction: the share.
+            row_bytes: bytes of text that fill a row; None does not divide a single document.
 
         Raises:
-            ValueError: there is only one piece; or it is a record that cannot be read, which the message says first.
+            ValueError: there is only one document, and it is shorter than two rows or must not be divided; or it is a record
+                that cannot be read, which the message says first.
         """
-        document = np.cumsum(self.begins) - 1
         count = self.num_documents
-        if count > 1:
-            names = [self._name(i) for i in np.flatnonzero(self.begins).tolist()]
-            order = sorted(range(count), key=lambda i: hashlib.blake2b(names[i]).digest())
-            held = np.zeros(count, bool)
-            held[order[: min(max(round(fraction * count), 1), count - 1)]] = True
-            held = held[document]
-        elif len(self) > 1:
-            first = len(self) - min(max(round(fraction * len(self)), 1), len(self) - 1)
-            held = np.arange(len(self)) >= first
-        else:
-            self.check_all()
-            raise ValueError(
-                f"{self._originals[0]} is one document of {self.lengths[0]} bytes that cannot be divided, so that none is held "
-                "out; accepted are more documents, one text file of at least two lines, or data.heldout_path (of the command "
-                "tokenize: --heldout=none, or --pack, which divides a text file)"
-            )
+        if count == 1:
+            return self._split_text(fraction, row_bytes)
+        document = np.cumsum(self.begins) - 1
+        names = [self._name(i) for i in np.flatnonzero(self.begins).tolist()]
+        order = sorted(range(count), key=lambda i: hashlib.blake2b(names[i]).digest())
+        held = np.zeros(count, bool)
+        held[order[: min(max(round(fraction * count), 1), count - 1)]] = True
+        held = held[document]
         return self._subset(~held), self._subset(held)
 
-    def pieces_to_split(self, sequence_length: int) -> int | None:
-        """Return the bytes of a piece into which a single text file is cut, so that its end can be held out: pieces of equal
-        size, at most a hundred or of 1 MiB, each long enough for a row of `sequence_length` tokens if the file is. None if
-        there are several documents, or one that is a record of a file."""
-        if self.num_documents != 1 or self._has_records(self._files[self._file[0]]):
-            return None
-        size = int(self.lengths.sum())
-        if size < 2:
-            return None
-        count = max(2, min(100, size // (6 * sequence_length)), -(-size // _LARGEST_PIECE))
-        return -(-size // count)
+    def _split_text(self, fraction: float, row_bytes: int | None) -> tuple[Documents, Documents]:
+        """Return (training, held-out) documents of a single document, as `split` says."""
+        path, size = self._files[self._file[0]], int(self.lengths.sum())
+        original = self._originals[self._file[0]]
+        elsewhere = "more documents, or data.heldout_path (of the command tokenize: --heldout=none"
+        if row_bytes is None or self._has_records(path):
+            self.check_all()
+            raise ValueError(
+                f"{original} is one document of {size} bytes that cannot be divided, so that none is held out; accepted are "
+                f"{elsewhere}, or --pack, which divides a text file)"
+            )
+        wanted = max(round(fraction * size), row_bytes)
+        if size - wanted < row_bytes:
+            raise ValueError(
+                f"{original} is one document of {size} bytes: too short to hold out {wanted} (data.heldout_fraction={fraction}, "
+                f"and at least a row) and to train on a row, {row_bytes} bytes; accepted are texts of {2 * row_bytes} bytes or "
+                f"more, smaller fractions, shorter rows, {elsewhere})"
+            )
+        start = _line_before(path, size - wanted)
+        if fraction * size < row_bytes and original not in _told:
+            _told.add(original)
+            logging.warning(
+                "%s: its last %d of %d bytes (%.1f %%) are held out: the share data.heldout_fraction=%s is less than a row.",
+                original, size - start, size, 100 * (1 - start / size), fraction,
+            )  # fmt: skip
+        at = int(np.searchsorted(self._start, start, side="left")) - 1  # the piece to divide
+        train, held = self._subset(slice(at + 1)), self._subset(slice(at, None))
+        train.lengths, held.lengths = train.lengths.copy(), held.lengths.copy()
+        train.lengths[-1] = start - self._start[at]
+        held.lengths[0] -= train.lengths[-1]
+        held._start = np.array([start, *held._start[1:]])
+        held.begins = np.zeros(len(held), bool)
+        return train, held
 
     def split_first(self, count: int) -> tuple[Documents, Documents]:
         """Return two sets of documents, (training, held-out): the first `count` documents in listed order
@@ -218,13 +237,12 @@ class Documents:
         held = np.cumsum(self.begins) <= count
         return self._subset(~held), self._subset(held)
 
-    def _subset(self, mask: np.ndarray) -> Documents:
-        """Return the documents' pieces for which `mask`, bool [pieces], is True, as a new object in the
-        same order."""
+    def _subset(self, which: np.ndarray | slice) -> Documents:
+        """Return the documents' pieces that a mask, bool [pieces], or a slice selects, as a new object in the same order."""
         subset = object.__new__(Documents)
         subset.__dict__.update(self.__dict__)
         for name in ("_file", "_number", "_start", "lengths", "begins"):
-            setattr(subset, name, getattr(self, name)[mask])
+            setattr(subset, name, getattr(self, name)[which])
         return subset
 
     def _name(self, index: int) -> bytes:
@@ -356,6 +374,16 @@ def _cut(file: BinaryIO, offset: int, size: int) -> int:
     while skipped < 3 and skipped + 1 < len(ahead) and ahead[skipped + 1] & 0xC0 == 0x80:
         skipped += 1
     return offset + skipped
+
+
+def _line_before(path: Path, offset: int) -> int:
+    """Return the last offset in bytes, at or before `offset`, at which a line of a text file begins; `offset` itself if none
+    does within 4,096 bytes."""
+    first = max(offset - _NEWLINE_SEARCH, 0)
+    with opened(path) as file:
+        file.seek(first)
+        newline = file.read(offset - first).rfind(b"\n")
+    return first + newline + 1 if newline >= 0 else offset
 
 
 def _decode(raw: bytes, path: Path) -> str:

@@ -89,25 +89,25 @@ def open_documents(config: DataConfig, *, heldout: bool) -> Documents:
         ValueError: the path does not exist, has no text, or too little to hold a part of it out.
     """
     path, part = locate(config, heldout)
-    documents = _documents(config, path, max(1 << 16, 16 * config.sequence_length))
+    documents = Documents(
+        [path],
+        text_key=config.text_key,
+        format=config.format,
+        piece_bytes=max(1 << 16, 16 * config.sequence_length),
+        cache_dir=config.cache_dir,
+    )
     if not part:
         return documents
     if config.heldout_first:
         return documents.split_first(config.heldout_first)[heldout]
-    if len(documents) == 1 and (size := documents.pieces_to_split(config.sequence_length)):
-        documents = _documents(config, path, size)
-    return documents.split(config.heldout_fraction)[heldout]
+    rows = row_bytes(config.sequence_length, config.tokenizer)
+    return documents.split(config.heldout_fraction, rows)[heldout]
 
 
-def _documents(config: DataConfig, path: Path, piece_bytes: int) -> Documents:
-    """Return all documents of a path, with text files in pieces of about `piece_bytes`."""
-    return Documents(
-        [path],
-        text_key=config.text_key,
-        format=config.format,
-        piece_bytes=piece_bytes,
-        cache_dir=config.cache_dir,
-    )
+def row_bytes(sequence_length: int, tokenizer: str) -> int:
+    """Return the bytes of text that fill a row: a byte for each token of the tokenizer "bytes" (also "auto", of text), and six
+    for each of another, whose tokens have about four."""
+    return sequence_length * (1 if tokenizer in ("auto", "bytes") else 6)
 
 
 def with_tokenizer(config: DataConfig) -> DataConfig:

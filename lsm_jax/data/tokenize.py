@@ -27,6 +27,7 @@ from lsm_jax import programs
 from lsm_jax.data import tiktoken_file
 from lsm_jax.data.documents import Documents
 from lsm_jax.data.encode import Written, encode_documents, write_documents
+from lsm_jax.data.sources import row_bytes
 from lsm_jax.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_path
 from lsm_jax.data.world_tokenizer import VOCABULARY
 from lsm_jax.data.writer import StoreWriter
@@ -85,28 +86,11 @@ def write_store(
     target = Path(output).expanduser().absolute()
     cache = target.with_name(f".{target.name}.text-{os.getpid()}")
     try:
-        documents = _documents(inputs, text_key, sequence_length, pack, bool(heldout), cache)
+        pieces = _PIECE_BYTES if pack else None
+        documents = Documents(inputs, text_key=text_key, piece_bytes=pieces, cache_dir=cache)
         return _write(documents, output, loaded, tokenizer, sequence_length, pack, heldout, heldout_fraction, num_workers, overwrite, console)  # fmt: skip
     finally:
         shutil.rmtree(cache, ignore_errors=True)
-
-
-def _documents(
-    inputs: Sequence[str],
-    text_key: str,
-    sequence_length: int,
-    pack: bool,
-    split: bool,
-    cache: Path,
-) -> Documents:
-    """Return the documents of `write_store`. `split` is whether some are held out, and `cache` the folder for plain files of
-    compressed files, parquet files and data sets."""
-    pieces = _PIECE_BYTES if pack else None
-    documents = Documents(inputs, text_key=text_key, piece_bytes=pieces, cache_dir=cache)
-    pieces = documents.pieces_to_split(sequence_length) if pack and split else None
-    if pieces:  # one text file, whose last pieces are held out
-        documents = Documents(inputs, text_key=text_key, piece_bytes=pieces, cache_dir=cache)
-    return documents
 
 
 def _write(
@@ -126,7 +110,9 @@ def _write(
     `tokenizer` names."""
     parts = [(output, documents)]
     if heldout:
-        train, held = documents.split(heldout_fraction)
+        train, held = documents.split(
+            heldout_fraction, row_bytes(sequence_length, tokenizer) if pack else None
+        )
         parts = [(output, train), (heldout, held)]
     writers = [
         StoreWriter(

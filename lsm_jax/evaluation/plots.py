@@ -14,7 +14,7 @@ from jaxtyping import Float
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullFormatter, StrMethodFormatter
+from matplotlib.ticker import MaxNLocator, NullFormatter, StrMethodFormatter
 
 from lsm_jax.evaluation.curve import LossCurve
 from lsm_jax.evaluation.files import write_figure
@@ -52,6 +52,15 @@ def moving_average(
     count = number[last] - number[first]
     with np.errstate(invalid="ignore"):
         return (sums[last] - sums[first]) / np.where(count == 0, np.nan, count)
+
+
+def trailing_mean(values: Float[np.ndarray, " N"]) -> Float[np.ndarray, " N"]:
+    """Return, for each logged value, the mean of the values up to it, of at most the last twentieth of all."""
+    window = max(1, values.size // 20)
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    ends = np.arange(1, values.size + 1)
+    first = np.maximum(ends - window, 0)
+    return (sums[ends] - sums[first]) / (ends - first)
 
 
 def plot_loss_by_position(
@@ -134,8 +143,9 @@ def plot_training(
     *,
     names: Sequence[str] = ("train/loss", "val/loss"),
     title: str = "Training",
+    unit: str = "token",
 ) -> Path:
-    """Plot the training curves of runs in one picture: the loss by step.
+    """Plot the training curves of runs in one picture: the loss by step. The first series is smoothed (`trailing_mean`).
 
     Args:
         runs: run directories, or their `metrics.jsonl`, by the name to show.
@@ -143,6 +153,7 @@ def plot_training(
         names: series to show; the first is drawn solid, the others dashed with points. Series that a run
             does not have are left out.
         title: text above the plot.
+        unit: the word for a token, such as "byte".
 
     Returns:
         The path.
@@ -159,14 +170,19 @@ def plot_training(
         for index, name in enumerate(names):
             if name not in metrics:
                 continue
-            style: dict[str, Any] = {} if index == 0 else dict(linestyle="--", marker="o", ms=3)
+            steps, values = metrics[name]
+            first = index == 0
+            values = trailing_mean(values) if first else values
+            marker = "" if first and steps.size > 1 else "o"
             label = " · ".join(part for part in (run, name) if part)
-            axes.plot(*metrics[name], color=colour, label=label, **style)
+            line = "-" if first else "--"
+            axes.plot(steps, values, color=colour, label=label, linestyle=line, marker=marker, ms=3)
     if not axes.lines:
         raise ValueError(
             f"names={tuple(names)}, the runs have: {', '.join(sorted(available)) or 'none'}"
         )
-    label_axes(axes, "step", "loss (nats per token)")
+    label_axes(axes, "step", f"loss (nats per {unit})")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     return save_figure(figure, path, legend=axes)
 

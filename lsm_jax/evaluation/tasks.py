@@ -45,6 +45,7 @@ from lsm_jax.files import bounded_json, inside
 from lsm_jax.models import Decoder
 from lsm_jax.names import did_you_mean
 from lsm_jax.parallel import largest_divisor
+from lsm_jax.training.run_files import read_config
 
 if TYPE_CHECKING:
     from lsm_jax.training.runs import Run
@@ -355,15 +356,17 @@ def plot_run(workdir: str | os.PathLike[str], name: str = "") -> Path:
     workdir = Path(workdir)
     inside(workdir, "plots", what="the folder of plots")
     curve, times = workdir / "plots" / "loss_by_position.npz", workdir / "profile/step_times.json"
+    unit = "byte" if read_config(workdir).data.tokenizer == "bytes" else "token"
     if curve.is_file():
         plot_loss_by_position(
             LossCurve.load(curve),
             curve.with_suffix(".png"),
             title=f"{name}: held-out loss by position".removeprefix(": "),
+            unit=unit,
         )
     if times.is_file():
         inside(workdir, "profile", what="the folder of profiles")
         plot_step_times(bounded_json(times, max_bytes=1 << 30), times.with_suffix(".png"))
     return plot_training(
-        {name: workdir}, workdir / "plots" / "training.png", title=name or "Training"
+        {name: workdir}, workdir / "plots" / "training.png", title=name or "Training", unit=unit
     )

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import jax
 
-from lsm_jax.models import SIZES
+from lsm_jax.mixers import METHODS
+from lsm_jax.models import SIZES, lm
 from lsm_jax.ops.backends.select import unrecorded
 from lsm_jax.parallel import batch_shards
 from lsm_jax.training.config import TrainConfig
@@ -95,11 +96,28 @@ def _advice(config: TrainConfig, count: int, kernels: bool, available: int, requ
         ).total
         if required_then <= available:
             return f"with --config.accumulation_steps={steps} it requires {required_then / _GIB:.1f} GiB, and computes the same"
-    size = re.search(r"-(\w[\w.]*)", config.name)
-    names = list(SIZES)
-    smaller = names[: names.index(size[1])] if size and size[1] in names else []
-    of_size = f", a smaller size ({', '.join(smaller)})" if smaller else ", a smaller model"
+    size = _fitting_size(config, count, kernels, available, rows)
+    smaller = f"size (at most {size})" if size else "model"
     return (
-        f"accumulation_steps is not enough; it fits with shorter rows (data.sequence_length){of_size} or more devices "
-        "(mesh.fsdp)"
+        f"accumulation_steps is not enough; it fits with shorter rows (data.sequence_length), a smaller {smaller} or more "
+        "devices (mesh.fsdp)"
     )
+
+
+def _fitting_size(config: TrainConfig, count: int, kernels: bool, available: int, rows: int) -> str:
+    """Return the largest size of the run's method that is smaller than the run's and fits, computed row by row; "" if there is
+    none or the run's name is not one of `configs/lm.py`, METHOD-SIZE."""
+    named = re.match(r"(\w+)-(\w[\w.]*)", config.name)
+    if named is None or named[1] not in METHODS or named[2] not in SIZES:
+        return ""
+    model, names = config.model, list(SIZES)
+    for size in reversed(names[: names.index(named[2])]):
+        try:
+            other = lm(named[1], size, model.pattern, vocab_size=model.vocab_size)
+            other = dataclasses.replace(other, dtype=model.dtype, remat=model.remat)
+            small = dataclasses.replace(config, model=other, accumulation_steps=max(rows, 1))
+            if plan(small, count, kernels=kernels).total <= available:
+                return size
+        except ValueError:  # the pattern or the mesh does not divide a model of this size
+            continue
+    return ""

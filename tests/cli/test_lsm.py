@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from configs import lm
-from lsm_jax import programs
+from lsm_jax import commands, interrupts, programs
 from lsm_jax.cli import compare, completion, doctor, main
 from lsm_jax.cli.declared import flags_of
 from lsm_jax.cli.table import COMMANDS, EXPORTERS, IMPORTERS
@@ -343,3 +344,33 @@ def test_the_page_of_a_config_lists_its_fields(capsys):
     assert "  optimizer.peak_lr = " in printed and "  model.layers.L.mixer.num_heads = " in printed
     assert main(["train", "--config=lm:gla-350m", "--help"]) == 2
     assert "did you mean '340m'" in capsys.readouterr().err
+
+
+def test_a_signal_is_reported_under_the_name_of_the_command(monkeypatch):
+    installed = []
+    monkeypatch.setattr(interrupts, "leave_on_signals", lambda name, **_: installed.append(name))
+    monkeypatch.setattr(sys, "argv", ["lsm", "plan", "--help"])
+    assert main() == 0 and main(["plan", "--help"]) == 0
+    assert installed == ["lsm plan"]  # of the process's own command alone
+    monkeypatch.setattr(programs.runpy, "run_path", lambda *_, **__: installed.append(programs.shown_name("train.py")))  # fmt: skip
+    assert main(["train", "--config=lm", "--workdir=x"]) == 0
+    assert installed[1:] == ["lsm train"] and programs.shown_name("train.py") == "train.py"
+
+
+def test_the_words_of_contributings_first_issue_lead_to_its_place():
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    (command, place), = re.findall(r"`(grep -rn [^`]+)` leads to\s+`([^`]+)`", text)  # fmt: skip
+    found = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True).stdout
+    assert {line.partition(":")[0] for line in found.splitlines()} == {place}
+
+
+def test_an_unknown_flag_names_the_nearest(monkeypatch):
+    given = ["eval.py", "--verbosty=1"]
+    monkeypatch.setattr(commands.app, "run", lambda main, flags_parser: flags_parser(given))
+    with pytest.raises(
+        SystemExit, match="eval.py: unknown flag --verbosty; did you mean 'verbosity'"
+    ):
+        commands.run("eval.py", print)
+    given[1] = "--zzz"
+    with pytest.raises(SystemExit, match="unknown flag --zzz; --help lists all flags"):
+        commands.run("eval.py", print)

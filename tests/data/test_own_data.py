@@ -53,7 +53,7 @@ def test_no_documents_are_held_out_on_request(tmp_path, capsys):
     assert tokenize(tmp_path, "--tokenizer", "bytes", name="all") == 0
     batches(DataConfig(path=str(tmp_path / "my_store" / "all"), sequence_length=64))
     assert tokenize(tmp_path / "my_store", "--tokenizer", "bytes", text="short") == 1
-    assert "a larger --heldout_fraction" in " ".join(capsys.readouterr().err.split())
+    assert "accepted are texts of 128 bytes or more" in " ".join(capsys.readouterr().err.split())
 
 
 def write_tokenizer(folder):

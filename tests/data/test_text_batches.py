@@ -227,7 +227,7 @@ def test_the_pieces_of_a_long_file_end_at_lines_and_are_complete(tmp_path):
     assert [p.begins for p in pieces] == [True] + [False] * (len(pieces) - 1)
     assert [p.ends for p in pieces] == [False] * (len(pieces) - 1) + [True]
     assert documents.num_documents == 1
-    train, held = documents.split(0.1)
+    train, held = documents.split(0.1, row_bytes=100)
     assert "".join(d[i].text for d in (train, held) for i in range(len(d))) == text
     # A line that is longer than a piece is cut between characters.
     path.write_text("ü€😀" * 5000)

@@ -43,12 +43,40 @@ def test_the_end_of_one_text_is_held_out(tmp_path, capsys):
     assert "from the end of the only document, which is held out" in capsys.readouterr().out
     first, held = (store / f"{name}.zarr" for name in ("train", "heldout"))
     text = bytes(t for t in read(held).flatten().tolist() if t < 256).decode()
-    assert text.startswith("line 9") and len(read(first)) > 5 * len(read(held))
+    assert text == "line 98 of the text\nline 99 of t" and len(read(first)) > 50
     # Training reads the file in the same parts.
     config = DataConfig(path=str(path), sequence_length=32)
     parts = [open_documents(config, heldout=heldout) for heldout in (False, True)]
     texts = ["".join(part[i].text for i in range(len(part))) for part in parts]
     assert "".join(texts) == path.read_text() and texts[1].startswith(text)
+
+
+def test_the_share_of_one_text_that_is_held_out(tmp_path, caplog):
+    path = tmp_path / "in.txt"
+    path.write_text("".join(f"{i:09}\n" for i in range(20_000)))
+    for fraction, length, held in (
+        (0.01, 512, 2000),
+        (0.3, 512, 60_000),
+        (0.5, 65_536, 100_000),
+        (0.01, 8192, 8200),  # a row, from the begin of a line on
+        (0.01, 100_000, 100_000),
+    ):
+        config = DataConfig(path=str(path), sequence_length=length, heldout_fraction=fraction)
+        parts = [open_documents(config, heldout=heldout) for heldout in (False, True)]
+        texts = ["".join(part[i].text for i in range(len(part))) for part in parts]
+        assert "".join(texts) == path.read_text() and len(texts[1]) == held
+        assert [part.num_documents for part in parts] == [1, 0]
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 1 and "last 8200 of 200000 bytes (4.1 %) are held out" in said[0]
+    config = DataConfig(path=str(path), sequence_length=100_001)
+    with pytest.raises(
+        ValueError, match="200000 bytes: too short to hold out .* 200002 bytes or more"
+    ):
+        open_documents(config, heldout=False)
+    # Six bytes for a token of another tokenizer.
+    config = DataConfig(path=str(path), sequence_length=20_000, tokenizer="gpt2")
+    with pytest.raises(ValueError, match="240000 bytes or more"):
+        open_documents(config, heldout=True)
 
 
 def test_long_documents_are_cut_and_short_ones_dropped(lines, tmp_path, capsys):

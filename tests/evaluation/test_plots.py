@@ -12,6 +12,7 @@ from lsm_jax.evaluation import (
     moving_average,
     plot_loss_by_position,
     plot_training,
+    plots,
     read_metrics,
 )
 from lsm_jax.evaluation.plots import new_figure
@@ -49,7 +50,7 @@ def test_loss_by_position(tmp_path, length):
     assert [p.name for p in path.parent.iterdir()] == ["loss.png"]
 
 
-def test_training_curves(tmp_path):
+def test_training_curves(tmp_path, monkeypatch):
     lines = [{"step": s, "train/loss": 5.0 - s, "note": "x"} for s in (1, 2, 3, 2)]
     lines[-1]["train/loss"] = 9.0
     lines += [{"step": 2, "val/loss": 4.0}]
@@ -57,6 +58,13 @@ def test_training_curves(tmp_path):
     (tmp_path / "metrics.jsonl").write_text(text)
     steps, values = read_metrics(tmp_path / "metrics.jsonl")["train/loss"]
     assert steps.tolist() == [1, 2, 3] and values.tolist() == [4.0, 9.0, 2.0]
+    drawn = []
+    monkeypatch.setattr(plots, "save_figure", lambda figure, *_, **__: drawn.append(figure))
+    plot_training({"run": tmp_path}, tmp_path / "training.png", unit="byte")
+    monkeypatch.undo()
+    train, heldout = drawn[0].axes[0].lines
+    assert drawn[0].axes[0].get_ylabel() == "loss (nats per byte)"
+    assert train.get_marker() == "" and heldout.get_marker() == "o"
     path = plot_training({"run": tmp_path}, tmp_path / "training.png")
     assert path.read_bytes().startswith(PNG)
     with pytest.raises(ValueError, match="train/loss, val/loss"):
@@ -71,3 +79,13 @@ def test_a_long_title_is_not_clipped():
         box = figure.get_suptitle(), figure._suptitle.get_window_extent()
         assert box[0].replace("\n", " ") == title
         assert 0 < box[1].x0 and box[1].x1 < figure.bbox.x1
+
+
+def test_a_training_loss_is_smoothed_and_a_single_one_is_a_point(tmp_path, monkeypatch):
+    means = plots.trailing_mean(np.arange(40.0))
+    assert means[0] == 0 and np.array_equal(means[1:], np.arange(40.0)[1:] - 0.5)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 4, "train/loss": 4.5}\n')
+    drawn = []
+    monkeypatch.setattr(plots, "save_figure", lambda figure, *_, **__: drawn.append(figure))
+    plot_training({"run": tmp_path}, tmp_path / "training.png")
+    assert [line.get_marker() for line in drawn[0].axes[0].lines] == ["o"]
