@@ -25,7 +25,7 @@ TRAIN = f"{doc_files.SMALL} --config.model.num_layers=2 --config.model.hidden_si
 SIZES = {
     "train": (TRAIN, ""),
     "eval": (
-        "--batch_size=2 --needle.samples=1 --maps.length=64 --lm_eval.limit=1",
+        "--batch_size=2 --needle.samples=1 --needle.depths=0,100 --maps.length=64 --lm_eval.limit=1 --lm_eval.gen_kwargs=max_gen_toks=4",
         "--max_tokens=512 --sequence_length=256 --num_tokens=8 --needle.lengths=600 --lm_eval.max_length=1024 --lm_eval.lengths=1024",
     ),
     "demo": ("--total_tokens=49152", ""),
@@ -160,14 +160,18 @@ def _fit(words: list[str], added: dict[str, str]) -> None:
         words[:] = [re.sub(r"(--config.total_tokens)=.*", rf"\1={most}", word) for word in words]
     if gpt2 and "slimpajama" not in config:
         added.pop("--config.model.vocab_size", None)
-    pattern = re.search(r"pattern=(\w+)", text)
     if "source=" in config:  # the sizes are those of the pretrained model
         for option in [name for name in added if name.startswith("--config.model.")]:
             del added[option]
-    elif "--config.model.num_layers" in added and pattern:
-        added["--config.model.num_layers"] = str(len(pattern[1]))
-    elif "mom.py" in config and "hybrid=1" in config:
-        added["--config.model.pattern"] = "LN"  # of "LLLLLLLN"
+    elif "--config.model.num_layers" in added:
+        given = sizes.get("--config.model.pattern")
+        named = re.search(r"pattern=(\w+)", config)
+        if given:
+            added["--config.model.num_layers"] = str(len(given))
+        elif named or "mom.py" in config and "hybrid=1" in config:
+            letters = dict.fromkeys(named[1] if named else "LN")  # one layer of each letter
+            added["--config.model.pattern"] = "".join(letters)
+            added["--config.model.num_layers"] = str(len(letters))
 
 
 def _devices(words: Sequence[str]) -> int:
