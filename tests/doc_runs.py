@@ -1,9 +1,9 @@
 """Runs the commands of a page of the documentation as they are written, with options that make the large ones small.
 
 Only sizes are changed, and files: `make_corpus` reads made-up packages in place of those that it would download, and what would write
-into the checkout writes into the page's folder. An option that the page gives stays, unless it is a number that `SIZES` makes smaller;
-a field of a config (`--config.*`) that the page gives always stays, but for `sequence_length`, and `total_tokens` of more than
-eight steps. `tests/test_blocks.py` parses the numbers of the page.
+into the checkout writes into the page's folder. An option that the page gives stays, unless it is a number, or a list of names, that
+`SIZES` makes smaller; a field of a config (`--config.*`) that the page gives always stays, but for `sequence_length`, and
+`total_tokens` of more than eight steps. A hybrid that a variant names has one layer of each letter. `tests/test_blocks.py` parses the numbers of the page.
 """
 
 from __future__ import annotations
