@@ -3,7 +3,7 @@
 Only sizes are changed, and files: `make_corpus` reads made-up packages in place of those that it would download, and what would write
 into the checkout writes into the page's folder. An option that the page gives stays, unless it is a number, or a list of names, that
 `SIZES` makes smaller; a field of a config (`--config.*`) that the page gives always stays, but for `sequence_length`, and
-`total_tokens` of more than eight steps. A hybrid that a variant names has one layer of each letter. `tests/test_blocks.py` parses the numbers of the page.
+`total_tokens`. A hybrid that a variant names has one layer of each letter. `tests/test_blocks.py` parses the numbers of the page.
 """
 
 from __future__ import annotations
@@ -152,11 +152,9 @@ def _fit(words: list[str], added: dict[str, str]) -> None:
     if "--config.total_tokens" in added:
         added["--config.total_tokens"] = str(2 * step)
     else:
-        # Folders of results are named by the step, and the small runs of docs/papers/fox.md have eight.
-        most = max(
-            (2 if "source=" in config else 8) * step,
-            2 * int(float(sizes["--config.optimizer.warmup_tokens"])),
-        )
+        # A folder of results is named by the last step of a small run of docs/papers/fox.md, which is the eighth.
+        most = (8 if "configs/fox.py" in config else 2) * step
+        most = max(most, 2 * int(float(sizes["--config.optimizer.warmup_tokens"])))
         most = min(most, int(float(sizes["--config.total_tokens"])))
         words[:] = [re.sub(r"(--config.total_tokens)=.*", rf"\1={most}", word) for word in words]
     if gpt2 and "slimpajama" not in config:
