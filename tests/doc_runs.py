@@ -46,7 +46,7 @@ SIZES = {
         "--balances=0 --steps=2 --layers=1 --batch_size=8 --length=32 --vocab_size=300",
         "--variant=tiny,mixer=gla",
     ),
-    "benchmarks experts": ("--tokens=64 --width=32", ""),
+    "benchmarks experts": ("--tokens=16 --width=16 --layers=dense,grouped", ""),
     "benchmarks lengths": ("--length=64 --tokens=512 --width=32 --layers=1 --batch_size=1 --beyond=2 --batches=1", ""),
     "benchmarks liger": ("--model=auto --scale=1e-4 --seconds=1 --heldout_tokens=1024 --workers=1 --batch_size=1", ""),
     "benchmarks liger_branches": ("--model=auto --batch_size=1", ""),
