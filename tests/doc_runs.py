@@ -25,8 +25,8 @@ TRAIN = f"{doc_files.SMALL} --config.model.num_layers=2 --config.model.hidden_si
 SIZES = {
     "train": (TRAIN, ""),
     "eval": (
-        "--batch_size=2 --needle.samples=1 --needle.depths=0,100 --maps.length=64 --lm_eval.limit=1 --lm_eval.gen_kwargs=max_gen_toks=4",
-        "--max_tokens=512 --sequence_length=256 --num_tokens=8 --needle.lengths=600 --lm_eval.max_length=1024 --lm_eval.lengths=1024",
+        "--batch_size=2 --needle.samples=1 --needle.lengths=600 --needle.depths=0,100 --maps.length=64 --lm_eval.limit=1 --lm_eval.gen_kwargs=max_gen_toks=4",
+        "--max_tokens=512 --sequence_length=256 --num_tokens=8 --lm_eval.max_length=1024 --lm_eval.lengths=1024",
     ),
     "demo": ("--total_tokens=49152", ""),
     "scripts.make_corpus": (doc_files.CORPUS, ""),
