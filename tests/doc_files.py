@@ -68,16 +68,14 @@ def write_slimpajama(folder: Path) -> None:
     write_store(folder, encoder=encoder, vocab_size=258)
 
 
-def write_corpus(folder: Path) -> None:
-    """Write a corpus with the files of scripts/make_corpus.py, of made-up packages."""
+def write_packages(folder: Path) -> None:
+    """Write made-up packages, as scripts/make_corpus.py downloads them, and list.toml, which names them."""
     import hashlib
 
-    from scripts import make_corpus
     from tests.test_corpus import prose, write_tar
 
-    downloads = folder.parent / "downloads"
-    (downloads / "npm").mkdir(parents=True)
-    archive = downloads / "npm" / "texts-1.0.tgz"
+    (folder / "npm").mkdir(parents=True)
+    archive = folder / "npm" / "texts-1.0.tgz"
     names = [f"Alpha{i}Beta" for i in range(300)]
     files = {f"package/{n}.txt": prose(n, 60).encode() for n in range(200)}
     files |= {
@@ -95,16 +93,28 @@ def write_corpus(folder: Path) -> None:
     }  # fmt: skip
     write_tar(archive, files)
     digest = hashlib.sha256(archive.read_bytes()).hexdigest()
-    listed = folder.parent / "list.toml"
-    listed.write_text(
+    (folder / "list.toml").write_text(
         f'[[source]]\npackage = "texts"\nregistry = "npm"\nversion = "1.0"\nsha256 = "{digest}"\nlicence = "MIT"\n'
         'kind = "english"\ninclude = ["*.txt"]\nrecords = ["*.cfg"]\n'
     )
-    status = make_corpus.main(
-        [f"--out={folder}", f"--downloads={downloads}", f"--sources={listed}", "--vocab_size=400", "--sequence_length=2048",
-         "--heldout=0.2", "--num_workers=1"]
-    )  # fmt: skip
-    assert status == 0
+
+
+# Options of scripts.make_corpus that make a small corpus of these packages, without a network.
+CORPUS = (
+    "--sources=packages/list.toml --downloads=packages --vocab_size=400 --sequence_length=2048 --heldout=0.2 "
+    "--num_workers=1"
+)
+
+
+def write_corpus(folder: Path) -> None:
+    """Write a corpus of the packages of `write_packages`."""
+    from scripts import make_corpus
+
+    packages = folder.parent.parent / "packages"
+    if not packages.exists():
+        write_packages(packages)
+    options = CORPUS.replace("packages", str(packages))
+    assert make_corpus.main([f"--out={folder}", *options.split()]) == 0
 
 
 def write_recall(folder: Path) -> None:
@@ -225,6 +235,7 @@ FILES: dict[str, Callable[[Path], None]] = {
     "STORE": write_store,
     "longcrawl64": write_gpt2_store,
     "slimpajama": write_slimpajama,
+    "packages": write_packages,
     "data/corpus": write_corpus,
     "data/essays": lambda folder: write_suites(folder.parent),
     "data": write_suites,
@@ -233,6 +244,7 @@ FILES: dict[str, Callable[[Path], None]] = {
     "alpaca.jsonl": write_instructions,
     "alpaca_data_cleaned.json": write_instructions,
     "Llama-3.2-1B": pretrained("llama3.2-1b"),
+    "Meta-Llama-3-8B": pretrained("llama3-8b"),
     "SOURCE": write_smollm2,
     "SmolLM2.gguf": write_gguf,
     "gla-1.3B-100B": write_released("gated_deltanet"),
@@ -248,7 +260,7 @@ FILES: dict[str, Callable[[Path], None]] = {
 
 RUNS = {
     "runs/fox": f"python train.py --config=configs/fox.py:pro-125m --config.data.path=longcrawl64 {SMALL} "
-    "--config.model.num_layers=1 --config.model.hidden_size=192",
+    "--config.batch_size=1 --config.data.sequence_length=32 --config.total_tokens=64 --config.model.num_layers=1 --config.model.hidden_size=192",
     "runs/mom": f"python train.py --config=configs/mom.py:tiny --config.data.path=my_texts {SMALL}",
     "runs/liger": "python train.py --config=configs/liger.py:auto,source=Llama-3.2-1B "
     f"--config.data.path=alpaca.jsonl --config.data.heldout_first=20 {SMALL} --config.data.sequence_length=256 --config.total_tokens=1024",

@@ -1,7 +1,9 @@
 """Runs the commands of a page of the documentation as they are written, with options that make the large ones small.
 
-Only sizes are changed. An option that the page gives stays, unless it is a number that `SIZES` makes smaller; a field of a config
-(`--config.*`) that the page gives always stays, but for `total_tokens` of more than eight steps. `tests/test_blocks.py` parses the numbers of the page.
+Only sizes are changed, and files: `make_corpus` reads made-up packages in place of those that it would download, and what would write
+into the checkout writes into the page's folder. An option that the page gives stays, unless it is a number, or a list of names, that
+`SIZES` makes smaller; a field of a config (`--config.*`) that the page gives always stays, but for `sequence_length`, and
+`total_tokens`. A hybrid that a variant names has one layer of each letter. `tests/test_blocks.py` parses the numbers of the page.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import itertools
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -22,10 +25,12 @@ TRAIN = f"{doc_files.SMALL} --config.model.num_layers=2 --config.model.hidden_si
 SIZES = {
     "train": (TRAIN, ""),
     "eval": (
-        "--batch_size=2 --max_tokens=512 --needle.samples=1 --maps.length=64 --lm_eval.limit=1",
-        "--sequence_length=256 --num_tokens=8 --needle.lengths=600 --lm_eval.max_length=1024 --lm_eval.lengths=1024",
+        "--batch_size=2 --needle.samples=1 --needle.lengths=600 --needle.depths=0,100 --maps.length=64 --lm_eval.limit=1 --lm_eval.gen_kwargs=max_gen_toks=4",
+        "--max_tokens=512 --sequence_length=256 --num_tokens=8 --lm_eval.max_length=1024 --lm_eval.lengths=1024",
     ),
-    "demo": ("--total_tokens=65536", ""),
+    "demo": ("--total_tokens=49152", ""),
+    "scripts.make_corpus": (doc_files.CORPUS, ""),
+    "scripts.draw_results": ("--output=docs/results/plots", ""),
     "scripts.compare_linearized": ("--tokens=4096 --base_tokens=4096 --heldout_tokens=512", "--methods=liger,lolcats"),
     "benchmarks convolution": ("--kinds=xla --shapes=1x64x32", ""),
     "benchmarks data_throughput": ("--seconds=0.1 --documents=512", ""),
@@ -41,7 +46,7 @@ SIZES = {
         "--balances=0 --steps=2 --layers=1 --batch_size=8 --length=32 --vocab_size=300",
         "--variant=tiny,mixer=gla",
     ),
-    "benchmarks experts": ("--tokens=64 --width=32", ""),
+    "benchmarks experts": ("--tokens=16 --width=16 --layers=dense,grouped", ""),
     "benchmarks lengths": ("--length=64 --tokens=512 --width=32 --layers=1 --batch_size=1 --beyond=2 --batches=1", ""),
     "benchmarks liger": ("--model=auto --scale=1e-4 --seconds=1 --heldout_tokens=1024 --workers=1 --batch_size=1", ""),
     "benchmarks liger_branches": ("--model=auto --batch_size=1", ""),
@@ -52,9 +57,11 @@ SIZES = {
     "benchmarks model_step": ("--lengths=32 --tokens=32 --vocab_size=64 --workers=1", ""),
     "benchmarks mom_generate": ("--size=tiny --contexts=64 --piece_length=32 --tokens=256 --batch_size=1", ""),
     "benchmarks mom_recall": ("--steps=2 --batch_size=4", "--seeds=1"),
-    "benchmarks ops": ("--shape=1x32x1x8 --ops=retention", ""),
+    "benchmarks mom_sequence": ("--devices=1,4 --forms=packed --max_bytes=200000", "--length=64 --documents=0"),
+    "benchmarks ops": ("--shape=1x32x1x8 --ops=attention", ""),  # the other ops' recurrent form takes minutes
     "benchmarks optimizers": ("--tokens=2048 --seeds=0", ""),
     "benchmarks recall_table": ("--suite=tiny --methods=gla --widths=16 --epochs=1", ""),
+    "benchmarks report": ("--root=.", ""),
     "benchmarks scans": ("--kinds=xla --shapes=1x8", ""),
     "benchmarks tracking": ("--size=small --tasks=parity --models=mamba2 --epochs=1", ""),
 }  # fmt: skip
@@ -80,23 +87,31 @@ def _options(words: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def _largest(value: str) -> float:
-    """Return the largest of the numbers in an option's value, such as "1000,4000"; -1 if there are none."""
+def _size(value: str) -> float:
+    """Return the largest of the numbers in an option's value, such as "1000,4000"; of names, such as "liger,window", their
+    number, negative to be less than each number's size."""
     numbers = re.findall(r"\d+(?:\.\d+)?(?:e-?\d+)?", value)
-    return max(map(float, numbers), default=-1)
+    return max(map(float, numbers), default=-1 / len(value.split(",")))
 
 
 def small(words: Sequence[str]) -> list[str]:
     """Return a command with the options appended that make it small."""
     always, most = SIZES.get(program(words), ("", ""))
     words = [re.sub(r"<\w+>", "gla", word) for word in words]
+    # A model's name requires its sizes of the source, which is a small one here.
+    words = [re.sub(r"liger\.py:llama3-8b(?=.*source=)", "liger.py:auto", word) for word in words]
     if program(words).startswith("benchmarks "):
         words = [re.sub("-340m", "-nano", word) for word in words]
     given = _options(words)
+    if program(words) == "eval" and re.search(
+        "perplexity|routing", given.get("--tasks", "perplexity")
+    ):
+        # The other tasks' folders of results keep the names that the pages have.
+        always += " --max_tokens=512 --sequence_length=256"
     added = {k: v for k, v in _options(always.split()).items() if k not in given}
     for option, value in _options(f"{always} {most}".split()).items():
         field = option.startswith("--config.")
-        if option in given and not field and _largest(given[option]) > _largest(value):
+        if option in given and not field and _size(given[option]) > _size(value):
             place = next(i for i, word in enumerate(words) if word.partition("=")[0] == option)
             if "=" in words[place]:
                 words[place] = f"{option}={value}"
@@ -122,26 +137,43 @@ def _fit(words: list[str], added: dict[str, str]) -> None:
         added["--config.model.hidden_size"] = "192"
     if (count := _devices(words)) > 1 and "--config.batch_size" in added:
         added["--config.batch_size"] = str(count)
-    sizes = _options(words) | added
-    if not float(sizes["--config.optimizer.warmup_tokens"]):
-        step = int(sizes["--config.batch_size"]) * int(sizes["--config.data.sequence_length"])
-        # Folders of results are named by the step, and the pages' small runs have eight.
-        most = (
-            min(int(float(sizes["--config.total_tokens"])), 8 * step)
-            if "--config.total_tokens" not in added
-            else 2 * step
-        )
-        words[:] = [re.sub(r"(--config.total_tokens)=.*", rf"\1={most}", word) for word in words]
-        added["--config.total_tokens"] = str(most)
     text = " ".join(words)
-    if "longcrawl64" in text or "configs/fox.py" in config and "slimpajama" not in config:
-        added.pop("--config.model.vocab_size", None)  # GPT-2's
-    pattern = re.search(r"pattern=(\w+)", text)
+    if (
+        gpt2 := "longcrawl64" in text
+        or "configs/fox.py" in config
+        and "tokenizer=bytes" not in text
+    ):
+        small_rows = {"--config.batch_size": "1", "--config.data.sequence_length": "32"}
+        added.update({k: v for k, v in small_rows.items() if k in added and _devices(words) == 1})
+    if "source=" not in config:
+        words[:] = [re.sub(r"(--config.data.sequence_length)=.*", r"\1=64", word) for word in words]
+    sizes = _options(words) | added
+    step = int(sizes["--config.batch_size"]) * int(sizes["--config.data.sequence_length"])
+    if "--config.total_tokens" in added:
+        added["--config.total_tokens"] = str(2 * step)
+    else:
+        # A folder of results is named by the last step of a small run of docs/papers/fox.md, which is the eighth.
+        most = (8 if "configs/fox.py" in config else 2) * step
+        most = max(most, 2 * int(float(sizes["--config.optimizer.warmup_tokens"])))
+        most = min(most, int(float(sizes["--config.total_tokens"])))
+        words[:] = [re.sub(r"(--config.total_tokens)=.*", rf"\1={most}", word) for word in words]
+    if gpt2 and "slimpajama" not in config:
+        added.pop("--config.model.vocab_size", None)
     if "source=" in config:  # the sizes are those of the pretrained model
         for option in [name for name in added if name.startswith("--config.model.")]:
             del added[option]
-    elif "--config.model.num_layers" in added and (pattern or "hybrid=1" in config):
-        added["--config.model.num_layers"] = str(len(pattern[1]) if pattern else 8)
+    elif "--config.model.num_layers" in added:
+        given = sizes.get("--config.model.pattern")
+        named = re.search(r"pattern=(\w+)", config)
+        if given:
+            added["--config.model.num_layers"] = str(len(given))
+        elif named or "mom.py" in config and "hybrid=1" in config:
+            letters = dict.fromkeys(named[1] if named else "LN")  # one layer of each letter
+            added["--config.model.pattern"] = "".join(letters)
+            added["--config.model.num_layers"] = str(len(letters))
+        if "configs/linear_moe.py:a" in config:
+            for letter in dict.fromkeys(added.get("--config.model.pattern", "L")):
+                added[f"--config.model.layers.{letter}.feedforward.expert_size"] = "32"
 
 
 def _devices(words: Sequence[str]) -> int:
@@ -178,8 +210,11 @@ def run(command: Command, folder: Path, cache: Path) -> None:
         return
     if name in OTHERS:
         return _subprocess(command.text, folder, {})
-    doc_files.provide(command.words, folder, cache)
     words, environment = small(command.words), dict(command.environment)
+    if program(words) == "demo":
+        _demo(words, folder, cache)
+        return
+    doc_files.provide(words, folder, cache)
     if (count := _devices(words)) > 1 and "XLA_FLAGS" not in environment:
         environment["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={count}"
     if not environment:
@@ -192,6 +227,28 @@ def run(command: Command, folder: Path, cache: Path) -> None:
     if "XLA_FLAGS" in environment:
         environment["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {environment['XLA_FLAGS']}"
     _subprocess([*start, *rest], folder, environment)
+
+
+def _demo(words: list[str], folder: Path, cache: Path) -> None:
+    """Run demo.py once for all pages, and copy its run into a page's folder.
+
+    So small a run ends with the error that its model is worse than the order-2 model, after everything is written; `make
+    newcomer` runs the complete demo.
+    """
+    run = cache / "runs/demo"
+    if not run.exists():
+        # The compiler optimises, since the tests' settings make the evaluation of 2^18 tokens several times slower.
+        environment = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "0", "XLA_FLAGS": ""}
+        try:
+            _subprocess([sys.executable, str(ROOT / words[1]), *words[2:]], cache, environment)
+        except AssertionError as error:
+            worse = (
+                r"the model has [\d.]+ bits per byte, not less than the order-2 model's [\d.]+\s*$"
+            )
+            if not re.search(worse, str(error)):
+                shutil.rmtree(run, ignore_errors=True)
+                raise
+    shutil.copytree(run, folder / "runs/demo", dirs_exist_ok=True)
 
 
 def _subprocess(command: list[str] | str, folder: Path, environment: dict[str, str]) -> None:

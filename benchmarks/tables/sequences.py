@@ -63,7 +63,7 @@ def _layouts(name: str, cards: int, command: str) -> Table:
         where=lambda row: row["table"] == "layouts" and row["mesh"].get("fsdp", 1) == cards,
         key=_parallel_key,
         lines=_by_mixer,
-        not_run="measures GPUs; docs/papers/linear_moe.md has small calls, which run",
+        not_run="measures GPUs; docs/papers/linear_moe.md runs the program at small sizes on a CPU",
         command=command,
     )
 
@@ -242,7 +242,7 @@ TABLES = [
         where=lambda row: row["table"] == "axes",
         key=_parallel_key,
         lines=lambda rows: sorted(rows, key=lambda row: next((n for n in row["mesh"].values()), 1)),
-        not_run="measures GPUs; docs/papers/linear_moe.md has small calls, which run",
+        not_run="measures GPUs; docs/papers/linear_moe.md runs the program at small sizes on a CPU",
         command=f"{PARALLEL} --table axes --mixers linear_attention {OUTPUT}     # and with --cards 1 or 2\n"
         f"{PARALLEL} --table axes --axes pipeline --rounds 2 --mixers linear_attention {OUTPUT}\n"
         f"{PARALLEL} --table axes --axes expert --exchange ragged --mixers linear_attention {OUTPUT}",
@@ -262,7 +262,7 @@ TABLES = [
         where=lambda row: row["table"] == "lengths",
         key=_parallel_key,
         lines=_cut_rows,
-        not_run="measures GPUs; docs/papers/linear_moe.md has small calls, which run",
+        not_run="measures GPUs; docs/papers/linear_moe.md runs the program at small sizes on a CPU",
         command=f"{PARALLEL} --table lengths --mixers gla,gated_deltanet --counts 1,2 {OUTPUT}\n"
         f"{PARALLEL} --table lengths --mixers deltanet,mamba2,rwkv6,hgrn2,retnet --counts 1,2 --steps 3 {OUTPUT}\n"
         f"{PARALLEL} --table lengths --mixers gla,gated_deltanet --document 4096 --counts 1,2 --steps 3 {OUTPUT}\n"

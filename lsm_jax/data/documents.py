@@ -166,7 +166,7 @@ class Documents:
         """Split the documents into (training, held-out) documents by a hash of their names, of which the
         share `fraction` is held out.
 
-        If there is only one document, a text file, its end is held out: the share `fraction` of its bytes from the begin of a
+        If there is only one document, a text file, its end is held out: the share `fraction` of its bytes from the beginning of a
         line on, and at least a row, about which a warning tells.
 
         Args:

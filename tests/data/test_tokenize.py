@@ -58,7 +58,7 @@ def test_the_share_of_one_text_that_is_held_out(tmp_path, caplog):
         (0.01, 512, 2000),
         (0.3, 512, 60_000),
         (0.5, 65_536, 100_000),
-        (0.01, 8192, 8200),  # a row, from the begin of a line on
+        (0.01, 8192, 8200),  # a row, from the beginning of a line on
         (0.01, 100_000, 100_000),
     ):
         config = DataConfig(path=str(path), sequence_length=length, heldout_fraction=fraction)
