@@ -61,6 +61,8 @@ class Documents:
         begins: [pieces], whether each piece begins its document.
     """
 
+    _divided_at: int | None = None  # where `split` divided a text file, in bytes
+
     def __init__(
         self,
         paths: Sequence[str | Path],
@@ -143,8 +145,9 @@ class Documents:
                 text, prompt = self._record_text(file.read(length), where)
                 return Piece(text, True, True, prompt)
             size = os.fstat(file.fileno()).st_size
-            first = _cut(file, start, size)
-            last = _cut(file, start + length, size)
+            first, last = (
+                x if x == self._divided_at else _cut(file, x, size) for x in (start, start + length)
+            )
             file.seek(first)
             return Piece(_decode(file.read(last - first), original), start == 0, last == size)
 
@@ -167,7 +170,8 @@ class Documents:
         share `fraction` is held out.
 
         If there is only one document, a text file, its end is held out: the share `fraction` of its bytes from the beginning of a
-        line on, and at least a row, about which a warning tells.
+        line on (of a character, if no line that leaves a row to train on begins within 4,096 bytes), and at least a row, about
+        which a warning tells.
 
         Args:
             fraction: the share.
@@ -206,7 +210,7 @@ class Documents:
                 f"and at least a row) and to train on a row, {row_bytes} bytes; accepted are texts of {2 * row_bytes} bytes or "
                 f"more, smaller fractions, shorter rows, {elsewhere})"
             )
-        start = _line_before(path, size - wanted)
+        start = _line_before(path, size - wanted, row_bytes)
         if fraction * size < row_bytes and original not in _told:
             _told.add(original)
             logging.warning(
@@ -219,6 +223,7 @@ class Documents:
         train.lengths[-1] = start - self._start[at]
         held.lengths[0] -= train.lengths[-1]
         held._start = np.array([start, *held._start[1:]])
+        train._divided_at = held._divided_at = start
         held.begins = np.zeros(len(held), bool)
         return train, held
 
@@ -376,14 +381,21 @@ def _cut(file: BinaryIO, offset: int, size: int) -> int:
     return offset + skipped
 
 
-def _line_before(path: Path, offset: int) -> int:
-    """Return the last offset in bytes, at or before `offset`, at which a line of a text file begins; `offset` itself if none
-    does within 4,096 bytes."""
-    first = max(offset - _NEWLINE_SEARCH, 0)
+def _line_before(path: Path, offset: int, least: int) -> int:
+    """Return the last offset in bytes, at or before `offset` and from `least` on, at which a line of a text file begins; if none
+    does within 4,096 bytes, the last one at which a UTF-8 character begins."""
+    first = max(offset - _NEWLINE_SEARCH, least - 1)
     with opened(path) as file:
         file.seek(first)
-        newline = file.read(offset - first).rfind(b"\n")
-    return first + newline + 1 if newline >= 0 else offset
+        ahead = file.read(offset - first + 1)
+    newline = ahead.rfind(b"\n", 0, offset - first)
+    if newline >= 0:
+        return first + newline + 1
+    # Skip the continuation bytes of a UTF-8 character backwards.
+    skipped = 0
+    while skipped < min(3, offset - least) and ahead[offset - first - skipped] & 0xC0 == 0x80:
+        skipped += 1
+    return offset - skipped
 
 
 def _decode(raw: bytes, path: Path) -> str:

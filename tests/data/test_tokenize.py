@@ -77,6 +77,12 @@ def test_the_share_of_one_text_that_is_held_out(tmp_path, caplog):
     config = DataConfig(path=str(path), sequence_length=20_000, tokenizer="gpt2")
     with pytest.raises(ValueError, match="240000 bytes or more"):
         open_documents(config, heldout=True)
+    # The end of a long line begins at a character, wherever the line's own end is.
+    (path := tmp_path / "line.txt").write_text("Title\n" + "ü€" * 400 + "\n")
+    config = DataConfig(path=str(path), sequence_length=257, heldout_fraction=0.01)
+    parts = [open_documents(config, heldout=heldout) for heldout in (False, True)]
+    texts = ["".join(part[i].text for i in range(len(part))) for part in parts]
+    assert "".join(texts) == path.read_text() and len(texts[1].encode()) == 259
 
 
 def test_long_documents_are_cut_and_short_ones_dropped(lines, tmp_path, capsys):
