@@ -69,7 +69,7 @@ REQUIREMENTS = (
     Requirement(
         "x and skip_input in bfloat16",
         lambda c: all(a is None or a.dtype == _SIXTEEN for a in (c.x, c.skip_input)),
-        lambda c: jnp.dtype(c.x.dtype).name,
+        lambda c: ", ".join(jnp.dtype(a.dtype).name for a in (c.x, c.skip_input) if a is not None),
     ),
     Requirement(
         "a gate in bfloat16 or float32",
@@ -82,7 +82,7 @@ REQUIREMENTS = (
         lambda c: str(_tokens(c.x)),
     ),
     Requirement(
-        "groups of 2 to 256 channels, a power of 2, in a multiple of 256 channels; or groups of 256, 512 or 1,024 channels times 1 to 4",
+        "groups of 2 to 64 channels, a power of 2, in a multiple of 256 channels; groups of 128 channels in a multiple of 512; or groups of 256, 512 or 1,024 channels times 1 to 4",
         lambda c: tile_of(c.x.shape[2] * c.x.shape[3], c.group * c.x.shape[3]) is not None,
         lambda c: f"groups of {c.group * c.x.shape[3]} of {c.x.shape[2] * c.x.shape[3]} channels",
     ),
