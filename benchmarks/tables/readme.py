@@ -47,9 +47,10 @@ def _demo(rows: list[Row], model: str) -> str:
 
 def _attention(rows: list[Row]) -> Row:
     """Return the newest row of attention beside FLA: with gates of text if there is one, else with made-up gates."""
-    with_fla = [row for row in rows if "fla" in row]
+    shape = "1x16384x24x64"
+    with_fla = [row for row in rows if "fla" in row and row.get("shape") == shape]
     of_text = [row for row in with_fla if row.get("gates") == "text"]
-    return newest(of_text or with_fla, rows_file="attention.jsonl", shape="1x16384x24x64")
+    return newest(of_text or with_fla, rows_file="attention.jsonl", shape=shape)
 
 
 def _speeds(rows: list[Row], field: str) -> str:
