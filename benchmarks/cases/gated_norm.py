@@ -142,4 +142,6 @@ def rows(args: argparse.Namespace, cases: list[dict[str, Any]]) -> Iterator[dict
                 row[kind] = [
                     round(batch_milliseconds(p.result(), *inputs), 4) for p, inputs in triple
                 ]
-            yield row | dict(errors=errors, right=all(e < TOLERANCES["card"] for e in errors.values()))
+            yield row | dict(
+                errors=errors, right=all(e < TOLERANCES["card"] for e in errors.values())
+            )
