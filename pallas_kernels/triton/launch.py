@@ -87,9 +87,10 @@ def stages_of(stages: int, capability: int | None, shared_loads: bool) -> int:
 
     Products of 9.0 and 10.0 read their operands from shared memory while the program goes on. For a load that is an operand and is read
     into registers too, Triton 3.9 keeps one buffer, and copies the next tile into it while the product may still read the last one.
-    With `shared_loads`, which says that a kernel has such loads, code for these cards therefore has one stage.
+    With `shared_loads`, which says that a kernel has such loads, code for these cards therefore has one stage, and so has code whose
+    capability is not known yet (None: see `_capability`).
     """
-    return 1 if shared_loads and capability is not None and 90 <= capability < 120 else stages
+    return 1 if shared_loads and (capability is None or 90 <= capability < 120) else stages
 
 
 def _jax_triton() -> Any:
