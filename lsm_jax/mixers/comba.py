@@ -11,7 +11,7 @@ The layer is flash-linear-attention's (fla/layers/comba.py): p = sigmoid(d) k an
 each head, then q', k and p are made of unit length. p and k are parallel, so that p = c k with a number c, which is 1 but for
 the epsilon of the lengths (`erase_ratio`). The layer is therefore `delta_memory` with `erase="undecayed"`, the strength β c and
 the value v / c, which costs half the products of `dplr_memory`. d acts nearly only through q'; the eigenvalue along k is α - β, in
-(-1, 1). D starts at 1 there and at 0.01 or 0.02 elsewhere (`correction`).
+(-1, 1). D starts at 1 in that layer, and at 0.01 or 0.02 in other codes (`correction`).
 """
 
 from __future__ import annotations
