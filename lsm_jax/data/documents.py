@@ -145,11 +145,14 @@ class Documents:
                 text, prompt = self._record_text(file.read(length), where)
                 return Piece(text, True, True, prompt)
             size = os.fstat(file.fileno()).st_size
-            first, last = (
-                x if x == self._divided_at else _cut(file, x, size) for x in (start, start + length)
-            )
+            first, last = (self._border(file, x, size) for x in (start, start + length))
             file.seek(first)
             return Piece(_decode(file.read(last - first), original), start == 0, last == size)
+
+    def _border(self, file: BinaryIO, offset: int, size: int) -> int:
+        """Return `_cut` of a piece's border, but no offset behind the place where the text is divided for a border before it."""
+        at, divided = _cut(file, offset, size), self._divided_at
+        return at if divided is None or offset > divided else min(at, divided)
 
     def check_all(self) -> None:
         """Read all documents: raise ValueError, with its file and place, if one cannot be read."""
