@@ -83,11 +83,13 @@ def decode_step(
     Raises:
         NotImplementedError: the arrays given to `decode_step` do not meet a requirement of the kernel's
         backend; the message says which.
-        ValueError: `implementation` is not the name of a backend of `decode_step`.
+        ValueError: `implementation` is not the name of a backend of `decode_step`, or `erase` not one of its words.
     """
     if implementation not in _BACKENDS:
         accepted = tuple(_BACKENDS)
         raise ValueError(f"decode_step: implementation={implementation!r}; accepted are {accepted}")
+    if erase not in ("decayed", "undecayed"):
+        raise ValueError(f"decode_step: erase={erase!r}; accepted are 'decayed' and 'undecayed'")
     if (requirement := unsupported(q, v, memory, implementation)) is not None:
         raise NotImplementedError(
             f"decode_step: implementation={implementation!r} requires {requirement}"

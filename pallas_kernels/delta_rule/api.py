@@ -87,8 +87,10 @@ def delta_rule(
     Raises:
         NotImplementedError: the implementation does not support these arguments; the message gives the
             requirement.
-        ValueError: there is no such implementation.
+        ValueError: there is no such implementation or `erase`.
     """
+    if erase not in ("decayed", "undecayed"):
+        raise ValueError(f"{_OP}: erase={erase!r}; accepted are 'decayed' and 'undecayed'")
     call = MemoryCall(q, k, v, log_decay, erase=erase)
     backend = supported_backend(_OP, implementation, variant_of(log_decay), call)
     length, multiple = q.shape[1], backend.length_multiple(q, k, v)

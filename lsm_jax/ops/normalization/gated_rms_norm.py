@@ -52,7 +52,7 @@ def gated_rms_norm(
             backend's name ("xla" or "mosaic_gpu"), or a tuple of names in order of preference.
 
     Returns:
-        [B, T, H, V] in x's dtype.
+        [B, T, H, V] in x's dtype. With `gate_first` or a skip it has reverse-mode derivatives only.
 
     Raises:
         NotImplementedError: no backend of the given names supports the call; the message names the
