@@ -32,7 +32,7 @@ SIZES = {
     "scripts.make_corpus": (doc_files.CORPUS, ""),
     "scripts.draw_results": ("--output=docs/results/plots", ""),
     "scripts.compare_linearized": ("--tokens=4096 --base_tokens=4096 --heldout_tokens=512", "--methods=liger,lolcats"),
-    "benchmarks convolution": ("--kinds=xla --shapes=1x64x32", ""),
+    "benchmarks convolution": ("--kinds=xla --shapes=1x64x128", ""),
     "benchmarks data_throughput": ("--seconds=0.1 --documents=512", ""),
     "benchmarks decode": ("--methods=gla,mamba --tokens=8", ""),
     "benchmarks decode_step": ("--kinds=xla --heads=1 --dim=16 --size=nano --tokens=8 --batches=1", ""),
