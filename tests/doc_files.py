@@ -256,7 +256,7 @@ FILES: dict[str, Callable[[Path], None]] = {
     "config.json": write_released_config,
     "leaky.py": write_leaky,
 }
-"""What writes each file or folder, by the path that commands have."""
+"""The program that writes each file or folder, by the path that commands have."""
 
 RUNS = {
     "runs/fox": f"python train.py --config=configs/fox.py:pro-125m --config.data.path=longcrawl64 {SMALL} "

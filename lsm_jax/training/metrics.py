@@ -384,7 +384,7 @@ class TrainProgress:
             console=Console(stderr=True),
             disable=self._lines or not self._shown,
         )
-        # Of a complete run no step is compiled.
+        # A complete run compiles no step.
         self._first = "compiling the step" if start < total else "the run is complete"
         self._task = self._bar.add_task(name, total=total, completed=start, status=self._first)
 
