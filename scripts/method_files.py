@@ -39,7 +39,7 @@ kernels that [kernels.md](kernels.md) lists by card): `mosaic_gpu` is a fused ke
 
 Speeds are 10³ tokens per second of a training step of 340M parameters in rows of 2,048 / 16,384 tokens on one H200, from
 [training_steps.md](results/training_steps.md): ours with the optimizer, FLA's (flash-linear-attention) loss and gradients alone.
-Each is of the commit that that page names beside it: Comba's is of its former op, `dplr_memory`.
+Each is of the commit that that page names beside it.
 """
 
 

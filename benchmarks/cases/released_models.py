@@ -61,6 +61,7 @@ BENCHMARK = Benchmark(
     summary="released models' shapes with random weights: prefill, decoding, a step of LoRA",
     key=("model", "layers", "work", "tokens", "rows", "kernels"),
     optional_key={"attention": None},
+    output="docs/released_models.jsonl",
     resume=True,
 )
 

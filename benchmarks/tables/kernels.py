@@ -329,7 +329,7 @@ TABLES = [
             pair("cuDNN, no gates", "cudnn, no gates"),
             pair("FLA", "fla"),
         ),
-        where=lambda row: "fla" in row,
+        where=lambda row: "fla" in row or row.get("gates") == "text",
         key=lambda row: (row["shape"], attention_gates(row)),
         not_run="requires an NVIDIA Hopper GPU",
         command="python -m benchmarks attention --gates made-up,text --peers fla --output docs/attention.jsonl",
