@@ -26,7 +26,7 @@ from lsm_jax.convert.families import FAMILIES
 from lsm_jax.data import DataConfig
 from lsm_jax.mixers import LoRAConfig
 from lsm_jax.mixers.softmax import SoftmaxConfig
-from lsm_jax.models import Decoder, ModelConfig, abstract
+from lsm_jax.models import Decoder, ModelConfig, abstract, sampling
 from lsm_jax.ops.backends.registry import backends_of, names_of_ops, register, unregister
 from lsm_jax.ops.backends.select import clear_choices
 from lsm_jax.parallel import MeshConfig, make_mesh
@@ -161,6 +161,34 @@ def draw_params(config: ModelConfig, shardings: Any = None) -> dict[str, Any]:
     return jax.tree_util.tree_map_with_path(make, *trees)
 
 
+def in_parts(params: dict[str, Any]) -> dict[str, Any]:
+    """Return a model's parameters with a tuple of arrays, one for each period of layers, in place of each stack. Each stack is freed
+    as soon as it is copied, so that a model which fills most of a card can be decoded in unrolled layers.
+    """
+
+    def parts(stack: jax.Array) -> tuple[jax.Array, ...]:
+        taken = jax.block_until_ready(tuple(stack[i] for i in range(len(stack))))
+        stack.delete()
+        return taken
+
+    return params | {"periods": jax.tree.map(parts, params["periods"])}
+
+
+def in_stacks(params: dict[str, Any], *, delete: bool = False) -> dict[str, Any]:
+    """Return the parameters from which `in_parts` made `params`; `delete` frees the parts."""
+
+    def stack(parts: tuple[jax.Array, ...]) -> jax.Array:
+        stacked = jnp.stack(parts)
+        if delete:
+            jax.block_until_ready(stacked)
+            for part in parts:
+                part.delete()
+        return stacked
+
+    is_parts = lambda x: isinstance(x, tuple)  # noqa: E731
+    return params | {"periods": jax.tree.map(stack, params["periods"], is_leaf=is_parts)}
+
+
 @dataclasses.dataclass
 class Inference:
     """The compiled programs that read prompts of one length and decode tokens after them.
@@ -169,6 +197,7 @@ class Inference:
         start: (parameters) -> the state before the first token.
         read: (parameters, tokens [B, N], state) -> the likeliest next token [B, 1], and the state; donates the state.
         decode: (parameters, token [B, 1], state) -> the last token and the state after `count` further ones; donates it.
+        unrolled: whether `decode` requires the parameters as `in_parts` returns them.
         pieces: number of calls of `read` that read a prompt.
         piece: tokens of a prompt that one call reads, N.
         count: tokens that one call of `decode` decodes.
@@ -178,6 +207,7 @@ class Inference:
     start: Future
     read: Future
     decode: Future
+    unrolled: bool
     pieces: int
     piece: int
     count: int
@@ -185,9 +215,18 @@ class Inference:
 
 
 def lower_inference(
-    config: ModelConfig, rows: int, length: int, piece: int, count: int, submit: Callable
+    config: ModelConfig,
+    rows: int,
+    length: int,
+    piece: int,
+    count: int,
+    submit: Callable,
+    *,
+    unrolled: bool = False,
 ) -> Inference:
-    """Trace the programs of inference with prompts of `length` tokens, and give them to `submit`, which compiles them."""
+    """Trace the programs of inference with prompts of `length` tokens, and give them to `submit`, which compiles them; `unrolled`
+    says that one token passes through layers with parameters of their own (`lsm_jax.models.sample`).
+    """
     model = abstract(config)
     graph, shapes = nnx.graphdef(model), in_frozen_dtype(params_of(model), "bfloat16_matrices")
     capacity = length + 2 * count  # of two calls of `decode`
@@ -196,14 +235,19 @@ def lower_inference(
         return nnx.merge(graph, params).init_state(rows, capacity)
 
     def read(params, tokens, state):
-        model = nnx.merge(graph, params)
-        hidden, state, _ = model.hidden(tokens, state=state)
+        return after(nnx.merge(graph, params), None, tokens, state)
+
+    def after(model, periods, tokens, state):
+        hidden, state, _ = model.hidden(tokens, state=state, periods=periods)
         logits = model.logits(hidden[:, -1:])
         return jnp.argmax(logits, axis=-1).astype(jnp.int32), state
 
     def decode(params, token, state):
+        model = nnx.merge(graph, in_stacks(params) if unrolled else params)
+        periods = model.unstack_periods() if unrolled else None
+
         def body(carry, _):
-            return read(params, *carry), None
+            return after(model, periods, *carry), None
 
         return jax.lax.scan(body, (token, state), length=count)[0]
 
@@ -213,10 +257,16 @@ def lower_inference(
         jax.clear_caches()  # an op that was traced before would not record its backend again
         clear_choices()
         tokens = jax.ShapeDtypeStruct((rows, width), jnp.int32)
-        programs.append(submit(jax.jit(function, donate_argnums=2).lower(shapes, tokens, state)))
+        given, options = shapes, None
+        if unrolled and name == "decode":
+            part = lambda x: (jax.ShapeDtypeStruct(x.shape[1:], x.dtype),) * x.shape[0]  # noqa: E731
+            given = shapes | {"periods": jax.tree.map(part, shapes["periods"])}
+            options = sampling.compiler_options(rows, unrolled)
+        jitted = jax.jit(function, donate_argnums=2, compiler_options=options)
+        programs.append(submit(jitted.lower(given, tokens, state)))
         choices[name] = ops.choices()
     started = submit(jax.jit(start).lower(shapes))
-    return Inference(started, *programs, length // piece, piece, count, choices)
+    return Inference(started, *programs, unrolled, length // piece, piece, count, choices)
 
 
 def time_inference(programs: Inference, params: Any, rows: int, vocab: int) -> dict[str, Any]:
@@ -236,10 +286,14 @@ def time_inference(programs: Inference, params: Any, rows: int, vocab: int) -> d
     jax.block_until_ready((token, state))
     prefill, seconds = time.perf_counter() - began, 0.0
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    if programs.unrolled:
+        params |= in_parts(params)  # in place: the caller's stacks are freed
     for _ in range(2):  # the first call is a warm-up
         began = time.perf_counter()
         token, state = jax.block_until_ready(decode(params, token, state))
         seconds = time.perf_counter() - began
+    if programs.unrolled:
+        params |= in_stacks(params, delete=True)
     count = programs.pieces * programs.piece
     return dict(
         prefill_ms=round(1e3 * prefill, 2),

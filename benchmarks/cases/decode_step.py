@@ -5,7 +5,8 @@
 A row for each op and batch, with 16 heads of 128 in bfloat16: microseconds of a step that updates its memory
 in place, where the memory is an array by itself (`kernel_us`) or one of a stack of four layers', as in the
 decoder (`kernel_stacked_us`), and `floor_us`, the time of the step's bytes at 4.3 TB/s. `--models
-gla,gated_deltanet` generates with models of 340M parameters in bfloat16 instead; their rows have tokens/s.
+gla,gated_deltanet` generates with models of 340M parameters in bfloat16 instead; their rows have tokens/s. With
+`--unrolled` their layers have arrays of their own (`lsm_jax.models.sample`).
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ BENCHMARK = Benchmark(
     name="decode_step",
     summary="one token through a memory, fused and in XLA; or tokens/s of models",
     key=("batch",),
-    optional_key={"op": None, "model": None, "tokens": None},
+    optional_key={"op": None, "model": None, "tokens": None, "unrolled": None},
     output="docs/decode_step.jsonl",
 )
 
@@ -154,7 +155,13 @@ def measure(
 
 
 def generate(
-    method: str, size: str, batches: list[int], kinds: list[str], tokens: int, lock: Path | None
+    method: str,
+    size: str,
+    batches: list[int],
+    kinds: list[str],
+    tokens: int,
+    lock: Path | None,
+    unroll: bool = False,
 ) -> Iterator[dict[str, Any]]:
     """Yield, for batch sizes and kinds of backend, rows with the tokens/s at which a model of `method`
     generates `tokens` tokens after prompts of 16.
@@ -172,17 +179,22 @@ def generate(
     graphs = {kind: nnx.split(nnx.eval_shape(lambda k=kind: build(k)))[0] for kind in kinds}
     rest = (None, jax.random.key(0), jnp.float32(0), None)
     static = dict(num_tokens=tokens, greedy=True, top_k=None, stop_token=None, prefill_chunk=None)
+    static["unroll_layers"] = unroll
 
     def compile_case(case):
         batch, kind = case
         prompt = jnp.zeros((batch, 16), jnp.int32)
-        return sampling._sample.lower(graphs[kind], params, prompt, *rest, **static).compile()
+        lowered = sampling.program(batch, unroll).lower(
+            graphs[kind], params, prompt, *rest, **static
+        )
+        return lowered.compile()
 
     cases = [(batch, kind) for batch in batches for kind in kinds]
     with ThreadPoolExecutor() as pool:
         programs = dict(zip(cases, pool.map(compile_case, cases), strict=True))
     for batch in batches:
         row: dict[str, Any] = dict(model=f"{method}-{size}", batch=batch, tokens=tokens)
+        row |= dict(unrolled=True) if unroll else {}
         arguments = params, jnp.zeros((batch, 16), jnp.int32), *rest
         for kind in kinds:
             with alone(lock):
@@ -200,6 +212,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--size", default="340m", help="size of the models")
     parser.add_argument(
+        "--unrolled", action="store_true", help="models' layers one after the other"
+    )
+    parser.add_argument(
         "--tokens", type=int, default=128, help="tokens that a model generates per row"
     )
     parser.add_argument(
@@ -215,6 +230,7 @@ def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
     if args.models:
         return [
             dict(model=f"{method}-{args.size}", batch=batch, tokens=args.tokens)
+            | (dict(unrolled=True) if args.unrolled else {})
             for method in args.models
             for batch in args.batches
         ]
@@ -232,4 +248,6 @@ def rows(args: argparse.Namespace, cases: list[dict[str, Any]]) -> Iterator[dict
         name = f"{method}-{args.size}"
         batches = [case["batch"] for case in cases if case["model"] == name]
         if batches:
-            yield from generate(method, args.size, batches, args.kinds, args.tokens, args.lock)
+            yield from generate(
+                method, args.size, batches, args.kinds, args.tokens, args.lock, args.unrolled
+            )

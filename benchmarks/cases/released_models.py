@@ -60,7 +60,7 @@ BENCHMARK = Benchmark(
     name="released_models",
     summary="released models' shapes with random weights: prefill, decoding, a step of LoRA",
     key=("model", "layers", "work", "tokens", "rows", "kernels"),
-    optional_key={"attention": None},
+    optional_key={"attention": None, "decode": None},
     output="docs/released_models.jsonl",
     resume=True,
 )
@@ -100,6 +100,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "runs by name only",
     )  # fmt: skip
     parser.add_argument(
+        "--unrolled_decode", action="store_true", help="decode with layers one after the other, as with `sample(unroll_layers=True)`"
+    )  # fmt: skip
+    parser.add_argument(
         "--unrolled", action="store_true", help="compile the training step's layers one after the other"
     )  # fmt: skip
     parser.add_argument(
@@ -133,7 +136,10 @@ def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
         of_attention = args.attention and kind == "inference" and kernels == "on"
         about = dict(model=label(args, name), layers=layers, work=kind, tokens=length)
         about |= dict(rows=args.rows, kernels=kernels)
-        return about | ({"attention": args.attention} if of_attention else {})
+        about |= {"attention": args.attention} if of_attention else {}
+        return about | (
+            {"decode": "unrolled"} if args.unrolled_decode and kind == "inference" else {}
+        )
 
     return [
         case(name, kind, length, kernels)
@@ -244,7 +250,8 @@ def prepare(
             with without_kernels() if off else contextlib.nullcontext():
                 if case["work"] == "inference":
                     model = config if off else inference
-                    return lower_inference(model, args.rows, case["tokens"], args.piece, args.tokens, submit)  # fmt: skip
+                    sizes = args.rows, case["tokens"], args.piece, args.tokens
+                    return lower_inference(model, *sizes, submit, unrolled=args.unrolled_decode)
                 return lower_tuning(config, args.rows, case["tokens"], args.unrolled, submit)
 
         def attempt(case: dict[str, Any]) -> Any:

@@ -170,6 +170,7 @@ class Decoder(nnx.Module):
         state: DecoderState | None = None,
         microbatches: int = 0,
         rounds: int = 1,
+        periods: tuple[Any, ...] | None = None,
     ) -> tuple[jax.Array, DecoderState | None, dict[str, jax.Array]]:
         """Return the hidden states [B, T, D] of tokens after the final norm, from which the head computes logits.
 
@@ -189,6 +190,9 @@ class Decoder(nnx.Module):
                 each stage.
                 Ignored with a state, or with one stage.
             rounds: how often each part passes through all stages.
+            periods: what `unstack_periods` returns, for one token of each row with a state, on one device: the layers then run one
+                after the other with these parameters, not in a loop. A loop copies each layer's parameters out of the stack of all
+                before it multiplies by them; products of one token do little else than load parameters.
 
         Returns:
             [B, T, D] in the config's dtype, or [B, T, D + 1] with a last channel of ones if the head has a bias, which
@@ -216,8 +220,12 @@ class Decoder(nnx.Module):
             return self._normed(x), None, self._statistics_of_microbatches(aux)
         unsharded = jax.sharding.get_abstract_mesh().empty and jax.typeof(x).sharding.mesh.empty
         if state is not None and tokens.shape[1] == 1 and unsharded:
-            x, layers, aux = self._decode(apply_period, x, shared, rows, state.layers)
+            x, layers, aux = self._decode(apply_period, x, shared, rows, state.layers, periods)
             return self._normed(x), DecoderState(layers, clock), self._statistics(aux)
+        if periods is not None:
+            raise ValueError(
+                f"periods: accepted is None but for one token with a state on one device; tokens has shape {tokens.shape}"
+            )
         index = jnp.arange(self.num_periods)
         inputs = (self.periods, None if state is None else state.layers, index)
         scanned = functools.partial(apply_period, rows)
@@ -341,7 +349,13 @@ class Decoder(nnx.Module):
             microbatches=microbatches,
         )
 
-    def _decode(self, apply_period, x, shared, rows, states):
+    def unstack_periods(self) -> tuple[Any, ...]:
+        """Return the modules of each period of layers with parameters of their own, copied out of the stacks, for `hidden`."""
+        return tuple(
+            jax.tree.map(lambda p, i=i: p[i], self.periods) for i in range(self.num_periods)
+        )
+
+    def _decode(self, apply_period, x, shared, rows, states, periods=None):
         """Apply all layers to one token per row, and update the stacked memories of all layers in place.
 
         A scan that returns each layer's memories would stack them in new arrays, and copy these back. Here
@@ -355,6 +369,7 @@ class Decoder(nnx.Module):
             shared: the values that travel from layer to layer, by name.
             rows: segment ids, positions and update mask, each [B, 1] or None.
             states: `DecoderState.layers`.
+            periods: what `unstack_periods` returned, or None.
 
         Returns:
             x after the layers, `states` after the token, and the statistics of each layer of the period,
@@ -373,6 +388,13 @@ class Decoder(nnx.Module):
             )
             return (x, shared, put_layer(states, period_states, index)), statistics
 
-        index = jnp.arange(self.num_periods)
-        (x, _, states), aux = jax.lax.scan(decode, (x, shared, states), (self.periods, index))
-        return x, states, aux
+        carry = x, shared, states
+        if periods is None:
+            inputs = self.periods, jnp.arange(self.num_periods)
+            (x, _, states), aux = jax.lax.scan(decode, carry, inputs)
+            return x, states, aux
+        statistics = []
+        for i, period in enumerate(periods):
+            carry, of_period = decode(carry, (period, jnp.int32(i)))
+            statistics.append(of_period)
+        return carry[0], carry[2], jax.tree.map(lambda *each: jnp.stack(each), *statistics)

@@ -23,6 +23,7 @@ def sample(
     stop_token: int | None = None,
     segment_ids: jax.Array | None = None,
     prefill_chunk: int | None = None,
+    unroll_layers: bool = False,
 ) -> jax.Array:
     """Continue each prompt with tokens drawn from the model, one at a time, from a state of constant size.
 
@@ -41,6 +42,9 @@ def sample(
             real token.
         prefill_chunk: the number of prompt tokens to read in one call of the model, to limit memory use; None
             reads the whole prompt in one call.
+        unroll_layers: whether a token passes through the layers one after the other, each with parameters in arrays of its own,
+            instead of through a loop that copies each layer's parameters out of the stack of all. The layers' parameters are then
+            stored twice during the call, and the program takes about twice as long to compile.
 
     Returns:
         The generated tokens, int32 [B, num_tokens].
@@ -53,7 +57,7 @@ def sample(
         model, prompt, num_tokens, temperature, top_k, top_p, stop_token, segment_ids, prefill_chunk
     )
     graphdef, params = nnx.split(model)
-    return _sample(
+    return program(len(prompt), unroll_layers)(
         graphdef,
         params,
         prompt,
@@ -66,6 +70,27 @@ def sample(
         top_k=top_k,
         stop_token=stop_token,
         prefill_chunk=prefill_chunk,
+        unroll_layers=unroll_layers,
+    )
+
+
+def compiler_options(batch: int, unroll_layers: bool) -> dict[str, str] | None:
+    """Return the options with which a program that decodes tokens of `batch` rows is compiled.
+
+    XLA computes the product of one row and a matrix as a sum of products, which it stores, in bfloat16, before it adds them. On a GPU
+    with `unroll_layers`, one row is multiplied as several are.
+    """
+    if unroll_layers and batch == 1 and jax.default_backend() == "gpu":
+        return {"xla_disable_hlo_passes": "dot-strength-reduction"}
+    return None
+
+
+@functools.cache
+def program(batch: int, unroll_layers: bool):
+    """Return the jitted function `_sample` for so many rows."""
+    names = "graphdef", "num_tokens", "greedy", "top_k", "stop_token", "prefill_chunk", "unroll_layers"  # fmt: skip
+    return jax.jit(
+        _sample, static_argnames=names, compiler_options=compiler_options(batch, unroll_layers)
     )
 
 
@@ -104,13 +129,9 @@ def _check(model, prompt, num_tokens, temperature, top_k, top_p, stop_token, seg
             )
 
 
-@functools.partial(
-    jax.jit,
-    static_argnames=("graphdef", "num_tokens", "greedy", "top_k", "stop_token", "prefill_chunk"),
-)
 def _sample(
     graphdef, params, prompt, segment_ids, key, temperature, top_p,
-    *, num_tokens, greedy, top_k, stop_token, prefill_chunk,
+    *, num_tokens, greedy, top_k, stop_token, prefill_chunk, unroll_layers,
 ):  # fmt: skip
     model = nnx.merge(graphdef, params)
     batch, length = prompt.shape
@@ -132,13 +153,16 @@ def _sample(
     first = draw(hidden, 0)
     done = jnp.zeros(batch, bool) if stop_token is None else first == stop_token
 
+    # The barrier keeps XLA from copying the parts in each step.
+    periods = jax.lax.optimization_barrier(model.unstack_periods()) if unroll_layers else None
+
     def unfinished(carry):
         step, _, done, _, _ = carry
         return (step < num_tokens) & ~done.all()
 
     def body(carry):
         step, last, done, tokens, state = carry
-        hidden, state, _ = model.hidden(last[:, None], state=state)
+        hidden, state, _ = model.hidden(last[:, None], state=state, periods=periods)
         token = jnp.where(done, fill, draw(hidden[:, 0], step))
         if stop_token is not None:
             done = done | (token == stop_token)

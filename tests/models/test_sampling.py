@@ -4,13 +4,16 @@ is read; top_k, top_p and temperature; errors.
 
 from __future__ import annotations
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from lsm_jax import models
-from lsm_jax.models.sampling import restrict
+from lsm_jax.models.sampling import program, restrict
 
 KEY = jax.random.key(0)
 
@@ -90,3 +93,29 @@ def test_wrong_arguments_are_refused(plain, call, words):
     call = dict(prompt=plain.tokens[:, :5], num_tokens=2, key=KEY) | call
     with pytest.raises(ValueError, match=words):
         models.sample(plain.model, call.pop("prompt"), **call)
+
+
+def test_unrolled_layers_give_the_same_tokens(gla):
+    for given in (dict(temperature=0.0), dict(temperature=1.0, top_k=5)):
+        call = dict(num_tokens=8, key=KEY) | given
+        loop = models.sample(gla.model, gla.tokens[:, :6], **call)
+        unrolled = models.sample(gla.model, gla.tokens[:, :6], unroll_layers=True, **call)
+        assert (loop == unrolled).all()
+
+
+def test_unrolled_layers_read_their_own_parameters():
+    """No product in the loop over tokens has a part of a stack as its operand."""
+    config = models.lm("gla", "nano")
+    graph, params = nnx.split(nnx.eval_shape(lambda: models.Decoder(config, rngs=nnx.Rngs(0))))
+    rest = (jax.ShapeDtypeStruct((1, 4), jnp.int32), None, KEY, jnp.float32(1), None)
+    static = dict(num_tokens=4, greedy=True, top_k=None, stop_token=None, prefill_chunk=None)
+    stack = jax.tree.leaves(params["periods"]["blocks"][0]["feedforward"]["gate_proj"])[0].shape
+    word = f"f32[{','.join(map(str, stack))}]"
+    for unroll in (False, True):
+        lowered = program(1, unroll).lower(graph, params, *rest, unroll_layers=unroll, **static)
+        text = lowered.compile().as_text()
+        body = re.findall(r"while\(.*body=%?([\w.]+)", text[text.index("ENTRY") :])[
+            -1
+        ]  # prefill's loop is before
+        inside = re.search(rf"^%?{re.escape(body)} .*?^}}", text, re.M | re.S)[0]
+        assert (word in inside) is not unroll
