@@ -197,7 +197,8 @@ class Inference:
         start: (parameters) -> the state before the first token.
         read: (parameters, tokens [B, N], state) -> the likeliest next token [B, 1], and the state; donates the state.
         decode: (parameters, token [B, 1], state) -> the last token and the state after `count` further ones; donates it.
-        unrolled: whether `decode` requires the parameters as `in_parts` returns them.
+        unstack: (state after `read`) -> the state that `decode` requires, with the parameters as `in_parts` returns them; None:
+            `decode` requires both as `read` does.
         pieces: number of calls of `read` that read a prompt.
         piece: tokens of a prompt that one call reads, N.
         count: tokens that one call of `decode` decodes.
@@ -207,7 +208,7 @@ class Inference:
     start: Future
     read: Future
     decode: Future
-    unrolled: bool
+    unstack: Callable | None
     pieces: int
     piece: int
     count: int
@@ -257,16 +258,18 @@ def lower_inference(
         jax.clear_caches()  # an op that was traced before would not record its backend again
         clear_choices()
         tokens = jax.ShapeDtypeStruct((rows, width), jnp.int32)
-        given, options = shapes, None
+        given, given_state, options = shapes, state, None
         if unrolled and name == "decode":
             part = lambda x: (jax.ShapeDtypeStruct(x.shape[1:], x.dtype),) * x.shape[0]  # noqa: E731
             given = shapes | {"periods": jax.tree.map(part, shapes["periods"])}
+            given_state = jax.eval_shape(model.unstack_state, state)
             options = sampling.compiler_options(rows, unrolled)
         jitted = jax.jit(function, donate_argnums=2, compiler_options=options)
-        programs.append(submit(jitted.lower(given, tokens, state)))
+        programs.append(submit(jitted.lower(given, tokens, given_state)))
         choices[name] = ops.choices()
     started = submit(jax.jit(start).lower(shapes))
-    return Inference(started, *programs, unrolled, length // piece, piece, count, choices)
+    unstack = jax.jit(model.unstack_state) if unrolled else None
+    return Inference(started, *programs, unstack, length // piece, piece, count, choices)
 
 
 def time_inference(programs: Inference, params: Any, rows: int, vocab: int) -> dict[str, Any]:
@@ -286,13 +289,14 @@ def time_inference(programs: Inference, params: Any, rows: int, vocab: int) -> d
     jax.block_until_ready((token, state))
     prefill, seconds = time.perf_counter() - began, 0.0
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
-    if programs.unrolled:
+    if programs.unstack is not None:
         params |= in_parts(params)  # in place: the caller's stacks are freed
+        state = programs.unstack(state)
     for _ in range(2):  # the first call is a warm-up
         began = time.perf_counter()
         token, state = jax.block_until_ready(decode(params, token, state))
         seconds = time.perf_counter() - began
-    if programs.unrolled:
+    if programs.unstack is not None:
         params |= in_stacks(params, delete=True)
     count = programs.pieces * programs.piece
     return dict(

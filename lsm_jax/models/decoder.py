@@ -190,9 +190,9 @@ class Decoder(nnx.Module):
                 each stage.
                 Ignored with a state, or with one stage.
             rounds: how often each part passes through all stages.
-            periods: what `unstack_periods` returns, for one token of each row with a state, on one device: the layers then run one
-                after the other with these parameters, not in a loop. A loop copies each layer's parameters out of the stack of all
-                before it multiplies by them; products of one token do little else than load parameters.
+            periods: what `unstack_periods` returns, for one token of each row with a state from `unstack_state`, on one device: the
+                layers then run one after the other with these parameters, not in a loop. A loop copies each layer's parameters and
+                caches out of the stack of all before it multiplies by them; products of one token do little else than load them.
 
         Returns:
             [B, T, D] in the config's dtype, or [B, T, D + 1] with a last channel of ones if the head has a bias, which
@@ -351,9 +351,14 @@ class Decoder(nnx.Module):
 
     def unstack_periods(self) -> tuple[Any, ...]:
         """Return the modules of each period of layers with parameters of their own, copied out of the stacks, for `hidden`."""
-        return tuple(
-            jax.tree.map(lambda p, i=i: p[i], self.periods) for i in range(self.num_periods)
-        )
+        return self._each_period(self.periods)
+
+    def unstack_state(self, state: DecoderState) -> DecoderState:
+        """Return a state whose `layers` is a tuple with the states of each period of layers, copied out of the stacks."""
+        return state._replace(layers=self._each_period(state.layers))
+
+    def _each_period(self, stacked: Any) -> tuple[Any, ...]:
+        return tuple(jax.tree.map(lambda x, i=i: x[i], stacked) for i in range(self.num_periods))
 
     def _decode(self, apply_period, x, shared, rows, states, periods=None):
         """Apply all layers to one token per row, and update the stacked memories of all layers in place.
@@ -368,7 +373,7 @@ class Decoder(nnx.Module):
             x: [B, 1, D], the residual stream before the first layer.
             shared: the values that travel from layer to layer, by name.
             rows: segment ids, positions and update mask, each [B, 1] or None.
-            states: `DecoderState.layers`.
+            states: `DecoderState.layers`, with `periods` that of a state from `unstack_state`.
             periods: what `unstack_periods` returned, or None.
 
         Returns:
@@ -393,8 +398,10 @@ class Decoder(nnx.Module):
             inputs = self.periods, jnp.arange(self.num_periods)
             (x, _, states), aux = jax.lax.scan(decode, carry, inputs)
             return x, states, aux
-        statistics = []
+        after, statistics = [], []
         for i, period in enumerate(periods):
-            carry, of_period = decode(carry, (period, jnp.int32(i)))
+            inputs = period, states[i], jnp.int32(i)
+            (x, shared), (state, of_period) = apply_period(rows, (x, shared), inputs)
+            after.append(state)
             statistics.append(of_period)
-        return carry[0], carry[2], jax.tree.map(lambda *each: jnp.stack(each), *statistics)
+        return x, tuple(after), jax.tree.map(lambda *each: jnp.stack(each), *statistics)

@@ -155,6 +155,7 @@ def _sample(
 
     # The barrier keeps XLA from copying the parts in each step.
     periods = jax.lax.optimization_barrier(model.unstack_periods()) if unroll_layers else None
+    state = model.unstack_state(state) if unroll_layers else state
 
     def unfinished(carry):
         step, _, done, _, _ = carry
