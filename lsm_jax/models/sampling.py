@@ -135,7 +135,8 @@ def _sample(
 ):  # fmt: skip
     model = nnx.merge(graphdef, params)
     batch, length = prompt.shape
-    state = model.init_state(batch, length + num_tokens)
+    # Products with a cache whose length is no multiple of 8 would copy it first.
+    state = model.init_state(batch, -(-(length + num_tokens) // 64) * 64)
     hidden, state = _prefill(model, prompt, segment_ids, state, prefill_chunk)
 
     heat = jnp.maximum(temperature, jnp.finfo(jnp.float32).tiny)

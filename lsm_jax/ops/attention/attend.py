@@ -47,6 +47,7 @@ def attend(
         tokens=tokens,
         positions=positions,
         state=state,
+        final=final,
         segment_ids=segment_ids,
         update_mask=update_mask,
     )

@@ -115,20 +115,27 @@ def prepend_state(
     """Return the positions of the state's tokens followed by those of the call's tokens, and likewise (keys,
     values, sums of log forget gates), of which `new` are the call's.
     """
-    batch, capacity = new[0].shape[0], state.keys.shape[-3]
+    stored, rings = in_rings(state)
+
+    def join(ring, new):
+        return jnp.concatenate([ring.astype(new.dtype), new], axis=1)
+
+    return jax.tree.map(join, stored, positions), jax.tree.map(join, rings, new)
+
+
+def in_rings(state: AttentionState) -> tuple[TokenPositions, tuple]:
+    """Return the positions [B, S C] of the tokens in a state's ring buffers, in the order of the places, and likewise (keys,
+    values, sums of log forget gates); S is 1 with one state per row, whose tokens then have document 0.
+    """
+    batch, capacity = state.keys.shape[0], state.keys.shape[-3]
     slots = state.count[0].size
     newest = state.count.reshape(batch, slots, 1) - 1
     ranks = newest - (newest - jnp.arange(capacity)) % capacity  # below 0 where no token is stored
     ranks = ranks.reshape(batch, slots * capacity)
     documents = jnp.broadcast_to(jnp.repeat(jnp.arange(slots), capacity), ranks.shape)
-    stored = TokenPositions(documents, ranks, ranks >= 0)
-
-    def join(ring, new):
-        ring = ring.reshape(batch, slots * capacity, *new.shape[2:])
-        return jnp.concatenate([ring.astype(new.dtype), new], axis=1)
-
     rings = (state.keys, state.values, state.log_forget)
-    return jax.tree.map(join, stored, positions), jax.tree.map(join, rings, new)
+    flat = lambda ring: ring.reshape(batch, slots * capacity, *ring.shape[state.count.ndim + 1 :])  # noqa: E731
+    return TokenPositions(documents, ranks, ranks >= 0), jax.tree.map(flat, rings)
 
 
 class StoredTokens(NamedTuple):

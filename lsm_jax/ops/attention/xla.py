@@ -14,7 +14,7 @@ from lsm_jax.ops.attention import shared_rows
 from lsm_jax.ops.attention.forget_gates import GateSum
 from lsm_jax.ops.attention.query_blocks import attend_causally, attend_in_blocks
 from lsm_jax.ops.attention.state import AttentionState
-from lsm_jax.ops.attention.token_positions import TokenPositions, prepend_state
+from lsm_jax.ops.attention.token_positions import TokenPositions, in_rings, prepend_state
 from lsm_jax.ops.backends.registry import Call
 from lsm_jax.ops.core import checks
 
@@ -51,7 +51,7 @@ def run_xla(call: Call) -> Array:
     elif options.unmasked:
         output = attend_causally(q, k, v, sums, window=options.window, scale=options.scale)
     else:
-        output = _with_masks(options, q, k, v, sums, positions, state)
+        output = _with_masks(options, q, k, v, sums, positions, state, call.arguments["final"])
         if options.window is None:
             beyond = positions.rank >= state.keys.shape[-3]
             output = jnp.where(beyond[:, :, None, None], jnp.nan, output)
@@ -75,12 +75,19 @@ def _with_masks(
     sums: GateSum | None,
     positions: TokenPositions,
     state: AttentionState,
+    final: AttentionState,
 ) -> Array:
     """Return the output [B, T, H, V] of softmax attention to the tokens of the state and of the call; masks
-    by document and rank select the keys, for one block of queries at a time.
+    by document and rank select the keys, for one block of queries at a time. `final` is the state after the call.
     """
     key_positions, keys = positions, (k, v, sums)
-    if not options.no_state:
+    if _reads_final_state(options, k, v, state):
+        # One token attends to the rings in which it is stored: state and token one after the other would be a copy.
+        key_positions, keys = in_rings(final)
+        if state.count.ndim == 1:
+            here = jnp.broadcast_to(positions.document, key_positions.document.shape)
+            key_positions = key_positions._replace(document=here)
+    elif not options.no_state:
         key_positions, keys = prepend_state(state, positions, keys)
 
     def keys_and_mask(document, rank):
@@ -93,6 +100,14 @@ def _with_masks(
 
     of_queries = (positions.document, positions.rank)
     return attend_in_blocks((q, sums), of_queries, keys_and_mask, options.scale)
+
+
+def _reads_final_state(options: AttentionOptions, k, v, state: AttentionState) -> bool:
+    """Return whether all keys of a call of one token are in the rings after it, with the values that the call has."""
+    window, capacity = options.window, state.keys.shape[-3]
+    same = (state.keys.dtype, state.values.dtype) == (k.dtype, v.dtype)
+    in_ring = window is None or window <= capacity
+    return k.shape[1] == 1 and not options.no_state and in_ring and same
 
 
 def _in_shared_row(
