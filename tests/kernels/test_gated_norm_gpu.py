@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from lsm_jax import ops
+from lsm_jax.ops.backends.select import clear_choices
 from pallas_kernels.compat import gpu_interpreter, races_found
 from pallas_kernels.gated_norm import gated_rms_norm, unsupported
 from pallas_kernels.gated_norm.cases import INTERPRETED, TOLERANCES, Case
@@ -74,22 +75,41 @@ def shapes_of(case: Case) -> tuple[Any, dict[str, Any], Any]:
     return jax.tree.map(full, arrays), options, full(dy)
 
 
-def test_the_op_lowers_to_it_by_name():
-    """By name the op lowers to one kernel forward and one backward on a Hopper GPU; without a name it does not, as long as the
-    kernel has not run on a card.
+def lowered(case: Case, implementation: str | None) -> str:
+    """Return the program for a Hopper GPU of the op's output and gradients."""
+    arrays, options, dy = shapes_of(case)
+
+    def run(arrays, dy):
+        return both(ops.gated_rms_norm, arrays, dy, **options, implementation=implementation)
+
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+        return jax.jit(run).trace(arrays, dy).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize(
+    ("case", "automatic"),
+    [
+        (Case(2, 64, 4, 64, 4, gate_first=True, skip=True), True),
+        (Case(2, 64, 4, 64, gate_first=True), True),
+        (Case(2, 64, 4, 64, 4, skip=True), True),
+        (Case(2, 64, 4, 64), False),
+    ],
+    ids=lambda value: getattr(value, "id", value),
+)
+def test_the_op_selects_it_where_it_is_faster(case, automatic):
+    """On a Hopper GPU calls with a skip or a gate before the norm lower to one kernel forward and one backward; a norm with a gate
+    after it does so by name only, and `ops.choices` says why.
     """
-    arrays, options, dy = shapes_of(Case(2, 64, 4, 64, 4, gate_first=True, skip=True))
-
-    def lowered(implementation):
-        def run(arrays, dy):
-            return both(ops.gated_rms_norm, arrays, dy, **options, implementation=implementation)
-
-        device = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
-        with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
-            return jax.jit(run).trace(arrays, dy).lower(lowering_platforms=("cuda",)).as_text()
-
-    assert lowered("mosaic_gpu").count("custom_call @mosaic_gpu") == 2
-    assert "mosaic_gpu" not in lowered(None)
+    clear_choices()
+    assert lowered(case, None).count("custom_call @mosaic_gpu") == 2 * automatic
+    chosen = ops.choices()["gated_rms_norm"]
+    if automatic:
+        assert chosen.startswith("mosaic_gpu on NVIDIA 9.0")
+    else:
+        reason = "XLA is as fast for a norm with a gate after it and no skip"
+        assert chosen == f"xla (mosaic_gpu not used: {reason})"
+        assert lowered(case, "mosaic_gpu").count("custom_call @mosaic_gpu") == 2
 
 
 def test_names_the_requirement_that_is_not_met():

@@ -30,6 +30,20 @@ def _unsupported_arrays(call: Call) -> str | None:
     return unsupported(x, gate, call.arguments["skip_input"], call.options.group)
 
 
+def _composed(call: Call) -> bool:
+    """Return whether a call has more than a norm and a gate after it: a gate before the norm, or a skip."""
+    return call.options.gate_first or call.arguments["skip"] is not None
+
+
+def _declined(call: Call) -> str | None:
+    """Return the reason, in words, why the fused kernel is not selected automatically (`implementation=None`) for a call that it
+    supports; None if it is.
+    """
+    if _composed(call):
+        return None
+    return "XLA is as fast for a norm with a gate after it and no skip"
+
+
 def run_kernel(call: Call) -> jax.Array:
     """Compute a gated norm by the fused kernel: return the output [B, T, H, V]."""
     from pallas_kernels.gated_norm import gated_rms_norm
@@ -41,8 +55,7 @@ def run_xla(call: Call) -> jax.Array:
     """Compute a gated norm by XLA: return the output [B, T, H, V]. XLA fuses the norm of one array by itself, and one token, as in
     decoding, is no pass over memory.
     """
-    composed = call.options.gate_first or call.arguments["skip"] is not None
-    if composed and call.length > 1:
+    if _composed(call) and call.length > 1:
         return in_few_passes(call.options, **call.arguments)
     function = functools.partial(reference, call.options)
     # Otherwise a scan over layers would save every float32 array between arguments and result.
@@ -58,7 +71,7 @@ register(
         more=_unsupported_arrays,
         platforms=("cuda",),
         compute_capabilities=("9.0",),
-        automatic=False,  # until it has run on a card
+        declined=_declined,
     ),
     Backend(name="xla", run=run_xla),
 )
