@@ -54,7 +54,7 @@ def test_products_of_small_models_are_not_tuned_on_gpus(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(jax.stages.Lowered, "compile", lambda _, options: given.append(options))
     compile_recall(tiny())
-    assert given == 3 * [options]  # the first state, training and the test
+    assert len(given) > 2 and all(x == options for x in given)  # first state, training and test
 
 
 RUN: dict = dict(learning_rates=(1e-3, 1e-2, 1e30), stop_above=1.0)
