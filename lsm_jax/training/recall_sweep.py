@@ -58,7 +58,7 @@ def compiler_options(config: SmallModelsConfig, platform: str) -> dict[str, bool
     """Return XLA's options for the programs of a sweep on a platform: on GPUs no candidate kernel is compiled and timed for a
     product where the model's width is at most 256; elsewhere XLA's own.
 
-    A program of such a model has a hundred products of less than a millisecond, and XLA compiles some thirty kernels for each.
+    The programs of such a model have a hundred products of less than a millisecond, and XLA compiles some thirty kernels for each.
     """
     if platform != "gpu" or config.model.hidden_size > _WIDEST_UNTUNED:
         return {}
