@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from benchmarks import options
 from benchmarks.registry import UsageError
 from benchmarks.timing import program_bytes
 from lsm_jax import ops
@@ -387,14 +386,13 @@ def time_tuning(
     )
 
 
-def with_attention(config: ModelConfig, names: str | None) -> ModelConfig:
-    """Return a model's config whose softmax attention runs on the first of the backends `names` that supports it."""
-    if names is None:
+def with_attention(config: ModelConfig, name: str | None) -> ModelConfig:
+    """Return a model's config whose softmax attention runs on the backend `name`; None changes nothing."""
+    if name is None:
         return config
-    words = tuple(options.words(names))
     layers = {
         letter: dataclasses.replace(
-            layer, mixer=dataclasses.replace(layer.mixer, implementation=words)
+            layer, mixer=dataclasses.replace(layer.mixer, implementation=name)
         )
         if isinstance(layer.mixer, SoftmaxConfig)
         else layer

@@ -1,5 +1,5 @@
 """Tests of the notebooks: the public names that they use exist, their stored outputs are complete and small, and their cells run,
-with few steps by default and as a reader runs them if slow tests are selected."""
+those of two with few steps by default, and those of all also as a reader runs them if slow tests are selected."""
 
 from __future__ import annotations
 

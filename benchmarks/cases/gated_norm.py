@@ -4,7 +4,8 @@
 
 A row for each case of `pallas_kernels.gated_norm.cases.TIMED`: for the fused kernel, XLA's form and the definition
 differentiated by JAX, [ms forward, ms backward alone, ms of both with the forward pass computed again]; and the largest
-difference of each one's output and gradients from the definition in float32, relative to the largest entry.
+difference of each one's output and gradients from the definition in float32, relative to the largest entry. Inputs are drawn and
+results compared on the device; all programs are compiled side by side before any is timed.
 """
 
 from __future__ import annotations
@@ -17,11 +18,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from benchmarks import options
 from benchmarks.registry import Benchmark
-from benchmarks.run import require_gpu
+from benchmarks.run import log, require_gpu
 from benchmarks.timing import alone, batch_milliseconds
 from lsm_jax import ops
 from lsm_jax.ops.normalization.xla import NormOptions, reference
@@ -52,12 +52,12 @@ def norm(kind: str, case: Case):
 
 
 def make(case: Case) -> tuple[dict[str, jax.Array], jax.Array]:
-    """Return random arrays of a case by name, and a gradient of its output."""
-    draws = np.random.default_rng(0)
+    """Return random arrays of a case by name, and a gradient of its output. They are drawn where JAX computes."""
+    keys = iter(jax.random.split(jax.random.key(0), 6))
     shape, bfloat16 = case[:4], jnp.bfloat16
 
     def normal(shape, dtype):
-        return jnp.asarray(draws.standard_normal(shape, np.float32), dtype)
+        return jax.random.normal(next(keys), shape, jnp.float32).astype(dtype)
 
     gate = jnp.float32 if case.wide_gate else bfloat16
     arrays = dict(x=normal(shape, bfloat16), gate=normal(shape, gate))
@@ -67,40 +67,46 @@ def make(case: Case) -> tuple[dict[str, jax.Array], jax.Array]:
     return arrays, normal(shape, bfloat16)
 
 
-def programs(kind: str, case: Case) -> list:
-    """Return three programs, lowered, with their inputs: the forward pass, the backward pass, and both where the backward pass
-    computes the output again, as in a layer whose next product requires it.
+def programs(kind: str, case: Case) -> list[jax.stages.Lowered]:
+    """Return three programs of a case's arrays and the gradient of its output, lowered: the forward pass, the backward pass, and
+    both where the backward pass computes the output again, as in a layer whose next product requires it.
     """
-    call, (arrays, dy) = norm(kind, case), make(case)
+    call = norm(kind, case)
+
+    def forward(arrays, dy):
+        return call(arrays)
 
     def backward(arrays, dy):
         return jax.vjp(call, arrays)[1](dy)
 
-    def both(arrays, dy):
-        output, pull = jax.vjp(call, arrays)
-        return output, pull(dy)
-
-    calls: list = [(call, (arrays,)), (backward, (arrays, dy)), (both, (arrays, dy))]
-    return [(jax.jit(function).lower(*inputs), inputs) for function, inputs in calls]
+    shapes = jax.eval_shape(functools.partial(make, case))
+    functions = (forward, backward, functools.partial(both, call))
+    return [jax.jit(function).lower(*shapes) for function in functions]
 
 
-def error(got: Any, wanted: Any) -> float:
-    """Return the largest difference of two pytrees of arrays, relative to the largest entry of each wanted array."""
-    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True)
-    errors = [jnp.abs(a.astype(jnp.float32) - b).max() / jnp.abs(b).max() for a, b in pairs]
-    return float(jnp.max(jnp.stack(errors)))  # NaN if one is, unlike Python's `max`
-
-
-def wanted(case: Case) -> Any:
-    """Return output and gradients of the definition in float32, for a case's first row."""
-    arrays, dy = jax.tree.map(lambda a: a.astype(jnp.float32), first_row(case))
-    output, pull = jax.vjp(norm("definition", case), arrays)
+def both(call: Any, arrays: dict[str, jax.Array], dy: jax.Array) -> Any:
+    """Return the output and the gradients of a function of arrays by name."""
+    output, pull = jax.vjp(call, arrays)
     return output, pull(dy)
 
 
-def first_row(case: Case) -> Any:
-    """Return a case's arrays and the gradient of its output, with the first row of the batch only."""
-    return jax.tree.map(lambda a: a[:1] if a.ndim == 4 else a, make(case))
+def check(kind: str, case: Case) -> jax.stages.Lowered:
+    """Return the program of a case's arrays and the gradient of its output, lowered, that returns the largest difference of the
+    first row's output and gradients from those of the definition in float32."""
+
+    def compare(arrays, dy):
+        row = jax.tree.map(lambda a: a[:1] if a.ndim == 4 else a, (arrays, dy))
+        wide = jax.tree.map(lambda a: a.astype(jnp.float32), row)
+        return error(both(norm(kind, case), *row), both(norm("definition", case), *wide))
+
+    return jax.jit(compare).lower(*jax.eval_shape(functools.partial(make, case)))
+
+
+def error(got: Any, wanted: Any) -> jax.Array:
+    """Return the largest difference of two pytrees of arrays, relative to the largest entry of each wanted array."""
+    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True)
+    errors = [jnp.abs(a.astype(jnp.float32) - b).max() / jnp.abs(b).max() for a, b in pairs]
+    return jnp.max(jnp.stack(errors))  # NaN if one is, unlike Python's `max`
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -118,30 +124,24 @@ def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
 def rows(args: argparse.Namespace, cases: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     if "kernel" in args.kinds:
         require_gpu("--kinds kernel")
+
+    def compile_case(case: Case) -> tuple:
+        draw = pool.submit(jax.jit(functools.partial(make, case)).lower().compile)
+        of_kinds = {
+            kind: [pool.submit(p.compile) for p in (check(kind, case), *programs(kind, case))]
+            for kind in args.kinds
+        }
+        return draw, of_kinds
+
     with alone(args.lock, shared=True), concurrent.futures.ThreadPoolExecutor(8) as pool:
-        compiled = [
-            [
-                [(pool.submit(p.compile), inputs) for p, inputs in programs(kind, CASES[row["case"]])]
-                for kind in args.kinds
-            ]
-            for row in cases
-        ]  # fmt: skip
+        compiled = [compile_case(CASES[row["case"]]) for row in cases]
+    log("compiled")
     with alone(args.lock):
-        for row, of_kinds in zip(cases, compiled, strict=True):
-            case = CASES[row["case"]]
-            expected, errors = jax.jit(functools.partial(wanted, case))(), {}
-            row = dict(row)
-            for kind, triple in zip(args.kinds, of_kinds, strict=True):
-                call = norm(kind, case)
-
-                def both(arrays, dy, call=call):
-                    output, pull = jax.vjp(call, arrays)
-                    return output, pull(dy)
-
-                errors[kind] = round(error(jax.jit(both)(*first_row(case)), expected), 5)
-                row[kind] = [
-                    round(batch_milliseconds(p.result(), *inputs), 4) for p, inputs in triple
-                ]
-            yield row | dict(
-                errors=errors, right=all(e < TOLERANCES["card"] for e in errors.values())
-            )
+        for row, (draw, of_kinds) in zip(cases, compiled, strict=True):
+            inputs, errors, times = draw.result()(), {}, {}
+            for kind, futures in of_kinds.items():
+                checked, *timed = (future.result() for future in futures)
+                errors[kind] = round(float(checked(*inputs)), 5)
+                times[kind] = [round(batch_milliseconds(p, *inputs), 4) for p in timed]
+            right = all(e < TOLERANCES["card"] for e in errors.values())
+            yield row | times | dict(errors=errors, right=right)

@@ -9,7 +9,7 @@ a forward, and of a forward with its backward, of one row of `--length` tokens i
 `--calls` calls. Documents of `--documents` tokens are packed into the row; 0 is one document. `form` is the one that
 ran: rows of several documents that devices share run masked, whatever `--forms` says, and then have one row. `error`
 is the root mean square of the output's difference from the first case's of the same documents, over that of the
-output. Inputs are random embeddings of text. Everything is compiled before anything is timed.
+output. Inputs are random embeddings of text. Everything is compiled before anything is timed; `--seconds` counts from then.
 """
 
 from __future__ import annotations
@@ -99,7 +99,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", default="bfloat16", help="of the layer's input")
     parser.add_argument("--calls", type=int, default=10, help="calls in a batch")
     parser.add_argument("--max_bytes", type=int, default=12_000_000, help="bytes of text to read")
-    options.add_seconds(parser, 600, "time of all cases; what is not timed by then has no row")
+    options.add_seconds(
+        parser,
+        600,
+        "time of all cases once they are compiled; what is not begun by then has no row",
+    )
 
 
 def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -126,11 +130,14 @@ def rows(args: argparse.Namespace, cases: list[dict[str, Any]]) -> Iterator[dict
     inputs = text.activations(1, args.length, args.width, max_bytes=args.max_bytes)
     with concurrent.futures.ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         built = list(pool.map(lambda case: compiled(case, args, inputs), cases))
-    log("compiled")
+    log(f"compiled in {time.perf_counter() - began:.0f} s")
+    began = time.perf_counter()
     outputs: dict[int, np.ndarray] = {}
     for case, (forward, both, params, x) in zip(cases, built, strict=True):
         if time.perf_counter() - began > args.seconds:
-            log(f"{case}: not timed, the {args.seconds:g} seconds are over")
+            log(
+                f"{case}: not timed, the {args.seconds:g} seconds after compiling are over; a larger --seconds times it"
+            )
             continue
         y = np.asarray(forward(params, x), np.float32)
         expected = outputs.setdefault(case["document"], y)

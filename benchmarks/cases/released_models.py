@@ -55,6 +55,7 @@ from benchmarks.released import (
 from benchmarks.run import log, one_by_one
 from lsm_jax import mixers
 from lsm_jax.models import ModelConfig, count_parameters
+from lsm_jax.ops.backends.registry import backends_of, names_of
 
 BENCHMARK = Benchmark(
     name="released_models",
@@ -95,9 +96,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="on: the backends that run by default; off: XLA; default: %(default)s",
     )  # fmt: skip
     parser.add_argument(
-        "--attention", metavar="NAMES",
-        help="backends of softmax attention in inference, such as mosaic_gpu,xla; the kernel for heads of 256 has no gradient, and "
-        "runs by name only",
+        "--attention", type=options.names(names_of(backends_of("attention"))), metavar="NAMES",
+        help="measure inference once with each of these backends of softmax attention, such as mosaic_gpu,xla; the kernel for heads "
+        "of 256 has no gradient, and runs by name only; default: what the op selects",
     )  # fmt: skip
     parser.add_argument(
         "--unrolled_decode", action="store_true", help="decode with layers one after the other, as with `sample(unroll_layers=True)`"
@@ -131,21 +132,22 @@ def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
         raise UsageError(f"--peers {PEER}: --models {unknown[0]}; accepted are {', '.join(MODELS)}")
     work = [("inference", n) for n in args.lengths] + [("lora", n) for n in args.lora]
 
-    def case(name: str, kind: str, length: int, kernels: str) -> dict[str, Any]:
+    def cases_of(name: str, kind: str, length: int, kernels: str) -> list[dict[str, Any]]:
         layers = model_config(name, args.layers, tiny=args.tiny).num_layers
-        of_attention = args.attention and kind == "inference" and kernels == "on"
         about = dict(model=label(args, name), layers=layers, work=kind, tokens=length)
         about |= dict(rows=args.rows, kernels=kernels)
-        about |= {"attention": args.attention} if of_attention else {}
-        return about | (
-            {"decode": "unrolled"} if args.unrolled_decode and kind == "inference" else {}
-        )
+        if kind == "inference" and args.unrolled_decode:
+            about |= dict(decode="unrolled")
+        if args.attention and kind == "inference" and kernels == "on":
+            return [about | dict(attention=backend) for backend in args.attention]
+        return [about]
 
     return [
-        case(name, kind, length, kernels)
+        case
         for name in args.models
         for kind, length in work
         for kernels in (*args.kernels, *(args.peers if kind == "inference" else ()))
+        for case in cases_of(name, kind, length, kernels)
     ]
 
 
@@ -239,7 +241,6 @@ def prepare(
     args: argparse.Namespace, config: ModelConfig, cases: list[dict[str, Any]]
 ) -> Callable[[dict[str, Any]], dict[str, Any]]:
     """Compile the programs of one model's cases side by side; return the function that times a case and returns its row."""
-    inference = with_attention(config, args.attention)
     with ThreadPoolExecutor(args.workers) as pool:
 
         def submit(lowered: Any) -> Future:
@@ -249,7 +250,7 @@ def prepare(
             off = case["kernels"] == "off"
             with without_kernels() if off else contextlib.nullcontext():
                 if case["work"] == "inference":
-                    model = config if off else inference
+                    model = with_attention(config, case.get("attention"))
                     sizes = args.rows, case["tokens"], args.piece, args.tokens
                     return lower_inference(model, *sizes, submit, unrolled=args.unrolled_decode)
                 return lower_tuning(config, args.rows, case["tokens"], args.unrolled, submit)
@@ -286,6 +287,8 @@ def prepare(
 def line(row: dict[str, Any]) -> str:
     """Return the text that is printed for a row: times and memory, and the backends of the ops."""
     name = f"{row['model']}, {row['layers']} layers"
+    if "attention" in row:
+        name += f", attention {row['attention']}"
     if "error" in row:
         return f"{name}, {row['kernels']}, {row['tokens']:,}: {row['error']}"
     if row["work"] == "inference":

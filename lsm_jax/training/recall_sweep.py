@@ -51,6 +51,21 @@ _QUERIES_AT_A_TIME, _TOKENS_AT_A_TIME = (
 )  # of one batch and member in an evaluation, at most
 
 
+_WIDEST_UNTUNED = 256  # width of a model, up to which XLA does not tune its products
+
+
+def compiler_options(config: SmallModelsConfig, platform: str) -> dict[str, bool | int]:
+    """Return XLA's options for the programs of a sweep on a platform: on GPUs no candidate kernel is compiled and timed for a
+    product where the model's width is at most 256; elsewhere XLA's own.
+
+    The programs of such a model have a hundred products of less than a millisecond, and XLA compiles some thirty kernels for each.
+    """
+    if platform != "gpu" or config.model.hidden_size > _WIDEST_UNTUNED:
+        return {}
+    # Without Triton, products run by cuBLAS, which has kernels for every shape.
+    return {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
+
+
 def make_sweep(config: SmallModelsConfig, num_steps: int) -> Sweep:
     """Return the sweep of a recall config: one member (model) for each pair of a learning rate and a seed. The
     loss is the mean cross-entropy of the answers at the query tokens alone, plus the losses that layers report;
@@ -175,10 +190,11 @@ def compile_recall(config: SmallModelsConfig) -> CompiledSweep:
     first_epoch = blocks()
     steps_per_call = len(first_epoch[0][1])
     sweep = make_sweep(config, config.epochs * len(first_epoch) * steps_per_call)
-    first = jax.jit(sweep.first).lower().compile()
+    options = compiler_options(config, jax.default_backend())
+    first = jax.jit(sweep.first).lower().compile(options)
     state = jax.eval_shape(sweep.first)
     print(f"{config.name}: compiling", file=sys.stderr, flush=True)
-    program = _compile(config, sweep, state, train_data, test_data, steps_per_call)
+    program = _compile(config, sweep, state, train_data, test_data, steps_per_call, options)
     seconds = time.perf_counter() - began
     return CompiledSweep(config, program, first, train_data, blocks, first_epoch, seconds)
 
@@ -329,8 +345,9 @@ def _compile(
     train_data: list[Data],
     test_data: list[Data],
     per_call: int,
+    options: dict[str, bool | int],
 ) -> _Program:
-    """Compile the training and test functions of all tasks of a recall sweep at the same time, in threads;
+    """Compile the training and test functions of all tasks of a recall sweep at the same time, in threads, with XLA's `options`;
     tasks whose arrays have the same shapes share one program."""
     accuracy = make_accuracy(config)
 
@@ -349,7 +366,7 @@ def _compile(
         lowered[False, task.name, task.num_examples] = test.lower(state.params, data)
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
         compiled = dict(
-            zip(lowered, pool.map(lambda x: x.compile(), lowered.values()), strict=True)
+            zip(lowered, pool.map(lambda x: x.compile(options), lowered.values()), strict=True)
         )
 
     def bind(task: Task, data: Data) -> Any:

@@ -9,13 +9,17 @@ import sys
 import types
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 
 from benchmarks import options, registry, run
 from benchmarks import text as texts
 from benchmarks.__main__ import main, make_parser
+from benchmarks.cases import gated_norm, mom_sequence
 from benchmarks.registry import Benchmark, UsageError
 from benchmarks.run import read_rows
+from pallas_kernels.gated_norm.cases import Case
 from tests.faults import campaign
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -183,6 +187,43 @@ def test_an_op_is_measured_from_the_command_line(tmp_path, capsys):
     assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == rows
     main([*command, "--resume"])
     assert len(read_rows(output)) == 2
+
+
+def test_the_seconds_of_memories_on_a_row_count_after_compiling(monkeypatch, capsys):
+    """Compiling lasts 100 s of a clock that this test sets, and so does each timing, of the 150 s that the rows may take."""
+    now = [0.0]
+
+    def pass_time(*_, calls=0):
+        now[0] += 100
+        return 1.0
+
+    def compiled(case, args, inputs):
+        pass_time()
+        return lambda *_: np.ones(1), None, None, None
+
+    monkeypatch.setattr(mom_sequence.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(mom_sequence, "compiled", compiled)
+    monkeypatch.setattr(mom_sequence, "batch_milliseconds", pass_time)
+    monkeypatch.setattr(mom_sequence.text, "activations", lambda *_, **__: None)
+    parser = argparse.ArgumentParser()
+    mom_sequence.add_arguments(parser)
+    args = parser.parse_args(["--devices=1", "--documents=0", "--seconds=150"])
+    cases = mom_sequence.cases(args)
+    assert [row["form"] for row in mom_sequence.rows(args, cases)] == ["packed"]
+    said = capsys.readouterr().err
+    assert "'masked'}: not timed, the 150 seconds after compiling are over; a larger --seconds" in said  # fmt: skip
+
+
+def test_gated_norms_are_drawn_and_compared_by_compiled_programs(tmp_path, monkeypatch):
+    monkeypatch.setitem(gated_norm.CASES, "small", Case(2, 4, 2, 8))
+    monkeypatch.setattr(
+        gated_norm, "batch_milliseconds", lambda program, *x: len(jax.tree.leaves(program(*x)))
+    )
+    output = tmp_path / "rows.jsonl"
+    main(["gated_norm", "--cases=small", "--kinds=xla,definition", f"--output={output}"])
+    (row,) = read_rows(output)
+    assert row["right"] and row["xla"] == row["definition"] == [1, 3, 4]
+    assert 0 < row["errors"]["xla"] < 5e-3
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import time
@@ -10,6 +11,7 @@ import pytest
 
 from benchmarks import registry, released
 from benchmarks.__main__ import main
+from benchmarks.cases import released_models
 from benchmarks.cases.released_models import worker_rows
 from lsm_jax.ops.backends.registry import backends_of, names_of, names_of_ops
 from tests.convert.test_cards import QWEN
@@ -60,6 +62,23 @@ def test_rows_of_a_peer_come_one_by_one_and_within_a_time():
     rows = list(worker_rows(silent, cases, 0.1))
     assert [row["error"] for row in rows] == ["no row within 0.1 s"] * 3
     assert time.monotonic() - began < 300
+
+
+def test_each_backend_of_attention_is_a_case_of_its_own():
+    parser = argparse.ArgumentParser()
+    released_models.add_arguments(parser)
+    command = "--tiny --models qwen3.5-4b --lengths 16 --lora 16 --kernels on,off --attention mosaic_gpu,xla"
+    cases = released_models.cases(parser.parse_args(command.split()))
+    assert [(c["work"], c["kernels"], c.get("attention")) for c in cases] == [
+        ("inference", "on", "mosaic_gpu"), ("inference", "on", "xla"), ("inference", "off", None),
+        ("lora", "on", None), ("lora", "off", None),
+    ]  # fmt: skip
+    for name in ("mosaic_gpu", "xla"):
+        config = released.with_attention(released.model_config("qwen3.5-4b", 4, tiny=True), name)
+        config.validate()
+        assert config.layers["N"].mixer.implementation == name
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--attention", "mosaic"])
 
 
 @pytest.mark.slow

@@ -18,7 +18,13 @@ from tests.training import tiny
 
 
 @pytest.mark.parametrize("method", mixers.METHODS)
-@pytest.mark.parametrize("size", lm.RECIPES)
+@pytest.mark.parametrize(
+    "size",
+    [
+        size if size in ("nano", "340m") else pytest.param(size, marks=pytest.mark.slow)
+        for size in lm.RECIPES
+    ],
+)
 def test_every_named_size_is_valid_and_survives_json(method, size):
     config = lm.get_config(f"{method}-{size}")
     config.validate()

@@ -23,7 +23,13 @@ from lsm_jax.data import RecallTask
 from lsm_jax.models import recall_state_size
 from lsm_jax.parallel import largest_divisor
 from lsm_jax.training import from_dict, read_config, read_rows, to_dict, train_recall
-from lsm_jax.training.recall_sweep import load_task, make_accuracy, make_sweep
+from lsm_jax.training.recall_sweep import (
+    compile_recall,
+    compiler_options,
+    load_task,
+    make_accuracy,
+    make_sweep,
+)
 from lsm_jax.training.sweep import epoch_blocks
 
 
@@ -35,6 +41,20 @@ def tiny(method="linear_attention", **changes):
     tasks = tuple(RecallTask(length=t, num_pairs=p, num_examples=32) for t, p in ((16, 2), (8, 1)))
     fields = dict(train=tasks, test=tasks, batch_size=16, epochs=2, steps_per_call=2)
     return dataclasses.replace(config, **fields | changes)
+
+
+def test_products_of_small_models_are_not_tuned_on_gpus(monkeypatch):
+    config, given = tiny(), []
+    options = compiler_options(config, "gpu")
+    assert options == {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
+    jax.jit(jnp.sin, compiler_options=options)(1.0)  # XLA knows these names
+    assert compiler_options(config, "cpu") == {}
+    config.model.hidden_size = 512
+    assert compiler_options(config, "gpu") == {}
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax.stages.Lowered, "compile", lambda _, options: given.append(options))
+    compile_recall(tiny())
+    assert len(given) > 2 and all(x == options for x in given)  # first state, training and test
 
 
 RUN: dict = dict(learning_rates=(1e-3, 1e-2, 1e30), stop_above=1.0)
