@@ -95,8 +95,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--attention", metavar="NAMES",
-        help="backends of softmax attention in inference, such as mosaic_gpu,xla; the kernel for heads of 256 has no gradient, and "
-        "runs by name only",
+        help="backends of softmax attention in inference, such as mosaic_gpu,xla; default: those that run by default",
     )  # fmt: skip
     parser.add_argument(
         "--unrolled", action="store_true", help="compile the training step's layers one after the other"

@@ -67,7 +67,7 @@ ON_HOPPER = [
 FORWARD_ON_HOPPER = [
     ("attention", (16, 4, 4), 256, 256, "segment_ids", 64),
     ("attention", (16, 4, 4), 256, 256, "log_forget segment_ids update_mask", 20),
-    ("attention", (16, 4, 4), 256, 256, "log_forget window", 12),
+    ("attention", (16, 4, 4), 256, 256, "log_forget window", 28),
 ]
 ON_TPU = [
     *(("linear_memory", *case[:4]) for case in linear_attention_cases.TPU_COMPILED),
