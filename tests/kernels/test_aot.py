@@ -66,7 +66,7 @@ ON_HOPPER = [
 # The same for kernels without a gradient.
 FORWARD_ON_HOPPER = [
     ("attention", (16, 4, 4), 256, 256, "segment_ids", 64),
-    ("attention", (16, 4, 4), 256, 256, "log_forget segment_ids update_mask", 20),
+    ("attention", (16, 4, 4), 256, 256, "log_forget segment_ids update_mask", 40),
     ("attention", (16, 4, 4), 256, 256, "log_forget window", 28),
 ]
 ON_TPU = [
