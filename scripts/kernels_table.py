@@ -106,6 +106,12 @@ KERNELS = {
     ("short_convolution", "triton"): (("any call", "short_convolution.triton"),),
     ("gated_rms_norm", "mosaic_gpu"): (("any call", "gated_norm.hopper"),),
 }  # fmt: skip
+# By a backend's label, the calls that it is for.
+CALLS = {
+    "decode_step": "decode_step: one token",
+    "triton decode_step": "triton decode_step: one token",
+    "mosaic_gpu (xla where differentiated)": "xla where differentiated: heads of 256 channels",
+}
 # The modules of kernels of one token, by the backend's label.
 ONE_TOKEN = {
     "decode_step": (("any call", "decode_step.hopper"),),
@@ -171,7 +177,7 @@ def page() -> str:
             kind = "automatic" if backend.automatic else "by name only"
             if not isinstance(backend.automatic, bool):
                 kind = f"automatic on {', '.join(backend.automatic)}"
-            label = f" ({backend.label}: one token)" if backend.label else ""
+            label = f" ({CALLS[backend.label]})" if backend.label else ""
             parts.append(f"**`{backend.name}`**{label}, on {where}, {kind}. Requires:\n")
             parts.append("\n".join(requirements(op, backend)) + "\n")
     return "\n".join(parts)

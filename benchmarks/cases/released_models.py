@@ -97,8 +97,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--attention", type=options.names(names_of(backends_of("attention"))), metavar="NAMES",
-        help="measure inference once with each of these backends of softmax attention, such as mosaic_gpu,xla; the kernel for heads "
-        "of 256 has no gradient, and runs by name only; default: what the op selects",
+        help="measure inference once with each of these backends of softmax attention, such as mosaic_gpu,xla; default: "
+        "those that run by default",
     )  # fmt: skip
     parser.add_argument(
         "--unrolled_decode", action="store_true", help="decode with layers one after the other, as with `sample(unroll_layers=True)`"

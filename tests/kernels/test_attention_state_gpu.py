@@ -29,9 +29,9 @@ def interpreter(monkeypatch):
     monkeypatch.setattr(pallas_kernels.forgetting_attention, "forgetting_attention", kernel)
 
 
-def tokens_of(length, seed=0, batch=2, gates=True):
+def tokens_of(length, seed=0, batch=2, gates=True, dim=DIM):
     rng = np.random.default_rng(seed)
-    normal = lambda heads: jnp.asarray(rng.normal(size=(batch, length, heads, DIM)), jnp.bfloat16)  # noqa: E731
+    normal = lambda heads: jnp.asarray(rng.normal(size=(batch, length, heads, dim)), jnp.bfloat16)  # noqa: E731
     arrays = dict(q=normal(HEADS), k=normal(KEY_HEADS), v=normal(KEY_HEADS))
     if gates:
         logits = jnp.asarray(rng.normal(size=(batch, length, HEADS)) + 2, jnp.float32)
@@ -43,9 +43,9 @@ def cut(arrays, begin, end):
     return {name: x[:, begin:end] for name, x in arrays.items()}
 
 
-def empty_state(capacity, gates=True, batch=2):
+def empty_state(capacity, gates=True, batch=2, dim=DIM):
     heads = HEADS if gates else None
-    sizes = (batch, capacity, KEY_HEADS, DIM, DIM)
+    sizes = (batch, capacity, KEY_HEADS, dim, dim)
     return ops.attention_state(*sizes, forget_heads=heads, dtype=jnp.bfloat16)
 
 
@@ -68,6 +68,7 @@ SPLITS = {
     "masked": ((120, 80), 200, dict(masked=True)),
     "beyond-the-capacity": ((100, 80), 140, dict(documents=True)),
     "one-token": ((128, 1), 129, {}),
+    "heads-of-256": ((130, 140), 300, dict(gates=False, documents=True, dim=256)),
 }
 
 
@@ -85,16 +86,16 @@ def check_pieces(name):
     between the fused kernel and XLA.
     """
     lengths, capacity, options = SPLITS[name]
-    gates, window = options.get("gates", True), options.get("window")
+    gates, window, dim = options.get("gates", True), options.get("window"), options.get("dim", DIM)
     total = sum(lengths)
-    arrays, rng = tokens_of(total, gates=gates), np.random.default_rng(1)
+    arrays, rng = tokens_of(total, gates=gates, dim=dim), np.random.default_rng(1)
     if options.get("documents"):  # the first row's last document begins in the second piece
         ids = np.stack([np.arange(total) // 85 + 1, np.full(total, 7)])
         ids[1, 40:60] = 0
         arrays["segment_ids"] = jnp.asarray(ids, jnp.int32)
     if options.get("masked"):
         arrays["update_mask"] = jnp.asarray(rng.random((2, total)) < 0.8)
-    state, begin = empty_state(capacity, gates), lengths[0]
+    state, begin = empty_state(capacity, gates, dim=dim), lengths[0]
     call = functools.partial(ops.attention, window=window)
     if begin:
         _, state = call(**cut(arrays, 0, begin), initial_state=state, implementation="xla")
@@ -150,6 +151,36 @@ def check_gradients():
         return jax.grad(loss, argnums=(0, 1), allow_int=True)(cut(arrays, 90, 160), state)
 
     assert_equal(gradients("mosaic_gpu"), gradients("xla"))
+
+
+@pytest.mark.slow
+def test_heads_of_256_are_differentiated_by_xla():
+    """Attention with heads of 256 channels, by the Hopper kernel, has XLA's derivatives to the bit, of the tokens and of a
+    state, under `jax.vmap` and `jax.checkpoint` too.
+    """
+    arrays = tokens_of(90, dim=256)
+    arrays["segment_ids"] = jnp.asarray(np.arange(90) // 40 + 1 + np.zeros((2, 1), int), jnp.int32)
+    first = cut(arrays, 0, 20) | dict(implementation="xla")
+    _, state = ops.attention(**first, initial_state=empty_state(96, dim=256))
+    piece = cut(arrays, 20, 90)
+
+    def gradients(implementation):
+        @jax.checkpoint
+        def attend(piece, state):
+            return ops.attention(**piece, initial_state=state, implementation=implementation)[0]
+
+        def of_row(piece, state):
+            one = jax.tree.map(lambda x: x[None], (piece, state))
+            return jnp.sum(attend(*one).astype(jnp.float32) ** 2)
+
+        gradient = jax.value_and_grad(of_row, argnums=(0, 1), allow_int=True)
+        return jax.jit(jax.vmap(gradient))(piece, state)
+
+    actual, expected = (jax.tree.leaves(gradients(name)) for name in ("mosaic_gpu", "xla"))
+    for a, b in zip(actual, expected, strict=True):
+        if a.dtype != jax.dtypes.float0:
+            np.testing.assert_array_equal(np.float32(a), np.float32(b))
+    assert ops.choices()["attention"].count("mosaic_gpu (xla where differentiated)")
 
 
 @pytest.mark.slow
@@ -236,6 +267,40 @@ def test_prefill_runs_fused_and_decoding_does_not(config, monkeypatch):
     text, chosen = call(1)
     assert "mosaic_gpu" not in text
     assert "mosaic_gpu not used: XLA continues from a state with fewer than 64 tokens" in chosen
+
+
+# Query heads, key heads and their channels of released models.
+RELEASED = {
+    "Qwen3.5-4B": (16, 4, 256),
+    "Qwen3-Next-80B-A3B": (16, 2, 256),
+    "Granite-4.0-H-Small and Nemotron-H-8B": (32, 8, 128),
+    "SmolLM2-360M": (15, 5, 64),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=() if n == "Qwen3.5-4B" else pytest.mark.slow) for n in RELEASED],
+)
+def test_released_models_read_pieces_fused(name, monkeypatch):
+    """At the heads of released models, attention to held keys runs by the Hopper kernel for a piece of 4,096 tokens, and
+    by XLA for one token.
+    """
+    monkeypatch.undo()
+    heads, key_heads, dim = RELEASED[name]
+    sizes = (1, 8192, key_heads, dim, dim)
+    state = jax.eval_shape(lambda: ops.attention_state(*sizes, dtype=jnp.bfloat16))
+
+    def attend(q, k, state):
+        return ops.attention(q, k, k, initial_state=state)
+
+    def arguments(length):
+        return (jax.ShapeDtypeStruct((1, length, n, dim), jnp.bfloat16) for n in (heads, key_heads))
+
+    text, chosen = lowered(attend, *arguments(4096), state)
+    assert "mosaic_gpu" in text and chosen.startswith("mosaic_gpu"), chosen
+    text, chosen = lowered(attend, *arguments(1), state)
+    assert "mosaic_gpu" not in text and chosen.startswith("xla"), chosen
 
 
 def test_a_model_reads_pieces_fused(monkeypatch):

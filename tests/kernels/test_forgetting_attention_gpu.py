@@ -14,11 +14,13 @@ from lsm_jax import ops
 from lsm_jax.ops.attention.backends import run_kernel
 from lsm_jax.ops.attention.xla import AttentionOptions
 from lsm_jax.ops.backends.registry import Call
+from lsm_jax.ops.backends.select import clear_choices
 from lsm_jax.ops.core.segments import read_tokens
 from pallas_kernels.compat import gpu_interpreter, races_found
 from pallas_kernels.forgetting_attention import bounds, forgetting_attention, hopper, unsupported
 from pallas_kernels.forgetting_attention.cases import GRADIENT_TOLERANCE, OUTPUT_TOLERANCE
 from tests.kernels.test_linear_attention_gpu import error
+from tests.ops.test_by_platform import mesh_of
 
 SCALE = 0.2
 
@@ -280,11 +282,6 @@ def test_attention_picks_it_where_cudnn_does_not_serve():
     assert "mosaic_gpu" in text(gated, q, gates)
     assert "mosaic_gpu" in text(lambda q, ids: ops.attention(q, q, q, segment_ids=ids)[0], q, ids)
     assert "mosaic_gpu" not in text(lambda q, g: gated(q, g, implementation="xla"), q, gates)
-    wide = struct((1, 256, 2, 256), jnp.bfloat16)
-    assert "mosaic_gpu" not in text(
-        gated, wide, gates
-    )  # a call without a gradient uses the kernel only by name
-    assert "mosaic_gpu" in text(lambda q, g: gated(q, g, implementation="mosaic_gpu"), wide, gates)
     with pytest.raises(NotImplementedError, match="requires q in bfloat16, not float32"):
         gated(jnp.ones(q.shape), jnp.zeros(gates.shape), implementation="mosaic_gpu")
     with pytest.raises(NotImplementedError, match="no window together with segment_ids"):
@@ -292,6 +289,63 @@ def test_attention_picks_it_where_cudnn_does_not_serve():
             *[jnp.ones(q.shape, q.dtype)] * 3, window=9, segment_ids=jnp.ones((1, 256), jnp.int32),
             implementation="mosaic_gpu",
         )  # fmt: skip
+
+
+def layers(q, ids, implementation=None):
+    """Return the output of two layers of attention with residuals, each computed again in the backward pass."""
+
+    def layer(x, _):
+        k = x[:, :, :2]
+        return x + ops.attention(x, k, k, segment_ids=ids, implementation=implementation)[0], None
+
+    return jax.lax.scan(jax.checkpoint(layer), q, None, length=2)[0]
+
+
+def gradient_of_layers(q, ids, implementation=None):
+    return jax.grad(lambda q: jnp.sum(layers(q, ids, implementation).astype(jnp.float32)))(q)
+
+
+def test_heads_of_256_run_fused_where_nothing_is_differentiated(monkeypatch):
+    """Attention with heads of 256 channels, also under `jax.vmap` in a `jax.lax.scan`, calls the Hopper kernel, and
+    where it is differentiated is the program of XLA's. `ops.choices()` says both.
+    """
+    monkeypatch.setattr(  # in place of the kernel, a function with another output
+        "pallas_kernels.forgetting_attention.forgetting_attention",
+        lambda q, k, v, sums, **more: jnp.full_like(q, 3),
+    )
+    q = jnp.ones((1, 2, 5, 4, 256), jnp.bfloat16)
+    ids = jnp.asarray([[[1, 1, 2, 2, 2], [4, 4, 4, 4, 4]]], jnp.int32)
+
+    def mapped(function, name):
+        return jax.vmap(functools.partial(function, implementation=name))
+
+    np.testing.assert_array_equal(mapped(layers, "mosaic_gpu")(q, ids), q + 3 + 3)
+    by_kernel, by_xla = (
+        str(jax.make_jaxpr(mapped(gradient_of_layers, name))(q, ids))
+        for name in ("mosaic_gpu", "xla")
+    )
+    assert by_kernel == by_xla
+
+    clear_choices()
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+        jax.eval_shape(layers, q[0], ids[0])
+    chosen = ops.choices()["attention"]
+    assert chosen.startswith("mosaic_gpu (xla where differentiated) on NVIDIA 9.0, xla elsewhere")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axes", [(), ("fsdp", "tensor"), ("sequence",)])
+def test_heads_of_256_are_lowered_for_the_card(axes):
+    q = jax.ShapeDtypeStruct((2, 1024, 4, 256), jnp.bfloat16)
+    ids = jax.ShapeDtypeStruct((2, 1024), jnp.int32)
+
+    def text(call):
+        with use_abstract_mesh(mesh_of("gpu", *axes)):
+            return jax.jit(call).trace(q, ids).lower(lowering_platforms=("cuda",)).as_text()
+
+    assert "mosaic_gpu" in text(layers)
+    assert "mosaic_gpu" not in text(gradient_of_layers)
 
 
 def test_attentions_sums_go_on_through_documents(monkeypatch):

@@ -98,6 +98,18 @@ def test_attention_by_cudnn_is_lowered_for_several_cards(axes, with_cudnn):
     assert not any("tensor<0x" in types for _, types in mapped)
 
 
+def test_cudnn_attends_with_heads_of_256_on_hopper(with_cudnn):
+    """cuDNN computes attention with heads of 256 channels, and its gradient, on a Hopper card, and none on a newer card."""
+    q = jax.ShapeDtypeStruct((1, 64, 2, 256), jnp.bfloat16)
+    gradient = jax.grad(lambda q: ops.attention(q, q, q)[0].astype(jnp.float32).sum())
+    with use_abstract_mesh(mesh_of("gpu")):
+        text = jax.jit(gradient).trace(q).lower(lowering_platforms=("cuda",)).as_text()
+    assert "__cudnn$fmhaSoftmaxBackward" in text
+    with use_abstract_mesh(mesh_of("gpu", kind="NVIDIA B200")):
+        with pytest.raises(NotImplementedError, match=r"9.0 up to 256\), not 256 and 256"):
+            jax.eval_shape(lambda q: ops.attention(q, q, q, implementation="cudnn")[0], q)
+
+
 def test_a_partly_mapped_mesh_excludes_cudnn(with_cudnn):
     """cuDNN is not selected for attention with three heads on a mesh with an axis for rows and one for
     heads: the rows can be split over two GPUs, but not the heads.

@@ -45,10 +45,7 @@ def _declined(call: Call) -> str | None:
     """Return the reason, in words, why the fused kernel for Hopper is not selected automatically
     (`implementation=None`) for a call that it supports; None if it is.
     """
-    width, length = call.arguments["q"].shape[-1], call.length
-    if width > 128:
-        return f"the kernel has no gradient for heads of {width} channels"
-    if not call.options.no_state and length < _FEWEST_QUERIES:
+    if not call.options.no_state and call.length < _FEWEST_QUERIES:
         return (
             f"XLA continues from a state with fewer than {_FEWEST_QUERIES} tokens, as in decoding"
         )
@@ -98,6 +95,24 @@ def run_kernel(name: str, call: Call) -> jax.Array:
     return jnp.where(beyond[:, :, None, None], jnp.nan, output)
 
 
+def _has_gradient(call: Call) -> bool:
+    """Return whether the fused kernel for Hopper has a gradient for heads of the call's size."""
+    return call.arguments["q"].shape[-1] <= 128
+
+
+def run_kernel_forward(name: str, call: Call) -> jax.Array:
+    """Compute softmax attention's output [B, T, H, V] as `run_kernel` does, and where it is differentiated, output and
+    derivatives by XLA: for a kernel without a gradient.
+    """
+    attend = jax.custom_jvp(lambda x: run_kernel(name, call._replace(arguments=x)))
+
+    @attend.defjvp
+    def _(primals, tangents):
+        return jax.jvp(lambda x: run_xla(call._replace(arguments=x)), primals, tangents)
+
+    return attend(call.arguments)
+
+
 def _after_stored_tokens(state: AttentionState, k, v, sums: GateSum | None, run, written) -> tuple:
     """Return a call's keys, values, sums of log forget gates, document numbers (`run`) and flags of written
     tokens, each preceded by those of the state's tokens, for a fused kernel of `attention`.
@@ -127,6 +142,15 @@ def _after_stored_tokens(state: AttentionState, k, v, sums: GateSum | None, run,
     )
 
 
+_HOPPER: dict[str, Any] = dict(
+    name="mosaic_gpu",
+    requirements=(ONE_STATE, *REQUIREMENTS, BFLOAT16, *PALLAS),
+    more=functools.partial(_unsupported_by_kernel, "mosaic_gpu"),
+    platforms=("cuda",),
+    compute_capabilities=("9.0",),
+    declined=_declined,
+)
+
 register(
     "attention",
     Backend(
@@ -136,13 +160,15 @@ register(
         platforms=("cuda",),
     ),
     Backend(
-        name="mosaic_gpu",
         run=functools.partial(run_kernel, "mosaic_gpu"),
-        requirements=(ONE_STATE, *REQUIREMENTS, BFLOAT16, *PALLAS),
-        more=functools.partial(_unsupported_by_kernel, "mosaic_gpu"),
-        platforms=("cuda",),
-        compute_capabilities=("9.0",),
-        declined=_declined,
+        concerns=_has_gradient,
+        **_HOPPER,
+    ),
+    Backend(
+        run=functools.partial(run_kernel_forward, "mosaic_gpu"),
+        label="mosaic_gpu (xla where differentiated)",
+        concerns=lambda call: not _has_gradient(call),
+        **_HOPPER,
     ),
     Backend(
         name="mosaic_tpu",

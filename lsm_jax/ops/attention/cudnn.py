@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
 from lsm_jax.ops.backends.registry import Call
+from lsm_jax.ops.core.platforms import compute_capabilities
 from pallas_kernels.requirements import Requirement
 
 
@@ -24,7 +25,8 @@ def _heads_supported(call: Call) -> bool:
 
 def _channels_supported(call: Call) -> bool:
     key_dim, value_dim = (call.arguments[n].shape[3] for n in "qv")
-    return key_dim == value_dim and key_dim % 8 == 0 and key_dim <= 128
+    most = 256 if compute_capabilities() == {"9.0"} else 128
+    return key_dim == value_dim and key_dim % 8 == 0 and key_dim <= most
 
 
 REQUIREMENTS = (
@@ -43,7 +45,9 @@ REQUIREMENTS = (
         "as many key heads as value heads, and a multiple of them as query heads", _heads_supported
     ),
     Requirement(
-        "as many key channels as value channels, a multiple of 8 up to 128", _channels_supported
+        "as many key channels as value channels, a multiple of 8 up to 128 (on compute capability 9.0 up to 256)",
+        _channels_supported,
+        lambda call: " and ".join(str(call.arguments[n].shape[3]) for n in "kv"),
     ),
     Requirement("T of at least 2", lambda call: call.arguments["q"].shape[1] >= 2),
     Requirement("an NVIDIA GPU in this process, and cuDNN", lambda call: has_cudnn()),
