@@ -171,7 +171,7 @@ def _fit(words: list[str], added: dict[str, str]) -> None:
             letters = dict.fromkeys(named[1] if named else "LN")  # one layer of each letter
             added["--config.model.pattern"] = "".join(letters)
             added["--config.model.num_layers"] = str(len(letters))
-        if "configs/linear_moe.py:a" in config:
+        if "configs/linear_moe.py:a" in config or "feedforward=moe" in config:
             for letter in dict.fromkeys(added.get("--config.model.pattern", "L")):
                 added[f"--config.model.layers.{letter}.feedforward.expert_size"] = "32"
 
