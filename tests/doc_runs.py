@@ -101,7 +101,10 @@ def small(words: Sequence[str]) -> list[str]:
     # A model's name requires its sizes of the source, which is a small one here.
     words = [re.sub(r"liger\.py:llama3-8b(?=.*source=)", "liger.py:auto", word) for word in words]
     if program(words).startswith("benchmarks "):
-        words = [re.sub("-340m", "-nano", word) for word in words]
+        smaller = {"published": "tiny", "medium": "small"}  # of sizes by name
+        words = [smaller.get(word, re.sub("-340m", "-nano", word)) for word in words]
+    if program(words) == "benchmarks liger":  # of the numbers of several rows the first
+        words = [re.sub(r"^(\d+)(,\d+){2,}$", r"\1", word) for word in words]
     given = _options(words)
     if program(words) == "eval" and re.search(
         "perplexity|routing", given.get("--tasks", "perplexity")
