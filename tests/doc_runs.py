@@ -51,7 +51,7 @@ SIZES = {
     "benchmarks liger": ("--model=auto --scale=1e-4 --seconds=1 --heldout_tokens=1024 --workers=1 --batch_size=1", ""),
     "benchmarks liger_branches": ("--model=auto --batch_size=1", ""),
     "benchmarks liger_decode": ("--model=smollm2-135m --layers=1 --tokens=1024 --batch_size=1 --seconds=1", "--sample_tokens=1024"),
-    "benchmarks linear_moe_curve": ("--tokens=256 --length=32 --batch_size=2 --width=32 --layers=4", ""),
+    "benchmarks linear_moe_curve": ("--tokens=256 --length=32 --batch_size=2 --width=64 --layers=4", ""),
     "benchmarks linear_moe_decode": ("--size=tiny --tokens=1024 --batch_size=1", ""),
     "benchmarks methods": ("--methods=gla --size=nano --tokens=131072", ""),
     "benchmarks model_step": ("--lengths=32 --tokens=32 --vocab_size=64 --workers=1", ""),
