@@ -15,7 +15,7 @@ from scripts.doc_blocks import ROOT, blocks
 from tests import doc_commands
 
 GOLDENS = ROOT / "tests/convert"
-OUTPUT = re.compile(r"--(?:out|output|workdir)[= ]\S+")
+OUTPUT = re.compile(r"--(?:out|output|workdir|heldout)[= ]\S+")
 RUN = re.compile(r"(?<![\w/.-])runs/[\w.-]+")
 # Options of a training run that make it small; a run's steps have 2 rows of 64 tokens.
 SMALL = (
@@ -58,6 +58,11 @@ def write_tokenizer(folder: Path) -> None:
 
     folder.mkdir(parents=True, exist_ok=True)
     write(folder)
+
+
+def write_tokenizer_file(path: Path) -> None:
+    write_tokenizer(path.parent / "tokenizer")
+    shutil.copy(path.parent / "tokenizer/tokenizer.json", path)
 
 
 def write_slimpajama(folder: Path) -> None:
@@ -235,6 +240,7 @@ FILES: dict[str, Callable[[Path], None]] = {
     "STORE": write_store,
     "longcrawl64": write_gpt2_store,
     "slimpajama": write_slimpajama,
+    "TOKENIZER.json": write_tokenizer_file,
     "packages": write_packages,
     "data/corpus": write_corpus,
     "data/essays": lambda folder: write_suites(folder.parent),

@@ -47,11 +47,11 @@ SIZES = {
         "--variant=tiny,mixer=gla",
     ),
     "benchmarks experts": ("--tokens=16 --width=16 --layers=dense,grouped", ""),
-    "benchmarks lengths": ("--length=64 --tokens=512 --width=32 --layers=1 --batch_size=1 --beyond=2 --batches=1", ""),
+    "benchmarks lengths": ("--length=64 --tokens=262144 --width=128 --layers=1 --batch_size=1 --beyond=2 --batches=1", ""),
     "benchmarks liger": ("--model=auto --scale=1e-4 --seconds=1 --heldout_tokens=1024 --workers=1 --batch_size=1", ""),
     "benchmarks liger_branches": ("--model=auto --batch_size=1", ""),
     "benchmarks liger_decode": ("--model=smollm2-135m --layers=1 --tokens=1024 --batch_size=1 --seconds=1", "--sample_tokens=1024"),
-    "benchmarks linear_moe_curve": ("--tokens=256 --length=32 --batch_size=2 --width=32 --layers=4", ""),
+    "benchmarks linear_moe_curve": ("--tokens=256 --length=32 --batch_size=2 --width=64 --layers=4", ""),
     "benchmarks linear_moe_decode": ("--size=tiny --tokens=1024 --batch_size=1", ""),
     "benchmarks methods": ("--methods=gla --size=nano --tokens=131072", ""),
     "benchmarks model_step": ("--lengths=32 --tokens=32 --vocab_size=64 --workers=1", ""),
@@ -101,7 +101,12 @@ def small(words: Sequence[str]) -> list[str]:
     # A model's name requires its sizes of the source, which is a small one here.
     words = [re.sub(r"liger\.py:llama3-8b(?=.*source=)", "liger.py:auto", word) for word in words]
     if program(words).startswith("benchmarks "):
-        words = [re.sub("-340m", "-nano", word) for word in words]
+        smaller = {"published": "tiny", "medium": "small"}  # of sizes by name
+        words = [smaller.get(word, re.sub("-340m", "-nano", word)) for word in words]
+    if program(words).startswith("benchmarks liger"):
+        # The small model whose tokenizer has bytes; of the numbers of several rows the first.
+        words = [re.sub(r"^SmolLM2\.gguf$", "SOURCE", word) for word in words]
+        words = [re.sub(r"^(\d+)(,\d+){2,}$", r"\1", word) for word in words]
     given = _options(words)
     if program(words) == "eval" and re.search(
         "perplexity|routing", given.get("--tasks", "perplexity")
@@ -120,6 +125,8 @@ def small(words: Sequence[str]) -> list[str]:
     if program(words) == "train":
         _fit(words, added)
     given = _options(words)
+    if re.fullmatch("benchmarks (?!report).*", program(words)):
+        words = [*words, "--no-resume"]  # the stored rows of a case do not replace its run
     return [
         *words,
         *(f"{option}={value}" for option, value in added.items() if option not in given),
@@ -171,7 +178,7 @@ def _fit(words: list[str], added: dict[str, str]) -> None:
             letters = dict.fromkeys(named[1] if named else "LN")  # one layer of each letter
             added["--config.model.pattern"] = "".join(letters)
             added["--config.model.num_layers"] = str(len(letters))
-        if "configs/linear_moe.py:a" in config:
+        if "configs/linear_moe.py:a" in config or "feedforward=moe" in config:
             for letter in dict.fromkeys(added.get("--config.model.pattern", "L")):
                 added[f"--config.model.layers.{letter}.feedforward.expert_size"] = "32"
 

@@ -29,10 +29,14 @@ _BASH = """_lsm() {{
     [ -n "$ZSH_VERSION" ] || before=${{word%"${{word##*[=:]}}"}}
     COMPREPLY=($(compgen -W "$words" -- "$word"))
     COMPREPLY=("${{COMPREPLY[@]#"$before"}}")
-    if [ -z "${{COMPREPLY[*]}}" ]; then COMPREPLY=($(compgen -f -- "${{word##*=}}")); fi
+    if [ -z "${{COMPREPLY[*]}}" ]; then
+        local IFS=$'\\n'  # names of files may have blanks
+        COMPREPLY=($(compgen -f -- "${{word##*=}}"))
+        [ -n "$ZSH_VERSION" ] || compopt -o filenames  # of other words it would write \\= and \\:
+    fi
     case "${{COMPREPLY[*]}}" in *=|*:) [ -n "$ZSH_VERSION" ] || compopt -o nospace ;; esac
 }}
-complete -o filenames -F _lsm lsm"""
+complete {options}-F _lsm lsm"""
 
 
 def words_of(name: str) -> list[str]:
@@ -85,9 +89,10 @@ def script(shell: str) -> str:
         hint = did_you_mean(shell, SHELLS)
         raise ValueError(f"SHELL={shell!r}; accepted are {', '.join(SHELLS)}{hint}")
     cases = "\n".join(f'        {name}) words="{" ".join(words_of(name))}" ;;' for name in names)
-    bash = _BASH.format(commands=" ".join(names), cases=cases)
-    start = "autoload -U +X bashcompinit && bashcompinit\n" if shell == "zsh" else ""
-    return start + bash
+    start, options = "", ""
+    if shell == "zsh":
+        start, options = "autoload -U +X bashcompinit && bashcompinit\n", "-o filenames "
+    return start + _BASH.format(commands=" ".join(names), cases=cases, options=options)
 
 
 def main(arguments: Sequence[str]) -> int:

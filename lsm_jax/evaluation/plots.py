@@ -278,7 +278,8 @@ def plot_step_times(times: Mapping[str, Any], path: str | os.PathLike[str]) -> P
     axes.barh(["idle"], [times["idle"]], color="#dddddd")
     axes.invert_yaxis()
     label_axes(axes, "milliseconds", "")
-    return save_figure(figure, path, legend=axes)
+    figure.legend(loc="outside right center", frameon=False, fontsize=9)  # bars may fill the axes
+    return save_figure(figure, path)
 
 
 def colours(number: int) -> list[str]:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
 import re
+import select
 import shutil
 import subprocess
 import sys
@@ -336,6 +339,40 @@ def test_bash_completes(line, index, expected):
         assert found and all(word.startswith("--needle.") for word in found)
     else:
         assert sorted(found) == expected
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+@pytest.mark.parametrize(
+    ("typed", "shown"),
+    [("lsm train --conf", "--config="), ("lsm train --config=linear", "--config=linear_moe:"), ("lsm train --workdir=read", "readme\\ 1.md ")],
+)  # fmt: skip
+def test_the_tab_key_completes_in_an_interactive_bash(typed, shown, tmp_path):
+    """Readline inserts the words without backslashes, which would end the completion; names of files have them."""
+    (tmp_path / "readme 1.md").touch()
+    (tmp_path / "script").write_text(completion.script("bash"))
+    terminal, end = pty.openpty()
+    shell = subprocess.Popen(
+        ["bash", "--norc", "--noprofile", "-i"], stdin=end, stdout=end, stderr=end, cwd=tmp_path,
+        env=os.environ | {"TERM": "dumb", "PS1": "> "}, start_new_session=True,
+    )  # fmt: skip
+    os.close(end)
+
+    def type_until(text, expected):
+        os.write(terminal, text.encode())
+        printed = b""
+        while not printed.replace(b"\a", b"").endswith(expected.encode()):
+            ready, _, _ = select.select([terminal], [], [], 20)
+            assert ready, printed
+            printed += os.read(terminal, 4096)
+
+    try:
+        type_until("", "> ")
+        type_until(". ./script\n", "\n> ")
+        type_until(f"{typed}\t", shown)
+    finally:
+        shell.kill()
+        shell.wait()
+        os.close(terminal)
 
 
 def test_the_page_of_a_config_lists_its_fields(capsys):

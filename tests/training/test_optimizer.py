@@ -264,7 +264,8 @@ def losses_after_four_steps(name, **mesh_sizes):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "tensor"), [("lion", 1), ("muon", 1), ("adafactor", 1), ("adafactor", 2)]
+    ("name", "tensor"),
+    [("adamw", 1), ("lion", 1), ("muon", 1), ("adafactor", 1), ("adafactor", 2)],
 )
 def test_a_sharded_optimizer_is_that_of_one_device(name, tensor):
     devices = 2 * tensor
