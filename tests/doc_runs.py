@@ -47,7 +47,7 @@ SIZES = {
         "--variant=tiny,mixer=gla",
     ),
     "benchmarks experts": ("--tokens=16 --width=16 --layers=dense,grouped", ""),
-    "benchmarks lengths": ("--length=64 --tokens=262144 --width=128 --layers=1 --batch_size=1 --beyond=2 --batches=1", ""),
+    "benchmarks lengths": ("--models=pro --length=64 --step_tokens=512 --tokens=2048 --width=128 --layers=1 --batch_size=1 --beyond=2 --batches=1", ""),
     "benchmarks liger": ("--model=auto --scale=1e-4 --seconds=1 --heldout_tokens=1024 --workers=1 --batch_size=1", ""),
     "benchmarks liger_branches": ("--model=auto --batch_size=1", ""),
     "benchmarks liger_decode": ("--model=smollm2-135m --layers=1 --tokens=1024 --batch_size=1 --seconds=1", "--sample_tokens=1024"),

@@ -24,7 +24,7 @@ import jax
 import numpy as np
 
 from benchmarks import options
-from benchmarks.registry import Benchmark
+from benchmarks.registry import Benchmark, UsageError
 from benchmarks.run import one_by_one
 from benchmarks.timing import provenance
 from benchmarks.training import last_value, median_speed, train_to_end
@@ -74,7 +74,6 @@ def measure(name: str, args: argparse.Namespace, data: Path, workdir: Path) -> d
     """Train the model `name`, evaluate its perplexity on rows longer than those of training, and return the
     benchmark's row.
     """
-    tokens_per_step = 131_072
     config = TrainConfig(
         name=name,
         model=model_config(name, args.width, args.layers),
@@ -82,7 +81,7 @@ def measure(name: str, args: argparse.Namespace, data: Path, workdir: Path) -> d
         optimizer=OptimizerConfig(
             peak_lr=args.peak_lr, warmup_tokens=args.tokens // 10, weight_decay=0.1
         ),
-        batch_size=tokens_per_step // args.length,
+        batch_size=args.step_tokens // args.length,
         total_tokens=args.tokens,
         log_every=16,
         eval_every=0,
@@ -119,6 +118,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", type=options.words, default=MODELS)
     parser.add_argument("--length", type=int, default=4096, help="bytes of a training row")
     parser.add_argument("--tokens", type=int, default=33_554_432, help="tokens of training")
+    parser.add_argument("--step_tokens", type=int, default=131_072, help="tokens of a step")
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--peak_lr", type=float, default=1e-3)
@@ -139,6 +139,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
     for name in args.models:
         model_config(name, args.width, args.layers)
+    if args.step_tokens < 1 or args.step_tokens % args.length:
+        raise UsageError(f"--step_tokens {args.step_tokens}: accepted are multiples of --length={args.length}")  # fmt: skip
     setting = dict(length=args.length, tokens=args.tokens, peak_lr=args.peak_lr)
     return [dict(model=name, **setting) for name in args.models]
 
