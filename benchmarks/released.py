@@ -290,13 +290,15 @@ def time_inference(programs: Inference, params: Any, rows: int, vocab: int) -> d
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
     if programs.unstack is not None:
         params |= in_parts(params)  # in place: the caller's stacks are freed
-        state = programs.unstack(state)
-    for _ in range(2):  # the first call is a warm-up
-        began = time.perf_counter()
-        token, state = jax.block_until_ready(decode(params, token, state))
-        seconds = time.perf_counter() - began
-    if programs.unstack is not None:
-        params |= in_stacks(params, delete=True)
+    try:
+        state = state if programs.unstack is None else programs.unstack(state)
+        for _ in range(2):  # the first call is a warm-up
+            began = time.perf_counter()
+            token, state = jax.block_until_ready(decode(params, token, state))
+            seconds = time.perf_counter() - began
+    finally:
+        if programs.unstack is not None:
+            params |= in_stacks(params, delete=True)
     count = programs.pieces * programs.piece
     return dict(
         prefill_ms=round(1e3 * prefill, 2),

@@ -85,7 +85,7 @@ def write_packages(folder: Path) -> None:
     files = {f"package/{n}.txt": prose(n, 60).encode() for n in range(200)}
     files |= {
         f"package/name{n}.txt": (
-            f"The keeper is {names[n]} of the tower.\n{prose(1000 + n, 6)}Ask for {names[n]} again.\n"
+            f"The keeper is {names[n]} of the tower.\n{prose(1000 + n, 6)}Ask the people for {names[n]} again.\n"
         ).encode()
         for n in range(200)
     }

@@ -48,7 +48,7 @@ def test_only_sizes_are_changed():
     assert changed[2] == "--workdir=x" and "--max_tokens=512" in changed
     assert words[4:] == changed[4:6] and words[3] not in changed
     words = "python -m benchmarks lengths --tokens 16777216 --output -".split()
-    assert doc_runs.small(words)[3:8] == ["lengths", "--tokens", "262144", "--output", "-"]
+    assert doc_runs.small(words)[3:8] == ["lengths", "--tokens", "2048", "--output", "-"]
 
 
 def test_a_command_that_fails_is_noticed(tmp_path):

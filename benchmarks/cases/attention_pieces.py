@@ -51,7 +51,13 @@ def sizes_of(case: str) -> tuple[int, ...]:
     """
     if not re.fullmatch(r"\d+(x\d+){4}\+\d+", case):
         raise UsageError(f"--cases {case}: accepted are names such as {CASES[0]}")
-    return tuple(map(int, re.split(r"[x+]", case)))
+    sizes = tuple(map(int, re.split(r"[x+]", case)))
+    _, length, heads, key_heads, _, held = sizes
+    if 0 in sizes[:5] or heads % key_heads or length + held <= 128:
+        raise UsageError(
+            f"--cases {case}: accepted are sizes from 1, H a multiple of Hk, and more than 128 tokens with those held"
+        )
+    return sizes
 
 
 def make(case: str) -> tuple[dict[str, jax.Array], ops.AttentionState | None]:

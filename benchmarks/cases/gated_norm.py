@@ -90,18 +90,19 @@ def both(call: Any, arrays: dict[str, jax.Array], dy: jax.Array) -> Any:
     return output, pull(dy)
 
 
-def check(kind: str, case: Case) -> jax.stages.Lowered:
-    """Return the program of a case's arrays and the gradient of its output, lowered, that returns the largest difference of the
-    first row's output and gradients from those of the definition in float32."""
+def of_first_row(kind: str, case: Case, dtype: Any = None) -> jax.stages.Lowered:
+    """Return the program of a case's arrays and the gradient of its output, lowered, that returns the output and gradients of the
+    first row, computed from arrays of their own dtype or `dtype`. Two kinds in one program would share its roundings.
+    """
 
-    def compare(arrays, dy):
+    def first(arrays, dy):
         row = jax.tree.map(lambda a: a[:1] if a.ndim == 4 else a, (arrays, dy))
-        wide = jax.tree.map(lambda a: a.astype(jnp.float32), row)
-        return error(both(norm(kind, case), *row), both(norm("definition", case), *wide))
+        return both(norm(kind, case), *jax.tree.map(lambda a: a.astype(dtype or a.dtype), row))
 
-    return jax.jit(compare).lower(*jax.eval_shape(functools.partial(make, case)))
+    return jax.jit(first).lower(*jax.eval_shape(functools.partial(make, case)))
 
 
+@jax.jit
 def error(got: Any, wanted: Any) -> jax.Array:
     """Return the largest difference of two pytrees of arrays, relative to the largest entry of each wanted array."""
     pairs = zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True)
@@ -126,22 +127,26 @@ def rows(args: argparse.Namespace, cases: list[dict[str, Any]]) -> Iterator[dict
         require_gpu("--kinds kernel")
 
     def compile_case(case: Case) -> tuple:
-        draw = pool.submit(jax.jit(functools.partial(make, case)).lower().compile)
+        draw = jax.jit(functools.partial(make, case)).lower()
+        wanted = of_first_row("definition", case, jnp.float32)
         of_kinds = {
-            kind: [pool.submit(p.compile) for p in (check(kind, case), *programs(kind, case))]
+            kind: [
+                pool.submit(p.compile) for p in (of_first_row(kind, case), *programs(kind, case))
+            ]
             for kind in args.kinds
         }
-        return draw, of_kinds
+        return pool.submit(draw.compile), pool.submit(wanted.compile), of_kinds
 
     with alone(args.lock, shared=True), concurrent.futures.ThreadPoolExecutor(8) as pool:
         compiled = [compile_case(CASES[row["case"]]) for row in cases]
     log("compiled")
     with alone(args.lock):
-        for row, (draw, of_kinds) in zip(cases, compiled, strict=True):
+        for row, (draw, wanted, of_kinds) in zip(cases, compiled, strict=True):
             inputs, errors, times = draw.result()(), {}, {}
+            expected = wanted.result()(*inputs)
             for kind, futures in of_kinds.items():
-                checked, *timed = (future.result() for future in futures)
-                errors[kind] = round(float(checked(*inputs)), 5)
+                first, *timed = (future.result() for future in futures)
+                errors[kind] = round(float(error(first(*inputs), expected)), 5)
                 times[kind] = [round(batch_milliseconds(p, *inputs), 4) for p in timed]
             right = all(e < TOLERANCES["card"] for e in errors.values())
             yield row | times | dict(errors=errors, right=right)

@@ -136,7 +136,7 @@ def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
         layers = model_config(name, args.layers, tiny=args.tiny).num_layers
         about = dict(model=label(args, name), layers=layers, work=kind, tokens=length)
         about |= dict(rows=args.rows, kernels=kernels)
-        if kind == "inference" and args.unrolled_decode:
+        if kind == "inference" and args.unrolled_decode and kernels != PEER:
             about |= dict(decode="unrolled")
         if args.attention and kind == "inference" and kernels == "on":
             return [about | dict(attention=backend) for backend in args.attention]
@@ -289,6 +289,8 @@ def line(row: dict[str, Any]) -> str:
     name = f"{row['model']}, {row['layers']} layers"
     if "attention" in row:
         name += f", attention {row['attention']}"
+    if "decode" in row:
+        name += ", decoded in unrolled layers"
     if "error" in row:
         return f"{name}, {row['kernels']}, {row['tokens']:,}: {row['error']}"
     if row["work"] == "inference":

@@ -387,12 +387,18 @@ TABLES = [
         (
             column("model", "model", "`{}`"),
             column("rows", "batch"),
-            column("XLA's step, tokens/s", "xla_tokens_s", "{:,}"),
+            Column("layers", lambda row: "unrolled" if row.get("unrolled") else "in a loop"),
+            Column(
+                "XLA's step, tokens/s",
+                lambda row: f"{row['xla_tokens_s']:,}" if "xla_tokens_s" in row else "",
+            ),
             column("kernel's step, tokens/s", "kernel_tokens_s", "{:,}"),
         ),
         where=lambda row: "model" in row,
-        key=lambda row: (row["model"], row["batch"]),
-        lines=lambda rows: sorted(rows, key=lambda row: (row["model"], row["batch"])),
+        key=lambda row: (row["model"], row["batch"], row.get("unrolled", False)),
+        lines=lambda rows: sorted(
+            rows, key=lambda row: (row["model"], row["batch"], row.get("unrolled", False))
+        ),
         command="python -m benchmarks decode_step --models gla,gated_deltanet --batches 1,64,256 "
         "--output docs/decode_step.jsonl",
     ),

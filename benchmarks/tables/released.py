@@ -18,6 +18,7 @@ def _key(row: Row) -> tuple:
         "rows",
         "kernels",
         "attention",
+        "decode",
         "device",
         "packages",
     )
@@ -26,7 +27,7 @@ def _key(row: Row) -> tuple:
 
 def _sorted(rows: list[Row]) -> list[Row]:
     place = ordered(_MODELS, lambda row: row["model"])
-    return sorted(rows, key=lambda r: (place(r), r["layers"], r["rows"], r["tokens"], r["kernels"] == "off", r.get("attention", "")))  # fmt: skip
+    return sorted(rows, key=lambda r: (place(r), r["layers"], r["rows"], r["tokens"], r["kernels"] == "off", r.get("attention", ""), r.get("decode", "")))  # fmt: skip
 
 
 def _kernels(row: Row) -> str:
@@ -34,6 +35,11 @@ def _kernels(row: Row) -> str:
     memories = ("delta_memory", "linear_memory", "dplr_memory", "selective_memory")
     texts = []
     for part, choices in row["implementations"].items():
+        if part == "step":  # a step differentiates
+            choices = {
+                op: "xla" if "where differentiated" in text else text
+                for op, text in choices.items()
+            }
         named = {op: text.split(" ")[0].strip(",") for op, text in choices.items()}
         found = [named[op] for op in memories if op in named] + [f"attention {named[op]}" for op in ("attention",) if op in named]  # fmt: skip
         texts.append(f"{part}: {', '.join(found)}")
@@ -43,10 +49,14 @@ def _kernels(row: Row) -> str:
 def _beside_transformers(rows: list[Row]) -> list[tuple[Row, Row]]:
     """Return pairs (a row of transformers, our row with kernels of the same model, length, card and commit)."""
     shared = ("model", "layers", "tokens", "rows", "device", "commit")
-    ours = {tuple(r[f] for f in shared): r for r in rows if r["kernels"] == "on"}
+    ours = {
+        tuple(r[f] for f in shared): r
+        for r in rows
+        if r["kernels"] == "on" and not {"attention", "decode"} & set(r)
+    }
     theirs = [row for row in rows if row["kernels"] == "transformers"]
     pairs = [(row, ours.get(tuple(row[f] for f in shared))) for row in theirs]
-    return [(theirs, row) for theirs, row in pairs if row is not None]
+    return [(peer, row) for peer, row in pairs if row is not None]
 
 
 def _pair(title: str, field: str) -> Column:
@@ -67,6 +77,7 @@ _FIRST = (
     column("tokens", "tokens", "{:,}"),
     column("kernels", "kernels"),
 )
+_LAYERS = Column("decoded in", lambda row: "unrolled layers" if "decode" in row else "a loop")
 
 TABLES = [
     Table(
@@ -77,6 +88,7 @@ TABLES = [
             _number("prefill, ms", "prefill_ms"),
             column("prefill, tokens/s", "prefill_tokens_per_second", "{:,}"),
             _number("decode, tokens/s", "decode_tokens_per_second"),
+            _LAYERS,
             column("state, GiB", "state_gib", "{:.2f}"),
             column("GiB", "gib", "{:.1f}"),
             Column("ran on", _kernels),

@@ -45,6 +45,12 @@ class DecoderState(NamedTuple):
     clock: Clock
 
 
+class PeriodStates(NamedTuple):
+    """The states of layers that are decoded without a loop: for each period what `DecoderState.layers` has for all of them."""
+
+    each: tuple[Any, ...]
+
+
 class Decoder(nnx.Module):
     """A causal language model: an embedding, the layers of the config's pattern, a norm, and a head that returns
     logits.
@@ -190,7 +196,7 @@ class Decoder(nnx.Module):
                 each stage.
                 Ignored with a state, or with one stage.
             rounds: how often each part passes through all stages.
-            periods: what `unstack_periods` returns, for one token of each row with a state from `unstack_state`, on one device: the
+            periods: what `unstack_periods` returns, for one token of each row with a state from `unstack_state`, on one device. The
                 layers then run one after the other with these parameters, not in a loop. A loop copies each layer's parameters and
                 caches out of the stack of all before it multiplies by them; products of one token do little else than load them.
 
@@ -200,7 +206,11 @@ class Decoder(nnx.Module):
             by name. Those whose names end in `_loss` or `_count` are summed over the layers, and the others
             are stacked. Those with `/tokens/` in their name have one value for each token, and are absent
             with pipeline stages.
+
+        Raises:
+            ValueError: `periods` is not from `unstack_periods`, `state` not from `unstack_state`, or there is more than one token.
         """
+        self._check_periods(periods, state, tokens.shape)
         with jax.named_scope("embedding"):
             x = self.embed(tokens)
         clock = mixers.fresh_clock(tokens.shape[0]) if state is None else state.clock
@@ -223,9 +233,7 @@ class Decoder(nnx.Module):
             x, layers, aux = self._decode(apply_period, x, shared, rows, state.layers, periods)
             return self._normed(x), DecoderState(layers, clock), self._statistics(aux)
         if periods is not None:
-            raise ValueError(
-                f"periods: accepted is None but for one token with a state on one device; tokens has shape {tokens.shape}"
-            )
+            raise ValueError("periods: accepted is None on a mesh of devices")
         index = jnp.arange(self.num_periods)
         inputs = (self.periods, None if state is None else state.layers, index)
         scanned = functools.partial(apply_period, rows)
@@ -354,8 +362,23 @@ class Decoder(nnx.Module):
         return self._each_period(self.periods)
 
     def unstack_state(self, state: DecoderState) -> DecoderState:
-        """Return a state whose `layers` is a tuple with the states of each period of layers, copied out of the stacks."""
-        return state._replace(layers=self._each_period(state.layers))
+        """Return a state whose `layers` are `PeriodStates`, the states of each period of layers, copied out of the stacks."""
+        return state._replace(layers=PeriodStates(self._each_period(state.layers)))
+
+    def _check_periods(self, periods, state, shape: tuple[int, ...]) -> None:
+        unstacked = state is not None and isinstance(state.layers, PeriodStates)
+        if periods is None:
+            if unstacked:
+                raise ValueError("state is from unstack_state: accepted with periods only")
+            return
+        if len(periods) != self.num_periods:
+            raise ValueError(
+                f"periods has {len(periods)} entries; accepted is what unstack_periods returns, {self.num_periods}"
+            )
+        if not unstacked or shape[1] != 1:
+            raise ValueError(
+                f"periods: accepted is one token of each row, with a state from unstack_state; tokens has shape {shape}"
+            )
 
     def _each_period(self, stacked: Any) -> tuple[Any, ...]:
         return tuple(jax.tree.map(lambda x, i=i: x[i], stacked) for i in range(self.num_periods))
@@ -400,8 +423,12 @@ class Decoder(nnx.Module):
             return x, states, aux
         after, statistics = [], []
         for i, period in enumerate(periods):
-            inputs = period, states[i], jnp.int32(i)
+            inputs = period, states.each[i], jnp.int32(i)
             (x, shared), (state, of_period) = apply_period(rows, (x, shared), inputs)
             after.append(state)
             statistics.append(of_period)
-        return x, tuple(after), jax.tree.map(lambda *each: jnp.stack(each), *statistics)
+        return (
+            x,
+            PeriodStates(tuple(after)),
+            jax.tree.map(lambda *each: jnp.stack(each), *statistics),
+        )

@@ -44,7 +44,7 @@ def sample(
             reads the whole prompt in one call.
         unroll_layers: whether a token passes through the layers one after the other, each with parameters in arrays of its own,
             instead of through a loop that copies each layer's parameters out of the stack of all. The layers' parameters are then
-            stored twice during the call, and the program takes about twice as long to compile.
+            stored twice during the call, and the program takes about twice as long to compile. Accepted on one device.
 
     Returns:
         The generated tokens, int32 [B, num_tokens].
@@ -56,6 +56,9 @@ def sample(
     _check(
         model, prompt, num_tokens, temperature, top_k, top_p, stop_token, segment_ids, prefill_chunk
     )
+    meshes = jax.sharding.get_abstract_mesh(), jax.typeof(model.embedding[...]).sharding.mesh
+    if unroll_layers and not all(mesh.empty for mesh in meshes):
+        raise ValueError("unroll_layers=True: accepted on one device, not on a mesh")
     graphdef, params = nnx.split(model)
     return program(len(prompt), unroll_layers)(
         graphdef,
@@ -78,20 +81,22 @@ def compiler_options(batch: int, unroll_layers: bool) -> dict[str, str] | None:
     """Return the options with which a program that decodes tokens of `batch` rows is compiled.
 
     XLA computes the product of one row and a matrix as a sum of products, which it stores, in bfloat16, before it adds them. On a GPU
-    with `unroll_layers`, one row is multiplied as several are.
+    with `unroll_layers` this replacement is disabled.
     """
     if unroll_layers and batch == 1 and jax.default_backend() == "gpu":
         return {"xla_disable_hlo_passes": "dot-strength-reduction"}
     return None
 
 
-@functools.cache
 def program(batch: int, unroll_layers: bool):
     """Return the jitted function `_sample` for so many rows."""
+    return _jitted(tuple((compiler_options(batch, unroll_layers) or {}).items()))
+
+
+@functools.cache
+def _jitted(options: tuple[tuple[str, str], ...]):
     names = "graphdef", "num_tokens", "greedy", "top_k", "stop_token", "prefill_chunk", "unroll_layers"  # fmt: skip
-    return jax.jit(
-        _sample, static_argnames=names, compiler_options=compiler_options(batch, unroll_layers)
-    )
+    return jax.jit(_sample, static_argnames=names, compiler_options=dict(options) or None)
 
 
 def _check(model, prompt, num_tokens, temperature, top_k, top_p, stop_token, segment_ids, chunk):
@@ -135,7 +140,7 @@ def _sample(
 ):  # fmt: skip
     model = nnx.merge(graphdef, params)
     batch, length = prompt.shape
-    # Products with a cache whose length is no multiple of 8 would copy it first.
+    # XLA would copy a cache whose length is no multiple of 8 before it multiplies; 64 tokens are a block of kernels.
     state = model.init_state(batch, -(-(length + num_tokens) // 64) * 64)
     hidden, state = _prefill(model, prompt, segment_ids, state, prefill_chunk)
 

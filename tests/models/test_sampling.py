@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from lsm_jax import models
+from lsm_jax import feedforward, models
 from lsm_jax.models.sampling import program, restrict
 
 KEY = jax.random.key(0)
@@ -96,16 +96,44 @@ def test_wrong_arguments_are_refused(plain, call, words):
 
 
 def test_unrolled_layers_give_the_same_tokens(gla):
-    for given in (dict(temperature=0.0), dict(temperature=1.0, top_k=5)):
-        call = dict(num_tokens=8, key=KEY) | given
-        loop = models.sample(gla.model, gla.tokens[:, :6], **call)
-        unrolled = models.sample(gla.model, gla.tokens[:, :6], unroll_layers=True, **call)
-        assert (loop == unrolled).all()
+    call = dict(num_tokens=5, key=KEY, temperature=0.0)
+    loop = models.sample(gla.model, gla.tokens[:, :6], **call)
+    assert (models.sample(gla.model, gla.tokens[:, :6], unroll_layers=True, **call) == loop).all()
+
+
+def test_unrolled_layers_require_their_own_parameters_and_states(plain):
+    model, token = plain.model, plain.tokens[:, :1]
+    periods, state = model.unstack_periods(), model.init_state(2, 8)
+    unstacked = model.unstack_state(state)
+    for call, words in (
+        (dict(state=unstacked, periods=periods[:1]), "periods has 1 entries; accepted is what"),
+        (dict(state=state, periods=periods), "with a state from unstack_state"),
+        (dict(state=unstacked), "state is from unstack_state: accepted with periods only"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            model.hidden(token, **call)
+    with pytest.raises(ValueError, match="accepted is one token of each row"):
+        model.hidden(plain.tokens[:, :2], state=unstacked, periods=periods)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["rwkv7", "mom", "mamba2"])
+def test_unrolled_layers_of_other_methods_give_the_same_tokens(name):
+    """Layers that share values, several memories, and experts in each layer."""
+    config = models.lm(name, "nano", vocab_size=64)
+    config.hidden_size, config.pattern, config.num_layers = 64, "LN", 4
+    config.layers["L"].feedforward = feedforward.MoEConfig(num_experts=4, top_k=2, expert_size=32)
+    model = models.Decoder(config, rngs=nnx.Rngs(0))
+    prompt = jax.random.randint(KEY, (2, 6), 0, 64)
+    call = dict(num_tokens=8, key=KEY, temperature=0.0)
+    loop = models.sample(model, prompt, **call)
+    assert (models.sample(model, prompt, unroll_layers=True, **call) == loop).all()
 
 
 def test_unrolled_layers_read_their_own_parameters():
     """No product in the loop over tokens has a part of a stack as its operand."""
-    config = models.lm("gla", "nano")
+    config = models.lm("linear_attention", "nano")
+    config.num_layers = 2
     graph, params = nnx.split(nnx.eval_shape(lambda: models.Decoder(config, rngs=nnx.Rngs(0))))
     rest = (jax.ShapeDtypeStruct((1, 4), jnp.int32), None, KEY, jnp.float32(1), None)
     static = dict(num_tokens=4, greedy=True, top_k=None, stop_token=None, prefill_chunk=None)

@@ -81,7 +81,8 @@ def _with_masks(
     by document and rank select the keys, for one block of queries at a time. `final` is the state after the call.
     """
     key_positions, keys = positions, (k, v, sums)
-    if _reads_final_state(options, k, v, state):
+    same = (state.keys.dtype, state.values.dtype) == (k.dtype, v.dtype)
+    if k.shape[1] == 1 and same and not options.no_state:
         # One token attends to the rings in which it is stored: state and token one after the other would be a copy.
         key_positions, keys = in_rings(final)
         if state.count.ndim == 1:
@@ -100,14 +101,6 @@ def _with_masks(
 
     of_queries = (positions.document, positions.rank)
     return attend_in_blocks((q, sums), of_queries, keys_and_mask, options.scale)
-
-
-def _reads_final_state(options: AttentionOptions, k, v, state: AttentionState) -> bool:
-    """Return whether all keys of a call of one token are in the rings after it, with the values that the call has."""
-    window, capacity = options.window, state.keys.shape[-3]
-    same = (state.keys.dtype, state.values.dtype) == (k.dtype, v.dtype)
-    in_ring = window is None or window <= capacity
-    return k.shape[1] == 1 and not options.no_state and in_ring and same
 
 
 def _in_shared_row(
