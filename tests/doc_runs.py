@@ -139,6 +139,7 @@ def _fit(words: list[str], added: dict[str, str]) -> None:
     if "configs/mqar.py" in config:
         words[:] = [w + ",suite=tiny" if w.startswith("--config=") else w for w in words]
         added.clear()
+        added["--config.epochs"] = "1"
         return
     if "configs/fox.py" in config and "--config.model.hidden_size" in added:
         added["--config.model.hidden_size"] = "192"
