@@ -38,7 +38,7 @@ SIZES = {
     "benchmarks decode_step": ("--kinds=xla --heads=1 --dim=16 --size=nano --tokens=8 --batches=1", ""),
     "benchmarks drift": ("--length=64", ""),
     "benchmarks evidence": (
-        "--models=configs/fox.py:pro-125m --tokens=1024 --length=64 --batch_size=8 --factors=1 --share=0.5 --long_length=1024 "
+        "--models=fox:pro-125m --tokens=1024 --length=64 --batch_size=8 --factors=1 --share=0.5 --long_length=1024 "
         "--long_documents=1 --tasks=heldout",
         "",
     ),
@@ -56,7 +56,7 @@ SIZES = {
     "benchmarks methods": ("--methods=gla --size=nano --tokens=131072", ""),
     "benchmarks model_step": ("--lengths=32 --tokens=32 --vocab_size=64 --workers=1", ""),
     "benchmarks mom_generate": ("--size=tiny --contexts=64 --piece_length=32 --tokens=256 --batch_size=1", ""),
-    "benchmarks mom_recall": ("--steps=2 --batch_size=4", "--seeds=1"),
+    "benchmarks mom_recall": ("--steps=16 --batch_size=4", "--seeds=1"),
     "benchmarks mom_sequence": ("--devices=1,4 --forms=packed --max_bytes=200000", "--length=64 --documents=0"),
     "benchmarks ops": ("--shape=1x32x1x8 --ops=attention", ""),  # the other ops' recurrent form takes minutes
     "benchmarks optimizers": ("--tokens=2048 --seeds=0", ""),

@@ -164,6 +164,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
+    if args.steps < EPOCHS or args.steps % EPOCHS:
+        raise UsageError(f"--steps {args.steps}: accepted are multiples of {EPOCHS}, the epochs")
     setting = {key: getattr(args, key) for key in SETTING}
     for row in read_rows(args.output):  # a file has the rows of one table, so of one setting
         values = BENCHMARK.optional_key | row
