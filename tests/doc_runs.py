@@ -63,7 +63,7 @@ SIZES = {
     "benchmarks recall_table": ("--suite=tiny --methods=gla --widths=16 --epochs=1", ""),
     "benchmarks report": ("--root=.", ""),
     "benchmarks scans": ("--kinds=xla --shapes=1x8", ""),
-    "benchmarks tracking": ("--size=small --tasks=parity --models=mamba2 --epochs=1", ""),
+    "benchmarks tracking": ("--size=small --tasks=parity --models=deltanet+positive --epochs=1", ""),
 }  # fmt: skip
 """For each program two texts of options: those that are always appended, and those that only replace an option of the page."""
 
