@@ -56,7 +56,7 @@ SIZES = {
     "benchmarks methods": ("--methods=gla --size=nano --tokens=131072", ""),
     "benchmarks model_step": ("--lengths=32 --tokens=32 --vocab_size=64 --workers=1", ""),
     "benchmarks mom_generate": ("--size=tiny --contexts=64 --piece_length=32 --tokens=256 --batch_size=1", ""),
-    "benchmarks mom_recall": ("--models=inner --steps=16 --batch_size=4", "--seeds=1"),
+    "benchmarks mom_recall": ("--models=inner --steps=16 --batch_size=4 --length=16 --pairs=2", "--seeds=1"),
     "benchmarks mom_sequence": ("--devices=1,4 --forms=packed --max_bytes=200000", "--length=64 --documents=0"),
     "benchmarks ops": ("--shape=1x32x1x8 --ops=attention", ""),  # the other ops' recurrent form takes minutes
     "benchmarks optimizers": ("--tokens=2048 --seeds=0", ""),
