@@ -37,11 +37,6 @@ SIZES = {
     "benchmarks decode": ("--methods=gla,mamba --tokens=8", ""),
     "benchmarks decode_step": ("--kinds=xla --heads=1 --dim=16 --size=nano --tokens=8 --batches=1", ""),
     "benchmarks drift": ("--length=64", ""),
-    "benchmarks evidence": (
-        "--models=fox:pro-125m --tokens=1024 --length=64 --batch_size=8 --factors=1 --share=0.5 --long_length=1024 "
-        "--long_documents=1 --tasks=heldout",
-        "",
-    ),
     "benchmarks expert_overflow": (
         "--balances=0 --steps=2 --layers=1 --batch_size=8 --length=32 --vocab_size=300",
         "--variant=tiny,mixer=gla",
