@@ -90,7 +90,12 @@ def _tracking_model(row: Row) -> str:
     [-1, 1], 2 steps a token"."""
     method, *words = row["model"].split("+")
     spans = dict(negative="eigenvalues in [-1, 1]", positive="eigenvalues in [0, 1]")
-    return ", ".join([f"`{method}`", *(spans.get(word, f"{word} steps a token") for word in words)])
+    return ", ".join(
+        [
+            f"`{method}`",
+            *(spans.get(word, f"{word} step{'s' * (word != '1')} a token") for word in words),
+        ]
+    )
 
 
 def _tracked(place: int, of: str) -> Callable[[Row], str]:
