@@ -99,16 +99,26 @@ def draw_methods(mode: Mode, rows: list[Row]) -> Figure:
 
 
 def draw_decoding(mode: Mode, rows: list[Row]) -> Figure:
-    """Draw the speed of decoding of two models with XLA's step and with the fused step."""
-    rows = sorted(rows, key=lambda row: (row["model"], row["batch"]))
-    figure = new_figure(8.0, 2.6)
+    """Draw the newest speeds of decoding of two models: the fused step, with and without a loop over layers, and XLA's step."""
+    cases = sorted({(row["model"], row["batch"]) for row in rows})
+
+    def speeds(field: str, unrolled: bool) -> list[float]:
+        values = {
+            (row["model"], row["batch"]): row[field] / 1e3
+            for row in sorted(rows, key=lambda row: row["date"])
+            if field in row and row.get("unrolled", False) == unrolled
+        }
+        return [values[case] for case in cases]
+
+    figure = new_figure(8.0, 3.4)
     axes = axes_of(figure, mode, "10³ tokens/s of all rows together")
     series = {
-        "fused step": [row["kernel_tokens_s"] / 1e3 for row in rows],
-        "XLA's step": [row["xla_tokens_s"] / 1e3 for row in rows],
+        "fused step, unrolled layers": speeds("kernel_tokens_s", True),
+        "fused step, layers in a loop": speeds("kernel_tokens_s", False),
+        "XLA's step, layers in a loop": speeds("xla_tokens_s", False),
     }
-    names = [f"{row['model']}, {row['batch']} row{'s' * (row['batch'] > 1)}" for row in rows]
-    bars(axes, names, series, (mode.accent, mode.second))
+    names = [f"{model}, {batch} row{'s' * (batch > 1)}" for model, batch in cases]
+    bars(axes, names, series, (mode.accent, mode.second, mode.faint))
     legend(axes, mode)
     return figure
 

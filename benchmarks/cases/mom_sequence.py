@@ -39,6 +39,7 @@ BENCHMARK = Benchmark(
     name="mom_sequence",
     summary="a Mixture-of-Memories layer on a row that devices share",
     key=("inner", "width", "length", "document", "devices", "form"),
+    output="docs/mom_sequence.jsonl",
 )
 FORMS = ("packed", "masked")
 

@@ -11,6 +11,7 @@ from benchmarks.tables.table import (
     column,
     group,
     matches,
+    measured,
     newest,
     ordered,
     pair,
@@ -331,6 +332,9 @@ TABLES = [
         ),
         where=lambda row: "fla" in row or row.get("gates") == "text",
         key=lambda row: (row["shape"], attention_gates(row)),
+        lines=lambda rows: sorted(
+            rows, key=lambda r: (attention_gates(r), [int(n) for n in r["shape"].split("x")][::-1])
+        ),
         not_run="requires an NVIDIA Hopper GPU",
         command="python -m benchmarks attention --gates made-up,text --peers fla --output docs/attention.jsonl",
     ),
@@ -393,14 +397,21 @@ TABLES = [
                 lambda row: f"{row['xla_tokens_s']:,}" if "xla_tokens_s" in row else "",
             ),
             column("kernel's step, tokens/s", "kernel_tokens_s", "{:,}"),
+            measured(),
         ),
         where=lambda row: "model" in row,
-        key=lambda row: (row["model"], row["batch"], row.get("unrolled", False)),
+        key=lambda row: (
+            row["model"],
+            row["batch"],
+            row.get("unrolled", False),
+            "xla_tokens_s" in row,
+        ),
         lines=lambda rows: sorted(
-            rows, key=lambda row: (row["model"], row["batch"], row.get("unrolled", False))
+            rows,
+            key=lambda row: (row["model"], row["batch"], row.get("unrolled", False), row["date"]),
         ),
         command="python -m benchmarks decode_step --models gla,gated_deltanet --batches 1,64,256 "
-        "--output docs/decode_step.jsonl",
+        "--kinds kernel --output docs/decode_step.jsonl     # and with --unrolled",
     ),
     Table(
         "experts",

@@ -47,7 +47,7 @@ def _demo(rows: list[Row], model: str) -> str:
 
 def _attention(rows: list[Row]) -> Row:
     """Return the newest row of attention beside FLA: with gates of text if there is one, else with made-up gates."""
-    shape = "1x16384x24x64"
+    shape = "1x16384x16x128"
     with_fla = [row for row in rows if "fla" in row and row.get("shape") == shape]
     of_text = [row for row in with_fla if row.get("gates") == "text"]
     return newest(of_text or with_fla, rows_file="attention.jsonl", shape=shape)
@@ -107,7 +107,7 @@ CLAIMS = (
     _kernel("rwkv7", "RWKV7's memory at the same shape", "fla"),
     Claim(
         lambda rows: (
-            "forgetting attention, 16,384 tokens, 24 heads of 64, pruned, gates: "
+            "forgetting attention, 16,384 tokens, 16 heads of 128, pruned, gates: "
             + kernels.attention_gates(_attention(rows))
         ),
         lambda rows: _milliseconds(_attention(rows), "pruned") + " ms",

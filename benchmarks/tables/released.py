@@ -120,7 +120,7 @@ TABLES = [
         key=_key,
         lines=_beside_transformers,
         not_run="requires PyTorch, transformers and an NVIDIA GPU",
-        command=f"{_COMMAND} --models qwen3.5-4b,granite-4.0-h-small --kernels on --lengths 1024,16384 --lora= "
+        command=f"{_COMMAND} --models qwen3.5-4b,qwen3-next,granite-4.0-h-small --kernels on --lengths 1024,16384 --lora= "
         "--peers transformers",
     ),
     Table(

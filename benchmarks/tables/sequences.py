@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from benchmarks.tables.table import Column, Row, Table, column, group, measured, newest
+from benchmarks.tables.table import Column, Row, Table, column, group, measured, newest, times
 
 
 def _mixer(row: Row) -> str:
@@ -288,7 +288,7 @@ TABLES = [
         key=lambda row: (row["balance_scale"], row["devices"], row["width"], row["layers"]),
         command="XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m benchmarks expert_overflow\n"
         "python -m benchmarks expert_overflow --variant a0.3b-2b,mixer=gla --batch_size 8 --length 2048 --vocab_size 32000 "
-        "--peak_lr 1e-4     # one H200",
+        "--peak_lr 1e-4     # one H200; with --unsaved --seconds 150 on four GPUs",
     ),
     Table(
         "linear_moe_decode",
@@ -333,6 +333,34 @@ TABLES = [
         key=lambda row: (row["inner"], row["length"]),
         not_run="requires an NVIDIA GPU and flash-linear-attention",
         command="python -m benchmarks mom --peers fla --output docs/mom.jsonl",
+    ),
+    Table(
+        "mom_sequence",
+        ("mom_sequence.jsonl",),
+        (
+            Column(
+                "documents", lambda row: f"{row['document']:,} tokens" if row["document"] else "one"
+            ),
+            column("devices", "devices"),
+            column("form", "form"),
+            Column(
+                "forward / training, ms", lambda row: times((row["forward_ms"], row["training_ms"]))
+            ),
+            column("difference of the output", "error", "{:.1e}"),
+            measured(),
+        ),
+        key=lambda row: (
+            row["inner"],
+            row["width"],
+            row["length"],
+            row["document"],
+            row["devices"],
+            row["form"],
+        ),
+        lines=lambda rows: sorted(
+            rows, key=lambda row: (row["document"], row["form"] == "masked", row["devices"])
+        ),
+        command="python -m benchmarks mom_sequence --calls 5 --output docs/mom_sequence.jsonl     # four GPUs",
     ),
     Table(
         "mom_generate",

@@ -30,14 +30,14 @@ def _step_key(row: Row) -> tuple:
 
 
 def _steps(rows: list[Row]) -> list[dict[int, Row]]:
-    """Return, for each method, the newest rows of its training step by row length; the method that is
-    fastest at 2,048 tokens first.
+    """Return, for each model, the newest rows of its training step by row length; the model that is
+    fastest at its shortest length first.
     """
     methods = [
         {row["length"]: row for row in rows_of}
         for rows_of in group(rows, lambda r: r["variant"]).values()
     ]
-    return sorted(methods, key=lambda steps: -steps[2048]["tokens_per_second"])
+    return sorted(methods, key=lambda steps: -steps[min(steps)]["tokens_per_second"])
 
 
 def _speed_at(length: int) -> Column:
@@ -48,9 +48,11 @@ def _speed_at(length: int) -> Column:
 
 
 def _longest_over_shortest(steps: dict[int, Row]) -> str:
-    if LENGTHS[-1] not in steps:
+    """Return, as text, the speed at the longest rows over that at the shortest, if one commit has both."""
+    shortest, longest = (steps.get(length) for length in (LENGTHS[0], LENGTHS[-1]))
+    if not shortest or not longest or shortest["commit"] != longest["commit"]:
         return ""
-    return f"{steps[LENGTHS[-1]]['tokens_per_second'] / steps[LENGTHS[0]]['tokens_per_second']:.2f}"
+    return f"{longest['tokens_per_second'] / shortest['tokens_per_second']:.2f}"
 
 
 def _commits(steps: dict[int, Row]) -> str:
@@ -152,10 +154,10 @@ TABLES = [
         "model_step",
         ("model_step.jsonl",),
         (
-            Column("model", lambda steps: f"`{steps[LENGTHS[0]]['variant']}`"),
+            Column("model", lambda steps: f"`{steps[min(steps)]['variant']}`"),
             *map(_speed_at, LENGTHS),
             Column("16,384 / 2,048", _longest_over_shortest),
-            Column("GiB at 2,048", lambda steps: f"{steps[LENGTHS[0]]['gib']:.1f}"),
+            Column("GiB", lambda steps: f"{steps[min(steps)]['gib']:.1f}"),
             Column("commits", _commits),
         ),
         where=lambda row: "peer" not in row and is_step(row),

@@ -145,6 +145,7 @@ TABLES = (
             ),
             Column("layers", lambda row: "unrolled" if row["unrolled"] else "loop"),
             Column("products", lambda row: row.get("matmul", "bfloat16")),
+            Column("card", lambda row: row["device"].removeprefix("NVIDIA ").split()[0]),
             column("ms", "milliseconds", "{:.1f}"),
             column("10³ tokens/s", "tokens_per_second", "{:.1f}", 1e3),
             column("compile, s", "compile_seconds", "{:.0f}"),
