@@ -70,6 +70,8 @@ def _widening_product(x: jax.Array, w: jax.Array) -> jax.Array:
         return _product(x.astype(jnp.float32), w.astype(jnp.float32))
 
     def mixed(x: jax.Array, w: jax.Array) -> jax.Array:
+        if w.shape[-1] == 1:  # XLA does not compile it for one row with `sampling.compiler_options`
+            return jnp.sum(x.astype(jnp.float32) * w[:, 0].astype(jnp.float32), -1, keepdims=True)
         return jnp.matmul(x, w, preferred_element_type=jnp.float32)
 
     return jax.lax.platform_dependent(x, w, cpu=widened, default=mixed)

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from lsm_jax.models.decoder import Decoder
+from lsm_jax.models.decoder import Decoder, DecoderState, PeriodStates
+
+UNROLLED = 64
+"""The largest number of layers that one token passes through without a loop where no call says otherwise."""
+_MEMORY = 0.7  # of the device, which two copies of parameters and states may fill
+_REFUSED: set[Any] = (
+    set()
+)  # graph definitions whose programs XLA does not compile with `compiler_options`
 
 
 def sample(
@@ -23,7 +31,7 @@ def sample(
     stop_token: int | None = None,
     segment_ids: jax.Array | None = None,
     prefill_chunk: int | None = None,
-    unroll_layers: bool = False,
+    unroll_layers: bool | None = None,
 ) -> jax.Array:
     """Continue each prompt with tokens drawn from the model, one at a time, from a state of constant size.
 
@@ -44,7 +52,8 @@ def sample(
             reads the whole prompt in one call.
         unroll_layers: whether a token passes through the layers one after the other, each with parameters in arrays of its own,
             instead of through a loop that copies each layer's parameters out of the stack of all. The layers' parameters are then
-            stored twice during the call, and the program takes about twice as long to compile. Accepted on one device.
+            stored twice during the call, and the program is larger. True is accepted on one device. None: on one GPU, up to
+            `UNROLLED` layers, if two copies of parameters and states fill less than 0.7 of its memory.
 
     Returns:
         The generated tokens, int32 [B, num_tokens].
@@ -57,31 +66,61 @@ def sample(
         model, prompt, num_tokens, temperature, top_k, top_p, stop_token, segment_ids, prefill_chunk
     )
     meshes = jax.sharding.get_abstract_mesh(), jax.typeof(model.embedding[...]).sharding.mesh
-    if unroll_layers and not all(mesh.empty for mesh in meshes):
+    one_device = all(mesh.empty for mesh in meshes)
+    if unroll_layers and not one_device:
         raise ValueError("unroll_layers=True: accepted on one device, not on a mesh")
+    if unroll_layers is None:
+        device = next(iter(model.embedding[...].devices()))
+        length = prompt.shape[1] + num_tokens
+        unroll_layers = one_device and _unrolls(model, device, len(prompt), length)
     graphdef, params = nnx.split(model)
-    return program(len(prompt), unroll_layers)(
+    hidden, state = read_prompt(
         graphdef,
         params,
         prompt,
         segment_ids,
-        key,
-        jnp.float32(temperature),
-        None if top_p is None else jnp.float32(top_p),
-        num_tokens=num_tokens,
-        greedy=temperature == 0,
-        top_k=top_k,
-        stop_token=stop_token,
+        capacity=cache_capacity(prompt.shape[1] + num_tokens),
         prefill_chunk=prefill_chunk,
         unroll_layers=unroll_layers,
     )
+    nucleus = None if top_p is None else jnp.float32(top_p)
+    arrays = params, hidden, state, key, jnp.float32(temperature), nucleus
+    static = dict(num_tokens=num_tokens, greedy=temperature == 0, top_k=top_k, stop_token=stop_token)  # fmt: skip
+    batch = len(prompt)
+    if compiler_options(batch, unroll_layers) and graphdef not in _REFUSED:
+        try:
+            return program(batch, unroll_layers)(graphdef, *arrays, **static)[0]
+        except jax.errors.JaxRuntimeError as error:
+            if "RET_CHECK" not in str(error):
+                raise
+            _REFUSED.add(graphdef)
+    return _jitted(())(graphdef, *arrays, **static)[0]
+
+
+def _unrolls(model: Decoder, device: jax.Device, batch: int, length: int) -> bool:
+    """Return whether one token passes through unrolled layers by default; `sample` gives the rule."""
+    memory = (device.memory_stats() or {}).get("bytes_limit", 0) if device.platform == "gpu" else 0
+    if not memory or model.num_periods * len(model.periods.blocks) > UNROLLED:
+        return False
+    states = jax.eval_shape(lambda: model.init_state(batch, cache_capacity(length)))
+    held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((nnx.state(model), states)))
+    return 2 * held <= _MEMORY * memory
+
+
+def cache_capacity(length: int) -> int:
+    """Return the tokens for which caches are made where a row has `length` of them, a multiple of 64.
+
+    XLA would copy a cache whose length is no multiple of 8 before it multiplies; 64 tokens are a block of kernels.
+    """
+    return -(-length // 64) * 64
 
 
 def compiler_options(batch: int, unroll_layers: bool) -> dict[str, str] | None:
     """Return the options with which a program that decodes tokens of `batch` rows is compiled.
 
     XLA computes the product of one row and a matrix as a sum of products, which it stores, in bfloat16, before it adds them. On a GPU
-    with `unroll_layers` this replacement is disabled.
+    with `unroll_layers` this replacement is disabled. XLA then fails (RET_CHECK) if a model has products whose result is a single
+    number, as some ops have for one token; `sample` decodes such a model without the options.
     """
     if unroll_layers and batch == 1 and jax.default_backend() == "gpu":
         return {"xla_disable_hlo_passes": "dot-strength-reduction"}
@@ -89,14 +128,19 @@ def compiler_options(batch: int, unroll_layers: bool) -> dict[str, str] | None:
 
 
 def program(batch: int, unroll_layers: bool):
-    """Return the jitted function `_sample` for so many rows."""
+    """Return the jitted function `_decode` for so many rows."""
     return _jitted(tuple((compiler_options(batch, unroll_layers) or {}).items()))
 
 
 @functools.cache
 def _jitted(options: tuple[tuple[str, str], ...]):
-    names = "graphdef", "num_tokens", "greedy", "top_k", "stop_token", "prefill_chunk", "unroll_layers"  # fmt: skip
-    return jax.jit(_sample, static_argnames=names, compiler_options=dict(options) or None)
+    names = "graphdef", "num_tokens", "greedy", "top_k", "stop_token"
+    return jax.jit(
+        _decode,
+        static_argnames=names,
+        donate_argnames="state",
+        compiler_options=dict(options) or None,
+    )
 
 
 def _check(model, prompt, num_tokens, temperature, top_k, top_p, stop_token, segment_ids, chunk):
@@ -134,16 +178,28 @@ def _check(model, prompt, num_tokens, temperature, top_k, top_p, stop_token, seg
             )
 
 
-def _sample(
-    graphdef, params, prompt, segment_ids, key, temperature, top_p,
-    *, num_tokens, greedy, top_k, stop_token, prefill_chunk, unroll_layers,
-):  # fmt: skip
+@functools.partial(jax.jit, static_argnames=("graphdef", "capacity", "prefill_chunk", "unroll_layers"))  # fmt: skip
+def read_prompt(
+    graphdef, params, prompt, segment_ids, *, capacity, prefill_chunk, unroll_layers
+) -> tuple[jax.Array, DecoderState]:
+    """Return the hidden state [B, D] of each row's last real token, and the state after the prompt, of unstacked layers
+    with `unroll_layers`."""
     model = nnx.merge(graphdef, params)
-    batch, length = prompt.shape
-    # XLA would copy a cache whose length is no multiple of 8 before it multiplies; 64 tokens are a block of kernels.
-    state = model.init_state(batch, -(-(length + num_tokens) // 64) * 64)
+    state = model.init_state(len(prompt), capacity)
     hidden, state = _prefill(model, prompt, segment_ids, state, prefill_chunk)
+    return hidden, model.unstack_state(state) if unroll_layers else state
 
+
+def _decode(
+    graphdef, params, hidden, state, key, temperature, top_p, *, num_tokens, greedy, top_k, stop_token
+):  # fmt: skip
+    """Return the tokens [B, num_tokens] drawn after the hidden state [B, D] of each row's last token, and the state after them.
+
+    It is a program of its own, so that prompts of other lengths do not compile it again. The state is an output so that the loop changes
+    it in place.
+    """
+    model = nnx.merge(graphdef, params)
+    batch = len(hidden)
     heat = jnp.maximum(temperature, jnp.finfo(jnp.float32).tiny)
 
     def draw(hidden, step):
@@ -159,9 +215,9 @@ def _sample(
     first = draw(hidden, 0)
     done = jnp.zeros(batch, bool) if stop_token is None else first == stop_token
 
+    unrolled = isinstance(state.layers, PeriodStates)
     # The barrier keeps XLA from copying the parts in each step.
-    periods = jax.lax.optimization_barrier(model.unstack_periods()) if unroll_layers else None
-    state = model.unstack_state(state) if unroll_layers else state
+    periods = jax.lax.optimization_barrier(model.unstack_periods()) if unrolled else None
 
     def unfinished(carry):
         step, _, done, _, _ = carry
@@ -176,7 +232,8 @@ def _sample(
         return step + 1, token, done, tokens.at[:, step].set(token), state
 
     carry = (jnp.int32(1), first, done, tokens.at[:, 0].set(first), state)
-    return jax.lax.while_loop(unfinished, body, carry)[3]
+    *_, tokens, state = jax.lax.while_loop(unfinished, body, carry)
+    return tokens, state
 
 
 def _prefill(model, prompt, segment_ids, state, chunk):

@@ -4,7 +4,9 @@ is read; top_k, top_p and temperature; errors.
 
 from __future__ import annotations
 
+import functools
 import re
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +15,8 @@ import pytest
 from flax import nnx
 
 from lsm_jax import feedforward, models
-from lsm_jax.models.sampling import program, restrict
+from lsm_jax.models import sampling
+from lsm_jax.models.sampling import program, read_prompt, restrict
 
 KEY = jax.random.key(0)
 
@@ -101,6 +104,40 @@ def test_unrolled_layers_give_the_same_tokens(gla):
     assert (models.sample(gla.model, gla.tokens[:, :6], unroll_layers=True, **call) == loop).all()
 
 
+def test_a_model_that_xla_refuses_with_the_options_is_decoded_without(gla, monkeypatch):
+    """XLA fails for single numbers as results of products, once, and another error is raised."""
+    call = dict(num_tokens=5, key=KEY, temperature=0.0, unroll_layers=True)
+    expected = models.sample(gla.model, gla.tokens[:1, :6], **call)
+    calls, message = [], "INTERNAL: RET_CHECK failure"
+
+    def refused(batch, unroll_layers):
+        calls.append(batch)
+        raise jax.errors.JaxRuntimeError(message)
+
+    monkeypatch.setattr(sampling, "compiler_options", lambda batch, unroll: {"some": "option"})
+    monkeypatch.setattr(sampling, "program", refused)
+    monkeypatch.setattr(sampling, "_REFUSED", set())
+    for _ in range(2):
+        assert (models.sample(gla.model, gla.tokens[:1, :6], **call) == expected).all()
+    assert calls == [1]
+    sampling._REFUSED.clear()
+    message = "RESOURCE_EXHAUSTED: Out of memory"
+    with pytest.raises(jax.errors.JaxRuntimeError, match="Out of memory"):
+        models.sample(gla.model, gla.tokens[:1, :6], **call)
+
+
+def test_one_gpu_with_memory_for_two_copies_unrolls_layers(gla, monkeypatch):
+    held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(nnx.state(gla.model)))
+
+    def unrolls(limit, platform="gpu"):
+        device = SimpleNamespace(platform=platform, memory_stats=lambda: {"bytes_limit": limit})
+        return sampling._unrolls(gla.model, device, 1, 64)
+
+    assert unrolls(4 * held) and not unrolls(2 * held) and not unrolls(4 * held, "cpu")
+    monkeypatch.setattr(sampling, "UNROLLED", 1)
+    assert not unrolls(4 * held)
+
+
 def test_unrolled_layers_require_their_own_parameters_and_states(plain):
     model, token = plain.model, plain.tokens[:, :1]
     periods, state = model.unstack_periods(), model.init_state(2, 8)
@@ -135,15 +172,16 @@ def test_unrolled_layers_read_their_own_parameters():
     config = models.lm("linear_attention", "nano")
     config.num_layers = 2
     graph, params = nnx.split(nnx.eval_shape(lambda: models.Decoder(config, rngs=nnx.Rngs(0))))
-    rest = (jax.ShapeDtypeStruct((1, 4), jnp.int32), None, KEY, jnp.float32(1), None)
-    static = dict(num_tokens=4, greedy=True, top_k=None, stop_token=None, prefill_chunk=None)
+    static = dict(num_tokens=4, greedy=True, top_k=None, stop_token=None)
     stack = jax.tree.leaves(params["periods"]["blocks"][0]["feedforward"]["gate_proj"])[0].shape
     word = f"f32[{','.join(map(str, stack))}]"
     for unroll in (False, True):
-        lowered = program(1, unroll).lower(graph, params, *rest, unroll_layers=unroll, **static)
+        read = functools.partial(read_prompt, capacity=64, prefill_chunk=None, unroll_layers=unroll)
+        prompt = jax.ShapeDtypeStruct((1, 4), jnp.int32)
+        after = jax.eval_shape(functools.partial(read, graph), params, prompt, None)
+        rest = (KEY, jax.ShapeDtypeStruct((), jnp.float32), None)
+        lowered = program(1, unroll).lower(graph, params, *after, *rest, **static)
         text = lowered.compile().as_text()
-        body = re.findall(r"while\(.*body=%?([\w.]+)", text[text.index("ENTRY") :])[
-            -1
-        ]  # prefill's loop is before
+        body = re.findall(r"while\(.*body=%?([\w.]+)", text[text.index("ENTRY") :])[0]
         inside = re.search(rf"^%?{re.escape(body)} .*?^}}", text, re.M | re.S)[0]
         assert (word in inside) is not unroll
