@@ -71,7 +71,8 @@ class MoMConfig:
             imbalance of one layer may then compensate that of another.
         execution: "packed" or "masked". The masked form is used in any case for calls with an `update_mask`;
             for packed documents with a state, with the inner op's associative form, or sharded over devices
-            along the sequence; and for sharded rows whose length the devices do not divide.
+            along the sequence; and for sharded rows whose length the devices do not divide, or that GPUs or TPUs share (but
+            for `op.implementation="xla"`), since fused kernels have one state per row.
     """
 
     mixer: Any = dataclasses.field(default_factory=lambda: GatedDeltaNetConfig(num_heads=4, expand_v=1.0))  # fmt: skip
@@ -275,7 +276,8 @@ class MoM(Mixer):
         devices = sequence_shards(x.shape[1])
         if self.config.execution == "masked" or x.shape[1] % devices:
             return False
-        if devices > 1 and context.segment_ids is not None:
+        fused = jax.default_backend() != "cpu" and self.inner.config.op.names() != ("xla",)
+        if devices > 1 and (context.segment_ids is not None or fused):
             return False
         documents = memory is None and self._packs_documents()
         return context.update_mask is None and (documents or context.segment_ids is None)

@@ -478,3 +478,12 @@ def test_token_parts_are_the_layers_that_act_on_tokens_as_they_come(name, monkey
 
     jax.eval_shape(traced)  # computes nothing
     assert seen == expected
+
+
+def test_rows_that_gpus_share_run_masked(monkeypatch):
+    """Fused kernels have one state per row, and a packed row that devices share needs one per memory."""
+    monkeypatch.setattr("lsm_jax.mixers.mom.sequence_shards", lambda _: 2)
+    x, context = X[:, :10], mixers.Context()
+    for platform, inner, packs in (("gpu", {}, False), ("cpu", {}, True), ("gpu", dict(implementation="xla"), True)):  # fmt: skip
+        monkeypatch.setattr(jax, "default_backend", lambda platform=platform: platform)
+        assert build(config_of(inner=inner))._packs(x, context, None) is packs
