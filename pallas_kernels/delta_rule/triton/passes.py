@@ -26,8 +26,7 @@ TILINGS = {
 }
 """The tiling of each kernel for bfloat16, by the name of the kernel. The scans compute all key channels of a memory; of 64 of
 them they compute 64 value channels, backward with an undecayed erase 32, and of more than 128 of them 16, with 8 warps.
-"channel_delta_scan" is `delta_scan` of more than 64 key channels with a decay for each. The values of "delta_scores" are the number of
-levels whose products a loop over the keys computes, with q and k apart; 0 is one level, with q and k stacked."""
+"channel_delta_scan" is `delta_scan` of more than 64 key channels with a decay for each."""
 WIDE_TILINGS = {name: tiling._replace(warps=8, stages=1) for name, tiling in TILINGS.items()}
 WIDE_TILINGS["delta_scan"] = Tiling(0, 32, 8, 1)
 WIDE_TILINGS["delta_scalar_gradients"] = Tiling(32, 64, 8, 2)
@@ -94,7 +93,7 @@ def channel_tokens(
         **_options(tiling),
         **dict(
             Q_HEADS=q.shape[2], K_HEADS=k.shape[2], MEMORIES=memories, HEADS=heads, K=keys, C=CHUNK, BK=tiling.keys,
-            LEVELS=_LEVELS, LOW=operands, DOCUMENTS=decays.run is not None, AT_ONCE=tiling.values,
+            LEVELS=_LEVELS, LOW=operands, DOCUMENTS=decays.run is not None,
         ),
     )  # fmt: skip
     tokens = Tokens(

@@ -84,12 +84,9 @@ def delta_scores(
     q, k, sums, run, enters, stays, scale, read, erase, written, chunk_decay, scores, alike,
     Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, MEMORIES: tl.constexpr, HEADS: tl.constexpr,
     K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, LEVELS: tl.constexpr, LOW: tl.constexpr,
-    DOCUMENTS: tl.constexpr, AT_ONCE: tl.constexpr,
+    DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
     """Store the decayed products and tokens of all chunks, the tokens in tiles [C, 32].
-
-    With `AT_ONCE` a loop over the keys computes the products of that many levels, for which it reads each tile once from memory; with 0
-    those of one level, with the rows of q and k stacked.
 
     `scores` are the products of q with k times the scale, [B, N, HEADS, C, C], of which the entries on and below the diagonal are
     stored, and `alike` those of k with k, [B, N, MEMORIES, C, C], of which those below the diagonal are stored. `erase` and `written` are [B, T, MEMORIES, K],
@@ -136,59 +133,27 @@ def delta_scores(
     pairs = tl.arange(0, C // 2)
     # 0, but no constant: else Triton moves the operands' layout in front of the exponentials, and each warp computes those of others.
     most = scale * 0.0
-    if AT_ONCE == 0:
-        for level in tl.range(0, LEVELS, num_stages=1):
-            half = 1 << level
-            earlier = (pairs >> level) * (2 * half) + (pairs & (half - 1))
-            later = earlier + half
-            # The last row of the earlier block, from which both blocks' sums are measured.
-            middle = (pairs >> level) * (2 * half) + half - 1
-            products = tl.zeros([C, C // 2], tl.float32)
-            for key in range(0, K, BK):
-                of_key = sums + key + keys[None, :]
-                pivot = tl.load(of_key + middle[:, None] * (MEMORIES * K))
-                after = tl.load(of_key + later[:, None] * (MEMORIES * K))
-                before = tl.load(of_key + earlier[:, None] * (MEMORIES * K))
-                at_key = key + keys[None, :]
-                tile_q = tl.load(q + later[:, None] * (Q_HEADS * K) + at_key).to(tl.float32)
-                tile_k = tl.load(k + later[:, None] * (K_HEADS * K) + at_key).to(tl.float32)
-                factor = decay_of(tl.minimum(after - pivot, most))
-                both = stacked((tile_q * factor).to(LOW), (tile_k * factor).to(LOW), C, BK)
-                tile_k = tl.load(k + earlier[:, None] * (K_HEADS * K) + at_key).to(tl.float32)
-                factor = decay_of(tl.minimum(pivot - before, most))
-                low_k = tl.trans((tile_k * factor).to(LOW))
-                products = tl.dot(both, low_k, products, input_precision="tf32")
-            store_level(products, level, scores, alike, scale, 1.0, first, of_chunk, C, DOCUMENTS)
-    else:
-        always = tl.zeros([1, 1], tl.int32) == 0
-        for start in tl.range(0, LEVELS, AT_ONCE, num_stages=1):
-            products = ()
-            for _ in tl.static_range(2 * AT_ONCE):
-                products = products + (tl.zeros([C // 2, C // 2], tl.float32),)
-            for key in tl.range(0, K, BK, num_stages=1):
-                sums_at, at_key = sums + key + keys[None, :], key + keys[None, :]
-                added = ()
-                for n in tl.static_range(AT_ONCE):
-                    level = start + n
-                    half = 1 << level
-                    earlier = (pairs >> level) * (2 * half) + (pairs & (half - 1))
-                    later = earlier + half
-                    middle = (pairs >> level) * (2 * half) + half - 1
-                    pivot = tl.load(sums_at + middle[:, None] * (MEMORIES * K))
-                    after = tl.load(sums_at + later[:, None] * (MEMORIES * K))
-                    before = tl.load(sums_at + earlier[:, None] * (MEMORIES * K))
-                    x = tl.load(k + earlier[:, None] * (K_HEADS * K) + at_key).to(tl.float32)
-                    factor = decay_of(tl.minimum(pivot - before, most))
-                    low_k = tl.trans((x * factor).to(LOW))
-                    factor = decay_of(tl.minimum(after - pivot, most))
-                    x = tl.load(q + later[:, None] * (Q_HEADS * K) + at_key).to(tl.float32)
-                    x = (x * factor).to(LOW)
-                    added = added + (tl.dot(x, low_k, products[2 * n], input_precision="tf32"),)
-                    x = tl.load(k + later[:, None] * (K_HEADS * K) + at_key).to(tl.float32)
-                    x = (x * factor).to(LOW)
-                    added = added + (tl.dot(x, low_k, products[2 * n + 1], input_precision="tf32"),)
-                products = added
-            for n in tl.static_range(AT_ONCE):
-                x = products[2 * n] * scale
-                store_pairs(x, start + n, scores, always, of_chunk, C, DOCUMENTS)
-                store_pairs(products[2 * n + 1], start + n, alike, first, of_chunk, C, DOCUMENTS)
+    always = tl.zeros([1, 1], tl.int32) == 0
+    for level in tl.range(0, LEVELS, num_stages=1):
+        half = 1 << level
+        earlier = (pairs >> level) * (2 * half) + (pairs & (half - 1))
+        later = earlier + half
+        # The last row of the earlier block, from which both blocks' sums are measured.
+        middle = (pairs >> level) * (2 * half) + half - 1
+        of_q = tl.zeros([C // 2, C // 2], tl.float32)
+        of_k = tl.zeros([C // 2, C // 2], tl.float32)
+        for key in tl.range(0, K, BK, num_stages=1):
+            sums_at, at_key = sums + key + keys[None, :], key + keys[None, :]
+            pivot = tl.load(sums_at + middle[:, None] * (MEMORIES * K))
+            after = tl.load(sums_at + later[:, None] * (MEMORIES * K))
+            before = tl.load(sums_at + earlier[:, None] * (MEMORIES * K))
+            x = tl.load(k + earlier[:, None] * (K_HEADS * K) + at_key).to(tl.float32)
+            factor = decay_of(tl.minimum(pivot - before, most))
+            low_k = tl.trans((x * factor).to(LOW))
+            factor = decay_of(tl.minimum(after - pivot, most))
+            x = tl.load(q + later[:, None] * (Q_HEADS * K) + at_key).to(tl.float32)
+            of_q = tl.dot((x * factor).to(LOW), low_k, of_q, input_precision="tf32")
+            x = tl.load(k + later[:, None] * (K_HEADS * K) + at_key).to(tl.float32)
+            of_k = tl.dot((x * factor).to(LOW), low_k, of_k, input_precision="tf32")
+        store_pairs(of_q * scale, level, scores, always, of_chunk, C, DOCUMENTS)
+        store_pairs(of_k, level, alike, first, of_chunk, C, DOCUMENTS)
