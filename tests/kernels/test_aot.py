@@ -10,14 +10,17 @@ import re
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding, use_abstract_mesh
 
-from lsm_jax import ops
+from lsm_jax import models, ops
+from lsm_jax.models import sampling
 from lsm_jax.ops.core.states import Layer
 from pallas_kernels.delta_rule import cases as delta_rule_cases
 from pallas_kernels.dplr import cases as dplr_cases
@@ -383,6 +386,37 @@ def test_one_token_by_triton_copies_no_memory():
 
 
 @requires_triton
+def test_one_row_is_multiplied_by_matrices_where_layers_are_unrolled():
+    """XLA knows the pass that `sampling.compiler_options` disables; with it, one row has no product."""
+    device = topologies.get_topology_desc("", "cuda", target_config=H200, topology="1x1x1").devices[0]  # fmt: skip
+    here = functools.partial(jax.ShapeDtypeStruct, sharding=SingleDeviceSharding(device))
+    place = functools.partial(jax.tree.map, lambda x: here(x.shape, x.dtype))
+    config = models.lm("gla", "nano")
+    config.num_layers = 2
+    graph, params = nnx.split(models.abstract(config))
+    params = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16 if x.ndim > 1 else x.dtype), params
+    )
+    read = functools.partial(sampling.read_prompt, graph, capacity=64, prefill_chunk=None, unroll_layers=True)  # fmt: skip
+    after = jax.eval_shape(read, params, jax.ShapeDtypeStruct((1, 16), jnp.int32), None)
+    rest = jax.random.key(0), jnp.float32(0), None
+    traced = sampling.program(1, True).trace(
+        graph,
+        *place((params, *after)),
+        *rest,
+        num_tokens=16,
+        greedy=True,
+        top_k=None,
+        stop_token=None,
+    )
+    lowered = traced.lower(lowering_platforms=("cuda",))
+    with mock.patch.object(jax, "default_backend", lambda: "gpu"):
+        options = sampling.compiler_options(1, True)
+    untuned = {"xla_gpu_autotune_level": 0}
+    products = [lowered.compile(untuned | o).as_text().count(" dot(") for o in ({}, options)]
+    assert products[0] == 0 and products[1] >= 6, products
+
+
 @pytest.mark.parametrize("op, kernels", [("scalar", 8), ("channel", 10), ("dplr", 12)])
 def test_triton_kernels_of_delta_and_dplr_memories_lower_for_a_card_that_is_not_here(op, kernels):
     struct = jax.ShapeDtypeStruct
