@@ -22,7 +22,7 @@ Arrays, `HEADS`, `LOW`, `CHANNELS`, `DECAY` and `DOCUMENTS` are those of `pallas
 import triton
 import triton.language as tl
 
-from pallas_kernels.linear_attention.triton.bodies import masked_sums
+from pallas_kernels.linear_attention.triton.gradients import masked_sums
 
 
 @triton.jit

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from pallas_kernels.delta_rule.triton.scores import stacked, store_level
-from pallas_kernels.linear_attention.triton.bodies import masked_sums
+from pallas_kernels.linear_attention.triton.gradients import masked_sums
 
 
 @triton.jit

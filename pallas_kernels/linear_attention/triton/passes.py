@@ -372,13 +372,13 @@ def score_gradients(
     """Return the gradient of the products q kᵀ of all chunks, [B, N, heads, C, C]: scale dO vᵀ on and below the diagonal, times the decay
     between the two tokens if it is a scalar. With `undecayed` the decay of the later token is left out, and the diagonal is 0.
     """
-    from pallas_kernels.linear_attention.triton import bodies
+    from pallas_kernels.linear_attention.triton import gradients
 
     batch, length, heads, values = d_out.shape
     tiling = _tiling("score_gradients", decays, d_out)
     low, stored = _low(d_out)
     return launch.call(
-        bodies.score_gradients,
+        gradients.score_gradients,
         (d_out, v, decays.cum, decays.run, float(scale)),
         dict(d_scores=_struct((batch, length // CHUNK, heads, CHUNK, CHUNK), stored)),
         programs=batch * (length // CHUNK) * heads,
@@ -396,12 +396,12 @@ def value_gradients(
     """Return the gradients of the values for each head of the output, [B, T, heads, V], from the gradients of the memories after all
     chunks, and, with a decay per key channel, from the scores P (else None).
     """
-    from pallas_kernels.linear_attention.triton import bodies
+    from pallas_kernels.linear_attention.triton import gradients
 
     batch, length, heads, values = d_out.shape
     tiling = _tiling("value_gradients", decays, q, q.shape[3], values)
     return launch.call(
-        bodies.value_gradients,
+        gradients.value_gradients,
         (q, k, d_out, scores, decays.cum, decays.write_decay, decays.sums, decays.run, decays.stays, d_states, float(scale)),
         dict(dv=_struct(d_out.shape, dtype)),
         programs=batch * (length // CHUNK) * heads * (values // tiling.values),
@@ -420,14 +420,14 @@ def scalar_gradients(
     """Return the gradients of the queries and keys for each head of the output, [B, T, heads, K], and that of a scalar log decay, [B, T,
     heads] float32 (None unless `decay`).
     """
-    from pallas_kernels.linear_attention.triton import bodies
+    from pallas_kernels.linear_attention.triton import gradients
 
     batch, length, heads, values = d_out.shape
     keys = q.shape[3]
     tiling = _tiling("scalar_gradients", decays, q, keys, values)
     tiles = keys // tiling.keys
     results = launch.call(
-        bodies.scalar_gradients,
+        gradients.scalar_gradients,
         (
             q, k, v, d_out, d_scores, decays.read_decay, decays.write_decay, decays.chunk_decay, decays.run, states, d_states,
             float(scale),
@@ -457,7 +457,7 @@ def channel_gradients(
 
     With `only_query` only "dq", for which q and `d_states` are not read, and may be None. With `exact` "dq" is float32.
     """
-    from pallas_kernels.linear_attention.triton import bodies
+    from pallas_kernels.linear_attention.triton import gradients
 
     batch, length, heads, values = d_out.shape
     keys = k.shape[3]
@@ -471,7 +471,7 @@ def channel_gradients(
         d_bonus=_struct((1,) if bonus is None else (batch, length // CHUNK, heads, keys), _F32),
     )
     results = launch.call(
-        bodies.channel_gradients,
+        gradients.channel_gradients,
         (
             k if q is None else q, k, v, d_out, d_scores, decays.sums, bonus, decays.run, decays.enters, decays.stays, states,
             d_states, float(scale),
