@@ -22,7 +22,8 @@ PEER_VARIANTS = {
 
 def is_step(row: Row) -> bool:
     """Return whether a row is of a training step with the default rematerialisation and compiler flags, and no variant of it."""
-    return row.get("remat") == "dots" and not row["xla_flags"] and "unrolled" not in row
+    plain = row.get("remat") == "dots" and not row["xla_flags"]
+    return plain and "unrolled" not in row and "matmul" not in row
 
 
 def _step_key(row: Row) -> tuple:
