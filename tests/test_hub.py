@@ -15,6 +15,8 @@ import tokenizers
 from huggingface_hub import constants
 
 from lsm_jax import hub
+from lsm_jax.convert import model_config
+from lsm_jax.convert.huggingface import open_source
 from lsm_jax.data import DataConfig, TokenStore, load_tokenizer
 from lsm_jax.data.sources import pin, with_tokenizer
 from lsm_jax.data.tokenize import main as tokenize
@@ -145,6 +147,20 @@ def test_errors_have_one_line_and_say_what_to_do(server, monkeypatch):
     ) as error:
         hub.local_path("org/other")
     assert "\n" not in str(error.value)
+
+
+def test_a_file_of_rwkv_is_imported_by_its_id(server, tmp_path):
+    """A model that is one .pth file, and what is said of a whole model that has none of the accepted files."""
+    golden = ROOT / "tests" / "convert" / "released_goldens" / "rwkv7.pth"
+    commit = server.add("models", "org/rwkv7", {"small.pth": golden.read_bytes(), "README.md": b""})
+    source = open_source("org/rwkv7/small.pth")
+    assert model_config(source).num_layers == 2
+    assert hub.reference_of(source.folder) == hub.Reference("org/rwkv7", "small.pth", commit)
+    with pytest.raises(ValueError, match="source='org/rwkv7' has no config.json; .* org/rwkv7/FILE.gguf or org/rwkv7/FILE.pth"):  # fmt: skip
+        open_source("org/rwkv7")
+    server.add("models", "org/old", {"config.json": b"{}", "pytorch_model.bin": b""})
+    with pytest.raises(ValueError, match="has no model.safetensors and no .*; accepted are tensors in safetensors"):  # fmt: skip
+        open_source("org/old")
 
 
 def test_without_a_network_the_cache_is_read(server, monkeypatch):
