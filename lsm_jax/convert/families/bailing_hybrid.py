@@ -5,7 +5,7 @@ Layers that predict several tokens are not read, and an export copies them.
 
 Released files and transformers 5.23.0 differ: the former name the class BailingMoeV3ForCausalLM, have many more fields, and store
 the output projection of Kimi Delta Attention as `o_proj`, where transformers writes `dense`, as in multi-head latent attention.
-Both are read. Ling-3.0-tiny has queries of a low rank (`q_lora_rank`), which transformers has not.
+Both are read. Ling-3.0-tiny has queries of a low rank (`q_lora_rank`), which transformers lacks.
 """
 
 from __future__ import annotations
