@@ -20,6 +20,7 @@ from lsm_jax.convert.huggingface import open_source
 from lsm_jax.data import DataConfig, TokenStore, load_tokenizer
 from lsm_jax.data.sources import pin, with_tokenizer
 from lsm_jax.data.tokenize import main as tokenize
+from tests.data.world import write_vocabulary
 from tests.hub_server import Hub
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -230,6 +231,15 @@ def test_a_tokenizer_by_id_is_that_of_the_folder(server, tmp_path):
     assert tokenize([f"--input={tmp_path / 'text.txt'}", f"--output={store}", *options]) == 0
     config = with_tokenizer(DataConfig(path=str(store)))
     assert config.tokenizer == str(store / "tokenizer.json") and TokenStore(store).num_documents
+
+
+def test_the_tokenizer_of_rwkv_by_id_is_its_vocabulary(server, tmp_path):
+    path = write_vocabulary(tmp_path)
+    files = {path.name: path.read_bytes(), "tokenizer_config.json": b"{}"}
+    server.add("models", "org/rwkv", files | {"model.safetensors": b"no"})
+    ours, theirs = load_tokenizer("org/rwkv"), load_tokenizer(str(path))
+    assert ours.encode("the thing") == theirs.encode("the thing") and ours.eos_id == 0
+    assert sorted(downloaded(server)) == sorted(files)
 
 
 def test_liger_starts_from_an_id_and_keeps_its_commit(server, tmp_path):
