@@ -74,6 +74,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
         time_step_init_scheme="random", time_step_max=0.1, time_step_min=0.001, time_step_rank=48, time_step_scale=1.0,
         use_bias=False, use_conv_bias=True, vocab_size=50280,
     ),
+    "Mamba-Codestral-7B": COMMON | dict(
+        architectures=["Mamba2ForCausalLM"], bos_token_id=0, chunk_size=256, conv_kernel=4, eos_token_id=0, expand=2, head_dim=64,
+        hidden_act="silu", hidden_size=4096, initializer_range=0.1, intermediate_size=8192, layer_norm_epsilon=1e-5,
+        model_type="mamba2", n_groups=8, norm_before_gate=True, num_heads=128, num_hidden_layers=64, pad_token_id=0,
+        rescale_prenorm_residual=False, residual_in_fp32=True, rms_norm=True, state_size=128, tie_word_embeddings=False,
+        time_step_floor=0.0001, time_step_init_scheme="random", time_step_limit=[0.0, float("inf")], time_step_max=0.1,
+        time_step_min=0.001, time_step_rank=256, time_step_scale=1.0, use_bias=False, use_conv_bias=True, vocab_size=32768,
+    ),
     "Olmo-Hybrid-7B": COMMON | dict(
         architectures=["OlmoHybridForCausalLM"], attention_bias=False, hidden_act="silu", hidden_size=3840,
         intermediate_size=11008, layer_types=(["linear_attention"] * 3 + ["full_attention"]) * 8, linear_allow_neg_eigval=True,
@@ -101,7 +109,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """Fields as released files have them; where a released file was not at hand, the sizes that its authors state."""
 PUBLISHED = {
-    "Ling-3.0-Flash": (124e9, 5.1e9), "Ling-3.0-tiny": (7.9e9, 1.3e9), "xLSTM-7B": (6.87e9, None), "mamba-130m-hf": (129e6, None),
+    "Ling-3.0-Flash": (124e9, 5.1e9), "Ling-3.0-tiny": (7.9e9, 1.3e9), "xLSTM-7B": (6.87e9, None), "mamba-130m-hf": (129e6, None), "Mamba-Codestral-7B": (7.28e9, None),
     "Olmo-Hybrid-7B": (7.43e9, None), "Nemotron-Nano-9B-v2": (8.89e9, None), "Granite-4.0-H-350M": (340e6, None),
 }  # fmt: skip
 """Parameters, and those of a token, as the authors state them, who leave out the embedding, or as the files have them."""
@@ -136,6 +144,7 @@ def test_released_configs_have_the_published_number_of_parameters(name):
         ("xLSTM-7B", dict(head_dim=64), "head_dim=64; accepted is 512"),
         ("mamba-130m-hf", dict(d_model=8), "d_model=8; accepted is hidden_size=768"),
         ("mamba-130m-hf", dict(ssm_cfg=dict(layer="Mamba2")), "ssm_cfg=.*; accepted is {} or None"),
+        ("Mamba-Codestral-7B", dict(intermediate_size=64), "intermediate_size=64; accepted is expand . hidden_size = 8192"),
         ("Olmo-Hybrid-7B", dict(linear_use_gate=False), "linear_use_gate=False; accepted is True"),
     ],
 )  # fmt: skip
