@@ -146,7 +146,7 @@ FAMILY = Family(
     ),
     only=dict(
         hidden_act=("silu", "swish"), attention_bias=(False,), use_bias=(False,), use_qkv_bias=(False,), mlp_bias=(False,),
-        no_kda_lora=(True,), use_kda_lora=(False,), kda_use_full_proj=(True,), kda_allow_neg_eigval=(False,), linear_silu=(True,),
+        no_kda_lora=(True,), use_kda_lora=(False,), linear_silu=(True,),
         use_qk_norm=(True,), group_norm_size=(1,), gated_attention_proj_granularity_type=("head_wise",), use_mla_nope=(False,),
         rope_interleave=(True,), rope_scaling=(None,), score_function=("sigmoid",), scoring_func=("sigmoid",),
         topk_method=("noaux_tc",), moe_router_enable_expert_bias=(True,), scale_router_input=(False,), use_nGPT=(False,),

@@ -93,7 +93,8 @@ FAMILY = Family(
         layer_norm_epsilon="positive", intermediate_size="size",
     ),
     defaults=dict(
-        expand=2, intermediate_size=None, head_dim=64, num_heads=None, state_size=128, conv_kernel=4, layer_norm_epsilon=1e-5, tie_word_embeddings=False,
+        expand=2, intermediate_size=None, head_dim=64, num_heads=None, state_size=128, conv_kernel=4, layer_norm_epsilon=1e-5,
+        tie_word_embeddings=False,
     ),
     only=dict(
         hidden_act=("silu", "swish"), use_bias=(False,), use_conv_bias=(True,), time_step_limit=([0.0, math.inf],),

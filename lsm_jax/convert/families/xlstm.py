@@ -116,13 +116,15 @@ FAMILY = Family(
         **dict.fromkeys(("num_heads", "head_dim", "embedding_dim", "num_blocks", "ffn_round_up_to_multiple_of"), "size"),
         **dict.fromkeys(
             (
-                "qk_dim_factor", "v_dim_factor", "eps", "norm_eps", "cell_norm_eps", "ffn_proj_factor", "gate_soft_cap", "output_logit_soft_cap",
+                "qk_dim_factor", "v_dim_factor", "eps", "norm_eps", "cell_norm_eps", "ffn_proj_factor", "gate_soft_cap",
+                "output_logit_soft_cap",
             ),
             "positive",
         ),
     },
     defaults=dict(
-        num_heads=8, head_dim=None, cell_norm_eps=None, embedding_dim=None, num_blocks=None, qk_dim_factor=0.5, v_dim_factor=1.0, eps=1e-6, norm_eps=1e-6,
+        num_heads=8, head_dim=None, cell_norm_eps=None, embedding_dim=None, num_blocks=None, qk_dim_factor=0.5, v_dim_factor=1.0,
+        eps=1e-6, norm_eps=1e-6,
         ffn_proj_factor=2.667, ffn_round_up_to_multiple_of=64, gate_soft_cap=15.0, output_logit_soft_cap=30.0,
         tie_word_embeddings=False,
     ),
