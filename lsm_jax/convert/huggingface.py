@@ -24,7 +24,7 @@ from rich.progress import Progress
 
 from lsm_jax import hub
 from lsm_jax.convert.checkpoint import INDEX, Checkpoint, Tensors
-from lsm_jax.convert.families import family_of
+from lsm_jax.convert.families import MODEL_TYPES, family_of
 from lsm_jax.convert.fields import check_fields
 from lsm_jax.convert.gguf_file import GGUF
 from lsm_jax.convert.layout import Layout, Names, layout_of, prefixed
@@ -122,7 +122,9 @@ def published_config(source: Source) -> ModelConfig:
     """
     opened = open_source(source)
     family = family_of(opened.config)
-    return model_of(opened) if family is None else family.model(opened)
+    if family is not None:
+        return family.model(opened)
+    return model_of(opened, () if isinstance(opened, GGUF) else MODEL_TYPES)
 
 
 def load_params(
