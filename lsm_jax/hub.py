@@ -22,6 +22,7 @@ _NOT_READ = ("*/*", "consolidated*")
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tiktoken.model",
+    "rwkv_vocab_v20230424.txt",
     "tokenizer_config.json",
     "chat_template.jinja",
     "special_tokens_map.json",

@@ -15,9 +15,12 @@ import tokenizers
 from huggingface_hub import constants
 
 from lsm_jax import hub
+from lsm_jax.convert import model_config
+from lsm_jax.convert.huggingface import open_source
 from lsm_jax.data import DataConfig, TokenStore, load_tokenizer
 from lsm_jax.data.sources import pin, with_tokenizer
 from lsm_jax.data.tokenize import main as tokenize
+from tests.data.world import write_vocabulary
 from tests.hub_server import Hub
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -147,6 +150,20 @@ def test_errors_have_one_line_and_say_what_to_do(server, monkeypatch):
     assert "\n" not in str(error.value)
 
 
+def test_a_file_of_rwkv_is_imported_by_its_id(server, tmp_path):
+    """A model that is one .pth file, and what is said of a whole model that has none of the accepted files."""
+    golden = ROOT / "tests" / "convert" / "released_goldens" / "rwkv7.pth"
+    commit = server.add("models", "org/rwkv7", {"small.pth": golden.read_bytes(), "README.md": b""})
+    source = open_source("org/rwkv7/small.pth")
+    assert model_config(source).num_layers == 2
+    assert hub.reference_of(source.folder) == hub.Reference("org/rwkv7", "small.pth", commit)
+    with pytest.raises(ValueError, match="source='org/rwkv7' has no config.json; .* org/rwkv7/FILE.gguf or org/rwkv7/FILE.pth"):  # fmt: skip
+        open_source("org/rwkv7")
+    server.add("models", "org/old", {"config.json": b"{}", "pytorch_model.bin": b""})
+    with pytest.raises(ValueError, match="has no model.safetensors and no .*; accepted are tensors in safetensors"):  # fmt: skip
+        open_source("org/old")
+
+
 def test_without_a_network_the_cache_is_read(server, monkeypatch):
     commit = server.add("models", "org/tiny", model_files())
     path = hub.local_path("org/tiny")
@@ -214,6 +231,15 @@ def test_a_tokenizer_by_id_is_that_of_the_folder(server, tmp_path):
     assert tokenize([f"--input={tmp_path / 'text.txt'}", f"--output={store}", *options]) == 0
     config = with_tokenizer(DataConfig(path=str(store)))
     assert config.tokenizer == str(store / "tokenizer.json") and TokenStore(store).num_documents
+
+
+def test_the_tokenizer_of_rwkv_by_id_is_its_vocabulary(server, tmp_path):
+    path = write_vocabulary(tmp_path)
+    files = {path.name: path.read_bytes(), "tokenizer_config.json": b"{}"}
+    server.add("models", "org/rwkv", files | {"model.safetensors": b"no"})
+    ours, theirs = load_tokenizer("org/rwkv"), load_tokenizer(str(path))
+    assert ours.encode("the thing") == theirs.encode("the thing") and ours.eos_id == 0
+    assert sorted(downloaded(server)) == sorted(files)
 
 
 def test_liger_starts_from_an_id_and_keeps_its_commit(server, tmp_path):

@@ -24,7 +24,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lsm_jax.convert.families import FAMILIES, family_of
+from lsm_jax.convert.families import MODEL_TYPES, family_of
 from lsm_jax.convert.fields import shown
 from lsm_jax.data import DataConfig
 from lsm_jax.files import MEGABYTE, parse_json, read_bytes
@@ -63,7 +63,7 @@ def described_model(source: str) -> ModelConfig:
         source: the path of a config.json or its folder, or the id of a model on the Hugging Face hub.
 
     Raises:
-        ValueError: the file cannot be read, or the model is none of `FAMILIES`, or one of its fields is not supported.
+        ValueError: the file cannot be read, or the model is none of `MODEL_TYPES`, or one of its fields is not supported.
     """
     path = config_path(source)
     path = path / "config.json" if path.is_dir() else path
@@ -73,7 +73,7 @@ def described_model(source: str) -> ModelConfig:
     family = family_of(given)
     if family is None:
         raise ValueError(
-            f"{path}: model_type={shown(given.get('model_type'))}; accepted are {', '.join(sorted(FAMILIES))}"
+            f"{path}: model_type={shown(given.get('model_type'))}; accepted are {', '.join(MODEL_TYPES)}"
         )
     return dataclasses.replace(family.described(given, path), dtype="bfloat16")
 

@@ -23,8 +23,8 @@ import numpy as np
 from rich.progress import Progress
 
 from lsm_jax import hub
-from lsm_jax.convert.checkpoint import Checkpoint, Tensors
-from lsm_jax.convert.families import family_of
+from lsm_jax.convert.checkpoint import INDEX, Checkpoint, Tensors
+from lsm_jax.convert.families import MODEL_TYPES, family_of
 from lsm_jax.convert.fields import check_fields
 from lsm_jax.convert.gguf_file import GGUF
 from lsm_jax.convert.layout import Layout, Names, layout_of, prefixed
@@ -81,10 +81,25 @@ def open_source(source: Source) -> Tensors:
         return RWKVFile(path) if path.suffix == ".pth" else GGUF(path)
     if not os.fspath(source) or not path.is_dir():
         raise ValueError(
-            f"source={str(source)!r} does not exist; accepted is a Hugging Face folder, a .gguf file, or a model of the hub as "
-            "OWNER/NAME"
+            f"source={str(source)!r} does not exist; accepted is a Hugging Face folder, a .gguf or .pth file, or a model of the hub "
+            "as OWNER/NAME"
         )
+    _check_files(source, path)
     return Checkpoint(path)
+
+
+def _check_files(source: Source, folder: Path) -> None:
+    """Raise ValueError unless a folder has a config.json and safetensors; the message says what to give instead."""
+    what, file = f"source={str(source)!r}", f"{source}/FILE"
+    if not os.path.lexists(folder / Checkpoint.config_file):
+        raise ValueError(
+            f"{what} has no {Checkpoint.config_file}; accepted are models with {Checkpoint.config_file} and safetensors, or one "
+            f"file, {file}.gguf or {file}.pth"
+        )
+    if not any(os.path.lexists(folder / name) for name in (Checkpoint.single_file, INDEX)):
+        raise ValueError(
+            f"{what} has no {Checkpoint.single_file} and no {INDEX}; accepted are tensors in safetensors, not in PyTorch's .bin"
+        )
 
 
 def model_config(source: Source) -> ModelConfig:
@@ -107,7 +122,9 @@ def published_config(source: Source) -> ModelConfig:
     """
     opened = open_source(source)
     family = family_of(opened.config)
-    return model_of(opened) if family is None else family.model(opened)
+    if family is not None:
+        return family.model(opened)
+    return model_of(opened, () if isinstance(opened, GGUF) else MODEL_TYPES)
 
 
 def load_params(
@@ -248,7 +265,7 @@ def import_huggingface(
         dtypes = _dtypes(opened, model)
         params = load_params(opened, model, dtype=dtypes, progress=progress)
         data = tokenizer_data(opened, target, files)
-        name = name_of(opened.folder).removesuffix(".gguf")
+        name = name_of(opened.folder).removesuffix(".gguf").removesuffix(".pth")
         config = TrainConfig(name=name, model=model, data=data)
         config.validate()
         save_run(target, config, params, opened.folder)

@@ -5,6 +5,7 @@ Every field is either converted, or known not to change the model's outputs, or 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from lsm_jax.convert.checkpoint import Tensors
@@ -71,12 +72,16 @@ _HARMLESS = {
 }  # fmt: skip
 
 
-def model_of(source: Tensors) -> ModelConfig:
+def model_of(source: Tensors, others: Iterable[str] = ()) -> ModelConfig:
     """Return the config of the model that a config.json of Hugging Face's transformers describes.
 
     In the model's pattern, letter L is a layer with full attention, and letter W one whose attention has a
     window; if all layers are of one kind, they are L. Activations are in float32 if the config's dtype is,
     otherwise in bfloat16.
+
+    Args:
+        source: the pretrained model.
+        others: further values of `model_type` that are accepted elsewhere, for error messages.
 
     Raises:
         ValueError: the model is of another kind, or a field is missing, unknown or has an unsupported value.
@@ -87,7 +92,7 @@ def model_of(source: Tensors) -> ModelConfig:
     kind = given.get("model_type")
     if kind not in ARCHITECTURES:
         raise ValueError(
-            f"{where}: model_type={shown(kind)}; accepted are {', '.join(ARCHITECTURES)}"
+            f"{where}: model_type={shown(kind)}; accepted are {', '.join((*ARCHITECTURES, *others))}"
         )
     named = given.get("architectures") or [ARCHITECTURES[kind]]
     if named != [ARCHITECTURES[kind]]:

@@ -29,7 +29,8 @@ def chat_text(
     """Return a conversation as one text, formatted by a Jinja chat template as the model was tuned on.
 
     The template runs in Jinja's sandbox with the same additions as in Hugging Face's transformers: `raise_exception`,
-    `strftime_now`, `tojson`, loop controls, and blocks that add no blank lines. It runs in a process of its own, with at most
+    `strftime_now`, `tojson`, loop controls, the tag `generation`, the variables `tools` and `documents`, which are none, and blocks
+    that add no blank lines. It runs in a process of its own, with at most
     5 seconds and 512 MiB of memory; its text has at most 2^24 characters.
 
     Args:
@@ -48,6 +49,8 @@ def chat_text(
         bos_token=bos_token or "",
         eos_token=eos_token or "",
         add_generation_prompt=add_generation_prompt,
+        tools=None,
+        documents=None,
     )
     result = _run(template, variables)
     if "text" in result:

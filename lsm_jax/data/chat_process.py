@@ -74,8 +74,19 @@ def _limit(seconds: float) -> None:
 def _environment() -> Any:
     """Return the environment in which chat templates run: Jinja's sandbox for immutable values, whose operators
     refuse to make huge values."""
-    from jinja2 import TemplateError
+    from jinja2 import TemplateError, nodes
+    from jinja2.ext import Extension
     from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """Read the tags around what the model itself says, which change nothing of the text."""
+
+        tags = frozenset(["generation"])
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return nodes.Scope(body, lineno=line)
 
     class Environment(ImmutableSandboxedEnvironment):
         intercepted_binops = frozenset(["+", "*", "**"])
@@ -85,11 +96,14 @@ def _environment() -> Any:
                 raise TemplateError(f"the result of {operator!r} is too large")
             return super().call_binop(context, operator, left, right)
 
-    def to_json(value: Any, indent: int | None = None) -> str:
-        return json.dumps(value, ensure_ascii=False, indent=indent)
+    def to_json(
+        value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+    ) -> str:  # fmt: skip
+        given: dict[str, Any] = dict(indent=indent, separators=separators, sort_keys=sort_keys)
+        return json.dumps(value, ensure_ascii=ensure_ascii, **given)
 
     environment = Environment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
     )
     environment.filters["tojson"] = to_json
     return environment

@@ -120,7 +120,7 @@ def test_configs_of_older_transformers_give_the_same_model(tmp_path):
 @pytest.mark.parametrize(
     ("kind", "fields", "words"),
     [
-        ("llama3", dict(model_type="gemma"), "model_type='gemma'; accepted are llama, mistral, qwen2, qwen3"),
+        ("llama3", dict(model_type="gemma"), "model_type='gemma'; accepted are llama, mistral, qwen2, qwen3, abc, bailing_hybrid, .*, xlstm"),
         ("llama3", dict(architectures=["LlamaForTokenClassification"]), "accepted is .'LlamaForCausalLM'"),
         ("llama3", dict(hidden_size=None), "config.json: missing fields: hidden_size"),
         ("llama3", dict(hidden_act="gelu"), "hidden_act='gelu'; accepted is 'silu'"),

@@ -104,7 +104,7 @@ def test_own_models_are_exported(name, tmp_path):
         (LING, dict(kda_lower_bound=1.0), "KDAConfig.lower_bound=1.0: accepted are None and negative"),
         (LING, dict(linear_num_heads=3), "linear_num_heads=3; accepted is num_attention_heads=2"),
         (LING, dict(rope_parameters=dict(rope_type="yarn", factor=2.0)), "the rotation: .* of type 'yarn'"),
-        (LING, dict(q_lora_rank=4), "unknown fields, .* bailing_hybrid .*: q_lora_rank=4"),
+        (LING, dict(new_gate=4), "unknown fields, .* bailing_hybrid .*: new_gate=4"),
     ],
 )  # fmt: skip
 def test_errors_name_the_field(name, fields, words, tmp_path):

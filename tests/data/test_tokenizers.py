@@ -220,6 +220,20 @@ def test_chat_templates_that_do_not_end_are_stopped(monkeypatch):
     assert chat.chat_text("{{ 2 * 'ab' + 'c' * 2 }}", []) == "ababcc"
 
 
+def test_chat_templates_have_what_transformers_gives_them():
+    """Tags around the model's own words (LFM2), a test of `tools` against none, and lists without blanks (Kimi)."""
+    template = (
+        "{% for m in messages %}{%- if m.role == 'assistant' -%} {%- generation -%} A:{{ m.content }}{% set seen = 1 %}"
+        "{%- endgeneration -%} {% else %}U:{{ m.content }}{% endif %}|{% endfor %}"
+        "{{ tools is none and documents is none and seen is not defined }}"
+        "{{ messages[0] | tojson(separators=(',', ':'), sort_keys=true) }}"
+    )
+    messages = [dict(role="user", content="q"), dict(role="assistant", content="é")]
+    expected = 'U:q|A:é|True{"content":"q","role":"user"}'
+    assert chat.chat_text(template, messages) == expected
+    assert "endgeneration" in (chat.template_error("{% generation %}") or "")
+
+
 @pytest.mark.parametrize(
     "template",
     [

@@ -59,6 +59,8 @@ FAMILIES: dict[str, Family] = {
     )
 } | {family.model_type: family for family in qwen3_5.FAMILIES}  # fmt: skip
 """The families by `model_type`."""
+MODEL_TYPES = tuple(sorted(set(FAMILIES) - {rwkv7_pth.FAMILY.model_type}))
+"""The values of `model_type` in a config.json, which a .pth file of RWKV has not."""
 
 
 def family_of(config: Mapping[str, Any]) -> Family | None:
@@ -67,4 +69,4 @@ def family_of(config: Mapping[str, Any]) -> Family | None:
     return FAMILIES.get(kind) if isinstance(kind, str) else None
 
 
-__all__ = ["FAMILIES", "Family", "family_of"]
+__all__ = ["FAMILIES", "MODEL_TYPES", "Family", "family_of"]

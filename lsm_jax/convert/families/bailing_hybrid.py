@@ -2,10 +2,15 @@
 latent attention with a rotation and a gate of each head, and mixtures of experts in groups after the first layers.
 
 Layers that predict several tokens are not read, and an export copies them.
+
+Released files and transformers 5.23.0 differ: the former name the class BailingMoeV3ForCausalLM, have many more fields, and store
+the output projection of Kimi Delta Attention as `o_proj`, where transformers writes `dense`, as in multi-head latent attention.
+Both are read. Ling-3.0-tiny has queries of a low rank (`q_lora_rank`), which transformers lacks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from lsm_jax.convert.families import kimi_linear as kimi
@@ -30,7 +35,6 @@ _KDA: Names = {
     "mixer.dt_bias": "attention.dt_bias",
     "mixer.a_log": "attention.A_log",
     "mixer.norm.scale": "attention.o_norm.weight",
-    "mixer.o_proj.kernel": "attention.dense.weight",
 }
 
 
@@ -55,9 +59,14 @@ def _config(values: dict[str, Any]) -> ModelConfig:
     if values["layer_types"] is None:
         size = values["layer_group_size"]
         values["layer_types"] = [kimi.LINEAR if (i + 1) % size else kimi.FULL for i in range(count)]
-    heads, stated = values["num_attention_heads"], values["linear_num_heads"]
-    if stated not in (None, heads):
-        raise ValueError(f"linear_num_heads={stated}; accepted is num_attention_heads={heads}")
+    heads = values["num_attention_heads"]
+    for name, usual in (
+        ("linear_num_heads", "num_attention_heads"),
+        ("moe_shared_expert_intermediate_size", "moe_intermediate_size"),
+        ("rotary_dim", "qk_rope_head_dim"),
+    ):
+        if values[name] not in (None, values[usual]):
+            raise ValueError(f"{name}={values[name]}; accepted is {usual}={values[usual]}")
     linear = KDAConfig(
         num_heads=heads,
         head_dim=values["linear_head_dim"],
@@ -69,15 +78,23 @@ def _config(values: dict[str, Any]) -> ModelConfig:
     base, scaling = read_rope({**values, "rope_scaling": None}, "the rotation")
     if scaling is not None:
         raise ValueError(f"rope_parameters: {scaling}; accepted is no scaling")
-    full = kimi.latent_attention(values, output_gate=True, rope_base=base)
+    full = kimi.latent_attention(
+        values, query_rank=values["q_lora_rank"], output_gate=True, rope_base=base
+    )
     return kimi.decoder(values, linear, full)
+
+
+def _stored(names: Collection[str]) -> dict[str, Any]:
+    """Return the name of the output projection of Kimi Delta Attention: a function `Family.stored`."""
+    released = any(name.endswith(".attention.o_proj.weight") for name in names)
+    return dict(kda_output="o_proj" if released else "dense")
 
 
 def _names(values: dict[str, Any], config: ModelConfig, layer: int) -> Names:
     if layer < 0:
         return _TOP
     kinds = config.layers[config.letters()[layer]]
-    mixer = dict(_KDA)
+    mixer = {**_KDA, "mixer.o_proj.kernel": f"attention.{values['kda_output']}.weight"}
     if isinstance(kinds.mixer, MLAConfig):
         mixer = dict(kimi.latent_names(values, "attention.", "dense"))
         mixer["mixer.g_proj.kernel"] = "attention.g_proj.weight"
@@ -114,9 +131,10 @@ def _describe(config: ModelConfig) -> dict[str, Any]:
 FAMILY = Family(
     model_type="bailing_hybrid",
     architecture="BailingHybridForCausalLM",
+    other_architectures=("BailingMoeV3ForCausalLM",),
     library="transformers",
     kinds={
-        **{name: kind for name, kind in kimi.KINDS.items() if name != "q_lora_rank"},
+        **kimi.KINDS, "moe_shared_expert_intermediate_size": "size", "rotary_dim": "size",
         "kda_lower_bound": "number", "kda_safe_gate": "flag", "layer_group_size": "size", "rope_theta": "positive",
         "rope_parameters": "object", "num_nextn_predict_layers": "count",
     },
@@ -124,12 +142,21 @@ FAMILY = Family(
         intermediate_size=6144, moe_intermediate_size=768, num_experts=512, num_experts_per_token=8, num_expert_group=8,
         topk_group=4, routed_scaling_factor=2.5, rms_norm_eps=1e-6, first_k_dense_replace=2, rope_theta=6e6,
         rope_parameters=None, linear_num_heads=None, kda_safe_gate=True, kda_lower_bound=-5.0, layer_group_size=6,
+        q_lora_rank=None, moe_shared_expert_intermediate_size=None, rotary_dim=None,
     ),
-    only=dict(hidden_act=("silu", "swish"), attention_bias=(False,)),
+    only=dict(
+        hidden_act=("silu", "swish"), attention_bias=(False,), use_bias=(False,), use_qkv_bias=(False,), mlp_bias=(False,),
+        no_kda_lora=(True,), use_kda_lora=(False,), linear_silu=(True,),
+        use_qk_norm=(True,), group_norm_size=(1,), gated_attention_proj_granularity_type=("head_wise",), use_mla_nope=(False,),
+        rope_interleave=(True,), rope_scaling=(None,), score_function=("sigmoid",), scoring_func=("sigmoid",),
+        topk_method=("noaux_tc",), moe_router_enable_expert_bias=(True,), scale_router_input=(False,), use_nGPT=(False,),
+        up_proj_norm=(False,), value_norm=(False,),
+    ),
     unused=frozenset(
         """
-        attention_dropout model_max_length mtp_loss_scaling_factor output_router_logits pretraining_tp qk_head_dim
-        num_nextn_predict_layers
+        attention_dropout embedding_dropout hidden_dropout output_dropout model_max_length mtp_loss_scaling_factor mtp_use_kda
+        output_router_logits pretraining_tp qk_head_dim num_nextn_predict_layers partial_rotary_factor router_dtype
+        num_kv_heads_for_linear_attn expert_swiglu_limit_list share_expert_swiglu_limit_list
         """.split()
     ),
     renamed=kimi.RENAMED,
@@ -137,6 +164,7 @@ FAMILY = Family(
     sizes=(*(x for x in kimi.SIZES if isinstance(x, str)), ("num_attention_heads", "linear_head_dim")),
     read=_read,
     ignored=("model.layers.{layers}.",),
+    stored=_stored,
     config=_config,
     names=_names,
     describe=_describe,

@@ -76,7 +76,7 @@ FAMILY = Family(
         rms_norm_eps=1e-5, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8, attn_layer_indices=None,
     ),
     only=hybrid.ONLY | dict(mlp_bias=(False,)),
-    unused=hybrid.UNUSED | {"z_loss_coefficient"},
+    unused=hybrid.UNUSED | {"use_mamba_kernels", "z_loss_coefficient"},
     null_is_value=frozenset(["num_key_value_heads"]),
     sizes=(*hybrid.SIZES, ("mamba_expand", "hidden_size")),
     config=_config,

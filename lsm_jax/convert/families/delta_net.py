@@ -50,7 +50,7 @@ FAMILY = fla.delta_family(
     defaults=dict(
         num_heads=16, expand_k=1.0, expand_v=1.0, allow_neg_eigval=False, use_gate=False,
     ),
-    only=dict(use_beta=(True,), use_output_norm=(True,), qk_norm=("l2",), qk_activation=("silu",)),
+    only=dict(use_beta=(True,), use_output_norm=(True,), qk_norm=("l2",), qk_activation=("silu",), norm_first=(False,)),
     sizes=(("expand_k", "hidden_size"), ("expand_v", "hidden_size")),
     config=_config,
     names=fla.names(_TABLE),

@@ -66,6 +66,7 @@ class Family:
     Attributes:
         model_type: the `model_type` of config.json.
         architecture: name of the class that computes the model, in `architectures` of config.json.
+        other_architectures: names that other code has for this class, such as the code in a released folder.
         library: name of the package that has the class.
         kinds: the kind of each further field that is read, as of `fields.check_fields`.
         defaults: values of absent fields, of those that are read.
@@ -97,6 +98,7 @@ class Family:
     config: Callable[[dict[str, Any]], ModelConfig]
     names: Callable[[dict[str, Any], ModelConfig, int], Names]
     describe: Callable[[ModelConfig], dict[str, Any]]
+    other_architectures: tuple[str, ...] = ()
     only: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
     unused: frozenset[str] = frozenset()
     null_is_value: frozenset[str] = frozenset()
@@ -133,9 +135,10 @@ class Family:
         kinds = {**KINDS, **self.kinds}
         check_fields(given, where, kinds)
         named = given.get("architectures") or [self.architecture]
-        if named != [self.architecture]:
+        accepted = [[name] for name in (self.architecture, *self.other_architectures)]
+        if named not in accepted:
             raise ValueError(
-                f"{where}: architectures={shown(named)}; accepted is [{self.architecture!r}]"
+                f"{where}: architectures={shown(named)}; accepted is {' or '.join(map(repr, accepted))}"
             )
         if missing := [n for n in (*_REQUIRED, *self.required) if given.get(n) is None]:
             raise ValueError(f"{where}: missing fields: {', '.join(missing)}")

@@ -120,7 +120,7 @@ FAMILY = Family(
     architecture="GraniteMoeHybridForCausalLM",
     library="transformers",
     kinds=hybrid.KINDS | dict(
-        num_local_experts="count", num_experts_per_tok="size", shared_intermediate_size="size", router_aux_loss_coef="number",
+        num_local_experts="count", num_experts_per_tok="count", shared_intermediate_size="size", router_aux_loss_coef="number",
         embedding_multiplier="positive", residual_multiplier="positive", attention_multiplier="positive", logits_scaling="positive",
     ),
     defaults=hybrid.DEFAULTS | dict(

@@ -145,6 +145,9 @@ def latent_names(values: dict[str, Any], prefix: str, out: str) -> Names:
     down = f"{prefix}kv_a_proj_with_mqa.weight"
     return {
         "mixer.q_proj.kernel": f"{prefix}q_proj.weight",
+        "mixer.q_down.kernel": f"{prefix}q_a_proj.weight",
+        "mixer.q_norm.scale": f"{prefix}q_a_layernorm.weight",
+        "mixer.q_up.kernel": f"{prefix}q_b_proj.weight",
         "mixer.latent_proj.kernel": down,
         "mixer.rope_proj.kernel": down,
         "mixer.latent_norm.scale": f"{prefix}kv_a_layernorm.weight",
@@ -252,12 +255,7 @@ def _names(values: dict[str, Any], config: ModelConfig, layer: int) -> Names:
         rates = Entry("self_attn.A_log", shape=(1, 1, kinds.mixer.num_heads, 1))
         mixer = {**_KDA, "mixer.a_log": rates}
     else:
-        mixer = {
-            **latent_names(values, "self_attn.", "o_proj"),
-            "mixer.q_down.kernel": "self_attn.q_a_proj.weight",
-            "mixer.q_norm.scale": "self_attn.q_a_layernorm.weight",
-            "mixer.q_up.kernel": "self_attn.q_b_proj.weight",
-        }
+        mixer = latent_names(values, "self_attn.", "o_proj")
     inner: dict[str, Any]
     if isinstance(kinds.feedforward, MoEConfig):
         moe = "block_sparse_moe"

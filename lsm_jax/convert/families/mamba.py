@@ -50,6 +50,20 @@ _TABLE: Names = {
 }
 
 
+_AGAIN = dict(d_model="hidden_size", n_layer="num_hidden_layers", d_inner="intermediate_size")
+"""Fields that the released models of state-spaces have a second time, by the names of mamba_ssm."""
+
+
+def _read(given: dict[str, Any]) -> dict[str, Any]:
+    """Return the contents of config.json without the fields that are there a second time."""
+    given = dict(given)
+    for name, usual in _AGAIN.items():
+        value = given.pop(name, None)
+        if value is not None and given.get(usual) not in (None, value):
+            raise ValueError(f"{name}={shown(value)}; accepted is {usual}={shown(given[usual])}")
+    return given
+
+
 def _config(values: dict[str, Any]) -> ModelConfig:
     width, inner = values["hidden_size"], values["intermediate_size"]
     if inner not in (None, values["expand"] * width):
@@ -114,8 +128,9 @@ FAMILY = Family(
         expand=2, intermediate_size=None, state_size=16, conv_kernel=4, layer_norm_epsilon=1e-5, time_step_rank="auto",
         tie_word_embeddings=True,
     ),
-    only=dict(hidden_act=("silu", "swish"), use_bias=(False,), use_conv_bias=(True,)),
-    unused=UNUSED | {"use_mambapy", "use_associative_scan"},
+    only=dict(hidden_act=("silu", "swish"), use_bias=(False,), use_conv_bias=(True,), rms_norm=(True,), ssm_cfg=({}, None)),
+    unused=UNUSED | {"fused_add_norm", "pad_vocab_size_multiple", "use_associative_scan", "use_mambapy"},
+    read=_read,
     renamed=RENAMED,
     sizes=("state_size", "conv_kernel", ("expand", "hidden_size")),
     prefix="backbone.layers.",

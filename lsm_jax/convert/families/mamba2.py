@@ -54,7 +54,24 @@ def describe_sizes(mixer: Any, hidden_size: int) -> dict[str, Any]:
     return fields | dict(num_heads=mixer.num_heads(hidden_size))
 
 
+_OF_FLA = frozenset(["norm_eps", "rmsnorm", "dt_limit"])
+"""Fields that flash-linear-attention writes, and transformers by other names."""
+
+
+def _read(given: dict[str, Any]) -> dict[str, Any]:
+    """Return the contents of config.json without `norm_before_gate` of transformers' files, whose code does not read it."""
+    given = dict(given)
+    if "layer_norm_epsilon" in given and not _OF_FLA & set(given):
+        given.pop("norm_before_gate", None)
+    return given
+
+
 def _config(values: dict[str, Any]) -> ModelConfig:
+    inner = values["expand"] * values["hidden_size"]
+    if values["intermediate_size"] not in (None, inner):
+        raise ValueError(
+            f"intermediate_size={values['intermediate_size']}; accepted is expand * hidden_size = {inner}"
+        )
     mixer = Mamba2Config(**sizes(values), norm_eps=float(values["layer_norm_epsilon"]))
     return mamba.decoder(values, mixer)
 
@@ -73,10 +90,11 @@ FAMILY = Family(
     library="transformers",
     kinds=dict(
         expand="size", head_dim="size", num_heads="size", state_size="size", n_groups="size", conv_kernel="size",
-        layer_norm_epsilon="positive",
+        layer_norm_epsilon="positive", intermediate_size="size",
     ),
     defaults=dict(
-        expand=2, head_dim=64, num_heads=None, state_size=128, conv_kernel=4, layer_norm_epsilon=1e-5, tie_word_embeddings=False,
+        expand=2, intermediate_size=None, head_dim=64, num_heads=None, state_size=128, conv_kernel=4, layer_norm_epsilon=1e-5,
+        tie_word_embeddings=False,
     ),
     only=dict(
         hidden_act=("silu", "swish"), use_bias=(False,), use_conv_bias=(True,), time_step_limit=([0.0, math.inf],),
@@ -86,6 +104,7 @@ FAMILY = Family(
     unused=mamba.UNUSED | {"A_init_range", "time_step_rank"},
     renamed=mamba.RENAMED | dict(rmsnorm="rms_norm"),
     sizes=("num_heads", "state_size", "n_groups", "conv_kernel", ("expand", "hidden_size")),
+    read=_read,
     prefix="backbone.layers.",
     config=_config,
     names=mamba.names(

@@ -250,7 +250,7 @@ FAMILY = Family(
         """
         chunk_size mamba_ssm_cache_dtype moe_shared_expert_overlap mtp_layers_block_type mtp_hybrid_override_pattern
         num_logits_to_keep output_router_logits partial_rotary_factor rescale_prenorm_residual residual_in_fp32 rope_theta
-        time_step_floor time_step_max time_step_min use_mamba_kernels
+        time_step_floor time_step_max time_step_min time_step_rank use_mamba_kernels
         """.split()
     ),
     read=_read,

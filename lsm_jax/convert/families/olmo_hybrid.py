@@ -175,7 +175,7 @@ FAMILY = Family(
         linear_value_head_dim=None, linear_conv_kernel_dim=4, linear_allow_neg_eigval=True, rms_norm_eps=1e-6, rope_theta=1e4,
         rope_parameters=None, layer_types=None, tie_word_embeddings=False,
     ),
-    only=dict(hidden_act=("silu", "swish"), attention_bias=(False,)),
+    only=dict(hidden_act=("silu", "swish"), attention_bias=(False,), linear_use_gate=(True,)),
     unused=frozenset(
         """
         attention_dropout linear_a_log_max linear_a_log_min linear_dt_init_floor linear_dt_max linear_dt_min

@@ -80,6 +80,7 @@ def _family(model_type: str, architecture: str, *, text: bool, experts: bool) ->
         sizes = (*sizes, *qwen3_next.EXPERT_SIZES)
     else:
         required.append("intermediate_size")
+        only |= dict(mlp_only_layers=([], None))
         sizes = (*sizes, "intermediate_size")
     prefix = "model." if text else "model.language_model."
     return Family(

@@ -39,10 +39,27 @@ def _width(values: dict[str, Any]) -> int:
     return int(-(-values["hidden_size"] * values["ffn_proj_factor"] // multiple) * multiple)
 
 
+_BOTH = (("embedding_dim", "hidden_size"), ("num_blocks", "num_hidden_layers"))
+"""Fields of which the released model has the first, and transformers writes both."""
+
+
+def _read(given: dict[str, Any]) -> dict[str, Any]:
+    """Return the contents of config.json with the names that every family has."""
+    given = dict(given)
+    for name, usual in _BOTH:
+        if given.get(usual) is None and given.get(name) is not None:
+            given[usual] = given[name]
+    return given
+
+
 def _config(values: dict[str, Any]) -> ModelConfig:
-    for name, usual in (("embedding_dim", "hidden_size"), ("num_blocks", "num_hidden_layers")):
+    for name, usual in _BOTH:
         if values[name] not in (None, values[usual]):
             raise ValueError(f"{name}={values[name]}; accepted is {usual}={values[usual]}")
+    head = values["v_dim_factor"] * values["hidden_size"] / values["num_heads"]
+    for name, usual in (("cell_norm_eps", values["norm_eps"]), ("head_dim", head)):
+        if values[name] not in (None, usual):
+            raise ValueError(f"{name}={values[name]}; accepted is {usual:g}")
     mixer = MLSTMConfig(
         num_heads=values["num_heads"],
         qk_dim_factor=float(values["qk_dim_factor"]),
@@ -96,27 +113,34 @@ FAMILY = Family(
     architecture="xLSTMForCausalLM",
     library="transformers",
     kinds={
-        **dict.fromkeys(("num_heads", "embedding_dim", "num_blocks", "ffn_round_up_to_multiple_of"), "size"),
+        **dict.fromkeys(("num_heads", "head_dim", "embedding_dim", "num_blocks", "ffn_round_up_to_multiple_of"), "size"),
         **dict.fromkeys(
             (
-                "qk_dim_factor", "v_dim_factor", "eps", "norm_eps", "ffn_proj_factor", "gate_soft_cap", "output_logit_soft_cap",
+                "qk_dim_factor", "v_dim_factor", "eps", "norm_eps", "cell_norm_eps", "ffn_proj_factor", "gate_soft_cap",
+                "output_logit_soft_cap",
             ),
             "positive",
         ),
     },
     defaults=dict(
-        num_heads=8, embedding_dim=None, num_blocks=None, qk_dim_factor=0.5, v_dim_factor=1.0, eps=1e-6, norm_eps=1e-6,
+        num_heads=8, head_dim=None, cell_norm_eps=None, embedding_dim=None, num_blocks=None, qk_dim_factor=0.5, v_dim_factor=1.0,
+        eps=1e-6, norm_eps=1e-6,
         ffn_proj_factor=2.667, ffn_round_up_to_multiple_of=64, gate_soft_cap=15.0, output_logit_soft_cap=30.0,
         tie_word_embeddings=False,
     ),
-    only=dict(use_bias=(False,), add_out_norm=(True,), weight_mode=("single",)),
+    only=dict(
+        use_bias=(False,), add_out_norm=(True,), weight_mode=("single",), add_embedding_dropout=(False,), add_post_norm=(False,),
+        add_qk_norm=(False,), add_post_blocks_norm=(True,), mlstm_round_up_to_multiple_of=(64,), lm_head_bias=(False,),
+    ),
     unused=frozenset(
         """
-        autocast_kernel_dtype chunk_size chunkwise_kernel inference_state_dtype max_inference_chunksize mode
-        norm_reduction_force_float32 return_last_states sequence_kernel step_kernel
+        add_forward_backend_padding autocast_kernel_dtype chunk_size chunkwise_kernel forward_backend_name force_bos_token_insert
+        igate_bias_init_range inference_state_dtype max_inference_chunksize mode norm_reduction_force_float32 return_last_states
+        sequence_kernel step_kernel
         """.split()
     ),
     sizes=("num_heads", ("qk_dim_factor", "hidden_size"), ("v_dim_factor", "hidden_size")),
+    read=_read,
     prefix="backbone.blocks.",
     config=_config,
     names=_names,
