@@ -54,6 +54,26 @@ def test_the_links_of_the_pages_exist():
             assert (page.parent / link).exists(), f"{page.name}: {link}"
 
 
+def test_the_papers_pages_quote_the_results_that_they_link_to():
+    """Every number with decimals in a cell of docs/papers that links to a results page is in that page, or is one of its numbers
+    rounded.
+    """
+    number, quoted = re.compile(r"(?<![\w.])\d[\d,]*\.\d+"), 0
+    for page in (report.ROOT / "docs" / "papers").glob("*.md"):
+        for cell in re.split(r"[|\n]", page.read_text()):
+            links = set(re.findall(r"\((\.\./results/\w+\.md)[)#]", cell))
+            texts = [(page.parent / link).read_text() for link in links]
+            measured = [text.replace(",", "") for text in number.findall(" ".join(texts))]
+            for text in number.findall(cell) if links else ():
+                digits = len(text.partition(".")[2])
+                rounded = {
+                    f"{float(x):.{digits}f}" for x in measured if len(x.partition(".")[2]) >= digits
+                }
+                assert text.replace(",", "") in rounded, f"{page.name}: {text} is not in {links}"
+                quoted += 1
+    assert quoted > 50
+
+
 def test_a_changed_row_changes_its_pages_until_they_are_rewritten(checkout, capsys):
     rows = checkout / "docs" / "kernels.jsonl"
     kda = [json.loads(line) for line in rows.read_text().splitlines()]
