@@ -132,6 +132,9 @@ def test_an_absent_answer_and_a_small_window_name_the_row(tmp_path):
         ValueError, match=r"row 1 \(7\): a window of .* lm_eval.max_length=60 is too small"
     ):
         recall.load("fda", settings(data=tmp_path, max_length=60))
+    make_suites.write_rows(tmp_path / "recall" / "nq.jsonl", [{**row, "answers": "amber"}])
+    with pytest.raises(ValueError, match="row 1 .*: answers='amber'; accepted is a list of texts"):
+        recall.load("nq", settings(data=tmp_path))
     with pytest.raises(ValueError, match="has no file recall/drop.jsonl; make it with python -m"):
         recall.load("drop", settings(data=tmp_path))
 
@@ -170,6 +173,10 @@ def test_the_converter_refuses_other_rows_by_name(tmp_path):
         recall_data.convert_rows("nq", [absent])
     assert recall_data.convert_rows("nq", [absent], drop_absent=True) == ([], 0, 1)
     assert recall_data.convert_rows("nq", [{**absent, "answers": ["A"]}]) == ([], 1, 0)
+    with pytest.raises(ValueError, match=r"nq, row 1 \(x\): answers='Ada'; accepted is a list of"):
+        recall_data.convert_rows("nq", [{**absent, "answers": "Ada"}])
+    with pytest.raises(ValueError, match="fda, row 1 .1.: value=1990; accepted is a text"):
+        recall_data.convert_rows("fda", [{"key": "Year", "value": 1990, "text": "Year: 1990"}])
     with pytest.raises(ValueError, match="squad, row 1 .*: its text has one sentence only"):
         recall_data.convert_rows("squad", [{"text": "One sentence", "value": "One"}])
 
