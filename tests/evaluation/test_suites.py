@@ -9,6 +9,7 @@ import io
 import json
 import re
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -393,7 +394,9 @@ def test_samples_and_results_are_never_overwritten(run, data, tmp_path):
     )
     assert len(rows) == 3 and first["doc"]["id"] == "fda-0" and first["contains"] in (0, 1)
     (tmp_path / "other").mkdir()
-    assert write_results(tmp_path / "other", {"results": {}}).name == "lm_eval-1.json"
+    name = write_results(tmp_path / "other", {"results": {}}).name
+    page = Path(__file__).parents[2] / "docs" / "evaluation.md"
+    assert name == "lm_eval-1.json" and f"| `{name}`" in page.read_text()
 
 
 def test_a_missing_extra_is_one_line_that_names_it(monkeypatch):
