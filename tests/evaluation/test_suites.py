@@ -374,7 +374,8 @@ def test_mmlu_is_five_shot_and_joins_commonsense(run, data):
 # Options and files.
 
 
-def test_samples_and_results_are_never_overwritten(run, data, tmp_path):
+def test_samples_and_results_are_never_overwritten(run, data, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)  # no checkout, about which the harness's git would complain
     config = HarnessConfig(
         tasks="recall_fda",
         data=str(data),
@@ -384,6 +385,7 @@ def test_samples_and_results_are_never_overwritten(run, data, tmp_path):
     )
     for _ in range(2):
         TASKS["lm_eval"](run, Request(lm_eval=config), tmp_path)
+    assert "not a git repository" not in capfd.readouterr().err
     content = [json.loads((tmp_path / f"lm_eval-{n}.json").read_text()) for n in (1, 2)]
     assert content[0]["results"] == content[1]["results"]
     assert content[1]["samples"] == {"recall_fda": "lm_eval-2/recall_fda.jsonl"}
