@@ -288,7 +288,7 @@ TABLES = [
         key=lambda row: (row["balance_scale"], row["devices"], row["width"], row["layers"]),
         command="XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m benchmarks expert_overflow\n"
         "python -m benchmarks expert_overflow --variant a0.3b-2b,mixer=gla --batch_size 8 --length 2048 --vocab_size 32000 "
-        "--peak_lr 1e-4     # one H200; with --unsaved --seconds 150 on four GPUs",
+        "--peak_lr 1e-4     # one H200; four with --unsaved",
     ),
     Table(
         "linear_moe_decode",

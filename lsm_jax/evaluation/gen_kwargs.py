@@ -4,6 +4,7 @@ honoured, or refused by name."""
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -79,14 +80,22 @@ def parse_generation(options: Mapping[str, Any]) -> Generation:
                 f"generation options: {name}={value!r} is not an option; accepted are {', '.join(ACCEPTED)}"
             )
     until = _single(options, _STOPS) or ()
-    until = (until,) if isinstance(until, str) else tuple(until)
-    if not all(isinstance(text, str) for text in until):
+    until = [until] if isinstance(until, str) else until
+    if not isinstance(until, (list, tuple)) or not all(isinstance(text, str) for text in until):
         raise ValueError(f"generation options: until={until!r}; accepted are strings")
     number = _single(options, _TOKENS)
-    temperature = float(options.get("temperature", 1.0 if options.get("do_sample") else 0.0))
+    if number is not None and (number := _number("max_gen_toks", number, whole=True)) < 1:
+        raise ValueError(f"generation options: max_gen_toks={number:g}; accepted is at least 1")
+    if options.get("do_sample", False) not in (True, False):
+        given = options["do_sample"]
+        raise ValueError(f"generation options: do_sample={given!r}; accepted are true and false")
+    temperature = _number(
+        "temperature", options.get("temperature", 1.0 if options.get("do_sample") else 0.0)
+    )
     if not options.get("do_sample", temperature > 0):
         temperature = 0.0
-    top_k, top_p = int(options.get("top_k", 0)), float(options.get("top_p", 1.0))
+    top_k = int(_number("top_k", options.get("top_k", 0), whole=True))
+    top_p = _number("top_p", options.get("top_p", 1.0))
     if temperature < 0 or top_k < -1 or not 0 < top_p <= 1:
         raise ValueError(
             f"generation options: temperature={temperature}, top_k={top_k}, top_p={top_p}; accepted are a temperature "
@@ -99,6 +108,22 @@ def parse_generation(options: Mapping[str, Any]) -> Generation:
         top_k if top_k > 0 else None,
         top_p if top_p < 1 else None,
     )
+
+
+def _number(name: str, value: Any, *, whole: bool = False) -> float:
+    """Return the number that an option of text generation has; a text that is a number is accepted, as the harness does.
+
+    Raises:
+        ValueError: the value is no finite number, or with `whole` no whole one.
+    """
+    try:
+        number = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number) or whole and number != int(number):
+        kind = "whole number" if whole else "number"
+        raise ValueError(f"generation options: {name}={value!r}; accepted is a {kind}")
+    return number
 
 
 def replace_options(options: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -148,7 +173,10 @@ def parse_flag(text: str) -> dict[str, Any]:
             if name.strip() in options:
                 raise ValueError(f"lm_eval.gen_kwargs={text!r}: {name.strip()!r} occurs twice")
             options[name.strip()] = _value(value)
-    parse_generation(options)
+    try:
+        parse_generation(options)
+    except ValueError as error:
+        raise ValueError(f"lm_eval.gen_kwargs={text!r}: {error}") from None
     return options
 
 

@@ -240,8 +240,9 @@ def _evaluate(config: HarnessConfig, model: Any, settings: suites.SuiteSettings)
 
 @contextlib.contextmanager
 def _quiet_harness() -> Iterator[None]:
-    """Suppress, inside a `with` block, two warnings of lm-evaluation-harness that are no problem: they are
-    caused by the task files of this library's evaluation suites."""
+    """Suppress, inside a `with` block, what lm-evaluation-harness prints and is no problem: two warnings about the
+    task files of this library's evaluation suites, and the error of git where the working directory is no checkout."""
+    from lm_eval import evaluator
 
     def is_wanted(record: logging.LogRecord) -> bool:
         text = record.getMessage()
@@ -253,9 +254,12 @@ def _quiet_harness() -> Iterator[None]:
     loggers = [logging.getLogger(f"lm_eval.{name}") for name in ("api.task", "tasks._index")]
     for logger in loggers:
         logger.addFilter(is_wanted)
+    describe = evaluator.get_git_commit_hash  # its result is not written anywhere
+    evaluator.get_git_commit_hash = lambda: None
     try:
         yield
     finally:
+        evaluator.get_git_commit_hash = describe
         for logger in loggers:
             logger.removeFilter(is_wanted)
 

@@ -37,7 +37,7 @@ from typing import Any, NamedTuple
 
 from lsm_jax.evaluation.files import write_rows
 from lsm_jax.evaluation.suites.local import read_rows
-from lsm_jax.evaluation.suites.recall import find_answer
+from lsm_jax.evaluation.suites.recall import check_types, find_answer
 
 _SUMMARY = "Summary of information above..."  # SWDE's text repeats the question from here
 _MARKERS = re.compile(r"\[PAR\]|\[DOC\]|\[TLE\]")  # TriviaQA's
@@ -105,8 +105,8 @@ def convert_rows(
         drop_absent: leave out rows without an answer in their context; otherwise they are an error.
 
     Raises:
-        ValueError: a row lacks a column, has an empty key or question, or none of its answers is in its
-            context; the message names the row.
+        ValueError: a row lacks a column, a column is no text (`answers`: no list of texts), or none of the answers is in
+            the row's context; the message names the row.
     """
     columns, parts_of = TASKS[task]
     converted, short, absent = [], 0, 0
@@ -120,6 +120,7 @@ def convert_rows(
                 f"{', '.join(columns)}"
             )
         try:
+            check_types(row, columns)
             parts = parts_of(row)
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error

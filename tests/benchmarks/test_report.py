@@ -11,6 +11,7 @@ import sys
 import pytest
 
 from benchmarks import report
+from benchmarks.cases import liger
 from benchmarks.tables import TABLES
 from benchmarks.tables.table import significant, time_text
 
@@ -52,6 +53,43 @@ def test_the_links_of_the_pages_exist():
     for page in report.pages(report.ROOT)[1:]:
         for link in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
             assert (page.parent / link).exists(), f"{page.name}: {link}"
+
+
+def test_the_papers_pages_quote_the_results_that_they_link_to():
+    """Every number with decimals in a cell of docs/papers that links to a results page is in that page, or is one of its numbers
+    rounded.
+    """
+    number, quoted = re.compile(r"(?<![\w.])\d[\d,]*\.\d+"), 0
+    for page in (report.ROOT / "docs" / "papers").glob("*.md"):
+        for cell in re.split(r"[|\n]", page.read_text()):
+            links = set(re.findall(r"\((\.\./results/\w+\.md)[)#]", cell))
+            texts = [(page.parent / link).read_text() for link in links]
+            measured = [text.replace(",", "") for text in number.findall(" ".join(texts))]
+            for text in number.findall(cell) if links else ():
+                digits = len(text.partition(".")[2])
+                rounded = {
+                    f"{float(x):.{digits}f}" for x in measured if len(x.partition(".")[2]) >= digits
+                }
+                assert text.replace(",", "") in rounded, f"{page.name}: {text} is not in {links}"
+                quoted += 1
+    assert quoted > 50
+
+
+def test_the_page_of_liger_names_the_rows_of_its_tables():
+    """The numbers after `--rows` in docs/papers/liger.md are those of the table's own models."""
+    gates = [f"gate={name}" for name in ("gla", "hgrn2", "gsa", "mamba2", "mlstm", "rwkv6")]
+    kinds = ("random_gate", "feature_map", "no_lora", "no_window")
+    tables = {
+        "Table 1, Table 5": gates,
+        "Tables 6 and 10": ["gate=gla", *(f"ablation={kind}" for kind in kinds)],
+        "Table 9": gates[:3],
+    }
+    page = (report.ROOT / "docs" / "papers" / "liger.md").read_text()
+    found = dict(
+        re.findall(r"^\| (Tables? [^:|]+):.*liger \.\.\. --rows ([\d,]+)`", page, re.MULTILINE)
+    )
+    named = {t: [liger.ROWS[int(n)][1] for n in rows.split(",")] for t, rows in found.items()}
+    assert named == tables
 
 
 def test_a_changed_row_changes_its_pages_until_they_are_rewritten(checkout, capsys):

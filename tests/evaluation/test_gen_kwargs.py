@@ -48,6 +48,13 @@ def test_names_of_options(options, expected):
         ({"temperature": -1, "do_sample": True}, "temperature=-1.0"),
         ({"top_p": 0.0}, "top_p=0.0"),
         ({"until": [3]}, "until=.*accepted are strings"),
+        ({"stop": 3}, "until=3; accepted are strings"),
+        ({"max_tokens": 2.5}, "max_gen_toks=2.5; accepted is a whole number"),
+        ({"max_gen_toks": 0}, "max_gen_toks=0; accepted is at least 1"),
+        ({"top_k": 2.5}, "top_k=2.5; accepted is a whole number"),
+        ({"temperature": "hot"}, "temperature='hot'; accepted is a number"),
+        ({"temperature": float("nan")}, "temperature=nan; accepted is a number"),
+        ({"do_sample": "maybe"}, "do_sample='maybe'; accepted are true and false"),
     ],
 )
 def test_refused_options(options, message):
@@ -70,7 +77,7 @@ def test_the_flag_is_pairs_or_json():
     for text in ("top_k=3,top_k=4", '{"top_k": 3, "top_k": 4}'):
         with pytest.raises(ValueError, match="'top_k' occurs twice"):
             parse_flag(text)
-    with pytest.raises(ValueError, match="beams=2 is not an option"):
+    with pytest.raises(ValueError, match="lm_eval.gen_kwargs='beams=2': .* is not an option"):
         parse_flag("beams=2")
 
 

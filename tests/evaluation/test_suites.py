@@ -9,6 +9,7 @@ import io
 import json
 import re
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -132,6 +133,9 @@ def test_an_absent_answer_and_a_small_window_name_the_row(tmp_path):
         ValueError, match=r"row 1 \(7\): a window of .* lm_eval.max_length=60 is too small"
     ):
         recall.load("fda", settings(data=tmp_path, max_length=60))
+    make_suites.write_rows(tmp_path / "recall" / "nq.jsonl", [{**row, "answers": "amber"}])
+    with pytest.raises(ValueError, match="row 1 .*: answers='amber'; accepted is a list of texts"):
+        recall.load("nq", settings(data=tmp_path))
     with pytest.raises(ValueError, match="has no file recall/drop.jsonl; make it with python -m"):
         recall.load("drop", settings(data=tmp_path))
 
@@ -170,6 +174,10 @@ def test_the_converter_refuses_other_rows_by_name(tmp_path):
         recall_data.convert_rows("nq", [absent])
     assert recall_data.convert_rows("nq", [absent], drop_absent=True) == ([], 0, 1)
     assert recall_data.convert_rows("nq", [{**absent, "answers": ["A"]}]) == ([], 1, 0)
+    with pytest.raises(ValueError, match=r"nq, row 1 \(x\): answers='Ada'; accepted is a list of"):
+        recall_data.convert_rows("nq", [{**absent, "answers": "Ada"}])
+    with pytest.raises(ValueError, match="fda, row 1 .1.: value=1990; accepted is a text"):
+        recall_data.convert_rows("fda", [{"key": "Year", "value": 1990, "text": "Year: 1990"}])
     with pytest.raises(ValueError, match="squad, row 1 .*: its text has one sentence only"):
         recall_data.convert_rows("squad", [{"text": "One sentence", "value": "One"}])
 
@@ -366,7 +374,8 @@ def test_mmlu_is_five_shot_and_joins_commonsense(run, data):
 # Options and files.
 
 
-def test_samples_and_results_are_never_overwritten(run, data, tmp_path):
+def test_samples_and_results_are_never_overwritten(run, data, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)  # no checkout, about which the harness's git would complain
     config = HarnessConfig(
         tasks="recall_fda",
         data=str(data),
@@ -376,6 +385,7 @@ def test_samples_and_results_are_never_overwritten(run, data, tmp_path):
     )
     for _ in range(2):
         TASKS["lm_eval"](run, Request(lm_eval=config), tmp_path)
+    assert "not a git repository" not in capfd.readouterr().err
     content = [json.loads((tmp_path / f"lm_eval-{n}.json").read_text()) for n in (1, 2)]
     assert content[0]["results"] == content[1]["results"]
     assert content[1]["samples"] == {"recall_fda": "lm_eval-2/recall_fda.jsonl"}
@@ -386,7 +396,9 @@ def test_samples_and_results_are_never_overwritten(run, data, tmp_path):
     )
     assert len(rows) == 3 and first["doc"]["id"] == "fda-0" and first["contains"] in (0, 1)
     (tmp_path / "other").mkdir()
-    assert write_results(tmp_path / "other", {"results": {}}).name == "lm_eval-1.json"
+    name = write_results(tmp_path / "other", {"results": {}}).name
+    page = Path(__file__).parents[2] / "docs" / "evaluation.md"
+    assert name == "lm_eval-1.json" and f"| `{name}`" in page.read_text()
 
 
 def test_a_missing_extra_is_one_line_that_names_it(monkeypatch):

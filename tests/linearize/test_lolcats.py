@@ -76,7 +76,7 @@ def test_a_transfer_run_is_evaluated_and_generates_as_its_student(transferred, t
     )
     logged = [row for row in read_rows(workdir / "metrics.jsonl") if "val/loss" in row][-1]
     np.testing.assert_allclose([logged["val/loss"], logged["val/teacher_loss"]], losses, rtol=2e-3)
-    assert abs(losses[0] - losses[1]) > 2e-3 * losses[0] or losses[0] != losses[1]
+    assert losses[0] != losses[1]
 
     text = [generate(m, tokenizer, "Say", num_tokens=4, temperature=0).tokens for m in (run.model, expected)]  # fmt: skip
     assert text[0] == text[1]

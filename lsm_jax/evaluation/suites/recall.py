@@ -17,6 +17,21 @@ WINDOW = 2000  # tokens of context: the authors' 2048 without the answer's
 ANSWER_TOKENS = 48
 
 
+def check_types(row: dict[str, Any], columns: Sequence[str]) -> None:
+    """Raise ValueError unless the columns of a recall question's row are texts, and `answers` a list of texts.
+
+    A text in place of the list would count as a list of its characters.
+    """
+    for name in columns:
+        value, accepted = row[name], "a text"
+        right = isinstance(value, str)
+        if name == "answers":
+            accepted = "a list of texts"
+            right = isinstance(value, list) and all(isinstance(text, str) for text in value)
+        if not right:
+            raise ValueError(f"{name}={value!r:.80}; accepted is {accepted}")
+
+
 def find_answer(context: str, answers: Sequence[str]) -> tuple[int, str] | None:
     """Return (position in characters, text) of the first of a recall question's answers, in the order of
     `answers`, that the context contains, ignoring case; None if it contains none."""
@@ -86,6 +101,7 @@ def load(name: str, lsm_jax: SuiteSettings, **_: Any) -> dict[str, Any]:
     docs = []
     for number, row in enumerate(read_rows(path), 1):
         try:
+            check_types(row, ("context", "question", "answers"))
             context = cut_context(row["context"], row["answers"], row["question"], lsm_jax)
         except KeyError as error:
             raise ValueError(f"{path}, row {number}: no field {error}") from error
