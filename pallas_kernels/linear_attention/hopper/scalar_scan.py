@@ -4,7 +4,7 @@ A warpgroup has a tile [D, 64] of a memory S [D, V] in registers and computes
 
     out_i = read_decay_i x_i S + sum_j exp(cum_i - cum_j) (x_i . y_j) z_j  (j <= i),        S <- chunk_decay S + sum_j (write_decay_j y_j)ᵀ z_j
 
-for one chunk after another, where x read the memory, y and z are the keys and values of the writes, and cum are sums of the log decay
+(with cum_j of the writes, where tokens write with factors of their own, and skip z_i added to out_i, if there is a skip) for one chunk after another, where x read the memory, y and z are the keys and values of the writes, and cum are sums of the log decay
 from the chunk's start, while another warpgroup loads the next chunks. Two warpgroups of a thread block use the same x and y. If
 D is more than 128, each slice of 128 rows of S is computed by itself, and the outputs of the slices are added at the end.
 """
@@ -43,6 +43,8 @@ class Decays(NamedTuple):
         write_decay: [B * P, G, T / P], the factor of each token's write in the memory after the chunk.
         chunk_decay: [B * P, G, N / P], the factor of the memory before the chunk in the memory after it.
         run: [B * P, T / P], document numbers, or None.
+        write_cum: [B * P, G, T / P], `cum` minus the logarithm of the factor of each token's write, which `write_decay` contains; None is
+            `cum`: all factors are 1.
     """
 
     cum: jax.Array | None
@@ -50,6 +52,7 @@ class Decays(NamedTuple):
     write_decay: jax.Array
     chunk_decay: jax.Array
     run: jax.Array | None
+    write_cum: jax.Array | None = None
 
 
 def chunks_of_interval(count: int) -> int:
@@ -62,7 +65,7 @@ def chunks_of_interval(count: int) -> int:
 def scalar_scan(
     x, y, z, decay: Decays, *, heads: int, initial=None, read_scale: float = 1.0,
     write_scale: float = 1.0, reverse: bool = False, partner=None, save_states: bool = False,
-    states=None, chunk_bounds=None, interpret: Any = False,
+    states=None, chunk_bounds=None, skip=None, interpret: Any = False,
 ) -> list[jax.Array]:  # fmt: skip
     """Carry memories S [D, V] with a scalar decay through all chunks of a row; return what tokens read from them and the last
     memories.
@@ -90,11 +93,14 @@ def scalar_scan(
             which S at the start of an interval is S after the interval's first chunk.
         chunk_bounds: [B, S + 1], the chunks at which a row's S memories begin and end, of `row_layout.split_runs`; None for one
             memory per row. With them every chunk is an interval.
+        skip: [heads] float32; each head's number times z is added to its output. With `partner`, also return each token's inner product
+            of z with it, in the layout of the other inner products and without terms of the sum. None adds nothing.
         interpret: parameters of the Pallas interpreter, or False to compile the kernel.
 
     Returns:
         The output [B, T, heads, V] if x is given; S after the last chunk that is computed, [B * S, heads, D, V] float32; then the
-        inner products with `partner`, the saved memories and the inner products with `states`, if they are requested.
+        inner products with `partner`, the saved memories, the inner products with `states` and those of z with `partner`, if they are
+        requested.
     """
     batch, length, _, all_rows = y.shape
     width, count = z.shape[-1], length // CHUNK
@@ -109,6 +115,7 @@ def scalar_scan(
     vectors: dict[str, Any] = dict(write_decay=after * write_scale)
     if x is not None:
         vectors |= dict(read_decay=before * read_scale, cum=decay.cum, run=decay.run)
+        vectors |= dict(write_cum=decay.write_cum)
     streams = {n: a for n, a in (dict(x=x, y=y, z=z) | vectors).items() if a is not None}
     others = dict(
         chunk_decay=decay.chunk_decay,
@@ -116,6 +123,7 @@ def scalar_scan(
         partner=partner,
         states=states,
         chunk_bounds=chunk_bounds,
+        skip=skip,
     )
     call = _Call(
         shapes={n: a.shape for n, a in (streams | others).items() if a is not None}, streams=tuple(streams), heads=heads,
@@ -138,6 +146,7 @@ def scalar_scan(
             dots=None if partner is None else struct((batch, heads, slices * blocks, length), _F32),
             saved=struct((batch, heads, intervals, all_rows, width), z.dtype) if save_states else None,
             products=None if states is None else struct((batch, heads, blocks, intervals, all_rows), _F32),
+            skip_dots=None if skip is None or partner is None else struct((batch, heads, blocks, length), _F32),
         ),
         grid=dict(row=batch * runs * heads, slice=slices, column=blocks // call.groups),
         num_threads=call.groups + 1,
@@ -207,6 +216,7 @@ class _Position(NamedTuple):
         columns: the slice of these columns.
         block_columns: the slice of the columns that all warpgroups of the thread block compute.
         chunk_decay: reference to the decay of the memory over each of the row's chunks.
+        skip: the factor of z in the output of this warpgroup, or None.
     """
 
     row: Any
@@ -221,6 +231,7 @@ class _Position(NamedTuple):
     columns: Any
     block_columns: Any
     chunk_decay: Any
+    skip: Any
 
 
 def _position(call: _Call, refs: dict[str, Any]) -> _Position:
@@ -235,9 +246,12 @@ def _position(call: _Call, refs: dict[str, Any]) -> _Position:
     columns = pl.ds(column * _BLOCK, _BLOCK)
     block_columns = pl.ds(lax.axis_index("column") * call.groups * _BLOCK, call.groups * _BLOCK)
     chunk_decay = refs["chunk_decay"].at[b, call.input_head("chunk_decay", h)]
+    skip = refs["skip"][h] if "skip" in refs else None
+    if skip is not None and call.slices > 1:  # the outputs of all slices are added
+        skip = jnp.where(index == 0, skip, 0.0)
     return _Position(
-        row, h, b, steps, chunk, group, index, rows, column, columns, block_columns, chunk_decay
-    )
+        row, h, b, steps, chunk, group, index, rows, column, columns, block_columns, chunk_decay, skip
+    )  # fmt: skip
 
 
 def _smem(call: _Call, dtype) -> dict[str, Any]:
@@ -358,7 +372,7 @@ class _Warpgroup(NamedTuple):
         (out,) = wg.accumulate(
             lambda out: plgpu.wgmma(out, weights, z), carried, interpret=call.interpret
         )
-        self.store_output(tokens, out)
+        self.store_output(tokens, out, z)
         return S, next_chunk_decay
 
     def save_state(self, n, memory) -> None:
@@ -394,7 +408,10 @@ class _Warpgroup(NamedTuple):
         if "run" in chunk:
             reads &= wg.row_differences(chunk["run"], _SQUARE) == 0
         if "cum" in chunk:
-            sums = wg.row_differences(chunk["cum"], _SQUARE)
+            read, written = chunk["cum"], chunk.get("write_cum", chunk["cum"])
+            if call.reverse:
+                read, written = written, read
+            sums = wg.row_differences(read, _SQUARE, written)
             weights = jnp.exp(jnp.where(reads, -sums if call.reverse else sums, wg.NEVER))
             weights *= call.scale
         else:
@@ -407,21 +424,29 @@ class _Warpgroup(NamedTuple):
             plgpu.commit_smem()
         return weights
 
-    def store_output(self, tokens, out) -> None:
-        """Start to store what the chunk's tokens read, `out` [64 tokens, 64 value channels].
+    def store_output(self, tokens, out, z) -> None:
+        """Start to store what the chunk's tokens read, `out` [64 tokens, 64 value channels], plus the skip times z, a reference to the
+        chunk's values.
 
         If the scan is called with `partner`, also store each token's inner product of `out` with that array, before `out` is
-        rounded.
+        rounded and the skip is added, and, if there is a skip, that of z.
         """
         call, at = self.call, self.at
         buffer = self.smem["out"].at[at.group]
+        skipped = None if at.skip is None else plgpu.load(z, layout=wg.LAYOUT).astype(_F32)
         if "partner" in self.refs:
             partner = self.refs["partner"].at[
                 at.b, tokens, call.input_head("partner", at.h), at.columns
             ]
-            dots = jnp.sum(out * wg.load_global(partner).astype(_F32), axis=1)
+            partner = wg.load_global(partner).astype(_F32)
+            dots = jnp.sum(out * partner, axis=1)
             index = at.slice * call.blocks + at.column
             self.refs["dots"].at[at.b, at.h, index, tokens][...] = dots
+            if skipped is not None:
+                dots = jnp.sum(skipped * partner, axis=1)
+                self.refs["skip_dots"].at[at.b, at.h, at.column, tokens][...] = dots
+        if skipped is not None:
+            out += at.skip * skipped
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         buffer[...] = out.astype(buffer.dtype)
         plgpu.commit_smem()
