@@ -195,8 +195,8 @@ class Mamba2(Mixer):
         return written | dict(v=scaled(inner, step)), context.add(bypass={"inner": inner})
 
     def _in_kernel(self) -> bool:
-        """Return whether the op multiplies x by Δ and adds D x, which Hopper's kernel does in registers: where the config asks for that
-        kernel by name."""
+        """Return whether the op multiplies x by Δ and adds D x, which Hopper's kernel does in registers, and the kernel of the gated norm
+        has no skip: where the config asks for the op's kernel by name."""
         return type(self).op is ops.linear_memory and self.config.op.implementation == "mosaic_gpu"
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
@@ -215,6 +215,7 @@ class Mamba2(Mixer):
                 o, z, split_heads(self.norm_scale[...], self.num_heads), skip=skip, skip_input=inner,
                 eps=self.config.norm_eps, group=self.num_heads // self.config.num_groups,
                 gate_first=self.config.norm == "after_gate",
+                implementation=("mosaic_gpu", "xla") if self._in_kernel() else None,
             )  # fmt: skip
         return self.o_proj(merge_heads(y)), context
 

@@ -20,7 +20,7 @@ def products_of(function, *arguments) -> int:
 
 
 @pytest.mark.parametrize("tokens", [joined.LEAST_TOKENS, 8])
-def test_layers_together_return_what_they_return_apart(tokens, monkeypatch):
+def test_layers_together_return_what_they_return_apart(tokens):
     """One product of several layers has their outputs in their dtypes, and gradients that equal float32's to bfloat16's rounding; few tokens
     and other layers are multiplied apart.
     """
@@ -55,7 +55,8 @@ def test_layers_together_return_what_they_return_apart(tokens, monkeypatch):
     assert products_of(lambda x: together(x, biased), x) == products_of(lambda x: apart(x, biased), x)  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["mamba2", pytest.param("gated_deltanet", marks=pytest.mark.slow)])  # fmt: skip
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mamba2", "gated_deltanet"])
 def test_a_mixer_with_joined_layers_has_the_same_output(name, monkeypatch):
     layer = mixers.build(name, 64, rngs=nnx.Rngs(0))
     x = jax.random.normal(jax.random.key(1), (2, 40, 64), jnp.bfloat16)
@@ -66,7 +67,7 @@ def test_a_mixer_with_joined_layers_has_the_same_output(name, monkeypatch):
     assert np.sqrt(np.mean(difference**2)) < 1e-2 * np.std(np.asarray(apart, np.float64))
 
 
-@pytest.mark.parametrize("norm", ["after_gate", pytest.param("none", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("norm", ["none", pytest.param("after_gate", marks=pytest.mark.slow)])
 def test_mamba2_with_step_and_skip_in_its_op_is_the_same_function(norm, monkeypatch):
     """Mamba2 whose op multiplies the writes by Δ and adds D x has the outputs, states and gradients of Mamba2 that does so itself, also
     with steps so small that softplus is 0.

@@ -18,7 +18,7 @@ def inputs(length=20):
     return (q, k, v, log_decay), jax.random.normal(keys[4], (2, length, 2)), jnp.array([0.5, -2.0])
 
 
-@pytest.mark.parametrize("form", ["chunk", "recurrent"])
+@pytest.mark.parametrize("form", ["recurrent", pytest.param("chunk", marks=pytest.mark.slow)])
 def test_writes_have_factors_and_outputs_a_skip(form):
     """Token by token in NumPy: `M ← a M + e^w kᵀ v`, `o = q M + skip v`; a token that is masked has its skip, padding has no output."""
     (q, k, v, log_decay), log_write, skip = inputs()

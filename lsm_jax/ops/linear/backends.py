@@ -71,11 +71,9 @@ def run_kernel(name: str, call: Call) -> tuple[jax.Array, LinearState]:
         value_log_decay = select(tokens.written, value_log_decay.astype(jnp.float32))
     if bonus is not None:
         bonus = bonus.astype(jnp.float32)
-    k = select(tokens.written, k)
+    k, v = select(tokens.written, k), select(tokens.written, v)
     shared: dict[str, Any] = dict(bonus=bonus)
-    if (log_write := given.get("log_write")) is None:
-        v = select(tokens.written, v)
-    else:  # a token that writes nothing, since its key is 0, still has a skip
+    if (log_write := given.get("log_write")) is not None:
         log_write = select(tokens.written, log_write.astype(jnp.float32))
         shared["skip"] = given["skip"].astype(jnp.float32)
     arrays: dict[str, Any] = dict(q=select(tokens.real, q), k=k, v=v, log_decay=log_decay)

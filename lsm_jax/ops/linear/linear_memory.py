@@ -66,7 +66,7 @@ def linear_memory(
         log_write: [B, T, G], natural logarithm: the memory is written with `e^log_write v` (Mamba2's step size). Accepted without
             `normalize`.
         skip: [G]; `skip v` of a token, without `e^log_write`, is added to its output (Mamba2's D). The kernel "mosaic_gpu" multiplies
-            and adds both in registers, for a log_decay [B, T, G]; otherwise they are passes over v and the output.
+            and adds both in registers, for a log_decay [B, T, G] without update_mask; otherwise they are passes over v and the output.
         normalize: None, or the ε of `o = q M / (q z + ε)` with z the decayed sum of keys. With
             `log_input_gate` it is the ε of `o = q M / (max(|q z|, e^-m) + ε)`, M and z as stored and m their
             stabiliser; for ε = 0 this is `q C / max(|q n|, 1)` of the unscaled C and n (xLSTM, arXiv
@@ -108,9 +108,12 @@ def linear_memory(
     if normalize is not None:
         normalize = checks.check_number(op, "normalize", normalize, at_least=0)
     _check_writes(op, (batch, length, heads), log_write, skip, normalize)
-    if (log_write is not None or skip is not None) and not (
-        implementation == "mosaic_gpu" and jnp.ndim(log_decay) == 3 and layer is None and shards_of("sequence") == 1
-    ):  # fmt: skip
+    # A masked token has a skip, but the kernel must not see its value, which may not be finite.
+    in_kernel = (
+        implementation == "mosaic_gpu" and jnp.ndim(log_decay) == 3 and update_mask is None and layer is None
+        and value_log_decay is None and bonus is None and shards_of("sequence") == 1
+    )  # fmt: skip
+    if (log_write is not None or skip is not None) and not in_kernel:
         writes = v if log_write is None else scale_values(v, log_write)
         given = dict(
             value_log_decay=value_log_decay, bonus=bonus, scale=scale,

@@ -31,6 +31,9 @@ __all__ = ["CHUNK", "REQUIREMENTS", "Residuals", "backward", "forward"]
 
 _SIZES = (64, 128, 256, 512)  # K and V
 _F32 = jnp.float32
+PAIRED = True
+"""Whether two heads of 64 value channels that share q and k are computed by one thread block, where there are factors of writes and skips.
+No card has run it."""
 REQUIREMENTS = (
     NO_BONUS,
     in_bfloat16("q", "k", "v"),
@@ -72,8 +75,9 @@ def forward(
     decay = _chunk_decays(log_decay, run, v.shape, parts, log_write)
     q, k, v = (row_layout.split_parts(x, parts) for x in (q, k, v))
     scan = functools.partial(
-        scalar_scan, decay=decay, heads=heads, chunk_bounds=chunk_bounds, interpret=interpret
-    )
+        scalar_scan, decay=decay, heads=heads, chunk_bounds=chunk_bounds, interpret=interpret,
+        paired=PAIRED and skip is not None,
+    )  # fmt: skip
     # Each of several query heads that read one memory computes that memory.
     starts = initial = jnp.repeat(initial, heads // memories, axis=1)
     if parts > 1:
@@ -103,8 +107,9 @@ def backward(
     query_heads, key_heads = q.shape[2], k.shape[2]
     q, k, v, d_output = (row_layout.split_parts(x, parts) for x in (q, k, v, d_output))
     scan = functools.partial(
-        scalar_scan, decay=decay, heads=heads, chunk_bounds=chunk_bounds, interpret=interpret
-    )
+        scalar_scan, decay=decay, heads=heads, chunk_bounds=chunk_bounds, interpret=interpret,
+        paired=PAIRED and skip is not None,
+    )  # fmt: skip
     d_ends = row_layout.gradient_by_head(d_final, heads)
     if parts > 1:
         (read,) = scan(None, q, d_output, write_scale=scale, reverse=True)

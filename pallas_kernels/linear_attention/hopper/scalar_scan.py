@@ -5,7 +5,8 @@ A warpgroup has a tile [D, 64] of a memory S [D, V] in registers and computes
     out_i = read_decay_i x_i S + sum_j exp(cum_i - cum_j) (x_i . y_j) z_j  (j <= i),        S <- chunk_decay S + sum_j (write_decay_j y_j)ᵀ z_j
 
 (with cum_j of the writes, where tokens write with factors of their own, and skip z_i added to out_i, if there is a skip) for one chunk after another, where x read the memory, y and z are the keys and values of the writes, and cum are sums of the log decay
-from the chunk's start, while another warpgroup loads the next chunks. Two warpgroups of a thread block use the same x and y. If
+from the chunk's start, while another warpgroup loads the next chunks. Two warpgroups of a thread block use the same x and y: they have
+columns of one memory or, where heads of 64 columns are paired, the memories of two heads that share x and y. If
 D is more than 128, each slice of 128 rows of S is computed by itself, and the outputs of the slices are added at the end.
 """
 
@@ -65,7 +66,7 @@ def chunks_of_interval(count: int) -> int:
 def scalar_scan(
     x, y, z, decay: Decays, *, heads: int, initial=None, read_scale: float = 1.0,
     write_scale: float = 1.0, reverse: bool = False, partner=None, save_states: bool = False,
-    states=None, chunk_bounds=None, skip=None, interpret: Any = False,
+    states=None, chunk_bounds=None, skip=None, paired: bool = False, interpret: Any = False,
 ) -> list[jax.Array]:  # fmt: skip
     """Carry memories S [D, V] with a scalar decay through all chunks of a row; return what tokens read from them and the last
     memories.
@@ -95,6 +96,7 @@ def scalar_scan(
             memory per row. With them every chunk is an interval.
         skip: [heads] float32; each head's number times z is added to its output. With `partner`, also return each token's inner product
             of z with it, in the layout of the other inner products and without terms of the sum. None adds nothing.
+        paired: whether a thread block computes two consecutive heads that share x and y, if V is 64 and there are such.
         interpret: parameters of the Pallas interpreter, or False to compile the kernel.
 
     Returns:
@@ -117,6 +119,13 @@ def scalar_scan(
         vectors |= dict(read_decay=before * read_scale, cum=decay.cum, run=decay.run)
         vectors |= dict(write_cum=decay.write_cum)
     streams = {n: a for n, a in (dict(x=x, y=y, z=z) | vectors).items() if a is not None}
+    paired = (
+        paired
+        and blocks == 1
+        and x is not None
+        and z.shape[2] == decay.read_decay.shape[1] == heads
+    )
+    paired = paired and not any(heads // a.shape[2] % 2 for a in (x, y))
     others = dict(
         chunk_decay=decay.chunk_decay,
         initial=initial,
@@ -127,11 +136,13 @@ def scalar_scan(
     )
     call = _Call(
         shapes={n: a.shape for n, a in (streams | others).items() if a is not None}, streams=tuple(streams), heads=heads,
-        depth=depth, slices=slices, blocks=blocks, count=count, interval=interval, groups=1 if blocks % 2 else 2,
+        depth=depth, slices=slices, blocks=blocks, count=count, interval=interval, groups=1 if blocks % 2 and not paired else 2, paired=paired,
         reverse=reverse, save_states=save_states, scale=read_scale * write_scale, interpret=interpret,
     )  # fmt: skip
     struct: Any = jax.ShapeDtypeStruct
     smem = _smem(call, z.dtype)
+    if paired:
+        streams["z"] = z.reshape(batch, length, heads // 2, 2 * width)
 
     def kernel(refs):
         at = _position(call, refs)
@@ -148,7 +159,9 @@ def scalar_scan(
             products=None if states is None else struct((batch, heads, blocks, intervals, all_rows), _F32),
             skip_dots=None if skip is None or partner is None else struct((batch, heads, blocks, length), _F32),
         ),
-        grid=dict(row=batch * runs * heads, slice=slices, column=blocks // call.groups),
+        grid=dict(
+            row=batch * runs * heads // (2 if paired else 1), slice=slices, column=1 if paired else blocks // call.groups
+        ),
         num_threads=call.groups + 1,
         name="linear_attention_scalar_scan",
         interpret=interpret,
@@ -172,6 +185,7 @@ class _Call(NamedTuple):
         count: number of chunks of a row, N.
         interval: number of consecutive chunks in an interval; memories are saved at the start of each interval.
         groups: number of warpgroups of a thread block that compute, each 64 columns of a memory.
+        paired: whether these warpgroups compute the memories of two consecutive heads.
         reverse: whether the last chunk is computed first.
         save_states: whether the memory at the start of each interval is returned.
         scale: the factor by which the scores of a chunk's tokens with one another are multiplied.
@@ -187,6 +201,7 @@ class _Call(NamedTuple):
     count: int
     interval: int
     groups: int
+    paired: bool
     reverse: bool
     save_states: bool
     scale: float
@@ -206,6 +221,7 @@ class _Position(NamedTuple):
     Attributes:
         row: index of the memory in [B * S], b * S + s.
         h: index of the head.
+        first: index of the first head that the thread block computes.
         b: index of the row in the batch.
         steps: number of chunks that this memory passes through.
         chunk: function from n to the index, in the row, of the n-th chunk to be computed.
@@ -221,6 +237,7 @@ class _Position(NamedTuple):
 
     row: Any
     h: Any
+    first: Any
     b: Any
     steps: Any
     chunk: Callable[[Any], Any]
@@ -238,11 +255,15 @@ def _position(call: _Call, refs: dict[str, Any]) -> _Position:
     """Return the rows and columns of a memory, and the chunks, that this warpgroup of `scalar_scan` computes, from its index in the
     grid.
     """
-    row, h = lax.div(lax.axis_index("row"), call.heads), lax.rem(lax.axis_index("row"), call.heads)
+    heads = call.heads // 2 if call.paired else call.heads
+    row, h = lax.div(lax.axis_index("row"), heads), lax.rem(lax.axis_index("row"), heads)
     b, steps, chunk = wg.chunks_of_row(refs.get("chunk_bounds"), row, call.count, call.reverse)
     group, index = lax.axis_index("group"), lax.axis_index("slice")
+    first, column = h, lax.axis_index("column") * call.groups + group
+    if call.paired:  # the warpgroup that loads has index 2, and no head
+        first, column = 2 * h, lax.axis_index("column")
+        h = first + jnp.minimum(group, 1)
     rows = pl.ds(index * call.depth, call.depth)
-    column = lax.axis_index("column") * call.groups + group
     columns = pl.ds(column * _BLOCK, _BLOCK)
     block_columns = pl.ds(lax.axis_index("column") * call.groups * _BLOCK, call.groups * _BLOCK)
     chunk_decay = refs["chunk_decay"].at[b, call.input_head("chunk_decay", h)]
@@ -250,7 +271,7 @@ def _position(call: _Call, refs: dict[str, Any]) -> _Position:
     if skip is not None and call.slices > 1:  # the outputs of all slices are added
         skip = jnp.where(index == 0, skip, 0.0)
     return _Position(
-        row, h, b, steps, chunk, group, index, rows, column, columns, block_columns, chunk_decay, skip
+        row, h, first, b, steps, chunk, group, index, rows, column, columns, block_columns, chunk_decay, skip
     )  # fmt: skip
 
 
@@ -300,11 +321,16 @@ class _Warpgroup(NamedTuple):
         warpgroup's tile of a memory uses, and the `BlockSpec` of what is loaded for each chunk.
         """
         at, source = self.at, self.refs[name]
+        if self.call.paired and name not in ("x", "y", "z", "run"):
+            spec = plgpu.BlockSpec((2, CHUNK), lambda n: (0, at.chunk(n)))
+            return source.at[at.b, pl.ds(at.first, 2)], spec
         if name not in ("x", "y", "z"):
             index = (at.b,) if name == "run" else (at.b, self.call.input_head(name, at.h))
             return source.at[index], plgpu.BlockSpec((CHUNK,), lambda n: (at.chunk(n),))
         columns = self.call.groups * _BLOCK if name == "z" else self.call.depth
-        source = source.at[at.b, :, self.call.input_head(name, at.h)]
+        head = self.call.input_head(name, at.first)
+        head = lax.div(at.first, 2) if self.call.paired and name == "z" else head
+        source = source.at[at.b, :, head]
         block = plgpu.BlockSpec((CHUNK, columns), lambda n: (at.chunk(n), 0), transforms=wg.TILED)
         return source.at[:, at.block_columns if name == "z" else at.rows], block
 
@@ -333,6 +359,9 @@ class _Warpgroup(NamedTuple):
         call, at = self.call, self.at
         *loaded, (S, chunk_decay) = arguments
         chunk = dict(zip(call.streams, loaded, strict=True))
+        if call.paired:
+            others = {n: a for n, a in chunk.items() if n not in ("x", "y", "z", "run")}
+            chunk |= {n: a.at[at.group] for n, a in others.items()}
         n = at.chunk(indices[0])
         tokens = pl.ds(n * CHUNK, CHUNK)
         y, z = chunk["y"], chunk["z"]
