@@ -139,6 +139,7 @@ def backward(
         dv, d_starts, v_dots, skip_dots = scan(
             k, q, d_output, initial=d_ends, partner=v, skip=_by_head(skip, heads), **reverse_options
         )
+        skip_dots = skip_dots[:, :, : v.shape[-1] // 64]
         v_dots, skip_dots = (
             row_layout.sum_heads(jnp.sum(x, axis=2), memories, axis=1) for x in (v_dots, skip_dots)
         )

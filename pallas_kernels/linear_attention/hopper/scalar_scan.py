@@ -95,7 +95,8 @@ def scalar_scan(
         chunk_bounds: [B, S + 1], the chunks at which a row's S memories begin and end, of `row_layout.split_runs`; None for one
             memory per row. With them every chunk is an interval.
         skip: [heads] float32; each head's number times z is added to its output. With `partner`, also return each token's inner product
-            of z with it, in the layout of the other inner products and without terms of the sum. None adds nothing.
+            of z with it, in the layout of the other inner products: the sum of the first V / 64 terms. Each slice of D repeats these
+            terms. None adds nothing.
         paired: whether a thread block computes two consecutive heads that share x and y, if V is 64 and there are such.
         interpret: parameters of the Pallas interpreter, or False to compile the kernel.
 
@@ -157,7 +158,7 @@ def scalar_scan(
             dots=None if partner is None else struct((batch, heads, slices * blocks, length), _F32),
             saved=struct((batch, heads, intervals, all_rows, width), z.dtype) if save_states else None,
             products=None if states is None else struct((batch, heads, blocks, intervals, all_rows), _F32),
-            skip_dots=None if skip is None or partner is None else struct((batch, heads, blocks, length), _F32),
+            skip_dots=None if skip is None or partner is None else struct((batch, heads, slices * blocks, length), _F32),
         ),
         grid=dict(
             row=batch * runs * heads // (2 if paired else 1), slice=slices, column=1 if paired else blocks // call.groups
@@ -472,8 +473,8 @@ class _Warpgroup(NamedTuple):
             index = at.slice * call.blocks + at.column
             self.refs["dots"].at[at.b, at.h, index, tokens][...] = dots
             if skipped is not None:
-                dots = jnp.sum(skipped * partner, axis=1)
-                self.refs["skip_dots"].at[at.b, at.h, at.column, tokens][...] = dots
+                skip_dots = jnp.sum(skipped * partner, axis=1)
+                self.refs["skip_dots"].at[at.b, at.h, index, tokens][...] = skip_dots
         if skipped is not None:
             out += at.skip * skipped
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
