@@ -15,6 +15,7 @@ from lsm_jax import ops
 from lsm_jax.mixers import checks
 from lsm_jax.mixers.base import Context, Mixer, short_convolution
 from lsm_jax.mixers.delta_config import GroupedDeltaRuleConfig
+from lsm_jax.mixers.joined import project_together
 from lsm_jax.mixers.layers import (
     Dense,
     RMSNorm,
@@ -118,8 +119,10 @@ class GatedDeltaNet(Mixer):
         G].
         """
         config = self.config
-        beta = jax.nn.sigmoid(self.beta_proj(x, dtype=jnp.float32))
-        step = jax.nn.softplus(self.decay_proj(x, dtype=jnp.float32) + self.dt_bias[...])
+        wide = jnp.float32
+        beta, step = project_together(x, (self.beta_proj, wide), (self.decay_proj, wide))
+        beta = jax.nn.sigmoid(beta)
+        step = jax.nn.softplus(step + self.dt_bias[...])
         k, context = self.k_conv(self.k_proj(x), context, config.head_dim)
         v, context = self.v_conv(self.v_proj(x), context)
         written = dict(

@@ -27,6 +27,7 @@ from lsm_jax import ops
 from lsm_jax.mixers import checks
 from lsm_jax.mixers.base import Context, Mixer, short_convolution
 from lsm_jax.mixers.delta_config import GroupedDeltaRuleConfig
+from lsm_jax.mixers.gates import softplus
 from lsm_jax.mixers.layers import (
     Dense,
     RMSNorm,
@@ -159,7 +160,7 @@ class GatedDeltaNet2(Mixer):
 
         @recomputed
         def update(k, v, erase, write, gate, bias, a_log):
-            log_decay = -jnp.exp(a_log)[:, None] * jax.nn.softplus(gate + bias)
+            log_decay = -jnp.exp(a_log)[:, None] * softplus(gate + bias)
             gates = most * jax.nn.sigmoid(erase), jax.nn.sigmoid(write)
             return erase_and_write(k, v, *gates, log_decay)
 

@@ -14,6 +14,7 @@ from flax import nnx
 from lsm_jax import ops
 from lsm_jax.mixers import checks, feature_maps
 from lsm_jax.mixers.base import Context, Mixer
+from lsm_jax.mixers.gates import log_sigmoid
 from lsm_jax.mixers.layers import Dense, RMSNorm, merge_heads, recomputed, split_heads
 from lsm_jax.mixers.method import Method
 from lsm_jax.mixers.op_config import RecurrentConfig
@@ -127,7 +128,7 @@ class GLA(Mixer):
         heads = self.config.num_heads
         gate = self.decay_up(self.decay_down(x), dtype=jnp.float32)
         temperature = self.config.gate_temperature
-        log_decay = recomputed(lambda gate: jax.nn.log_sigmoid(gate) / temperature)(gate)
+        log_decay = recomputed(lambda gate: log_sigmoid(gate) / temperature)(gate)
         return dict(
             k=self._features(self.k_proj(x)),
             v=split_heads(self.v_proj(x), heads),

@@ -17,6 +17,7 @@ from flax import nnx
 from lsm_jax import ops
 from lsm_jax.mixers import checks
 from lsm_jax.mixers.base import Context, Mixer
+from lsm_jax.mixers.gates import log_sigmoid
 from lsm_jax.mixers.layers import Dense, RMSNorm, merge_heads, recomputed, split_heads
 from lsm_jax.mixers.method import Method
 from lsm_jax.mixers.op_config import RecurrentConfig
@@ -123,7 +124,7 @@ class GSA(Mixer):
 
         @recomputed
         def decay(gate):
-            log_decay = jax.nn.log_sigmoid(gate) / temperature
+            log_decay = log_sigmoid(gate) / temperature
             return log_decay, -jnp.expm1(log_decay)
 
         log_decay, strength = decay(gate)

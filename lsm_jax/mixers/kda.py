@@ -32,6 +32,7 @@ from lsm_jax import ops
 from lsm_jax.mixers import checks
 from lsm_jax.mixers.base import Context, Mixer, short_convolution
 from lsm_jax.mixers.delta_config import GroupedDeltaRuleConfig
+from lsm_jax.mixers.gates import softplus
 from lsm_jax.mixers.layers import (
     Dense,
     RMSNorm,
@@ -187,7 +188,7 @@ class KDA(Mixer):
         def decay(gate, bias, a_log):
             if config.lower_bound is not None:
                 return bounded_log_decay(gate, bias, a_log, config.lower_bound)
-            return -jnp.exp(a_log)[:, None] * jax.nn.softplus(gate + bias)
+            return -jnp.exp(a_log)[:, None] * softplus(gate + bias)
 
         k, context = self.k_conv(self.k_proj(x), context, config.head_dim)
         v, context = self.v_conv(self.v_proj(x), context)

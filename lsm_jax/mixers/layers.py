@@ -17,6 +17,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from lsm_jax import ops
+from lsm_jax.ops.core.saved import saved
 
 
 def parameter(
@@ -200,7 +201,13 @@ def rms_normalize(x: jax.Array, eps: float) -> jax.Array:
     (or float64).
     """
     x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+    return x * jax.lax.rsqrt(mean_square(x) + eps)
+
+
+def mean_square(x: jax.Array) -> jax.Array:
+    """Return the mean of x² over the last axis, which remains with length 1, in float32 (or float64)."""
+    x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return jnp.mean(x * x, axis=-1, keepdims=True)
 
 
 class RMSNorm(nnx.Module):
@@ -249,7 +256,9 @@ class RMSNorm(nnx.Module):
         scale = 1 + self.scale[...] if self.zero_centred else self.scale[...]
         scale = scale if factor == 1 else factor * scale
         if gate is None:
-            return recomputed(self._normed)(x, scale)
+            # A few numbers for each token: rematerialisation saves them, and not the pass over x.
+            square = saved(recomputed(mean_square)(x))
+            return recomputed(self._normed)(x, square, scale)
         if scale.ndim == 2 and x.ndim > 4:
             scale = jnp.tile(scale, (math.prod(x.shape[2:-2]), 1))
         heads = (*x.shape[:2], -1, x.shape[-1])
@@ -258,8 +267,8 @@ class RMSNorm(nnx.Module):
         )
         return y.reshape(x.shape)
 
-    def _normed(self, x: jax.Array, scale: jax.Array) -> jax.Array:
-        return (rms_normalize(x, self.eps) * scale).astype(x.dtype)
+    def _normed(self, x: jax.Array, square: jax.Array, scale: jax.Array) -> jax.Array:
+        return (x.astype(square.dtype) * jax.lax.rsqrt(square + self.eps) * scale).astype(x.dtype)
 
 
 class LayerNorm(nnx.Module):

@@ -18,6 +18,7 @@ from flax import nnx
 from lsm_jax import ops
 from lsm_jax.mixers import checks
 from lsm_jax.mixers.base import Context, Mixer, short_convolution
+from lsm_jax.mixers.joined import project_together
 from lsm_jax.mixers.layers import (
     Dense,
     log_uniform_rate,
@@ -151,46 +152,62 @@ class Mamba2(Mixer):
         self.norm_scale = None if config.norm == "none" else parameter(ones, **fixed)
         self.o_proj = Dense(inner, hidden_size, axes=("heads", "embed"), **dense)
 
-    def _projected(self, name: str, x: jax.Array, dtype: Any = None) -> jax.Array:
-        """Return the projection of x to z, x, B, C or dt, times its scale."""
-        scale = self.config.projection_scales[("z", "x", "b", "c", "dt").index(name)]
-        y = getattr(self, f"{name}_proj")(x, dtype=dtype)
-        return y if scale == 1 else scale * y
+    def _projected(self, x: jax.Array, *names: str) -> list[jax.Array]:
+        """Return the projections of x to z, x, B, C or dt with these names, times their scales; that to dt in float32."""
+        scales = dict(zip(("z", "x", "b", "c", "dt"), self.config.projection_scales, strict=True))
+        layers = [(getattr(self, f"{n}_proj"), jnp.float32 if n == "dt" else None) for n in names]
+        projected = zip(names, project_together(x, *layers), strict=True)
+        return [y if scales[n] == 1 else scales[n] * y for n, y in projected]
 
     def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
         """Return Mamba-2's queries C [B, T, groups, N] of tokens x [B, T, D], N state channels for each group
         of heads, and the context.
         """
-        c, context = self.c_conv(self._projected("c", x), context)
+        b, c, dt = self._projected(x, "b", "c", "dt")
+        context = context.add(saved={"b": b, "dt": dt})
+        c, context = self.c_conv(c, context)
         return split_heads(c, self.config.num_groups), context
 
     def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
         """Return the arguments of `linear_memory` that update the memory, by name, and the context: keys B [B, T,
         groups, N], values Δ x [B, T, H, V] with the step size Δ, and the log decay Δ A [B, T, H] with the rate A.
         """
-        step = jax.nn.softplus(self._projected("dt", x, jnp.float32) + self.dt_bias[...])
-        inner, context = self.x_conv(self._projected("x", x), context)
+        saved = context.saved
+        b, dt = (saved["b"], saved["dt"]) if "b" in saved else self._projected(x, "b", "dt")
+        dt = dt + self.dt_bias[...]
+        step = jax.nn.softplus(dt)
+        (inner,) = self._projected(x, "x")
+        inner, context = self.x_conv(inner, context)
         inner = split_heads(inner, self.num_heads)
 
         @recomputed
         def scaled(inner, step):
             return (inner * step[..., None]).astype(x.dtype)
 
-        b, context = self.b_conv(self._projected("b", x), context)
+        b, context = self.b_conv(b, context)
         written = dict(
-            k=split_heads(b, self.config.num_groups),
-            v=scaled(inner, step),
-            log_decay=-jnp.exp(self.a_log[...]) * step,
+            k=split_heads(b, self.config.num_groups), log_decay=-jnp.exp(self.a_log[...]) * step
         )
-        return written, context.add(bypass={"inner": inner})
+        if self._in_kernel():
+            # softplus(x) is e^x to rounding below -15, and 0 below -104.
+            log_step = jnp.where(dt < -15, dt, jnp.log(jnp.where(dt < -15, 1.0, step)))
+            return written | dict(v=inner, log_write=log_step, skip=self.skip[...]), context
+        return written | dict(v=scaled(inner, step)), context.add(bypass={"inner": inner})
+
+    def _in_kernel(self) -> bool:
+        """Return whether the op multiplies x by Δ and adds D x, which Hopper's kernel does in registers, and the kernel of the gated norm
+        has no skip: where the config asks for the op's kernel by name."""
+        return type(self).op is ops.linear_memory and self.config.op.implementation == "mosaic_gpu"
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
         """Return (y, context), with the layer's output y [B, T, D] from the memory's output o [B, T, H, V]: add the skip D x,
         multiply by silu(z), where z is a projection of x, normalise each group of heads, and project. The config's `norm` may
         change the order, or leave the norm out.
         """
-        z = split_heads(self._projected("z", x), self.num_heads)
-        inner, skip = context.bypass["inner"], self.skip[...]
+        (z,) = self._projected(x, "z")
+        z = split_heads(z, self.num_heads)
+        inner = context.bypass.get("inner")  # if it is absent, o contains the skip
+        skip = None if inner is None else self.skip[...]
         if self.norm_scale is None:
             y = _gated(o, inner, z, skip)
         else:
@@ -198,6 +215,7 @@ class Mamba2(Mixer):
                 o, z, split_heads(self.norm_scale[...], self.num_heads), skip=skip, skip_input=inner,
                 eps=self.config.norm_eps, group=self.num_heads // self.config.num_groups,
                 gate_first=self.config.norm == "after_gate",
+                implementation=("mosaic_gpu", "xla") if self._in_kernel() else None,
             )  # fmt: skip
         return self.o_proj(merge_heads(y)), context
 
@@ -217,10 +235,11 @@ class Mamba2(Mixer):
 
 
 @recomputed
-def _gated(o: jax.Array, inner: jax.Array, z: jax.Array, skip: jax.Array) -> jax.Array:
-    """Return (o + D x) silu(z), all [B, T, H, V], computed in float32."""
+def _gated(o: jax.Array, inner: Any, z: jax.Array, skip: Any) -> jax.Array:
+    """Return (o + D x) silu(z), all [B, T, H, V], computed in float32; x and D are None if o contains D x."""
     wide = jnp.promote_types(o.dtype, jnp.float32)
-    y = o.astype(wide) + skip[:, None] * inner.astype(wide)
+    y = o.astype(wide)
+    y = y if inner is None else y + skip[:, None] * inner.astype(wide)
     return (y * jax.nn.silu(z.astype(wide))).astype(o.dtype)
 
 

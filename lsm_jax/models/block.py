@@ -13,6 +13,7 @@ from flax import nnx
 from lsm_jax import feedforward, mixers
 from lsm_jax.mixers.layers import LayerNorm, RMSNorm, draw_xavier
 from lsm_jax.models.config import LayerConfig, ModelConfig
+from lsm_jax.ops.core.saved import saved
 from lsm_jax.parallel import constrain
 
 ACTIVATIONS = ("batch", "sequence", None)  # the axes of the residual stream
@@ -105,6 +106,8 @@ class Block(nnx.Module):
         shared, aux = dict(context.shared), dict(context.aux)
         x = self._add(x, y, self.mixer_norm)
         if self.feedforward is not None and self.feedforward_norm is not None:
+            # Saved instead of y, of equal size, so that the backward pass does not add them again.
+            x = x if self.post_norm else saved(x)
             with jax.named_scope("feedforward"):
                 y, inner_state, more = self.feedforward(
                     self._before(x, self.feedforward_norm),

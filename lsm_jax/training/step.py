@@ -34,7 +34,7 @@ OVERFLOW = "moe/overflow_count"
 """The metric that counts the choices of experts that did not fit into the buffers of the exchange between
 devices. After an overflow the step must be taken again with larger buffers (`ExpertBuffers`)."""
 
-UNROLLED = 32
+UNROLLED = 48
 """The largest number of layers that a training step on one GPU compiles one after the other unless the config says otherwise."""
 
 

@@ -40,11 +40,12 @@ def spread_columns(x, shape):
     return lax.broadcast_in_dim(x, shape, [1])
 
 
-def row_differences(ref, shape):
-    """Return a tile of `shape` in registers with the differences `x_i - x_j` (row i, column j) of the entries of a vector x in shared
-    memory.
+def row_differences(ref, shape, columns=None):
+    """Return a tile of `shape` in registers with the differences `x_i - y_j` (row i, column j) of the entries of a vector x, `ref`, and a
+    vector y, `columns`, in shared memory; None is x.
     """
-    of_column = lax.broadcast_in_dim(plgpu.load(ref, layout=LAYOUT.reduce(0)), shape, [1])
+    columns = ref if columns is None else columns
+    of_column = lax.broadcast_in_dim(plgpu.load(columns, layout=LAYOUT.reduce(0)), shape, [1])
     return spread_rows(load_rows(ref), shape) - of_column
 
 

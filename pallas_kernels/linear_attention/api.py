@@ -23,6 +23,7 @@ from pallas_kernels.memory_calls import (
 from pallas_kernels.requirements import first_unmet
 
 _OP = "linear_attention"
+_NO_WRITES = "no log_write and skip, or implementation='mosaic_gpu' and log_decay [B, T, G]"
 
 
 def variant_of(log_decay: Any, value_log_decay: Any) -> str:
@@ -38,15 +39,20 @@ def variant_of(log_decay: Any, value_log_decay: Any) -> str:
 
 
 def unsupported(
-    implementation: str, q, k, v, log_decay=None, *, bonus=None, value_log_decay=None
-) -> str | None:
+    implementation: str, q, k, v, log_decay=None, *, bonus=None, value_log_decay=None, log_write=None
+) -> str | None:  # fmt: skip
     """Return the first requirement of a backend of linear attention that these arguments do not meet, in words; None if it supports
     them.
 
     The arguments are those of `linear_attention`, as arrays or as their shapes and dtypes.
     """
-    backend = backend_module(_OP, implementation, variant_of(log_decay, value_log_decay))
+    variant = variant_of(log_decay, value_log_decay)
+    backend = backend_module(_OP, implementation, variant)
     call = MemoryCall(q, k, v, log_decay, value_log_decay, bonus)
+    if log_write is not None and (implementation, variant) != ("mosaic_gpu", "scalar_decay"):
+        return _NO_WRITES
+    if log_write is not None and log_decay is None:
+        return _NO_WRITES
     return first_unmet(backend.REQUIREMENTS, call)
 
 
@@ -60,6 +66,8 @@ def linear_attention(
     run: Int[Array, "B T"] | None = None,
     bonus: Float[Array, "G K"] | None = None,
     value_log_decay: Float[Array, "B T G V"] | None = None,
+    log_write: Float[Array, "B T G"] | None = None,
+    skip: Float[Array, " G"] | None = None,
     scale: float,
     exact: bool = False,
     implementation: str = "mosaic_gpu",
@@ -81,6 +89,9 @@ def linear_attention(
         bonus: [G, K] float32. If given, a token reads before its decay and its write, and its own write enters the read as
             `q diag(bonus) kᵀ v`.
         value_log_decay: [B, T, G, V] float32, the log decay of value channels, in place of `log_decay`.
+        log_write: [B, T, G] float32, the natural logarithm of a factor of each token's write; requires `skip`, "mosaic_gpu" and
+            `log_decay` [B, T, G].
+        skip: [G] float32, a factor of each token's v, which is added to its output; requires `log_write`.
         scale: the factor by which the queries q are multiplied.
         exact: whether the output is float32. With `value_log_decay` on "mosaic_gpu" it is then never rounded, and v may be
             float32, which is rounded only where it is written to the memory.
@@ -100,10 +111,30 @@ def linear_attention(
     value = v
     if exact and variant == "value_decay" and implementation == "mosaic_gpu":
         value = jax.ShapeDtypeStruct(v.shape, q.dtype)
+    given = dict(log_write=log_write, skip=skip)
+    if len({x is None for x in given.values()}) > 1:
+        raise ValueError("linear_attention: log_write and skip: accepted are both or neither")
+    if log_write is not None:
+        shapes = q, k, v, log_decay
+        reason = unsupported(
+            implementation, *shapes, bonus=bonus, value_log_decay=value_log_decay, log_write=log_write
+        )  # fmt: skip
+        if reason is not None:
+            raise NotImplementedError(
+                f"linear_attention: implementation={implementation!r} requires {reason}"
+            )
+        variant = "scalar_writes"
     call = MemoryCall(q, k, value, log_decay, value_log_decay, bonus)
     backend = supported_backend(_OP, implementation, variant, call)
     log_decay = log_decay if value_log_decay is None else value_log_decay
     length = q.shape[1]
+    if log_write is not None:
+        run, q, k, v, log_write, log_decay = pad_to_multiple(
+            backend.CHUNK, run, q, k, v, log_write, log_decay
+        )
+        arrays = q, k, v, log_write, skip, log_decay, run, initial
+        output, final = call_backend(Options(backend, scale, interpret, exact), arrays)
+        return output[:, :length], final
     run, q, k, v, log_decay = pad_to_multiple(backend.CHUNK, run, q, k, v, log_decay)
     options = Options(backend, scale, interpret, exact)
     keys, values = _slices(implementation, variant, q, v)

@@ -111,6 +111,7 @@ HOPPER_COMPILED = (
     Compiled((4, 2, 2), 64, 64, "log_decay", 0),
     Compiled((4, 2, 2), 128, 128, "log_decay segment_ids", 0),
     Compiled((2, 1, 2), 256, 512, "log_decay", 4),
+    Compiled((1, 1, 4), 128, 64, "log_decay writes", 0),
     Compiled((4, 4, 4), 64, 128, "channel log_decay segment_ids", 176),
     Compiled((4, 4, 4), 128, 128, "channel log_decay", 116),
     Compiled((4, 4, 4), 128, 256, "channel log_decay", 348),

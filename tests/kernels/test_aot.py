@@ -121,6 +121,8 @@ def compile_for(device, abstract_device, case, implementation, *, backward=True)
         inputs["log_decay"] = array(2, length, memories, *([key_dim] * ("channel" in given)))
     if "value_log_decay" in given:
         inputs["value_log_decay"] = array(2, length, memories, value_dim)
+    if "writes" in given:
+        inputs |= dict(log_write=array(2, length, memories), skip=array(memories))
     if "bonus" in given:
         inputs["bonus"] = array(memories, key_dim)
     if "slots" in given:

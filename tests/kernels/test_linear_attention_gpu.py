@@ -14,6 +14,7 @@ from pallas_kernels.linear_attention.cases import (
     GRADIENT_TOLERANCE,
     HOPPER_INTERPRETED,
     OUTPUT_TOLERANCE,
+    Case,
 )
 
 BATCH, SCALE = 1, 0.25
@@ -106,6 +107,54 @@ def test_equals_the_recurrence_in_value_and_every_gradient(name, monkeypatch):
         assert got.shape == wanted.shape
         assert error(got, wanted) < OUTPUT_TOLERANCE
     rng = np.random.default_rng(1)
+    cotangents = [jnp.asarray(rng.normal(size=x.shape), x.dtype) for x in actual]
+    (grads,) = pull(tuple(cotangents))
+    (wanted,) = expected_pull(tuple(x.astype(jnp.float32) for x in cotangents))
+    for field, gradient in grads.items():
+        if inputs[field] is not None:
+            assert gradient.shape == inputs[field].shape
+            assert error(gradient, wanted[field]) < GRADIENT_TOLERANCE, field
+    assert not races_found()
+
+
+WRITES = {
+    "documents": Case((1, 1, 1), 64, 64, 100, True, "token"),
+    "memories-share": Case((1, 1, 2), 128, 64, 130, False, "token"),
+    "queries-share-wide": Case((2, 1, 1), 64, 128, 65, False, "token"),
+    "parts": Case((1, 1, 1), 64, 64, 256, True, "token"),
+    "deep": Case((1, 1, 1), 256, 64, 65, False, "token", strong=True),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (i > 0)) for i, n in enumerate(WRITES)]
+)
+def test_factors_of_writes_and_skips_are_those_of_scaled_values(name, monkeypatch):
+    """A memory whose writes have factors e^w, and whose output has a skip, equals the recurrence of the values e^w v, plus the skip, in the
+    output, the final memory and every gradient. Some factors are 0.
+    """
+    if name == "parts":
+        monkeypatch.setattr(row_layout, "_SHORTEST_PART", 128)
+    inputs = make_case(WRITES[name])
+    run, memories = inputs.pop("run"), inputs["v"].shape[2]
+    rng = np.random.default_rng(2)
+    shape = (BATCH, WRITES[name].length, memories)
+    inputs["log_write"] = jnp.asarray(rng.normal(size=shape) - 1, jnp.float32).at[:, 7].set(-1e3)
+    inputs["skip"] = jnp.asarray(rng.normal(size=memories), jnp.float32)
+    widened = jax.tree.map(lambda x: x.astype(jnp.float32), inputs)
+
+    def scaled(x):
+        x = dict(x)
+        log_write, skip, v = x.pop("log_write"), x.pop("skip"), x["v"]
+        x["v"] = v * jnp.exp(log_write)[..., None]
+        output, final = by_token(**x, run=run)
+        shared = output.shape[2] // memories
+        return output + jnp.repeat(skip[:, None] * v, shared, axis=2), final
+
+    expected, expected_pull = jax.vjp(scaled, widened)
+    actual, pull = jax.vjp(lambda x: fused(**x, run=run), inputs)
+    for got, wanted in zip(actual, expected, strict=True):
+        assert error(got, wanted) < OUTPUT_TOLERANCE
     cotangents = [jnp.asarray(rng.normal(size=x.shape), x.dtype) for x in actual]
     (grads,) = pull(tuple(cotangents))
     (wanted,) = expected_pull(tuple(x.astype(jnp.float32) for x in cotangents))

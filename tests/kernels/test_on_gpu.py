@@ -414,3 +414,43 @@ def test_attention_from_a_state_equals_xla(name):
 
 def test_gradients_of_attention_from_a_state_equal_xla():
     attention_state.check_gradients()
+
+
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("heads", [(1, 1, 4), (4, 2, 2), (1, 1, 3)], ids=str)
+def test_factors_of_writes_and_skips(heads, documents):
+    """The kernel whose writes have factors, with the heads of a thread block paired where they share q and k, equals XLA's form in float32
+    in the output, the final memory and every gradient, and returns the same bits twice.
+    """
+    keys = jax.random.split(jax.random.key(0), 8)
+    sizes = zip("qkv", heads, (128, 128, 64), keys, strict=False)
+    inputs = {
+        n: jax.random.normal(key, (2, 1000, h, d), jnp.bfloat16) * (0.1 if n != "v" else 1)
+        for n, h, d, key in sizes
+    }
+    shape = 2, 1000, heads[2]
+    inputs["log_decay"] = jax.nn.log_sigmoid(jax.random.normal(keys[4], shape) + 2)
+    inputs["log_write"] = jax.random.normal(keys[5], shape) - 1
+    inputs["skip"] = jax.random.normal(keys[6], shape[2:])
+    ids = 1 + jnp.cumsum(jnp.isin(jnp.arange(1000), jnp.array([30, 64, 500])))
+    ids = jnp.broadcast_to(ids, (2, 1000)).astype(jnp.int32) if documents else None
+    cotangent = jax.random.normal(keys[7], (2, 1000, max(heads), 64), jnp.bfloat16)
+
+    @functools.partial(jax.jit, static_argnums=(0, 1))
+    def both(implementation, dtype, inputs):
+        def call(x):
+            y, state = ops.linear_memory(
+                **x, scale=1.0, segment_ids=ids, implementation=implementation
+            )
+            return y, state.memory
+
+        given = {n: a.astype(dtype) if n in "qkv" else a for n, a in inputs.items()}
+        (y, memory), pull = jax.vjp(call, given)
+        return y, memory, pull((cotangent.astype(y.dtype), jnp.sin(memory)))[0]
+
+    got, again = (both("mosaic_gpu", jnp.bfloat16, inputs) for _ in range(2))
+    with jax.default_matmul_precision("highest"):
+        wanted = both("xla", jnp.float32, inputs)
+    for a, b, c in zip(*map(jax.tree.leaves, (got, again, wanted)), strict=True):
+        np.testing.assert_array_equal(a, b)
+        assert error(a, c) < linear_attention_cases.GRADIENT_TOLERANCE

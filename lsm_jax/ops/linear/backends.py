@@ -46,8 +46,9 @@ def _unsupported_by_kernel(name: str, call: Call) -> str | None:
     if value_log_decay is not None:
         value_log_decay = jax.ShapeDtypeStruct(v.shape, jnp.float32)
     return unsupported(
-        name, q, k, v, log_decay, bonus=given["bonus"], value_log_decay=value_log_decay
-    )
+        name, q, k, v, log_decay, bonus=given["bonus"], value_log_decay=value_log_decay,
+        log_write=given.get("log_write"),
+    )  # fmt: skip
 
 
 def run_kernel(name: str, call: Call) -> tuple[jax.Array, LinearState]:
@@ -71,12 +72,16 @@ def run_kernel(name: str, call: Call) -> tuple[jax.Array, LinearState]:
     if bonus is not None:
         bonus = bonus.astype(jnp.float32)
     k, v = select(tokens.written, k), select(tokens.written, v)
+    shared: dict[str, Any] = dict(bonus=bonus)
+    if (log_write := given.get("log_write")) is not None:
+        log_write = select(tokens.written, log_write.astype(jnp.float32))
+        shared["skip"] = given["skip"].astype(jnp.float32)
     arrays: dict[str, Any] = dict(q=select(tokens.real, q), k=k, v=v, log_decay=log_decay)
-    arrays |= dict(value_log_decay=value_log_decay)
+    arrays |= dict(value_log_decay=value_log_decay, log_write=log_write)
     laid_out, restore = memory_kernels.lay_out(name, tokens, state.memory, arrays)
     output, memory = restore(
         *linear_attention(
-            **laid_out, bonus=bonus, scale=options.scale, exact=options.exact, implementation=name
+            **laid_out, **shared, scale=options.scale, exact=options.exact, implementation=name
         )
     )
     return finish_output(tokens, output), LinearState(memory, None, None, tokens.last_id)

@@ -8,7 +8,9 @@ similar methods.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -24,7 +26,7 @@ from lsm_jax.ops.linear import (
     shared_rows,
 )
 from lsm_jax.ops.linear.xla import LinearOptions
-from lsm_jax.parallel import TOKENS, over_mesh
+from lsm_jax.parallel import TOKENS, over_mesh, shards_of
 
 
 def linear_memory(
@@ -36,6 +38,8 @@ def linear_memory(
     value_log_decay: Float[Array, "B T G V"] | None = None,
     log_input_gate: Float[Array, "B T G"] | None = None,
     bonus: Float[Array, "G K"] | None = None,
+    log_write: Float[Array, "B T G"] | None = None,
+    skip: Float[Array, " G"] | None = None,
     normalize: float | None = None,
     scale: float | None = None,
     initial_state: LinearState | None = None,
@@ -59,6 +63,10 @@ def linear_memory(
             Requires `normalize`, and `log_decay` [G], [B, T, G] or None.
         bonus: [G, K]. If given, a token reads before its decay and its write, and its own write enters the
             read as `q diag(bonus) kᵀ v` (RWKV6, arXiv 2404.05892 Eq. 18).
+        log_write: [B, T, G], natural logarithm: the memory is written with `e^log_write v` (Mamba2's step size). Accepted without
+            `normalize`.
+        skip: [G]; `skip v` of a token, without `e^log_write`, is added to its output (Mamba2's D). The kernel "mosaic_gpu" multiplies
+            and adds both in registers, for a log_decay [B, T, G] without update_mask; otherwise they are passes over v and the output.
         normalize: None, or the ε of `o = q M / (q z + ε)` with z the decayed sum of keys. With
             `log_input_gate` it is the ε of `o = q M / (max(|q z|, e^-m) + ε)`, M and z as stored and m their
             stabiliser; for ε = 0 this is `q C / max(|q n|, 1)` of the unscaled C and n (xLSTM, arXiv
@@ -99,6 +107,22 @@ def linear_memory(
     dtype = checks.compute_dtype(q, k, v, log_decay, value_log_decay, log_input_gate, bonus)
     if normalize is not None:
         normalize = checks.check_number(op, "normalize", normalize, at_least=0)
+    _check_writes(op, (batch, length, heads), log_write, skip, normalize)
+    # A masked token has a skip, but the kernel must not see its value, which may not be finite.
+    in_kernel = (
+        implementation == "mosaic_gpu" and jnp.ndim(log_decay) == 3 and update_mask is None and layer is None
+        and value_log_decay is None and bonus is None and shards_of("sequence") == 1
+    )  # fmt: skip
+    if (log_write is not None or skip is not None) and not in_kernel:
+        writes = v if log_write is None else scale_values(v, log_write)
+        given = dict(
+            value_log_decay=value_log_decay, bonus=bonus, scale=scale,
+            initial_state=initial_state if layer is None else initial_state._replace(memory=layer),
+            segment_ids=segment_ids, update_mask=update_mask, form=form, implementation=implementation,
+            chunk_size=chunk_size,
+        )  # fmt: skip
+        output, state = linear_memory(q, k, writes, log_decay, **given)
+        return output if skip is None else add_skip(output, skip, v), state
     _check_state(op, initial_state, normalize, gated)
     fields = dict(normalize=normalize is not None, stabilize=gated)
     empty = functools.partial(linear_state, batch, heads, key_dim, value_dim, **fields, dtype=dtype)
@@ -116,6 +140,10 @@ def linear_memory(
         update_mask=update_mask,
     )
     shared = dict(constant_log_decay=constant, bonus=bonus)
+    if log_write is not None or skip is not None:
+        zeros: Any = jnp.zeros
+        batched["log_write"] = zeros(v.shape[:3], dtype) if log_write is None else log_write
+        shared["skip"] = zeros(heads, dtype) if skip is None else skip
     options = LinearOptions(
         scale=checks.scale_or_default(op, scale, key_dim),
         normalize=normalize,
@@ -154,6 +182,36 @@ def _check(op, dims, log_decay, value_log_decay, bonus):
         checks.check_logarithm(op, "value_log_decay", value_log_decay)
     if bonus is not None:
         checks.check_shape(op, "bonus", bonus, (heads, key_dim), "G, K")
+
+
+def _check_writes(op, dims, log_write, skip, normalize):
+    if log_write is None and skip is None:
+        return
+    if normalize is not None:
+        raise ValueError(
+            f"{op}: normalize={normalize}; accepted with log_write or skip is None, for the normaliser has no such factors"
+        )
+    if log_write is not None:
+        checks.check_shape(op, "log_write", log_write, dims, "B, T, G")
+    if skip is not None:
+        checks.check_shape(op, "skip", skip, dims[2:], "G")
+
+
+@functools.partial(jax.checkpoint, prevent_cse=False)
+def scale_values(v: Array, log_write: Array) -> Array:
+    """Return values v [B, T, G, V] times `e^log_write`, log_write [B, T, G], computed in float32 and returned in v's dtype."""
+    wide = jnp.promote_types(v.dtype, jnp.float32)
+    return (v.astype(wide) * jnp.exp(log_write.astype(wide))[..., None]).astype(v.dtype)
+
+
+@functools.partial(jax.checkpoint, prevent_cse=False)
+def add_skip(output: Array, skip: Array, v: Array) -> Array:
+    """Return a memory's output [B, T, H, V] plus each memory's skip [G] times its v [B, T, G, V], which H / G heads share; computed in
+    float32 and returned in the output's dtype."""
+    wide = jnp.promote_types(output.dtype, jnp.float32)
+    added = skip.astype(wide)[:, None] * v.astype(wide)
+    added = jnp.repeat(added, output.shape[2] // v.shape[2], axis=2)
+    return (output.astype(wide) + added).astype(output.dtype)
 
 
 def _check_state(op, state, normalize, gated):

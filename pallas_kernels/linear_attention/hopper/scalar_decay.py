@@ -31,6 +31,9 @@ __all__ = ["CHUNK", "REQUIREMENTS", "Residuals", "backward", "forward"]
 
 _SIZES = (64, 128, 256, 512)  # K and V
 _F32 = jnp.float32
+PAIRED = True
+"""Whether two heads of 64 value channels that share q and k are computed by one thread block, where there are factors of writes and skips.
+No card has run it."""
 REQUIREMENTS = (
     NO_BONUS,
     in_bfloat16("q", "k", "v"),
@@ -55,38 +58,43 @@ class Residuals(NamedTuple):
 
 
 def forward(
-    q, k, v, log_decay, run, initial, *, scale: float, save: bool = True, interpret: Any = False
-) -> tuple[jax.Array, jax.Array, Residuals]:
+    q, k, v, log_decay, run, initial, *, scale: float, log_write=None, skip=None, save: bool = True,
+    interpret: Any = False,
+) -> tuple[jax.Array, jax.Array, Residuals]:  # fmt: skip
     """Compute linear attention with a scalar decay or none, and what its backward pass requires.
 
     Return the output [B, T, max(H, G), V], the final memories, shaped as `initial`, and the residuals, which are computed whether
-    or not `save` is set. The arguments are those of `linear_attention`, with T a multiple of `CHUNK`.
+    or not `save` is set. The arguments are those of `linear_attention`, with T a multiple of `CHUNK`. `log_write` and `skip` are given
+    both, with a decay, or neither.
     """
     del save
     batch, length, memories, _ = v.shape
     heads = max(q.shape[2], memories)
     run, chunk_bounds = row_layout.split_runs(run, initial, batch)
     parts = 1 if chunk_bounds is not None else row_layout.count_parts(batch * heads, length)
-    decay = _chunk_decays(log_decay, run, v.shape, parts)
+    decay = _chunk_decays(log_decay, run, v.shape, parts, log_write)
     q, k, v = (row_layout.split_parts(x, parts) for x in (q, k, v))
     scan = functools.partial(
-        scalar_scan, decay=decay, heads=heads, chunk_bounds=chunk_bounds, interpret=interpret
-    )
+        scalar_scan, decay=decay, heads=heads, chunk_bounds=chunk_bounds, interpret=interpret,
+        paired=PAIRED and skip is not None,
+    )  # fmt: skip
     # Each of several query heads that read one memory computes that memory.
     starts = initial = jnp.repeat(initial, heads // memories, axis=1)
     if parts > 1:
         (written,) = scan(None, k, v)
         starts = row_layout.memories_before_parts(written, decay.chunk_decay, initial)
-    output, ends = scan(q, k, v, initial=starts, read_scale=scale)
+    skip = _by_head(skip, heads)
+    output, ends = scan(q, k, v, initial=starts, read_scale=scale, skip=skip)
     final = ends.reshape(-1, parts, heads, *ends.shape[2:])[:, -1, :: heads // memories]
     return output.reshape(batch, length, heads, -1), final, Residuals(decay, starts, ends)
 
 
 def backward(
     q, k, v, log_decay, run, initial, residuals: Residuals, d_output, d_final, *, scale: float,
-    decay_gradient: bool = True, interpret: Any = False,
+    log_write=None, skip=None, decay_gradient: bool = True, interpret: Any = False,
 ):  # fmt: skip
-    """Return the gradients of q, k, v, log_decay and initial of linear attention with a scalar decay or none.
+    """Return the gradients of q, k, v, log_decay and initial of linear attention with a scalar decay or none; with `log_write` and `skip`,
+    their gradients are after that of v.
 
     The gradient of log_decay is None if there is no decay or `decay_gradient` is False. The arguments are those of `forward`, the
     residuals that it returned, and the gradients of its output and of its final memories.
@@ -99,8 +107,9 @@ def backward(
     query_heads, key_heads = q.shape[2], k.shape[2]
     q, k, v, d_output = (row_layout.split_parts(x, parts) for x in (q, k, v, d_output))
     scan = functools.partial(
-        scalar_scan, decay=decay, heads=heads, chunk_bounds=chunk_bounds, interpret=interpret
-    )
+        scalar_scan, decay=decay, heads=heads, chunk_bounds=chunk_bounds, interpret=interpret,
+        paired=PAIRED and skip is not None,
+    )  # fmt: skip
     d_ends = row_layout.gradient_by_head(d_final, heads)
     if parts > 1:
         (read,) = scan(None, q, d_output, write_scale=scale, reverse=True)
@@ -123,23 +132,41 @@ def backward(
         rows = jnp.sum(q_dots - k_dots, axis=2)
         rows, at_end = (row_layout.sum_heads(x, memories, axis=1) for x in (rows, at_end))
         d_decay = _decay_gradient(rows, at_end, decay.run).reshape(batch, length, memories)
-    dv, d_starts = scan(k, q, d_output, initial=d_ends, **reverse_options)
+    d_writes: tuple[jax.Array, ...] = ()
+    if skip is None:
+        dv, d_starts = scan(k, q, d_output, initial=d_ends, **reverse_options)
+    else:
+        dv, d_starts, v_dots, skip_dots = scan(
+            k, q, d_output, initial=d_ends, partner=v, skip=_by_head(skip, heads), **reverse_options
+        )
+        skip_dots = skip_dots[:, :, : v.shape[-1] // 64]
+        v_dots, skip_dots = (
+            row_layout.sum_heads(jnp.sum(x, axis=2), memories, axis=1) for x in (v_dots, skip_dots)
+        )
+        d_write = v_dots.reshape(batch, parts, memories, -1)
+        d_write = jnp.moveaxis(d_write, 2, 3).reshape(batch, length, memories)
+        d_writes = d_write, jnp.sum(skip_dots, axis=(0, 2))
     d_initial = d_starts.reshape(-1, parts, *d_starts.shape[1:])[:, 0]
 
     def join(x, heads):  # the parts, and the heads that share an input
         return row_layout.sum_heads(x.reshape(batch, length, *x.shape[2:]), heads)
 
     return (
-        join(dq, query_heads), join(dk, key_heads), join(dv, memories), d_decay,
+        join(dq, query_heads), join(dk, key_heads), join(dv, memories), *d_writes, d_decay,
         row_layout.sum_heads(d_initial, memories, axis=1),
     )  # fmt: skip
 
 
-def _chunk_decays(log_decay, run, shape, parts: int) -> Decays:
+def _by_head(skip, heads: int):
+    """Return the skip [G] of each of `heads` heads, of which several may read one memory; None for None."""
+    return None if skip is None else jnp.repeat(skip.astype(_F32), heads // skip.shape[0])
+
+
+def _chunk_decays(log_decay, run, shape, parts: int, log_write=None) -> Decays:
     """Return the decays that the scan multiplies by, of each token and each chunk, as `Decays`.
 
-    They are computed from log_decay [B, T, G] (or None) and the document numbers run [B, T] (or None), for values of `shape` [B, T,
-    G, V], and are split into `parts` parts of each row.
+    They are computed from log_decay [B, T, G] (or None), the document numbers run [B, T] (or None) and the logarithms of the factors of
+    writes log_write [B, T, G] (or None), for values of `shape` [B, T, G, V], and are split into `parts` parts of each row.
     """
     batch, length, heads, _ = shape
     count = length // CHUNK
@@ -163,13 +190,18 @@ def _chunk_decays(log_decay, run, shape, parts: int) -> Decays:
         write_decay = jnp.where(of_chunk == last[..., None], write_decay, 0)
         chunk_decay = jnp.where(last == before, chunk_decay, 0)
 
+    write_cum = None
+    if log_write is not None:
+        log_write = jnp.moveaxis(log_write.astype(_F32), 1, 2).reshape(batch, heads, count, CHUNK)
+        write_decay, write_cum = write_decay * jnp.exp(log_write), cum - log_write
+
     def by_part(x):  # [B, G, N, ...] -> [B * P, G, *]
         x = jnp.moveaxis(x.reshape(batch, heads, parts, -1), 2, 1)
         return x.reshape(batch * parts, heads, -1)
 
     return Decays(
         None if log_decay is None else by_part(cum), by_part(read_decay), by_part(write_decay), by_part(chunk_decay),
-        None if run is None else row_layout.split_parts(run, parts),
+        None if run is None else row_layout.split_parts(run, parts), None if write_cum is None else by_part(write_cum),
     )  # fmt: skip
 
 

@@ -4,8 +4,9 @@ A warpgroup has a tile [D, 64] of a memory S [D, V] in registers and computes
 
     out_i = read_decay_i x_i S + sum_j exp(cum_i - cum_j) (x_i . y_j) z_j  (j <= i),        S <- chunk_decay S + sum_j (write_decay_j y_j)ᵀ z_j
 
-for one chunk after another, where x read the memory, y and z are the keys and values of the writes, and cum are sums of the log decay
-from the chunk's start, while another warpgroup loads the next chunks. Two warpgroups of a thread block use the same x and y. If
+(with cum_j of the writes, where tokens write with factors of their own, and skip z_i added to out_i, if there is a skip) for one chunk after another, where x read the memory, y and z are the keys and values of the writes, and cum are sums of the log decay
+from the chunk's start, while another warpgroup loads the next chunks. Two warpgroups of a thread block use the same x and y: they have
+columns of one memory or, where heads of 64 columns are paired, the memories of two heads that share x and y. If
 D is more than 128, each slice of 128 rows of S is computed by itself, and the outputs of the slices are added at the end.
 """
 
@@ -43,6 +44,8 @@ class Decays(NamedTuple):
         write_decay: [B * P, G, T / P], the factor of each token's write in the memory after the chunk.
         chunk_decay: [B * P, G, N / P], the factor of the memory before the chunk in the memory after it.
         run: [B * P, T / P], document numbers, or None.
+        write_cum: [B * P, G, T / P], `cum` minus the logarithm of the factor of each token's write, which `write_decay` contains; None is
+            `cum`: all factors are 1.
     """
 
     cum: jax.Array | None
@@ -50,6 +53,7 @@ class Decays(NamedTuple):
     write_decay: jax.Array
     chunk_decay: jax.Array
     run: jax.Array | None
+    write_cum: jax.Array | None = None
 
 
 def chunks_of_interval(count: int) -> int:
@@ -62,7 +66,7 @@ def chunks_of_interval(count: int) -> int:
 def scalar_scan(
     x, y, z, decay: Decays, *, heads: int, initial=None, read_scale: float = 1.0,
     write_scale: float = 1.0, reverse: bool = False, partner=None, save_states: bool = False,
-    states=None, chunk_bounds=None, interpret: Any = False,
+    states=None, chunk_bounds=None, skip=None, paired: bool = False, interpret: Any = False,
 ) -> list[jax.Array]:  # fmt: skip
     """Carry memories S [D, V] with a scalar decay through all chunks of a row; return what tokens read from them and the last
     memories.
@@ -90,11 +94,16 @@ def scalar_scan(
             which S at the start of an interval is S after the interval's first chunk.
         chunk_bounds: [B, S + 1], the chunks at which a row's S memories begin and end, of `row_layout.split_runs`; None for one
             memory per row. With them every chunk is an interval.
+        skip: [heads] float32; each head's number times z is added to its output. With `partner`, also return each token's inner product
+            of z with it, in the layout of the other inner products: the sum of the first V / 64 terms. Each slice of D repeats these
+            terms. None adds nothing.
+        paired: whether a thread block computes two consecutive heads that share x and y, if V is 64 and there are such.
         interpret: parameters of the Pallas interpreter, or False to compile the kernel.
 
     Returns:
         The output [B, T, heads, V] if x is given; S after the last chunk that is computed, [B * S, heads, D, V] float32; then the
-        inner products with `partner`, the saved memories and the inner products with `states`, if they are requested.
+        inner products with `partner`, the saved memories, the inner products with `states` and those of z with `partner`, if they are
+        requested.
     """
     batch, length, _, all_rows = y.shape
     width, count = z.shape[-1], length // CHUNK
@@ -109,21 +118,32 @@ def scalar_scan(
     vectors: dict[str, Any] = dict(write_decay=after * write_scale)
     if x is not None:
         vectors |= dict(read_decay=before * read_scale, cum=decay.cum, run=decay.run)
+        vectors |= dict(write_cum=decay.write_cum)
     streams = {n: a for n, a in (dict(x=x, y=y, z=z) | vectors).items() if a is not None}
+    paired = (
+        paired
+        and blocks == 1
+        and x is not None
+        and z.shape[2] == decay.read_decay.shape[1] == heads
+    )
+    paired = paired and not any(heads // a.shape[2] % 2 for a in (x, y))
     others = dict(
         chunk_decay=decay.chunk_decay,
         initial=initial,
         partner=partner,
         states=states,
         chunk_bounds=chunk_bounds,
+        skip=skip,
     )
     call = _Call(
         shapes={n: a.shape for n, a in (streams | others).items() if a is not None}, streams=tuple(streams), heads=heads,
-        depth=depth, slices=slices, blocks=blocks, count=count, interval=interval, groups=1 if blocks % 2 else 2,
+        depth=depth, slices=slices, blocks=blocks, count=count, interval=interval, groups=1 if blocks % 2 and not paired else 2, paired=paired,
         reverse=reverse, save_states=save_states, scale=read_scale * write_scale, interpret=interpret,
     )  # fmt: skip
     struct: Any = jax.ShapeDtypeStruct
     smem = _smem(call, z.dtype)
+    if paired:
+        streams["z"] = z.reshape(batch, length, heads // 2, 2 * width)
 
     def kernel(refs):
         at = _position(call, refs)
@@ -138,8 +158,11 @@ def scalar_scan(
             dots=None if partner is None else struct((batch, heads, slices * blocks, length), _F32),
             saved=struct((batch, heads, intervals, all_rows, width), z.dtype) if save_states else None,
             products=None if states is None else struct((batch, heads, blocks, intervals, all_rows), _F32),
+            skip_dots=None if skip is None or partner is None else struct((batch, heads, slices * blocks, length), _F32),
         ),
-        grid=dict(row=batch * runs * heads, slice=slices, column=blocks // call.groups),
+        grid=dict(
+            row=batch * runs * heads // (2 if paired else 1), slice=slices, column=1 if paired else blocks // call.groups
+        ),
         num_threads=call.groups + 1,
         name="linear_attention_scalar_scan",
         interpret=interpret,
@@ -163,6 +186,7 @@ class _Call(NamedTuple):
         count: number of chunks of a row, N.
         interval: number of consecutive chunks in an interval; memories are saved at the start of each interval.
         groups: number of warpgroups of a thread block that compute, each 64 columns of a memory.
+        paired: whether these warpgroups compute the memories of two consecutive heads.
         reverse: whether the last chunk is computed first.
         save_states: whether the memory at the start of each interval is returned.
         scale: the factor by which the scores of a chunk's tokens with one another are multiplied.
@@ -178,6 +202,7 @@ class _Call(NamedTuple):
     count: int
     interval: int
     groups: int
+    paired: bool
     reverse: bool
     save_states: bool
     scale: float
@@ -197,6 +222,7 @@ class _Position(NamedTuple):
     Attributes:
         row: index of the memory in [B * S], b * S + s.
         h: index of the head.
+        first: index of the first head that the thread block computes.
         b: index of the row in the batch.
         steps: number of chunks that this memory passes through.
         chunk: function from n to the index, in the row, of the n-th chunk to be computed.
@@ -207,10 +233,12 @@ class _Position(NamedTuple):
         columns: the slice of these columns.
         block_columns: the slice of the columns that all warpgroups of the thread block compute.
         chunk_decay: reference to the decay of the memory over each of the row's chunks.
+        skip: the factor of z in the output of this warpgroup, or None.
     """
 
     row: Any
     h: Any
+    first: Any
     b: Any
     steps: Any
     chunk: Callable[[Any], Any]
@@ -221,23 +249,31 @@ class _Position(NamedTuple):
     columns: Any
     block_columns: Any
     chunk_decay: Any
+    skip: Any
 
 
 def _position(call: _Call, refs: dict[str, Any]) -> _Position:
     """Return the rows and columns of a memory, and the chunks, that this warpgroup of `scalar_scan` computes, from its index in the
     grid.
     """
-    row, h = lax.div(lax.axis_index("row"), call.heads), lax.rem(lax.axis_index("row"), call.heads)
+    heads = call.heads // 2 if call.paired else call.heads
+    row, h = lax.div(lax.axis_index("row"), heads), lax.rem(lax.axis_index("row"), heads)
     b, steps, chunk = wg.chunks_of_row(refs.get("chunk_bounds"), row, call.count, call.reverse)
     group, index = lax.axis_index("group"), lax.axis_index("slice")
+    first, column = h, lax.axis_index("column") * call.groups + group
+    if call.paired:  # the warpgroup that loads has index 2, and no head
+        first, column = 2 * h, lax.axis_index("column")
+        h = first + jnp.minimum(group, 1)
     rows = pl.ds(index * call.depth, call.depth)
-    column = lax.axis_index("column") * call.groups + group
     columns = pl.ds(column * _BLOCK, _BLOCK)
     block_columns = pl.ds(lax.axis_index("column") * call.groups * _BLOCK, call.groups * _BLOCK)
     chunk_decay = refs["chunk_decay"].at[b, call.input_head("chunk_decay", h)]
+    skip = refs["skip"][h] if "skip" in refs else None
+    if skip is not None and call.slices > 1:  # the outputs of all slices are added
+        skip = jnp.where(index == 0, skip, 0.0)
     return _Position(
-        row, h, b, steps, chunk, group, index, rows, column, columns, block_columns, chunk_decay
-    )
+        row, h, first, b, steps, chunk, group, index, rows, column, columns, block_columns, chunk_decay, skip
+    )  # fmt: skip
 
 
 def _smem(call: _Call, dtype) -> dict[str, Any]:
@@ -286,11 +322,16 @@ class _Warpgroup(NamedTuple):
         warpgroup's tile of a memory uses, and the `BlockSpec` of what is loaded for each chunk.
         """
         at, source = self.at, self.refs[name]
+        if self.call.paired and name not in ("x", "y", "z", "run"):
+            spec = plgpu.BlockSpec((2, CHUNK), lambda n: (0, at.chunk(n)))
+            return source.at[at.b, pl.ds(at.first, 2)], spec
         if name not in ("x", "y", "z"):
             index = (at.b,) if name == "run" else (at.b, self.call.input_head(name, at.h))
             return source.at[index], plgpu.BlockSpec((CHUNK,), lambda n: (at.chunk(n),))
         columns = self.call.groups * _BLOCK if name == "z" else self.call.depth
-        source = source.at[at.b, :, self.call.input_head(name, at.h)]
+        head = self.call.input_head(name, at.first)
+        head = lax.div(at.first, 2) if self.call.paired and name == "z" else head
+        source = source.at[at.b, :, head]
         block = plgpu.BlockSpec((CHUNK, columns), lambda n: (at.chunk(n), 0), transforms=wg.TILED)
         return source.at[:, at.block_columns if name == "z" else at.rows], block
 
@@ -319,6 +360,9 @@ class _Warpgroup(NamedTuple):
         call, at = self.call, self.at
         *loaded, (S, chunk_decay) = arguments
         chunk = dict(zip(call.streams, loaded, strict=True))
+        if call.paired:
+            others = {n: a for n, a in chunk.items() if n not in ("x", "y", "z", "run")}
+            chunk |= {n: a.at[at.group] for n, a in others.items()}
         n = at.chunk(indices[0])
         tokens = pl.ds(n * CHUNK, CHUNK)
         y, z = chunk["y"], chunk["z"]
@@ -358,7 +402,7 @@ class _Warpgroup(NamedTuple):
         (out,) = wg.accumulate(
             lambda out: plgpu.wgmma(out, weights, z), carried, interpret=call.interpret
         )
-        self.store_output(tokens, out)
+        self.store_output(tokens, out, z)
         return S, next_chunk_decay
 
     def save_state(self, n, memory) -> None:
@@ -394,7 +438,10 @@ class _Warpgroup(NamedTuple):
         if "run" in chunk:
             reads &= wg.row_differences(chunk["run"], _SQUARE) == 0
         if "cum" in chunk:
-            sums = wg.row_differences(chunk["cum"], _SQUARE)
+            read, written = chunk["cum"], chunk.get("write_cum", chunk["cum"])
+            if call.reverse:
+                read, written = written, read
+            sums = wg.row_differences(read, _SQUARE, written)
             weights = jnp.exp(jnp.where(reads, -sums if call.reverse else sums, wg.NEVER))
             weights *= call.scale
         else:
@@ -407,21 +454,29 @@ class _Warpgroup(NamedTuple):
             plgpu.commit_smem()
         return weights
 
-    def store_output(self, tokens, out) -> None:
-        """Start to store what the chunk's tokens read, `out` [64 tokens, 64 value channels].
+    def store_output(self, tokens, out, z) -> None:
+        """Start to store what the chunk's tokens read, `out` [64 tokens, 64 value channels], plus the skip times z, a reference to the
+        chunk's values.
 
         If the scan is called with `partner`, also store each token's inner product of `out` with that array, before `out` is
-        rounded.
+        rounded and the skip is added, and, if there is a skip, that of z.
         """
         call, at = self.call, self.at
         buffer = self.smem["out"].at[at.group]
+        skipped = None if at.skip is None else plgpu.load(z, layout=wg.LAYOUT).astype(_F32)
         if "partner" in self.refs:
             partner = self.refs["partner"].at[
                 at.b, tokens, call.input_head("partner", at.h), at.columns
             ]
-            dots = jnp.sum(out * wg.load_global(partner).astype(_F32), axis=1)
+            partner = wg.load_global(partner).astype(_F32)
+            dots = jnp.sum(out * partner, axis=1)
             index = at.slice * call.blocks + at.column
             self.refs["dots"].at[at.b, at.h, index, tokens][...] = dots
+            if skipped is not None:
+                skip_dots = jnp.sum(skipped * partner, axis=1)
+                self.refs["skip_dots"].at[at.b, at.h, index, tokens][...] = skip_dots
+        if skipped is not None:
+            out += at.skip * skipped
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         buffer[...] = out.astype(buffer.dtype)
         plgpu.commit_smem()

@@ -1,0 +1,96 @@
+"""Tests of narrow dense layers that are one product, and of Mamba2's step size and skip inside its op."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from lsm_jax import mixers
+from lsm_jax.mixers import joined
+from lsm_jax.mixers.joined import project_together
+from lsm_jax.mixers.layers import Dense
+from tests.mixers.test_mixers import close
+
+
+def products_of(function, *arguments) -> int:
+    return str(jax.make_jaxpr(function)(*arguments)).count("dot_general")
+
+
+@pytest.mark.parametrize("tokens", [joined.LEAST_TOKENS, 8])
+def test_layers_together_return_what_they_return_apart(tokens):
+    """One product of several layers has their outputs in their dtypes, and gradients that equal float32's to bfloat16's rounding; few tokens
+    and other layers are multiplied apart.
+    """
+    rngs = nnx.Rngs(0)
+    layers = [Dense(32, n, axes=("embed", "heads"), rngs=rngs) for n in (24, 40, 3)]
+    dtypes = None, None, jnp.float32
+    x = jax.random.normal(jax.random.key(1), (2, tokens // 2, 32), jnp.bfloat16)
+
+    def together(x, layers):
+        return project_together(x, *zip(layers, dtypes, strict=True))
+
+    def apart(x, layers):
+        return tuple(layer(x, dtype=d) for layer, d in zip(layers, dtypes, strict=True))
+
+    joins = tokens == joined.LEAST_TOKENS
+    single = products_of(lambda x: layers[2](x, dtype=jnp.float32), x)
+    assert (products_of(lambda x: together(x, layers), x) == single) is joins
+    graph, params = nnx.split(layers)
+
+    def both(function, x):
+        y, pull = jax.vjp(lambda x, p: function(x, nnx.merge(graph, p)), x, params)
+        return y, pull(
+            tuple(jnp.cos(jnp.arange(v.size).reshape(v.shape)).astype(v.dtype) for v in y)
+        )
+
+    (y, grads), (wanted, wanted_grads) = both(together, x), both(apart, x)
+    assert [v.dtype for v in y] == [jnp.bfloat16, jnp.bfloat16, jnp.float32]
+    for a, b in zip(jax.tree.leaves((y, grads)), jax.tree.leaves((wanted, wanted_grads)), strict=True):  # fmt: skip
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        assert np.sqrt(np.mean((a - b) ** 2) / np.mean(b**2)) < 1e-2
+    biased = [*layers[:2], Dense(32, 3, axes=("embed", "heads"), rngs=rngs, bias=True)]
+    assert products_of(lambda x: together(x, biased), x) == products_of(lambda x: apart(x, biased), x)  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mamba2", "gated_deltanet"])
+def test_a_mixer_with_joined_layers_has_the_same_output(name, monkeypatch):
+    layer = mixers.build(name, 64, rngs=nnx.Rngs(0))
+    x = jax.random.normal(jax.random.key(1), (2, 40, 64), jnp.bfloat16)
+    apart = layer(x).y
+    monkeypatch.setattr(joined, "LEAST_TOKENS", 1)
+    together = layer(x).y
+    difference = np.asarray(together - apart, np.float64)
+    assert np.sqrt(np.mean(difference**2)) < 1e-2 * np.std(np.asarray(apart, np.float64))
+
+
+@pytest.mark.parametrize("norm", ["none", pytest.param("after_gate", marks=pytest.mark.slow)])
+def test_mamba2_with_step_and_skip_in_its_op_is_the_same_function(norm, monkeypatch):
+    """Mamba2 whose op multiplies the writes by Δ and adds D x has the outputs, states and gradients of Mamba2 that does so itself, also
+    with steps so small that softplus is 0.
+    """
+    layer = mixers.build(mixers.Mamba2Config(head_dim=8, state_size=16, norm=norm), 32, rngs=nnx.Rngs(0))  # fmt: skip
+    layer.dt_bias[...] = layer.dt_bias[...].at[:2].set(jnp.array([-120.0, -16.0]))
+    layer.skip[...] = jnp.linspace(-1, 2, layer.num_heads)
+    x = jax.random.normal(jax.random.key(1), (2, 20, 32))
+    ids = jnp.array([[1] * 20, [1] * 7 + [2] * 9 + [0] * 4])
+    graph, params = nnx.split(layer)
+
+    def both():
+        def run(x, p):
+            y, state, _ = nnx.merge(graph, p)(x, segment_ids=ids)
+            return jnp.where((ids > 0)[..., None], y, 0), state.memory
+
+        result, pull = jax.vjp(run, x, params)
+        return result, pull(jax.tree.map(lambda v: jnp.cos(v * 3) if jnp.issubdtype(v.dtype, jnp.floating) else np.zeros(v.shape, jax.dtypes.float0), result))  # fmt: skip
+
+    apart = both()
+    monkeypatch.setattr(mixers.Mamba2, "_in_kernel", lambda self: True)
+    inside = both()
+    assert "log_write" in layer.op_arguments(x)
+    for a, b in zip(jax.tree.leaves(inside), jax.tree.leaves(apart), strict=True):
+        assert np.isfinite(np.asarray(a, np.float64)).all()
+        close(a, b)
