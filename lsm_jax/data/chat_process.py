@@ -11,7 +11,7 @@ import contextlib
 import datetime
 import json
 import sys
-from typing import Any, ClassVar
+from typing import Any
 
 MOST_BYTES = 1 << 29  # of memory, Python itself included
 MOST_CHARACTERS = (
@@ -81,7 +81,7 @@ def _environment() -> Any:
     class Generation(Extension):
         """Read the tags around what the model itself says, which change nothing of the text."""
 
-        tags: ClassVar[set[str]] = {"generation"}
+        tags: set[str] = {"generation"}
 
         def parse(self, parser: Any) -> Any:
             line = next(parser.stream).lineno
