@@ -81,7 +81,7 @@ def _environment() -> Any:
     class Generation(Extension):
         """Read the tags around what the model itself says, which change nothing of the text."""
 
-        tags = frozenset(["generation"])
+        tags: set[str] = {"generation"}
 
         def parse(self, parser: Any) -> Any:
             line = next(parser.stream).lineno
