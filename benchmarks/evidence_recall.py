@@ -1,7 +1,8 @@
 """Ask a trained model the recall questions of a corpus, without lm-evaluation-harness.
 
 The prompts and scores are those of the suite `recall_corpus` (lsm_jax.evaluation.suites.recall): a greedy continuation of up to
-48 tokens, up to the end of its line, contains the answer. The questions `multikey` are asked about their whole text.
+48 tokens, up to the end of its line, contains the answer. The questions `multikey` are asked about their whole text; those that do not
+fit the length are not asked, and counted as `too_long`.
 """
 
 from __future__ import annotations
@@ -23,13 +24,16 @@ _BATCH = 32
 _PIECE = 1024
 
 
-def prompts(path: Path, settings: SuiteSettings, limit: int | None) -> list[tuple[np.ndarray, list[str]]]:  # fmt: skip
-    """Return (token ids of the prompt, accepted answers) of the first `limit` questions of a file.
+def prompts(
+    path: Path, settings: SuiteSettings, limit: int | None
+) -> tuple[list[tuple[np.ndarray, list[str]]], int]:
+    """Return (token ids of the prompt, accepted answers) of the first `limit` questions of a file that fit
+    `settings.max_length`, and the number of those that do not fit.
 
     Raises:
-        ValueError: a prompt does not fit `settings.max_length`, or its context has no answer.
+        ValueError: a context has no answer, or no question fits.
     """
-    found = []
+    found, too_long = [], 0
     for number, row in enumerate(read_rows(path)[:limit], 1):
         try:
             context = row["context"]
@@ -41,15 +45,19 @@ def prompts(path: Path, settings: SuiteSettings, limit: int | None) -> list[tupl
         if settings.bos_id is not None:
             ids = [settings.bos_id, *ids]
         if len(ids) + ANSWER_TOKENS > settings.max_length:
-            raise ValueError(
-                f"{path}, row {number}: the prompt has {len(ids)} tokens; accepted are {settings.max_length - ANSWER_TOKENS}"
-            )
-        found.append((np.asarray(ids, np.int32), row["answers"]))
-    return found
+            too_long += 1
+        else:
+            found.append((np.asarray(ids, np.int32), row["answers"]))
+    if not found:
+        raise ValueError(
+            f"{path}: none of {too_long} questions fits {settings.max_length} tokens with {ANSWER_TOKENS} of the answer"
+        )
+    return found, too_long
 
 
 def measure(run: Any, corpus: Path, *, max_length: int, limit: int | None) -> dict[str, Any]:
-    """Return for each of `TASKS` the share of questions that a run's model answers, and their number."""
+    """Return for each of `TASKS` the share of questions that a run's model answers, their number, and the number of those that
+    were too long."""
     tokenizer = run_tokenizer(run)
     settings = SuiteSettings(tokenizer, bos_id=run_bos_id(run, tokenizer), max_length=max_length)
     asked = {task: prompts(corpus / "recall" / f"{task}.jsonl", settings, limit) for task in TASKS}
@@ -57,7 +65,7 @@ def measure(run: Any, corpus: Path, *, max_length: int, limit: int | None) -> di
         run.model, max_length=max_length - ANSWER_TOKENS, num_tokens=ANSWER_TOKENS, piece_length=_PIECE
     )  # fmt: skip
     result: dict[str, Any] = {}
-    for task, questions in asked.items():
+    for task, (questions, too_long) in asked.items():
         questions = sorted(questions, key=lambda pair: len(pair[0]))
         right = 0
         for first in range(0, len(questions), _BATCH):
@@ -67,7 +75,7 @@ def measure(run: Any, corpus: Path, *, max_length: int, limit: int | None) -> di
                 any(find_answer(text, [answer]) for answer in answers)
                 for text, (_, answers) in zip(texts, batch, strict=True)
             )
-        result[task] = dict(contains=right / len(questions), questions=len(questions))
+        result[task] = dict(contains=right / len(questions), questions=len(questions), too_long=too_long)  # fmt: skip
     return result
 
 

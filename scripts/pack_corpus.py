@@ -1,18 +1,17 @@
 """Pack a corpus' texts into small parts for a machine without a network, and make the stores there from them.
 
     python -m scripts.make_corpus --out=data/corpus --text_only
-    python -m scripts.pack_corpus pack --corpus=data/corpus --out=parts --first_bytes=140e6 --train_bytes=1e9 --part_bytes=55e6
+    python -m scripts.pack_corpus pack --corpus=data/corpus --out=parts --first_bytes=200e6 --group_bytes=300e6 --part_bytes=55e6
     python -m scripts.pack_corpus unpack --parts=parts --out=data/corpus
 
-A part is a tar file of at most `--part_bytes`. The training documents are two groups: the first `--first_bytes` of text of
-the shuffled order, in the first part, and the documents after them up to `--train_bytes`. Each group is sorted by name and
-compressed by xz in blocks, since files of one program repeat each other. The tokenizer, the held-out documents and the files
-of `--also`, such as recall/fields.jsonl, are in the first part as well.
+A part is a tar file of at most `--part_bytes`. The training documents are groups of consecutive ones of the shuffled order, the
+first with `--first_bytes` of text and the others with `--group_bytes`; each begins in a new part, after the tokenizer, the
+held-out documents and the files of `--also` in the first one. A group is sorted by name and compressed by xz in blocks, since
+files of one program repeat each other.
 
 `unpack` keeps the blocks of the parts that it has read, and says which are missing; so parts can come one after another, in
-any order. With all of them it restores the shuffled order and makes the stores by the functions of make_corpus, on all
-cores: their ids are those of make_corpus' stores, of which train.zarr is the beginning. With `--first` it requires the first
-part only and makes a corpus whose training documents are the first group.
+any order. It restores the shuffled order and makes the stores by the functions of make_corpus, on all cores: their ids are
+those of make_corpus' stores, of which train.zarr is the beginning. With `--groups=N` it requires and uses the first N groups.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ import json
 import lzma
 import math
 import os
+import shutil
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -36,27 +36,39 @@ STORES = {"train": True, "heldout": True, "long": False}  # whether documents ar
 MANIFEST = "manifest.json"
 _BLOCKS = ".blocks"  # folder of the blocks, in the parts and beside them while they are made
 _FILES = "files"
+_MOST_GROUPS = 100  # two digits in their names
 
 
 def _groups(options: argparse.Namespace) -> tuple[dict[str, list[blocks.Line]], dict[str, str]]:
-    """Return the documents of each group that the options select, and the SHA-256 of the texts of each, where `all` is the
-    training documents of both groups."""
+    """Return the documents of each group that the options select, in the order in which the parts have them, and the SHA-256 of
+    the texts of each; those of a training group are all training texts to its end."""
     corpus = options.corpus
     groups, digests = {}, {}
-    for name, limits in (
-        ("heldout", {}),
-        ("long", dict(most=options.long_documents)),
-        ("first", dict(size=options.first_bytes)),
-        ("all", dict(size=options.train_bytes)),
-    ):
-        path = corpus / f"{name if name in STORES else 'train'}.jsonl"
-        if name == "long" and not path.stat().st_size:
-            continue
-        digest = hashlib.sha256()
-        groups[name] = blocks.lines_of(path, digest, **limits)
-        digests[name] = digest.hexdigest()
-    groups["rest"] = groups.pop("all")[len(groups["first"]) :]
+    for name, most in (("heldout", None), ("long", options.long_documents)):
+        path = corpus / f"{name}.jsonl"
+        if path.stat().st_size:
+            (groups[name],), (digests[name],) = blocks.groups_of(path, [math.inf], most=most)
+    size, sizes = options.first_bytes, [options.first_bytes]
+    while size < options.train_bytes and len(sizes) < _MOST_GROUPS:
+        sizes.append(min(options.group_bytes, options.train_bytes - size))
+        size += sizes[-1]
+    found = blocks.groups_of(corpus / "train.jsonl", sizes)
+    for number, (lines, digest) in enumerate(zip(*found, strict=True)):
+        groups[_training(number)], digests[_training(number)] = lines, digest
     return groups, digests
+
+
+def _training(number: int) -> str:
+    return f"train-{number:02}"
+
+
+def _is_training(group: str) -> bool:
+    return group.startswith("train-")
+
+
+def _source(corpus: Path, group: str) -> Path:
+    """Return the file of documents of a group."""
+    return corpus / f"{group.partition('-')[0]}.jsonl"
 
 
 def pack(options: argparse.Namespace) -> str:
@@ -81,29 +93,31 @@ def pack(options: argparse.Namespace) -> str:
         documents={name: len(lines) for name, lines in groups.items()},
         blocks={name: len(found) for name, found in divided.items()},
     )  # fmt: skip
-    text = json.dumps(manifest)
-    work = out / f"{_BLOCKS}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    work = out / _BLOCKS
     work.mkdir(exist_ok=True)
 
     def block(name: str, number: int) -> bytes:
-        path = work / f"{name}-{number:03}.xz"
+        lines = divided[name][number]
+        key = hashlib.sha256(repr((str(corpus), report["key"], lines)).encode()).hexdigest()[:16]
+        path = work / f"{name}-{number:03}-{key}.xz"
         if not path.is_file():
-            source = corpus / f"{name if name in STORES else 'train'}.jsonl"
-            write_atomically(path, blocks.write_block(source, divided[name][number]))
+            write_atomically(path, blocks.write_block(_source(corpus, name), lines))
             print(f"{path.name}: {path.stat().st_size} bytes", file=sys.stderr, flush=True)
         return path.read_bytes()
 
     parts = blocks.Parts(out, int(options.part_bytes))
-    parts.add(MANIFEST, text.encode())
+    parts.add(MANIFEST, json.dumps(manifest).encode())
     for name in ("tokenizer.json", *options.also):
         file = inside(corpus, name, what="--also")
         parts.add(f"{_FILES}/{name}.xz", blocks.compress(file.read_bytes()))
-    names = [(name, number) for name in ("heldout", "long", "first", "rest") for number in range(len(divided.get(name, ())))]  # fmt: skip
+    names = [(name, number) for name, found in divided.items() for number in range(len(found))]
     with ThreadPoolExecutor(options.num_workers) as pool:
         try:
             for (name, number), data in zip(names, pool.map(lambda pair: block(*pair), names), strict=True):  # fmt: skip
+                if name > _training(0) and not number:
+                    parts.close()
                 part = parts.add(f"{_BLOCKS}/{name}-{number:03}.xz", data)
-                if name == "first" and part:
+                if name == _training(0) and part:
                     raise ValueError(
                         f"--first_bytes={options.first_bytes:g}: the first group and the held-out documents do not fit into "
                         f"the first part, of --part_bytes={options.part_bytes:g}; {number} of its {len(divided[name])} blocks do"
@@ -114,12 +128,10 @@ def pack(options: argparse.Namespace) -> str:
                 path.unlink()
             raise
     parts.close()
-    for path in work.iterdir():
-        path.unlink()
-    work.rmdir()
+    shutil.rmtree(work)
     size = sum(path.stat().st_size for path in out.glob("part-*.tar"))
-    texts = sum(line.size for name in ("first", "rest") for line in groups[name])
-    return f"{parts.count} parts in {out}: {size} bytes, {texts} bytes of training text in {len(groups['first']) + len(groups['rest'])} documents"  # fmt: skip
+    training = [line.size for name, lines in groups.items() if _is_training(name) for line in lines]
+    return f"{parts.count} parts in {out}: {size} bytes, {sum(training)} bytes of training text in {len(training)} documents"
 
 
 def unpack(options: argparse.Namespace) -> str:
@@ -137,14 +149,17 @@ def unpack(options: argparse.Namespace) -> str:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, data)
     manifest = _manifest(out, options.parts)
-    training = ("first",) if options.first else ("first", "rest")
+    training = [name for name in manifest["blocks"] if _is_training(name)]
+    if options.groups is not None and options.groups > len(training):
+        raise ValueError(f"--groups={options.groups}: the parts have {len(training)} groups")
+    training = training[: options.groups]
     wanted = {name: [kept / f"{name}-{i:03}.xz" for i in range(manifest["blocks"][name])]
               for name in manifest["blocks"] if name in STORES or name in training}  # fmt: skip
     missing = [str(path.relative_to(out)) for paths in wanted.values() for path in paths if not path.is_file()]  # fmt: skip
     if missing:
         raise ValueError(f"--parts={options.parts}: {len(missing)} blocks are missing, the first is {missing[0]}; copy the other parts and repeat the command")  # fmt: skip
     wanted["train"] = [path for name in training for path in wanted.pop(name)]
-    digests = dict(manifest["sha256"], train=manifest["sha256"][training[0] if options.first else "all"])  # fmt: skip
+    digests = dict(manifest["sha256"], train=manifest["sha256"][training[-1]])
     stores = {}
     for name, paths in wanted.items():
         text = out / f"{name}.jsonl"
@@ -175,7 +190,7 @@ def _manifest(out: Path, parts: Path) -> dict[str, Any]:
         raise ValueError(f"--parts={parts}: the first part, which has {MANIFEST}, is missing")
     manifest = json.loads(path.read_text())
     fields = {"key", "length", "sha256", "documents", "blocks"}
-    if not isinstance(manifest, dict) or set(manifest) != fields or not {"first", "rest", "heldout"} <= set(manifest["blocks"]):  # fmt: skip
+    if not isinstance(manifest, dict) or set(manifest) != fields or not {_training(0), "heldout"} <= set(manifest["blocks"]):  # fmt: skip
         raise ValueError(f"--parts={parts}: {MANIFEST} is not one that pack wrote")
     return manifest
 
@@ -211,7 +226,8 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     add = packer.add_argument
     add("--corpus", type=Path, required=True, help="folder that make_corpus --text_only wrote")
     add("--out", type=Path, required=True, help="new folder of the parts")
-    add("--first_bytes", type=float, default=140e6, help="training text in the first part; default: 140e6")  # fmt: skip
+    add("--first_bytes", type=float, default=200e6, help="training text in the first part; default: 200e6")  # fmt: skip
+    add("--group_bytes", type=float, default=300e6, help="training text in each other group; default: 300e6")  # fmt: skip
     add("--train_bytes", type=float, default=math.inf, help="training text in all parts; default: all")  # fmt: skip
     add("--long_documents", type=int, help="documents of long.zarr; default: all")
     add("--part_bytes", type=float, default=55e6, help="size of a part at most; default: 55e6")
@@ -219,12 +235,12 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     unpacker = commands.add_parser("unpack", help="make the stores of the parts")
     unpacker.add_argument("--parts", type=Path, required=True, help="folder of the parts")
     unpacker.add_argument("--out", type=Path, required=True, help="folder of the corpus")
-    unpacker.add_argument("--first", action="store_true", help="train.zarr of the first part only")
+    unpacker.add_argument("--groups", type=int, help="groups of training text, from the first on; default: all")  # fmt: skip
     for command in (packer, unpacker):
         command.add_argument("--num_workers", type=int, default=os.cpu_count() or 1, help="threads and processes; default: one per core")  # fmt: skip
     options = parser.parse_args(given)
-    names = ("num_workers", "first_bytes", "train_bytes", "part_bytes", "long_documents")
-    for name in names[: 5 if options.command == "pack" else 1]:
+    packing = ("num_workers", "first_bytes", "group_bytes", "train_bytes", "part_bytes", "long_documents")  # fmt: skip
+    for name in packing if options.command == "pack" else ("num_workers", "groups"):
         value = getattr(options, name)
         if value is not None and not value > 0:
             parser.error(f"--{name}={value}: accepted are numbers above 0")

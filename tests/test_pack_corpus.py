@@ -31,7 +31,7 @@ def corpora(tmp_path, downloads, monkeypatch):  # noqa: F811
 def test_parts_give_the_ids_of_make_corpus(corpora, capsys):
     parts, out = corpora / "parts", corpora / "out"
     assert make(corpora, "whole") == 0
-    assert run("pack", "--corpus", corpora / "texts", "--out", parts, "--first_bytes=30000", "--part_bytes=46000",
+    assert run("pack", "--corpus", corpora / "texts", "--out", parts, "--first_bytes=30000", "--group_bytes=60000", "--part_bytes=46000",
                "--also", "recall/fields.jsonl") == 0  # fmt: skip
     files = sorted(parts.iterdir())
     assert len(files) > 1 and all(path.stat().st_size <= 46000 for path in files)
@@ -40,8 +40,10 @@ def test_parts_give_the_ids_of_make_corpus(corpora, capsys):
     first.mkdir()
     files[0].rename(first / files[0].name)
     assert run("unpack", "--parts", first, "--out", out) == 1
-    assert "blocks are missing, the first is .blocks/rest-000.xz" in capsys.readouterr().err
-    assert run("unpack", "--parts", first, "--out", corpora / "small", "--first") == 0
+    assert "blocks are missing, the first is .blocks/train-01-000.xz" in capsys.readouterr().err
+    assert run("unpack", "--parts", first, "--out", corpora / "small", "--groups=1") == 0
+    assert run("unpack", "--parts", parts, "--out", out, "--groups=9") == 1
+    assert "--groups=9: the parts have 4 groups" in capsys.readouterr().err
     assert run("unpack", "--parts", parts, "--out", out) == 0
     expected = json.loads((corpora / "whole" / "corpus.json").read_text())["stores"]
     for name in ("train", "heldout", "long"):
@@ -68,7 +70,7 @@ def test_an_interrupted_pack_continues_and_wrong_inputs_are_named(corpora, capsy
     assert "no document is selected" in error("pack", "--corpus", texts, "--out", parts, "--first_bytes=3")  # fmt: skip
     assert run("pack", "--corpus", texts, "--out", parts, "--first_bytes=30000") == 0
     assert "it has parts already" in error("pack", "--corpus", texts, "--out", parts)
-    part = next(parts.iterdir())
+    part = parts / "part-000.tar"
     part.write_bytes(part.read_bytes()[:3000])
     assert "part-000.tar" in error("unpack", "--parts", parts, "--out", corpora / "out")
     assert "which has manifest.json, is missing" in error("unpack", "--parts", corpora / "none", "--out", corpora / "out2")  # fmt: skip

@@ -8,6 +8,7 @@ restores it.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import io
 import json
 import lzma
@@ -33,30 +34,47 @@ class Line:
     size: int
 
 
-def lines_of(path: Path, digest, *, most: int | None = None, size: float = float("inf")) -> list[Line]:  # fmt: skip
-    """Return the first documents of a file, at most `most` and with at most `size` bytes of text, and update `digest`, a
-    hash, with their texts.
+def groups_of(
+    path: Path, sizes: Sequence[float], *, most: int | None = None
+) -> tuple[list[list[Line]], list[str]]:
+    """Return the first documents of a file in groups, and for each group the SHA-256 of all texts to its end.
+
+    Args:
+        path: the file of documents.
+        sizes: bytes of text of each group at most; a group that would be empty, and those after it, are left out.
+        most: documents at most.
 
     Raises:
-        ValueError: a text has the character NUL, or not even the first document was selected.
+        ValueError: a text has the character NUL, or not even the first document is selected.
     """
-    lines: list[Line] = []
+    groups: list[list[Line]] = [[]]
+    digest, digests, left = hashlib.sha256(), [], sizes[0]
     offset = 0
     with path.open("rb") as file:
         for number, line in enumerate(file):
+            if number == most:
+                break
             record = json.loads(line)
             text = record["text"].encode("utf-8")
-            size -= len(text)
-            if len(lines) == most or size < 0:
-                break
             if _SEPARATOR in text:
                 raise ValueError(f"{path}, line {number + 1}: the text has the character NUL")
+            if len(text) > left and groups[-1]:
+                digests.append(digest.hexdigest())
+                if len(groups) == len(sizes):
+                    return groups, digests
+                left = sizes[len(groups)]
+                groups.append([])
+            if len(text) > left:
+                break
+            left -= len(text)
             digest.update(text + _SEPARATOR)
-            lines.append(Line(number, record.get("name", ""), offset, len(line), len(text)))
+            groups[-1].append(Line(number, record.get("name", ""), offset, len(line), len(text)))
             offset += len(line)
-    if not lines:
+    if groups[-1]:
+        digests.append(digest.hexdigest())
+    elif len(groups) == 1:
         raise ValueError(f"{path}: no document is selected; accepted are options that select one or more")  # fmt: skip
-    return lines
+    return groups[: len(digests)], digests
 
 
 def divide(lines: Sequence[Line]) -> list[list[Line]]:
@@ -123,7 +141,7 @@ class Parts:
         return self.count
 
     def close(self) -> None:
-        """Write the present part."""
+        """Write the present part; the next file is in a new one."""
         if not self._files:
             return
         with tarfile.open(self._folder / f"part-{self.count:03}.tar", "w") as archive:

@@ -13,7 +13,9 @@ from benchmarks.__main__ import main, make_parser
 from benchmarks.cases import evidence as cases_module
 from benchmarks.registry import UsageError, get
 from benchmarks.tables import evidence as tables
+from lsm_jax.data import ByteTokenizer
 from lsm_jax.data.writer import StoreWriter
+from lsm_jax.evaluation.suites import SuiteSettings
 from scripts import draw_results
 
 
@@ -117,6 +119,18 @@ def test_the_tokens_of_equal_time_follow_from_the_speeds(tmp_path):
     )
     (case,) = cases_module.cases(args)
     assert case["tokens"] == 1500 and case["time_of"] == "lm:softmax-nano"
+
+
+def test_questions_of_several_keys_that_are_too_long_are_counted(tmp_path):
+    path = tmp_path / "multikey.jsonl"
+    texts = [dict(context=" " * n + "key: v", question="\nkey:", answers=["v"]) for n in (0, 900)]
+    path.write_text("".join(json.dumps(text) + "\n" for text in texts))
+    settings = SuiteSettings(ByteTokenizer(), bos_id=256, max_length=100)
+    found, too_long = evidence_recall.prompts(path, settings, None)
+    assert too_long == 1 and bytes(found[0][0][1:].tolist()) == b"key: v\nkey:"
+    path.write_text(json.dumps(texts[1]) + "\n")
+    with pytest.raises(ValueError, match="none of 1 questions fits 100 tokens"):
+        evidence_recall.prompts(path, settings, None)
 
 
 @pytest.mark.slow
