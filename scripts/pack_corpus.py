@@ -105,28 +105,32 @@ def pack(options: argparse.Namespace) -> str:
             print(f"{path.name}: {path.stat().st_size} bytes", file=sys.stderr, flush=True)
         return path.read_bytes()
 
-    parts = blocks.Parts(out, int(options.part_bytes))
-    parts.add(MANIFEST, json.dumps(manifest).encode())
+    files = {MANIFEST: json.dumps(manifest).encode()}
     for name in ("tokenizer.json", *options.also):
         file = inside(corpus, name, what="--also")
-        parts.add(f"{_FILES}/{name}.xz", blocks.compress(file.read_bytes()))
+        files[f"{_FILES}/{name}.xz"] = blocks.compress(file.read_bytes())
     names = [(name, number) for name, found in divided.items() for number in range(len(found))]
+    size = blocks.size_of_part(map(len, files.values()))
     with ThreadPoolExecutor(options.num_workers) as pool:
         try:
-            for (name, number), data in zip(names, pool.map(lambda pair: block(*pair), names), strict=True):  # fmt: skip
-                if name > _training(0) and not number:
-                    parts.close()
-                part = parts.add(f"{_BLOCKS}/{name}-{number:03}.xz", data)
-                if name == _training(0) and part:
+            for (name, _), data in zip(names, pool.map(lambda pair: block(*pair), names), strict=True):  # fmt: skip
+                size += blocks.size_of_file(len(data)) if name <= _training(0) else 0
+                if size > options.part_bytes:
                     raise ValueError(
                         f"--first_bytes={options.first_bytes:g}: the first group and the held-out documents do not fit into "
-                        f"the first part, of --part_bytes={options.part_bytes:g}; {number} of its {len(divided[name])} blocks do"
+                        f"the first part, of --part_bytes={options.part_bytes:g}"
                     )
         except BaseException:
             pool.shutdown(cancel_futures=True)
-            for path in out.glob("part-*.tar"):  # incomplete parts would look like all of them
-                path.unlink()
             raise
+    # Parts are written once all blocks are there, so that a call that was killed leaves blocks and no part.
+    parts = blocks.Parts(out, int(options.part_bytes))
+    for name, data in files.items():
+        parts.add(name, data)
+    for name, number in names:
+        if name > _training(0) and not number:
+            parts.close()
+        parts.add(f"{_BLOCKS}/{name}-{number:03}.xz", block(name, number))
     parts.close()
     shutil.rmtree(work)
     size = sum(path.stat().st_size for path in out.glob("part-*.tar"))

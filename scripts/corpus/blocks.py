@@ -13,7 +13,7 @@ import io
 import json
 import lzma
 import tarfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from lsm_jax.files import inside
@@ -121,24 +121,31 @@ def read_block(path: Path) -> list[tuple[int, bytes]]:
         raise ValueError(f"{path}: the block is damaged: {error}") from error
 
 
+def size_of_file(length: int) -> int:
+    """Return the bytes at most that a file of this length has in a part."""
+    return length + 1024
+
+
+def size_of_part(lengths: Iterable[int]) -> int:
+    """Return the bytes at most of a part with files of these lengths."""
+    return _MARGIN + sum(map(size_of_file, lengths))
+
+
 class Parts:
     """Writes files one after another into tar files of at most `limit` bytes."""
 
     def __init__(self, folder: Path, limit: int):
         self._folder, self._limit = folder, limit
         self._files: list[tuple[str, bytes]] = []
-        self._size = self.count = 0
+        self.count = 0
 
-    def add(self, name: str, data: bytes) -> int:
-        """Add a file, in a new part if it does not fit into the present one, and return the part's number."""
-        size = len(data) + 1024
-        if size + _MARGIN > self._limit:
+    def add(self, name: str, data: bytes) -> None:
+        """Add a file, in a new part if it does not fit into the present one."""
+        if size_of_part([len(data)]) > self._limit:
             raise ValueError(f"--part_bytes={self._limit}: {name} alone has {len(data)} bytes")
-        if self._size + size + _MARGIN > self._limit:
+        if size_of_part(len(file) for _, file in [*self._files, (name, data)]) > self._limit:
             self.close()
         self._files.append((name, data))
-        self._size += size
-        return self.count
 
     def close(self) -> None:
         """Write the present part; the next file is in a new one."""
@@ -149,7 +156,7 @@ class Parts:
                 member = tarfile.TarInfo(name)
                 member.size = len(data)
                 archive.addfile(member, io.BytesIO(data))
-        self._files, self._size, self.count = [], 0, self.count + 1
+        self._files, self.count = [], self.count + 1
 
 
 def read_parts(folder: Path, target: Path) -> Iterator[tuple[Path, bytes]]:
