@@ -12,13 +12,14 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
+from benchmarks import evidence_recall
 from benchmarks.registry import UsageError
 from benchmarks.training import last_value, median_speed, train_to_end
 from lsm_jax import evaluation, load_run, models
@@ -29,7 +30,7 @@ from lsm_jax.files import write_atomically
 from lsm_jax.training import TrainConfig
 from lsm_jax.training.metrics import read_rows
 
-TASKS = ("heldout", "long", "needle", "recall")
+TASKS = ("heldout", "long", "needle", "recall", "harness")
 _BLOCK = 512  # tokens of which L(i) has one mean in a row
 
 
@@ -50,8 +51,10 @@ class Setting:
         long_documents: number of them.
         needle_lengths: tokens of the needle test's texts.
         tasks: which evaluations to run, of `TASKS`.
-        harness: tasks of lm-evaluation-harness that "recall" runs.
-        limit: documents of each task of the harness at most; None is all.
+        harness: tasks of lm-evaluation-harness that "harness" runs.
+        limit: questions of each recall task and of each task of the harness at most; None is all.
+        rates: for each model the chosen factor and the losses of its short runs, from an earlier call (`chosen_rates`);
+            None chooses here.
     """
 
     corpus: Path
@@ -68,6 +71,7 @@ class Setting:
     tasks: tuple[str, ...]
     harness: str
     limit: int | None
+    rates: dict[str, dict[str, Any]] | None = None
 
 
 class TimeOver(BaseException):
@@ -171,8 +175,8 @@ def train_config(
         raise UsageError(
             f"--tokens: {tokens} tokens of a run are less than a step of {setting.batch_size} rows of {setting.length}"
         )
-    config.eval_every = max(1, steps // 4)
-    config.checkpoint_every = max(1, steps // 4)
+    # A short run, which tries a learning rate, is evaluated at its end only.
+    config.eval_every = config.checkpoint_every = max(1, steps // 4) if tokens == setting.tokens else steps  # fmt: skip
     config.keep_last, config.log_every = 1, max(1, min(20, steps // 10))
     config.validate()
     return config
@@ -200,7 +204,13 @@ def _train(config: TrainConfig, workdir: Path, clock: Clock) -> dict[str, Any]:
     with clock.interrupting():
         train_to_end(config, workdir)
     rows = read_rows(workdir / "metrics.jsonl")
-    result = dict(loss=last_value(rows, "val/loss"), tokens_per_second=median_speed(rows))
+    speed, devices = median_speed(rows), len(jax.devices())
+    result = dict(
+        loss=last_value(rows, "val/loss"),
+        tokens_per_second=speed,
+        card_seconds=round(devices * config.total_tokens / speed, 1),  # of its steps
+        implementations=json.loads((workdir / "implementations.json").read_text()),
+    )
     jax.clear_caches()
     return result
 
@@ -239,7 +249,9 @@ def request_of(task: str, setting: Setting) -> tuple[str, Request]:
         return "perplexity", Request(**long, batch_size=1, max_tokens=tokens)
     if task == "needle":
         needle = NeedleConfig(lengths=setting.needle_lengths, depths=(0, 25, 50, 75, 100))
-        return "needle", Request(data=long["data"], needle=needle, batch_size=4)
+        return "needle", Request(data=long["data"], needle=needle, batch_size=11)
+    if task == "recall":
+        return "recall", Request()
     harness = HarnessConfig(
         tasks=setting.harness, data=str(setting.corpus), max_length=setting.length, limit=setting.limit
     )  # fmt: skip
@@ -251,6 +263,12 @@ def _evaluate(task: str, workdir: Path, setting: Setting) -> dict[str, Any]:
     name, request = request_of(task, setting)
     request.validate()
     folder = workdir / "eval" / f"evidence-{task}"
+    began = time.perf_counter()
+    if name == "recall":
+        run = load_run(workdir)
+        found = evidence_recall.measure(run, setting.corpus, max_length=setting.length, limit=setting.limit)  # fmt: skip
+        jax.clear_caches()
+        return found | dict(seconds=round(time.perf_counter() - began, 1))
     results = evaluation.TASKS[name](load_run(workdir), request, folder)
     jax.clear_caches()
     if name == "perplexity":
@@ -264,12 +282,79 @@ def _evaluate(task: str, workdir: Path, setting: Setting) -> dict[str, Any]:
             perplexity={k.removeprefix(prefix): v for k, v in results.items() if k.startswith(prefix)},
             loss_by_block=dict(block=_BLOCK, loss=[round(float(x), 4) for x in curve]),
             sequences=results["num_sequences"],
+            seconds=round(time.perf_counter() - began, 1),
         )  # fmt: skip
     if name == "needle":
         modes = {m: {k: results[m][k] for k in ("found", "nll")} for m in ("easy", "standard")}
-        return dict(lengths=results["lengths"], depths=results["depths"], **modes)
+        seconds = round(time.perf_counter() - began, 1)
+        return dict(lengths=results["lengths"], depths=results["depths"], **modes, seconds=seconds)
     keep = ("averages", "results", "num_documents")
     return {key: results[key] for key in keep if key in results}
+
+
+def measure_rates(case: dict[str, Any], setting: Setting, clock: Clock) -> dict[str, Any]:
+    """Train one model for a short time at each learning rate, and return a row that later calls read by `chosen_rates`."""
+    vocabulary = vocab_size(setting.corpus)
+    folder = run_folder(case["model"], setting)
+    losses = learning_rates(case["model"], setting, folder, vocabulary, clock)
+    factor = _best(case["model"], losses)
+    path = folder / f"rate-{factor:g}" / "evidence.json"
+    speed = json.loads(path.read_text())["result"]["tokens_per_second"]
+    published = base_config(case["model"]).optimizer.peak_lr
+    return case | dict(
+        factor=factor, peak_lr=published * factor, short_tokens=int(setting.share * setting.tokens),
+        rates=_by_rate(published, losses), tokens_per_second=speed,
+    )  # fmt: skip
+
+
+def chosen_rates(rows: list[dict[str, Any]], models: Iterable[str], setting: Setting) -> dict[str, dict[str, Any]]:  # fmt: skip
+    """Return the row of `measure_rates` of each model: the newest with the setting's tokens in a row and rows in a step.
+
+    Raises:
+        UsageError: a model has none.
+    """
+    found = {
+        row["model"]: row
+        for row in rows
+        if row.get("kind") == "rates"
+        and (row["length"], row["batch_size"]) == (setting.length, setting.batch_size)
+    }
+    for model in models:
+        if model not in found:
+            raise UsageError(
+                f"--rates: no row of {model} with {setting.batch_size} rows of {setting.length} tokens in a step; make it with "
+                f"--only_rates --models {model}; there are {', '.join(found) or 'none'}"
+            )
+    return found
+
+
+def run_folder(model: str, setting: Setting) -> Path:
+    """Return the folder of a model's runs."""
+    name = model.replace(":", "-").replace(",", "-").replace("=", "-")
+    return setting.runs / f"{name}-{setting.tokens}"
+
+
+def _best(model: str, losses: dict[float, float]) -> float:
+    if min(losses.values()) == math.inf:
+        raise ValueError(f"{model}: no learning rate of {list(losses)} times the published one has a finite loss")  # fmt: skip
+    return min(losses, key=lambda f: losses[f])
+
+
+def _by_rate(published: float, losses: dict[float, float]) -> dict[str, float]:
+    return {f"{published * f:.3g}": round(loss, 4) for f, loss in losses.items()}
+
+
+def _rate(model: str, setting: Setting, vocabulary: int, clock: Clock) -> tuple[float, dict[str, Any]]:  # fmt: skip
+    """Return the factor of the learning rate of a model's long runs, and the fields of its row that say how it was chosen."""
+    published = base_config(model).optimizer.peak_lr
+    if setting.rates is not None:
+        row = setting.rates[model]
+        return row["factor"], {
+            "rates": row["rates"], "rates_tokens": row["short_tokens"], "rates_corpus": row["corpus"]
+        }  # fmt: skip
+    losses = learning_rates(model, setting, run_folder(model, setting), vocabulary, clock)
+    factor = _best(model, losses) if losses else setting.factors[0]
+    return factor, dict(rates=_by_rate(published, losses))
 
 
 def measure(case: dict[str, Any], setting: Setting, clock: Clock) -> dict[str, Any]:
@@ -278,32 +363,26 @@ def measure(case: dict[str, Any], setting: Setting, clock: Clock) -> dict[str, A
     What an earlier call finished is read from files in the folder of runs. Raises TimeOver when the time is over.
     """
     model, seed = case["model"], case["seed"]
+    setting = dataclasses.replace(setting, tokens=case["tokens"])
     vocabulary = vocab_size(setting.corpus)
-    name = model.replace(":", "-").replace(",", "-").replace("=", "-")
-    folder = setting.runs / f"{name}-{setting.tokens}"
-    losses = learning_rates(model, setting, folder, vocabulary, clock)
-    if losses and min(losses.values()) == math.inf:
-        raise ValueError(f"{model}: no learning rate of {list(losses)} times the published one has a finite loss")  # fmt: skip
-    factor = min(losses, key=lambda f: losses[f]) if losses else setting.factors[0]
+    factor, rates = _rate(model, setting, vocabulary, clock)
     config = train_config(model, seed, setting, vocabulary=vocabulary, factor=factor, tokens=setting.tokens)  # fmt: skip
-    workdir = folder / f"seed-{seed}"
+    workdir = run_folder(model, setting) / f"seed-{seed}"
     corpus = corpus_digest(setting)
     trained = _once(workdir / "evidence.json", (config, corpus), lambda: _train(config, workdir, clock))  # fmt: skip
     results = {}
     for task in setting.tasks:
         clock.check()
         path = workdir / f"evidence-{task}.json"
-        results[task] = _once(
-            path, (request_of(task, setting), corpus), lambda t=task: _evaluate(t, workdir, setting)
-        )
-    published = config.optimizer.peak_lr / factor
+        key = (request_of(task, setting), corpus, setting.length, setting.limit)
+        results[task] = _once(path, key, lambda t=task: _evaluate(t, workdir, setting))
     return case | dict(
         peak_lr=config.optimizer.peak_lr,
-        rates={f"{published * f:.3g}": round(loss, 4) for f, loss in losses.items()},
+        **rates,
         vocab_size=vocabulary,
         parameters=models.count_parameters(config.model),
         state_bytes=state_bytes(config.model, setting.length),
-        tokens_per_second=trained["tokens_per_second"],
+        **{key: trained[key] for key in ("tokens_per_second", "card_seconds", "implementations")},
         **results,
         command=command(config, model, workdir),
     )

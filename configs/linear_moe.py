@@ -1,6 +1,6 @@
 """Linear-MoE language models: `--config=configs/linear_moe.py:<size>[,option=value ...]`, e.g. `a0.3b-2b,mixer=gla,pattern=LLLN`.
 
-Reproduces: Linear-MoE (arXiv 2503.05447, Table 2) at its two sizes, a0.3b-2b and a1b-7b: every layer has 64 SwiGLU experts, eight
+Reproduces: Linear-MoE (arXiv 2503.05447, Table 2) at its two sizes, a0.3b-2b and a1b-7b (`a-small` is a smaller one for comparisons): every layer has 64 SwiGLU experts, eight
 of them active for a token, and heads of 128 channels; the data are 15 B and 100 B tokens of SlimPajama by Qwen2's tokenizer, in
 rows of 2,048. The option `mixer` is any method of the registry (default: basic linear attention with an output gate).
 `pattern=LLLN` is the published hybrid, `pattern=N` the softmax baseline.
@@ -65,6 +65,11 @@ SIZES = {
     ),
     "a1b-7b": Size(
         hidden_size=2048, num_layers=16, experts=dict(expert_size=1024), recipe=_recipe(100_000_000_000, 128, 1e-5),
+    ),
+    # Not published: the width and depth of 125M parameters, and experts as narrow as those of a0.3b-2b relative to a token's
+    # feedforward: the eight active ones are as wide as a dense one.
+    "a-small": Size(
+        hidden_size=768, num_layers=12, experts=dict(expert_size=256), recipe=RECIPES["125m"], vocab_size=32000,
     ),
     "tiny": Size(
         hidden_size=64, num_layers=4, experts=dict(num_experts=8, top_k=2, expert_size=56), recipe=RECIPES["tiny"],

@@ -10,10 +10,11 @@ import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.tables import TABLES
+from benchmarks.tables import TABLES, evidence
 from benchmarks.tables.table import Row
 from scripts.draw_figures import DARK, LIGHT, Mode, new_figure, save
 
@@ -186,6 +187,44 @@ def draw_optimizers(mode: Mode, rows: list[Row]) -> Figure:
     return figure
 
 
+def draw_evidence_loss(mode: Mode, rows: list[Row]) -> Figure:
+    """Draw the loss by position in long documents, L(i), and the perplexity of their beginnings, P(l); a vertical line is the
+    training length."""
+    figure = new_figure(8.0, 3.6)
+    left = axes_of(figure, mode, "position in the document", "loss, nats a token", place=(1, 2, 1))
+    right = axes_of(figure, mode, "tokens read", "perplexity", place=(1, 2, 2))
+    runs = [runs[0] for runs in evidence.by_model([row for row in rows if "long" in row])]
+    for number, row in enumerate(runs):
+        colour, curve = colormaps["tab10"](number % 10), row["long"]["loss_by_block"]
+        loss, width = curve["loss"], max(1, len(curve["loss"]) // 32)
+        means = [sum(loss[i : i + width]) / width for i in range(0, len(loss) - width + 1, width)]
+        left.plot([curve["block"] * width * (i + 0.5) for i in range(len(means))], means, color=colour, label=row["model"])  # fmt: skip
+        points = sorted((int(n), value) for n, value in row["long"]["perplexity"].items())
+        right.plot(*zip(*points, strict=True), color=colour)
+    for axes in (left, right):
+        axes.axvline(rows[0]["length"], color=mode.faint, ls="--")
+        axes.set_xscale("log", base=2)
+    right.set_yscale("log")
+    legend(left, mode)
+    return figure
+
+
+def draw_evidence_recall(mode: Mode, rows: list[Row]) -> Figure:
+    """Draw the recall of real text against the size of the decode state after a row of training."""
+    figure = new_figure(8.0, 3.6)
+    panels = [axes_of(figure, mode, "state, MB", task, place=(1, 3, n)) for n, task in enumerate(("multikey", "fields", "names"), 1)]  # fmt: skip
+    for axes, task in zip(panels, ("multikey", "fields", "names"), strict=True):
+        for runs in evidence.by_model(rows):
+            value = evidence.mean(runs, evidence.recall(task))
+            if math.isfinite(value):
+                size = runs[0]["state_bytes"] / 1e6
+                axes.plot(size, value, "o", color=mode.accent, ms=4)
+                name = runs[0]["model"].partition(":")[2].removesuffix("-125m")
+                axes.annotate(name, (size, value), fontsize=6, color=mode.ink)
+        axes.set_xscale("log")
+    return figure
+
+
 PLOTS: dict[str, tuple[str, Callable[[Mode, list[Row]], Figure]]] = {
     "kernels": ("kernels", draw_kernels),
     "training_steps": ("model_step", draw_steps),
@@ -196,6 +235,13 @@ PLOTS: dict[str, tuple[str, Callable[[Mode, list[Row]], Figure]]] = {
     "demo": ("demo", draw_demo),
     "optimizers": ("optimizers", draw_optimizers),
 }
+_EVIDENCE = {
+    "evidence_fox_loss": ("evidence_fox", draw_evidence_loss),
+    "evidence_mom_loss": ("evidence_mom", draw_evidence_loss),
+    "evidence_mom_recall": ("evidence_mom", draw_evidence_recall),
+    "evidence_recall": ("evidence_methods", draw_evidence_recall),
+}
+PLOTS |= {name: plot for name, plot in _EVIDENCE.items() if plot[0] in TABLES}
 """Each plot by name: the table whose rows it shows, and the function that draws them."""
 
 

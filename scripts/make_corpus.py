@@ -104,9 +104,9 @@ def make(sources: Sequence[Source], options: argparse.Namespace) -> dict[str, An
     if report_path.is_file():
         report = json.loads(report_path.read_text())
         stores = report.get("stores", {})
-        if report.get("key") == key and all(
-            build.has_store(out / f"{n}.zarr", key) for n in stores
-        ):
+        texts = (out / "train.jsonl").is_file()
+        whole = stores and all(build.has_store(out / f"{n}.zarr", key) for n in stores)
+        if report.get("key") == key and (texts if options.text_only else whole):
             print(f"{out} has this corpus already", file=sys.stderr)
             return report
     work = options.downloads / "documents"
@@ -138,7 +138,7 @@ def make(sources: Sequence[Source], options: argparse.Namespace) -> dict[str, An
         print("train the tokenizer", file=sys.stderr, flush=True)
         build.train_tokenizer(out / "train.jsonl", options.vocab_size, tokenizer)
     stores = {}
-    for part, pack in STORES.items():
+    for part, pack in STORES.items() if not options.text_only else ():
         path = out / f"{part}.zarr"
         record = out / f".{part}-{key}.json"
         if not parts[part] and path.is_dir():
@@ -165,7 +165,8 @@ def make(sources: Sequence[Source], options: argparse.Namespace) -> dict[str, An
         heldout=options.heldout, long=options.long, stores=stores, bytes=sizes, packages=counts,
     )  # fmt: skip
     write_atomically(report_path, json.dumps(report, indent=1) + "\n")
-    (out / "train.jsonl").unlink()
+    if not options.text_only:
+        (out / "train.jsonl").unlink()
     return report
 
 
@@ -185,6 +186,11 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     add("--vocab_size", type=int, default=32_000, help="tokens of the tokenizer; default: 32000")
     add("--sequence_length", type=int, default=65_536, help="tokens in a row; default: 65536")
     add("--num_workers", type=int, default=os.cpu_count() or 1, help="processes that tokenise; default: one per core")  # fmt: skip
+    add(
+        "--text_only",
+        action="store_true",
+        help="make texts and tokenizer, and no stores, for scripts.pack_corpus",
+    )
     add("--plan", action="store_true", help="list the packages, and download nothing")
     options = parser.parse_args(given)
     for name in ("heldout", "long"):

@@ -5,28 +5,35 @@
 
 For each model, one after another: short runs at each learning rate (multiples of the published one, at a tenth of
 the tokens, seed 0), a run at the best one, and evaluations: held-out loss at the training length, L(i) and P(l) of
-held-out documents to 65,536 tokens, needles, and recall tasks of lm-evaluation-harness. A row is written as a model
+held-out documents to 65,536 tokens, needles, and recall questions with multi-key needles. A row is written as a model
 ends, with its command. Model, weight decay, betas and the schedule's shape are those of the config that FILE:VARIANT
 names; tokens, rows, steps and warm-up are this benchmark's. With --minutes a call ends after them, with its run saved,
 and the same command continues; what is finished is not computed again. It ends later by what cannot be interrupted: the
 first compilation of a step, or one evaluation.
 
-The task `recall` requires the extra [lm-eval], and files that `python -m lsm_jax.evaluation.recall_corpus --out=CORPUS`
-makes.
+The learning rates can be chosen by a call of their own, on another corpus, such as the beginning of the same; the rows
+of the long runs say on which corpus and from which losses:
+
+    python -m benchmarks evidence --table=fox --corpus=data/first --only_rates --output=rates.jsonl
+    python -m benchmarks evidence --table=fox --corpus=data/corpus --rates=rates.jsonl --output=docs/evidence.jsonl
+
+The task `recall` requires files that `python -m lsm_jax.evaluation.recall_corpus --out=CORPUS` makes. The task `harness`
+requires the extra [lm-eval], and runs `--harness`.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib.util
 import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks import evidence, options
+from benchmarks import evidence, evidence_recall, options
 from benchmarks.registry import Benchmark, UsageError
-from benchmarks.run import log, one_by_one
+from benchmarks.run import log, one_by_one, read_rows
 from lsm_jax import mixers
 from lsm_jax.data.store import TokenStore
 
@@ -34,9 +41,14 @@ BENCHMARK = Benchmark(
     name="evidence",
     summary="the models of a paper's table on a corpus of real text: loss, long contexts, needles, recall",
     key=("model", "seed", "tokens", "length", "batch_size", "tasks", "corpus"),
+    optional_key={"kind": None, "time_of": None},
     resume=True,
 )
 
+KERNELS = ("linear_memory", "delta_memory", "dplr_memory", "slot_memory", "selective_memory", "attention")  # fmt: skip
+"""The ops with kernels for Hopper; the methods of other ops are slower and are the table `methods_xla`."""
+# MoM's inner mixers: the option, and the ratio of the feedforward that gives the inner mixer as many parameters as MoM has
+_INNER = dict(gated_deltanet=("", 8), gla=(",inner=gla", 7))
 TABLES = {
     "fox": [
         *(f"fox:{name}-125m" for name in ("pro", "llama", "transformer-pro", "transformer-llama")),
@@ -44,17 +56,27 @@ TABLES = {
         "fox:mamba2-125m",
         "fox:hgrn2-125m",
     ],
+    # MoM, its inner mixer, that with a memory as large as a token of MoM reads (as published), as large as all memories
+    # together, and with as many parameters
     "mom": [
-        f"mom:125m{inner}{kind}"
-        for inner in ("", ",inner=gla")
-        for kind in ("", ",baseline=inner", ",baseline=expanded")
+        f"mom:125m{option}{kind}"
+        for option, ratio in _INNER.values()
+        for kind in (
+            "",
+            ",baseline=inner",
+            ",baseline=expanded",
+            ",expanded=5",
+            f",baseline=inner,hidden_ratio={ratio}",
+        )
     ],
     "moe": [
-        "lm:gla-125m,feedforward=moe",
-        "lm:gla-125m,pattern=LLLN,feedforward=moe",
-        "lm:softmax-125m,feedforward=moe",
+        f"linear_moe:a-small,{kind}"
+        for kind in ("mixer=gla", "mixer=gla,pattern=LLLN", "pattern=N")
     ],
-    "methods": [f"lm:{method}-125m" for method in mixers.METHODS],
+    "methods": [f"lm:{method}-125m" for method, row in mixers.METHODS.items() if row.op in KERNELS],
+    "methods_xla": [
+        f"lm:{method}-125m" for method, row in mixers.METHODS.items() if row.op not in KERNELS
+    ],
 }
 
 
@@ -70,13 +92,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--batch_size", type=int, default=64, help="rows in a step; default: 64")
     add("--factors", type=options.floats, default="0.5,1,2", help="learning rates, as multiples of the published one; default: 0.5,1,2")  # fmt: skip
     add("--share", type=float, default=0.1, help="share of the tokens for each rate; default: 0.1")
+    add(
+        "--only_rates",
+        action="store_true",
+        help="only choose the learning rates: a row a model, for --rates of a later call",
+    )
+    add(
+        "--rates",
+        type=Path,
+        metavar="FILE",
+        help="rows of --only_rates: take the learning rates from there",
+    )
+    add(
+        "--time_of",
+        metavar="FILE:VARIANT",
+        help="train each model as long as this one takes for --tokens, by the speeds in --rates",
+    )
     add("--warmup", type=float, default=0.1, help="share of a run that warms up; default: 0.1")
     add("--long_length", type=int, default=65_536, help="tokens of a long document; default: 65536")
-    add("--long_documents", type=int, default=64, help="long documents to evaluate; default: 64")
+    add("--long_documents", type=int, default=32, help="long documents to evaluate; default: 32")
     add("--needle_lengths", type=options.integers, default="1024,2048,4096,8192,16384")
-    add("--tasks", type=options.names(evidence.TASKS), default=",".join(evidence.TASKS))
+    add(
+        "--tasks",
+        type=options.names(evidence.TASKS),
+        default="heldout,long,needle,recall",
+        help="evaluations; default: all but harness",
+    )
     add("--harness", default="recall_corpus", help="tasks of lm-evaluation-harness, such as recall_corpus,niah_multikey_1")  # fmt: skip
-    add("--limit", type=int, help="documents of each of these tasks; default: all")
+    add("--limit", type=int, help="questions of each recall task; default: all")
     add("--minutes", type=float, default=math.inf, help="end the call after so many minutes; the same command continues")  # fmt: skip
     options.add_shard(parser)
 
@@ -92,33 +135,58 @@ def setting_of(args: argparse.Namespace) -> evidence.Setting:
     if not args.factors or not all(0 < factor < math.inf for factor in args.factors):
         raise UsageError(f"--factors={args.factors}: accepted are positive numbers, at least one")
     names = ("corpus", "runs", "tokens", "length", "batch_size", "share", "warmup", "long_length", "long_documents", "harness", "limit")  # fmt: skip
-    return evidence.Setting(
+    if args.only_rates and (args.rates or args.time_of or len(args.factors) < 2):
+        raise UsageError(
+            "--only_rates requires two or more --factors, and excludes --rates and --time_of"
+        )
+    if args.time_of and not args.rates:
+        raise UsageError("--time_of requires --rates, whose rows have the speeds")
+    setting = evidence.Setting(
         **{name: getattr(args, name) for name in names},
         factors=tuple(args.factors),
         needle_lengths=tuple(args.needle_lengths),
         tasks=tuple(args.tasks),
     )
+    if not args.rates:
+        return setting
+    needed = [*models_of(args), *([args.time_of] if args.time_of else ())]
+    return dataclasses.replace(
+        setting, rates=evidence.chosen_rates(read_rows(args.rates), needed, setting)
+    )
+
+
+def models_of(args: argparse.Namespace) -> list[str]:
+    """Return the models that the options name, as FILE:VARIANT."""
+    return args.models or TABLES[args.table]
 
 
 def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
     setting = setting_of(args)
-    named = args.models or TABLES[args.table]
-    for model in named:
+    for model in models_of(args):
         evidence.base_config(model)
-    corpus = evidence.corpus_digest(setting)
+    common = dict(
+        table=args.table,
+        length=args.length,
+        batch_size=args.batch_size,
+        corpus=evidence.corpus_digest(setting),
+    )
+    if args.only_rates:
+        more = dict(seed=0, tokens=args.tokens, tasks="", kind="rates")
+        return [dict(model=model, **more, **common) for model in models_of(args)]
+    more = dict(tasks=",".join(args.tasks), **(dict(time_of=args.time_of) if args.time_of else {}))
     return [
-        dict(
-            model=model,
-            seed=seed,
-            tokens=args.tokens,
-            length=args.length,
-            batch_size=args.batch_size,
-            tasks=",".join(args.tasks),
-            corpus=corpus,
-        )
+        dict(model=model, seed=seed, tokens=_tokens(model, args, setting), **more, **common)
         for seed in args.seeds
-        for model in named
+        for model in models_of(args)
     ]
+
+
+def _tokens(model: str, args: argparse.Namespace, setting: evidence.Setting) -> int:
+    """Return the tokens of a model's long run: `--tokens`, or as many as it trains in the time of `--time_of`."""
+    if not args.time_of:
+        return args.tokens
+    speeds = [setting.rates[name]["tokens_per_second"] for name in (model, args.time_of)]
+    return int(args.tokens * speeds[0] / speeds[1])
 
 
 def _check_inputs(setting: evidence.Setting) -> None:
@@ -134,12 +202,10 @@ def _check_inputs(setting: evidence.Setting) -> None:
             )
     for task in setting.tasks:
         evidence.request_of(task, setting)[1].validate()
+    if "harness" in setting.tasks and importlib.util.find_spec("lm_eval") is None:
+        raise UsageError("--tasks=harness requires the extra [lm-eval]; accepted are other tasks")
     if "recall" in setting.tasks:
-        if importlib.util.find_spec("lm_eval") is None:
-            raise UsageError(
-                "--tasks=recall requires the extra [lm-eval]; accepted are other tasks"
-            )
-        for name in ("fields", "names") if "recall_corpus" in setting.harness else ():
+        for name in evidence_recall.TASKS:
             if not (setting.corpus / "recall" / f"{name}.jsonl").is_file():
                 raise UsageError(
                     f"--corpus={setting.corpus}: it has no recall/{name}.jsonl; make it with python -m "
@@ -149,8 +215,12 @@ def _check_inputs(setting: evidence.Setting) -> None:
 
 def rows(args: argparse.Namespace, cases: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     setting, clock = setting_of(args), evidence.Clock(60 * args.minutes)
+    if args.only_rates:
+        setting, function = dataclasses.replace(setting, tasks=("heldout",)), evidence.measure_rates
+    else:
+        function = evidence.measure
     _check_inputs(setting)
     try:
-        yield from one_by_one(cases, lambda case: evidence.measure(case, setting, clock))
+        yield from one_by_one(cases, lambda case: function(case, setting, clock))
     except evidence.TimeOver:
         log(f"the {args.minutes:g} minutes are over; the same command continues")

@@ -6,14 +6,23 @@
 
 from __future__ import annotations
 
-from benchmarks.tables import kernels, readme, recall, released, sequences, training, triton
+from benchmarks.tables import (
+    evidence,
+    kernels,
+    readme,
+    recall,
+    released,
+    sequences,
+    training,
+    triton,
+)
 from benchmarks.tables.table import Column, Row, Table
 
 __all__ = ["TABLES", "Column", "Row", "Table"]
 
 _all = [
     table
-    for module in (kernels, training, triton, sequences, recall, released, readme)
+    for module in (kernels, training, triton, sequences, recall, released, evidence, readme)
     for table in module.TABLES
 ]
 TABLES: dict[str, Table] = {table.name: table for table in _all}

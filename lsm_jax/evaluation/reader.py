@@ -119,12 +119,15 @@ class Answerer(Reader):
         )
         self.answer = jax.jit(answer)
 
-    def __call__(self, prompts: np.ndarray, answers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def __call__(
+        self, prompts: np.ndarray, answers: np.ndarray, lengths: np.ndarray | None = None
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Read a batch of prompts, and return the losses of the given answers and the greedy continuations.
 
         Args:
             prompts: token ids of the prompts, int [B, P], P up to `max_length`.
             answers: token ids of the answers, int [B, A], one per prompt.
+            lengths: tokens of each prompt, int [B], 1 to P: its last ones in `prompts`. None means P for all.
 
         Returns:
             The losses of the answers' tokens in nats, float32 [B, A]; the greedy continuations, int32 [B,
@@ -132,7 +135,7 @@ class Answerer(Reader):
 
         Raises:
             ValueError: the prompts are too long, `prompts` and `answers` have different numbers of rows or
-                are empty, or ids are outside the model's vocabulary.
+                are empty, lengths are not in 1 to P, or ids are outside the model's vocabulary.
         """
         for name, ids in (("prompts", prompts), ("answers", answers)):
             if ids.ndim != 2 or 0 in ids.shape or len(ids) != len(prompts):
@@ -151,7 +154,15 @@ class Answerer(Reader):
         rows, size = len(prompts), self.piece_length
         padding = -prompts.shape[1] % size
         tokens = np.pad(self._filled(prompts), ((0, 0), (padding, 0)))
-        not_padding = np.broadcast_to(np.arange(tokens.shape[1]) >= padding, tokens.shape)
+        begins = np.full(len(tokens), padding)
+        if lengths is not None:
+            lengths = np.asarray(lengths)
+            if lengths.shape != (rows,) or not 1 <= lengths.min() <= lengths.max() <= prompts.shape[1]:  # fmt: skip
+                raise ValueError(
+                    f"lengths={lengths.tolist()}: accepted are {rows} numbers of 1 to {prompts.shape[1]}"
+                )
+            begins[:rows] = tokens.shape[1] - lengths
+        not_padding = np.arange(tokens.shape[1]) >= begins[:, None]
         capacity = self.max_length + max(answers.shape[1], self.num_tokens)
         with jax.set_mesh(self._mesh):
             state, hidden = self.init_state(len(tokens), capacity), None

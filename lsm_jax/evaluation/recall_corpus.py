@@ -3,7 +3,9 @@
     python -m lsm_jax.evaluation.recall_corpus --task=fields --source=corpus/records.jsonl --out=data
     python -m lsm_jax.evaluation.recall_corpus --task=names --source=corpus/heldout.jsonl --out=data
 
-writes data/recall/fields.jsonl and data/recall/names.jsonl, for `--lm_eval.tasks=recall_corpus --lm_eval.data=data`. A source
+    python -m lsm_jax.evaluation.recall_corpus --task=multikey --source=corpus/heldout.jsonl --out=data
+
+writes data/recall/fields.jsonl, names.jsonl and multikey.jsonl; the first two are for `--lm_eval.tasks=recall_corpus --lm_eval.data=data`. A source
 has one JSON object with a "text" in a line, of documents on which the model was not trained.
 
 fields: records of lines `Key: value`, such as package metadata, whose first line names the record; further lines of a
@@ -15,6 +17,8 @@ names: cloze of a repeated name, as SQuAD's texts to continue. A name is a word 
     in no other document of the source, has at most three places before the question, the last of them at least 200
     characters and the first at most 4,000 before it, and the question is the text from the last line or sentence end to
     the name.
+multikey: RULER's multi-key needles (arXiv 2404.06654): the beginning of a document, of 3,000, 6,000 or 10,000 characters, with
+    four lines that give numbers for four words, of which the question asks for one.
 
 The questions are selected by a hash of names and places: the same source gives the same questions.
 """
@@ -33,6 +37,10 @@ from lsm_jax.evaluation.files import write_rows
 from lsm_jax.evaluation.suites.local import read_rows
 
 CONTEXT_CHARACTERS = 8_000
+MULTIKEY_CHARACTERS = (3_000, 6_000, 10_000)
+_KEYS = 4
+_KEY_WORDS = "apple bridge candle desert engine forest garden hammer island jacket kettle ladder mirror needle orange pencil".split()  # fmt: skip
+_NEEDLE = "One of the special magic numbers for {} is:"
 _MOST_PLACES = 3
 _NEAREST, _FARTHEST = 200, 4_000  # characters between a name's places and the question
 _FIELD = re.compile(r"^([A-Za-z][A-Za-z0-9 _-]{0,30}):[ \t]+(\S.*)$")
@@ -143,7 +151,29 @@ def _name_question(text: str, name: str, places: list[int]) -> dict[str, Any] | 
     return None
 
 
-TASKS = {"fields": field_questions, "names": name_questions}
+def multikey_questions(documents: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield the questions of the task `multikey`, at most one for each document: id, context, question, answers."""
+    for number, row in enumerate(documents):
+        size = MULTIKEY_CHARACTERS[number % len(MULTIKEY_CHARACTERS)]
+        text = row["text"][:size]
+        ends = [match.end() for match in re.finditer(r"\n", text)]
+        if len(row["text"]) < size or len(ends) <= _KEYS:
+            continue
+        keys = sorted(_KEY_WORDS, key=lambda word: _order("key", number, word))[:_KEYS]
+        values = [str(10**6 + int.from_bytes(_order("value", number, k)[:8]) % (9 * 10**6)) for k in keys]  # fmt: skip
+        places = sorted(sorted(ends, key=lambda end: _order("place", number, end))[:_KEYS])
+        parts, start = [], 0
+        for place, key, value in zip(places, keys, values, strict=True):
+            parts.append(f"{text[start:place]}{_NEEDLE.format(key)} {value}.\n")
+            start = place
+        asked = _order("asked", number)[0] % _KEYS
+        yield dict(
+            id=f"multikey-{number}-{size}", context="".join(parts) + text[start:].rstrip("\n"),
+            question=f"\n{_NEEDLE.format(keys[asked])}", answers=[values[asked]],
+        )  # fmt: skip
+
+
+TASKS = {"fields": field_questions, "names": name_questions, "multikey": multikey_questions}
 
 
 def make_questions(task: str, documents: Sequence[dict[str, Any]], count: int) -> list[dict]:
@@ -157,7 +187,10 @@ def make_questions(task: str, documents: Sequence[dict[str, Any]], count: int) -
             raise ValueError(f"document {number} has no field 'text'; it has {', '.join(row)}")
     questions = sorted(TASKS[task](documents), key=lambda row: _order(row["id"], *row["answers"]))
     if not questions:
-        needed = "records of lines 'Key: value'" if task == "fields" else "names that are repeated"
+        needed = dict(
+            fields="records of lines 'Key: value'", names="names that are repeated",
+            multikey=f"{MULTIKEY_CHARACTERS[0]} characters in lines",
+        )[task]  # fmt: skip
         raise ValueError(f"none of the {len(documents)} documents has {needed}")
     return questions[:count]
 

@@ -8,11 +8,15 @@ import math
 import numpy as np
 import pytest
 
-from benchmarks import evidence
+from benchmarks import evidence, evidence_recall
 from benchmarks.__main__ import main, make_parser
 from benchmarks.cases import evidence as cases_module
 from benchmarks.registry import UsageError, get
+from benchmarks.tables import evidence as tables
+from lsm_jax.data import ByteTokenizer
 from lsm_jax.data.writer import StoreWriter
+from lsm_jax.evaluation.suites import SuiteSettings
+from scripts import draw_results
 
 
 def parse(*arguments):
@@ -48,6 +52,9 @@ def test_wrong_arguments_are_named(tmp_path):
         (["--models", "fox:pro-1m"], "1m"),
         (["--share=0"], "--share=0.0: accepted are numbers between 0 and 1"),
         (["--factors=0,1"], "accepted are positive numbers"),
+        (["--only_rates", "--factors=1"], "--only_rates requires two or more --factors"),
+        (["--time_of=fox:pro-125m"], "--time_of requires --rates"),
+        ([f"--rates={tmp_path / 'none'}"], "--rates: no row of fox:pro-125m .* there are none"),
         ([f"--corpus={tmp_path}", "--models", "lm:gla-nano"], "it has no train.zarr; make it with"),
     ):
         with pytest.raises(SystemExit, match=message):
@@ -62,32 +69,114 @@ def test_the_clock_ends_training_by_a_signal_and_reports_that_the_time_is_over()
         raise InterruptedError  # by the user's Ctrl-C, not by the clock
 
 
+def row(model, seed=0, loss=3.0, **fields):
+    needle = dict(
+        lengths=[1024, 8192],
+        easy=dict(found=[[1, 0.5], [0, 0]]),
+        standard=dict(found=[[0, 0], [0, 0]]),
+    )
+    return dict(
+        table="fox", model=model, seed=seed, tokens=10**8, length=4096, batch_size=64, peak_lr=1e-3,
+        parameters=dict(active=125_000_000), state_bytes=10**6, tokens_per_second=350_000, card_seconds=1800,
+        heldout=dict(loss=loss), needle=needle, recall=dict(fields=dict(contains=0.25)),
+        long=dict(perplexity={"4096": 20.0, "65536": 30.0}, loss_by_block=dict(block=512, loss=[3.0] * 128)),
+        date="2026-01-01", commit="abc", device="H200",
+    ) | fields  # fmt: skip
+
+
+def test_the_tables_have_a_line_a_model_with_the_mean_of_its_seeds(tmp_path):
+    rows = [
+        row("a", 0, 3.0), row("a", 1, 3.2), row("b", loss=2.5), row("b", loss=2.4, time_of="a"),
+        row("a", kind="rates", short_tokens=10**7, rates={"0.001": 4.0, "0.002": 3.5}),
+    ]  # fmt: skip
+    (tmp_path / "evidence.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    found = {table.name: table for table in tables.with_rows(tmp_path)}
+    assert list(found) == ["evidence_fox", "evidence_rates"]
+    lines = found["evidence_fox"].markdown(tmp_path, tmp_path / "page.md").splitlines()
+    cells = [line.split(" | ") for line in lines if line.startswith("| `")]
+    assert [line[0] for line in cells] == ["| `b`, in the time of `a`", "| `b`", "| `a`"]
+    assert cells[2][1] == "0, 1" and cells[2][5] == "3.100 (3.000, 3.200)"
+    assert cells[1][6:10] == ["20.00", "", "30.00", "0.75"] and cells[1][13:15] == ["0.250", ""]
+    assert "0.001: 4.000, 0.002: 3.500" in found["evidence_rates"].markdown(
+        tmp_path, tmp_path / "x.md"
+    )
+    for draw in (draw_results.draw_evidence_loss, draw_results.draw_evidence_recall):
+        assert draw(draw_results.LIGHT, rows[:4]).axes
+
+
+def test_the_tokens_of_equal_time_follow_from_the_speeds(tmp_path):
+    path = tmp_path / "rates.jsonl"
+    fields = dict(
+        kind="rates", length=4096, batch_size=64, factor=1, rates={}, short_tokens=1, corpus=""
+    )
+    rows = [
+        dict(model=f"lm:{m}-nano", tokens_per_second=s, **fields)
+        for m, s in (("gla", 300.0), ("softmax", 200.0))
+    ]
+    path.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    args = parse(
+        f"--rates={path}", "--models", "lm:gla-nano", "--time_of=lm:softmax-nano", "--tokens=1000"
+    )
+    (case,) = cases_module.cases(args)
+    assert case["tokens"] == 1500 and case["time_of"] == "lm:softmax-nano"
+
+
+def test_questions_of_several_keys_that_are_too_long_are_counted(tmp_path):
+    path = tmp_path / "multikey.jsonl"
+    texts = [dict(context=" " * n + "key: v", question="\nkey:", answers=["v"]) for n in (0, 900)]
+    path.write_text("".join(json.dumps(text) + "\n" for text in texts))
+    settings = SuiteSettings(ByteTokenizer(), bos_id=256, max_length=100)
+    found, too_long = evidence_recall.prompts(path, settings, None)
+    assert too_long == 1 and bytes(found[0][0][1:].tolist()) == b"key: v\nkey:"
+    path.write_text(json.dumps(texts[1]) + "\n")
+    with pytest.raises(ValueError, match="none of 1 questions fits 100 tokens"):
+        evidence_recall.prompts(path, settings, None)
+
+
 @pytest.mark.slow
 def test_two_tiny_models_from_corpus_to_rows(tmp_path, capsys):
-    corpus, output = tmp_path / "corpus", tmp_path / "rows.jsonl"
+    corpus, output, rates = (tmp_path / name for name in ("corpus", "rows.jsonl", "rates.jsonl"))
     words = np.random.default_rng(0).integers(97, 123, 200_000).astype(np.uint16)
     for name, rows, length in (("train", 64, 1024), ("heldout", 8, 1024), ("long", 2, 1024)):
         with StoreWriter(corpus / f"{name}.zarr", length, vocab_size=257, attributes=dict(encoder="bytes")) as writer:  # fmt: skip
             writer.add(words[: rows * length].reshape(rows, length))
-    arguments = [
+    (corpus / "recall").mkdir()
+    for task in evidence_recall.TASKS:
+        questions = [
+            dict(context=f"{'x' * n} key: value", question="\nkey:", answers=["value"])
+            for n in (9, 300)
+        ]
+        (corpus / "recall" / f"{task}.jsonl").write_text(
+            "".join(json.dumps(q) + "\n" for q in questions)
+        )
+    common = [
         "evidence", "--models", "lm:gla-nano", "lm:softmax-nano", f"--corpus={corpus}", f"--runs={tmp_path / 'runs'}",
-        f"--output={output}", "--tokens=16384", "--length=256", "--batch_size=8", "--factors=1,2", "--share=0.5",
-        "--long_length=1024", "--long_documents=2", "--needle_lengths=600", "--tasks=heldout,long,needle",
+        "--tokens=16384", "--length=512", "--batch_size=8", "--factors=1,2", "--share=0.5",
+        "--long_length=1024", "--long_documents=2", "--needle_lengths=600",
     ]  # fmt: skip
+    main([*common, "--only_rates", f"--output={rates}"])
+    chosen = [json.loads(line) for line in rates.read_text().splitlines()]
+    assert [row["kind"] for row in chosen] == ["rates", "rates"]
+    arguments = [*common, f"--rates={rates}", f"--output={output}"]
     main([*arguments, "--minutes=0"])
     assert not output.exists() or not output.read_text()
     assert "the same command continues" in capsys.readouterr().err
     main(arguments)
     rows = [json.loads(line) for line in output.read_text().splitlines()]
     assert [row["model"] for row in rows] == ["lm:gla-nano", "lm:softmax-nano"]
-    for row in rows:
+    for row, short in zip(rows, chosen, strict=True):
         best = min(row["rates"], key=row["rates"].get)
         assert float(best) == pytest.approx(row["peak_lr"], rel=1e-2) and len(row["rates"]) == 2
+        assert row["rates"] == short["rates"] and row["rates_tokens"] == 8192
         assert set(row["long"]["perplexity"]) >= {"1024", "512"}
         assert np.isfinite(row["heldout"]["loss"]) and len(row["long"]["loss_by_block"]["loss"]) == 2  # fmt: skip
         assert np.shape(row["needle"]["easy"]["found"]) == (1, 5)
-        assert row["state_bytes"] > 0 and row["parameters"]["total"] > 0
+        assert (
+            set(row["recall"]) == {*evidence_recall.TASKS, "seconds"}
+            and row["recall"]["names"]["questions"] == 2
+        )
+        assert row["state_bytes"] > 0 and row["parameters"]["total"] > 0 and row["card_seconds"] > 0
     main(arguments)
     assert len(output.read_text().splitlines()) == 2
     with pytest.raises(SystemExit, match="was computed with other options; give another folder"):
-        main([*arguments, "--batch_size=4", "--output=-"])
+        main([*common, "--warmup=0.2", f"--output={tmp_path / 'x'}"])

@@ -144,6 +144,23 @@ def test_answers_equal_one_forward_pass_and_sampling():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("method", ("softmax", "fox", "gla", "gated_deltanet", "mamba2", "rwkv7"))
+def test_prompts_of_several_lengths_in_one_batch_are_answered_as_alone(method):
+    config = models.lm(method, "tiny", vocab_size=VOCAB)
+    config.num_layers, config.dtype, config.remat = 2, "float32", "none"
+    answerer = Answerer(
+        models.Decoder(config, rngs=nnx.Rngs(0)), max_length=40, num_tokens=3, piece_length=16
+    )
+    tokens = np.random.default_rng(1).integers(0, VOCAB, (3, 42)).astype(np.int32)
+    lengths, answers = np.array([40, 11, 1]), tokens[:, 40:]
+    nll, drawn = answerer(tokens[:, :40], answers, lengths)
+    for row, length in enumerate(lengths):
+        alone = answerer(tokens[row : row + 1, 40 - length : 40], answers[row : row + 1])
+        np.testing.assert_allclose(nll[row], alone[0][0], rtol=2e-5)
+        np.testing.assert_array_equal(drawn[row], alone[1][0])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("method", sorted(mixers.METHODS))
 def test_answers_of_every_method(method):
     config = models.lm(method, "tiny", vocab_size=VOCAB)
@@ -245,6 +262,8 @@ def test_invalid_lengths_and_prompts_are_refused():
         answerer(np.zeros((1, 3), np.int32), np.full((1, 2), [0, 257], np.int32))
     with pytest.raises(ValueError, match="answers has shape"):
         answerer(np.zeros((2, 3), np.int32), np.zeros((1, 2), np.int32))
+    with pytest.raises(ValueError, match=r"lengths=\[4\]: accepted are 1 numbers of 1 to 3"):
+        answerer(np.zeros((1, 3), np.int32), np.zeros((1, 1), np.int32), np.array([4]))
 
 
 TEXTS = {

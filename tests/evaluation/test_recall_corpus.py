@@ -5,6 +5,7 @@ the suite reads the files.
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -50,10 +51,30 @@ def test_a_question_about_a_name_repeats_it_and_no_other_document_has_it():
         recall_corpus.make_questions("names", [dict(text=story("Korvath"))] * 2, 10)
 
 
+def test_a_question_of_several_keys_has_one_answer_among_four():
+    lines = "".join(f"Line {n} of a text about rivers and mills.\n" for n in range(400))
+    documents = [
+        dict(text=lines),
+        dict(text=lines[:5000]),
+        dict(text=lines),
+    ]  # the second is too short
+    rows = recall_corpus.make_questions("multikey", documents, 10)
+    assert len(rows) == 2 and rows == recall_corpus.make_questions("multikey", documents, 10)
+    for row in rows:
+        needles = re.findall(r"^One of the special magic numbers for (\w+) is: (\d{7})\.$", row["context"], re.M)  # fmt: skip
+        assert len({key for key, _ in needles}) == len(needles) == 4
+        key = row["question"].split()[-2]
+        assert row["answers"] == [value for k, value in needles if k == key]
+        removed = re.sub(r"One of the special .*\n", "", row["context"])
+        assert lines.startswith(removed)
+    with pytest.raises(ValueError, match="none of the 1 documents has 3000 characters in lines"):
+        recall_corpus.make_questions("multikey", [dict(text="short")], 1)
+
+
 def test_the_suite_reads_the_files(tmp_path):
     source = tmp_path / "documents.jsonl"
     source.write_text("".join(json.dumps(dict(text=t)) + "\n" for t in (RECORDS, story("Korvath"))))
-    for task in recall_corpus.TASKS:
+    for task in ("fields", "names"):
         recall_corpus.main(
             [f"--task={task}", f"--source={source}", f"--out={tmp_path}", "--count=3"]
         )

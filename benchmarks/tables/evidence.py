@@ -1,0 +1,130 @@
+"""The results tables of the models that `python -m benchmarks evidence` trained: a line a model, means over its seeds."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from benchmarks.tables.table import Column, Row, Table, group
+
+FILE = "evidence.jsonl"
+Runs = list[Row]
+"""The rows of one model, one for each seed."""
+
+
+def by_model(rows: list[Row]) -> list[Runs]:
+    """Return the rows of each model and time limit, the lowest mean loss first."""
+    runs = group(rows, lambda row: (row["model"], row["tokens"], row.get("time_of"))).values()
+    return sorted(runs, key=lambda rows: mean(rows, lambda row: row["heldout"]["loss"]))
+
+
+def mean(runs: Runs, value: Callable[[Row], float | None]) -> float:
+    """Return the mean of a value over the seeds; NaN if a seed lacks it."""
+    values = [value(row) for row in runs]
+    return float("nan") if None in values else statistics.fmean(v for v in values if v is not None)
+
+
+def perplexity(length: int) -> Callable[[Row], float | None]:
+    """Return the function from a row to P(length), the perplexity of the first `length` tokens of long documents."""
+    return lambda row: row.get("long", {}).get("perplexity", {}).get(str(length))
+
+
+def needles(mode: str, *, beyond: bool) -> Callable[[Row], float | None]:
+    """Return the function from a row to the share of needles found, up to the training length or beyond it."""
+
+    def value(row: Row) -> float | None:
+        needle = row.get("needle")
+        if needle is None:
+            return None
+        pairs = zip(needle["lengths"], needle[mode]["found"], strict=True)
+        found = [share for n, shares in pairs if (n > row["length"]) == beyond for share in shares]
+        return statistics.fmean(found) if found else None
+
+    return value
+
+
+def recall(task: str) -> Callable[[Row], float | None]:
+    """Return the function from a row to the share of answers that contain the right one."""
+    return lambda row: row.get("recall", {}).get(task, {}).get("contains")
+
+
+def _column(title: str, value: Callable[[Row], float | None], form: str) -> Column:
+    def cell(runs: Runs) -> str:
+        values = [value(row) for row in runs]
+        if None in values:
+            return ""
+        text = form.format(mean(runs, value))
+        return text if len(runs) == 1 else f"{text} ({', '.join(map(form.format, values))})"
+
+    return Column(title, cell)
+
+
+def name(runs: Runs) -> str:
+    """Return a model's name as code, and the model whose time it was trained for, if there is one."""
+    limit = runs[0].get("time_of")
+    return f"`{runs[0]['model']}`" + (f", in the time of `{limit}`" if limit else "")
+
+
+COLUMNS = (
+    Column("model", name),
+    Column("seeds", lambda runs: ", ".join(str(row["seed"]) for row in runs)),
+    Column("10⁶ tokens", lambda runs: f"{runs[0]['tokens'] / 1e6:.0f}"),
+    Column("active parameters, M", lambda runs: f"{runs[0]['parameters']['active'] / 1e6:.0f}"),
+    Column("state, MB", lambda runs: f"{runs[0]['state_bytes'] / 1e6:.2f}"),
+    _column("held-out loss", lambda row: row["heldout"]["loss"], "{:.3f}"),
+    *(_column(f"P({n:,})", perplexity(n), "{:.2f}") for n in (4096, 16384, 65536)),
+    _column("needles, easy", needles("easy", beyond=False), "{:.2f}"),
+    _column("standard", needles("standard", beyond=False), "{:.2f}"),
+    _column("easy, beyond T", needles("easy", beyond=True), "{:.2f}"),
+    *(_column(task, recall(task), "{:.3f}") for task in ("multikey", "fields", "names")),
+    Column("learning rate", lambda runs: f"{runs[0]['peak_lr']:.1e}"),
+    Column("10³ tokens/s", lambda runs: f"{mean(runs, lambda r: r['tokens_per_second']) / 1e3:.0f}"),
+    Column("card hours", lambda runs: f"{sum(row['card_seconds'] for row in runs) / 3600:.2f}"),
+)  # fmt: skip
+
+
+def _table(kind: str) -> Table:
+    return Table(
+        f"evidence_{kind}",
+        (FILE,),
+        COLUMNS,
+        where=lambda row: row.get("table") == kind and row.get("kind") != "rates",
+        key=lambda row: (row["model"], row["seed"], row["tokens"], row.get("time_of")),
+        lines=by_model,
+        command=f"python -m benchmarks evidence --table={kind} --corpus=data/corpus --rates=rates.jsonl --output=docs/evidence.jsonl",
+        not_run="trains models of 125M parameters",
+    )
+
+
+def rates_lines(rows: list[Row]) -> Iterable[Row]:
+    """Return the rows of learning rates by model."""
+    return sorted(rows, key=lambda row: (row.get("table", ""), row["model"]))
+
+
+EVERY = [
+    *map(_table, ("fox", "mom", "moe", "methods")),
+    Table(
+        "evidence_rates",
+        (FILE,),
+        (
+            Column("model", lambda row: f"`{row['model']}`"),
+            Column("10⁶ tokens", lambda row: f"{row['short_tokens'] / 1e6:.0f}"),
+            Column("held-out loss at each learning rate", lambda row: ", ".join(f"{rate}: {loss:.3f}" for rate, loss in row["rates"].items())),
+            Column("chosen", lambda row: f"{row['peak_lr']:.1e}"),
+        ),
+        where=lambda row: row.get("kind") == "rates",
+        key=lambda row: row["model"],
+        lines=rates_lines,
+        command="python -m benchmarks evidence --table=fox --only_rates --corpus=data/first --output=docs/evidence.jsonl",
+        not_run="trains models of 125M parameters",
+    ),
+]  # fmt: skip
+
+
+def with_rows(docs: Path) -> list[Table]:
+    """Return the tables that have a row in the folder `docs`; a page can show these only."""
+    return [table for table in EVERY if (docs / FILE).is_file() and table.rows(docs)]
+
+
+TABLES = with_rows(Path(__file__).resolve().parents[2] / "docs")
