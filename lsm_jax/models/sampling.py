@@ -181,7 +181,7 @@ def _check(model, prompt, num_tokens, temperature, top_k, top_p, stop_token, seg
 @functools.partial(jax.jit, static_argnames=("graphdef", "capacity", "prefill_chunk", "unroll_layers"))  # fmt: skip
 def read_prompt(
     graphdef, params, prompt, segment_ids, *, capacity, prefill_chunk, unroll_layers
-) -> tuple[jax.Array, DecoderState]:
+) -> tuple[Any, DecoderState]:
     """Return the hidden state [B, D] of each row's last real token, and the state after the prompt, of unstacked layers
     with `unroll_layers`."""
     model = nnx.merge(graphdef, params)

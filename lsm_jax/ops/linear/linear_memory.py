@@ -110,8 +110,8 @@ def linear_memory(
     _check_writes(op, (batch, length, heads), log_write, skip, normalize)
     # A masked token has a skip, but the kernel must not see its value, which may not be finite.
     in_kernel = (
-        implementation == "mosaic_gpu" and jnp.ndim(log_decay) == 3 and update_mask is None and layer is None
-        and value_log_decay is None and bonus is None and shards_of("sequence") == 1
+        implementation == "mosaic_gpu" and log_decay is not None and jnp.ndim(log_decay) == 3 and update_mask is None
+        and layer is None and value_log_decay is None and bonus is None and shards_of("sequence") == 1
     )  # fmt: skip
     if (log_write is not None or skip is not None) and not in_kernel:
         writes = v if log_write is None else scale_values(v, log_write)

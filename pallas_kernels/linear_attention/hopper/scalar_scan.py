@@ -475,7 +475,7 @@ class _Warpgroup(NamedTuple):
             if skipped is not None:
                 skip_dots = jnp.sum(skipped * partner, axis=1)
                 self.refs["skip_dots"].at[at.b, at.h, index, tokens][...] = skip_dots
-        if skipped is not None:
+        if at.skip is not None and skipped is not None:
             out += at.skip * skipped
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         buffer[...] = out.astype(buffer.dtype)
