@@ -40,7 +40,7 @@ from lsm_jax.data.store import TokenStore
 BENCHMARK = Benchmark(
     name="evidence",
     summary="the models of a paper's table on a corpus of real text: loss, long contexts, needles, recall",
-    key=("model", "seed", "tokens", "length", "batch_size", "tasks", "corpus"),
+    key=("table", "model", "seed", "tokens", "length", "batch_size", "tasks", "corpus"),
     optional_key={"kind": None, "time_of": None},
     resume=True,
 )

@@ -71,7 +71,7 @@ def test_any_method_is_a_mixer():
 
 def test_wrong_variants_are_refused():
     for variant, words in (
-        ("a2b", "size 'a2b'; accepted are a0.3b-2b, a1b-7b, tiny"),
+        ("a2b", "size 'a2b'; accepted are a0.3b-2b, a1b-7b, a-small, tiny"),
         ("tiny,mix=gla", "option 'mix'; accepted are mixer, pattern"),
         ("tiny,mixer=glo", "mixer='glo'; accepted are linear_attention"),
         ("tiny,pattern=LM", "letters that model.layers lacks: M; accepted are L, N"),

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import lsm_jax
+from lsm_jax.ops.backends.select import clear_choices
 from lsm_jax.training import Checkpoints, TrainingStopped, loop, read_rows, train
 from tests.training import tiny
 
@@ -27,6 +28,7 @@ def text(tmp_path_factory):
 def uninterrupted(text, tmp_path_factory):
     """Fixture: a training run that was never interrupted."""
     workdir = tmp_path_factory.mktemp("uninterrupted") / "run"
+    clear_choices()  # of tests before it in this process
     result = train(tiny.config(text), workdir)
     assert result.step == 12 and result.interrupted is None
     return workdir
