@@ -197,7 +197,7 @@ class Mamba2(Mixer):
     def _in_kernel(self) -> bool:
         """Return whether the op multiplies x by Δ and adds D x, which Hopper's kernel does in registers, and the kernel of the gated norm
         has no skip: where the config asks for the op's kernel by name."""
-        return type(self).op is ops.linear_memory and self.config.op.implementation == "mosaic_gpu"
+        return type(self).op is ops.linear_memory and self.config.op.names() == ("mosaic_gpu",)
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
         """Return (y, context), with the layer's output y [B, T, D] from the memory's output o [B, T, H, V]: add the skip D x,

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
-from lsm_jax import mixers
+from lsm_jax import mixers, ops
 from lsm_jax.mixers import joined
 from lsm_jax.mixers.joined import project_together
 from lsm_jax.mixers.layers import Dense
+from lsm_jax.ops.backends import select
 from tests.mixers.test_mixers import close
 
 
@@ -94,3 +97,25 @@ def test_mamba2_with_step_and_skip_in_its_op_is_the_same_function(norm, monkeypa
     for a, b in zip(jax.tree.leaves(inside), jax.tree.leaves(apart), strict=True):
         assert np.isfinite(np.asarray(a, np.float64)).all()
         close(a, b)
+
+
+@pytest.mark.parametrize("memories", [1, 2])
+def test_mamba2_with_step_and_skip_in_its_op_decodes_on_hopper(memories, monkeypatch):
+    """A prompt runs the op's kernel, and the token after it, for which the kernel has no step, the passes outside of it."""
+    config = mixers.Mamba2Config(head_dim=64, state_size=64)
+    config.op = dataclasses.replace(config.op, implementation="mosaic_gpu")
+    if memories > 1:
+        config = mixers.MoMConfig(mixer=config, num_memories=memories, top_k=1)
+    graph, params = nnx.split(nnx.eval_shape(lambda: mixers.build(config, 64, rngs=nnx.Rngs(0))))
+    monkeypatch.setattr(select, "compute_capabilities", lambda: frozenset(["9.0"]))
+    select.clear_choices()
+
+    def run(params, x):
+        layer = nnx.merge(graph, params)
+        _, state, _ = layer(x, state=layer.init_state(2, 129, x.dtype))
+        return layer(x[:, :1], state=state).y
+
+    x = jax.ShapeDtypeStruct((2, 128, 64), jnp.bfloat16)
+    traced = jax.jit(run).trace(params, x)
+    assert traced.out_info.shape == (2, 1, 64)
+    assert "mosaic_gpu" in ops.choices()["linear_memory"]

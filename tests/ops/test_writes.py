@@ -42,9 +42,27 @@ def test_writes_have_factors_and_outputs_a_skip(form):
             for h in range(4):
                 read = np.asarray(q[b, t, h]) @ memory[b, h // 2]
                 expected[b, t, h] = read + float(skip[h // 2]) * np.asarray(v[b, t, h // 2])
-    real = np.asarray(ids > 0)
-    np.testing.assert_allclose(np.asarray(output)[real], expected[real], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(output, expected, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(state.memory, memory, rtol=1e-5, atol=1e-5)
+
+
+def test_padding_may_have_any_numbers():
+    """Values and factors of padding, and factors of masked tokens, change neither outputs nor gradients, whatever they are."""
+    (q, k, v, log_decay), log_write, skip = inputs(6)
+    ids, mask = jnp.array([[1] * 6, [1] * 4 + [0] * 2]), jnp.ones((2, 6)).at[0, 3].set(0)
+
+    def run(v, log_write):
+        return ops.linear_memory(
+            q, k, v, log_decay, log_write=log_write, skip=skip, segment_ids=ids, update_mask=mask,
+            form="recurrent",
+        )[0]  # fmt: skip
+
+    expected, pull = jax.vjp(run, v, log_write)
+    given = v.at[1, 4:].set(jnp.nan), log_write.at[1, 4:].set(jnp.nan).at[0, 3].set(jnp.nan)
+    output, pull_given = jax.vjp(run, *given)
+    np.testing.assert_array_equal(output, expected)
+    for a, b in zip(pull_given(jnp.ones_like(output)), pull(jnp.ones_like(output)), strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 def test_wrong_factors_are_refused():

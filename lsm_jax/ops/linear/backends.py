@@ -104,15 +104,14 @@ HOPPER = _kernel(
 TPU = _kernel("mosaic_tpu", memory_kernels.TPU, platforms=("tpu",), automatic=False)
 TRITON = _kernel("triton", memory_kernels.TRITON, **TRITON_CARDS)
 XLA = Backend(name="xla", run=run_xla)
+_NOT_ONE_TOKEN = "log_input_gate", "normalize", "log_write", "skip"
 
 register(
     "linear_memory",
-    one_token.decode_backend(run_xla, without=("log_input_gate", "normalize"), stacked_only=True),
+    one_token.decode_backend(run_xla, without=_NOT_ONE_TOKEN, stacked_only=True),
     HOPPER,
     TPU,
-    one_token.decode_backend(
-        run_xla, name="triton", without=("log_input_gate", "normalize"), stacked_only=True
-    ),
+    one_token.decode_backend(run_xla, name="triton", without=_NOT_ONE_TOKEN, stacked_only=True),
     TRITON,
     XLA,
 )

@@ -19,6 +19,7 @@ from lsm_jax.ops.backends.registry import check_implementation
 from lsm_jax.ops.backends.run import run, static_of
 from lsm_jax.ops.core import checks
 from lsm_jax.ops.core.decays import split_constant
+from lsm_jax.ops.core.segments import select
 from lsm_jax.ops.core.shared_rows import memory_axes
 from lsm_jax.ops.core.states import LinearState, linear_state, store_layer, unwrap_layer
 from lsm_jax.ops.linear import (
@@ -65,8 +66,9 @@ def linear_memory(
             read as `q diag(bonus) kᵀ v` (RWKV6, arXiv 2404.05892 Eq. 18).
         log_write: [B, T, G], natural logarithm: the memory is written with `e^log_write v` (Mamba2's step size). Accepted without
             `normalize`.
-        skip: [G]; `skip v` of a token, without `e^log_write`, is added to its output (Mamba2's D). The kernel "mosaic_gpu" multiplies
-            and adds both in registers, for a log_decay [B, T, G] without update_mask; otherwise they are passes over v and the output.
+        skip: [G]; `skip v` of a token, without `e^log_write`, is added to its output (Mamba2's D). With `implementation="mosaic_gpu"`
+            alone the kernel multiplies and adds both in registers, for a log_decay [B, T, G] of more than one token without
+            update_mask, bonus or value_log_decay, on rows that devices do not share. Otherwise they are passes over v and the output.
         normalize: None, or the ε of `o = q M / (q z + ε)` with z the decayed sum of keys. With
             `log_input_gate` it is the ε of `o = q M / (max(|q z|, e^-m) + ε)`, M and z as stored and m their
             stabiliser; for ε = 0 this is `q C / max(|q n|, 1)` of the unscaled C and n (xLSTM, arXiv
@@ -110,11 +112,18 @@ def linear_memory(
     _check_writes(op, (batch, length, heads), log_write, skip, normalize)
     # A masked token has a skip, but the kernel must not see its value, which may not be finite.
     in_kernel = (
-        implementation == "mosaic_gpu" and log_decay is not None and jnp.ndim(log_decay) == 3 and update_mask is None
-        and layer is None and value_log_decay is None and bonus is None and shards_of("sequence") == 1
+        implementation in ("mosaic_gpu", ("mosaic_gpu",)) and log_decay is not None and jnp.ndim(log_decay) == 3
+        and update_mask is None and layer is None and value_log_decay is None and bonus is None and length > 1
+        and shards_of("sequence") == 1
     )  # fmt: skip
     if (log_write is not None or skip is not None) and not in_kernel:
-        writes = v if log_write is None else scale_values(v, log_write)
+        real = None if segment_ids is None else segment_ids != 0
+        written = (
+            real if update_mask is None else (update_mask != 0) & (True if real is None else real)
+        )
+        v, writes = select(real, v), select(written, v)
+        if log_write is not None:
+            writes = scale_values(writes, select(written, log_write))
         given = dict(
             value_log_decay=value_log_decay, bonus=bonus, scale=scale,
             initial_state=initial_state if layer is None else initial_state._replace(memory=layer),
