@@ -317,7 +317,7 @@ def chosen_rates(rows: list[dict[str, Any]], models: Iterable[str], setting: Set
         row["model"]: row
         for row in rows
         if row.get("kind") == "rates"
-        and (row["length"], row["batch_size"]) == (setting.length, setting.batch_size)
+        and (row.get("length"), row.get("batch_size")) == (setting.length, setting.batch_size)
     }
     for model in models:
         if model not in found:

@@ -17,11 +17,38 @@ from lsm_jax.evaluation.reader import Answerer
 from lsm_jax.evaluation.request import run_bos_id, run_tokenizer
 from lsm_jax.evaluation.suites import SuiteSettings
 from lsm_jax.evaluation.suites.local import read_rows
-from lsm_jax.evaluation.suites.recall import ANSWER_TOKENS, cut_context, find_answer
+from lsm_jax.evaluation.suites.recall import (
+    ANSWER_TOKENS,
+    check_types,
+    cut_context,
+    find_answer,
+)
 
 TASKS = ("fields", "names", "multikey")
+_FIELDS = ("context", "question", "answers")
 _BATCH = 32
 _PIECE = 1024
+
+
+def questions(path: Path, limit: int | None) -> list[dict[str, Any]]:
+    """Return the rows of the first `limit` questions of a file, each with `context`, `question` and `answers`.
+
+    Raises:
+        ValueError: the file is no such file, a row lacks a field or has another type, or a context has none of the answers.
+    """
+    rows = read_rows(path)[:limit]
+    for number, row in enumerate(rows, 1):
+        try:
+            if missing := [name for name in _FIELDS if name not in row]:
+                raise ValueError(f"it lacks {', '.join(missing)}")
+            check_types(row, _FIELDS)
+            if find_answer(row["context"], row["answers"]) is None:
+                raise ValueError(
+                    f"answers={row['answers']!r:.80}; accepted are answers of which the context has one"
+                )
+        except ValueError as error:
+            raise ValueError(f"{path}, row {number}: {error}") from error
+    return rows
 
 
 def prompts(
@@ -31,16 +58,13 @@ def prompts(
     `settings.max_length`, and the number of those that do not fit.
 
     Raises:
-        ValueError: a context has no answer, or no question fits.
+        ValueError: the rows are not those of `questions`, or no question fits.
     """
     found, too_long = [], 0
-    for number, row in enumerate(read_rows(path)[:limit], 1):
-        try:
-            context = row["context"]
-            if path.stem != "multikey":
-                context = cut_context(context, row["answers"], row["question"], settings)
-        except ValueError as error:
-            raise ValueError(f"{path}, row {number}: {error}") from error
+    for row in questions(path, limit):
+        context = row["context"]
+        if path.stem != "multikey":
+            context = cut_context(context, row["answers"], row["question"], settings)
         ids = settings.tokenizer.encode(context + row["question"])
         if settings.bos_id is not None:
             ids = [settings.bos_id, *ids]

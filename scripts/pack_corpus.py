@@ -41,18 +41,27 @@ _MOST_GROUPS = 100  # two digits in their names
 
 def _groups(options: argparse.Namespace) -> tuple[dict[str, list[blocks.Line]], dict[str, str]]:
     """Return the documents of each group that the options select, in the order in which the parts have them, and the SHA-256 of
-    the texts of each; those of a training group are all training texts to its end."""
+    the texts of each; those of a training group are all training texts to its end.
+
+    Raises:
+        ValueError: the groups do not have all training documents, or as many as --train_bytes allows.
+    """
     corpus = options.corpus
     groups, digests = {}, {}
     for name, most in (("heldout", None), ("long", options.long_documents)):
         path = corpus / f"{name}.jsonl"
         if path.stat().st_size:
             (groups[name],), (digests[name],) = blocks.groups_of(path, [math.inf], most=most)
-    size, sizes = options.first_bytes, [options.first_bytes]
+    size = min(options.first_bytes, options.train_bytes)
+    sizes = [size]
     while size < options.train_bytes and len(sizes) < _MOST_GROUPS:
         sizes.append(min(options.group_bytes, options.train_bytes - size))
         size += sizes[-1]
     found = blocks.groups_of(corpus / "train.jsonl", sizes)
+    if size < options.train_bytes and len(found[0]) == _MOST_GROUPS:
+        with (corpus / "train.jsonl").open("rb") as file:
+            if sum(map(len, found[0])) < sum(1 for _ in file):
+                raise ValueError(f"--group_bytes={options.group_bytes:g}: the training text has more than {_MOST_GROUPS} such groups; accepted are larger ones, or --train_bytes")  # fmt: skip
     for number, (lines, digest) in enumerate(zip(*found, strict=True)):
         groups[_training(number)], digests[_training(number)] = lines, digest
     return groups, digests

@@ -66,7 +66,11 @@ def test_an_interrupted_pack_continues_and_wrong_inputs_are_named(corpora, capsy
 
     assert "it has no texts; make them with" in error("pack", "--corpus", corpora, "--out", parts)  # fmt: skip
     assert "do not fit into the first part" in error("pack", "--corpus", texts, "--out", parts, "--part_bytes=25000")  # fmt: skip
-    assert "no document is selected" in error("pack", "--corpus", texts, "--out", parts, "--first_bytes=3")  # fmt: skip
+    assert "accepted are groups of as many, not of 3" in error("pack", "--corpus", texts, "--out", parts, "--first_bytes=3")  # fmt: skip
+    assert "no document is selected" in error("pack", "--corpus", texts, "--out", parts, "--train_bytes=3")  # fmt: skip
+    monkeypatch.setattr(pack_corpus, "_MOST_GROUPS", 2)
+    assert "more than 2 such groups" in error("pack", "--corpus", texts, "--out", parts, "--first_bytes=30000", "--group_bytes=30000")  # fmt: skip
+    monkeypatch.setattr(pack_corpus, "_MOST_GROUPS", 100)
     assert run("pack", "--corpus", texts, "--out", parts, "--first_bytes=30000") == 0
     assert "it has parts already" in error("pack", "--corpus", texts, "--out", parts)
     part = parts / "part-000.tar"

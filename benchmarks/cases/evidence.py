@@ -135,6 +135,10 @@ def setting_of(args: argparse.Namespace) -> evidence.Setting:
     if not args.factors or not all(0 < factor < math.inf for factor in args.factors):
         raise UsageError(f"--factors={args.factors}: accepted are positive numbers, at least one")
     names = ("corpus", "runs", "tokens", "length", "batch_size", "share", "warmup", "long_length", "long_documents", "harness", "limit")  # fmt: skip
+    if args.limit is not None and args.limit < 1:
+        raise UsageError(f"--limit={args.limit}: it must be at least 1")
+    if args.rates and not args.rates.is_file():
+        raise UsageError(f"--rates={args.rates}: it does not exist")
     if args.only_rates and (args.rates or args.time_of or len(args.factors) < 2):
         raise UsageError(
             "--only_rates requires two or more --factors, and excludes --rates and --time_of"
@@ -211,6 +215,7 @@ def _check_inputs(setting: evidence.Setting) -> None:
                     f"--corpus={setting.corpus}: it has no recall/{name}.jsonl; make it with python -m "
                     f"lsm_jax.evaluation.recall_corpus --task={name} --out={setting.corpus}"
                 )
+            evidence_recall.questions(setting.corpus / "recall" / f"{name}.jsonl", setting.limit)
 
 
 def rows(args: argparse.Namespace, cases: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:

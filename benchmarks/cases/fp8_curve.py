@@ -30,7 +30,6 @@ BENCHMARK = Benchmark(
     name="fp8_curve",
     summary="losses of training with products in FP8 beside those with products in bfloat16",
     key=("model", "matmul", "steps", "length", "batch_size", "corpus"),
-    resume=True,
 )
 
 

@@ -7,9 +7,10 @@ A row for each number of devices (mesh axis "sequence"), documents and form, at 
 `configs/mom.py:340m` (width 1,024, four heads of 256, four memories, two per token and a shared one): milliseconds of
 a forward, and of a forward with its backward, of one row of `--length` tokens in all, medians of 7 batches of
 `--calls` calls. Documents of `--documents` tokens are packed into the row; 0 is one document. `form` is the one that
-ran: rows of several documents that devices share run masked, whatever `--forms` says, and then have one row. `error`
-is the root mean square of the output's difference from the first case's of the same documents, over that of the
-output. Inputs are random embeddings of text. Everything is compiled before anything is timed; `--seconds` counts from then.
+ran: rows of several documents that devices share, and any row that GPUs share, run masked, whatever `--forms` says,
+and have one row. `error` is the root mean square of the output's difference from the first case's of the same
+documents, over that of the output. Inputs are random embeddings of text. Everything is compiled before anything is
+timed; `--seconds` counts from then.
 """
 
 from __future__ import annotations
@@ -109,11 +110,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
     fields = dict(inner=args.inner, width=args.width, length=args.length)
+    on_cards = jax.default_backend() != "cpu"
     return [
         fields | dict(document=document, devices=devices, form=form)
         for document in args.documents
         for devices in args.devices
-        for form in (["masked"] if document and devices > 1 else args.forms)
+        for form in (["masked"] if devices > 1 and (document or on_cards) else args.forms)
     ]
 
 

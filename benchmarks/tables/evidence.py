@@ -13,10 +13,20 @@ Runs = list[Row]
 """The rows of one model, one for each seed."""
 
 
+def _run(row: Row) -> tuple:
+    fields = ("model", "tokens", "length", "batch_size", "corpus")
+    return *(row[name] for name in fields), row.get("time_of")
+
+
 def by_model(rows: list[Row]) -> list[Runs]:
-    """Return the rows of each model and time limit, the lowest mean loss first."""
-    runs = group(rows, lambda row: (row["model"], row["tokens"], row.get("time_of"))).values()
-    return sorted(runs, key=lambda rows: mean(rows, lambda row: row["heldout"]["loss"]))
+    """Return the rows of each model, setting and time limit, the lowest mean loss first."""
+    runs = group(rows, _run).values()
+    return sorted(runs, key=lambda rows: mean(rows, heldout_loss))
+
+
+def heldout_loss(row: Row) -> float | None:
+    """Return the held-out loss of a row, None if it was not evaluated."""
+    return row.get("heldout", {}).get("loss")
 
 
 def mean(runs: Runs, value: Callable[[Row], float | None]) -> float:
@@ -72,7 +82,7 @@ COLUMNS = (
     Column("10⁶ tokens", lambda runs: f"{runs[0]['tokens'] / 1e6:.0f}"),
     Column("active parameters, M", lambda runs: f"{runs[0]['parameters']['active'] / 1e6:.0f}"),
     Column("state, MB", lambda runs: f"{runs[0]['state_bytes'] / 1e6:.2f}"),
-    _column("held-out loss", lambda row: row["heldout"]["loss"], "{:.3f}"),
+    _column("held-out loss", heldout_loss, "{:.3f}"),
     *(_column(f"P({n:,})", perplexity(n), "{:.2f}") for n in (4096, 16384, 65536)),
     _column("needles, easy", needles("easy", beyond=False), "{:.2f}"),
     _column("standard", needles("standard", beyond=False), "{:.2f}"),
@@ -90,7 +100,7 @@ def _table(kind: str) -> Table:
         (FILE,),
         COLUMNS,
         where=lambda row: row.get("table") == kind and row.get("kind") != "rates",
-        key=lambda row: (row["model"], row["seed"], row["tokens"], row.get("time_of")),
+        key=lambda row: (*_run(row), row["seed"]),
         lines=by_model,
         command=f"python -m benchmarks evidence --table={kind} --corpus=data/corpus --rates=rates.jsonl --output=docs/evidence.jsonl",
         not_run="trains models of 125M parameters",
@@ -103,7 +113,7 @@ def rates_lines(rows: list[Row]) -> Iterable[Row]:
 
 
 EVERY = [
-    *map(_table, ("fox", "mom", "moe", "methods")),
+    *map(_table, ("fox", "mom", "moe", "methods", "methods_xla")),
     Table(
         "evidence_rates",
         (FILE,),

@@ -72,7 +72,7 @@ class MoMConfig:
         execution: "packed" or "masked". The masked form is used in any case for calls with an `update_mask`;
             for packed documents with a state, with the inner op's associative form, or sharded over devices
             along the sequence; and for sharded rows whose length the devices do not divide, or that GPUs or TPUs share (but
-            for `op.implementation="xla"`), since fused kernels have one state per row.
+            for `op.implementation="xla"`), whether kernels serve the call or not, since fused kernels have one state per row.
     """
 
     mixer: Any = dataclasses.field(default_factory=lambda: GatedDeltaNetConfig(num_heads=4, expand_v=1.0))  # fmt: skip

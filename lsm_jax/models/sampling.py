@@ -53,7 +53,8 @@ def sample(
         unroll_layers: whether a token passes through the layers one after the other, each with parameters in arrays of its own,
             instead of through a loop that copies each layer's parameters out of the stack of all. The layers' parameters are then
             stored twice during the call, and the program is larger. True is accepted on one device. None: on one GPU, up to
-            `UNROLLED` layers, if two copies of parameters and states fill less than 0.7 of its memory.
+            `UNROLLED` layers, if two copies of parameters and states, and what else is in its memory, fill less than 0.7 of what JAX may
+            allocate.
 
     Returns:
         The generated tokens, int32 [B, num_tokens].
@@ -99,12 +100,16 @@ def sample(
 
 def _unrolls(model: Decoder, device: jax.Device, batch: int, length: int) -> bool:
     """Return whether one token passes through unrolled layers by default; `sample` gives the rule."""
-    memory = (device.memory_stats() or {}).get("bytes_limit", 0) if device.platform == "gpu" else 0
-    if not memory or model.num_periods * len(model.periods.blocks) > UNROLLED:
+    stats = (device.memory_stats() or {}) if device.platform == "gpu" else {}
+    if "bytes_limit" not in stats or model.num_periods * len(model.periods.blocks) > UNROLLED:
         return False
     states = jax.eval_shape(lambda: model.init_state(batch, cache_capacity(length)))
-    held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((nnx.state(model), states)))
-    return 2 * held <= _MEMORY * memory
+    params, states = (
+        sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+        for tree in (nnx.state(model), states)
+    )
+    others = max(0, stats.get("bytes_in_use", 0) - params)
+    return 2 * (params + states) + others <= _MEMORY * stats["bytes_limit"]
 
 
 def cache_capacity(length: int) -> int:
@@ -195,8 +200,8 @@ def _decode(
 ):  # fmt: skip
     """Return the tokens [B, num_tokens] drawn after the hidden state [B, D] of each row's last token, and the state after them.
 
-    It is a program of its own, so that prompts of other lengths do not compile it again. The state is an output so that the loop changes
-    it in place.
+    It is a program of its own, so that a prompt of another length does not compile it again unless its caches have another capacity.
+    The state is an output so that the loop changes it in place.
     """
     model = nnx.merge(graphdef, params)
     batch = len(hidden)

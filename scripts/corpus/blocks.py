@@ -41,11 +41,12 @@ def groups_of(
 
     Args:
         path: the file of documents.
-        sizes: bytes of text of each group at most; a group that would be empty, and those after it, are left out.
+        sizes: bytes of text of each group at most; if the last one would be empty it is left out.
         most: documents at most.
 
     Raises:
-        ValueError: a text has the character NUL, or not even the first document is selected.
+        ValueError: a text has the character NUL, a document does not fit into a group before the last one, or not even the first
+            document is selected.
     """
     groups: list[list[Line]] = [[]]
     digest, digests, left = hashlib.sha256(), [], sizes[0]
@@ -65,6 +66,8 @@ def groups_of(
                 left = sizes[len(groups)]
                 groups.append([])
             if len(text) > left:
+                if len(groups) < len(sizes):
+                    raise ValueError(f"{path}, line {number + 1}: the document has {len(text)} bytes; accepted are groups of as many, not of {left:g}")  # fmt: skip
                 break
             left -= len(text)
             digest.update(text + _SEPARATOR)

@@ -47,6 +47,8 @@ def test_a_run_has_the_published_fields_and_the_settings():
 
 
 def test_wrong_arguments_are_named(tmp_path):
+    empty = tmp_path / "empty.jsonl"
+    empty.touch()
     for arguments, message in (
         (["--models", "fox-pro"], "accepted is FILE:VARIANT"),
         (["--models", "fox:pro-1m"], "1m"),
@@ -54,7 +56,9 @@ def test_wrong_arguments_are_named(tmp_path):
         (["--factors=0,1"], "accepted are positive numbers"),
         (["--only_rates", "--factors=1"], "--only_rates requires two or more --factors"),
         (["--time_of=fox:pro-125m"], "--time_of requires --rates"),
-        ([f"--rates={tmp_path / 'none'}"], "--rates: no row of fox:pro-125m .* there are none"),
+        (["--limit=0"], "--limit=0: it must be at least 1"),
+        ([f"--rates={tmp_path / 'none'}"], "--rates=.*none: it does not exist"),
+        ([f"--rates={empty}"], "--rates: no row of fox:pro-125m .* there are none"),
         ([f"--corpus={tmp_path}", "--models", "lm:gla-nano"], "it has no train.zarr; make it with"),
     ):
         with pytest.raises(SystemExit, match=message):
@@ -69,6 +73,21 @@ def test_the_clock_ends_training_by_a_signal_and_reports_that_the_time_is_over()
         raise InterruptedError  # by the user's Ctrl-C, not by the clock
 
 
+def test_wrong_recall_questions_are_named(tmp_path):
+    right = dict(context="zv is 3", question="zv is", answers=["3"])
+    for change, message in (
+        (dict(answers="3"), "answers='3'; accepted is a list of texts"),
+        (dict(answers=["4"]), "accepted are answers of which the context has one"),
+        (None, "it lacks question"),
+    ):
+        wrong = right | change if change else {k: v for k, v in right.items() if k != "question"}
+        path = tmp_path / "fields.jsonl"
+        path.write_text(f"{json.dumps(right)}\n{json.dumps(wrong)}\n")
+        with pytest.raises(ValueError, match=f"row 2: .*{message}"):
+            evidence_recall.questions(path, None)
+        assert evidence_recall.questions(path, 1) == [right]
+
+
 def row(model, seed=0, loss=3.0, **fields):
     needle = dict(
         lengths=[1024, 8192],
@@ -76,7 +95,7 @@ def row(model, seed=0, loss=3.0, **fields):
         standard=dict(found=[[0, 0], [0, 0]]),
     )
     return dict(
-        table="fox", model=model, seed=seed, tokens=10**8, length=4096, batch_size=64, peak_lr=1e-3,
+        table="fox", corpus="c", model=model, seed=seed, tokens=10**8, length=4096, batch_size=64, peak_lr=1e-3,
         parameters=dict(active=125_000_000), state_bytes=10**6, tokens_per_second=350_000, card_seconds=1800,
         heldout=dict(loss=loss), needle=needle, recall=dict(fields=dict(contains=0.25)),
         long=dict(perplexity={"4096": 20.0, "65536": 30.0}, loss_by_block=dict(block=512, loss=[3.0] * 128)),

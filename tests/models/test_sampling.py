@@ -129,11 +129,13 @@ def test_a_model_that_xla_refuses_with_the_options_is_decoded_without(gla, monke
 def test_one_gpu_with_memory_for_two_copies_unrolls_layers(gla, monkeypatch):
     held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(nnx.state(gla.model)))
 
-    def unrolls(limit, platform="gpu"):
-        device = SimpleNamespace(platform=platform, memory_stats=lambda: {"bytes_limit": limit})
+    def unrolls(limit, platform="gpu", used=held):
+        stats = {"bytes_limit": limit, "bytes_in_use": used}
+        device = SimpleNamespace(platform=platform, memory_stats=lambda: stats)
         return sampling._unrolls(gla.model, device, 1, 64)
 
     assert unrolls(4 * held) and not unrolls(2 * held) and not unrolls(4 * held, "cpu")
+    assert not unrolls(4 * held, used=4 * held)
     monkeypatch.setattr(sampling, "UNROLLED", 1)
     assert not unrolls(4 * held)
 

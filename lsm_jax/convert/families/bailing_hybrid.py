@@ -62,6 +62,7 @@ def _config(values: dict[str, Any]) -> ModelConfig:
     heads = values["num_attention_heads"]
     for name, usual in (
         ("linear_num_heads", "num_attention_heads"),
+        ("num_kv_heads_for_linear_attn", "num_attention_heads"),
         ("moe_shared_expert_intermediate_size", "moe_intermediate_size"),
         ("rotary_dim", "qk_rope_head_dim"),
     ):
@@ -135,6 +136,7 @@ FAMILY = Family(
     library="transformers",
     kinds={
         **kimi.KINDS, "moe_shared_expert_intermediate_size": "size", "rotary_dim": "size",
+        "num_kv_heads_for_linear_attn": "size",
         "kda_lower_bound": "number", "kda_safe_gate": "flag", "layer_group_size": "size", "rope_theta": "positive",
         "rope_parameters": "object", "num_nextn_predict_layers": "count",
     },
@@ -142,7 +144,7 @@ FAMILY = Family(
         intermediate_size=6144, moe_intermediate_size=768, num_experts=512, num_experts_per_token=8, num_expert_group=8,
         topk_group=4, routed_scaling_factor=2.5, rms_norm_eps=1e-6, first_k_dense_replace=2, rope_theta=6e6,
         rope_parameters=None, linear_num_heads=None, kda_safe_gate=True, kda_lower_bound=-5.0, layer_group_size=6,
-        q_lora_rank=None, moe_shared_expert_intermediate_size=None, rotary_dim=None,
+        q_lora_rank=None, moe_shared_expert_intermediate_size=None, rotary_dim=None, num_kv_heads_for_linear_attn=None,
     ),
     only=dict(
         hidden_act=("silu", "swish"), attention_bias=(False,), use_bias=(False,), use_qkv_bias=(False,), mlp_bias=(False,),
@@ -156,7 +158,7 @@ FAMILY = Family(
         """
         attention_dropout embedding_dropout hidden_dropout output_dropout model_max_length mtp_loss_scaling_factor mtp_use_kda
         output_router_logits pretraining_tp qk_head_dim num_nextn_predict_layers partial_rotary_factor router_dtype
-        num_kv_heads_for_linear_attn expert_swiglu_limit_list share_expert_swiglu_limit_list
+        expert_swiglu_limit_list share_expert_swiglu_limit_list
         """.split()
     ),
     renamed=kimi.RENAMED,

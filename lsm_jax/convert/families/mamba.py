@@ -61,6 +61,8 @@ def _read(given: dict[str, Any]) -> dict[str, Any]:
         value = given.pop(name, None)
         if value is not None and given.get(usual) not in (None, value):
             raise ValueError(f"{name}={shown(value)}; accepted is {usual}={shown(given[usual])}")
+        if value is not None:
+            given[usual] = value
     return given
 
 
