@@ -114,9 +114,9 @@ def draw_decoding(mode: Mode, rows: list[Row]) -> Figure:
     figure = new_figure(8.0, 3.4)
     axes = axes_of(figure, mode, "10³ tokens/s of all rows together")
     series = {
-        "fused step, unrolled layers": speeds("kernel_tokens_s", True),
-        "fused step, layers in a loop": speeds("kernel_tokens_s", False),
-        "XLA's step, layers in a loop": speeds("xla_tokens_s", False),
+        "unrolled layers": speeds("kernel_tokens_s", True),
+        "layers in a loop, fused step": speeds("kernel_tokens_s", False),
+        "layers in a loop, XLA's step": speeds("xla_tokens_s", False),
     }
     names = [f"{model}, {batch} row{'s' * (batch > 1)}" for model, batch in cases]
     bars(axes, names, series, (mode.accent, mode.second, mode.faint))

@@ -396,7 +396,7 @@ TABLES = [
                 "XLA's step, tokens/s",
                 lambda row: f"{row['xla_tokens_s']:,}" if "xla_tokens_s" in row else "",
             ),
-            column("kernel's step, tokens/s", "kernel_tokens_s", "{:,}"),
+            column("automatic backends, tokens/s", "kernel_tokens_s", "{:,}"),
             measured(),
         ),
         where=lambda row: "model" in row,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from benchmarks.tables import kernels, training
-from benchmarks.tables.table import Column, Row, Table, newest, significant
+from benchmarks.tables.table import Column, Row, Table, group, newest, significant
 
 
 @dataclass(frozen=True)
@@ -54,14 +54,15 @@ def _attention(rows: list[Row]) -> Row:
 
 
 def _speeds(rows: list[Row], field: str) -> str:
-    """Return, as text, the lowest and the highest tokens/s of GLA's 340M training step over all row
-    lengths, rounded to thousands.
+    """Return, as text, the lowest and the highest tokens/s of GLA's 340M training step over all row lengths, rounded to
+    thousands: of the newest commit at which all lengths were measured, if there is one.
     """
-    steps = {
-        row["length"]: row[field]
-        for row in rows
-        if row.get("variant") == "gla-340m" and field in row
-    }
+    found = [row for row in rows if row.get("variant") == "gla-340m" and field in row]
+    by_commit = group(found, lambda row: row["commit"]).values()
+    complete = [
+        some for some in by_commit if {row["length"] for row in some} >= set(training.LENGTHS)
+    ]
+    steps = {row["length"]: row[field] for row in (complete[-1] if complete else found)}
     low, high = (round(limit(steps.values()), -3) for limit in (min, max))
     return f"{low:,}" if low == high else f"{low:,} to {high:,}"
 
@@ -87,8 +88,8 @@ def _per_card(rows: list[Row]) -> str:
 
 
 def _decoding(rows: list[Row], field: str) -> str:
-    beside_xla = [row for row in rows if "xla_tokens_s" in row]
-    row = newest(beside_xla, rows_file="decode_step.jsonl", model="gated_deltanet-340m", batch=256, unrolled=None)  # fmt: skip
+    measured = [row for row in rows if field in row]
+    row = newest(measured, rows_file="decode_step.jsonl", model="gated_deltanet-340m", batch=256)
     return significant(row[field])
 
 

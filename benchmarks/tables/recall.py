@@ -80,7 +80,11 @@ def _of_ours(column: Column) -> Column:
 
 def _method(row: Row) -> str:
     """Return the method of a recall row as code, with the steps a token and the epochs where they were chosen."""
-    steps = f", {row['num_steps']} steps a token" if "num_steps" in row else ""
+    steps = (
+        f", {row['num_steps']} step{'s' * (row['num_steps'] > 1)} a token"
+        if "num_steps" in row
+        else ""
+    )
     epochs = f", {row['epochs_at_most']} epochs" if "epochs_at_most" in row else ""
     return f"`{row['method']}`{steps}{epochs}"
 

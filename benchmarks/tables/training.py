@@ -158,7 +158,7 @@ TABLES = [
             Column("model", lambda steps: f"`{steps[min(steps)]['variant']}`"),
             *map(_speed_at, LENGTHS),
             Column("16,384 / 2,048", _longest_over_shortest),
-            Column("GiB", lambda steps: f"{steps[min(steps)]['gib']:.1f}"),
+            Column("GiB at the shortest", lambda steps: f"{steps[min(steps)]['gib']:.1f}"),
             Column("commits", _commits),
         ),
         where=lambda row: "peer" not in row and is_step(row),
