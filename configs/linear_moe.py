@@ -1,8 +1,8 @@
 """Linear-MoE language models: `--config=configs/linear_moe.py:<size>[,option=value ...]`, e.g. `a0.3b-2b,mixer=gla,pattern=LLLN`.
 
-Reproduces: Linear-MoE (arXiv 2503.05447, Table 2) at its two sizes, a0.3b-2b and a1b-7b (`a-small` is a smaller one for comparisons): every layer has 64 SwiGLU experts, eight
-of them active for a token, and heads of 128 channels; the data are 15 B and 100 B tokens of SlimPajama by Qwen2's tokenizer, in
-rows of 2,048. The option `mixer` is any method of the registry (default: basic linear attention with an output gate).
+Reproduces: Linear-MoE (arXiv 2503.05447, Table 2) at its two sizes, a0.3b-2b and a1b-7b (`a-small` is a smaller one for
+comparisons): every layer has 64 SwiGLU experts, eight of them active for a token, and heads of 128 channels; the data are 15 B and
+100 B tokens of SlimPajama by Qwen2's tokenizer, in rows of 2,048. The option `mixer` is any method of the registry (default: basic linear attention with an output gate).
 `pattern=LLLN` is the published hybrid, `pattern=N` the softmax baseline.
 Command: python train.py --config=configs/linear_moe.py:a0.3b-2b --workdir=runs/moe --config.data.path=STORE --config.mesh.fsdp=8
 Hardware: eight A100 in the paper; a laptop for `tiny`. Every mesh is supported: --config.mesh.expert=8 distributes the experts,

@@ -4,10 +4,11 @@ A warpgroup has a tile [D, 64] of a memory S [D, V] in registers and computes
 
     out_i = read_decay_i x_i S + sum_j exp(cum_i - cum_j) (x_i . y_j) z_j  (j <= i),        S <- chunk_decay S + sum_j (write_decay_j y_j)ᵀ z_j
 
-(with cum_j of the writes, where tokens write with factors of their own, and skip z_i added to out_i, if there is a skip) for one chunk after another, where x read the memory, y and z are the keys and values of the writes, and cum are sums of the log decay
-from the chunk's start, while another warpgroup loads the next chunks. Two warpgroups of a thread block use the same x and y: they have
-columns of one memory or, where heads of 64 columns are paired, the memories of two heads that share x and y. If
-D is more than 128, each slice of 128 rows of S is computed by itself, and the outputs of the slices are added at the end.
+for one chunk after another, where x read the memory, y and z are the keys and values of the writes, and cum are sums of the log decay
+from the chunk's start. Another warpgroup loads the next chunks. Where tokens write with factors of their own, cum_j is that of the
+writes, and with a skip, skip z_i is added to out_i. Two warpgroups of a thread block use the same x and y: they have columns of one
+memory or, where heads of 64 columns are paired, the memories of two heads that share x and y. If D is more than 128, each slice of
+128 rows of S is computed by itself, and the outputs of the slices are added at the end.
 """
 
 from __future__ import annotations
