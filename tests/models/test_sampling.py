@@ -104,6 +104,14 @@ def test_unrolled_layers_give_the_same_tokens(gla):
     assert (models.sample(gla.model, gla.tokens[:, :6], unroll_layers=True, **call) == loop).all()
 
 
+def test_prompts_of_other_lengths_share_the_program_of_decoding(gla):
+    call = dict(num_tokens=3, key=KEY, temperature=0.0)
+    models.sample(gla.model, gla.tokens[:, :5], **call)
+    compiled = program(2, False)._cache_size()
+    models.sample(gla.model, gla.tokens[:, :7], **call)
+    assert program(2, False)._cache_size() == compiled
+
+
 def test_a_model_that_xla_refuses_with_the_options_is_decoded_without(gla, monkeypatch):
     """XLA fails for single numbers as results of products, once, and another error is raised."""
     call = dict(num_tokens=5, key=KEY, temperature=0.0, unroll_layers=True)
