@@ -74,9 +74,13 @@ def draw_kernels(mode: Mode, rows: list[Row]) -> Figure:
 
 
 def draw_steps(mode: Mode, rows: list[Row]) -> Figure:
-    """Draw the speed of a training step of each method at the shortest and the longest rows."""
+    """Draw the speed of a training step of each method's model of 340M at the shortest and the longest rows."""
     speed = {(r["variant"], r["length"]): r["tokens_per_second"] / 1e3 for r in rows}
-    short = {name: value for (name, length), value in speed.items() if length == 2048}
+    short = {
+        name: value
+        for (name, length), value in speed.items()
+        if length == 2048 and name.endswith("-340m")
+    }
     names = sorted(short, key=lambda name: -short[name])
     figure = new_figure(8.0, 5.2)
     axes = axes_of(figure, mode, "10³ tokens/s, models of 340M on one NVIDIA H200")
@@ -92,7 +96,7 @@ def draw_steps(mode: Mode, rows: list[Row]) -> Figure:
 def draw_methods(mode: Mode, rows: list[Row]) -> Figure:
     """Draw the held-out bits per byte of each method, the smallest on top."""
     rows = sorted(rows, key=lambda row: row["held_out_loss"])
-    figure = new_figure(8.0, 4.4)
+    figure = new_figure(8.0, 0.8 + 0.18 * len(rows))
     axes = axes_of(figure, mode, "held-out bits per byte")
     bits = [row["held_out_loss"] / math.log(2) for row in rows]
     bars(axes, [row["method"] for row in rows], {"": bits}, (mode.accent,))
