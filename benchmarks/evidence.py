@@ -155,6 +155,14 @@ def base_config(model: str) -> TrainConfig:
     return importlib.import_module(f"configs.{file}").get_config(variant)
 
 
+def of_corpus(data: DataConfig, corpus: Path, length: int) -> DataConfig:
+    """Return the data config of a run that reads a corpus in shuffled rows of `length` tokens, its held-out store included."""
+    return dataclasses.replace(
+        data, path=str(corpus), heldout_path="", tokenizer="auto", json_escape=False, sequence_length=length,
+        shuffle=True,
+    )  # fmt: skip
+
+
 def train_config(
     model: str, seed: int, setting: Setting, *, vocabulary: int, factor: float, tokens: int
 ) -> TrainConfig:
@@ -163,10 +171,7 @@ def train_config(
     config = base_config(model)
     config.name, config.seed = model, seed
     config.model.vocab_size = vocabulary
-    config.data = dataclasses.replace(
-        config.data, path=str(setting.corpus), heldout_path="", tokenizer="auto", json_escape=False,
-        sequence_length=setting.length, shuffle=True,
-    )  # fmt: skip
+    config.data = of_corpus(config.data, setting.corpus, setting.length)
     config.batch_size, config.total_tokens = setting.batch_size, tokens
     config.optimizer.peak_lr *= factor
     config.optimizer.warmup_tokens = int(setting.warmup * tokens)

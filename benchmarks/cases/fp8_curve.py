@@ -10,7 +10,6 @@ demo's bytes.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import tempfile
 import time
 from collections.abc import Iterator
@@ -43,9 +42,7 @@ def config_of(case: dict[str, Any], args: argparse.Namespace) -> TrainConfig:
     config.log_every = config.eval_every = max(1, args.steps // 40)
     if args.corpus:
         config.model.vocab_size = evidence.vocab_size(args.corpus)
-        config.data = dataclasses.replace(
-            config.data, path=str(args.corpus), heldout_path="", tokenizer="auto", json_escape=False, shuffle=True
-        )  # fmt: skip
+        config.data = evidence.of_corpus(config.data, args.corpus, args.length)
     config.validate()
     return config
 

@@ -109,7 +109,7 @@ def _table(kind: str) -> Table:
 
 def rates_lines(rows: list[Row]) -> Iterable[Row]:
     """Return the rows of learning rates by model."""
-    return sorted(rows, key=lambda row: (row.get("table", ""), row["model"]))
+    return sorted(rows, key=lambda row: (row["table"], row["model"]))
 
 
 EVERY = [
@@ -124,7 +124,7 @@ EVERY = [
             Column("chosen", lambda row: f"{row['peak_lr']:.1e}"),
         ),
         where=lambda row: row.get("kind") == "rates",
-        key=lambda row: row["model"],
+        key=lambda row: (row["table"], row["model"], row["short_tokens"], row["corpus"]),
         lines=rates_lines,
         command="python -m benchmarks evidence --table=fox --only_rates --corpus=data/first --output=docs/evidence.jsonl",
         not_run="trains models of 125M parameters",

@@ -78,13 +78,13 @@ def _of_ours(column: Column) -> Column:
     return Column(column.title, lambda record: column.cell(record[0]))
 
 
+def _steps(number: int) -> str:
+    return f"{number} step{'s' * (number > 1)} a token"
+
+
 def _method(row: Row) -> str:
     """Return the method of a recall row as code, with the steps a token and the epochs where they were chosen."""
-    steps = (
-        f", {row['num_steps']} step{'s' * (row['num_steps'] > 1)} a token"
-        if "num_steps" in row
-        else ""
-    )
+    steps = f", {_steps(row['num_steps'])}" if "num_steps" in row else ""
     epochs = f", {row['epochs_at_most']} epochs" if "epochs_at_most" in row else ""
     return f"`{row['method']}`{steps}{epochs}"
 
@@ -94,12 +94,7 @@ def _tracking_model(row: Row) -> str:
     [-1, 1], 2 steps a token"."""
     method, *words = row["model"].split("+")
     spans = dict(negative="eigenvalues in [-1, 1]", positive="eigenvalues in [0, 1]")
-    return ", ".join(
-        [
-            f"`{method}`",
-            *(spans.get(word, f"{word} step{'s' * (word != '1')} a token") for word in words),
-        ]
-    )
+    return ", ".join([f"`{method}`", *(spans.get(w) or _steps(int(w)) for w in words)])
 
 
 def _tracked(place: int, of: str) -> Callable[[Row], str]:

@@ -2,11 +2,10 @@
 
     python -m lsm_jax.evaluation.recall_corpus --task=fields --source=corpus/records.jsonl --out=data
     python -m lsm_jax.evaluation.recall_corpus --task=names --source=corpus/heldout.jsonl --out=data
-
     python -m lsm_jax.evaluation.recall_corpus --task=multikey --source=corpus/heldout.jsonl --out=data
 
-writes data/recall/fields.jsonl, names.jsonl and multikey.jsonl; the first two are for `--lm_eval.tasks=recall_corpus --lm_eval.data=data`. A source
-has one JSON object with a "text" in a line, of documents on which the model was not trained.
+writes data/recall/fields.jsonl, names.jsonl and multikey.jsonl; the first two are for `--lm_eval.tasks=recall_corpus
+--lm_eval.data=data`. A source has one JSON object with a "text" in a line, of documents on which the model was not trained.
 
 fields: records of lines `Key: value`, such as package metadata, whose first line names the record; further lines of a
     value are indented, and blank lines separate records. A context is consecutive records of about 8,000 characters. The

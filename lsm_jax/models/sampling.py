@@ -14,9 +14,8 @@ from lsm_jax.models.decoder import Decoder, DecoderState, PeriodStates
 UNROLLED = 64
 """The largest number of layers that one token passes through without a loop where no call says otherwise."""
 _MEMORY = 0.7  # of the device, which two copies of parameters and states may fill
-_REFUSED: set[Any] = (
-    set()
-)  # graph definitions whose programs XLA does not compile with `compiler_options`
+# Graph definitions whose programs XLA does not compile with `compiler_options`.
+_REFUSED: set[Any] = set()
 
 
 def sample(

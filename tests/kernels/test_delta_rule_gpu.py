@@ -18,7 +18,7 @@ from pallas_kernels.delta_rule.cases import (
 )
 from pallas_kernels.hopper import parts as hopper_parts
 from pallas_kernels.hopper import scan as hopper_scan
-from tests.kernels.test_linear_attention_gpu import error
+from tests.kernels.test_linear_attention_gpu import assert_alike
 
 BATCH, SCALE = 1, 0.25
 
@@ -119,19 +119,10 @@ def test_equals_the_recurrence_in_value_and_every_gradient(case, monkeypatch):
     run = inputs.pop("run")
     del widened["run"]
     options = dict(run=run, erase=case.erase)
-    expected, expected_pull = jax.vjp(lambda x: by_token(**x, **options), widened)
-    actual, pull = jax.vjp(lambda x: fused(**x, **options), inputs)
-    for got, wanted in zip(actual, expected, strict=True):
-        assert got.shape == wanted.shape
-        assert error(got, wanted) < OUTPUT_TOLERANCE
-    rng = np.random.default_rng(1)
-    cotangents = [jnp.asarray(rng.normal(size=x.shape), x.dtype) for x in actual]
-    (grads,) = pull(tuple(cotangents))
-    (wanted,) = expected_pull(tuple(x.astype(jnp.float32) for x in cotangents))
-    for field, gradient in grads.items():
-        if inputs[field] is not None:
-            assert gradient.shape == inputs[field].shape
-            assert error(gradient, wanted[field]) < GRADIENT_TOLERANCE, field
+    assert_alike(
+        lambda x: fused(**x, **options), inputs, lambda x: by_token(**x, **options), widened,
+        output=OUTPUT_TOLERANCE, gradient=GRADIENT_TOLERANCE,
+    )  # fmt: skip
     assert not races_found()
 
 

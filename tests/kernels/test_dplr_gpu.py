@@ -12,7 +12,7 @@ from pallas_kernels.dplr import dplr, unsupported
 from pallas_kernels.dplr.cases import GRADIENT_TOLERANCE, HOPPER_INTERPRETED, OUTPUT_TOLERANCE
 from pallas_kernels.hopper import parts as hopper_parts
 from tests.kernels.test_delta_rule_gpu import check_map
-from tests.kernels.test_linear_attention_gpu import error
+from tests.kernels.test_linear_attention_gpu import assert_alike, error
 
 BATCH, SCALE = 1, 0.25
 
@@ -94,18 +94,10 @@ def test_equals_the_recurrence_in_value_and_every_gradient(case, monkeypatch):
     inputs = make(*case.dims, **options)
     run = inputs.pop("run")
     widened = jax.tree.map(lambda x: x.astype(jnp.float32), inputs)
-    expected, expected_pull = jax.vjp(lambda x: by_token(**x, run=run), widened)
-    actual, pull = jax.vjp(lambda x: fused(**x, run=run), inputs)
-    for got, wanted in zip(actual, expected, strict=True):
-        assert got.shape == wanted.shape
-        assert error(got, wanted) < OUTPUT_TOLERANCE
-    rng = np.random.default_rng(1)
-    cotangents = [jnp.asarray(rng.normal(size=x.shape), x.dtype) for x in actual]
-    (grads,) = pull(tuple(cotangents))
-    (wanted,) = expected_pull(tuple(x.astype(jnp.float32) for x in cotangents))
-    for field, gradient in grads.items():
-        assert gradient.shape == inputs[field].shape
-        assert error(gradient, wanted[field]) < GRADIENT_TOLERANCE, field
+    assert_alike(
+        lambda x: fused(**x, run=run), inputs, lambda x: by_token(**x, run=run), widened,
+        output=OUTPUT_TOLERANCE, gradient=GRADIENT_TOLERANCE,
+    )  # fmt: skip
     assert not races_found()
 
 

@@ -88,6 +88,27 @@ def error(actual, expected):
     return np.sqrt(np.mean((actual - expected) ** 2) / np.mean(expected**2))
 
 
+def assert_alike(
+    function, inputs, reference, widened, *, output=OUTPUT_TOLERANCE, gradient=GRADIENT_TOLERANCE
+):
+    """Assert that the outputs of a function of `inputs`, and its gradients by random cotangents, are those of a reference of the same
+    inputs in float32, within two tolerances.
+    """
+    expected, expected_pull = jax.vjp(reference, widened)
+    actual, pull = jax.vjp(function, inputs)
+    for got, wanted in zip(actual, expected, strict=True):
+        assert got.shape == wanted.shape
+        assert error(got, wanted) < output
+    rng = np.random.default_rng(1)
+    cotangents = [jnp.asarray(rng.normal(size=x.shape), x.dtype) for x in actual]
+    (grads,) = pull(tuple(cotangents))
+    (wanted,) = expected_pull(tuple(x.astype(jnp.float32) for x in cotangents))
+    for field, got in grads.items():
+        if inputs[field] is not None:
+            assert got.shape == inputs[field].shape
+            assert error(got, wanted[field]) < gradient, field
+
+
 FAST = ("decay", "channels")
 
 
@@ -101,19 +122,9 @@ def test_equals_the_recurrence_in_value_and_every_gradient(name, monkeypatch):
     inputs = make_case(HOPPER_INTERPRETED[name])
     widened = jax.tree.map(lambda x: x.astype(jnp.float32), inputs | dict(run=None))
     run = inputs.pop("run"), widened.pop("run")
-    expected, expected_pull = jax.vjp(lambda x: by_token(**x, run=run[0]), widened)
-    actual, pull = jax.vjp(lambda x: fused(**x, run=run[0]), inputs)
-    for got, wanted in zip(actual, expected, strict=True):
-        assert got.shape == wanted.shape
-        assert error(got, wanted) < OUTPUT_TOLERANCE
-    rng = np.random.default_rng(1)
-    cotangents = [jnp.asarray(rng.normal(size=x.shape), x.dtype) for x in actual]
-    (grads,) = pull(tuple(cotangents))
-    (wanted,) = expected_pull(tuple(x.astype(jnp.float32) for x in cotangents))
-    for field, gradient in grads.items():
-        if inputs[field] is not None:
-            assert gradient.shape == inputs[field].shape
-            assert error(gradient, wanted[field]) < GRADIENT_TOLERANCE, field
+    assert_alike(
+        lambda x: fused(**x, run=run[0]), inputs, lambda x: by_token(**x, run=run[0]), widened
+    )
     assert not races_found()
 
 
@@ -151,17 +162,7 @@ def test_factors_of_writes_and_skips_are_those_of_scaled_values(name, monkeypatc
         shared = output.shape[2] // memories
         return output + jnp.repeat(skip[:, None] * v, shared, axis=2), final
 
-    expected, expected_pull = jax.vjp(scaled, widened)
-    actual, pull = jax.vjp(lambda x: fused(**x, run=run), inputs)
-    for got, wanted in zip(actual, expected, strict=True):
-        assert error(got, wanted) < OUTPUT_TOLERANCE
-    cotangents = [jnp.asarray(rng.normal(size=x.shape), x.dtype) for x in actual]
-    (grads,) = pull(tuple(cotangents))
-    (wanted,) = expected_pull(tuple(x.astype(jnp.float32) for x in cotangents))
-    for field, gradient in grads.items():
-        if inputs[field] is not None:
-            assert gradient.shape == inputs[field].shape
-            assert error(gradient, wanted[field]) < GRADIENT_TOLERANCE, field
+    assert_alike(lambda x: fused(**x, run=run), inputs, scaled, widened)
     assert not races_found()
 
 

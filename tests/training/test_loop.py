@@ -78,7 +78,7 @@ def test_sigterm_saves_and_resumes_to_the_bit(text, uninterrupted, tmp_path):
 def test_kill_resumes_to_the_bit(text, uninterrupted, tmp_path):
     killed = drive(tmp_path / "run", text, stop=-8)
     assert killed.returncode == -9
-    # Of a process of its own, since a process also has the choices of calls before the run.
+    # This run had its own process; in a shared one the file also lists what earlier calls chose.
     choices = json.loads((tmp_path / "run" / "implementations.json").read_text())
     assert all(choices[op].startswith("xla") for op in ("delta_memory", "attention"))
     with open(tmp_path / "run" / "metrics.jsonl", "a") as file:

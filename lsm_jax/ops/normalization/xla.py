@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
-from pallas_kernels.residuals import KEPT
+from lsm_jax.ops.core.saved import saved
 
 
 class NormOptions(NamedTuple):
@@ -109,7 +108,7 @@ def _forward(options: NormOptions, x, gate, skip_input, scale, skip):
     arrays = x, gate, skip_input
     normed = _values(options, _own_pass(arrays), skip).normed
     # A few numbers for each token: rematerialisation saves them, and computes the output in a pass of the derivative.
-    square = checkpoint_name(_mean(normed * normed), KEPT)
+    square = saved(_mean(normed * normed))
     values = _values(options, arrays, skip)
     y = values.normed * jax.lax.rsqrt(square + options.eps) * scale
     y = (y if options.gate_first else y * values.factor).astype(x.dtype)
