@@ -161,8 +161,10 @@ def identify(table: str, row: Row, args: Any) -> dict[str, Any]:
         axes["rounds"] = mesh.rounds
     if mesh.expert > 1 and args.exchange != "padded":
         axes["exchange"] = args.exchange
-    packed = dict(document=args.document) if args.document else {}
-    return dict(table=table, variant=variant, mesh=axes, rows=count, length=length, **packed)
+    more = dict(document=args.document) if args.document else {}
+    if args.remat != "full":
+        more["remat"] = args.remat
+    return dict(table=table, variant=variant, mesh=axes, rows=count, length=length, **more)
 
 
 def print_rows(

@@ -14,7 +14,15 @@ def _mixer(row: Row) -> str:
 
 def _parallel_key(row: Row) -> tuple:
     mesh = json.dumps(row["mesh"])
-    return row["table"], row["variant"], mesh, row["rows"], row["length"], row.get("document")
+    return (
+        row["table"],
+        row["variant"],
+        mesh,
+        row["rows"],
+        row["length"],
+        row.get("document"),
+        row.get("remat"),
+    )
 
 
 def _thousands(row: Row) -> str:
@@ -60,7 +68,12 @@ def _layouts(name: str, cards: int, command: str) -> Table:
         name,
         ("linear_moe.jsonl",),
         _layout_columns,
-        where=lambda row: row["table"] == "layouts" and row["mesh"].get("fsdp", 1) == cards,
+        where=lambda row: (
+            row["table"] == "layouts"
+            and row["mesh"].get("fsdp", 1) == cards
+            and row["rows"] * row["length"] == 16_384 * cards
+            and "remat" not in row
+        ),
         key=_parallel_key,
         lines=_by_mixer,
         not_run="measures GPUs; docs/papers/linear_moe.md runs the program at small sizes on a CPU",
@@ -224,6 +237,25 @@ TABLES = [
         "layouts_two_cards",
         2,
         f"{PARALLEL} --cards 2 --layouts 2048x8,4096x4,8192x2,16384x1 {OUTPUT}",
+    ),
+    Table(
+        "large_steps",
+        ("linear_moe.jsonl",),
+        (
+            Column("mixer", _mixer),
+            Column("rows x tokens", lambda row: f"{row['rows']} x {row['length']:,}"),
+            Column("recomputed", lambda row: row.get("remat", "full")),
+            Column("10³ tokens/s", _thousands),
+            column("ms", "step_ms", "{:.0f}"),
+            column("GiB", "gib", "{:.1f}"),
+            measured(),
+        ),
+        where=lambda row: (
+            row["table"] == "layouts" and not row["mesh"] and row["rows"] * row["length"] > 16_384
+        ),
+        key=_parallel_key,
+        not_run="measures GPUs; docs/papers/linear_moe.md runs the program at small sizes on a CPU",
+        command=f"{PARALLEL} --cards 1 --mixers gla --layouts 2048x32 {OUTPUT}     # and with --remat=dots",
     ),
     Table(
         "axes",

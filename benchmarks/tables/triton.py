@@ -71,7 +71,7 @@ def _loss_at(step: int) -> Column:
 
 
 def _difference(rows: list[Row]) -> list[Row]:
-    order = {None: 0, "triton": 1, "xla": 2}
+    order = {None: 0, "mosaic_gpu": 1, "triton": 2, "xla": 3}
     return sorted(rows, key=lambda r: (r["variant"], r["unrolled"], order[r.get("implementation")], r.get("matmul", "")))  # fmt: skip
 
 

@@ -30,6 +30,7 @@ from lsm_jax.mixers.layers import (
 )
 from lsm_jax.mixers.method import Method
 from lsm_jax.mixers.op_config import RecurrentConfig
+from lsm_jax.ops.core.platforms import compute_capabilities
 
 NORMS = ("after_gate", "before_gate", "none")
 
@@ -188,7 +189,7 @@ class Mamba2(Mixer):
         written = dict(
             k=split_heads(b, self.config.num_groups), log_decay=-jnp.exp(self.a_log[...]) * step
         )
-        if self._in_kernel():
+        if self._in_kernel() and x.shape[1] > 1:
             # softplus(x) is e^x to rounding below -15, and 0 below -104.
             log_step = jnp.where(dt < -15, dt, jnp.log(jnp.where(dt < -15, 1.0, step)))
             return written | dict(v=inner, log_write=log_step, skip=self.skip[...]), context
@@ -196,8 +197,11 @@ class Mamba2(Mixer):
 
     def _in_kernel(self) -> bool:
         """Return whether the op multiplies x by Δ and adds D x, which Hopper's kernel does in registers, and the kernel of the gated norm
-        has no skip: where the config asks for the op's kernel by name."""
-        return type(self).op is ops.linear_memory and self.config.op.names() == ("mosaic_gpu",)
+        has no skip: on Hopper by default, elsewhere where the config asks for that kernel alone."""
+        if type(self).op is not ops.linear_memory:
+            return False
+        names = self.config.op.names()
+        return names == ("mosaic_gpu",) or not names and "9.0" in compute_capabilities()
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
         """Return (y, context), with the layer's output y [B, T, D] from the memory's output o [B, T, H, V]: add the skip D x,

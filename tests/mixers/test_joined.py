@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from lsm_jax import mixers, ops
-from lsm_jax.mixers import joined
+from lsm_jax.mixers import joined, mamba2
 from lsm_jax.mixers.joined import project_together
 from lsm_jax.mixers.layers import Dense
 from lsm_jax.ops.backends import select
@@ -99,19 +99,26 @@ def test_mamba2_with_step_and_skip_in_its_op_is_the_same_function(norm, monkeypa
         close(a, b)
 
 
-@pytest.mark.parametrize("memories", [1, 2])
-def test_mamba2_with_step_and_skip_in_its_op_decodes_on_hopper(memories, monkeypatch):
+@pytest.mark.parametrize(("memories", "implementation"), [(1, None), (2, "mosaic_gpu")])
+def test_mamba2_with_step_and_skip_in_its_op_decodes_on_hopper(
+    memories, implementation, monkeypatch
+):
     """A prompt runs the op's kernel, and the token after it, for which the kernel has no step, the passes outside of it."""
     config = mixers.Mamba2Config(head_dim=64, state_size=64)
-    config.op = dataclasses.replace(config.op, implementation="mosaic_gpu")
+    config.op = dataclasses.replace(config.op, implementation=implementation)
     if memories > 1:
         config = mixers.MoMConfig(mixer=config, num_memories=memories, top_k=1)
     graph, params = nnx.split(nnx.eval_shape(lambda: mixers.build(config, 64, rngs=nnx.Rngs(0))))
-    monkeypatch.setattr(select, "compute_capabilities", lambda: frozenset(["9.0"]))
+    for module in (select, mamba2):
+        monkeypatch.setattr(module, "compute_capabilities", lambda: frozenset(["9.0"]))
     select.clear_choices()
 
     def run(params, x):
         layer = nnx.merge(graph, params)
+        if memories == 1:
+            assert "log_write" in layer.op_arguments(x) and "log_write" not in layer.op_arguments(
+                x[:, :1]
+            )
         _, state, _ = layer(x, state=layer.init_state(2, 129, x.dtype))
         return layer(x[:, :1], state=state).y
 

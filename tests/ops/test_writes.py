@@ -18,15 +18,16 @@ def inputs(length=20):
     return (q, k, v, log_decay), jax.random.normal(keys[4], (2, length, 2)), jnp.array([0.5, -2.0])
 
 
+@pytest.mark.parametrize("masked", [True, False])  # a backend sees the factors without a mask
 @pytest.mark.parametrize("form", ["recurrent", pytest.param("chunk", marks=pytest.mark.slow)])
-def test_writes_have_factors_and_outputs_a_skip(form):
+def test_writes_have_factors_and_outputs_a_skip(form, masked):
     """Token by token in NumPy: `M ← a M + e^w kᵀ v`, `o = q M + skip v`; a token that is masked has its skip, padding has no output."""
     (q, k, v, log_decay), log_write, skip = inputs()
     ids = jnp.array([[1] * 20, [1] * 7 + [2] * 9 + [0] * 4])
-    mask = jnp.ones((2, 20)).at[:, 5].set(0)
+    mask = jnp.ones((2, 20)).at[:, 5].set(0 if masked else 1)
     output, state = ops.linear_memory(
-        q, k, v, log_decay, log_write=log_write, skip=skip, scale=1.0, segment_ids=ids, update_mask=mask,
-        form=form,
+        q, k, v, log_decay, log_write=log_write, skip=skip, scale=1.0, segment_ids=ids,
+        update_mask=mask if masked else None, form=form,
     )  # fmt: skip
     memory, expected = np.zeros((2, 2, 8, 4)), np.zeros(output.shape)
     for b in range(2):
@@ -46,10 +47,12 @@ def test_writes_have_factors_and_outputs_a_skip(form):
     np.testing.assert_allclose(state.memory, memory, rtol=1e-5, atol=1e-5)
 
 
-def test_padding_may_have_any_numbers():
+@pytest.mark.parametrize("masked", [True, False])
+def test_padding_may_have_any_numbers(masked):
     """Values and factors of padding, and factors of masked tokens, change neither outputs nor gradients, whatever they are."""
     (q, k, v, log_decay), log_write, skip = inputs(6)
-    ids, mask = jnp.array([[1] * 6, [1] * 4 + [0] * 2]), jnp.ones((2, 6)).at[0, 3].set(0)
+    ids = jnp.array([[1] * 6, [1] * 4 + [0] * 2])
+    mask = jnp.ones((2, 6)).at[0, 3].set(0) if masked else None
 
     def run(v, log_write):
         return ops.linear_memory(
@@ -58,7 +61,9 @@ def test_padding_may_have_any_numbers():
         )[0]  # fmt: skip
 
     expected, pull = jax.vjp(run, v, log_write)
-    given = v.at[1, 4:].set(jnp.nan), log_write.at[1, 4:].set(jnp.nan).at[0, 3].set(jnp.nan)
+    given = v.at[1, 4:].set(jnp.nan), log_write.at[1, 4:].set(jnp.nan)
+    if masked:
+        given = given[0], given[1].at[0, 3].set(jnp.nan)
     output, pull_given = jax.vjp(run, *given)
     np.testing.assert_array_equal(output, expected)
     for a, b in zip(pull_given(jnp.ones_like(output)), pull(jnp.ones_like(output)), strict=True):

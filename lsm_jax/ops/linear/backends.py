@@ -14,6 +14,7 @@ from lsm_jax.ops.backends.registry import TRITON as TRITON_CARDS
 from lsm_jax.ops.backends.registry import Backend, Call, register
 from lsm_jax.ops.core.segments import finish_output, select
 from lsm_jax.ops.core.states import LinearState
+from lsm_jax.ops.linear.writes import apart
 from lsm_jax.ops.linear.xla import by_xla
 from pallas_kernels.requirements import Requirement
 
@@ -47,7 +48,7 @@ def _unsupported_by_kernel(name: str, call: Call) -> str | None:
         value_log_decay = jax.ShapeDtypeStruct(v.shape, jnp.float32)
     return unsupported(
         name, q, k, v, log_decay, bonus=given["bonus"], value_log_decay=value_log_decay,
-        log_write=given.get("log_write"),
+        log_write=given.get("log_write") if name == "mosaic_gpu" else None,
     )  # fmt: skip
 
 
@@ -89,9 +90,10 @@ def run_kernel(name: str, call: Call) -> tuple[jax.Array, LinearState]:
 
 def _kernel(name: str, requirements: tuple[Requirement, ...], **fields: Any) -> Backend:
     """Return the backend of the fused kernel called `name`, with the requirements that its platform has besides the op's."""
+    run = functools.partial(run_kernel, name)
     return Backend(
         name=name,
-        run=functools.partial(run_kernel, name),
+        run=run if name == "mosaic_gpu" else apart(run),
         requirements=(*requirements, _absent("log_input_gate"), _absent("normalize")),
         more=functools.partial(_unsupported_by_kernel, name),
         **fields,
@@ -103,7 +105,7 @@ HOPPER = _kernel(
 )
 TPU = _kernel("mosaic_tpu", memory_kernels.TPU, platforms=("tpu",), automatic=False)
 TRITON = _kernel("triton", memory_kernels.TRITON, **TRITON_CARDS)
-XLA = Backend(name="xla", run=run_xla)
+XLA = Backend(name="xla", run=apart(run_xla))
 _NOT_ONE_TOKEN = "log_input_gate", "normalize", "log_write", "skip"
 
 register(

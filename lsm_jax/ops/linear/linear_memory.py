@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -26,6 +25,7 @@ from lsm_jax.ops.linear import (
     backends,  # noqa: F401  (registers them)
     shared_rows,
 )
+from lsm_jax.ops.linear.writes import add_skip, scale_values
 from lsm_jax.ops.linear.xla import LinearOptions
 from lsm_jax.parallel import TOKENS, over_mesh, shards_of
 
@@ -66,9 +66,9 @@ def linear_memory(
             read as `q diag(bonus) kᵀ v` (RWKV6, arXiv 2404.05892 Eq. 18).
         log_write: [B, T, G], natural logarithm: the memory is written with `e^log_write v` (Mamba2's step size). Accepted without
             `normalize`.
-        skip: [G]; `skip v` of a token, without `e^log_write`, is added to its output (Mamba2's D). With `implementation="mosaic_gpu"`
-            alone the kernel multiplies and adds both in registers, for a log_decay [B, T, G] of more than one token without
-            update_mask, bonus or value_log_decay, on rows that devices do not share. Otherwise they are passes over v and the output.
+        skip: [G]; `skip v` of a token, without `e^log_write`, is added to its output (Mamba2's D). Hopper's kernel multiplies and adds
+            both in registers, for a log_decay [B, T, G] of more than one token without update_mask, bonus or value_log_decay, on rows
+            that devices do not share. Otherwise they are passes over v and the output.
         normalize: None, or the ε of `o = q M / (q z + ε)` with z the decayed sum of keys. With
             `log_input_gate` it is the ε of `o = q M / (max(|q z|, e^-m) + ε)`, M and z as stored and m their
             stabiliser; for ε = 0 this is `q C / max(|q n|, 1)` of the unscaled C and n (xLSTM, arXiv
@@ -110,13 +110,12 @@ def linear_memory(
     if normalize is not None:
         normalize = checks.check_number(op, "normalize", normalize, at_least=0)
     _check_writes(op, (batch, length, heads), log_write, skip, normalize)
-    # A masked token has a skip, but the kernel must not see its value, which may not be finite.
-    in_kernel = (
-        implementation in ("mosaic_gpu", ("mosaic_gpu",)) and log_decay is not None and jnp.ndim(log_decay) == 3
-        and update_mask is None and layer is None and value_log_decay is None and bonus is None and length > 1
-        and shards_of("sequence") == 1
+    # A masked token has a skip, but no backend must see its value, which may not be finite.
+    by_backend = (
+        log_decay is not None and jnp.ndim(log_decay) == 3 and update_mask is None and layer is None
+        and value_log_decay is None and bonus is None and length > 1 and shards_of("sequence") == 1
     )  # fmt: skip
-    if (log_write is not None or skip is not None) and not in_kernel:
+    if (log_write is not None or skip is not None) and not by_backend:
         real = None if segment_ids is None else segment_ids != 0
         written = (
             real if update_mask is None else (update_mask != 0) & (True if real is None else real)
@@ -204,23 +203,6 @@ def _check_writes(op, dims, log_write, skip, normalize):
         checks.check_shape(op, "log_write", log_write, dims, "B, T, G")
     if skip is not None:
         checks.check_shape(op, "skip", skip, dims[2:], "G")
-
-
-@functools.partial(jax.checkpoint, prevent_cse=False)
-def scale_values(v: Array, log_write: Array) -> Array:
-    """Return values v [B, T, G, V] times `e^log_write`, log_write [B, T, G], computed in float32 and returned in v's dtype."""
-    wide = jnp.promote_types(v.dtype, jnp.float32)
-    return (v.astype(wide) * jnp.exp(log_write.astype(wide))[..., None]).astype(v.dtype)
-
-
-@functools.partial(jax.checkpoint, prevent_cse=False)
-def add_skip(output: Array, skip: Array, v: Array) -> Array:
-    """Return a memory's output [B, T, H, V] plus each memory's skip [G] times its v [B, T, G, V], which H / G heads share; computed in
-    float32 and returned in the output's dtype."""
-    wide = jnp.promote_types(output.dtype, jnp.float32)
-    added = skip.astype(wide)[:, None] * v.astype(wide)
-    added = jnp.repeat(added, output.shape[2] // v.shape[2], axis=2)
-    return (output.astype(wide) + added).astype(output.dtype)
 
 
 def _check_state(op, state, normalize, gated):
