@@ -33,6 +33,9 @@ def unit_inverse(strict, C: tl.constexpr, LEVELS: tl.constexpr, LOW: tl.constexp
     rows = tl.arange(0, C)
     apart = rows[:, None] ^ rows[None, :]
     x = tl.where(apart == 0, 1.0, tl.where(apart == 1, -strict, 0.0))
+    # `strict` in two terms, each an operand of a product: they need fewer registers than its float32 numbers.
+    high = strict.to(tl.bfloat16)
+    rest = (strict - high.to(tl.float32)).to(LOW)
     low = strict.to(LOW)
     for level in tl.range(1, LEVELS, num_stages=1):
         size = 1 << level
@@ -43,9 +46,8 @@ def unit_inverse(strict, C: tl.constexpr, LEVELS: tl.constexpr, LOW: tl.constexp
     # A Newton step, from the right, for which `strict` is not rounded: x (I - (I + strict) x) = x (I - x - strict x).
     rounded = x.to(LOW)
     x = rounded.to(tl.float32)
-    high = strict.to(tl.bfloat16).to(tl.float32)
     left = tl.dot(high.to(LOW), rounded, x, input_precision="tf32")
-    left = tl.dot((strict - high).to(LOW), rounded, left, input_precision="tf32")
+    left = tl.dot(rest, rounded, left, input_precision="tf32")
     residual = tl.where(apart == 0, 1.0, 0.0) - left
     return tl.dot(rounded, residual.to(LOW), x, input_precision="tf32")
 

@@ -66,22 +66,24 @@ def strengths(beta) -> jax.Array:
 
 
 def channel_tokens(
-    q, k, beta, decays: Decays, *, heads: int, scale: float
-) -> tuple[Tokens, jax.Array, jax.Array]:
-    """Return the tokens of one call with a decay per key channel as the scans read them, for `heads` heads of the output; and the
-    decayed products in float32, of q with k [B, N, heads, C, C], defined on and below the diagonal, and of k with k [B, N, G, C,
+    q, k, beta, log_decay, run, initial, *, heads: int, scale: float
+) -> tuple[Decays, Tokens, jax.Array, jax.Array]:
+    """Return the decays of one call with a decay per key channel; its tokens as the scans read them, for `heads` heads of the output; and
+    the decayed products in float32, of q with k [B, N, heads, C, C], defined on and below the diagonal, and of k with k [B, N, G, C,
     C], defined below it.
     """
     from pallas_kernels.delta_rule.triton import scores
 
-    batch, length, memories, keys = decays.sums.shape
+    batch, length, memories, keys = log_decay.shape
+    decays = linear.documents(run, initial, batch)
     tiling, count = _tiling("delta_scores", q), length // CHUNK
     operands, stored = low(q)
     by_memory = _struct((batch, length, memories, keys), stored)
     results = launch.call(
         scores.delta_scores,
-        (q, k, decays.sums, decays.run, decays.enters, decays.stays, float(scale)),
+        (q, k, log_decay, decays.run, decays.enters, decays.stays, float(scale)),
         dict(
+            sums=_struct(log_decay.shape, _F32),
             read=_struct((batch, length, heads, keys), stored),
             erase=by_memory,
             written=by_memory,
@@ -103,7 +105,7 @@ def channel_tokens(
         strengths(beta),
         results["chunk_decay"],
     )
-    return tokens, results["scores"], results["alike"]
+    return decays._replace(sums=results["sums"]), tokens, results["scores"], results["alike"]
 
 
 def _struct(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:

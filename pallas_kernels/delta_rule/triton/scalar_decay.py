@@ -58,8 +58,9 @@ def forward(
     del save, interpret
     heads = max(q.shape[2], v.shape[2])
     if log_decay is not None and log_decay.ndim == 4:
-        decays = linear.channel_decays(log_decay, run, initial)
-        tokens, scores, alike = passes.channel_tokens(q, k, beta, decays, heads=heads, scale=scale)
+        decays, tokens, scores, alike = passes.channel_tokens(
+            q, k, beta, log_decay, run, initial, heads=heads, scale=scale
+        )
         decayed = tokens
     else:
         undecayed = erase == "undecayed"

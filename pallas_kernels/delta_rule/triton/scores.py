@@ -81,38 +81,42 @@ def store_pairs(
 
 @triton.jit
 def delta_scores(
-    q, k, sums, run, enters, stays, scale, read, erase, written, chunk_decay, scores, alike,
+    q, k, g, run, enters, stays, scale, sums, read, erase, written, chunk_decay, scores, alike,
     Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, MEMORIES: tl.constexpr, HEADS: tl.constexpr,
     K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, LEVELS: tl.constexpr, LOW: tl.constexpr,
     DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
-    """Store the decayed products and tokens of all chunks, the tokens in tiles [C, 32].
+    """Store the sums of the log decay g of all chunks, and the decayed products and tokens, the tokens in tiles [C, 32].
 
-    `scores` are the products of q with k times the scale, [B, N, HEADS, C, C], of which the entries on and below the diagonal are
-    stored, and `alike` those of k with k, [B, N, MEMORIES, C, C], of which those below the diagonal are stored. `erase` and `written` are [B, T, MEMORIES, K],
-    `chunk_decay` [B, N, MEMORIES, K], and `read` [B, T, HEADS, K].
+    The sums are those of `linear_attention.triton.bodies.sum_decays`. `scores` are the products of q with k times the scale, [B, N, HEADS,
+    C, C], of which the entries on and below the diagonal are stored, and `alike` those of k with k, [B, N, MEMORIES, C, C], of which those
+    below the diagonal are stored. `erase` and `written` are [B, T, MEMORIES, K], `chunk_decay` [B, N, MEMORIES, K], and `read` [B, T,
+    HEADS, K].
     """
     h, chunk = tl.program_id(0) % HEADS, (tl.program_id(0) // HEADS).to(tl.int64)
     rows, keys, narrow = tl.arange(0, C), tl.arange(0, BK), tl.arange(0, 32)
-    g = h * MEMORIES // HEADS
-    # Several heads may read one memory: the first of them stores the memory's arrays.
+    memory = h * MEMORIES // HEADS
+    # Several heads may read one memory: the first of them stores the memory's arrays, but each the sums that it loads again.
     first = tl.zeros([1, 1], tl.int32) + h % (HEADS // MEMORIES) == 0
     q += (chunk * C * Q_HEADS + h * Q_HEADS // HEADS) * K
     k += (chunk * C * K_HEADS + h * K_HEADS // HEADS) * K
-    sums += (chunk * C * MEMORIES + g) * K
+    decays = (chunk * C * MEMORIES + memory) * K
+    g += decays
+    sums += decays
     read += (chunk * C * HEADS + h) * K
-    erase += (chunk * C * MEMORIES + g) * K
-    written += (chunk * C * MEMORIES + g) * K
-    chunk_decay += (chunk * MEMORIES + g) * K
+    erase += (chunk * C * MEMORIES + memory) * K
+    written += (chunk * C * MEMORIES + memory) * K
+    chunk_decay += (chunk * MEMORIES + memory) * K
     scores += (chunk * HEADS + h) * C * C
-    alike += (chunk * MEMORIES + g) * C * C
+    alike += (chunk * MEMORIES + memory) * C * C
     of_chunk = run + chunk * C
     i = rows[:, None]
     diagonal = tl.zeros([C], tl.float32)
     for key in range(0, K, 32):
         by_memory = key + i * (MEMORIES * K) + narrow[None, :]
-        b = tl.load(sums + by_memory)
-        total = tl.load(sums + key + (C - 1) * (MEMORIES * K) + narrow)
+        b = tl.cumsum(tl.maximum(tl.load(g + by_memory), -128.0), 0)
+        tl.store(sums + by_memory, b)
+        total = tl.sum(tl.where(i == C - 1, b, 0.0), 0)
         tile_q = tl.load(q + key + i * (Q_HEADS * K) + narrow[None, :]).to(tl.float32)
         tile_k = tl.load(k + key + i * (K_HEADS * K) + narrow[None, :]).to(tl.float32)
         diagonal += tl.sum(tile_q * tile_k, 1)
@@ -130,6 +134,7 @@ def delta_scores(
         tl.store(written + by_memory, x, mask=first)
         tl.store(chunk_decay + key + narrow[None, :], end_decay[None, :], mask=first)
     tl.store(scores + rows * (C + 1), diagonal * scale)
+    tl.debug_barrier()  # the sums have been stored
     pairs = tl.arange(0, C // 2)
     # 0, but no constant: else Triton moves the operands' layout in front of the exponentials, and each warp computes those of others.
     most = scale * 0.0

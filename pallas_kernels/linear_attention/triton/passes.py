@@ -182,7 +182,6 @@ def channel_decays(log_decay, run, initial) -> Decays:
     from pallas_kernels.linear_attention.triton import bodies
 
     batch, length, heads, channels = log_decay.shape
-    run, bounds = row_layout.split_runs(run, initial, batch)
     tiling = TILINGS["sum_decays"]
     result = launch.call(
         bodies.sum_decays,
@@ -193,9 +192,15 @@ def channel_decays(log_decay, run, initial) -> Decays:
         stages=tiling.stages,
         **dict(HEADS=heads, K=channels, C=CHUNK, BK=tiling.keys),
     )
-    documents = row_layout.documents_of(run, 1)
-    enters, stays = (None, None) if documents is None else documents[1:]
-    return Decays(sums=result["sums"], enters=enters, stays=stays, run=run, bounds=bounds)
+    return documents(run, initial, batch)._replace(sums=result["sums"])
+
+
+def documents(run, initial, batch: int) -> Decays:
+    """Return the documents of tokens with a log decay of key channels, without its sums; the arguments are those of `channel_decays`."""
+    run, bounds = row_layout.split_runs(run, initial, batch)
+    known = row_layout.documents_of(run, 1)
+    enters, stays = (None, None) if known is None else known[1:]
+    return Decays(enters=enters, stays=stays, run=run, bounds=bounds)
 
 
 def _struct(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
