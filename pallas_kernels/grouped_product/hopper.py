@@ -127,7 +127,8 @@ def sums(
 
     def kernel(refs, smem):
         def tile(index) -> Tile:
-            group, in_group = lax.div(index, tiles * down), lax.rem(index, tiles * down)
+            place, in_group = lax.div(index, tiles * down), lax.rem(index, tiles * down)
+            group = refs["order"][place]
             row, column = lax.div(in_group, tiles), lax.rem(in_group, tiles)
             channels, columns = pl.ds(row * ROWS, ROWS), pl.ds(column * across, across)
             start = pl.multiple_of(refs["starts"][group], DEPTH)
@@ -146,8 +147,17 @@ def sums(
         loop.run(tile, total * tiles * down, smem)
 
     loop = Loop(multiply, ((DEPTH, ROWS), (DEPTH, across)), (across,))
-    inputs = dict(starts=starts, blocks=blocks, x=x, dy=dy)
+    inputs = dict(order=_longest_first(blocks), starts=starts, blocks=blocks, x=x, dy=dy)
     return _launch(kernel, loop, inputs, (total, depth, size), x.dtype, interpret)
+
+
+def _longest_first(blocks: jax.Array) -> jax.Array:
+    """Return the indices of groups [E], those with most blocks first."""
+    index = jnp.arange(len(blocks), dtype=jnp.int32)
+    longer = blocks[None] > blocks[:, None]
+    before = longer | ((blocks[None] == blocks[:, None]) & (index[None] < index[:, None]))
+    place = jnp.sum(before, axis=1, dtype=jnp.int32)
+    return jnp.sum(jnp.where(place[None] == index[:, None], index[None], 0), axis=1)  # no sort
 
 
 def _store(totals, out, buffers, stored: Any = None) -> None:

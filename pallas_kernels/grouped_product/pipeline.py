@@ -83,11 +83,13 @@ class Loop(NamedTuple):
         """
         group, processor = lax.axis_index("group"), lax.axis_index("processor")
         processors = lax.axis_size("processor")
-        mine = lax.div(count - processor + processors - 1, processors)
+        turns = lax.div(count, processors)
+        mine = turns + (_place(processor, processors, turns) < lax.rem(count, processors))
 
         def for_tiles(body):
-            def of_tile(n, position):
-                return body(tile(processor + n * processors), position)
+            def of_tile(turn, position):
+                index = turn * processors + _place(processor, processors, turn)
+                return body(tile(index), position)
 
             return lax.fori_loop(0, mine, of_tile, jnp.int32(0))
 
@@ -157,6 +159,13 @@ class Loop(NamedTuple):
         sums, end = pl.run_scoped(sum_steps, *accumulators)
         tile.store(group, sums, begun)
         return end
+
+
+def _place(processor, processors: int, turn):
+    """Return which tile a processor computes of those that all processors compute in one turn: in every second turn in the
+    opposite order, so that tiles of falling length are divided evenly.
+    """
+    return jnp.where(lax.rem(turn, 2) == 0, processor, processors - 1 - processor)
 
 
 def store_columns(y: Any, out: Any, buffers: Any) -> None:
