@@ -60,7 +60,11 @@ def _layouts(name: str, cards: int, command: str) -> Table:
         name,
         ("linear_moe.jsonl",),
         _layout_columns,
-        where=lambda row: row["table"] == "layouts" and row["mesh"].get("fsdp", 1) == cards,
+        where=lambda row: (
+            row["table"] == "layouts"
+            and row["mesh"].get("fsdp", 1) == cards
+            and not {"remat", "without"} & row.keys()
+        ),
         key=_parallel_key,
         lines=_by_mixer,
         not_run="measures GPUs; docs/papers/linear_moe.md runs the program at small sizes on a CPU",
