@@ -23,7 +23,7 @@ ROWS = 128
 HALF = 64  # rows of a warpgroup
 DEPTH = 64  # size of the summed axis in one step
 STAGES = 4  # steps whose operands are being loaded or are in use
-LEAD = 2
+LEAD = 1
 """Steps by which the first warpgroup begins before the second one; less than the number of stages."""
 SLOTS = 2  # buffers of a warpgroup for 64 columns of the output
 
