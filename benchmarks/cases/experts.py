@@ -4,8 +4,9 @@
 
 A row for each layer: milliseconds forward, and forward and backward, in bfloat16, and its speed as a fraction
 of the dense layer's. The layers are Linear-MoE's (64 experts of 896, 8 per token) grouped, the same with
-SwiGLU apart from the grouped products ("apart"), the same as a loop over all experts, and a dense SwiGLU of 8 x 896. Inputs are random embeddings of text, which load the experts
-unevenly; rows without `largest_load` had random inputs.
+SwiGLU apart from the grouped products ("apart"), the same as a loop over all experts, and a dense SwiGLU of
+8 x 896. Inputs are random embeddings of text, which load the experts unevenly; rows without `largest_load`
+had random inputs.
 """
 
 from __future__ import annotations

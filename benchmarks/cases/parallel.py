@@ -164,10 +164,12 @@ def identify(table: str, row: Row, args: Any) -> dict[str, Any]:
         axes["rounds"] = mesh.rounds
     if mesh.expert > 1 and args.exchange != "padded":
         axes["exchange"] = args.exchange
-    given = dict(document=args.document) if args.document else {}
-    given |= dict(remat=args.remat) if args.remat != "full" else {}
-    given |= dict(without=",".join(args.without)) if args.without else {}
-    return dict(table=table, variant=variant, mesh=axes, rows=count, length=length, **given)
+    more = dict(document=args.document) if args.document else {}
+    if args.remat != "full":
+        more["remat"] = args.remat
+    if args.without:
+        more["without"] = ",".join(args.without)
+    return dict(table=table, variant=variant, mesh=axes, rows=count, length=length, **more)
 
 
 def print_rows(

@@ -29,6 +29,7 @@ from lsm_jax.ops.experts.grouped_product import grouped_product, row_multiple
 from lsm_jax.ops.experts.grouped_swiglu import grouped_swiglu, weighted_swiglu
 from lsm_jax.parallel import (
     alone,
+    mesh_axes,
     over_mesh,
     over_tokens,
     place_on,
@@ -218,10 +219,19 @@ def _experts(rows, sizes, block, row_weight, gate_proj, up_proj, down_proj):
         into = [jnp.pad(p, ((0, 0), (0, 0), (0, padding))) for p in into]
         down_proj = jnp.pad(down_proj, ((0, 0), (0, padding), (0, 0)))
     joined = jnp.concatenate(into, axis=-1)
+    # Casts to 16 bits are half as large as what the backward pass would cast again, but not shared by devices.
+    if rows.dtype.itemsize < 4 and not _gathered_parameters():
+        joined, down_proj = saved(joined), saved(down_proj)
     if gate_proj is not None:
         return grouped_swiglu(rows, joined, down_proj, sizes, row_weight, multiple=block)
     inner = _weighted_relu2(saved(grouped_product(rows, joined, sizes, multiple=block)), row_weight)
     return grouped_product(inner, down_proj, sizes, multiple=block)
+
+
+def _gathered_parameters() -> bool:
+    """Return whether devices gather parts of the experts' matrices, which each of them has whole during its computation."""
+    shape = jax.sharding.get_abstract_mesh().shape
+    return any(shape.get(axis, 1) > 1 for axis in mesh_axes("embed"))
 
 
 def _relu2(x):

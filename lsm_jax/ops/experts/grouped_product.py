@@ -91,7 +91,7 @@ def row_multiple(x: jax.Array) -> int:
     """
     matrix = jax.ShapeDtypeStruct((1, x.shape[-1], _ROWS), x.dtype)
     call = Call("segment_product", Options(), dict(x=x, kernels=matrix))
-    return 1 if first_unmet(_REQUIREMENTS, call) else _ROWS
+    return 1 if first_unmet(_COMMON, call) else _ROWS
 
 
 class Options(NamedTuple):
@@ -145,7 +145,7 @@ def _for_hopper(call: Call) -> bool:
     return platform == "cuda" and compute_capabilities() <= {"9.0"}
 
 
-_REQUIREMENTS = (
+_COMMON = (
     Requirement(
         "x and kernels in bfloat16",
         _in_bfloat16,
@@ -160,9 +160,8 @@ _REQUIREMENTS = (
     Requirement("NVIDIA Hopper", _for_hopper),
 )
 
-
 REQUIREMENTS = (
-    *_REQUIREMENTS,
+    *_COMMON,
     Requirement(
         f"at least one row, and groups of multiples of {_ROWS} rows",
         lambda call: call.options.multiple % _ROWS == 0 and len(call.arguments["x"]) > 0,
@@ -307,7 +306,7 @@ register(
         product=_kernel_segments,
         gradients=_kernel_segment_gradients,
         requirements=(
-            *_REQUIREMENTS,
+            *_COMMON,
             Requirement(
                 f"a multiple of {_BLOCK} rows, at least {_ROWS}",
                 lambda call: (
