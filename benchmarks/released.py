@@ -67,7 +67,7 @@ TINY: dict[str, Any] = dict(
 """The values that `--tiny` has in place of a model's own, of the fields that it has, for a run on a CPU."""
 OF_QWEN = ("head_dim", *(name for name in TINY if name.startswith("linear_")))
 """Fields of `TINY` that Qwen's models have, too, where `MODELS` relies on their defaults."""
-EXPERTS = ("grouped_product", "segment_product")
+EXPERTS = ("grouped_product", "segment_product", "grouped_swiglu")
 
 
 def fields_of(name: str, layers: int | None, *, tiny: bool = False) -> dict[str, Any]:
@@ -113,9 +113,12 @@ def model_config(name: str, layers: int | None, *, tiny: bool = False) -> ModelC
 
 
 @contextlib.contextmanager
-def without_kernels() -> Iterator[None]:
-    """Return a context in which every op but experts' products has the backend "xla" alone."""
-    before = {op: backends_of(op) for op in names_of_ops() if op not in EXPERTS}
+def without_kernels(*names: str) -> Iterator[None]:
+    """Return a context in which the ops of these names have the backend "xla" alone; without names every op but experts'
+    products.
+    """
+    names = names or tuple(op for op in names_of_ops() if op not in EXPERTS)
+    before = {op: backends_of(op) for op in names}
     for op, backends in before.items():
         unregister(op, *(b for b in backends if b.name != "xla"))
     try:

@@ -3,14 +3,16 @@
     python -m benchmarks experts [--tokens 16384] [--layers dense,grouped]
 
 A row for each layer: milliseconds forward, and forward and backward, in bfloat16, and its speed as a fraction
-of the dense layer's. The layers are Linear-MoE's (64 experts of 896, 8 per token) grouped, the same as a loop
-over all experts, and a dense SwiGLU of 8 x 896. Inputs are random embeddings of text, which load the experts
-unevenly; rows without `largest_load` had random inputs.
+of the dense layer's. The layers are Linear-MoE's (64 experts of 896, 8 per token) grouped, the same with
+SwiGLU apart from the grouped products ("apart"), the same as a loop over all experts, and a dense SwiGLU of
+8 x 896. Inputs are random embeddings of text, which load the experts unevenly; rows without `largest_load`
+had random inputs.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,6 +22,7 @@ from flax import nnx
 
 from benchmarks import options, text
 from benchmarks.registry import Benchmark
+from benchmarks.released import without_kernels
 from benchmarks.timing import milliseconds
 from lsm_jax import feedforward, ops
 
@@ -33,6 +36,7 @@ BENCHMARK = Benchmark(
 LAYERS = {
     "dense": feedforward.SwiGLUConfig(intermediate_size=8 * 896),
     "grouped": feedforward.MoEConfig(),
+    "apart": feedforward.MoEConfig(),
     "loop": feedforward.MoEConfig(execution="dense"),
 }
 _CALLS = 4  # calls between two waits, which hide the host's time
@@ -76,7 +80,9 @@ def rows(args: argparse.Namespace, cases: list[dict[str, Any]]) -> Iterator[dict
     x = jnp.asarray(text.activations(1, args.tokens, args.width), jnp.bfloat16)
     dense = None
     for case in cases:
-        row = case | measure(case["layer"], x)
+        apart = case["layer"] == "apart"
+        with without_kernels("grouped_swiglu") if apart else contextlib.nullcontext():
+            row = case | measure(case["layer"], x)
         dense = row["both_ms"] if case["layer"] == "dense" else dense
         yield row | dict(
             part_of_dense=dense and round(dense / row["both_ms"], 3), implementations=ops.choices()

@@ -13,13 +13,14 @@ side by side, and then train one after another, so that none is timed while anot
 fit or compile has its error in its row. Times are medians of `--steps` steps after two; memory is that of one
 card, by XLA's analysis of the step. Tokens are BPE text, since random ids load experts evenly; where choices of experts
 do not fit into the buffers between cards, the row has their number, and is that of the buffers into which all
-fit. Rows without `inputs` had random ids.
+fit. Rows without `remat` recompute everything in the backward pass. Rows without `inputs` had random ids.
 """
 
 from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import contextlib
 import dataclasses
 import json
 import math
@@ -41,9 +42,11 @@ import numpy as np
 
 from benchmarks import options, text
 from benchmarks.registry import Benchmark, UsageError
+from benchmarks.released import without_kernels
 from benchmarks.timing import alone, program_bytes, provenance
 from configs import linear_moe
 from lsm_jax import ops
+from lsm_jax.ops.backends.registry import names_of_ops
 from lsm_jax.parallel import AXES, MeshConfig, make_mesh, token_sharding
 from lsm_jax.training import make_program
 
@@ -51,7 +54,7 @@ BENCHMARK = Benchmark(
     name="parallel",
     summary="training steps on one or several cards: layouts, mesh axes, long rows",
     key=("table", "variant", "mesh", "rows", "length"),
-    optional_key={"document": 0},
+    optional_key={"document": 0, "remat": "full", "without": ""},
     output="docs/linear_moe.jsonl",
 )
 
@@ -164,6 +167,8 @@ def identify(table: str, row: Row, args: Any) -> dict[str, Any]:
     more = dict(document=args.document) if args.document else {}
     if args.remat != "full":
         more["remat"] = args.remat
+    if args.without:
+        more["without"] = ",".join(args.without)
     return dict(table=table, variant=variant, mesh=axes, rows=count, length=length, **more)
 
 
@@ -348,7 +353,9 @@ def serve(message: dict[str, Any]) -> None:
         if not sys.stdin.readline():  # the process that starts the training has ended
             sys.exit(1)
 
-    measure(message["table"], rows, args, wait)
+    off = without_kernels(*args.without) if args.without else contextlib.nullcontext()
+    with off:
+        measure(message["table"], rows, args, wait)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -399,6 +406,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cards", type=int, help="number of cards to use; all by default")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--remat", default="full")
+    parser.add_argument(
+        "--without",
+        type=options.words,
+        default="",
+        help="ops that use no kernel, such as grouped_swiglu",
+    )
     parser.add_argument("--dtype", default="bfloat16", help="dtype of activations")
     parser.add_argument("--buffer", type=float, help="expert_buffer of the layers")
     parser.add_argument("--exchange", default="padded", help="exchange of the layers' tokens")
@@ -420,6 +433,9 @@ def all_groups(args: argparse.Namespace) -> list[tuple[str, list[Row]]]:
 def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
     if args.document < 0:
         raise UsageError(f"--document {args.document}: accepted are 0 and more")
+    if unknown := set(args.without) - set(names_of_ops()):
+        accepted = ", ".join(names_of_ops())
+        raise UsageError(f"--without {','.join(unknown)}: accepted are {accepted}")
     return [identify(table, row, args) for table, group in all_groups(args) for row in group]
 
 

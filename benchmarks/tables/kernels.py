@@ -422,6 +422,7 @@ TABLES = [
                 lambda row: {
                     "dense": "dense SwiGLU of the same active width",
                     "grouped": "64 experts, grouped products",
+                    "apart": "64 experts, grouped products, SwiGLU apart",
                     "loop": "64 experts, a loop over experts",
                 }[row["layer"]],
             ),

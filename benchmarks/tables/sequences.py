@@ -72,7 +72,7 @@ def _layouts(name: str, cards: int, command: str) -> Table:
             row["table"] == "layouts"
             and row["mesh"].get("fsdp", 1) == cards
             and row["rows"] * row["length"] == 16_384 * cards
-            and "remat" not in row
+            and not {"remat", "without"} & row.keys()
         ),
         key=_parallel_key,
         lines=_by_mixer,
@@ -245,6 +245,7 @@ TABLES = [
             Column("mixer", _mixer),
             Column("rows x tokens", lambda row: f"{row['rows']} x {row['length']:,}"),
             Column("recomputed", lambda row: row.get("remat", "full")),
+            Column("in XLA", lambda row: row.get("without", "")),
             Column("10³ tokens/s", _thousands),
             column("ms", "step_ms", "{:.0f}"),
             column("GiB", "gib", "{:.1f}"),

@@ -24,9 +24,12 @@ from lsm_jax.feedforward.moe_order import (
     take_rows,
 )
 from lsm_jax.mixers.layers import matmul_precision, project, recomputed
+from lsm_jax.ops.core.saved import saved
 from lsm_jax.ops.experts.grouped_product import grouped_product, row_multiple
+from lsm_jax.ops.experts.grouped_swiglu import grouped_swiglu, weighted_swiglu
 from lsm_jax.parallel import (
     alone,
+    mesh_axes,
     over_mesh,
     over_tokens,
     place_on,
@@ -133,7 +136,7 @@ def _by_local_experts(x, expert, weight, kernels):
     if expert.size <= kernels[1].shape[0]:
         return _by_copied_matrices(x, expert, weight, kernels)
     top_k, block = weight.shape[-1], row_multiple(x)
-    place, source, sizes = places_by_expert(expert, kernels[1].shape[0], block)
+    place, source, sizes = map(saved, places_by_expert(expert, kernels[1].shape[0], block))
     rows = rows_of_tokens(top_k, x.reshape(-1, x.shape[-1]), source, place)
     row_weight = permute(weight.reshape(-1, 1), source, place)
     y = _experts(rows, sizes, block, row_weight, *kernels)
@@ -156,7 +159,7 @@ def _by_copied_matrices(x, expert, weight, kernels):
         inner = _weighted_relu2(product(rows, up_proj), row_weight)
     else:
         into = jnp.concatenate([product(rows, gate_proj), product(rows, up_proj)], axis=-1)
-        inner = _weighted_swiglu(into, row_weight)
+        inner = weighted_swiglu(into, row_weight)
     y = _wide(jnp.where(here[:, None], product(inner, down_proj), 0))
     return jnp.sum(y.reshape(*weight.shape, -1), axis=-2).reshape(x.shape)
 
@@ -215,9 +218,20 @@ def _experts(rows, sizes, block, row_weight, gate_proj, up_proj, down_proj):
     if padding := -up_proj.shape[-1] % block:
         into = [jnp.pad(p, ((0, 0), (0, 0), (0, padding))) for p in into]
         down_proj = jnp.pad(down_proj, ((0, 0), (0, padding), (0, 0)))
-    inner = grouped_product(rows, jnp.concatenate(into, axis=-1), sizes, multiple=block)
-    weighted = _weighted_relu2 if gate_proj is None else _weighted_swiglu
-    return grouped_product(weighted(inner, row_weight), down_proj, sizes, multiple=block)
+    joined = jnp.concatenate(into, axis=-1)
+    # Casts to 16 bits are half as large as what the backward pass would cast again, but not shared by devices.
+    if rows.dtype.itemsize < 4 and not _gathered_parameters():
+        joined, down_proj = saved(joined), saved(down_proj)
+    if gate_proj is not None:
+        return grouped_swiglu(rows, joined, down_proj, sizes, row_weight, multiple=block)
+    inner = _weighted_relu2(saved(grouped_product(rows, joined, sizes, multiple=block)), row_weight)
+    return grouped_product(inner, down_proj, sizes, multiple=block)
+
+
+def _gathered_parameters() -> bool:
+    """Return whether devices gather parts of the experts' matrices, which each of them has whole during its computation."""
+    shape = jax.sharding.get_abstract_mesh().shape
+    return any(shape.get(axis, 1) > 1 for axis in mesh_axes("embed"))
 
 
 def _relu2(x):
@@ -229,36 +243,6 @@ def _weighted_relu2(up, row_weight):
     """Return `relu(up)²` [M, F], the inner values of experts without a gate, times `row_weight` [M, 1] unless it is None."""
     y = _relu2(_wide(up))
     return (y if row_weight is None else y * row_weight).astype(up.dtype)
-
-
-@jax.custom_vjp
-def _weighted_swiglu(gate_up, row_weight):
-    """Return `silu(gate) ⊙ up` [M, F], the inner values of SwiGLU experts, from their two halves `gate_up`
-    [M, 2 F], times `row_weight` [M, 1] unless it is None.
-
-    Since the weight is applied here, its gradient is computed in the same pass over memory as that of
-    `gate_up`.
-    """
-    gate, up = jnp.split(_wide(gate_up), 2, axis=-1)
-    y = jax.nn.silu(gate) * up
-    return (y if row_weight is None else y * row_weight).astype(gate_up.dtype)
-
-
-def _weighted_swiglu_backward(saved, dy):
-    gate_up, row_weight = saved
-    gate, up = jnp.split(_wide(gate_up), 2, axis=-1)
-    sigmoid = jax.nn.sigmoid(gate)
-    silu, dy = gate * sigmoid, _wide(dy)
-    d_weight = None if row_weight is None else jnp.sum(dy * silu * up, axis=-1, keepdims=True)
-    dy = dy if row_weight is None else dy * row_weight
-    d_gate = dy * up * (sigmoid + silu * (1 - sigmoid))
-    return jnp.concatenate([d_gate, dy * silu], axis=-1).astype(gate_up.dtype), d_weight
-
-
-_weighted_swiglu.defvjp(
-    lambda gate_up, row_weight: (_weighted_swiglu(gate_up, row_weight), (gate_up, row_weight)),
-    _weighted_swiglu_backward,
-)
 
 
 def _wide(x):

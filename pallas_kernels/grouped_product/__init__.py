@@ -2,6 +2,12 @@
 multiplied by a matrix of its own.
 """
 
-from pallas_kernels.grouped_product.api import grouped_product, grouped_sums, unsupported
+from pallas_kernels.grouped_product.api import (
+    gated_gradients,
+    gated_product,
+    grouped_product,
+    grouped_sums,
+    unsupported,
+)
 
-__all__ = ["grouped_product", "grouped_sums", "unsupported"]
+__all__ = ["gated_gradients", "gated_product", "grouped_product", "grouped_sums", "unsupported"]

@@ -1,5 +1,5 @@
 """Products in which each group of consecutive rows (such as the tokens of one expert) is multiplied by its
-own matrix, and the gradient of these matrices. JAX cannot differentiate either function.
+own matrix, the gradient of these matrices, and the same products joined with SwiGLU. JAX cannot differentiate these functions.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.grouped_product import hopper
+from pallas_kernels.grouped_product import gated, hopper
 
 _BACKENDS = {"mosaic_gpu": hopper}
 
@@ -96,6 +96,78 @@ def grouped_sums(
         ValueError: `implementation` is not the name of a backend of `grouped_sums`.
     """
     return _backend("grouped_sums", implementation).sums(x, dy, starts, blocks, interpret=interpret)
+
+
+def gated_product(
+    x: Float[Array, "N D"],
+    kernels: Float[Array, "E D 2*F"],
+    groups: Int[Array, " N/128"],
+    count: Int[Array, " 1"],
+    row_weight: Float[Array, " N"] | None = None,
+    *,
+    with_products: bool = True,
+    implementation: str = "mosaic_gpu",
+    interpret: Any = None,
+) -> tuple[Float[Array, "N F"], Float[Array, "N 2*F"] | None]:
+    """Multiply each block of rows of x by the gate matrix G and the up matrix U of its group, and return the inner values
+    `w silu(x G) ⊙ x U` of SwiGLU (arXiv 2002.05202).
+
+    Args:
+        x: bfloat16 [N, D], the rows; N is a multiple of 128, D of 64.
+        kernels: bfloat16 [E, D, 2 F], the matrices G and U of the E groups, side by side; F is a multiple of 128.
+        groups: int32 [N / 128], the group of each block of 128 rows.
+        count: int32 [1]; the first `count` blocks are computed.
+        row_weight: float32 [N], the weight w of each row; None is 1.
+        with_products: whether the products are returned.
+        implementation: "mosaic_gpu" (Hopper).
+        interpret: parameters of the interpreter, see `compat.gpu_interpreter`.
+
+    Returns:
+        bfloat16 [N, F], the inner values; and bfloat16 [N, 2 F], the products x G and x U, or None. The rows of blocks that
+        are not computed are undefined.
+
+    Raises:
+        ValueError: `implementation` is not the name of a backend.
+    """
+    _backend("gated_product", implementation)
+    options = dict(with_products=with_products, interpret=interpret)
+    return gated.gated_product(x, kernels, groups, count, row_weight, **options)
+
+
+def gated_gradients(
+    dy: Float[Array, "N D"],
+    down: Float[Array, "E F D"],
+    groups: Int[Array, " N/128"],
+    count: Int[Array, " 1"],
+    products: Float[Array, "N 2*F"],
+    row_weight: Float[Array, " N"] | None = None,
+    *,
+    implementation: str = "mosaic_gpu",
+    interpret: Any = None,
+) -> tuple[Float[Array, "N F"], Float[Array, "N 2*F"], Float[Array, "P N"] | None]:
+    """Return the gradients of what `gated_product` computes, from the gradient dy of its inner values' product with the down
+    matrix of each group.
+
+    Args:
+        dy: bfloat16 [N, D], the gradient of the output.
+        down: bfloat16 [E, F, D], the down matrices of the E groups; D is a multiple of 64, F of 128.
+        groups: int32 [N / 128], the group of each block of 128 rows.
+        count: int32 [1]; the first `count` blocks are computed.
+        products: bfloat16 [N, 2 F], the products that `gated_product` returned.
+        row_weight: float32 [N], the weight of each row; None is 1.
+        implementation: "mosaic_gpu" (Hopper).
+        interpret: parameters of the interpreter, see `compat.gpu_interpreter`.
+
+    Returns:
+        bfloat16 [N, F], the inner values again; bfloat16 [N, 2 F], the gradient of the products; and float32 [F / 128, N],
+        the gradient of `row_weight` in parts that are to be added, or None. The rows of blocks that are not computed are
+        undefined.
+
+    Raises:
+        ValueError: `implementation` is not the name of a backend.
+    """
+    _backend("gated_gradients", implementation)
+    return gated.gated_gradients(dy, down, groups, count, products, row_weight, interpret=interpret)
 
 
 def _backend(op: str, implementation: str) -> Any:

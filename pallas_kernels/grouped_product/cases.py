@@ -40,6 +40,10 @@ INTERPRETED_PARTS = Case((64, 192, 64), 320, 128, 192)
 """The case for the interpreter with `parts`: groups with odd numbers of blocks of 64 rows, which end with half a tile."""
 SEGMENTS = Case((64, 192, 0, 128), 384, 128, 192)
 """The case of `segment_product`, whose segments are multiplied by two matrices in turn."""
+GATED = Case((128, 0, 256), 512, 128, 256)
+"""The case of grouped SwiGLU layers, of inner width F, for the interpreter."""
+GATED_ON_HOPPER = Case((384, 0, 256, 512), 1280, 256, 384)
+"""The case of grouped SwiGLU layers that runs on an NVIDIA Hopper GPU."""
 HOPPER = (
     Case((384, 0, 256, 512), 1152, 256, 192),
     Case((1152, 0, 0, 0), 1152, 256, 192),

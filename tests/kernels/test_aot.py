@@ -25,6 +25,7 @@ from lsm_jax.ops.core.states import Layer
 from pallas_kernels.delta_rule import cases as delta_rule_cases
 from pallas_kernels.dplr import cases as dplr_cases
 from pallas_kernels.gated_norm import cases as gated_norm_cases
+from pallas_kernels.grouped_product import gated, hopper
 from pallas_kernels.linear_attention import cases as linear_attention_cases
 from pallas_kernels.selective_scan.cases import TPU_COMPILED
 from pallas_kernels.triton import launch as triton_launch
@@ -79,6 +80,20 @@ ON_TPU = [
     ("attention", (4, 2, 2), 64, 64, "log_forget segment_ids"),
     ("attention", (4, 4, 4), 128, 128, "log_forget window"),
 ]
+
+# Grouped products: the kernel, and the names of its inputs in `_SHAPES`.
+_SHAPES: dict[str, tuple[int, ...]] = dict(
+    x=(8192, 1024), inner=(8192, 896), pair=(8192, 1792), up=(8, 1024, 1792), down=(8, 896, 1024), groups=(64,), count=(1,),
+    starts=(8,), blocks=(8,), weight=(8192,),
+)  # fmt: skip
+_TRANSPOSED = functools.partial(hopper.product, transposed=True)
+GROUPED = {
+    "product": (hopper.product, "inner down groups count"),
+    "transposed": (_TRANSPOSED, "pair up groups count"),
+    "sums": (hopper.sums, "x pair starts blocks"),
+    "gated": (gated.gated_product, "x up groups count weight"),
+    "gradients": (gated.gated_gradients, "x down groups count pair weight"),
+}
 
 
 def case_id(case) -> str:
@@ -261,6 +276,27 @@ def test_gated_norms_compile_for_an_h200_and_spill_nothing(case, capfd, monkeypa
     spilled = re.findall(r"frame, (\d+) bytes spill stores", "".join(capfd.readouterr()))
     assert len(spilled) == 2
     assert not any(map(int, spilled))
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_grouped_products_compile_for_an_h200_and_spill_nothing(name, capfd, monkeypatch):
+    """The kernels of experts of 1,024 x 896; a step's products run while those of the next are started."""
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_SASS", "1")
+    monkeypatch.setenv("CUDA_ROOT", str(CUDA))
+    device = topologies.get_topology_desc("", "cuda", target_config=H200, topology="1x1x1").devices[0]  # fmt: skip
+    sharding = SingleDeviceSharding(device)
+    kernel, shapes = GROUPED[name]
+    integers = "groups", "count", "starts", "blocks"
+    dtypes = dict.fromkeys(integers, jnp.int32) | dict(weight=jnp.float32)
+    inputs = [
+        jax.ShapeDtypeStruct(_SHAPES[x], dtypes.get(x, jnp.bfloat16), sharding=sharding) for x in shapes.split()
+    ]  # fmt: skip
+    jax.jit(kernel).trace(*inputs).lower(lowering_platforms=("cuda",)).compile()
+    output = "".join(capfd.readouterr())
+    assert re.findall(r"frame, (\d+) bytes spill stores", output) == ["0"]
+    assert re.search(r"DEPBAR.LE gsb0, 0x[12]", output)  # one or two products in a step
+    assert not late_writes(output)
 
 
 @pytest.mark.parametrize("case", ON_TPU, ids=case_id)

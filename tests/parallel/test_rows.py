@@ -29,8 +29,10 @@ def test_each_table_has_its_rows():
 
 def test_the_cases_identify_the_rows_by_the_axes_in_use():
     args = argparse.Namespace(
-        **ARGS | dict(mixers=["gla"], axes=["expert"]), table=["axes"], cards=4, document=32, exchange="padded"
+        **ARGS | dict(mixers=["gla"], axes=["expert"]), table=["axes"], cards=4, document=32, exchange="padded",
+        remat="dots", without=["grouped_swiglu"],
     )  # fmt: skip
     assert parallel.cases(args) == [
-        dict(table="axes", variant="tiny,mixer=gla", mesh={"expert": 4}, rows=4, length=2048, document=32)
+        dict(table="axes", variant="tiny,mixer=gla", mesh={"expert": 4}, rows=4, length=2048, document=32, remat="dots",
+             without="grouped_swiglu")
     ]  # fmt: skip

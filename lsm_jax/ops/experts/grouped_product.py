@@ -55,7 +55,7 @@ def grouped_product(
             f"{op}: x has {len(x)} rows; accepted are multiples of multiple={multiple}"
         )
     arguments = dict(x=x, kernels=kernels, sizes=sizes)
-    selection = select(Call(op, _Options(multiple), arguments, implementation))
+    selection = select(Call(op, Options(multiple), arguments, implementation))
     if selection.only("xla"):  # differentiated by jax
         return _xla_product(x, kernels, sizes)
     return _product(selection, x, kernels, sizes)
@@ -65,7 +65,7 @@ def supports_segments(x: jax.Array, kernels: jax.Array) -> bool:
     """Return whether a kernel may compute `segment_product`, the products of segments of rows with a matrix each; if
     not, multiplying all rows by every matrix is faster.
     """
-    call = Call("segment_product", _Options(), dict(x=x, kernels=kernels))
+    call = Call("segment_product", Options(), dict(x=x, kernels=kernels))
     return not select(call).only("xla")
 
 
@@ -82,7 +82,7 @@ def segment_product(x: jax.Array, kernels: jax.Array, ends: jax.Array) -> jax.Ar
         [N, F] in x's dtype.
     """
     arguments = dict(x=x, kernels=kernels)
-    return _product(select(Call("segment_product", _Options(), arguments)), x, kernels, ends)
+    return _product(select(Call("segment_product", Options(), arguments)), x, kernels, ends)
 
 
 def row_multiple(x: jax.Array) -> int:
@@ -90,11 +90,11 @@ def row_multiple(x: jax.Array) -> int:
     grouped rows x [..., D] with matrices: 128 if a fused kernel may compute the products, else 1.
     """
     matrix = jax.ShapeDtypeStruct((1, x.shape[-1], _ROWS), x.dtype)
-    call = Call("segment_product", _Options(), dict(x=x, kernels=matrix))
-    return 1 if first_unmet(_REQUIREMENTS, call) else _ROWS
+    call = Call("segment_product", Options(), dict(x=x, kernels=matrix))
+    return 1 if first_unmet(_COMMON, call) else _ROWS
 
 
-class _Options(NamedTuple):
+class Options(NamedTuple):
     """The options of the products of grouped rows that are constant when a program is compiled.
 
     Attributes:
@@ -145,7 +145,7 @@ def _for_hopper(call: Call) -> bool:
     return platform == "cuda" and compute_capabilities() <= {"9.0"}
 
 
-_REQUIREMENTS = (
+_COMMON = (
     Requirement(
         "x and kernels in bfloat16",
         _in_bfloat16,
@@ -159,6 +159,16 @@ _REQUIREMENTS = (
     *PALLAS,
     Requirement("NVIDIA Hopper", _for_hopper),
 )
+
+REQUIREMENTS = (
+    *_COMMON,
+    Requirement(
+        f"at least one row, and groups of multiples of {_ROWS} rows",
+        lambda call: call.options.multiple % _ROWS == 0 and len(call.arguments["x"]) > 0,
+        lambda call: f"{len(call.arguments['x'])} rows and multiple={call.options.multiple}",
+    ),
+)
+"""What the kernels require of a call with the arguments x and `kernels`, and with `Options`."""
 
 
 def _xla_product(x, kernels, sizes):
@@ -186,7 +196,17 @@ def _xla_gradients(x, kernels, sizes, dy):
 
 
 def _kernel_gradients(x, kernels, sizes, dy):
-    return _kernel_product(dy, kernels, sizes, transposed=True), _kernel_sums(x, dy, sizes)
+    return kernel_product(dy, kernels, sizes, transposed=True), kernel_sums(x, dy, sizes)
+
+
+def blocks_of_rows(rows: int, sizes: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the group of each block of 128 rows, int32 [rows / 128], and the number of blocks that belong to groups, int32
+    [1], for groups of `sizes` rows, multiples of 128.
+    """
+    ends = jnp.cumsum(sizes // _ROWS)
+    block = jnp.arange(rows // _ROWS)[:, None]
+    groups = jnp.minimum(jnp.sum(block >= ends, axis=1, dtype=jnp.int32), len(sizes) - 1)
+    return groups, ends[-1:]
 
 
 # The functions below are jitted, so that a kernel is traced and lowered once for all layers that are not
@@ -194,20 +214,18 @@ def _kernel_gradients(x, kernels, sizes, dy):
 
 
 @functools.partial(jax.jit, static_argnames="transposed")
-def _kernel_product(x, kernels, sizes, transposed=False):
+def kernel_product(x, kernels, sizes, transposed=False):
     """Multiply each group of consecutive rows of x [N, D] by the group's own matrix in `kernels`, [E, D, F], or [E, F,
     D] if `transposed`: [N, F].
     """
     from pallas_kernels.grouped_product import hopper
 
-    ends = jnp.cumsum(sizes // _ROWS)
-    block = jnp.arange(len(x) // _ROWS)[:, None]
-    groups = jnp.minimum(jnp.sum(block >= ends, axis=1, dtype=jnp.int32), len(sizes) - 1)
-    return hopper.product(x, kernels, groups, ends[-1:], transposed=transposed)
+    blocks = blocks_of_rows(len(x), sizes)
+    return hopper.product(x, kernels, *blocks, transposed=transposed)
 
 
 @jax.jit
-def _kernel_sums(x, dy, sizes):
+def kernel_sums(x, dy, sizes):
     """Return the gradient of each group's matrix, [E, D, F]: the sum over the group's rows of the outer products of x
     [N, D] and dy [N, F].
     """
@@ -274,18 +292,9 @@ register(
     "grouped_product",
     ProductBackend(
         name="mosaic_gpu",
-        product=_kernel_product,
+        product=kernel_product,
         gradients=_kernel_gradients,
-        requirements=(
-            *_REQUIREMENTS,
-            Requirement(
-                f"at least one row, and groups of multiples of {_ROWS} rows",
-                lambda call: call.options.multiple % _ROWS == 0 and len(call.arguments["x"]) > 0,
-                lambda call: (
-                    f"{len(call.arguments['x'])} rows and multiple={call.options.multiple}"
-                ),
-            ),
-        ),
+        requirements=REQUIREMENTS,
         platforms=("cuda",),
     ),
     ProductBackend(name="xla", product=_xla_product, gradients=_xla_gradients),
@@ -297,7 +306,7 @@ register(
         product=_kernel_segments,
         gradients=_kernel_segment_gradients,
         requirements=(
-            *_REQUIREMENTS,
+            *_COMMON,
             Requirement(
                 f"a multiple of {_BLOCK} rows, at least {_ROWS}",
                 lambda call: (
