@@ -1,7 +1,7 @@
 """Write docs/results/evidence.md from the rows of docs/evidence.jsonl: `python -m scripts.evidence_page`.
 
 The page begins with two sentences that the rows decide: which statements of the papers hold, and which do not. It has a section for
-each table that has a row. The command also draws the plots, and adds the page to docs/index.md.
+each table that has a row. The command also draws the plots, and adds the page to docs/index.md and docs/results/README.md.
 """
 
 from __future__ import annotations
@@ -62,11 +62,15 @@ def _plots(table: str) -> list[str]:
     ]  # fmt: skip
 
 
-def add_to_index(index: Path) -> None:
-    """Add the page to the site's contents, after the other results, unless it is there."""
-    text, line = index.read_text(), "results/evidence\n"
-    if line not in text:
-        index.write_text(text.replace("results/training_steps\n", f"{line}results/training_steps\n", 1))  # fmt: skip
+def add_to_contents(docs: Path) -> None:
+    """Add the page to the site's contents and to the list of results pages, before the training steps, unless it is there."""
+    for name, place, line in (
+        ("index.md", "results/training_steps\n", "results/evidence\n"),
+        ("results/README.md", "| [training_steps.md]", "| [evidence.md](evidence.md) | models of 125M on real text: what holds of the papers' statements |\n"),
+    ):  # fmt: skip
+        text = (docs / name).read_text()
+        if line not in text:
+            (docs / name).write_text(text.replace(place, line + place, 1))
 
 
 def main() -> int:
@@ -78,7 +82,7 @@ def main() -> int:
         return 1
     PAGE.write_text(report.fill(text, PAGE, DOCS.parent))
     draw_results.write(draw_results.FOLDER)
-    add_to_index(DOCS / "index.md")
+    add_to_contents(DOCS)
     print(PAGE)
     return 0
 
