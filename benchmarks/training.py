@@ -130,11 +130,13 @@ def compiled_program(config: TrainConfig) -> Program:
     calls in this process then compile nothing, until `jax.clear_caches`. Any thread may call this while another one trains."""
     mesh = make_mesh(config.mesh)
     with jax.set_mesh(mesh):
-        program = make_program(config, mesh)
-        program.init.lower().compile()  # pyrefly: ignore
+        program: Any = make_program(config, mesh)
+        program.init.lower().compile()
         state = abstract_like(jax.eval_shape(program.init), program.shardings)
-        program.train_step.lower(state, _shapes(train_batches, config, mesh), {}, None).compile()  # pyrefly: ignore
-        program.eval_step.lower(state.params, _shapes(eval_batches, config, mesh)).compile()  # pyrefly: ignore
+        batch = _shapes(train_batches, config, mesh)
+        program.train_step.lower(state, batch, {}, None).compile()
+        heldout = _shapes(eval_batches, config, mesh)
+        program.eval_step.lower(state.params, heldout).compile()
     return program
 
 

@@ -12,7 +12,9 @@ from pathlib import Path
 
 from matplotlib import colormaps
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
 
 from benchmarks.tables import TABLES, evidence
 from benchmarks.tables.table import Row, group
@@ -222,6 +224,7 @@ def draw_evidence_loss(mode: Mode, rows: list[Row]) -> Figure:
     """Draw the loss by position in long documents, L(i), and the perplexity of their beginnings, P(l); a vertical line is the
     training length."""
     figure = new_figure(8.0, 3.6)
+    figure.set_layout_engine("constrained")
     left = axes_of(figure, mode, "position in the document", "loss, nats a token", place=(1, 2, 1))
     right = axes_of(figure, mode, "tokens read", "perplexity", place=(1, 2, 2))
     runs = [runs[0] for runs in evidence.by_model([row for row in rows if "long" in row])]
@@ -242,13 +245,25 @@ def draw_evidence_loss(mode: Mode, rows: list[Row]) -> Figure:
             )  # fmt: skip
         axes.set_xscale("log", base=2)
     right.set_yscale("log")
+    _plain_numbers(right.yaxis)
     legend(left, mode)
     return figure
+
+
+def _plain_numbers(axis: Axis) -> None:
+    """Write the numbers of a logarithmic axis without powers, those between tens only where they span less than two decades."""
+    low, high = sorted(axis.get_view_interval())
+    axis.set_major_formatter(lambda value, _: f"{value:g}")
+    axis.set_minor_formatter(lambda value, _: f"{value:g}" if high < 100 * low else "")
+    axis.set_tick_params(which="minor", labelsize=7)
+    if high < 100 * low:
+        axis.set_minor_locator(LogLocator(subs=(2, 5), numticks=9))
 
 
 def draw_evidence_recall(mode: Mode, rows: list[Row]) -> Figure:
     """Draw the recall of real text against the size of the decode state after a row of training."""
     figure = new_figure(8.0, 3.6)
+    figure.set_layout_engine("constrained")
     panels = [axes_of(figure, mode, "state, MB", task, place=(1, 3, n)) for n, task in enumerate(("multikey", "fields", "names"), 1)]  # fmt: skip
     for axes, task in zip(panels, ("multikey", "fields", "names"), strict=True):
         for runs in evidence.by_model(rows):
@@ -259,6 +274,8 @@ def draw_evidence_recall(mode: Mode, rows: list[Row]) -> Figure:
                 name = runs[0]["model"].partition(":")[2].removesuffix("-125m")
                 axes.annotate(name, (size, value), fontsize=6, color=mode.ink)
         axes.set_xscale("log")
+        axes.set_ylim(bottom=0)
+        _plain_numbers(axes.xaxis)
     return figure
 
 

@@ -8,6 +8,7 @@ import json
 import math
 import threading
 
+import jax
 import numpy as np
 import pytest
 
@@ -21,6 +22,8 @@ from benchmarks.registry import UsageError, get
 from benchmarks.run import Skipped, one_by_one
 from benchmarks.tables import evidence as tables
 from benchmarks.tables import evidence_claims as claims
+from benchmarks.training import train_to_end
+from configs import lm
 from lsm_jax.data import ByteTokenizer
 from lsm_jax.data.writer import StoreWriter
 from lsm_jax.evaluation.suites import SuiteSettings
@@ -308,3 +311,25 @@ def test_two_tiny_models_from_corpus_to_rows(tmp_path, capsys):
     assert len(output.read_text().splitlines()) == 2
     with pytest.raises(SystemExit, match="was computed with other options; give another folder"):
         main([*common, "--warmup=0.2", f"--output={tmp_path / 'x'}"])
+
+
+@pytest.mark.slow
+def test_a_run_compiles_nothing_that_was_compiled_ahead(tmp_path):
+    config = dataclasses.replace(
+        lm.get_config("gla-nano"), batch_size=2, total_tokens=2048, eval_every=4, eval_batches=1
+    )
+    config.data.sequence_length, config.optimizer.warmup_tokens = 128, 512
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, *_, **__: compiled.append(event) if "backend_compile" in event else None
+    )
+    try:
+        with contextlib.closing(ahead_module.Ahead(1)) as ahead:
+            ahead.plan([config])
+            program = ahead.take(config)
+        assert len(compiled) >= 3
+        before = len(compiled)
+        train_to_end(config, tmp_path / "run", program=program)
+        assert compiled[before:] == []
+    finally:
+        jax.monitoring.clear_event_listeners()
