@@ -40,9 +40,14 @@ class Ahead:
 
     def take(self, config: TrainConfig) -> Program | None:
         """Return the compiled program of a run, after waiting for it if its compilation has begun; None if it was not planned or
-        its compilation failed, which training says by itself."""
+        its compilation failed, which training says by itself. Runs that were planned before this one are dropped: they were left out.
+        """
         key = repr(config)
-        self._waiting = collections.deque(c for c in self._waiting if repr(c) != key)
+        if key in self._begun or key in map(repr, self._waiting):
+            while self._begun and next(iter(self._begun)) != key:
+                self._begun.pop(next(iter(self._begun))).cancel()
+            while key not in self._begun and repr(self._waiting.popleft()) != key:
+                pass
         future = self._begun.pop(key, None)
         self._fill()
         if future is None or future.cancel():

@@ -25,7 +25,7 @@ from lsm_jax import load_run, models
 from lsm_jax.data import DataConfig
 from lsm_jax.data.sources import tokenizer_of
 from lsm_jax.files import write_atomically
-from lsm_jax.training import TrainConfig
+from lsm_jax.training import TrainConfig, TrainingStopped
 from lsm_jax.training.metrics import read_rows
 from lsm_jax.training.run_files import checkpoint_directory
 
@@ -197,9 +197,21 @@ def learning_rates(
         config = short_config(model, setting, vocabulary, factor)
         workdir = run_folder(model, setting) / f"rate-{factor:g}"
         key = config, corpus_digest(setting)
-        found[factor] = _once(workdir / "evidence.json", key, lambda c=config, w=workdir: _train(c, w, clock, ahead))  # fmt: skip
-        shutil.rmtree(workdir / "checkpoints", ignore_errors=True)  # 1.5 GB, which nothing reads
+        found[factor] = _once(workdir / "evidence.json", key, lambda c=config, w=workdir: _try(c, w, clock, ahead))  # fmt: skip
+        shutil.rmtree(
+            checkpoint_directory(workdir), ignore_errors=True
+        )  # 1.5 GB, which nothing reads
     return found
+
+
+def _try(config: TrainConfig, workdir: Path, clock: Clock, ahead: Ahead) -> dict[str, Any]:
+    """Train a short run; one whose loss is no longer finite has none."""
+    began = time.perf_counter()
+    try:
+        return _train(config, workdir, clock, ahead)
+    except TrainingStopped as error:
+        log(f"{workdir.parent.name}/{workdir.name}: this learning rate is left out: {error}")
+        return dict(loss=None, wall_seconds=round(time.perf_counter() - began, 1))
 
 
 def measure_rates(
@@ -328,7 +340,7 @@ def measure(case: dict[str, Any], setting: Setting, clock: Clock, ahead: Ahead) 
         Skipped: the run would not end in the time, and the clock was made with `whole`.
         RuntimeError: all evaluations failed.
     """
-    model, seed, began = case["model"], case["seed"], time.perf_counter()
+    model, seed = case["model"], case["seed"]
     setting = dataclasses.replace(setting, tokens=case["tokens"])
     vocabulary = vocab_size(setting.corpus)
     factor, speed, rates = _rate(model, setting, vocabulary, clock, ahead)
@@ -340,7 +352,7 @@ def measure(case: dict[str, Any], setting: Setting, clock: Clock, ahead: Ahead) 
     if not (workdir / "evidence.json").is_file() and speed is not None:
         clock.check_whole(setting.tokens / speed)
     trained = _once(workdir / "evidence.json", (config, corpus), lambda: _train(config, workdir, clock, ahead))  # fmt: skip
-    clock.check()
+    clock.check_evaluations()
     evaluating = time.perf_counter()
     run = None
 

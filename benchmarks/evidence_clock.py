@@ -37,6 +37,11 @@ class Clock:
         if time.monotonic() >= self._end:
             raise TimeOver
 
+    def check_evaluations(self) -> None:
+        """Raise TimeOver if the time is over, unless this clock was made with `whole`: a run that has ended is evaluated then."""
+        if not self._whole:
+            self.check()
+
     def check_whole(self, step_seconds: float) -> None:
         """Raise Skipped if a run whose steps last so long would not end, with all that the slowest model so far took besides
         its steps. It begins in any case if this clock was not made with `whole`."""

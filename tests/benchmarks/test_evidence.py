@@ -7,6 +7,7 @@ import dataclasses
 import json
 import math
 import threading
+import time
 
 import jax
 import numpy as np
@@ -27,7 +28,7 @@ from configs import lm
 from lsm_jax.data import ByteTokenizer
 from lsm_jax.data.writer import StoreWriter
 from lsm_jax.evaluation.suites import SuiteSettings
-from lsm_jax.training import TrainConfig
+from lsm_jax.training import TrainConfig, TrainingStopped
 from scripts import draw_results
 
 
@@ -100,6 +101,13 @@ def test_a_long_run_that_would_not_end_is_not_begun_and_is_no_failure(capsys):
     assert "b: not begun: its 1150 s are more than" in capsys.readouterr().err
 
 
+def _wait_until(true):
+    end = time.monotonic() + 10
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
 def test_programs_are_compiled_ahead_in_order_and_a_failure_is_left_to_training(monkeypatch, capsys):  # fmt: skip
     begun, may_end = [], threading.Event()
 
@@ -113,15 +121,31 @@ def test_programs_are_compiled_ahead_in_order_and_a_failure_is_left_to_training(
     monkeypatch.setattr(ahead_module, "compiled_program", compiled)
     configs = {name: TrainConfig(name=name, model=None) for name in "abcde"}
     with contextlib.closing(ahead_module.Ahead(2, threads=1)) as ahead:
-        ahead.plan([configs["a"], configs["b"], configs["c"], configs["d"]])
+        ahead.plan([configs[name] for name in "abcd"])
         assert ahead.take(configs["e"]) is None and not ahead.idle  # was not planned
         assert ahead.take(configs["b"]) is None  # waits for the thread, and is compiled by training
         may_end.set()
-        assert ahead.take(configs["a"]) == "A"
+        _wait_until(lambda: "c" in begun)
         assert ahead.take(configs["c"]) is None and "no memory" in capsys.readouterr().err
-        ahead.plan([configs["d"]])
+        assert ahead.take(configs["a"]) is None  # was left out when a later one was taken
+        _wait_until(lambda: "d" in begun)
         assert ahead.take(configs["d"]) == "D" and ahead.idle
     assert begun == ["a", "c", "d"]
+
+
+def test_a_learning_rate_that_diverges_is_left_out(monkeypatch, tmp_path, capsys):
+    setting = dataclasses.replace(cases_module.setting_of(parse("--tokens=10000000")), runs=tmp_path)  # fmt: skip
+
+    def train(config, workdir, clock, ahead):
+        if config.optimizer.peak_lr > 3e-3:
+            raise TrainingStopped("loss is not finite")
+        return dict(loss=1 / config.optimizer.peak_lr, wall_seconds=2.0)
+
+    monkeypatch.setattr(evidence, "_train", train)
+    found = evidence.learning_rates("fox:pro-125m", setting, 32_000, Clock(math.inf), None)
+    assert [result["loss"] for result in found.values()] == [1000.0, 500.0, None]
+    assert "rate-2: this learning rate is left out: loss is not finite" in capsys.readouterr().err
+    assert evidence._best("fox:pro-125m", found) == 1
 
 
 def test_an_evaluation_that_fails_does_not_lose_the_others(capsys):
