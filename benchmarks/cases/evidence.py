@@ -9,7 +9,8 @@ held-out documents to 65,536 tokens, needles, and recall questions with multi-ke
 ends, with its command. Model, weight decay, betas and the schedule's shape are those of the config that FILE:VARIANT
 names; tokens, rows, steps and warm-up are this benchmark's. With --minutes a call ends after them, with its run saved,
 and the same command continues; what is finished is not computed again. It ends later by what cannot be interrupted: the
-first compilation of a step, or one evaluation.
+first compilation of a step, or the evaluations of a model. On another machine, where checkpoints are not, --whole begins
+only long runs that will end.
 
 The learning rates can be chosen by a call of their own, on another corpus, such as the beginning of the same; the rows
 of the long runs say on which corpus and from which losses:

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import re
 import threading
 import time
 
@@ -29,7 +30,7 @@ from lsm_jax.data import ByteTokenizer
 from lsm_jax.data.writer import StoreWriter
 from lsm_jax.evaluation.suites import SuiteSettings
 from lsm_jax.training import TrainConfig, TrainingStopped
-from scripts import draw_results
+from scripts import draw_results, evidence_page
 
 
 def parse(*arguments):
@@ -70,6 +71,8 @@ def test_wrong_arguments_are_named(tmp_path):
         (["--only_rates", "--factors=1"], "--only_rates requires two or more --factors"),
         (["--time_of=fox:pro-125m"], "--time_of requires --rates"),
         (["--limit=0"], "--limit=0: it must be at least 1"),
+        (["--ahead=-1"], "--ahead=-1: it must be at least 0"),
+        (["--whole"], "--whole requires --minutes"),
         ([f"--rates={tmp_path / 'none'}"], "--rates=.*none: it does not exist"),
         ([f"--rates={empty}"], "--rates: no row of fox:pro-125m .* there are none"),
         ([f"--corpus={tmp_path}", "--models", "lm:gla-nano"], "it has no train.zarr; make it with"),
@@ -227,7 +230,7 @@ def test_the_tables_have_a_line_a_model_with_the_mean_of_its_seeds(tmp_path):
         assert draw(draw_results.LIGHT, rows[:4]).axes
 
 
-def test_the_page_begins_with_what_holds_and_what_does_not(tmp_path):
+def test_the_page_begins_with_what_holds_and_what_does_not(monkeypatch, tmp_path):
     moe = dict(table="moe", tokens=10**7)
     hybrid, softmax = "linear_moe:a-small,mixer=gla,pattern=LLLN", "linear_moe:a-small,pattern=N"
     rows = [
@@ -252,6 +255,18 @@ def test_the_page_begins_with_what_holds_and_what_does_not(tmp_path):
     assert "in held-out loss (2.950 and 3.100)" in text.partition("Against the papers")[0]
     assert "No pair of a paper is complete" in claims.sentences(rows[:2])
     (tmp_path / "evidence.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    for page in ("index.md", "results/README.md"):
+        (tmp_path / page).parent.mkdir(exist_ok=True)
+        (tmp_path / page).write_text((evidence_page.DOCS / page).read_text())
+    monkeypatch.setattr(
+        evidence_page, "TABLES", {t.name: t for t in (*claims.tables(tmp_path), *tables.with_rows(tmp_path))}
+    )  # fmt: skip
+    marks = re.findall(r"<!-- table: (\w+) -->", evidence_page.page())
+    assert marks == ["evidence_found", "evidence_claims", "evidence_fox", "evidence_mom", "evidence_moe"]  # fmt: skip
+    for _ in range(2):
+        evidence_page.add_to_contents(tmp_path)
+    assert (tmp_path / "index.md").read_text().count("results/evidence\n") == 1
+    assert (tmp_path / "results/README.md").read_text().count("| [evidence.md](evidence.md) |") == 1
     found, table = claims.tables(tmp_path)
     assert found.markdown(tmp_path, tmp_path / "x.md") == text
     assert table.markdown(tmp_path, tmp_path / "x.md").count("**no**") == 3
