@@ -246,7 +246,8 @@ def draw_evidence_loss(mode: Mode, rows: list[Row]) -> Figure:
         axes.set_xscale("log", base=2)
     right.set_yscale("log")
     _plain_numbers(right.yaxis)
-    legend(left, mode)
+    if runs:  # a table may have rows without long documents
+        legend(left, mode)
     return figure
 
 
