@@ -2,36 +2,32 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import importlib
 import json
 import math
-import os
-import signal
-import threading
+import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
-from benchmarks import evidence_recall
+from benchmarks.ahead import Ahead
+from benchmarks.evidence_clock import Clock
+from benchmarks.evidence_tasks import evaluate, request_of, side_by_side, state_bytes
 from benchmarks.registry import UsageError
-from benchmarks.training import last_value, median_speed, train_to_end
-from lsm_jax import evaluation, load_run, models
-from lsm_jax.data import DataConfig, NeedleConfig
+from benchmarks.run import log
+from benchmarks.training import StepClock, last_value, median_speed, train_to_end
+from lsm_jax import load_run, models
+from lsm_jax.data import DataConfig
 from lsm_jax.data.sources import tokenizer_of
-from lsm_jax.evaluation import HarnessConfig, Request
 from lsm_jax.files import write_atomically
-from lsm_jax.training import TrainConfig
+from lsm_jax.training import TrainConfig, TrainingStopped
 from lsm_jax.training.metrics import read_rows
-
-TASKS = ("heldout", "long", "needle", "recall", "harness")
-_BLOCK = 512  # tokens of which L(i) has one mean in a row
+from lsm_jax.training.run_files import checkpoint_directory
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,48 +68,6 @@ class Setting:
     harness: str
     limit: int | None
     rates: dict[str, dict[str, Any]] | None = None
-
-
-class TimeOver(BaseException):
-    """Raised when the minutes of a call are over; the same command continues. No `Exception`, since it is no failure of the
-    model that was measured."""
-
-
-class Clock:
-    """The time of one call. `math.inf` seconds never end."""
-
-    def __init__(self, seconds: float):
-        self._end = time.monotonic() + seconds
-
-    def check(self) -> None:
-        """Raise TimeOver if the time is over."""
-        if time.monotonic() >= self._end:
-            raise TimeOver
-
-    @contextlib.contextmanager
-    def interrupting(self) -> Iterator[None]:
-        """End training inside a `with` block, as SIGTERM does, when the time is over: it saves its last step."""
-        self.check()
-        left = self._end - time.monotonic()
-
-        def over(
-            *_: object,
-        ) -> None:  # before the first step; after it, training answers the signal itself
-            raise TimeOver
-
-        before = signal.signal(signal.SIGTERM, over)
-        timer = threading.Timer(left, os.kill, (os.getpid(), signal.SIGTERM))
-        timer.daemon = True
-        if left < math.inf:
-            timer.start()
-        try:
-            yield
-        except InterruptedError as error:
-            late = time.monotonic() >= self._end
-            raise TimeOver if late else KeyboardInterrupt from error  # which ends the benchmark
-        finally:
-            timer.cancel()
-            signal.signal(signal.SIGTERM, before)
 
 
 def corpus_digest(setting: Setting) -> str:
@@ -204,111 +158,73 @@ def _once(path: Path, setting: Any, compute: Callable[[], dict[str, Any]]) -> di
     return stored["result"]
 
 
-def _train(config: TrainConfig, workdir: Path, clock: Clock) -> dict[str, Any]:
-    """Train a run to its end and return its held-out loss and speed."""
+def _train(config: TrainConfig, workdir: Path, clock: Clock, ahead: Ahead) -> dict[str, Any]:
+    """Train a run to its end and return its held-out loss and speed. A later call of it may have continued an earlier one; then
+    `wall_seconds` are its own."""
+    log(f"{workdir.parent.name}/{workdir.name}: peak_lr={config.optimizer.peak_lr:g}, {config.num_steps} steps")  # fmt: skip
+    began = time.perf_counter()
     with clock.interrupting():
-        train_to_end(config, workdir)
+        program = ahead.take(config)
+        progress = StepClock(config.num_steps, math.inf, every=max(1, config.num_steps // 8))
+        train_to_end(config, workdir, progress, program=program)
     rows = read_rows(workdir / "metrics.jsonl")
     speed, devices = median_speed(rows), len(jax.devices())
     result = dict(
         loss=last_value(rows, "val/loss"),
         tokens_per_second=speed,
         card_seconds=round(devices * config.total_tokens / speed, 1),  # of its steps
+        wall_seconds=round(time.perf_counter() - began, 1),
         implementations=json.loads((workdir / "implementations.json").read_text()),
     )
-    jax.clear_caches()
+    log(f"{workdir.parent.name}/{workdir.name}: held-out loss {result['loss']:.4f}, {speed:,.0f} tokens/s, {result['wall_seconds']:.0f} s")  # fmt: skip
+    if ahead.idle:
+        jax.clear_caches()
     return result
 
 
+def short_config(model: str, setting: Setting, vocabulary: int, factor: float) -> TrainConfig:
+    """Return the config of the run that tries a learning rate, the published one times `factor`, with seed 0."""
+    tokens = int(setting.share * setting.tokens)
+    return train_config(model, 0, setting, vocabulary=vocabulary, factor=factor, tokens=tokens)
+
+
 def learning_rates(
-    model: str, setting: Setting, folder: Path, vocabulary: int, clock: Clock
-) -> dict[float, float]:
-    """Return the held-out loss of a short run (seed 0) at each learning rate that is tried; one rate alone is not run."""
-    losses: dict[float, float] = {}
+    model: str, setting: Setting, vocabulary: int, clock: Clock, ahead: Ahead
+) -> dict[float, dict[str, Any]]:
+    """Return the result of a short run at each learning rate that is tried; one rate alone is not run."""
+    found = {}
     for factor in setting.factors if len(setting.factors) > 1 else ():
-        tokens = int(setting.share * setting.tokens)
-        config = train_config(model, 0, setting, vocabulary=vocabulary, factor=factor, tokens=tokens)  # fmt: skip
-        workdir = folder / f"rate-{factor:g}"
-        path = workdir / "evidence.json"
+        config = short_config(model, setting, vocabulary, factor)
+        workdir = run_folder(model, setting) / f"rate-{factor:g}"
         key = config, corpus_digest(setting)
-        found = _once(path, key, lambda c=config, w=workdir: _train(c, w, clock))
-        loss = found["loss"]
-        losses[factor] = loss if loss is not None and math.isfinite(loss) else math.inf
-    return losses
+        found[factor] = _once(workdir / "evidence.json", key, lambda c=config, w=workdir: _try(c, w, clock, ahead))  # fmt: skip
+        shutil.rmtree(
+            checkpoint_directory(workdir), ignore_errors=True
+        )  # 1.5 GB, which nothing reads
+    return found
 
 
-def state_bytes(config: models.ModelConfig, context: int) -> int:
-    """Return the bytes of a model's decode state for one sequence with a context of so many tokens."""
-    model = models.abstract(config)
-    shapes = jax.eval_shape(lambda m: m.init_state(1, context), model)
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes))
-
-
-def request_of(task: str, setting: Setting) -> tuple[str, Request]:
-    """Return the evaluation's task of `eval.py` and its request, for one of `TASKS`."""
-    long = dict(data=str(setting.corpus / "long.zarr"), sequence_length=setting.long_length)
-    if task == "heldout":
-        return "perplexity", Request(batch_size=8)
-    if task == "long":
-        tokens = setting.long_documents * setting.long_length
-        return "perplexity", Request(**long, batch_size=1, max_tokens=tokens)
-    if task == "needle":
-        needle = NeedleConfig(lengths=setting.needle_lengths, depths=(0, 25, 50, 75, 100))
-        return "needle", Request(data=long["data"], needle=needle, batch_size=11)
-    if task == "recall":
-        return "recall", Request()
-    harness = HarnessConfig(
-        tasks=setting.harness, data=str(setting.corpus), max_length=setting.length, limit=setting.limit
-    )  # fmt: skip
-    return "lm_eval", Request(lm_eval=harness, batch_size=8)
-
-
-def _evaluate(task: str, workdir: Path, setting: Setting) -> dict[str, Any]:
-    """Evaluate a finished run, and return the fields of its row."""
-    name, request = request_of(task, setting)
-    request.validate()
-    folder = workdir / "eval" / f"evidence-{task}"
+def _try(config: TrainConfig, workdir: Path, clock: Clock, ahead: Ahead) -> dict[str, Any]:
+    """Train a short run; one whose loss is no longer finite has none."""
     began = time.perf_counter()
-    if name == "recall":
-        run = load_run(workdir)
-        found = evidence_recall.measure(run, setting.corpus, max_length=setting.length, limit=setting.limit)  # fmt: skip
-        jax.clear_caches()
-        return found | dict(seconds=round(time.perf_counter() - began, 1))
-    results = evaluation.TASKS[name](load_run(workdir), request, folder)
-    jax.clear_caches()
-    if name == "perplexity":
-        with np.load(folder / "results.npz") as arrays:
-            loss = arrays["val/loss_per_token"]
-        whole = len(loss) // _BLOCK * _BLOCK
-        curve = loss[:whole].reshape(-1, _BLOCK).mean(1)
-        prefix = "val/perplexity_len_"
-        return dict(
-            loss=results["val/loss"],
-            perplexity={k.removeprefix(prefix): v for k, v in results.items() if k.startswith(prefix)},
-            loss_by_block=dict(block=_BLOCK, loss=[round(float(x), 4) for x in curve]),
-            sequences=results["num_sequences"],
-            seconds=round(time.perf_counter() - began, 1),
-        )  # fmt: skip
-    if name == "needle":
-        modes = {m: {k: results[m][k] for k in ("found", "nll")} for m in ("easy", "standard")}
-        seconds = round(time.perf_counter() - began, 1)
-        return dict(lengths=results["lengths"], depths=results["depths"], **modes, seconds=seconds)
-    keep = ("averages", "results", "num_documents")
-    return {key: results[key] for key in keep if key in results}
+    try:
+        return _train(config, workdir, clock, ahead)
+    except TrainingStopped as error:
+        log(f"{workdir.parent.name}/{workdir.name}: this learning rate is left out: {error}")
+        return dict(loss=None, wall_seconds=round(time.perf_counter() - began, 1))
 
 
-def measure_rates(case: dict[str, Any], setting: Setting, clock: Clock) -> dict[str, Any]:
+def measure_rates(
+    case: dict[str, Any], setting: Setting, clock: Clock, ahead: Ahead
+) -> dict[str, Any]:
     """Train one model for a short time at each learning rate, and return a row that later calls read by `chosen_rates`."""
-    vocabulary = vocab_size(setting.corpus)
-    folder = run_folder(case["model"], setting)
-    losses = learning_rates(case["model"], setting, folder, vocabulary, clock)
-    factor = _best(case["model"], losses)
-    path = folder / f"rate-{factor:g}" / "evidence.json"
-    speed = json.loads(path.read_text())["result"]["tokens_per_second"]
+    found = learning_rates(case["model"], setting, vocab_size(setting.corpus), clock, ahead)
+    factor = _best(case["model"], found)
     published = base_config(case["model"]).optimizer.peak_lr
     return case | dict(
         factor=factor, peak_lr=published * factor, short_tokens=int(setting.share * setting.tokens),
-        rates=_by_rate(published, losses), tokens_per_second=speed,
+        rates=_by_rate(published, found), rates_seconds=_rates_seconds(found),
+        tokens_per_second=found[factor]["tokens_per_second"],
     )  # fmt: skip
 
 
@@ -339,55 +255,136 @@ def run_folder(model: str, setting: Setting) -> Path:
     return setting.runs / f"{name}-{setting.tokens}"
 
 
-def _best(model: str, losses: dict[float, float]) -> float:
+def _finite(loss: float | None) -> float:
+    return loss if loss is not None and math.isfinite(loss) else math.inf
+
+
+def _best(model: str, found: dict[float, dict[str, Any]]) -> float:
+    losses = {factor: _finite(result["loss"]) for factor, result in found.items()}
     if min(losses.values()) == math.inf:
         raise ValueError(f"{model}: no learning rate of {list(losses)} times the published one has a finite loss")  # fmt: skip
     return min(losses, key=lambda f: losses[f])
 
 
-def _by_rate(published: float, losses: dict[float, float]) -> dict[str, float]:
-    return {f"{published * f:.3g}": round(loss, 4) for f, loss in losses.items()}
+def _by_rate(published: float, found: dict[float, dict[str, Any]]) -> dict[str, float]:
+    return {f"{published * f:.3g}": round(_finite(result["loss"]), 4) for f, result in found.items()}  # fmt: skip
 
 
-def _rate(model: str, setting: Setting, vocabulary: int, clock: Clock) -> tuple[float, dict[str, Any]]:  # fmt: skip
-    """Return the factor of the learning rate of a model's long runs, and the fields of its row that say how it was chosen."""
+def _rates_seconds(found: dict[float, dict[str, Any]]) -> float:
+    """Return the seconds of all devices that the short runs took together."""
+    return round(len(jax.devices()) * sum(result["wall_seconds"] for result in found.values()), 1)
+
+
+def _rate(
+    model: str, setting: Setting, vocabulary: int, clock: Clock, ahead: Ahead
+) -> tuple[float, float | None, dict[str, Any]]:
+    """Return the factor of the learning rate of a model's long runs, the tokens/s of its short runs (None if there are none),
+    and the fields of its row that say how it was chosen."""
     published = base_config(model).optimizer.peak_lr
     if setting.rates is not None:
         row = setting.rates[model]
-        return row["factor"], {
-            "rates": row["rates"], "rates_tokens": row["short_tokens"], "rates_corpus": row["corpus"]
+        return row["factor"], row["tokens_per_second"], {
+            "rates": row["rates"], "rates_tokens": row["short_tokens"], "rates_corpus": row["corpus"],
+            "rates_seconds": row["rates_seconds"],
         }  # fmt: skip
-    losses = learning_rates(model, setting, run_folder(model, setting), vocabulary, clock)
-    factor = _best(model, losses) if losses else setting.factors[0]
-    return factor, dict(rates=_by_rate(published, losses))
+    found = learning_rates(model, setting, vocabulary, clock, ahead)
+    if not found:
+        return setting.factors[0], None, dict(rates={}, rates_seconds=0.0)
+    factor = _best(model, found)
+    fields = dict(rates=_by_rate(published, found), rates_seconds=_rates_seconds(found))
+    return factor, found[factor]["tokens_per_second"], fields
 
 
-def measure(case: dict[str, Any], setting: Setting, clock: Clock) -> dict[str, Any]:
+def forget_if_lost(workdir: Path, setting: Setting) -> None:
+    """Remove the results of a run that must be trained again: its checkpoint, which stayed on another machine, is required by an
+    evaluation that is missing. Whole runs need none."""
+    missing = [name for name in setting.tasks if not _result(workdir, name).is_file()]
+    folder = checkpoint_directory(workdir)
+    if not missing or not (workdir / "evidence.json").is_file() or (folder.is_dir() and any(folder.iterdir())):  # fmt: skip
+        return
+    log(f"{workdir}: trained again, since it has no checkpoint for {', '.join(missing)}")
+    for path in workdir.glob("evidence*.json"):
+        path.unlink()
+
+
+def _result(workdir: Path, task: str) -> Path:
+    return workdir / f"evidence-{task}.json"
+
+
+def planned_configs(
+    cases: list[dict[str, Any]], setting: Setting, *, short: bool
+) -> Iterator[TrainConfig]:
+    """Yield the configs of the runs that the cases require and that are not finished, as far as they are known before a run:
+    short runs if they choose learning rates, and long runs if these were chosen."""
+    vocabulary = vocab_size(setting.corpus)
+    for case in cases:
+        model = case["model"]
+        folder = run_folder(model, dataclasses.replace(setting, tokens=case["tokens"]))
+        if short and len(setting.factors) > 1:
+            for factor in setting.factors:
+                if not (folder / f"rate-{factor:g}" / "evidence.json").is_file():
+                    yield short_config(model, setting, vocabulary, factor)
+        elif not short and not (folder / f"seed-{case['seed']}" / "evidence.json").is_file():
+            factor = setting.factors[0] if setting.rates is None else setting.rates[model]["factor"]
+            yield train_config(model, case["seed"], setting, vocabulary=vocabulary, factor=factor, tokens=case["tokens"])  # fmt: skip
+
+
+def measure(case: dict[str, Any], setting: Setting, clock: Clock, ahead: Ahead) -> dict[str, Any]:
     """Choose the learning rate of one model, train it and evaluate it; return the benchmark's row.
 
-    What an earlier call finished is read from files in the folder of runs. Raises TimeOver when the time is over.
+    What an earlier call finished is read from files in the folder of runs. A row of evaluations of which some failed has those
+    that did not as its `tasks`, so that the same command tries the others again, and the errors in `failed`.
+
+    Raises:
+        TimeOver: the time is over.
+        Skipped: the run would not end in the time, and the clock was made with `whole`.
+        RuntimeError: all evaluations failed.
     """
     model, seed = case["model"], case["seed"]
     setting = dataclasses.replace(setting, tokens=case["tokens"])
     vocabulary = vocab_size(setting.corpus)
-    factor, rates = _rate(model, setting, vocabulary, clock)
+    factor, speed, rates = _rate(model, setting, vocabulary, clock, ahead)
     config = train_config(model, seed, setting, vocabulary=vocabulary, factor=factor, tokens=setting.tokens)  # fmt: skip
     workdir = run_folder(model, setting) / f"seed-{seed}"
     corpus = corpus_digest(setting)
-    trained = _once(workdir / "evidence.json", (config, corpus), lambda: _train(config, workdir, clock))  # fmt: skip
-    results = {}
-    for task in setting.tasks:
-        clock.check()
-        path = workdir / f"evidence-{task}.json"
+    forget_if_lost(workdir, setting)
+    began = time.perf_counter()
+    if not (workdir / "evidence.json").is_file() and speed is not None:
+        clock.check_whole(setting.tokens / speed)
+    trained = _once(workdir / "evidence.json", (config, corpus), lambda: _train(config, workdir, clock, ahead))  # fmt: skip
+    clock.check_evaluations()
+    evaluating = time.perf_counter()
+    run = None
+
+    def evaluated(task: str) -> dict[str, Any]:
         key = (request_of(task, setting), corpus, setting.length, setting.limit)
-        results[task] = _once(path, key, lambda t=task: _evaluate(t, workdir, setting))
+        return _once(_result(workdir, task), key, lambda: evaluate(task, run, workdir, setting))
+
+    if not all(_result(workdir, task).is_file() for task in setting.tasks):
+        run = load_run(workdir)
+    results, failed = side_by_side(list(setting.tasks), evaluated)
+    for task in list(failed):  # alone, since side by side they may need too much memory
+        again, still = side_by_side([task], evaluated)
+        failed = {name: text for name, text in failed.items() if name != task} | still
+        results |= again
+    results = {task: results[task] for task in setting.tasks if task in results}
+    if setting.tasks and not results:
+        raise RuntimeError(f"all evaluations failed: {failed}")
+    ended = time.perf_counter()
+    clock.note_besides(ended - began - setting.tokens / trained["tokens_per_second"])
+    if ahead.idle:
+        jax.clear_caches()
     return case | dict(
+        tasks=",".join(results),
+        **(dict(failed=failed) if failed else {}),
         peak_lr=config.optimizer.peak_lr,
         **rates,
         vocab_size=vocabulary,
         parameters=models.count_parameters(config.model),
         state_bytes=state_bytes(config.model, setting.length),
         **{key: trained[key] for key in ("tokens_per_second", "card_seconds", "implementations")},
+        training_seconds=round(len(jax.devices()) * trained["wall_seconds"], 1),
+        evaluation_seconds=round(len(jax.devices()) * (ended - evaluating), 1),
         **results,
         command=command(config, model, workdir),
     )

@@ -40,6 +40,10 @@ def read_rows(path: Path | None) -> list[dict[str, Any]]:
     return rows
 
 
+class Skipped(Exception):
+    """Raised by the function that measures a case if it is left out, which is no failure; the message is the reason."""
+
+
 class Progress:
     """Counts the cases of a benchmark run that have a row, and estimates the time that the others need.
 
@@ -136,7 +140,7 @@ def one_by_one(
 
     Args:
         cases: for each case its key fields, which identify its row.
-        measure: returns the row of one case, given its key fields.
+        measure: returns the row of one case, given its key fields; raises Skipped for a case that is left out.
         minutes: time limit for all cases: a case is skipped if it would exceed the limit by taking as long as
             the slowest case so far.
     """
@@ -151,6 +155,9 @@ def one_by_one(
             row = measure(case)
         except UsageError:
             raise
+        except Skipped as reason:
+            log(f"{name}: not begun: {reason}")
+            continue
         except Exception as error:
             failed += 1
             log(f"{name}: FAILED: {type(error).__name__}: {str(error)[:2000]}")

@@ -14,9 +14,10 @@ import jax
 
 from benchmarks.run import log
 from lsm_jax.data import fingerprint
-from lsm_jax.parallel import make_mesh
-from lsm_jax.training import TrainConfig, TrainResult, make_program, train
-from lsm_jax.training.batches import RecentBatches, train_batches
+from lsm_jax.parallel import make_mesh, place_batch, token_sharding
+from lsm_jax.training import Program, TrainConfig, TrainResult, make_program, train
+from lsm_jax.training.batches import RecentBatches, eval_batches, train_batches
+from lsm_jax.training.checkpoints import abstract_like
 from lsm_jax.training.expert_buffers import ExpertBuffers
 from lsm_jax.training.loop import TrainLoop
 from lsm_jax.training.memory_check import check_memory
@@ -30,6 +31,7 @@ def train_to_end(
     on_report: Callable[[int], None] | None = None,
     *,
     checkpoints: bool = True,
+    program: Program | None = None,
 ) -> TrainResult:
     """Train a run to its last step, as `lsm_jax.training.train` does.
 
@@ -39,12 +41,15 @@ def train_to_end(
         on_report: called with the number of each step after its metrics are reported, such as a `StepClock`.
         checkpoints: whether to save checkpoints, which takes longer than the steps of a short run of a large model;
             without them the run must be new and all its parameters trained.
+        program: the run's functions, from `compiled_program`; None makes them. It requires checkpoints.
 
     Raises:
         InterruptedError: a signal ended the run before its last step, so that no row may be made from it.
     """
-    run = train if checkpoints else _train_unsaved
-    result = run(config, workdir, on_report=on_report)
+    if checkpoints:
+        result = train(config, workdir, on_report=on_report, program=program)
+    else:
+        result = _train_unsaved(config, workdir, on_report=on_report)
     if result.interrupted is not None:
         raise InterruptedError(
             f"{workdir}: signal {result.interrupted} ended the run after {result.step} of {config.num_steps} steps"
@@ -118,6 +123,30 @@ def _train_unsaved(
         none: Any = _NoCheckpoints()
         loop = TrainLoop(config, workdir, mesh, program, none, batches, buffers, {}, on_report)
         return loop.run(program.init(), fingerprint(config.data), {})
+
+
+def compiled_program(config: TrainConfig) -> Program:
+    """Return the functions of a run of a model whose parameters are all trained, after compiling them for its batches. Equal
+    calls in this process then compile nothing, until `jax.clear_caches`. Any thread may call this while another one trains."""
+    mesh = make_mesh(config.mesh)
+    with jax.set_mesh(mesh):
+        program: Any = make_program(config, mesh)
+        program.init.lower().compile()
+        state = abstract_like(jax.eval_shape(program.init), program.shardings)
+        batch = _shapes(train_batches, config, mesh)
+        program.train_step.lower(state, batch, {}, None).compile()
+        heldout = _shapes(eval_batches, config, mesh)
+        program.eval_step.lower(state.params, heldout).compile()
+    return program
+
+
+def _shapes(batches: Callable[..., Any], config: TrainConfig, mesh: Any) -> dict[str, Any]:
+    """Return the arrays of a run's first batch without their contents, with the shardings that they have in training."""
+    with contextlib.closing(batches(config, mesh)) as iterator:
+        batch = place_batch(next(iterator), token_sharding(mesh), config.batch_size)
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), batch
+    )
 
 
 def median_speed(rows: list[dict[str, Any]]) -> float:

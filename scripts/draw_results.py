@@ -12,10 +12,12 @@ from pathlib import Path
 
 from matplotlib import colormaps
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
 
 from benchmarks.tables import TABLES, evidence
-from benchmarks.tables.table import Row
+from benchmarks.tables.table import Row, group
 from scripts.draw_figures import DARK, LIGHT, Mode, new_figure, save
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -90,6 +92,33 @@ def draw_steps(mode: Mode, rows: list[Row]) -> Figure:
     }
     bars(axes, [n.removesuffix("-340m") for n in names], series, (mode.accent, mode.second))
     legend(axes, mode)
+    return figure
+
+
+def draw_lengths(mode: Mode, rows: list[Row]) -> Figure:
+    """Draw the training speed of each method's model of 340M against the length of the rows, 32,768 tokens in a step. A line joins
+    rows of one commit only."""
+    rows = [r for r in rows if r["variant"].endswith("-340m") and r["rows"] * r["length"] == 32_768]
+    curves = {
+        name: sorted(points, key=lambda row: row["length"])
+        for name, points in group(rows, lambda row: row["variant"].removesuffix("-340m")).items()
+        if len(points) > 2
+    }
+    figure = new_figure(8.0, 4.4)
+    axes = axes_of(
+        figure, mode, "tokens in a row", "10³ tokens/s, models of 340M on one NVIDIA H200"
+    )
+    for number, name in enumerate(sorted(curves, key=lambda n: -curves[n][-1]["tokens_per_second"])):  # fmt: skip
+        style, colour = ("-", "--", ":")[number // 10 % 3], colormaps["tab10"](number % 10)
+        for points in group(curves[name], lambda row: row["commit"]).values():
+            at, speed = zip(*((r["length"], r["tokens_per_second"] / 1e3) for r in points), strict=True)  # fmt: skip
+            axes.plot(at, speed, style, color=colour, marker="o", ms=3)
+        axes.plot([], [], style, color=colour, marker="o", ms=3, label=name)
+    ticks = sorted({row["length"] for points in curves.values() for row in points})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ticks, [f"{length:,}" for length in ticks])
+    axes.set_ylim(bottom=0)
+    axes.legend(frameon=False, labelcolor=mode.ink, fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))  # fmt: skip
     return figure
 
 
@@ -195,6 +224,7 @@ def draw_evidence_loss(mode: Mode, rows: list[Row]) -> Figure:
     """Draw the loss by position in long documents, L(i), and the perplexity of their beginnings, P(l); a vertical line is the
     training length."""
     figure = new_figure(8.0, 3.6)
+    figure.set_layout_engine("constrained")
     left = axes_of(figure, mode, "position in the document", "loss, nats a token", place=(1, 2, 1))
     right = axes_of(figure, mode, "tokens read", "perplexity", place=(1, 2, 2))
     runs = [runs[0] for runs in evidence.by_model([row for row in rows if "long" in row])]
@@ -205,17 +235,36 @@ def draw_evidence_loss(mode: Mode, rows: list[Row]) -> Figure:
         left.plot([curve["block"] * width * (i + 0.5) for i in range(len(means))], means, color=colour, label=row["model"])  # fmt: skip
         points = sorted((int(n), value) for n, value in row["long"]["perplexity"].items())
         right.plot(*zip(*points, strict=True), color=colour)
+    lengths = sorted({row["length"] for row in runs})
     for axes in (left, right):
-        axes.axvline(rows[0]["length"], color=mode.faint, ls="--")
+        for length in lengths:
+            axes.axvline(length, color=mode.ink, ls="--", lw=0.8)
+            axes.annotate(
+                f"trained on {length:,}", (length, 0.98), xycoords=("data", "axes fraction"), rotation=90,
+                fontsize=6, color=mode.ink, ha="right", va="top",
+            )  # fmt: skip
         axes.set_xscale("log", base=2)
     right.set_yscale("log")
-    legend(left, mode)
+    _plain_numbers(right.yaxis)
+    if runs:  # a table may have rows without long documents
+        legend(left, mode)
     return figure
+
+
+def _plain_numbers(axis: Axis) -> None:
+    """Write the numbers of a logarithmic axis without powers, those between tens only where they span less than two decades."""
+    low, high = sorted(axis.get_view_interval())
+    axis.set_major_formatter(lambda value, _: f"{value:g}")
+    axis.set_minor_formatter(lambda value, _: f"{value:g}" if high < 100 * low else "")
+    axis.set_tick_params(which="minor", labelsize=7)
+    if high < 100 * low:
+        axis.set_minor_locator(LogLocator(subs=(2, 5), numticks=9))
 
 
 def draw_evidence_recall(mode: Mode, rows: list[Row]) -> Figure:
     """Draw the recall of real text against the size of the decode state after a row of training."""
     figure = new_figure(8.0, 3.6)
+    figure.set_layout_engine("constrained")
     panels = [axes_of(figure, mode, "state, MB", task, place=(1, 3, n)) for n, task in enumerate(("multikey", "fields", "names"), 1)]  # fmt: skip
     for axes, task in zip(panels, ("multikey", "fields", "names"), strict=True):
         for runs in evidence.by_model(rows):
@@ -226,12 +275,15 @@ def draw_evidence_recall(mode: Mode, rows: list[Row]) -> Figure:
                 name = runs[0]["model"].partition(":")[2].removesuffix("-125m")
                 axes.annotate(name, (size, value), fontsize=6, color=mode.ink)
         axes.set_xscale("log")
+        axes.set_ylim(bottom=0)
+        _plain_numbers(axes.xaxis)
     return figure
 
 
 PLOTS: dict[str, tuple[str, Callable[[Mode, list[Row]], Figure]]] = {
     "kernels": ("kernels", draw_kernels),
     "training_steps": ("model_step", draw_steps),
+    "training_lengths": ("model_step", draw_lengths),
     "methods": ("methods", draw_methods),
     "decoding": ("decode_step_models", draw_decoding),
     "long_rows": ("cut_rows", draw_long_rows),
@@ -241,8 +293,10 @@ PLOTS: dict[str, tuple[str, Callable[[Mode, list[Row]], Figure]]] = {
 }
 _EVIDENCE = {
     "evidence_fox_loss": ("evidence_fox", draw_evidence_loss),
+    "evidence_fox_recall": ("evidence_fox", draw_evidence_recall),
     "evidence_mom_loss": ("evidence_mom", draw_evidence_loss),
     "evidence_mom_recall": ("evidence_mom", draw_evidence_recall),
+    "evidence_moe_loss": ("evidence_moe", draw_evidence_loss),
     "evidence_recall": ("evidence_methods", draw_evidence_recall),
 }
 PLOTS |= {name: plot for name, plot in _EVIDENCE.items() if plot[0] in TABLES}

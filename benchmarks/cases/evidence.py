@@ -9,7 +9,8 @@ held-out documents to 65,536 tokens, needles, and recall questions with multi-ke
 ends, with its command. Model, weight decay, betas and the schedule's shape are those of the config that FILE:VARIANT
 names; tokens, rows, steps and warm-up are this benchmark's. With --minutes a call ends after them, with its run saved,
 and the same command continues; what is finished is not computed again. It ends later by what cannot be interrupted: the
-first compilation of a step, or one evaluation.
+first compilation of a step, or the evaluations of a model. On another machine, where checkpoints are not, --whole begins
+only long runs that will end.
 
 The learning rates can be chosen by a call of their own, on another corpus, such as the beginning of the same; the rows
 of the long runs say on which corpus and from which losses:
@@ -24,6 +25,7 @@ requires the extra [lm-eval], and runs `--harness`.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import importlib.util
 import math
@@ -31,7 +33,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks import evidence, evidence_recall, options
+from benchmarks import evidence, evidence_recall, evidence_tasks, options
+from benchmarks.ahead import Ahead
+from benchmarks.evidence_clock import Clock, TimeOver
 from benchmarks.registry import Benchmark, UsageError
 from benchmarks.run import log, one_by_one, read_rows
 from lsm_jax import mixers
@@ -119,13 +123,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--needle_lengths", type=options.integers, default="1024,2048,4096,8192,16384")
     add(
         "--tasks",
-        type=options.names(evidence.TASKS),
+        type=options.names(evidence_tasks.TASKS),
         default="heldout,long,needle,recall",
         help="evaluations; default: all but harness",
     )
     add("--harness", default="recall_corpus", help="tasks of lm-evaluation-harness, such as recall_corpus,niah_multikey_1")  # fmt: skip
     add("--limit", type=int, help="questions of each recall task; default: all")
     add("--minutes", type=float, default=math.inf, help="end the call after so many minutes; the same command continues")  # fmt: skip
+    add(
+        "--whole",
+        action="store_true",
+        help="begin no long run that would not end in --minutes, by the speed of its short runs",
+    )
+    add("--ahead", type=int, default=2, help="runs whose steps are compiled while another one trains; default: 2")  # fmt: skip
     options.add_shard(parser)
 
 
@@ -144,6 +154,10 @@ def setting_of(args: argparse.Namespace) -> evidence.Setting:
         raise UsageError(f"--limit={args.limit}: it must be at least 1")
     if args.rates and not args.rates.is_file():
         raise UsageError(f"--rates={args.rates}: it does not exist")
+    if args.ahead < 0:
+        raise UsageError(f"--ahead={args.ahead}: it must be at least 0")
+    if args.whole and args.minutes == math.inf:
+        raise UsageError("--whole requires --minutes")
     if args.only_rates and (args.rates or args.time_of or len(args.factors) < 2):
         raise UsageError(
             "--only_rates requires two or more --factors, and excludes --rates and --time_of"
@@ -210,7 +224,7 @@ def _check_inputs(setting: evidence.Setting) -> None:
                 f"--long_length={setting.long_length}: the rows of long.zarr have {length} tokens"
             )
     for task in setting.tasks:
-        evidence.request_of(task, setting)[1].validate()
+        evidence_tasks.request_of(task, setting)[1].validate()
     if "harness" in setting.tasks and importlib.util.find_spec("lm_eval") is None:
         raise UsageError("--tasks=harness requires the extra [lm-eval]; accepted are other tasks")
     if "recall" in setting.tasks:
@@ -224,13 +238,16 @@ def _check_inputs(setting: evidence.Setting) -> None:
 
 
 def rows(args: argparse.Namespace, cases: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    setting, clock = setting_of(args), evidence.Clock(60 * args.minutes)
+    setting, clock = setting_of(args), Clock(60 * args.minutes, whole=args.whole)
     if args.only_rates:
         setting, function = dataclasses.replace(setting, tasks=("heldout",)), evidence.measure_rates
     else:
         function = evidence.measure
     _check_inputs(setting)
-    try:
-        yield from one_by_one(cases, lambda case: function(case, setting, clock))
-    except evidence.TimeOver:
-        log(f"the {args.minutes:g} minutes are over; the same command continues")
+    short = args.only_rates or (setting.rates is None and len(setting.factors) > 1)
+    with contextlib.closing(Ahead(args.ahead)) as ahead:
+        ahead.plan(evidence.planned_configs(cases, setting, short=short))
+        try:
+            yield from one_by_one(cases, lambda case: function(case, setting, clock, ahead))
+        except TimeOver:
+            log(f"the {args.minutes:g} minutes are over; the same command continues")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from benchmarks.tables import (
     evidence,
+    evidence_claims,
     kernels,
     readme,
     recall,
@@ -22,7 +23,17 @@ __all__ = ["TABLES", "Column", "Row", "Table"]
 
 _all = [
     table
-    for module in (kernels, training, triton, sequences, recall, released, evidence, readme)
+    for module in (
+        kernels,
+        training,
+        triton,
+        sequences,
+        recall,
+        released,
+        evidence,
+        evidence_claims,
+        readme,
+    )
     for table in module.TABLES
 ]
 TABLES: dict[str, Table] = {table.name: table for table in _all}

@@ -37,7 +37,7 @@ from lsm_jax.training.run_files import (
     pinned,
 )
 from lsm_jax.training.runs import starting_params
-from lsm_jax.training.step import make_program, params_of
+from lsm_jax.training.step import Program, make_program, params_of
 from lsm_jax.training.wandb_log import check_wandb
 
 # The errors by which jax reports to a process that it lost another one, on CPUs, on GPUs and in its coordinator.
@@ -52,7 +52,11 @@ class TrainingNotSaved(TrainingStopped, OSError):
 
 
 def train(
-    config: TrainConfig, workdir: str | Path, *, on_report: Callable[[int], None] | None = None
+    config: TrainConfig,
+    workdir: str | Path,
+    *,
+    on_report: Callable[[int], None] | None = None,
+    program: Program | None = None,
 ) -> TrainResult:
     """Train a model to the end of its run, from the run's last checkpoint if it has one.
 
@@ -67,6 +71,8 @@ def train(
         workdir: the run's directory, created if it does not exist.
         on_report: called with the number of each step after its metrics are reported, which is after the
             next step was started.
+        program: the functions that `make_program` made of this config and its mesh, which may be compiled already; None makes
+            them.
 
     Raises:
         ValueError: the config, data, mesh or directory is not valid, another process trains the same run, or the run
@@ -90,7 +96,7 @@ def train(
     agree = functools.partial(first_process_text, mesh=mesh)
     with RunLock(workdir, agree=agree, first=jax.process_index() == 0) as lock:
         try:
-            return _train(config, workdir, mesh, lock, on_report)
+            return _train(config, workdir, mesh, lock, on_report, program)
         except WriteError as error:
             raise TrainingNotSaved(f"{error}; {_last_save(workdir)}") from error
         except LostLockError as error:
@@ -121,6 +127,7 @@ def _train(
     mesh: Mesh,
     lock: RunLock,
     on_report: Callable[[int], None] | None,
+    program: Program | None,
 ) -> TrainResult:
     """Train as `train` describes, in a directory that is locked, or is locked once it is created."""
     check_workdir(
@@ -146,7 +153,8 @@ def _train(
         contextlib.closing(train_batches(config, mesh)) as iterator,
         contextlib.closing(checkpoints),
     ):
-        program = make_program(buffers.config, mesh)
+        if program is None or buffers.growths:  # whose config has larger buffers than the given one
+            program = make_program(buffers.config, mesh)
         target = abstract_like(jax.eval_shape(program.init), program.shardings)
         data = fingerprint(config.data)
         if checkpoints.steps:

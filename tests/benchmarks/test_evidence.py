@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
 import math
+import re
+import threading
+import time
 
+import jax
 import numpy as np
 import pytest
 
+from benchmarks import ahead as ahead_module
 from benchmarks import evidence, evidence_recall
 from benchmarks.__main__ import main, make_parser
 from benchmarks.cases import evidence as cases_module
+from benchmarks.evidence_clock import Clock, TimeOver
+from benchmarks.evidence_tasks import side_by_side
 from benchmarks.registry import UsageError, get
+from benchmarks.run import Skipped, one_by_one
 from benchmarks.tables import evidence as tables
+from benchmarks.tables import evidence_claims as claims
+from benchmarks.training import train_to_end
+from configs import lm
 from lsm_jax.data import ByteTokenizer
 from lsm_jax.data.writer import StoreWriter
 from lsm_jax.evaluation.suites import SuiteSettings
-from scripts import draw_results
+from lsm_jax.training import TrainConfig, TrainingStopped
+from scripts import draw_results, evidence_page
 
 
 def parse(*arguments):
@@ -57,6 +71,8 @@ def test_wrong_arguments_are_named(tmp_path):
         (["--only_rates", "--factors=1"], "--only_rates requires two or more --factors"),
         (["--time_of=fox:pro-125m"], "--time_of requires --rates"),
         (["--limit=0"], "--limit=0: it must be at least 1"),
+        (["--ahead=-1"], "--ahead=-1: it must be at least 0"),
+        (["--whole"], "--whole requires --minutes"),
         ([f"--rates={tmp_path / 'none'}"], "--rates=.*none: it does not exist"),
         ([f"--rates={empty}"], "--rates: no row of fox:pro-125m .* there are none"),
         ([f"--corpus={tmp_path}", "--models", "lm:gla-nano"], "it has no train.zarr; make it with"),
@@ -66,11 +82,100 @@ def test_wrong_arguments_are_named(tmp_path):
 
 
 def test_the_clock_ends_training_by_a_signal_and_reports_that_the_time_is_over():
-    with pytest.raises(evidence.TimeOver):
-        evidence.Clock(-1).check()
-    evidence.Clock(math.inf).check()
-    with pytest.raises(KeyboardInterrupt), evidence.Clock(math.inf).interrupting():
+    with pytest.raises(TimeOver):
+        Clock(-1).check()
+    Clock(math.inf).check()
+    with pytest.raises(KeyboardInterrupt), Clock(math.inf).interrupting():
         raise InterruptedError  # by the user's Ctrl-C, not by the clock
+
+
+def test_a_long_run_that_would_not_end_is_not_begun_and_is_no_failure(capsys):
+    clock = Clock(200, whole=True)
+    clock.check_whole(100)
+    clock.note_besides(150)  # of an earlier model
+    with pytest.raises(Skipped, match=r"its 250 s are more than the (200|199) s that are left"):
+        clock.check_whole(100)
+    Clock(200).check_whole(1e9)
+
+    def measure(case):
+        return case if case["model"] == "a" else clock.check_whole(1000)
+
+    assert list(one_by_one([dict(model="b"), dict(model="a")], measure)) == [dict(model="a")]
+    assert "b: not begun: its 1150 s are more than" in capsys.readouterr().err
+
+
+def _wait_until(true):
+    end = time.monotonic() + 10
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def test_programs_are_compiled_ahead_in_order_and_a_failure_is_left_to_training(monkeypatch, capsys):  # fmt: skip
+    begun, may_end = [], threading.Event()
+
+    def compiled(config):
+        begun.append(config.name)
+        assert may_end.wait(5)
+        if config.name == "c":
+            raise RuntimeError("no memory")
+        return config.name.upper()
+
+    monkeypatch.setattr(ahead_module, "compiled_program", compiled)
+    configs = {name: TrainConfig(name=name, model=None) for name in "abcde"}
+    with contextlib.closing(ahead_module.Ahead(2, threads=1)) as ahead:
+        ahead.plan([configs[name] for name in "abcd"])
+        assert ahead.take(configs["e"]) is None and not ahead.idle  # was not planned
+        assert ahead.take(configs["b"]) is None  # waits for the thread, and is compiled by training
+        may_end.set()
+        _wait_until(lambda: "c" in begun)
+        assert ahead.take(configs["c"]) is None and "no memory" in capsys.readouterr().err
+        assert ahead.take(configs["a"]) is None  # was left out when a later one was taken
+        _wait_until(lambda: "d" in begun)
+        assert ahead.take(configs["d"]) == "D" and ahead.idle
+    assert begun == ["a", "c", "d"]
+
+
+def test_a_learning_rate_that_diverges_is_left_out(monkeypatch, tmp_path, capsys):
+    setting = dataclasses.replace(cases_module.setting_of(parse("--tokens=10000000")), runs=tmp_path)  # fmt: skip
+
+    def train(config, workdir, clock, ahead):
+        if config.optimizer.peak_lr > 3e-3:
+            raise TrainingStopped("loss is not finite")
+        return dict(loss=1 / config.optimizer.peak_lr, wall_seconds=2.0)
+
+    monkeypatch.setattr(evidence, "_train", train)
+    found = evidence.learning_rates("fox:pro-125m", setting, 32_000, Clock(math.inf), None)
+    assert [result["loss"] for result in found.values()] == [1000.0, 500.0, None]
+    assert "rate-2: this learning rate is left out: loss is not finite" in capsys.readouterr().err
+    assert evidence._best("fox:pro-125m", found) == 1
+
+
+def test_an_evaluation_that_fails_does_not_lose_the_others(capsys):
+    def evaluate(task):
+        if task == "needle":
+            raise ValueError("no text")
+        return dict(loss=1.0)
+
+    results, failed = side_by_side(["heldout", "needle", "long"], evaluate)
+    assert list(results) == ["heldout", "long"] and failed == {"needle": "ValueError: no text"}
+    assert "evaluation needle: FAILED" in capsys.readouterr().err
+
+
+def test_a_run_whose_checkpoint_stayed_on_another_machine_is_trained_again(tmp_path):
+    setting = dataclasses.replace(cases_module.setting_of(parse()), tasks=("heldout", "needle"))
+    for checkpoint, results, kept in (
+        (False, ["", "-heldout"], False),
+        (True, ["", "-heldout"], True),
+        (False, ["", "-heldout", "-needle"], True),
+    ):
+        workdir = tmp_path / f"{checkpoint}{len(results)}"
+        (workdir / "checkpoints" / ("1" if checkpoint else "")).mkdir(parents=True)
+        paths = [workdir / f"evidence{name}.json" for name in results]
+        for path in paths:
+            path.write_text("{}")
+        evidence.forget_if_lost(workdir, setting)
+        assert [path.exists() for path in paths] == [kept] * len(paths)
 
 
 def test_wrong_recall_questions_are_named(tmp_path):
@@ -97,6 +202,7 @@ def row(model, seed=0, loss=3.0, **fields):
     return dict(
         table="fox", corpus="c", model=model, seed=seed, tokens=10**8, length=4096, batch_size=64, peak_lr=1e-3,
         parameters=dict(active=125_000_000), state_bytes=10**6, tokens_per_second=350_000, card_seconds=1800,
+        rates_seconds=360, training_seconds=3000, evaluation_seconds=240,
         heldout=dict(loss=loss), needle=needle, recall=dict(fields=dict(contains=0.25)),
         long=dict(perplexity={"4096": 20.0, "65536": 30.0}, loss_by_block=dict(block=512, loss=[3.0] * 128)),
         date="2026-01-01", commit="abc", device="H200",
@@ -114,6 +220,7 @@ def test_the_tables_have_a_line_a_model_with_the_mean_of_its_seeds(tmp_path):
     lines = found["evidence_fox"].markdown(tmp_path, tmp_path / "page.md").splitlines()
     cells = [line.split(" | ") for line in lines if line.startswith("| `")]
     assert [line[0] for line in cells] == ["| `b`, in the time of `a`", "| `b`", "| `a`"]
+    assert cells[2][-1] == "1.90 |" and cells[0][-1] == "1.00 |"  # the learning rate is chosen once
     assert cells[2][1] == "0, 1" and cells[2][5] == "3.100 (3.000, 3.200)"
     assert cells[1][6:10] == ["20.00", "", "30.00", "0.75"] and cells[1][13:15] == ["0.250", ""]
     assert "0.001: 4.000, 0.002: 3.500" in found["evidence_rates"].markdown(
@@ -121,6 +228,48 @@ def test_the_tables_have_a_line_a_model_with_the_mean_of_its_seeds(tmp_path):
     )
     for draw in (draw_results.draw_evidence_loss, draw_results.draw_evidence_recall):
         assert draw(draw_results.LIGHT, rows[:4]).axes
+
+
+def test_the_page_begins_with_what_holds_and_what_does_not(monkeypatch, tmp_path):
+    moe = dict(table="moe", tokens=10**7)
+    hybrid, softmax = "linear_moe:a-small,mixer=gla,pattern=LLLN", "linear_moe:a-small,pattern=N"
+    rows = [
+        row("fox:pro-125m", 0, 2.9), row("fox:pro-125m", 1, 3.0), row("fox:transformer-pro-125m", 0, 3.1),
+        row("fox:transformer-pro-125m", 0, 2.0, tokens=1), row("fox:hgrn2-125m", 0, 2.0),
+        row(hybrid, 0, 3.0, **moe), row(softmax, 0, 3.0, **moe), row(hybrid, 0, 3.1, **moe | dict(time_of=softmax, tokens=2)),
+        row("mom:125m", 0, 3.0, table="mom"), row("mom:125m,baseline=inner", 0, 3.2, table="mom", batch_size=8),
+    ]  # fmt: skip
+    holds = {c.what: c.holds for c in claims.comparisons(rows)}
+    assert holds == {
+        "`fox:pro-125m` below `fox:transformer-pro-125m` in held-out loss": True,
+        "`fox:pro-125m` below `fox:transformer-pro-125m` in P(65,536)": False,  # 30.0 both
+        "`fox:pro-125m` below `fox:hgrn2-125m` in held-out loss": False,
+        f"`{hybrid}` at or below `{softmax}` in held-out loss": True,
+        f"`{hybrid}` at or below `{softmax}` in held-out loss, in equal time": False,
+    }
+    text = claims.sentences(rows)
+    assert (
+        "of 5 statements of the papers that compare two of them, 2 hold here: `fox:pro-125m`"
+        in text
+    )
+    assert "in held-out loss (2.950 and 3.100)" in text.partition("Against the papers")[0]
+    assert "No pair of a paper is complete" in claims.sentences(rows[:2])
+    (tmp_path / "evidence.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    for page in ("index.md", "results/README.md"):
+        (tmp_path / page).parent.mkdir(exist_ok=True)
+        (tmp_path / page).write_text((evidence_page.DOCS / page).read_text())
+    monkeypatch.setattr(
+        evidence_page, "TABLES", {t.name: t for t in (*claims.tables(tmp_path), *tables.with_rows(tmp_path))}
+    )  # fmt: skip
+    marks = re.findall(r"<!-- table: (\w+) -->", evidence_page.page())
+    assert marks == ["evidence_found", "evidence_claims", "evidence_fox", "evidence_mom", "evidence_moe"]  # fmt: skip
+    for _ in range(2):
+        evidence_page.add_to_contents(tmp_path)
+    assert (tmp_path / "index.md").read_text().count("results/evidence\n") == 1
+    assert (tmp_path / "results/README.md").read_text().count("| [evidence.md](evidence.md) |") == 1
+    found, table = claims.tables(tmp_path)
+    assert found.markdown(tmp_path, tmp_path / "x.md") == text
+    assert table.markdown(tmp_path, tmp_path / "x.md").count("**no**") == 3
 
 
 def test_the_tokens_of_equal_time_follow_from_the_speeds(tmp_path):
@@ -195,7 +344,31 @@ def test_two_tiny_models_from_corpus_to_rows(tmp_path, capsys):
             and row["recall"]["names"]["questions"] == 2
         )
         assert row["state_bytes"] > 0 and row["parameters"]["total"] > 0 and row["card_seconds"] > 0
+        assert row["training_seconds"] > row["card_seconds"] > 0 and row["evaluation_seconds"] > 0
+        assert row["rates_seconds"] == short["rates_seconds"] > 0
     main(arguments)
     assert len(output.read_text().splitlines()) == 2
     with pytest.raises(SystemExit, match="was computed with other options; give another folder"):
         main([*common, "--warmup=0.2", f"--output={tmp_path / 'x'}"])
+
+
+@pytest.mark.slow
+def test_a_run_compiles_nothing_that_was_compiled_ahead(tmp_path):
+    config = dataclasses.replace(
+        lm.get_config("gla-nano"), batch_size=2, total_tokens=2048, eval_every=4, eval_batches=1
+    )
+    config.data.sequence_length, config.optimizer.warmup_tokens = 128, 512
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, *_, **__: compiled.append(event) if "backend_compile" in event else None
+    )
+    try:
+        with contextlib.closing(ahead_module.Ahead(1)) as ahead:
+            ahead.plan([config])
+            program = ahead.take(config)
+        assert len(compiled) >= 3
+        before = len(compiled)
+        train_to_end(config, tmp_path / "run", program=program)
+        assert compiled[before:] == []
+    finally:
+        jax.monitoring.clear_event_listeners()

@@ -1,0 +1,110 @@
+"""Evaluate the finished runs of the benchmark `evidence`: held-out loss, long documents, needles, recall, the harness."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from benchmarks import evidence_recall
+from benchmarks.run import log
+from lsm_jax import evaluation, models
+from lsm_jax.data import NeedleConfig
+from lsm_jax.evaluation import HarnessConfig, Request
+
+if TYPE_CHECKING:
+    from benchmarks.evidence import Setting
+
+TASKS = ("heldout", "long", "needle", "recall", "harness")
+_BLOCK = 512  # tokens of which L(i) has one mean in a row
+
+
+def state_bytes(config: models.ModelConfig, context: int) -> int:
+    """Return the bytes of a model's decode state for one sequence with a context of so many tokens."""
+    model = models.abstract(config)
+    shapes = jax.eval_shape(lambda m: m.init_state(1, context), model)
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes))
+
+
+def request_of(task: str, setting: Setting) -> tuple[str, Request]:
+    """Return the evaluation's task of `eval.py` and its request, for one of `TASKS`."""
+    long = dict(data=str(setting.corpus / "long.zarr"), sequence_length=setting.long_length)
+    if task == "heldout":
+        return "perplexity", Request(batch_size=8)
+    if task == "long":
+        tokens = setting.long_documents * setting.long_length
+        return "perplexity", Request(**long, batch_size=1, max_tokens=tokens)
+    if task == "needle":
+        needle = NeedleConfig(lengths=setting.needle_lengths, depths=(0, 25, 50, 75, 100))
+        return "needle", Request(data=long["data"], needle=needle, batch_size=11)
+    if task == "recall":
+        return "recall", Request()
+    harness = HarnessConfig(
+        tasks=setting.harness, data=str(setting.corpus), max_length=setting.length, limit=setting.limit
+    )  # fmt: skip
+    return "lm_eval", Request(lm_eval=harness, batch_size=8)
+
+
+def evaluate(task: str, run: Any, workdir: Path, setting: Setting) -> dict[str, Any]:
+    """Evaluate a run that was loaded from `workdir`, and return the fields of its row; `seconds` include compiling."""
+    name, request = request_of(task, setting)
+    request.validate()
+    folder = workdir / "eval" / f"evidence-{task}"
+    began = time.perf_counter()
+    if name == "recall":
+        found = evidence_recall.measure(run, setting.corpus, max_length=setting.length, limit=setting.limit)  # fmt: skip
+        return found | dict(seconds=round(time.perf_counter() - began, 1))
+    results = evaluation.TASKS[name](run, request, folder)
+    if name == "perplexity":
+        with np.load(folder / "results.npz") as arrays:
+            loss = arrays["val/loss_per_token"]
+        whole = len(loss) // _BLOCK * _BLOCK
+        curve = loss[:whole].reshape(-1, _BLOCK).mean(1)
+        prefix = "val/perplexity_len_"
+        return dict(
+            loss=results["val/loss"],
+            perplexity={k.removeprefix(prefix): v for k, v in results.items() if k.startswith(prefix)},
+            loss_by_block=dict(block=_BLOCK, loss=[round(float(x), 4) for x in curve]),
+            sequences=results["num_sequences"],
+            seconds=round(time.perf_counter() - began, 1),
+        )  # fmt: skip
+    if name == "needle":
+        modes = {m: {k: results[m][k] for k in ("found", "nll")} for m in ("easy", "standard")}
+        seconds = round(time.perf_counter() - began, 1)
+        return dict(lengths=results["lengths"], depths=results["depths"], **modes, seconds=seconds)
+    keep = ("averages", "results", "num_documents")
+    return {key: results[key] for key in keep if key in results}
+
+
+def side_by_side(
+    tasks: list[str], evaluate_one: Callable[[str], dict[str, Any]]
+) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+    """Evaluate a run by several tasks at the same time, each in a thread, so that their programs are compiled at the same time.
+
+    Returns:
+        The results of the tasks, and the error of each task that failed, as one line.
+    """
+
+    def run_one(task: str) -> dict[str, Any]:
+        log(f"evaluation {task}: begins")
+        result = evaluate_one(task)
+        log(f"evaluation {task}: done")
+        return result
+
+    results, failed = {}, {}
+    with ThreadPoolExecutor(max(1, len(tasks))) as threads:
+        futures = {task: threads.submit(run_one, task) for task in tasks}
+    for task, future in futures.items():
+        if (error := future.exception()) is None:
+            results[task] = future.result()
+        else:
+            failed[task] = f"{type(error).__name__}: {str(error)[:500]}"
+            trace = "".join(traceback.format_exception(error))
+            log(f"evaluation {task}: FAILED\n{trace}")
+    return results, failed

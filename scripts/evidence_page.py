@@ -1,0 +1,91 @@
+"""Write docs/results/evidence.md from the rows of docs/evidence.jsonl: `python -m scripts.evidence_page`.
+
+The page begins with two sentences that the rows decide: which statements of the papers hold, and which do not. It has a section for
+each table that has a row. The command also draws the plots, and adds the page to docs/index.md and docs/results/README.md.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from benchmarks import report
+from benchmarks.tables import TABLES
+from benchmarks.tables.evidence import FILE
+from scripts import draw_results
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+PAGE = DOCS / "results" / "evidence.md"
+SECTIONS = (
+    ("evidence_claims", "What the papers say", "Values are means over the seeds."),
+    ("evidence_fox", "The Forgetting Transformer's models", ""),
+    ("evidence_mom", "Mixture-of-Memories", "`baseline=inner` is the inner mixer alone, `baseline=expanded` with a memory three times as large, `expanded=5` with one as large as all memories together, and `hidden_ratio` one with as many parameters."),
+    ("evidence_moe", "Linear-MoE", "`pattern=N` is softmax attention in every layer, `LLLN` in every fourth."),
+    ("evidence_methods", "All methods with a kernel", ""),
+    ("evidence_methods_xla", "Methods without a kernel", ""),
+    ("evidence_rates", "Learning rates", "Each was chosen by short runs, with seed 0."),
+)  # fmt: skip
+ALT = {
+    "loss": "Loss by position and perplexity of beginnings of long documents, with the training length marked",
+    "recall": "Recall of real text against the size of the decode state",
+}
+NOTES = """One row is one model. A state is that of one sequence after a row of training. P(l) is the perplexity of the first l tokens of held-out
+documents of 65,536 tokens. Needles: the share found, over depths, of lengths up to the training length T and beyond it. Card hours are
+of all that a model took: short runs, training and evaluations, with compiling. The corpus is [docs/corpus.md](../corpus.md)'s."""
+
+
+def page() -> str:
+    """Return the page's markdown, with the marks of its tables and without their contents.
+
+    Raises:
+        ValueError: there is no row of a model.
+    """
+    if "evidence_found" not in TABLES:
+        raise ValueError(f"docs/{FILE} has no row of a model; add those of python -m benchmarks evidence")  # fmt: skip
+    parts = ["# Evidence at size", _mark("evidence_found"), NOTES]
+    for table, title, text in SECTIONS:
+        if table in TABLES:
+            parts += [f"## {title}", *([text] if text else []), _mark(table), *_plots(table)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _mark(table: str) -> str:
+    return f"<!-- table: {table} -->\n{report.END}"
+
+
+def _plots(table: str) -> list[str]:
+    """Return the images of the plots of a table's rows."""
+    return [
+        "\n".join(f"![{ALT[name.rpartition('_')[2]]}](plots/{name}-{mode}.svg){{.only-{mode}}}" for mode in ("light", "dark"))
+        for name, (shown, _) in draw_results.PLOTS.items()
+        if shown == table
+    ]  # fmt: skip
+
+
+def add_to_contents(docs: Path) -> None:
+    """Add the page to the site's contents and to the list of results pages, before the training steps, unless it is there."""
+    for name, place, line in (
+        ("index.md", "results/training_steps\n", "results/evidence\n"),
+        ("results/README.md", "| [training_steps.md]", "| [evidence.md](evidence.md) | models of 125M on real text: what holds of the papers' statements |\n"),
+    ):  # fmt: skip
+        text = (docs / name).read_text()
+        if line not in text:
+            (docs / name).write_text(text.replace(place, line + place, 1))
+
+
+def main() -> int:
+    """Write the page, its plots and its line in the contents; return the exit status."""
+    try:
+        text = page()
+    except ValueError as error:
+        print(f"evidence_page: {error}", file=sys.stderr)
+        return 1
+    PAGE.write_text(report.fill(text, PAGE, DOCS.parent))
+    draw_results.write(draw_results.FOLDER)
+    add_to_contents(DOCS)
+    print(PAGE)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
