@@ -1,8 +1,9 @@
 """The Triton kernel that computes all gradients of a chunk with a scalar decay or none in one program. Symbols, arrays and constants are
 those of `bodies`.
 
-The kernels of `gradients` load q, k, v, dO, the memories and their gradients up to three times, and store the gradient of the scores
-between them. Here each is loaded once, and the scores stay in registers.
+The kernels of `gradients` load q, k, v, dO, the memories and their gradients up to three times from the card's memory, and store the
+gradient of the scores between them. Here each comes from there once, and from the caches when it is loaded again, since the registers do
+not suffice for all.
 """
 
 import triton
@@ -34,7 +35,7 @@ def joined_gradients(
     decay, dg [B, T, HEADS].
 
     dv = Pᵀ dO + (k e^(b_C - b)) dS', dq = dA k + scale e^b (dO Sᵀ) and dk = dAᵀ q + (e^(b_C - b) v) dS'ᵀ, with P = (q kᵀ) ⊙ D, dA = (dO
-    vᵀ) ⊙ D and D = scale e^(b_i - b_j) on and below the diagonal. A program computes one chunk of one head, with all K channels.
+    vᵀ) ⊙ D and D = scale e^(b_i - b_j) on and below the diagonal. A program computes one chunk of one head. With `PREFETCH` it first asks for what it will load last.
     """
     h, chunk = tl.program_id(0) % HEADS, (tl.program_id(0) // HEADS).to(tl.int64)
     rows, keys, values = tl.arange(0, C), tl.arange(0, BK), tl.arange(0, BV)

@@ -1,7 +1,8 @@
 """Linear attention with a scalar decay or none, by the Triton kernels in `bodies`.
 
 Forward: one scan computes the memory before every chunk, and then all outputs are computed in parallel. Backward: a reversed scan
-computes the gradient of the memory after every chunk, and then all gradients are computed in parallel.
+computes the gradient of the memory after every chunk, and then all gradients are computed in parallel: by one kernel, `joined`, for the
+dtypes and numbers of key channels in `passes.JOINED`, else by three.
 """
 
 from __future__ import annotations
