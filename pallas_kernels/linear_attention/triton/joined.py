@@ -78,7 +78,7 @@ def joined_gradients(
         b = tl.load(cum + by_row)
         dA = dA * tl.exp(tl.where(seen, b[None, :] - b[:, None], 0.0))
     # Without its diagonal, which no decay separates.
-    diagonal = tl.sum(tl.where(i == j, dA, 0.0), 1)[:, None]
+    diagonal = tl.sum(tl.where(i == j, dA, 0.0), 1)[:, None]  # pyrefly: ignore[bad-index]
     dA = tl.where(i < j, dA, 0.0).to(LOW)
     read_factor = (tl.load(read_decay + by_row) * scale)[:, None]
     write_factor = tl.load(write_decay + by_row)[:, None]
