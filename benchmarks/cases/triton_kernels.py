@@ -232,8 +232,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tilings", type=options.words, default=[],
         help="tilings to try in place of the table's: kernel=keys:values:warps:stages,...; `TILINGS` "
-        "has the names. For attention kernel/channels=queries:keys:warps:stages, for convolution_forward and "
-        "convolution_backward tokens:channels:warps:unroll",
+        "has the names. For attention kernel/channels=queries:keys:warps:stages, for convolution_forward, "
+        "convolution_backward and normalised_backward tokens:channels:warps:unroll",
     )  # fmt: skip
     parser.add_argument(
         "--kernels",

@@ -12,6 +12,9 @@ each head, then q', k and p are made of unit length. p and k are parallel, so th
 the epsilon of the lengths (`erase_ratio`). The layer is therefore `delta_memory` with `erase="undecayed"`, the strength β c and
 the value v / c, which costs half the products of `dplr_memory`. d acts nearly only through q'; the eigenvalue along k is α - β, in
 (-1, 1). D starts at 1 in that layer, and at 0.01 or 0.02 in other codes (`correction`).
+
+Its output gate is a sigmoid, where Gated DeltaNet has SiLU, and for that it learns more slowly at first: it is behind Gated DeltaNet in short
+runs, while with equal gates it is ahead (benchmarks/NOTES.md).
 """
 
 from __future__ import annotations

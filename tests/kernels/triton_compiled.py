@@ -42,7 +42,7 @@ class Case(NamedTuple):
 
     Attributes:
         arguments: words that name optional arguments: "log_decay", with "channel" for one per key channel, "value_log_decay", "bonus",
-            "segment_ids"; and "undecayed" for keys that read the undecayed memory.
+            "segment_ids"; "constant" for a decay that is not differentiated; and "undecayed" for keys that read the undecayed memory.
         key_dim: number of key channels, K.
         value_dim: number of value channels, V.
         dtype: dtype of q, k and v.
@@ -57,6 +57,8 @@ class Case(NamedTuple):
 
 CASES: dict[str, Any] = {
     "none, 64": Case("", 64, 64),
+    "constant, 64": Case("constant", 64, 64),
+    "constant, 128": Case("constant segment_ids", 128, 128),
     "scalar, 64": Case("log_decay", 64, 64),
     "scalar, 128": Case("log_decay segment_ids", 128, 128),
     "scalar, float16": Case("log_decay", 128, 128, "float16"),
@@ -121,7 +123,7 @@ class Configuration(NamedTuple):
             return " ".join([self.name, dtype, *options, f"warps={self.warps}"])
         words = [self.name, "bf16" if str(given.get("LOW", "bf16")).endswith("bf16") else "tf32"]
         words += [f"{n}={given[n]}" for n in ("K", "V", "BK", "BV") if n in given]
-        flags = ("CHANNELS", "DECAY", "DOCUMENTS", "EXCLUSIVE", "REVERSE", "ONLY_QUERY", "EXACT", "DECAYED", "UNDECAYED", "LOW_RANK", "TRANSPOSED", "SCORES")  # fmt: skip
+        flags = ("CHANNELS", "DECAY", "GRADIENT", "DOCUMENTS", "EXCLUSIVE", "REVERSE", "ONLY_QUERY", "EXACT", "DECAYED", "UNDECAYED", "LOW_RANK", "TRANSPOSED", "SCORES")  # fmt: skip
         words += [n.lower() for n in flags if given.get(n)]
         return " ".join([*words, f"warps={self.warps}", f"stages={self.stages}"])
 
@@ -196,7 +198,9 @@ def trace_memory(case: Case) -> None:
         inputs["beta"] = struct((*rows, heads), jnp.float32)
     if case.op == "dplr_memory":
         inputs |= dict(a=inputs["k"], b=inputs["k"])
-    options = dict(erase="undecayed") if "undecayed" in given else {}
+    options: dict[str, Any] = dict(erase="undecayed") if "undecayed" in given else {}
+    if "constant" in given:
+        options["log_decay"] = jnp.full(heads, -0.1)
     op = functools.partial(getattr(ops, case.op), implementation="triton", **options)
     ids = struct(rows, jnp.int32) if "segment_ids" in given else None
 

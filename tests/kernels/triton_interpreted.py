@@ -53,12 +53,17 @@ CASES = {
     "token, segments": Case("token", length=200, states="segments"),
     "none, segments": Case("none", (2, 1, 1), length=200, states="segments", dtype="bfloat16"),
     "token, wide": Case("token", (1, 1, 1), 256, 256, 65),
+    "token, joined": Case("token", (2, 1, 2), 128, 64, 130, states="documents"),
+    "none, joined": Case("none", (2, 1, 1), 64, 128, 65),
+    "token, strong, joined": Case("token", states="documents", strong=True),
+    "token, segments, joined": Case("token", (1, 1, 2), length=200, states="segments"),
     "token, parts": Case("token", (2, 1, 1), length=256, states="documents"),
     "channel": Case("channel", (1, 1, 2), 128, 64, 130, states="documents"),
     "channel, bfloat16": Case("channel", dtype="bfloat16", states="documents"),
     "channel, float16": Case("channel", dtype="float16"),
     "channel, strong": Case("channel", states="documents", strong=True),
     "channel, steep": Case("channel", strong=8),
+    "channel, one chunk steep": Case("channel", strong=2),
     "channel, segments": Case("channel", length=200, states="segments"),
     "channel, parts": Case("channel", length=250, states="documents"),
     "bonus, parts": Case("bonus", (1, 1, 2), length=250),
@@ -66,6 +71,7 @@ CASES = {
     "bonus": Case("bonus", (2, 1, 1), length=130, states="documents"),
     "bonus, bfloat16": Case("bonus", dtype="bfloat16"),
     "bonus, steep": Case("bonus", (1, 1, 2), strong=8),
+    "bonus, one chunk steep": Case("bonus", strong=2, dtype="bfloat16"),
     "bonus, segments": Case("bonus", length=200, states="segments", dtype="bfloat16"),
     "value": Case("value", (2, 1, 1), 64, 128, 130, states="documents"),
     "value, bfloat16": Case("value", (1, 1, 2), dtype="bfloat16"),
@@ -73,7 +79,8 @@ CASES = {
     "value, strong": Case("value", states="documents", strong=True),
     "value, segments": Case("value", length=200, states="segments"),
 }
-"""Cases by name. Those whose name ends with "parts" are computed in parts of 64 tokens."""
+"""Cases by name. Those whose name ends with "parts" are computed in parts of 64 tokens, and those with "joined" by the kernel
+`joined_gradients`, which is the default for bfloat16."""
 
 
 def inputs_of(case: Case) -> tuple[dict[str, jax.Array], dict[str, Any]]:
@@ -171,7 +178,12 @@ def compare(case: Any, inputs_of=inputs_of, run=run) -> dict[str, float]:
 def main() -> None:
     """Compare the cases that the command line names, or all."""
     from pallas_kernels.hopper import row_layout
-    from pallas_kernels.linear_attention.triton import channel_decay, scalar_decay, value_decay
+    from pallas_kernels.linear_attention.triton import (
+        channel_decay,
+        passes,
+        scalar_decay,
+        value_decay,
+    )
     from pallas_kernels.triton.host import compute_bfloat16_exactly
 
     # Without jit: a compiled program waits for its callbacks in the threads that they need.
@@ -183,6 +195,7 @@ def main() -> None:
     shortest = row_layout._SHORTEST_PART
     for name in sys.argv[1:] or CASES:
         row_layout._SHORTEST_PART = 64 if name.endswith("parts") else shortest
+        passes.JOINED["float32"] = (64, 128) if name.endswith("joined") else ()
         print(json.dumps(dict(case=name, **compare(CASES[name]))), flush=True)
 
 

@@ -1,7 +1,7 @@
 """Kernels of linear attention in Triton: the same source for every NVIDIA card of compute capability 8.0 or more.
 
-This module and `gradients`, with the kernels of the backward pass, import only Triton, so that their kernels can also run in Triton's
-interpreter and be compiled without a GPU. The mathematics is that of `pallas_kernels.tiles.scalar_decay` and
+This module, and `gradients` and `joined` with the kernels of the backward pass, import only Triton, so that their kernels can also
+run in Triton's interpreter and be compiled without a GPU. The mathematics is that of `pallas_kernels.tiles.scalar_decay` and
 `pallas_kernels.tiles.channel_decay`, whose symbols are used here. A row of T tokens is divided into N chunks of C tokens. `scan` alone
 computes one chunk after another: it carries the memory S (or, from the last chunk to the first, its gradient) and stores it at every
 chunk's boundary. The other kernels compute all chunks in parallel from these memories.

@@ -5,6 +5,11 @@ memories through the chunks. Symbols, arrays and constants are those of `bodies`
 import triton
 import triton.language as tl
 
+WEAK: tl.constexpr = tl.constexpr(-20.0)
+"""The sum of the log decays of a chunk above which the gradients of all its pairs of tokens are computed at once, from factors of up to
+e^20. One rounded factor for all pairs costs the decays' gradients precision, the more the steeper they are: those of the levels differ.
+"""
+
 
 @triton.jit
 def score_gradients(
@@ -183,6 +188,18 @@ def masked_sums(mask, x, LOW: tl.constexpr):
 
 
 @triton.jit
+def _decay(sums, inclusive, pivot, queries, most, stride, EXCLUSIVE: tl.constexpr):
+    """Return the decays [C, K], at most e^most, from the pivots to the rows that are of `queries`, and to the pivots from other rows.
+
+    `inclusive` are the decays' sums, from the pointers `sums`. With `EXCLUSIVE` queries have the sums of the token before; the first
+    token, which reads none of its chunk, may have any.
+    """
+    if EXCLUSIVE:  # read again, for which the registers do not suffice
+        inclusive = tl.load(sums - tl.where(queries, stride, 0))
+    return tl.exp(tl.minimum(tl.where(queries, inclusive - pivot, pivot - inclusive), most))
+
+
+@triton.jit
 def channel_gradients(
     q, k, v, d_out, d_scores, sums, bonus, run, enters, stays, states, d_states, scale,
     dq, dk, dg, d_bonus,
@@ -212,17 +229,10 @@ def channel_gradients(
     i, j = rows[:, None], rows[None, :]
     by_key = rows[:, None] * (D_HEADS * K) + keys[None, :]
     read = tl.zeros([C, BK], tl.float32)
-    write = tl.zeros([C, BK], tl.float32)
-    at_end = tl.zeros([BK], tl.float32)
     for column in range(0, V, BV):
         tile_d = tl.load(d_out + column + rows[:, None] * (HEADS * V) + values[None, :])
         S = tl.load(states + column + keys[:, None] * V + values[None, :])
         read = tl.dot(tile_d.to(LOW), tl.trans(S.to(LOW)), read, input_precision="tf32")
-        if not ONLY_QUERY:
-            tile_v = tl.load(v + column + rows[:, None] * (V_HEADS * V) + values[None, :])
-            dS = tl.load(d_states + column + keys[:, None] * V + values[None, :])
-            write = tl.dot(tile_v.to(LOW), tl.trans(dS.to(LOW)), write, input_precision="tf32")
-            at_end += tl.sum(S.to(tl.float32) * dS.to(tl.float32), 1)
     inclusive = tl.load(sums + by_key)
     if EXCLUSIVE:
         read_sums = tl.load(sums - D_HEADS * K + by_key, mask=i > 0, other=0.0)
@@ -230,45 +240,49 @@ def channel_gradients(
         read_sums = inclusive
     total = tl.load(sums + (C - 1) * (D_HEADS * K) + keys)
     read_decay = tl.exp(read_sums) * scale
-    write_decay = tl.exp(tl.minimum(total[None, :] - inclusive, 0.0))
-    chunk_decay = tl.exp(total)
     if DOCUMENTS:
         read_decay = read_decay * tl.load(enters + chunk * C + rows)[:, None]
-        write_decay = write_decay * tl.load(stays + chunk * C + rows)[:, None]
-        chunk_decay = chunk_decay * tl.load(enters + chunk * C + C - 1)
     read = read * read_decay
     tile_k = tl.load(k + rows[:, None] * (K_HEADS * K) + keys[None, :]).to(tl.float32)
     if ONLY_QUERY:
         tile_q = tile_k
     else:
-        write = write * write_decay
         tile_q = tl.load(q + rows[:, None] * (Q_HEADS * K) + keys[None, :]).to(tl.float32)
     pairs = tl.zeros([C, BK], tl.float32)
     # dP below the diagonal and its transpose above, read once for all levels.
     below, above = i * C + j, j * C + i
     of_pairs = tl.where(i > j, tl.load(d_scores + below), tl.load(d_scores + above)).to(LOW)
-    for level in tl.range(0, LEVELS, num_stages=1):
-        half = 1 << level
-        later = (i & half) > 0
-        middle = ((rows | (2 * half - 1)) - half)[:, None] * (D_HEADS * K) + keys[None, :]
-        pivot = tl.load(sums + middle)
-        if EXCLUSIVE:  # read again, for which the registers do not suffice
-            own = tl.load(sums + by_key - tl.where(later, D_HEADS * K, 0))
-        else:
-            own = inclusive
-        factor = tl.exp(tl.minimum(tl.where(later, own - pivot, pivot - own), 0.0))
-        X = (tl.where(later, tile_q, tile_k) * factor).to(LOW)
+    # Weak decays need no halving: in step 0 the keys of all pairs are multiplied, in step 1 the queries, by factors of up to e^-WEAK.
+    # `ONLY_QUERY` serves outputs, which may not depend on whether the decays of later tokens are weak.
+    weak = False
+    most = 0.0
+    steps = LEVELS
+    if not ONLY_QUERY:
+        weak = tl.min(total, 0) > WEAK
+        most = tl.where(weak, -WEAK, 0.0)
+        steps = tl.where(weak, 2, LEVELS)
+    stride = tl.where(i > 0, D_HEADS * K, 0)
+    for step in tl.range(0, steps, num_stages=1):
+        half = 1 << step
+        reads = tl.where(weak, step == 0, (i & half) > 0)  # rows of dX that are of queries
         between = ((i ^ j) >= half) & ((i ^ j) < 2 * half)
+        between = tl.where(weak, tl.where(step == 0, i > j, i < j), between)
+        middle = tl.where(weak, C // 2 - 1, (rows | (2 * half - 1)) - half)
+        pivot = tl.load(sums + middle[:, None] * (D_HEADS * K) + keys[None, :])
+        queries = reads != weak  # rows of X that are queries
+        factor = _decay(sums + by_key, inclusive, pivot, queries, most, stride, EXCLUSIVE)
+        X = (tl.where(queries, tile_q, tile_k) * factor).to(LOW)
+        if not ONLY_QUERY:
+            factor = _decay(sums + by_key, inclusive, pivot, reads, most, stride, EXCLUSIVE)
         dX = tl.dot(tl.where(between, of_pairs, 0.0), X, input_precision="tf32") * factor
-        read += tl.where(later, dX, 0.0)
-        pairs += tl.where(later, 0.0, dX)
+        read += tl.where(reads, dX, 0.0)
+        pairs += tl.where(reads, 0.0, dX)
     diagonal = tl.load(d_scores + rows * (C + 1)).to(tl.float32)[:, None]
     target = (chunk * C * HEADS + h) * K + tile * BK + rows[:, None] * (HEADS * K) + keys[None, :]
     if ONLY_QUERY:
         tl.store(dq + target, (read + diagonal * tile_k).to(dq.dtype.element_ty))
     else:
         after_own = tile_q * read - tile_k * pairs
-        before_own = tile_k * write
         if EXCLUSIVE:
             of_bonus = (chunk * HEADS + h) * K + tile * BK + keys
             tl.store(d_bonus + of_bonus, tl.sum(diagonal * tile_q * tile_k, 0))
@@ -276,8 +290,26 @@ def channel_gradients(
             by_own = tile_q * read
         # dq and dk first, whose registers the sums then have.
         tl.store(dq + target, (read + diagonal * tile_k).to(dq.dtype.element_ty))
-        pairs += write
-        tl.store(dk + target, (pairs + diagonal * tile_q).to(dk.dtype.element_ty))
+        pairs += diagonal * tile_q
+        # The writes only now, for which the registers did not suffice; S is loaded again for the last token's decay.
+        write = tl.zeros([C, BK], tl.float32)
+        at_end = tl.zeros([BK], tl.float32)
+        for column in range(0, V, BV):
+            tile_v = tl.load(v + column + rows[:, None] * (V_HEADS * V) + values[None, :])
+            dS = tl.load(d_states + column + keys[:, None] * V + values[None, :])
+            write = tl.dot(tile_v.to(LOW), tl.trans(dS.to(LOW)), write, input_precision="tf32")
+            S = tl.load(states + column + keys[:, None] * V + values[None, :])
+            at_end += tl.sum(S.to(tl.float32) * dS.to(tl.float32), 1)
+        write_decay = tl.exp(tl.minimum(total[None, :] - tl.load(sums + by_key), 0.0))
+        chunk_decay = tl.exp(total)
+        if DOCUMENTS:
+            write_decay = write_decay * tl.load(stays + chunk * C + rows)[:, None]
+            chunk_decay = chunk_decay * tl.load(enters + chunk * C + C - 1)
+        write = write * write_decay
+        tl.store(dk + target, (pairs + write).to(dk.dtype.element_ty))
+        before_own = write * tl.load(k + rows[:, None] * (K_HEADS * K) + keys[None, :]).to(
+            tl.float32
+        )
         same = j >= i
         if DOCUMENTS:
             of_chunk = run + chunk * C

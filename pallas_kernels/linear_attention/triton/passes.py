@@ -51,6 +51,7 @@ TILINGS = {
     "channel_gradients": Tiling(32, 64, 4, 1),
     "bonus_gradients": Tiling(32, 64, 4, 1),
     "query_gradients": Tiling(64, 64, 4, 1),
+    "joined_gradients": Tiling(64, 64, 4, 1),
 }
 """The tiling of each kernel for bfloat16, by the name of the kernel, with "channel_" where a kernel differs with a decay per key
 channel, and "narrow_" where it differs for 64 key channels without one. "decayed_outputs" is `outputs` of decayed queries;
@@ -62,6 +63,8 @@ WIDE_TILINGS = {
 WIDE_TILINGS["narrow_scan"] = WIDE_TILINGS["scan"]
 WIDE_TILINGS["bonus_gradients"] = Tiling(16, 64, 8, 1)
 """The tilings for products in tf32, of float16 and float32 inputs."""
+JOINED = {"bfloat16": (64, 128)}
+"""The numbers of key channels, by dtype, for which one kernel, `joined_gradients`, computes all gradients with a scalar decay or none."""
 
 
 class Decays(NamedTuple):
@@ -451,6 +454,42 @@ def scalar_gradients(
         ),
     )  # fmt: skip
     return results["dq"], results["dk"], jnp.sum(results["dg"], -1) if decay else None
+
+
+def joined_gradients(
+    q, k, v, d_out, decays: Decays, states, d_states, *, scale: float, decay: bool
+) -> tuple[jax.Array, jax.Array, jax.Array, Any]:
+    """Return the gradients of the queries, keys and values for each head of the output, [B, T, heads, K or V], and that of a scalar log
+    decay, [B, T, heads] float32 (None unless `decay`), by one kernel in place of `value_gradients`, `score_gradients` and
+    `scalar_gradients`.
+    """
+    from pallas_kernels.linear_attention.triton import joined
+
+    batch, length, heads, values = d_out.shape
+    keys = q.shape[3]
+    tiling = _tiling("joined_gradients", decays, q, keys, values)
+    results = launch.call(
+        joined.joined_gradients,
+        (
+            q, k, v, d_out, decays.cum, decays.read_decay, decays.write_decay, decays.chunk_decay, decays.run, states, d_states,
+            float(scale),
+        ),
+        dict(
+            dq=_struct((batch, length, heads, keys), q.dtype),
+            dk=_struct((batch, length, heads, keys), k.dtype),
+            dv=_struct(d_out.shape, v.dtype),
+            dg=_struct((batch, length, heads) if decay else (1,), _F32),
+        ),
+        programs=batch * (length // CHUNK) * heads,
+        shared_loads=True,
+        **_options(tiling),
+        **dict(
+            Q_HEADS=q.shape[2], K_HEADS=k.shape[2], V_HEADS=v.shape[2], D_HEADS=decays.heads, HEADS=heads, K=keys, V=values,
+            C=CHUNK, BK=tiling.keys, BV=tiling.values, LOW=_low(q)[0], DECAY=decays.cum is not None, GRADIENT=decay,
+            DOCUMENTS=decays.run is not None, PREFETCH=True,
+        ),
+    )  # fmt: skip
+    return results["dq"], results["dk"], results["dv"], results["dg"] if decay else None
 
 
 def channel_gradients(

@@ -1,7 +1,8 @@
 """Linear attention with a scalar decay or none, by the Triton kernels in `bodies`.
 
 Forward: one scan computes the memory before every chunk, and then all outputs are computed in parallel. Backward: a reversed scan
-computes the gradient of the memory after every chunk, and then all gradients are computed in parallel.
+computes the gradient of the memory after every chunk, and then all gradients are computed in parallel: by one kernel, `joined`, for the
+dtypes and numbers of key channels in `passes.JOINED`, else by three.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels.hopper import row_layout
 from pallas_kernels.linear_attention.triton import passes
@@ -64,12 +66,20 @@ def backward(
     d_states, d_initial = passes.scan(
         q, d_output, decays, d_ends, heads=heads, scale=scale, reverse=True
     )
-    dv = passes.value_gradients(q, k, d_output, None, decays, d_states, scale=scale, dtype=v.dtype)
-    d_scores = passes.score_gradients(d_output, v, decays, scale=scale)
-    dq, dk, d_decay = passes.scalar_gradients(
-        q, k, v, d_output, d_scores, decays, states, d_states, scale=scale,
-        decay=log_decay is not None and decay_gradient,
-    )  # fmt: skip
+    decay = log_decay is not None and decay_gradient
+    inputs = q, k, v, d_output
+    if q.shape[3] in passes.JOINED.get(jnp.dtype(q.dtype).name, ()):
+        dq, dk, dv, d_decay = passes.joined_gradients(
+            *inputs, decays, states, d_states, scale=scale, decay=decay
+        )
+    else:
+        dv = passes.value_gradients(
+            q, k, d_output, None, decays, d_states, scale=scale, dtype=v.dtype
+        )
+        d_scores = passes.score_gradients(d_output, v, decays, scale=scale)
+        dq, dk, d_decay = passes.scalar_gradients(
+            *inputs, d_scores, decays, states, d_states, scale=scale, decay=decay
+        )
     join = row_layout.sum_heads
     return (
         join(dq, q.shape[2]),

@@ -48,9 +48,10 @@ class Tiling(NamedTuple):
 
 TILINGS = {
     "convolution_forward": Tiling(64, 128, 1, 4),
-    "convolution_backward": Tiling(64, 128, 1, 2),
+    "convolution_backward": Tiling(64, 128, 1, 4),
+    "normalised_backward": Tiling(64, 128, 1, 2),
 }
-"""The tilings, by kernel."""
+"""The tilings, by kernel; "normalised_backward" is `convolution_backward` of normalised heads, whose tokens have more registers."""
 
 
 def unaccepted_tiling(tokens: int, channels: int, warps: int, unroll: int) -> str | None:
@@ -164,7 +165,7 @@ def backward(
 
     del interpret
     (batch, length, channels), width = x.shape, weight.shape[0]
-    kernel = "convolution_backward"
+    kernel = "convolution_backward" if head_dim is None else "normalised_backward"
     blocks, options = _launch(kernel, x, weight, bias, run, head_dim, silu, extra=width - 1)
     results = launch.call(
         bodies.convolution_backward,

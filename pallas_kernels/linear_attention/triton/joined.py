@@ -1,0 +1,152 @@
+"""The Triton kernel that computes all gradients of a chunk with a scalar decay or none in one program. Symbols, arrays and constants are
+those of `bodies`.
+
+The kernels of `gradients` load q, k, v, dO, the memories and their gradients up to three times from the card's memory, and store the
+gradient of the scores between them. Here each comes from there once, and from the caches when it is loaded again, since the registers do
+not suffice for all.
+"""
+
+import triton
+import triton.language as tl
+
+_PTX: tl.constexpr = tl.constexpr(not triton.knobs.runtime.interpret)  # the interpreter has no PTX
+
+
+@triton.jit
+def _prefetch(x, stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Load the cache lines of a matrix [ROWS, COLUMNS] of 16-bit numbers into the L2 cache, without waiting for them."""
+    if _PTX:
+        lines = tl.arange(0, ROWS)[:, None] * stride + tl.arange(0, COLUMNS // 64)[None, :] * 64
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [(x + lines).to(tl.int64)],
+            dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def joined_gradients(
+    q, k, v, d_out, cum, read_decay, write_decay, chunk_decay, run, states, d_states, scale, dq, dk, dv, dg,
+    Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, V_HEADS: tl.constexpr, D_HEADS: tl.constexpr,
+    HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    LOW: tl.constexpr, DECAY: tl.constexpr, GRADIENT: tl.constexpr, DOCUMENTS: tl.constexpr,
+    PREFETCH: tl.constexpr,
+):  # fmt: skip
+    """Store the gradients of the queries, keys and values of all chunks, [B, T, HEADS, K or V], and with `GRADIENT` that of a scalar log
+    decay, dg [B, T, HEADS].
+
+    dv = Pᵀ dO + (k e^(b_C - b)) dS', dq = dA k + scale e^b (dO Sᵀ) and dk = dAᵀ q + (e^(b_C - b) v) dS'ᵀ, with P = (q kᵀ) ⊙ D, dA = (dO
+    vᵀ) ⊙ D and D = scale e^(b_i - b_j) on and below the diagonal. A program computes one chunk of one head. With `PREFETCH` it first asks for what it will load last.
+    """
+    h, chunk = tl.program_id(0) % HEADS, (tl.program_id(0) // HEADS).to(tl.int64)
+    rows, keys, values = tl.arange(0, C), tl.arange(0, BK), tl.arange(0, BV)
+    d_head, v_head = h * D_HEADS // HEADS, h * V_HEADS // HEADS
+    q += (chunk * C * Q_HEADS + h * Q_HEADS // HEADS) * K
+    k += (chunk * C * K_HEADS + h * K_HEADS // HEADS) * K
+    v += (chunk * C * V_HEADS + v_head) * V
+    out = chunk * C * HEADS + h
+    d_out += out * V
+    dv += out * V
+    dq += out * K
+    dk += out * K
+    states += (chunk * V_HEADS + v_head) * K * V
+    d_states += (chunk * HEADS + h) * K * V
+    by_row = chunk * C * D_HEADS + d_head + rows * D_HEADS
+    q_rows = rows[:, None] * (Q_HEADS * K) + keys[None, :]
+    k_rows = rows[:, None] * (K_HEADS * K) + keys[None, :]
+    v_rows = rows[:, None] * (V_HEADS * V) + values[None, :]
+    d_rows = rows[:, None] * (HEADS * V) + values[None, :]
+    dk_rows = rows[:, None] * (HEADS * K) + keys[None, :]
+    cell = keys[:, None] * V + values[None, :]
+    # Row i is the token that is read, and column j the token that reads.
+    i, j = rows[:, None], rows[None, :]
+    if PREFETCH:
+        _prefetch(states, V, K, V)
+        _prefetch(k, K_HEADS * K, C, K)
+        _prefetch(d_states, V, K, V)
+        _prefetch(q, Q_HEADS * K, C, K)
+    dA = tl.zeros([C, C], tl.float32)
+    for column in range(0, V, BV):
+        tile_d = tl.load(d_out + column + d_rows).to(LOW)
+        tile_v = tl.load(v + column + v_rows).to(LOW)
+        dA = tl.dot(tile_v, tl.trans(tile_d), dA, input_precision="tf32")
+    seen = i <= j
+    if DOCUMENTS:
+        of_chunk = run + chunk * C
+        seen = seen & (tl.load(of_chunk + rows)[:, None] == tl.load(of_chunk + rows)[None, :])
+    dA = tl.where(seen, dA * scale, 0.0)
+    if DECAY:
+        b = tl.load(cum + by_row)
+        dA = dA * tl.exp(tl.where(seen, b[None, :] - b[:, None], 0.0))
+    # Without its diagonal, which no decay separates.
+    diagonal = tl.sum(tl.where(i == j, dA, 0.0), 1)[:, None]  # pyrefly: ignore[bad-index]
+    dA = tl.where(i < j, dA, 0.0).to(LOW)
+    read_factor = (tl.load(read_decay + by_row) * scale)[:, None]
+    write_factor = tl.load(write_decay + by_row)[:, None]
+    later = tl.zeros([C], tl.float32)
+    earlier = tl.zeros([C], tl.float32)
+    total = tl.zeros([BK], tl.float32)
+    for key in range(0, K, BK):
+        read = tl.zeros([C, BK], tl.float32)
+        for column in range(0, V, BV):
+            tile_d = tl.load(d_out + column + d_rows).to(LOW)
+            S = tl.load(states + key * V + column + cell).to(LOW)
+            read = tl.dot(tile_d, tl.trans(S), read, input_precision="tf32")
+        tile_k = tl.load(k + key + k_rows)
+        read = read * read_factor
+        read = tl.dot(tl.trans(dA), tile_k.to(LOW), read, input_precision="tf32")
+        if GRADIENT:
+            later += tl.sum(tl.load(q + key + q_rows).to(tl.float32) * read, 1)
+        read += diagonal * tile_k.to(tl.float32)
+        tl.store(dq + key + dk_rows, read.to(dq.dtype.element_ty))
+        write = tl.zeros([C, BK], tl.float32)
+        for column in range(0, V, BV):
+            tile_v = tl.load(v + column + v_rows).to(LOW)
+            dS = tl.load(d_states + key * V + column + cell).to(LOW)
+            write = tl.dot(tile_v, tl.trans(dS), write, input_precision="tf32")
+            if GRADIENT:
+                S = tl.load(states + key * V + column + cell)
+                total += tl.sum(S.to(tl.float32) * dS.to(tl.float32), 1)
+        write = write * write_factor
+        tile_q = tl.load(q + key + q_rows)
+        if GRADIENT:
+            tile_k = tl.load(k + key + k_rows).to(tl.float32)
+            earlier += tl.sum(tile_k * write, 1)
+            pairs = tl.dot(dA, tile_q.to(LOW), input_precision="tf32")
+            later -= tl.sum(tile_k * pairs, 1)
+            write += pairs
+        else:
+            write = tl.dot(dA, tile_q.to(LOW), write, input_precision="tf32")
+        write += diagonal * tile_q.to(tl.float32)
+        tl.store(dk + key + dk_rows, write.to(dk.dtype.element_ty))
+    if GRADIENT:
+        after = i <= j
+        if DOCUMENTS:
+            of_chunk = run + chunk * C
+            after = after & (tl.load(of_chunk + rows)[:, None] == tl.load(of_chunk + rows)[None, :])
+        sums = tl.sum(tl.where(after, later[None, :], 0.0), 1)
+        sums += tl.sum(tl.where(j < i, earlier[None, :], 0.0), 1)
+        sums += tl.load(chunk_decay + chunk * D_HEADS + d_head) * tl.sum(total, 0)
+        tl.store(dg + out + rows * HEADS, sums)
+    P = tl.zeros([C, C], tl.float32)
+    for key in range(0, K, BK):
+        tile_k = tl.load(k + key + k_rows).to(LOW)
+        tile_q = tl.load(q + key + q_rows).to(LOW)
+        P = tl.dot(tile_k, tl.trans(tile_q), P, input_precision="tf32")
+    seen = i <= j
+    if DOCUMENTS:
+        of_chunk = run + chunk * C
+        seen = seen & (tl.load(of_chunk + rows)[:, None] == tl.load(of_chunk + rows)[None, :])
+    if DECAY:
+        b = tl.load(cum + by_row)
+        P = P * tl.exp(tl.where(seen, b[None, :] - b[:, None], 0.0))
+    P = tl.where(seen, P * scale, 0.0).to(LOW)
+    for column in range(0, V, BV):
+        gradient = tl.zeros([C, BV], tl.float32)
+        for key in range(0, K, BK):
+            tile_k = tl.load(k + key + k_rows).to(LOW)
+            dS = tl.load(d_states + key * V + column + cell).to(LOW)
+            gradient = tl.dot(tile_k, dS, gradient, input_precision="tf32")
+        gradient = gradient * write_factor
+        tile_d = tl.load(d_out + column + d_rows).to(LOW)
+        gradient = tl.dot(P, tile_d, gradient, input_precision="tf32")
+        tl.store(dv + column + d_rows, gradient.to(dv.dtype.element_ty))
