@@ -18,9 +18,11 @@ from pallas_kernels.short_convolution.cases import INTERPRETED, TOLERANCES
 from tests.kernels.test_linear_attention_gpu import error
 
 
-def make(length, channels, width, *, documents, bias, batch=1) -> tuple[dict[str, Any], Any]:
+def make(
+    length, channels, width, *, documents, bias, batch=1, contiguous=False
+) -> tuple[dict[str, Any], Any]:
     """Return random inputs of a short convolution, by name, and segment ids (None without `documents`) with
-    padding inside documents and at the end; the first token continues the state's document.
+    padding inside documents (between documents if `contiguous`) and at the end; the first token continues the state's document.
     """
     rng = np.random.default_rng(0)
 
@@ -28,7 +30,10 @@ def make(length, channels, width, *, documents, bias, batch=1) -> tuple[dict[str
         return jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
 
     ids = np.cumsum(rng.random((batch, length)) < 0.15, axis=1) + 1
-    ids[rng.random(ids.shape) < 0.15] = 0
+    if contiguous:
+        ids[ids % 3 == 2] = 0
+    else:
+        ids[rng.random(ids.shape) < 0.15] = 0
     ids[:, 0], ids[:, -3:] = 1, 0
     x = normal(batch, length, channels)
     if documents:  # the values of padding are never used
@@ -52,10 +57,10 @@ def plain(arrays, ids, silu, head_dim):
     )[0]  # fmt: skip
 
 
-def fused(arrays, ids, silu, head_dim):
+def fused(arrays, ids, silu, head_dim, contiguous=False):
     tokens = read_tokens(ids, None, jnp.ones(arrays["x"].shape[0], jnp.int32), None)
     return short_convolution(
-        **arrays, run=tokens.run, real=tokens.real, silu=silu, head_dim=head_dim,
+        **arrays, run=tokens.run, real=tokens.real, contiguous=contiguous, silu=silu, head_dim=head_dim,
         interpret=gpu_interpreter(),
     )  # fmt: skip
 
@@ -71,12 +76,14 @@ def test_equals_the_plain_form(case):
     """The value and every gradient of the short convolution's kernel are those of XLA in float32, and there
     are no races.
     """
-    length, channels, width, documents, bias, silu, head_dim = case
-    arrays, ids = make(length, channels, width, documents=documents, bias=bias)
+    length, channels, width, documents, bias, silu, head_dim, batch, contiguous = case
+    arrays, ids = make(
+        length, channels, width, documents=documents, bias=bias, batch=batch, contiguous=contiguous
+    )
     dy = jnp.asarray(np.random.default_rng(1).normal(size=arrays["x"].shape), jnp.bfloat16)
     if ids is not None:
         dy = jnp.where((ids == 0)[..., None], jnp.nan, dy)
-    y, pull = jax.vjp(lambda a: fused(a, ids, silu, head_dim), arrays)
+    y, pull = jax.vjp(lambda a: fused(a, ids, silu, head_dim, contiguous), arrays)
     (gradients,) = pull(dy)
     assert not races_found()
     wide = jax.tree.map(lambda a: a.astype(jnp.float32), arrays)

@@ -70,7 +70,9 @@ def _unsupported_by_kernel(name: str, call: Call, head_dim: int | None) -> str |
     # Imported here, so that a backend that is not used adds no time to `import lsm_jax`.
     from pallas_kernels.short_convolution import unsupported
 
-    return unsupported(call.arguments["x"], call.arguments["weight"], head_dim, name)
+    x, weight, ids = (call.arguments[n] for n in ("x", "weight", "segment_ids"))
+    ordered = ids is not None and not call.options.contiguous
+    return unsupported(x, weight, head_dim, name, ordered=ordered)
 
 
 def _unsupported_arrays(name: str, call: Call) -> str | None:
@@ -98,6 +100,7 @@ def run_kernel(name: str, call: Call) -> tuple[Array, ShiftState]:
         initial=state.tail,
         run=tokens.run,
         real=tokens.real,
+        contiguous=options.contiguous,
         silu=options.silu,
         head_dim=options.head_dim if kernel_normalizes else None,
         implementation=name,

@@ -30,7 +30,7 @@ _F32 = jnp.float32
 
 class _Pending(NamedTuple):
     """The values that the loop over a block's tokens in the backward kernel of short convolutions carries from token
-    to token. A row is one token's channels, [heads, dim].
+    to token. A row is one token's tile (see `Block`).
 
     Attributes:
         before: the rows of x of the W - 1 tokens before the next one, the nearest first; 0 on padding.
@@ -52,10 +52,10 @@ class _Gradient(NamedTuple):
 
     Attributes:
         block: the tokens and channels, with their loads and stores.
-        weights: the rows of the weight, [heads, dim] each, by distance: the first multiplies the current
+        weights: the rows of the weight, a tile each, by distance: the first multiplies the current
             token.
-        bias: the bias [heads, dim], or None.
-        zero: zeros [heads, dim], one for each channel.
+        bias: the bias as a tile, or None.
+        zero: a tile of zeros.
         silu: whether SiLU is applied.
         normalized: whether heads are normalised.
     """
@@ -69,7 +69,7 @@ class _Gradient(NamedTuple):
 
     def load_rows(self, first, count: int = AHEAD) -> tuple[list[Any], list[Any]]:
         """Load the inputs x and the output's gradients dy of the `count` tokens from `first` on, as a list of
-        pairs of arrays [heads, dim], and the indices of these tokens' documents.
+        pairs of tiles, and the indices of these tokens' documents.
         """
         block = self.block
         tokens = [jnp.minimum(first + i, block.length - 1) for i in range(count)]
@@ -81,7 +81,7 @@ class _Gradient(NamedTuple):
         it, and to those of weight and bias.
 
         Args:
-            rows: the token's values of x and dy, each [heads, dim].
+            rows: the token's tiles of x and dy.
             document: the index of the token's document, -1 for padding, or None where each row of the batch is one document.
             inside: whether the token is in the row, and not after its end; None means that it is.
             counted: whether the token's contributions to the gradients of weight and bias are added; None
@@ -89,7 +89,7 @@ class _Gradient(NamedTuple):
             pending: the sums and values that are carried, before this token.
 
         Returns:
-            The gradient of x at the oldest of these tokens, which is complete, [heads, dim], and the carried
+            The gradient of x at the oldest of these tokens, which is complete, as a tile, and the carried
             sums and values after this token.
         """
         block = self.block
@@ -100,7 +100,7 @@ class _Gradient(NamedTuple):
         if inside is not None:
             dy = jnp.where(inside, dy, 0.0)
         if document is not None:
-            dy = jnp.where(document >= 0, dy, 0.0)
+            dy = jnp.where(block.spread(document) >= 0, dy, 0.0)
         gate: Any = sigmoid(y) if self.silu else None
         if self.normalized:
             value = y * gate if self.silu else y
@@ -131,14 +131,15 @@ def backward(
         weight: [W, D], the convolution's weight.
         bias: [D], added to the convolution, or None.
         tail: [B, W - 1, D], the tokens before the first, oldest first.
-        order: [B, T] int32, the index in x of each token in the order of processing, padding last; None is the order of x.
+        order: [B, T] int32, the index in x of each token in the order of processing, padding last; None is the order of x,
+            with padding between documents only.
         run: [B, T] int32, the index of each token's document in the order of processing, -1 for padding; None is one document.
         dy: [B, T, D] bfloat16, the gradient of the output.
         head_dim: the number of channels of a head that is normalised, or None.
         silu: whether SiLU was applied.
         interpret: parameters of the Pallas interpreter, or False to compile the kernel.
     """
-    layout = Layout.of(x, weight, head_dim)
+    layout = Layout.of(x, weight, head_dim, order)
     width = layout.width
 
     def kernel(refs):
@@ -157,7 +158,7 @@ def backward(
 
             @pl.when(first)
             def _(oldest=oldest, i=i):
-                block.store(oldest, "d_tail", block.b, i)
+                block.store(oldest, "d_tail", i)
 
         second = block.start + width - 1
 
@@ -169,20 +170,20 @@ def backward(
                 token = start + i
                 inside = token < block.length
                 oldest, pending = gradient.token(rows[i], documents[i], inside, None, pending)
-                block.store(oldest, "dx", block.b, block.position(token - (width - 1)))
+                block.store(oldest, "dx", block.position(token - (width - 1)))
             return *following, pending
 
         carry = (*gradient.load_rows(second), pending)
         *_, pending = lax.fori_loop(0, layout.tokens // AHEAD, step, carry)
         for index, total in enumerate(pending.sums):
             at = index if index == width else width - 1 - index
-            block.store(total, "d_weight", block.b, block.block, at)
+            block.store_sum(total, "d_weight", at)
 
     inputs = layout.inputs(x, weight, bias, tail, order, run, dy)
-    sums = (layout.batch, layout.grid["block"], width + (bias is not None))
+    sums = (layout.grid["row"], layout.grid["block"], width + (bias is not None))
     outputs = dict(
         dx=struct_like(inputs["x"]),
-        d_weight=jax.ShapeDtypeStruct((*sums, layout.heads, layout.dim), _F32),
+        d_weight=jax.ShapeDtypeStruct((*sums, layout.total // layout.dim, layout.dim), _F32),
         d_tail=struct_like(inputs["tail"]),
     )
     name = "short_convolution_backward"
@@ -192,4 +193,6 @@ def backward(
     rows = jnp.sum(results["d_weight"], axis=(0, 1)).reshape(sums[2], -1)
     d_weight = rows[:width].astype(weight.dtype)
     d_bias = None if bias is None else rows[width].astype(bias.dtype)
-    return results["dx"].reshape(x.shape), d_weight, d_bias, results["d_tail"].reshape(tail.shape)
+    d_tails = results["d_tail"].reshape(layout.batch, -1, layout.total)
+    dx, d_tail = layout.add_tails(results["dx"].reshape(x.shape), d_tails)
+    return dx, d_weight, d_bias, d_tail

@@ -36,14 +36,14 @@ def forward(
         bias: [D], added to the convolution, or None.
         tail: [B, W - 1, D], the tokens before the first, oldest first.
         order: [B, T] int32, the index in x of each token in the order of processing, padding last; None is
-            the order of x.
+            the order of x, with padding between documents only.
         run: [B, T] int32, the index of each token's document in the order of processing, -1 for padding; None
             is one document.
         head_dim: the number of channels of a head that is normalised, or None.
         silu: whether SiLU is applied.
         interpret: parameters of the Pallas interpreter, or False to compile the kernel.
     """
-    layout = Layout.of(x, weight, head_dim)
+    layout = Layout.of(x, weight, head_dim, order)
 
     def kernel(refs):
         block = Block(refs, layout)
@@ -66,8 +66,8 @@ def forward(
                 if head_dim is not None:
                     y = y * lax.rsqrt(block.sum_heads(y * y) + EPSILON)
                 if documents[i] is not None:
-                    y = jnp.where(documents[i] >= 0, y, 0.0)
-                block.store(y, "y", block.b, block.position(first + i))
+                    y = jnp.where(block.spread(documents[i]) >= 0, y, 0.0)
+                block.store(y, "y", block.position(first + i))
                 before = [row, *before[:-1]]
                 documents_before = [documents[i], *documents_before[:-1]]
             return *following, before, documents_before if "run" in refs else []
