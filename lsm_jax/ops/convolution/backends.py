@@ -81,6 +81,11 @@ def _unsupported_arrays(name: str, call: Call) -> str | None:
     return _unsupported_by_kernel(name, call, call.options.head_dim if named else None)
 
 
+def kernel_normalizes(name: str, call: Call) -> bool:
+    """Return whether the fused kernel of the backend called `name` normalises the heads of a call, which XLA does otherwise."""
+    return _unsupported_by_kernel(name, call, call.options.head_dim) is None
+
+
 def run_kernel(name: str, call: Call) -> tuple[Array, ShiftState]:
     """Compute a short convolution by the fused kernel of the backend called `name`: return the output [B, T, D] and the
     state after the last token.
@@ -92,7 +97,7 @@ def run_kernel(name: str, call: Call) -> tuple[Array, ShiftState]:
     rows = state, arguments["segment_ids"], arguments["update_mask"]
     # The taps are not used here, so that XLA does not compute them.
     _, tokens, after = previous_tokens(options.contiguous, x, *rows, weight.shape[0] - 1)
-    kernel_normalizes = _unsupported_by_kernel(name, call, options.head_dim) is None
+    normalized = kernel_normalizes(name, call)
     y = short_convolution(
         x,
         weight,
@@ -102,10 +107,10 @@ def run_kernel(name: str, call: Call) -> tuple[Array, ShiftState]:
         real=tokens.real,
         contiguous=options.contiguous,
         silu=options.silu,
-        head_dim=options.head_dim if kernel_normalizes else None,
+        head_dim=options.head_dim if normalized else None,
         implementation=name,
     )
-    return (y if kernel_normalizes else l2_normalize(y, options.head_dim)), after
+    return (y if normalized else l2_normalize(y, options.head_dim)), after
 
 
 def run_xla(call: Call) -> tuple[Array, ShiftState]:

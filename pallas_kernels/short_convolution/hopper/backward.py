@@ -33,16 +33,14 @@ class _Pending(NamedTuple):
     to token. A row is one token's tile (see `Block`).
 
     Attributes:
-        before: the rows of x of the W - 1 tokens before the next one, the nearest first; 0 on padding.
+        before: the rows of x of the W - 1 tokens before the next one, the nearest first.
         gradients: the partial sums of the gradients of these rows of x.
-        documents: the indices of these tokens' documents; empty if a row of the batch has one document.
         sums: the partial sums of the gradients of the weight's rows by distance, and then of the bias if
             there is one.
     """
 
     before: list[Any]
     gradients: list[Any]
-    documents: list[Any]
     sums: list[Any]
 
 
@@ -69,20 +67,20 @@ class _Gradient(NamedTuple):
 
     def load_rows(self, first, count: int = AHEAD) -> tuple[list[Any], list[Any]]:
         """Load the inputs x and the output's gradients dy of the `count` tokens from `first` on, as a list of
-        pairs of tiles, and the indices of these tokens' documents.
+        pairs of tiles, and how many tokens before each it sees (`Block.seen`).
         """
         block = self.block
         tokens = [jnp.minimum(first + i, block.length - 1) for i in range(count)]
         rows = [(block.row("x", t), block.row("dy", t)) for t in tokens]
-        return rows, [block.document(t) for t in tokens]
+        return rows, [block.seen(t) for t in tokens]
 
-    def token(self, rows, document, inside, counted, pending: _Pending) -> tuple[Any, _Pending]:
+    def token(self, rows, seen, inside, counted, pending: _Pending) -> tuple[Any, _Pending]:
         """Add what one token contributes to the gradients of x at this token and at the W - 1 tokens before
         it, and to those of weight and bias.
 
         Args:
             rows: the token's tiles of x and dy.
-            document: the index of the token's document, -1 for padding, or None where each row of the batch is one document.
+            seen: how many tokens before it the token sees, -1 for padding, or None where each row of the batch is one document.
             inside: whether the token is in the row, and not after its end; None means that it is.
             counted: whether the token's contributions to the gradients of weight and bias are added; None
                 means that they are.
@@ -94,13 +92,13 @@ class _Gradient(NamedTuple):
         """
         block = self.block
         raw, dy = (r.astype(_F32) for r in rows)
-        row, taps, same = block.mask(raw, pending.before, document, pending.documents)
+        row, taps, summed = block.mask(raw, pending.before, seen)
         taps = [row, *taps]
         y = convolve(self.weights, self.bias, taps)
         if inside is not None:
             dy = jnp.where(inside, dy, 0.0)
-        if document is not None:
-            dy = jnp.where(block.spread(document) >= 0, dy, 0.0)
+        if seen is not None:
+            dy = jnp.where(block.at_least(seen, 0), dy, 0.0)
         gate: Any = sigmoid(y) if self.silu else None
         if self.normalized:
             value = y * gate if self.silu else y
@@ -113,11 +111,10 @@ class _Gradient(NamedTuple):
         sums = [s + d_counted * x for s, x in zip(pending.sums, factors, strict=True)]
         gradients = [self.zero, *pending.gradients]
         for d in range(block.width):
-            part = dy if not d or same[d - 1] is None else jnp.where(same[d - 1], dy, 0.0)
+            part = dy if not d or seen is None else jnp.where(summed[d - 1], dy, 0.0)
             gradients[d] = gradients[d] + self.weights[d] * part
-        documents = [] if document is None else [document, *pending.documents[:-1]]
         before = [row, *pending.before[:-1]]
-        return gradients[-1], _Pending(before, gradients[:-1], documents, sums)
+        return gradients[-1], _Pending(before, gradients[:-1], sums)
 
 
 def backward(
@@ -142,19 +139,18 @@ def backward(
     layout = Layout.of(x, weight, head_dim, order)
     width = layout.width
 
-    def kernel(refs):
+    def kernel(refs, smem=None):
         block = Block(refs, layout)
         weights, bias = block.weights(), block.bias()
         gradient = _Gradient(block, weights, bias, weights[0] * 0.0, silu, head_dim is not None)
-        before, documents_before = block.before()
         sums = [gradient.zero] * (width + (bias is not None))
-        pending = _Pending(before, [gradient.zero] * (width - 1), documents_before, sums)
+        pending = _Pending(block.before(), [gradient.zero] * (width - 1), sums)
         first = block.block == 0
-        rows, documents = gradient.load_rows(block.start, width - 1)
+        rows, seen = gradient.load_rows(block.start, width - 1)
         # The gradients that the first W - 1 tokens complete belong to rows before this block, and the block before stores them.
         # The first block stores them as the gradients of the tail.
         for i in range(width - 1):
-            oldest, pending = gradient.token(rows[i], documents[i], None, first, pending)
+            oldest, pending = gradient.token(rows[i], seen[i], None, first, pending)
 
             @pl.when(first)
             def _(oldest=oldest, i=i):
@@ -163,21 +159,20 @@ def backward(
         second = block.start + width - 1
 
         def step(index, carry):
-            rows, documents, pending = carry
+            rows, seen, pending = carry
             start = second + index * AHEAD
             following = gradient.load_rows(start + AHEAD)
             for i in range(AHEAD):
                 token = start + i
                 inside = token < block.length
-                oldest, pending = gradient.token(rows[i], documents[i], inside, None, pending)
+                oldest, pending = gradient.token(rows[i], seen[i], inside, None, pending)
                 block.store(oldest, "dx", block.position(token - (width - 1)))
             return *following, pending
 
         carry = (*gradient.load_rows(second), pending)
         *_, pending = lax.fori_loop(0, layout.tokens // AHEAD, step, carry)
-        for index, total in enumerate(pending.sums):
-            at = index if index == width else width - 1 - index
-            block.store_sum(total, "d_weight", at)
+        rows = pending.sums[width - 1 :: -1] + pending.sums[width:]
+        block.store_sums(rows, "d_weight", smem)
 
     inputs = layout.inputs(x, weight, bias, tail, order, run, dy)
     sums = (layout.grid["row"], layout.grid["block"], width + (bias is not None))
@@ -188,8 +183,9 @@ def backward(
     )
     name = "short_convolution_backward"
     results = launch(
-        kernel, inputs=inputs, outputs=outputs, grid=layout.grid, name=name, interpret=interpret
-    )
+        kernel, inputs=inputs, outputs=outputs, grid=layout.grid, name=name, interpret=interpret,
+        scratch=layout.scratch(sums[2]), auto_barriers=False,
+    )  # fmt: skip
     rows = jnp.sum(results["d_weight"], axis=(0, 1)).reshape(sums[2], -1)
     d_weight = rows[:width].astype(weight.dtype)
     d_bias = None if bias is None else rows[width].astype(bias.dtype)

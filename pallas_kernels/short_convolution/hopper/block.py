@@ -98,12 +98,14 @@ class Layout(NamedTuple):
             return x
         return x.reshape(-1, self.rows, x.shape[1] // self.parts, *x.shape[2:])
 
-    def tails(self, x, before) -> jax.Array:
-        """Return the W - 1 tokens before each part, [B, parts * (W - 1), ...]: `before` [B, W - 1, ...], and those of x [B, T, ...] before
-        the other parts.
+    def tails(self, x, tail) -> jax.Array:
+        """Return the W - 1 tokens before each part, [B, parts * (W - 1), D]: `tail` [B, W - 1, D], and those of x [B, T, D] before the
+        other parts.
         """
+        if self.parts == 1:
+            return tail
         cut = self._cut(x)[:, :-1, 1 - self.width :]
-        return jnp.concatenate([before, cut.reshape(before.shape[0], -1, *x.shape[2:])], axis=1)
+        return jnp.concatenate([tail, cut.reshape(self.batch, -1, self.total)], axis=1)
 
     def add_tails(self, dx, d_tails) -> tuple[jax.Array, jax.Array]:
         """Add the gradients of the tokens before each part, [B, parts * (W - 1), D], to those of x [B, T, D]; return these and the
@@ -122,18 +124,21 @@ class Layout(NamedTuple):
 
     def inputs(self, x, weight, bias, tail, order, run, dy=None) -> dict[str, jax.Array | None]:
         """Return the inputs of the convolution's kernels by name, with the rows and channels of tokens, weight,
-        bias, tail, documents and dy (the output's gradient) divided among blocks; absent ones are None.
+        bias, tail and dy (the output's gradient) divided among blocks, and of documents what `seen` returns; absent ones are None.
         """
-        tail_run = None
-        if self.parts > 1:
-            tail = self.tails(x, tail)
-            if run is not None:
-                tail_run = self.tails(run, jnp.zeros((self.batch, self.width - 1), run.dtype))
-        named = dict(x=x, tail=tail, dy=dy)
+        named = dict(x=x, tail=self.tails(x, tail), dy=dy)
         inputs = {name: self.by_row(self.by_head(a)) for name, a in named.items()}
         bias = None if bias is None else bias[None]
         inputs |= dict(weight=self.by_head(weight), bias=self.by_head(bias), order=order)
-        return inputs | dict(run=self.by_row(run), tail_run=self.by_row(tail_run))
+        return inputs | dict(seen=self.by_row(None if run is None else seen(run, self.width)))
+
+    def scratch(self, count: int) -> dict[str, Any] | None:
+        """Return the types of the buffers in shared memory, by name, in which the rows of `count` tiles are added; None if a block has one
+        row.
+        """
+        if self.rows == 1:
+            return None
+        return dict(sums=plgpu.SMEM((count, *self.tile), _F32))
 
 
 class Block:
@@ -175,13 +180,26 @@ class Block:
         ref = self.at(name, token)
         ref[...] = plgpu.layout_cast(x.astype(ref.dtype), self.layout)
 
-    def store_sum(self, x, name: str, index: Any) -> None:
-        """Store the tile x, the block's sum of a gradient of one row of the weight, or of the bias, at `index` of the output `name`."""
-        ref = self.refs[name].at[self.b, self.block, index, self.columns]
-        if self.rows == 1:
-            ref[...] = plgpu.layout_cast(x, self.layout)
-        else:
-            ref[...] = plgpu.layout_cast(jnp.sum(x, axis=0), self.layout.reduce(0))
+    def store_sums(self, tiles: list[Any], name: str, smem) -> None:
+        """Store the block's sums of the gradients of weight and bias, a tile for each row of them, in the output `name`. The rows of a tile,
+        in different warps, are added through the shared memory `smem` of `Layout.scratch`.
+        """
+        refs = [self.refs[name].at[self.b, self.block, i, self.columns] for i in range(len(tiles))]
+        layout = self.layout
+        if smem is not None:
+            for i, tile in enumerate(tiles):
+                smem["sums"][i] = plgpu.layout_cast(tile, layout)
+            plgpu.commit_smem()
+            layout = layout.reduce(0)
+            tiles = [
+                sum(
+                    plgpu.load(smem["sums"].at[i, row], layout=layout, optimized=False)
+                    for row in range(self.rows)
+                )
+                for i in range(len(tiles))
+            ]
+        for ref, tile in zip(refs, tiles, strict=True):
+            ref[...] = plgpu.layout_cast(tile, layout)
 
     def position(self, token):
         """Return the position in x and dy of a token that is counted in the order of processing, in which
@@ -189,23 +207,23 @@ class Block:
         """
         return self.refs["order"][self.b, token] if "order" in self.refs else token
 
-    def document(self, token, name: str = "run") -> Any:
-        """Load the index of the document of a token, -1 for padding: one number, or one for each row of a tile; None where each row of the
-        batch is one document.
+    def seen(self, token) -> Any:
+        """Load how many of the tokens before a token its convolution sums, -1 for padding (see `seen`): one number, or one for each row
+        of a tile; None where each row of the batch is one document.
         """
-        if name not in self.refs:
+        if "seen" not in self.refs:
             return None
         if self.rows == 1:
-            return self.refs[name][self.b, token]
-        ref = self.refs[name].at[self.b, :, token]
+            return self.refs["seen"][self.b, token]
+        ref = self.refs["seen"].at[self.b, :, token]
         return plgpu.load(ref, layout=self.layout.reduce(1), optimized=False)
 
-    def spread(self, document) -> Any:
-        """Return the documents of one token in a form that can be compared entry by entry with a tile."""
-        if self.rows == 1:
-            return document
-        tile = lax.broadcast_in_dim(document, self.shape, [0])
-        return plgpu.layout_cast(tile, self.layout)
+    def at_least(self, seen, distance: int) -> Any:
+        """Return whether `seen` is at least `distance`, in a form that selects entries of a tile."""
+        if self.rows > 1:
+            tile = lax.broadcast_in_dim(seen, self.shape, [0])
+            seen = plgpu.layout_cast(tile, self.layout)
+        return seen >= distance
 
     def row(self, name: str, token) -> Any:
         """Load one token's tile of the array `name`, the tokens "x" or the output's gradient "dy"."""
@@ -231,50 +249,54 @@ class Block:
         """Load the convolution's bias as a tile in float32; None if there is none."""
         return self._load_channels("bias", 0) if "bias" in self.refs else None
 
-    def before(self) -> tuple[list[Any], list[Any]]:
-        """Load the values of x at the W - 1 tokens before the block, a tile each, the nearest first,
-        and the indices of their documents (an empty list if each row of the batch is one document). Before
-        the first block they are the tail.
+    def before(self) -> list[Any]:
+        """Load the values of x at the W - 1 tokens before the block, a tile each, the nearest first. Before the first block they
+        are the tail.
         """
-        rows, documents = [], []
-        first = self.block == 0
+        rows = []
         for d in range(1, self.width):
             token = jnp.maximum(self.start - d, 0)
             tail = self._load(self.at("tail", self.width - 1 - d)).astype(_F32)
-            row = jnp.where(first, tail, self.row("x", token).astype(_F32))
-            if "run" in self.refs:
-                known = self.document(self.width - 1 - d, "tail_run")
-                known = 0 if known is None else known
-                documents.append(jnp.where(first, known, self.document(token)))
-                row = jnp.where(self.spread(documents[-1]) >= 0, row, 0.0)
-            rows.append(row)
-        return rows, documents
+            row = self.row("x", token).astype(_F32)
+            rows.append(jnp.where(self.block == 0, tail, row))
+        return rows
 
-    def mask(self, row, before, document, documents) -> tuple[Any, list[Any], list[Any]]:
-        """Set to 0 the values of x at a token that is padding, and those of each token before it that belongs
-        to another document, so that the convolution does not see them.
+    def mask(self, row, before, seen) -> tuple[Any, list[Any], list[Any]]:
+        """Set to 0 the values of x at a token that is padding, and those of each token before it that its convolution does not sum.
 
         Args:
             row: the token's tile of x.
             before: the tiles of x at the W - 1 tokens before it, the nearest first.
-            document: the index of the token's document, -1 for padding, or None where each row of the batch is one document.
-            documents: the indices of the documents of the tokens before it.
+            seen: how many of these are summed, -1 for padding, or None where each row of the batch is one document.
 
         Returns:
-            The token's values, those of the tokens before it, and for each of these tokens whether it belongs
-            to the token's document (None without documents).
+            The token's values, those of the tokens before it, and for each of these tokens whether it is summed
+            (None without documents).
         """
-        if document is None:
+        if seen is None:
             return row, before, [None] * len(before)
-        document = self.spread(document)
-        same: list[Any] = [self.spread(d) == document for d in documents]
-        visible = [jnp.where(s, x, 0.0) for s, x in zip(same, before, strict=True)]
-        return jnp.where(document >= 0, row, 0.0), visible, same
+        summed: list[Any] = [self.at_least(seen, d) for d in range(1, self.width)]
+        visible = [jnp.where(s, x, 0.0) for s, x in zip(summed, before, strict=True)]
+        return jnp.where(self.at_least(seen, 0), row, 0.0), visible, summed
 
     def sum_heads(self, x):
         """Return the sums of a tile over the channels of each head, broadcast over these channels to a tile."""
         total = lax.broadcast_in_dim(jnp.sum(x, axis=1), self.shape, [0])
         return plgpu.layout_cast(total, self.layout)
+
+
+def seen(run, width: int) -> jax.Array:
+    """Return how many of the W - 1 tokens before each token belong to its document without a gap, [B, T] int32, -1 for padding, from the
+    index of each token's document, `run` [B, T], -1 for padding. The tokens before the first belong to document 0.
+    """
+    length = run.shape[1]
+    padded = jnp.pad(run, [(0, 0), (width - 1, 0)])
+    count, same = jnp.zeros_like(run), run >= 0
+    for distance in range(1, width):
+        start = width - 1 - distance
+        same = same & (padded[:, start : start + length] == run)
+        count = count + same
+    return jnp.where(run >= 0, count, -1)
 
 
 def convolve(weights, bias, taps):
