@@ -152,8 +152,11 @@ def test_names_the_requirement_that_is_not_met():
     x, weight = arrays["x"], arrays["weight"]
     assert unsupported(x, weight, 64) is None
     assert unsupported(x, weight, 128) is None
-    assert "not 256 in heads of 128" in str(unsupported(x, weight, 128, ordered=True))
-    assert "not 256 in heads of 128" in str(unsupported(x[:, :20], weight, 128))
+    documents = (
+        "not 256 in heads of 128, 1 x 64 tokens, with documents that may have padding inside"
+    )
+    assert documents in str(unsupported(x, weight, 128, ordered=True))
+    assert "not 256 in heads of 128, 1 x 20 tokens" in str(unsupported(x[:, :20], weight, 128))
     wide = jax.ShapeDtypeStruct((4, 64, 1024), jnp.bfloat16)
     assert "not 1024 in heads of 512" in str(unsupported(wide, weight, 512))
     assert "2 to 4 rows, not 5" in str(unsupported(x, jnp.ones((5, 256)), None))

@@ -97,7 +97,7 @@ def run_kernel(name: str, call: Call) -> tuple[Array, ShiftState]:
     rows = state, arguments["segment_ids"], arguments["update_mask"]
     # The taps are not used here, so that XLA does not compute them.
     _, tokens, after = previous_tokens(options.contiguous, x, *rows, weight.shape[0] - 1)
-    normalized = kernel_normalizes(name, call)
+    head_dim = options.head_dim if kernel_normalizes(name, call) else None
     y = short_convolution(
         x,
         weight,
@@ -107,10 +107,10 @@ def run_kernel(name: str, call: Call) -> tuple[Array, ShiftState]:
         real=tokens.real,
         contiguous=options.contiguous,
         silu=options.silu,
-        head_dim=options.head_dim if normalized else None,
+        head_dim=head_dim,
         implementation=name,
     )
-    return (y if normalized else l2_normalize(y, options.head_dim)), after
+    return (y if head_dim == options.head_dim else l2_normalize(y, options.head_dim)), after
 
 
 def run_xla(call: Call) -> tuple[Array, ShiftState]:

@@ -93,6 +93,14 @@ def block_tokens(batch: int, length: int, columns: int) -> int:
     return (enough or sizes[-1:])[0]
 
 
+def _given(call) -> str:
+    batch, length, channels = call.x.shape
+    if call.head_dim is None:
+        return str(channels)
+    documents = ", with documents that may have padding inside" if call.ordered else ""
+    return f"{channels} in heads of {call.head_dim}, {batch} x {length} tokens{documents}"
+
+
 REQUIREMENTS = (
     Requirement(
         "x in bfloat16",
@@ -105,9 +113,10 @@ REQUIREMENTS = (
         lambda c: str(c.weight.shape[0]),
     ),
     Requirement(
-        "a multiple of 256 channels, in heads that fit into the channels of a warp; or heads of 64, 128 or 256 channels, and rows that can be cut into a multiple of 4 parts of equal length, without padding inside documents",
+        "a multiple of 256 channels, in heads that fit into the channels of a warp; or heads of 64, 128 or 256 channels, no padding "
+        "inside documents, and a multiple of 4 rows, or of halves or quarters of rows, of whole blocks of 16 tokens",
         lambda c: divide(*c.x.shape, c.head_dim, c.ordered) is not None,
-        lambda c: f"{c.x.shape[2]}" + ("" if c.head_dim is None else f" in heads of {c.head_dim}"),
+        _given,
     ),
 )
 
