@@ -104,9 +104,9 @@ def short_convolution(
     if run is not None:
         real = jnp.ones(run.shape, bool) if real is None else real
         run = jnp.where(real, run, -1)
-    if ordered:
-        order = _padding_last(real)
-        run = jnp.take_along_axis(run, order, axis=1)
+        if ordered:
+            order = _padding_last(real)
+            run = jnp.take_along_axis(run, order, axis=1)
     if padding:
         x = jnp.pad(x, [(0, 0), (0, padding), (0, 0)])
         if run is not None:

@@ -58,7 +58,7 @@ class Layout(NamedTuple):
         processing [B, T] (None: that of x).
         """
         batch, length, total = x.shape
-        division = divide(batch, length, total, head_dim, order is not None)
+        division = divide(x.shape, head_dim, order is not None)
         assert division is not None
         size, rows, parts = division
         channels = LANES * WARPS * size // rows

@@ -50,19 +50,16 @@ class Division(NamedTuple):
     parts: int = 1
 
 
-def divide(
-    batch: int, length: int, channels: int, head_dim: int | None, ordered: bool
-) -> Division | None:
+def divide(shape: tuple[int, int, int], head_dim: int | None, ordered: bool) -> Division | None:
     """Return how a short convolution is divided among warps and threads, such that no head is divided among warps, or None if that is
     not possible.
 
     Args:
-        batch: B, the number of rows.
-        length: T, the number of tokens of a row.
-        channels: D, the number of channels of the tokens.
+        shape: (B, T, D), the shape of the tokens.
         head_dim: the number of channels of a head that is normalised, or None.
         ordered: whether tokens are computed in another order than that of x, which differs from row to row.
     """
+    batch, length, channels = shape
     if (size := thread_channels(channels, head_dim)) is not None:
         return Division(size)
     if ordered or head_dim is None or channels % head_dim:
@@ -115,7 +112,7 @@ REQUIREMENTS = (
     Requirement(
         "a multiple of 256 channels, in heads that fit into the channels of a warp; or heads of 64, 128 or 256 channels, no padding "
         "inside documents, and a multiple of 4 rows, or of halves or quarters of rows, of whole blocks of 16 tokens",
-        lambda c: divide(*c.x.shape, c.head_dim, c.ordered) is not None,
+        lambda c: divide(c.x.shape, c.head_dim, c.ordered) is not None,
         _given,
     ),
 )
