@@ -1,10 +1,10 @@
 """Time short convolutions together with the operations around them.
 
-    python -m benchmarks convolution [--shapes 8x4096x2048,1x16384x2048] [--kinds kernel,xla]
+    python -m benchmarks convolution [--shapes 8x4096x2048,1x16384x2048] [--head_dims 0,128] [--kinds kernel,separate,xla]
 
-A row for each shape (B x T x channels) of width 4 in bfloat16 with SiLU, with heads of 128 scaled to unit
-length or not, and with one document in a row or packed documents: [ms forward, ms backward alone] of the
-fused kernel and of XLA.
+A row for each shape (B x T x channels) of width 4 in bfloat16 with SiLU, with heads of these channels scaled to unit
+length or not (0), and with one document in a row or packed documents: [ms forward, ms backward alone] of the
+fused kernel, of the kernel with the unit length by XLA (`separate`), and of XLA.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from benchmarks.registry import Benchmark
 from benchmarks.run import require_gpu
 from benchmarks.timing import alone, batch_milliseconds
 from lsm_jax import ops
+from lsm_jax.ops.convolution.backends import l2_normalize
 from pallas_kernels.short_convolution.cases import TIMED, TIMED_HEAD_DIM
 
 BENCHMARK = Benchmark(
@@ -32,7 +33,7 @@ BENCHMARK = Benchmark(
     key=("shape", "head_dim", "packed"),
 )
 
-KINDS = {"kernel": "mosaic_gpu", "xla": "xla"}
+KINDS = {"kernel": "mosaic_gpu", "separate": "mosaic_gpu", "xla": "xla"}
 
 
 def programs(shape: tuple[int, int, int], kind: str, head_dim: int | None, packed: bool) -> list:
@@ -46,11 +47,14 @@ def programs(shape: tuple[int, int, int], kind: str, head_dim: int | None, packe
     if packed:  # documents of some 500 tokens
         ids = jnp.asarray(np.cumsum(draws.random(shape[:2]) < 0.002, axis=1) + 1, jnp.int32)
 
+    separate = kind == "separate" and head_dim is not None
+
     def call(x, weight):
-        return ops.short_convolution(
-            x, weight, silu=True, head_dim=head_dim, segment_ids=ids, contiguous=True,
+        y, _ = ops.short_convolution(
+            x, weight, silu=True, head_dim=None if separate else head_dim, segment_ids=ids, contiguous=True,
             implementation=KINDS[kind],
-        )[0]  # fmt: skip
+        )  # fmt: skip
+        return l2_normalize(y, head_dim) if separate else y
 
     def backward(x, weight, dy):
         return jax.vjp(call, x, weight)[1](dy)
@@ -63,18 +67,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--shapes", type=options.words, default=options.shapes(TIMED), help="B x T x channels"
     )
+    parser.add_argument(
+        "--head_dims", type=options.integers, default=f"0,{TIMED_HEAD_DIM}",
+        help="channels of heads of unit length; 0 is no unit length",
+    )  # fmt: skip
     options.add_kinds(parser, KINDS, "kernel,xla")
     options.add_lock(parser)
 
 
 def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
-    combinations = itertools.product(args.shapes, (None, TIMED_HEAD_DIM), (False, True))
-    return [dict(shape=shape, head_dim=dim, packed=packed) for shape, dim, packed in combinations]
+    combinations = itertools.product(args.shapes, args.head_dims, (False, True))
+    return [
+        dict(shape=shape, head_dim=dim or None, packed=packed)
+        for shape, dim, packed in combinations
+    ]
 
 
 def rows(args: argparse.Namespace, cases: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    if "kernel" in args.kinds:
-        require_gpu("--kinds kernel")
+    if kernels := {"kernel", "separate"} & set(args.kinds):
+        require_gpu(f"--kinds {','.join(sorted(kernels))}")
     with alone(args.lock, shared=True), concurrent.futures.ThreadPoolExecutor(8) as pool:
         compiled = []
         for case in cases:

@@ -7,8 +7,9 @@ row, of forward, backward, optimizer and checks, with bfloat16 activations and f
 program is traced and compiled in a process of its own, side by side (`--workers`). Then they are timed one
 after another, while nothing compiles: the median over 5 batches of 2 steps. The rows also have the seconds
 and CPU seconds of tracing and compiling beside the others. `--profile DIR` writes the device times of a
-step's instructions, one file for each row. `--implementations` names backends of the mixers' ops, and `--losses N` first
-trains for N steps on successive text (warm-up of N / 5 steps) and stores their losses. `--peers fla` then times the forward and backward, without an
+step's instructions, one file for each row. `--implementations` names backends of the mixers' ops, `--unit_length xla` leaves the unit
+length of heads after short convolutions to XLA, and `--losses N` first trains for N steps on successive text (warm-up of N / 5
+steps) and stores their losses. `--peers fla` then times the forward and backward, without an
 optimizer, of flash-linear-attention's models in the same proportions (see `benchmarks.peers.fla`) at the only
 size that they have: 340m, a vocabulary of 32,000. These are gla, gated_deltanet, mamba2, mamba3, gated_deltaproduct,
 gated_deltanet2 and comba; other variants have a row that says that the peer has none.
@@ -42,6 +43,7 @@ from benchmarks.timing import append_row, program_bytes, provenance
 from configs import lm
 from lsm_jax import ops
 from lsm_jax.models.config import MATMUL, REMAT
+from lsm_jax.ops.convolution import backends as convolution
 from lsm_jax.parallel import make_mesh, token_sharding
 from lsm_jax.training import TrainConfig, make_program
 
@@ -56,6 +58,7 @@ BENCHMARK = Benchmark(
         "unrolled": None,
         "matmul": None,
         "implementation": None,
+        "unit_length": None,
     },
     output="docs/model_step.jsonl",
 )
@@ -182,6 +185,8 @@ def serve(case: dict[str, Any]) -> None:
     config.model.matmul = case.get("matmul", "default")
     if name := case.get("implementation"):
         use_implementation(config, name)
+    if case.get("unit_length") == "xla":
+        convolution.kernel_normalizes = lambda name, call: False
     if count := case.get("losses", 0):
         config.optimizer.warmup_tokens = count * case["rows"] * case["length"] // 5
     shape = case["rows"], case["length"]
@@ -247,6 +252,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="backends of the mixers' ops, such as automatic,triton; each its own row",
     )  # fmt: skip
     parser.add_argument(
+        "--unit_length", type=options.names(("automatic", "xla")), default="automatic",
+        help="heads after a short convolution scaled to unit length by its kernel where it can, or by XLA; automatic,xla: both",
+    )  # fmt: skip
+    parser.add_argument(
         "--losses", type=int, default=0, metavar="N", help="store the losses of N steps on text"
     )
     parser.add_argument(
@@ -272,12 +281,14 @@ def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
         | ({} if unrolled == "auto" else {"unrolled": UNROLLED[unrolled]})
         | ({"matmul": matmul} if matmul != "default" else {})
         | ({"implementation": name} if name != "automatic" else {})
+        | ({"unit_length": unit_length} if unit_length != "automatic" else {})
         | ({"losses": args.losses} if args.losses else {})
         for r, n in policies
         for v in args.variants
         for unrolled in args.unrolled
         for matmul in args.matmul
         for name in args.implementations
+        for unit_length in args.unit_length
     ]
     return own + [
         dict(variant=v, peer="fla", rows=args.tokens // n, length=n)

@@ -21,6 +21,7 @@ def launch(
     scratch: dict[str, Any] | None = None,
     approx_math: bool = True,
     reduction_scratch_bytes: int | None = None,
+    auto_barriers: bool = True,
     name: str | None = None,
     interpret: Any,
 ) -> dict[str, jax.Array]:
@@ -38,6 +39,8 @@ def launch(
         approx_math: whether the compiler may use approximations of `exp` and the like.
         reduction_scratch_bytes: shared memory for sums over rows of registers, which all warpgroups of a thread block use at once; 0 forbids
             such sums, None is Pallas's default.
+        auto_barriers: whether a warpgroup's threads wait for each other before and after each store to memory. Without it, a kernel in
+            which one warp loads what another has stored must wait itself.
         name: the kernel's name in profiles.
         interpret: parameters of the interpreter, or False.
     """
@@ -72,6 +75,7 @@ def launch(
             approx_math=approx_math,
             # The layout inference of the other semantics finds no solution here (jax 0.11.2).
             lowering_semantics=plgpu.LoweringSemantics.Lane,
+            unsafe_no_auto_barriers=not auto_barriers,
             **reductions,
         ),
         interpret=interpret,

@@ -19,21 +19,29 @@ _BACKENDS = {"mosaic_gpu": hopper, "triton": triton}
 
 class Call(NamedTuple):
     """The arguments of a call of `short_convolution` by which the backend decides whether it supports the
-    call: the tokens x and the weight (arrays, or their shapes and dtypes), and the number of channels of a
-    normalised head, or None.
+    call: the tokens x and the weight (arrays, or their shapes and dtypes), the number of channels of a
+    normalised head, or None, and whether tokens are computed in an order of their own, with padding last.
     """
 
     x: Any
     weight: Any
     head_dim: int | None
+    ordered: bool = False
 
 
-def unsupported(x, weight, head_dim: int | None, implementation: str = "mosaic_gpu") -> str | None:
+def unsupported(
+    x,
+    weight,
+    head_dim: int | None,
+    implementation: str = "mosaic_gpu",
+    *,
+    ordered: bool = False,
+) -> str | None:
     """Return the first requirement that a call of `short_convolution` with tokens x, this weight (arrays, or
     their shapes and dtypes) and normalised heads of `head_dim` channels (or None) does not meet, or None if
-    the kernel supports it.
+    the kernel supports it. `ordered`: whether the call has documents (`run`) and is not `contiguous`.
     """
-    return _BACKENDS[implementation].unsupported(Call(x, weight, head_dim))
+    return _BACKENDS[implementation].unsupported(Call(x, weight, head_dim, ordered))
 
 
 def short_convolution(
@@ -44,6 +52,7 @@ def short_convolution(
     initial: Float[Array, "B W-1 D"],
     run: Int[Array, "B T"] | None = None,
     real: Bool[Array, "B T"] | None = None,
+    contiguous: bool = False,
     silu: bool = False,
     head_dim: int | None = None,
     implementation: str = "mosaic_gpu",
@@ -60,6 +69,8 @@ def short_convolution(
         run: [B, T], the index of each token's document in its row, not decreasing along T: a token sees the
             tokens of its document; document 0 continues `initial`. None is one document.
         real: [B, T], False on padding, which no token sees and whose output is 0; requires `run`.
+        contiguous: the caller's assurance that no padding is between two tokens of one document (nor between `initial` and a token
+            of document 0); Hopper's kernels then compute tokens where they are.
         silu: whether `z * sigmoid(z)` is applied after the convolution.
         head_dim: channels of a head; each head z is divided by `sqrt(sum(z²) + 1e-6)` at the end. None does
             not normalise.
@@ -79,22 +90,28 @@ def short_convolution(
         raise ValueError(
             f"short_convolution: implementation={implementation!r}; accepted are {accepted}"
         )
-    if (requirement := unsupported(x, weight, head_dim, implementation)) is not None:
+    backend = _BACKENDS[implementation]
+    ordered = run is not None and not (contiguous and backend.COMPUTES_IN_PLACE)
+    if (
+        requirement := unsupported(x, weight, head_dim, implementation, ordered=ordered)
+    ) is not None:
         raise NotImplementedError(
             f"short_convolution: implementation={implementation!r} requires {requirement}"
         )
     length = x.shape[1]
-    padding = -length % _BACKENDS[implementation].MULTIPLE
+    padding = -length % backend.MULTIPLE
     order: Any = None
     if run is not None:
         real = jnp.ones(run.shape, bool) if real is None else real
         run = jnp.where(real, run, -1)
-        order = _padding_last(real)
-        run = jnp.take_along_axis(run, order, axis=1)
+        if ordered:
+            order = _padding_last(real)
+            run = jnp.take_along_axis(run, order, axis=1)
     if padding:
         x = jnp.pad(x, [(0, 0), (0, padding), (0, 0)])
         if run is not None:
             run = jnp.pad(run, [(0, 0), (0, padding)], constant_values=-1)
+        if ordered:
             added = jnp.arange(length, length + padding, dtype=jnp.int32)
             added = jnp.broadcast_to(added, (x.shape[0], padding))
             order = jnp.concatenate([order, added], axis=1)

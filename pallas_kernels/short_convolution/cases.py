@@ -24,6 +24,8 @@ class Case(NamedTuple):
         bias: whether there is a bias.
         silu: whether SiLU is applied.
         head_dim: the number of channels of a head that is normalised, or None.
+        batch: B, the number of rows.
+        contiguous: whether documents have no padding inside, and the call says so.
     """
 
     length: int
@@ -33,14 +35,19 @@ class Case(NamedTuple):
     bias: bool
     silu: bool
     head_dim: int | None
+    batch: int = 1
+    contiguous: bool = False
 
     @property
     def id(self) -> str:
         """The name of this case of `short_convolution` in the tests' output: its sizes and options."""
-        options = [name for name in ("documents", "bias", "silu") if getattr(self, name)]
+        options = [
+            name for name in ("contiguous", "documents", "bias", "silu") if getattr(self, name)
+        ]
+        rows = [f"B={self.batch}"] * (self.batch > 1)
         heads = [] if self.head_dim is None else [f"heads of {self.head_dim}"]
         return "-".join(
-            [f"T={self.length}", f"D={self.channels}", f"W={self.width}", *options, *heads]
+            [*rows, f"T={self.length}", f"D={self.channels}", f"W={self.width}", *options, *heads]
         )
 
 
@@ -50,13 +57,31 @@ INTERPRETED = (
     Case(32, 256, 2, True, False, False, None),
     Case(40, 1024, 4, True, False, True, 256),
     Case(36, 768, 4, False, True, False, 64),
+    Case(48, 512, 4, True, True, True, 128, contiguous=True),
+    Case(40, 64, 4, True, True, True, 64, batch=4, contiguous=True),
+    Case(33, 256, 4, False, True, True, 256, batch=4),
+    Case(48, 192, 3, True, False, True, 64, batch=8, contiguous=True),
+    Case(64, 384, 4, True, True, True, 128, batch=2, contiguous=True),
+    Case(120, 256, 4, False, True, True, 256, batch=1),
+    Case(128, 64, 2, True, True, False, 64, batch=1, contiguous=True),
 )
 """Cases for the interpreter, in blocks of 16 tokens; the one of the fast tests comes first."""
-HOPPER = tuple(
-    Case(1000, channels, width, documents, True, True, head_dim)
-    for documents in (False, True)
-    for channels, width, head_dim in ((1024, 4, 128), (1536, 3, 64), (2048, 4, 256), (768, 4, None))
-)
+HOPPER = (
+    *(
+        Case(1000, channels, width, documents, True, True, head_dim, batch=2)
+        for documents in (False, True)
+        for channels, width, head_dim in (
+            (1024, 4, 128), (1536, 3, 64), (2048, 4, 256), (768, 4, None)
+        )
+    ),
+    *(
+        Case(1020, channels, 4, documents, True, True, head_dim, batch, contiguous=True)
+        for documents in (False, True)
+        for channels, head_dim, batch in (
+            (1024, 128, 2), (768, 256, 4), (1536, 256, 8), (768, 256, 2), (384, 128, 1)
+        )
+    ),
+)  # fmt: skip
 """Cases that run on an NVIDIA Hopper GPU."""
 TIMED = ((8, 4096, 2048), (1, 16384, 2048))
 """B, T and D of the calls that are timed, with a weight of 4 rows."""

@@ -28,9 +28,11 @@ from pallas_kernels.gated_norm import cases as gated_norm_cases
 from pallas_kernels.grouped_product import gated, hopper
 from pallas_kernels.linear_attention import cases as linear_attention_cases
 from pallas_kernels.selective_scan.cases import TPU_COMPILED
+from pallas_kernels.short_convolution import cases as convolution_cases
 from pallas_kernels.triton import launch as triton_launch
 from tests.kernels import test_gated_norm_gpu as gated_norm
 from tests.kernels import test_selective_scan_gpu as scans
+from tests.kernels import test_short_convolution_gpu as convolution
 from tests.kernels import triton_compiled, triton_token_ops
 from tests.kernels.marks import requires_triton
 
@@ -297,6 +299,35 @@ def test_grouped_products_compile_for_an_h200_and_spill_nothing(name, capfd, mon
     assert re.findall(r"frame, (\d+) bytes spill stores", output) == ["0"]
     assert re.search(r"DEPBAR.LE gsb0, 0x[12]", output)  # one or two products in a step
     assert not late_writes(output)
+
+
+@pytest.mark.parametrize("case", convolution_cases.HOPPER, ids=lambda case: case.id)
+def test_short_convolutions_compile_for_an_h200_and_spill_little(case, capfd, monkeypatch):
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    monkeypatch.setenv("CUDA_ROOT", str(CUDA))
+    device = topologies.get_topology_desc("", "cuda", target_config=H200, topology="1x1x1").devices[0]  # fmt: skip
+    abstract = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
+    inputs = convolution.make(
+        case.length, case.channels, case.width, documents=case.documents, bias=case.bias,
+        batch=case.batch, contiguous=case.contiguous,
+    )  # fmt: skip
+    sharding = SingleDeviceSharding(device)
+    inputs = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), inputs
+    )
+
+    def both(arrays, ids, dy):
+        options = case.silu, case.head_dim, case.contiguous, False
+        y, pull = jax.vjp(lambda a: convolution.fused(a, ids, *options), arrays)
+        return y, pull(dy)
+
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=abstract)):
+        traced = jax.jit(both).trace(*inputs, inputs[0]["x"])
+        traced.lower(lowering_platforms=("cuda",)).compile()
+    spilled = re.findall(r"frame, (\d+) bytes spill stores", "".join(capfd.readouterr()))
+    assert len(spilled) == 2
+    # The backward kernels of documents that need no order have one number of each token more in flight.
+    assert max(map(int, spilled)) <= (128 if case.documents else 4)
 
 
 @pytest.mark.parametrize("case", ON_TPU, ids=case_id)

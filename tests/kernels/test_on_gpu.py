@@ -347,8 +347,10 @@ def test_convolution_equals_xla(case):
     """On the card, the value and every gradient of the short convolution's kernel are those of XLA in
     float32; a second run gives the same bits.
     """
-    length, channels, width, documents, bias, silu, head_dim = case
-    arrays, ids = convolution.make(length, channels, width, documents=documents, bias=bias, batch=2)
+    length, channels, width, documents, bias, silu, head_dim, batch, contiguous = case
+    arrays, ids = convolution.make(
+        length, channels, width, documents=documents, bias=bias, batch=batch, contiguous=contiguous
+    )
     dy = jnp.asarray(np.random.default_rng(1).normal(size=arrays["x"].shape), jnp.bfloat16)
 
     def both(function, arrays, dy):
@@ -356,9 +358,9 @@ def test_convolution_equals_xla(case):
         return y, *jax.tree.leaves(pull(dy))
 
     def kernel(arrays):
-        tokens = read_tokens(ids, None, jnp.ones(2, jnp.int32), None)
-        run, real = tokens.run, tokens.real
-        return short_convolution(**arrays, run=run, real=real, silu=silu, head_dim=head_dim)
+        tokens = read_tokens(ids, None, jnp.ones(batch, jnp.int32), None)
+        options: dict[str, Any] = dict(contiguous=contiguous, silu=silu, head_dim=head_dim)
+        return short_convolution(**arrays, run=tokens.run, real=tokens.real, **options)
 
     run = jax.jit(lambda *a: both(kernel, *a))
     got = run(arrays, dy)

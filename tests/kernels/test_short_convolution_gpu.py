@@ -18,9 +18,11 @@ from pallas_kernels.short_convolution.cases import INTERPRETED, TOLERANCES
 from tests.kernels.test_linear_attention_gpu import error
 
 
-def make(length, channels, width, *, documents, bias, batch=1) -> tuple[dict[str, Any], Any]:
+def make(
+    length, channels, width, *, documents, bias, batch=1, contiguous=False
+) -> tuple[dict[str, Any], Any]:
     """Return random inputs of a short convolution, by name, and segment ids (None without `documents`) with
-    padding inside documents and at the end; the first token continues the state's document.
+    padding inside documents (between documents if `contiguous`) and at the end; the first token continues the state's document.
     """
     rng = np.random.default_rng(0)
 
@@ -28,7 +30,10 @@ def make(length, channels, width, *, documents, bias, batch=1) -> tuple[dict[str
         return jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
 
     ids = np.cumsum(rng.random((batch, length)) < 0.15, axis=1) + 1
-    ids[rng.random(ids.shape) < 0.15] = 0
+    if contiguous:
+        ids[ids % 3 == 2] = 0
+    else:
+        ids[rng.random(ids.shape) < 0.15] = 0
     ids[:, 0], ids[:, -3:] = 1, 0
     x = normal(batch, length, channels)
     if documents:  # the values of padding are never used
@@ -52,11 +57,11 @@ def plain(arrays, ids, silu, head_dim):
     )[0]  # fmt: skip
 
 
-def fused(arrays, ids, silu, head_dim):
+def fused(arrays, ids, silu, head_dim, contiguous=False, interpreted=True):
     tokens = read_tokens(ids, None, jnp.ones(arrays["x"].shape[0], jnp.int32), None)
     return short_convolution(
-        **arrays, run=tokens.run, real=tokens.real, silu=silu, head_dim=head_dim,
-        interpret=gpu_interpreter(),
+        **arrays, run=tokens.run, real=tokens.real, contiguous=contiguous, silu=silu, head_dim=head_dim,
+        interpret=gpu_interpreter() if interpreted else False,
     )  # fmt: skip
 
 
@@ -71,12 +76,14 @@ def test_equals_the_plain_form(case):
     """The value and every gradient of the short convolution's kernel are those of XLA in float32, and there
     are no races.
     """
-    length, channels, width, documents, bias, silu, head_dim = case
-    arrays, ids = make(length, channels, width, documents=documents, bias=bias)
+    length, channels, width, documents, bias, silu, head_dim, batch, contiguous = case
+    arrays, ids = make(
+        length, channels, width, documents=documents, bias=bias, batch=batch, contiguous=contiguous
+    )
     dy = jnp.asarray(np.random.default_rng(1).normal(size=arrays["x"].shape), jnp.bfloat16)
     if ids is not None:
         dy = jnp.where((ids == 0)[..., None], jnp.nan, dy)
-    y, pull = jax.vjp(lambda a: fused(a, ids, silu, head_dim), arrays)
+    y, pull = jax.vjp(lambda a: fused(a, ids, silu, head_dim, contiguous), arrays)
     (gradients,) = pull(dy)
     assert not races_found()
     wide = jax.tree.map(lambda a: a.astype(jnp.float32), arrays)
@@ -100,13 +107,20 @@ def test_no_later_token_changes_a_bit():
 
 
 @pytest.mark.parametrize(
-    ("documents", "channels", "head_dim"),
-    [(False, 1024, 128), (True, 1024, 128), (False, 768, 256)],
+    ("documents", "contiguous", "channels", "head_dim", "normalizes"),
+    [
+        (False, False, 1024, 128, True),
+        (True, False, 1024, 128, True),
+        (False, False, 768, 256, True),
+        (True, True, 768, 256, True),
+        (True, False, 768, 256, False),
+        (False, False, 1024, 512, False),
+    ],
 )
-def test_the_op_lowers_to_it_on_the_card(documents, channels, head_dim):
+def test_the_op_lowers_to_it_on_the_card(documents, contiguous, channels, head_dim, normalizes):
     """Without a named implementation, the op of short convolutions lowers to one kernel forward and one
-    backward on a Hopper GPU; with a mask it selects XLA. Heads that are too wide for the kernel are
-    normalised by XLA.
+    backward on a Hopper GPU; with a mask it selects XLA. Heads that are too wide for the kernel, and those that would need an order of each
+    row, are normalised by XLA.
     """
     struct = jax.ShapeDtypeStruct
     x, weight = struct((2, 4090, channels), jnp.bfloat16), struct((4, channels), jnp.bfloat16)
@@ -117,7 +131,7 @@ def test_the_op_lowers_to_it_on_the_card(documents, channels, head_dim):
             def total(x, weight):
                 y, state = ops.short_convolution(
                     x, weight, silu=True, head_dim=head_dim, segment_ids=ids if documents else None,
-                    update_mask=jnp.ones(ids.shape) if mask else None,
+                    contiguous=contiguous, update_mask=jnp.ones(ids.shape) if mask else None,
                 )  # fmt: skip
                 return jnp.sum(y.astype(jnp.float32)) + jnp.sum(state.tail.astype(jnp.float32))
 
@@ -127,7 +141,9 @@ def test_the_op_lowers_to_it_on_the_card(documents, channels, head_dim):
         with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
             return jax.jit(step).trace(x, weight, ids).lower(lowering_platforms=("cuda",)).as_text()
 
-    assert lowered(mask=False).count("custom_call @mosaic_gpu") == 2
+    text = lowered(mask=False)
+    assert text.count("custom_call @mosaic_gpu") == 2
+    assert ("stablehlo.rsqrt" not in text) == normalizes
     assert "mosaic_gpu" not in lowered(mask=True)
 
 
@@ -135,7 +151,14 @@ def test_names_the_requirement_that_is_not_met():
     arrays, _ = make(64, 256, 4, documents=False, bias=False)
     x, weight = arrays["x"], arrays["weight"]
     assert unsupported(x, weight, 64) is None
-    assert "not 256 in heads of 128" in str(unsupported(x, weight, 128))
+    assert unsupported(x, weight, 128) is None
+    documents = (
+        "not 256 in heads of 128, 1 x 64 tokens, with documents that may have padding inside"
+    )
+    assert documents in str(unsupported(x, weight, 128, ordered=True))
+    assert "not 256 in heads of 128, 1 x 20 tokens" in str(unsupported(x[:, :20], weight, 128))
+    wide = jax.ShapeDtypeStruct((4, 64, 1024), jnp.bfloat16)
+    assert "not 1024 in heads of 512" in str(unsupported(wide, weight, 512))
     assert "2 to 4 rows, not 5" in str(unsupported(x, jnp.ones((5, 256)), None))
     call: Any = dict(weight=weight, implementation="mosaic_gpu")
     with pytest.raises(NotImplementedError, match="requires x in bfloat16, not float32"):

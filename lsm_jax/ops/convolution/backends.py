@@ -70,13 +70,20 @@ def _unsupported_by_kernel(name: str, call: Call, head_dim: int | None) -> str |
     # Imported here, so that a backend that is not used adds no time to `import lsm_jax`.
     from pallas_kernels.short_convolution import unsupported
 
-    return unsupported(call.arguments["x"], call.arguments["weight"], head_dim, name)
+    x, weight, ids = (call.arguments[n] for n in ("x", "weight", "segment_ids"))
+    ordered = ids is not None and not call.options.contiguous
+    return unsupported(x, weight, head_dim, name, ordered=ordered)
 
 
 def _unsupported_arrays(name: str, call: Call) -> str | None:
     # A kernel that is not asked for by name may leave the normalisation of heads to XLA.
     named = isinstance(call.implementation, str)
     return _unsupported_by_kernel(name, call, call.options.head_dim if named else None)
+
+
+def kernel_normalizes(name: str, call: Call) -> bool:
+    """Return whether the fused kernel of the backend called `name` normalises the heads of a call, which XLA does otherwise."""
+    return _unsupported_by_kernel(name, call, call.options.head_dim) is None
 
 
 def run_kernel(name: str, call: Call) -> tuple[Array, ShiftState]:
@@ -90,7 +97,7 @@ def run_kernel(name: str, call: Call) -> tuple[Array, ShiftState]:
     rows = state, arguments["segment_ids"], arguments["update_mask"]
     # The taps are not used here, so that XLA does not compute them.
     _, tokens, after = previous_tokens(options.contiguous, x, *rows, weight.shape[0] - 1)
-    kernel_normalizes = _unsupported_by_kernel(name, call, options.head_dim) is None
+    head_dim = options.head_dim if kernel_normalizes(name, call) else None
     y = short_convolution(
         x,
         weight,
@@ -98,11 +105,12 @@ def run_kernel(name: str, call: Call) -> tuple[Array, ShiftState]:
         initial=state.tail,
         run=tokens.run,
         real=tokens.real,
+        contiguous=options.contiguous,
         silu=options.silu,
-        head_dim=options.head_dim if kernel_normalizes else None,
+        head_dim=head_dim,
         implementation=name,
     )
-    return (y if kernel_normalizes else l2_normalize(y, options.head_dim)), after
+    return (y if head_dim == options.head_dim else l2_normalize(y, options.head_dim)), after
 
 
 def run_xla(call: Call) -> tuple[Array, ShiftState]:

@@ -6,15 +6,28 @@ stay in registers; shared memory is not used. The next four tokens are loaded wh
 computed.
 
 If a row has several documents, its tokens are computed in `order`, in which padding comes last. The W - 1
-tokens before a token in this order are then those that it may see.
+tokens before a token in this order are then those that it may see. If no padding is inside documents, this
+already holds where the tokens are.
+
+Heads are normalised within a warp. Where heads of a warp's channels do not fill the four warps of
+warpgroups (3 heads of 256), the four warps have the same head in four rows of the batch, or in four
+consecutive parts of rows. Their tokens must then be at the same positions, so that they have no order of their own.
 """
 
 from pallas_kernels.short_convolution.hopper.backward import backward
 from pallas_kernels.short_convolution.hopper.forward import forward
 from pallas_kernels.short_convolution.hopper.requirements import (
+    COMPUTES_IN_PLACE,
     MULTIPLE,
     REQUIREMENTS,
     unsupported,
 )
 
-__all__ = ["MULTIPLE", "REQUIREMENTS", "backward", "forward", "unsupported"]
+__all__ = [
+    "COMPUTES_IN_PLACE",
+    "MULTIPLE",
+    "REQUIREMENTS",
+    "backward",
+    "forward",
+    "unsupported",
+]

@@ -30,19 +30,17 @@ _F32 = jnp.float32
 
 class _Pending(NamedTuple):
     """The values that the loop over a block's tokens in the backward kernel of short convolutions carries from token
-    to token. A row is one token's channels, [heads, dim].
+    to token. A row is one token's tile (see `Block`).
 
     Attributes:
-        before: the rows of x of the W - 1 tokens before the next one, the nearest first; 0 on padding.
+        before: the rows of x of the W - 1 tokens before the next one, the nearest first.
         gradients: the partial sums of the gradients of these rows of x.
-        documents: the indices of these tokens' documents; empty if a row of the batch has one document.
         sums: the partial sums of the gradients of the weight's rows by distance, and then of the bias if
             there is one.
     """
 
     before: list[Any]
     gradients: list[Any]
-    documents: list[Any]
     sums: list[Any]
 
 
@@ -52,10 +50,10 @@ class _Gradient(NamedTuple):
 
     Attributes:
         block: the tokens and channels, with their loads and stores.
-        weights: the rows of the weight, [heads, dim] each, by distance: the first multiplies the current
+        weights: the rows of the weight, a tile each, by distance: the first multiplies the current
             token.
-        bias: the bias [heads, dim], or None.
-        zero: zeros [heads, dim], one for each channel.
+        bias: the bias as a tile, or None.
+        zero: a tile of zeros.
         silu: whether SiLU is applied.
         normalized: whether heads are normalised.
     """
@@ -69,38 +67,38 @@ class _Gradient(NamedTuple):
 
     def load_rows(self, first, count: int = AHEAD) -> tuple[list[Any], list[Any]]:
         """Load the inputs x and the output's gradients dy of the `count` tokens from `first` on, as a list of
-        pairs of arrays [heads, dim], and the indices of these tokens' documents.
+        pairs of tiles, and how many tokens before each it sees (`Block.seen`).
         """
         block = self.block
         tokens = [jnp.minimum(first + i, block.length - 1) for i in range(count)]
         rows = [(block.row("x", t), block.row("dy", t)) for t in tokens]
-        return rows, [block.document(t) for t in tokens]
+        return rows, [block.seen(t) for t in tokens]
 
-    def token(self, rows, document, inside, counted, pending: _Pending) -> tuple[Any, _Pending]:
+    def token(self, rows, seen, inside, counted, pending: _Pending) -> tuple[Any, _Pending]:
         """Add what one token contributes to the gradients of x at this token and at the W - 1 tokens before
         it, and to those of weight and bias.
 
         Args:
-            rows: the token's values of x and dy, each [heads, dim].
-            document: the index of the token's document, -1 for padding, or None where each row of the batch is one document.
+            rows: the token's tiles of x and dy.
+            seen: how many tokens before it the token sees, -1 for padding, or None where each row of the batch is one document.
             inside: whether the token is in the row, and not after its end; None means that it is.
             counted: whether the token's contributions to the gradients of weight and bias are added; None
                 means that they are.
             pending: the sums and values that are carried, before this token.
 
         Returns:
-            The gradient of x at the oldest of these tokens, which is complete, [heads, dim], and the carried
+            The gradient of x at the oldest of these tokens, which is complete, as a tile, and the carried
             sums and values after this token.
         """
         block = self.block
         raw, dy = (r.astype(_F32) for r in rows)
-        row, taps, same = block.mask(raw, pending.before, document, pending.documents)
+        row, taps, summed = block.mask(raw, pending.before, seen)
         taps = [row, *taps]
         y = convolve(self.weights, self.bias, taps)
         if inside is not None:
             dy = jnp.where(inside, dy, 0.0)
-        if document is not None:
-            dy = jnp.where(document >= 0, dy, 0.0)
+        if seen is not None:
+            dy = jnp.where(block.at_least(seen, 0), dy, 0.0)
         gate: Any = sigmoid(y) if self.silu else None
         if self.normalized:
             value = y * gate if self.silu else y
@@ -113,11 +111,10 @@ class _Gradient(NamedTuple):
         sums = [s + d_counted * x for s, x in zip(pending.sums, factors, strict=True)]
         gradients = [self.zero, *pending.gradients]
         for d in range(block.width):
-            part = dy if not d or same[d - 1] is None else jnp.where(same[d - 1], dy, 0.0)
+            part = dy if not d or seen is None else jnp.where(summed[d - 1], dy, 0.0)
             gradients[d] = gradients[d] + self.weights[d] * part
-        documents = [] if document is None else [document, *pending.documents[:-1]]
         before = [row, *pending.before[:-1]]
-        return gradients[-1], _Pending(before, gradients[:-1], documents, sums)
+        return gradients[-1], _Pending(before, gradients[:-1], sums)
 
 
 def backward(
@@ -131,65 +128,67 @@ def backward(
         weight: [W, D], the convolution's weight.
         bias: [D], added to the convolution, or None.
         tail: [B, W - 1, D], the tokens before the first, oldest first.
-        order: [B, T] int32, the index in x of each token in the order of processing, padding last; None is the order of x.
+        order: [B, T] int32, the index in x of each token in the order of processing, padding last; None is the order of x,
+            with padding between documents only.
         run: [B, T] int32, the index of each token's document in the order of processing, -1 for padding; None is one document.
         dy: [B, T, D] bfloat16, the gradient of the output.
         head_dim: the number of channels of a head that is normalised, or None.
         silu: whether SiLU was applied.
         interpret: parameters of the Pallas interpreter, or False to compile the kernel.
     """
-    layout = Layout.of(x, weight, head_dim)
+    layout = Layout.of(x, weight, head_dim, order)
     width = layout.width
 
-    def kernel(refs):
+    def kernel(refs, smem=None):
         block = Block(refs, layout)
         weights, bias = block.weights(), block.bias()
         gradient = _Gradient(block, weights, bias, weights[0] * 0.0, silu, head_dim is not None)
-        before, documents_before = block.before()
         sums = [gradient.zero] * (width + (bias is not None))
-        pending = _Pending(before, [gradient.zero] * (width - 1), documents_before, sums)
+        pending = _Pending(block.before(), [gradient.zero] * (width - 1), sums)
         first = block.block == 0
-        rows, documents = gradient.load_rows(block.start, width - 1)
+        rows, seen = gradient.load_rows(block.start, width - 1)
         # The gradients that the first W - 1 tokens complete belong to rows before this block, and the block before stores them.
         # The first block stores them as the gradients of the tail.
         for i in range(width - 1):
-            oldest, pending = gradient.token(rows[i], documents[i], None, first, pending)
+            oldest, pending = gradient.token(rows[i], seen[i], None, first, pending)
 
             @pl.when(first)
             def _(oldest=oldest, i=i):
-                block.store(oldest, "d_tail", block.b, i)
+                block.store(oldest, "d_tail", i)
 
         second = block.start + width - 1
 
         def step(index, carry):
-            rows, documents, pending = carry
+            rows, seen, pending = carry
             start = second + index * AHEAD
             following = gradient.load_rows(start + AHEAD)
             for i in range(AHEAD):
                 token = start + i
                 inside = token < block.length
-                oldest, pending = gradient.token(rows[i], documents[i], inside, None, pending)
-                block.store(oldest, "dx", block.b, block.position(token - (width - 1)))
+                oldest, pending = gradient.token(rows[i], seen[i], inside, None, pending)
+                block.store(oldest, "dx", block.position(token - (width - 1)))
             return *following, pending
 
         carry = (*gradient.load_rows(second), pending)
         *_, pending = lax.fori_loop(0, layout.tokens // AHEAD, step, carry)
-        for index, total in enumerate(pending.sums):
-            at = index if index == width else width - 1 - index
-            block.store(total, "d_weight", block.b, block.block, at)
+        rows = pending.sums[width - 1 :: -1] + pending.sums[width:]
+        block.store_sums(rows, "d_weight", smem)
 
     inputs = layout.inputs(x, weight, bias, tail, order, run, dy)
-    sums = (layout.batch, layout.grid["block"], width + (bias is not None))
+    sums = (layout.grid["row"], layout.grid["block"], width + (bias is not None))
     outputs = dict(
         dx=struct_like(inputs["x"]),
-        d_weight=jax.ShapeDtypeStruct((*sums, layout.heads, layout.dim), _F32),
+        d_weight=jax.ShapeDtypeStruct((*sums, layout.total // layout.dim, layout.dim), _F32),
         d_tail=struct_like(inputs["tail"]),
     )
     name = "short_convolution_backward"
     results = launch(
-        kernel, inputs=inputs, outputs=outputs, grid=layout.grid, name=name, interpret=interpret
-    )
+        kernel, inputs=inputs, outputs=outputs, grid=layout.grid, name=name, interpret=interpret,
+        scratch=layout.scratch(sums[2]), auto_barriers=False,
+    )  # fmt: skip
     rows = jnp.sum(results["d_weight"], axis=(0, 1)).reshape(sums[2], -1)
     d_weight = rows[:width].astype(weight.dtype)
     d_bias = None if bias is None else rows[width].astype(bias.dtype)
-    return results["dx"].reshape(x.shape), d_weight, d_bias, results["d_tail"].reshape(tail.shape)
+    d_tails = results["d_tail"].reshape(layout.batch, -1, layout.total)
+    dx, d_tail = layout.add_tails(results["dx"].reshape(x.shape), d_tails)
+    return dx, d_weight, d_bias, d_tail

@@ -15,7 +15,7 @@ from pallas_kernels.short_convolution.hopper.requirements import (
     LANES,
     WARPS,
     block_tokens,
-    thread_channels,
+    divide,
 )
 
 _F32 = jnp.float32
@@ -31,101 +31,175 @@ class Layout(NamedTuple):
 
     Attributes:
         batch: B, the number of rows.
-        length: T, the number of tokens of a row.
+        length: the number of tokens of a row, or of a part of it.
         total: D, the number of all channels.
         width: W, the number of rows of the weight.
-        channels: the number of channels of a block.
         tokens: the number of tokens of a block.
+        heads: the number of heads of a block, each in one warp.
         dim: the number of channels of a head, or of a warp where heads are not normalised.
+        rows: the number of rows of the batch of a block: 1, or the number of warps, each of which has another row.
+        parts: the number of consecutive parts into which each row is cut, which the kernels compute as rows.
     """
 
     batch: int
     length: int
     total: int
     width: int
-    channels: int
     tokens: int
+    heads: int
     dim: int
+    rows: int
+    parts: int
 
     @classmethod
-    def of(cls, x, weight, head_dim: int | None) -> Layout:
+    def of(cls, x, weight, head_dim: int | None, order) -> Layout:
         """Return the sizes and blocks of a call of `short_convolution` with tokens x [B, T, D], weight [W,
-        D], and heads of `head_dim` channels that are normalised (None: not normalised).
+        D], heads of `head_dim` channels that are normalised (None: not normalised), and the order of
+        processing [B, T] (None: that of x).
         """
         batch, length, total = x.shape
-        size = thread_channels(total, head_dim)
-        assert size is not None
-        channels = LANES * WARPS * size
-        dim = channels // WARPS if head_dim is None else head_dim
-        tokens = block_tokens(batch, length, total // channels)
-        return cls(batch, length, total, weight.shape[0], channels, tokens, dim)
-
-    @property
-    def heads(self) -> int:
-        """The number of heads (of `dim` channels) into which all D channels are divided."""
-        return self.total // self.dim
+        division = divide(x.shape, head_dim, order is not None)
+        assert division is not None
+        size, rows, parts = division
+        channels = LANES * WARPS * size // rows
+        dim = LANES * size if head_dim is None else head_dim
+        length //= parts
+        tokens = block_tokens(batch * parts // rows, length, total // channels)
+        heads = channels // dim
+        return cls(batch, length, total, weight.shape[0], tokens, heads, dim, rows, parts)
 
     @property
     def grid(self) -> dict[str, int]:
-        """The kernels' grid: one warpgroup for each block of channels, block of tokens and row of the batch."""
+        """The kernels' grid: one warpgroup for each block of channels, block of tokens, and row of the batch (or
+        several rows).
+        """
         return dict(
-            column=self.total // self.channels, block=self.length // self.tokens, row=self.batch
+            column=self.total // (self.heads * self.dim),
+            block=self.length // self.tokens,
+            row=self.batch * self.parts // self.rows,
         )
 
+    @property
+    def tile(self) -> tuple[int, int]:
+        """The shape of one token's channels in a block: [heads, dim], or [rows, dim] with one head of several rows."""
+        return (self.heads if self.rows == 1 else self.rows, self.dim)
+
     def by_head(self, x) -> jax.Array | None:
-        """Reshape x [..., D] to [..., heads, dim], with the channels divided into heads; return None for
+        """Reshape x [..., D] to [..., D / dim, dim], with the channels divided into heads; return None for
         None.
         """
-        return None if x is None else x.reshape(*x.shape[:-1], self.heads, self.dim)
+        return None if x is None else x.reshape(*x.shape[:-1], -1, self.dim)
+
+    def by_row(self, x) -> jax.Array | None:
+        """Reshape x [B, T, ...] to [B', rows, T', ...], where B' is the grid's number of rows and T' the number of tokens of a part; or to
+        [B, T', ...] where a block has one row. Return None for None.
+        """
+        if x is None or self.rows == 1:
+            return x
+        return x.reshape(-1, self.rows, x.shape[1] // self.parts, *x.shape[2:])
+
+    def tails(self, x, tail) -> jax.Array:
+        """Return the W - 1 tokens before each part, [B, parts * (W - 1), D]: `tail` [B, W - 1, D], and those of x [B, T, D] before the
+        other parts.
+        """
+        if self.parts == 1:
+            return tail
+        cut = self._cut(x)[:, :-1, 1 - self.width :]
+        return jnp.concatenate([tail, cut.reshape(self.batch, -1, self.total)], axis=1)
+
+    def add_tails(self, dx, d_tails) -> tuple[jax.Array, jax.Array]:
+        """Add the gradients of the tokens before each part, [B, parts * (W - 1), D], to those of x [B, T, D]; return these and the
+        gradient of the tokens before the first, [B, W - 1, D].
+        """
+        if self.parts == 1:
+            return dx, d_tails
+        d_tails, cut = self._cut(d_tails), self._cut(dx)
+        start = self.length - (self.width - 1)
+        last = cut[:, :-1, start:].astype(_F32) + d_tails[:, 1:].astype(_F32)
+        cut = lax.dynamic_update_slice(cut, last.astype(dx.dtype), (0, 0, start, 0))
+        return cut.reshape(dx.shape), d_tails[:, 0]
+
+    def _cut(self, x):
+        return x.reshape(x.shape[0], self.parts, -1, *x.shape[2:])
 
     def inputs(self, x, weight, bias, tail, order, run, dy=None) -> dict[str, jax.Array | None]:
-        """Return the inputs of the convolution's kernels by name, with the channels D of tokens, weight,
-        bias, tail and dy (the output's gradient) reshaped to [heads, dim]; absent ones are None.
+        """Return the inputs of the convolution's kernels by name, with the rows and channels of tokens, weight,
+        bias, tail and dy (the output's gradient) divided among blocks, and of documents what `seen` returns; absent ones are None.
         """
+        named = dict(x=x, tail=self.tails(x, tail), dy=dy)
+        inputs = {name: self.by_row(self.by_head(a)) for name, a in named.items()}
         bias = None if bias is None else bias[None]
-        named = dict(x=x, weight=weight, tail=tail, bias=bias, dy=dy)
-        return {name: self.by_head(a) for name, a in named.items()} | dict(order=order, run=run)
+        inputs |= dict(weight=self.by_head(weight), bias=self.by_head(bias), order=order)
+        return inputs | dict(seen=self.by_row(None if run is None else seen(run, self.width)))
+
+    def scratch(self, count: int) -> dict[str, Any] | None:
+        """Return the types of the buffers in shared memory, by name, in which the rows of `count` tiles are added; None if a block has one
+        row.
+        """
+        if self.rows == 1:
+            return None
+        return dict(sums=plgpu.SMEM((count, *self.tile), _F32))
 
 
 class Block:
     """One warpgroup's part of a short convolution's kernel, a block of consecutive tokens and of channels: the functions that
     load and store its arrays.
 
-    A row is one token's channels, [heads, dim]. Tokens are counted in `order`, in which padding comes last.
+    A tile is one token's channels, [heads, dim], or those of one head in several rows of the batch, [rows, dim]. Tokens are
+    counted in `order`, in which padding comes last.
 
     Attributes:
         refs: references to the arrays in global memory, by name.
         length: T, the number of tokens of a row of the batch.
         width: W, the number of rows of the weight.
-        b: the index of the row in the batch.
+        rows: the number of rows of the batch that the warpgroup computes.
+        b: the index of the row in the batch, or of the group of rows.
         block: the index of the warpgroup's block of tokens in its row.
-        columns: the slice of the heads that the warpgroup computes.
-        layout: how one token's channels [heads, dim] are distributed over the warpgroup's registers.
-        shape: the shape of one token's channels that the warpgroup computes, (heads, dim).
+        columns: the slice of the heads that the warpgroup computes, or the index of its head in all its rows.
+        layout: how a tile is distributed over the warpgroup's registers.
+        shape: the shape of a tile.
         start: the index, in `order`, of the block's first token.
     """
 
     def __init__(self, refs: dict[str, Any], layout: Layout):
         self.refs, self.length, self.width = refs, layout.length, layout.width
         self.b, self.block = lax.axis_index("row"), lax.axis_index("block")
-        heads = layout.channels // layout.dim
-        self.columns = pl.ds(lax.axis_index("column") * heads, heads)
-        self.layout = channel_rows(heads, layout.dim, WARPS)
-        self.shape = (heads, layout.dim)
+        column, self.rows = lax.axis_index("column"), layout.rows
+        self.columns = column if self.rows > 1 else pl.ds(column * layout.heads, layout.heads)
+        self.shape = layout.tile
+        self.layout = channel_rows(*self.shape, WARPS)
         self.start = self.block * layout.tokens
 
-    def load(self, ref) -> Any:
-        """Load into registers, from a reference to one token's channels (or one row of the weight), the
-        channels that this warpgroup computes, [heads, dim].
-        """
-        return plgpu.load(ref.at[self.columns], layout=self.layout, optimized=False)
+    def at(self, name: str, token) -> Any:
+        """Return the reference to a token's tile in an array of tokens, by the token's position in it."""
+        rows = (self.b,) if self.rows == 1 else (self.b, slice(None))
+        return self.refs[name].at[*rows, token, self.columns]
 
-    def store(self, x, name: str, *index: Any) -> None:
-        """Store x [heads, dim], one token's values in the channels that this warpgroup computes, at `index`
-        of the output `name` in global memory.
-        """
-        ref = self.refs[name].at[*index, self.columns]
+    def store(self, x, name: str, token: Any) -> None:
+        """Store the tile x as a token's values of the output `name` in global memory."""
+        ref = self.at(name, token)
         ref[...] = plgpu.layout_cast(x.astype(ref.dtype), self.layout)
+
+    def store_sums(self, tiles: list[Any], name: str, smem) -> None:
+        """Store the block's sums of the gradients of weight and bias, a tile for each row of them, in the output `name`. The rows of a tile,
+        in different warps, are added through the shared memory `smem` of `Layout.scratch`.
+        """
+        refs = [self.refs[name].at[self.b, self.block, i, self.columns] for i in range(len(tiles))]
+        layout = self.layout
+        if smem is not None:
+            for i, tile in enumerate(tiles):
+                smem["sums"][i] = plgpu.layout_cast(tile, layout)
+            plgpu.commit_smem()
+            layout = layout.reduce(0)
+            tiles = [
+                sum(
+                    plgpu.load(smem["sums"].at[i, row], layout=layout, optimized=False)
+                    for row in range(self.rows)
+                )
+                for i in range(len(tiles))
+            ]
+        for ref, tile in zip(refs, tiles, strict=True):
+            ref[...] = plgpu.layout_cast(tile, layout)
 
     def position(self, token):
         """Return the position in x and dy of a token that is counted in the order of processing, in which
@@ -133,80 +207,100 @@ class Block:
         """
         return self.refs["order"][self.b, token] if "order" in self.refs else token
 
-    def document(self, token) -> Any:
-        """Load the index of the document of a token, -1 for padding; None where each row of the batch is one
-        document.
+    def seen(self, token) -> Any:
+        """Load how many of the tokens before a token its convolution sums, -1 for padding (see `seen`): one number, or one for each row
+        of a tile; None where each row of the batch is one document.
         """
-        return self.refs["run"][self.b, token] if "run" in self.refs else None
+        if "seen" not in self.refs:
+            return None
+        if self.rows == 1:
+            return self.refs["seen"][self.b, token]
+        ref = self.refs["seen"].at[self.b, :, token]
+        return plgpu.load(ref, layout=self.layout.reduce(1), optimized=False)
+
+    def at_least(self, seen, distance: int) -> Any:
+        """Return whether `seen` is at least `distance`, in a form that selects entries of a tile."""
+        if self.rows > 1:
+            tile = lax.broadcast_in_dim(seen, self.shape, [0])
+            seen = plgpu.layout_cast(tile, self.layout)
+        return seen >= distance
 
     def row(self, name: str, token) -> Any:
-        """Load one token's values of the array `name`, the tokens "x" or the output's gradient "dy", in the
-        channels that this warpgroup computes, [heads, dim].
-        """
-        return self.load(self.refs[name].at[self.b, self.position(token)])
+        """Load one token's tile of the array `name`, the tokens "x" or the output's gradient "dy"."""
+        return self._load(self.at(name, self.position(token)))
+
+    def _load(self, ref) -> Any:
+        return plgpu.load(ref, layout=self.layout, optimized=False)
+
+    def _load_channels(self, name: str, index) -> Any:
+        ref = self.refs[name].at[index, self.columns]
+        if self.rows == 1:
+            return self._load(ref).astype(_F32)
+        x = plgpu.load(ref, layout=self.layout.reduce(0), optimized=False).astype(_F32)
+        return plgpu.layout_cast(lax.broadcast_in_dim(x, self.shape, [1]), self.layout)
 
     def weights(self) -> list[Any]:
-        """Load the W rows of the convolution's weight, [heads, dim] each in float32, as a list by distance:
+        """Load the W rows of the convolution's weight, a tile each in float32, as a list by distance:
         the first multiplies the current token.
         """
-        return [
-            self.load(self.refs["weight"].at[self.width - 1 - d]).astype(_F32)
-            for d in range(self.width)
-        ]
+        return [self._load_channels("weight", self.width - 1 - d) for d in range(self.width)]
 
     def bias(self) -> Any:
-        """Load the convolution's bias in the channels that this warpgroup computes, [heads, dim] float32;
-        None if there is none.
-        """
-        return self.load(self.refs["bias"].at[0]).astype(_F32) if "bias" in self.refs else None
+        """Load the convolution's bias as a tile in float32; None if there is none."""
+        return self._load_channels("bias", 0) if "bias" in self.refs else None
 
-    def before(self) -> tuple[list[Any], list[Any]]:
-        """Load the values of x at the W - 1 tokens before the block, [heads, dim] each, the nearest first,
-        and the indices of their documents (an empty list if each row of the batch is one document). Before
-        the first block they are the tail.
+    def before(self) -> list[Any]:
+        """Load the values of x at the W - 1 tokens before the block, a tile each, the nearest first. Before the first block they
+        are the tail.
         """
-        rows, documents = [], []
-        first = self.block == 0
+        rows = []
         for d in range(1, self.width):
             token = jnp.maximum(self.start - d, 0)
-            tail = self.load(self.refs["tail"].at[self.b, self.width - 1 - d]).astype(_F32)
-            row = jnp.where(first, tail, self.row("x", token).astype(_F32))
-            if "run" in self.refs:
-                documents.append(jnp.where(first, 0, self.document(token)))
-                row = jnp.where(documents[-1] >= 0, row, 0.0)
-            rows.append(row)
-        return rows, documents
+            tail = self._load(self.at("tail", self.width - 1 - d)).astype(_F32)
+            row = self.row("x", token).astype(_F32)
+            rows.append(jnp.where(self.block == 0, tail, row))
+        return rows
 
-    def mask(self, row, before, document, documents) -> tuple[Any, list[Any], list[Any]]:
-        """Set to 0 the values of x at a token that is padding, and those of each token before it that belongs
-        to another document, so that the convolution does not see them.
+    def mask(self, row, before, seen) -> tuple[Any, list[Any], list[Any]]:
+        """Set to 0 the values of x at a token that is padding, and those of each token before it that its convolution does not sum.
 
         Args:
-            row: the token's values of x, [heads, dim].
-            before: the values of x at the W - 1 tokens before it, [heads, dim] each, the nearest first.
-            document: the index of the token's document, -1 for padding, or None where each row of the batch is one document.
-            documents: the indices of the documents of the tokens before it.
+            row: the token's tile of x.
+            before: the tiles of x at the W - 1 tokens before it, the nearest first.
+            seen: how many of these are summed, -1 for padding, or None where each row of the batch is one document.
 
         Returns:
-            The token's values, those of the tokens before it, and for each of these tokens whether it belongs
-            to the token's document (None without documents).
+            The token's values, those of the tokens before it, and for each of these tokens whether it is summed
+            (None without documents).
         """
-        if document is None:
+        if seen is None:
             return row, before, [None] * len(before)
-        same: list[Any] = [d == document for d in documents]
-        visible = [jnp.where(s, x, 0.0) for s, x in zip(same, before, strict=True)]
-        return jnp.where(document >= 0, row, 0.0), visible, same
+        summed: list[Any] = [self.at_least(seen, d) for d in range(1, self.width)]
+        visible = [jnp.where(s, x, 0.0) for s, x in zip(summed, before, strict=True)]
+        return jnp.where(self.at_least(seen, 0), row, 0.0), visible, summed
 
     def sum_heads(self, x):
-        """Return the sums of x [heads, dim] over the channels of each head, broadcast over these channels to
-        [heads, dim].
-        """
+        """Return the sums of a tile over the channels of each head, broadcast over these channels to a tile."""
         total = lax.broadcast_in_dim(jnp.sum(x, axis=1), self.shape, [0])
         return plgpu.layout_cast(total, self.layout)
 
 
+def seen(run, width: int) -> jax.Array:
+    """Return how many of the W - 1 tokens before each token belong to its document without a gap, [B, T] int32, -1 for padding, from the
+    index of each token's document, `run` [B, T], -1 for padding. The tokens before the first belong to document 0.
+    """
+    length = run.shape[1]
+    padded = jnp.pad(run, [(0, 0), (width - 1, 0)])
+    count, same = jnp.zeros_like(run), run >= 0
+    for distance in range(1, width):
+        start = width - 1 - distance
+        same = same & (padded[:, start : start + length] == run)
+        count = count + same
+    return jnp.where(run >= 0, count, -1)
+
+
 def convolve(weights, bias, taps):
-    """Return a short convolution at one token, [heads, dim]: the sum of `taps`, the values of x at the token
+    """Return a short convolution at one token, a tile: the sum of `taps`, the values of x at the token
     and at those before it, times the rows `weights`, both the nearest first, plus the bias (None is 0).
     """
     total = weights[0] * taps[0]

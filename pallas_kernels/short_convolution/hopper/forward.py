@@ -36,14 +36,14 @@ def forward(
         bias: [D], added to the convolution, or None.
         tail: [B, W - 1, D], the tokens before the first, oldest first.
         order: [B, T] int32, the index in x of each token in the order of processing, padding last; None is
-            the order of x.
+            the order of x, with padding between documents only.
         run: [B, T] int32, the index of each token's document in the order of processing, -1 for padding; None
             is one document.
         head_dim: the number of channels of a head that is normalised, or None.
         silu: whether SiLU is applied.
         interpret: parameters of the Pallas interpreter, or False to compile the kernel.
     """
-    layout = Layout.of(x, weight, head_dim)
+    layout = Layout.of(x, weight, head_dim, order)
 
     def kernel(refs):
         block = Block(refs, layout)
@@ -51,34 +51,33 @@ def forward(
 
         def load_rows(first):  # of the four tokens from `first` on
             tokens = [jnp.minimum(first + i, block.length - 1) for i in range(AHEAD)]
-            return [block.row("x", t) for t in tokens], [block.document(t) for t in tokens]
+            return [block.row("x", t) for t in tokens], [block.seen(t) for t in tokens]
 
         def step(index, carry):
-            rows, documents, before, documents_before = carry
+            rows, seen, before = carry
             first = block.start + index * AHEAD
             following = load_rows(first + AHEAD)
             for i in range(AHEAD):
-                raw = rows[i].astype(_F32)
-                row, taps, _ = block.mask(raw, before, documents[i], documents_before)
+                row, taps, _ = block.mask(rows[i].astype(_F32), before, seen[i])
                 y = convolve(weights, bias, [row, *taps])
                 if silu:
                     y = y * sigmoid(y)
                 if head_dim is not None:
                     y = y * lax.rsqrt(block.sum_heads(y * y) + EPSILON)
-                if documents[i] is not None:
-                    y = jnp.where(documents[i] >= 0, y, 0.0)
-                block.store(y, "y", block.b, block.position(first + i))
+                if seen[i] is not None:
+                    y = jnp.where(block.at_least(seen[i], 0), y, 0.0)
+                block.store(y, "y", block.position(first + i))
                 before = [row, *before[:-1]]
-                documents_before = [documents[i], *documents_before[:-1]]
-            return *following, before, documents_before if "run" in refs else []
+            return *following, before
 
-        carry = (*load_rows(block.start), *block.before())
+        carry = (*load_rows(block.start), block.before())
         lax.fori_loop(0, layout.tokens // AHEAD, step, carry)
 
     inputs = layout.inputs(x, weight, bias, tail, order, run)
     outputs = dict(y=struct_like(inputs["x"]))
     name = "short_convolution_forward"
     results = launch(
-        kernel, inputs=inputs, outputs=outputs, grid=layout.grid, name=name, interpret=interpret
-    )
+        kernel, inputs=inputs, outputs=outputs, grid=layout.grid, name=name, interpret=interpret,
+        auto_barriers=False,
+    )  # fmt: skip
     return results["y"].reshape(x.shape)

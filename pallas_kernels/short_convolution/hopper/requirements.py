@@ -4,6 +4,8 @@ channels and tokens that a thread and a thread block compute.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax.numpy as jnp
 
 from pallas_kernels.compat import PROCESSORS
@@ -13,6 +15,8 @@ LANES, WARPS = 32, 4  # threads of a warp; warps of a warpgroup
 _VECTORS = (8, 4, 2)  # numbers of channels that a thread may have
 MULTIPLE = 16
 """The number of tokens must be a multiple of this."""
+COMPUTES_IN_PLACE = True
+"""Whether the kernels can compute documents in the order of x, if no padding is inside documents."""
 
 
 def thread_channels(channels: int, head_dim: int | None) -> int | None:
@@ -28,6 +32,45 @@ def thread_channels(channels: int, head_dim: int | None) -> int | None:
             continue
         if head_dim is None or (head_dim % size == 0 and LANES * size % head_dim == 0):
             return size
+    return None
+
+
+class Division(NamedTuple):
+    """How the tokens and channels of a call are divided among the warps and threads of warpgroups.
+
+    Attributes:
+        size: the number of channels of a thread.
+        rows: the number of rows of the batch that a warpgroup computes: 1, of which its warps have consecutive channels, or 4, one in
+            each warp, of which they have the same head.
+        parts: the number of consecutive parts into which each row of the batch is cut, which are then rows of their own.
+    """
+
+    size: int
+    rows: int = 1
+    parts: int = 1
+
+
+def divide(shape: tuple[int, int, int], head_dim: int | None, ordered: bool) -> Division | None:
+    """Return how a short convolution is divided among warps and threads, such that no head is divided among warps, or None if that is
+    not possible.
+
+    Args:
+        shape: (B, T, D), the shape of the tokens.
+        head_dim: the number of channels of a head that is normalised, or None.
+        ordered: whether tokens are computed in another order than that of x, which differs from row to row.
+    """
+    batch, length, channels = shape
+    if (size := thread_channels(channels, head_dim)) is not None:
+        return Division(size)
+    if ordered or head_dim is None or channels % head_dim:
+        return None
+    size, rest = divmod(head_dim, LANES)
+    if rest or size not in _VECTORS:
+        return None
+    padded = -(-length // MULTIPLE) * MULTIPLE
+    for parts in (1, 2, 4):
+        if batch * parts % WARPS == 0 and padded % (parts * MULTIPLE) == 0:
+            return Division(size, WARPS, parts)
     return None
 
 
@@ -47,6 +90,14 @@ def block_tokens(batch: int, length: int, columns: int) -> int:
     return (enough or sizes[-1:])[0]
 
 
+def _given(call) -> str:
+    batch, length, channels = call.x.shape
+    if call.head_dim is None:
+        return str(channels)
+    documents = ", with documents that may have padding inside" if call.ordered else ""
+    return f"{channels} in heads of {call.head_dim}, {batch} x {length} tokens{documents}"
+
+
 REQUIREMENTS = (
     Requirement(
         "x in bfloat16",
@@ -59,9 +110,10 @@ REQUIREMENTS = (
         lambda c: str(c.weight.shape[0]),
     ),
     Requirement(
-        "a multiple of 256 channels, in heads that fit into the channels of a warp",
-        lambda c: thread_channels(c.x.shape[2], c.head_dim) is not None,
-        lambda c: f"{c.x.shape[2]}" + ("" if c.head_dim is None else f" in heads of {c.head_dim}"),
+        "a multiple of 256 channels, in heads that fit into the channels of a warp; or heads of 64, 128 or 256 channels, no padding "
+        "inside documents, and a multiple of 4 rows, or of halves or quarters of rows, of whole blocks of 16 tokens",
+        lambda c: divide(c.x.shape, c.head_dim, c.ordered) is not None,
+        _given,
     ),
 )
 

@@ -13,6 +13,7 @@ from pallas_kernels.requirements import Requirement, first_unmet
 from pallas_kernels.triton import launch
 
 __all__ = [
+    "COMPUTES_IN_PLACE",
     "MULTIPLE",
     "REQUIREMENTS",
     "TILINGS",
@@ -26,6 +27,8 @@ __all__ = [
 _F32 = jnp.float32
 MULTIPLE = 1
 """The number of tokens must be a multiple of this."""
+COMPUTES_IN_PLACE = False
+"""Whether the kernels can compute documents in the order of x, if no padding is inside documents."""
 _DTYPES = ("bfloat16", "float16", "float32")
 _HEADS = (32, 64, 128, 256)  # numbers of channels of a head that is normalised
 
