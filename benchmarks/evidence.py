@@ -25,7 +25,7 @@ from lsm_jax import load_run, models
 from lsm_jax.data import DataConfig
 from lsm_jax.data.sources import tokenizer_of
 from lsm_jax.files import write_atomically
-from lsm_jax.training import TrainConfig, TrainingStopped
+from lsm_jax.training import TrainConfig, TrainingDiverged
 from lsm_jax.training.metrics import read_rows
 from lsm_jax.training.run_files import checkpoint_directory
 
@@ -209,7 +209,7 @@ def _try(config: TrainConfig, workdir: Path, clock: Clock, ahead: Ahead) -> dict
     began = time.perf_counter()
     try:
         return _train(config, workdir, clock, ahead)
-    except TrainingStopped as error:
+    except TrainingDiverged as error:
         log(f"{workdir.parent.name}/{workdir.name}: this learning rate is left out: {error}")
         return dict(loss=None, wall_seconds=round(time.perf_counter() - began, 1))
 
@@ -319,7 +319,8 @@ def planned_configs(
     vocabulary = vocab_size(setting.corpus)
     for case in cases:
         model = case["model"]
-        folder = run_folder(model, dataclasses.replace(setting, tokens=case["tokens"]))
+        setting = dataclasses.replace(setting, tokens=case["tokens"])
+        folder = run_folder(model, setting)
         if short and len(setting.factors) > 1:
             for factor in setting.factors:
                 if not (folder / f"rate-{factor:g}" / "evidence.json").is_file():

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from benchmarks import evidence_recall
+from benchmarks.registry import UsageError
 from benchmarks.run import log
 from lsm_jax import evaluation, models
 from lsm_jax.data import NeedleConfig
@@ -89,6 +90,9 @@ def side_by_side(
 
     Returns:
         The results of the tasks, and the error of each task that failed, as one line.
+
+    Raises:
+        UsageError: a task was given wrong options, which another try would not change.
     """
 
     def run_one(task: str) -> dict[str, Any]:
@@ -103,6 +107,8 @@ def side_by_side(
     for task, future in futures.items():
         if (error := future.exception()) is None:
             results[task] = future.result()
+        elif isinstance(error, UsageError):
+            raise error
         else:
             failed[task] = f"{type(error).__name__}: {str(error)[:500]}"
             trace = "".join(traceback.format_exception(error))

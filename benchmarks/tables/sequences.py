@@ -22,6 +22,7 @@ def _parallel_key(row: Row) -> tuple:
         row["length"],
         row.get("document"),
         row.get("remat"),
+        row.get("without"),
     )
 
 
@@ -272,7 +273,7 @@ TABLES = [
             column("GiB per card", "gib", "{:.1f}"),
             measured(),
         ),
-        where=lambda row: row["table"] == "axes",
+        where=lambda row: row["table"] == "axes" and not {"remat", "without"} & row.keys(),
         key=_parallel_key,
         lines=lambda rows: sorted(rows, key=lambda row: next((n for n in row["mesh"].values()), 1)),
         not_run="measures GPUs; docs/papers/linear_moe.md runs the program at small sizes on a CPU",
@@ -292,7 +293,7 @@ TABLES = [
             Column("speed per card / one card", _share_of_one_card),
             Column("date, commit", lambda record: measured().cell(record[0])),
         ),
-        where=lambda row: row["table"] == "lengths",
+        where=lambda row: row["table"] == "lengths" and not {"remat", "without"} & row.keys(),
         key=_parallel_key,
         lines=_cut_rows,
         not_run="measures GPUs; docs/papers/linear_moe.md runs the program at small sizes on a CPU",

@@ -3,7 +3,7 @@
 from lsm_jax.training.checkpoints import Checkpoints
 from lsm_jax.training.config import TrainConfig
 from lsm_jax.training.config_json import differences, from_dict, to_dict
-from lsm_jax.training.loop import TrainingStopped, TrainResult
+from lsm_jax.training.loop import TrainingDiverged, TrainingStopped, TrainResult
 from lsm_jax.training.metrics import read_rows
 from lsm_jax.training.optimizer import learning_rate, make_optimizer
 from lsm_jax.training.optimizer_config import OptimizerConfig
@@ -32,6 +32,7 @@ __all__ = [
     "TrainConfig",
     "TrainResult",
     "TrainState",
+    "TrainingDiverged",
     "TrainingNotSaved",
     "TrainingStopped",
     "best_step",

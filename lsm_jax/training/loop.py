@@ -45,6 +45,10 @@ class TrainingStopped(RuntimeError):
     parameters that were not finite, a training batch could not be read, or another process took over the run's lock."""
 
 
+class TrainingDiverged(TrainingStopped):
+    """The error that is raised if too many consecutive steps had a loss, gradient or new parameters that were not finite."""
+
+
 @dataclasses.dataclass(frozen=True)
 class TrainResult:
     """The result of a call of `train`: the step that it reached, what ended it, and the last loss.
@@ -380,7 +384,7 @@ class TrainLoop:
                 if saved
                 else "there is no checkpoint"
             )
-            raise TrainingStopped(
+            raise TrainingDiverged(
                 f"step {step}: {bad} steps in a row had a loss, gradient or new parameters that are not finite; {last} in {self.workdir}"
             )
         if self._due(config.log_every, step) or step == config.num_steps:

@@ -29,7 +29,7 @@ from configs import lm
 from lsm_jax.data import ByteTokenizer
 from lsm_jax.data.writer import StoreWriter
 from lsm_jax.evaluation.suites import SuiteSettings
-from lsm_jax.training import TrainConfig, TrainingStopped
+from lsm_jax.training import TrainConfig, TrainingDiverged, TrainingStopped
 from scripts import draw_results, evidence_page
 
 
@@ -141,7 +141,7 @@ def test_a_learning_rate_that_diverges_is_left_out(monkeypatch, tmp_path, capsys
 
     def train(config, workdir, clock, ahead):
         if config.optimizer.peak_lr > 3e-3:
-            raise TrainingStopped("loss is not finite")
+            raise TrainingDiverged("loss is not finite")
         return dict(loss=1 / config.optimizer.peak_lr, wall_seconds=2.0)
 
     monkeypatch.setattr(evidence, "_train", train)
@@ -149,6 +149,14 @@ def test_a_learning_rate_that_diverges_is_left_out(monkeypatch, tmp_path, capsys
     assert [result["loss"] for result in found.values()] == [1000.0, 500.0, None]
     assert "rate-2: this learning rate is left out: loss is not finite" in capsys.readouterr().err
     assert evidence._best("fox:pro-125m", found) == 1
+
+    def lose_disk(*_):
+        raise TrainingStopped("disk full")
+
+    monkeypatch.setattr(evidence, "_train", lose_disk)
+    setting = dataclasses.replace(setting, runs=tmp_path / "other")
+    with pytest.raises(TrainingStopped, match="disk full"):  # says nothing about the rate
+        evidence.learning_rates("fox:pro-125m", setting, 32_000, Clock(math.inf), None)
 
 
 def test_an_evaluation_that_fails_does_not_lose_the_others(capsys):
@@ -160,6 +168,12 @@ def test_an_evaluation_that_fails_does_not_lose_the_others(capsys):
     results, failed = side_by_side(["heldout", "needle", "long"], evaluate)
     assert list(results) == ["heldout", "long"] and failed == {"needle": "ValueError: no text"}
     assert "evaluation needle: FAILED" in capsys.readouterr().err
+
+    def computed_otherwise(task):
+        raise UsageError("give another folder by --runs")
+
+    with pytest.raises(UsageError, match="another folder"):
+        side_by_side(["heldout"], computed_otherwise)
 
 
 def test_a_run_whose_checkpoint_stayed_on_another_machine_is_trained_again(tmp_path):
@@ -272,7 +286,7 @@ def test_the_page_begins_with_what_holds_and_what_does_not(monkeypatch, tmp_path
     assert table.markdown(tmp_path, tmp_path / "x.md").count("**no**") == 3
 
 
-def test_the_tokens_of_equal_time_follow_from_the_speeds(tmp_path):
+def test_the_tokens_of_equal_time_follow_from_the_speeds(tmp_path, monkeypatch):
     path = tmp_path / "rates.jsonl"
     fields = dict(
         kind="rates", length=4096, batch_size=64, factor=1, rates={}, short_tokens=1, corpus=""
@@ -283,10 +297,17 @@ def test_the_tokens_of_equal_time_follow_from_the_speeds(tmp_path):
     ]
     path.write_text("".join(json.dumps(r) + "\n" for r in rows))
     args = parse(
-        f"--rates={path}", "--models", "lm:gla-nano", "--time_of=lm:softmax-nano", "--tokens=1000"
+        f"--rates={path}", "--models", "lm:gla-nano", "--time_of=lm:softmax-nano", "--tokens=10000000"
     )
     (case,) = cases_module.cases(args)
-    assert case["tokens"] == 1500 and case["time_of"] == "lm:softmax-nano"
+    assert case["tokens"] == 15_000_000 and case["time_of"] == "lm:softmax-nano"
+    # What is compiled ahead is what `measure` trains.
+    monkeypatch.setattr(evidence, "vocab_size", lambda corpus: 128)
+    setting = cases_module.setting_of(args)
+    (ahead,) = evidence.planned_configs([case], setting, short=False)
+    setting = dataclasses.replace(setting, tokens=case["tokens"])
+    options = dict(vocabulary=128, factor=1, tokens=case["tokens"])
+    assert repr(ahead) == repr(evidence.train_config(case["model"], 0, setting, **options))
 
 
 def test_questions_of_several_keys_that_are_too_long_are_counted(tmp_path):
