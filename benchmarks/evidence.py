@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from benchmarks.ahead import Ahead
-from benchmarks.evidence_clock import Clock
+from benchmarks.evidence_clock import Clock, counted
 from benchmarks.evidence_tasks import evaluate, request_of, side_by_side, state_bytes
 from benchmarks.registry import UsageError
 from benchmarks.run import log
@@ -159,11 +159,9 @@ def _once(path: Path, setting: Any, compute: Callable[[], dict[str, Any]]) -> di
 
 
 def _train(config: TrainConfig, workdir: Path, clock: Clock, ahead: Ahead) -> dict[str, Any]:
-    """Train a run to its end and return its held-out loss and speed. A later call of it may have continued an earlier one; then
-    `wall_seconds` are its own."""
+    """Train a run to its end and return its held-out loss and speed; `wall_seconds` are those of all calls that trained it."""
     log(f"{workdir.parent.name}/{workdir.name}: peak_lr={config.optimizer.peak_lr:g}, {config.num_steps} steps")  # fmt: skip
-    began = time.perf_counter()
-    with clock.interrupting():
+    with counted(_seconds_file(workdir)) as seconds, clock.interrupting():
         program = ahead.take(config)
         progress = StepClock(config.num_steps, math.inf, every=max(1, config.num_steps // 8))
         train_to_end(config, workdir, progress, program=program)
@@ -173,7 +171,7 @@ def _train(config: TrainConfig, workdir: Path, clock: Clock, ahead: Ahead) -> di
         loss=last_value(rows, "val/loss"),
         tokens_per_second=speed,
         card_seconds=round(devices * config.total_tokens / speed, 1),  # of its steps
-        wall_seconds=round(time.perf_counter() - began, 1),
+        wall_seconds=seconds(),
         implementations=json.loads((workdir / "implementations.json").read_text()),
     )
     log(f"{workdir.parent.name}/{workdir.name}: held-out loss {result['loss']:.4f}, {speed:,.0f} tokens/s, {result['wall_seconds']:.0f} s")  # fmt: skip
@@ -206,12 +204,15 @@ def learning_rates(
 
 def _try(config: TrainConfig, workdir: Path, clock: Clock, ahead: Ahead) -> dict[str, Any]:
     """Train a short run; one whose loss is no longer finite has none."""
-    began = time.perf_counter()
     try:
         return _train(config, workdir, clock, ahead)
     except TrainingDiverged as error:
         log(f"{workdir.parent.name}/{workdir.name}: this learning rate is left out: {error}")
-        return dict(loss=None, wall_seconds=round(time.perf_counter() - began, 1))
+        return dict(loss=None, wall_seconds=json.loads(_seconds_file(workdir).read_text()))
+
+
+def _seconds_file(workdir: Path) -> Path:
+    return workdir.with_name(f"{workdir.name}-seconds.json")
 
 
 def measure_rates(

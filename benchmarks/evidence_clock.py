@@ -1,21 +1,40 @@
-"""The time of one call of the benchmark `evidence`."""
+"""The time of one call of the benchmark `evidence`, and of a run in all calls."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from benchmarks.run import Skipped
+from lsm_jax.files import write_atomically
 
 
 class TimeOver(BaseException):
     """Raised when the minutes of a call are over; the same command continues. No `Exception`, since it is no failure of the
     model that was measured."""
+
+
+@contextlib.contextmanager
+def counted(path: Path) -> Iterator[Callable[[], float]]:
+    """Add the seconds of a `with` block to those in a file, however the block ends, so that an interrupted run has the seconds of all
+    its calls; yield the function that returns their sum."""
+    before, began = json.loads(path.read_text()) if path.is_file() else 0.0, time.perf_counter()
+
+    def seconds() -> float:
+        return round(before + time.perf_counter() - began, 1)
+
+    try:
+        yield seconds
+    finally:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, json.dumps(seconds()))
 
 
 class Clock:

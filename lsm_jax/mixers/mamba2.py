@@ -171,7 +171,8 @@ class Mamba2(Mixer):
 
     def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
         """Return the arguments of `linear_memory` that update the memory, by name, and the context: keys B [B, T,
-        groups, N], values Δ x [B, T, H, V] with the step size Δ, and the log decay Δ A [B, T, H] with the rate A.
+        groups, N], values Δ x [B, T, H, V] with the step size Δ, and the log decay Δ A [B, T, H] with the rate A. Where the op applies
+        Δ and the skip (`_in_kernel`), the values are x, log_write is log Δ [B, T, H], and skip is D [H].
         """
         saved = context.saved
         b, dt = (saved["b"], saved["dt"]) if "b" in saved else self._projected(x, "b", "dt")

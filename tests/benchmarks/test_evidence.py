@@ -18,7 +18,7 @@ from benchmarks import ahead as ahead_module
 from benchmarks import evidence, evidence_recall
 from benchmarks.__main__ import main, make_parser
 from benchmarks.cases import evidence as cases_module
-from benchmarks.evidence_clock import Clock, TimeOver
+from benchmarks.evidence_clock import Clock, TimeOver, counted
 from benchmarks.evidence_tasks import side_by_side
 from benchmarks.registry import UsageError, get
 from benchmarks.run import Skipped, one_by_one
@@ -89,6 +89,16 @@ def test_the_clock_ends_training_by_a_signal_and_reports_that_the_time_is_over()
         raise InterruptedError  # by the user's Ctrl-C, not by the clock
 
 
+def test_the_seconds_of_a_run_are_those_of_all_calls(tmp_path):
+    path = tmp_path / "run" / "seconds.json"
+    with pytest.raises(TimeOver), counted(path):
+        raise TimeOver
+    path.write_text("100.0")
+    with counted(path) as seconds:
+        assert 100 <= seconds() < 110
+    assert 100 <= json.loads(path.read_text()) < 110
+
+
 def test_a_long_run_that_would_not_end_is_not_begun_and_is_no_failure(capsys):
     clock = Clock(200, whole=True)
     clock.check_whole(100)
@@ -140,8 +150,9 @@ def test_a_learning_rate_that_diverges_is_left_out(monkeypatch, tmp_path, capsys
     setting = dataclasses.replace(cases_module.setting_of(parse("--tokens=10000000")), runs=tmp_path)  # fmt: skip
 
     def train(config, workdir, clock, ahead):
-        if config.optimizer.peak_lr > 3e-3:
-            raise TrainingDiverged("loss is not finite")
+        with counted(evidence._seconds_file(workdir)):
+            if config.optimizer.peak_lr > 3e-3:
+                raise TrainingDiverged("loss is not finite")
         return dict(loss=1 / config.optimizer.peak_lr, wall_seconds=2.0)
 
     monkeypatch.setattr(evidence, "_train", train)
@@ -297,7 +308,11 @@ def test_the_tokens_of_equal_time_follow_from_the_speeds(tmp_path, monkeypatch):
     ]
     path.write_text("".join(json.dumps(r) + "\n" for r in rows))
     args = parse(
-        f"--rates={path}", "--models", "lm:gla-nano", "--time_of=lm:softmax-nano", "--tokens=10000000"
+        f"--rates={path}",
+        "--models",
+        "lm:gla-nano",
+        "--time_of=lm:softmax-nano",
+        "--tokens=10000000",
     )
     (case,) = cases_module.cases(args)
     assert case["tokens"] == 15_000_000 and case["time_of"] == "lm:softmax-nano"

@@ -139,6 +139,22 @@ def test_wrong_marks_are_errors(text, message):
         report.fill(text, page, report.ROOT)
 
 
+def test_a_step_without_a_kernel_replaces_no_other_step(tmp_path):
+    row = dict(
+        table="layouts", variant="a0.3b-2b,mixer=gla", mesh={}, rows=32, length=2048, tokens_per_second=1000, step_ms=1.0, gib=1.0,
+        date="2026-01-01", commit="a",
+    )  # fmt: skip
+    changed = dict(step_ms=2.0, without="grouped_swiglu"), dict(step_ms=3.0, remat="dots")
+    rows = [
+        row,
+        *(row | fields for fields in changed),
+        *(row | dict(table="axes") | f for f in ({}, *changed)),
+    ]
+    (tmp_path / "linear_moe.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    assert [r["step_ms"] for r in TABLES["large_steps"].rows(tmp_path)] == [1.0, 2.0, 3.0]
+    assert [r["step_ms"] for r in TABLES["axes"].rows(tmp_path)] == [1.0]
+
+
 def test_a_table_without_rows_is_an_error(checkout):
     (checkout / "docs" / "mom.jsonl").write_text("")
     with pytest.raises(ValueError, match="table mom: no row of mom.jsonl belongs to it"):

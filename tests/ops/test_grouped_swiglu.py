@@ -79,6 +79,15 @@ def differentiated(arguments, dy, **options):
 
 def test_errors():
     (x, gate_up, down, *rest), _ = make_arrays(GATED, jnp.float32)
+    sizes, weight = rest
+    with pytest.raises(ValueError, match=r"accepted are \[E, D, 2 F\] and \[E, F, D\] with x's D="):
+        grouped_swiglu(x[:, 1:], gate_up, down, *rest)
+    with pytest.raises(
+        ValueError, match="gate_up is bfloat16 and down float32; accepted is x's float32"
+    ):
+        grouped_swiglu(x, gate_up.astype(jnp.bfloat16), down, *rest)
+    with pytest.raises(ValueError, match=r"row_weight \(512,\); accepted is \(512, 1\)"):
+        grouped_swiglu(x, gate_up, down, sizes, weight[:, 0])
     with pytest.raises(ValueError, match="x has 511 rows; accepted are multiples of multiple=128"):
         grouped_swiglu(x[:511], gate_up, down, *rest, multiple=128)
     with pytest.raises(ValueError, match="gate_up has 256 columns; accepted are 512, twice"):

@@ -58,7 +58,7 @@ def grouped_swiglu(
 
     Raises:
         NotImplementedError: no backend of the given names supports the call; the message names the requirement.
-        ValueError: `multiple` does not divide N, the widths do not fit, or the implementation is not accepted.
+        ValueError: `multiple` does not divide N, a shape or dtype does not fit, or the implementation is not accepted.
     """
     op = "grouped_swiglu"
     check_implementation(op, implementation)
@@ -66,16 +66,31 @@ def grouped_swiglu(
         raise ValueError(
             f"{op}: x has {len(x)} rows; accepted are multiples of multiple={multiple}"
         )
-    if gate_up.shape[2] != 2 * down.shape[1]:
-        raise ValueError(
-            f"{op}: gate_up has {gate_up.shape[2]} columns; accepted are {2 * down.shape[1]}, twice the rows of down"
-        )
+    _check(op, x, gate_up, down, row_weight)
     # `down` has the name by which the requirements of grouped products know it.
     arguments = dict(x=x, gate_up=gate_up, kernels=down, sizes=sizes, row_weight=row_weight)
     selection = select(Call(op, Options(multiple), arguments, implementation))
     if selection.only("xla"):  # differentiated by jax
         return _by_products(*arguments.values(), multiple=multiple)
     return _swiglu(selection, *arguments.values())
+
+
+def _check(op, x, gate_up, down, row_weight):
+    if gate_up.shape[2] != 2 * down.shape[1]:
+        raise ValueError(
+            f"{op}: gate_up has {gate_up.shape[2]} columns; accepted are {2 * down.shape[1]}, twice the rows of down"
+        )
+    shape = len(down), x.shape[1]
+    if gate_up.shape[:2] != shape or down.shape[2] != x.shape[1]:
+        raise ValueError(
+            f"{op}: gate_up {gate_up.shape} and down {down.shape}; accepted are [E, D, 2 F] and [E, F, D] with x's D={x.shape[1]}"
+        )
+    if gate_up.dtype != x.dtype or down.dtype != x.dtype:
+        raise ValueError(
+            f"{op}: gate_up is {gate_up.dtype} and down {down.dtype}; accepted is x's {x.dtype}"
+        )
+    if row_weight is not None and row_weight.shape != (len(x), 1):
+        raise ValueError(f"{op}: row_weight {row_weight.shape}; accepted is {(len(x), 1)}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
