@@ -216,11 +216,13 @@ class Mamba2(Mixer):
         if self.norm_scale is None:
             y = _gated(o, inner, z, skip)
         else:
+            # The kernel was timed in this step with a gate before the norm; with a skip it is automatic.
+            timed = inner is None and self.config.norm == "after_gate" and self._in_kernel()
             y = ops.gated_rms_norm(
                 o, z, split_heads(self.norm_scale[...], self.num_heads), skip=skip, skip_input=inner,
                 eps=self.config.norm_eps, group=self.num_heads // self.config.num_groups,
                 gate_first=self.config.norm == "after_gate",
-                implementation=("mosaic_gpu", "xla") if self._in_kernel() else None,
+                implementation=("mosaic_gpu", "xla") if timed else None,
             )  # fmt: skip
         return self.o_proj(merge_heads(y)), context
 

@@ -99,6 +99,23 @@ def test_mamba2_with_step_and_skip_in_its_op_is_the_same_function(norm, monkeypa
         close(a, b)
 
 
+def test_mamba2_asks_for_the_kernel_of_its_norm_where_it_was_timed(monkeypatch):
+    asked = []
+    norm_of = ops.gated_rms_norm
+
+    def gated_rms_norm(*arguments, implementation, **options):
+        asked.append((implementation, options["skip"] is None))
+        return norm_of(*arguments, **options)
+
+    monkeypatch.setattr(ops, "gated_rms_norm", gated_rms_norm)
+    monkeypatch.setattr(mixers.Mamba2, "_in_kernel", lambda self: True)
+    for norm, length in (("after_gate", 4), ("before_gate", 4), ("after_gate", 1)):
+        config = mixers.Mamba2Config(head_dim=8, state_size=16, norm=norm)
+        layer = mixers.build(config, 32, rngs=nnx.Rngs(0))
+        jax.eval_shape(lambda x, layer=layer: layer(x).y, jnp.zeros((1, length, 32)))
+    assert asked == [(("mosaic_gpu", "xla"), True), (None, True), (None, False)]
+
+
 @pytest.mark.parametrize(("memories", "implementation"), [(1, None), (2, "mosaic_gpu")])
 def test_mamba2_with_step_and_skip_in_its_op_decodes_on_hopper(
     memories, implementation, monkeypatch

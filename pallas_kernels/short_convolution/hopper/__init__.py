@@ -2,16 +2,17 @@
 
 A warpgroup computes a block of consecutive tokens and some of the channels. It loads the channels of each
 token once. The channels of the W - 1 tokens before the current one, and the partial sums of their gradients,
-stay in registers; shared memory is not used. The next four tokens are loaded while the current four are
+stay in registers. The next four tokens are loaded while the current four are
 computed.
 
 If a row has several documents, its tokens are computed in `order`, in which padding comes last. The W - 1
 tokens before a token in this order are then those that it may see. If no padding is inside documents, this
 already holds where the tokens are.
 
-Heads are normalised within a warp. Where heads of a warp's channels do not fill the four warps of
-warpgroups (3 heads of 256), the four warps have the same head in four rows of the batch, or in four
-consecutive parts of rows. Their tokens must then be at the same positions, so that they have no order of their own.
+Heads are normalised within a warp. Where whole heads cannot be divided among the four warps of warpgroups (3 heads
+of 256), the four warps have the same head in four rows of the batch, or in four parts of rows, and the sums of the
+weight's gradient are added through shared memory. Their tokens must then be at the same positions, so that rows have no
+order of their own.
 """
 
 from pallas_kernels.short_convolution.hopper.backward import backward
