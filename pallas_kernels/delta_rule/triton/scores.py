@@ -122,7 +122,7 @@ def delta_scores(
         diagonal += tl.sum(tile_q * tile_k, 1)
         read_decay = decay_of(b)
         end_decay = decay_of(total)
-        write_decay = decay_of(tl.minimum(total[None, :] - b, 0.0))
+        write_decay = decay_of(tl.minimum(total[None, :] - b, 0.0))  # pyrefly: ignore[bad-index]
         if DOCUMENTS:
             read_decay = read_decay * tl.load(enters + chunk * C + rows)[:, None]
             write_decay = write_decay * tl.load(stays + chunk * C + rows)[:, None]
