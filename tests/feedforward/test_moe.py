@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import AbstractMesh, use_abstract_mesh
 
 from lsm_jax import feedforward
 from lsm_jax.feedforward import MoEConfig, moe_forms
@@ -28,6 +29,14 @@ def made(**fields):
     if moe.router_bias is not None:
         moe.router_bias[...] = 0.3 * jax.random.normal(jax.random.key(2), (EXPERTS,))
     return moe
+
+
+def test_devices_gather_matrices_along_one_axis_only():
+    gathered = {}
+    for axis in ("data", "expert", "tensor", "fsdp", "pipeline"):
+        with use_abstract_mesh(AbstractMesh((2,), (axis,))):
+            gathered[axis] = moe_forms._gathered_parameters()
+    assert [axis for axis, found in gathered.items() if found] == ["fsdp"]
 
 
 def definition(moe, x, chosen):
