@@ -77,8 +77,9 @@ def train(
     Raises:
         ValueError: the config, data, mesh or directory is not valid, another process trains the same run, or the run
             requires far more memory than there is.
-        TrainingStopped: `config.max_bad_steps` consecutive steps had a loss, gradient or new parameters that
-            are not finite, or a training batch could not be read.
+        TrainingDiverged: `config.max_bad_steps` consecutive steps had a loss, gradient or new parameters that
+            are not finite.
+        TrainingStopped: a training batch could not be read, or another process ended or took over the run.
         TrainingNotSaved: a file of the run cannot be written.
     """
     if not isinstance(config, TrainConfig):
