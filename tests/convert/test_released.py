@@ -30,6 +30,7 @@ from lsm_jax.convert import (
 from lsm_jax.convert.families import FAMILIES
 from lsm_jax.convert.huggingface import checkpoint_layout, import_huggingface
 from lsm_jax.models import LayerConfig, ModelConfig, abstract
+from tests.convert.edits import edit
 
 GOLDENS = Path(__file__).parent / "released_goldens"
 NAMES = sorted(path.name for path in GOLDENS.iterdir() if path.is_dir())
@@ -280,6 +281,13 @@ def test_the_command_exports_a_run(tmp_path, capsys):
     assert set(out.dtypes.values()) == {"BF16"} and (out.folder / "tokenizer.json").is_file()
     assert released_export.main(options) == 1
     assert "is not empty; accepted is a new folder" in capsys.readouterr().err
+    path = (
+        tmp_path / "run" / "config.json"
+    )  # a run of configs/finetune.py names its tokenizer by folder or id
+    data = json.loads(path.read_text())["data"] | dict(tokenizer=str(folder))
+    edit(path, data=data)
+    assert released_export.main([options[0], f"--out={tmp_path / 'again'}"]) == 0
+    assert (tmp_path / "again" / "tokenizer.json").is_file()
 
 
 def test_layouts_name_parameters_without_a_tensor():
