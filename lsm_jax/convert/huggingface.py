@@ -210,8 +210,9 @@ def check_tensors(source: Tensors, layout: Layout, config: ModelConfig) -> None:
     family = family_of(source.config)
     tied = config.tie_embeddings and _HEAD in source.shapes
     suffixes = (*IGNORED, *([_HEAD] if tied else []))
-    ignored = () if family is None else family.ignored
-    prefixes = tuple(prefix.format(layers=config.num_layers) for prefix in ignored)
+    prefixes: tuple[str, ...] = ()
+    if family is not None:
+        prefixes = family.ignored_prefixes(source.config, source.config_path)
     source.check(layout.shapes, suffixes, prefixes)
 
 

@@ -29,6 +29,7 @@ from lsm_jax.convert.families import FAMILIES, Family
 from lsm_jax.convert.folder import export, new_files, write_index
 from lsm_jax.convert.new_folder import check_new, new_folder
 from lsm_jax.convert.tokenizer import tokenizer_files
+from lsm_jax.data.tokenizers import tokenizer_path
 from lsm_jax.models import ModelConfig
 from lsm_jax.training import load_run
 
@@ -178,13 +179,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--workdir", required=True, help="directory of the run")
     parser.add_argument("--out", required=True, help="the folder to write")
     parser.add_argument("--source", help="the checkpoint that the run was imported from")
-    parser.add_argument("--dtype", default="float32", help=", ".join(_DTYPES))
+    parser.add_argument("--dtype", help=f"{', '.join(_DTYPES)} (default: float32)")
     parser.add_argument(
         "--norm_eps", type=float, help="epsilon of all norms, if the run's norms have several"
     )
     parser.add_argument("--step", type=int, help="step of the checkpoint (default: the newest)")
     parsed = parser.parse_args(arguments)
     try:
+        given = [n for n in ("dtype", "norm_eps") if getattr(parsed, n) is not None]
+        if parsed.source is not None and given:
+            raise ValueError(
+                f"--{given[0]} with --source: accepted is one of them; the export has the dtypes and the config of the source"
+            )
         run = load_run(parsed.workdir, step=parsed.step)
         name = run.config.data.tokenizer
         params = mixers.merge_adapters(run.params, run.config.model.lora)
@@ -192,8 +198,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if parsed.source is not None:
             out = export(params, model, parsed.source, parsed.out)
         else:
-            tokenizer = name if str(name).endswith((".json", ".txt")) else None
-            options = dict(dtype=parsed.dtype, tokenizer=tokenizer, norm_eps=parsed.norm_eps)
+            tokenizer = None if name in ("bytes", "gpt2") else tokenizer_path(name)
+            dtype = parsed.dtype or "float32"
+            options = dict(dtype=dtype, tokenizer=tokenizer, norm_eps=parsed.norm_eps)
             out = export_released(params, model, parsed.out, **options)
     except (ValueError, OSError) as error:
         print(f"{programs.shown_name(program)}: {error}", file=sys.stderr)

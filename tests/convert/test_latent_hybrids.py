@@ -59,9 +59,12 @@ def test_tensors_of_lings_prediction_heads_are_ignored_and_exported(tmp_path):
     export(params, config, folder, tmp_path / "out")
     written, given = (f / "model.safetensors" for f in (tmp_path / "out", folder))
     assert written.read_bytes() == given.read_bytes()
-    other = changed(LING, tmp_path / "other", functools.partial(change, layer=layers + 1))
-    with pytest.raises(ValueError, match=f"model.layers.{layers + 1}.eh_proj.weight"):
-        imported(other)
+    for layer, count in ((layers + 1, 1), (layers, 0)):  # more layers than config.json states
+        name = f"model.layers.{layer}.eh_proj.weight"
+        part = functools.partial(change, layer=layer)
+        other = changed(LING, tmp_path / str(count), part, num_nextn_predict_layers=count)
+        with pytest.raises(ValueError, match=f"unexpected: {name}"):
+            imported(other)
 
 
 @pytest.mark.slow

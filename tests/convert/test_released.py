@@ -30,6 +30,7 @@ from lsm_jax.convert import (
 from lsm_jax.convert.families import FAMILIES
 from lsm_jax.convert.huggingface import checkpoint_layout, import_huggingface
 from lsm_jax.models import LayerConfig, ModelConfig, abstract
+from tests.convert.edits import edit
 
 GOLDENS = Path(__file__).parent / "released_goldens"
 NAMES = sorted(path.name for path in GOLDENS.iterdir() if path.is_dir())
@@ -205,6 +206,7 @@ def test_missing_and_surplus_tensors_are_named(tmp_path):
         ("fla-gla", dict(architectures=["GPT"]), "architectures=.'GPT'.; accepted is .'GLAForCausal"),
         ("fla-gla", dict(attn=dict(layers=[2], num_heads=2)), "attn.layers=.2.; accepted is a list of"),
         ("fla-gla", dict(attn=dict(layers=[1], num_heads=2, sink=1)), "attn has unknown fields: sink"),
+        ("fla-gla", dict(attn=dict(layers=True, num_heads=2)), "attn.layers=True; accepted is a list of layers"),
         ("fla-delta_net", dict(qk_norm="sum"), "qk_norm='sum'; accepted is 'l2'"),
         ("fla-hgrn2", dict(num_heads=4), "num_heads=4: accepted is hidden_size / expand_ratio = 2"),
         ("fla-kda", dict(safe_gate=True), "lower_bound=None; accepted is a lower_bound below 0"),
@@ -236,6 +238,7 @@ def test_missing_and_surplus_tensors_are_named(tmp_path):
         ("transformers-bamba", dict(rope_parameters=dict(rope_type="yarn", factor=2.0)), "rotation: rope_scaling of type 'yarn'"),
         ("transformers-nemotron_h", dict(hybrid_override_pattern="M-MX-"), "hybrid_override_pattern='M-MX-'; accepted are letters"),
         ("transformers-nemotron_h", dict(hybrid_override_pattern="M-M--"), "hybrid_override_pattern='M-M--' differs from layers_block"),
+        ("transformers-nemotron_h", dict(hybrid_override_pattern="M-M*-", layers_block_type=5), "differs from layers_block_type=5"),
         ("transformers-nemotron_h", dict(layers_block_type=["mlp"] * 5), "layer 0 is a feedforward, and no mixer is before it"),
         ("transformers-nemotron_h-moe", dict(moe_latent_size=8), "moe_latent_size=8; accepted is None"),
         ("transformers-nemotron_h-moe", dict(n_routed_experts=2**30), "n_routed_experts=1073741824 is larger than every dimension"),
@@ -243,6 +246,8 @@ def test_missing_and_surplus_tensors_are_named(tmp_path):
         ("transformers-falcon_h1", dict(ssm_multipliers=[1.0]), "ssm_multipliers=.1.0.; accepted is a list of 5 numbers"),
         ("transformers-falcon_h1", dict(projectors_bias=True), "projectors_bias=True; accepted is False"),
         ("transformers-lfm2", dict(layer_types=["conv"] * 2), "layer_types=.*; accepted is a list of 3"),
+        ("transformers-lfm2", dict(layer_types=[{}] * 3), "layer_types=.*; accepted is a list of 3"),
+        ("transformers-lfm2", dict(layer_types=None, full_attn_idxs=1), "full_attn_idxs=1; accepted is a list of layers"),
         ("transformers-lfm2", dict(conv_bias=True), "conv_bias=True; accepted is False"),
         ("transformers-xlstm", dict(weight_mode="fused"), "weight_mode='fused'; accepted is 'single'"),
         ("transformers-xlstm", dict(num_blocks=3), "num_blocks=3; accepted is num_hidden_layers=2"),
@@ -268,12 +273,21 @@ def test_the_command_exports_a_run(tmp_path, capsys):
     assert released_export.main([*options, f"--source={folder}"]) == 0
     for path in folder.iterdir():
         assert (tmp_path / "out" / path.name).read_bytes() == path.read_bytes()
+    assert released_export.main([*options, f"--source={folder}", "--dtype=bfloat16"]) == 1
+    assert "--dtype with --source: accepted is one of them" in capsys.readouterr().err
     options[1] += "-bfloat16"
     assert released_export.main([*options, "--dtype=bfloat16"]) == 0
     out = Checkpoint(tmp_path / "out-bfloat16")
     assert set(out.dtypes.values()) == {"BF16"} and (out.folder / "tokenizer.json").is_file()
     assert released_export.main(options) == 1
     assert "is not empty; accepted is a new folder" in capsys.readouterr().err
+    path = (
+        tmp_path / "run" / "config.json"
+    )  # a run of configs/finetune.py names its tokenizer by folder or id
+    data = json.loads(path.read_text())["data"] | dict(tokenizer=str(folder))
+    edit(path, data=data)
+    assert released_export.main([options[0], f"--out={tmp_path / 'again'}"]) == 0
+    assert (tmp_path / "again" / "tokenizer.json").is_file()
 
 
 def test_layouts_name_parameters_without_a_tensor():

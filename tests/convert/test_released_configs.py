@@ -154,6 +154,16 @@ def test_errors_name_the_field(name, fields, words):
         FAMILIES[given["model_type"]].described(given, "config.json")
 
 
+@pytest.mark.parametrize(("hidden", "width"), [(4096, 10944), (768, 2048), (1024, 2752)])
+def test_feedforwards_of_xlstm_have_the_width_of_transformers(hidden, width):
+    """768 x 2.667 is 2048.256, which transformers rounds to 2048, a multiple of 64."""
+    fields = CONFIGS["xLSTM-7B"] | dict(
+        hidden_size=hidden, embedding_dim=hidden, head_dim=hidden // 8
+    )
+    config = FAMILIES["xlstm"].described(fields, "config.json")
+    assert config.layers["L"].feedforward.intermediate_size == width
+
+
 LING = "transformers-bailing_hybrid"
 
 

@@ -79,8 +79,8 @@ class Family:
         read: returns the contents of config.json with the fields that the other attributes name, where other versions of the
             library have others; raises ValueError if it cannot.
         prefix: what the names of a layer's tensors begin with, before the layer's number.
-        ignored: beginnings of the names of tensors that the model does not have, in which {layers} is the number of layers; an
-            export copies them.
+        ignored: beginnings of the names of tensors that the model does not have; an export copies them. In a beginning {layer} is
+            the number of each layer that predicts several tokens, which follow the last one: `num_nextn_predict_layers` of them.
         stored: returns values that follow from the names of the stored tensors, which `names` receives with those of the fields;
             it is called without names for a new checkpoint.
         config: returns the model's config from the values of the fields.
@@ -207,6 +207,17 @@ class Family:
         values = self.values(given, where) | self.stored(stored)
         names = functools.partial(self.names, values, config)
         return layout_of(config, names, what=self.model_type)
+
+    def ignored_prefixes(self, given: Mapping[str, Any], where: object) -> tuple[str, ...]:
+        """Return the beginnings of the names of tensors that the model does not have, from the contents of config.json; `where` is
+        the file, for error messages."""
+        values = self.values(given, where)
+        first, count = values["num_hidden_layers"], values.get("num_nextn_predict_layers") or 0
+        return tuple(
+            prefix.format(layer=first + i)
+            for prefix in self.ignored
+            for i in range(count if "{layer}" in prefix else 1)
+        )
 
     def fields_of(self, config: ModelConfig) -> dict[str, Any]:
         """Return the contents of config.json that are closest to a model's config; it may describe another model."""

@@ -109,8 +109,8 @@ def specs(values: dict[str, Any]) -> list[dict[str, Any]]:
         if unknown := sorted(set(spec) - set(_ATTENTION_KINDS) - {"layers"}):
             raise ValueError(f"attn has unknown fields: {listed(unknown)}")
         layers = spec.get("layers")
-        numbers = [n for n in layers if type(n) is int] if isinstance(layers, list) else []
-        if len(numbers) != len(layers or [None]) or not all(0 <= n < count for n in numbers):
+        numbers = layers if isinstance(layers, list) else []
+        if not numbers or not all(type(n) is int and 0 <= n < count for n in numbers):
             raise ValueError(
                 f"attn.layers={shown(layers)}; accepted is a list of layers from 0 to {count - 1}"
             )

@@ -53,10 +53,13 @@ def _types(values: dict[str, Any]) -> list[str]:
     given, count = values["layer_types"], values["num_hidden_layers"]
     if given is None:
         full = range(count) if values["full_attn_idxs"] is None else values["full_attn_idxs"]
-        if not all(type(i) is int and 0 <= i < count for i in full):
+        if not isinstance(full, list | range) or not all(
+            type(i) is int and 0 <= i < count for i in full
+        ):
             raise ValueError(f"full_attn_idxs={shown(full)}; accepted is a list of layers from 0 to {count - 1}")  # fmt: skip
         return [_FULL if i in full else _CONV for i in range(count)]
-    if not isinstance(given, list) or len(given) != count or any(x not in _MIXERS for x in given):
+    named = isinstance(given, list) and all(isinstance(x, str) and x in _MIXERS for x in given)
+    if not named or len(given) != count:
         raise ValueError(f"layer_types={shown(given)}; accepted is a list of {count}, each one of {', '.join(_MIXERS)}")  # fmt: skip
     return given
 

@@ -59,7 +59,8 @@ def _read(given: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(pattern, str) or set(pattern) - set("M*-E"):
             raise ValueError(f"hybrid_override_pattern={shown(pattern)}; accepted are letters M, *, - and E")  # fmt: skip
         named = [_TYPES[letter] for letter in pattern]
-        if types is not None and [_TYPES.get(str(x)) for x in types] != named:
+        listed = [_TYPES.get(str(x)) for x in types] if isinstance(types, list) else None
+        if types is not None and listed != named:
             raise ValueError(f"hybrid_override_pattern={pattern!r} differs from layers_block_type={shown(types)}")  # fmt: skip
         given["layers_block_type"] = types = named
     if isinstance(types, list):

@@ -34,9 +34,10 @@ _TABLE: Names = {
 
 
 def _width(values: dict[str, Any]) -> int:
-    """Return the inner width of the feedforwards."""
+    """Return the inner width of the feedforwards, rounded as transformers does: less than 1 above a multiple is rounded down."""
     multiple = values["ffn_round_up_to_multiple_of"]
-    return int(-(-values["hidden_size"] * values["ffn_proj_factor"] // multiple) * multiple)
+    width = values["hidden_size"] * values["ffn_proj_factor"]
+    return int((width + multiple - 1) // multiple * multiple)
 
 
 _BOTH = (("embedding_dim", "hidden_size"), ("num_blocks", "num_hidden_layers"))
