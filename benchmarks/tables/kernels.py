@@ -304,6 +304,29 @@ TABLES = [
         command="python -m benchmarks convolution",
     ),
     Table(
+        "unit_length",
+        ("convolution.jsonl",),
+        (
+            Column(
+                "B x T x D",
+                lambda row: (
+                    shape_text(row["shape"]) + (", packed documents" if row["packed"] else "")
+                ),
+            ),
+            Column("heads of", lambda row: str(row["head_dim"] or "")),
+            pair("kernel", "kernel"),
+            Column(
+                "kernel, unit length by XLA",
+                lambda row: times(row["separate"]) if "separate" in row else "",
+            ),
+            measured(),
+        ),
+        key=lambda row: (row["shape"], row["packed"], row["head_dim"]),
+        not_run="requires an NVIDIA Hopper GPU",
+        command="python -m benchmarks convolution --shapes 16x2048x768,8x4096x1536,2x16384x768 --head_dims 256 --kinds kernel,separate "
+        "--output docs/convolution.jsonl\npython -m benchmarks convolution --kinds kernel --output docs/convolution.jsonl",
+    ),
+    Table(
         "scans",
         ("scans.jsonl",),
         (

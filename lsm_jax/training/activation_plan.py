@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lsm_jax import ops
+from lsm_jax.feedforward.moe import MoE
 from lsm_jax.mixers import MLAConfig, PaTHConfig
 from lsm_jax.mixers.softmax import Softmax
 from lsm_jax.models import Decoder
@@ -79,7 +80,10 @@ def activation_bytes(
         kinds = dict(zip(config.model.period(), model.periods.blocks, strict=True))
         of_kind = {n: _layer_bytes(config, model, b, *shape) for n, b in kinds.items()}
         known[key] = [of_kind[letter] for letter in config.model.period()]
-    layers = known[key]
+    layers = [
+        (peak, residuals - _casts_not_saved(config, block, sizes))
+        for (peak, residuals), block in zip(known[key], model.periods.blocks, strict=True)
+    ]
     x = rows * length * config.model.hidden_size * jnp.dtype(config.model.dtype).itemsize
     working = max(peak for peak, _ in layers) // sizes["tensor"] + 2 * x
     entries = entries_of_stage(model, sizes)
@@ -109,6 +113,19 @@ def activation_bytes(
     item = jnp.dtype(config.model.dtype).itemsize
     head = config.model.vocab_size * config.model.hidden_size * (4 + item)  # gradient and copy
     return saved, max(working, logits + head)
+
+
+def _casts_not_saved(config: TrainConfig, block: Any, sizes: dict[str, int]) -> int:
+    """Return how many bytes of the 16-bit copies of experts' matrices, which one device alone saves with `remat=dots`, each device of
+    a mesh with these sizes of its axes does not save: all if devices gather the matrices, else those of other devices' experts."""
+    experts, item = block.feedforward, jnp.dtype(config.model.dtype).itemsize
+    if config.model.remat != "dots" or item >= 4 or not isinstance(experts, MoE):
+        return 0
+    if experts.config.execution != "grouped":
+        return 0
+    kernels = experts.gate_proj, experts.up_proj, experts.down_proj
+    copies = sum(item * math.prod(p.shape[1:]) for p in kernels if p is not None)
+    return copies if sizes["fsdp"] > 1 else copies - copies // sizes["expert"]
 
 
 def _layer_bytes(

@@ -9,19 +9,6 @@ not suffice for all.
 import triton
 import triton.language as tl
 
-_PTX: tl.constexpr = tl.constexpr(not triton.knobs.runtime.interpret)  # the interpreter has no PTX
-
-
-@triton.jit
-def _prefetch(x, stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Load the cache lines of a matrix [ROWS, COLUMNS] of 16-bit numbers into the L2 cache, without waiting for them."""
-    if _PTX:
-        lines = tl.arange(0, ROWS)[:, None] * stride + tl.arange(0, COLUMNS // 64)[None, :] * 64
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [(x + lines).to(tl.int64)],
-            dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
-
 
 @triton.jit
 def joined_gradients(
@@ -29,13 +16,12 @@ def joined_gradients(
     Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, V_HEADS: tl.constexpr, D_HEADS: tl.constexpr,
     HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     LOW: tl.constexpr, DECAY: tl.constexpr, GRADIENT: tl.constexpr, DOCUMENTS: tl.constexpr,
-    PREFETCH: tl.constexpr,
 ):  # fmt: skip
     """Store the gradients of the queries, keys and values of all chunks, [B, T, HEADS, K or V], and with `GRADIENT` that of a scalar log
     decay, dg [B, T, HEADS].
 
     dv = Pᵀ dO + (k e^(b_C - b)) dS', dq = dA k + scale e^b (dO Sᵀ) and dk = dAᵀ q + (e^(b_C - b) v) dS'ᵀ, with P = (q kᵀ) ⊙ D, dA = (dO
-    vᵀ) ⊙ D and D = scale e^(b_i - b_j) on and below the diagonal. A program computes one chunk of one head. With `PREFETCH` it first asks for what it will load last.
+    vᵀ) ⊙ D and D = scale e^(b_i - b_j) on and below the diagonal. A program computes one chunk of one head.
     """
     h, chunk = tl.program_id(0) % HEADS, (tl.program_id(0) // HEADS).to(tl.int64)
     rows, keys, values = tl.arange(0, C), tl.arange(0, BK), tl.arange(0, BV)
@@ -59,11 +45,6 @@ def joined_gradients(
     cell = keys[:, None] * V + values[None, :]
     # Row i is the token that is read, and column j the token that reads.
     i, j = rows[:, None], rows[None, :]
-    if PREFETCH:
-        _prefetch(states, V, K, V)
-        _prefetch(k, K_HEADS * K, C, K)
-        _prefetch(d_states, V, K, V)
-        _prefetch(q, Q_HEADS * K, C, K)
     dA = tl.zeros([C, C], tl.float32)
     for column in range(0, V, BV):
         tile_d = tl.load(d_out + column + d_rows).to(LOW)

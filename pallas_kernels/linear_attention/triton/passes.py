@@ -63,7 +63,7 @@ WIDE_TILINGS = {
 WIDE_TILINGS["narrow_scan"] = WIDE_TILINGS["scan"]
 WIDE_TILINGS["bonus_gradients"] = Tiling(16, 64, 8, 1)
 """The tilings for products in tf32, of float16 and float32 inputs."""
-JOINED = {"bfloat16": (64, 128)}
+JOINED = {"bfloat16": (64,)}
 """The numbers of key channels, by dtype, for which one kernel, `joined_gradients`, computes all gradients with a scalar decay or none."""
 
 
@@ -486,7 +486,7 @@ def joined_gradients(
         **dict(
             Q_HEADS=q.shape[2], K_HEADS=k.shape[2], V_HEADS=v.shape[2], D_HEADS=decays.heads, HEADS=heads, K=keys, V=values,
             C=CHUNK, BK=tiling.keys, BV=tiling.values, LOW=_low(q)[0], DECAY=decays.cum is not None, GRADIENT=decay,
-            DOCUMENTS=decays.run is not None, PREFETCH=True,
+            DOCUMENTS=decays.run is not None,
         ),
     )  # fmt: skip
     return results["dq"], results["dk"], results["dv"], results["dg"] if decay else None
