@@ -267,8 +267,10 @@ def _best(model: str, found: dict[float, dict[str, Any]]) -> float:
     return min(losses, key=lambda f: losses[f])
 
 
-def _by_rate(published: float, found: dict[float, dict[str, Any]]) -> dict[str, float]:
-    return {f"{published * f:.3g}": round(_finite(result["loss"]), 4) for f, result in found.items()}  # fmt: skip
+def _by_rate(published: float, found: dict[float, dict[str, Any]]) -> dict[str, float | None]:
+    """Return the held-out loss of each learning rate, by the rate; None (null in JSON, which has no infinity) where the run diverged."""
+    losses = {f"{published * f:.3g}": _finite(result["loss"]) for f, result in found.items()}
+    return {rate: round(x, 4) if math.isfinite(x) else None for rate, x in losses.items()}
 
 
 def _rates_seconds(found: dict[float, dict[str, Any]]) -> float:

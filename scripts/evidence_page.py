@@ -63,12 +63,20 @@ def _plots(table: str) -> list[str]:
 
 
 def add_to_contents(docs: Path) -> None:
-    """Add the page to the site's contents and to the list of results pages, before the training steps, unless it is there."""
+    """Add the page to the site's contents and to the list of results pages, before the training steps, unless it is there.
+
+    Raises:
+        ValueError: a page has no line of the training steps.
+    """
     for name, place, line in (
         ("index.md", "results/training_steps\n", "results/evidence\n"),
         ("results/README.md", "| [training_steps.md]", "| [evidence.md](evidence.md) | models of 125M on real text: what holds of the papers' statements |\n"),
     ):  # fmt: skip
         text = (docs / name).read_text()
+        if line not in text and place not in text:
+            raise ValueError(
+                f"{docs / name} has no line {place.strip()!r}, before which the page is listed"
+            )
         if line not in text:
             (docs / name).write_text(text.replace(place, line + place, 1))
 
@@ -82,7 +90,11 @@ def main() -> int:
         return 1
     PAGE.write_text(report.fill(text, PAGE, DOCS.parent))
     draw_results.write(draw_results.FOLDER)
-    add_to_contents(DOCS)
+    try:
+        add_to_contents(DOCS)
+    except ValueError as error:
+        print(f"evidence_page: {error}", file=sys.stderr)
+        return 1
     print(PAGE)
     return 0
 

@@ -133,7 +133,7 @@ EVERY = [
         (
             Column("model", lambda row: f"`{row['model']}`"),
             Column("10⁶ tokens", lambda row: f"{row['short_tokens'] / 1e6:.0f}"),
-            Column("held-out loss at each learning rate", lambda row: ", ".join(f"{rate}: {loss:.3f}" for rate, loss in row["rates"].items())),
+            Column("held-out loss at each learning rate", lambda row: ", ".join(f"{rate}: " + ("diverged" if loss is None else f"{loss:.3f}") for rate, loss in row["rates"].items())),
             Column("chosen", lambda row: f"{row['peak_lr']:.1e}"),
             Column("card hours", lambda row: f"{row['rates_seconds'] / 3600:.2f}"),
         ),

@@ -160,6 +160,7 @@ def test_a_learning_rate_that_diverges_is_left_out(monkeypatch, tmp_path, capsys
     assert [result["loss"] for result in found.values()] == [1000.0, 500.0, None]
     assert "rate-2: this learning rate is left out: loss is not finite" in capsys.readouterr().err
     assert evidence._best("fox:pro-125m", found) == 1
+    assert evidence._by_rate(1e-3, found) == {"0.0005": 1000.0, "0.001": 500.0, "0.002": None}
 
     def lose_disk(*_):
         raise TrainingStopped("disk full")

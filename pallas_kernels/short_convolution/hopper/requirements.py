@@ -111,7 +111,7 @@ REQUIREMENTS = (
     ),
     Requirement(
         "a multiple of 256 channels, in heads that fit into the channels of a warp; or heads of 64, 128 or 256 channels, no padding "
-        "inside documents, and a multiple of 4 rows, or of halves or quarters of rows, of whole blocks of 16 tokens",
+        "inside documents, and rows that can be cut into a multiple of 4 parts of equal length, 1, 2 or 4 of each row, a multiple of 16 tokens",
         lambda c: divide(c.x.shape, c.head_dim, c.ordered) is not None,
         _given,
     ),
