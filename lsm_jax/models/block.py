@@ -56,10 +56,10 @@ class Block(nnx.Module):
             draw_xavier(self.mixer, _XAVIER_GAIN, rngs)
         if model.scaled_output_init:
             self._scale_outputs((2 * model.num_layers) ** -0.5)
+        self.in_fp8: tuple[str, ...] = ()
         if model.matmul == "fp8":
-            for part in (self.mixer, self.feedforward):
-                if part is not None:
-                    mixers.use_fp8(part)
+            parts = [part for part in (self.mixer, self.feedforward) if part is not None]
+            self.in_fp8 = tuple(name for part in parts for name in mixers.use_fp8(part))
         self.adapted: tuple[str, ...] = ()
         if model.lora is not None:
             parts = [part for part in (self.mixer, self.feedforward) if part is not None]
@@ -158,6 +158,11 @@ class Period(nnx.Module):
         )
         if config.lora is not None:
             _check_adapters(list(self.blocks), config.lora)
+        if config.matmul == "fp8" and not any(block.in_fp8 for block in self.blocks):
+            raise ValueError(
+                f"model.matmul='fp8': no dense layer of this model of width {config.hidden_size} has at least 128 inputs and outputs, "
+                "multiples of 16, which a product in FP8 requires; accepted is 'default'"
+            )
 
 
 def stack_periods(config: ModelConfig, keys: jax.Array) -> Period:

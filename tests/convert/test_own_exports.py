@@ -13,6 +13,7 @@ from lsm_jax import mixers
 from lsm_jax.convert import Checkpoint, export_released
 from lsm_jax.convert.families import FAMILIES
 from lsm_jax.feedforward import SwiGLUConfig
+from lsm_jax.mixers import fp8
 from lsm_jax.models import Decoder, abstract, lm
 from lsm_jax.training.step import params_of
 from tests.convert.test_released import imported, marked
@@ -25,7 +26,8 @@ OWN = (
 
 
 @pytest.mark.parametrize("method", marked(OWN, ("gated_deltanet", "gsa")))
-def test_own_models_are_exported(method, tmp_path):
+def test_own_models_are_exported(method, tmp_path, monkeypatch):
+    monkeypatch.setattr(fp8, "LEAST_SIZE", 16)
     config = dataclasses.replace(lm(method, "tiny", vocab_size=48), num_layers=2)
     if method == "log_linear_mamba2":
         config.layers["L"].feedforward = SwiGLUConfig()  # FLA's, whatever its config says

@@ -112,3 +112,5 @@ def test_wrong_values_are_refused():
     config = mom.get_config("tiny").model
     with pytest.raises(ValueError, match="no product in FP8; accepted with MoM is 'default'"):
         dataclasses.replace(config, matmul="fp8").validate()
+    with pytest.raises(ValueError, match="no dense layer of this model of width 64 has at least 128"):  # fmt: skip
+        nnx.eval_shape(lambda: models.Decoder(small("fp8"), rngs=nnx.Rngs(0)))
