@@ -31,6 +31,7 @@ BENCHMARK = Benchmark(
     name="convolution",
     summary="short convolutions with SiLU and unit length, fused and in XLA",
     key=("shape", "head_dim", "packed"),
+    more_files=("docs/convolution.jsonl",),
 )
 
 KINDS = {"kernel": "mosaic_gpu", "separate": "mosaic_gpu", "xla": "xla"}

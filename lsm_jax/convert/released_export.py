@@ -179,7 +179,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--workdir", required=True, help="directory of the run")
     parser.add_argument("--out", required=True, help="the folder to write")
     parser.add_argument("--source", help="the checkpoint that the run was imported from")
-    parser.add_argument("--dtype", help=f"{', '.join(_DTYPES)} (default: float32)")
+    parser.add_argument("--dtype", help="float32, bfloat16 or float16 (default: float32)")
     parser.add_argument(
         "--norm_eps", type=float, help="epsilon of all norms, if the run's norms have several"
     )
