@@ -102,9 +102,9 @@ def draw_lengths(mode: Mode, rows: list[Row]) -> Figure:
     curves = {
         name: sorted(points, key=lambda row: row["length"])
         for name, points in group(rows, lambda row: row["variant"].removesuffix("-340m")).items()
-        if len(points) > 2
+        if len(points) > 1
     }
-    figure = new_figure(8.0, 4.4)
+    figure = new_figure(8.0, 5.4)
     axes = axes_of(
         figure, mode, "tokens in a row", "10³ tokens/s, models of 340M on one NVIDIA H200"
     )
@@ -118,7 +118,7 @@ def draw_lengths(mode: Mode, rows: list[Row]) -> Figure:
     axes.set_xscale("log", base=2)
     axes.set_xticks(ticks, [f"{length:,}" for length in ticks])
     axes.set_ylim(bottom=0)
-    axes.legend(frameon=False, labelcolor=mode.ink, fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))  # fmt: skip
+    axes.legend(frameon=False, labelcolor=mode.ink, fontsize=7, loc="upper left", bbox_to_anchor=(1, 1), handlelength=3.5)  # fmt: skip
     return figure
 
 
