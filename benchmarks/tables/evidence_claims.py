@@ -1,4 +1,4 @@
-"""What the papers say about pairs of models, beside what the rows of `python -m benchmarks evidence` have."""
+"""The statements of the papers on pairs of models, beside the differences in the rows of `python -m benchmarks evidence`."""
 
 from __future__ import annotations
 
