@@ -168,7 +168,7 @@ REQUIREMENTS = (
         lambda call: f"{len(call.arguments['x'])} rows and multiple={call.options.multiple}",
     ),
 )
-"""What the kernels require of a call with the arguments x and `kernels`, and with `Options`."""
+"""The requirements of the kernels for a call with the arguments x and `kernels`, and with `Options`."""
 
 
 def _xla_product(x, kernels, sizes):
