@@ -21,9 +21,9 @@ def project_together(
 ) -> tuple[jax.Array, ...]:
     """Return what each of several dense layers returns for tokens x [B, T, D] in a dtype (None is x's): `layer(x, dtype=dtype)`.
 
-    Where devices do not divide the heads, for 16-bit x and `LEAST_TOKENS` tokens or more, plain layers are one product with their kernels side by side. It loads x
-    once instead of once a layer; the backward pass stores and adds one gradient of x instead of one a layer. The product's float32 result is
-    saved for the backward pass where products with weights are.
+    Where devices do not divide the heads, for 16-bit x and `LEAST_TOKENS` tokens or more, plain layers are one product with their kernels
+    side by side. It loads x once instead of once a layer; the backward pass stores and adds one gradient of x instead of one a layer. The
+    product's float32 result is saved for the backward pass where products with weights are.
     """
     if not _joins(x, [layer for layer, _ in layers]):
         return tuple(layer(x, dtype=dtype) for layer, dtype in layers)

@@ -317,7 +317,7 @@ def test_the_tokens_of_equal_time_follow_from_the_speeds(tmp_path, monkeypatch):
     )
     (case,) = cases_module.cases(args)
     assert case["tokens"] == 15_000_000 and case["time_of"] == "lm:softmax-nano"
-    # What is compiled ahead is what `measure` trains.
+    # The configs that are compiled ahead equal those that `measure` trains.
     monkeypatch.setattr(evidence, "vocab_size", lambda corpus: 128)
     setting = cases_module.setting_of(args)
     (ahead,) = evidence.planned_configs([case], setting, short=False)

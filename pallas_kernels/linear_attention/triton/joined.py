@@ -11,6 +11,16 @@ import triton.language as tl
 
 
 @triton.jit
+def _seen(of_chunk, C: tl.constexpr, DOCUMENTS: tl.constexpr):
+    """Return whether row i's token is read by column j's, [C, C]: i <= j, of one document. `of_chunk` are the tokens' documents."""
+    rows = tl.arange(0, C)
+    seen = rows[:, None] <= rows[None, :]
+    if DOCUMENTS:
+        seen = seen & (tl.load(of_chunk + rows)[:, None] == tl.load(of_chunk + rows)[None, :])
+    return seen
+
+
+@triton.jit
 def joined_gradients(
     q, k, v, d_out, cum, read_decay, write_decay, chunk_decay, run, states, d_states, scale, dq, dk, dv, dg,
     Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, V_HEADS: tl.constexpr, D_HEADS: tl.constexpr,
@@ -50,10 +60,7 @@ def joined_gradients(
         tile_d = tl.load(d_out + column + d_rows).to(LOW)
         tile_v = tl.load(v + column + v_rows).to(LOW)
         dA = tl.dot(tile_v, tl.trans(tile_d), dA, input_precision="tf32")
-    seen = i <= j
-    if DOCUMENTS:
-        of_chunk = run + chunk * C
-        seen = seen & (tl.load(of_chunk + rows)[:, None] == tl.load(of_chunk + rows)[None, :])
+    seen = _seen(run + chunk * C, C, DOCUMENTS)
     dA = tl.where(seen, dA * scale, 0.0)
     if DECAY:
         b = tl.load(cum + by_row)
@@ -100,10 +107,7 @@ def joined_gradients(
         write += diagonal * tile_q.to(tl.float32)
         tl.store(dk + key + dk_rows, write.to(dk.dtype.element_ty))
     if GRADIENT:
-        after = i <= j
-        if DOCUMENTS:
-            of_chunk = run + chunk * C
-            after = after & (tl.load(of_chunk + rows)[:, None] == tl.load(of_chunk + rows)[None, :])
+        after = _seen(run + chunk * C, C, DOCUMENTS)
         sums = tl.sum(tl.where(after, later[None, :], 0.0), 1)
         sums += tl.sum(tl.where(j < i, earlier[None, :], 0.0), 1)
         sums += tl.load(chunk_decay + chunk * D_HEADS + d_head) * tl.sum(total, 0)
@@ -113,10 +117,7 @@ def joined_gradients(
         tile_k = tl.load(k + key + k_rows).to(LOW)
         tile_q = tl.load(q + key + q_rows).to(LOW)
         P = tl.dot(tile_k, tl.trans(tile_q), P, input_precision="tf32")
-    seen = i <= j
-    if DOCUMENTS:
-        of_chunk = run + chunk * C
-        seen = seen & (tl.load(of_chunk + rows)[:, None] == tl.load(of_chunk + rows)[None, :])
+    seen = _seen(run + chunk * C, C, DOCUMENTS)
     if DECAY:
         b = tl.load(cum + by_row)
         P = P * tl.exp(tl.where(seen, b[None, :] - b[:, None], 0.0))
