@@ -9,9 +9,9 @@
     corpus.json                 counts of all packages, and the SHA-256 of each store's token ids
 
 Equal versions give equal token ids on every machine. The same command continues after an interruption: a package that was
-downloaded or read, and a store that was written, is not made again. `--only` makes a corpus of some packages. `--plan` says
-what would be downloaded. The packages keep their licences (docs/corpus.md); the corpus is for training models, and is not part
-of this repository.
+downloaded or read, and a store that was written, is not made again. `--only` makes a corpus of some packages, `--without` of all
+others. `--plan` says what would be downloaded. The packages keep their licences (docs/corpus.md); the corpus is for training
+models, and is not part of this repository.
 """
 
 from __future__ import annotations
@@ -181,6 +181,7 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     add("--downloads", type=Path, help="folder of the packages; default: OUT/downloads")
     add("--sources", type=Path, default=LIST, help="the list of packages")
     add("--only", help="names of packages with commas between; default: all of the list")
+    add("--without", help="names of packages with commas between, which are left out")
     add("--heldout", type=float, default=0.01, help="share of held-out documents; default: 0.01")
     add("--long", type=float, default=0.5, help="share of the long documents in long.zarr; default: 0.5")  # fmt: skip
     add("--vocab_size", type=int, default=32_000, help="tokens of the tokenizer; default: 32000")
@@ -212,7 +213,8 @@ def main(given: Sequence[str] | None = None) -> int:
     options = arguments(given)
     try:
         only = options.only.split(",") if options.only else None
-        sources = read_sources(options.sources, only)
+        without = options.without.split(",") if options.without else ()
+        sources = read_sources(options.sources, only, without)
         if options.plan:
             for source in sources:
                 print(f"{source.registry:4} {source.package} {source.version}: {source.licence}")

@@ -142,6 +142,8 @@ def test_damaged_inputs_are_named(tmp_path, downloads, capsys):
         return capsys.readouterr().err
 
     assert "has no package nothing; accepted are texts, code" in error("--only=nothing")
+    assert "--without: list.toml has no package nothing" in error("--without=nothing")
+    assert "--without: no package remains" in error("--only=code", "--without=code")
     listed = (tmp_path / "list.toml").read_text()
     for old, new, message in (
         ('kind = "english"', 'kind = "latin"', "kind='latin'; accepted are english, code"),
@@ -177,6 +179,7 @@ def test_the_order_and_parts_depend_on_names_only():
 
 def test_the_list_of_packages_is_complete():
     sources = read_sources()
+    assert read_sources(without=["django"]) == [s for s in sources if s.package != "django"]
     assert len(sources) > 50 and {source.registry for source in sources} == {"apt", "pip", "npm"}
     assert all(len(source.sha256) == 64 and source.licence and source.version for source in sources)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import tomllib
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -62,11 +63,14 @@ def _matches(path: str, patterns: tuple[str, ...]) -> bool:
     return any(fnmatchcase(path, pattern) for pattern in patterns)
 
 
-def read_sources(path: Path = LIST, only: list[str] | None = None) -> list[Source]:
-    """Return the packages of a list, in its order; with `only`, those of these names.
+def read_sources(
+    path: Path = LIST, only: list[str] | None = None, without: Sequence[str] = ()
+) -> list[Source]:
+    """Return the packages of a list, in its order; with `only`, those of these names, and none of the names in `without`.
 
     Raises:
-        ValueError: the file is no such list, or has no package of a name in `only`; the message names what is wrong.
+        ValueError: the file is no such list, has no package of a name in `only` or `without`, or none remains; the message names
+            what is wrong.
     """
     try:
         tables = tomllib.loads(path.read_text("utf-8")).get("source", [])
@@ -76,14 +80,16 @@ def read_sources(path: Path = LIST, only: list[str] | None = None) -> list[Sourc
     names = [source.package for source in sources]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(f"{path}: {', '.join(twice)} is there twice")
-    if only is not None:
-        if missing := [name for name in only if name not in names]:
+    for option, given in (("only", only or ()), ("without", without)):
+        if missing := [name for name in given if name not in names]:
             raise ValueError(
-                f"--only: {path.name} has no package {', '.join(missing)}; accepted are {', '.join(names)}"
+                f"--{option}: {path.name} has no package {', '.join(missing)}; accepted are {', '.join(names)}"
             )
-        sources = [source for source in sources if source.package in only]
     if not sources:
         raise ValueError(f"{path}: it lists no package")
+    sources = [s for s in sources if (only is None or s.package in only) and s.package not in without]  # fmt: skip
+    if not sources:
+        raise ValueError("--without: no package remains")
     return sources
 
 
