@@ -21,6 +21,7 @@ from jaxtyping import Array, Float, Int
 from lsm_jax import ops
 from lsm_jax.mixers import checks
 from lsm_jax.mixers.base import Context, Mixer
+from lsm_jax.mixers.heads import three_or_four
 from lsm_jax.mixers.layers import Dense, RMSNorm, merge_heads, rotate, split_heads
 from lsm_jax.mixers.method import Method
 from lsm_jax.mixers.op_config import RecurrentConfig
@@ -68,10 +69,10 @@ class ABCConfig(RecurrentConfig):
 
     @classmethod
     def for_width(cls, hidden_size: int) -> ABCConfig:
-        """Return the config of ABC for a model of width `hidden_size`: four heads of 64 slots at any width (fewer slots
-        below width 256).
+        """Return the config of ABC for a model of width `hidden_size`: four heads of 64 slots at any width, but three at widths of
+        3 · 2^n; fewer slots below width 256.
         """
-        return cls(num_slots=min(64, hidden_size // 4))
+        return cls(num_heads=three_or_four(hidden_size), num_slots=min(64, hidden_size // 4))
 
     def head_dims(self, hidden_size: int) -> tuple[int, int]:
         """Return the numbers of key channels and of value channels of one head in a model of width `hidden_size`."""

@@ -30,6 +30,7 @@ from lsm_jax import ops
 from lsm_jax.mixers import checks
 from lsm_jax.mixers.base import Context, Mixer, short_convolution
 from lsm_jax.mixers.delta_config import GroupedDeltaRuleConfig
+from lsm_jax.mixers.heads import head_size
 from lsm_jax.mixers.layers import (
     Dense,
     RMSNorm,
@@ -59,9 +60,9 @@ class CombaConfig(GroupedDeltaRuleConfig):
     @classmethod
     def for_width(cls, hidden_size: int) -> CombaConfig:
         """Return the config of Comba for a model of width `hidden_size`, with the published proportions: heads of 256
-        channels (smaller ones below width 1024), and 3/4 as many key channels in all heads as the width.
+        channels (smaller ones below width 768), and 3/4 as many key channels in all heads as the width (2/3 at 768).
         """
-        head_dim = min(256, hidden_size // 4)
+        head_dim = head_size(hidden_size, 256)
         return cls(head_dim=head_dim, num_heads=max(1, 3 * hidden_size // (4 * head_dim)))
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:

@@ -13,6 +13,7 @@ from flax import nnx
 
 from lsm_jax.mixers import checks
 from lsm_jax.mixers.base import Context
+from lsm_jax.mixers.heads import head_size
 from lsm_jax.mixers.layers import Dense, split_heads
 from lsm_jax.mixers.method import Method
 from lsm_jax.mixers.retnet import RetNet, RetNetConfig
@@ -32,8 +33,9 @@ class GatedRetentionConfig(RetNetConfig):
 
     @classmethod
     def for_width(cls, hidden_size: int) -> GatedRetentionConfig:
-        """Return the config of gated retention for a model of width `hidden_size`, with heads of 256 channels."""
-        return cls(num_heads=hidden_size // min(256, hidden_size // 4))
+        """Return the config of gated retention for a model of width `hidden_size`, with heads of 256 channels
+        (smaller ones below width 768)."""
+        return cls(num_heads=hidden_size // head_size(hidden_size, 256))
 
     def validate(self, hidden_size: int) -> None:
         """Raise ValueError if a field of this config of gated retention is not accepted, or does not fit a model of

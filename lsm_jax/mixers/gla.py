@@ -15,6 +15,7 @@ from lsm_jax import ops
 from lsm_jax.mixers import checks, feature_maps
 from lsm_jax.mixers.base import Context, Mixer
 from lsm_jax.mixers.gates import log_sigmoid
+from lsm_jax.mixers.heads import three_or_four
 from lsm_jax.mixers.layers import Dense, RMSNorm, merge_heads, recomputed, split_heads
 from lsm_jax.mixers.method import Method
 from lsm_jax.mixers.op_config import RecurrentConfig
@@ -47,9 +48,9 @@ class GLAConfig(RecurrentConfig):
     @classmethod
     def for_width(cls, hidden_size: int) -> GLAConfig:
         """Return the config of gated linear attention for a model of width `hidden_size`, with the published
-        proportions: four heads at any width.
+        proportions: four heads at any width, but three at widths of 3 · 2^n.
         """
-        return cls(num_heads=4)
+        return cls(num_heads=three_or_four(hidden_size))
 
     def head_dims(self, hidden_size: int) -> tuple[int, int]:
         """Return the numbers of key channels and of value channels of one head of gated linear attention in a model of

@@ -25,6 +25,7 @@ from lsm_jax.mixers import checks
 from lsm_jax.mixers.base import Context, Mixer, MixerState, TokenShift
 from lsm_jax.mixers.clock import fresh_clock
 from lsm_jax.mixers.gated_deltanet import GatedDeltaNetConfig
+from lsm_jax.mixers.heads import head_size
 from lsm_jax.mixers.layers import Dense
 from lsm_jax.mixers.method import METHODS, Method, build
 from lsm_jax.mixers.mom_inner import Part, run_inner
@@ -87,10 +88,12 @@ class MoMConfig:
     @classmethod
     def for_width(cls, hidden_size: int) -> MoMConfig:
         """Return the config of Mixture-of-Memories for a model of width `hidden_size`, with the published proportions:
-        four memories, two for each token, and a shared one, of Gated DeltaNet with four heads of 256.
+        four memories, two for each token, and a shared one, of Gated DeltaNet with four heads of 256 channels (three at
+        width 768, smaller ones below).
         """
-        head_dim = min(256, hidden_size // 4)
-        return cls(mixer=GatedDeltaNetConfig(num_heads=4, head_dim=head_dim, expand_v=1.0))
+        size = head_size(hidden_size, 256)
+        heads = min(4, hidden_size // size)
+        return cls(mixer=GatedDeltaNetConfig(num_heads=heads, head_dim=size, expand_v=1.0))
 
     def num_groups(self) -> int:
         """Return G, the number of memories of a layer, including the one that all tokens share if there is one."""

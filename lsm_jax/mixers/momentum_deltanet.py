@@ -23,6 +23,7 @@ from lsm_jax import ops
 from lsm_jax.mixers import checks
 from lsm_jax.mixers.base import Context, Mixer, short_convolution
 from lsm_jax.mixers.delta_config import DeltaRuleConfig
+from lsm_jax.mixers.heads import head_size
 from lsm_jax.mixers.layers import (
     Dense,
     RMSNorm,
@@ -51,9 +52,9 @@ class MomentumDeltaNetConfig(DeltaRuleConfig):
     @classmethod
     def for_width(cls, hidden_size: int) -> MomentumDeltaNetConfig:
         """Return the config of momentum DeltaNet for a model of width `hidden_size`, with the published proportions: heads
-        of 256 channels (smaller ones below width 1024), and as many key channels in all heads as the width.
+        of 256 channels (smaller ones below width 768), and as many key channels in all heads as the width.
         """
-        head_dim = min(256, hidden_size // 4)
+        head_dim = head_size(hidden_size, 256)
         return cls(head_dim=head_dim, num_heads=max(1, hidden_size // head_dim))
 
     def validate(self, hidden_size: int) -> None:

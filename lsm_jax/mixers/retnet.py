@@ -14,6 +14,7 @@ from flax import nnx
 from lsm_jax import ops
 from lsm_jax.mixers import checks, feature_maps
 from lsm_jax.mixers.base import Context, Mixer
+from lsm_jax.mixers.heads import head_size
 from lsm_jax.mixers.layers import Dense, RMSNorm, merge_heads, rotate, split_heads
 from lsm_jax.mixers.method import Method
 from lsm_jax.mixers.op_config import RecurrentConfig
@@ -49,9 +50,9 @@ class RetNetConfig(RecurrentConfig):
     @classmethod
     def for_width(cls, hidden_size: int) -> RetNetConfig:
         """Return the config of RetNet for a model of width `hidden_size`, with the published proportions: key heads of
-        256 channels, and value heads twice as wide.
+        256 channels (smaller ones below width 768), and value heads twice as wide.
         """
-        return cls(num_heads=hidden_size // min(256, hidden_size // 4))
+        return cls(num_heads=hidden_size // head_size(hidden_size, 256))
 
     def head_dims(self, hidden_size: int) -> tuple[int, int]:
         """Return the numbers of key channels and of value channels of one head of RetNet in a model of width
