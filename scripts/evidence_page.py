@@ -23,7 +23,7 @@ SECTIONS = (
     ("evidence_moe", "Linear-MoE", "`pattern=N` is softmax attention in every layer, `LLLN` in every fourth."),
     ("evidence_methods", "All methods with a kernel", ""),
     ("evidence_methods_xla", "Methods without a kernel", ""),
-    ("evidence_rates", "Learning rates", "Each was chosen by short runs, with seed 0."),
+    ("evidence_rates", "Learning rates", "Each was chosen by short runs, with seed 0, among half, once and twice the published one. Where the lowest or the highest was chosen, the best may lie beyond."),
 )  # fmt: skip
 ALT = {
     "loss": "Loss by position and perplexity of beginnings of long documents, with the training length marked",
@@ -31,7 +31,8 @@ ALT = {
 }
 NOTES = """One row is one model. A state is that of one sequence after a row of training. P(l) is the perplexity of the first l tokens of held-out
 documents of 65,536 tokens. Needles: the share found, over depths, of lengths up to the training length T and beyond it. Card hours are
-of all that a model took: short runs, training and evaluations, with compiling. The corpus is [docs/corpus.md](../corpus.md)'s."""
+of all that a model took: short runs, training and evaluations, with compiling. The corpus is [docs/corpus.md](../corpus.md)'s. Steps have 16 rows of 4,096 tokens, fewer than published, since the runs are shorter:
+model, weight decay and the schedule's shape are the published ones."""
 
 
 def page() -> str:
