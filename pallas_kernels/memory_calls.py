@@ -219,6 +219,11 @@ def value_dims(*sizes: int) -> Requirement:
     )
 
 
+def or_in_parts(values: Requirement) -> Requirement:
+    """Return the requirement `values` with the words that more value channels are computed in parts, as `delta_rule` does."""
+    return values._replace(text=f"{values.text}, or a multiple of 256 in parts")
+
+
 def _in_slices(size: int) -> bool:
     """Return whether Hopper's kernels with a decay per channel support `size` key or value channels, in slices: 64, or a multiple of 128."""
     return size == 64 or (size > 0 and size % 128 == 0)
@@ -288,3 +293,5 @@ TPU = (
     ),
 )
 """The requirements that every TPU kernel of `linear_attention`, `delta_rule` and `dplr` has."""
+TPU_IN_PARTS = (*TPU[:2], or_in_parts(TPU[2]))
+"""Those of the op `delta_rule`, which computes more value channels in parts."""

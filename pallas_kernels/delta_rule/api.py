@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -23,6 +24,9 @@ from pallas_kernels.memory_calls import (
 from pallas_kernels.requirements import first_unmet
 
 _OP = "delta_rule"
+# The most value channels of a memory that a kernel scans, where more are computed in parts of `_PART` channels.
+_MOST_VALUES = {("mosaic_gpu", "scalar_decay"): 512, ("mosaic_tpu", "scalar_decay"): 256, ("mosaic_tpu", "channel_decay"): 256}  # fmt: skip
+_PART = 256
 
 
 def variant_of(log_decay: Any) -> str:
@@ -40,7 +44,21 @@ def unsupported(implementation: str, q, k, v, log_decay=None, erase: str = "deca
     The arguments are those of `delta_rule`, as arrays or as their shapes and dtypes.
     """
     backend = backend_module(_OP, implementation, variant_of(log_decay))
+    parts = _parts(implementation, q, v, log_decay)
+    if parts > 1:
+        batch, length, heads, channels = v.shape
+        v = jax.ShapeDtypeStruct((batch, length, heads * parts, channels // parts), v.dtype)
     return first_unmet(backend.REQUIREMENTS, MemoryCall(q, k, v, log_decay, erase=erase))
+
+
+def _parts(implementation: str, q: Any, v: Any, log_decay: Any) -> int:
+    """Return the number of parts in which the values of a memory are computed, each as a memory of its own with the same keys.
+
+    The channels of a value do not depend on each other.
+    """
+    most = _MOST_VALUES.get((implementation, variant_of(log_decay)), v.shape[3])
+    divisible = v.shape[3] % _PART == 0 and q.shape[2] <= v.shape[2]
+    return v.shape[3] // _PART if v.shape[3] > most and divisible else 1
 
 
 def delta_rule(
@@ -91,6 +109,17 @@ def delta_rule(
     """
     if erase not in ("decayed", "undecayed"):
         raise ValueError(f"{_OP}: erase={erase!r}; accepted are 'decayed' and 'undecayed'")
+    if (parts := _parts(implementation, q, v, log_decay)) > 1:
+        heads, channels = v.shape[2:]
+        beta, log_decay = (
+            None if x is None else jnp.repeat(x, parts, axis=2) for x in (beta, log_decay)
+        )
+        output, final = delta_rule(
+            q, k, v.reshape(*v.shape[:2], heads * parts, channels // parts), beta, log_decay,
+            initial=_divided(initial, parts), run=run, scale=scale, erase=erase, implementation=implementation,
+            interpret=interpret,
+        )  # fmt: skip
+        return output.reshape(*output.shape[:2], heads, channels), _joined(final, parts)
     call = MemoryCall(q, k, v, log_decay, erase=erase)
     backend = supported_backend(_OP, implementation, variant_of(log_decay), call)
     length, multiple = q.shape[1], backend.length_multiple(q, k, v)
@@ -100,3 +129,17 @@ def delta_rule(
     options = Options(backend, scale, interpret, erase=erase)
     output, final = call_backend(options, arrays, None)
     return output[:, :length], final
+
+
+def _divided(memory: jax.Array, parts: int) -> jax.Array:
+    """Return memories [R, G, K, V] as [R, G parts, K, V / parts]: the value channels of each as several memories."""
+    rows, heads, keys, values = memory.shape
+    memory = memory.reshape(rows, heads, keys, parts, values // parts).swapaxes(2, 3)
+    return memory.reshape(rows, heads * parts, keys, values // parts)
+
+
+def _joined(memory: jax.Array, parts: int) -> jax.Array:
+    """Return memories [R, G parts, K, V / parts] as [R, G, K, V], the inverse of `_divided`."""
+    rows, heads, keys, values = memory.shape
+    memory = memory.reshape(rows, heads // parts, parts, keys, values).swapaxes(2, 3)
+    return memory.reshape(rows, heads // parts, keys, parts * values)

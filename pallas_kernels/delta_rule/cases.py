@@ -77,6 +77,7 @@ HOPPER_INTERPRETED = (
     Case((1, 1, 1), 128, 64, 192, False, "strong", "strong"),
     Case((1, 1, 1), 256, 64, 128, True, "token", "deep"),
     Case((1, 1, 1), 64, 512, 65, False, "token", "wide"),
+    Case((1, 1, 1), 64, 768, 65, True, "token", "values-in-parts"),
     # As with more scans than processors: two warpgroups share what is loaded, a memory with K = 256 has two buffers.
     Case((2, 1, 1), 64, 128, 65, True, "token", "many", many=True),
     Case((1, 1, 1), 256, 128, 65, True, "token", "many-deep", many=True),
@@ -132,6 +133,7 @@ HOPPER = (
     Case((40, 40, 40), 64, 128, 300, True, "channel"),
     Case((2, 2, 2), 256, 128, 1100, True, "channel"),
     Case((2, 1, 2), 256, 256, 600, True, "channel"),
+    Case((1, 1, 2), 256, 768, 300, True, "token"),
     # Few rows, computed in eight parts.
     Case((1, 1, 2), 128, 128, 8300, True, "token"),
     Case((2, 1, 1), 128, 64, 8192, False, "strong channel"),
@@ -170,6 +172,7 @@ HOPPER_COMPILED = (
 TPU_INTERPRETED = (
     Case((1, 1, 1), 16, 8, 160, True, "token", "documents"),
     Case((1, 1, 2), 16, 8, 40, True, "strong channel", "channels, short"),
+    Case((1, 1, 2), 8, 512, 40, True, "token", "values in parts, short"),
     Case((1, 1, 1), 8, 16, 256, True, "", "no decay"),
     Case((4, 1, 2), 8, 8, 256, False, "strong", "strong decays, more queries"),
     Case((1, 2, 4), 128, 128, 256, False, "token", "keys alike, fewer queries, wide", alike=True),
@@ -178,10 +181,11 @@ TPU_INTERPRETED = (
     Case((2, 1, 1), 8, 8, 130, False, "strong channel", "strong channels, more queries"),
     Case((1, 1, 2), 128, 128, 130, True, "channel", "channels, keys alike, fewer queries, wide", alike=True),
 )  # fmt: skip
-"""Cases for the TPU interpreter, the two of the fast tests first."""
+"""Cases for the TPU interpreter, the three of the fast tests first."""
 TPU_COMPILED = (
     Compiled((8, 4, 8), 128, 128, "log_decay segment_ids"),
     Compiled((4, 4, 4), 64, 64, ""),
     Compiled((8, 4, 8), 128, 128, "channel log_decay segment_ids"),
+    Compiled((3, 3, 3), 256, 512, "log_decay segment_ids"),  # Gated DeltaNet
 )
 """Cases that are compiled for TPUs."""

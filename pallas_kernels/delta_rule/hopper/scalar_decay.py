@@ -23,14 +23,14 @@ from pallas_kernels.delta_rule.hopper.scan import scan_backward, scan_forward
 from pallas_kernels.hopper import parts as hopper_parts
 from pallas_kernels.hopper import row_layout
 from pallas_kernels.hopper.parts import length_multiple
-from pallas_kernels.memory_calls import in_bfloat16, key_dims, value_dims
+from pallas_kernels.memory_calls import in_bfloat16, key_dims, or_in_parts, value_dims
 
 __all__ = ["CHUNK", "REQUIREMENTS", "Residuals", "backward", "forward", "length_multiple"]
 
 REQUIREMENTS = (
     key_dims(64, 128, 256),
     in_bfloat16("q", "k", "v"),
-    value_dims(64, 128, 256, 512),
+    or_in_parts(value_dims(64, 128, 256, 512)),
 )
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.memory_calls import DECAYED_ERASE, FLOAT32_DECAY, TPU
+from pallas_kernels.memory_calls import DECAYED_ERASE, FLOAT32_DECAY, TPU_IN_PARTS
 from pallas_kernels.tiles.scalar_decay import dot
 from pallas_kernels.tpu import halving, row_layout, solve
 from pallas_kernels.tpu import layout as tpu_layout
@@ -29,7 +29,7 @@ from pallas_kernels.tpu.solve import Residuals
 
 _F32 = jnp.float32
 length_multiple = solve.length_multiple
-REQUIREMENTS = (FLOAT32_DECAY, *TPU, DECAYED_ERASE)
+REQUIREMENTS = (FLOAT32_DECAY, *TPU_IN_PARTS, DECAYED_ERASE)
 
 
 def forward(

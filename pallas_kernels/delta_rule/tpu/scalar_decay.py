@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.memory_calls import DECAYED_ERASE, TPU
+from pallas_kernels.memory_calls import DECAYED_ERASE, TPU_IN_PARTS
 from pallas_kernels.tiles import scalar_decay as decays
 from pallas_kernels.tiles.scalar_decay import dot
 from pallas_kernels.tpu import layout as tpu_layout
@@ -26,7 +26,7 @@ from pallas_kernels.tpu.solve import HEADS, Residuals, indices, invert, length_m
 
 __all__ = ["CHUNK", "REQUIREMENTS", "Residuals", "backward", "forward", "length_multiple"]
 _F32 = jnp.float32
-REQUIREMENTS = (*TPU, DECAYED_ERASE)
+REQUIREMENTS = (*TPU_IN_PARTS, DECAYED_ERASE)
 
 
 class _Head(NamedTuple):
