@@ -14,6 +14,10 @@ import triton.language as tl
 _PTX: tl.constexpr = tl.constexpr(not triton.knobs.runtime.interpret)  # the interpreter has no PTX
 
 
+WEAK: tl.constexpr = tl.constexpr(-20.0)
+"""The sum of the log decays since the chunk's start above which a row's products are computed at once, from factors of up to e^20."""
+
+
 @triton.jit
 def decay_of(x) -> Any:
     """Return e^x in float32, 0 where it is below 2^-126: `tl.exp` has three more instructions for these."""
@@ -64,8 +68,8 @@ def store_level(
 def store_pairs(
     products, level, target, stored, of_chunk, C: tl.constexpr, DOCUMENTS: tl.constexpr
 ):
-    """Store a level's entries of the matrix `target` [C, C], from the products [C / 2, C / 2] of later with earlier rows, if `stored` [1, 1].
-    `of_chunk` are the documents of the chunk's tokens.
+    """Store a level's entries of the matrix `target` [C, C], from the products [C / 2, C / 2] of later with earlier rows, of the later rows
+    that are `stored` [C / 2, 1]. `of_chunk` are the documents of the chunk's tokens.
     """
     pairs = tl.arange(0, C // 2)
     half = 1 << level
@@ -112,6 +116,9 @@ def delta_scores(
     of_chunk = run + chunk * C
     i = rows[:, None]
     diagonal = tl.zeros([C], tl.float32)
+    lowest = tl.zeros([C], tl.float32)
+    of_q = tl.zeros([C, C], tl.float32)
+    of_k = tl.zeros([C, C], tl.float32)
     for key in range(0, K, 32):
         by_memory = key + i * (MEMORIES * K) + narrow[None, :]
         b = tl.cumsum(tl.maximum(tl.load(g + by_memory), -128.0), 0)
@@ -120,45 +127,65 @@ def delta_scores(
         tile_q = tl.load(q + key + i * (Q_HEADS * K) + narrow[None, :]).to(tl.float32)
         tile_k = tl.load(k + key + i * (K_HEADS * K) + narrow[None, :]).to(tl.float32)
         diagonal += tl.sum(tile_q * tile_k, 1)
-        read_decay = decay_of(b)
+        lowest = tl.minimum(lowest, tl.min(b, 1))
+        decay = decay_of(b)
+        read_k = (tile_k * decay).to(LOW)
+        read_q = (tile_q * (decay * scale)).to(LOW)
+        # Rows with sums below `WEAK` use none of these products.
+        written_k = tl.trans((tile_k * decay_of(tl.minimum(-b, -WEAK))).to(LOW))
+        of_q = tl.dot(read_q, written_k, of_q, input_precision="tf32")
+        of_k = tl.dot(read_k, written_k, of_k, input_precision="tf32")
         end_decay = decay_of(total)
         write_decay = decay_of(tl.minimum(total[None, :] - b, 0.0))  # pyrefly: ignore[bad-index]
         if DOCUMENTS:
-            read_decay = read_decay * tl.load(enters + chunk * C + rows)[:, None]
+            entered = tl.load(enters + chunk * C + rows)[:, None] > 0
+            read_q = tl.where(entered, read_q, 0.0)
+            read_k = tl.where(entered, read_k, 0.0)
             write_decay = write_decay * tl.load(stays + chunk * C + rows)[:, None]
             end_decay = end_decay * tl.load(enters + chunk * C + C - 1)
-        x = (tile_q * (read_decay * scale)).to(read.dtype.element_ty)
-        tl.store(read + key + i * (HEADS * K) + narrow[None, :], x)
-        tl.store(erase + by_memory, (tile_k * read_decay).to(erase.dtype.element_ty), mask=first)
+        tl.store(read + key + i * (HEADS * K) + narrow[None, :], read_q)
+        tl.store(erase + by_memory, read_k, mask=first)
         x = (tile_k * write_decay).to(written.dtype.element_ty)
         tl.store(written + by_memory, x, mask=first)
         tl.store(chunk_decay + key + narrow[None, :], end_decay[None, :], mask=first)
+    # Whole rows, which fewer instructions store than parts; the diagonal comes after them.
+    j, weak = rows[None, :], (lowest > WEAK)[:, None]
+    if DOCUMENTS:
+        same = tl.load(of_chunk + rows)[:, None] == tl.load(of_chunk + rows)[None, :]
+        of_q = tl.where(same, of_q, 0.0)
+        of_k = tl.where(same, of_k, 0.0)
+    tl.store(scores + i * C + j, of_q, mask=weak)
+    tl.store(alike + i * C + j, of_k, mask=weak & first)
+    # The other rows level by level, if there are any: which way computes a row depends on no later token.
+    levels = tl.where(tl.min(lowest, 0) > WEAK, 0, LEVELS)
+    tl.debug_barrier()  # the sums and the rows have been stored
     tl.store(scores + rows * (C + 1), diagonal * scale)
-    tl.debug_barrier()  # the sums have been stored
     pairs = tl.arange(0, C // 2)
     # 0, but no constant: else Triton moves the operands' layout in front of the exponentials, and each warp computes those of others.
     most = scale * 0.0
-    always = tl.zeros([1, 1], tl.int32) == 0
-    for level in tl.range(0, LEVELS, num_stages=1):
+    for level in tl.range(0, levels, num_stages=1):
         half = 1 << level
         earlier = (pairs >> level) * (2 * half) + (pairs & (half - 1))
         later = earlier + half
         # The last row of the earlier block, from which both blocks' sums are measured.
         middle = (pairs >> level) * (2 * half) + half - 1
-        of_q = tl.zeros([C // 2, C // 2], tl.float32)
-        of_k = tl.zeros([C // 2, C // 2], tl.float32)
+        pairs_q = tl.zeros([C // 2, C // 2], tl.float32)
+        pairs_k = tl.zeros([C // 2, C // 2], tl.float32)
+        smallest = tl.zeros([C // 2], tl.float32)
         for key in tl.range(0, K, BK, num_stages=1):
             sums_at, at_key = sums + key + keys[None, :], key + keys[None, :]
             pivot = tl.load(sums_at + middle[:, None] * (MEMORIES * K))
             after = tl.load(sums_at + later[:, None] * (MEMORIES * K))
             before = tl.load(sums_at + earlier[:, None] * (MEMORIES * K))
+            smallest = tl.minimum(smallest, tl.min(after, 1))
             x = tl.load(k + earlier[:, None] * (K_HEADS * K) + at_key).to(tl.float32)
             factor = decay_of(tl.minimum(pivot - before, most))
             low_k = tl.trans((x * factor).to(LOW))
             factor = decay_of(tl.minimum(after - pivot, most))
             x = tl.load(q + later[:, None] * (Q_HEADS * K) + at_key).to(tl.float32)
-            of_q = tl.dot((x * factor).to(LOW), low_k, of_q, input_precision="tf32")
+            pairs_q = tl.dot((x * factor).to(LOW), low_k, pairs_q, input_precision="tf32")
             x = tl.load(k + later[:, None] * (K_HEADS * K) + at_key).to(tl.float32)
-            of_k = tl.dot((x * factor).to(LOW), low_k, of_k, input_precision="tf32")
-        store_pairs(of_q * scale, level, scores, always, of_chunk, C, DOCUMENTS)
-        store_pairs(of_k, level, alike, first, of_chunk, C, DOCUMENTS)
+            pairs_k = tl.dot((x * factor).to(LOW), low_k, pairs_k, input_precision="tf32")
+        strong = (smallest <= WEAK)[:, None]
+        store_pairs(pairs_q * scale, level, scores, strong, of_chunk, C, DOCUMENTS)
+        store_pairs(pairs_k, level, alike, strong & first, of_chunk, C, DOCUMENTS)
