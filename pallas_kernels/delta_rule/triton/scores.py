@@ -18,6 +18,10 @@ WEAK: tl.constexpr = tl.constexpr(-20.0)
 """The sum of the log decays since the chunk's start above which a row's products are computed at once, from factors of up to e^20."""
 
 
+WIDTH: tl.constexpr = tl.constexpr(32)
+"""The number of key channels of which a step multiplies the weakly decayed rows."""
+
+
 @triton.jit
 def decay_of(x) -> Any:
     """Return e^x in float32, 0 where it is below 2^-126: `tl.exp` has three more instructions for these."""
@@ -99,6 +103,7 @@ def delta_scores(
     """
     h, chunk = tl.program_id(0) % HEADS, (tl.program_id(0) // HEADS).to(tl.int64)
     rows, keys, narrow = tl.arange(0, C), tl.arange(0, BK), tl.arange(0, 32)
+    wide = tl.arange(0, WIDTH)
     memory = h * MEMORIES // HEADS
     # Several heads may read one memory: the first of them stores the memory's arrays, but each the sums that it loads again.
     first = tl.zeros([1, 1], tl.int32) + h % (HEADS // MEMORIES) == 0
@@ -116,9 +121,6 @@ def delta_scores(
     of_chunk = run + chunk * C
     i = rows[:, None]
     diagonal = tl.zeros([C], tl.float32)
-    lowest = tl.zeros([C], tl.float32)
-    of_q = tl.zeros([C, C], tl.float32)
-    of_k = tl.zeros([C, C], tl.float32)
     for key in range(0, K, 32):
         by_memory = key + i * (MEMORIES * K) + narrow[None, :]
         b = tl.cumsum(tl.maximum(tl.load(g + by_memory), -128.0), 0)
@@ -127,42 +129,50 @@ def delta_scores(
         tile_q = tl.load(q + key + i * (Q_HEADS * K) + narrow[None, :]).to(tl.float32)
         tile_k = tl.load(k + key + i * (K_HEADS * K) + narrow[None, :]).to(tl.float32)
         diagonal += tl.sum(tile_q * tile_k, 1)
-        lowest = tl.minimum(lowest, tl.min(b, 1))
-        decay = decay_of(b)
-        read_k = (tile_k * decay).to(LOW)
-        read_q = (tile_q * (decay * scale)).to(LOW)
-        # Rows with sums below `WEAK` use none of these products.
-        written_k = tl.trans((tile_k * decay_of(tl.minimum(-b, -WEAK))).to(LOW))
-        of_q = tl.dot(read_q, written_k, of_q, input_precision="tf32")
-        of_k = tl.dot(read_k, written_k, of_k, input_precision="tf32")
+        read_decay = decay_of(b)
         end_decay = decay_of(total)
         write_decay = decay_of(tl.minimum(total[None, :] - b, 0.0))  # pyrefly: ignore[bad-index]
         if DOCUMENTS:
-            entered = tl.load(enters + chunk * C + rows)[:, None] > 0
-            read_q = tl.where(entered, read_q, 0.0)
-            read_k = tl.where(entered, read_k, 0.0)
+            read_decay = read_decay * tl.load(enters + chunk * C + rows)[:, None]
             write_decay = write_decay * tl.load(stays + chunk * C + rows)[:, None]
             end_decay = end_decay * tl.load(enters + chunk * C + C - 1)
-        tl.store(read + key + i * (HEADS * K) + narrow[None, :], read_q)
-        tl.store(erase + by_memory, read_k, mask=first)
+        x = (tile_q * (read_decay * scale)).to(read.dtype.element_ty)
+        tl.store(read + key + i * (HEADS * K) + narrow[None, :], x)
+        tl.store(erase + by_memory, (tile_k * read_decay).to(erase.dtype.element_ty), mask=first)
         x = (tile_k * write_decay).to(written.dtype.element_ty)
         tl.store(written + by_memory, x, mask=first)
         tl.store(chunk_decay + key + narrow[None, :], end_decay[None, :], mask=first)
+    tl.debug_barrier()  # the sums have been stored
+    # 0, but no constant: else Triton moves the operands' layout in front of the exponentials, and each warp computes those of others.
+    most = scale * 0.0
+    lowest = tl.zeros([C], tl.float32)
+    of_q = tl.zeros([C, C], tl.float32)
+    of_k = tl.zeros([C, C], tl.float32)
+    for key in tl.range(0, K, WIDTH, num_stages=1):
+        at_key = key + wide[None, :]
+        b = tl.load(sums + i * (MEMORIES * K) + at_key)
+        lowest = tl.minimum(lowest, tl.min(b, 1))
+        tile_k = tl.load(k + i * (K_HEADS * K) + at_key).to(tl.float32)
+        # Rows with sums below `WEAK` use none of these products.
+        factor = decay_of(tl.minimum(-b, most - WEAK))
+        low_k = tl.trans((tile_k * factor).to(LOW))
+        factor = decay_of(tl.minimum(b, most))
+        tile_q = tl.load(q + i * (Q_HEADS * K) + at_key).to(tl.float32)
+        of_q = tl.dot((tile_q * factor).to(LOW), low_k, of_q, input_precision="tf32")
+        of_k = tl.dot((tile_k * factor).to(LOW), low_k, of_k, input_precision="tf32")
     # Whole rows, which fewer instructions store than parts; the diagonal comes after them.
     j, weak = rows[None, :], (lowest > WEAK)[:, None]
     if DOCUMENTS:
         same = tl.load(of_chunk + rows)[:, None] == tl.load(of_chunk + rows)[None, :]
         of_q = tl.where(same, of_q, 0.0)
         of_k = tl.where(same, of_k, 0.0)
-    tl.store(scores + i * C + j, of_q, mask=weak)
+    tl.store(scores + i * C + j, of_q * scale, mask=weak)
     tl.store(alike + i * C + j, of_k, mask=weak & first)
+    tl.debug_barrier()  # the rows have been stored
+    tl.store(scores + rows * (C + 1), diagonal * scale)
     # The other rows level by level, if there are any: which way computes a row depends on no later token.
     levels = tl.where(tl.min(lowest, 0) > WEAK, 0, LEVELS)
-    tl.debug_barrier()  # the sums and the rows have been stored
-    tl.store(scores + rows * (C + 1), diagonal * scale)
     pairs = tl.arange(0, C // 2)
-    # 0, but no constant: else Triton moves the operands' layout in front of the exponentials, and each warp computes those of others.
-    most = scale * 0.0
     for level in tl.range(0, levels, num_stages=1):
         half = 1 << level
         earlier = (pairs >> level) * (2 * half) + (pairs & (half - 1))

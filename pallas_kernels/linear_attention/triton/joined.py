@@ -21,11 +21,24 @@ def _seen(of_chunk, C: tl.constexpr, DOCUMENTS: tl.constexpr):
 
 
 @triton.jit
+def _decayed(products, cum, of_chunk, scale, C: tl.constexpr, D_HEADS: tl.constexpr, DECAY: tl.constexpr, DOCUMENTS: tl.constexpr):  # fmt: skip
+    """Return products [C, C] of row i's and column j's token times scale e^(b_j - b_i) if i <= j and both are of one document, else 0.
+
+    `cum` are pointers to the sums b [C], and `of_chunk` the tokens' documents.
+    """
+    seen = _seen(of_chunk, C, DOCUMENTS)
+    if DECAY:
+        b = tl.load(cum)
+        products = products * tl.exp(tl.where(seen, b[None, :] - b[:, None], 0.0))
+    return tl.where(seen, products * scale, 0.0)
+
+
+@triton.jit
 def joined_gradients(
     q, k, v, d_out, cum, read_decay, write_decay, chunk_decay, run, states, d_states, scale, dq, dk, dv, dg,
     Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, V_HEADS: tl.constexpr, D_HEADS: tl.constexpr,
     HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    LOW: tl.constexpr, DECAY: tl.constexpr, GRADIENT: tl.constexpr, DOCUMENTS: tl.constexpr,
+    LOW: tl.constexpr, DECAY: tl.constexpr, FACTORS: tl.constexpr, GRADIENT: tl.constexpr, DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
     """Store the gradients of the queries, keys and values of all chunks, [B, T, HEADS, K or V], and with `GRADIENT` that of a scalar log
     decay, dg [B, T, HEADS].
@@ -60,16 +73,14 @@ def joined_gradients(
         tile_d = tl.load(d_out + column + d_rows).to(LOW)
         tile_v = tl.load(v + column + v_rows).to(LOW)
         dA = tl.dot(tile_v, tl.trans(tile_d), dA, input_precision="tf32")
-    seen = _seen(run + chunk * C, C, DOCUMENTS)
-    dA = tl.where(seen, dA * scale, 0.0)
-    if DECAY:
-        b = tl.load(cum + by_row)
-        dA = dA * tl.exp(tl.where(seen, b[None, :] - b[:, None], 0.0))
-    # Without its diagonal, which no decay separates.
-    diagonal = tl.sum(tl.where(i == j, dA, 0.0), 1)[:, None]  # pyrefly: ignore[bad-index]
-    dA = tl.where(i < j, dA, 0.0).to(LOW)
-    read_factor = (tl.load(read_decay + by_row) * scale)[:, None]
-    write_factor = tl.load(write_decay + by_row)[:, None]
+    dA = _decayed(dA, cum + by_row, run + chunk * C, scale, C, D_HEADS, DECAY, DOCUMENTS)
+    if GRADIENT:  # without its diagonal, which no decay separates
+        diagonal = tl.sum(tl.where(i == j, dA, 0.0), 1)[:, None]  # pyrefly: ignore[bad-index]
+        dA = tl.where(i < j, dA, 0.0)
+    dA = dA.to(LOW)
+    if FACTORS:
+        read_factor = (tl.load(read_decay + by_row) * scale)[:, None]
+        write_factor = tl.load(write_decay + by_row)[:, None]
     later = tl.zeros([C], tl.float32)
     earlier = tl.zeros([C], tl.float32)
     total = tl.zeros([BK], tl.float32)
@@ -80,11 +91,14 @@ def joined_gradients(
             S = tl.load(states + key * V + column + cell).to(LOW)
             read = tl.dot(tile_d, tl.trans(S), read, input_precision="tf32")
         tile_k = tl.load(k + key + k_rows)
-        read = read * read_factor
+        if FACTORS:
+            read = read * read_factor
+        else:
+            read = read * scale
         read = tl.dot(tl.trans(dA), tile_k.to(LOW), read, input_precision="tf32")
         if GRADIENT:
             later += tl.sum(tl.load(q + key + q_rows).to(tl.float32) * read, 1)
-        read += diagonal * tile_k.to(tl.float32)
+            read += diagonal * tile_k.to(tl.float32)
         tl.store(dq + key + dk_rows, read.to(dq.dtype.element_ty))
         write = tl.zeros([C, BK], tl.float32)
         for column in range(0, V, BV):
@@ -94,17 +108,17 @@ def joined_gradients(
             if GRADIENT:
                 S = tl.load(states + key * V + column + cell)
                 total += tl.sum(S.to(tl.float32) * dS.to(tl.float32), 1)
-        write = write * write_factor
+        if FACTORS:
+            write = write * write_factor
         tile_q = tl.load(q + key + q_rows)
         if GRADIENT:
             tile_k = tl.load(k + key + k_rows).to(tl.float32)
             earlier += tl.sum(tile_k * write, 1)
             pairs = tl.dot(dA, tile_q.to(LOW), input_precision="tf32")
             later -= tl.sum(tile_k * pairs, 1)
-            write += pairs
+            write += pairs + diagonal * tile_q.to(tl.float32)
         else:
             write = tl.dot(dA, tile_q.to(LOW), write, input_precision="tf32")
-        write += diagonal * tile_q.to(tl.float32)
         tl.store(dk + key + dk_rows, write.to(dk.dtype.element_ty))
     if GRADIENT:
         after = _seen(run + chunk * C, C, DOCUMENTS)
@@ -117,18 +131,15 @@ def joined_gradients(
         tile_k = tl.load(k + key + k_rows).to(LOW)
         tile_q = tl.load(q + key + q_rows).to(LOW)
         P = tl.dot(tile_k, tl.trans(tile_q), P, input_precision="tf32")
-    seen = _seen(run + chunk * C, C, DOCUMENTS)
-    if DECAY:
-        b = tl.load(cum + by_row)
-        P = P * tl.exp(tl.where(seen, b[None, :] - b[:, None], 0.0))
-    P = tl.where(seen, P * scale, 0.0).to(LOW)
+    P = _decayed(P, cum + by_row, run + chunk * C, scale, C, D_HEADS, DECAY, DOCUMENTS).to(LOW)
     for column in range(0, V, BV):
         gradient = tl.zeros([C, BV], tl.float32)
         for key in range(0, K, BK):
             tile_k = tl.load(k + key + k_rows).to(LOW)
             dS = tl.load(d_states + key * V + column + cell).to(LOW)
             gradient = tl.dot(tile_k, dS, gradient, input_precision="tf32")
-        gradient = gradient * write_factor
+        if FACTORS:
+            gradient = gradient * write_factor
         tile_d = tl.load(d_out + column + d_rows).to(LOW)
         gradient = tl.dot(P, tile_d, gradient, input_precision="tf32")
         tl.store(dv + column + d_rows, gradient.to(dv.dtype.element_ty))

@@ -485,7 +485,8 @@ def joined_gradients(
         **_options(tiling),
         **dict(
             Q_HEADS=q.shape[2], K_HEADS=k.shape[2], V_HEADS=v.shape[2], D_HEADS=decays.heads, HEADS=heads, K=keys, V=values,
-            C=CHUNK, BK=tiling.keys, BV=tiling.values, LOW=_low(q)[0], DECAY=decays.cum is not None, GRADIENT=decay,
+            C=CHUNK, BK=tiling.keys, BV=tiling.values, LOW=_low(q)[0], DECAY=decays.cum is not None,
+            FACTORS=decays.cum is not None or decays.run is not None or decays.bounds is not None, GRADIENT=decay,
             DOCUMENTS=decays.run is not None,
         ),
     )  # fmt: skip
