@@ -232,7 +232,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tilings", type=options.words, default=[],
         help="tilings to try in place of the table's: kernel=keys:values:warps:stages,...; `TILINGS` "
-        "has the names. For attention kernel/channels=queries:keys:warps:stages, for convolution_forward, "
+        "has the names. A fifth number is the largest number of registers. For attention kernel/channels=queries:keys:warps:stages, for convolution_forward, "
         "convolution_backward and normalised_backward tokens:channels:warps:unroll",
     )  # fmt: skip
     parser.add_argument(
@@ -249,7 +249,7 @@ def set_tilings(words: list[str]) -> list[str]:
     """Change the tilings of bfloat16 kernels as the words of --tilings say, and return these words.
 
     Raises:
-        UsageError: a word is not KERNEL=KEYS:VALUES:WARPS:STAGES with the name of a kernel in `TILINGS`, or KERNEL=TOKENS:CHANNELS:WARPS:UNROLL
+        UsageError: a word is not KERNEL=KEYS:VALUES:WARPS:STAGES, or that with :REGISTERS, with the name of a kernel in `TILINGS`, or KERNEL=TOKENS:CHANNELS:WARPS:UNROLL
             of a convolution.
     """
     names = [name for table in TILINGS for name in table]
@@ -260,7 +260,8 @@ def set_tilings(words: list[str]) -> list[str]:
             if (accepted := triton_attention.set_tiling(word, name, numbers)) is not None:
                 raise UsageError(f"--tilings {accepted}")
             continue
-        if name not in names or len(numbers) != 4:
+        fifth = len(numbers) == 5 and name not in convolution.TILINGS
+        if name not in names or (len(numbers) != 4 and not fifth):
             raise UsageError(
                 f"--tilings {word!r}: accepted is kernel=keys:values:warps:stages with a kernel of {', '.join(names)}"
             )

@@ -93,6 +93,12 @@ def stages_of(stages: int, capability: int | None, shared_loads: bool) -> int:
     return 1 if shared_loads and (capability is None or 90 <= capability < 120) else stages
 
 
+def compiler_options(registers: int = 0) -> dict[str, Any]:
+    """Return the options with which Triton compiles every kernel, with the largest number of registers of a thread unless it is 0."""
+    options: dict[str, Any] = dict(ptx_version=PTX_VERSION, enable_fp_fusion=True)
+    return options | (dict(maxnreg=registers) if registers else {})
+
+
 def _jax_triton() -> Any:
     """Import and return `jax_triton`.
 
@@ -116,6 +122,7 @@ def call(
     programs: int,
     warps: int,
     stages: int,
+    registers: int = 0,
     in_place: Any = "",
     shared_loads: Any = False,
     **constants: Any,
@@ -132,6 +139,7 @@ def call(
         programs: number of programs, along the grid's first axis.
         warps: number of warps of a program.
         stages: number of iterations of a loop whose loads are in flight.
+        registers: largest number of registers of a thread, so that more programs run at a time; 0 is the compiler's choice.
         in_place: if not empty, the kernel changes its first input, an array, which is returned by this name: in the same buffer, if
             nothing else uses the input.
         shared_loads: whether the kernel's loop in stages reads an operand of a product in registers too: see `stages_of`.
@@ -160,7 +168,7 @@ def call(
         results = jax.pure_callback(on_host, (*types, *changed), *arrays, vmap_method="sequential")
     else:
         jax_triton = _jax_triton()
-        options = dict(ptx_version=PTX_VERSION, enable_fp_fusion=True)
+        options = compiler_options(registers)
         capability = _capability()
 
         def on_card(*arrays):

@@ -101,6 +101,7 @@ class Configuration(NamedTuple):
         stages: number of iterations of a loop whose loads are in flight.
         module: the module of the kernel.
         shared_loads: as for `launch.call`.
+        limit: the argument `registers` of `launch.call`.
     """
 
     name: str
@@ -110,6 +111,7 @@ class Configuration(NamedTuple):
     stages: int
     module: str
     shared_loads: bool = False
+    limit: int = 0
 
     @property
     def label(self) -> str:
@@ -123,7 +125,7 @@ class Configuration(NamedTuple):
             return " ".join([self.name, dtype, *options, f"warps={self.warps}"])
         words = [self.name, "bf16" if str(given.get("LOW", "bf16")).endswith("bf16") else "tf32"]
         words += [f"{n}={given[n]}" for n in ("K", "V", "BK", "BV") if n in given]
-        flags = ("CHANNELS", "DECAY", "GRADIENT", "DOCUMENTS", "EXCLUSIVE", "REVERSE", "ONLY_QUERY", "EXACT", "DECAYED", "UNDECAYED", "LOW_RANK", "TRANSPOSED", "SCORES")  # fmt: skip
+        flags = ("CHANNELS", "DECAY", "GRADIENT", "DOCUMENTS", "EXCLUSIVE", "REVERSE", "ONLY_QUERY", "EXACT", "DECAYED", "UNDECAYED", "LOW_RANK", "TRANSPOSED", "SCORES", "PLAIN")  # fmt: skip
         words += [n.lower() for n in flags if given.get(n)]
         return " ".join([*words, f"warps={self.warps}", f"stages={self.stages}"])
 
@@ -145,6 +147,7 @@ def configurations(case: Case | Callable[[], Any]) -> list[Configuration]:
         stages,
         in_place="",
         shared_loads=False,
+        registers=0,
         **constants,
     ):
         del programs
@@ -163,6 +166,7 @@ def configurations(case: Case | Callable[[], Any]) -> list[Configuration]:
             stages,
             kernel.fn.__module__,
             shared_loads,
+            registers,
         )
         found[Configuration(*key)] = None
         changed = {in_place: inputs[0]} if in_place else {}
@@ -233,7 +237,7 @@ def compiled(configuration: Configuration, capability: str) -> dict[str, int]:
     number = round(10 * float(capability))
     stages = launch.stages_of(configuration.stages, number, configuration.shared_loads)
     options = dict(num_warps=configuration.warps, num_stages=stages)
-    options |= dict(ptx_version=launch.PTX_VERSION, enable_fp_fusion=True)
+    options |= launch.compiler_options(configuration.limit)
     result = triton.compile(source, target=GPUTarget("cuda", number, 32), options=options)
     assert not overwritten_operands(result.asm["ttgir"]), configuration.label
     registers, spilled = registers_of(result.asm["ptx"], number)

@@ -55,6 +55,8 @@ CASES = {
     "token, wide": Case("token", (1, 1, 1), 256, 256, 65),
     "token, joined": Case("token", (2, 1, 2), 128, 64, 130, states="documents"),
     "none, joined": Case("none", (2, 1, 1), 64, 128, 65),
+    "constant, joined": Case("constant", (1, 1, 2), 128, 64, 130, states="documents"),
+    "constant, steep, joined": Case("constant", (1, 1, 2), dtype="bfloat16", strong=4),
     "token, strong, joined": Case("token", states="documents", strong=True),
     "token, segments, joined": Case("token", (1, 1, 2), length=200, states="segments"),
     "token, parts": Case("token", (2, 1, 1), length=256, states="documents"),
@@ -136,7 +138,7 @@ def run(case: Case, x, marks, **options):
     if case.states == "documents":
         state = state._replace(segment_id=jnp.ones(len(memory), jnp.int32))
     if case.decay == "constant":
-        x["log_decay"] = jnp.log1p(-(2.0 ** (-2 - jnp.arange(case.heads[2]))))
+        x["log_decay"] = jnp.log1p(-(2.0 ** (-2 - jnp.arange(case.heads[2])))) * (case.strong or 1)
     output, state = ops.linear_memory(initial_state=state, **x, **marks, **options)
     return output, state.memory
 

@@ -15,7 +15,7 @@ _F32 = jnp.float32
 _LEVELS = CHUNK.bit_length() - 1
 
 TILINGS = {
-    "delta_scores": Tiling(64, 0, 4, 1),
+    "delta_scores": Tiling(64, 0, 4, 1, 128),
     "solve": Tiling(64, 0, 4, 2),
     "delta_scan": Tiling(0, 64, 4, 3),
     "channel_delta_scan": Tiling(0, 32, 4, 2),
@@ -27,7 +27,7 @@ TILINGS = {
 """The tiling of each kernel for bfloat16, by the name of the kernel. The scans compute all key channels of a memory; of 64 of
 them they compute 64 value channels, backward with an undecayed erase 32, and of more than 128 of them 16, with 8 warps.
 "channel_delta_scan" is `delta_scan` of more than 64 key channels with a decay for each."""
-WIDE_TILINGS = {name: tiling._replace(warps=8, stages=1) for name, tiling in TILINGS.items()}
+WIDE_TILINGS = {name: tiling._replace(warps=8, stages=1, registers=0) for name, tiling in TILINGS.items()}
 WIDE_TILINGS["delta_scan"] = Tiling(0, 32, 8, 1)
 WIDE_TILINGS["delta_scalar_gradients"] = Tiling(32, 64, 8, 2)
 WIDE_TILINGS["delta_channel_gradients"] = Tiling(16, 64, 8, 1)
@@ -126,12 +126,12 @@ def _tiling(name: str, x, keys: int = 0) -> Tiling:
     low = x.dtype == jnp.bfloat16
     tiling = (TILINGS if low else WIDE_TILINGS)[name]
     if keys > 128:
-        return tiling._replace(values=16, warps=8, stages=1)
+        return tiling._replace(values=16, warps=8, stages=1, registers=0)
     return tiling._replace(values=64) if keys == 64 and low else tiling
 
 
 def _options(tiling: Tiling) -> dict[str, int]:
-    return dict(warps=tiling.warps, stages=tiling.stages)
+    return dict(warps=tiling.warps, stages=tiling.stages, registers=tiling.registers)
 
 
 def solve(k, alike, beta, decays: Decays) -> jax.Array:

@@ -6,12 +6,10 @@ block beside it: products of later rows of two arrays, [C, BK] together, with [C
 entry belongs to one level, which stores it.
 """
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
-_PTX: tl.constexpr = tl.constexpr(not triton.knobs.runtime.interpret)  # the interpreter has no PTX
+from pallas_kernels.linear_attention.triton.exponential import decay_of
 
 
 WEAK: tl.constexpr = tl.constexpr(-20.0)
@@ -20,19 +18,6 @@ WEAK: tl.constexpr = tl.constexpr(-20.0)
 
 WIDTH: tl.constexpr = tl.constexpr(32)
 """The number of key channels of which a step multiplies the weakly decayed rows."""
-
-
-@triton.jit
-def decay_of(x) -> Any:
-    """Return e^x in float32, 0 where it is below 2^-126: `tl.exp` has three more instructions for these."""
-    if _PTX:
-        decay = tl.inline_asm_elementwise(
-            "{ .reg .f32 e; mul.f32 e, $1, 0f3FB8AA3B; ex2.approx.ftz.f32 $0, e; }",
-            "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1,
-        )  # fmt: skip
-    else:
-        decay = tl.exp(x)
-    return decay
 
 
 @triton.jit

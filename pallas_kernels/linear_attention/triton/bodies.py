@@ -1,6 +1,6 @@
 """Kernels of linear attention in Triton: the same source for every NVIDIA card of compute capability 8.0 or more.
 
-This module, and `gradients` and `joined` with the kernels of the backward pass, import only Triton, so that their kernels can also
+This module, and `gradients` and `joined` with the kernels of the backward pass, import only Triton and each other, so that their kernels can also
 run in Triton's interpreter and be compiled without a GPU. The mathematics is that of `pallas_kernels.tiles.scalar_decay` and
 `pallas_kernels.tiles.channel_decay`, whose symbols are used here. A row of T tokens is divided into N chunks of C tokens. `scan` alone
 computes one chunk after another: it carries the memory S (or, from the last chunk to the first, its gradient) and stores it at every
@@ -12,10 +12,12 @@ Common to all kernels:
   the kernel computes. T is a multiple of C.
 - `CHANNELS` is False for a scalar decay or none: then `read_decay` and `write_decay` [B, T, D_HEADS], `chunk_decay` [B, N, D_HEADS]
   and `cum` [B, T, D_HEADS] are the factors e^b, e^(b_C - b), e^b_C and the sums b, and the first three are 0 where documents end.
+  `head_cum` [B, N, D_HEADS, C] are the sums once more, those of a chunk and head beside each other.
 - `CHANNELS` is True for a decay per key channel: then `sums` [B, T, D_HEADS, K] has the sums b of the log decay from each chunk's
   start, and `enters` and `stays` [B, T] are 1 where a token's document is that of the last token before the chunk, or of the chunk's
   last token.
 - `run` [B, T] is the number of each token's document. With `DOCUMENTS` False it is not read, nor are `enters` and `stays`.
+- `PLAIN` is no decay and one document: the factors are 1 and are not read.
 - `EXCLUSIVE` is the read before the write, with `bonus` [D_HEADS, K].
 - An array that a kernel does not use is any other pointer.
 - `LOW` is the dtype of the operands of matrix products: bfloat16, or float32 for products in tf32. Sums are float32.
@@ -25,6 +27,8 @@ Common to all kernels:
 
 import triton
 import triton.language as tl
+
+from pallas_kernels.linear_attention.triton.exponential import decay_of
 
 
 @triton.jit
@@ -47,7 +51,7 @@ def scan(
     X_HEADS: tl.constexpr, Y_HEADS: tl.constexpr, D_HEADS: tl.constexpr, HEADS: tl.constexpr,
     SEGMENTS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, LOW: tl.constexpr, CHANNELS: tl.constexpr, DOCUMENTS: tl.constexpr,
-    EXCLUSIVE: tl.constexpr, REVERSE: tl.constexpr, SAVE: tl.constexpr,
+    EXCLUSIVE: tl.constexpr, REVERSE: tl.constexpr, SAVE: tl.constexpr, PLAIN: tl.constexpr,
 ):  # fmt: skip
     """Carry memories through their chunks, `S' = e^(b_C) S + (x f)ᵀ y`: the memory before each chunk, or its gradient after it.
 
@@ -90,11 +94,13 @@ def scan(
             n = tl.cast(first + last - 1 - step, tl.int64)
         else:
             n = tl.cast(step, tl.int64)
-        tile_x = tl.load(x + n * (C * X_HEADS * K) + x_rows).to(tl.float32)
+        tile_x = tl.load(x + n * (C * X_HEADS * K) + x_rows)
         tile_y = tl.load(y + n * (C * Y_HEADS * V) + y_rows)
         if SAVE:
             tl.store(states + n * (HEADS * K * V) + cell, S.to(states.dtype.element_ty))
-        if CHANNELS:
+        if PLAIN:  # the scale forward too: else Triton would not load x ahead
+            tile_x = tile_x.to(tl.float32) * scale
+        elif CHANNELS:
             of_chunk = sums + n * (C * D_HEADS * K)
             total = tl.load(of_chunk + (C - 1) * (D_HEADS * K) + keys)
             if REVERSE:
@@ -112,11 +118,10 @@ def scan(
                 factor = factor * tl.load(marks + n * C + rows)[:, None]
                 decay = decay * tl.load(enters + n * C + C - 1)
             S = S * decay[:, None]
-            tile_x = tile_x * (factor * scale)
+            tile_x = tile_x.to(tl.float32) * (factor * scale)
         else:
-            tile_x = (
-                tile_x * (tl.load(row_decay + n * (C * D_HEADS) + rows * D_HEADS) * scale)[:, None]
-            )
+            factor = tl.load(row_decay + n * (C * D_HEADS) + rows * D_HEADS) * scale
+            tile_x = tile_x.to(tl.float32) * factor[:, None]
             S = S * tl.load(chunk_decay + n * D_HEADS)
         S = tl.dot(tl.trans(tile_x.to(LOW)), tile_y.to(LOW), S, input_precision="tf32")
     tl.store(final + outside + cell, S)
@@ -172,11 +177,12 @@ def channel_scores(
 
 @triton.jit
 def outputs(
-    q, k, v, scores, cum, read_decay, sums, run, enters, states, scale, out,
+    q, k, v, scores, head_cum, read_decay, sums, run, enters, states, scale, out,
     Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, V_HEADS: tl.constexpr, D_HEADS: tl.constexpr,
     HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, LOW: tl.constexpr, CHANNELS: tl.constexpr, DECAY: tl.constexpr,
     DOCUMENTS: tl.constexpr, EXCLUSIVE: tl.constexpr, EXACT: tl.constexpr, DECAYED: tl.constexpr,
+    PLAIN: tl.constexpr,
 ):  # fmt: skip
     """Store the outputs of all chunks, O = P v + scale (q e^b) S, in tiles [C, BV].
 
@@ -223,14 +229,17 @@ def outputs(
         P = tl.where(i >= j, P.to(tl.float32), 0.0)
     else:
         by_row = chunk * C * D_HEADS + d_head + rows * D_HEADS
-        total = total * (tl.load(read_decay + by_row) * scale)[:, None]
+        if PLAIN:
+            total = total * scale
+        else:
+            total = total * (tl.load(read_decay + by_row) * scale)[:, None]
         seen = i >= j
         if DOCUMENTS:
             of_chunk = run + chunk * C
             seen = seen & (tl.load(of_chunk + rows)[:, None] == tl.load(of_chunk + rows)[None, :])
         if DECAY:
-            b = tl.load(cum + by_row)
-            P = P * tl.exp(tl.where(seen, b[:, None] - b[None, :], 0.0))
+            b = tl.load(head_cum + (chunk * D_HEADS + d_head) * C + rows)
+            P = P * decay_of(tl.where(seen, b[:, None] - b[None, :], 0.0))
         P = tl.where(seen, P * scale, 0.0)
     tile_v = tl.load(v + rows[:, None] * (V_HEADS * V) + values[None, :])
     total = tl.dot(P.to(LOW), tile_v.to(LOW), total, input_precision="tf32")

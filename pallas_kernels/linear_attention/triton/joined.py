@@ -9,6 +9,13 @@ not suffice for all.
 import triton
 import triton.language as tl
 
+from pallas_kernels.linear_attention.triton.exponential import decay_of
+
+WEAK: tl.constexpr = tl.constexpr(-60.0)
+"""The sum of a chunk's log decays above which the decays between its tokens are products of those from and to its middle, of up to e^60
+and as exact as the exponential of a difference."""
+
+
 
 @triton.jit
 def _seen(of_chunk, C: tl.constexpr, DOCUMENTS: tl.constexpr):
@@ -21,24 +28,28 @@ def _seen(of_chunk, C: tl.constexpr, DOCUMENTS: tl.constexpr):
 
 
 @triton.jit
-def _decayed(products, cum, of_chunk, scale, C: tl.constexpr, D_HEADS: tl.constexpr, DECAY: tl.constexpr, DOCUMENTS: tl.constexpr):  # fmt: skip
+def _decayed(products, cum, of_chunk, scale, C: tl.constexpr, DECAY: tl.constexpr, DOCUMENTS: tl.constexpr):  # fmt: skip
     """Return products [C, C] of row i's and column j's token times scale e^(b_j - b_i) if i <= j and both are of one document, else 0.
 
-    `cum` are pointers to the sums b [C], and `of_chunk` the tokens' documents.
+    `cum` points to the sum b of the first token, and `of_chunk` the tokens' documents.
     """
     seen = _seen(of_chunk, C, DOCUMENTS)
     if DECAY:
-        b = tl.load(cum)
-        products = products * tl.exp(tl.where(seen, b[None, :] - b[:, None], 0.0))
+        b = tl.load(cum + tl.arange(0, C))
+        if tl.load(cum + C - 1) > WEAK:
+            middle = tl.load(cum + C // 2 - 1)
+            products = products * decay_of(b - middle)[None, :] * decay_of(middle - b)[:, None]
+        else:
+            products = products * decay_of(tl.where(seen, b[None, :] - b[:, None], 0.0))
     return tl.where(seen, products * scale, 0.0)
 
 
 @triton.jit
 def joined_gradients(
-    q, k, v, d_out, cum, read_decay, write_decay, chunk_decay, run, states, d_states, scale, dq, dk, dv, dg,
+    q, k, v, d_out, head_cum, read_decay, write_decay, chunk_decay, run, states, d_states, scale, dq, dk, dv, dg,
     Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, V_HEADS: tl.constexpr, D_HEADS: tl.constexpr,
     HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    LOW: tl.constexpr, DECAY: tl.constexpr, FACTORS: tl.constexpr, GRADIENT: tl.constexpr, DOCUMENTS: tl.constexpr,
+    LOW: tl.constexpr, DECAY: tl.constexpr, PLAIN: tl.constexpr, GRADIENT: tl.constexpr, DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
     """Store the gradients of the queries, keys and values of all chunks, [B, T, HEADS, K or V], and with `GRADIENT` that of a scalar log
     decay, dg [B, T, HEADS].
@@ -59,6 +70,7 @@ def joined_gradients(
     dk += out * K
     states += (chunk * V_HEADS + v_head) * K * V
     d_states += (chunk * HEADS + h) * K * V
+    of_decay = head_cum + (chunk * D_HEADS + d_head) * C
     by_row = chunk * C * D_HEADS + d_head + rows * D_HEADS
     q_rows = rows[:, None] * (Q_HEADS * K) + keys[None, :]
     k_rows = rows[:, None] * (K_HEADS * K) + keys[None, :]
@@ -73,12 +85,12 @@ def joined_gradients(
         tile_d = tl.load(d_out + column + d_rows).to(LOW)
         tile_v = tl.load(v + column + v_rows).to(LOW)
         dA = tl.dot(tile_v, tl.trans(tile_d), dA, input_precision="tf32")
-    dA = _decayed(dA, cum + by_row, run + chunk * C, scale, C, D_HEADS, DECAY, DOCUMENTS)
+    dA = _decayed(dA, of_decay, run + chunk * C, scale, C, DECAY, DOCUMENTS)
     if GRADIENT:  # without its diagonal, which no decay separates
         diagonal = tl.sum(tl.where(i == j, dA, 0.0), 1)[:, None]  # pyrefly: ignore[bad-index]
         dA = tl.where(i < j, dA, 0.0)
     dA = dA.to(LOW)
-    if FACTORS:
+    if not PLAIN:
         read_factor = (tl.load(read_decay + by_row) * scale)[:, None]
         write_factor = tl.load(write_decay + by_row)[:, None]
     later = tl.zeros([C], tl.float32)
@@ -91,10 +103,10 @@ def joined_gradients(
             S = tl.load(states + key * V + column + cell).to(LOW)
             read = tl.dot(tile_d, tl.trans(S), read, input_precision="tf32")
         tile_k = tl.load(k + key + k_rows)
-        if FACTORS:
-            read = read * read_factor
-        else:
+        if PLAIN:
             read = read * scale
+        else:
+            read = read * read_factor
         read = tl.dot(tl.trans(dA), tile_k.to(LOW), read, input_precision="tf32")
         if GRADIENT:
             later += tl.sum(tl.load(q + key + q_rows).to(tl.float32) * read, 1)
@@ -108,7 +120,7 @@ def joined_gradients(
             if GRADIENT:
                 S = tl.load(states + key * V + column + cell)
                 total += tl.sum(S.to(tl.float32) * dS.to(tl.float32), 1)
-        if FACTORS:
+        if not PLAIN:
             write = write * write_factor
         tile_q = tl.load(q + key + q_rows)
         if GRADIENT:
@@ -131,14 +143,14 @@ def joined_gradients(
         tile_k = tl.load(k + key + k_rows).to(LOW)
         tile_q = tl.load(q + key + q_rows).to(LOW)
         P = tl.dot(tile_k, tl.trans(tile_q), P, input_precision="tf32")
-    P = _decayed(P, cum + by_row, run + chunk * C, scale, C, D_HEADS, DECAY, DOCUMENTS).to(LOW)
+    P = _decayed(P, of_decay, run + chunk * C, scale, C, DECAY, DOCUMENTS).to(LOW)
     for column in range(0, V, BV):
         gradient = tl.zeros([C, BV], tl.float32)
         for key in range(0, K, BK):
             tile_k = tl.load(k + key + k_rows).to(LOW)
             dS = tl.load(d_states + key * V + column + cell).to(LOW)
             gradient = tl.dot(tile_k, dS, gradient, input_precision="tf32")
-        if FACTORS:
+        if not PLAIN:
             gradient = gradient * write_factor
         tile_d = tl.load(d_out + column + d_rows).to(LOW)
         gradient = tl.dot(P, tile_d, gradient, input_precision="tf32")

@@ -27,12 +27,14 @@ class Tiling(NamedTuple):
         values: number of value channels of a tile.
         warps: number of warps of a program.
         stages: number of iterations of the kernel's loop whose loads are in flight.
+        registers: largest number of registers of a thread, or 0 for the compiler's choice.
     """
 
     keys: int
     values: int
     warps: int
     stages: int
+    registers: int = 0
 
 
 TILINGS = {
@@ -51,14 +53,17 @@ TILINGS = {
     "channel_gradients": Tiling(32, 64, 4, 1),
     "bonus_gradients": Tiling(32, 64, 4, 1),
     "query_gradients": Tiling(64, 64, 4, 1),
+    "plain_joined_gradients": Tiling(64, 64, 4, 1),
+    "constant_joined_gradients": Tiling(32, 64, 4, 1),
     "joined_gradients": Tiling(64, 64, 4, 1),
 }
 """The tiling of each kernel for bfloat16, by the name of the kernel, with "channel_" where a kernel differs with a decay per key
 channel, and "narrow_" where it differs for 64 key channels without one. "decayed_outputs" is `outputs` of decayed queries;
-`channel_gradients` has the tiling "query_gradients" for the queries alone, and "bonus_gradients" with a bonus. None spills more than
+`channel_gradients` has the tiling "query_gradients" for the queries alone, and "bonus_gradients" with a bonus; `joined_gradients` has others
+without a decay and with a constant one. None spills more than
 64 bytes on 8.x at 64 and 128 channels (tests/kernels/triton_registers.json)."""
 WIDE_TILINGS = {
-    name: tiling._replace(values=64, warps=8, stages=1) for name, tiling in TILINGS.items()
+    name: tiling._replace(values=64, warps=8, stages=1, registers=0) for name, tiling in TILINGS.items()
 }
 WIDE_TILINGS["narrow_scan"] = WIDE_TILINGS["scan"]
 WIDE_TILINGS["bonus_gradients"] = Tiling(16, 64, 8, 1)
@@ -74,6 +79,7 @@ class Decays(NamedTuple):
 
     Attributes:
         cum: [B, T, G] float32, the sums of a scalar log decay from each chunk's start; None with no decay.
+        head_cum: [B, N, G, C] float32, the same sums by head.
         read_decay: [B, T, G], the factor of the memory before the chunk in what a token reads.
         erase_decay: [B, T, G], the factor of the memory before the chunk in what a token's key reads ahead of the token's decay; None if
             keys read the decayed memory.
@@ -87,6 +93,7 @@ class Decays(NamedTuple):
     """
 
     cum: Any = None
+    head_cum: Any = None
     read_decay: Any = None
     erase_decay: Any = None
     write_decay: Any = None
@@ -96,6 +103,11 @@ class Decays(NamedTuple):
     stays: Any = None
     run: Any = None
     bounds: Any = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether all factors are 1, since there is no decay and one document."""
+        return self.cum is None and self.sums is None and self.run is None
 
     @property
     def by_channel(self) -> bool:
@@ -162,6 +174,7 @@ def scalar_decays(log_decay, run, initial, v, *, undecayed: bool = False) -> Dec
     if undecayed:
         erase_decay = jnp.exp(jnp.pad(cum[:, :, :-1], [(0, 0), (0, 0), (1, 0), (0, 0)]))
     documents = row_layout.documents_of(run, 1)
+    head_cum = None if log_decay is None else jnp.swapaxes(cum, 2, 3)
     if documents is not None:
         enters, stays = (x.reshape(*shape[:3], 1) for x in documents[1:])
         read_decay, write_decay = read_decay * enters, write_decay * stays
@@ -173,7 +186,7 @@ def scalar_decays(log_decay, run, initial, v, *, undecayed: bool = False) -> Dec
         for x in (cum, read_decay, erase_decay, write_decay)
     )
     return Decays(
-        None if log_decay is None else cum, read_decay, erase_decay, write_decay, chunk_decay, run=run, bounds=bounds
+        None if log_decay is None else cum, head_cum, read_decay, erase_decay, write_decay, chunk_decay, run=run, bounds=bounds
     )  # fmt: skip
 
 
@@ -233,7 +246,7 @@ def fitted(tiling: Tiling, keys: int = 0, values: int = 0) -> Tiling:
 
 
 def _options(tiling: Tiling) -> dict[str, int]:
-    return dict(warps=tiling.warps, stages=tiling.stages)
+    return dict(warps=tiling.warps, stages=tiling.stages, registers=tiling.registers)
 
 
 def scan(
@@ -309,9 +322,12 @@ def _scan(
     row_decay, marks = (
         (decays.read_decay, decays.enters) if reverse else (decays.write_decay, decays.stays)
     )
+    chunk_decay = decays.chunk_decay
+    if decays.plain:  # not read, so that XLA does not compute them
+        row_decay = chunk_decay = None
     results = launch.call(
         bodies.scan,
-        (x, y, row_decay, decays.chunk_decay, decays.sums, marks, decays.enters, decays.bounds, initial, count, float(scale)),
+        (x, y, row_decay, chunk_decay, decays.sums, marks, decays.enters, decays.bounds, initial, count, float(scale)),
         dict(
             states=_struct((batch, count, heads, keys, values) if save else (1,), stored),
             final=_struct(initial.shape, _F32),
@@ -321,7 +337,7 @@ def _scan(
         **dict(
             X_HEADS=x_heads, Y_HEADS=y.shape[2], D_HEADS=decays.heads, HEADS=heads, SEGMENTS=segments, K=keys, V=values,
             C=CHUNK, BK=tiling.keys, BV=tiling.values, LOW=low, CHANNELS=decays.by_channel, DOCUMENTS=decays.enters is not None,
-            EXCLUSIVE=exclusive, REVERSE=reverse, SAVE=save,
+            EXCLUSIVE=exclusive, REVERSE=reverse, SAVE=save, PLAIN=decays.plain,
         ),
     )  # fmt: skip
     return results["states"] if save else None, results["final"]
@@ -362,7 +378,7 @@ def outputs(
     tiling = _tiling("decayed_outputs" if decayed else "outputs", decays, q, keys, values)
     return launch.call(
         bodies.outputs,
-        (q, k, v, scores, decays.cum, decays.read_decay, decays.sums, decays.run, decays.enters, states, float(scale)),
+        (q, k, v, scores, decays.head_cum, None if decays.plain else decays.read_decay, decays.sums, decays.run, decays.enters, states, float(scale)),
         dict(out=_struct((batch, length, heads, values), v.dtype)),
         programs=batch * (length // CHUNK) * heads * (values // tiling.values),
         **_options(tiling),
@@ -370,6 +386,7 @@ def outputs(
             Q_HEADS=q.shape[2], K_HEADS=k.shape[2], V_HEADS=memories, D_HEADS=decays.heads, HEADS=heads, K=keys, V=values,
             C=CHUNK, BK=tiling.keys, BV=tiling.values, LOW=_low(q)[0], CHANNELS=decays.by_channel, DECAY=decays.cum is not None,
             DOCUMENTS=decays.run is not None, EXCLUSIVE=exclusive, EXACT=exact and q.dtype == jnp.bfloat16, DECAYED=decayed,
+            PLAIN=decays.plain,
         ),
     )["out"]  # fmt: skip
 
@@ -467,12 +484,15 @@ def joined_gradients(
 
     batch, length, heads, values = d_out.shape
     keys = q.shape[3]
-    tiling = _tiling("joined_gradients", decays, q, keys, values)
+    kind = "plain_" if decays.plain else "" if decay or decays.cum is None else "constant_"
+    tiling = _tiling(f"{kind}joined_gradients", decays, q, keys, values)
+    factors = decays.read_decay, decays.write_decay, decays.chunk_decay
+    if decays.plain:  # not read, so that XLA does not compute them
+        factors = (None,) * 3
     results = launch.call(
         joined.joined_gradients,
         (
-            q, k, v, d_out, decays.cum, decays.read_decay, decays.write_decay, decays.chunk_decay, decays.run, states, d_states,
-            float(scale),
+            q, k, v, d_out, decays.head_cum, *factors, decays.run, states, d_states, float(scale),
         ),
         dict(
             dq=_struct((batch, length, heads, keys), q.dtype),
@@ -485,9 +505,8 @@ def joined_gradients(
         **_options(tiling),
         **dict(
             Q_HEADS=q.shape[2], K_HEADS=k.shape[2], V_HEADS=v.shape[2], D_HEADS=decays.heads, HEADS=heads, K=keys, V=values,
-            C=CHUNK, BK=tiling.keys, BV=tiling.values, LOW=_low(q)[0], DECAY=decays.cum is not None,
-            FACTORS=decays.cum is not None or decays.run is not None or decays.bounds is not None, GRADIENT=decay,
-            DOCUMENTS=decays.run is not None,
+            C=CHUNK, BK=tiling.keys, BV=tiling.values, LOW=_low(q)[0], DECAY=decays.cum is not None, GRADIENT=decay,
+            DOCUMENTS=decays.run is not None, PLAIN=decays.plain,
         ),
     )  # fmt: skip
     return results["dq"], results["dk"], results["dv"], results["dg"] if decay else None
