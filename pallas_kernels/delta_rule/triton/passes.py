@@ -27,7 +27,9 @@ TILINGS = {
 """The tiling of each kernel for bfloat16, by the name of the kernel. The scans compute all key channels of a memory; of 64 of
 them they compute 64 value channels, backward with an undecayed erase 32, and of more than 128 of them 16, with 8 warps.
 "channel_delta_scan" is `delta_scan` of more than 64 key channels with a decay for each."""
-WIDE_TILINGS = {name: tiling._replace(warps=8, stages=1, registers=0) for name, tiling in TILINGS.items()}
+WIDE_TILINGS = {
+    name: tiling._replace(warps=8, stages=1, registers=0) for name, tiling in TILINGS.items()
+}
 WIDE_TILINGS["delta_scan"] = Tiling(0, 32, 8, 1)
 WIDE_TILINGS["delta_scalar_gradients"] = Tiling(32, 64, 8, 2)
 WIDE_TILINGS["delta_channel_gradients"] = Tiling(16, 64, 8, 1)

@@ -11,7 +11,6 @@ import triton.language as tl
 
 from pallas_kernels.linear_attention.triton.exponential import decay_of
 
-
 WEAK: tl.constexpr = tl.constexpr(-20.0)
 """The sum of the log decays since the chunk's start above which a row's products are computed at once, from factors of up to e^20."""
 

@@ -16,7 +16,6 @@ WEAK: tl.constexpr = tl.constexpr(-60.0)
 and as exact as the exponential of a difference."""
 
 
-
 @triton.jit
 def _seen(of_chunk, C: tl.constexpr, DOCUMENTS: tl.constexpr):
     """Return whether row i's token is read by column j's, [C, C]: i <= j, of one document. `of_chunk` are the tokens' documents."""
@@ -86,11 +85,15 @@ def joined_gradients(
         tile_v = tl.load(v + column + v_rows).to(LOW)
         dA = tl.dot(tile_v, tl.trans(tile_d), dA, input_precision="tf32")
     dA = _decayed(dA, of_decay, run + chunk * C, scale, C, DECAY, DOCUMENTS)
+    diagonal = 0.0
     if GRADIENT:  # without its diagonal, which no decay separates
         diagonal = tl.sum(tl.where(i == j, dA, 0.0), 1)[:, None]  # pyrefly: ignore[bad-index]
         dA = tl.where(i < j, dA, 0.0)
     dA = dA.to(LOW)
-    if not PLAIN:
+    if PLAIN:
+        read_factor = scale
+        write_factor = 1.0
+    else:
         read_factor = (tl.load(read_decay + by_row) * scale)[:, None]
         write_factor = tl.load(write_decay + by_row)[:, None]
     later = tl.zeros([C], tl.float32)
@@ -103,10 +106,7 @@ def joined_gradients(
             S = tl.load(states + key * V + column + cell).to(LOW)
             read = tl.dot(tile_d, tl.trans(S), read, input_precision="tf32")
         tile_k = tl.load(k + key + k_rows)
-        if PLAIN:
-            read = read * scale
-        else:
-            read = read * read_factor
+        read = read * read_factor
         read = tl.dot(tl.trans(dA), tile_k.to(LOW), read, input_precision="tf32")
         if GRADIENT:
             later += tl.sum(tl.load(q + key + q_rows).to(tl.float32) * read, 1)

@@ -44,6 +44,7 @@ TILINGS = {
     "channel_scan": Tiling(64, 64, 4, 3),
     "channel_scores": Tiling(64, 64, 4, 1),
     "outputs": Tiling(64, 128, 4, 2),
+    "narrow_outputs": Tiling(64, 64, 4, 2),
     "channel_outputs": Tiling(64, 128, 4, 2),
     "decayed_outputs": Tiling(64, 128, 4, 2),
     "score_gradients": Tiling(64, 64, 4, 2),
@@ -63,7 +64,8 @@ channel, and "narrow_" where it differs for 64 key channels without one. "decaye
 without a decay and with a constant one. None spills more than
 64 bytes on 8.x at 64 and 128 channels (tests/kernels/triton_registers.json)."""
 WIDE_TILINGS = {
-    name: tiling._replace(values=64, warps=8, stages=1, registers=0) for name, tiling in TILINGS.items()
+    name: tiling._replace(values=64, warps=8, stages=1, registers=0)
+    for name, tiling in TILINGS.items()
 }
 WIDE_TILINGS["narrow_scan"] = WIDE_TILINGS["scan"]
 WIDE_TILINGS["bonus_gradients"] = Tiling(16, 64, 8, 1)
