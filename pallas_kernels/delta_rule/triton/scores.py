@@ -13,8 +13,6 @@ from pallas_kernels.linear_attention.triton.exponential import decay_of
 
 WEAK: tl.constexpr = tl.constexpr(-20.0)
 """The sum of the log decays since the chunk's start above which a row's products are computed at once, from factors of up to e^20."""
-
-
 WIDTH: tl.constexpr = tl.constexpr(32)
 """The number of key channels of which a step multiplies the weakly decayed rows."""
 
@@ -82,7 +80,8 @@ def delta_scores(
 
     The sums are those of `linear_attention.triton.bodies.sum_decays`. `scores` are the products of q with k times the scale, [B, N, HEADS,
     C, C], of which the entries on and below the diagonal are stored, and `alike` those of k with k, [B, N, MEMORIES, C, C], of which those
-    below the diagonal are stored. `erase` and `written` are [B, T, MEMORIES, K], `chunk_decay` [B, N, MEMORIES, K], and `read` [B, T,
+    below the diagonal are stored; above it, entries have no meaning. Rows whose sums are all above `WEAK` have their products at once, the
+    others level by level. `erase` and `written` are [B, T, MEMORIES, K], `chunk_decay` [B, N, MEMORIES, K], and `read` [B, T,
     HEADS, K].
     """
     h, chunk = tl.program_id(0) % HEADS, (tl.program_id(0) // HEADS).to(tl.int64)
