@@ -49,6 +49,8 @@ BENCHMARK = Benchmark(
 CHECKS: dict[str, Any] = {
     "none": ("no decay", (4, 2, 2), 64, 128, 500, "bfloat16", "row", 1),
     "constant": ("constant decay", (2, 2, 2), 128, 128, 1024, "bfloat16", "row", 1),
+    "none 64": ("no decay", (4, 4, 4), 64, 64, 600, "bfloat16", "row", 1),
+    "constant 64": ("constant decay", (4, 4, 4), 64, 64, 600, "bfloat16", "row", 1),
     "scalar": ("scalar decay", (4, 4, 4), 128, 128, 512, "bfloat16", "row", 1),
     "scalar documents": ("scalar decay", (4, 2, 2), 64, 128, 500, "bfloat16", "documents", 1),
     "scalar strong": ("scalar decay", (2, 2, 4), 128, 64, 1100, "bfloat16", "documents", "strong"),
