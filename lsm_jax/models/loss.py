@@ -298,9 +298,39 @@ def _losses(
 
 def _log_likelihood(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return the negative log-likelihoods of labels [B, C], and the log-sum-exps of logits [B, C, V]; both [B, C]."""
-    lse = jax.nn.logsumexp(logits, axis=-1)
+    lse = _log_sum_exp(logits)
     own = jnp.take_along_axis(logits, labels[..., None], axis=-1, mode="fill")[..., 0]
     return lse - own, lse
+
+
+def _log_sum_exp(logits: jax.Array) -> jax.Array:
+    """Return the log-sum-exps of logits [B, C, V] over the vocabulary, [B, C]."""
+
+    def in_two_passes(logits: jax.Array) -> jax.Array:
+        return jax.nn.logsumexp(logits, axis=-1)
+
+    return jax.lax.platform_dependent(logits, cuda=log_sum_exp_in_one_pass, default=in_two_passes)
+
+
+def log_sum_exp_in_one_pass(logits: jax.Array) -> jax.Array:
+    """Return the log-sum-exps of logits [..., V] over the last axis by one reduction to the maximum and the sum relative to it.
+
+    `jax.nn.logsumexp` loads logits from a GPU's memory once for the maximum and once for the sum. CPUs do not compute a
+    reduction like this one in vectors.
+    """
+
+    def combine(x, y):
+        (most_x, sum_x), (most_y, sum_y) = x, y
+        # Equal infinities would be NaN apart.
+        apart = jnp.where(most_x == most_y, 0, most_x - most_y)
+        lower = jnp.exp(-jnp.abs(apart))
+        total = jnp.where(apart > 0, sum_x + sum_y * lower, sum_x * lower + sum_y)
+        return jnp.maximum(most_x, most_y), total
+
+    kind = logits.dtype.type
+    pairs = logits, jnp.ones_like(logits)
+    most, total = jax.lax.reduce(pairs, (kind(-jnp.inf), kind(0)), combine, (logits.ndim - 1,))
+    return most + jnp.log(total)
 
 
 def _gradients(

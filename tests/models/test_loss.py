@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from lsm_jax import models
+from lsm_jax.models.loss import log_sum_exp_in_one_pass
 from tests.mixers.test_mixers import close
 
 B, T, D, V = 2, 13, 8, 37
@@ -100,6 +101,28 @@ def test_the_mean_has_three_products_and_two_for_a_frozen_head():
     assert (count(loss, (0, 1)), count(loss, 0), count(separate, (0, 1))) == (3, 2, 4)
     value = jax.jit(loss).lower(hidden, head).compile()
     assert products(value) == 1
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
+def test_log_sum_exp_in_one_pass_equals_that_in_two(dtype):
+    with jax.enable_x64(dtype == jnp.float64):
+        logits = 5 * jax.random.normal(jax.random.key(0), (3, 8, 1000), dtype)
+        logits = logits.at[0].set(
+            jnp.array([1e30, -3e38, 90.0, -90.0, 0.0, -1e4, 3e38, 1.0], dtype)[:, None]
+        )
+        logits = logits.at[1, :3, 7].set(jnp.array([-3e38, -jnp.inf, 3e38], dtype))
+        special = [
+            [-np.inf, -np.inf],
+            [np.inf, np.inf],
+            [np.inf, -np.inf],
+            [np.nan, 1],
+            [1, -np.inf],
+        ]
+        for both in (logits, jnp.array(special, dtype)):
+            expected = jax.nn.logsumexp(both, axis=-1)
+            found = log_sum_exp_in_one_pass(both)
+            assert found.dtype == dtype
+            np.testing.assert_allclose(found, expected, rtol=4 * jnp.finfo(dtype).eps)  # fmt: skip
 
 
 def test_masked_tokens_may_be_anything():
