@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ _ADAFACTOR_EPS = 1e-30  # added to squared gradients (arXiv 1804.04235, section 
 _MUON_RMS = (
     0.2  # of an entry of Muon's update, as AdamW's usually has it (arXiv 2502.16982, section 2.2)
 )
+_LARGEST_UPDATE = 1e30  # far below the largest float32, 3.4e38
 
 
 def learning_rate(config: TrainConfig, step: jax.Array | int) -> jax.Array:
@@ -69,6 +71,23 @@ def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
         scale,
         optax.add_decayed_weights(optimizer.weight_decay, mask=mask),
     )
+
+
+def stays_finite(config: TrainConfig) -> bool:
+    """Return whether a step whose loss and gradients are finite leaves finite parameters finite, so that it may overwrite them
+    before it has computed all of them.
+
+    AdamW's update of a parameter is a mean of its gradients, at most `clip_norm`, divided by at least `eps`, and Lion's is 1.
+    The step adds at most `_LARGEST_UPDATE` to it, which only parameters can exceed whose loss has not been finite for long;
+    and weight decay makes none larger.
+    """
+    optimizer = config.optimizer
+    rate = optimizer.peak_lr * max(1.0, optimizer.end_lr_ratio, optimizer.start_lr_ratio)
+    updates = dict(adamw=optimizer.clip_norm / optimizer.eps, lion=1.0)
+    largest = rate * updates.get(optimizer.name, math.inf)
+    # In float32, closer to 1 is 1, and the bias corrections divide by 0.
+    decays = max(optimizer.b1, optimizer.b2) <= 1 - 1e-6
+    return decays and largest <= _LARGEST_UPDATE and rate * optimizer.weight_decay <= 1
 
 
 def muon_matrices(config: TrainConfig) -> dict[str, Any]:

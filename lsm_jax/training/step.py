@@ -24,7 +24,7 @@ from lsm_jax.models import (
 )
 from lsm_jax.parallel import exchange_options, param_sharding
 from lsm_jax.training.config import TrainConfig
-from lsm_jax.training.optimizer import ema_decay_at, learning_rate, make_optimizer
+from lsm_jax.training.optimizer import ema_decay_at, learning_rate, make_optimizer, stays_finite
 from lsm_jax.training.partition import join, leaves_of, like, split
 
 Batch = dict[str, jax.Array]
@@ -325,10 +325,13 @@ def _make_train_step(
             rate = learning_rate(config, state.step)
             updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
             params = jax.tree.map(lambda p, u: p - rate * u, state.params, updates)
-            new_norm = optax.global_norm(params)
             weight = 1 - ema_decay_at(config, state.step)
             ema = state.ema and jax.tree.map(lambda a, p: a + weight * (p - a), state.ema, params)
-        good = jnp.isfinite(loss) & jnp.isfinite(norm) & jnp.isfinite(new_norm)
+        good = jnp.isfinite(loss) & jnp.isfinite(norm)
+        # Where only finite parameters follow, nothing of the new ones is needed to decide, and one pass over parameters and
+        # moments reads and writes them all.
+        if not stays_finite(config):
+            good &= jnp.isfinite(optax.global_norm(params))
         fits = jnp.ones((), bool)
         if OVERFLOW in aux:
             count = aux[OVERFLOW].astype(jnp.int32)

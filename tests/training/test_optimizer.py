@@ -22,7 +22,7 @@ from lsm_jax.training import (
     train,
 )
 from lsm_jax.training.memory_plan import plan
-from lsm_jax.training.optimizer import moments_of, muon_matrices
+from lsm_jax.training.optimizer import moments_of, muon_matrices, stays_finite
 from lsm_jax.training.partition import leaves_of
 from tests.training import tiny
 
@@ -291,3 +291,58 @@ def test_the_planner_counts_the_moments(tmp_path):
     assert sizes["adafactor"] == 2  # none of the tiny matrices has 128 rows
     average = plan(tiny.config(tmp_path, ema_decay=0.9), 1)
     assert average.optimizer == 3 * average.parameters
+
+
+@pytest.mark.parametrize(
+    ("changes", "stays"),
+    [
+        ({}, True),
+        (dict(name="lion"), True),
+        (dict(name="muon"), False),
+        (dict(name="adafactor"), False),
+        (dict(eps=1e-38), False),
+        (dict(peak_lr=1e25), False),
+        (dict(end_lr_ratio=1e26), False),
+        (dict(b1=1 - 1e-9), False),
+        (dict(peak_lr=0.1, weight_decay=11.0), False),
+    ],
+)
+def test_which_optimizers_keep_parameters_finite(tmp_path, changes, stays):
+    config = tiny.config(tmp_path, optimizer=OptimizerConfig(**changes))
+    config.validate()
+    assert stays_finite(config) is stays
+
+
+@pytest.mark.parametrize("name", ["adamw", "lion"])
+def test_parameters_stay_finite_whatever_the_gradients(tmp_path, name):
+    """Gradients of up to the largest finite norm, then of denormal numbers and zeros: no update exceeds its bound."""
+    config = tiny.config(
+        tmp_path, optimizer=OptimizerConfig(name=name, clip_norm=1e3, weight_decay=0.0)
+    )
+    mesh = make_mesh(MeshConfig())
+    with jax.set_mesh(mesh):
+        params = jax.tree.map(np.asarray, make_program(config, mesh).init().params)
+    optimizer = make_optimizer(config)
+    state, update = optimizer.init(params), jax.jit(optimizer.update)
+    bound = 1e3 / config.optimizer.eps if name == "adamw" else 1.0
+    for seed, exponent in enumerate((17, -30, 16, -44, 5, -300, -300, 17)):
+        grads = jax.tree.map(lambda g, e=exponent: g * np.float32(10.0**e), gradients(params, seed))
+        updates, state = update(grads, state, params)
+        for x in jax.tree.leaves(updates):
+            assert np.isfinite(x).all() and np.abs(x).max() <= bound
+
+
+@pytest.mark.parametrize("changes", [dict(peak_lr=1e39), dict(b1=1 - 1e-9)])
+def test_a_step_to_parameters_that_are_not_finite_is_skipped(tmp_path, changes):
+    config = tiny.config(tmp_path, optimizer=OptimizerConfig(**changes))
+    assert not stays_finite(config)
+    mesh = make_mesh(MeshConfig())
+    tokens = jnp.ones((config.batch_size, 32), jnp.int32)
+    with jax.set_mesh(mesh):
+        program = make_program(config, mesh)
+        before = jax.tree.map(np.asarray, program.init())
+        batch = dict(tokens=tokens, labels=tokens, loss_mask=jnp.ones(tokens.shape, jnp.float32))
+        after, metrics = program.train_step(program.init(), batch)
+    assert int(metrics["train/skipped_steps"]) == 1 and np.isfinite(metrics["train/loss"])
+    for old, new in zip(jax.tree.leaves(before.params), jax.tree.leaves(after.params), strict=True):
+        np.testing.assert_array_equal(old, new)
