@@ -19,6 +19,7 @@ from lsm_jax.mixers.layers import Dense, matmul_to_float32, parameter
 from lsm_jax.models.block import ACTIVATIONS, new_norm, stack_periods
 from lsm_jax.models.config import ModelConfig
 from lsm_jax.models.loss import capped
+from lsm_jax.models.narrow import cast_stacks
 from lsm_jax.models.periods import (
     entries_by_row,
     gather_statistics,
@@ -235,13 +236,24 @@ class Decoder(nnx.Module):
         if periods is not None:
             raise ValueError("periods: accepted is None on a mesh of devices")
         index = jnp.arange(self.num_periods)
-        inputs = (self.periods, None if state is None else state.layers, index)
         scanned = functools.partial(apply_period, rows)
+        stacks = self.periods
+        if state is None and self._casts_stacks():
+            first = functools.partial(scanned, (x, shared))
+            stacks = cast_stacks(stacks, self.dtype, lambda period: first((period, None, index[0])))
+        inputs = (stacks, None if state is None else state.layers, index)
         (x, _), (layers, aux) = jax.lax.scan(
             scanned, (x, shared), inputs, unroll=self.unroll_layers
         )
         after = None if state is None else DecoderState(layers, clock)
         return self._normed(x), after, self._statistics(aux)
+
+    def _casts_stacks(self) -> bool:
+        """Return whether parameters are cast before the layers (`cast_stacks`): those of layers that one device computes one after
+        the other, unless rematerialisation is to use as little memory as possible."""
+        one_device = all(n == 1 for n in jax.sharding.get_abstract_mesh().shape.values())
+        narrow = jnp.dtype(self.dtype).itemsize == 2
+        return self.unroll_layers and one_device and narrow and self.remat != "full"
 
     def _normed(self, x: jax.Array) -> jax.Array:
         """Return the residual stream x [B, T, D] after the last norm, as `hidden` returns it: times `logits_scale`, so that its

@@ -16,11 +16,14 @@ from lsm_jax.mixers import MLAConfig, PaTHConfig
 from lsm_jax.mixers.softmax import Softmax
 from lsm_jax.models import Decoder
 from lsm_jax.models.decoder import rematerialized
+from lsm_jax.models.narrow import is_large
 from lsm_jax.models.stages import kinds_of
 from lsm_jax.ops.core.checks import DEFAULT_CHUNK_SIZE
 from lsm_jax.parallel import BATCH_AXES, Stages
 from lsm_jax.training.config import TrainConfig
 from lsm_jax.training.liveness import peak_bytes, result_bytes
+from lsm_jax.training.partition import split
+from lsm_jax.training.step import UNROLLED, params_of
 
 _WITH_TRANSITIONS = (ops.delta_memory, ops.dplr_memory)
 _STORE_TOKENS = (
@@ -108,11 +111,26 @@ def activation_bytes(
             for n, b in zip(entries, blocks, strict=True)
         )
         saved += updates * sizes["sequence"] // sizes["tensor"] * pieces
+    if all(n == 1 for n in sizes.values()):
+        saved += _cast_stacks(config, model, platform)
     tokens = min(config.model.loss_chunk_size, rows * length)
     logits = 3 * tokens * config.model.vocab_size * 4  # logits, probabilities, their errors
     item = jnp.dtype(config.model.dtype).itemsize
     head = config.model.vocab_size * config.model.hidden_size * (4 + item)  # gradient and copy
     return saved, max(working, logits + head)
+
+
+def _cast_stacks(config: TrainConfig, model: Decoder, platform: str) -> int:
+    """Return the bytes of the 16-bit copies of layers' matrices that one device makes before the layers (`cast_stacks`), but for
+    experts' and those without rematerialisation, which layers save."""
+    item, unrolled = jnp.dtype(config.model.dtype).itemsize, config.model.unroll_layers
+    if unrolled is None:
+        unrolled = platform == "cuda" and config.model.num_layers <= UNROLLED
+    if config.model.remat != "dots" or item >= 4 or not unrolled:
+        return 0
+    trained, _ = split(params_of(model), config.trainable)
+    stacks = jax.tree.leaves(trained.get("periods", {}))
+    return sum(item * x.size for x in stacks if is_large(x) and x.ndim == 3)
 
 
 def _casts_not_saved(config: TrainConfig, block: Any, sizes: dict[str, int]) -> int:
