@@ -8,7 +8,7 @@ program is traced and compiled in a process of its own, side by side (`--workers
 after another, while nothing compiles: the median over 5 batches of 2 steps. The rows also have the seconds
 and CPU seconds of tracing and compiling beside the others. `--profile DIR` writes the device times of a
 step's instructions, one file for each row. `--implementations` names backends of the mixers' ops, `--unit_length xla` leaves the unit
-length of heads after short convolutions to XLA, and `--losses N` first trains for N steps on successive text (warm-up of N / 5
+length of heads after short convolutions to XLA, `--loss_chunk_sizes` are of `model.loss_chunk_size`, and `--losses N` first trains for N steps on successive text (warm-up of N / 5
 steps) and stores their losses. `--peers fla` then times the forward and backward, without an
 optimizer, of flash-linear-attention's models in the same proportions (see `benchmarks.peers.fla`) at the only
 size that they have: 340m, a vocabulary of 32,000. These are gla, gated_deltanet, mamba2, mamba3, gated_deltaproduct,
@@ -59,6 +59,7 @@ BENCHMARK = Benchmark(
         "matmul": None,
         "implementation": None,
         "unit_length": None,
+        "loss_chunk_size": None,
     },
     output="docs/model_step.jsonl",
 )
@@ -187,6 +188,8 @@ def serve(case: dict[str, Any]) -> None:
         use_implementation(config, name)
     if case.get("unit_length") == "xla":
         convolution.kernel_normalizes = lambda name, call: False
+    if size := case.get("loss_chunk_size"):
+        config.model.loss_chunk_size = size
     if count := case.get("losses", 0):
         config.optimizer.warmup_tokens = count * case["rows"] * case["length"] // 5
     shape = case["rows"], case["length"]
@@ -256,6 +259,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="heads after a short convolution scaled to unit length by its kernel where it can, or by XLA; automatic,xla: both",
     )  # fmt: skip
     parser.add_argument(
+        "--loss_chunk_sizes", type=options.integers, default="0",
+        help="model.loss_chunk_size, such as 0,8192, each its own row; 0 is the config's",
+    )  # fmt: skip
+    parser.add_argument(
         "--losses", type=int, default=0, metavar="N", help="store the losses of N steps on text"
     )
     parser.add_argument(
@@ -282,6 +289,7 @@ def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
         | ({"matmul": matmul} if matmul != "default" else {})
         | ({"implementation": name} if name != "automatic" else {})
         | ({"unit_length": unit_length} if unit_length != "automatic" else {})
+        | ({"loss_chunk_size": loss_chunk_size} if loss_chunk_size else {})
         | ({"losses": args.losses} if args.losses else {})
         for r, n in policies
         for v in args.variants
@@ -289,6 +297,7 @@ def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
         for matmul in args.matmul
         for name in args.implementations
         for unit_length in args.unit_length
+        for loss_chunk_size in args.loss_chunk_sizes
     ]
     return own + [
         dict(variant=v, peer="fla", rows=args.tokens // n, length=n)
