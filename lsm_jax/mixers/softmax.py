@@ -22,6 +22,7 @@ from lsm_jax.mixers.layers import (
     split_heads,
 )
 from lsm_jax.mixers.method import Method
+from lsm_jax.ops.core.saved import saved
 
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
@@ -193,12 +194,18 @@ class Softmax(Mixer):
             channels=config.rotary_dim,
         )
 
+    def _placed(self, x: jax.Array, norm: RMSNorm | None, context: Context) -> jax.Array:
+        """Return what `_rotated` returns; rotated only, it is saved for the backward pass instead of x, which that pass needs for
+        nothing but to rotate it again."""
+        y = self._rotated(x, norm, context)
+        return saved(y) if norm is None and self.config.rope_base is not None else y
+
     def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
         """Return the queries [B, T, H, K] of tokens x [B, T, D], normalised and rotated by their positions where the
         config says so, and the context.
         """
         q = split_heads(self.q_proj(x), self.config.num_heads)
-        return self._rotated(q, self.q_norm, context), context
+        return self._placed(q, self.q_norm, context), context
 
     def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
         """Return the arguments of `attention` that update the memory, by name, and the context: keys [B, T, G, K],
@@ -207,7 +214,7 @@ class Softmax(Mixer):
         heads = self.config.kv_heads()
         keys, context = self.keys(x, context)
         values, context = self.values(x, context)
-        k = self._rotated(split_heads(keys, heads), self.k_norm, context)
+        k = self._placed(split_heads(keys, heads), self.k_norm, context)
         return dict(k=k, v=split_heads(values, heads)), context
 
     def keys(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
