@@ -16,6 +16,7 @@ import argparse
 import contextlib
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -93,13 +94,10 @@ def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
 @contextlib.contextmanager
 def leading_by(steps: int) -> Iterator[None]:
     """Let the first warpgroup of grouped products begin so many steps before the second one, in programs that are compiled inside."""
-    usual, pipeline.LEAD = pipeline.LEAD, steps
     jax.clear_caches()  # of kernels with another lead
-    try:
+    with mock.patch.object(pipeline, "LEAD", steps):
         yield
-    finally:
-        pipeline.LEAD = usual
-        jax.clear_caches()
+    jax.clear_caches()
 
 
 def rows(args: argparse.Namespace, cases: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
