@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.memory_calls import (
@@ -21,6 +22,7 @@ from pallas_kernels.memory_calls import (
     supported_backend,
 )
 from pallas_kernels.requirements import first_unmet
+from pallas_kernels.residuals import KEPT
 
 _OP = "linear_attention"
 _NO_WRITES = "no log_write and skip, or implementation='mosaic_gpu' and log_decay [B, T, G]"
@@ -144,19 +146,27 @@ def linear_attention(
     # The outputs of slices of key channels are added; slices of value channels do not interact.
     outputs, finals = [], []
     for key in keys:
+        q_slice, k_slice = (_kept(x[..., key]) if len(keys) > 1 else x for x in (q, k))
         results = []
         for value in values:
             decayed: Any = log_decay
             decay = decayed[..., value if variant == "value_decay" else key]
             slice_bonus = None if bonus is None else bonus[:, key]
-            arrays = q[..., key], k[..., key], v[..., value], decay, run, initial[..., key, value]
+            arrays = q_slice, k_slice, v[..., value], decay, run, initial[..., key, value]
             results.append(call_backend(options, arrays, slice_bonus))
         output, final = (jnp.concatenate(x, axis=-1) for x in zip(*results, strict=True))
         outputs.append(output)
         finals.append(final)
     output = functools.reduce(jnp.add, (x.astype(jnp.float32) for x in outputs))
     output = output if exact else output.astype(v.dtype)
+    output = _kept(output) if len(keys) > 1 else output
     return output[:, :length], jnp.concatenate(finals, axis=-2)
+
+
+def _kept(x: jax.Array) -> jax.Array:
+    """Return x, slices of queries or keys or the sum of slices' outputs, named such that a rematerialization policy saves it instead of
+    the queries or keys, or of all outputs."""
+    return checkpoint_name(x, KEPT)
 
 
 def _slices(implementation: str, variant: str, q, v) -> tuple[list[slice], list[slice]]:
