@@ -15,6 +15,7 @@ from flax import nnx
 from lsm_jax import feedforward, mixers, ops
 from lsm_jax.mixers.base import Context
 from lsm_jax.mixers.layers import HeadNorm, RMSNorm, matmul_to_float32
+from lsm_jax.models.periods import rematerialized
 from lsm_jax.ops.backends import select
 
 BATCH, LENGTH, HEADS, WIDTH = 2, 32, 2, 16
@@ -120,3 +121,20 @@ def test_a_context_is_read_only():
         context.shared["first"] = 2
     with pytest.raises(dataclasses.FrozenInstanceError):
         context.layer = 1
+
+
+def test_attention_saves_rotated_queries_and_keys_instead_of_what_is_rotated():
+    """With `remat="dots"`: two arrays of heads are saved in place of two products, and a norm before the rotation requires these."""
+
+    def of_heads(**fields):
+        mixer = mixers.build(
+            mixers.SoftmaxConfig(num_heads=HEADS, **fields), HEADS * WIDTH, rngs=nnx.Rngs(0)
+        )
+        graphdef, params = nnx.split(mixer)
+        layer = rematerialized(lambda x, params: nnx.merge(graphdef, params).run(x)[0], "dots")
+        x = jax.ShapeDtypeStruct((BATCH, LENGTH, HEADS * WIDTH), jnp.bfloat16)
+        shapes = [x.shape for x in saved(layer, x, params)]
+        return shapes.count(X.shape), shapes.count(x.shape)
+
+    assert of_heads(rope_base=None) == (0, 4) and of_heads(rope_base=1e4) == (2, 2)
+    assert of_heads(rope_base=1e4, qk_norm=True) == (0, 4)
