@@ -111,9 +111,8 @@ def delta_rule(
         raise ValueError(f"{_OP}: erase={erase!r}; accepted are 'decayed' and 'undecayed'")
     if (parts := _parts(implementation, q, v, log_decay)) > 1:
         heads, channels = v.shape[2:]
-        beta, log_decay = (
-            None if x is None else jnp.repeat(x, parts, axis=2) for x in (beta, log_decay)
-        )
+        beta = jnp.repeat(beta, parts, axis=2)
+        log_decay = None if log_decay is None else jnp.repeat(log_decay, parts, axis=2)
         output, final = delta_rule(
             q, k, v.reshape(*v.shape[:2], heads * parts, channels // parts), beta, log_decay,
             initial=_divided(initial, parts), run=run, scale=scale, erase=erase, implementation=implementation,
