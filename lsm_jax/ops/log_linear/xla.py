@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -171,6 +172,8 @@ def _chunked(inputs: _Inputs, before, after, memory, chunks: Chunks, options: Op
         return kept + jnp.einsum("bglck,bgcv->bglkv", keys, chunk.v, precision=precision)
 
     memory = jax.lax.optimization_barrier(memory)  # XLA's CPU compiler misreads known zeros below
+    # Without it, the backward pass would store what `update` computes, several times the memories, for all chunks.
+    update = jax.checkpoint(update, prevent_cse=False)
     entering, memory = scan_chunks(update, chunk, memory, chunks)
     scales = x.scales  # [B, N, G, R, C, L]
     inside = level_between(after[..., :, None], after[..., None, :], levels)  # [B, N, C, C]
@@ -181,9 +184,24 @@ def _chunked(inputs: _Inputs, before, after, memory, chunks: Chunks, options: Op
     start = level_between(after, first, levels)[:, :, None, None, :, None]
     own = jnp.sum(jnp.where(index == start, scales, 0), axis=-1, keepdims=True)
     carried = jnp.where(index >= start, scales, own)
-    read = jnp.einsum("bngrck,bnglkv->bngrclv", through, entering, precision=precision)
-    output = output + jnp.sum(carried[..., None] * read, axis=-2)
+    output = output + _read_levels(through, carried, entering, precision)
     return jnp.moveaxis(output, -2, 2), memory
+
+
+@functools.partial(jax.checkpoint, static_argnums=3)
+def _read_levels(through: Array, scales: Array, memory: Array, precision) -> Array:
+    """Return Σ_l scales[l] · through memory[l], [B, N, G, R, C, V], of through [B, N, G, R, C, K], scales [B, N, G, R, C, L] and
+    memory [B, N, G, L, K, V]; the backward pass computes the intermediate array again.
+
+    It has an entry for each token, level and channel: of the keys, or of the values where these are fewer.
+    """
+    *_, levels, key_dim, value_dim = memory.shape
+    if key_dim <= value_dim:
+        rows = (scales[..., None] * through[..., None, :]).reshape(*through.shape[:-1], -1)
+        joined = memory.reshape(*memory.shape[:3], levels * key_dim, value_dim)
+        return jnp.einsum("bngrck,bngkv->bngrcv", rows, joined, precision=precision)
+    read = jnp.einsum("bngrck,bnglkv->bngrclv", through, memory, precision=precision)
+    return jnp.sum(scales[..., None] * read, axis=-2)
 
 
 def _responses(x: _Inputs, same, enters, stays, precision) -> tuple[Array, Array, _Chunk]:
