@@ -105,3 +105,47 @@ def test_errors_name_the_argument(change, message):
     with pytest.raises(ValueError) as error:
         functools.partial(ops.log_linear_memory, q, k, v)(**given | change)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(("key_dim", "value_dim"), [(4, 8), (8, 4)])
+def test_levels_are_read_from_the_smaller_side_with_equal_gradients(key_dim, value_dim):
+    """The chunked form reads all levels by one product where keys have fewer channels than values."""
+    rng = np.random.default_rng(5)
+    q, k = (jnp.asarray(rng.normal(size=(2, 13, 2, key_dim))) for _ in range(2))
+    arguments = dict(
+        q=q,
+        k=k / jnp.linalg.norm(k, axis=-1, keepdims=True),
+        v=jnp.asarray(rng.normal(size=(2, 13, 2, value_dim))),
+        level_scales=jnp.asarray(rng.uniform(size=(2, 13, 2, 5))),
+        beta=jnp.asarray(rng.uniform(0, 2, size=(2, 13, 2))),
+        log_decay=jnp.asarray(-rng.uniform(size=(2, 13, 2))),
+    )  # fmt: skip
+
+    def loss(arguments, form):
+        o, state = ops.log_linear_memory(**arguments, form=form, chunk_size=4)
+        return jnp.sum(jnp.sin(o)) + jnp.sum(jnp.cos(state.memory))
+
+    with jax.enable_x64(True):
+        arguments = jax.tree.map(lambda x: jnp.asarray(np.asarray(x), jnp.float64), arguments)
+        actual, expected = (jax.value_and_grad(loss)(arguments, f) for f in ("chunk", "recurrent"))
+    close(actual[0], expected[0], 1e-10)
+    for name in arguments:
+        close(actual[1][name], expected[1][name], 1e-10)
+
+
+@pytest.mark.parametrize(("key_dim", "value_dim", "most"), [(16, 32, 10), (32, 16, 13)])
+def test_the_backward_pass_stores_few_arrays_of_the_size_of_the_memories(key_dim, value_dim, most):
+    """With the reads of each level and the intermediate arrays of updates they would be 17.2 and 14.3 times the memories."""
+    rows, length, heads, levels = 4, 1024, 2, 12
+
+    def shape(*sizes):
+        return jax.ShapeDtypeStruct((rows, length, heads, *sizes), jnp.float32)
+
+    def loss(q, k, v, scales, beta):
+        return jnp.sum(ops.log_linear_memory(q, k, v, scales, beta, chunk_size=32)[0] ** 2)
+
+    compiled = jax.jit(jax.grad(loss, argnums=range(5))).lower(
+        shape(key_dim), shape(key_dim), shape(value_dim), shape(levels), shape()
+    ).compile()  # fmt: skip
+    memories = 4 * rows * (length // 32) * heads * levels * key_dim * value_dim
+    assert compiled.memory_analysis().temp_size_in_bytes < most * memories
