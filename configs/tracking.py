@@ -9,7 +9,8 @@ Expected: docs/tracking.jsonl has the first rows: DeltaNet learns parity with ne
 1.000 and 0.773 for three seeds, when the first stops the training) and not with positive ones (0.501). benchmarks/pending.jobs has the jobs of the medium size.
 
 Tasks: `parity` (permutations of two things), `S3`, `S5-swaps` (moves that exchange two of five things, or none), `S5` (all 120
-moves). A product of n reflections exchanges n + 1 things at most, so one layer requires n = 1 for parity and swaps, 2 for S3, 4 for S5.
+moves), `S5-mixed` (the tests of S5; two thirds of the training batches are of 7 moves, one half of these of swaps). A product of n
+reflections exchanges n + 1 things at most, so one layer requires n = 1 for parity and swaps, 2 for S3, 4 for S5.
 
 Settings as published (github.com/automl/DeltaProduct, state_tracking): one layer of the method and a feedforward, width 128, eight
 heads of 32 channels, no convolution, no output gate, no decay in DeltaProduct, AdamW at 1e-3 with a cosine, 100,000 words of 128
@@ -19,7 +20,7 @@ eigenvalues down to -1. Methods other than the delta rules are our presets at th
 Different from the published settings: batches of 512 in 20 epochs, which are as many steps as 2,048 in 80 (theirs: 100 at
 most); tied embeddings, with different ids for moves and states; float32; gradients are scaled down to a norm of 1. Parity is asked
 after every move, not only after the last, and is trained on 40 moves, which contain all shorter words. `size=medium` is the same in
-3,840 steps of 128 words, with two learning rates and two seeds. `size=small` has width 32, two
+3,840 steps of 128 words (`S5-mixed`: 3,840 of each kind), with two learning rates and two seeds. `size=small` has width 32, two
 heads of 16, shorter words, 768 steps of 32 words and a rate of 5e-3; the ops run token by token, which compiles faster.
 """
 
@@ -34,7 +35,8 @@ from lsm_jax.data import TrackingTask, tracking_vocabulary
 from lsm_jax.models import RecallModelConfig
 from lsm_jax.training import TrackingConfig
 
-# Things that are permuted, the moves, and the lengths of words in training and in the longest test, by size.
+# Things that are permuted, the moves, and the lengths of words in training and in the longest test, by size; and the moves and
+# lengths of further words of the training, as many as those of the first kind.
 TASKS: dict[str, dict[str, Any]] = {
     "parity": dict(things=2, moves="all", small=(40, 256), medium=(40, 256), published=(40, 256)),
     "S3": dict(things=3, moves="all", small=(24, 96), medium=(128, 512), published=(128, 512)),
@@ -42,7 +44,10 @@ TASKS: dict[str, dict[str, Any]] = {
         things=5, moves="swaps", small=(24, 96), medium=(128, 512), published=(128, 512)
     ),
     "S5": dict(things=5, moves="all", small=(24, 96), medium=(128, 512), published=(128, 512)),
-}
+    "S5-mixed": dict(
+        things=5, moves="all", beside=(("all", 7), ("swaps", 7)), small=(24, 96), medium=(128, 512), published=(128, 512)
+    ),
+}  # fmt: skip
 SIZES: dict[str, dict[str, Any]] = {
     "small": dict(
         width=32, heads=2, head_dim=16, examples=8192, tests=128, batch_size=32, epochs=3, rates=(5e-3,), seeds=(0, 1, 2),
@@ -113,10 +118,16 @@ def get_config(variant: str = "gated_deltaproduct") -> TrackingConfig:
     )
     group = dict(things=task["things"], moves=task["moves"])
     length, longest = task[size]
+    kinds = ((task["moves"], length), *task.get("beside", ()))
     config = TrackingConfig(
         name=variant,
         model=model,
-        train=(TrackingTask(**group, length=length, num_examples=sizes["examples"]),),
+        train=tuple(
+            TrackingTask(
+                things=task["things"], moves=moves, length=most, num_examples=sizes["examples"]
+            )
+            for moves, most in kinds
+        ),
         test=tuple(
             TrackingTask(**group, first=first, length=last, num_examples=sizes["tests"])
             for first, last in ((1, length), (length + 1, longest))
@@ -128,7 +139,7 @@ def get_config(variant: str = "gated_deltaproduct") -> TrackingConfig:
         weight_decay=1e-6,
         clip_norm=1.0,
         stop_above=0.999,
-        steps_per_call=64,
+        steps_per_call=64 if len(kinds) == 1 else 16,  # so that kinds of words alternate often
     )
     config.validate()
     return config

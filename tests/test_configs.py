@@ -19,7 +19,7 @@ CONFIGS = {
     "liger": ("smollm2-135m", "lr", "1e-3", "fast", "a number above 0"),
     "finetune": ("lora", "lr", "1e-3", "fast", "a number above 0"),
     "mqar": ("gla", "width", "32", "4", "a whole number from 8"),
-    "tracking": ("deltanet", "task", "S3", "S4", "parity, S3, S5-swaps, S5"),
+    "tracking": ("deltanet", "task", "S3", "S4", "parity, S3, S5-swaps, S5, S5-mixed"),
 }
 
 

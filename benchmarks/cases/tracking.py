@@ -38,6 +38,7 @@ MODELS = {
     "S3": GROUP,
     "S5-swaps": "gated_deltaproduct+negative+1,deltanet+positive,gated_deltaproduct+negative+2,mamba2,slstm",
     "S5": "gated_deltaproduct+negative+4,gated_deltaproduct+negative+1,gated_deltaproduct+negative+2,gated_deltaproduct+negative+3,gated_deltaproduct+positive+4,deltanet+positive,mamba2,slstm",
+    "S5-mixed": "gated_deltaproduct+negative+4,gated_deltaproduct+negative+1,gated_deltaproduct+positive+4,gated_deltaproduct+negative+3,gated_deltaproduct+negative+2,mamba2",
 }
 """The models of each task by default. One step without decay, `gated_deltaproduct+negative+1`, is DeltaNet's recurrence."""
 

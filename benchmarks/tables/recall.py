@@ -122,7 +122,7 @@ COST = (
     column("s", "seconds", "{:.0f}"),
     measured(),
 )
-TRACKING_TASKS = ("parity", "S3", "S5-swaps", "S5")
+TRACKING_TASKS = ("parity", "S3", "S5-swaps", "S5", "S5-mixed")
 TASKS = ("64x4", "64x8", "64x16", "128x32", "256x64", "512x128", "1024x256")
 DELTANET = (
     "python -m benchmarks mom_recall --inner deltanet --form recurrent --head_dim 8 --vocab_size 1024 --length 64 "

@@ -43,7 +43,7 @@ def test_the_pattern_has_feedforwards_without_a_state():
     [
         ("mamba2,negative=1", "mamba2 has no field allow_negative_eigenvalues"),
         ("deltanet,steps=2", "deltanet has no field num_steps"),
-        ("deltanet,task=S4", "accepted are parity, S3, S5-swaps, S5"),
+        ("deltanet,task=S4", "accepted are parity, S3, S5-swaps, S5, S5-mixed"),
         ("deltanet,pattern=F", "with at least one L"),
     ],
 )
