@@ -6,6 +6,7 @@ import dataclasses
 import json
 import types
 
+import numpy as np
 import pytest
 
 from benchmarks import sweeps
@@ -16,6 +17,7 @@ from configs import tracking
 from lsm_jax import mixers
 from lsm_jax.models import recall_state_size
 from lsm_jax.training import compile_recall, from_dict, to_dict, train_recall
+from lsm_jax.training.sweep import epoch_blocks
 
 
 @pytest.mark.parametrize("size", tracking.SIZES)
@@ -28,6 +30,21 @@ def test_every_model_of_the_benchmark_has_a_config(size):
             mixer = config.model.mixer
             if "negative" in model or "positive" in model:
                 assert mixer.allow_negative_eigenvalues == ("negative" in model)
+
+
+@pytest.mark.parametrize("size", tracking.SIZES)
+def test_mixed_words_are_trained_besides_and_not_tested(size):
+    """Each kind of word has as many batches, and the kinds alternate after at most 16."""
+    plain, mixed = (
+        tracking.get_config(f"gated_deltaproduct,steps=4,task={task},size={size}")
+        for task in ("S5", "S5-mixed")
+    )
+    assert mixed.train[:1] == plain.train and mixed.test == plain.test
+    assert [t.name for t in mixed.train[1:]] == ["S5 1-7", "S5 swaps 1-7"]
+    sizes = [t.num_examples for t in mixed.train]
+    blocks = epoch_blocks(np.random.default_rng(0), sizes, mixed.batch_size, mixed.steps_per_call)
+    steps = {kind: sum(len(rows) for k, rows in blocks if k == kind) for kind in range(3)}
+    assert set(steps.values()) == {sizes[0] // mixed.batch_size} and len(blocks[0][1]) <= 16
 
 
 def test_the_pattern_has_feedforwards_without_a_state():
