@@ -24,9 +24,9 @@ after every move, not only after the last, and is trained on 40 moves, which con
 heads of 16, shorter words, 768 steps of 32 words and a rate of 5e-3; the ops run token by token, which compiles faster.
 
 Not published: the training words of `S5-mixed`. One batch in three is of S5's words, one is of 7 moves of all 120, one of 7
-swaps, and there are as many steps of each as another task has in all. From S5's words alone, with 14,400 pairs of moves, four
-steps a token learned no more than the first move in 3,840 steps. Swaps are learned first, in some hundred steps; the memory can
-then permute, and each other move is learned from words that contain it.
+swaps, and there are as many steps of each as another task has in all; `size=small` is too short for it. From S5's words alone,
+with 14,400 pairs of moves, four steps a token learned no more than the first move in 3,840 steps. Swaps are learned first, in
+some hundred steps; the memory can then permute, and each other move is learned from words that contain it.
 """
 
 from __future__ import annotations
