@@ -47,6 +47,7 @@ BENCHMARK = Benchmark(
     summary="the models of a paper's table on a corpus of real text: loss, long contexts, needles, recall",
     key=("table", "model", "seed", "tokens", "length", "batch_size", "tasks", "corpus"),
     optional_key={"kind": None, "time_of": None},
+    more_files=("docs/evidence.jsonl",),
     resume=True,
 )
 

@@ -15,7 +15,8 @@ _F32 = jnp.float32
 _LEVELS = CHUNK.bit_length() - 1
 
 TILINGS = {
-    "delta_scores": Tiling(64, 0, 4, 1, 128),
+    "delta_scores": Tiling(64, 0, 4, 1),
+    "narrow_delta_scores": Tiling(64, 0, 4, 1, 128),
     "solve": Tiling(64, 0, 4, 2),
     "delta_scan": Tiling(0, 64, 4, 3),
     "channel_delta_scan": Tiling(0, 32, 4, 2),
@@ -26,7 +27,7 @@ TILINGS = {
 }
 """The tiling of each kernel for bfloat16, by the name of the kernel. The scans compute all key channels of a memory; of 64 of
 them they compute 64 value channels, backward with an undecayed erase 32, and of more than 128 of them 16, with 8 warps.
-"channel_delta_scan" is `delta_scan` of more than 64 key channels with a decay for each."""
+"channel_delta_scan" is `delta_scan` of more than 64 key channels with a decay for each, and "narrow_delta_scores" `delta_scores` of 64."""
 WIDE_TILINGS = {
     name: tiling._replace(warps=8, stages=1, registers=0) for name, tiling in TILINGS.items()
 }
@@ -78,7 +79,8 @@ def channel_tokens(
 
     batch, length, memories, keys = log_decay.shape
     decays = linear.documents(run, initial, batch)
-    tiling, count = _tiling("delta_scores", q), length // CHUNK
+    name = "narrow_delta_scores" if keys == 64 else "delta_scores"
+    tiling, count = _tiling(name, q), length // CHUNK
     operands, stored = low(q)
     by_memory = _struct((batch, length, memories, keys), stored)
     results = launch.call(
