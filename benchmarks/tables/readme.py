@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from benchmarks.tables import kernels, training
+from benchmarks.tables import evidence, kernels, training
 from benchmarks.tables.table import Column, Row, Table, group, newest, significant
 
 
@@ -93,6 +93,17 @@ def _decoding(rows: list[Row], **layers: bool | None) -> str:
     return significant(row["kernel_tokens_s"])
 
 
+def _largest_runs(rows: list[Row], model: str) -> list[Row]:
+    """Return the rows of a model's largest run on real text, one of each seed."""
+    found = [r for r in rows if r["rows_file"] == evidence.FILE and r.get("kind") != "rates"]
+    runs = evidence.by_model([row for row in found if row["model"] == model])
+    return max(runs, key=lambda seeds: seeds[0]["tokens"])
+
+
+def _held_out_loss(rows: list[Row], model: str) -> str:
+    return f"{evidence.mean(_largest_runs(rows, model), evidence.heldout_loss):.3f}"
+
+
 CLAIMS = (
     Claim(
         "demo, 0.9 M parameters, two CPU cores, held out",
@@ -113,6 +124,13 @@ CLAIMS = (
         ),
         lambda rows: _milliseconds(_attention(rows), "pruned") + " ms",
         lambda rows: f"FLA, which computes all keys: {_milliseconds(_attention(rows), 'fla')}",
+    ),
+    Claim(
+        lambda rows: (
+            f"FoX (Pro) 125M, {_largest_runs(rows, 'fox:pro-125m')[0]['tokens'] / 1e6:.0f} M tokens of manuals and code, held out"
+        ),
+        lambda rows: f"{_held_out_loss(rows, 'fox:pro-125m')} nats a token",
+        lambda rows: f"Transformer (Pro) {_held_out_loss(rows, 'fox:transformer-pro-125m')}",
     ),
     Claim(
         "training steps, GLA 340M, rows of 2,048 to 16,384",
@@ -138,6 +156,7 @@ TABLES = [
             "results/demo.jsonl",
             "kernels.jsonl",
             "attention.jsonl",
+            evidence.FILE,
             "model_step.jsonl",
             "linear_moe.jsonl",
             "decode_step.jsonl",
