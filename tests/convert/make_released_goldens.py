@@ -8,12 +8,12 @@ Each folder has the files of `save_pretrained` (config.json, safetensors) and ex
 `logits_1`, two rows of different lengths that are computed one at a time, in float32. Folders of `GRADIENTS` have in addition
 `grad.NAME` for each tensor: the gradient of the mean over the tokens of row 0 of the squared logits, divided by 2.
 
-The stored goldens were made with fla-core and flash-linear-attention 0.6.0, transformers 5.23.0, torch 2.14.1 and triton 3.8.0 in
-one thread; the tests require none of them. Triton's interpreter runs FLA's kernels on CPU tensors. `make_author_goldens` lists what
+The stored goldens were made with fla-core and flash-linear-attention 0.6.0, transformers 5.23.0, torch 2.14.1 (2.13.0 for
+`fla-mla`) and triton 3.8.0 in one thread; the tests require none of them. Triton's interpreter runs FLA's kernels on CPU tensors. `make_author_goldens` lists what
 is replaced for that. In addition:
 
 - an autotuned kernel has a benchmark that does nothing, so the first of its configs is used;
-- `flash_attn_func`, a CUDA library, is `flash_attention` of `make_author_goldens` (layers of `attn`);
+- `flash_attn_func`, a CUDA library, is `flash_attention` of `make_author_goldens` (layers of `attn`, multi-head latent attention);
 - norms, SwiGLU and the loss are not fused (`fuse_norm=False`), except in `fla-gla-hybrid`, since the fields change names of tensors;
 - `torch.compile` is not used (RWKV-7);
 - the kernel of MesaNet, which the interpreter does not run, is FLA's direct solution (`naive_mesa_net_exact`);
@@ -59,6 +59,14 @@ VOCABULARY = 48
 SMALL = dict(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2)
 FLA = dict(num_heads=2, intermediate_size=24, fuse_norm=False, fuse_swiglu=False, fuse_cross_entropy=False)  # fmt: skip
 RWKV = dict(intermediate_size=32, fuse_norm=False, fuse_cross_entropy=False)
+LATENT = dict(
+    kv_lora_rank=10,
+    qk_nope_head_dim=8,
+    qk_rope_head_dim=4,
+    qk_head_dim=12,
+    v_head_dim=6,
+    rope_theta=300.0,
+)
 # name: (module, class, fields of its config)
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "fla-gla": ("fla.models.gla", "GLA", FLA),
@@ -132,8 +140,17 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "fla.models.log_linear_mamba2", "LogLinearMamba2",
         dict(num_heads=4, head_dim=16, state_size=8, use_bias=True, use_conv_bias=False, fuse_norm=False, fuse_cross_entropy=False),
     ),
+    "fla-mla": ("fla.models.mla", "MLA", FLA | LATENT | dict(q_lora_rank=6)),
+    "fla-mla-direct": ("fla.models.mla", "MLA", FLA | LATENT | dict(q_lora_rank=None, qk_head_dim=None, v_head_dim=12)),
 }  # fmt: skip
-GRADIENTS = ("fla-gla", "fla-delta_net", "fla-hgrn2", "transformers-mamba", "transformers-mamba2")
+GRADIENTS = (
+    "fla-gla",
+    "fla-delta_net",
+    "fla-hgrn2",
+    "fla-mla",
+    "transformers-mamba",
+    "transformers-mamba2",
+)
 
 
 def import_fla() -> None:
@@ -143,6 +160,7 @@ def import_fla() -> None:
     driver.get_benchmarker = lambda: lambda call, quantiles=None: [1.0] * len(quantiles or [0])
     importlib.import_module("fla.models")
     importlib.import_module("fla.layers.attn").flash_attn_func = flash_attention
+    importlib.import_module("fla.layers.mla").flash_attn_func = flash_attention
     importlib.import_module("fla.ops.nsa.parallel").flash_attn_func = flash_attention
     importlib.import_module("fla.layers.mesa_net").chunk_mesa_net = solved_mesa_net
     mamba = importlib.import_module("fla.layers.log_linear_mamba2").LogLinearMamba2
@@ -295,6 +313,9 @@ def write(
     for buffer, value in network.named_buffers():
         if buffer.endswith("e_score_correction_bias"):
             value.copy_(0.25 * torch.randn_like(value))
+    for parameter, value in network.named_parameters():
+        if kind == "MLA" and parameter.endswith(("kv_proj.0.weight", "q_proj.0.weight")):
+            value.data *= 0.03  # so that the epsilon of the norm of its products changes logits
     folder = out / name
     shutil.rmtree(folder, ignore_errors=True)
     network.save_pretrained(folder)

@@ -21,7 +21,7 @@ from tests.convert.test_released import imported, marked
 OWN = (
     "gla", "retnet", "deltanet", "gated_deltanet", "kda", "hgrn2", "gsa", "mamba", "mamba2", "gated_deltaproduct", "comba",
     "precond_gated_deltanet", "precond_kda", "mesa_net", "path", "moba", "nsa", "hgrn", "lightnet", "abc",
-    "mamba3", "mamba3_mimo", "log_linear_mamba2", "rwkv6", "rwkv7", "mom",
+    "mamba3", "mamba3_mimo", "log_linear_mamba2", "rwkv6", "rwkv7", "mom", "mla",
 )  # fmt: skip
 
 
@@ -33,6 +33,9 @@ def test_own_models_are_exported(method, tmp_path, monkeypatch):
         config.layers["L"].feedforward = SwiGLUConfig()  # FLA's, whatever its config says
     if method == "path":
         config.layers["L"].mixer.rank = 32  # the only one that FLA has
+    if method == "mla":
+        mixer = config.layers["L"].mixer
+        mixer.rope_interleaved, mixer.norm_eps = False, 1e-5  # FLA's, whatever its config says
     if method.startswith("mamba3"):
         config.layers["L"].mixer.rate = "softplus"  # FLA's
     if method.startswith("rwkv"):
@@ -118,6 +121,11 @@ def test_models_that_the_library_lacks_are_refused(tmp_path):
         ("moba", dict(num_kv_heads=1), "MoBAConfig.num_kv_heads=1; accepted for an export are None and num_heads="),
         ("path", dict(rank=32, conv_size=4), "PaTHConfig.conv_size=4; accepted for an export is 3"),
         ("nsa", dict(num_kv_heads=4), "NSAConfig.num_heads=16; accepted for an export are num_kv_heads=4 times a power of 2"),
+        ("mla", dict(norm_eps=1e-5), "no mla model with layer 0.mixer.rope_interleaved=True .accepted is False."),
+        ("mla", dict(output_gate=True), "no mla model with .*layer 0.mixer.output_gate=True .accepted is False."),
+        ("mla", dict(scale=0.5), "no mla model with .*layer 0.mixer.scale=0.5 .accepted is 0.2041"),
+        ("mla", dict(rope_base=None), "MLAConfig.rope_base=None; accepted for an export is a number"),
+        ("mla", dict(value_dim=48), "v_head_dim=48: accepted are numbers to qk_nope_head_dim . qk_rope_head_dim = 24"),
         ("mamba3", {}, "no mamba3 model with .*layer 0.mixer.rate='heavy_tail' .accepted is 'softplus'."),
     ):  # fmt: skip
         config = lm(method, "tiny")

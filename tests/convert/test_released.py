@@ -39,8 +39,8 @@ NAMES = sorted(path.name for path in GOLDENS.iterdir() if path.is_dir())
 FAST = ("transformers-mamba2",)
 LOGITS = ("fla-gla", "fla-kda", "transformers-mamba", "transformers-qwen3_5_text")
 GRADIENTS = (
-    "fla-gla", "fla-delta_net", "fla-hgrn2", "transformers-mamba", "transformers-mamba2", "transformers-granitemoehybrid-moe",
-    "transformers-nemotron_h-moe", "transformers-qwen3_5_text",
+    "fla-gla", "fla-delta_net", "fla-hgrn2", "fla-mla", "transformers-mamba", "transformers-mamba2",
+    "transformers-granitemoehybrid-moe", "transformers-nemotron_h-moe", "transformers-qwen3_5_text",
 )  # fmt: skip
 # Models that `make test` exports again; the others are slow.
 STORED = ("fla-linear_attn", "fla-rwkv7", "transformers-mamba")
@@ -229,6 +229,14 @@ def test_missing_and_surplus_tensors_are_named(tmp_path):
         ("fla-precond_kda", dict(num_v_heads=4), "num_v_heads=4; accepted are null and num_heads=2"),
         ("fla-moba", dict(moba_topk=1), "moba_topk=1: accepted are numbers from 2"),
         ("fla-moba", dict(num_kv_heads=1), "num_kv_heads=1: accepted are null and num_heads=2"),
+        ("fla-mla", dict(window_size=6), "window_size=6; accepted is None"),
+        ("fla-mla", dict(attnres_block_size=2), "attnres_block_size=2; accepted is None"),
+        ("fla-mla", dict(qk_head_dim=8), "qk_head_dim=8: accepted are null and qk_nope_head_dim . qk_rope_head_dim = 12"),
+        ("fla-mla", dict(v_head_dim=13), "v_head_dim=13: accepted are numbers to qk_nope_head_dim . qk_rope_head_dim = 12"),
+        ("fla-mla", dict(rope_theta=None), "rope_theta=None; accepted is a value"),
+        ("fla-mla", dict(rope_theta=5.0), "rope_parameters=.*300.0.*; accepted are null and .*'rope_theta': 5.0"),
+        ("fla-mla", dict(rope_scaling=dict(rope_type="yarn", factor=4.0)), "rope_scaling=.*yarn.*; accepted are null and .*'default'"),
+        ("fla-mla", dict(qk_rope_head_dim=3, qk_head_dim=11), "MLAConfig.rope_dim=3: rotation needs an even number"),
         ("fla-path_attn", dict(num_heads=3), "num_heads=3: accepted is a divisor of hidden_size=32"),
         ("transformers-granitemoehybrid", dict(logits_scaling=0), "logits_scaling=0; accepted is a finite number above 0"),
         ("transformers-granitemoehybrid", dict(position_embedding_type="alibi"), "position_embedding_type='alibi'; accepted is None"),

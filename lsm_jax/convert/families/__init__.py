@@ -30,6 +30,7 @@ from lsm_jax.convert.families import (
     mamba2,
     mamba3,
     mesa_net,
+    mla,
     moba,
     mom,
     nemotron_h,
@@ -53,7 +54,7 @@ FAMILIES: dict[str, Family] = {
     for module in (
         gla, retnet, delta_net, gated_deltanet, kda, hgrn2, gsa, linear_attn, mom, rwkv6, rwkv7, rwkv7_pth, mamba, mamba2,
         gated_deltaproduct, comba, precond_gated_deltanet, precond_kda, mesa_net, path_attn, moba, hgrn,
-        lightnet, abc_attention, mamba3, nsa, log_linear_mamba2,
+        lightnet, abc_attention, mamba3, nsa, mla, log_linear_mamba2,
         granite, bamba, nemotron_h, falcon_h1, lfm2, xlstm, qwen3_next, olmo_hybrid, kimi_linear,
         bailing_hybrid,
     )
