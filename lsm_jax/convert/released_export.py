@@ -6,7 +6,7 @@
 The folder has config.json, model.safetensors and the run's tokenizer.json. GLA, RetNet, DeltaNet, Gated DeltaNet, KDA, HGRN, HGRN2,
 GSA, ABC, LightNet, linear attention, RWKV-6, RWKV-7, Gated DeltaProduct, Comba, the preconditioned delta rules, MesaNet and
 Mixture-of-Memories are written for FLA, also with layers of softmax attention, and PaTH attention, MoBA, NSA, multi-head latent
-attention and Mamba-3 without; Mamba, Mamba-2, mLSTM, hybrids of Mamba-2 or of short convolutions, Gated DeltaNet with gated
+attention and Mamba-3 without; Mamba, Mamba-2, mLSTM, RG-LRU, hybrids of Mamba-2 or of short convolutions, Gated DeltaNet with gated
 attention or OLMo's attention, and KDA with multi-head latent attention for transformers. Adapters (LoRA) are merged. With the
 checkpoint that the run was imported from (`--source`), the folder has its config, files, dtypes and tokenizer: an unchanged model is
 exported byte for byte.
@@ -61,6 +61,7 @@ _METHODS: dict[type, tuple[str, ...]] = {
     mixers.MoBAConfig: ("moba",),
     mixers.NSAConfig: ("nsa",),
     mixers.MLAConfig: ("mla",),
+    mixers.RGLRUConfig: ("recurrent_gemma",),
     mixers.HGRNConfig: ("hgrn",),
     mixers.LightNetConfig: ("lightnet",),
     mixers.ABCConfig: ("abc",),

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 from flax import nnx
 
+from lsm_jax.feedforward.geglu import GeGLU, GeGLUConfig
 from lsm_jax.feedforward.moe import MoE, MoEConfig
 from lsm_jax.feedforward.relu2 import ReLU2, ReLU2Config
 from lsm_jax.feedforward.rwkv7_channel_mix import RWKV7ChannelMix, RWKV7ChannelMixConfig
@@ -18,6 +19,7 @@ from lsm_jax.feedforward.swiglu import SwiGLU, SwiGLUConfig
 
 FEEDFORWARDS: dict[str, tuple[type, Any]] = {
     "swiglu": (SwiGLUConfig, SwiGLU),
+    "geglu": (GeGLUConfig, GeGLU),
     "relu2": (ReLU2Config, ReLU2),
     "moe": (MoEConfig, MoE),
     "rwkv6_channel_mix": (RWKV6ChannelMixConfig, RWKV6ChannelMix),
@@ -67,6 +69,8 @@ def build(
 
 __all__ = [
     "FEEDFORWARDS",
+    "GeGLU",
+    "GeGLUConfig",
     "MoE",
     "MoEConfig",
     "ReLU2",

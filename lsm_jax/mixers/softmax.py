@@ -38,6 +38,7 @@ class SoftmaxConfig:
         qk_norm: whether queries and keys are RMS-normalised, with learned scales, before the rotation.
         qk_norm_joint: whether the norms of queries and of keys are over the channels of all heads together, as in OLMo 2.
         qkv_bias: whether the projections to queries, keys and values have biases.
+        output_bias: whether the projection of the output has a bias, as in Griffin.
         rope_base: base of the rotary embedding; None means no rotary embedding.
         rope_scaling: a reduction of the rotation's frequencies, or None.
         rotary_dim: number of channels of a head that are rotated, the first ones, an even number; None is all.
@@ -53,6 +54,7 @@ class SoftmaxConfig:
     qk_norm: bool = False
     qk_norm_joint: bool = False
     qkv_bias: bool = False
+    output_bias: bool = False
     rope_base: float | None = 10000.0
     rope_scaling: RopeScaling | None = None
     rotary_dim: int | None = None
@@ -104,6 +106,8 @@ class SoftmaxConfig:
             raise ValueError(
                 f"{type(self).__name__}.qk_norm_joint=True: accepted in a SoftmaxConfig with qk_norm=True"
             )
+        if self.output_bias and type(self) is not SoftmaxConfig:
+            raise ValueError(f"{type(self).__name__}.output_bias=True: accepted in a SoftmaxConfig")
         if self.window is not None:
             checks.positive(self, window=self.window)
         checks.positive(self, norm_eps=self.norm_eps)
@@ -163,15 +167,14 @@ class Softmax(Mixer):
         super().__init__(config, hidden_size)
         self.head_dim = config.dim(hidden_size)
         queries, keys = config.num_heads * self.head_dim, config.kv_heads() * self.head_dim
-        into = dict(axes=("embed", "heads"), rngs=rngs, init_std=init_std)
+        into: dict[str, Any] = dict(axes=("embed", "heads"), rngs=rngs, init_std=init_std)
         self.q_proj = Dense(hidden_size, queries, bias=config.qkv_bias, **into)
         self.k_proj = Dense(hidden_size, keys, bias=config.qkv_bias, **into)
         self.v_proj = Dense(hidden_size, keys, bias=config.qkv_bias, **into)
         self.q_norm = self._norm(queries) if config.qk_norm else None
         self.k_norm = self._norm(keys) if config.qk_norm else None
-        self.o_proj = Dense(
-            queries, hidden_size, axes=("heads", "embed"), rngs=rngs, init_std=init_std
-        )
+        out: dict[str, Any] = into | dict(axes=("heads", "embed"), bias=config.output_bias)
+        self.o_proj = Dense(queries, hidden_size, **out)
 
     def _norm(self, channels: int) -> RMSNorm:
         """Return the norm of queries or keys, which have `channels` channels in all heads."""

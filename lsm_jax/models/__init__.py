@@ -11,6 +11,7 @@ from lsm_jax.models.counts import (
     logical_axes,
 )
 from lsm_jax.models.decoder import Decoder, DecoderState
+from lsm_jax.models.griffin import GRIFFIN_MODELS, gemma_scale, griffin
 from lsm_jax.models.loss import mean_next_token_loss, next_token_loss, training_losses
 from lsm_jax.models.presets import (
     FOX_FIGURE_7,
@@ -29,6 +30,7 @@ __all__ = [
     "FOX_MODELS",
     "FOX_SIZES",
     "FOX_TABLE_3",
+    "GRIFFIN_MODELS",
     "SIZES",
     "Decoder",
     "DecoderState",
@@ -41,6 +43,8 @@ __all__ = [
     "decay_mask",
     "flops_per_token",
     "fox",
+    "gemma_scale",
+    "griffin",
     "lm",
     "logical_axes",
     "mean_next_token_loss",

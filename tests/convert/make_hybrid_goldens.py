@@ -1,10 +1,10 @@
 """Make those folders of tests/convert/released_goldens/ that have hybrids of Mamba-2, short convolutions or mLSTM with attention:
-Granite-4.0-H, Bamba, Nemotron-H, Falcon-H1, LFM2 and xLSTM, saved by Hugging Face's transformers.
+Granite-4.0-H, Bamba, Nemotron-H, Falcon-H1, LFM2 and xLSTM, and RecurrentGemma, saved by Hugging Face's transformers.
 
     python tests/convert/make_hybrid_goldens.py
     python tests/convert/make_hybrid_goldens.py --names=transformers-bamba
 
-Their files are those of `make_released_goldens`, made with the same versions. `e_score_correction_bias`, a buffer of routers, is
+Their files are those of `make_released_goldens`, made with the same versions (RecurrentGemma's with torch 2.13.0). `e_score_correction_bias`, a buffer of routers, is
 drawn like the parameters, and has no gradient.
 """
 
@@ -80,8 +80,19 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "transformers-xlstm": (
         "transformers", "xLSTM", dict(num_heads=2, ffn_proj_factor=1.3, ffn_round_up_to_multiple_of=8),
     ),
+    "transformers-recurrent_gemma": (
+        "transformers", "RecurrentGemma",
+        dict(
+            num_hidden_layers=5, num_attention_heads=4, num_key_value_heads=1, lru_width=48, intermediate_size=72,
+            attention_window_size=6, pad_token_id=None,  # whose embedding has no gradient in torch
+        ),
+    ),
 }  # fmt: skip
-GRADIENTS = ("transformers-granitemoehybrid-moe", "transformers-nemotron_h-moe")
+GRADIENTS = (
+    "transformers-granitemoehybrid-moe",
+    "transformers-nemotron_h-moe",
+    "transformers-recurrent_gemma",
+)
 
 
 def main() -> int:

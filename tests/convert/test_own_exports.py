@@ -68,6 +68,12 @@ def hybrid(family):
     if family == "xlstm":
         return dataclasses.replace(lm("mlstm", "tiny", vocab_size=48), logits_cap=30.0)
     inner = "relu2" if family == "nemotron_h" else "swiglu"
+    if family == "recurrent_gemma":
+        config = lm("rg_lru", "tiny", "LN", vocab_size=48, feedforward="geglu")
+        config.norm, config.embedding_scale, config.logits_cap = "zero_centred_rms", 8.0, 30.0
+        softmax = config.layers["N"].mixer
+        softmax.window, softmax.output_bias, softmax.rotary_dim = 16, True, 8
+        return config
     config = lm("mamba2", "tiny", "LN", vocab_size=48, feedforward=inner)
     mamba, softmax = config.layers["L"], config.layers["N"].mixer
     if family == "bamba":
@@ -82,7 +88,7 @@ def hybrid(family):
     return config
 
 
-HYBRIDS = ("granitemoehybrid", "bamba", "nemotron_h", "falcon_h1", "lfm2", "xlstm")
+HYBRIDS = ("granitemoehybrid", "bamba", "nemotron_h", "falcon_h1", "lfm2", "xlstm", "recurrent_gemma")
 
 
 @pytest.mark.parametrize("family", marked(HYBRIDS, ("falcon_h1",)))

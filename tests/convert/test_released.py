@@ -40,7 +40,7 @@ FAST = ("transformers-mamba2",)
 LOGITS = ("fla-gla", "fla-kda", "transformers-mamba", "transformers-qwen3_5_text")
 GRADIENTS = (
     "fla-gla", "fla-delta_net", "fla-hgrn2", "fla-mla", "transformers-mamba", "transformers-mamba2",
-    "transformers-granitemoehybrid-moe", "transformers-nemotron_h-moe", "transformers-qwen3_5_text",
+    "transformers-granitemoehybrid-moe", "transformers-nemotron_h-moe", "transformers-qwen3_5_text", "transformers-recurrent_gemma",
 )  # fmt: skip
 # Models that `make test` exports again; the others are slow.
 STORED = ("fla-linear_attn", "fla-rwkv7", "transformers-mamba")
@@ -257,6 +257,13 @@ def test_missing_and_surplus_tensors_are_named(tmp_path):
         ("transformers-lfm2", dict(layer_types=[{}] * 3), "layer_types=.*; accepted is a list of 3"),
         ("transformers-lfm2", dict(layer_types=None, full_attn_idxs=1), "full_attn_idxs=1; accepted is a list of layers"),
         ("transformers-lfm2", dict(conv_bias=True), "conv_bias=True; accepted is False"),
+        ("transformers-recurrent_gemma", dict(block_types=["rnn"]), "block_types=.*rnn.*; accepted is a list of 'recurrent' and"),
+        ("transformers-recurrent_gemma", dict(block_types=[]), "block_types=..; accepted is a list of"),
+        ("transformers-recurrent_gemma", dict(head_dim=16), "num_attention_heads=4, head_dim=16: accepted are a divisor of"),
+        ("transformers-recurrent_gemma", dict(intermediate_size=71), "intermediate_size=71: accepted are even numbers"),
+        ("transformers-recurrent_gemma", dict(partial_rotary_factor=1), "partial_rotary_factor=1; accepted is 0.5"),
+        ("transformers-recurrent_gemma", dict(attention_bias=True), "attention_bias=True; accepted is False"),
+        ("transformers-recurrent_gemma", dict(lru_width=46), "RGLRUConfig.num_heads=4 does not divide expand . hidden_size=46"),
         ("transformers-xlstm", dict(weight_mode="fused"), "weight_mode='fused'; accepted is 'single'"),
         ("transformers-xlstm", dict(num_blocks=3), "num_blocks=3; accepted is num_hidden_layers=2"),
     ],

@@ -41,6 +41,7 @@ from lsm_jax.convert.families import (
     precond_kda,
     qwen3_5,
     qwen3_next,
+    recurrent_gemma,
     retnet,
     rwkv6,
     rwkv7,
@@ -56,7 +57,7 @@ FAMILIES: dict[str, Family] = {
         gated_deltaproduct, comba, precond_gated_deltanet, precond_kda, mesa_net, path_attn, moba, hgrn,
         lightnet, abc_attention, mamba3, nsa, mla, log_linear_mamba2,
         granite, bamba, nemotron_h, falcon_h1, lfm2, xlstm, qwen3_next, olmo_hybrid, kimi_linear,
-        bailing_hybrid,
+        bailing_hybrid, recurrent_gemma,
     )
 } | {family.model_type: family for family in qwen3_5.FAMILIES}  # fmt: skip
 """The families by `model_type`."""
