@@ -88,7 +88,7 @@ def hybrid(family):
     return config
 
 
-HYBRIDS = ("granitemoehybrid", "bamba", "nemotron_h", "falcon_h1", "lfm2", "xlstm", "recurrent_gemma")
+HYBRIDS = ("granitemoehybrid", "bamba", "nemotron_h", "falcon_h1", "lfm2", "xlstm", "recurrent_gemma")  # fmt: skip
 
 
 @pytest.mark.parametrize("family", marked(HYBRIDS, ("falcon_h1",)))
