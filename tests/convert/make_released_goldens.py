@@ -9,8 +9,8 @@ Each folder has the files of `save_pretrained` (config.json, safetensors) and ex
 `grad.NAME` for each tensor: the gradient of the mean over the tokens of row 0 of the squared logits, divided by 2.
 
 The stored goldens were made with fla-core and flash-linear-attention 0.6.0, transformers 5.23.0, torch 2.14.1 (2.13.0 for
-`fla-mla`) and triton 3.8.0 in one thread; the tests require none of them. Triton's interpreter runs FLA's kernels on CPU tensors. `make_author_goldens` lists what
-is replaced for that. In addition:
+`fla-mla`) and triton 3.8.0 in one thread; the tests require none of them. Triton's interpreter runs FLA's kernels on CPU tensors.
+`make_author_goldens` lists what is replaced for that. In addition:
 
 - an autotuned kernel has a benchmark that does nothing, so the first of its configs is used;
 - `flash_attn_func`, a CUDA library, is `flash_attention` of `make_author_goldens` (layers of `attn`, multi-head latent attention);
@@ -60,13 +60,8 @@ SMALL = dict(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2)
 FLA = dict(num_heads=2, intermediate_size=24, fuse_norm=False, fuse_swiglu=False, fuse_cross_entropy=False)  # fmt: skip
 RWKV = dict(intermediate_size=32, fuse_norm=False, fuse_cross_entropy=False)
 LATENT = dict(
-    kv_lora_rank=10,
-    qk_nope_head_dim=8,
-    qk_rope_head_dim=4,
-    qk_head_dim=12,
-    v_head_dim=6,
-    rope_theta=300.0,
-)
+    kv_lora_rank=10, qk_nope_head_dim=8, qk_rope_head_dim=4, qk_head_dim=12, v_head_dim=6, rope_theta=300.0,
+)  # fmt: skip
 # name: (module, class, fields of its config)
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "fla-gla": ("fla.models.gla", "GLA", FLA),
