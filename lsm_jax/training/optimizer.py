@@ -85,9 +85,11 @@ def stays_finite(config: TrainConfig) -> bool:
     rate = optimizer.peak_lr * max(1.0, optimizer.end_lr_ratio, optimizer.start_lr_ratio)
     updates = dict(adamw=optimizer.clip_norm / optimizer.eps, lion=1.0)
     largest = rate * updates.get(optimizer.name, math.inf)
-    # In float32, closer to 1 is 1, and the bias corrections divide by 0.
+    # In float32, closer to 1 is 1, and the bias corrections divide by 0; so do gradients of 0 by smaller numbers than the least.
     decays = max(optimizer.b1, optimizer.b2) <= 1 - 1e-6
-    return decays and largest <= _LARGEST_UPDATE and rate * optimizer.weight_decay <= 1
+    exact = min(optimizer.eps, optimizer.clip_norm) >= jnp.finfo(jnp.float32).tiny
+    bounded = largest <= _LARGEST_UPDATE and rate * optimizer.weight_decay <= 1
+    return bool(decays and exact and bounded)
 
 
 def muon_matrices(config: TrainConfig) -> dict[str, Any]:

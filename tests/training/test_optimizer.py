@@ -305,6 +305,8 @@ def test_the_planner_counts_the_moments(tmp_path):
         (dict(end_lr_ratio=1e26), False),
         (dict(b1=1 - 1e-9), False),
         (dict(peak_lr=0.1, weight_decay=11.0), False),
+        (dict(eps=1e-39, clip_norm=1e-6), False),
+        (dict(name="lion", clip_norm=1e-42), False),
     ],
 )
 def test_which_optimizers_keep_parameters_finite(tmp_path, changes, stays):
@@ -332,8 +334,12 @@ def test_parameters_stay_finite_whatever_the_gradients(tmp_path, name):
             assert np.isfinite(x).all() and np.abs(x).max() <= bound
 
 
-@pytest.mark.parametrize("changes", [dict(peak_lr=1e39), dict(b1=1 - 1e-9)])
-def test_a_step_to_parameters_that_are_not_finite_is_skipped(tmp_path, changes):
+@pytest.mark.parametrize(
+    ("changes", "mask"),
+    [(dict(peak_lr=1e39), 1), (dict(b1=1 - 1e-9), 1), (dict(eps=1e-39, clip_norm=1e-6), 0)],
+)
+def test_a_step_to_parameters_that_are_not_finite_is_skipped(tmp_path, changes, mask):
+    """Without a predicted token all gradients are 0, and `eps` is 0 where denormal numbers are."""
     config = tiny.config(tmp_path, optimizer=OptimizerConfig(**changes))
     assert not stays_finite(config)
     mesh = make_mesh(MeshConfig())
@@ -341,7 +347,8 @@ def test_a_step_to_parameters_that_are_not_finite_is_skipped(tmp_path, changes):
     with jax.set_mesh(mesh):
         program = make_program(config, mesh)
         before = jax.tree.map(np.asarray, program.init())
-        batch = dict(tokens=tokens, labels=tokens, loss_mask=jnp.ones(tokens.shape, jnp.float32))
+        loss_mask = jnp.full(tokens.shape, mask, jnp.float32)
+        batch = dict(tokens=tokens, labels=tokens, loss_mask=loss_mask)
         after, metrics = program.train_step(program.init(), batch)
     assert int(metrics["train/skipped_steps"]) == 1 and np.isfinite(metrics["train/loss"])
     for old, new in zip(jax.tree.leaves(before.params), jax.tree.leaves(after.params), strict=True):
