@@ -303,6 +303,7 @@ def _log_likelihood(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, ja
     return lse - own, lse
 
 
+@jax.custom_jvp
 def _log_sum_exp(logits: jax.Array) -> jax.Array:
     """Return the log-sum-exps of logits [B, C, V] over the vocabulary, [B, C]."""
 
@@ -310,6 +311,14 @@ def _log_sum_exp(logits: jax.Array) -> jax.Array:
         return jax.nn.logsumexp(logits, axis=-1)
 
     return jax.lax.platform_dependent(logits, cuda=log_sum_exp_in_one_pass, default=in_two_passes)
+
+
+@_log_sum_exp.defjvp
+def _log_sum_exp_tangent(primals, tangents):
+    # For second derivatives: JAX has none of a reduction of pairs.
+    lse = _log_sum_exp(*primals)
+    share = jnp.exp(primals[0] - lse[..., None])
+    return lse, jnp.sum(share * tangents[0], axis=-1)
 
 
 def log_sum_exp_in_one_pass(logits: jax.Array) -> jax.Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -71,16 +72,14 @@ def _casts(jaxpr: Any, dtype: Any) -> dict[Any, float]:
     return casts
 
 
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _cast(x: jax.Array, dtype: Any) -> jax.Array:
     """Return x in `dtype`; its gradient is stored in `dtype` before it is cast, rather than recomputed from its parts by all that
     use it."""
+    return x.astype(dtype)
 
-    @jax.custom_vjp
-    def cast(x):
-        return x.astype(dtype)
 
-    def backward(_, grad):
-        return (jax.lax.optimization_barrier(grad).astype(x.dtype),)
-
-    cast.defvjp(lambda x: (cast(x), None), backward)
-    return cast(x)
+@_cast.defjvp
+def _cast_tangent(dtype, primals, tangents):
+    # The transpose has the barrier before the cast. A rule for the backward pass alone would exclude forward-mode derivatives.
+    return primals[0].astype(dtype), jax.lax.optimization_barrier(tangents[0].astype(dtype))

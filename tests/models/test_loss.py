@@ -125,6 +125,16 @@ def test_log_sum_exp_in_one_pass_equals_that_in_two(dtype):
             np.testing.assert_allclose(found, expected, rtol=4 * jnp.finfo(dtype).eps)  # fmt: skip
 
 
+def test_the_loss_has_second_derivatives():
+    """Of a loss of one token, x of its hidden state and W of the head: W (diag(p) - p pᵀ) Wᵀ with p = softmax(x W)."""
+    hidden, head, labels, _ = inputs()
+    x, head, label = hidden[:1, :1], head, labels[:1, :1]
+    found = jax.hessian(lambda x: models.next_token_loss(x, head, label)[0, 0])(x)
+    p = jax.nn.softmax((x @ head)[0, 0])
+    expected = head @ (jnp.diag(p) - jnp.outer(p, p)) @ head.T
+    np.testing.assert_allclose(found.reshape(expected.shape), expected, rtol=1e-4, atol=1e-6)
+
+
 def test_masked_tokens_may_be_anything():
     hidden, head, labels, mask = inputs()
     broken = jnp.where(mask[..., None] != 0, hidden, jnp.nan)

@@ -108,6 +108,27 @@ def test_a_cast_before_the_layers_changes_no_gradient(monkeypatch, kind, experts
         np.testing.assert_array_equal(x, y)
 
 
+def test_a_cast_before_the_layers_has_all_derivatives(monkeypatch):
+    """Forward-mode and second derivatives, and `vmap`, of a model whose layers have them: with softmax attention."""
+    graphdef, params = nnx.split(models.Decoder(config_of("softmax"), rngs=nnx.Rngs(0)))
+
+    def loss(params):
+        hidden, _, _ = nnx.merge(graphdef, params).hidden(TOKENS)
+        return jnp.mean(hidden.astype(jnp.float32) ** 3)
+
+    def derivatives():
+        gradient = jax.grad(loss)
+        _, tangent = jax.jvp(loss, (params,), (params,))
+        _, second = jax.jvp(gradient, (params,), (params,))
+        rows = jax.vmap(gradient)(jax.tree.map(lambda x: x[None], params))
+        return tangent, second, rows
+
+    found = derivatives()
+    monkeypatch.setattr(decoder, "cast_stacks", lambda stacks, dtype, layers: stacks)
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(derivatives()), strict=True):
+        np.testing.assert_allclose(x, y, rtol=2e-2, atol=2e-2 * float(jnp.abs(y).max()))
+
+
 def test_a_parameter_that_is_used_twice_or_otherwise_is_not_cast():
     stacks = {
         name: jnp.ones((3, 4, 4))
