@@ -31,6 +31,7 @@ class Case(NamedTuple):
         dtype: dtype of q, k and v.
         states: "row" (one document), "documents" (several, with a mask) or "segments" (one state each, with a mask).
         strong: whether some decays are e^-30 and others 0; or the factor of the log decay.
+        gradients: the size of the gradients of the output and of the final memory.
     """
 
     decay: str
@@ -41,6 +42,7 @@ class Case(NamedTuple):
     dtype: str = "float32"
     states: str = "row"
     strong: float = False
+    gradients: float = 1.0
 
 
 CASES = {
@@ -57,6 +59,7 @@ CASES = {
     "none, joined": Case("none", (2, 1, 1), 64, 128, 65),
     "constant, joined": Case("constant", (1, 1, 2), 128, 64, 130, states="documents"),
     "constant, steep, joined": Case("constant", (1, 1, 2), dtype="bfloat16", strong=4),
+    "constant, small gradients, joined": Case("constant", (1, 1, 2), strong=3, gradients=1e-30),
     "token, strong, joined": Case("token", states="documents", strong=True),
     "token, segments, joined": Case("token", (1, 1, 2), length=200, states="segments"),
     "token, parts": Case("token", (2, 1, 1), length=256, states="documents"),
@@ -164,7 +167,8 @@ def compare(case: Any, inputs_of=inputs_of, run=run) -> dict[str, float]:
     wide = jax.tree.map(lambda a: a.astype(jnp.float32), x)
     expected, wanted_pull = jax.vjp(recurrent, wide)
     rng = np.random.default_rng(1)
-    cotangents = [jnp.asarray(rng.normal(size=a.shape), a.dtype) for a in actual]
+    size = getattr(case, "gradients", 1.0)
+    cotangents = [jnp.asarray(size * rng.normal(size=a.shape), a.dtype) for a in actual]
     (gradients,) = pull(tuple(cotangents))
     (wanted,) = wanted_pull(tuple(a.astype(jnp.float32) for a in cotangents))
     errors = dict(

@@ -11,9 +11,9 @@ import triton.language as tl
 
 from pallas_kernels.linear_attention.triton.exponential import decay_of
 
-WEAK: tl.constexpr = tl.constexpr(-60.0)
-"""The sum of a chunk's log decays above which the decays between its tokens are products of those from and to its middle, of up to e^60
-and as exact as the exponential of a difference."""
+WEAK: tl.constexpr = tl.constexpr(-40.0)
+"""The sum of a chunk's log decays above which the decays between its tokens are products of those from and to its middle, of up to e^40
+and as exact as the exponential of a difference for products of 1e-20 and more, which the first factor may leave at 1e-37."""
 
 
 @triton.jit
