@@ -60,7 +60,7 @@ class CombaConfig(GroupedDeltaRuleConfig):
     @classmethod
     def for_width(cls, hidden_size: int) -> CombaConfig:
         """Return the config of Comba for a model of width `hidden_size`, with the published proportions: heads of 256
-        channels (smaller ones below width 768), and 3/4 as many key channels in all heads as the width (2/3 at 768).
+        channels (smaller ones below width 768), and at most 3/4 as many key channels in all heads as the width: 2/3 at 768.
         """
         head_dim = head_size(hidden_size, 256)
         return cls(head_dim=head_dim, num_heads=max(1, 3 * hidden_size // (4 * head_dim)))
