@@ -128,8 +128,10 @@ def _cast_stacks(config: TrainConfig, model: Decoder, platform: str) -> int:
         unrolled = platform == "cuda" and config.model.num_layers <= UNROLLED
     if config.model.remat != "dots" or item >= 4 or not unrolled:
         return 0
-    trained, _ = split(params_of(model), config.trainable)
-    stacks = jax.tree.leaves(trained.get("periods", {}))
+    trained, frozen = split(params_of(model), config.trainable)
+    # Frozen matrices in 16 bits are not copied.
+    parts = [trained, frozen] if config.frozen_dtype == "float32" else [trained]
+    stacks = jax.tree.leaves([part.get("periods", {}) for part in parts])
     return sum(item * x.size for x in stacks if is_large(x) and x.ndim == 3)
 
 

@@ -13,8 +13,12 @@ from flax import nnx
 
 from lsm_jax import feedforward, mixers, models
 from lsm_jax.models import decoder, narrow
+from lsm_jax.training.memory_plan import plan
+from lsm_jax.training.partition import split
+from lsm_jax.training.step import params_of
 from tests.marks import slow_after
 from tests.models.conftest import small_config
+from tests.training import tiny
 
 TOKENS = jnp.arange(20).reshape(2, 10)
 
@@ -127,6 +131,21 @@ def test_a_cast_before_the_layers_has_all_derivatives(monkeypatch):
     monkeypatch.setattr(decoder, "cast_stacks", lambda stacks, dtype, layers: stacks)
     for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(derivatives()), strict=True):
         np.testing.assert_allclose(x, y, rtol=2e-2, atol=2e-2 * float(jnp.abs(y).max()))
+
+
+def test_the_plan_counts_copies_of_frozen_matrices_in_float32(tmp_path):
+    """Those in 16 bits have no copy."""
+    config = tiny.config(tmp_path, trainable=("lora",), init_from=str(tmp_path))
+    config.model = dataclasses.replace(
+        config.model, dtype="bfloat16", remat="dots", unroll_layers=True, lora=mixers.LoRAConfig()
+    )
+    saved = {}
+    for config.frozen_dtype in ("bfloat16", "float32"):
+        saved[config.frozen_dtype] = plan(config, 1).saved
+    _, frozen = split(params_of(models.abstract(config.model)), config.trainable)
+    stacks = [x for x in jax.tree.leaves(frozen["periods"]) if x.ndim == 3]
+    copies = sum(2 * x.size for x in stacks)
+    assert copies > 0 and saved["float32"] - saved["bfloat16"] == copies
 
 
 def test_a_parameter_that_is_used_twice_or_otherwise_is_not_cast():
