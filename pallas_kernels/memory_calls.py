@@ -220,8 +220,10 @@ def value_dims(*sizes: int) -> Requirement:
 
 
 def or_in_parts(values: Requirement) -> Requirement:
-    """Return the requirement `values` with the words that more value channels are computed in parts, as `delta_rule` does."""
-    return values._replace(text=f"{values.text}, or a multiple of 256 in parts")
+    """Return the requirement `values` with the words on more value channels, which `delta_rule` computes in parts."""
+    return values._replace(
+        text=f"{values.text}, or a multiple of 256 in parts if q has no more heads than v"
+    )
 
 
 def _in_slices(size: int) -> bool:

@@ -122,7 +122,8 @@ def test_returns_the_unmet_requirement():
     assert why(dtype=jnp.float16) == "q, k and v all in bfloat16 or all in float32, not float16"
     assert why(dims=(12, 64)) == "K a multiple of 8 up to 256, not 12"
     assert (
-        why(dims=(64, 264)) == "V a multiple of 8 up to 256, or a multiple of 256 in parts, not 264"
+        why(dims=(64, 264))
+        == "V a multiple of 8 up to 256, or a multiple of 256 in parts if q has no more heads than v, not 264"
     )
     assert why(dims=(64, 512)) is None is why(dims=(64, 512), decay="channel")  # in parts of 256
     assert why(decay="channel") is None
