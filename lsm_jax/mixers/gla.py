@@ -48,7 +48,7 @@ class GLAConfig(RecurrentConfig):
     @classmethod
     def for_width(cls, hidden_size: int) -> GLAConfig:
         """Return the config of gated linear attention for a model of width `hidden_size`, with the published
-        proportions: four heads at any width, but three at widths of 3 · 2^n.
+        proportions: four heads at any width, but three at widths such as 768 and 1,536.
         """
         return cls(num_heads=three_or_four(hidden_size))
 

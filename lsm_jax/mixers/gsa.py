@@ -48,7 +48,7 @@ class GSAConfig(RecurrentConfig):
     @classmethod
     def for_width(cls, hidden_size: int) -> GSAConfig:
         """Return the config of gated slot attention for a model of width `hidden_size`, with the published proportions:
-        four heads of 64 slots at any width, but three at widths of 3 · 2^n; fewer slots below width 256.
+        four heads of 64 slots at any width, but three at widths such as 768 and 1,536; fewer slots below width 256.
         """
         return cls(num_heads=three_or_four(hidden_size), num_slots=min(64, hidden_size // 4))
 

@@ -14,7 +14,8 @@ def head_size(hidden_size: int, largest: int) -> int:
 
 
 def three_or_four(hidden_size: int) -> int:
-    """Return the number of heads of methods that have four at any width: three where the width is 3 · 2^n, so that the size of a head is
-    a power of two, which fused kernels require."""
+    """Return the number of heads of methods that have four at any width: three where the width is 3 · 2^n and a quarter of it no multiple of
+    256, so that the size of a head is a power of two, which fused kernels require."""
     third, rest = divmod(hidden_size, 3)
-    return 3 if rest == 0 and third & (third - 1) == 0 else 4
+    powers = rest == 0 and third & (third - 1) == 0
+    return 3 if powers and hidden_size // 4 % 256 else 4
