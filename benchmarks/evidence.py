@@ -51,6 +51,7 @@ class Setting:
         limit: questions of each recall task and of each task of the harness at most; None is all.
         rates: for each model the chosen factor and the losses of its short runs, from an earlier call (`chosen_rates`);
             None chooses here.
+        remat: what the backward pass recomputes (`ModelConfig.remat`); None is what the model's config says.
     """
 
     corpus: Path
@@ -68,6 +69,7 @@ class Setting:
     harness: str
     limit: int | None
     rates: dict[str, dict[str, Any]] | None = None
+    remat: str | None = None
 
 
 def corpus_digest(setting: Setting) -> str:
@@ -125,6 +127,7 @@ def train_config(
     config = base_config(model)
     config.name, config.seed = model, seed
     config.model.vocab_size = vocabulary
+    config.model.remat = setting.remat or config.model.remat
     config.data = of_corpus(config.data, setting.corpus, setting.length)
     config.batch_size, config.total_tokens = setting.batch_size, tokens
     config.optimizer.peak_lr *= factor
@@ -382,6 +385,7 @@ def measure(case: dict[str, Any], setting: Setting, clock: Clock, ahead: Ahead) 
         tasks=",".join(results),
         **(dict(failed=failed) if failed else {}),
         peak_lr=config.optimizer.peak_lr,
+        remat=config.model.remat,
         **rates,
         vocab_size=vocabulary,
         parameters=models.count_parameters(config.model),
@@ -399,6 +403,7 @@ def command(config: TrainConfig, model: str, workdir: Path) -> str:
     file, _, variant = model.partition(":")
     fields = {
         "model.vocab_size": config.model.vocab_size,
+        "model.remat": config.model.remat,
         "data.path": config.data.path,
         "data.tokenizer": "auto",
         "data.json_escape": False,

@@ -40,6 +40,7 @@ from benchmarks.registry import Benchmark, UsageError
 from benchmarks.run import log, one_by_one, read_rows
 from lsm_jax import mixers
 from lsm_jax.data.store import TokenStore
+from lsm_jax.models.config import REMAT
 from lsm_jax.ops.backends.registry import backends_of
 
 BENCHMARK = Benchmark(
@@ -136,6 +137,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="begin no long run that would not end in --minutes, by the speed of its short runs",
     )
+    add("--remat", choices=REMAT, help="what the backward pass recomputes; default: what the model's config says")  # fmt: skip
     add("--ahead", type=int, default=2, help="runs whose steps are compiled while another one trains; default: 2")  # fmt: skip
     options.add_shard(parser)
 
@@ -150,7 +152,7 @@ def setting_of(args: argparse.Namespace) -> evidence.Setting:
             raise UsageError(f"--{name}={getattr(args, name)}: accepted are numbers between 0 and 1")  # fmt: skip
     if not args.factors or not all(0 < factor < math.inf for factor in args.factors):
         raise UsageError(f"--factors={args.factors}: accepted are positive numbers, at least one")
-    names = ("corpus", "runs", "tokens", "length", "batch_size", "share", "warmup", "long_length", "long_documents", "harness", "limit")  # fmt: skip
+    names = ("corpus", "runs", "tokens", "length", "batch_size", "share", "warmup", "long_length", "long_documents", "harness", "limit", "remat")  # fmt: skip
     if args.limit is not None and args.limit < 1:
         raise UsageError(f"--limit={args.limit}: it must be at least 1")
     if args.rates and not args.rates.is_file():

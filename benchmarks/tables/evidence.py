@@ -97,6 +97,7 @@ COLUMNS = (
     _column("easy, beyond T", needles("easy", beyond=True), "{:.2f}"),
     *(_column(task, recall(task), "{:.3f}") for task in ("multikey", "fields", "names")),
     Column("learning rate", lambda runs: f"{runs[0]['peak_lr']:.1e}"),
+    Column("remat", lambda runs: ", ".join(dict.fromkeys(row.get("remat", "full") for row in runs))),
     Column("10³ tokens/s", lambda runs: f"{mean(runs, lambda r: r['tokens_per_second']) / 1e3:.0f}"),
     Column("card hours", lambda runs: f"{card_seconds(runs) / 3600:.2f}"),
 )  # fmt: skip

@@ -55,7 +55,13 @@ def test_a_run_has_the_published_fields_and_the_settings():
     assert config.optimizer.warmup_tokens == 10_000 and config.seed == 3
     assert (config.model.vocab_size, config.data.sequence_length) == (32_000, 4096)
     assert config.num_steps == 3 and config.data.tokenizer == "auto"
+    assert config.model.remat == "full"
     assert "--config.optimizer.peak_lr=0.001" in evidence.command(config, "fox:pro-125m", "x")
+    other = dataclasses.replace(setting, remat=cases_module.setting_of(parse("--remat=none")).remat)
+    config = evidence.train_config(
+        "fox:pro-125m", 3, other, vocabulary=32_000, factor=0.5, tokens=100_000
+    )
+    assert "--config.model.remat=none" in evidence.command(config, "fox:pro-125m", "x")
     with pytest.raises(UsageError, match="--tokens: 100 tokens of a run are less than a step"):
         evidence.train_config("fox:pro-125m", 0, setting, vocabulary=32_000, factor=1, tokens=100)
 
