@@ -3,14 +3,13 @@ per step, without compiling or computing anything."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+from jax.sharding import AbstractMesh
 
 from lsm_jax.mixers import MoMConfig
 from lsm_jax.models import ModelConfig, abstract
@@ -133,11 +132,7 @@ def plan(
         round(4 * (moments[_name(path)] + averages) * local_params[_name(path)])
         for path, _ in trained_leaves
     )
-    # On a mesh that knows its device, layers choose as they will on it.
-    device = AbstractDevice("NVIDIA H200", num_cores=None, platform="gpu")
-    hopper = use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
-    with hopper if kernels else contextlib.nullcontext():
-        saved, working = activation_bytes(config, model, sizes, known, platform)
+    saved, working = activation_bytes(config, model, sizes, known, platform)
     itemsizes = {_name(path): x.dtype.itemsize for path, x in frozen_leaves}
     arrays = [
         LayerArray(

@@ -243,11 +243,11 @@ def test_every_method_has_a_plan(method):
 
 def test_grouped_products_without_kernels_need_more_memory():
     """A memory plan counts more for a grouped product by XLA, which copies the rows for each group, than
-    for one by the kernels, among which is the one of SwiGLU between the products, as on a Hopper card.
+    for one by the kernel.
     """
     config = run_of(MeshConfig(data=1), experts=True, pattern="N", batch_size=64)
     config.model.dtype = "bfloat16"
-    assert plan(config, 1, kernels=False).working > 3.5 * plan(config, 1).working
+    assert plan(config, 1, kernels=False).working > 4 * plan(config, 1).working
 
 
 def test_devices_that_gather_or_divide_experts_save_fewer_casts():
