@@ -32,7 +32,7 @@ from lsm_jax import ops
 from pallas_kernels.delta_rule.triton import passes as delta_passes
 from pallas_kernels.dplr.triton import channel_decay as dplr
 from pallas_kernels.linear_attention.cases import GRADIENT_TOLERANCE, OUTPUT_TOLERANCE
-from pallas_kernels.linear_attention.triton import passes
+from pallas_kernels.linear_attention.triton import tilings
 from pallas_kernels.short_convolution import triton as convolution
 from pallas_kernels.triton import launch
 
@@ -108,7 +108,7 @@ OPS = (
     triton_attention.ATTENTION,
     *triton_token_ops.OPS,
 )
-TILINGS: tuple[dict[str, Any], ...] = (passes.TILINGS, delta_passes.TILINGS, dplr.TILINGS, convolution.TILINGS)  # fmt: skip
+TILINGS: tuple[dict[str, Any], ...] = (tilings.TILINGS, delta_passes.TILINGS, dplr.TILINGS, convolution.TILINGS)  # fmt: skip
 SHAPES = "8x4096x16x128,8x2048x32x64"
 FLA = "fla"
 """Before the compute capability in the rows of flash-linear-attention, whose Triton makes code for it, too."""

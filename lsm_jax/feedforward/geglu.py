@@ -10,13 +10,13 @@ from typing import Any
 import jax
 from flax import nnx
 
+from lsm_jax.feedforward.inner_width import InnerWidthConfig
 from lsm_jax.feedforward.tokenwise import Tokenwise
-from lsm_jax.mixers import checks
 from lsm_jax.mixers.layers import Dense, recomputed
 
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
-class GeGLUConfig:
+class GeGLUConfig(InnerWidthConfig):
     """The config of a GeGLU feedforward, `(gelu(x W_g + b) ⊙ (x W_u + b)) W_d + b`.
 
     Attributes:
@@ -26,25 +26,7 @@ class GeGLUConfig:
     """
 
     hidden_ratio: float = 3.0
-    intermediate_size: int | None = None
     bias: bool = True
-
-    @classmethod
-    def for_width(cls, hidden_size: int, multiple_of: int) -> GeGLUConfig:
-        """Return the config with an inner width of 3 hidden_size, rounded up to a multiple of `multiple_of`."""
-        return cls(intermediate_size=-(-3 * hidden_size // multiple_of) * multiple_of)
-
-    def width(self, hidden_size: int) -> int:
-        """Return the inner width, the number of columns of W_g and W_u, in a model of width `hidden_size`."""
-        given = self.intermediate_size
-        return int(hidden_size * self.hidden_ratio) if given is None else given
-
-    def validate(self, hidden_size: int) -> None:
-        """Raise ValueError if a field of this config of the GeGLU feedforward is not valid."""
-        checks.fields(self)
-        checks.positive(self, hidden_ratio=self.hidden_ratio)
-        if self.intermediate_size is not None:
-            checks.positive(self, intermediate_size=self.intermediate_size)
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
         """Return the floating-point operations of the GeGLU feedforward in a forward pass, per token: 2 for each number of its

@@ -9,39 +9,19 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from lsm_jax.feedforward.inner_width import InnerWidthConfig
 from lsm_jax.feedforward.tokenwise import Tokenwise
-from lsm_jax.mixers import checks
 from lsm_jax.mixers.layers import Dense, recomputed
 
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
-class ReLU2Config:
+class ReLU2Config(InnerWidthConfig):
     """The config of a feedforward `relu(x W_u)² W_d`: its inner width.
 
     Attributes:
         hidden_ratio: the inner width, divided by hidden_size.
         intermediate_size: the inner width; None computes it from `hidden_ratio`.
     """
-
-    hidden_ratio: float = 4.0
-    intermediate_size: int | None = None
-
-    @classmethod
-    def for_width(cls, hidden_size: int, multiple_of: int) -> ReLU2Config:
-        """Return the config with an inner width of 4 hidden_size, rounded up to a multiple of `multiple_of`."""
-        return cls(intermediate_size=-(-4 * hidden_size // multiple_of) * multiple_of)
-
-    def width(self, hidden_size: int) -> int:
-        """Return the inner width, the number of columns of W_u, in a model of width `hidden_size`."""
-        given = self.intermediate_size
-        return int(hidden_size * self.hidden_ratio) if given is None else given
-
-    def validate(self, hidden_size: int) -> None:
-        """Raise ValueError if a field of this config of a feedforward with a squared ReLU is not valid."""
-        checks.fields(self)
-        checks.positive(self, hidden_ratio=self.hidden_ratio)
-        if self.intermediate_size is not None:
-            checks.positive(self, intermediate_size=self.intermediate_size)
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
         """Return the floating-point operations of the feedforward in a forward pass, per token: 2 for each number of its two

@@ -14,7 +14,7 @@ from lsm_jax.names import did_you_mean
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Sizes:
-    """What one published model has: its width, depth, channels of the recurrence, heads, the window of its attention, and whether
+    """The sizes of one published model: width, depth, channels of the recurrence, heads, the window of its attention; and whether
     embedding and logits are scaled as in RecurrentGemma."""
 
     hidden_size: int

@@ -186,8 +186,8 @@ def main() -> None:
     from pallas_kernels.hopper import row_layout
     from pallas_kernels.linear_attention.triton import (
         channel_decay,
-        passes,
         scalar_decay,
+        tilings,
         value_decay,
     )
     from pallas_kernels.triton.host import compute_bfloat16_exactly
@@ -201,7 +201,7 @@ def main() -> None:
     shortest = row_layout._SHORTEST_PART
     for name in sys.argv[1:] or CASES:
         row_layout._SHORTEST_PART = 64 if name.endswith("parts") else shortest
-        passes.JOINED["float32"] = (64, 128) if name.endswith("joined") else ()
+        tilings.JOINED["float32"] = (64, 128) if name.endswith("joined") else ()
         print(json.dumps(dict(case=name, **compare(CASES[name]))), flush=True)
 
 

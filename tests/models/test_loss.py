@@ -126,7 +126,7 @@ def test_log_sum_exp_in_one_pass_equals_that_in_two(dtype):
 
 
 def test_the_loss_has_second_derivatives():
-    """Of a loss of one token, x of its hidden state and W of the head: W (diag(p) - p pᵀ) Wᵀ with p = softmax(x W)."""
+    """The Hessian of one token's loss by its hidden state x is W (diag(p) - p pᵀ) Wᵀ, with the head W and p = softmax(x W)."""
     hidden, head, labels, _ = inputs()
     x, head, label = hidden[:1, :1], head, labels[:1, :1]
     found = jax.hessian(lambda x: models.next_token_loss(x, head, label)[0, 0])(x)

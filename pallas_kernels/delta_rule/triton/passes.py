@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.linear_attention.triton import passes as linear
-from pallas_kernels.linear_attention.triton.passes import CHUNK, Decays, Tiling
+from pallas_kernels.linear_attention.triton.passes import CHUNK, Decays
+from pallas_kernels.linear_attention.triton.tilings import Tiling
 from pallas_kernels.triton import launch
 
 _F32 = jnp.float32

@@ -17,7 +17,8 @@ from pallas_kernels.delta_rule.triton import passes as delta
 from pallas_kernels.delta_rule.triton.scalar_decay import length_multiple
 from pallas_kernels.hopper import row_layout
 from pallas_kernels.linear_attention.triton import passes as linear
-from pallas_kernels.linear_attention.triton.passes import CHUNK, Decays, Tiling
+from pallas_kernels.linear_attention.triton.passes import CHUNK, Decays
+from pallas_kernels.linear_attention.triton.tilings import Tiling
 from pallas_kernels.memory_calls import FLOAT32_DECAY
 from pallas_kernels.requirements import Requirement
 from pallas_kernels.triton import launch

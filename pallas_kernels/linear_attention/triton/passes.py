@@ -1,4 +1,4 @@
-"""The launches of the Triton kernels of linear attention: sizes of tiles, shapes of results, and what each kernel reads."""
+"""The launches of the Triton kernels of linear attention: shapes of results, and what each kernel reads."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.hopper import row_layout
+from pallas_kernels.linear_attention.triton.tilings import TILINGS, WIDE_TILINGS, Tiling
 from pallas_kernels.memory_calls import MemoryCall, key_dims, value_dims
 from pallas_kernels.requirements import Requirement
 from pallas_kernels.triton import launch
@@ -17,61 +18,6 @@ from pallas_kernels.triton import launch
 CHUNK = row_layout.CHUNK
 _F32 = jnp.float32
 _LEVELS = CHUNK.bit_length() - 1
-
-
-class Tiling(NamedTuple):
-    """The size of the tiles that a program of one kernel computes, and how it is compiled.
-
-    Attributes:
-        keys: number of key channels of a tile.
-        values: number of value channels of a tile.
-        warps: number of warps of a program.
-        stages: number of iterations of the kernel's loop whose loads are in flight.
-        registers: largest number of registers of a thread, or 0 for the compiler's choice.
-    """
-
-    keys: int
-    values: int
-    warps: int
-    stages: int
-    registers: int = 0
-
-
-TILINGS = {
-    "sum_decays": Tiling(64, 64, 4, 1),
-    "scan": Tiling(64, 128, 4, 2),
-    "narrow_scan": Tiling(32, 64, 4, 3),
-    "channel_scan": Tiling(64, 64, 4, 3),
-    "channel_scores": Tiling(64, 64, 4, 1),
-    "outputs": Tiling(64, 128, 4, 2),
-    "narrow_outputs": Tiling(64, 64, 4, 2),
-    "channel_outputs": Tiling(64, 128, 4, 2),
-    "decayed_outputs": Tiling(64, 128, 4, 2),
-    "score_gradients": Tiling(64, 64, 4, 2),
-    "value_gradients": Tiling(64, 128, 4, 2),
-    "channel_value_gradients": Tiling(64, 128, 4, 2),
-    "scalar_gradients": Tiling(64, 64, 4, 1),
-    "channel_gradients": Tiling(32, 64, 4, 1),
-    "bonus_gradients": Tiling(32, 64, 4, 1),
-    "query_gradients": Tiling(64, 64, 4, 1),
-    "plain_joined_gradients": Tiling(32, 64, 4, 1),
-    "constant_joined_gradients": Tiling(64, 64, 4, 1),
-    "joined_gradients": Tiling(64, 64, 4, 1),
-}
-"""The tiling of each kernel for bfloat16, by the name of the kernel, with "channel_" where a kernel differs with a decay per key
-channel, and "narrow_" where it differs for 64 key channels without one. "decayed_outputs" is `outputs` of decayed queries;
-`channel_gradients` has the tiling "query_gradients" for the queries alone, and "bonus_gradients" with a bonus; `joined_gradients` has others
-without a decay and with a constant one. None spills more than
-64 bytes on 8.x at 64 and 128 channels (tests/kernels/triton_registers.json)."""
-WIDE_TILINGS = {
-    name: tiling._replace(values=64, warps=8, stages=1, registers=0)
-    for name, tiling in TILINGS.items()
-}
-WIDE_TILINGS["narrow_scan"] = WIDE_TILINGS["scan"]
-WIDE_TILINGS["bonus_gradients"] = Tiling(16, 64, 8, 1)
-"""The tilings for products in tf32, of float16 and float32 inputs."""
-JOINED = {"bfloat16": (64,)}
-"""The numbers of key channels, by dtype, for which one kernel, `joined_gradients`, computes all gradients with a scalar decay or none."""
 
 
 class Decays(NamedTuple):
@@ -83,8 +29,7 @@ class Decays(NamedTuple):
         cum: [B, T, G] float32, the sums of a scalar log decay from each chunk's start; None with no decay.
         head_cum: [B, N, G, C] float32, the same sums by head.
         read_decay: [B, T, G], the factor of the memory before the chunk in what a token reads.
-        erase_decay: [B, T, G], the factor of the memory before the chunk in what a token's key reads ahead of the token's decay; None if
-            keys read the decayed memory.
+        erase_decay: [B, T, G], that factor in what a token's key reads ahead of the token's decay; None if keys read the decayed memory.
         write_decay: [B, T, G], the factor of a token's write in the memory after the chunk.
         chunk_decay: [B, N, G], the decay of the memory over each chunk.
         sums: [B, T, G, K] float32, the sums of the log decay of key channels from each chunk's start.

@@ -2,7 +2,7 @@
 
 Forward: one scan computes the memory before every chunk, and then all outputs are computed in parallel. Backward: a reversed scan
 computes the gradient of the memory after every chunk, and then all gradients are computed in parallel: by one kernel, `joined`, for the
-dtypes and numbers of key channels in `passes.JOINED`, else by three.
+dtypes and numbers of key channels in `tilings.JOINED`, else by three.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.hopper import row_layout
-from pallas_kernels.linear_attention.triton import passes
+from pallas_kernels.linear_attention.triton import passes, tilings
 from pallas_kernels.linear_attention.triton.passes import CHUNK
 from pallas_kernels.memory_calls import NO_BONUS
 
@@ -68,7 +68,7 @@ def backward(
     )
     decay = log_decay is not None and decay_gradient
     inputs = q, k, v, d_output
-    if q.shape[3] in passes.JOINED.get(jnp.dtype(q.dtype).name, ()):
+    if q.shape[3] in tilings.JOINED.get(jnp.dtype(q.dtype).name, ()):
         dq, dk, dv, d_decay = passes.joined_gradients(
             *inputs, decays, states, d_states, scale=scale, decay=decay
         )
