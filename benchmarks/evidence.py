@@ -161,13 +161,22 @@ def _once(path: Path, setting: Any, compute: Callable[[], dict[str, Any]]) -> di
     return stored["result"]
 
 
-def _train(config: TrainConfig, workdir: Path, clock: Clock, ahead: Ahead) -> dict[str, Any]:
-    """Train a run to its end and return its held-out loss and speed; `wall_seconds` are those of all calls that trained it."""
+def _train(
+    config: TrainConfig, workdir: Path, clock: Clock, ahead: Ahead, step_seconds: float = 0.0
+) -> dict[str, Any]:
+    """Train a run to its end and return its held-out loss and speed; `wall_seconds` are those of all calls that trained it, without
+    what was compiled before. Its steps are expected to last `step_seconds`.
+
+    Raises:
+        TimeOver: the time is over.
+        Skipped: the run would not end in the time, and the clock was made with `whole`.
+    """
     log(f"{workdir.parent.name}/{workdir.name}: peak_lr={config.optimizer.peak_lr:g}, {config.num_steps} steps")  # fmt: skip
-    with counted(_seconds_file(workdir)) as seconds, clock.interrupting():
+    with clock.interrupting():
         program = ahead.take(config)
-        progress = StepClock(config.num_steps, math.inf, every=max(1, config.num_steps // 8))
-        train_to_end(config, workdir, progress, program=program)
+        with clock.turn(step_seconds), counted(_seconds_file(workdir)) as seconds:
+            progress = StepClock(config.num_steps, math.inf, every=max(1, config.num_steps // 8))
+            train_to_end(config, workdir, progress, program=program)
     rows = read_rows(workdir / "metrics.jsonl")
     speed, devices = median_speed(rows), len(jax.devices())
     result = dict(
@@ -355,10 +364,8 @@ def measure(case: dict[str, Any], setting: Setting, clock: Clock, ahead: Ahead) 
     workdir = run_folder(model, setting) / f"seed-{seed}"
     corpus = corpus_digest(setting)
     forget_if_lost(workdir, setting)
-    began = time.perf_counter()
-    if not (workdir / "evidence.json").is_file() and speed is not None:
-        clock.check_whole(setting.tokens / speed)
-    trained = _once(workdir / "evidence.json", (config, corpus), lambda: _train(config, workdir, clock, ahead))  # fmt: skip
+    step_seconds = 0.0 if speed is None else setting.tokens / speed
+    trained = _once(workdir / "evidence.json", (config, corpus), lambda: _train(config, workdir, clock, ahead, step_seconds))  # fmt: skip
     clock.check_evaluations()
     evaluating = time.perf_counter()
     run = None
@@ -378,7 +385,8 @@ def measure(case: dict[str, Any], setting: Setting, clock: Clock, ahead: Ahead) 
     if setting.tasks and not results:
         raise RuntimeError(f"all evaluations failed: {failed}")
     ended = time.perf_counter()
-    clock.note_besides(ended - began - setting.tokens / trained["tokens_per_second"])
+    steps = setting.tokens / trained["tokens_per_second"]
+    clock.note_besides(ended - evaluating + max(0.0, trained["wall_seconds"] - steps))
     if ahead.idle:
         jax.clear_caches()
     return case | dict(

@@ -12,7 +12,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from benchmarks.run import Skipped
+from benchmarks.run import Skipped, log
+from benchmarks.timing import alone
 from lsm_jax.files import write_atomically
 
 
@@ -43,10 +44,11 @@ class Clock:
     Args:
         seconds: its length; `math.inf` never ends.
         whole: whether to begin a long run only if it will end in this time, with its evaluations.
+        lock: a file that processes on one device lock while they train; None locks nothing.
     """
 
-    def __init__(self, seconds: float, *, whole: bool = False):
-        self._end, self._whole = time.monotonic() + seconds, whole
+    def __init__(self, seconds: float, *, whole: bool = False, lock: Path | None = None):
+        self._end, self._whole, self._lock = time.monotonic() + seconds, whole, lock
         self._besides = (
             60.0  # seconds of a model besides its steps, as predicted before one has ended
         )
@@ -67,6 +69,23 @@ class Clock:
         needed, left = step_seconds + self._besides, self._end - time.monotonic()
         if self._whole and needed > left:
             raise Skipped(f"its {needed:.0f} s are more than the {left:.0f} s that are left")
+
+    @contextlib.contextmanager
+    def turn(self, step_seconds: float) -> Iterator[None]:
+        """Wait for the lock and hold it inside a `with` block, for a run whose steps last `step_seconds`, 0 if that is not known.
+
+        Raises:
+            TimeOver: the time is over by then.
+            Skipped: the run would not end in the time (`check_whole`).
+        """
+        began = time.monotonic()
+        with alone(self._lock):
+            if (waited := time.monotonic() - began) > 1:
+                log(f"waited {waited:.0f} s for the device")
+            self.check()
+            if step_seconds:
+                self.check_whole(step_seconds)
+            yield
 
     def note_besides(self, seconds: float) -> None:
         """Note how long a model took besides its steps: compiling, saving and evaluating."""

@@ -31,7 +31,7 @@ ALT = {
 }
 NOTES = """One row is one model. A state is that of one sequence after a row of training. P(l) is the perplexity of the first l tokens of held-out
 documents of 65,536 tokens. Needles: the share found, over depths, of lengths up to the training length T and beyond it. Card hours are
-of all that a model took: short runs, training and evaluations, with compiling. The corpus is [docs/corpus.md](../corpus.md)'s. Steps have 16 rows of 4,096 tokens, fewer than published, since the runs are shorter:
+of all that a model took: short runs, training and evaluations, with compiling unless another model trained on the card meanwhile. The corpus is [docs/corpus.md](../corpus.md)'s. Steps have 16 rows of 4,096 tokens, fewer than published, since the runs are shorter:
 model, weight decay and the schedule's shape are the published ones."""
 
 

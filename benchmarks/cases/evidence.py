@@ -10,7 +10,8 @@ ends, with its command. Model, weight decay, betas and the schedule's shape are 
 names; tokens, rows, steps and warm-up are this benchmark's. With --minutes a call ends after them, with its run saved,
 and the same command continues; what is finished is not computed again. It ends later by what cannot be interrupted: the
 first compilation of a step, or the evaluations of a model. On another machine, where checkpoints are not, --whole begins
-only long runs that will end.
+only long runs that will end. With --lock FILE, two of these processes keep one device busy: one trains while the other one
+compiles or evaluates.
 
 The learning rates can be chosen by a call of their own, on another corpus, such as the beginning of the same; the rows
 of the long runs say on which corpus and from which losses:
@@ -139,6 +140,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--remat", choices=REMAT, help="what the backward pass recomputes; default: what the model's config says")  # fmt: skip
     add("--ahead", type=int, default=2, help="runs whose steps are compiled while another one trains; default: 2")  # fmt: skip
+    options.add_lock(parser)
     options.add_shard(parser)
 
 
@@ -241,7 +243,7 @@ def _check_inputs(setting: evidence.Setting) -> None:
 
 
 def rows(args: argparse.Namespace, cases: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    setting, clock = setting_of(args), Clock(60 * args.minutes, whole=args.whole)
+    setting, clock = setting_of(args), Clock(60 * args.minutes, whole=args.whole, lock=args.lock)
     if args.only_rates:
         setting, function = dataclasses.replace(setting, tasks=("heldout",)), evidence.measure_rates
     else:

@@ -9,7 +9,8 @@ after another, while nothing compiles: the median over 5 batches of 2 steps. The
 and CPU seconds of tracing and compiling beside the others. `--profile DIR` writes the device times of a
 step's instructions, one file for each row. `--implementations` names backends of the mixers' ops, `--unit_length xla` leaves the unit
 length of heads after short convolutions to XLA, `--loss_chunk_sizes` are of `model.loss_chunk_size`, and `--losses N` first trains for N steps on successive text (warm-up of N / 5
-steps) and stores their losses. `--peers fla` then times the forward and backward, without an
+steps) and stores their losses. With `--lock FILE` processes on one card compile side by side and time one after another.
+`--peers fla` then times the forward and backward, without an
 optimizer, of flash-linear-attention's models in the same proportions (see `benchmarks.peers.fla`) at the only
 size that they have: 340m, a vocabulary of 32,000. These are gla, gated_deltanet, mamba2, mamba3, gated_deltaproduct,
 gated_deltanet2 and comba; other variants have a row that says that the peer has none.
@@ -39,7 +40,7 @@ from benchmarks.peers.fla import Fla
 from benchmarks.profile import by_kernel
 from benchmarks.registry import Benchmark, UsageError
 from benchmarks.run import log
-from benchmarks.timing import append_row, program_bytes, provenance
+from benchmarks.timing import alone, append_row, program_bytes, provenance
 from configs import lm
 from lsm_jax import ops
 from lsm_jax.models.config import MATMUL, REMAT
@@ -268,6 +269,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--profile", default="", help="a folder for the times of a step's instructions"
     )
+    options.add_lock(parser)
     options.add_peers(parser, workers=6, patience=600)
 
 
@@ -319,19 +321,23 @@ def rows(args: argparse.Namespace, cases: list[dict[str, Any]]) -> Iterator[dict
     peer = Fla(asked, args.workers) if asked else None
     pool = concurrent.futures.ThreadPoolExecutor(args.workers)
     try:
-        concurrent.futures.wait([pool.submit(one.compile) for one in own], timeout=args.patience)
-        for one in own:
-            if not one.ready:
-                one.end()
-        if peer is not None:
-            peer.wait(args.patience)
-        log(f"{sum(one.ready for one in own)} of {len(own)} programs compiled")
-        for one in own:
-            yield one.row()
-            one.end()
-        for case, question in zip(peers, asked, strict=True):
+        with alone(args.lock, shared=True):
+            concurrent.futures.wait(
+                [pool.submit(one.compile) for one in own], timeout=args.patience
+            )
+            for one in own:
+                if not one.ready:
+                    one.end()
             if peer is not None:
-                yield case | peer.times(*question)
+                peer.wait(args.patience)
+        log(f"{sum(one.ready for one in own)} of {len(own)} programs compiled")
+        with alone(args.lock):
+            for one in own:
+                yield one.row()
+                one.end()
+            for case, question in zip(peers, asked, strict=True):
+                if peer is not None:
+                    yield case | peer.times(*question)
     finally:
         for one in own:
             one.end()

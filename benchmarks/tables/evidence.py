@@ -61,7 +61,7 @@ def recall(task: str) -> Callable[[Row], float | None]:
 
 def card_seconds(runs: Runs) -> float:
     """Return the seconds of all cards that a model took: the short runs that chose its learning rate, and training and evaluation
-    of all its seeds, with compiling."""
+    of all its seeds, with compiling unless another model trained on the card meanwhile."""
     return runs[0]["rates_seconds"] + sum(
         row["training_seconds"] + row["evaluation_seconds"] for row in runs
     )

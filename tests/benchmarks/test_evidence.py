@@ -120,6 +120,33 @@ def test_a_long_run_that_would_not_end_is_not_begun_and_is_no_failure(capsys):
     assert "b: not begun: its 1150 s are more than" in capsys.readouterr().err
 
 
+def test_processes_on_one_device_train_one_after_another(tmp_path, capsys):
+    """A file's lock belongs to what opened it, so threads stand for processes here."""
+    order, lock = [], tmp_path / "lock"
+
+    def wait(name, clock, step_seconds=0.0):
+        try:
+            with clock.turn(step_seconds):
+                order.append(name)
+        except (TimeOver, Skipped) as error:
+            order.append(f"{name} {type(error).__name__}")
+
+    waiting = [
+        threading.Thread(target=wait, args=("second", Clock(math.inf, lock=lock))),
+        threading.Thread(target=wait, args=("late", Clock(0.5, lock=lock))),
+        threading.Thread(target=wait, args=("long", Clock(100, whole=True, lock=lock), 1e3)),
+    ]
+    with Clock(math.inf, lock=lock).turn(0.0):
+        for thread in waiting:
+            thread.start()
+        time.sleep(1.2)
+        order.append("first")
+    for thread in waiting:
+        thread.join(10)
+    assert order[0] == "first" and sorted(order[1:]) == ["late TimeOver", "long Skipped", "second"]
+    assert "waited 1 s for the device" in capsys.readouterr().err
+
+
 def _wait_until(true):
     end = time.monotonic() + 10
     while not true():
