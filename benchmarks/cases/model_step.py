@@ -5,7 +5,7 @@
 A row for each variant and length: tokens/s at equal tokens per step (`--tokens`), whatever the length of a
 row, of forward, backward, optimizer and checks, with bfloat16 activations and float32 parameters. Each
 program is traced and compiled in a process of its own, side by side (`--workers`). Then they are timed one
-after another, while nothing compiles: the median over 5 batches of 2 steps. The rows also have the seconds
+after another, while nothing compiles: the median over 5 batches of 2 steps, or fewer of slow steps. The rows also have the seconds
 and CPU seconds of tracing and compiling beside the others. `--profile DIR` writes the device times of a
 step's instructions, one file for each row. `--implementations` names backends of the mixers' ops, `--unit_length xla` leaves the unit
 length of heads after short convolutions to XLA, `--loss_chunk_sizes` are of `model.loss_chunk_size`, and `--losses N` first trains for N steps on successive text (warm-up of N / 5
@@ -70,6 +70,8 @@ UNROLLED = {
     "no": False,
     "yes": True,
 }  # model.unroll_layers, by the words of --unrolled
+
+SECONDS = 20  # after which no further batch of steps is timed, if one was
 
 
 class Measurement:
@@ -149,8 +151,11 @@ def time_steps(
             state, metrics = step(state, jax.device_put(batch, placement))
             row["losses"].append(round(float(metrics["train/loss"]), 4))
     batch = jax.device_put(text.stream(*shape, case["vocab_size"]), placement)
+    began = time.perf_counter()
     for calls in (1, 2, 2, 2, 2, 2, 2):  # the first two are a warm-up
         start = time.perf_counter()
+        if len(times) > 2 and start - began > SECONDS:
+            break
         for _ in range(calls):
             state, metrics = step(state, batch)
         jax.block_until_ready((state, metrics))
