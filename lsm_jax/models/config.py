@@ -73,8 +73,8 @@ class ModelConfig:
         scaled_output_init: whether the projections back to the residual stream (`o_proj` of mixers, `down_proj` of feedforwards)
             are initialised smaller by sqrt(2 num_layers), as Megatron does it (Linear-MoE, arXiv 2503.05447, its code).
         dtype: the dtype of activations, "float32" or "bfloat16"; parameters are float32.
-        remat: what the backward pass recomputes in each layer: "none", "dots" (all but products with weights and this
-            package's kernels of memories and attention) or "full".
+        remat: what the backward pass recomputes in each layer: "none", "dots" (all but products with weights, this
+            package's kernels of memories and attention, and cuDNN's attention) or "full".
         unroll_layers: whether the layers are compiled one after the other rather than as a loop over the repetitions of the
             pattern. The loop slices its stacked parameters and copies what it saves for the backward pass; without it the
             program is larger and takes about twice as long to compile. None: a training step on one GPU is unrolled if the

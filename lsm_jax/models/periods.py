@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from lsm_jax.ops import KEPT
+from lsm_jax.ops.core.saved import is_saved_attention
 from lsm_jax.parallel import GATHERED
 
 _STAGE_LAYER = "stage_layer"
@@ -34,7 +35,7 @@ together.defvjp(lambda tree: (tree, None), lambda _, grads: (jax.lax.optimizatio
 
 def rematerialized(function: Any, policy: str, *, in_loop: bool = True) -> Any:
     """Return `function`, wrapped so that the backward pass computes its intermediate arrays again: with the
-    policy "full" all, with "dots" all but products with weights and the results of this package's kernels.
+    policy "full" all, with "dots" all but products with weights and the results of this package's kernels and of cuDNN's attention.
     With "none" the function is returned unchanged.
 
     The states that devices exchange along a row are always saved. `in_loop` says that the function is called in the
@@ -70,7 +71,10 @@ def _saveable(policy: str, *names: str) -> Any:
     if policy == "full":
         return policies.save_only_these_names(GATHERED, *names)
     kept = policies.save_only_these_names(GATHERED, KEPT, *names)
-    return policies.save_from_both_policies(kept, policies.dots_with_no_batch_dims_saveable)
+    dots = policies.dots_with_no_batch_dims_saveable
+    return policies.save_from_both_policies(
+        kept, policies.save_from_both_policies(dots, is_saved_attention)
+    )
 
 
 def run_period(layer: Callable, rows, carry, inputs):

@@ -2,6 +2,7 @@
 when the program is lowered.
 """
 
+import functools
 import re
 
 import jax
@@ -11,6 +12,7 @@ from jax._src.cudnn import fused_attention_stablehlo as cudnn
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec, use_abstract_mesh
 
 from lsm_jax import ops
+from lsm_jax.models.periods import rematerialized
 from lsm_jax.ops.attention import cudnn as attention_cudnn
 from lsm_jax.ops.core.platforms import by_platform
 from lsm_jax.parallel import AXES
@@ -108,6 +110,20 @@ def test_cudnn_attends_with_heads_of_256_on_hopper(with_cudnn):
     with use_abstract_mesh(mesh_of("gpu", kind="NVIDIA B200")):
         with pytest.raises(NotImplementedError, match=r"9.0 up to 256\), not 256 and 256"):
             jax.eval_shape(lambda q: ops.attention(q, q, q, implementation="cudnn")[0], q)
+
+
+@pytest.mark.parametrize(("remat", "calls"), [("full", 2), ("dots", 1), ("none", 1)])
+def test_attention_by_cudnn_runs_once_where_results_of_kernels_are_saved(remat, calls, with_cudnn):
+    q = jax.ShapeDtypeStruct((2, 64, 2, 64), jnp.bfloat16)
+
+    @functools.partial(rematerialized, policy=remat)
+    def attend(q):
+        return ops.attention(q, q, q)[0].astype(jnp.float32) ** 2
+
+    with use_abstract_mesh(mesh_of("gpu", "fsdp")):
+        text = str(jax.make_jaxpr(jax.grad(lambda q: attend(q).sum()))(q))
+    assert text.count("dot_product_attention_fwd_wrapper[") == calls
+    assert text.count("dot_product_attention_bwd_wrapper[") == 1
 
 
 def test_a_partly_mapped_mesh_excludes_cudnn(with_cudnn):

@@ -1,6 +1,8 @@
-"""Names arrays that rematerialisation saves."""
+"""Says which arrays rematerialisation saves."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
@@ -11,3 +13,11 @@ from pallas_kernels.residuals import KEPT
 def saved(x: jax.Array) -> jax.Array:
     """Return x, which a layer's backward pass does not compute again where it does not run kernels again (`remat="dots"`)."""
     return checkpoint_name(x, KEPT)
+
+
+def is_saved_attention(primitive: Any, *_: Any, **__: Any) -> bool:
+    """Return whether a primitive is cuDNN's attention: a policy of `jax.checkpoint` that saves its output and logarithms of sums.
+
+    JAX gives the arrays no name, so that the policy knows them by their primitive.
+    """
+    return primitive.name == "dot_product_attention_fwd_wrapper"
