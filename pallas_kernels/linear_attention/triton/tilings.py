@@ -41,7 +41,7 @@ TILINGS = {
     "bonus_gradients": Tiling(32, 64, 4, 1),
     "query_gradients": Tiling(64, 64, 4, 1),
     "plain_joined_gradients": Tiling(32, 64, 4, 1),
-    "constant_joined_gradients": Tiling(64, 64, 4, 1),
+    "constant_joined_gradients": Tiling(32, 64, 4, 2),
     "joined_gradients": Tiling(64, 64, 4, 1),
 }
 """The tiling of each kernel for bfloat16, by the name of the kernel, with "channel_" where a kernel differs with a decay per key
