@@ -133,6 +133,7 @@ WRITES = {
     "memories-share": Case((1, 1, 2), 128, 64, 130, False, "token"),
     "queries-share-wide": Case((2, 1, 1), 64, 128, 65, False, "token"),
     "parts": Case((1, 1, 1), 64, 64, 256, True, "token"),
+    "pairs-in-parts": Case((1, 1, 2), 64, 64, 256, True, "token"),
     "deep": Case((1, 1, 1), 256, 64, 65, False, "token", strong=True),
 }
 
@@ -144,7 +145,7 @@ def test_factors_of_writes_and_skips_are_those_of_scaled_values(name, monkeypatc
     """A memory whose writes have factors e^w, and whose output has a skip, equals the recurrence of the values e^w v, plus the skip, in the
     output, the final memory and every gradient. Some factors are 0.
     """
-    if name == "parts":
+    if name.endswith("parts"):
         monkeypatch.setattr(row_layout, "_SHORTEST_PART", 128)
     inputs = make_case(WRITES[name])
     run, memories = inputs.pop("run"), inputs["v"].shape[2]

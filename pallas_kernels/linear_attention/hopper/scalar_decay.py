@@ -24,7 +24,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.hopper import row_layout
 from pallas_kernels.hopper.row_layout import CHUNK
-from pallas_kernels.linear_attention.hopper.scalar_scan import Decays, scalar_scan
+from pallas_kernels.linear_attention.hopper.scalar_scan import Decays, pairs, scalar_scan
 from pallas_kernels.memory_calls import NO_BONUS, in_bfloat16, key_dims, value_dims
 
 __all__ = ["CHUNK", "REQUIREMENTS", "Residuals", "backward", "forward"]
@@ -71,12 +71,13 @@ def forward(
     batch, length, memories, _ = v.shape
     heads = max(q.shape[2], memories)
     run, chunk_bounds = row_layout.split_runs(run, initial, batch)
-    parts = 1 if chunk_bounds is not None else row_layout.count_parts(batch * heads, length)
+    paired = PAIRED and skip is not None
+    programs = batch * heads // (2 if paired and pairs(q, k, v, heads) else 1)
+    parts = 1 if chunk_bounds is not None else row_layout.count_parts(programs, length)
     decay = _chunk_decays(log_decay, run, v.shape, parts, log_write)
     q, k, v = (row_layout.split_parts(x, parts) for x in (q, k, v))
     scan = functools.partial(
-        scalar_scan, decay=decay, heads=heads, chunk_bounds=chunk_bounds, interpret=interpret,
-        paired=PAIRED and skip is not None,
+        scalar_scan, decay=decay, heads=heads, chunk_bounds=chunk_bounds, interpret=interpret, paired=paired,
     )  # fmt: skip
     # Each of several query heads that read one memory computes that memory.
     starts = initial = jnp.repeat(initial, heads // memories, axis=1)

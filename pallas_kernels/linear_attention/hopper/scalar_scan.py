@@ -64,6 +64,14 @@ def chunks_of_interval(count: int) -> int:
     return max(n for n in (1, 2, 4) if count % n == 0)
 
 
+def pairs(x: jax.Array, y: jax.Array, z: jax.Array, heads: int) -> bool:
+    """Return whether a thread block can compute the memories of two consecutive heads of `heads`, which share x and y [B, T, *, D]
+    and each have one block of columns of z [B, T, heads, 64].
+    """
+    shared = not any(heads // a.shape[2] % 2 for a in (x, y))
+    return shared and z.shape[2] == heads and z.shape[3] == _BLOCK
+
+
 def scalar_scan(
     x, y, z, decay: Decays, *, heads: int, initial=None, read_scale: float = 1.0,
     write_scale: float = 1.0, reverse: bool = False, partner=None, save_states: bool = False,
@@ -122,12 +130,8 @@ def scalar_scan(
         vectors |= dict(write_cum=decay.write_cum)
     streams = {n: a for n, a in (dict(x=x, y=y, z=z) | vectors).items() if a is not None}
     paired = (
-        paired
-        and blocks == 1
-        and x is not None
-        and z.shape[2] == decay.read_decay.shape[1] == heads
+        paired and x is not None and decay.read_decay.shape[1] == heads and pairs(x, y, z, heads)
     )
-    paired = paired and not any(heads // a.shape[2] % 2 for a in (x, y))
     others = dict(
         chunk_decay=decay.chunk_decay,
         initial=initial,
