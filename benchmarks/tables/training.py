@@ -20,9 +20,16 @@ PEER_VARIANTS = {
 """The variants of the table beside flash-linear-attention's models, in its order; those without a stored row have no column."""
 
 
-def is_step(row: Row) -> bool:
-    """Return whether a row is of a training step with the default rematerialisation and compiler flags, and no variant of it."""
+TOKENS = 32_768
+"""Tokens of a step in most rows; `model_step_long` has rows of twice as many."""
+
+
+def is_step(row: Row, tokens: int = TOKENS) -> bool:
+    """Return whether a row is of a training step of so many tokens, with rematerialisation "dots", the default compiler flags, and no
+    variant of it.
+    """
     plain = row.get("remat") == "dots" and not row["xla_flags"]
+    plain = plain and row["rows"] * row["length"] == tokens
     return plain and not {"unrolled", "matmul", "unit_length", "loss_chunk_size"} & set(row)
 
 
@@ -166,6 +173,21 @@ TABLES = [
         lines=_steps,
         command="python -m benchmarks model_step --variants gla-340m,mamba-340m --lengths 2048,4096,8192,16384 "
         "--output docs/model_step.jsonl     # and with the other models",
+    ),
+    Table(
+        "model_step_long",
+        ("model_step.jsonl",),
+        (
+            Column("model", lambda steps: f"`{steps[min(steps)]['variant']}`"),
+            _speed_at(LENGTHS[0]),
+            _speed_at(LENGTHS[-1]),
+            Column("16,384 / 2,048", _longest_over_shortest),
+            Column("commits", _commits),
+        ),
+        where=lambda row: "peer" not in row and is_step(row, 2 * TOKENS),
+        key=_step_key,
+        lines=_steps,
+        command="python -m benchmarks model_step --variants gated_deltaproduct-340m,comba-340m --lengths 2048,16384 --tokens 65536",
     ),
     Table(
         "model_step_fla",
