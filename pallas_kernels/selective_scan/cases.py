@@ -26,6 +26,7 @@ class Case(NamedTuple):
         documents: whether rows contain several documents, padding and masked tokens.
         strong: whether some tokens have decays of about e^-30.
         batch: B, the number of rows.
+        real: whether the number of a channel without entries (`states` is 0) is real.
     """
 
     length: int
@@ -34,11 +35,12 @@ class Case(NamedTuple):
     documents: bool
     strong: bool = False
     batch: int = 2
+    real: bool = False
 
     @property
     def id(self) -> str:
         """The name of this case of a selective scan in the tests' output: its sizes and options."""
-        states = f"N={self.states}" if self.states else "complex"
+        states = f"N={self.states}" if self.states else "real" if self.real else "complex"
         options = [name for name in ("documents", "strong") if getattr(self, name)]
         return "-".join([f"{self.batch}x{self.length}x{self.channels}", states, *options])
 
@@ -49,6 +51,7 @@ HOPPER_INTERPRETED = (
     Case(100, 128, 16, True, batch=1),
     Case(200, 64, 16, True),
     Case(40, 128, 0, True),
+    Case(70, 128, 0, True, batch=1, real=True),
     Case(128, 64, 16, False, strong=True),
     Case(70, 128, 8, False, batch=1),
     Case(64, 256, 0, False, strong=True),
@@ -62,6 +65,7 @@ HOPPER = (
     Case(1000, 256, 0, True),
     Case(4096, 512, 0, False),
     Case(700, 128, 0, True, strong=True),
+    Case(1000, 256, 0, True, real=True),
 )
 """Cases that run on an NVIDIA Hopper GPU."""
 TPU_INTERPRETED = (  # programs of 128 or 256 channels, or three programs

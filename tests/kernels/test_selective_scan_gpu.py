@@ -55,7 +55,8 @@ def make(case: Case, seed: int = 0) -> tuple[dict[str, Any], dict[str, Any]]:
             arrays["delta"] = jnp.where(tokens(1) > 1, 30.0, arrays["delta"])
     else:
         arrays["log_decay"] = jax.nn.log_sigmoid(tokens(channels) + 2)
-        arrays |= dict(angle=tokens(channels), C=tokens(channels, dtype=jnp.bfloat16))
+        if not case.real:
+            arrays |= dict(angle=tokens(channels), C=tokens(channels, dtype=jnp.bfloat16))
         if case.strong:
             arrays["log_decay"] = jnp.where(tokens(1) > 1, -30.0, arrays["log_decay"])
     arrays["memory"] = normal(batch, channels, max(states, 1))
@@ -77,8 +78,12 @@ def call(arrays: dict[str, Any], marks: dict[str, Any], implementation: str | No
     """
     given = dict(arrays)
     memory = given.pop("memory")
+    ones = jnp.ones((memory.shape[1], 1))
+    if "log_decay" in given and "angle" not in given:
+        # Powers of two, by which bfloat16 multiplies exactly.
+        given |= dict(delta=given.pop("log_decay"), A=ones, B=2 * ones, C=0.5 * ones)
+        given["discretization"] = "none"
     if "angle" in given:
-        ones = jnp.ones((memory.shape[1], 1))
         given |= dict(A=ones, B=ones, C=given["C"][..., None], discretization="none")
         given["delta"] = jax.lax.complex(given.pop("log_decay"), given.pop("angle"))
         memory = jax.lax.complex(memory, memory)

@@ -41,15 +41,26 @@ def _is_mamba(call: Call) -> bool:
     return call.options.discretization == "euler" and jnp.ndim(b) == jnp.ndim(c) == 3 and real
 
 
+def _is_elementwise(call: Call) -> bool:
+    """Return whether the arguments of a `selective_memory` call with a real memory are of the kind that HGRN and RG-LRU pass:
+    one entry per channel, no discretization, real B and C [D, N] and no D.
+    """
+    return _has_one_entry(call, c_ndim=2)
+
+
 def _is_gate_loop(call: Call) -> bool:
     """Return whether the arguments of a `selective_memory` call with a complex memory are of the kind that
     GateLoop passes and the kernel supports: one entry per channel, no discretization, real B [D, N], real C
     [B, T, D, N] and no D.
     """
+    return _has_one_entry(call, c_ndim=4)
+
+
+def _has_one_entry(call: Call, c_ndim: int) -> bool:
     arguments = _all_arguments(call)
     a, b, c = arguments["a"], arguments["b"], arguments["c"]
     real = not any(jnp.iscomplexobj(x) for x in (b, c))
-    one_entry = a.shape[1] == 1 and jnp.ndim(b) == 2 and jnp.ndim(c) == 4
+    one_entry = a.shape[1] == 1 and jnp.ndim(b) == 2 and jnp.ndim(c) == c_ndim
     return call.options.discretization == "none" and one_entry and real and arguments["d"] is None
 
 
@@ -65,8 +76,9 @@ REQUIREMENTS = (
         lambda call: not call.options.is_complex or _is_gate_loop(call),
     ),
     Requirement(
-        "for a real memory: discretization='euler', and real B and C [B, T, N]",
-        lambda call: call.options.is_complex or _is_mamba(call),
+        "for a real memory: discretization='euler', and real B and C [B, T, N]; or one entry per channel, discretization='none', "
+        "real B and C [D, N] and no D",
+        lambda call: call.options.is_complex or _is_mamba(call) or _is_elementwise(call),
     ),
 )
 
@@ -76,7 +88,7 @@ def _unsupported_by_kernel(name: str, call: Call) -> str | None:
     from pallas_kernels.selective_scan import complex_unsupported, unsupported
 
     u = call.arguments["u"]
-    if call.options.is_complex:
+    if call.options.is_complex or not _is_mamba(call):
         return complex_unsupported(name, u)
     return unsupported(name, u, call.arguments["a"].shape[1])
 
@@ -89,7 +101,10 @@ def run_kernel(name: str, call: Call) -> tuple[jax.Array, SelectiveState]:
     state = arguments["state"]
     tokens = read_tokens(arguments["segment_ids"], arguments["update_mask"], state.segment_id, None)
     starts = document_starts(tokens)
-    scan = _complex_scan if call.options.is_complex else _real_scan
+    if call.options.is_complex:
+        scan = _complex_scan
+    else:
+        scan = _real_scan if _is_mamba(call) else _elementwise_scan
     output, memory = scan(name, tokens, starts, arguments)
     return finish_output(tokens, output), SelectiveState(memory, tokens.last_id)
 
@@ -140,6 +155,30 @@ def _complex_scan(name, tokens, starts, arguments) -> tuple[jax.Array, jax.Array
     return y, jax.lax.complex(final[:, 0], final[:, 1])[..., None]
 
 
+def _elementwise_scan(name, tokens, starts, arguments) -> tuple[jax.Array, jax.Array]:
+    """Compute a real memory of one entry per channel as the real part of a complex one."""
+    from pallas_kernels.selective_scan import complex_scan
+
+    u, memory = arguments["u"], arguments["state"].memory
+    delta = select(tokens.written, arguments["delta"].astype(jnp.float32))
+    decay = jnp.exp(delta * arguments["a"][:, 0])
+    if starts is not None:
+        decay = jnp.where(starts[..., None], 0, decay)
+    write = select(tokens.written, (u * arguments["b"][:, 0]).astype(u.dtype))
+    initial = memory[..., 0].astype(jnp.float32)
+    initial = jnp.stack([initial, jnp.zeros_like(initial)], axis=1)
+    y, final = complex_scan(
+        write,
+        jnp.ones_like(write),
+        decay,
+        jnp.zeros_like(decay),
+        initial=initial,
+        implementation=name,
+    )
+    y = (select(tokens.real, y) * arguments["c"][:, 0]).astype(y.dtype)
+    return y, final[:, :1].swapaxes(1, 2)
+
+
 def _kernel(name: str, *requirements: Requirement, **fields: Any) -> Backend:
     """Return the backend of `selective_memory` that computes by the fused kernel called `name`, with the requirements that it has
     besides those of all kernels; `fields` are further fields of `Backend`, such as its platforms.
@@ -153,7 +192,10 @@ def _kernel(name: str, *requirements: Requirement, **fields: Any) -> Backend:
     )
 
 
-_REAL = Requirement("a real memory", lambda call: not call.options.is_complex)
+_REAL = Requirement(
+    "a real memory with discretization='euler'",
+    lambda call: not call.options.is_complex and _is_mamba(call),
+)
 
 register(
     "selective_memory",
