@@ -159,7 +159,10 @@ def test_names_the_requirement_that_is_not_met():
     )
     assert documents in str(unsupported(x, weight, 128, ordered=True))
     assert "not 256 in heads of 128, 1 x 20 tokens" in str(unsupported(x[:, :20], weight, 128))
-    wide, narrow = (jax.ShapeDtypeStruct((4, 64, 1024), jnp.bfloat16), lambda n: jax.ShapeDtypeStruct((4, 64, n), jnp.bfloat16))
+    wide, narrow = (
+        jax.ShapeDtypeStruct((4, 64, 1024), jnp.bfloat16),
+        lambda n: jax.ShapeDtypeStruct((4, 64, n), jnp.bfloat16),
+    )
     assert "not 1024 in heads of 512" in str(unsupported(wide, weight, 512))
     assert "not 96, 4 x 64 tokens" in str(unsupported(narrow(96), weight, None))
     documents = "not 128, 4 x 64 tokens, with documents that may have padding inside"

@@ -7,7 +7,17 @@ from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels.residuals import KEPT
 
+CONVOLVED = "short_convolutions"
+"""The name of all results of short convolutions for `jax.checkpoint`, which `remat="dots_and_convolutions"` saves."""
+
 
 def saved(x: jax.Array) -> jax.Array:
     """Return x, which a layer's backward pass does not compute again where it does not run kernels again (`remat="dots"`)."""
     return checkpoint_name(x, KEPT)
+
+
+def convolved(x: jax.Array) -> jax.Array:
+    """Return x, the result of a short convolution, which a layer's backward pass does not compute again with
+    `remat="dots_and_convolutions"`.
+    """
+    return checkpoint_name(x, CONVOLVED)
