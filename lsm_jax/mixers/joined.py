@@ -17,17 +17,22 @@ LEAST_TOKENS = 1024
 
 
 def project_together(
-    x: jax.Array, *layers: tuple[Dense, DTypeLike | None]
+    x: jax.Array, *layers: tuple[Dense, DTypeLike | None], apart: bool = False
 ) -> tuple[jax.Array, ...]:
     """Return what each of several dense layers returns for tokens x [B, T, D] in a dtype (None is x's): `layer(x, dtype=dtype)`.
 
     Where devices do not divide the heads, for 16-bit x and `LEAST_TOKENS` tokens or more, plain layers are one product with their kernels
     side by side. It loads x once instead of once a layer; the backward pass stores and adds one gradient of x instead of one a layer. The
     product's float32 result is saved for the backward pass where products with weights are.
+
+    With `apart` the gradient of the kernels is a product of its own. Otherwise XLA may join it to that of another layer with tokens x, for
+    which it copies the gradients of both layers' results into one array.
     """
     if not _joins(x, [layer for layer, _ in layers]):
         return tuple(layer(x, dtype=dtype) for layer, dtype in layers)
     kernels = [layer.kernel[...].astype(x.dtype) for layer, _ in layers]
+    if apart:  # XLA joins products of one array, and this is another
+        x = jax.lax.optimization_barrier(x)
     y = saved(matmul_to_float32(x, jnp.concatenate(kernels, axis=1)))
     ends = list(itertools.accumulate(k.shape[1] for k in kernels))[:-1]
     parts = jnp.split(y, ends, axis=-1)

@@ -157,7 +157,7 @@ class Mamba2(Mixer):
         """Return the projections of x to z, x, B, C or dt with these names, times their scales; that to dt in float32."""
         scales = dict(zip(("z", "x", "b", "c", "dt"), self.config.projection_scales, strict=True))
         layers = [(getattr(self, f"{n}_proj"), jnp.float32 if n == "dt" else None) for n in names]
-        projected = zip(names, project_together(x, *layers), strict=True)
+        projected = zip(names, project_together(x, *layers, apart=True), strict=True)
         return [y if scales[n] == 1 else scales[n] * y for n, y in projected]
 
     def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from lsm_jax.ops import KEPT
+from lsm_jax.ops import CONVOLVED, KEPT
 from lsm_jax.ops.core.saved import is_saved_attention
 from lsm_jax.parallel import GATHERED
 
@@ -35,8 +35,9 @@ together.defvjp(lambda tree: (tree, None), lambda _, grads: (jax.lax.optimizatio
 
 def rematerialized(function: Any, policy: str, *, in_loop: bool = True) -> Any:
     """Return `function`, wrapped so that the backward pass computes its intermediate arrays again: with the
-    policy "full" all, with "dots" all but products with weights and the results of this package's kernels and of cuDNN's attention.
-    With "none" the function is returned unchanged.
+    policy "full" all, with "dots" all but products with weights and the results of this package's kernels and of cuDNN's
+    attention, with "dots_and_convolutions" all but these and the results of short convolutions. With "none" the function is
+    returned unchanged.
 
     The states that devices exchange along a row are always saved. `in_loop` says that the function is called in the
     body of a scan, which requires no barrier against common-subexpression elimination: forward and backward pass are
@@ -70,6 +71,8 @@ def _saveable(policy: str, *names: str) -> Any:
         return policies.everything_saveable
     if policy == "full":
         return policies.save_only_these_names(GATHERED, *names)
+    if policy == "dots_and_convolutions":
+        names = CONVOLVED, *names
     kept = policies.save_only_these_names(GATHERED, KEPT, *names)
     dots = policies.dots_with_no_batch_dims_saveable
     return policies.save_from_both_policies(

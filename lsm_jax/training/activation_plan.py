@@ -15,6 +15,7 @@ from lsm_jax.feedforward.moe import MoE
 from lsm_jax.mixers import MLAConfig, PaTHConfig
 from lsm_jax.mixers.softmax import Softmax
 from lsm_jax.models import Decoder
+from lsm_jax.models.config import SAVES_PRODUCTS
 from lsm_jax.models.decoder import rematerialized
 from lsm_jax.models.narrow import is_large
 from lsm_jax.models.stages import kinds_of
@@ -126,7 +127,7 @@ def _cast_stacks(config: TrainConfig, model: Decoder, platform: str) -> int:
     item, unrolled = jnp.dtype(config.model.dtype).itemsize, config.model.unroll_layers
     if unrolled is None:
         unrolled = platform == "cuda" and config.model.num_layers <= UNROLLED
-    if config.model.remat != "dots" or item >= 4 or not unrolled:
+    if config.model.remat not in SAVES_PRODUCTS or item >= 4 or not unrolled:
         return 0
     trained, frozen = split(params_of(model), config.trainable)
     # Frozen matrices in 16 bits are not copied.
@@ -136,10 +137,10 @@ def _cast_stacks(config: TrainConfig, model: Decoder, platform: str) -> int:
 
 
 def _casts_not_saved(config: TrainConfig, block: Any, sizes: dict[str, int]) -> int:
-    """Return how many bytes of the 16-bit copies of experts' matrices, which one device alone saves with `remat=dots`, each device of
+    """Return how many bytes of the 16-bit copies of experts' matrices, which one device alone saves where products are saved, each device of
     a mesh with these sizes of its axes does not save: all if devices gather the matrices, else those of other devices' experts."""
     experts, item = block.feedforward, jnp.dtype(config.model.dtype).itemsize
-    if config.model.remat != "dots" or item >= 4 or not isinstance(experts, MoE):
+    if config.model.remat not in SAVES_PRODUCTS or item >= 4 or not isinstance(experts, MoE):
         return 0
     if experts.config.execution != "grouped":
         return 0

@@ -64,6 +64,9 @@ INTERPRETED = (
     Case(64, 384, 4, True, True, True, 128, batch=2, contiguous=True),
     Case(120, 256, 4, False, True, True, 256, batch=1),
     Case(128, 64, 2, True, True, False, 64, batch=1, contiguous=True),
+    Case(40, 128, 4, True, True, True, None, batch=4, contiguous=True),
+    Case(48, 128, 4, False, True, True, None, batch=8),
+    Case(64, 192, 3, True, False, True, None, batch=2, contiguous=True),
 )
 """Cases for the interpreter, in blocks of 16 tokens; the one of the fast tests comes first."""
 HOPPER = (
@@ -78,7 +81,7 @@ HOPPER = (
         Case(1020, channels, 4, documents, True, True, head_dim, batch, contiguous=True)
         for documents in (False, True)
         for channels, head_dim, batch in (
-            (1024, 128, 2), (768, 256, 4), (1536, 256, 8), (768, 256, 2), (384, 128, 1)
+            (1024, 128, 2), (768, 256, 4), (1536, 256, 8), (768, 256, 2), (384, 128, 1), (128, None, 8), (192, None, 2)
         )
     ),
 )  # fmt: skip

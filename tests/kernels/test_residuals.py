@@ -1,17 +1,20 @@
-"""Tests that the residuals of kernels are saved under remat=dots and are behind barriers, so that no kernel
-runs twice.
+"""Tests that the residuals of kernels are saved under remat=dots, and the results of short convolutions under
+remat=dots_and_convolutions, and are behind barriers, so that no kernel runs twice.
 """
 
+from collections import Counter
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 from jax.extend import core
 from jax.interpreters import partial_eval as pe
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-from lsm_jax import ops
+from configs import lm
+from lsm_jax import models, ops
 from lsm_jax.models.decoder import rematerialized
 from pallas_kernels.short_convolution import short_convolution
 
@@ -98,6 +101,36 @@ def test_residuals_that_a_scan_may_stack_are_behind_a_barrier(case):
     assert len(named) >= 2  # the output, and at least one residual
     for (source,) in named:
         assert source is not None and source.primitive.name == "optimization_barrier"
+
+
+def layer_kernels(method: str, remat: str) -> Counter[str]:
+    """Return the number of kernels by name in the program that computes the gradient of a layer of `method`, after removal of dead code;
+    the layers of the model are one loop.
+    """
+    config = lm.get_config(f"{method}-340m").model
+    config.hidden_size, config.num_layers, config.vocab_size = 512, 2, 256
+    config.dtype, config.remat = "bfloat16", remat
+    graphdef, params = nnx.split(nnx.eval_shape(lambda: models.Decoder(config, rngs=nnx.Rngs(0))))
+
+    def total(params, tokens):
+        return jnp.sum(nnx.merge(graphdef, params)(tokens)[0].astype(jnp.float32))
+
+    tokens = jax.ShapeDtypeStruct((4, 128), jnp.int32)
+    jaxpr = traced(jax.grad(total), (params, tokens)).jaxpr.jaxpr
+    live, _ = pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    kernels = (e.params["name"] for e, _ in equations(live) if e.primitive.name == KERNEL)
+    return Counter(str(name) for name in kernels)
+
+
+@pytest.mark.parametrize("method", ["mamba2", "gated_deltanet"])
+def test_the_convolutions_of_a_layer_run_again_unless_their_results_are_saved(method):
+    """With `dots_and_convolutions` the backward pass runs none of a layer's three short convolutions again, and all other kernels as often
+    as with `dots`; Mamba2's B and C, of 128 channels each, are kernels too.
+    """
+    name = "short_convolution_forward"
+    again = layer_kernels(method, "dots") - layer_kernels(method, "dots_and_convolutions")
+    assert again == {name: 3}
+    assert layer_kernels(method, "dots_and_convolutions")[name] == 3
 
 
 def test_a_convolution_is_behind_a_barrier():

@@ -115,6 +115,8 @@ def test_no_later_token_changes_a_bit():
         (True, True, 768, 256, True),
         (True, False, 768, 256, False),
         (False, False, 1024, 512, False),
+        (True, True, 128, None, True),
+        (False, False, 320, None, True),
     ],
 )
 def test_the_op_lowers_to_it_on_the_card(documents, contiguous, channels, head_dim, normalizes):
@@ -157,8 +159,15 @@ def test_names_the_requirement_that_is_not_met():
     )
     assert documents in str(unsupported(x, weight, 128, ordered=True))
     assert "not 256 in heads of 128, 1 x 20 tokens" in str(unsupported(x[:, :20], weight, 128))
-    wide = jax.ShapeDtypeStruct((4, 64, 1024), jnp.bfloat16)
+    wide, narrow = (
+        jax.ShapeDtypeStruct((4, 64, 1024), jnp.bfloat16),
+        lambda n: jax.ShapeDtypeStruct((4, 64, n), jnp.bfloat16),
+    )
     assert "not 1024 in heads of 512" in str(unsupported(wide, weight, 512))
+    assert "not 96, 4 x 64 tokens" in str(unsupported(narrow(96), weight, None))
+    documents = "not 128, 4 x 64 tokens, with documents that may have padding inside"
+    assert documents in str(unsupported(narrow(128), weight, None, ordered=True))
+    assert unsupported(narrow(128), weight, None) is None
     assert "2 to 4 rows, not 5" in str(unsupported(x, jnp.ones((5, 256)), None))
     call: Any = dict(weight=weight, implementation="mosaic_gpu")
     with pytest.raises(NotImplementedError, match="requires x in bfloat16, not float32"):

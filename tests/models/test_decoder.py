@@ -131,8 +131,8 @@ def test_decoding_is_one_program_on_a_state_of_constant_size(name):
     assert row["state_bytes_before"] == row["state_bytes_after"] > 0
 
 
-def gradients(**fields) -> dict:
-    small = Small(small_config("linear_attention", "L", **fields))
+def gradients(method="linear_attention", **fields) -> dict:
+    small = Small(small_config(method, "L", **fields))
 
     def loss(model):
         hidden, _, _ = model.hidden(small.tokens)
@@ -147,6 +147,14 @@ def test_remat_changes_no_gradient_and_an_untied_head_learns(remat):
     expected = gradients(remat="none", tie_embeddings=False)
     assert all(jnp.any(leaf != 0) for leaf in jax.tree.leaves(expected)) and "lm_head" in expected
     close(gradients(remat=remat, tie_embeddings=False), expected)
+
+
+@pytest.mark.parametrize("mixer", slow_after(1, ["mamba2", "gated_deltanet"]))
+def test_saved_convolutions_change_no_gradient(mixer):
+    """Mamba2 has biases in its convolutions, Gated DeltaNet heads of unit length after them."""
+    expected = gradients(mixer, remat="dots")
+    assert all(jnp.any(leaf != 0) for leaf in jax.tree.leaves(expected))
+    close(gradients(mixer, remat="dots_and_convolutions"), expected)
 
 
 @pytest.mark.parametrize("remat", slow_after(1, ["none", "full"]))

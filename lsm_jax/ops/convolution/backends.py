@@ -13,6 +13,7 @@ from lsm_jax.ops.backends.registry import PALLAS, TRITON, Backend, Call, registe
 from lsm_jax.ops.convolution.state import ShiftState
 from lsm_jax.ops.convolution.taps import previous_tokens
 from lsm_jax.ops.core import checks
+from lsm_jax.ops.core.saved import convolved
 from lsm_jax.ops.core.segments import finish_output, select
 from pallas_kernels.requirements import Requirement
 
@@ -110,6 +111,7 @@ def run_kernel(name: str, call: Call) -> tuple[Array, ShiftState]:
         head_dim=head_dim,
         implementation=name,
     )
+    y = convolved(y)
     return (y if head_dim == options.head_dim else l2_normalize(y, options.head_dim)), after
 
 
@@ -127,7 +129,7 @@ def run_xla(call: Call) -> tuple[Array, ShiftState]:
     if bias is not None:
         y = y + bias.astype(dtype)
     y = finish_output(tokens, y).astype(x.dtype)
-    y = jax.nn.silu(y) if options.silu else y
+    y = convolved(jax.nn.silu(y) if options.silu else y)
     return (y if options.head_dim is None else l2_normalize(y, options.head_dim)), state
 
 

@@ -9,6 +9,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels.residuals import KEPT
 
+CONVOLVED = "short_convolutions"
+"""The name of all results of short convolutions for `jax.checkpoint`, which `remat="dots_and_convolutions"` saves."""
+
 
 def saved(x: jax.Array) -> jax.Array:
     """Return x, which a layer's backward pass does not compute again where it does not run kernels again (`remat="dots"`)."""
@@ -21,3 +24,10 @@ def is_saved_attention(primitive: Any, *_: Any, **__: Any) -> bool:
     JAX gives the arrays no name, so that the policy knows them by their primitive.
     """
     return primitive.name == "dot_product_attention_fwd_wrapper"
+
+
+def convolved(x: jax.Array) -> jax.Array:
+    """Return x, the result of a short convolution, which a layer's backward pass does not compute again with
+    `remat="dots_and_convolutions"`.
+    """
+    return checkpoint_name(x, CONVOLVED)

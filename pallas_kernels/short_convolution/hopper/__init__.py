@@ -9,9 +9,9 @@ If a row has several documents, its tokens are computed in `order`, in which pad
 tokens before a token in this order are then those that it may see. If no padding is inside documents, this
 already holds where the tokens are.
 
-Heads are normalised within a warp. Where whole heads cannot be divided among the four warps of warpgroups (3 heads
-of 256), the four warps have the same head in four rows of the batch, or in four parts of rows, and the sums of the
-weight's gradient are added through shared memory. Their tokens must then be at the same positions, so that rows have no
+Heads are normalised within a warp. Where whole heads, or channels without heads, cannot be divided among the four warps of
+warpgroups (3 heads of 256; 128 channels), the four warps have the same channels in four rows of the batch, or in four parts of rows,
+and the sums of the weight's gradient are added through shared memory. Their tokens must then be at the same positions, so that rows have no
 order of their own.
 """
 

@@ -81,7 +81,7 @@ class Layout(NamedTuple):
 
     @property
     def tile(self) -> tuple[int, int]:
-        """The shape of one token's channels in a block: [heads, dim], or [rows, dim] with one head of several rows."""
+        """The shape of one token's channels in a block: [heads, dim], or [rows, dim] with the same channels of several rows."""
         return (self.heads if self.rows == 1 else self.rows, self.dim)
 
     def by_head(self, x) -> jax.Array | None:
@@ -145,7 +145,7 @@ class Block:
     """One warpgroup's part of a short convolution's kernel, a block of consecutive tokens and of channels: the functions that
     load and store its arrays.
 
-    A tile is one token's channels, [heads, dim], or those of one head in several rows of the batch, [rows, dim]. Tokens are
+    A tile is one token's channels, [heads, dim], or the same channels in several rows of the batch, [rows, dim]. Tokens are
     counted in `order`, in which padding comes last.
 
     Attributes:

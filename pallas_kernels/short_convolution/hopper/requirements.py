@@ -41,7 +41,7 @@ class Division(NamedTuple):
     Attributes:
         size: the number of channels of a thread.
         rows: the number of rows of the batch that a warpgroup computes: 1, of which its warps have consecutive channels, or 4, one in
-            each warp, of which they have the same head.
+            each warp, of which they have the same channels: those of a head, if heads are normalised.
         parts: the number of consecutive parts into which each row of the batch is cut, which are then rows of their own.
     """
 
@@ -52,7 +52,7 @@ class Division(NamedTuple):
 
 def divide(shape: tuple[int, int, int], head_dim: int | None, ordered: bool) -> Division | None:
     """Return how a short convolution is divided among warps and threads, such that no head is divided among warps, or None if that is
-    not possible.
+    not possible. Channels that four warps cannot divide, as B and C of Mamba2, or whose heads they cannot, are in each of them.
 
     Args:
         shape: (B, T, D), the shape of the tokens.
@@ -62,15 +62,16 @@ def divide(shape: tuple[int, int, int], head_dim: int | None, ordered: bool) -> 
     batch, length, channels = shape
     if (size := thread_channels(channels, head_dim)) is not None:
         return Division(size)
-    if ordered or head_dim is None or channels % head_dim:
+    if ordered:
         return None
-    size, rest = divmod(head_dim, LANES)
-    if rest or size not in _VECTORS:
+    # Of a warp, as many channels as possible or one head.
+    sizes = [s for s in _VECTORS if head_dim in (None, LANES * s) and channels % (LANES * s) == 0]
+    if not sizes:
         return None
     padded = -(-length // MULTIPLE) * MULTIPLE
     for parts in (1, 2, 4):
         if batch * parts % WARPS == 0 and padded % (parts * MULTIPLE) == 0:
-            return Division(size, WARPS, parts)
+            return Division(sizes[0], WARPS, parts)
     return None
 
 
@@ -92,10 +93,9 @@ def block_tokens(batch: int, length: int, columns: int) -> int:
 
 def _given(call) -> str:
     batch, length, channels = call.x.shape
-    if call.head_dim is None:
-        return str(channels)
     documents = ", with documents that may have padding inside" if call.ordered else ""
-    return f"{channels} in heads of {call.head_dim}, {batch} x {length} tokens{documents}"
+    heads = "" if call.head_dim is None else f" in heads of {call.head_dim}"
+    return f"{channels}{heads}, {batch} x {length} tokens{documents}"
 
 
 REQUIREMENTS = (
@@ -110,8 +110,9 @@ REQUIREMENTS = (
         lambda c: str(c.weight.shape[0]),
     ),
     Requirement(
-        "a multiple of 256 channels, in heads that fit into the channels of a warp; or heads of 64, 128 or 256 channels, no padding "
-        "inside documents, and rows that can be cut into a multiple of 4 parts of equal length, 1, 2 or 4 of each row, a multiple of 16 tokens",
+        "a multiple of 256 channels, in heads that fit into the channels of a warp; or a multiple of 64, in heads of 64, 128 or 256 if they are "
+        "normalised, no padding inside documents, and rows that can be cut into a multiple of 4 parts of equal length, 1, 2 or 4 of each row, "
+        "a multiple of 16 tokens",
         lambda c: divide(c.x.shape, c.head_dim, c.ordered) is not None,
         _given,
     ),
