@@ -47,7 +47,8 @@ OPS = (
     "linear_memory", "delta_memory", "dplr_memory", "slot_memory", "selective_memory", "online_memory",
     "log_linear_memory", "mesa_memory", "momentum_memory", "slstm_memory", "attention", "path_attention",
     "block_attention", "native_sparse_attention",
-    "short_convolution", "token_shift", "gated_rms_norm", "grouped_product", "grouped_swiglu", "segment_product",
+    "short_convolution", "token_shift", "gated_rms_norm", "token_mixes", "rwkv7_gates", "rwkv7_output",
+    "grouped_product", "grouped_swiglu", "segment_product",
 )  # fmt: skip
 # The modules of kernels whose requirements depend on the arguments: by op and backend, (case, module).
 KERNELS = {
@@ -105,6 +106,9 @@ KERNELS = {
     ("short_convolution", "mosaic_gpu"): (("any call", "short_convolution.hopper"),),
     ("short_convolution", "triton"): (("any call", "short_convolution.triton"),),
     ("gated_rms_norm", "mosaic_gpu"): (("any call", "gated_norm.hopper"),),
+    ("token_mixes", "mosaic_gpu"): (("any call", "rwkv7.mixes"),),
+    ("rwkv7_gates", "mosaic_gpu"): (("any call", "rwkv7.gates"),),
+    ("rwkv7_output", "mosaic_gpu"): (("any call", "rwkv7.output"),),
 }  # fmt: skip
 # By a backend's label, the calls that it is for.
 CALLS = {

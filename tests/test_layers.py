@@ -95,6 +95,7 @@ ALLOWED_INSIDE = {
         "convolution": {"core", "backends"},
         "experts": {"core", "backends"},
         "normalization": {"core", "backends"},
+        "rwkv7": {"core", "backends", "convolution"},
     },
     "pallas_kernels": {
         "tiles": set(),
@@ -109,6 +110,7 @@ ALLOWED_INSIDE = {
         "short_convolution": {"hopper", "tpu", "tiles", "triton"},
         "decode_step": {"hopper", "tpu", "tiles", "triton"},
         "gated_norm": {"hopper"},
+        "rwkv7": {"hopper"},
         "grouped_product": {"hopper", "tpu", "tiles"},
     },
 }

@@ -7,6 +7,7 @@ Every parameter carries two pieces of metadata: `logical_axes`, which `lsm_jax.p
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -185,6 +186,24 @@ def draw_xavier(module: nnx.Module, gain: float, rngs: nnx.Rngs) -> None:
             shape = layer.kernel[...].shape
             bound = gain * math.sqrt(6 / (shape[-2] + shape[-1]))
             layer.kernel[...] = jax.random.uniform(rngs.params(), shape, jnp.float32, -bound, bound)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def narrow_gradient(x: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Return x, with a gradient that is rounded to `dtype` and stored in it.
+
+    The gradient of a float32 product of bfloat16 operands is rounded by `matmul_to_float32` in any case; a bias beside it would
+    otherwise have the gradient stored in float32.
+    """
+    return x
+
+
+def _narrow_backward(dtype, _, grad):
+    narrow = jax.lax.optimization_barrier(grad.astype(dtype))
+    return (narrow.astype(grad.dtype),)
+
+
+narrow_gradient.defvjp(lambda x, dtype: (x, None), _narrow_backward)
 
 
 def recomputed(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -22,13 +22,12 @@ from lsm_jax.mixers.layers import (
     HeadNorm,
     OrthogonalDense,
     merge_heads,
+    narrow_gradient,
     parameter,
-    recomputed,
     split_heads,
 )
 from lsm_jax.mixers.method import Method
 from lsm_jax.mixers.op_config import RecurrentConfig
-from lsm_jax.ops.convolution.backends import l2_normalize
 
 _MIXED = {"r": 0.2, "w": 0.9, "k": 0.7, "v": 0.7, "a": 0.9, "g": 0.2}
 """The inputs that mix in the token before, and the power with which the initial share of each falls along the channels."""
@@ -192,64 +191,52 @@ class RWKV7(Mixer):
         first = jnp.min(jnp.concatenate([layers for layers, _ in stacks]))
         return {"v_first": jnp.zeros_like(x), "v_first_layer": first}
 
-    def _step_back(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Return the token before each token minus the token itself, [B, T, D], for tokens x [B, T, D]; and
-        the context, in which the result is saved, so that one call computes it once.
+    def _mixed(self, x: jax.Array, context: Context) -> tuple[dict[str, jax.Array], Context]:
+        """Return tokens x [B, T, D], each interpolated with the token before it by learned weights of each channel, once for each
+        projection, by the projection's letter (r, w, k, v, a, g); and the context, in which the result is saved, so that one
+        call computes it once.
         """
-        if "step_back" not in context.saved:
+        if "mixed" not in context.saved:
+            # Otherwise XLA computes the norm before the layer, and its gradient, in the passes of the mixes.
+            x = jax.lax.optimization_barrier(x)
             before, context = self.shift(x, context)
-            context = context.add(saved={"step_back": before - x})
-        return context.saved["step_back"], context
-
-    def _mixed(self, letter: str, x: jax.Array, step_back: jax.Array) -> jax.Array:
-        """Return tokens x [B, T, D], each interpolated with the token before it by learned weights of each channel;
-        `letter` names the projection (r, w, k, v, a, g) that the result is for.
-        """
-        share = self.mix[...][list(_MIXED).index(letter)].astype(x.dtype)
-        return x + step_back * share
+            mixes = ops.token_mixes(x, before, self.mix[...])
+            mixed = dict(zip(_MIXED, mixes, strict=True))
+            context = context.add(saved={"mixed": mixed})
+        return context.saved["mixed"], context
 
     def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
         """Return the queries [B, T, H, K] of tokens x [B, T, D], which are the receptance r: a projection of
         x mixed with the token before; and the context, in which r is saved for `write` as `saved["r"]`.
         """
-        step_back, context = self._step_back(x, context)
-        r = split_heads(self.r_proj(self._mixed("r", x, step_back)), self.num_heads)
+        mixed, context = self._mixed(x, context)
+        r = split_heads(self.r_proj(mixed["r"]), self.num_heads)
         return r, context.add(saved={"r": r})
 
     def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
         """Return the arguments of `dplr_memory` that update the memory, by name, and the context: the keys to add, the
         values, the vectors a and b [B, T, H, K] of the rank-one removal aᵀ b, and the log decay of each key channel.
         """
-        heads, wide = self.num_heads, jnp.promote_types(x.dtype, jnp.float32)
+        mixed, context = self._mixed(x, context)
+        v, context = self._values(mixed["v"], context)
+        wide = jnp.promote_types(x.dtype, jnp.float32)
 
-        @recomputed
-        def parts(k, v, r, decay, rate, removal, rate_of_key, bonus):
-            rate, k = jax.nn.sigmoid(rate), k.astype(wide)
-            removed = l2_normalize(split_heads(k * removal, heads))
-            k = split_heads((k * (1 + (rate - 1) * rate_of_key)).astype(v.dtype), heads)
-            r, k_wide, v_wide = (part.astype(wide) for part in (r, k, v))
-            current = jnp.sum(r * k_wide * bonus, axis=-1, keepdims=True) * v_wide
-            return current.astype(v.dtype), dict(
-                k=k,
-                a=-removed.astype(v.dtype),
-                b=(removed * split_heads(rate, heads)).astype(v.dtype),
-                log_decay=split_heads(-math.exp(-0.5) * jax.nn.sigmoid(decay), heads),
-            )
+        def heads(a):
+            return split_heads(a, self.num_heads)
 
-        step_back, context = self._step_back(x, context)
-        v, context = self._values(self._mixed("v", x, step_back), context)
-        v = split_heads(v, heads)
-        current, written = parts(
-            self.k_proj(self._mixed("k", x, step_back)),
-            v,
+        v = heads(v)
+        gates = ops.rwkv7_gates(
             context.saved["r"],
-            self.decay(self._mixed("w", x, step_back), wide),
-            self.rate(self._mixed("a", x, step_back), wide),
-            self.removal[...],
-            self.rate_of_key[...],
-            self.bonus[...],
+            heads(self.k_proj(mixed["k"])),
+            v,
+            heads(self.rate(mixed["a"], wide)),
+            heads(self.decay(mixed["w"], wide)),
+            removal=self.removal[...].reshape(v.shape[2:]),
+            rate_of_key=self.rate_of_key[...].reshape(v.shape[2:]),
+            bonus=self.bonus[...],
         )
-        return dict(written, v=v), context.add(bypass={"current": current})
+        written = dict(k=gates.k, v=v, a=gates.a, b=gates.b, log_decay=gates.log_decay)
+        return written, context.add(bypass={"current": gates.current})
 
     def _values(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
         """Return the values [B, T, D] of tokens x [B, T, D], which are already interpolated with the token
@@ -261,16 +248,27 @@ class RWKV7(Mixer):
             return v, context
         is_first = context.layer == context.shared["v_first_layer"]
         first = jnp.where(is_first, v, context.shared["v_first"])
-        share = jax.nn.sigmoid(self.first(x, jnp.float32)).astype(v.dtype)
+        share = narrow_gradient(self.first(x, jnp.float32), v.dtype)
+        share = jax.nn.sigmoid(share).astype(v.dtype)
         return v + (first - v) * share, context.add(shared={"v_first": first})
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
         """Return (y, context), with the layer's output y [B, T, D] from the memory's output o [B, T, H, V]: normalise each
         head, add the token's value weighted by its receptance and key, multiply by the gate, and project.
         """
-        y = merge_heads(self.norm(o) + context.bypass["current"])
-        step_back, context = self._step_back(x, context)
-        return self.o_proj(y * self.gate(self._mixed("g", x, step_back))), context
+        mixed, context = self._mixed(x, context)
+        gate = split_heads(self.gate(mixed["g"]), self.num_heads)
+        scale, bias = self.norm.scale, self.norm.bias
+        assert bias is not None  # `HeadNorm` has one by default
+        y = ops.rwkv7_output(
+            o,
+            context.bypass["current"],
+            gate,
+            scale=scale[...],
+            bias=bias[...],
+            eps=self.norm.eps,
+        )
+        return self.o_proj(merge_heads(y)), context
 
     def options(self) -> dict[str, Any]:
         """Return the keyword arguments of `dplr_memory` that do not depend on the input; the scale is 1, so that

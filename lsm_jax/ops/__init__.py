@@ -44,6 +44,9 @@ from lsm_jax.ops.online.online_memory import online_memory
 from lsm_jax.ops.online.state import OnlineState, online_state
 from lsm_jax.ops.path.path_attention import path_attention
 from lsm_jax.ops.path.state import path_attention_state
+from lsm_jax.ops.rwkv7.rwkv7_gates import rwkv7_gates
+from lsm_jax.ops.rwkv7.rwkv7_output import rwkv7_output
+from lsm_jax.ops.rwkv7.token_mixes import token_mixes
 from lsm_jax.ops.selective.selective_memory import selective_memory
 from lsm_jax.ops.selective.state import SelectiveState, selective_state
 from lsm_jax.ops.selective.time_invariant import time_invariant_memory
@@ -95,6 +98,8 @@ __all__ = [
     "path_attention",
     "path_attention_state",
     "running_logsumexp",
+    "rwkv7_gates",
+    "rwkv7_output",
     "selective_memory",
     "selective_state",
     "shift_state",
@@ -105,5 +110,6 @@ __all__ = [
     "slstm_state",
     "store_tokens",
     "time_invariant_memory",
+    "token_mixes",
     "token_shift",
 ]

@@ -27,10 +27,12 @@ from pallas_kernels.dplr import cases as dplr_cases
 from pallas_kernels.gated_norm import cases as gated_norm_cases
 from pallas_kernels.grouped_product import gated, hopper
 from pallas_kernels.linear_attention import cases as linear_attention_cases
+from pallas_kernels.rwkv7 import cases as rwkv7_cases
 from pallas_kernels.selective_scan.cases import TPU_COMPILED
 from pallas_kernels.short_convolution import cases as convolution_cases
 from pallas_kernels.triton import launch as triton_launch
 from tests.kernels import test_gated_norm_gpu as gated_norm
+from tests.kernels import test_rwkv7_gpu as rwkv7
 from tests.kernels import test_selective_scan_gpu as scans
 from tests.kernels import test_short_convolution_gpu as convolution
 from tests.kernels import triton_compiled, triton_token_ops
@@ -278,6 +280,25 @@ def test_gated_norms_compile_for_an_h200_and_spill_nothing(case, capfd, monkeypa
     spilled = re.findall(r"frame, (\d+) bytes spill stores", "".join(capfd.readouterr()))
     assert len(spilled) == 2
     assert not any(map(int, spilled))
+
+
+@pytest.mark.parametrize("op", rwkv7.OPS)
+@pytest.mark.parametrize("case", rwkv7_cases.COMPILED, ids=lambda case: case.id)
+def test_kernels_of_rwkv7_compile_for_an_h200_and_spill_nothing(op, case, capfd, monkeypatch):
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    monkeypatch.setenv("CUDA_ROOT", str(CUDA))
+    device = topologies.get_topology_desc("", "cuda", target_config=H200, topology="1x1x1").devices[0]  # fmt: skip
+    abstract = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
+    sharding = SingleDeviceSharding(device)
+    inputs = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding),
+        rwkv7.shapes_of(op, case),
+    )
+    call = functools.partial(rwkv7.by_op, op, "mosaic_gpu")
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=abstract)):
+        run = jax.jit(lambda *a: rwkv7.both(call, *a))
+        run.trace(*inputs).lower(lowering_platforms=("cuda",)).compile()
+    assert re.findall(r"frame, (\d+) bytes spill stores", "".join(capfd.readouterr())) == ["0"]
 
 
 @pytest.mark.parametrize("name", GROUPED)

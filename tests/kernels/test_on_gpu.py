@@ -18,12 +18,14 @@ from pallas_kernels.forgetting_attention import cases as attention_cases
 from pallas_kernels.forgetting_attention import forgetting_attention
 from pallas_kernels.gated_norm import cases as gated_norm_cases
 from pallas_kernels.linear_attention import cases as linear_attention_cases
+from pallas_kernels.rwkv7 import cases as rwkv7_cases
 from pallas_kernels.selective_scan import cases as selective_scan_cases
 from pallas_kernels.short_convolution import cases as short_convolution_cases
 from pallas_kernels.short_convolution import short_convolution
 from tests.kernels import test_attention_state_gpu as attention_state
 from tests.kernels import test_decode_step_gpu as decode_step
 from tests.kernels import test_gated_norm_gpu as gated_norm
+from tests.kernels import test_rwkv7_gpu as rwkv7
 from tests.kernels import test_segments as segments
 from tests.kernels import test_selective_scan_gpu as scans
 from tests.kernels import test_short_convolution_gpu as convolution
@@ -390,6 +392,25 @@ def test_gated_norm_equals_xla(case):
     wanted = jax.jit(lambda *a: gated_norm.both(plain, *a))(*wide)
     for a, b in zip(*map(jax.tree.leaves, (got, wanted)), strict=True):
         assert error(a, b) < gated_norm_cases.TOLERANCES["card"]
+
+
+@pytest.mark.parametrize("op", rwkv7.OPS)
+@pytest.mark.parametrize("case", rwkv7_cases.COMPILED, ids=lambda case: case.id)
+def test_gradients_of_rwkv7_equal_the_definition(op, case):
+    """On the card, every gradient of RWKV7's kernels is that of the definition in float32; a second run gives the same bits."""
+    arguments, gradients = rwkv7.make(op, case)
+    kernel = functools.partial(rwkv7.by_op, op, "mosaic_gpu")
+    run = jax.jit(lambda *a: rwkv7.both(kernel, *a)[1])
+    got = run(arguments, gradients)
+    for a, b in zip(*map(jax.tree.leaves, (got, run(arguments, gradients))), strict=True):
+        np.testing.assert_array_equal(a, b)
+    wide = rwkv7.widened(arguments)
+    if op == "token_mixes":  # the weights that multiply are rounded
+        wide["shares"] = rwkv7.widened(arguments["shares"].astype(jnp.bfloat16))
+    defined = functools.partial(rwkv7.definition, op)
+    wanted = jax.jit(lambda *a: rwkv7.both(defined, *a)[1])(wide, rwkv7.widened(gradients))
+    for name, x in got.items():
+        assert error(x, wanted[name]) < rwkv7_cases.TOLERANCES["card"], name
 
 
 @pytest.mark.parametrize("case", selective_scan_cases.HOPPER, ids=lambda case: case.id)

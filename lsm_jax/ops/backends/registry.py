@@ -35,7 +35,7 @@ class Call(NamedTuple):
     @property
     def length(self) -> int:
         """T, the number of tokens of each row in the call's arrays."""
-        return next(self.arguments[name].shape[1] for name in "qux" if name in self.arguments)
+        return next(self.arguments[name].shape[1] for name in "quxro" if name in self.arguments)
 
     @property
     def form(self) -> str:
