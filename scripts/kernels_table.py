@@ -9,6 +9,7 @@ from pathlib import Path
 from lsm_jax import ops  # noqa: F401  (registers the backends)
 from lsm_jax.ops.backends.registry import Backend, backends_of
 from lsm_jax.ops.experts import grouped_product, grouped_swiglu  # noqa: F401
+from lsm_jax.ops.normalization import branches  # noqa: F401
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "kernels.md"
 HEAD = """# Backends and what each requires
@@ -47,7 +48,7 @@ OPS = (
     "linear_memory", "delta_memory", "dplr_memory", "slot_memory", "selective_memory", "online_memory",
     "log_linear_memory", "mesa_memory", "momentum_memory", "slstm_memory", "attention", "path_attention",
     "block_attention", "native_sparse_attention",
-    "short_convolution", "token_shift", "gated_rms_norm", "grouped_product", "grouped_swiglu", "segment_product",
+    "short_convolution", "token_shift", "gated_rms_norm", "residual_norm", "grouped_product", "grouped_swiglu", "segment_product",
 )  # fmt: skip
 # The modules of kernels whose requirements depend on the arguments: by op and backend, (case, module).
 KERNELS = {
@@ -105,6 +106,7 @@ KERNELS = {
     ("short_convolution", "mosaic_gpu"): (("any call", "short_convolution.hopper"),),
     ("short_convolution", "triton"): (("any call", "short_convolution.triton"),),
     ("gated_rms_norm", "mosaic_gpu"): (("any call", "gated_norm.hopper"),),
+    ("residual_norm", "mosaic_gpu"): (("any call", "residual_norm.hopper"),),
 }  # fmt: skip
 # By a backend's label, the calls that it is for.
 CALLS = {

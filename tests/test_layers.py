@@ -109,6 +109,7 @@ ALLOWED_INSIDE = {
         "short_convolution": {"hopper", "tpu", "tiles", "triton"},
         "decode_step": {"hopper", "tpu", "tiles", "triton"},
         "gated_norm": {"hopper"},
+        "residual_norm": {"hopper"},
         "grouped_product": {"hopper", "tpu", "tiles"},
     },
 }

@@ -23,7 +23,9 @@ PEER_VARIANTS = {
 def is_step(row: Row) -> bool:
     """Return whether a row is of a training step with the default rematerialisation and compiler flags, and no variant of it."""
     plain = row.get("remat") == "dots" and not row["xla_flags"]
-    return plain and not {"unrolled", "matmul", "unit_length", "loss_chunk_size"} & set(row)
+    return plain and not {"unrolled", "matmul", "unit_length", "norms", "loss_chunk_size"} & set(
+        row
+    )
 
 
 def _step_key(row: Row) -> tuple:

@@ -93,18 +93,25 @@ def gradients_of(config: models.ModelConfig, **call: Any) -> Any:
 )
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_it_is_the_same_function(name, fields, dtype, monkeypatch):
-    """Hidden states and all gradients are those of the plain layers, with documents."""
+    """Hidden states and all gradients are those of the plain layers, with documents: equal to rounding in float32, where some gradients
+    are 0 but for rounding, and in bfloat16 about as far from float32's as those of the plain layers.
+    """
     config = small_config(name, "L", **fields)
-    config.dtype = dtype
     call = dict(segment_ids=SEGMENTS)
-    wanted = gradients_of(config, **call)
+    exact = gradients_of(config, **call)
+    config.dtype = dtype
+    plain = gradients_of(config, **call)
     monkeypatch.setattr(block, "fuses_gradient", lambda x: True)
     got = gradients_of(config, **call)
-    tolerance = 2e-5 if dtype == "float32" else 4e-2
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
-        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
-        assert a.shape == b.shape
-        assert np.abs(a - b).max() <= tolerance * np.abs(b).max() + 1e-12
+    floor = 1e-9 * max(float(jnp.abs(x).max()) for x in jax.tree.leaves(exact))
+    for x in zip(*map(jax.tree.leaves, (got, plain, exact)), strict=True):
+        a, b, c = (np.asarray(v, np.float64) for v in x)
+        assert a.shape == c.shape
+        if dtype == "float32":
+            assert np.abs(a - c).max() <= 2e-5 * np.abs(c).max() + floor
+        else:
+            error, allowed = (np.sqrt(np.mean((v - c) ** 2)) for v in (a, b))
+            assert error <= 1.5 * allowed + 1e-2 * np.sqrt(np.mean(c**2)) + floor
 
 
 def test_it_has_all_derivatives(monkeypatch):
