@@ -1,10 +1,10 @@
 """Check and time the gradient of a residual stream and of the norm that products read of it.
 
-    python -m benchmarks residual_norm [--cases 16x2048x1024-norms=5,...] [--kinds kernel,xla]
+    python -m benchmarks residual_norm [--cases 16x2048x1024-norms=5,...] [--kinds kernel,xla] [--ahead 0,1,2]
 
 A row for each case of `pallas_kernels.residual_norm.cases.TIMED`: for the fused kernel and for XLA the time in ms, the bytes that a pass
 over every array once moves, in ms at 4.2 TB/s ("limit"), and the largest difference of the gradients from those in float32, relative to
-the largest entry.
+the largest entry. `--ahead` loads as many tokens ahead of the kernel's sums, each its own row; 0 is the kernel's rule.
 """
 
 from __future__ import annotations
@@ -23,13 +23,14 @@ from benchmarks.registry import Benchmark
 from benchmarks.run import require_gpu
 from benchmarks.timing import alone, batch_milliseconds
 from lsm_jax.ops.normalization import branches
-from pallas_kernels.residual_norm import residual_norm_gradients
+from pallas_kernels.residual_norm import hopper, residual_norm_gradients
 from pallas_kernels.residual_norm.cases import TIMED, TOLERANCES, Case
 
 BENCHMARK = Benchmark(
     name="residual_norm",
     summary="the gradient of a residual stream and its norm, fused and by XLA",
     key=("case",),
+    optional_key={"ahead": 0},
 )
 
 KINDS = ("kernel", "xla")
@@ -71,11 +72,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--cases", type=options.names(CASES), default=",".join(CASES), help="names, by commas"
     )
     options.add_kinds(parser, KINDS, ",".join(KINDS))
+    parser.add_argument("--ahead", type=options.names(("0", "1", "2")), default="0")
     options.add_lock(parser)
 
 
 def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
-    return [dict(case=name) for name in args.cases]
+    return [
+        dict(case=name) | ({"ahead": int(ahead)} if ahead != "0" else {})
+        for name in args.cases
+        for ahead in args.ahead
+    ]
 
 
 def rows(args: argparse.Namespace, cases: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -83,7 +89,7 @@ def rows(args: argparse.Namespace, cases: list[dict[str, Any]]) -> Iterator[dict
         require_gpu("--kinds kernel")
     with alone(args.lock):
         for row in cases:
-            case = CASES[row["case"]]
+            case, hopper.TOKENS_AHEAD = CASES[row["case"]], row.get("ahead", 0)
             arrays = jax.jit(functools.partial(make, case))()
             wanted = jax.jit(functools.partial(of_first_row, "xla", jnp.float32))(arrays)
             errors, times = {}, {}

@@ -22,6 +22,10 @@ MOST = 6
 """The largest number of gradients of the norm that one kernel adds."""
 
 
+TOKENS_AHEAD = 0
+"""Tokens that are loaded ahead, 1 or 2; 0 leaves it to the rule in `gradients`."""
+
+
 class Call(NamedTuple):
     """The arrays of a call of `residual_norm_gradients` (or their shapes and dtypes) by which the kernel decides whether it supports
     the call.
@@ -68,7 +72,9 @@ def gradients(
     """Compute the gradients of x [B, T, D] and scale [D] on a Hopper GPU; the arguments are those of
     `api.residual_norm_gradients`.
     """
-    ahead = 1 if len(d_norms) > 3 else AHEAD  # two tokens of many arrays do not fit in registers
+    # Two tokens of many arrays would leave registers for one or two thread blocks, which wait for their sums together.
+    few = x.shape[2] <= 1024 and len(d_norms) <= 3
+    ahead = TOKENS_AHEAD or (AHEAD if few else 1)
     layout = Layout.of(x[:, :, None], 1, ahead=ahead, ahead_of_four=1, blocks=3)
     arrays = dict(x=x, d_stream=d_stream) | {f"d_norm_{i}": a for i, a in enumerate(d_norms)}
     names = [name for name, a in arrays.items() if a is not None]
