@@ -9,6 +9,7 @@ from pathlib import Path
 from lsm_jax import ops  # noqa: F401  (registers the backends)
 from lsm_jax.ops.backends.registry import Backend, backends_of
 from lsm_jax.ops.experts import grouped_product, grouped_swiglu  # noqa: F401
+from lsm_jax.ops.normalization import branches  # noqa: F401
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "kernels.md"
 HEAD = """# Backends and what each requires
@@ -47,7 +48,7 @@ OPS = (
     "linear_memory", "delta_memory", "dplr_memory", "slot_memory", "selective_memory", "online_memory",
     "log_linear_memory", "mesa_memory", "momentum_memory", "slstm_memory", "attention", "path_attention",
     "block_attention", "native_sparse_attention",
-    "short_convolution", "token_shift", "gated_rms_norm", "token_mixes", "rwkv7_gates", "rwkv7_output",
+    "short_convolution", "token_shift", "gated_rms_norm", "residual_norm", "token_mixes", "rwkv7_gates", "rwkv7_output",
     "grouped_product", "grouped_swiglu", "segment_product",
 )  # fmt: skip
 # The modules of kernels whose requirements depend on the arguments: by op and backend, (case, module).
@@ -109,6 +110,7 @@ KERNELS = {
     ("token_mixes", "mosaic_gpu"): (("any call", "rwkv7.mixes"),),
     ("rwkv7_gates", "mosaic_gpu"): (("any call", "rwkv7.gates"),),
     ("rwkv7_output", "mosaic_gpu"): (("any call", "rwkv7.output"),),
+    ("residual_norm", "mosaic_gpu"): (("any call", "residual_norm.hopper"),),
 }  # fmt: skip
 # By a backend's label, the calls that it is for.
 CALLS = {

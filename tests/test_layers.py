@@ -111,6 +111,7 @@ ALLOWED_INSIDE = {
         "decode_step": {"hopper", "tpu", "tiles", "triton"},
         "gated_norm": {"hopper"},
         "rwkv7": {"hopper"},
+        "residual_norm": {"hopper"},
         "grouped_product": {"hopper", "tpu", "tiles"},
     },
 }

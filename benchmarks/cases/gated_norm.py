@@ -1,9 +1,10 @@
 """Check and time the gated norms at the end of mixers.
 
-    python -m benchmarks gated_norm [--cases 8x4096x64x64-...,...] [--kinds kernel,xla,definition]
+    python -m benchmarks gated_norm [--cases 8x4096x64x64-...,...] [--kinds kernel,stored,xla,definition]
 
 A row for each case of `pallas_kernels.gated_norm.cases.TIMED`: for the fused kernel, XLA's form and the definition
-differentiated by JAX, [ms forward, ms backward alone, ms of both with the forward pass computed again]; and the largest
+differentiated by JAX, [ms forward, ms backward alone, ms of both with the forward pass computed again]; "stored" is the kernel whose backward
+pass stores the output, so that nothing is computed again, for groups without a skip; and the largest
 difference of each one's output and gradients from the definition in float32, relative to the largest entry. Inputs are drawn and
 results compared on the device; all programs are compiled side by side before any is timed.
 """
@@ -25,6 +26,7 @@ from benchmarks.run import log, require_gpu
 from benchmarks.timing import alone, batch_milliseconds
 from lsm_jax import ops
 from lsm_jax.ops.normalization.xla import NormOptions, reference
+from pallas_kernels.gated_norm import gated_rms_norm_gradients
 from pallas_kernels.gated_norm.cases import TIMED, TOLERANCES, Case
 
 BENCHMARK = Benchmark(
@@ -33,7 +35,7 @@ BENCHMARK = Benchmark(
     key=("case",),
 )
 
-KINDS = ("kernel", "xla", "definition")
+KINDS = ("kernel", "stored", "xla", "definition")
 CASES = {case.id: case for case in TIMED}
 
 
@@ -46,7 +48,7 @@ def norm(kind: str, case: Case):
         return jax.checkpoint(lambda arrays: defined(**arrays), prevent_cse=False)
     call = functools.partial(
         ops.gated_rms_norm, eps=1e-5, group=case.group, activation=case.activation,
-        gate_first=case.gate_first, implementation="mosaic_gpu" if kind == "kernel" else "xla",
+        gate_first=case.gate_first, implementation="xla" if kind == "xla" else "mosaic_gpu",
     )  # fmt: skip
     return lambda arrays: call(**arrays)
 
@@ -80,7 +82,9 @@ def programs(kind: str, case: Case) -> list[jax.stages.Lowered]:
         return jax.vjp(call, arrays)[1](dy)
 
     shapes = jax.eval_shape(functools.partial(make, case))
-    functions = (forward, backward, functools.partial(both, call))
+    functions = [forward, backward, functools.partial(both, call)]
+    if kind == "stored":
+        functions[1:] = [functools.partial(stored, case)] * 2
     return [jax.jit(function).lower(*shapes) for function in functions]
 
 
@@ -90,6 +94,19 @@ def both(call: Any, arrays: dict[str, jax.Array], dy: jax.Array) -> Any:
     return output, pull(dy)
 
 
+def stored(case: Case, arrays: dict[str, jax.Array], dy: jax.Array) -> Any:
+    """Return what `both` returns, by the backward kernel alone."""
+    *gradients, output = gated_rms_norm_gradients(
+        **arrays, dy=dy, eps=1e-5, group=case.group, activation=case.activation, gate_first=case.gate_first
+    )  # fmt: skip
+    return output, (dict(zip(("x", "gate", "scale"), gradients, strict=True)),)
+
+
+def kinds_of(case: Case, kinds: list[str]) -> list[str]:
+    """Return those of the kinds that a case has: the kernel that stores the output has no skip, and a scale of each head."""
+    return [kind for kind in kinds if kind != "stored" or not case.skip and case.group > 1]
+
+
 def of_first_row(kind: str, case: Case, dtype: Any = None) -> jax.stages.Lowered:
     """Return the program of a case's arrays and the gradient of its output, lowered, that returns the output and gradients of the
     first row, computed from arrays of their own dtype or `dtype`. Two kinds in one program would share its roundings.
@@ -97,7 +114,8 @@ def of_first_row(kind: str, case: Case, dtype: Any = None) -> jax.stages.Lowered
 
     def first(arrays, dy):
         row = jax.tree.map(lambda a: a[:1] if a.ndim == 4 else a, (arrays, dy))
-        return both(norm(kind, case), *jax.tree.map(lambda a: a.astype(dtype or a.dtype), row))
+        row = jax.tree.map(lambda a: a.astype(dtype or a.dtype), row)
+        return stored(case, *row) if kind == "stored" else both(norm(kind, case), *row)
 
     return jax.jit(first).lower(*jax.eval_shape(functools.partial(make, case)))
 
@@ -123,8 +141,8 @@ def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def rows(args: argparse.Namespace, cases: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    if "kernel" in args.kinds:
-        require_gpu("--kinds kernel")
+    for kind in {"kernel", "stored"}.intersection(args.kinds):
+        require_gpu(f"--kinds {kind}")
 
     def compile_case(case: Case) -> tuple:
         draw = jax.jit(functools.partial(make, case)).lower()
@@ -133,7 +151,7 @@ def rows(args: argparse.Namespace, cases: list[dict[str, Any]]) -> Iterator[dict
             kind: [
                 pool.submit(p.compile) for p in (of_first_row(kind, case), *programs(kind, case))
             ]
-            for kind in args.kinds
+            for kind in kinds_of(case, args.kinds)
         }
         return pool.submit(draw.compile), pool.submit(wanted.compile), of_kinds
 

@@ -8,9 +8,10 @@ program is traced and compiled in a process of its own, side by side (`--workers
 after another, while nothing compiles: the median over 5 batches of 2 steps, or fewer of slow steps. The rows also have the seconds
 and CPU seconds of tracing and compiling beside the others. `--profile DIR` writes the device times of a
 step's instructions, one file for each row. `--implementations` names backends of the mixers' ops, `--unit_length xla` leaves the unit
-length of heads after short convolutions to XLA, `--loss_chunk_sizes` are of `model.loss_chunk_size`, and `--losses N` first trains for N steps on successive text (warm-up of N / 5
-steps) and stores their losses. With `--lock FILE` processes on one card compile side by side and time one after another.
-`--peers fla` then times the forward and backward, without an
+length of heads after short convolutions to XLA, `--norms xla` the gradients of blocks' norms and of the product behind Mamba2's norm
+(`stream` and `product` compute one of the two by a kernel), `--loss_chunk_sizes` are of `model.loss_chunk_size`, and `--losses N` first trains
+for N steps on successive text (warm-up of N / 5 steps) and stores their losses. With `--lock FILE` processes on one card compile side by
+side and time one after another. `--peers fla` then times the forward and backward, without an
 optimizer, of flash-linear-attention's models in the same proportions (see `benchmarks.peers.fla`) at the only
 size that they have: 340m, a vocabulary of 32,000. These are gla, gated_deltanet, mamba2, mamba3, gated_deltaproduct,
 gated_deltanet2 and comba; other variants have a row that says that the peer has none.
@@ -43,6 +44,8 @@ from benchmarks.run import log
 from benchmarks.timing import alone, append_row, program_bytes, provenance
 from configs import lm
 from lsm_jax import ops
+from lsm_jax.mixers import mamba2
+from lsm_jax.models import block
 from lsm_jax.models.config import MATMUL, REMAT
 from lsm_jax.ops.convolution import backends as convolution
 from lsm_jax.parallel import make_mesh, token_sharding
@@ -60,6 +63,7 @@ BENCHMARK = Benchmark(
         "matmul": None,
         "implementation": None,
         "unit_length": None,
+        "norms": None,
         "loss_chunk_size": None,
     },
     output="docs/model_step.jsonl",
@@ -194,6 +198,10 @@ def serve(case: dict[str, Any]) -> None:
         use_implementation(config, name)
     if case.get("unit_length") == "xla":
         convolution.kernel_normalizes = lambda name, call: False
+    if (norms := case.get("norms")) in ("xla", "product"):
+        block.fuses_gradient = lambda x: False
+    if norms in ("xla", "stream"):
+        mamba2.fuses_product = lambda x, gate, group: False
     if size := case.get("loss_chunk_size"):
         config.model.loss_chunk_size = size
     if count := case.get("losses", 0):
@@ -265,6 +273,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="heads after a short convolution scaled to unit length by its kernel where it can, or by XLA; automatic,xla: both",
     )  # fmt: skip
     parser.add_argument(
+        "--norms", type=options.names(("automatic", "xla", "stream", "product")), default="automatic",
+        help="gradients by kernels of blocks' norms with the residual stream (stream), of Mamba2's norm with its product (product), of both "
+        "(automatic) or by XLA; automatic,xla: with and without",
+    )  # fmt: skip
+    parser.add_argument(
         "--loss_chunk_sizes", type=options.integers, default="0",
         help="model.loss_chunk_size, such as 0,8192, each its own row; 0 is the config's",
     )  # fmt: skip
@@ -296,6 +309,7 @@ def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
         | ({"matmul": matmul} if matmul != "default" else {})
         | ({"implementation": name} if name != "automatic" else {})
         | ({"unit_length": unit_length} if unit_length != "automatic" else {})
+        | ({"norms": norms} if norms != "automatic" else {})
         | ({"loss_chunk_size": loss_chunk_size} if loss_chunk_size else {})
         | ({"losses": args.losses} if args.losses else {})
         for r, n in policies
@@ -304,6 +318,7 @@ def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
         for matmul in args.matmul
         for name in args.implementations
         for unit_length in args.unit_length
+        for norms in args.norms
         for loss_chunk_size in args.loss_chunk_sizes
     ]
     return own + [

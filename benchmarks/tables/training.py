@@ -30,7 +30,8 @@ def is_step(row: Row, tokens: int = TOKENS) -> bool:
     """
     plain = row.get("remat") == "dots" and not row["xla_flags"]
     plain = plain and row["rows"] * row["length"] == tokens
-    return plain and not {"unrolled", "matmul", "unit_length", "loss_chunk_size"} & set(row)
+    variants = {"unrolled", "matmul", "unit_length", "norms", "loss_chunk_size"}
+    return plain and not variants & set(row)
 
 
 def _step_key(row: Row) -> tuple:

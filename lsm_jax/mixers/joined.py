@@ -43,9 +43,11 @@ def project_together(
 
 def _joins(x: jax.Array, layers: list[Dense]) -> bool:
     """Return whether `project_together` computes these layers by one product."""
-    plain = len(layers) > 1 and all(
-        type(layer) is Dense and layer.product is project and layer.lora is None and layer.bias is None
-        for layer in layers
-    )  # fmt: skip
+    plain = len(layers) > 1 and all(map(is_plain, layers))
     tokens = x.shape[0] * x.shape[1]
     return plain and x.dtype.itemsize == 2 and tokens >= LEAST_TOKENS and shards_of("heads") == 1
+
+
+def is_plain(layer: Dense) -> bool:
+    """Return whether a dense layer is a product with its kernel and nothing else."""
+    return type(layer) is Dense and layer.product is project and layer.lora is None and layer.bias is None  # fmt: skip

@@ -272,7 +272,7 @@ class RMSNorm(nnx.Module):
 
         With a gate, x is [B, T, size], [B, T, H, size] or, with heads that have scales of their own, [B, T, ..., H, size].
         """
-        scale = 1 + self.scale[...] if self.zero_centred else self.scale[...]
+        scale = self.factors()
         scale = scale if factor == 1 else factor * scale
         if gate is None:
             # A few numbers for each token: rematerialisation saves them, and not the pass over x.
@@ -285,6 +285,10 @@ class RMSNorm(nnx.Module):
             x.reshape(heads), gate.reshape(heads), scale, eps=self.eps, activation=activation
         )
         return y.reshape(x.shape)
+
+    def factors(self) -> jax.Array:
+        """Return what multiplies the normalised channels: the learned scale, or 1 + it with `zero_centred`."""
+        return 1 + self.scale[...] if self.zero_centred else self.scale[...]
 
     def _normed(self, x: jax.Array, square: jax.Array, scale: jax.Array) -> jax.Array:
         return (x.astype(square.dtype) * jax.lax.rsqrt(square + self.eps) * scale).astype(x.dtype)

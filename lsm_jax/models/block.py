@@ -4,6 +4,8 @@ repeats.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,9 +14,11 @@ from flax import nnx
 
 from lsm_jax import feedforward, mixers
 from lsm_jax.mixers.layers import LayerNorm, RMSNorm, draw_xavier
+from lsm_jax.models.branches import by_product
 from lsm_jax.models.config import LayerConfig, ModelConfig
 from lsm_jax.ops.core.saved import saved
-from lsm_jax.parallel import constrain
+from lsm_jax.ops.normalization.branches import MOST, fuses_gradient, residual_norm
+from lsm_jax.parallel import constrain, shards_of
 
 ACTIVATIONS = ("batch", "sequence", None)  # the axes of the residual stream
 _XAVIER_GAIN = 2**-2.5  # of `LayerConfig.mixer_init`
@@ -99,29 +103,46 @@ class Block(nnx.Module):
         layer, the states of the layer's mixer and feedforward, and statistics by name.
         """
         mixer_state, inner_state = (None, None) if state is None else state
+        fresh = state is None
+
+        def mix(x):
+            y, after, context = self.mixer.run(x, shared=shared, state=mixer_state, **call)
+            return y, after, dict(context.shared), dict(context.aux)
+
         with jax.named_scope("mixer"):
-            y, mixer_state, context = self.mixer.run(
-                self._before(x, self.mixer_norm), shared=shared, state=mixer_state, **call
-            )
-        shared, aux = dict(context.shared), dict(context.aux)
+            x, (y, mixer_state, shared, aux) = self._branch(x, self.mixer_norm, mix, fresh)
         x = self._add(x, y, self.mixer_norm)
         if self.feedforward is not None and self.feedforward_norm is not None:
             # Saved instead of y, of equal size, so that the backward pass does not add them again.
             x = x if self.post_norm else saved(x)
+            feed = functools.partial(self.feedforward, shared=shared, state=inner_state, **call)
             with jax.named_scope("feedforward"):
-                y, inner_state, more = self.feedforward(
-                    self._before(x, self.feedforward_norm),
-                    shared=shared,
-                    state=inner_state,
-                    **call,
-                )
+                x, (y, inner_state, more) = self._branch(x, self.feedforward_norm, feed, fresh)
             x = self._add(x, y, self.feedforward_norm)
             aux = {**aux, **more}
         return x, shared, (mixer_state, inner_state), aux
 
-    def _before(self, x: jax.Array, norm: RMSNorm | LayerNorm) -> jax.Array:
-        """Return the input of a mixer or feedforward, from the residual stream x, both [B, T, D]."""
-        return x if self.post_norm else norm(x)
+    def _branch(
+        self,
+        x: jax.Array,
+        norm: RMSNorm | LayerNorm,
+        layer: Callable[[jax.Array], Any],
+        fresh: bool,
+    ) -> tuple[jax.Array, Any]:
+        """Return the residual stream x [B, T, D], and what `layer` (a mixer or a feedforward) returns for its norm.
+
+        Where a kernel computes the gradients of both at once, the stream goes through the op of the norm, and each product of the
+        layer reads a norm of its own. `fresh` says that the layer has no state.
+        """
+        if self.post_norm:
+            return x, layer(x)
+        if not (fresh and isinstance(norm, RMSNorm) and fuses_gradient(x)):
+            return x, layer(norm(x))
+        # Devices that share the heads would add up the gradient of each norm, not their sum.
+        most = MOST if shards_of("heads") == 1 else 1
+        count, branched = by_product(layer, x, most)
+        x, norms = residual_norm(x, norm.factors(), eps=norm.eps, count=count)
+        return x, branched(*norms)
 
     def _add(self, x: jax.Array, y: jax.Array, norm: RMSNorm | LayerNorm) -> jax.Array:
         """Return the residual stream x after the output y of a mixer or feedforward is added, both [B, T, D]."""

@@ -74,14 +74,49 @@ def gated_rms_norm(
     Raises:
         NotImplementedError: the arrays do not meet a requirement of the kernel; the message says which.
     """
-    if (requirement := unsupported(x, gate, skip_input, group)) is not None:
+    arguments = _arguments(
+        x, gate, scale, skip, skip_input, Options(eps, group, activation, gate_first, interpret)
+    )
+    return _normalize(*arguments)
+
+
+def gated_rms_norm_gradients(
+    x: Float[Array, "B T H V"],
+    gate: Float[Array, "B T H V"],
+    scale: Float[Array, "H V"],
+    dy: Float[Array, "B T H V"],
+    *,
+    eps: float,
+    group: int = 1,
+    activation: str = "silu",
+    gate_first: bool = False,
+    interpret: Any = False,
+) -> tuple[
+    Float[Array, "B T H V"], Float[Array, "B T H V"], Float[Array, "H V"], Float[Array, "B T H V"]
+]:
+    """Return the gradients of x, gate and scale of `gated_rms_norm` without a skip, from that of the output, dy; and the output, which
+    the kernel has anyway: to compute it again for the weights of the product behind it would load x and gate once more.
+
+    Raises:
+        NotImplementedError: the arrays do not meet a requirement of the kernel; the message says which.
+    """
+    options, *inputs = _arguments(
+        x, gate, scale, None, None, Options(eps, group, activation, gate_first, interpret)
+    )
+    results: Any = hopper.backward(options, *inputs, dy=dy, again=True)
+    d_x, d_gate, _, d_scale, _, y = results
+    return d_x, d_gate, d_scale.astype(scale.dtype), y
+
+
+def _arguments(x, gate, scale, skip, skip_input, options: Options) -> tuple[Any, ...]:
+    """Return the arguments of `_normalize`."""
+    if (requirement := unsupported(x, gate, skip_input, options.group)) is not None:
         raise NotImplementedError(f"gated_rms_norm: the kernel requires {requirement}")
     heads = x.shape[2:]
     wide = jnp.broadcast_to(scale.astype(jnp.float32), heads)
     if skip is not None:
         skip = jnp.broadcast_to(skip.astype(jnp.float32)[:, None], heads)
-    options = Options(eps, group, activation, gate_first, interpret)
-    return _normalize(options, x, gate, skip_input, wide, skip)
+    return options, x, gate, skip_input, wide, skip
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -94,7 +129,7 @@ def _forward(options, *inputs):
 
 
 def _backward(options, inputs, dy):
-    return hopper.backward(options, *inputs, dy=dy)
+    return hopper.backward(options, *inputs, dy=dy)[:5]
 
 
 _normalize.defvjp(_forward, _backward)

@@ -59,6 +59,7 @@ INTERPRETED = (
 """Cases for the interpreter; the one of the fast tests comes first."""
 COMPILED = (
     Case(2, 1024, 64, 64, 64, gate_first=True, skip=True),
+    Case(2, 1024, 64, 64, 64, gate_first=True),
     Case(2, 1024, 64, 64, 64, skip=True),
     Case(2, 1024, 32, 64, 32, gate_first=True, skip=True),
     Case(2, 1024, 24, 64, 24, gate_first=True, skip=True),
@@ -72,11 +73,12 @@ COMPILED = (
 """Cases that are compiled for, and run on, an NVIDIA Hopper GPU."""
 TIMED = (
     Case(8, 4096, 64, 64, 64, gate_first=True, skip=True),
+    Case(8, 4096, 64, 64, 64, gate_first=True),
     Case(8, 4096, 16, 128),
     Case(8, 4096, 16, 128, activation="sigmoid", wide_gate=True),
     Case(8, 4096, 16, 256),
     Case(8, 4096, 6, 512),
 )
-"""Cases that are timed: the norm of Mamba2 with 1.3B parameters, and heads of 128 (also with KDA's gate), 256 and 512 (Gated DeltaNet
+"""Cases that are timed: the norm of Mamba2 with 1.3B parameters, with the skip and where its op has added that, and heads of 128 (also with KDA's gate), 256 and 512 (Gated DeltaNet
 with 1.3B parameters).
 """

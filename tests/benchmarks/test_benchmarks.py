@@ -16,7 +16,7 @@ import pytest
 from benchmarks import options, registry, run
 from benchmarks import text as texts
 from benchmarks.__main__ import main, make_parser
-from benchmarks.cases import gated_norm, mom_sequence
+from benchmarks.cases import gated_norm, mom_sequence, residual_norm
 from benchmarks.registry import Benchmark, UsageError
 from benchmarks.run import read_rows
 from pallas_kernels.gated_norm.cases import Case
@@ -224,6 +224,19 @@ def test_gated_norms_are_drawn_and_compared_by_compiled_programs(tmp_path, monke
     (row,) = read_rows(output)
     assert row["right"] and row["xla"] == row["definition"] == [1, 3, 4]
     assert all(0 < row["errors"][kind] < 5e-3 for kind in ("xla", "definition"))
+
+
+def test_gradients_of_residual_norms_are_drawn_and_compared(tmp_path, monkeypatch):
+    case = residual_norm.Case(2, 4, 8, 3)
+    monkeypatch.setitem(residual_norm.CASES, "small", case)
+    monkeypatch.setattr(
+        residual_norm, "batch_milliseconds", lambda program, *x: len(jax.tree.leaves(program(*x)))
+    )
+    output = tmp_path / "rows.jsonl"
+    main(["residual_norm", "--cases=small", "--kinds=xla", f"--output={output}"])
+    (row,) = read_rows(output)
+    assert row["right"] and row["xla"] == 2
+    assert 0 < row["errors"]["xla"] < 5e-3
 
 
 @pytest.mark.slow

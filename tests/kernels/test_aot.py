@@ -25,13 +25,17 @@ from lsm_jax.ops.core.states import Layer
 from pallas_kernels.delta_rule import cases as delta_rule_cases
 from pallas_kernels.dplr import cases as dplr_cases
 from pallas_kernels.gated_norm import cases as gated_norm_cases
+from pallas_kernels.gated_norm import gated_rms_norm_gradients
 from pallas_kernels.grouped_product import gated, hopper
 from pallas_kernels.linear_attention import cases as linear_attention_cases
+from pallas_kernels.residual_norm import cases as residual_norm_cases
+from pallas_kernels.residual_norm import residual_norm_gradients
 from pallas_kernels.rwkv7 import cases as rwkv7_cases
 from pallas_kernels.selective_scan.cases import TPU_COMPILED
 from pallas_kernels.short_convolution import cases as convolution_cases
 from pallas_kernels.triton import launch as triton_launch
 from tests.kernels import test_gated_norm_gpu as gated_norm
+from tests.kernels import test_residual_norm_gpu as residual_norm
 from tests.kernels import test_rwkv7_gpu as rwkv7
 from tests.kernels import test_selective_scan_gpu as scans
 from tests.kernels import test_short_convolution_gpu as convolution
@@ -299,6 +303,41 @@ def test_kernels_of_rwkv7_compile_for_an_h200_and_spill_nothing(op, case, capfd,
         run = jax.jit(lambda *a: rwkv7.both(call, *a))
         run.trace(*inputs).lower(lowering_platforms=("cuda",)).compile()
     assert re.findall(r"frame, (\d+) bytes spill stores", "".join(capfd.readouterr())) == ["0"]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [c._replace(skip=False) for c in gated_norm_cases.COMPILED if c.group > 1 and c.skip],
+    ids=lambda case: case.id,
+)
+def test_gated_norms_gradients_with_the_output_spill_nothing(case, capfd, monkeypatch):
+    """The backward kernel that stores the norm's output for the weights of the product behind it."""
+    arrays, options, dy = gated_norm.shapes_of(case)
+    gradients = functools.partial(gated_rms_norm_gradients, **options)
+    assert_spills_nothing(lambda a, dy: gradients(**a, dy=dy), (arrays, dy), 1, capfd, monkeypatch)
+
+
+@pytest.mark.parametrize("case", residual_norm_cases.COMPILED, ids=lambda case: case.id)
+def test_gradients_of_residual_norms_compile_for_an_h200_and_spill_nothing(
+    case, capfd, monkeypatch
+):
+    arrays = jax.eval_shape(functools.partial(residual_norm.make, case))
+    gradients = functools.partial(residual_norm_gradients, eps=1e-5)
+    assert_spills_nothing(lambda a: gradients(**a), (arrays,), 1, capfd, monkeypatch)
+
+
+def assert_spills_nothing(function, shapes, kernels: int, capfd, monkeypatch) -> None:
+    """Compile a function of arrays of these shapes for an H200, and check that its kernels, of this number, spill no register."""
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    monkeypatch.setenv("CUDA_ROOT", str(CUDA))
+    device = topologies.get_topology_desc("", "cuda", target_config=H200, topology="1x1x1").devices[0]  # fmt: skip
+    sharding = SingleDeviceSharding(device)
+    inputs = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), shapes
+    )
+    jax.jit(function).trace(*inputs).lower(lowering_platforms=("cuda",)).compile()
+    spilled = re.findall(r"frame, (\d+) bytes spill stores", "".join(capfd.readouterr()))
+    assert spilled == ["0"] * kernels
 
 
 @pytest.mark.parametrize("name", GROUPED)

@@ -11,7 +11,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from lsm_jax import ops
 from lsm_jax.ops.backends.select import clear_choices
 from pallas_kernels.compat import gpu_interpreter, races_found
-from pallas_kernels.gated_norm import gated_rms_norm, unsupported
+from pallas_kernels.gated_norm import gated_rms_norm, gated_rms_norm_gradients, unsupported
 from pallas_kernels.gated_norm.cases import INTERPRETED, TOLERANCES, Case
 from tests.kernels.test_linear_attention_gpu import error
 
@@ -62,6 +62,29 @@ def test_equals_the_plain_form(case):
     for name, gradient in got[1].items():
         assert gradient.dtype == arrays[name].dtype
         assert error(gradient, wanted[1][name]) < TOLERANCES["interpreted"], name
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(1, 4, 4, 64, 4, gate_first=True),
+        pytest.param(Case(1, 6, 64, 64, 64, gate_first=True), marks=pytest.mark.slow),
+        pytest.param(Case(2, 6, 4, 256, 2, activation="sigmoid"), marks=pytest.mark.slow),
+    ],
+    ids=lambda case: case.id,
+)
+def test_the_gradient_stores_the_output(case):
+    """The backward kernel that stores the output has the gradients of the one that stores none, and the forward kernel's output, to the
+    bit.
+    """
+    arrays, options, dy = make(case)
+    options = options | dict(interpret=gpu_interpreter())
+    *got, y = gated_rms_norm_gradients(**arrays, dy=dy, **options)
+    assert not races_found()
+    output, wanted = both(gated_rms_norm, arrays, dy, **options)
+    np.testing.assert_array_equal(y, output)
+    for a, name in zip(got, ("x", "gate", "scale"), strict=True):
+        np.testing.assert_array_equal(a, wanted[name])
 
 
 def shapes_of(case: Case) -> tuple[Any, dict[str, Any], Any]:

@@ -11,13 +11,17 @@ import pytest
 from lsm_jax import ops
 from lsm_jax.ops.attention.forget_gates import GateSum, sum_gates
 from lsm_jax.ops.core.segments import read_tokens
+from lsm_jax.ops.normalization import branches
 from pallas_kernels.decode_step import cases as decode_step_cases
 from pallas_kernels.delta_rule import cases as delta_rule_cases
 from pallas_kernels.dplr import cases as dplr_cases
 from pallas_kernels.forgetting_attention import cases as attention_cases
 from pallas_kernels.forgetting_attention import forgetting_attention
 from pallas_kernels.gated_norm import cases as gated_norm_cases
+from pallas_kernels.gated_norm import gated_rms_norm_gradients
 from pallas_kernels.linear_attention import cases as linear_attention_cases
+from pallas_kernels.residual_norm import cases as residual_norm_cases
+from pallas_kernels.residual_norm import residual_norm_gradients
 from pallas_kernels.rwkv7 import cases as rwkv7_cases
 from pallas_kernels.selective_scan import cases as selective_scan_cases
 from pallas_kernels.short_convolution import cases as short_convolution_cases
@@ -25,6 +29,7 @@ from pallas_kernels.short_convolution import short_convolution
 from tests.kernels import test_attention_state_gpu as attention_state
 from tests.kernels import test_decode_step_gpu as decode_step
 from tests.kernels import test_gated_norm_gpu as gated_norm
+from tests.kernels import test_residual_norm_gpu as residual_norm
 from tests.kernels import test_rwkv7_gpu as rwkv7
 from tests.kernels import test_segments as segments
 from tests.kernels import test_selective_scan_gpu as scans
@@ -411,6 +416,39 @@ def test_gradients_of_rwkv7_equal_the_definition(op, case):
     wanted = jax.jit(lambda *a: rwkv7.both(defined, *a)[1])(wide, rwkv7.widened(gradients))
     for name, x in got.items():
         assert error(x, wanted[name]) < rwkv7_cases.TOLERANCES["card"], name
+
+
+@pytest.mark.parametrize(
+    "case",
+    [c for c in gated_norm_cases.COMPILED if c.group > 1 and not c.skip],
+    ids=lambda case: case.id,
+)
+def test_gated_norm_stored_by_its_gradient_equals_the_forward_pass(case):
+    """On the card, the output that the backward kernel stores has the bits of the forward kernel's, and the gradients those of the
+    backward kernel that stores none.
+    """
+    arrays, options, dy = gated_norm.make(case)
+    kernel = functools.partial(ops.gated_rms_norm, **options, implementation="mosaic_gpu")
+    y, wanted = jax.jit(lambda a, dy: gated_norm.both(kernel, a, dy))(arrays, dy)
+    gradients = functools.partial(gated_rms_norm_gradients, **options)
+    *got, stored = jax.jit(lambda a, dy: gradients(**a, dy=dy))(arrays, dy)
+    for a, b in zip((stored, *got), (y, wanted["x"], wanted["gate"], wanted["scale"]), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("case", residual_norm_cases.COMPILED, ids=lambda case: case.id)
+def test_gradient_of_a_residual_norm_equals_xla(case):
+    """On the card, the gradients of the residual stream and of the scale are those of XLA in float32; a second run gives the same
+    bits.
+    """
+    arrays = residual_norm.make(case)
+    run = jax.jit(lambda a: residual_norm_gradients(**a, eps=1e-5))
+    got = run(arrays)
+    for a, b in zip(got, run(arrays), strict=True):
+        np.testing.assert_array_equal(a, b)
+    wide = jax.tree.map(lambda a: a.astype(jnp.float32), arrays)
+    for a, b in zip(got, jax.jit(lambda a: branches.gradients(1e-5, **a))(wide), strict=True):
+        assert error(a, b) < residual_norm_cases.TOLERANCES["card"]
 
 
 @pytest.mark.parametrize("case", selective_scan_cases.HOPPER, ids=lambda case: case.id)

@@ -70,6 +70,24 @@ def test_a_mixer_with_joined_layers_has_the_same_output(name, monkeypatch):
     assert np.sqrt(np.mean(difference**2)) < 1e-2 * np.std(np.asarray(apart, np.float64))
 
 
+def test_mamba2_with_norm_and_product_together_is_the_same_function(monkeypatch):
+    """Mamba2 whose last product computes the norm before it has the outputs and gradients of the layer with both apart."""
+    layer = mixers.build(mixers.Mamba2Config(head_dim=8, state_size=16, num_groups=2), 32, rngs=nnx.Rngs(0))  # fmt: skip
+    graph, params = nnx.split(layer)
+    x = jax.random.normal(jax.random.key(1), (2, 12, 32))
+    monkeypatch.setattr(mamba2.Mamba2, "_in_kernel", lambda self: True)
+
+    def both():
+        y, pull = jax.vjp(lambda x, p: nnx.merge(graph, p)(x).y, x, params)
+        return y, pull(jnp.cos(jnp.arange(y.size)).reshape(y.shape))
+
+    wanted, calls = both(), []
+    monkeypatch.setattr(mamba2, "fuses_product", lambda *a: calls.append(a) is None)
+    for a, b in zip(jax.tree.leaves(both()), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4 * float(jnp.abs(b).max()))
+    assert len(calls) == 1
+
+
 @pytest.mark.parametrize("norm", ["none", pytest.param("after_gate", marks=pytest.mark.slow)])
 def test_mamba2_with_step_and_skip_in_its_op_is_the_same_function(norm, monkeypatch):
     """Mamba2 whose op multiplies the writes by Δ and adds D x has the outputs, states and gradients of Mamba2 that does so itself, also

@@ -1,13 +1,16 @@
 """Tests of `gated_rms_norm`: XLA's passes equal the definition, values and gradients, and bad arguments are named."""
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from lsm_jax import ops
+from lsm_jax.ops.normalization.gated_product import fuses_product, gated_norm_product
 from lsm_jax.ops.normalization.xla import NormOptions, in_few_passes, reference
 
 
@@ -65,6 +68,56 @@ def test_passes_equal_the_definition(dtype, gate_first, skip, activation):
         assert a.dtype == b.dtype
         a, b = (np.asarray(x, np.float64) for x in (a, b))
         assert np.abs(a - b).max() <= tolerance * np.abs(b).max()
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_the_product_behind_it_is_the_same_function(dtype):
+    """Norm and product as one op have the value and gradients of one after the other."""
+    arrays, _ = make(dtype, skip=False)
+    kernel = jax.random.normal(jax.random.key(0), (48, 16)).astype(dtype)
+    d_output = jax.random.normal(jax.random.key(1), (2, 5, 16)).astype(dtype)
+    options = NormOptions(1e-5, 3, "silu", True)
+
+    def apart(x, gate, scale, kernel):
+        y = ops.gated_rms_norm(x, gate, scale, eps=1e-5, group=3, gate_first=True)
+        return y.reshape(2, 5, 48) @ kernel
+
+    def both(function):
+        y, pull = jax.vjp(function, *arrays.values(), kernel)
+        return y, pull(d_output)
+
+    got, wanted = both(functools.partial(gated_norm_product, options)), both(apart)
+    tolerance = 1e-5 if dtype == jnp.float32 else 1e-2
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        assert a.dtype == b.dtype
+        a, b = (np.asarray(x, np.float64) for x in (a, b))
+        assert np.abs(a - b).max() <= tolerance * np.abs(b).max()
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "fused"),
+    [
+        ((1, 64, 64, 64), jnp.bfloat16, True),
+        ((1, 63, 64, 64), jnp.bfloat16, False),
+        ((1, 64, 64, 64), jnp.float32, False),
+        ((1, 64, 20, 64), jnp.bfloat16, False),
+    ],
+)
+def test_which_products_the_kernel_serves(shape, dtype, fused):
+    x = jax.ShapeDtypeStruct(shape, dtype)
+    zeros = jnp.zeros(shape, dtype)
+    assert not fuses_product(zeros, zeros, shape[2])  # no Hopper card
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
+
+    def found(*axes: int) -> bool:
+        names = ("data",) * len(axes)
+        results = []
+        with use_abstract_mesh(AbstractMesh(axes, names, abstract_device=device)):
+            jax.eval_shape(lambda x: results.append(fuses_product(x, x, shape[2])), x)
+        return results[0]
+
+    assert found() == found(1) == fused
+    assert not found(2)  # of several devices each has a part of the product
 
 
 def test_names_what_is_not_accepted():

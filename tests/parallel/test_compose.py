@@ -35,6 +35,31 @@ def test_axes_compose(cases):
     assert meshes(*(f"{HYBRID}:{case}" for case in cases)) == len(cases)
 
 
+@pytest.mark.parametrize(
+    "cases",
+    [
+        pytest.param(("gla:fsdp=2,sequence=2",), id="tokens"),
+        pytest.param(
+            (
+                f"{HYBRID}:tensor=2,expert=2",
+                f"{HYBRID}:data=2,sequence=4",
+                f"{HYBRID}:fsdp=2,pipeline=2,microbatches=2",
+            ),
+            marks=pytest.mark.slow,
+            id="all",
+        ),
+        pytest.param(
+            ("bfloat16:mamba2+none:data=2,sequence=2,tensor=2",),
+            marks=pytest.mark.slow,
+            id="bfloat16",
+        ),
+    ],
+)
+def test_gradients_of_norms_and_stream_together(cases):
+    """Layers whose gradient is computed together with that of the residual stream, as on Hopper; here by XLA."""
+    assert meshes("norms", *cases) == len(cases)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "case",

@@ -10,12 +10,13 @@ from lsm_jax.ops.backends.registry import PALLAS, Backend, Call, register
 from lsm_jax.ops.normalization.xla import in_few_passes, reference
 from pallas_kernels.requirements import Requirement
 
-_MIN_TOKENS = 64
+MIN_TOKENS = 64
+"""The smallest number of tokens of a row that the kernel computes."""
 
 REQUIREMENTS = (
     Requirement(
-        f"{_MIN_TOKENS} tokens or more",
-        lambda call: call.length >= _MIN_TOKENS,
+        f"{MIN_TOKENS} tokens or more",
+        lambda call: call.length >= MIN_TOKENS,
         lambda call: str(call.length),
     ),
     *PALLAS,

@@ -1,0 +1,93 @@
+"""The product behind a gated norm, together with the norm: one op, whose backward pass computes the norm once.
+
+The gradient of the product's weights requires the norm's output, which rematerialisation would compute again in a pass of its own. On
+Hopper the kernel of the norm's gradient stores it.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from lsm_jax.ops.backends.registry import PALLAS, Call
+from lsm_jax.ops.core.platforms import by_platform, compute_capabilities
+from lsm_jax.ops.normalization.backends import MIN_TOKENS
+from lsm_jax.ops.normalization.xla import NormOptions, in_few_passes
+from pallas_kernels.requirements import first_unmet
+
+_OP = "gated_rms_norm"
+
+
+def fuses_product(x: jax.Array, gate: jax.Array, group: int) -> bool:
+    """Return whether `gated_norm_product` serves the gated norm of x [B, T, H, V] in groups of `group` heads: on one Hopper GPU, for what
+    the kernel supports.
+    """
+    from pallas_kernels.gated_norm import unsupported
+
+    one = all(n == 1 for n in jax.sharding.get_abstract_mesh().shape.values())
+    if not one or compute_capabilities() != {"9.0"} or x.shape[1] < MIN_TOKENS:
+        return False
+    call = Call(_OP, None, dict(x=x, gate=gate))
+    return first_unmet(PALLAS, call) is None and unsupported(x, gate, None, group) is None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def gated_norm_product(
+    options: NormOptions,
+    x: Float[Array, "B T H V"],
+    gate: Float[Array, "B T H V"],
+    scale: Float[Array, "H V"],
+    kernel: Float[Array, "I D"],
+) -> Float[Array, "B T D"]:
+    """Return `gated_rms_norm(x, gate, scale)`, with the heads side by side (H V = I channels), times a kernel of x's dtype. It has
+    reverse-mode derivatives only. `fuses_product` says for which calls it is.
+    """
+    y = by_platform(
+        x, gate, scale, cuda=functools.partial(_by_kernel, options), default=functools.partial(in_few_passes, options)
+    )  # fmt: skip
+    return _product(y.reshape(*x.shape[:2], -1), kernel)
+
+
+def _by_kernel(options: NormOptions, x, gate, scale) -> jax.Array:
+    from pallas_kernels.gated_norm import gated_rms_norm
+
+    return gated_rms_norm(x, gate, scale, **options._asdict())
+
+
+def _product(y: jax.Array, kernel: jax.Array) -> jax.Array:
+    return jnp.matmul(y, kernel, precision=jax.lax.Precision.DEFAULT)
+
+
+def _forward(options, *inputs):
+    return gated_norm_product(options, *inputs), inputs
+
+
+def _backward(options, inputs, d_output):
+    x, gate, scale, kernel = inputs
+    shape = (*x.shape[:2], kernel.shape[0])
+    like = jax.ShapeDtypeStruct(shape, x.dtype)
+    (dy,) = jax.linear_transpose(lambda y: _product(y, kernel), like)(d_output)
+    d_x, d_gate, d_scale, y = by_platform(
+        x, gate, scale, dy.reshape(x.shape),
+        cuda=functools.partial(_gradients_by_kernel, options), default=functools.partial(_gradients_by_xla, options),
+    )  # fmt: skip
+    y = y.reshape(shape)
+    (d_kernel,) = jax.linear_transpose(lambda kernel: _product(y, kernel), kernel)(d_output)
+    return d_x, d_gate, d_scale, d_kernel
+
+
+def _gradients_by_kernel(options: NormOptions, x, gate, scale, dy):
+    from pallas_kernels.gated_norm import gated_rms_norm_gradients
+
+    return gated_rms_norm_gradients(x, gate, scale, dy, **options._asdict())
+
+
+def _gradients_by_xla(options: NormOptions, x, gate, scale, dy):
+    y, pull = jax.vjp(functools.partial(in_few_passes, options), x, gate, scale)
+    return *pull(dy), y
+
+
+gated_norm_product.defvjp(_forward, _backward)

@@ -1,0 +1,5 @@
+"""A fused kernel for the gradient of a residual stream and of the root-mean-square norms of it that layers read."""
+
+from pallas_kernels.residual_norm.api import residual_norm_gradients, unsupported
+
+__all__ = ["residual_norm_gradients", "unsupported"]
