@@ -27,6 +27,7 @@ from lsm_jax.mixers.layers import (
     split_heads,
 )
 from lsm_jax.mixers.method import Method
+from lsm_jax.mixers.normed_product import normed_product
 
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
@@ -139,8 +140,9 @@ class GatedDeltaNet(Mixer):
         head if the config says so, multiply by silu(x W_g), and project.
         """
         gate = split_heads(self.g_proj(x), self.config.value_heads())
-        gated = o * jax.nn.silu(gate) if self.norm is None else self.norm(o, gate)
-        return self.o_proj(merge_heads(gated)), context
+        if self.norm is None:
+            return self.o_proj(merge_heads(o * jax.nn.silu(gate))), context
+        return normed_product(self.norm, self.o_proj, o, gate), context
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.DeltaState:
         """Return the state before any token: a memory of zeros [B, G, K, V] in float32 for `batch_size` rows;

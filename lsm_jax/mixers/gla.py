@@ -16,8 +16,9 @@ from lsm_jax.mixers import checks, feature_maps
 from lsm_jax.mixers.base import Context, Mixer
 from lsm_jax.mixers.gates import log_sigmoid
 from lsm_jax.mixers.heads import three_or_four
-from lsm_jax.mixers.layers import Dense, RMSNorm, merge_heads, recomputed, split_heads
+from lsm_jax.mixers.layers import Dense, RMSNorm, recomputed, split_heads
 from lsm_jax.mixers.method import Method
+from lsm_jax.mixers.normed_product import normed_product
 from lsm_jax.mixers.op_config import RecurrentConfig
 
 
@@ -141,7 +142,7 @@ class GLA(Mixer):
         head, multiply by silu(x W_g), and project.
         """
         gate = split_heads(self.g_proj(x), self.config.num_heads)
-        return self.o_proj(merge_heads(self.norm(o, gate))), context
+        return normed_product(self.norm, self.o_proj, o, gate), context
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.LinearState:
         """Return the state before any token: a memory of zeros [B, H, K, V] in float32 for `batch_size` rows;

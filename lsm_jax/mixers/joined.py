@@ -48,6 +48,7 @@ def _joins(x: jax.Array, layers: list[Dense]) -> bool:
     return plain and x.dtype.itemsize == 2 and tokens >= LEAST_TOKENS and shards_of("heads") == 1
 
 
-def is_plain(layer: Dense) -> bool:
-    """Return whether a dense layer is a product with its kernel and nothing else."""
-    return type(layer) is Dense and layer.product is project and layer.lora is None and layer.bias is None  # fmt: skip
+def is_plain(layer: Dense, *, biased: bool = False) -> bool:
+    """Return whether a dense layer is a product with its kernel and nothing else, with `biased` but perhaps a bias."""
+    plain = type(layer) is Dense and layer.product is project and layer.lora is None
+    return plain and (biased or layer.bias is None)

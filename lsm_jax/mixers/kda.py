@@ -38,12 +38,12 @@ from lsm_jax.mixers.layers import (
     RMSNorm,
     log_uniform_rate,
     log_uniform_step_bias,
-    merge_heads,
     parameter,
     recomputed,
     split_heads,
 )
 from lsm_jax.mixers.method import Method
+from lsm_jax.mixers.normed_product import apart_from_bias, normed_product
 
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
@@ -204,13 +204,13 @@ class KDA(Mixer):
         """Return (y, context), with the layer's output y [B, T, D] from the memory's output o [B, T, G, V]: normalise each
         head, multiply by sigmoid(x W₁ W₂ + b) or sigmoid(x W), and project.
         """
-
-        if self.config.full_rank_gates:
-            gate = self.gate_proj(x, dtype=jnp.float32)
-        else:
-            gate = self.gate_up(self.gate_down(x), dtype=jnp.float32)
-        gate = split_heads(gate, self.config.value_heads())
-        return self.o_proj(merge_heads(self.norm(o, gate, activation="sigmoid"))), context
+        config, heads = self.config, self.config.value_heads()
+        layer = self.gate_proj if config.full_rank_gates else self.gate_up
+        inner = x if config.full_rank_gates else self.gate_down(x)
+        gate, bias = apart_from_bias(layer, inner, jnp.float32)
+        gate, bias = split_heads(gate, heads), None if bias is None else split_heads(bias, heads)
+        y = normed_product(self.norm, self.o_proj, o, gate, bias, activation="sigmoid")
+        return y, context
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.DeltaState:
         """Return the state before any token: a memory of zeros [B, G, K, V] in float32 for `batch_size` rows;

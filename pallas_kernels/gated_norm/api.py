@@ -50,6 +50,7 @@ def gated_rms_norm(
     *,
     skip: Float[Array, " H"] | None = None,
     skip_input: Float[Array, "B T H V"] | None = None,
+    bias: Float[Array, "H V"] | None = None,
     eps: float,
     group: int = 1,
     activation: str = "silu",
@@ -65,6 +66,7 @@ def gated_rms_norm(
         scale: [V] or [H, V].
         skip: [H], or None.
         skip_input: [B, T, H, V], or None.
+        bias: [H, V], added to the gate in float32, before its activation; or None.
         eps: added to the mean square.
         group: consecutive heads that are normalised together.
         activation: "silu" or "sigmoid".
@@ -75,7 +77,7 @@ def gated_rms_norm(
         NotImplementedError: the arrays do not meet a requirement of the kernel; the message says which.
     """
     arguments = _arguments(
-        x, gate, scale, skip, skip_input, Options(eps, group, activation, gate_first, interpret)
+        x, gate, scale, skip, skip_input, bias, Options(eps, group, activation, gate_first, interpret)
     )
     return _normalize(*arguments)
 
@@ -85,30 +87,31 @@ def gated_rms_norm_gradients(
     gate: Float[Array, "B T H V"],
     scale: Float[Array, "H V"],
     dy: Float[Array, "B T H V"],
+    bias: Float[Array, "H V"] | None = None,
     *,
     eps: float,
     group: int = 1,
     activation: str = "silu",
     gate_first: bool = False,
     interpret: Any = False,
-) -> tuple[
-    Float[Array, "B T H V"], Float[Array, "B T H V"], Float[Array, "H V"], Float[Array, "B T H V"]
-]:
-    """Return the gradients of x, gate and scale of `gated_rms_norm` without a skip, from that of the output, dy; and the output, which
-    the kernel has anyway: to compute it again for the weights of the product behind it would load x and gate once more.
+) -> tuple[Any, ...]:
+    """Return the gradients of x, gate, scale and, if it is not None, bias of `gated_rms_norm` without a skip, from that of the output,
+    dy; and, last, the output, which the kernel has anyway: to compute it again for the weights of the product behind it would load x and
+    gate once more. The gradient of the gate has x's dtype.
 
     Raises:
         NotImplementedError: the arrays do not meet a requirement of the kernel; the message says which.
     """
     options, *inputs = _arguments(
-        x, gate, scale, None, None, Options(eps, group, activation, gate_first, interpret)
+        x, gate, scale, None, None, bias, Options(eps, group, activation, gate_first, interpret)
     )
     results: Any = hopper.backward(options, *inputs, dy=dy, again=True)
-    d_x, d_gate, _, d_scale, _, y = results
-    return d_x, d_gate, d_scale.astype(scale.dtype), y
+    d_x, d_gate, _, d_scale, _, d_bias, y = results
+    d_biases = [] if bias is None else [d_bias.astype(bias.dtype)]
+    return d_x, d_gate, d_scale.astype(scale.dtype), *d_biases, y
 
 
-def _arguments(x, gate, scale, skip, skip_input, options: Options) -> tuple[Any, ...]:
+def _arguments(x, gate, scale, skip, skip_input, bias, options: Options) -> tuple[Any, ...]:
     """Return the arguments of `_normalize`."""
     if (requirement := unsupported(x, gate, skip_input, options.group)) is not None:
         raise NotImplementedError(f"gated_rms_norm: the kernel requires {requirement}")
@@ -116,7 +119,9 @@ def _arguments(x, gate, scale, skip, skip_input, options: Options) -> tuple[Any,
     wide = jnp.broadcast_to(scale.astype(jnp.float32), heads)
     if skip is not None:
         skip = jnp.broadcast_to(skip.astype(jnp.float32)[:, None], heads)
-    return options, x, gate, skip_input, wide, skip
+    if bias is not None:
+        bias = jnp.broadcast_to(bias.astype(jnp.float32), heads)
+    return options, x, gate, skip_input, wide, skip, bias
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -129,7 +134,7 @@ def _forward(options, *inputs):
 
 
 def _backward(options, inputs, dy):
-    return hopper.backward(options, *inputs, dy=dy)[:5]
+    return hopper.backward(options, *inputs, dy=dy)[:6]
 
 
 _normalize.defvjp(_forward, _backward)

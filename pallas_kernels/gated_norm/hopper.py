@@ -73,16 +73,17 @@ class _Gated(Block):
         value = gate * sigmoid
         return value, sigmoid + value * (1.0 - sigmoid)
 
-    def combine(self, arrays: dict[str, Any], skip) -> tuple[Any, Any, Any, Any]:
+    def combine(self, arrays: dict[str, Any], skip, bias) -> tuple[Any, Any, Any, Any]:
         """Return of one token, in float32: y, the gate's activation and its derivative, and what is normalised."""
         y = arrays["x"].astype(_F32)
         if skip is not None:
             y = y + skip * arrays["skip_input"].astype(_F32)
-        factor, slope = self.gate(arrays["gate"].astype(_F32))
+        gate = arrays["gate"].astype(_F32)
+        factor, slope = self.gate(gate if bias is None else gate + bias)
         return y, factor, slope, y * factor if self.options.gate_first else y
 
 
-def forward(options, x, gate, skip_input, scale, skip) -> jax.Array:
+def forward(options, x, gate, skip_input, scale, skip, bias=None) -> jax.Array:
     """Compute a gated norm on a Hopper GPU; return the output, [B, T, H, V] bfloat16.
 
     Args:
@@ -92,6 +93,7 @@ def forward(options, x, gate, skip_input, scale, skip) -> jax.Array:
         skip_input: [B, T, H, V] bfloat16, or None.
         scale: [H, V] float32.
         skip: [H, V] float32, or None.
+        bias: [H, V] float32, which is added to the gate before its activation, or None.
     """
     layout = Layout.of(x, options.group)
     names = ["x", "gate", *["skip_input"] * (skip is not None)]
@@ -99,10 +101,10 @@ def forward(options, x, gate, skip_input, scale, skip) -> jax.Array:
     def kernel(refs, smem=None):
         block = _Gated(layout, options, refs, smem)
         scale = block.load(refs["scale"])
-        skip = block.load(refs["skip"]) if "skip" in refs else None
+        skip, bias = (block.load(refs[n]) if n in refs else None for n in ("skip", "bias"))
 
         def step(token, slot, arrays, carry):
-            values = [block.combine(dict(zip(names, a, strict=True)), skip) for a in arrays]
+            values = [block.combine(dict(zip(names, a, strict=True)), skip, bias) for a in arrays]
             means = block.means(slot, [v[3] * v[3] for v in values])
             for i, ((_, factor, _, normed), mean) in enumerate(zip(values, means, strict=True)):
                 out = normed * lax.rsqrt(mean + options.eps) * scale
@@ -111,7 +113,7 @@ def forward(options, x, gate, skip_input, scale, skip) -> jax.Array:
 
         block.for_steps(names, step, 0)
 
-    arrays = dict(x=x, gate=gate, skip_input=skip_input, scale=scale, skip=skip)
+    arrays = dict(x=x, gate=gate, skip_input=skip_input, scale=scale, skip=skip, bias=bias)
     inputs = {name: layout.cut(a) for name, a in arrays.items()}
     outputs = dict(y=_like(inputs["x"]))
     name = "gated_rms_norm_forward"
@@ -119,22 +121,26 @@ def forward(options, x, gate, skip_input, scale, skip) -> jax.Array:
     return results["y"].reshape(x.shape)
 
 
-def backward(options, x, gate, skip_input, scale, skip, *, dy, again: bool = False):
-    """Return the gradients of a gated norm's x, gate, skip_input, scale [H, V] and skip [H, V] from that of the output, dy [B, T, H,
-    V], and with `again` the output, else None. The other arguments are those of `forward`.
+def backward(options, x, gate, skip_input, scale, skip, bias=None, *, dy, again: bool = False):
+    """Return the gradients of a gated norm's x, gate, skip_input, scale [H, V], skip [H, V] and bias [H, V] from that of the output, dy
+    [B, T, H, V], and with `again` the output, else None. The other arguments are those of `forward`.
+
+    With `again`, the gradient of a float32 gate is bfloat16: the product that computed the gate would round it.
     """
     layout = Layout.of(x, options.group, ahead_of_four=1)
     names = ["x", "gate", *["skip_input"] * (skip is not None), "dy"]
+    parameters = dict(d_scale=scale, d_bias=bias, d_skip=skip)
+    summed = [name for name, x in parameters.items() if x is not None]
 
     def kernel(refs, smem=None):
         block = _Gated(layout, options, refs, smem)
         scale = block.load(refs["scale"])
-        skip = block.load(refs["skip"]) if "skip" in refs else None
+        skip, bias = (block.load(refs[n]) if n in refs else None for n in ("skip", "bias"))
         zero = scale * 0.0
 
         def step(token, slot, arrays, carry):
             named = [dict(zip(names, a, strict=True)) for a in arrays]
-            values = [block.combine(a, skip) for a in named]
+            values = [block.combine(a, skip, bias) for a in named]
             to_sum = []
             for a, (_, factor, _, normed) in zip(named, values, strict=True):
                 d_normed = a["dy"].astype(_F32) * scale
@@ -162,36 +168,40 @@ def backward(options, x, gate, skip_input, scale, skip, *, dy, again: bool = Fal
                 d_factor = dy * normed
                 d_scale, d_factor = d_factor * factor, d_factor * scale
             block.store(d_y, "dx", token)
-            block.store(d_factor * slope, "d_gate", token)
+            d_gate = d_factor * slope
+            block.store(d_gate, "d_gate", token)
             sums = [carry[0] + d_scale]
+            if bias is not None:
+                sums.append(carry[len(sums)] + d_gate)
             if skip is not None:
                 block.store(d_y * skip, "d_skip_input", token)
-                sums.append(carry[1] + d_y * arrays["skip_input"].astype(_F32))
+                sums.append(carry[len(sums)] + d_y * arrays["skip_input"].astype(_F32))
             return sums
 
-        sums = block.for_steps(names, step, [zero] * (1 if skip is None else 2))
-        for name, total in zip(("d_scale", "d_skip"), sums, strict=False):
+        sums = block.for_steps(names, step, [zero] * len(summed))
+        for name, total in zip(summed, sums, strict=True):
             block.store(total, name, block.index)
 
-    arrays = dict(x=x, gate=gate, skip_input=skip_input, scale=scale, skip=skip, dy=dy)
+    arrays = dict(x=x, gate=gate, skip_input=skip_input, scale=scale, skip=skip, bias=bias, dy=dy)
     inputs = {name: layout.cut(a) for name, a in arrays.items()}
     rows = scale.size // layout.tile.width
     totals = jax.ShapeDtypeStruct((layout.grid["block"], rows, layout.tile.width), _F32)
-    outputs = dict(dx=_like(inputs["x"]), d_gate=_like(inputs["gate"]), d_scale=totals)
+    d_gate = _like(inputs["x"] if again else inputs["gate"])
+    outputs = dict(dx=_like(inputs["x"]), d_gate=d_gate) | dict.fromkeys(summed, totals)
     if skip is not None:
-        outputs |= dict(d_skip_input=_like(inputs["skip_input"]), d_skip=totals)
+        outputs["d_skip_input"] = _like(inputs["skip_input"])
     if again:
         outputs["y"] = _like(inputs["x"])
     name = "gated_rms_norm_backward"
     results = layout.launch(kernel, inputs, outputs, 2, name, options.interpret)
-    d_scale, d_skip = (
+    d_scale, d_bias, d_skip = (
         None if n not in results else jnp.sum(results[n], axis=0).reshape(x.shape[2:])
-        for n in ("d_scale", "d_skip")
+        for n in parameters
     )
     d_input = None if skip is None else results["d_skip_input"].reshape(x.shape)
     d_gate = results["d_gate"].reshape(x.shape)
     y = results["y"].reshape(x.shape) if again else None
-    return results["dx"].reshape(x.shape), d_gate, d_input, d_scale, d_skip, y
+    return results["dx"].reshape(x.shape), d_gate, d_input, d_scale, d_skip, d_bias, y
 
 
 def _like(x) -> jax.ShapeDtypeStruct:

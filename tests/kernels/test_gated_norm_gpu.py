@@ -1,5 +1,6 @@
 """Tests of the Hopper kernels of gated norms: run in Mosaic GPU's interpreter, and lowered for an H200."""
 
+import functools
 from typing import Any
 
 import jax
@@ -85,6 +86,42 @@ def test_the_gradient_stores_the_output(case):
     np.testing.assert_array_equal(y, output)
     for a, name in zip(got, ("x", "gate", "scale"), strict=True):
         np.testing.assert_array_equal(a, wanted[name])
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(1, 4, 4, 128, activation="sigmoid", wide_gate=True),
+        pytest.param(Case(1, 6, 2, 512), marks=pytest.mark.slow),
+        pytest.param(Case(1, 6, 64, 64, 64, gate_first=True), marks=pytest.mark.slow),
+    ],
+    ids=lambda case: case.id,
+)
+def test_a_bias_of_the_gate(case):
+    """Values and gradients with a bias of the gate are those of XLA in float32 with the bias added to the gate before; the gradient of a
+    float32 gate, with the output, is rounded.
+    """
+    arrays, options, dy = make(case)
+    arrays["scale"] = jnp.broadcast_to(arrays["scale"], case[2:4])
+    arrays["bias"] = jnp.asarray(np.random.default_rng(1).normal(size=case[2:4]), jnp.float32)
+    kernel = functools.partial(gated_rms_norm, interpret=gpu_interpreter())
+    output, gradients = both(kernel, arrays, dy, **options)
+    *stored, y = gated_rms_norm_gradients(
+        **arrays, dy=dy, **options, interpret=gpu_interpreter()
+    )
+    assert not races_found()
+
+    def plain(gate, bias, **others):
+        return ops.gated_rms_norm(gate=gate + bias, **others, implementation="xla")
+
+    wide = jax.tree.map(lambda a: a.astype(jnp.float32), arrays)
+    wanted = both(plain, wide, dy, **options)
+    assert error(output, wanted[0]) < TOLERANCES["interpreted"]
+    np.testing.assert_array_equal(y, output)
+    for name, again in zip(("x", "gate", "scale", "bias"), stored, strict=True):
+        assert error(gradients[name], wanted[1][name]) < TOLERANCES["interpreted"], name
+        np.testing.assert_array_equal(again, gradients[name].astype(again.dtype))
+        assert again.dtype == (jnp.bfloat16 if name == "gate" else arrays[name].dtype)
 
 
 def shapes_of(case: Case) -> tuple[Any, dict[str, Any], Any]:

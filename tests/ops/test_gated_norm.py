@@ -70,20 +70,23 @@ def test_passes_equal_the_definition(dtype, gate_first, skip, activation):
         assert np.abs(a - b).max() <= tolerance * np.abs(b).max()
 
 
+@pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_the_product_behind_it_is_the_same_function(dtype):
-    """Norm and product as one op have the value and gradients of one after the other."""
+def test_the_product_behind_it_is_the_same_function(dtype, bias):
+    """Norm and product as one op have the value and gradients of one after the other, with a bias of the gate and without."""
     arrays, _ = make(dtype, skip=False)
+    biases = [jnp.linspace(-1.0, 2.0, 48).reshape(6, 8)] if bias else []
+    arrays["gate"] = arrays["gate"].astype(jnp.float32) if bias else arrays["gate"]
     kernel = jax.random.normal(jax.random.key(0), (48, 16)).astype(dtype)
     d_output = jax.random.normal(jax.random.key(1), (2, 5, 16)).astype(dtype)
     options = NormOptions(1e-5, 3, "silu", True)
 
-    def apart(x, gate, scale, kernel):
-        y = ops.gated_rms_norm(x, gate, scale, eps=1e-5, group=3, gate_first=True)
+    def apart(x, gate, scale, kernel, *biases):
+        y = ops.gated_rms_norm(x, sum(biases, gate), scale, eps=1e-5, group=3, gate_first=True)
         return y.reshape(2, 5, 48) @ kernel
 
     def both(function):
-        y, pull = jax.vjp(function, *arrays.values(), kernel)
+        y, pull = jax.vjp(function, *arrays.values(), kernel, *biases)
         return y, pull(d_output)
 
     got, wanted = both(functools.partial(gated_norm_product, options)), both(apart)

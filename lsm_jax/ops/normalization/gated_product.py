@@ -41,20 +41,27 @@ def gated_norm_product(
     gate: Float[Array, "B T H V"],
     scale: Float[Array, "H V"],
     kernel: Float[Array, "I D"],
+    bias: Float[Array, "H V"] | None = None,
 ) -> Float[Array, "B T D"]:
-    """Return `gated_rms_norm(x, gate, scale)`, with the heads side by side (H V = I channels), times a kernel of x's dtype. It has
-    reverse-mode derivatives only. `fuses_product` says for which calls it is.
+    """Return `gated_rms_norm(x, gate + bias, scale)`, with the heads side by side (H V = I channels), times a kernel of x's dtype. It
+    has reverse-mode derivatives only. `fuses_product` says for which calls it is.
+
+    The kernel rounds the gradient of a float32 gate to x's dtype, as the product that computed the gate does.
     """
     y = by_platform(
-        x, gate, scale, cuda=functools.partial(_by_kernel, options), default=functools.partial(in_few_passes, options)
+        x, gate, scale, bias, cuda=functools.partial(_by_kernel, options), default=functools.partial(_by_xla, options)
     )  # fmt: skip
     return _product(y.reshape(*x.shape[:2], -1), kernel)
 
 
-def _by_kernel(options: NormOptions, x, gate, scale) -> jax.Array:
+def _by_kernel(options: NormOptions, x, gate, scale, bias) -> jax.Array:
     from pallas_kernels.gated_norm import gated_rms_norm
 
-    return gated_rms_norm(x, gate, scale, **options._asdict())
+    return gated_rms_norm(x, gate, scale, bias=bias, **options._asdict())
+
+
+def _by_xla(options: NormOptions, x, gate, scale, bias) -> jax.Array:
+    return in_few_passes(options, x, gate if bias is None else gate + bias, scale)
 
 
 def _product(y: jax.Array, kernel: jax.Array) -> jax.Array:
@@ -66,28 +73,31 @@ def _forward(options, *inputs):
 
 
 def _backward(options, inputs, d_output):
-    x, gate, scale, kernel = inputs
+    x, gate, scale, kernel, bias = inputs
     shape = (*x.shape[:2], kernel.shape[0])
     like = jax.ShapeDtypeStruct(shape, x.dtype)
     (dy,) = jax.linear_transpose(lambda y: _product(y, kernel), like)(d_output)
-    d_x, d_gate, d_scale, y = by_platform(
-        x, gate, scale, dy.reshape(x.shape),
+    d_x, d_gate, d_scale, *d_bias, y = by_platform(
+        x, gate, scale, bias, dy.reshape(x.shape),
         cuda=functools.partial(_gradients_by_kernel, options), default=functools.partial(_gradients_by_xla, options),
     )  # fmt: skip
     y = y.reshape(shape)
     (d_kernel,) = jax.linear_transpose(lambda kernel: _product(y, kernel), kernel)(d_output)
-    return d_x, d_gate, d_scale, d_kernel
+    return d_x, d_gate, d_scale, d_kernel, *(d_bias or [None])
 
 
-def _gradients_by_kernel(options: NormOptions, x, gate, scale, dy):
+def _gradients_by_kernel(options: NormOptions, x, gate, scale, bias, dy):
     from pallas_kernels.gated_norm import gated_rms_norm_gradients
 
-    return gated_rms_norm_gradients(x, gate, scale, dy, **options._asdict())
+    results = gated_rms_norm_gradients(x, gate, scale, dy, bias, **options._asdict())
+    d_x, d_gate, *others = results
+    return d_x, d_gate.astype(gate.dtype), *others
 
 
-def _gradients_by_xla(options: NormOptions, x, gate, scale, dy):
-    y, pull = jax.vjp(functools.partial(in_few_passes, options), x, gate, scale)
-    return *pull(dy), y
+def _gradients_by_xla(options: NormOptions, x, gate, scale, bias, dy):
+    y, pull = jax.vjp(functools.partial(_by_xla, options), x, gate, scale, bias)
+    d_x, d_gate, d_scale, d_bias = pull(dy)
+    return d_x, d_gate, d_scale, *([] if bias is None else [d_bias]), y
 
 
 gated_norm_product.defvjp(_forward, _backward)
