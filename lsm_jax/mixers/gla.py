@@ -14,9 +14,9 @@ from flax import nnx
 from lsm_jax import ops
 from lsm_jax.mixers import checks, feature_maps
 from lsm_jax.mixers.base import Context, Mixer
-from lsm_jax.mixers.gates import log_sigmoid
+from lsm_jax.mixers.gates import sigmoid_decay
 from lsm_jax.mixers.heads import three_or_four
-from lsm_jax.mixers.layers import Dense, RMSNorm, recomputed, split_heads
+from lsm_jax.mixers.layers import Dense, RMSNorm, split_heads
 from lsm_jax.mixers.method import Method
 from lsm_jax.mixers.normed_product import normed_product
 from lsm_jax.mixers.op_config import RecurrentConfig
@@ -129,8 +129,7 @@ class GLA(Mixer):
         """
         heads = self.config.num_heads
         gate = self.decay_up(self.decay_down(x), dtype=jnp.float32)
-        temperature = self.config.gate_temperature
-        log_decay = recomputed(lambda gate: log_sigmoid(gate) / temperature)(gate)
+        log_decay = sigmoid_decay(gate, self.config.gate_temperature)
         return dict(
             k=self._features(self.k_proj(x)),
             v=split_heads(self.v_proj(x), heads),

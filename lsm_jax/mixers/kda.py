@@ -22,6 +22,7 @@ The bound ("safe gate") is in no paper; it is read from the code of these layers
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -32,7 +33,7 @@ from lsm_jax import ops
 from lsm_jax.mixers import checks
 from lsm_jax.mixers.base import Context, Mixer, short_convolution
 from lsm_jax.mixers.delta_config import GroupedDeltaRuleConfig
-from lsm_jax.mixers.gates import softplus
+from lsm_jax.mixers.gates import softplus_decay
 from lsm_jax.mixers.layers import (
     Dense,
     RMSNorm,
@@ -184,11 +185,12 @@ class KDA(Mixer):
             gate = self.decay_up(self.decay_down(x), dtype=jnp.float32)
         gate, bias = split_heads(gate, heads), split_heads(self.dt_bias[...], heads)
 
-        @recomputed
-        def decay(gate, bias, a_log):
-            if config.lower_bound is not None:
-                return bounded_log_decay(gate, bias, a_log, config.lower_bound)
-            return -jnp.exp(a_log)[:, None] * softplus(gate + bias)
+        a_log = self.a_log[...]
+        if config.lower_bound is None:
+            log_decay = softplus_decay(gate, bias, a_log)
+        else:
+            bounded = functools.partial(bounded_log_decay, lower_bound=config.lower_bound)
+            log_decay = recomputed(bounded)(gate, bias, a_log)
 
         k, context = self.k_conv(self.k_proj(x), context, config.head_dim)
         v, context = self.v_conv(self.v_proj(x), context)
@@ -196,7 +198,7 @@ class KDA(Mixer):
             k=split_heads(k, config.num_heads),
             v=split_heads(v, heads),
             beta=2 * beta if config.allow_negative_eigenvalues else beta,
-            log_decay=decay(gate, bias, self.a_log[...]),
+            log_decay=log_decay,
         )
         return written, context
 
