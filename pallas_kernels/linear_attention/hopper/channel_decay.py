@@ -165,7 +165,7 @@ def backward(
     )  # fmt: skip
     dq, dk, d_decay, *d_bonus = chunk_backward(
         split(q), split(k), values, split(log_decay), d_out, states, d_states, chunks.chunk_decay,
-        row_layout.documents_of(run, parts), scale=scale, bonus=bonus, pieces=1 if pieces % 2 else 2, interpret=interpret,
+        row_layout.documents_of(run, parts), scale=scale, bonus=bonus, pieces=1 if pieces % 2 else pieces, interpret=interpret,
     )  # fmt: skip
     memories_in_full = memories // pieces
     d_bonus = [

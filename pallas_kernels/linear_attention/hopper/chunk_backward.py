@@ -22,7 +22,7 @@ from pallas_kernels.compat import pl, plgpu
 from pallas_kernels.hopper import warpgroups as wg
 from pallas_kernels.hopper.halving import BLOCK, CHUNK, SQUARE, Documents
 from pallas_kernels.hopper.launch import launch, with_smem
-from pallas_kernels.linear_attention.hopper.chunk_gradients import Call, ChunkGradients, Position
+from pallas_kernels.linear_attention.hopper.chunk_gradients import PAIR, Call, ChunkGradients, Position
 
 _F32 = jnp.float32
 
@@ -48,7 +48,7 @@ def chunk_backward(
         documents: where documents begin, as `halving.Documents`; None is one document per row.
         scale: the factor by which the queries q are multiplied.
         bonus: [*, K], RWKV6's weight of a token's own key and value, or None.
-        pieces: number of slices of each head's value channels, 1 or 2; shared memory is too small for more.
+        pieces: number of slices of each head's value channels, 1 or even; of more than 2, the next two are loaded when two are used.
         exact: whether the gradient of q, returned alone, is float32.
         interpret: parameters of the Pallas interpreter, or False to compile the kernel.
     """
@@ -113,11 +113,12 @@ def _position(call: Call) -> Position:
 def _smem(call: Call, dtype, key_dtype) -> dict[str, Any]:
     """Return the types of the buffers and barriers in shared memory that a thread block of `chunk_backward` uses, by name.
 
-    `v`, `d_output` and `loaded` are used by all warpgroups together. The others have a first axis with an entry for each
+    `v`, `d_output`, `loaded`, `used` and `next_pair` are used by all warpgroups together. The others have a first axis with an entry for each
     warpgroup.
     """
     smem: Any = plgpu.SMEM
-    groups, barrier = call.groups, plgpu.Barrier
+    groups, barrier, at_once = call.groups, plgpu.Barrier, min(call.pieces, PAIR)
+    more = call.pieces > PAIR
 
     def tiles(*shape, dtype=dtype):
         return smem(shape, dtype=dtype, transforms=wg.smem_transforms(dtype))
@@ -131,9 +132,11 @@ def _smem(call: Call, dtype, key_dtype) -> dict[str, Any]:
         tile=tiles(groups, *SQUARE),
         totals=smem((groups, CHUNK), _F32),
         lowest=smem((groups, 2, CHUNK), _F32),
-        v=tiles(call.pieces, CHUNK, call.width),
-        d_output=tiles(call.pieces, CHUNK, call.width),
-        loaded=barrier(num_arrivals=(2 if call.only_query else 4) * groups + 2 * call.pieces),
+        v=tiles(at_once, CHUNK, call.width),
+        d_output=tiles(at_once, CHUNK, call.width),
+        loaded=barrier(num_arrivals=(2 if call.only_query else 4) * groups + 2 * at_once),
         next_piece=barrier(num_arrivals=1 if call.only_query else 2, num_barriers=groups),
+        used=barrier(num_arrivals=groups) if more else None,
+        next_pair=barrier(num_arrivals=(1 if call.only_query else 2) * groups + 2 * at_once) if more else None,
         left=tiles(groups, *SQUARE, dtype=jnp.bfloat16) if call.interpret else None,
     )

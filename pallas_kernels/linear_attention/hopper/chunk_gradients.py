@@ -27,6 +27,8 @@ from pallas_kernels.hopper.halving import (
 )
 
 _F32 = jnp.float32
+PAIR = 2
+"""The number of slices of value channels for which a thread block has buffers."""
 
 
 class Call(NamedTuple):
@@ -122,7 +124,7 @@ class ChunkGradients:
                 warpgroup uses the entry with its index.
         """
         self.call, self.at, self.refs = call, at, refs
-        shared = ("v", "d_output", "loaded", "left")
+        shared = ("v", "d_output", "loaded", "used", "next_pair", "left")
         self.smem = {n: x if n in shared else x.at[at.local] for n, x in smem.items()}
 
     def compute(self) -> None:
@@ -162,15 +164,21 @@ class ChunkGradients:
             source = refs[name].at[at.b, at.tokens, self.input_head(name), at.channels]
             plgpu.copy_gmem_to_smem(source, smem[name], smem["loaded"])
 
-        def copy(name):
-            for piece in range(call.pieces):
-                source = refs[name].at[at.b, at.tokens, self.input_head(name) + piece]
-                plgpu.copy_gmem_to_smem(source, smem[name].at[piece], smem["loaded"])
-
         self.start_memory_loads(0, smem["loaded"])
         # The warpgroups of a block use the same values and gradients of the output.
-        pl.when(at.local == 0)(lambda: copy("v"))
-        pl.when(at.local == call.groups - 1)(lambda: copy("d_output"))
+        pl.when(at.local == 0)(lambda: self.start_value_loads("v", 0, smem["loaded"]))
+        pl.when(at.local == call.groups - 1)(
+            lambda: self.start_value_loads("d_output", 0, smem["loaded"])
+        )
+
+    def start_value_loads(self, name: str, first: int, barrier) -> None:
+        """Start to copy to shared memory the slices of value channels from `first` on for which there is space, of the values ("v") or
+        of the output's gradient ("d_output").
+        """
+        at, smem = self.at, self.smem
+        for piece in range(min(self.call.pieces, PAIR)):
+            source = self.refs[name].at[at.b, at.tokens, self.input_head(name) + first + piece]
+            plgpu.copy_gmem_to_smem(source, smem[name].at[piece], barrier)
 
     def start_memory_loads(self, piece: int, barrier) -> None:
         """Start to copy to shared memory one slice of value channels of the memory before the chunk and of the gradient of the
@@ -196,15 +204,24 @@ class ChunkGradients:
         plgpu.barrier_wait(smem["loaded"])
         _, all_in_range = halving.check_range(*(smem[n] for n in ("q", "k")[call.only_query :]))
         if call.pieces == 1:
-            scores = self.scores_gradient()
+            scores = self.scores_gradient(*self.score_products(*zeros))
             dq, *dk = self.add_memory_products(0, *zeros)
-        else:  # dP is computed while the second piece's memories are loaded into the buffer of the first piece's
-            sums, at_end = self.add_memory_products(0, *zeros), self.memory_dots()
-            plgpu.commit_smem()
-            self.start_memory_loads(1, smem["next_piece"])
-            scores = self.scores_gradient()
-            plgpu.barrier_wait(smem["next_piece"])
-            dq, *dk = self.add_memory_products(1, *sums)
+        else:
+            sums, weights = zeros, zeros
+            for first in range(0, call.pieces, PAIR):
+                if first:
+                    at_end += self.memory_dots()
+                    self.load_pair(first)
+                sums, at_end = self.add_memory_products(0, *sums), at_end + self.memory_dots()
+                plgpu.commit_smem()
+                self.start_memory_loads(first + 1, smem["next_piece"])
+                # While the second piece's memories are loaded into the buffer of the first piece's.
+                weights = self.score_products(*weights)
+                if first + PAIR == call.pieces:
+                    scores = self.scores_gradient(*weights)
+                plgpu.barrier_wait(smem["next_piece"])
+                sums = self.add_memory_products(1, *sums)
+            dq, *dk = sums
         dq *= self.mask_documents(halving.boundary_decay(True), "enters") * call.scale
         if call.only_query:
             return all_in_range, scores, [dq]
@@ -213,21 +230,42 @@ class ChunkGradients:
         self.store_totals(at_end, dk)
         return all_in_range, scores, [dq, dk]
 
-    def scores_gradient(self) -> _ScoresGradient:
-        """Return the gradient of the chunk's scores of queries with keys, scale dO vᵀ on and below the diagonal, from the output's
-        gradient dO and v.
+    def load_pair(self, first: int) -> None:
+        """Load, when all warpgroups of the block have used the pair of slices of value channels before it, the pair that begins with
+        slice `first`: values, gradients of the output, and the first slice's memories.
         """
-        call, smem, halving = self.call, self.smem, self.halving
-        i, j = halving.i, halving.j
+        call, at, smem = self.call, self.at, self.smem
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(smem["used"])
+        plgpu.barrier_wait(smem["used"])
+        self.start_memory_loads(first, smem["next_pair"])
+        pl.when(at.local == 0)(lambda: self.start_value_loads("v", first, smem["next_pair"]))
+        pl.when(at.local == call.groups - 1)(
+            lambda: self.start_value_loads("d_output", first, smem["next_pair"])
+        )
+        plgpu.barrier_wait(smem["next_pair"])
+
+    def score_products(self, *earlier):
+        """Return dO vᵀ and, unless only the gradient of q is computed, its transpose, [64, 64] each, of the loaded slices of value
+        channels, plus those of the slices before them, `earlier`.
+        """
+        call, smem = self.call, self.smem
 
         def products(lower, *upper):
-            for piece in range(call.pieces):
+            for piece in range(min(call.pieces, PAIR)):
                 v, d_output = smem["v"].at[piece], smem["d_output"].at[piece]
                 plgpu.wgmma(lower, d_output, v.transpose((1, 0)))
                 for x in upper:
                     plgpu.wgmma(x, v, d_output.transpose((1, 0)))
 
-        weights, *upper = halving.accumulate(products, 1 if call.only_query else 2)
+        return wg.accumulate(products, *earlier, interpret=call.interpret)
+
+    def scores_gradient(self, weights, *upper) -> _ScoresGradient:
+        """Return the gradient of the chunk's scores of queries with keys, scale dO vᵀ on and below the diagonal, from the products of
+        all slices of value channels, as `score_products` returns them.
+        """
+        call, halving = self.call, self.halving
+        i, j = halving.i, halving.j
         if upper:
             weights = jnp.where(i >= j, weights, upper[0])
         weights *= call.scale
