@@ -139,7 +139,7 @@ def linear_attention(
         return output[:, :length], final
     run, q, k, v, log_decay = pad_to_multiple(backend.CHUNK, run, q, k, v, log_decay)
     options = Options(backend, scale, interpret, exact)
-    keys, values = _slices(implementation, variant, q, v)
+    keys, values = _slices(implementation, variant, q, k, v, exact)
     if len(keys) == len(values) == 1:
         output, final = call_backend(options, (q, k, v, log_decay, run, initial), bonus)
         return output[:, :length], final
@@ -169,19 +169,23 @@ def _kept(x: jax.Array) -> jax.Array:
     return checkpoint_name(x, KEPT)
 
 
-def _slices(implementation: str, variant: str, q, v) -> tuple[list[slice], list[slice]]:
+def _slices(
+    implementation: str, variant: str, q, k, v, exact: bool
+) -> tuple[list[slice], list[slice]]:
     """Return the slices of key channels and those of value channels for which a backend's kernel is called one after the other.
 
-    Hopper's kernels with a decay per channel compute slices of 128 key channels. They also compute slices of 128 value channels,
-    except the kernel with a decay per key channel if no queries share a memory: it splits values itself.
+    Hopper's kernels with a decay per channel compute slices of 128 key channels, and of 128 value channels. With a decay per key
+    channel they split values themselves if no queries share a memory, and keys if no heads share anything and the sum of the slices'
+    outputs is rounded.
     """
     sliced = implementation == "mosaic_gpu" and variant != "scalar_decay"
     shared = q.shape[2] > v.shape[2]
+    apart = variant == "value_decay" or exact or not q.shape[2] == k.shape[2] == v.shape[2]
 
     def slices(size: int, split: bool) -> list[slice]:
         width = 128 if split and size % 128 == 0 else size
         return [slice(n, n + width) for n in range(0, size, width)]
 
-    return slices(q.shape[3], sliced), slices(
+    return slices(q.shape[3], sliced and apart), slices(
         v.shape[3], sliced and (variant == "value_decay" or shared)
     )

@@ -65,9 +65,11 @@ def forward(
     or not `save` is set. The arguments are those of `linear_attention`, with T a multiple of `CHUNK`.
     """
     del save
-    pieces = _count_pieces(q, v)
-    v, initial = _split_values(v, pieces), _split_memory(initial, pieces)
-    batch, length, memories, _ = v.shape
+    pieces, slices = _count_pieces(q, v), count_key_slices(q, k, v)
+    q, k, log_decay, bonus = (_split_keys(x, slices) for x in (q, k, log_decay, bonus))
+    v, initial = _split_values(v, pieces), _split_memory(initial, pieces, slices)
+    batch, length, _, _ = v.shape
+    memories = initial.shape[1]
     heads = max(q.shape[2], memories)
     run, chunk_bounds = row_layout.split_runs(run, initial, batch)
     parts = 1 if chunk_bounds is not None else row_layout.count_parts(batch * heads, length)
@@ -77,7 +79,9 @@ def forward(
         interpret=interpret,
     )  # fmt: skip
     values = split(v)
-    scan = functools.partial(channel_scan, chunk_bounds=chunk_bounds, interpret=interpret)
+    scan = functools.partial(
+        channel_scan, chunk_bounds=chunk_bounds, key_slices=slices, interpret=interpret
+    )
     # Each of several query heads that read one memory computes that memory.
     starts = initial = jnp.repeat(initial, heads // memories, axis=1)
     if parts > 1:
@@ -87,8 +91,8 @@ def forward(
         chunks.read, chunks.written, values, chunks.scores, chunks.chunk_decay, initial=starts
     )
     final = ends.reshape(-1, parts, heads, *ends.shape[2:])[:, -1, :: heads // memories]
-    output = output.reshape(batch, length, heads // pieces, -1)
-    return output, _join_memory(final, pieces), Residuals(chunks, starts)
+    output = _sum_slices(output.reshape(batch, length, heads // pieces, -1), slices)
+    return output, _join_memory(final, pieces, slices), Residuals(chunks, starts)
 
 
 def scan_writes(k, v, log_decay, run, initial, *, heads: int, interpret: Any = False):
@@ -140,16 +144,21 @@ def backward(
     memories. The gradient of log_decay is computed whether or not `decay_gradient` is set.
     """
     del decay_gradient
-    pieces = _count_pieces(q, v)
+    pieces, slices = _count_pieces(q, v), count_key_slices(q, k, v)
+    query_heads, key_heads, memories_in_full, _ = q.shape[2], *k.shape[2:3], *v.shape[2:]
+    q, k, log_decay, bonus = (_split_keys(x, slices) for x in (q, k, log_decay, bonus))
     v, d_output = _split_values(v, pieces), _split_values(d_output, pieces)
-    d_final = _split_memory(d_final, pieces)
-    batch, length, memories, _ = v.shape
-    heads, (chunks, starts) = d_output.shape[2], residuals
+    d_final = _split_memory(d_final, pieces, slices)
+    batch, length, _, _ = v.shape
+    memories = d_final.shape[1]
+    heads, (chunks, starts) = d_output.shape[2] * slices, residuals
     run, chunk_bounds = row_layout.split_runs(run, initial, batch)
     parts = starts.shape[0] // initial.shape[0]
     split = functools.partial(row_layout.split_parts, parts=parts)
     values, d_out = split(v), split(d_output)
-    scan = functools.partial(channel_scan, chunk_bounds=chunk_bounds, interpret=interpret)
+    scan = functools.partial(
+        channel_scan, chunk_bounds=chunk_bounds, key_slices=slices, interpret=interpret
+    )
     d_ends = row_layout.gradient_by_head(d_final, heads)
     if parts > 1:
         (read,) = scan(None, chunks.read, d_out, None, chunks.chunk_decay, reverse=True)
@@ -167,25 +176,49 @@ def backward(
         split(q), split(k), values, split(log_decay), d_out, states, d_states, chunks.chunk_decay,
         row_layout.documents_of(run, parts), scale=scale, bonus=bonus, pieces=1 if pieces % 2 else pieces, interpret=interpret,
     )  # fmt: skip
-    memories_in_full = memories // pieces
     d_bonus = [
-        jnp.sum(x.reshape(x.shape[0], memories_in_full, -1, x.shape[-1]), (0, 2)) for x in d_bonus
+        jnp.sum(x.reshape(x.shape[0], memories_in_full * slices, -1, x.shape[-1]), (0, 2)).reshape(
+            memories_in_full, -1
+        )
+        for x in d_bonus
     ]
     d_initial = d_starts.reshape(-1, parts, *d_starts.shape[1:])[:, 0]
 
-    def join(x, heads):  # the parts, and the heads that share an input
-        return row_layout.sum_heads(x.reshape(batch, length, *x.shape[2:]), heads)
+    def join(x, heads):  # the parts, the slices of key channels, and the heads that share an input
+        return row_layout.sum_heads(x.reshape(batch, length, x.shape[2] // slices, -1), heads)
 
-    dv = join(dv, memories).reshape(batch, length, memories_in_full, -1)
-    d_initial = _join_memory(row_layout.sum_heads(d_initial, memories, axis=1), pieces)
+    dv = dv.reshape(batch, length, dv.shape[2] // pieces, -1)
+    dv = row_layout.sum_heads(_sum_slices(dv, slices), memories_in_full)
+    d_initial = _join_memory(row_layout.sum_heads(d_initial, memories, axis=1), pieces, slices)
     return (
-        join(dq, q.shape[2]),
-        join(dk, k.shape[2]),
+        join(dq, query_heads),
+        join(dk, key_heads),
         dv,
         join(d_decay, memories_in_full),
         d_initial,
         *d_bonus,
     )
+
+
+def count_key_slices(q, k, v) -> int:
+    """Return the number of slices into which the key channels of each head of q [B, T, H, K] are split; the kernels compute each as a
+    head of its own, and their outputs are added.
+
+    A slice has 128 key channels. Where heads share queries, keys or memories, they are not split here.
+    """
+    return max(1, q.shape[3] // _LARGEST_PIECE) if q.shape[2] == k.shape[2] == v.shape[2] else 1
+
+
+def _split_keys(x, slices: int):
+    """Split each head of queries, keys or log decays [..., H, K] into `slices` heads, [..., H * slices, K / slices]; None remains
+    None.
+    """
+    return x if x is None else x.reshape(*x.shape[:-2], x.shape[-2] * slices, -1)
+
+
+def _sum_slices(x, slices: int):
+    """Add the slices of key channels, in float32: [B, T, G * slices, V] -> [B, T, G, V]."""
+    return row_layout.sum_heads(x, x.shape[2] // slices)
 
 
 def _count_pieces(q, v) -> int:
@@ -204,22 +237,22 @@ def _split_values(x, pieces: int):
     return x.reshape(*x.shape[:2], x.shape[2] * pieces, -1)
 
 
-def _split_memory(memory, pieces: int):
-    """Split each memory into `pieces` memories, one for each slice of its value channels: [B, G, K, V] -> [B, G * pieces, K, V /
-    pieces].
+def _split_memory(memory, pieces: int, slices: int):
+    """Split each memory into `slices` of its key channels, and each of these into `pieces` of its value channels: [B, G, K, V] ->
+    [B, G * slices * pieces, K / slices, V / pieces].
     """
     batch, memories, depth, width = memory.shape
-    by_piece = jnp.swapaxes(memory.reshape(batch, memories, depth, pieces, -1), 2, 3)
-    return by_piece.reshape(batch, memories * pieces, depth, width // pieces)
+    by_piece = memory.reshape(batch, memories * slices, depth // slices, pieces, -1).swapaxes(2, 3)
+    return by_piece.reshape(batch, memories * slices * pieces, depth // slices, width // pieces)
 
 
-def _join_memory(memory, pieces: int):
-    """Join each `pieces` consecutive memories, the slices of value channels of one memory: [B, G * pieces, K, V / pieces] -> [B,
-    G, K, V]. The inverse of `_split_memory`.
+def _join_memory(memory, pieces: int, slices: int):
+    """Join the slices of one memory: [B, G * slices * pieces, K / slices, V / pieces] -> [B, G, K, V]. The inverse of
+    `_split_memory`.
     """
     batch, count, depth, width = memory.shape
-    by_piece = jnp.swapaxes(memory.reshape(batch, count // pieces, pieces, depth, width), 2, 3)
-    return by_piece.reshape(batch, count // pieces, depth, pieces * width)
+    by_slice = memory.reshape(batch, count // pieces, pieces, depth, width).swapaxes(2, 3)
+    return by_slice.reshape(batch, count // pieces // slices, depth * slices, pieces * width)
 
 
 def _chunk_decay_by_channel(chunks: Chunks):

@@ -30,7 +30,7 @@ _F32 = jnp.float32
 
 def channel_scan(
     read, written, values, scores, chunk_decay, *, initial=None, reverse: bool = False, save: bool = False,
-    chunk_bounds=None, interpret: Any = False,
+    chunk_bounds=None, key_slices: int = 1, interpret: Any = False,
 ) -> list[jax.Array]:  # fmt: skip
     """Carry the memories S [K, V] of h heads through all chunks of a row, with a decay per key channel; return the output and the
     last memories.
@@ -49,6 +49,8 @@ def channel_scan(
         save: whether to return also the memory before each chunk (if `reverse`, after it).
         chunk_bounds: [B, S + 1], the chunks at which a row's S memories begin and end, of `row_layout.split_runs`; None for one
             memory per row.
+        key_slices: number of slices of key channels; each is a head of `written`, and several consecutive ones have the same values. The
+            slices of a head's value channels are consecutive heads of `values`, and of each head of `written`.
         interpret: parameters of the Pallas interpreter, or False to compile the kernel.
 
     Returns:
@@ -56,7 +58,8 @@ def channel_scan(
         `save`, S before each of the N chunks (after it, if `reverse`), [B, h, N, K, V].
     """
     batch, length, key_heads, depth = written.shape
-    heads, width, count = max(key_heads, values.shape[2]), values.shape[-1], length // CHUNK
+    heads = max(key_heads, values.shape[2] * key_slices)
+    width, count = values.shape[-1], length // CHUNK
     blocks = width // BLOCK
     streams = dict(
         read=read, written=written, values=values, scores=scores, chunk_decay=chunk_decay
@@ -64,7 +67,8 @@ def channel_scan(
     streams = {name: x for name, x in streams.items() if x is not None}
     call = _Call(
         shapes={name: x.shape for name, x in streams.items()}, heads=heads, depth=depth, count=count,
-        groups=1 if blocks % 2 else 2, reverse=reverse, save=save, from_zero=initial is None, interpret=interpret,
+        groups=1 if blocks % 2 else 2, reverse=reverse, save=save, from_zero=initial is None,
+        key_slices=key_slices, interpret=interpret,
     )  # fmt: skip
     runs = 1 if chunk_bounds is None else chunk_bounds.shape[1] - 1
     struct: Any = jax.ShapeDtypeStruct
@@ -105,6 +109,7 @@ class _Call(NamedTuple):
         reverse: whether the last chunk is computed first.
         save: whether the memory before each chunk is returned.
         from_zero: whether the memory before the first chunk is 0, since there is no initial memory.
+        key_slices: number of slices of key channels, with the same values.
         interpret: parameters of the Pallas interpreter, or False to compile the kernel.
     """
 
@@ -116,12 +121,20 @@ class _Call(NamedTuple):
     reverse: bool
     save: bool
     from_zero: bool
+    key_slices: int
     interpret: Any
 
     @property
     def with_output(self) -> bool:
         """Whether the scan computes an output, that is, has queries (`read`); without them it only writes memories."""
         return "read" in self.shapes
+
+    def input_head(self, name: str, h):
+        """Return the index of the head of the input `name`, [B, T, *, ...], that the memory of head h uses."""
+        if name == "values" and self.key_slices > 1:
+            pieces = self.heads // self.shapes["written"][2]
+            return lax.div(h, self.key_slices * pieces) * pieces + lax.rem(h, pieces)
+        return lax.div(h * self.shapes[name][2], self.heads)
 
 
 class _Position(NamedTuple):
@@ -196,7 +209,7 @@ class _Warpgroup(NamedTuple):
         if name in ("scores", "chunk_decay"):
             source = source.at[at.b, lax.div(at.h * call.shapes["written"][2], call.heads)]
         else:
-            source = source.at[at.b, :, lax.div(at.h * call.shapes[name][2], call.heads)]
+            source = source.at[at.b, :, call.input_head(name, at.h)]
         if name == "chunk_decay":
             return source, plgpu.BlockSpec((call.depth,), lambda n: (at.chunk(n),))
         columns = dict(scores=CHUNK, values=call.groups * BLOCK).get(name, call.depth)

@@ -41,7 +41,7 @@ def chunk_backward(
         k: [B, T, *, K] keys. They may be float32 if the gradient of q is returned alone, and are then not rounded within a chunk.
         v: [B, T, *, V] values, where each head's value channels are cut into `pieces` consecutive heads.
         log_decay: [B, T, *, K], the log decay of each key channel.
-        d_output: [B, T, h * pieces, V], the gradient of the output.
+        d_output: [B, T, * pieces, V], the gradient of the output.
         states: [B, h * pieces, N, K, V], the memory before each of the N chunks.
         d_states: [B, h * pieces, N, K, V], the gradient of the memory after each of the N chunks.
         chunk_decay: [B, *, N * K], the decay of each key channel over each chunk.
@@ -52,8 +52,8 @@ def chunk_backward(
         exact: whether the gradient of q, returned alone, is float32.
         interpret: parameters of the Pallas interpreter, or False to compile the kernel.
     """
-    batch, length, heads, width = d_output.shape
-    heads //= pieces
+    batch, length, _, width = d_output.shape
+    heads = states.shape[1] // pieces
     depth, count = k.shape[-1], length // CHUNK
     inputs = dict(q=q, k=k, states=states, d_states=d_states, v=v, d_output=d_output)
     inputs |= dict(g=log_decay, chunk_decay=chunk_decay)

@@ -153,7 +153,9 @@ class ChunkGradients:
         Each head of v and of the output's gradient is stored as `pieces` consecutive heads, one for each slice of its value
         channels: the index is that of the first.
         """
-        return lax.div(self.at.h * self.call.input_heads(name), self.call.heads)
+        pieces = self.call.pieces if name in ("v", "d_output") else 1
+        heads = self.call.input_heads(name) // pieces
+        return lax.div(self.at.h * heads, self.call.heads) * pieces
 
     def start_loads(self) -> None:
         """Start to copy one chunk's inputs to shared memory: q, k, v, the output's gradient dO, the memory before the chunk, and
