@@ -8,7 +8,7 @@ program is traced and compiled in a process of its own, side by side (`--workers
 after another, while nothing compiles: the median over 5 batches of 2 steps, or fewer of slow steps. The rows also have the seconds
 and CPU seconds of tracing and compiling beside the others. `--profile DIR` writes the device times of a
 step's instructions, one file for each row. `--implementations` names backends of the mixers' ops, `--unit_length xla` leaves the unit
-length of heads after short convolutions to XLA, `--norms xla` the gradients of blocks' norms and of the product behind Mamba2's norm
+length of heads after short convolutions to XLA, `--norms xla` the gradients of blocks' norms and of the products behind mixers' norms
 (`stream` and `product` compute one of the two by a kernel), `--loss_chunk_sizes` are of `model.loss_chunk_size`, and `--losses N` first trains
 for N steps on successive text (warm-up of N / 5 steps) and stores their losses. With `--lock FILE` processes on one card compile side by
 side and time one after another. `--peers fla` then times the forward and backward, without an
@@ -44,7 +44,7 @@ from benchmarks.run import log
 from benchmarks.timing import alone, append_row, program_bytes, provenance
 from configs import lm
 from lsm_jax import ops
-from lsm_jax.mixers import mamba2
+from lsm_jax.mixers import mamba2, normed_product
 from lsm_jax.models import block
 from lsm_jax.models.config import MATMUL, REMAT
 from lsm_jax.ops.convolution import backends as convolution
@@ -201,7 +201,8 @@ def serve(case: dict[str, Any]) -> None:
     if (norms := case.get("norms")) in ("xla", "product"):
         block.fuses_gradient = lambda x: False
     if norms in ("xla", "stream"):
-        mamba2.fuses_product = lambda x, gate, group: False
+        for mixer in (mamba2, normed_product):
+            mixer.fuses_product = lambda x, gate, group: False
     if size := case.get("loss_chunk_size"):
         config.model.loss_chunk_size = size
     if count := case.get("losses", 0):
@@ -274,7 +275,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--norms", type=options.names(("automatic", "xla", "stream", "product")), default="automatic",
-        help="gradients by kernels of blocks' norms with the residual stream (stream), of Mamba2's norm with its product (product), of both "
+        help="gradients by kernels of blocks' norms with the residual stream (stream), of mixers' norms with their products (product), of both "
         "(automatic) or by XLA; automatic,xla: with and without",
     )  # fmt: skip
     parser.add_argument(

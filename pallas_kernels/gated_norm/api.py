@@ -77,7 +77,13 @@ def gated_rms_norm(
         NotImplementedError: the arrays do not meet a requirement of the kernel; the message says which.
     """
     arguments = _arguments(
-        x, gate, scale, skip, skip_input, bias, Options(eps, group, activation, gate_first, interpret)
+        x,
+        gate,
+        scale,
+        skip,
+        skip_input,
+        bias,
+        Options(eps, group, activation, gate_first, interpret),
     )
     return _normalize(*arguments)
 

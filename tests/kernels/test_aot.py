@@ -307,12 +307,15 @@ def test_kernels_of_rwkv7_compile_for_an_h200_and_spill_nothing(op, case, capfd,
 
 @pytest.mark.parametrize(
     "case",
-    [c._replace(skip=False) for c in gated_norm_cases.COMPILED if c.group > 1 and c.skip],
+    [c._replace(skip=False) for c in gated_norm_cases.COMPILED],
     ids=lambda case: case.id,
 )
 def test_gated_norms_gradients_with_the_output_spill_nothing(case, capfd, monkeypatch):
-    """The backward kernel that stores the norm's output for the weights of the product behind it."""
+    """The backward kernel that stores the norm's output for the weights of the product behind it; a float32 gate has a bias."""
     arrays, options, dy = gated_norm.shapes_of(case)
+    arrays["scale"] = jax.ShapeDtypeStruct(arrays["x"].shape[2:], jnp.float32)
+    if case.wide_gate:
+        arrays["bias"] = arrays["scale"]
     gradients = functools.partial(gated_rms_norm_gradients, **options)
     assert_spills_nothing(lambda a, dy: gradients(**a, dy=dy), (arrays, dy), 1, capfd, monkeypatch)
 

@@ -106,9 +106,7 @@ def test_a_bias_of_the_gate(case):
     arrays["bias"] = jnp.asarray(np.random.default_rng(1).normal(size=case[2:4]), jnp.float32)
     kernel = functools.partial(gated_rms_norm, interpret=gpu_interpreter())
     output, gradients = both(kernel, arrays, dy, **options)
-    *stored, y = gated_rms_norm_gradients(
-        **arrays, dy=dy, **options, interpret=gpu_interpreter()
-    )
+    *stored, y = gated_rms_norm_gradients(**arrays, dy=dy, **options, interpret=gpu_interpreter())
     assert not races_found()
 
     def plain(gate, bias, **others):

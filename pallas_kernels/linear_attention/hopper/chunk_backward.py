@@ -22,7 +22,12 @@ from pallas_kernels.compat import pl, plgpu
 from pallas_kernels.hopper import warpgroups as wg
 from pallas_kernels.hopper.halving import BLOCK, CHUNK, SQUARE, Documents
 from pallas_kernels.hopper.launch import launch, with_smem
-from pallas_kernels.linear_attention.hopper.chunk_gradients import PAIR, Call, ChunkGradients, Position
+from pallas_kernels.linear_attention.hopper.chunk_gradients import (
+    PAIR,
+    Call,
+    ChunkGradients,
+    Position,
+)
 
 _F32 = jnp.float32
 
@@ -137,6 +142,8 @@ def _smem(call: Call, dtype, key_dtype) -> dict[str, Any]:
         loaded=barrier(num_arrivals=(2 if call.only_query else 4) * groups + 2 * at_once),
         next_piece=barrier(num_arrivals=1 if call.only_query else 2, num_barriers=groups),
         used=barrier(num_arrivals=groups) if more else None,
-        next_pair=barrier(num_arrivals=(1 if call.only_query else 2) * groups + 2 * at_once) if more else None,
+        next_pair=barrier(num_arrivals=(1 if call.only_query else 2) * groups + 2 * at_once)
+        if more
+        else None,
         left=tiles(groups, *SQUARE, dtype=jnp.bfloat16) if call.interpret else None,
     )
