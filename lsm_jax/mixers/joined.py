@@ -31,14 +31,33 @@ def project_together(
     if not _joins(x, [layer for layer, _ in layers]):
         return tuple(layer(x, dtype=dtype) for layer, dtype in layers)
     kernels = [layer.kernel[...].astype(x.dtype) for layer, _ in layers]
-    if apart:  # XLA joins products of one array, and this is another
-        x = jax.lax.optimization_barrier(x)
-    y = saved(matmul_to_float32(x, jnp.concatenate(kernels, axis=1)))
+    product = _product_apart if apart else matmul_to_float32
+    y = saved(product(x, jnp.concatenate(kernels, axis=1)))
     ends = list(itertools.accumulate(k.shape[1] for k in kernels))[:-1]
     parts = jnp.split(y, ends, axis=-1)
     return tuple(
         p.astype(x.dtype if d is None else d) for p, (_, d) in zip(parts, layers, strict=True)
     )
+
+
+@jax.custom_vjp
+def _product_apart(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    """Return `matmul_to_float32(x, kernel)`, of which XLA joins no gradient to another product of x."""
+    return matmul_to_float32(x, kernel)
+
+
+def _product_apart_backward(operands, grad):
+    x, kernel = operands
+    # XLA joins products of one array: behind a barrier x is another, of its own, so that the pass that computes x again may also wait for the
+    # gradient of x. The gradient of the product is stored once, for two products.
+    x, grad = (jax.lax.optimization_barrier(a) for a in (x, grad.astype(x.dtype)))
+    _, pull = jax.vjp(matmul_to_float32, x, kernel)
+    return pull(grad.astype(jnp.float32))
+
+
+_product_apart.defvjp(
+    lambda x, kernel: (_product_apart(x, kernel), (x, kernel)), _product_apart_backward
+)
 
 
 def _joins(x: jax.Array, layers: list[Dense]) -> bool:

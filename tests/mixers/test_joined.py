@@ -22,10 +22,12 @@ def products_of(function, *arguments) -> int:
     return str(jax.make_jaxpr(function)(*arguments)).count("dot_general")
 
 
-@pytest.mark.parametrize("tokens", [joined.LEAST_TOKENS, 8])
-def test_layers_together_return_what_they_return_apart(tokens):
-    """One product of several layers has their outputs in their dtypes, and gradients that equal float32's to bfloat16's rounding; few tokens
-    and other layers are multiplied apart.
+@pytest.mark.parametrize(
+    ("tokens", "barrier"), [(joined.LEAST_TOKENS, False), (joined.LEAST_TOKENS, True), (8, True)]
+)
+def test_layers_together_return_what_they_return_apart(tokens, barrier):
+    """One product of several layers has their outputs in their dtypes, and gradients that equal float32's to bfloat16's rounding, also where
+    XLA joins these to no others; few tokens and other layers are multiplied apart.
     """
     rngs = nnx.Rngs(0)
     layers = [Dense(32, n, axes=("embed", "heads"), rngs=rngs) for n in (24, 40, 3)]
@@ -33,7 +35,7 @@ def test_layers_together_return_what_they_return_apart(tokens):
     x = jax.random.normal(jax.random.key(1), (2, tokens // 2, 32), jnp.bfloat16)
 
     def together(x, layers):
-        return project_together(x, *zip(layers, dtypes, strict=True))
+        return project_together(x, *zip(layers, dtypes, strict=True), apart=barrier)
 
     def apart(x, layers):
         return tuple(layer(x, dtype=d) for layer, d in zip(layers, dtypes, strict=True))
@@ -54,6 +56,8 @@ def test_layers_together_return_what_they_return_apart(tokens):
     for a, b in zip(jax.tree.leaves((y, grads)), jax.tree.leaves((wanted, wanted_grads)), strict=True):  # fmt: skip
         a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
         assert np.sqrt(np.mean((a - b) ** 2) / np.mean(b**2)) < 1e-2
+    text = jax.jit(lambda x: both(together, x)).lower(x).as_text()
+    assert ("optimization_barrier" in text) is (joins and barrier)
     biased = [*layers[:2], Dense(32, 3, axes=("embed", "heads"), rngs=rngs, bias=True)]
     assert products_of(lambda x: together(x, biased), x) == products_of(lambda x: apart(x, biased), x)  # fmt: skip
 
