@@ -43,13 +43,14 @@ def gates(r, k, v, rate, decay, removal, rate_of_key, bonus) -> RWKV7Gates:
     removed = l2_normalize(k * removal)
     k = (k * (1 + (rate - 1) * rate_of_key)).astype(v.dtype)
     r, k_wide, v_wide = (part.astype(wide) for part in (r, k, v))
-    current = jnp.sum(r * k_wide * bonus, axis=-1, keepdims=True) * v_wide
+    # The barrier keeps the sum, a number for each head, out of the pass of the output, which would read its arrays again.
+    share = jax.lax.optimization_barrier(jnp.sum(r * k_wide * bonus, axis=-1, keepdims=True))
     return RWKV7Gates(
         k=k,
         a=-removed.astype(v.dtype),
         b=(removed * rate).astype(v.dtype),
         log_decay=-math.exp(-0.5) * jax.nn.sigmoid(decay),
-        current=current.astype(v.dtype),
+        current=(share * v_wide).astype(v.dtype),
     )
 
 
