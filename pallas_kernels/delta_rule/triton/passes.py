@@ -23,7 +23,7 @@ TILINGS = {
     "channel_delta_scan": Tiling(0, 32, 4, 2),
     "delta_scan_backward": Tiling(0, 32, 4, 2),
     "local_gradients": Tiling(64, 64, 4, 2),
-    "delta_scalar_gradients": Tiling(64, 64, 4, 2),
+    "delta_scalar_gradients": Tiling(64, 32, 4, 2),
     "delta_channel_gradients": Tiling(16, 64, 4, 1),
 }
 """The tiling of each kernel for bfloat16, by the name of the kernel. The scans compute all key channels of a memory; of 64 of

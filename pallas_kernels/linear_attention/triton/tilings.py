@@ -29,7 +29,7 @@ TILINGS = {
     "narrow_scan": Tiling(32, 64, 4, 3),
     "channel_scan": Tiling(64, 64, 4, 3),
     "channel_scores": Tiling(64, 64, 4, 1),
-    "outputs": Tiling(64, 128, 4, 2),
+    "outputs": Tiling(64, 128, 4, 3),
     "narrow_outputs": Tiling(64, 64, 4, 2),
     "channel_outputs": Tiling(64, 128, 4, 2),
     "decayed_outputs": Tiling(64, 128, 4, 2),
