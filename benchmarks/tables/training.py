@@ -205,6 +205,22 @@ TABLES = [
         "--output docs/model_step.jsonl",
     ),
     Table(
+        "model_step_convolutions",
+        ("model_step.jsonl",),
+        (
+            column("model", "variant", "`{}`"),
+            column("rows", "rows", "{}"),
+            column("tokens a row", "length", "{:,}"),
+            column("10³ tokens/s", "tokens_per_second", "{:.1f}", 1e3),
+            column("GiB", "gib", "{:.1f}"),
+            column("commit", "commit"),
+        ),
+        where=lambda row: row.get("remat") == "dots_and_convolutions",
+        key=_step_key,
+        command="python -m benchmarks model_step --variants gated_deltanet-1.3b,kda-1.3b,mamba2-1.3b --lengths 4096 "
+        "--remat dots_and_convolutions",
+    ),
+    Table(
         "model_step_no_remat",
         ("model_step.jsonl",),
         (
