@@ -175,12 +175,13 @@ def _slices(
     """Return the slices of key channels and those of value channels for which a backend's kernel is called one after the other.
 
     Hopper's kernels with a decay per channel compute slices of 128 key channels, and of 128 value channels. With a decay per key
-    channel they split values themselves if no queries share a memory, and keys if no heads share anything and the sum of the slices'
-    outputs is rounded.
+    channel they split values themselves if no queries share a memory, and keys if no heads share anything, the sum of the slices'
+    outputs is rounded, and the slices of values are one or an even number, whose gradients one thread block computes.
     """
     sliced = implementation == "mosaic_gpu" and variant != "scalar_decay"
     shared = q.shape[2] > v.shape[2]
-    apart = variant == "value_decay" or exact or not q.shape[2] == k.shape[2] == v.shape[2]
+    odd = v.shape[3] > 128 and v.shape[3] % 256 != 0
+    apart = variant == "value_decay" or exact or odd or not q.shape[2] == k.shape[2] == v.shape[2]
 
     def slices(size: int, split: bool) -> list[slice]:
         width = 128 if split and size % 128 == 0 else size

@@ -58,6 +58,7 @@ HOPPER_INTERPRETED = {
     "channels-deep-wide": Case((1, 1, 1), 128, 256, 65, True, "channel"),
     "channels-deeper-wide": Case((1, 1, 1), 256, 256, 70, True, "channel"),
     "channels-deeper-heads": Case((2, 2, 2), 256, 256, 65, True, "channel", bonus=True),
+    "channels-deeper-odd": Case((1, 1, 1), 256, 384, 65, True, "channel"),
     "channels-deeper-shared": Case((2, 1, 1), 256, 128, 65, True, "channel"),
     "channels-wider": Case((1, 1, 1), 64, 512, 65, True, "channel"),
     "channels-deep-wider": Case((1, 1, 1), 128, 512, 130, False, "channel"),

@@ -204,7 +204,8 @@ def count_key_slices(q, k, v) -> int:
     """Return the number of slices into which the key channels of each head of q [B, T, H, K] are split; the kernels compute each as a
     head of its own, and their outputs are added.
 
-    A slice has 128 key channels. Where heads share queries, keys or memories, they are not split here.
+    A slice has 128 key channels. Where heads share queries, keys or memories, or have 3, 5, 7, ... slices of value channels, they are
+    not split here, and K is at most 128.
     """
     return max(1, q.shape[3] // _LARGEST_PIECE) if q.shape[2] == k.shape[2] == v.shape[2] else 1
 
