@@ -210,7 +210,7 @@ def count_key_slices(q, k, v) -> int:
     return max(1, q.shape[3] // _LARGEST_PIECE) if q.shape[2] == k.shape[2] == v.shape[2] else 1
 
 
-def _split_keys(x, slices: int):
+def _split_keys(x, slices: int) -> Any:
     """Split each head of queries, keys or log decays [..., H, K] into `slices` heads, [..., H * slices, K / slices]; None remains
     None.
     """

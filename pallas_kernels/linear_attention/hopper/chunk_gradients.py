@@ -202,6 +202,7 @@ class ChunkGradients:
         """
         call, smem, halving = self.call, self.smem, self.halving
         at_end: Any = 0.0
+        scores: Any = None
         zeros = [jnp.zeros(SQUARE, _F32)] * (1 if call.only_query else 2)
         plgpu.barrier_wait(smem["loaded"])
         _, all_in_range = halving.check_range(*(smem[n] for n in ("q", "k")[call.only_query :]))
