@@ -140,6 +140,12 @@ def _each_seed(value: Callable[[Row], str]) -> Callable[[tuple[str, list[Row]]],
     return lambda record: ", ".join(map(value, record[1]))
 
 
+_SPEED_AND_MEMORY = (
+    column("10³ tokens/s", "tokens_per_second", "{:.1f}", 1e3),
+    column("GiB", "gib", "{:.1f}"),
+    column("commit", "commit"),
+)
+
 TABLES = [
     Table(
         "optimizers",
@@ -211,9 +217,7 @@ TABLES = [
             column("model", "variant", "`{}`"),
             column("rows", "rows", "{}"),
             column("tokens a row", "length", "{:,}"),
-            column("10³ tokens/s", "tokens_per_second", "{:.1f}", 1e3),
-            column("GiB", "gib", "{:.1f}"),
-            column("commit", "commit"),
+            *_SPEED_AND_MEMORY,
         ),
         where=lambda row: row.get("remat") == "dots_and_convolutions",
         key=_step_key,
@@ -225,9 +229,7 @@ TABLES = [
         ("model_step.jsonl",),
         (
             column("model", "variant", "`{}`"),
-            column("10³ tokens/s", "tokens_per_second", "{:.1f}", 1e3),
-            column("GiB", "gib", "{:.1f}"),
-            column("commit", "commit"),
+            *_SPEED_AND_MEMORY,
         ),
         where=lambda row: row.get("remat") == "none",
         key=_step_key,

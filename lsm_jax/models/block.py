@@ -17,7 +17,7 @@ from lsm_jax.mixers.layers import LayerNorm, RMSNorm, draw_xavier
 from lsm_jax.models.branches import by_product
 from lsm_jax.models.config import LayerConfig, ModelConfig
 from lsm_jax.ops.core.saved import saved
-from lsm_jax.ops.normalization.branches import MOST, fuses_gradient, residual_norm
+from lsm_jax.ops.normalization.branches import fuses_gradient, most_norms, residual_norm
 from lsm_jax.parallel import constrain, shards_of
 
 ACTIVATIONS = ("batch", "sequence", None)  # the axes of the residual stream
@@ -139,7 +139,7 @@ class Block(nnx.Module):
         if not (fresh and isinstance(norm, RMSNorm) and fuses_gradient(x)):
             return x, layer(norm(x))
         # Devices that share the heads would add up the gradient of each norm, not their sum.
-        most = MOST if shards_of("heads") == 1 else 1
+        most = most_norms() if shards_of("heads") == 1 else 1
         count, branched = by_product(layer, x, most)
         x, norms = residual_norm(x, norm.factors(), eps=norm.eps, count=count)
         return x, branched(*norms)

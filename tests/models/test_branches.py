@@ -22,7 +22,7 @@ TOKENS = jnp.arange(20).reshape(2, 10)
 SEGMENTS = jnp.array([[1] * 4 + [2] * 6, [1] * 7 + [0] * 3])
 
 
-def number_of_copies(layer, most: int = branches.MOST) -> int:
+def number_of_copies(layer, most: int = branches.most_norms()) -> int:
     x = jnp.ones((2, 10, 32), jnp.bfloat16)
     return by_product(layer, x, most)[0]
 

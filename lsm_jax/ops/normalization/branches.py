@@ -27,8 +27,6 @@ from pallas_kernels.requirements import Requirement, first_unmet
 
 _OP = "residual_norm"
 _MIN_TOKENS = 64
-MOST = 6
-"""The largest number of norms that are useful: of more gradients XLA adds some."""
 
 REQUIREMENTS = (
     Requirement(
@@ -102,6 +100,13 @@ def residual_norm(
         in_sequence=alone,
     )
     return stream, tuple(norms)
+
+
+def most_norms() -> int:
+    """Return the largest number of norms whose gradients one kernel adds."""
+    from pallas_kernels.residual_norm import MOST
+
+    return MOST
 
 
 def fuses_gradient(x: jax.Array) -> bool:

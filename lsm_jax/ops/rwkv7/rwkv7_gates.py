@@ -1,4 +1,4 @@
-"""What RWKV7 computes, channel by channel and head by head, between its projections and its memory."""
+"""Compute the arguments of RWKV7's memory from its projections, channel by channel and head by head."""
 
 from __future__ import annotations
 

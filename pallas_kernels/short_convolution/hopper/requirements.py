@@ -64,7 +64,7 @@ def divide(shape: tuple[int, int, int], head_dim: int | None, ordered: bool) -> 
         return Division(size)
     if ordered:
         return None
-    # Of a warp, as many channels as possible or one head.
+    # A warp computes one head, or as many channels as possible.
     sizes = [s for s in _VECTORS if head_dim in (None, LANES * s) and channels % (LANES * s) == 0]
     if not sizes:
         return None
