@@ -47,7 +47,6 @@ from lsm_jax.mixers.layers import (
     Dense,
     RMSNorm,
     log_uniform_step_bias,
-    matmul_precision,
     merge_heads,
     parameter,
     recomputed,
@@ -210,11 +209,12 @@ def trapezoid_memory(
     )
     phase, final = split_heads(phase, heads), split_heads(final, heads)
 
+    # Products of ranks [i, j] as sums, with which XLA fuses what makes their operands; it stores the operands of a dot.
     def scores(q, k):
-        return jnp.einsum("btihn,btjhn->bthij", q, k, precision=matmul_precision(wide))
+        return jnp.sum(q[:, :, :, None] * k[:, :, None], axis=-1)
 
     def mixed(scores, v):
-        return jnp.einsum("bthij,btjhp->btihp", scores, v, precision=matmul_precision(wide))
+        return jnp.sum(scores[..., None] * v[:, :, None], axis=3)
 
     none = jnp.zeros((ranks, heads, q.shape[-1]), q.dtype)
     q_bias, k_bias = (none if bias is None else bias for bias in (q_bias, k_bias))
@@ -229,13 +229,13 @@ def trapezoid_memory(
         written = written * turned_heads(k_before, k_bias, phase - angle, halves)
         q, k = of_heads(q, q_bias).astype(wide), of_heads(k, k_bias).astype(wide)
         v, v_before = v.astype(wide), v_before.astype(wide)
-        near = mixed(weight[..., None, None] * scores(q, k), v)
+        near = mixed(weight[:, :, None, None] * scores(q, k), v)
         if ranks > 1:  # what a rank reads before the ranks after it are written
             later = jnp.triu(jnp.ones((ranks, ranks), wide), 1)
-            near += mixed(later * scores(read, written), v_before)
+            near += mixed(later[..., None] * scores(read, written), v_before)
         if update_mask is not None:
             k_before = of_heads(k_before, k_bias).astype(wide)
-            last = mixed(weight_before[..., None, None] * scores(q, k_before), v_before)
+            last = mixed(weight_before[:, :, None, None] * scores(q, k_before), v_before)
             near = jnp.where((update_mask != 0)[:, :, None, None, None], near, last)
         return read, written, near
 
