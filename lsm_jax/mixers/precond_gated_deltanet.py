@@ -132,11 +132,12 @@ def preconditioned_memory(
     (batch, length, heads, size), wide = k.shape, log_decay.dtype
     many = jnp.repeat(k, threshold.shape[0] // heads, axis=2)  # of P heads
     keys = many.astype(wide)
-    written = energy_beta[..., None] * keys**2
+    # In the keys' dtype, as the fused kernel requires; the sum over tokens is in float32.
+    written = (energy_beta[..., None] * keys**2).astype(k.dtype)
     decay = jnp.broadcast_to(energy_log_decay[..., None], written.shape)
     flat = (x.reshape(batch, length, -1) for x in (written, decay))
     total, energy = elementwise_memory(*flat, initial_state=energy, **call)
-    r = jnp.log(total.reshape(keys.shape) + 1e-6) - threshold[:, None]
+    r = jnp.log(total.reshape(keys.shape).astype(wide) + 1e-6) - threshold[:, None]
     factor = jnp.exp(-math.log(squash) * r / (1 + jnp.abs(r)))
     groups = v.shape[2] // heads
     forget = jnp.exp(log_decay if log_decay.ndim == 4 else log_decay[..., None])
