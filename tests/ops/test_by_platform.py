@@ -2,11 +2,13 @@
 when the program is lowered.
 """
 
+import dataclasses
 import functools
 import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo as cudnn
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec, use_abstract_mesh
@@ -14,6 +16,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec, 
 from lsm_jax import ops
 from lsm_jax.models.periods import rematerialized
 from lsm_jax.ops.attention import cudnn as attention_cudnn
+from lsm_jax.ops.backends import registry
 from lsm_jax.ops.core.platforms import by_platform
 from lsm_jax.parallel import AXES
 
@@ -110,6 +113,41 @@ def test_cudnn_attends_with_heads_of_256_on_hopper(with_cudnn):
     with use_abstract_mesh(mesh_of("gpu", kind="NVIDIA B200")):
         with pytest.raises(NotImplementedError, match=r"9.0 up to 256\), not 256 and 256"):
             jax.eval_shape(lambda q: ops.attention(q, q, q, implementation="cudnn")[0], q)
+
+
+@pytest.mark.parametrize(("keys", "values"), [(192, 128), (64, 128)])
+def test_cudnn_attends_with_unequal_channels(keys, values, with_cudnn, monkeypatch):
+    """cuDNN computes attention with other key channels than value channels, and its gradient. Values and gradients are XLA's where
+    XLA computes what cuDNN is called with.
+    """
+    shapes = [(2, 16, 4, keys), (2, 16, 2, keys), (2, 16, 2, values)]
+    drawn = zip(jax.random.split(jax.random.key(0), 3), shapes, strict=True)
+    inputs = [jax.random.normal(key, shape, jnp.bfloat16) for key, shape in drawn]
+
+    def gradients(*inputs, **options):
+        def total(q, k, v):
+            y, _ = ops.attention(q, k, v, window=9, **options)
+            return jnp.sum(y.astype(jnp.float32) ** 2), y
+
+        return jax.value_and_grad(total, (0, 1, 2), has_aux=True)(*inputs)
+
+    with use_abstract_mesh(mesh_of("gpu")):
+        text = jax.jit(gradients).trace(*inputs).lower(lowering_platforms=("cuda",)).as_text()
+    assert "__cudnn$fmhaSoftmaxBackward" in text
+    call = jax.nn.dot_product_attention
+    monkeypatch.setattr(
+        jax.nn, "dot_product_attention", lambda *x, **o: call(*x, **o | {"implementation": "xla"})
+    )
+    monkeypatch.setattr(attention_cudnn, "compute_capabilities", lambda: {"9.0"})
+    backends = [dataclasses.replace(b, platforms=()) for b in registry.backends_of("attention")]
+    monkeypatch.setitem(registry._BACKENDS, "attention", tuple(backends))
+    got, wanted = (
+        gradients(*inputs, implementation="cudnn"),
+        gradients(*inputs, implementation="xla"),
+    )
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        a, b = (np.asarray(x, np.float32) for x in (a, b))
+        assert np.abs(a - b).max() <= 2e-2 * np.abs(b).max()
 
 
 @pytest.mark.parametrize(("remat", "calls"), [("full", 2), ("dots", 1), ("none", 1)])

@@ -24,9 +24,9 @@ def _heads_supported(call: Call) -> bool:
 
 
 def _channels_supported(call: Call) -> bool:
-    key_dim, value_dim = (call.arguments[n].shape[3] for n in "qv")
+    channels = [call.arguments[n].shape[3] for n in "qv"]
     most = 256 if compute_capabilities() == {"9.0"} else 128
-    return key_dim == value_dim and key_dim % 8 == 0 and key_dim <= most
+    return all(size % 8 == 0 and size <= most for size in channels)
 
 
 REQUIREMENTS = (
@@ -45,7 +45,7 @@ REQUIREMENTS = (
         "as many key heads as value heads, and a multiple of them as query heads", _heads_supported
     ),
     Requirement(
-        "as many key channels as value channels, a multiple of 8 up to 128 (on compute capability 9.0 up to 256)",
+        "key channels and value channels that are multiples of 8 up to 128 (on compute capability 9.0 up to 256)",
         _channels_supported,
         lambda call: " and ".join(str(call.arguments[n].shape[3]) for n in "kv"),
     ),
@@ -56,8 +56,13 @@ REQUIREMENTS = (
 
 
 def run(call: Call) -> jax.Array:
-    """Compute the output [B, T, H, V] of an `attention` call by cuDNN's fused kernel."""
-    q, k, v = (call.arguments[n] for n in "qkv")
+    """Compute the output [B, T, H, V] of an `attention` call by cuDNN's fused kernel.
+
+    JAX's call of cuDNN requires as many key channels as value channels: zeros are appended where there are fewer.
+    """
+    values = call.arguments["v"].shape[3]
+    size = max(call.arguments["q"].shape[3], values)
+    q, k, v = (_padded(call.arguments[n], size) for n in "qkv")
     window, scale = call.options.window, call.options.scale
     local = None if window is None else (window - 1, 0)
     attend: Any = functools.partial(
@@ -73,7 +78,12 @@ def run(call: Call) -> jax.Array:
         attend = jax.shard_map(
             attend, in_specs=rows, out_specs=rows, axis_names=set(axes), check_vma=False
         )
-    return attend(q, k, v)
+    return attend(q, k, v)[..., :values]
+
+
+def _padded(x: jax.Array, size: int) -> jax.Array:
+    """Return x [B, T, H, D] with zeros appended up to `size` channels."""
+    return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, size - x.shape[3])))
 
 
 def _is_saved(primitive, *_, **__) -> bool:
