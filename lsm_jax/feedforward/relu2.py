@@ -6,12 +6,12 @@ import copy
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from lsm_jax.feedforward.inner_width import InnerWidthConfig
+from lsm_jax.feedforward.squared_relu import squared_relu
 from lsm_jax.feedforward.tokenwise import Tokenwise
-from lsm_jax.mixers.layers import Dense, recomputed
+from lsm_jax.mixers.layers import Dense
 
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
@@ -44,9 +44,4 @@ class ReLU2(Tokenwise):
 
     def transform(self, x: jax.Array) -> jax.Array:
         """Return the output [B, T, D] of ReLU2 for tokens x [B, T, D]."""
-
-        @recomputed
-        def down(up):
-            return self.down_proj(jnp.square(jax.nn.relu(up)))
-
-        return down(self.up_proj(x))
+        return self.down_proj(squared_relu(self.up_proj(x)))

@@ -12,8 +12,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lsm_jax import ops
+from lsm_jax.feedforward.squared_relu import squared_relu
 from lsm_jax.mixers import checks
-from lsm_jax.mixers.layers import OrthogonalDense, parameter, recomputed
+from lsm_jax.mixers.layers import OrthogonalDense, parameter
 
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
@@ -122,9 +123,4 @@ class RWKV7ChannelMix(nnx.Module):
             contiguous=contiguous,
         )
         mixed = x + (before - x) * self.mix[...].astype(x.dtype)
-
-        @recomputed
-        def down(inner):
-            return self.down_proj(jnp.square(jax.nn.relu(inner)))
-
-        return down(self.up_proj(mixed)), state, {}
+        return self.down_proj(squared_relu(self.up_proj(mixed))), state, {}

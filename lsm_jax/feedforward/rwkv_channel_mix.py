@@ -15,8 +15,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lsm_jax import ops
+from lsm_jax.feedforward.squared_relu import squared_relu
 from lsm_jax.mixers import checks
-from lsm_jax.mixers.layers import OrthogonalDense, parameter, recomputed
+from lsm_jax.mixers.layers import OrthogonalDense, parameter
 
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
@@ -133,9 +134,4 @@ class RWKV6ChannelMix(nnx.Module):
         )
         keys = self.k_proj(x + (before - x) * self.mix_k[...].astype(x.dtype))
         gate = jax.nn.sigmoid(self.r_proj(x + (before - x) * self.mix_r[...].astype(x.dtype)))
-
-        @recomputed
-        def values(keys):
-            return self.v_proj(jnp.square(jax.nn.relu(keys)))
-
-        return gate * values(keys), state, {}
+        return gate * self.v_proj(squared_relu(keys)), state, {}

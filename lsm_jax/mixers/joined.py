@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from lsm_jax.mixers.layers import Dense, matmul_to_float32, project
+from lsm_jax.mixers.layers import Dense, OrthogonalDense, matmul_to_float32, project
 from lsm_jax.ops.core.saved import saved
 from lsm_jax.parallel import shards_of
 
@@ -69,5 +69,7 @@ def _joins(x: jax.Array, layers: list[Dense]) -> bool:
 
 def is_plain(layer: Dense, *, biased: bool = False) -> bool:
     """Return whether a dense layer is a product with its kernel and nothing else, with `biased` but perhaps a bias."""
-    plain = type(layer) is Dense and layer.product is project and layer.lora is None
+    plain = (
+        type(layer) in (Dense, OrthogonalDense) and layer.product is project and layer.lora is None
+    )
     return plain and (biased or layer.bias is None)

@@ -27,7 +27,11 @@ from lsm_jax.mixers.layers import (
     split_heads,
 )
 from lsm_jax.mixers.method import Method
+from lsm_jax.mixers.normed_product import apart_from_bias
 from lsm_jax.mixers.op_config import RecurrentConfig
+from lsm_jax.ops.core.saved import saved
+from lsm_jax.ops.rwkv7.xla import RWKV7Gates
+from lsm_jax.parallel import shards_of
 
 _MIXED = {"r": 0.2, "w": 0.9, "k": 0.7, "v": 0.7, "a": 0.9, "g": 0.2}
 """The inputs that mix in the token before, and the power with which the initial share of each falls along the channels."""
@@ -121,8 +125,15 @@ class LowRank(nnx.Module):
 
     def __call__(self, x: jax.Array, dtype: Any = None) -> jax.Array:
         """Return the low-rank function `f(x A) B (+ b)` of tokens x [B, T, D], [B, T, D] in `dtype` (None is x's)."""
+        return self.up(self._inner(x), dtype=dtype)
+
+    def apart_from_bias(self, x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array | None]:
+        """Return the low-rank function of tokens x [B, T, D] in `dtype`, and the bias [D] that must still be added to it, or None."""
+        return apart_from_bias(self.up, self._inner(x), dtype)
+
+    def _inner(self, x: jax.Array) -> jax.Array:
         inner = self.down(x)
-        return self.up(inner if self.activation is None else self.activation(inner), dtype=dtype)
+        return inner if self.activation is None else self.activation(inner)
 
 
 class RWKV7(Mixer):
@@ -199,58 +210,88 @@ class RWKV7(Mixer):
         if "mixed" not in context.saved:
             # Otherwise XLA computes the norm before the layer, and its gradient, in the passes of the mixes.
             x = jax.lax.optimization_barrier(x)
+            fresh = self.shift.name not in context.tails
             before, context = self.shift(x, context)
-            mixes = ops.token_mixes(x, before, self.mix[...])
-            mixed = dict(zip(_MIXED, mixes, strict=True))
+            if fresh and self._in_rows(context):
+                before = None  # its gradient is then part of the pass of x's
+            names, twice = list(_MIXED), ()
+            if "v_first" in context.shared:
+                # The product of the values' share reads a copy of the values' mix.
+                names, twice = [*names, "first"], (names.index("v"),)
+            mixes = ops.token_mixes(x, before, self.mix[...], twice=twice)
+            mixed = dict(zip(names, mixes, strict=True))
             context = context.add(saved={"mixed": mixed})
         return context.saved["mixed"], context
 
+    @staticmethod
+    def _in_rows(context: Context) -> bool:
+        """Return whether the token before each one of a call without a state is the one before it in its row."""
+        whole = context.segment_ids is None and context.update_mask is None
+        return whole and shards_of("sequence") == 1
+
     def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
         """Return the queries [B, T, H, K] of tokens x [B, T, D], which are the receptance r: a projection of
-        x mixed with the token before; and the context, in which r is saved for `write` as `saved["r"]`.
+        x mixed with the token before; and the context.
         """
-        mixed, context = self._mixed(x, context)
-        r = split_heads(self.r_proj(mixed["r"]), self.num_heads)
-        return r, context.add(saved={"r": r})
+        gates, _, context = self._gates(x, context)
+        return gates.r, context
 
     def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
         """Return the arguments of `dplr_memory` that update the memory, by name, and the context: the keys to add, the
         values, the vectors a and b [B, T, H, K] of the rank-one removal aᵀ b, and the log decay of each key channel.
         """
-        mixed, context = self._mixed(x, context)
-        v, context = self._values(mixed["v"], context)
-        wide = jnp.promote_types(x.dtype, jnp.float32)
-
-        def heads(a):
-            return split_heads(a, self.num_heads)
-
-        v = heads(v)
-        gates = ops.rwkv7_gates(
-            context.saved["r"],
-            heads(self.k_proj(mixed["k"])),
-            v,
-            heads(self.rate(mixed["a"], wide)),
-            heads(self.decay(mixed["w"], wide)),
-            removal=self.removal[...].reshape(v.shape[2:]),
-            rate_of_key=self.rate_of_key[...].reshape(v.shape[2:]),
-            bonus=self.bonus[...],
-        )
+        gates, v, context = self._gates(x, context)
         written = dict(k=gates.k, v=v, a=gates.a, b=gates.b, log_decay=gates.log_decay)
         return written, context.add(bypass={"current": gates.current})
 
-    def _values(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Return the values [B, T, D] of tokens x [B, T, D], which are already interpolated with the token
-        before, and the context. In later layers of a model the values are mixed with those of the model's
-        first RWKV7 layer.
+    def _gates(self, x: jax.Array, context: Context) -> tuple[RWKV7Gates, jax.Array, Context]:
+        """Return the results of `rwkv7_gates` and the values [B, T, H, K] for tokens x [B, T, D], and the context, in which
+        both are saved, so that one call computes them once.
         """
-        v = self.v_proj(x)
+        if "gates" not in context.saved:
+            mixed, context = self._mixed(x, context)
+            v, context = self._values(mixed, context)
+            wide = jnp.promote_types(x.dtype, jnp.float32)
+
+            def heads(a):
+                return None if a is None else split_heads(a, self.num_heads)
+
+            def by_head(a):
+                return None if a is None else a.reshape(self.num_heads, -1)
+
+            v = heads(v)
+            r, k = heads(self.r_proj(mixed["r"])), heads(self.k_proj(mixed["k"]))
+            rate, rate_bias = self.rate.apart_from_bias(mixed["a"], wide)
+            decay, decay_bias = self.decay.apart_from_bias(mixed["w"], wide)
+            gates = ops.rwkv7_gates(
+                r,
+                k,
+                v,
+                heads(rate),
+                heads(decay),
+                removal=by_head(self.removal[...]),
+                rate_of_key=by_head(self.rate_of_key[...]),
+                bonus=self.bonus[...],
+                rate_bias=by_head(rate_bias),
+                decay_bias=by_head(decay_bias),
+            )
+            context = context.add(saved={"gates": (gates, v)})
+        return *context.saved["gates"], context
+
+    def _values(self, mixed: dict[str, jax.Array], context: Context) -> tuple[jax.Array, Context]:
+        """Return the values [B, T, D] of tokens that are already interpolated with the token before, given by letter, and the context.
+        In later layers of a model the values are mixed with those of the model's first RWKV7 layer.
+        """
+        v = self.v_proj(mixed["v"])
         if "v_first" not in context.shared:
             return v, context
         is_first = context.layer == context.shared["v_first_layer"]
         first = jnp.where(is_first, v, context.shared["v_first"])
-        share = narrow_gradient(self.first(x, jnp.float32), v.dtype)
+        share = narrow_gradient(self.first(mixed["first"], jnp.float32), v.dtype)
         share = jax.nn.sigmoid(share).astype(v.dtype)
-        return v + (first - v) * share, context.add(shared={"v_first": first})
+        # One array a layer, so that the backward pass does not mix them again.
+        v = saved(v + (first - v) * share)
+        return v, context.add(shared={"v_first": first})
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
         """Return (y, context), with the layer's output y [B, T, D] from the memory's output o [B, T, H, V]: normalise each

@@ -1,4 +1,4 @@
-"""The gradients of `rwkv7_output` by one Hopper kernel."""
+"""`rwkv7_output` and its gradients by one Hopper kernel each."""
 
 from __future__ import annotations
 
@@ -30,6 +30,40 @@ def unsupported(call: Mapping[str, Any]) -> str | None:
     return first_unmet(REQUIREMENTS, call)
 
 
+def forward(arguments: Mapping[str, jax.Array], eps: float, interpret: Any = False) -> jax.Array:
+    """Return the result of `rwkv7_output`, whose arguments are given by name, [B, T, H, V] bfloat16.
+
+    Args:
+        arguments: those of `rwkv7_output`.
+        eps: added to the variance.
+        interpret: parameters of Mosaic GPU's interpreter, to run on a CPU.
+    """
+    shape = arguments["o"].shape
+    part = 1 / shape[3]
+
+    def compute(given, weights, total):
+        normed = _normed(given["o"], total, part, eps)[0] * weights["scale"] + weights["bias"]
+        return dict(y=(normed + given["current"]) * given["gate"]), {}
+
+    results = tokens.run(
+        compute,
+        arrays={n: arguments[n].reshape(-1, *shape[2:]) for n in _ARRAYS},
+        weights={n: arguments[n] for n in _WEIGHTS},
+        outputs=dict(y=jnp.bfloat16),
+        ahead=_AHEAD,
+        name="rwkv7_output",
+        interpret=interpret,
+    )
+    return results["y"].reshape(shape)
+
+
+def _normed(o, total, part: float, eps: float):
+    """Return the norm of heads o without its weights, and the factor that divides by the deviation."""
+    centred = o - total(o) * part
+    root = lax.rsqrt(total(centred * centred) * part + eps)
+    return centred * root, root
+
+
 def backward(
     arguments: Mapping[str, jax.Array], dy: jax.Array, eps: float, interpret: Any = False
 ) -> dict[str, jax.Array]:
@@ -48,9 +82,7 @@ def backward(
     part = 1 / shape[3]
 
     def compute(given, weights, total):
-        centred = given["o"] - total(given["o"]) * part
-        root = lax.rsqrt(total(centred * centred) * part + eps)
-        normed = centred * root
+        normed, root = _normed(given["o"], total, part, eps)
         d_sum = given["dy"] * given["gate"]
         d_normed = d_sum * weights["scale"]
         along = total(d_normed * normed) * part
@@ -66,7 +98,7 @@ def backward(
         compute,
         arrays={n: x.reshape(-1, *shape[2:]) for n, x in arrays.items()},
         weights={n: arguments[n] for n in _WEIGHTS},
-        outputs=_ARRAYS,
+        outputs=dict.fromkeys(_ARRAYS, jnp.bfloat16),
         sums=_WEIGHTS,
         ahead=_AHEAD,
         name="rwkv7_output_backward",

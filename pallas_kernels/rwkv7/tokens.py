@@ -20,7 +20,8 @@ from pallas_kernels.hopper.launch import launch
 from pallas_kernels.requirements import Requirement
 
 _F32 = jnp.float32
-_WARPS = 4  # of the warpgroup that a thread block is
+WARPS = 4
+"""The number of warps of a thread block, which is one warpgroup."""
 CHANNELS = 512
 """The number of channels of a token that a thread block computes: 4 a thread."""
 WIDTHS = (16, 32, 64, 128)
@@ -63,7 +64,7 @@ def divided(name: str, ahead: int) -> Requirement:
     )
 
 
-def _block_tokens(tokens: int, columns: int) -> int:
+def block_tokens(tokens: int, columns: int) -> int:
     """Return the number of consecutive tokens of a thread block: as many, up to 128, as leave every processor 8 blocks, or 16."""
     enough = [n for n in (128, 64, 32) if -(-tokens // n) * columns >= 8 * PROCESSORS]
     return (enough or [16])[0]
@@ -74,14 +75,14 @@ def run(
     *,
     arrays: Mapping[str, jax.Array],
     weights: Mapping[str, jax.Array],
-    outputs: Iterable[str],
-    sums: Iterable[str],
+    outputs: Mapping[str, Any],
+    sums: Iterable[str] = (),
     ahead: int,
     name: str,
     interpret: Any,
 ) -> dict[str, jax.Array]:
-    """Run a kernel that computes each token and head alone; return its outputs [tokens, H, K] in bfloat16 and its sums over all tokens
-    [H, K] in float32, by name.
+    """Run a kernel that computes each token and head alone; return its outputs [tokens, H, K] and its sums over all tokens [H, K] in
+    float32, by name.
 
     Args:
         compute: function of one token's arrays and of the weights, two dictionaries of tiles [heads, K] in float32, and of a function
@@ -89,7 +90,7 @@ def run(
             addends of the sums, by name.
         arrays: [tokens, H, K] by name; H K is a multiple of `CHANNELS`, and K one of `WIDTHS`.
         weights: [H, K] in float32 by name.
-        outputs: names of the outputs.
+        outputs: the dtypes of the outputs, by name.
         sums: names of the sums.
         ahead: the number of tokens, a divisor of all tokens, that are loaded while as many are computed.
         name: the kernel's name in profiles.
@@ -98,9 +99,9 @@ def run(
     tokens, heads, width = next(iter(arrays.values())).shape
     rows = CHANNELS // width
     columns = heads // rows
-    block = _block_tokens(tokens, columns)
-    registers, tile = channel_rows(rows, width, _WARPS), (rows, width)
-    outputs, sums = tuple(outputs), tuple(sums)
+    block = block_tokens(tokens, columns)
+    registers, tile = channel_rows(rows, width, WARPS), (rows, width)
+    sums = tuple(sums)
 
     def kernel(refs):
         own = pl.ds(lax.axis_index("column") * rows, rows)
@@ -143,13 +144,15 @@ def run(
             store(x, f"sum_{n}", index)
 
     blocks = -(-tokens // block)
-    per_token = jax.ShapeDtypeStruct((tokens, heads, width), jnp.bfloat16)
+    per_token = {
+        f"out_{n}": jax.ShapeDtypeStruct((tokens, heads, width), d) for n, d in outputs.items()
+    }
     per_block = jax.ShapeDtypeStruct((blocks, heads, width), _F32)
     results = launch(
         kernel,
         inputs={f"in_{n}": x for n, x in arrays.items()}
         | {f"weight_{n}": x for n, x in weights.items()},
-        outputs={f"out_{n}": per_token for n in outputs} | {f"sum_{n}": per_block for n in sums},
+        outputs=per_token | {f"sum_{n}": per_block for n in sums},
         grid=dict(column=columns, block=blocks),
         name=name,
         interpret=interpret,

@@ -410,7 +410,7 @@ def test_gradients_of_rwkv7_equal_the_definition(op, case):
     for a, b in zip(*map(jax.tree.leaves, (got, run(arguments, gradients))), strict=True):
         np.testing.assert_array_equal(a, b)
     wide = rwkv7.widened(arguments)
-    if op == "token_mixes":  # the weights that multiply are rounded
+    if rwkv7.is_mixes(op):  # the weights that multiply are rounded
         wide["shares"] = rwkv7.widened(arguments["shares"].astype(jnp.bfloat16))
     defined = functools.partial(rwkv7.definition, op)
     wanted = jax.jit(lambda *a: rwkv7.both(defined, *a)[1])(wide, rwkv7.widened(gradients))

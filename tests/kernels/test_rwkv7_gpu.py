@@ -16,32 +16,44 @@ from pallas_kernels.compat import gpu_interpreter, races_found
 from pallas_kernels.rwkv7.cases import INTERPRETED, TOLERANCES, Case
 from tests.kernels.test_linear_attention_gpu import error
 
-OPS = ("token_mixes", "rwkv7_gates", "rwkv7_output")
+IN_ROWS = "token_mixes in_rows"  # with the token before of the same row
+OPS = ("token_mixes", IN_ROWS, "rwkv7_gates", "rwkv7_output")
+KERNELS = {"token_mixes": 1, IN_ROWS: 1, "rwkv7_gates": 2, "rwkv7_output": 2}  # with the gradients'
 MIXES = 6
+TWICE = (3,)
 EPS = 64e-5
 _PER_TOKEN = {
     "token_mixes": "x before",
+    IN_ROWS: "x",
     "rwkv7_gates": "r k v rate decay",
     "rwkv7_output": "o current gate",
 }
 _WEIGHTS = {
     "token_mixes": "shares",
-    "rwkv7_gates": "removal rate_of_key bonus",
+    IN_ROWS: "shares",
+    "rwkv7_gates": "removal rate_of_key bonus rate_bias decay_bias",
     "rwkv7_output": "scale bias",
 }
+
+
+def is_mixes(op: str) -> bool:
+    """Return whether an op of `OPS` is `token_mixes`, with or without the tokens before."""
+    return op.startswith("token_mixes")
 
 
 def definition(op: str, arguments: dict[str, Any]):
     """Return the results of `op` as it is defined."""
     if op == "rwkv7_output":
         return xla.output(**arguments, eps=EPS)
-    return (xla.mixes if op == "token_mixes" else xla.gates)(**arguments)
+    if is_mixes(op):
+        return xla.mixes(**dict(before=None) | arguments, twice=TWICE)
+    return xla.gates(**arguments)
 
 
 def by_kernel(op: str, interpret: Any, arguments: dict[str, Any]):
-    """Return the results of `op`, with gradients by the kernel in its interpreter."""
-    if op == "token_mixes":
-        return backends.mixes_by_kernel(interpret, **arguments)
+    """Return the results of `op`, and gradients, by its kernels in their interpreter."""
+    if is_mixes(op):
+        return backends.mixes_by_kernel(interpret, **arguments, twice=TWICE)
     if op == "rwkv7_gates":
         return backends.gates_by_kernel(interpret, arguments)
     return backends.output_by_kernel(interpret, EPS, arguments)
@@ -49,8 +61,10 @@ def by_kernel(op: str, interpret: Any, arguments: dict[str, Any]):
 
 def by_op(op: str, implementation: str | None, arguments: dict[str, Any]):
     """Return the results of `op` by the backend called `implementation`."""
-    more = dict(eps=EPS) if op == "rwkv7_output" else {}
-    return getattr(ops, op)(**arguments, **more, implementation=implementation)
+    options = {"rwkv7_output": dict(eps=EPS), "token_mixes": dict(twice=TWICE)}
+    options[IN_ROWS] = dict(twice=TWICE, before=None)
+    more: dict[str, Any] = options.get(op, {})
+    return getattr(ops, op.split()[0])(**arguments, **more, implementation=implementation)
 
 
 def make(op: str, case: Case) -> tuple[dict[str, Any], Any]:
@@ -61,7 +75,7 @@ def make(op: str, case: Case) -> tuple[dict[str, Any], Any]:
         return jnp.asarray(rng.normal(size=shape), dtype)
 
     channels = case.heads * case.channels
-    flat = op == "token_mixes"
+    flat = is_mixes(op)
     shape = (*case[:2], channels) if flat else tuple(case)
     of_weights = (MIXES, channels) if flat else tuple(case[2:])
     arguments = {n: normal(*shape) for n in _PER_TOKEN[op].split()}
@@ -88,7 +102,7 @@ def check(op: str, arguments, gradients) -> None:
     got = both(functools.partial(by_kernel, op, gpu_interpreter()), arguments, gradients)
     assert not races_found()
     wide = widened(arguments)
-    if op == "token_mixes":  # the weights that multiply are rounded
+    if is_mixes(op):  # the weights that multiply are rounded
         wide["shares"] = widened(arguments["shares"].astype(jnp.bfloat16))
     wanted = both(functools.partial(definition, op), wide, widened(gradients))
     for a, b in zip(jax.tree.leaves(got[0]), jax.tree.leaves(wanted[0]), strict=True):
@@ -150,14 +164,14 @@ def lowered(op: str, case: Case, implementation: str | None) -> str:
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize(
     ("case", "kernels"),
-    [(Case(2, 64, 8, 64), 1), (Case(2, 63, 8, 64), 0), (Case(2, 64, 4, 64), 0)],
+    [(Case(2, 64, 8, 64), True), (Case(2, 63, 8, 64), False), (Case(2, 64, 4, 64), False)],
     ids=lambda value: getattr(value, "id", value),
 )
 def test_the_op_selects_it_on_a_hopper_gpu(op, case, kernels):
-    """On a Hopper GPU the gradients of a call that the kernel supports are one kernel; `ops.choices` says what was chosen."""
+    """On a Hopper GPU a call that the kernels support is theirs; `ops.choices` says what was chosen."""
     clear_choices()
-    assert lowered(op, case, None).count("custom_call @mosaic_gpu") == kernels
-    assert ops.choices()[op].startswith("mosaic_gpu on NVIDIA 9.0" if kernels else "xla")
+    assert lowered(op, case, None).count("custom_call @mosaic_gpu") == kernels * KERNELS[op]
+    assert ops.choices()[op.split()[0]].startswith("mosaic_gpu on NVIDIA 9.0" if kernels else "xla")
 
 
 @pytest.mark.parametrize(
@@ -166,7 +180,7 @@ def test_the_op_selects_it_on_a_hopper_gpu(op, case, kernels):
         ("rwkv7_gates", Case(1, 64, 8, 64), "k", "requires r, k and v in bfloat16, not bfloat16, float32"),
         ("rwkv7_gates", Case(1, 64, 4, 64), "", "requires a multiple of 512 channels in all heads, not 256"),
         ("rwkv7_gates", Case(1, 64, 2, 256), "", "requires heads of 16, 32, 64 or 128 channels, not 256"),
-        ("rwkv7_output", Case(1, 64, 8, 64), "gate", "requires o, current and gate in bfloat16"),
+        ("rwkv7_output", Case(1, 64, 8, 64), "o current gate", "requires o, current and gate in bfloat16"),
         ("rwkv7_output", Case(1, 65, 8, 64), "", "requires a multiple of 2 tokens in all rows, not 65"),
         ("rwkv7_output", Case(1, 64, 4, 64), "", "requires a multiple of 512 channels in all heads, not 256"),
         ("token_mixes", Case(1, 64, 8, 64), "x before", "requires x and before in bfloat16"),

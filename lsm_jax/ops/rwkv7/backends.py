@@ -1,7 +1,8 @@
-"""The backends of `token_mixes`, `rwkv7_gates` and `rwkv7_output`: fused kernels for Hopper, which compute the gradients, and XLA.
+"""The backends of `token_mixes`, `rwkv7_gates` and `rwkv7_output`: fused kernels for Hopper, and XLA.
 
-XLA's forward passes read and write little more than kernels would; its backward passes read and write several times as much,
-because sums over channels and over tokens divide them.
+XLA's backward passes read and write several times as much as kernels do, because sums over channels and over tokens divide them. Of its
+forward passes those with sums over the 64 channels of a head run at a third to a half of the bandwidth; that of `token_mixes`, which
+has none, is left to XLA.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ import jax
 import jax.numpy as jnp
 
 from lsm_jax.ops.backends.registry import PALLAS, Backend, Call, register
+from lsm_jax.ops.core.saved import convolved
 from lsm_jax.ops.rwkv7 import xla
 from lsm_jax.ops.rwkv7.xla import RWKV7Gates
 from pallas_kernels.requirements import Requirement
+from pallas_kernels.residuals import behind_barrier, name_residuals
 
 _MIN_TOKENS = 64
 
@@ -29,6 +32,16 @@ REQUIREMENTS = (
     ),
     *PALLAS,
 )
+
+
+class MixOptions(NamedTuple):
+    """The options of `token_mixes` that are constant when a program is compiled.
+
+    Attributes:
+        twice: the indices of the results of which there is one more.
+    """
+
+    twice: tuple[int, ...]
 
 
 class OutputOptions(NamedTuple):
@@ -46,38 +59,51 @@ def _kernel(name: str) -> Any:
     return importlib.import_module(f"pallas_kernels.rwkv7.{name}")
 
 
-def mixes_by_kernel(interpret: Any, x, before, shares) -> tuple[jax.Array, ...]:
+def mixes_by_kernel(
+    interpret: Any,
+    x: jax.Array,
+    shares: jax.Array,
+    before: jax.Array | None = None,
+    twice: tuple[int, ...] = (),
+) -> tuple[jax.Array, ...]:
     """Return the results of `token_mixes`, with gradients by the fused kernel; `interpret` are parameters of its interpreter."""
-    return _mixes(interpret, x, before, shares)
+    return _mixes(interpret, twice, x, before, shares)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _mixes(interpret, x, before, shares):
-    return xla.mixes(x, before, shares)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _mixes(interpret, twice, x, before, shares):
+    return xla.mixes(x, before, shares, twice)
 
 
-def _mixes_backward(interpret, saved, gradients):
+def _mixes_backward(interpret, twice, saved, gradients):
     x, before, shares = saved
-    rounded = shares.astype(x.dtype).astype(jnp.float32)
-    d_x, d_before, d_shares = _kernel("mixes").backward(before - x, rounded, gradients, interpret)
+    rounded, kernels = shares.astype(x.dtype).astype(jnp.float32), _kernel("mixes")
+    if before is None:
+        d_x, d_shares = kernels.backward_in_rows(x, rounded, gradients, twice, interpret)
+        return d_x, None, d_shares.astype(shares.dtype)
+    d_x, d_before, d_shares = kernels.backward(before - x, rounded, gradients, twice, interpret)
     return d_x, d_before, d_shares.astype(shares.dtype)
 
 
-_mixes.defvjp(lambda interpret, *a: (xla.mixes(*a), a), _mixes_backward)
+_mixes.defvjp(
+    lambda interpret, twice, *a: (xla.mixes(*a, twice), a),
+    _mixes_backward,
+)
 
 
 def gates_by_kernel(interpret: Any, arguments: dict[str, jax.Array]) -> RWKV7Gates:
-    """Return the results of `rwkv7_gates`, whose arguments are given by name, with gradients by the fused kernel."""
+    """Return the results of `rwkv7_gates`, whose arguments are given by name, and their gradients by the fused kernels."""
     return _gates(interpret, arguments)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _gates(interpret, arguments):
-    return xla.gates(**arguments)
+    return _gates_forward(interpret, arguments)[0]
 
 
 def _gates_forward(interpret, arguments):
-    results = xla.gates(**arguments)
+    found = behind_barrier(_kernel("gates").forward(arguments, interpret))
+    results = RWKV7Gates(r=arguments["r"], **jax.tree.map(convolved, found))
     return results, (arguments, results.log_decay)
 
 
@@ -91,13 +117,18 @@ _gates.defvjp(_gates_forward, _gates_backward)
 
 
 def output_by_kernel(interpret: Any, eps: float, arguments: dict[str, jax.Array]) -> jax.Array:
-    """Return the result of `rwkv7_output`, whose arguments are given by name, with gradients by the fused kernel."""
+    """Return the result of `rwkv7_output`, whose arguments are given by name, and its gradients by the fused kernels."""
     return _output(interpret, eps, arguments)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _output(interpret, eps, arguments):
-    return xla.output(**arguments, eps=eps)
+    return _output_forward(interpret, eps, arguments)[0]
+
+
+def _output_forward(interpret, eps, arguments):
+    # Saved for the gradient of the product behind it, as other kernels' results.
+    return name_residuals(_kernel("output").forward(arguments, eps, interpret)), arguments
 
 
 def _output_backward(interpret, eps, arguments, dy):
@@ -105,21 +136,23 @@ def _output_backward(interpret, eps, arguments, dy):
     return ({n: found[n].astype(x.dtype) for n, x in arguments.items()},)
 
 
-_output.defvjp(lambda interpret, eps, a: (xla.output(**a, eps=eps), a), _output_backward)
+_output.defvjp(_output_forward, _output_backward)
 
 
 def run_mixes(call: Call) -> tuple[jax.Array, ...]:
     """Compute `token_mixes` with gradients by the fused kernel."""
-    return mixes_by_kernel(False, **call.arguments)
+    return mixes_by_kernel(False, **call.arguments, twice=call.options.twice)
 
 
 def run_mixes_xla(call: Call) -> tuple[jax.Array, ...]:
     """Compute `token_mixes` by XLA."""
-    return xla.mixes_in_two_passes(**call.arguments)
+    x, before, shares = (call.arguments.get(n) for n in ("x", "before", "shares"))
+    before = xla.token_before(x) if before is None else before
+    return xla.mixes_in_two_passes(call.options.twice, x, before, shares)
 
 
 def run_gates(call: Call) -> RWKV7Gates:
-    """Compute `rwkv7_gates` with gradients by the fused kernel."""
+    """Compute `rwkv7_gates` by the fused kernels."""
     return gates_by_kernel(False, call.arguments)
 
 
@@ -130,7 +163,7 @@ def run_gates_xla(call: Call) -> RWKV7Gates:
 
 
 def run_output(call: Call) -> jax.Array:
-    """Compute `rwkv7_output` with gradients by the fused kernel."""
+    """Compute `rwkv7_output` by the fused kernels."""
     return output_by_kernel(False, call.options.eps, call.arguments)
 
 
@@ -139,13 +172,22 @@ def run_output_xla(call: Call) -> jax.Array:
     return xla.output(**call.arguments, eps=call.options.eps)
 
 
+def _given(call: Call) -> dict[str, Any]:
+    """Return what a kernel's requirements are about: the arrays of a call and, of `token_mixes`, the number of results."""
+    if not isinstance(call.options, MixOptions):
+        return call.arguments
+    return call.arguments | dict(
+        results=call.arguments["shares"].shape[0] + len(call.options.twice)
+    )
+
+
 def _register(op: str, kernel: str, run: Callable[[Call], Any], run_xla: Callable[[Call], Any]):
     """Register the backends of `op`; its kernel is the module of `pallas_kernels.rwkv7` called `kernel`."""
     fused = Backend(
         name="mosaic_gpu",
         run=run,
         requirements=REQUIREMENTS,
-        more=lambda call: _kernel(kernel).unsupported(call.arguments),
+        more=lambda call: _kernel(kernel).unsupported(_given(call)),
         platforms=("cuda",),
         compute_capabilities=("9.0",),
     )

@@ -24,6 +24,8 @@ def rwkv7_gates(
     removal: Float[Array, "H K"],
     rate_of_key: Float[Array, "H K"],
     bonus: Float[Array, "H K"],
+    rate_bias: Float[Array, "H K"] | None = None,
+    decay_bias: Float[Array, "H K"] | None = None,
     implementation: str | tuple[str, ...] | None = None,
 ) -> RWKV7Gates:
     """Return the keys, removals and decays with which RWKV7 (arXiv 2503.14456, section 4) updates its memory, and the part of its
@@ -41,26 +43,34 @@ def rwkv7_gates(
         removal: [H, K], the weights of the keys that are removed.
         rate_of_key: [H, K], how much the rate changes the keys that are added.
         bonus: [H, K], the weights of the receptance for the token itself.
+        rate_bias: [H, K], added to rate, or None.
+        decay_bias: [H, K], added to decay, or None.
         implementation: None (the first automatic backend that supports the call; see docs/kernels.md), a
             backend's name ("xla" or "mosaic_gpu"), or a tuple of names in order of preference.
 
     Returns:
-        `RWKV7Gates`: five arrays [B, T, H, K], log_decay in rate's dtype and the others in v's.
+        `RWKV7Gates`: r itself, and five arrays [B, T, H, K], log_decay in rate's dtype and the others in v's.
 
     Raises:
         NotImplementedError: no backend of the given names supports the call; the message names the
             requirement.
-        ValueError: a shape or `implementation` is not accepted.
+        ValueError: a shape, a dtype or `implementation` is not accepted.
     """
     check_implementation(_OP, implementation)
     if k.ndim != 4:
         raise ValueError(f"{_OP}: k has shape {k.shape}; accepted is [B, T, H, K]")
     batched = dict(r=r, k=k, v=v, rate=rate, decay=decay)
     weights = dict(removal=removal, rate_of_key=rate_of_key, bonus=bonus)
+    biases = dict(rate_bias=rate_bias, decay_bias=decay_bias)
+    weights |= {name: x for name, x in biases.items() if x is not None}
     for name, x in batched.items():
         checks.check_shape(_OP, name, x, k.shape, "B, T, H, K")
     for name, x in weights.items():
         checks.check_shape(_OP, name, x, k.shape[2:], "H, K")
+    if rate.dtype not in ("float32", "float64"):
+        raise ValueError(f"{_OP}: rate has dtype {rate.dtype}; accepted are float32 and float64")
+    if decay.dtype != rate.dtype:
+        raise ValueError(f"{_OP}: decay has dtype {decay.dtype}; accepted is rate's, {rate.dtype}")
     tokens = (*TOKENS[:2], "heads")
     return over_mesh(
         run_inline,
@@ -68,6 +78,6 @@ def rwkv7_gates(
         weights,
         static_of(_OP, None, implementation),
         axes=dict.fromkeys(batched, tokens) | dict.fromkeys(weights, ("heads",)),
-        out_axes=RWKV7Gates(tokens, tokens, tokens, tokens, tokens),  # pyrefly: ignore
+        out_axes=RWKV7Gates(*(tokens,) * 6),  # pyrefly: ignore
         in_sequence=alone,
     )

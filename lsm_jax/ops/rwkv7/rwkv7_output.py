@@ -43,7 +43,7 @@ def rwkv7_output(
     Raises:
         NotImplementedError: no backend of the given names supports the call; the message names the
             requirement.
-        ValueError: a shape or `implementation` is not accepted.
+        ValueError: a shape, a dtype or `implementation` is not accepted.
     """
     check_implementation(_OP, implementation)
     if o.ndim != 4:
@@ -51,6 +51,8 @@ def rwkv7_output(
     batched, weights = dict(o=o, current=current, gate=gate), dict(scale=scale, bias=bias)
     for name, x in batched.items():
         checks.check_shape(_OP, name, x, o.shape, "B, T, H, V")
+        if x.dtype != o.dtype:
+            raise ValueError(f"{_OP}: {name} has dtype {x.dtype}; accepted is o's, {o.dtype}")
     for name, x in weights.items():
         checks.check_shape(_OP, name, x, o.shape[2:], "H, V")
     tokens = (*TOKENS[:2], "heads")

@@ -1,0 +1,29 @@
+"""The squared ReLU between two products, differentiated from its result."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from lsm_jax.ops.core.saved import saved
+
+
+@jax.custom_jvp
+def squared_relu(x: jax.Array) -> jax.Array:
+    """Return `relu(x)²`, in x's dtype.
+
+    Its derivative `2 relu(x)` is computed from the result, as `2 sqrt(relu(x)²)`: the product behind it requires the result for its
+    gradient, so that one array is saved for both, and none is computed again.
+    """
+    return jnp.square(jax.nn.relu(x))
+
+
+@squared_relu.defjvp
+def _tangent(primals, tangents):
+    (x,), (d_x,) = primals, tangents
+    y = saved(squared_relu(x))
+    wide = y.astype(jnp.promote_types(y.dtype, jnp.float32))
+    positive = wide > 0
+    # Of 1 where y is 0, so that the root's derivative, infinite at 0, is not multiplied by 0 in second derivatives.
+    root = jnp.where(positive, jnp.sqrt(jnp.where(positive, wide, 1)), 0)
+    return y, (2 * root * d_x.astype(wide.dtype)).astype(x.dtype)
