@@ -152,6 +152,7 @@ def backward(
         sums=weights,
         ahead=1,
         name="rwkv7_gates_backward",
+        shared_sums=weights,
         interpret=interpret,
     )
     return results | {n: results[n].reshape(shape) for n in _ARRAYS}

@@ -8,7 +8,7 @@ XLA adds those of the blocks.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -80,6 +80,7 @@ def run(
     ahead: int,
     name: str,
     interpret: Any,
+    shared_sums: Collection[str] = (),
 ) -> dict[str, jax.Array]:
     """Run a kernel that computes each token and head alone; return its outputs [tokens, H, K] and its sums over all tokens [H, K] in
     float32, by name.
@@ -95,6 +96,7 @@ def run(
         ahead: the number of tokens, a divisor of all tokens, that are loaded while as many are computed.
         name: the kernel's name in profiles.
         interpret: parameters of the interpreter, or False.
+        shared_sums: names of the sums that are in shared memory instead of registers.
     """
     tokens, heads, width = next(iter(arrays.values())).shape
     rows = CHANNELS // width
@@ -102,8 +104,9 @@ def run(
     block = block_tokens(tokens, columns)
     registers, tile = channel_rows(rows, width, WARPS), (rows, width)
     sums = tuple(sums)
+    carried = tuple(n for n in sums if n not in shared_sums)
 
-    def kernel(refs):
+    def kernel(refs, buffers):
         own = pl.ds(lax.axis_index("column") * rows, rows)
         index = lax.axis_index("block")
         start = index * block
@@ -134,14 +137,24 @@ def run(
                 out, added = compute(dict(zip(arrays, wide, strict=True)), constants, total)
                 for n in outputs:
                     store(out[n], f"out_{n}", token + j)
-                carry = [x + added[n] for n, x in zip(sums, carry, strict=True)]
+                for n, buffer in buffers.items():
+                    add(buffer, added[n])
+                carry = [x + added[n] for n, x in zip(carried, carry, strict=True)]
             return following, carry
 
+        def add(buffer, x):
+            earlier = plgpu.load(buffer, layout=registers, optimized=False)
+            buffer[...] = plgpu.layout_cast(earlier + x, registers)
+
         zero = next(iter(constants.values())) * 0.0
+        for buffer in buffers.values():
+            buffer[...] = plgpu.layout_cast(zero, registers)
         count = jnp.minimum(block, tokens - start) // ahead
-        _, carry = lax.fori_loop(0, count, step, (load_step(start), [zero] * len(sums)))
-        for n, x in zip(sums, carry, strict=True):
+        _, carry = lax.fori_loop(0, count, step, (load_step(start), [zero] * len(carried)))
+        for n, x in zip(carried, carry, strict=True):
             store(x, f"sum_{n}", index)
+        for n, buffer in buffers.items():
+            store(plgpu.load(buffer, layout=registers, optimized=False), f"sum_{n}", index)
 
     blocks = -(-tokens // block)
     per_token = {
@@ -154,6 +167,8 @@ def run(
         | {f"weight_{n}": x for n, x in weights.items()},
         outputs=per_token | {f"sum_{n}": per_block for n in sums},
         grid=dict(column=columns, block=blocks),
+        scratch={n: plgpu.SMEM(tile, _F32) for n in sums if n in shared_sums},
+        auto_barriers=not shared_sums,  # a thread loads from shared memory what it alone has stored
         name=name,
         interpret=interpret,
     )

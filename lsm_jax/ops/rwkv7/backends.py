@@ -85,10 +85,16 @@ def _mixes_backward(interpret, twice, saved, gradients):
     return d_x, d_before, d_shares.astype(shares.dtype)
 
 
-_mixes.defvjp(
-    lambda interpret, twice, *a: (xla.mixes(*a, twice), a),
-    _mixes_backward,
-)
+def _mixes_forward(interpret, twice, x, before, shares):
+    mixes = xla.mixes(x, before, shares, twice)
+    if before is None:
+        # When mixes are computed again, the kernel waits for them: otherwise XLA computes them, and the gradients of the matrices that
+        # multiply them, after all layers, and keeps the gradients of all layers' mixes until then.
+        x, *mixes = jax.lax.optimization_barrier((x, *mixes))
+    return tuple(mixes), (x, before, shares)
+
+
+_mixes.defvjp(_mixes_forward, _mixes_backward)
 
 
 def gates_by_kernel(interpret: Any, arguments: dict[str, jax.Array]) -> RWKV7Gates:
