@@ -9,7 +9,8 @@ after another, while nothing compiles: the median over 5 batches of 2 steps, or 
 and CPU seconds of tracing and compiling beside the others. `--profile DIR` writes the device times of a
 step's instructions, one file for each row. `--implementations` names backends of the mixers' ops, `--unit_length xla` leaves the unit
 length of heads after short convolutions to XLA, `--norms xla` the gradients of blocks' norms and of the products behind mixers' norms
-(`stream` and `product` compute one of the two by a kernel), `--loss_chunk_sizes` are of `model.loss_chunk_size`, and `--losses N` first trains
+(`stream` and `product` compute one of the two by a kernel), `--rwkv7 before` computes what RWKV7 and squared ReLUs do between products as before it
+was fused (other words leave out one part), `--loss_chunk_sizes` are of `model.loss_chunk_size`, and `--losses N` first trains
 for N steps on successive text (warm-up of N / 5 steps) and stores their losses. With `--lock FILE` processes on one card compile side by
 side and time one after another. `--peers fla` then times the forward and backward, without an
 optimizer, of flash-linear-attention's models in the same proportions (see `benchmarks.peers.fla`) at the only
@@ -34,6 +35,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the processes
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import options, text
@@ -44,10 +46,14 @@ from benchmarks.run import log
 from benchmarks.timing import alone, append_row, program_bytes, provenance
 from configs import lm
 from lsm_jax import ops
+from lsm_jax.feedforward import rwkv7_channel_mix
 from lsm_jax.mixers import mamba2, normed_product
+from lsm_jax.mixers import rwkv7 as rwkv7_mixer
+from lsm_jax.mixers.layers import recomputed
 from lsm_jax.models import block
 from lsm_jax.models.config import MATMUL, REMAT
 from lsm_jax.ops.convolution import backends as convolution
+from lsm_jax.ops.rwkv7 import backends as rwkv7
 from lsm_jax.parallel import make_mesh, token_sharding
 from lsm_jax.training import TrainConfig, make_program
 
@@ -64,6 +70,7 @@ BENCHMARK = Benchmark(
         "implementation": None,
         "unit_length": None,
         "norms": None,
+        "rwkv7": None,
         "loss_chunk_size": None,
     },
     output="docs/model_step.jsonl",
@@ -74,6 +81,8 @@ UNROLLED = {
     "no": False,
     "yes": True,
 }  # model.unroll_layers, by the words of --unrolled
+
+RWKV7_PARTS = ("before", "forward", "rows", "squares", "values")  # what `leave_out` knows
 
 SECONDS = 20  # after which no further batch of steps is timed, if one was
 
@@ -203,6 +212,8 @@ def serve(case: dict[str, Any]) -> None:
     if norms in ("xla", "stream"):
         for mixer in (mamba2, normed_product):
             mixer.fuses_product = lambda x, gate, group: False
+    if part := case.get("rwkv7"):
+        leave_out(part)
     if size := case.get("loss_chunk_size"):
         config.model.loss_chunk_size = size
     if count := case.get("losses", 0):
@@ -247,6 +258,27 @@ def use_implementation(config: TrainConfig, name: str) -> None:
         owner.implementation = name
 
 
+def leave_out(part: str) -> None:
+    """Compute one part of RWKV7's elementwise work as it was before: `forward` the gates and outputs by XLA forward, `rows` the tokens before
+    as an array with a gradient of its own, `squares` the squared ReLU from its saved argument, `values` the mixed values again in the
+    backward pass; `before` all of them.
+    """
+
+    def within(name: str) -> bool:
+        return part in (name, "before")
+
+    if within("forward"):
+        rwkv7.compute_gates = lambda interpret, arguments: rwkv7.xla.gates(**arguments)
+        rwkv7.compute_output = lambda interpret, eps, given: rwkv7.xla.output(**given, eps=eps)
+    if within("rows"):
+        rwkv7_mixer.RWKV7.in_rows = staticmethod(lambda context: False)
+    if within("squares"):
+        square = recomputed(lambda x: jnp.square(jax.nn.relu(x)))
+        rwkv7_channel_mix.squared_relu = square
+    if within("values"):
+        rwkv7_mixer.saved = lambda x: x
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     default = "gla-340m,gated_deltanet-340m,mamba2-340m"
     parser.add_argument("--variants", type=options.words, default=default, help="of configs/lm.py")
@@ -277,6 +309,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--norms", type=options.names(("automatic", "xla", "stream", "product")), default="automatic",
         help="gradients by kernels of blocks' norms with the residual stream (stream), of mixers' norms with their products (product), of both "
         "(automatic) or by XLA; automatic,xla: with and without",
+    )  # fmt: skip
+    parser.add_argument(
+        "--rwkv7", type=options.names(("automatic", *RWKV7_PARTS)), default="automatic",
+        help="a part of RWKV7's elementwise work as before it was fused: forward, rows, squares, values, or before, which is all of them; "
+        "automatic,before: with and without",
     )  # fmt: skip
     parser.add_argument(
         "--loss_chunk_sizes", type=options.integers, default="0",
@@ -311,6 +348,7 @@ def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
         | ({"implementation": name} if name != "automatic" else {})
         | ({"unit_length": unit_length} if unit_length != "automatic" else {})
         | ({"norms": norms} if norms != "automatic" else {})
+        | ({"rwkv7": part} if part != "automatic" else {})
         | ({"loss_chunk_size": loss_chunk_size} if loss_chunk_size else {})
         | ({"losses": args.losses} if args.losses else {})
         for r, n in policies
@@ -320,6 +358,7 @@ def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
         for name in args.implementations
         for unit_length in args.unit_length
         for norms in args.norms
+        for part in args.rwkv7
         for loss_chunk_size in args.loss_chunk_sizes
     ]
     return own + [

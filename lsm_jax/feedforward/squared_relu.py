@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from lsm_jax.mixers.layers import recomputed
 from lsm_jax.ops.core.saved import saved
 
 
@@ -20,10 +21,15 @@ def squared_relu(x: jax.Array) -> jax.Array:
 
 @squared_relu.defjvp
 def _tangent(primals, tangents):
-    (x,), (d_x,) = primals, tangents
-    y = saved(squared_relu(x))
+    y = saved(squared_relu(*primals))
+    return y, _product_with_derivative(y, *tangents)
+
+
+@recomputed
+def _product_with_derivative(y: jax.Array, d_x: jax.Array) -> jax.Array:
+    """Return the tangent of `y = relu(x)²` for that of x, `2 sqrt(y) d_x`."""
     wide = y.astype(jnp.promote_types(y.dtype, jnp.float32))
     positive = wide > 0
     # Of 1 where y is 0, so that the root's derivative, infinite at 0, is not multiplied by 0 in second derivatives.
     root = jnp.where(positive, jnp.sqrt(jnp.where(positive, wide, 1)), 0)
-    return y, (2 * root * d_x.astype(wide.dtype)).astype(x.dtype)
+    return (2 * root * d_x.astype(wide.dtype)).astype(y.dtype)

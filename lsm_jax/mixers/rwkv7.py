@@ -212,7 +212,7 @@ class RWKV7(Mixer):
             x = jax.lax.optimization_barrier(x)
             fresh = self.shift.name not in context.tails
             before, context = self.shift(x, context)
-            if fresh and self._in_rows(context):
+            if fresh and self.in_rows(context):
                 before = None  # its gradient is then part of the pass of x's
             names, twice = list(_MIXED), ()
             if "v_first" in context.shared:
@@ -224,7 +224,7 @@ class RWKV7(Mixer):
         return context.saved["mixed"], context
 
     @staticmethod
-    def _in_rows(context: Context) -> bool:
+    def in_rows(context: Context) -> bool:
         """Return whether the token before each one of a call without a state is the one before it in its row."""
         whole = context.segment_ids is None and context.update_mask is None
         return whole and shards_of("sequence") == 1

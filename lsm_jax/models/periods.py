@@ -36,7 +36,7 @@ together.defvjp(lambda tree: (tree, None), lambda _, grads: (jax.lax.optimizatio
 def rematerialized(function: Any, policy: str, *, in_loop: bool = True) -> Any:
     """Return `function`, wrapped so that the backward pass computes its intermediate arrays again: with the
     policy "full" all, with "dots" all but products with weights and the results of this package's kernels and of cuDNN's
-    attention, with "dots_and_convolutions" all but these and the results of short convolutions. With "none" the function is
+    attention, with "dots_and_convolutions" all but these and the results of short convolutions and of RWKV7's gates. With "none" the function is
     returned unchanged.
 
     The states that devices exchange along a row are always saved. `in_loop` says that the function is called in the

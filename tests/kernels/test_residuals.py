@@ -133,6 +133,16 @@ def test_the_convolutions_of_a_layer_run_again_unless_their_results_are_saved(me
     assert layer_kernels(method, "dots_and_convolutions")[name] == 3
 
 
+def test_rwkv7s_gates_run_again_unless_their_results_are_saved():
+    """With `dots` the backward pass computes RWKV7's gates again, and not its outputs; with `dots_and_convolutions` neither, nor anything
+    that `dots` does not.
+    """
+    once = layer_kernels("rwkv7", "none")
+    assert once["rwkv7_gates"] == once["rwkv7_output"] == 1
+    assert layer_kernels("rwkv7", "dots") - once == {"rwkv7_gates": 1}
+    assert layer_kernels("rwkv7", "dots_and_convolutions") == once
+
+
 def test_a_convolution_is_behind_a_barrier():
     x = jax.ShapeDtypeStruct((*ROWS, 256), jnp.bfloat16)
     weight = jax.ShapeDtypeStruct((4, 256), jnp.float32)

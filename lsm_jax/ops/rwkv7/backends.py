@@ -102,14 +102,19 @@ def gates_by_kernel(interpret: Any, arguments: dict[str, jax.Array]) -> RWKV7Gat
     return _gates(interpret, arguments)
 
 
+def compute_gates(interpret: Any, arguments: dict[str, jax.Array]) -> RWKV7Gates:
+    """Return the results of `rwkv7_gates` by its kernel, of which `remat="dots_and_convolutions"` saves all that are new."""
+    found = behind_barrier(_kernel("gates").forward(arguments, interpret))
+    return RWKV7Gates(r=arguments["r"], **jax.tree.map(convolved, found))
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _gates(interpret, arguments):
-    return _gates_forward(interpret, arguments)[0]
+    return compute_gates(interpret, arguments)
 
 
 def _gates_forward(interpret, arguments):
-    found = behind_barrier(_kernel("gates").forward(arguments, interpret))
-    results = RWKV7Gates(r=arguments["r"], **jax.tree.map(convolved, found))
+    results = compute_gates(interpret, arguments)
     return results, (arguments, results.log_decay)
 
 
@@ -127,14 +132,18 @@ def output_by_kernel(interpret: Any, eps: float, arguments: dict[str, jax.Array]
     return _output(interpret, eps, arguments)
 
 
+def compute_output(interpret: Any, eps: float, arguments: dict[str, jax.Array]) -> jax.Array:
+    """Return the result of `rwkv7_output` by its kernel, saved as other kernels' results: the gradient of the product behind it reads it."""
+    return name_residuals(_kernel("output").forward(arguments, eps, interpret))
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _output(interpret, eps, arguments):
-    return _output_forward(interpret, eps, arguments)[0]
+    return compute_output(interpret, eps, arguments)
 
 
 def _output_forward(interpret, eps, arguments):
-    # Saved for the gradient of the product behind it, as other kernels' results.
-    return name_residuals(_kernel("output").forward(arguments, eps, interpret)), arguments
+    return compute_output(interpret, eps, arguments), arguments
 
 
 def _output_backward(interpret, eps, arguments, dy):
