@@ -29,7 +29,7 @@ from lsm_jax.mixers.layers import (
 from lsm_jax.mixers.method import Method
 from lsm_jax.mixers.normed_product import apart_from_bias
 from lsm_jax.mixers.op_config import RecurrentConfig
-from lsm_jax.ops.core.saved import saved
+from lsm_jax.ops.core.saved import convolved, saved
 from lsm_jax.ops.rwkv7.xla import RWKV7Gates
 from lsm_jax.parallel import shards_of
 
@@ -209,7 +209,7 @@ class RWKV7(Mixer):
         """
         if "mixed" not in context.saved:
             # Otherwise XLA computes the norm before the layer, and its gradient, in the passes of the mixes.
-            x = jax.lax.optimization_barrier(x)
+            x = convolved(jax.lax.optimization_barrier(x))
             fresh = self.shift.name not in context.tails
             before, context = self.shift(x, context)
             if fresh and self.in_rows(context):

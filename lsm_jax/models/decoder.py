@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from lsm_jax import mixers
@@ -150,7 +151,7 @@ class Decoder(nnx.Module):
         """Return the values by name that travel from layer to layer during a call, as they are before the first layer;
         x is the tokens' embedding [B, T, D].
         """
-        firsts = len(self.periods.blocks) * jnp.arange(self.num_periods)
+        firsts = len(self.periods.blocks) * np.arange(self.num_periods)
         kinds: dict[type[mixers.Mixer], list] = {}
         for place, block in enumerate(self.periods.blocks):
             mixer = block.mixer.innermost()
@@ -235,7 +236,7 @@ class Decoder(nnx.Module):
             return self._normed(x), DecoderState(layers, clock), self._statistics(aux)
         if periods is not None:
             raise ValueError("periods: accepted is None on a mesh of devices")
-        index = jnp.arange(self.num_periods)
+        index = np.arange(self.num_periods)
         scanned = functools.partial(apply_period, rows)
         stacks = self.periods
         if state is None and self._casts_stacks():

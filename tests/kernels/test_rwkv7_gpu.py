@@ -126,6 +126,12 @@ def test_gradients_equal_those_of_the_definition(op, case):
     check(op, *make(op, case))
 
 
+@pytest.mark.parametrize("case", [Case(2, 16, 8, 64), Case(3, 14, 8, 64)], ids=lambda case: case.id)
+def test_rows_and_thread_blocks_may_end_apart(case):
+    """The gradient of mixes along rows, whose thread blocks of 16 tokens end with a row or within one."""
+    check(IN_ROWS, *make(IN_ROWS, case))
+
+
 def test_gates_at_their_ends_have_finite_gradients():
     """A rate or decay so large that its sigmoid is 0 or 1, and a key of zeros, give the definition's finite gradients."""
     arguments, gradients = make("rwkv7_gates", INTERPRETED[0])

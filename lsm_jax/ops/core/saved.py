@@ -10,8 +10,8 @@ from jax.ad_checkpoint import checkpoint_name
 from pallas_kernels.residuals import KEPT
 
 CONVOLVED = "short_convolutions"
-"""The name of all results of short convolutions, and of RWKV7's gates by their kernel, for `jax.checkpoint`, which
-`remat="dots_and_convolutions"` saves."""
+"""The name of all results of short convolutions, of RWKV7's gates by their kernel, and of the tokens that RWKV7 mixes, for
+`jax.checkpoint`, which `remat="dots_and_convolutions"` saves."""
 
 
 def saved(x: jax.Array) -> jax.Array:
@@ -28,7 +28,7 @@ def is_saved_attention(primitive: Any, *_: Any, **__: Any) -> bool:
 
 
 def convolved(x: jax.Array) -> jax.Array:
-    """Return x, the result of a short convolution or of RWKV7's gates, which a layer's backward pass does not compute again with
+    """Return x, the result of a short convolution or another array of `CONVOLVED`, which a layer's backward pass does not compute again with
     `remat="dots_and_convolutions"`.
     """
     return checkpoint_name(x, CONVOLVED)
