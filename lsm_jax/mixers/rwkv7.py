@@ -254,10 +254,10 @@ class RWKV7(Mixer):
             wide = jnp.promote_types(x.dtype, jnp.float32)
 
             def heads(a):
-                return None if a is None else split_heads(a, self.num_heads)
+                return split_heads(a, self.num_heads)
 
             def by_head(a):
-                return None if a is None else a.reshape(self.num_heads, -1)
+                return a.reshape(self.num_heads, -1)
 
             v = heads(v)
             r, k = heads(self.r_proj(mixed["r"])), heads(self.k_proj(mixed["k"]))
@@ -272,8 +272,8 @@ class RWKV7(Mixer):
                 removal=by_head(self.removal[...]),
                 rate_of_key=by_head(self.rate_of_key[...]),
                 bonus=self.bonus[...],
-                rate_bias=by_head(rate_bias),
-                decay_bias=by_head(decay_bias),
+                rate_bias=None if rate_bias is None else by_head(rate_bias),
+                decay_bias=None if decay_bias is None else by_head(decay_bias),
             )
             context = context.add(saved={"gates": (gates, v)})
         return *context.saved["gates"], context

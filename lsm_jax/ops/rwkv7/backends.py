@@ -161,9 +161,9 @@ def run_mixes(call: Call) -> tuple[jax.Array, ...]:
 
 def run_mixes_xla(call: Call) -> tuple[jax.Array, ...]:
     """Compute `token_mixes` by XLA."""
-    x, before, shares = (call.arguments.get(n) for n in ("x", "before", "shares"))
+    x, before = call.arguments["x"], call.arguments.get("before")
     before = xla.token_before(x) if before is None else before
-    return xla.mixes_in_two_passes(call.options.twice, x, before, shares)
+    return xla.mixes_in_two_passes(call.options.twice, x, before, call.arguments["shares"])
 
 
 def run_gates(call: Call) -> RWKV7Gates:
