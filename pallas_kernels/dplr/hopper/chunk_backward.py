@@ -27,6 +27,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.compat import pl, plgpu
+from pallas_kernels.dplr.hopper.all_pairs_backward import all_pairs_backward
 from pallas_kernels.dplr.hopper.chunk_forward import token_decay
 from pallas_kernels.hopper import warpgroups as wg
 from pallas_kernels.hopper.blocks import Block, place_of
@@ -448,29 +449,32 @@ def chunk_backward(
     inputs = dict(q=q, k=k, a=a, b=b, d_out=d_out, d_right_side=d_right_side, v=v, a_read=a_read)
     inputs |= dict(states=states, d_states=d_states, g=log_decay, through_memory=through_memory)
     inputs |= {} if documents is None else documents._asdict()
-    struct = jax.ShapeDtypeStruct
-    wide = (batch, length, heads, depth)
-    outputs = {f"d{name}": struct(wide, _BF16) for name in _INPUTS} | dict(dg=struct(wide, _F32))
+    gradients, near = all_pairs_backward(inputs, scale=scale, interpret=interpret)
+    gradients = {name: jax.new_ref(x) for name, x in gradients.items()}
+    far = jnp.logical_not(near).astype(jnp.int32)
+    inputs |= gradients | dict(far=far)
 
     def kernel(refs):
-        index, group = lax.axis_index("chunk"), lax.axis_index("warpgroup")
-        block = Block(refs, place_of(index, heads, count), pl.ds(group * BLOCK, BLOCK))
+        place, group = place_of(lax.axis_index("chunk"), heads, count), lax.axis_index("warpgroup")
 
         def body(smem: _Smem):
-            smem = smem.of_warpgroup(group)
-            _Program(block, smem, group, groups, depth, width, scale, interpret).run()
+            block = Block(refs, place, pl.ds(group * BLOCK, BLOCK))
+            own = smem.of_warpgroup(group)
+            _Program(block, own, group, groups, depth, width, scale, interpret).run()
 
-        pl.run_scoped(body, _smem(groups, width, interpret), collective_axes="warpgroup")
+        @pl.when(refs["far"].at[place.row, place.h][place.n] == 1)
+        def _compute():
+            pl.run_scoped(body, _smem(groups, width, interpret), collective_axes="warpgroup")
 
-    results = launch(
+    launch(
         kernel,
         inputs=inputs,
-        outputs=outputs,
+        outputs={},
         grid=dict(chunk=batch * count * heads),
         num_threads=groups,
         thread_name="warpgroup",
         reduction_scratch_bytes=0,
-        name="dplr_chunk_backward",
+        name="dplr_chunk_backward_by_levels",
         interpret=interpret,
     )
-    return list(results.values())
+    return [jax.freeze(x) for x in gradients.values()]
