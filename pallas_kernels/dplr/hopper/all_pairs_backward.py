@@ -64,7 +64,7 @@ class _Smem(NamedTuple):
         parts: [groups, 2, 64, 64], buffers of `Halving.split`.
         masks: [groups, 2, C, C], the masks of pairs of a token with itself and earlier ones, and with earlier ones; the second is first a
             buffer of the halving.
-        totals: [groups, 2, 64] float32, the sum of the log decays over the chunk, and its gradient.
+        totals: [groups, 2, 64] float32, the decay over the chunk times 2^R, and the gradient of its logarithm.
         d_outs: [2, C, V], the gradients of the output and of the right side of the triangular system.
         values: [2, C, V], the values v and u, what `a` reads.
         loaded: the barrier at which the loads at the beginning are complete.
@@ -190,8 +190,8 @@ class _Program:
         """Compute and store the gradients, and which tokens are in range."""
         smem, halving, block = self.smem, self.halving, self.block
         self.load_inputs()
-        halving.split_decay(block.log_decay())
-        smem.totals.at[0][...] = halving.column_sums()
+        self.split(in_base_2(block.log_decay()))
+        smem.totals.at[0][...] = jnp.exp2(halving.column_sums() + RANGE / 2)
         sums = halving.sums_from_start()
         plgpu.barrier_wait(smem.loaded)
         self.store_range(halving.sums_to_write(sums, 1.0))
@@ -244,6 +244,15 @@ class _Program:
             to = self.block.refs[name].at[place.row, place.tokens, place.h, self.block.columns]
             pl.when(n == index)(functools.partial(plgpu.copy_smem_to_gmem, buffer, to))
 
+    def split(self, x, parts=None) -> None:
+        """Store a float32 tile x [C, 64] as two bfloat16 tiles, as `Halving.split` does, the first cut off instead of rounded: an
+        instruction of the integer units, which are free here. `parts` are the two buffers; None is those of the halving.
+        """
+        high = lax.bitcast_convert_type(lax.bitcast_convert_type(x, jnp.int32) & -65536, _F32)
+        for part, value in zip(parts or self.halving.parts, (high, x - high), strict=True):
+            part[...] = value.astype(_BF16)
+        plgpu.commit_smem()
+
     def store_range(self, sums) -> None:
         """Store, in `lowest`, each token's smallest inclusive sum of log decays, of `sums` [C, 64], or a very low number if entries of
         an input are too large or too small.
@@ -293,8 +302,8 @@ class _Program:
         """Return x [C, 64], the product of values with the gradient of the memory after the chunk, as a term of the gradient of a decayed
         tile: times the decay over the chunk and 2^(RANGE / 2).
         """
-        total = plgpu.load(self.smem.totals.at[0], layout=wg.LAYOUT.reduce(0))
-        decay = lax.broadcast_in_dim(jnp.exp2(total + RANGE / 2), SQUARE, [1])
+        decay = plgpu.load(self.smem.totals.at[0], layout=wg.LAYOUT.reduce(0))
+        decay = lax.broadcast_in_dim(decay, SQUARE, [1])
         return self.block.mask_rows(x * decay, "stays")
 
     def at_start(self, x):
@@ -350,7 +359,7 @@ class _Program:
             return total + load_float32(smem.inputs.at[1 + 2 * n]) * self.at_end(x)
 
         zeros = plgpu.layout_cast(jnp.zeros(SQUARE, _F32), wg.LAYOUT)
-        halving.split(lax.fori_loop(0, 2, add, zeros))
+        self.split(lax.fori_loop(0, 2, add, zeros))
         channels = pl.ds(place.n * self.depth + self.group * BLOCK, BLOCK)
         memory = load_by_row(self.block.refs["through_memory"].at[place.row, place.h, channels])
         smem.totals.at[1][...] = halving.column_sums() + memory
@@ -364,7 +373,7 @@ class _Program:
         """
         halving, block, place = self.halving, self.block, self.block.place
         parts = [self.smem.inputs.at[n] for n in (1, 3)]  # k and b are no longer read
-        halving.split(products, parts)
+        self.split(products, parts)
 
         def sums(out):
             for part in parts:
