@@ -465,10 +465,11 @@ def chunk_backward(
         inputs |= gradients | dict(far=jnp.logical_not(near).astype(jnp.int32))
 
     def kernel(refs):
-        place, group = place_of(lax.axis_index("chunk"), heads, count), lax.axis_index("warpgroup")
+        index, group = lax.axis_index("chunk"), lax.axis_index("warpgroup")
+        place = place_of(index, heads, count)
+        block = Block(refs, place, pl.ds(group * BLOCK, BLOCK))
 
         def body(smem: _Smem):
-            block = Block(refs, place, pl.ds(group * BLOCK, BLOCK))
             own = smem.of_warpgroup(group)
             _Program(block, own, group, groups, depth, width, scale, interpret).run()
 
