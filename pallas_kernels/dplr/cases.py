@@ -79,6 +79,9 @@ HOPPER = (
     Case((2, 2, 4), 128, 64, 500, True, "strong channel"),
     Case((2, 2, 4), 128, 64, 500, True, "steep channel"),
     Case((2, 2, 2), 64, 64, 2048, False, "token"),
+    Case((2, 2, 4), 64, 64, 700, True, "channel"),
+    # Chunks in range of float32 beside others.
+    Case((2, 2, 4), 64, 64, 700, True, "steep channel"),
     # More memories than processors: two warpgroups share the tiles that are loaded.
     Case((40, 40, 40), 128, 128, 300, True, "channel"),
     Case((2, 1, 2), 256, 256, 600, True, "channel"),

@@ -71,7 +71,7 @@ class Halving:
             lowest: [2, 64] float32, a buffer in which `check_range` stores each token's smallest sum of log
                 decays since the chunk's start; None if it is not called.
         """
-        self._parts, self._buffer, self._lowest = [parts.at[n] for n in range(2)], buffer, lowest
+        self.parts, self._buffer, self._lowest = [parts.at[n] for n in range(2)], buffer, lowest
         self._left, self._exclusive, self._interpret = left, exclusive, interpret
         iota = functools.partial(plgpu.broadcasted_iota, jnp.int32, SQUARE, layout=wg.LAYOUT)
         self.i, self.j = iota(0), iota(1)
@@ -89,7 +89,7 @@ class Halving:
         `__init__`.
         """
         high = x.astype(jnp.bfloat16)
-        first, second = self._parts if parts is None else parts
+        first, second = self.parts if parts is None else parts
         first[...] = high
         second[...] = (x - high.astype(_F32)).astype(jnp.bfloat16)
         plgpu.commit_smem()
@@ -98,7 +98,7 @@ class Halving:
         """Store the log decay [64, 64], converted to base 2, as two bfloat16 tiles (see `split`), from which `factor` and `boundary_decay`
         compute decays.
         """
-        self.split(jnp.maximum(log_decay, tiles.FLOOR) * _LOG2E)
+        self.split(in_base_2(log_decay))
 
     def sums(self, mask, fixed: bool = True):
         """Return the matrix product of a mask and the tile [64, 64] that `split` stored last: row i is the
@@ -120,7 +120,7 @@ class Halving:
             ones = self._left(ones)
 
         def add(out):
-            for part in self._parts:
+            for part in self.parts:
                 plgpu.wgmma(out, ones, part)
 
         return self.accumulate(add)[0]
@@ -130,7 +130,7 @@ class Halving:
         in the two buffers `parts`, as a vector [64] in registers, in the layout of one value for each row of
         a tile.
         """
-        parts = self._parts if parts is None else parts
+        parts = self.parts if parts is None else parts
         ones = plgpu.layout_cast(jnp.ones(SQUARE, self._buffer.dtype), wg.LAYOUT)
         self._buffer[...] = ones
         plgpu.commit_smem()
@@ -157,7 +157,7 @@ class Halving:
 
     def _load_split(self):
         """Load a float32 tile [64, 64] from the two bfloat16 tiles in shared memory into which `split` divided it last: their sum."""
-        return load(self._parts[0]).astype(_F32) + load(self._parts[1]).astype(_F32)
+        return load(self.parts[0]).astype(_F32) + load(self.parts[1]).astype(_F32)
 
     def sums_from_start(self):
         """Return the sums [64, 64] of the log decay, in base 2, from the chunk's start to the memory that each token reads. The log decay
@@ -390,6 +390,11 @@ def _select(x, y, first):
         return (x if first else y).astype(_F32)
     first = first.astype(x.dtype)
     return (x * first + y * (1 - first)).astype(_F32)
+
+
+def in_base_2(log_decay):
+    """Return a natural log decay as a logarithm in base 2; one below `tiles.FLOOR` (-128) counts as that."""
+    return jnp.maximum(log_decay, tiles.FLOOR) * _LOG2E
 
 
 def power_of_two(x):

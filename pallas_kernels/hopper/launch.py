@@ -65,7 +65,7 @@ def launch(
     )
     results = plgpu.kernel(
         by_name,
-        out_type=types if len(types) > 1 else types[0],
+        out_type=types[0] if len(types) == 1 else types,
         grid=tuple(grid.values()),
         grid_names=tuple(grid),
         num_threads=num_threads,
@@ -80,7 +80,7 @@ def launch(
         ),
         interpret=interpret,
     )(*present.values())
-    return dict(zip(wanted, results if len(types) > 1 else [results], strict=True))
+    return dict(zip(wanted, [results] if len(types) == 1 else results, strict=True))
 
 
 def with_smem(

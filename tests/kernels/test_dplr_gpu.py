@@ -10,6 +10,8 @@ from lsm_jax import ops
 from pallas_kernels.compat import gpu_interpreter, races_found
 from pallas_kernels.dplr import dplr, unsupported
 from pallas_kernels.dplr.cases import GRADIENT_TOLERANCE, HOPPER_INTERPRETED, OUTPUT_TOLERANCE
+from pallas_kernels.dplr.hopper.all_pairs_backward import all_pairs_backward
+from pallas_kernels.dplr.hopper.chunk_backward import chunk_backward
 from pallas_kernels.hopper import parts as hopper_parts
 from tests.kernels.test_delta_rule_gpu import check_map
 from tests.kernels.test_linear_attention_gpu import assert_alike, error
@@ -111,6 +113,57 @@ def test_forward_equals_the_recurrence(strong):
     assert not races_found()
 
 
+def phase_inputs(dim: int = 64, **scales):
+    """Return random arguments of `chunk_backward` for one chunk of one head with `dim` key and value channels; `scales` has factors of
+    inputs by name.
+    """
+    rng = np.random.default_rng(1)
+
+    def normal(*shape, dtype=jnp.bfloat16, scale=1.0):
+        return jnp.asarray(rng.normal(size=shape) * scale, dtype)
+
+    names = "q", "k", "a", "b", "log_decay", "v", "a_read", "d_out", "d_right_side"
+    arrays = {name: normal(1, 64, 1, dim) for name in names}
+    arrays |= {name: normal(1, 1, 1, dim, dim) for name in ("states", "d_states")}
+    arrays = {name: x * jnp.asarray(scales.get(name, 1), x.dtype) for name, x in arrays.items()}
+    decay = -0.6 * jax.nn.sigmoid(arrays["log_decay"].astype(jnp.float32))
+    arrays["log_decay"] = decay * scales.get("decay", 1)
+    return arrays | dict(through_memory=normal(1, 1, dim, dtype=jnp.float32), documents=None)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_gradients_of_a_chunk_in_range_are_those_by_levels(dim):
+    inputs = phase_inputs(dim)
+    options = dict(scale=SCALE, interpret=gpu_interpreter())
+    got = chunk_backward(**inputs, **options, all_pairs=True)
+    assert not races_found()
+    for x, y in zip(got, chunk_backward(**inputs, **options, all_pairs=False), strict=True):
+        assert error(x, y) < GRADIENT_TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "scales, wanted",
+    [
+        ({}, True),
+        (dict(d_out=0, a_read=0), True),
+        (dict(decay=1.69, d_out=1e-9, d_states=1e-9), True),  # RWKV7's strongest decay
+        (dict(decay=8), False),
+        (dict(q=1e25), False),
+        (dict(d_out=1e-25), False),
+        (dict(v=1e20), False),
+        (dict(d_states=1e20), False),
+        (dict(b=np.nan), False),
+    ],
+    ids=str,
+)
+def test_chunks_with_extreme_numbers_are_not_in_range(scales, wanted):
+    inputs = phase_inputs(**scales)
+    inputs |= dict(g=inputs.pop("log_decay"))
+    inputs.pop("documents")
+    _, near = all_pairs_backward(inputs, scale=SCALE, interpret=gpu_interpreter())
+    assert near.tolist() == [[[wanted]]]
+
+
 @pytest.mark.slow
 def test_maps_over_one_more_axis():
     """`jax.vmap` of the kernel of RWKV7's memory over two inputs returns, to the bit, the values and
@@ -150,9 +203,9 @@ def test_lowers_for_the_card(width, heads):
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
         traced = jax.jit(step).trace(*[wide] * 5, decay, initial, struct((2, 8190), jnp.int32))
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    # Three kernels forward and four backward. Parts add three scans over parts and two kernels that combine
+    # Three kernels forward, and backward four, with heads of 64 channels five. Parts add three scans over parts and two kernels that combine
     # parts.
-    assert text.count("custom_call @mosaic_gpu") == 7 + 5 * (heads == 4)
+    assert text.count("custom_call @mosaic_gpu") == 7 + (width == 64) + 5 * (heads == 4)
 
 
 def test_returns_the_unmet_requirement():

@@ -1,6 +1,6 @@
 """The phase `chunk_backward` of a diagonal-plus-low-rank memory (RWKV7), on Mosaic GPU (Hopper).
 
-The kernel computes the gradients of q, k, `a`, b and the log decay of every chunk in parallel, from the
+The gradients of q, k, `a`, b and the log decay of every chunk are computed in parallel, from the
 memory S before the chunk, the gradient dS' of the memory after it, u (what `a` reads of the memory, see
 `scan`) and dR = Xᵀ du, the gradient of the sum that X, the inverse of the chunk's triangular system,
 multiplies. With dO the gradient of the output, g the log decay, q' = q e^g, d and d' the inclusive and
@@ -13,7 +13,7 @@ exclusive sums of the log decays, and [x yᵀ] the products x yᵀ times the dec
 On a level of the halving, one tile has q' in later rows and k in earlier ones, another tile has `a` and b.
 For each of the two lines of formulas and each of the two tiles there is a matrix [C, C], with the line's left
 matrix below the diagonal and its right matrix above it. The products of a line's two matrices with the two
-tiles are both gradients of the line.
+tiles are both gradients of the line. Chunks whose decays are in float32's range need no levels (`all_pairs_backward`).
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.compat import pl, plgpu
+from pallas_kernels.dplr.hopper.all_pairs_backward import all_pairs_backward
 from pallas_kernels.dplr.hopper.chunk_forward import token_decay
 from pallas_kernels.hopper import warpgroups as wg
 from pallas_kernels.hopper.blocks import Block, place_of
@@ -413,10 +414,11 @@ class _Program:
 
 def chunk_backward(
     q, k, a, b, log_decay, v, a_read, d_out, d_right_side, states, d_states, through_memory, documents: Documents | None,
-    *, scale: float, interpret: Any = False,
+    *, scale: float, all_pairs: bool | None = None, interpret: Any = False,
 ):  # fmt: skip
     """Compute, for all chunks in parallel, the gradients of q, k, `a`, b and the log decay of a
-    diagonal-plus-low-rank memory.
+    diagonal-plus-low-rank memory: of the chunks in range for all pairs of tokens at once
+    (`all_pairs_backward`), then of the others by levels, by a kernel whose programs of chunks in range end at once.
 
     h is the number of heads of `d_out`; the numbers of heads written as * divide it.
 
@@ -437,6 +439,8 @@ def chunk_backward(
             total log decay.
         documents: where documents begin, as `halving.Documents`; None for one document per row.
         scale: the factor by which the queries q are multiplied.
+        all_pairs: whether chunks in range are computed for all pairs of tokens at once; None: if heads have 64 key and 64 value channels
+            (for wider ones that kernel spills a few registers, and has not been timed).
         interpret: parameters of the Pallas interpreter, or False to compile the kernel.
 
     Returns:
@@ -448,29 +452,44 @@ def chunk_backward(
     inputs = dict(q=q, k=k, a=a, b=b, d_out=d_out, d_right_side=d_right_side, v=v, a_read=a_read)
     inputs |= dict(states=states, d_states=d_states, g=log_decay, through_memory=through_memory)
     inputs |= {} if documents is None else documents._asdict()
+    if all_pairs is None:
+        all_pairs = depth == width == BLOCK
     struct = jax.ShapeDtypeStruct
     wide = (batch, length, heads, depth)
     outputs = {f"d{name}": struct(wide, _BF16) for name in _INPUTS} | dict(dg=struct(wide, _F32))
+    gradients = {}
+    if all_pairs:
+        gradients, near = all_pairs_backward(inputs, scale=scale, interpret=interpret)
+        # The kernel replaces the gradients of the other chunks in place.
+        gradients = {name: jax.new_ref(x) for name, x in gradients.items()}
+        inputs |= gradients | dict(far=jnp.logical_not(near).astype(jnp.int32))
 
     def kernel(refs):
         index, group = lax.axis_index("chunk"), lax.axis_index("warpgroup")
-        block = Block(refs, place_of(index, heads, count), pl.ds(group * BLOCK, BLOCK))
+        place = place_of(index, heads, count)
+        block = Block(refs, place, pl.ds(group * BLOCK, BLOCK))
 
         def body(smem: _Smem):
-            smem = smem.of_warpgroup(group)
-            _Program(block, smem, group, groups, depth, width, scale, interpret).run()
+            own = smem.of_warpgroup(group)
+            _Program(block, own, group, groups, depth, width, scale, interpret).run()
 
-        pl.run_scoped(body, _smem(groups, width, interpret), collective_axes="warpgroup")
+        def compute():
+            pl.run_scoped(body, _smem(groups, width, interpret), collective_axes="warpgroup")
+
+        if "far" in refs:
+            pl.when(refs["far"].at[place.row, place.h][place.n] == 1)(compute)
+        else:
+            compute()
 
     results = launch(
         kernel,
         inputs=inputs,
-        outputs=outputs,
+        outputs={} if all_pairs else outputs,
         grid=dict(chunk=batch * count * heads),
         num_threads=groups,
         thread_name="warpgroup",
         reduction_scratch_bytes=0,
-        name="dplr_chunk_backward",
+        name="dplr_chunk_backward_by_levels" if all_pairs else "dplr_chunk_backward",
         interpret=interpret,
     )
-    return list(results.values())
+    return [jax.freeze(x) for x in gradients.values()] if all_pairs else list(results.values())
