@@ -14,7 +14,8 @@ from lsm_jax import ops
 from lsm_jax.ops.core.segments import read_tokens
 from pallas_kernels.compat import gpu_interpreter, races_found
 from pallas_kernels.short_convolution import short_convolution, unsupported
-from pallas_kernels.short_convolution.cases import INTERPRETED, TOLERANCES
+from pallas_kernels.short_convolution.cases import INTERPRETED, TOLERANCES, Case
+from pallas_kernels.short_convolution.hopper import tilings
 from tests.kernels.test_linear_attention_gpu import error
 
 
@@ -76,6 +77,43 @@ def test_equals_the_plain_form(case):
     """The value and every gradient of the short convolution's kernel are those of XLA in float32, and there
     are no races.
     """
+    compare(case)
+
+
+# Each: the channels of a thread, tokens of a step, stages, tokens of a block, blocks, warpgroups of a thread block. Blocks have several steps,
+# more than there are stages.
+TILED = (
+    (tilings.Tiling(4, 8, 2, 32, 1, groups=2), Case(120, 512, 4, True, True, True, 128, contiguous=True)),
+    (tilings.Tiling(8, 4, 3, 64, 1), Case(120, 1024, 4, False, False, True, None)),
+    (tilings.Tiling(2, 16, 2, 64, 1), Case(128, 256, 3, True, True, True, None, contiguous=True)),
+    (tilings.Tiling(4, 8, 3, 32, 1, groups=4), Case(120, 128, 4, True, True, True, None, batch=4, contiguous=True)),
+    (tilings.Tiling(8, 4, 2, 32, 1, groups=2), Case(60, 256, 2, False, True, True, 256, batch=4)),
+    (tilings.REGISTERS, Case(33, 1024, 4, True, True, True, 128, contiguous=True)),
+    (tilings.Tiling(4, 4, 0, 32, 1, groups=2), Case(64, 512, 4, False, True, True, 64)),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("tiling", "case"),
+    [
+        pytest.param(*x, marks=[pytest.mark.slow] * bool(i), id=":".join(map(str, x[0])))
+        for i, x in enumerate(TILED)
+    ],
+)
+def test_equals_the_plain_form_in_other_tilings(tiling, case, monkeypatch):
+    monkeypatch.setattr(tilings, "TILINGS", dict.fromkeys(tilings.TILINGS, tiling))
+    compare(case)
+
+
+def test_names_a_tiling_that_is_not_accepted():
+    for x in (*tilings.TILINGS.values(), *(x for x, _ in TILED)):
+        assert tilings.unaccepted_tiling(*x) is None
+    for field, value in dict(channels=3, step=6, stages=1, tokens=48, blocks=0, groups=3).items():
+        wrong = tilings.TILINGS["backward"]._replace(**{field: value})
+        assert f"not {value}" in str(tilings.unaccepted_tiling(*wrong))
+
+
+def compare(case):
     length, channels, width, documents, bias, silu, head_dim, batch, contiguous = case
     arrays, ids = make(
         length, channels, width, documents=documents, bias=bias, batch=batch, contiguous=contiguous

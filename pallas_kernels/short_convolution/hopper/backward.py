@@ -15,8 +15,8 @@ from jax import lax
 
 from pallas_kernels.compat import pl
 from pallas_kernels.hopper.launch import launch
+from pallas_kernels.short_convolution.hopper import tilings
 from pallas_kernels.short_convolution.hopper.block import (
-    AHEAD,
     EPSILON,
     Block,
     Layout,
@@ -24,6 +24,8 @@ from pallas_kernels.short_convolution.hopper.block import (
     sigmoid,
     struct_like,
 )
+from pallas_kernels.short_convolution.hopper.loads import Loads
+from pallas_kernels.short_convolution.hopper.tilings import AHEAD
 
 _F32 = jnp.float32
 
@@ -53,7 +55,6 @@ class _Gradient(NamedTuple):
         weights: the rows of the weight, a tile each, by distance: the first multiplies the current
             token.
         bias: the bias as a tile, or None.
-        zero: a tile of zeros.
         silu: whether SiLU is applied.
         normalized: whether heads are normalised.
     """
@@ -61,30 +62,19 @@ class _Gradient(NamedTuple):
     block: Block
     weights: list[Any]
     bias: Any
-    zero: Any
     silu: bool
     normalized: bool
 
-    def load_rows(self, first, count: int = AHEAD) -> tuple[list[Any], list[Any]]:
-        """Load the inputs x and the output's gradients dy of the `count` tokens from `first` on, as a list of
-        pairs of tiles, and how many tokens before each it sees (`Block.seen`).
-        """
-        block = self.block
-        tokens = [jnp.minimum(first + i, block.length - 1) for i in range(count)]
-        rows = [(block.row("x", t), block.row("dy", t)) for t in tokens]
-        return rows, [block.seen(t) for t in tokens]
-
-    def token(self, rows, seen, inside, counted, pending: _Pending) -> tuple[Any, _Pending]:
+    def token(self, rows, seen, pending: _Pending, inside: Any = None) -> tuple[Any, _Pending]:
         """Add what one token contributes to the gradients of x at this token and at the W - 1 tokens before
         it, and to those of weight and bias.
 
         Args:
             rows: the token's tiles of x and dy.
             seen: how many tokens before it the token sees, -1 for padding, or None where each row of the batch is one document.
-            inside: whether the token is in the row, and not after its end; None means that it is.
-            counted: whether the token's contributions to the gradients of weight and bias are added; None
-                means that they are.
             pending: the sums and values that are carried, before this token.
+            inside: of a token after the block, whether it is in the row, and not after its end; its contributions to the
+                gradients of weight and bias are those of another block. None for the block's own tokens.
 
         Returns:
             The gradient of x at the oldest of these tokens, which is complete, as a tile, and the carried
@@ -106,13 +96,14 @@ class _Gradient(NamedTuple):
             dy = norm * (dy - value * (norm * norm * block.sum_heads(dy * value)))
         if self.silu:
             dy = dy * (gate * (1.0 + y * (1.0 - gate)))
-        d_counted = dy if counted is None else jnp.where(counted, dy, 0.0)
-        factors = [*taps, 1.0][: len(pending.sums)]
-        sums = [s + d_counted * x for s, x in zip(pending.sums, factors, strict=True)]
-        gradients = [self.zero, *pending.gradients]
-        for d in range(block.width):
-            part = dy if not d or seen is None else jnp.where(summed[d - 1], dy, 0.0)
-            gradients[d] = gradients[d] + self.weights[d] * part
+        sums = pending.sums
+        if inside is None:
+            factors = [*taps, 1.0][: len(sums)]
+            sums = [s + dy * x for s, x in zip(sums, factors, strict=True)]
+        gradients = [self.weights[0] * dy]
+        for d, gradient in enumerate(pending.gradients, start=1):
+            part = dy if seen is None else jnp.where(summed[d - 1], dy, 0.0)
+            gradients.append(gradient + self.weights[d] * part)
         before = [row, *pending.before[:-1]]
         return gradients[-1], _Pending(before, gradients[:-1], sums)
 
@@ -136,46 +127,56 @@ def backward(
         silu: whether SiLU was applied.
         interpret: parameters of the Pallas interpreter, or False to compile the kernel.
     """
-    layout = Layout.of(x, weight, head_dim, order)
+    tiling = tilings.tiling("backward", head_dim, order, run)
+    layout = Layout.of(x, weight, head_dim, order, tiling)
     width = layout.width
 
     def kernel(refs, smem=None):
         block = Block(refs, layout)
+        loads = Loads(block, layout, ("x", "dy"), smem)
+        loads.begin()
         weights, bias = block.weights(), block.bias()
-        gradient = _Gradient(block, weights, bias, weights[0] * 0.0, silu, head_dim is not None)
-        sums = [gradient.zero] * (width + (bias is not None))
-        pending = _Pending(block.before(), [gradient.zero] * (width - 1), sums)
-        first = block.block == 0
-        rows, seen = gradient.load_rows(block.start, width - 1)
-        # The gradients that the first W - 1 tokens complete belong to rows before this block, and the block before stores them.
-        # The first block stores them as the gradients of the tail.
-        for i in range(width - 1):
-            oldest, pending = gradient.token(rows[i], seen[i], None, first, pending)
+        gradient, zero = (
+            _Gradient(block, weights, bias, silu, head_dim is not None),
+            weights[0] * 0.0,
+        )
+        sums = [zero] * (width + (bias is not None))
+        pending = _Pending(block.before(), [zero] * (width - 1), sums)
 
-            @pl.when(first)
-            def _(oldest=oldest, i=i):
-                block.store(oldest, "d_tail", i)
+        def step(index, carry, begins=False):
+            ahead, pending = carry
+            loads.wait(index)
+            for part in range(layout.step // AHEAD):
+                four, ahead = loads.take(index, part, ahead)
+                first = block.start + index * layout.step + part * AHEAD
+                for i, (rows, seen) in enumerate(zip(four.rows, four.seen, strict=True)):
+                    oldest, pending = gradient.token(rows, seen, pending)
+                    if not begins or part or i >= width - 1:
+                        block.store(oldest, "dx", block.position(first + i - (width - 1)))
+                        continue
 
-        second = block.start + width - 1
+                    # The W - 1 tokens before this block: the block before it stores their gradients, of the first block's they are
+                    # those of the tail.
+                    @pl.when(block.block == 0)
+                    def _(oldest=oldest, i=i):
+                        block.store(oldest, "d_tail", i)
 
-        def step(index, carry):
-            rows, seen, pending = carry
-            start = second + index * AHEAD
-            following = gradient.load_rows(start + AHEAD)
-            for i in range(AHEAD):
-                token = start + i
-                inside = token < block.length
-                oldest, pending = gradient.token(rows[i], seen[i], inside, None, pending)
-                block.store(oldest, "dx", block.position(token - (width - 1)))
-            return *following, pending
+            loads.release(index)
+            return ahead, pending
 
-        carry = (*gradient.load_rows(second), pending)
-        *_, pending = lax.fori_loop(0, layout.tokens // AHEAD, step, carry)
+        carry = step(0, (loads.first(), pending), begins=True)
+        ahead, pending = lax.fori_loop(1, loads.steps, step, carry)
+        # The gradients of the last W - 1 tokens are complete after as many tokens of the next block.
+        after = loads.after(width - 1, ahead)
+        for i, (rows, seen) in enumerate(zip(after.rows, after.seen, strict=True)):
+            token = block.start + layout.tokens + i
+            oldest, pending = gradient.token(rows, seen, pending, token < block.length)
+            block.store(oldest, "dx", block.position(token - (width - 1)))
         rows = pending.sums[width - 1 :: -1] + pending.sums[width:]
         block.store_sums(rows, "d_weight", smem)
 
     inputs = layout.inputs(x, weight, bias, tail, order, run, dy)
-    sums = (layout.grid["row"], layout.grid["block"], width + (bias is not None))
+    sums = (layout.grid["row"], layout.length // layout.tokens, width + (bias is not None))
     outputs = dict(
         dx=struct_like(inputs["x"]),
         d_weight=jax.ShapeDtypeStruct((*sums, layout.total // layout.dim, layout.dim), _F32),
@@ -184,7 +185,7 @@ def backward(
     name = "short_convolution_backward"
     results = launch(
         kernel, inputs=inputs, outputs=outputs, grid=layout.grid, name=name, interpret=interpret,
-        scratch=layout.scratch(sums[2]), auto_barriers=False,
+        scratch=layout.scratch(("x", "dy"), sums[2]), auto_barriers=False, num_threads=layout.groups if layout.groups > 1 else None,
     )  # fmt: skip
     rows = jnp.sum(results["d_weight"], axis=(0, 1)).reshape(sums[2], -1)
     d_weight = rows[:width].astype(weight.dtype)

@@ -17,10 +17,9 @@ from pallas_kernels.short_convolution.hopper.requirements import (
     block_tokens,
     divide,
 )
+from pallas_kernels.short_convolution.hopper.tilings import Tiling
 
 _F32 = jnp.float32
-AHEAD = 4
-"""Tokens of an unrolled step, whose rows are loaded one step ahead."""
 EPSILON = 1e-6
 """Added to the sum of squares of a head that is normalised."""
 
@@ -39,6 +38,9 @@ class Layout(NamedTuple):
         dim: the number of channels of a head, or of a warp where heads are not normalised.
         rows: the number of rows of the batch of a block: 1, or the number of warps, each of which has another row.
         parts: the number of consecutive parts into which each row is cut, which the kernels compute as rows.
+        step: the number of tokens that are copied to shared memory together, or loaded.
+        stages: the number of these steps in shared memory at a time; 0 loads into registers.
+        groups: the number of warpgroups of a thread block, with consecutive blocks of tokens.
     """
 
     batch: int
@@ -50,32 +52,40 @@ class Layout(NamedTuple):
     dim: int
     rows: int
     parts: int
+    step: int
+    stages: int
+    groups: int
 
     @classmethod
-    def of(cls, x, weight, head_dim: int | None, order) -> Layout:
+    def of(cls, x, weight, head_dim: int | None, order, tiling: Tiling) -> Layout:
         """Return the sizes and blocks of a call of `short_convolution` with tokens x [B, T, D], weight [W,
-        D], heads of `head_dim` channels that are normalised (None: not normalised), and the order of
-        processing [B, T] (None: that of x).
+        D], heads of `head_dim` channels that are normalised (None: not normalised), the order of
+        processing [B, T] (None: that of x), and the kernel's tiling.
         """
         batch, length, total = x.shape
-        division = divide(x.shape, head_dim, order is not None)
+        division = divide(x.shape, head_dim, order is not None, tiling.channels)
         assert division is not None
         size, rows, parts = division
         channels = LANES * WARPS * size // rows
         dim = LANES * size if head_dim is None else head_dim
         length //= parts
-        tokens = block_tokens(batch * parts // rows, length, total // channels)
-        heads = channels // dim
-        return cls(batch, length, total, weight.shape[0], tokens, heads, dim, rows, parts)
+        grid_rows, columns = batch * parts // rows, total // channels
+        tokens = block_tokens(grid_rows, length, columns, tiling.tokens, tiling.blocks)
+        heads, step = channels // dim, min(tiling.step, tokens)
+        # More channels of a thread than the tiling has take more registers than its groups leave.
+        fits = size <= tiling.channels and length // tokens % tiling.groups == 0
+        groups = tiling.groups if fits else 1
+        width, stages = weight.shape[0], tiling.stages
+        return cls(batch, length, total, width, tokens, heads, dim, rows, parts, step, stages, groups)  # fmt: skip
 
     @property
     def grid(self) -> dict[str, int]:
         """The kernels' grid: one warpgroup for each block of channels, block of tokens, and row of the batch (or
-        several rows).
+        several rows), `groups` of them in a thread block.
         """
         return dict(
             column=self.total // (self.heads * self.dim),
-            block=self.length // self.tokens,
+            block=self.length // self.tokens // self.groups,
             row=self.batch * self.parts // self.rows,
         )
 
@@ -132,13 +142,20 @@ class Layout(NamedTuple):
         inputs |= dict(weight=self.by_head(weight), bias=self.by_head(bias), order=order)
         return inputs | dict(seen=self.by_row(None if run is None else seen(run, self.width)))
 
-    def scratch(self, count: int) -> dict[str, Any] | None:
-        """Return the types of the buffers in shared memory, by name, in which the rows of `count` tiles are added; None if a block has one
-        row.
+    def scratch(self, names: tuple[str, ...], sums: int = 0) -> dict[str, Any] | None:
+        """Return the types of the buffers in shared memory and barriers, by name: of the steps of the arrays `names` that are copied, and of
+        `sums` tiles whose rows are added; None if there are none.
         """
-        if self.rows == 1:
-            return None
-        return dict(sums=plgpu.SMEM((count, *self.tile), _F32))
+        types: dict[str, Any] = {}
+        if sums and self.rows > 1:
+            types["sums"] = plgpu.SMEM((self.groups, sums, *self.tile), _F32)
+        if self.stages:
+            (first, dim), step, places = self.tile, self.step, self.groups * self.stages
+            shape = (step, first, dim) if self.rows == 1 else (first, step, dim)
+            for name in names:
+                types[name] = plgpu.SMEM((places, *shape), jnp.bfloat16)
+            types["loaded"] = plgpu.Barrier(num_arrivals=len(names), num_barriers=places)
+        return types or None
 
 
 class Block:
@@ -155,6 +172,7 @@ class Block:
         rows: the number of rows of the batch that the warpgroup computes.
         b: the index of the row in the batch, or of the group of rows.
         block: the index of the warpgroup's block of tokens in its row.
+        group: the index of the warpgroup in its thread block.
         columns: the slice of the heads that the warpgroup computes, or the index of its head in all its rows.
         layout: how a tile is distributed over the warpgroup's registers.
         shape: the shape of a tile.
@@ -163,7 +181,11 @@ class Block:
 
     def __init__(self, refs: dict[str, Any], layout: Layout):
         self.refs, self.length, self.width = refs, layout.length, layout.width
-        self.b, self.block = lax.axis_index("row"), lax.axis_index("block")
+        self.group = lax.axis_index("group") if layout.groups > 1 else 0
+        self.b, self.block = (
+            lax.axis_index("row"),
+            lax.axis_index("block") * layout.groups + self.group,
+        )
         column, self.rows = lax.axis_index("column"), layout.rows
         self.columns = column if self.rows > 1 else pl.ds(column * layout.heads, layout.heads)
         self.shape = layout.tile
@@ -175,9 +197,20 @@ class Block:
         rows = (self.b,) if self.rows == 1 else (self.b, slice(None))
         return self.refs[name].at[*rows, token, self.columns]
 
-    def store(self, x, name: str, token: Any) -> None:
-        """Store the tile x as a token's values of the output `name` in global memory."""
-        ref = self.at(name, token)
+    def store(self, x, name: str, token: Any, among: Any = None) -> None:
+        """Store the tile x as a token's values of the output `name` in global memory.
+
+        Args:
+            x: the tile.
+            name: the name of the output.
+            token: the token's position in it.
+            among: the position of a token from which `token` is counted; the compiler then computes one address for several tokens.
+        """
+        if among is None:
+            ref = self.at(name, token)
+        else:
+            tokens = self.at(name, pl.ds(among, token + 1))
+            ref = tokens.at[token] if self.rows == 1 else tokens.at[:, token]
         ref[...] = plgpu.layout_cast(x.astype(ref.dtype), self.layout)
 
     def store_sums(self, tiles: list[Any], name: str, smem) -> None:
@@ -186,14 +219,14 @@ class Block:
         """
         refs = [self.refs[name].at[self.b, self.block, i, self.columns] for i in range(len(tiles))]
         layout = self.layout
-        if smem is not None:
+        if self.rows > 1:
             for i, tile in enumerate(tiles):
-                smem["sums"][i] = plgpu.layout_cast(tile, layout)
+                smem["sums"][self.group, i] = plgpu.layout_cast(tile, layout)
             plgpu.commit_smem()
             layout = layout.reduce(0)
             tiles = [
                 sum(
-                    plgpu.load(smem["sums"].at[i, row], layout=layout, optimized=False)
+                    plgpu.load(smem["sums"].at[self.group, i, row], layout=layout, optimized=False)
                     for row in range(self.rows)
                 )
                 for i in range(len(tiles))

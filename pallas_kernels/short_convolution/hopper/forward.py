@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.hopper.launch import launch
+from pallas_kernels.short_convolution.hopper import tilings
 from pallas_kernels.short_convolution.hopper.block import (
-    AHEAD,
     EPSILON,
     Block,
     Layout,
@@ -20,6 +20,8 @@ from pallas_kernels.short_convolution.hopper.block import (
     sigmoid,
     struct_like,
 )
+from pallas_kernels.short_convolution.hopper.loads import Loads
+from pallas_kernels.short_convolution.hopper.tilings import AHEAD
 
 _F32 = jnp.float32
 
@@ -43,41 +45,45 @@ def forward(
         silu: whether SiLU is applied.
         interpret: parameters of the Pallas interpreter, or False to compile the kernel.
     """
-    layout = Layout.of(x, weight, head_dim, order)
+    tiling = tilings.tiling("forward", head_dim, order, run)
+    layout = Layout.of(x, weight, head_dim, order, tiling)
 
-    def kernel(refs):
+    def kernel(refs, smem=None):
         block = Block(refs, layout)
+        loads = Loads(block, layout, ("x",), smem)
+        loads.begin()
         weights, bias = block.weights(), block.bias()
 
-        def load_rows(first):  # of the four tokens from `first` on
-            tokens = [jnp.minimum(first + i, block.length - 1) for i in range(AHEAD)]
-            return [block.row("x", t) for t in tokens], [block.seen(t) for t in tokens]
-
         def step(index, carry):
-            rows, seen, before = carry
-            first = block.start + index * AHEAD
-            following = load_rows(first + AHEAD)
-            for i in range(AHEAD):
-                row, taps, _ = block.mask(rows[i].astype(_F32), before, seen[i])
-                y = convolve(weights, bias, [row, *taps])
-                if silu:
-                    y = y * sigmoid(y)
-                if head_dim is not None:
-                    y = y * lax.rsqrt(block.sum_heads(y * y) + EPSILON)
-                if seen[i] is not None:
-                    y = jnp.where(block.at_least(seen[i], 0), y, 0.0)
-                block.store(y, "y", block.position(first + i))
-                before = [row, *before[:-1]]
-            return *following, before
+            ahead, before = carry
+            loads.wait(index)
+            for part in range(layout.step // AHEAD):
+                four, ahead = loads.take(index, part, ahead)
+                first = block.start + index * layout.step + part * AHEAD
+                for i, ((raw,), seen) in enumerate(zip(four.rows, four.seen, strict=True)):
+                    row, taps, _ = block.mask(raw.astype(_F32), before, seen)
+                    y = convolve(weights, bias, [row, *taps])
+                    if silu:
+                        y = y * sigmoid(y)
+                    if head_dim is not None:
+                        y = y * lax.rsqrt(block.sum_heads(y * y) + EPSILON)
+                    if seen is not None:
+                        y = jnp.where(block.at_least(seen, 0), y, 0.0)
+                    if order is None:
+                        block.store(y, "y", part * AHEAD + i, block.start + index * layout.step)
+                    else:
+                        block.store(y, "y", block.position(first + i))
+                    before = [row, *before[:-1]]
+            loads.release(index)
+            return ahead, before
 
-        carry = (*load_rows(block.start), block.before())
-        lax.fori_loop(0, layout.tokens // AHEAD, step, carry)
+        lax.fori_loop(0, loads.steps, step, (loads.first(), block.before()))
 
     inputs = layout.inputs(x, weight, bias, tail, order, run)
     outputs = dict(y=struct_like(inputs["x"]))
     name = "short_convolution_forward"
     results = launch(
         kernel, inputs=inputs, outputs=outputs, grid=layout.grid, name=name, interpret=interpret,
-        auto_barriers=False,
+        scratch=layout.scratch(("x",)), auto_barriers=False, num_threads=layout.groups if layout.groups > 1 else None,
     )  # fmt: skip
     return results["y"].reshape(x.shape)

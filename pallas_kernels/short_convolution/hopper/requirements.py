@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from pallas_kernels.compat import PROCESSORS
 from pallas_kernels.requirements import Requirement, first_unmet
 
 LANES, WARPS = 32, 4  # threads of a warp; warps of a warpgroup
@@ -19,20 +18,25 @@ COMPUTES_IN_PLACE = True
 """Whether the kernels can compute documents in the order of x, if no padding is inside documents."""
 
 
-def thread_channels(channels: int, head_dim: int | None) -> int | None:
+def thread_channels(channels: int, head_dim: int | None, wanted: int = _VECTORS[0]) -> int | None:
     """Return the number of channels that a thread of a short convolution's kernel computes, such that no head
     is divided among warps, or None if no number is possible.
 
     Args:
         channels: D, the number of channels of the tokens.
         head_dim: the number of channels of a head that is normalised, or None.
+        wanted: the number of channels if it is possible; else the largest possible one of those below it, or of all.
     """
-    for size in _VECTORS:
+    for size in _by_preference(wanted):
         if channels % (LANES * WARPS * size):
             continue
         if head_dim is None or (head_dim % size == 0 and LANES * size % head_dim == 0):
             return size
     return None
+
+
+def _by_preference(wanted: int) -> list[int]:
+    return sorted(_VECTORS, key=lambda size: (size > wanted, -size))
 
 
 class Division(NamedTuple):
@@ -50,7 +54,9 @@ class Division(NamedTuple):
     parts: int = 1
 
 
-def divide(shape: tuple[int, int, int], head_dim: int | None, ordered: bool) -> Division | None:
+def divide(
+    shape: tuple[int, int, int], head_dim: int | None, ordered: bool, wanted: int = _VECTORS[0]
+) -> Division | None:
     """Return how a short convolution is divided among warps and threads, such that no head is divided among warps, or None if that is
     not possible. Channels that four warps cannot divide, as B and C of Mamba2, or whose heads they cannot, are in each of them.
 
@@ -58,14 +64,15 @@ def divide(shape: tuple[int, int, int], head_dim: int | None, ordered: bool) -> 
         shape: (B, T, D), the shape of the tokens.
         head_dim: the number of channels of a head that is normalised, or None.
         ordered: whether tokens are computed in another order than that of x, which differs from row to row.
+        wanted: the number of channels of a thread where several are possible (see `thread_channels`).
     """
     batch, length, channels = shape
-    if (size := thread_channels(channels, head_dim)) is not None:
+    if (size := thread_channels(channels, head_dim, wanted)) is not None:
         return Division(size)
     if ordered:
         return None
     # A warp computes one head, or as many channels as possible.
-    sizes = [s for s in _VECTORS if head_dim in (None, LANES * s) and channels % (LANES * s) == 0]
+    sizes = [s for s in _by_preference(wanted) if head_dim in (None, LANES * s) and channels % (LANES * s) == 0]  # fmt: skip
     if not sizes:
         return None
     padded = -(-length // MULTIPLE) * MULTIPLE
@@ -75,19 +82,21 @@ def divide(shape: tuple[int, int, int], head_dim: int | None, ordered: bool) -> 
     return None
 
 
-def block_tokens(batch: int, length: int, columns: int) -> int:
+def block_tokens(batch: int, length: int, columns: int, most: int, blocks: int) -> int:
     """Return the number of consecutive tokens that a warpgroup of a short convolution's kernel computes.
 
     Tokens at the boundary of two such blocks are loaded twice. Hence blocks are as long as possible with at
-    least four for each processor.
+    least `blocks` of them.
 
     Args:
         batch: B, the number of rows.
         length: T, the number of tokens of a row.
         columns: the number of blocks into which the channels are divided.
+        most: the largest number of tokens, a power of two.
+        blocks: the number of blocks that are enough for all processors.
     """
-    sizes = [s for s in (128, 64, 32, 16) if length % s == 0]
-    enough = [s for s in sizes if batch * (length // s) * columns >= 4 * PROCESSORS]
+    sizes = [s for s in (256, 128, 64, 32, 16) if s <= most and length % s == 0]
+    enough = [s for s in sizes if batch * (length // s) * columns >= blocks]
     return (enough or sizes[-1:])[0]
 
 
