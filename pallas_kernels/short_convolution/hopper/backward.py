@@ -90,12 +90,12 @@ class _Gradient(NamedTuple):
         if seen is not None:
             dy = jnp.where(block.at_least(seen, 0), dy, 0.0)
         gate: Any = sigmoid(y) if self.silu else None
+        value = y * gate if self.silu else y
         if self.normalized:
-            value = y * gate if self.silu else y
             norm = lax.rsqrt(block.sum_heads(value * value) + EPSILON)
             dy = norm * (dy - value * (norm * norm * block.sum_heads(dy * value)))
         if self.silu:
-            dy = dy * (gate * (1.0 + y * (1.0 - gate)))
+            dy = dy * (gate + value * (1.0 - gate))
         sums = pending.sums
         if inside is None:
             factors = [*taps, 1.0][: len(sums)]
@@ -127,7 +127,7 @@ def backward(
         silu: whether SiLU was applied.
         interpret: parameters of the Pallas interpreter, or False to compile the kernel.
     """
-    tiling = tilings.tiling("backward", head_dim, order, run)
+    tiling = tilings.tiling("backward", head_dim, order, run, bias)
     layout = Layout.of(x, weight, head_dim, order, tiling)
     width = layout.width
 

@@ -72,8 +72,8 @@ class Layout(NamedTuple):
         grid_rows, columns = batch * parts // rows, total // channels
         tokens = block_tokens(grid_rows, length, columns, tiling.tokens, tiling.blocks)
         heads, step = channels // dim, min(tiling.step, tokens)
-        # More channels of a thread than the tiling has take more registers than its groups leave.
-        fits = size <= tiling.channels and length // tokens % tiling.groups == 0
+        # More channels of a thread than the tiling has take more registers than its groups leave, and sums over rows more shared memory.
+        fits = size <= tiling.channels and rows == 1 and length // tokens % tiling.groups == 0
         groups = tiling.groups if fits else 1
         width, stages = weight.shape[0], tiling.stages
         return cls(batch, length, total, width, tokens, heads, dim, rows, parts, step, stages, groups)  # fmt: skip
@@ -148,7 +148,7 @@ class Layout(NamedTuple):
         """
         types: dict[str, Any] = {}
         if sums and self.rows > 1:
-            types["sums"] = plgpu.SMEM((self.groups, sums, *self.tile), _F32)
+            types["sums"] = plgpu.SMEM((sums, *self.tile), _F32)
         if self.stages:
             (first, dim), step, places = self.tile, self.step, self.groups * self.stages
             shape = (step, first, dim) if self.rows == 1 else (first, step, dim)
@@ -221,12 +221,12 @@ class Block:
         layout = self.layout
         if self.rows > 1:
             for i, tile in enumerate(tiles):
-                smem["sums"][self.group, i] = plgpu.layout_cast(tile, layout)
+                smem["sums"][i] = plgpu.layout_cast(tile, layout)
             plgpu.commit_smem()
             layout = layout.reduce(0)
             tiles = [
                 sum(
-                    plgpu.load(smem["sums"].at[self.group, i, row], layout=layout, optimized=False)
+                    plgpu.load(smem["sums"].at[i, row], layout=layout, optimized=False)
                     for row in range(self.rows)
                 )
                 for i in range(len(tiles))
@@ -336,10 +336,10 @@ def convolve(weights, bias, taps):
     """Return a short convolution at one token, a tile: the sum of `taps`, the values of x at the token
     and at those before it, times the rows `weights`, both the nearest first, plus the bias (None is 0).
     """
-    total = weights[0] * taps[0]
+    total = weights[0] * taps[0] if bias is None else bias + weights[0] * taps[0]
     for w, tap in zip(weights[1:], taps[1:], strict=True):
         total += w * tap
-    return total if bias is None else total + bias
+    return total
 
 
 def sigmoid(x):

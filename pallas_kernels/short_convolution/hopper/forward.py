@@ -45,7 +45,7 @@ def forward(
         silu: whether SiLU is applied.
         interpret: parameters of the Pallas interpreter, or False to compile the kernel.
     """
-    tiling = tilings.tiling("forward", head_dim, order, run)
+    tiling = tilings.tiling("forward", head_dim, order, run, bias)
     layout = Layout.of(x, weight, head_dim, order, tiling)
 
     def kernel(refs, smem=None):

@@ -19,7 +19,7 @@ class Tiling(NamedTuple):
         tokens: the largest number of tokens of a block, a power of two from 16 on.
         blocks: the number of blocks of a call from which blocks are this long; with fewer they have half as many tokens, and so on.
         groups: the number of warpgroups of a thread block, each with a block of its own; 4 limit the registers of a thread to 128. One where
-            they do not divide a row's blocks.
+            they do not divide a row's blocks, a thread has more channels, or the warps of a warpgroup have other rows.
     """
 
     channels: int
@@ -36,20 +36,21 @@ REGISTERS = Tiling(8, 4, 0, 128, 528)
 TILINGS = {
     "forward": Tiling(8, 4, 4, 128, 512),
     "backward": Tiling(4, 8, 3, 128, 512),
-    "documents_backward": Tiling(4, 8, 3, 256, 512, groups=4),
-    "normalised_forward": Tiling(8, 4, 4, 128, 512),
+    "full_forward": Tiling(8, 4, 4, 128, 512, groups=4),
+    "full_backward": Tiling(4, 8, 3, 256, 512, groups=4),
+    "normalised_forward": Tiling(8, 4, 4, 128, 512, groups=4),
     "normalised_backward": Tiling(4, 8, 3, 256, 512, groups=4),
     "wide_forward": Tiling(8, 4, 4, 128, 512),
     "wide_backward": Tiling(8, 4, 4, 128, 512),
 }
-"""The tilings, by kernel: `normalised` with normalised heads of up to 128 channels, `wide` of 256, which have 8 channels in each thread of a warp,
-and without these `documents_backward` of rows with several documents, whose masks take registers.
+"""The tilings, by kernel: `normalised` with normalised heads of up to 128 channels, `wide` of 256, which have 8 channels in each thread of a warp;
+and without these `full` with documents or a bias, whose masks and sums take registers.
 
 512 blocks are at most four for each of 132 processors.
 """
 
 
-def tiling(kernel: str, head_dim: int | None, order: Any, run: Any) -> Tiling:
+def tiling(kernel: str, head_dim: int | None, order: Any, run: Any, bias: Any) -> Tiling:
     """Return the tiling of a call of the kernel "forward" or "backward".
 
     Args:
@@ -57,12 +58,13 @@ def tiling(kernel: str, head_dim: int | None, order: Any, run: Any) -> Tiling:
         head_dim: the number of channels of a head that is normalised, or None.
         order: the order of processing, or None where tokens are computed in that of x.
         run: the index of each token's document, or None.
+        bias: what is added to the convolution, or None.
     """
     if order is not None:
         return REGISTERS
     if head_dim is not None:
         return TILINGS[f"{'wide' if head_dim == 256 else 'normalised'}_{kernel}"]
-    return TILINGS[kernel if run is None or kernel == "forward" else f"documents_{kernel}"]
+    return TILINGS[kernel if run is None and bias is None else f"full_{kernel}"]
 
 
 def unaccepted_tiling(
