@@ -84,6 +84,12 @@ HOPPER = (
             (1024, 128, 2), (768, 256, 4), (1536, 256, 8), (768, 256, 2), (384, 128, 1), (128, None, 8), (192, None, 2)
         )
     ),
+    # Enough tokens for blocks of many steps, in every row of the table of tilings.
+    *(
+        Case(2040, channels, 4, documents, False, True, head_dim, batch=8, contiguous=documents)
+        for documents in (False, True)
+        for channels, head_dim in ((2048, None), (2048, 128), (1536, 256))
+    ),
 )  # fmt: skip
 """Cases that run on an NVIDIA Hopper GPU."""
 TIMED = ((8, 4096, 2048), (1, 16384, 2048))

@@ -83,11 +83,13 @@ def test_equals_the_plain_form(case):
 # Each: the channels of a thread, tokens of a step, stages, tokens of a block, blocks, warpgroups of a thread block. Blocks have several steps,
 # more than there are stages.
 TILED = (
+    (tilings.Tiling(4, 4, 2, 32, 1), Case(32, 512, 2, False, False, True, None)),
     (tilings.Tiling(4, 8, 2, 32, 1, groups=2), Case(120, 512, 4, True, True, True, 128, contiguous=True)),
     (tilings.Tiling(8, 4, 3, 64, 1), Case(120, 1024, 4, False, False, True, None)),
     (tilings.Tiling(2, 16, 2, 64, 1), Case(128, 256, 3, True, True, True, None, contiguous=True)),
     (tilings.Tiling(4, 8, 3, 32, 1, groups=4), Case(120, 128, 4, True, True, True, None, batch=4, contiguous=True)),
-    (tilings.Tiling(8, 4, 2, 32, 1, groups=2), Case(60, 256, 2, False, True, True, 256, batch=4)),
+    (tilings.Tiling(8, 4, 3, 32, 1, groups=3), Case(60, 256, 2, False, True, True, 256, batch=4)),
+    (tilings.Tiling(4, 4, 2, 16, 1, groups=3), Case(33, 512, 4, True, True, True, 128, contiguous=True)),
     (tilings.REGISTERS, Case(33, 1024, 4, True, True, True, 128, contiguous=True)),
     (tilings.Tiling(4, 4, 0, 32, 1, groups=2), Case(64, 512, 4, False, True, True, 64)),
 )  # fmt: skip
@@ -108,7 +110,7 @@ def test_equals_the_plain_form_in_other_tilings(tiling, case, monkeypatch):
 def test_names_a_tiling_that_is_not_accepted():
     for x in (*tilings.TILINGS.values(), *(x for x, _ in TILED)):
         assert tilings.unaccepted_tiling(*x) is None
-    for field, value in dict(channels=3, step=6, stages=1, tokens=48, blocks=0, groups=3).items():
+    for field, value in dict(channels=3, step=6, stages=1, tokens=48, blocks=0, groups=5).items():
         wrong = tilings.TILINGS["backward"]._replace(**{field: value})
         assert f"not {value}" in str(tilings.unaccepted_tiling(*wrong))
 

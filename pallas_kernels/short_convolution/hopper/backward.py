@@ -131,8 +131,7 @@ def backward(
     layout = Layout.of(x, weight, head_dim, order, tiling)
     width = layout.width
 
-    def kernel(refs, smem=None):
-        block = Block(refs, layout)
+    def compute(block, smem):
         loads = Loads(block, layout, ("x", "dy"), smem)
         loads.begin()
         weights, bias = block.weights(), block.bias()
@@ -175,8 +174,12 @@ def backward(
         rows = pending.sums[width - 1 :: -1] + pending.sums[width:]
         block.store_sums(rows, "d_weight", smem)
 
+    def kernel(refs, smem=None):
+        block = Block(refs, layout)
+        block.run(lambda: compute(block, smem))
+
     inputs = layout.inputs(x, weight, bias, tail, order, run, dy)
-    sums = (layout.grid["row"], layout.length // layout.tokens, width + (bias is not None))
+    sums = (*layout.blocks, width + (bias is not None))
     outputs = dict(
         dx=struct_like(inputs["x"]),
         d_weight=jax.ShapeDtypeStruct((*sums, layout.total // layout.dim, layout.dim), _F32),

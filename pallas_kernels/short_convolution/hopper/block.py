@@ -4,6 +4,7 @@ functions of one token's channels that the forward and the backward kernel compu
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +21,7 @@ from pallas_kernels.short_convolution.hopper.requirements import (
 from pallas_kernels.short_convolution.hopper.tilings import Tiling
 
 _F32 = jnp.float32
+_SMEM_BYTES = 224 * 1024  # most shared memory of a thread block
 EPSILON = 1e-6
 """Added to the sum of squares of a head that is normalised."""
 
@@ -40,7 +42,7 @@ class Layout(NamedTuple):
         parts: the number of consecutive parts into which each row is cut, which the kernels compute as rows.
         step: the number of tokens that are copied to shared memory together, or loaded.
         stages: the number of these steps in shared memory at a time; 0 loads into registers.
-        groups: the number of warpgroups of a thread block, with consecutive blocks of tokens.
+        groups: the number of warpgroups of a thread block, with consecutive ones of the blocks of tokens of all rows.
     """
 
     batch: int
@@ -72,22 +74,29 @@ class Layout(NamedTuple):
         grid_rows, columns = batch * parts // rows, total // channels
         tokens = block_tokens(grid_rows, length, columns, tiling.tokens, tiling.blocks)
         heads, step = channels // dim, min(tiling.step, tokens)
-        # More channels of a thread than the tiling has take more registers than its groups leave, and sums over rows more shared memory.
-        fits = size <= tiling.channels and rows == 1 and length // tokens % tiling.groups == 0
-        groups = tiling.groups if fits else 1
-        width, stages = weight.shape[0], tiling.stages
+        width = weight.shape[0]
+        # More channels of a thread than the tiling has take more registers than its groups leave.
+        groups = tiling.groups if size <= tiling.channels else 1
+        sums = 0 if rows == 1 else width + 1  # as many bytes as a copied token's x and dy, each
+        bytes_each = groups * LANES * WARPS * size * 4
+        fits = [n for n in range(tiling.stages, 2, -1) if bytes_each * (n * step + sums) <= _SMEM_BYTES]  # fmt: skip
+        stages = (fits or [min(tiling.stages, 2)])[0]
         return cls(batch, length, total, width, tokens, heads, dim, rows, parts, step, stages, groups)  # fmt: skip
 
     @property
     def grid(self) -> dict[str, int]:
         """The kernels' grid: one warpgroup for each block of channels, block of tokens, and row of the batch (or
-        several rows), `groups` of them in a thread block.
+        several rows), `groups` of the blocks of tokens of all rows in a thread block.
         """
         return dict(
             column=self.total // (self.heads * self.dim),
-            block=self.length // self.tokens // self.groups,
-            row=self.batch * self.parts // self.rows,
+            block=-(-self.blocks[0] * self.blocks[1] // self.groups),
         )
+
+    @property
+    def blocks(self) -> tuple[int, int]:
+        """The number of rows of the batch, or of groups of them, and of a row's blocks of tokens."""
+        return self.batch * self.parts // self.rows, self.length // self.tokens
 
     @property
     def tile(self) -> tuple[int, int]:
@@ -148,7 +157,7 @@ class Layout(NamedTuple):
         """
         types: dict[str, Any] = {}
         if sums and self.rows > 1:
-            types["sums"] = plgpu.SMEM((sums, *self.tile), _F32)
+            types["sums"] = plgpu.SMEM((self.groups, sums, *self.tile), _F32)
         if self.stages:
             (first, dim), step, places = self.tile, self.step, self.groups * self.stages
             shape = (step, first, dim) if self.rows == 1 else (first, step, dim)
@@ -173,6 +182,7 @@ class Block:
         b: the index of the row in the batch, or of the group of rows.
         block: the index of the warpgroup's block of tokens in its row.
         group: the index of the warpgroup in its thread block.
+        exists: whether there is such a block, which the last warpgroups may not have; None means that there is.
         columns: the slice of the heads that the warpgroup computes, or the index of its head in all its rows.
         layout: how a tile is distributed over the warpgroup's registers.
         shape: the shape of a tile.
@@ -182,15 +192,22 @@ class Block:
     def __init__(self, refs: dict[str, Any], layout: Layout):
         self.refs, self.length, self.width = refs, layout.length, layout.width
         self.group = lax.axis_index("group") if layout.groups > 1 else 0
-        self.b, self.block = (
-            lax.axis_index("row"),
-            lax.axis_index("block") * layout.groups + self.group,
-        )
+        index = lax.axis_index("block") * layout.groups + self.group
+        rows, blocks = layout.blocks
+        self.b, self.block = lax.div(index, jnp.int32(blocks)), lax.rem(index, jnp.int32(blocks))
+        self.exists = None if rows * blocks % layout.groups == 0 else index < rows * blocks
         column, self.rows = lax.axis_index("column"), layout.rows
         self.columns = column if self.rows > 1 else pl.ds(column * layout.heads, layout.heads)
         self.shape = layout.tile
         self.layout = channel_rows(*self.shape, WARPS)
         self.start = self.block * layout.tokens
+
+    def run(self, body: Callable[[], None]) -> None:
+        """Call `body`, which computes the block, if there is such a block."""
+        if self.exists is None:
+            body()
+        else:
+            pl.when(self.exists)(body)
 
     def at(self, name: str, token) -> Any:
         """Return the reference to a token's tile in an array of tokens, by the token's position in it."""
@@ -221,12 +238,12 @@ class Block:
         layout = self.layout
         if self.rows > 1:
             for i, tile in enumerate(tiles):
-                smem["sums"][i] = plgpu.layout_cast(tile, layout)
+                smem["sums"][self.group, i] = plgpu.layout_cast(tile, layout)
             plgpu.commit_smem()
             layout = layout.reduce(0)
             tiles = [
                 sum(
-                    plgpu.load(smem["sums"].at[i, row], layout=layout, optimized=False)
+                    plgpu.load(smem["sums"].at[self.group, i, row], layout=layout, optimized=False)
                     for row in range(self.rows)
                 )
                 for i in range(len(tiles))

@@ -48,8 +48,7 @@ def forward(
     tiling = tilings.tiling("forward", head_dim, order, run, bias)
     layout = Layout.of(x, weight, head_dim, order, tiling)
 
-    def kernel(refs, smem=None):
-        block = Block(refs, layout)
+    def compute(block, smem):
         loads = Loads(block, layout, ("x",), smem)
         loads.begin()
         weights, bias = block.weights(), block.bias()
@@ -78,6 +77,10 @@ def forward(
             return ahead, before
 
         lax.fori_loop(0, loads.steps, step, (loads.first(), block.before()))
+
+    def kernel(refs, smem=None):
+        block = Block(refs, layout)
+        block.run(lambda: compute(block, smem))
 
     inputs = layout.inputs(x, weight, bias, tail, order, run)
     outputs = dict(y=struct_like(inputs["x"]))

@@ -14,12 +14,12 @@ class Tiling(NamedTuple):
     Attributes:
         channels: the number of channels of a thread, 2, 4 or 8; other numbers where heads or the call's channels do not permit it.
         step: the number of tokens that are copied to shared memory together, a multiple of 4.
-        stages: the number of such steps in shared memory at a time, one of which is computed while the others are copied; 0 loads the
-            next 4 tokens into registers instead.
+        stages: the number of such steps in shared memory at a time, one of which is computed while the others are copied, fewer where not
+            all have room; 0 loads the next 4 tokens into registers instead.
         tokens: the largest number of tokens of a block, a power of two from 16 on.
         blocks: the number of blocks of a call from which blocks are this long; with fewer they have half as many tokens, and so on.
-        groups: the number of warpgroups of a thread block, each with a block of its own; 4 limit the registers of a thread to 128. One where
-            they do not divide a row's blocks, a thread has more channels, or the warps of a warpgroup have other rows.
+        groups: the number of warpgroups of a thread block, each with a block of its own; 3 limit the registers of a thread to 168, 4 to 128. One
+            where a thread has more channels than the tiling.
     """
 
     channels: int
@@ -36,17 +36,19 @@ REGISTERS = Tiling(8, 4, 0, 128, 528)
 TILINGS = {
     "forward": Tiling(8, 4, 4, 128, 512),
     "backward": Tiling(4, 8, 3, 128, 512),
-    "full_forward": Tiling(8, 4, 4, 128, 512, groups=4),
-    "full_backward": Tiling(4, 8, 3, 256, 512, groups=4),
     "normalised_forward": Tiling(8, 4, 4, 128, 512, groups=4),
     "normalised_backward": Tiling(4, 8, 3, 256, 512, groups=4),
-    "wide_forward": Tiling(8, 4, 4, 128, 512),
-    "wide_backward": Tiling(8, 4, 4, 128, 512),
+    "wide_forward": Tiling(8, 4, 4, 128, 384),
+    "wide_backward": Tiling(8, 4, 2, 128, 384, groups=3),
+    "full_forward": Tiling(8, 4, 4, 128, 512, groups=4),
+    "full_backward": Tiling(4, 8, 3, 256, 512, groups=4),
+    "full_normalised_backward": Tiling(4, 8, 3, 256, 512, groups=4),
+    "full_wide_backward": Tiling(8, 4, 4, 128, 512),
 }
 """The tilings, by kernel: `normalised` with normalised heads of up to 128 channels, `wide` of 256, which have 8 channels in each thread of a warp;
-and without these `full` with documents or a bias, whose masks and sums take registers.
+`full` with documents or a bias, whose masks and sums take registers, where they differ.
 
-512 blocks are at most four for each of 132 processors.
+132 processors have at most 528 blocks at a time in fours, 396 in threes: 512 and 384 blocks fill them once.
 """
 
 
@@ -63,8 +65,9 @@ def tiling(kernel: str, head_dim: int | None, order: Any, run: Any, bias: Any) -
     if order is not None:
         return REGISTERS
     if head_dim is not None:
-        return TILINGS[f"{'wide' if head_dim == 256 else 'normalised'}_{kernel}"]
-    return TILINGS[kernel if run is None and bias is None else f"full_{kernel}"]
+        kernel = f"{'wide' if head_dim == 256 else 'normalised'}_{kernel}"
+    full = run is not None or bias is not None
+    return TILINGS.get(f"full_{kernel}" if full else kernel, TILINGS[kernel])
 
 
 def unaccepted_tiling(
@@ -81,6 +84,6 @@ def unaccepted_tiling(
         return f"accepted are powers of two from 16 on as tokens, not {tokens}"
     if blocks < 1:
         return f"accepted are 1 or more blocks, not {blocks}"
-    if groups not in (1, 2, 4):
-        return f"accepted are 1, 2 or 4 groups, not {groups}"
+    if groups not in (1, 2, 3, 4):
+        return f"accepted are 1, 2, 3 or 4 groups, not {groups}"
     return None
