@@ -2,8 +2,8 @@
 
 A warpgroup computes a block of consecutive tokens and some of the channels. It loads the channels of each
 token once. The channels of the W - 1 tokens before the current one, and the partial sums of their gradients,
-stay in registers. The next four tokens are loaded while the current four are
-computed.
+stay in registers. Tokens are copied to shared memory some steps before they are computed, or the next four are loaded while
+the current four are computed, as the table in `tilings` says.
 
 If a row has several documents, its tokens are computed in `order`, in which padding comes last. The W - 1
 tokens before a token in this order are then those that it may see. If no padding is inside documents, this

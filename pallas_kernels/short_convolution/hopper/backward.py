@@ -135,10 +135,8 @@ def backward(
         loads = Loads(block, layout, ("x", "dy"), smem)
         loads.begin()
         weights, bias = block.weights(), block.bias()
-        gradient, zero = (
-            _Gradient(block, weights, bias, silu, head_dim is not None),
-            weights[0] * 0.0,
-        )
+        gradient = _Gradient(block, weights, bias, silu, head_dim is not None)
+        zero = weights[0] * 0.0
         sums = [zero] * (width + (bias is not None))
         pending = _Pending(block.before(), [zero] * (width - 1), sums)
 

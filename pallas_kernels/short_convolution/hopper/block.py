@@ -4,6 +4,7 @@ functions of one token's channels that the forward and the backward kernel compu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -85,13 +86,15 @@ class Layout(NamedTuple):
 
     @property
     def grid(self) -> dict[str, int]:
-        """The kernels' grid: one warpgroup for each block of channels, block of tokens, and row of the batch (or
-        several rows), `groups` of the blocks of tokens of all rows in a thread block.
+        """The kernels' grid: a thread block for `groups` of the blocks of tokens of all rows, and for each block of channels. It is one axis,
+        since only one may have more than 65,535 thread blocks.
         """
-        return dict(
-            column=self.total // (self.heads * self.dim),
-            block=-(-self.blocks[0] * self.blocks[1] // self.groups),
-        )
+        return dict(place=self.columns * -(-math.prod(self.blocks) // self.groups))
+
+    @property
+    def columns(self) -> int:
+        """The number of blocks of channels."""
+        return self.total // (self.heads * self.dim)
 
     @property
     def blocks(self) -> tuple[int, int]:
@@ -192,11 +195,11 @@ class Block:
     def __init__(self, refs: dict[str, Any], layout: Layout):
         self.refs, self.length, self.width = refs, layout.length, layout.width
         self.group = lax.axis_index("group") if layout.groups > 1 else 0
-        index = lax.axis_index("block") * layout.groups + self.group
-        rows, blocks = layout.blocks
-        self.b, self.block = lax.div(index, jnp.int32(blocks)), lax.rem(index, jnp.int32(blocks))
-        self.exists = None if rows * blocks % layout.groups == 0 else index < rows * blocks
-        column, self.rows = lax.axis_index("column"), layout.rows
+        turn, column = _divide(lax.axis_index("place"), layout.columns)
+        index, blocks = turn * layout.groups + self.group, math.prod(layout.blocks)
+        self.b, self.block = _divide(index, layout.blocks[1])
+        self.exists = None if blocks % layout.groups == 0 else index < blocks
+        self.rows = layout.rows
         self.columns = column if self.rows > 1 else pl.ds(column * layout.heads, layout.heads)
         self.shape = layout.tile
         self.layout = channel_rows(*self.shape, WARPS)
@@ -333,6 +336,10 @@ class Block:
         """Return the sums of a tile over the channels of each head, broadcast over these channels to a tile."""
         total = lax.broadcast_in_dim(jnp.sum(x, axis=1), self.shape, [0])
         return plgpu.layout_cast(total, self.layout)
+
+
+def _divide(index, size: int) -> tuple[Any, Any]:
+    return lax.div(index, jnp.int32(size)), lax.rem(index, jnp.int32(size))
 
 
 def seen(run, width: int) -> jax.Array:
