@@ -31,7 +31,11 @@ class Tiling(NamedTuple):
 
 
 REGISTERS = Tiling(8, 4, 0, 128, 528)
-"""Loads into registers only: the tiling of all calls before there was a table, and of tokens in an order of their own, which no copy follows."""
+"""Loads into registers only: the tiling of all calls before there was a table, and forward of tokens in an order of their own, which no copy
+follows.
+"""
+ORDERED_BACKWARD = Tiling(4, 4, 0, 128, 528, groups=4)
+"""The tiling of the backward pass of tokens in an order of their own, which with 8 channels in a thread spills registers."""
 
 TILINGS = {
     "forward": Tiling(8, 4, 4, 128, 512),
@@ -63,7 +67,7 @@ def tiling(kernel: str, head_dim: int | None, order: Any, run: Any, bias: Any) -
         bias: what is added to the convolution, or None.
     """
     if order is not None:
-        return REGISTERS
+        return REGISTERS if kernel == "forward" else ORDERED_BACKWARD
     if head_dim is not None:
         kernel = f"{'wide' if head_dim == 256 else 'normalised'}_{kernel}"
     full = run is not None or bias is not None
