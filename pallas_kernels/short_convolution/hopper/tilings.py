@@ -43,11 +43,10 @@ TILINGS = {
     "normalised_forward": Tiling(8, 4, 4, 128, 512, groups=4),
     "normalised_backward": Tiling(4, 8, 3, 256, 512, groups=4),
     "wide_forward": Tiling(8, 4, 4, 128, 384),
-    "wide_backward": Tiling(8, 4, 2, 128, 384, groups=3),
+    "wide_backward": Tiling(8, 4, 4, 128, 512),
     "full_forward": Tiling(8, 4, 4, 128, 512, groups=4),
     "full_backward": Tiling(4, 8, 3, 256, 512, groups=4),
     "full_normalised_backward": Tiling(4, 8, 3, 256, 512, groups=4),
-    "full_wide_backward": Tiling(8, 4, 4, 128, 512),
 }
 """The tilings, by kernel: `normalised` with normalised heads of up to 128 channels, `wide` of 256, which have 8 channels in each thread of a warp;
 `full` with documents or a bias, whose masks and sums take registers, where they differ.
