@@ -133,6 +133,9 @@ WRITES = {
     "memories-share": Case((1, 1, 2), 128, 64, 130, False, "token"),
     "queries-share-wide": Case((2, 1, 1), 64, 128, 65, False, "token"),
     "parts": Case((1, 1, 1), 64, 64, 256, True, "token"),
+    "gradients-of-pairs": Case((1, 1, 2), 128, 64, 100, True, "token"),
+    "gradients-of-pairs-by-group": Case((2, 1, 4), 128, 64, 65, False, "token", strong=True),
+    "gradients-of-pairs-in-parts": Case((1, 1, 2), 128, 64, 256, True, "token"),
     "pairs-in-parts": Case((1, 1, 2), 64, 64, 256, True, "token"),
     "deep": Case((1, 1, 1), 256, 64, 65, False, "token", strong=True),
 }
