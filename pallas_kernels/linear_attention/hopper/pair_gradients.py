@@ -14,8 +14,8 @@ where W_ij = exp(cum_i - write_cum_j) times the scale of q. The second scan read
 Each warpgroup computes the decayed scores of its own head, and then, from those of both heads, 64 of the 128 key channels of the sum over
 the two heads: the halves of a product by columns, so that no sum leaves the registers.
 
-The gradient of the log decay and that of the factors of writes require inner products of each head: q . dq is summed before the heads are
-added, and k . dk is v . dv without the skip, since both are k_j S v_j plus the same scores.
+The gradient of the log decay requires q . dq and k . dk of each head, which are summed before the heads are added. k . dk is v . dv
+without the skip, but not to rounding: both q . dq and k . dk contain the same rounded products of dO and v, whose errors cancel.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def query_gradient(q, k, v, d_output, decay: Decays, initial, *, scale: float, c
         memories at the start of each interval of chunks, [B, heads, intervals, 64, 128].
     """
     dq, dots, saved = _scan(
-        dict(x=d_output, y=v, z=k, partner=q), decay, initial, read_scale=scale, chunk_bounds=chunk_bounds, interpret=interpret,
+        dict(x=d_output, y=v, z=k, own=q), decay, initial, read_scale=scale, chunk_bounds=chunk_bounds, interpret=interpret,
     )  # fmt: skip
     return dq, jnp.sum(dots, axis=2), saved
 
@@ -98,24 +98,24 @@ def key_gradients(
 
     Returns:
         The gradient of k, [B, T, heads / 2, 128], summed over each pair of heads; that of v, [B, T, heads, 64]; that of the initial
-        memory, [B * S, heads, 128, 64] float32; v's inner products with its gradient without the skip, [B, heads, T], and with `d_output`,
-        [B, heads, T]; those of the memory with its gradient at the start of each interval of chunks, [B, heads, intervals].
+        memory, [B * S, heads, 128, 64] float32; inner products [B, heads, T]: k's with its gradient, v's with its gradient without the
+        skip, and v's with `d_output`; those of the memory with its gradient at the start of each interval of chunks, [B, heads, intervals].
     """
-    dk, dv, last, dots, skip_dots, products = _scan(
-        dict(x=v, y=d_output, z=q, own=k), decay, d_final, write_scale=scale, states=states, skip=skip,
+    dk, dots, dv, last, v_dots, skip_dots, products = _scan(
+        dict(x=v, y=d_output, z=q, own=k), decay, d_final, write_scale=scale, states=states, skip=skip, reverse=True,
         chunk_bounds=chunk_bounds, interpret=interpret,
     )  # fmt: skip
-    return dk, dv, jnp.swapaxes(last, -1, -2), dots, skip_dots, jnp.sum(products, axis=-1)
+    products = jnp.sum(products, axis=-1)
+    return dk, dv, jnp.swapaxes(last, -1, -2), jnp.sum(dots, axis=2), v_dots, skip_dots, products
 
 
 def _scan(
     tokens, decay: Decays, initial, *, read_scale: float = 1.0, write_scale: float = 1.0, states=None, skip=None,
-    chunk_bounds=None, interpret: Any,
+    chunk_bounds=None, reverse: bool = False, interpret: Any,
 ) -> list[jax.Array]:  # fmt: skip
-    """Run one of the two scans: with `own` (k) among `tokens` that of the gradients of k and v, from the last chunk to the first; else
-    that of the gradient of q. x reads S, y and z write it, and x and y are of the heads' width.
+    """Run one of the two scans: if `reverse`, that of the gradients of k and v; else that of the gradient of q. Of `tokens`, x reads S, y
+    and z write it, and `own` is the array of which the gradient is summed over pairs of heads.
     """
-    reverse = "own" in tokens
     batch, length, heads, _ = tokens["x"].shape
     count = length // CHUNK
     interval = 1 if chunk_bounds is not None else chunks_of_interval(count)
@@ -144,20 +144,21 @@ def _scan(
         with_smem(lambda buffers: _Warpgroup(call, at, refs, buffers).compute(), smem)
 
     struct: Any = jax.ShapeDtypeStruct
-    outputs: dict[str, Any] = dict(dx=struct((batch, length, heads // 2, _DEPTH), dtype))
-    by_token = struct((batch, heads, length), _F32)
+    outputs: dict[str, Any] = dict(
+        dx=struct((batch, length, heads // 2, _DEPTH), dtype),
+        dots=struct((batch, heads, 2, length), _F32),
+    )
     if reverse:
+        by_token = struct((batch, heads, length), _F32)
         outputs |= dict(
             dv=struct((batch, length, heads, _WIDTH), dtype),
             last=struct((batch * runs, heads, _WIDTH, _DEPTH), _F32),
-            dots=by_token, skip_dots=by_token,
+            v_dots=by_token, skip_dots=by_token,
             products=struct((batch, heads, count // interval, _WIDTH), _F32),
         )  # fmt: skip
     else:
-        outputs |= dict(
-            dots=struct((batch, heads, 2, length), _F32),
-            saved=struct((batch, heads, count // interval, _WIDTH, _DEPTH), dtype),
-        )
+        shape = batch, heads, count // interval, _WIDTH, _DEPTH
+        outputs["saved"] = struct(shape, dtype)
     results = launch(
         kernel, inputs=streams | others, outputs=outputs, grid=dict(row=batch * runs * heads // 2), num_threads=3,
         name="linear_attention_key_gradients" if reverse else "linear_attention_query_gradient", interpret=interpret,
@@ -325,26 +326,24 @@ class _Warpgroup(NamedTuple):
         if "saved" in self.refs:
             pl.when(starts)(lambda: self.save_state(n, memory))
 
-        def products(scores, S, *of_keys):
+        def products(scores, *pair_scores):
             plgpu.wgmma(scores, x, y.transpose((1, 0)))
-            if of_keys:
-                pair_scores, carried = of_keys
-                plgpu.wgmma(pair_scores, chunk["own"], z.transpose((1, 0)))
-                plgpu.wgmma(carried, chunk["own"], memory.transpose((1, 0)))
-            plgpu.wgmma(S, written.transpose((1, 0)), z)
+            for ref in pair_scores:
+                plgpu.wgmma(ref, chunk["own"], z.transpose((1, 0)))
 
-        of_keys = [jnp.zeros(_SQUARE, _F32), jnp.zeros((CHUNK, _WIDTH), _F32)] * call.reverse
-        scores, S, *of_keys = wg.accumulate(
-            products, jnp.zeros(_SQUARE, _F32), S * chunk_decay, *of_keys, interpret=call.interpret
-        )
-        weights = token_weights(mine, call.reverse, call.scale)
-        buffer = smem["weights"].at[at.group]
-        buffer[...] = (scores * weights).astype(buffer.dtype)
+        def weigh(*scores):
+            weights = token_weights(mine, call.reverse, call.scale)
+            return [(x * weights).astype(memory.dtype) for x in scores]
+
+        (S,), (scores, *pair_scores) = wg.overlap(
+            products, [_SQUARE] * (1 + call.reverse), lambda S: plgpu.wgmma(S, written.transpose((1, 0)), z),
+            [S * chunk_decay], weigh, interpret=call.interpret,
+        )  # fmt: skip
+        smem["weights"].at[at.group][...] = scores
         plgpu.commit_smem()
         plgpu.barrier_arrive(smem["stored"])
         if call.reverse:
-            pair_scores, carried = of_keys
-            self.value_gradient(n, mine, pair_scores * weights, carried)
+            self.value_gradient(n, mine, pair_scores[0], chunk["own"])
         plgpu.barrier_wait(smem["stored"])
         self.sum_heads(n, chunk)
         if "states" in self.refs:
@@ -353,7 +352,7 @@ class _Warpgroup(NamedTuple):
 
     def of_head(self, chunk, index) -> dict[str, Any]:
         """Return the references to a chunk's inputs of one of the two heads, by name, from those of both."""
-        mine = {n: a if n == "run" else a.at[index] for n, a in chunk.items() if n not in ("z", "own", "partner")}  # fmt: skip
+        mine = {n: a if n == "run" else a.at[index] for n, a in chunk.items() if n not in ("z", "own")}  # fmt: skip
         columns = pl.ds(index * _WIDTH, _WIDTH)
         return mine | {n: chunk[n].at[:, columns] for n in "xy"}
 
@@ -372,23 +371,28 @@ class _Warpgroup(NamedTuple):
         products = jnp.sum(S * state.astype(_F32), axis=1)
         self.refs["products"].at[at.b, at.h, interval][...] = products
 
-    def value_gradient(self, n, mine, weights, carried) -> None:
+    def value_gradient(self, n, mine, weights, keys) -> None:
         """Start to store the gradient of the chunk's values, and store their inner products with it, without the skip, and with the
         gradient of the output.
 
-        `mine` has references to the chunk's inputs of this head, `weights` are the decayed scores of keys with queries, and `carried` is
-        what the keys read from the memory's gradient, [64, 64].
+        `mine` has references to the chunk's inputs of this head, `weights` are the decayed scores of keys with queries, and `keys` is the
+        reference to the keys.
         """
         call, at, smem = self.call, self.at, self.smem
         buffer = smem["written"].at[at.group]
         left = wg.as_left(weights, smem["left"].at[at.group] if call.interpret else None, call.interpret)
-        carried *= wg.spread_rows(wg.load_rows(mine["read_decay"]), (CHUNK, _WIDTH))
+        memory, tile = smem["memory"].at[at.group], (CHUNK, _WIDTH)
+        (carried,) = wg.accumulate(
+            lambda carried: plgpu.wgmma(carried, keys, memory.transpose((1, 0))),
+            jnp.zeros(tile, _F32), interpret=call.interpret,
+        )  # fmt: skip
+        carried *= wg.spread_rows(wg.load_rows(mine["read_decay"]), tile)
         (dv,) = wg.accumulate(
             lambda dv: plgpu.wgmma(dv, left, mine["y"]), carried, interpret=call.interpret
         )
         v, d_output = (plgpu.load(mine[n], layout=wg.LAYOUT).astype(_F32) for n in "xy")
         tokens = pl.ds(n * CHUNK, CHUNK)
-        self.refs["dots"].at[at.b, at.h, tokens][...] = jnp.sum(dv * v, axis=1)
+        self.refs["v_dots"].at[at.b, at.h, tokens][...] = jnp.sum(dv * v, axis=1)
         self.refs["skip_dots"].at[at.b, at.h, tokens][...] = jnp.sum(d_output * v, axis=1)
         dv += at.skip * d_output
         buffer[...] = dv.astype(buffer.dtype)
@@ -396,8 +400,8 @@ class _Warpgroup(NamedTuple):
         plgpu.copy_smem_to_gmem(buffer, self.refs["dv"].at[at.b, tokens, at.h])
 
     def sum_heads(self, n, chunk) -> None:
-        """Compute half of the key channels of the gradient of q or k, summed over the two heads, and start to store it; with `partner`,
-        store each head's inner products with it.
+        """Compute half of the key channels of the gradient of q or k, summed over the two heads, and start to store it; store each
+        head's inner products with q or k.
         """
         call, at, smem = self.call, self.at, self.smem
         heads = [self.of_head(chunk, index) for index in range(2)]
@@ -420,11 +424,10 @@ class _Warpgroup(NamedTuple):
         sums = wg.accumulate(from_tokens, *sums, interpret=call.interpret)
         plgpu.barrier_arrive(smem["used"])
         tokens = pl.ds(n * CHUNK, CHUNK)
-        if "partner" in chunk:
-            partner = plgpu.load(chunk["partner"].at[:, at.half], layout=wg.LAYOUT).astype(_F32)
-            for index, x in enumerate(sums):
-                target = self.refs["dots"].at[at.b, 2 * at.pair + index, at.group, tokens]
-                target[...] = jnp.sum(x * partner, axis=1)
+        own = plgpu.load(chunk["own"].at[:, at.half], layout=wg.LAYOUT).astype(_F32)
+        for index, x in enumerate(sums):
+            target = self.refs["dots"].at[at.b, 2 * at.pair + index, at.group, tokens]
+            target[...] = jnp.sum(x * own, axis=1)
         buffer = smem["out"].at[at.group]
         # The newest store of the scan of dk is that of dv, from another buffer.
         plgpu.wait_smem_to_gmem(1 if call.reverse else 0, wait_read_only=True)
