@@ -314,8 +314,6 @@ class _Warpgroup(NamedTuple):
         # Loading a scalar from global memory is slow, so that it is loaded a chunk ahead.
         next_chunk_decay = at.chunk_decay[at.chunk(jnp.minimum(indices[0] + 1, at.steps - 1))]
         memory, written = (smem[name].at[at.group] for name in ("memory", "written"))
-        # What the chunk before stores from these buffers; the newest store is from `out`.
-        plgpu.wait_smem_to_gmem(1, wait_read_only=True)
         writes = plgpu.load(y, layout=wg.LAYOUT).astype(_F32)
         writes *= wg.spread_rows(wg.load_rows(mine["write_decay"]), (CHUNK, _WIDTH))
         written[...] = writes.astype(written.dtype)
@@ -434,3 +432,5 @@ class _Warpgroup(NamedTuple):
         buffer[...] = (sums[0] + sums[1]).astype(buffer.dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(buffer, self.refs["dx"].at[at.b, tokens, at.pair, at.half])
+        # The next chunk overwrites what the other stores read.
+        plgpu.wait_smem_to_gmem(1, wait_read_only=True)

@@ -33,8 +33,7 @@ __all__ = ["CHUNK", "REQUIREMENTS", "Residuals", "backward", "forward"]
 _SIZES = (64, 128, 256, 512)  # K and V
 _F32 = jnp.float32
 PAIRED = True
-"""Whether two heads of 64 value channels that share q and k are computed by one thread block, where there are factors of writes and skips.
-No card has run it."""
+"""Whether two heads of 64 value channels that share q and k are computed by one thread block, where there are factors of writes and skips."""
 GRADIENTS_OF_PAIRS = True
 """Whether the gradients of two heads that share q and k are computed by the scans of `pair_gradients`, where there are factors of writes and
 skips. No card has run them."""
