@@ -170,6 +170,32 @@ def test_factors_of_writes_and_skips_are_those_of_scaled_values(name, monkeypatc
     assert not races_found()
 
 
+@pytest.mark.parametrize("heads, calls", [((1, 1, 4), 3), ((4, 4, 4), 4), ((1, 1, 3), 4)], ids=str)
+def test_heads_that_share_q_and_k_have_two_scans_of_gradients(heads, calls):
+    """For an H200, the gradients of pairs of heads that share q and k are two kernels, whose sums over heads of dq and dk have half as many
+    heads, and other heads' gradients are three.
+    """
+    struct = jax.ShapeDtypeStruct
+    *key_heads, memories = heads
+    q, k = (struct((2, 1024, h, 128), jnp.bfloat16) for h in key_heads)
+    v, by_head = (2, 1024, memories, 64), struct((2, 1024, memories), jnp.float32)
+    arrays = q, k, struct(v, jnp.bfloat16), by_head, by_head, struct((memories,), jnp.float32)
+
+    def gradients(*arrays):
+        def total(q, k, v, log_decay, log_write, skip):
+            initial = jnp.zeros((2, memories, 128, 64))
+            given = dict(log_write=log_write, skip=skip, initial=initial, scale=SCALE)
+            return jnp.sum(linear_attention(q, k, v, log_decay, **given)[0].astype(jnp.float32))
+
+        return jax.grad(total, argnums=tuple(range(6)))(*arrays)
+
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+        text = jax.jit(gradients).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") == calls
+    assert ("2x1024x2x128xbf16" in text) == (calls == 3)
+
+
 # Factors of the inputs, so large or small that rows are out of the range of `AllPairs`, or that a product could overflow.
 SIZES = {
     "large-gradients-of-large-queries": dict(q=1e18, d_output=1e5),
