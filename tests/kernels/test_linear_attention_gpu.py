@@ -196,6 +196,18 @@ def test_heads_that_share_q_and_k_have_two_scans_of_gradients(heads, calls):
     assert ("2x1024x2x128xbf16" in text) == (calls == 3)
 
 
+def test_sums_by_a_product_in_bfloat16_have_the_precision_of_float32():
+    rng = np.random.default_rng(0)
+    x = (rng.normal(size=(3, 256)) * 10.0 ** rng.integers(-6, 6, size=(3, 256))).astype(np.float32)
+    mask = np.tril(np.ones((256, 256), bool))
+    wanted = x.astype(np.float64) @ mask
+    got = np.asarray(jax.jit(row_layout.exact_sums)(x, mask), np.float64)
+    bound = 256 * 2.0**-24 * (np.abs(x).astype(np.float64) @ mask)
+    assert (np.abs(got - wanted) <= bound).all()
+    ones = np.asarray(row_layout.exact_sums(x, np.eye(256, dtype=bool)))
+    np.testing.assert_array_equal(ones, x)
+
+
 # Factors of the inputs, so large or small that rows are out of the range of `AllPairs`, or that a product could overflow.
 SIZES = {
     "large-gradients-of-large-queries": dict(q=1e18, d_output=1e5),

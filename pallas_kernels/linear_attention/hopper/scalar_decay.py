@@ -277,9 +277,9 @@ def _decay_gradient(rows, at_end, run):
         run = run.reshape(batch, -1, size)
         later &= run[..., :, None] == run[..., None, :]
         last = jnp.where((run == run[..., -1:])[:, None], last, 0)
-    later = jnp.broadcast_to(later, (batch, *later.shape[1:])).astype(_F32)
     if run is None:
-        sums = jnp.einsum("bgnj,ij->bgni", rows, later[0, 0], precision="highest") + last
+        sums = row_layout.exact_sums(rows, later[0, 0].T) + last
     else:
+        later = jnp.broadcast_to(later, (batch, *later.shape[1:])).astype(_F32)
         sums = jnp.einsum("bgnj,bnij->bgni", rows, later, precision="highest") + last
     return jnp.moveaxis(sums.reshape(batch, heads, length), 1, 2)
