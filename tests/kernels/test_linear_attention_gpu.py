@@ -16,6 +16,7 @@ from pallas_kernels.linear_attention.cases import (
     OUTPUT_TOLERANCE,
     Case,
 )
+from pallas_kernels.linear_attention.hopper import scalar_decay
 
 BATCH, SCALE = 1, 0.25
 
@@ -167,6 +168,30 @@ def test_factors_of_writes_and_skips_are_those_of_scaled_values(name, monkeypatc
         return output + jnp.repeat(skip[:, None] * v, shared, axis=2), final
 
     assert_alike(lambda x: fused(**x, run=run), inputs, scaled, widened)
+    assert not races_found()
+
+
+def test_gradients_of_pairs_with_two_memories_per_row_are_those_of_each_head(monkeypatch):
+    """With two memories per row, gradients of two heads in one thread block equal those of each head, which XLA adds."""
+    inputs = make(192, 1, 1, 2, 128, 64, documents=False, decay="token")
+    rng = np.random.default_rng(2)
+    run = jnp.asarray(np.repeat([0, 1], [64, 128])[None], jnp.int32)
+    inputs |= dict(
+        initial=jnp.asarray(rng.normal(size=(2, 2, 128, 64)), jnp.float32) * 0.3,
+        log_write=jnp.asarray(rng.normal(size=(BATCH, 192, 2)) - 1, jnp.float32),
+        skip=jnp.asarray(rng.normal(size=2), jnp.float32), run=run,
+    )  # fmt: skip
+    given = {n: inputs.pop(n) for n in ("run", "bonus", "value_log_decay")}
+
+    def gradients(pairs):
+        monkeypatch.setattr(scalar_decay, "GRADIENTS_OF_PAIRS", pairs)
+        outputs, pull = jax.vjp(lambda x: fused(**x, **given), inputs)
+        drawn = np.random.default_rng(1)
+        return pull(tuple(jnp.asarray(drawn.normal(size=x.shape), x.dtype) for x in outputs))[0]
+
+    got, wanted = gradients(True), gradients(False)
+    for name, x in got.items():
+        assert error(x, wanted[name]) < GRADIENT_TOLERANCE, name
     assert not races_found()
 
 

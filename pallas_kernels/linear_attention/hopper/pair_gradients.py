@@ -230,7 +230,8 @@ def _position(call: _Call, refs: dict[str, Any]) -> _Position:
 
 def _smem(call: _Call, dtype) -> dict[str, Any]:
     """Return the types of a thread block's buffers and barriers in shared memory, besides the buffers into which its pipeline loads."""
-    tiles: Any = functools.partial(plgpu.SMEM, dtype=dtype, transforms=wg.TILED)
+    smem: Any = plgpu.SMEM
+    tiles = functools.partial(smem, dtype=dtype, transforms=wg.TILED)
     return dict(
         memory=tiles((2, _WIDTH, _DEPTH)),
         weights=tiles((2, *_SQUARE)),
@@ -378,7 +379,9 @@ class _Warpgroup(NamedTuple):
         """
         call, at, smem = self.call, self.at, self.smem
         buffer = smem["written"].at[at.group]
-        left = wg.as_left(weights, smem["left"].at[at.group] if call.interpret else None, call.interpret)
+        left = wg.as_left(
+            weights, smem["left"].at[at.group] if call.interpret else None, call.interpret
+        )
         memory, tile = smem["memory"].at[at.group], (CHUNK, _WIDTH)
         (carried,) = wg.accumulate(
             lambda carried: plgpu.wgmma(carried, keys, memory.transpose((1, 0))),

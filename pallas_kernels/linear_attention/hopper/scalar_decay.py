@@ -119,7 +119,6 @@ def backward(
         (read,) = scan(None, q, d_output, write_scale=scale, reverse=True)
         d_ends = row_layout.memories_before_parts(read, decay.chunk_decay, d_ends, reverse=True)
 
-
     def join(x, heads):  # the parts, and the heads that share an input
         return row_layout.sum_heads(x.reshape(batch, length, *x.shape[2:]), heads)
 
@@ -127,7 +126,10 @@ def backward(
         return memory.reshape(-1, parts, *memory.shape[1:])[:, 0]
 
     if GRADIENTS_OF_PAIRS and skip is not None and pair_gradients.supports(q, k, v, heads):
-        arrays, options = (q, k, v, d_output, decay), dict(chunk_bounds=chunk_bounds, interpret=interpret)
+        arrays, options = (
+            (q, k, v, d_output, decay),
+            dict(chunk_bounds=chunk_bounds, interpret=interpret),
+        )
         dq, q_dots, states = pair_gradients.query_gradient(*arrays, starts, scale=scale, **options)
         dk, dv, d_starts, k_dots, v_dots, skip_dots, products = pair_gradients.key_gradients(
             *arrays, d_ends, states, _by_head(skip, heads), scale=scale, **options
@@ -139,7 +141,14 @@ def backward(
             d_decay = _decay_gradient(q_dots - k_dots, at_end, decay.run)
             d_decay = d_decay.reshape(batch, length, memories)
         d_writes = _write_gradients(v_dots, skip_dots, (batch, parts, length))
-        return join(dq, query_heads), join(dk, key_heads), join(dv, memories), *d_writes, d_decay, first(d_starts)
+        return (
+            join(dq, query_heads),
+            join(dk, key_heads),
+            join(dv, memories),
+            *d_writes,
+            d_decay,
+            first(d_starts),
+        )
 
     forward_options = dict(initial=jnp.swapaxes(starts, -1, -2), read_scale=scale)
     reverse_options = dict(write_scale=scale, reverse=True)
