@@ -17,6 +17,7 @@ __all__ = [
     "pl",
     "plgpu",
     "races_found",
+    "row_major",
     "state_rows",
 ]
 
@@ -30,6 +31,13 @@ def __getattr__(name: str) -> Any:
     from jax.experimental.pallas import tpu
 
     return tpu
+
+
+def row_major(x: jax.Array) -> jax.Array:
+    """Return x, which XLA stores with its last axis contiguous, as well as its gradient."""
+    from jax.experimental import layout
+
+    return layout.with_layout_constraint(x, layout.Layout(tuple(range(x.ndim))))
 
 
 def on_hopper() -> bool:

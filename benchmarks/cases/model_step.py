@@ -10,8 +10,9 @@ and CPU seconds of tracing and compiling beside the others. `--profile DIR` writ
 step's instructions, one file for each row. `--implementations` names backends of the mixers' ops, `--unit_length xla` leaves the unit
 length of heads after short convolutions to XLA, `--norms xla` the gradients of blocks' norms and of the products behind mixers' norms
 (`stream` and `product` compute one of the two by a kernel), `--rwkv7 before` computes what RWKV7 and squared ReLUs do between products as before it
-was fused (other words leave out one part), `--loss_chunk_sizes` are of `model.loss_chunk_size`, and `--losses N` first trains
-for N steps on successive text (warm-up of N / 5 steps) and stores their losses. With `--lock FILE` processes on one card compile side by
+was fused (other words leave out one part), `--pairs apart` computes Mamba2's gradients of q and k head by head,
+`--loss_chunk_sizes` are of `model.loss_chunk_size`, and `--losses N` first trains for N steps on successive text (warm-up of N / 5 steps) and
+stores their losses. With `--lock FILE` processes on one card compile side by
 side and time one after another. `--peers fla` then times the forward and backward, without an
 optimizer, of flash-linear-attention's models in the same proportions (see `benchmarks.peers.fla`) at the only
 size that they have: 340m, a vocabulary of 32,000. These are gla, gated_deltanet, mamba2, mamba3, gated_deltaproduct,
@@ -56,6 +57,7 @@ from lsm_jax.ops.convolution import backends as convolution
 from lsm_jax.ops.rwkv7 import backends as rwkv7
 from lsm_jax.parallel import make_mesh, token_sharding
 from lsm_jax.training import TrainConfig, make_program
+from pallas_kernels.linear_attention.hopper import scalar_decay
 
 BENCHMARK = Benchmark(
     name="model_step",
@@ -71,6 +73,7 @@ BENCHMARK = Benchmark(
         "unit_length": None,
         "norms": None,
         "rwkv7": None,
+        "pairs": None,
         "loss_chunk_size": None,
     },
     output="docs/model_step.jsonl",
@@ -214,6 +217,8 @@ def serve(case: dict[str, Any]) -> None:
             mixer.fuses_product = lambda x, gate, group: False
     if part := case.get("rwkv7"):
         leave_out(part)
+    if case.get("pairs") == "apart":
+        scalar_decay.GRADIENTS_OF_PAIRS = False
     if size := case.get("loss_chunk_size"):
         config.model.loss_chunk_size = size
     if count := case.get("losses", 0):
@@ -316,6 +321,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "automatic,before: with and without",
     )  # fmt: skip
     parser.add_argument(
+        "--pairs", type=options.names(("automatic", "apart")), default="automatic",
+        help="gradients of two heads that share q and k in one thread block of Hopper's scans, as by default, or of each head; automatic,apart: both",
+    )  # fmt: skip
+    parser.add_argument(
         "--loss_chunk_sizes", type=options.integers, default="0",
         help="model.loss_chunk_size, such as 0,8192, each its own row; 0 is the config's",
     )  # fmt: skip
@@ -349,6 +358,7 @@ def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
         | ({"unit_length": unit_length} if unit_length != "automatic" else {})
         | ({"norms": norms} if norms != "automatic" else {})
         | ({"rwkv7": part} if part != "automatic" else {})
+        | ({"pairs": pairs} if pairs != "automatic" else {})
         | ({"loss_chunk_size": loss_chunk_size} if loss_chunk_size else {})
         | ({"losses": args.losses} if args.losses else {})
         for r, n in policies
@@ -359,6 +369,7 @@ def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
         for unit_length in args.unit_length
         for norms in args.norms
         for part in args.rwkv7
+        for pairs in args.pairs
         for loss_chunk_size in args.loss_chunk_sizes
     ]
     return own + [

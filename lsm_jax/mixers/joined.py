@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from lsm_jax.mixers.layers import Dense, OrthogonalDense, matmul_to_float32, project
-from lsm_jax.ops.core.saved import saved
+from lsm_jax.ops.core.saved import row_major, saved
 from lsm_jax.parallel import shards_of
 
 LEAST_TOKENS = 1024
@@ -26,18 +26,20 @@ def project_together(
     product's float32 result is saved for the backward pass where products with weights are.
 
     With `apart` the gradient of the kernels is a product of its own. Otherwise XLA may join it to that of another layer with tokens x, for
-    which it copies the gradients of both layers' results into one array.
+    which it copies the gradients of both layers' results into one array. The results are then saved each in its dtype, not the product. XLA
+    stores the product by tokens: stored by channels, for a result that becomes [B, heads, T], the others would be transposed twice.
     """
     if not _joins(x, [layer for layer, _ in layers]):
         return tuple(layer(x, dtype=dtype) for layer, dtype in layers)
     kernels = [layer.kernel[...].astype(x.dtype) for layer, _ in layers]
     product = _product_apart if apart else matmul_to_float32
-    y = saved(product(x, jnp.concatenate(kernels, axis=1)))
+    y = product(x, jnp.concatenate(kernels, axis=1))
+    y = row_major(y) if apart else saved(y)
     ends = list(itertools.accumulate(k.shape[1] for k in kernels))[:-1]
-    parts = jnp.split(y, ends, axis=-1)
-    return tuple(
-        p.astype(x.dtype if d is None else d) for p, (_, d) in zip(parts, layers, strict=True)
-    )
+    dtypes = (x.dtype if d is None else d for _, d in layers)
+    parts = zip(jnp.split(y, ends, axis=-1), dtypes, strict=True)
+    results = tuple(part.astype(dtype) for part, dtype in parts)
+    return tuple(map(saved, results)) if apart else results
 
 
 @jax.custom_vjp

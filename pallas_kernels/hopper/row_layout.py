@@ -61,6 +61,21 @@ def sum_heads(x, heads: int, axis: int = 2):
     return jnp.sum(x.reshape(shape), axis + 1, dtype=_F32).astype(x.dtype)
 
 
+def exact_sums(x, mask):
+    """Return the product of x [..., n] float32 and a boolean mask [n, m], with float32's precision: sums of the entries that each column of the
+    mask selects.
+
+    x is split into three terms that bfloat16 represents exactly, side by side, so that one product in bfloat16 adds all of them in float32.
+    """
+    terms = []
+    for _ in range(3):
+        terms.append(lax.reduce_precision(x, 8, 7))
+        x = x - terms[-1]
+    terms = jnp.concatenate(terms, axis=-1).astype(jnp.bfloat16)
+    ones = jnp.tile(mask, (3, 1)).astype(jnp.bfloat16)
+    return jnp.einsum("...i,ij->...j", terms, ones, preferred_element_type=_F32)
+
+
 def gradient_by_head(d_final, heads: int):
     """Return the gradient of the final memory of each of `heads` output heads, [B, heads, K, V], from
     `d_final` [B, G, K, V], the gradient of the G final memories.

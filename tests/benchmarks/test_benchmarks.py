@@ -16,7 +16,7 @@ import pytest
 from benchmarks import options, registry, run
 from benchmarks import text as texts
 from benchmarks.__main__ import main, make_parser
-from benchmarks.cases import gated_norm, mom_sequence, residual_norm
+from benchmarks.cases import gated_norm, mom_sequence, residual_norm, writes
 from benchmarks.registry import Benchmark, UsageError
 from benchmarks.run import read_rows
 from pallas_kernels.gated_norm.cases import Case
@@ -237,6 +237,13 @@ def test_gradients_of_residual_norms_are_drawn_and_compared(tmp_path, monkeypatc
     (row,) = read_rows(output)
     assert row["right"] and row["xla"] == 2
     assert 0 < row["errors"]["xla"] < 5e-3
+
+
+def test_gradients_of_writes_are_drawn_and_compared():
+    arrays = writes.make((2, 70, 2))
+    got, wanted = (writes.of_first_row("xla", dtype, arrays) for dtype in (None, np.float32))
+    assert set(got) == set(arrays) - {"d_output"} and got["v"].shape == (1, 70, 2, 64)
+    assert 0 < max(writes.errors(got, wanted).values()) < 0.1
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from pallas_kernels.linear_attention.cases import (
     OUTPUT_TOLERANCE,
     Case,
 )
+from pallas_kernels.linear_attention.hopper import scalar_decay
 
 BATCH, SCALE = 1, 0.25
 
@@ -133,6 +134,9 @@ WRITES = {
     "memories-share": Case((1, 1, 2), 128, 64, 130, False, "token"),
     "queries-share-wide": Case((2, 1, 1), 64, 128, 65, False, "token"),
     "parts": Case((1, 1, 1), 64, 64, 256, True, "token"),
+    "gradients-of-pairs": Case((1, 1, 2), 128, 64, 100, True, "token"),
+    "gradients-of-pairs-by-group": Case((2, 1, 4), 128, 64, 65, False, "token", strong=True),
+    "gradients-of-pairs-in-parts": Case((1, 1, 2), 128, 64, 256, True, "token"),
     "pairs-in-parts": Case((1, 1, 2), 64, 64, 256, True, "token"),
     "deep": Case((1, 1, 1), 256, 64, 65, False, "token", strong=True),
 }
@@ -165,6 +169,68 @@ def test_factors_of_writes_and_skips_are_those_of_scaled_values(name, monkeypatc
 
     assert_alike(lambda x: fused(**x, run=run), inputs, scaled, widened)
     assert not races_found()
+
+
+def test_gradients_of_pairs_with_two_memories_per_row_are_those_of_each_head(monkeypatch):
+    """With two memories per row, gradients of two heads in one thread block equal those of each head, which XLA adds."""
+    inputs = make(192, 1, 1, 2, 128, 64, documents=False, decay="token")
+    rng = np.random.default_rng(2)
+    run = jnp.asarray(np.repeat([0, 1], [64, 128])[None], jnp.int32)
+    inputs |= dict(
+        initial=jnp.asarray(rng.normal(size=(2, 2, 128, 64)), jnp.float32) * 0.3,
+        log_write=jnp.asarray(rng.normal(size=(BATCH, 192, 2)) - 1, jnp.float32),
+        skip=jnp.asarray(rng.normal(size=2), jnp.float32), run=run,
+    )  # fmt: skip
+    given = {n: inputs.pop(n) for n in ("run", "bonus", "value_log_decay")}
+
+    def gradients(pairs):
+        monkeypatch.setattr(scalar_decay, "GRADIENTS_OF_PAIRS", pairs)
+        outputs, pull = jax.vjp(lambda x: fused(**x, **given), inputs)
+        drawn = np.random.default_rng(1)
+        return pull(tuple(jnp.asarray(drawn.normal(size=x.shape), x.dtype) for x in outputs))[0]
+
+    got, wanted = gradients(True), gradients(False)
+    for name, x in got.items():
+        assert error(x, wanted[name]) < GRADIENT_TOLERANCE, name
+    assert not races_found()
+
+
+@pytest.mark.parametrize("heads, calls", [((1, 1, 4), 3), ((4, 4, 4), 4), ((1, 1, 3), 4)], ids=str)
+def test_heads_that_share_q_and_k_have_two_scans_of_gradients(heads, calls):
+    """For an H200, the gradients of pairs of heads that share q and k are two kernels, whose sums over heads of dq and dk have half as many
+    heads, and other heads' gradients are three.
+    """
+    struct = jax.ShapeDtypeStruct
+    *key_heads, memories = heads
+    q, k = (struct((2, 1024, h, 128), jnp.bfloat16) for h in key_heads)
+    v, by_head = (2, 1024, memories, 64), struct((2, 1024, memories), jnp.float32)
+    arrays = q, k, struct(v, jnp.bfloat16), by_head, by_head, struct((memories,), jnp.float32)
+
+    def gradients(*arrays):
+        def total(q, k, v, log_decay, log_write, skip):
+            initial = jnp.zeros((2, memories, 128, 64))
+            given = dict(log_write=log_write, skip=skip, initial=initial, scale=SCALE)
+            return jnp.sum(linear_attention(q, k, v, log_decay, **given)[0].astype(jnp.float32))
+
+        return jax.grad(total, argnums=tuple(range(6)))(*arrays)
+
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+        text = jax.jit(gradients).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @mosaic_gpu") == calls
+    assert ("2x1024x2x128xbf16" in text) == (calls == 3)
+
+
+def test_sums_by_a_product_in_bfloat16_have_the_precision_of_float32():
+    rng = np.random.default_rng(0)
+    x = (rng.normal(size=(3, 256)) * 10.0 ** rng.integers(-6, 6, size=(3, 256))).astype(np.float32)
+    mask = np.tril(np.ones((256, 256), bool))
+    wanted = x.astype(np.float64) @ mask
+    got = np.asarray(jax.jit(row_layout.exact_sums)(x, mask), np.float64)
+    bound = 256 * 2.0**-24 * (np.abs(x).astype(np.float64) @ mask)
+    assert (np.abs(got - wanted) <= bound).all()
+    ones = np.asarray(row_layout.exact_sums(x, np.eye(256, dtype=bool)))
+    np.testing.assert_array_equal(ones, x)
 
 
 # Factors of the inputs, so large or small that rows are out of the range of `AllPairs`, or that a product could overflow.

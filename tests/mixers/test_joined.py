@@ -58,6 +58,7 @@ def test_layers_together_return_what_they_return_apart(tokens, barrier):
         assert np.sqrt(np.mean((a - b) ** 2) / np.mean(b**2)) < 1e-2
     text = jax.jit(lambda x: both(together, x)).lower(x).as_text()
     assert ("optimization_barrier" in text) is (joins and barrier)
+    assert ("LayoutConstraint" in text) is (joins and barrier)
     biased = [*layers[:2], Dense(32, 3, axes=("embed", "heads"), rngs=rngs, bias=True)]
     assert products_of(lambda x: together(x, biased), x) == products_of(lambda x: apart(x, biased), x)  # fmt: skip
 

@@ -19,6 +19,14 @@ def saved(x: jax.Array) -> jax.Array:
     return checkpoint_name(x, KEPT)
 
 
+def row_major(x: jax.Array) -> jax.Array:
+    """Return x, which XLA stores with its last axis contiguous, as well as its gradient."""
+    # Imported here, since it imports Pallas.
+    from pallas_kernels.compat import row_major
+
+    return row_major(x)
+
+
 def is_saved_attention(primitive: Any, *_: Any, **__: Any) -> bool:
     """Return whether a primitive is cuDNN's attention: a policy of `jax.checkpoint` that saves its output and logarithms of sums.
 

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.hopper import row_layout
 from pallas_kernels.hopper.row_layout import CHUNK
+from pallas_kernels.linear_attention.hopper import pair_gradients
 from pallas_kernels.linear_attention.hopper.scalar_scan import Decays, pairs, scalar_scan
 from pallas_kernels.memory_calls import NO_BONUS, in_bfloat16, key_dims, value_dims
 
@@ -32,8 +33,10 @@ __all__ = ["CHUNK", "REQUIREMENTS", "Residuals", "backward", "forward"]
 _SIZES = (64, 128, 256, 512)  # K and V
 _F32 = jnp.float32
 PAIRED = True
-"""Whether two heads of 64 value channels that share q and k are computed by one thread block, where there are factors of writes and skips.
-No card has run it."""
+"""Whether two heads of 64 value channels that share q and k are computed by one thread block, where there are factors of writes and skips."""
+GRADIENTS_OF_PAIRS = True
+"""Whether the gradients of two heads that share q and k are computed by the scans of `pair_gradients`, where there are factors of writes and
+skips. No card has run them."""
 REQUIREMENTS = (
     NO_BONUS,
     in_bfloat16("q", "k", "v"),
@@ -116,6 +119,37 @@ def backward(
         (read,) = scan(None, q, d_output, write_scale=scale, reverse=True)
         d_ends = row_layout.memories_before_parts(read, decay.chunk_decay, d_ends, reverse=True)
 
+    def join(x, heads):  # the parts, and the heads that share an input
+        return row_layout.sum_heads(x.reshape(batch, length, *x.shape[2:]), heads)
+
+    def first(memory):  # of a row's parts
+        return memory.reshape(-1, parts, *memory.shape[1:])[:, 0]
+
+    if GRADIENTS_OF_PAIRS and skip is not None and pair_gradients.supports(q, k, v, heads):
+        arrays, options = (
+            (q, k, v, d_output, decay),
+            dict(chunk_bounds=chunk_bounds, interpret=interpret),
+        )
+        dq, q_dots, states = pair_gradients.query_gradient(*arrays, starts, scale=scale, **options)
+        dk, dv, d_starts, k_dots, v_dots, skip_dots, products = pair_gradients.key_gradients(
+            *arrays, d_ends, states, _by_head(skip, heads), scale=scale, **options
+        )
+        d_decay = None
+        if decay_gradient:
+            at_end = jnp.sum(ends * d_ends, (-1, -2))[:, :, None]
+            at_end = _interval_ends(at_end, products, chunk_bounds)
+            d_decay = _decay_gradient(q_dots - k_dots, at_end, decay.run)
+            d_decay = d_decay.reshape(batch, length, memories)
+        d_writes = _write_gradients(v_dots, skip_dots, (batch, parts, length))
+        return (
+            join(dq, query_heads),
+            join(dk, key_heads),
+            join(dv, memories),
+            *d_writes,
+            d_decay,
+            first(d_starts),
+        )
+
     forward_options = dict(initial=jnp.swapaxes(starts, -1, -2), read_scale=scale)
     reverse_options = dict(write_scale=scale, reverse=True)
     d_ends_transposed = jnp.swapaxes(d_ends, -1, -2)
@@ -144,18 +178,21 @@ def backward(
         v_dots, skip_dots = (
             row_layout.sum_heads(jnp.sum(x, axis=2), memories, axis=1) for x in (v_dots, skip_dots)
         )
-        d_write = v_dots.reshape(batch, parts, memories, -1)
-        d_write = jnp.moveaxis(d_write, 2, 3).reshape(batch, length, memories)
-        d_writes = d_write, jnp.sum(skip_dots, axis=(0, 2))
-    d_initial = d_starts.reshape(-1, parts, *d_starts.shape[1:])[:, 0]
-
-    def join(x, heads):  # the parts, and the heads that share an input
-        return row_layout.sum_heads(x.reshape(batch, length, *x.shape[2:]), heads)
-
+        d_writes = _write_gradients(v_dots, skip_dots, (batch, parts, length))
     return (
         join(dq, query_heads), join(dk, key_heads), join(dv, memories), *d_writes, d_decay,
-        row_layout.sum_heads(d_initial, memories, axis=1),
+        row_layout.sum_heads(first(d_starts), memories, axis=1),
     )  # fmt: skip
+
+
+def _write_gradients(v_dots, skip_dots, shape):
+    """Return the gradients of log_write [B, T, G] and of skip [G], from the inner products [B * P, G, T / P] of the values with their
+    gradient without the skip and with the gradient of the output; `shape` is (B, P, T).
+    """
+    batch, parts, length = shape
+    memories = v_dots.shape[1]
+    d_write = jnp.moveaxis(v_dots.reshape(batch, parts, memories, -1), 2, 3)
+    return d_write.reshape(batch, length, memories), jnp.sum(skip_dots, axis=(0, 2))
 
 
 def _by_head(skip, heads: int):
@@ -249,9 +286,9 @@ def _decay_gradient(rows, at_end, run):
         run = run.reshape(batch, -1, size)
         later &= run[..., :, None] == run[..., None, :]
         last = jnp.where((run == run[..., -1:])[:, None], last, 0)
-    later = jnp.broadcast_to(later, (batch, *later.shape[1:])).astype(_F32)
     if run is None:
-        sums = jnp.einsum("bgnj,ij->bgni", rows, later[0, 0], precision="highest") + last
+        sums = row_layout.exact_sums(rows, later[0, 0].T) + last
     else:
+        later = jnp.broadcast_to(later, (batch, *later.shape[1:])).astype(_F32)
         sums = jnp.einsum("bgnj,bnij->bgni", rows, later, precision="highest") + last
     return jnp.moveaxis(sums.reshape(batch, heads, length), 1, 2)

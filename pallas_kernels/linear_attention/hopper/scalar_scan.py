@@ -295,6 +295,26 @@ def _smem(call: _Call, dtype) -> dict[str, Any]:
     )
 
 
+def token_weights(chunk, reverse: bool, scale: float):
+    """Return the weights [64, 64] of a chunk's scores: the decay from token j to token i times `scale`, and 0 where token i does not read
+    token j.
+
+    `chunk` has references to the chunk's decays and documents by name; if `reverse`, tokens read their own and later tokens.
+    """
+    i = plgpu.broadcasted_iota(jnp.int32, _SQUARE, 0, layout=wg.LAYOUT)
+    j = plgpu.broadcasted_iota(jnp.int32, _SQUARE, 1, layout=wg.LAYOUT)
+    reads = i <= j if reverse else i >= j
+    if "run" in chunk:
+        reads &= wg.row_differences(chunk["run"], _SQUARE) == 0
+    if "cum" not in chunk:
+        return jnp.where(reads, scale, 0.0)
+    read, written = chunk["cum"], chunk.get("write_cum", chunk["cum"])
+    if reverse:
+        read, written = written, read
+    sums = wg.row_differences(read, _SQUARE, written)
+    return jnp.exp(jnp.where(reads, -sums if reverse else sums, wg.NEVER)) * scale
+
+
 class _Warpgroup(NamedTuple):
     """The computation of one warpgroup of `scalar_scan`: it carries a tile [D, 64] of one memory through the chunks.
 
@@ -437,20 +457,7 @@ class _Warpgroup(NamedTuple):
         `chunk` has references to the chunk's inputs by name.
         """
         call = self.call
-        i = plgpu.broadcasted_iota(jnp.int32, _SQUARE, 0, layout=wg.LAYOUT)
-        j = plgpu.broadcasted_iota(jnp.int32, _SQUARE, 1, layout=wg.LAYOUT)
-        reads = i <= j if call.reverse else i >= j
-        if "run" in chunk:
-            reads &= wg.row_differences(chunk["run"], _SQUARE) == 0
-        if "cum" in chunk:
-            read, written = chunk["cum"], chunk.get("write_cum", chunk["cum"])
-            if call.reverse:
-                read, written = written, read
-            sums = wg.row_differences(read, _SQUARE, written)
-            weights = jnp.exp(jnp.where(reads, -sums if call.reverse else sums, wg.NEVER))
-            weights *= call.scale
-        else:
-            weights = jnp.where(reads, call.scale, 0.0)
+        weights = token_weights(chunk, call.reverse, call.scale)
         weights = (scores * weights).astype(dtype)
         if call.interpret:  # the interpreter requires left operands in shared memory
             buffer = self.smem["weights"].at[self.at.group]
