@@ -57,7 +57,16 @@ class Halving:
     all warpgroups share.
     """
 
-    def __init__(self, parts, buffer, left, exclusive: bool, interpret, lowest: Any = None):
+    def __init__(
+        self,
+        parts,
+        buffer,
+        left,
+        exclusive: bool,
+        interpret,
+        lowest: Any = None,
+        columns: Any = None,
+    ):
         """Store references to the buffers in shared memory with which the decays of one chunk are computed.
 
         Args:
@@ -68,13 +77,34 @@ class Halving:
             exclusive: whether a token reads the memory before its decay and write, as in
                 `tiles.channel_decay`.
             interpret: parameters of the interpreter, or False.
-            lowest: [2, 64] float32, a buffer in which `check_range` stores each token's smallest sum of log
+            lowest: [2 or 3, 64] float32, a buffer in which `check_range` stores each token's smallest sum of log
                 decays since the chunk's start; None if it is not called.
+            columns: [64] int32, a buffer with 0 to 63, from which the indices of columns are loaded wherever they are used, so that
+                they occupy no registers in between; None computes them.
         """
         self.parts, self._buffer, self._lowest = [parts.at[n] for n in range(2)], buffer, lowest
         self._left, self._exclusive, self._interpret = left, exclusive, interpret
         iota = functools.partial(plgpu.broadcasted_iota, jnp.int32, SQUARE, layout=wg.LAYOUT)
-        self.i, self.j = iota(0), iota(1)
+        self.i, self._j, self._columns = iota(0), iota(1), columns
+
+    @property
+    def j(self):
+        """The index of each entry's column, a tile [64, 64] of integers."""
+        if self._columns is None:
+            return self._j
+        columns = plgpu.load(self._columns, layout=wg.LAYOUT.reduce(0))
+        if columns.dtype == jnp.bfloat16:
+            columns = lax.bitcast_convert_type(columns, jnp.int16).astype(jnp.int32)
+        return wg.spread_columns(columns, SQUARE)
+
+    def in_range_decay(self, sums, sign: float = 1.0):
+        """Return 2^(sums + RANGE / 2), or its inverse if `sign` is -1, for `sums` [64, 64] in range. The compiler does not know that two
+        results are the same, so that they occupy no registers between their uses. `check_range` must have run before.
+        """
+        offset = jnp.where(
+            self._lowest.at[1][0] > 0, 0.0, RANGE / 2
+        )  # sums of log decays are at most 0
+        return jnp.exp2(sign * (sums + offset))
 
     def accumulate(self, add, count: int = 1):
         """Return `count` tiles [64, 64] of sums of matrix products: `add` is called with a reference to zeros for each tile, to which it
@@ -159,11 +189,13 @@ class Halving:
         """Load a float32 tile [64, 64] from the two bfloat16 tiles in shared memory into which `split` divided it last: their sum."""
         return load(self.parts[0]).astype(_F32) + load(self.parts[1]).astype(_F32)
 
-    def sums_from_start(self):
-        """Return the sums [64, 64] of the log decay, in base 2, from the chunk's start to the memory that each token reads. The log decay
-        must be the tile that `split_decay` stored last.
+    def sums_from_start(self, block=CHUNK):
+        """Return the sums [64, 64] of the log decay, in base 2, from the start of each token's block of `block` tokens, by default from
+        the chunk's start, to the memory that the token reads. The log decay must be the tile that `split_decay` stored last.
         """
-        return self.sums(self._read_mask())
+        if isinstance(block, int) and block == CHUNK:
+            return self.sums(self._read_mask())
+        return self.sums(self._read_mask() & ((self.i & -block) == (self.j & -block)))
 
     def sums_to_write(self, sums, fraction):
         """Return sums of the log decay [64, 64] from the chunk's start up to a point between each token's
@@ -175,9 +207,9 @@ class Halving:
         """
         return sums + fraction * self._load_split() if self._exclusive else sums
 
-    def check_range(self, *operands):
-        """Check whether the decays of a chunk can be computed for all pairs of tokens at once (`AllPairs`)
-        without overflow or underflow.
+    def check_range(self, *operands, block: int = CHUNK, slot: int = 0):
+        """Check whether the decays of a chunk can be computed for all pairs of tokens at once (`AllPairs`), or for all pairs within
+        blocks of `block` tokens, without overflow or underflow.
 
         Each token's smallest sum of log decays over its channels stays in shared memory, where
         `pairs_in_range` reads it. A very low number replaces it if an operand's entries in the token's row
@@ -186,6 +218,9 @@ class Halving:
         Args:
             operands: references to the tiles [64, 64] that the decays will multiply, such as queries and
                 keys.
+            block: number of tokens of a block; the sums are those from a token's block's start.
+            slot: the row of `lowest` with the result: 0, or 2 for a check by smaller blocks, in which a token that is in range by the
+                first check is in range, too.
 
         Returns:
             The sums [64, 64] of `sums_from_start`, and 1 if all tokens are in range, else 0.
@@ -195,24 +230,28 @@ class Halving:
             size = jnp.max(jnp.abs(load(tile)), axis=1).astype(_F32)
             fits = ((size >= 2.0**-SIZE) & (size <= 2.0**SIZE)) | (size == 0)
             penalty += jnp.where(fits, 0.0, wg.NEVER)
-        sums = self.sums_from_start()
-        of_row, of_all = (self._lowest.at[n] for n in range(2))
-        of_row[...] = jnp.min(sums, axis=1) + penalty
+        sums = self.sums_from_start(block)
+        of_row, of_all = (self._lowest.at[n] for n in (slot, 1))
+        lowest = jnp.min(sums, axis=1) + penalty
+        if slot:
+            lowest = jnp.maximum(lowest, wg.load_rows(self._lowest.at[0]).astype(_F32))
+        of_row[...] = lowest.astype(of_row.dtype)
         plgpu.commit_smem()
         lowest = wg.spread_columns(plgpu.load(of_row, layout=wg.LAYOUT.reduce(0)), SQUARE)
         # The scalar is read from shared memory: computed in registers, it makes others spill.
         of_all[...] = jnp.min(lowest, axis=1)
         plgpu.commit_smem()
-        return sums, (of_all[0] >= -RANGE).astype(jnp.int32)
+        return sums, (of_all[0].astype(_F32) >= -RANGE).astype(jnp.int32)
 
-    def pairs_in_range(self):
+    def pairs_in_range(self, slot=0):
         """Return, for each pair of a chunk's tokens, whether both are in range, [64, 64] bool: whether
-        `AllPairs` computes their score without overflow or underflow. `check_range` must have run before.
+        `AllPairs` computes their score without overflow or underflow. `check_range` must have run before with this `slot`.
 
         The result for a pair depends on no later token than the two.
         """
-        of_row = wg.spread_rows(wg.load_rows(self._lowest.at[0]), SQUARE)
-        of_column = plgpu.load(self._lowest.at[0], layout=wg.LAYOUT.reduce(0))
+        lowest = self._lowest.at[slot]
+        of_row = wg.spread_rows(wg.load_rows(lowest).astype(_F32), SQUARE)
+        of_column = plgpu.load(lowest, layout=wg.LAYOUT.reduce(0)).astype(_F32)
         return jnp.minimum(of_row, wg.spread_columns(of_column, SQUARE)) >= -RANGE
 
     def boundary_decay(self, from_start: bool):

@@ -40,11 +40,13 @@ from pallas_kernels.hopper.halving import (
     load_by_column,
     load_by_row,
     load_float32,
+    power_of_two,
 )
 from pallas_kernels.hopper.launch import launch
 
 _F32, _BF16 = jnp.float32, jnp.bfloat16
 _VALUES = ("missing", "d_out", "dv")  # arrays [B, T, h, V]
+_NEAR = 4  # levels that one step replaces where not all pairs of the chunk are in range: pairs in blocks of 16 tokens
 
 
 class _Smem(NamedTuple):
@@ -61,15 +63,17 @@ class _Smem(NamedTuple):
         parts: [groups, 2, 64, 64], the log decays as sums of two bfloat16 numbers, from which the decays between tokens are computed.
         tile: [groups, C, 64], a buffer of the halving, and right operands of products.
         totals: [groups, 64] float32, the gradient of the sum of the log decays over the whole chunk.
+        lowest: [groups, 2, C] float32, a buffer for the check of whether the chunk's decays are in float32's range.
+        columns: [groups, C] int32, the numbers 0 to C - 1.
         missing: [C, V], the errors x of the memory's predictions of v.
         d_out: [C, V], the gradient of the output.
         dv: [C, V], the gradient of v.
-        read_pairs: [C, C], the gradient A of the scores of queries with keys, on and below the diagonal, and its transpose above.
-        erase_pairs: [C, C], the gradient E of the products of keys with keys, below the diagonal, and its transpose above; the
+        read_pairs: [1, C, C], the gradient A of the scores of queries with keys, on and below the diagonal, and its transpose above.
+        erase_pairs: [1, C, C], the gradient E of the products of keys with keys, below the diagonal, and its transpose above; the
             diagonal is not used.
         loaded: the barrier at which the loads of the inputs are complete.
         pairs_stored: barrier at which `read_pairs` and `erase_pairs` are complete.
-        left: [groups, C, 64] for the interpreter, which reads left operands from shared memory; else None.
+        left: [groups, 2, C, 64] for the interpreter, which reads left operands from shared memory; else None.
     """
 
     q: Any
@@ -79,6 +83,8 @@ class _Smem(NamedTuple):
     parts: Any
     tile: Any
     totals: Any
+    lowest: Any
+    columns: Any
     missing: Any
     d_out: Any
     dv: Any
@@ -88,13 +94,16 @@ class _Smem(NamedTuple):
     pairs_stored: Any
     left: Any
 
-    def of_warpgroup(self, group) -> _Smem:
+    def of_warpgroup(self, group, zero=0) -> _Smem:
         """Return the shared-memory buffers that the warpgroup with index `group` uses: of each array with an
-        axis [groups, ...] the warpgroup's entry, and the buffers that all warpgroups share unchanged.
+        axis [groups, ...] the warpgroup's entry, and the buffers that all warpgroups share. `zero` is 0, which
+        the compiler need not know.
         """
-        names = ("q", "k", "states", "d_states", "parts", "tile", "totals")
+        names = ("q", "k", "states", "d_states", "parts", "tile", "totals", "lowest", "columns")
         names += () if self.left is None else ("left",)
-        return self._replace(**{name: getattr(self, name).at[group] for name in names})
+        own = {name: getattr(self, name).at[group] for name in names}
+        shared = {name: getattr(self, name).at[zero] for name in ("read_pairs", "erase_pairs")}
+        return self._replace(**own, **shared)
 
 
 def _smem(groups: int, width: int, interpret) -> _Smem:
@@ -109,14 +118,16 @@ def _smem(groups: int, width: int, interpret) -> _Smem:
         parts=tile((groups, 2, *SQUARE)),
         tile=tile((groups, *SQUARE)),
         totals=smem((groups, CHUNK), _F32),
+        lowest=smem((groups, 2, CHUNK), _F32),
+        columns=smem((groups, CHUNK), jnp.int32),
         missing=tile((CHUNK, width)),
         d_out=tile((CHUNK, width)),
         dv=tile((CHUNK, width)),
-        read_pairs=tile(SQUARE),
-        erase_pairs=tile(SQUARE),
+        read_pairs=tile((1, *SQUARE)),
+        erase_pairs=tile((1, *SQUARE)),
         loaded=plgpu.Barrier(num_arrivals=4 * groups + 3),
         pairs_stored=plgpu.Barrier(num_arrivals=groups),
-        left=tile((groups, *SQUARE)) if interpret else None,
+        left=tile((groups, 2, *SQUARE)) if interpret else None,
     )
 
 
@@ -143,8 +154,8 @@ class _Program:
     Attributes:
         block: references to the chunk's inputs and outputs in global memory, in this warpgroup's key
             channels.
-        smem: buffers in shared memory: those of the warpgroup, and those that all warpgroups of the program
-            share.
+        buffers: the buffers in shared memory of all warpgroups of the program.
+        smem: those of the warpgroup, and those that all warpgroups share.
         group: index of the warpgroup in its program.
         groups: number of warpgroups of the program.
         depth: number of key channels, K.
@@ -153,6 +164,7 @@ class _Program:
     """
 
     block: Block
+    buffers: _Smem
     smem: _Smem
     group: Any
     groups: int
@@ -160,11 +172,30 @@ class _Program:
     scale: float
     interpret: Any
 
-    def as_left(self, x):
-        """Return x [C, 64] bfloat16 as the left operand of a matrix product: in registers on the card, in
-        shared memory in the interpreter.
+    def renewed(self) -> _Program:
+        """Return this program with addresses that the compiler does not know to be those of before. It computes them again, where
+        it would else keep those of all tiles in registers through the loops, and spill others.
         """
-        return left_operand(self.smem.left, self.interpret)(x)
+        zero = self.smem.columns[0]
+        place = self.block.place
+        block = dataclasses.replace(self.block, place=place._replace(row=place.row + zero))
+        return dataclasses.replace(
+            self, block=block, smem=self.buffers.of_warpgroup(self.group + zero, zero)
+        )
+
+    def halving(self) -> Halving:
+        """Return the `Halving` that computes the decays between the chunk's tokens with this warpgroup's buffers."""
+        smem = self.smem
+        return Halving(
+            smem.parts, smem.tile, self.as_left, False, self.interpret, smem.lowest, smem.columns
+        )
+
+    def as_left(self, x, number: int = 0):
+        """Return x [C, 64] bfloat16 as the left operand of a matrix product: in registers on the card, in
+        shared memory in the interpreter, which has two buffers, with the indices 0 and 1.
+        """
+        buffer = self.interpret and self.smem.left.at[number]
+        return left_operand(buffer, self.interpret)(x)
 
     @property
     def beta(self):
@@ -255,7 +286,8 @@ class _Program:
         """Return the terms of the gradients of the chunk's queries and keys, [C, 64] each, that come through
         the memory before the chunk and through the memory after it.
         """
-        smem = self.smem
+        self = self.renewed()
+        halving, smem = self.halving(), self.smem
 
         def products(read, erase, write):
             plgpu.wgmma(read, smem.d_out, smem.states)
@@ -277,7 +309,8 @@ class _Program:
         S dS' + Σ_i k_i write_i, where `write` [C, 64] is the gradient of the keys through the memory after
         the chunk.
         """
-        smem, place = self.smem, self.block.place
+        self = self.renewed()
+        halving, smem, place = self.halving(), self.smem, self.block.place
         width = smem.states.shape[0]
         total = jnp.zeros(SQUARE, _F32)
         for row in range(width // BLOCK):
@@ -293,11 +326,78 @@ class _Program:
         halving.split(total, parts)
         smem.totals[...] = halving.column_sums(parts)
 
+    def add_pairs(self, halving: Halving, log_block, gradients: _Gradients) -> _Gradients:
+        """Add to the gradients of the chunk's queries and keys the terms that come through pairs of different tokens, and return the
+        sums.
+
+        One step computes all pairs whose decays are in float32's range: all of the chunk, or those within blocks of 16 tokens. The
+        levels of the halving compute the others.
+        """
+        near = (log_block > 0).astype(jnp.int32)
+        step = lambda _, x: self.add_near(halving, lax.shift_left(1, log_block), x)  # noqa: E731
+        gradients = lax.fori_loop(0, near, step, gradients)
+        level = functools.partial(self.add_level, halving)
+        return lax.fori_loop(log_block, LEVELS, level, gradients)
+
+    def find_block(self, halving: Halving):
+        """Return the number of levels of the halving that one step can replace, since the decays of their pairs are in float32's
+        range: all, those within blocks of 16 tokens, or none.
+        """
+        _, near = halving.check_range(self.smem.q, self.smem.k, block=1 << _NEAR)
+        _, all_in_range = halving.check_range()
+        return near * (_NEAR + (LEVELS - _NEAR) * all_in_range)
+
+    def add_near(self, halving: Halving, block, gradients: _Gradients) -> _Gradients:
+        """Add to the gradients of the chunk's queries and keys the terms that come through the pairs of different tokens within
+        blocks of `block` tokens, whose decays are in float32's range, and return the sums.
+
+        The buffers of the memories receive operands. The pairs' gradients are scaled by row, so that no product overflows or
+        underflows.
+        """
+        self = self.renewed()
+        halving, smem = self.halving(), self.smem
+        dq, erase, write = gradients
+        of_later, of_keys, of_queries = (
+            smem.tile,
+            *(x.at[pl.ds(0, BLOCK)] for x in (smem.states, smem.d_states)),
+        )
+        i = halving.i
+        sums = halving.sums_from_start(block)
+        size = jnp.maximum(jnp.abs(load(smem.read_pairs)), jnp.abs(load(smem.erase_pairs)))
+        size, inverse = power_of_two(jnp.max(size, axis=1).astype(_F32))
+        size, inverse = (wg.spread_rows(x, SQUARE) for x in (size, inverse.astype(_BF16)))
+        of_keys[...] = (load_float32(smem.k) * halving.in_range_decay(sums, -1.0)).astype(_BF16)
+        factor = halving.in_range_decay(sums)
+        of_queries[...] = (load_float32(smem.q) * factor).astype(_BF16)
+        of_later[...] = (load_float32(smem.k) * factor).astype(_BF16)
+        plgpu.commit_smem()
+
+        def product(matrix, seen, operand, *start):
+            x = self.as_left(jnp.where(seen, load(matrix) * inverse, 0.0).astype(_BF16))
+            add = lambda out: plgpu.wgmma(out, x, operand)  # noqa: E731
+            start = start or (jnp.zeros(SQUARE, _F32),)
+            return wg.accumulate(add, *start, interpret=self.interpret)[0]
+
+        def later():
+            return (halving.j >= (i & -block)) & (halving.j < i)
+
+        def earlier():
+            return (halving.j > i) & (halving.j <= (i | (block - 1)))
+
+        dx = product(smem.read_pairs, later(), of_keys)
+        dq += dx * (halving.in_range_decay(sums) * size)
+        dx = product(smem.erase_pairs, later(), of_keys)
+        erase += dx * (halving.in_range_decay(sums) * size)
+        dx = product(smem.read_pairs, earlier(), of_queries)
+        dx = product(smem.erase_pairs, earlier(), of_later, dx)
+        return _Gradients(dq, erase, write + dx * (halving.in_range_decay(sums, -1.0) * size))
+
     def add_level(self, halving: Halving, level, gradients: _Gradients) -> _Gradients:
         """Add to the gradients of the chunk's queries and keys the terms that come through the pairs of
         tokens of one level of the halving, and return the sums. `level` is the level's index.
         """
-        smem = self.smem
+        self = self.renewed()
+        halving, smem = self.halving(), self.smem
         dq, erase, write = gradients
         factor, later = halving.factor(level), halving.later(level)
         q_or_k = halving.store_operand(level, load(smem.q), load(smem.k), factor)
@@ -319,7 +419,8 @@ class _Program:
         `gradients` are those of queries and keys without the terms through the score of each query with its
         own token's key; these terms are added here.
         """
-        smem, block = self.smem, self.block
+        self = self.renewed()
+        halving, smem, block = self.halving(), self.smem, self.block
         i, j = halving.i, halving.j
         dq, erase, write = gradients
         q, k = (load_float32(x) for x in (smem.q, smem.k))
@@ -340,15 +441,17 @@ class _Program:
         """
         self.load_inputs()
         smem = self.smem
-        halving = Halving(smem.parts, smem.tile, self.as_left, False, self.interpret)
+        index = plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=wg.LAYOUT.reduce(0))
+        smem.columns[...] = index
+        plgpu.commit_smem()
+        halving = self.halving()
         halving.split_decay(self.block.log_decay())
         self.store_pairs(halving)
+        log_block = self.find_block(halving)
         gradients = self.memory_gradients(halving)
         self.store_totals(halving, gradients.write)
         plgpu.barrier_wait(smem.pairs_stored)
-        level = functools.partial(self.add_level, halving)
-        gradients = lax.fori_loop(0, LEVELS, level, gradients)
-        self.store_gradients(halving, gradients)
+        self.store_gradients(halving, self.add_pairs(halving, log_block, gradients))
         plgpu.wait_smem_to_gmem(0)
 
 
@@ -397,8 +500,9 @@ def chunk_backward(
         block = Block(refs, place_of(index, heads, count), pl.ds(group * BLOCK, BLOCK))
 
         def body(smem: _Smem):
-            smem = smem.of_warpgroup(group)
-            _Program(block, smem, group, groups, depth, scale, interpret).run()
+            _Program(
+                block, smem, smem.of_warpgroup(group), group, groups, depth, scale, interpret
+            ).run()
 
         pl.run_scoped(body, _smem(groups, width, interpret), collective_axes="warpgroup")
 

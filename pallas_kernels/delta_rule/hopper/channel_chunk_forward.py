@@ -3,7 +3,8 @@
 `chunk_forward` computes, for every chunk in parallel, the products of queries with keys and of keys with
 keys, times the decay between the two tokens, and the queries and keys decayed from the chunk's start or to
 its end. Tokens whose decay since the chunk's start is at least 2^-100 (`halving.RANGE`) are in range: all
-pairs of them come from one product (`AllPairs`). The other pairs come from the halving (`Level`; see
+pairs of them come from one product (`AllPairs`), and pairs within blocks of 16 tokens whose decay since the
+block's start is in range from another one. The other pairs come from the halving (`Level`; see
 `pallas_kernels.tiles.channel_decay`). On a level, the product of queries in later blocks with keys in earlier
 blocks contains scores, which are below the diagonal; the product of keys in earlier blocks with keys in later
 blocks contains entries of the transposed triangular system, which are above the diagonal. So one product
@@ -41,6 +42,7 @@ from pallas_kernels.hopper.halving import (
 from pallas_kernels.hopper.launch import launch
 
 _F32, _BF16 = jnp.float32, jnp.bfloat16
+_NEAR = 4  # levels within blocks of 16 tokens
 
 
 class DecayedChunks(NamedTuple):
@@ -82,8 +84,9 @@ class _Smem(NamedTuple):
         parts: [each, 2, 64, 64], the log decays as sums of two bfloat16 numbers, from which the decays
             between tokens are computed.
         tile: [each, C, 64], right operands of products, and a buffer of the halving.
-        lowest: [each, 2, C] float32, a buffer for the check of which tokens' decays are in float32's range.
         partial: [programs, C, C] float32, the scores of a program's second warpgroup.
+        lowest: [each, 4, C], a buffer for the checks of which tokens' decays are in float32's range. The last row has the bits of
+            the numbers 0 to C - 1.
         loaded: the barriers at which the loads of q and k are complete, one for each warpgroup.
         partial_stored: the barriers at which `partial` is complete, one for each program.
         left: [each, C, 64] for the interpreter, which reads left operands from shared memory; else None.
@@ -94,8 +97,8 @@ class _Smem(NamedTuple):
     erase: Any
     parts: Any
     tile: Any
-    lowest: Any
     partial: Any
+    lowest: Any
     loaded: Any
     partial_stored: Any
     left: Any
@@ -125,8 +128,8 @@ def _smem(programs: int, groups: int, interpret) -> _Smem:
         erase=tile((each, *SQUARE)),
         parts=tile((each, 2, *SQUARE)),
         tile=tile((each, *SQUARE)),
-        lowest=smem((each, 2, CHUNK), _F32),
         partial=smem(partial, _F32, transforms=wg.TILED_WIDE),
+        lowest=smem((each, 4, CHUNK), _BF16),
         loaded=plgpu.Barrier(num_arrivals=2, num_barriers=each),
         partial_stored=plgpu.Barrier(num_barriers=programs),
         left=tile((each, *SQUARE)) if interpret else None,
@@ -140,8 +143,10 @@ class _Program:
 
     Attributes:
         refs: references to inputs and outputs in global memory, by name.
+        buffers: the buffers of all warpgroups of the thread block.
         smem: the warpgroup's buffers; `partial` and `partial_stored` are the program's.
         place: the row, head and chunk that the warpgroup computes.
+        warpgroup: index of the warpgroup in its thread block.
         group: index of the warpgroup in its program.
         groups: number of warpgroups of a program.
         slices: number of slices of the key channels, computed one after the other; their scores are summed in
@@ -152,14 +157,26 @@ class _Program:
     """
 
     refs: dict[str, Any]
+    buffers: _Smem
     smem: _Smem
     place: Place
+    warpgroup: Any
     group: Any
     groups: int
     slices: int
     depth: int
     scale: float
     interpret: Any
+
+    def renewed(self) -> _Program:
+        """Return this program with addresses that the compiler does not know to be those of before. It computes them again, where
+        it would else keep those of all tiles in registers through the loops, and spill others.
+        """
+        zero = lax.bitcast_convert_type(self.smem.lowest.at[3][0], jnp.int16).astype(jnp.int32)
+        program = lax.div(self.warpgroup, self.groups) + zero
+        return dataclasses.replace(
+            self, smem=self.buffers.of_warpgroup(self.warpgroup + zero, program)
+        )
 
     def as_left(self, x):
         """Return x [C, 64] bfloat16 as the left operand of a matrix product: in registers on the card, in
@@ -172,7 +189,15 @@ class _Program:
         buffers in shared memory.
         """
         smem = self.smem
-        return Halving(smem.parts, smem.tile, self.as_left, False, self.interpret, smem.lowest)
+        return Halving(
+            smem.parts,
+            smem.tile,
+            self.as_left,
+            False,
+            self.interpret,
+            smem.lowest,
+            smem.lowest.at[3],
+        )
 
     def scores_of_slice(self, number, previous):
         """Add to `previous` the decayed scores [C, C] that one slice of key channels contributes, and store that slice's decayed
@@ -196,14 +221,21 @@ class _Program:
             )  # the previous slice's stores read the buffers
         for name, to in (("q", q), ("k", k)):
             plgpu.copy_gmem_to_smem(block.keys(name), to, self.smem.loaded)
-        i, j = halving.i, halving.j
         halving.split_decay(block.log_decay())
         self.store_chunk_decay(halving, at)
         plgpu.barrier_wait(self.smem.loaded)
-        near, all_in_range = self.near_scores(halving)
-        # A loop: the unrolled levels need more registers than there are.
-        level = functools.partial(self.add_level, halving)
-        scores = lax.fori_loop(all_in_range * LEVELS, LEVELS, level, near)
+        zeros = plgpu.layout_cast(jnp.zeros(SQUARE, _F32), wg.LAYOUT)
+        scores, all_in_range = self.add_near(CHUNK, zeros)
+
+        def add_others(_, scores):
+            scores, all_near = self.add_near(1 << _NEAR, scores)
+            # A loop: the unrolled levels need more registers than there are.
+            return lax.fori_loop(all_near * _NEAR, LEVELS, self.add_level, scores)
+
+        scores = lax.fori_loop(0, 1 - all_in_range, add_others, scores)
+        self = self.renewed()
+        halving, q, k = self.halving(), self.smem.q, self.smem.k
+        i, j = halving.i, halving.j
         diagonal = jnp.sum(load_float32(q) * load_float32(k), axis=1)
         scores = jnp.where(i == j, wg.spread_rows(diagonal, SQUARE), scores)
         if previous is not None:
@@ -225,36 +257,44 @@ class _Program:
             chunk_decay *= self.refs["enters"].at[b][n * CHUNK + CHUNK - 1]
         self.refs["chunk_decay"].at[b, h, pl.ds(n * self.depth + at, BLOCK)][...] = chunk_decay
 
-    def near_scores(self, halving: Halving):
-        """Return the decayed scores between the chunk's tokens that are in range (whose decays `AllPairs`
-        computes without overflow), and whether all tokens are in range, as 1 or 0.
+    def add_near(self, block: int, scores):
+        """Add to the chunk's scores [C, C] those of the pairs of tokens within blocks of `block` tokens that are in range (whose
+        decays `AllPairs` computes without overflow), and return the sum and whether all tokens are in range, as 1 or 0.
 
-        The scores [C, C] are 0 at other pairs and on the diagonal. Below the diagonal are the products of
+        Pairs that are in range of the whole chunk are added with `block` C, and only there. Below the diagonal are the products of
         queries with keys, above it those of keys with keys, transposed.
         """
-        q, k, erase, tile = self.smem.q, self.smem.k, self.smem.erase, self.smem.tile
-        since, all_in_range = halving.check_range(q, k)
-        pairs = AllPairs(halving, 0, since)
-        rows = pairs.rows(load(q), None).astype(_BF16)
-        erase[...] = pairs.rows(load(k), None).astype(_BF16)
-        tile[...] = pairs.columns(None, load(k)).astype(_BF16)
-        rows = self.as_left(rows)
+        self = self.renewed()
+        halving, smem = self.halving(), self.smem
+        whole = block == CHUNK
+        sums, all_in_range = halving.check_range(
+            smem.q, smem.k, block=block, slot=0 if whole else 2
+        )
+        pairs = AllPairs(halving, 0, sums)
+        smem.erase[...] = pairs.rows(load(smem.k), None).astype(_BF16)
+        smem.tile[...] = pairs.columns(None, load(smem.k)).astype(_BF16)
+        rows = self.as_left(pairs.rows(load(smem.q), None).astype(_BF16))
         plgpu.commit_smem()
 
         def products(lower, upper):
-            plgpu.wgmma(lower, rows, tile.transpose((1, 0)))
-            plgpu.wgmma(upper, tile, erase.transpose((1, 0)))
+            plgpu.wgmma(lower, rows, smem.tile.transpose((1, 0)))
+            plgpu.wgmma(upper, smem.tile, smem.erase.transpose((1, 0)))
 
         lower, upper = halving.accumulate(products, 2)
-        i, j = halving.i, halving.j
-        near = jnp.where(i > j, lower, jnp.where(i < j, upper, 0.0))
-        return jnp.where(halving.pairs_in_range(), near, 0.0), all_in_range
+        near = jnp.where(halving.i > halving.j, lower, jnp.where(halving.i < halving.j, upper, 0.0))
+        if whole:
+            return scores + jnp.where(halving.pairs_in_range(), near, 0.0), all_in_range
+        seen = halving.pairs_in_range(2) & ~halving.pairs_in_range()
+        seen &= (halving.i & -block) == (halving.j & -block)
+        return scores + jnp.where(seen, near, 0.0), all_in_range
 
-    def add_level(self, halving: Halving, at, scores):
+    def add_level(self, at, scores):
         """Add to the chunk's scores [C, C] the scores of one level's pairs of tokens, except pairs that are
-        in range, which `near_scores` has computed; return the sum. `at` is the index of the level of the
+        in range, which `add_near` has computed; return the sum. `at` is the index of the level of the
         halving.
         """
+        self = self.renewed()
+        halving = self.halving()
         q, k, tile = self.smem.q, self.smem.k, self.smem.tile
         level = Level(halving, at)
         rows = self.as_left(level.rows(load(q), load(k)).astype(_BF16))
@@ -262,7 +302,8 @@ class _Program:
         plgpu.commit_smem()
         add = lambda out: plgpu.wgmma(out, rows, tile.transpose((1, 0)))  # noqa: E731
         (products,) = halving.accumulate(add)
-        return scores + jnp.where(halving.pairs_in_range(), 0.0, level.mask(products))
+        computed = halving.pairs_in_range(jnp.where(at < _NEAR, 2, 0))
+        return scores + jnp.where(computed, 0.0, level.mask(products))
 
     def store_partial(self, scores) -> None:
         """Store the second warpgroup's scores [C, C], summed over its key channels, in shared memory, where
@@ -305,6 +346,9 @@ class _Program:
         """Compute and store the scores, the decayed queries and keys, and the decay of one chunk and head, in this warpgroup's key
         channels.
         """
+        index = plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=wg.LAYOUT.reduce(0))
+        self.smem.lowest.at[3][...] = lax.bitcast_convert_type(index.astype(jnp.int16), _BF16)
+        plgpu.commit_smem()
         if self.slices == 1:
             scores = self.scores_of_slice(0, None)
         else:
@@ -357,8 +401,10 @@ def chunk_forward(
         place = place_of(lax.axis_index("block") * programs + program, heads, count)
 
         def body(smem: _Smem):
-            smem = smem.of_warpgroup(warpgroup, program)
-            _Program(refs, smem, place, group, groups, slices, depth, scale, interpret).run()
+            own = smem.of_warpgroup(warpgroup, program)
+            _Program(
+                refs, smem, own, place, warpgroup, group, groups, slices, depth, scale, interpret
+            ).run()
 
         pl.run_scoped(body, _smem(programs, groups, interpret), collective_axes="warpgroup")
 
