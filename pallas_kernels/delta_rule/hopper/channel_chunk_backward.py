@@ -425,15 +425,16 @@ class _Program:
         dq, erase, write = gradients
         q, k = (load_float32(x) for x in (smem.q, smem.k))
         halving.split(q * dq + k * (erase - write))
-        d_decay = halving.sums(block.mask_documents(j >= i))
-        totals = plgpu.load(smem.totals, layout=wg.LAYOUT.reduce(0))
-        d_decay += block.mask_rows(lax.broadcast_in_dim(totals, SQUARE, [1]), "stays")
-        place = block.place
-        block.refs["dg"].at[place.row, place.tokens, place.h, block.columns][...] = d_decay
+        # The gradients of q and k leave first: they would else occupy registers during the sums, and spill.
         diagonal = jnp.where(i == j, load_float32(smem.read_pairs), 0.0)
         diagonal = wg.spread_rows(jnp.sum(diagonal, axis=1), SQUARE)
         block.store("dq", smem.q, dq + diagonal * k)
         block.store("dk", smem.k, erase + write + diagonal * q)
+        d_decay = halving.sums(block.mask_documents(halving.j >= i))
+        totals = plgpu.load(smem.totals, layout=wg.LAYOUT.reduce(0))
+        d_decay += block.mask_rows(lax.broadcast_in_dim(totals, SQUARE, [1]), "stays")
+        place = block.place
+        block.refs["dg"].at[place.row, place.tokens, place.h, block.columns][...] = d_decay
 
     def run(self) -> None:
         """Compute and store the gradients of q, k, beta and the log decay of one chunk and head, in this warpgroup's 64 key
