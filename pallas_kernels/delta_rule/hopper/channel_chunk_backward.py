@@ -420,12 +420,15 @@ class _Program:
         own token's key; these terms are added here.
         """
         self = self.renewed()
-        halving, smem, block = self.halving(), self.smem, self.block
-        i, j = halving.i, halving.j
+        smem = self.smem
         dq, erase, write = gradients
         q, k = (load_float32(x) for x in (smem.q, smem.k))
-        halving.split(q * dq + k * (erase - write))
-        # The gradients of q and k leave first: they would else occupy registers during the sums, and spill.
+        self.halving().split(q * dq + k * (erase - write))
+        # Inputs are loaded again, and the gradients of q and k leave before the sums: else registers spill.
+        self = self.renewed()
+        halving, smem, block = self.halving(), self.smem, self.block
+        i, j = halving.i, halving.j
+        q, k = (load_float32(x) for x in (smem.q, smem.k))
         diagonal = jnp.where(i == j, load_float32(smem.read_pairs), 0.0)
         diagonal = wg.spread_rows(jnp.sum(diagonal, axis=1), SQUARE)
         block.store("dq", smem.q, dq + diagonal * k)
