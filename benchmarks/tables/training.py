@@ -24,14 +24,17 @@ TOKENS = 32_768
 """Tokens of a step in most rows; `model_step_long` has rows of twice as many."""
 
 
+_PARTS = {"unrolled", "matmul", "unit_length", "norms", "rwkv7", "pairs", "loss_chunk_size"}
+"""Fields of a row that say which part of the training step it has in another form than by default."""
+
+
 def is_step(row: Row, tokens: int = TOKENS) -> bool:
     """Return whether a row is of a training step of so many tokens, with rematerialisation "dots", the default compiler flags, and no
     variant of it.
     """
     plain = row.get("remat") == "dots" and not row["xla_flags"]
     plain = plain and row["rows"] * row["length"] == tokens
-    variants = {"unrolled", "matmul", "unit_length", "norms", "loss_chunk_size"}
-    return plain and not variants & set(row)
+    return plain and not _PARTS & set(row)
 
 
 def _step_key(row: Row) -> tuple:
@@ -219,9 +222,9 @@ TABLES = [
             column("tokens a row", "length", "{:,}"),
             *_SPEED_AND_MEMORY,
         ),
-        where=lambda row: row.get("remat") == "dots_and_convolutions",
+        where=lambda row: row.get("remat") == "dots_and_convolutions" and not _PARTS & set(row),
         key=_step_key,
-        command="python -m benchmarks model_step --variants gated_deltanet-1.3b,kda-1.3b,mamba2-1.3b --lengths 4096 "
+        command="python -m benchmarks model_step --variants gated_deltanet-1.3b,kda-1.3b,mamba2-1.3b,rwkv7-1.3b --lengths 4096 "
         "--remat dots_and_convolutions",
     ),
     Table(
