@@ -156,6 +156,7 @@ def rows(args: argparse.Namespace, cases: list[dict[str, Any]]) -> Iterator[dict
             compiled.append(
                 {k: [(pool.submit(p.compile), x) for p, x in pair] for k, pair in pairs.items()}
             )
+    set_tiling("table")
     with alone(args.lock):
         for case, pairs in zip(cases, compiled, strict=True):
             row = dict(case)

@@ -85,6 +85,8 @@ def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
             raise UsageError(
                 f"--shapes {shape!r}: accepted are three sizes such as 32768x2048x5632"
             )
+        if "grouped" in args.compiler_options and int(sizes[0]) % 128:
+            raise UsageError(f"--shapes {shape!r}: grouped requires a multiple of 128 tokens")
     return [dict(shape=shape, product=name) for shape in args.shapes for name in args.products]
 
 

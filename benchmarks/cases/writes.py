@@ -95,21 +95,25 @@ def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def rows(args: argparse.Namespace, cases: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     require_gpu("writes")
-    with alone(args.lock):
-        for row in cases:
-            arrays = jax.jit(functools.partial(make, CASES[row["case"]]))()
-            with jax.default_matmul_precision("highest"):
-                wanted = jax.jit(functools.partial(of_first_row, "xla", jnp.float32))(arrays)
-            measured: dict[str, Any] = {}
-            for kind in args.kinds:
-                scalar_decay.GRADIENTS_OF_PAIRS = kind == "pairs"
-                got = jax.jit(functools.partial(of_first_row, "mosaic_gpu", None))(arrays)
-                found = errors(got, wanted)
-                programs = (
-                    jax.jit(functools.partial(f, "mosaic_gpu")).lower(arrays).compile()
-                    for f in (forward, both)
-                )
-                measured[kind] = [round(batch_milliseconds(p, arrays), 4) for p in programs]
-                measured[f"{kind}_errors"] = found
-                measured[f"{kind}_right"] = max(found.values()) < GRADIENT_TOLERANCE
-            yield row | measured
+    before = scalar_decay.GRADIENTS_OF_PAIRS
+    try:
+        with alone(args.lock):
+            for row in cases:
+                arrays = jax.jit(functools.partial(make, CASES[row["case"]]))()
+                with jax.default_matmul_precision("highest"):
+                    wanted = jax.jit(functools.partial(of_first_row, "xla", jnp.float32))(arrays)
+                measured: dict[str, Any] = {}
+                for kind in args.kinds:
+                    scalar_decay.GRADIENTS_OF_PAIRS = kind == "pairs"
+                    got = jax.jit(functools.partial(of_first_row, "mosaic_gpu", None))(arrays)
+                    found = errors(got, wanted)
+                    programs = (
+                        jax.jit(functools.partial(f, "mosaic_gpu")).lower(arrays).compile()
+                        for f in (forward, both)
+                    )
+                    measured[kind] = [round(batch_milliseconds(p, arrays), 4) for p in programs]
+                    measured[f"{kind}_errors"] = found
+                    measured[f"{kind}_right"] = max(found.values()) < GRADIENT_TOLERANCE
+                yield row | measured
+    finally:
+        scalar_decay.GRADIENTS_OF_PAIRS = before

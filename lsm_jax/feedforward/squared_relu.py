@@ -11,7 +11,8 @@ from lsm_jax.ops.core.saved import saved
 
 @jax.custom_jvp
 def squared_relu(x: jax.Array) -> jax.Array:
-    """Return `relu(x)²`, in x's dtype.
+    """Return `relu(x)²`, in x's dtype: bfloat16, float32 or float64, since in float16 squares of small numbers, and their derivative,
+    are 0.
 
     Its derivative `2 relu(x)` is computed from the result, as `2 sqrt(relu(x)²)`: the product behind it requires the result for its
     gradient, so that one array is saved for both, and none is computed again.

@@ -132,7 +132,7 @@ def preconditioned_memory(
     (batch, length, heads, size), wide = k.shape, log_decay.dtype
     many = jnp.repeat(k, threshold.shape[0] // heads, axis=2)  # of P heads
     keys = many.astype(wide)
-    # In the keys' dtype, as the fused kernel requires; the sum over tokens is in float32.
+    # In the keys' dtype, as the fused kernel requires, and so is the total, which is summed in float32.
     written = (energy_beta[..., None] * keys**2).astype(k.dtype)
     decay = jnp.broadcast_to(energy_log_decay[..., None], written.shape)
     flat = (x.reshape(batch, length, -1) for x in (written, decay))

@@ -20,7 +20,10 @@ def saved(x: jax.Array) -> jax.Array:
 
 
 def row_major(x: jax.Array) -> jax.Array:
-    """Return x, which XLA stores with its last axis contiguous, as well as its gradient."""
+    """Return x, which XLA stores with its last axis contiguous, as well as its gradient.
+
+    `jax.export` requires `DisabledSafetyCheck.custom_call("LayoutConstraint")` for it.
+    """
     # Imported here, since it imports Pallas.
     from pallas_kernels.compat import row_major
 

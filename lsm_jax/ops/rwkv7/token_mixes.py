@@ -30,7 +30,7 @@ def token_mixes(
         before: [B, T, D] in x's dtype, the token before each one (`token_shift`), or None for the one before it in its row, zeros before the
             first: its gradient is then part of the pass of x's.
         shares: [N, D], the weights of the token before in each result; they are cast to x's dtype.
-        twice: the indices of the results that are returned once more, after the others, so that two products which read one result have
+        twice: a tuple of the indices, each once, of the results that are returned once more, after the others, so that two products which read one result have
             a copy each and their gradients are added where that of x is computed.
         implementation: None (the first automatic backend that supports the call; see docs/kernels.md), a
             backend's name ("xla" or "mosaic_gpu"), or a tuple of names in order of preference.
@@ -52,7 +52,10 @@ def token_mixes(
         if before.dtype != x.dtype:
             raise ValueError(f"{_OP}: before has dtype {before.dtype}; accepted is x's, {x.dtype}")
         batched["before"] = before
-    if wrong := [i for i in twice if not 0 <= i < shares.shape[0]]:
+    accepted = range(shares.shape[0])
+    if not isinstance(twice, tuple) or len({*twice}) < len(twice):
+        raise ValueError(f"{_OP}: twice={twice!r}; accepted is a tuple of different indices")
+    if wrong := [i for i in twice if not isinstance(i, int) or i not in accepted]:
         raise ValueError(
             f"{_OP}: twice={twice!r} has {wrong[0]!r}; accepted are indices of the rows of shares, 0 to {shares.shape[0] - 1}"
         )

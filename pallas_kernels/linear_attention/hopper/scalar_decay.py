@@ -36,7 +36,7 @@ PAIRED = True
 """Whether two heads of 64 value channels that share q and k are computed by one thread block, where there are factors of writes and skips."""
 GRADIENTS_OF_PAIRS = True
 """Whether the gradients of two heads that share q and k are computed by the scans of `pair_gradients`, where there are factors of writes and
-skips. No card has run them."""
+skips."""
 REQUIREMENTS = (
     NO_BONUS,
     in_bfloat16("q", "k", "v"),
