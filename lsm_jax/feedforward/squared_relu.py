@@ -31,6 +31,6 @@ def _product_with_derivative(y: jax.Array, d_x: jax.Array) -> jax.Array:
     """Return the tangent of `y = relu(x)²` for that of x, `2 sqrt(y) d_x`."""
     wide = y.astype(jnp.promote_types(y.dtype, jnp.float32))
     positive = wide > 0
-    # Of 1 where y is 0, so that the root's derivative, infinite at 0, is not multiplied by 0 in second derivatives.
+    # Where y is 0 it takes the root of 1, whose derivative is finite: second derivatives multiply it by 0.
     root = jnp.where(positive, jnp.sqrt(jnp.where(positive, wide, 1)), 0)
     return (2 * root * d_x.astype(wide.dtype)).astype(y.dtype)
