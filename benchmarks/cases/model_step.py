@@ -10,7 +10,7 @@ and CPU seconds of tracing and compiling beside the others. `--profile DIR` writ
 step's instructions, one file for each row. `--implementations` names backends of the mixers' ops, `--unit_length xla` leaves the unit
 length of heads after short convolutions to XLA, `--norms xla` the gradients of blocks' norms and of the products behind mixers' norms
 (`stream` and `product` compute one of the two by a kernel), `--rwkv7 before` computes what RWKV7 and squared ReLUs do between products as before it
-was fused (other words leave out one part), `--pairs apart` computes Mamba2's gradients of q and k head by head,
+was fused (other words leave out one part), `--pairs apart` computes Mamba2's gradients of q and k head by head, `--stacks concatenated` joins the gradients of layers' matrices at the end,
 `--loss_chunk_sizes` are of `model.loss_chunk_size`, and `--losses N` first trains for N steps on successive text (warm-up of N / 5 steps) and
 stores their losses. With `--lock FILE` processes on one card compile side by
 side and time one after another. `--peers fla` then times the forward and backward, without an
@@ -24,6 +24,7 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import json
+import math
 import os
 import subprocess
 import sys
@@ -51,7 +52,7 @@ from lsm_jax.feedforward import rwkv7_channel_mix
 from lsm_jax.mixers import mamba2, normed_product
 from lsm_jax.mixers import rwkv7 as rwkv7_mixer
 from lsm_jax.mixers.layers import recomputed
-from lsm_jax.models import block
+from lsm_jax.models import block, unstack
 from lsm_jax.models.config import MATMUL, REMAT
 from lsm_jax.ops.convolution import backends as convolution
 from lsm_jax.ops.rwkv7 import backends as rwkv7
@@ -74,6 +75,7 @@ BENCHMARK = Benchmark(
         "norms": None,
         "rwkv7": None,
         "pairs": None,
+        "stacks": None,
         "loss_chunk_size": None,
     },
     output="docs/model_step.jsonl",
@@ -219,6 +221,8 @@ def serve(case: dict[str, Any]) -> None:
         leave_out(part)
     if case.get("pairs") == "apart":
         scalar_decay.GRADIENTS_OF_PAIRS = False
+    if case.get("stacks") == "concatenated":
+        unstack.LEAST_SIZE = math.inf
     if size := case.get("loss_chunk_size"):
         config.model.loss_chunk_size = size
     if count := case.get("losses", 0):
@@ -325,6 +329,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="gradients of two heads that share q and k in one thread block of Hopper's scans, as by default, or of each head; automatic,apart: both",
     )  # fmt: skip
     parser.add_argument(
+        "--stacks", type=options.names(("automatic", "concatenated")), default="automatic",
+        help="gradients of layers' matrices written into those of the stacks when each is known, as by default, or concatenated when all are; "
+        "automatic,concatenated: both",
+    )  # fmt: skip
+    parser.add_argument(
         "--loss_chunk_sizes", type=options.integers, default="0",
         help="model.loss_chunk_size, such as 0,8192, each its own row; 0 is the config's",
     )  # fmt: skip
@@ -359,6 +368,7 @@ def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
         | ({"norms": norms} if norms != "automatic" else {})
         | ({"rwkv7": part} if part != "automatic" else {})
         | ({"pairs": pairs} if pairs != "automatic" else {})
+        | ({"stacks": stacks} if stacks != "automatic" else {})
         | ({"loss_chunk_size": loss_chunk_size} if loss_chunk_size else {})
         | ({"losses": args.losses} if args.losses else {})
         for r, n in policies
@@ -370,6 +380,7 @@ def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
         for norms in args.norms
         for part in args.rwkv7
         for pairs in args.pairs
+        for stacks in args.stacks
         for loss_chunk_size in args.loss_chunk_sizes
     ]
     return own + [

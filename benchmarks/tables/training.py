@@ -24,7 +24,20 @@ TOKENS = 32_768
 """Tokens of a step in most rows; `model_step_long` has rows of twice as many."""
 
 
-_PARTS = {"unrolled", "matmul", "unit_length", "norms", "rwkv7", "pairs", "loss_chunk_size"}
+SAVING_MORE = ("dots_and_convolutions", "dots_and_inputs")
+"""The values of `model.remat` that save more than "dots" and less than "none"."""
+
+
+_PARTS = {
+    "unrolled",
+    "matmul",
+    "unit_length",
+    "norms",
+    "rwkv7",
+    "pairs",
+    "stacks",
+    "loss_chunk_size",
+}
 """Fields of a row that say which part of the training step it has in another form than by default."""
 
 
@@ -214,18 +227,19 @@ TABLES = [
         "--output docs/model_step.jsonl",
     ),
     Table(
-        "model_step_convolutions",
+        "model_step_saved",
         ("model_step.jsonl",),
         (
             column("model", "variant", "`{}`"),
+            column("`model.remat`", "remat", "`{}`"),
             column("rows", "rows", "{}"),
             column("tokens a row", "length", "{:,}"),
             *_SPEED_AND_MEMORY,
         ),
-        where=lambda row: row.get("remat") == "dots_and_convolutions" and not _PARTS & set(row),
-        key=_step_key,
+        where=lambda row: row.get("remat") in SAVING_MORE and not _PARTS & set(row),
+        key=lambda row: (*_step_key(row), row["remat"]),
         command="python -m benchmarks model_step --variants gated_deltanet-1.3b,kda-1.3b,mamba2-1.3b,rwkv7-1.3b --lengths 4096 "
-        "--remat dots_and_convolutions",
+        "--remat dots_and_convolutions,dots_and_inputs",
     ),
     Table(
         "model_step_no_remat",

@@ -10,9 +10,11 @@ from typing import Any
 import jax
 from flax import nnx
 
+from lsm_jax import ops
 from lsm_jax.feedforward.inner_width import InnerWidthConfig
 from lsm_jax.feedforward.tokenwise import Tokenwise
 from lsm_jax.mixers.layers import Dense, recomputed
+from lsm_jax.ops.core.saved import product_input
 
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
@@ -52,8 +54,7 @@ class GeGLU(Tokenwise):
     def transform(self, x: jax.Array) -> jax.Array:
         """Return the output [B, T, D] of GeGLU for tokens x [B, T, D]."""
 
-        @recomputed
         def down(gate, up):
-            return self.down_proj(jax.nn.gelu(gate, approximate=True) * up)
+            return self.down_proj(product_input(jax.nn.gelu(gate, approximate=True) * up))
 
-        return down(self.gate_proj(x), self.up_proj(x))
+        return recomputed(down, ops.INPUTS)(self.gate_proj(x), self.up_proj(x))

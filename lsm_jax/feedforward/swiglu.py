@@ -8,9 +8,11 @@ import dataclasses
 import jax
 from flax import nnx
 
+from lsm_jax import ops
 from lsm_jax.feedforward.tokenwise import Tokenwise
 from lsm_jax.mixers import checks
 from lsm_jax.mixers.layers import Dense, recomputed
+from lsm_jax.ops.core.saved import product_input
 
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
@@ -85,10 +87,10 @@ class SwiGLU(Tokenwise):
     def transform(self, x: jax.Array) -> jax.Array:
         """Return the output [B, T, D] of SwiGLU for tokens x [B, T, D]."""
 
-        @recomputed
         def down(gate, up):
             into, out = self.config.gate_scale, self.config.output_scale
-            y = self.down_proj(jax.nn.silu(gate if into == 1 else into * gate) * up)
+            hidden = product_input(jax.nn.silu(gate if into == 1 else into * gate) * up)
+            y = self.down_proj(hidden)
             return y if out == 1 else out * y
 
-        return down(self.gate_proj(x), self.up_proj(x))
+        return recomputed(down, ops.INPUTS)(self.gate_proj(x), self.up_proj(x))

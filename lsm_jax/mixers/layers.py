@@ -206,13 +206,14 @@ def _narrow_backward(dtype, _, grad):
 narrow_gradient.defvjp(lambda x, dtype: (x, None), _narrow_backward)
 
 
-def recomputed(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `function`, wrapped so that only its arguments are saved for the backward pass, which computes
-    all else again; for mostly elementwise functions.
+def recomputed(function: Callable[..., Any], *names: str) -> Callable[..., Any]:
+    """Return `function`, wrapped so that only its arguments and arrays of the given names are saved for the backward pass, which computes
+    all else again; for mostly elementwise functions. Around it, the rematerialisation of a layer may save fewer of the names.
 
     Otherwise a scan over layers would save every float32 array between bfloat16 arguments and results.
     """
-    return jax.checkpoint(function, prevent_cse=False)
+    policy = jax.checkpoint_policies.save_only_these_names(*names) if names else None
+    return jax.checkpoint(function, policy=policy, prevent_cse=False)
 
 
 def rms_normalize(x: jax.Array, eps: float) -> jax.Array:

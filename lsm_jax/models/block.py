@@ -16,7 +16,7 @@ from lsm_jax import feedforward, mixers
 from lsm_jax.mixers.layers import LayerNorm, RMSNorm, draw_xavier
 from lsm_jax.models.branches import by_product
 from lsm_jax.models.config import LayerConfig, ModelConfig
-from lsm_jax.ops.core.saved import saved
+from lsm_jax.ops.core.saved import product_input, saved
 from lsm_jax.ops.normalization.branches import fuses_gradient, most_norms, residual_norm
 from lsm_jax.parallel import constrain, shards_of
 
@@ -137,7 +137,7 @@ class Block(nnx.Module):
         if self.post_norm:
             return x, layer(x)
         if not (fresh and isinstance(norm, RMSNorm) and fuses_gradient(x)):
-            return x, layer(norm(x))
+            return x, layer(product_input(norm(x)))
         # Devices that share the heads would add up the gradient of each norm, not their sum.
         most = most_norms() if shards_of("heads") == 1 else 1
         count, branched = by_product(layer, x, most)

@@ -10,8 +10,8 @@ from typing import Any
 from lsm_jax import feedforward, mixers
 
 DTYPES = ("float32", "bfloat16")
-REMAT = ("none", "dots_and_convolutions", "dots", "full")
-SAVES_PRODUCTS = ("dots_and_convolutions", "dots")
+REMAT = ("none", "dots_and_inputs", "dots_and_convolutions", "dots", "full")
+SAVES_PRODUCTS = ("dots_and_inputs", "dots_and_convolutions", "dots")
 """The values of `remat` with which layers save products with weights and the results of kernels."""
 MATMUL = ("default", "fp8")
 _MOST_LAYERS = 1 << 16
@@ -77,7 +77,8 @@ class ModelConfig:
         dtype: the dtype of activations, "float32" or "bfloat16"; parameters are float32.
         remat: what the backward pass recomputes in each layer: "none", "dots" (all but products with weights, this
             package's kernels of memories and attention, and cuDNN's attention), "dots_and_convolutions" (all but these, short
-            convolutions and the kernel of RWKV7's gates) or "full".
+            convolutions and the kernel of RWKV7's gates), "dots_and_inputs" (all but these, norms of the residual stream and what is
+            between the matrices of a feedforward) or "full".
         unroll_layers: whether the layers are compiled one after the other rather than as a loop over the repetitions of the
             pattern. The loop slices its stacked parameters and copies what it saves for the backward pass; without it the
             program is larger and takes about twice as long to compile. None: a training step on one GPU is unrolled if the

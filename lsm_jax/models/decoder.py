@@ -26,6 +26,7 @@ from lsm_jax.models.periods import (
     gather_statistics,
     rematerialized,
     run_period,
+    run_unrolled,
     together,
 )
 from lsm_jax.models.stages import apply_in_stages
@@ -242,6 +243,8 @@ class Decoder(nnx.Module):
         if state is None and self._casts_stacks():
             first = functools.partial(scanned, (x, shared))
             stacks = cast_stacks(stacks, self.dtype, lambda period: first((period, None, index[0])))
+            x, aux = run_unrolled(scanned, (x, shared), stacks, self.num_periods)
+            return self._normed(x), None, self._statistics(aux)
         inputs = (stacks, None if state is None else state.layers, index)
         (x, _), (layers, aux) = jax.lax.scan(
             scanned, (x, shared), inputs, unroll=self.unroll_layers

@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from lsm_jax.ops import CONVOLVED, KEPT
+from lsm_jax.models.unstack import unstack
+from lsm_jax.ops import CONVOLVED, INPUTS, KEPT
 from lsm_jax.ops.core.saved import is_saved_attention
 from lsm_jax.parallel import GATHERED
 
@@ -36,8 +37,9 @@ together.defvjp(lambda tree: (tree, None), lambda _, grads: (jax.lax.optimizatio
 def rematerialized(function: Any, policy: str, *, in_loop: bool = True) -> Any:
     """Return `function`, wrapped so that the backward pass computes its intermediate arrays again: with the
     policy "full" all, with "dots" all but products with weights and the results of this package's kernels and of cuDNN's
-    attention, with "dots_and_convolutions" all but these and the results of short convolutions and of RWKV7's gates. With "none" the function is
-    returned unchanged.
+    attention, with "dots_and_convolutions" all but these and the results of short convolutions and of RWKV7's gates,
+    with "dots_and_inputs" all but these and the elementwise results that products with weights read. With "none" the function is returned
+    unchanged.
 
     The states that devices exchange along a row are always saved. `in_loop` says that the function is called in the
     body of a scan, which requires no barrier against common-subexpression elimination: forward and backward pass are
@@ -71,8 +73,10 @@ def _saveable(policy: str, *names: str) -> Any:
         return policies.everything_saveable
     if policy == "full":
         return policies.save_only_these_names(GATHERED, *names)
-    if policy == "dots_and_convolutions":
+    if policy in ("dots_and_convolutions", "dots_and_inputs"):
         names = CONVOLVED, *names
+    if policy == "dots_and_inputs":
+        names = INPUTS, *names
     kept = policies.save_only_these_names(GATHERED, KEPT, *names)
     dots = policies.dots_with_no_batch_dims_saveable
     return policies.save_from_both_policies(
@@ -104,6 +108,32 @@ def run_period(layer: Callable, rows, carry, inputs):
         after.append(state)
         statistics.append(aux)
     return (x, shared), (None if states is None else tuple(after), statistics)
+
+
+def run_unrolled(scanned: Callable, carry, periods, count: int):
+    """Apply `count` periods of layers one after the other, without states, as a scan that is unrolled does; but the gradients of stacked
+    parameters are written in place (`unstack`).
+
+    Args:
+        scanned: `run_period` with a layer function and rows.
+        carry: the residual stream x [B, T, D], and the values that travel from layer to layer.
+        periods: the period whose parameters are stacked.
+        count: the number of periods.
+
+    Returns:
+        x after the layers, and the statistics of each layer of the period, stacked over the periods.
+    """
+
+    @jax.jit  # traced once, not for each period
+    def layers(carry, period, index):
+        carry, (_, statistics) = scanned(carry, (period, None, index))
+        return carry, statistics
+
+    every = []
+    for index, period in enumerate(unstack(periods, count)):
+        carry, statistics = layers(carry, period, jnp.asarray(index))
+        every.append(statistics)
+    return carry[0], jax.tree.map(lambda *each: jnp.stack(each), *every)
 
 
 def entries_by_row(init_shared: Any, x: jax.Array) -> set[str]:

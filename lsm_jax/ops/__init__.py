@@ -21,7 +21,7 @@ from lsm_jax.ops.convolution.short_convolution import (
     token_shift,
 )
 from lsm_jax.ops.core.document_count import DocumentCount, number_documents
-from lsm_jax.ops.core.saved import CONVOLVED
+from lsm_jax.ops.core.saved import CONVOLVED, INPUTS
 from lsm_jax.ops.core.states import DeltaState, LinearState, delta_state, linear_state
 from lsm_jax.ops.delta.delta_memory import delta_memory
 from lsm_jax.ops.delta.dplr_memory import dplr_memory
@@ -58,6 +58,7 @@ from pallas_kernels.residuals import KEPT
 
 __all__ = [
     "CONVOLVED",
+    "INPUTS",
     "KEPT",
     "AttentionState",
     "DeltaState",

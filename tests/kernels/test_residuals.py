@@ -107,6 +107,14 @@ def layer_kernels(method: str, remat: str) -> Counter[str]:
     """Return the number of kernels by name in the program that computes the gradient of a layer of `method`, after removal of dead code;
     the layers of the model are one loop.
     """
+    kernels = (
+        e.params["name"] for e in layer_equations(method, remat) if e.primitive.name == KERNEL
+    )
+    return Counter(str(name) for name in kernels)
+
+
+def layer_equations(method: str, remat: str) -> list:
+    """Return the equations of the program of `layer_kernels`, after removal of dead code."""
     config = lm.get_config(f"{method}-340m").model
     config.hidden_size, config.num_layers, config.vocab_size = 512, 2, 256
     config.dtype, config.remat = "bfloat16", remat
@@ -118,8 +126,7 @@ def layer_kernels(method: str, remat: str) -> Counter[str]:
     tokens = jax.ShapeDtypeStruct((4, 128), jnp.int32)
     jaxpr = traced(jax.grad(total), (params, tokens)).jaxpr.jaxpr
     live, _ = pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
-    kernels = (e.params["name"] for e, _ in equations(live) if e.primitive.name == KERNEL)
-    return Counter(str(name) for name in kernels)
+    return [equation for equation, _ in equations(live)]
 
 
 @pytest.mark.parametrize("method", ["mamba2", "gated_deltanet"])
@@ -141,6 +148,24 @@ def test_rwkv7s_gates_run_again_unless_their_results_are_saved():
     assert once["rwkv7_gates"] == once["rwkv7_output"] == 1
     assert layer_kernels("rwkv7", "dots") - once == {"rwkv7_gates": 1}
     assert layer_kernels("rwkv7", "dots_and_convolutions") == once
+
+
+@pytest.mark.parametrize("method", ["softmax", "gla", "gated_deltanet", "rwkv7"])
+def test_inputs_of_products_are_computed_once_where_they_are_saved(method):
+    """With `dots_and_inputs` the backward pass computes no norm of the stream and nothing between a feedforward's matrices again, and runs
+    no kernel again that `dots_and_convolutions` does not.
+    """
+
+    def computed(remat):
+        names = [
+            e.params["name"] for e in layer_equations(method, remat) if e.primitive.name == "name"
+        ]
+        return names.count(ops.INPUTS)
+
+    assert computed("dots_and_inputs") == computed("none") < computed("dots_and_convolutions")
+    assert layer_kernels(method, "dots_and_inputs") == layer_kernels(
+        method, "dots_and_convolutions"
+    )
 
 
 def test_a_convolution_is_behind_a_barrier():

@@ -13,6 +13,10 @@ CONVOLVED = "short_convolutions"
 """The name of all results of short convolutions, of RWKV7's gates by their kernel, and of the tokens that RWKV7 mixes, for
 `jax.checkpoint`, which `remat="dots_and_convolutions"` saves."""
 
+INPUTS = "inputs_of_products"
+"""The name of the elementwise results that products with weights read: norms of the residual stream and what is between the matrices of a
+feedforward; `remat="dots_and_inputs"` saves them besides `CONVOLVED`."""
+
 
 def saved(x: jax.Array) -> jax.Array:
     """Return x, which a layer's backward pass does not compute again where it does not run kernels again (`remat="dots"`)."""
@@ -43,3 +47,8 @@ def convolved(x: jax.Array) -> jax.Array:
     `remat="dots_and_convolutions"`.
     """
     return checkpoint_name(x, CONVOLVED)
+
+
+def product_input(x: jax.Array) -> jax.Array:
+    """Return x, an array of `INPUTS`, which a layer's backward pass does not compute again with `remat="dots_and_inputs"`."""
+    return checkpoint_name(x, INPUTS)

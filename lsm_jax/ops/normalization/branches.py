@@ -21,7 +21,7 @@ from lsm_jax.ops.backends.registry import PALLAS, Backend, Call, check_implement
 from lsm_jax.ops.backends.run import Static, static_of
 from lsm_jax.ops.backends.select import Selection, select
 from lsm_jax.ops.core.platforms import compute_capabilities
-from lsm_jax.ops.core.saved import saved
+from lsm_jax.ops.core.saved import product_input, saved
 from lsm_jax.parallel import TOKENS, alone, over_mesh
 from pallas_kernels.requirements import Requirement, first_unmet
 
@@ -146,7 +146,7 @@ def _branches_tangent(options, selection, primals, tangents):
     # A few numbers for each token: rematerialisation saves them, and not the pass over x.
     square = saved(_mean_square(x))
     params = dict(options=options, selection=selection)
-    results = x, *(_normed(options, x, square, scale),) * options.count
+    results = x, *(product_input(_normed(options, x, square, scale)),) * options.count
     return results, tuple(_tangents_p.bind(x, square, scale, *tangents, **params))
 
 

@@ -1,0 +1,67 @@
+"""Slices of stacked parameters for layers that are compiled one after the other; their gradients are written into the stack in place."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.extend as jex
+import jax.numpy as jnp
+from jax.interpreters import ad, batching, mlir
+
+LEAST_SIZE = 2**16
+"""The smallest slice whose gradient is written in place: a launch for each is not worth less."""
+
+
+def unstack(stacks: Any, count: int) -> list[Any]:
+    """Return the `count` slices along the leading axis of a pytree of stacked parameters.
+
+    The gradient of each slice is written into the gradient of its stack when it is known, while the next products are computed. XLA
+    concatenates those of a scan that is unrolled, when all are known.
+
+    Args:
+        stacks: a pytree of arrays [count, ...].
+        count: the number of slices.
+    """
+    leaves, structure = jax.tree.flatten(stacks)
+    slices = [_unstack_p.bind(x, count=count) for x in leaves]
+    return [structure.unflatten(each) for each in zip(*slices, strict=True)]
+
+
+def _slices(x: jax.Array, *, count: int) -> list[jax.Array]:
+    return [jax.lax.index_in_dim(x, i, keepdims=False) for i in range(count)]
+
+
+# A primitive, since a function with `jax.custom_vjp` has no derivative in forward mode.
+_unstack_p = jex.core.Primitive("unstack")
+_unstack_p.multiple_results = True
+_unstack_p.def_impl(_slices)
+_unstack_p.def_abstract_eval(lambda x, *, count: [x.update(shape=x.shape[1:])] * count)
+mlir.register_lowering(_unstack_p, mlir.lower_fun(_slices, multiple_results=True))
+
+
+def _jvp(primals, tangents, *, count):
+    (x,), (d_x,) = primals, tangents
+    return _unstack_p.bind(x, count=count), _unstack_p.bind(ad.instantiate_zeros(d_x), count=count)
+
+
+def _transposed(gradients, x, *, count):
+    gradients = [ad.instantiate_zeros(g) for g in gradients]
+    if math.prod(x.aval.shape[1:]) < LEAST_SIZE:
+        return [jnp.stack(gradients)]
+    stack = jax.lax.empty(x.aval.shape, x.aval.dtype)
+    for i in reversed(range(count)):  # in the order in which the backward pass computes them
+        stack = jax.lax.dynamic_update_slice_in_dim(stack, gradients[i][None], i, axis=0)
+    return [stack]
+
+
+def _batched(arguments, axes, *, count):
+    (x,), (axis,) = arguments, axes
+    results = _unstack_p.bind(jnp.moveaxis(x, axis, 1), count=count)
+    return results, [0] * count
+
+
+ad.primitive_jvps[_unstack_p] = _jvp
+ad.primitive_transposes[_unstack_p] = _transposed
+batching.primitive_batchers[_unstack_p] = _batched

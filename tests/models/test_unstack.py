@@ -1,0 +1,75 @@
+"""Tests of `lsm_jax.models.unstack`: slices of a stack, and their derivatives."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lsm_jax.models import unstack as module
+from lsm_jax.models.unstack import unstack
+
+COUNT = 3
+
+
+@pytest.fixture(params=["in place", "concatenated"])
+def stack(request, monkeypatch):
+    """Return a stack whose gradient is written in place, and one whose slices are smaller than that."""
+    monkeypatch.setattr(module, "LEAST_SIZE", 1 if request.param == "in place" else 100)
+    return jnp.asarray(np.random.default_rng(0).normal(size=(COUNT, 4, 5)), jnp.float32)
+
+
+def sliced(stacks, count):
+    return [jax.tree.map(lambda x, i=i: x[i], stacks) for i in range(count)]
+
+
+def total(slices):
+    """Return a number that depends on all slices but the second, differently."""
+    first, _, last = slices
+    return jnp.sum(jnp.sin(first["a"]) * last["a"]) + jnp.sum(last["b"] ** 3)
+
+
+def both(stack, transform):
+    """Return the results of a transformation of `total` by `unstack` and by slices."""
+    stacks = dict(a=stack, b=2 * stack[..., 0])
+    return tuple(
+        jax.jit(transform(lambda x, f=f: total(f(x, COUNT))))(stacks) for f in (unstack, sliced)
+    )
+
+
+def hessian_times_ones(f):
+    gradient = jax.grad(f)
+    return lambda x: jax.jvp(gradient, (x,), (jax.tree.map(jnp.ones_like, x),))
+
+
+TRANSFORMS = {
+    "value": lambda f: f,
+    "gradient": jax.grad,
+    "forward": lambda f: lambda x: jax.jvp(f, (x,), (jax.tree.map(jnp.cos, x),)),
+    "hessian": hessian_times_ones,
+    "gradient of a gradient": lambda f: jax.grad(
+        lambda x: sum(jnp.sum(g**2) for g in jax.tree.leaves(jax.grad(f)(x)))
+    ),
+    "mapped": lambda f: (
+        lambda x: jax.vmap(jax.grad(f))(jax.tree.map(lambda a: jnp.stack([a, 2 * a]), x))
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_values_and_derivatives_are_those_of_slices(stack, name):
+    got, expected = both(stack, TRANSFORMS[name])
+    jax.tree.map(np.testing.assert_array_equal, got, expected)
+
+
+def test_a_slice_without_a_gradient_has_zeros_in_that_of_the_stack(stack):
+    got, _ = both(stack, jax.grad)
+    assert not np.any(got["a"][1]) and np.all(np.any(np.asarray(got["a"])[[0, 2]], axis=(1, 2)))
+
+
+def test_gradients_of_large_slices_are_written_in_place_and_of_small_ones_concatenated(stack):
+    text = str(
+        jax.make_jaxpr(jax.grad(lambda x: total(unstack(x, COUNT))))(dict(a=stack, b=stack[..., 0]))
+    )
+    in_place = module.LEAST_SIZE == 1
+    assert ("dynamic_update_slice" in text) == in_place
+    assert ("stack[axis=0]" in text) == (not in_place)
