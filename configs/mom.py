@@ -3,7 +3,8 @@
 Reproduces: MoM (arXiv 2502.13685) at its two sizes: Gated DeltaNet with four heads of 256 channels, four memories, of which a
 token uses two, and a shared memory; 15 B tokens of SlimPajama with 0.5 M per step, and 100 B with 2 M. With `hybrid=1` one layer
 of eight has softmax attention, and the depth is the next multiple of eight.
-Ablations: `memories`, `top_k`, `shared=0`, `inner=gla` (any inner mixer in its published proportions, TTT and Titans included),
+Ablations: `memories`, `top_k`, `shared=0`, `conv=4` (short convolutions of that width in the inner mixer, such as GLA, which has
+none as published; 1 is none), `row_conv=4` (a convolution along the row's tokens ahead of the memories), `inner=gla` (any inner mixer in its published proportions, TTT and Titans included),
 `hidden_ratio=2` (the feedforward of the comparison at equal active parameters), and three kinds of baselines without a router:
 
     baseline=inner      the inner mixer alone, with a feedforward of ratio 4 (Gated DeltaNet: 399.5 M at 340m)
@@ -44,6 +45,7 @@ MEMORIES = (
     "top_k",
     "shared",
     "single",
+    "row_conv",
     "execution",
 )  # options of the router and its memories
 WIDENED = {
@@ -79,6 +81,8 @@ OPTIONS = dict(
     top_k=Option(kind=int),
     shared=Option(kind=bool),
     single=Option(kind=bool),
+    conv=Option(kind=int, least=1),
+    row_conv=Option(kind=int, least=1),
     execution=Option(choices=EXECUTIONS),
     hybrid=Option(kind=bool),
     hidden_ratio=Option(kind=float, positive=True),
@@ -100,6 +104,14 @@ def mixer_config(hidden_size: int, given: dict[str, Any]) -> Any:
         config = dataclasses.replace(
             config, mixer=mixers.get_method(given["inner"]).config.for_width(hidden_size)
         )
+    if "conv" in given:
+        if not hasattr(config.mixer, "conv_size"):
+            raise ValueError(
+                f"conv={given['conv']} requires an inner mixer with conv_size, which {type(config.mixer).__name__} does not have"
+            )
+        config = dataclasses.replace(
+            config, mixer=dataclasses.replace(config.mixer, conv_size=given["conv"])
+        )
     if given.get("as_published"):
         changes: dict[str, Any] = dict(balance="model")
         if hasattr(config.mixer, "norm_eps"):
@@ -115,7 +127,7 @@ def mixer_config(hidden_size: int, given: dict[str, Any]) -> Any:
             )
         width = config.mixer.expand_v * given["expanded"]
         return dataclasses.replace(config.mixer, expand_v=width)
-    fields = dict(memories="num_memories", top_k="top_k", shared="shared_memory", single="single_projections")  # fmt: skip
+    fields = dict(memories="num_memories", top_k="top_k", shared="shared_memory", single="single_projections", row_conv="row_conv_size")  # fmt: skip
     changes = {f: given[n] for n, f in fields.items() if n in given}
     if "execution" in given:
         changes["execution"] = given["execution"]

@@ -13,7 +13,7 @@ from flax import nnx
 
 from lsm_jax import ops
 from lsm_jax.mixers import checks, feature_maps
-from lsm_jax.mixers.base import Context, Mixer
+from lsm_jax.mixers.base import Context, Mixer, short_convolution
 from lsm_jax.mixers.gates import sigmoid_decay
 from lsm_jax.mixers.heads import three_or_four
 from lsm_jax.mixers.layers import Dense, RMSNorm, split_heads
@@ -34,6 +34,7 @@ class GLAConfig(RecurrentConfig):
         gate_temperature: log α = logsigmoid(gate) / gate_temperature (the paper's τ).
         feature_map: φ on queries and keys, "identity" or "silu"; Linear-MoE (arXiv 2503.05447, its code) has "silu".
         qkv_bias: whether the projections to queries, keys, values and the output gate have biases, as in Linear-MoE.
+        conv_size: width of the short convolutions on q, k and v, each followed by SiLU, ahead of φ; 1, as published, is neither.
         norm_eps: epsilon of the norm over each head's output.
     """
 
@@ -44,6 +45,7 @@ class GLAConfig(RecurrentConfig):
     gate_temperature: float = 16.0
     feature_map: str = "identity"
     qkv_bias: bool = False
+    conv_size: int = 1
     norm_eps: float = 1e-5
 
     @classmethod
@@ -75,14 +77,18 @@ class GLAConfig(RecurrentConfig):
             gate_temperature=self.gate_temperature,
             norm_eps=self.norm_eps,
         )
+        checks.convolution_width(self)
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
-        """Return the floating-point operations of the forward pass per token: the projections, and per head K
-        V to decay the memory and 2 K V each to write and to read.
+        """Return the floating-point operations of the forward pass per token: the projections and
+        convolutions, and per head K V to decay the memory and 2 K V each to write and to read.
         """
         k, v = self.head_dims(hidden_size)
         gate = 2.0 * self.gate_rank * (hidden_size + self.num_heads * k)
-        return gate + self.num_heads * (2.0 * hidden_size * (2 * k + 3 * v) + 5 * k * v)
+        convolution = 2 * checks.convolution_taps(self) * self.num_heads * (2 * k + v)
+        return (
+            gate + convolution + self.num_heads * (2.0 * hidden_size * (2 * k + 3 * v) + 5 * k * v)
+        )
 
 
 class GLA(Mixer):
@@ -108,6 +114,12 @@ class GLA(Mixer):
         small = dict(rngs=rngs, init_std=init_std)
         self.decay_down = Dense(hidden_size, config.gate_rank, axes=("embed", None), **small)
         self.decay_up = Dense(config.gate_rank, keys, axes=(None, "heads"), bias=True, **small)
+        convolution = dict(
+            width=config.conv_size, rngs=rngs, axis="heads", silu=config.conv_size > 1
+        )
+        self.q_conv = short_convolution("q", keys, **convolution)
+        self.k_conv = short_convolution("k", keys, **convolution)
+        self.v_conv = short_convolution("v", values, **convolution)
         self.norm = RMSNorm(self.value_dim, eps=config.norm_eps)
         self.o_proj = Dense(
             values, hidden_size, axes=("heads", "embed"), rngs=rngs, init_std=init_std
@@ -118,21 +130,25 @@ class GLA(Mixer):
         return feature_maps.FIXED[self.config.feature_map](split_heads(x, self.config.num_heads))
 
     def read(self, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
-        """Return the queries [B, T, H, K] of tokens x [B, T, D], φ(x W_q) with the feature map φ of the config, and the
-        context.
+        """Return the queries [B, T, H, K] of tokens x [B, T, D], φ(x W_q) with the feature map φ of the config, after the
+        short convolution if there is one, and the context.
         """
-        return self._features(self.q_proj(x)), context
+        q, context = self.q_conv(self.q_proj(x), context)
+        return self._features(q), context
 
     def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
         """Return the arguments of `linear_memory` that update the memory, by name, and the context: keys φ(x W_k) [B,
-        T, H, K], values [B, T, H, V], and the log decay of each key channel [B, T, H, K].
+        T, H, K] and values [B, T, H, V], after the short convolutions if there are any, and the log decay of each key
+        channel [B, T, H, K].
         """
         heads = self.config.num_heads
         gate = self.decay_up(self.decay_down(x), dtype=jnp.float32)
         log_decay = sigmoid_decay(gate, self.config.gate_temperature)
+        k, context = self.k_conv(self.k_proj(x), context)
+        v, context = self.v_conv(self.v_proj(x), context)
         return dict(
-            k=self._features(self.k_proj(x)),
-            v=split_heads(self.v_proj(x), heads),
+            k=self._features(k),
+            v=split_heads(v, heads),
             log_decay=split_heads(log_decay, heads),
         ), context
 

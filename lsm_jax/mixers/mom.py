@@ -3,7 +3,7 @@ mixer.
 
 A memory is updated only by the tokens that are routed to it, in time order, with keys, values and gates of
 its own projections. Other tokens do not change it; they do not decay it either. All memories are read with
-the same query. Short convolutions run along the tokens of each memory. One more, shared memory may see all
+the same query. Short convolutions run along the tokens of each memory (but for `row_conv_size`). One more, shared memory may see all
 tokens. The outputs of a token's memories are summed, weighted by the router, before the inner mixer's norm
 and output gate, which are applied once (Section 3.2 and the authors' code).
 
@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lsm_jax.mixers import checks
-from lsm_jax.mixers.base import Context, Mixer, MixerState, TokenShift
+from lsm_jax.mixers.base import Context, Mixer, MixerState, TokenShift, short_convolution
 from lsm_jax.mixers.clock import fresh_clock
 from lsm_jax.mixers.gated_deltanet import GatedDeltaNetConfig
 from lsm_jax.mixers.heads import head_size
@@ -65,6 +65,8 @@ class MoMConfig:
         shared_memory: whether there is one more memory that sees every token, with weight 1.
         single_projections: whether all memories have the same projections of keys, values and gates, instead
             of one set for each.
+        row_conv_size: width of a short convolution c along the row's tokens, whatever their memories: the memories, not the
+            router, receive x + c(x) instead of x. 1, as published, is none: a token then reaches only its own memories.
         balance_scale: multiplies the balance loss `M Σ_m f_m P_m`; f_m is the fraction of the tokens routed
             to memory m, and P_m the mean probability of m. It is k at perfect balance.
         balance: "layer" computes the loss of each layer and averages over the model's layers with memories.
@@ -81,6 +83,7 @@ class MoMConfig:
     top_k: int = 2
     shared_memory: bool = True
     single_projections: bool = False
+    row_conv_size: int = 1
     balance_scale: float = 1e-3
     balance: str = "layer"
     execution: str = "packed"
@@ -113,7 +116,7 @@ class MoMConfig:
                 f"{', '.join(m.name for m in able)}"
             )
         self.mixer.validate(hidden_size)
-        checks.positive(self, num_memories=self.num_memories)
+        checks.positive(self, num_memories=self.num_memories, row_conv_size=self.row_conv_size)
         if not 1 <= self.top_k <= self.num_memories:
             raise ValueError(
                 f"MoMConfig.top_k={self.top_k}: accepted are 1 to num_memories={self.num_memories}"
@@ -124,8 +127,8 @@ class MoMConfig:
         checks.one_of(self, "execution", self.execution, EXECUTIONS)
 
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
-        """Return the floating-point operations of the forward pass per token: the router, the inner mixer's
-        query and output once, and its other parts for each memory that the token is routed to.
+        """Return the floating-point operations of the forward pass per token: the router, the convolution along
+        the row, the inner mixer's query and output once, and its other parts for each memory that the token is routed to.
         """
         inner = nnx.eval_shape(lambda: build(self.mixer, hidden_size, rngs=nnx.Rngs(0)))
         kernels = [
@@ -135,7 +138,8 @@ class MoMConfig:
         ]
         read = self.top_k + self.shared_memory
         inner_flops = self.mixer.flops_per_token(hidden_size, seq_len)
-        router_flops = 2.0 * hidden_size * self.num_memories
+        taps = self.row_conv_size if self.row_conv_size > 1 else 0
+        router_flops = 2.0 * hidden_size * (self.num_memories + taps)
         return router_flops + read * inner_flops - 2.0 * (read - 1) * sum(kernels)
 
 
@@ -174,6 +178,12 @@ class MoM(Mixer):
         self.router = Dense(
             hidden_size, config.num_memories, axes=("embed", None), rngs=rngs, init_std=init_std
         )
+        along_row = dict(rngs=rngs, axis="embed", silu=False)
+        self.row_conv = (
+            short_convolution(_ROW + "input", hidden_size, config.row_conv_size, **along_row)
+            if config.row_conv_size > 1
+            else None
+        )
 
     def innermost(self) -> Mixer:
         """Return the mixer whose `init_shared` the model calls: the inner mixer, or the innermost one if the
@@ -205,12 +215,13 @@ class MoM(Mixer):
 
     def remembering(self) -> tuple[Any, ...]:
         """Return the layers that remember a tail of tokens from call to call: the inner mixer's short
-        convolutions and token shifts, with a state for each memory, and copies of the token shifts that `finish`
-        uses, which run along the row.
+        convolutions and token shifts, with a state for each memory, and those that run along the row: copies of the
+        token shifts that `finish` uses, and the convolution along the row.
         """
         parts = self.inner.remembering()
         shifts = (p for p in parts if isinstance(p, TokenShift) and p.in_finish)
-        return *parts, *(TokenShift(_ROW + p.name, p.channels) for p in shifts)
+        along_row = (TokenShift(_ROW + p.name, p.channels) for p in shifts)
+        return *parts, *along_row, *(() if self.row_conv is None else (self.row_conv,))
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> MoMState:
         """Return the state of a Mixture-of-Memories before any token: G empty states of the inner mixer for each of the
@@ -245,6 +256,9 @@ class MoM(Mixer):
         if memory is not None:
             check_memories(memory, self.config.num_groups())
         route, statistics = self._route(x, context)
+        if self.row_conv is not None:
+            before, context = self.row_conv(x, context)
+            x = x + before
         documents, last_id, document = token_documents(x, context.segment_ids, memory)
         if self.inner.positions_in_memory:
             counted = route.routed
@@ -402,7 +416,7 @@ class MoM(Mixer):
 
     def _tails(self, context: Context) -> dict[str, Any]:
         """Return, by name, the tails that the call received for the inner mixer's short convolutions and
-        token shifts along each memory's tokens, without the tails of the token shifts along the row.
+        token shifts along each memory's tokens, without the tails of those along the row.
         """
         return {n: tail for n, tail in context.tails.items() if not n.startswith(_ROW)}
 

@@ -16,6 +16,8 @@ from lsm_jax.mixers import Context
 from tests.mixers.conftest import changed, stir
 
 WIDTH, BATCH, LENGTH = 16, 2, 11
+ROW_CONV = "gla, convolutions along rows"
+"""GLA with short convolutions along each memory's tokens, and one along the row's."""
 INNER = tuple(name for name, m in mixers.METHODS.items() if m.module.memory_parts)
 X = jax.random.normal(jax.random.key(1), (BATCH, LENGTH, WIDTH))
 NUM_LAYERS = 2
@@ -23,8 +25,11 @@ NUM_LAYERS = 2
 
 def config_of(name="gated_deltanet", *, inner=None, **fields) -> mixers.MoMConfig:
     """Return the config of a small Mixture-of-Memories around the inner mixer `name`, with chunks of four
-    tokens.
+    tokens; `ROW_CONV` is one with two kinds of short convolutions.
     """
+    if name == ROW_CONV:
+        name, inner = "gla", dict(conv_size=3) | (inner or {})
+        fields = dict(row_conv_size=4) | fields
     method = mixers.METHODS[name]
     config = method.config.for_width(WIDTH)
     given = dict(chunk_size=4) | (inner or {})
@@ -153,6 +158,7 @@ def definition(mixer, x, chosen):
     weight = jnp.concatenate([weight, jnp.ones((batch, length, 1))], axis=-1)[..., :groups]
     weight = jnp.where(chosen, weight, 0)
     shared = shared_of(mixer, x)
+    tokens = x if mixer.row_conv is None else x + mixer.row_conv(x, Context())[0]
 
     def along(a, index):
         return jnp.take_along_axis(a, index.reshape(*index.shape, *(1,) * (a.ndim - 2)), axis=1)
@@ -168,7 +174,7 @@ def definition(mixer, x, chosen):
         if not inner.positions_in_memory:
             positions = order
         context = Context(1, cut, positions=positions if inner.uses_positions else None)
-        o, _, context = inner.through_memory(along(x, order), context, None)
+        o, _, context = inner.through_memory(along(tokens, order), context, None)
 
         def put(y):
             w = weight.reshape(batch, length, *(1,) * (y.ndim - 2))

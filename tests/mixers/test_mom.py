@@ -21,6 +21,7 @@ from tests.mixers.mom_cases import (
     BATCH,
     INNER,
     LENGTH,
+    ROW_CONV,
     WIDTH,
     X,
     build,
@@ -44,7 +45,10 @@ by_form = pytest.mark.parametrize(
 )
 by_method = pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=[] if n == "gated_deltanet" else pytest.mark.slow) for n in INNER],
+    [
+        pytest.param(n, marks=[] if n in ("gated_deltanet", ROW_CONV) else pytest.mark.slow)
+        for n in (*INNER, ROW_CONV)
+    ],
 )
 # One method for each class of memory update, and the published ones, for properties that other tests imply
 # for all methods.
@@ -115,7 +119,7 @@ def test_decoding_and_resuming_equal_one_call(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("name", [*SOME, ROW_CONV])
 def test_gradients_through_decoding_equal_those_of_one_call(name):
     def decoded(mixer, x):
         state, outputs = mixer.init_state(BATCH, LENGTH, jnp.float32), []
@@ -132,7 +136,7 @@ def test_gradients_through_decoding_equal_those_of_one_call(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("name", [*SOME, ROW_CONV])
 def test_masked_states_equal_packed_ones(name):
     """The masked form of a Mixture-of-Memories has the same final state as the packed form: after one call on
     all tokens, and after a call that continues from a state of the packed form.
@@ -291,7 +295,7 @@ def check_documents(mixer, y):
 
 @pytest.mark.parametrize(
     "name",
-    ["gated_deltanet", *(pytest.param(n, marks=pytest.mark.slow) for n in ("rwkv7", "retnet", "mamba2", "gsa", "ttt_linear", "titans"))],
+    ["gated_deltanet", ROW_CONV, *(pytest.param(n, marks=pytest.mark.slow) for n in ("rwkv7", "retnet", "mamba2", "gsa", "ttt_linear", "titans"))],
 )  # fmt: skip
 def test_documents_reset_every_memory(name):
     """Every document of a packed row begins with empty memories; the row is read in one call and token by
@@ -303,7 +307,9 @@ def test_documents_reset_every_memory(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gated_deltanet", "rwkv7", "retnet", "ttt_linear", "titans"])
+@pytest.mark.parametrize(
+    "name", ["gated_deltanet", "rwkv7", "retnet", "ttt_linear", "titans", ROW_CONV]
+)
 def test_documents_in_every_form_leave_states_that_go_on_alike(name):
     mixer, masked = made(name), made(name, execution="masked")
     _, state, _ = call(mixer, X, segment_ids=IDS)
@@ -327,7 +333,9 @@ def test_documents_in_every_form_leave_states_that_go_on_alike(name):
 @pytest.mark.parametrize("how", ["padding", "mask"])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("resumed", [False, True])
-@pytest.mark.parametrize("name", ["gated_deltanet", "gla", "gsa", "rwkv7", "ttt_linear", "titans"])
+@pytest.mark.parametrize(
+    "name", ["gated_deltanet", "gla", "gsa", "rwkv7", "ttt_linear", "titans", ROW_CONV]
+)
 def test_tokens_left_out_change_nothing(how, form, resumed, name):
     mixer = made(name, execution=form)
     keep = np.ones(LENGTH, bool)
@@ -408,6 +416,7 @@ def test_balance_loss_and_statistics():
         (dict(mixer=mixers.SLSTMConfig()), "memories: each token's gates read the output before"),
         (dict(mixer=None), "mixer=None cannot be"),
         (dict(num_memories=0), "num_memories=0"),
+        (dict(row_conv_size=0), "row_conv_size=0: it must be greater than 0"),
         (dict(top_k=5), "top_k=5: accepted are 1 to num_memories=4"),
         (dict(top_k=1.5), "top_k=1.5: it must be an integer"),
         (dict(shared_memory=1), "shared_memory=1: it must be True or False"),
@@ -452,6 +461,26 @@ def test_flops_count_each_routed_memory():
     assert inner < whole < 3 * inner + 2 * WIDTH * 4
     one = dataclasses.replace(config, num_memories=1, top_k=1, shared_memory=False)
     assert one.flops_per_token(WIDTH, 8) == inner + 2 * WIDTH
+    row = dataclasses.replace(one, row_conv_size=4)
+    assert row.flops_per_token(WIDTH, 8) == inner + 2 * WIDTH + 2 * 4 * WIDTH
+
+
+def test_a_convolution_along_the_row_reaches_tokens_of_other_memories():
+    """The memories of a token see the tokens before it in the row, whatever their memories, and without the convolution only
+    those of their own; the routes are the same."""
+    plain = made("gla", shared_memory=False, top_k=1)
+    row = copied(made("gla", shared_memory=False, top_k=1, row_conv_size=2))
+    chosen = choices(plain, X)
+    np.testing.assert_array_equal(chosen, choices(row, X))
+    apart = [(b, t) for b in range(BATCH) for t in range(1, LENGTH) if (chosen[b, t] != chosen[b, t - 1]).any()]  # fmt: skip
+    assert apart
+    b, t = apart[0]
+    direction = jnp.cross(jnp.ones(3), jnp.arange(3.0))  # any; it leaves the token's route as it is
+    other = X.at[b, t - 1, :3].add(1e-3 * direction)
+    np.testing.assert_array_equal(chosen, choices(plain, other))
+    for mixer, reached in ((plain, False), (row, True)):
+        first, second = call(mixer, X)[0], call(mixer, other)[0]
+        assert bool((first[b, t] != second[b, t]).any()) == reached
 
 
 @pytest.mark.parametrize("name", INNER)

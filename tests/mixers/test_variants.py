@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,12 +13,15 @@ from flax import nnx
 from lsm_jax import mixers
 from lsm_jax.feedforward import SwiGLU, SwiGLUConfig
 from lsm_jax.mixers import METHODS
+from tests.mixers import test_mixers
 from tests.mixers.conftest import Small
 from tests.mixers.test_mixers import close
 
 VARIANTS = [
     ("linear_attention", dict(feature_map="relu", normalize=True, output_gate=True)),
     ("linear_attention", dict(feature_map="identity", expand_k=0.5, expand_v=2.0)),
+    ("gla", dict(conv_size=4)),
+    ("gla", dict(conv_size=2, feature_map="silu", qkv_bias=True)),
     ("retnet", dict(num_heads=2, expand_v=1.0)),
     ("mamba2", dict(num_groups=2)),
     ("deltanet", dict(allow_negative_eigenvalues=True, output_gate=True)),
@@ -87,6 +92,68 @@ def test_mamba2_is_the_published_recurrence():
             y[t, h] = c[t, group] @ memory[h] + inner[t, h]
     y = y.reshape(10, -1) * silu(dense(mixer.z_proj, x))
     close(small()[0][0], dense(mixer.o_proj, rms(y.reshape(10, 2, -1)).reshape(10, -1)))
+
+
+@functools.cache
+def gla_with_convolutions() -> Small:
+    return Small(METHODS["gla"], stirred=True, conv_size=4)
+
+
+@pytest.mark.parametrize("how", ["padding", "mask"])
+def test_gla_with_convolutions_leaves_tokens_out(how):
+    test_mixers.test_tokens_left_out_change_nothing(gla_with_convolutions(), how)
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        test_mixers.test_prefill_then_decoding_equals_one_call,
+        test_mixers.test_packed_documents_equal_documents_alone,
+        test_mixers.test_causal_to_the_bit,
+        test_mixers.test_state_has_one_static_shape,
+        test_mixers.test_every_parameter_is_used_and_described,
+    ],
+)
+def test_gla_with_convolutions_has_the_properties_of_all_mixers(check):
+    check(gla_with_convolutions())
+
+
+def test_forms_of_gla_with_convolutions_agree_in_every_gradient():
+    def make(method, **fields):
+        return Small(method, stirred=True, conv_size=4, **fields)
+
+    test_mixers.test_forms_agree_in_every_gradient(METHODS["gla"], make, gla_with_convolutions())
+
+
+def test_gla_with_convolutions_is_the_recurrence():
+    """`M_t = diag(α_t) M_{t-1} + k_tᵀ v_t` of q, k and v after a causal convolution and SiLU; the decay and the output gate are of
+    the tokens themselves. Without convolutions there is no SiLU either."""
+    for width in (1, 4):
+        small = Small(METHODS["gla"], stirred=True, conv_size=width)
+        mixer, config = small.mixer, small.config
+        x = np.asarray(small.x[0], np.float64)
+        short = convolved if width > 1 else lambda layer, y: y
+        q, k, v = (
+            short(conv, dense(proj, x)).reshape(len(x), config.num_heads, -1)
+            for conv, proj in (
+                (mixer.q_conv, mixer.q_proj), (mixer.k_conv, mixer.k_proj), (mixer.v_conv, mixer.v_proj),
+            )
+        )  # fmt: skip
+        gate = dense(mixer.decay_up, dense(mixer.decay_down, x)) + np.asarray(
+            mixer.decay_up.bias[...], np.float64
+        )
+        decay = (1 / (1 + np.exp(-gate))).reshape(k.shape) ** (1 / config.gate_temperature)
+        memory, outputs = np.zeros((config.num_heads, k.shape[-1], v.shape[-1])), []
+        for t in range(len(x)):
+            memory = decay[t][..., None] * memory + k[t][..., None] * v[t][:, None]
+            outputs.append(np.einsum("hk,hkv->hv", q[t], memory) * k.shape[-1] ** -0.5)
+        scale = np.asarray(mixer.norm.scale[...], np.float64)
+        o = (
+            rms(np.stack(outputs))
+            * scale
+            * silu(dense(mixer.g_proj, x)).reshape(len(x), config.num_heads, -1)
+        )
+        close(small()[0][0], dense(mixer.o_proj, o.reshape(len(x), -1)))
 
 
 def test_gated_deltanet_is_the_published_recurrence():

@@ -68,6 +68,12 @@ def test_variants():
     assert (mixer.num_memories, mixer.top_k, mixer.shared_memory) == (8, 3, False)
     assert type(mixer.mixer) is mixers.GLAConfig and mixer.execution == "masked"
     assert from_dict(json.loads(json.dumps(to_dict(config)))) == config
+    mixer = mom.get_config("tiny,inner=gla,conv=4,row_conv=3").model.layers["L"].mixer
+    assert (mixer.mixer.conv_size, mixer.row_conv_size) == (4, 3)
+    assert (
+        mom.get_config("tiny,inner=gla,conv=4,baseline=inner").model.layers["L"].mixer
+        == mixer.mixer
+    )
     expanded = mom.get_config("340m,expanded=3").model.layers["L"].mixer
     assert type(expanded) is mixers.GatedDeltaNetConfig and expanded.expand_v == 3.0
     for variant, words in (
@@ -80,6 +86,14 @@ def test_variants():
         (
             "340m,expanded=5,memories=8,single=1",
             "expanded=5 excludes memories, single, since it has one memory",
+        ),
+        (
+            "340m,row_conv=4,baseline=inner",
+            "baseline=inner excludes row_conv, since it has one memory",
+        ),
+        (
+            "340m,inner=retnet,conv=4",
+            "conv=4 requires an inner mixer with conv_size, which RetNetConfig",
         ),
         ("340m,inner=s4d", "cannot be one of several memories"),
     ):

@@ -50,9 +50,13 @@ def layer_of(config: mixers.MoMConfig, width: int = WIDTH, scale: float = 0.2):
 
 def check(name: str, devices: str) -> None:
     """Assert that a Mixture-of-Memories on a row whose tokens are divided over devices has the results of one
-    device: for one call on all tokens, and for two calls on a half each.
+    device: for one call on all tokens, and for two calls on a half each. `row_conv` is one around GLA with both kinds of
+    short convolutions.
     """
-    config = mixers.MoMConfig(mixer=mixer(name), balance_scale=0.1)
+    inner = mixer("gla", conv_size=3) if name == "row_conv" else mixer(name)
+    config = mixers.MoMConfig(
+        mixer=inner, balance_scale=0.1, row_conv_size=4 if name == "row_conv" else 1
+    )
     module, both, params = layer_of(config)
     x = jax.random.normal(jax.random.key(1), (BATCH, LENGTH, WIDTH))
 

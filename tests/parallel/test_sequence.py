@@ -129,7 +129,7 @@ def test_packed_memories_of_rows_that_devices_share():
     of one device, for several inner mixers, also if the heads are sharded and if it continues from a
     state.
     """
-    ran("sequence_mom", "4:gated_deltanet", "2:rwkv6", "2x2:gla", "4:titans")
+    ran("sequence_mom", "4:gated_deltanet", "2:rwkv6", "2x2:gla", "4:titans", "2x2:row_conv")
 
 
 @pytest.mark.slow
