@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from benchmarks.ahead import Ahead
 from benchmarks.evidence_clock import Clock, counted
@@ -24,6 +25,7 @@ from benchmarks.training import StepClock, last_value, median_speed, train_to_en
 from lsm_jax import load_run, models
 from lsm_jax.data import DataConfig
 from lsm_jax.data.sources import tokenizer_of
+from lsm_jax.evaluation.router import read_router
 from lsm_jax.files import write_atomically
 from lsm_jax.training import TrainConfig, TrainingDiverged
 from lsm_jax.training.metrics import read_rows
@@ -161,6 +163,23 @@ def _once(path: Path, setting: Any, compute: Callable[[], dict[str, Any]]) -> di
     return stored["result"]
 
 
+def router_of(metrics: Path, points: int = 8) -> dict[str, Any]:
+    """Return `router`, the load of each memory in each layer with a Mixture-of-Memories, [L][M], and the entropy of its routing at
+    `points` of the steps that were logged, the last one included; nothing for other models."""
+    steps, load = read_router(metrics, "mom/load")
+    if not steps.size:
+        return {}
+    some = np.unique(np.linspace(0, len(steps) - 1, points).round().astype(int))
+    entropy = read_router(metrics, "mom/entropy")[1]
+    return dict(
+        router=dict(
+            steps=steps[some].tolist(),
+            load=load[some].round(4).tolist(),
+            entropy=entropy[some].round(4).tolist(),
+        )
+    )
+
+
 def _train(
     config: TrainConfig, workdir: Path, clock: Clock, ahead: Ahead, step_seconds: float = 0.0
 ) -> dict[str, Any]:
@@ -185,6 +204,7 @@ def _train(
         card_seconds=round(devices * config.total_tokens / speed, 1),  # of its steps
         wall_seconds=seconds(),
         implementations=json.loads((workdir / "implementations.json").read_text()),
+        **router_of(workdir / "metrics.jsonl"),
     )
     log(f"{workdir.parent.name}/{workdir.name}: held-out loss {result['loss']:.4f}, {speed:,.0f} tokens/s, {result['wall_seconds']:.0f} s")  # fmt: skip
     if ahead.idle:
@@ -399,6 +419,7 @@ def measure(case: dict[str, Any], setting: Setting, clock: Clock, ahead: Ahead) 
         parameters=models.count_parameters(config.model),
         state_bytes=state_bytes(config.model, setting.length),
         **{key: trained[key] for key in ("tokens_per_second", "card_seconds", "implementations")},
+        **({"router": trained["router"]} if "router" in trained else {}),
         training_seconds=round(len(jax.devices()) * trained["wall_seconds"], 1),
         evaluation_seconds=round(len(jax.devices()) * (ended - evaluating), 1),
         **results,

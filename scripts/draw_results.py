@@ -280,6 +280,25 @@ def draw_evidence_recall(mode: Mode, rows: list[Row]) -> Figure:
     return figure
 
 
+def draw_evidence_routing(mode: Mode, rows: list[Row]) -> Figure:
+    """Draw, for each Mixture-of-Memories, the smallest and the largest load of a memory in each layer over training."""
+    shown = [runs[0] for runs in evidence.routed(rows)]
+    figure = new_figure(8.0, 2.6 * -(-len(shown) // 3))
+    figure.set_layout_engine("constrained")
+    for number, row in enumerate(shown, 1):
+        place = (-(-len(shown) // 3), 3, number)
+        axes = axes_of(figure, mode, "step", "least and largest load", place=place)
+        axes.set_title(row["model"].partition(":")[2], fontsize=7, color=mode.ink)
+        load, colours = row["router"]["load"], colormaps["viridis"]
+        for layer in range(len(load[0])):
+            for choose in (min, max):
+                values = [choose(step[layer]) for step in load]
+                axes.plot(row["router"]["steps"], values, lw=0.9, color=colours(layer / max(1, len(load[0]) - 1)))  # fmt: skip
+        axes.axhline(1 / len(load[0][0]), color=mode.ink, ls="--", lw=0.8)
+        axes.set_ylim(bottom=0)
+    return figure
+
+
 PLOTS: dict[str, tuple[str, Callable[[Mode, list[Row]], Figure]]] = {
     "kernels": ("kernels", draw_kernels),
     "training_steps": ("model_step", draw_steps),
@@ -296,6 +315,7 @@ _EVIDENCE = {
     "evidence_fox_recall": ("evidence_fox", draw_evidence_recall),
     "evidence_mom_loss": ("evidence_mom", draw_evidence_loss),
     "evidence_mom_recall": ("evidence_mom", draw_evidence_recall),
+    "evidence_mom_routing": ("evidence_routing", draw_evidence_routing),
     "evidence_moe_loss": ("evidence_moe", draw_evidence_loss),
     "evidence_recall": ("evidence_methods", draw_evidence_recall),
 }

@@ -20,6 +20,7 @@ SECTIONS = (
     ("evidence_claims", "What the papers say", "Values are means over the seeds. That the share of needles is at least 0.9 is how this page reads a paper that calls its results near perfect."),
     ("evidence_fox", "The Forgetting Transformer's models", ""),
     ("evidence_mom", "Mixture-of-Memories", "`baseline=inner` is the inner mixer alone, `baseline=expanded` with a memory three times as large, `expanded=5` with one as large as all memories together, and `hidden_ratio` one with as many parameters."),
+    ("evidence_routing", "Routing of the memories", "At the end of training, over layers and memories: a memory's load is its share of the choices, one over the number of memories if they are even. Of several seeds each has its value."),
     ("evidence_moe", "Linear-MoE", "`pattern=N` is softmax attention in every layer, `LLLN` in every fourth."),
     ("evidence_methods", "All methods with a kernel", ""),
     ("evidence_methods_xla", "Methods without a kernel", ""),
@@ -28,6 +29,7 @@ SECTIONS = (
 ALT = {
     "loss": "Loss by position and perplexity of beginnings of long documents, with the training length marked",
     "recall": "Recall of real text against the size of the decode state",
+    "routing": "Load of each memory and entropy of the routing over training, of each Mixture-of-Memories",
 }
 NOTES = """One row is one model. A state is that of one sequence after a row of training. P(l) is the perplexity of the first l tokens of held-out
 documents of 65,536 tokens. Needles: the share found, over depths, of lengths up to the training length T and beyond it. Card hours are

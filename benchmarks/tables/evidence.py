@@ -5,6 +5,9 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from benchmarks.tables.table import Column, Row, Table, group
 
@@ -121,6 +124,26 @@ def _table(kind: str) -> Table:
     )
 
 
+def _last(value: Callable[[np.ndarray], Any], form: str = "{:.2f}", of: str = "load") -> Callable[[Runs], str]:  # fmt: skip
+    return lambda runs: ", ".join(form.format(value(np.array(row["router"][of][-1]))) for row in runs)  # fmt: skip
+
+
+def routed(rows: list[Row]) -> list[Runs]:
+    """Return the rows of Mixtures-of-Memories whose routing was recorded, by model as `by_model` has them."""
+    return by_model([row for row in rows if "router" in row])
+
+
+ROUTING = (
+    Column("model", name),
+    Column("seeds", lambda runs: ", ".join(str(row["seed"]) for row in runs)),
+    Column("smallest load", _last(np.min)),
+    Column("largest load", _last(np.max)),
+    Column("smallest of the layer with the evenest loads", _last(lambda load: load.min(1).max())),
+    Column("layers with a memory below 0.05", _last(lambda load: (load.min(1) < 0.05).sum(), "{}")),
+    Column("entropy, nats", _last(np.mean, of="entropy")),
+)
+
+
 def rates_lines(rows: list[Row]) -> Iterable[Row]:
     """Return the rows of learning rates by model."""
     return sorted(rows, key=lambda row: (row["table"], row["model"]))
@@ -128,6 +151,16 @@ def rates_lines(rows: list[Row]) -> Iterable[Row]:
 
 EVERY = [
     *map(_table, ("fox", "mom", "moe", "methods", "methods_xla")),
+    Table(
+        "evidence_routing",
+        (FILE,),
+        ROUTING,
+        where=lambda row: "router" in row,
+        key=identity,
+        lines=routed,
+        command="python -m benchmarks evidence --table=mom --corpus=data/corpus --rates=rates.jsonl --output=docs/evidence.jsonl",
+        not_run="trains models of 125M parameters",
+    ),
     Table(
         "evidence_rates",
         (FILE,),

@@ -289,6 +289,35 @@ def test_the_tables_have_a_line_a_model_with_the_mean_of_its_seeds(tmp_path):
         assert draw(draw_results.LIGHT, rows[:4]).axes
 
 
+def test_the_routing_of_memories_is_read_from_a_run_and_shown(tmp_path):
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text(json.dumps({"step": 20, "train/loss": 1.0}) + "\n")
+    assert evidence.router_of(metrics) == {}
+    load = lambda step: [[0.25, 0.25, 0.25, 0.25], [0.5, 0.48, 0.02 - step / 1e4, step / 1e4]]  # noqa: E731
+    lines = [
+        {"step": step, "mom/load": load(step), "mom/entropy": [1.0, 0.5]}
+        for step in range(20, 220, 20)
+    ]
+    metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = evidence.router_of(metrics, points=3)["router"]
+    assert found["steps"] == [20, 100, 200] and np.shape(found["load"]) == (3, 2, 4)
+    assert found["load"][-1] == [[0.25] * 4, [0.5, 0.48, 0.0, 0.02]] and found["entropy"][0] == [
+        1.0,
+        0.5,
+    ]
+    rows = [
+        row("mom:125m", 0, 3.0, table="mom", router=found),
+        row("mom:125m,baseline=inner", 0, 3.0, table="mom"),
+    ]
+    (tmp_path / "evidence.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    shown = {table.name: table for table in tables.with_rows(tmp_path)}
+    assert list(shown) == ["evidence_mom", "evidence_routing"]
+    text = shown["evidence_routing"].markdown(tmp_path, tmp_path / "page.md")
+    assert "| `mom:125m` | 0 | 0.00 | 0.50 | 0.25 | 1 | 0.75 |" in text and "baseline" not in text
+    (axes,) = draw_results.draw_evidence_routing(draw_results.LIGHT, rows).axes
+    assert len(axes.lines) == 2 * 2 + 1  # least and largest of two layers, and the even load
+
+
 def test_the_page_begins_with_what_holds_and_what_does_not(monkeypatch, tmp_path):
     moe = dict(table="moe", tokens=10**7)
     needles = "finds at least 0.9 of the easy needles in texts up to the training length"
