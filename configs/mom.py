@@ -4,7 +4,7 @@ Reproduces: MoM (arXiv 2502.13685) at its two sizes: Gated DeltaNet with four he
 token uses two, and a shared memory; 15 B tokens of SlimPajama with 0.5 M per step, and 100 B with 2 M. With `hybrid=1` one layer
 of eight has softmax attention, and the depth is the next multiple of eight.
 Ablations: `memories`, `top_k`, `shared=0`, `conv=4` (short convolutions of that width in the inner mixer, such as GLA, which has
-none as published; 1 is none), `row_conv=4` (a convolution along the row's tokens ahead of the memories), `inner=gla` (any inner mixer in its published proportions, TTT and Titans included),
+none as published; 1 is none), `row_conv=4` (a convolution along the row's tokens ahead of the memories), `balance_scale=0.01`, `inner=gla` (any inner mixer in its published proportions, TTT and Titans included),
 `hidden_ratio=2` (the feedforward of the comparison at equal active parameters), and three kinds of baselines without a router:
 
     baseline=inner      the inner mixer alone, with a feedforward of ratio 4 (Gated DeltaNet: 399.5 M at 340m)
@@ -46,6 +46,7 @@ MEMORIES = (
     "shared",
     "single",
     "row_conv",
+    "balance_scale",
     "execution",
 )  # options of the router and its memories
 WIDENED = {
@@ -83,6 +84,7 @@ OPTIONS = dict(
     single=Option(kind=bool),
     conv=Option(kind=int, least=1),
     row_conv=Option(kind=int, least=1),
+    balance_scale=Option(kind=float),
     execution=Option(choices=EXECUTIONS),
     hybrid=Option(kind=bool),
     hidden_ratio=Option(kind=float, positive=True),
@@ -127,7 +129,7 @@ def mixer_config(hidden_size: int, given: dict[str, Any]) -> Any:
             )
         width = config.mixer.expand_v * given["expanded"]
         return dataclasses.replace(config.mixer, expand_v=width)
-    fields = dict(memories="num_memories", top_k="top_k", shared="shared_memory", single="single_projections", row_conv="row_conv_size")  # fmt: skip
+    fields = dict(memories="num_memories", top_k="top_k", shared="shared_memory", single="single_projections", row_conv="row_conv_size", balance_scale="balance_scale")  # fmt: skip
     changes = {f: given[n] for n, f in fields.items() if n in given}
     if "execution" in given:
         changes["execution"] = given["execution"]
