@@ -3,9 +3,10 @@
 Reproduces: MoM (arXiv 2502.13685) at its two sizes: Gated DeltaNet with four heads of 256 channels, four memories, of which a
 token uses two, and a shared memory; 15 B tokens of SlimPajama with 0.5 M per step, and 100 B with 2 M. With `hybrid=1` one layer
 of eight has softmax attention, and the depth is the next multiple of eight.
-Ablations: `memories`, `top_k`, `shared=0`, `conv=4` (short convolutions of that width in the inner mixer, such as GLA, which has
-none as published; 1 is none), `row_conv=4` (a convolution along the row's tokens ahead of the memories), `balance_scale=0.01`, `inner=gla` (any inner mixer in its published proportions, TTT and Titans included),
-`hidden_ratio=2` (the feedforward of the comparison at equal active parameters), and three kinds of baselines without a router:
+Ablations: `memories`, `top_k`, `shared=0`, `balance_scale=0.01`, `inner=gla` (any inner mixer in its published proportions, TTT and
+Titans included), `conv=4` (the width of the inner mixer's short convolutions, of which GLA has none as published; 1 is none),
+`row_conv=4` (a convolution along the row's tokens ahead of the memories), `hidden_ratio=2` (the feedforward of the comparison at
+equal active parameters), and three kinds of baselines without a router:
 
     baseline=inner      the inner mixer alone, with a feedforward of ratio 4 (Gated DeltaNet: 399.5 M at 340m)
     baseline=expanded   the same with a memory three times as large, as many as a token of MoM reads (Gated DeltaNet 550.7 M with
@@ -129,7 +130,10 @@ def mixer_config(hidden_size: int, given: dict[str, Any]) -> Any:
             )
         width = config.mixer.expand_v * given["expanded"]
         return dataclasses.replace(config.mixer, expand_v=width)
-    fields = dict(memories="num_memories", top_k="top_k", shared="shared_memory", single="single_projections", row_conv="row_conv_size", balance_scale="balance_scale")  # fmt: skip
+    fields = dict(
+        memories="num_memories", top_k="top_k", shared="shared_memory", single="single_projections",
+        row_conv="row_conv_size", balance_scale="balance_scale",
+    )  # fmt: skip
     changes = {f: given[n] for n, f in fields.items() if n in given}
     if "execution" in given:
         changes["execution"] = given["execution"]

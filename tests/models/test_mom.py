@@ -68,7 +68,11 @@ def test_variants():
     assert (mixer.num_memories, mixer.top_k, mixer.shared_memory) == (8, 3, False)
     assert type(mixer.mixer) is mixers.GLAConfig and mixer.execution == "masked"
     assert from_dict(json.loads(json.dumps(to_dict(config)))) == config
-    mixer = mom.get_config("tiny,inner=gla,conv=4,row_conv=3,balance_scale=0.01").model.layers["L"].mixer
+    mixer = (
+        mom.get_config("tiny,inner=gla,conv=4,row_conv=3,balance_scale=0.01")
+        .model.layers["L"]
+        .mixer
+    )
     assert (mixer.mixer.conv_size, mixer.row_conv_size) == (4, 3)
     assert mixer.balance_scale == 0.01
     assert (
