@@ -120,6 +120,8 @@ def test_models_that_the_library_lacks_are_refused(tmp_path):
     config.norm_eps = 1e-5
     config.layers["L"].mixer.gate_rank = 8
     refused(config, "no gla model with layer 0.mixer.gate_rank=8 .accepted is 16.")
+    config.layers["L"].mixer.gate_rank, config.layers["L"].mixer.conv_size = 16, 4
+    refused(config, "no gla model with layer 0.mixer.conv_size=4 .accepted is 1.")
     refused(lm("titans", "tiny"), "mixers of TitansConfig; accepted is one of GLAConfig")
     refused(lm("softmax", "tiny"), "mixers of SoftmaxConfig; accepted is one of GLAConfig")
     for method, fields, words in (
