@@ -212,6 +212,8 @@ def serve(case: dict[str, Any]) -> None:
         convolution.kernel_normalizes = lambda name, call: False
     if (norms := case.get("norms")) in ("xla", "product"):
         block.fuses_gradient = lambda x: False
+    if norms == "backward":
+        block.fuses_sum = lambda x: False
     if norms in ("xla", "stream"):
         for mixer in (mamba2, normed_product):
             mixer.fuses_product = lambda x, gate, group: False
@@ -311,9 +313,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="heads after a short convolution scaled to unit length by its kernel where it can, or by XLA; automatic,xla: both",
     )  # fmt: skip
     parser.add_argument(
-        "--norms", type=options.names(("automatic", "xla", "stream", "product")), default="automatic",
-        help="gradients by kernels of blocks' norms with the residual stream (stream), of mixers' norms with their products (product), of both "
-        "(automatic) or by XLA; automatic,xla: with and without",
+        "--norms", type=options.names(("automatic", "xla", "stream", "product", "backward")), default="automatic",
+        help="kernels for blocks' norms with the residual stream (stream), for mixers' norms with their products (product), for both (automatic), "
+        "for both without the values of blocks' sums and norms (backward), or for none (xla); automatic,xla: with and without",
     )  # fmt: skip
     parser.add_argument(
         "--rwkv7", type=options.names(("automatic", *RWKV7_PARTS)), default="automatic",

@@ -12,6 +12,9 @@ from pallas_kernels.residuals import KEPT
 CONVOLVED = "short_convolutions"
 """The name of all results of short convolutions, of RWKV7's gates by their kernel, and of the tokens that RWKV7 mixes, for
 `jax.checkpoint`, which `remat="dots_and_convolutions"` saves."""
+NORMED = "normed"
+"""The name, for `jax.checkpoint`, of the norms that the kernel of a residual stream's sum stores. A policy that does not save them computes
+them again from the stream, and runs no kernel again."""
 
 
 def saved(x: jax.Array) -> jax.Array:
