@@ -9,7 +9,7 @@ after another, while nothing compiles: the median over 5 batches of 2 steps, or 
 and CPU seconds of tracing and compiling beside the others. `--profile DIR` writes the device times of a
 step's instructions, one file for each row. `--implementations` names backends of the mixers' ops, `--unit_length xla` leaves the unit
 length of heads after short convolutions to XLA, `--norms xla` the gradients of blocks' norms and of the products behind mixers' norms
-(`stream` and `product` compute one of the two by a kernel), `--rwkv7 before` computes what RWKV7 and squared ReLUs do between products as before it
+(`stream` and `product` compute one of the two by a kernel, `backward` both gradients, and sums with their norms by XLA), `--rwkv7 before` computes what RWKV7 and squared ReLUs do between products as before it
 was fused (other words leave out one part), `--pairs apart` computes Mamba2's gradients of q and k head by head,
 `--loss_chunk_sizes` are of `model.loss_chunk_size`, and `--losses N` first trains for N steps on successive text (warm-up of N / 5 steps) and
 stores their losses. With `--lock FILE` processes on one card compile side by

@@ -16,6 +16,8 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from configs import lm
 from lsm_jax import models, ops
 from lsm_jax.models.decoder import rematerialized
+from lsm_jax.ops.core.saved import NORMED
+from lsm_jax.ops.normalization import branches
 from pallas_kernels.short_convolution import short_convolution
 
 KERNEL = "mpmd_map"  # the primitive of a Mosaic GPU kernel
@@ -141,6 +143,45 @@ def test_rwkv7s_gates_run_again_unless_their_results_are_saved():
     assert once["rwkv7_gates"] == once["rwkv7_output"] == 1
     assert layer_kernels("rwkv7", "dots") - once == {"rwkv7_gates": 1}
     assert layer_kernels("rwkv7", "dots_and_convolutions") == once
+
+
+@pytest.mark.parametrize("method", ["softmax", "gla"])
+@pytest.mark.parametrize("remat", ["none", "dots", "dots_and_convolutions"])
+def test_the_sums_and_norms_of_a_layer_run_once(method, remat):
+    """Each of a layer's two sums is computed with its norm by one kernel, which the backward pass runs again only with `full`."""
+    found = layer_kernels(method, remat)
+    assert found["residual_norm_forward"] == found["residual_norm_backward"] == 2
+    # In front of the mixer, XLA adds what the layer before has added: its sum is all that is saved there.
+    assert layer_kernels(method, "full")["residual_norm_forward"] == 2
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_a_norm_that_is_not_saved_is_computed_from_the_stream(saves):
+    """With the stream saved, and whether or not the norm is saved by its name, the backward pass runs no kernel; a norm that is not
+    saved is computed from the stream, and one that is saved is not computed.
+    """
+    struct = jax.ShapeDtypeStruct
+    x, scale = struct((*ROWS, 256), jnp.bfloat16), struct((256,), jnp.float32)
+
+    def layer(x, added, scale, weights):
+        x, norms = branches.residual_norm(x, scale, eps=1e-5, count=2, added=added)
+        return x, norms[0] @ weights + jnp.sin(norms[1])
+
+    names = [ops.KEPT, NORMED] if saves else [ops.KEPT]
+    policy = jax.checkpoint_policies.save_only_these_names(*names)
+
+    def total(*arguments):
+        x, y = jax.checkpoint(layer, policy=policy)(*arguments)
+        return jnp.sum(x * y).astype(jnp.float32)
+
+    arguments = (x, x, scale, struct((256, 256), jnp.bfloat16))
+    jaxpr = traced(jax.grad(total, argnums=(0, 1, 2, 3)), arguments).jaxpr.jaxpr
+    live, _ = pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    found = [e for e, _ in equations(live)]
+    kernels = Counter(e.params["name"] for e in found if e.primitive.name == KERNEL)
+    assert kernels == {"residual_norm_forward": 1, "residual_norm_backward": 1}
+    inputs = [len(e.invars) for e in found if e.primitive.name == "residual_norm_stored"]
+    assert sorted(inputs) == ([4] if saves else [3, 4])
 
 
 def test_a_convolution_is_behind_a_barrier():
