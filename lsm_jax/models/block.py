@@ -105,7 +105,7 @@ class Block(nnx.Module):
         """Return whether this layer, without a state, computes the sum in front of it in one pass with its norm, so that the layer before
         should leave it the two terms of the stream x [B, T, D].
         """
-        return self._fuses(x, self.mixer_norm) and self._adds_by_kernel(x)
+        return isinstance(self.mixer_norm, RMSNorm) and self._adds_by_kernel(x)
 
     def __call__(
         self,
@@ -141,12 +141,10 @@ class Block(nnx.Module):
         x = (x, constrain(term, ACTIVATIONS)) if pair else constrain(x + term, ACTIVATIONS)
         return x, shared, (mixer_state, inner_state), aux
 
-    def _fuses(self, x: jax.Array, norm: RMSNorm | LayerNorm) -> bool:
-        return not self.post_norm and isinstance(norm, RMSNorm) and fuses_gradient(x)
-
     def _adds_by_kernel(self, x: jax.Array) -> bool:
         # A factor of the terms would be a pass of its own in front of the kernel.
-        return self.residual_scale == 1 and fuses_sum(x)
+        plain = not self.post_norm and self.residual_scale == 1
+        return plain and fuses_gradient(x) and fuses_sum(x)
 
     def _branch(
         self,
@@ -162,14 +160,14 @@ class Block(nnx.Module):
         Where a kernel computes the gradients of both at once, the stream goes through the op of the norm, and each product of the
         layer reads a norm of its own. `fresh` says that the layer has no state.
         """
-        fuses = fresh and self._fuses(x, norm)
-        if term is not None and not (fuses and self._adds_by_kernel(x)):
+        fusable = fresh and isinstance(norm, RMSNorm)
+        if term is not None and not (fusable and self._adds_by_kernel(x)):
             x, term = constrain(x + term, ACTIVATIONS), None
             # Saved instead of the term, of equal size, so that the backward pass does not add them again.
             x = x if self.post_norm else saved(x)
         if self.post_norm:
             return x, layer(x)
-        if not fuses:
+        if not (fresh and isinstance(norm, RMSNorm) and fuses_gradient(x)):
             return x, layer(norm(x))
         # Devices that share the heads would add up the gradient of each norm, not their sum.
         most = most_norms() if shards_of("heads") == 1 else 1

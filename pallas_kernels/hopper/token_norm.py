@@ -178,6 +178,7 @@ class Block:
 
     def group_means(self, slot, tiles: list[Any]) -> list[Any]:
         """Return the mean of each tile over the channels of its group, which is the whole thread block's, as numbers."""
+        assert self.smem is not None
         partial = [jnp.sum(x, axis=1) for x in tiles]
         sums, stored = self.smem["sums"], self.smem["stored"]
         mine = pl.ds(self.warpgroup * _WARPS, _WARPS)

@@ -207,13 +207,22 @@ def test_layers_leave_their_sum_to_the_next_one(remat, monkeypatch):
     monkeypatch.setattr(block.Block, "__call__", call)
     monkeypatch.setattr(block, "fuses_gradient", lambda x: True)
     monkeypatch.setattr(block, "fuses_sum", lambda x: True)
-    for fields, wanted in ({}, remat != "full"), (dict(residual_scale=0.5), False):
+    cases = ({}, remat != "full"), (dict(residual_scale=0.5), False), (dict(norm="layer"), False)
+    for fields, wanted in cases:
         decoder = models.Decoder(
             small_config("softmax", "L", remat=remat, **fields), rngs=nnx.Rngs(0)
         )
         pairs.clear()
         jax.eval_shape(lambda decoder=decoder: decoder.hidden(TOKENS)[0])
         assert pairs and set(pairs) == {wanted}
+
+
+def test_no_gradient_by_a_kernel_is_no_sum_by_it(monkeypatch):
+    """Without the op of the norm, what a layer adds is added in front of the norm, whatever the sum's kernel supports."""
+    config = small_config("softmax", "L", remat="dots")
+    plain = gradients_of(config)
+    monkeypatch.setattr(block, "fuses_sum", lambda x: True)
+    jax.tree.map(np.testing.assert_array_equal, gradients_of(config), plain)
 
 
 def test_names_what_is_not_accepted():
