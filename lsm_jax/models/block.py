@@ -117,7 +117,8 @@ class Block(nnx.Module):
         """Return the residual stream x [B, T, D] after this layer, the values that travel from layer to
         layer, the states of the layer's mixer and feedforward, and statistics by name.
 
-        If x is a pair, the stream is the sum of its two arrays, and the one after the layer is such a pair too.
+        If x is a pair, the stream is the sum of its two arrays, and the one after the layer is such a pair too; sums are then computed
+        with the norms behind them (`adds_later`).
         """
         mixer_state, inner_state = (None, None) if state is None else state
         fresh = state is None
@@ -129,13 +130,15 @@ class Block(nnx.Module):
         pair = isinstance(x, tuple)
         x, term = x if isinstance(x, tuple) else (x, None)
         with jax.named_scope("mixer"):
-            x, (y, mixer_state, shared, aux) = self._branch(x, term, self.mixer_norm, mix, fresh)
+            x, (y, mixer_state, shared, aux) = self._branch(
+                x, term, self.mixer_norm, mix, fresh, pair
+            )
         term = self._term(y, self.mixer_norm)
         if self.feedforward is not None and self.feedforward_norm is not None:
             feed = functools.partial(self.feedforward, shared=shared, state=inner_state, **call)
             norm = self.feedforward_norm
             with jax.named_scope("feedforward"):
-                x, (y, inner_state, more) = self._branch(x, term, norm, feed, fresh)
+                x, (y, inner_state, more) = self._branch(x, term, norm, feed, fresh, pair)
             term = self._term(y, norm)
             aux = {**aux, **more}
         x = (x, constrain(term, ACTIVATIONS)) if pair else constrain(x + term, ACTIVATIONS)
@@ -153,15 +156,16 @@ class Block(nnx.Module):
         norm: RMSNorm | LayerNorm,
         layer: Callable[[jax.Array], Any],
         fresh: bool,
+        pair: bool,
     ) -> tuple[jax.Array, Any]:
         """Return the residual stream x + term [B, T, D], and what `layer` (a mixer or a feedforward) returns for its norm; a term of None is
         zero.
 
         Where a kernel computes the gradients of both at once, the stream goes through the op of the norm, and each product of the
-        layer reads a norm of its own. `fresh` says that the layer has no state.
+        layer reads a norm of its own. `fresh` says that the layer has no state, `pair` that the op also adds the term.
         """
-        fusable = fresh and isinstance(norm, RMSNorm)
-        if term is not None and not (fusable and self._adds_by_kernel(x)):
+        fuses = pair and fresh and isinstance(norm, RMSNorm) and self._adds_by_kernel(x)
+        if term is not None and not fuses:
             x, term = constrain(x + term, ACTIVATIONS), None
             # Saved instead of the term, of equal size, so that the backward pass does not add them again.
             x = x if self.post_norm else saved(x)

@@ -254,9 +254,10 @@ class Decoder(nnx.Module):
 
     def _adds_later(self, x: jax.Array) -> bool:
         """Return whether each layer leaves the sum of the residual stream x [B, T, D] to the next one (`Block.adds_later`). A layer
-        that is computed again from its inputs alone would have two of them to store.
+        that is computed again from its inputs alone would have two of them to store, and a loop copies sums from the kernel to its stack.
         """
-        return self.remat != "full" and all(b.adds_later(x) for b in self.periods.blocks)
+        each = all(b.adds_later(x) for b in self.periods.blocks)
+        return self.unroll_layers and self.remat != "full" and each
 
     def _casts_stacks(self) -> bool:
         """Return whether parameters are cast before the layers (`cast_stacks`): those of layers that one device computes one after

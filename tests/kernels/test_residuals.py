@@ -105,13 +105,13 @@ def test_residuals_that_a_scan_may_stack_are_behind_a_barrier(case):
         assert source is not None and source.primitive.name == "optimization_barrier"
 
 
-def layer_kernels(method: str, remat: str) -> Counter[str]:
+def layer_kernels(method: str, remat: str, *, unrolled: bool = False) -> Counter[str]:
     """Return the number of kernels by name in the program that computes the gradient of a layer of `method`, after removal of dead code;
-    the layers of the model are one loop.
+    the layers of the model are one loop, which is compiled as such or `unrolled`.
     """
     config = lm.get_config(f"{method}-340m").model
     config.hidden_size, config.num_layers, config.vocab_size = 512, 2, 256
-    config.dtype, config.remat = "bfloat16", remat
+    config.dtype, config.remat, config.unroll_layers = "bfloat16", remat, unrolled
     graphdef, params = nnx.split(nnx.eval_shape(lambda: models.Decoder(config, rngs=nnx.Rngs(0))))
 
     def total(params, tokens):
@@ -148,11 +148,14 @@ def test_rwkv7s_gates_run_again_unless_their_results_are_saved():
 @pytest.mark.parametrize("method", ["softmax", "gla"])
 @pytest.mark.parametrize("remat", ["none", "dots", "dots_and_convolutions"])
 def test_the_sums_and_norms_of_a_layer_run_once(method, remat):
-    """Each of a layer's two sums is computed with its norm by one kernel, which the backward pass runs again only with `full`."""
-    found = layer_kernels(method, remat)
-    assert found["residual_norm_forward"] == found["residual_norm_backward"] == 2
-    # In front of the mixer, XLA adds what the layer before has added: its sum is all that is saved there.
-    assert layer_kernels(method, "full")["residual_norm_forward"] == 2
+    """Each of a layer's two sums is computed with its norm by one kernel, which the backward pass does not run again; in a loop and with `full`
+    by XLA.
+    """
+    for unrolled in (False, True):
+        found = layer_kernels(method, remat, unrolled=unrolled)
+        assert found["residual_norm_forward"] == 2 * unrolled
+        assert found["residual_norm_backward"] == 2
+        assert layer_kernels(method, "full", unrolled=unrolled)["residual_norm_forward"] == 0
 
 
 @pytest.mark.parametrize("saves", [True, False])

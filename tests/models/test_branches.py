@@ -100,7 +100,7 @@ def test_it_is_the_same_function(name, fields, dtype, sums, monkeypatch):
     """Hidden states and all gradients are those of the plain layers, with documents: equal to rounding in float32, where some gradients
     are 0 but for rounding, and in bfloat16 about as far from float32's as those of the plain layers.
     """
-    config = small_config(name, "L", **fields)
+    config = small_config(name, "L", **fields | (dict(unroll_layers=True) if sums else {}))
     call = dict(segment_ids=SEGMENTS)
     exact = gradients_of(config, **call)
     config.dtype = dtype
@@ -123,7 +123,9 @@ def test_it_is_the_same_function(name, fields, dtype, sums, monkeypatch):
 def test_it_has_all_derivatives(sums, monkeypatch):
     """Forward-mode and second derivatives, and `vmap`, are those of the plain layers."""
     graphdef, params = nnx.split(
-        models.Decoder(small_config("softmax", "L", remat="dots"), rngs=nnx.Rngs(0))
+        models.Decoder(
+            small_config("softmax", "L", remat="dots", unroll_layers=sums), rngs=nnx.Rngs(0)
+        )
     )
 
     def loss(params):
@@ -196,7 +198,7 @@ def test_a_sum_in_the_op_is_the_sum_before_it(channels, dtype):
 
 @pytest.mark.parametrize("remat", ["none", "dots", "full"])
 def test_layers_leave_their_sum_to_the_next_one(remat, monkeypatch):
-    """All layers do, or, where a layer is computed again from its inputs alone or one of them adds by XLA, none."""
+    """All layers do, or none: in a loop, where a layer is computed again from its inputs alone, or where one of them adds by XLA."""
     pairs = []
     run = block.Block.__call__
 
@@ -207,8 +209,10 @@ def test_layers_leave_their_sum_to_the_next_one(remat, monkeypatch):
     monkeypatch.setattr(block.Block, "__call__", call)
     monkeypatch.setattr(block, "fuses_gradient", lambda x: True)
     monkeypatch.setattr(block, "fuses_sum", lambda x: True)
-    cases = ({}, remat != "full"), (dict(residual_scale=0.5), False), (dict(norm="layer"), False)
-    for fields, wanted in cases:
+    plain, unrolled = {}, dict(unroll_layers=True)
+    none = plain, unrolled | dict(residual_scale=0.5), unrolled | dict(norm="layer")
+    for fields in (unrolled, *none):
+        wanted = fields == unrolled and remat != "full"
         decoder = models.Decoder(
             small_config("softmax", "L", remat=remat, **fields), rngs=nnx.Rngs(0)
         )
@@ -219,7 +223,7 @@ def test_layers_leave_their_sum_to_the_next_one(remat, monkeypatch):
 
 def test_no_gradient_by_a_kernel_is_no_sum_by_it(monkeypatch):
     """Without the op of the norm, what a layer adds is added in front of the norm, whatever the sum's kernel supports."""
-    config = small_config("softmax", "L", remat="dots")
+    config = small_config("softmax", "L", remat="dots", unroll_layers=True)
     plain = gradients_of(config)
     monkeypatch.setattr(block, "fuses_sum", lambda x: True)
     jax.tree.map(np.testing.assert_array_equal, gradients_of(config), plain)
