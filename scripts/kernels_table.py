@@ -48,7 +48,7 @@ OPS = (
     "linear_memory", "delta_memory", "dplr_memory", "slot_memory", "selective_memory", "online_memory",
     "log_linear_memory", "mesa_memory", "momentum_memory", "slstm_memory", "attention", "path_attention",
     "block_attention", "native_sparse_attention",
-    "short_convolution", "token_shift", "gated_rms_norm", "residual_norm", "token_mixes", "rwkv7_gates", "rwkv7_output",
+    "short_convolution", "token_shift", "gated_rms_norm", "residual_norm", "residual_norm_forward", "token_mixes", "rwkv7_gates", "rwkv7_output",
     "grouped_product", "grouped_swiglu", "segment_product",
 )  # fmt: skip
 # The modules of kernels whose requirements depend on the arguments: by op and backend, (case, module).
@@ -111,6 +111,7 @@ KERNELS = {
     ("rwkv7_gates", "mosaic_gpu"): (("any call", "rwkv7.gates"),),
     ("rwkv7_output", "mosaic_gpu"): (("any call", "rwkv7.output"),),
     ("residual_norm", "mosaic_gpu"): (("any call", "residual_norm.hopper"),),
+    ("residual_norm_forward", "mosaic_gpu"): (("any call", "residual_norm.forward"),),
 }  # fmt: skip
 # By a backend's label, the calls that it is for.
 CALLS = {

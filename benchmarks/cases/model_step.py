@@ -9,7 +9,7 @@ after another, while nothing compiles: the median over 5 batches of 2 steps, or 
 and CPU seconds of tracing and compiling beside the others. `--profile DIR` writes the device times of a
 step's instructions, one file for each row. `--implementations` names backends of the mixers' ops, `--unit_length xla` leaves the unit
 length of heads after short convolutions to XLA, `--norms xla` the gradients of blocks' norms and of the products behind mixers' norms
-(`stream` and `product` compute one of the two by a kernel), `--rwkv7 before` computes what RWKV7 and squared ReLUs do between products as before it
+(`stream` and `product` compute one of the two by a kernel, `backward` both gradients, and sums with their norms by XLA), `--rwkv7 before` computes what RWKV7 and squared ReLUs do between products as before it
 was fused (other words leave out one part), `--pairs apart` computes Mamba2's gradients of q and k head by head, `--stacks concatenated` joins the gradients of layers' matrices at the end,
 `--loss_chunk_sizes` are of `model.loss_chunk_size`, and `--losses N` first trains for N steps on successive text (warm-up of N / 5 steps) and
 stores their losses. With `--lock FILE` processes on one card compile side by
@@ -214,6 +214,8 @@ def serve(case: dict[str, Any]) -> None:
         convolution.kernel_normalizes = lambda name, call: False
     if (norms := case.get("norms")) in ("xla", "product"):
         block.fuses_gradient = lambda x: False
+    if norms == "backward":
+        block.fuses_sum = lambda x: False
     if norms in ("xla", "stream"):
         for mixer in (mamba2, normed_product):
             mixer.fuses_product = lambda x, gate, group: False
@@ -315,9 +317,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="heads after a short convolution scaled to unit length by its kernel where it can, or by XLA; automatic,xla: both",
     )  # fmt: skip
     parser.add_argument(
-        "--norms", type=options.names(("automatic", "xla", "stream", "product")), default="automatic",
-        help="gradients by kernels of blocks' norms with the residual stream (stream), of mixers' norms with their products (product), of both "
-        "(automatic) or by XLA; automatic,xla: with and without",
+        "--norms", type=options.names(("automatic", "xla", "stream", "product", "backward")), default="automatic",
+        help="kernels for blocks' norms with the residual stream (stream), for mixers' norms with their products (product), for both (automatic), "
+        "for both without the values of blocks' sums and norms (backward), or for none (xla); automatic,xla: with and without",
     )  # fmt: skip
     parser.add_argument(
         "--rwkv7", type=options.names(("automatic", *RWKV7_PARTS)), default="automatic",

@@ -17,7 +17,12 @@ from lsm_jax.mixers.layers import LayerNorm, RMSNorm, draw_xavier
 from lsm_jax.models.branches import by_product
 from lsm_jax.models.config import LayerConfig, ModelConfig
 from lsm_jax.ops.core.saved import product_input, saved
-from lsm_jax.ops.normalization.branches import fuses_gradient, most_norms, residual_norm
+from lsm_jax.ops.normalization.branches import (
+    fuses_gradient,
+    fuses_sum,
+    most_norms,
+    residual_norm,
+)
 from lsm_jax.parallel import constrain, shards_of
 
 ACTIVATIONS = ("batch", "sequence", None)  # the axes of the residual stream
@@ -96,11 +101,24 @@ class Block(nnx.Module):
         inner = None if self.feedforward is None else self.feedforward.init_state(*arguments)
         return self.mixer.init_state(*arguments), inner
 
+    def adds_later(self, x: jax.Array) -> bool:
+        """Return whether this layer, without a state, computes the sum in front of it in one pass with its norm, so that the layer before
+        should leave it the two terms of the stream x [B, T, D].
+        """
+        return isinstance(self.mixer_norm, RMSNorm) and self._adds_by_kernel(x)
+
     def __call__(
-        self, x: jax.Array, shared: dict[str, jax.Array], state: tuple[Any, Any] | None, **call: Any
-    ) -> tuple[jax.Array, dict[str, jax.Array], tuple[Any, Any], dict[str, jax.Array]]:
+        self,
+        x: jax.Array | tuple[jax.Array, jax.Array],
+        shared: dict[str, jax.Array],
+        state: tuple[Any, Any] | None,
+        **call: Any,
+    ) -> tuple[Any, dict[str, jax.Array], tuple[Any, Any], dict[str, jax.Array]]:
         """Return the residual stream x [B, T, D] after this layer, the values that travel from layer to
         layer, the states of the layer's mixer and feedforward, and statistics by name.
+
+        If x is a pair, the stream is the sum of its two arrays, and the one after the layer is such a pair too; sums are then computed
+        with the norms behind them (`adds_later`).
         """
         mixer_state, inner_state = (None, None) if state is None else state
         fresh = state is None
@@ -109,31 +127,48 @@ class Block(nnx.Module):
             y, after, context = self.mixer.run(x, shared=shared, state=mixer_state, **call)
             return y, after, dict(context.shared), dict(context.aux)
 
+        pair = isinstance(x, tuple)
+        x, term = x if isinstance(x, tuple) else (x, None)
         with jax.named_scope("mixer"):
-            x, (y, mixer_state, shared, aux) = self._branch(x, self.mixer_norm, mix, fresh)
-        x = self._add(x, y, self.mixer_norm)
+            x, (y, mixer_state, shared, aux) = self._branch(
+                x, term, self.mixer_norm, mix, fresh, pair
+            )
+        term = self._term(y, self.mixer_norm)
         if self.feedforward is not None and self.feedforward_norm is not None:
-            # Saved instead of y, of equal size, so that the backward pass does not add them again.
-            x = x if self.post_norm else saved(x)
             feed = functools.partial(self.feedforward, shared=shared, state=inner_state, **call)
+            norm = self.feedforward_norm
             with jax.named_scope("feedforward"):
-                x, (y, inner_state, more) = self._branch(x, self.feedforward_norm, feed, fresh)
-            x = self._add(x, y, self.feedforward_norm)
+                x, (y, inner_state, more) = self._branch(x, term, norm, feed, fresh, pair)
+            term = self._term(y, norm)
             aux = {**aux, **more}
+        x = (x, constrain(term, ACTIVATIONS)) if pair else constrain(x + term, ACTIVATIONS)
         return x, shared, (mixer_state, inner_state), aux
+
+    def _adds_by_kernel(self, x: jax.Array) -> bool:
+        # A factor of the terms would be a pass of its own in front of the kernel.
+        plain = not self.post_norm and self.residual_scale == 1
+        return plain and fuses_gradient(x) and fuses_sum(x)
 
     def _branch(
         self,
         x: jax.Array,
+        term: jax.Array | None,
         norm: RMSNorm | LayerNorm,
         layer: Callable[[jax.Array], Any],
         fresh: bool,
+        pair: bool,
     ) -> tuple[jax.Array, Any]:
-        """Return the residual stream x [B, T, D], and what `layer` (a mixer or a feedforward) returns for its norm.
+        """Return the residual stream x + term [B, T, D], and what `layer` (a mixer or a feedforward) returns for its norm; a term of None is
+        zero.
 
         Where a kernel computes the gradients of both at once, the stream goes through the op of the norm, and each product of the
-        layer reads a norm of its own. `fresh` says that the layer has no state.
+        layer reads a norm of its own. `fresh` says that the layer has no state, `pair` that the op also adds the term.
         """
+        fuses = pair and fresh and isinstance(norm, RMSNorm) and self._adds_by_kernel(x)
+        if term is not None and not fuses:
+            x, term = constrain(x + term, ACTIVATIONS), None
+            # Saved instead of the term, of equal size, so that the backward pass does not add them again.
+            x = x if self.post_norm else saved(x)
         if self.post_norm:
             return x, layer(x)
         if not (fresh and isinstance(norm, RMSNorm) and fuses_gradient(x)):
@@ -141,14 +176,14 @@ class Block(nnx.Module):
         # Devices that share the heads would add up the gradient of each norm, not their sum.
         most = most_norms() if shards_of("heads") == 1 else 1
         count, branched = by_product(layer, x, most)
-        x, norms = residual_norm(x, norm.factors(), eps=norm.eps, count=count)
-        return x, branched(*norms)
+        stream, norms = residual_norm(x, norm.factors(), eps=norm.eps, count=count, added=term)
+        stream = stream if term is None else constrain(stream, ACTIVATIONS)
+        return stream, branched(*norms)
 
-    def _add(self, x: jax.Array, y: jax.Array, norm: RMSNorm | LayerNorm) -> jax.Array:
-        """Return the residual stream x after the output y of a mixer or feedforward is added, both [B, T, D]."""
+    def _term(self, y: jax.Array, norm: RMSNorm | LayerNorm) -> jax.Array:
+        """Return what the output y [B, T, D] of a mixer or feedforward adds to the residual stream."""
         y = norm(y) if self.post_norm else y
-        y = y if self.residual_scale == 1 else self.residual_scale * y
-        return constrain(x + y, ACTIVATIONS)
+        return y if self.residual_scale == 1 else self.residual_scale * y
 
 
 def _check_adapters(blocks: list[Block], lora: mixers.LoRAConfig) -> None:

@@ -240,17 +240,28 @@ class Decoder(nnx.Module):
         index = np.arange(self.num_periods)
         scanned = functools.partial(apply_period, rows)
         stacks = self.periods
+        pair = state is None and self._adds_later(x)
+        x = (x, jnp.zeros_like(x)) if pair else x
+        layers = None
         if state is None and self._casts_stacks():
             first = functools.partial(scanned, (x, shared))
             stacks = cast_stacks(stacks, self.dtype, lambda period: first((period, None, index[0])))
             x, aux = run_unrolled(scanned, (x, shared), stacks, self.num_periods)
-            return self._normed(x), None, self._statistics(aux)
-        inputs = (stacks, None if state is None else state.layers, index)
-        (x, _), (layers, aux) = jax.lax.scan(
-            scanned, (x, shared), inputs, unroll=self.unroll_layers
-        )
+        else:
+            inputs = (stacks, None if state is None else state.layers, index)
+            (x, _), (layers, aux) = jax.lax.scan(
+                scanned, (x, shared), inputs, unroll=self.unroll_layers
+            )
+        x = constrain(x[0] + x[1], ACTIVATIONS) if pair else x
         after = None if state is None else DecoderState(layers, clock)
         return self._normed(x), after, self._statistics(aux)
+
+    def _adds_later(self, x: jax.Array) -> bool:
+        """Return whether each layer leaves the sum of the residual stream x [B, T, D] to the next one (`Block.adds_later`). A layer
+        that is computed again from its inputs alone would have two of them to store, and a loop copies sums from the kernel to its stack.
+        """
+        each = all(b.adds_later(x) for b in self.periods.blocks)
+        return self.unroll_layers and self.remat != "full" and each
 
     def _casts_stacks(self) -> bool:
         """Return whether parameters are cast before the layers (`cast_stacks`): those of layers that one device computes one after

@@ -91,7 +91,7 @@ def run_period(layer: Callable, rows, carry, inputs):
     Args:
         layer: the function that applies one layer, from `Decoder._layer_function`.
         rows: segment ids, positions and update mask, each [B, T] or None.
-        carry: the residual stream x [B, T, D], and the values that travel from layer to layer.
+        carry: the residual stream x [B, T, D] (or two arrays whose sum it is), and the values that travel from layer to layer.
         inputs: the period, its layers' states (or None), and its index.
 
     Returns:
@@ -116,7 +116,7 @@ def run_unrolled(scanned: Callable, carry, periods, count: int):
 
     Args:
         scanned: `run_period` with a layer function and rows.
-        carry: the residual stream x [B, T, D], and the values that travel from layer to layer.
+        carry: the residual stream x [B, T, D] (or two arrays whose sum it is), and the values that travel from layer to layer.
         periods: the period whose parameters are stacked.
         count: the number of periods.
 

@@ -172,10 +172,14 @@ class Block:
 
     def means(self, slot, tiles: list[Any]) -> list[Any]:
         """Return the mean of each tile over the channels of each group, broadcast to the tile's shape."""
-        partial = [jnp.sum(x, axis=1) for x in tiles]
-        factor = 1 / self.layout.group
         if self.smem is None:
-            return [self._spread(x * factor) for x in partial]
+            return [self._spread(jnp.sum(x, axis=1) * (1 / self.layout.group)) for x in tiles]
+        return [self.spread(x) for x in self.group_means(slot, tiles)]
+
+    def group_means(self, slot, tiles: list[Any]) -> list[Any]:
+        """Return the mean of each tile over the channels of its group, which is the whole thread block's, as numbers."""
+        assert self.smem is not None
+        partial = [jnp.sum(x, axis=1) for x in tiles]
         sums, stored = self.smem["sums"], self.smem["stored"]
         mine = pl.ds(self.warpgroup * _WARPS, _WARPS)
         for i, x in enumerate(partial):
@@ -188,8 +192,12 @@ class Block:
             total = sums[slot, i, 0]
             for warp in range(1, _WARPS * self.layout.tile.warpgroups):
                 total += sums[slot, i, warp]
-            means.append(lax.broadcast(total * factor, self.shape))
+            means.append(total * (1 / self.layout.group))
         return means
+
+    def spread(self, number):
+        """Return a number broadcast to the shape of this warpgroup's tile."""
+        return lax.broadcast(number, self.shape)
 
     def _spread(self, x):
         return plgpu.layout_cast(lax.broadcast_in_dim(x, self.shape, [0]), self.registers)

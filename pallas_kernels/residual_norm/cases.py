@@ -1,8 +1,10 @@
-"""Sizes and tolerances of gradients of residual streams and their norms, which their tests and benchmarks use.
+"""Sizes and tolerances of residual streams and their norms, of the gradients and of the values, which their tests and benchmarks use.
 
 - `INTERPRETED`: small cases for the interpreter, on a CPU.
 - `COMPILED`: cases that are compiled for the card, and that run on it.
 - `TIMED`: cases that `python -m benchmarks residual_norm` checks and times.
+
+`FORWARD_INTERPRETED`, `FORWARD_COMPILED` and `FORWARD_TIMED` are the same for sums and their norms.
 """
 
 from __future__ import annotations
@@ -37,6 +39,20 @@ class Case(NamedTuple):
         return f"{self.batch}x{self.length}x{self.channels}-norms={self.norms}{alone}"
 
 
+class ForwardCase(NamedTuple):
+    """The sizes of one call of `residual_norm_forward`: rows, tokens of a row and channels, and the dtype of the arrays."""
+
+    batch: int
+    length: int
+    channels: int
+    dtype: str = "bfloat16"
+
+    @property
+    def id(self) -> str:
+        """The name of this case in the tests' output and in rows: its sizes."""
+        return f"{self.batch}x{self.length}x{self.channels}-forward{'-float32' * (self.dtype == 'float32')}"
+
+
 INTERPRETED = (
     Case(1, 18, 256, 2),
     Case(2, 5, 768, 5),
@@ -69,3 +85,27 @@ TIMED = (
     Case(8, 4096, 2048, 5),
 )
 """Cases that are timed: feedforwards, and the mixers of softmax attention and Mamba2 (3) and GLA (5), with 340M and 1.3B parameters."""
+FORWARD_INTERPRETED = (
+    ForwardCase(3, 7, 1024),
+    ForwardCase(1, 18, 256),
+    ForwardCase(1, 35, 768),
+    ForwardCase(2, 5, 768, "float32"),
+    ForwardCase(1, 6, 1024, "float32"),
+    ForwardCase(2, 9, 2048),
+    ForwardCase(1, 5, 2048, "float32"),
+    ForwardCase(1, 4, 4096),
+)
+FORWARD_COMPILED = (
+    ForwardCase(2, 1024, 768),
+    ForwardCase(2, 1024, 1024),
+    ForwardCase(1, 1023, 1024),
+    ForwardCase(2, 1024, 1536),
+    ForwardCase(8, 4096, 2048),
+    ForwardCase(1, 1023, 2048),
+    ForwardCase(2, 1024, 3072),
+    ForwardCase(2, 1024, 4096),
+    ForwardCase(2, 1024, 768, "float32"),
+    ForwardCase(2, 1024, 2048, "float32"),
+    ForwardCase(2, 1024, 4096, "float32"),
+)
+FORWARD_TIMED = (ForwardCase(16, 2048, 1024), ForwardCase(8, 4096, 2048))

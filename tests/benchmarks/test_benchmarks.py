@@ -239,6 +239,18 @@ def test_gradients_of_residual_norms_are_drawn_and_compared(tmp_path, monkeypatc
     assert 0 < row["errors"]["xla"] < 5e-3
 
 
+def test_sums_with_their_norms_are_drawn_and_compared(tmp_path, monkeypatch):
+    monkeypatch.setitem(residual_norm.CASES, "small", residual_norm.ForwardCase(2, 4, 8))
+    monkeypatch.setattr(
+        residual_norm, "batch_milliseconds", lambda program, *x: len(jax.tree.leaves(program(*x)))
+    )
+    output = tmp_path / "rows.jsonl"
+    main(["residual_norm", "--cases=small", "--kinds=xla", f"--output={output}"])
+    (row,) = read_rows(output)
+    assert row["right"] and row["xla"] == 3 and row["limit"] == 0
+    assert 0 < row["errors"]["xla"] < 5e-3
+
+
 def test_gradients_of_writes_are_drawn_and_compared():
     arrays = writes.make((2, 70, 2))
     got, wanted = (writes.of_first_row("xla", dtype, arrays) for dtype in (None, np.float32))

@@ -29,7 +29,7 @@ from pallas_kernels.gated_norm import gated_rms_norm_gradients
 from pallas_kernels.grouped_product import gated, hopper
 from pallas_kernels.linear_attention import cases as linear_attention_cases
 from pallas_kernels.residual_norm import cases as residual_norm_cases
-from pallas_kernels.residual_norm import residual_norm_gradients
+from pallas_kernels.residual_norm import residual_norm_forward, residual_norm_gradients
 from pallas_kernels.rwkv7 import cases as rwkv7_cases
 from pallas_kernels.selective_scan.cases import TPU_COMPILED
 from pallas_kernels.short_convolution import cases as convolution_cases
@@ -328,6 +328,13 @@ def test_gradients_of_residual_norms_compile_for_an_h200_and_spill_nothing(
     arrays = jax.eval_shape(functools.partial(residual_norm.make, case))
     gradients = functools.partial(residual_norm_gradients, eps=1e-5)
     assert_spills_nothing(lambda a: gradients(**a), (arrays,), 1, capfd, monkeypatch)
+
+
+@pytest.mark.parametrize("case", residual_norm_cases.FORWARD_COMPILED, ids=lambda case: case.id)
+def test_sums_with_their_norms_compile_for_an_h200_and_spill_nothing(case, capfd, monkeypatch):
+    arrays = jax.eval_shape(functools.partial(residual_norm.make_sum, case))
+    forward = functools.partial(residual_norm_forward, eps=1e-5)
+    assert_spills_nothing(forward, arrays, 1, capfd, monkeypatch)
 
 
 def assert_spills_nothing(function, shapes, kernels: int, capfd, monkeypatch) -> None:

@@ -21,7 +21,7 @@ from pallas_kernels.gated_norm import cases as gated_norm_cases
 from pallas_kernels.gated_norm import gated_rms_norm_gradients
 from pallas_kernels.linear_attention import cases as linear_attention_cases
 from pallas_kernels.residual_norm import cases as residual_norm_cases
-from pallas_kernels.residual_norm import residual_norm_gradients
+from pallas_kernels.residual_norm import residual_norm_forward, residual_norm_gradients
 from pallas_kernels.rwkv7 import cases as rwkv7_cases
 from pallas_kernels.selective_scan import cases as selective_scan_cases
 from pallas_kernels.short_convolution import cases as short_convolution_cases
@@ -449,6 +449,17 @@ def test_gradient_of_a_residual_norm_equals_xla(case):
     wide = jax.tree.map(lambda a: a.astype(jnp.float32), arrays)
     for a, b in zip(got, jax.jit(lambda a: branches.gradients(1e-5, **a))(wide), strict=True):
         assert error(a, b) < residual_norm_cases.TOLERANCES["card"]
+
+
+@pytest.mark.parametrize("case", residual_norm_cases.FORWARD_COMPILED, ids=lambda case: case.id)
+def test_a_sum_with_its_norm_equals_the_plain_form(case):
+    """On the card, the sum is XLA's to the bit, and its norm is that of the rounded sum; a second run gives the same bits."""
+    arrays = residual_norm.make_sum(case)
+    run = jax.jit(lambda *a: residual_norm_forward(*a, eps=1e-5))
+    got = run(*arrays)
+    for a, b in zip(got, run(*arrays), strict=True):
+        np.testing.assert_array_equal(a, b)
+    residual_norm.check_sum(got, *arrays)
 
 
 @pytest.mark.parametrize("case", selective_scan_cases.HOPPER, ids=lambda case: case.id)

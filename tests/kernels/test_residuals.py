@@ -16,6 +16,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from configs import lm
 from lsm_jax import models, ops
 from lsm_jax.models.decoder import rematerialized
+from lsm_jax.ops.normalization import branches
 from pallas_kernels.short_convolution import short_convolution
 
 KERNEL = "mpmd_map"  # the primitive of a Mosaic GPU kernel
@@ -103,21 +104,23 @@ def test_residuals_that_a_scan_may_stack_are_behind_a_barrier(case):
         assert source is not None and source.primitive.name == "optimization_barrier"
 
 
-def layer_kernels(method: str, remat: str) -> Counter[str]:
+def layer_kernels(method: str, remat: str, *, unrolled: bool = False) -> Counter[str]:
     """Return the number of kernels by name in the program that computes the gradient of a layer of `method`, after removal of dead code;
-    the layers of the model are one loop.
+    the layers of the model are one loop, which is compiled as such or `unrolled`.
     """
     kernels = (
-        e.params["name"] for e in layer_equations(method, remat) if e.primitive.name == KERNEL
+        e.params["name"]
+        for e in layer_equations(method, remat, unrolled=unrolled)
+        if e.primitive.name == KERNEL
     )
     return Counter(str(name) for name in kernels)
 
 
-def layer_equations(method: str, remat: str) -> list:
+def layer_equations(method: str, remat: str, *, unrolled: bool = False) -> list:
     """Return the equations of the program of `layer_kernels`, after removal of dead code."""
     config = lm.get_config(f"{method}-340m").model
     config.hidden_size, config.num_layers, config.vocab_size = 512, 2, 256
-    config.dtype, config.remat = "bfloat16", remat
+    config.dtype, config.remat, config.unroll_layers = "bfloat16", remat, unrolled
     graphdef, params = nnx.split(nnx.eval_shape(lambda: models.Decoder(config, rngs=nnx.Rngs(0))))
 
     def total(params, tokens):
@@ -166,6 +169,48 @@ def test_inputs_of_products_are_computed_once_where_they_are_saved(method):
     assert layer_kernels(method, "dots_and_inputs") == layer_kernels(
         method, "dots_and_convolutions"
     )
+
+
+@pytest.mark.parametrize("method", ["softmax", "gla"])
+@pytest.mark.parametrize("remat", ["none", "dots", "dots_and_convolutions"])
+def test_the_sums_and_norms_of_a_layer_run_once(method, remat):
+    """Each of a layer's two sums is computed with its norm by one kernel, which the backward pass does not run again; in a loop and with `full`
+    by XLA.
+    """
+    for unrolled, layers in ((False, 1), (True, 2)):
+        found = layer_kernels(method, remat, unrolled=unrolled)
+        assert found["residual_norm_forward"] == 2 * layers * unrolled
+        assert found["residual_norm_backward"] == 2 * layers
+        assert layer_kernels(method, "full", unrolled=unrolled)["residual_norm_forward"] == 0
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_a_norm_that_is_not_saved_is_computed_from_the_stream(saves):
+    """With the stream saved, and whether or not the norm is saved by its name, the backward pass runs no kernel; a norm that is not
+    saved is computed from the stream, and one that is saved is not computed.
+    """
+    struct = jax.ShapeDtypeStruct
+    x, scale = struct((*ROWS, 256), jnp.bfloat16), struct((256,), jnp.float32)
+
+    def layer(x, added, scale, weights):
+        x, norms = branches.residual_norm(x, scale, eps=1e-5, count=2, added=added)
+        return x, norms[0] @ weights + jnp.sin(norms[1])
+
+    names = [ops.KEPT, ops.INPUTS] if saves else [ops.KEPT]
+    policy = jax.checkpoint_policies.save_only_these_names(*names)
+
+    def total(*arguments):
+        x, y = jax.checkpoint(layer, policy=policy)(*arguments)
+        return jnp.sum(x * y).astype(jnp.float32)
+
+    arguments = (x, x, scale, struct((256, 256), jnp.bfloat16))
+    jaxpr = traced(jax.grad(total, argnums=(0, 1, 2, 3)), arguments).jaxpr.jaxpr
+    live, _ = pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    found = [e for e, _ in equations(live)]
+    kernels = Counter(e.params["name"] for e in found if e.primitive.name == KERNEL)
+    assert kernels == {"residual_norm_forward": 1, "residual_norm_backward": 1}
+    inputs = [len(e.invars) for e in found if e.primitive.name == "residual_norm_stored"]
+    assert sorted(inputs) == ([4] if saves else [3, 4])
 
 
 def test_a_convolution_is_behind_a_barrier():

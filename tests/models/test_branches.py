@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -94,16 +95,18 @@ def gradients_of(config: models.ModelConfig, **call: Any) -> Any:
     ),
 )
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
-def test_it_is_the_same_function(name, fields, dtype, monkeypatch):
+@pytest.mark.parametrize("sums", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_it_is_the_same_function(name, fields, dtype, sums, monkeypatch):
     """Hidden states and all gradients are those of the plain layers, with documents: equal to rounding in float32, where some gradients
     are 0 but for rounding, and in bfloat16 about as far from float32's as those of the plain layers.
     """
-    config = small_config(name, "L", **fields)
+    config = small_config(name, "L", **fields | (dict(unroll_layers=True) if sums else {}))
     call = dict(segment_ids=SEGMENTS)
     exact = gradients_of(config, **call)
     config.dtype = dtype
     plain = gradients_of(config, **call)
     monkeypatch.setattr(block, "fuses_gradient", lambda x: True)
+    monkeypatch.setattr(block, "fuses_sum", lambda x: sums)
     got = gradients_of(config, **call)
     floor = 1e-9 * max(float(jnp.abs(x).max()) for x in jax.tree.leaves(exact))
     for x in zip(*map(jax.tree.leaves, (got, plain, exact)), strict=True):
@@ -116,10 +119,13 @@ def test_it_is_the_same_function(name, fields, dtype, monkeypatch):
             assert error <= 1.5 * allowed + 1e-2 * np.sqrt(np.mean(c**2)) + floor
 
 
-def test_it_has_all_derivatives(monkeypatch):
+@pytest.mark.parametrize("sums", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_it_has_all_derivatives(sums, monkeypatch):
     """Forward-mode and second derivatives, and `vmap`, are those of the plain layers."""
     graphdef, params = nnx.split(
-        models.Decoder(small_config("softmax", "L", remat="dots"), rngs=nnx.Rngs(0))
+        models.Decoder(
+            small_config("softmax", "L", remat="dots", unroll_layers=sums), rngs=nnx.Rngs(0)
+        )
     )
 
     def loss(params):
@@ -136,6 +142,7 @@ def test_it_has_all_derivatives(monkeypatch):
 
     wanted = derivatives()
     monkeypatch.setattr(block, "fuses_gradient", lambda x: True)
+    monkeypatch.setattr(block, "fuses_sum", lambda x: sums)
     for x, y in zip(jax.tree.leaves(derivatives()), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-4 * float(jnp.abs(y).max()))
 
@@ -165,12 +172,73 @@ def test_frozen_scales_and_unused_norms():
                 np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("channels", [8, pytest.param(768, marks=pytest.mark.slow)])
+def test_a_sum_in_the_op_is_the_sum_before_it(channels, dtype):
+    """The value is that of the op of a sum to the bit, and so are all gradients; what is added has the gradient of the stream."""
+    draw = np.random.default_rng(0).standard_normal
+    x, added = (jnp.asarray(draw((2, 5, channels)), dtype) for _ in range(2))
+    scale = jnp.asarray(draw(channels), jnp.float32)
+
+    def of(x, added, scale):
+        return branches.residual_norm(x, scale, eps=1e-5, count=2, added=added)
+
+    def before(x, added, scale):
+        return branches.residual_norm(x + added, scale, eps=1e-5, count=2)
+
+    got, wanted = (jax.vjp(f, x, added, scale) for f in (of, before))
+    assert_equal = functools.partial(jax.tree.map, np.testing.assert_array_equal)
+    assert_equal(got[0], wanted[0])
+    d_stream, d_norm = jnp.cos(x), jnp.cos(added)
+    for used in ((d_stream, (d_norm, d_stream)), (d_stream, (d_norm * 0, d_norm * 0))):
+        d_x, d_added, d_scale = got[1](used)
+        assert_equal((d_x, d_added, d_scale), wanted[1](used))
+        assert_equal(d_x, d_added)
+
+
+@pytest.mark.parametrize("remat", ["none", "dots", "full"])
+def test_layers_leave_their_sum_to_the_next_one(remat, monkeypatch):
+    """All layers do, or none: in a loop, where a layer is computed again from its inputs alone, or where one of them adds by XLA."""
+    pairs = []
+    run = block.Block.__call__
+
+    def call(self, x, *arguments, **others):
+        pairs.append(isinstance(x, tuple))
+        return run(self, x, *arguments, **others)
+
+    monkeypatch.setattr(block.Block, "__call__", call)
+    monkeypatch.setattr(block, "fuses_gradient", lambda x: True)
+    monkeypatch.setattr(block, "fuses_sum", lambda x: True)
+    plain, unrolled = {}, dict(unroll_layers=True)
+    none = plain, unrolled | dict(residual_scale=0.5), unrolled | dict(norm="layer")
+    for fields in (unrolled, *none):
+        wanted = fields == unrolled and remat != "full"
+        decoder = models.Decoder(
+            small_config("softmax", "L", remat=remat, **fields), rngs=nnx.Rngs(0)
+        )
+        pairs.clear()
+        jax.eval_shape(lambda decoder=decoder: decoder.hidden(TOKENS)[0])
+        assert pairs and set(pairs) == {wanted}
+
+
+def test_no_gradient_by_a_kernel_is_no_sum_by_it(monkeypatch):
+    """Without the op of the norm, what a layer adds is added in front of the norm, whatever the sum's kernel supports."""
+    config = small_config("softmax", "L", remat="dots", unroll_layers=True)
+    plain = gradients_of(config)
+    monkeypatch.setattr(block, "fuses_sum", lambda x: True)
+    jax.tree.map(np.testing.assert_array_equal, gradients_of(config), plain)
+
+
 def test_names_what_is_not_accepted():
     x, scale = jnp.ones((1, 4, 8)), jnp.ones(8)
     with pytest.raises(ValueError, match=r"x has shape \(1, 4, 8\) and scale \(4,\)"):
         branches.residual_norm(x, scale[:4], eps=1e-5)
     with pytest.raises(ValueError, match="count=0; accepted are numbers from 1"):
         branches.residual_norm(x, scale, eps=1e-5, count=0)
+    with pytest.raises(ValueError, match=r"added has shape \(1, 3, 8\) and dtype float32; accepted are those of x, \(1, 4, 8\)"):  # fmt: skip
+        branches.residual_norm(x, scale, eps=1e-5, added=x[:, :3])
+    with pytest.raises(ValueError, match="added has shape .* and dtype bfloat16; accepted"):
+        branches.residual_norm(x, scale, eps=1e-5, added=x.astype(jnp.bfloat16))
     with pytest.raises(ValueError, match="implementation='triton'; accepted are"):
         branches.residual_norm(x, scale, eps=1e-5, implementation="triton")
     with pytest.raises(NotImplementedError, match="requires 64 tokens or more in all rows, not 4"):
@@ -191,8 +259,11 @@ def test_names_what_is_not_accepted():
 def test_which_layers_the_kernel_serves(width, tokens, dtype, fused):
     x = jax.ShapeDtypeStruct((1, tokens, width), dtype)
     assert not branches.fuses_gradient(jnp.zeros(x.shape, x.dtype))  # no Hopper card
+    assert not branches.fuses_sum(jnp.zeros(x.shape, x.dtype))
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
         found = []
-        jax.eval_shape(lambda x: found.append(branches.fuses_gradient(x)), x)
-    assert found == [fused]
+        jax.eval_shape(
+            lambda x: found.append((branches.fuses_gradient(x), branches.fuses_sum(x))), x
+        )
+    assert found == [(fused, fused)]
