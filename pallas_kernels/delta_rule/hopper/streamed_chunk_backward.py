@@ -19,6 +19,7 @@ import functools
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_kernels.compat import pl, plgpu
 from pallas_kernels.delta_rule.hopper.chunk_forward import CHUNK, SQUARE, Chunk, read_chunk
@@ -28,7 +29,7 @@ from pallas_kernels.hopper.blocks import head_index
 GROUPS = 3
 """Warpgroups of a thread block: one for the queries, one for the keys, and one that loads."""
 _READS, _ERASES, _LOADS = range(GROUPS)
-_REGISTERS = 232, 40  # of a thread of a warpgroup that computes, and of the one that loads
+_REGISTERS = 240, 24  # of a thread of a warpgroup that computes, and of the one that loads
 _BLOCK = 64  # key or value channels of one tile
 _STAGES = 6  # pairs of tiles loaded or in use
 _FEWEST_STAGES = 4  # with which the kernel is used
@@ -159,7 +160,7 @@ class Program:
         """The number of blocks of 64 value channels of this slice."""
         return self.width // _BLOCK
 
-    def number(self, column: int, row: int) -> int:
+    def number(self, column, row: int):
         """Return the number of the pair of tiles of the memory in 64 key channels (`column`) and 64 value channels (`row`); after the last
         row, of the pair of q and k in these key channels.
         """
@@ -191,24 +192,26 @@ class Program:
                 self.load_tokens(block, block)
             if block < self.rows:
                 self.load_values(block)
-        for column in range(self.columns):
+
+        def load_column(column, _):
             for row in range(self.rows):
                 self.load_memory(self.number(column, row), column, row)
             self.load_tokens(self.number(column, self.rows), column)
+
+        lax.fori_loop(0, self.columns, load_column, None)
         count = self.number(self.columns, 0)
         for number in range(max(count - self.stages, 0), count):
             plgpu.barrier_wait(self.smem.used.at[number % self.stages])
 
-    def load_pair(self, number: int, sources) -> None:
+    def load_pair(self, number, sources) -> None:
         """Start to load the pair of tiles with this number from two references to global memory."""
-        stage = number % self.stages
-        if number >= self.stages:
-            plgpu.barrier_wait(self.smem.used.at[stage])
+        stage = lax.rem(number, self.stages)
+        pl.when(number >= self.stages)(lambda: plgpu.barrier_wait(self.smem.used.at[stage]))
         for place, source in enumerate(sources):
             to = self.smem.ring.at[stage, place]
             plgpu.copy_gmem_to_smem(source, to, self.smem.loaded.at[stage])
 
-    def load_tokens(self, number: int, column: int) -> None:
+    def load_tokens(self, number, column) -> None:
         """Start to load the queries and keys in 64 key channels as the pair of tiles with this number."""
         channels = pl.ds(column * _BLOCK, _BLOCK)
         refs = (self.refs[name] for name in ("q", "k"))
@@ -217,7 +220,7 @@ class Program:
             [x.at[self.b, self.tokens, head_index(x, self.h, self.heads), channels] for x in refs],
         )
 
-    def load_memory(self, number: int, column: int, row: int) -> None:
+    def load_memory(self, number, column, row: int) -> None:
         """Start to load a tile of the memory before the chunk and the same one of the gradient of the memory after it."""
         rows = pl.ds(self.piece * self.width + row * _BLOCK, _BLOCK)
         at = self.b, self.h, self.n, rows, pl.ds(column * _BLOCK, _BLOCK)
@@ -231,15 +234,15 @@ class Program:
             to = self.smem.values[name].at[row]
             plgpu.copy_gmem_to_smem(source, to, self.smem.values_loaded.at[row])
 
-    def wait(self, number: int):
+    def wait(self, number):
         """Return a reference to the pair of tiles with this number, after waiting until it is loaded."""
-        stage = number % self.stages
+        stage = lax.rem(number, self.stages)
         plgpu.barrier_wait(self.smem.loaded.at[stage])
         return self.smem.ring.at[stage]
 
-    def release(self, number: int) -> None:
+    def release(self, number) -> None:
         """Give the pair of tiles with this number free, as far as this warpgroup uses it."""
-        plgpu.barrier_arrive(self.smem.used.at[number % self.stages])
+        plgpu.barrier_arrive(self.smem.used.at[lax.rem(number, self.stages)])
 
     # Parts of both warpgroups
 
@@ -286,7 +289,7 @@ class Program:
         plgpu.commit_smem()
         return of_rows, plgpu.load(vector, layout=wg.LAYOUT.reduce(1)), diagonal
 
-    def memory_products(self, column: int, add, *accumulators):
+    def memory_products(self, column, add, *accumulators):
         """Return the products with the tiles of the memory and its gradient in 64 key channels, summed over the value channels: `add`
         starts a product with each of the accumulators' references, from the index of the value channels and a pair of tiles. The last
         accumulators may be those of a caller, whose sums are not returned.
@@ -307,11 +310,12 @@ class Program:
 
         return sums
 
-    def store(self, name: str, place: int, column: int, gradient) -> None:
-        """Store the gradient [C, 64] of q or k, by `name` and `place`, in 64 key channels."""
+    def store(self, name: str, place: int, column, gradient) -> None:
+        """Store the gradient [C, 64] of q or k, by `name` and `place`, in 64 key channels. What was read from shared memory before can then
+        be overwritten by loads.
+        """
         buffer = self.smem.gradients.at[place]
-        if column:
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the channels before
         buffer[...] = gradient.astype(_BF16)
         plgpu.commit_smem()
         channels = pl.ds(column * _BLOCK, _BLOCK)
@@ -382,7 +386,7 @@ class Program:
             for total in totals:
                 plgpu.wgmma(total, pair.at[0], pair.at[1].transpose((1, 0)))
 
-        for column in range(self.columns):
+        def complete(column, later):
             sums = self.memory_products(column, add, *totals)
             (read,) = wg.with_accumulators(sums, SQUARE, interpret=self.interpret)
             read = read * (decay * self.scale)
@@ -391,14 +395,13 @@ class Program:
             if self.decay_gradient:
                 q = plgpu.load(pair.at[_Q], layout=wg.LAYOUT).astype(_F32)
                 later += jnp.sum(q * read, axis=1)
-            (dq,) = wg.accumulate(
-                lambda dq, keys=pair.at[_K]: plgpu.wgmma(dq, pairs, keys),
-                read,
-                interpret=self.interpret,
-            )
-            self.release(number)
+            product = lambda dq: plgpu.wgmma(dq, pairs, pair.at[_K])  # noqa: E731
+            (dq,) = wg.accumulate(product, read, interpret=self.interpret)
             self.store("dq", _Q, column, dq)
-        return later
+            self.release(number)
+            return later
+
+        return lax.fori_loop(0, self.columns, complete, later)
 
     def store_d_decay(self, chunk: Chunk, later, total) -> None:
         """Store the gradient of the log decay of the chunk's tokens, [C]: the second warpgroup's terms, `later` summed over the tokens
@@ -466,8 +469,8 @@ class Program:
             plgpu.wgmma(erase, dv.at[row], pair.at[0])
             plgpu.wgmma(write, x.at[row], pair.at[1])
 
-        erased = written = jnp.zeros_like(chunk.beta)
-        for column in range(self.columns):
+        def complete(column, found):
+            erased, written = found
             sums = self.memory_products(column, add)
             erase, write = wg.with_accumulators(sums, SQUARE, SQUARE, interpret=self.interpret)
             erase, write = erase * spread(chunk.erase_decay), write * spread(chunk.write_decay)
@@ -478,12 +481,15 @@ class Program:
                 erased += jnp.sum(k * erase, axis=1)
             written += jnp.sum(k * write, axis=1)
 
-            def of_pairs(dk, pair=pair):
+            def of_pairs(dk):
                 plgpu.wgmma(dk, smem.read.transpose((1, 0)), pair.at[_Q])
                 plgpu.wgmma(dk, pairs, pair.at[_K])
 
             dk = write * wg.spread_rows(chunk.beta, SQUARE) - erase
             (dk,) = wg.accumulate(of_pairs, dk, interpret=self.interpret)
-            self.release(number)
             self.store("dk", _K, column, dk)
-        return erased, written
+            self.release(number)
+            return erased, written
+
+        zeros = plgpu.layout_cast(jnp.zeros(CHUNK, _F32), wg.LAYOUT.reduce(1))
+        return lax.fori_loop(0, self.columns, complete, (zeros, zeros))
