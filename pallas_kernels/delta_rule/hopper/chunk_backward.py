@@ -432,7 +432,7 @@ def _plan(depth: int, values: int) -> _Plan:
     pair_bytes, other_bytes = 4 * _BLOCK * _BLOCK, 2 * CHUNK * (2 * depth + 3 * width + CHUNK + 8)
     programs = _SMEM_BYTES // (other_bytes + pair_bytes)
     stages = min(_STAGES, pair_count, (_SMEM_BYTES // programs - other_bytes) // pair_bytes)
-    ring = streamed.stage_count(width, _SMEM_BYTES)
+    ring = streamed.stage_count(depth, width, _SMEM_BYTES)
     return _Plan(depth, width, slices, programs, stages, ring)
 
 
@@ -482,25 +482,24 @@ def chunk_backward(
     stream = fits_streamed(depth, width) if stream is None else stream
     slices = plan.slices
 
+    options = scale, decay_gradient, erase, interpret
+    chunks, sliced = length // CHUNK, (plan.slices, plan.width, depth)
+
     def kernel(refs):
         b, h = row_and_head(heads)
         n, piece = lax.axis_index("chunk"), lax.axis_index("slice")
-        tokens, result = pl.ds(n * CHUNK, CHUNK), h * slices + piece
-        place = b, h, n, piece, tokens, result, heads, plan.width, depth
-        options = scale, decay_gradient, erase, interpret
+        place = b, h, n, piece, pl.ds(n * CHUNK, CHUNK), h * slices + piece, heads
 
         def body(smem: _Smem):
-            _Block(refs, smem, *place, plan.stages, *options).run()
+            _Block(refs, smem, *place, plan.width, depth, plan.stages, *options).run()
 
-        def streamed_body(smem):
-            group = lax.axis_index("group")
-            streamed.Program(refs, smem, *place, plan.ring, *options).run(group)
+        pl.run_scoped(body, _smem(depth, plan.width, plan.stages, interpret))
 
-        if stream:
-            smem = streamed.smem_types(plan.width, plan.ring, interpret)
-            pl.run_scoped(streamed_body, smem, collective_axes="group")
-        else:
-            pl.run_scoped(body, _smem(depth, plan.width, plan.stages, interpret))
+    grid = dict(row=batch * heads, chunk=chunks, slice=slices)
+    if stream:
+        sizes = streamed.Sizes(batch, chunks, heads, *sliced, plan.ring, *options)
+        kernel = functools.partial(streamed.run, sizes=sizes)
+        grid = dict(processor=min(streamed.PROCESSORS, sizes.programs))
 
     gradient = jax.ShapeDtypeStruct((batch, length, heads * slices, depth), _BF16)
     d_beta = jax.ShapeDtypeStruct(gradient.shape[:3], _F32)
@@ -511,7 +510,7 @@ def chunk_backward(
             log_decay=log_decay, run=run,
         ),
         outputs=dict(dq=gradient, dk=gradient, d_beta=d_beta, d_decay=d_beta if decay_gradient else None),
-        grid=dict(row=batch * heads, chunk=length // CHUNK, slice=slices),
+        grid=grid,
         num_threads=streamed.GROUPS if stream else None,
         name="delta_chunk_backward",
         interpret=interpret,

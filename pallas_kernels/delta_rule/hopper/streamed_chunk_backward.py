@@ -1,10 +1,10 @@
 """The phase `chunk_backward` of the delta rule without decay or with a scalar decay, on Mosaic GPU (Hopper), for wide heads: a thread
 block that leaves no space for a second one on its processor, whose loads, products and stores must overlap within it.
 
-Three warpgroups compute one chunk. The third loads everything through a ring of pairs of tiles: first the 64 tokens' queries and keys, for
-the gradients A and E of the scores of pairs of tokens, then for each 64 key channels the tiles of the memory S and of the gradient dS', and
-once more these channels' queries and keys, now from the L2 cache. The first warpgroup computes what comes through the queries, the second
-what comes through the keys:
+A thread block of three warpgroups computes one chunk after another. The third warpgroup loads everything, mostly through a ring of pairs of
+tiles: first the 64 tokens' queries and keys, for the gradients A and E of the scores of pairs of tokens, then for each 64 key channels the
+tiles of the memory S and of the gradient dS', and once more these channels' queries and keys, now from the L2 cache. It goes on to the next
+chunk while the others complete this one. The first warpgroup computes what comes through the queries, the second what comes through the keys:
 
     A, dq = A k + e^b ⊙ (dO Sᵀ), <S, dS'>          E, dk = Aᵀ q + (E + Eᵀ) k + beta e^(b_C - b) ⊙ (x dS'ᵀ) - e^b ⊙ (dv Sᵀ)
 
@@ -21,18 +21,17 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.compat import pl, plgpu
+from pallas_kernels.compat import PROCESSORS, pl, plgpu
 from pallas_kernels.delta_rule.hopper.chunk_forward import CHUNK, SQUARE, Chunk, read_chunk
 from pallas_kernels.hopper import warpgroups as wg
-from pallas_kernels.hopper.blocks import head_index
+from pallas_kernels.hopper.blocks import Place, head_index
 
 GROUPS = 3
 """Warpgroups of a thread block: one for the queries, one for the keys, and one that loads."""
 _READS, _ERASES, _LOADS = range(GROUPS)
-_REGISTERS = 240, 24  # of a thread of a warpgroup that computes, and of the one that loads
+_REGISTERS = 240, 32  # of a thread of a warpgroup that computes, and of the one that loads
 _BLOCK = 64  # key or value channels of one tile
-_STAGES = 6  # pairs of tiles loaded or in use
-_FEWEST_STAGES = 4  # with which the kernel is used
+_FEWEST_STAGES = 4  # pairs of tiles loaded or in use with which the kernel is used
 _VALUES = ("missing", "d_out", "dv")
 _Q, _K = range(2)  # places of queries and keys in a pair of tiles
 _F32, _BF16 = jnp.float32, jnp.bfloat16
@@ -52,10 +51,11 @@ class _Smem(NamedTuple):
         of_reads: [C] float32, the terms of the gradient of beta through the scores of queries with keys.
         of_erases: [C] float32, the terms of the log decay's gradient that the second warpgroup computes.
         values_loaded: the barriers at which 64 channels of `values` are loaded.
+        values_used: the barrier at which both warpgroups have used `values`.
         loaded: the barriers at which a pair of tiles is loaded, one for each stage of the ring.
         used: the barriers at which both warpgroups have used a pair of tiles, one for each stage.
         read_stored: the barrier at which `read` and `of_reads` are complete.
-        erases_stored: the barrier at which `of_erases` is complete.
+        erases_stored: the barrier at which `of_erases` is complete, and the second warpgroup has used `read` and `of_reads`.
         left: two [C, C] for the interpreter, which reads left operands from shared memory; else None.
     """
 
@@ -67,6 +67,7 @@ class _Smem(NamedTuple):
     of_reads: Any
     of_erases: Any
     values_loaded: Any
+    values_used: Any
     loaded: Any
     used: Any
     read_stored: Any
@@ -74,22 +75,28 @@ class _Smem(NamedTuple):
     left: list[Any]
 
 
-def stage_count(width: int, memory: int) -> int:
-    """Return how many pairs of tiles the ring of a thread block has, for slices of `width` value channels, with `memory`
-    bytes of shared memory for the thread block; 0 if this kernel does not fit.
+def pair_count(depth: int, width: int) -> int:
+    """Return how many pairs of tiles one chunk and head has, for K = `depth` and slices of `width` value channels."""
+    columns, rows = depth // _BLOCK, width // _BLOCK
+    return columns * (rows + 2)
+
+
+def stage_count(depth: int, width: int, memory: int) -> int:
+    """Return how many pairs of tiles the ring of a thread block has, with `memory` bytes of shared memory for the thread block; 0 if this
+    kernel does not fit. It divides the number of pairs, so that each chunk begins at the same place of the ring.
     """
-    tile = 2 * _BLOCK * _BLOCK
+    tile, count = 2 * _BLOCK * _BLOCK, pair_count(depth, width)
     other = 3 * tile * (width // _BLOCK) + 3 * tile + 4 * 1024  # vectors, barriers, sums over rows of registers
-    stages = min(_STAGES, (memory - other) // (2 * tile))
-    return stages if stages >= _FEWEST_STAGES else 0
+    most = min(count, (memory - other) // (2 * tile))
+    return next((n for n in range(most, _FEWEST_STAGES - 1, -1) if count % n == 0), 0)
 
 
-def smem_types(width: int, stages: int, interpret) -> _Smem:
-    """Return the types of the buffers in shared memory of a thread block, for slices of `width` value channels."""
+def _smem(sizes: Sizes) -> _Smem:
+    """Return the types of the buffers in shared memory of a thread block."""
     smem: Any = plgpu.SMEM
     tile = functools.partial(smem, dtype=_BF16, transforms=wg.TILED)
     vector = smem((CHUNK,), _F32)
-    rows = width // _BLOCK
+    rows, stages = sizes.rows, sizes.stages
     return _Smem(
         values={name: tile((rows, *SQUARE)) for name in _VALUES},
         ring=tile((stages, 2, *SQUARE)),
@@ -99,31 +106,24 @@ def smem_types(width: int, stages: int, interpret) -> _Smem:
         of_reads=vector,
         of_erases=vector,
         values_loaded=plgpu.Barrier(num_arrivals=len(_VALUES), num_barriers=rows),
+        values_used=plgpu.Barrier(num_arrivals=2),
         loaded=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
         used=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
         read_stored=plgpu.Barrier(num_arrivals=1),
         erases_stored=plgpu.Barrier(num_arrivals=1),
-        left=[tile(SQUARE)] * 2 if interpret else [None] * 2,
+        left=[tile(SQUARE)] * 2 if sizes.interpret else [None] * 2,
     )
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
-    """One thread block's computation: the terms of the gradients of one chunk and head that come through one slice of its value channels.
-
-    Pairs of tiles have numbers, in the order in which they are loaded: first those of q and k, one for each 64 key channels; then for each
-    64 key channels those of the memory, one for each 64 value channels, and q and k of these channels.
+class Sizes:
+    """Sizes and options of a call.
 
     Attributes:
-        refs: references to inputs and outputs in global memory, by name.
-        smem: the buffers of the thread block in shared memory.
-        b: index of the row in the batch.
-        h: index of the head.
-        n: index of the chunk in the row.
-        piece: index of the slice of value channels.
-        tokens: slice of the chunk's tokens.
-        result: index, in the outputs' axis of heads, of the pair of the head and the slice of value channels.
-        heads: number of heads of d_out.
+        batch: number of rows of the batch.
+        chunks: number of chunks of a row.
+        heads: number of heads of the gradient of the output.
+        slices: number of slices of value channels.
         width: number of value channels of a slice.
         depth: number of key channels, K.
         stages: number of pairs of tiles in the ring.
@@ -133,15 +133,10 @@ class Program:
         interpret: parameters of the Pallas interpreter, or False to compile the kernel.
     """
 
-    refs: dict[str, Any]
-    smem: _Smem
-    b: Any
-    h: Any
-    n: Any
-    piece: Any
-    tokens: Any
-    result: Any
+    batch: int
+    chunks: int
     heads: int
+    slices: int
     width: int
     depth: int
     stages: int
@@ -151,105 +146,166 @@ class Program:
     interpret: Any
 
     @property
+    def programs(self) -> int:
+        """The number of programs: one for each chunk, head and slice of value channels."""
+        return self.batch * self.chunks * self.heads * self.slices
+
+    @property
     def columns(self) -> int:
         """The number of blocks of 64 key channels."""
         return self.depth // _BLOCK
 
     @property
     def rows(self) -> int:
-        """The number of blocks of 64 value channels of this slice."""
+        """The number of blocks of 64 value channels of a slice."""
         return self.width // _BLOCK
+
+
+def run(refs: dict[str, Any], sizes: Sizes) -> None:
+    """Compute this thread block's share of the programs; the body of the kernel, with the axes "processor" and "group".
+
+    `refs` are references to inputs and outputs in global memory, by name.
+    """
+    processor, group = lax.axis_index("processor"), lax.axis_index("group")
+    processors = lax.axis_size("processor")
+    turns = lax.div(sizes.programs - processor + processors - 1, processors)
+
+    def body(smem: _Smem):
+        def for_programs(part):
+            def turn(number, _):
+                part(_program(refs, smem, sizes, processor + number * processors), number)
+
+            lax.fori_loop(0, turns, turn, None)
+
+        def compute(part):
+            plgpu.set_max_registers(_REGISTERS[0], action="increase")
+            for_programs(lambda program, _: part(program))
+            # The end of the kernel waits for the writes; only the buffers must have been read before it.
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+        pl.when(group == _READS)(lambda: compute(Program.compute_reads))
+        pl.when(group == _ERASES)(lambda: compute(Program.compute_erases))
+
+        @pl.when(group == _LOADS)
+        def _():
+            plgpu.set_max_registers(_REGISTERS[1], action="decrease")
+            for_programs(Program.load)
+            plgpu.barrier_wait(smem.values_used)
+            for stage in range(sizes.stages):
+                plgpu.barrier_wait(smem.used.at[stage])
+
+    pl.run_scoped(body, _smem(sizes), collective_axes="group")
+
+
+def _program(refs: dict[str, Any], smem: _Smem, sizes: Sizes, index) -> Program:
+    """Return the program with this index: slices of value channels change fastest, then chunks, heads and rows."""
+    piece, index = lax.rem(index, sizes.slices), lax.div(index, sizes.slices)
+    n, index = lax.rem(index, sizes.chunks), lax.div(index, sizes.chunks)
+    h, row = lax.rem(index, sizes.heads), lax.div(index, sizes.heads)
+    place = Place(row, h, sizes.heads, n, pl.ds(n * CHUNK, CHUNK))
+    return Program(refs, smem, sizes, place, piece)
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """The computation of the terms of the gradients of one chunk and head that come through one slice of its value channels.
+
+    Pairs of tiles have numbers, in the order in which they are loaded: first those of q and k, one for each 64 key channels; then for each
+    64 key channels those of the memory, one for each 64 value channels, and q and k of these channels.
+
+    Attributes:
+        refs: references to inputs and outputs in global memory, by name.
+        smem: the buffers of the thread block in shared memory.
+        sizes: sizes and options of the call.
+        place: where the chunk and head are.
+        piece: index of the slice of value channels.
+    """
+
+    refs: dict[str, Any]
+    smem: _Smem
+    sizes: Sizes
+    place: Place
+    piece: Any
 
     def number(self, column, row: int):
         """Return the number of the pair of tiles of the memory in 64 key channels (`column`) and 64 value channels (`row`); after the last
         row, of the pair of q and k in these key channels.
         """
-        return self.columns + column * (self.rows + 1) + row
+        return self.sizes.columns + column * (self.sizes.rows + 1) + row
 
-    def run(self, group) -> None:
-        """Compute this warpgroup's part; `group` is its index."""
-
-        def compute(part):
-            plgpu.set_max_registers(_REGISTERS[0], action="increase")
-            part()
-            # The end of the kernel waits for the writes; only the buffers must have been read before it.
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-        pl.when(group == _READS)(lambda: compute(self.compute_reads))
-        pl.when(group == _ERASES)(lambda: compute(self.compute_erases))
-
-        @pl.when(group == _LOADS)
-        def _():
-            plgpu.set_max_registers(_REGISTERS[1], action="decrease")
-            self.load()
+    def result(self, name: str):
+        """Return a reference to the chunk's tokens in an output, for this head and slice of value channels."""
+        row, h, _, _, tokens = self.place
+        return self.refs[name].at[row, tokens, h * self.sizes.slices + self.piece]
 
     # Loads
 
-    def load(self) -> None:
-        """Load all inputs, each pair of tiles when its stage of the ring is free."""
-        for block in range(max(self.columns, self.rows)):
-            if block < self.columns:
-                self.load_tokens(block, block)
-            if block < self.rows:
-                self.load_values(block)
+    def load(self, turn) -> None:
+        """Load all inputs, each when its buffer is free. `turn` counts the thread block's programs."""
+        for column in range(self.sizes.columns):
+            self.load_tokens(turn, column, column)
+        pl.when(turn > 0)(lambda: plgpu.barrier_wait(self.smem.values_used))
+        for row in range(self.sizes.rows):
+            self.load_values(row)
 
         def load_column(column, _):
-            for row in range(self.rows):
-                self.load_memory(self.number(column, row), column, row)
-            self.load_tokens(self.number(column, self.rows), column)
+            for row in range(self.sizes.rows):
+                self.load_memory(turn, self.number(column, row), column, row)
+            self.load_tokens(turn, self.number(column, self.sizes.rows), column)
 
-        lax.fori_loop(0, self.columns, load_column, None)
-        count = self.number(self.columns, 0)
-        for number in range(max(count - self.stages, 0), count):
-            plgpu.barrier_wait(self.smem.used.at[number % self.stages])
+        lax.fori_loop(0, self.sizes.columns, load_column, None)
 
-    def load_pair(self, number, sources) -> None:
+    def load_pair(self, turn, number, sources) -> None:
         """Start to load the pair of tiles with this number from two references to global memory."""
-        stage = lax.rem(number, self.stages)
-        pl.when(number >= self.stages)(lambda: plgpu.barrier_wait(self.smem.used.at[stage]))
+        stage = lax.rem(number, self.sizes.stages)
+        again = (turn > 0) | (number >= self.sizes.stages)
+        pl.when(again)(lambda: plgpu.barrier_wait(self.smem.used.at[stage]))
         for place, source in enumerate(sources):
             to = self.smem.ring.at[stage, place]
             plgpu.copy_gmem_to_smem(source, to, self.smem.loaded.at[stage])
 
-    def load_tokens(self, number, column) -> None:
+    def load_tokens(self, turn, number, column) -> None:
         """Start to load the queries and keys in 64 key channels as the pair of tiles with this number."""
+        row, h, heads, _, tokens = self.place
         channels = pl.ds(column * _BLOCK, _BLOCK)
         refs = (self.refs[name] for name in ("q", "k"))
-        self.load_pair(
-            number,
-            [x.at[self.b, self.tokens, head_index(x, self.h, self.heads), channels] for x in refs],
-        )
+        sources = [x.at[row, tokens, head_index(x, h, heads), channels] for x in refs]
+        self.load_pair(turn, number, sources)
 
-    def load_memory(self, number, column, row: int) -> None:
+    def load_memory(self, turn, number, column, row: int) -> None:
         """Start to load a tile of the memory before the chunk and the same one of the gradient of the memory after it."""
-        rows = pl.ds(self.piece * self.width + row * _BLOCK, _BLOCK)
-        at = self.b, self.h, self.n, rows, pl.ds(column * _BLOCK, _BLOCK)
-        self.load_pair(number, [self.refs[name].at[at] for name in ("states", "d_states")])
+        b, h, _, n, _ = self.place
+        at = b, h, n, self.value_channels(row), pl.ds(column * _BLOCK, _BLOCK)
+        self.load_pair(turn, number, [self.refs[name].at[at] for name in ("states", "d_states")])
 
     def load_values(self, row: int) -> None:
         """Start to load the errors of the memory's predictions and the gradients of the output and of v in 64 value channels."""
-        channels = pl.ds(self.piece * self.width + row * _BLOCK, _BLOCK)
+        b, h, _, _, tokens = self.place
         for name in _VALUES:
-            source = self.refs[name].at[self.b, self.tokens, self.h, channels]
+            source = self.refs[name].at[b, tokens, h, self.value_channels(row)]
             to = self.smem.values[name].at[row]
             plgpu.copy_gmem_to_smem(source, to, self.smem.values_loaded.at[row])
 
+    def value_channels(self, row: int):
+        """Return the slice of the 64 value channels with index `row` in this slice of value channels."""
+        return pl.ds(self.piece * self.sizes.width + row * _BLOCK, _BLOCK)
+
     def wait(self, number):
         """Return a reference to the pair of tiles with this number, after waiting until it is loaded."""
-        stage = lax.rem(number, self.stages)
+        stage = lax.rem(number, self.sizes.stages)
         plgpu.barrier_wait(self.smem.loaded.at[stage])
         return self.smem.ring.at[stage]
 
     def release(self, number) -> None:
         """Give the pair of tiles with this number free, as far as this warpgroup uses it."""
-        plgpu.barrier_arrive(self.smem.used.at[lax.rem(number, self.stages)])
+        plgpu.barrier_arrive(self.smem.used.at[lax.rem(number, self.sizes.stages)])
 
     # Parts of both warpgroups
 
     def read_chunk(self, group: int) -> Chunk:
         """Return beta, decays and documents of the chunk."""
-        vector = self.smem.vectors[group]
-        return read_chunk(self.refs, self.b, self.h, self.heads, self.n, vector, self.erase)
+        row, h, heads, n, _ = self.place
+        return read_chunk(self.refs, row, h, heads, n, self.smem.vectors[group], self.sizes.erase)
 
     def pair_products(self, place: int, name: str):
         """Return the matrix products a kᵀ and c xᵀ, [C, C] float32 each, with a the queries or keys (by their `place` in a pair of tiles),
@@ -259,22 +315,21 @@ class Program:
         x, c = smem.values["missing"], smem.values[name]
 
         def add(alike, gradient):
-            for block in range(max(self.columns, self.rows)):
-                if block < self.columns:
-                    pair = self.wait(block)
-                    plgpu.wgmma(alike.ref, pair.at[place], pair.at[_K].transpose((1, 0)))
-                if block < self.rows:
-                    plgpu.barrier_wait(smem.values_loaded.at[block])
-                    plgpu.wgmma(gradient.ref, c.at[block], x.at[block].transpose((1, 0)))
-                if 0 < block <= self.columns:  # the products of the block before have finished
-                    plgpu.wgmma_wait((block < self.columns) + (block < self.rows))
-                    self.release(block - 1)
-            results = alike.read(), gradient.read(None)
-            if self.columns >= self.rows:
-                self.release(self.columns - 1)
-            return results
+            for column in range(self.sizes.columns):
+                pair = self.wait(column)
+                plgpu.wgmma(alike.ref, pair.at[place], pair.at[_K].transpose((1, 0)))
+                if column:  # the product before has finished
+                    plgpu.wgmma_wait(1)
+                    self.release(column - 1)
+            for row in range(self.sizes.rows):
+                plgpu.barrier_wait(smem.values_loaded.at[row])
+                plgpu.wgmma(gradient.ref, c.at[row], x.at[row].transpose((1, 0)))
+                if not row:
+                    plgpu.wgmma_wait(1)
+                    self.release(self.sizes.columns - 1)
+            return alike.read(), gradient.read(None)
 
-        return wg.with_accumulators(add, SQUARE, SQUARE, interpret=self.interpret)
+        return wg.with_accumulators(add, SQUARE, SQUARE, interpret=self.sizes.interpret)
 
     def sums_over_pairs(self, chunk: Chunk, group: int, products, betas):
         """Return three sums over the entries of `products` [C, C], the terms of the log decay's gradient through pairs of tokens without
@@ -297,7 +352,7 @@ class Program:
 
         def sums(*own):
             references = [x.ref for x in (*own, *accumulators)]
-            for row in range(self.rows):
+            for row in range(self.sizes.rows):
                 number = self.number(column, row)
                 add(row, self.wait(number), *references)
                 if row:  # the products of the row before have finished
@@ -305,7 +360,9 @@ class Program:
                     self.release(number - 1)
             first, *rest = own
             results = [first.read(), *(x.read(None) for x in rest)]
-            self.release(self.number(column, self.rows - 1))
+            self.release(self.number(column, self.sizes.rows - 1))
+            last = column == self.sizes.columns - 1
+            pl.when(last)(lambda: plgpu.barrier_arrive(self.smem.values_used))
             return results
 
         return sums
@@ -319,8 +376,7 @@ class Program:
         buffer[...] = gradient.astype(_BF16)
         plgpu.commit_smem()
         channels = pl.ds(column * _BLOCK, _BLOCK)
-        to = self.refs[name].at[self.b, self.tokens, self.result, channels]
-        plgpu.copy_smem_to_gmem(buffer, to)
+        plgpu.copy_smem_to_gmem(buffer, self.result(name).at[:, channels])
 
     def sum_decays(self, chunk: Chunk, later, erasing=None, after=None):
         """Return the gradient of the log decay of each token t, [C], from terms of the tokens, [C] each: the sum of `later` over the
@@ -347,26 +403,27 @@ class Program:
         betas = chunk.over_columns(chunk.beta)
         scores, read = self.pair_products(_Q, "d_out")
         # Without beta, which may be 0: nothing is divided by it.
-        read = read * (chunk.weights * self.scale)
+        read = read * (chunk.weights * self.sizes.scale)
         products = scores * read
         read = (read * betas).astype(_BF16)
         smem.read[...] = read
-        read = wg.as_left(read, smem.left[_READS], self.interpret)
+        read = wg.as_left(read, smem.left[_READS], self.sizes.interpret)
         later, of_columns, diagonal = self.sums_over_pairs(chunk, _READS, products, betas)
         smem.of_reads[...] = diagonal + of_columns
         plgpu.commit_smem()
         plgpu.barrier_arrive(smem.read_stored)
         later -= chunk.beta * of_columns
         decay = 1.0 if chunk.read_decay is None else wg.spread_rows(chunk.read_decay, SQUARE)
-        if not self.decay_gradient:
+        if not self.sizes.decay_gradient:
             self.complete_queries(read, decay, later)
+            plgpu.barrier_wait(smem.erases_stored)
             return
 
         def with_totals(totals):
             return self.complete_queries(read, decay, later, totals), totals.read()
 
         # <S, dS'> is the trace of a product: tensor cores have time.
-        later, total = wg.with_accumulators(with_totals, SQUARE, interpret=self.interpret)
+        later, total = wg.with_accumulators(with_totals, SQUARE, interpret=self.sizes.interpret)
         self.store_d_decay(chunk, later, total)
 
     def complete_queries(self, pairs, decay, later, *totals):
@@ -388,20 +445,20 @@ class Program:
 
         def complete(column, later):
             sums = self.memory_products(column, add, *totals)
-            (read,) = wg.with_accumulators(sums, SQUARE, interpret=self.interpret)
-            read = read * (decay * self.scale)
-            number = self.number(column, self.rows)
+            (read,) = wg.with_accumulators(sums, SQUARE, interpret=self.sizes.interpret)
+            read = read * (decay * self.sizes.scale)
+            number = self.number(column, self.sizes.rows)
             pair = self.wait(number)
-            if self.decay_gradient:
+            if self.sizes.decay_gradient:
                 q = plgpu.load(pair.at[_Q], layout=wg.LAYOUT).astype(_F32)
                 later += jnp.sum(q * read, axis=1)
             product = lambda dq: plgpu.wgmma(dq, pairs, pair.at[_K])  # noqa: E731
-            (dq,) = wg.accumulate(product, read, interpret=self.interpret)
+            (dq,) = wg.accumulate(product, read, interpret=self.sizes.interpret)
             self.store("dq", _Q, column, dq)
             self.release(number)
             return later
 
-        return lax.fori_loop(0, self.columns, complete, later)
+        return lax.fori_loop(0, self.sizes.columns, complete, later)
 
     def store_d_decay(self, chunk: Chunk, later, total) -> None:
         """Store the gradient of the log decay of the chunk's tokens, [C]: the second warpgroup's terms, `later` summed over the tokens
@@ -416,7 +473,7 @@ class Program:
         sums += trace * vector[CHUNK - 1]
         plgpu.barrier_wait(smem.erases_stored)
         sums += plgpu.load(smem.of_erases, layout=wg.LAYOUT.reduce(1))
-        self.refs["d_decay"].at[self.b, self.tokens, self.result][...] = sums
+        self.result("d_decay")[...] = sums
 
     # The second warpgroup
 
@@ -430,11 +487,12 @@ class Program:
         products = alike * erase
         erase = (erase * betas).astype(_BF16)
         square = smem.gradients.at[_K]
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the chunk before
         square[...] = erase
         plgpu.commit_smem()
         transposed = plgpu.load(square.transpose((1, 0)), layout=wg.LAYOUT)
         symmetric = erase.astype(_F32) + transposed.astype(_F32)
-        pairs = wg.as_left(symmetric, smem.left[_ERASES], self.interpret)
+        pairs = wg.as_left(symmetric, smem.left[_ERASES], self.sizes.interpret)
         # Sums over columns use one buffer: those of the first warpgroup are complete.
         plgpu.barrier_wait(smem.read_stored)
         erasing, of_columns, _ = self.sums_over_pairs(chunk, _ERASES, products, betas)
@@ -445,13 +503,13 @@ class Program:
         positive = chunk.beta > 1e-10
         divisor = jnp.where(positive, chunk.beta, 1.0)
         d_beta = jnp.where(positive, beta_times_d_beta / divisor, d_beta + written)
-        self.refs["d_beta"].at[self.b, self.tokens, self.result][...] = d_beta
-        if self.decay_gradient:
-            if self.erase == "decayed":
+        self.result("d_beta")[...] = d_beta
+        if self.sizes.decay_gradient:
+            if self.sizes.erase == "decayed":
                 later, erasing = later + erasing, None
             smem.of_erases[...] = self.sum_decays(chunk, later, erasing, chunk.beta * written)
             plgpu.commit_smem()
-            plgpu.barrier_arrive(smem.erases_stored)
+        plgpu.barrier_arrive(smem.erases_stored)
 
     def complete_keys(self, chunk: Chunk, pairs):
         """Store the gradient of the keys, 64 key channels at a time. Return two sums over the key channels, [C] each: of k times its
@@ -472,12 +530,12 @@ class Program:
         def complete(column, found):
             erased, written = found
             sums = self.memory_products(column, add)
-            erase, write = wg.with_accumulators(sums, SQUARE, SQUARE, interpret=self.interpret)
+            erase, write = wg.with_accumulators(sums, SQUARE, SQUARE, interpret=self.sizes.interpret)
             erase, write = erase * spread(chunk.erase_decay), write * spread(chunk.write_decay)
-            number = self.number(column, self.rows)
+            number = self.number(column, self.sizes.rows)
             pair = self.wait(number)
             k = plgpu.load(pair.at[_K], layout=wg.LAYOUT).astype(_F32)
-            if self.decay_gradient:
+            if self.sizes.decay_gradient:
                 erased += jnp.sum(k * erase, axis=1)
             written += jnp.sum(k * write, axis=1)
 
@@ -486,10 +544,10 @@ class Program:
                 plgpu.wgmma(dk, pairs, pair.at[_K])
 
             dk = write * wg.spread_rows(chunk.beta, SQUARE) - erase
-            (dk,) = wg.accumulate(of_pairs, dk, interpret=self.interpret)
+            (dk,) = wg.accumulate(of_pairs, dk, interpret=self.sizes.interpret)
             self.store("dk", _K, column, dk)
             self.release(number)
             return erased, written
 
         zeros = plgpu.layout_cast(jnp.zeros(CHUNK, _F32), wg.LAYOUT.reduce(1))
-        return lax.fori_loop(0, self.columns, complete, (zeros, zeros))
+        return lax.fori_loop(0, self.sizes.columns, complete, (zeros, zeros))
