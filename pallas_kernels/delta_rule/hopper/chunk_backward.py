@@ -478,7 +478,9 @@ def chunk_backward(
     depth = k.shape[-1]
     plan = _plan(depth, width)
     if stream and not plan.ring:
-        raise ValueError(f"stream=True does not fit in shared memory with K={depth} and V={width}; None chooses")
+        raise ValueError(
+            f"stream=True does not fit in shared memory with K={depth} and V={width}; None chooses"
+        )
     stream = fits_streamed(depth, width) if stream is None else stream
     slices = plan.slices
 
@@ -499,7 +501,7 @@ def chunk_backward(
     if stream:
         sizes = streamed.Sizes(batch, chunks, heads, *sliced, plan.ring, *options)
         kernel = functools.partial(streamed.run, sizes=sizes)
-        grid = dict(processor=min(streamed.PROCESSORS, sizes.programs))
+        grid = streamed.grid(sizes)
 
     gradient = jax.ShapeDtypeStruct((batch, length, heads * slices, depth), _BF16)
     d_beta = jax.ShapeDtypeStruct(gradient.shape[:3], _F32)

@@ -86,7 +86,9 @@ def stage_count(depth: int, width: int, memory: int) -> int:
     kernel does not fit. It divides the number of pairs, so that each chunk begins at the same place of the ring.
     """
     tile, count = 2 * _BLOCK * _BLOCK, pair_count(depth, width)
-    other = 3 * tile * (width // _BLOCK) + 3 * tile + 4 * 1024  # vectors, barriers, sums over rows of registers
+    other = (
+        3 * tile * (width // _BLOCK) + 3 * tile + 4 * 1024
+    )  # vectors, barriers, sums over rows of registers
     most = min(count, (memory - other) // (2 * tile))
     return next((n for n in range(most, _FEWEST_STAGES - 1, -1) if count % n == 0), 0)
 
@@ -159,6 +161,11 @@ class Sizes:
     def rows(self) -> int:
         """The number of blocks of 64 value channels of a slice."""
         return self.width // _BLOCK
+
+
+def grid(sizes: Sizes) -> dict[str, int]:
+    """Return the kernel's grid: one thread block for each processor, or for each program."""
+    return dict(processor=min(PROCESSORS, sizes.programs))
 
 
 def run(refs: dict[str, Any], sizes: Sizes) -> None:
@@ -530,7 +537,9 @@ class Program:
         def complete(column, found):
             erased, written = found
             sums = self.memory_products(column, add)
-            erase, write = wg.with_accumulators(sums, SQUARE, SQUARE, interpret=self.sizes.interpret)
+            erase, write = wg.with_accumulators(
+                sums, SQUARE, SQUARE, interpret=self.sizes.interpret
+            )
             erase, write = erase * spread(chunk.erase_decay), write * spread(chunk.write_decay)
             number = self.number(column, self.sizes.rows)
             pair = self.wait(number)
