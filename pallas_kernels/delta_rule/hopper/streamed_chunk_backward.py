@@ -29,7 +29,8 @@ from pallas_kernels.hopper.blocks import Place, head_index
 GROUPS = 3
 """Warpgroups of a thread block: one for the queries, one for the keys, and one that loads."""
 _READS, _ERASES, _LOADS = range(GROUPS)
-_REGISTERS = 240, 32  # of a thread of a warpgroup that computes, and of the one that loads
+# Registers of a thread of a warpgroup that computes, and of the one that loads: together the 3 * 168 with which the kernel begins.
+_REGISTERS = 232, 40
 _BLOCK = 64  # key or value channels of one tile
 _FEWEST_STAGES = 4  # pairs of tiles loaded or in use with which the kernel is used
 _VALUES = ("missing", "d_out", "dv")
