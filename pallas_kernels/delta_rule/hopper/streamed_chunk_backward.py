@@ -87,9 +87,8 @@ def stage_count(depth: int, width: int, memory: int) -> int:
     kernel does not fit. It divides the number of pairs, so that each chunk begins at the same place of the ring.
     """
     tile, count = 2 * _BLOCK * _BLOCK, pair_count(depth, width)
-    other = (
-        3 * tile * (width // _BLOCK) + 3 * tile + 4 * 1024
-    )  # vectors, barriers, sums over rows of registers
+    small = 4 * 1024  # vectors, barriers, the buffer for sums over columns
+    other = 3 * tile * (width // _BLOCK) + 3 * tile + small
     most = min(count, (memory - other) // (2 * tile))
     return next((n for n in range(most, _FEWEST_STAGES - 1, -1) if count % n == 0), 0)
 
