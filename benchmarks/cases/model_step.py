@@ -11,6 +11,7 @@ step's instructions, one file for each row. `--implementations` names backends o
 length of heads after short convolutions to XLA, `--norms xla` the gradients of blocks' norms and of the products behind mixers' norms
 (`stream` and `product` compute one of the two by a kernel, `backward` both gradients, and sums with their norms by XLA), `--rwkv7 before` computes what RWKV7 and squared ReLUs do between products as before it
 was fused (other words leave out one part), `--pairs apart` computes Mamba2's gradients of q and k head by head, `--stacks concatenated` joins the gradients of layers' matrices at the end,
+`--delta_chunks kept` computes the gradients of all chunks of a delta rule by the kernel that keeps q and k,
 `--loss_chunk_sizes` are of `model.loss_chunk_size`, and `--losses N` first trains for N steps on successive text (warm-up of N / 5 steps) and
 stores their losses. With `--lock FILE` processes on one card compile side by
 side and time one after another. `--peers fla` then times the forward and backward, without an
@@ -58,6 +59,7 @@ from lsm_jax.ops.convolution import backends as convolution
 from lsm_jax.ops.rwkv7 import backends as rwkv7
 from lsm_jax.parallel import make_mesh, token_sharding
 from lsm_jax.training import TrainConfig, make_program
+from pallas_kernels.delta_rule.hopper import chunk_backward as delta_chunks
 from pallas_kernels.linear_attention.hopper import scalar_decay
 
 BENCHMARK = Benchmark(
@@ -76,6 +78,7 @@ BENCHMARK = Benchmark(
         "rwkv7": None,
         "pairs": None,
         "stacks": None,
+        "delta_chunks": None,
         "loss_chunk_size": None,
     },
     output="docs/model_step.jsonl",
@@ -225,6 +228,8 @@ def serve(case: dict[str, Any]) -> None:
         scalar_decay.GRADIENTS_OF_PAIRS = False
     if case.get("stacks") == "concatenated":
         unstack.LEAST_SIZE = math.inf
+    if case.get("delta_chunks") == "kept":
+        delta_chunks.fits_streamed = lambda depth, values: False
     if size := case.get("loss_chunk_size"):
         config.model.loss_chunk_size = size
     if count := case.get("losses", 0):
@@ -336,6 +341,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "automatic,concatenated: both",
     )  # fmt: skip
     parser.add_argument(
+        "--delta_chunks", type=options.names(("automatic", "kept")), default="automatic",
+        help="gradients of the chunks of wide heads of a delta rule by Hopper's streamed kernel, as by default, or by the one that keeps q and k; "
+        "automatic,kept: both",
+    )  # fmt: skip
+    parser.add_argument(
         "--loss_chunk_sizes", type=options.integers, default="0",
         help="model.loss_chunk_size, such as 0,8192, each its own row; 0 is the config's",
     )  # fmt: skip
@@ -371,6 +381,7 @@ def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
         | ({"rwkv7": part} if part != "automatic" else {})
         | ({"pairs": pairs} if pairs != "automatic" else {})
         | ({"stacks": stacks} if stacks != "automatic" else {})
+        | ({"delta_chunks": chunks} if chunks != "automatic" else {})
         | ({"loss_chunk_size": loss_chunk_size} if loss_chunk_size else {})
         | ({"losses": args.losses} if args.losses else {})
         for r, n in policies
@@ -383,6 +394,7 @@ def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
         for part in args.rwkv7
         for pairs in args.pairs
         for stacks in args.stacks
+        for chunks in args.delta_chunks
         for loss_chunk_size in args.loss_chunk_sizes
     ]
     return own + [

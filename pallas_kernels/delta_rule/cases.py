@@ -81,6 +81,8 @@ HOPPER_INTERPRETED = (
     # As with more scans than processors: two warpgroups share what is loaded, a memory with K = 256 has two buffers.
     Case((2, 1, 1), 64, 128, 65, True, "token", "many", many=True),
     Case((1, 1, 1), 256, 128, 65, True, "token", "many-deep", many=True),
+    Case((1, 1, 1), 256, 256, 130, True, "token", "many-deep-wide", many=True),
+    Case((2, 1, 1), 128, 256, 100, False, "", "many-wide", many=True),
     Case((1, 1, 1), 64, 128, 65, True, "channel", "many-channel", many=True),
     Case((1, 1, 1), 64, 64, 128, False, "", "alike", alike=True),
     Case((1, 1, 1), 64, 64, 128, True, "channel", "channel"),

@@ -16,9 +16,10 @@ import pytest
 from benchmarks import options, registry, run
 from benchmarks import text as texts
 from benchmarks.__main__ import main, make_parser
-from benchmarks.cases import gated_norm, mom_sequence, residual_norm, writes
+from benchmarks.cases import delta_chunks, gated_norm, mom_sequence, residual_norm, writes
 from benchmarks.registry import Benchmark, UsageError
 from benchmarks.run import read_rows
+from pallas_kernels.compat import gpu_interpreter
 from pallas_kernels.gated_norm.cases import Case
 from tests.faults import campaign
 
@@ -256,6 +257,21 @@ def test_gradients_of_writes_are_drawn_and_compared():
     got, wanted = (writes.of_first_row("xla", dtype, arrays) for dtype in (None, np.float32))
     assert set(got) == set(arrays) - {"d_output"} and got["v"].shape == (1, 70, 2, 64)
     assert 0 < max(writes.errors(got, wanted).values()) < 0.1
+
+
+@pytest.mark.slow
+def test_kernels_of_the_delta_rules_chunks_are_compared(monkeypatch):
+    monkeypatch.setattr(delta_chunks, "batch_milliseconds", lambda program, x: len(program(x)))
+    case = "1x128x1x64x256-documents"
+    row = delta_chunks.measure(case, ["kept", "streamed"], 1, interpret=gpu_interpreter())
+    assert row["kept"] == row["streamed"] == 4
+    assert row["kept_same"] and row["streamed_same"] and row["right"]
+    assert set(row["differences"]) == {"q", "k", "beta", "log_decay"}
+    shapes = jax.eval_shape(lambda: delta_chunks.make("1x128x1x64x256-plain"))
+    assert shapes["log_decay"] is shapes["run"] is None
+    x, far, nan = (np.full(4, value, np.float32) for value in (1, 1.01, np.nan))
+    assert delta_chunks.differences([far], [x])["q"] == pytest.approx(0.01, rel=1e-3)
+    assert np.isnan(delta_chunks.differences([nan], [x])["q"])
 
 
 @pytest.mark.slow

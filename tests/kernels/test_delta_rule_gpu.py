@@ -16,6 +16,8 @@ from pallas_kernels.delta_rule.cases import (
     HOPPER_INTERPRETED,
     OUTPUT_TOLERANCE,
 )
+from pallas_kernels.delta_rule.hopper import streamed_chunk_backward
+from pallas_kernels.delta_rule.hopper.chunk_backward import chunk_backward, fits_streamed
 from pallas_kernels.hopper import parts as hopper_parts
 from pallas_kernels.hopper import scan as hopper_scan
 from tests.kernels.test_linear_attention_gpu import assert_alike
@@ -114,6 +116,7 @@ def test_equals_the_recurrence_in_value_and_every_gradient(case, monkeypatch):
         )
     if case.many:
         monkeypatch.setattr(hopper_scan, "PROCESSORS", 1)
+        monkeypatch.setattr(streamed_chunk_backward, "PROCESSORS", 1)
     inputs = make(*case.dims, documents=case.documents, **case.options)
     widened = jax.tree.map(lambda x: x.astype(jnp.float32), inputs | dict(run=None))
     run = inputs.pop("run")
@@ -124,6 +127,70 @@ def test_equals_the_recurrence_in_value_and_every_gradient(case, monkeypatch):
         output=OUTPUT_TOLERANCE, gradient=GRADIENT_TOLERANCE,
     )  # fmt: skip
     assert not races_found()
+
+
+def test_wide_heads_are_streamed():
+    sizes = [(k, v) for k in (64, 128, 256) for v in (64, 128, 256, 512) if fits_streamed(k, v)]
+    assert sizes == [
+        (64, 256),
+        (64, 512),
+        (128, 256),
+        (128, 512),
+        (256, 128),
+        (256, 256),
+        (256, 512),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("key_dim", "width", "decay", "erase", "documents"),
+    [
+        (64, 256, True, "decayed", True),
+        pytest.param(256, 256, True, "undecayed", True, marks=pytest.mark.slow),
+        pytest.param(256, 512, True, "decayed", False, marks=pytest.mark.slow),
+        pytest.param(256, 128, False, "decayed", True, marks=pytest.mark.slow),
+        pytest.param(128, 256, False, "decayed", False, marks=pytest.mark.slow),
+    ],
+)
+def test_streamed_chunks_equal_those_that_are_kept(
+    key_dim, width, decay, erase, documents, monkeypatch
+):
+    """Two thread blocks compute six chunks, and two heads share their queries: the gradients of both kernels of `chunk_backward`."""
+    monkeypatch.setattr(streamed_chunk_backward, "PROCESSORS", 2)
+    length, heads = 192, 2
+    x = make(length, 1, heads, heads, key_dim, width, documents=documents, decay=decay)
+    rng = np.random.default_rng(1)
+
+    def normal(*shape):
+        return jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
+
+    values = [normal(BATCH, length, heads, width) for _ in range(3)]
+    memories = [normal(BATCH, heads, length // 64, width, key_dim) for _ in range(2)]
+    inputs = x["q"], x["k"], *values, *memories, x["beta"], x["log_decay"], x["run"]
+    results = []
+    for stream in (False, True):
+        results.append(
+            chunk_backward(
+                *inputs, scale=SCALE, decay_gradient=decay, erase=erase, stream=stream,
+                interpret=gpu_interpreter(),
+            )
+        )  # fmt: skip
+        assert not races_found()
+    assert len(results[1]) == 3 + decay
+    for kept, streamed in zip(*results, strict=True):
+        kept, streamed = (np.asarray(y, np.float32) for y in (kept, streamed))
+        # Gradients of q and k are bfloat16; the others differ by the order of their sums.
+        np.testing.assert_allclose(streamed, kept, rtol=2**-7, atol=1e-5 * np.abs(kept).max())
+
+
+def test_refuses_to_stream_what_does_not_fit():
+    x = make(64, 1, 1, 1, 64, 64, documents=False, decay=False)
+    memory = jnp.zeros((BATCH, 1, 1, 64, 64), jnp.bfloat16)
+    with pytest.raises(ValueError, match="stream=True .* K=64 and V=64"):
+        chunk_backward(
+            x["q"], x["k"], *[x["v"]] * 3, memory, memory, x["beta"], None, None, scale=SCALE,
+            decay_gradient=False, erase="decayed", stream=True, interpret=gpu_interpreter(),
+        )  # fmt: skip
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.compat import pl, plgpu
+from pallas_kernels.delta_rule.hopper import streamed_chunk_backward as streamed
 from pallas_kernels.delta_rule.hopper.chunk_forward import (
     CHUNK,
     SQUARE,
@@ -404,9 +405,48 @@ def _smem(depth: int, width: int, stages: int, interpret) -> _Smem:
     )
 
 
+class _Plan(NamedTuple):
+    """How `chunk_backward` divides the work for a number of key channels K and of value channels.
+
+    Attributes:
+        depth: K.
+        width: the number of value channels of one program.
+        slices: the number of programs for the value channels of a chunk and head.
+        programs: the number of this module's programs that run on a processor at a time.
+        stages: the number of pairs of tiles of S and dS' of this module's programs.
+        ring: the number of pairs of tiles of a program of the streamed kernel; 0 where that does not fit.
+    """
+
+    depth: int
+    width: int
+    slices: int
+    programs: int
+    stages: int
+    ring: int
+
+
+def _plan(depth: int, values: int) -> _Plan:
+    """Return how the work for K = `depth` and V = `values` is divided."""
+    width, slices = min(values, _WIDTH), max(1, values // _WIDTH)
+    pair_count = (width // _BLOCK) * (depth // _BLOCK)
+    pair_bytes, other_bytes = 4 * _BLOCK * _BLOCK, 2 * CHUNK * (2 * depth + 3 * width + CHUNK + 8)
+    programs = _SMEM_BYTES // (other_bytes + pair_bytes)
+    stages = min(_STAGES, pair_count, (_SMEM_BYTES // programs - other_bytes) // pair_bytes)
+    ring = streamed.stage_count(depth, width, _SMEM_BYTES)
+    return _Plan(depth, width, slices, programs, stages, ring)
+
+
+def fits_streamed(depth: int, values: int) -> bool:
+    """Return whether `chunk_backward` with K = `depth` and V = `values` runs by the streamed kernel: where only one program of the other
+    kernel fits on a processor, so that no second one computes while it waits, and the streamed one fits.
+    """
+    plan = _plan(depth, values)
+    return plan.programs == 1 and plan.ring > 0
+
+
 def chunk_backward(
     q, k, missing, d_out, dv, states, d_states, beta, log_decay, run, *, scale: float,
-    decay_gradient: bool, erase: str, interpret: Any = False,
+    decay_gradient: bool, erase: str, stream: bool | None = None, interpret: Any = False,
 ):  # fmt: skip
     """Compute, for all chunks in parallel, the gradients of q, k, beta and the log decay of the delta rule
     with a scalar decay or none.
@@ -427,6 +467,7 @@ def chunk_backward(
         scale: the factor by which the queries q are multiplied.
         decay_gradient: whether to compute the gradient of the log decay.
         erase: "decayed" or, with a log decay, "undecayed", the memory that keys read.
+        stream: whether the streamed kernel computes it (`streamed_chunk_backward`); None is the rule of `fits_streamed`.
         interpret: parameters of the Pallas interpreter, or False to compile the kernel.
 
     Returns:
@@ -434,24 +475,33 @@ def chunk_backward(
         and, if `decay_gradient`, of the log decay [B, T, heads * slices] float32.
     """
     batch, length, heads, width = dv.shape
-    width, slices = min(width, _WIDTH), max(1, width // _WIDTH)
     depth = k.shape[-1]
-    pair_count = (width // _BLOCK) * (depth // _BLOCK)
-    pair_bytes, other_bytes = 4 * _BLOCK * _BLOCK, 2 * CHUNK * (2 * depth + 3 * width + CHUNK + 8)
-    programs = _SMEM_BYTES // (other_bytes + pair_bytes)  # that run on a processor at a time
-    stages = min(_STAGES, pair_count, (_SMEM_BYTES // programs - other_bytes) // pair_bytes)
+    plan = _plan(depth, width)
+    if stream and not plan.ring:
+        raise ValueError(
+            f"stream=True does not fit in shared memory with K={depth} and V={width}; None chooses"
+        )
+    stream = fits_streamed(depth, width) if stream is None else stream
+    slices = plan.slices
+
+    options = scale, decay_gradient, erase, interpret
+    chunks, sliced = length // CHUNK, (plan.slices, plan.width, depth)
 
     def kernel(refs):
         b, h = row_and_head(heads)
         n, piece = lax.axis_index("chunk"), lax.axis_index("slice")
-        tokens, result = pl.ds(n * CHUNK, CHUNK), h * slices + piece
+        place = b, h, n, piece, pl.ds(n * CHUNK, CHUNK), h * slices + piece, heads
 
         def body(smem: _Smem):
-            _Block(
-                refs, smem, b, h, n, piece, tokens, result, heads, width, depth, stages, scale, decay_gradient, erase, interpret
-            ).run()  # fmt: skip
+            _Block(refs, smem, *place, plan.width, depth, plan.stages, *options).run()
 
-        pl.run_scoped(body, _smem(depth, width, stages, interpret))
+        pl.run_scoped(body, _smem(depth, plan.width, plan.stages, interpret))
+
+    grid = dict(row=batch * heads, chunk=chunks, slice=slices)
+    if stream:
+        sizes = streamed.Sizes(batch, chunks, heads, *sliced, plan.ring, *options)
+        kernel = functools.partial(streamed.run, sizes=sizes)
+        grid = streamed.grid(sizes)
 
     gradient = jax.ShapeDtypeStruct((batch, length, heads * slices, depth), _BF16)
     d_beta = jax.ShapeDtypeStruct(gradient.shape[:3], _F32)
@@ -462,7 +512,8 @@ def chunk_backward(
             log_decay=log_decay, run=run,
         ),
         outputs=dict(dq=gradient, dk=gradient, d_beta=d_beta, d_decay=d_beta if decay_gradient else None),
-        grid=dict(row=batch * heads, chunk=length // CHUNK, slice=slices),
+        grid=grid,
+        num_threads=streamed.GROUPS if stream else None,
         name="delta_chunk_backward",
         interpret=interpret,
     )  # fmt: skip

@@ -1,0 +1,562 @@
+"""The phase `chunk_backward` of the delta rule without decay or with a scalar decay, on Mosaic GPU (Hopper), for wide heads: a thread
+block that leaves no space for a second one on its processor, whose loads, products and stores must overlap within it.
+
+A thread block of three warpgroups computes one chunk after another. The third warpgroup loads everything, mostly through a ring of pairs of
+tiles: first the 64 tokens' queries and keys, for the gradients A and E of the scores of pairs of tokens, then for each 64 key channels the
+tiles of the memory S and of the gradient dS', and once more these channels' queries and keys, now from the L2 cache. It goes on to the next
+chunk while the others complete this one. The first warpgroup computes what comes through the queries, the second what comes through the keys:
+
+    A, dq = A k + e^b ⊙ (dO Sᵀ), <S, dS'>          E, dk = Aᵀ q + (E + Eᵀ) k + beta e^(b_C - b) ⊙ (x dS'ᵀ) - e^b ⊙ (dv Sᵀ)
+
+so that each tile of S is read by both, and neither needs more registers than it has. dq and dk are stored for 64 key channels at a time.
+`chunk_backward` has the other kernel, which keeps q and k, and `pallas_kernels.tiles.delta` the formulas.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.compat import PROCESSORS, pl, plgpu
+from pallas_kernels.delta_rule.hopper.chunk_forward import CHUNK, SQUARE, Chunk, read_chunk
+from pallas_kernels.hopper import warpgroups as wg
+from pallas_kernels.hopper.blocks import Place, head_index
+
+GROUPS = 3
+"""Warpgroups of a thread block: one for the queries, one for the keys, and one that loads."""
+_READS, _ERASES, _LOADS = range(GROUPS)
+# Registers of a thread of a warpgroup that computes, and of the one that loads: together the 3 * 168 with which the kernel begins.
+_REGISTERS = 232, 40
+_BLOCK = 64  # key or value channels of one tile
+_FEWEST_STAGES = 4  # pairs of tiles loaded or in use with which the kernel is used
+_VALUES = ("missing", "d_out", "dv")
+_Q, _K = range(2)  # places of queries and keys in a pair of tiles
+_F32, _BF16 = jnp.float32, jnp.bfloat16
+
+
+class _Smem(NamedTuple):
+    """Buffers in shared memory of a thread block that computes the gradients of one chunk and head of the delta rule; tiles are bfloat16.
+
+    C is the number of tokens of a chunk, S the memory before it and dS' the gradient of the memory after it.
+
+    Attributes:
+        values: the errors x of the memory's predictions (`missing`), the gradients of the output and of v, [V / 64, C, 64] each.
+        ring: [stages, 2, 64, 64], pairs of tiles: of q and k, or of S and dS'.
+        read: [C, C], the gradient A of the scores of queries with keys.
+        gradients: [2, C, 64], the gradients of q and of k on the way to global memory; before that, the second has E.
+        vectors: two [C] float32, of the first and of the second warpgroup, for a value of each token.
+        of_reads: [C] float32, the terms of the gradient of beta through the scores of queries with keys.
+        of_erases: [C] float32, the terms of the log decay's gradient that the second warpgroup computes.
+        values_loaded: the barriers at which 64 channels of `values` are loaded.
+        values_used: the barrier at which both warpgroups have used `values`.
+        loaded: the barriers at which a pair of tiles is loaded, one for each stage of the ring.
+        used: the barriers at which both warpgroups have used a pair of tiles, one for each stage.
+        read_stored: the barrier at which `read` and `of_reads` are complete.
+        erases_stored: the barrier at which `of_erases` is complete, and the second warpgroup has used `read` and `of_reads`.
+        left: two [C, C] for the interpreter, which reads left operands from shared memory; else None.
+    """
+
+    values: dict[str, Any]
+    ring: Any
+    read: Any
+    gradients: Any
+    vectors: list[Any]
+    of_reads: Any
+    of_erases: Any
+    values_loaded: Any
+    values_used: Any
+    loaded: Any
+    used: Any
+    read_stored: Any
+    erases_stored: Any
+    left: list[Any]
+
+
+def pair_count(depth: int, width: int) -> int:
+    """Return how many pairs of tiles one chunk and head has, for K = `depth` and slices of `width` value channels."""
+    columns, rows = depth // _BLOCK, width // _BLOCK
+    return columns * (rows + 2)
+
+
+def stage_count(depth: int, width: int, memory: int) -> int:
+    """Return how many pairs of tiles the ring of a thread block has, with `memory` bytes of shared memory for the thread block; 0 if this
+    kernel does not fit. It divides the number of pairs, so that each chunk begins at the same place of the ring.
+    """
+    tile, count = 2 * _BLOCK * _BLOCK, pair_count(depth, width)
+    small = 4 * 1024  # vectors, barriers, the buffer for sums over columns
+    other = 3 * tile * (width // _BLOCK) + 3 * tile + small
+    most = min(count, (memory - other) // (2 * tile))
+    return next((n for n in range(most, _FEWEST_STAGES - 1, -1) if count % n == 0), 0)
+
+
+def _smem(sizes: Sizes) -> _Smem:
+    """Return the types of the buffers in shared memory of a thread block."""
+    smem: Any = plgpu.SMEM
+    tile = functools.partial(smem, dtype=_BF16, transforms=wg.TILED)
+    vector = smem((CHUNK,), _F32)
+    rows, stages = sizes.rows, sizes.stages
+    return _Smem(
+        values={name: tile((rows, *SQUARE)) for name in _VALUES},
+        ring=tile((stages, 2, *SQUARE)),
+        read=tile(SQUARE),
+        gradients=tile((2, *SQUARE)),
+        vectors=[vector] * 2,
+        of_reads=vector,
+        of_erases=vector,
+        values_loaded=plgpu.Barrier(num_arrivals=len(_VALUES), num_barriers=rows),
+        values_used=plgpu.Barrier(num_arrivals=2),
+        loaded=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+        used=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+        read_stored=plgpu.Barrier(num_arrivals=1),
+        erases_stored=plgpu.Barrier(num_arrivals=1),
+        left=[tile(SQUARE)] * 2 if sizes.interpret else [None] * 2,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Sizes and options of a call.
+
+    Attributes:
+        batch: number of rows of the batch.
+        chunks: number of chunks of a row.
+        heads: number of heads of the gradient of the output.
+        slices: number of slices of value channels.
+        width: number of value channels of a slice.
+        depth: number of key channels, K.
+        stages: number of pairs of tiles in the ring.
+        scale: the factor by which the queries q are multiplied.
+        decay_gradient: whether the gradient of the log decay is computed.
+        erase: "decayed" or "undecayed", the memory that keys read.
+        interpret: parameters of the Pallas interpreter, or False to compile the kernel.
+    """
+
+    batch: int
+    chunks: int
+    heads: int
+    slices: int
+    width: int
+    depth: int
+    stages: int
+    scale: float
+    decay_gradient: bool
+    erase: str
+    interpret: Any
+
+    @property
+    def programs(self) -> int:
+        """The number of programs: one for each chunk, head and slice of value channels."""
+        return self.batch * self.chunks * self.heads * self.slices
+
+    @property
+    def columns(self) -> int:
+        """The number of blocks of 64 key channels."""
+        return self.depth // _BLOCK
+
+    @property
+    def rows(self) -> int:
+        """The number of blocks of 64 value channels of a slice."""
+        return self.width // _BLOCK
+
+
+def grid(sizes: Sizes) -> dict[str, int]:
+    """Return the kernel's grid: one thread block for each processor, or for each program."""
+    return dict(processor=min(PROCESSORS, sizes.programs))
+
+
+def run(refs: dict[str, Any], sizes: Sizes) -> None:
+    """Compute this thread block's share of the programs; the body of the kernel, with the axes "processor" and "group".
+
+    `refs` are references to inputs and outputs in global memory, by name.
+    """
+    processor, group = lax.axis_index("processor"), lax.axis_index("group")
+    processors = lax.axis_size("processor")
+    turns = lax.div(sizes.programs - processor + processors - 1, processors)
+
+    def body(smem: _Smem):
+        def for_programs(part):
+            def turn(number, _):
+                part(_program(refs, smem, sizes, processor + number * processors), number)
+
+            lax.fori_loop(0, turns, turn, None)
+
+        def compute(part):
+            plgpu.set_max_registers(_REGISTERS[0], action="increase")
+            for_programs(lambda program, _: part(program))
+            # The end of the kernel waits for the writes; only the buffers must have been read before it.
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+        pl.when(group == _READS)(lambda: compute(Program.compute_reads))
+        pl.when(group == _ERASES)(lambda: compute(Program.compute_erases))
+
+        @pl.when(group == _LOADS)
+        def _():
+            plgpu.set_max_registers(_REGISTERS[1], action="decrease")
+            for_programs(Program.load)
+            plgpu.barrier_wait(smem.values_used)
+            for stage in range(sizes.stages):
+                plgpu.barrier_wait(smem.used.at[stage])
+
+    pl.run_scoped(body, _smem(sizes), collective_axes="group")
+
+
+def _program(refs: dict[str, Any], smem: _Smem, sizes: Sizes, index) -> Program:
+    """Return the program with this index: slices of value channels change fastest, then chunks, heads and rows."""
+    piece, index = lax.rem(index, sizes.slices), lax.div(index, sizes.slices)
+    n, index = lax.rem(index, sizes.chunks), lax.div(index, sizes.chunks)
+    h, row = lax.rem(index, sizes.heads), lax.div(index, sizes.heads)
+    place = Place(row, h, sizes.heads, n, pl.ds(n * CHUNK, CHUNK))
+    return Program(refs, smem, sizes, place, piece)
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """The computation of the terms of the gradients of one chunk and head that come through one slice of its value channels.
+
+    Pairs of tiles have numbers, in the order in which they are loaded: first those of q and k, one for each 64 key channels; then for each
+    64 key channels those of the memory, one for each 64 value channels, and q and k of these channels.
+
+    Attributes:
+        refs: references to inputs and outputs in global memory, by name.
+        smem: the buffers of the thread block in shared memory.
+        sizes: sizes and options of the call.
+        place: where the chunk and head are.
+        piece: index of the slice of value channels.
+    """
+
+    refs: dict[str, Any]
+    smem: _Smem
+    sizes: Sizes
+    place: Place
+    piece: Any
+
+    def number(self, column, row: int):
+        """Return the number of the pair of tiles of the memory in 64 key channels (`column`) and 64 value channels (`row`); after the last
+        row, of the pair of q and k in these key channels.
+        """
+        return self.sizes.columns + column * (self.sizes.rows + 1) + row
+
+    def result(self, name: str):
+        """Return a reference to the chunk's tokens in an output, for this head and slice of value channels."""
+        row, h, _, _, tokens = self.place
+        return self.refs[name].at[row, tokens, h * self.sizes.slices + self.piece]
+
+    # Loads
+
+    def load(self, turn) -> None:
+        """Load all inputs, each when its buffer is free. `turn` counts the thread block's programs."""
+        for column in range(self.sizes.columns):
+            self.load_tokens(turn, column, column)
+        pl.when(turn > 0)(lambda: plgpu.barrier_wait(self.smem.values_used))
+        for row in range(self.sizes.rows):
+            self.load_values(row)
+
+        def load_column(column, _):
+            for row in range(self.sizes.rows):
+                self.load_memory(turn, self.number(column, row), column, row)
+            self.load_tokens(turn, self.number(column, self.sizes.rows), column)
+
+        lax.fori_loop(0, self.sizes.columns, load_column, None)
+
+    def load_pair(self, turn, number, sources) -> None:
+        """Start to load the pair of tiles with this number from two references to global memory."""
+        stage = lax.rem(number, self.sizes.stages)
+        again = (turn > 0) | (number >= self.sizes.stages)
+        pl.when(again)(lambda: plgpu.barrier_wait(self.smem.used.at[stage]))
+        for place, source in enumerate(sources):
+            to = self.smem.ring.at[stage, place]
+            plgpu.copy_gmem_to_smem(source, to, self.smem.loaded.at[stage])
+
+    def load_tokens(self, turn, number, column) -> None:
+        """Start to load the queries and keys in 64 key channels as the pair of tiles with this number."""
+        row, h, heads, _, tokens = self.place
+        channels = pl.ds(column * _BLOCK, _BLOCK)
+        refs = (self.refs[name] for name in ("q", "k"))
+        sources = [x.at[row, tokens, head_index(x, h, heads), channels] for x in refs]
+        self.load_pair(turn, number, sources)
+
+    def load_memory(self, turn, number, column, row: int) -> None:
+        """Start to load a tile of the memory before the chunk and the same one of the gradient of the memory after it."""
+        b, h, _, n, _ = self.place
+        at = b, h, n, self.value_channels(row), pl.ds(column * _BLOCK, _BLOCK)
+        self.load_pair(turn, number, [self.refs[name].at[at] for name in ("states", "d_states")])
+
+    def load_values(self, row: int) -> None:
+        """Start to load the errors of the memory's predictions and the gradients of the output and of v in 64 value channels."""
+        b, h, _, _, tokens = self.place
+        for name in _VALUES:
+            source = self.refs[name].at[b, tokens, h, self.value_channels(row)]
+            to = self.smem.values[name].at[row]
+            plgpu.copy_gmem_to_smem(source, to, self.smem.values_loaded.at[row])
+
+    def value_channels(self, row: int):
+        """Return the slice of the 64 value channels with index `row` in this slice of value channels."""
+        return pl.ds(self.piece * self.sizes.width + row * _BLOCK, _BLOCK)
+
+    def wait(self, number):
+        """Return a reference to the pair of tiles with this number, after waiting until it is loaded."""
+        stage = lax.rem(number, self.sizes.stages)
+        plgpu.barrier_wait(self.smem.loaded.at[stage])
+        return self.smem.ring.at[stage]
+
+    def release(self, number) -> None:
+        """Give the pair of tiles with this number free, as far as this warpgroup uses it."""
+        plgpu.barrier_arrive(self.smem.used.at[lax.rem(number, self.sizes.stages)])
+
+    # Parts of both warpgroups
+
+    def read_chunk(self, group: int) -> Chunk:
+        """Return beta, decays and documents of the chunk."""
+        row, h, heads, n, _ = self.place
+        return read_chunk(self.refs, row, h, heads, n, self.smem.vectors[group], self.sizes.erase)
+
+    def pair_products(self, place: int, name: str):
+        """Return the matrix products a kᵀ and c xᵀ, [C, C] float32 each, with a the queries or keys (by their `place` in a pair of tiles),
+        and c the gradient of the output or of v (`name`), each product as its operands arrive.
+        """
+        smem = self.smem
+        x, c = smem.values["missing"], smem.values[name]
+
+        def add(alike, gradient):
+            for column in range(self.sizes.columns):
+                pair = self.wait(column)
+                plgpu.wgmma(alike.ref, pair.at[place], pair.at[_K].transpose((1, 0)))
+                if column:  # the product before has finished
+                    plgpu.wgmma_wait(1)
+                    self.release(column - 1)
+            for row in range(self.sizes.rows):
+                plgpu.barrier_wait(smem.values_loaded.at[row])
+                plgpu.wgmma(gradient.ref, c.at[row], x.at[row].transpose((1, 0)))
+                if not row:
+                    plgpu.wgmma_wait(1)
+                    self.release(self.sizes.columns - 1)
+            return alike.read(), gradient.read(None)
+
+        return wg.with_accumulators(add, SQUARE, SQUARE, interpret=self.sizes.interpret)
+
+    def sums_over_pairs(self, chunk: Chunk, group: int, products, betas):
+        """Return three sums over the entries of `products` [C, C], the terms of the log decay's gradient through pairs of tokens without
+        the earlier token's beta: below the diagonal over a row, with beta, and over a column; and the diagonal. [C] each.
+        """
+        vector = self.smem.vectors[group]
+        below = chunk.i > chunk.j
+        diagonal = jnp.sum(jnp.where(below, 0.0, products), axis=1)
+        products = jnp.where(below, products, 0.0)
+        vector[...] = jnp.sum(products, axis=0)
+        of_rows = jnp.sum(products * betas, axis=1)
+        plgpu.commit_smem()
+        return of_rows, plgpu.load(vector, layout=wg.LAYOUT.reduce(1)), diagonal
+
+    def memory_products(self, column, add, *accumulators):
+        """Return the products with the tiles of the memory and its gradient in 64 key channels, summed over the value channels: `add`
+        starts a product with each of the accumulators' references, from the index of the value channels and a pair of tiles. The last
+        accumulators may be those of a caller, whose sums are not returned.
+        """
+
+        def sums(*own):
+            references = [x.ref for x in (*own, *accumulators)]
+            for row in range(self.sizes.rows):
+                number = self.number(column, row)
+                add(row, self.wait(number), *references)
+                if row:  # the products of the row before have finished
+                    plgpu.wgmma_wait(len(references))
+                    self.release(number - 1)
+            first, *rest = own
+            results = [first.read(), *(x.read(None) for x in rest)]
+            self.release(self.number(column, self.sizes.rows - 1))
+            last = column == self.sizes.columns - 1
+            pl.when(last)(lambda: plgpu.barrier_arrive(self.smem.values_used))
+            return results
+
+        return sums
+
+    def store(self, name: str, place: int, column, gradient) -> None:
+        """Store the gradient [C, 64] of q or k, by `name` and `place`, in 64 key channels. What was read from shared memory before can then
+        be overwritten by loads.
+        """
+        buffer = self.smem.gradients.at[place]
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the channels before
+        buffer[...] = gradient.astype(_BF16)
+        plgpu.commit_smem()
+        channels = pl.ds(column * _BLOCK, _BLOCK)
+        plgpu.copy_smem_to_gmem(buffer, self.result(name).at[:, channels])
+
+    def sum_decays(self, chunk: Chunk, later, erasing=None, after=None):
+        """Return the gradient of the log decay of each token t, [C], from terms of the tokens, [C] each: the sum of `later` over the
+        tokens from t on in its document, of `erasing` over the tokens after t in its document, and of `after` over the tokens before t.
+        """
+        i, j = chunk.i, chunk.j
+        seen = i <= j
+        if chunk.same_document is not None:
+            seen &= chunk.same_document
+        sums = jnp.where(seen, chunk.over_columns(later), 0.0)
+        if erasing is not None:
+            sums += jnp.where(seen & (i < j), chunk.over_columns(erasing), 0.0)
+        if after is not None:
+            sums += jnp.where(i > j, chunk.over_columns(after), 0.0)
+        return jnp.sum(sums, axis=1)
+
+    # The first warpgroup
+
+    def compute_reads(self) -> None:
+        """Compute and store the gradient of q, and the gradient of the log decay with the terms of the second warpgroup; hand to it the
+        gradient A of the scores of queries with keys, and the terms of the gradient of beta through these scores.
+        """
+        smem, chunk = self.smem, self.read_chunk(_READS)
+        betas = chunk.over_columns(chunk.beta)
+        scores, read = self.pair_products(_Q, "d_out")
+        # Without beta, which may be 0: nothing is divided by it.
+        read = read * (chunk.weights * self.sizes.scale)
+        products = scores * read
+        read = (read * betas).astype(_BF16)
+        smem.read[...] = read
+        read = wg.as_left(read, smem.left[_READS], self.sizes.interpret)
+        later, of_columns, diagonal = self.sums_over_pairs(chunk, _READS, products, betas)
+        smem.of_reads[...] = diagonal + of_columns
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(smem.read_stored)
+        later -= chunk.beta * of_columns
+        decay = 1.0 if chunk.read_decay is None else wg.spread_rows(chunk.read_decay, SQUARE)
+        if not self.sizes.decay_gradient:
+            self.complete_queries(read, decay, later)
+            plgpu.barrier_wait(smem.erases_stored)
+            return
+
+        def with_totals(totals):
+            return self.complete_queries(read, decay, later, totals), totals.read()
+
+        # <S, dS'> is the trace of a product: tensor cores have time.
+        later, total = wg.with_accumulators(with_totals, SQUARE, interpret=self.sizes.interpret)
+        self.store_d_decay(chunk, later, total)
+
+    def complete_queries(self, pairs, decay, later, *totals):
+        """Store the gradient of the queries, 64 key channels at a time; add S dS'ᵀ to the accumulator `totals`, if given. Return `later`
+        with its terms through the memory before the chunk.
+
+        Args:
+            pairs: the gradient A of the scores of queries with keys, as the left operand of a product.
+            decay: [C, 64] or 1, the decay from the chunk's start to each token's read.
+            later: [C], terms of the log decay's gradient at all tokens from a document's first to this one.
+            totals: an accumulator, or none.
+        """
+        d_out = self.smem.values["d_out"]
+
+        def add(row, pair, read, *totals):
+            plgpu.wgmma(read, d_out.at[row], pair.at[0])
+            for total in totals:
+                plgpu.wgmma(total, pair.at[0], pair.at[1].transpose((1, 0)))
+
+        def complete(column, later):
+            sums = self.memory_products(column, add, *totals)
+            (read,) = wg.with_accumulators(sums, SQUARE, interpret=self.sizes.interpret)
+            read = read * (decay * self.sizes.scale)
+            number = self.number(column, self.sizes.rows)
+            pair = self.wait(number)
+            if self.sizes.decay_gradient:
+                q = plgpu.load(pair.at[_Q], layout=wg.LAYOUT).astype(_F32)
+                later += jnp.sum(q * read, axis=1)
+            product = lambda dq: plgpu.wgmma(dq, pairs, pair.at[_K])  # noqa: E731
+            (dq,) = wg.accumulate(product, read, interpret=self.sizes.interpret)
+            self.store("dq", _Q, column, dq)
+            self.release(number)
+            return later
+
+        return lax.fori_loop(0, self.sizes.columns, complete, later)
+
+    def store_d_decay(self, chunk: Chunk, later, total) -> None:
+        """Store the gradient of the log decay of the chunk's tokens, [C]: the second warpgroup's terms, `later` summed over the tokens
+        from each one on in its document, and the decay over the whole chunk times the trace of `total`.
+        """
+        smem, vector = self.smem, self.smem.vectors[_READS]
+        sums = self.sum_decays(chunk, later)
+        trace = jnp.sum(jnp.where(chunk.i == chunk.j, total, 0.0), axis=1)
+        trace = jnp.sum(chunk.over_columns(trace), axis=1)
+        vector[...] = chunk.read_decay
+        plgpu.commit_smem()
+        sums += trace * vector[CHUNK - 1]
+        plgpu.barrier_wait(smem.erases_stored)
+        sums += plgpu.load(smem.of_erases, layout=wg.LAYOUT.reduce(1))
+        self.result("d_decay")[...] = sums
+
+    # The second warpgroup
+
+    def compute_erases(self) -> None:
+        """Compute and store the gradients of k and of beta; hand to the first warpgroup terms of the log decay's gradient."""
+        smem, chunk = self.smem, self.read_chunk(_ERASES)
+        betas = chunk.over_columns(chunk.beta)
+        alike, erase = self.pair_products(_K, "dv")
+        beta_times_d_beta = jnp.sum(jnp.where(chunk.i == chunk.j, erase, 0.0), axis=1)  # x · dv
+        erase = jnp.where(chunk.i > chunk.j, -erase * chunk.erase_weights, 0.0)
+        products = alike * erase
+        erase = (erase * betas).astype(_BF16)
+        square = smem.gradients.at[_K]
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the chunk before
+        square[...] = erase
+        plgpu.commit_smem()
+        transposed = plgpu.load(square.transpose((1, 0)), layout=wg.LAYOUT)
+        symmetric = erase.astype(_F32) + transposed.astype(_F32)
+        pairs = wg.as_left(symmetric, smem.left[_ERASES], self.sizes.interpret)
+        # Sums over columns use one buffer: those of the first warpgroup are complete.
+        plgpu.barrier_wait(smem.read_stored)
+        erasing, of_columns, _ = self.sums_over_pairs(chunk, _ERASES, products, betas)
+        d_beta = of_columns + plgpu.load(smem.of_reads, layout=wg.LAYOUT.reduce(1))
+        erased, written = self.complete_keys(chunk, pairs)
+        erasing, later = erasing - erased, -chunk.beta * of_columns
+        # Nothing cancels in x · dv / beta; where beta is 0, the gradient is the sum of its terms.
+        positive = chunk.beta > 1e-10
+        divisor = jnp.where(positive, chunk.beta, 1.0)
+        d_beta = jnp.where(positive, beta_times_d_beta / divisor, d_beta + written)
+        self.result("d_beta")[...] = d_beta
+        if self.sizes.decay_gradient:
+            if self.sizes.erase == "decayed":
+                later, erasing = later + erasing, None
+            smem.of_erases[...] = self.sum_decays(chunk, later, erasing, chunk.beta * written)
+            plgpu.commit_smem()
+        plgpu.barrier_arrive(smem.erases_stored)
+
+    def complete_keys(self, chunk: Chunk, pairs):
+        """Store the gradient of the keys, 64 key channels at a time. Return two sums over the key channels, [C] each: of k times its
+        gradient as what reads (and erases from) the memory, without sign, and of k times its gradient as what is written, without beta.
+
+        `pairs` is E + Eᵀ with E the gradient of the products of keys with keys, as the left operand of a product.
+        """
+        smem = self.smem
+        x, dv = smem.values["missing"], smem.values["dv"]
+
+        def spread(decay):
+            return 1.0 if decay is None else wg.spread_rows(decay, SQUARE)
+
+        def add(row, pair, erase, write):
+            plgpu.wgmma(erase, dv.at[row], pair.at[0])
+            plgpu.wgmma(write, x.at[row], pair.at[1])
+
+        def complete(column, found):
+            erased, written = found
+            sums = self.memory_products(column, add)
+            erase, write = wg.with_accumulators(
+                sums, SQUARE, SQUARE, interpret=self.sizes.interpret
+            )
+            erase, write = erase * spread(chunk.erase_decay), write * spread(chunk.write_decay)
+            number = self.number(column, self.sizes.rows)
+            pair = self.wait(number)
+            k = plgpu.load(pair.at[_K], layout=wg.LAYOUT).astype(_F32)
+            if self.sizes.decay_gradient:
+                erased += jnp.sum(k * erase, axis=1)
+            written += jnp.sum(k * write, axis=1)
+
+            def of_pairs(dk):
+                plgpu.wgmma(dk, smem.read.transpose((1, 0)), pair.at[_Q])
+                plgpu.wgmma(dk, pairs, pair.at[_K])
+
+            dk = write * wg.spread_rows(chunk.beta, SQUARE) - erase
+            (dk,) = wg.accumulate(of_pairs, dk, interpret=self.sizes.interpret)
+            self.store("dk", _K, column, dk)
+            self.release(number)
+            return erased, written
+
+        zeros = plgpu.layout_cast(jnp.zeros(CHUNK, _F32), wg.LAYOUT.reduce(1))
+        return lax.fori_loop(0, self.sizes.columns, complete, (zeros, zeros))
