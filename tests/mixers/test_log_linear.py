@@ -133,9 +133,11 @@ def test_levels_are_read_from_the_smaller_side_with_equal_gradients(key_dim, val
         close(actual[1][name], expected[1][name], 1e-10)
 
 
-@pytest.mark.parametrize(("key_dim", "value_dim", "most"), [(16, 32, 10), (32, 16, 13)])
+@pytest.mark.parametrize(("key_dim", "value_dim", "most"), [(16, 32, 6), (32, 16, 8)])
 def test_the_backward_pass_stores_few_arrays_of_the_size_of_the_memories(key_dim, value_dim, most):
-    """With the reads of each level and the intermediate arrays of updates they would be 17.2 and 14.3 times the memories."""
+    """With the reads of each level and the intermediate arrays of updates they would be 17.2 and 14.3 times the memories of
+    all levels, and with the memories of levels that no row of aligned chunks reads apart more than 8.8 and 10.5 times.
+    """
     rows, length, heads, levels = 4, 1024, 2, 12
 
     def shape(*sizes):

@@ -96,6 +96,8 @@ def run_xla(
     num_segments = state.position.shape[1] if state.position.ndim == 2 else None
     tokens = read_tokens(segment_ids, update_mask, state.segment_id, num_segments)
     before, after, count = positions_of(tokens, batch, length, state.position)
+    # Positions of rows without documents are constants, and XLA would compute the levels of all pairs as it compiles.
+    before, after = jax.lax.optimization_barrier((before, after))
 
     def prepare(x) -> Any:
         return None if x is None else select(tokens.written, jnp.asarray(x).astype(dtype))
