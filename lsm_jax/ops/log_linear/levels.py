@@ -21,6 +21,11 @@ def level_between(a: Array, b: Array, levels: int) -> Array:
     return jnp.minimum(32 - jax.lax.clz(differing), levels - 1)
 
 
+def levels_of_rows(length: int, levels: int) -> int:
+    """Return how many of `levels` levels can contain tokens in rows of `length` tokens that begin at position 0."""
+    return min(levels, (length - 1).bit_length() + 1)
+
+
 def merge_levels(memory: Array, level: Array, axis: int) -> Array:
     """Add all memories of lower levels to that of `level`, and empty them.
 

@@ -49,6 +49,7 @@ from lsm_jax.parallel import TOKENS, over_mesh
 from lsm_jax.parallel.sequence import exchange
 
 FORMS = ("recurrent", "chunk")
+_MOST_TOKENS = 256  # of a chunk: the inverse of the delta rule costs their square for each token
 
 
 def log_linear_memory(
@@ -84,7 +85,7 @@ def log_linear_memory(
         form: "recurrent" (token by token) or "chunk" (masked matrix products in each chunk, and a scan over chunks,
             which stores L memories for each chunk).
         implementation: None or "xla"; there is no fused kernel.
-        chunk_size: tokens in a chunk, a power of two; None is 64.
+        chunk_size: tokens in a chunk, a power of two; None selects 64, 128 or 256 by the size of a memory.
 
     Returns:
         The output in v's dtype, and the final state in float32 (float64 if an input is).
@@ -107,7 +108,6 @@ def log_linear_memory(
         if gate is not None:
             checks.check_shape(op, name, gate, (batch, length, heads), "B, T, G")
     checks.check_logarithm(op, "log_decay", log_decay)
-    size = checks.check_chunk_size(op, chunk_size, length)
     dtype = checks.compute_dtype(q, k, v, level_scales, beta, log_decay)
     empty = functools.partial(
         log_linear_state, batch, heads, level_scales.shape[3], key_dim, value_dim, dtype=dtype
@@ -117,12 +117,16 @@ def log_linear_memory(
         q=q, k=k, v=v, level_scales=level_scales, beta=beta, log_decay=log_decay, state=state,
         segment_ids=segment_ids, update_mask=update_mask,
     )  # fmt: skip
+    if chunk_size is None and state.position.ndim == 1:
+        chunk_size = _default_chunk_size(key_dim * value_dim)
+    size = checks.check_chunk_size(op, chunk_size, length)
     options = Options(
         scale=checks.scale_or_default(op, scale, key_dim),
         form=form,
         size=size,
         dtype=dtype,
         precision=checks.matmul_precision(q, k, v),
+        fresh=initial_state is None,
     )
     axes: dict[str, Any] = dict.fromkeys(batched, TOKENS)
     axes["state"] = state_axes(state, segments=state.position.ndim == 2)
@@ -135,6 +139,18 @@ def log_linear_memory(
         out_axes=(TOKENS, "state"),
         in_sequence=_in_sequence,
     )
+
+
+def _default_chunk_size(memory: int) -> int:
+    """Return the number of tokens in a chunk for memories of `memory` numbers each: the greatest power of two for which
+    the chunk's scores are at most twice as many, from 64 to 256.
+
+    With one state per segment the default stays 64, since a segment's last chunk is padded.
+    """
+    size = checks.DEFAULT_CHUNK_SIZE
+    while size < _MOST_TOKENS and (2 * size) ** 2 <= 2 * memory:
+        size *= 2
+    return size
 
 
 class _Count(NamedTuple):
@@ -161,7 +177,10 @@ def _in_sequence(axis, function, static, **arguments):
     The devices first exchange the numbers of their tokens, from which each knows its tokens' positions.
     """
     state, ids, mask = (arguments[n] for n in ("state", "segment_ids", "update_mask"))
-    options, levels = static.options, arguments["level_scales"].shape[-1]
+    # A row's later devices begin with the state after the earlier ones.
+    options = static.options._replace(fresh=False)
+    static = static._replace(options=options)
+    levels = arguments["level_scales"].shape[-1]
     batch, length = arguments["v"].shape[:2]
     num_segments = state.position.shape[1] if state.position.ndim == 2 else None
     tokens = read_tokens(ids, mask, jnp.zeros_like(state.segment_id), num_segments)
