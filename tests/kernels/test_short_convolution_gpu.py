@@ -2,6 +2,8 @@
 H200.
 """
 
+import importlib
+import math
 from typing import Any
 
 import jax
@@ -12,10 +14,10 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from lsm_jax import ops
 from lsm_jax.ops.core.segments import read_tokens
-from pallas_kernels.compat import gpu_interpreter, races_found
+from pallas_kernels.compat import gpu_interpreter, plgpu, races_found
 from pallas_kernels.short_convolution import short_convolution, unsupported
 from pallas_kernels.short_convolution.cases import INTERPRETED, TOLERANCES, Case
-from pallas_kernels.short_convolution.hopper import tilings
+from pallas_kernels.short_convolution.hopper import block, tilings
 from tests.kernels.test_linear_attention_gpu import error
 
 
@@ -105,6 +107,41 @@ TILED = (
 def test_equals_the_plain_form_in_other_tilings(tiling, case, monkeypatch):
     monkeypatch.setattr(tilings, "TILINGS", dict.fromkeys(tilings.TILINGS, tiling))
     compare(case)
+
+
+@pytest.mark.parametrize(
+    "tiling, case", [*TILED, (tilings.Tiling(8, 16, 8, 64, 1, groups=4), TILED[4][1])]
+)
+def test_counts_the_shared_memory_that_kernels_declare(tiling, case, monkeypatch):
+    """The number of stages is the largest whose buffers, as the kernels declare them, have room."""
+    declared = []
+
+    def launched(kernel, *, scratch, outputs, **_):
+        buffers = [x for x in (scratch or {}).values() if not isinstance(x, plgpu.Barrier)]
+        declared.append(sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in buffers))
+        return {n: jnp.zeros(x.shape, x.dtype) for n, x in outputs.items()}
+
+    layouts = []
+    of = block.Layout.of
+    monkeypatch.setattr(block.Layout, "of", lambda *a: layouts.append(of(*a)) or layouts[-1])
+    monkeypatch.setattr(tilings, "TILINGS", dict.fromkeys(tilings.TILINGS, tiling))
+    for name in ("forward", "backward"):
+        module = importlib.import_module(f"pallas_kernels.short_convolution.hopper.{name}")
+        monkeypatch.setattr(module, "launch", launched)
+    arrays, ids = make(
+        case.length, case.channels, case.width, documents=case.documents, bias=case.bias, batch=case.batch,
+        contiguous=case.contiguous,
+    )  # fmt: skip
+    y, pull = jax.vjp(
+        lambda a: fused(a, ids, case.silu, case.head_dim, case.contiguous, False), arrays
+    )
+    pull(y)
+    assert len(layouts) == len(declared) == 2
+    for layout, size in zip(layouts, declared, strict=True):
+        assert layout.smem_bytes == size
+        assert size <= block.SMEM_BYTES or layout.stages <= 2
+        more = layout._replace(stages=layout.stages + 1).smem_bytes
+        assert layout.stages in (0, tiling.stages) or more > block.SMEM_BYTES
 
 
 def test_names_a_tiling_that_is_not_accepted():

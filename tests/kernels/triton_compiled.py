@@ -2,7 +2,7 @@
 
     python -m tests.kernels.triton_compiled [--write] [--capabilities 8.0,9.0] [--cases "scalar, 128"]
 
-Prints a line for each kernel, configuration and compute capability; `--write` stores the table that `tests/kernels/test_aot.py` compares
+Prints a line for each kernel, configuration and compute capability; `--write` stores the table that `tests/kernels/test_aot_triton.py` compares
 with. The configurations are those that `linear_memory` and its gradients launch for the calls in `CASES`.
 """
 

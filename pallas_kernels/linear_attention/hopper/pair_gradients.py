@@ -15,7 +15,11 @@ Each warpgroup computes the decayed scores of its own head, and then, from those
 the two heads: the halves of a product by columns, so that no sum leaves the registers.
 
 The gradient of the log decay requires q . dq and k . dk of each head, which are summed before the heads are added. k . dk is v . dv
-without the skip, but not to rounding: both q . dq and k . dk contain the same rounded products of dO and v, whose errors cancel.
+without the skip, the gradient of a write's logarithm, but not to rounding: both q . dq and k . dk contain the same rounded products of dO
+and v, whose errors cancel.
+
+The second scan has just as many registers as it requires. Products start late and inner products are stored early for this: each tile
+of 64 x 64 that is in use at the same time is 32 registers of a thread.
 """
 
 from __future__ import annotations
@@ -75,7 +79,7 @@ def query_gradient(q, k, v, d_output, decay: Decays, initial, *, scale: float, c
     dq, dots, saved = _scan(
         dict(x=d_output, y=v, z=k, own=q), decay, initial, read_scale=scale, chunk_bounds=chunk_bounds, interpret=interpret,
     )  # fmt: skip
-    return dq, jnp.sum(dots, axis=2), saved
+    return dq, _by_head(jnp.sum(dots, axis=3)), saved
 
 
 def key_gradients(
@@ -98,15 +102,22 @@ def key_gradients(
 
     Returns:
         The gradient of k, [B, T, heads / 2, 128], summed over each pair of heads; that of v, [B, T, heads, 64]; that of the initial
-        memory, [B * S, heads, 128, 64] float32; inner products [B, heads, T]: k's with its gradient, v's with its gradient without the
-        skip, and v's with `d_output`; those of the memory with its gradient at the start of each interval of chunks, [B, heads, intervals].
+        memory, [B * S, heads, 128, 64] float32; inner products [B, heads, T]: k's with its gradient (v's with its gradient without the skip
+        are equal), and v's with `d_output`; those of the memory with its gradient at the start of each interval of chunks, [B, heads, intervals].
     """
-    dk, dots, dv, last, v_dots, skip_dots, products = _scan(
+    dk, dots, dv, last, products = _scan(
         dict(x=v, y=d_output, z=q, own=k), decay, d_final, write_scale=scale, states=states, skip=skip, reverse=True,
         chunk_bounds=chunk_bounds, interpret=interpret,
     )  # fmt: skip
     products = jnp.sum(products, axis=-1)
-    return dk, dv, jnp.swapaxes(last, -1, -2), jnp.sum(dots, axis=2), v_dots, skip_dots, products
+    k_dots, skip_dots = _by_head(jnp.sum(dots[:, :, :2], axis=3)), _by_head(dots[:, :, 2])
+    last = jnp.swapaxes(last.reshape(*d_final.shape[:2], _WIDTH, _DEPTH), -1, -2)
+    return dk, dv, last, k_dots, skip_dots, products
+
+
+def _by_head(x):
+    """Return an array [B, pairs of heads, 2, T] as [B, heads, T]."""
+    return x.reshape(x.shape[0], -1, x.shape[3])
 
 
 def _scan(
@@ -146,14 +157,12 @@ def _scan(
     struct: Any = jax.ShapeDtypeStruct
     outputs: dict[str, Any] = dict(
         dx=struct((batch, length, heads // 2, _DEPTH), dtype),
-        dots=struct((batch, heads, 2, length), _F32),
+        dots=struct((batch, heads // 2, 3 if reverse else 2, 2, length), _F32),
     )
     if reverse:
-        by_token = struct((batch, heads, length), _F32)
         outputs |= dict(
             dv=struct((batch, length, heads, _WIDTH), dtype),
-            last=struct((batch * runs, heads, _WIDTH, _DEPTH), _F32),
-            v_dots=by_token, skip_dots=by_token,
+            last=struct((batch * runs * heads // 2, 2, _WIDTH, _DEPTH), _F32),
             products=struct((batch, heads, count // interval, _WIDTH), _F32),
         )  # fmt: skip
     else:
@@ -269,7 +278,7 @@ class _Warpgroup(NamedTuple):
         pipeline: Any = plgpu.emit_pipeline_warp_specialized
         pipeline(
             self.compute_chunk, grid=(self.at.steps,), in_specs=list(specs), max_concurrent_steps=min(_STAGES, call.count),
-            num_compute_wgs=2, memory_registers=40, wg_axis="group", compute_context=self.compute_all,
+            num_compute_wgs=2, memory_registers=24, wg_axis="group", compute_context=self.compute_all,
         )(*sources)  # fmt: skip
 
     def source(self, name: str) -> tuple[Any, Any]:
@@ -297,7 +306,7 @@ class _Warpgroup(NamedTuple):
         S, _ = pipeline((S, at.chunk_decay[at.chunk(0)]))
         plgpu.barrier_wait(self.smem["used"])
         if "last" in self.refs:
-            self.refs["last"].at[at.row, at.h][...] = S
+            self.refs["last"].at[lax.axis_index("row"), at.group][...] = S
         plgpu.wait_smem_to_gmem(0)
 
     def compute_chunk(self, indices, *arguments) -> Any:
@@ -316,6 +325,11 @@ class _Warpgroup(NamedTuple):
         next_chunk_decay = at.chunk_decay[at.chunk(jnp.minimum(indices[0] + 1, at.steps - 1))]
         memory, written = (smem[name].at[at.group] for name in ("memory", "written"))
         writes = plgpu.load(y, layout=wg.LAYOUT).astype(_F32)
+        if call.reverse:
+            tokens = pl.ds(n * CHUNK, CHUNK)
+            values = plgpu.load(x, layout=wg.LAYOUT).astype(_F32)
+            target = self.refs["dots"].at[at.b, at.pair, 2, at.group, tokens]
+            target[...] = jnp.sum(writes * values, axis=1)
         writes *= wg.spread_rows(wg.load_rows(mine["write_decay"]), (CHUNK, _WIDTH))
         written[...] = writes.astype(written.dtype)
         plgpu.barrier_wait(smem["used"])
@@ -325,28 +339,34 @@ class _Warpgroup(NamedTuple):
         if "saved" in self.refs:
             pl.when(starts)(lambda: self.save_state(n, memory))
 
-        def products(scores, *pair_scores):
-            plgpu.wgmma(scores, x, y.transpose((1, 0)))
-            for ref in pair_scores:
-                plgpu.wgmma(ref, chunk["own"], z.transpose((1, 0)))
-
-        def weigh(*scores):
+        def update(total, scores):
+            plgpu.wgmma(scores.ref, x, y.transpose((1, 0)))
+            plgpu.wgmma(total.ref, written.transpose((1, 0)), z)
             weights = token_weights(mine, call.reverse, call.scale)
-            return [(x * weights).astype(memory.dtype) for x in scores]
+            weighed = (scores.read(1) * weights).astype(memory.dtype)
 
-        (S,), (scores, *pair_scores) = wg.overlap(
-            products, [_SQUARE] * (1 + call.reverse), lambda S: plgpu.wgmma(S, written.transpose((1, 0)), z),
-            [S * chunk_decay], weigh, interpret=call.interpret,
-        )  # fmt: skip
-        smem["weights"].at[at.group][...] = scores
-        plgpu.commit_smem()
-        plgpu.barrier_arrive(smem["stored"])
+            def store(*pair_scores):
+                smem["weights"].at[at.group][...] = weighed
+                for sums in pair_scores:
+                    plgpu.wgmma(sums.ref, chunk["own"], z.transpose((1, 0)))
+                plgpu.commit_smem()
+                plgpu.barrier_arrive(smem["stored"])
+                return [(sums.read(0) * weights).astype(memory.dtype) for sums in pair_scores]
+
+            if not call.reverse:
+                return store(), total.read()
+            weighed_pairs = wg.with_accumulators(store, _SQUARE, interpret=call.interpret)
+            return weighed_pairs, total.read()
+
+        pair_scores, S = wg.with_accumulators(
+            update, S * chunk_decay, _SQUARE, interpret=call.interpret
+        )
         if call.reverse:
             self.value_gradient(n, mine, pair_scores[0], chunk["own"])
-        plgpu.barrier_wait(smem["stored"])
-        self.sum_heads(n, chunk)
         if "states" in self.refs:
             pl.when(starts)(lambda: self.store_products(n, S))
+        plgpu.barrier_wait(smem["stored"])
+        self.sum_heads(n, chunk)
         return S, next_chunk_decay
 
     def of_head(self, chunk, index) -> dict[str, Any]:
@@ -371,8 +391,7 @@ class _Warpgroup(NamedTuple):
         self.refs["products"].at[at.b, at.h, interval][...] = products
 
     def value_gradient(self, n, mine, weights, keys) -> None:
-        """Start to store the gradient of the chunk's values, and store their inner products with it, without the skip, and with the
-        gradient of the output.
+        """Start to store the gradient of the chunk's values.
 
         `mine` has references to the chunk's inputs of this head, `weights` are the decayed scores of keys with queries, and `keys` is the
         reference to the keys.
@@ -383,19 +402,17 @@ class _Warpgroup(NamedTuple):
             weights, smem["left"].at[at.group] if call.interpret else None, call.interpret
         )
         memory, tile = smem["memory"].at[at.group], (CHUNK, _WIDTH)
-        (carried,) = wg.accumulate(
-            lambda carried: plgpu.wgmma(carried, keys, memory.transpose((1, 0))),
-            jnp.zeros(tile, _F32), interpret=call.interpret,
-        )  # fmt: skip
-        carried *= wg.spread_rows(wg.load_rows(mine["read_decay"]), tile)
-        (dv,) = wg.accumulate(
-            lambda dv: plgpu.wgmma(dv, left, mine["y"]), carried, interpret=call.interpret
+
+        def products(dv, carried):
+            plgpu.wgmma(dv, left, mine["y"])
+            plgpu.wgmma(carried, keys, memory.transpose((1, 0)))
+
+        skipped = at.skip * plgpu.load(mine["y"], layout=wg.LAYOUT).astype(_F32)
+        dv, carried = wg.accumulate(
+            products, skipped, jnp.zeros(tile, _F32), interpret=call.interpret
         )
-        v, d_output = (plgpu.load(mine[n], layout=wg.LAYOUT).astype(_F32) for n in "xy")
+        dv += carried * wg.spread_rows(wg.load_rows(mine["read_decay"]), tile)
         tokens = pl.ds(n * CHUNK, CHUNK)
-        self.refs["v_dots"].at[at.b, at.h, tokens][...] = jnp.sum(dv * v, axis=1)
-        self.refs["skip_dots"].at[at.b, at.h, tokens][...] = jnp.sum(d_output * v, axis=1)
-        dv += at.skip * d_output
         buffer[...] = dv.astype(buffer.dtype)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(buffer, self.refs["dv"].at[at.b, tokens, at.h])
@@ -427,7 +444,7 @@ class _Warpgroup(NamedTuple):
         tokens = pl.ds(n * CHUNK, CHUNK)
         own = plgpu.load(chunk["own"].at[:, at.half], layout=wg.LAYOUT).astype(_F32)
         for index, x in enumerate(sums):
-            target = self.refs["dots"].at[at.b, 2 * at.pair + index, at.group, tokens]
+            target = self.refs["dots"].at[at.b, at.pair, index, at.group, tokens]
             target[...] = jnp.sum(x * own, axis=1)
         buffer = smem["out"].at[at.group]
         # The newest store of the scan of dk is that of dv, from another buffer.

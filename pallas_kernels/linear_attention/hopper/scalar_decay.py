@@ -131,7 +131,7 @@ def backward(
             dict(chunk_bounds=chunk_bounds, interpret=interpret),
         )
         dq, q_dots, states = pair_gradients.query_gradient(*arrays, starts, scale=scale, **options)
-        dk, dv, d_starts, k_dots, v_dots, skip_dots, products = pair_gradients.key_gradients(
+        dk, dv, d_starts, k_dots, skip_dots, products = pair_gradients.key_gradients(
             *arrays, d_ends, states, _by_head(skip, heads), scale=scale, **options
         )
         d_decay = None
@@ -140,7 +140,7 @@ def backward(
             at_end = _interval_ends(at_end, products, chunk_bounds)
             d_decay = _decay_gradient(q_dots - k_dots, at_end, decay.run)
             d_decay = d_decay.reshape(batch, length, memories)
-        d_writes = _write_gradients(v_dots, skip_dots, (batch, parts, length))
+        d_writes = _write_gradients(k_dots, skip_dots, (batch, parts, length))
         return (
             join(dq, query_heads),
             join(dk, key_heads),

@@ -301,8 +301,9 @@ def token_weights(chunk, reverse: bool, scale: float):
 
     `chunk` has references to the chunk's decays and documents by name; if `reverse`, tokens read their own and later tokens.
     """
-    i = plgpu.broadcasted_iota(jnp.int32, _SQUARE, 0, layout=wg.LAYOUT)
-    j = plgpu.broadcasted_iota(jnp.int32, _SQUARE, 1, layout=wg.LAYOUT)
+    i = plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=wg.LAYOUT.reduce(1))
+    j = plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=wg.LAYOUT.reduce(0))
+    i, j = wg.spread_rows(i, _SQUARE), wg.spread_columns(j, _SQUARE)
     reads = i <= j if reverse else i >= j
     if "run" in chunk:
         reads &= wg.row_differences(chunk["run"], _SQUARE) == 0

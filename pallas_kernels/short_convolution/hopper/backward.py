@@ -128,11 +128,12 @@ def backward(
         interpret: parameters of the Pallas interpreter, or False to compile the kernel.
     """
     tiling = tilings.tiling("backward", head_dim, order, run, bias)
-    layout = Layout.of(x, weight, head_dim, order, tiling)
-    width = layout.width
+    width = weight.shape[0]
+    tiles = width + (bias is not None)
+    layout = Layout.of(x, weight, head_dim, order, tiling, ("x", "dy"), tiles)
 
     def compute(block, smem):
-        loads = Loads(block, layout, ("x", "dy"), smem)
+        loads = Loads(block, layout, smem)
         loads.begin()
         weights, bias = block.weights(), block.bias()
         gradient = _Gradient(block, weights, bias, silu, head_dim is not None)
@@ -177,7 +178,7 @@ def backward(
         block.run(lambda: compute(block, smem))
 
     inputs = layout.inputs(x, weight, bias, tail, order, run, dy)
-    sums = (*layout.blocks, width + (bias is not None))
+    sums = (*layout.blocks, tiles)
     outputs = dict(
         dx=struct_like(inputs["x"]),
         d_weight=jax.ShapeDtypeStruct((*sums, layout.total // layout.dim, layout.dim), _F32),
@@ -186,7 +187,7 @@ def backward(
     name = "short_convolution_backward"
     results = launch(
         kernel, inputs=inputs, outputs=outputs, grid=layout.grid, name=name, interpret=interpret,
-        scratch=layout.scratch(("x", "dy"), sums[2]), auto_barriers=False, num_threads=layout.groups if layout.groups > 1 else None,
+        scratch=layout.scratch(), auto_barriers=False, num_threads=layout.groups if layout.groups > 1 else None,
     )  # fmt: skip
     rows = jnp.sum(results["d_weight"], axis=(0, 1)).reshape(sums[2], -1)
     d_weight = rows[:width].astype(weight.dtype)

@@ -22,7 +22,8 @@ from pallas_kernels.short_convolution.hopper.requirements import (
 from pallas_kernels.short_convolution.hopper.tilings import Tiling
 
 _F32 = jnp.float32
-_SMEM_BYTES = 224 * 1024  # most shared memory of a thread block
+SMEM_BYTES = 224 * 1024
+"""Most shared memory of a thread block, in bytes."""
 EPSILON = 1e-6
 """Added to the sum of squares of a head that is normalised."""
 
@@ -43,6 +44,8 @@ class Layout(NamedTuple):
         parts: the number of consecutive parts into which each row is cut, which the kernels compute as rows.
         step: the number of tokens that are copied to shared memory together, or loaded.
         stages: the number of these steps in shared memory at a time; 0 loads into registers.
+        names: the names of the arrays that are copied to shared memory.
+        sums: the number of tiles whose rows are added through shared memory, where a block has several.
         groups: the number of warpgroups of a thread block, with consecutive ones of the blocks of tokens of all rows.
     """
 
@@ -57,13 +60,18 @@ class Layout(NamedTuple):
     parts: int
     step: int
     stages: int
+    names: tuple[str, ...]
+    sums: int
     groups: int
 
     @classmethod
-    def of(cls, x, weight, head_dim: int | None, order, tiling: Tiling) -> Layout:
+    def of(
+        cls, x, weight, head_dim: int | None, order, tiling: Tiling, names: tuple[str, ...], sums: int = 0
+    ) -> Layout:  # fmt: skip
         """Return the sizes and blocks of a call of `short_convolution` with tokens x [B, T, D], weight [W,
         D], heads of `head_dim` channels that are normalised (None: not normalised), the order of
-        processing [B, T] (None: that of x), and the kernel's tiling.
+        processing [B, T] (None: that of x), the kernel's tiling, the names of the arrays that it loads, and the number of tiles whose
+        rows it adds. Of the tiling's stages there are so many as have room in shared memory, and at least 2.
         """
         batch, length, total = x.shape
         division = divide(x.shape, head_dim, order is not None, tiling.channels)
@@ -78,11 +86,12 @@ class Layout(NamedTuple):
         width = weight.shape[0]
         # More channels of a thread than the tiling has take more registers than its groups leave.
         groups = tiling.groups if size <= tiling.channels else 1
-        sums = 0 if rows == 1 else width + 1  # as many bytes as a copied token's x and dy, each
-        bytes_each = groups * LANES * WARPS * size * 4
-        fits = [n for n in range(tiling.stages, 2, -1) if bytes_each * (n * step + sums) <= _SMEM_BYTES]  # fmt: skip
-        stages = (fits or [min(tiling.stages, 2)])[0]
-        return cls(batch, length, total, width, tokens, heads, dim, rows, parts, step, stages, groups)  # fmt: skip
+        layout = cls(
+            batch, length, total, width, tokens, heads, dim, rows, parts, step, tiling.stages, names, sums, groups
+        )  # fmt: skip
+        while layout.stages > 2 and layout.smem_bytes > SMEM_BYTES:
+            layout = layout._replace(stages=layout.stages - 1)
+        return layout
 
     @property
     def grid(self) -> dict[str, int]:
@@ -154,19 +163,25 @@ class Layout(NamedTuple):
         inputs |= dict(weight=self.by_head(weight), bias=self.by_head(bias), order=order)
         return inputs | dict(seen=self.by_row(None if run is None else seen(run, self.width)))
 
-    def scratch(self, names: tuple[str, ...], sums: int = 0) -> dict[str, Any] | None:
+    @property
+    def smem_bytes(self) -> int:
+        """The size of the buffers of `scratch`."""
+        buffers = (x for name, x in (self.scratch() or {}).items() if name != "loaded")
+        return sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in buffers)
+
+    def scratch(self) -> dict[str, Any] | None:
         """Return the types of the buffers in shared memory and barriers, by name: of the steps of the arrays `names` that are copied, and of
         `sums` tiles whose rows are added; None if there are none.
         """
         types: dict[str, Any] = {}
-        if sums and self.rows > 1:
-            types["sums"] = plgpu.SMEM((self.groups, sums, *self.tile), _F32)
+        if self.sums and self.rows > 1:
+            types["sums"] = plgpu.SMEM((self.groups, self.sums, *self.tile), _F32)
         if self.stages:
             (first, dim), step, places = self.tile, self.step, self.groups * self.stages
             shape = (step, first, dim) if self.rows == 1 else (first, step, dim)
-            for name in names:
+            for name in self.names:
                 types[name] = plgpu.SMEM((places, *shape), jnp.bfloat16)
-            types["loaded"] = plgpu.Barrier(num_arrivals=len(names), num_barriers=places)
+            types["loaded"] = plgpu.Barrier(num_arrivals=len(self.names), num_barriers=places)
         return types or None
 
 

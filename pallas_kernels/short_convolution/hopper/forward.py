@@ -46,10 +46,10 @@ def forward(
         interpret: parameters of the Pallas interpreter, or False to compile the kernel.
     """
     tiling = tilings.tiling("forward", head_dim, order, run, bias)
-    layout = Layout.of(x, weight, head_dim, order, tiling)
+    layout = Layout.of(x, weight, head_dim, order, tiling, ("x",))
 
     def compute(block, smem):
-        loads = Loads(block, layout, ("x",), smem)
+        loads = Loads(block, layout, smem)
         loads.begin()
         weights, bias = block.weights(), block.bias()
 
@@ -87,6 +87,6 @@ def forward(
     name = "short_convolution_forward"
     results = launch(
         kernel, inputs=inputs, outputs=outputs, grid=layout.grid, name=name, interpret=interpret,
-        scratch=layout.scratch(("x",)), auto_barriers=False, num_threads=layout.groups if layout.groups > 1 else None,
+        scratch=layout.scratch(), auto_barriers=False, num_threads=layout.groups if layout.groups > 1 else None,
     )  # fmt: skip
     return results["y"].reshape(x.shape)

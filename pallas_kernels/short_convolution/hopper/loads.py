@@ -39,8 +39,8 @@ class Loads:
         steps: the number of steps of a block.
     """
 
-    def __init__(self, block: Block, layout: Layout, names: tuple[str, ...], smem: Any):
-        self.block, self.names, self.smem = block, names, smem
+    def __init__(self, block: Block, layout: Layout, smem: Any):
+        self.block, self.names, self.smem = block, layout.names, smem
         self.stages, self.step = layout.stages, layout.step
         self.steps = layout.tokens // layout.step
 

@@ -1,0 +1,200 @@
+"""Tests that compile Triton's kernels, and programs with them, for NVIDIA cards that this machine does not have: `make test-aot`."""
+
+from __future__ import annotations
+
+import functools
+import json
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from jax.experimental import topologies
+from jax.sharding import SingleDeviceSharding
+
+from lsm_jax import models, ops
+from lsm_jax.models import sampling
+from lsm_jax.ops.core.states import Layer
+from pallas_kernels.triton import launch as triton_launch
+from tests.kernels import triton_compiled, triton_token_ops
+from tests.kernels.marks import requires_triton
+from tests.kernels.test_aot import H200, all_optimizations  # noqa: F401 (a fixture of every test)
+
+pytestmark = pytest.mark.aot
+
+
+@requires_triton
+@pytest.mark.parametrize("capability", triton_launch.CAPABILITIES)
+@pytest.mark.parametrize("case", triton_compiled.CASES)
+def test_triton_kernels_compile_and_use_no_more_than_today(case, capability):
+    """Every Triton kernel of a call is compiled for a card, uses no more registers, spills and shared memory than the table says, and
+    has the shared memory that it requires. `python -m tests.kernels.triton_compiled --write` stores the table.
+    """
+    table = json.loads(triton_compiled.TABLE.read_text())
+    found = triton_compiled.configurations(triton_compiled.CASES[case])
+    assert len(found) >= 1
+    for configuration in found:
+        counts = triton_compiled.compiled(configuration, capability)
+        known = table[configuration.label][capability]
+        for name, (count, most) in zip(
+            counts, zip(counts.values(), known, strict=True), strict=True
+        ):
+            assert count <= most, (configuration.label, name)
+        assert counts["shared"] <= 1024 * triton_compiled.SHARED[capability], configuration.label
+
+
+@requires_triton
+@pytest.mark.parametrize("channels", [False, True])
+def test_triton_kernels_lower_for_a_card_that_is_not_here(channels):
+    """A program with Triton kernels is lowered for NVIDIA without a card; this needs the CUDA plugin of JAX, but no CUDA library."""
+    struct = jax.ShapeDtypeStruct
+    wide = struct((2, 130, 2, 64), jnp.bfloat16)
+    decay = struct((2, 130, 2, *[64] * channels), jnp.float32)
+
+    def gradients(q, k, v, log_decay):
+        output, pull = jax.vjp(
+            lambda *x: ops.linear_memory(*x, implementation="triton")[0], q, k, v, log_decay
+        )
+        return output, pull(output)
+
+    with triton_launch.code_for("8.0"):
+        traced = jax.jit(gradients).trace(wide, wide, wide, decay)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    # Scalar: two scans, outputs, and the gradients of the values, of the scores, and of queries, keys and decay. With a decay per
+    # key channel also the decays' sums and the scores.
+    assert text.count("custom_call @triton_kernel_call") == (8 if channels else 6)
+
+
+@requires_triton
+def test_triton_kernels_of_attention_lower_for_a_card_that_is_not_here():
+    """A program with attention and its gradients has three Triton kernels: the output, and the gradients of queries and of keys."""
+    struct = jax.ShapeDtypeStruct
+    q, k = struct((2, 300, 4, 64), jnp.bfloat16), struct((2, 300, 2, 64), jnp.bfloat16)
+
+    def gradients(q, k, v, log_forget):
+        def call(q, k, v, log_forget):
+            return ops.attention(q, k, v, log_forget=log_forget, implementation="triton")[0]
+
+        output, pull = jax.vjp(call, q, k, v, log_forget)
+        return output, pull(output)
+
+    with triton_launch.code_for("8.0"):
+        traced = jax.jit(gradients).trace(q, k, k, struct((2, 300, 4), jnp.float32))
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @triton_kernel_call") == 3
+
+
+@requires_triton
+@pytest.mark.parametrize(
+    ("name", "calls"),
+    # Forward and backward; and the memories before and after the parts of a row, and their gradients.
+    [("selective, 16, full", 2), ("selective, 16", 6), ("convolution, documents", 2), ("one token, delta", 1)],
+)  # fmt: skip
+def test_other_triton_kernels_lower_for_a_card_that_is_not_here(name, calls):
+    with triton_launch.code_for("8.0"):
+        lowered = triton_token_ops.COMPILED[name]().lower(lowering_platforms=("cuda",))
+    assert lowered.as_text().count("custom_call @triton_kernel_call") == calls
+
+
+@requires_triton
+def test_one_token_by_triton_copies_no_memory():
+    """The kernel of one token stores the memory in the buffer of a stack of layers: XLA copies nothing."""
+    device = topologies.get_topology_desc("", "cuda", target_config=H200, topology="1x1x1").devices[0]  # fmt: skip
+
+    def array(*shape, dtype=jnp.float32):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=SingleDeviceSharding(device))
+
+    stack, wide = array(3, 4, 2, 64, 64), array(4, 1, 2, 64, dtype=jnp.bfloat16)
+
+    def step(stack, x, beta):
+        state = ops.DeltaState(Layer(stack, jnp.int32(1)), jnp.zeros(4, jnp.int32))
+        output, state = ops.delta_memory(x, x, x, beta, initial_state=state, implementation="triton")  # fmt: skip
+        return state.memory.stack, output
+
+    with triton_launch.code_for("8.0"):
+        traced = jax.jit(step, donate_argnums=0).trace(stack, wide, array(4, 1, 2))
+        memory = traced.lower(lowering_platforms=("cuda",)).compile().memory_analysis()
+    assert memory.alias_size_in_bytes == 4 * stack.size
+    assert memory.temp_size_in_bytes < stack.size
+
+
+@requires_triton
+def test_one_row_is_multiplied_by_matrices_where_layers_are_unrolled():
+    """XLA knows the pass that `sampling.compiler_options` disables; with it, one row has no product."""
+    device = topologies.get_topology_desc("", "cuda", target_config=H200, topology="1x1x1").devices[0]  # fmt: skip
+    here = functools.partial(jax.ShapeDtypeStruct, sharding=SingleDeviceSharding(device))
+    place = functools.partial(jax.tree.map, lambda x: here(x.shape, x.dtype))
+    config = models.lm("gla", "nano")
+    config.num_layers = 2
+    graph, params = nnx.split(models.abstract(config))
+    params = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16 if x.ndim > 1 else x.dtype), params
+    )
+    read = functools.partial(sampling.read_prompt, graph, capacity=64, prefill_chunk=None, unroll_layers=True)  # fmt: skip
+    after = jax.eval_shape(read, params, jax.ShapeDtypeStruct((1, 16), jnp.int32), None)
+    rest = jax.random.key(0), jnp.float32(0), None
+    traced = sampling.program(1, True).trace(
+        graph,
+        *place((params, *after)),
+        *rest,
+        num_tokens=16,
+        greedy=True,
+        top_k=None,
+        stop_token=None,
+    )
+    lowered = traced.lower(lowering_platforms=("cuda",))
+    with mock.patch.object(jax, "default_backend", lambda: "gpu"):
+        options = sampling.compiler_options(1, True)
+    untuned = {"xla_gpu_autotune_level": 0}
+    products = [lowered.compile(untuned | o).as_text().count(" dot(") for o in ({}, options)]
+    assert products[0] == 0 and products[1] >= 6, products
+
+
+@pytest.mark.parametrize("op, kernels", [("scalar", 8), ("channel", 9), ("dplr", 12)])
+def test_triton_kernels_of_delta_and_dplr_memories_lower_for_a_card_that_is_not_here(op, kernels):
+    struct = jax.ShapeDtypeStruct
+    wide = struct((2, 130, 2, 64), jnp.bfloat16)
+    decay = struct((2, 130, 2, *[64] * (op != "scalar")), jnp.float32)
+    memory = ops.dplr_memory if op == "dplr" else ops.delta_memory
+    others = [wide, wide] if op == "dplr" else [struct((2, 130, 2), jnp.float32)]
+
+    def gradients(*x):
+        output, pull = jax.vjp(lambda *x: memory(*x, implementation="triton")[0], *x)
+        return output, pull(output)
+
+    with triton_launch.code_for("8.0"):
+        traced = jax.jit(gradients).trace(wide, wide, wide, *others, decay)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @triton_kernel_call") == kernels
+
+
+def test_finds_operands_that_a_copy_overwrites():
+    """`overwritten_operands` finds the buffer of one tile in the loop of Triton's code that had other bits in a second run, and none if
+    products end before the copy or if there are two buffers.
+    """
+    code = """
+    %S = ttg.local_alloc : () -> !ttg.memdesc<1x64x64xbf16, #shared, #smem, mutable>
+    %S_1 = ttg.memdesc_index %S[%c0] : !ttg.memdesc<1x64x64xbf16>
+    %read_1 = ttg.memdesc_index %read[%n] : !ttg.memdesc<2x64x64xbf16>
+    %turned = ttg.memdesc_trans %S_1 {order = array<i32: 1, 0>}
+    %sum = ttng.warp_group_dot %read_1, %turned, %arg {isAsync = true}
+    %wait = ttng.warp_group_dot_wait %sum {pendings = 1 : i32}
+    %token = ttg.async_copy_global_to_local %pointers, %S_1 mask %inside
+    """
+    assert triton_compiled.overwritten_operands(code) == ["%S"]
+    assert not triton_compiled.overwritten_operands(code.replace("pendings = 1", "pendings = 0"))
+    assert not triton_compiled.overwritten_operands(code.replace("memdesc<1x", "memdesc<2x"))
+
+
+def test_triton_kernels_spill_little_on_8():
+    """The stored table has no kernel of bfloat16 inputs that spills more than 64 bytes on cards of compute capability 8.x, and no
+    kernel that needs more shared memory than 99 KiB there or on 12.0.
+    """
+    table = json.loads(triton_compiled.TABLE.read_text())
+    for label, row in table.items():
+        assert set(row) == set(triton_launch.CAPABILITIES), label
+        for capability in ("8.0", "8.6", "8.9"):
+            assert "bf16" not in label or row[capability][1] <= 64, (label, capability)
+        for capability in ("8.6", "8.9", "12.0"):
+            assert row[capability][2] <= 99 * 1024, (label, capability)
