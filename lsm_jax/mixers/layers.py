@@ -208,7 +208,8 @@ narrow_gradient.defvjp(lambda x, dtype: (x, None), _narrow_backward)
 
 def recomputed(function: Callable[..., Any], *names: str) -> Callable[..., Any]:
     """Return `function`, wrapped so that only its arguments and arrays of the given names are saved for the backward pass, which computes
-    all else again; for mostly elementwise functions. Around it, the rematerialisation of a layer may save fewer of the names.
+    all else again; for mostly elementwise functions. Around it, the rematerialisation of a layer may save fewer of the names; with
+    `remat="none"` all are saved.
 
     Otherwise a scan over layers would save every float32 array between bfloat16 arguments and results.
     """

@@ -77,8 +77,8 @@ class ModelConfig:
         dtype: the dtype of activations, "float32" or "bfloat16"; parameters are float32.
         remat: what the backward pass recomputes in each layer: "none", "dots" (all but products with weights, this
             package's kernels of memories and attention, and cuDNN's attention), "dots_and_convolutions" (all but these, short
-            convolutions and the kernel of RWKV7's gates), "dots_and_inputs" (all but these, norms of the residual stream and what is
-            between the matrices of a feedforward) or "full".
+            convolutions and the kernel of RWKV7's gates), "dots_and_inputs" (all but these, norms of the residual stream and the hidden
+            layer of SwiGLU and GeGLU) or "full".
         unroll_layers: whether the layers are compiled one after the other rather than as a loop over the repetitions of the
             pattern. The loop slices its stacked parameters and copies what it saves for the backward pass; without it the
             program is larger and takes about twice as long to compile. None: a training step on one GPU is unrolled if the

@@ -23,8 +23,13 @@ def unstack(stacks: Any, count: int) -> list[Any]:
     Args:
         stacks: a pytree of arrays [count, ...].
         count: the number of slices.
+
+    Raises:
+        ValueError: an array has another number of slices.
     """
     leaves, structure = jax.tree.flatten(stacks)
+    if wrong := {x.shape[0] for x in leaves} - {count}:
+        raise ValueError(f"count={count}: a stack has {wrong.pop()} slices")
     slices = [_unstack_p.bind(x, count=count) for x in leaves]
     return [structure.unflatten(each) for each in zip(*slices, strict=True)]
 

@@ -11,8 +11,8 @@ import sys
 import pytest
 
 from benchmarks import report
-from benchmarks.cases import liger
-from benchmarks.tables import TABLES
+from benchmarks.cases import liger, model_step
+from benchmarks.tables import TABLES, training
 from benchmarks.tables.table import significant, time_text
 
 
@@ -178,3 +178,20 @@ def test_times_have_four_digits_at_most_three_of_them_decimals(value, text):
 )
 def test_significant_digits(value, text):
     assert significant(value) == text
+
+
+def test_a_row_of_a_step_in_another_form_is_in_no_table_of_steps_by_default():
+    rows = [
+        json.loads(line)
+        for line in (report.ROOT / "docs/model_step.jsonl").read_text().splitlines()
+    ]
+    plain = next(row for row in rows if training.is_step(row))
+    others = set(model_step.BENCHMARK.optional_key) - {
+        "remat",
+        "vocab_size",
+        "peer",
+        "implementation",
+    }
+    assert "delta_chunks" in others
+    for name in others:
+        assert not training.is_step(plain | {name: "another"})

@@ -155,7 +155,7 @@ def test_rwkv7s_gates_run_again_unless_their_results_are_saved():
 
 @pytest.mark.parametrize("method", ["softmax", "gla", "gated_deltanet", "rwkv7"])
 def test_inputs_of_products_are_computed_once_where_they_are_saved(method):
-    """With `dots_and_inputs` the backward pass computes no norm of the stream and nothing between a feedforward's matrices again, and runs
+    """With `dots_and_inputs` the backward pass computes no array of that name again, and runs
     no kernel again that `dots_and_convolutions` does not.
     """
 

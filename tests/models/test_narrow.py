@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 from lsm_jax import feedforward, mixers, models
-from lsm_jax.models import decoder, narrow
+from lsm_jax.models import decoder, narrow, unstack
 from lsm_jax.training.memory_plan import plan
 from lsm_jax.training.partition import split
 from lsm_jax.training.step import params_of
@@ -26,6 +26,7 @@ TOKENS = jnp.arange(20).reshape(2, 10)
 @pytest.fixture(autouse=True)
 def every_size(monkeypatch):
     monkeypatch.setattr(narrow, "LEAST_SIZE", 1)
+    monkeypatch.setattr(unstack, "LEAST_SIZE", 1)
 
 
 def config_of(method: str, experts: bool = False, **fields) -> models.ModelConfig:

@@ -73,3 +73,8 @@ def test_gradients_of_large_slices_are_written_in_place_and_of_small_ones_concat
     in_place = module.LEAST_SIZE == 1
     assert ("dynamic_update_slice" in text) == in_place
     assert ("stack[axis=0]" in text) == (not in_place)
+
+
+def test_another_number_of_slices_is_refused(stack):
+    with pytest.raises(ValueError, match="count=2: a stack has 3 slices"):
+        unstack(stack, 2)

@@ -14,8 +14,8 @@ CONVOLVED = "short_convolutions"
 `jax.checkpoint`, which `remat="dots_and_convolutions"` saves."""
 
 INPUTS = "inputs_of_products"
-"""The name of the elementwise results that products with weights read: norms of the residual stream and what is between the matrices of a
-feedforward; `remat="dots_and_inputs"` saves them besides `CONVOLVED`."""
+"""The name of the elementwise results that products with weights read: norms of the residual stream and the hidden layer of SwiGLU and
+GeGLU; `remat="dots_and_inputs"` saves them besides `CONVOLVED`."""
 
 
 def saved(x: jax.Array) -> jax.Array:

@@ -20,7 +20,7 @@ def entering_memories(
     The backward pass computes each update again from the memory before it. A `jax.lax.scan` gathers its results in an
     array that starts as zeros; XLA on GPUs writes those of all layers of an unrolled model by one kernel when a step
     begins, so that they are in memory for the whole step, two for each layer. The arrays here depend on the layer's
-    inputs and are freed with it.
+    inputs and are freed with it. It has no derivative in forward mode (`jax.jvp`).
 
     Args:
         update: a function of the memory [...] before a chunk and the chunk's entries of `arrays` and `indices`, which
