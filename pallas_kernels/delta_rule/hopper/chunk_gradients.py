@@ -317,34 +317,19 @@ class ChunkProgram:
         return wg.accumulate(add, dq, dk, interpret=self.interpret)
 
     def store_d_beta(self, chunk: Chunk, pairs: _PairGradients, written) -> None:
-        """Store the gradient of beta of the chunk's tokens, [C]: x · dv / beta, a sum in which nothing
-        cancels; where beta is 0, the sum of its terms through pairs of tokens and through the memory after
-        the chunk (`written`).
-
-        x are the errors of the memory's predictions, dv is the gradient of v.
-        """
-        positive = chunk.beta > 1e-10
-        divisor = jnp.where(positive, chunk.beta, 1.0)
-        d_beta = jnp.where(positive, pairs.beta_times_d_beta / divisor, pairs.d_beta + written)
+        """Store the gradient of beta of the chunk's tokens, [C]; `written` is its term through the memory after the chunk."""
+        d_beta = choose_d_beta(chunk, pairs.beta_times_d_beta, pairs.d_beta, written)
         self.refs["d_beta"].at[self.b, self.tokens, self.result][...] = d_beta
 
     def store_d_decay(self, chunk: Chunk, memory: _MemoryGradients) -> None:
         """Store the gradient of the scalar log decay of the chunk's tokens, [C].
 
-        At token t it is the sum of these terms: `memory.later` summed over the tokens from t on in its
-        document; `memory.erasing`, if there is one, summed over the tokens after t in its document; beta times `memory.written` summed over the tokens before t; and the decay over the whole
-        chunk times <S, dS'>, the inner product of the memory before the chunk with the gradient of the memory
-        after it.
+        It has the terms of `decay_terms`, and at each token the decay over the whole chunk times <S, dS'>, the inner product of the
+        memory before the chunk with the gradient of the memory after it.
         """
-        i, vector = chunk.i, self.smem.vector
-        seen = i <= chunk.j
-        if chunk.same_document is not None:
-            seen &= chunk.same_document
-        sums = jnp.where(seen, chunk.over_columns(memory.later), 0.0)
-        if memory.erasing is not None:
-            sums += jnp.where(seen & (i < chunk.j), chunk.over_columns(memory.erasing), 0.0)
-        sums += jnp.where(i > chunk.j, chunk.over_columns(chunk.beta * memory.written), 0.0)
-        total = jnp.where(i == chunk.j, memory.totals[0], 0.0)
+        vector = self.smem.vector
+        sums = decay_terms(chunk, memory.later, memory.erasing, chunk.beta * memory.written)
+        total = jnp.where(chunk.i == chunk.j, memory.totals[0], 0.0)
         total = chunk.over_columns(jnp.sum(total, axis=1))
         vector[...] = chunk.read_decay
         plgpu.commit_smem()
@@ -391,3 +376,30 @@ def smem_types(depth: int, width: int, stages: int, interpret) -> Smem:
         pair_loaded=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
         left=[tile(SQUARE)] * 2 if interpret else [None] * 2,
     )
+
+
+def choose_d_beta(chunk: Chunk, beta_times_d_beta, through_pairs, written):
+    """Return the gradient of beta of the chunk's tokens, [C]: x · dv / beta, a sum in which nothing cancels; where beta is 0, the sum of
+    its terms through pairs of tokens and through the memory after the chunk (`written`).
+
+    x are the errors of the memory's predictions, dv is the gradient of v; `beta_times_d_beta` is x · dv.
+    """
+    positive = chunk.beta > 1e-10
+    divisor = jnp.where(positive, chunk.beta, 1.0)
+    return jnp.where(positive, beta_times_d_beta / divisor, through_pairs + written)
+
+
+def decay_terms(chunk: Chunk, later, erasing=None, after=None):
+    """Return a matrix [C, C] whose row t has the terms of the log decay's gradient at token t, to be summed: `later` of the tokens from t
+    on in its document, `erasing` of the tokens after t in its document, and `after` of the tokens before t, [C] each.
+    """
+    i, j = chunk.i, chunk.j
+    seen = i <= j
+    if chunk.same_document is not None:
+        seen &= chunk.same_document
+    terms = jnp.where(seen, chunk.over_columns(later), 0.0)
+    if erasing is not None:
+        terms += jnp.where(seen & (i < j), chunk.over_columns(erasing), 0.0)
+    if after is not None:
+        terms += jnp.where(i > j, chunk.over_columns(after), 0.0)
+    return terms

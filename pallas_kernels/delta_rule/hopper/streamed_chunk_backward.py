@@ -22,6 +22,7 @@ from jax import lax
 
 from pallas_kernels.compat import PROCESSORS, pl, plgpu
 from pallas_kernels.delta_rule.hopper.chunk_forward import CHUNK, SQUARE, Chunk, read_chunk
+from pallas_kernels.delta_rule.hopper.chunk_gradients import choose_d_beta, decay_terms
 from pallas_kernels.delta_rule.hopper.streamed_tiles import BLOCK, Sizes, Smem, Tiles, smem_types
 from pallas_kernels.hopper import warpgroups as wg
 from pallas_kernels.hopper.blocks import Place
@@ -165,21 +166,6 @@ class Program(Tiles):
         channels = pl.ds(column * BLOCK, BLOCK)
         plgpu.copy_smem_to_gmem(buffer, self.result(name).at[:, channels])
 
-    def sum_decays(self, chunk: Chunk, later, erasing=None, after=None):
-        """Return the gradient of the log decay of each token t, [C], from terms of the tokens, [C] each: the sum of `later` over the
-        tokens from t on in its document, of `erasing` over the tokens after t in its document, and of `after` over the tokens before t.
-        """
-        i, j = chunk.i, chunk.j
-        seen = i <= j
-        if chunk.same_document is not None:
-            seen &= chunk.same_document
-        sums = jnp.where(seen, chunk.over_columns(later), 0.0)
-        if erasing is not None:
-            sums += jnp.where(seen & (i < j), chunk.over_columns(erasing), 0.0)
-        if after is not None:
-            sums += jnp.where(i > j, chunk.over_columns(after), 0.0)
-        return jnp.sum(sums, axis=1)
-
     # The first warpgroup
 
     def compute_reads(self) -> None:
@@ -252,7 +238,7 @@ class Program(Tiles):
         from each one on in its document, and the decay over the whole chunk times the trace of `total`.
         """
         smem, vector = self.smem, self.smem.vectors[_READS]
-        sums = self.sum_decays(chunk, later)
+        sums = jnp.sum(decay_terms(chunk, later), axis=1)
         trace = jnp.sum(jnp.where(chunk.i == chunk.j, total, 0.0), axis=1)
         trace = jnp.sum(chunk.over_columns(trace), axis=1)
         vector[...] = chunk.read_decay
@@ -286,15 +272,13 @@ class Program(Tiles):
         d_beta = of_columns + plgpu.load(smem.of_reads, layout=wg.LAYOUT.reduce(1))
         erased, written = self.complete_keys(chunk, pairs)
         erasing, later = erasing - erased, -chunk.beta * of_columns
-        # Nothing cancels in x · dv / beta; where beta is 0, the gradient is the sum of its terms.
-        positive = chunk.beta > 1e-10
-        divisor = jnp.where(positive, chunk.beta, 1.0)
-        d_beta = jnp.where(positive, beta_times_d_beta / divisor, d_beta + written)
+        d_beta = choose_d_beta(chunk, beta_times_d_beta, d_beta, written)
         self.result("d_beta")[...] = d_beta
         if self.sizes.decay_gradient:
             if self.sizes.erase == "decayed":
                 later, erasing = later + erasing, None
-            smem.of_erases[...] = self.sum_decays(chunk, later, erasing, chunk.beta * written)
+            terms = decay_terms(chunk, later, erasing, chunk.beta * written)
+            smem.of_erases[...] = jnp.sum(terms, axis=1)
             plgpu.commit_smem()
         plgpu.barrier_arrive(smem.erases_stored)
 
