@@ -20,7 +20,6 @@ from lsm_jax import programs
 from lsm_jax.names import did_you_mean
 from lsm_jax.training.config_json import flatten, suggest
 
-_MISSING = object()
 _POWER = re.compile(r"\d+(\.\d*)?[eE]\+?\d{1,2}")  # a number such as 1e6
 _ACCEPTED = "accepted is FILE.py:VARIANT, e.g. configs/lm.py:gla-340m"
 
@@ -236,12 +235,10 @@ def _override(config: Any, name: str, value: str) -> str | None:
     (such as `base`); otherwise None."""
     node, parent = config, None
     for part in name.split("."):
-        inner = (
-            node.get(part, _MISSING) if isinstance(node, dict) else getattr(node, part, _MISSING)
-        )
-        if inner is _MISSING:
+        fields = node if isinstance(node, dict) else vars(node) if hasattr(node, "__dict__") else {}
+        if part not in fields:  # a property or method is no field
             return f"--config.{name}: {suggest(config, name)}"
-        node, parent = inner, node
+        node, parent = fields[part], node
     last = name.rpartition(".")[2]
     kind = (
         typing.get_type_hints(type(parent)).get(last) if dataclasses.is_dataclass(parent) else None

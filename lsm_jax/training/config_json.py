@@ -223,5 +223,9 @@ def suggest(config: Any, name: str) -> str:
         return f"{'.'.join(path)} is a value and has no fields"
     if last in MOVED_FIELDS and isinstance(holder, mixers.RecurrentConfig):
         return f"{type(holder).__name__} has no field {last!r}; since release 0.2 it is {MOVED_FIELDS[last]!r}"
+    computed = getattr(type(holder), last, None)
+    if isinstance(computed, property):
+        meaning = " ".join((computed.__doc__ or "").split())
+        return f"{type(holder).__name__} has no field {last!r}, which it computes. {meaning}"
     hint = did_you_mean(last, known)
     return f"{type(holder).__name__} has no field {last!r}{hint or '.'} It has: {', '.join(known)}"

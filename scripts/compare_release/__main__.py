@@ -5,7 +5,7 @@ Each of these sections runs in both trees on this machine's CPU, and every diffe
     ops       outputs, final states and gradients of every case of tests/ops, in every form, in float32
     mixers    outputs, states and gradients of every method and of Mixture-of-Memories, and one decoding step
     kernels   the jaxpr of every fused kernel, forward and backward, for Hopper and for TPU; equal jaxprs compile to equal code,
-              so that spilled registers and speed are the same too
+              so that spilled registers and speed are the same too; their text does not show how many arrivals a barrier counts
     runs      the losses of a tiny training run of each configuration family
     resume    the losses of the reference's runs, cut back to their middle and continued by this checkout
 

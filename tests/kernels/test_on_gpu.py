@@ -1,4 +1,4 @@
-"""Tests of the kernels that run on an NVIDIA Hopper GPU: `make test-gpu`."""
+"""Tests of the memories' kernels that run on an NVIDIA Hopper GPU: `make test-gpu`."""
 
 import functools
 from typing import Any
@@ -9,37 +9,18 @@ import numpy as np
 import pytest
 
 from lsm_jax import ops
-from lsm_jax.ops.attention.forget_gates import GateSum, sum_gates
-from lsm_jax.ops.core.segments import read_tokens
-from lsm_jax.ops.normalization import branches
 from pallas_kernels.decode_step import cases as decode_step_cases
 from pallas_kernels.delta_rule import cases as delta_rule_cases
 from pallas_kernels.dplr import cases as dplr_cases
-from pallas_kernels.forgetting_attention import cases as attention_cases
-from pallas_kernels.forgetting_attention import forgetting_attention
-from pallas_kernels.gated_norm import cases as gated_norm_cases
-from pallas_kernels.gated_norm import gated_rms_norm_gradients
 from pallas_kernels.linear_attention import cases as linear_attention_cases
-from pallas_kernels.residual_norm import cases as residual_norm_cases
-from pallas_kernels.residual_norm import residual_norm_forward, residual_norm_gradients
-from pallas_kernels.rwkv7 import cases as rwkv7_cases
 from pallas_kernels.selective_scan import cases as selective_scan_cases
-from pallas_kernels.short_convolution import cases as short_convolution_cases
-from pallas_kernels.short_convolution import short_convolution
-from tests.kernels import test_attention_state_gpu as attention_state
 from tests.kernels import test_decode_step_gpu as decode_step
-from tests.kernels import test_gated_norm_gpu as gated_norm
-from tests.kernels import test_residual_norm_gpu as residual_norm
-from tests.kernels import test_rwkv7_gpu as rwkv7
 from tests.kernels import test_segments as segments
 from tests.kernels import test_selective_scan_gpu as scans
-from tests.kernels import test_short_convolution_gpu as convolution
+from tests.kernels.marks import on_hopper
 from tests.kernels.test_linear_attention_gpu import error
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA Hopper GPU"),
-]
+pytestmark = on_hopper
 
 
 def case_id(case) -> str:
@@ -253,215 +234,6 @@ def test_slot_memory_equals_the_recurrence(configuration):
         assert error(got, want) < (output if index < 3 else gradient), index
 
 
-@pytest.mark.parametrize("case", attention_cases.HOPPER, ids=lambda case: case.id)
-def test_attention_equals_xla(case):
-    """On the card, the value and every gradient of attention's kernel are those of XLA's attention in float32
-    at full precision; a second run gives the same bits.
-    """
-    (heads, key_heads), dim, length, documents, gates, window = case
-    rng = np.random.default_rng(0)
-    normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.bfloat16)  # noqa: E731
-    inputs = [normal(2, length, n, dim) for n in (heads, key_heads, key_heads)]
-    if gates is not None:
-        gate = jax.nn.log_sigmoid(jnp.asarray(rng.normal(size=(2, length, heads)), jnp.float32) + 3)
-        inputs.append(jnp.where(gate < -0.2, -30.0, gate) if gates == "strong" else gate)
-    ids = None
-    if documents is not None:
-        ids = jnp.asarray(np.cumsum(rng.random((2, length)) < documents, axis=1) + 1)
-    mask = jnp.asarray(rng.random((2, length)) < 0.9) if documents else None
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def both(implementation, d_output, *inputs):
-        def run(q, k, v, log_forget=None):
-            return ops.attention(
-                q, k, v, log_forget=log_forget, window=window, segment_ids=ids, update_mask=mask,
-                implementation=implementation,
-            )[0]  # fmt: skip
-
-        output, pull = jax.vjp(run, *inputs)
-        return output, *pull(d_output)
-
-    d_output = normal(2, length, heads, dim)
-    fused = both("mosaic_gpu", d_output, *inputs)
-    for a, b in zip(fused, both("mosaic_gpu", d_output, *inputs), strict=True):
-        np.testing.assert_array_equal(a, b)
-    with jax.default_matmul_precision("highest"):
-        widened = [x.astype(jnp.float32) for x in (d_output, *inputs)]
-        expected = both("xla", *widened)
-    output, gradient = attention_cases.OUTPUT_TOLERANCE, attention_cases.GRADIENT_TOLERANCE
-    for index, (got, want) in enumerate(zip(fused, expected, strict=True)):
-        assert error(got, want) < (gradient if index else output)
-
-
-@pytest.mark.parametrize("where", [0, 1, 3])
-@pytest.mark.parametrize("case", attention_cases.HOPPER_PARTS, ids=lambda case: case.id)
-def test_attention_of_two_parts_equals_xla(case, where):
-    """On the card, attention's kernel has the value and every gradient of XLA's for the queries of one of
-    four devices that share a row: parts `where` and 7 - `where` of eight. A second run gives the same bits.
-    """
-    (heads, key_heads), dim, length, documents, gates, window = case
-    rng = np.random.default_rng(0)
-    normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.bfloat16)  # noqa: E731
-    inputs = [normal(2, length, n, dim) for n in (heads, key_heads, key_heads)]
-    if gates is not None:
-        gate = rng.normal(size=(2, length, heads)) + 3
-        inputs.append(jax.nn.log_sigmoid(jnp.asarray(gate, jnp.float32)))
-    ids = None
-    if documents is not None:
-        ids = jnp.asarray(np.cumsum(rng.random((2, length)) < documents, axis=1) + 1)
-    mask = jnp.asarray(rng.random((2, length)) < 0.9) if documents else None
-    part = length // 8
-    places = jnp.asarray([where, 7 - where], jnp.int32) * part
-
-    def cut(x):
-        return jnp.concatenate([x[:, p * part : (p + 1) * part] for p in (where, 7 - where)], 1)
-
-    def fused(q, k, v, log_forget=None):
-        tokens = read_tokens(ids, mask, jnp.zeros(2, jnp.int32), None)
-        sums = None
-        if log_forget is not None:
-            zero = jnp.zeros((2, log_forget.shape[2]), jnp.float32)
-            sums = sum_gates(log_forget, tokens._replace(run=None), GateSum(zero, zero))
-        return forgetting_attention(
-            cut(q), k, v, sums, run=tokens.run, written=tokens.written, places=places,
-            scale=dim**-0.5, window=window,
-        )  # fmt: skip
-
-    def plain(q, k, v, log_forget=None):
-        return cut(ops.attention(
-            q, k, v, log_forget=log_forget, window=window, segment_ids=ids, update_mask=mask,
-            implementation="xla",
-        )[0])  # fmt: skip
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def both(run, d_output, *inputs):
-        output, pull = jax.vjp(run, *inputs)
-        return output, *pull(d_output)
-
-    d_output = normal(2, 2 * part, heads, dim)
-    got = both(fused, d_output, *inputs)
-    for a, b in zip(got, both(fused, d_output, *inputs), strict=True):
-        np.testing.assert_array_equal(a, b)
-    with jax.default_matmul_precision("highest"):
-        expected = both(plain, *(x.astype(jnp.float32) for x in (d_output, *inputs)))
-    output, gradient = attention_cases.OUTPUT_TOLERANCE, attention_cases.GRADIENT_TOLERANCE
-    for index, (a, b) in enumerate(zip(got, expected, strict=True)):
-        assert error(a, b) < (gradient if index else output)
-
-
-@pytest.mark.parametrize("case", short_convolution_cases.HOPPER, ids=lambda case: case.id)
-def test_convolution_equals_xla(case):
-    """On the card, the value and every gradient of the short convolution's kernel are those of XLA in
-    float32; a second run gives the same bits.
-    """
-    length, channels, width, documents, bias, silu, head_dim, batch, contiguous = case
-    arrays, ids = convolution.make(
-        length, channels, width, documents=documents, bias=bias, batch=batch, contiguous=contiguous
-    )
-    dy = jnp.asarray(np.random.default_rng(1).normal(size=arrays["x"].shape), jnp.bfloat16)
-
-    def both(function, arrays, dy):
-        y, pull = jax.vjp(lambda a: function(a), arrays)
-        return y, *jax.tree.leaves(pull(dy))
-
-    def kernel(arrays):
-        tokens = read_tokens(ids, None, jnp.ones(batch, jnp.int32), None)
-        options: dict[str, Any] = dict(contiguous=contiguous, silu=silu, head_dim=head_dim)
-        return short_convolution(**arrays, run=tokens.run, real=tokens.real, **options)
-
-    run = jax.jit(lambda *a: both(kernel, *a))
-    got = run(arrays, dy)
-    for a, b in zip(got, run(arrays, dy), strict=True):
-        np.testing.assert_array_equal(a, b)
-    wide = jax.tree.map(lambda a: a.astype(jnp.float32), (arrays, dy))
-    wanted = jax.jit(lambda *a: both(lambda a: convolution.plain(a, ids, silu, head_dim), *a))(
-        *wide
-    )
-    for a, b in zip(got, wanted, strict=True):
-        assert error(a, b) < short_convolution_cases.TOLERANCES["card"]
-
-
-@pytest.mark.parametrize("case", gated_norm_cases.COMPILED, ids=lambda case: case.id)
-def test_gated_norm_equals_xla(case):
-    """On the card, the value and every gradient of the gated norm's kernel are those of XLA in float32; a second run gives the same
-    bits.
-    """
-    arrays, options, dy = gated_norm.make(case)
-    kernel = functools.partial(ops.gated_rms_norm, **options, implementation="mosaic_gpu")
-    run = jax.jit(lambda *a: gated_norm.both(kernel, *a))
-    got = run(arrays, dy)
-    for a, b in zip(*map(jax.tree.leaves, (got, run(arrays, dy))), strict=True):
-        np.testing.assert_array_equal(a, b)
-    plain = functools.partial(ops.gated_rms_norm, **options, implementation="xla")
-    wide = jax.tree.map(lambda a: a.astype(jnp.float32), (arrays, dy))
-    wanted = jax.jit(lambda *a: gated_norm.both(plain, *a))(*wide)
-    for a, b in zip(*map(jax.tree.leaves, (got, wanted)), strict=True):
-        assert error(a, b) < gated_norm_cases.TOLERANCES["card"]
-
-
-@pytest.mark.parametrize("op", rwkv7.OPS)
-@pytest.mark.parametrize("case", rwkv7_cases.COMPILED, ids=lambda case: case.id)
-def test_gradients_of_rwkv7_equal_the_definition(op, case):
-    """On the card, every gradient of RWKV7's kernels is that of the definition in float32; a second run gives the same bits."""
-    arguments, gradients = rwkv7.make(op, case)
-    kernel = functools.partial(rwkv7.by_op, op, "mosaic_gpu")
-    run = jax.jit(lambda *a: rwkv7.both(kernel, *a)[1])
-    got = run(arguments, gradients)
-    for a, b in zip(*map(jax.tree.leaves, (got, run(arguments, gradients))), strict=True):
-        np.testing.assert_array_equal(a, b)
-    wide = rwkv7.widened(arguments)
-    if rwkv7.is_mixes(op):  # the weights that multiply are rounded
-        wide["shares"] = rwkv7.widened(arguments["shares"].astype(jnp.bfloat16))
-    defined = functools.partial(rwkv7.definition, op)
-    wanted = jax.jit(lambda *a: rwkv7.both(defined, *a)[1])(wide, rwkv7.widened(gradients))
-    for name, x in got.items():
-        assert error(x, wanted[name]) < rwkv7_cases.TOLERANCES["card"], name
-
-
-@pytest.mark.parametrize(
-    "case",
-    [c for c in gated_norm_cases.COMPILED if c.group > 1 and not c.skip],
-    ids=lambda case: case.id,
-)
-def test_gated_norm_stored_by_its_gradient_equals_the_forward_pass(case):
-    """On the card, the output that the backward kernel stores has the bits of the forward kernel's, and the gradients those of the
-    backward kernel that stores none.
-    """
-    arrays, options, dy = gated_norm.make(case)
-    kernel = functools.partial(ops.gated_rms_norm, **options, implementation="mosaic_gpu")
-    y, wanted = jax.jit(lambda a, dy: gated_norm.both(kernel, a, dy))(arrays, dy)
-    gradients = functools.partial(gated_rms_norm_gradients, **options)
-    *got, stored = jax.jit(lambda a, dy: gradients(**a, dy=dy))(arrays, dy)
-    for a, b in zip((stored, *got), (y, wanted["x"], wanted["gate"], wanted["scale"]), strict=True):
-        np.testing.assert_array_equal(a, b)
-
-
-@pytest.mark.parametrize("case", residual_norm_cases.COMPILED, ids=lambda case: case.id)
-def test_gradient_of_a_residual_norm_equals_xla(case):
-    """On the card, the gradients of the residual stream and of the scale are those of XLA in float32; a second run gives the same
-    bits.
-    """
-    arrays = residual_norm.make(case)
-    run = jax.jit(lambda a: residual_norm_gradients(**a, eps=1e-5))
-    got = run(arrays)
-    for a, b in zip(got, run(arrays), strict=True):
-        np.testing.assert_array_equal(a, b)
-    wide = jax.tree.map(lambda a: a.astype(jnp.float32), arrays)
-    for a, b in zip(got, jax.jit(lambda a: branches.gradients(1e-5, **a))(wide), strict=True):
-        assert error(a, b) < residual_norm_cases.TOLERANCES["card"]
-
-
-@pytest.mark.parametrize("case", residual_norm_cases.FORWARD_COMPILED, ids=lambda case: case.id)
-def test_a_sum_with_its_norm_equals_the_plain_form(case):
-    """On the card, the sum is XLA's to the bit, and its norm is that of the rounded sum; a second run gives the same bits."""
-    arrays = residual_norm.make_sum(case)
-    run = jax.jit(lambda *a: residual_norm_forward(*a, eps=1e-5))
-    got = run(*arrays)
-    for a, b in zip(got, run(*arrays), strict=True):
-        np.testing.assert_array_equal(a, b)
-    residual_norm.check_sum(got, *arrays)
-
-
 @pytest.mark.parametrize("case", selective_scan_cases.HOPPER, ids=lambda case: case.id)
 def test_selective_memory_equals_the_recurrence(case):
     """On the card, the value, final memory and every gradient of the selective scan's kernels are those of
@@ -477,15 +249,6 @@ def test_selective_memory_equals_the_recurrence(case):
         return found
 
     scans.compare(case, run)
-
-
-@pytest.mark.parametrize("name", attention_state.SPLITS)
-def test_attention_from_a_state_equals_xla(name):
-    attention_state.check_pieces(name)
-
-
-def test_gradients_of_attention_from_a_state_equal_xla():
-    attention_state.check_gradients()
 
 
 @pytest.mark.parametrize("documents", [False, True])

@@ -81,6 +81,8 @@ def test_errors_name_the_field(tmp_path, change, message):
         (["--config=configs/lm.py:gla-tiny", "--config.optimizer.lr=1"], "did you mean 'peak_lr'?"),
         (["--config=configs/lm.py:gla-tiny", "--config.model.layers.L.mixer.num_head=1"], "num_heads"),
         (["--config=configs/lm.py:gla-tiny", "--config.batch_size=many"], "batch_size"),
+        (["--config=configs/lm.py:gla-tiny", "--config.num_steps=3"], "'num_steps', which it computes. The number"),
+        (["--config=configs/lm.py:gla-tiny", "--config.validate=3"], "no field 'validate'"),
     ],
 )  # fmt: skip
 def test_errors_of_the_command_name_what_exists(arguments, message):

@@ -9,158 +9,31 @@ chunk while the others complete this one. The first warpgroup computes what come
     A, dq = A k + e^b ⊙ (dO Sᵀ), <S, dS'>          E, dk = Aᵀ q + (E + Eᵀ) k + beta e^(b_C - b) ⊙ (x dS'ᵀ) - e^b ⊙ (dv Sᵀ)
 
 so that each tile of S is read by both, and neither needs more registers than it has. dq and dk are stored for 64 key channels at a time.
-`chunk_backward` has the other kernel, which keeps q and k, and `pallas_kernels.tiles.delta` the formulas.
+`streamed_tiles` has the third warpgroup, `chunk_gradients` the other kernel, which keeps q and k, and `pallas_kernels.tiles.delta` the formulas.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.compat import PROCESSORS, pl, plgpu
 from pallas_kernels.delta_rule.hopper.chunk_forward import CHUNK, SQUARE, Chunk, read_chunk
+from pallas_kernels.delta_rule.hopper.chunk_gradients import choose_d_beta, decay_terms
+from pallas_kernels.delta_rule.hopper.streamed_tiles import BLOCK, Sizes, Smem, Tiles, smem_types
 from pallas_kernels.hopper import warpgroups as wg
-from pallas_kernels.hopper.blocks import Place, head_index
+from pallas_kernels.hopper.blocks import Place
 
 GROUPS = 3
 """Warpgroups of a thread block: one for the queries, one for the keys, and one that loads."""
 _READS, _ERASES, _LOADS = range(GROUPS)
 # Registers of a thread of a warpgroup that computes, and of the one that loads: together the 3 * 168 with which the kernel begins.
 _REGISTERS = 232, 40
-_BLOCK = 64  # key or value channels of one tile
-_FEWEST_STAGES = 4  # pairs of tiles loaded or in use with which the kernel is used
-_VALUES = ("missing", "d_out", "dv")
 _Q, _K = range(2)  # places of queries and keys in a pair of tiles
 _F32, _BF16 = jnp.float32, jnp.bfloat16
-
-
-class _Smem(NamedTuple):
-    """Buffers in shared memory of a thread block that computes the gradients of one chunk and head of the delta rule; tiles are bfloat16.
-
-    C is the number of tokens of a chunk, S the memory before it and dS' the gradient of the memory after it.
-
-    Attributes:
-        values: the errors x of the memory's predictions (`missing`), the gradients of the output and of v, [V / 64, C, 64] each.
-        ring: [stages, 2, 64, 64], pairs of tiles: of q and k, or of S and dS'.
-        read: [C, C], the gradient A of the scores of queries with keys.
-        gradients: [2, C, 64], the gradients of q and of k on the way to global memory; before that, the second has E.
-        vectors: two [C] float32, of the first and of the second warpgroup, for a value of each token.
-        of_reads: [C] float32, the terms of the gradient of beta through the scores of queries with keys.
-        of_erases: [C] float32, the terms of the log decay's gradient that the second warpgroup computes.
-        values_loaded: the barriers at which 64 channels of `values` are loaded.
-        values_used: the barrier at which both warpgroups have used `values`.
-        loaded: the barriers at which a pair of tiles is loaded, one for each stage of the ring.
-        used: the barriers at which both warpgroups have used a pair of tiles, one for each stage.
-        read_stored: the barrier at which `read` and `of_reads` are complete.
-        erases_stored: the barrier at which `of_erases` is complete, and the second warpgroup has used `read` and `of_reads`.
-        left: two [C, C] for the interpreter, which reads left operands from shared memory; else None.
-    """
-
-    values: dict[str, Any]
-    ring: Any
-    read: Any
-    gradients: Any
-    vectors: list[Any]
-    of_reads: Any
-    of_erases: Any
-    values_loaded: Any
-    values_used: Any
-    loaded: Any
-    used: Any
-    read_stored: Any
-    erases_stored: Any
-    left: list[Any]
-
-
-def pair_count(depth: int, width: int) -> int:
-    """Return how many pairs of tiles one chunk and head has, for K = `depth` and slices of `width` value channels."""
-    columns, rows = depth // _BLOCK, width // _BLOCK
-    return columns * (rows + 2)
-
-
-def stage_count(depth: int, width: int, memory: int) -> int:
-    """Return how many pairs of tiles the ring of a thread block has, with `memory` bytes of shared memory for the thread block; 0 if this
-    kernel does not fit. It divides the number of pairs, so that each chunk begins at the same place of the ring.
-    """
-    tile, count = 2 * _BLOCK * _BLOCK, pair_count(depth, width)
-    small = 4 * 1024  # vectors, barriers, the buffer for sums over columns
-    other = 3 * tile * (width // _BLOCK) + 3 * tile + small
-    most = min(count, (memory - other) // (2 * tile))
-    return next((n for n in range(most, _FEWEST_STAGES - 1, -1) if count % n == 0), 0)
-
-
-def _smem(sizes: Sizes) -> _Smem:
-    """Return the types of the buffers in shared memory of a thread block."""
-    smem: Any = plgpu.SMEM
-    tile = functools.partial(smem, dtype=_BF16, transforms=wg.TILED)
-    vector = smem((CHUNK,), _F32)
-    rows, stages = sizes.rows, sizes.stages
-    return _Smem(
-        values={name: tile((rows, *SQUARE)) for name in _VALUES},
-        ring=tile((stages, 2, *SQUARE)),
-        read=tile(SQUARE),
-        gradients=tile((2, *SQUARE)),
-        vectors=[vector] * 2,
-        of_reads=vector,
-        of_erases=vector,
-        values_loaded=plgpu.Barrier(num_arrivals=len(_VALUES), num_barriers=rows),
-        values_used=plgpu.Barrier(num_arrivals=2),
-        loaded=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-        used=plgpu.Barrier(num_arrivals=2, num_barriers=stages),
-        read_stored=plgpu.Barrier(num_arrivals=1),
-        erases_stored=plgpu.Barrier(num_arrivals=1),
-        left=[tile(SQUARE)] * 2 if sizes.interpret else [None] * 2,
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class Sizes:
-    """Sizes and options of a call.
-
-    Attributes:
-        batch: number of rows of the batch.
-        chunks: number of chunks of a row.
-        heads: number of heads of the gradient of the output.
-        slices: number of slices of value channels.
-        width: number of value channels of a slice.
-        depth: number of key channels, K.
-        stages: number of pairs of tiles in the ring.
-        scale: the factor by which the queries q are multiplied.
-        decay_gradient: whether the gradient of the log decay is computed.
-        erase: "decayed" or "undecayed", the memory that keys read.
-        interpret: parameters of the Pallas interpreter, or False to compile the kernel.
-    """
-
-    batch: int
-    chunks: int
-    heads: int
-    slices: int
-    width: int
-    depth: int
-    stages: int
-    scale: float
-    decay_gradient: bool
-    erase: str
-    interpret: Any
-
-    @property
-    def programs(self) -> int:
-        """The number of programs: one for each chunk, head and slice of value channels."""
-        return self.batch * self.chunks * self.heads * self.slices
-
-    @property
-    def columns(self) -> int:
-        """The number of blocks of 64 key channels."""
-        return self.depth // _BLOCK
-
-    @property
-    def rows(self) -> int:
-        """The number of blocks of 64 value channels of a slice."""
-        return self.width // _BLOCK
 
 
 def grid(sizes: Sizes) -> dict[str, int]:
@@ -177,7 +50,7 @@ def run(refs: dict[str, Any], sizes: Sizes) -> None:
     processors = lax.axis_size("processor")
     turns = lax.div(sizes.programs - processor + processors - 1, processors)
 
-    def body(smem: _Smem):
+    def body(smem: Smem):
         def for_programs(part):
             def turn(number, _):
                 part(_program(refs, smem, sizes, processor + number * processors), number)
@@ -201,10 +74,10 @@ def run(refs: dict[str, Any], sizes: Sizes) -> None:
             for stage in range(sizes.stages):
                 plgpu.barrier_wait(smem.used.at[stage])
 
-    pl.run_scoped(body, _smem(sizes), collective_axes="group")
+    pl.run_scoped(body, smem_types(sizes), collective_axes="group")
 
 
-def _program(refs: dict[str, Any], smem: _Smem, sizes: Sizes, index) -> Program:
+def _program(refs: dict[str, Any], smem: Smem, sizes: Sizes, index) -> Program:
     """Return the program with this index: slices of value channels change fastest, then chunks, heads and rows."""
     piece, index = lax.rem(index, sizes.slices), lax.div(index, sizes.slices)
     n, index = lax.rem(index, sizes.chunks), lax.div(index, sizes.chunks)
@@ -214,100 +87,8 @@ def _program(refs: dict[str, Any], smem: _Smem, sizes: Sizes, index) -> Program:
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
-    """The computation of the terms of the gradients of one chunk and head that come through one slice of its value channels.
-
-    Pairs of tiles have numbers, in the order in which they are loaded: first those of q and k, one for each 64 key channels; then for each
-    64 key channels those of the memory, one for each 64 value channels, and q and k of these channels.
-
-    Attributes:
-        refs: references to inputs and outputs in global memory, by name.
-        smem: the buffers of the thread block in shared memory.
-        sizes: sizes and options of the call.
-        place: where the chunk and head are.
-        piece: index of the slice of value channels.
-    """
-
-    refs: dict[str, Any]
-    smem: _Smem
-    sizes: Sizes
-    place: Place
-    piece: Any
-
-    def number(self, column, row: int):
-        """Return the number of the pair of tiles of the memory in 64 key channels (`column`) and 64 value channels (`row`); after the last
-        row, of the pair of q and k in these key channels.
-        """
-        return self.sizes.columns + column * (self.sizes.rows + 1) + row
-
-    def result(self, name: str):
-        """Return a reference to the chunk's tokens in an output, for this head and slice of value channels."""
-        row, h, _, _, tokens = self.place
-        return self.refs[name].at[row, tokens, h * self.sizes.slices + self.piece]
-
-    # Loads
-
-    def load(self, turn) -> None:
-        """Load all inputs, each when its buffer is free. `turn` counts the thread block's programs."""
-        for column in range(self.sizes.columns):
-            self.load_tokens(turn, column, column)
-        pl.when(turn > 0)(lambda: plgpu.barrier_wait(self.smem.values_used))
-        for row in range(self.sizes.rows):
-            self.load_values(row)
-
-        def load_column(column, _):
-            for row in range(self.sizes.rows):
-                self.load_memory(turn, self.number(column, row), column, row)
-            self.load_tokens(turn, self.number(column, self.sizes.rows), column)
-
-        lax.fori_loop(0, self.sizes.columns, load_column, None)
-
-    def load_pair(self, turn, number, sources) -> None:
-        """Start to load the pair of tiles with this number from two references to global memory."""
-        stage = lax.rem(number, self.sizes.stages)
-        again = (turn > 0) | (number >= self.sizes.stages)
-        pl.when(again)(lambda: plgpu.barrier_wait(self.smem.used.at[stage]))
-        for place, source in enumerate(sources):
-            to = self.smem.ring.at[stage, place]
-            plgpu.copy_gmem_to_smem(source, to, self.smem.loaded.at[stage])
-
-    def load_tokens(self, turn, number, column) -> None:
-        """Start to load the queries and keys in 64 key channels as the pair of tiles with this number."""
-        row, h, heads, _, tokens = self.place
-        channels = pl.ds(column * _BLOCK, _BLOCK)
-        refs = (self.refs[name] for name in ("q", "k"))
-        sources = [x.at[row, tokens, head_index(x, h, heads), channels] for x in refs]
-        self.load_pair(turn, number, sources)
-
-    def load_memory(self, turn, number, column, row: int) -> None:
-        """Start to load a tile of the memory before the chunk and the same one of the gradient of the memory after it."""
-        b, h, _, n, _ = self.place
-        at = b, h, n, self.value_channels(row), pl.ds(column * _BLOCK, _BLOCK)
-        self.load_pair(turn, number, [self.refs[name].at[at] for name in ("states", "d_states")])
-
-    def load_values(self, row: int) -> None:
-        """Start to load the errors of the memory's predictions and the gradients of the output and of v in 64 value channels."""
-        b, h, _, _, tokens = self.place
-        for name in _VALUES:
-            source = self.refs[name].at[b, tokens, h, self.value_channels(row)]
-            to = self.smem.values[name].at[row]
-            plgpu.copy_gmem_to_smem(source, to, self.smem.values_loaded.at[row])
-
-    def value_channels(self, row: int):
-        """Return the slice of the 64 value channels with index `row` in this slice of value channels."""
-        return pl.ds(self.piece * self.sizes.width + row * _BLOCK, _BLOCK)
-
-    def wait(self, number):
-        """Return a reference to the pair of tiles with this number, after waiting until it is loaded."""
-        stage = lax.rem(number, self.sizes.stages)
-        plgpu.barrier_wait(self.smem.loaded.at[stage])
-        return self.smem.ring.at[stage]
-
-    def release(self, number) -> None:
-        """Give the pair of tiles with this number free, as far as this warpgroup uses it."""
-        plgpu.barrier_arrive(self.smem.used.at[lax.rem(number, self.sizes.stages)])
-
-    # Parts of both warpgroups
+class Program(Tiles):
+    """The computation of the terms of the gradients of one chunk and head that come through one slice of its value channels."""
 
     def read_chunk(self, group: int) -> Chunk:
         """Return beta, decays and documents of the chunk."""
@@ -382,23 +163,8 @@ class Program:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the channels before
         buffer[...] = gradient.astype(_BF16)
         plgpu.commit_smem()
-        channels = pl.ds(column * _BLOCK, _BLOCK)
+        channels = pl.ds(column * BLOCK, BLOCK)
         plgpu.copy_smem_to_gmem(buffer, self.result(name).at[:, channels])
-
-    def sum_decays(self, chunk: Chunk, later, erasing=None, after=None):
-        """Return the gradient of the log decay of each token t, [C], from terms of the tokens, [C] each: the sum of `later` over the
-        tokens from t on in its document, of `erasing` over the tokens after t in its document, and of `after` over the tokens before t.
-        """
-        i, j = chunk.i, chunk.j
-        seen = i <= j
-        if chunk.same_document is not None:
-            seen &= chunk.same_document
-        sums = jnp.where(seen, chunk.over_columns(later), 0.0)
-        if erasing is not None:
-            sums += jnp.where(seen & (i < j), chunk.over_columns(erasing), 0.0)
-        if after is not None:
-            sums += jnp.where(i > j, chunk.over_columns(after), 0.0)
-        return jnp.sum(sums, axis=1)
 
     # The first warpgroup
 
@@ -472,7 +238,7 @@ class Program:
         from each one on in its document, and the decay over the whole chunk times the trace of `total`.
         """
         smem, vector = self.smem, self.smem.vectors[_READS]
-        sums = self.sum_decays(chunk, later)
+        sums = jnp.sum(decay_terms(chunk, later), axis=1)
         trace = jnp.sum(jnp.where(chunk.i == chunk.j, total, 0.0), axis=1)
         trace = jnp.sum(chunk.over_columns(trace), axis=1)
         vector[...] = chunk.read_decay
@@ -506,15 +272,13 @@ class Program:
         d_beta = of_columns + plgpu.load(smem.of_reads, layout=wg.LAYOUT.reduce(1))
         erased, written = self.complete_keys(chunk, pairs)
         erasing, later = erasing - erased, -chunk.beta * of_columns
-        # Nothing cancels in x · dv / beta; where beta is 0, the gradient is the sum of its terms.
-        positive = chunk.beta > 1e-10
-        divisor = jnp.where(positive, chunk.beta, 1.0)
-        d_beta = jnp.where(positive, beta_times_d_beta / divisor, d_beta + written)
+        d_beta = choose_d_beta(chunk, beta_times_d_beta, d_beta, written)
         self.result("d_beta")[...] = d_beta
         if self.sizes.decay_gradient:
             if self.sizes.erase == "decayed":
                 later, erasing = later + erasing, None
-            smem.of_erases[...] = self.sum_decays(chunk, later, erasing, chunk.beta * written)
+            terms = decay_terms(chunk, later, erasing, chunk.beta * written)
+            smem.of_erases[...] = jnp.sum(terms, axis=1)
             plgpu.commit_smem()
         plgpu.barrier_arrive(smem.erases_stored)
 

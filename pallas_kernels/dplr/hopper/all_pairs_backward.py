@@ -27,6 +27,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.compat import pl, plgpu
+from pallas_kernels.dplr.hopper.chunk_inputs import (
+    INPUTS,
+    bfloat16_tile,
+    input_buffers,
+    load_inputs,
+    load_memory,
+)
 from pallas_kernels.hopper import warpgroups as wg
 from pallas_kernels.hopper.blocks import Block, place_of
 from pallas_kernels.hopper.halving import (
@@ -44,8 +51,6 @@ from pallas_kernels.hopper.halving import (
 from pallas_kernels.hopper.launch import launch
 
 _F32, _BF16 = jnp.float32, jnp.bfloat16
-_INPUTS = ("q", "k", "a", "b")
-_VALUES = ("d_out", "d_right_side", "v", "a_read")  # arrays [B, T, *, V]
 # The largest entry of each token's q, k, a, b and gradients is 0 or within these bounds, and those of v and u are at most the
 # second. Then operands are at most 2^(RANGE / 2 + 20), and sums of two products of 64 and at most 128 terms below 2^126.
 SMALLEST, LARGEST = 2.0**-60, 2.0**20
@@ -93,22 +98,22 @@ class _Smem(NamedTuple):
         return self._replace(**buffers)
 
 
+def _memories(width: int) -> int:
+    """Return how many memories [V, 64] a warpgroup has in shared memory at once, for V = `width`."""
+    return 2 if width == BLOCK else 1
+
+
 def _smem(groups: int, width: int, interpret) -> _Smem:
     """Return the types of the buffers in shared memory of a program with `groups` warpgroups, for `width` value channels."""
+    memories = _memories(width)
+    buffers = input_buffers(
+        groups, width, rows=memories * width, loads=len(INPUTS) + memories, interpret=interpret
+    )
     smem: Any = plgpu.SMEM
-    tile = functools.partial(smem, dtype=_BF16, transforms=wg.TILED)
-    memories = 2 if width == BLOCK else 1
     return _Smem(
-        inputs=tile((groups, 4, *SQUARE)),
-        state=tile((groups, memories * width, BLOCK)),
-        parts=tile((groups, 2, *SQUARE)),
-        masks=tile((groups, 2, *SQUARE)),
+        masks=bfloat16_tile((groups, 2, *SQUARE)),
         totals=smem((groups, 2, BLOCK), _F32),
-        d_outs=tile((2, CHUNK, width)),
-        values=tile((2, CHUNK, width)),
-        loaded=plgpu.Barrier(num_arrivals=(4 + memories) * groups + 4),
-        state_loaded=plgpu.Barrier(num_barriers=groups),
-        left=tile((groups, *SQUARE)) if interpret else None,
+        **buffers,
     )
 
 
@@ -151,38 +156,22 @@ class _Program:
         """The gradient of the memory after the chunk [V, 64], in shared memory until `load_state`."""
         return self.smem.state.at[pl.ds(0, self.width)]
 
-    def load_memory(self, name: str, to, barrier) -> None:
-        """Start to load the memory before the chunk (`name` "states") or the gradient of the memory after it
-        ("d_states"), [V, 64] in this warpgroup's key channels, into the shared-memory buffer `to`.
-        """
-        place = self.block.place
-        source = self.block.refs[name].at[place.row, place.h, place.n, :, self.block.columns]
-        plgpu.copy_gmem_to_smem(source, to, barrier)
-
     def load_inputs(self) -> None:
         """Start to load the inputs into shared memory; the first warpgroup loads those that all warpgroups share."""
-        smem = self.smem
-        for index, name in enumerate(_INPUTS):
-            plgpu.copy_gmem_to_smem(self.block.keys(name), smem.inputs.at[index], smem.loaded)
-        self.load_memory("d_states", self.d_state, smem.loaded)
-        if self.width == BLOCK:
-            self.load_memory("states", smem.state.at[pl.ds(BLOCK, BLOCK)], smem.loaded)
-
-        def load_shared():
-            for index, name in enumerate(_VALUES):
-                to = (smem.d_outs if index < 2 else smem.values).at[index % 2]
-                plgpu.copy_gmem_to_smem(self.block.head_tokens(name), to, smem.loaded)
-
-        pl.when(self.group == 0)(load_shared)
+        memories = dict(d_states=self.d_state)
+        if _memories(self.width) == 2:
+            memories["states"] = self.smem.state.at[pl.ds(BLOCK, BLOCK)]
+        inputs = [self.smem.inputs.at[index] for index in range(len(INPUTS))]
+        load_inputs(self.block, self.smem, self.group, inputs, memories)
 
     def load_state(self):
         """Return the memory before the chunk [V, 64] in shared memory. If there is no space for it beside the gradient of the memory
         after the chunk, load it into the same buffer, which is no longer read.
         """
-        if self.width == BLOCK:
+        if _memories(self.width) == 2:
             return self.smem.state.at[pl.ds(BLOCK, BLOCK)]
         plgpu.commit_smem()
-        self.load_memory("states", self.d_state, self.smem.state_loaded)
+        load_memory(self.block, "states", self.d_state, self.smem.state_loaded)
         plgpu.barrier_wait(self.smem.state_loaded)
         return self.d_state
 
@@ -404,7 +393,7 @@ def all_pairs_backward(inputs: dict[str, jax.Array], *, scale: float, interpret:
     count, groups = length // CHUNK, depth // BLOCK
     struct = jax.ShapeDtypeStruct
     wide = (batch, length, heads, depth)
-    outputs = {f"d{name}": struct(wide, _BF16) for name in _INPUTS} | dict(dg=struct(wide, _F32))
+    outputs = {f"d{name}": struct(wide, _BF16) for name in INPUTS} | dict(dg=struct(wide, _F32))
     outputs["lowest"] = struct((batch, heads, groups, length), _F32)
 
     def kernel(refs):

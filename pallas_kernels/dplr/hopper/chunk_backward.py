@@ -29,6 +29,13 @@ from jax import lax
 from pallas_kernels.compat import pl, plgpu
 from pallas_kernels.dplr.hopper.all_pairs_backward import all_pairs_backward
 from pallas_kernels.dplr.hopper.chunk_forward import token_decay
+from pallas_kernels.dplr.hopper.chunk_inputs import (
+    INPUTS,
+    bfloat16_tile,
+    input_buffers,
+    load_inputs,
+    load_memory,
+)
 from pallas_kernels.hopper import warpgroups as wg
 from pallas_kernels.hopper.blocks import Block, place_of
 from pallas_kernels.hopper.halving import (
@@ -46,8 +53,6 @@ from pallas_kernels.hopper.halving import (
 from pallas_kernels.hopper.launch import launch
 
 _F32, _BF16 = jnp.float32, jnp.bfloat16
-_INPUTS = ("q", "k", "a", "b")
-_VALUES = ("d_out", "d_right_side", "v", "a_read")  # arrays [B, T, *, V]
 
 
 class _Smem(NamedTuple):
@@ -93,27 +98,22 @@ class _Smem(NamedTuple):
         names = ("inputs", "state", "parts", "tile", "totals", "state_loaded")
         names += () if self.left is None else ("left",)
         buffers = {name: getattr(self, name).at[group] for name in names}
-        buffers["inputs"] = [buffers["inputs"].at[index] for index in range(len(_INPUTS))]
+        buffers["inputs"] = [buffers["inputs"].at[index] for index in range(len(INPUTS))]
         return self._replace(**buffers)
 
 
 def _smem(groups: int, width: int, interpret) -> _Smem:
     """Return the types of the buffers in shared memory of a program with `groups` warpgroups, for `width` value channels."""
+    buffers = input_buffers(
+        groups, width, rows=max(width, 2 * BLOCK), loads=len(INPUTS) + 1, interpret=interpret
+    )
     smem: Any = plgpu.SMEM
-    tile = functools.partial(smem, dtype=_BF16, transforms=wg.TILED)
     return _Smem(
-        inputs=tile((groups, 4, *SQUARE)),
-        state=tile((groups, max(width, 2 * BLOCK), BLOCK)),
-        parts=tile((groups, 2, *SQUARE)),
-        tile=tile((groups, *SQUARE)),
+        tile=bfloat16_tile((groups, *SQUARE)),
         totals=smem((groups, CHUNK), _F32),
-        d_outs=tile((2, CHUNK, width)),
-        values=tile((2, CHUNK, width)),
-        loaded=plgpu.Barrier(num_arrivals=5 * groups + 4),
-        state_loaded=plgpu.Barrier(num_barriers=groups),
         values_used=plgpu.Barrier(num_arrivals=groups),
         matrices_stored=plgpu.Barrier(num_arrivals=groups),
-        left=tile((groups, *SQUARE)) if interpret else None,
+        **buffers,
     )
 
 
@@ -163,34 +163,6 @@ class _Program:
         shared memory in the interpreter.
         """
         return left_operand(self.smem.left, self.interpret)(x)
-
-    def load_inputs(self, memory) -> None:
-        """Start to load, in this warpgroup's 64 key channels, q, k, `a` and b [C, 64] and the memory before
-        the chunk [V, 64] into shared memory, the memory into the buffer `memory`.
-
-        The first warpgroup also loads the arrays of value channels [C, V] (v, what `a` reads, and the
-        gradients of the output and of the triangular system's right side), which all warpgroups share.
-        """
-        smem = self.smem
-        for name, to in zip(_INPUTS, smem.inputs, strict=True):
-            plgpu.copy_gmem_to_smem(self.block.keys(name), to, smem.loaded)
-        self.load_memory("states", memory, smem.loaded)
-
-        def load_shared():
-            for index, name in enumerate(_VALUES):
-                to = (smem.d_outs if index < 2 else smem.values).at[index % 2]
-                plgpu.copy_gmem_to_smem(self.block.head_tokens(name), to, smem.loaded)
-
-        pl.when(self.group == 0)(load_shared)
-
-    def load_memory(self, name: str, to, barrier) -> None:
-        """Start to load the memory before the chunk (`name` "states") or the gradient of the memory after it
-        ("d_states"), [V, 64] in this warpgroup's key channels, into the shared-memory buffer `to`. The end of
-        the load counts as an arrival at `barrier`.
-        """
-        place = self.block.place
-        source = self.block.refs[name].at[place.row, place.h, place.n, :, self.block.columns]
-        plgpu.copy_gmem_to_smem(source, to, barrier)
 
     def products_with_memory(self, halving: Halving, rows, memory):
         """Return the products of two arrays, `rows` [2, C, V] (gradients, or values), with the memory or its
@@ -381,13 +353,13 @@ class _Program:
         smem, block = self.smem, self.block
         q = smem.inputs[0]
         memory = smem.state.at[pl.ds(0, self.width)]
-        self.load_inputs(memory)
+        load_inputs(block, smem, self.group, smem.inputs, dict(states=memory))
         halving = Halving(smem.parts, smem.tile, self.as_left, True, self.interpret)
         halving.split_decay(block.log_decay())
         plgpu.barrier_wait(smem.loaded)
         dq, da = self.products_with_memory(halving, smem.d_outs, memory)
         plgpu.commit_smem()
-        self.load_memory("d_states", memory, smem.state_loaded)
+        load_memory(block, "d_states", memory, smem.state_loaded)
         matrices = self.pair_matrices(halving)
         plgpu.barrier_wait(smem.state_loaded)
         dk, db = self.products_with_memory(halving, smem.values, memory)
@@ -456,7 +428,7 @@ def chunk_backward(
         all_pairs = depth == width == BLOCK
     struct = jax.ShapeDtypeStruct
     wide = (batch, length, heads, depth)
-    outputs = {f"d{name}": struct(wide, _BF16) for name in _INPUTS} | dict(dg=struct(wide, _F32))
+    outputs = {f"d{name}": struct(wide, _BF16) for name in INPUTS} | dict(dg=struct(wide, _F32))
     gradients = {}
     if all_pairs:
         gradients, near = all_pairs_backward(inputs, scale=scale, interpret=interpret)

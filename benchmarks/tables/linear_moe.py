@@ -1,10 +1,13 @@
-"""The results tables about Linear-MoE, Mixture-of-Memories, Liger and decoding after long contexts."""
+"""The results tables about Linear-MoE: training in several layouts, experts, and decoding after long contexts."""
 
 from __future__ import annotations
 
 import json
 
-from benchmarks.tables.table import Column, Row, Table, column, group, measured, newest, times
+from benchmarks.tables.table import Column, Row, Table, column, group, measured
+
+PARALLEL = "python -m benchmarks parallel"
+OUTPUT = "--output docs/linear_moe.jsonl"
 
 
 def _mixer(row: Row) -> str:
@@ -152,73 +155,6 @@ def _decoding_columns(rows: list[Row]) -> tuple[Column, ...]:
     )
 
 
-def _liger_order(row: Row) -> tuple:
-    """Return the sort key of a Liger row: untuned first, then by rate, kind of model, name, seed and tokens."""
-    options = dict(part.split("=") for part in row["options"].split(","))
-    kind = {"softmax": 0, "window": 1, "lolcats": 2}.get(options.get("method", ""), 3)
-    rate = float(options.get("lr", "1e-3"))
-    return row["tokens"] > 0, rate, kind, row["name"], row["seed"], row["tokens"]
-
-
-def _liger_columns(bins: bool) -> tuple[Column, ...]:
-    names = ("0-64", "64-128", "128-256", "256-512", "512-1024") if bins else ()
-    return (
-        column("model", "name"),
-        column("options", "options", "`{}`"),
-        column("tokens, M", "tokens", "{:.1f}", 1e6),
-        column("seed", "seed"),
-        column("all positions", "nats", "{:.3f}"),
-        column("beyond 256", "beyond_256", "{:.3f}"),
-        *(column(name, f"by_position.{name}", "{:.3f}") for name in names),
-    )
-
-
-def _liger_key(row: Row) -> tuple:
-    return row["name"], row["options"], row["seed"], row["tokens"]
-
-
-WINDOW = "method=window,lr=3e-3"
-WEIGHTED = "gate=gla,lr=3e-3,memory_weight=0.03,window_weight=1"
-
-
-def _margins(rows: list[Row]) -> list[tuple[float, dict[int, float]]]:
-    """Return pairs (number of tuning tokens in millions, advantage of Liger-GLA by seed), by number of
-    tokens. The advantage is the held-out loss of window attention alone minus that of Liger-GLA, at
-    positions beyond 256.
-    """
-    loss = {(row["options"], row["millions"], row["seed"]): row["beyond_256"] for row in rows}
-    return [
-        (
-            millions,
-            {
-                seed: loss[WINDOW, millions, seed] - loss[WEIGHTED, millions, seed]
-                for seed in (0, 1)
-            },
-        )
-        for millions in sorted({row["millions"] for row in rows if row["options"] == WEIGHTED})
-    ]
-
-
-def _liger_decoding(rows: list[Row]) -> list[tuple[int, Row, Row]]:
-    """Return, for each context length in tokens, (tokens, decoding row of softmax attention, decoding row
-    of Liger-GLA).
-    """
-    return [
-        (tokens, newest(of_tokens, model="softmax"), newest(of_tokens, model="Liger-GLA"))
-        for tokens, of_tokens in sorted(group(rows, lambda row: row["tokens"]).items())
-    ]
-
-
-def _layer_times(field: str, title: str) -> Column:
-    return Column(
-        title, lambda row: f"{row[field]['forward_ms']:.2f} / {row[field]['training_ms']:.2f}"
-    )
-
-
-PARALLEL = "python -m benchmarks parallel"
-OUTPUT = "--output docs/linear_moe.jsonl"
-
-
 def _growths(row: Row) -> str:
     """Return the text about an expert layer's buffer in one run: its factor at the start, and each growth
     with its step.
@@ -346,160 +282,5 @@ TABLES = [
         key=lambda row: (row["model"], row["pattern"]),
         lines=lambda rows: sorted(rows, key=lambda row: row["heldout"]["loss"][-1]),
         command="python -m benchmarks linear_moe_curve --output docs/linear_moe_curve.jsonl",
-    ),
-    Table(
-        "mom",
-        ("mom.jsonl",),
-        (
-            column("T", "length", "{:,}"),
-            _layer_times("inner_mixer", "inner mixer, ms"),
-            _layer_times("packed", "MoM packed, ms"),
-            Column(
-                "packed / inner mixer",
-                lambda row: (
-                    f"{row['packed']['forward_over_inner']:.2f} / {row['packed']['training_over_inner']:.2f}"
-                ),
-            ),
-            _layer_times("masked", "MoM masked, ms"),
-            Column("FLA's MoM, ms", lambda row: " / ".join(f"{x:.2f}" for x in row["fla"])),
-        ),
-        where=lambda row: "fla" in row,
-        key=lambda row: (row["inner"], row["length"]),
-        not_run="requires an NVIDIA GPU and flash-linear-attention",
-        command="python -m benchmarks mom --peers fla --output docs/mom.jsonl",
-    ),
-    Table(
-        "mom_sequence",
-        ("mom_sequence.jsonl",),
-        (
-            Column(
-                "documents", lambda row: f"{row['document']:,} tokens" if row["document"] else "one"
-            ),
-            column("devices", "devices"),
-            column("form", "form"),
-            Column(
-                "forward / training, ms", lambda row: times((row["forward_ms"], row["training_ms"]))
-            ),
-            column("difference of the output", "error", "{:.1e}"),
-            measured(),
-        ),
-        key=lambda row: (
-            row["inner"],
-            row["width"],
-            row["length"],
-            row["document"],
-            row["devices"],
-            row["form"],
-        ),
-        lines=lambda rows: sorted(
-            rows, key=lambda row: (row["document"], row["form"] == "masked", row["devices"])
-        ),
-        command="python -m benchmarks mom_sequence --calls 5 --output docs/mom_sequence.jsonl     # four GPUs",
-    ),
-    Table(
-        "mom_generate",
-        ("mom_generate.jsonl",),
-        (
-            column("model", "model"),
-            column("context", "context", "{:,}"),
-            column("seconds for 1,024 tokens", "seconds", "{:.2f}"),
-            column("ms per token", "ms_a_token", "{:.2f}"),
-            column("state, GiB", "state_bytes", "{:.2f}", 2**30),
-            column("all memory, GiB", "program_bytes", "{:.2f}", 2**30),
-            measured(),
-        ),
-        key=lambda row: (row["model"], row["batch_size"], row["context"]),
-        lines=lambda rows: sorted(rows, key=lambda row: (row["model"], row["context"])),
-        command="python -m benchmarks mom_generate --models MoM --batch_size 4     # and --models softmax",
-    ),
-    Table(
-        "liger",
-        ("liger.jsonl",),
-        _liger_columns(bins=True),
-        key=_liger_key,
-        lines=lambda rows: sorted(rows, key=_liger_order),
-        command="python -m benchmarks liger --source SmolLM2.gguf --store STORE --tokenizer TOKENIZER.json --rows 0,1,2 "
-        "--output docs/liger.jsonl\n"
-        "python -m benchmarks liger ... --rows 3,4,5,6,7,8,9,10,11,12     # as published\n"
-        "python -m benchmarks liger ... --rows 13,14,15,16,17     # ablations\n"
-        "python -m benchmarks liger ... --rows 18,19,20,21,22 --marks 5,10     # rate 3e-3\n"
-        "python -m benchmarks liger ... --rows 23,24,25,26     # rate 1e-2\n"
-        f'python -m benchmarks liger ... --marks 5,10 --row "Liger-GLA, weights 0.03 and 1:{WEIGHTED}:20:0"',
-    ),
-    Table(
-        "liger_margins",
-        ("liger.jsonl",),
-        (
-            Column("tokens, M", lambda record: f"{record[0]:g}"),
-            *(
-                Column(f"seed {seed}", lambda record, seed=seed: f"{record[1][seed]:+.3f}")
-                for seed in (0, 1)
-            ),
-        ),
-        where=lambda row: row["options"] in (WINDOW, WEIGHTED),
-        key=_liger_key,
-        lines=_margins,
-    ),
-    Table(
-        "liger_ablations",
-        ("liger_ablations.jsonl",),
-        _liger_columns(bins=False),
-        key=_liger_key,
-        lines=lambda rows: sorted(rows, key=_liger_order),
-        not_run="NAME and OPTIONS stand for those of a row",
-        command='python -m benchmarks liger ... --row "NAME:OPTIONS:5:0" --output docs/liger_ablations.jsonl',
-    ),
-    Table(
-        "liger_branches",
-        ("liger_branches.jsonl",),
-        (
-            column("options", "options", "`{}`"),
-            *(
-                column(f"{title}, positions {name}", f"{field}.{name}", "{:.2f}")
-                for field, title in (("mass", "sum of weights"), ("age", "mean age, tokens"))
-                for name in ("0-64", "512-1024")
-            ),
-        ),
-        key=lambda row: row["options"],
-        command="python -m benchmarks liger_branches --source SmolLM2.gguf --store STORE --tokenizer TOKENIZER.json "
-        "--output docs/liger_branches.jsonl",
-    ),
-    Table(
-        "liger_decode",
-        ("liger_decode.jsonl",),
-        (
-            Column("tokens", lambda record: f"{record[0]:,}"),
-            *(
-                Column(
-                    f"{name}: {title}",
-                    lambda record, i=i, field=field, form=form: form.format(record[i][field]),
-                )
-                for i, name in ((1, "softmax"), (2, "Liger-GLA"))
-                for title, field, form in (
-                    ("seconds", "seconds", "{:.1f}"),
-                    ("ms per token", "ms_a_token", "{:.2f}"),
-                    ("GiB", "in_use_gib", "{:.1f}"),
-                )
-            ),
-        ),
-        key=lambda row: (row["model"], row["tokens"]),
-        where=lambda row: "sample" not in row["model"],
-        lines=_liger_decoding,
-        command="python -m benchmarks liger_decode --models softmax,liger --output docs/liger_decode.jsonl",
-    ),
-    Table(
-        "liger_sample",
-        ("liger_decode.jsonl",),
-        (
-            column("model", "model"),
-            column("tokens", "tokens", "{:,}"),
-            column("seconds", "seconds", "{:.1f}"),
-            column("ms per token", "ms_a_token", "{:.2f}"),
-            column("GiB", "in_use_gib", "{:.1f}"),
-        ),
-        key=lambda row: (row["model"], row["tokens"]),
-        where=lambda row: "sample" in row["model"],
-        command="python -m benchmarks liger_decode --models liger-sample,softmax-sample --sample_tokens 2048 "
-        "--output docs/liger_decode.jsonl",
     ),
 ]
