@@ -66,7 +66,7 @@ def fits_streamed(depth: int, values: int) -> bool:
     them twice for one product each, and took 1.46 times as long as the other.
     """
     plan = _plan(depth, values)
-    return depth > _BLOCK and plan.programs == 1 and plan.ring > 0
+    return depth > BLOCK and plan.programs == 1 and plan.ring > 0
 
 
 def chunk_backward(
