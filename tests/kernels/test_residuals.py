@@ -2,6 +2,7 @@
 remat=dots_and_convolutions, and are behind barriers, so that no kernel runs twice.
 """
 
+import functools
 from collections import Counter
 from typing import Any
 
@@ -116,6 +117,7 @@ def layer_kernels(method: str, remat: str, *, unrolled: bool = False) -> Counter
     return Counter(str(name) for name in kernels)
 
 
+@functools.cache
 def layer_equations(method: str, remat: str, *, unrolled: bool = False) -> list:
     """Return the equations of the program of `layer_kernels`, after removal of dead code."""
     config = lm.get_config(f"{method}-340m").model
@@ -153,7 +155,9 @@ def test_rwkv7s_gates_run_again_unless_their_results_are_saved():
     assert layer_kernels("rwkv7", "dots_and_convolutions") == once
 
 
-@pytest.mark.parametrize("method", ["softmax", "gla", "gated_deltanet", "rwkv7"])
+@pytest.mark.parametrize(
+    "method", ["softmax", "gla", "gated_deltanet", pytest.param("rwkv7", marks=pytest.mark.slow)]
+)
 def test_inputs_of_products_are_computed_once_where_they_are_saved(method):
     """With `dots_and_inputs` the backward pass computes no array of that name again, and runs
     no kernel again that `dots_and_convolutions` does not.
