@@ -11,8 +11,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.compat import pl
-from pallas_kernels.hopper.token_norm import AHEAD, Block, Layout, tile_of
+from pallas_kernels.hopper.token_norm import AHEAD, Block, Layout
 from pallas_kernels.requirements import Requirement, first_unmet
+from pallas_kernels.residual_norm.hopper import CHANNELS
 
 _F32 = jnp.float32
 _DTYPES = (jnp.dtype(jnp.bfloat16), jnp.dtype(_F32))
@@ -36,11 +37,7 @@ REQUIREMENTS = (
         lambda c: c.x.dtype in _DTYPES and c.y.dtype == c.x.dtype,
         lambda c: ", ".join(dict.fromkeys(jnp.dtype(a.dtype).name for a in c)),
     ),
-    Requirement(
-        "256, 512 or 1,024 channels times 1 to 4",
-        lambda c: c.x.shape[2] >= 256 and tile_of(c.x.shape[2], c.x.shape[2]) is not None,
-        lambda c: str(c.x.shape[2]),
-    ),
+    CHANNELS,
 )
 
 

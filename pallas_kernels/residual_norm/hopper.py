@@ -35,6 +35,12 @@ class Call(NamedTuple):
     d_norms: tuple[Any, ...]
 
 
+CHANNELS = Requirement(
+    "256, 512 or 1,024 channels times 1 to 4",
+    lambda c: c.x.shape[2] >= 256 and tile_of(c.x.shape[2], c.x.shape[2]) is not None,
+    lambda c: str(c.x.shape[2]),
+)
+
 REQUIREMENTS = (
     Requirement(
         "x and its gradients in bfloat16",
@@ -51,11 +57,7 @@ REQUIREMENTS = (
         lambda c: c.x.shape[0] * c.x.shape[1] % AHEAD == 0,
         lambda c: str(c.x.shape[0] * c.x.shape[1]),
     ),
-    Requirement(
-        "256, 512 or 1,024 channels times 1 to 4",
-        lambda c: c.x.shape[2] >= 256 and tile_of(c.x.shape[2], c.x.shape[2]) is not None,
-        lambda c: str(c.x.shape[2]),
-    ),
+    CHANNELS,
 )
 
 
