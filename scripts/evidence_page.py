@@ -22,8 +22,8 @@ SECTIONS = (
     ("evidence_mom", "Mixture-of-Memories", "`baseline=inner` is the inner mixer alone, `baseline=expanded` with a memory three times as large, `expanded=5` with one as large as all memories together, and `hidden_ratio` one with as many parameters; `row_conv=4` has a convolution of four tokens along the row in front of the memories.\n\n"
      "Around Gated DeltaNet MoM equals its inner mixer in held-out loss (2.3988 and 2.3994; 0.0006 is no difference of one seed), with five times the memory, and recalls more (names 0.132 of 280 questions and 0.039, one seed each).\n\n"
      "Around GLA it is behind its inner mixer, and a memory three times as large is ahead of both. It was supposed here that it lacks the token before, which is in another memory in one of two cases, but for the shared memory, since GLA has no short "
-     "convolution. That is not the reason: with a convolution along the row MoM comes to 2.849 instead of 2.985, but a single memory with the same convolution (`row_conv=4,memories=1,top_k=1,shared=0`), whose run was cut off after 81 M tokens, stayed ahead "
-     "of it by more: held-out losses in training after 25, 50 and 75 M tokens 4.476, 3.462 and 2.963, of MoM 4.527, 3.596 and 3.071. Nor has the router collapsed (below). What remains to be tried is a lower learning rate, since the lowest of three was chosen, "
+     "convolution. That is not the reason: with a convolution along the row MoM comes to 2.849 instead of 2.985, but a single memory with the same convolution (`row_conv=4,memories=1,top_k=1,shared=0`), whose run was cut off after 81 M tokens and has no row, stayed ahead "
+     "of it by more: held-out losses in the logs of training after 25, 50 and 75 M tokens 4.476, 3.462 and 2.963, of MoM 4.527, 3.596 and 3.071. Nor has the router collapsed (below). What remains to be tried is a lower learning rate, since the lowest of three was chosen, "
      "a larger weight of the balance loss, and longer training: a memory of MoM is updated by half of the tokens."),
     ("evidence_routing", "Routing of the memories", "At the end of training, over layers and memories: a memory's load is its share of the choices, one over the number of memories if they are even. Of several seeds each has its value."),
     ("evidence_moe", "Linear-MoE", "`pattern=N` is softmax attention in every layer, `LLLN` in every fourth."),
@@ -34,7 +34,7 @@ SECTIONS = (
 ALT = {
     "loss": "Loss by position and perplexity of beginnings of long documents, with the training length marked",
     "recall": "Recall of real text against the size of the decode state",
-    "routing": "Load of each memory and entropy of the routing over training, of each Mixture-of-Memories",
+    "routing": "Smallest and largest load of a memory in each layer over training, of each Mixture-of-Memories",
 }
 NOTES = """One row is one model. A state is that of one sequence after a row of training. P(l) is the perplexity of the first l tokens of held-out
 documents of 65,536 tokens. Needles: the share found, over depths, of lengths up to the training length T and beyond it. Card hours are

@@ -10,11 +10,10 @@ from typing import Any
 import jax
 from flax import nnx
 
-from lsm_jax import ops
 from lsm_jax.feedforward.inner_width import InnerWidthConfig
 from lsm_jax.feedforward.tokenwise import Tokenwise
 from lsm_jax.mixers.layers import Dense, recomputed
-from lsm_jax.ops.core.saved import product_input
+from lsm_jax.ops.core.saved import INPUTS, product_input
 
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
@@ -57,4 +56,4 @@ class GeGLU(Tokenwise):
         def down(gate, up):
             return self.down_proj(product_input(jax.nn.gelu(gate, approximate=True) * up))
 
-        return recomputed(down, ops.INPUTS)(self.gate_proj(x), self.up_proj(x))
+        return recomputed(down, INPUTS)(self.gate_proj(x), self.up_proj(x))

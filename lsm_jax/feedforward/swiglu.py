@@ -8,11 +8,10 @@ import dataclasses
 import jax
 from flax import nnx
 
-from lsm_jax import ops
 from lsm_jax.feedforward.tokenwise import Tokenwise
 from lsm_jax.mixers import checks
 from lsm_jax.mixers.layers import Dense, recomputed
-from lsm_jax.ops.core.saved import product_input
+from lsm_jax.ops.core.saved import INPUTS, product_input
 
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
@@ -93,4 +92,4 @@ class SwiGLU(Tokenwise):
             y = self.down_proj(hidden)
             return y if out == 1 else out * y
 
-        return recomputed(down, ops.INPUTS)(self.gate_proj(x), self.up_proj(x))
+        return recomputed(down, INPUTS)(self.gate_proj(x), self.up_proj(x))

@@ -121,7 +121,8 @@ def run_unrolled(scanned: Callable, carry, periods, count: int):
         count: the number of periods.
 
     Returns:
-        x after the layers, and the statistics of each layer of the period, stacked over the periods.
+        The residual stream after the layers, as one array or two, as it was given; and the statistics of each layer of the period, stacked
+        over the periods.
     """
 
     @jax.jit  # traced once, not for each period

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.interpreters import ad, batching, mlir
 
 LEAST_SIZE = 2**16
-"""The smallest slice whose gradient is written in place: a launch for each is not worth less."""
+"""The smallest slice whose gradient is written in place. Gradients of smaller ones are concatenated: one launch for all slices of a stack."""
 
 
 def unstack(stacks: Any, count: int) -> list[Any]:

@@ -1,5 +1,5 @@
-"""What the two kernels of `chunk_backward` of a diagonal-plus-low-rank memory (RWKV7) have in common: the names of their inputs, and
-these inputs' buffers and loads, on Mosaic GPU (Hopper).
+"""The inputs of the two kernels of `chunk_backward` of a diagonal-plus-low-rank memory (RWKV7) on Mosaic GPU (Hopper): their names,
+their buffers in shared memory, and their loads.
 """
 
 from __future__ import annotations
