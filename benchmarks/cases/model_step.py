@@ -17,7 +17,9 @@ stores their losses. With `--lock FILE` processes on one card compile side by
 side and time one after another. `--peers fla` then times the forward and backward, without an
 optimizer, of flash-linear-attention's models in the same proportions (see `benchmarks.peers.fla`) at the only
 size that they have: 340m, a vocabulary of 32,000. These are gla, gated_deltanet, mamba2, mamba3, gated_deltaproduct,
-gated_deltanet2 and comba; other variants have a row that says that the peer has none.
+gated_deltanet2 and comba; other variants have a row that says that the peer has none. `--peers jla` times whole steps of
+jax-linear-attention's trainer at 1.3B (`benchmarks.peers.jla_trainer`), in `--matmul default` or `fp8`, with the first of its policies `--jla_remat`
+that fits.
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import options, text
+from benchmarks.peers import jla_trainer
 from benchmarks.peers.fla import Fla
 from benchmarks.profile import by_kernel
 from benchmarks.registry import Benchmark, UsageError
@@ -173,7 +176,7 @@ def time_steps(
             row["losses"].append(round(float(metrics["train/loss"]), 4))
     batch = jax.device_put(text.stream(*shape, case["vocab_size"]), placement)
     began = time.perf_counter()
-    for calls in (1, 2, 2, 2, 2, 2, 2):  # the first two are a warm-up
+    for calls in (1, 2, *[case["batch_steps"]] * 5):  # the first two are a warm-up
         start = time.perf_counter()
         if len(times) > 2 and start - began > SECONDS:
             break
@@ -355,15 +358,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--profile", default="", help="a folder for the times of a step's instructions"
     )
+    parser.add_argument(
+        "--batch_steps", type=int, default=8, help="steps that are dispatched before the last is awaited; default: 8"
+    )  # fmt: skip
+    parser.add_argument(
+        "--jla_remat", type=options.words, default="dots",
+        help="policies of jax-linear-attention's trainer, such as none,dots; the first that runs is the row's",
+    )  # fmt: skip
     options.add_lock(parser)
-    options.add_peers(parser, workers=6, patience=600)
+    options.add_peers(parser, ("fla", "jla"), workers=6, patience=600)
 
 
 def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
     others = [v for v in args.variants if not v.endswith("-340m")]
-    if args.peers and (others or args.vocab_size != 32000):
+    if "fla" in args.peers and (others or args.vocab_size != 32000):
         raise UsageError(
             f"--peers fla has models of 340m with a vocabulary of 32000, not {others or args.vocab_size}"
+        )
+    if args.batch_steps < 1:
+        raise UsageError(f"--batch_steps {args.batch_steps}: accepted are integers from 1")
+    if "jla" in args.peers and (wrong := set(args.variants) - set(jla_trainer.PRESETS)):
+        raise UsageError(
+            f"--peers jla has models of {', '.join(jla_trainer.PRESETS)}, not {', '.join(sorted(wrong))}"
         )
     if wrong := [n for n in args.lengths if n < 1 or args.tokens % n]:
         raise UsageError(f"--lengths {wrong[0]}: accepted are divisors of --tokens={args.tokens}")
@@ -372,7 +388,14 @@ def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
     policies = [(args.remat[0], n) for n in args.lengths]
     policies += [(remat, args.lengths[0]) for remat in args.remat[1:]]
     own = [
-        dict(variant=v, rows=args.tokens // n, length=n, remat=r, vocab_size=args.vocab_size)
+        dict(
+            variant=v,
+            rows=args.tokens // n,
+            length=n,
+            remat=r,
+            vocab_size=args.vocab_size,
+            batch_steps=args.batch_steps,
+        )
         | ({} if unrolled == "auto" else {"unrolled": UNROLLED[unrolled]})
         | ({"matmul": matmul} if matmul != "default" else {})
         | ({"implementation": name} if name != "automatic" else {})
@@ -398,10 +421,13 @@ def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
         for loss_chunk_size in args.loss_chunk_sizes
     ]
     return own + [
-        dict(variant=v, peer="fla", rows=args.tokens // n, length=n)
+        dict(variant=v, peer=peer, rows=args.tokens // n, length=n)
+        | (dict(vocab_size=args.vocab_size) if peer == "jla" else {})
+        | ({"matmul": matmul} if matmul != "default" else {})
+        for peer in args.peers
         for n in args.lengths
         for v in args.variants
-        if args.peers
+        for matmul in (args.matmul if peer == "jla" else ["default"])
     ]
 
 
@@ -410,9 +436,10 @@ def rows(args: argparse.Namespace, cases: list[dict[str, Any]]) -> Iterator[dict
         Path(args.profile).mkdir(parents=True, exist_ok=True)
     own = [Measurement(case | dict(profile=args.profile)) for case in cases if "peer" not in case]
     peers = [case for case in cases if "peer" in case]
+    of_fla = [case for case in peers if case["peer"] == "fla"]
     asked = [
         (f"model {case['variant'].rpartition('-')[0]}", f"{case['rows']}x{case['length']}")
-        for case in peers
+        for case in of_fla
     ]
     peer = Fla(asked, args.workers) if asked else None
     pool = concurrent.futures.ThreadPoolExecutor(args.workers)
@@ -431,15 +458,31 @@ def rows(args: argparse.Namespace, cases: list[dict[str, Any]]) -> Iterator[dict
             for one in own:
                 yield one.row()
                 one.end()
-            for case, question in zip(peers, asked, strict=True):
+            for case, question in zip(of_fla, asked, strict=True):
                 if peer is not None:
                     yield case | peer.times(*question)
+            for case in peers:
+                if case["peer"] == "jla":
+                    yield case | jla_row(case, args)
     finally:
         for one in own:
             one.end()
         if peer is not None:
             peer.close()
         pool.shutdown(cancel_futures=True)
+
+
+def jla_row(case: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
+    """Return the fields of the row of jax-linear-attention's trainer: the first of its policies `--jla_remat` that runs, or the last error."""
+    found: dict[str, Any] = {}
+    for remat in args.jla_remat:
+        log(f"jax-linear-attention, {case['variant']}, {remat}")
+        fp8 = case.get("matmul") == "fp8"
+        found = jla_trainer.train_speed(case, remat=remat, fp8=fp8, patience=args.patience)
+        found["peer_remat"] = remat
+        if "error" not in found:
+            break
+    return found | provenance()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,101 @@
+"""The trainer of jax-linear-attention: its speed at 1.3B, on random tokens, measured by its own log.
+
+The package is `jax-linear-attention==0.1.0`, installed without its dependencies, with equinox, jaxtyping, wadler-lindig and
+safetensors.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+PRESETS = {
+    "softmax-1.3b": "transformer-1p3b",
+    "gated_deltanet-1.3b": "gdn-1p3b",
+    "kda-1.3b": "kda-1p3b",
+    "mamba2-1.3b": "mamba2-1p3b",
+    "rwkv7-1.3b": "rwkv7-1p3b",
+}
+"""For variants of `configs/lm.py` the peer's model of the same method and size."""
+
+STEPS, WINDOW = 24, 4  # steps of a run; the log has one speed for each window
+
+_CONFIG = """
+[model]
+preset = "{preset}"
+vocab_size = {vocab_size}
+remat = "{remat}"
+{fp8}
+[train]
+max_steps = {steps}
+seq_len = {length}
+micro_batch_per_replica = {rows}
+log_every = {window}
+eval_every = 0
+final_eval = false
+save_final = false
+resume = "never"
+output_dir = "{folder}/run"
+ce_impl = "auto"
+ce_grad_in_forward = true
+dispatch_ahead = true
+update_guard = "select"
+[data]
+source = "synthetic"
+synthetic_samples = 512
+"""
+
+
+def missing() -> str | None:
+    """Return the name of a module that the peer requires and that is not installed, or None."""
+    found = importlib.util.find_spec
+    return next((name for name in ("jla", "equinox") if found(name) is None), None)
+
+
+def train_speed(case: dict[str, Any], *, remat: str, fp8: bool, patience: float) -> dict[str, Any]:
+    """Train the peer's model of a case for a few steps, and return the fields of its row: tokens/s and the time of a step (the median
+    over windows of steps after the first two), its own count of MFU in percent, or `error`.
+
+    Args:
+        case: variant, rows, length and vocab_size.
+        remat: the peer's word for what its backward pass computes again, such as "dots".
+        fp8: whether its products are in FP8.
+        patience: seconds after which the run is ended.
+    """
+    if name := missing():
+        return {"error": f"ModuleNotFoundError: {name}"}
+    with tempfile.TemporaryDirectory() as folder:
+        text = _CONFIG.format(
+            preset=PRESETS[case["variant"]], vocab_size=case["vocab_size"], remat=remat, folder=folder, steps=STEPS,
+            window=WINDOW, length=case["length"], rows=case["rows"], fp8='fp8 = "delayed"' if fp8 else "",
+        )  # fmt: skip
+        path = Path(folder) / "config.toml"
+        path.write_text(text)
+        command = [sys.executable, "-m", "jla.cli", "train", "--config", str(path)]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=patience)
+        except subprocess.TimeoutExpired:
+            return {"error": f"not done after {patience:g} s"}
+        lines = [x for file in Path(folder).rglob("*.jsonl") for x in file.read_text().splitlines()]
+    rows = [json.loads(line) for line in lines]
+    logged = [row.get("metrics", row) for row in rows]
+    windows = [row for row in logged if "tokens_per_sec" in row][2:]
+    if done.returncode or not windows:
+        return {"error": (done.stderr or done.stdout)[-300:]}
+    speed, seconds, mfu = (
+        float(np.median([row[name] for row in windows]))
+        for name in ("tokens_per_sec", "step_time", "mfu_percent")
+    )
+    return {
+        "tokens_per_second": round(speed),
+        "milliseconds": round(1e3 * seconds, 2),
+        "own_mfu_percent": round(mfu, 2),
+        "loss": round(windows[-1]["loss"], 4),
+    }
