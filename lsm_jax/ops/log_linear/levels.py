@@ -55,14 +55,18 @@ def positions_of(
         after the call, in the shape of `count`.
     """
     written = jnp.ones((batch, length), jnp.int32)
+    # Not by `cumsum`, which XLA would compute as it compiles, in seconds for each layer.
+    seen = jnp.broadcast_to(jnp.arange(1, length + 1, dtype=jnp.int32), (batch, length))
     if tokens.written is not None:
         written = tokens.written.astype(jnp.int32)
+        seen = jnp.cumsum(written, axis=1, dtype=jnp.int32)
     if tokens.slot is not None:
         member = tokens.slot[:, :, None] == jnp.arange(count.shape[1])
-        seen = count[:, None] + jnp.cumsum(member * written[:, :, None], axis=1, dtype=jnp.int32)
-        after = jnp.take_along_axis(seen, tokens.slot[:, :, None], axis=2)[..., 0] - 1
-        return after - written, after, seen[:, -1]
-    seen = jnp.cumsum(written, axis=1, dtype=jnp.int32)
+        of_state = count[:, None] + jnp.cumsum(
+            member * written[:, :, None], axis=1, dtype=jnp.int32
+        )
+        after = jnp.take_along_axis(of_state, tokens.slot[:, :, None], axis=2)[..., 0] - 1
+        return after - written, after, of_state[:, -1]
     start: Any = -count[:, None]
     if tokens.run is not None:
         begins = jnp.diff(tokens.run, axis=1, prepend=jnp.zeros_like(tokens.run[:, :1])) > 0
