@@ -11,15 +11,12 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from lsm_jax.models.unstack import LEAST_SIZE, unstack
+from lsm_jax.models.unstack import unstack
 from lsm_jax.ops import CONVOLVED, INPUTS, KEPT
 from lsm_jax.ops.core.saved import is_saved_attention
 from lsm_jax.parallel import GATHERED
 
 _STAGE_LAYER = "stage_layer"
-_SUMMED_TOGETHER = (
-    4  # unrolled periods of which XLA may sum gradients of small parameters by one kernel
-)
 
 
 @jax.custom_vjp
@@ -135,31 +132,9 @@ def run_unrolled(scanned: Callable, carry, periods, count: int):
 
     every = []
     for index, period in enumerate(unstack(periods, count)):
-        if index % _SUMMED_TOGETHER == 0:
-            x, period = _small_gradients_first(carry[0], period)
-            carry = x, carry[1]
         carry, statistics = layers(carry, period, jnp.asarray(index))
         every.append(statistics)
     return carry[0], jax.tree.map(lambda *each: jnp.stack(each), *every)
-
-
-def _small_gradients_first(x: Any, period: Any) -> tuple[Any, Any]:
-    """Return the residual stream x before a period of layers, and the period, unchanged; in the backward pass, the gradients of its
-    small parameters are computed before those of the layers before.
-
-    XLA joins equal sums over tokens of several layers in one kernel at the end of the backward pass. Until then it stores what they
-    sum: 5 GiB for each layer of Mamba-3 MIMO at 340M.
-    """
-    leaves, structure = jax.tree.flatten(period)
-    small = [leaf.size < LEAST_SIZE for leaf in leaves]
-    x, first = together(
-        (x, [leaf for leaf, is_small in zip(leaves, small, strict=True) if is_small])
-    )
-    rest = iter(first)
-    leaves = [
-        next(rest) if is_small else leaf for leaf, is_small in zip(leaves, small, strict=True)
-    ]
-    return x, structure.unflatten(leaves)
 
 
 def entries_by_row(init_shared: Any, x: jax.Array) -> set[str]:

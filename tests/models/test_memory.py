@@ -31,14 +31,16 @@ def test_a_step_of_32768_tokens(variant, most):
     assert 10 < gigabytes < most and 0.9 < share < 1.1
 
 
-def test_unrolled_layers_need_no_more_memory_than_a_loop():
+# Mamba-3's sums for the gradients of its ranks' weights were made at the end of the step: 59.0 GB, a loop 24.2.
+@pytest.mark.parametrize(("variant", "ratio"), [("gla-340m", 1.02), ("mamba3_mimo-340m", 1.1)])
+def test_unrolled_layers_need_no_more_memory_than_a_loop(variant, ratio):
     """Rematerialised layers that are compiled one after the other store no more than those of a loop: XLA does not
     find that the backward pass computes what the forward pass has computed."""
-    config = lm.get_config("gla-340m")
+    config = lm.get_config(variant)
     config.model.vocab_size, config.model.remat, config.model.num_layers = 32_000, "dots", 8
     config.batch_size, config.data.sequence_length = 16, 2048
     sizes = []
     for config.model.unroll_layers in (False, True):
         sizes.append(compiled_memory(config, 16, 2048, packed=True).temp_size_in_bytes)
     print(f"temporary arrays: {sizes[0] / 1e9:.1f} GB in a loop, {sizes[1] / 1e9:.1f} unrolled")
-    assert sizes[1] < 1.02 * sizes[0]
+    assert sizes[1] < ratio * sizes[0]
