@@ -240,7 +240,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--kernels",
         action="store_true",
-        help="time each kernel of forward and backward pass of Triton's; no op of tokens",
+        help="time each kernel of forward and backward pass, of Triton and of the automatic backend; no op of tokens",
     )
     options.add_peers(parser)
     options.add_shard(parser)
@@ -297,7 +297,7 @@ def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
         dict(op=op, shape=shape, capability=capability, **more)
         for shape in args.shapes
         for op in args.ops
-        for capability in (*args.capabilities, *["any"] * (not args.kernels))
+        for capability in (*args.capabilities, "any")
     ]
     return checks + timed
 
@@ -351,7 +351,7 @@ def timers(case: dict[str, Any]) -> dict[str, Callable[[], Any]]:
     """Compile a case's programs; return for each implementation a function that times them."""
     names = ("xla", "automatic") if case["capability"] == "any" else ("triton",)
     if case.get("kernels"):
-        return {"times_of_kernels": timer(case, names[0], by_kernel=True)}
+        return {"times_of_kernels": timer(case, names[-1], by_kernel=True)}
     return {name: timer(case, name) for name in names}
 
 
