@@ -6,6 +6,9 @@ import math
 from collections.abc import Callable
 
 from benchmarks.tables.table import Column, Row, Table, column, group, measured, newest
+from configs import lm
+from lsm_jax.models.counts import flops_per_token
+from lsm_jax.training.peak_flops import peak_flops
 
 LENGTHS = (2048, 4096, 8192, 16384)
 PEER_VARIANTS = {
@@ -51,6 +54,10 @@ def is_step(row: Row, tokens: int = TOKENS) -> bool:
     return plain and not _PARTS & set(row)
 
 
+PEAK = peak_flops("NVIDIA H200") or 0.0
+"""Floating-point operations a second of the card on which model_step's rows were measured, of dense products in bfloat16."""
+
+
 def _step_key(row: Row) -> tuple:
     return row["variant"], row["length"], row.get("peer")
 
@@ -93,6 +100,42 @@ def _beside_fla(rows: list[Row]) -> list[tuple[int, dict[tuple[str, bool], Row]]
         (length, {(row["variant"], "peer" in row): row for row in rows if row["length"] == length})
         for length in LENGTHS
     ]
+
+
+def _beside_jla(rows: list[Row]) -> list[tuple[Row, Row]]:
+    """Return, for each model and kind of products, (our training step, jax-linear-attention's of the same commit)."""
+    pairs = []
+    for row in rows:
+        if row.get("peer") != "jla":
+            continue
+        same = ("variant", "rows", "length", "commit", "matmul")
+        ours = [r for r in rows if "peer" not in r and all(r.get(n) == row.get(n) for n in same)]
+        pairs += [(max(ours, key=lambda r: r["tokens_per_second"]), row)] if ours else []
+    return pairs
+
+
+def _jla_columns() -> tuple[Column, ...]:
+    def flops(pair: tuple[Row, Row]) -> tuple[float, float]:
+        """Return the floating-point operations of training per token of both models, each by its library's count."""
+        ours, theirs = pair
+        config = lm.get_config(ours["variant"])
+        config.model.vocab_size = ours["vocab_size"]
+        own = theirs["own_mfu_percent"] / 100 * PEAK / theirs["tokens_per_second"]
+        return 3 * flops_per_token(config.model, ours["length"]), own
+
+    def both(text: Callable[[Row, float], str]) -> Callable[[tuple[Row, Row]], str]:
+        return lambda pair: ", ".join(text(r, n) for r, n in zip(pair, flops(pair), strict=True))
+
+    return (
+        Column("model", lambda pair: f"`{pair[0]['variant']}`"),
+        Column("products", lambda pair: pair[0].get("matmul", "bfloat16")),
+        Column("10³ tokens/s", both(lambda r, n: f"{r['tokens_per_second'] / 1e3:.1f}")),
+        Column("ratio", lambda pair: f"{pair[0]['tokens_per_second'] / pair[1]['tokens_per_second']:.2f}"),
+        Column("10⁹ FLOP a token", both(lambda r, n: f"{n / 1e9:.2f}")),
+        Column("MFU, %", both(lambda r, n: f"{100 * n * r['tokens_per_second'] / PEAK:.1f}")),
+        Column("remat", lambda pair: f"`{pair[0]['remat']}`, `{pair[1]['peer_remat']}`"),
+        Column("date, commit", lambda pair: f"{pair[1]['date']}, {pair[1]['commit']}"),
+    )  # fmt: skip
 
 
 def _peer_columns(rows: list[Row]) -> tuple[Column, ...]:
@@ -225,6 +268,28 @@ TABLES = [
         lines=_beside_fla,
         not_run="requires an NVIDIA GPU and flash-linear-attention",
         command="python -m benchmarks model_step --variants gla-340m,gated_deltanet-340m,mamba2-340m --peers fla "
+        "--output docs/model_step.jsonl",
+    ),
+    Table(
+        "model_step_jla",
+        ("model_step.jsonl",),
+        _jla_columns(),
+        where=lambda row: (
+            row["variant"].endswith("-1.3b")
+            and "tokens_per_second" in row
+            and (
+                row.get("peer") == "jla"
+                or (
+                    "peer" not in row
+                    and not row["xla_flags"]
+                    and not (_PARTS - {"matmul"}) & set(row)
+                )
+            )
+        ),
+        key=lambda row: (*_step_key(row), row.get("matmul"), row.get("remat"), row["commit"]),
+        lines=_beside_jla,
+        not_run="requires an NVIDIA GPU and jax-linear-attention",
+        command="python -m benchmarks model_step --variants softmax-1.3b,kda-1.3b --lengths 4096 --remat dots_and_inputs --peers jla "
         "--output docs/model_step.jsonl",
     ),
     Table(
