@@ -10,7 +10,7 @@ log-linear HanGuo97/log-linear-attention 7f86441, xlstm NX-AI/xlstm 032a6fb.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,8 @@ SLOW = [pytest.param(form, marks=pytest.mark.slow) for form in ("recurrent", "as
 """The forms in which goldens are compared in the slow tests only, for `pytest.mark.parametrize`."""
 
 _PARTS = ("", "_new_ops", "_attention", "_mla", "_layers")
+TOLERANCES = dict(float64=1e-10, float32=1e-5)
+"""The dtypes in which ops are compared, with the largest errors."""
 FILES = [Path(__file__).with_name(f"goldens{part}.npz") for part in _PARTS]
 
 
@@ -44,37 +46,41 @@ def check(
     name: str,
     function: Callable,
     *,
-    dtype: str = "float64",
-    tolerance: float = 1e-10,
+    dtypes: Iterable[str] = tuple(TOLERANCES),
     symmetric: tuple[str, ...] = (),
 ):
-    """Assert that `function`, which maps the golden's arrays to outputs by name, returns the golden's outputs and has
-    its gradients with respect to every input, to `tolerance` times an array's largest entry (at least 1).
+    """Assert, in each of `dtypes`, that `function`, which maps the golden's arrays to outputs by name, returns the golden's outputs
+    and has its gradients with respect to every input, to the dtype's tolerance times an array's largest entry (at least 1).
 
     Inputs named in `symmetric` are symmetric matrices, of whose gradients only the symmetric part has a meaning.
     """
-    golden = load(name)
-    with jax.enable_x64(dtype == "float64"):
-        given = {n: jnp.asarray(a, dtype) for n, a in golden.items() if f"grad_{n}" in golden}
-        cotangents = {
-            n.removeprefix("cotangent_"): jnp.asarray(a, dtype)
-            for n, a in golden.items()
-            if n.startswith("cotangent_")
-        }
+    for dtype in dtypes:
+        with jax.enable_x64(dtype == "float64"):
+            _compare(load(name), function, name, dtype, symmetric)
 
-        def loss(given):
-            outputs = function(given)
-            return sum(jnp.vdot(outputs[n], c) for n, c in cotangents.items()), outputs
 
-        gradients, outputs = jax.jit(jax.grad(loss, has_aux=True))(given)
+def _compare(golden: dict, function: Callable, name: str, dtype: str, symmetric: tuple[str, ...]):
+    given = {n: jnp.asarray(a, dtype) for n, a in golden.items() if f"grad_{n}" in golden}
+    cotangents = {
+        n.removeprefix("cotangent_"): jnp.asarray(a, dtype)
+        for n, a in golden.items()
+        if n.startswith("cotangent_")
+    }
+
+    def loss(given):
+        outputs = function(given)
+        return sum(jnp.vdot(outputs[n], c) for n, c in cotangents.items()), outputs
+
+    gradients, outputs = jax.jit(jax.grad(loss, has_aux=True))(given)
     results = {n: outputs[n] for n in cotangents}
     results |= {f"grad_{n}": a for n, a in gradients.items()}
     for n, actual in results.items():
         expected = golden[n]
         if n.removeprefix("grad_") in symmetric:
             actual, expected = (a + np.swapaxes(a, -1, -2) for a in (actual, expected))
-        bound = tolerance * max(1.0, np.abs(expected).max())
-        np.testing.assert_allclose(actual, expected, rtol=0, atol=bound, err_msg=f"{name}/{n}")
+        bound = TOLERANCES[dtype] * max(1.0, np.abs(expected).max())
+        message = f"{name}/{n} in {dtype}"
+        np.testing.assert_allclose(actual, expected, rtol=0, atol=bound, err_msg=message)
 
 
 def run_layer(

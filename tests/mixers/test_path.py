@@ -38,7 +38,6 @@ def test_path_attention_is_the_published_one(name, form):
         return dict(o=o)
 
     goldens.check(name, run)
-    goldens.check(name, run, dtype="float32", tolerance=1e-5)
 
 
 def test_without_strength_it_is_softmax_or_forgetting_attention():
