@@ -17,7 +17,7 @@ from lsm_jax import models, ops
 from lsm_jax.models import sampling
 from lsm_jax.ops.core.states import Layer
 from pallas_kernels.triton import launch as triton_launch
-from tests.kernels import triton_compiled, triton_token_ops
+from tests.kernels import triton_compiled
 from tests.kernels.marks import requires_triton
 from tests.kernels.test_aot import H200, all_optimizations  # noqa: F401 (a fixture of every test)
 
@@ -42,59 +42,6 @@ def test_triton_kernels_compile_and_use_no_more_than_today(case, capability):
         ):
             assert count <= most, (configuration.label, name)
         assert counts["shared"] <= 1024 * triton_compiled.SHARED[capability], configuration.label
-
-
-@requires_triton
-@pytest.mark.parametrize("channels", [False, True])
-def test_triton_kernels_lower_for_a_card_that_is_not_here(channels):
-    """A program with Triton kernels is lowered for NVIDIA without a card; this needs the CUDA plugin of JAX, but no CUDA library."""
-    struct = jax.ShapeDtypeStruct
-    wide = struct((2, 130, 2, 64), jnp.bfloat16)
-    decay = struct((2, 130, 2, *[64] * channels), jnp.float32)
-
-    def gradients(q, k, v, log_decay):
-        output, pull = jax.vjp(
-            lambda *x: ops.linear_memory(*x, implementation="triton")[0], q, k, v, log_decay
-        )
-        return output, pull(output)
-
-    with triton_launch.code_for("8.0"):
-        traced = jax.jit(gradients).trace(wide, wide, wide, decay)
-        text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    # Scalar: two scans, outputs, and the gradients of the values, of the scores, and of queries, keys and decay. With a decay per
-    # key channel also the decays' sums and the scores.
-    assert text.count("custom_call @triton_kernel_call") == (8 if channels else 6)
-
-
-@requires_triton
-def test_triton_kernels_of_attention_lower_for_a_card_that_is_not_here():
-    """A program with attention and its gradients has three Triton kernels: the output, and the gradients of queries and of keys."""
-    struct = jax.ShapeDtypeStruct
-    q, k = struct((2, 300, 4, 64), jnp.bfloat16), struct((2, 300, 2, 64), jnp.bfloat16)
-
-    def gradients(q, k, v, log_forget):
-        def call(q, k, v, log_forget):
-            return ops.attention(q, k, v, log_forget=log_forget, implementation="triton")[0]
-
-        output, pull = jax.vjp(call, q, k, v, log_forget)
-        return output, pull(output)
-
-    with triton_launch.code_for("8.0"):
-        traced = jax.jit(gradients).trace(q, k, k, struct((2, 300, 4), jnp.float32))
-        text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("custom_call @triton_kernel_call") == 3
-
-
-@requires_triton
-@pytest.mark.parametrize(
-    ("name", "calls"),
-    # Forward and backward; and the memories before and after the parts of a row, and their gradients.
-    [("selective, 16, full", 2), ("selective, 16", 6), ("convolution, documents", 2), ("one token, delta", 1)],
-)  # fmt: skip
-def test_other_triton_kernels_lower_for_a_card_that_is_not_here(name, calls):
-    with triton_launch.code_for("8.0"):
-        lowered = triton_token_ops.COMPILED[name]().lower(lowering_platforms=("cuda",))
-    assert lowered.as_text().count("custom_call @triton_kernel_call") == calls
 
 
 @requires_triton
@@ -149,24 +96,6 @@ def test_one_row_is_multiplied_by_matrices_where_layers_are_unrolled():
     untuned = {"xla_gpu_autotune_level": 0}
     products = [lowered.compile(untuned | o).as_text().count(" dot(") for o in ({}, options)]
     assert products[0] == 0 and products[1] >= 6, products
-
-
-@pytest.mark.parametrize("op, kernels", [("scalar", 8), ("channel", 9), ("dplr", 12)])
-def test_triton_kernels_of_delta_and_dplr_memories_lower_for_a_card_that_is_not_here(op, kernels):
-    struct = jax.ShapeDtypeStruct
-    wide = struct((2, 130, 2, 64), jnp.bfloat16)
-    decay = struct((2, 130, 2, *[64] * (op != "scalar")), jnp.float32)
-    memory = ops.dplr_memory if op == "dplr" else ops.delta_memory
-    others = [wide, wide] if op == "dplr" else [struct((2, 130, 2), jnp.float32)]
-
-    def gradients(*x):
-        output, pull = jax.vjp(lambda *x: memory(*x, implementation="triton")[0], *x)
-        return output, pull(output)
-
-    with triton_launch.code_for("8.0"):
-        traced = jax.jit(gradients).trace(wide, wide, wide, *others, decay)
-        text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("custom_call @triton_kernel_call") == kernels
 
 
 def test_finds_operands_that_a_copy_overwrites():
