@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from benchmarks.tables.training import LENGTHS, Row, is_step
+from benchmarks.tables.training import LENGTHS, Row, is_full_remat_step, is_step
 from lsm_jax import mixers, ops
 from lsm_jax.mixers import METHODS
 from lsm_jax.mixers.method import Method
@@ -39,7 +39,8 @@ kernels that [kernels.md](kernels.md) lists by card): `mosaic_gpu` is a fused ke
 
 Speeds are 10³ tokens per second of a training step of 340M parameters in rows of 2,048 / 16,384 tokens on one H200, from
 [training_steps.md](results/training_steps.md): ours with the optimizer, FLA's (flash-linear-attention) loss and gradients alone.
-Each is of the commit that that page names beside it.
+Each is of the commit that that page names beside it. A speed with * is of a step that computes everything again (`remat=full`), of 32,768 tokens
+or fewer, where the step of the other rows does not fit the card.
 """
 
 
@@ -76,19 +77,26 @@ def backends(method: Method) -> dict[str, str]:
 
 
 def speeds(method: Method, steps: list[Row]) -> tuple[str, str]:
-    """Return the stored speeds of a method's 340M model at the shortest and the longest rows, ours and FLA's; "" without a row."""
-    found: dict[tuple[bool, int], float] = {}
+    """Return the stored speeds of a method's 340M model at the shortest and the longest rows, ours and FLA's; "" without a row.
+
+    Ours are those of the usual step, or else of one with rematerialisation "full", marked by *.
+    """
+    ours, full, peers = ({}, {}, {})
     for row in steps:
-        if row["variant"] == f"{method.name}-340m":
-            peer = "peer" in row
-            speed = row.get("fla_gradient_tokens_per_second" if peer else "tokens_per_second")
-            if speed is not None and (peer or is_step(row)):
-                found[peer, row["length"]] = speed
+        if row["variant"] != f"{method.name}-340m":
+            continue
+        length = row["length"]
+        if "peer" in row:
+            if "fla_gradient_tokens_per_second" in row:
+                peers[length] = f"{row['fla_gradient_tokens_per_second'] / 1e3:.1f}"
+        elif is_step(row):
+            ours[length] = f"{row['tokens_per_second'] / 1e3:.1f}"
+        elif is_full_remat_step(row):
+            full[length] = f"{row['tokens_per_second'] / 1e3:.1f}*"
     texts = []
-    for peer in (False, True):
-        of_lengths = [found.get((peer, length)) for length in (LENGTHS[0], LENGTHS[-1])]
-        words = ["–" if speed is None else f"{speed / 1e3:.1f}" for speed in of_lengths]
-        texts.append(" / ".join(words) if any(of_lengths) else "")
+    for found in (full | ours, peers):
+        words = [found.get(length, "–") for length in (LENGTHS[0], LENGTHS[-1])]
+        texts.append(" / ".join(words) if set(words) != {"–"} else "")
     return texts[0], texts[1]
 
 

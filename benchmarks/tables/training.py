@@ -54,6 +54,13 @@ def is_step(row: Row, tokens: int = TOKENS) -> bool:
     return plain and not _PARTS & set(row)
 
 
+def is_full_remat_step(row: Row) -> bool:
+    """Return whether a row is of a training step of any number of tokens that saves no activations, with rematerialisation "full" and the
+    default compiler flags, and no variant of it.
+    """
+    return row.get("remat") == "full" and not row["xla_flags"] and not _PARTS & set(row)
+
+
 PEAK = peak_flops("NVIDIA H200") or 0.0
 """Floating-point operations a second of the card on which model_step's rows were measured, of dense products in bfloat16."""
 

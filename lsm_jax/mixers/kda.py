@@ -17,6 +17,10 @@ The bound ("safe gate") is in no paper; it is read from the code of these layers
 * The rates of a bounded decay start at A = 1, as in GLM and flash-linear-attention. Ling draws them from U(1, 16), as
   for the softplus, where sigmoid(A δ) with δ < -2.2 starts near 0 for most heads: they would forget nothing at first.
 * The log decay stays float32, as in all but Ling, which rounds it to bfloat16 before the recurrence.
+
+flash-linear-attention bounds the decay where `lower_bound` is given, whatever its `safe_gate` is, and so does `lower_bound` here. Its
+chunks measured bounded decays from their middle token up to version 0.5.2, so that later gates changed earlier outputs by rounding; here
+none does, in no bit.
 """
 
 from __future__ import annotations

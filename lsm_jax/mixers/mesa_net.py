@@ -4,7 +4,9 @@ gradients: `o_t = q_t (S_t + diag Λ)⁻¹ M_t`, with S_t and M_t the decayed su
 The layer is flash-linear-attention's (fla/layers/mesa_net.py): values go through no convolution and no activation, the
 regulariser is Λ = softplus(λ) + 0.25 and starts at 1, and the output is normalised and, unless asked for, not gated.
 There, q and k are in float16 while the system is solved, and decoding starts the solver elsewhere than training does; here
-both start from 0 in float32, so that decoding equals training for any number of steps.
+both start from 0 in float32, so that decoding equals training for any number of steps. Its denominators have an epsilon of 1e-5,
+with which 30 steps stall at an error of 4e-4; here none. It ignores its own `use_short_conv` and always convolves q and k; here
+`conv_size=1` is no convolution.
 """
 
 from __future__ import annotations
