@@ -140,6 +140,43 @@ def test_deltanet(negative):
     close(small()[0][0], finished(mixer, o, x))
 
 
+def test_gated_deltanet2():
+    """With erase gates in (0, 2), and two heads of values for each head of keys."""
+    fields = dict(num_heads=2, num_value_heads=4, head_dim=8, allow_negative_eigenvalues=True)
+    small, x = build("gated_deltanet2", **fields)
+    mixer = small.mixer
+    q, k, v = (
+        heads(convolved(getattr(mixer, f"{n}_conv"), dense(getattr(mixer, f"{n}_proj"), x)), count)
+        for n, count in (("q", 2), ("k", 2), ("v", 4))
+    )
+    q, k = (a / np.sqrt((a**2).sum(-1, keepdims=True) + 1e-6) for a in (q, k))
+    f = dense(mixer.decay_up, dense(mixer.decay_down, x)) + wide(mixer.dt_bias)
+    decay = np.exp(-np.exp(wide(mixer.a_log))[:, None] * np.logaddexp(0, heads(f, 2)))
+    erase = 2 * sigmoid(heads(dense(mixer.erase_proj, x), 2))
+    q, k, decay, erase = (np.repeat(a, 2, axis=1) for a in (q, k, decay, erase))
+    write = sigmoid(heads(dense(mixer.write_proj, x), 4))
+    m, o = np.zeros((4, 8, v.shape[-1])), np.zeros(v.shape)
+    for t in range(LENGTH):
+        m = decay[t][..., None] * m
+        error = write[t] * v[t] - np.einsum("hk,hkv->hv", erase[t] * k[t], m)
+        m = m + k[t][..., None] * error[:, None]
+        o[t] = np.einsum("hk,hkv->hv", q[t], m) * 8**-0.5
+    o = o / np.sqrt((o**2).mean(-1, keepdims=True) + 1.0) * wide(mixer.norm.scale)
+    gate = dense(mixer.gate_up, dense(mixer.gate_down, x)) + wide(mixer.gate_up.bias)
+    y = dense(mixer.o_proj, (o * silu(heads(gate, 4))).reshape(LENGTH, -1))
+    close(small()[0][0], y)
+
+
+def test_based():
+    small = Small(METHODS["based"], num_heads=2, feature_dim=4)
+    x = np.asarray(small.x[0], np.float64)
+    q, k, v = projected(small.mixer, x, 2)
+    score = np.einsum("thd,shd->hts", q, k) / 2
+    weight = np.tril(1 + score + score**2 / 2)
+    o = np.einsum("hts,shv->thv", weight / (weight.sum(-1, keepdims=True) + 1e-6), v)
+    close(small()[0][0], dense(small.mixer.o_proj, o.reshape(LENGTH, -1)))
+
+
 def test_softmax_without_rotation():
     small = Small(METHODS["softmax"], num_heads=4, rope_base=None)
     x = np.asarray(small.x[0], np.float64)
