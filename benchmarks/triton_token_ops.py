@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.cases import decode_step
+from benchmarks.profile import by_kernel
 from benchmarks.timing import batch_milliseconds
 from lsm_jax import ops
 from lsm_jax.ops.core.states import Layer
@@ -167,9 +168,19 @@ def _check_token(op, batch, heads, dim, dtype, documents, error) -> dict[str, An
     return dict(errors=errors, same_bits=same, not_causal=not_causal)
 
 
-def timer(op: str, shape: str, implementation: str | None) -> Callable[[], list[float]]:
+def _device_milliseconds(program: Any, *arguments: Any) -> float:
+    """Return the sum of the times in ms of the kernels of a compiled program, of a profile of ten calls."""
+    call = functools.partial(program, *arguments)
+    jax.block_until_ready(call())
+    return sum(row["milliseconds"] for row in by_kernel(call, program.as_text(), calls=10))
+
+
+def timer(
+    op: str, shape: str, implementation: str | None, on_device: bool = False
+) -> Callable[[], list[float]]:
     """Compile an op in bfloat16 at a shape BxTxHxD, with H D channels, and return a function that returns its times: [ms forward, ms forward
-    and backward], or of one token, with B rows and H heads of D, [ms of a step].
+    and backward], or of one token, with B rows and H heads of D, [ms of a step]. With `on_device` they are sums over the kernels of a
+    profile, which the host does not delay.
     """
     batch, length, heads, dim = map(int, shape.split("x"))
     if op in _TOKEN:
@@ -180,6 +191,8 @@ def timer(op: str, shape: str, implementation: str | None) -> Callable[[], list[
         size = (decode_step.LAYERS, batch, heads, dim, dim)
         memory = jax.ShapeDtypeStruct(size, jnp.float32)
         step = decode_step.steps(function, True, options).lower(memory, jax.eval_shape(inputs)).compile()  # fmt: skip
+        if on_device:
+            raise NotImplementedError(f"{op}: times of kernels are those of ops with tokens")
         return lambda: [decode_step.microseconds(step, jnp.zeros(size), inputs()) / 1000]
     more = _STATES if op == "selective memory" else TIMED_HEAD_DIM
     inputs = functools.partial(_arrays, op, (batch, length, heads * dim), more, "bfloat16")
@@ -198,6 +211,7 @@ def timer(op: str, shape: str, implementation: str | None) -> Callable[[], list[
 
     def measure() -> list[float]:
         x = inputs()
-        return [round(batch_milliseconds(program, x, x[source]), 4) for program in pair]
+        times = _device_milliseconds if on_device else batch_milliseconds
+        return [round(times(program, x, x[source]), 4) for program in pair]
 
     return measure

@@ -58,6 +58,7 @@ from lsm_jax.mixers import rwkv7 as rwkv7_mixer
 from lsm_jax.mixers.layers import recomputed
 from lsm_jax.models import block, unstack
 from lsm_jax.models.config import MATMUL, REMAT
+from lsm_jax.models.counts import flops_per_token
 from lsm_jax.ops.convolution import backends as convolution
 from lsm_jax.ops.rwkv7 import backends as rwkv7
 from lsm_jax.parallel import make_mesh, token_sharding
@@ -257,6 +258,7 @@ def serve(case: dict[str, Any]) -> None:
             all_seconds=round(time.perf_counter() - began, 1),
             cpu_seconds=round(time.process_time() - cpu, 1),
             gib=round(program_bytes(step) / 2**30, 1),
+            flops_per_token=3 * flops_per_token(config.model, case["length"]),
         )
         print("ready", flush=True)
         if not sys.stdin.readline():

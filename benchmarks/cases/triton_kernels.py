@@ -240,7 +240,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--kernels",
         action="store_true",
-        help="time each kernel of forward and backward pass, of Triton and of the automatic backend; no op of tokens",
+        help="by a profile, each kernel of Triton and of the automatic backend; of convolutions and selective memories the sums of theirs and of XLA's",
     )
     options.add_peers(parser)
     options.add_shard(parser)
@@ -350,6 +350,8 @@ def result(case: dict[str, Any], function: Callable[[], dict[str, Any]]) -> dict
 def timers(case: dict[str, Any]) -> dict[str, Callable[[], Any]]:
     """Compile a case's programs; return for each implementation a function that times them."""
     names = ("xla", "automatic") if case["capability"] == "any" else ("triton",)
+    if case.get("kernels") and case["op"] in triton_token_ops.OPS:
+        return {name: timer(case, name, by_kernel=True) for name in names}
     if case.get("kernels"):
         return {"times_of_kernels": timer(case, names[-1], by_kernel=True)}
     return {name: timer(case, name) for name in names}
@@ -362,12 +364,12 @@ def call_timers(row: dict[str, Any]) -> dict[str, Any]:
 
 def timer(case: dict[str, Any], name: str, by_kernel: bool = False) -> Callable[[], Any]:
     """Compile one implementation ("triton", "xla" or "automatic") of an op at a shape, and return a function that returns [ms forward, ms
-    forward and backward], or of one token [ms of a step]; with `by_kernel`, what `launches` returns.
+    forward and backward], or of one token [ms of a step]; with `by_kernel`, what `launches` returns, or of an op of tokens the times by a profile.
     """
     op, shape = case["op"], case["shape"]
     implementation: Any = None if name == "automatic" else name
     if op in triton_token_ops.OPS:
-        return triton_token_ops.timer(op, shape, implementation)
+        return triton_token_ops.timer(op, shape, implementation, on_device=by_kernel)
     source: Any = triton_attention if op == triton_attention.ATTENTION else kernels
     inputs = functools.partial(source.make_inputs, op, shape)
     lowered = kernels.programs_of(source.library_call(op, implementation), jax.eval_shape(inputs))

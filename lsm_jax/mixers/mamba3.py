@@ -395,12 +395,12 @@ class Mamba3(Mixer):
         """
         z, several = split_heads(self.z_proj(x), self.num_heads), self.config.mimo_rank is not None
         gate = self._of_ranks(z, self.mimo_z if several else None)
+        weights: Any = 1
         if several:
-            o, mimo_o = _summed_now(o, self.mimo_o[...])
+            o, weights = _summed_now(o, self.mimo_o[...])
+            weights = jnp.swapaxes(weights, 0, 1).astype(o.dtype)
         y = o * jax.nn.silu(gate) if self.norm is None else self.norm(o, gate)
-        if several:
-            y = y * jnp.swapaxes(mimo_o, 0, 1).astype(y.dtype)
-        return self.o_proj(merge_heads(jnp.sum(y, axis=2))), context
+        return self.o_proj(merge_heads(jnp.sum(y * weights, axis=2))), context
 
     def init_memory(self, batch_size: int, max_length: int, dtype: Any) -> ops.LinearState:
         """Return the state before any token: a memory of zeros [B, H, N, P] in float32 for `batch_size` rows;
