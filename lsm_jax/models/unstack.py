@@ -38,12 +38,29 @@ def _slices(x: jax.Array, *, count: int) -> list[jax.Array]:
     return [jax.lax.index_in_dim(x, i, keepdims=False) for i in range(count)]
 
 
+def slices_by_one_kernel(x: jax.Array, *, count: int) -> list[jax.Array]:
+    """Return the `count` slices of x [count, ...], which XLA cuts by one kernel on a GPU if they are small and floats.
+
+    A slice that a kernel reads is otherwise a copy of its own, a launch for each of the `count`. Here it is the result of an operation, the
+    bitwise OR with a zero whose value XLA does not know, so that XLA joins the slices of a stack; the bits stay, also of NaN and -0.
+    """
+    if math.prod(x.shape[1:]) >= LEAST_SIZE or not jnp.issubdtype(x.dtype, jnp.floating):
+        return _slices(x, count=count)
+    kind = jnp.dtype(f"uint{jnp.finfo(x.dtype).bits}")
+    zero = jax.lax.optimization_barrier(jnp.zeros((), kind))
+    bits = jax.lax.bitcast_convert_type(x, kind) | zero
+    return _slices(jax.lax.bitcast_convert_type(bits, x.dtype), count=count)
+
+
 # A primitive, since a function with `jax.custom_vjp` has no derivative in forward mode.
 _unstack_p = jex.core.Primitive("unstack")
 _unstack_p.multiple_results = True
 _unstack_p.def_impl(_slices)
 _unstack_p.def_abstract_eval(lambda x, *, count: [x.update(shape=x.shape[1:])] * count)
 mlir.register_lowering(_unstack_p, mlir.lower_fun(_slices, multiple_results=True))
+mlir.register_lowering(
+    _unstack_p, mlir.lower_fun(slices_by_one_kernel, multiple_results=True), platform="cuda"
+)
 
 
 def _jvp(primals, tangents, *, count):

@@ -4,9 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import topologies
+from jax.sharding import SingleDeviceSharding
 
 from lsm_jax.models import unstack as module
-from lsm_jax.models.unstack import unstack
+from lsm_jax.models.unstack import slices_by_one_kernel, unstack
 
 COUNT = 3
 
@@ -73,6 +75,62 @@ def test_gradients_of_large_slices_are_written_in_place_and_of_small_ones_concat
     in_place = module.LEAST_SIZE == 1
     assert ("dynamic_update_slice" in text) == in_place
     assert ("stack[axis=0]" in text) == (not in_place)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "int32", "bool"])
+def test_slices_by_one_kernel_have_the_bits_of_the_stack(dtype):
+    """Also of numbers that a product with one would change: NaN with its payload, -0, and subnormal numbers, which a CPU flushes."""
+    kind = np.dtype(f"uint{8 * jnp.dtype(dtype).itemsize}")
+    bits = np.random.default_rng(0).integers(0, 2, (COUNT, 8 * kind.itemsize, 50), np.uint8)
+    if dtype == "bool":
+        bits[:, :7] = 0
+    x = np.packbits(bits, axis=1).swapaxes(1, 2).copy().view(kind)[..., 0].view(jnp.dtype(dtype))
+    if jnp.issubdtype(dtype, jnp.floating):
+        small = jnp.finfo(dtype).smallest_subnormal
+        x[:, :4] = np.array([np.nan, -0.0, small, -small], x.dtype)
+    got = jax.jit(lambda x: slices_by_one_kernel(x, count=COUNT))(x)
+    for each, expected in zip(got, x, strict=True):
+        np.testing.assert_array_equal(np.asarray(each).view(kind), expected.view(kind))
+
+
+@pytest.mark.parametrize(
+    ("platform", "dtype", "size", "joined"),
+    [
+        ("cuda", jnp.float32, 20, True),
+        ("cuda", jnp.bfloat16, 20, True),
+        ("cuda", jnp.int32, 20, False),
+        ("cuda", jnp.float32, module.LEAST_SIZE, False),
+        ("cpu", jnp.float32, 20, False),
+    ],
+)
+def test_small_floats_are_cut_by_one_kernel_on_a_gpu_only(platform, dtype, size, joined):
+    x = jax.ShapeDtypeStruct((COUNT, size), dtype)
+    lowered = jax.jit(lambda x: unstack(x, COUNT)).trace(x).lower(lowering_platforms=(platform,))
+    assert ("optimization_barrier" in lowered.as_text()) == joined
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_gpu_copies_all_small_slices_at_once(dtype):
+    """Compiled for an H200, where each slice is an operand that no fusion can cut out of the stack itself."""
+    from tests.kernels.test_aot import H200
+
+    topology = topologies.get_topology_desc("", "cuda", target_config=H200, topology="1x1x1")
+    x = jax.ShapeDtypeStruct(
+        (24, 1024), dtype, sharding=SingleDeviceSharding(topology.devices[0])
+    )
+
+    def kernels(cut) -> int:
+        def behind_barriers(x):
+            return [jnp.sin(jax.lax.optimization_barrier(y)) for y in cut(x)]
+
+        traced = jax.jit(behind_barriers).trace(x)
+        text = traced.lower(lowering_platforms=("cuda",)).compile().as_text()
+        entry = text[text.index("ENTRY") :].splitlines()
+        return sum("slice" in line and " fusion(" in line for line in entry)
+
+    assert kernels(lambda x: unstack(x, 24)) == 1
+    assert kernels(lambda x: list(x)) == 24  # otherwise nothing needs to join them
 
 
 def test_another_number_of_slices_is_refused(stack):
