@@ -429,7 +429,8 @@ def rotate(
     frequency = base ** (-jnp.arange(half, dtype=jnp.float32) / half)
     frequency = frequency if scaling is None else scaling.apply(frequency)
     angle = positions.astype(jnp.float32)[..., None, None] * frequency
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    # Saved once, since they are the same in all layers; each layer's backward pass would compute them again.
+    cos, sin = saved(jnp.cos(angle)), saved(jnp.sin(angle))
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     if interleaved:
         first, second = wide[..., ::2], wide[..., 1::2]

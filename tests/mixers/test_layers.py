@@ -126,6 +126,20 @@ def test_a_context_is_read_only():
         context.layer = 1
 
 
+@pytest.mark.parametrize("policy", ["dots", "full"])
+def test_the_backward_pass_computes_no_angles_again_where_it_saves_kernels(policy):
+    mixer = mixers.build(
+        mixers.SoftmaxConfig(num_heads=HEADS, rope_base=1e4), HEADS * WIDTH, rngs=nnx.Rngs(0)
+    )
+    graphdef, params = nnx.split(mixer)
+    layer = rematerialized(lambda x, params: nnx.merge(graphdef, params).run(x)[0], policy)
+    x = jax.ShapeDtypeStruct((BATCH, LENGTH, HEADS * WIDTH), jnp.bfloat16)
+    text = str(jax.make_jaxpr(jax.grad(lambda x, p: jnp.sum(layer(x, p)).astype(jnp.float32)))(x, params))
+    of_queries_and_keys = 2
+    assert text.count("= cos ") == of_queries_and_keys * (1 if policy == "dots" else 2)
+    assert text.count("= sin ") == text.count("= cos ")
+
+
 def test_attention_saves_rotated_queries_and_keys_instead_of_what_is_rotated():
     """With `remat="dots"`: two arrays of heads are saved in place of two products, and a norm before the rotation requires these."""
 
