@@ -1,5 +1,7 @@
 """Tests of the Hopper kernels of linear attention: run in Mosaic GPU's interpreter, and lowered for an H200."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +18,7 @@ from pallas_kernels.linear_attention.cases import (
     OUTPUT_TOLERANCE,
     Case,
 )
-from pallas_kernels.linear_attention.hopper import scalar_decay
+from pallas_kernels.linear_attention.hopper import channel_scan, scalar_decay
 
 BATCH, SCALE = 1, 0.25
 
@@ -127,6 +129,44 @@ def test_equals_the_recurrence_in_value_and_every_gradient(name, monkeypatch):
         lambda x: fused(**x, run=run[0]), inputs, lambda x: by_token(**x, run=run[0]), widened
     )
     assert not races_found()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("channels-deeper-wide", marks=pytest.mark.slow),
+        "channels-deeper",
+        "channels-deeper-parts",
+    ],
+)
+def test_slices_of_keys_in_one_program_equal_the_recurrence(name, monkeypatch):
+    """Two slices of key channels, whose outputs a program adds where processors have several programs each."""
+    monkeypatch.setattr(channel_scan, "PROCESSORS", 1)
+    if name.endswith("parts"):
+        monkeypatch.setattr(row_layout, "_SHORTEST_PART", 128)
+    inputs = make_case(HOPPER_INTERPRETED.get(name, Case((1, 1, 1), 256, 64, 256, True, "channel")))
+    widened = jax.tree.map(lambda x: x.astype(jnp.float32), inputs | dict(run=None))
+    run = inputs.pop("run"), widened.pop("run")
+    assert_alike(
+        lambda x: fused(**x, run=run[0]), inputs, lambda x: by_token(**x, run=run[0]), widened
+    )
+    assert not races_found()
+
+
+@pytest.mark.parametrize(
+    ("rows", "slices", "sums"), [(8, 2, 0), (4, 2, 1), (12, 2, 1), (8, 3, 1), (8, 1, 0)]
+)
+def test_slices_of_keys_are_in_one_program_if_that_needs_no_more_rounds(rows, slices, sums):
+    """Of rows with 4 heads of 512 value channels: 32 programs a row and slice of two on 132 processors."""
+    length, heads, pieces = 128, 4, 4
+    shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+    keys, values = (shape((rows, length, heads * n, 128)) for n in (slices, pieces))
+    scores = shape((rows, heads * slices, length, 64))
+    decay = jax.ShapeDtypeStruct((rows, heads * slices, length // 64 * 128), jnp.float32)
+    scan = functools.partial(channel_scan.channel_scan, key_slices=slices)
+    traced = jax.make_jaxpr(scan)(keys, keys, values, scores, decay)
+    assert traced.out_avals[0].shape == (rows, length, heads * pieces, 128)
+    assert sum(e.primitive.name == "reduce_sum" for e in traced.eqns) == sums
 
 
 WRITES = {

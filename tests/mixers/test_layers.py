@@ -134,7 +134,9 @@ def test_the_backward_pass_computes_no_angles_again_where_it_saves_kernels(polic
     graphdef, params = nnx.split(mixer)
     layer = rematerialized(lambda x, params: nnx.merge(graphdef, params).run(x)[0], policy)
     x = jax.ShapeDtypeStruct((BATCH, LENGTH, HEADS * WIDTH), jnp.bfloat16)
-    text = str(jax.make_jaxpr(jax.grad(lambda x, p: jnp.sum(layer(x, p)).astype(jnp.float32)))(x, params))
+    text = str(
+        jax.make_jaxpr(jax.grad(lambda x, p: jnp.sum(layer(x, p)).astype(jnp.float32)))(x, params)
+    )
     of_queries_and_keys = 2
     assert text.count("= cos ") == of_queries_and_keys * (1 if policy == "dots" else 2)
     assert text.count("= sin ") == text.count("= cos ")

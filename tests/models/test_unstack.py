@@ -116,9 +116,7 @@ def test_a_gpu_copies_all_small_slices_at_once(dtype):
     from tests.kernels.test_aot import H200
 
     topology = topologies.get_topology_desc("", "cuda", target_config=H200, topology="1x1x1")
-    x = jax.ShapeDtypeStruct(
-        (24, 1024), dtype, sharding=SingleDeviceSharding(topology.devices[0])
-    )
+    x = jax.ShapeDtypeStruct((24, 1024), dtype, sharding=SingleDeviceSharding(topology.devices[0]))
 
     def kernels(cut) -> int:
         def behind_barriers(x):

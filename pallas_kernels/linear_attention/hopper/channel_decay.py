@@ -91,7 +91,7 @@ def forward(
         chunks.read, chunks.written, values, chunks.scores, chunks.chunk_decay, initial=starts
     )
     final = ends.reshape(-1, parts, heads, *ends.shape[2:])[:, -1, :: heads // memories]
-    output = _sum_slices(output.reshape(batch, length, heads // pieces, -1), slices)
+    output = output.reshape(batch, length, heads // slices // pieces, -1)
     return output, _join_memory(final, pieces, slices), Residuals(chunks, starts)
 
 
@@ -187,8 +187,9 @@ def backward(
     def join(x, heads):  # the parts, the slices of key channels, and the heads that share an input
         return row_layout.sum_heads(x.reshape(batch, length, x.shape[2] // slices, -1), heads)
 
-    dv = dv.reshape(batch, length, dv.shape[2] // pieces, -1)
-    dv = row_layout.sum_heads(_sum_slices(dv, slices), memories_in_full)
+    dv = row_layout.sum_heads(
+        dv.reshape(batch, length, dv.shape[2] // pieces, -1), memories_in_full
+    )
     d_initial = _join_memory(row_layout.sum_heads(d_initial, memories, axis=1), pieces, slices)
     return (
         join(dq, query_heads),
@@ -215,11 +216,6 @@ def _split_keys(x, slices: int) -> Any:
     None.
     """
     return x if x is None else x.reshape(*x.shape[:-2], x.shape[-2] * slices, -1)
-
-
-def _sum_slices(x, slices: int):
-    """Add the slices of key channels, in float32: [B, T, G * slices, V] -> [B, T, G, V]."""
-    return row_layout.sum_heads(x, x.shape[2] // slices)
 
 
 def _count_pieces(q, v) -> int:
