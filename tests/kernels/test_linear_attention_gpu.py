@@ -131,25 +131,50 @@ def test_equals_the_recurrence_in_value_and_every_gradient(name, monkeypatch):
     assert not races_found()
 
 
+SLICES = {
+    "short": Case((1, 1, 1), 256, 64, 65, True, "channel"),
+    "bonus": HOPPER_INTERPRETED["channels-deeper"],
+    "wide": HOPPER_INTERPRETED["channels-deeper-wide"],
+    "parts": Case((1, 1, 1), 256, 64, 256, True, "channel"),
+}
+
+
 @pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param("channels-deeper-wide", marks=pytest.mark.slow),
-        "channels-deeper",
-        "channels-deeper-parts",
-    ],
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (i > 0)) for i, n in enumerate(SLICES)]
 )
 def test_slices_of_keys_in_one_program_equal_the_recurrence(name, monkeypatch):
     """Two slices of key channels, whose outputs a program adds where processors have several programs each."""
     monkeypatch.setattr(channel_scan, "PROCESSORS", 1)
-    if name.endswith("parts"):
+    if name == "parts":
         monkeypatch.setattr(row_layout, "_SHORTEST_PART", 128)
-    inputs = make_case(HOPPER_INTERPRETED.get(name, Case((1, 1, 1), 256, 64, 256, True, "channel")))
+    inputs = make_case(SLICES[name])
     widened = jax.tree.map(lambda x: x.astype(jnp.float32), inputs | dict(run=None))
     run = inputs.pop("run"), widened.pop("run")
     assert_alike(
         lambda x: fused(**x, run=run[0]), inputs, lambda x: by_token(**x, run=run[0]), widened
     )
+    assert not races_found()
+
+
+@pytest.mark.slow
+def test_slices_of_keys_in_one_program_with_two_memories_per_row_are_those_apart(monkeypatch):
+    """The numbers of chunks of a memory are then known when the kernel runs, and one memory has none."""
+    inputs = make(192, 1, 1, 1, 256, 64, documents=False, decay="channel")
+    rng = np.random.default_rng(2)
+    inputs["initial"] = jnp.asarray(rng.normal(size=(3, 1, 256, 64)), jnp.float32) * 0.3
+    run = jnp.asarray(np.repeat([0, 2], [64, 128])[None], jnp.int32)
+    given = {n: inputs.pop(n) for n in ("run", "bonus", "value_log_decay")} | dict(run=run)
+
+    def results(processors):
+        monkeypatch.setattr(channel_scan, "PROCESSORS", processors)
+        outputs, pull = jax.vjp(lambda x: fused(**x, **given), inputs)
+        drawn = np.random.default_rng(1)
+        cotangents = tuple(jnp.asarray(drawn.normal(size=x.shape), x.dtype) for x in outputs)
+        return dict(zip(("output", "final"), outputs, strict=True)) | pull(cotangents)[0]
+
+    got, wanted = results(1), results(132)
+    for name, x in got.items():
+        assert error(x, wanted[name]) < OUTPUT_TOLERANCE, name
     assert not races_found()
 
 
