@@ -131,6 +131,37 @@ def test_equals_the_recurrence_in_value_and_every_gradient(name, monkeypatch):
     assert not races_found()
 
 
+@pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
+@pytest.mark.parametrize("save", [False, True], ids=["output", "memories"])
+def test_a_scan_of_two_slices_of_keys_in_one_program_is_that_of_two(save, reverse, monkeypatch):
+    """Also where buffers are loaded again, of which the interpreter then finds no race: it reports those of the last kernel alone."""
+    length, pieces = 256, 2
+    rng = np.random.default_rng(0)
+
+    def normal(*shape, dtype=jnp.bfloat16):
+        return jnp.asarray(rng.normal(size=shape) * 0.3, dtype)
+
+    read, written = (normal(BATCH, length, 2, 128) for _ in range(2))
+    values, scores = normal(BATCH, length, pieces, 64), normal(BATCH, 2, length, 64)
+    decay = jnp.exp(-(normal(BATCH, 2, length // 64 * 128, dtype=jnp.float32) ** 2))
+    initial = normal(BATCH, 2 * pieces, 128, 64, dtype=jnp.float32)
+
+    def results(processors):
+        monkeypatch.setattr(channel_scan, "PROCESSORS", processors)
+        return channel_scan.channel_scan(
+            read, written, values, scores, decay, initial=initial, save=save, reverse=reverse, key_slices=2,
+            interpret=gpu_interpreter(),
+        )  # fmt: skip
+
+    got = jax.block_until_ready(results(1))
+    assert not races_found()
+    output, *memories = results(132)
+    assert got[0].shape == output.shape == (BATCH, length, pieces, 64)
+    assert error(got[0], output) < OUTPUT_TOLERANCE
+    for actual, expected in zip(got[1:], memories, strict=True):
+        np.testing.assert_array_equal(actual, expected)
+
+
 SLICES = {
     "short": Case((1, 1, 1), 256, 64, 65, True, "channel"),
     "bonus": HOPPER_INTERPRETED["channels-deeper"],

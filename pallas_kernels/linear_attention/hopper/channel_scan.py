@@ -315,8 +315,10 @@ class _Warpgroup(NamedTuple):
         if call.groups > 1:
             values = values.at[:, pl.ds(at.group * BLOCK, BLOCK)]
         memory = self.smem["memory"].at[at.group]
+        # Loaded before the fence in `copy_memory`, which orders it before the next load into its buffer: not each slice stores an output.
+        decay = wg.load_rows(chunk["chunk_decay"])
         self.copy_memory(n, part, S, memory)
-        S = S * wg.spread_rows(wg.load_rows(chunk["chunk_decay"]), (call.depth, BLOCK))
+        S = S * wg.spread_rows(decay, (call.depth, BLOCK))
         write = lambda S: plgpu.wgmma(S, written.transpose((1, 0)), values)  # noqa: E731
         if not call.with_output:
             return wg.accumulate(write, S, interpret=call.interpret), []
