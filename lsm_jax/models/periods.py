@@ -48,9 +48,8 @@ def rematerialized(function: Any, policy: str, *, in_loop: bool = True) -> Any:
     """
     if policy == "none":
         return function
-    # Of all policies this one alone changes what kernels return: they are told while the function is traced.
-    if policy == "dots_and_states":
-        function = memories_saved()(function)
+    # This policy alone changes what kernels return: they are told while the function is traced.
+    function = memories_saved(policy == "dots_and_states")(function)
     return jax.checkpoint(function, policy=_saveable(policy), prevent_cse=not in_loop)
 
 
