@@ -172,6 +172,8 @@ HOPPER_COMPILED = (
     Compiled((32, 16, 32), 256, 512, "log_decay memories", 704),
     Compiled((80, 80, 80), 128, 128, "channel log_decay segment_ids", 552),
     Compiled((4, 4, 4), 128, 128, "channel log_decay segment_ids", 500),  # KDA
+    Compiled((4, 4, 4), 128, 128, "channel log_decay segment_ids memories", 500),
+    Compiled((80, 80, 80), 128, 128, "channel log_decay memories", 552),
     Compiled((4, 4, 4), 64, 64, "channel log_decay", 460),
     Compiled((4, 4, 4), 256, 256, "channel log_decay segment_ids", 2580),
 )

@@ -150,7 +150,8 @@ SAVED = dict(zip((case.name for case in HOPPER_INTERPRETED), HOPPER_INTERPRETED,
             pytest.param(name, memories, marks=pytest.mark.slow)
             for name, memories in (
                 ("decay", 2), ("queries-share", 1), ("many-deep", 1), ("parts-documents", 1), ("checkpoints", 1),
-                ("values-in-parts", 1), ("undecayed-strong", 1), 
+                ("values-in-parts", 1), ("undecayed-strong", 1),
+                ("channel", 2), ("many-channel", 1), ("parts-channel", 1), ("checkpoints-channel", 1), ("channel-deep-wide", 1), 
             )
         ),
     ],

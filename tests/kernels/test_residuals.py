@@ -176,10 +176,8 @@ def test_inputs_of_products_are_computed_once_where_they_are_saved(method):
     )
 
 
-SAVING = (
-    "linear-channels",
-    "delta",
-)  # the cases whose kernels can save the memories before all chunks
+# The cases whose kernels can save the memories before all chunks.
+SAVING = ("linear-channels", "delta", "delta-channels", "dplr")
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -20,14 +20,14 @@ import jax.numpy as jnp
 
 from pallas_kernels.delta_rule.hopper.chunk_backward import chunk_backward
 from pallas_kernels.delta_rule.hopper.chunk_forward import CHUNK, SolvedChunks, chunk_forward
-from pallas_kernels.delta_rule.hopper.scan import scan_backward, scan_forward
+from pallas_kernels.delta_rule.hopper.scan import SavedMemories, scan_backward, scan_forward
 from pallas_kernels.hopper import parts as hopper_parts
 from pallas_kernels.hopper import row_layout
 from pallas_kernels.hopper.parts import length_multiple
 from pallas_kernels.memory_calls import in_bfloat16, key_dims, or_in_parts, value_dims
 
 __all__ = [
-    "CHUNK", "REQUIREMENTS", "SAVES_MEMORIES", "Residuals", "SavedMemories", "backward", "forward", "length_multiple",
+    "CHUNK", "REQUIREMENTS", "SAVES_MEMORIES", "Residuals", "backward", "forward", "length_multiple",
 ]  # fmt: skip
 
 SAVES_MEMORIES = True
@@ -37,18 +37,6 @@ REQUIREMENTS = (
     in_bfloat16("q", "k", "v"),
     or_in_parts(value_dims(64, 128, 256, 512)),
 )
-
-
-class SavedMemories(NamedTuple):
-    """What the scan of a delta rule saves of all chunks, if the backward pass is not to compute it again.
-
-    Attributes:
-        missing: [B, T, h, V] bfloat16, the errors of the memories' predictions of v.
-        states: [B, h, N, V, K] bfloat16, the transposed memories before each of the N chunks.
-    """
-
-    missing: jax.Array
-    states: jax.Array
 
 
 class Residuals(NamedTuple):
@@ -61,7 +49,8 @@ class Residuals(NamedTuple):
         solved: inverses of the triangular systems, scores, beta and decays of all chunks.
         parts: the memories before each part of a row, if `backward` scans rows in parts that run in parallel;
             None if it scans each row in one.
-        memories: the memories before all chunks with `save_memories`, or None.
+        memories: the memories before all chunks with `save_memories`, or None, if `backward` computes them
+            again.
     """
 
     solved: SolvedChunks
@@ -95,15 +84,16 @@ def forward(
     scan_part = functools.partial(scan_forward, None, k, solved=solved, initial=None, **options)
     parts = hopper_parts.split(scan_part, q, k, v, initial, chunk_bounds, interpret)
     starts, count = hopper_parts.part_starts(parts, initial)
-    # Memories at checkpoints are for the scan that recomputes the others.
+    # Memories at checkpoints are for the scan that computes the others again.
     checkpoints = 1 if save_memories else hopper_parts.count_checkpoints(q, k, v, chunk_bounds)
     output, *saved, ends = scan_forward(
         q, k, v, solved, starts, save=save_memories, parts=count, checkpoints=checkpoints, **options
     )
+    residuals = Residuals(solved, parts)
     if save_memories:
-        residuals = Residuals(solved, parts, SavedMemories(*saved))
-    else:
-        residuals = Residuals(solved, hopper_parts.Parts(None, *saved) if saved else parts)
+        residuals = residuals._replace(memories=SavedMemories(*saved))
+    elif saved:
+        residuals = residuals._replace(parts=hopper_parts.Parts(None, *saved))
     return output, ends[:, count - 1 :: count * heads // memories], residuals
 
 
@@ -126,7 +116,8 @@ def backward(
     starts, count = hopper_parts.part_starts(parts, initial)
     scans: dict[str, Any] = options | dict(heads=heads, chunk_bounds=chunk_bounds)
     if saved is None:
-        saved = scan_forward(None, k, v, solved, starts, save=True, parts=count, **scans)[:2]
+        scanned = scan_forward(None, k, v, solved, starts, save=True, parts=count, **scans)
+        saved = SavedMemories(*scanned[:2])
     missing, states = saved
     d_final = row_layout.gradient_by_head(d_final, heads)
     scan_part = functools.partial(scan_backward, q, k, d_output, solved, **scans)
