@@ -53,16 +53,15 @@ class Residuals(NamedTuple):
         solved: the inverses of the chunks' triangular systems, and their products.
         parts: the memories before each part of a row, if rows are scanned in parts that run in parallel; None
             if each row is scanned in one.
-        a_read: [B, T, h, V] bfloat16, u, what the vectors `a` read of the memory, with `save_memories`, or
-            None, if `backward` computes it again.
-        states: [B, h, N, V, K] bfloat16, likewise, the transposed memories before each of the N chunks.
+        memories: with `save_memories`, u [B, T, h, V], what the vectors `a` read of the memory, and the
+            transposed memories before each of the N chunks [B, h, N, V, K], both bfloat16; or None, if
+            `backward` computes them again.
     """
 
     decayed: DecayedChunks
     solved: SolvedChunks
     parts: hopper_parts.Parts | None
-    a_read: jax.Array | None = None
-    states: jax.Array | None = None
+    memories: tuple[jax.Array, ...] | None = None
 
 
 def forward(
@@ -101,7 +100,7 @@ def forward(
         decayed, solved, v, starts, save=save_memories, parts=count, chunk_bounds=chunk_bounds, interpret=interpret
     )  # fmt: skip
     final = ends[:, count - 1 :: count * heads // memories]
-    return output, final, Residuals(decayed, solved, parts, *saved)
+    return output, final, Residuals(decayed, solved, parts, tuple(saved) or None)
 
 
 def backward(
@@ -117,15 +116,16 @@ def backward(
     """
     del decay_gradient
     memories, heads = v.shape[2], d_output.shape[2]
-    decayed, solved, parts, a_read, states = residuals
+    decayed, solved, parts, saved = residuals
     run, chunk_bounds = row_layout.split_runs(run, initial, len(v))
     initial = jnp.repeat(initial, heads // memories, axis=1)
     starts, count = hopper_parts.part_starts(parts, initial)
     options: dict[str, Any] = dict(chunk_bounds=chunk_bounds, interpret=interpret)
-    if states is None:
-        a_read, states, _ = scan_forward(
+    if saved is None:
+        saved = scan_forward(
             decayed, solved, v, starts, save=True, read=False, parts=count, **options
-        )
+        )[:2]
+    a_read, states = saved
     d_final = row_layout.gradient_by_head(d_final, heads)
     scan_part = functools.partial(scan_backward, decayed, solved, d_output, **options)
     d_ends, count = hopper_parts.part_end_gradients(parts, scan_part, d_final, interpret)
