@@ -102,6 +102,8 @@ class Options(NamedTuple):
         interpret: parameters of the backend's interpreter, or False.
         exact: whether the output is float32, instead of the dtype in which the backend returns it.
         erase: which memory a key of the delta rule reads to erase: "decayed" or, if the backend supports it, "undecayed".
+        save_memories: whether the forward pass of a derivative also stores the memories before all chunks, which the backward pass
+            otherwise computes again; only backends with `SAVES_MEMORIES` do.
     """
 
     backend: Any
@@ -109,6 +111,7 @@ class Options(NamedTuple):
     interpret: Any
     exact: bool = False
     erase: str = "decayed"
+    save_memories: bool = False
 
 
 def _keywords(options: Options, bonus: Any) -> dict[str, Any]:
@@ -153,6 +156,8 @@ def _run_forward(options, arrays, bonus):
     log_decay = arrays[-3]
     arrays, bonus = jax.tree.map(lambda primal: primal.value, (arrays, bonus))
     keywords = _forward_keywords(options, bonus)
+    if options.save_memories and getattr(options.backend, "SAVES_MEMORIES", False):
+        keywords["save_memories"] = True
     output, *rest = options.backend.forward(*arrays, save=True, **keywords)
     output, final, residuals = name_residuals((_output(options, output), *rest))
     # A constant decay requires no gradient, and the backward pass is cheaper without it. Residuals are arrays, so this flag is the

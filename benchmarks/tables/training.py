@@ -24,7 +24,7 @@ TOKENS = 32_768
 """Tokens of a step in most rows; `model_step_long` has rows of twice as many."""
 
 
-SAVING_MORE = ("dots_and_convolutions", "dots_and_inputs")
+SAVING_MORE = ("dots_and_convolutions", "dots_and_inputs", "dots_and_states")
 """The values of `model.remat` that save more than "dots" and less than "none"."""
 
 

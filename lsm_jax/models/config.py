@@ -10,8 +10,8 @@ from typing import Any
 from lsm_jax import feedforward, mixers
 
 DTYPES = ("float32", "bfloat16")
-REMAT = ("none", "dots_and_inputs", "dots_and_convolutions", "dots", "full")
-SAVES_PRODUCTS = ("dots_and_inputs", "dots_and_convolutions", "dots")
+REMAT = ("none", "dots_and_states", "dots_and_inputs", "dots_and_convolutions", "dots", "full")
+SAVES_PRODUCTS = ("dots_and_states", "dots_and_inputs", "dots_and_convolutions", "dots")
 """The values of `remat` with which layers save products with weights and the results of kernels."""
 MATMUL = ("default", "fp8")
 _MOST_LAYERS = 1 << 16
@@ -78,7 +78,9 @@ class ModelConfig:
         remat: what the backward pass recomputes in each layer: "none", "dots" (all but products with weights, this
             package's kernels of memories and attention, and cuDNN's attention), "dots_and_convolutions" (all but these, short
             convolutions and the kernel of RWKV7's gates), "dots_and_inputs" (all but these, norms of the residual stream and the hidden
-            layer of SwiGLU and GeGLU) or "full".
+            layer of SwiGLU and GeGLU), "dots_and_states" (all but these and the memories before all chunks, of which kernels for
+            Hopper that can store them with their outputs do: those of the delta rule, of DPLR, and of decays per key channel; with other
+            implementations it is "dots_and_inputs") or "full". "none" recomputes what kernels do not save: these memories.
         unroll_layers: whether the layers are compiled one after the other rather than as a loop over the repetitions of the
             pattern. The loop slices its stacked parameters and copies what it saves for the backward pass; without it the
             program is larger and takes about twice as long to compile. None: a training step on one GPU is unrolled if the

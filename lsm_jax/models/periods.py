@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from lsm_jax.models.unstack import unstack
 from lsm_jax.ops import CONVOLVED, INPUTS, KEPT
-from lsm_jax.ops.core.saved import is_saved_attention
+from lsm_jax.ops.core.saved import is_saved_attention, memories_saved
 from lsm_jax.parallel import GATHERED
 
 _STAGE_LAYER = "stage_layer"
@@ -38,8 +38,9 @@ def rematerialized(function: Any, policy: str, *, in_loop: bool = True) -> Any:
     """Return `function`, wrapped so that the backward pass computes its intermediate arrays again: with the
     policy "full" all, with "dots" all but products with weights and the results of this package's kernels and of cuDNN's
     attention, with "dots_and_convolutions" all but these and the results of short convolutions and of RWKV7's gates,
-    with "dots_and_inputs" all but these and the elementwise results that products with weights read. With "none" the function is returned
-    unchanged.
+    with "dots_and_inputs" all but these and the elementwise results that products with weights read, with "dots_and_states" all but
+    these and the memories before all chunks of the kernels that can store them (`memories_saved`). With "none" the function is returned
+    unchanged, and kernels compute these memories again.
 
     The states that devices exchange along a row are always saved. `in_loop` says that the function is called in the
     body of a scan, which requires no barrier against common-subexpression elimination: forward and backward pass are
@@ -47,6 +48,8 @@ def rematerialized(function: Any, policy: str, *, in_loop: bool = True) -> Any:
     """
     if policy == "none":
         return function
+    # This policy alone changes what kernels return: they are told while the function is traced.
+    function = memories_saved(policy == "dots_and_states")(function)
     return jax.checkpoint(function, policy=_saveable(policy), prevent_cse=not in_loop)
 
 
@@ -73,9 +76,9 @@ def _saveable(policy: str, *names: str) -> Any:
         return policies.everything_saveable
     if policy == "full":
         return policies.save_only_these_names(GATHERED, *names)
-    if policy in ("dots_and_convolutions", "dots_and_inputs"):
+    if policy in ("dots_and_convolutions", "dots_and_inputs", "dots_and_states"):
         names = CONVOLVED, *names
-    if policy == "dots_and_inputs":
+    if policy in ("dots_and_inputs", "dots_and_states"):
         names = INPUTS, *names
     kept = policies.save_only_these_names(GATHERED, KEPT, *names)
     dots = policies.dots_with_no_batch_dims_saveable

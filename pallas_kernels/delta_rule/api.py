@@ -72,6 +72,7 @@ def delta_rule(
     run: Int[Array, "B T"] | None = None,
     scale: float,
     erase: str = "decayed",
+    save_memories: bool = False,
     implementation: str = "mosaic_gpu",
     interpret: Any = False,
 ) -> tuple[Float[Array, "B T max(H,G) V"], Float[Array, "R G K V"]]:
@@ -95,6 +96,8 @@ def delta_rule(
             of its number, and ends with a final memory of its own.
         scale: the factor by which the queries q are multiplied.
         erase: which memory the keys read to erase: "decayed", after their token's decay, or "undecayed", before it.
+        save_memories: whether the forward pass of a derivative stores the memories before all chunks, in bfloat16, for the
+            backward pass, which otherwise computes them again; "mosaic_gpu" only, others compute them again.
         implementation: "mosaic_gpu" (Hopper), "mosaic_tpu" or "triton" (NVIDIA cards of compute capability
             8.0 or more); see `unsupported` for the requirements of each.
         interpret: parameters of the backend's interpreter, to run on a CPU.
@@ -115,8 +118,8 @@ def delta_rule(
         log_decay = None if log_decay is None else jnp.repeat(log_decay, parts, axis=2)
         output, final = delta_rule(
             q, k, v.reshape(*v.shape[:2], heads * parts, channels // parts), beta, log_decay,
-            initial=_divided(initial, parts), run=run, scale=scale, erase=erase, implementation=implementation,
-            interpret=interpret,
+            initial=_divided(initial, parts), run=run, scale=scale, erase=erase,
+            save_memories=save_memories, implementation=implementation, interpret=interpret,
         )  # fmt: skip
         return output.reshape(*output.shape[:2], heads, channels), _joined(final, parts)
     call = MemoryCall(q, k, v, log_decay, erase=erase)
@@ -125,7 +128,7 @@ def delta_rule(
     run, q, k, v, beta, log_decay = pad_to_multiple(multiple, run, q, k, v, beta, log_decay)
     arrays = q, k, v, beta, log_decay, run, initial
     erase = "decayed" if log_decay is None else erase
-    options = Options(backend, scale, interpret, erase=erase)
+    options = Options(backend, scale, interpret, erase=erase, save_memories=save_memories)
     output, final = call_backend(options, arrays, None)
     return output[:, :length], final
 

@@ -165,8 +165,15 @@ HOPPER_COMPILED = (
     Compiled((32, 16, 32), 256, 512, "log_decay", 704),
     Compiled((3, 3, 3), 256, 512, "log_decay undecayed", 816),  # Comba
     Compiled((4, 4, 4), 128, 256, "log_decay segment_ids undecayed", 556),
+    Compiled((2, 1, 2), 256, 512, "log_decay memories", 88),
+    Compiled((4, 4, 4), 128, 128, "memories", 20),
+    Compiled((4, 2, 4), 64, 64, "log_decay segment_ids memories", 116),
+    Compiled((80, 80, 80), 128, 128, "log_decay memories", 172),
+    Compiled((32, 16, 32), 256, 512, "log_decay memories", 400),
     Compiled((80, 80, 80), 128, 128, "channel log_decay segment_ids", 552),
     Compiled((4, 4, 4), 128, 128, "channel log_decay segment_ids", 500),  # KDA
+    Compiled((4, 4, 4), 128, 128, "channel log_decay segment_ids memories", 140),
+    Compiled((80, 80, 80), 128, 128, "channel log_decay memories", 228),
     Compiled((4, 4, 4), 64, 64, "channel log_decay", 460),
     Compiled((4, 4, 4), 256, 256, "channel log_decay segment_ids", 2580),
 )

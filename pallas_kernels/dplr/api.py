@@ -45,6 +45,7 @@ def dplr(
     initial: Float[Array, "R G K V"],
     run: Int[Array, "B T"] | None = None,
     scale: float,
+    save_memories: bool = False,
     implementation: str = "mosaic_gpu",
     interpret: Any = False,
 ) -> tuple[Float[Array, "B T max(H,G) V"], Float[Array, "R G K V"]]:
@@ -67,6 +68,8 @@ def dplr(
             each begins at a multiple of 64 tokens, or 128 ("mosaic_tpu"), continues the memory
             of its number, and ends with a final memory of its own.
         scale: the factor by which the queries q are multiplied.
+        save_memories: whether the forward pass of a derivative stores the memories before all chunks, in bfloat16, for the
+            backward pass, which otherwise computes them again; "mosaic_gpu" only, others compute them again.
         implementation: "mosaic_gpu" (Hopper), "mosaic_tpu" or "triton" (NVIDIA cards of compute capability
             8.0 or more); see `unsupported` for the requirements of each.
         interpret: parameters of the backend's interpreter, to run on a CPU.
@@ -84,5 +87,7 @@ def dplr(
     length, multiple = q.shape[1], backend.length_multiple(q, k, v)
     run, q, k, v, a, b, log_decay = pad_to_multiple(multiple, run, q, k, v, a, b, log_decay)
     arrays = q, k, v, a, b, log_decay, run, initial
-    output, final = call_backend(Options(backend, scale, interpret), arrays, None)
+    output, final = call_backend(
+        Options(backend, scale, interpret, save_memories=save_memories), arrays, None
+    )
     return output[:, :length], final

@@ -97,6 +97,8 @@ HOPPER_COMPILED = (
     Compiled((80, 80, 80), 128, 128, "channel log_decay segment_ids", 984),
     Compiled((4, 4, 4), 128, 128, "channel log_decay segment_ids", 956),
     Compiled((4, 2, 4), 64, 64, "log_decay", 1136),
+    Compiled((4, 2, 4), 64, 64, "log_decay memories", 644),  # RWKV7
+    Compiled((80, 80, 80), 128, 128, "channel log_decay memories", 860),
     Compiled((4, 4, 4), 256, 256, "channel log_decay segment_ids", 4540),
 )
 """Cases that are compiled for an H200; heads of RWKV7 have K = V = 64."""

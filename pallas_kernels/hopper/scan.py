@@ -390,7 +390,8 @@ class _Copies(NamedTuple):
         for buffer, value in zip(free, values, strict=False):
             buffer.transpose((1, 0))[...] = value.astype(_BF16)
         plgpu.commit_smem()
-        for buffer, name in zip(free, call.outs, strict=False):
+        # The first buffer's copy is the last, since the next chunk's first tile of S is for the second buffer (`operands`).
+        for buffer, name in reversed(list(zip(free, call.outs, strict=False))):
             target = self.warpgroup.refs[name].at[
                 at.b, pl.ds(self.n * CHUNK, CHUNK), at.h, at.columns
             ]

@@ -72,6 +72,7 @@ def linear_attention(
     skip: Float[Array, " G"] | None = None,
     scale: float,
     exact: bool = False,
+    save_memories: bool = False,
     implementation: str = "mosaic_gpu",
     interpret: Any = False,
 ) -> tuple[Float[Array, "B T max(H,G) V"], Float[Array, "R G K V"]]:
@@ -97,6 +98,8 @@ def linear_attention(
         scale: the factor by which the queries q are multiplied.
         exact: whether the output is float32. With `value_log_decay` on "mosaic_gpu" it is then never rounded, and v may be
             float32, which is rounded only where it is written to the memory.
+        save_memories: whether the forward pass of a derivative stores the memories before all chunks for the backward pass,
+            which otherwise computes them again; only "mosaic_gpu" with `log_decay` [B, T, G, K], others compute them again.
         implementation: "mosaic_gpu" (Hopper), "mosaic_tpu" or "triton" (NVIDIA cards of compute capability 8.0 or more);
             `unsupported` says what each requires.
         interpret: parameters of the backend's interpreter, to run on a CPU.
@@ -138,7 +141,7 @@ def linear_attention(
         output, final = call_backend(Options(backend, scale, interpret, exact), arrays)
         return output[:, :length], final
     run, q, k, v, log_decay = pad_to_multiple(backend.CHUNK, run, q, k, v, log_decay)
-    options = Options(backend, scale, interpret, exact)
+    options = Options(backend, scale, interpret, exact, save_memories=save_memories)
     keys, values = _slices(implementation, variant, q, k, v, exact)
     if len(keys) == len(values) == 1:
         output, final = call_backend(options, (q, k, v, log_decay, run, initial), bonus)

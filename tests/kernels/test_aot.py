@@ -17,6 +17,7 @@ from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding, use_abstract_mesh
 
 from lsm_jax import ops
+from lsm_jax.ops.core.saved import memories_saved
 from pallas_kernels.delta_rule import cases as delta_rule_cases
 from pallas_kernels.dplr import cases as dplr_cases
 from pallas_kernels.gated_norm import cases as gated_norm_cases
@@ -151,6 +152,7 @@ def compile_for(device, abstract_device, case, implementation, *, backward=True)
     options: dict[str, Any] = dict(window=200) if "window" in given else {}
     options |= dict(erase="undecayed") if "undecayed" in given else {}
 
+    @memories_saved("memories" in given)
     def both(inputs, marks):
         def call(x):
             return getattr(ops, op)(**x, **marks, **options, implementation=implementation)[0]

@@ -20,7 +20,11 @@ from pallas_kernels.delta_rule.hopper import streamed_chunk_backward
 from pallas_kernels.delta_rule.hopper.chunk_backward import chunk_backward, fits_streamed
 from pallas_kernels.hopper import parts as hopper_parts
 from pallas_kernels.hopper import scan as hopper_scan
-from tests.kernels.test_linear_attention_gpu import assert_alike
+from tests.kernels.test_linear_attention_gpu import (
+    assert_alike,
+    assert_equal_with_memories_saved,
+    with_two_memories,
+)
 
 BATCH, SCALE = 1, 0.25
 
@@ -96,18 +100,15 @@ def by_token(q, k, v, beta, log_decay, initial, run, erase="decayed"):
     return output, state.memory
 
 
-def fused(q, k, v, beta, log_decay, initial, run, erase="decayed"):
+def fused(q, k, v, beta, log_decay, initial, run, erase="decayed", save_memories=False):
     return delta_rule(
         q, k, v, beta, log_decay, initial=initial, run=run, scale=SCALE, erase=erase,
-        interpret=gpu_interpreter(),
+        save_memories=save_memories, interpret=gpu_interpreter(),
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(x, marks=pytest.mark.slow if n > 0 else (), id=x.name) for n, x in enumerate(HOPPER_INTERPRETED)],
-)  # fmt: skip
-def test_equals_the_recurrence_in_value_and_every_gradient(case, monkeypatch):
+def choose_plans(case, monkeypatch):
+    """Make the kernels choose the parts, checkpoints and warpgroups of a case."""
     if case.parts is not None:
         monkeypatch.setattr(hopper_parts, "count_parts", lambda q, k, v: case.parts)
     if case.checkpoints is not None:
@@ -117,6 +118,14 @@ def test_equals_the_recurrence_in_value_and_every_gradient(case, monkeypatch):
     if case.many:
         monkeypatch.setattr(hopper_scan, "PROCESSORS", 1)
         monkeypatch.setattr(streamed_chunk_backward, "PROCESSORS", 1)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(x, marks=pytest.mark.slow if n > 0 else (), id=x.name) for n, x in enumerate(HOPPER_INTERPRETED)],
+)  # fmt: skip
+def test_equals_the_recurrence_in_value_and_every_gradient(case, monkeypatch):
+    choose_plans(case, monkeypatch)
     inputs = make(*case.dims, documents=case.documents, **case.options)
     widened = jax.tree.map(lambda x: x.astype(jnp.float32), inputs | dict(run=None))
     run = inputs.pop("run")
@@ -127,6 +136,34 @@ def test_equals_the_recurrence_in_value_and_every_gradient(case, monkeypatch):
         output=OUTPUT_TOLERANCE, gradient=GRADIENT_TOLERANCE,
     )  # fmt: skip
     assert not races_found()
+
+
+SAVED = dict(zip((case.name for case in HOPPER_INTERPRETED), HOPPER_INTERPRETED, strict=True))
+
+
+@pytest.mark.parametrize(
+    "name, memories",
+    [
+        # Two outputs in two buffers, which the tiles of the next chunk's memory use too.
+        ("many", 1),
+        *(
+            pytest.param(name, memories, marks=pytest.mark.slow)
+            for name, memories in (
+                ("decay", 2), ("queries-share", 1), ("many-deep", 1), ("parts-documents", 1), ("checkpoints", 1),
+                ("values-in-parts", 1), ("undecayed-strong", 1),
+                ("channel", 2), ("many-channel", 1), ("parts-channel", 1), ("checkpoints-channel", 1), ("channel-deep-wide", 1), 
+            )
+        ),
+    ],
+)  # fmt: skip
+def test_saved_memories_are_those_that_are_computed_again(name, memories, monkeypatch):
+    case = SAVED[name]
+    choose_plans(case, monkeypatch)
+    inputs = make(*case.dims, documents=case.documents, **case.options)
+    inputs = inputs if memories == 1 else with_two_memories(inputs)
+    run = inputs.pop("run")
+    call = lambda x, **o: fused(**x, run=run, erase=case.erase, **o)  # noqa: E731
+    assert_equal_with_memories_saved(call, inputs, monkeypatch)
 
 
 def test_wide_heads_are_streamed():

@@ -13,8 +13,14 @@ from pallas_kernels.dplr.cases import GRADIENT_TOLERANCE, HOPPER_INTERPRETED, OU
 from pallas_kernels.dplr.hopper.all_pairs_backward import all_pairs_backward
 from pallas_kernels.dplr.hopper.chunk_backward import chunk_backward
 from pallas_kernels.hopper import parts as hopper_parts
+from pallas_kernels.hopper import scan as hopper_scan
 from tests.kernels.test_delta_rule_gpu import check_map
-from tests.kernels.test_linear_attention_gpu import assert_alike, error
+from tests.kernels.test_linear_attention_gpu import (
+    assert_alike,
+    assert_equal_with_memories_saved,
+    error,
+    with_two_memories,
+)
 
 BATCH, SCALE = 1, 0.25
 
@@ -81,10 +87,11 @@ def by_token(q, k, v, a, b, log_decay, initial, run):
     return output, state.memory
 
 
-def fused(q, k, v, a, b, log_decay, initial, run):
+def fused(q, k, v, a, b, log_decay, initial, run, save_memories=False):
     return dplr(
-        q, k, v, a, b, log_decay, initial=initial, run=run, scale=SCALE, interpret=gpu_interpreter()
-    )
+        q, k, v, a, b, log_decay, initial=initial, run=run, scale=SCALE, save_memories=save_memories,
+        interpret=gpu_interpreter(),
+    )  # fmt: skip
 
 
 @pytest.mark.slow
@@ -101,6 +108,25 @@ def test_equals_the_recurrence_in_value_and_every_gradient(case, monkeypatch):
         output=OUTPUT_TOLERANCE, gradient=GRADIENT_TOLERANCE,
     )  # fmt: skip
     assert not races_found()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name, memories",
+    [("documents", 2), ("queries-share", 1), ("parts", 1), ("deeper", 1), ("many", 1)],
+)
+def test_saved_memories_are_those_that_are_computed_again(name, memories, monkeypatch):
+    if name == "many":  # two warpgroups share what is loaded
+        monkeypatch.setattr(hopper_scan, "PROCESSORS", 1)
+    named = {case.name: case for case in HOPPER_INTERPRETED}
+    case = named["queries-share" if name == "many" else name]
+    if case.parts is not None:
+        monkeypatch.setattr(hopper_parts, "count_parts", lambda q, k, v: case.parts)
+    inputs = make(*case.dims, documents=case.documents, strong=case.strength)
+    inputs = inputs if memories == 1 else with_two_memories(inputs)
+    run = inputs.pop("run")
+    call = lambda x, **o: fused(**x, run=run, **o)  # noqa: E731
+    assert_equal_with_memories_saved(call, inputs, monkeypatch)
 
 
 @pytest.mark.parametrize("strong", [1, 8])

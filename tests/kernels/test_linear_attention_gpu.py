@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from lsm_jax import ops
-from pallas_kernels.compat import gpu_interpreter, races_found
+from pallas_kernels.compat import gpu_interpreter, plgpu, races_found
 from pallas_kernels.hopper import row_layout
 from pallas_kernels.linear_attention import linear_attention, unsupported
 from pallas_kernels.linear_attention.cases import (
@@ -110,6 +110,64 @@ def assert_alike(
         if inputs[field] is not None:
             assert got.shape == inputs[field].shape
             assert error(got, wanted[field]) < gradient, field
+
+
+def assert_equal_with_memories_saved(function, inputs, monkeypatch):
+    """Assert that the results of a memory's kernel, `function(inputs, save_memories=...)`, and all gradients are to the bit the same whether
+    the memories are saved or not, and that one kernel less runs in the backward pass if they are saved.
+    """
+    kernel, run = plgpu.kernel, []
+    monkeypatch.setattr(
+        plgpu, "kernel", lambda body, **o: run.append(body.__name__) or kernel(body, **o)
+    )
+
+    def results(saves):
+        run.clear()
+        outputs, pull = jax.vjp(lambda x: function(x, save_memories=saves), inputs)
+        forward = list(run)
+        rng = np.random.default_rng(1)
+        grads = pull(tuple(jnp.asarray(rng.normal(size=x.shape), x.dtype) for x in outputs))
+        assert not races_found()
+        return (outputs, grads), forward, run[len(forward) :]
+
+    wanted, forward, again = results(False)
+    got, forward_saved, rest = results(True)
+    jax.tree.map(np.testing.assert_array_equal, got, wanted)
+    assert forward_saved == forward
+    again.remove(forward[-1])  # the scan, the forward pass's last kernel
+    assert rest == again
+
+
+def with_two_memories(inputs):
+    """Return arguments of a kernel with two memories for each row, of 64 tokens and of the rest."""
+    length, initial = inputs["q"].shape[1], inputs["initial"]
+    return inputs | dict(
+        initial=jnp.concatenate([initial, -2 * initial]),
+        run=jnp.broadcast_to(jnp.arange(length) >= 64, (BATCH, length)).astype(jnp.int32),
+    )
+
+
+SAVED = (
+    "channels",
+    "channels-queries-share-wide",
+    "channels-parts",
+    "channels-deeper-heads",
+    "channels-deeper-odd",
+)
+
+
+@pytest.mark.parametrize(
+    "name, memories",
+    [("channels", 2)] + [pytest.param(x, 1, marks=pytest.mark.slow) for x in SAVED],
+)
+def test_saved_memories_are_those_that_are_computed_again(name, memories, monkeypatch):
+    if name.endswith("parts"):
+        monkeypatch.setattr(row_layout, "_SHORTEST_PART", 128)
+    inputs = make_case(HOPPER_INTERPRETED[name])
+    inputs = inputs if memories == 1 else with_two_memories(inputs)
+    run = inputs.pop("run")
+    call = lambda x, **o: fused(**x, run=run, **o)  # noqa: E731
+    assert_equal_with_memories_saved(call, inputs, monkeypatch)
 
 
 FAST = ("decay", "channels")

@@ -17,6 +17,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from configs import lm
 from lsm_jax import models, ops
 from lsm_jax.models.decoder import rematerialized
+from lsm_jax.ops.core.saved import saves_memories
 from lsm_jax.ops.normalization import branches
 from pallas_kernels.short_convolution import short_convolution
 
@@ -173,6 +174,60 @@ def test_inputs_of_products_are_computed_once_where_they_are_saved(method):
     assert layer_kernels(method, "dots_and_inputs") == layer_kernels(
         method, "dots_and_convolutions"
     )
+
+
+# The cases whose kernels can save the memories before all chunks.
+SAVING = ("linear-channels", "delta", "delta-channels", "dplr")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_backward_pass_scans_no_memory_again_that_is_saved(case):
+    """With `dots_and_states` there is one kernel less, the second scan of a memory, where the first can save what it computes."""
+    assert kernels(case, "dots_and_states") == kernels(case, "dots_and_inputs") - (case in SAVING)
+
+
+SCANS = dict(gla="linear_attention_channel_scan", gated_deltanet="delta_rule_scan")
+
+
+@pytest.mark.parametrize("unrolled", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("method", SCANS)
+def test_only_dots_and_states_saves_memories(method, unrolled):
+    """The layers of a model with `dots_and_states` run one scan less than those of models with any other policy that runs no kernel again,
+    whichever of them is traced first in a process; all other kernels are the same.
+    """
+    layers = 1 + unrolled
+
+    def found(remat):
+        layer_equations.cache_clear()  # the caches of jax remain
+        return layer_kernels(method, remat, unrolled=unrolled)
+
+    def scans():
+        """Return the numbers of results of the scans that `found` found last."""
+        equations = layer_equations(method, remat, unrolled=unrolled)
+        named = (e for e in equations if e.primitive.name == KERNEL)
+        return sorted(len(e.outvars) for e in named if str(e.params["name"]) == SCANS[method])
+
+    # The forward scan returns the output and the last memory, the backward scan also memories, and so does the forward scan again.
+    again = {"gla": [2, 2, 3], "gated_deltanet": [2, 3, 3]}[method]
+    saved = {"gla": [3, 3], "gated_deltanet": [3, 4]}[method]
+    counts = {}
+    for remat in ("dots_and_states", "dots_and_inputs", "dots_and_states", "none"):
+        count = found(remat)
+        assert counts.setdefault(remat, count) == count
+        expected = saved if remat == "dots_and_states" else again
+        assert scans() == sorted(expected * layers)
+    assert counts["dots_and_inputs"] - counts["dots_and_states"] == {SCANS[method]: layers}
+    assert not counts["dots_and_states"] - counts["dots_and_inputs"]
+
+
+def test_policies_without_memories_tell_no_kernel_to_save_them():
+    """Within a model with `dots_and_states`, a layer that is rematerialised in another way saves none; ops outside neither."""
+    seen = []
+    inner = rematerialized(lambda x: seen.append(saves_memories()) or x, "dots")
+    outer = rematerialized(lambda x: seen.append(saves_memories()) or inner(x), "dots_and_states")
+    jax.make_jaxpr(outer)(1.0)
+    assert seen == [True, False]
+    assert not saves_memories()
 
 
 @pytest.mark.parametrize("method", ["softmax", "gla"])

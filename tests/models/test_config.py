@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
         (dict(dtype="float16"), "dtype='float16': accepted are float32, bfloat16"),
         (
             dict(remat="some"),
-            "remat='some': accepted are none, dots_and_inputs, dots_and_convolutions, dots, full",
+            "remat='some': accepted are none, dots_and_states, dots_and_inputs, dots_and_convolutions, dots, full",
         ),
         (dict(hidden_size=30), r"layers\['L'\]: GLAConfig.num_heads=4 does not divide"),
     ],

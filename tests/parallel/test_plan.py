@@ -250,6 +250,24 @@ def test_grouped_products_without_kernels_need_more_memory():
     assert plan(config, 1, kernels=False).working > 4 * plan(config, 1).working
 
 
+@pytest.mark.parametrize("pattern, key_dim, errors", [("L", 128, 0), ("D", 64, 1)])
+def test_saved_memories_are_counted_for_kernels_that_save_them(pattern, key_dim, errors):
+    """With `dots_and_states` each layer saves the bfloat16 memories before its chunks of 64 tokens, and the delta rule its predictions' errors;
+    only by kernels for Hopper, which require bfloat16.
+    """
+    config = run_of(MeshConfig(data=1), pattern=pattern)
+    if pattern == "D":
+        config.model.layers["D"].mixer = mixers.GatedDeltaNetConfig(num_heads=4, head_dim=64)
+    rows, length, heads, value_dim, layers = 8, 256, 4, 128, 8
+    numbers = rows * heads * value_dim * (length // 64 * key_dim + errors * length)
+    for dtype, expected in (("bfloat16", 2 * layers * numbers), ("float32", 0)):
+        saved = []
+        for remat in ("dots_and_inputs", "dots_and_states"):
+            config.model.dtype, config.model.remat = dtype, remat
+            saved.append(plan(config, 1).saved)
+        assert saved[1] - saved[0] == expected
+
+
 def test_devices_that_gather_or_divide_experts_save_fewer_casts():
     """One device saves a bfloat16 copy of its experts' matrices with `remat=dots`; devices that gather the matrices save none, those that
     divide the experts only their own."""

@@ -24,6 +24,7 @@ class Call(NamedTuple):
         arguments: the op's arrays by name, None where absent.
         implementation: as the op's argument: None, a name, or names in order of preference.
         layer: where the state's memory is one layer of a stack to be updated in place, that layer; else None.
+        save_memories: whether a kernel's forward pass stores the memories before all chunks for its backward pass, where it can.
     """
 
     op: str
@@ -31,6 +32,7 @@ class Call(NamedTuple):
     arguments: dict[str, Any]
     implementation: str | tuple[str, ...] | None = None
     layer: Layer | None = None
+    save_memories: bool = False
 
     @property
     def length(self) -> int:

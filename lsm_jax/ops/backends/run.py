@@ -10,6 +10,7 @@ import jax
 
 from lsm_jax.ops.backends.registry import Backend, Call, backends_of
 from lsm_jax.ops.backends.select import select
+from lsm_jax.ops.core.saved import saves_memories
 from lsm_jax.ops.core.states import Layer, store_layer
 
 
@@ -22,19 +23,21 @@ class Static(NamedTuple):
         implementation: the names of the backends that the caller accepts; None selects one automatically.
         backends: the op's backends at the time of the call, so that a program cached before another backend
             was registered is not used afterwards.
+        save_memories: whether a kernel's forward pass stores the memories before all chunks for the backward pass.
     """
 
     op: str
     options: Any
     implementation: str | tuple[str, ...] | None
     backends: tuple[Backend, ...]
+    save_memories: bool = False
 
 
 def static_of(op: str, options: Any, implementation: str | tuple[str, ...] | None) -> Static:
-    """Return what defines a call of the op besides its arrays (its name, options, `implementation` and present
-    backends), as a hashable `Static` by which compiled programs are cached.
+    """Return what defines a call of the op besides its arrays (its name, options, `implementation`, present
+    backends, and whether memories are saved here), as a hashable `Static` by which compiled programs are cached.
     """
-    return Static(op, options, implementation, backends_of(op))
+    return Static(op, options, implementation, backends_of(op), saves_memories())
 
 
 def run_inline(static: Static, layer: Layer | None = None, **arguments: Any) -> Any:
@@ -46,7 +49,9 @@ def run_inline(static: Static, layer: Layer | None = None, **arguments: Any) -> 
         layer: the layer of a stack in which the memory is updated in place, or None.
         arguments: the op's arrays by name.
     """
-    call = Call(static.op, static.options, arguments, static.implementation, layer)
+    call = Call(
+        static.op, static.options, arguments, static.implementation, layer, static.save_memories
+    )
 
     # The arrays are closed over, so that no further frame is between this function and the backend.
     def function(backend: Backend) -> Callable[[], Any]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import jax
@@ -16,6 +19,29 @@ CONVOLVED = "short_convolutions"
 INPUTS = "inputs_of_products"
 """The name of the elementwise results that products with weights read: norms of the residual stream and the hidden layer of SwiGLU and
 GeGLU; `remat="dots_and_inputs"` saves them besides `CONVOLVED`."""
+
+
+_SAVES_MEMORIES: ContextVar[bool] = ContextVar("saves_memories", default=False)
+
+
+@contextlib.contextmanager
+def memories_saved(saved: bool = True) -> Iterator[None]:
+    """Return a context manager, also a decorator, for the tracing of a layer: whether the kernels of memories that are called in it
+    store the memories before all chunks for their backward pass, which otherwise computes them again (`remat="dots_and_states"`).
+
+    An op reads it where it is called (`static_of`) and carries it on as one of its static options, so that no program which was
+    traced for one choice is used for the other. The memories are residuals of kernels, of the name `KEPT`.
+    """
+    token = _SAVES_MEMORIES.set(saved)
+    try:
+        yield
+    finally:
+        _SAVES_MEMORIES.reset(token)
+
+
+def saves_memories() -> bool:
+    """Return whether ops that are called now store the memories before all chunks (`memories_saved`)."""
+    return _SAVES_MEMORIES.get()
 
 
 def saved(x: jax.Array) -> jax.Array:

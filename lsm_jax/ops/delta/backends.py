@@ -53,7 +53,8 @@ def run_delta_kernel(name: str, call: Call) -> tuple[jax.Array, DeltaState]:
     k, v, beta = (select(tokens.written, x) for x in (k, v, beta.astype(jnp.float32)))
     arrays = dict(q=select(tokens.real, q), k=k, v=v, beta=beta, log_decay=log_decay)
     laid_out, restore = memory_kernels.lay_out(name, tokens, state.memory, arrays)
-    options = dict(scale=call.options.scale, erase=call.options.erase)
+    options: dict[str, Any] = dict(scale=call.options.scale, erase=call.options.erase)
+    options |= dict(save_memories=call.save_memories)
     output, memory = restore(*delta_rule(**laid_out, **options, implementation=name))
     return finish_output(tokens, output), DeltaState(memory, tokens.last_id)
 
@@ -81,7 +82,8 @@ def run_dplr_kernel(name: str, call: Call) -> tuple[jax.Array, DeltaState]:
     k, v, a, b, log_decay = (select(tokens.written, x) for x in (k, v, a, b, log_decay))
     arrays = dict(q=select(tokens.real, q), k=k, v=v, a=a, b=b, log_decay=log_decay)
     laid_out, restore = memory_kernels.lay_out(name, tokens, state.memory, arrays)
-    output, memory = restore(*dplr(**laid_out, scale=call.options.scale, implementation=name))
+    options = dict(scale=call.options.scale, save_memories=call.save_memories)
+    output, memory = restore(*dplr(**laid_out, **options, implementation=name))
     return finish_output(tokens, output), DeltaState(memory, tokens.last_id)
 
 

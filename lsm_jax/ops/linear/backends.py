@@ -82,9 +82,10 @@ def run_kernel(name: str, call: Call) -> tuple[jax.Array, LinearState]:
     laid_out, restore = memory_kernels.lay_out(name, tokens, state.memory, arrays)
     output, memory = restore(
         *linear_attention(
-            **laid_out, **shared, scale=options.scale, exact=options.exact, implementation=name
+            **laid_out, **shared, scale=options.scale, exact=options.exact, save_memories=call.save_memories,
+            implementation=name,
         )
-    )
+    )  # fmt: skip
     return finish_output(tokens, output), LinearState(memory, None, None, tokens.last_id)
 
 

@@ -27,7 +27,8 @@ def _linear_call(call: Call, memory: Any, options: Any, **arrays: Any) -> Call:
     )
     rows = {name: arguments[name] for name in ("segment_ids", "update_mask")}
     arguments = absent | rows | dict(state=state) | arrays
-    return Call("linear_memory", options, arguments, call.implementation)
+    saves = call.save_memories
+    return Call("linear_memory", options, arguments, call.implementation, save_memories=saves)
 
 
 def _unsupported(backend: Backend, call: Call) -> str | None:

@@ -21,7 +21,7 @@ from pallas_kernels.delta_rule.hopper.channel_chunk_backward import chunk_backwa
 from pallas_kernels.delta_rule.hopper.channel_chunk_forward import DecayedChunks, chunk_forward
 from pallas_kernels.delta_rule.hopper.channel_solve import solve_chunks
 from pallas_kernels.delta_rule.hopper.chunk_forward import CHUNK, SolvedChunks
-from pallas_kernels.delta_rule.hopper.scan import scan_backward, scan_forward
+from pallas_kernels.delta_rule.hopper.scan import SavedMemories, scan_backward, scan_forward
 from pallas_kernels.hopper import channel_slices, row_layout
 from pallas_kernels.hopper import parts as hopper_parts
 from pallas_kernels.hopper.parts import length_multiple
@@ -33,8 +33,12 @@ from pallas_kernels.memory_calls import (
     key_dims,
 )
 
-__all__ = ["CHUNK", "REQUIREMENTS", "Residuals", "backward", "forward", "length_multiple"]
+__all__ = [
+    "CHUNK", "REQUIREMENTS", "SAVES_MEMORIES", "Residuals", "backward", "forward", "length_multiple",
+]  # fmt: skip
 
+SAVES_MEMORIES = True
+"""`forward` has the argument `save_memories`."""
 # Replaces a smaller |beta|, except in the forward scan: dbeta is x · dv / beta. No sum changes by it.
 _SMALLEST_BETA = 1e-20
 
@@ -57,11 +61,14 @@ class Residuals(NamedTuple):
         solved: inverses of the triangular systems, scores and beta of all chunks.
         parts: the memories before each part of a row, if `backward` scans rows in parts that run in parallel;
             None if it scans each row in one.
+        memories: the memories before all chunks with `save_memories`, or None, if `backward` computes them
+            again.
     """
 
     decayed: DecayedChunks
     solved: SolvedChunks
     parts: hopper_parts.Parts | None
+    memories: SavedMemories | None = None
 
 
 def _nonzero(beta):
@@ -69,13 +76,15 @@ def _nonzero(beta):
 
 
 def forward(
-    q, k, v, beta, log_decay, run, initial, *, scale: float, save: bool = True, interpret: Any = False
+    q, k, v, beta, log_decay, run, initial, *, scale: float, save: bool = True, save_memories: bool = False,
+    interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array, Residuals]:  # fmt: skip
     """Compute the delta rule with a decay per key channel, and the arrays that `backward` requires.
 
     Return the output [B, T, max(H, G), V], the final memories in the shape of `initial`, and the residuals,
-    which are computed whether or not `save` is set. The other arguments are those of the op `delta_rule`; T
-    is divisible by `length_multiple(q, k, v)`.
+    which are computed whether or not `save` is set. With `save_memories` they contain the memories before all
+    chunks, which the scan of the output stores, also of rows in parts and of several memories. The other
+    arguments are those of the op `delta_rule`; T is divisible by `length_multiple(q, k, v)`.
     """
     del save
     memories = v.shape[2]
@@ -100,12 +109,17 @@ def forward(
     )
     parts = hopper_parts.split(scan_part, q, k, v, initial, chunk_bounds, interpret)
     starts, count = hopper_parts.part_starts(parts, initial)
-    output, *checkpointed, ends = scan_forward(
-        decayed.read, decayed.erase, v, solved, starts, parts=count,
-        checkpoints=hopper_parts.count_checkpoints(q, k, v, chunk_bounds), **options,
+    # Memories at checkpoints are for the scan that computes the others again.
+    checkpoints = 1 if save_memories else hopper_parts.count_checkpoints(q, k, v, chunk_bounds)
+    output, *saved, ends = scan_forward(
+        decayed.read, decayed.erase, v, solved, starts, save=save_memories, parts=count, checkpoints=checkpoints,
+        **options,
     )  # fmt: skip
-    parts = hopper_parts.Parts(None, *checkpointed) if checkpointed else parts
     residuals = Residuals(decayed._replace(upper=None), solved, parts)
+    if save_memories:
+        residuals = residuals._replace(memories=SavedMemories(*saved))
+    elif saved:
+        residuals = residuals._replace(parts=hopper_parts.Parts(None, *saved))
     return output, ends[:, count - 1 :: count * heads // memories], residuals
 
 
@@ -122,7 +136,7 @@ def backward(
     """
     del beta, decay_gradient
     memories, heads = v.shape[2], d_output.shape[2]
-    decayed, solved, parts = residuals
+    decayed, solved, parts, saved = residuals
     run, chunk_bounds = row_layout.split_runs(run, initial, len(v))
     initial = jnp.repeat(initial, heads // memories, axis=1)
     starts, count = hopper_parts.part_starts(parts, initial)
@@ -130,9 +144,12 @@ def backward(
         heads=heads, scale=1.0, written=decayed.written, chunk_decay=decayed.chunk_decay, chunk_bounds=chunk_bounds,
         interpret=interpret,
     )  # fmt: skip
-    missing, states, _ = scan_forward(
-        None, decayed.erase, v, solved, starts, save=True, parts=count, **options
-    )
+    if saved is None:
+        scanned = scan_forward(
+            None, decayed.erase, v, solved, starts, save=True, parts=count, **options
+        )
+        saved = SavedMemories(*scanned[:2])
+    missing, states = saved
     d_final = row_layout.gradient_by_head(d_final, heads)
     solved = solved._replace(rows=_nonzero(solved.rows))
     scan_part = functools.partial(

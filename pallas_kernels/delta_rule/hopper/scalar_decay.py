@@ -2,7 +2,8 @@
 
 The forward pass has two kernels: `chunk_forward` solves the triangular systems of all chunks in parallel,
 `scan_forward` carries the memory through the chunks in order. The backward pass has three: `scan_forward`
-recomputes the memory before each chunk and x, the error of the memory's prediction of each token's value;
+recomputes the memory before each chunk and x, the error of the memory's prediction of each token's value,
+unless the forward pass has saved them (`save_memories`);
 `scan_backward` carries the gradient of the memory in the opposite order and computes dv; `chunk_backward`
 computes the other gradients, for all chunks in parallel. `pallas_kernels.tiles.delta` has the formulas.
 
@@ -19,14 +20,18 @@ import jax.numpy as jnp
 
 from pallas_kernels.delta_rule.hopper.chunk_backward import chunk_backward
 from pallas_kernels.delta_rule.hopper.chunk_forward import CHUNK, SolvedChunks, chunk_forward
-from pallas_kernels.delta_rule.hopper.scan import scan_backward, scan_forward
+from pallas_kernels.delta_rule.hopper.scan import SavedMemories, scan_backward, scan_forward
 from pallas_kernels.hopper import parts as hopper_parts
 from pallas_kernels.hopper import row_layout
 from pallas_kernels.hopper.parts import length_multiple
 from pallas_kernels.memory_calls import in_bfloat16, key_dims, or_in_parts, value_dims
 
-__all__ = ["CHUNK", "REQUIREMENTS", "Residuals", "backward", "forward", "length_multiple"]
+__all__ = [
+    "CHUNK", "REQUIREMENTS", "SAVES_MEMORIES", "Residuals", "backward", "forward", "length_multiple",
+]  # fmt: skip
 
+SAVES_MEMORIES = True
+"""`forward` has the argument `save_memories`."""
 REQUIREMENTS = (
     key_dims(64, 128, 256),
     in_bfloat16("q", "k", "v"),
@@ -37,28 +42,32 @@ REQUIREMENTS = (
 class Residuals(NamedTuple):
     """The arrays that `forward` of the delta rule with a scalar decay or none saves for `backward`.
 
-    The memories before all chunks are not saved but recomputed: at K = V = 128 they would be twice as large
-    as these arrays.
+    Unless asked for, the memories before all chunks are not saved but recomputed: at K = V = 128 they would be
+    twice as large as the other arrays.
 
     Attributes:
         solved: inverses of the triangular systems, scores, beta and decays of all chunks.
         parts: the memories before each part of a row, if `backward` scans rows in parts that run in parallel;
             None if it scans each row in one.
+        memories: the memories before all chunks with `save_memories`, or None, if `backward` computes them
+            again.
     """
 
     solved: SolvedChunks
     parts: hopper_parts.Parts | None
+    memories: SavedMemories | None = None
 
 
 def forward(
-    q, k, v, beta, log_decay, run, initial, *, scale: float, save: bool = True,
+    q, k, v, beta, log_decay, run, initial, *, scale: float, save: bool = True, save_memories: bool = False,
     erase: str = "decayed", interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array, Residuals]:  # fmt: skip
     """Compute the delta rule with a scalar decay or none, and the arrays that `backward` requires.
 
     Return the output [B, T, max(H, G), V], the final memories in the shape of `initial`, and the residuals,
-    which are computed whether or not `save` is set. The other arguments are those of the op `delta_rule`; T
-    is divisible by `length_multiple(q, k, v)`.
+    which are computed whether or not `save` is set. With `save_memories` they contain the memories before all
+    chunks, which the scan of the output stores, also of rows in parts and of several memories. The other
+    arguments are those of the op `delta_rule`; T is divisible by `length_multiple(q, k, v)`.
     """
     del save
     memories = v.shape[2]
@@ -75,12 +84,17 @@ def forward(
     scan_part = functools.partial(scan_forward, None, k, solved=solved, initial=None, **options)
     parts = hopper_parts.split(scan_part, q, k, v, initial, chunk_bounds, interpret)
     starts, count = hopper_parts.part_starts(parts, initial)
-    checkpoints = hopper_parts.count_checkpoints(q, k, v, chunk_bounds)
-    output, *checkpointed, ends = scan_forward(
-        q, k, v, solved, starts, parts=count, checkpoints=checkpoints, **options
+    # Memories at checkpoints are for the scan that computes the others again.
+    checkpoints = 1 if save_memories else hopper_parts.count_checkpoints(q, k, v, chunk_bounds)
+    output, *saved, ends = scan_forward(
+        q, k, v, solved, starts, save=save_memories, parts=count, checkpoints=checkpoints, **options
     )
-    parts = hopper_parts.Parts(None, *checkpointed) if checkpointed else parts
-    return output, ends[:, count - 1 :: count * heads // memories], Residuals(solved, parts)
+    residuals = Residuals(solved, parts)
+    if save_memories:
+        residuals = residuals._replace(memories=SavedMemories(*saved))
+    elif saved:
+        residuals = residuals._replace(parts=hopper_parts.Parts(None, *saved))
+    return output, ends[:, count - 1 :: count * heads // memories], residuals
 
 
 def backward(
@@ -95,13 +109,16 @@ def backward(
     decay or `decay_gradient` is False.
     """
     memories, heads = v.shape[2], d_output.shape[2]
-    solved, parts = residuals
+    solved, parts, saved = residuals
     run, chunk_bounds = row_layout.split_runs(run, initial, len(v))
     options: dict[str, Any] = dict(scale=scale, interpret=interpret)
     initial = jnp.repeat(initial, heads // memories, axis=1)
     starts, count = hopper_parts.part_starts(parts, initial)
     scans: dict[str, Any] = options | dict(heads=heads, chunk_bounds=chunk_bounds)
-    missing, states, _ = scan_forward(None, k, v, solved, starts, save=True, parts=count, **scans)
+    if saved is None:
+        scanned = scan_forward(None, k, v, solved, starts, save=True, parts=count, **scans)
+        saved = SavedMemories(*scanned[:2])
+    missing, states = saved
     d_final = row_layout.gradient_by_head(d_final, heads)
     scan_part = functools.partial(scan_backward, q, k, d_output, solved, **scans)
     d_ends, count = hopper_parts.part_end_gradients(parts, scan_part, d_final, interpret)

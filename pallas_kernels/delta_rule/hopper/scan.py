@@ -11,7 +11,7 @@ products passes through shared memory.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,18 @@ from pallas_kernels.hopper.scan import decay_memory, scan, zip_with_keys
 
 _F32, _BF16 = jnp.float32, jnp.bfloat16
 _SQUARE = (CHUNK, CHUNK)
+
+
+class SavedMemories(NamedTuple):
+    """What the scan of a delta rule saves of all chunks, if the backward pass is not to compute it again.
+
+    Attributes:
+        missing: [B, T, h, V] bfloat16, the errors of the memories' predictions of v.
+        states: [B, h, N, V, K] bfloat16, the transposed memories before each of the N chunks.
+    """
+
+    missing: jax.Array
+    states: jax.Array
 
 
 def scan_forward(

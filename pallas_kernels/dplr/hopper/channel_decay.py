@@ -3,7 +3,7 @@
 The forward pass has three kernels: `chunk_forward` computes the products of each chunk's tokens in parallel,
 `solve_chunks` inverts the chunks' triangular systems, `scan_forward` carries the memory through the chunks in
 order. The backward pass has four: `scan_forward` recomputes the memory before each chunk and u, what the
-vectors `a` read of the memory; `scan_backward` carries the gradient of the memory in the opposite order and
+vectors `a` read of the memory, unless the forward pass has saved them (`save_memories`); `scan_backward` carries the gradient of the memory in the opposite order and
 computes du; `values_backward` and `chunk_backward` compute the gradients of the inputs, for all chunks in
 parallel. Long rows of a small batch are split into parts that are scanned in parallel
 (`pallas_kernels.hopper.parts`).
@@ -27,8 +27,12 @@ from pallas_kernels.hopper.halving import CHUNK
 from pallas_kernels.hopper.parts import length_multiple
 from pallas_kernels.memory_calls import FLOAT32_DECAY, VALUES_IN_SLICES, in_bfloat16, key_dims
 
-__all__ = ["CHUNK", "REQUIREMENTS", "Residuals", "backward", "forward", "length_multiple"]
+__all__ = [
+    "CHUNK", "REQUIREMENTS", "SAVES_MEMORIES", "Residuals", "backward", "forward", "length_multiple",
+]  # fmt: skip
 
+SAVES_MEMORIES = True
+"""`forward` has the argument `save_memories`."""
 _F32 = jnp.float32
 REQUIREMENTS = (
     in_bfloat16("a", "b"),
@@ -49,21 +53,27 @@ class Residuals(NamedTuple):
         solved: the inverses of the chunks' triangular systems, and their products.
         parts: the memories before each part of a row, if rows are scanned in parts that run in parallel; None
             if each row is scanned in one.
+        memories: with `save_memories`, u [B, T, h, V], what the vectors `a` read of the memory, and the
+            transposed memories before each of the N chunks [B, h, N, V, K], both bfloat16; or None, if
+            `backward` computes them again.
     """
 
     decayed: DecayedChunks
     solved: SolvedChunks
     parts: hopper_parts.Parts | None
+    memories: tuple[jax.Array, ...] | None = None
 
 
 def forward(
-    q, k, v, a, b, log_decay, run, initial, *, scale: float, save: bool = True, interpret: Any = False
+    q, k, v, a, b, log_decay, run, initial, *, scale: float, save: bool = True, save_memories: bool = False,
+    interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array, Residuals]:  # fmt: skip
     """Compute diagonal-plus-low-rank memories (RWKV7), and the arrays that `backward` requires.
 
     Return the output [B, T, max(H, G), V], the final memories in the shape of `initial`, and the residuals,
-    which are computed whether or not `save` is set. The other arguments are those of the op `dplr`; T is
-    divisible by `length_multiple(q, k, v)`.
+    which are computed whether or not `save` is set. With `save_memories` they contain the memories before all
+    chunks, which the scan of the output stores, also of rows in parts and of several memories. The other
+    arguments are those of the op `dplr`; T is divisible by `length_multiple(q, k, v)`.
     """
     del save
     memories = v.shape[2]
@@ -86,11 +96,11 @@ def forward(
     )
     parts = hopper_parts.split(scan_part, q, k, v, initial, chunk_bounds, interpret)
     starts, count = hopper_parts.part_starts(parts, initial)
-    output, ends = scan_forward(
-        decayed, solved, v, starts, parts=count, chunk_bounds=chunk_bounds, interpret=interpret
-    )
+    output, *saved, ends = scan_forward(
+        decayed, solved, v, starts, save=save_memories, parts=count, chunk_bounds=chunk_bounds, interpret=interpret
+    )  # fmt: skip
     final = ends[:, count - 1 :: count * heads // memories]
-    return output, final, Residuals(decayed, solved, parts)
+    return output, final, Residuals(decayed, solved, parts, tuple(saved) or None)
 
 
 def backward(
@@ -106,12 +116,16 @@ def backward(
     """
     del decay_gradient
     memories, heads = v.shape[2], d_output.shape[2]
-    decayed, solved, parts = residuals
+    decayed, solved, parts, saved = residuals
     run, chunk_bounds = row_layout.split_runs(run, initial, len(v))
     initial = jnp.repeat(initial, heads // memories, axis=1)
     starts, count = hopper_parts.part_starts(parts, initial)
     options: dict[str, Any] = dict(chunk_bounds=chunk_bounds, interpret=interpret)
-    a_read, states, _ = scan_forward(decayed, solved, v, starts, save=True, parts=count, **options)
+    if saved is None:
+        saved = scan_forward(
+            decayed, solved, v, starts, save=True, read=False, parts=count, **options
+        )[:2]
+    a_read, states = saved
     d_final = row_layout.gradient_by_head(d_final, heads)
     scan_part = functools.partial(scan_backward, decayed, solved, d_output, **options)
     d_ends, count = hopper_parts.part_end_gradients(parts, scan_part, d_final, interpret)

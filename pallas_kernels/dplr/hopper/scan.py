@@ -38,7 +38,7 @@ def scan_forward(
     chunks: DecayedChunks, solved: SolvedChunks, v, initial, *, save: bool = False, read: bool = True,
     parts: int = 1, chunk_bounds=None, interpret: Any = False,
 ):  # fmt: skip
-    """Carry a diagonal-plus-low-rank memory through the chunks of each row in order; compute the output, or
+    """Carry a diagonal-plus-low-rank memory through the chunks of each row in order; compute the output, and
     the arrays that the backward pass reads.
 
     Args:
@@ -47,8 +47,7 @@ def scan_forward(
         v: [B, T, *, V] bfloat16, the values; None is v = 0 with V = K.
         initial: [B * S, h * parts, K, V] float32, the memory before the first chunk; None is 0, or the
             identity if v is None.
-        save: whether to return u, what `a` reads of the memory, and the memory before each chunk instead of
-            the output.
+        save: whether to return u, what `a` reads of the memory, and the memory before each chunk.
         read: whether to compute the output; without it, and without `save`, only the last memories are
             returned.
         parts: number of parts that a row is split into; each is scanned from a separate initial memory.
@@ -57,23 +56,22 @@ def scan_forward(
         interpret: parameters of the Pallas interpreter, or False to compile the kernel.
 
     Returns:
-        The output [B, T, h, V] bfloat16, or with `save` u [B, T, h, V] and the transposed memories before
-        each of the N chunks [B, h, N, V, K], both bfloat16; then the last memory of each part, in the shape
-        of `initial`.
+        In this order: with `read`, the output [B, T, h, V] bfloat16; with `save`, u [B, T, h, V] and the
+        transposed memories before each of the N chunks [B, h, N, V, K], both bfloat16; always, the last memory
+        of each part, in the shape of `initial`.
     """
     (batch, length, heads, depth), width = chunks.written.shape, chunks.written.shape[-1]
     inputs = dict(a=solved.solved_a, written=chunks.written, chunk_decay=chunks.chunk_decay)
     if v is not None:
         inputs |= dict(k=chunks.written_values, v=v, values=solved.values)
         width = v.shape[-1]
-    read = read and not save
     if read:
         inputs |= dict(q=chunks.read, scores=chunks.scores, scores_values=chunks.scores_values)
     tokens = jax.ShapeDtypeStruct((batch, length, heads, width), _BF16)
     step = functools.partial(
         _forward_step, values=v is not None, read=read, save=save, interpret=interpret
     )
-    outputs = ["a_read"] * save + ["out"] * read
+    outputs = ["out"] * read + ["a_read"] * save
     return scan(
         step, inputs, initial, depth, tokens, outputs, save=save, heads=heads, parts=parts, reverse=False,
         chunk_bounds=chunk_bounds, interpret=interpret,
@@ -137,7 +135,7 @@ def _forward_step(
             if values:
                 plgpu.wgmma(piece.ref, v, chunk["k"].at[:, keys])
         pending = len(S) * (2 if values else 1)
-        store_outputs(*[rounded] * save, *(out.read(pending) for out in sums[len(S) :]))
+        store_outputs(*(out.read(pending) for out in sums[len(S) :]), *[rounded] * save)
         return tuple(piece.read() for piece in sums[: len(S)])
 
     return wg.with_accumulators(write, *decayed_memory, *outputs, interpret=interpret)

@@ -9,8 +9,8 @@ computes one chunk after another, with the memory S:
 Its three products start at the same time, so that the sequential part of a chunk is one copy of S and one wait for products.
 
 In the backward pass, the same scan from the last chunk to the first, with the transposed scores, `read` and `written` exchanged and
-the output's gradient dO for the values, gives dv and the gradient of the memory. This scan and a second one over the writes save
-the gradient and the memory at each chunk's boundary, from which `chunk_backward` computes dq, dk and the gradient of the decay,
+the output's gradient dO for the values, gives dv and the gradient of the memory. This scan and a second one over the writes (or,
+with `save_memories`, the scan of the forward pass) save the gradient and the memory at each chunk's boundary, from which `chunk_backward` computes dq, dk and the gradient of the decay,
 again for each chunk by itself.
 """
 
@@ -29,8 +29,12 @@ from pallas_kernels.linear_attention.hopper.chunk_backward import chunk_backward
 from pallas_kernels.linear_attention.hopper.chunk_forward import Chunks, chunk_forward
 from pallas_kernels.memory_calls import FLOAT32_DECAY, KEYS_IN_SLICES, VALUES_IN_SLICES, in_bfloat16
 
-__all__ = ["CHUNK", "REQUIREMENTS", "Residuals", "backward", "forward", "scan_writes"]
+__all__ = [
+    "CHUNK", "REQUIREMENTS", "SAVES_MEMORIES", "Residuals", "backward", "forward", "scan_writes",
+]  # fmt: skip
 
+SAVES_MEMORIES = True
+"""`forward` has the argument `save_memories`."""
 _LARGEST_PIECE = 128  # value channels of a piece
 REQUIREMENTS = (
     FLOAT32_DECAY,
@@ -49,20 +53,24 @@ class Residuals(NamedTuple):
     Attributes:
         chunks: the scores of all chunks, and their queries and keys multiplied by their decays.
         starts: [B * P, h, K, V] float32, the memories of h heads before each part of a row.
+        states: [B * P, h, N / P, K, V] bfloat16, the memories before each of a row's N chunks with `save_memories`, or None, if
+            `backward` computes them again.
     """
 
     chunks: Chunks
     starts: jax.Array
+    states: jax.Array | None = None
 
 
 def forward(
-    q, k, v, log_decay, run, initial, *, scale: float, bonus=None, save: bool = True,
+    q, k, v, log_decay, run, initial, *, scale: float, bonus=None, save: bool = True, save_memories: bool = False,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array, Residuals]:  # fmt: skip
     """Compute linear attention with a decay per key channel, and what its backward pass requires.
 
     Return the output [B, T, max(H, G), V], the final memories, shaped as `initial`, and the residuals, which are computed whether
-    or not `save` is set. The arguments are those of `linear_attention`, with T a multiple of `CHUNK`.
+    or not `save` is set. With `save_memories` they contain the memories before all chunks, which the scan of the output stores, also
+    of rows in parts and of several memories. The other arguments are those of `linear_attention`, with T a multiple of `CHUNK`.
     """
     del save
     pieces, slices = _count_pieces(q, v), count_key_slices(q, k, v)
@@ -87,12 +95,12 @@ def forward(
     if parts > 1:
         (written,) = scan(None, chunks.written, values, None, chunks.chunk_decay)
         starts = row_layout.memories_before_parts(written, _chunk_decay_by_channel(chunks), initial)
-    output, ends = scan(
-        chunks.read, chunks.written, values, chunks.scores, chunks.chunk_decay, initial=starts
-    )
+    output, ends, *states = scan(
+        chunks.read, chunks.written, values, chunks.scores, chunks.chunk_decay, initial=starts, save=save_memories,
+    )  # fmt: skip
     final = ends.reshape(-1, parts, heads, *ends.shape[2:])[:, -1, :: heads // memories]
     output = output.reshape(batch, length, heads // slices // pieces, -1)
-    return output, _join_memory(final, pieces, slices), Residuals(chunks, starts)
+    return output, _join_memory(final, pieces, slices), Residuals(chunks, starts, *states)
 
 
 def scan_writes(k, v, log_decay, run, initial, *, heads: int, interpret: Any = False):
@@ -151,7 +159,7 @@ def backward(
     d_final = _split_memory(d_final, pieces, slices)
     batch, length, _, _ = v.shape
     memories = d_final.shape[1]
-    heads, (chunks, starts) = d_output.shape[2] * slices, residuals
+    heads, (chunks, starts, states) = d_output.shape[2] * slices, residuals
     run, chunk_bounds = row_layout.split_runs(run, initial, batch)
     parts = starts.shape[0] // initial.shape[0]
     split = functools.partial(row_layout.split_parts, parts=parts)
@@ -165,9 +173,10 @@ def backward(
         d_ends = row_layout.memories_before_parts(
             read, _chunk_decay_by_channel(chunks), d_ends, reverse=True
         )
-    _, states = scan(
-        None, chunks.written, values, None, chunks.chunk_decay, initial=starts, save=True
-    )
+    if states is None:
+        _, states = scan(
+            None, chunks.written, values, None, chunks.chunk_decay, initial=starts, save=True
+        )
     dv, d_starts, d_states = scan(
         chunks.written, chunks.read, d_out, chunks.scores, chunks.chunk_decay,
         initial=d_ends, save=True, reverse=True,
