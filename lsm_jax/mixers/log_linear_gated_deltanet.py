@@ -136,5 +136,6 @@ METHOD = Method(
     forms=FORMS,
     config=LogLinearGatedDeltaNetConfig,
     module=LogLinearGatedDeltaNet,
+    in_loop=True,
     note="which levels merge depends on positions: chunks do not compose by one scan",
 )

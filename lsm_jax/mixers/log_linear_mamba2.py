@@ -103,5 +103,6 @@ METHOD = Method(
     config=LogLinearMamba2Config,
     module=LogLinearMamba2,
     feedforward=None,
+    in_loop=True,
     note="which levels merge depends on positions: chunks do not compose by one scan",
 )

@@ -45,5 +45,6 @@ METHOD = Method(
     config=Mamba3MIMOConfig,
     module=Mamba3,
     feedforward=None,
+    in_loop=True,
     note="`linear_memory` on rows of R T shifted keys and values, and each token's own writes outside",
 )

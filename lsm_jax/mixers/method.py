@@ -36,6 +36,8 @@ class Method:
         module: the class of its layer, a `Mixer`.
         feedforward: the feedforward of its published block, a name in `lsm_jax.feedforward.FEEDFORWARDS`;
             None if it has none.
+        in_loop: whether a training step compiles its layers as a loop unless the config says otherwise, since it takes minutes to compile
+            them one after the other.
         note: further text for the table, such as the reason why it lacks a form.
     """
 
@@ -50,6 +52,7 @@ class Method:
     config: type
     module: Any
     feedforward: str | None = "swiglu"
+    in_loop: bool = False
     note: str = ""
 
 

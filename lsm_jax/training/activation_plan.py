@@ -24,7 +24,7 @@ from lsm_jax.parallel import BATCH_AXES, Stages
 from lsm_jax.training.config import TrainConfig
 from lsm_jax.training.liveness import peak_bytes, result_bytes
 from lsm_jax.training.partition import split
-from lsm_jax.training.step import UNROLLED, params_of
+from lsm_jax.training.step import params_of, unrolls_on_one_gpu
 
 _WITH_TRANSITIONS = (ops.delta_memory, ops.dplr_memory)
 _STORE_TOKENS = (
@@ -126,7 +126,7 @@ def _cast_stacks(config: TrainConfig, model: Decoder, platform: str) -> int:
     experts' and those without rematerialisation, which layers save."""
     item, unrolled = jnp.dtype(config.model.dtype).itemsize, config.model.unroll_layers
     if unrolled is None:
-        unrolled = platform == "cuda" and config.model.num_layers <= UNROLLED
+        unrolled = platform == "cuda" and unrolls_on_one_gpu(config.model)
     if config.model.remat not in SAVES_PRODUCTS or item >= 4 or not unrolled:
         return 0
     trained, frozen = split(params_of(model), config.trainable)

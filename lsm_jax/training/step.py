@@ -14,6 +14,7 @@ import optax
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from lsm_jax.mixers.method import method_of
 from lsm_jax.models import (
     Decoder,
     ModelConfig,
@@ -35,7 +36,7 @@ OVERFLOW = "moe/overflow_count"
 devices. After an overflow the step must be taken again with larger buffers (`ExpertBuffers`)."""
 
 UNROLLED = 48
-"""The largest number of layers that a training step on one GPU compiles one after the other unless the config says otherwise."""
+"""The largest number of layers that a training step on one GPU compiles one after the other by default (`unrolls_on_one_gpu`)."""
 
 
 @jax.tree_util.register_dataclass
@@ -131,12 +132,19 @@ def param_shardings(mesh: Mesh | AbstractMesh, model: Decoder) -> dict[str, Any]
 
 
 def unrolls_layers(model: ModelConfig, mesh: Mesh) -> bool:
-    """Return whether a training step compiles the layers one after the other: as the config says, and where it says nothing, up to
-    `UNROLLED` layers on one GPU."""
+    """Return whether a training step compiles the layers one after the other: as the config says, and where it says nothing, on one GPU
+    by `unrolls_on_one_gpu`."""
     if model.unroll_layers is not None:
         return model.unroll_layers
     one_gpu = mesh.size == 1 and mesh.devices.flat[0].platform == "gpu"
-    return one_gpu and model.num_layers <= UNROLLED
+    return one_gpu and unrolls_on_one_gpu(model)
+
+
+def unrolls_on_one_gpu(model: ModelConfig) -> bool:
+    """Return whether a training step on one GPU compiles the layers one after the other by default: up to `UNROLLED` layers, of mixers
+    that do not take minutes to compile (`Method.in_loop`)."""
+    in_loop = any(method_of(layer.mixer).in_loop for layer in model.layers.values())
+    return model.num_layers <= UNROLLED and not in_loop
 
 
 def make_program(config: TrainConfig, mesh: Mesh) -> Program:

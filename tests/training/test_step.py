@@ -12,18 +12,20 @@ from lsm_jax.training import step
 
 
 @pytest.mark.parametrize(
-    ("platform", "devices", "layers", "given", "unrolled"),
+    ("method", "platform", "devices", "layers", "given", "unrolled"),
     [
-        ("gpu", 1, 24, None, True),
-        ("gpu", 1, step.UNROLLED + 1, None, False),
-        ("gpu", 2, 24, None, False),
-        ("cpu", 1, 2, None, False),
-        ("cpu", 1, 2, True, True),
-        ("gpu", 1, 24, False, False),
+        ("gla", "gpu", 1, 24, None, True),
+        ("gla", "gpu", 1, step.UNROLLED + 1, None, False),
+        ("gla", "gpu", 2, 24, None, False),
+        ("gla", "cpu", 1, 2, None, False),
+        ("gla", "cpu", 1, 2, True, True),
+        ("gla", "gpu", 1, 24, False, False),
+        ("mamba3_mimo", "gpu", 1, 24, None, False),
+        ("mamba3_mimo", "gpu", 1, 24, True, True),
     ],
 )
-def test_layers_are_unrolled_on_one_gpu_unless_the_config_says(platform, devices, layers, given, unrolled):  # fmt: skip
-    model = lm.get_config("gla-tiny").model
+def test_layers_are_unrolled_on_one_gpu_unless_the_config_says(method, platform, devices, layers, given, unrolled):  # fmt: skip
+    model = lm.get_config(f"{method}-tiny").model
     model.num_layers, model.unroll_layers = layers, given
     cards = np.array([SimpleNamespace(platform=platform)] * devices)
     mesh = SimpleNamespace(size=devices, devices=cards)
