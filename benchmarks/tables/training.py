@@ -307,7 +307,7 @@ TABLES = [
         where=lambda row: row.get("remat") in SAVING_MORE and not _PARTS & set(row),
         key=lambda row: (*_step_key(row), row["remat"]),
         command="python -m benchmarks model_step --variants gated_deltanet-1.3b,kda-1.3b,mamba2-1.3b,rwkv7-1.3b --lengths 4096 "
-        "--remat dots_and_convolutions,dots_and_inputs",
+        "--remat dots_and_convolutions,dots_and_inputs,dots_and_states",
     ),
     Table(
         "model_step_no_remat",

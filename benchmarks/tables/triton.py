@@ -120,6 +120,24 @@ TABLES = (
         "python -m benchmarks triton_kernels --peers fla --capabilities 8.0,9.0 --lock LOCK",
     ),
     Table(
+        "triton_device",
+        (_KERNELS,),
+        (
+            Column("op", lambda record: record["any"]["op"]),
+            Column("B x T x H x D", lambda record: shape_text(record["any"]["shape"])),
+            Column("code for 8.0", lambda record: times(record["8.0"]["triton"])),
+            Column("code for 9.0", lambda record: times(record["9.0"]["triton"])),
+            Column("Hopper's kernels", lambda record: times(record["any"]["automatic"])),
+            Column("XLA", lambda record: times(record["any"]["xla"])),
+            Column("XLA / code for 8.0", _ratio),
+        ),
+        where=lambda row: "kernels" in row and "times_of_kernels" not in row and "error" not in row,
+        key=lambda row: (row["op"], row["shape"], row["capability"]),
+        lines=_by_op,
+        not_run="requires an NVIDIA GPU",
+        command='python -m benchmarks triton_kernels --kernels --checks "" --ops "convolution,normalised convolution"',
+    ),
+    Table(
         "triton_parts",
         (_KERNELS,),
         (

@@ -381,9 +381,7 @@ class Mamba3(Mixer):
     def apply(self, query: jax.Array, written: dict[str, Any], **call) -> tuple[jax.Array, Any]:
         """Return the output of `trapezoid_memory` plus D v, [B, T, R, H, P], and the final state."""
         halves = self.config.mimo_rank is not None
-        biases = self.c_bias[...], self.b_bias[...]
-        if halves:
-            query, *biases = _summed_now(query, *biases)
+        query, *biases = _summed_now(query, self.c_bias[...], self.b_bias[...])
         q_bias, k_bias = (jnp.swapaxes(bias, 0, 1) for bias in biases)
         call |= dict(halves=halves, q_bias=q_bias, k_bias=k_bias)
         y, state = trapezoid_memory(query, **written, **call)
