@@ -84,6 +84,7 @@ BENCHMARK = Benchmark(
         "stacks": None,
         "delta_chunks": None,
         "loss_chunk_size": None,
+        "batch_steps": 2,  # of rows that do not say it
     },
     output="docs/model_step.jsonl",
 )

@@ -191,6 +191,7 @@ def test_a_row_of_a_step_in_another_form_is_in_no_table_of_steps_by_default():
         "vocab_size",
         "peer",
         "implementation",
+        "batch_steps",
     }
     assert "delta_chunks" in others
     for name in others:
