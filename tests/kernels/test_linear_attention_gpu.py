@@ -194,6 +194,24 @@ def test_equals_the_recurrence_in_value_and_every_gradient(name, monkeypatch):
     assert not races_found()
 
 
+def test_a_scan_that_returns_its_last_memories_alone_has_no_race():
+    rng = np.random.default_rng(0)
+    written, values = jnp.asarray(rng.normal(size=(2, BATCH, 256, 1, 64)), jnp.bfloat16)
+    decay = jnp.asarray(rng.uniform(0.5, 1, size=(BATCH, 1, 4 * 64)), jnp.float32)
+    (last,) = channel_scan.channel_scan(
+        None, written, values, None, decay, interpret=gpu_interpreter()
+    )
+    assert not races_found()
+    wanted = jnp.zeros((BATCH, 64, 64))
+    for chunk in range(4):
+        tokens, channels = slice(64 * chunk, 64 * (chunk + 1)), slice(64 * chunk, 64 * (chunk + 1))
+        added = jnp.einsum(
+            "btk,btv->bkv", *(x[:, tokens, 0].astype(jnp.float32) for x in (written, values))
+        )
+        wanted = decay[:, 0, channels, None] * wanted + added
+    assert error(last[:, 0], wanted) < OUTPUT_TOLERANCE
+
+
 @pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
 @pytest.mark.parametrize("save", [False, True], ids=["output", "memories"])
 def test_a_scan_of_two_slices_of_keys_in_one_program_is_that_of_two(save, reverse, monkeypatch):

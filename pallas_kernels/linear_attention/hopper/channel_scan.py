@@ -315,7 +315,7 @@ class _Warpgroup(NamedTuple):
         if call.groups > 1:
             values = values.at[:, pl.ds(at.group * BLOCK, BLOCK)]
         memory = self.smem["memory"].at[at.group]
-        # Loaded before the fence in `copy_memory`, which orders it before the next load into its buffer: not each slice stores an output.
+        # Loaded before the fence in `copy_memory`: not each slice, and not each scan, stores an output.
         decay = wg.load_rows(chunk["chunk_decay"])
         self.copy_memory(n, part, S, memory)
         S = S * wg.spread_rows(decay, (call.depth, BLOCK))
@@ -359,7 +359,7 @@ class _Warpgroup(NamedTuple):
             plgpu.wait_smem_to_gmem(later, wait_read_only=True)
         if call.save or call.with_output:
             buffer[...] = S.astype(buffer.dtype)
-            plgpu.commit_smem()
+        plgpu.commit_smem()  # also without a copy: it orders the load of the decay before the next load into its buffer
         if call.save:
             target = self.refs["saved"].at[at.b, call.memory_head(at.h, part), n, :, at.columns]
             plgpu.copy_smem_to_gmem(buffer, target)
