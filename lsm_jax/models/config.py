@@ -84,8 +84,9 @@ class ModelConfig:
         unroll_layers: whether the layers are compiled one after the other rather than as a loop over the repetitions of the
             pattern. The loop slices its stacked parameters and copies what it saves for the backward pass; without it the
             program is larger and takes about twice as long to compile. None: a training step on one GPU is unrolled if the
-            model has at most 48 layers and no mixer whose layers take minutes to compile so (`Method.in_loop`). Pipeline stages of whole periods are always loops, the layers of other pipeline stages
-            never, and the decoding of one token as `sample(unroll_layers=...)` says.
+            model has at most 48 layers and no mixer whose layers take minutes to compile so (`Method.in_loop`). Pipeline
+            stages of whole periods are always loops, the layers of other pipeline stages never, and the decoding of one
+            token as `sample(unroll_layers=...)` says.
         matmul: how dense layers of mixers and feedforwards multiply in training: "default", in the activations' dtype, or
             "fp8" (`lsm_jax.mixers.fp8`).
         loss_chunk_size: tokens whose logits exist at a time in the loss, on each device.

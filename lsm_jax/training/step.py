@@ -14,6 +14,7 @@ import optax
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from lsm_jax.mixers import MoMConfig
 from lsm_jax.mixers.method import method_of
 from lsm_jax.models import (
     Decoder,
@@ -142,9 +143,10 @@ def unrolls_layers(model: ModelConfig, mesh: Mesh) -> bool:
 
 def unrolls_on_one_gpu(model: ModelConfig) -> bool:
     """Return whether a training step on one GPU compiles the layers one after the other by default: up to `UNROLLED` layers, of mixers
-    that do not take minutes to compile (`Method.in_loop`)."""
-    in_loop = any(method_of(layer.mixer).in_loop for layer in model.layers.values())
-    return model.num_layers <= UNROLLED and not in_loop
+    that do not take minutes to compile (`Method.in_loop`), nor contain such a mixer, as Mixture-of-Memories may."""
+    used = [model.layers[letter].mixer for letter in set(model.pattern)]
+    used += [config.mixer for config in used if isinstance(config, MoMConfig)]
+    return model.num_layers <= UNROLLED and not any(method_of(config).in_loop for config in used)
 
 
 def make_program(config: TrainConfig, mesh: Mesh) -> Program:

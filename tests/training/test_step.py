@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from configs import lm
+from lsm_jax import mixers
 from lsm_jax.training import step
 
 
@@ -30,3 +31,17 @@ def test_layers_are_unrolled_on_one_gpu_unless_the_config_says(method, platform,
     cards = np.array([SimpleNamespace(platform=platform)] * devices)
     mesh = SimpleNamespace(size=devices, devices=cards)
     assert step.unrolls_layers(model, mesh) is unrolled
+
+
+@pytest.mark.parametrize("method", ["log_linear_mamba2", "mamba3_mimo"])
+def test_only_layers_of_the_pattern_count_also_within_memories(method):
+    """A letter of `model.layers` that the pattern lacks decides nothing; the mixer inside of Mixture-of-Memories does."""
+    model = lm.get_config(f"{method}-tiny").model
+    inner = model.layers["L"].mixer
+    assert not step.unrolls_on_one_gpu(model)
+    model.pattern = "N"
+    assert step.unrolls_on_one_gpu(model)
+    model.pattern, model.layers["L"].mixer = "L", mixers.MoMConfig(mixer=inner)
+    assert not step.unrolls_on_one_gpu(model)
+    model.layers["L"].mixer = mixers.MoMConfig()
+    assert step.unrolls_on_one_gpu(model)

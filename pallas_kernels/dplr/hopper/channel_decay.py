@@ -3,9 +3,9 @@
 The forward pass has three kernels: `chunk_forward` computes the products of each chunk's tokens in parallel,
 `solve_chunks` inverts the chunks' triangular systems, `scan_forward` carries the memory through the chunks in
 order. The backward pass has four: `scan_forward` recomputes the memory before each chunk and u, what the
-vectors `a` read of the memory, unless the forward pass has saved them (`save_memories`); `scan_backward` carries the gradient of the memory in the opposite order and
-computes du; `values_backward` and `chunk_backward` compute the gradients of the inputs, for all chunks in
-parallel. Long rows of a small batch are split into parts that are scanned in parallel
+vectors `a` read of the memory, unless the forward pass has saved them (`save_memories`); `scan_backward`
+carries the gradient of the memory in the opposite order and computes du; `values_backward` and
+`chunk_backward` compute the gradients of the inputs, for all chunks in parallel. Long rows of a small batch are split into parts that are scanned in parallel
 (`pallas_kernels.hopper.parts`).
 """
 

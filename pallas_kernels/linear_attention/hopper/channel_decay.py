@@ -10,8 +10,8 @@ Its three products start at the same time, so that the sequential part of a chun
 
 In the backward pass, the same scan from the last chunk to the first, with the transposed scores, `read` and `written` exchanged and
 the output's gradient dO for the values, gives dv and the gradient of the memory. This scan and a second one over the writes (or,
-with `save_memories`, the scan of the forward pass) save the gradient and the memory at each chunk's boundary, from which `chunk_backward` computes dq, dk and the gradient of the decay,
-again for each chunk by itself.
+with `save_memories`, the scan of the forward pass) save the gradient and the memory at each chunk's boundary, from which
+`chunk_backward` computes dq, dk and the gradient of the decay, again for each chunk by itself.
 """
 
 from __future__ import annotations
