@@ -127,6 +127,7 @@ HOPPER_COMPILED = (
     Compiled((4, 4, 4), 128, 256, "channel log_decay memories", 348),  # GLA
     Compiled((4, 4, 4), 64, 64, "channel log_decay bonus", 360),
     Compiled((4, 4, 4), 256, 512, "channel log_decay", 656),
+    Compiled((4, 4, 4), 256, 512, "channel log_decay memories", 640),
     Compiled((4, 2, 4), 128, 64, "value_log_decay", 128),
 )
 """Cases that are compiled for an H200."""
