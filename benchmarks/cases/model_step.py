@@ -380,6 +380,8 @@ def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
         )
     if args.batch_steps < 1:
         raise UsageError(f"--batch_steps {args.batch_steps}: accepted are integers from 1")
+    if "jla" in args.peers and not args.jla_remat:
+        raise UsageError("--jla_remat: accepted are policies such as none,dots, at least one")
     if "jla" in args.peers and (wrong := set(args.variants) - set(jla_trainer.PRESETS)):
         raise UsageError(
             f"--peers jla has models of {', '.join(jla_trainer.PRESETS)}, not {', '.join(sorted(wrong))}"

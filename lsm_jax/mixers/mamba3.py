@@ -264,7 +264,7 @@ def _summed_now(*arrays: jax.Array) -> tuple[jax.Array, ...]:
     gradients are used.
 
     Where layers are compiled one after the other, XLA joins the sums over tokens of several layers in one kernel at the end, and until then
-    stores what they sum, arrays of all ranks: 5 GiB for each layer at 340M and 32,768 tokens.
+    stores what they sum, arrays of all ranks: 59 GB instead of 26 for 8 layers at 340M and 32,768 tokens.
     """
     return tuple(jax.lax.optimization_barrier(arrays))
 

@@ -109,8 +109,9 @@ def channel_scan(
 
 
 def _slices_together(key_slices: int, programs: int) -> int:
-    """Return how many slices of key channels a warpgroup computes, in registers at once: 2 of 2, if twice the time of half the `programs` is
-    no more than that of all, since a processor has room for one; otherwise 1. Three do not fit.
+    """Return how many slices of key channels a warpgroup computes, in registers at once: 2 of 2, or 1; three do not fit.
+
+    It is 2 if twice the time of half the `programs` is no more than that of all, of which a processor has room for one at a time.
     """
 
     def rounds(programs):
