@@ -40,6 +40,17 @@ def _ratio(record: dict[str, Row]) -> str:
     return " / ".join(f"{xla / ours:.1f}" for xla, ours in pairs)
 
 
+_TIMES = (
+    Column("op", lambda record: record["8.0"]["op"]),
+    Column("B x T x H x D", lambda record: shape_text(record["8.0"]["shape"])),
+    Column("code for 8.0", lambda record: times(record["8.0"]["triton"])),
+    Column("code for 9.0", lambda record: times(record["9.0"]["triton"])),
+    Column("Hopper's kernels", lambda record: times(record["any"]["automatic"])),
+    Column("XLA", lambda record: times(record["any"]["xla"])),
+)
+"""The columns of each op and shape: the times of our code and of XLA."""
+
+
 def _peer(capability: str, record: dict[str, Row]) -> str:
     row = record.get(f"fla {capability}", {})
     return times(row["fla"]) if "fla" in row else ""
@@ -99,12 +110,7 @@ TABLES = (
         "triton_times",
         (_KERNELS,),
         (
-            Column("op", lambda record: record["8.0"]["op"]),
-            Column("B x T x H x D", lambda record: shape_text(record["8.0"]["shape"])),
-            Column("code for 8.0", lambda record: times(record["8.0"]["triton"])),
-            Column("code for 9.0", lambda record: times(record["9.0"]["triton"])),
-            Column("Hopper's kernels", lambda record: times(record["any"]["automatic"])),
-            Column("XLA", lambda record: times(record["any"]["xla"])),
+            *_TIMES,
             *(Column(f"FLA, code for {c}", functools.partial(_peer, c)) for c in ("8.0", "9.0")),
             Column("XLA / code for 8.0", _ratio),
             *(
@@ -123,12 +129,7 @@ TABLES = (
         "triton_device",
         (_KERNELS,),
         (
-            Column("op", lambda record: record["any"]["op"]),
-            Column("B x T x H x D", lambda record: shape_text(record["any"]["shape"])),
-            Column("code for 8.0", lambda record: times(record["8.0"]["triton"])),
-            Column("code for 9.0", lambda record: times(record["9.0"]["triton"])),
-            Column("Hopper's kernels", lambda record: times(record["any"]["automatic"])),
-            Column("XLA", lambda record: times(record["any"]["xla"])),
+            *_TIMES,
             Column("XLA / code for 8.0", _ratio),
         ),
         where=lambda row: "kernels" in row and "times_of_kernels" not in row and "error" not in row,

@@ -170,7 +170,7 @@ def test_saved_memories_are_those_that_are_computed_again(name, memories, monkey
     inputs = inputs if memories == 1 else with_two_memories(inputs)
     run = inputs.pop("run")
     call = lambda x, **o: fused(**x, run=run, **o)  # noqa: E731
-    # Of an odd number of slices of values, each slice of keys is a call.
+    # If the number of slices of values is odd, each slice of keys is a call of its own.
     calls = 2 if name.endswith("odd") else 1
     assert_equal_with_memories_saved(call, inputs, monkeypatch, calls=calls)
 
@@ -294,7 +294,7 @@ def test_slices_of_keys_in_one_program_with_two_memories_per_row_are_those_apart
     ("rows", "slices", "sums"), [(8, 2, 0), (4, 2, 1), (12, 2, 1), (8, 3, 1), (8, 1, 0)]
 )
 def test_slices_of_keys_are_in_one_program_if_that_needs_no_more_rounds(rows, slices, sums):
-    """Of rows with 4 heads of 512 value channels: 32 programs a row and slice of two on 132 processors."""
+    """Rows with 4 heads of 512 value channels have 32 programs a row and slice of two, on 132 processors."""
     length, heads, pieces = 128, 4, 4
     shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
     keys, values = (shape((rows, length, heads * n, 128)) for n in (slices, pieces))

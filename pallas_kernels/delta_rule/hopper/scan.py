@@ -26,7 +26,7 @@ _SQUARE = (CHUNK, CHUNK)
 
 
 class SavedMemories(NamedTuple):
-    """What the scan of a delta rule saves of all chunks, if the backward pass is not to compute it again.
+    """The arrays of all chunks that the forward scan of a delta rule stores, so that the backward pass does not compute them again.
 
     Attributes:
         missing: [B, T, h, V] bfloat16, the errors of the memories' predictions of v.
