@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from lsm_jax import ops
+from lsm_jax.ops.core.saved import memories_saved
 from pallas_kernels.decode_step import cases as decode_step_cases
 from pallas_kernels.delta_rule import cases as delta_rule_cases
 from pallas_kernels.dplr import cases as dplr_cases
@@ -48,11 +49,36 @@ CONFIGURATIONS = [
 ]
 
 
+# Of layers in 1.3B (the first, whose two slices of keys fill the processors together) and in 340M.
+SAVED = [
+    ((4, 4, 4), 256, 512, 512, True, "channel"),
+    ((4, 4, 4), 256, 512, 512, False, "channel"),
+    ((4, 4, 4), 128, 256, 1100, True, "channel"),
+    ((2, 1, 2), 128, 128, 1100, True, "token"),
+    ((3, 3, 3), 256, 512, 700, True, "delta, token"),
+    ((2, 2, 2), 128, 128, 1100, True, "delta, channel"),
+    ((2, 2, 2), 64, 64, 1100, True, "dplr, channel"),
+    ((2, 2, 2), 128, 128, 700, True, "dplr, channel"),
+]
+
+
+@pytest.mark.parametrize("configuration", SAVED, ids=case_id)
+def test_saved_memories_give_the_gradients_of_the_recurrence(configuration):
+    """The same with the memories before all chunks saved for the backward pass (`remat="dots_and_states"`), in 8 rows."""
+    with memories_saved():
+        check(configuration, batch=8)
+
+
 @pytest.mark.parametrize("configuration", CONFIGURATIONS, ids=case_id)
 def test_equals_the_recurrence(configuration):
     """On the card, the value, final state and every gradient of a memory's kernel are those of the recurrence
     in float32 at full precision; a second run gives the same bits.
     """
+    check(configuration, batch=2)
+
+
+def check(configuration, batch):
+    """Compare a configuration's kernel with the recurrence, and with itself, on the card."""
     (heads, key_heads, memories), key_dim, value_dim, length, documents, decay = configuration
     rng = np.random.default_rng(0)
 
@@ -60,9 +86,9 @@ def test_equals_the_recurrence(configuration):
         return jnp.asarray(rng.normal(size=shape), dtype)
 
     inputs = [
-        normal(2, length, heads, key_dim),
-        normal(2, length, key_heads, key_dim),
-        normal(2, length, memories, value_dim),
+        normal(batch, length, heads, key_dim),
+        normal(batch, length, key_heads, key_dim),
+        normal(batch, length, memories, value_dim),
     ]
     delta, dplr = "delta" in str(decay), "dplr" in str(decay)
     erase = dict(erase="undecayed") if "undecayed" in str(decay) else {}
@@ -75,27 +101,31 @@ def test_equals_the_recurrence(configuration):
     if delta:
         k = inputs[1].astype(jnp.float32)
         inputs[1] = (k / jnp.linalg.norm(k, axis=-1, keepdims=True)).astype(jnp.bfloat16)
-        inputs.append(2 * jax.nn.sigmoid(normal(2, length, memories, dtype=jnp.float32)))
+        inputs.append(2 * jax.nn.sigmoid(normal(batch, length, memories, dtype=jnp.float32)))
         decay = decay.removeprefix("delta").removeprefix(", ").removesuffix(", undecayed") or None
     if decay == "constant":
         inputs.append(jnp.log1p(-(2.0 ** (-5 - jnp.arange(memories)))))
     elif decay is not None:
         channels = (value_dim if "value" in decay else key_dim,) if "channel" in decay else ()
-        gate = jax.nn.log_sigmoid(normal(2, length, memories, *channels, dtype=jnp.float32) + 3)
+        gate = jax.nn.log_sigmoid(normal(batch, length, memories, *channels, dtype=jnp.float32) + 3)
         gate *= 20 if "steep" in decay else 1
         inputs.append(jnp.where(gate < -0.2, -30.0, gate) if "strong" in decay else gate)
     if "bonus" in str(decay):
         inputs.append(normal(memories, key_dim, dtype=jnp.float32))
-    memory = normal(2, memories, key_dim, value_dim, dtype=jnp.float32)
+    memory = normal(batch, memories, key_dim, value_dim, dtype=jnp.float32)
     large = 1e25 if "large" in str(decay) else 1
     inputs[:2], memory = [inputs[0] * large, inputs[1] / large], memory / large
-    ids = jnp.asarray(np.cumsum(rng.random((2, length)) < 0.01, axis=1) + 1) if documents else None
-    mask = jnp.asarray(rng.random((2, length)) < 0.9) if documents else None
+    ids = (
+        jnp.asarray(np.cumsum(rng.random((batch, length)) < 0.01, axis=1) + 1)
+        if documents
+        else None
+    )
+    mask = jnp.asarray(rng.random((batch, length)) < 0.9) if documents else None
 
     def run(implementation, form, memory, q, k, v, *rest):
         empty: Any = ops.delta_state if delta or dplr else ops.linear_state
-        state = empty(2, memories, key_dim, value_dim)
-        state = state._replace(memory=memory, segment_id=jnp.ones(2, jnp.int32))
+        state = empty(batch, memories, key_dim, value_dim)
+        state = state._replace(memory=memory, segment_id=jnp.ones(batch, jnp.int32))
         call: Any
         if delta or dplr:
             op = ops.delta_memory if delta else ops.dplr_memory
@@ -114,7 +144,7 @@ def test_equals_the_recurrence(configuration):
         outputs, pull = jax.vjp(lambda *x: run(implementation, form, *x), *inputs)
         return outputs, pull(cotangents)
 
-    cotangents = normal(2, length, max(heads, memories), value_dim), normal(*memory.shape, dtype=jnp.float32) * large  # fmt: skip
+    cotangents = normal(batch, length, max(heads, memories), value_dim), normal(*memory.shape, dtype=jnp.float32) * large  # fmt: skip
     small = 1e-25 if "small gradients" in str(decay) else 1
     cotangents = jax.tree.map(lambda x: x * small, cotangents)
     fused = jax.jit(lambda *x: both("mosaic_gpu", "chunk", *x))
