@@ -128,7 +128,8 @@ def draw_methods(mode: Mode, rows: list[Row]) -> Figure:
     figure = new_figure(8.0, 0.8 + 0.18 * len(rows))
     axes = axes_of(figure, mode, "held-out bits per byte")
     bits = [row["held_out_loss"] / math.log(2) for row in rows]
-    bars(axes, [row["method"] for row in rows], {"": bits}, (mode.accent,))
+    names = [" ".join([row["method"], row.get("fields", "")]).strip() for row in rows]
+    bars(axes, names, {"": bits}, (mode.accent,))
     return figure
 
 

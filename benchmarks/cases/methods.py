@@ -1,16 +1,19 @@
 """Train every method at one small size on one text with one budget.
 
-    python -m benchmarks methods [--methods gla,retnet] [--shard 0/4]
+    python -m benchmarks methods [--methods gla,retnet,kda+lower_bound=-5.0] [--shard 0/4]
 
 Trains `configs/lm.py:<method>-10m` for 8.4 M tokens of the demo's text (the running interpreter's own
 library, as bytes), one method after another, through the loop of `train.py`. A row for each method: held-out
-loss, tokens/s, parameters, size of the decode state, and the command that trains the same model alone.
+loss, tokens/s, parameters, size of the decode state, and the command that trains the same model alone. Behind a method,
+`+<field>=<number>` sets a field of its mixer's config.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import math
+import re
 import tempfile
 import time
 from collections.abc import Iterator
@@ -20,7 +23,7 @@ from typing import Any
 import jax
 
 from benchmarks import options
-from benchmarks.registry import Benchmark
+from benchmarks.registry import Benchmark, UsageError
 from benchmarks.run import one_by_one
 from benchmarks.timing import provenance
 from benchmarks.training import last_value, median_speed, train_to_end
@@ -32,6 +35,7 @@ BENCHMARK = Benchmark(
     name="methods",
     summary="training every method for 8.4 M tokens of one text",
     key=("method", "tokens"),
+    optional_key={"fields": None},
     output="docs/methods.jsonl",
     resume=True,
 )
@@ -48,12 +52,14 @@ def state_bytes(config: models.ModelConfig) -> int:
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes))
 
 
-def measure(method: str, size: str, workdir: Path, tokens: int) -> dict:
-    """Train a language model of one method for `tokens` tokens of the demo's text, and return the
+def measure(case: dict[str, Any], size: str, workdir: Path) -> dict:
+    """Train a language model of one case's method for its number of tokens of the demo's text, and return the
     benchmark's row.
     """
-    variant = f"{method}-{size}"
+    tokens = case["tokens"]
+    variant = f"{case['method']}-{size}"
     config = lm.get_config(variant)
+    fields = set_fields(config.model.layers["L"].mixer, case)
     config.total_tokens, config.model.remat, config.log_every = tokens, "dots", EVERY
     config.optimizer.warmup_tokens = tokens // 10
     config.eval_every = math.ceil(tokens / (config.batch_size * config.data.sequence_length))
@@ -62,16 +68,15 @@ def measure(method: str, size: str, workdir: Path, tokens: int) -> dict:
     seconds = time.perf_counter() - began
     rows = read_rows(workdir / "metrics.jsonl")
     return dict(
-        method=method,
+        **case,
         held_out_loss=last_value(rows, "val/loss"),
         train_loss=last_value(rows, "train/loss"),
         tokens_per_second=median_speed(rows),
         parameters=models.count_parameters(config.model)["non_embedding"],
         state_bytes=state_bytes(config.model),
-        tokens=tokens,
         seconds=round(seconds, 1),
         **provenance(),
-        command=command(variant, tokens, config.eval_every),
+        command=command(variant, tokens, config.eval_every) + "".join(fields),
     )
 
 
@@ -95,14 +100,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
-    for method in args.methods:
-        mixers.get_method(method)
-    return [dict(method=method, tokens=args.tokens) for method in args.methods]
+    return [parse(word) | dict(tokens=args.tokens) for word in args.methods]
+
+
+def parse(word: str) -> dict[str, Any]:
+    """Return the case of a word of `--methods`: the method and, if it has any behind, the fields of its mixer's config.
+
+    Raises:
+        UsageError: a field is not `<name>=<number>`, or the method has no such field.
+        ValueError: there is no such method.
+    """
+    name, *given = word.split("+")
+    config = mixers.get_method(name).config
+    names = {field.name for field in dataclasses.fields(config)}
+    for field, _, value in (pair.partition("=") for pair in given):
+        if field not in names or not re.fullmatch(r"-?\d+(\.\d+)?", value):
+            raise UsageError(
+                f"--methods={word}: accepted behind a method are +<field>=<number> with a field of {config.__name__}"
+            )
+    return dict(method=name) | (dict(fields="+".join(given)) if given else {})
+
+
+def set_fields(mixer: Any, case: dict[str, Any]) -> list[str]:
+    """Set the fields of a mixer's config that a case names, and return them as `train.py` accepts them."""
+    pairs = case["fields"].split("+") if "fields" in case else []
+    for name, _, value in (pair.partition("=") for pair in pairs):
+        setattr(mixer, name, float(value))
+    return [f" --config.model.layers.L.mixer.{pair}" for pair in pairs]
 
 
 def rows(args: argparse.Namespace, cases: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     def measure_case(case):
         with tempfile.TemporaryDirectory() as folder:
-            return measure(case["method"], args.size, Path(folder) / case["method"], args.tokens)
+            return measure(case, args.size, Path(folder) / case["method"])
 
     return one_by_one(cases, measure_case, minutes=args.minutes)

@@ -174,6 +174,12 @@ def _length_columns(rows: list[Row]) -> tuple[Column, ...]:
     )
 
 
+def _method_trained(row: Row) -> str:
+    """Return a row's method, and the fields of its mixer's config that are not the default's."""
+    fields = row["fields"].split("+") if "fields" in row else []
+    return ", ".join(f"`{word}`" for word in [row["method"], *fields])
+
+
 def _memory_columns(rows: list[Row]) -> tuple[Column, ...]:
     variants = list(dict.fromkeys(row["variant"] for row in rows))
 
@@ -333,14 +339,14 @@ TABLES = [
         "methods",
         ("methods.jsonl",),
         (
-            column("method", "method", "`{}`"),
+            Column("method", _method_trained),
             column("held-out bits per byte", "held_out_loss", "{:.3f}", math.log(2)),
             column("tokens/s", "tokens_per_second", "{:,.0f}"),
             column("parameters, M", "parameters", "{:.1f}", 1e6),
             column("decode state, KiB", "state_bytes", "{:,.0f}", 1024),
             measured(),
         ),
-        key=lambda row: row["method"],
+        key=lambda row: (row["method"], row.get("fields")),
         lines=lambda rows: sorted(rows, key=lambda row: row["held_out_loss"]),
         command="python -m benchmarks methods --output docs/methods.jsonl     # skips methods that have a row",
     ),
