@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 from benchmarks.tables.kernels import shape_text
 from benchmarks.tables.table import Column, Row, Table, column, group, times
@@ -67,6 +68,16 @@ def _peer_ratio(capability: str, record: dict[str, Row]) -> str:
 def _longest(row: Row) -> str:
     times_of = sorted(row["times_of_kernels"].items(), key=lambda item: -item[1])
     return ", ".join(f"`{name}` {ms:.2f}" for name, ms in times_of[:4])
+
+
+def _short_rows(rows: list[Row]) -> list[dict[str, Row]]:
+    """Return the records of calls whose kernels were timed by Triton's code for 9.0 and by Hopper's kernels."""
+    return [record for record in _by_op(rows) if {"9.0", "any"} <= set(record)]
+
+
+def _all_kernels(capability: str) -> Callable[[dict[str, Row]], str]:
+    """Return the function that adds up the times of all kernels of a record's row of a capability."""
+    return lambda record: f"{sum(record[capability]['times_of_kernels'].values()):.3f}"
 
 
 def _step_name(row: Row) -> str:
@@ -152,6 +163,24 @@ TABLES = (
         key=lambda row: (row["op"], row["shape"]),
         not_run="requires an NVIDIA GPU",
         command='python -m benchmarks triton_kernels --kernels --checks "" --shapes 8x4096x16x128',
+    ),
+    Table(
+        "triton_short_rows",
+        (_KERNELS,),
+        (
+            Column("op", lambda record: record["any"]["op"]),
+            Column("B x T x H x D", lambda record: shape_text(record["any"]["shape"])),
+            Column("Triton's kernels, ms", _all_kernels("9.0")),
+            Column("Hopper's kernels, ms", _all_kernels("any")),
+        ),
+        where=lambda row: (
+            "times_of_kernels" in row and "tilings" not in row and row["shape"].split("x")[0] == "2"
+        ),
+        key=lambda row: (row["op"], row["shape"], row["capability"]),
+        lines=_short_rows,
+        not_run="requires an NVIDIA GPU",
+        command='python -m benchmarks triton_kernels --kernels --checks "" --capabilities 9.0 --shapes 2x512x2x128,2x2048x4x128 '
+        '--ops "no decay,scalar decay,key decay,delta rule,gated delta rule"',
     ),
     Table(
         "step_variants",

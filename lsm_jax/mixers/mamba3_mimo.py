@@ -46,5 +46,6 @@ METHOD = Method(
     module=Mamba3,
     feedforward=None,
     in_loop=True,
+    fusions_tuned=False,
     note="`linear_memory` on rows of R T shifted keys and values, and each token's own writes outside",
 )

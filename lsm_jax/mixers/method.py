@@ -53,6 +53,7 @@ class Method:
     module: Any
     feedforward: str | None = "swiglu"
     in_loop: bool = False
+    fusions_tuned: bool = True
     note: str = ""
 
 

@@ -15,7 +15,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from lsm_jax.mixers import MoMConfig
-from lsm_jax.mixers.method import method_of
+from lsm_jax.mixers.method import Method, method_of
 from lsm_jax.models import (
     Decoder,
     ModelConfig,
@@ -144,9 +144,25 @@ def unrolls_layers(model: ModelConfig, mesh: Mesh) -> bool:
 def unrolls_on_one_gpu(model: ModelConfig) -> bool:
     """Return whether a training step on one GPU compiles the layers one after the other by default: up to `UNROLLED` layers, of mixers
     that do not take minutes to compile (`Method.in_loop`), nor contain such a mixer, as Mixture-of-Memories may."""
-    used = [model.layers[letter].mixer for letter in set(model.pattern)]
+    return model.num_layers <= UNROLLED and not any(used.in_loop for used in methods_of(model))
+
+
+def methods_of(model: ModelConfig) -> list[Method]:
+    """Return the methods of a model's layers, with those around which a Mixture-of-Memories is."""
+    used = [model.layers[letter].mixer for letter in sorted(set(model.pattern))]
     used += [config.mixer for config in used if isinstance(config, MoMConfig)]
-    return model.num_layers <= UNROLLED and not any(method_of(config).in_loop for config in used)
+    return [method_of(config) for config in used]
+
+
+def compiler_options(model: ModelConfig, mesh: Mesh) -> dict[str, Any]:
+    """Return XLA's compiler options for the training and evaluation steps of a model on the mesh's devices: those of the exchange of
+    tokens between experts, and on GPUs whether XLA tries several compilations of each fusion (`Method.fusions_tuned`)."""
+    exchanges = {getattr(x.feedforward, "exchange", "") for x in model.layers.values()}
+    options = exchange_options(mesh, exchanges)
+    tuned = all(used.fusions_tuned for used in methods_of(model))
+    if mesh.devices.flat[0].platform == "gpu" and not tuned:
+        options["xla_gpu_experimental_enable_fusion_autotuner"] = False
+    return options
 
 
 def make_program(config: TrainConfig, mesh: Mesh) -> Program:
@@ -204,8 +220,8 @@ def make_program(config: TrainConfig, mesh: Mesh) -> Program:
 
         return eval_step
 
-    exchanges = {getattr(x.feedforward, "exchange", "") for x in config.model.layers.values()}
-    compiled: Any = functools.partial(jax.jit, compiler_options=exchange_options(mesh, exchanges))
+    options = compiler_options(config.model, mesh)
+    compiled: Any = functools.partial(jax.jit, compiler_options=options)
     return Program(
         jax.jit(init, out_shardings=shardings),
         shardings,

@@ -32,7 +32,7 @@ def installed() -> bool:
 
 
 INSTALLED = Requirement(
-    "the packages jax-triton and triton (extra [triton], on Linux)", lambda call: _usable()
+    "the packages jax-triton and triton (extra [triton], on Linux)", lambda call: usable()
 )
 """The requirement of every Triton kernel that the extra [triton] is installed."""
 
@@ -48,7 +48,8 @@ def interpreted() -> bool:
     return bool(knobs.runtime.interpret)
 
 
-def _usable() -> bool:
+def usable() -> bool:
+    """Return whether Triton kernels can run in this process: they are installed, or run in Triton's interpreter."""
     return installed() or interpreted()
 
 

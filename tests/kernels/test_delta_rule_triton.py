@@ -49,7 +49,7 @@ def test_another_platform_runs_the_next_backend_of_a_tuple():
 
 
 def test_names_the_missing_packages(monkeypatch):
-    monkeypatch.setattr(launch, "_usable", lambda: False)
+    monkeypatch.setattr(launch, "usable", lambda: False)
     q = jnp.zeros((1, 64, 1, 64), jnp.bfloat16)
     message = (
         r"implementation='triton' requires the packages jax-triton and triton \(extra \[triton\]"
@@ -59,7 +59,7 @@ def test_names_the_missing_packages(monkeypatch):
 
 
 def test_names_the_unmet_requirement(monkeypatch):
-    monkeypatch.setattr(launch, "_usable", lambda: True)
+    monkeypatch.setattr(launch, "usable", lambda: True)
     q = jnp.zeros((1, 64, 1, 64), jnp.bfloat16)
 
     def why(*x):

@@ -175,9 +175,9 @@ def test_one_state_a_segment(case):
 
 @pytest.mark.parametrize("op", [ops.linear_memory, ops.delta_memory, ops.dplr_memory])
 def test_none_picks_the_kernel_and_changes_nothing_else(op):
-    inputs = [jnp.ones((1, 128, 2, 64), jnp.bfloat16)] * 3
+    inputs = [jnp.ones((8, 128, 2, 64), jnp.bfloat16)] * 3
     if op is ops.delta_memory:
-        inputs.append(jnp.ones((1, 128, 2)))
+        inputs.append(jnp.ones((8, 128, 2)))
     if op is ops.dplr_memory:
         inputs += inputs[:2]
     text = jax.jit(lambda *x: op(*x)[0]).lower(*inputs).as_text()

@@ -9,6 +9,7 @@ from flax import nnx
 
 from lsm_jax import mixers, ops
 from lsm_jax.ops.backends import select
+from lsm_jax.ops.linear import backends as linear
 from pallas_kernels.triton import launch
 from scripts import kernels_table
 
@@ -21,8 +22,9 @@ def choose(monkeypatch):
 
     def choose(capability, op="linear_memory", installed=True, **options):
         cards = frozenset() if capability is None else frozenset([capability])
-        monkeypatch.setattr(select, "compute_capabilities", lambda: cards)
-        monkeypatch.setattr(launch, "_usable", lambda: installed)
+        for module in (select, linear):
+            monkeypatch.setattr(module, "compute_capabilities", lambda: cards)
+        monkeypatch.setattr(launch, "usable", lambda: installed)
         seen = []
         monkeypatch.setattr(
             select.Selection, "function", lambda self, of: seen.append(self) or _traced(self, of)
@@ -46,11 +48,13 @@ def _traced(selection, of):
     return of(selection.backends[-1])
 
 
-def _call(op, dtype=jnp.bfloat16, length=64, implementation=None):
-    q = jnp.zeros((1, length, 2, 64), dtype)
+def _call(op, dtype=jnp.bfloat16, length=64, rows=8, decay=None, implementation=None):
+    q = jnp.zeros((rows, length, 2, 64), dtype)
+    decays = dict(token=(rows, length, 2), channel=(rows, length, 2, 64))
+    log_decay = None if decay is None else jnp.zeros(decays[decay])
     u, scores = jnp.zeros((1, length, 64), dtype), jnp.zeros((1, length, 16))
     calls = dict(
-        linear_memory=lambda: ops.linear_memory(q, q, q, implementation=implementation),
+        linear_memory=lambda: ops.linear_memory(q, q, q, log_decay, implementation=implementation),
         selective_memory=lambda: ops.selective_memory(
             u, u, jnp.zeros((64, 16)), scores, scores, implementation=implementation
         ),
@@ -107,6 +111,20 @@ def test_is_not_automatic_on_hopper_and_blackwell(choose):
     assert names == ("xla",)
     assert "triton not used: by name only on compute capability 9.0" in text
     assert choose("10.0", implementation=("triton", "xla"))[0] == ("triton", "xla")
+
+
+@pytest.mark.parametrize("decay", [None, "token"])
+def test_on_hopper_few_memories_in_short_rows_are_by_triton(decay, choose):
+    few = dict(rows=4, decay=decay)
+    names, text = choose("9.0", **few)
+    assert names == ("triton", "xla")
+    assert "triton for few memories on NVIDIA 9.0, xla, chunk form elsewhere" in text
+    for other in (dict(rows=5), dict(length=4096), dict(decay="channel"), dict(installed=False)):
+        names, text = choose("9.0", **few | other)
+        assert names == ("mosaic_gpu", "xla")
+        assert "triton" not in text
+    assert choose("9.0", implementation="mosaic_gpu", **few)[0] == ("mosaic_gpu",)
+    assert choose("8.0", **few)[1].startswith("triton on NVIDIA 8.0")
 
 
 def test_is_not_automatic_where_the_cards_are_unknown(choose):

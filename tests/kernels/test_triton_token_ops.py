@@ -39,7 +39,7 @@ def test_equals_xla_in_value_and_every_gradient(name, interpreted):
 
 
 def test_selective_memory_names_the_unmet_requirement(monkeypatch):
-    monkeypatch.setattr(launch, "_usable", lambda: True)
+    monkeypatch.setattr(launch, "usable", lambda: True)
     u, rows = jnp.zeros((1, 4, 64)), jnp.zeros((1, 4, 16))
 
     def call(u=u, rows=rows, a=-1.0):
@@ -56,13 +56,13 @@ def test_selective_memory_names_the_unmet_requirement(monkeypatch):
     with pytest.raises(ValueError, match=r"accepted are \('mosaic_gpu', 'mosaic_tpu'\)"):
         initial = jnp.zeros((1, 2, 64))
         complex_scan(gates, gates, gates, gates, initial=initial, implementation="triton")
-    monkeypatch.setattr(launch, "_usable", lambda: False)
+    monkeypatch.setattr(launch, "usable", lambda: False)
     with pytest.raises(NotImplementedError, match=r"requires the packages jax-triton and triton"):
         call()
 
 
 def test_short_convolution_names_the_unmet_requirement(monkeypatch):
-    monkeypatch.setattr(launch, "_usable", lambda: True)
+    monkeypatch.setattr(launch, "usable", lambda: True)
     x, weight = jnp.zeros((1, 64, 64), jnp.float16), jnp.zeros((4, 64))
 
     def call(x=x, weight=weight, **options):
@@ -76,7 +76,7 @@ def test_short_convolution_names_the_unmet_requirement(monkeypatch):
         call(x[:, :63])
     with pytest.raises(NotImplementedError, match="requires no update_mask"):
         call(update_mask=jnp.ones((1, 64)))
-    monkeypatch.setattr(launch, "_usable", lambda: False)
+    monkeypatch.setattr(launch, "usable", lambda: False)
     with pytest.raises(NotImplementedError, match=r"requires the packages jax-triton and triton"):
         call()
 
@@ -92,7 +92,7 @@ def test_tilings_of_convolutions_on_the_command_line(monkeypatch):
 
 
 def test_one_token_names_the_unmet_requirement(monkeypatch):
-    monkeypatch.setattr(launch, "_usable", lambda: True)
+    monkeypatch.setattr(launch, "usable", lambda: True)
     q, memory = jnp.zeros((1, 2, 64), jnp.bfloat16), jnp.zeros((1, 2, 64, 64))
 
     def why(q, memory):
@@ -102,7 +102,7 @@ def test_one_token_names_the_unmet_requirement(monkeypatch):
     assert why(q, memory[..., :40]) == "K up to 256 and V a multiple of 16, not K 64 and V 40"
     assert "memory in float32, not bfloat16" in why(q, memory.astype(jnp.bfloat16))
     assert "q and v in bfloat16, float16 or float32" in why(q.astype(jnp.int32), memory)
-    monkeypatch.setattr(launch, "_usable", lambda: False)
+    monkeypatch.setattr(launch, "usable", lambda: False)
     assert "jax-triton" in why(q, memory)
     x = jnp.zeros((1, 2, 1, 64))
     with pytest.raises(NotImplementedError, match="'triton' requires|has no kernel for calls"):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -45,3 +47,16 @@ def test_only_layers_of_the_pattern_count_also_within_memories(method):
     assert not step.unrolls_on_one_gpu(model)
     model.layers["L"].mixer = mixers.MoMConfig()
     assert step.unrolls_on_one_gpu(model)
+
+
+def test_fusions_that_take_minutes_to_tune_are_not_tuned_on_gpus():
+    gpu, cpu = (
+        SimpleNamespace(devices=np.array([SimpleNamespace(platform=name)]))
+        for name in ("gpu", "cpu")
+    )
+    slow, fast = (lm.get_config(f"{name}-nano").model for name in ("mamba3_mimo", "mamba3"))
+    options = step.compiler_options(slow, gpu)
+    assert options == {"xla_gpu_experimental_enable_fusion_autotuner": False}
+    jax.jit(jnp.sin, compiler_options=options)(1.0)  # XLA knows the name
+    assert not step.compiler_options(fast, gpu)
+    assert not step.compiler_options(slow, cpu)

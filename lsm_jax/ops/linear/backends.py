@@ -3,6 +3,7 @@ cards, and XLA."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -12,11 +13,13 @@ import jax.numpy as jnp
 from lsm_jax.ops.backends import memory_kernels, one_token
 from lsm_jax.ops.backends.registry import TRITON as TRITON_CARDS
 from lsm_jax.ops.backends.registry import Backend, Call, register
+from lsm_jax.ops.core.platforms import compute_capabilities
 from lsm_jax.ops.core.segments import finish_output, select
 from lsm_jax.ops.core.states import LinearState
 from lsm_jax.ops.linear.writes import apart
 from lsm_jax.ops.linear.xla import by_xla
 from pallas_kernels.requirements import Requirement
+from pallas_kernels.triton import launch
 
 
 def run_xla(call: Call) -> tuple[jax.Array, LinearState]:
@@ -106,12 +109,37 @@ HOPPER = _kernel(
 )
 TPU = _kernel("mosaic_tpu", memory_kernels.TPU, platforms=("tpu",), automatic=False)
 TRITON = _kernel("triton", memory_kernels.TRITON, **TRITON_CARDS)
+
+FEW_MEMORIES, SHORT_ROW = 8, 4096
+"""Calls that Triton's kernels compute in half the time of Hopper's (docs/results/triton.md): the largest number of memories in all rows, and
+the length from which Hopper's kernels divide rows into parts."""
+
+
+def _is_small(call: Call) -> bool:
+    """Return whether a call is for Hopper cards and has few memories in short rows and no decay by channel, where Triton's kernels are
+    installed.
+
+    Hopper's scan then has few thread blocks, each of which computes all that a chunk needs before the next; Triton's scan updates the
+    memory alone.
+    """
+    given = call.arguments
+    memories = given["v"].shape[0] * max(given[n].shape[2] for n in "qv")
+    absent = all(given.get(n) is None for n in ("value_log_decay", "bonus", "log_write"))
+    plain = absent and jnp.ndim(given["log_decay"]) < 4
+    small = memories <= FEW_MEMORIES and 1 < call.length < SHORT_ROW
+    return plain and small and compute_capabilities() == {"9.0"} and launch.usable()
+
+
+TRITON_FOR_FEW = dataclasses.replace(
+    TRITON, automatic=("9.0",), concerns=_is_small, label="triton for few memories"
+)
 XLA = Backend(name="xla", run=apart(run_xla))
 _NOT_ONE_TOKEN = "log_input_gate", "normalize", "log_write", "skip"
 
 register(
     "linear_memory",
     one_token.decode_backend(run_xla, without=_NOT_ONE_TOKEN, stacked_only=True),
+    TRITON_FOR_FEW,
     HOPPER,
     TPU,
     one_token.decode_backend(run_xla, name="triton", without=_NOT_ONE_TOKEN, stacked_only=True),
