@@ -16,6 +16,7 @@ from lsm_jax.mixers import checks, feature_maps
 from lsm_jax.mixers.base import Context, Mixer, short_convolution
 from lsm_jax.mixers.gates import sigmoid_decay
 from lsm_jax.mixers.heads import three_or_four
+from lsm_jax.mixers.joined import unjoined
 from lsm_jax.mixers.layers import Dense, RMSNorm, split_heads
 from lsm_jax.mixers.method import Method
 from lsm_jax.mixers.normed_product import normed_product
@@ -133,7 +134,7 @@ class GLA(Mixer):
         """Return the queries [B, T, H, K] of tokens x [B, T, D], φ(x W_q) with the feature map φ of the config, after the
         short convolution if there is one, and the context.
         """
-        q, context = self.q_conv(self.q_proj(x), context)
+        q, context = self.q_conv(self.q_proj(unjoined(x)), context)
         return self._features(q), context
 
     def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
@@ -144,7 +145,7 @@ class GLA(Mixer):
         heads = self.config.num_heads
         gate = self.decay_up(self.decay_down(x), dtype=jnp.float32)
         log_decay = sigmoid_decay(gate, self.config.gate_temperature)
-        k, context = self.k_conv(self.k_proj(x), context)
+        k, context = self.k_conv(self.k_proj(unjoined(unjoined(x))), context)
         v, context = self.v_conv(self.v_proj(x), context)
         return dict(
             k=self._features(k),

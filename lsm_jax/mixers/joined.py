@@ -42,6 +42,18 @@ def project_together(
     return tuple(map(saved, results)) if apart else results
 
 
+def unjoined(x: jax.Array) -> jax.Array:
+    """Return 16-bit tokens x [B, T, D], `LEAST_TOKENS` or more, as an array of its own, so that XLA joins no product of it to another of the
+    same tokens; other tokens unchanged.
+
+    XLA joins products of one array that are small enough, and copies the parts of the result apart where a kernel reads them, and in the
+    backward pass their gradients into one array.
+    """
+    if x.dtype.itemsize != 2 or x.shape[0] * x.shape[1] < LEAST_TOKENS:
+        return x
+    return jax.lax.optimization_barrier(x)
+
+
 @jax.custom_vjp
 def _product_apart(x: jax.Array, kernel: jax.Array) -> jax.Array:
     """Return `matmul_to_float32(x, kernel)`, of which XLA joins no gradient to another product of x."""
