@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from lsm_jax.feedforward.tokenwise import Tokenwise
 from lsm_jax.mixers import checks
-from lsm_jax.mixers.layers import Dense, recomputed
-from lsm_jax.ops.core.saved import INPUTS, product_input
+from lsm_jax.mixers.layers import Dense, project, recomputed
+from lsm_jax.ops.core.saved import INPUTS, product_input, stored_gradient
 
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
@@ -68,7 +70,12 @@ class SwiGLUConfig:
 class SwiGLU(Tokenwise):
     """The SwiGLU feedforward, `(silu(x W_g) ⊙ x W_u) W_d`, [B, T, D] to [B, T, D]; `SwiGLUConfig` says what its options
     mean. It has no state.
+
+    Attributes:
+        gate_up: W_g and W_u side by side, [D, 2F], instead of `gate_proj` and `up_proj`; None before `join`.
     """
+
+    gate_up: Any = None
 
     def __init__(
         self, config: SwiGLUConfig, hidden_size: int, *, rngs: nnx.Rngs, init_std: float = 0.02
@@ -83,6 +90,16 @@ class SwiGLU(Tokenwise):
             width, hidden_size, axes=("mlp", "embed"), rngs=rngs, init_std=init_std
         )
 
+    def join(self) -> None:
+        """Replace the projections of gate and up by their kernels side by side, `gate_up`; the kernels may be stacked over layers.
+
+        One product then loads x once, and the gradient of x is one array instead of two that are added. Biases, adapters and products of
+        the projections are lost: they must have none but the product with the kernel.
+        """
+        kernels = [layer.kernel[...] for layer in (self.gate_proj, self.up_proj)]
+        self.gate_up = nnx.Param(jnp.concatenate(kernels, axis=-1))
+        del self.gate_proj, self.up_proj
+
     def transform(self, x: jax.Array) -> jax.Array:
         """Return the output [B, T, D] of SwiGLU for tokens x [B, T, D]."""
 
@@ -92,4 +109,13 @@ class SwiGLU(Tokenwise):
             y = self.down_proj(hidden)
             return y if out == 1 else out * y
 
-        return recomputed(down, INPUTS)(self.gate_proj(x), self.up_proj(x))
+        if self.gate_up is None:
+            return recomputed(down, INPUTS)(self.gate_proj(x), self.up_proj(x))
+
+        def down_of_both(gate_up):
+            return down(*jnp.split(gate_up, 2, axis=-1))
+
+        # The gradient of `split` joins those of its results. XLA computes and joins them in one pass if the joined array is stored; otherwise
+        # it computes them apart, and the product with x^T joins them for itself.
+        gate_up = stored_gradient(project(x, self.gate_up[...]))
+        return recomputed(down_of_both, INPUTS)(gate_up)

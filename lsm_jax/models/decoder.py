@@ -19,6 +19,7 @@ from lsm_jax.mixers import Clock
 from lsm_jax.mixers.layers import Dense, matmul_to_float32, parameter
 from lsm_jax.models.block import ACTIVATIONS, new_norm, stack_periods
 from lsm_jax.models.config import ModelConfig
+from lsm_jax.models.joined_stacks import join_stacks
 from lsm_jax.models.loss import capped
 from lsm_jax.models.narrow import cast_stacks
 from lsm_jax.models.periods import (
@@ -244,6 +245,7 @@ class Decoder(nnx.Module):
         x = (x, jnp.zeros_like(x)) if pair else x
         layers = None
         if state is None and self._casts_stacks():
+            stacks = join_stacks(stacks, self.remat)
             first = functools.partial(scanned, (x, shared))
             stacks = cast_stacks(stacks, self.dtype, lambda period: first((period, None, index[0])))
             x, aux = run_unrolled(scanned, (x, shared), stacks, self.num_periods)

@@ -60,6 +60,18 @@ def row_major(x: jax.Array) -> jax.Array:
     return row_major(x)
 
 
+@jax.custom_jvp
+def stored_gradient(x: jax.Array) -> jax.Array:
+    """Return x, whose gradient XLA stores as one array, instead of in parts or in each kernel that reads it."""
+    return x
+
+
+@stored_gradient.defjvp
+def _stored_tangent(primals, tangents):
+    # The transpose has the barrier too. A rule for the backward pass alone would exclude forward-mode derivatives.
+    return primals[0], jax.lax.optimization_barrier(tangents[0])
+
+
 def is_saved_attention(primitive: Any, *_: Any, **__: Any) -> bool:
     """Return whether a primitive is cuDNN's attention: a policy of `jax.checkpoint` that saves its output and logarithms of sums.
 

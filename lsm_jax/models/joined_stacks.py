@@ -1,0 +1,66 @@
+"""The two matrices of SwiGLU that multiply the same tokens, side by side in the stacks of the layers' parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from flax import nnx
+
+from lsm_jax.feedforward import SwiGLU
+from lsm_jax.mixers.joined import is_plain
+from lsm_jax.models.narrow import is_large
+from lsm_jax.ops.backends.select import note
+from lsm_jax.ops.core.platforms import compute_capabilities
+
+_OP = "swiglu"
+_SAVING = (
+    "none",
+    "dots_and_inputs",
+    "dots_and_states",
+)  # with which SwiGLU's hidden layer is saved
+
+
+def join_stacks(periods: Any, remat: str) -> Any:
+    """Return layers with stacked parameters in which each SwiGLU multiplies tokens by its gate and up matrices at once, if that is faster.
+
+    It is for layers whose stacks are cast to 16 bits next (`cast_stacks`): the pass that casts them then puts them side by side, and moves
+    no more bytes. Layers with adapters, with products in FP8, with frozen matrices in 16 bits or with small ones keep two products. So do
+    all on other cards than Hopper's, where nobody has timed it, and with rematerialisation that computes the hidden layer again: XLA
+    computes the gradients of gate and up in one pass into one array, but would compute the hidden layer in a pass of its own, which loads
+    gate and up once more and costs more than is gained.
+
+    Args:
+        periods: the layers of a period, with stacked parameters; they are not changed.
+        remat: the model's `remat`.
+    """
+    reason = _reason_against(remat)
+    copied = jax.tree.map(lambda x: x, periods)
+    layers = [node for _, node in nnx.iter_graph(copied) if type(node) is SwiGLU]
+    joined = [] if reason else [layer for layer in layers if _is_joined(layer)]
+    for layer in joined:
+        layer.join()
+    if joined:
+        note(_OP, "one product with gate and up")
+    if len(joined) < len(layers):
+        reason = (
+            reason
+            or "one requires float32 matrices of 65,536 numbers or more, without adapters and FP8"
+        )
+        note(_OP, f"two products with gate and up ({reason})")
+    return copied if joined else periods
+
+
+def _is_joined(layer: SwiGLU) -> bool:
+    projections = layer.gate_proj, layer.up_proj
+    return all(is_plain(p) and is_large(p.kernel[...]) for p in projections)
+
+
+def _reason_against(remat: str) -> str | None:
+    """Return the reason, in words, why no layers of a model are joined; None if they may be."""
+    if (cards := compute_capabilities()) != {"9.0"}:
+        listed = ", ".join(sorted(cards)) or "an unknown one"
+        return f"one requires an NVIDIA card of compute capability 9.0, not {listed}"
+    if remat not in _SAVING:
+        return f"one requires remat={' or '.join(_SAVING)}, not {remat}"
+    return None
