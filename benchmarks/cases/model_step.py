@@ -2,24 +2,21 @@
 
     python -m benchmarks model_step [--variants gla-340m,...] [--lengths 2048,16384,4096,8192] [--peers fla]
 
-A row for each variant and length: tokens/s at equal tokens per step (`--tokens`), whatever the length of a
-row, of forward, backward, optimizer and checks, with bfloat16 activations and float32 parameters. Each
-program is traced and compiled in a process of its own, side by side (`--workers`). Then they are timed one
-after another, while nothing compiles: the median over 5 batches of 2 steps, or fewer of slow steps. The rows also have the seconds
-and CPU seconds of tracing and compiling beside the others. `--profile DIR` writes the device times of a
-step's instructions, one file for each row. `--implementations` names backends of the mixers' ops, `--unit_length xla` leaves the unit
-length of heads after short convolutions to XLA, `--norms xla` the gradients of blocks' norms and of the products behind mixers' norms
-(`stream` and `product` compute one of the two by a kernel, `backward` both gradients, and sums with their norms by XLA), `--rwkv7 before` computes what RWKV7 and squared ReLUs do between products as before it
-was fused (other words leave out one part), `--pairs apart` computes Mamba2's gradients of q and k head by head, `--stacks concatenated` joins the gradients of layers' matrices at the end,
-`--delta_chunks kept` computes the gradients of all chunks of a delta rule by the kernel that keeps q and k,
-`--loss_chunk_sizes` are of `model.loss_chunk_size`, and `--losses N` first trains for N steps on successive text (warm-up of N / 5 steps) and
-stores their losses. With `--lock FILE` processes on one card compile side by
-side and time one after another. `--peers fla` then times the forward and backward, without an
-optimizer, of flash-linear-attention's models in the same proportions (see `benchmarks.peers.fla`) at the only
-size that they have: 340m, a vocabulary of 32,000. These are gla, gated_deltanet, mamba2, mamba3, gated_deltaproduct,
-gated_deltanet2 and comba; other variants have a row that says that the peer has none. `--peers jla` times whole steps of
-jax-linear-attention's trainer at 1.3B (`benchmarks.peers.jla_trainer`), in `--matmul default` or `fp8`, with the first of its policies `--jla_remat`
-that fits.
+A row for each variant and length: tokens/s at equal tokens per step (`--tokens`), whatever the length of a row, of forward, backward, optimizer and checks,
+with bfloat16 activations and float32 parameters. Each program is traced and compiled in a process of its own, side by side (`--workers`). Then they are timed
+one after another, while nothing compiles: the median over 5 batches of 2 steps, or fewer of slow steps. The rows also have the seconds and CPU seconds of
+tracing and compiling beside the others. `--profile DIR` writes the device times of a step's instructions, one file for each row. `--implementations` names
+backends of the mixers' ops, `--unit_length xla` leaves the unit length of heads after short convolutions to XLA, `--norms xla` the gradients of blocks' norms
+and of the products behind mixers' norms (`stream` and `product` compute one of the two by a kernel, `backward` both gradients, and sums with their norms by
+XLA), `--rwkv7 before` computes what RWKV7 and squared ReLUs do between products as before it was fused (other words leave out one part), `--pairs apart`
+computes Mamba2's gradients of q and k head by head, `--stacks concatenated` joins the gradients of layers' matrices at the end, `--swiglu apart` multiplies
+by SwiGLU's gate and up matrices one after the other, `--delta_chunks kept` computes the gradients of all chunks of a delta rule by the kernel that keeps q
+and k, `--loss_chunk_sizes` are of `model.loss_chunk_size`, and `--losses N` first trains for N steps on successive text (warm-up of N / 5 steps) and stores
+their losses. With `--lock FILE` processes on one card compile side by side and time one after another. `--peers fla` then times the forward and backward,
+without an optimizer, of flash-linear-attention's models in the same proportions (see `benchmarks.peers.fla`) at the only size that they have: 340m, a
+vocabulary of 32,000. These are gla, gated_deltanet, mamba2, mamba3, gated_deltaproduct, gated_deltanet2 and comba; other variants have a row that says that
+the peer has none. `--peers jla` times whole steps of jax-linear-attention's trainer at 1.3B (`benchmarks.peers.jla_trainer`), in `--matmul default` or `fp8`,
+with the first of its policies `--jla_remat` that fits.
 """
 
 from __future__ import annotations
@@ -56,7 +53,7 @@ from lsm_jax.feedforward import rwkv7_channel_mix
 from lsm_jax.mixers import mamba2, normed_product
 from lsm_jax.mixers import rwkv7 as rwkv7_mixer
 from lsm_jax.mixers.layers import recomputed
-from lsm_jax.models import block, unstack
+from lsm_jax.models import block, decoder, unstack
 from lsm_jax.models.config import MATMUL, REMAT
 from lsm_jax.models.counts import flops_per_token
 from lsm_jax.ops.convolution import backends as convolution
@@ -82,6 +79,7 @@ BENCHMARK = Benchmark(
         "rwkv7": None,
         "pairs": None,
         "stacks": None,
+        "swiglu": None,
         "delta_chunks": None,
         "loss_chunk_size": None,
         "batch_steps": 2,  # of rows that do not say it
@@ -233,6 +231,8 @@ def serve(case: dict[str, Any]) -> None:
         scalar_decay.GRADIENTS_OF_PAIRS = False
     if case.get("stacks") == "concatenated":
         unstack.LEAST_SIZE = math.inf
+    if case.get("swiglu") == "apart":
+        decoder.join_stacks = lambda periods, remat: periods
     if case.get("delta_chunks") == "kept":
         delta_chunks.fits_streamed = lambda depth, values: False
     if size := case.get("loss_chunk_size"):
@@ -347,6 +347,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "automatic,concatenated: both",
     )  # fmt: skip
     parser.add_argument(
+        "--swiglu", type=options.names(("automatic", "apart")), default="automatic",
+        help="SwiGLU's products with its gate and up matrices as one where that is automatic, or always two; automatic,apart: both",
+    )  # fmt: skip
+    parser.add_argument(
         "--delta_chunks", type=options.names(("automatic", "kept")), default="automatic",
         help="gradients of the chunks of wide heads of a delta rule by Hopper's streamed kernel, as by default, or by the one that keeps q and k; "
         "automatic,kept: both",
@@ -409,6 +413,7 @@ def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
         | ({"rwkv7": part} if part != "automatic" else {})
         | ({"pairs": pairs} if pairs != "automatic" else {})
         | ({"stacks": stacks} if stacks != "automatic" else {})
+        | ({"swiglu": swiglu} if swiglu != "automatic" else {})
         | ({"delta_chunks": chunks} if chunks != "automatic" else {})
         | ({"loss_chunk_size": loss_chunk_size} if loss_chunk_size else {})
         | ({"losses": args.losses} if args.losses else {})
@@ -422,6 +427,7 @@ def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
         for part in args.rwkv7
         for pairs in args.pairs
         for stacks in args.stacks
+        for swiglu in args.swiglu
         for chunks in args.delta_chunks
         for loss_chunk_size in args.loss_chunk_sizes
     ]

@@ -36,6 +36,7 @@ _PARTS = {
     "rwkv7",
     "pairs",
     "stacks",
+    "swiglu",
     "delta_chunks",
     "loss_chunk_size",
 }

@@ -64,6 +64,7 @@ INTERPRETED = (
 COMPILED = (
     Case(2, 1024, 768, 2),
     Case(2, 1024, 768, 5),
+    Case(2, 1024, 1024, 1),
     Case(2, 1024, 1024, 2),
     Case(2, 1024, 1024, 5),
     Case(2, 1024, 1024, 6),
@@ -78,13 +79,16 @@ COMPILED = (
 )
 """Cases that are compiled for, and run on, an NVIDIA Hopper GPU."""
 TIMED = (
+    Case(16, 2048, 1024, 1),
     Case(16, 2048, 1024, 2),
     Case(16, 2048, 1024, 5),
+    Case(8, 4096, 2048, 1),
     Case(8, 4096, 2048, 2),
     Case(8, 4096, 2048, 3),
     Case(8, 4096, 2048, 5),
 )
-"""Cases that are timed: feedforwards, and the mixers of softmax attention and Mamba2 (3) and GLA (5), with 340M and 1.3B parameters."""
+"""Cases that are timed: feedforwards with one product of the norm (1) and with two (2), and the mixers of softmax attention and Mamba2 (3)
+and GLA (5), with 340M and 1.3B parameters."""
 FORWARD_INTERPRETED = (
     ForwardCase(3, 7, 1024),
     ForwardCase(1, 18, 256),

@@ -9,8 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
-from lsm_jax import ops
+from lsm_jax import feedforward, ops
+from lsm_jax.models.periods import rematerialized
 from lsm_jax.ops.core.segments import read_tokens
 from lsm_jax.ops.normalization import branches
 from pallas_kernels.gated_norm import cases as gated_norm_cases
@@ -141,3 +143,37 @@ def test_gradients_of_rwkv7_equal_the_definition(op, case):
     wanted = jax.jit(lambda *a: rwkv7.both(defined, *a)[1])(wide, rwkv7.widened(gradients))
     for name, x in got.items():
         assert error(x, wanted[name]) < rwkv7_cases.TOLERANCES["card"], name
+
+
+@pytest.mark.parametrize(("batch", "length", "width"), [(4, 1024, 1024), (1, 1030, 768)])
+def test_swiglu_by_one_product_with_gate_and_up_equals_two(batch, length, width):
+    """On the card, the value and every gradient of a layer with both matrices side by side are those of two products in float32; a second
+    run gives the same bits.
+    """
+    layer = feedforward.build(feedforward.SwiGLUConfig(), width, rngs=nnx.Rngs(0))
+    graphdef, params = nnx.split(layer)
+    params = jax.tree.map(lambda p: p.astype(jnp.bfloat16).astype(jnp.float32), params)
+    draw = np.random.default_rng(0).normal
+    x, dy = (jnp.asarray(draw(size=(batch, length, width)), jnp.bfloat16) for _ in range(2))
+
+    def both(joins, params, x, dy):
+        def apply(params, x):
+            layer = nnx.merge(graphdef, params)
+            if joins:
+                layer.join()
+            return layer.transform(x)
+
+        apply = rematerialized(apply, "dots_and_states", in_loop=False)
+        y, pull = jax.vjp(apply, params, x)
+        return y, pull(dy)
+
+    run = jax.jit(functools.partial(both, True))
+    got = run(params, x, dy)
+    for a, b in zip(*map(jax.tree.leaves, (got, run(params, x, dy))), strict=True):
+        np.testing.assert_array_equal(a, b)
+    two = jax.jit(functools.partial(both, False))
+    wide = (a.astype(jnp.float32) for a in (x, dy))
+    others = two(params, x, dy), two(params, *wide)
+    for a, b, exact in zip(*map(jax.tree.leaves, (got, *others)), strict=True):
+        assert error(a, exact) < 1e-2
+        assert error(a, exact) < 1.2 * error(b, exact) + 1e-3
