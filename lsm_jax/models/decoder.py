@@ -240,12 +240,12 @@ class Decoder(nnx.Module):
             raise ValueError("periods: accepted is None on a mesh of devices")
         index = np.arange(self.num_periods)
         scanned = functools.partial(apply_period, rows)
-        stacks = self.periods
+        casts = state is None and self._casts_stacks()
+        stacks = join_stacks(self.periods, self.remat, x) if casts else self.periods
         pair = state is None and self._adds_later(x)
         x = (x, jnp.zeros_like(x)) if pair else x
         layers = None
-        if state is None and self._casts_stacks():
-            stacks = join_stacks(stacks, self.remat)
+        if casts:
             first = functools.partial(scanned, (x, shared))
             stacks = cast_stacks(stacks, self.dtype, lambda period: first((period, None, index[0])))
             x, aux = run_unrolled(scanned, (x, shared), stacks, self.num_periods)
