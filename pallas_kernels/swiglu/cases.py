@@ -2,6 +2,7 @@
 
 - `INTERPRETED`: small cases for the interpreter, on a CPU.
 - `COMPILED`: cases that are compiled for the card, and that run on it.
+- `TIMED`: cases that `python -m benchmarks swiglu` checks and times.
 """
 
 from __future__ import annotations
@@ -43,3 +44,5 @@ COMPILED = (
     Case(8, 4096, 5632),
 )
 """Cases that are compiled for, and run on, an NVIDIA Hopper GPU; the first two have the widths of models with 340M and 1.3B parameters."""
+TIMED = (Case(16, 2048, 2816), Case(8, 4096, 5632))
+"""Cases that are timed: models with 340M and 1.3B parameters."""
