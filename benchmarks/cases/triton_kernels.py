@@ -368,6 +368,8 @@ def timer(case: dict[str, Any], name: str, by_kernel: bool = False) -> Callable[
     """
     op, shape = case["op"], case["shape"]
     implementation: Any = None if name == "automatic" else name
+    if name == "automatic" and op in kernels.OPS and op != triton_attention.ATTENTION:
+        implementation = "mosaic_gpu", "xla"  # few memories would be computed by Triton
     if op in triton_token_ops.OPS:
         return triton_token_ops.timer(op, shape, implementation, on_device=by_kernel)
     source: Any = triton_attention if op == triton_attention.ATTENTION else kernels

@@ -48,13 +48,17 @@ def _traced(selection, of):
     return of(selection.backends[-1])
 
 
-def _call(op, dtype=jnp.bfloat16, length=64, rows=8, decay=None, implementation=None):
+def _call(
+    op, dtype=jnp.bfloat16, length=64, rows=8, decay=None, segments=None, implementation=None
+):
     q = jnp.zeros((rows, length, 2, 64), dtype)
     decays = dict(token=(rows, length, 2), channel=(rows, length, 2, 64))
     log_decay = None if decay is None else jnp.zeros(decays[decay])
     u, scores = jnp.zeros((1, length, 64), dtype), jnp.zeros((1, length, 16))
     calls = dict(
-        linear_memory=lambda: ops.linear_memory(q, q, q, log_decay, implementation=implementation),
+        linear_memory=lambda: ops.linear_memory(
+            q, q, q, log_decay, **_states(rows, length, segments), implementation=implementation
+        ),
         selective_memory=lambda: ops.selective_memory(
             u, u, jnp.zeros((64, 16)), scores, scores, implementation=implementation
         ),
@@ -67,6 +71,15 @@ def _call(op, dtype=jnp.bfloat16, length=64, rows=8, decay=None, implementation=
         ),
     )
     return calls[op]()
+
+
+def _states(rows, length, segments):
+    """Return the arguments for one state per segment, `segments` in each row; none for None."""
+    if segments is None:
+        return {}
+    state = ops.linear_state(rows, 2, 64, 64, num_segments=segments)
+    ids = jnp.broadcast_to(1 + jnp.arange(length) * segments // length, (rows, length))
+    return dict(initial_state=state, segment_ids=ids)
 
 
 @pytest.mark.parametrize("capability", ["8.0", "8.6", "8.9", "12.0"])
@@ -119,7 +132,8 @@ def test_on_hopper_few_memories_in_short_rows_are_by_triton(decay, choose):
     names, text = choose("9.0", **few)
     assert names == ("triton", "xla")
     assert "triton for few memories on NVIDIA 9.0, xla, chunk form elsewhere" in text
-    for other in (dict(rows=5), dict(length=4096), dict(decay="channel"), dict(installed=False)):
+    others = [dict(rows=5), dict(length=4096), dict(decay="channel"), dict(installed=False)]
+    for other in [*others, dict(rows=1, segments=5)]:
         names, text = choose("9.0", **few | other)
         assert names == ("mosaic_gpu", "xla")
         assert "triton" not in text

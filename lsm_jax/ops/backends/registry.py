@@ -103,8 +103,8 @@ TRITON: dict[str, Any] = dict(
     compute_capabilities=launch.CAPABILITIES,
     automatic=("8.0", "8.6", "8.9", "12.0"),
 )
-"""Fields of every backend of Triton kernels. On 9.0 `implementation=None` selects the kernels for Hopper, and on 10.0 Triton's run by name
-only. An op whose kernels should not be automatic on all of the other cards passes `TRITON | dict(automatic=...)`."""
+"""Fields of every backend of Triton kernels. On 9.0 `implementation=None` selects the kernels for Hopper, but of `linear_memory` for few memories, and on 10.0
+Triton's run by name only. An op whose kernels should not be automatic on all of the other cards passes `TRITON | dict(automatic=...)`."""
 
 _BACKENDS: dict[str, tuple[Backend, ...]] = {}
 

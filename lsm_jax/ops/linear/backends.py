@@ -1,10 +1,11 @@
 """The backends of `linear_memory`: fused kernels for Hopper and TPU, Triton kernels for other NVIDIA
-cards, and XLA."""
+cards and for few memories on Hopper, and XLA."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import jax
@@ -112,7 +113,7 @@ TRITON = _kernel("triton", memory_kernels.TRITON, **TRITON_CARDS)
 
 FEW_MEMORIES, SHORT_ROW = 8, 4096
 """Calls that Triton's kernels compute in half the time of Hopper's (docs/results/triton.md): the largest number of memories in all rows, and
-the length from which Hopper's kernels divide rows into parts."""
+the shortest row that Hopper's kernels may divide into parts."""
 
 
 def _is_small(call: Call) -> bool:
@@ -123,7 +124,10 @@ def _is_small(call: Call) -> bool:
     memory alone.
     """
     given = call.arguments
-    memories = given["v"].shape[0] * max(given[n].shape[2] for n in "qv")
+    rows = math.prod(
+        given["state"].memory.shape[:-3]
+    )  # with one state per segment, those of all segments
+    memories = rows * max(given[n].shape[2] for n in "qv")
     absent = all(given.get(n) is None for n in ("value_log_decay", "bonus", "log_write"))
     plain = absent and jnp.ndim(given["log_decay"]) < 4
     small = memories <= FEW_MEMORIES and 1 < call.length < SHORT_ROW
