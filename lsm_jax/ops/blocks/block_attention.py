@@ -19,6 +19,7 @@ from lsm_jax.ops.attention.entrance import axes_of, check_form, check_tokens, st
 from lsm_jax.ops.attention.shared_rows import run_in_shared_row
 from lsm_jax.ops.attention.state import AttentionState, attention_state
 from lsm_jax.ops.backends.run import run, static_of
+from lsm_jax.ops.blocks.selected import tile_size
 from lsm_jax.ops.blocks.xla import Options
 from lsm_jax.ops.core import checks
 from lsm_jax.parallel import over_mesh, sequence_shards
@@ -137,6 +138,11 @@ def _run(
         shape = (batch, length, max(q.shape[2], heads), 3)
         checks.check_shape(op, "gates", gates, shape, "B, T, H, 3")
     size = checks.check_chunk_size(op, chunk_size, -(-length // sequence_shards(length)))
+    tile = None
+    # In a row of no more tokens, every query attends to every block: the scores of all keys are those that it needs.
+    if gates is None and initial_state is None and length > num_blocks * block_size:
+        group = max(1, q.shape[2] // heads)
+        tile = size if chunk_size else tile_size(block_size, num_blocks - 1, group)
     empty = functools.partial(
         attention_state, batch, num_kv_heads=heads, key_dim=key_dim, value_dim=value_dim,
         dtype=k.dtype,
@@ -149,6 +155,7 @@ def _run(
         scale=checks.scale_or_default(op, scale, key_dim),
         by_token=form == "recurrent" or length == 1,
         size=size,
+        tile=tile,
         no_state=initial_state is None,
         dtype=checks.compute_dtype(q, k, v, gates),
         precision=checks.matmul_precision(q, k, v),

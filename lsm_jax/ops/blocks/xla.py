@@ -1,5 +1,5 @@
 """Compute `block_attention` and `native_sparse_attention` by XLA in two forms: recurrent (token by token), and for one
-chunk of queries after another.
+chunk of queries after another, or, for `block_attention`, for tiles of queries that attend to one block.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from lsm_jax.ops.attention.token_positions import (
     write_tokens,
 )
 from lsm_jax.ops.backends.registry import Backend, register
+from lsm_jax.ops.blocks.selected import Plan, attend_selected, rows_of
 from lsm_jax.ops.core import checks
 from lsm_jax.ops.core.chunk_scans import per_chunk, scan_tokens
 from lsm_jax.ops.core.segments import Tokens, finish_output, read_tokens, select
@@ -35,6 +36,7 @@ class Options(NamedTuple):
         scale: multiplies the scores.
         by_token: whether the form is "recurrent".
         size: queries in a chunk.
+        tile: queries in a tile, which attend to one block; None if all scores are computed, chunk by chunk.
         no_state: whether the caller gave no state.
         dtype: the dtype of all sums.
         precision: the precision of matrix products.
@@ -47,6 +49,7 @@ class Options(NamedTuple):
     scale: float
     by_token: bool
     size: int
+    tile: int | None
     no_state: bool
     dtype: Any
     precision: jax.lax.Precision
@@ -94,8 +97,8 @@ def run_xla(
     new keys and values.
 
     Where devices have consecutive parts of each row, every device receives all keys and values and computes the outputs of
-    its own queries; token by token it computes complete rows. Every query meets all keys, masked or not, so that devices have
-    equal work.
+    its own queries; token by token it computes complete rows. Every query meets all keys, masked or not, or as many blocks as
+    the others, so that devices have equal work.
     """
     length = q.shape[1]
     part = functools.partial(part_of_device, options.axis, length)
@@ -108,10 +111,11 @@ def run_xla(
     positions = token_positions(tokens, state, batch, row_length)
 
     def of_queries(x):
-        x = select(own_tokens.real, x).astype(options.dtype)
-        return checks.group_queries(x, heads)
+        return checks.group_queries(select(own_tokens.real, x), heads)
 
-    q, gates = of_queries(q), None if gates is None else of_queries(gates)
+    q = of_queries(q)
+    narrow, q = q, q.astype(options.dtype)
+    gates = None if gates is None else of_queries(gates).astype(options.dtype)
     k, v = select(tokens.written, checks.spread_keys(k, heads)), select(tokens.written, v)
     if options.by_token:
         step = functools.partial(_step, options)
@@ -128,7 +132,10 @@ def run_xla(
         keys, values = keys.astype(state.keys.dtype), values.astype(state.values.dtype)
         final = AttentionState(keys, values, count, tokens.last_id, None)
     else:
-        output = _by_chunks(options, q, gates, k, v, positions, tokens, state)
+        if options.tile is None:
+            output = _by_chunks(options, q, gates, k, v, positions, tokens, state)
+        else:
+            output = _by_tiles(options, narrow, k, v, positions, tokens)
         final = write_tokens(state, k, v, None, positions, tokens)
     output = output.reshape(batch, length, -1, output.shape[-1])
     if not options.no_state:
@@ -159,6 +166,27 @@ def _step(options: Options, memory: tuple, token: tuple) -> tuple[tuple, Array]:
     seen = (place < count[:, None])[:, None]
     document = jnp.ones((1, 1, blocks), bool)
     return (keys, values, count), _attend(options, one, stored, seen, document)[:, 0]
+
+
+def _by_tiles(options: Options, q, k, v, positions: TokenPositions, tokens: Tokens) -> Array:
+    """Return the output [B, T, G, R, V] of `block_attention` for queries [B, T, G, R, K], with the scores of the own and the
+    selected blocks alone; keys, values and `positions` are those of complete rows.
+    """
+    assert options.tile is not None
+    plan = Plan(
+        block_size=options.block_size,
+        earlier=options.num_blocks - 1,
+        tile=options.tile,
+        scale=options.scale,
+        dtype=options.dtype,
+        precision=options.precision,
+    )
+    length, start = q.shape[1], 0
+    if options.axis is not None:
+        start = jax.lax.axis_index(options.axis) * length
+    gaps = tokens.written is not None or options.axis is not None
+    rows = rows_of(plan, positions.rank, positions.written, gaps, start, length)
+    return attend_selected(plan, q, k, v, rows)
 
 
 def _by_chunks(
