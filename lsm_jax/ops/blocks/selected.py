@@ -1,6 +1,6 @@
 """Softmax attention to the query's own block of tokens and to selected earlier blocks, in which only these scores are computed.
 
-The pairs of a query and a selected block are sorted by block and padded to tiles of queries that attend to one block
+The pairs of a query and a selected block are put in the order of blocks and padded to tiles of queries that attend to one block
 (`lsm_jax.ops.blocks.tiles`). Each tile is a product of its queries and the block's keys, and a softmax of its own; the
 parts of a query are then added with the weights of their sums. The backward pass computes the weights of a tile again from the
 logarithm of the query's whole sum, as FlashAttention's does (arXiv 2307.08691, algorithm 2). Nothing is scattered but integers:
@@ -17,10 +17,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from lsm_jax.ops.blocks.tiles import Row, Spans, Tiles, row_with_gaps, take, tiles_of
+from lsm_jax.ops.blocks.tiles import Row, Spans, Tiles, places_of, queries_of, row_with_gaps, take
 from lsm_jax.ops.core.saved import saved
 
-_SCORES = 1 << 26  # that are computed at a time: 256 MiB in float32
+_SCORES = 1 << 27  # that are computed at a time: 512 MiB in float32
 _LARGEST_TILE = 128  # queries
 _FEW = 8  # largest numbers that are cheaper to find one after another than by sorting
 
@@ -34,6 +34,7 @@ class Plan(NamedTuple):
         tile: queries in a tile.
         scale: multiplies the scores.
         dtype: the dtype of all sums.
+        operand: the dtype of the factors of matrix products, and of the output.
         precision: the precision of matrix products.
     """
 
@@ -42,6 +43,7 @@ class Plan(NamedTuple):
     tile: int
     scale: float
     dtype: Any
+    operand: Any
     precision: jax.lax.Precision
 
 
@@ -54,7 +56,7 @@ def tile_size(block_size: int, earlier: int, queries_per_key: int) -> int:
 
 
 def attend_selected(plan: Plan, q: Array, k: Array, v: Array, rows: Row) -> Array:
-    """Return the output [B, T, G, R, V], in `plan.dtype`, of queries q [B, T, G, R, K] for keys and values [B, S, G, ...] that
+    """Return the output [B, T, G, R, V], in `plan.operand`, of queries q [B, T, G, R, K] for keys and values [B, S, G, ...] that
     are 0 for tokens that are not written.
 
     Args:
@@ -65,6 +67,7 @@ def attend_selected(plan: Plan, q: Array, k: Array, v: Array, rows: Row) -> Arra
     batch, length, heads, group, _ = q.shape
     q = jnp.moveaxis(q, 2, 1).reshape(batch * heads, length * group, -1)
     k, v = (jnp.moveaxis(x, 2, 1).reshape(batch * heads, x.shape[1], -1) for x in (k, v))
+    q, k, v = (x.astype(plan.operand) for x in (q, k, v))
     rows = jax.tree.map(lambda x: jnp.repeat(x, heads, axis=0), rows)
     output = _attend(plan, q, k, v, rows).reshape(batch, heads, length, group, -1)
     return jnp.moveaxis(output, 1, 2)
@@ -89,17 +92,17 @@ def _attend(plan: Plan, q: Array, k: Array, v: Array, rows: Row) -> Array:
 
 
 def _forward(plan, q, k, v, rows):
-    output, log_total, chosen = _map(plan, functools.partial(_forward_of_row, plan), q, k, v, rows)
-    output, log_total, chosen = (saved(x) for x in (output, log_total, chosen))
-    return output, (q, k, v, rows, output, log_total, chosen)
+    results = _map(plan, functools.partial(_forward_of_row, plan), q, k, v, rows)
+    results = jax.tree.map(saved, results)
+    return results[0], (q, k, v, rows, *results)
 
 
 def _backward(plan, residuals, d_output):
-    q, k, v, rows, output, log_total, chosen = residuals
-    mean = jnp.sum(d_output * output, axis=-1)  # of the gradients of a query's weights, whose sum is 1
+    q, k, v, rows, output, *saved_ones = residuals
+    # The mean of the gradients of a query's weights, whose sum is 1.
+    mean = jnp.sum(d_output.astype(plan.dtype) * output.astype(plan.dtype), axis=-1)
     backward = functools.partial(_backward_of_row, plan)
-    dq, dk, dv = _map(plan, backward, q, k, v, rows, d_output, log_total, mean, chosen)
-    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
+    return *_map(plan, backward, q, k, v, rows, d_output, mean, *saved_ones), None
 
 
 _attend.defvjp(_forward, _backward)
@@ -124,19 +127,17 @@ def _map(plan: Plan, function, q: Array, *arrays) -> Any:
 
 
 class _Part(NamedTuple):
-    """A span of keys for each query, or `each` of them: its own block, or the selected ones.
+    """One or more spans of keys for each query: its own block, or the selected ones.
 
     Attributes:
         tiles: the tiles of queries; None if the queries of span n are tile n.
         size: queries in a tile.
-        each: the number of spans of a query.
         spans: the spans of keys; None for consecutive blocks.
         seen: [M or 1, C, J], the keys of the span that each query attends to; None for all.
     """
 
     tiles: Tiles | None
     size: int
-    each: int
     spans: Spans | None
     seen: Array | None
 
@@ -145,23 +146,22 @@ class _Part(NamedTuple):
         return _in_blocks(self.size, x) if self.tiles is None else take(x, self.tiles.query)
 
     def pairs(self, x: Array, length: int, fill=0) -> Array:
-        """Return an array of tiles [M, C, ...] for the spans of each of `length` queries, [T R, each, ...]; `fill` for spans that
+        """Return an array of tiles [M, C, ...] for the spans of each of `length` queries, [T R, P, ...]; `fill` for spans that
         do not exist.
         """
         x = x.reshape(-1, *x.shape[2:])
-        if self.tiles is None:
-            return x[:length, None]
-        return take(x, self.tiles.place.reshape(-1, self.each), fill)
+        return x[:length, None] if self.tiles is None else take(x, self.tiles.place, fill)
 
-    def keys(self, plan: Plan, x: Array) -> Array:
-        """Return keys or values [S, ...] for each tile, [M, J, ...]; zeros for tiles without queries."""
-        x = _read(plan, self.spans, x)
-        return x if self.tiles is None else take(x, self.tiles.span)
+    def keys(self, plan: Plan, *arrays: Array) -> list[Array]:
+        """Return keys and values [S, ...] for each tile, [M, J, ...]; zeros for tiles without queries."""
+        spans = [_read(plan, self.spans, x) for x in arrays]
+        return spans if self.tiles is None else [take(x, self.tiles.span) for x in spans]
 
     def of_keys(self, plan: Plan, x: Array, length: int) -> Array:
         """Return the sum over tiles [M, J, ...] for each of `length` keys or values, [S, ...]: the gradient of `keys`."""
         if self.tiles is not None:
-            number = jnp.arange(-(-length // plan.block_size) if self.spans is None else len(self.spans.token))
+            blocks = -(-length // plan.block_size)
+            number = jnp.arange(blocks if self.spans is None else len(self.spans.token))
             member = (number[:, None] == self.tiles.span).astype(plan.dtype)
             x = jnp.einsum("nm,mjk->njk", member, x, precision=plan.precision)
         x = x.reshape(-1, *x.shape[2:])
@@ -169,14 +169,16 @@ class _Part(NamedTuple):
 
 
 def _forward_of_row(plan: Plan, q: Array, k: Array, v: Array, row: Row):
-    """Return the output [T R, V], the logarithm [T R] of the sum of each query's weights, 0 without any, and the selected
-    blocks [T R, M] of queries [T R, K].
+    """Return the output [T R, V] of queries [T R, K], the logarithm [T R] of the sum of each query's weights, 0 without any, and
+    the tiles of the selected blocks without their queries, None without any.
     """
     row, own = _own_block(plan, row, q)
-    chosen, blocks = _choose(plan, q, _read(plan, row.blocks, k), row)
+    k_blocks = _read(plan, row.blocks, k)
+    chosen = _choose(plan, q, k_blocks, row)
+    places = places_of(chosen, len(k_blocks), plan.tile) if chosen.size else None
     outputs, totals = [], []
-    for part in (own, *_earlier_blocks(plan, row, chosen, blocks)):
-        output, total = _softmax(plan, part.queries(q), part.keys(plan, k), part.keys(plan, v), part.seen)
+    for part in (own, *_selected_blocks(plan, row, places)):
+        output, total = _softmax(plan, part.queries(q), *part.keys(plan, k, v), part.seen)
         outputs.append(part.pairs(output, len(q)))
         totals.append(part.pairs(total, len(q), -jnp.inf))
     output, total = jnp.concatenate(outputs, axis=1), jnp.concatenate(totals, axis=1)
@@ -186,25 +188,23 @@ def _forward_of_row(plan: Plan, q: Array, k: Array, v: Array, row: Row):
     total = jnp.sum(weights, axis=1)
     total = jnp.where(total > 0, total, 1)
     output = jnp.sum(weights[..., None] * output, axis=1) / total[:, None]
-    return output, top[:, 0] + jnp.log(total), chosen
+    return output.astype(plan.operand), top[:, 0] + jnp.log(total), places
 
 
-def _backward_of_row(plan: Plan, q, k, v, row: Row, d_output, log_total, mean, chosen):
+def _backward_of_row(plan: Plan, q, k, v, row: Row, d_output, mean, log_total, places):
     """Return the gradients of queries [T R, K], keys and values [S, ...]; `mean` [T R] is the sum of `d_output` times the
     output.
     """
     row, own = _own_block(plan, row, q)
-    blocks = -(-len(k) // plan.block_size) if row.blocks is None else len(row.blocks.token)
     dq, dk, dv = [], [], []
-    for part in (own, *_earlier_blocks(plan, row, chosen, blocks)):
+    for part in (own, *_selected_blocks(plan, row, places)):
         # An empty place has zeros, whose weights are finite and whose gradients are 0.
         of_queries = (part.queries(x) for x in (q, d_output, log_total, mean))
-        keys, values = part.keys(plan, k), part.keys(plan, v)
-        d_queries, d_keys, d_values = _gradients(plan, keys, values, part.seen, *of_queries)
+        d_queries, d_keys, d_values = _gradients(plan, *part.keys(plan, k, v), part.seen, *of_queries)
         dq.append(jnp.sum(part.pairs(d_queries, len(q)), axis=1))
         dk.append(part.of_keys(plan, d_keys, len(k)))
         dv.append(part.of_keys(plan, d_values, len(k)))
-    return tuple(functools.reduce(jnp.add, x) for x in (dq, dk, dv))
+    return tuple(functools.reduce(jnp.add, x).astype(plan.operand) for x in (dq, dk, dv))
 
 
 def _own_block(plan: Plan, row: Row, q: Array) -> tuple[Row, _Part]:
@@ -216,37 +216,38 @@ def _own_block(plan: Plan, row: Row, q: Array) -> tuple[Row, _Part]:
     row = row._replace(**{n: jnp.repeat(x, group) for n, x in arrays if x is not None})
     if row.window is None or row.last is None or row.windows is None:
         seen = jnp.arange(size * group)[:, None] // group >= jnp.arange(size)
-        return row, _Part(None, size * group, 1, None, seen[None])
-    tiles = tiles_of(row.window, 1, len(row.windows.token), plan.tile)
+        return row, _Part(None, size * group, None, seen[None])
+    place, span = places_of(row.window[:, None], len(row.windows.token), plan.tile)
+    tiles = Tiles(queries_of(place, len(span), plan.tile), span, place)
     last, rank = (take(x, tiles.query, -1)[..., None] for x in (row.last, row.rank))
     place = jnp.arange(2 * size)
     seen = (rank >= 0) & (place <= last) & (place >= last - rank % size)
-    return row, _Part(tiles, plan.tile, 1, row.windows, seen)
+    return row, _Part(tiles, plan.tile, row.windows, seen)
 
 
-def _earlier_blocks(plan: Plan, row: Row, chosen: Array, blocks: int) -> list[_Part]:
-    """Return the part of the selected blocks [T R, M], numbers below `blocks`; none if M is 0."""
-    each = chosen.shape[1]
-    if not each:
+def _selected_blocks(plan: Plan, row: Row, places: tuple[Array, Array] | None) -> list[_Part]:
+    """Return the part of the selected blocks, from the results of `places_of`; none for None."""
+    if places is None:
         return []
-    tiles = tiles_of(chosen.reshape(-1), each, blocks, plan.tile)
-    return [_Part(tiles, plan.tile, each, row.blocks, None)]
+    place, span = places
+    tiles = Tiles(queries_of(place, len(span), plan.tile), span, place)
+    return [_Part(tiles, plan.tile, row.blocks, None)]
 
 
-def _choose(plan: Plan, q: Array, k_blocks: Array, row: Row) -> tuple[Array, int]:
-    """Return the earlier blocks of its document with the largest q · mean(k), [T R, M], for each query of [T R, K], with N in
-    the place of those that do not exist; and N, the number of blocks [N, J, K].
+def _choose(plan: Plan, q: Array, k_blocks: Array, row: Row) -> Array:
+    """Return the earlier blocks of its document with the largest q · mean(k), [T R, P], for each query of [T R, K]; N, the
+    number of blocks [N, J, K], in the place of those that do not exist.
     """
     blocks = len(k_blocks)
     count = min(plan.earlier, blocks)
     if not count:
-        return jnp.zeros((len(q), 0), jnp.int32), blocks
+        return jnp.zeros((len(q), 0), jnp.int32)
     means = jnp.mean(k_blocks.astype(plan.dtype), axis=1)
     scores = jnp.einsum("tk,nk->tn", q.astype(plan.dtype), means, precision=plan.precision)
     number, first = jnp.arange(blocks), 0 if row.first is None else row.first[:, None]
     exists = (number >= first) & (number < first + row.rank[:, None] // plan.block_size)
     value, index = _largest(jnp.where(exists, scores, -jnp.inf), count)
-    return jnp.where(value > -jnp.inf, index, blocks).astype(jnp.int32), blocks
+    return jnp.where(value > -jnp.inf, index, blocks).astype(jnp.int32)
 
 
 def _largest(x: Array, count: int) -> tuple[Array, Array]:
@@ -280,14 +281,13 @@ def _softmax(plan: Plan, q: Array, keys: Array, values: Array, seen: Array | Non
     """Return softmax attention [M, C, V] of queries [M, C, K] to keys and values [M, J, ...], where `seen` is True, and the
     logarithm [M, C] of the sum of weights; 0 and -inf where nothing is seen.
     """
-    scores = _scores(plan, q, keys)
+    scores = plan.scale * _multiply(plan, "mck,mjk->mcj", q, keys)
     top = jnp.max(scores if seen is None else jnp.where(seen, scores, -jnp.inf), axis=-1)
     top = jnp.where(jnp.isfinite(top), top, 0)
     weights = _exp(scores - top[..., None], seen)
     total = jnp.sum(weights, axis=-1)
-    output = jnp.einsum("mcj,mjv->mcv", weights, values.astype(plan.dtype), precision=plan.precision)
-    output = output / jnp.where(total > 0, total, 1)[..., None]
-    return output, top + jnp.log(total)
+    output = _multiply(plan, "mcj,mjv->mcv", weights, values)
+    return output / jnp.where(total > 0, total, 1)[..., None], top + jnp.log(total)
 
 
 def _gradients(plan: Plan, keys, values, seen: Array | None, q, d_output, log_total, mean):
@@ -300,22 +300,23 @@ def _gradients(plan: Plan, keys, values, seen: Array | None, q, d_output, log_to
         log_total: [M, C], the logarithm of the sum of all weights of a query, also of other tiles.
         mean: [M, C], the sum of `d_output` times the output.
     """
-    multiply = functools.partial(jnp.einsum, precision=plan.precision)
-    weights = _exp(_scores(plan, q, keys) - log_total[..., None], seen)
-    d_weights = multiply("mcv,mjv->mcj", d_output, values.astype(plan.dtype))
+    multiply = functools.partial(_multiply, plan)
+    weights = _exp(plan.scale * multiply("mck,mjk->mcj", q, keys) - log_total[..., None], seen)
+    d_weights = multiply("mcv,mjv->mcj", d_output, values)
     d_scores = plan.scale * weights * (d_weights - mean[..., None])
     return (
-        multiply("mcj,mjk->mck", d_scores, keys.astype(plan.dtype)),
-        multiply("mcj,mck->mjk", d_scores, q.astype(plan.dtype)),
+        multiply("mcj,mjk->mck", d_scores, keys),
+        multiply("mcj,mck->mjk", d_scores, q),
         multiply("mcj,mcv->mjv", weights, d_output),
     )
 
 
-def _scores(plan: Plan, q: Array, keys: Array) -> Array:
-    """Return the scaled products [M, C, J] of queries [M, C, K] and keys [M, J, K]; those of 16-bit numbers are exact in float32."""
-    dtype = jnp.promote_types(q.dtype, keys.dtype)
-    options: dict[str, Any] = dict(precision=plan.precision, preferred_element_type=plan.dtype)
-    return plan.scale * jnp.einsum("mck,mjk->mcj", q.astype(dtype), keys.astype(dtype), **options)
+def _multiply(plan: Plan, equation: str, x: Array, y: Array) -> Array:
+    """Return a product of factors in `plan.operand`, summed in `plan.dtype`."""
+    x, y = x.astype(plan.operand), y.astype(plan.operand)
+    return jnp.einsum(
+        equation, x, y, precision=plan.precision, preferred_element_type=plan.dtype
+    )
 
 
 def _exp(x: Array, seen: Array | None) -> Array:

@@ -16,9 +16,9 @@ class Tiles(NamedTuple):
     """Queries in M tiles of C places; the queries of a tile attend to the same span of keys.
 
     Attributes:
-        query: [M, C], the query in each place; its number or more means none.
+        query: [M, C], the query in each place; the number of queries means none.
         span: [M], the span of keys of each tile; the number of spans for tiles without queries.
-        place: [P], the place in M * C of each pair of a query and a span; M * C or more means none.
+        place: [Q, P], the places in M * C of each query; M * C or more means none.
     """
 
     query: Array
@@ -72,65 +72,73 @@ def row_with_gaps(rank: Array, written: Array, size: int, start: Array, length: 
     own block, which need not be complete, is among the last `size` written tokens of the row, in one of the windows.
     """
     tokens = len(rank)
-    count = jnp.cumsum(written, dtype=jnp.int32)
-    newest = count - 1  # the newest written token, as numbered among written ones
+    newest = jnp.cumsum(written, dtype=jnp.int32) - 1  # the number of the last written token
     ends = written & (rank % size == size - 1)
     done = jnp.cumsum(ends, dtype=jnp.int32)
-    order = jnp.argsort(~written, stable=True).astype(jnp.int32)  # the token with each number
+    blocks = tokens // size
+    order = _inverse(jnp.where(written, newest, tokens), tokens, jnp.arange(tokens), tokens)
+    begin = _inverse(jnp.where(ends, done - 1, tokens), blocks, newest - size + 1, tokens)
 
     def token_of(number):
-        return jnp.where((number >= 0) & (number < count[-1]), take(order, number, tokens), tokens)
+        return jnp.where(number < 0, tokens, take(order, number, tokens))
 
-    inside = jnp.arange(size)
-    blocks = tokens // size
-    end = jnp.argsort(~ends, stable=True)[:blocks]
-    begin = jnp.where(jnp.arange(blocks) < done[-1], newest[end] - size + 1, tokens)
+    complete = token_of(begin[:, None] + jnp.arange(size))
     block = done - ends
     place = newest - take(begin, block, tokens)
     place = jnp.where(written & (place >= 0) & (place < size), block * size + place, blocks * size)
-    complete = Spans(token_of(begin[:, None] + inside), place[:, None])
 
     def of_queries(x):
         return jax.lax.dynamic_slice_in_dim(x, start, length)
 
-    own = of_queries(newest)
+    own, rank, done = (of_queries(x) for x in (newest, rank, done))
     windows = 2 + max(0, length - 2) // size
-    first = jnp.maximum(own[0], 0) // size - 1  # the first window begins with token first * size
-    begin = (first + jnp.arange(windows)) * size
-    number = newest // size - first
-    places = jnp.stack([number - 1, number], axis=1)
-    of_two = jnp.stack([newest % size + size, newest % size], axis=1)
-    in_window = written[:, None] & (places >= 0) & (places < windows)
-    places = jnp.where(in_window, places * 2 * size + of_two, windows * 2 * size)
-    spans = Spans(token_of(begin[:, None] + jnp.arange(2 * size)), places)
-    window = jnp.maximum(own, 0) // size - first - 1
-    rank, done = of_queries(rank), of_queries(done)
-    last = own - (first + window) * size
-    return Row(rank, done - (rank + 1) // size, window, last, complete, spans)
+    first = jnp.maximum(own[0], 0) // size - 1  # the first window begins with written token first * size
+    number = (first + jnp.arange(windows))[:, None] * size + jnp.arange(2 * size)
+    later = newest // size - first
+    window = jnp.stack([later - 1, later], axis=1)
+    inside = jnp.stack([newest % size + size, newest % size], axis=1)
+    known = written[:, None] & (window >= 0) & (window < windows)
+    places = jnp.where(known, window * 2 * size + inside, windows * 2 * size)
+    of_query = jnp.maximum(own, 0) // size - first - 1
+    return Row(
+        rank=rank,
+        first=done - (rank + 1) // size,
+        window=of_query,
+        last=own - (first + of_query) * size,
+        blocks=Spans(complete, place[:, None]),
+        windows=Spans(token_of(number), places),
+    )
 
 
-def tiles_of(span: Array, each: int, spans: int, size: int) -> Tiles:
-    """Return tiles of `size` queries for pairs of a query and a span.
+def places_of(span: Array, spans: int, size: int) -> tuple[Array, Array]:
+    """Return the places of queries in M tiles of `size` places, for each query and span [Q, P], and the span of each tile, [M].
 
     Args:
-        span: [P], the span of each pair, `spans` for none. There are `each` pairs for a query, and pairs of earlier queries
-            come first: the place of a query in its tile then does not depend on later queries.
-        each: the number of pairs of a query.
+        span: [Q, P], the spans of each query, all different; `spans` for none. Of the queries of one span, earlier ones come
+            first, so that the place of a query in its tile does not depend on later queries.
         spans: the number of spans.
         size: queries in a tile.
     """
-    pairs = len(span)
-    order = jnp.argsort(span, stable=True).astype(jnp.int32)
-    counts = jnp.sum(span[:, None] == jnp.arange(spans), axis=0, dtype=jnp.int32)
-    begins, tiles = jnp.cumsum(counts) - counts, -(-counts // size)
+    member = jnp.any(span[:, :, None] == jnp.arange(spans), axis=1)
+    count = jnp.cumsum(member, axis=0, dtype=jnp.int32)
+    tiles = -(-count[-1] // size)
     ends = jnp.cumsum(tiles)
-    tile = jnp.arange(pairs // size + min(spans, pairs), dtype=jnp.int32)
-    owner = jnp.sum(tile[:, None] >= ends, axis=1, dtype=jnp.int32)
-    inside = (tile - take(ends - tiles, owner))[:, None] * size + jnp.arange(size)
-    filled = inside < take(counts, owner)[:, None]
-    place = jnp.arange(len(tile) * size, dtype=jnp.int32).reshape(inside.shape)
-    # Empty places have different numbers, since all indices of the scatter are said to be unique.
-    pair = jnp.where(filled, take(order, take(begins, owner)[:, None] + inside), pairs + place)
-    places = jnp.full(pairs, place.size, jnp.int32)
-    places = places.at[pair.reshape(-1)].set(place.reshape(-1), mode="drop", unique_indices=True)
-    return Tiles(jnp.where(filled, pair // each, pairs), owner, places)
+    total = span.size // size + min(spans, span.size)
+    place = (ends - tiles) * size + count - 1
+    place = jnp.take_along_axis(place, jnp.minimum(span, spans - 1), axis=1)
+    owner = jnp.sum(jnp.arange(total)[:, None] >= ends, axis=1, dtype=jnp.int32)
+    return jnp.where(span < spans, place, total * size), owner
+
+
+def queries_of(place: Array, tiles: int, size: int) -> Array:
+    """Return the query of each place, [M, C]; Q, their number, for none; `place` [Q, P] is from `places_of`."""
+    query = jnp.broadcast_to(jnp.arange(len(place), dtype=jnp.int32)[:, None], place.shape)
+    return _inverse(place.reshape(-1), tiles * size, query.reshape(-1), len(place)).reshape(tiles, size)
+
+
+def _inverse(index: Array, size: int, x: Array, fill: int) -> Array:
+    """Return an array of `size` integers with x [P] at `index` [P] and `fill` elsewhere; indices below `size` are unique."""
+    # Those that are dropped get different indices, too: where all are unique, no atomic operation is needed.
+    index = jnp.where(index < size, index, size + jnp.arange(len(index)))
+    result = jnp.full(size, fill, jnp.int32)
+    return result.at[index].set(x.astype(jnp.int32), mode="drop", unique_indices=True)

@@ -173,12 +173,15 @@ def _by_tiles(options: Options, q, k, v, positions: TokenPositions, tokens: Toke
     selected blocks alone; keys, values and `positions` are those of complete rows.
     """
     assert options.tile is not None
+    narrow = options.precision == jax.lax.Precision.DEFAULT  # all are 16-bit numbers
+    operand = jnp.result_type(q, k, v) if narrow else options.dtype
     plan = Plan(
         block_size=options.block_size,
         earlier=options.num_blocks - 1,
         tile=options.tile,
         scale=options.scale,
         dtype=options.dtype,
+        operand=operand,
         precision=options.precision,
     )
     length, start = q.shape[1], 0
