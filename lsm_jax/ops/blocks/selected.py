@@ -4,8 +4,8 @@ The pairs of a query and a selected block are put in the order of blocks and pad
 (`lsm_jax.ops.blocks.tiles`). Each tile is a product of its queries and the block's keys, and a softmax of its own; the
 parts of a query are then added with the weights of their sums. The backward pass computes the weights of a tile again from the
 logarithm of the query's whole sum, as FlashAttention's does (arXiv 2307.08691, algorithm 2). Nothing is scattered but integers:
-gradients come back by the tables that say where each query and key was read, and those of a block's tiles are summed by a
-product with zeros and ones.
+gradients come back by the tables that say where each query and key was read, and those of a block's tiles are summed in a
+fixed order.
 """
 
 from __future__ import annotations
@@ -17,7 +17,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from lsm_jax.ops.blocks.tiles import Row, Spans, Tiles, places_of, queries_of, row_with_gaps, take
+from lsm_jax.ops.blocks.tiles import (
+    Row,
+    Spans,
+    Tiles,
+    places_of,
+    queries_of,
+    row_with_gaps,
+    sum_tiles,
+    take,
+)
 from lsm_jax.ops.core.saved import saved
 
 _SCORES = 1 << 27  # that are computed at a time: 512 MiB in float32
@@ -161,9 +170,7 @@ class _Part(NamedTuple):
         """Return the sum over tiles [M, J, ...] for each of `length` keys or values, [S, ...]: the gradient of `keys`."""
         if self.tiles is not None:
             blocks = -(-length // plan.block_size)
-            number = jnp.arange(blocks if self.spans is None else len(self.spans.token))
-            member = (number[:, None] == self.tiles.span).astype(plan.dtype)
-            x = jnp.einsum("nm,mjk->njk", member, x, precision=plan.precision)
+            x = _sum_tiles(plan, self.tiles, x, blocks if self.spans is None else len(self.spans.token))
         x = x.reshape(-1, *x.shape[2:])
         return x[:length] if self.spans is None else jnp.sum(take(x, self.spans.places), axis=1)
 
@@ -205,6 +212,15 @@ def _backward_of_row(plan: Plan, q, k, v, row: Row, d_output, mean, log_total, p
         dk.append(part.of_keys(plan, d_keys, len(k)))
         dv.append(part.of_keys(plan, d_values, len(k)))
     return tuple(functools.reduce(jnp.add, x).astype(plan.operand) for x in (dq, dk, dv))
+
+
+def _sum_tiles(plan: Plan, tiles: Tiles, x: Array, spans: int) -> Array:
+    """Return the sums [N, J, ...] of the arrays x [M, J, ...] of the tiles of each of N spans."""
+    if spans > plan.tile:
+        return sum_tiles(x, tiles.span, spans, -(-len(tiles.place) // plan.tile))
+    # A product with zeros and ones reads x once, and costs no more than one of a tile's products.
+    member = (jnp.arange(spans)[:, None] == tiles.span).astype(plan.dtype)
+    return jnp.einsum("nm,mjk->njk", member, x, precision=plan.precision)
 
 
 def _own_block(plan: Plan, row: Row, q: Array) -> tuple[Row, _Part]:

@@ -136,6 +136,33 @@ def queries_of(place: Array, tiles: int, size: int) -> Array:
     return _inverse(place.reshape(-1), tiles * size, query.reshape(-1), len(place)).reshape(tiles, size)
 
 
+def sum_tiles(x: Array, span: Array, spans: int, most: int) -> Array:
+    """Return the sums [N, ...] of the arrays x [M, ...] of the tiles of each span; those of a span follow each other.
+
+    Four consecutive ones are added at a time, so that work grows with the number of tiles, however different the numbers of
+    tiles of spans are, and the order of additions is always the same.
+
+    Args:
+        x, span: the arrays, and the span of each, in ascending order; N for none.
+        spans: N.
+        most: the largest number of tiles that a span can have.
+    """
+    each = 4
+    count = jnp.sum(span[:, None] == jnp.arange(spans), axis=0, dtype=jnp.int32)
+    begin = jnp.cumsum(count) - count
+    while most > 1:
+        runs = -(-count // each)
+        ends = jnp.cumsum(runs)
+        run = jnp.arange(len(x) // each + min(spans, len(x)))
+        owner = jnp.sum(run[:, None] >= ends, axis=1, dtype=jnp.int32)
+        first = take(begin, owner) + each * (run - take(ends - runs, owner))
+        index = first[:, None] + jnp.arange(each)
+        index = jnp.where(index < take(begin + count, owner)[:, None], index, len(x))
+        x = jnp.sum(take(x, index), axis=1)
+        begin, count, most = ends - runs, runs, -(-most // each)
+    return take(x, jnp.where(count > 0, begin, len(x)))
+
+
 def _inverse(index: Array, size: int, x: Array, fill: int) -> Array:
     """Return an array of `size` integers with x [P] at `index` [P] and `fill` elsewhere; indices below `size` are unique."""
     # Those that are dropped get different indices, too: where all are unique, no atomic operation is needed.
