@@ -161,16 +161,20 @@ class _Part(NamedTuple):
         x = x.reshape(-1, *x.shape[2:])
         return x[:length, None] if self.tiles is None else take(x, self.tiles.place, fill)
 
-    def keys(self, plan: Plan, *arrays: Array) -> list[Array]:
+    def keys(self, plan: Plan, k: Array, v: Array) -> tuple[Array, Array]:
         """Return keys and values [S, ...] for each tile, [M, J, ...]; zeros for tiles without queries."""
-        spans = [_read(plan, self.spans, x) for x in arrays]
-        return spans if self.tiles is None else [take(x, self.tiles.span) for x in spans]
+        keys, values = _read(plan, self.spans, k), _read(plan, self.spans, v)
+        if self.tiles is None:
+            return keys, values
+        return take(keys, self.tiles.span), take(values, self.tiles.span)
 
     def of_keys(self, plan: Plan, x: Array, length: int) -> Array:
         """Return the sum over tiles [M, J, ...] for each of `length` keys or values, [S, ...]: the gradient of `keys`."""
         if self.tiles is not None:
             blocks = -(-length // plan.block_size)
-            x = _sum_tiles(plan, self.tiles, x, blocks if self.spans is None else len(self.spans.token))
+            x = _sum_tiles(
+                plan, self.tiles, x, blocks if self.spans is None else len(self.spans.token)
+            )
         x = x.reshape(-1, *x.shape[2:])
         return x[:length] if self.spans is None else jnp.sum(take(x, self.spans.places), axis=1)
 
@@ -207,7 +211,9 @@ def _backward_of_row(plan: Plan, q, k, v, row: Row, d_output, mean, log_total, p
     for part in (own, *_selected_blocks(plan, row, places)):
         # An empty place has zeros, whose weights are finite and whose gradients are 0.
         of_queries = (part.queries(x) for x in (q, d_output, log_total, mean))
-        d_queries, d_keys, d_values = _gradients(plan, *part.keys(plan, k, v), part.seen, *of_queries)
+        d_queries, d_keys, d_values = _gradients(
+            plan, *part.keys(plan, k, v), part.seen, *of_queries
+        )
         dq.append(jnp.sum(part.pairs(d_queries, len(q)), axis=1))
         dk.append(part.of_keys(plan, d_keys, len(k)))
         dv.append(part.of_keys(plan, d_values, len(k)))
@@ -228,8 +234,9 @@ def _own_block(plan: Plan, row: Row, q: Array) -> tuple[Row, _Part]:
     blocks.
     """
     size, group = plan.block_size, len(q) // len(row.rank)
-    arrays = ((n, getattr(row, n)) for n in ("rank", "first", "window", "last"))
-    row = row._replace(**{n: jnp.repeat(x, group) for n, x in arrays if x is not None})
+    of_queries = (row.first, row.window, row.last)
+    of_queries = (None if x is None else jnp.repeat(x, group) for x in of_queries)
+    row = Row(jnp.repeat(row.rank, group), *of_queries, row.blocks, row.windows)
     if row.window is None or row.last is None or row.windows is None:
         seen = jnp.arange(size * group)[:, None] // group >= jnp.arange(size)
         return row, _Part(None, size * group, None, seen[None])
@@ -330,9 +337,7 @@ def _gradients(plan: Plan, keys, values, seen: Array | None, q, d_output, log_to
 def _multiply(plan: Plan, equation: str, x: Array, y: Array) -> Array:
     """Return a product of factors in `plan.operand`, summed in `plan.dtype`."""
     x, y = x.astype(plan.operand), y.astype(plan.operand)
-    return jnp.einsum(
-        equation, x, y, precision=plan.precision, preferred_element_type=plan.dtype
-    )
+    return jnp.einsum(equation, x, y, precision=plan.precision, preferred_element_type=plan.dtype)
 
 
 def _exp(x: Array, seen: Array | None) -> Array:

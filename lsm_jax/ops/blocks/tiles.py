@@ -64,7 +64,7 @@ def take(x: Array, index: Array, fill=0) -> Array:
     return x.at[index].get(mode="fill", fill_value=fill)
 
 
-def row_with_gaps(rank: Array, written: Array, size: int, start: Array, length: int) -> Row:
+def row_with_gaps(rank: Array, written: Array, size: int, start: Array | int, length: int) -> Row:
     """Return the `Row` of the `length` queries from token `start` of a row whose S tokens are of several documents or not all
     written; `rank` and `written` [S] are as in `TokenPositions`.
 
@@ -92,7 +92,9 @@ def row_with_gaps(rank: Array, written: Array, size: int, start: Array, length: 
 
     own, rank, done = (of_queries(x) for x in (newest, rank, done))
     windows = 2 + max(0, length - 2) // size
-    first = jnp.maximum(own[0], 0) // size - 1  # the first window begins with written token first * size
+    first = (
+        jnp.maximum(own[0], 0) // size - 1
+    )  # the first window begins with written token first * size
     number = (first + jnp.arange(windows))[:, None] * size + jnp.arange(2 * size)
     later = newest // size - first
     window = jnp.stack([later - 1, later], axis=1)
@@ -133,7 +135,9 @@ def places_of(span: Array, spans: int, size: int) -> tuple[Array, Array]:
 def queries_of(place: Array, tiles: int, size: int) -> Array:
     """Return the query of each place, [M, C]; Q, their number, for none; `place` [Q, P] is from `places_of`."""
     query = jnp.broadcast_to(jnp.arange(len(place), dtype=jnp.int32)[:, None], place.shape)
-    return _inverse(place.reshape(-1), tiles * size, query.reshape(-1), len(place)).reshape(tiles, size)
+    return _inverse(place.reshape(-1), tiles * size, query.reshape(-1), len(place)).reshape(
+        tiles, size
+    )
 
 
 def sum_tiles(x: Array, span: Array, spans: int, most: int) -> Array:
