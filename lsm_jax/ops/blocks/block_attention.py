@@ -53,10 +53,14 @@ def block_attention(
             segment: the tokens of id s use state s - 1. None is an empty state, with a capacity of T tokens.
         segment_ids: [B, T] integers, 0 for padding; see `lsm_jax.ops.core.segments`.
         update_mask: [B, T], 0 for tokens whose key and value are not written: they attend to the tokens before them.
-        form: "recurrent" (token by token) or "chunk" (a chunk of queries after another). Single tokens are always
-            computed by the first.
-        implementation: None or "xla", which computes all scores and masks those of other blocks; there is no fused kernel.
-        chunk_size: queries that are computed together, a power of two; None is 64.
+        form: "recurrent" (token by token) or "chunk" (many queries together). Single tokens are always computed by the first.
+            Of a row of more than `num_blocks * block_size` tokens without an initial state, the second computes the scores of
+            the own and the selected blocks alone, so that work grows with T `num_blocks` `block_size`, besides the products of
+            queries and means. Of other rows it computes all scores, for a chunk of queries after another, and masks those of
+            blocks that are not selected. Results differ by rounding alone.
+        implementation: None or "xla"; there is no fused kernel.
+        chunk_size: queries that are computed together, a power of two: in a chunk, or in a tile that attends to one block. None
+            is 64 for a chunk, and for a tile at most 128, so few that padding adds at most a quarter.
 
     Returns:
         The output in v's dtype, 0 for tokens that attend to no token and NaN for tokens beyond the state's capacity, and
@@ -98,11 +102,14 @@ def native_sparse_attention(
     are always selected. The selection has no gradient.
 
     Args:
-        q, k, v, scale, initial_state, segment_ids, update_mask, form, implementation, chunk_size: as in `block_attention`.
+        q, k, v, scale, initial_state, segment_ids, update_mask, implementation: as in `block_attention`.
         gates: [B, T, max(H, G), 3], the weights of the means, of the selected blocks and of the window.
         block_size: tokens in a block.
         num_blocks: the number of selected blocks, at least 3.
         window: each token attends to the last `window` written tokens, itself included.
+        form: "recurrent" (token by token) or "chunk", which computes all scores for a chunk of queries after another, and masks
+            those of blocks that are not selected. Single tokens are always computed by the first.
+        chunk_size: queries in a chunk, a power of two; None is 64.
 
     Returns:
         The output and the final state, as `block_attention` does.
@@ -139,7 +146,7 @@ def _run(
         checks.check_shape(op, "gates", gates, shape, "B, T, H, 3")
     size = checks.check_chunk_size(op, chunk_size, -(-length // sequence_shards(length)))
     tile = None
-    # In a row of no more tokens, every query attends to every block: the scores of all keys are those that it needs.
+    # In a row of no more tokens, every query attends to all of its document.
     if gates is None and initial_state is None and length > num_blocks * block_size:
         group = max(1, q.shape[2] // heads)
         tile = size if chunk_size else tile_size(block_size, num_blocks - 1, group)

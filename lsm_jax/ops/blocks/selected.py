@@ -234,9 +234,14 @@ def _own_block(plan: Plan, row: Row, q: Array) -> tuple[Row, _Part]:
     blocks.
     """
     size, group = plan.block_size, len(q) // len(row.rank)
-    of_queries = (row.first, row.window, row.last)
-    of_queries = (None if x is None else jnp.repeat(x, group) for x in of_queries)
-    row = Row(jnp.repeat(row.rank, group), *of_queries, row.blocks, row.windows)
+
+    def repeat(x: Array | None) -> Array | None:
+        return None if x is None else jnp.repeat(x, group)
+
+    rank = jnp.repeat(row.rank, group)
+    row = row._replace(
+        rank=rank, first=repeat(row.first), window=repeat(row.window), last=repeat(row.last)
+    )
     if row.window is None or row.last is None or row.windows is None:
         seen = jnp.arange(size * group)[:, None] // group >= jnp.arange(size)
         return row, _Part(None, size * group, None, seen[None])
