@@ -180,18 +180,26 @@ def test_work_per_token_does_not_grow_with_the_row(size):
     lengths = (2048, 16384)
     short, long = (flops_per_token(n, block_size=size) for n in lengths)
     assert long < 1.3 * short
-    documents = jnp.ones((1, 1), jnp.int32)
-    packed = [
-        flops_per_token(n, block_size=size, segment_ids=jnp.broadcast_to(documents, (1, n)))
-        for n in lengths
-    ]
-    assert packed[1] < 1.3 * packed[0] and packed[1] < 2 * long
+    for rows in ("segment_ids", "update_mask"):
+        ones = (jnp.ones((1, n), jnp.int32) for n in lengths)
+        few, many = (
+            flops_per_token(n, block_size=size, **{rows: x})
+            for n, x in zip(lengths, ones, strict=True)
+        )
+        assert many < 1.3 * few and many < 1.6 * long
     # What the test would say of the other form, in one chunk.
     short, long = (flops_per_token(n, present=True, chunk_size=n, block_size=size) for n in lengths)
     assert long > 5 * short
 
 
-@pytest.mark.parametrize("gaps", [False, True])
+@pytest.mark.parametrize(
+    "gaps",
+    [
+        dict(gaps=False, all_write=False),
+        dict(gaps=True, all_write=True),
+        dict(gaps=True, all_write=False),
+    ],
+)
 def test_only_integers_are_scattered(gaps):
     """Sums by a scatter would have no fixed order on a GPU."""
     arrays = inputs_of(np.random.default_rng(0), 1, 600, (1, 1, 1), np.float32)
@@ -200,7 +208,7 @@ def test_only_integers_are_scattered(gaps):
     rank, written = jnp.arange(600)[None], jnp.ones((1, 600), bool)
 
     def total(*arrays):
-        rows = selected.rows_of(plan, rank, written, gaps, 0, 600)
+        rows = selected.rows_of(plan, rank, written, 0, 600, **gaps)
         return jnp.sum(selected.attend_selected(plan, *arrays, rows))
 
     jaxpr = jax.make_jaxpr(jax.grad(total, argnums=(0, 1, 2)))(*arrays).jaxpr

@@ -83,14 +83,24 @@ def attend_selected(plan: Plan, q: Array, k: Array, v: Array, rows: Row) -> Arra
 
 
 def rows_of(
-    plan: Plan, rank: Array, written: Array, gaps: bool, start: Array | int, length: int
+    plan: Plan,
+    rank: Array,
+    written: Array,
+    start: Array | int,
+    length: int,
+    *,
+    gaps: bool,
+    all_write: bool,
 ) -> Row:
     """Return the `Row` of each row, arrays [B, ...], for the `length` queries from token `start`; `rank` and `written` [B, S]
-    are those of complete rows. Without `gaps` the queries are a whole row that is one document, all of it written.
+    are those of complete rows. Without `gaps` the queries are a whole row that is one document, all of it written;
+    `all_write` is as in `row_with_gaps`.
     """
     if not gaps:
         return Row(rank)
-    of_row = functools.partial(row_with_gaps, size=plan.block_size, start=start, length=length)
+    of_row = functools.partial(
+        row_with_gaps, size=plan.block_size, start=start, length=length, all_write=all_write
+    )
     return jax.vmap(of_row)(rank, written)
 
 
@@ -164,7 +174,7 @@ class _Part(NamedTuple):
     def keys(self, plan: Plan, k: Array, v: Array) -> tuple[Array, Array]:
         """Return keys and values [S, ...] for each tile, [M, J, ...]; zeros for tiles without queries."""
         keys, values = _read(plan, self.spans, k), _read(plan, self.spans, v)
-        if self.tiles is None:
+        if self.tiles is None or self.tiles.span is None:
             return keys, values
         return take(keys, self.tiles.span), take(values, self.tiles.span)
 
@@ -222,6 +232,8 @@ def _backward_of_row(plan: Plan, q, k, v, row: Row, d_output, mean, log_total, p
 
 def _sum_tiles(plan: Plan, tiles: Tiles, x: Array, spans: int) -> Array:
     """Return the sums [N, J, ...] of the arrays x [M, J, ...] of the tiles of each of N spans."""
+    if tiles.span is None:
+        return x
     if spans > plan.tile:
         return sum_tiles(x, tiles.span, spans, -(-len(tiles.place) // plan.tile))
     # A product with zeros and ones reads x once, and costs no more than one of a tile's products.
@@ -245,8 +257,15 @@ def _own_block(plan: Plan, row: Row, q: Array) -> tuple[Row, _Part]:
     if row.window is None or row.last is None or row.windows is None:
         seen = jnp.arange(size * group)[:, None] // group >= jnp.arange(size)
         return row, _Part(None, size * group, None, seen[None])
-    place, span = places_of(row.window[:, None], len(row.windows.token), plan.tile)
-    tiles = Tiles(queries_of(place, len(span), plan.tile), span, place)
+    if row.queries is None:
+        place, span = places_of(row.window[:, None], len(row.windows.token), plan.tile)
+        tiles = Tiles(queries_of(place, len(span), plan.tile), span, place)
+    else:
+        query, place = (
+            (x[..., None] * group + jnp.arange(group))
+            for x in (row.queries.query, row.queries.place)
+        )
+        tiles = Tiles(query.reshape(-1, size * group), None, place.reshape(-1, 1))
     last, rank = (take(x, tiles.query, -1)[..., None] for x in (row.last, row.rank))
     place = jnp.arange(2 * size)
     seen = (rank >= 0) & (place <= last) & (place >= last - rank % size)

@@ -17,12 +17,12 @@ class Tiles(NamedTuple):
 
     Attributes:
         query: [M, C], the query in each place; the number of queries means none.
-        span: [M], the span of keys of each tile; the number of spans for tiles without queries.
+        span: [M], the span of keys of each tile; the number of spans for tiles without queries. None if tile n has span n.
         place: [Q, P], the places in M * C of each query; M * C or more means none.
     """
 
     query: Array
-    span: Array
+    span: Array | None
     place: Array
 
 
@@ -49,6 +49,7 @@ class Row(NamedTuple):
         blocks: the complete blocks of all documents, in their order; None if they follow each other without gaps.
         windows: spans of two times `size` written tokens, each of which begins `size` tokens after the one before; None if
             a query's own block is that of its number.
+        queries: tiles of `size` queries, one for each window; None if queries are put in tiles by their windows.
     """
 
     rank: Array
@@ -57,6 +58,7 @@ class Row(NamedTuple):
     last: Array | None = None
     blocks: Spans | None = None
     windows: Spans | None = None
+    queries: Tiles | None = None
 
 
 def take(x: Array, index: Array, fill=0) -> Array:
@@ -64,12 +66,16 @@ def take(x: Array, index: Array, fill=0) -> Array:
     return x.at[index].get(mode="fill", fill_value=fill)
 
 
-def row_with_gaps(rank: Array, written: Array, size: int, start: Array | int, length: int) -> Row:
+def row_with_gaps(
+    rank: Array, written: Array, size: int, start: Array | int, length: int, *, all_write: bool
+) -> Row:
     """Return the `Row` of the `length` queries from token `start` of a row whose S tokens are of several documents or not all
     written; `rank` and `written` [S] are as in `TokenPositions`.
 
     Complete blocks alone are numbered, of which there are at most S / `size`, however many documents there are. A query's
-    own block, which need not be complete, is among the last `size` written tokens of the row, in one of the windows.
+    own block, which need not be complete, is among the last `size` written tokens of the row, in one of the windows. If
+    `all_write`, the queries are those of a complete row, and the outputs of tokens that are not written are not used: each
+    window then has `size` queries.
     """
     tokens = len(rank)
     newest = jnp.cumsum(written, dtype=jnp.int32) - 1  # the number of the last written token
@@ -91,7 +97,7 @@ def row_with_gaps(rank: Array, written: Array, size: int, start: Array | int, le
         return jax.lax.dynamic_slice_in_dim(x, start, length)
 
     own, rank, done = (of_queries(x) for x in (newest, rank, done))
-    windows = 2 + max(0, length - 2) // size
+    windows = -(-length // size) if all_write else 2 + max(0, length - 2) // size
     first = (
         jnp.maximum(own[0], 0) // size - 1
     )  # the first window begins with written token first * size
@@ -102,6 +108,10 @@ def row_with_gaps(rank: Array, written: Array, size: int, start: Array | int, le
     known = written[:, None] & (window >= 0) & (window < windows)
     places = jnp.where(known, window * 2 * size + inside, windows * 2 * size)
     of_query = jnp.maximum(own, 0) // size - first - 1
+    queries = None
+    if all_write:
+        query = token_of(number[:, size:])
+        queries = Tiles(query, None, jnp.where(written, newest, query.size)[:, None])
     return Row(
         rank=rank,
         first=done - (rank + 1) // size,
@@ -109,6 +119,7 @@ def row_with_gaps(rank: Array, written: Array, size: int, start: Array | int, le
         last=own - (first + of_query) * size,
         blocks=Spans(complete, place[:, None]),
         windows=Spans(token_of(number), places),
+        queries=queries,
     )
 
 

@@ -135,7 +135,8 @@ def run_xla(
         if options.tile is None:
             output = _by_chunks(options, q, gates, k, v, positions, tokens, state)
         else:
-            output = _by_tiles(options, narrow, k, v, positions, tokens)
+            all_write = update_mask is None and options.axis is None  # besides padding
+            output = _by_tiles(options, narrow, k, v, positions, tokens, all_write)
         final = write_tokens(state, k, v, None, positions, tokens)
     output = output.reshape(batch, length, -1, output.shape[-1])
     if not options.no_state:
@@ -168,13 +169,16 @@ def _step(options: Options, memory: tuple, token: tuple) -> tuple[tuple, Array]:
     return (keys, values, count), _attend(options, one, stored, seen, document)[:, 0]
 
 
-def _by_tiles(options: Options, q, k, v, positions: TokenPositions, tokens: Tokens) -> Array:
+def _by_tiles(
+    options: Options, q, k, v, positions: TokenPositions, tokens: Tokens, all_write: bool
+) -> Array:
     """Return the output [B, T, G, R, V] of `block_attention` for queries [B, T, G, R, K], with the scores of the own and the
-    selected blocks alone; keys, values and `positions` are those of complete rows.
+    selected blocks alone; keys, values and `positions` are those of complete rows. `all_write` says that rows are complete
+    and the outputs of tokens that are not written are not used.
     """
     assert options.tile is not None
-    narrow = options.precision == jax.lax.Precision.DEFAULT  # all are 16-bit numbers
-    operand = jnp.result_type(q, k, v) if narrow else options.dtype
+    narrow = all(x.dtype == jnp.bfloat16 for x in (q, k, v))
+    operand = jnp.bfloat16 if narrow else options.dtype
     plan = Plan(
         block_size=options.block_size,
         earlier=options.num_blocks - 1,
@@ -188,7 +192,8 @@ def _by_tiles(options: Options, q, k, v, positions: TokenPositions, tokens: Toke
     if options.axis is not None:
         start = jax.lax.axis_index(options.axis) * length
     gaps = tokens.written is not None or options.axis is not None
-    rows = rows_of(plan, positions.rank, positions.written, gaps, start, length)
+    of_tokens = positions.rank, positions.written
+    rows = rows_of(plan, *of_tokens, start, length, gaps=gaps, all_write=all_write)
     return attend_selected(plan, q, k, v, rows)
 
 
