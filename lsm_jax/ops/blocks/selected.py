@@ -58,9 +58,9 @@ class Plan(NamedTuple):
 
 def tile_size(block_size: int, earlier: int, queries_per_key: int) -> int:
     """Return the number of queries in a tile: a power of two of at most a quarter of the queries by which a block is
-    selected on average, so that padding adds at most a quarter.
+    selected on average, so that padding adds at most a quarter. `earlier` is the number of selected blocks of a query.
     """
-    quarter = block_size * earlier * queries_per_key // 4
+    quarter = block_size * max(1, earlier) * queries_per_key // 4
     return min(_LARGEST_TILE, 1 << max(0, quarter.bit_length() - 1))
 
 
