@@ -59,7 +59,10 @@ def measure(case: dict[str, Any], size: str, workdir: Path) -> dict:
     tokens = case["tokens"]
     variant = f"{case['method']}-{size}"
     config = lm.get_config(variant)
-    fields = set_fields(config.model.layers["L"].mixer, case)
+    for pair in case.get("fields", "").split("+"):
+        if pair:
+            name, _, value = pair.partition("=")
+            setattr(config.model.layers["L"].mixer, name, float(value))
     config.total_tokens, config.model.remat, config.log_every = tokens, "dots", EVERY
     config.optimizer.warmup_tokens = tokens // 10
     config.eval_every = math.ceil(tokens / (config.batch_size * config.data.sequence_length))
@@ -76,19 +79,20 @@ def measure(case: dict[str, Any], size: str, workdir: Path) -> dict:
         state_bytes=state_bytes(config.model),
         seconds=round(seconds, 1),
         **provenance(),
-        command=command(variant, tokens, config.eval_every) + "".join(fields),
+        command=command(variant, tokens, config.eval_every, case.get("fields", "")),
     )
 
 
-def command(variant: str, tokens: int, eval_every: int) -> str:
-    """Return the `train.py` command that trains the config variant alone to the same held-out loss as the
-    benchmark does.
+def command(variant: str, tokens: int, eval_every: int, fields: str = "") -> str:
+    """Return the `train.py` command that trains the config variant alone, with these `fields` of its mixer's config, to the same held-out
+    loss as the benchmark does.
     """
+    overrides = (f" --config.model.layers.L.mixer.{pair}" for pair in fields.split("+") if pair)
     return (
         f"python train.py --config=configs/lm.py:{variant} --workdir=runs/{variant} --config.total_tokens={tokens} "
         f"--config.model.remat=dots --config.optimizer.warmup_tokens={tokens // 10} --config.log_every={EVERY} "
         f"--config.eval_every={eval_every}"
-    )
+    ) + "".join(overrides)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -119,14 +123,6 @@ def parse(word: str) -> dict[str, Any]:
                 f"--methods={word}: accepted behind a method are +<field>=<number> with a field of {config.__name__}"
             )
     return dict(method=name) | (dict(fields="+".join(given)) if given else {})
-
-
-def set_fields(mixer: Any, case: dict[str, Any]) -> list[str]:
-    """Set the fields of a mixer's config that a case names, and return them as `train.py` accepts them."""
-    pairs = case["fields"].split("+") if "fields" in case else []
-    for name, _, value in (pair.partition("=") for pair in pairs):
-        setattr(mixer, name, float(value))
-    return [f" --config.model.layers.L.mixer.{pair}" for pair in pairs]
 
 
 def rows(args: argparse.Namespace, cases: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:

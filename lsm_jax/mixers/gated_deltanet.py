@@ -16,7 +16,7 @@ from lsm_jax.mixers import checks
 from lsm_jax.mixers.base import Context, Mixer, short_convolution
 from lsm_jax.mixers.delta_config import GroupedDeltaRuleConfig
 from lsm_jax.mixers.heads import head_size
-from lsm_jax.mixers.joined import project_together
+from lsm_jax.mixers.joined import project_together, unjoined
 from lsm_jax.mixers.layers import (
     Dense,
     RMSNorm,
@@ -112,7 +112,7 @@ class GatedDeltaNet(Mixer):
         """Return the queries [B, T, H, K] of tokens x [B, T, D], x W_q after the short convolution, each of unit
         length, and the context.
         """
-        q, context = self.q_conv(self.q_proj(x), context, self.config.head_dim)
+        q, context = self.q_conv(self.q_proj(unjoined(x)), context, self.config.head_dim)
         return split_heads(q, self.config.num_heads), context
 
     def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
@@ -125,7 +125,7 @@ class GatedDeltaNet(Mixer):
         beta, step = project_together(x, (self.beta_proj, wide), (self.decay_proj, wide))
         beta = jax.nn.sigmoid(beta)
         step = jax.nn.softplus(step + self.dt_bias[...])
-        k, context = self.k_conv(self.k_proj(x), context, config.head_dim)
+        k, context = self.k_conv(self.k_proj(unjoined(unjoined(x))), context, config.head_dim)
         v, context = self.v_conv(self.v_proj(x), context)
         written = dict(
             k=split_heads(k, config.num_heads),

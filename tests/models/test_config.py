@@ -159,7 +159,8 @@ def test_commands_of_the_table_of_methods_start():
     train.py is started with one of them, with a run of 0 steps.
     """
     for row in read_rows(ROOT / "docs" / "methods.jsonl"):
-        assert row["command"] == methods.command(f"{row['method']}-10m", row["tokens"], 128)
+        given = f"{row['method']}-10m", row["tokens"], 128, row.get("fields", "")
+        assert row["command"] == methods.command(*given)
     _, *arguments = shlex.split(row["command"])
     done = subprocess.run(
         [sys.executable, *arguments, "--config.total_tokens=1"],

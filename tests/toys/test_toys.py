@@ -74,7 +74,7 @@ def test_a_backend_from_outside_by_name_in_order_and_by_itself(toy):
     output, _ = ops.linear_memory(q, q, q, normalize=1e-3, implementation=("toy", "xla"))
     assert output.shape == q.shape
     with pytest.raises(
-        ValueError, match="accepted are None, 'xla', 'toy', 'mosaic_gpu', 'mosaic_tpu', 'triton'"
+        ValueError, match="accepted are None, 'xla', 'toy', 'mosaic_gpu', 'triton', 'mosaic_tpu'"
     ):
         ops.linear_memory(q, q, q, implementation="cutile")
 

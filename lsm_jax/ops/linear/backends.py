@@ -117,7 +117,7 @@ the shortest row that Hopper's kernels may divide into parts."""
 
 
 def _is_small(call: Call) -> bool:
-    """Return whether a call is for Hopper cards and has few memories in short rows and no decay by channel, where Triton's kernels are
+    """Return whether a call is for one Hopper card and has few memories in short rows and no decay by channel, where Triton's kernels are
     installed.
 
     Hopper's scan then has few thread blocks, each of which computes all that a chunk needs before the next; Triton's scan updates the
@@ -131,7 +131,9 @@ def _is_small(call: Call) -> bool:
     absent = all(given.get(n) is None for n in ("value_log_decay", "bonus", "log_write"))
     plain = absent and jnp.ndim(given["log_decay"]) < 4
     small = memories <= FEW_MEMORIES and 1 < call.length < SHORT_ROW
-    return plain and small and compute_capabilities() == {"9.0"} and launch.usable()
+    mesh = jax.sharding.get_abstract_mesh()
+    one_card = compute_capabilities() == {"9.0"} and (mesh.empty or mesh.size == 1)
+    return plain and small and one_card and launch.usable()
 
 
 TRITON_FOR_FEW = dataclasses.replace(
