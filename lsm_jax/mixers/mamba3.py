@@ -55,7 +55,14 @@ from lsm_jax.mixers.layers import (
 from lsm_jax.mixers.method import Method
 from lsm_jax.mixers.op_config import RecurrentConfig
 from lsm_jax.mixers.steps import run_steps
-from lsm_jax.mixers.turns import of_heads, turn, turned_heads
+from lsm_jax.mixers.turns import (
+    pairs_first,
+    pairs_in_place,
+    scores_of_heads,
+    turn_pairs,
+    turned_heads,
+    waves,
+)
 
 RATES = ("heavy_tail", "softplus")
 
@@ -185,7 +192,7 @@ def trapezoid_memory(
         weight_before: [B, T, H], γ of the token before; 0 before the first.
         weight_old: [B, T, H], c.
         angle: [B, T, H, S], the turn of this token in radians.
-        halves: which channels turn together; see `turn`.
+        halves: which channels turn together; see `pairs_first`.
         q_bias: [R, H, N], added to the queries of each head before they are turned; None adds nothing.
         k_bias: [R, H, N], added to `k` and `k_before` in the same way.
         initial_state: G turned back, as this function returns it, or None.
@@ -209,40 +216,54 @@ def trapezoid_memory(
     )
     phase, final = split_heads(phase, heads), split_heads(final, heads)
 
-    # Products of ranks [i, j] as sums, with which XLA fuses what makes their operands; it stores the operands of a dot.
-    def scores(q, k):
-        return jnp.sum(q[:, :, :, None] * k[:, :, None], axis=-1)
-
     def mixed(scores, v):
         return jnp.sum(scores[..., None] * v[:, :, None], axis=3)
 
+    pairs = angle.shape[-1]
     none = jnp.zeros((ranks, heads, q.shape[-1]), q.dtype)
-    q_bias, k_bias = (none if bias is None else bias for bias in (q_bias, k_bias))
+    arrays = (q, k, k_before, *(none if bias is None else bias for bias in (q_bias, k_bias)))
+    q, k, k_before, q_bias, k_bias = (pairs_first(x, pairs, halves) for x in arrays)
+    if initial_state is not None:
+        memory = jnp.swapaxes(initial_state.memory, -1, -2)
+        memory = jnp.swapaxes(pairs_first(memory, pairs, halves), -1, -2)
+        initial_state = initial_state._replace(memory=memory)
 
     # Groups become heads in here: arrays of all heads' keys would be saved for the backward pass.
     @recomputed
     def inputs(
         q, k, v, k_before, v_before, log_decay, weight, weight_before, weight_old, phase, angle, q_bias, k_bias,
     ):  # fmt: skip
-        read = turned_heads(q, q_bias, phase, halves)
-        written = (jnp.exp(log_decay) * (weight_before + weight_old))[:, :, None, :, None]
-        written = written * turned_heads(k_before, k_bias, phase - angle, halves)
-        q, k = of_heads(q, q_bias).astype(wide), of_heads(k, k_bias).astype(wide)
+        cos, sin = waves(phase)
+        if segment_ids is None:  # the phase after the token before
+            first = [(0, 0), (1, 0), (0, 0), (0, 0)]
+            phase_before, sin_before = (jnp.pad(x[:, :-1], first) for x in (phase, sin))
+            cos_before = jnp.pad(cos[:, :-1], first, constant_values=1)
+        else:
+            phase_before = phase - angle
+            cos_before, sin_before = waves(phase_before)
+        read = turned_heads(q, q_bias, phase, cos, sin)
+        written = turned_heads(k_before, k_bias, phase_before, cos_before, sin_before)
         v, v_before = v.astype(wide), v_before.astype(wide)
-        near = mixed(weight[:, :, None, None] * scores(q, k), v)
+        scores = scores_of_heads(q, q_bias, k, k_bias, wide)
+        near = mixed(weight[:, :, None, None] * scores, v)
+        share = jnp.exp(log_decay) * (weight_before + weight_old)
+        values = share[:, :, None, :, None] * v_before
         if ranks > 1:  # what a rank reads before the ranks after it are written
             later = jnp.triu(jnp.ones((ranks, ranks), wide), 1)
-            near += mixed(later[..., None] * scores(read, written), v_before)
+            # As a sum XLA fuses it with what makes its operands; it stores the operands of a dot.
+            products = read[:, :, :, None].astype(wide) * written[:, :, None].astype(wide)
+            near += mixed(later[..., None] * jnp.sum(products, axis=-1), values)
         if update_mask is not None:
-            k_before = of_heads(k_before, k_bias).astype(wide)
-            last = mixed(weight_before[:, :, None, None] * scores(q, k_before), v_before)
+            scores = scores_of_heads(q, q_bias, k_before, k_bias, wide)
+            last = mixed(weight_before[:, :, None, None] * scores, v_before)
             near = jnp.where((update_mask != 0)[:, :, None, None, None], near, last)
-        return read, written, near
+        return read, written, values.astype(dtype), near
 
-    read, written, near = inputs(
+    dtype = v.dtype
+    read, written, values, near = inputs(
         q, k, v, k_before, v_before, log_decay, weight, weight_before, weight_old, phase, angle, q_bias, k_bias,
     )  # fmt: skip
-    arguments = dict(q=read.astype(v.dtype), k=written.astype(v.dtype), v=v_before)
+    arguments = dict(q=read, k=written, v=values)
     o, state = run_steps(
         ops.linear_memory,
         arguments,
@@ -253,8 +274,9 @@ def trapezoid_memory(
         update_mask=update_mask,
         **call,
     )
-    memory = jnp.swapaxes(state.memory, -1, -2)
-    memory = turn(memory, -final[..., None, :], halves=halves)
+    final = -final[..., None, :]
+    memory = turn_pairs(jnp.swapaxes(state.memory, -1, -2), jnp.cos(final), jnp.sin(final))
+    memory = pairs_in_place(memory, pairs, halves)
     y = (o.astype(wide) + near).astype(v.dtype)
     return y, state._replace(memory=jnp.swapaxes(memory, -1, -2))
 

@@ -1,75 +1,144 @@
-"""Rotations of pairs of key channels by angles of each token, and their gradient (Mamba-3, arXiv 2603.15569)."""
+"""Rotations of pairs of key channels by angles of each token, and their gradient (Mamba-3, arXiv 2603.15569).
+
+Products of queries and keys do not depend on the order of channels. Inside a layer the first channels of all pairs that turn come
+first, then the second ones, then the channels that do not turn: `pairs_first`. Neighbours in an array of pairs would be turned
+by transposes.
+"""
 
 from __future__ import annotations
-
-import functools
 
 import jax
 import jax.numpy as jnp
 
 
-def partners(x: jax.Array, halves: bool) -> jax.Array:
-    """Return x [..., N] turned by a right angle: for each channel the other one of its pair, negative for the first of a pair.
+def pairs_first(x: jax.Array, pairs: int, halves: bool) -> jax.Array:
+    """Return x [..., N] with the first channel of each of its first `pairs` pairs, then the second ones, then the rest.
 
     A pair is the channels 2 i and 2 i + 1, or with `halves` i and i + N / 2.
     """
-    pairs = x.reshape(*x.shape[:-1], *((2, -1) if halves else (-1, 2)))
-    sign = jnp.expand_dims(jnp.array([-1, 1], x.dtype), -1 if halves else 0)
-    return (sign * jnp.flip(pairs, -2 if halves else -1)).reshape(x.shape)
-
-
-def _waves(angle: jax.Array, size: int, halves: bool) -> tuple[jax.Array, jax.Array]:
-    """Return cosine and sine for each of `size` channels, [..., N], of the angles [..., S] of the first S pairs."""
-    rest = [(0, 0)] * (angle.ndim - 1) + [(0, size // 2 - angle.shape[-1])]
-    cos, sin = jnp.pad(jnp.cos(angle), rest, constant_values=1), jnp.pad(jnp.sin(angle), rest)
     if halves:
-        return jnp.concatenate([cos, cos], axis=-1), jnp.concatenate([sin, sin], axis=-1)
-    return jnp.repeat(cos, 2, axis=-1), jnp.repeat(sin, 2, axis=-1)
+        middle = x.shape[-1] // 2
+        edges = [pairs, middle, middle + pairs]
+        first, rest, second, last = jnp.split(x, edges, axis=-1)
+        return jnp.concatenate([first, second, rest, last], axis=-1)
+    turned, rest = jnp.split(x, [2 * pairs], axis=-1)
+    return jnp.concatenate([turned[..., ::2], turned[..., 1::2], rest], axis=-1)
+
+
+def pairs_in_place(x: jax.Array, pairs: int, halves: bool) -> jax.Array:
+    """Return x [..., N] in the order that it had before `pairs_first`."""
+    if halves:
+        edges = [pairs, 2 * pairs, pairs + x.shape[-1] // 2]
+        first, second, rest, last = jnp.split(x, edges, axis=-1)
+        return jnp.concatenate([first, rest, second, last], axis=-1)
+    first, second, rest = jnp.split(x, [pairs, 2 * pairs], axis=-1)
+    turned = jnp.stack([first, second], axis=-1).reshape(*first.shape[:-1], 2 * pairs)
+    return jnp.concatenate([turned, rest], axis=-1)
+
+
+def turn_pairs(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Turn x [..., N], in the order of `pairs_first`, by angles with this cosine and sine [..., S]."""
+    pairs = cos.shape[-1]
+    first, second, rest = jnp.split(x, [pairs, 2 * pairs], axis=-1)
+    return jnp.concatenate(
+        [first * cos - second * sin, second * cos + first * sin, rest.astype(cos.dtype)], axis=-1
+    )
 
 
 def turn(x: jax.Array, angle: jax.Array, *, halves: bool) -> jax.Array:
     """Turn pairs of channels of x [..., N] by `angle` [..., S], in radians; the channels beyond 2 S are not turned. `halves` says
-    which channels are pairs, as in `partners`.
+    which channels are pairs, as in `pairs_first`.
     """
-    cos, sin = _waves(angle, x.shape[-1], halves)
-    return x * cos + partners(x, halves) * sin
+    pairs = angle.shape[-1]
+    turned = turn_pairs(pairs_first(x, pairs, halves), jnp.cos(angle), jnp.sin(angle))
+    return pairs_in_place(turned, pairs, halves)
 
 
-def of_heads(x: jax.Array, bias: jax.Array) -> jax.Array:
+def waves(angle: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return cosine and sine of angles, without a gradient. They are stored, since queries and keys, and their gradients,
+    need both for each channel of a pair.
+    """
+    angle = jax.lax.stop_gradient(angle)
+    cos, sin = jax.lax.optimization_barrier((jnp.cos(angle), jnp.sin(angle)))
+    return cos, sin
+
+
+def _of_heads(x: jax.Array, bias: jax.Array, dtype) -> jax.Array:
     """Return x [B, T, R, G, N] for each of the H heads of its groups, with the heads' bias [R, H, N]."""
-    return jnp.repeat(x, bias.shape[1] // x.shape[3], axis=3) + bias.astype(x.dtype)
+    x = jnp.repeat(x, bias.shape[1] // x.shape[3], axis=3)
+    return x.astype(dtype) + bias.astype(x.dtype).astype(dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def turned_heads(x: jax.Array, bias: jax.Array, angle: jax.Array, halves: bool) -> jax.Array:
-    """Return x [B, T, R, G, N] with the bias [R, H, N] of each head, turned by the angles [B, T, H, S], in their dtype.
+@jax.custom_vjp
+def turned_heads(
+    x: jax.Array, bias: jax.Array, angle: jax.Array, cos: jax.Array, sin: jax.Array
+) -> jax.Array:
+    """Return x [B, T, R, G, N] with the bias [R, H, N] of each head, turned by the angles [B, T, H, S], in the dtype of x.
 
-    Every array of all heads' channels is read or written once: partners are those of x and bias, and the gradient of the angles has
-    no arrays for sines and cosines.
+    The channels have the order of `pairs_first`. `cos` and `sin` are those of `angle`, from `waves`; they have no gradient,
+    the angles have one.
     """
-    cos, sin = (w[:, :, None] for w in _waves(angle, x.shape[-1], halves))
-    partner = of_heads(partners(x, halves), partners(bias, halves))
-    return of_heads(x, bias).astype(angle.dtype) * cos + partner.astype(angle.dtype) * sin
+    turned = turn_pairs(_of_heads(x, bias, cos.dtype), cos[:, :, None], sin[:, :, None])
+    return turned.astype(x.dtype)
 
 
-def _turned_heads_forward(x, bias, angle, halves):
-    return turned_heads(x, bias, angle, halves), (x, bias, angle)
+def _turned_heads_forward(x, bias, angle, cos, sin):
+    return turned_heads(x, bias, angle, cos, sin), (x, bias, cos, sin)
 
 
-def _turned_heads_backward(halves, saved, d_turned):
-    """Return the gradients of x, bias and angles."""
-    x, bias, angle = saved
-    (batch, length, ranks, groups, size), heads = x.shape, bias.shape[1]
-    cos, sin = (w[:, :, None] for w in _waves(angle, size, halves))
-    partner = of_heads(partners(x, halves), partners(bias, halves)).astype(angle.dtype)
-    d_angle = d_turned * (partner * cos - of_heads(x, bias).astype(angle.dtype) * sin)
-    d_angle = d_angle.reshape(batch, length, ranks, heads, *((2, -1) if halves else (-1, 2)))
-    pairs = slice(angle.shape[-1])
-    d_angle = d_angle[..., pairs] if halves else d_angle[..., pairs, :]
-    d_angle = jnp.sum(d_angle, axis=(2, -2 if halves else -1))
-    d_heads = d_turned * cos - partners(d_turned, halves) * sin
-    d_groups = jnp.sum(d_heads.reshape(batch, length, ranks, groups, -1, size), axis=4)
-    return d_groups.astype(x.dtype), jnp.sum(d_heads, axis=(0, 1)).astype(bias.dtype), d_angle
+def _turned_heads_backward(saved, d_turned):
+    """Return the gradients of x, bias and angles, from the gradient turned back, which is stored once for the three of them."""
+    x, bias, cos, sin = saved
+    groups, pairs, wide = x.shape[3], cos.shape[-1], cos.dtype
+    d_heads = turn_pairs(d_turned.astype(wide), cos[:, :, None], -sin[:, :, None])
+    d_heads = jax.lax.optimization_barrier(d_heads.astype(x.dtype))
+    first, second, _ = jnp.split(_of_heads(x, bias, wide), [pairs, 2 * pairs], axis=-1)
+    d_first, d_second, _ = jnp.split(d_heads.astype(wide), [pairs, 2 * pairs], axis=-1)
+    d_angle = jnp.sum(first * d_second - second * d_first, axis=2)
+    d_bias = jnp.sum(d_heads.astype(wide), axis=(0, 1))
+    return _sum_of_heads(d_heads, groups), d_bias.astype(bias.dtype), d_angle, None, None
 
 
 turned_heads.defvjp(_turned_heads_forward, _turned_heads_backward)
+
+
+def _sum_of_heads(x: jax.Array, groups: int) -> jax.Array:
+    """Return the sum of x [B, T, R, H, N] over the heads of each of `groups` groups, in x's dtype.
+
+    In bfloat16 it is a product with unit matrices, which is as exact: GPUs multiply faster than they reduce a middle axis.
+    """
+    (*rows, heads, size), several = x.shape, x.shape[3] // groups
+    if several == 1:
+        return x
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    if x.dtype != jnp.bfloat16:
+        return jnp.sum(x.reshape(*rows, groups, several, size), axis=-2)
+    units = jnp.tile(jnp.eye(size, dtype=x.dtype), (several, 1))
+    x = x.reshape(*rows, groups, several * size)
+    sums = jnp.matmul(x, units, precision="default", preferred_element_type=wide)
+    return sums.astype(jnp.bfloat16)
+
+
+def scores_of_heads(
+    q: jax.Array, q_bias: jax.Array, k: jax.Array, k_bias: jax.Array, dtype
+) -> jax.Array:
+    """Return the products of the queries and keys of a token, [B, T, I, J, H] in `dtype`: those of q [B, T, I, G, N] with the bias
+    [I, H, N] of each head, and k [B, T, J, G, N] with its bias [J, H, N].
+
+    They are computed as the sum of products of groups and biases, without arrays of all heads' channels.
+    """
+    groups = q.shape[3]
+
+    def of_groups(bias):  # [I, H, N] to [I, G, H / G, N]
+        return bias.astype(q.dtype).reshape(bias.shape[0], groups, -1, bias.shape[-1])
+
+    def product(equation, a, b):
+        return jnp.einsum(equation, a, b, precision="highest", preferred_element_type=dtype)
+
+    q_bias, k_bias = of_groups(q_bias), of_groups(k_bias)
+    of_group = jnp.sum(q[:, :, :, None].astype(dtype) * k[:, :, None].astype(dtype), axis=-1)
+    scores = of_group[..., None] + product("btign,jgmn->btijgm", q, k_bias)
+    scores += product("btjgn,igmn->btijgm", k, q_bias) + product(
+        "ign,jgn->ijg", q_bias.reshape(len(q_bias), -1, q.shape[-1]), k_bias.reshape(len(k_bias), -1, q.shape[-1])
+    ).reshape(len(q_bias), len(k_bias), groups, -1)  # fmt: skip
+    return scores.reshape(*scores.shape[:-2], -1)
