@@ -62,7 +62,9 @@ from lsm_jax.mixers.turns import (
     turn_pairs,
     turned_heads,
     waves,
+    waves_before,
 )
+from lsm_jax.ops.core.segments import carry_ids_forward
 
 RATES = ("heavy_tail", "softplus")
 
@@ -203,16 +205,19 @@ def trapezoid_memory(
     Returns:
         The output [B, T, R, H, P], and the final state.
     """
-    ranks, heads, wide = q.shape[2], v.shape[3], log_decay.dtype
+    ranks, heads, dtype, wide = q.shape[2], v.shape[3], v.dtype, log_decay.dtype
     segments = None
     if initial_state is not None and initial_state.memory.ndim == 5:
         segments = initial_state.memory.shape[1]
     angle = angle - 2 * math.pi * jnp.round(angle / (2 * math.pi))  # a step can exceed half a turn
+    ids, mask = segment_ids, update_mask
+    if (
+        ids is not None and segments is None
+    ):  # padding inside a document has the phase of the token before
+        mask = (ids != 0) if mask is None else (ids != 0) & (mask != 0)
+        ids = carry_ids_forward(ids, jnp.zeros_like(ids[:, 0]))
     phase, final = ops.cumulative_phase(
-        merge_heads(angle),
-        num_segments=segments,
-        segment_ids=segment_ids,
-        update_mask=update_mask,
+        merge_heads(angle), num_segments=segments, segment_ids=ids, update_mask=mask
     )
     phase, final = split_heads(phase, heads), split_heads(final, heads)
 
@@ -233,16 +238,15 @@ def trapezoid_memory(
     def inputs(
         q, k, v, k_before, v_before, log_decay, weight, weight_before, weight_old, phase, angle, q_bias, k_bias,
     ):  # fmt: skip
-        cos, sin = waves(phase)
-        if segment_ids is None:  # the phase after the token before
-            first = [(0, 0), (1, 0), (0, 0), (0, 0)]
-            phase_before, sin_before = (jnp.pad(x[:, :-1], first) for x in (phase, sin))
-            cos_before = jnp.pad(cos[:, :-1], first, constant_values=1)
+        turned = waves(phase, dtype)
+        if segments is None:
+            phase_before = jnp.pad(phase[:, :-1], [(0, 0), (1, 0), (0, 0), (0, 0)])
+            turned_before = waves_before(*turned)
         else:
             phase_before = phase - angle
-            cos_before, sin_before = waves(phase_before)
-        read = turned_heads(q, q_bias, phase, cos, sin)
-        written = turned_heads(k_before, k_bias, phase_before, cos_before, sin_before)
+            turned_before = waves(phase_before, dtype)
+        read = turned_heads(q, q_bias, phase, *turned)
+        written = turned_heads(k_before, k_bias, phase_before, *turned_before)
         v, v_before = v.astype(wide), v_before.astype(wide)
         scores = scores_of_heads(q, q_bias, k, k_bias, wide)
         near = mixed(weight[:, :, None, None] * scores, v)
@@ -259,7 +263,6 @@ def trapezoid_memory(
             near = jnp.where((update_mask != 0)[:, :, None, None, None], near, last)
         return read, written, values.astype(dtype), near
 
-    dtype = v.dtype
     read, written, values, near = inputs(
         q, k, v, k_before, v_before, log_decay, weight, weight_before, weight_old, phase, angle, q_bias, k_bias,
     )  # fmt: skip

@@ -25,7 +25,8 @@ from lsm_jax.parallel import TOKENS, over_mesh
 # By dtype: the integers that angles are counted in, the power of two by which a radian is multiplied, and a full turn.
 _COUNTS = {"float32": ("int32", 28, 1686629713), "float64": ("int64", 60, 7244019458077122842)}
 
-_BLOCK = 16  # entries that are added in one pass
+_FIRST_BLOCK, _BLOCK = 8, 16  # entries that are added in one pass, and sums of blocks
+_SPARE = 4  # bits that a sum of `_BLOCK` integers needs
 
 
 def cumulative_phase(
@@ -218,20 +219,22 @@ def _running_sum(x: Array, initial: Array, chunks: Chunks) -> tuple[Array, Array
     return add(entering, x), final
 
 
-def _blocked_sum(x: Array, run: Array | None, initial: Array) -> Array:
+def _blocked_sum(x: Array, run: Array | None, initial: Array, size: int = _FIRST_BLOCK) -> Array:
     """Return the sum of x [B, N, H] over the entries of the same run up to each entry, with `initial` [B, H] in run 0.
 
-    Blocks of entries are summed, then their sums in the same way, so that a pass over all entries is needed only at the
-    beginning and at the end: log2(N) passes of an associative scan took a GPU five times as long.
+    Blocks of entries are summed, then their sums in the same way, so that all entries are passed over only at the beginning
+    and at the end, and arrays have the same layout at every step; an associative scan has 2 log2(N) steps, of which a
+    GPU executes each as a kernel.
 
     Args:
         x: numbers, or integers that are angles.
         run: [B, N], a number that changes where the sum begins again, or None if it does not.
         initial: the sums before the first entry.
+        size: number of entries of a block.
     """
     add = _add if jnp.issubdtype(x.dtype, jnp.integer) else jnp.add
     batch, count, heads = x.shape
-    size = min(count, _BLOCK)
+    size = min(count, size)
     padding = [(0, 0), (0, -count % size)]
     x = jnp.pad(x, [*padding, (0, 0)]).reshape(batch, -1, size, heads)
     if run is not None:
@@ -239,7 +242,7 @@ def _blocked_sum(x: Array, run: Array | None, initial: Array) -> Array:
     sums, entering = _sum_in_blocks(x, run), initial[:, None]
     if x.shape[1] > 1:
         ends = None if run is None else run[:, :, -1]
-        after = _blocked_sum(sums[:, :, -1], ends, initial)
+        after = _blocked_sum(sums[:, :, -1], ends, initial, _BLOCK)
         entering = jnp.concatenate([entering, after[:, :-1]], axis=1)
     entering = entering[:, :, None]
     if run is not None:
@@ -251,19 +254,20 @@ def _blocked_sum(x: Array, run: Array | None, initial: Array) -> Array:
 def _sum_in_blocks(x: Array, run: Array | None) -> Array:
     """Return the sum of x [B, N, C, H] over the entries of the same block and run up to each entry.
 
-    Integers wrap around; their sum in floating point says how many full turns it has, so that the sum without them is exact.
+    Integers wrap around; the sum of their leading bits says how many full turns it has, so that the sum without them is exact.
     """
     angles = jnp.issubdtype(x.dtype, jnp.integer)
-    kind, turn = next((k, turn) for k, (i, _, turn) in _COUNTS.items() if x.dtype.name in (i, k))
-    total, rough = x, x.astype(kind)
+    total, leading = x, x >> _SPARE if angles else None
     for distance in range(1, x.shape[2]):
         earlier = jnp.pad(x[:, :, :-distance], [(0, 0), (0, 0), (distance, 0), (0, 0)])
         if run is not None:
             same = run[:, :, distance:] == run[:, :, :-distance]
             same = jnp.pad(same, [(0, 0), (0, 0), (distance, 0)])
             earlier = jnp.where(same[..., None], earlier, 0)
-        total, rough = total + earlier, rough + earlier.astype(kind)
+        total = total + earlier
+        leading = leading + (earlier >> _SPARE) if angles else None
     if not angles:
         return total
-    turns = jnp.round(rough * (1 / turn)).astype(x.dtype)
+    kind, turn = next((name, turn) for name, (i, _, turn) in _COUNTS.items() if i == x.dtype.name)
+    turns = jnp.round(leading.astype(kind) * (2.0**_SPARE / turn)).astype(x.dtype)
     return _add(total - turns * turn, jnp.zeros_like(total))
