@@ -153,7 +153,8 @@ def _sum_of_heads(x: jax.Array, groups: int) -> jax.Array:
 
     In bfloat16 it is a product with unit matrices, which is as exact: GPUs multiply faster than they reduce a middle axis.
     """
-    (*rows, heads, size), several = x.shape, x.shape[3] // groups
+    *rows, heads, size = x.shape
+    several = heads // groups
     if several == 1:
         return x
     wide = jnp.promote_types(x.dtype, jnp.float32)

@@ -162,41 +162,50 @@ def _sum_up(num_segments, angle, segment_ids, update_mask, state):
     chunks = cut_into_chunks(tokens, length, 1, num_segments)
     angle = select(tokens.written, angle).astype(checks.compute_dtype(angle))
     angle = chunks.split(angle)[:, :, 0]
-    counts, bits, _ = _COUNTS[angle.dtype.name]
-    count = jnp.round(jax.lax.stop_gradient(angle) * 2.0**bits).astype(counts)
-    phase, last = _running_sum(count, state.count, chunks)
-    zero, last_zero = _zeros_with_gradient(angle, state.zero, chunks)
-    phase = phase.astype(angle.dtype) * 2.0**-bits
-    output = chunks.join((phase + zero)[:, :, None], length)
-    return finish_output(tokens, output), _Sums(last, last_zero, tokens.last_id)
+    # Zeros of the angles' type, which the gradient has too: under `jax.shard_map` they vary along the axes that angles do.
+    no_angle = jnp.zeros_like(angle[:, 0] if num_segments is None else angle[:, :1])
+    phase, last, zero = _add_angles(angle, state.count, state.zero + no_angle, chunks)
+    output = chunks.join(phase[:, :, None], length)
+    return finish_output(tokens, output), _Sums(last, zero, tokens.last_id)
 
 
 @jax.custom_vjp
-def _zeros_with_gradient(x: Array, initial: Array, chunks: Chunks) -> tuple[Array, Array]:
-    """Return zeros with the gradients of `_running_sum`'s results, which integers do not have."""
-    return jnp.zeros_like(x), jnp.zeros_like(initial)
+def _add_angles(
+    angle: Array, count: Array, zero: Array, chunks: Chunks
+) -> tuple[Array, Array, Array]:
+    """Return the sums of angles [B, N, H] in radians up to each entry, and the last sums, as integers and as the zeros that
+    carry their gradient; `count` and `zero` are those before the call. Integers have no gradient of their own.
+    """
+    counts, bits, _ = _COUNTS[angle.dtype.name]
+    # Stored, since each count is one term of several sums, for each of which XLA would compute it again.
+    each = jax.lax.optimization_barrier(jnp.round(angle * 2.0**bits).astype(counts))
+    phase, last = _running_sum(each, count, chunks)
+    phase = phase.astype(angle.dtype) * 2.0**-bits
+    # Zeros that depend on the angles: `jax.vmap` adds the gradients of what it believes to be constant.
+    return phase, last, zero + 0 * last.astype(angle.dtype)
 
 
-def _zeros_forward(x, initial, chunks):
-    return _zeros_with_gradient(x, initial, chunks), (jnp.zeros_like(initial), chunks)
+def _add_angles_forward(angle, count, zero, chunks):
+    return _add_angles(angle, count, zero, chunks), (jnp.zeros_like(zero), chunks)
 
 
-def _zeros_backward(saved, gradients):
-    """Return the gradients of x and initial: sums over the later entries of the same document."""
-    (zero, chunks), (d_sums, d_last) = saved, gradients
+def _add_angles_backward(saved, gradients):
+    """Return the gradients of the angles and of `zero`: sums over the later entries of the same document."""
+    (zero, chunks), (d_sums, _, d_last) = saved, gradients
     if chunks.slot is not None:
         sums = functools.partial(_running_sum, chunks=chunks)
         transposed = jax.linear_transpose(sums, d_sums, zero)
-        return *transposed((d_sums, d_last)), None
+        d_angle, d_zero = transposed((d_sums, d_last))
+        return d_angle, None, d_zero, None
     run = _runs(chunks)
     d_sums = jnp.concatenate([d_sums[:, :-1], d_sums[:, -1:] + d_last[:, None]], axis=1)
     reversed_run = None if run is None else run[:, ::-1]
-    d_x = _blocked_sum(d_sums[:, ::-1], reversed_run, zero)[:, ::-1]
-    d_initial = d_x[:, 0]
-    return d_x, d_initial if run is None else jnp.where(run[:, :1] == 0, d_initial, 0), None
+    d_angle = _blocked_sum(d_sums[:, ::-1], reversed_run, zero)[:, ::-1]
+    d_zero = d_angle[:, 0]
+    return d_angle, None, d_zero if run is None else jnp.where(run[:, :1] == 0, d_zero, 0), None
 
 
-_zeros_with_gradient.defvjp(_zeros_forward, _zeros_backward)
+_add_angles.defvjp(_add_angles_forward, _add_angles_backward)
 
 
 def _runs(chunks: Chunks) -> Array | None:
