@@ -159,6 +159,15 @@ def test_masked_tokens_read_the_memory_of_the_last_written_token():
     close(o[:, 3], o[:, 2])
 
 
+def test_padding_inside_a_document_changes_nothing():
+    mixer = mixers.build(mixers.Mamba3Config.for_width(16), 16, rngs=nnx.Rngs(0), init_std=0.5)
+    x = jax.random.normal(jax.random.key(0), (1, 11, 16))
+    ids = jnp.array([[0, 1, 1, 1, 0, 0, 1, 1, 2, 0, 2]])
+    real = ids[0] != 0
+    run = jax.jit(lambda x, ids: mixer(x, segment_ids=ids)[0])
+    close(run(x, ids)[:, real], run(x[:, real], ids[:, real]))
+
+
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
