@@ -265,18 +265,18 @@ def _sum_in_blocks(x: Array, run: Array | None) -> Array:
 
     Integers wrap around; the sum of their leading bits says how many full turns it has, so that the sum without them is exact.
     """
-    angles = jnp.issubdtype(x.dtype, jnp.integer)
-    total, leading = x, x >> _SPARE if angles else None
+    terms = [x]
     for distance in range(1, x.shape[2]):
         earlier = jnp.pad(x[:, :, :-distance], [(0, 0), (0, 0), (distance, 0), (0, 0)])
         if run is not None:
             same = run[:, :, distance:] == run[:, :, :-distance]
             same = jnp.pad(same, [(0, 0), (0, 0), (distance, 0)])
             earlier = jnp.where(same[..., None], earlier, 0)
-        total = total + earlier
-        leading = leading + (earlier >> _SPARE) if angles else None
-    if not angles:
+        terms.append(earlier)
+    total = sum(terms[1:], terms[0])
+    if not jnp.issubdtype(x.dtype, jnp.integer):
         return total
     kind, turn = next((name, turn) for name, (i, _, turn) in _COUNTS.items() if i == x.dtype.name)
+    leading = sum((term >> _SPARE for term in terms[1:]), terms[0] >> _SPARE)
     turns = jnp.round(leading.astype(kind) * (2.0**_SPARE / turn)).astype(x.dtype)
     return _add(total - turns * turn, jnp.zeros_like(total))
