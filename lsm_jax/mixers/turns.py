@@ -136,6 +136,9 @@ def _turned_heads_backward(saved, d_turned):
     x, bias, cos, sin = saved
     groups, pairs, wide = x.shape[3], cos.shape[-1], jnp.promote_types(x.dtype, jnp.float32)
     cos, sin = _read_waves(cos, sin, wide)
+    d_turned = jax.lax.optimization_barrier(
+        d_turned
+    )  # a sum with several ranks, of which parts would be stored
     d_heads = turn_pairs(d_turned.astype(wide), cos, -sin)
     d_heads = jax.lax.optimization_barrier(d_heads.astype(x.dtype))
     first, second, _ = jnp.split(_of_heads(x, bias, wide), [pairs, 2 * pairs], axis=-1)
