@@ -59,6 +59,7 @@ from lsm_jax.mixers.turns import (
     pairs_first,
     pairs_in_place,
     scores_of_heads,
+    turn,
     turn_pairs,
     turned_heads,
     waves,
@@ -211,9 +212,8 @@ def trapezoid_memory(
         segments = initial_state.memory.shape[1]
     angle = angle - 2 * math.pi * jnp.round(angle / (2 * math.pi))  # a step can exceed half a turn
     ids, mask = segment_ids, update_mask
-    if (
-        ids is not None and segments is None
-    ):  # padding inside a document has the phase of the token before
+    # Padding inside a document has the phase of the token before, by which the next token's `k_before` is turned.
+    if ids is not None and segments is None:
         mask = (ids != 0) if mask is None else (ids != 0) & (mask != 0)
         ids = carry_ids_forward(ids, jnp.zeros_like(ids[:, 0]))
     phase, final = ops.cumulative_phase(
@@ -228,7 +228,9 @@ def trapezoid_memory(
     none = jnp.zeros((ranks, heads, q.shape[-1]), q.dtype)
     arrays = (q, k, k_before, *(none if bias is None else bias for bias in (q_bias, k_bias)))
     q, k, k_before, q_bias, k_bias = (pairs_first(x, pairs, halves) for x in arrays)
-    if initial_state is not None:
+    # In few tokens, as in decoding, queries and keys are put in the memory's order, in many the memory in theirs.
+    published = v.shape[1] < v.shape[-1]
+    if initial_state is not None and not published:
         memory = jnp.swapaxes(initial_state.memory, -1, -2)
         memory = jnp.swapaxes(pairs_first(memory, pairs, halves), -1, -2)
         initial_state = initial_state._replace(memory=memory)
@@ -239,6 +241,7 @@ def trapezoid_memory(
         q, k, v, k_before, v_before, log_decay, weight, weight_before, weight_old, phase, angle, q_bias, k_bias,
     ):  # fmt: skip
         turned = waves(phase, dtype)
+        # A document's first token is turned by another's phase: what it writes of the token before is 0.
         if segments is None:
             phase_before = jnp.pad(phase[:, :-1], [(0, 0), (1, 0), (0, 0), (0, 0)])
             turned_before = waves_before(*turned)
@@ -266,6 +269,8 @@ def trapezoid_memory(
     read, written, values, near = inputs(
         q, k, v, k_before, v_before, log_decay, weight, weight_before, weight_old, phase, angle, q_bias, k_bias,
     )  # fmt: skip
+    if published:
+        read, written = (pairs_in_place(x, pairs, halves) for x in (read, written))
     arguments = dict(q=read, k=written, v=values)
     o, state = run_steps(
         ops.linear_memory,
@@ -277,9 +282,12 @@ def trapezoid_memory(
         update_mask=update_mask,
         **call,
     )
-    final = -final[..., None, :]
-    memory = turn_pairs(jnp.swapaxes(state.memory, -1, -2), jnp.cos(final), jnp.sin(final))
-    memory = pairs_in_place(memory, pairs, halves)
+    memory, final = jnp.swapaxes(state.memory, -1, -2), -final[..., None, :]
+    if published:
+        memory = turn(memory, final, halves=halves)
+    else:
+        memory = turn_pairs(memory, jnp.cos(final), jnp.sin(final))
+        memory = pairs_in_place(memory, pairs, halves)
     y = (o.astype(wide) + near).astype(v.dtype)
     return y, state._replace(memory=jnp.swapaxes(memory, -1, -2))
 

@@ -159,6 +159,23 @@ def test_masked_tokens_read_the_memory_of_the_last_written_token():
     close(o[:, 3], o[:, 2])
 
 
+@pytest.mark.parametrize("rank", [None, 2])
+def test_calls_of_any_length_continue_the_state(rank):
+    """The memory's channels have the published order between calls, of tokens fewer or more than the channels of a value."""
+    config = dataclasses.replace(mixers.Mamba3Config.for_width(16), mimo_rank=rank)
+    mixer = mixers.build(config, 16, rngs=nnx.Rngs(0), init_std=0.5)
+    x = jax.random.normal(jax.random.key(0), (2, 13, 16))
+    whole, final, _ = mixer(x, state=mixer.init_state(2, 13, jnp.float32))
+    assert 1 < config.head_dim < 7
+    for cuts in ([1, 2, 9], [7, 8], [10]):
+        state, outputs = mixer.init_state(2, 13, jnp.float32), []
+        for part in jnp.split(x, cuts, axis=1):
+            y, state, _ = mixer(part, state=state)
+            outputs.append(y)
+        close(jnp.concatenate(outputs, axis=1), whole)
+        close(state, final)
+
+
 def test_padding_inside_a_document_changes_nothing():
     mixer = mixers.build(mixers.Mamba3Config.for_width(16), 16, rngs=nnx.Rngs(0), init_std=0.5)
     x = jax.random.normal(jax.random.key(0), (1, 11, 16))
