@@ -20,7 +20,7 @@ def _series(function, degree: int) -> list[float]:
     return series.convert(kind=np.polynomial.Polynomial).coef[::-1].tolist()
 
 
-# In u = (angle / π)²: cosine, and sine divided by angle / π; exact to 1e-5, of which 2^-14 is 6 times as much.
+# In u = (angle / π)²: cosine, and sine divided by angle / π; exact to 2e-6, a thirtieth of 2^-14.
 _COS = _series(lambda u: np.cos(np.pi * np.sqrt(u)), 5)
 _SIN = _series(lambda u: np.pi * np.sinc(np.sqrt(u)), 5)
 
@@ -79,7 +79,7 @@ def _polynomial(coefficients: list[float], x: jax.Array) -> jax.Array:
 def waves(angle: jax.Array, dtype) -> tuple[jax.Array, jax.Array]:
     """Return cosine and sine of angles [B, T, H, S] for turning arrays of `dtype`, without a gradient. They are
     stored, since queries and keys, and their gradients, need both for each channel of a pair; for bfloat16, which rounds
-    to 2e-3, as integers of 16 bits, multiples of 2^-14, and from polynomials, which are a fifth of a sine's instructions.
+    to 2e-3, as integers of 16 bits, multiples of 2^-14, and come from polynomials, with fewer instructions than a sine.
     """
     angle = jax.lax.stop_gradient(angle)
     if dtype == jnp.bfloat16:
