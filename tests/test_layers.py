@@ -96,7 +96,6 @@ ALLOWED_INSIDE = {
         "experts": {"core", "backends"},
         "normalization": {"core", "backends"},
         "rwkv7": {"core", "backends", "convolution"},
-        "swiglu": {"core", "backends"},
     },
     "pallas_kernels": {
         "tiles": set(),
@@ -113,7 +112,6 @@ ALLOWED_INSIDE = {
         "gated_norm": {"hopper"},
         "rwkv7": {"hopper"},
         "residual_norm": {"hopper"},
-        "swiglu": {"hopper"},
         "grouped_product": {"hopper", "tpu", "tiles"},
     },
 }

@@ -232,7 +232,7 @@ def serve(case: dict[str, Any]) -> None:
     if case.get("stacks") == "concatenated":
         unstack.LEAST_SIZE = math.inf
     if case.get("swiglu") == "apart":
-        decoder.join_stacks = lambda periods, remat, x: periods
+        decoder.join_stacks = lambda periods, remat: periods
     if case.get("delta_chunks") == "kept":
         delta_chunks.fits_streamed = lambda depth, values: False
     if size := case.get("loss_chunk_size"):

@@ -14,7 +14,6 @@ from lsm_jax.feedforward.tokenwise import Tokenwise
 from lsm_jax.mixers import checks
 from lsm_jax.mixers.layers import Dense, project, recomputed
 from lsm_jax.ops.core.saved import INPUTS, product_input, stored_gradient
-from lsm_jax.ops.swiglu.product import swiglu_product
 
 
 @dataclasses.dataclass(kw_only=True, unsafe_hash=True)
@@ -74,11 +73,9 @@ class SwiGLU(Tokenwise):
 
     Attributes:
         gate_up: W_g and W_u side by side, [D, 2F], instead of `gate_proj` and `up_proj`; None before `join`.
-        by_kernel: whether the backward pass computes the hidden layer again by a kernel (`swiglu_product`); decided by `join`.
     """
 
     gate_up: Any = None
-    by_kernel: bool = False
 
     def __init__(
         self, config: SwiGLUConfig, hidden_size: int, *, rngs: nnx.Rngs, init_std: float = 0.02
@@ -93,36 +90,28 @@ class SwiGLU(Tokenwise):
             width, hidden_size, axes=("mlp", "embed"), rngs=rngs, init_std=init_std
         )
 
-    def join(self, *, by_kernel: bool = False) -> None:
+    def join(self) -> None:
         """Replace the projections of gate and up by their kernels side by side, `gate_up`; the kernels may be stacked over layers.
 
         One product then loads x once, and the gradient of x is one array instead of two that are added. Biases, adapters and products of
-        the projections are lost: they must have none but the product with the kernel, and with `by_kernel` the last projection neither.
-
-        Args:
-            by_kernel: for rematerialisation that does not save the hidden layer, on Hopper: one kernel computes it with its gradient.
+        the projections are lost: they must have none but the product with the kernel.
         """
         kernels = [layer.kernel[...] for layer in (self.gate_proj, self.up_proj)]
-        self.gate_up, self.by_kernel = nnx.Param(jnp.concatenate(kernels, axis=-1)), by_kernel
+        self.gate_up = nnx.Param(jnp.concatenate(kernels, axis=-1))
         del self.gate_proj, self.up_proj
 
     def transform(self, x: jax.Array) -> jax.Array:
         """Return the output [B, T, D] of SwiGLU for tokens x [B, T, D]."""
         into, out = self.config.gate_scale, self.config.output_scale
 
-        def scaled(y):
-            return y if out == 1 else out * y
-
         def down(gate, up):
             hidden = product_input(jax.nn.silu(gate if into == 1 else into * gate) * up)
-            return scaled(self.down_proj(hidden))
+            y = self.down_proj(hidden)
+            return y if out == 1 else out * y
 
         if self.gate_up is None:
             return recomputed(down, INPUTS)(self.gate_proj(x), self.up_proj(x))
         gate_up = project(x, self.gate_up[...])
-        if self.by_kernel:
-            kernel = self.down_proj.kernel[...].astype(x.dtype)
-            return scaled(swiglu_product(into, gate_up, kernel))
 
         def down_of_both(gate_up):
             return down(*jnp.split(gate_up, 2, axis=-1))

@@ -241,7 +241,7 @@ class Decoder(nnx.Module):
         index = np.arange(self.num_periods)
         scanned = functools.partial(apply_period, rows)
         casts = state is None and self._casts_stacks()
-        stacks = join_stacks(self.periods, self.remat, x) if casts else self.periods
+        stacks = join_stacks(self.periods, self.remat) if casts else self.periods
         pair = state is None and self._adds_later(x)
         x = (x, jnp.zeros_like(x)) if pair else x
         layers = None

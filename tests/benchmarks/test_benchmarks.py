@@ -16,7 +16,7 @@ import pytest
 from benchmarks import options, registry, run
 from benchmarks import text as texts
 from benchmarks.__main__ import main, make_parser
-from benchmarks.cases import delta_chunks, gated_norm, mom_sequence, residual_norm, swiglu, writes
+from benchmarks.cases import delta_chunks, gated_norm, mom_sequence, residual_norm, writes
 from benchmarks.registry import Benchmark, UsageError
 from benchmarks.run import read_rows
 from pallas_kernels.compat import gpu_interpreter
@@ -253,18 +253,6 @@ def test_sums_with_their_norms_are_drawn_and_compared(tmp_path, monkeypatch):
     (row,) = read_rows(output)
     assert row["right"] and row["xla"] == 3 and row["limit"] == 0
     assert 0 < row["errors"]["xla"] < 5e-3
-
-
-def test_gradients_of_swiglu_are_drawn_and_compared(tmp_path, monkeypatch):
-    monkeypatch.setitem(swiglu.CASES, "small", swiglu.Case(2, 4, 8, 0.5))
-    monkeypatch.setattr(
-        swiglu, "batch_milliseconds", lambda program, *x: len(jax.tree.leaves(program(*x)))
-    )
-    output = tmp_path / "rows.jsonl"
-    main(["swiglu", "--cases=small", "--kinds=xla,joined", f"--output={output}"])
-    (row,) = read_rows(output)
-    assert row["right"] and row["xla"] == 3 and row["joined"] == 1
-    assert all(0 < row["errors"][kind] < 5e-3 for kind in ("xla", "joined"))
 
 
 def test_gradients_of_writes_are_drawn_and_compared():

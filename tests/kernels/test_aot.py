@@ -30,14 +30,11 @@ from pallas_kernels.residual_norm import residual_norm_forward, residual_norm_gr
 from pallas_kernels.rwkv7 import cases as rwkv7_cases
 from pallas_kernels.selective_scan.cases import TPU_COMPILED
 from pallas_kernels.short_convolution import cases as convolution_cases
-from pallas_kernels.swiglu import cases as swiglu_cases
-from pallas_kernels.swiglu import swiglu_gradients
 from tests.kernels import test_gated_norm_gpu as gated_norm
 from tests.kernels import test_residual_norm_gpu as residual_norm
 from tests.kernels import test_rwkv7_gpu as rwkv7
 from tests.kernels import test_selective_scan_gpu as scans
 from tests.kernels import test_short_convolution_gpu as convolution
-from tests.kernels import test_swiglu_gpu as swiglu
 
 pytestmark = pytest.mark.aot
 
@@ -349,13 +346,6 @@ def test_sums_with_their_norms_compile_for_an_h200_and_spill_nothing(case, capfd
     arrays = jax.eval_shape(functools.partial(residual_norm.make_sum, case))
     forward = functools.partial(residual_norm_forward, eps=1e-5)
     assert_spills_nothing(forward, arrays, 1, capfd, monkeypatch)
-
-
-@pytest.mark.parametrize("case", swiglu_cases.COMPILED, ids=lambda case: case.id)
-def test_gradients_of_swiglu_compile_for_an_h200_and_spill_nothing(case, capfd, monkeypatch):
-    arrays = jax.eval_shape(functools.partial(swiglu.make, case))
-    gradients = functools.partial(swiglu_gradients, scale=case.scale)
-    assert_spills_nothing(gradients, arrays, 1, capfd, monkeypatch)
 
 
 def assert_spills_nothing(function, shapes, kernels: int, capfd, monkeypatch) -> None:

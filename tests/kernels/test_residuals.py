@@ -243,15 +243,6 @@ def test_the_sums_and_norms_of_a_layer_run_once(method, remat):
         assert layer_kernels(method, "full", unrolled=unrolled)["residual_norm_forward"] == 0
 
 
-@pytest.mark.parametrize("remat", ["none", "dots", "dots_and_convolutions", "dots_and_states"])
-def test_a_hidden_layer_that_is_not_saved_is_computed_with_its_gradient(remat):
-    """SwiGLU's, by one kernel a layer; in a loop by XLA, and where it is saved its gradient too."""
-    again = remat in ("dots", "dots_and_convolutions")
-    for unrolled, layers in ((False, 1), (True, 2)):
-        found = layer_kernels("softmax", remat, unrolled=unrolled)
-        assert found["swiglu_backward"] == layers * (again and unrolled)
-
-
 @pytest.mark.parametrize("saves", [True, False])
 def test_a_norm_that_is_not_saved_is_computed_from_the_stream(saves):
     """With the stream saved, and whether or not the norm is saved by its name, the backward pass runs no kernel; a norm that is not

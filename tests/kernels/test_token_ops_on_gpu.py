@@ -22,13 +22,10 @@ from pallas_kernels.residual_norm import residual_norm_forward, residual_norm_gr
 from pallas_kernels.rwkv7 import cases as rwkv7_cases
 from pallas_kernels.short_convolution import cases as short_convolution_cases
 from pallas_kernels.short_convolution import short_convolution
-from pallas_kernels.swiglu import cases as swiglu_cases
-from pallas_kernels.swiglu import swiglu_gradients
 from tests.kernels import test_gated_norm_gpu as gated_norm
 from tests.kernels import test_residual_norm_gpu as residual_norm
 from tests.kernels import test_rwkv7_gpu as rwkv7
 from tests.kernels import test_short_convolution_gpu as convolution
-from tests.kernels import test_swiglu_gpu as swiglu
 from tests.kernels.marks import on_hopper
 from tests.kernels.test_linear_attention_gpu import error
 
@@ -148,24 +145,8 @@ def test_gradients_of_rwkv7_equal_the_definition(op, case):
         assert error(x, wanted[name]) < rwkv7_cases.TOLERANCES["card"], name
 
 
-@pytest.mark.parametrize("case", swiglu_cases.COMPILED, ids=lambda case: case.id)
-def test_gradients_of_swiglu_equal_the_definition(case):
-    """On the card, the gradients of gate and up and the hidden layer are those of the definition in float32; a second run gives the same
-    bits.
-    """
-    arrays = swiglu.make(case)
-    run = jax.jit(functools.partial(swiglu_gradients, scale=case.scale))
-    got = run(*arrays)
-    for a, b in zip(got, run(*arrays), strict=True):
-        np.testing.assert_array_equal(a, b)
-    swiglu.check(got, case, *arrays, "card")
-
-
-@pytest.mark.parametrize(
-    ("batch", "length", "width", "by_kernel"),
-    [(4, 1024, 1024, False), (1, 1030, 768, False), (4, 1024, 1024, True)],
-)
-def test_swiglu_by_one_product_with_gate_and_up_equals_two(batch, length, width, by_kernel):
+@pytest.mark.parametrize(("batch", "length", "width"), [(4, 1024, 1024), (1, 1030, 768)])
+def test_swiglu_by_one_product_with_gate_and_up_equals_two(batch, length, width):
     """On the card, the value and every gradient of a layer with both matrices side by side are those of two products in float32; a second
     run gives the same bits.
     """
@@ -179,10 +160,10 @@ def test_swiglu_by_one_product_with_gate_and_up_equals_two(batch, length, width,
         def apply(params, x):
             layer = nnx.merge(graphdef, params)
             if joins:
-                layer.join(by_kernel=by_kernel)
+                layer.join()
             return layer.transform(x)
 
-        apply = rematerialized(apply, "dots" if by_kernel else "dots_and_states", in_loop=False)
+        apply = rematerialized(apply, "dots_and_states", in_loop=False)
         y, pull = jax.vjp(apply, params, x)
         return y, pull(dy)
 

@@ -23,7 +23,6 @@ from lsm_jax.ops.backends.select import clear_choices
 from lsm_jax.ops.core.saved import stored_gradient
 from tests.models.conftest import small_config
 
-X = jnp.zeros((2, 12, 32), jnp.bfloat16)
 TOKENS = jnp.arange(24).reshape(2, 12)
 WIDTH = small_config("softmax", "L").layers["L"].feedforward.width(32)
 
@@ -86,40 +85,24 @@ def test_policies_that_save_the_hidden_layer_join(remat, hopper):
 
 
 @pytest.mark.parametrize("remat", ["dots", "dots_and_convolutions"])
-def test_other_policies_join_where_a_kernel_computes_the_hidden_layer(remat, hopper):
-    """It supports multiples of 256 channels only; the op is in the program where rematerialisation does not save the hidden layer."""
+def test_policies_that_compute_the_hidden_layer_again_keep_two_products(remat, hopper):
     clear_choices()
-    config = config_of(remat=remat)
-    assert not joins(config)
-    reason = "one requires a multiple of 256 channels of gate and of up, not half of 192"
+    assert not joins(config_of(remat=remat))
+    reason = f"one requires remat of none, dots_and_inputs, dots_and_states, not {remat}"
     assert ops.choices()["swiglu"] == f"two products with gate and up ({reason})"
-    clear_choices()
-    assert joins(with_swiglu(config, intermediate_size=256))
-    assert ops.choices()["swiglu"].endswith(
-        ", whose gradients a kernel computes with the hidden layer"
-    )
-    for policy, found in ((remat, True), ("dots_and_inputs", False)):
-        graphdef, params = shapes_of(with_swiglu(config_of(remat=policy), intermediate_size=256))
-        text = str(jax.make_jaxpr(lambda p, g=graphdef: nnx.merge(g, p).hidden(TOKENS)[0])(params))
-        assert ("name=swiglu_product" in text) == found
 
 
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
         (dict(lora=mixers.LoRAConfig(targets=("up_proj",))), "without adapters and FP8)"),
-        (
-            dict(lora=mixers.LoRAConfig(targets=("down_proj",)), remat="dots"),
-            "without adapters and FP8)",
-        ),
         (dict(remat="full"), None),
         (dict(unroll_layers=False), None),
         (dict(dtype="float32"), None),
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_other_models_keep_two_products(fields, reason, hopper, monkeypatch):
-    monkeypatch.setattr(joined_stacks, "unsupported", lambda x, channels: None)
+def test_other_models_keep_two_products(fields, reason, hopper):
     clear_choices()
     assert not joins(config_of(**fields))
     chosen = ops.choices().get("swiglu")
@@ -141,7 +124,7 @@ def test_other_cards_matrices_and_dtypes_keep_two_products(monkeypatch, hopper):
     config = dataclasses.replace(config_of(), matmul="fp8", hidden_size=128)
     config.layers["L"].mixer = mixers.METHODS["softmax"].config.for_width(128)
     periods = models.abstract(config).periods
-    assert joined_stacks.join_stacks(periods, "none", X) is periods
+    assert joined_stacks.join_stacks(periods, "none") is periods
 
 
 def test_a_layer_and_its_shared_expert_are_joined_and_the_given_module_is_not_changed(hopper):
@@ -153,7 +136,7 @@ def test_a_layer_and_its_shared_expert_are_joined_and_the_given_module_is_not_ch
     periods = models.Decoder(config, rngs=nnx.Rngs(0)).periods
     shared = periods.blocks[0].feedforward.shared
     kernels = [p.kernel[...] for p in (shared.gate_proj, shared.up_proj)]
-    joined = joined_stacks.join_stacks(periods, "none", X).blocks[0].feedforward
+    joined = joined_stacks.join_stacks(periods, "none").blocks[0].feedforward
     np.testing.assert_array_equal(joined.shared.gate_up[...], jnp.concatenate(kernels, axis=-1))
     assert joined.gate_proj.shape == (2, 4, 32, 16)
     assert periods.blocks[0].feedforward.shared is shared and shared.gate_up is None
@@ -178,14 +161,7 @@ def value_and_gradients(config: models.ModelConfig) -> Any:
     ("name", "fields", "options"),
     [
         ("gla", {}, {}),
-        ("gla", dict(remat="dots"), dict(intermediate_size=256, gate_scale=0.5, output_scale=2.0)),
         ("softmax", dict(remat="none"), dict(gate_scale=0.5, output_scale=2.0)),
-        pytest.param(
-            "mamba2",
-            dict(remat="dots_and_convolutions"),
-            dict(intermediate_size=256),
-            marks=pytest.mark.slow,
-        ),
         pytest.param("gated_deltanet", dict(residual_scale=0.5), {}, marks=pytest.mark.slow),
         pytest.param("mamba2", dict(remat="dots_and_inputs"), {}, marks=pytest.mark.slow),
     ],
@@ -211,7 +187,7 @@ def test_it_is_the_same_function(name, fields, options, monkeypatch, hopper):
 
 
 def test_it_has_all_derivatives(monkeypatch, hopper):
-    """Forward-mode and second derivatives, and `vmap`, are those of two products, where rematerialisation saves the hidden layer."""
+    """Forward-mode and second derivatives, and `vmap`, are those of two products."""
     config = config_of()
     graphdef, params = nnx.split(models.Decoder(config, rngs=nnx.Rngs(0)))
 

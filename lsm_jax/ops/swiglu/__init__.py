@@ -1,1 +1,0 @@
-"""`swiglu_product`: SwiGLU's hidden layer, from gate and up side by side, and the product behind it."""
