@@ -117,7 +117,7 @@ KERNELS = {
 CALLS = {
     "decode_step": "decode_step: one token",
     "triton decode_step": "triton decode_step: one token",
-    "triton for few memories": "at most 8 memories in all rows, of fewer than 4,096 tokens and without a decay by channel",
+    "triton for few memories": "one card, at most 8 memories in all rows, of fewer than 4,096 tokens and without a decay by channel",
     "mosaic_gpu (xla where differentiated)": "xla where differentiated: heads of 256 channels",
 }
 # The modules of kernels of one token, by the backend's label.

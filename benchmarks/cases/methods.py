@@ -62,7 +62,9 @@ def measure(case: dict[str, Any], size: str, workdir: Path) -> dict:
     for pair in case.get("fields", "").split("+"):
         if pair:
             name, _, value = pair.partition("=")
-            setattr(config.model.layers["L"].mixer, name, float(value))
+            number = float(value) if "." in value else int(value)
+            setattr(config.model.layers["L"].mixer, name, number)
+    config.validate()
     config.total_tokens, config.model.remat, config.log_every = tokens, "dots", EVERY
     config.optimizer.warmup_tokens = tokens // 10
     config.eval_every = math.ceil(tokens / (config.batch_size * config.data.sequence_length))
@@ -120,8 +122,9 @@ def parse(word: str) -> dict[str, Any]:
     for field, _, value in (pair.partition("=") for pair in given):
         if field not in names or not re.fullmatch(r"-?\d+(\.\d+)?", value):
             raise UsageError(
-                f"--methods={word}: accepted behind a method are +<field>=<number> with a field of {config.__name__}"
+                f"--methods={word}: accepted behind a method are +<field>=<number> with fields of {config.__name__}, each once"
             )
+        names.remove(field)
     return dict(method=name) | (dict(fields="+".join(given)) if given else {})
 
 

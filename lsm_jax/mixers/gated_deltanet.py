@@ -125,7 +125,7 @@ class GatedDeltaNet(Mixer):
         beta, step = project_together(x, (self.beta_proj, wide), (self.decay_proj, wide))
         beta = jax.nn.sigmoid(beta)
         step = jax.nn.softplus(step + self.dt_bias[...])
-        k, context = self.k_conv(self.k_proj(unjoined(unjoined(x))), context, config.head_dim)
+        k, context = self.k_conv(self.k_proj(unjoined(x, barriers=2)), context, config.head_dim)
         v, context = self.v_conv(self.v_proj(x), context)
         written = dict(
             k=split_heads(k, config.num_heads),

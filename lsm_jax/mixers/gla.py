@@ -145,7 +145,7 @@ class GLA(Mixer):
         heads = self.config.num_heads
         gate = self.decay_up(self.decay_down(x), dtype=jnp.float32)
         log_decay = sigmoid_decay(gate, self.config.gate_temperature)
-        k, context = self.k_conv(self.k_proj(unjoined(unjoined(x))), context)
+        k, context = self.k_conv(self.k_proj(unjoined(x, barriers=2)), context)
         v, context = self.v_conv(self.v_proj(x), context)
         return dict(
             k=self._features(k),

@@ -42,16 +42,23 @@ def project_together(
     return tuple(map(saved, results)) if apart else results
 
 
-def unjoined(x: jax.Array) -> jax.Array:
+def unjoined(x: jax.Array, barriers: int = 1) -> jax.Array:
     """Return 16-bit tokens x [B, T, D], `LEAST_TOKENS` or more, as an array of its own, so that XLA joins no product of it to another of the
     same tokens; other tokens unchanged.
 
     XLA joins products of one array that are small enough, and copies the parts of the result apart where a kernel reads them, and in the
     backward pass their gradients into one array.
+
+    Args:
+        x: the tokens.
+        barriers: the number of optimization barriers, another one for each product of x that is to be apart: XLA takes equal numbers of
+            barriers in front of one array for one array.
     """
     if x.dtype.itemsize != 2 or x.shape[0] * x.shape[1] < LEAST_TOKENS:
         return x
-    return jax.lax.optimization_barrier(x)
+    for _ in range(barriers):
+        x = jax.lax.optimization_barrier(x)
+    return x
 
 
 @jax.custom_vjp

@@ -38,6 +38,8 @@ class Method:
             None if it has none.
         in_loop: whether a training step compiles its layers as a loop unless the config says otherwise, since it takes minutes to compile
             them one after the other.
+        fusions_tuned: whether XLA may compile each fusion in several ways on a GPU and take the fastest; where it may not, one of these ways
+            takes minutes.
         note: further text for the table, such as the reason why it lacks a form.
     """
 

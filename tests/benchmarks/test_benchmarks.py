@@ -111,7 +111,12 @@ def test_a_wrong_option_is_answered_with_one_line(capsys):
         main(["scans", "--output=-"])
     with pytest.raises(SystemExit, match="method='glo' does not exist; accepted are"):
         main(["decode", "--methods=glo"])
-    for word in ("kda+lower=-5", "kda+lower_bound=low", "kda+lower_bound"):
+    for word in (
+        "kda+lower=-5",
+        "kda+lower_bound=low",
+        "kda+lower_bound",
+        "kda+num_heads=2+num_heads=4",
+    ):
         with pytest.raises(SystemExit, match=r"accepted behind a method are \+<field>=<number>"):
             main(["methods", f"--methods={word}", "--output=-"])
     with pytest.raises(SystemExit):

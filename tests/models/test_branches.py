@@ -13,6 +13,7 @@ from flax import nnx
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from lsm_jax import feedforward, mixers, models
+from lsm_jax.mixers import joined
 from lsm_jax.models import block
 from lsm_jax.models.branches import by_product
 from lsm_jax.ops.normalization import branches
@@ -41,6 +42,33 @@ def test_each_product_reads_a_copy_of_its_own():
     assert number_of_copies(lambda x: shifted(x)[0]) == 1
     assert number_of_copies(lambda x: (x + 1, x @ x[0].T)) == 2
     assert number_of_copies(lambda x: jnp.zeros(3)) == 1
+
+
+@pytest.mark.parametrize("name", ["gla", "gated_deltanet"])
+def test_products_to_queries_and_keys_are_behind_barriers_of_their_own(name):
+    """Of enough tokens in 16 bits. XLA takes equal barriers for one, so that the keys have two; each product still reads a copy."""
+    layer = mixers.build(name, 32, rngs=nnx.Rngs(0))
+
+    def products(dtype, tokens):
+        x = jax.ShapeDtypeStruct((1, tokens, 32), dtype)
+        jaxpr = jax.make_jaxpr(lambda x: layer(x).y)(x).jaxpr
+        source = {v: e for e in jaxpr.eqns for v in e.outvars}
+        numbers = []
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name == "dot_general":
+                variable, count = eqn.invars[0], 0
+                while (
+                    variable in source and source[variable].primitive.name == "optimization_barrier"
+                ):
+                    variable, count = source[variable].invars[0], count + 1
+                numbers += [count] * (variable is jaxpr.invars[0])
+        return sorted(numbers), by_product(lambda x: layer(x).y, x, 8)[0]
+
+    numbers, copies = products(jnp.bfloat16, joined.LEAST_TOKENS)
+    assert numbers == [0] * (len(numbers) - 2) + [1, 2]
+    assert copies >= len(numbers)  # and functions with a backward pass of their own
+    for dtype, tokens in ((jnp.float32, joined.LEAST_TOKENS), (jnp.bfloat16, 8)):
+        assert set(products(dtype, tokens)[0]) == {0}
 
 
 def test_copies_are_read_once():

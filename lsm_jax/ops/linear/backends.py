@@ -112,8 +112,8 @@ TPU = _kernel("mosaic_tpu", memory_kernels.TPU, platforms=("tpu",), automatic=Fa
 TRITON = _kernel("triton", memory_kernels.TRITON, **TRITON_CARDS)
 
 FEW_MEMORIES, SHORT_ROW = 8, 4096
-"""Calls that Triton's kernels compute in half the time of Hopper's (docs/results/triton.md): the largest number of memories in all rows, and
-the shortest row that Hopper's kernels may divide into parts."""
+"""The largest number of memories in all rows for which Triton's kernels were timed, in half the time of Hopper's forward and backward (heads
+of 128, no or a scalar decay; docs/results/triton.md), and the shortest row that Hopper's kernels may divide into parts."""
 
 
 def _is_small(call: Call) -> bool:
@@ -137,7 +137,11 @@ def _is_small(call: Call) -> bool:
 
 
 TRITON_FOR_FEW = dataclasses.replace(
-    TRITON, automatic=("9.0",), concerns=_is_small, label="triton for few memories"
+    TRITON,
+    compute_capabilities=("9.0",),
+    automatic=("9.0",),
+    concerns=_is_small,
+    label="triton for few memories",
 )
 XLA = Backend(name="xla", run=apart(run_xla))
 _NOT_ONE_TOKEN = "log_input_gate", "normalize", "log_write", "skip"
