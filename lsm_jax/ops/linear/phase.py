@@ -37,7 +37,7 @@ def cumulative_phase(
     update_mask: Array | None = None,
 ) -> tuple[Float[Array, "B T H"], Float[Array, ...]]:
     """Return the sum of the angles of a document's written tokens in this call, up to each token, without
-    full turns; it rotates queries and keys for complex decays.
+    full turns; it rotates queries and keys for complex decays. It has derivatives in reverse mode only.
 
     The sum is one of integers, which does not round: in float32 an angle is exact to 2e-9 and a full turn to
     3e-10. A memory that is rotated back by the final sum at the end of a call does not need to store a phase.
