@@ -1,10 +1,11 @@
-"""Tests of `block_attention` where only the scores of the own and the selected blocks are computed: rows that are longer than
+"""Tests of `block_attention` where only the scores of the own and the selected blocks are computed: rows of at least 1.5
 `num_blocks` blocks, without a state.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -79,7 +80,7 @@ def test_random_sizes_are_the_recurrence(seed, kind):
     """Values, final states and gradients, for blocks, lengths, heads and tiles of random sizes."""
     rng = np.random.default_rng([seed, KINDS.index(kind)])
     size, blocks = int(rng.integers(1, 8)), int(rng.integers(1, 5))
-    length = int(rng.integers(blocks * size + 1, blocks * size + 70))
+    length = int(rng.integers(-(-3 * blocks * size // 2), 2 * blocks * size + 70))
     heads = [(4, 2, 2), (1, 1, 2), (2, 2, 2), (6, 1, 3)][rng.integers(4)]
     chunk_size = [None, 1, 4, 16][rng.integers(4)]
     options = dict(block_size=size, num_blocks=blocks, chunk_size=chunk_size)
@@ -105,13 +106,42 @@ def test_all_queries_select_one_block(tile):
 @pytest.mark.usefixtures("x64")
 def test_rows_of_many_memories_in_several_steps(monkeypatch):
     """Some memories are computed at a time where all of them have too many scores."""
-    monkeypatch.setattr(selected, "_SCORES", 1200)  # of two memories
+    monkeypatch.setattr(selected, "_NUMBERS", 6000)  # of two memories
     rng = np.random.default_rng(0)
     arrays = inputs_of(rng, 3, 40, (2, 2, 2))
     options = dict(block_size=4, num_blocks=3, **rows_of(rng, "both", 3, 40))
     check(arrays, **options)
     jaxpr = jax.make_jaxpr(lambda *x: ops.block_attention(*x, **options))(*arrays)
     assert [x.params["length"] for x in equations(jaxpr.jaxpr) if x.primitive.name == "scan"] == [3]
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("kind", KINDS)
+def test_selection_for_some_queries_at_a_time(monkeypatch, kind):
+    """A row whose queries have too many scores of blocks selects, and counts, for parts of its queries; the last is shorter."""
+    length, size, most = 143, 2, 3000
+    monkeypatch.setattr(selected, "_NUMBERS", most)  # of 41 queries
+    monkeypatch.setattr(tiles, "_COMPARISONS", 0)
+    rng = np.random.default_rng(0)
+    arrays = inputs_of(rng, 2, length, (4, 2, 2))
+    options = dict(block_size=size, num_blocks=3, **rows_of(rng, kind, 2, length))
+    check(arrays, **options)
+    jaxpr = jax.make_jaxpr(lambda *x: ops.block_attention(*x, **options)[0])(*arrays).jaxpr
+    names, blocks = ("dot_general", "cumsum"), (length // size, -(-length // size))
+    shapes = [x.outvars[0].aval.shape for x in equations(jaxpr) if x.primitive.name in names]
+    of_blocks = [x for x in shapes if len(x) > 1 and x[-1] in blocks]
+    assert of_blocks and max(map(math.prod, of_blocks)) <= most
+
+
+@pytest.mark.parametrize("rows", [(), ("segment_ids",), ("update_mask",)])
+def test_memory_does_not_grow_with_the_number_of_blocks(monkeypatch, rows):
+    """All together needs less than one array [T, N], of queries and blocks, of one memory would."""
+    monkeypatch.setattr(selected, "_NUMBERS", 1 << 20)
+    length = 16384
+    rows = {name: jnp.ones((1, length), jnp.int32) for name in rows}
+    function, arrays = gradient_of(length, heads=2, block_size=4, **rows)
+    compiled = jax.jit(function).lower(*arrays).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 4 * length * 4096
 
 
 @pytest.mark.parametrize("chunk_size", [None, pytest.param(8, marks=pytest.mark.slow)])
@@ -216,10 +246,12 @@ def test_only_integers_are_scattered(gaps):
     assert scattered and all(x.invars[0].aval.dtype == jnp.int32 for x in scattered)
 
 
-def test_rows_in_which_all_blocks_are_seen_compute_all_scores():
-    """There is nothing to select in a row of `num_blocks` blocks, with an initial state all scores are computed, too."""
-    for length, given, tiled in ((64, False, False), (65, False, True), (65, True, False)):
-        state = ops.attention_state(1, 65, 1, 8, 4) if given else None
+def test_rows_in_which_most_blocks_are_seen_compute_all_scores():
+    """There is little to select in a row of less than 1.5 `num_blocks` blocks; with an initial state all scores are computed,
+    too.
+    """
+    for length, given, tiled in ((95, False, False), (96, False, True), (96, True, False)):
+        state = ops.attention_state(1, length, 1, 8, 4) if given else None
         call = functools.partial(ops.block_attention, block_size=16, initial_state=state)
         arrays = inputs_of(np.random.default_rng(0), 1, length, (1, 1, 1), np.float32)
         jaxpr = jax.make_jaxpr(call)(*arrays).jaxpr
@@ -227,9 +259,18 @@ def test_rows_in_which_all_blocks_are_seen_compute_all_scores():
         assert ("custom_vjp_call" in names) is tiled
 
 
+def test_sizes_of_numpy():
+    arrays = inputs_of(np.random.default_rng(0), 1, 40, (2, 2, 2), np.float32)
+    got = ops.block_attention(*arrays, block_size=np.int64(4), num_blocks=np.int32(3))[0]
+    expected = ops.block_attention(*arrays, block_size=4, num_blocks=3)[0]
+    np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize("comparisons", [0, 1 << 21])
 @pytest.mark.parametrize("spans", [1, 5])
 @pytest.mark.parametrize("most", [1, 4, 5, 37])
-def test_sum_of_tiles(spans, most):
+def test_sum_of_tiles(monkeypatch, spans, most, comparisons):
+    monkeypatch.setattr(tiles, "_COMPARISONS", comparisons)
     rng = np.random.default_rng(0)
     counts = rng.integers(0, most + 1, size=spans)
     counts[-1] = most

@@ -54,13 +54,15 @@ def block_attention(
         segment_ids: [B, T] integers, 0 for padding; see `lsm_jax.ops.core.segments`.
         update_mask: [B, T], 0 for tokens whose key and value are not written: they attend to the tokens before them.
         form: "recurrent" (token by token) or "chunk" (many queries together). Single tokens are always computed by the first.
-            Of a row of more than `num_blocks * block_size` tokens without an initial state, the second computes the scores of
-            the own and the selected blocks alone, so that work grows with T `num_blocks` `block_size`, besides the products of
-            queries and means. Of other rows it computes all scores, for a chunk of queries after another, and masks those of
-            blocks that are not selected. Results differ by rounding alone.
+            Of a row of at least 1.5 `num_blocks * block_size` tokens without an initial state, the second computes the scores
+            of the own and the selected blocks alone, so that work grows with T `num_blocks` `block_size`, besides the products
+            of queries and means, T / `block_size` for each query, of which at most 2^27 are computed at a time. It has
+            reverse-mode derivatives only in such rows: `jax.jvp` raises an error. Of other rows it computes all scores, for a
+            chunk of queries after another, and masks those of blocks that are not selected. Results differ by rounding alone.
         implementation: None or "xla"; there is no fused kernel.
         chunk_size: queries that are computed together, a power of two: in a chunk, or in a tile that attends to one block. None
-            is 64 for a chunk, and for a tile at most 128, so few that padding adds at most a quarter.
+            is 64 for a chunk, and for a tile at most 128, so few that padding adds at most a quarter. Larger tiles cost more
+            work and memory: each block's last tile is padded.
 
     Returns:
         The output in v's dtype, 0 for tokens that attend to no token and NaN for tokens beyond the state's capacity, and
@@ -146,8 +148,10 @@ def _run(
         checks.check_shape(op, "gates", gates, shape, "B, T, H, 3")
     size = checks.check_chunk_size(op, chunk_size, -(-length // sequence_shards(length)))
     tile = None
-    # In a row of no more tokens, every query attends to all of its document.
-    if gates is None and initial_state is None and length > num_blocks * block_size:
+    block_size, num_blocks = int(block_size), int(num_blocks)
+    # In a row of `num_blocks` blocks every query attends to all of its document, and in one that is little longer to most of
+    # it, so that padding of tiles would cost more than it saves.
+    if gates is None and initial_state is None and 2 * length >= 3 * num_blocks * block_size:
         group = max(1, q.shape[2] // heads)
         tile = size if chunk_size else tile_size(block_size, num_blocks - 1, group)
     empty = functools.partial(
@@ -156,8 +160,8 @@ def _run(
     )  # fmt: skip
     state = state_or_empty(op, initial_state, empty, length, segment_ids)
     options = Options(
-        block_size=int(block_size),
-        num_blocks=int(num_blocks),
+        block_size=block_size,
+        num_blocks=num_blocks,
         window=window,
         scale=checks.scale_or_default(op, scale, key_dim),
         by_token=form == "recurrent" or length == 1,

@@ -21,6 +21,7 @@ from lsm_jax.ops.blocks.tiles import (
     Row,
     Spans,
     Tiles,
+    map_chunks,
     places_of,
     queries_of,
     row_with_gaps,
@@ -29,7 +30,9 @@ from lsm_jax.ops.blocks.tiles import (
 )
 from lsm_jax.ops.core.saved import saved
 
-_SCORES = 1 << 27  # that are computed at a time: 512 MiB in float32
+_NUMBERS = (
+    1 << 27
+)  # of one array, 512 MiB in float32, unless the tiles of one row and memory have more
 _LARGEST_TILE = 128  # queries
 _FEW = 8  # largest numbers that are cheaper to find one after another than by sorting
 
@@ -111,7 +114,8 @@ def _attend(plan: Plan, q: Array, k: Array, v: Array, rows: Row) -> Array:
 
 
 def _forward(plan, q, k, v, rows):
-    results = _map(plan, functools.partial(_forward_of_row, plan), q, k, v, rows)
+    most = max(_numbers(plan, q, k, v, rows), _numbers_of_selection(plan, q, k))
+    results = _map(functools.partial(_forward_of_row, plan), most, q, k, v, rows)
     results = jax.tree.map(saved, results)
     return results[0], (q, k, v, rows, *results)
 
@@ -121,19 +125,43 @@ def _backward(plan, residuals, d_output):
     # The mean of the gradients of a query's weights, whose sum is 1.
     mean = jnp.sum(d_output.astype(plan.dtype) * output.astype(plan.dtype), axis=-1)
     backward = functools.partial(_backward_of_row, plan)
-    return *_map(plan, backward, q, k, v, rows, d_output, mean, *saved_ones), None
+    most = _numbers(plan, q, k, v, rows)
+    return *_map(backward, most, q, k, v, rows, d_output, mean, *saved_ones), None
 
 
 _attend.defvjp(_forward, _backward)
 
 
-def _map(plan: Plan, function, q: Array, *arrays) -> Any:
-    """Return `function` of each row and memory, arrays [U, ...]: of as many at a time as have `_SCORES` scores."""
-    units, queries = q.shape[:2]
-    scores = queries * (1.25 * plan.earlier + 1) * plan.block_size
-    most = max(1, int(_SCORES // scores))
+def _numbers(plan: Plan, q: Array, k: Array, v: Array, rows: Row) -> int:
+    """Return how many scores, or entries of keys and values if these are more, the tiles of one row and memory have."""
+    queries, blocks = q.shape[1], -(-k.shape[1] // plan.block_size)
+    pairs = queries * min(plan.earlier, blocks)
+    tiles = pairs // plan.tile + min(blocks, pairs)
+    dims = k.shape[-1] + v.shape[-1]
+    own = plan.block_size if rows.windows is None else 2 * plan.block_size
+    return tiles * max(plan.tile, dims) * plan.block_size + queries * max(own, dims)
+
+
+def _numbers_of_selection(plan: Plan, q: Array, k: Array) -> int:
+    """Return how many scores of queries and blocks one row and memory has at a time."""
+    queries, blocks = q.shape[1], -(-k.shape[1] // plan.block_size)
+    return _queries_at_a_time(queries, blocks) * blocks
+
+
+def _queries_at_a_time(queries: int, blocks: int) -> int:
+    """Return for how many queries at a time numbers [queries, blocks] are computed: all, or parts of nearly equal size."""
+    most = max(1, _NUMBERS // blocks)
+    return -(-queries // -(-queries // most))
+
+
+def _map(function, numbers: int, *arrays) -> Any:
+    """Return `function` of each row and memory, arrays [U, ...]: of as many at a time as have `_NUMBERS` numbers, if each has
+    `numbers`, and of at least one.
+    """
+    units = len(arrays[0])
+    most = max(1, _NUMBERS // numbers)
     step = next(n for n in range(min(units, most), 0, -1) if units % n == 0)
-    function, arguments = jax.vmap(function), (q, *arrays)
+    function, arguments = jax.vmap(function), arrays
     if step == units:
         return function(*arguments)
     split = jax.tree.map(lambda x: x.reshape(units // step, step, *x.shape[1:]), arguments)
@@ -196,7 +224,7 @@ def _forward_of_row(plan: Plan, q: Array, k: Array, v: Array, row: Row):
     row, own = _own_block(plan, row, q)
     k_blocks = _read(plan, row.blocks, k)
     chosen = _choose(plan, q, k_blocks, row)
-    places = places_of(chosen, len(k_blocks), plan.tile) if chosen.size else None
+    places = _places(plan, chosen, len(k_blocks)) if chosen.size else None
     outputs, totals = [], []
     for part in (own, *_selected_blocks(plan, row, places)):
         output, total = _softmax(plan, part.queries(q), *part.keys(plan, k, v), part.seen)
@@ -258,7 +286,7 @@ def _own_block(plan: Plan, row: Row, q: Array) -> tuple[Row, _Part]:
         seen = jnp.arange(size * group)[:, None] // group >= jnp.arange(size)
         return row, _Part(None, size * group, None, seen[None])
     if row.queries is None:
-        place, span = places_of(row.window[:, None], len(row.windows.token), plan.tile)
+        place, span = _places(plan, row.window[:, None], len(row.windows.token))
         tiles = Tiles(queries_of(place, len(span), plan.tile), span, place)
     else:
         query, place = (
@@ -289,12 +317,25 @@ def _choose(plan: Plan, q: Array, k_blocks: Array, row: Row) -> Array:
     count = min(plan.earlier, blocks)
     if not count:
         return jnp.zeros((len(q), 0), jnp.int32)
-    means = jnp.mean(k_blocks.astype(plan.dtype), axis=1)
-    scores = jnp.einsum("tk,nk->tn", q.astype(plan.dtype), means, precision=plan.precision)
-    number, first = jnp.arange(blocks), 0 if row.first is None else row.first[:, None]
-    exists = (number >= first) & (number < first + row.rank[:, None] // plan.block_size)
-    value, index = _largest(jnp.where(exists, scores, -jnp.inf), count)
-    return jnp.where(value > -jnp.inf, index, blocks).astype(jnp.int32)
+    means, number = jnp.mean(k_blocks.astype(plan.dtype), axis=1), jnp.arange(blocks)
+
+    def of_queries(q: Array, rank: Array, first: Array | None = None) -> Array:
+        scores = jnp.einsum("tk,nk->tn", q.astype(plan.dtype), means, precision=plan.precision)
+        begin = 0 if first is None else first[:, None]
+        exists = (number >= begin) & (number < begin + rank[:, None] // plan.block_size)
+        value, index = _largest(jnp.where(exists, scores, -jnp.inf), count)
+        return jnp.where(value > -jnp.inf, index, blocks).astype(jnp.int32)
+
+    arrays = (q, row.rank) if row.first is None else (q, row.rank, row.first)
+    chunk = _queries_at_a_time(len(q), blocks)
+    if chunk == len(q):
+        return of_queries(*arrays)
+    return map_chunks(of_queries, chunk, *arrays).reshape(-1, count)[: len(q)]
+
+
+def _places(plan: Plan, span: Array, spans: int) -> tuple[Array, Array]:
+    """Return the places of queries in tiles, and the span of each tile; see `places_of`."""
+    return places_of(span, spans, plan.tile, _queries_at_a_time(len(span), spans))
 
 
 def _largest(x: Array, count: int) -> tuple[Array, Array]:

@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+_COMPARISONS = 1 << 21  # that may be in memory; if there are more, numbers are counted by a scatter
+
 
 class Tiles(NamedTuple):
     """Queries in M tiles of C places; the queries of a tile attend to the same span of keys.
@@ -123,7 +125,7 @@ def row_with_gaps(
     )
 
 
-def places_of(span: Array, spans: int, size: int) -> tuple[Array, Array]:
+def places_of(span: Array, spans: int, size: int, chunk: int) -> tuple[Array, Array]:
     """Return the places of queries in M tiles of `size` places, for each query and span [Q, P], and the span of each tile, [M].
 
     Args:
@@ -131,16 +133,49 @@ def places_of(span: Array, spans: int, size: int) -> tuple[Array, Array]:
             first, so that the place of a query in its tile does not depend on later queries.
         spans: the number of spans.
         size: queries in a tile.
+        chunk: queries that are counted at a time, in arrays of `chunk` times `spans` numbers.
     """
-    member = jnp.any(span[:, :, None] == jnp.arange(spans), axis=1)
-    count = jnp.cumsum(member, axis=0, dtype=jnp.int32)
-    tiles = -(-count[-1] // size)
+    number, count = _numbers(span, spans, chunk)
+    tiles = -(-count // size)
     ends = jnp.cumsum(tiles)
     total = span.size // size + min(spans, span.size)
-    place = (ends - tiles) * size + count - 1
-    place = jnp.take_along_axis(place, jnp.minimum(span, spans - 1), axis=1)
-    owner = jnp.sum(jnp.arange(total)[:, None] >= ends, axis=1, dtype=jnp.int32)
+    place = take((ends - tiles) * size, span) + number
+    owner = _at_most(ends, total)
     return jnp.where(span < spans, place, total * size), owner
+
+
+def map_chunks(function, chunk: int, *arrays: Array):
+    """Return `function` of `chunk` queries at a time of arrays [Q, ...], the last of which are padded with zeros: results with
+    a leading axis of chunks.
+    """
+
+    def split(x):
+        x = jnp.pad(x, [(0, -len(x) % chunk)] + [(0, 0)] * (x.ndim - 1))
+        return x.reshape(-1, chunk, *x.shape[1:])
+
+    return jax.lax.map(lambda x: function(*x), tuple(map(split, arrays)))
+
+
+def _numbers(span: Array, spans: int, chunk: int) -> tuple[Array, Array]:
+    """Return how many earlier queries have the same span, for each query and span [Q, P], and the number of queries of each
+    span, [N]; arguments are as in `places_of`.
+    """
+
+    def of_chunk(left):
+        """Take `spans` - span, so that queries of padding have no span."""
+        member = jnp.any(left[:, :, None] == spans - jnp.arange(spans), axis=1)
+        count = jnp.cumsum(member, axis=0, dtype=jnp.int32)
+        number = jnp.take_along_axis(count, jnp.minimum(spans - left, spans - 1), axis=1)
+        return number - 1, count[-1]
+
+    if chunk >= len(span):
+        return of_chunk(spans - span)
+    number, counts = map_chunks(of_chunk, chunk, spans - span)
+    number = number.reshape(-1, span.shape[1])[: len(span)]
+    of_query = jnp.arange(len(span))[:, None] // chunk
+    before = (jnp.cumsum(counts, axis=0) - counts).reshape(-1)
+    number += take(before, of_query * spans + jnp.minimum(span, spans - 1))
+    return number, jnp.sum(counts, axis=0)
 
 
 def queries_of(place: Array, tiles: int, size: int) -> Array:
@@ -163,19 +198,26 @@ def sum_tiles(x: Array, span: Array, spans: int, most: int) -> Array:
         most: the largest number of tiles that a span can have.
     """
     each = 4
-    count = jnp.sum(span[:, None] == jnp.arange(spans), axis=0, dtype=jnp.int32)
+    count = jnp.diff(_at_most(span, spans), prepend=0)
     begin = jnp.cumsum(count) - count
     while most > 1:
         runs = -(-count // each)
         ends = jnp.cumsum(runs)
         run = jnp.arange(len(x) // each + min(spans, len(x)))
-        owner = jnp.sum(run[:, None] >= ends, axis=1, dtype=jnp.int32)
+        owner = _at_most(ends, len(run))
         first = take(begin, owner) + each * (run - take(ends - runs, owner))
         index = first[:, None] + jnp.arange(each)
         index = jnp.where(index < take(begin + count, owner)[:, None], index, len(x))
         x = jnp.sum(take(x, index), axis=1)
         begin, count, most = ends - runs, runs, -(-most // each)
     return take(x, jnp.where(count > 0, begin, len(x)))
+
+
+def _at_most(x: Array, count: int) -> Array:
+    """Return how many of the integers x [P], none of them negative, are at most n, for each n of [0, count)."""
+    if count * len(x) <= _COMPARISONS:
+        return jnp.sum(jnp.arange(count)[:, None] >= x, axis=1, dtype=jnp.int32)
+    return jnp.cumsum(jnp.zeros(count, jnp.int32).at[x].add(1, mode="drop"), dtype=jnp.int32)
 
 
 def _inverse(index: Array, size: int, x: Array, fill: int) -> Array:
