@@ -49,7 +49,7 @@ CONFIGURATIONS = [
 ]
 
 
-# Of layers in 1.3B (the first, whose two slices of keys fill the processors together) and in 340M.
+# Sizes of layers in 1.3B (the first, whose two slices of keys fill the processors together) and in 340M.
 SAVED = [
     ((4, 4, 4), 256, 512, 512, True, "channel"),
     ((4, 4, 4), 256, 512, 512, False, "channel"),

@@ -46,7 +46,7 @@ def test_each_product_reads_a_copy_of_its_own():
 
 @pytest.mark.parametrize("name", ["gla", "gated_deltanet"])
 def test_products_to_queries_and_keys_are_behind_barriers_of_their_own(name):
-    """Of enough tokens in 16 bits. XLA takes equal barriers for one, so that the keys have two; each product still reads a copy."""
+    """Enough tokens in 16 bits are. XLA takes equal barriers for one, so that the keys have two; each product still reads a copy."""
     layer = mixers.build(name, 32, rngs=nnx.Rngs(0))
 
     def products(dtype, tokens):

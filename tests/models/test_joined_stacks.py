@@ -128,7 +128,7 @@ def test_other_cards_matrices_and_dtypes_keep_two_products(monkeypatch, hopper):
 
 
 def test_a_layer_and_its_shared_expert_are_joined_and_the_given_module_is_not_changed(hopper):
-    """Of a mixture of experts, the shared expert is a SwiGLU, and the others are grouped products."""
+    """The shared expert of a mixture is a SwiGLU; the other experts are grouped products."""
     config = config_of()
     config.layers["L"].feedforward = feedforward.MoEConfig(
         num_experts=4, top_k=2, expert_size=16, shared_size=48

@@ -217,7 +217,7 @@ def test_work_per_token_does_not_grow_with_the_row(size):
             for n, x in zip(lengths, ones, strict=True)
         )
         assert many < 1.3 * few and many < 1.6 * long
-    # What the test would say of the other form, in one chunk.
+    # The other form, in one chunk, does not meet the test.
     short, long = (flops_per_token(n, present=True, chunk_size=n, block_size=size) for n in lengths)
     assert long > 5 * short
 

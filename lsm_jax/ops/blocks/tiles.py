@@ -41,7 +41,7 @@ class Spans(NamedTuple):
 
 
 class Row(NamedTuple):
-    """What the tokens of a row are to blocks of `size` written tokens of a document.
+    """The places of a row's tokens in blocks of `size` written tokens of a document.
 
     Attributes:
         rank: [T], the number of written tokens of the query's document up to and with the query, less 1.
