@@ -30,7 +30,7 @@ from lsm_jax.ops.blocks.tiles import (
 )
 from lsm_jax.ops.core.saved import saved
 
-# Of one array: 512 MiB in float32. The tiles of one row and memory may have more, since they are computed together.
+# Numbers of one array, 512 MiB in float32. The tiles of one row and memory may have more, since they are computed together.
 _NUMBERS = 1 << 27
 _LARGEST_TILE = 128  # queries
 _FEW = 8  # largest numbers that are cheaper to find one after another than by sorting
