@@ -59,11 +59,10 @@ def measure(case: dict[str, Any], size: str, workdir: Path) -> dict:
     tokens = case["tokens"]
     variant = f"{case['method']}-{size}"
     config = lm.get_config(variant)
-    for pair in case.get("fields", "").split("+"):
-        if pair:
-            name, _, value = pair.partition("=")
-            number = float(value) if "." in value else int(value)
-            setattr(config.model.layers["L"].mixer, name, number)
+    for pair in pairs_of(case.get("fields", "")):
+        name, _, value = pair.partition("=")
+        number = float(value) if "." in value else int(value)
+        setattr(config.model.layers["L"].mixer, name, number)
     config.validate()
     config.total_tokens, config.model.remat, config.log_every = tokens, "dots", EVERY
     config.optimizer.warmup_tokens = tokens // 10
@@ -85,11 +84,16 @@ def measure(case: dict[str, Any], size: str, workdir: Path) -> dict:
     )
 
 
+def pairs_of(fields: str) -> list[str]:
+    """Return the texts `<field>=<number>` of a case's `fields`, which has + between them; none for an empty one."""
+    return fields.split("+") if fields else []
+
+
 def command(variant: str, tokens: int, eval_every: int, fields: str = "") -> str:
     """Return the `train.py` command that trains the config variant alone, with these `fields` of its mixer's config, to the same held-out
     loss as the benchmark does.
     """
-    overrides = (f" --config.model.layers.L.mixer.{pair}" for pair in fields.split("+") if pair)
+    overrides = (f" --config.model.layers.L.mixer.{pair}" for pair in pairs_of(fields))
     return (
         f"python train.py --config=configs/lm.py:{variant} --workdir=runs/{variant} --config.total_tokens={tokens} "
         f"--config.model.remat=dots --config.optimizer.warmup_tokens={tokens // 10} --config.log_every={EVERY} "

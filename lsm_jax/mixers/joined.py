@@ -54,7 +54,7 @@ def unjoined(x: jax.Array, barriers: int = 1) -> jax.Array:
         barriers: the number of optimization barriers, another one for each product of x that is to be apart: XLA takes equal numbers of
             barriers in front of one array for one array.
     """
-    if x.dtype.itemsize != 2 or x.shape[0] * x.shape[1] < LEAST_TOKENS:
+    if not _are_many(x):
         return x
     for _ in range(barriers):
         x = jax.lax.optimization_barrier(x)
@@ -84,8 +84,12 @@ _product_apart.defvjp(
 def _joins(x: jax.Array, layers: list[Dense]) -> bool:
     """Return whether `project_together` computes these layers by one product."""
     plain = len(layers) > 1 and all(map(is_plain, layers))
-    tokens = x.shape[0] * x.shape[1]
-    return plain and x.dtype.itemsize == 2 and tokens >= LEAST_TOKENS and shards_of("heads") == 1
+    return plain and _are_many(x) and shards_of("heads") == 1
+
+
+def _are_many(x: jax.Array) -> bool:
+    """Return whether tokens x [B, T, D] are in 16 bits and at least `LEAST_TOKENS`."""
+    return x.dtype.itemsize == 2 and x.shape[0] * x.shape[1] >= LEAST_TOKENS
 
 
 def is_plain(layer: Dense, *, biased: bool = False) -> bool:

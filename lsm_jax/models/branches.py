@@ -16,9 +16,9 @@ def by_product(
 ) -> tuple[int, Callable[..., Any]]:
     """Return a number of copies of x, at most `most`, and `function` of as many copies, as a function of copies in place of x.
 
-    Each product that `function` computes from x, function with a backward pass of its own, as products in FP8, and barrier, as of
-    `unjoined` in front of a product, reads a copy of its own; all else reads the last one. So the gradients of x that are arrays in memory anyway arrive apart, and those that XLA adds
-    while it computes them as a sum.
+    Each product that `function` computes from x reads a copy of its own, and so do functions with a backward pass of their own, as products
+    in FP8, and barriers, as of `unjoined` in front of a product; all else reads the last one. So the gradients of x that are arrays in
+    memory anyway arrive apart, and those that XLA adds while it computes them as a sum.
     """
     structure = []
 

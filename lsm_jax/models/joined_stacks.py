@@ -14,11 +14,8 @@ from lsm_jax.ops.backends.select import note
 from lsm_jax.ops.core.platforms import compute_capabilities
 
 _OP = "swiglu"
-_SAVING = (
-    "none",
-    "dots_and_inputs",
-    "dots_and_states",
-)  # with which SwiGLU's hidden layer is saved
+# With these values of `remat` SwiGLU's hidden layer is saved.
+_SAVING = ("none", "dots_and_inputs", "dots_and_states")
 
 
 def join_stacks(periods: Any, remat: str) -> Any:

@@ -337,7 +337,7 @@ def log_sum_exp_in_one_pass(logits: jax.Array) -> jax.Array:
         return jnp.maximum(most_x, most_y), total
 
     kind = logits.dtype.type
-    # Eighths of the vocabulary side by side: eight logits become a pair by a third of the instructions of eight pairs.
+    # Eighths of the vocabulary side by side: eight logits become a pair by fewer instructions than eight pairs.
     eighths = logits.shape[-1] // 8
     parts = [logits[..., i * eighths : (i + 1) * eighths] for i in range(8)]
     rest = logits[..., 8 * eighths :]

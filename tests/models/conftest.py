@@ -34,6 +34,23 @@ def pytest_generate_tests(metafunc):
     metafunc.parametrize(("method", "pattern"), rows)
 
 
+def derivatives(config: models.ModelConfig, tokens: jax.Array) -> tuple:
+    """Return derivatives of a loss of a new model of the config by its parameters: in forward mode, second ones, and gradients under
+    `jax.vmap`.
+    """
+    graphdef, params = nnx.split(models.Decoder(config, rngs=nnx.Rngs(0)))
+
+    def loss(params):
+        hidden, _, _ = nnx.merge(graphdef, params).hidden(tokens)
+        return jnp.mean(hidden.astype(jnp.float32) ** 3)
+
+    gradient = jax.grad(loss)
+    _, tangent = jax.jvp(loss, (params,), (params,))
+    _, second = jax.jvp(gradient, (params,), (params,))
+    rows = jax.vmap(gradient)(jax.tree.map(lambda x: x[None], params))
+    return tangent, second, rows
+
+
 def small_config(method: str, pattern: str = "LLLN", **fields) -> models.ModelConfig:
     """Return the config of a small model of `method` with two periods of the pattern of layers, width 32,
     in float32.

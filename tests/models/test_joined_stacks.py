@@ -21,7 +21,7 @@ from lsm_jax.models import joined_stacks, narrow, unstack
 from lsm_jax.models.periods import rematerialized
 from lsm_jax.ops.backends.select import clear_choices
 from lsm_jax.ops.core.saved import stored_gradient
-from tests.models.conftest import small_config
+from tests.models.conftest import derivatives, small_config
 
 TOKENS = jnp.arange(24).reshape(2, 12)
 WIDTH = small_config("softmax", "L").layers["L"].feedforward.width(32)
@@ -188,23 +188,10 @@ def test_it_is_the_same_function(name, fields, options, monkeypatch, hopper):
 
 def test_it_has_all_derivatives(monkeypatch, hopper):
     """Forward-mode and second derivatives, and `vmap`, are those of two products."""
-    config = config_of()
-    graphdef, params = nnx.split(models.Decoder(config, rngs=nnx.Rngs(0)))
-
-    def loss(params):
-        hidden, _, _ = nnx.merge(graphdef, params).hidden(TOKENS)
-        return jnp.mean(hidden.astype(jnp.float32) ** 3)
-
-    def derivatives():
-        gradient = jax.grad(loss)
-        _, tangent = jax.jvp(loss, (params,), (params,))
-        _, second = jax.jvp(gradient, (params,), (params,))
-        rows = jax.vmap(gradient)(jax.tree.map(lambda x: x[None], params))
-        return tangent, second, rows
-
-    found = derivatives()
+    found = derivatives(config_of(), TOKENS)
     monkeypatch.setattr(joined_stacks, "compute_capabilities", lambda: set())
-    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(derivatives()), strict=True):
+    wanted = derivatives(config_of(), TOKENS)
+    for x, y in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):
         np.testing.assert_allclose(x, y, rtol=2e-2, atol=2e-2 * float(jnp.abs(y).max()))
 
 

@@ -17,7 +17,7 @@ from lsm_jax.training.memory_plan import plan
 from lsm_jax.training.partition import split
 from lsm_jax.training.step import params_of
 from tests.marks import slow_after
-from tests.models.conftest import small_config
+from tests.models.conftest import derivatives, small_config
 from tests.training import tiny
 
 TOKENS = jnp.arange(20).reshape(2, 10)
@@ -115,22 +115,10 @@ def test_a_cast_before_the_layers_changes_no_gradient(monkeypatch, kind, experts
 
 def test_a_cast_before_the_layers_has_all_derivatives(monkeypatch):
     """Forward-mode and second derivatives, and `vmap`, of a model whose layers have them: with softmax attention."""
-    graphdef, params = nnx.split(models.Decoder(config_of("softmax"), rngs=nnx.Rngs(0)))
-
-    def loss(params):
-        hidden, _, _ = nnx.merge(graphdef, params).hidden(TOKENS)
-        return jnp.mean(hidden.astype(jnp.float32) ** 3)
-
-    def derivatives():
-        gradient = jax.grad(loss)
-        _, tangent = jax.jvp(loss, (params,), (params,))
-        _, second = jax.jvp(gradient, (params,), (params,))
-        rows = jax.vmap(gradient)(jax.tree.map(lambda x: x[None], params))
-        return tangent, second, rows
-
-    found = derivatives()
+    found = derivatives(config_of("softmax"), TOKENS)
     monkeypatch.setattr(decoder, "cast_stacks", lambda stacks, dtype, layers: stacks)
-    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(derivatives()), strict=True):
+    wanted = derivatives(config_of("softmax"), TOKENS)
+    for x, y in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):
         np.testing.assert_allclose(x, y, rtol=2e-2, atol=2e-2 * float(jnp.abs(y).max()))
 
 

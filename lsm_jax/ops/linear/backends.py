@@ -124,9 +124,8 @@ def _is_small(call: Call) -> bool:
     memory alone.
     """
     given = call.arguments
-    rows = math.prod(
-        given["state"].memory.shape[:-3]
-    )  # with one state per segment, those of all segments
+    # With one state per segment, the rows are those of all segments.
+    rows = math.prod(given["state"].memory.shape[:-3])
     memories = rows * max(given[n].shape[2] for n in "qv")
     absent = all(given.get(n) is None for n in ("value_log_decay", "bonus", "log_write"))
     plain = absent and jnp.ndim(given["log_decay"]) < 4
