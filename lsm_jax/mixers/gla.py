@@ -17,7 +17,7 @@ from lsm_jax.mixers.base import Context, Mixer, short_convolution
 from lsm_jax.mixers.gates import sigmoid_decay
 from lsm_jax.mixers.heads import three_or_four
 from lsm_jax.mixers.joined import unjoined
-from lsm_jax.mixers.layers import Dense, RMSNorm, split_heads
+from lsm_jax.mixers.layers import Dense, RMSNorm, narrow_gradient, split_heads
 from lsm_jax.mixers.method import Method
 from lsm_jax.mixers.normed_product import normed_product
 from lsm_jax.mixers.op_config import RecurrentConfig
@@ -143,7 +143,7 @@ class GLA(Mixer):
         channel [B, T, H, K].
         """
         heads = self.config.num_heads
-        gate = self.decay_up(self.decay_down(x), dtype=jnp.float32)
+        gate = narrow_gradient(self.decay_up(self.decay_down(x), dtype=jnp.float32), x.dtype)
         log_decay = sigmoid_decay(gate, self.config.gate_temperature)
         k, context = self.k_conv(self.k_proj(unjoined(x, barriers=2)), context)
         v, context = self.v_conv(self.v_proj(x), context)

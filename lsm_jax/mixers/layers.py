@@ -188,7 +188,7 @@ def draw_xavier(module: nnx.Module, gain: float, rngs: nnx.Rngs) -> None:
             layer.kernel[...] = jax.random.uniform(rngs.params(), shape, jnp.float32, -bound, bound)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def narrow_gradient(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Return x, with a gradient that is rounded to `dtype` and stored in it.
 
@@ -198,12 +198,11 @@ def narrow_gradient(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     return x
 
 
-def _narrow_backward(dtype, _, grad):
-    narrow = jax.lax.optimization_barrier(grad.astype(dtype))
-    return (narrow.astype(grad.dtype),)
-
-
-narrow_gradient.defvjp(lambda x, dtype: (x, None), _narrow_backward)
+@narrow_gradient.defjvp
+def _narrow_tangent(dtype, primals, tangents):
+    # The transpose has the barrier too. A rule for the backward pass alone would exclude forward-mode derivatives.
+    narrow = jax.lax.optimization_barrier(tangents[0].astype(dtype))
+    return primals[0], narrow.astype(tangents[0].dtype)
 
 
 def recomputed(function: Callable[..., Any], *names: str) -> Callable[..., Any]:

@@ -10,6 +10,7 @@ from jax.typing import DTypeLike
 
 from lsm_jax.mixers.joined import is_plain
 from lsm_jax.mixers.layers import Dense, RMSNorm, merge_heads, project
+from lsm_jax.ops.core.saved import saved
 from lsm_jax.ops.normalization.gated_product import fuses_product, gated_norm_product
 from lsm_jax.ops.normalization.xla import NormOptions
 
@@ -37,7 +38,7 @@ def normed_product(
     """
     if is_plain(layer) and o.ndim == 4 and fuses_product(o, gate, 1):
         options: Any = NormOptions(norm.eps, 1, activation, gate_first=False)
-        scale = jnp.broadcast_to(norm.factors(), o.shape[2:])
+        scale = saved(jnp.broadcast_to(norm.factors(), o.shape[2:]))
         return gated_norm_product(options, o, gate, scale, layer.kernel[...].astype(o.dtype), bias)
     gate = gate if bias is None else gate + bias
     return layer(merge_heads(norm(o, gate, activation=activation)))

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 
 _CALLS = {"jit": "jaxpr", "remat2": "jaxpr", "closed_call": "call_jaxpr"}
 
-LEAST_SIZE = 2**16
-"""The smallest number of parameters of one layer's matrix that is cast before the layers."""
+LEAST_SIZE = 2**12
+"""The smallest number of parameters of one layer's matrix that is cast before the layers: a low-rank gate's is, by one launch for all layers."""
 
 
 def cast_stacks(stacks: Any, dtype: Any, layers: Callable[[Any], Any]) -> Any:

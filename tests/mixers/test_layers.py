@@ -5,6 +5,7 @@ results are float32, and which methods call their op so that a fused kernel supp
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from flax import nnx
 
 from lsm_jax import feedforward, mixers, ops
 from lsm_jax.mixers.base import Context
-from lsm_jax.mixers.layers import HeadNorm, RMSNorm, matmul_to_float32
+from lsm_jax.mixers.layers import HeadNorm, RMSNorm, matmul_to_float32, narrow_gradient
 from lsm_jax.models.periods import rematerialized
 from lsm_jax.ops.backends import select
 
@@ -157,3 +158,13 @@ def test_attention_saves_rotated_queries_and_keys_instead_of_what_is_rotated():
 
     assert of_heads(rope_base=None) == (0, 4) and of_heads(rope_base=1e4) == (2, 2)
     assert of_heads(rope_base=1e4, qk_norm=True) == (0, 4)
+
+
+def test_a_narrow_gradient_is_rounded():
+    """The value is unchanged, and the gradient, by either mode, is rounded to the given dtype."""
+    x = jax.random.normal(jax.random.key(0), (64,))
+    narrow = functools.partial(narrow_gradient, dtype=jnp.bfloat16)
+    rounded = x.astype(jnp.bfloat16).astype(jnp.float32)
+    for derivative in (jax.vjp(narrow, x)[1](x)[0], jax.jvp(narrow, (x,), (x,))[1]):
+        np.testing.assert_array_equal(derivative, rounded)
+    np.testing.assert_array_equal(narrow(x), x)

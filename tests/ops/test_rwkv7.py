@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from lsm_jax import ops
-from lsm_jax.mixers.layers import narrow_gradient
 from lsm_jax.ops.rwkv7 import xla
 
 
@@ -94,14 +93,6 @@ def test_mixes_without_tokens_before_are_those_of_the_row():
         np.testing.assert_array_equal(a, b)
     for a, b in zip(pull(gradients), pull_wanted(gradients), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
-
-
-def test_a_narrow_gradient_is_rounded():
-    """The value is unchanged, and the gradient is rounded to the given dtype."""
-    x = normal(64)
-    y, pull = jax.vjp(lambda x: narrow_gradient(x, jnp.bfloat16), x)
-    np.testing.assert_array_equal(y, x)
-    np.testing.assert_array_equal(pull(x)[0], x.astype(jnp.bfloat16).astype(jnp.float32))
 
 
 def test_names_what_is_not_accepted():
