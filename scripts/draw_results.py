@@ -221,6 +221,20 @@ def draw_optimizers(mode: Mode, rows: list[Row]) -> Figure:
     return figure
 
 
+def draw_fp8_curve(mode: Mode, rows: list[Row]) -> Figure:
+    """Draw the held-out loss by steps of the models that were trained with products in bfloat16 and in FP8."""
+    figure = new_figure(8.0, 3.2)
+    axes = axes_of(figure, mode, "steps", "held-out nats per token")
+    colours = {"softmax-125m": mode.accent, "gated_deltanet-125m": mode.second}
+    for row in rows:
+        steps, losses = zip(*row["heldout"], strict=True)
+        fp8 = row["matmul"] == "fp8"
+        label = f"{row['model']}, {'FP8' if fp8 else 'bfloat16'}"
+        axes.plot(steps, losses, "--" if fp8 else "-", color=colours[row["model"]], lw=1.2, label=label)  # fmt: skip
+    legend(axes, mode)
+    return figure
+
+
 def draw_evidence_loss(mode: Mode, rows: list[Row]) -> Figure:
     """Draw the loss by position in long documents, L(i), and the perplexity of their beginnings, P(l); a vertical line is the
     training length."""
@@ -310,6 +324,7 @@ PLOTS: dict[str, tuple[str, Callable[[Mode, list[Row]], Figure]]] = {
     "liger": ("liger", draw_liger),
     "demo": ("demo", draw_demo),
     "optimizers": ("optimizers", draw_optimizers),
+    "fp8_curve": ("fp8_curve", draw_fp8_curve),
 }
 _EVIDENCE = {
     "evidence_fox_loss": ("evidence_fox", draw_evidence_loss),

@@ -28,6 +28,7 @@ from lsm_jax.training.metrics import read_rows
 BENCHMARK = Benchmark(
     name="fp8_curve",
     summary="losses of training with products in FP8 beside those with products in bfloat16",
+    output="docs/fp8_curve.jsonl",
     key=("model", "matmul", "steps", "length", "batch_size", "corpus"),
 )
 

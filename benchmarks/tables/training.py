@@ -209,6 +209,30 @@ def _each_seed(value: Callable[[Row], str]) -> Callable[[tuple[str, list[Row]]],
     return lambda record: ", ".join(map(value, record[1]))
 
 
+def _pairs(rows: list[Row]) -> list[dict[str, Row]]:
+    """Return, for each model, the rows of its runs with products in bfloat16 and in FP8, by `matmul`."""
+    return [{row["matmul"]: row for row in runs} for runs in group(rows, lambda row: row["model"]).values()]  # fmt: skip
+
+
+def heldout_at(row: Row, step: int) -> float:
+    """Return the held-out loss of a run of `fp8_curve` after so many steps."""
+    return dict(row["heldout"])[step]
+
+
+def _both_losses(step: int) -> Column:
+    def text(runs: dict[str, Row]) -> str:
+        return ", ".join(f"{heldout_at(runs[m], step):.3f}" for m in ("default", "fp8") if m in runs)  # fmt: skip
+
+    return Column(f"after {step:,} steps", text)
+
+
+def _difference(runs: dict[str, Row]) -> str:
+    if set(runs) != {"default", "fp8"}:
+        return ""
+    last = runs["fp8"]["heldout"][-1][0]
+    return f"{100 * (heldout_at(runs['fp8'], last) / heldout_at(runs['default'], last) - 1):+.2f} %"
+
+
 _SPEED_AND_MEMORY = (
     column("10³ tokens/s", "tokens_per_second", "{:.1f}", 1e3),
     column("GiB", "gib", "{:.1f}"),
@@ -233,6 +257,19 @@ TABLES = [
         key=lambda row: (row["setting"], row["tokens"], row["peak_lr"], row["seed"]),
         lines=_of_setting,
         command="python -m benchmarks optimizers",
+    ),
+    Table(
+        "fp8_curve",
+        ("fp8_curve.jsonl",),
+        (
+            Column("model", lambda runs: f"`{next(iter(runs.values()))['model']}`"),
+            *(_both_losses(step) for step in (500, 1000, 1500, 2000)),
+            Column("difference at the end", _difference),
+        ),
+        key=lambda row: (row["model"], row["matmul"]),
+        lines=_pairs,
+        not_run="trains models of 125M parameters on a corpus",
+        command="python -m benchmarks fp8_curve --corpus data/corpus",
     ),
     Table(
         "model_step",
