@@ -2,7 +2,7 @@
 
 The forward pass multiplies float8_e4m3 numbers, and the backward pass multiplies them with gradients in float8_e5m2, each
 tensor scaled by its largest absolute value (current scaling; Micikevicius et al., arXiv 2209.05433). Sums are float32, and
-parameters, gradients of kernels and the optimizer remain float32.
+parameters and the optimizer remain float32. Kernels and their gradients pass through the dtype of activations, as without FP8.
 
 A tensor's scale depends on all of its tokens. So a token's output depends on later tokens, by rounding only. Models are
 therefore evaluated and sampled without FP8 (`ModelConfig.for_inference`).
@@ -16,6 +16,9 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from lsm_jax.mixers.layers import Dense
+from lsm_jax.ops.normalization.gated_product import Product
+
+Scaled = tuple[jax.Array, jax.Array]  # 8-bit floats and what multiplies them, a float32 scalar
 
 FORWARD, BACKWARD = jnp.float8_e4m3fn, jnp.float8_e5m2
 # Smaller products do not gain from FP8, and tensor cores require multiples of 16.
@@ -47,57 +50,80 @@ def project(
 ) -> jax.Array:
     """Return a dense layer's output by a product in FP8: x [..., D] times kernel [D, F] plus bias [F], in `dtype` (None
     is x's). The same arguments as `lsm_jax.mixers.layers.project`."""
-    y = _product(x, kernel).astype(x.dtype if dtype is None else dtype)
+    # The kernel is cast as by the other products, so that unrolled layers cast its stack once, in 16 bits.
+    y = _product(x, kernel.astype(x.dtype)).astype(x.dtype if dtype is None else dtype)
     return y if bias is None else y + bias.astype(y.dtype)
 
 
 def quantize(x: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
-    """Return x divided by a scale, in the 8-bit float `dtype`, and the scale, a float32 scalar: the largest absolute value
-    of x is the largest number of `dtype`. The scale of zeros is 1; if a number is not finite, the scale is not."""
+    """Return x divided by a scale, in the 8-bit float `dtype`, and the scale, a float32 scalar that bfloat16 can represent: the largest
+    absolute value of x becomes the largest number of `dtype`, or less than a 256th less. The scale of zeros is 1; if a number is not
+    finite, the scale is not."""
     largest = float(jnp.finfo(dtype).max)
     most = jnp.max(jnp.abs(x)).astype(jnp.float32)
-    scale = jnp.where(most == 0, 1.0, most / largest)
+    scale = jnp.where(most == 0, 1.0, most / largest).astype(jnp.bfloat16).astype(jnp.float32)
     scaled = jnp.clip(x.astype(jnp.float32) / scale, -largest, largest)  # a cast does not saturate
     return scaled.astype(dtype), scale
 
 
 @jax.custom_vjp
 def _product(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    """Return x [..., D] times kernel [D, F] by a product in FP8, [..., F] in x's dtype."""
+    """Return x [..., D] times kernel [D, F], of one dtype, by a product in FP8, [..., F] in that dtype."""
     return _forward(x, kernel)[0]
 
 
 def _forward(x, kernel):
-    (narrow_x, x_scale), (narrow_kernel, kernel_scale) = (quantize(z, FORWARD) for z in (x, kernel))
+    narrow_x, narrow_kernel = (quantize(z, FORWARD) for z in (x, kernel))
     y = _dot(narrow_x, narrow_kernel, (x.ndim - 1, 0), x.dtype)
-    like = jnp.zeros((), kernel.dtype)  # of which only the dtype is used
-    y *= (x_scale * kernel_scale).astype(x.dtype)
-    return y, (narrow_x, narrow_kernel, x_scale, kernel_scale, like)
+    return y, (narrow_x, narrow_kernel)
 
 
 def _backward(saved, grad):
-    x, kernel, x_scale, kernel_scale, like = saved
-    narrow, scale = quantize(grad, BACKWARD)
-    x_grad = _dot(narrow, kernel, (narrow.ndim - 1, 1), grad.dtype)
-    rows, grads = (z.reshape(-1, z.shape[-1]) for z in (x, narrow))
-    kernel_grad = _dot(rows, grads, (0, 0), jnp.float32) * (scale * x_scale)
-    return x_grad * (scale * kernel_scale).astype(grad.dtype), kernel_grad.astype(like.dtype)
+    narrow_x, narrow_kernel = saved
+    narrow = quantize(grad, BACKWARD)
+    x_grad = _dot(narrow, narrow_kernel, (grad.ndim - 1, 1), grad.dtype)
+    return x_grad, _kernel_gradient(narrow_x, narrow, grad.dtype)
 
 
 _product.defvjp(_forward, _backward)
 
 
-def _dot(x: jax.Array, y: jax.Array, axes: tuple[int, int], dtype: DTypeLike) -> jax.Array:
-    """Return the product of x and the matrix y, both 8-bit floats, over the axis of each that `axes` names; sums are
-    float32, and the result has `dtype`. A CPU, which has no such product, multiplies the same numbers in float32."""
+def _kernel_gradient(x: Scaled, grad: Scaled, dtype: DTypeLike) -> jax.Array:
+    """Return the gradient [D, F] of a kernel, in `dtype`, from tokens x [..., D] and the gradient [..., F] of the output."""
+    (narrow_x, x_scale), (narrow, scale) = x, grad
+    rows, grads = (z.reshape(-1, z.shape[-1]) for z in (narrow_x, narrow))
+    return _dot((rows, x_scale), (grads, scale), (0, 0), jnp.float32).astype(dtype)
+
+
+PRODUCT = Product(
+    output=lambda y, kernel: _forward(y, kernel)[0],
+    tokens_gradient=lambda d, kernel: _dot(
+        quantize(d, BACKWARD), quantize(kernel, FORWARD), (d.ndim - 1, 1), d.dtype
+    ),
+    kernel_gradient=lambda y, d, kernel: _kernel_gradient(
+        quantize(y, FORWARD), quantize(d, BACKWARD), kernel.dtype
+    ),
+)
+"""The product in FP8 behind a gated norm (`lsm_jax.ops.normalization.gated_product`)."""
+
+
+def _dot(x: Scaled, y: Scaled, axes: tuple[int, int], dtype: DTypeLike) -> jax.Array:
+    """Return the product of x and the matrix y, both 8-bit floats with their scales, over the axis of each that `axes` names; sums are
+    float32, and the result has `dtype`.
+
+    A CPU, which has no such product, multiplies the same numbers in float32. On a GPU XLA replaces a product of 8-bit floats that are
+    widened and scaled by cuBLAS's of the 8-bit floats, which scales its sums: a scale after the product would be another pass over
+    the result where that is saved.
+    """
     dimensions = (((axes[0],), (axes[1],)), ((), ()))
 
-    def widened(x: jax.Array, y: jax.Array) -> jax.Array:
-        wide_x, wide_y = x.astype(jnp.float32), y.astype(jnp.float32)
+    def widened(*operands: Scaled) -> jax.Array:
         precision = jax.lax.Precision.HIGHEST
-        return jax.lax.dot_general(wide_x, wide_y, dimensions, precision=precision).astype(dtype)
+        left, right = (narrow.astype(jnp.float32) * scale for narrow, scale in operands)
+        return jax.lax.dot_general(left, right, dimensions, precision=precision).astype(dtype)
 
-    def narrow(x: jax.Array, y: jax.Array) -> jax.Array:
-        return jax.lax.dot_general(x, y, dimensions, preferred_element_type=dtype)
+    def narrow(*operands: Scaled) -> jax.Array:
+        left, right = (x.astype(jnp.bfloat16) * scale.astype(jnp.bfloat16) for x, scale in operands)
+        return jax.lax.dot_general(left, right, dimensions, preferred_element_type=dtype)
 
     return jax.lax.platform_dependent(x, y, cpu=widened, default=narrow)

@@ -112,7 +112,9 @@ class GatedDeltaNet(Mixer):
         """Return the queries [B, T, H, K] of tokens x [B, T, D], x W_q after the short convolution, each of unit
         length, and the context.
         """
-        q, context = self.q_conv(self.q_proj(unjoined(x)), context, self.config.head_dim)
+        q, context = self.q_conv(
+            self.q_proj(unjoined(x, self.q_proj)), context, self.config.head_dim
+        )
         return split_heads(q, self.config.num_heads), context
 
     def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
@@ -125,7 +127,9 @@ class GatedDeltaNet(Mixer):
         beta, step = project_together(x, (self.beta_proj, wide), (self.decay_proj, wide))
         beta = jax.nn.sigmoid(beta)
         step = jax.nn.softplus(step + self.dt_bias[...])
-        k, context = self.k_conv(self.k_proj(unjoined(x, barriers=2)), context, config.head_dim)
+        k, context = self.k_conv(
+            self.k_proj(unjoined(x, self.k_proj, barriers=2)), context, config.head_dim
+        )
         v, context = self.v_conv(self.v_proj(x), context)
         written = dict(
             k=split_heads(k, config.num_heads),

@@ -134,7 +134,7 @@ class GLA(Mixer):
         """Return the queries [B, T, H, K] of tokens x [B, T, D], φ(x W_q) with the feature map φ of the config, after the
         short convolution if there is one, and the context.
         """
-        q, context = self.q_conv(self.q_proj(unjoined(x)), context)
+        q, context = self.q_conv(self.q_proj(unjoined(x, self.q_proj)), context)
         return self._features(q), context
 
     def write(self, x: jax.Array, context: Context) -> tuple[dict[str, Any], Context]:
@@ -145,7 +145,7 @@ class GLA(Mixer):
         heads = self.config.num_heads
         gate = narrow_gradient(self.decay_up(self.decay_down(x), dtype=jnp.float32), x.dtype)
         log_decay = sigmoid_decay(gate, self.config.gate_temperature)
-        k, context = self.k_conv(self.k_proj(unjoined(x, barriers=2)), context)
+        k, context = self.k_conv(self.k_proj(unjoined(x, self.k_proj, barriers=2)), context)
         v, context = self.v_conv(self.v_proj(x), context)
         return dict(
             k=self._features(k),

@@ -42,19 +42,20 @@ def project_together(
     return tuple(map(saved, results)) if apart else results
 
 
-def unjoined(x: jax.Array, barriers: int = 1) -> jax.Array:
-    """Return 16-bit tokens x [B, T, D], `LEAST_TOKENS` or more, as an array of its own, so that XLA joins no product of it to another of the
-    same tokens; other tokens unchanged.
+def unjoined(x: jax.Array, layer: Dense, barriers: int = 1) -> jax.Array:
+    """Return 16-bit tokens x [B, T, D], `LEAST_TOKENS` or more, as an array of its own for a plain dense layer, so that XLA joins no product
+    of it to another of the same tokens; other tokens unchanged, and for other layers: those in FP8 share the tokens' 8-bit floats.
 
     XLA joins products of one array that are small enough, and copies the parts of the result apart where a kernel reads them, and in the
     backward pass their gradients into one array.
 
     Args:
         x: the tokens.
+        layer: the layer that multiplies them.
         barriers: the number of optimization barriers, another one for each product of x that is to be apart: XLA takes equal numbers of
             barriers in front of one array for one array.
     """
-    if not _are_many(x):
+    if not _are_many(x) or not is_plain(layer, biased=True):
         return x
     for _ in range(barriers):
         x = jax.lax.optimization_barrier(x)
@@ -93,8 +94,11 @@ def _are_many(x: jax.Array) -> bool:
 
 
 def is_plain(layer: Dense, *, biased: bool = False) -> bool:
-    """Return whether a dense layer is a product with its kernel and nothing else, with `biased` but perhaps a bias."""
-    plain = (
-        type(layer) in (Dense, OrthogonalDense) and layer.product is project and layer.lora is None
-    )
-    return plain and (biased or layer.bias is None)
+    """Return whether a dense layer is a product with its kernel in x's dtype and nothing else, with `biased` but perhaps a bias."""
+    return layer.product is project and is_one_product(layer, biased=biased)
+
+
+def is_one_product(layer: Dense, *, biased: bool = False) -> bool:
+    """Return whether a dense layer is one product with its kernel, by `layer.product`, without an adapter, and without a bias unless `biased`."""
+    one = type(layer) in (Dense, OrthogonalDense) and layer.lora is None
+    return one and (biased or layer.bias is None)

@@ -18,7 +18,7 @@ from flax import nnx
 from lsm_jax import ops
 from lsm_jax.mixers import checks
 from lsm_jax.mixers.base import Context, Mixer, short_convolution
-from lsm_jax.mixers.joined import is_plain, project_together
+from lsm_jax.mixers.joined import project_together
 from lsm_jax.mixers.layers import (
     Dense,
     log_uniform_rate,
@@ -29,6 +29,7 @@ from lsm_jax.mixers.layers import (
     split_heads,
 )
 from lsm_jax.mixers.method import Method
+from lsm_jax.mixers.normed_product import product_of
 from lsm_jax.mixers.op_config import RecurrentConfig
 from lsm_jax.ops.core.platforms import compute_capabilities
 from lsm_jax.ops.normalization.gated_product import fuses_product, gated_norm_product
@@ -222,10 +223,11 @@ class Mamba2(Mixer):
             timed = inner is None and self.config.norm == "after_gate" and self._in_kernel()
             scale = split_heads(self.norm_scale[...], self.num_heads)
             group = self.num_heads // self.config.num_groups
-            if timed and is_plain(self.o_proj) and fuses_product(o, z, group):
+            product = product_of(self.o_proj)
+            if timed and product is not None and fuses_product(o, z, group):
                 norm = NormOptions(self.config.norm_eps, group, "silu", gate_first=True)
                 kernel = self.o_proj.kernel[...].astype(o.dtype)
-                return gated_norm_product(norm, o, z, scale, kernel), context
+                return gated_norm_product(norm, product, o, z, scale, kernel), context
             y = ops.gated_rms_norm(
                 o, z, scale, skip=skip, skip_input=inner, eps=self.config.norm_eps, group=group,
                 gate_first=self.config.norm == "after_gate",

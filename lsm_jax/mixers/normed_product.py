@@ -8,11 +8,25 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from lsm_jax.mixers.joined import is_plain
+from lsm_jax.mixers import fp8
+from lsm_jax.mixers.joined import is_one_product, is_plain
 from lsm_jax.mixers.layers import Dense, RMSNorm, merge_heads, project
 from lsm_jax.ops.core.saved import saved
-from lsm_jax.ops.normalization.gated_product import fuses_product, gated_norm_product
+from lsm_jax.ops.normalization.gated_product import (
+    PLAIN,
+    Product,
+    fuses_product,
+    gated_norm_product,
+)
 from lsm_jax.ops.normalization.xla import NormOptions
+
+_PRODUCTS = {project: PLAIN, fp8.project: fp8.PRODUCT}  # by `Dense.product`
+
+
+def product_of(layer: Dense) -> Product | None:
+    """Return the product of a dense layer, for a gated norm that is computed together with it; None if the layer is not one product, or
+    there is no such form of it."""
+    return _PRODUCTS.get(layer.product) if is_one_product(layer) else None
 
 
 def normed_product(
@@ -36,10 +50,12 @@ def normed_product(
         bias: [H, V], of the gate, or None.
         activation: of the gate: "silu" or "sigmoid".
     """
-    if is_plain(layer) and o.ndim == 4 and fuses_product(o, gate, 1):
+    product = product_of(layer)
+    if product is not None and o.ndim == 4 and fuses_product(o, gate, 1):
         options: Any = NormOptions(norm.eps, 1, activation, gate_first=False)
         scale = saved(jnp.broadcast_to(norm.factors(), o.shape[2:]))
-        return gated_norm_product(options, o, gate, scale, layer.kernel[...].astype(o.dtype), bias)
+        kernel = layer.kernel[...].astype(o.dtype)
+        return gated_norm_product(options, product, o, gate, scale, kernel, bias)
     gate = gate if bias is None else gate + bias
     return layer(merge_heads(norm(o, gate, activation=activation)))
 

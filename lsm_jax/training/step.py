@@ -156,12 +156,16 @@ def methods_of(model: ModelConfig) -> list[Method]:
 
 def compiler_options(model: ModelConfig, mesh: Mesh) -> dict[str, Any]:
     """Return XLA's compiler options for the training and evaluation steps of a model on the mesh's devices: those of the exchange of
-    tokens between experts, and on GPUs whether XLA tries several compilations of each fusion (`Method.fusions_tuned`)."""
+    tokens between experts; on GPUs whether XLA tries several compilations of each fusion (`Method.fusions_tuned`), and for products in
+    FP8 that none is Triton's: these would multiply the widened numbers."""
     exchanges = {getattr(x.feedforward, "exchange", "") for x in model.layers.values()}
     options = exchange_options(mesh, exchanges)
     tuned = all(used.fusions_tuned for used in methods_of(model))
-    if mesh.devices.flat[0].platform == "gpu" and not tuned:
-        options["xla_gpu_experimental_enable_fusion_autotuner"] = False
+    if mesh.devices.flat[0].platform == "gpu":
+        if not tuned:
+            options["xla_gpu_experimental_enable_fusion_autotuner"] = False
+        if model.matmul == "fp8":
+            options["xla_gpu_enable_triton_gemm"] = False
     return options
 
 

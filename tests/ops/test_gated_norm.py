@@ -10,7 +10,8 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from lsm_jax import ops
-from lsm_jax.ops.normalization.gated_product import fuses_product, gated_norm_product
+from lsm_jax.mixers import fp8
+from lsm_jax.ops.normalization.gated_product import PLAIN, fuses_product, gated_norm_product
 from lsm_jax.ops.normalization.xla import NormOptions, in_few_passes, reference
 
 
@@ -70,9 +71,14 @@ def test_passes_equal_the_definition(dtype, gate_first, skip, activation):
         assert np.abs(a - b).max() <= tolerance * np.abs(b).max()
 
 
+@pytest.mark.parametrize(
+    ("product", "multiply"),
+    [(PLAIN, jnp.matmul), (fp8.PRODUCT, fp8.project)],
+    ids=["plain", "fp8"],
+)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_the_product_behind_it_is_the_same_function(dtype, bias):
+def test_the_product_behind_it_is_the_same_function(dtype, bias, product, multiply):
     """Norm and product as one op have the value and gradients of one after the other, with a bias of the gate and without."""
     arrays, _ = make(dtype, skip=False)
     biases = [jnp.linspace(-1.0, 2.0, 48).reshape(6, 8)] if bias else []
@@ -83,13 +89,13 @@ def test_the_product_behind_it_is_the_same_function(dtype, bias):
 
     def apart(x, gate, scale, kernel, *biases):
         y = ops.gated_rms_norm(x, sum(biases, gate), scale, eps=1e-5, group=3, gate_first=True)
-        return y.reshape(2, 5, 48) @ kernel
+        return multiply(y.reshape(2, 5, 48), kernel)
 
     def both(function):
         y, pull = jax.vjp(function, *arrays.values(), kernel, *biases)
         return y, pull(d_output)
 
-    got, wanted = both(functools.partial(gated_norm_product, options)), both(apart)
+    got, wanted = both(functools.partial(gated_norm_product, options, product)), both(apart)
     tolerance = 1e-5 if dtype == jnp.float32 else 1e-2
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
         assert a.dtype == b.dtype

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 
 import jax
@@ -60,3 +61,13 @@ def test_fusions_that_take_minutes_to_tune_are_not_tuned_on_gpus():
     jax.jit(jnp.sin, compiler_options=options)(1.0)  # XLA knows the name
     assert not step.compiler_options(fast, gpu)
     assert not step.compiler_options(slow, cpu)
+
+
+def test_products_in_fp8_are_not_tritons():
+    gpu = SimpleNamespace(
+        devices=np.array([SimpleNamespace(platform="gpu")]), axis_names=(), shape={}
+    )
+    model = dataclasses.replace(lm.get_config("gla-nano").model, matmul="fp8")
+    options = step.compiler_options(model, gpu)
+    assert options == {"xla_gpu_enable_triton_gemm": False}
+    jax.jit(jnp.sin, compiler_options=options)(1.0)  # XLA knows the name

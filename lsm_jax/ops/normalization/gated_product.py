@@ -7,6 +7,8 @@ Hopper the kernel of the norm's gradient stores it.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +21,37 @@ from lsm_jax.ops.normalization.xla import NormOptions, in_few_passes
 from pallas_kernels.requirements import first_unmet
 
 _OP = "gated_rms_norm"
+
+
+class Product(NamedTuple):
+    """A product of tokens y [B, T, I] with a kernel [I, D], and its gradients, given that of the output, d [B, T, D].
+
+    Attributes:
+        output: of y and the kernel, [B, T, D].
+        tokens_gradient: of d and the kernel, [B, T, I].
+        kernel_gradient: of y, d and the kernel, [I, D].
+    """
+
+    output: Callable[[jax.Array, jax.Array], jax.Array]
+    tokens_gradient: Callable[[jax.Array, jax.Array], jax.Array]
+    kernel_gradient: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+def _multiply(y: jax.Array, kernel: jax.Array) -> jax.Array:
+    return jnp.matmul(y, kernel, precision=jax.lax.Precision.DEFAULT)
+
+
+def _tokens_gradient(d: jax.Array, kernel: jax.Array) -> jax.Array:
+    like = jax.ShapeDtypeStruct((*d.shape[:-1], kernel.shape[0]), d.dtype)
+    return jax.linear_transpose(lambda y: _multiply(y, kernel), like)(d)[0]
+
+
+def _kernel_gradient(y: jax.Array, d: jax.Array, kernel: jax.Array) -> jax.Array:
+    return jax.linear_transpose(lambda kernel: _multiply(y, kernel), kernel)(d)[0]
+
+
+PLAIN = Product(_multiply, _tokens_gradient, _kernel_gradient)
+"""The product in the dtype of its operands."""
 
 
 def fuses_product(x: jax.Array, gate: jax.Array, group: int) -> bool:
@@ -34,24 +67,25 @@ def fuses_product(x: jax.Array, gate: jax.Array, group: int) -> bool:
     return first_unmet(PALLAS, call) is None and unsupported(x, gate, None, group) is None
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def gated_norm_product(
     options: NormOptions,
+    product: Product,
     x: Float[Array, "B T H V"],
     gate: Float[Array, "B T H V"],
     scale: Float[Array, "H V"],
     kernel: Float[Array, "I D"],
     bias: Float[Array, "H V"] | None = None,
 ) -> Float[Array, "B T D"]:
-    """Return `gated_rms_norm(x, gate + bias, scale)`, with the heads side by side (H V = I channels), times a kernel of x's dtype. It
-    has reverse-mode derivatives only. `fuses_product` says for which calls it is.
+    """Return `gated_rms_norm(x, gate + bias, scale)`, with the heads side by side (H V = I channels), times a kernel of x's dtype by
+    `product`. It has reverse-mode derivatives only. `fuses_product` says for which calls it is.
 
     The kernel rounds the gradient of a float32 gate to x's dtype, as the product that computed the gate does.
     """
     y = by_platform(
         x, gate, scale, bias, cuda=functools.partial(_by_kernel, options), default=functools.partial(_by_xla, options)
     )  # fmt: skip
-    return _product(y.reshape(*x.shape[:2], -1), kernel)
+    return product.output(y.reshape(*x.shape[:2], -1), kernel)
 
 
 def _by_kernel(options: NormOptions, x, gate, scale, bias) -> jax.Array:
@@ -64,25 +98,18 @@ def _by_xla(options: NormOptions, x, gate, scale, bias) -> jax.Array:
     return in_few_passes(options, x, gate if bias is None else gate + bias, scale)
 
 
-def _product(y: jax.Array, kernel: jax.Array) -> jax.Array:
-    return jnp.matmul(y, kernel, precision=jax.lax.Precision.DEFAULT)
+def _forward(options, product, *inputs):
+    return gated_norm_product(options, product, *inputs), inputs
 
 
-def _forward(options, *inputs):
-    return gated_norm_product(options, *inputs), inputs
-
-
-def _backward(options, inputs, d_output):
+def _backward(options, product, inputs, d_output):
     x, gate, scale, kernel, bias = inputs
-    shape = (*x.shape[:2], kernel.shape[0])
-    like = jax.ShapeDtypeStruct(shape, x.dtype)
-    (dy,) = jax.linear_transpose(lambda y: _product(y, kernel), like)(d_output)
+    dy = product.tokens_gradient(d_output, kernel)
     d_x, d_gate, d_scale, *d_bias, y = by_platform(
         x, gate, scale, bias, dy.reshape(x.shape),
         cuda=functools.partial(_gradients_by_kernel, options), default=functools.partial(_gradients_by_xla, options),
     )  # fmt: skip
-    y = y.reshape(shape)
-    (d_kernel,) = jax.linear_transpose(lambda kernel: _product(y, kernel), kernel)(d_output)
+    d_kernel = product.kernel_gradient(y.reshape(dy.shape), d_output, kernel)
     return d_x, d_gate, d_scale, d_kernel, *(d_bias or [None])
 
 
