@@ -12,10 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.calls.compare import Compared, judged
 from lsm_jax import ops
-from pallas_kernels.forgetting_attention.cases import GRADIENT_TOLERANCE, OUTPUT_TOLERANCE
 from pallas_kernels.forgetting_attention.triton import passes
-from pallas_kernels.linear_attention.cases import GRADIENT_TOLERANCE as SLOT_GRADIENT_TOLERANCE
 
 ATTENTION, SLOTS = "forgetting attention", "slot memory"
 
@@ -119,43 +118,18 @@ def set_tiling(word: str, name: str, numbers: list[int]) -> str | None:
     return None
 
 
-def check(name: str, implementation: str = "triton") -> dict[str, Any]:
-    """Return the errors of one of `CHECKS` against XLA in float32, whether a second run had the same bits, and the number of outputs
-    before a token that change with later tokens.
-    """
-    case = CHECKS[name]
+def check(name: str) -> dict[str, Any]:
+    """Return the errors of one of `CHECKS` against XLA in float32, with the Triton kernels compiled as `launch` says."""
+    return judged(call_of(CHECKS[name]), "triton")
+
+
+def call_of(case: Any) -> Compared:
+    """Return the call of one of `CHECKS`."""
     run, x = _slots(case) if case.op == SLOTS else _attention(case)
-
-    def both(implementation, cotangents, x):
-        outputs, pull = jax.vjp(functools.partial(run, implementation), x)
-        return outputs, pull(cotangents)[0]
-
     rng = np.random.default_rng(1)
     shapes = jax.eval_shape(functools.partial(run, "xla"), x)
     cotangents = tuple(jnp.asarray(rng.normal(size=s.shape), s.dtype) for s in shapes)
-    fused = jax.jit(functools.partial(both, implementation))
-    values, gradients = fused(cotangents, x)
-    again = fused(cotangents, x)
-    same = [bool((a == b).all()) for a, b in zip(*map(jax.tree.leaves, ((values, gradients), again)), strict=True)]  # fmt: skip
-    wide = jax.tree.map(lambda a: a.astype(jnp.float32), (cotangents, x))
-    with jax.default_matmul_precision("highest"):
-        expected, wanted = jax.jit(functools.partial(both, "xla"))(*wide)
-    errors = {f"output {n}" if n else "output": _error(a, b) for n, (a, b) in enumerate(zip(values, expected, strict=True))}  # fmt: skip
-    errors |= {f"d_{n}": _error(gradients[n], wanted[n]) for n in gradients}
-    place = case.length * 2 // 3
-    changed = {n: a.at[:, place:].multiply(2) for n, a in x.items()}
-    later = fused(cotangents, changed)[0][0]
-    not_causal = int(jnp.sum(later[:, :place] != values[0][:, :place]))
-    gradient = SLOT_GRADIENT_TOLERANCE if case.op == SLOTS else GRADIENT_TOLERANCE
-    good = not_causal == 0 and all(same)
-    good &= all(e < (gradient if n.startswith("d_") else OUTPUT_TOLERANCE) for n, e in errors.items())  # fmt: skip
-    return dict(good=good, errors=errors, same_bits=all(same), not_causal=not_causal)
-
-
-def _error(actual, expected) -> float:
-    """Return the RMS of the difference of two arrays relative to the RMS of `expected`; NaN if an entry is NaN."""
-    actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
-    return float(f"{np.sqrt(np.mean((actual - expected) ** 2) / np.mean(expected**2)):.3g}")
+    return Compared(run, x, cotangents, tf32=case.dtype == "float32")
 
 
 def _marks(documents: bool, length: int, rng) -> dict[str, jax.Array]:

@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.calls.compare import Compared, error, judged, same_bits
 from benchmarks.cases import decode_step
 from benchmarks.profile import by_kernel
 from benchmarks.timing import batch_milliseconds
@@ -19,21 +20,42 @@ from lsm_jax import ops
 from lsm_jax.ops.core.states import Layer
 from pallas_kernels.short_convolution.cases import TIMED_HEAD_DIM
 
-# By name: op; B; T; D; N (selective), channels of a normalised head (convolution), or heads of q (one token, T of dimension D);
-# dtype; whether there are documents (and a mask, or emptied memories).
-CHECKS: dict[str, tuple[Any, ...]] = {
-    "selective": ("selective memory", 2, 1000, 256, 16, "bfloat16", True),
-    "selective full": ("selective memory", 8, 300, 2048, 16, "bfloat16", False),
-    "selective long": ("selective memory", 1, 8150, 128, 16, "bfloat16", True),
-    "selective 8": ("selective memory", 2, 700, 128, 8, "float16", True),
-    "selective 32": ("selective memory", 2, 500, 64, 32, "float32", True),
-    "convolution": ("convolution", 2, 1000, 1024, None, "bfloat16", True),
-    "convolution row": ("convolution", 2, 1000, 768, None, "float32", False),
-    "convolution 64": ("convolution", 2, 700, 512, 64, "float16", True),
-    "convolution 256": ("convolution", 2, 700, 512, 256, "bfloat16", False),
-    "one token with decay": ("one token with decay", 64, 4, 128, 8, "bfloat16", True),
-    "one token by delta rule": ("one token by delta rule", 64, 4, 128, 4, "bfloat16", True),
-    "one token 256": ("one token by delta rule", 16, 4, 256, 4, "float16", False),
+
+class Tokens(NamedTuple):
+    """One checked call of `selective_memory`, `short_convolution` or one token.
+
+    Attributes:
+        op: the op's name in the benchmark's rows.
+        batch: number of rows, B.
+        length: number of tokens of a row, T, or of memories of one token.
+        channels: number of channels, D, or of a head of one token.
+        more: entries of a channel's memory, channels of a normalised head or None, or heads of q of one token.
+        dtype: dtype of the tokens.
+        documents: whether there are documents (and a mask, or emptied memories).
+    """
+
+    op: str
+    batch: int
+    length: int
+    channels: int
+    more: int | None
+    dtype: str
+    documents: bool
+
+
+CHECKS = {
+    "selective": Tokens("selective memory", 2, 1000, 256, 16, "bfloat16", True),
+    "selective full": Tokens("selective memory", 8, 300, 2048, 16, "bfloat16", False),
+    "selective long": Tokens("selective memory", 1, 8150, 128, 16, "bfloat16", True),
+    "selective 8": Tokens("selective memory", 2, 700, 128, 8, "float16", True),
+    "selective 32": Tokens("selective memory", 2, 500, 64, 32, "float32", True),
+    "convolution": Tokens("convolution", 2, 1000, 1024, None, "bfloat16", True),
+    "convolution row": Tokens("convolution", 2, 1000, 768, None, "float32", False),
+    "convolution 64": Tokens("convolution", 2, 700, 512, 64, "float16", True),
+    "convolution 256": Tokens("convolution", 2, 700, 512, 256, "bfloat16", False),
+    "one token with decay": Tokens("one token with decay", 64, 4, 128, 8, "bfloat16", True),
+    "one token by delta rule": Tokens("one token by delta rule", 64, 4, 128, 4, "bfloat16", True),
+    "one token 256": Tokens("one token by delta rule", 16, 4, 256, 4, "float16", False),
 }
 OPS = ("selective memory", "convolution", "normalised convolution", "one token with decay", "one token by delta rule")  # fmt: skip
 _TOKEN = {
@@ -92,17 +114,15 @@ def _call(
     return call
 
 
-def check(name: str, error: Callable[[Any, Any], float]) -> dict[str, Any]:
-    """Return the errors of one of `CHECKS` against XLA in float32: of the results and gradients, whether a second run had the same bits,
-    and how many outputs before a token change with the token and later ones.
+def check(name: str) -> dict[str, Any]:
+    """Return the errors of one of `CHECKS` against XLA in float32, with the Triton kernels compiled as `launch` says."""
+    case = CHECKS[name]
+    return _check_token(case) if case.op in _TOKEN else judged(call_of(case), "triton")
 
-    Args:
-        name: a name of `CHECKS`.
-        error: a function that returns the relative error of an array.
-    """
-    op, batch, length, channels, more, dtype, documents = CHECKS[name]
-    if op in _TOKEN:
-        return _check_token(op, batch, (more, length, length), channels, dtype, documents, error)
+
+def call_of(case: Tokens) -> Compared:
+    """Return the call of one of `CHECKS` with more than one token."""
+    op, batch, length, channels, more, dtype, documents = case
     rng = np.random.default_rng(1)
     ids = mask = None
     if documents:
@@ -111,41 +131,21 @@ def check(name: str, error: Callable[[Any, Any], float]) -> dict[str, Any]:
         mask = jnp.asarray(rng.random((batch, length)) < 0.9)
     call = _call(op, None if op == "selective memory" else more, ids, mask, exact=True)
     x = _arrays(op, (batch, length, channels), more, dtype)
-
-    def both(implementation, cotangents, x):
-        outputs, pull = jax.vjp(lambda y: call(implementation, y), x)
-        return outputs, pull(cotangents)[0]
-
     types = jax.eval_shape(lambda y: call("xla", y), x)
     cotangents = jax.tree.map(lambda t: jnp.asarray(rng.normal(size=t.shape), t.dtype), types)
-    fused = jax.jit(lambda c, y: both("triton", c, y))
-    values, gradients = fused(cotangents, x)
-    same = _same_bits((values, gradients), fused(cotangents, x))
-    wide = jax.tree.map(lambda a: a.astype(jnp.float32), (cotangents, x))
-    with jax.default_matmul_precision("highest"):
-        expected, wanted = jax.jit(lambda c, y: both("xla", c, y))(*wide)
-    errors = dict(output=error(values[0], expected[0]), final=error(values[1], expected[1]))
-    errors |= {f"d_{n}": error(gradients[n], wanted[n]) for n in gradients}
-    place = length * 2 // 3
-    changed = {n: a.at[:, place:].multiply(2) if a.shape[:2] == (batch, length) else a for n, a in x.items()}  # fmt: skip
-    output = fused(cotangents, changed)[0][0]
-    not_causal = int(jnp.sum(output[:, :place] != values[0][:, :place]))
-    return dict(errors=errors, same_bits=same, not_causal=not_causal)
+    return Compared(call, x, cotangents, tf32=dtype == "float32")
 
 
-def _same_bits(a: Any, b: Any) -> bool:
-    return all(bool((x == y).all()) for x, y in zip(*map(jax.tree.leaves, (a, b)), strict=True))
-
-
-def _check_token(op, batch, heads, dim, dtype, documents, error) -> dict[str, Any]:
+def _check_token(case: Tokens) -> dict[str, Any]:
     """Return the errors of one token's outputs and memories, which are one layer of a stack; "not_causal" is the number of entries of other
     layers' memories that change.
     """
+    op, batch, memories, dim, query_heads, dtype, documents = case
     function, names = _TOKEN[op]
-    arrays = decode_step.make_inputs(names, batch, heads[1], dim)
-    queries = np.random.default_rng(2).normal(size=(batch, 1, heads[0], dim))
+    arrays = decode_step.make_inputs(names, batch, memories, dim)
+    queries = np.random.default_rng(2).normal(size=(batch, 1, query_heads, dim))
     arrays |= dict(q=jnp.asarray(queries, dtype), k=arrays["k"].astype(dtype), v=arrays["v"].astype(dtype))  # fmt: skip
-    stack = jnp.asarray(np.random.default_rng(3).normal(size=(3, batch, heads[1], dim, dim)), jnp.float32)  # fmt: skip
+    stack = jnp.asarray(np.random.default_rng(3).normal(size=(3, batch, memories, dim, dim)), jnp.float32)  # fmt: skip
     ids = jnp.resize(jnp.asarray([0, 1, 2, 1]), (batch, 1)) if documents else None
 
     def run(arrays, stack, **options):
@@ -159,7 +159,7 @@ def _check_token(op, batch, heads, dim, dtype, documents, error) -> dict[str, An
 
     fused = jax.jit(lambda a, s: run(a, s, implementation="triton"))
     output, memory = fused(arrays, stack)
-    same = _same_bits((output, memory), fused(arrays, stack))
+    same = same_bits((output, memory), fused(arrays, stack))
     wide = jax.tree.map(lambda a: a.astype(jnp.float32), arrays)
     with jax.default_matmul_precision("highest"):
         expected = jax.jit(lambda a, s: run(a, s, implementation="xla", form="recurrent"))(wide, stack)  # fmt: skip

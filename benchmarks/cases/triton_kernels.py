@@ -4,7 +4,8 @@
 
 First a row for each check and compute capability: the relative RMS errors of the output, the final memory and each gradient (at most
 5e-3 and 1e-2), whether a second run had the same bits, and the number of outputs before a token that change with the token and
-later ones. Then a row for each op, shape and compute capability: [ms forward, ms forward and backward] of the Triton kernels, and,
+later ones. The checks are own ones, of which those of float32 have products in tf32, and the cases of the tests of Hopper's kernels.
+`--shard` lets several processes share a card for them. Then a row for each op, shape and compute capability: [ms forward, ms forward and backward] of the Triton kernels, and,
 measured once for each op and shape, of XLA and of the automatic backend. With `--peers fla` only flash-linear-attention is timed, as
 code for the same capabilities: it may require another version of Triton than the extra [triton] does. Run it on the same card with
 the same `--lock`. A card runs the code of its own
@@ -20,15 +21,19 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
-from benchmarks import options, profile, triton_attention, triton_token_ops
+from benchmarks import (
+    options,
+    profile,
+    triton_attention,
+    triton_hopper_cases,
+    triton_memories,
+    triton_token_ops,
+)
 from benchmarks.cases import kernels
 from benchmarks.peers.fla import UNKNOWN, Fla
 from benchmarks.registry import Benchmark, UsageError
 from benchmarks.timing import alone
-from lsm_jax import ops
 from pallas_kernels.delta_rule.triton import passes as delta_passes
 from pallas_kernels.dplr.triton import channel_decay as dplr
 from pallas_kernels.linear_attention.cases import GRADIENT_TOLERANCE, OUTPUT_TOLERANCE
@@ -45,65 +50,15 @@ BENCHMARK = Benchmark(
     requires_gpu=False,
 )
 
-# By name: decay, or another op of `kernels.OPS`; heads of q, k and v; K; V; T; dtype; states ("row", "documents" or "segments"); factor of the log decay, or "strong".
 CHECKS: dict[str, Any] = {
-    "none": ("no decay", (4, 2, 2), 64, 128, 500, "bfloat16", "row", 1),
-    "constant": ("constant decay", (2, 2, 2), 128, 128, 1024, "bfloat16", "row", 1),
-    "none 64": ("no decay", (4, 4, 4), 64, 64, 600, "bfloat16", "row", 1),
-    "constant 64": ("constant decay", (4, 4, 4), 64, 64, 600, "bfloat16", "row", 1),
-    "scalar": ("scalar decay", (4, 4, 4), 128, 128, 512, "bfloat16", "row", 1),
-    "scalar documents": ("scalar decay", (4, 2, 2), 64, 128, 500, "bfloat16", "documents", 1),
-    "scalar strong": ("scalar decay", (2, 2, 4), 128, 64, 1100, "bfloat16", "documents", "strong"),
-    "scalar wide": ("scalar decay", (2, 1, 2), 256, 256, 1100, "bfloat16", "documents", 1),
-    "scalar long": ("scalar decay", (1, 1, 1), 64, 64, 8150, "bfloat16", "documents", 1),
-    "scalar float16": ("scalar decay", (2, 2, 2), 128, 128, 600, "float16", "documents", 1),
-    "scalar segments": ("scalar decay", (2, 1, 1), 64, 128, 2036, "bfloat16", "segments", 1),
-    "key": ("key decay", (4, 4, 4), 128, 128, 512, "bfloat16", "row", 1),
-    "key documents": ("key decay", (4, 2, 2), 64, 128, 1100, "bfloat16", "documents", 1),
-    "key strong": ("key decay", (2, 2, 4), 128, 128, 512, "bfloat16", "documents", "strong"),
-    "key steep": ("key decay", (2, 2, 4), 128, 128, 512, "bfloat16", "documents", 20),
-    "key wide": ("key decay", (2, 2, 2), 256, 256, 700, "bfloat16", "documents", 1),
-    "key float16": ("key decay", (2, 2, 2), 128, 64, 600, "float16", "documents", 1),
-    "key segments": ("key decay", (1, 1, 2), 64, 64, 2036, "bfloat16", "segments", 1),
-    "bonus": ("key decay and bonus", (2, 2, 2), 128, 64, 600, "bfloat16", "documents", 1),
-    "bonus steep": ("key decay and bonus", (2, 2, 2), 64, 256, 512, "bfloat16", "row", 20),
-    "bonus segments": ("key decay and bonus", (2, 1, 1), 128, 64, 2036, "bfloat16", "segments", 1),
-    "value": ("value decay", (4, 1, 2), 128, 64, 300, "bfloat16", "documents", 1),
-    "value strong": ("value decay", (2, 1, 2), 256, 256, 600, "bfloat16", "documents", "strong"),
-    "key 512": ("key decay", (2, 1, 2), 128, 512, 600, "bfloat16", "documents", 1),
-    "gated delta 512": ("gated delta rule", (1, 1, 1), 256, 512, 600, "bfloat16", "documents", 1),
-    "kda 512": ("kda", (1, 1, 2), 128, 512, 600, "bfloat16", "documents", 1),
-    "value segments": ("value decay", (1, 1, 1), 64, 64, 2036, "bfloat16", "segments", 1),
-    "delta": ("delta rule", (4, 4, 4), 128, 128, 512, "bfloat16", "row", 1),
-    "delta queries": ("delta rule", (4, 2, 2), 64, 128, 500, "bfloat16", "documents", 1),
-    "delta segments": ("delta rule", (2, 1, 1), 64, 128, 2036, "bfloat16", "segments", 1),
-    "gated delta": ("gated delta rule", (2, 2, 4), 128, 128, 1100, "bfloat16", "documents", 1),
-    "gated delta strong": ("gated delta rule", (2, 2, 4), 128, 64, 1100, "bfloat16", "documents", "strong"),
-    "gated delta wide": ("gated delta rule", (2, 1, 2), 256, 256, 700, "bfloat16", "documents", 1),
-    "gated delta float16": ("gated delta rule", (2, 2, 2), 128, 128, 600, "float16", "documents", 1),
-    "gated delta segments": ("gated delta rule", (1, 1, 2), 64, 64, 2036, "bfloat16", "segments", 1),
-    "gated delta undecayed": ("undecayed delta rule", (2, 2, 4), 128, 128, 1100, "bfloat16", "documents", "strong"),
-    "gated delta undecayed wide": ("undecayed delta rule", (2, 2, 2), 256, 512, 600, "bfloat16", "row", 1),
-    "kda": ("kda", (4, 4, 4), 128, 128, 512, "bfloat16", "row", 1),
-    "kda documents": ("kda", (4, 2, 2), 64, 128, 1100, "bfloat16", "documents", 1),
-    "kda strong": ("kda", (2, 2, 4), 128, 64, 512, "bfloat16", "documents", "strong"),
-    "kda steep": ("kda", (2, 2, 4), 128, 128, 512, "bfloat16", "documents", 20),
-    "kda wide": ("kda", (2, 2, 2), 256, 256, 700, "bfloat16", "documents", 1),
-    "kda float16": ("kda", (2, 2, 2), 128, 64, 600, "float16", "documents", 1),
-    "kda segments": ("kda", (1, 1, 2), 64, 64, 2036, "bfloat16", "segments", 1),
-    "rwkv7": ("rwkv7", (4, 4, 4), 64, 64, 512, "bfloat16", "row", 1),
-    "rwkv7 documents": ("rwkv7", (4, 2, 2), 128, 64, 1100, "bfloat16", "documents", 1),
-    "rwkv7 strong": ("rwkv7", (2, 2, 4), 64, 128, 512, "bfloat16", "documents", "strong"),
-    "rwkv7 steep": ("rwkv7", (2, 2, 2), 128, 128, 512, "bfloat16", "documents", 20),
-    "rwkv7 wide": ("rwkv7", (2, 2, 2), 256, 256, 700, "bfloat16", "documents", 1),
-    "rwkv7 float16": ("rwkv7", (2, 2, 2), 64, 64, 600, "float16", "documents", 1),
-    "rwkv7 segments": ("rwkv7", (1, 1, 2), 64, 64, 2036, "bfloat16", "segments", 1),
+    **triton_memories.CHECKS,
     **triton_attention.CHECKS,
     **triton_token_ops.CHECKS,
-}  # fmt: skip
-DELTA = ("delta rule", "gated delta rule", "undecayed delta rule", "kda", "rwkv7")
+    **triton_hopper_cases.CHECKS,
+}
+PARTS = triton_memories, triton_attention, triton_token_ops, triton_hopper_cases
 OPS = (
-    *(op for op in kernels.OPS if "decay" in op or op in DELTA),
+    *(op for op in kernels.OPS if "decay" in op or op in triton_memories.DELTA),
     triton_attention.SLOTS,
     triton_attention.ATTENTION,
     *triton_token_ops.OPS,
@@ -115,93 +70,11 @@ FLA = "fla"
 
 
 def check(name: str) -> dict[str, Any]:
-    """Return the errors of one of `CHECKS` against the step-by-step form in float32 (of attention: the XLA form), with the Triton kernels
-    compiled as `launch` says.
+    """Return the errors of one of `CHECKS` against the step-by-step form in float32 (of attention and of the cases of Hopper's kernels:
+    the XLA form), with the Triton kernels compiled as `launch` says, and whether they are good.
     """
-    if name in triton_attention.CHECKS:
-        return triton_attention.check(name)
-    if name in triton_token_ops.CHECKS:
-        return judge(triton_token_ops.check(name, error))
-    decay, (heads, key_heads, memories), key_dim, value_dim, length, dtype, states, factor = CHECKS[
-        name
-    ]
-    rng = np.random.default_rng(0)
-
-    def normal(*shape, dtype=jnp.float32):
-        return jnp.asarray(rng.normal(size=shape), dtype)
-
-    x = dict(
-        q=normal(2, length, heads, key_dim, dtype=dtype),
-        k=normal(2, length, key_heads, key_dim, dtype=dtype),
-        v=normal(2, length, memories, value_dim, dtype=dtype),
-    )
-    constant = jnp.log1p(-(2.0 ** (-5 - jnp.arange(memories)))) if "constant" in decay else None
-    if decay not in ("no decay", "constant decay", "delta rule"):
-        width = {"scalar": (), "gated": (), "undecayed": (), "value": (value_dim,)}.get(
-            decay.split()[0], (key_dim,)
-        )
-        gate = jax.nn.log_sigmoid(normal(2, length, memories, *width) + 3)
-        gate = jnp.where(gate < -0.2, -30.0, gate) if factor == "strong" else gate * factor
-        x["value_log_decay" if "value" in decay else "log_decay"] = gate
-    if "bonus" in decay:
-        x["bonus"] = normal(memories, key_dim)
-    if decay in DELTA:
-        wide = x["k"].astype(jnp.float32)
-        unit = wide / jnp.linalg.norm(wide, axis=-1, keepdims=True)
-        strength = jax.nn.sigmoid(normal(*x["k"].shape))
-        if decay == "rwkv7":
-            vectors = dict(k=unit * strength, a=-unit, b=unit * strength)
-            x |= {n: y.astype(dtype) for n, y in vectors.items()}
-        else:
-            x |= dict(k=unit.astype(dtype), beta=2 * jax.nn.sigmoid(normal(2, length, memories)))
-    op, empty = ops.linear_memory, ops.linear_state
-    if decay in DELTA:
-        op, empty = ops.dplr_memory if decay == "rwkv7" else ops.delta_memory, ops.delta_state
-    if decay == "undecayed delta rule":
-        op = functools.partial(op, erase="undecayed")
-    several = (4,) if states == "segments" else ()
-    x["memory"] = normal(2, *several, memories, key_dim, value_dim)
-    marks: dict[str, Any] = {}
-    if states == "documents":
-        marks["segment_ids"] = jnp.asarray(np.cumsum(rng.random((2, length)) < 0.01, axis=1) + 1)
-    if states == "segments":
-        ids = np.repeat([1, 2, 1, 0, 4], [700, 5, 300, 30, length - 1035])
-        marks["segment_ids"] = jnp.asarray(np.stack([ids, ids]), jnp.int32)
-    if marks:
-        marks["update_mask"] = jnp.asarray(rng.random((2, length)) < 0.9)
-
-    def run(implementation, x):
-        x = dict(x)
-        memory = x.pop("memory")
-        state = empty(2, *memory.shape[-3:])._replace(memory=memory)
-        if states == "documents":
-            state = state._replace(segment_id=jnp.ones(2, jnp.int32))
-        if constant is not None:
-            x["log_decay"] = constant
-        form = "recurrent" if implementation == "xla" else "chunk"
-        output, state = op(**x, **marks, initial_state=state, form=form, implementation=implementation)  # fmt: skip
-        return output, state.memory
-
-    def both(implementation, cotangents, x):
-        outputs, pull = jax.vjp(lambda y: run(implementation, y), x)
-        return outputs, pull(cotangents)[0]
-
-    output_heads = max(heads, memories)
-    cotangents = normal(2, length, output_heads, value_dim, dtype=dtype), normal(*x["memory"].shape)
-    fused = jax.jit(lambda c, y: both("triton", c, y))
-    values, gradients = fused(cotangents, x)
-    again = fused(cotangents, x)
-    same = [bool((a == b).all()) for a, b in zip(*map(jax.tree.leaves, ((values, gradients), again)), strict=True)]  # fmt: skip
-    wide = jax.tree.map(lambda a: a.astype(jnp.float32), (cotangents, x))
-    with jax.default_matmul_precision("highest"):
-        expected, wanted = jax.jit(lambda c, y: both("xla", c, y))(*wide)
-    errors = dict(output=error(values[0], expected[0]), final=error(values[1], expected[1]))
-    errors |= {f"d_{n}": error(gradients[n], wanted[n]) for n in gradients}
-    place = length * 2 // 3
-    changed = {n: a if n in ("memory", "bonus") else a.at[:, place:].multiply(2) for n, a in x.items()}  # fmt: skip
-    output = fused(cotangents, changed)[0][0]
-    not_causal = int(jnp.sum(output[:, :place] != values[0][:, :place]))
-    return judge(dict(errors=errors, same_bits=all(same), not_causal=not_causal))
+    part = next(p for p in PARTS if name in p.CHECKS)
+    return judge(part.check(name))
 
 
 def judge(result: dict[str, Any]) -> dict[str, Any]:
@@ -211,12 +84,6 @@ def judge(result: dict[str, Any]) -> dict[str, Any]:
         for n, e in result["errors"].items()
     )
     return dict(good=small and result["same_bits"] and not result["not_causal"]) | result
-
-
-def error(actual: jax.Array, expected: jax.Array) -> float:
-    """Return the RMS of the difference of two arrays relative to the RMS of `expected`; NaN if an entry is NaN."""
-    actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
-    return float(f"{np.sqrt(np.mean((actual - expected) ** 2) / np.mean(expected**2)):.3g}")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -284,7 +151,7 @@ def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
             for op in names
         ]
     checks = [
-        dict(op=CHECKS[name][0], shape="", capability=capability, check=name)
+        dict(op=CHECKS[name].op, shape="", capability=capability, check=name)
         for capability in args.capabilities
         for name in args.checks
     ]

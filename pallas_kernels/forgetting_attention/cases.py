@@ -1,12 +1,12 @@
 """Sizes and tolerances of attention with forget gates, which its tests and benchmarks use.
 
-- `HOPPER`, `HOPPER_PARTS`: cases that run on the card.
+- `HOPPER`, `HOPPER_PARTS`, `SPLITS`: cases that run on the card.
 - `TIMED`: sizes that `python -m benchmarks attention` times.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 OUTPUT_TOLERANCE, GRADIENT_TOLERANCE = 5e-3, 1e-2
 """Largest difference of the output, and of a gradient, from XLA in float32, relative in RMS."""
@@ -58,6 +58,19 @@ HOPPER_PARTS = (
     Case((2, 2), 128, 2048, None, "mild", 700),
 )
 """Cases whose queries are two parts of the row, on an NVIDIA Hopper GPU."""
+SPLITS: dict[str, tuple[tuple[int, ...], int, dict[str, Any]]] = {
+    "partly-filled": ((90, 70), 260, {}),
+    "from-empty-in-pieces": ((0, 128, 128), 256, {}),
+    "no-gates": ((130, 140), 270, dict(gates=False)),
+    "window": ((210, 90), 100, dict(window=100)),  # the ring is full, and begins in its middle
+    "documents": ((130, 100), 230, dict(documents=True)),
+    "masked": ((120, 80), 200, dict(masked=True)),
+    "beyond-the-capacity": ((100, 80), 140, dict(documents=True)),
+    "one-token": ((128, 1), 129, {}),
+    "heads-of-256": ((130, 140), 300, dict(gates=False, documents=True, dim=256)),
+}
+"""Rows in several calls, each from the state of the one before: the tokens of each call, the first by XLA, and the state's capacity and the
+arguments of all calls."""
 TIMED = tuple(
     (batch, length, heads, dim)
     for heads, dim in ((24, 64), (16, 128))

@@ -12,14 +12,23 @@ from flax import nnx
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 import pallas_kernels.forgetting_attention
+from benchmarks.calls.attention import (
+    DIM,
+    HEADS,
+    KEY_HEADS,
+    cut,
+    empty_state,
+    pieces,
+    state_gradients,
+    tokens_of,
+)  # fmt: skip
 from lsm_jax import mixers, models, ops
 from lsm_jax.ops.backends.select import clear_choices
 from pallas_kernels.compat import gpu_interpreter, races_found
 from pallas_kernels.forgetting_attention import forgetting_attention
+from pallas_kernels.forgetting_attention.cases import SPLITS
 from tests.kernels.test_forgetting_attention_gpu import make, plain
 from tests.kernels.test_linear_attention_gpu import error
-
-HEADS, KEY_HEADS, DIM = 2, 1, 64
 
 
 @pytest.fixture(autouse=True)
@@ -29,26 +38,6 @@ def interpreter(monkeypatch):
     monkeypatch.setattr(pallas_kernels.forgetting_attention, "forgetting_attention", kernel)
 
 
-def tokens_of(length, seed=0, batch=2, gates=True, dim=DIM):
-    rng = np.random.default_rng(seed)
-    normal = lambda heads: jnp.asarray(rng.normal(size=(batch, length, heads, dim)), jnp.bfloat16)  # noqa: E731
-    arrays = dict(q=normal(HEADS), k=normal(KEY_HEADS), v=normal(KEY_HEADS))
-    if gates:
-        logits = jnp.asarray(rng.normal(size=(batch, length, HEADS)) + 2, jnp.float32)
-        arrays["log_forget"] = jax.nn.log_sigmoid(logits)
-    return arrays
-
-
-def cut(arrays, begin, end):
-    return {name: x[:, begin:end] for name, x in arrays.items()}
-
-
-def empty_state(capacity, gates=True, batch=2, dim=DIM):
-    heads = HEADS if gates else None
-    sizes = (batch, capacity, KEY_HEADS, dim, dim)
-    return ops.attention_state(*sizes, forget_heads=heads, dtype=jnp.bfloat16)
-
-
 def assert_equal(actual, expected, tolerance=1e-2):
     for (path, a), b in zip(
         jax.tree_util.tree_leaves_with_path(actual), jax.tree.leaves(expected), strict=True
@@ -56,20 +45,6 @@ def assert_equal(actual, expected, tolerance=1e-2):
         if a.dtype != jax.dtypes.float0:
             np.testing.assert_array_equal(np.isnan(a), np.isnan(b))
             assert error(jnp.nan_to_num(a), jnp.nan_to_num(b)) < tolerance, path
-
-
-# The tokens of each call, the first by XLA, and (capacity, arguments of all calls).
-SPLITS = {
-    "partly-filled": ((90, 70), 260, {}),
-    "from-empty-in-pieces": ((0, 128, 128), 256, {}),
-    "no-gates": ((130, 140), 270, dict(gates=False)),
-    "window": ((210, 90), 100, dict(window=100)),  # the ring is full, and begins in its middle
-    "documents": ((130, 100), 230, dict(documents=True)),
-    "masked": ((120, 80), 200, dict(masked=True)),
-    "beyond-the-capacity": ((100, 80), 140, dict(documents=True)),
-    "one-token": ((128, 1), 129, {}),
-    "heads-of-256": ((130, 140), 300, dict(gates=False, documents=True, dim=256)),
-}
 
 
 @pytest.mark.parametrize(
@@ -85,28 +60,10 @@ def check_pieces(name):
     """Compare the outputs and states of the calls of SPLITS[name], made one after another from the state before,
     between the fused kernel and XLA.
     """
-    lengths, capacity, options = SPLITS[name]
-    gates, window, dim = options.get("gates", True), options.get("window"), options.get("dim", DIM)
-    total = sum(lengths)
-    arrays, rng = tokens_of(total, gates=gates, dim=dim), np.random.default_rng(1)
-    if options.get("documents"):  # the first row's last document begins in the second piece
-        ids = np.stack([np.arange(total) // 85 + 1, np.full(total, 7)])
-        ids[1, 40:60] = 0
-        arrays["segment_ids"] = jnp.asarray(ids, jnp.int32)
-    if options.get("masked"):
-        arrays["update_mask"] = jnp.asarray(rng.random((2, total)) < 0.8)
-    state, begin = empty_state(capacity, gates, dim=dim), lengths[0]
-    call = functools.partial(ops.attention, window=window)
-    if begin:
-        _, state = call(**cut(arrays, 0, begin), initial_state=state, implementation="xla")
-    for length in lengths[1:]:
-        piece = cut(arrays, begin, begin + length)
-        expected = call(**piece, initial_state=state, implementation="xla")
-        actual = call(**piece, initial_state=state, implementation="mosaic_gpu")
+    for actual, expected in pieces(name, "mosaic_gpu"):
         assert_equal(actual[0], expected[0], 5e-3)
         for a, b in zip(jax.tree.leaves(actual[1]), jax.tree.leaves(expected[1]), strict=True):
             np.testing.assert_array_equal(a, b)
-        state, begin = actual[1], begin + length
 
 
 @pytest.mark.slow
@@ -137,20 +94,7 @@ def check_gradients():
     """The kernel's gradients of the tokens, and of the state's keys, values and sums of gates, equal those of
     XLA's attention.
     """
-    arrays = tokens_of(160)
-    mask = jnp.asarray(np.random.default_rng(1).random((2, 90)) < 0.9)
-    first = cut(arrays, 0, 90) | dict(update_mask=mask, implementation="xla")
-    _, state = ops.attention(**first, initial_state=empty_state(200))
-    weight = tokens_of(70, seed=2)["q"].astype(jnp.float32)
-
-    def gradients(implementation):
-        def loss(piece, state):
-            output, _ = ops.attention(**piece, initial_state=state, implementation=implementation)
-            return jnp.sum(weight * output)
-
-        return jax.grad(loss, argnums=(0, 1), allow_int=True)(cut(arrays, 90, 160), state)
-
-    assert_equal(gradients("mosaic_gpu"), gradients("xla"))
+    assert_equal(state_gradients("mosaic_gpu"), state_gradients("xla"))
 
 
 @pytest.mark.slow

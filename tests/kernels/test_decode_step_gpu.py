@@ -3,7 +3,6 @@ lowered for an H200.
 """
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,73 +12,13 @@ from flax import nnx
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 import pallas_kernels.decode_step
+from benchmarks.calls.tokens import one_token as run
+from benchmarks.calls.tokens import one_token_inputs as make
 from lsm_jax import mixers, ops
 from lsm_jax.models import Decoder, lm
-from lsm_jax.ops.core.states import Layer
 from pallas_kernels.compat import gpu_interpreter, races_found
 from pallas_kernels.decode_step import api, decode_step, unsupported
 from pallas_kernels.decode_step.cases import INTERPRETED
-
-OPS = {
-    "linear": ops.linear_memory,
-    "delta": ops.delta_memory,
-    "undecayed delta": functools.partial(ops.delta_memory, erase="undecayed"),
-    "dplr": ops.dplr_memory,
-}
-
-
-def make(op, heads, key_dim, value_dim, decays, documents, dtype, batch=4) -> dict[str, Any]:
-    """Return the inputs of the memory `op` for one token of each row, and its initial memory; the rows are in
-    turn: padding, a masked token, the first token of a document, and a token that continues one.
-    """
-    rng = np.random.default_rng(0)
-    normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
-    of_queries, of_keys, memories = heads
-    unit = lambda x: (x / jnp.linalg.norm(x, axis=-1, keepdims=True)).astype(dtype)  # noqa: E731
-    arrays: dict[str, Any] = dict(
-        q=normal(batch, 1, of_queries, key_dim).astype(dtype),
-        k=unit(normal(batch, 1, of_keys, key_dim)),
-        v=normal(batch, 1, memories, value_dim).astype(dtype),
-    )
-    if "delta" in op:
-        arrays["beta"] = 2 * jax.nn.sigmoid(normal(batch, 1, memories))
-    if op == "dplr":
-        arrays["a"] = -unit(normal(batch, 1, of_keys, key_dim))
-        arrays["b"] = unit(normal(batch, 1, of_keys, key_dim))
-    shapes = dict(
-        token=(batch, 1, memories), key=(batch, 1, memories, key_dim), constant=(memories,)
-    )
-    for name, shape in (shapes | dict(value=(batch, 1, memories, value_dim))).items():
-        if name in decays:
-            gate = jax.nn.log_sigmoid(normal(*shape) + 3)
-            gate = jnp.where(gate < -0.1, -120.0, gate) if "strong" in decays else gate
-            arrays["value_log_decay" if name == "value" else "log_decay"] = gate
-    if "bonus" in decays:
-        arrays["bonus"] = normal(memories, key_dim)
-    if documents:
-        arrays["segment_ids"] = jnp.resize(jnp.asarray([0, 1, 2, 1]), (batch, 1))
-        arrays["update_mask"] = jnp.resize(jnp.asarray([1, 0, 1, 1]), (batch, 1))
-        # The values of a token that does not write are never used.
-        arrays["v"] = arrays["v"].at[0].set(jnp.nan)
-    arrays["memory"] = normal(batch, memories, key_dim, value_dim)
-    return arrays
-
-
-def run(op, arrays, *, stacked=False, **options):
-    """Apply one token to the memories with the op's `implementation`; return the output, and the memory after
-    the token, or the stack of all layers' memories if `stacked`.
-    """
-    arrays = dict(arrays)
-    memory = arrays.pop("memory")
-    if stacked:
-        memory = Layer(jnp.stack([-memory, memory, 2 * memory]), jnp.int32(1))
-    rows = jnp.ones(arrays["q"].shape[0], jnp.int32)
-    state: Any = ops.LinearState(memory, None, None, rows)
-    if op != "linear":
-        state = ops.DeltaState(memory, rows)
-    output, after = OPS[op](**arrays, initial_state=state, **options)
-    memory: Any = after.memory
-    return output, memory.stack if stacked else memory
 
 
 @pytest.fixture

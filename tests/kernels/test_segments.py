@@ -5,7 +5,6 @@ calls on each segment alone.
 import functools
 import importlib
 import os
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +14,9 @@ import pytest
 import pallas_kernels.delta_rule
 import pallas_kernels.dplr
 import pallas_kernels.linear_attention
-from lsm_jax import ops
+from benchmarks.calls.memories import segment_call, segment_inputs, two_rows
 from pallas_kernels.compat import gpu_interpreter, races_found
+from pallas_kernels.memory_cases import SEGMENTS
 from tests.kernels.test_linear_attention_gpu import error
 
 # Segment ids for four states. State 3 has no token, segment 1 continues after segment 2 and has two chunks, and there is padding.
@@ -25,27 +25,6 @@ IDS = {
     for chunk in (64, 128)
 }
 CHUNK = dict(mosaic_gpu=64, mosaic_tpu=128)
-# Each case: the op; heads of q, k and v; K; V; the kind of decay.
-CASES = {
-    "scalar": ("linear", (1, 1, 1), 64, 64, "token"),
-    "plain-shared": ("linear", (2, 1, 1), 64, 128, None),
-    "channels": ("linear", (1, 1, 2), 64, 64, "channel"),
-    "bonus": ("linear", (2, 1, 1), 128, 64, "bonus"),
-    "values": ("linear", (1, 1, 1), 64, 64, "value"),
-    "delta": ("delta", (1, 1, 2), 64, 64, "token"),
-    "delta-plain-deep": ("delta", (2, 1, 1), 256, 64, None),
-    "delta-channels": ("delta", (1, 1, 1), 64, 128, "channel"),
-    "dplr": ("dplr", (1, 1, 2), 64, 64, "channel"),
-}
-# Cases that run only on the card.
-WIDE = {
-    "scalar-wide": ("linear", (2, 1, 1), 64, 512, "token"),
-    "channels-wide": ("linear", (1, 1, 2), 64, 384, "channel"),
-    "values-wide": ("linear", (1, 1, 1), 64, 256, "value"),
-    "delta-wide": ("delta", (1, 1, 1), 128, 512, "token"),
-    "delta-channels-wide": ("delta", (1, 1, 1), 64, 384, "channel"),
-    "dplr-wide": ("dplr", (1, 1, 1), 64, 512, "channel"),
-}
 
 
 @jax.custom_vjp
@@ -84,55 +63,12 @@ def implementation(request, monkeypatch):
 def check_threads(case, implementation):
     """Skip a case for which XLA has too few threads: the interpreter requires one for each warpgroup, since they wait for each other."""
     threads = int(os.environ.get("NPROC", os.cpu_count() or 1))
-    if implementation == "mosaic_gpu" and 128 in CASES[case][2:4] and threads < 4:
+    if implementation == "mosaic_gpu" and 128 in SEGMENTS[case][2:4] and threads < 4:
         pytest.skip(f"XLA has {threads} threads here; NPROC=8 gives it more")
 
 
-def make(case, length: int) -> dict[str, Any]:
-    op, (heads, key_heads, memories), key_dim, value_dim, decay = (CASES | WIDE)[case]
-    rng = np.random.default_rng(0)
-
-    def normal(*shape, dtype=jnp.bfloat16):
-        return jnp.asarray(rng.normal(size=shape), dtype)
-
-    rows = 2, length
-    k = normal(*rows, key_heads, key_dim, dtype=jnp.float32)
-    k /= jnp.linalg.norm(k, axis=-1, keepdims=True)
-    x = dict(q=normal(*rows, heads, key_dim), k=k.astype(jnp.bfloat16))
-    x |= dict(v=normal(*rows, memories, value_dim))
-    if op == "dplr":
-        share = jax.nn.sigmoid(normal(*k.shape, dtype=jnp.float32))
-        x |= dict(a=-x["k"], b=(k * share).astype(jnp.bfloat16))
-    if op == "delta":
-        x |= dict(beta=2 * jax.nn.sigmoid(normal(*rows, memories, dtype=jnp.float32)))
-    if decay:
-        channels = () if decay == "token" else (value_dim if decay == "value" else key_dim,)
-        gate = jax.nn.log_sigmoid(normal(*rows, memories, *channels, dtype=jnp.float32) + 2)
-        x |= {"value_log_decay" if decay == "value" else "log_decay": gate}
-    if decay == "bonus":
-        x |= dict(bonus=normal(memories, key_dim, dtype=jnp.float32))
-    return x | dict(memory=0.3 * normal(2, 4, memories, key_dim, value_dim, dtype=jnp.float32))
-
-
-def call(op, ids, memory, *, mask=None, **x):
-    state: Any = (ops.linear_state if op == "linear" else ops.delta_state)(len(memory), *memory.shape[-3:])  # fmt: skip
-    state = state._replace(memory=memory)
-    run = dict(linear=ops.linear_memory, delta=ops.delta_memory, dplr=ops.dplr_memory)[op]
-    output, state = run(initial_state=state, segment_ids=ids, update_mask=mask, **x)
-    return output, state.memory
-
-
-def two_rows(ids):
-    """Return segment ids [2, T] of two rows: the given `ids` [T], and the same with other numbers for three
-    tokens.
-    """
-    other = ids.copy()
-    other[[3, 50, 80]] = 4, 3, 1
-    return jnp.asarray(np.stack([ids, other]), jnp.int32)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", SEGMENTS)
 def test_equals_the_recurrence_in_value_and_every_gradient(case, implementation):
     check_threads(case, implementation)
     check(case, implementation, IDS[CHUNK[implementation]])
@@ -149,12 +85,12 @@ def check(case, implementation, ids, gradients=True):
     """Check that a kernel with one state per segment has the values and gradients of the recurrence for the
     segment ids `ids` of two rows; return its results and gradients (None without `gradients`).
     """
-    op, x, length = (CASES | WIDE)[case][0], make(case, len(ids)), len(ids)
+    op, x, length = SEGMENTS[case].op, segment_inputs(SEGMENTS[case], len(ids)), len(ids)
     rng = np.random.default_rng(1)
     ids, mask = two_rows(ids), jnp.asarray(rng.random((2, length)) < 0.9)
 
     def run(x, **options):
-        return call(op, ids, mask=mask, **options, **x)
+        return segment_call(op, ids, mask=mask, **options, **x)
 
     fused = functools.partial(run, implementation=implementation)
     recurrent = functools.partial(run, form="recurrent", implementation="xla")
@@ -181,16 +117,16 @@ def check(case, implementation, ids, gradients=True):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", SEGMENTS)
 def test_segments_do_not_see_each_other(case, implementation):
     """With one state per segment, no bit of a kernel's output depends on other segments or on later tokens. A
     call on a segment alone has the same results up to rounding.
     """
     check_threads(case, implementation)
-    op, ids = CASES[case][0], IDS[CHUNK[implementation]]
-    x = make(case, len(ids))
+    op, ids = SEGMENTS[case].op, IDS[CHUNK[implementation]]
+    x = segment_inputs(SEGMENTS[case], len(ids))
     memory, bonus = x.pop("memory"), x.pop("bonus", None)
-    run = functools.partial(call, op, implementation=implementation)
+    run = functools.partial(segment_call, op, implementation=implementation)
     run = run if bonus is None else functools.partial(run, bonus=bonus)
     output, final = run(two_rows(ids), memory, **x)
 

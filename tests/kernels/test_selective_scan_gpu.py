@@ -10,6 +10,9 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
+from benchmarks.calls.tokens import scan_both as both
+from benchmarks.calls.tokens import scan_call as call
+from benchmarks.calls.tokens import scan_inputs as make
 from lsm_jax import ops
 from pallas_kernels.compat import gpu_interpreter, races_found
 from pallas_kernels.selective_scan import (
@@ -26,80 +29,6 @@ from pallas_kernels.selective_scan.cases import (
 )
 from tests.kernels.test_linear_attention_gpu import error
 from tests.marks import slow_after
-
-
-def make(case: Case, seed: int = 0) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return random inputs of the op of selective memories with the sizes of `case`: the arrays that are
-    differentiated, by name, and the segment ids and masks. Arrays are NaN at padding, and no output may be
-    NaN.
-    """
-    batch, length, channels, states = case.batch, case.length, case.channels, case.states
-    rng = np.random.default_rng(seed)
-
-    def normal(*shape, dtype=jnp.float32):
-        return jnp.asarray(rng.normal(size=shape), dtype)
-
-    def tokens(*shape, dtype=jnp.float32):
-        return normal(batch, length, *shape, dtype=dtype)
-
-    arrays: dict[str, Any] = dict(u=tokens(channels, dtype=jnp.bfloat16))
-    if states:
-        arrays |= dict(
-            delta=jax.nn.softplus(tokens(channels) - 2),
-            A=-jnp.exp(0.5 * normal(channels, states)),
-            B=tokens(states),
-            C=tokens(states),
-            D=normal(channels),
-        )
-        if case.strong:
-            arrays["delta"] = jnp.where(tokens(1) > 1, 30.0, arrays["delta"])
-    else:
-        arrays["log_decay"] = jax.nn.log_sigmoid(tokens(channels) + 2)
-        if not case.real:
-            arrays |= dict(angle=tokens(channels), C=tokens(channels, dtype=jnp.bfloat16))
-        if case.strong:
-            arrays["log_decay"] = jnp.where(tokens(1) > 1, -30.0, arrays["log_decay"])
-    arrays["memory"] = normal(batch, channels, max(states, 1))
-    marks: dict[str, Any] = {}
-    if case.documents:
-        # Few documents, so that none begins in some chunks.
-        ids = np.cumsum(rng.random((batch, length)) < 4 / length, axis=1) + 1
-        ids[rng.random(ids.shape) < 0.1] = 0
-        ids[:, 0] = 1
-        marks = dict(segment_ids=jnp.asarray(ids, jnp.int32))
-        marks["update_mask"] = jnp.asarray(rng.random(ids.shape) < 0.9)
-        arrays["u"] = jnp.where((ids == 0)[..., None], jnp.nan, arrays["u"])
-    return arrays, marks
-
-
-def call(arrays: dict[str, Any], marks: dict[str, Any], implementation: str | None):
-    """Return the output and the final memory of `ops.selective_memory`, the memory as its real and imaginary
-    part; a complex memory starts with equal real and imaginary parts.
-    """
-    given = dict(arrays)
-    memory = given.pop("memory")
-    ones = jnp.ones((memory.shape[1], 1))
-    if "log_decay" in given and "angle" not in given:
-        # Powers of two, by which bfloat16 multiplies exactly.
-        given |= dict(delta=given.pop("log_decay"), A=ones, B=2 * ones, C=0.5 * ones)
-        given["discretization"] = "none"
-    if "angle" in given:
-        given |= dict(A=ones, B=ones, C=given["C"][..., None], discretization="none")
-        given["delta"] = jax.lax.complex(given.pop("log_decay"), given.pop("angle"))
-        memory = jax.lax.complex(memory, memory)
-    state = ops.SelectiveState(memory, jnp.ones(len(memory), jnp.int32))
-    y, state = ops.selective_memory(
-        **given, **marks, initial_state=state, implementation=implementation
-    )
-    return y, jnp.stack([state.memory.real, state.memory.imag])
-
-
-def both(arrays, marks, implementation, cotangents):
-    """Return the output and the final memory of selective memories, and the gradients of the inputs `arrays`
-    for the given cotangents.
-    """
-    values, pull = jax.vjp(lambda a: call(a, marks, implementation), arrays)
-    return values, pull(cotangents)[0]
 
 
 def compare(case: Case, run) -> tuple[Any, Any]:

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
+from benchmarks.calls.tokens import convolution_inputs as make
+from benchmarks.calls.tokens import plain_convolution as plain
 from lsm_jax import ops
 from lsm_jax.ops.core.segments import read_tokens
 from pallas_kernels.compat import gpu_interpreter, plgpu, races_found
@@ -19,45 +21,6 @@ from pallas_kernels.short_convolution import short_convolution, unsupported
 from pallas_kernels.short_convolution.cases import INTERPRETED, TOLERANCES, Case
 from pallas_kernels.short_convolution.hopper import block, tilings
 from tests.kernels.test_linear_attention_gpu import error
-
-
-def make(
-    length, channels, width, *, documents, bias, batch=1, contiguous=False
-) -> tuple[dict[str, Any], Any]:
-    """Return random inputs of a short convolution, by name, and segment ids (None without `documents`) with
-    padding inside documents (between documents if `contiguous`) and at the end; the first token continues the state's document.
-    """
-    rng = np.random.default_rng(0)
-
-    def normal(*shape):
-        return jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
-
-    ids = np.cumsum(rng.random((batch, length)) < 0.15, axis=1) + 1
-    if contiguous:
-        ids[ids % 3 == 2] = 0
-    else:
-        ids[rng.random(ids.shape) < 0.15] = 0
-    ids[:, 0], ids[:, -3:] = 1, 0
-    x = normal(batch, length, channels)
-    if documents:  # the values of padding are never used
-        x = jnp.where(jnp.asarray(ids == 0)[..., None], jnp.nan, x)
-    arrays = dict(x=x, weight=normal(width, channels), initial=normal(batch, width - 1, channels))
-    if bias:
-        arrays["bias"] = normal(channels)
-    return arrays, jnp.asarray(ids, jnp.int32) if documents else None
-
-
-def plain(arrays, ids, silu, head_dim):
-    """Return the output of XLA's form of the short convolution for the inputs `arrays` and the segment ids
-    `ids`.
-    """
-    arrays = dict(arrays)
-    initial = arrays.pop("initial")
-    state = ops.ShiftState(initial, jnp.ones(initial.shape[0], jnp.int32))
-    return ops.short_convolution(
-        **arrays, silu=silu, head_dim=head_dim, initial_state=state, segment_ids=ids,
-        implementation="xla",
-    )[0]  # fmt: skip
 
 
 def fused(arrays, ids, silu, head_dim, contiguous=False, interpreted=True):

@@ -3,7 +3,6 @@ GPU: `make test-gpu`.
 """
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +10,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from benchmarks.calls import tokens
 from lsm_jax import feedforward, ops
 from lsm_jax.models.periods import rematerialized
-from lsm_jax.ops.core.segments import read_tokens
 from lsm_jax.ops.normalization import branches
 from pallas_kernels.gated_norm import cases as gated_norm_cases
 from pallas_kernels.gated_norm import gated_rms_norm_gradients
@@ -21,12 +20,11 @@ from pallas_kernels.residual_norm import cases as residual_norm_cases
 from pallas_kernels.residual_norm import residual_norm_forward, residual_norm_gradients
 from pallas_kernels.rwkv7 import cases as rwkv7_cases
 from pallas_kernels.short_convolution import cases as short_convolution_cases
-from pallas_kernels.short_convolution import short_convolution
 from tests.kernels import test_gated_norm_gpu as gated_norm
 from tests.kernels import test_residual_norm_gpu as residual_norm
 from tests.kernels import test_rwkv7_gpu as rwkv7
-from tests.kernels import test_short_convolution_gpu as convolution
 from tests.kernels.marks import on_hopper
+from tests.kernels.on_card import assert_alike
 from tests.kernels.test_linear_attention_gpu import error
 
 pytestmark = on_hopper
@@ -37,31 +35,8 @@ def test_convolution_equals_xla(case):
     """On the card, the value and every gradient of the short convolution's kernel are those of XLA in
     float32; a second run gives the same bits.
     """
-    length, channels, width, documents, bias, silu, head_dim, batch, contiguous = case
-    arrays, ids = convolution.make(
-        length, channels, width, documents=documents, bias=bias, batch=batch, contiguous=contiguous
-    )
-    dy = jnp.asarray(np.random.default_rng(1).normal(size=arrays["x"].shape), jnp.bfloat16)
-
-    def both(function, arrays, dy):
-        y, pull = jax.vjp(lambda a: function(a), arrays)
-        return y, *jax.tree.leaves(pull(dy))
-
-    def kernel(arrays):
-        tokens = read_tokens(ids, None, jnp.ones(batch, jnp.int32), None)
-        options: dict[str, Any] = dict(contiguous=contiguous, silu=silu, head_dim=head_dim)
-        return short_convolution(**arrays, run=tokens.run, real=tokens.real, **options)
-
-    run = jax.jit(lambda *a: both(kernel, *a))
-    got = run(arrays, dy)
-    for a, b in zip(got, run(arrays, dy), strict=True):
-        np.testing.assert_array_equal(a, b)
-    wide = jax.tree.map(lambda a: a.astype(jnp.float32), (arrays, dy))
-    wanted = jax.jit(lambda *a: both(lambda a: convolution.plain(a, ids, silu, head_dim), *a))(
-        *wide
-    )
-    for a, b in zip(got, wanted, strict=True):
-        assert error(a, b) < short_convolution_cases.TOLERANCES["card"]
+    tolerance = short_convolution_cases.TOLERANCES["card"]
+    assert_alike(tokens.convolution(case), tolerance, tolerance)
 
 
 @pytest.mark.parametrize("case", gated_norm_cases.COMPILED, ids=lambda case: case.id)

@@ -123,10 +123,11 @@ def test_the_benchmark_checks_and_times_them(name, monkeypatch):
         )
 
     monkeypatch.setattr(triton_token_ops, "_call", by_xla)
-    op, *sizes = triton_token_ops.CHECKS[name]
+    case = triton_token_ops.CHECKS[name]
+    op = case.op
     if op in triton_token_ops.OPS[:2]:
-        sizes[:3] = 1, 70, 64
-        monkeypatch.setitem(triton_token_ops.CHECKS, name, (op, *sizes))
+        small = case._replace(batch=1, length=70, channels=64)
+        monkeypatch.setitem(triton_token_ops.CHECKS, name, small)
         assert triton_kernels.check(name)["good"]
         factor = 1.1
         result = triton_kernels.check(name)

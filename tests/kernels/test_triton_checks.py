@@ -1,0 +1,40 @@
+"""Tests of the list of checks that `python -m benchmarks triton_kernels` runs on a card."""
+
+import pytest
+
+from benchmarks import triton_hopper_cases
+from benchmarks.calls import compare
+from benchmarks.cases import triton_kernels
+from pallas_kernels.triton import launch
+
+ALL = dict(triton_hopper_cases.cases())
+REFUSED = [name for name in ALL if name not in triton_hopper_cases.CHECKS]
+
+
+def test_every_case_of_the_hopper_kernels_is_a_check_or_refused():
+    """The checks are all cases of the tests of Hopper's kernels but 13, whose names cannot be mistaken for each other."""
+    assert len(ALL) == len(list(triton_hopper_cases.cases()))
+    assert set(triton_hopper_cases.CHECKS) | set(REFUSED) == set(ALL)
+    assert len(REFUSED) == 13
+    assert not [name for name in triton_kernels.CHECKS if "," in name]
+    sizes = [len(part.CHECKS) for part in triton_kernels.PARTS]
+    assert len(triton_kernels.CHECKS) == sum(sizes)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_case_that_is_no_check_is_refused_for_what_the_list_says(name, monkeypatch):
+    monkeypatch.setattr(launch, "usable", lambda: True)
+    monkeypatch.setattr(compare, "expected", lambda call: None)
+    words = r"requires (V of 64, 128, 256 or 512, not (384|768)|a real memory with discretization='euler')"
+    with pytest.raises(NotImplementedError, match=words):
+        ALL[name].check()
+
+
+def test_an_error_or_other_bits_are_not_good():
+    good = dict(errors=dict(output=4e-3, d_q=9e-3), same_bits=True, not_causal=0)
+    assert triton_kernels.judge(good)["good"]
+    for wrong in (
+        dict(errors=dict(output=6e-3)), dict(errors=dict(d_q=1.1e-2)), dict(errors=dict(d_q=float("nan"))),
+        dict(same_bits=False), dict(not_causal=1),
+    ):  # fmt: skip
+        assert not triton_kernels.judge(good | wrong)["good"]
