@@ -77,9 +77,13 @@ CHECKS: dict[str, Any] = {
     "attention state": Attention(ATTENTION, (4, 2), 128, 300, stored=500),
     "attention state window": Attention(ATTENTION, (2, 2), 64, 300, stored=500, window=200),
     "attention float16": Attention(ATTENTION, (2, 2), 128, 600, "float16", documents=True),
+    "attention float32": Attention(ATTENTION, (2, 1), 128, 600, "float32", documents=True),
+    "attention float32 wide": Attention(ATTENTION, (2, 1), 256, 600, "float32", documents=True),
     "slots": Slots(SLOTS, (2, 2), 64, 500),
     "slots documents": Slots(SLOTS, (4, 2), 128, 1100, documents=True),
     "slots float16": Slots(SLOTS, (2, 2), 128, 600, "float16"),
+    "slots float32": Slots(SLOTS, (4, 2), 128, 600, "float32", documents=True),
+    "slots float32 64": Slots(SLOTS, (2, 2), 64, 500, "float32"),
 }
 """Checked calls by name."""
 

@@ -49,6 +49,7 @@ CHECKS = {
     "selective long": Tokens("selective memory", 1, 8150, 128, 16, "bfloat16", True),
     "selective 8": Tokens("selective memory", 2, 700, 128, 8, "float16", True),
     "selective 32": Tokens("selective memory", 2, 500, 64, 32, "float32", True),
+    "selective float32": Tokens("selective memory", 2, 1000, 256, 16, "float32", True),
     "convolution": Tokens("convolution", 2, 1000, 1024, None, "bfloat16", True),
     "convolution row": Tokens("convolution", 2, 1000, 768, None, "float32", False),
     "convolution 64": Tokens("convolution", 2, 700, 512, 64, "float16", True),
