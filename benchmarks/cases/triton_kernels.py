@@ -7,8 +7,9 @@ First a row for each check and compute capability: the relative RMS errors of th
 later ones. The checks are own ones, of which those of float32 have products in tf32, and the cases of the tests of Hopper's kernels.
 `--shard` lets several processes share a card for them. Then a row for each op, shape and compute capability: [ms forward, ms forward and backward] of the Triton kernels, and,
 measured once for each op and shape, of XLA and of the automatic backend. With `--peers fla` only flash-linear-attention is timed, as
-code for the same capabilities: it may require another version of Triton than the extra [triton] does. Run it on the same card with
-the same `--lock`. A card runs the code of its own
+code for the same capabilities: it may require another version of Triton than the extra [triton] does. With `--beside` too, the Triton
+kernels are timed in the same call: ours, the peer's, ours, the peer's, of which the row has the shorter times. The peer has no selective
+memory of Mamba in Triton (its layer calls a CUDA extension), and decays of value channels token by token only. A card runs the code of its own
 capability and that of older ones: an H200 runs "9.0" and "8.0". Needs the extra [triton].
 """
 
@@ -110,6 +111,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="by a profile, each kernel of Triton and of the automatic backend; of convolutions and selective memories the sums of theirs and of XLA's",
     )
     options.add_peers(parser)
+    parser.add_argument(
+        "--beside", action="store_true", help="with --peers: time the Triton kernels in turn with the peer"
+    )  # fmt: skip
     options.add_shard(parser)
     options.add_lock(parser)
 
@@ -143,7 +147,7 @@ def set_tilings(words: list[str]) -> list[str]:
 
 def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
     if args.peers:
-        names = [op for op in args.ops if op not in (*triton_token_ops.OPS, "value decay")]
+        names = [op for op in args.ops if op != "selective memory"]
         return [
             dict(op=op, shape=shape, capability=f"{FLA} {capability}")
             for capability in args.capabilities
@@ -194,14 +198,31 @@ def peer_rows(args: argparse.Namespace, cases: list[dict[str, Any]]) -> Iterator
         peer = Fla(pairs, args.workers, capability=capability)
         try:
             with alone(args.lock, shared=True):
+                ours = [compiled(capability, case) if args.beside else {} for case in own]
                 peer.wait(args.patience)
             with alone(args.lock):
-                for case in own:
-                    row = case | peer.times(case["op"], case["shape"])
+                for case, functions in zip(own, ours, strict=True):
+                    row = case | in_turn(case, functions, peer)
                     if row.get("fla_error") != UNKNOWN:
                         yield row
         finally:
             peer.close()
+
+
+def compiled(capability: str, case: dict[str, Any]) -> dict[str, Any]:
+    """Return what `timers` returns for a case as code for a compute capability, or the error."""
+    own = result(case | dict(capability=capability), functools.partial(timers, case))
+    return {n: x for n, x in own.items() if n not in case}
+
+
+def in_turn(case: dict[str, Any], functions: dict[str, Any], peer: Fla) -> dict[str, Any]:
+    """Return the times that the functions of `compiled` return and the peer's; with functions all twice in turn, of which the shorter."""
+    first = functions | call_timers(functions) | peer.times(case["op"], case["shape"])
+    if not functions:
+        return first
+    again = call_timers(functions) | peer.times(case["op"], case["shape"], again=True)
+    both = {n: x for n, x in again.items() if n in ("triton", FLA) and n in first}
+    return first | {n: list(map(min, first[n], x)) for n, x in both.items()}
 
 
 def result(case: dict[str, Any], function: Callable[[], dict[str, Any]]) -> dict[str, Any]:

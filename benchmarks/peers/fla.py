@@ -35,6 +35,12 @@ from typing import Any
 UNKNOWN, MISSING = "it has no such operation", "ModuleNotFoundError"
 """The error for an operation that the peer lacks, and the beginning of that for a missing package."""
 
+CAPABILITY = "FLA_CAPABILITY"
+"""The environment variable with the compute capability of the card that the processes show to the peer, if it is not that of this machine's
+card."""
+SHARED_MEMORY = {"8.0": 166912, "8.6": 101376, "8.9": 101376, "9.0": 232448, "10.0": 232448, "12.0": 101376}  # fmt: skip
+"""The bytes of shared memory that a program may use, by compute capability."""
+
 _COMMAND = [sys.executable, "-m", "benchmarks.peers.fla_worker"]
 
 
@@ -107,15 +113,18 @@ class Fla:
         print(f"the peer's kernels: {seconds:.0f} s, all compiled: {done}", file=sys.stderr)
         return done
 
-    def times(self, op: str, shape: str, patience: float = 100) -> dict[str, Any]:
-        """Measure the peer's time of one case, an operation at a shape.
+    def times(
+        self, op: str, shape: str, patience: float = 100, again: bool = False
+    ) -> dict[str, Any]:
+        """Measure the peer's time of one case, an operation at a shape. With `again`, which says that the operation was timed before, the
+        blocks that were found then are used.
 
         Returns:
-            {"fla": [ms forward, ms forward and backward]}, for a model its tokens/s, or {"fla_error":
-            reason}.
+            {"fla": [ms forward, ms forward and backward]}, of one token {"fla": [ms of a step]}, for a model its tokens/s, or
+            {"fla_error": reason}.
         """
         try:
-            self._process.stdin.write(json.dumps([op, shape]) + "\n")
+            self._process.stdin.write(json.dumps([op, shape, again]) + "\n")
             self._process.stdin.flush()
             row = json.loads(self._lines.get(timeout=patience) or '{"fla_error": "it ended"}')
         except (queue.Empty, BrokenPipeError) as why:
@@ -137,7 +146,7 @@ def code_for(capability: str, folder: Path) -> dict[str, str]:
 
     Triton assembles for the capability of its code, and a card of another generation does not load the result. A script in `folder`
     therefore stands for Triton's assembler: it passes PTX code of the older capability to it, but asks for this card's
-    instructions.
+    instructions. The peer is shown a card of the older capability, too (`fla_worker._as_card`).
     """
     query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
     card = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]
@@ -151,9 +160,11 @@ def code_for(capability: str, folder: Path) -> dict[str, str]:
     command = f'exec {shlex.quote(assembler)} "${{@/#--gpu-name=sm_*/{target}}}"'
     script.write_text(f"#!/bin/bash\n{command}\n")
     script.chmod(0o755)
-    return dict(
-        TRITON_OVERRIDE_ARCH=f"sm{capability.replace('.', '')}", TRITON_PTXAS_PATH=str(script)
-    )
+    return {
+        "TRITON_OVERRIDE_ARCH": f"sm{capability.replace('.', '')}",
+        "TRITON_PTXAS_PATH": str(script),
+        CAPABILITY: capability,
+    }
 
 
 def _read_lines(process: Any, lines: queue.Queue[str]) -> None:

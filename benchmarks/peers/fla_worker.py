@@ -20,8 +20,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.fla import UNKNOWN
+from benchmarks.peers.fla import CAPABILITY, SHARED_MEMORY, UNKNOWN
 
+_STEPS = 50  # of one token
+_HEAD_DIM = 128  # of a normalised convolution: `pallas_kernels.short_convolution.cases.TIMED_HEAD_DIM`, whose package imports JAX
 _TOKENS = 1024  # of the rows on which kernels are compiled
 _VOCABULARY = 32000
 _MODELS: dict[str, dict[str, Any]] = {
@@ -49,10 +51,36 @@ def _bare_package(name: str) -> Any:
     return package
 
 
+def _as_card(capability: str) -> None:
+    """Show PyTorch, Triton and the peer a card of an older compute capability, with its shared memory: the peer then chooses the blocks
+    that it has for that card, and Triton's search leaves out those that would not fit there.
+    """
+    import torch  # pyrefly: ignore[missing-import]
+    from triton.runtime import driver  # pyrefly: ignore[missing-import]
+
+    utils: Any = (
+        driver.active.utils
+    )  # before PyTorch is changed: the driver itself reads the card's capability from it
+    major, minor = map(int, capability.split("."))
+    torch.cuda.get_device_capability = lambda *device, **options: (major, minor)
+    name = torch.cuda.get_device_name
+    # The peer knows Hopper by this name, too.
+    torch.cuda.get_device_name = lambda *device: name(*device).replace("NVIDIA H", f"sm_{major}{minor} on H")  # fmt: skip
+    properties = utils.get_device_properties
+
+    def limited(device: int) -> dict[str, Any]:
+        known = properties(device)
+        return known | dict(max_shared_mem=min(SHARED_MEMORY[capability], known["max_shared_mem"]))
+
+    utils.get_device_properties = limited
+
+
 def _operations() -> dict[str, Callable]:
     """Return flash-linear-attention's function for each operation that the benchmarks name; the functions
     take the inputs that `_calls` makes.
     """
+    if CAPABILITY in os.environ:
+        _as_card(os.environ[CAPABILITY])
     # Their `__init__` modules import CUDA extensions, and all layers and models.
     _bare_package("mamba_ssm")
     package = _bare_package("fla")
@@ -62,6 +90,15 @@ def _operations() -> dict[str, Callable]:
     # Older versions of Triton compute one backward wrongly, but only its speed matters here.
     chunk_o.TRITON_ABOVE_3_7_1 = True
     from fla import ops  # pyrefly: ignore[missing-module-attribute]
+    from fla.modules.causal_conv1d import causal_conv1d  # pyrefly: ignore[missing-import]
+    from fla.modules.norm.l2norm import l2norm  # pyrefly: ignore[missing-import]
+
+    def convolution(x, weight, bias):
+        return causal_conv1d(x, weight, bias, activation="silu", backend="triton")
+
+    def normalised_convolution(x, weight, bias):
+        y = convolution(x, weight, bias)[0]
+        return (l2norm(y.view(*y.shape[:2], -1, _HEAD_DIM)).view(y.shape),)
 
     return {
         "no decay": lambda q, k, v: ops.chunk_linear_attn(q, k, v, normalize=False),
@@ -69,12 +106,23 @@ def _operations() -> dict[str, Callable]:
         "scalar decay": lambda q, k, v, g: ops.chunk_simple_gla(q, k, v, g),
         "key decay": lambda q, k, v, g: ops.chunk_gla(q, k, v, g),
         "key decay and bonus": lambda q, k, v, g, u: ops.chunk_rwkv6(q, k, v, g, u),
+        # Its one kernel with decays of value channels goes token by token.
+        "value decay": lambda q, k, v, g: ops.fused_recurrent_gla(q, k, v, gv=g),
         "delta rule": lambda q, k, v, b: ops.chunk_delta_rule(q, k, v, b),
+        "undecayed delta rule": lambda q, k, v, b, g: ops.chunk_comba(q, k, v, k, g, b),
         "gated delta rule": lambda q, k, v, b, g: ops.chunk_gated_delta_rule(q, k, v, g, b),
         "kda": lambda q, k, v, b, g: ops.chunk_kda(q, k, v, g, b),
         "rwkv7": lambda q, k, v, a, b, w: ops.chunk_rwkv7(q, w, k, v, a, b),
         "slot memory": lambda q, k, v, s, g: ops.chunk_gsa(q, k, v, s, g),
         "forgetting attention": lambda q, k, v, g: (ops.parallel_forgetting_attn(q, k, v, g),),
+        "convolution": convolution,
+        "normalised convolution": normalised_convolution,
+        "one token with decay": lambda q, k, v, g, h: ops.fused_recurrent_gla(
+            q, k, v, gk=g, initial_state=h, output_final_state=True
+        ),
+        "one token by delta rule": lambda q, k, v, b, g, h: ops.fused_recurrent_gated_delta_rule(
+            q, k, v, g=g, beta=b, initial_state=h, output_final_state=True
+        ),
         "mom": _mom,
     } | dict.fromkeys(_MODELS, _model)
 
@@ -91,6 +139,8 @@ def _calls(call: Callable, op: str, shape: Sequence[int], bias: float) -> tuple[
     from torch.nn.functional import logsigmoid, normalize  # pyrefly: ignore[missing-import]
 
     batch, length, heads, dim = shape
+    one_token = op.startswith("one token")
+    length = 1 if one_token else length
     bf16 = dict(device="cuda", dtype=torch.bfloat16)
     q, k, v, do = (torch.randn(batch, length, heads, dim, **bf16) for _ in range(4))
     unit = normalize(k.float(), dim=-1).bfloat16()
@@ -99,15 +149,24 @@ def _calls(call: Callable, op: str, shape: Sequence[int], bias: float) -> tuple[
     def gate(size, bias=3.0):
         return logsigmoid(torch.randn(*size, device="cuda") + bias)
 
+    def memory():
+        return torch.randn(batch, heads, dim, dim, device="cuda")
+
     beta = torch.rand(*scalar, **bf16)
     inputs = {
         "scalar decay": lambda: (q, k, v, gate(scalar)),
         "key decay": lambda: (q, k, v, gate(channel)),
+        "value decay": lambda: (q, k, v, gate(channel)),
         "key decay and bonus": lambda: (
             (q, k, v, gate(channel).bfloat16(), torch.randn(heads, dim, **bf16))
         ),
         "delta rule": lambda: (q, unit, v, beta),
         "gated delta rule": lambda: (q, unit, v, beta, gate(scalar)),
+        "undecayed delta rule": lambda: (q, unit, v, beta, gate(scalar)),
+        "convolution": lambda: _convolved(q, do),
+        "normalised convolution": lambda: _convolved(q, do),
+        "one token with decay": lambda: (q, unit, v, gate(channel), memory()),
+        "one token by delta rule": lambda: (q, unit, v, beta, gate(scalar), memory()),
         "kda": lambda: (q, unit, v, beta, gate(channel)),
         "rwkv7": lambda: (
             (q, k, v, -unit, unit * torch.rand_like(unit), -0.6 * torch.rand_like(unit))
@@ -115,6 +174,9 @@ def _calls(call: Callable, op: str, shape: Sequence[int], bias: float) -> tuple[
         "slot memory": lambda: (q, k, v, *_slots(gate((*scalar, 64), 0.0) / 8)),
         "forgetting attention": lambda: (q, k, v, gate(scalar, bias)),
     }.get(op, lambda: (q, k, v))()
+    if one_token:
+        return (_steps(call, inputs),) * 2
+    do = do.view(inputs[0].shape)
     for tensor in inputs:
         tensor.requires_grad_(True)
 
@@ -127,6 +189,41 @@ def _calls(call: Callable, op: str, shape: Sequence[int], bias: float) -> tuple[
         forward().backward(do)
 
     return forward, both
+
+
+def _convolved(x: Any, like: Any) -> tuple[Any, Any, Any]:
+    """Return the tokens [B, T, H * D], the weight of four tokens and the bias of a short convolution."""
+    import torch  # pyrefly: ignore[missing-import]
+
+    x = x.flatten(2)
+    return x, torch.randn(x.shape[2], 4).to(like), torch.randn(x.shape[2]).to(like)
+
+
+def _steps(call: Callable, inputs: tuple) -> Callable:
+    """Return a function that runs `_STEPS` tokens, each from the memory of the one before, as a graph of CUDA, so that the host launches no
+    single kernel.
+    """
+    import torch  # pyrefly: ignore[missing-import]
+
+    *arrays, memory = inputs
+
+    @torch.no_grad()
+    def run():
+        state = memory
+        for _ in range(_STEPS):
+            _, state = call(*arrays, state)
+        return state
+
+    run()  # compiles
+    torch.cuda.synchronize()
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay
 
 
 def _slots(decay: Any) -> tuple[Any, Any]:
@@ -304,8 +401,8 @@ def _batches(call: Callable, batches: int = 7, calls: int = 20) -> float:
 
 
 def _time(bias: float) -> None:
-    """Read cases (operation and shape) from stdin, one line of JSON each, time the peer on each and print
-    its row as JSON.
+    """Read cases from stdin, one line of JSON each: operation, shape, and whether the blocks of the search before are used again. Time the
+    peer on each and print its row as JSON.
     """
     import torch  # pyrefly: ignore[missing-import]
     from triton import testing  # pyrefly: ignore[missing-import]
@@ -326,14 +423,14 @@ def _time(bias: float) -> None:
         return round(min(first, _batches(call, calls=20 if first < 10 else 4)), 4)
 
     for line in sys.stdin:
-        op, shape = json.loads(line)
+        op, shape, again = json.loads(line)
         row: dict[str, Any] = {}
         if op.removeprefix("model ") not in (_MODELS if op.startswith("model ") else operations):
             print(json.dumps(dict(fla_error=UNKNOWN)), flush=True)
             continue
         try:
             # Models and layers of MoM train with the configurations that were selected first.
-            if op != "mom" and not op.startswith("model "):
+            if op != "mom" and not op.startswith("model ") and not again:
                 for tuner in searched:
                     tuner.cache.clear()
             began = time.perf_counter()
@@ -356,7 +453,8 @@ def _time(bias: float) -> None:
                     torch.cuda.synchronize()
                     row["fla_search_seconds"] = round(time.perf_counter() - began, 1)
                     first = median(forward)
-                row["fla"] = [first, median(both)]
+                one_token = op.startswith("one token")
+                row["fla"] = [round(first / _STEPS, 5)] if one_token else [first, median(both)]
                 del forward
             del both
         except Exception as error:

@@ -58,10 +58,13 @@ def _peer(capability: str, record: dict[str, Row]) -> str:
 
 
 def _peer_ratio(capability: str, record: dict[str, Row]) -> str:
-    """Return, as text, how many times as long as ours flash-linear-attention takes with code for a capability."""
+    """Return, as text, how many times as long as ours flash-linear-attention takes with code for a capability; ours of the same call, if it
+    timed them.
+    """
     if not _peer(capability, record):
         return ""
-    pairs = zip(record[f"fla {capability}"]["fla"], record[capability]["triton"], strict=True)
+    row = record[f"fla {capability}"]
+    pairs = zip(row["fla"], row.get("triton") or record[capability]["triton"], strict=True)
     return " / ".join(f"{fla / ours:.2f}" for fla, ours in pairs)
 
 
