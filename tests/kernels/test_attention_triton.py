@@ -22,9 +22,10 @@ from tests.kernels.marks import requires_triton
 # The largest errors, of the output and the final memories and of a gradient, by dtype of q, k and v.
 TOLERANCE = {"float32": (1e-6, 1e-5), "float16": (5e-3, 1e-2), "bfloat16": (5e-3, 1e-2)}
 FAST = {
-    "triton_cases_attention": ("state, documents",),
-    "triton_cases_slots": ("float16",),
-}  # fmt: skip
+    "triton_cases_attention": ("state, documents", "bfloat16, row", "float16, row"),
+    "triton_cases_slots": ("float32", "float16", "bfloat16"),
+}
+"""Cases of the default tests, by module: all three dtypes."""
 CASES = [
     (module.__name__.rpartition(".")[2], name)
     for module in (triton_cases_attention, triton_cases_slots)

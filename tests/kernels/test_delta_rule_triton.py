@@ -18,7 +18,11 @@ from tests.kernels.triton_delta import CASES
 TOLERANCE = {"float32": (2e-6, 2e-5), "float16": (5e-3, 1e-2), "bfloat16": (5e-3, 1e-2)}
 # With decays of e^-30, whose sums over a chunk lose digits, in float32.
 STRONG = (5e-5, 1e-4)
-FAST = ("token, float16", "channel, bfloat16", "dplr, bfloat16")
+# All three dtypes of every kernel.
+FAST = (
+    "token, row, bfloat16", "token, float16", "token, float32",
+    *(f"{kind}, {dtype}" for kind in ("undecayed", "channel", "dplr") for dtype in TOLERANCE),
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,10 @@ from tests.kernels.triton_interpreted import CASES
 TOLERANCE = {"float32": (2e-6, 2e-5), "float16": (5e-3, 1e-2), "bfloat16": (5e-3, 1e-2)}
 # With decays of e^-30, whose sums over a chunk lose digits, in float32.
 STRONG = (5e-5, 1e-4)
-FAST = ("token, bfloat16", "token, float16", "bonus, bfloat16", "value, float16")
+# All three dtypes of every kind of decay.
+FAST = tuple(
+    f"{decay}, {dtype}" for decay in ("token", "channel", "bonus", "value") for dtype in TOLERANCE
+)
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,6 @@
-"""Tests of the list of checks that `python -m benchmarks triton_kernels` runs on a card."""
+"""Tests of what Triton's kernels are tested with: the checks that `python -m benchmarks triton_kernels` runs on a card, and the cases of the
+default tests in Triton's interpreter.
+"""
 
 import pytest
 
@@ -6,6 +8,14 @@ from benchmarks import triton_hopper_cases
 from benchmarks.calls import compare
 from benchmarks.cases import triton_kernels
 from pallas_kernels.triton import launch
+from tests.kernels import (
+    test_attention_triton,
+    test_delta_rule_triton,
+    test_linear_attention_triton,
+    test_triton_token_ops,
+    triton_cases_attention,
+    triton_cases_slots,
+)
 
 ALL = dict(triton_hopper_cases.cases())
 REFUSED = [name for name in ALL if name not in triton_hopper_cases.CHECKS]
@@ -38,3 +48,27 @@ def test_an_error_or_other_bits_are_not_good():
         dict(same_bits=False), dict(not_causal=1),
     ):  # fmt: skip
         assert not triton_kernels.judge(good | wrong)["good"]
+
+
+@pytest.mark.parametrize(
+    "module", [test_linear_attention_triton, test_delta_rule_triton, test_triton_token_ops]
+)
+def test_the_default_tests_have_every_dtype_of_a_kernel(module):
+    """Each kind of decay or op that the default tests of Triton's interpreter have, they have in float32, float16 and bfloat16."""
+    cases = [module.CASES[name] for name in module.FAST]
+    found = {(_kind(case), case.dtype) for case in cases}
+    dtypes = ("float32", "float16", "bfloat16")
+    assert found == {(kind, dtype) for kind, _ in found for dtype in dtypes}
+
+
+def _kind(case) -> tuple:
+    """Return what says by which kernel a case is computed: its op and decay, of which a constant one is as one of each token."""
+    fields = (getattr(case, field, None) for field in ("decay", "low_rank", "erase"))
+    return type(case).__name__, *("token" if x == "constant" else x for x in fields)
+
+
+@pytest.mark.parametrize("cases", [triton_cases_attention, triton_cases_slots])
+def test_the_default_tests_of_attention_and_slots_have_every_dtype(cases):
+    module = cases.__name__.rpartition(".")[2]
+    found = {cases.CASES[name].dtype for name in test_attention_triton.FAST[module]}
+    assert found == {"float32", "float16", "bfloat16"}

@@ -18,7 +18,12 @@ from tests.kernels.triton_interpreted_tokens import CASES
 
 # The largest error of a result in float32, of one in the dtype of the case, and of a gradient in that dtype.
 TOLERANCE = {"float32": (2e-6, 5e-6), "float16": (5e-4, 1e-3), "bfloat16": (4e-3, 8e-3)}
-FAST = ("selective, float16", "convolution", "token, bonus", "token, kda")
+# All three dtypes of every kernel.
+FAST = (
+    "selective, float16", "selective, float32", "selective, one part",
+    "convolution", "convolution, float16", "convolution, bfloat16",
+    "token, bonus", "token, kda", "token, float16", "token, delta", "token, dplr",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -109,6 +109,8 @@ CASES = {
     "pruned": Case((2, 1), length=700, gates="closed", prune=True),
     "pruned, documents": Case(length=500, gates="closed", documents=True, prune=True),
     "parts": Case((2, 1), length=768, parts=True),
+    "bfloat16, row": Case(length=64, dtype="bfloat16"),
+    "float16, row": Case(length=64, dtype="float16"),
     "bfloat16": Case((2, 1), length=300, dtype="bfloat16", documents=True),
     "bfloat16, 128": Case((1, 1), 128, 150, dtype="bfloat16", prune=True),
     "bfloat16, 256": Case((1, 1), 256, 130, dtype="bfloat16"),

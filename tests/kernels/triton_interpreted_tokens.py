@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.calls.tokens import one_token, one_token_inputs
 from pallas_kernels.decode_step.cases import Case as OneToken
 from tests.kernels.triton_interpreted import error
 
@@ -95,6 +96,7 @@ def _token(*fields: Any) -> Token:
 
 CASES: dict[str, Any] = {
     "selective": Selective(70),
+    "selective, float32": Selective(33),
     "selective, one part": Selective(70, dtype="bfloat16", parts=1, channels=128),
     "selective, two parts": Selective(100, 8, parts=2, documents=False),
     "selective, float16": Selective(33, dtype="float16", batch=2),
@@ -241,13 +243,11 @@ def compare_token(token: Token) -> dict[str, float]:
     """Return the errors of one token's output and memories, and the number of entries of other layers' memories, and of rows whose token
     does not write, that change.
     """
-    from tests.kernels import test_decode_step_gpu as steps
-
     op, heads, key_dim, value_dim, decays, documents, stacked, dtype, batch = token.case
-    arrays = steps.make(op, heads, key_dim, value_dim, decays, documents, dtype, batch)
+    arrays = one_token_inputs(op, heads, key_dim, value_dim, decays, documents, dtype, batch)
     wide = {n: x if "id" in n or "mask" in n else x.astype(jnp.float32) for n, x in arrays.items()}
-    output, memory = steps.run(op, arrays, stacked=stacked, implementation="triton")
-    expected = steps.run(op, wide, stacked=stacked, implementation="xla", form="recurrent")
+    output, memory = one_token(op, arrays, stacked=stacked, implementation="triton")
+    expected = one_token(op, wide, stacked=stacked, implementation="xla", form="recurrent")
     changed = 0
     if stacked:
         others = jnp.stack([-arrays["memory"], 2 * arrays["memory"]])
