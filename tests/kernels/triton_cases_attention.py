@@ -60,7 +60,9 @@ COMPILED = {
     "attention gates state, 128": functools.partial(trace, "log_forget state", 128),
     "attention gates documents, 256": functools.partial(trace, "log_forget segment_ids", 256),
     "attention gates, float16": functools.partial(trace, "log_forget", 128, dtype="float16"),
+    "attention gates documents, float32 64": functools.partial(trace, "log_forget segment_ids", 64, dtype="float32"),
     "attention gates documents, float32": functools.partial(trace, "log_forget segment_ids", 128, dtype="float32"),
+    "attention gates documents, float32 256": functools.partial(trace, "log_forget segment_ids", 256, dtype="float32"),
 }  # fmt: skip
 """Calls of `attention` whose kernels `triton_compiled` compiles, by name."""
 

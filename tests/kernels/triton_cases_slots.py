@@ -84,10 +84,19 @@ def trace(case: Case) -> None:
         output, pull = jax.vjp(lambda x: ops.slot_memory(**x, implementation="triton")[0], x)
         return pull(output)
 
-    jax.eval_shape(both, x)
+    with jax.default_matmul_precision("tensorfloat32"):
+        jax.eval_shape(both, x)
 
 
-COMPILED = {"slots, 64": functools.partial(trace, Case((4, 4), length=256))}
+def _compiled(channels: int, dtype: str = "bfloat16") -> functools.partial:
+    return functools.partial(trace, Case((4, 4), (channels, 64, channels), 256, dtype))
+
+
+COMPILED = {
+    "slots, 64": _compiled(64),
+    **{f"slots, bfloat16 {n}": _compiled(n) for n in (128, 256)},
+    **{f"slots, float32 {n}": _compiled(n, "float32") for n in (64, 128, 256)},
+}
 """Calls of `slot_memory` whose kernels `triton_compiled` compiles, by name."""
 
 

@@ -55,6 +55,21 @@ class Case(NamedTuple):
     op: str = "linear_memory"
 
 
+_METHODS = {
+    "none": ("linear_memory", ""),
+    "constant": ("linear_memory", "constant"),
+    "scalar": ("linear_memory", "log_decay segment_ids"),
+    "channel": ("linear_memory", "channel log_decay segment_ids"),
+    "bonus": ("linear_memory", "channel log_decay bonus segment_ids"),
+    "value": ("linear_memory", "value_log_decay"),
+    "delta": ("delta_memory", ""),
+    "delta scalar": ("delta_memory", "log_decay segment_ids"),
+    "undecayed": ("delta_memory", "log_decay segment_ids undecayed"),
+    "delta channel": ("delta_memory", "channel log_decay segment_ids"),
+    "dplr": ("dplr_memory", "channel log_decay segment_ids"),
+}
+"""The op and the arguments of calls that are compiled with 256 channels, and in float32 by products in tf32."""
+
 CASES: dict[str, Any] = {
     "none, 64": Case("", 64, 64),
     "constant, 64": Case("constant", 64, 64),
@@ -84,6 +99,12 @@ CASES: dict[str, Any] = {
     "dplr, 64": Case("channel log_decay", 64, 64, op="dplr_memory"),
     "dplr, 128": Case("channel log_decay segment_ids", 128, 128, op="dplr_memory"),
     "dplr, float16": Case("channel log_decay", 128, 128, "float16", op="dplr_memory"),
+    **{
+        f"{name}, {dtype} {channels}": Case(arguments, channels, channels, dtype, op)
+        for name, (op, arguments) in _METHODS.items()
+        for dtype, sizes in {"bfloat16": (256,), "float32": (64, 128, 256)}.items()
+        for channels in sizes
+    },
     **triton_cases_attention.COMPILED,
     **triton_cases_slots.COMPILED,
     **triton_token_ops.COMPILED,
@@ -123,7 +144,8 @@ class Configuration(NamedTuple):
                 n.lower() if x is True else f"{n}={x}" for n, x in given.items() if x is not False
             ]
             return " ".join([self.name, dtype, *options, f"warps={self.warps}"])
-        words = [self.name, "bf16" if str(given.get("LOW", "bf16")).endswith("bf16") else "tf32"]
+        low = "fp16" if "*fp16" in self.types else "tf32"  # of both the products are in tf32
+        words = [self.name, "bf16" if str(given.get("LOW", "bf16")).endswith("bf16") else low]
         words += [f"{n}={given[n]}" for n in ("K", "V", "BK", "BV") if n in given]
         flags = ("CHANNELS", "DECAY", "GRADIENT", "DOCUMENTS", "EXCLUSIVE", "REVERSE", "ONLY_QUERY", "EXACT", "DECAYED", "UNDECAYED", "LOW_RANK", "TRANSPOSED", "SCORES", "PLAIN")  # fmt: skip
         words += [n.lower() for n in flags if given.get(n)]
@@ -212,7 +234,13 @@ def trace_memory(case: Case) -> None:
         output, pull = jax.vjp(lambda x: op(**x, segment_ids=ids)[0], x)
         return pull(output)
 
-    jax.eval_shape(both, inputs, ids)
+    with products_of(case.dtype):
+        jax.eval_shape(both, inputs, ids)
+
+
+def products_of(dtype: str) -> Any:
+    """Return the context in which the kernels accept q, k and v of a dtype: one that allows products in tf32 for float32."""
+    return jax.default_matmul_precision("tensorfloat32" if dtype == "float32" else None)
 
 
 def compiled(configuration: Configuration, capability: str) -> dict[str, int]:

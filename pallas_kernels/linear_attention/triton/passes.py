@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.hopper import row_layout
-from pallas_kernels.linear_attention.triton.tilings import TILINGS, WIDE_TILINGS, Tiling
+from pallas_kernels.linear_attention.triton.tilings import TABLES, TILINGS, Tiling
 from pallas_kernels.memory_calls import MemoryCall, key_dims, value_dims
 from pallas_kernels.requirements import Requirement
 from pallas_kernels.triton import launch
@@ -182,7 +182,7 @@ def _low(x) -> tuple[Any, Any]:
 
 
 def _tiling(name: str, decays: Decays, x, keys: int = 0, values: int = 0) -> Tiling:
-    table = TILINGS if x.dtype == jnp.bfloat16 else WIDE_TILINGS
+    table = TABLES[jnp.dtype(x.dtype).name]
     kind = "channel_" if decays.by_channel else "narrow_" if keys == 64 else ""
     return fitted(table.get(kind + name, table[name]), keys, values)
 

@@ -56,5 +56,13 @@ WIDE_TILINGS = {
 WIDE_TILINGS["narrow_scan"] = WIDE_TILINGS["scan"]
 WIDE_TILINGS["bonus_gradients"] = Tiling(16, 64, 8, 1)
 """The tilings for products in tf32, of float16 and float32 inputs."""
+FLOAT32_TILINGS = WIDE_TILINGS | {
+    "scalar_gradients": Tiling(32, 64, 8, 1),
+    "value_gradients": Tiling(32, 64, 8, 1),
+}
+"""Those of float32 inputs, whose tiles need more registers: with 64 key channels `scalar_gradients` spills 144 to 2,800 bytes on 8.x, and
+`value_gradients` of 256 channels 480."""
+TABLES = {"bfloat16": TILINGS, "float16": WIDE_TILINGS, "float32": FLOAT32_TILINGS}
+"""The tilings by the dtype of a call's tokens."""
 JOINED = {"bfloat16": (64,)}
 """The numbers of key channels, by dtype, for which one kernel, `joined_gradients`, computes all gradients with a scalar decay or none."""
