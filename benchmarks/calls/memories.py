@@ -84,7 +84,8 @@ def memory(configuration: tuple, batch: int = 2) -> Compared:
         state = empty(batch, memories, key_dim, value_dim)._replace(
             memory=arrays.pop("memory"), segment_id=jnp.ones(batch, jnp.int32)
         )
-        output, state = op(**arrays, **marks, initial_state=state, form="chunk", implementation=implementation)  # fmt: skip
+        form = "recurrent" if implementation == "xla" else "chunk"
+        output, state = op(**arrays, **marks, initial_state=state, form=form, implementation=implementation)  # fmt: skip
         return output, state.memory
 
     small = 1e-25 if "small gradients" in words else 1
