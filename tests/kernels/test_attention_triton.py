@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 from benchmarks import triton_attention
+from benchmarks.calls import compare
+from benchmarks.cases import triton_kernels
 from lsm_jax import ops
 from lsm_jax.ops.backends.select import clear_choices
 from pallas_kernels.forgetting_attention import forgetting_attention, unsupported
@@ -134,7 +136,8 @@ def test_is_selected_only_by_name():
 )  # fmt: skip
 def test_checks_of_the_benchmark_accept_xla(name):
     """The checks that run on a card find XLA in bfloat16 within their tolerances: they compare the same call."""
-    assert triton_attention.check(name, "xla")["good"]
+    call = triton_attention.call_of(triton_attention.CHECKS[name])
+    assert triton_kernels.judge(compare.judged(call, "xla"))["good"]
 
 
 def test_tilings_of_the_command_line(monkeypatch):
