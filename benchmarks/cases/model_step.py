@@ -13,9 +13,8 @@ computes Mamba2's gradients of q and k head by head, `--stacks concatenated` joi
 by SwiGLU's gate and up matrices one after the other, `--delta_chunks kept` computes the gradients of all chunks of a delta rule by the kernel that keeps q
 and k, `--loss_chunk_sizes` are of `model.loss_chunk_size`, and `--losses N` first trains for N steps on successive text (warm-up of N / 5 steps) and stores
 their losses. With `--lock FILE` processes on one card compile side by side and time one after another. `--peers fla` then times the forward and backward,
-without an optimizer, of flash-linear-attention's models in the same proportions (see `benchmarks.peers.fla`) at the only size that they have: 340m, a
-vocabulary of 32,000. These are gla, gated_deltanet, mamba2, mamba3, gated_deltaproduct, gated_deltanet2 and comba; other variants have a row that says that
-the peer has none. `--peers jla` times whole steps of jax-linear-attention's trainer at 1.3B (`benchmarks.peers.jla_trainer`), in `--matmul default` or `fp8`,
+without an optimizer, of flash-linear-attention's models in the same proportions with a vocabulary of 32,000 (`benchmarks.peers.fla.MODELS`); other
+variants of their sizes have a row that says that the peer has none. `--peers jla` times whole steps of jax-linear-attention's trainer at 1.3B (`benchmarks.peers.jla_trainer`), in `--matmul default` or `fp8`,
 with the first of its policies `--jla_remat` that fits.
 """
 
@@ -42,6 +41,7 @@ import numpy as np
 
 from benchmarks import options, text
 from benchmarks.peers import jla_trainer
+from benchmarks.peers.fla import MODELS as FLA_MODELS
 from benchmarks.peers.fla import Fla
 from benchmarks.profile import by_kernel
 from benchmarks.registry import Benchmark, UsageError
@@ -377,10 +377,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
-    others = [v for v in args.variants if not v.endswith("-340m")]
+    others = [v for v in args.variants if v.rpartition("-")[2] not in FLA_MODELS]
     if "fla" in args.peers and (others or args.vocab_size != 32000):
         raise UsageError(
-            f"--peers fla has models of 340m with a vocabulary of 32000, not {others or args.vocab_size}"
+            f"--peers fla has models of {' and '.join(FLA_MODELS)} with a vocabulary of 32000, not {others or args.vocab_size}"
         )
     if args.batch_steps < 1:
         raise UsageError(f"--batch_steps {args.batch_steps}: accepted are integers from 1")
@@ -448,10 +448,7 @@ def rows(args: argparse.Namespace, cases: list[dict[str, Any]]) -> Iterator[dict
     own = [Measurement(case | dict(profile=args.profile)) for case in cases if "peer" not in case]
     peers = [case for case in cases if "peer" in case]
     of_fla = [case for case in peers if case["peer"] == "fla"]
-    asked = [
-        (f"model {case['variant'].rpartition('-')[0]}", f"{case['rows']}x{case['length']}")
-        for case in of_fla
-    ]
+    asked = [(f"model {case['variant']}", f"{case['rows']}x{case['length']}") for case in of_fla]
     peer = Fla(asked, args.workers) if asked else None
     pool = concurrent.futures.ThreadPoolExecutor(args.workers)
     try:

@@ -7,8 +7,8 @@ process (`benchmarks.peers.fla_worker time`) then makes the search itself at the
 complete list again for each case, and times each configuration for 20 ms in place of 100. The reported time
 is the lower of two medians: Triton's `do_bench`, and 7 batches of 20 calls.
 
-Models are timed by the same processes: the operation "model gla" at the shape "16x2048" is a forward and
-backward pass of the peer's language model in our 340M proportions, in bfloat16, and its result is tokens/s.
+Models are timed by the same processes: the operation "model gla-340m" at the shape "16x2048" is a forward and
+backward pass of the peer's language model in our proportions of that size, in bfloat16, and its result is tokens/s.
 One layer on all tokens compiles what all layers run. Its Mamba-3 requires the Triton kernels of Mamba-3 in mamba_ssm; it has a
 layer of Gated DeltaNet-2 but no model, for which its model of Gated DeltaNet has these layers. The operation "mom" at "8x2048" is a layer of its
 Mixture-of-Memories in the proportions of `configs/mom.py:340m`. Its Mamba2 requires the Triton kernels of
@@ -40,6 +40,12 @@ CAPABILITY = "FLA_CAPABILITY"
 card."""
 SHARED_MEMORY = {"8.0": 166912, "8.6": 101376, "8.9": 101376, "9.0": 232448, "10.0": 232448, "12.0": 101376}  # fmt: skip
 """The bytes of shared memory that a program may use, by compute capability."""
+
+MODELS = {
+    "340m": ("gla", "gated_deltanet", "mamba2", "mamba3", "comba", "gated_deltaproduct", "gated_deltanet2"),
+    "1.3b": ("gla", "gated_deltanet", "kda", "mamba2", "rwkv7"),
+}  # fmt: skip
+"""The methods of whose language models there is a size. Its softmax attention requires flash_attn, which is compiled for each PyTorch."""
 
 _COMMAND = [sys.executable, "-m", "benchmarks.peers.fla_worker"]
 

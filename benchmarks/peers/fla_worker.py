@@ -27,17 +27,26 @@ _HEAD_DIM = 128  # of a normalised convolution: `pallas_kernels.short_convolutio
 _TOKENS = 1024  # of the rows on which kernels are compiled
 _VOCABULARY = 32000
 _MODELS: dict[str, dict[str, Any]] = {
-    "gla": dict(num_hidden_layers=24, num_heads=4),
-    "gated_deltanet": dict(num_hidden_layers=24, num_heads=3, head_dim=256, expand_v=2.0),
-    "mamba2": dict(num_hidden_layers=48),
-    "mamba3": dict(num_hidden_layers=48),
-    "comba": dict(num_hidden_layers=24, num_heads=3, head_dim=256, expand_v=2.0),
-    "gated_deltaproduct": dict(
+    "gla-340m": dict(num_hidden_layers=24, num_heads=4),
+    "gated_deltanet-340m": dict(num_hidden_layers=24, num_heads=3, head_dim=256, expand_v=2.0),
+    "mamba2-340m": dict(num_hidden_layers=48),
+    "mamba3-340m": dict(num_hidden_layers=48),
+    "comba-340m": dict(num_hidden_layers=24, num_heads=3, head_dim=256, expand_v=2.0),
+    "gated_deltaproduct-340m": dict(
         num_hidden_layers=24, num_heads=3, head_dim=256, expand_v=2.0,
         num_householder=2, use_forget_gate=True, allow_neg_eigval=True,
     ),
-    "gated_deltanet2": dict(num_hidden_layers=24, num_heads=8, head_dim=128, expand_v=1.0),
+    "gated_deltanet2-340m": dict(num_hidden_layers=24, num_heads=8, head_dim=128, expand_v=1.0),
+    "gla-1.3b": dict(num_hidden_layers=24, num_heads=4),
+    "gated_deltanet-1.3b": dict(num_hidden_layers=24, num_heads=6, head_dim=256, expand_v=2.0),
+    "kda-1.3b": dict(num_hidden_layers=24, num_heads=16, head_dim=128, expand_v=1.0),
+    "mamba2-1.3b": dict(num_hidden_layers=48),
+    "rwkv7-1.3b": dict(
+        num_hidden_layers=24, head_dim=64, decay_low_rank_dim=128, gate_low_rank_dim=224,
+        a_low_rank_dim=128, v_low_rank_dim=64,
+    ),
 }  # fmt: skip
+_WIDTHS = {"340m": 1024, "1.3b": 2048}
 _MOM = dict(num_memories=4, topk=2, shared_mem=True, num_heads=4, head_dim=256, expand_v=1.0)
 
 
@@ -233,19 +242,20 @@ def _slots(decay: Any) -> tuple[Any, Any]:
     return (1 - decay.exp()).bfloat16().detach(), decay.detach()
 
 
-def _language_model(name: str, **fields: Any) -> Any:
-    """Return the peer's language model of a method, on the CPU in float32; `fields` override fields of its config.
+def _language_model(variant: str, **fields: Any) -> Any:
+    """Return the peer's language model of a variant such as gla-340m, on the CPU in float32; `fields` override fields of its config.
 
     The peer has a layer of Gated DeltaNet-2 but no model: the result is its model of Gated DeltaNet with these layers.
     """
     import torch  # pyrefly: ignore[missing-import]
 
+    name, _, size = variant.rpartition("-")
     package = "gated_deltanet" if name == "gated_deltanet2" else name
     module = importlib.import_module(f"fla.models.{package}")
     classes = [getattr(module, n) for n in module.__all__ if n.endswith(("Config", "ForCausalLM"))]
-    given = _MODELS[name] | fields
+    given = _MODELS[variant] | fields
     config = classes[0](
-        hidden_size=1024,
+        hidden_size=_WIDTHS[size],
         vocab_size=_VOCABULARY,
         use_cache=False,
         tie_word_embeddings=True,
@@ -261,19 +271,21 @@ def _language_model(name: str, **fields: Any) -> Any:
     return model
 
 
-def _model(name: str, rows: int, length: int, **fields: Any) -> Callable:
-    """Return a function that runs the forward and backward pass of the peer's language model, with
-    parameters and activations in bfloat16.
+def _model(variant: str, rows: int, length: int, **fields: Any) -> Callable:
+    """Return a function that runs the forward and backward pass of the peer's language model of a variant such as gla-340m, with
+    parameters and activations in bfloat16. Where the activations do not fit into the card's memory, it computes each layer again in
+    the backward pass from the first call on: `remat` is then "layers", else "none".
 
     `fields` override fields of its config.
     """
     import torch  # pyrefly: ignore[missing-import]
 
+    name = variant.rpartition("-")[0]
     if name == "mamba2" and "mamba_ssm" not in sys.modules:
         raise ModuleNotFoundError(
             "the peer's mamba2 requires the package mamba_ssm, which is not installed"
         )
-    model = _language_model(name, **fields).to("cuda", torch.bfloat16).train()
+    model = _language_model(variant, **fields).to("cuda", torch.bfloat16).train()
     if (
         name == "mamba3"
         and importlib.import_module("fla.layers.mamba3").mamba3_siso_combined is None
@@ -288,11 +300,23 @@ def _model(name: str, rows: int, length: int, **fields: Any) -> Callable:
                 layer.training = False
     tokens = torch.randint(0, _VOCABULARY, (rows, length), device="cuda")
 
-    def both():
+    def once():
         model.zero_grad(set_to_none=True)
         model(input_ids=tokens, labels=tokens).loss.backward()
 
+    def both():
+        if both.remat == "layers":
+            return once()
+        try:
+            return once()
+        except torch.OutOfMemoryError:
+            both.remat = "layers"
+        torch.cuda.empty_cache()  # after the error, which holds the activations, is gone
+        model.gradient_checkpointing_enable()
+        once()
+
     both.parameters = sum(p.numel() for p in model.parameters())  # pyrefly: ignore
+    both.remat = "none"  # pyrefly: ignore
     return both
 
 
@@ -444,7 +468,7 @@ def _time(bias: float) -> None:
                 seconds = 1e-3 * _batches(both, batches=7, calls=2)
                 row["fla_gradient_tokens_per_second"] = round(size[0] * size[1] / seconds)
                 row["fla_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 1)
-                row["fla_parameters"] = both.parameters
+                row["fla_parameters"], row["fla_remat"] = both.parameters, both.remat
             else:
                 forward, both = _calls(operations[op], op, size, bias)
                 both()
