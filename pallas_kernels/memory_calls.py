@@ -104,6 +104,8 @@ class Options(NamedTuple):
         erase: which memory a key of the delta rule reads to erase: "decayed" or, if the backend supports it, "undecayed".
         save_memories: whether the forward pass of a derivative also stores the memories before all chunks, which the backward pass
             otherwise computes again; only backends with `SAVES_MEMORIES` do.
+        rank: number of consecutive rows that are one token, of which each reads after all are written; more than one only for a
+            backend that supports it.
     """
 
     backend: Any
@@ -112,15 +114,18 @@ class Options(NamedTuple):
     exact: bool = False
     erase: str = "decayed"
     save_memories: bool = False
+    rank: int = 1
 
 
 def _keywords(options: Options, bonus: Any) -> dict[str, Any]:
     """Return the keyword arguments that a backend's `forward` and `backward` have in common: `scale`, `interpret`, if there is one
-    `bonus`, and `erase` unless it is "decayed".
+    `bonus`, `erase` unless it is "decayed", and `rank` unless it is 1.
     """
     keywords = dict(scale=options.scale, interpret=options.interpret)
     if options.erase != "decayed":
         keywords["erase"] = options.erase
+    if options.rank != 1:
+        keywords["rank"] = options.rank
     return keywords if bonus is None else keywords | dict(bonus=bonus)
 
 

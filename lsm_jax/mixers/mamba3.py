@@ -14,8 +14,8 @@ c_t = (1 - λ_t) Δ_t, the memory without the token's own write, G_t = M_t - γ_
 which is a `linear_memory` of shifted keys and values; `y_t = q̂_t G_t + γ_t (q̂_t k̂_tᵀ) v_t + D v_t`. The state is G turned
 back by the angle of its last token, so that the angles start from 0 in every call, and the last token's key, value and γ.
 
-With `mimo_rank` R, a token has R keys, queries and values v_r = x ⊙ mimo_x_r, which are R rows of the op; what a row reads
-before the token's later rows are written is added outside.
+With `mimo_rank` R, a token has R keys, queries and values v_r = x ⊙ mimo_x_r, which are R rows of the op; each reads
+after all of them are written (`linear_memory`'s `rank`).
 
 Sources and decisions (state-spaces/mamba: mamba_ssm/modules/mamba3.py, commit e9594ce):
 
@@ -54,6 +54,7 @@ from lsm_jax.mixers.layers import (
 )
 from lsm_jax.mixers.method import Method
 from lsm_jax.mixers.op_config import RecurrentConfig
+from lsm_jax.mixers.ranks import add_own_writes, gate_ranks, values_of_ranks
 from lsm_jax.mixers.steps import run_steps
 from lsm_jax.mixers.turns import (
     pairs_first,
@@ -175,6 +176,8 @@ def trapezoid_memory(
     halves: bool,
     q_bias: jax.Array | None = None,
     k_bias: jax.Array | None = None,
+    v_weights: jax.Array | None = None,
+    skip: jax.Array | None = None,
     initial_state: ops.LinearState | None = None,
     segment_ids: jax.Array | None = None,
     update_mask: jax.Array | None = None,
@@ -187,7 +190,7 @@ def trapezoid_memory(
     Args:
         q: [B, T, R, G, N] queries, not yet turned, of R ranks; each of the G groups is that of H / G neighbouring heads.
         k: [B, T, R, G, N] keys.
-        v: [B, T, R, H, P] values.
+        v: [B, T, H, P] values, of which those of a rank are `v_weights` times as large.
         k_before: the keys of the token before in the document; any numbers before the first.
         v_before: the values of the token before; 0 before the first.
         log_decay: [B, T, H], log α.
@@ -198,6 +201,8 @@ def trapezoid_memory(
         halves: which channels turn together; see `pairs_first`.
         q_bias: [R, H, N], added to the queries of each head before they are turned; None adds nothing.
         k_bias: [R, H, N], added to `k` and `k_before` in the same way.
+        v_weights: [R, H, P]; None is 1, for one rank.
+        skip: [H], D: each rank's value times it is added to the rank's output; None adds nothing.
         initial_state: G turned back, as this function returns it, or None.
         segment_ids: [B, T] or None.
         update_mask: [B, T] or None.
@@ -206,7 +211,7 @@ def trapezoid_memory(
     Returns:
         The output [B, T, R, H, P], and the final state.
     """
-    ranks, heads, dtype, wide = q.shape[2], v.shape[3], v.dtype, log_decay.dtype
+    ranks, heads, wide = q.shape[2], v.shape[2], log_decay.dtype
     segments = None
     if initial_state is not None and initial_state.memory.ndim == 5:
         segments = initial_state.memory.shape[1]
@@ -220,9 +225,6 @@ def trapezoid_memory(
         merge_heads(angle), num_segments=segments, segment_ids=ids, update_mask=mask
     )
     phase, final = split_heads(phase, heads), split_heads(final, heads)
-
-    def mixed(scores, v):
-        return jnp.sum(scores[..., None] * v[:, :, None], axis=3)
 
     pairs = angle.shape[-1]
     none = jnp.zeros((ranks, heads, q.shape[-1]), q.dtype)
@@ -238,36 +240,34 @@ def trapezoid_memory(
     # Groups become heads in here: arrays of all heads' keys would be saved for the backward pass.
     @recomputed
     def inputs(
-        q, k, v, k_before, v_before, log_decay, weight, weight_before, weight_old, phase, angle, q_bias, k_bias,
+        q, k, k_before, v_before, log_decay, weight, weight_before, weight_old, phase, angle, q_bias, k_bias, v_weights, skip,
     ):  # fmt: skip
-        turned = waves(phase, dtype)
+        turned = waves(phase, q.dtype)
         # A document's first token is turned by another's phase: what it writes of the token before is 0.
         if segments is None:
             phase_before = jnp.pad(phase[:, :-1], [(0, 0), (1, 0), (0, 0), (0, 0)])
             turned_before = waves_before(*turned)
         else:
             phase_before = phase - angle
-            turned_before = waves(phase_before, dtype)
+            turned_before = waves(phase_before, q.dtype)
         read = turned_heads(q, q_bias, phase, *turned)
         written = turned_heads(k_before, k_bias, phase_before, *turned_before)
-        v, v_before = v.astype(wide), v_before.astype(wide)
-        scores = scores_of_heads(q, q_bias, k, k_bias, wide)
-        near = mixed(weight[:, :, None, None] * scores, v)
         share = jnp.exp(log_decay) * (weight_before + weight_old)
-        values = share[:, :, None, :, None] * v_before
-        if ranks > 1:  # what a rank reads before the ranks after it are written
-            later = jnp.triu(jnp.ones((ranks, ranks), wide), 1)
-            # As a sum XLA fuses it with what makes its operands; it stores the operands of a dot.
-            products = read[:, :, :, None].astype(wide) * written[:, :, None].astype(wide)
-            near += mixed(later[..., None] * jnp.sum(products, axis=-1), values)
+        values = values_of_ranks(v_before, share, v_weights)
+        own = weight[:, :, None, None] * scores_of_heads(q, q_bias, k, k_bias, wide)
+        last = None
         if update_mask is not None:
-            scores = scores_of_heads(q, q_bias, k_before, k_bias, wide)
-            last = mixed(weight_before[:, :, None, None] * scores, v_before)
-            near = jnp.where((update_mask != 0)[:, :, None, None, None], near, last)
-        return read, written, values.astype(dtype), near
+            updated = (update_mask != 0)[:, :, None, None, None]
+            last = scores_of_heads(q, q_bias, k_before, k_bias, wide)
+            last = jnp.where(updated, 0, weight_before[:, :, None, None] * last)
+            own = jnp.where(updated, own, 0)
+        if skip is not None:
+            own += jnp.eye(ranks, dtype=wide)[..., None] * skip.astype(wide)
+        # Stored, or each channel of an output would compute them again.
+        return read, written, values, jax.lax.optimization_barrier(own), last
 
-    read, written, values, near = inputs(
-        q, k, v, k_before, v_before, log_decay, weight, weight_before, weight_old, phase, angle, q_bias, k_bias,
+    read, written, values, own, last = inputs(
+        q, k, k_before, v_before, log_decay, weight, weight_before, weight_old, phase, angle, q_bias, k_bias, v_weights, skip,
     )  # fmt: skip
     if published:
         read, written = (pairs_in_place(x, pairs, halves) for x in (read, written))
@@ -277,6 +277,7 @@ def trapezoid_memory(
         arguments,
         log_decay,
         scale=1.0,
+        rank=ranks,
         initial_state=initial_state,
         segment_ids=segment_ids,
         update_mask=update_mask,
@@ -288,7 +289,9 @@ def trapezoid_memory(
     else:
         memory = turn_pairs(memory, jnp.cos(final), jnp.sin(final))
         memory = pairs_in_place(memory, pairs, halves)
-    y = (o.astype(wide) + near).astype(v.dtype)
+    y = add_own_writes(o, own, v, v_weights)
+    if last is not None:
+        y = add_own_writes(y, last, v_before, v_weights)
     return y, state._replace(memory=jnp.swapaxes(memory, -1, -2))
 
 
@@ -394,15 +397,11 @@ class Mamba3(Mixer):
         b_before, context = self.key_shift(b, context)
         inner_before, context = self.value_shift(inner, context)
 
-        def values(inner):
-            mimo_x = None if self.config.mimo_rank is None else self.mimo_x
-            return self._of_ranks(split_heads(inner, self.num_heads), mimo_x)
-
         written = dict(
             k=self._of_groups(b),
-            v=values(inner),
+            v=split_heads(inner, self.num_heads),
             k_before=self._of_groups(b_before),
-            v_before=values(inner_before),
+            v_before=split_heads(inner_before, self.num_heads),
             log_decay=-jnp.maximum(rate, 1e-4) * step,
             weight=weight,
             weight_before=weight_before,
@@ -416,15 +415,19 @@ class Mamba3(Mixer):
         halves = self.config.mimo_rank is not None
         query, *biases = _summed_now(query, self.c_bias[...], self.b_bias[...])
         q_bias, k_bias = (jnp.swapaxes(bias, 0, 1) for bias in biases)
-        call |= dict(halves=halves, q_bias=q_bias, k_bias=k_bias)
-        y, state = trapezoid_memory(query, **written, **call)
-        return y + self.skip[...][:, None].astype(y.dtype) * written["v"], state
+        call |= dict(halves=halves, q_bias=q_bias, k_bias=k_bias, skip=self.skip[...])
+        if halves:
+            call["v_weights"] = jnp.swapaxes(self.mimo_x[...], 0, 1)
+        return trapezoid_memory(query, **written, **call)
 
     def finish(self, o: jax.Array, x: jax.Array, context: Context) -> tuple[jax.Array, Context]:
         """Return (y, context), with the layer's output y [B, T, D] from o [B, T, R, H, P]: normalise each head if the
         config says so, multiply by silu(z), where z is a projection of x, sum the ranks with their weights, and project.
         """
         z, several = split_heads(self.z_proj(x), self.num_heads), self.config.mimo_rank is not None
+        if several and self.norm is None:
+            weights = (jnp.swapaxes(w[...], 0, 1) for w in (self.mimo_z, self.mimo_o))
+            return self.o_proj(merge_heads(gate_ranks(o, z, *weights))), context
         gate = self._of_ranks(z, self.mimo_z if several else None)
         weights: Any = 1
         if several:

@@ -175,20 +175,24 @@ def scores_of_heads(
     """Return the products of the queries and keys of a token, [B, T, I, J, H] in `dtype`: those of q [B, T, I, G, N] with the bias
     [I, H, N] of each head, and k [B, T, J, G, N] with its bias [J, H, N].
 
-    They are computed as the sum of products of groups and biases, without arrays of all heads' channels.
+    They are computed as the sum of products of groups and biases, without arrays of all heads' channels; each product has the layout of the
+    sum, or XLA would store it, and all that is computed of it, with the tokens last.
     """
-    groups = q.shape[3]
+    groups, size = q.shape[3], q.shape[-1]
 
     def of_groups(bias):  # [I, H, N] to [I, G, H / G, N]
-        return bias.astype(q.dtype).reshape(bias.shape[0], groups, -1, bias.shape[-1])
+        return bias.astype(q.dtype).reshape(bias.shape[0], groups, -1, size)
 
-    def product(equation, a, b):
-        return jnp.einsum(equation, a, b, precision="highest", preferred_element_type=dtype)
+    def products(x, bias):  # [B, T, I, G, N] and [J, G, M, N] to [B, T, I, J, G, M]
+        rows = jnp.moveaxis(x, 3, 0).reshape(groups, -1, size)
+        columns = jnp.moveaxis(bias, 1, 0).reshape(groups, -1, size).swapaxes(1, 2)
+        product = jnp.matmul(rows, columns, precision="highest", preferred_element_type=dtype)
+        product = product.reshape(groups, *x.shape[:3], bias.shape[0], bias.shape[2])
+        return jnp.moveaxis(product, 0, -2)
 
     q_bias, k_bias = of_groups(q_bias), of_groups(k_bias)
     of_group = jnp.sum(q[:, :, :, None].astype(dtype) * k[:, :, None].astype(dtype), axis=-1)
-    scores = of_group[..., None] + product("btign,jgmn->btijgm", q, k_bias)
-    scores += product("btjgn,igmn->btijgm", k, q_bias) + product(
-        "ign,jgn->ijg", q_bias.reshape(len(q_bias), -1, q.shape[-1]), k_bias.reshape(len(k_bias), -1, q.shape[-1])
-    ).reshape(len(q_bias), len(k_bias), groups, -1)  # fmt: skip
+    of_bias = jnp.sum(q_bias[:, None].astype(dtype) * k_bias[None].astype(dtype), axis=-1)
+    scores = of_group[..., None] + products(q, k_bias) + of_bias
+    scores += products(k, q_bias).swapaxes(2, 3)
     return scores.reshape(*scores.shape[:-2], -1)

@@ -25,6 +25,7 @@ from pallas_kernels.requirements import first_unmet
 from pallas_kernels.residuals import KEPT
 
 _OP = "linear_attention"
+_ONE_ROW = "rank=1, or implementation='mosaic_gpu', log_decay [B, T, G] or None, no log_write and a rank that divides 64"
 _NO_WRITES = "no log_write and skip, or implementation='mosaic_gpu' and log_decay [B, T, G]"
 
 
@@ -41,7 +42,8 @@ def variant_of(log_decay: Any, value_log_decay: Any) -> str:
 
 
 def unsupported(
-    implementation: str, q, k, v, log_decay=None, *, bonus=None, value_log_decay=None, log_write=None
+    implementation: str, q, k, v, log_decay=None, *, bonus=None, value_log_decay=None, log_write=None,
+    rank: int = 1,
 ) -> str | None:  # fmt: skip
     """Return the first requirement of a backend of linear attention that these arguments do not meet, in words; None if it supports
     them.
@@ -55,6 +57,10 @@ def unsupported(
         return _NO_WRITES
     if log_write is not None and log_decay is None:
         return _NO_WRITES
+    if rank != 1 and (
+        (implementation, variant) != ("mosaic_gpu", "scalar_decay") or log_write is not None or 64 % rank
+    ):  # fmt: skip
+        return _ONE_ROW
     return first_unmet(backend.REQUIREMENTS, call)
 
 
@@ -70,6 +76,7 @@ def linear_attention(
     value_log_decay: Float[Array, "B T G V"] | None = None,
     log_write: Float[Array, "B T G"] | None = None,
     skip: Float[Array, " G"] | None = None,
+    rank: int = 1,
     scale: float,
     exact: bool = False,
     save_memories: bool = False,
@@ -95,6 +102,9 @@ def linear_attention(
         log_write: [B, T, G] float32, the natural logarithm of a factor of each token's write; requires `skip`, "mosaic_gpu" and
             `log_decay` [B, T, G].
         skip: [G] float32, a factor of each token's v, which is added to its output; requires `log_write`.
+        rank: number R of consecutive rows (T is a multiple) that are one token, and of one document: each reads after all of them are
+            written, and `log_decay` must be 0 but at the first. More than 1 requires "mosaic_gpu", `log_decay` [B, T, G] or None, no
+            `log_write`, and that R divides 64.
         scale: the factor by which the queries q are multiplied.
         exact: whether the output is float32. With `value_log_decay` on "mosaic_gpu" it is then never rounded, and v may be
             float32, which is rounded only where it is written to the memory.
@@ -119,16 +129,16 @@ def linear_attention(
     given = dict(log_write=log_write, skip=skip)
     if len({x is None for x in given.values()}) > 1:
         raise ValueError("linear_attention: log_write and skip: accepted are both or neither")
-    if log_write is not None:
+    if log_write is not None or rank != 1:
         shapes = q, k, v, log_decay
         reason = unsupported(
-            implementation, *shapes, bonus=bonus, value_log_decay=value_log_decay, log_write=log_write
+            implementation, *shapes, bonus=bonus, value_log_decay=value_log_decay, log_write=log_write, rank=rank,
         )  # fmt: skip
         if reason is not None:
             raise NotImplementedError(
                 f"linear_attention: implementation={implementation!r} requires {reason}"
             )
-        variant = "scalar_writes"
+        variant = "scalar_writes" if log_write is not None else variant
     call = MemoryCall(q, k, value, log_decay, value_log_decay, bonus)
     backend = supported_backend(_OP, implementation, variant, call)
     log_decay = log_decay if value_log_decay is None else value_log_decay
@@ -141,7 +151,7 @@ def linear_attention(
         output, final = call_backend(Options(backend, scale, interpret, exact), arrays)
         return output[:, :length], final
     run, q, k, v, log_decay = pad_to_multiple(backend.CHUNK, run, q, k, v, log_decay)
-    options = Options(backend, scale, interpret, exact, save_memories=save_memories)
+    options = Options(backend, scale, interpret, exact, save_memories=save_memories, rank=rank)
     keys, values = _slices(implementation, variant, q, k, v, exact)
     if len(keys) == len(values) == 1:
         output, final = call_backend(options, (q, k, v, log_decay, run, initial), bonus)

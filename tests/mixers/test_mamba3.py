@@ -34,23 +34,27 @@ def inputs_of(g):
         return jnp.repeat(x, heads, axis=3) + jnp.swapaxes(bias, 0, 1)
 
     k = of_heads(g["B_"], g["B_bias"])
-    v = g["x"][:, :, None]
-    if "mimo_x" in g:
-        v = v * jnp.swapaxes(g["mimo_x"], 0, 1)
     share = jax.nn.sigmoid(g["trap"])
     weight = share * g["dt"]
     return dict(
-        q=of_heads(g["C"], g["C_bias"]), k=k, v=v, k_before=before(k), v_before=before(v),
+        q=of_heads(g["C"], g["C_bias"]), k=k, v=g["x"], k_before=before(k), v_before=before(g["x"]),
         log_decay=g["log_decay"], weight=weight, weight_before=before(weight),
         weight_old=(1 - share) * g["dt"], angle=math.pi * jnp.tanh(g["angle"]) * g["dt"][..., None],
+        v_weights=jnp.swapaxes(g["mimo_x"], 0, 1) if "mimo_x" in g else None,
     )  # fmt: skip
+
+
+def values_of(inputs):
+    """Return the values of all ranks [B, T, R, H, P]."""
+    weights = inputs["v_weights"]
+    return inputs["v"][:, :, None] * (1 if weights is None else weights)
 
 
 def finals(inputs, state, halves):
     """Return the memory M after the last token and the token's turned keys, as the authors' code returns them."""
     total = jnp.sum(inputs["angle"], axis=1)
     k = inputs["k"][:, -1]
-    write = jnp.einsum("bh,brhn,brhp->bhnp", inputs["weight"][:, -1], k, inputs["v"][:, -1])
+    write = jnp.einsum("bh,brhn,brhp->bhnp", inputs["weight"][:, -1], k, values_of(inputs)[:, -1])
     memory = jnp.swapaxes(state.memory + write, -1, -2)
     memory = turn(memory, total[:, :, None], halves=halves)
     keys = turn(jnp.swapaxes(k, 1, 2), total[:, :, None], halves=halves)
@@ -63,8 +67,7 @@ def test_mamba3_is_the_published_recurrence(name):
 
     def run(g):
         inputs = inputs_of(g)
-        y, state = trapezoid_memory(**inputs, halves=halves, chunk_size=4)
-        y = y + g["D"][:, None] * inputs["v"]
+        y, state = trapezoid_memory(**inputs, halves=halves, skip=g["D"], chunk_size=4)
         z = g["z"][:, :, None]
         if "mimo_z" in g:
             y = y * jax.nn.silu(z * jnp.swapaxes(g["mimo_z"], 0, 1))
@@ -76,9 +79,9 @@ def test_mamba3_is_the_published_recurrence(name):
         if name == "mamba3_siso":
             outputs["final_key"] = outputs["final_key"][:, :, 0]
             angle = jnp.mod(angle, 2 * math.pi)
-            outputs["final_value"] = inputs["v"][:, -1, 0]
+            outputs["final_value"] = inputs["v"][:, -1]
         else:
-            outputs["final_value"] = jnp.swapaxes(inputs["v"][:, -1], 1, 2)
+            outputs["final_value"] = jnp.swapaxes(values_of(inputs)[:, -1], 1, 2)
         return outputs | dict(final_angle=angle)
 
     goldens.check(name, run)
@@ -131,7 +134,7 @@ def test_eulers_rule_without_angles_is_mamba2(siso):
         weight=step, weight_before=before(step), weight_old=0 * step, angle=0 * siso["angle"]
     )
     y, state = trapezoid_memory(**(siso | euler), halves=False, chunk_size=4)
-    q, k, v = (siso[n][:, :, 0] for n in "qkv")
+    q, k, v = siso["q"][:, :, 0], siso["k"][:, :, 0], siso["v"]
     expected, plain = ops.linear_memory(q, k, step[..., None] * v, siso["log_decay"], scale=1.0)
     close(y[:, :, 0], expected, 1e-5)
     last = jnp.einsum("bh,bhn,bhp->bhnp", step[:, -1], k[:, -1], v[:, -1])
@@ -141,7 +144,7 @@ def test_eulers_rule_without_angles_is_mamba2(siso):
 def test_equal_ranks_are_one(siso):
     y, state = trapezoid_memory(**siso, halves=False, chunk_size=4)
     ranks = {n: jnp.repeat(siso[n], 3, axis=2) for n in ("q", "k", "k_before")}
-    ranks |= {n: jnp.repeat(siso[n] / 3, 3, axis=2) for n in ("v", "v_before")}
+    ranks["v_weights"] = jnp.full((3, *siso["v"].shape[2:]), 1 / 3)
     again, after = trapezoid_memory(**(siso | ranks), halves=False, chunk_size=4)
     close(jnp.mean(again, axis=2), y[:, :, 0], 1e-5)
     close(after, state, 1e-5)

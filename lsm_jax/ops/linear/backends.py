@@ -52,8 +52,15 @@ def _unsupported_by_kernel(name: str, call: Call) -> str | None:
         value_log_decay = jax.ShapeDtypeStruct(v.shape, jnp.float32)
     return unsupported(
         name, q, k, v, log_decay, bonus=given["bonus"], value_log_decay=value_log_decay,
-        log_write=given.get("log_write") if name == "mosaic_gpu" else None,
+        **_in_registers(name, call),
     )  # fmt: skip
+
+
+def _in_registers(name: str, call: Call) -> dict[str, Any]:
+    """Return the arguments of a call that Hopper's kernel computes by itself and others' callers compute apart, by name."""
+    if name != "mosaic_gpu":
+        return {}
+    return dict(log_write=call.arguments.get("log_write"), rank=call.options.rank)
 
 
 def run_kernel(name: str, call: Call) -> tuple[jax.Array, LinearState]:
@@ -77,7 +84,7 @@ def run_kernel(name: str, call: Call) -> tuple[jax.Array, LinearState]:
     if bonus is not None:
         bonus = bonus.astype(jnp.float32)
     k, v = select(tokens.written, k), select(tokens.written, v)
-    shared: dict[str, Any] = dict(bonus=bonus)
+    shared: dict[str, Any] = dict(bonus=bonus, rank=options.rank)
     if (log_write := given.get("log_write")) is not None:
         log_write = select(tokens.written, log_write.astype(jnp.float32))
         shared["skip"] = given["skip"].astype(jnp.float32)

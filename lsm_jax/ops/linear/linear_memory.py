@@ -25,7 +25,7 @@ from lsm_jax.ops.linear import (
     backends,  # noqa: F401  (registers them)
     shared_rows,
 )
-from lsm_jax.ops.linear.writes import add_skip, scale_values
+from lsm_jax.ops.linear.writes import add_later_rows, add_skip, scale_values
 from lsm_jax.ops.linear.xla import LinearOptions
 from lsm_jax.parallel import TOKENS, over_mesh, shards_of
 
@@ -41,6 +41,7 @@ def linear_memory(
     bonus: Float[Array, "G K"] | None = None,
     log_write: Float[Array, "B T G"] | None = None,
     skip: Float[Array, " G"] | None = None,
+    rank: int = 1,
     normalize: float | None = None,
     scale: float | None = None,
     initial_state: LinearState | None = None,
@@ -69,6 +70,11 @@ def linear_memory(
         skip: [G]; `skip v` of a token, without `e^log_write`, is added to its output (Mamba2's D). Hopper's kernel multiplies and adds
             both in registers, for a log_decay [B, T, G] of more than one token without update_mask, bonus or value_log_decay, on rows
             that devices do not share. Otherwise they are passes over v and the output.
+        rank: number R of consecutive rows that are one token (T is a multiple), with one document and one mask: each reads after all of
+            them are written (Mamba-3's MIMO). `log_decay` must be 0 but at the first, where it decays the memory before the token.
+            Hopper's kernel computes it for a log_decay [B, T, G] or none and an R that divides 64; elsewhere what a row reads from
+            later ones is added to the output. More than 1 is not accepted with `value_log_decay`, `log_input_gate`, `bonus`,
+            `log_write`, `skip` or `normalize`, nor with a log_decay [G] or [B, T, G, K].
         normalize: None, or the ε of `o = q M / (q z + ε)` with z the decayed sum of keys. With
             `log_input_gate` it is the ε of `o = q M / (max(|q z|, e^-m) + ε)`, M and z as stored and m their
             stabiliser; for ε = 0 this is `q C / max(|q n|, 1)` of the unscaled C and n (xLSTM, arXiv
@@ -110,6 +116,25 @@ def linear_memory(
     if normalize is not None:
         normalize = checks.check_number(op, "normalize", normalize, at_least=0)
     _check_writes(op, (batch, length, heads), log_write, skip, normalize)
+    if rank != 1:
+        others = dict(
+            value_log_decay=value_log_decay, log_input_gate=log_input_gate, bonus=bonus, log_write=log_write, skip=skip,
+            normalize=normalize,
+        )  # fmt: skip
+        _check_rank(op, rank, length, log_decay, others)
+        if shards_of("sequence") > 1:
+            given = dict(
+                scale=scale, initial_state=initial_state if layer is None else initial_state._replace(memory=layer),
+                segment_ids=segment_ids, update_mask=update_mask, form=form, implementation=implementation,
+                chunk_size=chunk_size,
+            )  # fmt: skip
+            output, state = linear_memory(q, k, v, log_decay, **given)
+            real = None if segment_ids is None else segment_ids != 0
+            mask = None if update_mask is None else update_mask != 0
+            written = real if mask is None else mask if real is None else mask & real
+            q, k, v = select(real, q), select(written, k), select(written, v)
+            scale = checks.scale_or_default(op, scale, key_dim)
+            return add_later_rows(output, q, k, v, rank, scale), state
     # A masked token has a skip, but no backend must see its value, which may not be finite.
     by_backend = (
         log_decay is not None and jnp.ndim(log_decay) == 3 and update_mask is None and layer is None
@@ -159,6 +184,7 @@ def linear_memory(
         size=size,
         dtype=dtype,
         precision=checks.matmul_precision(q, k, v),
+        rank=rank,
     )
     in_place = one_token.in_place(layer, q)
     result = over_mesh(
@@ -190,6 +216,18 @@ def _check(op, dims, log_decay, value_log_decay, bonus):
         checks.check_logarithm(op, "value_log_decay", value_log_decay)
     if bonus is not None:
         checks.check_shape(op, "bonus", bonus, (heads, key_dim), "G, K")
+
+
+def _check_rank(op, rank, length, log_decay, others):
+    if not checks.is_count(rank) or length % rank:
+        raise ValueError(f"{op}: rank={rank!r}; accepted are positive integers that divide the number of rows, {length}")
+    for name, value in others.items():
+        if value is not None:
+            raise ValueError(f"{op}: {name} is given with rank={rank}; accepted with more than 1 is None")
+    if log_decay is not None and jnp.ndim(log_decay) != 3:
+        raise ValueError(
+            f"{op}: log_decay has shape {jnp.shape(log_decay)} with rank={rank}; accepted with more than 1 are [B, T, G] and None"
+        )
 
 
 def _check_writes(op, dims, log_write, skip, normalize):

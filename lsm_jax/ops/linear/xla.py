@@ -51,6 +51,7 @@ class LinearOptions(NamedTuple):
         dtype: the dtype of the state and of all sums.
         precision: the precision of matrix products.
         exact: whether a fused kernel returns its output in float32 (slot memory requires it).
+        rank: number of consecutive rows that are one token, of which each reads after all are written.
     """
 
     scale: float
@@ -60,6 +61,7 @@ class LinearOptions(NamedTuple):
     dtype: Any
     precision: jax.lax.Precision
     exact: bool = False
+    rank: int = 1
 
 
 class _Inputs(NamedTuple):

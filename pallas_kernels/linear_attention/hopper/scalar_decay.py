@@ -61,8 +61,8 @@ class Residuals(NamedTuple):
 
 
 def forward(
-    q, k, v, log_decay, run, initial, *, scale: float, log_write=None, skip=None, save: bool = True,
-    interpret: Any = False,
+    q, k, v, log_decay, run, initial, *, scale: float, log_write=None, skip=None, rank: int = 1,
+    save: bool = True, interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array, Residuals]:  # fmt: skip
     """Compute linear attention with a scalar decay or none, and what its backward pass requires.
 
@@ -80,7 +80,7 @@ def forward(
     decay = _chunk_decays(log_decay, run, v.shape, parts, log_write)
     q, k, v = (row_layout.split_parts(x, parts) for x in (q, k, v))
     scan = functools.partial(
-        scalar_scan, decay=decay, heads=heads, chunk_bounds=chunk_bounds, interpret=interpret, paired=paired,
+        scalar_scan, decay=decay, heads=heads, chunk_bounds=chunk_bounds, rank=rank, interpret=interpret, paired=paired,
     )  # fmt: skip
     # Each of several query heads that read one memory computes that memory.
     starts = initial = jnp.repeat(initial, heads // memories, axis=1)
@@ -95,7 +95,7 @@ def forward(
 
 def backward(
     q, k, v, log_decay, run, initial, residuals: Residuals, d_output, d_final, *, scale: float,
-    log_write=None, skip=None, decay_gradient: bool = True, interpret: Any = False,
+    log_write=None, skip=None, rank: int = 1, decay_gradient: bool = True, interpret: Any = False,
 ):  # fmt: skip
     """Return the gradients of q, k, v, log_decay and initial of linear attention with a scalar decay or none; with `log_write` and `skip`,
     their gradients are after that of v.
@@ -111,8 +111,8 @@ def backward(
     query_heads, key_heads = q.shape[2], k.shape[2]
     q, k, v, d_output = (row_layout.split_parts(x, parts) for x in (q, k, v, d_output))
     scan = functools.partial(
-        scalar_scan, decay=decay, heads=heads, chunk_bounds=chunk_bounds, interpret=interpret,
-        paired=PAIRED and skip is not None,
+        scalar_scan, decay=decay, heads=heads, chunk_bounds=chunk_bounds, rank=rank,
+        interpret=interpret, paired=PAIRED and skip is not None,
     )  # fmt: skip
     d_ends = row_layout.gradient_by_head(d_final, heads)
     if parts > 1:

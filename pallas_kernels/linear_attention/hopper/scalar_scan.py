@@ -5,7 +5,7 @@ A warpgroup has a tile [D, 64] of a memory S [D, V] in registers and computes
     out_i = read_decay_i x_i S + sum_j exp(cum_i - cum_j) (x_i . y_j) z_j  (j <= i),        S <- chunk_decay S + sum_j (write_decay_j y_j)ᵀ z_j
 
 for one chunk after another, where x read the memory, y and z are the keys and values of the writes, and cum are sums of the log decay
-from the chunk's start. Another warpgroup loads the next chunks. Where tokens write with factors of their own, cum_j is that of the
+from the chunk's start. Where a token has several rows, j <= i compares tokens. Another warpgroup loads the next chunks. Where tokens write with factors of their own, cum_j is that of the
 writes, and with a skip, skip z_i is added to out_i. Two warpgroups of a thread block use the same x and y: they have columns of one
 memory or, where heads of 64 columns are paired, the memories of two heads that share x and y. If D is more than 128, each slice of
 128 rows of S is computed by itself, and the outputs of the slices are added at the end.
@@ -75,7 +75,7 @@ def pairs(x: jax.Array, y: jax.Array, z: jax.Array, heads: int) -> bool:
 def scalar_scan(
     x, y, z, decay: Decays, *, heads: int, initial=None, read_scale: float = 1.0,
     write_scale: float = 1.0, reverse: bool = False, partner=None, save_states: bool = False,
-    states=None, chunk_bounds=None, skip=None, paired: bool = False, interpret: Any = False,
+    states=None, chunk_bounds=None, skip=None, rank: int = 1, paired: bool = False, interpret: Any = False,
 ) -> list[jax.Array]:  # fmt: skip
     """Carry memories S [D, V] with a scalar decay through all chunks of a row; return what tokens read from them and the last
     memories.
@@ -106,6 +106,7 @@ def scalar_scan(
         skip: [heads] float32; each head's number times z is added to its output. With `partner`, also return each token's inner product
             of z with it, in the layout of the other inner products: the sum of the first V / 64 terms. Each slice of D repeats these
             terms. None adds nothing.
+        rank: number of consecutive rows of x, y and z that are one token, each of which reads all of them; a divisor of 64.
         paired: whether a thread block computes two consecutive heads that share x and y, if V is 64 and there are such.
         interpret: parameters of the Pallas interpreter, or False to compile the kernel.
 
@@ -143,7 +144,7 @@ def scalar_scan(
     call = _Call(
         shapes={n: a.shape for n, a in (streams | others).items() if a is not None}, streams=tuple(streams), heads=heads,
         depth=depth, slices=slices, blocks=blocks, count=count, interval=interval, groups=1 if blocks % 2 and not paired else 2, paired=paired,
-        reverse=reverse, save_states=save_states, scale=read_scale * write_scale, interpret=interpret,
+        reverse=reverse, save_states=save_states, scale=read_scale * write_scale, rank=rank, interpret=interpret,
     )  # fmt: skip
     struct: Any = jax.ShapeDtypeStruct
     smem = _smem(call, z.dtype)
@@ -195,6 +196,7 @@ class _Call(NamedTuple):
         reverse: whether the last chunk is computed first.
         save_states: whether the memory at the start of each interval is returned.
         scale: the factor by which the scores of a chunk's tokens with one another are multiplied.
+        rank: number of consecutive rows that are one token.
         interpret: parameters of the Pallas interpreter, or False to compile the kernel.
     """
 
@@ -211,6 +213,7 @@ class _Call(NamedTuple):
     reverse: bool
     save_states: bool
     scale: float
+    rank: int
     interpret: Any
 
     def input_head(self, name: str, h):
@@ -295,14 +298,16 @@ def _smem(call: _Call, dtype) -> dict[str, Any]:
     )
 
 
-def token_weights(chunk, reverse: bool, scale: float):
+def token_weights(chunk, reverse: bool, scale: float, rank: int = 1):
     """Return the weights [64, 64] of a chunk's scores: the decay from token j to token i times `scale`, and 0 where token i does not read
     token j.
 
-    `chunk` has references to the chunk's decays and documents by name; if `reverse`, tokens read their own and later tokens.
+    `chunk` has references to the chunk's decays and documents by name; if `reverse`, tokens read their own and later tokens. A token is `rank` rows.
     """
     i = plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=wg.LAYOUT.reduce(1))
     j = plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=wg.LAYOUT.reduce(0))
+    if rank > 1:
+        i, j = i & -rank, j & -rank  # the first rows of their tokens
     i, j = wg.spread_rows(i, _SQUARE), wg.spread_columns(j, _SQUARE)
     reads = i <= j if reverse else i >= j
     if "run" in chunk:
@@ -458,7 +463,7 @@ class _Warpgroup(NamedTuple):
         `chunk` has references to the chunk's inputs by name.
         """
         call = self.call
-        weights = token_weights(chunk, call.reverse, call.scale)
+        weights = token_weights(chunk, call.reverse, call.scale, call.rank)
         weights = (scores * weights).astype(dtype)
         if call.interpret:  # the interpreter requires left operands in shared memory
             buffer = self.smem["weights"].at[self.at.group]
