@@ -82,13 +82,12 @@ def add_own_writes(
 @jax.custom_vjp
 def _add_own(o, scores, x, weights):
     wide, scores, x, weights = _wide(o, scores, x, weights)
-    mixed = [_mixed(scores, weights, i) for i in range(o.shape[2])]
-    return (wide + x[:, :, None] * jnp.stack(mixed, axis=2)).astype(o.dtype)
+    return (wide + x[:, :, None] * _mixed(scores, weights)).astype(o.dtype)
 
 
-def _mixed(scores, weights, i):
-    """Return the sum over ranks j of scores [B, T, i, j, H] times the weights [j, H, P], for one i: [B, T, H, P]."""
-    terms = [scores[:, :, i, j, :, None] * weights[j] for j in range(len(weights))]
+def _mixed(scores, weights):
+    """Return the sum over ranks j of scores [B, T, ..., j, H] times the weights [j, H, P]: [B, T, ..., H, P]."""
+    terms = [scores[..., j, :, None] * weights[j] for j in range(len(weights))]
     return sum(terms[1:], terms[0])
 
 
@@ -100,7 +99,7 @@ def _own_backward(saved, d_o):
     scores, x, weights = _wide(*saved)
     (d_wide,) = _wide(d_o)
     # Sums over the ranks that read come first here and last below: with a sum in common XLA would store it, in float32 for each rank.
-    terms = [d_wide[:, :, i] * _mixed(scores, weights, i) for i in range(len(weights))]
+    terms = [d_wide[:, :, i] * _mixed(scores[:, :, i], weights) for i in range(len(weights))]
     d_x = sum(terms[1:], terms[0])
     d_scores = jnp.sum((d_wide * x[:, :, None])[:, :, :, None] * weights, axis=-1)
     d_values = (_sum_ranks(d_wide, scores[:, :, :, j, :, None]) for j in range(len(weights)))
@@ -131,14 +130,22 @@ def _gate_backward(saved, d_y):
     # Without this XLA would store the output that it computes again in float32.
     o, z, gate_weights, weights = _wide(jax.lax.optimization_barrier(o), *others)
     (d_y,) = _wide(d_y)
-    gate, d_y = z[:, :, None] * gate_weights, d_y[:, :, None]
-    share = jax.nn.sigmoid(gate)
-    d_gate = d_y * o * weights * (share * (1 + gate * (1 - share)))
-    d_o = d_y * weights * (gate * share)
-    d_weights = _over_tokens(d_y * o * (gate * share))
-    return _as(
-        saved, d_o, _sum_ranks(d_gate, gate_weights), _over_tokens(d_gate * z[:, :, None]), d_weights
-    )  # fmt: skip
+
+    def d_gate(o, d_y, z, gate_weights, weights):
+        gate = z * gate_weights
+        share = jax.nn.sigmoid(gate)
+        return d_y * o * weights * (share * (1 + gate * (1 - share)))
+
+    # Rank by rank: with a product in common with the sums below XLA would store it in float32.
+    terms = [
+        d_gate(o[:, :, r], d_y, z, gate_weights[r], weights[r]) * gate_weights[r] for r in range(len(weights))
+    ]  # fmt: skip
+    d_z = sum(terms[1:], terms[0])
+    d_y, z = d_y[:, :, None], z[:, :, None]
+    d_gate_weights = _over_tokens(d_gate(o, d_y, z, gate_weights, weights) * z)
+    activated = jax.nn.silu(z * gate_weights)
+    d_weights = _over_tokens(d_y * o * activated)
+    return _as(saved, d_y * weights * activated, d_z, d_gate_weights, d_weights)
 
 
 gate_ranks.defvjp(_gate_forward, _gate_backward)
