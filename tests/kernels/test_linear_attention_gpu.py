@@ -68,13 +68,13 @@ def make_case(case):
     return make(*sizes, **options)
 
 
-def by_token(q, k, v, log_decay, initial, run, bonus, value_log_decay):
+def by_token(q, k, v, log_decay, initial, run, bonus, value_log_decay, rank=1):
     state = ops.linear_state(*v.shape[:1], v.shape[2], k.shape[3], v.shape[3])
     state = state._replace(memory=initial, segment_id=jnp.ones(BATCH, jnp.int32))
     ids = None if run is None else run + 1
     output, state = ops.linear_memory(
         q, k, v, log_decay, value_log_decay=value_log_decay, bonus=bonus, scale=SCALE,
-        initial_state=state, segment_ids=ids, form="recurrent",
+        initial_state=state, segment_ids=ids, rank=rank, form="recurrent",
     )  # fmt: skip
     return output, state.memory
 
@@ -232,6 +232,45 @@ def test_factors_of_writes_and_skips_are_those_of_scaled_values(name, monkeypatc
         return output + jnp.repeat(skip[:, None] * v, shared, axis=2), final
 
     assert_alike(lambda x: fused(**x, run=run), inputs, scaled, widened)
+    assert not races_found()
+
+
+RANKS = {
+    "two": (2, Case((1, 1, 1), 64, 64, 96, False, "token")),
+    "four-documents": (4, Case((1, 1, 1), 64, 64, 132, True, "token")),
+    "four-deep": (4, Case((1, 1, 1), 256, 64, 68, False, "token")),
+    "four-no-decay": (4, Case((2, 1, 1), 64, 64, 96, False, None)),
+    "eight-strong": (8, Case((1, 1, 2), 64, 64, 136, False, "token", strong=True)),
+    "four-parts": (4, Case((1, 1, 1), 64, 64, 256, True, "token")),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (i > 0)) for i, n in enumerate(RANKS)]
+)
+def test_rows_of_a_token_read_after_all_of_them_are_written(name, monkeypatch):
+    """The kernel of tokens of several rows equals the recurrence, which adds what rows read from later rows of their token, in the
+    output, the final memory and every gradient. A token's decay is that of its first row.
+    """
+    if name.endswith("parts"):
+        monkeypatch.setattr(row_layout, "_SHORTEST_PART", 128)
+    rank, case = RANKS[name]
+    inputs = make_case(case)
+    run = inputs.pop("run")
+    if run is not None:  # the document of a token is that of its first row
+        run = jnp.repeat(run[:, ::rank], rank, axis=1)
+
+    def with_token_decays(function):
+        def call(x):
+            first = jnp.arange(case.length) % rank == 0
+            decay = x["log_decay"]
+            decay = None if decay is None else jnp.where(first[:, None], decay, 0)
+            return function(**(x | dict(log_decay=decay)), run=run, rank=rank)
+
+        return call
+
+    widened = jax.tree.map(lambda x: x.astype(jnp.float32), inputs)
+    assert_alike(with_token_decays(fused), inputs, with_token_decays(by_token), widened)
     assert not races_found()
 
 

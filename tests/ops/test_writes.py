@@ -1,4 +1,4 @@
-"""Tests of `linear_memory` whose tokens write with factors of their own, and whose output has a skip."""
+"""Tests of `linear_memory` whose tokens write with factors of their own, whose output has a skip, and whose tokens are several rows."""
 
 from __future__ import annotations
 
@@ -80,3 +80,55 @@ def test_wrong_factors_are_refused():
         ops.linear_memory(*arrays, log_write=log_write, normalize=1e-6)
     with pytest.raises(NotImplementedError):
         ops.linear_memory(*arrays, log_write=log_write, skip=skip, implementation="mosaic_gpu")
+
+
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("form", ["recurrent", "chunk", pytest.param("associative", marks=pytest.mark.slow)])
+def test_rows_of_a_token_read_all_of_them(form, masked):
+    """Token by token in NumPy: a token of `rank` rows decays the memory once, writes all of its rows, and then reads it with each; rows of
+    padding, which are NaN here, neither write nor read."""
+    rank, count = 3, 6
+    (q, k, v, log_decay), *_ = inputs(rank * count)
+    first = (jnp.arange(rank * count) % rank == 0)[:, None]
+    log_decay = jnp.where(first, log_decay, 0)
+    ids = jnp.array([[1] * 6, [1] * 2 + [2] * 3 + [0]])
+    mask = jnp.ones((2, count)).at[:, 1].set(0 if masked else 1)
+    rows = {n: jnp.repeat(x, rank, axis=1) for n, x in dict(ids=ids, mask=mask).items()}
+    padded = [x.at[1, -rank:].set(jnp.nan) for x in (q, k, v, log_decay)]
+    output, state = ops.linear_memory(
+        *padded, scale=0.5, segment_ids=rows["ids"], update_mask=rows["mask"] if masked else None, rank=rank, form=form,
+        chunk_size=4,
+    )  # fmt: skip
+    memory, expected = np.zeros((2, 2, 8, 4)), np.zeros(output.shape)
+    for b in range(2):
+        for t in range(count):
+            if ids[b, t] == 0:
+                continue
+            if t and ids[b, t] != ids[b, t - 1]:
+                memory[b] = 0
+            of_token = range(t * rank, (t + 1) * rank)
+            if mask[b, t]:
+                memory[b] *= np.exp(np.asarray(log_decay[b, t * rank]))[:, None, None]
+                for row in of_token:
+                    memory[b] += np.asarray(k[b, row, 0])[:, None] * np.asarray(v[b, row])[:, None]
+            for row in of_token:
+                for h in range(4):
+                    expected[b, row, h] = 0.5 * np.asarray(q[b, row, h]) @ memory[b, h // 2]
+    np.testing.assert_allclose(output, expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(state.memory, memory, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (dict(rank=0), "rank=0"),
+        (dict(rank=3), "divide the number of rows, 20"),
+        (dict(rank=2, skip=jnp.ones(2)), "skip is given with rank=2"),
+        (dict(rank=2, normalize=1e-6), "normalize is given with rank=2"),
+        (dict(rank=2, log_decay=-jnp.ones(2)), "log_decay has shape"),
+    ],
+)
+def test_wrong_ranks_are_refused(given, words):
+    (q, k, v, log_decay), *_ = inputs()
+    with pytest.raises(ValueError, match=words):
+        ops.linear_memory(q, k, v, **(dict(log_decay=log_decay) | given))
