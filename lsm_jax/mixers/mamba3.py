@@ -456,5 +456,6 @@ METHOD = Method(
     config=Mamba3Config,
     module=Mamba3,
     feedforward=None,
+    in_loop=True,
     note="`linear_memory` of shifted keys and values, and each token's own write outside",
 )

@@ -117,6 +117,7 @@ HOPPER_COMPILED = (
     Compiled((4, 2, 2), 64, 64, "log_decay", 0),
     Compiled((4, 2, 2), 128, 128, "log_decay segment_ids", 0),
     Compiled((2, 1, 2), 256, 512, "log_decay", 4),
+    Compiled((4, 4, 4), 128, 64, "log_decay rank", 0),
     Compiled((1, 1, 4), 128, 64, "log_decay writes", 0),
     Compiled((1, 1, 4), 128, 64, "log_decay writes segment_ids", 0),
     Compiled((1, 1, 3), 128, 64, "log_decay writes", 0),

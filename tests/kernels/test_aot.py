@@ -151,6 +151,7 @@ def compile_for(device, abstract_device, case, implementation, *, backward=True)
     }
     options: dict[str, Any] = dict(window=200) if "window" in given else {}
     options |= dict(erase="undecayed") if "undecayed" in given else {}
+    options |= dict(rank=4) if "rank" in given else {}
 
     @memories_saved("memories" in given)
     def both(inputs, marks):

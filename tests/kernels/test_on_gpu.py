@@ -134,6 +134,41 @@ def test_selective_memory_equals_the_recurrence(case):
     scans.compare(case, run)
 
 
+@pytest.mark.parametrize("length", [1000, 8192])  # the latter in parts
+def test_rows_of_a_token_read_all_of_its_writes(length):
+    """The kernel of tokens of four rows equals XLA's form in float32 in the output, the final memory and every gradient, and returns the
+    same bits twice.
+    """
+    rank, keys = 4, jax.random.split(jax.random.key(0), 5)
+    inputs = {
+        n: jax.random.normal(key, (2, length, 2, d), jnp.bfloat16) * (0.1 if n != "v" else 1)
+        for n, d, key in zip("qkv", (128, 128, 64), keys, strict=False)
+    }
+    log_decay = jax.nn.log_sigmoid(jax.random.normal(keys[3], (2, length // rank, 2)) + 2)
+    cotangent = jax.random.normal(keys[4], (2, length, 2, 64), jnp.bfloat16)
+
+    @functools.partial(jax.jit, static_argnums=(0, 1))
+    def both(implementation, dtype, inputs, log_decay):
+        def call(x, log_decay):
+            first = jnp.pad(log_decay[:, :, None], [(0, 0), (0, 0), (0, rank - 1), (0, 0)])
+            decays = first.reshape(2, length, 2)
+            y, state = ops.linear_memory(
+                **x, log_decay=decays, scale=1.0, rank=rank, implementation=implementation
+            )
+            return y, state.memory
+
+        given = {n: a.astype(dtype) for n, a in inputs.items()}
+        (y, memory), pull = jax.vjp(call, given, log_decay)
+        return y, memory, pull((cotangent.astype(y.dtype), jnp.sin(memory)))
+
+    got, again = (both("mosaic_gpu", jnp.bfloat16, inputs, log_decay) for _ in range(2))
+    with jax.default_matmul_precision("highest"):
+        wanted = both("xla", jnp.float32, inputs, log_decay)
+    for a, b, c in zip(*map(jax.tree.leaves, (got, again, wanted)), strict=True):
+        np.testing.assert_array_equal(a, b)
+        assert error(a, c) < linear_attention_cases.GRADIENT_TOLERANCE
+
+
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize("heads", [(1, 1, 4), (4, 2, 2), (1, 1, 3)], ids=str)
 def test_factors_of_writes_and_skips(heads, documents):

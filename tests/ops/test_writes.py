@@ -83,7 +83,9 @@ def test_wrong_factors_are_refused():
 
 
 @pytest.mark.parametrize("masked", [True, False])
-@pytest.mark.parametrize("form", ["recurrent", "chunk", pytest.param("associative", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "form", ["recurrent", "chunk", pytest.param("associative", marks=pytest.mark.slow)]
+)
 def test_rows_of_a_token_read_all_of_them(form, masked):
     """Token by token in NumPy: a token of `rank` rows decays the memory once, writes all of its rows, and then reads it with each; rows of
     padding, which are NaN here, neither write nor read."""

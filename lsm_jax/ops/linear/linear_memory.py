@@ -220,10 +220,14 @@ def _check(op, dims, log_decay, value_log_decay, bonus):
 
 def _check_rank(op, rank, length, log_decay, others):
     if not checks.is_count(rank) or length % rank:
-        raise ValueError(f"{op}: rank={rank!r}; accepted are positive integers that divide the number of rows, {length}")
+        raise ValueError(
+            f"{op}: rank={rank!r}; accepted are positive integers that divide the number of rows, {length}"
+        )
     for name, value in others.items():
         if value is not None:
-            raise ValueError(f"{op}: {name} is given with rank={rank}; accepted with more than 1 is None")
+            raise ValueError(
+                f"{op}: {name} is given with rank={rank}; accepted with more than 1 is None"
+            )
     if log_decay is not None and jnp.ndim(log_decay) != 3:
         raise ValueError(
             f"{op}: log_decay has shape {jnp.shape(log_decay)} with rank={rank}; accepted with more than 1 are [B, T, G] and None"

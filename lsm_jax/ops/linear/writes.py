@@ -65,7 +65,11 @@ def apart(run: Callable[[Call], Any]) -> Callable[[Call], Any]:
         if options.rank > 1:
             output, state = run(call._replace(options=options._replace(rank=1)))
             tokens = tokens_of(given)
-            q, k, v = given["q"], select(tokens.written, given["k"]), select(tokens.written, given["v"])
+            q, k, v = (
+                given["q"],
+                select(tokens.written, given["k"]),
+                select(tokens.written, given["v"]),
+            )
             q = select(tokens.real, q)
             return add_later_rows(output, q, k, v, options.rank, options.scale), state
         if log_write is None:

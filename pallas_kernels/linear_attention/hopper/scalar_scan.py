@@ -5,10 +5,11 @@ A warpgroup has a tile [D, 64] of a memory S [D, V] in registers and computes
     out_i = read_decay_i x_i S + sum_j exp(cum_i - cum_j) (x_i . y_j) z_j  (j <= i),        S <- chunk_decay S + sum_j (write_decay_j y_j)ᵀ z_j
 
 for one chunk after another, where x read the memory, y and z are the keys and values of the writes, and cum are sums of the log decay
-from the chunk's start. Where a token has several rows, j <= i compares tokens. Another warpgroup loads the next chunks. Where tokens write with factors of their own, cum_j is that of the
-writes, and with a skip, skip z_i is added to out_i. Two warpgroups of a thread block use the same x and y: they have columns of one
-memory or, where heads of 64 columns are paired, the memories of two heads that share x and y. If D is more than 128, each slice of
-128 rows of S is computed by itself, and the outputs of the slices are added at the end.
+from the chunk's start. Another warpgroup loads the next chunks. Where tokens write with factors of their own, cum_j is that of the
+writes, with a skip, skip z_i is added to out_i, and where a token is several rows, j <= i compares tokens. Two warpgroups of a thread
+block use the same x and y: they have columns of one memory or, where heads of 64 columns are paired, the memories of two heads that
+share x and y. If D is more than 128, each slice of 128 rows of S is computed by itself, and the outputs of the slices are added at the
+end.
 """
 
 from __future__ import annotations
@@ -134,13 +135,8 @@ def scalar_scan(
         paired and x is not None and decay.read_decay.shape[1] == heads and pairs(x, y, z, heads)
     )
     others = dict(
-        chunk_decay=decay.chunk_decay,
-        initial=initial,
-        partner=partner,
-        states=states,
-        chunk_bounds=chunk_bounds,
-        skip=skip,
-    )
+        chunk_decay=decay.chunk_decay, initial=initial, partner=partner, states=states, chunk_bounds=chunk_bounds, skip=skip,
+    )  # fmt: skip
     call = _Call(
         shapes={n: a.shape for n, a in (streams | others).items() if a is not None}, streams=tuple(streams), heads=heads,
         depth=depth, slices=slices, blocks=blocks, count=count, interval=interval, groups=1 if blocks % 2 and not paired else 2, paired=paired,
@@ -302,7 +298,8 @@ def token_weights(chunk, reverse: bool, scale: float, rank: int = 1):
     """Return the weights [64, 64] of a chunk's scores: the decay from token j to token i times `scale`, and 0 where token i does not read
     token j.
 
-    `chunk` has references to the chunk's decays and documents by name; if `reverse`, tokens read their own and later tokens. A token is `rank` rows.
+    `chunk` has references to the chunk's decays and documents by name; if `reverse`, tokens read their own and later tokens. A
+    token is `rank` rows.
     """
     i = plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=wg.LAYOUT.reduce(1))
     j = plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=wg.LAYOUT.reduce(0))
