@@ -151,9 +151,10 @@ def _run(
     block_size, num_blocks = int(block_size), int(num_blocks)
     # In a row of `num_blocks` blocks every query attends to all of its document, and in one that is little longer to most of
     # it, so that padding of tiles would cost more than it saves.
-    if gates is None and initial_state is None and 2 * length >= 3 * num_blocks * block_size:
+    if initial_state is None and 2 * length >= 3 * num_blocks * block_size:
         group = max(1, q.shape[2] // heads)
-        tile = size if chunk_size else tile_size(block_size, num_blocks - 1, group)
+        of_tile = (group, 1) if gates is None else (1, group)
+        tile = size if chunk_size else tile_size(block_size, num_blocks - 1, *of_tile)
     empty = functools.partial(
         attention_state, batch, num_kv_heads=heads, key_dim=key_dim, value_dim=value_dim,
         dtype=k.dtype,

@@ -11,7 +11,7 @@ fixed order.
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from lsm_jax.ops.blocks.tiles import (
     Row,
     Spans,
     Tiles,
+    consecutive_windows,
     map_chunks,
     places_of,
     queries_of,
@@ -28,45 +29,43 @@ from lsm_jax.ops.blocks.tiles import (
     sum_tiles,
     take,
 )
+from lsm_jax.ops.blocks.units import (
+    Plan,
+    fits,
+    gradients,
+    in_blocks,
+    largest,
+    map_units,
+    queries_at_a_time,
+    read_blocks,
+    softmax,
+)
 from lsm_jax.ops.core.saved import saved
 
-# Numbers of one array, 512 MiB in float32. The tiles of one row and memory may have more, since they are computed together.
-_NUMBERS = 1 << 27
-_LARGEST_TILE = 128  # queries
-_FEW = 8  # largest numbers that are cheaper to find one after another than by sorting
+_LARGEST_TILE = 128  # queries of one head
+_LARGEST_SHARED_TILE = 512  # of all heads that select together
 
 
-class Plan(NamedTuple):
-    """The constants of attention to selected blocks; hashable.
-
-    Attributes:
-        block_size: tokens in a block.
-        earlier: the number of earlier blocks that a query attends to.
-        tile: queries in a tile.
-        scale: multiplies the scores.
-        dtype: the dtype of all sums.
-        operand: the dtype of the factors of matrix products, and of the output.
-        precision: the precision of matrix products.
-    """
-
-    block_size: int
-    earlier: int
-    tile: int
-    scale: float
-    dtype: Any
-    operand: Any
-    precision: jax.lax.Precision
-
-
-def tile_size(block_size: int, earlier: int, queries_per_key: int) -> int:
-    """Return the number of queries in a tile: a power of two of at most a quarter of the queries by which a block is
-    selected on average, so that padding adds at most a quarter. `earlier` is the number of selected blocks of a query.
+def tile_size(block_size: int, earlier: int, queries_per_key: int, together: int = 1) -> int:
+    """Return the number of queries in a tile, or of tokens whose `together` query heads select the same blocks: a power of two of at
+    most a quarter of those by which a block is selected on average, so that padding adds at most a quarter. `earlier` is the number
+    of selected blocks of a query, of which `queries_per_key` may select different ones.
     """
     quarter = block_size * max(1, earlier) * queries_per_key // 4
-    return min(_LARGEST_TILE, 1 << max(0, quarter.bit_length() - 1))
+    largest = _LARGEST_TILE if together == 1 else max(1, _LARGEST_SHARED_TILE // together)
+    return 1 << (max(1, min(largest, quarter)).bit_length() - 1)
 
 
-def attend_selected(plan: Plan, q: Array, k: Array, v: Array, rows: Row) -> Array:
+def window_tile(window: int) -> int:
+    """Return for how many consecutive tokens the keys of their windows are read together: a power of two of at most an eighth of the
+    window, so that few are masked, but from 16 to 128.
+    """
+    return min(128, max(16, 1 << ((window // 8).bit_length() - 1 if window >= 8 else 0)))
+
+
+def attend_selected(
+    plan: Plan, q: Array, k: Array, v: Array, rows: Row, chosen: Array | None = None
+) -> Array:
     """Return the output [B, T, G, R, V], in `plan.operand`, of queries q [B, T, G, R, K] for keys and values [B, S, G, ...] that
     are 0 for tokens that are not written.
 
@@ -74,14 +73,24 @@ def attend_selected(plan: Plan, q: Array, k: Array, v: Array, rows: Row) -> Arra
         plan: the constants.
         q, k, v: as above.
         rows: the rows' tokens, each array [B, ...].
+        chosen: [B G, T, P], the earlier blocks of each token's queries, all different, the number of blocks for none. None to
+            select those with the largest q · mean(k), for each query, or for a window.
     """
     batch, length, heads, group, _ = q.shape
-    q = jnp.moveaxis(q, 2, 1).reshape(batch * heads, length * group, -1)
     k, v = (jnp.moveaxis(x, 2, 1).reshape(batch * heads, x.shape[1], -1) for x in (k, v))
+    # As few parts of the query heads of a memory as have not too many numbers each, if that is possible.
+    parts = next(
+        n for n in range(1, group + 1)
+        if group % n == 0 and (n == group or fits(_numbers(plan, length * group // n, group // n, k, v, rows)))
+    )  # fmt: skip
+    if plan.together > 1:
+        plan = plan._replace(together=group // parts)
+    q = q.reshape(batch, length, heads * parts, group // parts, -1)
+    q = jnp.moveaxis(q, 2, 1).reshape(batch * heads * parts, length * group // parts, -1)
     q, k, v = (x.astype(plan.operand) for x in (q, k, v))
-    rows = jax.tree.map(lambda x: jnp.repeat(x, heads, axis=0), rows)
-    output = _attend(plan, q, k, v, rows).reshape(batch, heads, length, group, -1)
-    return jnp.moveaxis(output, 1, 2)
+    output = _attend(plan, q, k, v, rows, chosen)
+    output = output.reshape(batch, heads * parts, length, group // parts, -1)
+    return jnp.moveaxis(output, 1, 2).reshape(batch, length, heads, group, -1)
 
 
 def rows_of(
@@ -101,71 +110,72 @@ def rows_of(
     if not gaps:
         return Row(rank)
     of_row = functools.partial(
-        row_with_gaps, size=plan.block_size, start=start, length=length, all_write=all_write
-    )
-    return jax.vmap(of_row)(rank, written)
+        row_with_gaps, size=plan.block_size, before=plan.before, start=start, length=length,
+        all_write=all_write,
+    )  # fmt: skip
+    rows = jax.vmap(of_row)(rank, written)
+    return rows if plan.window is None else rows._replace(first=None, blocks=None)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(plan: Plan, q: Array, k: Array, v: Array, rows: Row) -> Array:
-    """Return the output [U, T R, V] of queries [U, T R, K] for U pairs of a row and a memory."""
-    return _forward(plan, q, k, v, rows)[0]
+def _attend(plan: Plan, q: Array, k: Array, v: Array, rows: Row, chosen: Array | None) -> Array:
+    """Return the output [U, T R, V] of queries [U, T R, K]: for each pair of a row and a memory, or for several parts of its R
+    query heads. Keys and values are those of a pair, rows those of a row.
+    """
+    return _forward(plan, q, k, v, rows, chosen)[0]
 
 
-def _forward(plan, q, k, v, rows):
-    most = max(_numbers(plan, q, k, v, rows), _numbers_of_selection(plan, q, k))
-    results = _map(functools.partial(_forward_of_row, plan), most, q, k, v, rows)
+def _forward(plan, q, k, v, rows, chosen):
+    most = _numbers(plan, q.shape[1], q.shape[1] // rows.rank.shape[1], k, v, rows)
+    if chosen is None and plan.earlier:
+        most = max(most, _numbers_of_selection(plan, q, k))
+    arguments = _for_each(q, (k, v, rows, chosen))
+    results = map_units(functools.partial(_forward_of_row, plan), most, q, *arguments)
     results = jax.tree.map(saved, results)
     return results[0], (q, k, v, rows, *results)
 
 
 def _backward(plan, residuals, d_output):
-    q, k, v, rows, output, *saved_ones = residuals
+    q, k, v, rows, output, log_total, places = residuals
     # The mean of the gradients of a query's weights, whose sum is 1.
     mean = jnp.sum(d_output.astype(plan.dtype) * output.astype(plan.dtype), axis=-1)
-    backward = functools.partial(_backward_of_row, plan)
-    most = _numbers(plan, q, k, v, rows)
-    return *_map(backward, most, q, k, v, rows, d_output, mean, *saved_ones), None
+    parts = len(q) // len(k)
+    of_keys = plan.operand if parts == 1 else plan.dtype
+    backward = functools.partial(_backward_of_row, plan, of_keys)
+    most = _numbers(plan, q.shape[1], q.shape[1] // rows.rank.shape[1], k, v, rows)
+    dq, *d_keys = map_units(
+        backward, most, q, *_for_each(q, (k, v, rows)), d_output, mean, log_total, places
+    )
+    if parts > 1:
+        d_keys = (jnp.sum(x.reshape(-1, parts, *x.shape[1:]), axis=1) for x in d_keys)
+    return dq, *(x.astype(plan.operand) for x in d_keys), None, None
 
 
 _attend.defvjp(_forward, _backward)
 
 
-def _numbers(plan: Plan, q: Array, k: Array, v: Array, rows: Row) -> int:
-    """Return how many scores, or entries of keys and values if these are more, the tiles of one row and memory have."""
-    queries, blocks = q.shape[1], -(-k.shape[1] // plan.block_size)
-    pairs = queries * min(plan.earlier, blocks)
-    tiles = pairs // plan.tile + min(blocks, pairs)
-    dims = k.shape[-1] + v.shape[-1]
-    own = plan.block_size if rows.windows is None else 2 * plan.block_size
-    return tiles * max(plan.tile, dims) * plan.block_size + queries * max(own, dims)
+def _for_each(q: Array, tree):
+    """Return arrays [N, ...] repeated for the units of q [U, ...]."""
+    return jax.tree.map(lambda x: jnp.repeat(x, len(q) // len(x), axis=0), tree)
+
+
+def _numbers(plan: Plan, queries: int, group: int, k: Array, v: Array, rows: Row) -> int:
+    """Return how many scores, or entries of outputs, keys and values if these are more, the tiles of one row and memory have, with
+    `group` queries for each token.
+    """
+    size, blocks, dims = plan.block_size, -(-k.shape[1] // plan.block_size), (k.shape[-1], v.shape[-1])
+    together = min(plan.together, group)
+    entries = queries // together * min(plan.earlier, blocks)
+    tiles = entries // plan.tile + min(blocks, entries)
+    near = size if plan.window is None and rows.windows is None else (plan.before + 1) * size
+    tile = max(plan.tile * together * max(size, *dims), size * sum(dims))
+    return tiles * tile + queries * max(near, sum(dims))
 
 
 def _numbers_of_selection(plan: Plan, q: Array, k: Array) -> int:
     """Return how many scores of queries and blocks one row and memory has at a time."""
     queries, blocks = q.shape[1], -(-k.shape[1] // plan.block_size)
-    return _queries_at_a_time(queries, blocks) * blocks
-
-
-def _queries_at_a_time(queries: int, blocks: int) -> int:
-    """Return for how many queries at a time numbers [queries, blocks] are computed: all, or parts of nearly equal size."""
-    most = max(1, _NUMBERS // blocks)
-    return -(-queries // -(-queries // most))
-
-
-def _map(function, numbers: int, *arrays) -> Any:
-    """Return `function` of each row and memory, arrays [U, ...]: of as many at a time as have `_NUMBERS` numbers, if each has
-    `numbers`, and of at least one.
-    """
-    units = len(arrays[0])
-    most = max(1, _NUMBERS // numbers)
-    step = next(n for n in range(min(units, most), 0, -1) if units % n == 0)
-    function, arguments = jax.vmap(function), arrays
-    if step == units:
-        return function(*arguments)
-    split = jax.tree.map(lambda x: x.reshape(units // step, step, *x.shape[1:]), arguments)
-    result = jax.lax.map(lambda x: function(*x), split)
-    return jax.tree.map(lambda x: x.reshape(units, *x.shape[2:]), result)
+    return queries_at_a_time(queries, blocks) * blocks
 
 
 # ----------------------------------------------------------------------------------------------------------------
@@ -173,34 +183,45 @@ def _map(function, numbers: int, *arrays) -> Any:
 
 
 class _Part(NamedTuple):
-    """One or more spans of keys for each query: its own block, or the selected ones.
+    """One or more spans of keys for each query: its own block, its window, or the selected blocks.
 
     Attributes:
         tiles: the tiles of queries; None if the queries of span n are tile n.
-        size: queries in a tile.
+        size: queries in a tile, if `tiles` is None.
+        group: queries that follow each other and have the same places in `tiles`.
         spans: the spans of keys; None for consecutive blocks.
         seen: [M or 1, C, J], the keys of the span that each query attends to; None for all.
     """
 
     tiles: Tiles | None
     size: int
+    group: int
     spans: Spans | None
     seen: Array | None
 
-    def queries(self, x: Array) -> Array:
-        """Return an array of queries [T R, ...] in tiles, [M, C, ...], with zeros in empty places."""
-        return _in_blocks(self.size, x) if self.tiles is None else take(x, self.tiles.query)
+    def queries(self, x: Array, fill=0) -> Array:
+        """Return an array of queries [T R, ...] in tiles, [M, C, ...], with `fill` in empty places."""
+        if self.tiles is None:
+            return in_blocks(self.size, x)
+        x = take(x.reshape(-1, self.group, *x.shape[1:]), self.tiles.query, fill)
+        return x.reshape(len(x), -1, *x.shape[3:])
 
     def pairs(self, x: Array, length: int, fill=0) -> Array:
-        """Return an array of tiles [M, C, ...] for the spans of each of `length` queries, [T R, P, ...]; `fill` for spans that
-        do not exist.
+        """Return an array of tiles [M, C, ...] for the spans of each of `length` queries, [T R / N, P, N, ...], N queries with
+        the same spans; `fill` for spans that do not exist.
         """
-        x = x.reshape(-1, *x.shape[2:])
-        return x[:length, None] if self.tiles is None else take(x, self.tiles.place, fill)
+        x = x.reshape(-1, self.group, *x.shape[2:])
+        if self.tiles is None:
+            return x[: length // self.group, None]
+        return take(x, self.tiles.place, fill)
+
+    def sums(self, x: Array, length: int) -> Array:
+        """Return the sums of an array of tiles [M, C, ...] over the spans of each of `length` queries, [T R, ...]."""
+        return _of_queries(jnp.sum(self.pairs(x, length), axis=1))
 
     def keys(self, plan: Plan, k: Array, v: Array) -> tuple[Array, Array]:
         """Return keys and values [S, ...] for each tile, [M, J, ...]; zeros for tiles without queries."""
-        keys, values = _read(plan, self.spans, k), _read(plan, self.spans, v)
+        keys, values = read_blocks(plan, self.spans, k), read_blocks(plan, self.spans, v)
         if self.tiles is None or self.tiles.span is None:
             return keys, values
         return take(keys, self.tiles.span), take(values, self.tiles.span)
@@ -209,94 +230,109 @@ class _Part(NamedTuple):
         """Return the sum over tiles [M, J, ...] for each of `length` keys or values, [S, ...]: the gradient of `keys`."""
         if self.tiles is not None:
             blocks = -(-length // plan.block_size)
-            x = _sum_tiles(
-                plan, self.tiles, x, blocks if self.spans is None else len(self.spans.token)
-            )
+            spans = blocks if self.spans is None else len(self.spans.token)
+            x = _sum_tiles(plan, self.tiles, self.group, x, spans)
         x = x.reshape(-1, *x.shape[2:])
         return x[:length] if self.spans is None else jnp.sum(take(x, self.spans.places), axis=1)
 
 
-def _forward_of_row(plan: Plan, q: Array, k: Array, v: Array, row: Row):
+def _of_queries(x: Array) -> Array:
+    """Return x [T R / N, N, ...] as [T R, ...]."""
+    return x.reshape(-1, *x.shape[2:])
+
+
+def _forward_of_row(plan: Plan, q: Array, k: Array, v: Array, row: Row, chosen: Array | None):
     """Return the output [T R, V] of queries [T R, K], the logarithm [T R] of the sum of each query's weights, 0 without any, and
     the tiles of the selected blocks without their queries, None without any.
     """
-    row, own = _own_block(plan, row, q)
-    k_blocks = _read(plan, row.blocks, k)
-    chosen = _choose(plan, q, k_blocks, row)
-    places = _places(plan, chosen, len(k_blocks)) if chosen.size else None
-    outputs, totals = [], []
-    for part in (own, *_selected_blocks(plan, row, places)):
-        output, total = _softmax(plan, part.queries(q), *part.keys(plan, k, v), part.seen)
-        outputs.append(part.pairs(output, len(q)))
-        totals.append(part.pairs(total, len(q), -jnp.inf))
-    output, total = jnp.concatenate(outputs, axis=1), jnp.concatenate(totals, axis=1)
-    top = jnp.max(total, axis=1, keepdims=True)
-    top = jnp.where(jnp.isfinite(top), top, 0)
-    weights = jnp.exp(total - top)
-    total = jnp.sum(weights, axis=1)
+    row, near = _near(plan, row, q)
+    blocks = -(-len(k) // plan.block_size) if row.blocks is None else len(row.blocks.token)
+    if chosen is None and plan.earlier:
+        chosen = _choose(plan, q, read_blocks(plan, row.blocks, k), row)
+    places = None if chosen is None or not chosen.size else _places(plan, chosen, blocks)
+    results = []
+    for part in (near, *_selected_blocks(plan, row, places)):
+        output, total, top = softmax(plan, part.queries(q), *part.keys(plan, k, v), part.seen)
+        results.append((part, output, total, part.pairs(top, len(q), -jnp.inf)))
+    tops = [_of_queries(jnp.max(top, axis=1)) for *_, top in results]
+    highest = functools.reduce(jnp.maximum, tops)
+    highest = jnp.where(jnp.isfinite(highest), highest, 0)
+    sums = []
+    for part, output, total, top in results:
+        weights = jnp.exp(top - highest.reshape(-1, 1, part.group))
+        total = jnp.sum(weights * part.pairs(total, len(q)), axis=1)
+        output = jnp.sum(weights[..., None] * part.pairs(output, len(q)), axis=1)
+        sums.append((_of_queries(output), _of_queries(total)))
+    output, total = (functools.reduce(jnp.add, x) for x in zip(*sums, strict=True))
     total = jnp.where(total > 0, total, 1)
-    output = jnp.sum(weights[..., None] * output, axis=1) / total[:, None]
-    return output.astype(plan.operand), top[:, 0] + jnp.log(total), places
+    return (output / total[:, None]).astype(plan.operand), highest + jnp.log(total), places
 
 
-def _backward_of_row(plan: Plan, q, k, v, row: Row, d_output, mean, log_total, places):
-    """Return the gradients of queries [T R, K], keys and values [S, ...]; `mean` [T R] is the sum of `d_output` times the
-    output.
+def _backward_of_row(
+    plan: Plan, of_keys, q, k, v, row: Row, d_output, mean, log_total, places
+):  # fmt: skip
+    """Return the gradients of queries [T R, K], and of keys and values [S, ...] in the dtype `of_keys`; `mean` [T R] is the sum of
+    `d_output` times the output.
     """
-    row, own = _own_block(plan, row, q)
+    row, near = _near(plan, row, q)
     dq, dk, dv = [], [], []
-    for part in (own, *_selected_blocks(plan, row, places)):
+    for part in (near, *_selected_blocks(plan, row, places)):
         # An empty place has zeros, whose weights are finite and whose gradients are 0.
         of_queries = (part.queries(x) for x in (q, d_output, log_total, mean))
-        d_queries, d_keys, d_values = _gradients(
+        d_queries, d_keys, d_values = gradients(
             plan, *part.keys(plan, k, v), part.seen, *of_queries
         )
-        dq.append(jnp.sum(part.pairs(d_queries, len(q)), axis=1))
+        dq.append(part.sums(d_queries, len(q)))
         dk.append(part.of_keys(plan, d_keys, len(k)))
         dv.append(part.of_keys(plan, d_values, len(k)))
-    return tuple(functools.reduce(jnp.add, x).astype(plan.operand) for x in (dq, dk, dv))
+    sums = (functools.reduce(jnp.add, x) for x in (dq, dk, dv))
+    dtypes = (plan.operand, of_keys, of_keys)
+    return tuple(x.astype(dtype) for x, dtype in zip(sums, dtypes, strict=True))
 
 
-def _sum_tiles(plan: Plan, tiles: Tiles, x: Array, spans: int) -> Array:
-    """Return the sums [N, J, ...] of the arrays x [M, J, ...] of the tiles of each of N spans."""
+def _sum_tiles(plan: Plan, tiles: Tiles, group: int, x: Array, spans: int) -> Array:
+    """Return the sums [N, J, ...] of the arrays x [M, J, ...] of the tiles of each of N spans; a tile has `group` queries in each
+    of its places.
+    """
     if tiles.span is None:
         return x
-    if spans > plan.tile:
-        return sum_tiles(x, tiles.span, spans, -(-len(tiles.place) // plan.tile))
+    places = tiles.query.shape[1]
+    if spans > places * group:
+        return sum_tiles(x, tiles.span, spans, -(-len(tiles.place) // places))
     # A product with zeros and ones reads x once, and costs no more than one of a tile's products.
     member = (jnp.arange(spans)[:, None] == tiles.span).astype(plan.dtype)
     return jnp.einsum("nm,mjk->njk", member, x, precision=plan.precision)
 
 
-def _own_block(plan: Plan, row: Row, q: Array) -> tuple[Row, _Part]:
+def _near(plan: Plan, row: Row, q: Array) -> tuple[Row, _Part]:
     """Return the `Row` with its arrays of queries [T] repeated for the R queries [T R, K] of each token, and the queries' own
-    blocks.
+    blocks or windows.
     """
-    size, group = plan.block_size, len(q) // len(row.rank)
+    size, group, tokens = plan.block_size, len(q) // len(row.rank), len(row.rank)
 
-    def repeat(x: Array | None) -> Array | None:
-        return None if x is None else jnp.repeat(x, group)
+    def repeat(x: Array | None, times: int = group) -> Array | None:
+        return None if x is None else jnp.repeat(x, times)
 
+    window = repeat(row.window, group // plan.together)
     rank = jnp.repeat(row.rank, group)
-    row = row._replace(
-        rank=rank, first=repeat(row.first), window=repeat(row.window), last=repeat(row.last)
-    )
+    row = row._replace(rank=rank, first=repeat(row.first), window=window, last=repeat(row.last))
     if row.window is None or row.last is None or row.windows is None:
-        seen = jnp.arange(size * group)[:, None] // group >= jnp.arange(size)
-        return row, _Part(None, size * group, None, seen[None])
-    if row.queries is None:
+        if plan.window is None:
+            seen = jnp.arange(size * group)[:, None] // group >= jnp.arange(size)
+            return row, _Part(None, size * group, group, None, seen[None])
+        last = jnp.repeat(plan.before * size + jnp.arange(tokens) % size, group)
+        part = _Part(None, size * group, group, consecutive_windows(tokens, size, plan.before), None)
+    elif row.queries is None:
         place, span = _places(plan, row.window[:, None], len(row.windows.token))
-        tiles = Tiles(queries_of(place, len(span), plan.tile), span, place)
+        tiles, last = Tiles(queries_of(place, len(span), plan.tile), span, place), row.last
+        part = _Part(tiles, 0, plan.together, row.windows, None)
     else:
-        query, place = (
-            (x[..., None] * group + jnp.arange(group))
-            for x in (row.queries.query, row.queries.place)
-        )
-        tiles = Tiles(query.reshape(-1, size * group), None, place.reshape(-1, 1))
-    last, rank = (take(x, tiles.query, -1)[..., None] for x in (row.last, row.rank))
-    place = jnp.arange(2 * size)
-    seen = (rank >= 0) & (place <= last) & (place >= last - rank % size)
-    return row, _Part(tiles, plan.tile, row.windows, seen)
+        part, last = _Part(row.queries, 0, group, row.windows, None), row.last
+    last, rank = (part.queries(x, -1)[..., None] for x in (last, rank))
+    depth = rank % size if plan.window is None else jnp.minimum(rank, plan.window - 1)
+    place = jnp.arange((plan.before + 1) * size)
+    seen = (rank >= 0) & (place <= last) & (place >= last - depth)
+    return row, part._replace(seen=seen)
 
 
 def _selected_blocks(plan: Plan, row: Row, places: tuple[Array, Array] | None) -> list[_Part]:
@@ -305,7 +341,7 @@ def _selected_blocks(plan: Plan, row: Row, places: tuple[Array, Array] | None) -
         return []
     place, span = places
     tiles = Tiles(queries_of(place, len(span), plan.tile), span, place)
-    return [_Part(tiles, plan.tile, row.blocks, None)]
+    return [_Part(tiles, 0, plan.together, row.blocks, None)]
 
 
 def _choose(plan: Plan, q: Array, k_blocks: Array, row: Row) -> Array:
@@ -322,11 +358,11 @@ def _choose(plan: Plan, q: Array, k_blocks: Array, row: Row) -> Array:
         scores = jnp.einsum("tk,nk->tn", q.astype(plan.dtype), means, precision=plan.precision)
         begin = 0 if first is None else first[:, None]
         exists = (number >= begin) & (number < begin + rank[:, None] // plan.block_size)
-        value, index = _largest(jnp.where(exists, scores, -jnp.inf), count)
+        value, index = largest(jnp.where(exists, scores, -jnp.inf), count)
         return jnp.where(value > -jnp.inf, index, blocks).astype(jnp.int32)
 
     arrays = (q, row.rank) if row.first is None else (q, row.rank, row.first)
-    chunk = _queries_at_a_time(len(q), blocks)
+    chunk = queries_at_a_time(len(q), blocks)
     if chunk == len(q):
         return of_queries(*arrays)
     return map_chunks(of_queries, chunk, *arrays).reshape(-1, count)[: len(q)]
@@ -334,76 +370,4 @@ def _choose(plan: Plan, q: Array, k_blocks: Array, row: Row) -> Array:
 
 def _places(plan: Plan, span: Array, spans: int) -> tuple[Array, Array]:
     """Return the places of queries in tiles, and the span of each tile; see `places_of`."""
-    return places_of(span, spans, plan.tile, _queries_at_a_time(len(span), spans))
-
-
-def _largest(x: Array, count: int) -> tuple[Array, Array]:
-    """Return the `count` largest entries of each row of x [T, N] and their indices, [T, count]; of equal ones the first."""
-    if count > _FEW:
-        return jax.lax.top_k(x, count)
-    values, indices = [], []
-    for _ in range(count):
-        indices.append(jnp.argmax(x, axis=1))
-        values.append(jnp.max(x, axis=1))
-        x = jnp.where(jnp.arange(x.shape[1]) == indices[-1][:, None], -jnp.inf, x)
-    return jnp.stack(values, axis=1), jnp.stack(indices, axis=1)
-
-
-def _read(plan: Plan, spans: Spans | None, x: Array) -> Array:
-    """Return keys or values [S, ...] in spans [N, J, ...]: in consecutive blocks if `spans` is None."""
-    return _in_blocks(plan.block_size, x) if spans is None else take(x, spans.token)
-
-
-def _in_blocks(size: int, x: Array) -> Array:
-    """Return x [T, ...] in blocks [N, size, ...], the last of which may end with zeros."""
-    x = jnp.pad(x, [(0, -len(x) % size)] + [(0, 0)] * (x.ndim - 1))
-    return x.reshape(-1, size, *x.shape[1:])
-
-
-# ----------------------------------------------------------------------------------------------------------------
-# of tiles
-
-
-def _softmax(plan: Plan, q: Array, keys: Array, values: Array, seen: Array | None):
-    """Return softmax attention [M, C, V] of queries [M, C, K] to keys and values [M, J, ...], where `seen` is True, and the
-    logarithm [M, C] of the sum of weights; 0 and -inf where nothing is seen.
-    """
-    scores = plan.scale * _multiply(plan, "mck,mjk->mcj", q, keys)
-    top = jnp.max(scores if seen is None else jnp.where(seen, scores, -jnp.inf), axis=-1)
-    top = jnp.where(jnp.isfinite(top), top, 0)
-    weights = _exp(scores - top[..., None], seen)
-    total = jnp.sum(weights, axis=-1)
-    output = _multiply(plan, "mcj,mjv->mcv", weights, values)
-    return output / jnp.where(total > 0, total, 1)[..., None], top + jnp.log(total)
-
-
-def _gradients(plan: Plan, keys, values, seen: Array | None, q, d_output, log_total, mean):
-    """Return the gradients of queries [M, C, K], keys and values [M, J, ...] by the scores of a tile's queries and keys.
-
-    Args:
-        plan: the constants.
-        keys, values, seen, q: as in `_softmax`.
-        d_output: [M, C, V], the gradient of the queries' outputs.
-        log_total: [M, C], the logarithm of the sum of all weights of a query, also of other tiles.
-        mean: [M, C], the sum of `d_output` times the output.
-    """
-    multiply = functools.partial(_multiply, plan)
-    weights = _exp(plan.scale * multiply("mck,mjk->mcj", q, keys) - log_total[..., None], seen)
-    d_weights = multiply("mcv,mjv->mcj", d_output, values)
-    d_scores = plan.scale * weights * (d_weights - mean[..., None])
-    return (
-        multiply("mcj,mjk->mck", d_scores, keys),
-        multiply("mcj,mck->mjk", d_scores, q),
-        multiply("mcj,mcv->mjv", weights, d_output),
-    )
-
-
-def _multiply(plan: Plan, equation: str, x: Array, y: Array) -> Array:
-    """Return a product of factors in `plan.operand`, summed in `plan.dtype`."""
-    x, y = x.astype(plan.operand), y.astype(plan.operand)
-    return jnp.einsum(equation, x, y, precision=plan.precision, preferred_element_type=plan.dtype)
-
-
-def _exp(x: Array, seen: Array | None) -> Array:
-    """Return exp(x) where `seen` is True, and 0 elsewhere."""
-    return jnp.exp(x) if seen is None else jnp.where(seen, jnp.exp(jnp.where(seen, x, 0)), 0)
+    return places_of(span, spans, plan.tile, queries_at_a_time(len(span), spans))

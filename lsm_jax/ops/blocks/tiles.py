@@ -49,8 +49,8 @@ class Row(NamedTuple):
         window: [T], the span in `windows` of each query.
         last: [T], the place in this span of the last written token up to and with the query.
         blocks: the complete blocks of all documents, in their order; None if they follow each other without gaps.
-        windows: spans of two times `size` written tokens, each of which begins `size` tokens after the one before; None if
-            a query's own block is that of its number.
+        windows: spans of one or more times `size` written tokens, each of which begins `size` tokens after the one before; None
+            if a query's own block, or the last one of its window, is that of its number.
         queries: tiles of `size` queries, one for each window; None if queries are put in tiles by their windows.
     """
 
@@ -69,13 +69,15 @@ def take(x: Array, index: Array, fill=0) -> Array:
 
 
 def row_with_gaps(
-    rank: Array, written: Array, size: int, start: Array | int, length: int, *, all_write: bool
-) -> Row:
+    rank: Array, written: Array, size: int, before: int, start: Array | int, length: int, *,
+    all_write: bool,
+) -> Row:  # fmt: skip
     """Return the `Row` of the `length` queries from token `start` of a row whose S tokens are of several documents or not all
     written; `rank` and `written` [S] are as in `TokenPositions`.
 
     Complete blocks alone are numbered, of which there are at most S / `size`, however many documents there are. A query's
-    own block, which need not be complete, is among the last `size` written tokens of the row, in one of the windows. If
+    own block, which need not be complete, is among the last `size` written tokens of the row, and its window among as many as it
+    has: in one of the spans of `before` + 1 times `size` written tokens. If
     `all_write`, the queries are those of a complete row, and the outputs of tokens that are not written are not used: each
     window then has `size` queries.
     """
@@ -100,19 +102,18 @@ def row_with_gaps(
 
     own, rank, done = (of_queries(x) for x in (newest, rank, done))
     windows = -(-length // size) if all_write else 2 + max(0, length - 2) // size
-    first = (
-        jnp.maximum(own[0], 0) // size - 1
-    )  # the first window begins with written token first * size
-    number = (first + jnp.arange(windows))[:, None] * size + jnp.arange(2 * size)
-    later = newest // size - first
-    window = jnp.stack([later - 1, later], axis=1)
-    inside = jnp.stack([newest % size + size, newest % size], axis=1)
+    # The first window begins with written token first * size.
+    first = jnp.maximum(own[0], 0) // size - before
+    number = (first + jnp.arange(windows))[:, None] * size + jnp.arange((before + 1) * size)
+    earlier = jnp.arange(before, -1, -1)
+    window = (newest // size - first)[:, None] - earlier
     known = written[:, None] & (window >= 0) & (window < windows)
-    places = jnp.where(known, window * 2 * size + inside, windows * 2 * size)
-    of_query = jnp.maximum(own, 0) // size - first - 1
+    places = (window * (before + 1) + earlier) * size + (newest % size)[:, None]
+    places = jnp.where(known, places, number.size)
+    of_query = jnp.maximum(own, 0) // size - first - before
     queries = None
     if all_write:
-        query = token_of(number[:, size:])
+        query = token_of(number[:, before * size :])
         queries = Tiles(query, None, jnp.where(written, newest, query.size)[:, None])
     return Row(
         rank=rank,
@@ -122,6 +123,20 @@ def row_with_gaps(
         blocks=Spans(complete, place[:, None]),
         windows=Spans(token_of(number), places),
         queries=queries,
+    )
+
+
+def consecutive_windows(length: int, size: int, before: int) -> Spans:
+    """Return the spans of the `size` tokens of each block of a row and of those of the `before` blocks before it."""
+    blocks = -(-length // size)
+    token = (jnp.arange(blocks)[:, None] - before) * size + jnp.arange((before + 1) * size)
+    earlier, number = jnp.arange(before, -1, -1), jnp.arange(length)[:, None]
+    # Of a token, the windows of the next blocks, in which it is earlier.
+    window = number // size + before - earlier
+    places = (window * (before + 1) + earlier) * size + number % size
+    return Spans(
+        jnp.where((token >= 0) & (token < length), token, length),
+        jnp.where(window < blocks, places, token.size),
     )
 
 

@@ -1,5 +1,5 @@
 """Compute `block_attention` and `native_sparse_attention` by XLA in two forms: recurrent (token by token), and for one
-chunk of queries after another, or, for `block_attention`, for tiles of queries that attend to one block.
+chunk of queries after another, or for tiles of queries that attend to one block.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from lsm_jax.ops.attention.token_positions import (
     write_tokens,
 )
 from lsm_jax.ops.backends.registry import Backend, register
-from lsm_jax.ops.blocks.selected import Plan, attend_selected, rows_of
+from lsm_jax.ops.blocks.means import attend_means
+from lsm_jax.ops.blocks.selected import attend_selected, rows_of, window_tile
+from lsm_jax.ops.blocks.units import Plan
 from lsm_jax.ops.core import checks
 from lsm_jax.ops.core.chunk_scans import per_chunk, scan_tokens
 from lsm_jax.ops.core.segments import Tokens, finish_output, read_tokens, select
@@ -136,7 +138,7 @@ def run_xla(
             output = _by_chunks(options, q, gates, k, v, positions, tokens, state)
         else:
             all_write = update_mask is None and options.axis is None  # besides padding
-            output = _by_tiles(options, narrow, k, v, positions, tokens, all_write)
+            output = _by_tiles(options, narrow, gates, k, v, positions, tokens, all_write)
         final = write_tokens(state, k, v, None, positions, tokens)
     output = output.reshape(batch, length, -1, output.shape[-1])
     if not options.no_state:
@@ -170,11 +172,11 @@ def _step(options: Options, memory: tuple, token: tuple) -> tuple[tuple, Array]:
 
 
 def _by_tiles(
-    options: Options, q, k, v, positions: TokenPositions, tokens: Tokens, all_write: bool
+    options: Options, q, gates, k, v, positions: TokenPositions, tokens: Tokens, all_write: bool
 ) -> Array:
-    """Return the output [B, T, G, R, V] of `block_attention` for queries [B, T, G, R, K], with the scores of the own and the
-    selected blocks alone; keys, values and `positions` are those of complete rows. `all_write` says that rows are complete
-    and the outputs of tokens that are not written are not used.
+    """Return the output [B, T, G, R, V] for queries [B, T, G, R, K], with the scores alone that are not masked because of a block
+    or a window; keys, values and `positions` are those of complete rows. `all_write` says that rows are complete and the outputs of
+    tokens that are not written are not used.
     """
     assert options.tile is not None
     narrow = all(x.dtype == jnp.bfloat16 for x in (q, k, v))
@@ -183,6 +185,8 @@ def _by_tiles(
         block_size=options.block_size,
         earlier=options.num_blocks - 1,
         tile=options.tile,
+        together=1,
+        window=None,
         scale=options.scale,
         dtype=options.dtype,
         operand=operand,
@@ -192,9 +196,23 @@ def _by_tiles(
     if options.axis is not None:
         start = jax.lax.axis_index(options.axis) * length
     gaps = tokens.written is not None or options.axis is not None
-    of_tokens = positions.rank, positions.written
-    rows = rows_of(plan, *of_tokens, start, length, gaps=gaps, all_write=all_write)
-    return attend_selected(plan, q, k, v, rows)
+
+    def read(plan: Plan):
+        of_tokens = positions.rank, positions.written
+        return rows_of(plan, *of_tokens, start, length, gaps=gaps, all_write=all_write)
+
+    rows = read(plan)
+    if options.window is None or gates is None:
+        return attend_selected(plan, q, k, v, rows)
+    means, chosen = attend_means(plan, q, k, v, rows)
+    shared = plan._replace(together=q.shape[3])
+    size = window_tile(options.window)
+    near = shared._replace(
+        block_size=size, earlier=0, window=options.window, tile=max(1, size // 4)
+    )
+    selected = attend_selected(shared, q, k, v, rows, chosen)
+    outputs = (means, selected, attend_selected(near, q, k, v, read(near)))
+    return _gated(gates, outputs)
 
 
 def _by_chunks(
@@ -281,7 +299,7 @@ def _attend(options: Options, queries: _Queries, stored: _Keys, seen: Array, doc
     weights = _weights(options.scale * jax.lax.stop_gradient(scores), complete[:, None, None])
     first = own - rank // options.block_size
     forced = document & ((numbers == own) | (numbers == first) | (numbers == own - 1))
-    best = jnp.where(forced[:, None], 1.0, jnp.mean(weights, axis=2))
+    best = jnp.where(forced[:, None], jnp.inf, jnp.mean(weights, axis=2))
     best = jnp.where((complete | forced)[:, None], best, -jnp.inf)  # [B, G, T, N]
     chosen = _selected(best, options.num_blocks, stored.block)[:, :, None] & seen[:, None, None]
     near = seen & (rank - stored.rank[:, None] < options.window)
@@ -290,7 +308,12 @@ def _attend(options: Options, queries: _Queries, stored: _Keys, seen: Array, doc
         _softmax(options, queries.q, stored.keys, stored.values, chosen),
         _softmax(options, queries.q, stored.keys, stored.values, near[:, None, None]),
     )
-    parts = zip(jnp.moveaxis(queries.gates, -1, 0), outputs, strict=True)
+    return _gated(queries.gates, outputs)
+
+
+def _gated(gates: Array, outputs: tuple[Array, ...]) -> Array:
+    """Return the sum of the outputs [..., V] of three kinds of attention, each with its gate of [..., 3]."""
+    parts = zip(jnp.moveaxis(gates, -1, 0), outputs, strict=True)
     return sum((gate[..., None] * output for gate, output in parts), jnp.zeros(()))
 
 
