@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from lsm_jax import ops
-from lsm_jax.ops.blocks import selected, tiles
+from lsm_jax.ops.blocks import selected, tiles, units
 from lsm_jax.ops.blocks.selected import tile_size
 from tests.conftest import AS_USERS
 from tests.ops.test_ops import close
@@ -106,7 +106,7 @@ def test_all_queries_select_one_block(tile):
 @pytest.mark.usefixtures("x64")
 def test_rows_of_many_memories_in_several_steps(monkeypatch):
     """Some memories are computed at a time where all of them have too many scores."""
-    monkeypatch.setattr(selected, "_NUMBERS", 6000)  # of two memories
+    monkeypatch.setattr(units, "_NUMBERS", 6000)  # of two memories
     rng = np.random.default_rng(0)
     arrays = inputs_of(rng, 3, 40, (2, 2, 2))
     options = dict(block_size=4, num_blocks=3, **rows_of(rng, "both", 3, 40))
@@ -120,7 +120,7 @@ def test_rows_of_many_memories_in_several_steps(monkeypatch):
 def test_selection_for_some_queries_at_a_time(monkeypatch, kind):
     """A row whose queries have too many scores of blocks selects, and counts, for parts of its queries; the last is shorter."""
     length, size, most = 143, 2, 3000
-    monkeypatch.setattr(selected, "_NUMBERS", most)  # of 41 queries
+    monkeypatch.setattr(units, "_NUMBERS", most)  # of 41 queries
     monkeypatch.setattr(tiles, "_COMPARISONS", 0)
     rng = np.random.default_rng(0)
     arrays = inputs_of(rng, 2, length, (4, 2, 2))
@@ -136,7 +136,7 @@ def test_selection_for_some_queries_at_a_time(monkeypatch, kind):
 @pytest.mark.parametrize("rows", [(), ("segment_ids",), ("update_mask",)])
 def test_memory_does_not_grow_with_the_number_of_blocks(monkeypatch, rows):
     """All together needs less than one array [T, N], of queries and blocks, of one memory would."""
-    monkeypatch.setattr(selected, "_NUMBERS", 1 << 20)
+    monkeypatch.setattr(units, "_NUMBERS", 1 << 20)
     length = 16384
     rows = {name: jnp.ones((1, length), jnp.int32) for name in rows}
     function, arrays = gradient_of(length, heads=2, block_size=4, **rows)
@@ -234,7 +234,7 @@ def test_only_integers_are_scattered(gaps):
     """Sums by a scatter would have no fixed order on a GPU."""
     arrays = inputs_of(np.random.default_rng(0), 1, 600, (1, 1, 1), np.float32)
     arrays[0] = arrays[0][:, :, :, None]  # [B, T, G, R, K]
-    plan = selected.Plan(4, 3, 2, 1.0, jnp.float32, jnp.float32, jax.lax.Precision.HIGHEST)
+    plan = units.Plan(4, 3, 2, 1, None, 1.0, jnp.float32, jnp.float32, jax.lax.Precision.HIGHEST)
     rank, written = jnp.arange(600)[None], jnp.ones((1, 600), bool)
 
     def total(*arrays):

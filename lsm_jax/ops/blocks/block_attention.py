@@ -101,7 +101,7 @@ def native_sparse_attention(
 
     A block's means of keys and values are attended to once the block is complete. The weights of this attention, averaged
     over the query heads of a memory, select its blocks; the document's first block and the query's own and previous blocks
-    are always selected. The selection has no gradient.
+    are always selected, whatever the weights of others are. The selection has no gradient.
 
     Args:
         q, k, v, scale, initial_state, segment_ids, update_mask, implementation: as in `block_attention`.
@@ -109,9 +109,15 @@ def native_sparse_attention(
         block_size: tokens in a block.
         num_blocks: the number of selected blocks, at least 3.
         window: each token attends to the last `window` written tokens, itself included.
-        form: "recurrent" (token by token) or "chunk", which computes all scores for a chunk of queries after another, and masks
-            those of blocks that are not selected. Single tokens are always computed by the first.
-        chunk_size: queries in a chunk, a power of two; None is 64.
+        form: "recurrent" (token by token) or "chunk" (many queries together). Single tokens are always computed by the first.
+            Of a row of at least 1.5 `num_blocks * block_size` tokens without an initial state, the second computes the scores of
+            the selected blocks and of the window alone, so that work grows with T (`num_blocks` `block_size` + `window`), besides
+            the scores of means, T / `block_size` for each query. It has reverse-mode derivatives only in such rows: `jax.jvp`
+            raises an error. Of other rows it computes all scores, for a chunk of queries after another, and masks those of blocks
+            that are not selected. Results differ by rounding alone.
+        chunk_size: queries of each head that are computed together, a power of two: in a chunk, or in a tile that attends to one
+            selected block. None is 64 for a chunk, and for a tile so few that all heads of a memory have at most 512 queries and
+            padding adds at most a quarter.
 
     Returns:
         The output and the final state, as `block_attention` does.

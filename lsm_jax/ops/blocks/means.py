@@ -14,6 +14,7 @@ from jaxtyping import Array
 
 from lsm_jax.ops.blocks.tiles import Row, map_chunks, take
 from lsm_jax.ops.blocks.units import (
+    Mask,
     Plan,
     gradients,
     largest,
@@ -53,7 +54,9 @@ def _attend(plan: Plan, q: Array, k: Array, v: Array, rows: Row) -> tuple[Array,
 
 
 def _forward(plan, q, k, v, rows):
-    results = map_units(functools.partial(_forward_of_row, plan), _numbers(plan, q, k), q, k, v, rows)
+    results = map_units(
+        functools.partial(_forward_of_row, plan), _numbers(plan, q, k), q, k, v, rows
+    )
     output, log_total, chosen = jax.tree.map(saved, results)
     return (output, chosen), (q, k, v, rows, output, log_total)
 
@@ -117,9 +120,10 @@ def _forward_of_row(plan: Plan, q: Array, k: Array, v: Array, row: Row):
     def attend(q: Array, rank: Array, first: Array | None = None):
         seen = _seen(plan, blocks, rank, first)[:, None]
         scores = plan.scale * multiply("trk,nk->trn", q.astype(plan.dtype), keys)
-        top = jnp.max(jnp.where(seen, scores, -jnp.inf), axis=-1, keepdims=True)
+        scores = jnp.where(seen, scores, -jnp.inf)
+        top = jnp.max(scores, axis=-1, keepdims=True)
         top = jnp.where(jnp.isfinite(top), top, 0)
-        weights = jnp.where(seen, jnp.exp(jnp.where(seen, scores - top, 0)), 0)
+        weights = jnp.exp(scores - top)
         total = jnp.sum(weights, axis=-1, keepdims=True)
         total = jnp.where(total > 0, total, 1)
         output = multiply("trn,nv->trv", weights, values) / total
@@ -148,7 +152,8 @@ def _backward_of_row(plan: Plan, q, k, v, row: Row, d_output, mean, log_total):
         """Take arrays of C queries: q, gradients, sums of weights and means, and those of `_of_queries`."""
         seen = jnp.repeat(_seen(plan, len(keys), *arrays[4:]), group, axis=0)
         flat = (x.reshape(1, -1, *x.shape[2:]) for x in arrays[:4])
-        dq, dk, dv = gradients(wide, keys[None], values[None], seen[None], *flat)
+        mask = Mask(seen[None], jnp.asarray(-jnp.inf, plan.dtype))
+        dq, dk, dv = gradients(wide, keys[None], values[None], mask, *flat)
         return dq.reshape(arrays[0].shape).astype(plan.operand), dk[0], dv[0]
 
     chunk = _chunk(plan, q, len(keys))

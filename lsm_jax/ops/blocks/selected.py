@@ -30,6 +30,7 @@ from lsm_jax.ops.blocks.tiles import (
     take,
 )
 from lsm_jax.ops.blocks.units import (
+    Mask,
     Plan,
     fits,
     gradients,
@@ -163,7 +164,11 @@ def _numbers(plan: Plan, queries: int, group: int, k: Array, v: Array, rows: Row
     """Return how many scores, or entries of outputs, keys and values if these are more, the tiles of one row and memory have, with
     `group` queries for each token.
     """
-    size, blocks, dims = plan.block_size, -(-k.shape[1] // plan.block_size), (k.shape[-1], v.shape[-1])
+    size, blocks, dims = (
+        plan.block_size,
+        -(-k.shape[1] // plan.block_size),
+        (k.shape[-1], v.shape[-1]),
+    )
     together = min(plan.together, group)
     entries = queries // together * min(plan.earlier, blocks)
     tiles = entries // plan.tile + min(blocks, entries)
@@ -190,14 +195,14 @@ class _Part(NamedTuple):
         size: queries in a tile, if `tiles` is None.
         group: queries that follow each other and have the same places in `tiles`.
         spans: the spans of keys; None for consecutive blocks.
-        seen: [M or 1, C, J], the keys of the span that each query attends to; None for all.
+        mask: the keys of the span that each query attends to; None for all.
     """
 
     tiles: Tiles | None
     size: int
     group: int
     spans: Spans | None
-    seen: Array | None
+    mask: Mask | None
 
     def queries(self, x: Array, fill=0) -> Array:
         """Return an array of queries [T R, ...] in tiles, [M, C, ...], with `fill` in empty places."""
@@ -252,7 +257,7 @@ def _forward_of_row(plan: Plan, q: Array, k: Array, v: Array, row: Row, chosen: 
     places = None if chosen is None or not chosen.size else _places(plan, chosen, blocks)
     results = []
     for part in (near, *_selected_blocks(plan, row, places)):
-        output, total, top = softmax(plan, part.queries(q), *part.keys(plan, k, v), part.seen)
+        output, total, top = softmax(plan, part.queries(q), *part.keys(plan, k, v), part.mask)
         results.append((part, output, total, part.pairs(top, len(q), -jnp.inf)))
     tops = [_of_queries(jnp.max(top, axis=1)) for *_, top in results]
     highest = functools.reduce(jnp.maximum, tops)
@@ -280,7 +285,7 @@ def _backward_of_row(
         # An empty place has zeros, whose weights are finite and whose gradients are 0.
         of_queries = (part.queries(x) for x in (q, d_output, log_total, mean))
         d_queries, d_keys, d_values = gradients(
-            plan, *part.keys(plan, k, v), part.seen, *of_queries
+            plan, *part.keys(plan, k, v), part.mask, *of_queries
         )
         dq.append(part.sums(d_queries, len(q)))
         dk.append(part.of_keys(plan, d_keys, len(k)))
@@ -314,14 +319,18 @@ def _near(plan: Plan, row: Row, q: Array) -> tuple[Row, _Part]:
         return None if x is None else jnp.repeat(x, times)
 
     window = repeat(row.window, group // plan.together)
-    rank = jnp.repeat(row.rank, group)
+    # Masks that do not depend on the row would be computed ahead of a loop over rows, and read in each step.
+    constants = jnp.full((), -jnp.inf, plan.dtype), jnp.arange(tokens)
+    outside, token, rank = jax.lax.optimization_barrier((*constants, row.rank))
+    rank = jnp.repeat(rank, group)
     row = row._replace(rank=rank, first=repeat(row.first), window=window, last=repeat(row.last))
     if row.window is None or row.last is None or row.windows is None:
         if plan.window is None:
             seen = jnp.arange(size * group)[:, None] // group >= jnp.arange(size)
-            return row, _Part(None, size * group, group, None, seen[None])
-        last = jnp.repeat(plan.before * size + jnp.arange(tokens) % size, group)
-        part = _Part(None, size * group, group, consecutive_windows(tokens, size, plan.before), None)
+            return row, _Part(None, size * group, group, None, Mask(seen[None], outside))
+        spans = consecutive_windows(tokens, size, plan.before)
+        last = jnp.repeat(plan.before * size + token % size, group)
+        part = _Part(None, size * group, group, spans, None)
     elif row.queries is None:
         place, span = _places(plan, row.window[:, None], len(row.windows.token))
         tiles, last = Tiles(queries_of(place, len(span), plan.tile), span, place), row.last
@@ -332,7 +341,7 @@ def _near(plan: Plan, row: Row, q: Array) -> tuple[Row, _Part]:
     depth = rank % size if plan.window is None else jnp.minimum(rank, plan.window - 1)
     place = jnp.arange((plan.before + 1) * size)
     seen = (rank >= 0) & (place <= last) & (place >= last - depth)
-    return row, part._replace(seen=seen)
+    return row, part._replace(mask=Mask(seen, outside))
 
 
 def _selected_blocks(plan: Plan, row: Row, places: tuple[Array, Array] | None) -> list[_Part]:

@@ -100,29 +100,42 @@ def in_blocks(size: int, x: Array) -> Array:
     return x.reshape(-1, size, *x.shape[1:])
 
 
-def softmax(plan: Plan, q: Array, keys: Array, values: Array, seen: Array | None):
-    """Return sums [M, C, V] of values, with the weights of queries [M, C, K] and keys, where `seen` is True; the sum of the weights
-    and the largest score, [M, C]. Keys and values are [M, J, ...]. A weight is the exponential of a score less the largest one;
-    sums are 0 and the largest score is -inf where nothing is seen.
+class Mask(NamedTuple):
+    """Which keys of a tile its queries attend to.
+
+    Attributes:
+        seen: [M or 1, C, J], True for those.
+        outside: -inf, the score of others. Not a constant, of which an array of all scores would be made ahead of a loop over
+            rows, to be read in each step.
     """
-    scores = plan.scale * _multiply(plan, "mck,mjk->mcj", q, keys)
-    top = jnp.max(scores if seen is None else jnp.where(seen, scores, -jnp.inf), axis=-1)
-    weights = _exp(scores - jnp.where(jnp.isfinite(top), top, 0)[..., None], seen)
+
+    seen: Array
+    outside: Array
+
+
+def softmax(plan: Plan, q: Array, keys: Array, values: Array, mask: Mask | None):
+    """Return sums [M, C, V] of values, with the weights of queries [M, C, K] and keys, where the mask, if any, lets them attend; the
+    sum of the weights and the largest score, [M, C]. Keys and values are [M, J, ...]. A weight is the exponential of a score less
+    the largest one; sums are 0 and the largest score is -inf where nothing is seen.
+    """
+    scores = _scores(plan, q, keys, mask)
+    top = jnp.max(scores, axis=-1)
+    weights = jnp.exp(scores - jnp.where(jnp.isfinite(top), top, 0)[..., None])
     return _multiply(plan, "mcj,mjv->mcv", weights, values), jnp.sum(weights, axis=-1), top
 
 
-def gradients(plan: Plan, keys, values, seen: Array | None, q, d_output, log_total, mean):
+def gradients(plan: Plan, keys, values, mask: Mask | None, q, d_output, log_total, mean):
     """Return the gradients of queries [M, C, K], keys and values [M, J, ...] by the scores of a tile's queries and keys.
 
     Args:
         plan: the constants.
-        keys, values, seen, q: as in `softmax`.
+        keys, values, mask, q: as in `softmax`.
         d_output: [M, C, V], the gradient of the queries' outputs.
         log_total: [M, C], the logarithm of the sum of all weights of a query, also of other tiles.
         mean: [M, C], the sum of `d_output` times the output.
     """
     multiply = functools.partial(_multiply, plan)
-    weights = _exp(plan.scale * multiply("mck,mjk->mcj", q, keys) - log_total[..., None], seen)
+    weights = jnp.exp(_scores(plan, q, keys, mask) - log_total[..., None])
     d_weights = multiply("mcv,mjv->mcj", d_output, values)
     d_scores = plan.scale * weights * (d_weights - mean[..., None])
     return (
@@ -132,12 +145,13 @@ def gradients(plan: Plan, keys, values, seen: Array | None, q, d_output, log_tot
     )
 
 
+def _scores(plan: Plan, q: Array, keys: Array, mask: Mask | None) -> Array:
+    """Return the scores [M, C, J] of queries and keys, -inf where the mask does not let a query attend."""
+    scores = plan.scale * _multiply(plan, "mck,mjk->mcj", q, keys)
+    return scores if mask is None else jnp.where(mask.seen, scores, mask.outside)
+
+
 def _multiply(plan: Plan, equation: str, x: Array, y: Array) -> Array:
     """Return a product of factors in `plan.operand`, summed in `plan.dtype`."""
     x, y = x.astype(plan.operand), y.astype(plan.operand)
     return jnp.einsum(equation, x, y, precision=plan.precision, preferred_element_type=plan.dtype)
-
-
-def _exp(x: Array, seen: Array | None) -> Array:
-    """Return exp(x) where `seen` is True, and 0 elsewhere."""
-    return jnp.exp(x) if seen is None else jnp.where(seen, jnp.exp(jnp.where(seen, x, 0)), 0)
