@@ -79,11 +79,7 @@ def attend_selected(
     """
     batch, length, heads, group, _ = q.shape
     k, v = (jnp.moveaxis(x, 2, 1).reshape(batch * heads, x.shape[1], -1) for x in (k, v))
-    # As few parts of the query heads of a memory as have not too many numbers each, if that is possible.
-    parts = next(
-        n for n in range(1, group + 1)
-        if group % n == 0 and (n == group or fits(_numbers(plan, length * group // n, group // n, k, v, rows)))
-    )  # fmt: skip
+    parts = _parts(plan, length, group, k, v, rows)
     if plan.together > 1:
         plan = plan._replace(together=group // parts)
     q = q.reshape(batch, length, heads * parts, group // parts, -1)
@@ -160,21 +156,37 @@ def _for_each(q: Array, tree):
     return jax.tree.map(lambda x: jnp.repeat(x, len(q) // len(x), axis=0), tree)
 
 
-def _numbers(plan: Plan, queries: int, group: int, k: Array, v: Array, rows: Row) -> int:
-    """Return how many scores, or entries of outputs, keys and values if these are more, the tiles of one row and memory have, with
-    `group` queries for each token.
+def _parts(plan: Plan, tokens: int, group: int, k: Array, v: Array, rows: Row) -> int:
+    """Return in how many parts the `group` query heads of a memory are computed: as few as have arrays of not too many numbers, if
+    that is possible.
     """
-    size, blocks, dims = (
-        plan.block_size,
-        -(-k.shape[1] // plan.block_size),
-        (k.shape[-1], v.shape[-1]),
-    )
-    together = min(plan.together, group)
+    for parts in range(1, group):
+        each = group // parts
+        if group % parts == 0 and fits(
+            max(_numbers_of_parts(plan, tokens * each, each, k, v, rows))
+        ):
+            return parts
+    return group
+
+
+def _numbers(plan: Plan, queries: int, group: int, k: Array, v: Array, rows: Row) -> int:
+    """Return the sum of `_numbers_of_parts`."""
+    return sum(_numbers_of_parts(plan, queries, group, k, v, rows))
+
+
+def _numbers_of_parts(
+    plan: Plan, queries: int, group: int, k: Array, v: Array, rows: Row
+) -> tuple[int, int]:
+    """Return how many scores, or entries of outputs, keys and values if these are more, the tiles of selected blocks of one row and
+    memory have, with `group` queries for each token; and how many the own blocks or windows.
+    """
+    size, dims = plan.block_size, (k.shape[-1], v.shape[-1])
+    blocks, together = -(-k.shape[1] // size), min(plan.together, group)
     entries = queries // together * min(plan.earlier, blocks)
     tiles = entries // plan.tile + min(blocks, entries)
     near = size if plan.window is None and rows.windows is None else (plan.before + 1) * size
     tile = max(plan.tile * together * max(size, *dims), size * sum(dims))
-    return tiles * tile + queries * max(near, sum(dims))
+    return tiles * tile, queries * max(near, sum(dims))
 
 
 def _numbers_of_selection(plan: Plan, q: Array, k: Array) -> int:
@@ -236,7 +248,7 @@ class _Part(NamedTuple):
         if self.tiles is not None:
             blocks = -(-length // plan.block_size)
             spans = blocks if self.spans is None else len(self.spans.token)
-            x = _sum_tiles(plan, self.tiles, self.group, x, spans)
+            x = _sum_tiles(plan, self.tiles, x, spans)
         x = x.reshape(-1, *x.shape[2:])
         return x[:length] if self.spans is None else jnp.sum(take(x, self.spans.places), axis=1)
 
@@ -295,14 +307,12 @@ def _backward_of_row(
     return tuple(x.astype(dtype) for x, dtype in zip(sums, dtypes, strict=True))
 
 
-def _sum_tiles(plan: Plan, tiles: Tiles, group: int, x: Array, spans: int) -> Array:
-    """Return the sums [N, J, ...] of the arrays x [M, J, ...] of the tiles of each of N spans; a tile has `group` queries in each
-    of its places.
-    """
+def _sum_tiles(plan: Plan, tiles: Tiles, x: Array, spans: int) -> Array:
+    """Return the sums [N, J, ...] of the arrays x [M, J, ...] of the tiles of each of N spans."""
     if tiles.span is None:
         return x
     places = tiles.query.shape[1]
-    if spans > places * group:
+    if spans > places:
         return sum_tiles(x, tiles.span, spans, -(-len(tiles.place) // places))
     # A product with zeros and ones reads x once, and costs no more than one of a tile's products.
     member = (jnp.arange(spans)[:, None] == tiles.span).astype(plan.dtype)
