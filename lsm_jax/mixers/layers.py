@@ -200,9 +200,12 @@ def narrow_gradient(x: jax.Array, dtype: DTypeLike) -> jax.Array:
 
 @narrow_gradient.defjvp
 def _narrow_tangent(dtype, primals, tangents):
+    (x,), (tangent,) = primals, tangents
+    if tangent.dtype == jnp.dtype(dtype):
+        return x, tangent
     # The transpose has the barrier too. A rule for the backward pass alone would exclude forward-mode derivatives.
-    narrow = jax.lax.optimization_barrier(tangents[0].astype(dtype))
-    return primals[0], narrow.astype(tangents[0].dtype)
+    narrow = jax.lax.optimization_barrier(tangent.astype(dtype))
+    return x, narrow.astype(tangent.dtype)
 
 
 def recomputed(function: Callable[..., Any], *names: str) -> Callable[..., Any]:
