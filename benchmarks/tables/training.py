@@ -119,6 +119,18 @@ def _beside_jla(rows: list[Row]) -> list[tuple[Row, Row]]:
     return pairs
 
 
+def _in_fp8(rows: list[Row]) -> list[tuple[Row, Row]]:
+    """Return, for each model, (its training step with products in bfloat16, with products in FP8) of one commit and rematerialisation."""
+    same = ("variant", "rows", "length", "remat", "commit")
+    return [
+        (plain, row)
+        for row in rows
+        if row.get("matmul") == "fp8"
+        for plain in rows
+        if "matmul" not in plain and all(plain[n] == row[n] for n in same)
+    ]
+
+
 def _jla_columns() -> tuple[Column, ...]:
     def flops(pair: tuple[Row, Row]) -> tuple[float, float]:
         """Return the floating-point operations of training per token of both models, each by its library's count."""
@@ -270,6 +282,35 @@ TABLES = [
         lines=_pairs,
         not_run="trains models of 125M parameters on a corpus",
         command="python -m benchmarks fp8_curve --corpus data/corpus",
+    ),
+    Table(
+        "model_step_fp8",
+        ("model_step.jsonl",),
+        (
+            Column("model", lambda pair: f"`{pair[0]['variant']}`"),
+            *(
+                Column(
+                    f"10³ tokens/s, {name}",
+                    lambda pair, i=i: f"{pair[i]['tokens_per_second'] / 1e3:.1f}",
+                )
+                for i, name in enumerate(("bfloat16", "FP8"))
+            ),
+            Column(
+                "ratio",
+                lambda pair: f"{pair[1]['tokens_per_second'] / pair[0]['tokens_per_second']:.2f}",
+            ),
+            Column("GiB", lambda pair: ", ".join(f"{row['gib']:.1f}" for row in pair)),
+            Column("date, commit", lambda pair: f"{pair[1]['date']}, {pair[1]['commit']}"),
+        ),
+        where=lambda row: (
+            row.get("remat") == "dots_and_states"
+            and not (_PARTS - {"matmul"}) & set(row)
+            and "peer" not in row
+        ),
+        key=lambda row: (*_step_key(row), row.get("matmul")),
+        lines=_in_fp8,
+        command="python -m benchmarks model_step --variants softmax-1.3b,gated_deltanet-1.3b --lengths 4096 --remat dots_and_states "
+        "--matmul default,fp8",
     ),
     Table(
         "model_step",
