@@ -189,9 +189,11 @@ def timer(
         options = dict(implementation="xla", form="recurrent") if implementation == "xla" else {}
         options = options or dict(implementation=implementation)
         inputs = functools.partial(decode_step.make_inputs, names, batch, heads, dim)
-        size = (decode_step.LAYERS, batch, heads, dim, dim)
+        size = (batch, heads, dim, dim)
         memory = jax.ShapeDtypeStruct(size, jnp.float32)
-        step = decode_step.steps(function, True, options).lower(memory, jax.eval_shape(inputs)).compile()  # fmt: skip
+        # As the peer's steps: from one memory, and captured.
+        program = decode_step.steps(function, False, options, unrolled=True)
+        step = program.lower(memory, jax.eval_shape(inputs)).compile()
         if on_device:
             raise NotImplementedError(f"{op}: times of kernels are those of ops with tokens")
         return lambda: [decode_step.microseconds(step, jnp.zeros(size), inputs()) / 1000]

@@ -85,10 +85,11 @@ def make_inputs(names: str, batch: int, heads: int, dim: int) -> dict[str, Any]:
     return arrays
 
 
-def steps(op: Any, stacked: bool, options: dict[str, str]) -> Any:
+def steps(op: Any, stacked: bool, options: dict[str, str], *, unrolled: bool = False) -> Any:
     """Return a jitted program that applies an op to one token `STEPS` times: (memory, arrays) -> the memory
-    and the last output. With `stacked` the memory is a stack of several layers' memories, one of which
-    each step updates.
+    and the last output, or all. With `stacked` the memory is a stack of several layers' memories, one of which
+    each step updates. With `unrolled` the steps are no loop, so that XLA captures them as one graph of CUDA, and the host launches no
+    single step; all outputs are returned.
     """
 
     def run(memory, arrays):
@@ -102,7 +103,13 @@ def steps(op: Any, stacked: bool, options: dict[str, str]) -> Any:
             output, state = op(**arrays, initial_state=state, **options)
             return state.memory.stack if stacked else state.memory, output
 
-        return jax.lax.fori_loop(0, STEPS, step, (memory, jnp.zeros_like(arrays["v"])))
+        carry, outputs = (memory, jnp.zeros_like(arrays["v"])), []
+        if not unrolled:
+            return jax.lax.fori_loop(0, STEPS, step, carry)
+        for index in range(STEPS):
+            carry = step(index, carry)
+            outputs.append(carry[1])  # all are returned, or XLA would read no memory but the last
+        return carry[0], outputs
 
     return jax.jit(run, donate_argnums=0)
 
