@@ -85,11 +85,11 @@ def make_inputs(names: str, batch: int, heads: int, dim: int) -> dict[str, Any]:
     return arrays
 
 
-def steps(op: Any, stacked: bool, options: dict[str, str], *, unrolled: bool = False) -> Any:
+def steps(op: Any, stacked: bool, options: dict[str, str], *, unrolled: int = 0) -> Any:
     """Return a jitted program that applies an op to one token `STEPS` times: (memory, arrays) -> the memory
     and the last output, or all. With `stacked` the memory is a stack of several layers' memories, one of which
-    each step updates. With `unrolled` the steps are no loop, so that XLA captures them as one graph of CUDA, and the host launches no
-    single step; all outputs are returned.
+    each step updates. With `unrolled` there are so many steps and no loop, so that XLA captures them as one graph of CUDA, and the
+    host launches no single step; all outputs are returned.
     """
 
     def run(memory, arrays):
@@ -106,7 +106,7 @@ def steps(op: Any, stacked: bool, options: dict[str, str], *, unrolled: bool = F
         carry, outputs = (memory, jnp.zeros_like(arrays["v"])), []
         if not unrolled:
             return jax.lax.fori_loop(0, STEPS, step, carry)
-        for index in range(STEPS):
+        for index in range(unrolled):
             carry = step(index, carry)
             outputs.append(carry[1])  # all are returned, or XLA would read no memory but the last
         return carry[0], outputs
@@ -114,16 +114,18 @@ def steps(op: Any, stacked: bool, options: dict[str, str], *, unrolled: bool = F
     return jax.jit(run, donate_argnums=0)
 
 
-def microseconds(program: Any, memory: jax.Array, arrays: dict[str, Any]) -> float:
+def microseconds(
+    program: Any, memory: jax.Array, arrays: dict[str, Any], count: int = STEPS
+) -> float:
     """Return the median time in microseconds of one decoding step, over seven calls of a program that runs
-    `STEPS` steps.
+    `count` steps.
     """
     times = []
     for _ in range(8):
         began = time.perf_counter()
         memory, _ = jax.block_until_ready(program(memory, arrays))
         times.append(time.perf_counter() - began)
-    return round(1e6 * float(np.median(times[1:])) / STEPS, 2)
+    return round(1e6 * float(np.median(times[1:])) / count, 2)
 
 
 def measure(
