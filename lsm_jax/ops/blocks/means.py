@@ -19,6 +19,7 @@ from lsm_jax.ops.blocks.units import (
     gradients,
     largest,
     map_units,
+    outside_of,
     queries_at_a_time,
     read_blocks,
 )
@@ -118,9 +119,10 @@ def _forward_of_row(plan: Plan, q: Array, k: Array, v: Array, row: Row):
     multiply = functools.partial(jnp.einsum, precision=plan.precision)
 
     def attend(q: Array, rank: Array, first: Array | None = None):
+        outside, rank = outside_of(plan.dtype, rank)
         seen = _seen(plan, blocks, rank, first)[:, None]
         scores = plan.scale * multiply("trk,nk->trn", q.astype(plan.dtype), keys)
-        scores = jnp.where(seen, scores, -jnp.inf)
+        scores = jnp.where(seen, scores, outside)
         top = jnp.max(scores, axis=-1, keepdims=True)
         top = jnp.where(jnp.isfinite(top), top, 0)
         weights = jnp.exp(scores - top)
@@ -150,9 +152,10 @@ def _backward_of_row(plan: Plan, q, k, v, row: Row, d_output, mean, log_total):
 
     def of_queries(*arrays):
         """Take arrays of C queries: q, gradients, sums of weights and means, and those of `_of_queries`."""
-        seen = jnp.repeat(_seen(plan, len(keys), *arrays[4:]), group, axis=0)
+        outside, rank = outside_of(plan.dtype, arrays[4])
+        seen = _seen(plan, len(keys), rank, *arrays[5:])
+        mask = Mask(jnp.repeat(seen, group, axis=0)[None], outside)
         flat = (x.reshape(1, -1, *x.shape[2:]) for x in arrays[:4])
-        mask = Mask(seen[None], jnp.asarray(-jnp.inf, plan.dtype))
         dq, dk, dv = gradients(wide, keys[None], values[None], mask, *flat)
         return dq.reshape(arrays[0].shape).astype(plan.operand), dk[0], dv[0]
 

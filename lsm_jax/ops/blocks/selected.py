@@ -37,6 +37,7 @@ from lsm_jax.ops.blocks.units import (
     in_blocks,
     largest,
     map_units,
+    outside_of,
     queries_at_a_time,
     read_blocks,
     softmax,
@@ -329,9 +330,7 @@ def _near(plan: Plan, row: Row, q: Array) -> tuple[Row, _Part]:
         return None if x is None else jnp.repeat(x, times)
 
     window = repeat(row.window, group // plan.together)
-    # Masks that do not depend on the row would be computed ahead of a loop over rows, and read in each step.
-    constants = jnp.full((), -jnp.inf, plan.dtype), jnp.arange(tokens)
-    outside, token, rank = jax.lax.optimization_barrier((*constants, row.rank))
+    outside, token, rank = outside_of(plan.dtype, jnp.arange(tokens), row.rank)
     rank = jnp.repeat(rank, group)
     row = row._replace(rank=rank, first=repeat(row.first), window=window, last=repeat(row.last))
     if row.window is None or row.last is None or row.windows is None:

@@ -105,12 +105,18 @@ class Mask(NamedTuple):
 
     Attributes:
         seen: [M or 1, C, J], True for those.
-        outside: -inf, the score of others. Not a constant, of which an array of all scores would be made ahead of a loop over
-            rows, to be read in each step.
+        outside: -inf, the score of others, from `outside_of`.
     """
 
     seen: Array
     outside: Array
+
+
+def outside_of(dtype: Any, *arrays: Array) -> tuple[Array, ...]:
+    """Return -inf, and the arrays, the last of which depends on the row: none is a constant, of which a mask or an array of all scores
+    would be made ahead of a loop over rows, to be read in each step.
+    """
+    return jax.lax.optimization_barrier((jnp.full((), -jnp.inf, dtype), *arrays))
 
 
 def softmax(plan: Plan, q: Array, keys: Array, values: Array, mask: Mask | None):
