@@ -70,7 +70,9 @@ def test_random_sizes_are_the_recurrence(seed, kind):
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", ["both", *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS[:-1])]
+)
 def test_parts_of_rows_heads_and_queries(monkeypatch, kind):
     """Where all have too many numbers, some rows, memories and query heads are computed at a time, and some queries' scores of
     means. No array of scores has more.
