@@ -91,7 +91,8 @@ def memory(configuration: tuple, batch: int = 2) -> Compared:
     small = 1e-25 if "small gradients" in words else 1
     d_output = normal(batch, length, max(heads, memories), value_dim)
     d_final = normal(*start.shape, dtype=jnp.float32) * large
-    return Compared(run, x, (d_output * small, d_final * small))
+    by_head = (name,) if "constant" in kind else ()
+    return Compared(run, x, (d_output * small, d_final * small), by_head=by_head)
 
 
 def _unit(k: jax.Array) -> jax.Array:

@@ -2,10 +2,12 @@
 default tests in Triton's interpreter.
 """
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from benchmarks import triton_hopper_cases
-from benchmarks.calls import compare
+from benchmarks.calls import attention, compare, memories
 from benchmarks.cases import triton_kernels
 from pallas_kernels.triton import launch
 from tests.kernels import (
@@ -48,6 +50,49 @@ def test_an_error_or_other_bits_are_not_good():
         dict(same_bits=False), dict(not_causal=1),
     ):  # fmt: skip
         assert not triton_kernels.judge(good | wrong)["good"]
+
+
+def test_outputs_beyond_the_capacity_must_be_nan_and_no_others(monkeypatch):
+    """The check of attention beyond a state's capacity accepts XLA, whose outputs there are NaN, and neither numbers there nor a NaN elsewhere."""
+    (((output, state), expected),) = attention.pieces("beyond-the-capacity", "xla")
+    assert 0 < int(jnp.isnan(output).sum()) < output.size
+    for actual, good in (
+        (output, True), (jnp.nan_to_num(output), False), (output.at[:, 0].set(jnp.nan), False),
+    ):  # fmt: skip
+        results = [((actual, state), expected)]
+        monkeypatch.setattr(attention, "pieces", lambda name, implementation, x=results: x)
+        result = triton_hopper_cases.check("attention pieces beyond-the-capacity")
+        assert triton_kernels.judge(result)["good"] == good, result
+
+
+def test_a_gradient_of_one_number_a_head_is_compared_with_its_terms():
+    """The error of such a gradient is relative to the sum of its terms' sizes in each chunk of 64 tokens, as if chunks were independent, and
+    that of others to themselves: where the terms of one head cancel, its own size would be 0.
+    """
+    x = np.random.default_rng(0).normal(size=(2, 100, 2))
+    x[1, :, 1] = -x[0, :, 1]
+    arrays = dict(x=jnp.asarray(x, jnp.float32), decay=jnp.zeros(2))
+
+    def run(implementation, arrays):
+        return (arrays["x"] + arrays["x"] * arrays["decay"],)
+
+    call = compare.Compared(run, arrays, (jnp.ones((2, 100, 2)),), by_head=("decay",))
+    results, gradients = compare.expected(call)
+    np.testing.assert_allclose(gradients["decay"], [x[..., 0].sum(), 0], atol=1e-4)
+    chunks = np.stack([np.abs(x[:, :64]).sum(1), np.abs(x[:, 64:]).sum(1)])
+    size = np.sqrt((chunks**2).sum((0, 1)))
+    np.testing.assert_allclose(compare.sizes_of_sums(call)["decay"], size, rtol=1e-5)
+    wrong = gradients | dict(decay=gradients["decay"] + 0.1, x=1.01 * gradients["x"])
+    errors = compare.errors_of(call, (results, wrong))
+    expected = 0.1 / np.sqrt(np.mean(size**2))
+    np.testing.assert_allclose([errors["d_decay"], errors["d_x"]], [expected, 0.01], rtol=1e-3)
+
+
+def test_constant_decays_alone_have_one_number_a_head():
+    for configuration in memories.CONFIGURATIONS:
+        constant = "constant" in str(configuration[-1])
+        call = memories.memory((*configuration[:3], 64, *configuration[4:]), 1)
+        assert call.by_head == (("log_decay",) if constant else ())
 
 
 @pytest.mark.parametrize(
