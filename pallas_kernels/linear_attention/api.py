@@ -106,8 +106,8 @@ def linear_attention(
             written, and `log_decay` must be 0 but at the first. More than 1 requires "mosaic_gpu", `log_decay` [B, T, G] or None, no
             `log_write`, and that R divides 64.
         scale: the factor by which the queries q are multiplied.
-        exact: whether the output is float32. With `value_log_decay` on "mosaic_gpu" it is then never rounded, and v may be
-            float32, which is rounded only where it is written to the memory.
+        exact: whether the output is float32. With `value_log_decay` on "mosaic_gpu" and "triton" it is then never rounded, and v may
+            be float32, which is rounded only where it is written to the memory.
         save_memories: whether the forward pass of a derivative stores the memories before all chunks for the backward pass,
             which otherwise computes them again; only "mosaic_gpu" with `log_decay` [B, T, G, K], others compute them again.
         implementation: "mosaic_gpu" (Hopper), "mosaic_tpu" or "triton" (NVIDIA cards of compute capability 8.0 or more);
@@ -124,7 +124,7 @@ def linear_attention(
     """
     variant = variant_of(log_decay, value_log_decay)
     value = v
-    if exact and variant == "value_decay" and implementation == "mosaic_gpu":
+    if exact and variant == "value_decay" and implementation in ("mosaic_gpu", "triton"):
         value = jax.ShapeDtypeStruct(v.shape, q.dtype)
     given = dict(log_write=log_write, skip=skip)
     if len({x is None for x in given.values()}) > 1:

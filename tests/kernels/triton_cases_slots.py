@@ -26,7 +26,8 @@ class Case(NamedTuple):
         heads: numbers of heads of q and of v.
         sizes: numbers of key channels, slots and value channels.
         length: number of tokens of the row, T.
-        dtype: dtype of q, k, v and s.
+        dtype: dtype of q, k and v.
+        strengths: dtype of s, or None for that of q, k and v.
         segments: number of states of the row, or None for documents that share one.
         scale: the factor of the queries, or None.
     """
@@ -37,6 +38,7 @@ class Case(NamedTuple):
     dtype: str = "bfloat16"
     segments: int | None = None
     scale: float | None = None
+    strengths: str | None = None
 
 
 CASES = {
@@ -46,6 +48,7 @@ CASES = {
     "float16": Case((1, 2), dtype="float16", length=100),
     "segments": Case(segments=2),
     "sharp": Case(scale=2.0),
+    "sharp, exact": Case(scale=2.0, strengths="float32"),
 }
 
 
@@ -63,7 +66,8 @@ def inputs_of(case: Case, batch: int = 1) -> tuple[dict[str, jax.Array], dict[st
     x = dict(
         q=normal(heads, keys), k=normal(min(heads, memories), keys), v=normal(memories, values), s=-jnp.expm1(gate)
     )  # fmt: skip
-    x = {n: a.astype(case.dtype) for n, a in x.items()} | dict(log_decay=gate)
+    strengths = x["s"].astype(case.strengths or case.dtype)
+    x = {n: a.astype(case.dtype) for n, a in x.items()} | dict(s=strengths, log_decay=gate)
     ids = np.repeat([1, 2, 1], [40, 30, case.length - 70])
     if case.segments is None:
         ids = np.repeat([1, 0, 2, 3], [40, 3, 27, case.length - 70])

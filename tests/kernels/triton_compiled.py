@@ -149,6 +149,8 @@ class Configuration(NamedTuple):
         words += [f"{n}={given[n]}" for n in ("K", "V", "BK", "BV") if n in given]
         flags = ("CHANNELS", "DECAY", "GRADIENT", "DOCUMENTS", "EXCLUSIVE", "REVERSE", "ONLY_QUERY", "EXACT", "DECAYED", "UNDECAYED", "LOW_RANK", "TRANSPOSED", "SCORES", "PLAIN")  # fmt: skip
         words += [n.lower() for n in flags if given.get(n)]
+        if self.name == "scan" and self.types[0] == "*fp32" != self.types[1]:
+            words.append("exact")  # x is not rounded before its decay
         return " ".join([*words, f"warps={self.warps}", f"stages={self.stages}"])
 
 

@@ -58,14 +58,15 @@ def _run(backend: Backend, call: Call) -> tuple[jax.Array, SlotState]:
 
     The slots are the value channels of the first memory and the key channels of the second. The softmax
     multiplies rounding errors of the scores by up to their range, which may be 16: all scores are float32,
-    and Hopper's kernel reads the strengths in float32.
+    and the kernels of NVIDIA cards read the strengths in float32.
     """
     q, k, v, s, log_decay, state = (
         call.arguments[n] for n in ("q", "k", "v", "s", "log_decay", "state")
     )
     options = call.options._replace(form=call.form)
     dtype = options.dtype if backend.name == "xla" else q.dtype
-    strengths = s.astype(jnp.float32 if backend.name == "mosaic_gpu" else dtype)
+    unrounded = backend.name in ("mosaic_gpu", "triton")
+    strengths = s.astype(jnp.float32 if unrounded else dtype)
     s = s.astype(dtype)
     scores, keys = backend.run(
         _linear_call(

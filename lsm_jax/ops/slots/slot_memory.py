@@ -72,7 +72,7 @@ def slot_memory(
         implementation: None (the first automatic backend that supports the call; see docs/kernels.md), a
             backend's name ("xla", "mosaic_gpu", ...), or a tuple of names in order of preference. The
             backends are those of `linear_memory`, and must support both memories. The fused kernels round
-            the softmax's weights to q's dtype, and the strengths too ("mosaic_gpu" not inside a chunk).
+            the softmax's weights to q's dtype, and the strengths too ("mosaic_gpu" and "triton" not inside a chunk).
         chunk_size: tokens in a chunk of the XLA form, a power of two; None is 64.
 
     Returns:

@@ -206,12 +206,13 @@ def channel_gradients(
     Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, V_HEADS: tl.constexpr, D_HEADS: tl.constexpr,
     HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, LEVELS: tl.constexpr, LOW: tl.constexpr, DOCUMENTS: tl.constexpr,
-    EXCLUSIVE: tl.constexpr, ONLY_QUERY: tl.constexpr,
+    EXCLUSIVE: tl.constexpr, ONLY_QUERY: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Store the gradients of the queries, keys and log decays [B, T, HEADS, K] of all chunks with a decay per key channel.
 
     A program computes a tile [C, BK]. `d_scores` is scale dO vᵀ on and below the diagonal, from `score_gradients`. With `EXCLUSIVE`
-    also the terms d_bonus [B, N, HEADS, K] of the bonus' gradient; with `ONLY_QUERY` only dq, and q and `d_states` are not read.
+    also the terms d_bonus [B, N, HEADS, K] of the bonus' gradient; with `ONLY_QUERY` only dq, and q and `d_states` are not read. With
+    `EXACT`, which requires `ONLY_QUERY`, the decayed keys are the sum of two terms of dtype `LOW`, so that their rounding adds no error.
     """
     tiles: tl.constexpr = K // BK
     tile, at = tl.program_id(0) % tiles, tl.program_id(0) // tiles
@@ -271,10 +272,16 @@ def channel_gradients(
         pivot = tl.load(sums + middle[:, None] * (D_HEADS * K) + keys[None, :])
         queries = reads != weak  # rows of X that are queries
         factor = _decay(sums + by_key, inclusive, pivot, queries, most, stride, EXCLUSIVE)
-        X = (tl.where(queries, tile_q, tile_k) * factor).to(LOW)
+        wide = tl.where(queries, tile_q, tile_k) * factor
+        X = wide.to(LOW)
         if not ONLY_QUERY:
             factor = _decay(sums + by_key, inclusive, pivot, reads, most, stride, EXCLUSIVE)
-        dX = tl.dot(tl.where(between, of_pairs, 0.0), X, input_precision="tf32") * factor
+        weights = tl.where(between, of_pairs, 0.0)
+        dX = tl.dot(weights, X, input_precision="tf32")
+        if EXACT:
+            rest = (wide - X.to(tl.float32)).to(LOW)
+            dX = tl.dot(weights, rest, dX, input_precision="tf32")
+        dX = dX * factor
         read += tl.where(reads, dX, 0.0)
         pairs += tl.where(reads, 0.0, dX)
     diagonal = tl.load(d_scores + rows * (C + 1)).to(tl.float32)[:, None]

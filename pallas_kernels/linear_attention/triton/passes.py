@@ -203,7 +203,7 @@ def scan(
     """Carry memories, or with `reverse` their gradients, through all chunks; long rows of few memories in parts.
 
     Args:
-        x: [B, T, *, K], the keys, or with `reverse` the queries.
+        x: [B, T, *, K], the keys, or with `reverse` the queries; may be float32 with any y, and is then rounded where it is written.
         y: [B, T, *, V], the values, or with `reverse` the gradient of the output.
         decays: the decays and documents.
         initial: [B * S, heads, K, V] float32, the memories before the rows, or with `reverse` their gradients after them.
@@ -219,7 +219,7 @@ def scan(
     """
     batch, length, _, keys = x.shape
     values = y.shape[3]
-    tiling = _tiling("scan", decays, x, keys, values)
+    tiling = _tiling("scan", decays, y, keys, values)
     programs = batch * heads * (keys // tiling.keys) * (values // tiling.values)
     parts = 1 if decays.bounds is not None else row_layout.count_parts(programs, length)
     run = functools.partial(_scan, heads=heads, scale=scale, reverse=reverse, exclusive=exclusive)
@@ -264,8 +264,8 @@ def _scan(
     batch, length, x_heads, keys = x.shape
     values, count = y.shape[3], length // CHUNK
     segments = initial.shape[0] // batch
-    tiling = _tiling("scan", decays, x, keys, values)
-    low, stored = _low(x)
+    tiling = _tiling("scan", decays, y, keys, values)
+    low, stored = _low(y)
     row_decay, marks = (
         (decays.read_decay, decays.enters) if reverse else (decays.write_decay, decays.stays)
     )
@@ -466,14 +466,18 @@ def channel_gradients(
     """Return the gradients of the queries, keys and log decay of key channels for each head of the output, "dq", "dk" and "dg" [B, T,
     heads, K], and with a bonus the term of each chunk in its gradient, "d_bonus" [B, N, heads, K].
 
-    With `only_query` only "dq", for which q and `d_states` are not read, and may be None. With `exact` "dq" is float32.
+    With `only_query` only "dq", for which q and `d_states` are not read, and may be None. With `exact` too, "dq" is float32, k may be
+    float32 with any dtype of the others, and bfloat16 products have k decayed in two terms.
     """
     from pallas_kernels.linear_attention.triton import gradients
 
     batch, length, heads, values = d_out.shape
     keys = k.shape[3]
+    low, stored = _low(d_out)
+    exact_keys = exact and stored == jnp.bfloat16
     kind = "query" if only_query else "channel" if bonus is None else "bonus"
-    tiling = _tiling(f"{kind}_gradients", decays, k, keys, values)
+    kind = "exact_query" if exact_keys else kind
+    tiling = _tiling(f"{kind}_gradients", decays, d_out, keys, values)
     shape = (batch, length, heads, keys)
     types = dict(
         dq=_struct(shape, _F32 if exact else k.dtype),
@@ -493,8 +497,8 @@ def channel_gradients(
         **_options(tiling),
         **dict(
             Q_HEADS=(k if q is None else q).shape[2], K_HEADS=k.shape[2], V_HEADS=v.shape[2], D_HEADS=decays.heads, HEADS=heads,
-            K=keys, V=values, C=CHUNK, BK=tiling.keys, BV=tiling.values, LEVELS=_LEVELS, LOW=_low(k)[0],
-            DOCUMENTS=decays.run is not None, EXCLUSIVE=bonus is not None, ONLY_QUERY=only_query,
+            K=keys, V=values, C=CHUNK, BK=tiling.keys, BV=tiling.values, LEVELS=_LEVELS, LOW=low,
+            DOCUMENTS=decays.run is not None, EXCLUSIVE=bonus is not None, ONLY_QUERY=only_query, EXACT=exact_keys,
         ),
     )  # fmt: skip
     return {n: x for n, x in results.items() if types[n].shape != (1,)}

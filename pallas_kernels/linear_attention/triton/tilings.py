@@ -40,13 +40,15 @@ TILINGS = {
     "channel_gradients": Tiling(32, 64, 4, 1),
     "bonus_gradients": Tiling(32, 64, 4, 1),
     "query_gradients": Tiling(64, 64, 4, 1),
+    "exact_query_gradients": Tiling(32, 64, 4, 1),
     "plain_joined_gradients": Tiling(32, 64, 4, 1),
     "constant_joined_gradients": Tiling(32, 64, 4, 2),
     "joined_gradients": Tiling(64, 64, 4, 1),
 }
 """The tiling of each kernel for bfloat16, by the name of the kernel, with "channel_" where a kernel differs with a decay per key
 channel, and "narrow_" where it differs for 64 key channels without one. "decayed_outputs" is `outputs` of decayed queries;
-`channel_gradients` has the tiling "query_gradients" for the queries alone, and "bonus_gradients" with a bonus; `joined_gradients` has others
+`channel_gradients` has the tiling "query_gradients" for the queries alone ("exact_query_gradients" with keys in two terms), and
+"bonus_gradients" with a bonus; `joined_gradients` has others
 without a decay and with a constant one. None spills more than
 64 bytes on 8.x at 64 and 128 channels (tests/kernels/triton_registers.json)."""
 WIDE_TILINGS = {

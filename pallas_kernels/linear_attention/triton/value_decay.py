@@ -35,7 +35,8 @@ def forward(
 
     Return the output [B, T, max(H, G), V], the final memories, shaped as `initial`, and empty residuals. The arguments are those of
     `linear_attention`, with log_decay [B, T, G, V] and T a multiple of `CHUNK`; `interpret` has no effect. If
-    `exact`, the output is float32.
+    `exact`, the output is float32, and bfloat16 products have the decayed values in two terms. If v is float32, it is rounded only where
+    it is written to the memory.
     """
     del save, interpret
     q = jnp.repeat(q, max(q.shape[2], v.shape[2]) // q.shape[2], 2)
@@ -59,6 +60,7 @@ def backward(
     gradient of log_decay is computed whether or not `decay_gradient` is set.
     """
     del residuals, decay_gradient, interpret
+    value_dtype, v = v.dtype, v.astype(q.dtype)
     heads, memories = d_output.shape[2], v.shape[2]
     query_heads, key_heads = q.shape[2], k.shape[2]
     q, k = jnp.repeat(q, heads // query_heads, 2), jnp.repeat(k, memories // key_heads, 2)
@@ -68,7 +70,7 @@ def backward(
         *inputs, saved, q, _transpose(d_final), scale=scale
     )
     dq, dk = row_layout.sum_heads(dq, query_heads), row_layout.sum_heads(dk, key_heads)
-    return dq, dk, dv, d_decay, _transpose(d_initial)
+    return dq, dk, dv.astype(value_dtype), d_decay, _transpose(d_initial)
 
 
 def _transpose(memory):
