@@ -27,7 +27,7 @@ SECTIONS = (
      "a larger weight of the balance loss, and longer training: a memory of MoM is updated by half of the tokens."),
     ("evidence_routing", "Routing of the memories", "At the end of training, over layers and memories: a memory's load is its share of the choices, one over the number of memories if they are even. Of several seeds each has its value."),
     ("evidence_moe", "Linear-MoE", "`pattern=N` is softmax attention in every layer, `LLLN` in every fourth."),
-    ("evidence_methods", "All methods with a kernel", ""),
+    ("evidence_methods", "All methods with a kernel", "Linear attention alone so far: it has neither decay nor convolution and learns the slowest of the methods at 10M, too."),
     ("evidence_methods_xla", "Methods without a kernel", ""),
     ("evidence_rates", "Learning rates", "Each was chosen by short runs, with seed 0, among half, once and twice the published one. Where the lowest or the highest was chosen, the best may lie beyond."),
 )  # fmt: skip

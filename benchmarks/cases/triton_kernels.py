@@ -71,8 +71,8 @@ FLA = "fla"
 
 
 def check(name: str) -> dict[str, Any]:
-    """Return the errors of one of `CHECKS` against the step-by-step form in float32 (of attention and of the cases of Hopper's kernels:
-    the XLA form), with the Triton kernels compiled as `launch` says, and whether they are good.
+    """Return the errors of one of `CHECKS` against the step-by-step form in float32 (of attention and convolutions against XLA's form),
+    with the Triton kernels compiled as `launch` says, and whether they are good.
     """
     part = next(p for p in PARTS if name in p.CHECKS)
     return judge(part.check(name))
@@ -146,6 +146,8 @@ def set_tilings(words: list[str]) -> list[str]:
 
 
 def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
+    if args.beside and not args.peers:
+        raise UsageError("--beside: accepted with --peers fla")
     if args.peers:
         names = [op for op in args.ops if op != "selective memory"]
         return [

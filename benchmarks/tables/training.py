@@ -161,7 +161,8 @@ def _peer_columns(rows: list[Row]) -> tuple[Column, ...]:
 
         def cell(record: tuple[int, dict[tuple[str, bool], Row]]) -> str:
             row = record[1].get((variant, peer))
-            return f"{row[field] / 1e3:.1f} ({row['commit']})" if row else ""
+            again = ", layers computed again" if row and row.get("fla_remat") == "layers" else ""
+            return f"{row[field] / 1e3:.1f} ({row['commit']}{again})" if row else ""
 
         return Column(PEER_VARIANTS[variant] + (", FLA" if peer else ""), cell)
 
@@ -307,7 +308,7 @@ TABLES = [
             and not (_PARTS - {"matmul"}) & set(row)
             and "peer" not in row
         ),
-        key=lambda row: (*_step_key(row), row.get("matmul")),
+        key=lambda row: (*_step_key(row), row.get("matmul"), row["commit"]),
         lines=_in_fp8,
         command="python -m benchmarks model_step --variants softmax-1.3b,gated_deltanet-1.3b --lengths 4096 --remat dots_and_states "
         "--matmul default,fp8",

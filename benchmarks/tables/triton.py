@@ -194,6 +194,7 @@ TABLES = (
                 "memories or attention by",
                 lambda row: row.get("implementation") or "automatic (Hopper's kernels)",
             ),
+            Column("rows x tokens", lambda row: f"{row['rows']} x {row['length']:,}"),
             Column("layers", lambda row: "unrolled" if row["unrolled"] else "loop"),
             Column("products", lambda row: row.get("matmul", "bfloat16")),
             Column("card", lambda row: row["device"].removeprefix("NVIDIA ").split()[0]),
@@ -206,6 +207,8 @@ TABLES = (
         where=lambda row: "unrolled" in row,
         key=lambda row: (
             row["variant"],
+            row["rows"],
+            row["length"],
             row["unrolled"],
             row.get("implementation"),
             row.get("matmul"),

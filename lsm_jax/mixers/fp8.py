@@ -56,14 +56,16 @@ def project(
 
 
 def quantize(x: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
-    """Return x divided by a scale, in the 8-bit float `dtype`, and the scale, a float32 scalar that bfloat16 can represent: the largest
-    absolute value of x becomes the largest number of `dtype`, or less than a 256th less. The scale of zeros is 1; if a number is not
-    finite, the scale is not."""
+    """Return x divided by a scale, in the 8-bit float `dtype`, and the scale, a float32 scalar: the smallest power of two with which no
+    number of x exceeds the largest of `dtype`. The scale of zeros is 1; if a number is not finite, the scale is not."""
     largest = float(jnp.finfo(dtype).max)
     most = jnp.max(jnp.abs(x)).astype(jnp.float32)
-    scale = jnp.where(most == 0, 1.0, most / largest).astype(jnp.bfloat16).astype(jnp.float32)
-    scaled = jnp.clip(x.astype(jnp.float32) / scale, -largest, largest)  # a cast does not saturate
-    return scaled.astype(dtype), scale
+    mantissa, exponent = jnp.frexp(most / largest)  # the mantissa is at least 0.5 and less than 1
+    exponent = jnp.where(mantissa == 0.5, exponent - 1, exponent)
+    # Not below the smallest number that is not subnormal, which processors may take for 0.
+    scale = jnp.maximum(jnp.ldexp(jnp.float32(1), exponent), jnp.finfo(jnp.float32).tiny)
+    scale = jnp.where(jnp.isfinite(most), jnp.where(most == 0, 1.0, scale), most)
+    return (x.astype(jnp.float32) / scale).astype(dtype), scale
 
 
 @jax.custom_vjp

@@ -151,14 +151,14 @@ class Mamba3Config(RecurrentConfig):
     def flops_per_token(self, hidden_size: int, seq_len: int) -> float:
         """Return the floating-point operations of the forward pass per token: the projections; per head N P to decay
         the memory and for each rank 2 N P each to write and to read; and for each pair of ranks 2 (N + P) for the
-        token's own write and, with several ranks, as many for the write before.
+        token's own write.
         """
         inner, heads, rank = self.expand * hidden_size, self.num_heads(hidden_size), self.rank()
         keys = rank * self.num_groups * self.state_size
         projections = 2.0 * hidden_size * (3 * inner + 2 * keys + 3 * heads + self.num_angles())
         memory = (1 + 4 * rank) * self.state_size * inner
-        pairs = rank**2 * (1 + (rank > 1))
-        return projections + memory + 2 * pairs * heads * (self.state_size + self.head_dim)
+        own = 2.0 * rank**2 * heads * (self.state_size + self.head_dim)
+        return projections + memory + own
 
 
 def trapezoid_memory(

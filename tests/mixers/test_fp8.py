@@ -16,11 +16,10 @@ from lsm_jax.mixers import fp8
 
 
 def rounded(x, dtype):
-    """Return x as numbers that its FP8 form stands for, by numpy in float64, with a scale that bfloat16 can represent."""
+    """Return x as numbers that its FP8 form stands for, by numpy in float64, with a power of two as scale."""
     x, largest = np.asarray(x, np.float64), float(jnp.finfo(dtype).max)
-    scale = (np.abs(x).max() / largest or 1.0).astype(jnp.bfloat16).astype(np.float64)
-    scaled = (x / scale).clip(-largest, largest)
-    return scaled.astype(np.float32).astype(dtype).astype(np.float64) * scale
+    scale = 2.0 ** np.ceil(np.log2(np.abs(x).max() / largest))
+    return (x / scale).astype(np.float32).astype(dtype).astype(np.float64) * scale
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-6), ("bfloat16", 8e-3)])
@@ -54,6 +53,19 @@ def test_zeros_and_numbers_that_are_not_finite():
     assert (fp8.project(jnp.zeros((2, 64)), kernel) == 0).all()
     for bad in (jnp.nan, jnp.inf):
         assert not jnp.isfinite(fp8.project(jnp.ones((2, 64)).at[0, 0].set(bad), kernel)).any()
+
+
+@pytest.mark.parametrize("most", [1e-38, 1e-30, 448.0, 449.0, 3e38])
+@pytest.mark.parametrize("dtype", [fp8.FORWARD, fp8.BACKWARD])
+def test_scales_are_powers_of_two_that_bfloat16_represents(most, dtype):
+    x = jnp.array([most, -most / 3, 0.0], jnp.float32)
+    narrow, scale = fp8.quantize(x, dtype)
+    assert np.frexp(float(scale))[0] == 0.5 and scale == scale.astype(jnp.bfloat16)
+    largest = float(jnp.finfo(dtype).max)
+    assert jnp.isfinite(narrow.astype(jnp.float32)).all()
+    if most > 1e-35:  # smaller numbers are subnormal
+        assert largest / 2.2 < abs(narrow.astype(jnp.float32)).max() <= largest
+        np.testing.assert_allclose(narrow.astype(jnp.float32) * scale, x, rtol=0.13)
 
 
 def small(matmul="default", **fields):

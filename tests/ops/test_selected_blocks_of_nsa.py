@@ -197,6 +197,20 @@ def test_only_integers_are_scattered(gaps):
     assert scattered and all(x.invars[0].aval.dtype == jnp.int32 for x in scattered)
 
 
+def test_a_window_beyond_the_row_costs_no_more_than_the_row():
+    length = 256
+    arrays = arrays_of(np.random.default_rng(0), 1, length, (2, 1, 1), np.float32)
+
+    def operations(window):
+        run = functools.partial(ops.native_sparse_attention, block_size=16, num_blocks=4)
+        compiled = jax.jit(lambda *x: run(*x, window=window)[0]).lower(*arrays).compile()
+        return compiled.cost_analysis()["flops"], compiled(*arrays)
+
+    (flops, output), (longer, same) = operations(length), operations(100_000)
+    assert longer == flops
+    np.testing.assert_array_equal(output, same)
+
+
 def test_short_rows_and_states_compute_all_scores():
     """There is little to select in a row of less than 1.5 `num_blocks` blocks."""
     for length, given, tiled in ((95, False, False), (96, False, True), (96, True, False)):

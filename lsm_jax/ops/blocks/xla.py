@@ -206,10 +206,9 @@ def _by_tiles(
         return attend_selected(plan, q, k, v, rows)
     means, chosen = attend_means(plan, q, k, v, rows)
     shared = plan._replace(together=q.shape[3])
-    size = window_tile(options.window)
-    near = shared._replace(
-        block_size=size, earlier=0, window=options.window, tile=max(1, size // 4)
-    )
+    window = min(options.window, k.shape[1])  # a longer one has no more keys
+    size = window_tile(window)
+    near = shared._replace(block_size=size, earlier=0, window=window, tile=max(1, size // 4))
     selected = attend_selected(shared, q, k, v, rows, chosen)
     outputs = (means, selected, attend_selected(near, q, k, v, read(near)))
     return _gated(gates, outputs)

@@ -33,6 +33,7 @@ def add_skip(output: Array, skip: Array, v: Array) -> Array:
     return (output.astype(wide) + added).astype(output.dtype)
 
 
+@functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=(4, 5))
 def add_later_rows(output: Array, q: Array, k: Array, v: Array, rank: int, scale: float) -> Array:
     """Return the output [B, T, H, V] of a memory that is read row by row, plus what each row of a token of `rank` rows reads from the rows
     after it in the token; computed in float32 and returned in the output's dtype.
