@@ -131,7 +131,7 @@ def consecutive_windows(length: int, size: int, before: int) -> Spans:
     blocks = -(-length // size)
     token = (jnp.arange(blocks)[:, None] - before) * size + jnp.arange((before + 1) * size)
     earlier, number = jnp.arange(before, -1, -1), jnp.arange(length)[:, None]
-    # Of a token, the windows of the next blocks, in which it is earlier.
+    # A token is earlier in the windows of the next blocks.
     window = number // size + before - earlier
     places = (window * (before + 1) + earlier) * size + number % size
     return Spans(
