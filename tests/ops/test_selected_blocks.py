@@ -49,18 +49,18 @@ def rows_of(rng, kind, batch, length):
     return rows
 
 
-def results(arrays, form, **options):
-    """Return the output, the final state and the gradients of the arrays q, k and v, of a sum of all entries of output and state
-    with different weights.
+def results(arrays, form, op=ops.block_attention, **options):
+    """Return the output of an op, its final state and the gradients of its arrays, of a sum of all entries of output and state with
+    different weights.
     """
 
     def objective(*arrays):
-        output, final = ops.block_attention(*arrays, form=form, **options)
+        output, final = op(*arrays, form=form, **options)
         parts = (output, final.keys, final.values)
         total = sum(jnp.sum(x * jnp.cos(0.3 + jnp.arange(x.size)).reshape(x.shape)) for x in parts)
         return total, (output, final)
 
-    gradient = jax.grad(objective, argnums=(0, 1, 2), has_aux=True)
+    gradient = jax.grad(objective, argnums=tuple(range(len(arrays))), has_aux=True)
     return jax.tree.leaves(jax.jit(gradient)(*arrays))
 
 

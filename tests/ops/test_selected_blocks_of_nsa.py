@@ -15,7 +15,7 @@ import pytest
 from lsm_jax import ops
 from lsm_jax.ops.blocks import means, selected, tiles, units
 from tests.conftest import AS_USERS
-from tests.ops.test_ops import close
+from tests.ops import test_selected_blocks as selected_blocks
 from tests.ops.test_selected_blocks import KINDS, equations, inputs_of, rows_of
 
 
@@ -31,26 +31,8 @@ def arrays_of(rng, batch, length, heads, dtype=np.float64):
     return [*inputs_of(rng, batch, length, heads, dtype), jnp.asarray(gates, dtype)]
 
 
-def results(arrays, form, **options):
-    """Return the output, the final state and the gradients of q, k, v and gates, of a sum of all entries of output and state with
-    different weights.
-    """
-
-    def objective(*arrays):
-        output, final = ops.native_sparse_attention(*arrays, form=form, **options)
-        parts = (output, final.keys, final.values)
-        total = sum(jnp.sum(x * jnp.cos(0.3 + jnp.arange(x.size)).reshape(x.shape)) for x in parts)
-        return total, (output, final)
-
-    gradient = jax.grad(objective, argnums=(0, 1, 2, 3), has_aux=True)
-    return jax.tree.leaves(jax.jit(gradient)(*arrays))
-
-
-def check(arrays, **options):
-    """Compare all results with those of the recurrent form in float64."""
-    expected = results(arrays, "recurrent", **options)
-    for a, b in zip(results(arrays, "chunk", **options), expected, strict=True):
-        close(a, b, 1e-11)
+results = functools.partial(selected_blocks.results, op=ops.native_sparse_attention)
+check = functools.partial(selected_blocks.check, op=ops.native_sparse_attention)
 
 
 @pytest.mark.usefixtures("x64")
