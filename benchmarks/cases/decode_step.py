@@ -6,7 +6,8 @@ A row for each op and batch, with 16 heads of 128 in bfloat16: microseconds of a
 in place, where the memory is an array by itself (`kernel_us`) or one of a stack of four layers', as in the
 decoder (`kernel_stacked_us`), and `floor_us`, the time of the step's bytes at 4.3 TB/s. `--models
 gla,gated_deltanet` generates with models of 340M parameters in bfloat16 instead; their rows have tokens/s. With
-`--unrolled` their layers have arrays of their own (`lsm_jax.models.sample`).
+`--unrolled` their layers have arrays of their own (`lsm_jax.models.sample`), with `--float32` the parameters are those that training
+stores, and `--implementation mosaic_gpu` names the backend of the mixers' ops.
 """
 
 from __future__ import annotations
@@ -37,7 +38,14 @@ BENCHMARK = Benchmark(
     name="decode_step",
     summary="one token through a memory, fused and in XLA; or tokens/s of models",
     key=("batch",),
-    optional_key={"op": None, "model": None, "tokens": None, "unrolled": None},
+    optional_key={
+        "op": None,
+        "model": None,
+        "tokens": None,
+        "unrolled": None,
+        "float32": None,
+        "implementation": None,
+    },
     output="docs/decode_step.jsonl",
 )
 
@@ -164,27 +172,24 @@ def measure(
 
 
 def generate(
-    method: str,
-    size: str,
-    batches: list[int],
-    kinds: list[str],
-    tokens: int,
-    lock: Path | None,
-    unroll: bool = False,
+    method: str, cases: list[dict[str, Any]], args: argparse.Namespace
 ) -> Iterator[dict[str, Any]]:
-    """Yield, for batch sizes and kinds of backend, rows with the tokens/s at which a model of `method`
-    generates `tokens` tokens after prompts of 16.
+    """Yield, for the cases of a model of `method`, rows with the tokens/s at which it generates `args.tokens` tokens after prompts
+    of 16, by each kind of backend.
     """
+    kinds, tokens, unroll = args.kinds, args.tokens, args.unrolled
 
     def build(kind):
-        config = models.lm(method, size)
+        config = models.lm(method, args.size)
+        if args.implementation:
+            config.layers["L"].mixer.op.implementation = args.implementation
         if kind == "xla":
             config.layers["L"].mixer.op.form = "recurrent"
         return models.Decoder(config, rngs=nnx.Rngs(0))
 
     params = nnx.split(build("xla"))[1]
-    narrow = lambda x: x.astype(jnp.bfloat16) if x.size >= 2**20 else x  # noqa: E731
-    params = jax.tree.map(narrow, params)
+    if not args.float32:
+        params = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if x.size >= 2**20 else x, params)
     graphs = {kind: nnx.split(nnx.eval_shape(lambda k=kind: build(k)))[0] for kind in kinds}
     read = dict(
         capacity=sampling.cache_capacity(16 + tokens), prefill_chunk=None, unroll_layers=unroll
@@ -198,16 +203,15 @@ def generate(
         decode = sampling.program(batch, unroll)
         return decode(*given, *after, jax.random.key(0), jnp.float32(0), None, **draw)[0]
 
-    cases = [(batch, kind) for batch in batches for kind in kinds]
     with ThreadPoolExecutor() as pool:
-        jax.block_until_ready(list(pool.map(decode_case, cases)))  # compile
-    for batch in batches:
-        row: dict[str, Any] = dict(model=f"{method}-{size}", batch=batch, tokens=tokens)
-        row |= dict(unrolled=True) if unroll else {}
+        pairs = [(case["batch"], kind) for case in cases for kind in kinds]
+        jax.block_until_ready(list(pool.map(decode_case, pairs)))  # compile
+    for case in cases:
+        row = dict(case)
         for kind in kinds:
-            with alone(lock):
-                time_ms = milliseconds(decode_case, (batch, kind), repeats=3)
-            row[f"{kind}_tokens_s"] = round(1e3 * batch * tokens / time_ms)
+            with alone(args.lock):
+                time_ms = milliseconds(decode_case, (case["batch"], kind), repeats=3)
+            row[f"{kind}_tokens_s"] = round(1e3 * case["batch"] * tokens / time_ms)
         yield row
 
 
@@ -222,6 +226,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--unrolled", action="store_true", help="models' layers one after the other"
     )
+    parser.add_argument("--float32", action="store_true", help="models' parameters as trained")
+    parser.add_argument("--implementation", help="backend of models' ops; default: automatic")
     parser.add_argument(
         "--tokens", type=int, default=128, help="tokens that a model generates per row"
     )
@@ -238,7 +244,8 @@ def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
     if args.models:
         return [
             dict(model=f"{method}-{args.size}", batch=batch, tokens=args.tokens)
-            | (dict(unrolled=True) if args.unrolled else {})
+            | {name: True for name in ("unrolled", "float32") if getattr(args, name)}
+            | ({"implementation": args.implementation} if args.implementation else {})
             for method in args.models
             for batch in args.batches
         ]
@@ -253,9 +260,6 @@ def rows(args: argparse.Namespace, cases: list[dict[str, Any]]) -> Iterator[dict
         yield from measure(pairs, args.kinds, args.heads, args.dim, args.lock)
         return
     for method in args.models:
-        name = f"{method}-{args.size}"
-        batches = [case["batch"] for case in cases if case["model"] == name]
-        if batches:
-            yield from generate(
-                method, args.size, batches, args.kinds, args.tokens, args.lock, args.unrolled
-            )
+        own = [case for case in cases if case["model"] == f"{method}-{args.size}"]
+        if own:
+            yield from generate(method, own, args)

@@ -415,6 +415,7 @@ TABLES = [
             column("model", "model", "`{}`"),
             column("rows", "batch"),
             Column("layers", lambda row: "unrolled" if row.get("unrolled") else "in a loop"),
+            Column("parameters", lambda row: "float32" if row.get("float32") else "bfloat16"),
             Column(
                 "XLA's step, tokens/s",
                 lambda row: f"{row['xla_tokens_s']:,}" if "xla_tokens_s" in row else "",
@@ -422,11 +423,12 @@ TABLES = [
             column("automatic backends, tokens/s", "kernel_tokens_s", "{:,}"),
             measured(),
         ),
-        where=lambda row: "model" in row,
+        where=lambda row: "model" in row and "implementation" not in row,
         key=lambda row: (
             row["model"],
             row["batch"],
             row.get("unrolled", False),
+            row.get("float32", False),
             "xla_tokens_s" in row,
         ),
         lines=lambda rows: sorted(

@@ -88,7 +88,7 @@ def _per_card(rows: list[Row]) -> str:
 
 
 def _decoding(rows: list[Row], **layers: bool | None) -> str:
-    shape = dict(model="gated_deltanet-340m", batch=256)
+    shape = dict(model="gated_deltanet-340m", batch=256, float32=None, implementation=None)
     row = newest(rows, rows_file="decode_step.jsonl", **shape, **layers)
     return significant(row["kernel_tokens_s"])
 

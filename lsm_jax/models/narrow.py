@@ -1,4 +1,5 @@
-"""A cast of the layers' stacked parameters to 16 bits before the layers, for those of which the layers use nothing else."""
+"""Casts of parameters to 16 bits in advance, for those of which a computation uses nothing else: before the layers of a training step, and
+before the loop over decoded tokens."""
 
 from __future__ import annotations
 
@@ -12,6 +13,13 @@ import jax.extend as jex
 import jax.numpy as jnp
 
 _CALLS = {"jit": "jaxpr", "remat2": "jaxpr", "closed_call": "call_jaxpr"}
+_MOVES = (
+    "gather",
+    "transpose",
+    "reshape",
+    "squeeze",
+    "slice",
+)  # of values, which may as well be cast before
 
 LEAST_SIZE = 2**12
 """The smallest number of parameters of one layer's matrix that is cast before the layers: a low-rank gate's is, by one launch for all layers."""
@@ -41,34 +49,60 @@ def cast_stacks(stacks: Any, dtype: Any, layers: Callable[[Any], Any]) -> Any:
     )
 
 
+def cast_in_advance(params: Any, dtype: Any, function: Callable[[Any], Any]) -> Any:
+    """Return a pytree of parameters in which those that `function(params)` casts to `dtype`, and uses in no other way, have that dtype.
+
+    What the function returns does not change; repeated in a loop, it would cast them each time.
+    """
+    leaves, structure = jax.tree.flatten(params)
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
+    traced = jax.make_jaxpr(lambda *each: function(structure.unflatten(each)))(*shapes)
+    casts = _casts(traced.jaxpr, jnp.dtype(dtype), _MOVES)
+    return structure.unflatten(
+        [
+            x.astype(dtype) if 0 < casts.get(var, 0) < math.inf else x
+            for x, var in zip(leaves, traced.jaxpr.invars, strict=True)
+        ]
+    )
+
+
 def is_large(x: Any) -> bool:
     """Return whether a stack is one of matrices of `LEAST_SIZE` parameters or more, in float32."""
     one = x.shape[1:]
     return x.dtype == jnp.float32 and len(one) >= 2 and math.prod(one) >= LEAST_SIZE
 
 
-def _casts(jaxpr: Any, dtype: Any) -> dict[Any, float]:
-    """Return for each variable of a jaxpr how often it is cast to `dtype`: infinitely often if it is used in another way."""
+def _casts(
+    jaxpr: Any, dtype: Any, moves: tuple[str, ...] = (), results: list[float] | None = None
+) -> dict[Any, float]:
+    """Return for each variable of a jaxpr how often it is cast to `dtype`: infinitely often if it is used in another way.
+
+    A result of a primitive of `moves` stands for the primitive's first operand. `results` says how often the jaxpr's results are cast
+    afterwards; None is infinitely often.
+    """
     casts: dict[Any, float] = {}
 
     def add(var: Any, count: float) -> None:
         if not isinstance(var, jex.core.Literal):
             casts[var] = casts.get(var, 0) + count
 
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "convert_element_type" and eqn.params["new_dtype"] == dtype:
+    for place, var in enumerate(jaxpr.outvars):
+        add(var, math.inf if results is None else results[place])
+    for eqn in reversed(jaxpr.eqns):  # so that all uses of its results are known
+        name = eqn.primitive.name
+        if name == "convert_element_type" and eqn.params["new_dtype"] == dtype:
             add(eqn.invars[0], 1)
-        elif eqn.primitive.name in _CALLS:
-            inner = eqn.params[_CALLS[eqn.primitive.name]]
+        elif name in _CALLS:
+            inner = eqn.params[_CALLS[name]]
             inner = getattr(inner, "jaxpr", inner)
-            found = _casts(inner, dtype)
+            results = [casts.get(var, 0) for var in eqn.outvars] if moves else None
+            found = _casts(inner, dtype, moves, results)
             for var, inside in zip(eqn.invars, inner.invars, strict=True):
                 add(var, found.get(inside, 0))
         else:
-            for var in eqn.invars:
-                add(var, float("inf"))
-    for var in jaxpr.outvars:
-        add(var, float("inf"))
+            for place, var in enumerate(eqn.invars):
+                moved = name in moves and place == 0
+                add(var, casts.get(eqn.outvars[0], 0) if moved else math.inf)
     return casts
 
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from lsm_jax.models.decoder import Decoder, DecoderState, PeriodStates
+from lsm_jax.models.narrow import cast_in_advance
 
 UNROLLED = 64
 """The largest number of layers that one token passes through without a loop where no call says otherwise."""
@@ -51,9 +52,9 @@ def sample(
             reads the whole prompt in one call.
         unroll_layers: whether a token passes through the layers one after the other, each with parameters in arrays of its own,
             instead of through a loop that copies each layer's parameters out of the stack of all. The layers' parameters are then
-            stored twice during the call, and the program is larger. True is accepted on one device. None: on one GPU, up to
-            `UNROLLED` layers, if two copies of parameters and states, and what else is in its memory, fill less than 0.7 of what JAX may
-            allocate.
+            stored twice during the call, the second time in the dtype in which they multiply, and the program is larger. True is
+            accepted on one device. None: on one GPU, up to `UNROLLED` layers, if two copies of parameters and states, and what else
+            is in its memory, fill less than 0.7 of what JAX may allocate.
 
     Returns:
         The generated tokens, int32 [B, num_tokens].
@@ -220,8 +221,22 @@ def _decode(
     done = jnp.zeros(batch, bool) if stop_token is None else first == stop_token
 
     unrolled = isinstance(state.layers, PeriodStates)
-    # The barrier keeps XLA from copying the parts in each step.
-    periods = jax.lax.optimization_barrier(model.unstack_periods()) if unrolled else None
+    periods = model.unstack_periods() if unrolled else None
+
+    def pass_token(model, periods, last, state):
+        hidden, state, _ = model.hidden(last[:, None], state=state, periods=periods)
+        return hidden[:, 0], state
+
+    if unrolled:
+
+        def logits_of_token(params):
+            model = nnx.merge(graphdef, params[0])
+            return model.logits(pass_token(model, params[1], first, state)[0])
+
+        params, periods = cast_in_advance((params, periods), model.dtype, logits_of_token)
+        # The barrier keeps XLA from copying and casting them in each step.
+        params, periods = jax.lax.optimization_barrier((params, periods))
+        model = nnx.merge(graphdef, params)
 
     def unfinished(carry):
         step, _, done, _, _ = carry
@@ -229,8 +244,8 @@ def _decode(
 
     def body(carry):
         step, last, done, tokens, state = carry
-        hidden, state, _ = model.hidden(last[:, None], state=state, periods=periods)
-        token = jnp.where(done, fill, draw(hidden[:, 0], step))
+        hidden, state = pass_token(model, periods, last, state)
+        token = jnp.where(done, fill, draw(hidden, step))
         if stop_token is not None:
             done = done | (token == stop_token)
         return step + 1, token, done, tokens.at[:, step].set(token), state

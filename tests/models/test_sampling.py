@@ -195,3 +195,39 @@ def test_unrolled_layers_read_their_own_parameters():
         body = re.findall(r"while\(.*body=%?([\w.]+)", text[text.index("ENTRY") :])[0]
         inside = re.search(rf"^%?{re.escape(body)} .*?^}}", text, re.M | re.S)[0]
         assert (word in inside) is not unroll
+
+
+@pytest.mark.parametrize("tie", [False, True])
+def test_unrolled_layers_cast_their_parameters_before_the_loop(tie):
+    """The loop over tokens casts no matrix; the tokens are those of the loop over layers."""
+    config = models.lm("gla", "nano")
+    config.num_layers, config.tie_embeddings = 2, tie
+    assert config.dtype == "bfloat16"
+    model = models.Decoder(config, rngs=nnx.Rngs(0))
+    graph, params = nnx.split(model)
+    prompt = jax.random.randint(KEY, (2, 6), 0, config.vocab_size)
+    read = dict(capacity=64, prefill_chunk=None, unroll_layers=True)
+    after = sampling.read_prompt(graph, params, prompt, None, **read)
+    static = dict(num_tokens=4, greedy=True, top_k=None, stop_token=None)
+    decode = functools.partial(sampling._decode, graph, **static)
+    traced = jax.make_jaxpr(decode)(params, *after, KEY, jnp.float32(0), None)
+    (loop,) = (e for e in traced.jaxpr.eqns if e.primitive.name == "while")
+    matrices = {x.shape[1:] for x in jax.tree.leaves(params["periods"]) if x.ndim == 3}
+    matrices |= {x.shape for x in jax.tree.leaves(params) if x.ndim == 2}
+
+    def casts(jaxpr):
+        for eqn in jaxpr.eqns:
+            inner = [p for p in eqn.params.values() if hasattr(p, "eqns") or hasattr(p, "jaxpr")]
+            for closed in inner:
+                yield from casts(getattr(closed, "jaxpr", closed))
+            if (
+                eqn.primitive.name == "convert_element_type"
+                and eqn.params["new_dtype"] == jnp.bfloat16
+            ):
+                yield eqn.invars[0].aval.shape
+
+    matrices |= {shape[::-1] for shape in matrices}
+    assert not matrices & set(casts(loop.params["body_jaxpr"].jaxpr))
+    call = dict(num_tokens=8, key=KEY, temperature=0.0)
+    expected = models.sample(model, prompt, **call)
+    assert (models.sample(model, prompt, unroll_layers=True, **call) == expected).all()
