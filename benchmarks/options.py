@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
-from benchmarks.registry import Benchmark
+from benchmarks.registry import Benchmark, UsageError
 
 
 def words(text: str) -> list[str]:
@@ -86,8 +87,8 @@ def add_peers(
     workers: int = 12,
     patience: float = 300,
 ) -> None:
-    """Add the options about peers to a benchmark's parser: --peers (which libraries are timed), and
-    --workers and --patience for compiling their kernels.
+    """Add the options about peers to a benchmark's parser: --peers (which libraries are timed), --peer_path (where
+    flash-linear-attention is), and --workers and --patience for compiling their kernels.
 
     Args:
         parser: the benchmark's command-line parser.
@@ -100,7 +101,26 @@ def add_peers(
         "--peers", type=names(accepted), default=[], metavar="NAMES",
         help=f"time these libraries in the same run: {', '.join(accepted)}",
     )  # fmt: skip
+    group.add_argument(
+        "--peer_path", type=folders, metavar="FOLDERS",
+        help=f"with --peers fla: PYTHONPATH of flash-linear-attention's processes, folders with {os.pathsep!r} between them, or an empty "
+        "text for none; by default that of this process, whose Triton may be another than the peer's PyTorch requires",
+    )  # fmt: skip
     add_workers(group, workers, patience)
+
+
+def folders(text: str) -> str:
+    """Return the text of an option that is a list of folders, with `os.pathsep` between them, as absolute paths."""
+    paths = [Path(name) for name in text.split(os.pathsep) if name]
+    if missing := [path for path in paths if not path.is_dir()]:
+        raise argparse.ArgumentTypeError(f"{str(missing[0])!r}: accepted are folders that exist")
+    return os.pathsep.join(str(path.resolve()) for path in paths)
+
+
+def check_peers(args: argparse.Namespace) -> None:
+    """Raise UsageError if an option about the peer's processes is given and no peer has such processes."""
+    if getattr(args, "peer_path", None) is not None and "fla" not in args.peers:
+        raise UsageError("--peer_path: accepted with --peers fla")
 
 
 def add_workers(group: argparse._ActionsContainer, workers: int, patience: float) -> None:

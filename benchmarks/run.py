@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 
+from benchmarks import options
 from benchmarks.registry import Benchmark, UsageError
 from benchmarks.timing import append_row, provenance
 
@@ -83,6 +84,7 @@ def run(benchmark: Benchmark, args: argparse.Namespace) -> None:
         UsageError: the benchmark cannot run with these options or on this machine.
     """
     module = benchmark.load()
+    options.check_peers(args)
     if benchmark.requires_gpu:
         require_gpu("this benchmark")
     try:

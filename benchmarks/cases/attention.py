@@ -263,7 +263,8 @@ def rows(args: argparse.Namespace, cases: list[dict[str, Any]]) -> Iterator[dict
         yield measure_run(args.run, args.heads, args.save_gates)
         return
     shapes = list(dict.fromkeys(case["shape"] for case in cases))
-    peer = Fla([(OP, shape) for shape in shapes], args.workers, args.bias) if args.peers else None
+    asked = [(OP, shape) for shape in shapes]
+    peer = Fla(asked, args.workers, args.bias, path=args.peer_path) if args.peers else None
     training = forget_gates.Training(steps=args.train_steps)
     model_of = functools.cache(lambda dim: forget_gates.train_fox(dim, training))
     try:

@@ -7,7 +7,8 @@ First a row for each check and compute capability: the relative RMS errors of th
 later ones. The checks are own ones, of which those of float32 have products in tf32, and the cases of the tests of Hopper's kernels.
 `--shard` lets several processes share a card for them. Then a row for each op, shape and compute capability: [ms forward, ms forward and backward] of the Triton kernels, and,
 measured once for each op and shape, of XLA and of the automatic backend. With `--peers fla` only flash-linear-attention is timed, as
-code for the same capabilities: it may require another version of Triton than the extra [triton] does. With `--beside` too, the Triton
+code for the same capabilities. It may require another version of Triton than the extra [triton] does: its processes find theirs in the
+folders of `--peer_path FOLDERS`, and our kernels that of the extra in PYTHONPATH. With `--beside` too, the Triton
 kernels are timed in the same call: ours, the peer's, ours, the peer's, of which the row has the shorter times. The peer has no selective
 memory of Mamba in Triton (its layer calls a CUDA extension), and decays of value channels token by token only. A card runs the code of its own
 capability and that of older ones: an H200 runs "9.0" and "8.0". Needs the extra [triton].
@@ -197,7 +198,7 @@ def peer_rows(args: argparse.Namespace, cases: list[dict[str, Any]]) -> Iterator
     for capability in args.capabilities:
         own = [case for case in cases if case["capability"] == f"{FLA} {capability}"]
         pairs = [(case["op"], case["shape"]) for case in own]
-        peer = Fla(pairs, args.workers, capability=capability)
+        peer = Fla(pairs, args.workers, capability=capability, path=args.peer_path)
         try:
             with alone(args.lock, shared=True):
                 ours = [compiled(capability, case) if args.beside else {} for case in own]

@@ -14,11 +14,15 @@ layer of Gated DeltaNet-2 but no model, for which its model of Gated DeltaNet ha
 Mixture-of-Memories in the proportions of `configs/mom.py:340m`. Its Mamba2 requires the Triton kernels of
 mamba_ssm, but not the CUDA extensions: `MAMBA_SKIP_CUDA_BUILD=TRUE pip install --no-deps --no-build-isolation
 mamba_ssm`.
+
+The processes import it, PyTorch and their Triton from the folders of PYTHONPATH, as this process does, or with the option `--peer_path` from
+other folders: jax-triton requires a newer Triton than an installed PyTorch may. Before anything is compiled, a process
+(`benchmarks.peers.fla_worker check`) imports it; if it cannot, the benchmark ends with a message.
 """
 
 from __future__ import annotations
 
-import importlib.util
+import functools
 import json
 import os
 import queue
@@ -32,6 +36,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.registry import ROOT, UsageError
+
+NAME = "flash-linear-attention"
 UNKNOWN, MISSING = "it has no such operation", "ModuleNotFoundError"
 """The error for an operation that the peer lacks, and the beginning of that for a missing package."""
 
@@ -60,6 +67,10 @@ class Fla:
         bias: mean of the gates of forgetting attention before the sigmoid; its kernels need no search, but
         are timed here too.
         capability: the compute capability whose code Triton makes, such as "8.0"; None is that of the card.
+        path: the folders of PYTHONPATH for the peer's processes, as of --peer_path; None are those of this process.
+
+    Raises:
+        UsageError: a process with these folders cannot import the peer.
     """
 
     def __init__(
@@ -68,13 +79,17 @@ class Fla:
         workers: int,
         bias: float = 2.0,
         capability: str | None = None,
+        path: str | None = None,
     ):
+        triton = find(path)
         self._began = time.perf_counter()
         self._claims = tempfile.TemporaryDirectory()
         self._assembler = tempfile.TemporaryDirectory()
-        self._environment = os.environ | (
-            code_for(capability, Path(self._assembler.name)) if capability else {}
-        )
+        self._environment = environment(path)
+        if capability:
+            packaged = triton.parent / "backends/nvidia/bin/ptxas"
+            assembler = self._environment.get("TRITON_PTXAS_PATH", str(packaged))
+            self._environment |= code_for(capability, Path(self._assembler.name), assembler)
         arguments = [json.dumps([list(case) for case in cases]), str(bias), self._claims.name]
         command = ["nice", "-n", "5", *_COMMAND, "warm", *arguments]
         self._workers = [
@@ -94,6 +109,7 @@ class Fla:
             env=self._environment,
         )
         self._lines: queue.Queue[str] = queue.Queue()
+        self._started = False
         reader = threading.Thread(
             target=_read_lines, args=(self._process, self._lines), daemon=True
         )
@@ -128,39 +144,82 @@ class Fla:
         Returns:
             {"fla": [ms forward, ms forward and backward]}, of one token {"fla": [ms of a step]}, for a model its tokens/s, or
             {"fla_error": reason}.
+
+        Raises:
+            RuntimeError: the process that times the peer ended before it could time anything.
         """
         try:
             self._process.stdin.write(json.dumps([op, shape, again]) + "\n")
             self._process.stdin.flush()
+            if not self._started and not self._lines.get(timeout=patience):
+                raise BrokenPipeError
+            self._started = True
             row = json.loads(self._lines.get(timeout=patience) or '{"fla_error": "it ended"}')
         except (queue.Empty, BrokenPipeError) as why:
+            if not self._started and isinstance(why, BrokenPipeError):
+                raise RuntimeError(
+                    f"{NAME}'s process ended with status {self._process.wait()} before it could time anything; its own message is above"
+                ) from why
             row = {"fla_error": f"{type(why).__name__} within {patience:.0f} s"}
         error = row.get("fla_error", UNKNOWN)
         if error != UNKNOWN and not error.startswith(MISSING):
-            self.close()  # the card may be in an error state, which ends with the process
+            self._process.kill()  # the card may be in an error state, which ends with the process
             self._start()
         return row
 
     def close(self) -> None:
-        """End the process that times the peer's operations."""
-        self._process.kill()
+        """End the process that times the peer's operations, and those that still compile."""
+        for process in (self._process, *self._workers):
+            process.kill()
 
 
-def code_for(capability: str, folder: Path) -> dict[str, str]:
+def environment(path: str | None) -> dict[str, str]:
+    """Return the environment variables of the peer's processes: this process's, but if a `path` is given, with its folders and this
+    repository as PYTHONPATH, and without the assembler TRITON_PTXAS_PATH, which is that of this process's Triton.
+    """
+    if path is None:
+        return dict(os.environ)
+    others = {name: text for name, text in os.environ.items() if name != "TRITON_PTXAS_PATH"}
+    return others | {"PYTHONPATH": os.pathsep.join([*filter(None, [path]), str(ROOT)])}
+
+
+@functools.cache
+def find(path: str | None) -> Path:
+    """Import the peer in a process with the folders `path` in its PYTHONPATH, as in `environment`; return the file of the Triton that
+    the process imported.
+
+    Raises:
+        UsageError: the process cannot import it; the message names the option --peer_path and has the process's last line.
+    """
+    patience = 300
+    try:
+        done = subprocess.run(
+            [*_COMMAND, "check"], capture_output=True, text=True, env=environment(path), timeout=patience
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        raise UsageError(f"--peers fla: not imported within {patience} s") from None
+    found = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode or not found:
+        where = "this process's PYTHONPATH" if path is None else f"--peer_path {path!r}"
+        last = (done.stderr.strip().splitlines() or [f"it ended with status {done.returncode}"])[-1]
+        raise UsageError(
+            f"--peers fla: a process with {where} cannot import {NAME}: {last[:300]}. --peer_path: accepted are "
+            f"folders, with {os.pathsep!r} between them, with {NAME}, PyTorch and its Triton, where they are not installed"
+        )
+    return Path(json.loads(found[-1])["triton"])
+
+
+def code_for(capability: str, folder: Path, assembler: str) -> dict[str, str]:
     """Return environment variables with which Triton makes code for a compute capability, such as "8.0", that this machine's card
     runs.
 
     Triton assembles for the capability of its code, and a card of another generation does not load the result. A script in `folder`
-    therefore stands for Triton's assembler: it passes PTX code of the older capability to it, but asks for this card's
+    therefore stands for Triton's `assembler`: it passes PTX code of the older capability to it, but asks for this card's
     instructions. The peer is shown a card of the older capability, too (`fla_worker._as_card`).
     """
     query = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
     card = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]
     suffix = "" if card.startswith("8") else "a"
-    assembler = os.environ.get("TRITON_PTXAS_PATH")
-    if assembler is None:
-        package: Any = importlib.util.find_spec("triton")
-        assembler = str(Path(package.origin).parent / "backends/nvidia/bin/ptxas")
     script = folder / "ptxas"
     target = f"--gpu-name=sm_{card.replace('.', '')}{suffix}"
     command = f'exec {shlex.quote(assembler)} "${{@/#--gpu-name=sm_*/{target}}}"'

@@ -1,8 +1,8 @@
 """The processes of `benchmarks.peers.fla`: they compile and time flash-linear-attention's operations under
 PyTorch.
 
-`python -m benchmarks.peers.fla_worker warm CASES BIAS FOLDER INDEX` compiles, `... time BIAS` measures.
-Neither imports JAX.
+`python -m benchmarks.peers.fla_worker warm CASES BIAS FOLDER INDEX` compiles, `... time BIAS` measures, `... check` imports the peer.
+None imports JAX.
 """
 
 from __future__ import annotations
@@ -20,34 +20,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.fla import CAPABILITY, SHARED_MEMORY, UNKNOWN
+from benchmarks.peers.fla import CAPABILITY, NAME, SHARED_MEMORY, UNKNOWN
+from benchmarks.peers.fla_models import MODELS, model_of, mom
 
 _STEPS = 50  # of one token
 _HEAD_DIM = 128  # of a normalised convolution: `pallas_kernels.short_convolution.cases.TIMED_HEAD_DIM`, whose package imports JAX
 _TOKENS = 1024  # of the rows on which kernels are compiled
-_VOCABULARY = 32000
-_MODELS: dict[str, dict[str, Any]] = {
-    "gla-340m": dict(num_hidden_layers=24, num_heads=4),
-    "gated_deltanet-340m": dict(num_hidden_layers=24, num_heads=3, head_dim=256, expand_v=2.0),
-    "mamba2-340m": dict(num_hidden_layers=48),
-    "mamba3-340m": dict(num_hidden_layers=48),
-    "comba-340m": dict(num_hidden_layers=24, num_heads=3, head_dim=256, expand_v=2.0),
-    "gated_deltaproduct-340m": dict(
-        num_hidden_layers=24, num_heads=3, head_dim=256, expand_v=2.0,
-        num_householder=2, use_forget_gate=True, allow_neg_eigval=True,
-    ),
-    "gated_deltanet2-340m": dict(num_hidden_layers=24, num_heads=8, head_dim=128, expand_v=1.0),
-    "gla-1.3b": dict(num_hidden_layers=24, num_heads=4),
-    "gated_deltanet-1.3b": dict(num_hidden_layers=24, num_heads=6, head_dim=256, expand_v=2.0),
-    "kda-1.3b": dict(num_hidden_layers=24, num_heads=16, head_dim=128, expand_v=1.0),
-    "mamba2-1.3b": dict(num_hidden_layers=48),
-    "rwkv7-1.3b": dict(
-        num_hidden_layers=24, head_dim=64, decay_low_rank_dim=128, gate_low_rank_dim=224,
-        a_low_rank_dim=128, v_low_rank_dim=64,
-    ),
-}  # fmt: skip
-_WIDTHS = {"340m": 1024, "1.3b": 2048}
-_MOM = dict(num_memories=4, topk=2, shared_mem=True, num_heads=4, head_dim=256, expand_v=1.0)
 
 
 def _bare_package(name: str) -> Any:
@@ -93,7 +71,7 @@ def _operations() -> dict[str, Callable]:
     # Their `__init__` modules import CUDA extensions, and all layers and models.
     _bare_package("mamba_ssm")
     package = _bare_package("fla")
-    package.__version__ = importlib.metadata.version("flash-linear-attention")
+    package.__version__ = importlib.metadata.version(NAME)
     import fla.ops.common.chunk_o as chunk_o  # pyrefly: ignore[missing-import]
 
     # Older versions of Triton compute one backward wrongly, but only its speed matters here.
@@ -132,8 +110,8 @@ def _operations() -> dict[str, Callable]:
         "one token by delta rule": lambda q, k, v, b, g, h: ops.fused_recurrent_gated_delta_rule(
             q, k, v, g=g, beta=b, initial_state=h, output_final_state=True
         ),
-        "mom": _mom,
-    } | dict.fromkeys(_MODELS, _model)
+        "mom": mom,
+    } | dict.fromkeys(MODELS, model_of)
 
 
 def _calls(call: Callable, op: str, shape: Sequence[int], bias: float) -> tuple[Callable, Callable]:
@@ -242,109 +220,6 @@ def _slots(decay: Any) -> tuple[Any, Any]:
     return (1 - decay.exp()).bfloat16().detach(), decay.detach()
 
 
-def _language_model(variant: str, **fields: Any) -> Any:
-    """Return the peer's language model of a variant such as gla-340m, on the CPU in float32; `fields` override fields of its config.
-
-    The peer has a layer of Gated DeltaNet-2 but no model: the result is its model of Gated DeltaNet with these layers.
-    """
-    import torch  # pyrefly: ignore[missing-import]
-
-    name, _, size = variant.rpartition("-")
-    package = "gated_deltanet" if name == "gated_deltanet2" else name
-    module = importlib.import_module(f"fla.models.{package}")
-    classes = [getattr(module, n) for n in module.__all__ if n.endswith(("Config", "ForCausalLM"))]
-    given = _MODELS[variant] | fields
-    config = classes[0](
-        hidden_size=_WIDTHS[size],
-        vocab_size=_VOCABULARY,
-        use_cache=False,
-        tie_word_embeddings=True,
-        **given,
-    )
-    torch.manual_seed(0)
-    model = classes[1](config)
-    if name == "gated_deltanet2":
-        layer = importlib.import_module("fla.layers.gdn2").GatedDeltaNet2
-        sizes = {n: given[n] for n in ("num_heads", "head_dim", "expand_v")}
-        for index, block in enumerate(model.model.layers):
-            block.attn = layer(hidden_size=config.hidden_size, layer_idx=index, **sizes)
-    return model
-
-
-def _model(variant: str, rows: int, length: int, **fields: Any) -> Callable:
-    """Return a function that runs the forward and backward pass of the peer's language model of a variant such as gla-340m, with
-    parameters and activations in bfloat16. Where the activations do not fit into the card's memory, it computes each layer again in
-    the backward pass from the first call on: `remat` is then "layers", else "none".
-
-    `fields` override fields of its config.
-    """
-    import torch  # pyrefly: ignore[missing-import]
-
-    name = variant.rpartition("-")[0]
-    if name == "mamba2" and "mamba_ssm" not in sys.modules:
-        raise ModuleNotFoundError(
-            "the peer's mamba2 requires the package mamba_ssm, which is not installed"
-        )
-    model = _language_model(variant, **fields).to("cuda", torch.bfloat16).train()
-    if (
-        name == "mamba3"
-        and importlib.import_module("fla.layers.mamba3").mamba3_siso_combined is None
-    ):
-        raise ModuleNotFoundError(
-            "the peer's mamba3 requires the Triton kernels of Mamba-3 in mamba_ssm, which are not installed"
-        )
-    if name == "mamba2":
-        # In training mode its mixers would call the extension of causal_conv1d.
-        for layer in model.modules():
-            if type(layer).__name__ == "Mamba2":
-                layer.training = False
-    tokens = torch.randint(0, _VOCABULARY, (rows, length), device="cuda")
-
-    def once():
-        model.zero_grad(set_to_none=True)
-        model(input_ids=tokens, labels=tokens).loss.backward()
-
-    def both():
-        if both.remat == "layers":
-            return once()
-        try:
-            return once()
-        except torch.OutOfMemoryError:
-            both.remat = "layers"
-        torch.cuda.empty_cache()  # after the error, which holds the activations, is gone
-        model.gradient_checkpointing_enable()
-        once()
-
-    both.parameters = sum(p.numel() for p in model.parameters())  # pyrefly: ignore
-    both.remat = "none"  # pyrefly: ignore
-    return both
-
-
-def _mom(rows: int, length: int) -> tuple[Callable, Callable]:
-    """Return two functions that run the peer's Mixture-of-Memories layer: forward, and forward and
-    backward.
-    """
-    import torch  # pyrefly: ignore[missing-import]
-    from fla.layers.mom import MomAttention  # pyrefly: ignore[missing-import]
-
-    from benchmarks import text
-
-    torch.manual_seed(0)
-    layer = MomAttention(hidden_size=1024, **_MOM).to("cuda", torch.bfloat16).train()
-    x = torch.from_numpy(text.activations(rows, length, 1024)).to("cuda", torch.bfloat16)
-    x.requires_grad_()
-
-    def forward():
-        return layer(x)[0]
-
-    def both():
-        x.grad = None
-        layer.zero_grad(set_to_none=True)
-        forward().float().square().sum().backward()
-
-    return forward, both
-
-
 def _warm(cases: list, bias: float, claims: Path, index: int) -> None:
     """Compile, into Triton's cache, those Triton configurations of the peer's kernels that no other process
     compiles.
@@ -395,7 +270,7 @@ def _warm(cases: list, bias: float, claims: Path, index: int) -> None:
             batch, length, *rest = map(int, shape.split("x"))
             try:
                 if op.startswith("model "):
-                    _model(op[6:], batch, length, num_hidden_layers=1)()
+                    model_of(op[6:], batch, length, num_hidden_layers=1)()
                 else:
                     size = (batch, min(length, _TOKENS) if rest else length, *rest)
                     forward, both = _calls(operations[op], op, size, bias)
@@ -424,9 +299,18 @@ def _batches(call: Callable, batches: int = 7, calls: int = 20) -> float:
     return 1e3 * sorted(times)[batches // 2]
 
 
+def _check() -> None:
+    """Import the peer, and print as JSON the file of the Triton that it uses."""
+    import torch  # noqa: F401 # pyrefly: ignore[missing-import]
+    import triton  # pyrefly: ignore[missing-import]
+
+    _operations()
+    print(json.dumps(dict(triton=triton.__file__)), flush=True)
+
+
 def _time(bias: float) -> None:
-    """Read cases from stdin, one line of JSON each: operation, shape, and whether the blocks of the search before are used again. Time the
-    peer on each and print its row as JSON.
+    """Print one line of JSON once the peer is imported. Then read cases from stdin, one line of JSON each: operation, shape, and whether the
+    blocks of the search before are used again. Time the peer on each and print its row as JSON.
     """
     import torch  # pyrefly: ignore[missing-import]
     from triton import testing  # pyrefly: ignore[missing-import]
@@ -446,10 +330,11 @@ def _time(bias: float) -> None:
         first = bench(call, warmup=50, rep=200, return_mode="median")
         return round(min(first, _batches(call, calls=20 if first < 10 else 4)), 4)
 
+    print(json.dumps(dict(started=True)), flush=True)
     for line in sys.stdin:
         op, shape, again = json.loads(line)
         row: dict[str, Any] = {}
-        if op.removeprefix("model ") not in (_MODELS if op.startswith("model ") else operations):
+        if op.removeprefix("model ") not in (MODELS if op.startswith("model ") else operations):
             print(json.dumps(dict(fla_error=UNKNOWN)), flush=True)
             continue
         try:
@@ -460,7 +345,7 @@ def _time(bias: float) -> None:
             began = time.perf_counter()
             size = [int(n) for n in shape.split("x")]
             if op.startswith("model "):
-                both = _model(op[6:], *size)
+                both = model_of(op[6:], *size)
                 both()
                 torch.cuda.synchronize()
                 row["fla_search_seconds"] = round(time.perf_counter() - began, 1)
@@ -493,5 +378,7 @@ if __name__ == "__main__":
     )
     if sys.argv[1] == "warm":
         _warm(json.loads(sys.argv[2]), float(sys.argv[3]), Path(sys.argv[4]), int(sys.argv[5]))
+    elif sys.argv[1] == "check":
+        _check()
     else:
         _time(float(sys.argv[2]))

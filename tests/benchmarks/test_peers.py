@@ -1,24 +1,52 @@
-"""Tests of what the peers' benchmarks can be asked for, without the peers."""
+"""Tests of what the peers' benchmarks can be asked for, and of flash-linear-attention's processes with stand-ins for its packages."""
 
 from __future__ import annotations
 
 import argparse
+import os
+import re
+from pathlib import Path
 
 import pytest
 
-from benchmarks.cases import model_step
-from benchmarks.peers import fla, fla_worker
-from benchmarks.registry import UsageError
+from benchmarks import __main__ as command_line
+from benchmarks.cases import model_step, triton_kernels
+from benchmarks.peers import fla, fla_models
+from benchmarks.registry import ROOT, UsageError
 from configs import lm
+
+_PACKAGES = {
+    "flash_linear_attention-0.0.1.dist-info/METADATA": "Name: flash-linear-attention\nVersion: 0.0.1\n",
+    "fla/ops/__init__.py": "",
+    "fla/ops/common/chunk_o.py": "",
+    "fla/modules/causal_conv1d.py": "causal_conv1d = None",
+    "fla/modules/norm/l2norm.py": "l2norm = None",
+    "torch/__init__.py": "class cuda:\n    empty_cache = staticmethod(lambda: None)",
+    "triton/__init__.py": "",
+    "triton/testing.py": "do_bench = None",
+    "triton/runtime/__init__.py": "",
+    "triton/runtime/autotuner.py": "class Autotuner:\n    run = None",
+}
+
+
+@pytest.fixture
+def packages(tmp_path) -> Path:
+    """Return a folder with packages that have what the peer's processes import, and nothing that computes."""
+    folder = tmp_path / "peer"
+    for name, text in _PACKAGES.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return folder
 
 
 def test_the_models_of_the_peer_are_those_that_its_worker_builds():
     named = {f"{method}-{size}" for size, methods in fla.MODELS.items() for method in methods}
-    assert named == set(fla_worker._MODELS)
+    assert named == set(fla_models.MODELS)
     for variant in named:
         model = lm.get_config(variant).model
-        assert model.num_layers == fla_worker._MODELS[variant]["num_hidden_layers"]
-        assert model.hidden_size == fla_worker._WIDTHS[variant.rpartition("-")[2]]
+        assert model.num_layers == fla_models.MODELS[variant]["num_hidden_layers"]
+        assert model.hidden_size == fla_models.WIDTHS[variant.rpartition("-")[2]]
 
 
 def test_a_size_that_the_peer_lacks_is_named():
@@ -27,3 +55,86 @@ def test_a_size_that_the_peer_lacks_is_named():
     arguments = ["--variants", "gla-125m", "--peers", "fla"]
     with pytest.raises(UsageError, match="has models of 340m and 1.3b"):
         model_step.cases(parser.parse_args(arguments))
+
+
+def test_the_processes_of_the_peer_import_it_from_the_folders_of_their_own(packages, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "ours")
+    monkeypatch.setenv("TRITON_PTXAS_PATH", "ours")
+    found = fla.environment(str(packages))
+    assert found["PYTHONPATH"] == f"{packages}{os.pathsep}{ROOT}"
+    assert "TRITON_PTXAS_PATH" not in found
+    assert fla.environment("")["PYTHONPATH"] == str(ROOT)
+    assert fla.environment(None) == dict(os.environ)
+    assert fla.find(str(packages)) == packages / "triton/__init__.py"
+    peer = fla.Fla([], workers=1, path=str(packages))
+    try:
+        assert peer.wait(60)
+        assert peer.times("an operation", "1x2x3x4") == {"fla_error": fla.UNKNOWN}
+    finally:
+        peer.close()
+
+
+def test_the_assembler_of_older_code_is_that_of_the_peers_triton(packages, tmp_path, monkeypatch):
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    (folder / "nvidia-smi").write_text("#!/bin/sh\necho 9.0\n")
+    (folder / "nvidia-smi").chmod(0o755)
+    assembler = packages / "triton/backends/nvidia/bin/ptxas"
+    assembler.parent.mkdir(parents=True)
+    assembler.write_text('#!/bin/sh\necho assembled "$@"\n')
+    assembler.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("TRITON_PTXAS_PATH", "/nowhere/of/our/triton")
+    out = folder / "out"
+    (packages / "triton/testing.py").write_text(
+        "import os, subprocess\ndo_bench = None\n"
+        "command = [os.environ['TRITON_PTXAS_PATH'], '--gpu-name=sm_80']\n"
+        f"open({str(out)!r}, 'w').write(subprocess.run(command, capture_output=True, text=True).stdout)\n"
+    )
+    (packages / "triton/runtime/__init__.py").write_text(
+        "class driver:\n    class active:\n        class utils:\n            get_device_properties = None\n"
+    )
+    (packages / "torch/__init__.py").write_text(
+        "class cuda:\n    empty_cache = get_device_name = get_device_capability = staticmethod(lambda: None)\n"
+    )
+    peer = fla.Fla([], workers=0, capability="8.0", path=str(packages))
+    try:
+        assert peer.times("an operation", "1x2x3x4") == {"fla_error": fla.UNKNOWN}
+    finally:
+        peer.close()
+    assert out.read_text() == "assembled --gpu-name=sm_90a\n"
+
+
+def test_a_peer_that_cannot_be_imported_ends_the_benchmark_before_it_compiles(
+    packages, tmp_path, monkeypatch
+):
+    def compiled(*case):
+        pytest.fail("compiled before the peer was imported")
+
+    monkeypatch.setattr(triton_kernels, "compiled", compiled)
+    (packages / "torch/__init__.py").write_text("raise ImportError('no library libtorch')")
+    output = tmp_path / "rows.jsonl"
+    arguments = ["triton_kernels", "--peers=fla", "--beside", "--ops=no decay", f"--output={output}"]  # fmt: skip
+    with pytest.raises(SystemExit) as ended:
+        command_line.main([*arguments, f"--peer_path={packages}"])
+    assert "ImportError: no library libtorch. --peer_path: accepted" in str(ended.value)
+    assert str(packages) in str(ended.value)
+    assert not output.exists() or not output.read_text()
+    with pytest.raises(SystemExit, match="--peer_path: accepted with --peers fla"):
+        command_line.main(["kernels", "--peers=jla", f"--peer_path={packages}"])
+
+
+def test_a_folder_of_the_peer_that_does_not_exist_is_named(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        command_line.main(["kernels", "--peers=fla", f"--peer_path={tmp_path / 'none'}"])
+    assert re.search(r"--peer_path: '.*none': accepted are folders", capsys.readouterr().err)
+
+
+def test_no_row_is_written_of_a_process_that_could_not_start(packages):
+    (packages / "triton/testing.py").write_text("raise ImportError('no do_bench')")
+    peer = fla.Fla([], workers=0, path=str(packages))
+    try:
+        with pytest.raises(RuntimeError, match="ended with status 1 before it could time anything"):
+            peer.times("no decay", "1x64x1x64")
+    finally:
+        peer.close()
