@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
+from typing import Any
 
 from benchmarks.registry import Benchmark, UsageError
 
@@ -87,8 +88,8 @@ def add_peers(
     workers: int = 12,
     patience: float = 300,
 ) -> None:
-    """Add the options about peers to a benchmark's parser: --peers (which libraries are timed), --peer_path (where
-    flash-linear-attention is), and --workers and --patience for compiling their kernels.
+    """Add the options about peers to a benchmark's parser: --peers (which libraries are timed), --peer_path and
+    --peer_patience (where flash-linear-attention is, and how long it may take), and --workers and --patience for compiling their kernels.
 
     Args:
         parser: the benchmark's command-line parser.
@@ -106,7 +107,20 @@ def add_peers(
         help=f"with --peers fla: PYTHONPATH of flash-linear-attention's processes, folders with {os.pathsep!r} between them, or an empty "
         "text for none; by default that of this process, whose Triton may be another than the peer's PyTorch requires",
     )  # fmt: skip
+    group.add_argument(
+        "--peer_patience", type=seconds, metavar="SECONDS",
+        help="with --peers fla: seconds that flash-linear-attention may take for the search and the times of one case; "
+        "default: 100, of a model 300",
+    )  # fmt: skip
     add_workers(group, workers, patience)
+
+
+def seconds(text: str) -> float:
+    """Return the seconds that the text of an option says, a number above 0."""
+    number = float(text)
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r}: accepted are seconds above 0")
+    return number
 
 
 def folders(text: str) -> str:
@@ -119,8 +133,14 @@ def folders(text: str) -> str:
 
 def check_peers(args: argparse.Namespace) -> None:
     """Raise UsageError if an option about the peer's processes is given and no peer has such processes."""
-    if getattr(args, "peer_path", None) is not None and "fla" not in args.peers:
-        raise UsageError("--peer_path: accepted with --peers fla")
+    for name in ("peer_path", "peer_patience"):
+        if getattr(args, name, None) is not None and "fla" not in args.peers:
+            raise UsageError(f"--{name}: accepted with --peers fla")
+
+
+def of_fla(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the arguments of `benchmarks.peers.fla.Fla` that the options of `add_peers` give."""
+    return dict(workers=args.workers, path=args.peer_path, patience=args.peer_patience)
 
 
 def add_workers(group: argparse._ActionsContainer, workers: int, patience: float) -> None:

@@ -264,7 +264,7 @@ def rows(args: argparse.Namespace, cases: list[dict[str, Any]]) -> Iterator[dict
         return
     shapes = list(dict.fromkeys(case["shape"] for case in cases))
     asked = [(OP, shape) for shape in shapes]
-    peer = Fla(asked, args.workers, args.bias, path=args.peer_path) if args.peers else None
+    peer = Fla(asked, bias=args.bias, **options.of_fla(args)) if args.peers else None
     training = forget_gates.Training(steps=args.train_steps)
     model_of = functools.cache(lambda dim: forget_gates.train_fox(dim, training))
     try:

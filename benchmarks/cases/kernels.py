@@ -225,7 +225,7 @@ def rows(args: argparse.Namespace, cases: list[dict[str, Any]]) -> Iterator[dict
         hopper_parts.count_parts = lambda q, k, v: args.parts
     pairs = [(case["op"], case["shape"]) for case in cases]
     kinds = ["kernel", *["xla"] * args.xla, *["jla"] * ("jla" in args.peers)]
-    peer = Fla(pairs, args.workers, path=args.peer_path) if "fla" in args.peers else None
+    peer = Fla(pairs, **options.of_fla(args)) if "fla" in args.peers else None
     try:
         with alone(args.lock, shared=True):
             programs = compile_all(pairs, kinds, args.segments)

@@ -449,7 +449,7 @@ def rows(args: argparse.Namespace, cases: list[dict[str, Any]]) -> Iterator[dict
     peers = [case for case in cases if "peer" in case]
     of_fla = [case for case in peers if case["peer"] == "fla"]
     asked = [(f"model {case['variant']}", f"{case['rows']}x{case['length']}") for case in of_fla]
-    peer = Fla(asked, args.workers, path=args.peer_path) if asked else None
+    peer = Fla(asked, **options.of_fla(args)) if asked else None
     pool = concurrent.futures.ThreadPoolExecutor(args.workers)
     try:
         with alone(args.lock, shared=True):

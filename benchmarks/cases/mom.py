@@ -134,7 +134,7 @@ def rows(args: argparse.Namespace, cases: list[dict[str, Any]]) -> Iterator[dict
     more = config.top_k + config.shared_memory
     lengths = {case["length"]: case["rows"] for case in cases}
     asked = [("mom", f"{rows}x{length}") for length, rows in lengths.items()]
-    peer = Fla(asked, args.workers, path=args.peer_path) if args.peers else None
+    peer = Fla(asked, **options.of_fla(args)) if args.peers else None
     kinds = {"inner_mixer": (config.mixer, more)} | {
         form: (dataclasses.replace(config, execution=form), 1) for form in args.forms
     }

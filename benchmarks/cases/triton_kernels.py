@@ -198,7 +198,7 @@ def peer_rows(args: argparse.Namespace, cases: list[dict[str, Any]]) -> Iterator
     for capability in args.capabilities:
         own = [case for case in cases if case["capability"] == f"{FLA} {capability}"]
         pairs = [(case["op"], case["shape"]) for case in own]
-        peer = Fla(pairs, args.workers, capability=capability, path=args.peer_path)
+        peer = Fla(pairs, capability=capability, **options.of_fla(args))
         try:
             with alone(args.lock, shared=True):
                 ours = [compiled(capability, case) if args.beside else {} for case in own]

@@ -54,6 +54,9 @@ MODELS = {
 }  # fmt: skip
 """The methods of whose language models there is a size. Its softmax attention requires flash_attn, which is compiled for each PyTorch."""
 
+PATIENCE, MODEL_PATIENCE = 100, 300
+"""The seconds that the peer may take for the search and the times of an operation, and of a model, whose search at 1.3B takes longer."""
+
 _COMMAND = [sys.executable, "-m", "benchmarks.peers.fla_worker"]
 
 
@@ -67,6 +70,7 @@ class Fla:
         bias: mean of the gates of forgetting attention before the sigmoid; its kernels need no search, but
         are timed here too.
         capability: the compute capability whose code Triton makes, such as "8.0"; None is that of the card.
+        patience: seconds that one answer of `times` may take, as of --peer_patience; None is `PATIENCE`, or of models `MODEL_PATIENCE`.
         path: the folders of PYTHONPATH for the peer's processes, as of --peer_path; None are those of this process.
 
     Raises:
@@ -80,6 +84,7 @@ class Fla:
         bias: float = 2.0,
         capability: str | None = None,
         path: str | None = None,
+        patience: float | None = None,
     ):
         triton = find(path)
         self._began = time.perf_counter()
@@ -96,7 +101,7 @@ class Fla:
             subprocess.Popen([*command, str(i)], stdout=subprocess.DEVNULL, env=self._environment)
             for i in range(workers)
         ]
-        self._bias = bias
+        self._bias, self._patience = bias, patience
         self._start()
 
     def _start(self) -> None:
@@ -135,9 +140,7 @@ class Fla:
         print(f"the peer's kernels: {seconds:.0f} s, all compiled: {done}", file=sys.stderr)
         return done
 
-    def times(
-        self, op: str, shape: str, patience: float = 100, again: bool = False
-    ) -> dict[str, Any]:
+    def times(self, op: str, shape: str, again: bool = False) -> dict[str, Any]:
         """Measure the peer's time of one case, an operation at a shape. With `again`, which says that the operation was timed before, the
         blocks that were found then are used.
 
@@ -148,6 +151,9 @@ class Fla:
         Raises:
             RuntimeError: the process that times the peer ended before it could time anything.
         """
+        patience = self._patience
+        if patience is None:
+            patience = MODEL_PATIENCE if op.startswith("model ") else PATIENCE
         try:
             self._process.stdin.write(json.dumps([op, shape, again]) + "\n")
             self._process.stdin.flush()
@@ -160,7 +166,7 @@ class Fla:
                 raise RuntimeError(
                     f"{NAME}'s process ended with status {self._process.wait()} before it could time anything; its own message is above"
                 ) from why
-            row = {"fla_error": f"{type(why).__name__} within {patience:.0f} s"}
+            row = {"fla_error": f"{type(why).__name__} within {patience:g} s"}
         error = row.get("fla_error", UNKNOWN)
         if error != UNKNOWN and not error.startswith(MISSING):
             self._process.kill()  # the card may be in an error state, which ends with the process

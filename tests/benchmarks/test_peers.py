@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import __main__ as command_line
+from benchmarks import options
 from benchmarks.cases import model_step, triton_kernels
 from benchmarks.peers import fla, fla_models
 from benchmarks.registry import ROOT, UsageError
@@ -128,6 +129,28 @@ def test_a_folder_of_the_peer_that_does_not_exist_is_named(tmp_path, capsys):
     with pytest.raises(SystemExit):
         command_line.main(["kernels", "--peers=fla", f"--peer_path={tmp_path / 'none'}"])
     assert re.search(r"--peer_path: '.*none': accepted are folders", capsys.readouterr().err)
+
+
+def test_the_peer_may_take_longer_for_a_model(packages, monkeypatch):
+    slow = "import time\ntime.sleep(60)"
+    (packages / "triton/testing.py").write_text(slow)
+    monkeypatch.setattr(fla, "PATIENCE", 0.25)
+    monkeypatch.setattr(fla, "MODEL_PATIENCE", 0.5)
+    for patience, expected in ((None, (0.25, 0.5)), (0.75, (0.75, 0.75))):
+        for op, seconds in zip(("no decay", "model gla-1.3b"), expected, strict=True):
+            peer = fla.Fla([], workers=0, path=str(packages), patience=patience)
+            try:
+                assert peer.times(op, "1x64x1x64") == {"fla_error": f"Empty within {seconds} s"}
+            finally:
+                peer.close()
+    parser = argparse.ArgumentParser()
+    model_step.add_arguments(parser)
+    args = parser.parse_args(["--peers=fla", "--peer_patience=450", "--workers=3"])
+    assert options.of_fla(args) == dict(workers=3, path=None, patience=450)
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--peers=fla", "--peer_patience=0"])
+    with pytest.raises(UsageError, match="--peer_patience: accepted with --peers fla"):
+        options.check_peers(parser.parse_args(["--peer_patience=450"]))
 
 
 def test_no_row_is_written_of_a_process_that_could_not_start(packages):
