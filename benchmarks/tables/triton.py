@@ -35,21 +35,51 @@ def _by_op(rows: list[Row]) -> list[dict[str, Row]]:
     return [{row["capability"]: row for row in of_case} for of_case in by_case.values()]
 
 
+def _first(record: dict[str, Row]) -> Row:
+    """Return one of a record's rows: all have its op and shape."""
+    return next(iter(record.values()))
+
+
+def _times_of(name: str, *capabilities: str) -> Callable[[dict[str, Row]], list[float]]:
+    """Return the function that returns the times called `name` of the first of these capabilities whose row in a record has them, or []."""
+    return lambda record: next(
+        (record[c][name] for c in capabilities if name in record.get(c, {})), []
+    )
+
+
+_OURS = {c: _times_of("triton", c, f"fla {c}") for c in ("8.0", "9.0")}
+_HOPPER = _times_of("automatic", "any")
+_XLA = _times_of("xla", "any", "fla 8.0", "fla 9.0")
+
+
 def _ratio(record: dict[str, Row]) -> str:
-    """Return, as text, how many times as long as the code for 8.0 the XLA form takes."""
-    pairs = zip(record["any"]["xla"], record["8.0"]["triton"], strict=True)
-    return " / ".join(f"{xla / ours:.1f}" for xla, ours in pairs)
+    """Return, as text, how many times as long as the code for 8.0 the XLA form takes, by the call that timed flash-linear-attention too if
+    that timed both; blank without one of the two times.
+    """
+    beside = record.get("fla 8.0", {})
+    if {"xla", "triton"} <= beside.keys():
+        xla, ours = beside["xla"], beside["triton"]
+    else:
+        xla, ours = _XLA(record), _OURS["8.0"](record)
+    if not xla or not ours:
+        return ""
+    return " / ".join(f"{x / y:.1f}" for x, y in zip(xla, ours, strict=True))
 
 
 _TIMES = (
-    Column("op", lambda record: record["8.0"]["op"]),
-    Column("B x T x H x D", lambda record: shape_text(record["8.0"]["shape"])),
-    Column("code for 8.0", lambda record: times(record["8.0"]["triton"])),
-    Column("code for 9.0", lambda record: times(record["9.0"]["triton"])),
-    Column("Hopper's kernels", lambda record: times(record["any"]["automatic"])),
-    Column("XLA", lambda record: times(record["any"]["xla"])),
+    Column("op", lambda record: _first(record)["op"]),
+    Column("B x T x H x D", lambda record: shape_text(_first(record)["shape"])),
+    Column("code for 8.0", lambda record: times(_OURS["8.0"](record))),
+    Column("code for 9.0", lambda record: times(_OURS["9.0"](record))),
+    Column("Hopper's kernels", lambda record: times(_HOPPER(record))),
+    Column("XLA", lambda record: times(_XLA(record))),
 )
-"""The columns of each op and shape: the times of our code and of XLA."""
+"""The columns of each op and shape: the times of our code and of XLA, blank where no row has them."""
+
+
+def _timed(row: Row) -> bool:
+    """Return whether a row has a time, not only an error."""
+    return any(name in row for name in ("triton", "automatic", "xla", "fla"))
 
 
 def _peer(capability: str, record: dict[str, Row]) -> str:
@@ -61,11 +91,11 @@ def _peer_ratio(capability: str, record: dict[str, Row]) -> str:
     """Return, as text, how many times as long as ours flash-linear-attention takes with code for a capability; ours of the same call, if it
     timed them.
     """
-    if not _peer(capability, record):
+    row = record.get(f"fla {capability}", {})
+    ours = row.get("triton") or _OURS[capability](record)
+    if "fla" not in row or not ours:
         return ""
-    row = record[f"fla {capability}"]
-    pairs = zip(row["fla"], row.get("triton") or record[capability]["triton"], strict=True)
-    return " / ".join(f"{fla / ours:.2f}" for fla, ours in pairs)
+    return " / ".join(f"{x / y:.2f}" for x, y in zip(row["fla"], ours, strict=True))
 
 
 def _longest(row: Row) -> str:
@@ -132,7 +162,7 @@ TABLES = (
                 for c in ("8.0", "9.0")
             ),
         ),
-        where=lambda row: "check" not in row and "kernels" not in row and "tilings" not in row,
+        where=lambda row: _timed(row) and not {"check", "kernels", "tilings"} & set(row),
         key=lambda row: (row["op"], row["shape"], row["capability"]),
         lines=_by_op,
         not_run="requires an NVIDIA GPU",

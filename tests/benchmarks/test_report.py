@@ -155,6 +155,29 @@ def test_a_step_without_a_kernel_replaces_no_other_step(tmp_path):
     assert [r["step_ms"] for r in TABLES["axes"].rows(tmp_path)] == [1.0]
 
 
+def test_a_shape_with_few_rows_of_triton_has_blank_cells(tmp_path):
+    def row(shape, capability, **more):
+        named = dict(op="kda", shape=shape, capability=capability, date="2026-01-01", commit="a")
+        return named | dict(device="NVIDIA H200") | more
+
+    rows = [
+        row("1x64x2x64", "fla 8.0", fla=[4.0, 9.0]),
+        row("2x64x2x64", "fla 8.0", fla=[4.0, 9.0], triton=[2.0, 3.0], xla=[10.0, 30.0]),
+        row("2x64x2x64", "any", xla=[20.0, 60.0], automatic=[1.0, 2.0]),
+        row("3x64x2x64", "9.0", triton=[1.5, 2.5]),
+        row("4x64x2x64", "fla 8.0", fla_error="it ended"),
+        row("5x64x2x64", "8.0", error="ValueError: no"),
+    ]
+    (tmp_path / "triton_kernels.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    text = TABLES["triton_times"].markdown(tmp_path, tmp_path / "page.md")
+    lines = [[cell.strip() for cell in x.split("|")[2:-1]] for x in text.splitlines() if "| kda" in x]  # fmt: skip
+    assert lines == [
+        ["1 x 64 x 2 x 64", "", "", "", "", "4.000 / 9.000", "", "", "", ""],
+        ["2 x 64 x 2 x 64", "2.000 / 3.000", "", "1.000 / 2.000", "20.00 / 60.00", "4.000 / 9.000", "", "5.0 / 10.0", "2.00 / 3.00", ""],
+        ["3 x 64 x 2 x 64", "", "1.500 / 2.500", "", "", "", "", "", "", ""],
+    ]  # fmt: skip
+
+
 def test_a_table_without_rows_is_an_error(checkout):
     (checkout / "docs" / "mom.jsonl").write_text("")
     with pytest.raises(ValueError, match="table mom: no row of mom.jsonl belongs to it"):
