@@ -125,17 +125,21 @@ def seconds(text: str) -> float:
 
 def folders(text: str) -> str:
     """Return the text of an option that is a list of folders, with `os.pathsep` between them, as absolute paths."""
-    paths = [Path(name) for name in text.split(os.pathsep) if name]
-    if missing := [path for path in paths if not path.is_dir()]:
-        raise argparse.ArgumentTypeError(f"{str(missing[0])!r}: accepted are folders that exist")
-    return os.pathsep.join(str(path.resolve()) for path in paths)
+    return os.pathsep.join(str(Path(name).resolve()) for name in text.split(os.pathsep) if name)
 
 
 def check_peers(args: argparse.Namespace) -> None:
-    """Raise UsageError if an option about the peer's processes is given and no peer has such processes."""
+    """Raise UsageError if an option about the peer's processes is given and no peer has such processes, or a folder of the peer does not
+    exist.
+    """
     for name in ("peer_path", "peer_patience"):
         if getattr(args, name, None) is not None and "fla" not in args.peers:
             raise UsageError(f"--{name}: accepted with --peers fla")
+    paths = (getattr(args, "peer_path", None) or "").split(os.pathsep)
+    if missing := [path for path in paths if path and not Path(path).is_dir()]:
+        raise UsageError(
+            f"--peer_path: {missing[0]!r} is no folder; accepted are folders that exist"
+        )
 
 
 def of_fla(args: argparse.Namespace) -> dict[str, Any]:

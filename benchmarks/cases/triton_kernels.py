@@ -9,7 +9,7 @@ later ones. The checks are own ones, of which those of float32 have products in 
 measured once for each op and shape, of XLA and of the automatic backend. With `--peers fla` only flash-linear-attention is timed, as
 code for the same capabilities. It may require another version of Triton than the extra [triton] does: its processes find theirs in the
 folders of `--peer_path FOLDERS`, and our kernels that of the extra in PYTHONPATH. With `--beside` too, the Triton
-kernels are timed in the same call: ours, the peer's, ours, the peer's, of which the row has the shorter times. The peer has no selective
+kernels are timed in the same call: ours, the peer's, ours, the peer's, of which the row has the shorter times, and then once XLA. The peer has no selective
 memory of Mamba in Triton (its layer calls a CUDA extension), and decays of value channels token by token only. A card runs the code of its own
 capability and that of older ones: an H200 runs "9.0" and "8.0". Needs the extra [triton].
 """
@@ -113,7 +113,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     options.add_peers(parser)
     parser.add_argument(
-        "--beside", action="store_true", help="with --peers: time the Triton kernels in turn with the peer"
+        "--beside", action="store_true", help="with --peers: time the Triton kernels in turn with the peer, and XLA after them"
     )  # fmt: skip
     options.add_shard(parser)
     options.add_lock(parser)
@@ -213,19 +213,31 @@ def peer_rows(args: argparse.Namespace, cases: list[dict[str, Any]]) -> Iterator
 
 
 def compiled(capability: str, case: dict[str, Any]) -> dict[str, Any]:
-    """Return what `timers` returns for a case as code for a compute capability, or the error."""
+    """Return what `timers` returns for a case as code for a compute capability, and the same for XLA, or their errors."""
     own = result(case | dict(capability=capability), functools.partial(timers, case))
-    return {n: x for n, x in own.items() if n not in case}
+    xla = result(case | dict(capability="any"), lambda: dict(xla=timer(case, "xla")))
+    return {n: x for n, x in own.items() if n not in case} | of_xla(xla)
+
+
+def of_xla(row: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of XLA of a row: what is called "xla", or the error as "xla_error", so that those of the others remain."""
+    return {"xla_error": row["error"]} if "error" in row else {"xla": row["xla"]}
 
 
 def in_turn(case: dict[str, Any], functions: dict[str, Any], peer: Fla) -> dict[str, Any]:
-    """Return the times that the functions of `compiled` return and the peer's; with functions all twice in turn, of which the shorter."""
-    first = functions | call_timers(functions) | peer.times(case["op"], case["shape"])
+    """Return the times that the functions of `compiled` return and the peer's; with functions ours and the peer's twice in turn, of which
+    the shorter, and XLA's once.
+    """
+    ours = {name: x for name, x in functions.items() if name != "xla"}
+    first = ours | call_timers(ours) | peer.times(case["op"], case["shape"])
     if not functions:
         return first
-    again = call_timers(functions) | peer.times(case["op"], case["shape"], again=True)
+    again = call_timers(ours) | peer.times(case["op"], case["shape"], again=True)
     both = {n: x for n, x in again.items() if n in ("triton", FLA) and n in first}
-    return first | {n: list(map(min, first[n], x)) for n, x in both.items()}
+    row = first | {n: list(map(min, first[n], x)) for n, x in both.items()}
+    if "xla" not in functions:
+        return row
+    return row | of_xla(result(dict(capability="any"), lambda: dict(xla=functions["xla"]())))
 
 
 def result(case: dict[str, Any], function: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -296,5 +308,7 @@ def line(row: dict[str, Any]) -> str:
         return f"{name} {row['times_of_kernels']}"
     if "fla_error" in row:
         return f"{name} {row['fla_error']}"
+    if "xla_error" in row:
+        name += f" (xla: {row['xla_error'][:100]})"
     times = (f"{n} {' / '.join(f'{ms:.3f}' for ms in row[n])}" for n in ("triton", "xla", "automatic", FLA) if n in row)  # fmt: skip
     return f"{name} {'   '.join(times)} ms"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 from pathlib import Path
 
 import pytest
@@ -125,10 +124,9 @@ def test_a_peer_that_cannot_be_imported_ends_the_benchmark_before_it_compiles(
         command_line.main(["kernels", "--peers=jla", f"--peer_path={packages}"])
 
 
-def test_a_folder_of_the_peer_that_does_not_exist_is_named(tmp_path, capsys):
-    with pytest.raises(SystemExit):
+def test_a_folder_of_the_peer_that_does_not_exist_is_named(tmp_path):
+    with pytest.raises(SystemExit, match="--peer_path: '.*none' is no folder; accepted are"):
         command_line.main(["kernels", "--peers=fla", f"--peer_path={tmp_path / 'none'}"])
-    assert re.search(r"--peer_path: '.*none': accepted are folders", capsys.readouterr().err)
 
 
 def test_the_peer_may_take_longer_for_a_model(packages, monkeypatch):
@@ -151,6 +149,49 @@ def test_the_peer_may_take_longer_for_a_model(packages, monkeypatch):
         parser.parse_args(["--peers=fla", "--peer_patience=0"])
     with pytest.raises(UsageError, match="--peer_patience: accepted with --peers fla"):
         options.check_peers(parser.parse_args(["--peer_patience=450"]))
+
+
+class _Peer:
+    """Answers as `fla.Fla` with times that get shorter, and writes down when it is asked."""
+
+    def __init__(self, order: list[str]):
+        self.order = order
+
+    def times(self, op, shape, again=False):
+        self.order.append(f"fla {again}")
+        return {"fla": [3.0, 9.0] if again else [4.0, 8.0]}
+
+
+def test_triton_the_peer_and_xla_are_timed_beside_each_other():
+    order: list[str] = []
+    ours = iter(([2.0, 5.0], [1.0, 6.0]))
+
+    def triton():
+        order.append("triton")
+        return next(ours)
+
+    def xla():
+        order.append("xla")
+        return [10.0, 20.0]
+
+    def fails():
+        raise RuntimeError("out of memory")
+
+    case = dict(op="kda", shape="1x64x1x64")
+    row = triton_kernels.in_turn(case, dict(triton=triton, xla=xla), _Peer(order))  # pyrefly: ignore
+    assert row == {"triton": [1.0, 5.0], "fla": [3.0, 8.0], "xla": [10.0, 20.0]}
+    assert order == ["triton", "fla False", "triton", "fla True", "xla"]
+    row = triton_kernels.in_turn(case, dict(triton=lambda: [1.0], xla=fails), _Peer([]))  # pyrefly: ignore
+    assert row == {"triton": [1.0], "fla": [3.0, 8.0], "xla_error": "RuntimeError: out of memory"}
+    assert triton_kernels.in_turn(case, {}, _Peer([])) == {"fla": [4.0, 8.0]}  # pyrefly: ignore
+
+
+def test_xla_is_compiled_beside_triton_whichever_of_both_fails():
+    found = triton_kernels.compiled("8.0", dict(op="no decay", shape="1x64x1x64"))
+    assert callable(found["xla"]) and "triton" not in found and found["error"]
+    assert all(ms > 0 for ms in found["xla"]())
+    found = triton_kernels.compiled("8.0", dict(op="no decay", shape="1x64x1"))
+    assert "xla" not in found and found["xla_error"]
 
 
 def test_no_row_is_written_of_a_process_that_could_not_start(packages):
