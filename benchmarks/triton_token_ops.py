@@ -53,6 +53,7 @@ CHECKS = {
     "convolution": Tokens("convolution", 2, 1000, 1024, None, "bfloat16", True),
     "convolution row": Tokens("convolution", 2, 1000, 768, None, "float32", False),
     "convolution 64": Tokens("convolution", 2, 700, 512, 64, "float16", True),
+    "convolution short": Tokens("convolution", 3, 20, 512, 64, "bfloat16", True),
     "convolution 256": Tokens("convolution", 2, 700, 512, 256, "bfloat16", False),
     "one token with decay": Tokens("one token with decay", 64, 4, 128, 8, "bfloat16", True),
     "one token by delta rule": Tokens("one token by delta rule", 64, 4, 128, 4, "bfloat16", True),

@@ -53,12 +53,17 @@ REQUIREMENTS = (
         "one state per row, not one per segment",
         lambda call: call.arguments["state"].tail.ndim == 3,
     ),
-    Requirement(
-        f"{_MIN_TOKENS} tokens or more",
-        lambda call: call.length >= _MIN_TOKENS,
-        lambda call: str(call.length),
-    ),
     *PALLAS,
+)
+_ROWS = Requirement(
+    f"{_MIN_TOKENS} tokens or more",
+    lambda call: call.length >= _MIN_TOKENS,
+    lambda call: str(call.length),
+)
+_ROWS_UNLESS_NAMED = Requirement(
+    f"{_MIN_TOKENS} tokens or more, or implementation='triton', with which any number is accepted",
+    lambda call: call.length >= _MIN_TOKENS or isinstance(call.implementation, str),
+    lambda call: str(call.length),
 )
 _BFLOAT16 = Requirement(
     "x in bfloat16",
@@ -157,8 +162,8 @@ def _kernel(name: str, *requirements: Requirement, **fields: Any) -> Backend:
 
 register(
     "short_convolution",
-    _kernel("mosaic_gpu", _BFLOAT16, platforms=("cuda",), compute_capabilities=("9.0",)),
-    _kernel("triton", **TRITON),
+    _kernel("mosaic_gpu", _BFLOAT16, _ROWS, platforms=("cuda",), compute_capabilities=("9.0",)),
+    _kernel("triton", _ROWS_UNLESS_NAMED, **TRITON),
     Backend(name="xla", run=run_xla),
 )
 register("token_shift", Backend(name="xla", run=run_shift))
