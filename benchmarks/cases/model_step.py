@@ -13,7 +13,8 @@ computes Mamba2's gradients of q and k head by head, `--stacks concatenated` joi
 by SwiGLU's gate and up matrices one after the other, `--delta_chunks kept` computes the gradients of all chunks of a delta rule by the kernel that keeps q
 and k, `--loss_chunk_sizes` are of `model.loss_chunk_size`, and `--losses N` first trains for N steps on successive text (warm-up of N / 5 steps) and stores
 their losses. With `--lock FILE` processes on one card compile side by side and time one after another. `--peers fla` then times the forward and backward,
-without an optimizer, of flash-linear-attention's models in the same proportions with a vocabulary of 32,000 (`benchmarks.peers.fla.MODELS`); other
+without an optimizer, of flash-linear-attention's models in the same proportions with a vocabulary of 32,000 (`benchmarks.peers.fla.MODELS`), which its
+processes import from the folders of `--peer_path`, if these are not in PYTHONPATH; other
 variants of their sizes have a row that says that the peer has none. `--peers jla` times whole steps of jax-linear-attention's trainer at 1.3B (`benchmarks.peers.jla_trainer`), in `--matmul default` or `fp8`,
 with the first of its policies `--jla_remat` that fits.
 """
