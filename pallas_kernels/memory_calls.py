@@ -149,7 +149,7 @@ def call_backend(options: Options, arrays: tuple[Any, ...], bonus: Any = None) -
     Args:
         options: the backend and its options.
         arrays: the arguments of the backend's `forward`; the first is q, and the last three are log_decay (or None), run (the tokens'
-            document numbers) and initial (the initial memories).
+            document numbers) and initial (the initial memories; None only for a backend with `FROM_ZERO`).
         bonus: the weight of a token's own key and value in its output, for a backend that supports it, or None.
     """
     keywords = _forward_keywords(options, bonus)
@@ -175,8 +175,11 @@ def _run_forward(options, arrays, bonus):
 def _run_backward(options, saved, cotangents):
     arrays, bonus, residuals, needs_decay = saved
     zeros: Any = jnp.zeros
+    d_output, d_final = cotangents
+    if isinstance(d_final, SymbolicZero) and getattr(options.backend, "FROM_ZERO", False):
+        d_final = None
     d_output, d_final = (
-        zeros(x.shape, x.dtype) if isinstance(x, SymbolicZero) else x for x in cotangents
+        zeros(x.shape, x.dtype) if isinstance(x, SymbolicZero) else x for x in (d_output, d_final)
     )
     gradients = options.backend.backward(
         *arrays,

@@ -23,9 +23,9 @@ def split_runs(run, initial, batch: int):
 
     With one memory per row it is (`run`, None), where `run` [B, T] is the number of each token's document. With S > 1 memories per row
     (`initial` is [B * S, ...]) each document has a memory and starts at a chunk's start; then it is (None, bounds [B, S + 1]), the
-    indices of the chunks at which the row's memories begin and end.
+    indices of the chunks at which the row's memories begin and end. An `initial` of None is one empty memory per row.
     """
-    count = initial.shape[0] // batch
+    count = 1 if initial is None else initial.shape[0] // batch
     if count == 1:
         return run, None
     begins = run[:, None, ::CHUNK] < jnp.arange(count + 1)[:, None]
@@ -96,7 +96,7 @@ def memories_before_parts(written, chunk_decay, initial, reverse: bool = False):
         written: [B * P, heads, D, V], the memory after each part if the memory before the part is 0; if
             `reverse`, the gradient of the memory before each part if the gradient of the memory after it is
             0.
-        chunk_decay: [B * P, G, ..., N / P], the decay of the memory over each of a row's N chunks.
+        chunk_decay: [B * P, G, ..., N / P], the decay of the memory over each of a row's N chunks; None is 1.
         initial: [B, heads, D, V], the memory before the first part; if `reverse`, the gradient of the memory
             after the last part.
         reverse: whether gradients are computed, from the last part to the first.
@@ -105,6 +105,7 @@ def memories_before_parts(written, chunk_decay, initial, reverse: bool = False):
         The memory before each part, or the gradient of the memory after each part, [B * P, heads, D, V].
     """
     batch, heads = initial.shape[:2]
+    chunk_decay = jnp.ones((written.shape[0], 1, 1), _F32) if chunk_decay is None else chunk_decay
     decay = jnp.prod(chunk_decay, axis=-1)
     decay = jnp.repeat(decay, heads // decay.shape[1], axis=1)
     decay = decay.reshape(*decay.shape, *[1] * (written.ndim - decay.ndim))

@@ -70,7 +70,7 @@ def linear_attention(
     v: Float[Array, "B T G V"],
     log_decay: Float[Array, "B T G"] | Float[Array, "B T G K"] | None = None,
     *,
-    initial: Float[Array, "R G K V"],
+    initial: Float[Array, "R G K V"] | None = None,
     run: Int[Array, "B T"] | None = None,
     bonus: Float[Array, "G K"] | None = None,
     value_log_decay: Float[Array, "B T G V"] | None = None,
@@ -91,7 +91,8 @@ def linear_attention(
         v: [B, T, G, V] values, one memory for each of the G heads.
         log_decay: [B, T, G] or [B, T, G, K] float32, the natural logarithm of each memory's decay or of each of its key channels'
             decay, at most 0; None is no decay.
-        initial: [B, G, K, V] float32, the memory before the first token; or [B * S, G, K, V] with S memories per row.
+        initial: [B, G, K, V] float32, the memory before the first token; or [B * S, G, K, V] with S memories per row. None is an empty
+            memory for each row.
         run: [B, T], the number of documents that have begun up to and with each token, never decreasing. A token with a larger
             number than the token before it reads an empty memory; number 0 continues `initial`. None is one document. With S > 1
             memories per row: every number from 0 to S - 1, each starting at a multiple of 64 ("mosaic_gpu", "triton") or
@@ -115,7 +116,7 @@ def linear_attention(
         interpret: parameters of the backend's interpreter, to run on a CPU.
 
     Returns:
-        The output in v's dtype (float32 if `exact`), and the final memories in float32, as `initial`.
+        The output in v's dtype (float32 if `exact`), and the final memories in float32, as `initial` ([B, G, K, V] without).
 
     Raises:
         NotImplementedError: the backend that `implementation` names does not support these arguments; the message says which
@@ -142,6 +143,9 @@ def linear_attention(
     call = MemoryCall(q, k, value, log_decay, value_log_decay, bonus)
     backend = supported_backend(_OP, implementation, variant, call)
     log_decay = log_decay if value_log_decay is None else value_log_decay
+    if initial is None and not getattr(backend, "FROM_ZERO", False):
+        batch, _, memories, width = v.shape
+        initial = jnp.zeros((batch, memories, k.shape[-1], width), jnp.float32)
     length = q.shape[1]
     if log_write is not None:
         run, q, k, v, log_write, log_decay = pad_to_multiple(
@@ -165,7 +169,8 @@ def linear_attention(
             decayed: Any = log_decay
             decay = decayed[..., value if variant == "value_decay" else key]
             slice_bonus = None if bonus is None else bonus[:, key]
-            arrays = q_slice, k_slice, v[..., value], decay, run, initial[..., key, value]
+            start = None if initial is None else initial[..., key, value]
+            arrays = q_slice, k_slice, v[..., value], decay, run, start
             results.append(call_backend(options, arrays, slice_bonus))
         output, final = (jnp.concatenate(x, axis=-1) for x in zip(*results, strict=True))
         outputs.append(output)

@@ -1,6 +1,8 @@
 """Tests of the Hopper kernels of linear attention: run in Mosaic GPU's interpreter, and lowered for an H200."""
 
+import functools
 from collections import Counter
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +20,7 @@ from pallas_kernels.linear_attention.cases import (
     OUTPUT_TOLERANCE,
     Case,
 )
-from pallas_kernels.linear_attention.hopper import scalar_decay
+from pallas_kernels.linear_attention.hopper import scalar_decay, scalar_scan
 
 BATCH, SCALE = 1, 0.25
 
@@ -156,6 +158,50 @@ SAVED = (
     "channels-deeper-heads",
     "channels-deeper-odd",
 )
+
+
+def results_and_gradients(function, inputs, zeros: tuple[Any, ...] = ()):
+    """Return the results of a function of `inputs`, and its gradients by random cotangents, followed by the given ones of the last results."""
+    results, pull = jax.vjp(function, inputs)
+    rng, drawn = np.random.default_rng(1), results[: len(results) - len(zeros)]
+    cotangents = [jnp.asarray(rng.normal(size=x.shape), x.dtype) for x in drawn]
+    return results, pull((*cotangents, *zeros))[0]
+
+
+SCALAR = "decay", "plain-queries-share", "documents", "memories-share-wide-keys", "deep"
+
+
+@pytest.mark.parametrize(
+    "name", [*SCALAR[:2], *(pytest.param(n, marks=pytest.mark.slow) for n in (*SCALAR[2:], "parts", "channels"))]
+)  # fmt: skip
+@pytest.mark.parametrize("final", [False, True])
+def test_an_empty_memory_is_no_array(name, final, monkeypatch):
+    """Without an initial memory, and without a gradient of the final one, results and gradients are to the bit those of zeros."""
+    if name.endswith("parts"):
+        monkeypatch.setattr(row_layout, "_SHORTEST_PART", 128)
+    inputs = make_case(HOPPER_INTERPRETED[name])
+    run, zeros = inputs.pop("run"), jnp.zeros_like(inputs.pop("initial"))
+    wanted, gradients = results_and_gradients(
+        lambda x: fused(**x, run=run, initial=zeros), inputs, () if final else (zeros,)
+    )
+    count = 1 + final
+    got = results_and_gradients(lambda x: fused(**x, run=run)[:count], inputs)
+    jax.tree.map(np.testing.assert_array_equal, got, (wanted[:count], gradients))
+    assert not races_found()
+
+
+@pytest.mark.parametrize("documents", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_two_warpgroups_of_a_thread_block_have_the_bits_of_two_thread_blocks(
+    documents, monkeypatch
+):
+    inputs = make(65, 1, 1, 2, 64, 128, documents=documents, decay="token")
+    run, found = inputs.pop("run"), []
+    for processors, groups in ((132, 1), (1, 2)):
+        monkeypatch.setattr(scalar_scan, "PROCESSORS", processors)
+        assert scalar_scan._count_groups(2, 2) == groups
+        found.append(results_and_gradients(lambda x: fused(**x, run=run), inputs))
+        assert not races_found()
+    jax.tree.map(np.testing.assert_array_equal, *found)
 
 
 @pytest.mark.parametrize(
@@ -301,7 +347,8 @@ def test_gradients_of_pairs_with_two_memories_per_row_are_those_of_each_head(mon
 @pytest.mark.parametrize("heads, calls", [((1, 1, 4), 3), ((4, 4, 4), 4), ((1, 1, 3), 4)], ids=str)
 def test_heads_that_share_q_and_k_have_two_scans_of_gradients(heads, calls):
     """For an H200, the gradients of pairs of heads that share q and k are two kernels, whose sums over heads of dq and dk have half as many
-    heads, and other heads' gradients are three.
+    heads, and other heads' gradients are three. A gradient of the final memories also requires the forward pass's kernel, which computes
+    them.
     """
     struct = jax.ShapeDtypeStruct
     *key_heads, memories = heads
@@ -309,19 +356,22 @@ def test_heads_that_share_q_and_k_have_two_scans_of_gradients(heads, calls):
     v, by_head = (2, 1024, memories, 64), struct((2, 1024, memories), jnp.float32)
     arrays = q, k, struct(v, jnp.bfloat16), by_head, by_head, struct((memories,), jnp.float32)
 
-    def gradients(*arrays):
+    def gradients(results, *arrays):
         def total(q, k, v, log_decay, log_write, skip):
             initial = jnp.zeros((2, memories, 128, 64))
             given = dict(log_write=log_write, skip=skip, initial=initial, scale=SCALE)
-            return jnp.sum(linear_attention(q, k, v, log_decay, **given)[0].astype(jnp.float32))
+            found = linear_attention(q, k, v, log_decay, **given)[:results]
+            return sum(jnp.sum(x.astype(jnp.float32)) for x in found)
 
         return jax.grad(total, argnums=tuple(range(6)))(*arrays)
 
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
-    with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
-        text = jax.jit(gradients).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("custom_call @mosaic_gpu") == calls
-    assert ("2x1024x2x128xbf16" in text) == (calls == 3)
+    for results in (1, 2):
+        with use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+            traced = jax.jit(functools.partial(gradients, results)).trace(*arrays)
+            text = traced.lower(lowering_platforms=("cuda",)).as_text()
+        assert text.count("custom_call @mosaic_gpu") == calls - 2 + results
+        assert ("2x1024x2x128xbf16" in text) == (calls == 3)
 
 
 def test_sums_by_a_product_in_bfloat16_have_the_precision_of_float32():

@@ -77,7 +77,7 @@ def tokens_of(arguments: dict[str, Any]) -> Tokens:
 
 
 def lay_out(
-    name: str, tokens: Tokens, memory: jax.Array, arrays: dict[str, Any]
+    name: str, tokens: Tokens, memory: jax.Array | None, arrays: dict[str, Any]
 ) -> tuple[dict[str, Any], Callable[..., tuple[jax.Array, jax.Array]]]:
     """Return a call's arrays in the layout that a fused kernel reads, and a function that brings the kernel's
     results back into the order of the call's tokens.
@@ -85,7 +85,7 @@ def lay_out(
     Args:
         name: the name of the kernel's backend.
         tokens: which of the call's tokens write, and the document or segment of each.
-        memory: the memory in the call's state: [B, G, K, V], or [B, S, G, K, V] with one state per segment.
+        memory: the memory in the call's state: [B, G, K, V], of which None is an empty one, or [B, S, G, K, V] with one state per segment.
         arrays: [B, T, ...] or None, by name; 0 at tokens that write nothing.
 
     Returns:
@@ -93,7 +93,7 @@ def lay_out(
         document or segment as `run`; and a function of the kernel's output and final memory, which returns
         both in the call's layout.
     """
-    if tokens.slot is None:
+    if tokens.slot is None or memory is None:
         return arrays | dict(initial=memory, run=tokens.run), lambda *results: results
     length = tokens.slot.shape[1]
     chunks = cut_into_chunks(tokens, length, _CHUNK[name], memory.shape[1])

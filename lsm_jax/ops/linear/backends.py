@@ -90,7 +90,8 @@ def run_kernel(name: str, call: Call) -> tuple[jax.Array, LinearState]:
         shared["skip"] = given["skip"].astype(jnp.float32)
     arrays: dict[str, Any] = dict(q=select(tokens.real, q), k=k, v=v, log_decay=log_decay)
     arrays |= dict(value_log_decay=value_log_decay, log_write=log_write)
-    laid_out, restore = memory_kernels.lay_out(name, tokens, state.memory, arrays)
+    memory = None if options.fresh and state.memory.ndim == 4 else state.memory
+    laid_out, restore = memory_kernels.lay_out(name, tokens, memory, arrays)
     output, memory = restore(
         *linear_attention(
             **laid_out, **shared, scale=options.scale, exact=options.exact, save_memories=call.save_memories,

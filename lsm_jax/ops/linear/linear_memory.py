@@ -185,6 +185,7 @@ def linear_memory(
         dtype=dtype,
         precision=checks.matmul_precision(q, k, v),
         rank=rank,
+        fresh=initial_state is None and layer is None,
     )
     in_place = one_token.in_place(layer, q)
     result = over_mesh(
@@ -203,6 +204,7 @@ def _in_sequence(axis, function, static, **arguments):
     """Compute `linear_memory` on one of several devices that have consecutive parts of each row: the outputs of its
     tokens, and the state after the whole row.
     """
+    static = static._replace(options=static.options._replace(fresh=False))
     return shared_rows.in_sequence(axis, function, static, arguments)
 
 

@@ -52,6 +52,7 @@ class LinearOptions(NamedTuple):
         precision: the precision of matrix products.
         exact: whether a fused kernel returns its output in float32 (slot memory requires it).
         rank: number of consecutive rows that are one token, of which each reads after all are written.
+        fresh: whether the state is empty, so that a kernel need not load its memories.
     """
 
     scale: float
@@ -62,6 +63,7 @@ class LinearOptions(NamedTuple):
     precision: jax.lax.Precision
     exact: bool = False
     rank: int = 1
+    fresh: bool = False
 
 
 class _Inputs(NamedTuple):

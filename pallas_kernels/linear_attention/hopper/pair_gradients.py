@@ -67,7 +67,7 @@ def query_gradient(q, k, v, d_output, decay: Decays, initial, *, scale: float, c
         v: [B, T, heads, 64] the values.
         d_output: [B, T, heads, 64] the gradient of the output.
         decay: the decays of the heads, and the tokens' documents.
-        initial: [B * S, heads, 128, 64] float32, the memory before the first chunk.
+        initial: [B * S, heads, 128, 64] float32, the memory before the first chunk; None is 0.
         scale: the factor of q.
         chunk_bounds: as for `scalar_scan`.
         interpret: parameters of the Pallas interpreter, or False to compile the kernel.
@@ -93,7 +93,7 @@ def key_gradients(
         v: the values.
         d_output: the gradient of the output.
         decay: the decays of the heads, and the tokens' documents.
-        d_final: [B * S, heads, 128, 64] float32, the gradient of the memory after the last chunk.
+        d_final: [B * S, heads, 128, 64] float32, the gradient of the memory after the last chunk; None is 0.
         states: the memories that `query_gradient` has saved.
         skip: [heads] float32, the factor of each head's values in its output.
         scale: the factor of q.
@@ -111,7 +111,7 @@ def key_gradients(
     )  # fmt: skip
     products = jnp.sum(products, axis=-1)
     k_dots, skip_dots = _by_head(jnp.sum(dots[:, :, :2], axis=3)), _by_head(dots[:, :, 2])
-    last = jnp.swapaxes(last.reshape(*d_final.shape[:2], _WIDTH, _DEPTH), -1, -2)
+    last = jnp.swapaxes(last.reshape(-1, v.shape[2], _WIDTH, _DEPTH), -1, -2)
     return dk, dv, last, k_dots, skip_dots, products
 
 
@@ -133,6 +133,7 @@ def _scan(
     runs = 1 if chunk_bounds is None else chunk_bounds.shape[1] - 1
     dtype = tokens["x"].dtype
     before, after = decay.read_decay, decay.write_decay
+    assert before is not None and after is not None, "factors of writes require a decay"
     if reverse:
         before, after = after, before
     paired = {n: tokens[n].reshape(batch, length, heads // 2, 2 * _WIDTH) for n in "xy"}
@@ -141,7 +142,7 @@ def _scan(
     )  # fmt: skip
     streams = {n: x for n, x in (tokens | paired | vectors).items() if x is not None}
     others = dict(
-        chunk_decay=decay.chunk_decay, initial=jnp.swapaxes(initial, -1, -2), states=states, skip=skip,
+        chunk_decay=decay.chunk_decay, initial=None if initial is None else jnp.swapaxes(initial, -1, -2), states=states, skip=skip,
         chunk_bounds=chunk_bounds,
     )  # fmt: skip
     call = _Call(
@@ -296,12 +297,15 @@ class _Warpgroup(NamedTuple):
         return source.at[at.b, :, head], block
 
     def compute_all(self, pipeline: Callable) -> None:
-        """Carry this warpgroup's memory from its initial value through all chunks, and store the gradient of the initial memory.
+        """Carry this warpgroup's memory from its initial value (or 0) through all chunks, and store the gradient of the initial memory.
 
         `pipeline` runs `compute_chunk` for one chunk after another and returns the last memory.
         """
         at = self.at
-        S = wg.load_global(self.refs["initial"].at[at.row, at.h])
+        if "initial" in self.refs:
+            S = wg.load_global(self.refs["initial"].at[at.row, at.h])
+        else:
+            S = plgpu.layout_cast(jnp.zeros((_WIDTH, _DEPTH), _F32), wg.LAYOUT)
         plgpu.barrier_arrive(self.smem["used"])
         S, _ = pipeline((S, at.chunk_decay[at.chunk(0)]))
         plgpu.barrier_wait(self.smem["used"])

@@ -28,7 +28,10 @@ from pallas_kernels.linear_attention.hopper import pair_gradients
 from pallas_kernels.linear_attention.hopper.scalar_scan import Decays, pairs, scalar_scan
 from pallas_kernels.memory_calls import NO_BONUS, in_bfloat16, key_dims, value_dims
 
-__all__ = ["CHUNK", "REQUIREMENTS", "Residuals", "backward", "forward"]
+__all__ = ["CHUNK", "FROM_ZERO", "REQUIREMENTS", "Residuals", "backward", "forward"]
+
+FROM_ZERO = True
+"""Whether `forward` accepts an `initial` of None, and `backward` a `d_final` of None, which are zeros that nobody stores."""
 
 _SIZES = (64, 128, 256, 512)  # K and V
 _F32 = jnp.float32
@@ -51,12 +54,12 @@ class Residuals(NamedTuple):
 
     Attributes:
         decay: the decays of all tokens and chunks, and the tokens' documents.
-        starts: [B * P, *, K, V] float32, the memory of each of * heads before each part of a row.
+        starts: [B * P, *, K, V] float32, the memory of each of * heads before each part of a row; None is 0.
         ends: [B * P, *, K, V] float32, the memory of each of * heads after each part of a row.
     """
 
     decay: Decays
-    starts: jax.Array
+    starts: jax.Array | None
     ends: jax.Array
 
 
@@ -67,8 +70,8 @@ def forward(
     """Compute linear attention with a scalar decay or none, and what its backward pass requires.
 
     Return the output [B, T, max(H, G), V], the final memories, shaped as `initial`, and the residuals, which are computed whether
-    or not `save` is set. The arguments are those of `linear_attention`, with T a multiple of `CHUNK`. `log_write` and `skip` are given
-    both, with a decay, or neither.
+    or not `save` is set. The arguments are those of `linear_attention`, with T a multiple of `CHUNK`; an `initial` of None is one empty
+    memory per row. `log_write` and `skip` are given both, with a decay, or neither.
     """
     del save
     batch, length, memories, _ = v.shape
@@ -83,10 +86,12 @@ def forward(
         scalar_scan, decay=decay, heads=heads, chunk_bounds=chunk_bounds, rank=rank, interpret=interpret, paired=paired,
     )  # fmt: skip
     # Each of several query heads that read one memory computes that memory.
-    starts = initial = jnp.repeat(initial, heads // memories, axis=1)
+    starts = None if initial is None else jnp.repeat(initial, heads // memories, axis=1)
     if parts > 1:
         (written,) = scan(None, k, v)
-        starts = row_layout.memories_before_parts(written, decay.chunk_decay, initial)
+        if starts is None:
+            starts = jnp.zeros((batch, *written.shape[1:]), _F32)
+        starts = row_layout.memories_before_parts(written, decay.chunk_decay, starts)
     skip = _by_head(skip, heads)
     output, ends = scan(q, k, v, initial=starts, read_scale=scale, skip=skip)
     final = ends.reshape(-1, parts, heads, *ends.shape[2:])[:, -1, :: heads // memories]
@@ -100,23 +105,26 @@ def backward(
     """Return the gradients of q, k, v, log_decay and initial of linear attention with a scalar decay or none; with `log_write` and `skip`,
     their gradients are after that of v.
 
-    The gradient of log_decay is None if there is no decay or `decay_gradient` is False. The arguments are those of `forward`, the
-    residuals that it returned, and the gradients of its output and of its final memories.
+    The gradient of log_decay is None if there is no decay or `decay_gradient` is False, and that of an `initial` of None, too. The arguments
+    are those of `forward`, the residuals that it returned, and the gradients of its output and of its final memories; None is 0 for the
+    latter.
     """
     batch, length, memories, _ = v.shape
     heads = d_output.shape[2]
     decay, starts, ends = residuals
     _, chunk_bounds = row_layout.split_runs(run, initial, batch)
-    parts = starts.shape[0] // initial.shape[0]
+    parts = ends.shape[0] // (batch if initial is None else initial.shape[0])
     query_heads, key_heads = q.shape[2], k.shape[2]
     q, k, v, d_output = (row_layout.split_parts(x, parts) for x in (q, k, v, d_output))
     scan = functools.partial(
         scalar_scan, decay=decay, heads=heads, chunk_bounds=chunk_bounds, rank=rank,
         interpret=interpret, paired=PAIRED and skip is not None,
     )  # fmt: skip
-    d_ends = row_layout.gradient_by_head(d_final, heads)
+    d_ends = None if d_final is None else row_layout.gradient_by_head(d_final, heads)
     if parts > 1:
         (read,) = scan(None, q, d_output, write_scale=scale, reverse=True)
+        if d_ends is None:
+            d_ends = jnp.zeros((batch, *read.shape[1:]), _F32)
         d_ends = row_layout.memories_before_parts(read, decay.chunk_decay, d_ends, reverse=True)
 
     def join(x, heads):  # the parts, and the heads that share an input
@@ -124,6 +132,11 @@ def backward(
 
     def first(memory):  # of a row's parts
         return memory.reshape(-1, parts, *memory.shape[1:])[:, 0]
+
+    def products_at_end():  # of the memory and its gradient, [B * P, heads, 1]
+        if d_ends is None:
+            return jnp.zeros((*ends.shape[:2], 1), _F32)
+        return jnp.sum(ends * d_ends, (-1, -2))[:, :, None]
 
     if GRADIENTS_OF_PAIRS and skip is not None and pair_gradients.supports(q, k, v, heads):
         arrays, options = (
@@ -136,8 +149,7 @@ def backward(
         )
         d_decay = None
         if decay_gradient:
-            at_end = jnp.sum(ends * d_ends, (-1, -2))[:, :, None]
-            at_end = _interval_ends(at_end, products, chunk_bounds)
+            at_end = _interval_ends(products_at_end(), products, chunk_bounds)
             d_decay = _decay_gradient(q_dots - k_dots, at_end, decay.run)
             d_decay = d_decay.reshape(batch, length, memories)
         d_writes = _write_gradients(k_dots, skip_dots, (batch, parts, length))
@@ -147,12 +159,12 @@ def backward(
             join(dv, memories),
             *d_writes,
             d_decay,
-            first(d_starts),
+            None if initial is None else first(d_starts),
         )
 
-    forward_options = dict(initial=jnp.swapaxes(starts, -1, -2), read_scale=scale)
+    forward_options = dict(initial=_transposed(starts), read_scale=scale)
     reverse_options = dict(write_scale=scale, reverse=True)
-    d_ends_transposed = jnp.swapaxes(d_ends, -1, -2)
+    d_ends_transposed = _transposed(d_ends)
     if log_decay is None or not decay_gradient:
         d_decay = None
         dq, _ = scan(d_output, v, k, **forward_options)
@@ -162,8 +174,7 @@ def backward(
         dk, _, k_dots, products = scan(
             v, d_output, q, initial=d_ends_transposed, partner=k, states=states, **reverse_options
         )
-        at_end = jnp.sum(ends * d_ends, (-1, -2))[:, :, None]
-        at_end = _interval_ends(at_end, jnp.sum(products, (2, -1)), chunk_bounds)
+        at_end = _interval_ends(products_at_end(), jnp.sum(products, (2, -1)), chunk_bounds)
         rows = jnp.sum(q_dots - k_dots, axis=2)
         rows, at_end = (row_layout.sum_heads(x, memories, axis=1) for x in (rows, at_end))
         d_decay = _decay_gradient(rows, at_end, decay.run).reshape(batch, length, memories)
@@ -179,10 +190,17 @@ def backward(
             row_layout.sum_heads(jnp.sum(x, axis=2), memories, axis=1) for x in (v_dots, skip_dots)
         )
         d_writes = _write_gradients(v_dots, skip_dots, (batch, parts, length))
+    d_initial = None
+    if initial is not None:
+        d_initial = row_layout.sum_heads(first(d_starts), memories, axis=1)
     return (
-        join(dq, query_heads), join(dk, key_heads), join(dv, memories), *d_writes, d_decay,
-        row_layout.sum_heads(first(d_starts), memories, axis=1),
+        join(dq, query_heads), join(dk, key_heads), join(dv, memories), *d_writes, d_decay, d_initial,
     )  # fmt: skip
+
+
+def _transposed(memories):
+    """Return memories [..., K, V] as [..., V, K]; None for None."""
+    return None if memories is None else jnp.swapaxes(memories, -1, -2)
 
 
 def _write_gradients(v_dots, skip_dots, shape):
@@ -208,18 +226,20 @@ def _chunk_decays(log_decay, run, shape, parts: int, log_write=None) -> Decays:
     """
     batch, length, heads, _ = shape
     count = length // CHUNK
+    if log_decay is None and run is None:
+        return Decays(None, None, None, None, None)
     if log_decay is None:
-        by_chunk = jnp.zeros((batch, heads, count, CHUNK), _F32)
+        cum = jnp.zeros((batch, heads, count, CHUNK), _F32)
+        read_decay = write_decay = jnp.ones_like(cum)
+        chunk_decay = jnp.ones((batch, heads, count), _F32)
     else:
         # e^-104 is 0 in float32; larger sums would cost the others their precision.
         by_chunk = jnp.moveaxis(jnp.maximum(log_decay.astype(_F32), -128.0), 1, 2)
-        by_chunk = by_chunk.reshape(batch, heads, count, CHUNK)
-    # Sums up to a token and after it, computed apart: their difference would lose precision. As one product they are one kernel.
-    row, other = jnp.arange(CHUNK)[:, None], jnp.arange(CHUNK)
-    sums = jnp.concatenate([row <= other, row > other], axis=1).astype(_F32)
-    sums = jnp.einsum("bgnj,ji->bgni", by_chunk, sums, precision="highest")
-    cum, after = jnp.split(sums, 2, axis=-1)
-    read_decay, write_decay, chunk_decay = jnp.exp(cum), jnp.exp(after), jnp.exp(cum[..., -1])
+        by_chunk = by_chunk.reshape(batch, heads, count, 1, CHUNK)
+        # Sums up to a token and after it, computed apart: their difference would lose precision. They are one kernel of XLA.
+        later = jnp.arange(CHUNK) > jnp.arange(CHUNK)[:, None]
+        cum, after = (jnp.sum(jnp.where(m, by_chunk, 0), axis=-1) for m in (~later, later))
+        read_decay, write_decay, chunk_decay = (jnp.exp(x) for x in (cum, after, cum[..., -1]))
     if run is not None:
         of_chunk = run.reshape(batch, 1, count, CHUNK)
         last = of_chunk[..., -1]

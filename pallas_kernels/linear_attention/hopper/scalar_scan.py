@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.compat import pl, plgpu
+from pallas_kernels.compat import PROCESSORS, pl, plgpu
 from pallas_kernels.hopper import row_layout
 from pallas_kernels.hopper import warpgroups as wg
 from pallas_kernels.hopper.launch import launch, with_smem
@@ -42,18 +42,19 @@ class Decays(NamedTuple):
 
     Attributes:
         cum: [B * P, G, T / P], sums of the log decay from each chunk's start; None without decay.
-        read_decay: [B * P, G, T / P], the factor of the memory before the chunk in what each token reads.
+        read_decay: [B * P, G, T / P], the factor of the memory before the chunk in what each token reads: the exponential of `cum`, or 0 for
+            a token of a later document. None is 1, as are `write_decay` and `chunk_decay` then: there is one document and no decay.
         write_decay: [B * P, G, T / P], the factor of each token's write in the memory after the chunk.
-        chunk_decay: [B * P, G, N / P], the factor of the memory before the chunk in the memory after it.
+        chunk_decay: [B * P, G, N / P], the factor of the memory before the chunk in the memory after it: `read_decay` of the chunk's last token.
         run: [B * P, T / P], document numbers, or None.
         write_cum: [B * P, G, T / P], `cum` minus the logarithm of the factor of each token's write, which `write_decay` contains; None is
             `cum`: all factors are 1.
     """
 
     cum: jax.Array | None
-    read_decay: jax.Array
-    write_decay: jax.Array
-    chunk_decay: jax.Array
+    read_decay: jax.Array | None
+    write_decay: jax.Array | None
+    chunk_decay: jax.Array | None
     run: jax.Array | None
     write_cum: jax.Array | None = None
 
@@ -123,24 +124,32 @@ def scalar_scan(
     interval = 1 if chunk_bounds is not None else chunks_of_interval(count)
     intervals = count // interval
     runs = 1 if chunk_bounds is None else chunk_bounds.shape[1] - 1
-    before, after = decay.read_decay, decay.write_decay
-    if reverse:
-        before, after = after, before
-    vectors: dict[str, Any] = dict(write_decay=after * write_scale)
+    read, write = ("write_decay", "read_decay") if reverse else ("read_decay", "write_decay")
+    vectors: dict[str, Any] = dict(write_decay=getattr(decay, write))
     if x is not None:
-        vectors |= dict(read_decay=before * read_scale, cum=decay.cum, run=decay.run)
+        vectors |= dict(read_decay=getattr(decay, read), cum=decay.cum, run=decay.run)
         vectors |= dict(write_cum=decay.write_cum)
+    chunk_decay = decay.chunk_decay
+    if decay.run is None and decay.cum is not None:
+        # The kernel computes these from the sums, so that XLA does not store them.
+        vectors |= {"cum": decay.cum, "write_decay" if reverse else "read_decay": None}
+        chunk_decay = None
     streams = {n: a for n, a in (dict(x=x, y=y, z=z) | vectors).items() if a is not None}
     paired = (
-        paired and x is not None and decay.read_decay.shape[1] == heads and pairs(x, y, z, heads)
+        paired
+        and x is not None
+        and decay.read_decay is not None
+        and decay.read_decay.shape[1] == heads
+        and pairs(x, y, z, heads)
     )
     others = dict(
-        chunk_decay=decay.chunk_decay, initial=initial, partner=partner, states=states, chunk_bounds=chunk_bounds, skip=skip,
+        chunk_decay=chunk_decay, initial=initial, partner=partner, states=states, chunk_bounds=chunk_bounds, skip=skip,
     )  # fmt: skip
+    groups = 2 if paired else _count_groups(blocks, batch * runs * heads * slices)
     call = _Call(
         shapes={n: a.shape for n, a in (streams | others).items() if a is not None}, streams=tuple(streams), heads=heads,
-        depth=depth, slices=slices, blocks=blocks, count=count, interval=interval, groups=1 if blocks % 2 and not paired else 2, paired=paired,
-        reverse=reverse, save_states=save_states, scale=read_scale * write_scale, rank=rank, interpret=interpret,
+        depth=depth, slices=slices, blocks=blocks, count=count, interval=interval, groups=groups, paired=paired, reverse=reverse,
+        save_states=save_states, read_scale=read_scale, write_scale=write_scale, rank=rank, interpret=interpret,
     )  # fmt: skip
     struct: Any = jax.ShapeDtypeStruct
     smem = _smem(call, z.dtype)
@@ -174,6 +183,18 @@ def scalar_scan(
     return list(results.values())
 
 
+def _count_groups(blocks: int, memories: int) -> int:
+    """Return the number of warpgroups of a thread block, 1 or 2, each with one of the `blocks` slices of 64 columns of one of `memories`
+    slices of memories.
+
+    A chunk takes 1.2 times as long beside a second warpgroup as alone on a processor, so that one has a thread block for itself where
+    processors are left over.
+    """
+    count = blocks * memories
+    alone = 10 * pl.cdiv(count, PROCESSORS) < 12 * pl.cdiv(count, 2 * PROCESSORS)
+    return 1 if blocks % 2 or alone else 2
+
+
 class _Call(NamedTuple):
     """Sizes and options of one call of `scalar_scan`, which carries memories S [D, V] with a scalar decay through the chunks of all
     rows.
@@ -191,7 +212,8 @@ class _Call(NamedTuple):
         paired: whether these warpgroups compute the memories of two consecutive heads.
         reverse: whether the last chunk is computed first.
         save_states: whether the memory at the start of each interval is returned.
-        scale: the factor by which the scores of a chunk's tokens with one another are multiplied.
+        read_scale: the factor by which what tokens read is multiplied.
+        write_scale: the factor by which writes are multiplied.
         rank: number of consecutive rows that are one token.
         interpret: parameters of the Pallas interpreter, or False to compile the kernel.
     """
@@ -208,7 +230,8 @@ class _Call(NamedTuple):
     paired: bool
     reverse: bool
     save_states: bool
-    scale: float
+    read_scale: float
+    write_scale: float
     rank: int
     interpret: Any
 
@@ -236,7 +259,7 @@ class _Position(NamedTuple):
         column: index of the 64 columns of the memory (value channels).
         columns: the slice of these columns.
         block_columns: the slice of the columns that all warpgroups of the thread block compute.
-        chunk_decay: reference to the decay of the memory over each of the row's chunks.
+        chunk_decay: reference to the decay of the memory over each of the row's chunks, or None if the kernel computes it.
         skip: the factor of z in the output of this warpgroup, or None.
     """
 
@@ -271,7 +294,9 @@ def _position(call: _Call, refs: dict[str, Any]) -> _Position:
     rows = pl.ds(index * call.depth, call.depth)
     columns = pl.ds(column * _BLOCK, _BLOCK)
     block_columns = pl.ds(lax.axis_index("column") * call.groups * _BLOCK, call.groups * _BLOCK)
-    chunk_decay = refs["chunk_decay"].at[b, call.input_head("chunk_decay", h)]
+    chunk_decay = None
+    if "chunk_decay" in refs:
+        chunk_decay = refs["chunk_decay"].at[b, call.input_head("chunk_decay", h)]
     skip = refs["skip"][h] if "skip" in refs else None
     if skip is not None and call.slices > 1:  # the outputs of all slices are added
         skip = jnp.where(index == 0, skip, 0.0)
@@ -316,6 +341,19 @@ def token_weights(chunk, reverse: bool, scale: float, rank: int = 1):
         read, written = written, read
     sums = wg.row_differences(read, _SQUARE, written)
     return jnp.exp(jnp.where(reads, -sums if reverse else sums, wg.NEVER)) * scale
+
+
+def _times(tile, chunk, name: str, scale: float):
+    """Return a tile [64, 64] in registers whose rows are multiplied by a chunk's `read_decay` or `write_decay`, which `name` says, times
+    `scale`. Without such an input they are the exponentials of `cum`, or 1 if there is no decay.
+    """
+    if name in chunk:
+        factors = wg.load_rows(chunk[name])
+    elif "cum" in chunk:
+        factors = jnp.exp(wg.load_rows(chunk["cum"]))
+    else:
+        return tile if scale == 1 else tile * scale
+    return tile * wg.spread_rows(factors if scale == 1 else factors * scale, tile.shape)
 
 
 class _Warpgroup(NamedTuple):
@@ -374,19 +412,20 @@ class _Warpgroup(NamedTuple):
             S = wg.load_global(self.refs["initial"].at[at.row, at.h, at.rows, at.columns])
         else:
             S = plgpu.layout_cast(jnp.zeros((self.call.depth, _BLOCK), _F32), wg.LAYOUT)
-        S, _ = pipeline((S, at.chunk_decay[at.chunk(0)]))
+        ahead = () if at.chunk_decay is None else (at.chunk_decay[at.chunk(0)],)
+        S, *_ = pipeline((S, *ahead))
         self.refs["last"].at[at.row, at.h, at.rows, at.columns][...] = S
         plgpu.wait_smem_to_gmem(0)
 
     def compute_chunk(self, indices, *arguments) -> Any:
-        """Return the memory S [D, 64] after one chunk and the decay of the memory over the next chunk; store what the chunk's
-        tokens read.
+        """Return the memory S [D, 64] after one chunk and, if decays of chunks are an input, the one of the next chunk; store what the
+        chunk's tokens read.
 
-        `indices` has the chunk's index in the order of computation; `arguments` are references to the chunk's inputs and, last,
-        the pair of S before the chunk and the decay over the chunk.
+        `indices` has the chunk's index in the order of computation; `arguments` are references to the chunk's inputs and, last, a tuple of
+        S before the chunk and the decay over the chunk.
         """
         call, at = self.call, self.at
-        *loaded, (S, chunk_decay) = arguments
+        *loaded, (S, *ahead) = arguments
         chunk = dict(zip(call.streams, loaded, strict=True))
         if call.paired:
             others = {n: a for n, a in chunk.items() if n not in ("x", "y", "z", "run")}
@@ -397,20 +436,30 @@ class _Warpgroup(NamedTuple):
         if call.groups > 1:
             z = z.at[:, pl.ds(at.group * _BLOCK, _BLOCK)]
         memory, written = (self.smem[name].at[at.group] for name in ("memory", "written"))
-        # Loading a scalar from global memory is slow, so that it is loaded a chunk ahead.
-        next_chunk_decay = at.chunk_decay[at.chunk(jnp.minimum(indices[0] + 1, at.steps - 1))]
-        writes = plgpu.load(z, layout=wg.LAYOUT).astype(_F32)
-        writes *= wg.spread_rows(wg.load_rows(chunk["write_decay"]), _TILE)
+        if ahead:
+            (chunk_decay,) = ahead
+            # Loading a scalar from global memory is slow, so that it is loaded a chunk ahead.
+            ahead = (at.chunk_decay[at.chunk(jnp.minimum(indices[0] + 1, at.steps - 1))],)
+        else:
+            chunk_decay = jnp.exp(chunk["cum"][CHUNK - 1]) if "cum" in chunk else None
+        decayed = S if chunk_decay is None else S * chunk_decay
+        writes = _times(
+            plgpu.load(z, layout=wg.LAYOUT).astype(_F32), chunk, "write_decay", call.write_scale
+        )
         written[...] = writes.astype(written.dtype)
         if "x" not in chunk:
             plgpu.commit_smem()
             write = lambda S: plgpu.wgmma(S, y.transpose((1, 0)), written)  # noqa: E731
-            (S,) = wg.accumulate(write, S * chunk_decay, interpret=call.interpret)
-            return S, next_chunk_decay
+            (S,) = wg.accumulate(write, decayed, interpret=call.interpret)
+            return S, *ahead
         memory[...] = S.astype(memory.dtype)
         plgpu.commit_smem()
         # With intervals of one chunk the condition is always true. A constant would let the loads below run before the products.
-        starts = lax.rem(n, call.interval) == 0 if call.interval > 1 else chunk_decay >= 0.0
+        starts: Any = True
+        if call.interval > 1:
+            starts = lax.rem(n, call.interval) == 0
+        elif chunk_decay is not None:
+            starts = chunk_decay >= 0.0
         if call.save_states:
             pl.when(starts)(lambda: self.save_state(n, memory))
 
@@ -420,18 +469,17 @@ class _Warpgroup(NamedTuple):
             plgpu.wgmma(S, y.transpose((1, 0)), written)
 
         scores, carried, S = wg.accumulate(
-            products, jnp.zeros(_SQUARE, _F32), jnp.zeros(_TILE, _F32), S * chunk_decay,
-            interpret=call.interpret,
+            products, jnp.zeros(_SQUARE, _F32), jnp.zeros(_TILE, _F32), decayed, interpret=call.interpret,
         )  # fmt: skip
         if "states" in self.refs:
             pl.when(starts)(lambda: self.store_products(n, S))
         weights = self.weigh(scores, chunk, written.dtype)
-        carried *= wg.spread_rows(wg.load_rows(chunk["read_decay"]), _TILE)
+        carried = _times(carried, chunk, "read_decay", call.read_scale)
         (out,) = wg.accumulate(
             lambda out: plgpu.wgmma(out, weights, z), carried, interpret=call.interpret
         )
         self.store_output(tokens, out, z)
-        return S, next_chunk_decay
+        return S, *ahead
 
     def save_state(self, n, memory) -> None:
         """Start to store the memory S [D, 64] before chunk n, the first chunk of an interval, for the backward pass."""
@@ -460,7 +508,7 @@ class _Warpgroup(NamedTuple):
         `chunk` has references to the chunk's inputs by name.
         """
         call = self.call
-        weights = token_weights(chunk, call.reverse, call.scale, call.rank)
+        weights = token_weights(chunk, call.reverse, call.read_scale * call.write_scale, call.rank)
         weights = (scores * weights).astype(dtype)
         if call.interpret:  # the interpreter requires left operands in shared memory
             buffer = self.smem["weights"].at[self.at.group]

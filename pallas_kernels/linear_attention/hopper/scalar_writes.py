@@ -14,9 +14,9 @@ import jax
 from pallas_kernels.linear_attention.hopper import scalar_decay
 from pallas_kernels.linear_attention.hopper.scalar_decay import CHUNK, Residuals
 
-__all__ = ["CHUNK", "REQUIREMENTS", "backward", "forward"]
+__all__ = ["CHUNK", "FROM_ZERO", "REQUIREMENTS", "backward", "forward"]
 
-REQUIREMENTS = scalar_decay.REQUIREMENTS
+FROM_ZERO, REQUIREMENTS = scalar_decay.FROM_ZERO, scalar_decay.REQUIREMENTS
 
 
 def forward(
