@@ -20,7 +20,7 @@ from pallas_kernels.linear_attention.cases import (
     OUTPUT_TOLERANCE,
     Case,
 )
-from pallas_kernels.linear_attention.hopper import scalar_decay, scalar_scan
+from pallas_kernels.linear_attention.hopper import scalar_decay, scalar_plan
 
 BATCH, SCALE = 1, 0.25
 
@@ -197,8 +197,8 @@ def test_two_warpgroups_of_a_thread_block_have_the_bits_of_two_thread_blocks(
     inputs = make(65, 1, 1, 2, 64, 128, documents=documents, decay="token")
     run, found = inputs.pop("run"), []
     for processors, groups in ((132, 1), (1, 2)):
-        monkeypatch.setattr(scalar_scan, "PROCESSORS", processors)
-        assert scalar_scan._count_groups(2, 2) == groups
+        monkeypatch.setattr(scalar_plan, "PROCESSORS", processors)
+        assert scalar_plan.count_groups(2, 2) == groups
         found.append(results_and_gradients(lambda x: fused(**x, run=run), inputs))
         assert not races_found()
     jax.tree.map(np.testing.assert_array_equal, *found)

@@ -25,7 +25,8 @@ import jax.numpy as jnp
 from pallas_kernels.hopper import row_layout
 from pallas_kernels.hopper.row_layout import CHUNK
 from pallas_kernels.linear_attention.hopper import pair_gradients
-from pallas_kernels.linear_attention.hopper.scalar_scan import Decays, pairs, scalar_scan
+from pallas_kernels.linear_attention.hopper.scalar_plan import Decays, pairs
+from pallas_kernels.linear_attention.hopper.scalar_scan import scalar_scan
 from pallas_kernels.memory_calls import NO_BONUS, in_bfloat16, key_dims, value_dims
 
 __all__ = ["CHUNK", "FROM_ZERO", "REQUIREMENTS", "Residuals", "backward", "forward"]

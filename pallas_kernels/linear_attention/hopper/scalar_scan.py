@@ -22,56 +22,24 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.compat import PROCESSORS, pl, plgpu
+from pallas_kernels.compat import pl, plgpu
 from pallas_kernels.hopper import row_layout
 from pallas_kernels.hopper import warpgroups as wg
 from pallas_kernels.hopper.launch import launch, with_smem
 from pallas_kernels.hopper.row_layout import CHUNK
+from pallas_kernels.linear_attention.hopper.scalar_plan import (
+    BLOCK,
+    Call,
+    Decays,
+    chunks_of_interval,
+    count_groups,
+    pairs,
+)
 
-_BLOCK = 64  # columns of the memory that a warpgroup has
 _DEPTH = 128  # rows of the memory that a warpgroup has, at most
 _STAGES = 3  # chunks that are loaded or in use at once
-_SQUARE, _TILE = (CHUNK, CHUNK), (CHUNK, _BLOCK)
+_SQUARE, _TILE = (CHUNK, CHUNK), (CHUNK, BLOCK)
 _F32 = jnp.float32
-
-
-class Decays(NamedTuple):
-    """The decays and documents of linear attention with a scalar decay, as the Hopper scan reads them.
-
-    Each row of T tokens and N chunks is split into P parts, which are rows of the batch here. G is the number of memories.
-
-    Attributes:
-        cum: [B * P, G, T / P], sums of the log decay from each chunk's start; None without decay.
-        read_decay: [B * P, G, T / P], the factor of the memory before the chunk in what each token reads: the exponential of `cum`, or 0 for
-            a token of a later document. None is 1, as are `write_decay` and `chunk_decay` then: there is one document and no decay.
-        write_decay: [B * P, G, T / P], the factor of each token's write in the memory after the chunk.
-        chunk_decay: [B * P, G, N / P], the factor of the memory before the chunk in the memory after it: `read_decay` of the chunk's last token.
-        run: [B * P, T / P], document numbers, or None.
-        write_cum: [B * P, G, T / P], `cum` minus the logarithm of the factor of each token's write, which `write_decay` contains; None is
-            `cum`: all factors are 1.
-    """
-
-    cum: jax.Array | None
-    read_decay: jax.Array | None
-    write_decay: jax.Array | None
-    chunk_decay: jax.Array | None
-    run: jax.Array | None
-    write_cum: jax.Array | None = None
-
-
-def chunks_of_interval(count: int) -> int:
-    """Return how many chunks (1, 2 or 4) are in an interval, for a row of `count` chunks; memories are saved at the start of each
-    interval.
-    """
-    return max(n for n in (1, 2, 4) if count % n == 0)
-
-
-def pairs(x: jax.Array, y: jax.Array, z: jax.Array, heads: int) -> bool:
-    """Return whether a thread block can compute the memories of two consecutive heads of `heads`, which share x and y [B, T, *, D]
-    and each have one block of columns of z [B, T, heads, 64].
-    """
-    shared = not any(heads // a.shape[2] % 2 for a in (x, y))
-    return shared and z.shape[2] == heads and z.shape[3] == _BLOCK
 
 
 def scalar_scan(
@@ -120,7 +88,7 @@ def scalar_scan(
     batch, length, _, all_rows = y.shape
     width, count = z.shape[-1], length // CHUNK
     depth = min(all_rows, _DEPTH)
-    slices, blocks = all_rows // depth, width // _BLOCK
+    slices, blocks = all_rows // depth, width // BLOCK
     interval = 1 if chunk_bounds is not None else chunks_of_interval(count)
     intervals = count // interval
     runs = 1 if chunk_bounds is None else chunk_bounds.shape[1] - 1
@@ -145,8 +113,8 @@ def scalar_scan(
     others = dict(
         chunk_decay=chunk_decay, initial=initial, partner=partner, states=states, chunk_bounds=chunk_bounds, skip=skip,
     )  # fmt: skip
-    groups = 2 if paired else _count_groups(blocks, batch * runs * heads * slices)
-    call = _Call(
+    groups = 2 if paired else count_groups(blocks, batch * runs * heads * slices)
+    call = Call(
         shapes={n: a.shape for n, a in (streams | others).items() if a is not None}, streams=tuple(streams), heads=heads,
         depth=depth, slices=slices, blocks=blocks, count=count, interval=interval, groups=groups, paired=paired, reverse=reverse,
         save_states=save_states, read_scale=read_scale, write_scale=write_scale, rank=rank, interpret=interpret,
@@ -181,66 +149,6 @@ def scalar_scan(
     if x is not None:
         results["out"] = row_layout.sum_heads(results["out"], heads)
     return list(results.values())
-
-
-def _count_groups(blocks: int, memories: int) -> int:
-    """Return the number of warpgroups of a thread block, 1 or 2, each with one of the `blocks` slices of 64 columns of one of `memories`
-    slices of memories.
-
-    A chunk takes 1.2 times as long beside a second warpgroup as alone on a processor, so that one has a thread block for itself where
-    processors are left over.
-    """
-    count = blocks * memories
-    alone = 10 * pl.cdiv(count, PROCESSORS) < 12 * pl.cdiv(count, 2 * PROCESSORS)
-    return 1 if blocks % 2 or alone else 2
-
-
-class _Call(NamedTuple):
-    """Sizes and options of one call of `scalar_scan`, which carries memories S [D, V] with a scalar decay through the chunks of all
-    rows.
-
-    Attributes:
-        shapes: shapes of the inputs, by name.
-        streams: names of the inputs that are loaded chunk by chunk.
-        heads: number of heads of the output.
-        depth: number of rows of a memory (key channels) that a warpgroup computes, at most 128.
-        slices: number of slices of `depth` rows of a memory.
-        blocks: number of slices of 64 columns of a memory (value channels).
-        count: number of chunks of a row, N.
-        interval: number of consecutive chunks in an interval; memories are saved at the start of each interval.
-        groups: number of warpgroups of a thread block that compute, each 64 columns of a memory.
-        paired: whether these warpgroups compute the memories of two consecutive heads.
-        reverse: whether the last chunk is computed first.
-        save_states: whether the memory at the start of each interval is returned.
-        read_scale: the factor by which what tokens read is multiplied.
-        write_scale: the factor by which writes are multiplied.
-        rank: number of consecutive rows that are one token.
-        interpret: parameters of the Pallas interpreter, or False to compile the kernel.
-    """
-
-    shapes: dict[str, tuple[int, ...]]
-    streams: tuple[str, ...]
-    heads: int
-    depth: int
-    slices: int
-    blocks: int
-    count: int
-    interval: int
-    groups: int
-    paired: bool
-    reverse: bool
-    save_states: bool
-    read_scale: float
-    write_scale: float
-    rank: int
-    interpret: Any
-
-    def input_head(self, name: str, h):
-        """Return the index of the head of the input `name` that head h of the output uses; several heads of the output may share
-        it.
-        """
-        heads = self.shapes[name][2 if name in ("x", "y", "z", "partner") else 1]
-        return lax.div(h * heads, self.heads)
 
 
 class _Position(NamedTuple):
@@ -279,7 +187,7 @@ class _Position(NamedTuple):
     skip: Any
 
 
-def _position(call: _Call, refs: dict[str, Any]) -> _Position:
+def _position(call: Call, refs: dict[str, Any]) -> _Position:
     """Return the rows and columns of a memory, and the chunks, that this warpgroup of `scalar_scan` computes, from its index in the
     grid.
     """
@@ -292,8 +200,8 @@ def _position(call: _Call, refs: dict[str, Any]) -> _Position:
         first, column = 2 * h, lax.axis_index("column")
         h = first + jnp.minimum(group, 1)
     rows = pl.ds(index * call.depth, call.depth)
-    columns = pl.ds(column * _BLOCK, _BLOCK)
-    block_columns = pl.ds(lax.axis_index("column") * call.groups * _BLOCK, call.groups * _BLOCK)
+    columns = pl.ds(column * BLOCK, BLOCK)
+    block_columns = pl.ds(lax.axis_index("column") * call.groups * BLOCK, call.groups * BLOCK)
     chunk_decay = None
     if "chunk_decay" in refs:
         chunk_decay = refs["chunk_decay"].at[b, call.input_head("chunk_decay", h)]
@@ -305,14 +213,14 @@ def _position(call: _Call, refs: dict[str, Any]) -> _Position:
     )  # fmt: skip
 
 
-def _smem(call: _Call, dtype) -> dict[str, Any]:
+def _smem(call: Call, dtype) -> dict[str, Any]:
     """Return the types of the shared-memory buffers of a thread block of `scalar_scan`, besides those into which its pipeline loads
     inputs.
     """
     smem: Any = plgpu.SMEM
     tiles = functools.partial(smem, dtype=dtype, transforms=wg.TILED)
     return dict(
-        memory=tiles((call.groups, call.depth, _BLOCK)),
+        memory=tiles((call.groups, call.depth, BLOCK)),
         written=tiles((call.groups, *_TILE)),
         out=tiles((call.groups, *_TILE)),
         weights=tiles((call.groups, *_SQUARE)) if call.interpret else None,
@@ -366,7 +274,7 @@ class _Warpgroup(NamedTuple):
         smem: buffers of the thread block in shared memory, as `_smem` returns them, by name.
     """
 
-    call: _Call
+    call: Call
     at: _Position
     refs: dict[str, Any]
     smem: dict[str, Any]
@@ -394,7 +302,7 @@ class _Warpgroup(NamedTuple):
         if name not in ("x", "y", "z"):
             index = (at.b,) if name == "run" else (at.b, self.call.input_head(name, at.h))
             return source.at[index], plgpu.BlockSpec((CHUNK,), lambda n: (at.chunk(n),))
-        columns = self.call.groups * _BLOCK if name == "z" else self.call.depth
+        columns = self.call.groups * BLOCK if name == "z" else self.call.depth
         head = self.call.input_head(name, at.first)
         head = lax.div(at.first, 2) if self.call.paired and name == "z" else head
         source = source.at[at.b, :, head]
@@ -411,7 +319,7 @@ class _Warpgroup(NamedTuple):
         if "initial" in self.refs:
             S = wg.load_global(self.refs["initial"].at[at.row, at.h, at.rows, at.columns])
         else:
-            S = plgpu.layout_cast(jnp.zeros((self.call.depth, _BLOCK), _F32), wg.LAYOUT)
+            S = plgpu.layout_cast(jnp.zeros((self.call.depth, BLOCK), _F32), wg.LAYOUT)
         ahead = () if at.chunk_decay is None else (at.chunk_decay[at.chunk(0)],)
         S, *_ = pipeline((S, *ahead))
         self.refs["last"].at[at.row, at.h, at.rows, at.columns][...] = S
@@ -434,7 +342,7 @@ class _Warpgroup(NamedTuple):
         tokens = pl.ds(n * CHUNK, CHUNK)
         y, z = chunk["y"], chunk["z"]
         if call.groups > 1:
-            z = z.at[:, pl.ds(at.group * _BLOCK, _BLOCK)]
+            z = z.at[:, pl.ds(at.group * BLOCK, BLOCK)]
         memory, written = (self.smem[name].at[at.group] for name in ("memory", "written"))
         if ahead:
             (chunk_decay,) = ahead
