@@ -10,7 +10,7 @@ from typing import Any
 
 # Fields of our configs that say how a model is computed or drawn, of which no config.json has one.
 COMPUTATION = frozenset(
-    "dtype remat unroll_layers matmul loss_chunk_size init_std implementation prune op".split()
+    "dtype remat unroll_layers matmul head_matmul loss_chunk_size init_std implementation prune op".split()
 )
 LARGEST = 2**31 - 1  # of a size: token positions and indices are int32
 

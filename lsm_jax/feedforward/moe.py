@@ -68,6 +68,7 @@ class MoEConfig:
             devices is always enough, and training doubles the buffer up to it if tokens do not fit.
         exchange: how tokens are sent: "padded" sends full buffers, on all platforms; "ragged" sends only the
             tokens, on GPUs and TPUs.
+        matmul: how the experts multiply: "default", in the dtype of activations. There is no "fp8" (docs/decisions.md).
     """
 
     num_experts: int = 64
@@ -87,6 +88,7 @@ class MoEConfig:
     execution: str = "grouped"
     expert_buffer: float = 2.0
     exchange: str = "padded"
+    matmul: str = "default"
 
     @classmethod
     def for_width(cls, hidden_size: int, multiple_of: int) -> MoEConfig:
@@ -115,6 +117,11 @@ class MoEConfig:
         self._check_groups()
         checks.one_of(self, "execution", self.execution, EXECUTIONS)
         checks.one_of(self, "exchange", self.exchange, EXCHANGES)
+        if self.matmul != "default":
+            raise ValueError(
+                f"MoEConfig.matmul={self.matmul!r}: the products of groups of rows have no form in FP8; accepted is 'default', in the "
+                "dtype of activations. model.matmul='fp8' is for dense layers, the shared expert among them"
+            )
 
     def _check_groups(self) -> None:
         checks.divides(self, "num_groups", self.num_groups, "num_experts", self.num_experts)

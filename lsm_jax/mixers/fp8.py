@@ -1,4 +1,4 @@
-"""Products of dense layers in 8-bit floats (FP8 training).
+"""Products of dense layers and of the head in 8-bit floats (FP8 training).
 
 The forward pass multiplies float8_e4m3 numbers, and the backward pass multiplies them with gradients in float8_e5m2, each
 tensor scaled by its largest absolute value (current scaling; Micikevicius et al., arXiv 2209.05433). Sums are float32, and
@@ -35,11 +35,15 @@ def use_fp8(module: nnx.Module) -> list[str]:
     for path, layer in nnx.iter_graph(module):
         if not isinstance(layer, Dense):
             continue
-        sizes = layer.kernel.shape[-2:]
-        if min(sizes) >= LEAST_SIZE and not any(size % MULTIPLE for size in sizes):
+        if fits(*layer.kernel.shape[-2:]):
             layer.product = project
             changed.append(".".join(map(str, path)))
     return sorted(changed)
+
+
+def fits(*sizes: int) -> bool:
+    """Return whether matrices of these sizes are multiplied in FP8: at least `LEAST_SIZE`, and multiples of `MULTIPLE`."""
+    return min(sizes) >= LEAST_SIZE and not any(size % MULTIPLE for size in sizes)
 
 
 def project(
@@ -76,14 +80,14 @@ def _product(x: jax.Array, kernel: jax.Array) -> jax.Array:
 
 def _forward(x, kernel):
     narrow_x, narrow_kernel = (quantize(z, FORWARD) for z in (x, kernel))
-    y = _dot(narrow_x, narrow_kernel, (x.ndim - 1, 0), x.dtype)
+    y = scaled_product(narrow_x, narrow_kernel, (x.ndim - 1, 0), x.dtype)
     return y, (narrow_x, narrow_kernel)
 
 
 def _backward(saved, grad):
     narrow_x, narrow_kernel = saved
     narrow = quantize(grad, BACKWARD)
-    x_grad = _dot(narrow, narrow_kernel, (grad.ndim - 1, 1), grad.dtype)
+    x_grad = scaled_product(narrow, narrow_kernel, (grad.ndim - 1, 1), grad.dtype)
     return x_grad, _kernel_gradient(narrow_x, narrow, grad.dtype)
 
 
@@ -94,12 +98,12 @@ def _kernel_gradient(x: Scaled, grad: Scaled, dtype: DTypeLike) -> jax.Array:
     """Return the gradient [D, F] of a kernel, in `dtype`, from tokens x [..., D] and the gradient [..., F] of the output."""
     (narrow_x, x_scale), (narrow, scale) = x, grad
     rows, grads = (z.reshape(-1, z.shape[-1]) for z in (narrow_x, narrow))
-    return _dot((rows, x_scale), (grads, scale), (0, 0), jnp.float32).astype(dtype)
+    return scaled_product((rows, x_scale), (grads, scale), (0, 0), jnp.float32).astype(dtype)
 
 
 PRODUCT = Product(
     output=lambda y, kernel: _forward(y, kernel)[0],
-    tokens_gradient=lambda d, kernel: _dot(
+    tokens_gradient=lambda d, kernel: scaled_product(
         quantize(d, BACKWARD), quantize(kernel, FORWARD), (d.ndim - 1, 1), d.dtype
     ),
     kernel_gradient=lambda y, d, kernel: _kernel_gradient(
@@ -109,7 +113,7 @@ PRODUCT = Product(
 """The product in FP8 behind a gated norm (`lsm_jax.ops.normalization.gated_product`)."""
 
 
-def _dot(x: Scaled, y: Scaled, axes: tuple[int, int], dtype: DTypeLike) -> jax.Array:
+def scaled_product(x: Scaled, y: Scaled, axes: tuple[int, int], dtype: DTypeLike) -> jax.Array:
     """Return the product of x and the matrix y, both 8-bit floats with their scales, over the axis of each that `axes` names; sums are
     float32, and the result has `dtype`.
 

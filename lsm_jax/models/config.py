@@ -8,6 +8,7 @@ import dataclasses
 from typing import Any
 
 from lsm_jax import feedforward, mixers
+from lsm_jax.mixers import fp8
 
 DTYPES = ("float32", "bfloat16")
 REMAT = ("none", "dots_and_states", "dots_and_inputs", "dots_and_convolutions", "dots", "full")
@@ -89,6 +90,7 @@ class ModelConfig:
             token as `sample(unroll_layers=...)` says.
         matmul: how dense layers of mixers and feedforwards multiply in training: "default", in the activations' dtype, or
             "fp8" (`lsm_jax.mixers.fp8`).
+        head_matmul: how the head multiplies in the loss of training, "default" or "fp8".
         loss_chunk_size: tokens whose logits exist at a time in the loss, on each device.
         lora: low-rank adapters on projections of every layer, or None.
     """
@@ -114,6 +116,7 @@ class ModelConfig:
     remat: str = "full"
     unroll_layers: bool | None = None
     matmul: str = "default"
+    head_matmul: str = "default"
     loss_chunk_size: int = 2048
     lora: mixers.LoRAConfig | None = None
 
@@ -152,7 +155,7 @@ class ModelConfig:
                 if hasattr(layer.mixer, "for_inference")
             }
         )
-        return config if self.matmul == "default" else dataclasses.replace(config, matmul="default")
+        return dataclasses.replace(config, matmul="default", head_matmul="default")
 
     def teacher(self) -> ModelConfig | None:
         """Return the config of the model whose outputs this model learns in attention transfer, the first
@@ -187,7 +190,7 @@ class ModelConfig:
             raise ValueError(
                 f"model.num_layers={self.num_layers}: accepted are at most {_MOST_LAYERS}"
             )
-        choices = dict(dtype=DTYPES, remat=REMAT, matmul=MATMUL, norm=NORMS)
+        choices = dict(dtype=DTYPES, remat=REMAT, matmul=MATMUL, head_matmul=MATMUL, norm=NORMS)
         for name, accepted in choices.items():
             if getattr(self, name) not in accepted:
                 raise ValueError(
@@ -225,6 +228,13 @@ class ModelConfig:
             raise ValueError(
                 "model.matmul='fp8': MoM multiplies tokens by memory, for which there is no product in FP8; accepted with MoM "
                 "is 'default'"
+            )
+        if self.head_matmul == "fp8" and (
+            self.head_bias or not fp8.fits(self.hidden_size, self.vocab_size)
+        ):
+            raise ValueError(
+                f"model.head_matmul='fp8' with hidden_size={self.hidden_size}, vocab_size={self.vocab_size} and head_bias={self.head_bias}: "
+                f"accepted are sizes of at least {fp8.LEAST_SIZE} that are multiples of {fp8.MULTIPLE}, without head_bias; or 'default'"
             )
 
     def _check_joint_balance(self) -> None:

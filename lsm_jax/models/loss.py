@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from lsm_jax.mixers import fp8
 from lsm_jax.mixers.layers import matmul_to_float32
 from lsm_jax.parallel import over_mesh, over_tokens, shards_of
 
@@ -63,6 +64,7 @@ def training_losses(
     cap: float | None = None,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
+    matmul: str = "default",
 ) -> tuple[jax.Array, jax.Array]:
     """Return the loss of a training step, and the part of it that is `next_token_loss`: the sums over all tokens, divided by
     `count`.
@@ -85,23 +87,28 @@ def training_losses(
         count: the number by which the sum is divided, such as the number of predicted tokens in the whole batch.
         label_smoothing: the share of the target that is spread evenly over the vocabulary, in [0, 1).
         z_loss: the weight of the square of the log-sum-exp, at least 0.
+        matmul: how the head multiplies: "default", in hidden's dtype, or "fp8" (`lsm_jax.mixers.fp8`), with one scale for the head
+            and one for each chunk's hidden states, and their gradient's, on a device.
 
     Returns:
         The mean loss, and the mean negative log-likelihood in nats, float32 scalars; NaN if a label that the mask counts is
         outside the vocabulary. Only the first has a gradient.
 
     Raises:
-        ValueError: the shapes do not fit, `chunk_size` is less than 1, or `label_smoothing` or `z_loss` is out of range.
+        ValueError: the shapes do not fit, `chunk_size` is less than 1, `label_smoothing` or `z_loss` is out of range, or `matmul` is
+            not accepted.
     """
     _check(hidden, head, labels, loss_mask, chunk_size)
     if not 0 <= label_smoothing < 1:
         raise ValueError(f"label_smoothing={label_smoothing}: it must be in [0, 1)")
     if not 0 <= z_loss < float("inf"):
         raise ValueError(f"z_loss={z_loss}: it must be at least 0, and finite")
+    if matmul not in _PRODUCTS:
+        raise ValueError(f"matmul={matmul!r}: accepted are {', '.join(_PRODUCTS)}")
     weight = loss_mask.astype(jnp.promote_types(hidden.dtype, jnp.float32)) / count
     loss, nll = _over_devices(
         _weighted_loss,
-        (chunk_size, cap, float(label_smoothing), float(z_loss)),
+        (matmul, chunk_size, cap, float(label_smoothing), float(z_loss)),
         dict(hidden=hidden, labels=labels, weight=weight),
         dict(head=head),
     )
@@ -119,9 +126,12 @@ def mean_next_token_loss(
     cap: float | None = None,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
+    matmul: str = "default",
 ) -> jax.Array:
     """Return the loss of a training step alone, the first result of `training_losses`, whose arguments and errors it has."""
-    options = dict(cap=cap, label_smoothing=label_smoothing, z_loss=z_loss)
+    options: dict[str, Any] = dict(
+        cap=cap, label_smoothing=label_smoothing, z_loss=z_loss, matmul=matmul
+    )
     losses = training_losses(
         hidden, head, labels, loss_mask, count, chunk_size=chunk_size, **options
     )
@@ -165,12 +175,12 @@ def _loss(chunk_size, cap, hidden, labels, loss_mask, head):
     return nll if loss_mask is None else nll * loss_mask
 
 
-def _weighted_loss(chunk_size, cap, label_smoothing, z_loss, hidden, labels, weight, head):
+def _weighted_loss(matmul, chunk_size, cap, label_smoothing, z_loss, hidden, labels, weight, head):
     """Return the weighted sums of the losses and of the negative log-likelihoods of one device's tokens, [1, 1] each."""
     hidden, labels = _without_masked(hidden, labels, weight)
     cut = functools.partial(_cut, chunk_size)
     extra = (cap, label_smoothing, z_loss)
-    sums = _weighted_sums(extra, cut(hidden), head, cut(labels), cut(weight))
+    sums = _weighted_sums(matmul, extra, cut(hidden), head, cut(labels), cut(weight))
     return tuple(x.reshape(1, 1) for x in sums)
 
 
@@ -195,6 +205,64 @@ def capped(logits: jax.Array, cap: float | None) -> jax.Array:
     return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
+class _Products:
+    """The products of one chunk's hidden states, or of their gradient, with the head [D, V], which has their dtype."""
+
+    def __init__(self, head: jax.Array):
+        self.head = head
+
+    def logits(self, x: jax.Array) -> jax.Array:
+        """Return the logits [B, C, V] of hidden states x [B, C, D], in float32."""
+        return matmul_to_float32(x, self.head)
+
+    def gradients(self, x: jax.Array, error: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return the gradients of the head, in float32, and of x [B, C, D], from that of the logits, `error` [B, C, V]."""
+        x_grad = matmul_to_float32(error, self.head.T).astype(x.dtype)
+        return matmul_to_float32(_rows(x).T, _rows(error)), x_grad
+
+    def unit(self, weight: jax.Array) -> jax.Array | None:
+        """Return the number by which the weights of `_weighted_sums` are divided before they multiply errors; None is 1."""
+        return None
+
+
+class _ProductsInFP8(_Products):
+    """The same products in FP8; the head's 8-bit floats are those of all chunks."""
+
+    def __init__(self, head: jax.Array):
+        super().__init__(head)
+        self.narrow = fp8.quantize(head, fp8.FORWARD)
+
+    def logits(self, x: jax.Array) -> jax.Array:
+        narrow = fp8.quantize(x, fp8.FORWARD)
+        return fp8.scaled_product(narrow, self.narrow, (x.ndim - 1, 0), _wide(x))
+
+    def gradients(self, x: jax.Array, error: jax.Array) -> tuple[jax.Array, jax.Array]:
+        (narrow_x, x_scale), (narrow, scale) = (
+            fp8.quantize(x, fp8.FORWARD),
+            fp8.quantize(error, fp8.BACKWARD),
+        )
+        x_grad = fp8.scaled_product((narrow, scale), self.narrow, (error.ndim - 1, 1), x.dtype)
+        rows, errors = (_rows(narrow_x), x_scale), (_rows(narrow), scale)
+        return fp8.scaled_product(rows, errors, (0, 0), _wide(x)), x_grad
+
+    def unit(self, weight: jax.Array) -> jax.Array:
+        # Errors of labels are nearly their weight, the same for all tokens: a weight that e5m2 rounds by 6 % would make all
+        # gradients 6 % smaller. In this unit they are nearly 1.
+        largest = jnp.max(weight)
+        return jnp.where(largest == 0, 1, largest)
+
+
+_PRODUCTS = {"default": _Products, "fp8": _ProductsInFP8}  # by `matmul`
+
+
+def _rows(x: jax.Array) -> jax.Array:
+    return x.reshape(-1, x.shape[-1])
+
+
+def _wide(x: jax.Array) -> Any:
+    return jnp.promote_types(x.dtype, jnp.float32)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _chunked_nll(cap, hidden, head, labels):
     """Return the negative log-likelihoods, [N, B, C] float32, of the labels [N, B, C] in N chunks of C
@@ -204,11 +272,11 @@ def _chunked_nll(cap, hidden, head, labels):
 
 
 def _forward(cap, hidden, head, labels):
-    narrow = head.astype(hidden.dtype)
+    products = _Products(head.astype(hidden.dtype))
 
     def step(_, chunk):
         x, y = chunk
-        nll, lse = _log_likelihood(capped(matmul_to_float32(x, narrow), cap), y)
+        nll, lse = _log_likelihood(capped(products.logits(x), cap), y)
         return None, (nll, lse)
 
     _, (nll, lse) = jax.lax.scan(step, None, (hidden, labels))
@@ -217,12 +285,12 @@ def _forward(cap, hidden, head, labels):
 
 def _backward(cap, saved, grad):
     hidden, head, labels, lse = saved
-    narrow = head.astype(hidden.dtype)
+    products = _Products(head.astype(hidden.dtype))
 
     def step(head_grad, chunk):
         x, y, z, g = chunk
-        logits = capped(matmul_to_float32(x, narrow), cap)
-        more, x_grad = _gradients(x, narrow, y, logits, z, g, cap)
+        logits = capped(products.logits(x), cap)
+        more, x_grad = _gradients(x, products, y, logits, z, g, cap)
         return head_grad + more, x_grad
 
     start = jnp.zeros_like(head, jnp.promote_types(head.dtype, jnp.float32))
@@ -233,48 +301,54 @@ def _backward(cap, saved, grad):
 _chunked_nll.defvjp(_forward, _backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _weighted_sums(extra, hidden, head, labels, weight):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _weighted_sums(matmul, extra, hidden, head, labels, weight):
     """Return the sums of the losses and of the negative log-likelihoods of the labels [N, B, C] in N chunks of C tokens, each
     multiplied by its weight [N, B, C]. The second sum has no gradient.
 
     Args:
+        matmul: how the head multiplies, a key of `_PRODUCTS`.
         extra: the cap of the logits or None, the label smoothing, and the weight of the z-loss.
         hidden: [N, B, C, D].
         head: [D, V].
         labels, weight: [N, B, C].
     """
-    narrow = head.astype(hidden.dtype)
+    products = _PRODUCTS[matmul](head.astype(hidden.dtype))
 
     def step(_, chunk):
         x, y = chunk
-        logits = capped(matmul_to_float32(x, narrow), extra[0])
+        logits = capped(products.logits(x), extra[0])
         return None, _losses(extra, logits, y)[:2]
 
     _, (loss, nll) = jax.lax.scan(step, None, (hidden, labels))
     return jnp.sum(weight * loss), jnp.sum(weight * nll)
 
 
-def _weighted_forward(extra, hidden, head, labels, weight):
-    narrow = head.astype(hidden.dtype)
+def _weighted_forward(matmul, extra, hidden, head, labels, weight):
+    products = _PRODUCTS[matmul](head.astype(hidden.dtype))
+    unit = products.unit(weight)
+    relative = weight if unit is None else weight / unit
 
     def step(head_grad, chunk):
         x, y, w = chunk
-        logits = capped(matmul_to_float32(x, narrow), extra[0])
+        logits = capped(products.logits(x), extra[0])
         loss, nll, lse = _losses(extra, logits, y)
-        more, x_grad = _gradients(x, narrow, y, logits, lse, w, *extra)
+        more, x_grad = _gradients(x, products, y, logits, lse, w, *extra)
         return head_grad + more, (loss, nll, x_grad)
 
     start = jnp.zeros_like(head, jnp.promote_types(head.dtype, jnp.float32))
-    head_grad, (loss, nll, hidden_grad) = jax.lax.scan(step, start, (hidden, labels, weight))
-    # The gradients of the sum itself. The backward pass multiplies them by the gradient of the sum, 1 in a training step.
+    head_grad, (loss, nll, hidden_grad) = jax.lax.scan(step, start, (hidden, labels, relative))
+    # The gradients of the sum itself, divided by `unit`. The backward pass multiplies them by the gradient of the sum, 1 in a
+    # training step.
     sums = jnp.sum(weight * loss), jnp.sum(weight * nll)
-    return sums, (hidden_grad, head_grad.astype(head.dtype), loss)
+    return sums, (hidden_grad, head_grad.astype(head.dtype), loss, unit)
 
 
-def _weighted_backward(extra, saved, grads):
-    hidden_grad, head_grad, loss = saved
-    scaled = [(grads[0] * x).astype(x.dtype) for x in (hidden_grad, head_grad)]
+def _weighted_backward(matmul, extra, saved, grads):
+    del matmul, extra
+    hidden_grad, head_grad, loss, unit = saved
+    factor = grads[0] if unit is None else grads[0] * unit
+    scaled = [(factor * x).astype(x.dtype) for x in (hidden_grad, head_grad)]
     return *scaled, None, grads[0] * loss
 
 
@@ -357,7 +431,7 @@ def log_sum_exp_in_one_pass(logits: jax.Array) -> jax.Array:
 
 def _gradients(
     x: jax.Array,
-    head: jax.Array,
+    products: _Products,
     labels: jax.Array,
     logits: jax.Array,
     lse: jax.Array,
@@ -370,23 +444,20 @@ def _gradients(
 
     Args:
         x: the hidden states.
-        head: [D, V], in x's dtype.
+        products: the products with the head.
         labels: [B, C].
         logits, lse: [B, C, V] and [B, C], their log-sum-exps.
         grad: [B, C], the gradients of the losses, which are negative log-likelihoods without the last two arguments.
         cap: the cap of the logits, or None; `logits` are capped.
         label_smoothing, z_loss: as for `training_losses`.
     """
-    hit = labels[..., None] == jnp.arange(head.shape[1])
+    hit = labels[..., None] == jnp.arange(logits.shape[-1])
     error = jnp.exp(logits - lse[..., None])
     if z_loss:
         error = error * (1 + 2 * z_loss * lse[..., None])
     target = hit
     if label_smoothing:
-        target = (1 - label_smoothing) * hit + label_smoothing / head.shape[1]
+        target = (1 - label_smoothing) * hit + label_smoothing / logits.shape[-1]
     error = grad[..., None] * (error - target)
     error = error if cap is None else error * (1 - jnp.square(logits / cap))
-    error = error.astype(x.dtype)
-    x_grad = matmul_to_float32(error, head.T).astype(x.dtype)
-    rows, errors = (z.reshape(-1, z.shape[-1]) for z in (x, error))
-    return matmul_to_float32(rows.T, errors), x_grad
+    return products.gradients(x, error.astype(x.dtype))

@@ -164,7 +164,7 @@ def compiler_options(model: ModelConfig, mesh: Mesh) -> dict[str, Any]:
     if mesh.devices.flat[0].platform == "gpu":
         if not tuned:
             options["xla_gpu_experimental_enable_fusion_autotuner"] = False
-        if model.matmul == "fp8":
+        if "fp8" in (model.matmul, model.head_matmul):
             options["xla_gpu_enable_triton_gemm"] = False
     return options
 
@@ -292,6 +292,7 @@ def _make_loss(
                 cap=config.model.logits_cap,
                 label_smoothing=config.label_smoothing,
                 z_loss=config.z_loss,
+                matmul=config.model.head_matmul,
             )
         return loss, nll, aux
 

@@ -307,6 +307,13 @@ def test_wrong_fields_are_refused(fields, words):
         made(**fields)
 
 
+def test_experts_in_fp8_are_refused():
+    with pytest.raises(
+        ValueError, match="MoEConfig.matmul='fp8'.*no form in FP8; accepted is 'default'"
+    ):
+        made(matmul="fp8")
+
+
 def test_floating_point_operations():
     """The floating-point operations of a mixture of experts are twice the number of kernel entries that a
     token uses.
