@@ -255,16 +255,25 @@ def plot_needle(
 
 
 def plot_step_times(times: Mapping[str, Any], path: str | os.PathLike[str]) -> Path:
-    """Draw the time of a profiled training step by category and part of the model, and return the path.
+    """Draw the time of a profiled training step by category and part of the model, fused kernels by op too, and return the path.
 
     Args:
         times: the contents of a run's `profile/step_times.json`.
         path: the PNG file to write.
     """
-    entries = times["categories"]
+    entries = [
+        # A profile of an earlier release has no ops.
+        entry
+        | dict(
+            category=f"{entry['category']}: {entry['op']}" if entry.get("op") else entry["category"]
+        )
+        for entry in times["categories"]
+    ]
     categories = [*dict.fromkeys(entry["category"] for entry in entries), "idle"]
     figure, (axes,) = new_figure(
-        f"A training step of {times['milliseconds']:.1f} ms", columns=1, size=(7.2, 3.2)
+        f"A training step of {times['milliseconds']:.1f} ms",
+        columns=1,
+        size=(7.2, max(3.2, 0.5 * len(categories))),
     )
     left = dict.fromkeys(categories, 0.0)
     parts = list(dict.fromkeys(entry["part"] for entry in entries))

@@ -11,6 +11,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from lsm_jax.ops.backends.registry import names_of_ops
+
 CATEGORIES = (
     "matrix products",
     "fused kernels",
@@ -28,6 +30,8 @@ _CALLS = re.compile(r"calls=%?([\w.-]+)")
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 _NAMES_OF_PRODUCTS = re.compile(r"gemm|cutlass|nvjet|cublas|matmul|onednn|(?<![a-z])dot(?![a-z])")
 _COLLECTIVE = re.compile(r"all-|reduce-scatter|collective-|ragged-all|nccl")
+# What a kernel's own name ends with: the pass, and the number that XLA adds.
+_PASS = re.compile(r"(_forward|_backward|_gradients?)?([._]\d+)*$")
 _CONTAINERS = ("while", "conditional", "call")  # their events span those of other instructions
 # Opcodes that only move data; "convert" is not among them.
 _MOVES = frozenset(
@@ -89,7 +93,8 @@ def device_times(folder: Path, text: str, calls: int) -> list[dict[str, Any]]:
     Returns:
         A row for each kernel of an instruction, the longest first: `milliseconds` and `launches` per run on a device (the
         mean of the devices), the `instruction`, the `kernel`, the first array of its `result`, its place in the model
-        (`source`), its `category` (one of `CATEGORIES`) and its `part` (one of `PARTS`, or "other"). In a command buffer
+        (`source`), its `category` (one of `CATEGORIES`), its `part` (one of `PARTS`, or "other"), and of a fused kernel its `op`
+        (otherwise ""). In a command buffer
         all kernels have the instruction of the buffer; XLA_FLAGS=--xla_gpu_enable_command_buffer= turns command buffers
         off. Instructions that contain others, such as loops, have no row.
 
@@ -114,6 +119,7 @@ def device_times(folder: Path, text: str, calls: int) -> list[dict[str, Any]]:
         found = known.get(kernel) or known.get(instruction) or unknown
         if found.opcode in _CONTAINERS:
             continue
+        kind = category(found, kernel)
         rows.append(
             dict(
                 milliseconds=round(spent, 4),
@@ -122,8 +128,9 @@ def device_times(folder: Path, text: str, calls: int) -> list[dict[str, Any]]:
                 kernel=kernel,
                 result=found.result,
                 source=found.source,
-                category=category(found, kernel),
+                category=kind,
                 part=part(found.source),
+                op=op(found.source, kernel) if kind == "fused kernels" else "",
             )
         )
     return rows
@@ -165,6 +172,19 @@ def part(source: str) -> str:
     """Return the part of the model to which an instruction belongs: the last of `PARTS` in its `op_name`, or "other"."""
     words = re.split(r"[/()]", source)
     return next((word for word in reversed(words) if word in PARTS), "other")
+
+
+def op(source: str, kernel: str) -> str:
+    """Return the op of a fused kernel, such as "linear_memory": the last op in its `op_name` (`source`), in which each op is a
+    scope. Of a kernel that is called without an op, return the kernel's name without its pass, such as "gated_rms_norm"."""
+    words, ops = re.split(r"[/()]", source), names_of_ops()
+    found = next((word for word in reversed(words[:-2]) if word in ops), None)
+    if found is not None:
+        return _PASS.sub("", found)
+    # The last two words are the kernel's name and that of JAX's primitive.
+    inner = words[-2] if len(words) > 1 and words[-1] else ""
+    generic = not inner or inner in PARTS or inner.startswith("branch_")
+    return _PASS.sub("", (kernel if generic else inner).removeprefix("lsm_"))
 
 
 def _events(folder: Path) -> Iterable[dict[str, Any]]:

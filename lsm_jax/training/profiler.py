@@ -83,20 +83,10 @@ def _write_times(folder: Path, text: str, steps: int, seconds: float) -> str:
     except RuntimeError as error:
         return f"profile: {error}, so there is no table; the trace is in {newest}"
     total, busy = 1e3 * seconds / steps, busy_milliseconds(newest, steps)
-    sums: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
-    for row in rows:
-        entry = sums[row["category"], row["part"]]
-        entry[0] += row["milliseconds"]
-        entry[1] += row["launches"]
     times: dict[str, Any] = dict(
         milliseconds=round(total, 4),
         idle=round(max(0.0, total - busy), 4),
-        categories=[
-            dict(category=c, part=p, milliseconds=round(ms, 4), launches=launches)
-            for (c, p), (ms, launches) in sorted(
-                sums.items(), key=lambda item: (CATEGORIES.index(item[0][0]), -item[1][0])
-            )
-        ],
+        categories=sums_of(rows),
         instructions=rows,
     )
     path = folder / "step_times.json"
@@ -105,9 +95,24 @@ def _write_times(folder: Path, text: str, steps: int, seconds: float) -> str:
     return f"{step_table(times)}\nall instructions: {path}"
 
 
+def sums_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the sums of the rows of `device_times` by category, part of the model and op, in the order of `CATEGORIES` and the
+    longest first: `milliseconds` and `launches` of each `category`, `part` and `op`."""
+    sums: dict[tuple[str, str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for row in rows:
+        entry = sums[row["category"], row["part"], row["op"]]
+        entry[0] += row["milliseconds"]
+        entry[1] += row["launches"]
+    ordered = sorted(sums.items(), key=lambda item: (CATEGORIES.index(item[0][0]), -item[1][0]))
+    return [
+        dict(category=c, part=p, op=o, milliseconds=round(ms, 4), launches=launches)
+        for (c, p, o), (ms, launches) in ordered
+    ]
+
+
 def step_table(times: dict[str, Any]) -> str:
     """Return the table of a profiled training step, from the contents of `step_times.json`: milliseconds, share of the
-    step and launches for each category and part of the model."""
+    step and launches for each category and part of the model, and of fused kernels for each op."""
     total = times["milliseconds"]
     lines = [f"profile: a step takes {total:.1f} ms", f"{'':45}     ms      %  launches"]
     for category in CATEGORIES:
@@ -115,9 +120,13 @@ def step_table(times: dict[str, Any]) -> str:
         if not entries:
             continue
         lines.append(_line(category, entries, total))
-        if len(entries) > 1:
-            lines += [_line(f"    {entry['part']}", [entry], total) for entry in entries]
+        if len(entries) > 1 or entries[0].get("op"):
+            lines += [_line(f"    {_label(entry)}", [entry], total) for entry in entries]
     return "\n".join([*lines, f"{'idle':45} {times['idle']:8.2f} {times['idle'] / total:6.1%}"])
+
+
+def _label(entry: dict[str, Any]) -> str:
+    return ", ".join(word for word in (entry.get("op"), entry["part"]) if word)
 
 
 def _line(name: str, entries: list[dict[str, Any]], total: float) -> str:

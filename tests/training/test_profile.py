@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 
+import jax
+import jax.numpy as jnp
 import pytest
 
+from lsm_jax import ops
 from lsm_jax.evaluation.plots import plot_step_times
 from lsm_jax.training import train
-from lsm_jax.training.device_times import CATEGORIES, PARTS, category, instructions_of, part
-from lsm_jax.training.profiler import profiler
+from lsm_jax.training.device_times import (
+    CATEGORIES,
+    PARTS,
+    category,
+    device_times,
+    instructions_of,
+    op,
+    part,
+)
+from lsm_jax.training.profiler import profiler, step_table, sums_of
 from tests.training import tiny
 
 PROGRAM = """
@@ -66,6 +78,81 @@ def test_parts():
         "jit(f)/add",
     )
     assert [part(source) for source in sources] == ["mixer", "feedforward", "other"]
+
+
+@pytest.mark.parametrize(
+    ("source", "kernel", "expected"),
+    [
+        # The op's scope, also where the kernel is another op's.
+        ("jvp()/mixer/jit(run_inline)/dplr_memory/cond/branch_0_fun/delta_rule_scan/mpmd_map", "mpmd_map_3", "dplr_memory"),
+        ("transpose(jvp())/checkpoint/mixer/jit(attend)/attention/cond/branch_0_fun/fmha", "cudnn_1", "attention"),
+        ("jit(f)/transpose(jvp(mixer/linear_memory))/cond/branch_0_fun/triton_call", "lsm_scan", "linear_memory"),
+        ("feedforward/grouped_swiglu/jit(_kernel_gradients)/jit(kernel_product)/grouped_product/mpmd_map", "a", "grouped_swiglu"),
+        # Kernels that are called without an op.
+        ("jvp()/mixer/cond/branch_0_fun/gated_rms_norm_forward/mpmd_map", "mpmd_map_7", "gated_rms_norm"),
+        ("jvp()/mixer/cond/branch_0_fun/own_kernel_backward/mpmd_map", "mpmd_map_7", "own_kernel"),
+        ("jvp()/mixer/cond/branch_0_fun/triton_call", "lsm_convolution_backward", "convolution"),
+        ("jvp()/mixer/custom_call", "own_kernel_forward_2", "own_kernel"),
+        ("", "own_kernel.12", "own_kernel"),
+    ],
+)  # fmt: skip
+def test_ops_of_fused_kernels(source, kernel, expected):
+    assert op(source, kernel) == expected
+
+
+SCOPES = {
+    "mpmd_map.11": "jit(f)/jvp()/mixer/jit(run_inline)/linear_memory/cond/branch_0_fun/linear_attention_scalar_scan/mpmd_map",
+    "mpmd_map.12": "jit(f)/transpose(jvp())/mixer/jit(run_inline)/linear_memory/cond/branch_0_fun/linear_attention_scalar_scan/mpmd_map",
+    "mpmd_map.13": "jit(f)/jvp()/mixer/short_convolution/cond/branch_0_fun/short_convolution_forward/mpmd_map",
+    "mpmd_map.14": "jit(f)/jvp()/feedforward/residual_norm/cond/branch_0_fun/residual_norm_forward/mpmd_map",
+}
+
+
+def test_fused_kernels_are_summed_by_op(tmp_path):
+    kernels = [
+        f'  %{name} = bf16[8,8]{{1,0}} custom-call(%a), custom_call_target="mosaic_gpu_v2", metadata={{op_name="{source}"}}'
+        for name, source in SCOPES.items()
+    ]
+    text = PROGRAM.replace("  %all-reduce-start", "\n".join([*kernels, "  %all-reduce-start"]))
+    spent = {"mpmd_map.11": 3000, "mpmd_map.12": 5000, "mpmd_map.13": 1000, "mpmd_map.14": 500, "fusion.7": 2000, "copy.2": 100}  # fmt: skip
+    events = [
+        dict(ph="X", pid=1, ts=1e6 * run, dur=time, name=name.replace(".", "_"), args=dict(hlo_op=name))
+        for run in range(2) for name, time in spent.items()
+    ]  # fmt: skip
+    content = json.dumps(dict(traceEvents=events)).encode()
+    (tmp_path / "host.trace.json.gz").write_bytes(gzip.compress(content))
+    sums = sums_of(device_times(tmp_path, text, calls=2))
+    fused = [entry for entry in sums if entry["category"] == "fused kernels"]
+    found = [(e["op"], e["part"], e["milliseconds"], e["launches"]) for e in fused]
+    assert found == [
+        ("linear_memory", "mixer", 8.0, 2.0),
+        ("short_convolution", "mixer", 1.0, 1.0),
+        ("residual_norm", "feedforward", 0.5, 1.0),
+    ]
+    assert {e["op"] for e in sums if e["category"] != "fused kernels"} == {""}
+    times = dict(milliseconds=12.0, idle=0.4, categories=sums)
+    lines = step_table(times).splitlines()
+    rows = [line.split() for line in lines]
+    assert ["fused", "kernels", "9.50", "79.2%", "4"] in rows
+    assert ["linear_memory,", "mixer", "8.00", "66.7%", "2"] in rows
+    assert ["short_convolution,", "mixer", "1.00", "8.3%", "1"] in rows
+    assert ["matrix", "products", "2.00", "16.7%", "1"] in rows
+    assert plot_step_times(times, tmp_path / "times.png").stat().st_size > 5000
+    for entry in sums:  # as stored by earlier releases
+        del entry["op"]
+    assert plot_step_times(times, tmp_path / "older.png").stat().st_size > 5000
+
+
+def test_kernels_of_ops_have_the_op_as_scope():
+    """The source of an operation of an op's forward and backward pass contains the op's name."""
+
+    def loss(x, kernel):
+        return ops.short_convolution(x, kernel)[0].sum()
+
+    arrays = jnp.ones((1, 8, 4)), jnp.ones((4, 4))
+    text = jax.jit(jax.grad(loss)).lower(*arrays).compile().as_text()
+    sources = {found.source for found in instructions_of(text).values() if found.source}
+    assert any("short_convolution" in source and "transpose" in source for source in sources)
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,8 @@ def attend(
         update_mask=update_mask,
     )
     call = Call(static.op, static.options, arguments, static.implementation)
-    output = select_backends(call).function(lambda b: functools.partial(b.run, call))()
+    with jax.named_scope(static.op):
+        output = select_backends(call).function(lambda b: functools.partial(b.run, call))()
     return finish_output(tokens, output).astype(v.dtype), final
 
 
@@ -104,7 +105,8 @@ def attend_shared_row(
         update_mask=update_mask,
     )
     call = Call(static.op, options, arguments, static.implementation)
-    output = select_backends(call).function(lambda b: functools.partial(b.run, call))()
+    with jax.named_scope(static.op):
+        output = select_backends(call).function(lambda b: functools.partial(b.run, call))()
     if options.window is None and not options.unmasked:
         beyond = part(positions.rank) >= state.keys.shape[-3]
         output = jnp.where(beyond[:, :, None, None], jnp.nan, output)

@@ -59,7 +59,8 @@ def run_inline(static: Static, layer: Layer | None = None, **arguments: Any) -> 
             return functools.partial(backend.run, call)
         return lambda: store_layer(layer, backend.run(call._replace(layer=None)))
 
-    return select(call).function(function)()
+    with jax.named_scope(static.op):  # by which a profile knows the kernel's op
+        return select(call).function(function)()
 
 
 # Compiled as one program also when called outside `jax.jit`, as in a notebook.

@@ -58,7 +58,8 @@ def grouped_product(
     selection = select(Call(op, Options(multiple), arguments, implementation))
     if selection.only("xla"):  # differentiated by jax
         return _xla_product(x, kernels, sizes)
-    return _product(selection, x, kernels, sizes)
+    with jax.named_scope(op):
+        return _product(selection, x, kernels, sizes)
 
 
 def supports_segments(x: jax.Array, kernels: jax.Array) -> bool:
@@ -81,8 +82,9 @@ def segment_product(x: jax.Array, kernels: jax.Array, ends: jax.Array) -> jax.Ar
     Returns:
         [N, F] in x's dtype.
     """
-    arguments = dict(x=x, kernels=kernels)
-    return _product(select(Call("segment_product", Options(), arguments)), x, kernels, ends)
+    selection = select(Call("segment_product", Options(), dict(x=x, kernels=kernels)))
+    with jax.named_scope("segment_product"):
+        return _product(selection, x, kernels, ends)
 
 
 def row_multiple(x: jax.Array) -> int:

@@ -72,7 +72,8 @@ def grouped_swiglu(
     selection = select(Call(op, Options(multiple), arguments, implementation))
     if selection.only("xla"):  # differentiated by jax
         return _by_products(*arguments.values(), multiple=multiple)
-    return _swiglu(selection, *arguments.values())
+    with jax.named_scope(op):
+        return _swiglu(selection, *arguments.values())
 
 
 def _check(op, x, gate_up, down, row_weight):

@@ -202,7 +202,8 @@ def _sum_tangent(options, selections, primals, tangents):
 def _sum_values(options, selection, x, added, scale) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return the sum, its norm, and the root [B, T, 1]."""
     call = Call(_SUM, options, dict(x=x, added=added, scale=scale))
-    return selection.function(lambda backend: functools.partial(backend.run, call))()
+    with jax.named_scope(_SUM):
+        return selection.function(lambda backend: functools.partial(backend.run, call))()
 
 
 @_sum_values.defjvp
@@ -327,7 +328,8 @@ batching.primitive_batchers[_tangents_p] = _tangents_batched
 def _gradients(options, selection, x, root, scale, d_stream, d_norms):
     arguments = dict(x=x, root=root, scale=scale, d_stream=d_stream, d_norms=d_norms)
     call = Call(_OP, options, arguments)
-    return selection.function(lambda backend: functools.partial(backend.run, call))()
+    with jax.named_scope(_OP):
+        return selection.function(lambda backend: functools.partial(backend.run, call))()
 
 
 @_gradients.defjvp
