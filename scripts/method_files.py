@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from benchmarks.tables.training import LENGTHS, Row, is_full_remat_step, is_step
+from benchmarks.tables.training_steps import LENGTHS, Row, is_full_remat_step, is_step
 from lsm_jax import mixers, ops
 from lsm_jax.mixers import METHODS
 from lsm_jax.mixers.method import Method

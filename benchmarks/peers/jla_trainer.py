@@ -16,6 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from configs import lm
+from lsm_jax.models import ModelConfig
+
 PRESETS = {
     "softmax-1.3b": "transformer-1p3b",
     "gated_deltanet-1.3b": "gdn-1p3b",
@@ -24,6 +27,15 @@ PRESETS = {
     "rwkv7-1.3b": "rwkv7-1p3b",
 }
 """For variants of `configs/lm.py` the peer's model of the same method and size."""
+
+SIZES: dict[str, dict[str, Any]] = {
+    "softmax-1.3b": dict(num_heads=32, num_kv_heads=8),
+    "gated_deltanet-1.3b": dict(num_layers=21),
+    "kda-1.3b": {},
+    "mamba2-1.3b": {},
+    "rwkv7-1.3b": dict(decay_rank=64, rate_rank=64, value_rank=16, gate_rank=128),
+}
+"""The sizes of the peer's models that differ from ours: of the model or of its mixer, by the fields of our configs."""
 
 STEPS, WINDOW = 24, 4  # steps of a run; the log has one speed for each window
 
@@ -51,6 +63,20 @@ update_guard = "select"
 source = "synthetic"
 synthetic_samples = 512
 """
+
+
+def model_config(variant: str) -> ModelConfig:
+    """Return our config of a model with the sizes of the peer's model of the variant's method, of which `counts` can count the
+    operations."""
+    config = lm.get_config(variant).model
+    mixer = config.layers["L"].mixer
+    for name, size in SIZES[variant].items():
+        owner = config if hasattr(config, name) else mixer
+        if not hasattr(owner, name):
+            raise AttributeError(f"{variant}: neither the model nor its mixer has a field {name}")
+        setattr(owner, name, size)
+    config.validate()
+    return config
 
 
 def missing() -> str | None:

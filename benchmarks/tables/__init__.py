@@ -17,6 +17,7 @@ from benchmarks.tables import (
     recall,
     released,
     training,
+    training_steps,
     triton,
 )
 from benchmarks.tables.table import Column, Row, Table
@@ -27,6 +28,7 @@ _all = [
     table
     for module in (
         kernels,
+        training_steps,
         training,
         triton,
         linear_moe,

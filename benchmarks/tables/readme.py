@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from benchmarks.tables import evidence, kernels, training
+from benchmarks.tables import evidence, kernels, training_steps
 from benchmarks.tables.table import Column, Row, Table, group, newest, significant
 
 
@@ -60,7 +60,7 @@ def _speeds(rows: list[Row], field: str) -> str:
     found = [row for row in rows if row.get("variant") == "gla-340m" and field in row]
     by_commit = group(found, lambda row: row["commit"]).values()
     complete = [
-        some for some in by_commit if {row["length"] for row in some} >= set(training.LENGTHS)
+        some for some in by_commit if {row["length"] for row in some} >= set(training_steps.LENGTHS)
     ]
     steps = {row["length"]: row[field] for row in (complete[-1] if complete else found)}
     low, high = (round(limit(steps.values()), -3) for limit in (min, max))
@@ -170,7 +170,7 @@ TABLES = [
             Column("compared with", lambda record: record[0].compared(record[1])),
         ),
         where=lambda row: (
-            row["rows_file"] != "model_step.jsonl" or "peer" in row or training.is_step(row)
+            row["rows_file"] != "model_step.jsonl" or "peer" in row or training_steps.is_step(row)
         ),
         lines=lambda rows: [(claim, rows) for claim in CLAIMS],
         caption=False,

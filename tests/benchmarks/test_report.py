@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks import report
 from benchmarks.cases import liger, model_step
-from benchmarks.tables import TABLES, training
+from benchmarks.tables import TABLES, training_steps
 from benchmarks.tables.table import significant, time_text
 
 
@@ -208,7 +208,7 @@ def test_a_row_of_a_step_in_another_form_is_in_no_table_of_steps_by_default():
         json.loads(line)
         for line in (report.ROOT / "docs/model_step.jsonl").read_text().splitlines()
     ]
-    plain = next(row for row in rows if training.is_step(row))
+    plain = next(row for row in rows if training_steps.is_step(row))
     others = set(model_step.BENCHMARK.optional_key) - {
         "remat",
         "vocab_size",
@@ -218,4 +218,4 @@ def test_a_row_of_a_step_in_another_form_is_in_no_table_of_steps_by_default():
     }
     assert "delta_chunks" in others
     for name in others:
-        assert not training.is_step(plain | {name: "another"})
+        assert not training_steps.is_step(plain | {name: "another"})

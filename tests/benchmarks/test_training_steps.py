@@ -1,0 +1,77 @@
+"""Tests of the counts of operations in the tables of training steps beside peers' models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.peers import jla_trainer
+from benchmarks.tables.table import read_rows
+from benchmarks.tables.training_steps import FLOPS, JLA_FLOPS, LENGTHS, PEAK, PEER_VARIANTS, flops
+from configs import lm
+from lsm_jax.models import count_parameters, flops_per_token
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+ROWS = read_rows(DOCS, "model_step.jsonl")
+VOCAB_SIZE = 32_000  # of all models of the tables
+
+
+def counted(config, length):
+    config.vocab_size = VOCAB_SIZE
+    return 3 * flops_per_token(config, length)
+
+
+def test_stored_counts_are_those_of_the_models():
+    assert set(FLOPS) == set(PEER_VARIANTS)
+    for variant, count in FLOPS.items():
+        assert {counted(lm.get_config(variant).model, n) for n in LENGTHS} == {count}, variant
+    assert {variant for variant, _ in JLA_FLOPS} == set(jla_trainer.PRESETS)
+    for (variant, length), count in JLA_FLOPS.items():
+        assert counted(jla_trainer.model_config(variant), length) == count, variant
+    rows = [row for row in ROWS if "flops_per_token" in row and row["variant"] in jla_trainer.SIZES]
+    assert rows
+    for row in rows:
+        assert row["vocab_size"] == VOCAB_SIZE
+        count = counted(lm.get_config(row["variant"]).model, row["length"])
+        assert flops(row) == pytest.approx(count, rel=1e-3)
+
+
+def test_one_count_is_near_the_peers_own():
+    rows = [row for row in ROWS if row.get("peer") == "jla" and "own_mfu_percent" in row]
+    assert rows
+    for row in rows:
+        own = row["own_mfu_percent"] / 100 * PEAK / row["tokens_per_second"]
+        assert flops(row) == pytest.approx(own, rel=5e-3)
+
+
+def test_a_model_that_nobody_counted_is_an_error():
+    with pytest.raises(KeyError, match="another"):
+        flops(dict(variant="another", length=2048))
+
+
+def test_flas_models_have_the_parameters_of_ours():
+    sizes = {row["variant"]: row["fla_parameters"] for row in ROWS if "fla_parameters" in row}
+    assert len(sizes) >= 7
+    for variant, number in sizes.items():
+        config = lm.get_config(variant).model
+        config.vocab_size = VOCAB_SIZE
+        assert count_parameters(config)["total"] == number, variant
+
+
+def test_sizes_of_the_peers_models():
+    softmax, gated = map(jla_trainer.model_config, ("softmax-1.3b", "gated_deltanet-1.3b"))
+    mixer = softmax.layers["L"].mixer
+    assert (mixer.num_heads, mixer.num_kv_heads, softmax.num_layers) == (32, 8, 24)
+    assert (gated.num_layers, gated.layers["L"].mixer.num_heads) == (21, 6)
+    assert set(jla_trainer.SIZES) == set(jla_trainer.PRESETS)
+    for variant in jla_trainer.SIZES:
+        assert jla_trainer.model_config(variant).hidden_size == 2048
+
+
+def test_a_size_without_a_field_is_an_error(monkeypatch):
+    monkeypatch.setitem(jla_trainer.SIZES, "kda-1.3b", dict(num_head=3))
+    with pytest.raises(
+        AttributeError, match="neither the model nor its mixer has a field num_head"
+    ):
+        jla_trainer.model_config("kda-1.3b")
