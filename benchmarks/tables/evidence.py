@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.tables.evidence_commands import commands
 from benchmarks.tables.table import Column, Row, Table, group
 
 FILE = "evidence.jsonl"
@@ -119,7 +120,7 @@ def _table(kind: str) -> Table:
         where=lambda row: row.get("table") == kind and row.get("kind") != "rates",
         key=identity,
         lines=by_model,
-        command=f"python -m benchmarks evidence --table={kind} --corpus=data/corpus --rates=rates.jsonl --output=docs/evidence.jsonl",
+        command=commands,
         not_run="trains models of 125M parameters",
     )
 
@@ -158,7 +159,7 @@ EVERY = [
         where=lambda row: "router" in row,
         key=identity,
         lines=routed,
-        command="python -m benchmarks evidence --table=mom --corpus=data/corpus --rates=rates.jsonl --output=docs/evidence.jsonl",
+        command=commands,
         not_run="trains models of 125M parameters",
     ),
     Table(
@@ -174,7 +175,7 @@ EVERY = [
         where=lambda row: row.get("kind") == "rates",
         key=lambda row: (row["table"], row["model"], row["short_tokens"], row["corpus"]),
         lines=rates_lines,
-        command="python -m benchmarks evidence --table=fox --only_rates --corpus=data/first --output=docs/evidence.jsonl",
+        command=commands,
         not_run="trains models of 125M parameters",
     ),
 ]  # fmt: skip

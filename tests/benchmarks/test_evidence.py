@@ -261,7 +261,8 @@ def row(model, seed=0, loss=3.0, **fields):
     return dict(
         table="fox", corpus="c", model=model, seed=seed, tokens=10**8, length=4096, batch_size=64, peak_lr=1e-3,
         parameters=dict(active=125_000_000), state_bytes=10**6, tokens_per_second=350_000, card_seconds=1800,
-        rates_seconds=360, training_seconds=3000, evaluation_seconds=240,
+        rates={}, rates_corpus="c", rates_seconds=360, training_seconds=3000, evaluation_seconds=240,
+        tasks="heldout,long,needle,recall",
         heldout=dict(loss=loss), needle=needle, recall=dict(fields=dict(contains=0.25)),
         long=dict(perplexity={"4096": 20.0, "65536": 30.0}, loss_by_block=dict(block=512, loss=[3.0] * 128)),
         date="2026-01-01", commit="abc", device="H200",
@@ -271,7 +272,7 @@ def row(model, seed=0, loss=3.0, **fields):
 def test_the_tables_have_a_line_a_model_with_the_mean_of_its_seeds(tmp_path):
     rows = [
         row("a", 0, 3.0), row("a", 1, 3.2), row("b", loss=2.5), row("b", loss=2.4, time_of="a"),
-        row("a", kind="rates", short_tokens=10**7, rates={"0.001": 4.0, "0.002": 3.5}),
+        row("a", kind="rates", factor=1, short_tokens=10**7, rates={"0.001": 4.0, "0.002": 3.5}),
     ]  # fmt: skip
     (tmp_path / "evidence.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     found = {table.name: table for table in tables.with_rows(tmp_path)}

@@ -1,0 +1,105 @@
+"""Tests of the tables of `benchmarks evidence`: the commands that they print."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from benchmarks import evidence
+from benchmarks.__main__ import make_parser
+from benchmarks.registry import get
+from benchmarks.tables import evidence as tables
+from benchmarks.tables.evidence_commands import CORPORA, OMITTED, commands, factors
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+PARSER = make_parser(get("evidence"))
+
+
+def parsed(text):
+    """Return the options of each command of a text, as the benchmark reads them."""
+    found = []
+    for line in text.splitlines():
+        words = shlex.split(line)
+        assert words[:4] == ["python", "-m", "benchmarks", "evidence"]
+        found.append(PARSER.parse_args(words[4:]))
+    return found
+
+
+def assert_made(args, row):
+    """Assert that a command with these options makes the row."""
+    for name in ("table", "length", "batch_size"):
+        assert getattr(args, name) == row[name], (name, row["model"])
+    assert args.only_rates == (row.get("kind") == "rates") and args.time_of == row.get("time_of")
+    assert args.time_of or args.tokens == row["tokens"]
+    assert args.remat == row.get("remat", None if args.only_rates else "full")
+    assert args.corpus.as_posix() == CORPORA.get(row["corpus"], "data/corpus")
+    if not args.only_rates:
+        assert ",".join(args.tasks) == row["tasks"] and args.needle_lengths == row["needle"]["lengths"]  # fmt: skip
+    assert bool(args.rates) == ("rates_corpus" in row)
+    if args.rates:
+        return
+    published = evidence.base_config(row["model"]).optimizer.peak_lr
+    if row["rates"]:
+        assert [f"{published * factor:.3g}" for factor in args.factors] == list(row["rates"])
+    else:
+        assert [published * factor for factor in args.factors] == [pytest.approx(row["peak_lr"])]
+    if tokens := row.get("short_tokens") or row.get("rates_tokens"):
+        assert int(args.share * args.tokens) == tokens
+
+
+@pytest.mark.parametrize("table", tables.with_rows(DOCS), ids=lambda table: table.name)
+def test_the_commands_that_are_printed_make_the_rows(table):
+    stored = table.rows(DOCS)
+    text = table.markdown(DOCS, DOCS / "results" / "evidence.md")
+    printed = "\n".join(line.strip() for line in text.splitlines() if line.startswith("    python"))
+    made = [
+        (model, seed, args)
+        for args in parsed(printed)
+        for seed in ([0] if args.only_rates else args.seeds)
+        for model in args.models
+    ]
+    if table.name == "evidence_rates":
+        stored = [row for row in stored if row.get("kind") == "rates"]
+    assert len(made) == len(stored) > 0
+    for row in stored:
+        (args,) = (args for model, seed, args in made if (model, seed) == (row["model"], row["seed"]))  # fmt: skip
+        assert_made(args, row)
+
+
+def row(model, seed=0, **fields):
+    common = dict(
+        table="fox", model=model, seed=seed, tokens=10**6, length=4096, batch_size=16, corpus="c", remat="none",
+        tasks="heldout,long,needle,recall", needle=dict(lengths=[1024, 2048, 4096, 8192, 16384]), peak_lr=1e-3, rates={},
+    )  # fmt: skip
+    return common | fields
+
+
+def test_rows_of_other_options_have_commands_of_their_own():
+    gla, softmax = "lm:gla-nano", "lm:softmax-nano"
+    rates = dict(kind="rates", tasks="", factor=0.25, short_tokens=10**5, rates={"0.001": 3.0, "0.004": 4.0})  # fmt: skip
+    chosen = dict(rates={"0.001": 3.0}, rates_corpus="d")
+    rows = [
+        row(gla, **chosen), row(gla, 1, **chosen), row(softmax, 0, **chosen), row(softmax, 1, **chosen),
+        row(gla, 2, **chosen), row(gla, **chosen, time_of=softmax, tokens=1_200_000),
+        row(gla, length=2048, needle=dict(lengths=[600]), peak_lr=evidence.base_config(gla).optimizer.peak_lr / 2),
+        row(gla, tasks="heldout,long,needle", remat="full", rates_corpus="d"), row("lm:kda-nano", **rates),
+    ]  # fmt: skip
+    printed = commands(rows)
+    found = parsed(printed)
+    assert [(args.models, args.seeds) for args in found] == [
+        ([gla], [0, 1, 2]), ([softmax], [0, 1]), ([gla], [0]), ([gla], [0]), ([gla], [0]), (["lm:kda-nano"], [0]),
+    ]  # fmt: skip
+    for args, number in zip(found, (0, 2, 5, 6, 7), strict=False):
+        assert_made(args, rows[number])
+    assert found[2].tokens == 10**6 and found[5].corpus.as_posix() == "data/first"
+    assert found[5].factors == factors(rows[8]) == [0.25, 1.0] and found[5].share == 0.1
+    with pytest.raises(ValueError, match=f"in the time of {softmax}, which has no row with equal"):
+        commands(rows[5:6])
+
+
+def test_what_the_commands_omit_are_the_defaults():
+    words = [f"--{name}={value}" for name, value in OMITTED.items()]
+    assert PARSER.parse_args(words) == PARSER.parse_args([])
+    assert set(OMITTED) <= set(vars(PARSER.parse_args([])))
