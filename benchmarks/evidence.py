@@ -254,8 +254,9 @@ def measure_rates(
     found = learning_rates(case["model"], setting, vocab_size(setting.corpus), clock, ahead)
     factor = _best(case["model"], found)
     published = base_config(case["model"]).optimizer.peak_lr
+    remat = base_config(case["model"]).model.remat if setting.remat is None else setting.remat
     return case | dict(
-        factor=factor, peak_lr=published * factor, short_tokens=int(setting.share * setting.tokens),
+        remat=remat, factor=factor, peak_lr=published * factor, short_tokens=int(setting.share * setting.tokens),
         rates=_by_rate(published, found), rates_seconds=_rates_seconds(found),
         tokens_per_second=found[factor]["tokens_per_second"],
     )  # fmt: skip
@@ -326,7 +327,9 @@ def _rate(
     if not found:
         return setting.factors[0], None, dict(rates={}, rates_seconds=0.0)
     factor = _best(model, found)
-    fields = dict(rates=_by_rate(published, found), rates_seconds=_rates_seconds(found))
+    fields = dict(
+        rates=_by_rate(published, found), rates_tokens=int(setting.share * setting.tokens), rates_seconds=_rates_seconds(found)
+    )  # fmt: skip
     return factor, found[factor]["tokens_per_second"], fields
 
 

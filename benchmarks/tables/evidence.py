@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.tables.evidence_commands import commands
+from benchmarks.tables.evidence_commands import commands, factors
 from benchmarks.tables.table import Column, Row, Table, group
 
 FILE = "evidence.jsonl"
@@ -88,6 +88,12 @@ def name(runs: Runs) -> str:
     return f"`{runs[0]['model']}`" + (f", in the time of `{limit}`" if limit else "")
 
 
+def learning_rate(runs: Runs) -> str:
+    """Return a model's learning rate, and of how many it is the best, or that it was given."""
+    tried = len(runs[0]["rates"])
+    return f"{runs[0]['peak_lr']:.1e}, {f'best of {tried}' if tried else 'given'}"
+
+
 COLUMNS = (
     Column("model", name),
     Column("seeds", lambda runs: ", ".join(str(row["seed"]) for row in runs)),
@@ -100,7 +106,7 @@ COLUMNS = (
     _column("standard", needles("standard", beyond=False), "{:.2f}"),
     _column("easy, beyond T", needles("easy", beyond=True), "{:.2f}"),
     *(_column(task, recall(task), "{:.3f}") for task in ("multikey", "fields", "names")),
-    Column("learning rate", lambda runs: f"{runs[0]['peak_lr']:.1e}"),
+    Column("learning rate", learning_rate),
     Column("remat", lambda runs: ", ".join(dict.fromkeys(row.get("remat", "full") for row in runs))),
     Column("10³ tokens/s", lambda runs: f"{mean(runs, lambda r: r['tokens_per_second']) / 1e3:.0f}"),
     Column("card hours", lambda runs: f"{card_seconds(runs) / 3600:.2f}"),
@@ -145,9 +151,26 @@ ROUTING = (
 )
 
 
+def chose_rates(row: Row) -> bool:
+    """Return whether a row tells how a learning rate was chosen that no other row tells: by a call of its own, by the call that
+    trained the model, or not at all."""
+    return row.get("kind") == "rates" or "rates_corpus" not in row
+
+
 def rates_lines(rows: list[Row]) -> Iterable[Row]:
     """Return the rows of learning rates by model."""
     return sorted(rows, key=lambda row: (row["table"], row["model"]))
+
+
+def _tried(row: Row) -> str:
+    """Return the cell with the multiples of the published rate that were tried."""
+    values = ", ".join(f"{factor:.3g}" for factor in factors(row))
+    return values if row["rates"] else f"none; {values} was given"
+
+
+def _short_tokens(row: Row) -> str:
+    tokens = row.get("short_tokens") or row.get("rates_tokens")
+    return f"{tokens / 1e6:.0f}" if tokens else ""
 
 
 EVERY = [
@@ -167,15 +190,16 @@ EVERY = [
         (FILE,),
         (
             Column("model", lambda row: f"`{row['model']}`"),
-            Column("10⁶ tokens", lambda row: f"{row['short_tokens'] / 1e6:.0f}"),
+            Column("10⁶ tokens", _short_tokens),
+            Column("tried, as multiples of the published rate", _tried),
             Column("held-out loss at each learning rate", lambda row: ", ".join(f"{rate}: " + ("diverged" if loss is None else f"{loss:.3f}") for rate, loss in row["rates"].items())),
-            Column("chosen", lambda row: f"{row['peak_lr']:.1e}"),
+            Column("used", lambda row: f"{row['peak_lr']:.1e}"),
             Column("card hours", lambda row: f"{row['rates_seconds'] / 3600:.2f}"),
         ),
-        where=lambda row: row.get("kind") == "rates",
-        key=lambda row: (row["table"], row["model"], row["short_tokens"], row["corpus"]),
+        where=chose_rates,
+        key=lambda row: (row["table"], row["model"], row.get("kind"), tuple(row["rates"]), _short_tokens(row), row["corpus"]),
         lines=rates_lines,
-        command=commands,
+        command=lambda rows: commands(row for row in rows if row.get("kind") == "rates"),
         not_run="trains models of 125M parameters",
     ),
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Tests of the tables of `benchmarks evidence`: the commands that they print."""
+"""Tests of the tables of `benchmarks evidence`: the commands that they print, and how learning rates were chosen."""
 
 from __future__ import annotations
 
@@ -103,3 +103,19 @@ def test_what_the_commands_omit_are_the_defaults():
     words = [f"--{name}={value}" for name, value in OMITTED.items()]
     assert PARSER.parse_args(words) == PARSER.parse_args([])
     assert set(OMITTED) <= set(vars(PARSER.parse_args([])))
+
+
+def test_every_row_says_how_its_learning_rate_was_chosen():
+    three = {"0.0005": 5.0, "0.001": 4.0, "0.002": None}
+    table = next(table for table in tables.EVERY if table.name == "evidence_rates")
+    rates = row("lm:kda-nano", kind="rates", factor=1.0, rates=three, short_tokens=10**7)
+    published = evidence.base_config("lm:gla-nano").optimizer.peak_lr
+    given = row("lm:gla-nano", peak_lr=published / 2)
+    within = row("lm:gla-nano", peak_lr=published, rates={f"{published:.3g}": 3.0, f"{2 * published:.3g}": 3.5}, rates_tokens=2 * 10**7)  # fmt: skip
+    cells = [[column.cell(r | dict(rates_seconds=36)) for column in table.columns] for r in (rates, given, within)]  # fmt: skip
+    assert cells[0][1:3] == ["10", "0.5, 1, 2"] and "0.002: diverged" in cells[0][3]
+    assert cells[1][1:4] == ["", "none; 0.5 was given", ""] and cells[2][1:3] == ["20", "1, 2"]
+    assert table.where(rates) and table.where(given)
+    assert not table.where(row("lm:kda-nano", rates=three, rates_corpus="c"))  # told by `rates`
+    assert tables.learning_rate([given]).endswith(", given")
+    assert tables.learning_rate([within]).endswith(", best of 2")
