@@ -17,7 +17,9 @@ from scripts import draw_results
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGE = DOCS / "results" / "evidence.md"
 SECTIONS = (
-    ("evidence_claims", "What the papers say", "Values are means over the seeds. That the share of needles is at least 0.9 is how this page reads a paper that calls its results near perfect."),
+    ("evidence_claims", "What the papers say", "Values are means over the seeds. A difference that is not larger than the noise decides nothing. The noise is the largest difference between seeds of one model: of the two models that are compared if both have two seeds, otherwise of the "
+     "table's models that have, and where there are none of other tables' models; for shares of questions it is at least two standard errors of the difference, as if each question were answered by chance with the shares found. Where few models have "
+     "two seeds the noise may be larger than it is here. That the share of needles is at least 0.9 is how this page reads a paper that calls its results near perfect."),
     ("evidence_fox", "The Forgetting Transformer's models", ""),
     ("evidence_mom", "Mixture-of-Memories", "`baseline=inner` is the inner mixer alone, `baseline=expanded` with a memory three times as large, `expanded=5` with one as large as all memories together, and `hidden_ratio` one with as many parameters; `row_conv=4` has a convolution of four tokens along the row in front of the memories.\n\n"
      "Around Gated DeltaNet MoM equals its inner mixer in held-out loss (2.3988 and 2.3994; 0.0006 is no difference of one seed), with five times the memory, and recalls more (names 0.132 of 280 questions and 0.039, one seed each).\n\n"

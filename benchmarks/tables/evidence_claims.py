@@ -8,19 +8,50 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.tables import evidence
-from benchmarks.tables.table import Column, Row, Table
+from benchmarks.tables.evidence import Runs
+from benchmarks.tables.table import Column, Row, Table, group
 
 Value = Callable[[Row], float | None]
-LOSS = "held-out loss", evidence.heldout_loss, "{:.3f}", False
-FAR = "P(65,536)", evidence.perplexity(65_536), "{:.2f}", False
-FIELDS = "recall of fields", evidence.recall("fields"), "{:.3f}", True
-MULTIKEY = "multi-key needles", evidence.recall("multikey"), "{:.3f}", True
-NEEDLES = (
-    "easy needles in texts up to the training length",
-    evidence.needles("easy", beyond=False),
-    "{:.2f}",
-    True,
-)
+
+
+@dataclass(frozen=True)
+class Measure:
+    """What is measured of a model.
+
+    Attributes:
+        name: its name in the table.
+        value: the value of a row, None if the row lacks it.
+        form: how a value is written.
+        larger: whether a larger value is better.
+        trials: of a share, the number of questions of a row; None for a measure that is no share.
+    """
+
+    name: str
+    value: Value
+    form: str
+    larger: bool = False
+    trials: Callable[[Row], int] | None = None
+
+
+def _recall(name: str, task: str) -> Measure:
+    trials = lambda row: row["recall"][task]["questions"]  # noqa: E731
+    return Measure(name, evidence.recall(task), "{:.3f}", larger=True, trials=trials)
+
+
+def _needles_within(row: Row) -> int:
+    """Return the number of needles in texts up to the training length."""
+    needle = row["needle"]
+    return len(needle["easy"]["found"][0]) * sum(n <= row["length"] for n in needle["lengths"])
+
+
+LOSS = Measure("held-out loss", evidence.heldout_loss, "{:.3f}")
+FAR = Measure("P(65,536)", evidence.perplexity(65_536), "{:.2f}")
+FIELDS = _recall("recall of fields", "fields")
+MULTIKEY = _recall("multi-key needles", "multikey")
+NEEDLES = Measure(
+    "easy needles in texts up to the training length", evidence.needles("easy", beyond=False), "{:.2f}",
+    larger=True, trials=_needles_within,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -31,8 +62,8 @@ class Claim:
         paper: its name in the table.
         table: the table of `python -m benchmarks evidence` whose rows are compared.
         better, worse: the models, as FILE:VARIANT.
-        measure: name, value of a row, format, and whether a larger value is better.
-        equal: whether equal values agree with the statement, such as "at or below".
+        measure: what is compared.
+        equal: whether the statement is "at or below" or "at or above".
         in_time_of_worse: whether the better model was trained in the time that the worse one takes.
         least: if not None, the statement is of `better` alone: that its value is at least this, and `worse` is "".
     """
@@ -41,18 +72,19 @@ class Claim:
     table: str
     better: str
     worse: str
-    measure: tuple[str, Value, str, bool]
+    measure: Measure
     equal: bool = False
     in_time_of_worse: bool = False
     least: float | None = None
 
 
-def _pair(paper: str, table: str, better: str, worse: str, *measures: tuple[str, Value, str, bool]) -> list[Claim]:  # fmt: skip
+def _pair(paper: str, table: str, better: str, worse: str, *measures: Measure) -> list[Claim]:
     return [Claim(paper, table, better, worse, measure) for measure in measures]
 
 
 _PRO, _LLAMA, _MOM = "fox:pro-125m", "fox:llama-125m", "mom:125m"
 _MOE = "linear_moe:a-small,"
+_SETTING = ("length", "batch_size", "corpus")  # what models that are compared have in common
 CLAIMS = [
     *_pair("FoX", "fox", _PRO, "fox:transformer-pro-125m", LOSS, FAR),
     *_pair("FoX", "fox", _LLAMA, "fox:transformer-llama-125m", LOSS, FAR),
@@ -80,46 +112,111 @@ CLAIMS = [
 
 
 @dataclass(frozen=True)
+class Noise:
+    """The difference that chance alone makes between two models, and of what it was taken: "own seeds", "the table's seeds", "other
+    tables' seeds", or "questions" (`noise_of`)."""
+
+    value: float
+    of: str
+
+
+@dataclass(frozen=True)
 class Comparison:
-    """A claim and the two values, means over seeds, that the rows have; of a claim about one model, its value and the least."""
+    """A claim and the two values, means over seeds, that the rows have; of a claim about one model, its value and the least.
+    `noise` is None if no model has two seeds."""
 
     claim: Claim
     better: float
     worse: float
+    noise: Noise | None
 
     @property
-    def holds(self) -> bool:
-        """Whether the values agree with the statement."""
-        larger = self.claim.measure[3]
-        if self.claim.least is not None:
-            return self.better >= self.claim.least
-        if self.better == self.worse:
-            return self.claim.equal
-        return (self.better > self.worse) == larger
+    def holds(self) -> bool | None:
+        """Whether the values agree with the statement; None if their difference is within the noise, or that is not known."""
+        if self.noise is None or abs(self.better - self.worse) <= self.noise.value + _ROUNDING:
+            return None
+        return (self.better > self.worse) == self.claim.measure.larger
+
+    @property
+    def verdict(self) -> str:
+        """The text of the table's cell."""
+        if self.holds is None:
+            return "no second seed" if self.noise is None else "within the noise of seeds"
+        return "yes" if self.holds else "**no**"
 
     @property
     def what(self) -> str:
         """The statement as words, such as "`a` below `b` in held-out loss"."""
-        claim, place = self.claim, "above" if self.claim.measure[3] else "below"
+        claim, place = self.claim, "above" if self.claim.measure.larger else "below"
         if claim.least is not None:
-            return f"`{claim.better}` finds at least {claim.least:g} of the {claim.measure[0]}"
+            return f"`{claim.better}` finds at least {claim.least:g} of the {claim.measure.name}"
         place = f"at or {place}" if claim.equal else place
         time = ", in equal time" if claim.in_time_of_worse else ""
-        return f"`{claim.better}` {place} `{claim.worse}` in {claim.measure[0]}{time}"
+        return f"`{claim.better}` {place} `{claim.worse}` in {claim.measure.name}{time}"
+
+
+_ROUNDING = 1e-9  # of differences between shares
+
+
+def spread(runs: Runs, measure: Measure) -> float | None:
+    """Return the difference between the largest and the smallest value of a model's seeds; None if fewer than two have one."""
+    values = [value for value in map(measure.value, runs) if value is not None]
+    return max(values) - min(values) if len(values) > 1 else None
+
+
+def noise_of(compared: list[Runs], every: list[Runs], measure: Measure) -> Noise | None:
+    """Return the difference that chance alone makes between models: the larger one of two.
+
+    The first is the largest spread of seeds: of the compared models if each has two seeds, otherwise of all models of the table, or
+    if none has two, of all tables, with equal rows in a step, length and corpus. The second, of shares, is two standard errors of
+    the difference between shares of so many questions: seeds that find nothing do not differ.
+
+    Args:
+        compared: the rows of the models that a claim compares, one or two.
+        every: the rows of all models of all tables.
+        measure: what is compared.
+
+    Returns:
+        The difference; None if no model has two seeds.
+    """
+    first = compared[0][0]
+    alike = [runs for runs in every if all(runs[0][key] == first[key] for key in _SETTING)]
+    of_table = [runs for runs in alike if runs[0]["table"] == first["table"]]
+    own = [] if None in [spread(runs, measure) for runs in compared] else compared
+    for models, of in ((own, "own"), (of_table, "the table's"), (alike, "other tables'")):
+        spreads = [found for runs in models if (found := spread(runs, measure)) is not None]
+        if spreads:
+            of_seeds = Noise(max(spreads), f"{of} seeds")
+            break
+    else:
+        return None
+    variance = 0.0
+    for runs in compared if measure.trials is not None else ():
+        share = evidence.mean(runs, measure.value)
+        variance += share * (1 - share) / sum(map(measure.trials, runs))
+    of_questions = Noise(2 * math.sqrt(variance), "questions")
+    return max(of_seeds, of_questions, key=lambda noise: noise.value)
 
 
 def comparisons(rows: list[Row]) -> list[Comparison]:
     """Return each claim of which the rows have the values. Of several settings of a model the one with the most tokens counts,
     and both models must have the same tokens, rows, length and corpus."""
     found = []
+    every = [
+        runs
+        for of_table in group([row for row in rows if row.get("kind") != "rates"], lambda row: row["table"]).values()
+        for runs in evidence.by_model(of_table)
+    ]  # fmt: skip
     for claim in CLAIMS:
-        of_table = [row for row in rows if row["table"] == claim.table and row.get("kind") != "rates"]  # fmt: skip
-        runs = evidence.by_model(of_table)
+        runs = [runs for runs in every if runs[0]["table"] == claim.table]
         if claim.least is not None:
             own = [found for found in runs if found[0]["model"] == claim.better and found[0].get("time_of") is None]  # fmt: skip
             for one in sorted(own, key=lambda one: -one[0]["tokens"])[:1]:
-                value = evidence.mean(one, claim.measure[1])
-                found += [Comparison(claim, value, claim.least)] if math.isfinite(value) else []
+                value = evidence.mean(one, claim.measure.value)
+                noise = noise_of([one], every, claim.measure)
+                found += (
+                    [Comparison(claim, value, claim.least, noise)] if math.isfinite(value) else []
+                )
             continue
         pairs = [
             (better, worse)
@@ -129,12 +226,13 @@ def comparisons(rows: list[Row]) -> list[Comparison]:
             and better[0].get("time_of") == (claim.worse if claim.in_time_of_worse else None)
             and worse[0].get("time_of") is None
             and (claim.in_time_of_worse or better[0]["tokens"] == worse[0]["tokens"])
-            and all(better[0][key] == worse[0][key] for key in ("length", "batch_size", "corpus"))
+            and all(better[0][key] == worse[0][key] for key in _SETTING)
         ]  # fmt: skip
         for better, worse in sorted(pairs, key=lambda pair: -pair[1][0]["tokens"])[:1]:
-            values = [evidence.mean(runs, claim.measure[1]) for runs in (better, worse)]
+            values = [evidence.mean(runs, claim.measure.value) for runs in (better, worse)]
             if all(map(math.isfinite, values)):
-                found.append(Comparison(claim, *values))
+                noise = noise_of([better, worse], every, claim.measure)
+                found.append(Comparison(claim, *values, noise))
     return found
 
 
@@ -142,23 +240,24 @@ def sentences(rows: list[Row]) -> str:
     """Return the two sentences that begin the page: what was found, and where it disagrees with a paper."""
     found = comparisons(rows)
     right = [c for c in found if c.holds]
-    wrong = [c for c in found if not c.holds]
+    wrong = [c for c in found if c.holds is False]
+    open_ = [c for c in found if c.holds is None]
     models = len({row["model"] for row in rows if row.get("kind") != "rates"})
-    first = (
-        f"{models} models were trained; of {len(found)} statements of the papers on them, {len(right)} hold here"
-    )  # fmt: skip
+    first = f"{models} models were trained; of {len(found)} statements of the papers on them, {len(right)} {'holds' if len(right) == 1 else 'hold'} here"  # fmt: skip
     if right:
         first += f": {'; '.join(_values(c) for c in right)}"
     if not found:
         return f"{first}. No pair of a paper is complete yet, so that nothing can be compared."
     second = "No statement fails"
     if wrong:
-        second = f"Against the papers, these do not hold: {'; '.join(_values(c) for c in wrong)}"
+        second = f"Against the papers, {len(wrong)} {'does' if len(wrong) == 1 else 'do'} not hold: {'; '.join(_values(c) for c in wrong)}"
+    if open_:
+        second += f"; nothing can be said on {len(open_)}, whose values differ by no more than the noise of seeds: {'; '.join(_values(c) for c in open_)}"
     return f"{first}. {second}."
 
 
 def _values(found: Comparison) -> str:
-    form = found.claim.measure[2]
+    form = found.claim.measure.form
     if found.claim.least is not None:
         return f"{found.what} ({form.format(found.better)})"
     return f"{found.what} ({form.format(found.better)} and {form.format(found.worse)})"
@@ -179,7 +278,14 @@ class Sentences(Table):
 
 
 def _number(which: str) -> Callable[[Comparison], str]:
-    return lambda c: c.claim.measure[2].format(getattr(c, which))
+    return lambda c: c.claim.measure.form.format(getattr(c, which))
+
+
+def _noise(found: Comparison) -> str:
+    """Return the cell of the noise, with that of which it was taken."""
+    if found.noise is None:
+        return ""
+    return f"{found.claim.measure.form.format(found.noise.value)}, {found.noise.of}"
 
 
 _COLUMNS = (
@@ -187,7 +293,8 @@ _COLUMNS = (
     Column("statement", lambda c: c.what),
     Column("the first", _number("better")),
     Column("the second", _number("worse")),
-    Column("holds here", lambda c: "yes" if c.holds else "**no**"),
+    Column("noise", _noise),
+    Column("holds here", lambda c: c.verdict),
 )
 
 

@@ -1,4 +1,5 @@
-"""Tests of the tables of `benchmarks evidence`: the commands that they print, and how learning rates were chosen."""
+"""Tests of the tables of `benchmarks evidence`: the commands that they print, how learning rates were chosen, and which differences
+are noise."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from benchmarks import evidence
 from benchmarks.__main__ import make_parser
 from benchmarks.registry import get
 from benchmarks.tables import evidence as tables
+from benchmarks.tables import evidence_claims as claims
 from benchmarks.tables.evidence_commands import CORPORA, OMITTED, commands, factors
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -119,3 +121,59 @@ def test_every_row_says_how_its_learning_rate_was_chosen():
     assert not table.where(row("lm:kda-nano", rates=three, rates_corpus="c"))  # told by `rates`
     assert tables.learning_rate([given]).endswith(", given")
     assert tables.learning_rate([within]).endswith(", best of 2")
+
+
+GLA, INNER = "mom:125m,inner=gla", "mom:125m,inner=gla,baseline=inner"
+
+
+def mom(model, seed=0, loss=3.0, fields=0.0, **more):
+    recall = dict(fields=dict(contains=fields, questions=100))
+    return row(model, seed, table="mom", heldout=dict(loss=loss), recall=recall, needle=None) | more
+
+
+def compared(rows):
+    """Return the comparisons of MoM around GLA with its inner mixer: of loss, and of recall."""
+    found = [c for c in claims.comparisons(rows) if (c.claim.better, c.claim.worse) == (GLA, INNER)]
+    assert [c.claim.measure for c in found] == [claims.LOSS, claims.FIELDS]
+    return found
+
+
+def test_a_difference_that_seeds_make_decides_nothing():
+    one = [mom(GLA, loss=2.9), mom(INNER, loss=3.0)]
+    loss, fields = compared(one)
+    assert loss.noise is None and loss.verdict == fields.verdict == "no second seed"
+    # Of another table, the seeds of the table's own models, and own seeds: each replaces the one before.
+    other = [mom("fox:pro-125m", 0, 2.0, table="fox"), mom("fox:pro-125m", 1, 2.3, table="fox")]
+    loss, _ = compared([*one, *other])
+    assert loss.noise == claims.Noise(pytest.approx(0.3), "other tables' seeds")
+    assert loss.verdict == "within the noise of seeds"
+    table = [mom("mom:125m", 0, 2.5), mom("mom:125m", 1, 2.55), *(mom(GLA, 1, 2.9),)]
+    loss, _ = compared([*one, *other, *table])
+    assert (
+        loss.noise == claims.Noise(pytest.approx(0.05), "the table's seeds")
+        and loss.verdict == "yes"
+    )
+    own = [mom(INNER, 1, 3.02)]
+    loss, _ = compared([*one, *other, *table, *own])
+    assert loss.noise == claims.Noise(pytest.approx(0.02), "own seeds") and loss.worse == 3.01
+    # Exactly as large as the noise, by values whose difference is rounded; and the other way round.
+    loss, _ = compared([mom(GLA, 0, 2.7), mom(INNER, 0, 2.5), mom(INNER, 1, 2.7)])
+    assert loss.holds is None
+    loss, _ = compared([mom(GLA, 0, 2.9), mom(INNER, 0, 2.5), mom(INNER, 1, 2.7)])
+    assert loss.verdict == "**no**"
+
+
+def test_the_seeds_of_another_setting_are_no_noise():
+    rows = [mom(GLA, loss=2.9), mom(INNER), mom("mom:125m", 0, 2.0, batch_size=8), mom("mom:125m", 1, 2.5, batch_size=8)]  # fmt: skip
+    assert compared(rows)[0].noise is None
+
+
+def test_shares_of_few_questions_differ_by_chance():
+    """Seeds that answer nothing do not differ, which makes one right answer of a hundred no difference."""
+    seeds = [mom(INNER, 0), mom(INNER, 1), mom(GLA, 1, fields=0.01)]
+    _, fields = compared([mom(GLA, fields=0.01), *seeds])
+    assert fields.noise == claims.Noise(pytest.approx(2 * (0.01 * 0.99 / 200) ** 0.5), "questions")
+    assert fields.holds is None
+    seeds[2]["recall"]["fields"]["contains"] = 0.12
+    _, fields = compared([mom(GLA, fields=0.11), *seeds])
+    assert fields.holds is True and fields.noise.value == pytest.approx(2 * (0.115 * 0.885 / 200) ** 0.5)  # fmt: skip
