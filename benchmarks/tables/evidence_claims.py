@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -168,8 +169,10 @@ def noise_of(compared: list[Runs], every: list[Runs], measure: Measure) -> Noise
     """Return the difference that chance alone makes between models: the larger one of two.
 
     The first is the largest spread of seeds: of the compared models if each has two seeds, otherwise of all models of the table, or
-    if none has two, of all tables, with equal rows in a step, length and corpus. The second, of shares, is two standard errors of
-    the difference between shares of so many questions: seeds that find nothing do not differ.
+    if none has two, of all tables, with equal rows in a step, length and corpus. One model with two seeds, which a claim compares
+    with a fixed value, has the distance of its farthest seed from the mean: the question is whether a seed is on the other side.
+    The second, of shares, is two standard errors of the difference between shares of so many questions: seeds that find nothing do
+    not differ.
 
     Args:
         compared: the rows of the models that a claim compares, one or two.
@@ -190,6 +193,11 @@ def noise_of(compared: list[Runs], every: list[Runs], measure: Measure) -> Noise
             break
     else:
         return None
+    if own and len(compared) == 1:
+        values = [value for value in map(measure.value, own[0]) if value is not None]
+        of_seeds = Noise(
+            max(abs(value - statistics.fmean(values)) for value in values), "own seeds"
+        )
     variance = 0.0
     for runs in compared if measure.trials is not None else ():
         share = evidence.mean(runs, measure.value)
