@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.tables.evidence_commands import commands, factors
-from benchmarks.tables.table import Column, Row, Table, group
+from benchmarks.tables.table import Column, Row, Table, group, read_rows
 
 FILE = "evidence.jsonl"
 Runs = list[Row]
@@ -126,7 +126,7 @@ def _table(kind: str) -> Table:
         where=lambda row: row.get("table") == kind and row.get("kind") != "rates",
         key=identity,
         lines=by_model,
-        command=commands,
+        command=lambda rows, docs: commands(rows, read_rows(docs, FILE)),
         not_run="trains models of 125M parameters",
     )
 
@@ -182,7 +182,7 @@ EVERY = [
         where=lambda row: "router" in row,
         key=identity,
         lines=routed,
-        command=commands,
+        command=lambda rows, docs: commands(rows, read_rows(docs, FILE)),
         not_run="trains models of 125M parameters",
     ),
     Table(
@@ -199,7 +199,7 @@ EVERY = [
         where=chose_rates,
         key=lambda row: (row["table"], row["model"], row.get("kind"), tuple(row["rates"]), _short_tokens(row), row["corpus"]),
         lines=rates_lines,
-        command=lambda rows: commands(row for row in rows if row.get("kind") == "rates"),
+        command=lambda rows, docs: commands((row for row in rows if row.get("kind") == "rates"), read_rows(docs, FILE)),
         not_run="trains models of 125M parameters",
     ),
 ]  # fmt: skip

@@ -35,7 +35,7 @@ class Table:
     `key(row)` only the newest is used; without `key` all are. `lines` turns the rows into records, one for
     each line of the table, in order. `columns` is a tuple, or a function of the rows for a table whose columns
     depend on them. `command` is the command that measures the rows, one or several lines, or a function of the
-    rows that returns it; `not_run` says why no test runs it, if none does; `caption` says whether the command and the origin of the rows are written
+    rows and the folder docs/ that returns it; `not_run` says why no test runs it, if none does; `caption` says whether the command and the origin of the rows are written
     around the table.
     """
 
@@ -45,7 +45,7 @@ class Table:
     where: Callable[[Row], bool] = lambda row: True
     key: Callable[[Row], Hashable] | None = None
     lines: Callable[[list[Row]], Iterable[Record]] = list
-    command: str | Callable[[list[Row]], str] = ""
+    command: str | Callable[[list[Row], Path], str] = ""
     not_run: str = ""
     caption: bool = True
 
@@ -78,7 +78,7 @@ class Table:
         table = "\n".join("| " + " | ".join(line) + " |" for line in cells)
         if not self.caption:
             return table
-        given = self.command(rows) if callable(self.command) else self.command
+        given = self.command(rows, docs) if callable(self.command) else self.command
         command = "\n".join("    " + line for line in given.splitlines())
         reason = f"<!-- not run: {self.not_run} -->" if command and self.not_run else ""
         return "\n\n".join(

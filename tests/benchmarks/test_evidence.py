@@ -272,7 +272,7 @@ def row(model, seed=0, loss=3.0, **fields):
 def test_the_tables_have_a_line_a_model_with_the_mean_of_its_seeds(tmp_path):
     rows = [
         row("a", 0, 3.0), row("a", 1, 3.2), row("b", loss=2.5), row("b", loss=2.4, time_of="a"),
-        row("a", kind="rates", factor=1, short_tokens=10**7, rates={"0.001": 4.0, "0.002": 3.5}),
+        *(row(name, kind="rates", factor=1, short_tokens=10**7, rates={"0.001": 4.0, "0.002": 3.5}) for name in "ab"),
     ]  # fmt: skip
     (tmp_path / "evidence.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     found = {table.name: table for table in tables.with_rows(tmp_path)}

@@ -14,6 +14,7 @@ from benchmarks.registry import get
 from benchmarks.tables import evidence as tables
 from benchmarks.tables import evidence_claims as claims
 from benchmarks.tables.evidence_commands import CORPORA, OMITTED, commands, factors
+from benchmarks.tables.table import read_rows
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 PARSER = make_parser(get("evidence"))
@@ -29,8 +30,8 @@ def parsed(text):
     return found
 
 
-def assert_made(args, row):
-    """Assert that a command with these options makes the row."""
+def assert_made(args, row, stored):
+    """Assert that a command with these options makes the row; `stored` are the rows from which it takes learning rates."""
     for name in ("table", "length", "batch_size"):
         assert getattr(args, name) == row[name], (name, row["model"])
     assert args.only_rates == (row.get("kind") == "rates") and args.time_of == row.get("time_of")
@@ -39,11 +40,14 @@ def assert_made(args, row):
     assert args.corpus.as_posix() == CORPORA.get(row["corpus"], "data/corpus")
     if not args.only_rates:
         assert ",".join(args.tasks) == row["tasks"] and args.needle_lengths == row["needle"]["lengths"]  # fmt: skip
-    assert bool(args.rates) == ("rates_corpus" in row)
+    assert not args.rates or "rates_corpus" in row
+    if args.rates and not args.time_of:
+        chosen = evidence.chosen_rates(stored, [row["model"]], args)
+        assert chosen[row["model"]]["peak_lr"] == row["peak_lr"]
     if args.rates:
         return
     published = evidence.base_config(row["model"]).optimizer.peak_lr
-    if row["rates"]:
+    if row["rates"] and "rates_corpus" not in row:
         assert [f"{published * factor:.3g}" for factor in args.factors] == list(row["rates"])
     else:
         assert [published * factor for factor in args.factors] == [pytest.approx(row["peak_lr"])]
@@ -53,21 +57,22 @@ def assert_made(args, row):
 
 @pytest.mark.parametrize("table", tables.with_rows(DOCS), ids=lambda table: table.name)
 def test_the_commands_that_are_printed_make_the_rows(table):
-    stored = table.rows(DOCS)
+    rows, stored = table.rows(DOCS), read_rows(DOCS, tables.FILE)
     text = table.markdown(DOCS, DOCS / "results" / "evidence.md")
     printed = "\n".join(line.strip() for line in text.splitlines() if line.startswith("    python"))
     made = [
-        (model, seed, args)
+        (model, seed, args.corpus.as_posix(), args)
         for args in parsed(printed)
         for seed in ([0] if args.only_rates else args.seeds)
         for model in args.models
     ]
     if table.name == "evidence_rates":
-        stored = [row for row in stored if row.get("kind") == "rates"]
-    assert len(made) == len(stored) > 0
-    for row in stored:
-        (args,) = (args for model, seed, args in made if (model, seed) == (row["model"], row["seed"]))  # fmt: skip
-        assert_made(args, row)
+        rows = [row for row in rows if row.get("kind") == "rates"]
+    assert len(made) == len(rows) > 0
+    for row in rows:
+        same = row["model"], row["seed"], CORPORA[row["corpus"]]
+        (args,) = (one[-1] for one in made if one[:-1] == same)
+        assert_made(args, row, stored)
 
 
 def row(model, seed=0, **fields):
@@ -88,17 +93,30 @@ def test_rows_of_other_options_have_commands_of_their_own():
         row(gla, length=2048, needle=dict(lengths=[600]), peak_lr=evidence.base_config(gla).optimizer.peak_lr / 2),
         row(gla, tasks="heldout,long,needle", remat="full", rates_corpus="d"), row("lm:kda-nano", **rates),
     ]  # fmt: skip
-    printed = commands(rows)
+    stored = [row(model, kind="rates", factor=1.0) for model in (gla, softmax)]
+    printed = commands(rows, stored)
     found = parsed(printed)
     assert [(args.models, args.seeds) for args in found] == [
         ([gla], [0, 1, 2]), ([softmax], [0, 1]), ([gla], [0]), ([gla], [0]), ([gla], [0]), (["lm:kda-nano"], [0]),
     ]  # fmt: skip
     for args, number in zip(found, (0, 2, 5, 6, 7), strict=False):
-        assert_made(args, rows[number])
+        assert_made(args, rows[number], stored)
     assert found[2].tokens == 10**6 and found[5].corpus.as_posix() == "data/first"
     assert found[5].factors == factors(rows[8]) == [0.25, 1.0] and found[5].share == 0.1
     with pytest.raises(ValueError, match=f"in the time of {softmax}, which has no row with equal"):
-        commands(rows[5:6])
+        commands(rows[5:6], stored)
+
+
+def test_a_rate_that_later_rates_replaced_is_given():
+    """--rates takes the newest row of a model, which may have tried others than those of which a row has the best."""
+    published = evidence.base_config("lm:gla-nano").optimizer.peak_lr
+    made = row("lm:gla-nano", peak_lr=published / 2, rates_corpus="d")
+    old = row("lm:gla-nano", kind="rates", peak_lr=published / 2, factor=0.5)
+    new = old | dict(peak_lr=published / 4, factor=0.25)
+    for stored, factor in (([old], None), ([new, old], None), ([old, new], 0.5), ([old | dict(length=8)], 0.5)):  # fmt: skip
+        (args,) = parsed(commands([made], stored))
+        assert_made(args, made, stored)
+        assert args.rates is not None if factor is None else args.factors == [factor]
 
 
 def test_what_the_commands_omit_are_the_defaults():
@@ -177,3 +195,19 @@ def test_shares_of_few_questions_differ_by_chance():
     seeds[2]["recall"]["fields"]["contains"] = 0.12
     _, fields = compared([mom(GLA, fields=0.11), *seeds])
     assert fields.holds is True and fields.noise.value == pytest.approx(2 * (0.115 * 0.885 / 200) ** 0.5)  # fmt: skip
+
+
+def test_seeds_on_one_side_of_a_fixed_value_decide():
+    def found(seed, easy):
+        needle = dict(lengths=[1024], easy=dict(found=[easy]))
+        return row("fox:llama-125m", seed, needle=needle, heldout={}, recall={}) | dict(long={})
+
+    def claim(*rows):
+        (one,) = claims.comparisons(list(rows))
+        return one
+
+    many, few = found(0, [1] * 60 + [0] * 40), found(1, [1] * 4 + [0] * 96)
+    one = claim(many, few)  # 0.60 and 0.04, whose range is larger than their distance from 0.9
+    assert one.verdict == "**no**" and one.noise == claims.Noise(pytest.approx(0.28), "own seeds")
+    assert claim(found(0, [1] * 100), many).verdict == "within the noise of seeds"
+    assert claim(found(0, [1] * 100), found(1, [1] * 98 + [0] * 2)).verdict == "yes"
