@@ -145,7 +145,7 @@ def _mfu(row: Row) -> float:
     return 100 * flops(row) * speed / PEAK
 
 
-def _beside_peers(row: Row) -> bool:
+def stands_beside_fla(row: Row) -> bool:
     """Return whether a row is of our training step that stands beside flash-linear-attention's: with rematerialisation "dots", or
     "dots_and_states" at 1.3B, where both were measured in one run."""
     if "peer" in row or not row["variant"].endswith("-1.3b"):
@@ -325,7 +325,7 @@ TABLES = [
         _fla_columns(),
         where=lambda row: (
             row["variant"] in PEER_VARIANTS
-            and ("fla_gradient_tokens_per_second" in row or _beside_peers(row))
+            and ("fla_gradient_tokens_per_second" in row or stands_beside_fla(row))
         ),
         key=_step_key,
         lines=_beside_fla,
