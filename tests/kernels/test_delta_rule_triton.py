@@ -5,10 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from benchmarks import triton_memories
 from lsm_jax import ops
 from lsm_jax.ops.backends.select import clear_choices
 from pallas_kernels import dplr
 from pallas_kernels.delta_rule import unsupported
+from pallas_kernels.delta_rule.triton import passes
+from pallas_kernels.linear_attention.triton.passes import Decays
 from pallas_kernels.triton import launch
 from tests.kernels import triton_process
 from tests.kernels.marks import requires_triton
@@ -37,10 +40,46 @@ def interpreted():
 def test_equals_the_recurrence_in_value_and_every_gradient(name, interpreted):
     errors = interpreted(name)
     assert errors.pop("not_causal") == 0
+    assert (errors.pop("parts") > 1) == name.endswith("parts")
     case = CASES[name]
     output, gradient = STRONG if case.strong is True else TOLERANCE[case.dtype]
     for field, error in errors.items():
         assert error < (gradient if field.startswith("d_") else output), (field, errors)
+
+
+def parts_of(batch, length, heads, keys, values, dtype="bfloat16", **decays) -> int:
+    """Return the number of parts of the rows of a call."""
+    k, v = (jax.ShapeDtypeStruct((batch, length, heads, x), dtype) for x in (keys, values))
+    tokens = passes.Tokens(k, k, k, None, None)
+    return passes.count_parts(tokens, v, Decays(**decays), heads=heads)
+
+
+def test_rows_have_parts_only_where_one_part_leaves_most_of_a_card_idle():
+    assert parts_of(1, 32768, 4, 128, 128) == 8
+    assert parts_of(1, 32768, 4, 64, 64) == 16
+    assert parts_of(1, 16384, 8, 128, 128) == 4
+    assert parts_of(1, 32768, 1, 256, 256) == 8
+    # Few parts cost more than they save, the fewer the wider the keys are.
+    assert parts_of(1, 16384, 16, 128, 128) == 1
+    assert parts_of(2, 16384, 16, 128, 128) == 1
+    assert parts_of(1, 8192, 4, 128, 128) == 4
+    assert parts_of(1, 8192, 4, 128, 64) == 1
+    assert parts_of(1, 16384, 4, 128, 64) == 8
+    # Short rows, rows whose chunks no parts share alike, and rows of several memories.
+    assert parts_of(8, 4096, 16, 128, 128) == parts_of(1, 4096, 1, 64, 64) == 1
+    assert parts_of(1, 8192 + 64, 1, 64, 64) == 1
+    assert parts_of(1, 32768, 4, 128, 128, bounds=np.zeros((1, 3), int)) == 1
+
+
+@pytest.mark.parametrize("name", [n for n in triton_memories.CHECKS if " long" in n])
+def test_long_checks_on_a_card_have_parts(name):
+    case = triton_memories.CHECKS[name]
+    if case.op not in triton_memories.DELTA:
+        return
+    length, heads = -(-case.length // 64) * 64, max(case.heads[0], case.heads[2])
+    channels = dict(sums=0) if case.op in ("kda", "rwkv7") else {}
+    parts = parts_of(2, length, heads, case.key_dim, case.value_dim, case.dtype, **channels)
+    assert parts == 4
 
 
 @requires_triton

@@ -71,9 +71,9 @@ def both(function: Callable, *arguments: Any) -> Any:
     return jax.jit(gradients).trace(*arguments)
 
 
-def memory(op: Callable, decay: str, *others: str) -> Any:
+def memory(op: Callable, decay: str, *others: str, length: int = 130) -> Any:
     """Trace a memory with 64 channels and a decay of each "head" or "channel", and its gradients."""
-    shapes = dict(head=(2, 130, 2), channel=(2, 130, 2, 64))
+    shapes = dict(head=(2, length, 2), channel=(2, length, 2, 64))
     wide = STRUCT(shapes["channel"], jnp.bfloat16)
     more = [STRUCT(shapes[x], jnp.float32) if x == "head" else wide for x in others]
     return both(op, wide, wide, wide, *more, STRUCT(shapes[decay], jnp.float32))
@@ -96,6 +96,8 @@ PROGRAMS: dict[str, tuple[Callable[[], Any], int]] = {
     "channel decay": (lambda: memory(ops.linear_memory, "channel"), 8),
     "delta rule, scalar decay": (lambda: memory(ops.delta_memory, "head", "head"), 8),
     "delta rule, channel decay": (lambda: memory(ops.delta_memory, "channel", "head"), 9),
+    # In parts: also their updates and the memories before them, and both again for the gradients.
+    "delta rule, parts": (lambda: memory(ops.delta_memory, "head", "head", length=8192), 12),
     "dplr": (lambda: memory(ops.dplr_memory, "channel", "channel", "channel"), 12),
     "attention": (attention, 3),  # the output, and the gradients of queries and of keys
     # Forward and backward; and the memories before and after the parts of a row, and their gradients.

@@ -46,6 +46,9 @@ class Case(NamedTuple):
         key_dim: number of key channels, K.
         value_dim: number of value channels, V.
         dtype: dtype of q, k and v.
+        op: the op's name.
+        length: number of tokens of each row, T; with `LONG`, in parts, only kernels that rows of one part do not launch are compiled.
+        heads: number of heads.
     """
 
     arguments: str
@@ -53,8 +56,11 @@ class Case(NamedTuple):
     value_dim: int
     dtype: str = "bfloat16"
     op: str = "linear_memory"
+    length: int = 256
+    heads: int = 4
 
 
+LONG = 8192
 _METHODS = {
     "none": ("linear_memory", ""),
     "constant": ("linear_memory", "constant"),
@@ -105,6 +111,14 @@ CASES: dict[str, Any] = {
         for dtype, sizes in {"bfloat16": (256,), "float32": (64, 128, 256)}.items()
         for channels in sizes
     },
+    **{
+        f"{name}, parts, {dtype} {channels}": Case(
+            _METHODS[name][1], channels, channels, dtype, _METHODS[name][0], LONG, heads
+        )
+        for name in ("delta", "delta scalar", "undecayed", "delta channel", "dplr")
+        for dtype in ("bfloat16", "float16", "float32")
+        for channels, heads in {64: 4, 128: 4, 256: 1}.items()
+    },
     **triton_cases_attention.COMPILED,
     **triton_cases_slots.COMPILED,
     **triton_token_ops.COMPILED,
@@ -147,7 +161,7 @@ class Configuration(NamedTuple):
         low = "fp16" if "*fp16" in self.types else "tf32"  # of both the products are in tf32
         words = [self.name, "bf16" if str(given.get("LOW", "bf16")).endswith("bf16") else low]
         words += [f"{n}={given[n]}" for n in ("K", "V", "BK", "BV") if n in given]
-        flags = ("CHANNELS", "DECAY", "GRADIENT", "DOCUMENTS", "EXCLUSIVE", "REVERSE", "ONLY_QUERY", "EXACT", "DECAYED", "UNDECAYED", "LOW_RANK", "TRANSPOSED", "SCORES", "PLAIN")  # fmt: skip
+        flags = ("CHANNELS", "DECAY", "GRADIENT", "DOCUMENTS", "EXCLUSIVE", "REVERSE", "ONLY_QUERY", "EXACT", "DECAYED", "UNDECAYED", "LOW_RANK", "TRANSPOSED", "SCORES", "PLAIN", "UPDATE")  # fmt: skip
         words += [n.lower() for n in flags if given.get(n)]
         if self.name == "scan" and self.types[0] == "*fp32" != self.types[1]:
             words.append("exact")  # x is not rounded before its decay
@@ -204,6 +218,10 @@ def configurations(case: Case | Callable[[], Any]) -> list[Configuration]:
     finally:
         launch.call = original
         jax.clear_caches()
+    if isinstance(case, Case) and case.length == LONG:
+        own = [c for c in found if c.name == "link_parts" or dict(c.constants).get("UPDATE")]
+        assert {c.name for c in own} == {"delta_scan", "delta_scan_backward", "link_parts"}
+        return own
     return list(found)
 
 
@@ -211,8 +229,8 @@ def trace_memory(case: Case) -> None:
     """Trace a call of the case's op and the gradients of all its inputs."""
     from lsm_jax import ops
 
-    struct, given, rows = jax.ShapeDtypeStruct, case.arguments.split(), (2, 256)
-    heads = 4
+    struct, given, rows = jax.ShapeDtypeStruct, case.arguments.split(), (2, case.length)
+    heads = case.heads
     inputs = {n: struct((*rows, heads, case.key_dim), jnp.dtype(case.dtype)) for n in "qk"}
     inputs["v"] = struct((*rows, heads, case.value_dim), jnp.dtype(case.dtype))
     if "log_decay" in given:

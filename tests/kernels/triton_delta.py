@@ -3,7 +3,7 @@ interpreter.
 
     TRITON_INTERPRET=1 python -m tests.kernels.triton_delta [CASE ...]
 
-Prints a line of JSON for each case, as `tests.kernels.triton_interpreted` does for `linear_memory`.
+Prints a line of JSON for each case, as `tests.kernels.triton_interpreted` does for `linear_memory`, with the number of parts of a row.
 `tests/kernels/test_delta_rule_triton.py` starts it.
 """
 
@@ -83,6 +83,19 @@ CASES = {
     "channel, steep": Case("channel", strong=8),
     "channel, segments": Case("channel", length=200, states="segments"),
     "channel, wide": Case("channel", (1, 1, 1), 256, 256, 65),
+    "none, parts": Case("none", length=512, dtype="float32"),
+    "token, parts": Case("token", (2, 1, 1), length=500, states="documents"),
+    "token, bfloat16, parts": Case("token", (1, 1, 2), 128, 128, 512, dtype="bfloat16", states="documents"),
+    "token, float16, parts": Case("token", length=512, dtype="float16"),
+    "token, strong, parts": Case("token", length=512, states="documents", strong=True),
+    "undecayed, parts": Case("token", (1, 1, 2), 64, 128, 500, states="documents", erase="undecayed"),
+    "channel, parts": Case("channel", (2, 1, 1), 128, 64, 1000, states="documents"),
+    "channel, bfloat16, parts": Case("channel", (1, 1, 2), length=512, dtype="bfloat16", states="documents"),
+    "channel, strong, parts": Case("channel", length=512, states="documents", strong=True),
+    "channel, wide, parts": Case("channel", (1, 1, 1), 256, 256, 512),
+    "dplr, parts": Case("channel", (1, 1, 2), 64, 128, 500, states="documents", low_rank=True),
+    "dplr, bfloat16, parts": Case("channel", (2, 1, 1), length=512, dtype="bfloat16", low_rank=True),
+    "dplr, strong, parts": Case("channel", length=512, states="documents", strong=True, low_rank=True),
     "dplr": Case("channel", (1, 1, 2), 128, 64, 130, states="documents", low_rank=True),
     "dplr, token": Case("token", dtype="bfloat16", low_rank=True),
     "dplr, queries": Case("channel", (2, 1, 1), 64, 128, 65, states="documents", low_rank=True),
@@ -94,8 +107,8 @@ CASES = {
     "dplr, steep": Case("channel", strong=8, low_rank=True),
     "dplr, segments": Case("channel", length=200, states="segments", low_rank=True),
     "dplr, wide": Case("channel", (1, 1, 1), 256, 256, 65, low_rank=True),
-}
-"""Cases by name."""
+}  # fmt: skip
+"""Cases by name. Those whose name ends with "parts" are computed in parts of 128 tokens."""
 
 
 def inputs_of(case: Case) -> tuple[dict[str, jax.Array], dict[str, Any]]:
@@ -138,8 +151,9 @@ def run(case: Case, x, marks, **options):
 
 def main() -> None:
     """Compare the cases that the command line names, or all."""
-    from pallas_kernels.delta_rule.triton import channel_decay, scalar_decay
+    from pallas_kernels.delta_rule.triton import channel_decay, passes, scalar_decay
     from pallas_kernels.dplr.triton import channel_decay as dplr
+    from pallas_kernels.hopper import row_layout
     from pallas_kernels.triton.host import compute_bfloat16_exactly
 
     # Without jit: a compiled program waits for its callbacks in the threads that they need.
@@ -149,9 +163,19 @@ def main() -> None:
     compute_bfloat16_exactly()
     for module in (channel_decay, scalar_decay, dplr):
         module.REQUIREMENTS = ()  # float32 too, whose products are exact here
+    parts: list[int] = []
+    count = passes.count_parts
+
+    def counted(*x, **options):
+        parts.append(count(*x, **options))
+        return parts[-1]
+
+    passes.count_parts = counted
+    shortest = row_layout._SHORTEST_PART
     for name in sys.argv[1:] or CASES:
+        row_layout._SHORTEST_PART = 128 if name.endswith("parts") else shortest
         errors = triton_interpreted.compare(CASES[name], inputs_of, run)
-        print(json.dumps(dict(case=name, **errors)), flush=True)
+        print(json.dumps(dict(case=name, parts=parts[-1], **errors)), flush=True)
 
 
 if __name__ == "__main__":

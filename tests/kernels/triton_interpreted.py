@@ -126,7 +126,7 @@ def inputs_of(case: Case) -> tuple[dict[str, jax.Array], dict[str, Any]]:
         ids = np.repeat([1, 2, 1, 0, 4], [70, 5, 40, 5, case.length - 120])
         marks["segment_ids"] = jnp.asarray(ids[None], jnp.int32)
     if case.states == "documents":
-        starts = np.isin(np.arange(case.length), [20, 21, 63, 64, 90])
+        starts = np.isin(np.arange(case.length), [20, 21, 63, 64, 90, 256, 300, 384])
         ids = np.stack([1 + np.cumsum(starts), np.ones(case.length, int)])
         ids[0, 30:33] = 0
         marks["segment_ids"] = jnp.asarray(ids, jnp.int32)

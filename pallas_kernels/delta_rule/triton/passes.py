@@ -1,4 +1,9 @@
-"""The launches of the Triton kernels of the delta rule: sizes of tiles, shapes of results, and what each kernel reads."""
+"""The launches of the Triton kernels of the delta rule: sizes of tiles, shapes of results, and what each kernel reads.
+
+Long rows of few memories are scanned in parts (`count_parts`, `scans`): the updates of all parts are computed at the same time, then the
+memories before the parts, and from these all parts at the same time. The backward pass has the same parts, and the forward pass saves their
+transitions for it.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.hopper import row_layout
 from pallas_kernels.linear_attention.triton import passes as linear
 from pallas_kernels.linear_attention.triton.passes import CHUNK, Decays
 from pallas_kernels.linear_attention.triton.tilings import Tiling
@@ -22,6 +28,7 @@ TILINGS = {
     "delta_scan": Tiling(0, 64, 4, 3),
     "channel_delta_scan": Tiling(0, 32, 4, 2),
     "delta_scan_backward": Tiling(0, 32, 4, 2),
+    "link_parts": Tiling(64, 32, 8, 1),
     "local_gradients": Tiling(64, 64, 4, 2),
     "delta_scalar_gradients": Tiling(64, 32, 4, 2),
     "delta_channel_gradients": Tiling(16, 64, 4, 1),
@@ -167,10 +174,74 @@ def solve(k, alike, beta, decays: Decays) -> jax.Array:
     )["inverse"]  # fmt: skip
 
 
+def count_parts(tokens: Tokens, v, decays: Decays, *, heads: int) -> int:
+    """Return the number of parts in which the scans compute each row of `heads` output heads, for values v [B, T, G, V]: a power of two.
+
+    It is that of the kernels of linear attention for as many programs as the reversed scan has, and 1 if it is so small that parts cost more
+    than they save: a part is scanned for K columns of its transition and V of its writes, and then for V columns again, in place of V. Rows
+    of several memories have one part each.
+    """
+    batch, length, _, values = v.shape
+    keys = tokens.erase.shape[3]
+    programs = batch * heads * (values // _reversed_tiling(v, keys, decays).values)
+    parts = 1 if decays.bounds is not None else row_layout.count_parts(programs, length)
+    return parts if parts * values > 2 * values + keys else 1
+
+
+def _scan_tiling(v, keys: int, decays: Decays) -> Tiling:
+    wide = decays.by_channel and keys > 64
+    return _tiling("channel_delta_scan" if wide else "delta_scan", v, keys)
+
+
+def _reversed_tiling(v, keys: int, decays: Decays, update: bool = False) -> Tiling:
+    # For 64 value channels and two decays of rows, or the updates with decays of key channels, the registers do not suffice.
+    narrow = (decays.undecayed or (update and decays.by_channel)) and keys == 64
+    return _tiling("delta_scan_backward", v, 0 if narrow else keys)
+
+
+def _split(arrays: Any, parts: int) -> Any:
+    """Return a tuple of arrays [B, ...] or None with each of the P = `parts` parts of a row as a row, [B * P, ...]."""
+    split = (None if x is None else row_layout.split_parts(x, parts) for x in arrays)
+    return type(arrays)(*split) if hasattr(arrays, "_fields") else tuple(split)
+
+
+def _join(x, parts: int) -> jax.Array:
+    """Return x [B * P, N, ...], whose rows are the P = `parts` parts of rows, as [B, P * N, ...]."""
+    return x.reshape(x.shape[0] // parts, parts * x.shape[1], *x.shape[2:])
+
+
+def _link(transitions, written, outside, *, reverse: bool = False) -> jax.Array:
+    """Return the memories before all parts of the rows, or with `reverse` the gradients of those after them, shaped as `written`.
+
+    Args:
+        transitions: [B * P, G, K, K] float32, the transition of each part.
+        written: [B * P, heads, K, V] float32, the memory after each part that begins with an empty one, or with `reverse` the gradient of the
+            memory before each part if that of the memory after it is 0.
+        outside: [B, heads, K, V] float32, the memories before the rows, or with `reverse` the gradients of those after them.
+        reverse: whether gradients are computed, from the last part to the first.
+    """
+    from pallas_kernels.delta_rule.triton import scans
+
+    batch, heads, keys, values = outside.shape
+    tiling = TILINGS["link_parts"]
+    if keys > 128:
+        tiling = tiling._replace(keys=32)
+    return launch.call(
+        scans.link_parts,
+        (transitions, written, outside, written.shape[0] // batch),
+        dict(starts=_struct(written.shape, _F32)),
+        programs=batch * heads * (values // tiling.values),
+        **_options(tiling),
+        **dict(
+            MEMORIES=transitions.shape[1], HEADS=heads, K=keys, V=values, BK=tiling.keys, BV=tiling.values, REVERSE=reverse,
+        ),
+    )["starts"]  # fmt: skip
+
+
 def scan(
-    tokens: Tokens, v, inverse, decays: Decays, initial, other_written=None, other_v=None
-) -> tuple[jax.Array, ...]:
-    """Carry memories through all chunks.
+    tokens: Tokens, v, inverse, decays: Decays, initial, other_written=None, other_v=None, *, heads: int
+) -> tuple[Any, ...]:  # fmt: skip
+    """Carry memories through all chunks; long rows of few memories in parts.
 
     Args:
         tokens: the tokens, of which erase, written, beta and chunk_decay are read.
@@ -180,38 +251,58 @@ def scan(
         initial: [B * S, G, K, V] float32, the memories before the rows.
         other_written: [B, T, G, K], the vectors of a second write, for a memory without beta; else None.
         other_v: [B, T, G, V], the values of the second write; else None.
+        heads: number of heads of the output.
 
     Returns:
-        The memories before all chunks [B, N, G, K, V] and what tokens write, u [B, T, G, V], in the products' dtype; and the memories
-        after the rows, shaped as `initial`.
+        The memories before all chunks [B, N, G, K, V] and what tokens write, u [B, T, G, V], in the products' dtype; the memories
+        after the rows, shaped as `initial`; and the transitions of all P parts of the rows, [B * P, G, K, K] float32, or None of one part.
     """
-    from pallas_kernels.delta_rule.triton import bodies
+    parts = count_parts(tokens, v, decays, heads=heads)
+    arrays = v, inverse, other_written, other_v
+    if parts == 1:
+        return *_scan(tokens, decays, initial, *arrays), None
+    tokens, decays, arrays = (_split(x, parts) for x in (tokens, decays, arrays))
+    written, transitions = _scan(tokens, decays, None, *arrays)
+    starts = _link(transitions, written, initial)
+    states, writes, ends = _scan(tokens, decays, starts, *arrays)
+    final = ends.reshape(-1, parts, *ends.shape[1:])[:, -1]
+    return _join(states, parts), _join(writes, parts), final, transitions
+
+
+def _scan(
+    tokens: Tokens, decays: Decays, initial, v, inverse, other_written, other_v
+) -> tuple[jax.Array, ...]:
+    """Run the kernel `delta_scan` on whole rows; return memories, writes and final memories as `scan` does, or if `initial` is None the
+    updates of the rows: W [B, G, K, V] and Θ [B, G, K, K], float32.
+    """
+    from pallas_kernels.delta_rule.triton import scans
 
     batch, length, heads, values = v.shape
-    keys, count, segments = tokens.erase.shape[3], length // CHUNK, initial.shape[0] // batch
-    wide = decays.by_channel and keys > 64
-    tiling = _tiling("channel_delta_scan" if wide else "delta_scan", v, keys)
+    keys, count, update = tokens.erase.shape[3], length // CHUNK, initial is None
+    segments = 1 if update else initial.shape[0] // batch
+    tiling = _scan_tiling(v, keys, decays)
     operands, stored = low(v)
     erase_decay = decays.erase_decay if decays.undecayed else decays.read_decay
     results = launch.call(
-        bodies.delta_scan,
+        scans.delta_scan,
         (
             tokens.erase, tokens.written, v, other_written, other_v, inverse, tokens.beta, erase_decay, decays.write_decay,
             tokens.chunk_decay, decays.bounds, initial, count,
         ),
         dict(
-            states=_struct((batch, count, heads, keys, values), stored),
-            writes=_struct(v.shape, stored),
-            final=_struct(initial.shape, _F32),
+            states=_struct((1,) if update else (batch, count, heads, keys, values), stored),
+            writes=_struct((1,) if update else v.shape, stored),
+            final=_struct((batch * segments, heads, keys, values), _F32),
+            transitions=_struct((batch, heads, keys, keys) if update else (1,), _F32),
         ),
-        programs=batch * segments * heads * (values // tiling.values),
+        programs=batch * segments * heads * ((values + keys * update) // tiling.values),
         **_options(tiling),
         **dict(
             K_HEADS=tokens.erase.shape[2], HEADS=heads, SEGMENTS=segments, K=keys, V=values, C=CHUNK, BV=tiling.values, LOW=operands,
-            CHANNELS=decays.by_channel, LOW_RANK=tokens.beta is None,
+            CHANNELS=decays.by_channel, LOW_RANK=tokens.beta is None, UPDATE=update,
         ),
     )  # fmt: skip
-    return tuple(results.values())
+    return tuple(results.values())[2:] if update else tuple(results.values())[:3]
 
 
 def local_gradients(q, k, d_out, scores, decays: Decays, *, scale: float) -> jax.Array:
@@ -238,9 +329,9 @@ def local_gradients(q, k, d_out, scores, decays: Decays, *, scale: float) -> jax
 
 
 def scan_backward(
-    tokens: Tokens, d_out, local, writes, inverse, decays: Decays, d_final, *, scale: float
-) -> tuple[jax.Array, ...]:
-    """Carry the gradients of memories from the last chunk to the first.
+    tokens: Tokens, d_out, local, writes, inverse, decays: Decays, d_final, transitions, *, scale: float
+) -> tuple[jax.Array, ...]:  # fmt: skip
+    """Carry the gradients of memories from the last chunk to the first, in the parts of `scan`.
 
     Args:
         tokens: the tokens.
@@ -250,40 +341,63 @@ def scan_backward(
         inverse: [B, N, G, C, C], the inverses of the chunks' triangular systems.
         decays: the decays and documents.
         d_final: [B * S, heads, K, V] float32, the gradients of the memories after the rows.
+        transitions: the transitions of the parts that `scan` returned, or None.
         scale: the factor of the queries.
 
     Returns:
         The gradients of the memories after all chunks [B, N, heads, K, V] and of the values [B, T, heads, V], in the products' dtype;
         those of beta [B, T, heads] float32, without meaning if beta is None; and those of the memories before the rows, shaped as `d_final`.
     """
-    from pallas_kernels.delta_rule.triton import bodies
+    arrays = d_out, local, writes, inverse
+    if transitions is None:
+        return _scan_backward(tokens, decays, d_final, *arrays, scale=scale)
+    parts = transitions.shape[0] // d_out.shape[0]
+    tokens, decays, arrays = (_split(x, parts) for x in (tokens, decays, arrays))
+    (read,) = _scan_backward(tokens, decays, None, *arrays, scale=scale)
+    d_ends = _link(transitions, read, d_final, reverse=True)
+    *results, d_starts = _scan_backward(tokens, decays, d_ends, *arrays, scale=scale)
+    d_initial = d_starts.reshape(-1, parts, *d_starts.shape[1:])[:, 0]
+    d_states, dv, d_beta = results
+    d_beta = d_beta if tokens.beta is None else _join(d_beta, parts)
+    return _join(d_states, parts), _join(dv, parts), d_beta, d_initial
+
+
+def _scan_backward(
+    tokens: Tokens, decays: Decays, d_final, d_out, local, writes, inverse, *, scale: float
+) -> tuple[jax.Array, ...]:
+    """Run the kernel `delta_scan_backward` on whole rows; return what `scan_backward` does, or if `d_final` is None the gradients of the
+    memories before the rows alone, [B, heads, K, V], for 0 after them.
+    """
+    from pallas_kernels.delta_rule.triton import scans
 
     batch, length, heads, values = d_out.shape
-    keys, count, segments = tokens.erase.shape[3], length // CHUNK, d_final.shape[0] // batch
-    # For 64 value channels and two decays of rows the registers do not suffice.
-    narrow = decays.undecayed and keys == 64
-    tiling = _tiling("delta_scan_backward", d_out, 0 if narrow else keys)
+    keys, count, update = tokens.erase.shape[3], length // CHUNK, d_final is None
+    segments = 1 if update else d_final.shape[0] // batch
+    tiling = _reversed_tiling(d_out, keys, decays, update)
     operands, stored = low(d_out)
+    beta = (batch, length, heads, values // tiling.values)
     d_states, dv, d_beta, d_initial = launch.call(
-        bodies.delta_scan_backward,
+        scans.delta_scan_backward,
         (
             tokens.read, tokens.erase, tokens.written, d_out, local, writes, inverse, tokens.beta, decays.read_decay,
             decays.erase_decay, decays.write_decay, tokens.chunk_decay, decays.bounds, d_final, count, float(scale),
         ),
         dict(
-            d_states=_struct((batch, count, heads, keys, values), stored),
-            dv=_struct(d_out.shape, stored),
-            d_beta=_struct((1,) if tokens.beta is None else (batch, length, heads, values // tiling.values), _F32),
-            d_initial=_struct(d_final.shape, _F32),
+            d_states=_struct((1,) if update else (batch, count, heads, keys, values), stored),
+            dv=_struct((1,) if update else d_out.shape, stored),
+            d_beta=_struct((1,) if update or tokens.beta is None else beta, _F32),
+            d_initial=_struct((batch * segments, heads, keys, values), _F32),
         ),
         programs=batch * segments * heads * (values // tiling.values),
         **_options(tiling),
         **dict(
             Q_HEADS=tokens.read.shape[2], K_HEADS=tokens.erase.shape[2], MEMORIES=writes.shape[2], HEADS=heads, SEGMENTS=segments,
             K=keys, V=values, C=CHUNK, BV=tiling.values, LOW=operands, CHANNELS=decays.by_channel, UNDECAYED=decays.undecayed,
-            LOW_RANK=tokens.beta is None,
+            LOW_RANK=tokens.beta is None, UPDATE=update,
         ),
     ).values()  # fmt: skip
+    if update:
+        return (d_initial,)
     return d_states, dv, jnp.sum(d_beta, -1), d_initial
 
 

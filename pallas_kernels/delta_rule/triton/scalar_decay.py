@@ -2,7 +2,7 @@
 
 Forward: the triangular systems of all chunks are inverted in parallel, a scan computes the memory before every chunk and what each
 token writes, and then all outputs are computed in parallel. Backward: a reversed scan computes the gradients of the memory after every
-chunk, of v and of beta, and then all other gradients are computed in parallel. A row is scanned in one part.
+chunk, of v and of beta, and then all other gradients are computed in parallel. Long rows of few memories are scanned in parts.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ class Residuals(NamedTuple):
         scores: [B, N, heads, C, C] float32, the decayed scores of all chunks with a decay per key channel; else None.
         states: [B, N, G, K, V], the memories before all chunks.
         writes: [B, T, G, V], what the tokens write.
+        transitions: [B * P, G, K, K] float32, the transitions of the P parts in which rows are scanned; None of one part.
     """
 
     decays: linear.Decays
@@ -39,6 +40,7 @@ class Residuals(NamedTuple):
     scores: jax.Array | None
     states: jax.Array
     writes: jax.Array
+    transitions: jax.Array | None
 
 
 def length_multiple(*_: Any) -> int:
@@ -68,7 +70,9 @@ def forward(
         tokens = passes.tokens_of(q, k, beta, decays)
         scores = alike = decayed = None
     inverse = passes.solve(k, alike, tokens.beta, decays)
-    states, writes, final = passes.scan(tokens, v, inverse, decays, initial)
+    states, writes, final, transitions = passes.scan(
+        tokens, v, inverse, decays, initial, heads=heads
+    )
     output = linear.outputs(
         tokens.read,
         k,
@@ -81,7 +85,7 @@ def forward(
         exact=True,
         decayed=decays.by_channel,
     )
-    residuals = Residuals(decays, decayed, inverse, scores, states, writes)
+    residuals = Residuals(decays, decayed, inverse, scores, states, writes, transitions)
     return output.astype(v.dtype), final, residuals
 
 
@@ -96,14 +100,14 @@ def backward(
     decays that belong to `erase`.
     """
     del run, initial, erase, interpret
-    decays, tokens, inverse, scores, states, writes = residuals
+    decays, tokens, inverse, scores, states, writes, transitions = residuals
     heads, memories = d_output.shape[2], v.shape[2]
     if tokens is None:
         tokens = passes.tokens_of(q, k, beta, decays)
     local = passes.local_gradients(q, k, d_output, scores, decays, scale=scale)
     d_ends = row_layout.gradient_by_head(d_final, heads)
     d_states, dv, d_beta, d_initial = passes.scan_backward(
-        tokens, d_output, local, writes, inverse, decays, d_ends, scale=scale
+        tokens, d_output, local, writes, inverse, decays, d_ends, transitions, scale=scale
     )
     dq, dk, d_decay = passes.gradients(
         q, k, writes, d_output, dv, decays, states, d_states, scale=scale,

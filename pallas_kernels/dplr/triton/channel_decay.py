@@ -2,8 +2,8 @@
 
 Forward: the decayed products and tokens of all chunks and the inverses of their triangular systems are computed in parallel, a scan
 computes the memory before every chunk and what the vectors a read, and then all outputs are computed in parallel. Backward: a reversed scan computes
-the gradients of the memory after every chunk and of the systems' right sides, and then all other gradients are computed in parallel. A
-row is scanned in one part.
+the gradients of the memory after every chunk and of the systems' right sides, and then all other gradients are computed in parallel. Long
+rows of few memories are scanned in parts.
 """
 
 from __future__ import annotations
@@ -73,6 +73,7 @@ class Residuals(NamedTuple):
         inverse: [B, N, G, C, C], the inverses of the triangular systems of all chunks.
         states: [B, N, G, K, V], the memories before all chunks.
         writes: [B, T, G, V], U, what the vectors a read and the vectors b write.
+        transitions: [B * P, G, K, K] float32, the transitions of the P parts in which rows are scanned; None of one part.
     """
 
     decays: Decays
@@ -80,6 +81,7 @@ class Residuals(NamedTuple):
     inverse: jax.Array
     states: jax.Array
     writes: jax.Array
+    transitions: jax.Array | None
 
 
 def forward(
@@ -97,7 +99,9 @@ def forward(
     tokens, written_k, scores, system = _tokens(q, k, a, b, decays, heads=heads, scale=scale)
     inverse = delta.solve(a, system, None, decays)
     right = _score_products(scores.ak, v, transposed=False)
-    states, writes, final = delta.scan(tokens, right, inverse, decays, initial, written_k, v)
+    states, writes, final, transitions = delta.scan(
+        tokens, right, inverse, decays, initial, written_k, v, heads=heads
+    )
     results = _launch(
         "dplr_outputs",
         (tokens.read, scores.qb, scores.qk, writes, v, states),
@@ -106,7 +110,8 @@ def forward(
         "values",
         dict(MEMORIES=memories, HEADS=heads, K=q.shape[3], V=v.shape[3]),
     )
-    return results["out"], final, Residuals(decays, scores, inverse, states, writes)
+    residuals = Residuals(decays, scores, inverse, states, writes, transitions)
+    return results["out"], final, residuals
 
 
 def backward(
@@ -119,13 +124,13 @@ def backward(
     gradient of log_decay is computed whether or not `decay_gradient` is set.
     """
     del log_decay, run, initial, decay_gradient, interpret
-    decays, scores, inverse, states, writes = residuals
+    decays, scores, inverse, states, writes, transitions = residuals
     heads, memories, keys, values = d_output.shape[2], v.shape[2], q.shape[3], v.shape[3]
     tokens, written_k, *_ = _tokens(q, k, a, b, decays, heads=heads, scale=scale, with_scores=False)
     local = _score_products(scores.qb, d_output, transposed=True)
     d_ends = row_layout.gradient_by_head(d_final, heads)
     d_states, d_right, _, d_initial = delta.scan_backward(
-        tokens, d_output, local, writes, inverse, decays, d_ends, scale=scale
+        tokens, d_output, local, writes, inverse, decays, d_ends, transitions, scale=scale
     )
     sizes = dict(MEMORIES=memories, HEADS=heads, K=keys, V=values)
     dv = _launch(
