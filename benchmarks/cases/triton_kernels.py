@@ -47,7 +47,7 @@ BENCHMARK = Benchmark(
     name="triton_kernels",
     summary="Triton kernels: errors against float32, and times beside XLA",
     key=("op", "shape", "capability"),
-    optional_key={"check": "", "tilings": "", "kernels": False},
+    optional_key={"check": "", "tilings": "", "kernels": False, "parts": None},
     output="docs/triton_kernels.jsonl",
     requires_gpu=False,
 )
@@ -111,6 +111,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="by a profile, each kernel of Triton and of the automatic backend; of convolutions and selective memories the sums of theirs and of XLA's",
     )
+    parser.add_argument(
+        "--parts", type=int,
+        help="number of parts of a long row in the scans of the delta rules and of RWKV7, in place of the automatic one; with --checks ''",
+    )  # fmt: skip
     options.add_peers(parser)
     parser.add_argument(
         "--beside", action="store_true", help="with --peers: time the Triton kernels in turn with the peer, and XLA after them"
@@ -146,9 +150,29 @@ def set_tilings(words: list[str]) -> list[str]:
     return words
 
 
+def set_parts(args: argparse.Namespace) -> int:
+    """Divide all rows that the delta rules and RWKV7 scan into as many parts as --parts says, and return the number.
+
+    Raises:
+        UsageError: there are checks, an op has no such scan, or a shape's rows cannot be divided into that many parts of whole chunks.
+    """
+    parts = args.parts
+    if args.checks:
+        raise UsageError('--parts: accepted with --checks ""')
+    if others := [op for op in args.ops if op not in triton_memories.DELTA]:
+        raise UsageError(f"--parts: accepted with the ops {', '.join(triton_memories.DELTA)}, not {others[0]}")  # fmt: skip
+    for shape in args.shapes:
+        if parts < 1 or int(shape.split("x")[1]) % (parts * delta_passes.CHUNK):
+            raise UsageError(f"--parts {parts}: accepted are numbers whose product with {delta_passes.CHUNK} divides the tokens of {shape}")  # fmt: skip
+    delta_passes.count_parts = lambda *_, **__: parts
+    return parts
+
+
 def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
     if args.beside and not args.peers:
         raise UsageError("--beside: accepted with --peers fla")
+    if args.parts is not None and args.peers:
+        raise UsageError("--parts: accepted without --peers")
     if args.peers:
         names = [op for op in args.ops if op != "selective memory"]
         return [
@@ -167,11 +191,13 @@ def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
         more["tilings"] = ",".join(set_tilings(args.tilings))
     if args.kernels:
         more["kernels"] = True
+    if args.parts is not None:
+        more["parts"] = set_parts(args)
     timed = [
         dict(op=op, shape=shape, capability=capability, **more)
         for shape in args.shapes
         for op in args.ops
-        for capability in (*args.capabilities, "any")
+        for capability in (*args.capabilities, *["any"] * (args.parts is None))
     ]
     return checks + timed
 

@@ -162,7 +162,7 @@ TABLES = (
                 for c in ("8.0", "9.0")
             ),
         ),
-        where=lambda row: _timed(row) and not {"check", "kernels", "tilings"} & set(row),
+        where=lambda row: _timed(row) and not {"check", "kernels", "tilings", "parts"} & set(row),
         key=lambda row: (row["op"], row["shape"], row["capability"]),
         lines=_by_op,
         not_run="requires an NVIDIA GPU",

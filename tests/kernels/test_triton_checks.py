@@ -6,9 +6,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import triton_hopper_cases
+from benchmarks import registry, triton_hopper_cases
+from benchmarks.__main__ import make_parser
 from benchmarks.calls import attention, compare, memories
 from benchmarks.cases import triton_kernels
+from pallas_kernels.delta_rule.triton import passes
 from pallas_kernels.triton import launch
 from tests.kernels import (
     test_attention_triton,
@@ -86,6 +88,36 @@ def test_a_gradient_of_one_number_a_head_is_compared_with_its_terms():
     errors = compare.errors_of(call, (results, wrong))
     expected = 0.1 / np.sqrt(np.mean(size**2))
     np.testing.assert_allclose([errors["d_decay"], errors["d_x"]], [expected, 0.01], rtol=1e-3)
+
+
+def timed_cases(monkeypatch, *words: str):
+    """Return the cases that the benchmark's options select, with no checks; the number of parts that they set ends with the test."""
+    monkeypatch.setattr(passes, "count_parts", passes.count_parts)
+    parser = make_parser(registry.get("triton_kernels"))
+    return triton_kernels.cases(parser.parse_args(["--checks", "", *words]))
+
+
+def test_times_in_a_given_number_of_parts_are_rows_of_their_own(monkeypatch):
+    rows = timed_cases(monkeypatch, "--ops", "kda", "--shapes", "1x512x1x64", "--parts", "4")
+    assert rows == [dict(op="kda", shape="1x512x1x64", capability="8.0", parts=4)]
+    assert passes.count_parts(None, None, None, heads=1) == 4
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["--parts", "3", "--ops", "kda"], "--parts 3: accepted are numbers whose product with 64 divides the tokens of 8x4096x16x128"),
+        (["--parts", "0", "--ops", "kda"], "--parts 0: accepted are numbers"),
+        (["--parts", "2", "--ops", "no decay"], "--parts: accepted with the ops delta rule, .*, not no decay"),
+        (["--parts", "2", "--ops", "kda", "--peers", "fla"], "--parts: accepted without --peers"),
+        (["--parts", "2", "--ops", "kda", "--checks", "kda"], '--parts: accepted with --checks ""'),
+    ],
+)  # fmt: skip
+def test_a_number_of_parts_that_no_row_has_is_refused(words, message, monkeypatch):
+    count = passes.count_parts
+    with pytest.raises(registry.UsageError, match=message):
+        timed_cases(monkeypatch, *words)
+    assert passes.count_parts is count
 
 
 def test_constant_decays_alone_have_one_number_a_head():
