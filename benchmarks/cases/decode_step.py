@@ -26,7 +26,7 @@ import numpy as np
 from flax import nnx
 
 from benchmarks import options
-from benchmarks.registry import Benchmark
+from benchmarks.registry import Benchmark, UsageError
 from benchmarks.run import require_gpu
 from benchmarks.timing import alone, milliseconds
 from lsm_jax import models, ops
@@ -181,7 +181,7 @@ def generate(
 
     def build(kind):
         config = models.lm(method, args.size)
-        if args.implementation:
+        if args.implementation and kind == "kernel":
             config.layers["L"].mixer.op.implementation = args.implementation
         if kind == "xla":
             config.layers["L"].mixer.op.form = "recurrent"
@@ -227,7 +227,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--unrolled", action="store_true", help="models' layers one after the other"
     )
     parser.add_argument("--float32", action="store_true", help="models' parameters as trained")
-    parser.add_argument("--implementation", help="backend of models' ops; default: automatic")
+    parser.add_argument(
+        "--implementation", help="backend of models' ops with --kinds kernel; default: automatic"
+    )
     parser.add_argument(
         "--tokens", type=int, default=128, help="tokens that a model generates per row"
     )
@@ -241,6 +243,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
+    if not args.models and (args.float32 or args.unrolled or args.implementation):
+        raise UsageError("--float32, --unrolled and --implementation: accepted with --models")
     if args.models:
         return [
             dict(model=f"{method}-{args.size}", batch=batch, tokens=args.tokens)

@@ -18,7 +18,7 @@ Runs = list[Row]
 
 
 def _run(row: Row) -> tuple:
-    fields = ("model", "tokens", "length", "batch_size", "corpus")
+    fields = ("model", "tokens", "length", "batch_size", "corpus", "peak_lr")
     return *(row[name] for name in fields), row.get("time_of")
 
 

@@ -142,7 +142,7 @@ class Comparison:
     def verdict(self) -> str:
         """The text of the table's cell."""
         if self.holds is None:
-            return "no second seed" if self.noise is None else "within the noise of seeds"
+            return "no second seed" if self.noise is None else "within the noise"
         return "yes" if self.holds else "**no**"
 
     @property

@@ -48,7 +48,7 @@ def _line(options: Sequence[tuple[str, Any]], models: Sequence[str], seeds: Sequ
     else:
         words.append("--only_rates")
     words += [f"--{name}={value}" for name, value in fields.items()]
-    return " ".join(["python -m benchmarks evidence", *words, "--output=docs/evidence.jsonl"])
+    return " ".join(["python -m benchmarks evidence", *words, "--output=rows.jsonl"])
 
 
 def _options(row: Row, rows: Sequence[Row], stored: Sequence[Row]) -> Iterable[tuple[str, Any]]:

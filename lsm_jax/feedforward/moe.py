@@ -119,8 +119,8 @@ class MoEConfig:
         checks.one_of(self, "exchange", self.exchange, EXCHANGES)
         if self.matmul != "default":
             raise ValueError(
-                f"MoEConfig.matmul={self.matmul!r}: the products of groups of rows have no form in FP8; accepted is 'default', in the "
-                "dtype of activations. model.matmul='fp8' is for dense layers, the shared expert among them"
+                f"MoEConfig.matmul={self.matmul!r}: accepted is 'default', in the dtype of activations. Products of groups of rows have no "
+                "form in FP8; model.matmul='fp8' is for dense layers, the shared expert among them"
             )
 
     def _check_groups(self) -> None:

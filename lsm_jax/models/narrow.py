@@ -50,7 +50,8 @@ def cast_stacks(stacks: Any, dtype: Any, layers: Callable[[Any], Any]) -> Any:
 
 
 def cast_in_advance(params: Any, dtype: Any, function: Callable[[Any], Any]) -> Any:
-    """Return a pytree of parameters in which those that `function(params)` casts to `dtype`, and uses in no other way, have that dtype.
+    """Return a pytree of parameters in which those that `function(params)` casts to `dtype`, a narrower one, and uses in no other way, have that
+    dtype.
 
     What the function returns does not change; repeated in a loop, it would cast them each time.
     """
@@ -58,9 +59,13 @@ def cast_in_advance(params: Any, dtype: Any, function: Callable[[Any], Any]) -> 
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
     traced = jax.make_jaxpr(lambda *each: function(structure.unflatten(each)))(*shapes)
     casts = _casts(traced.jaxpr, jnp.dtype(dtype), _MOVES)
+
+    def narrows(x):
+        return jnp.dtype(dtype).itemsize < x.dtype.itemsize
+
     return structure.unflatten(
         [
-            x.astype(dtype) if 0 < casts.get(var, 0) < math.inf else x
+            x.astype(dtype) if narrows(x) and 0 < casts.get(var, 0) < math.inf else x
             for x, var in zip(leaves, traced.jaxpr.invars, strict=True)
         ]
     )

@@ -164,7 +164,7 @@ def test_a_difference_that_seeds_make_decides_nothing():
     other = [mom("fox:pro-125m", 0, 2.0, table="fox"), mom("fox:pro-125m", 1, 2.3, table="fox")]
     loss, _ = compared([*one, *other])
     assert loss.noise == claims.Noise(pytest.approx(0.3), "other tables' seeds")
-    assert loss.verdict == "within the noise of seeds"
+    assert loss.verdict == "within the noise"
     table = [mom("mom:125m", 0, 2.5), mom("mom:125m", 1, 2.55), *(mom(GLA, 1, 2.9),)]
     loss, _ = compared([*one, *other, *table])
     assert (
@@ -209,5 +209,5 @@ def test_seeds_on_one_side_of_a_fixed_value_decide():
     many, few = found(0, [1] * 60 + [0] * 40), found(1, [1] * 4 + [0] * 96)
     one = claim(many, few)  # 0.60 and 0.04, whose range is larger than their distance from 0.9
     assert one.verdict == "**no**" and one.noise == claims.Noise(pytest.approx(0.28), "own seeds")
-    assert claim(found(0, [1] * 100), many).verdict == "within the noise of seeds"
+    assert claim(found(0, [1] * 100), many).verdict == "within the noise"
     assert claim(found(0, [1] * 100), found(1, [1] * 98 + [0] * 2)).verdict == "yes"

@@ -162,3 +162,15 @@ def test_a_parameter_that_is_used_twice_or_otherwise_is_not_cast():
         "once",
         "nested",
     }
+
+
+def test_no_parameter_is_cast_to_a_wider_dtype():
+    """A function that multiplies in float32 reads a matrix of bfloat16 as it is stored."""
+    x = jnp.ones((2, 4), jnp.float32)
+    for stored, product, expected in (
+        (jnp.float32, jnp.bfloat16, jnp.bfloat16),
+        (jnp.bfloat16, jnp.float32, jnp.bfloat16),
+    ):
+        matrix = jnp.ones((4, 3), stored)
+        function = lambda m, dtype=product: x.astype(dtype) @ m.astype(dtype)  # noqa: E731
+        assert narrow.cast_in_advance(matrix, product, function).dtype == expected

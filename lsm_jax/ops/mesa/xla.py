@@ -184,7 +184,9 @@ def _chunked(inputs: _Inputs, regularizer: Array, memory, chunks: Chunks, option
 
     def read(p, values, before):
         """Return the product of vectors p [B, N, G, R, C, K] with Σ β kᵀ values."""
-        scores = jnp.einsum("bngrik,bngjk->bngrij", p, x.weighed, precision=precision) * decay
+        scores = jnp.einsum("bngrik,bngjk->bngrij", p, x.weighed, precision=precision)
+        # Products with later keys may overflow, and their decay of 0 would make them NaN.
+        scores = jnp.tril(scores) * decay
         inside = jnp.einsum("bngrij,bngjv->bngriv", scores, values, precision=precision)
         return inside + jnp.einsum("bngrck,bngkv->bngrcv", prefix * p, before, precision=precision)
 
@@ -194,7 +196,11 @@ def _chunked(inputs: _Inputs, regularizer: Array, memory, chunks: Chunks, option
         return read(p, x.k, matrix) + regularizer[:, None, None] * p
 
     def diagonal():
-        squares = jnp.matmul(decay[:, :, :, 0], x.weighed * x.k, precision=precision)
+        squares, weights = x.weighed * x.k, decay[:, :, :, 0]
+        finite = jnp.isfinite(squares)
+        overflown = jnp.matmul((weights > 0).astype(x.k.dtype), 1 - finite.astype(x.k.dtype)) > 0
+        squares = jnp.matmul(weights, jnp.where(finite, squares, 0), precision=precision)
+        squares = jnp.where(overflown, jnp.inf, squares)
         before = jnp.diagonal(matrix, axis1=-2, axis2=-1)[..., None, :]
         return (squares + prefix[:, :, :, 0] * before + regularizer[:, None])[:, :, :, None]
 

@@ -169,7 +169,9 @@ def _chunked(inputs: _Inputs, both, chunks: Chunks, options: Options):
     d = _decays(x)
     keys = jnp.swapaxes(x.k, -1, -2)
     eta = x.eta[..., None]
-    scores = d.weights[:, :, :, None] * jnp.matmul(x.q, keys[:, :, :, None], precision=precision)
+    # Products with later keys may overflow, and their weight of 0 would make them NaN.
+    scores = jnp.tril(jnp.matmul(x.q, keys[:, :, :, None], precision=precision))
+    scores = d.weights[:, :, :, None] * scores
     lower = eta * shifted(d.weights, 0.0) * jnp.matmul(x.p, keys, precision=precision)
     read = jnp.concatenate([y[:, :, :, None, :, None] * x.q for y in (d.kept, d.crossed)], axis=-1)
     before = shifted(d.kept, 1.0), shifted(d.crossed, 0.0)
