@@ -17,7 +17,7 @@ Value = Callable[[Row], float | None]
 
 @dataclass(frozen=True)
 class Measure:
-    """What is measured of a model.
+    """A measure of a model.
 
     Attributes:
         name: its name in the table.

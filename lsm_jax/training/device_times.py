@@ -30,7 +30,7 @@ _CALLS = re.compile(r"calls=%?([\w.-]+)")
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 _NAMES_OF_PRODUCTS = re.compile(r"gemm|cutlass|nvjet|cublas|matmul|onednn|(?<![a-z])dot(?![a-z])")
 _COLLECTIVE = re.compile(r"all-|reduce-scatter|collective-|ragged-all|nccl")
-# What a kernel's own name ends with: the pass, and the number that XLA adds.
+# The end of a kernel's own name: the pass, and the number that XLA adds.
 _PASS = re.compile(r"(_forward|_backward|_gradients?)?([._]\d+)*$")
 _CONTAINERS = ("while", "conditional", "call")  # their events span those of other instructions
 # Opcodes that only move data; "convert" is not among them.
