@@ -160,7 +160,7 @@ def test_a_difference_that_seeds_make_decides_nothing():
     one = [mom(GLA, loss=2.9), mom(INNER, loss=3.0)]
     loss, fields = compared(one)
     assert loss.noise is None and loss.verdict == fields.verdict == "no second seed"
-    # Of another table, the seeds of the table's own models, and own seeds: each replaces the one before.
+    # Seeds of another table, the seeds of the table's own models, and own seeds: each replaces the one before.
     other = [mom("fox:pro-125m", 0, 2.0, table="fox"), mom("fox:pro-125m", 1, 2.3, table="fox")]
     loss, _ = compared([*one, *other])
     assert loss.noise == claims.Noise(pytest.approx(0.3), "other tables' seeds")
