@@ -13,13 +13,8 @@ import jax.extend as jex
 import jax.numpy as jnp
 
 _CALLS = {"jit": "jaxpr", "remat2": "jaxpr", "closed_call": "call_jaxpr"}
-_MOVES = (
-    "gather",
-    "transpose",
-    "reshape",
-    "squeeze",
-    "slice",
-)  # of values, which may as well be cast before
+# Primitives that only move values, which may as well be cast before.
+_MOVES = "gather", "transpose", "reshape", "squeeze", "slice"
 
 LEAST_SIZE = 2**12
 """The smallest number of parameters of one layer's matrix that is cast before the layers: a low-rank gate's is, by one launch for all layers."""

@@ -17,17 +17,9 @@ from lsm_jax.mixers import fp8
 from lsm_jax.parallel import make_mesh
 from lsm_jax.training import make_program, step
 from tests.mixers.test_fp8 import rounded
+from tests.models.test_loss import B, T, inputs
 
-B, T, D, V = 2, 13, 32, 48
-
-
-def inputs():
-    keys = jax.random.split(jax.random.key(0), 4)
-    hidden = jax.random.normal(keys[0], (B, T, D))
-    head = jax.random.normal(keys[1], (D, V))
-    labels = jax.random.randint(keys[2], (B, T), 0, V)
-    mask = (jax.random.uniform(keys[3], (B, T)) < 0.7).astype(jnp.float32)
-    return hidden, head, labels, mask
+D, V = 32, 48
 
 
 def emulated(hidden, head, labels, mask, count, chunk, cap):
@@ -55,7 +47,7 @@ def emulated(hidden, head, labels, mask, count, chunk, cap):
 
 @pytest.mark.parametrize(("chunk_size", "cap"), [(8, None), (1000, None), (8, 30.0)])
 def test_loss_and_gradients_are_those_of_rounded_numbers(chunk_size, cap):
-    hidden, head, labels, mask = inputs()
+    hidden, head, labels, mask = inputs(D, V)
     count = float(mask.sum())
 
     def loss(hidden, head, matmul="fp8"):
@@ -78,7 +70,7 @@ def test_loss_and_gradients_are_those_of_rounded_numbers(chunk_size, cap):
 
 
 def test_three_products_have_operands_of_eight_bits():
-    hidden, head, labels, mask = inputs()
+    hidden, head, labels, mask = inputs(D, V)
 
     def loss(hidden, head, matmul):
         hidden = hidden.astype(jnp.bfloat16)
@@ -155,7 +147,7 @@ def test_wrong_values_are_refused(fields, words):
 
 def test_an_unknown_product_of_the_loss_is_refused():
     with pytest.raises(ValueError, match="matmul='fp16': accepted are default, fp8"):
-        models.mean_next_token_loss(*inputs(), 1.0, matmul="fp16")
+        models.mean_next_token_loss(*inputs(D, V), 1.0, matmul="fp16")
 
 
 def test_the_config_reaches_the_training_step(monkeypatch):

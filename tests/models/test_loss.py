@@ -20,11 +20,11 @@ from tests.mixers.test_mixers import close
 B, T, D, V = 2, 13, 8, 37
 
 
-def inputs():
+def inputs(width=D, vocabulary=V):
     keys = jax.random.split(jax.random.key(0), 4)
-    hidden = jax.random.normal(keys[0], (B, T, D))
-    head = jax.random.normal(keys[1], (D, V))
-    labels = jax.random.randint(keys[2], (B, T), 0, V)
+    hidden = jax.random.normal(keys[0], (B, T, width))
+    head = jax.random.normal(keys[1], (width, vocabulary))
+    labels = jax.random.randint(keys[2], (B, T), 0, vocabulary)
     mask = (jax.random.uniform(keys[3], (B, T)) < 0.7).astype(jnp.float32)
     return hidden, head, labels, mask
 
