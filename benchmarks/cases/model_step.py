@@ -24,7 +24,6 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import json
-import math
 import os
 import subprocess
 import sys
@@ -37,10 +36,10 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the processes
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import options, text
+from benchmarks import step_choices as choices
 from benchmarks.peers import jla_trainer
 from benchmarks.peers.fla import MODELS as FLA_MODELS
 from benchmarks.peers.fla import Fla
@@ -50,19 +49,10 @@ from benchmarks.run import log
 from benchmarks.timing import alone, append_row, program_bytes, provenance
 from configs import lm
 from lsm_jax import ops
-from lsm_jax.feedforward import rwkv7_channel_mix
-from lsm_jax.mixers import mamba2, normed_product
-from lsm_jax.mixers import rwkv7 as rwkv7_mixer
-from lsm_jax.mixers.layers import recomputed
-from lsm_jax.models import block, decoder, unstack
 from lsm_jax.models.config import MATMUL, REMAT
 from lsm_jax.models.counts import flops_per_token
-from lsm_jax.ops.convolution import backends as convolution
-from lsm_jax.ops.rwkv7 import backends as rwkv7
 from lsm_jax.parallel import make_mesh, token_sharding
-from lsm_jax.training import TrainConfig, make_program
-from pallas_kernels.delta_rule.hopper import chunk_backward as delta_chunks
-from pallas_kernels.linear_attention.hopper import scalar_decay
+from lsm_jax.training import make_program
 
 BENCHMARK = Benchmark(
     name="model_step",
@@ -84,6 +74,7 @@ BENCHMARK = Benchmark(
         "delta_chunks": None,
         "loss_chunk_size": None,
         "batch_steps": 2,  # of rows that do not say it
+        "mixer": None,
     },
     output="docs/model_step.jsonl",
 )
@@ -93,8 +84,6 @@ UNROLLED = {
     "no": False,
     "yes": True,
 }  # model.unroll_layers, by the words of --unrolled
-
-RWKV7_PARTS = ("before", "forward", "rows", "squares", "values")  # what `leave_out` knows
 
 SECONDS = 20  # after which no further batch of steps is timed, if one was
 
@@ -212,32 +201,7 @@ def serve(case: dict[str, Any]) -> None:
     """
     began, cpu = time.perf_counter(), time.process_time()
     config = lm.get_config(case["variant"])
-    config.model.vocab_size, config.model.remat = case["vocab_size"], case["remat"]
-    config.model.unroll_layers = case.get("unrolled")
-    config.model.matmul = case.get("matmul", "default")
-    if name := case.get("implementation"):
-        use_implementation(config, name)
-    if case.get("unit_length") == "xla":
-        convolution.kernel_normalizes = lambda name, call: False
-    if (norms := case.get("norms")) in ("xla", "product"):
-        block.fuses_gradient = lambda x: False
-    if norms == "backward":
-        block.fuses_sum = lambda x: False
-    if norms in ("xla", "stream"):
-        for mixer in (mamba2, normed_product):
-            mixer.fuses_product = lambda x, gate, group: False
-    if part := case.get("rwkv7"):
-        leave_out(part)
-    if case.get("pairs") == "apart":
-        scalar_decay.GRADIENTS_OF_PAIRS = False
-    if case.get("stacks") == "concatenated":
-        unstack.LEAST_SIZE = math.inf
-    if case.get("swiglu") == "apart":
-        decoder.join_stacks = lambda periods, remat: periods
-    if case.get("delta_chunks") == "kept":
-        delta_chunks.fits_streamed = lambda depth, values: False
-    if size := case.get("loss_chunk_size"):
-        config.model.loss_chunk_size = size
+    choices.apply(case, config)
     if count := case.get("losses", 0):
         config.optimizer.warmup_tokens = count * case["rows"] * case["length"] // 5
     shape = case["rows"], case["length"]
@@ -273,35 +237,6 @@ def serve(case: dict[str, Any]) -> None:
         print(json.dumps(row | provenance()), flush=True)
 
 
-def use_implementation(config: TrainConfig, name: str) -> None:
-    """Select a backend by its name for the memories or the attention of all mixers of a model."""
-    for layer in config.model.layers.values():
-        mixer: Any = layer.mixer
-        owner = mixer.op if hasattr(mixer, "op") else mixer
-        owner.implementation = name
-
-
-def leave_out(part: str) -> None:
-    """Compute one part of RWKV7's elementwise work as it was before: `forward` the gates and outputs by XLA forward, `rows` the tokens before
-    as an array with a gradient of its own, `squares` the squared ReLU from its saved argument, `values` the mixed values again in the
-    backward pass; `before` all of them.
-    """
-
-    def within(name: str) -> bool:
-        return part in (name, "before")
-
-    if within("forward"):
-        rwkv7.compute_gates = lambda interpret, arguments: rwkv7.xla.gates(**arguments)
-        rwkv7.compute_output = lambda interpret, eps, given: rwkv7.xla.output(**given, eps=eps)
-    if within("rows"):
-        rwkv7_mixer.RWKV7.in_rows = staticmethod(lambda context: False)
-    if within("squares"):
-        square = recomputed(lambda x: jnp.square(jax.nn.relu(x)))
-        rwkv7_channel_mix.squared_relu = square
-    if within("values"):
-        rwkv7_mixer.saved = lambda x: x
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     default = "gla-340m,gated_deltanet-340m,mamba2-340m"
     parser.add_argument("--variants", type=options.words, default=default, help="of configs/lm.py")
@@ -334,7 +269,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "for both without the values of blocks' sums and norms (backward), or for none (xla); automatic,xla: with and without",
     )  # fmt: skip
     parser.add_argument(
-        "--rwkv7", type=options.names(("automatic", *RWKV7_PARTS)), default="automatic",
+        "--rwkv7", type=options.names(("automatic", *choices.RWKV7_PARTS)), default="automatic",
         help="a part of RWKV7's elementwise work as before it was fused: forward, rows, squares, values, or before, which is all of them; "
         "automatic,before: with and without",
     )  # fmt: skip
@@ -359,6 +294,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--loss_chunk_sizes", type=options.integers, default="0",
         help="model.loss_chunk_size, such as 0,8192, each its own row; 0 is the config's",
+    )  # fmt: skip
+    parser.add_argument(
+        "--mixer", default="", metavar="FIELD=VALUE,...",
+        help="fields of the mixers' configs, such as lower_bound=-5.0 of kda-340m",
     )  # fmt: skip
     parser.add_argument(
         "--losses", type=int, default=0, metavar="N", help="store the losses of N steps on text"
@@ -394,7 +333,7 @@ def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
     if wrong := [n for n in args.lengths if n < 1 or args.tokens % n]:
         raise UsageError(f"--lengths {wrong[0]}: accepted are divisors of --tokens={args.tokens}")
     for variant in args.variants:
-        lm.get_config(variant)
+        choices.set_fields(lm.get_config(variant), args.mixer)
     policies = [(args.remat[0], n) for n in args.lengths]
     policies += [(remat, args.lengths[0]) for remat in args.remat[1:]]
     own = [
@@ -418,6 +357,7 @@ def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
         | ({"delta_chunks": chunks} if chunks != "automatic" else {})
         | ({"loss_chunk_size": loss_chunk_size} if loss_chunk_size else {})
         | ({"losses": args.losses} if args.losses else {})
+        | ({"mixer": args.mixer} if args.mixer else {})
         for r, n in policies
         for v in args.variants
         for unrolled in args.unrolled

@@ -41,6 +41,7 @@ _PARTS = {
     "swiglu",
     "delta_chunks",
     "loss_chunk_size",
+    "mixer",
 }
 """Fields of a row that say which part of the training step it has in another form than by default."""
 

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.peers import jla_trainer
+from benchmarks.registry import UsageError
+from benchmarks.step_choices import set_fields
 from benchmarks.tables.table import read_rows
 from benchmarks.tables.training_steps import FLOPS, JLA_FLOPS, LENGTHS, PEAK, PEER_VARIANTS, flops
 from configs import lm
@@ -75,3 +77,13 @@ def test_a_size_without_a_field_is_an_error(monkeypatch):
         AttributeError, match="neither the model nor its mixer has a field num_head"
     ):
         jla_trainer.model_config("kda-1.3b")
+
+
+def test_fields_of_mixers_are_set_or_refused():
+    config = lm.get_config("kda-nano")
+    set_fields(config, "lower_bound=-5.0, full_rank_gates=True")
+    mixer = config.model.layers["L"].mixer
+    assert (mixer.lower_bound, mixer.full_rank_gates) == (-5.0, True)
+    for text in ("lower=3", "lower_bound", "lower_bound=x", "lower_bound=2.0", "3", "heads="):
+        with pytest.raises(UsageError, match=f"--mixer {text}: accepted is FIELD=VALUE"):
+            set_fields(lm.get_config("kda-nano"), text)
