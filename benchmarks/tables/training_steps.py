@@ -46,11 +46,11 @@ _PARTS = {
 """Fields of a row that say which part of the training step it has in another form than by default."""
 
 
-def is_step(row: Row, tokens: int = TOKENS) -> bool:
-    """Return whether a row is of a training step of so many tokens, with rematerialisation "dots", the default compiler flags, and no
+def is_step(row: Row, tokens: int = TOKENS, remat: str = "dots") -> bool:
+    """Return whether a row is of a training step of so many tokens, with one rematerialisation, the default compiler flags, and no
     variant of it.
     """
-    plain = row.get("remat") == "dots" and not row["xla_flags"]
+    plain = row.get("remat") == remat and not row["xla_flags"]
     plain = plain and row["rows"] * row["length"] == tokens
     return plain and not _PARTS & set(row)
 
@@ -125,6 +125,25 @@ def _longest_over_shortest(steps: dict[int, Row]) -> str:
 
 def _commits(steps: dict[int, Row]) -> str:
     return ", ".join(dict.fromkeys(steps[length]["commit"] for length in sorted(steps)))
+
+
+def _shortest_and_longest(name: str, tokens: int, remat: str, options: str) -> Table:
+    """Return a table of the steps of so many tokens with one rematerialisation, in the shortest and in the longest rows."""
+    return Table(
+        name,
+        ("model_step.jsonl",),
+        (
+            Column("model", lambda steps: f"`{steps[min(steps)]['variant']}`"),
+            _speed_at(LENGTHS[0]),
+            _speed_at(LENGTHS[-1]),
+            Column("16,384 / 2,048", _longest_over_shortest),
+            Column("commits", _commits),
+        ),
+        where=lambda row: "peer" not in row and is_step(row, tokens, remat),
+        key=_step_key,
+        lines=_steps,
+        command=f"python -m benchmarks model_step {options}",
+    )
 
 
 def flops(row: Row) -> float:
@@ -305,20 +324,23 @@ TABLES = [
         command="python -m benchmarks model_step --variants gla-340m,mamba-340m --lengths 2048,4096,8192,16384 "
         "--output docs/model_step.jsonl     # and with the other models",
     ),
-    Table(
+    _shortest_and_longest(
         "model_step_long",
-        ("model_step.jsonl",),
-        (
-            Column("model", lambda steps: f"`{steps[min(steps)]['variant']}`"),
-            _speed_at(LENGTHS[0]),
-            _speed_at(LENGTHS[-1]),
-            Column("16,384 / 2,048", _longest_over_shortest),
-            Column("commits", _commits),
-        ),
-        where=lambda row: "peer" not in row and is_step(row, 2 * TOKENS),
-        key=_step_key,
-        lines=_steps,
-        command="python -m benchmarks model_step --variants gated_deltaproduct-340m,comba-340m --lengths 2048,16384 --tokens 65536",
+        2 * TOKENS,
+        "dots",
+        "--variants gated_deltaproduct-340m,comba-340m --lengths 2048,16384 --tokens 65536",
+    ),
+    _shortest_and_longest(
+        "model_step_long_saved",
+        2 * TOKENS,
+        "dots_and_states",
+        "--variants gla-340m,gated_deltanet-340m,kda-340m,mamba2-340m,rwkv7-340m --lengths 2048,16384 --tokens 65536 --remat dots_and_states",
+    ),
+    _shortest_and_longest(
+        "model_step_full_remat",
+        TOKENS,
+        "full",
+        "--variants log_linear_mamba2-340m,log_linear_gated_deltanet-340m --lengths 2048,16384 --remat full",
     ),
     Table(
         "model_step_fla",
@@ -366,7 +388,7 @@ TABLES = [
             column("tokens a row", "length", "{:,}"),
             *_SPEED_AND_MEMORY,
         ),
-        where=lambda row: row.get("remat") in SAVING_MORE and not _PARTS & set(row),
+        where=lambda row: row.get("remat") in SAVING_MORE and is_step(row, remat=row["remat"]),
         key=lambda row: (*_step_key(row), row["remat"]),
         command="python -m benchmarks model_step --variants gated_deltanet-1.3b,kda-1.3b,mamba2-1.3b,rwkv7-1.3b --lengths 4096 "
         "--remat dots_and_convolutions,dots_and_inputs,dots_and_states",

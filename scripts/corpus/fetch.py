@@ -74,7 +74,12 @@ def _download(source: Source, folder: Path) -> None:
         raise ValueError(f"{name} {version}: no end after {_SECONDS} s: {error.cmd}") from error
     if done.returncode:
         last = (done.stderr.strip() or done.stdout.strip() or "no message").splitlines()[-1]
+        update = (
+            "`apt-get update` brings lists that are older than the version; "
+            if source.registry == "apt"
+            else ""
+        )
         raise ValueError(
-            f"{name} {version}: `{' '.join(command)}` failed: {last}; if the version is no longer there, put its file "
+            f"{name} {version}: `{' '.join(command)}` failed: {last}; {update}if the version is no longer there, put its file "
             f"into the downloads, in the folder {source.registry}"
         )
