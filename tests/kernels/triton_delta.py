@@ -84,6 +84,7 @@ CASES = {
     "channel, segments": Case("channel", length=200, states="segments"),
     "channel, wide": Case("channel", (1, 1, 1), 256, 256, 65),
     "none, parts": Case("none", length=512, dtype="float32"),
+    "none, bfloat16, parts": Case("none", (1, 1, 2), length=512, dtype="bfloat16"),
     "token, parts": Case("token", (2, 1, 1), length=500, states="documents"),
     "token, bfloat16, parts": Case("token", (1, 1, 2), 128, 128, 512, dtype="bfloat16", states="documents"),
     "token, float16, parts": Case("token", length=512, dtype="float16"),

@@ -18,11 +18,12 @@ def delta_scan(
     bounds, initial, count, states, writes, final, transitions,
     K_HEADS: tl.constexpr, HEADS: tl.constexpr, SEGMENTS: tl.constexpr, K: tl.constexpr,
     V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr, LOW: tl.constexpr, CHANNELS: tl.constexpr,
-    LOW_RANK: tl.constexpr, UPDATE: tl.constexpr,
+    LOW_RANK: tl.constexpr, UPDATE: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Carry memories through their chunks: u = beta ⊙ X (v - e^b ⊙ (k S)), `S' = e^b_C S + (k e^(b_C - b))ᵀ u`.
 
-    `erase_decay` is e^b, or e^a if keys read the undecayed memory. With `LOW_RANK`, the memory of `dplr`, beta is 1, and
+    `erase_decay` is e^b, or e^a if keys read the undecayed memory. With `EXACT` v - e^b ⊙ (k S) is the sum of two terms of dtype `LOW`,
+    so that its rounding adds no error. With `LOW_RANK`, the memory of `dplr`, beta is 1, and
     `other_writtenᵀ other_v` [B, T, HEADS, K and V] is added to S' too. A program computes [K, BV] of one memory. The memories before the
     chunks are stored in `states` [B, N, HEADS, K, V], u in `writes` [B, T, HEADS, V]. `initial` and
     `final` are [B * SEGMENTS, HEADS, K, V] float32. With `UPDATE` only W and Θ are stored, as `final` and `transitions` [B, HEADS, K, K]
@@ -80,7 +81,11 @@ def delta_scan(
         if UPDATE:
             tile_v = tl.where(of_values, tile_v, 0.0)
         X = tl.load(inverse + n * (HEADS * C * C) + square).to(LOW)
-        u = tl.dot(X, (tile_v - predicted).to(LOW), input_precision="tf32")
+        difference = tile_v - predicted
+        u = tl.dot(X, difference.to(LOW), input_precision="tf32")
+        if EXACT:
+            difference -= difference.to(LOW).to(tl.float32)
+            u = tl.dot(X, difference.to(LOW), u, input_precision="tf32")
         if not LOW_RANK:
             u = u * tl.load(beta + n * (C * HEADS) + rows * HEADS)[:, None]
         if not UPDATE:
