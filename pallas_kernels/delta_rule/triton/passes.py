@@ -24,7 +24,7 @@ _LEVELS = CHUNK.bit_length() - 1
 TILINGS = {
     "delta_scores": Tiling(64, 0, 4, 1),
     "narrow_delta_scores": Tiling(64, 0, 4, 1, 128),
-    "solve": Tiling(64, 0, 4, 2),
+    "solve": Tiling(32, 0, 4, 2, 168),
     "delta_scan": Tiling(0, 64, 4, 3),
     "channel_delta_scan": Tiling(0, 32, 4, 2),
     "delta_scan_backward": Tiling(0, 32, 4, 2),

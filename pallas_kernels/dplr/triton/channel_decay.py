@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from pallas_kernels.delta_rule.triton import passes as delta
 from pallas_kernels.delta_rule.triton.scalar_decay import length_multiple
 from pallas_kernels.hopper import row_layout
+from pallas_kernels.linear_attention.triton import channel_passes
 from pallas_kernels.linear_attention.triton import passes as linear
 from pallas_kernels.linear_attention.triton.passes import CHUNK, Decays
 from pallas_kernels.linear_attention.triton.tilings import Tiling
@@ -95,7 +96,7 @@ def forward(
     del save, interpret
     memories = v.shape[2]
     heads = max(q.shape[2], memories)
-    decays = linear.channel_decays(log_decay, run, initial)
+    decays = channel_passes.channel_decays(log_decay, run, initial)
     tokens, written_k, scores, system = _tokens(q, k, a, b, decays, heads=heads, scale=scale)
     inverse = delta.solve(a, system, None, decays)
     right = _score_products(scores.ak, v, transposed=False)

@@ -11,7 +11,8 @@ Common to all kernels:
 
 - q, out, d_out and dq are [B, QUERIES, HEADS, D]; k and v are [B, KEYS, KEY_HEADS, D], and dk and dv [B, KEYS, HEADS, D].
 - `q_high`, `q_low` [B, HEADS, QUERIES] and `high`, `low` [B, HEADS, KEYS] are F at the queries and keys. `k_high`, `k_low` are F at
-  the keys too, but very large where a token is not a key. With `GATED` False none is read.
+  the keys too, but very large where a token is not a key. `after` [B, HEADS, KEYS] is log2(e) (F_n - F_j) of key j, with n the last key
+  of its tile of BN keys. With `GATED` False none is read.
 - `lowest` [B, QUERIES] is the position of the first key that documents and the window let a query see; it does not decrease. With
   `LIMITED` False it is not read: then a query sees all earlier keys.
 - `pruned` [B, HEADS, QUERIES] is the number of tiles of `TILE` keys that the gates hide from a query; not read if `PRUNED` is False.
@@ -54,7 +55,7 @@ def _hide(
 
 @triton.jit
 def _query_scores(
-    n, tile_q, tile_k, queries, lowest, hidden, query_high, query_low, k_high, k_low, high, low,
+    n, tile_q, tile_k, queries, lowest, hidden, query_high, query_low, k_high, k_low, high, low, after,
     factor, TILE: tl.constexpr, BN: tl.constexpr, GATED: tl.constexpr, PRUNED: tl.constexpr,
     DIAGONAL: tl.constexpr, LIMITED: tl.constexpr,
 ):  # fmt: skip
@@ -67,15 +68,15 @@ def _query_scores(
     s = tl.dot(tile_q, tl.trans(tile_k), input_precision="tf32") * factor
     shift = tl.zeros_like(query_high)
     if GATED:
-        key_high, key_low = tl.load(k_high + keys), tl.load(k_low + keys)
         if DIAGONAL:
+            key_high, key_low = tl.load(k_high + keys), tl.load(k_low + keys)
             s += (
                 (query_high[:, None] - key_high[None, :]) + (query_low[:, None] - key_low[None, :])
             ) * LOG2E
         else:
             last_high = tl.load(high + n * BN + BN - 1)
             last_low = tl.load(low + n * BN + BN - 1)
-            s += (((last_high - key_high) + (last_low - key_low)) * LOG2E)[None, :]
+            s += tl.load(after + keys)[None, :]
             shift = ((query_high - last_high) + (query_low - last_low)) * LOG2E
             if PRUNED:
                 shift = tl.where(hidden > n * BN // TILE, 2 * NEVER, shift)
@@ -85,7 +86,7 @@ def _query_scores(
 @triton.jit
 def _attend(
     start, end, out, top, total, tile_q, queries, lowest, hidden, query_high, query_low,
-    k, v, k_high, k_low, high, low, factor,
+    k, v, k_high, k_low, high, low, after, factor,
     KEY_HEADS: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, BN: tl.constexpr,
     GATED: tl.constexpr, PRUNED: tl.constexpr, DIAGONAL: tl.constexpr, LIMITED: tl.constexpr,
 ):  # fmt: skip
@@ -97,7 +98,7 @@ def _attend(
         first = tl.cast(n, tl.int64) * (BN * KEY_HEADS * D)
         tile_k = tl.load(k + first + offsets)
         s, shift = _query_scores(
-            n, tile_q, tile_k, queries, lowest, hidden, query_high, query_low, k_high, k_low, high, low, factor,
+            n, tile_q, tile_k, queries, lowest, hidden, query_high, query_low, k_high, k_low, high, low, after, factor,
             TILE, BN, GATED, PRUNED, DIAGONAL, LIMITED,
         )  # fmt: skip
         new_top = tl.maximum(top, tl.max(s, 1) + shift)
@@ -114,7 +115,7 @@ def _attend(
 
 @triton.jit
 def attend(
-    q, k, v, q_high, q_low, k_high, k_low, high, low, lowest, pruned, places, begin, factor,
+    q, k, v, q_high, q_low, k_high, k_low, high, low, after, lowest, pruned, places, begin, factor,
     out, sums,
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     D: tl.constexpr, TILE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, GATED: tl.constexpr,
@@ -132,8 +133,11 @@ def attend(
     rows, tile = block * BM + tl.arange(0, BM), block * BM // TILE
     k += (b * KEYS * KEY_HEADS + key_head) * D
     v += (b * KEYS * KEY_HEADS + key_head) * D
-    offsets = rows.to(tl.int64)[:, None] * (HEADS * D) + tl.arange(0, D)[None, :]
-    offsets += (b * QUERIES * HEADS + h) * D
+    # The first query moves the pointers: a thread then keeps one address.
+    first_row = (b * QUERIES + block * BM) * (HEADS * D) + h * D
+    q += first_row
+    out += first_row
+    offsets = tl.arange(0, BM)[:, None] * (HEADS * D) + tl.arange(0, D)[None, :]
     of_row = row.to(tl.int64) * QUERIES + rows
     of_keys = row.to(tl.int64) * KEYS
     queries = rows
@@ -160,18 +164,18 @@ def attend(
         free = tl.minimum((tl.max(first_keys, 0) + BN - 1) // BN, diagonal)
         total_out, top, total = _attend(
             start, free, total_out, top, total, tile_q, queries, first_keys, hidden, query_high, query_low,
-            k, v, k_high + of_keys, k_low + of_keys, high + of_keys, low + of_keys, factor,
+            k, v, k_high + of_keys, k_low + of_keys, high + of_keys, low + of_keys, after + of_keys, factor,
             KEY_HEADS, D, TILE, BN, GATED, PRUNED, False, True,
         )  # fmt: skip
         start = tl.maximum(start, free)
     total_out, top, total = _attend(
         start, diagonal, total_out, top, total, tile_q, queries, first_keys, hidden, query_high, query_low,
-        k, v, k_high + of_keys, k_low + of_keys, high + of_keys, low + of_keys, factor,
+        k, v, k_high + of_keys, k_low + of_keys, high + of_keys, low + of_keys, after + of_keys, factor,
         KEY_HEADS, D, TILE, BN, GATED, PRUNED, False, False,
     )  # fmt: skip
     total_out, top, total = _attend(
         diagonal, end, total_out, top, total, tile_q, queries, first_keys, hidden, query_high, query_low,
-        k, v, k_high + of_keys, k_low + of_keys, high + of_keys, low + of_keys, factor,
+        k, v, k_high + of_keys, k_low + of_keys, high + of_keys, low + of_keys, after + of_keys, factor,
         KEY_HEADS, D, TILE, BN, GATED, PRUNED, True, LIMITED,
     )  # fmt: skip
     sees_none = top < 0.5 * NEVER
@@ -183,7 +187,7 @@ def attend(
 @triton.jit
 def _add_query_gradients(
     start, end, dq, error, tile_q, tile_d, row_sums, row_delta, queries, lowest, hidden,
-    query_high, query_low, k, v, k_high, k_low, high, low, factor,
+    query_high, query_low, k, v, k_high, k_low, high, low, after, factor,
     KEY_HEADS: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, BN: tl.constexpr,
     GATED: tl.constexpr, PRUNED: tl.constexpr, DIAGONAL: tl.constexpr, LIMITED: tl.constexpr,
 ):  # fmt: skip
@@ -193,7 +197,7 @@ def _add_query_gradients(
         first = tl.cast(n, tl.int64) * (BN * KEY_HEADS * D)
         tile_k = tl.load(k + first + offsets)
         s, shift = _query_scores(
-            n, tile_q, tile_k, queries, lowest, hidden, query_high, query_low, k_high, k_low, high, low, factor,
+            n, tile_q, tile_k, queries, lowest, hidden, query_high, query_low, k_high, k_low, high, low, after, factor,
             TILE, BN, GATED, PRUNED, DIAGONAL, LIMITED,
         )  # fmt: skip
         weights = tl.exp2(s - (row_sums - shift)[:, None])
@@ -207,7 +211,7 @@ def _add_query_gradients(
 
 @triton.jit
 def query_gradients(
-    q, k, v, d_out, sums, delta, q_high, q_low, k_high, k_low, high, low, lowest, pruned, places,
+    q, k, v, d_out, sums, delta, q_high, q_low, k_high, k_low, high, low, after, lowest, pruned, places,
     begin, factor, scale, dq, error,
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     D: tl.constexpr, TILE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, GATED: tl.constexpr,
@@ -254,18 +258,18 @@ def query_gradients(
         free = tl.minimum((tl.max(first_keys, 0) + BN - 1) // BN, diagonal)
         total, row_error = _add_query_gradients(
             start, free, total, row_error, tile_q, tile_d, row_sums, row_delta, queries, first_keys, hidden,
-            query_high, query_low, k, v, k_high + of_keys, k_low + of_keys, high + of_keys, low + of_keys, factor,
+            query_high, query_low, k, v, k_high + of_keys, k_low + of_keys, high + of_keys, low + of_keys, after + of_keys, factor,
             KEY_HEADS, D, TILE, BN, GATED, PRUNED, False, True,
         )  # fmt: skip
         start = tl.maximum(start, free)
     total, row_error = _add_query_gradients(
         start, diagonal, total, row_error, tile_q, tile_d, row_sums, row_delta, queries, first_keys, hidden,
-        query_high, query_low, k, v, k_high + of_keys, k_low + of_keys, high + of_keys, low + of_keys, factor,
+        query_high, query_low, k, v, k_high + of_keys, k_low + of_keys, high + of_keys, low + of_keys, after + of_keys, factor,
         KEY_HEADS, D, TILE, BN, GATED, PRUNED, False, False,
     )  # fmt: skip
     total, row_error = _add_query_gradients(
         diagonal, end, total, row_error, tile_q, tile_d, row_sums, row_delta, queries, first_keys, hidden,
-        query_high, query_low, k, v, k_high + of_keys, k_low + of_keys, high + of_keys, low + of_keys, factor,
+        query_high, query_low, k, v, k_high + of_keys, k_low + of_keys, high + of_keys, low + of_keys, after + of_keys, factor,
         KEY_HEADS, D, TILE, BN, GATED, PRUNED, True, LIMITED,
     )  # fmt: skip
     tl.store(dq + offsets, (total * scale).to(dq.dtype.element_ty))

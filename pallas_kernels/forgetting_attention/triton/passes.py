@@ -98,9 +98,23 @@ class _Launch:
             self.gates = (*at_queries, at_keys["high"], at_keys["low"], *rows.gates)
         self.places = None if bounds.diagonal is None else bounds.diagonal[0, 0] * TILE
 
-    def rows(self) -> tuple[Any, ...]:
-        """Return what the kernels read of each token: the gates, the first keys, the pruned tiles, and the places of the queries."""
-        return (*self.gates, self.lowest, self.bounds.first_of_query, self.places)
+    def rows(self, kernel: str) -> tuple[Any, ...]:
+        """Return what a kernel reads of each token: the gates, except in `key_gradients` their sums from each key to the end of its tile, the
+        first keys, the pruned tiles, and the places of the queries.
+        """
+        gates = self.gates if kernel == "key_gradients" else (*self.gates, self._after(kernel))
+        return (*gates, self.lowest, self.bounds.first_of_query, self.places)
+
+    def _after(self, kernel: str) -> jax.Array | None:
+        """Return log2(e) (F_n - F_j) of every key j, with n the last key of its tile [B, H, T]; None without gates."""
+        if self.gates[0] is None:
+            return None
+        size = tiling_of(kernel, self.q, limited=self.lowest is not None).keys
+        k_high, k_low, high, low = (
+            x.reshape(*x.shape[:2], self.keys // size, size) for x in self.gates[2:]
+        )
+        after = (high[..., -1:] - k_high) + (low[..., -1:] - k_low)
+        return (after * math.log2(math.e)).reshape(self.gates[2].shape)
 
     def run(self, kernel, inputs, outputs, tokens: int) -> dict[str, jax.Array]:
         """Run a kernel whose programs compute the `tokens` queries or keys of each row and head; return its outputs by name."""
@@ -163,7 +177,7 @@ def forward(
     call = _Launch(q, k, rows, bounds, scale, window)
     results = call.run(
         bodies.attend,
-        (q, k, v, *call.rows(), bounds.first, call.factor),
+        (q, k, v, *call.rows("attend"), bounds.first, call.factor),
         dict(
             out=_struct(q.shape, q.dtype),
             sums=_struct((call.batch, call.heads, call.queries), _F32),
@@ -193,7 +207,7 @@ def backward(
     inputs = (q, k, v, d_out, sums)
     of_queries = call.run(
         bodies.query_gradients,
-        (*inputs, delta, *call.rows(), bounds.first, call.factor, call.scale),
+        (*inputs, delta, *call.rows("query_gradients"), bounds.first, call.factor, call.scale),
         dict(dq=_struct(q.shape, q.dtype), error=_struct(delta.shape, _F32)),
         call.queries,
     )
@@ -210,7 +224,7 @@ def backward(
     gated = rows.gates is not None
     of_keys = call.run(
         bodies.key_gradients,
-        (*inputs, delta, *call.rows(), bounds.begin, bounds.last, free, call.factor, call.scale),
+        (*inputs, delta, *call.rows("key_gradients"), bounds.begin, bounds.last, free, call.factor, call.scale),
         dict(
             dk=_struct(by_head, k.dtype),
             dv=_struct(by_head, v.dtype),

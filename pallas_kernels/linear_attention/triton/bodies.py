@@ -52,11 +52,12 @@ def scan(
     SEGMENTS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
     BV: tl.constexpr, LOW: tl.constexpr, CHANNELS: tl.constexpr, DOCUMENTS: tl.constexpr,
     EXCLUSIVE: tl.constexpr, REVERSE: tl.constexpr, SAVE: tl.constexpr, PLAIN: tl.constexpr,
+    DECAYED: tl.constexpr,
 ):  # fmt: skip
     """Carry memories through their chunks, `S' = e^(b_C) S + (x f)ᵀ y`: the memory before each chunk, or its gradient after it.
 
     Forward, (x, y) = (k, v) and f = e^(b_C - b). With `REVERSE`, from the last chunk to the first, (x, y) = (q, dO) and f = scale e^b.
-    A program computes a tile [BK, BV] of one memory. `row_decay` is f / scale and `marks` is `stays`, or `enters` if `REVERSE`.
+    With `DECAYED` x is x f / scale, of a decay per key channel. A program computes a tile [BK, BV] of one memory. `row_decay` is f / scale and `marks` is `stays`, or `enters` if `REVERSE`.
     `bounds` [B, SEGMENTS + 1] are the chunks at which a row's memories begin and end if SEGMENTS > 1. `initial` and `final` are [B *
     SEGMENTS, HEADS, K, V] float32; `states` [B, N, HEADS, K, V] is stored if `SAVE`.
     """
@@ -103,76 +104,32 @@ def scan(
         elif CHANNELS:
             of_chunk = sums + n * (C * D_HEADS * K)
             total = tl.load(of_chunk + (C - 1) * (D_HEADS * K) + keys)
-            if REVERSE:
-                if EXCLUSIVE:  # without the token's own decay
-                    before = tl.load(
-                        of_chunk - D_HEADS * K + d_rows, mask=rows[:, None] > 0, other=0.0
-                    )
-                else:
-                    before = tl.load(of_chunk + d_rows)
-                factor = tl.exp(before)
-            else:
-                factor = tl.exp(tl.minimum(total[None, :] - tl.load(of_chunk + d_rows), 0.0))
             decay = tl.exp(total)
             if DOCUMENTS:
-                factor = factor * tl.load(marks + n * C + rows)[:, None]
                 decay = decay * tl.load(enters + n * C + C - 1)
             S = S * decay[:, None]
-            tile_x = tile_x.to(tl.float32) * (factor * scale)
+            if DECAYED:
+                tile_x = tile_x.to(tl.float32) * scale
+            else:
+                if REVERSE:
+                    if EXCLUSIVE:  # without the token's own decay
+                        before = tl.load(
+                            of_chunk - D_HEADS * K + d_rows, mask=rows[:, None] > 0, other=0.0
+                        )
+                    else:
+                        before = tl.load(of_chunk + d_rows)
+                    factor = tl.exp(before)
+                else:
+                    factor = tl.exp(tl.minimum(total[None, :] - tl.load(of_chunk + d_rows), 0.0))
+                if DOCUMENTS:
+                    factor = factor * tl.load(marks + n * C + rows)[:, None]
+                tile_x = tile_x.to(tl.float32) * (factor * scale)
         else:
             factor = tl.load(row_decay + n * (C * D_HEADS) + rows * D_HEADS) * scale
             tile_x = tile_x.to(tl.float32) * factor[:, None]
             S = S * tl.load(chunk_decay + n * D_HEADS)
         S = tl.dot(tl.trans(tile_x.to(LOW)), tile_y.to(LOW), S, input_precision="tf32")
     tl.store(final + outside + cell, S)
-
-
-@triton.jit
-def channel_scores(
-    q, k, sums, bonus, run, scale, scores,
-    Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, D_HEADS: tl.constexpr, HEADS: tl.constexpr,
-    K: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, LEVELS: tl.constexpr, LOW: tl.constexpr,
-    DOCUMENTS: tl.constexpr, EXCLUSIVE: tl.constexpr,
-):  # fmt: skip
-    """Store the decayed scores P [B, N, HEADS, C, C] of a decay per key channel, level by level of the halving."""
-    h, chunk = tl.program_id(0) % HEADS, (tl.program_id(0) // HEADS).to(tl.int64)
-    rows, keys = tl.arange(0, C), tl.arange(0, BK)
-    d_head = h * D_HEADS // HEADS
-    q += (chunk * C * Q_HEADS + h * Q_HEADS // HEADS) * K
-    k += (chunk * C * K_HEADS + h * K_HEADS // HEADS) * K
-    sums += (chunk * C * D_HEADS + d_head) * K
-    bonus += d_head * K
-    i, j = rows[:, None], rows[None, :]
-    by_key = rows[:, None] * (D_HEADS * K) + keys[None, :]
-    P = tl.zeros([C, C], tl.float32)
-    current = tl.zeros([C], tl.float32)
-    for key in range(0, K, BK):
-        tile_q = tl.load(q + key + rows[:, None] * (Q_HEADS * K) + keys[None, :]).to(tl.float32)
-        tile_k = tl.load(k + key + rows[:, None] * (K_HEADS * K) + keys[None, :]).to(tl.float32)
-        inclusive = tl.load(sums + key + by_key)
-        if EXCLUSIVE:
-            read_sums = tl.load(sums - D_HEADS * K + key + by_key, mask=i > 0, other=0.0)
-            weight = tl.load(bonus + key + keys)
-            current += tl.sum(tile_q * tile_k * weight[None, :], 1)
-        else:
-            read_sums = inclusive
-            current += tl.sum(tile_q * tile_k, 1)
-        for level in tl.range(0, LEVELS, num_stages=1):
-            half = 1 << level
-            later = (i & half) > 0
-            # The last row of the earlier block, from which both blocks' sums are measured.
-            middle = ((rows | (2 * half - 1)) - half)[:, None] * (D_HEADS * K) + keys[None, :]
-            pivot = tl.load(sums + key + middle)
-            factor = tl.exp(tl.minimum(tl.where(later, read_sums - pivot, pivot - inclusive), 0.0))
-            X = (tl.where(later, tile_q, tile_k) * factor).to(LOW)
-            pairs = tl.dot(X, tl.trans(X), input_precision="tf32")
-            P += tl.where(((i ^ j) >= half) & ((i ^ j) < 2 * half) & (i > j), pairs, 0.0)
-    P = tl.where(i == j, current[:, None], P) * scale
-    if DOCUMENTS:
-        of_chunk = run + chunk * C
-        P = tl.where(tl.load(of_chunk + rows)[:, None] == tl.load(of_chunk + rows)[None, :], P, 0.0)
-    target = scores + (chunk * HEADS + h) * C * C + i * C + j
-    tl.store(target, P.to(scores.dtype.element_ty))
 
 
 @triton.jit

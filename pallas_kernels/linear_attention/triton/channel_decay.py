@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.hopper import row_layout
-from pallas_kernels.linear_attention.triton import passes
+from pallas_kernels.linear_attention.triton import channel_passes, passes
 from pallas_kernels.linear_attention.triton.passes import CHUNK
 from pallas_kernels.memory_calls import FLOAT32_DECAY
 
@@ -47,9 +47,10 @@ def forward(
     del save, interpret
     memories = v.shape[2]
     heads, exclusive = max(q.shape[2], memories), bonus is not None
-    decays = passes.channel_decays(log_decay, run, initial)
-    states, final = passes.scan(k, v, decays, initial, heads=memories)
-    scores = passes.channel_scores(q, k, decays, heads=heads, scale=scale, bonus=bonus)
+    decays, written, scores = channel_passes.channel_scores(
+        q, k, log_decay, run, initial, heads=heads, scale=scale, bonus=bonus
+    )
+    states, final = passes.scan(written, v, decays, initial, heads=memories, decayed=True)
     output = passes.outputs(
         q, k, v, scores, decays, states, heads=heads, scale=scale, exclusive=exclusive
     )

@@ -10,14 +10,14 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.hopper import row_layout
-from pallas_kernels.linear_attention.triton.tilings import TABLES, TILINGS, Tiling
+from pallas_kernels.linear_attention.triton.tilings import TABLES, Tiling
 from pallas_kernels.memory_calls import MemoryCall, key_dims, value_dims
 from pallas_kernels.requirements import Requirement
 from pallas_kernels.triton import launch
 
 CHUNK = row_layout.CHUNK
 _F32 = jnp.float32
-_LEVELS = CHUNK.bit_length() - 1
+LEVELS = CHUNK.bit_length() - 1
 
 
 class Decays(NamedTuple):
@@ -137,29 +137,10 @@ def scalar_decays(log_decay, run, initial, v, *, undecayed: bool = False) -> Dec
     )  # fmt: skip
 
 
-def channel_decays(log_decay, run, initial) -> Decays:
-    """Return the decays of tokens for a log decay [B, T, G, K] of key channels.
-
-    `run` [B, T] are document numbers or None, and `initial` the memories before the rows.
-    """
-    from pallas_kernels.linear_attention.triton import bodies
-
-    batch, length, heads, channels = log_decay.shape
-    tiling = TILINGS["sum_decays"]
-    result = launch.call(
-        bodies.sum_decays,
-        (log_decay,),
-        dict(sums=_struct(log_decay.shape, _F32)),
-        programs=batch * (length // CHUNK) * heads * (channels // tiling.keys),
-        warps=tiling.warps,
-        stages=tiling.stages,
-        **dict(HEADS=heads, K=channels, C=CHUNK, BK=tiling.keys),
-    )
-    return documents(run, initial, batch)._replace(sums=result["sums"])
-
-
 def documents(run, initial, batch: int) -> Decays:
-    """Return the documents of tokens with a log decay of key channels, without its sums; the arguments are those of `channel_decays`."""
+    """Return the documents of tokens with a log decay of key channels, without its sums, for document numbers
+    `run` [B, T] or None, and the memories `initial` before the rows.
+    """
     run, bounds = row_layout.split_runs(run, initial, batch)
     known = row_layout.documents_of(run, 1)
     enters, stays = (None, None) if known is None else known[1:]
@@ -170,7 +151,7 @@ def _struct(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def _low(x) -> tuple[Any, Any]:
+def low(x) -> tuple[Any, Any]:
     """Return the dtype of the operands of products for an array of tokens x, for Triton and for arrays that are stored.
 
     It is bfloat16 for bfloat16, and float32 (products in tf32) for float16, which has as many bits as tf32 but a smaller range, in
@@ -181,7 +162,8 @@ def _low(x) -> tuple[Any, Any]:
     return (tl.bfloat16, jnp.bfloat16) if x.dtype == jnp.bfloat16 else (tl.float32, _F32)
 
 
-def _tiling(name: str, decays: Decays, x, keys: int = 0, values: int = 0) -> Tiling:
+def tiling_of(name: str, decays: Decays, x, keys: int = 0, values: int = 0) -> Tiling:
+    """Return the tiling of a kernel by its name, for decays and an array of tokens x, in tiles that divide `keys` and `values` channels."""
     table = TABLES[jnp.dtype(x.dtype).name]
     kind = "channel_" if decays.by_channel else "narrow_" if keys == 64 else ""
     return fitted(table.get(kind + name, table[name]), keys, values)
@@ -192,13 +174,14 @@ def fitted(tiling: Tiling, keys: int = 0, values: int = 0) -> Tiling:
     return tiling._replace(keys=math.gcd(tiling.keys, keys), values=math.gcd(tiling.values, values))
 
 
-def _options(tiling: Tiling) -> dict[str, int]:
+def options_of(tiling: Tiling) -> dict[str, int]:
+    """Return the arguments of `launch.call` with which a kernel of a tiling is compiled."""
     return dict(warps=tiling.warps, stages=tiling.stages, registers=tiling.registers)
 
 
 def scan(
     x, y, decays: Decays, initial, *, heads: int, scale: float = 1.0, reverse: bool = False,
-    exclusive: bool = False, save: bool = True,
+    exclusive: bool = False, save: bool = True, decayed: bool = False,
 ) -> tuple[Any, jax.Array]:  # fmt: skip
     """Carry memories, or with `reverse` their gradients, through all chunks; long rows of few memories in parts.
 
@@ -212,6 +195,7 @@ def scan(
         reverse: whether the last chunk is computed first.
         exclusive: whether a token reads before its decay and its write.
         save: whether the memories at the chunks' boundaries are returned.
+        decayed: whether x is decayed up to the end of its chunk, of a decay per key channel: then x is [B, T, G, K].
 
     Returns:
         The memories before all chunks (with `reverse` their gradients after them), [B, N, heads, K, V], or None; and the memories
@@ -219,10 +203,12 @@ def scan(
     """
     batch, length, _, keys = x.shape
     values = y.shape[3]
-    tiling = _tiling("scan", decays, y, keys, values)
+    tiling = tiling_of("decayed_scan" if decayed else "scan", decays, y, keys, values)
     programs = batch * heads * (keys // tiling.keys) * (values // tiling.values)
     parts = 1 if decays.bounds is not None else row_layout.count_parts(programs, length)
-    run = functools.partial(_scan, heads=heads, scale=scale, reverse=reverse, exclusive=exclusive)
+    run = functools.partial(
+        _scan, heads=heads, scale=scale, reverse=reverse, exclusive=exclusive, decayed=decayed
+    )
     if parts == 1:
         return run(x, y, decays, initial, save=save)
     # All parts of a row at the same time: the writes of each part, from which the memories before all parts follow.
@@ -256,7 +242,7 @@ def _chunk_decays(decays: Decays, parts: int) -> jax.Array:
 
 def _scan(
     x, y, decays: Decays, initial, *, heads: int, scale: float, reverse: bool, exclusive: bool,
-    save: bool,
+    save: bool, decayed: bool,
 ) -> tuple[Any, jax.Array]:  # fmt: skip
     """Run the kernel `scan` on whole rows; arguments and results are those of the function `scan`."""
     from pallas_kernels.linear_attention.triton import bodies
@@ -264,8 +250,8 @@ def _scan(
     batch, length, x_heads, keys = x.shape
     values, count = y.shape[3], length // CHUNK
     segments = initial.shape[0] // batch
-    tiling = _tiling("scan", decays, y, keys, values)
-    low, stored = _low(y)
+    tiling = tiling_of("decayed_scan" if decayed else "scan", decays, y, keys, values)
+    operands, stored = low(y)
     row_decay, marks = (
         (decays.read_decay, decays.enters) if reverse else (decays.write_decay, decays.stays)
     )
@@ -280,34 +266,15 @@ def _scan(
             final=_struct(initial.shape, _F32),
         ),
         programs=batch * segments * heads * (keys // tiling.keys) * (values // tiling.values),
-        **_options(tiling),
+        **options_of(tiling),
         **dict(
             X_HEADS=x_heads, Y_HEADS=y.shape[2], D_HEADS=decays.heads, HEADS=heads, SEGMENTS=segments, K=keys, V=values,
-            C=CHUNK, BK=tiling.keys, BV=tiling.values, LOW=low, CHANNELS=decays.by_channel, DOCUMENTS=decays.enters is not None,
+            C=CHUNK, BK=tiling.keys, BV=tiling.values, LOW=operands, CHANNELS=decays.by_channel, DOCUMENTS=decays.enters is not None,
             EXCLUSIVE=exclusive, REVERSE=reverse, SAVE=save, PLAIN=decays.plain,
+            DECAYED=decayed,
         ),
     )  # fmt: skip
     return results["states"] if save else None, results["final"]
-
-
-def channel_scores(q, k, decays: Decays, *, heads: int, scale: float, bonus=None) -> jax.Array:
-    """Return the decayed scores P of all chunks under a decay per key channel, [B, N, heads, C, C], in the products' dtype."""
-    from pallas_kernels.linear_attention.triton import bodies
-
-    batch, length, _, keys = q.shape
-    tiling = _tiling("channel_scores", decays, q)
-    low, stored = _low(q)
-    return launch.call(
-        bodies.channel_scores,
-        (q, k, decays.sums, bonus, decays.run, float(scale)),
-        dict(scores=_struct((batch, length // CHUNK, heads, CHUNK, CHUNK), stored)),
-        programs=batch * (length // CHUNK) * heads,
-        **_options(tiling),
-        **dict(
-            Q_HEADS=q.shape[2], K_HEADS=k.shape[2], D_HEADS=decays.heads, HEADS=heads, K=keys, C=CHUNK, BK=tiling.keys,
-            LEVELS=_LEVELS, LOW=low, DOCUMENTS=decays.run is not None, EXCLUSIVE=bonus is not None,
-        ),
-    )["scores"]  # fmt: skip
 
 
 def outputs(
@@ -322,16 +289,16 @@ def outputs(
 
     batch, length, _, keys = q.shape
     memories, values = v.shape[2:]
-    tiling = _tiling("decayed_outputs" if decayed else "outputs", decays, q, keys, values)
+    tiling = tiling_of("decayed_outputs" if decayed else "outputs", decays, q, keys, values)
     return launch.call(
         bodies.outputs,
         (q, k, v, scores, decays.head_cum, None if decays.plain else decays.read_decay, decays.sums, decays.run, decays.enters, states, float(scale)),
         dict(out=_struct((batch, length, heads, values), v.dtype)),
         programs=batch * (length // CHUNK) * heads * (values // tiling.values),
-        **_options(tiling),
+        **options_of(tiling),
         **dict(
             Q_HEADS=q.shape[2], K_HEADS=k.shape[2], V_HEADS=memories, D_HEADS=decays.heads, HEADS=heads, K=keys, V=values,
-            C=CHUNK, BK=tiling.keys, BV=tiling.values, LOW=_low(q)[0], CHANNELS=decays.by_channel, DECAY=decays.cum is not None,
+            C=CHUNK, BK=tiling.keys, BV=tiling.values, LOW=low(q)[0], CHANNELS=decays.by_channel, DECAY=decays.cum is not None,
             DOCUMENTS=decays.run is not None, EXCLUSIVE=exclusive, EXACT=exact and q.dtype == jnp.bfloat16, DECAYED=decayed,
             PLAIN=decays.plain,
         ),
@@ -347,16 +314,16 @@ def score_gradients(
     from pallas_kernels.linear_attention.triton import gradients
 
     batch, length, heads, values = d_out.shape
-    tiling = _tiling("score_gradients", decays, d_out)
-    low, stored = _low(d_out)
+    tiling = tiling_of("score_gradients", decays, d_out)
+    operands, stored = low(d_out)
     return launch.call(
         gradients.score_gradients,
         (d_out, v, decays.cum, decays.run, float(scale)),
         dict(d_scores=_struct((batch, length // CHUNK, heads, CHUNK, CHUNK), stored)),
         programs=batch * (length // CHUNK) * heads,
-        **_options(tiling),
+        **options_of(tiling),
         **dict(
-            V_HEADS=v.shape[2], D_HEADS=decays.heads, HEADS=heads, V=values, C=CHUNK, BV=tiling.values, LOW=low,
+            V_HEADS=v.shape[2], D_HEADS=decays.heads, HEADS=heads, V=values, C=CHUNK, BV=tiling.values, LOW=operands,
             DECAY=decays.cum is not None, DOCUMENTS=decays.run is not None, UNDECAYED=undecayed,
         ),
     )["d_scores"]  # fmt: skip
@@ -371,16 +338,16 @@ def value_gradients(
     from pallas_kernels.linear_attention.triton import gradients
 
     batch, length, heads, values = d_out.shape
-    tiling = _tiling("value_gradients", decays, q, q.shape[3], values)
+    tiling = tiling_of("value_gradients", decays, q, q.shape[3], values)
     return launch.call(
         gradients.value_gradients,
         (q, k, d_out, scores, decays.cum, decays.write_decay, decays.sums, decays.run, decays.stays, d_states, float(scale)),
         dict(dv=_struct(d_out.shape, dtype)),
         programs=batch * (length // CHUNK) * heads * (values // tiling.values),
-        **_options(tiling),
+        **options_of(tiling),
         **dict(
             Q_HEADS=q.shape[2], K_HEADS=k.shape[2], D_HEADS=decays.heads, HEADS=heads, K=q.shape[3], V=values, C=CHUNK,
-            BK=tiling.keys, BV=tiling.values, LOW=_low(q)[0], CHANNELS=decays.by_channel, DECAY=decays.cum is not None,
+            BK=tiling.keys, BV=tiling.values, LOW=low(q)[0], CHANNELS=decays.by_channel, DECAY=decays.cum is not None,
             DOCUMENTS=decays.run is not None,
         ),
     )["dv"]  # fmt: skip
@@ -396,7 +363,7 @@ def scalar_gradients(
 
     batch, length, heads, values = d_out.shape
     keys = q.shape[3]
-    tiling = _tiling("scalar_gradients", decays, q, keys, values)
+    tiling = tiling_of("scalar_gradients", decays, q, keys, values)
     tiles = keys // tiling.keys
     results = launch.call(
         gradients.scalar_gradients,
@@ -411,10 +378,10 @@ def scalar_gradients(
         ),
         programs=batch * (length // CHUNK) * heads * tiles,
         shared_loads=True,
-        **_options(tiling),
+        **options_of(tiling),
         **dict(
             Q_HEADS=q.shape[2], K_HEADS=k.shape[2], V_HEADS=v.shape[2], D_HEADS=decays.heads, HEADS=heads, K=keys, V=values,
-            C=CHUNK, BK=tiling.keys, BV=tiling.values, LOW=_low(q)[0], DECAY=decay, DOCUMENTS=decays.run is not None,
+            C=CHUNK, BK=tiling.keys, BV=tiling.values, LOW=low(q)[0], DECAY=decay, DOCUMENTS=decays.run is not None,
         ),
     )  # fmt: skip
     return results["dq"], results["dk"], jnp.sum(results["dg"], -1) if decay else None
@@ -432,7 +399,7 @@ def joined_gradients(
     batch, length, heads, values = d_out.shape
     keys = q.shape[3]
     kind = "plain_" if decays.plain else "" if decay or decays.cum is None else "constant_"
-    tiling = _tiling(f"{kind}joined_gradients", decays, q, keys, values)
+    tiling = tiling_of(f"{kind}joined_gradients", decays, q, keys, values)
     factors = decays.read_decay, decays.write_decay, decays.chunk_decay
     if decays.plain:  # not read, so that XLA does not compute them
         factors = (None,) * 3
@@ -449,10 +416,10 @@ def joined_gradients(
         ),
         programs=batch * (length // CHUNK) * heads,
         shared_loads=True,
-        **_options(tiling),
+        **options_of(tiling),
         **dict(
             Q_HEADS=q.shape[2], K_HEADS=k.shape[2], V_HEADS=v.shape[2], D_HEADS=decays.heads, HEADS=heads, K=keys, V=values,
-            C=CHUNK, BK=tiling.keys, BV=tiling.values, LOW=_low(q)[0], DECAY=decays.cum is not None, GRADIENT=decay,
+            C=CHUNK, BK=tiling.keys, BV=tiling.values, LOW=low(q)[0], DECAY=decays.cum is not None, GRADIENT=decay,
             DOCUMENTS=decays.run is not None, PLAIN=decays.plain,
         ),
     )  # fmt: skip
@@ -473,11 +440,11 @@ def channel_gradients(
 
     batch, length, heads, values = d_out.shape
     keys = k.shape[3]
-    low, stored = _low(d_out)
+    operands, stored = low(d_out)
     exact_keys = exact and stored == jnp.bfloat16
     kind = "query" if only_query else "channel" if bonus is None else "bonus"
     kind = "exact_query" if exact_keys else kind
-    tiling = _tiling(f"{kind}_gradients", decays, d_out, keys, values)
+    tiling = tiling_of(f"{kind}_gradients", decays, d_out, keys, values)
     shape = (batch, length, heads, keys)
     types = dict(
         dq=_struct(shape, _F32 if exact else k.dtype),
@@ -494,10 +461,10 @@ def channel_gradients(
         types,
         programs=batch * (length // CHUNK) * heads * (keys // tiling.keys),
         shared_loads=True,
-        **_options(tiling),
+        **options_of(tiling),
         **dict(
             Q_HEADS=(k if q is None else q).shape[2], K_HEADS=k.shape[2], V_HEADS=v.shape[2], D_HEADS=decays.heads, HEADS=heads,
-            K=keys, V=values, C=CHUNK, BK=tiling.keys, BV=tiling.values, LEVELS=_LEVELS, LOW=low,
+            K=keys, V=values, C=CHUNK, BK=tiling.keys, BV=tiling.values, LEVELS=LEVELS, LOW=operands,
             DOCUMENTS=decays.run is not None, EXCLUSIVE=bonus is not None, ONLY_QUERY=only_query, EXACT=exact_keys,
         ),
     )  # fmt: skip

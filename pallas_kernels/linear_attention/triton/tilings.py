@@ -28,7 +28,8 @@ TILINGS = {
     "scan": Tiling(64, 128, 4, 2),
     "narrow_scan": Tiling(32, 64, 4, 3),
     "channel_scan": Tiling(64, 64, 4, 3),
-    "channel_scores": Tiling(64, 64, 4, 1),
+    "decayed_scan": Tiling(64, 64, 4, 3),
+    "channel_scores": Tiling(32, 64, 4, 1),
     "outputs": Tiling(64, 128, 4, 3),
     "narrow_outputs": Tiling(64, 64, 4, 2),
     "channel_outputs": Tiling(64, 128, 4, 2),
@@ -46,7 +47,7 @@ TILINGS = {
     "joined_gradients": Tiling(64, 64, 4, 1),
 }
 """The tiling of each kernel for bfloat16, by the name of the kernel, with "channel_" where a kernel differs with a decay per key
-channel, and "narrow_" where it differs for 64 key channels without one. "decayed_outputs" is `outputs` of decayed queries;
+channel, and "narrow_" where it differs for 64 key channels without one. "decayed_outputs" is `outputs` of decayed queries, and "decayed_scan" `scan` of decayed keys;
 `channel_gradients` has the tiling "query_gradients" for the queries alone ("exact_query_gradients" with keys in two terms), and
 "bonus_gradients" with a bonus; `joined_gradients` has others
 without a decay and with a constant one. None spills more than

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.hopper import row_layout
-from pallas_kernels.linear_attention.triton import channel_decay, passes
+from pallas_kernels.linear_attention.triton import channel_decay, channel_passes, passes
 from pallas_kernels.linear_attention.triton.passes import CHUNK
 from pallas_kernels.memory_calls import FLOAT32_DECAY, NO_BONUS, ONE_DECAY
 
@@ -40,7 +40,7 @@ def forward(
     """
     del save, interpret
     q = jnp.repeat(q, max(q.shape[2], v.shape[2]) // q.shape[2], 2)
-    decays = passes.channel_decays(log_decay, run, initial)
+    decays = channel_passes.channel_decays(log_decay, run, initial)
     k = jnp.repeat(k, v.shape[2] // k.shape[2], 2)
     states, final = passes.scan(v, k, decays, _transpose(initial), heads=v.shape[2])
     d_scores = passes.score_gradients(q, k, decays, scale=scale)
