@@ -115,6 +115,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--parts", type=int,
         help="number of parts of a long row in the scans of the delta rules and of RWKV7, in place of the automatic one; with --checks ''",
     )  # fmt: skip
+    parser.add_argument(
+        "--own", action="store_true", help="no rows of XLA and of the automatic backend"
+    )
     options.add_peers(parser)
     parser.add_argument(
         "--beside", action="store_true", help="with --peers: time the Triton kernels in turn with the peer, and XLA after them"
@@ -197,7 +200,7 @@ def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
         dict(op=op, shape=shape, capability=capability, **more)
         for shape in args.shapes
         for op in args.ops
-        for capability in (*args.capabilities, *["any"] * (args.parts is None))
+        for capability in (*args.capabilities, *["any"] * (args.parts is None and not args.own))
     ]
     return checks + timed
 

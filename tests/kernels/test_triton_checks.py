@@ -103,6 +103,13 @@ def test_times_in_a_given_number_of_parts_are_rows_of_their_own(monkeypatch):
     assert passes.count_parts(None, None, None, heads=1) == 4
 
 
+def test_times_of_the_kernels_alone_have_no_other_rows(monkeypatch):
+    words = "--ops", "kda", "--shapes", "1x512x1x64"
+    both, own = timed_cases(monkeypatch, *words), timed_cases(monkeypatch, *words, "--own")
+    assert [row["capability"] for row in both] == ["8.0", "any"]
+    assert own == both[:1]
+
+
 @pytest.mark.parametrize(
     "words, message",
     [

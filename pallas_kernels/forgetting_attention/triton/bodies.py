@@ -59,14 +59,15 @@ def _query_scores(
     factor, TILE: tl.constexpr, BN: tl.constexpr, GATED: tl.constexpr, PRUNED: tl.constexpr,
     DIAGONAL: tl.constexpr, LIMITED: tl.constexpr,
 ):  # fmt: skip
-    """Return the scores [BM, BN] of a program's queries with tile n of the keys, and a number for each query that is added to them.
+    """Return the scores [BM, BN] of a program's queries with tile n of the keys, and a number for each query, or for all, that is added to
+    them.
 
-    `tile_q` and `tile_k` are the queries and keys, and `queries` the positions of the queries; the parameters after `queries` up to
-    `query_low` have a number for each query; the others are pointers to a row and head.
+    Of a tile of earlier keys `query_high` and `query_low` are F at the first of the queries, and the scores those up to it. `tile_q` and `tile_k` are the queries and keys, and `queries` the positions of the queries; the parameters after `queries` up to
+    `query_low` have a number for each query otherwise; the others are pointers to a row and head.
     """
     keys = n * BN + tl.arange(0, BN)
     s = tl.dot(tile_q, tl.trans(tile_k), input_precision="tf32") * factor
-    shift = tl.zeros_like(query_high)
+    shift = query_high * 0.0
     if GATED:
         if DIAGONAL:
             key_high, key_low = tl.load(k_high + keys), tl.load(k_low + keys)
@@ -114,6 +115,31 @@ def _attend(
 
 
 @triton.jit
+def _gates_of_first(q_high, q_low, first, GATED: tl.constexpr):
+    """Return F at the first of a program's queries, whose index is `first`, in two parts; 0 without gates."""
+    high, low = 0.0, 0.0
+    if GATED:
+        high, low = tl.load(q_high + first), tl.load(q_low + first)
+    return high, low
+
+
+@triton.jit
+def _gates_of_queries(
+    q_high, q_low, of_row, base_high, base_low, BM: tl.constexpr, GATED: tl.constexpr
+):
+    """Return F at a program's queries in two parts, and log2(e) times its difference to F at the first of them; 0 without gates.
+
+    Tiles of earlier keys are added with scores up to the first query: what the gates leave from there to a query is the same for all of
+    them, and is added to the largest score, or subtracted from the logarithm of the sum.
+    """
+    high = tl.zeros([BM], tl.float32)
+    low = tl.zeros([BM], tl.float32)
+    if GATED:
+        high, low = tl.load(q_high + of_row), tl.load(q_low + of_row)
+    return high, low, ((high - base_high) + (low - base_low)) * LOG2E
+
+
+@triton.jit
 def attend(
     q, k, v, q_high, q_low, k_high, k_low, high, low, after, lowest, pruned, places, begin, factor,
     out, sums,
@@ -143,14 +169,11 @@ def attend(
     queries = rows
     if PLACES:
         queries = rows - tile * TILE + tl.load(places + tile)
-    query_high = tl.zeros([BM], tl.float32)
-    query_low = tl.zeros([BM], tl.float32)
     first_keys = tl.zeros([BM], tl.int32)
     hidden = tl.zeros([BM], tl.int32)
-    if GATED:
-        query_high, query_low = tl.load(q_high + of_row), tl.load(q_low + of_row)
     if PRUNED:
         hidden = tl.load(pruned + of_row)
+    base_high, base_low = _gates_of_first(q_high, q_low, row * QUERIES + block * BM, GATED)
     tile_q = tl.load(q + offsets)
     total_out = tl.zeros([BM, D], tl.float32)
     top = tl.full([BM], NEVER, tl.float32)
@@ -163,16 +186,20 @@ def attend(
         start = tl.maximum(start, tl.min(first_keys, 0) // BN)
         free = tl.minimum((tl.max(first_keys, 0) + BN - 1) // BN, diagonal)
         total_out, top, total = _attend(
-            start, free, total_out, top, total, tile_q, queries, first_keys, hidden, query_high, query_low,
+            start, free, total_out, top, total, tile_q, queries, first_keys, hidden, base_high, base_low,
             k, v, k_high + of_keys, k_low + of_keys, high + of_keys, low + of_keys, after + of_keys, factor,
             KEY_HEADS, D, TILE, BN, GATED, PRUNED, False, True,
         )  # fmt: skip
         start = tl.maximum(start, free)
     total_out, top, total = _attend(
-        start, diagonal, total_out, top, total, tile_q, queries, first_keys, hidden, query_high, query_low,
+        start, diagonal, total_out, top, total, tile_q, queries, first_keys, hidden, base_high, base_low,
         k, v, k_high + of_keys, k_low + of_keys, high + of_keys, low + of_keys, after + of_keys, factor,
         KEY_HEADS, D, TILE, BN, GATED, PRUNED, False, False,
     )  # fmt: skip
+    query_high, query_low, inside = _gates_of_queries(
+        q_high, q_low, of_row, base_high, base_low, BM, GATED
+    )
+    top += inside
     total_out, top, total = _attend(
         diagonal, end, total_out, top, total, tile_q, queries, first_keys, hidden, query_high, query_low,
         k, v, k_high + of_keys, k_low + of_keys, high + of_keys, low + of_keys, after + of_keys, factor,
@@ -237,16 +264,17 @@ def query_gradients(
     queries = rows
     if PLACES:
         queries = rows - tile * TILE + tl.load(places + tile)
-    query_high = tl.zeros([BM], tl.float32)
-    query_low = tl.zeros([BM], tl.float32)
     first_keys = tl.zeros([BM], tl.int32)
     hidden = tl.zeros([BM], tl.int32)
-    if GATED:
-        query_high, query_low = tl.load(q_high + of_row), tl.load(q_low + of_row)
     if PRUNED:
         hidden = tl.load(pruned + of_row)
     tile_q, tile_d = tl.load(q + offsets), tl.load(d_out + offsets)
     row_sums, row_delta = tl.load(sums + of_row), tl.load(delta + of_row)
+    base_high, base_low = _gates_of_first(q_high, q_low, row * QUERIES + block * BM, GATED)
+    query_high, query_low, inside = _gates_of_queries(
+        q_high, q_low, of_row, base_high, base_low, BM, GATED
+    )
+    base_sums = row_sums - inside
     total = tl.zeros([BM, D], tl.float32)
     row_error = tl.zeros([BM], tl.float32)
     position = tl.min(queries, 0)
@@ -257,14 +285,14 @@ def query_gradients(
         start = tl.maximum(start, tl.min(first_keys, 0) // BN)
         free = tl.minimum((tl.max(first_keys, 0) + BN - 1) // BN, diagonal)
         total, row_error = _add_query_gradients(
-            start, free, total, row_error, tile_q, tile_d, row_sums, row_delta, queries, first_keys, hidden,
-            query_high, query_low, k, v, k_high + of_keys, k_low + of_keys, high + of_keys, low + of_keys, after + of_keys, factor,
+            start, free, total, row_error, tile_q, tile_d, base_sums, row_delta, queries, first_keys, hidden,
+            base_high, base_low, k, v, k_high + of_keys, k_low + of_keys, high + of_keys, low + of_keys, after + of_keys, factor,
             KEY_HEADS, D, TILE, BN, GATED, PRUNED, False, True,
         )  # fmt: skip
         start = tl.maximum(start, free)
     total, row_error = _add_query_gradients(
-        start, diagonal, total, row_error, tile_q, tile_d, row_sums, row_delta, queries, first_keys, hidden,
-        query_high, query_low, k, v, k_high + of_keys, k_low + of_keys, high + of_keys, low + of_keys, after + of_keys, factor,
+        start, diagonal, total, row_error, tile_q, tile_d, base_sums, row_delta, queries, first_keys, hidden,
+        base_high, base_low, k, v, k_high + of_keys, k_low + of_keys, high + of_keys, low + of_keys, after + of_keys, factor,
         KEY_HEADS, D, TILE, BN, GATED, PRUNED, False, False,
     )  # fmt: skip
     total, row_error = _add_query_gradients(

@@ -224,7 +224,16 @@ def backward(
     gated = rows.gates is not None
     of_keys = call.run(
         bodies.key_gradients,
-        (*inputs, delta, *call.rows("key_gradients"), bounds.begin, bounds.last, free, call.factor, call.scale),
+        (
+            *inputs,
+            delta,
+            *call.rows("key_gradients"),
+            bounds.begin,
+            bounds.last,
+            free,
+            call.factor,
+            call.scale,
+        ),
         dict(
             dk=_struct(by_head, k.dtype),
             dv=_struct(by_head, v.dtype),

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.hopper import row_layout
-from pallas_kernels.linear_attention.triton.tilings import TABLES, Tiling
+from pallas_kernels.linear_attention.triton.tilings import TABLES, TILINGS, Tiling
 from pallas_kernels.memory_calls import MemoryCall, key_dims, value_dims
 from pallas_kernels.requirements import Requirement
 from pallas_kernels.triton import launch
@@ -103,38 +103,43 @@ def scalar_decays(log_decay, run, initial, v, *, undecayed: bool = False) -> Dec
     `run` [B, T] are document numbers or None, `initial` the memories before the rows, and v [B, T, G, V]. With `undecayed`, for the delta
     rule whose keys read the memory ahead of their token's decay, `erase_decay` is computed too.
     """
+    from pallas_kernels.linear_attention.triton import sums
+
     batch, length, heads, _ = v.shape
-    run, bounds = row_layout.split_runs(run, initial, batch)
-    shape = (batch, length // CHUNK, CHUNK, heads)
+    known, count = documents(run, initial, batch), length // CHUNK
+    result = Decays(run=known.run, bounds=known.bounds)
+    by_token, by_chunk = (batch, length, heads), (batch, count, heads)
     if log_decay is None:
-        g = jnp.zeros(shape, _F32)
-    else:
-        # e^-104 is 0 in float32; larger sums would cost the others their precision.
-        g = jnp.maximum(log_decay.astype(_F32), -128.0).reshape(shape)
-    # Sums up to a token and after it, computed apart: their difference would lose precision.
-    row, other = jnp.arange(CHUNK)[:, None], jnp.arange(CHUNK)
-    masks = jnp.concatenate([row >= other, row < other]).astype(_F32)
-    sums = jnp.einsum("ij,bnjg->bnig", masks, g, precision="highest")
-    cum, after = jnp.split(sums, 2, axis=2)
-    read_decay, write_decay, chunk_decay = jnp.exp(cum), jnp.exp(after), jnp.exp(cum[:, :, -1])
-    erase_decay = None
-    if undecayed:
-        erase_decay = jnp.exp(jnp.pad(cum[:, :, :-1], [(0, 0), (0, 0), (1, 0), (0, 0)]))
-    documents = row_layout.documents_of(run, 1)
-    head_cum = None if log_decay is None else jnp.swapaxes(cum, 2, 3)
-    if documents is not None:
-        enters, stays = (x.reshape(*shape[:3], 1) for x in documents[1:])
-        read_decay, write_decay = read_decay * enters, write_decay * stays
-        chunk_decay = chunk_decay * enters[:, :, -1]
-        if erase_decay is not None:
-            erase_decay = erase_decay * enters
-    cum, read_decay, erase_decay, write_decay = (
-        None if x is None else x.reshape(batch, length, heads)
-        for x in (cum, read_decay, erase_decay, write_decay)
-    )
-    return Decays(
-        None if log_decay is None else cum, head_cum, read_decay, erase_decay, write_decay, chunk_decay, run=run, bounds=bounds
+        marks = (
+            jnp.ones((batch, length), _F32) if x is None else x for x in (known.enters, known.stays)
+        )
+        read, write = (jnp.broadcast_to(x[..., None], by_token) for x in marks)
+        ends = read.reshape(batch, count, CHUNK, heads)[:, :, -1]
+        erase = read if undecayed else None
+        return result._replace(
+            read_decay=read, erase_decay=erase, write_decay=write, chunk_decay=ends
+        )
+    tiling = TILINGS["scalar_sums"]
+    factors = launch.call(
+        sums.scalar_sums,
+        (log_decay, known.enters, known.stays),
+        dict(
+            cum=_struct(by_token, _F32),
+            head_cum=_struct((batch, count, heads, CHUNK), _F32),
+            read_decay=_struct(by_token, _F32),
+            write_decay=_struct(by_token, _F32),
+            chunk_decay=_struct(by_chunk, _F32),
+            erase_decay=_struct(by_token if undecayed else (1,), _F32),
+        ),
+        programs=batch * count * -(-heads // tiling.keys),
+        **options_of(tiling),
+        **dict(
+            HEADS=heads, C=CHUNK, BH=tiling.keys, DOCUMENTS=known.run is not None, UNDECAYED=undecayed,
+        ),
     )  # fmt: skip
+    if not undecayed:
+        factors["erase_decay"] = None
+    return result._replace(**factors)
 
 
 def documents(run, initial, batch: int) -> Decays:

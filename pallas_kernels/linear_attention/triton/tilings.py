@@ -25,6 +25,7 @@ class Tiling(NamedTuple):
 
 TILINGS = {
     "sum_decays": Tiling(64, 64, 4, 1),
+    "scalar_sums": Tiling(32, 0, 4, 1),
     "scan": Tiling(64, 128, 4, 2),
     "narrow_scan": Tiling(32, 64, 4, 3),
     "channel_scan": Tiling(64, 64, 4, 3),
@@ -47,7 +48,8 @@ TILINGS = {
     "joined_gradients": Tiling(64, 64, 4, 1),
 }
 """The tiling of each kernel for bfloat16, by the name of the kernel, with "channel_" where a kernel differs with a decay per key
-channel, and "narrow_" where it differs for 64 key channels without one. "decayed_outputs" is `outputs` of decayed queries, and "decayed_scan" `scan` of decayed keys;
+channel, and "narrow_" where it differs for 64 key channels without one. "decayed_outputs" is `outputs` of decayed queries, and "decayed_scan" `scan` of decayed keys; the keys of
+"scalar_sums" are heads;
 `channel_gradients` has the tiling "query_gradients" for the queries alone ("exact_query_gradients" with keys in two terms), and
 "bonus_gradients" with a bonus; `joined_gradients` has others
 without a decay and with a constant one. None spills more than
