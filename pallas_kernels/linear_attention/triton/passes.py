@@ -137,9 +137,8 @@ def scalar_decays(log_decay, run, initial, v, *, undecayed: bool = False) -> Dec
             HEADS=heads, C=CHUNK, BH=tiling.keys, DOCUMENTS=known.run is not None, UNDECAYED=undecayed,
         ),
     )  # fmt: skip
-    if not undecayed:
-        factors["erase_decay"] = None
-    return result._replace(**factors)
+    erase = factors.pop("erase_decay")
+    return result._replace(erase_decay=erase if undecayed else None, **factors)
 
 
 def documents(run, initial, batch: int) -> Decays:

@@ -95,7 +95,8 @@ def channel_scores(
             pairs = tl.dot(X, tl.trans(X), pairs, input_precision="tf32")
         between = ((i ^ j) >= half) & ((i ^ j) < 2 * half)
         P += tl.where(between & strong, pairs, 0.0)
-    P = tl.where(i == j, tl.sum(own_products, 1)[:, None], tl.where(i > j, P, 0.0)) * scale
+    current = tl.sum(own_products, 1)[:, None]  # pyrefly: ignore[bad-index]
+    P = tl.where(i == j, current, tl.where(i > j, P, 0.0)) * scale
     if DOCUMENTS:
         of_chunk = run + chunk * C
         P = tl.where(tl.load(of_chunk + rows)[:, None] == tl.load(of_chunk + rows)[None, :], P, 0.0)
