@@ -89,15 +89,15 @@ def attention() -> Any:
 
 
 PROGRAMS: dict[str, tuple[Callable[[], Any], int]] = {
-    # Two scans, outputs, and one kernel for the gradients.
-    "scalar decay": (lambda: memory(ops.linear_memory, "head"), 4),
+    # The decays' factors, two scans, outputs, and one kernel for the gradients.
+    "scalar decay": (lambda: memory(ops.linear_memory, "head"), 5),
     "one token, delta": (triton_token_ops.COMPILED["one token, delta"], 1),
-    # Also the decays' sums and the scores, and the gradients of values, of scores, and of queries, keys and decays.
-    "channel decay": (lambda: memory(ops.linear_memory, "channel"), 8),
-    "delta rule, scalar decay": (lambda: memory(ops.delta_memory, "head", "head"), 8),
+    # The scores in place of the factors, and the gradients of values, of scores, and of queries, keys and decays.
+    "channel decay": (lambda: memory(ops.linear_memory, "channel"), 7),
+    "delta rule, scalar decay": (lambda: memory(ops.delta_memory, "head", "head"), 9),
     "delta rule, channel decay": (lambda: memory(ops.delta_memory, "channel", "head"), 9),
     # In parts: also their updates and the memories before them, and both again for the gradients.
-    "delta rule, parts": (lambda: memory(ops.delta_memory, "head", "head", length=8192), 12),
+    "delta rule, parts": (lambda: memory(ops.delta_memory, "head", "head", length=8192), 13),
     "dplr": (lambda: memory(ops.dplr_memory, "channel", "channel", "channel"), 12),
     "attention": (attention, 3),  # the output, and the gradients of queries and of keys
     # Forward and backward; and the memories before and after the parts of a row, and their gradients.
