@@ -57,7 +57,8 @@ def scan(
     """Carry memories through their chunks, `S' = e^(b_C) S + (x f)ᵀ y`: the memory before each chunk, or its gradient after it.
 
     Forward, (x, y) = (k, v) and f = e^(b_C - b). With `REVERSE`, from the last chunk to the first, (x, y) = (q, dO) and f = scale e^b.
-    With `DECAYED` x is x f / scale, of a decay per key channel. A program computes a tile [BK, BV] of one memory. `row_decay` is f / scale and `marks` is `stays`, or `enters` if `REVERSE`.
+    With `DECAYED` x is x f / scale, of a decay per key channel. A program computes a tile [BK, BV] of one memory. `row_decay` is f / scale
+    and `marks` is `stays`, or `enters` if `REVERSE`.
     `bounds` [B, SEGMENTS + 1] are the chunks at which a row's memories begin and end if SEGMENTS > 1. `initial` and `final` are [B *
     SEGMENTS, HEADS, K, V] float32; `states` [B, N, HEADS, K, V] is stored if `SAVE`.
     """
@@ -104,26 +105,25 @@ def scan(
         elif CHANNELS:
             of_chunk = sums + n * (C * D_HEADS * K)
             total = tl.load(of_chunk + (C - 1) * (D_HEADS * K) + keys)
+            if DECAYED:
+                factor = 1.0
+            elif REVERSE:
+                if EXCLUSIVE:  # without the token's own decay
+                    before = tl.load(
+                        of_chunk - D_HEADS * K + d_rows, mask=rows[:, None] > 0, other=0.0
+                    )
+                else:
+                    before = tl.load(of_chunk + d_rows)
+                factor = tl.exp(before)
+            else:
+                factor = tl.exp(tl.minimum(total[None, :] - tl.load(of_chunk + d_rows), 0.0))
             decay = tl.exp(total)
             if DOCUMENTS:
+                if not DECAYED:
+                    factor = factor * tl.load(marks + n * C + rows)[:, None]
                 decay = decay * tl.load(enters + n * C + C - 1)
             S = S * decay[:, None]
-            if DECAYED:
-                tile_x = tile_x.to(tl.float32) * scale
-            else:
-                if REVERSE:
-                    if EXCLUSIVE:  # without the token's own decay
-                        before = tl.load(
-                            of_chunk - D_HEADS * K + d_rows, mask=rows[:, None] > 0, other=0.0
-                        )
-                    else:
-                        before = tl.load(of_chunk + d_rows)
-                    factor = tl.exp(before)
-                else:
-                    factor = tl.exp(tl.minimum(total[None, :] - tl.load(of_chunk + d_rows), 0.0))
-                if DOCUMENTS:
-                    factor = factor * tl.load(marks + n * C + rows)[:, None]
-                tile_x = tile_x.to(tl.float32) * (factor * scale)
+            tile_x = tile_x.to(tl.float32) * (factor * scale)
         else:
             factor = tl.load(row_decay + n * (C * D_HEADS) + rows * D_HEADS) * scale
             tile_x = tile_x.to(tl.float32) * factor[:, None]
