@@ -11,8 +11,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 __all__ = [
     "PROCESSORS",
     "channel_rows",
+    "fragmented_array",
     "gpu_interpreter",
     "key_columns",
+    "mosaic_gpu_utils",
     "on_hopper",
     "pl",
     "plgpu",
@@ -96,6 +98,22 @@ def state_rows(rows: int, states: int) -> Any:
         tiles, warp_dims=(-9,), lane_dims=(-5, -4), vector_dim=-1, _check_canonical=False
     ).canonicalize()
     return plgpu.Layout.TILED(layout.tiling, layout.warp_dims, layout.lane_dims, layout.vector_dim)
+
+
+def mosaic_gpu_utils() -> Any:
+    """Return the module of helpers for code that `plgpu.inline_mgpu` puts into a kernel."""
+    from jax.experimental.mosaic.gpu import utils
+
+    return utils
+
+
+def fragmented_array(registers: Any, layout: Any) -> Any:
+    """Return the float32 tile with these registers of each thread, an array of values of MLIR, for code that `plgpu.inline_mgpu` puts into a
+    kernel.
+    """
+    from jax.experimental.mosaic.gpu import fragmented_array as mgpu
+
+    return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
 
 def gpu_interpreter() -> Any:

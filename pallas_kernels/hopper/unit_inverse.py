@@ -8,15 +8,21 @@ import jax.numpy as jnp
 
 from pallas_kernels.compat import plgpu
 from pallas_kernels.hopper import warpgroups as wg
+from pallas_kernels.hopper.block_inverse import block_inverse
 from pallas_kernels.hopper.halving import SQUARE
 from pallas_kernels.tiles import delta as tiles
 
+METHODS = ("doubled", "blocks")
+METHOD = "doubled"
+"""How systems are inverted: "doubled", by 13 products of whole tiles, one after another; "blocks", by products of blocks [16, 16] that single
+warps compute (`block_inverse`).
+"""
 _F32, _BF16 = jnp.float32, jnp.bfloat16
 
 
-def unit_inverse(strict, apart, right, left, interpret: Any):
+def unit_inverse(strict, apart, right, left, interpret: Any, *, upper: bool = False):
     """Return the inverse `(I + strict)⁻¹` of a chunk's triangular system, a tile [64, 64] in registers, by the method of
-    `tiles.delta.unit_inverse`.
+    `tiles.delta.unit_inverse`, or, if `METHOD` is "blocks", of `block_inverse`.
 
     Args:
         strict: the strictly lower triangular tile [64, 64], 0 on and above its diagonal.
@@ -24,7 +30,10 @@ def unit_inverse(strict, apart, right, left, interpret: Any):
         right: [64, 64] bfloat16, a buffer in shared memory for the right operands of products.
         left: two such buffers for left operands, which only the interpreter requires.
         interpret: parameters of the interpreter, or False.
+        upper: whether `strict` is upper triangular instead.
     """
+    if METHOD == "blocks":
+        return block_inverse(strict, right, interpret, upper=upper)
 
     def product(b, *lefts):
         """Return Σ_a a b, the sum of the matrix products of all tiles a [64, 64] in `lefts` with the tile b

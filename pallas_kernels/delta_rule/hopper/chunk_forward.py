@@ -15,10 +15,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.compat import pl, plgpu
+from pallas_kernels.hopper import unit_inverse
 from pallas_kernels.hopper import warpgroups as wg
 from pallas_kernels.hopper.blocks import head_index, row_and_head
 from pallas_kernels.hopper.launch import launch
-from pallas_kernels.hopper.unit_inverse import unit_inverse
 
 CHUNK = 64
 SQUARE = (CHUNK, CHUNK)
@@ -241,17 +241,22 @@ def _solve(x: Chunk, buffers: _Smem, scores_ref, inverse_ref, scale: float, inte
     """
     q, k, result = buffers.q, buffers.k, buffers.result
 
-    def products(alike, scores):
-        plgpu.wgmma(alike, k, k.transpose((1, 0)))
-        plgpu.wgmma(scores, q, k.transpose((1, 0)))
+    def products(*lefts):
+        def add(*sums):
+            for out, left in zip(sums, lefts, strict=True):
+                plgpu.wgmma(out, left, k.transpose((1, 0)))
 
-    zeros = jnp.zeros(SQUARE, _F32), jnp.zeros(SQUARE, _F32)
-    alike, scores = wg.accumulate(products, *zeros, interpret=interpret)
+        return wg.accumulate(add, *[jnp.zeros(SQUARE, _F32) for _ in lefts], interpret=interpret)
+
+    # One after the other leaves enough registers for four thread blocks on a processor, if the inverse requires no more.
+    together = unit_inverse.METHOD == "doubled"
+    *alike, scores = products(k, q) if together else products(q)
     result[...] = (scores * (x.weights * scale)).astype(_BF16)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(result, scores_ref)
+    (alike,) = alike or products(k)
     strict = jnp.where(x.i > x.j, alike * x.erase_weights * x.over_columns(x.beta), 0.0)
-    inverse = unit_inverse(strict, x.i ^ x.j, buffers.right, buffers.left, interpret)
+    inverse = unit_inverse.unit_inverse(strict, x.i ^ x.j, buffers.right, buffers.left, interpret)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     result[...] = inverse.astype(_BF16)
     plgpu.commit_smem()
