@@ -75,6 +75,14 @@ def chunks_of_row(chunk_bounds, row, count: int, reverse: bool):
     return b, steps, lambda n: first + (steps - 1 - n if reverse else n)
 
 
+def upper_half(x):
+    """Return the float32 tile x with the lower 16 of each number's bits set to 0: numbers of bfloat16, from which x differs by less than
+    2^-7 of each.
+    """
+    bits = lax.bitcast_convert_type(x, jnp.int32)
+    return lax.bitcast_convert_type(bits & jnp.int32(-0x10000), jnp.float32)
+
+
 def as_left(x, buffer, interpret: Any):
     """Return the tile x in bfloat16 as the left operand of a matrix product: in registers, or in `buffer` in shared memory for the
     interpreter, which requires it there.

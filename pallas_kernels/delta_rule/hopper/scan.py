@@ -17,10 +17,19 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.compat import plgpu
+from pallas_kernels.delta_rule.hopper import split_scan
 from pallas_kernels.delta_rule.hopper.chunk_forward import CHUNK, SolvedChunks
 from pallas_kernels.hopper import warpgroups as wg
 from pallas_kernels.hopper.scan import decay_memory, scan, zip_with_keys
 
+FORWARDS = ("joint", "split")
+FORWARD = "joint"
+"""How the forward scan that stores only outputs is computed: "joint", by warpgroups that compute the outputs of the memory that they carry;
+"split", with another warpgroup for the outputs (`split_scan`), where it fits.
+"""
+HALVES = ("rounded", "truncated")
+HALF = "rounded"
+"""How the joint scan divides the writes into two numbers of bfloat16: the first is the write "rounded", or "truncated", in fewer instructions."""
 _F32, _BF16 = jnp.float32, jnp.bfloat16
 _SQUARE = (CHUNK, CHUNK)
 
@@ -73,6 +82,12 @@ def scan_forward(
             1, the checkpointed memories [B, heads * checkpoints, K, V] float32; always, the last memory of
             each part, in the shape of `initial`.
     """
+    plain = written is None and not save and checkpoints == 1
+    if FORWARD == "split" and plain and q is not None and v is not None:
+        if split_scan.fits(k.shape[-1], v.shape[-1]):
+            return split_scan.split_scan_forward(
+                q, k, v, solved, initial, heads=heads, scale=scale, parts=parts, chunk_bounds=chunk_bounds, interpret=interpret
+            )  # fmt: skip
     inputs = dict(q=q, k=k, v=v, inverse=solved.inverse, rows=solved.rows)
     inputs |= dict(written=written, chunk_decay=chunk_decay)
     if q is not None:
@@ -127,7 +142,7 @@ def _forward_step(
     saved = [x.astype(_BF16)] * save
     exact = x * _columns(chunk, "beta")
     leaving = wg.as_left(exact * _columns(chunk, "write_decay"), left[1], interpret)
-    writes = exact.astype(_BF16)
+    writes = wg.upper_half(exact) if HALF == "truncated" else exact.astype(_BF16)
     # The rounding error of the writes would be the largest part of the output's error.
     rest = wg.as_left(exact - writes.astype(_F32), left[2], interpret)
     writes = wg.as_left(writes, left[0], interpret)
