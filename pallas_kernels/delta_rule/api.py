@@ -68,7 +68,7 @@ def delta_rule(
     beta: Float[Array, "B T G"],
     log_decay: Float[Array, "B T G"] | Float[Array, "B T G K"] | None = None,
     *,
-    initial: Float[Array, "R G K V"],
+    initial: Float[Array, "R G K V"] | None = None,
     run: Int[Array, "B T"] | None = None,
     scale: float,
     erase: str = "decayed",
@@ -88,7 +88,7 @@ def delta_rule(
         log_decay: [B, T, G], or [B, T, G, K] with one per key channel; float32, natural logarithm, at most 0;
             None is no decay.
         initial: [B, G, K, V] float32, the memory before the first token; or [B * S, G, K, V] with S memories
-            per row.
+            per row. None is an empty memory for each row.
         run: [B, T], the number of documents that have begun up to and with each token, never decreasing. A
             token with a larger number than the token before it reads an empty memory; number 0 continues
             `initial`. None is one document. With S memories per row, `run` has every number from 0 to S - 1,
@@ -103,7 +103,7 @@ def delta_rule(
         interpret: parameters of the backend's interpreter, to run on a CPU.
 
     Returns:
-        The output in v's dtype, and the final memories in float32, in the shape of `initial`.
+        The output in v's dtype, and the final memories in float32, in the shape of `initial` ([B, G, K, V] without).
 
     Raises:
         NotImplementedError: the implementation does not support these arguments; the message gives the
@@ -118,12 +118,14 @@ def delta_rule(
         log_decay = None if log_decay is None else jnp.repeat(log_decay, parts, axis=2)
         output, final = delta_rule(
             q, k, v.reshape(*v.shape[:2], heads * parts, channels // parts), beta, log_decay,
-            initial=_divided(initial, parts), run=run, scale=scale, erase=erase,
+            initial=None if initial is None else _divided(initial, parts), run=run, scale=scale, erase=erase,
             save_memories=save_memories, implementation=implementation, interpret=interpret,
         )  # fmt: skip
         return output.reshape(*output.shape[:2], heads, channels), _joined(final, parts)
     call = MemoryCall(q, k, v, log_decay, erase=erase)
     backend = supported_backend(_OP, implementation, variant_of(log_decay), call)
+    if initial is None and not getattr(backend, "FROM_ZERO", False):
+        initial = jnp.zeros((len(v), v.shape[2], k.shape[-1], v.shape[-1]), jnp.float32)
     length, multiple = q.shape[1], backend.length_multiple(q, k, v)
     run, q, k, v, beta, log_decay = pad_to_multiple(multiple, run, q, k, v, beta, log_decay)
     arrays = q, k, v, beta, log_decay, run, initial

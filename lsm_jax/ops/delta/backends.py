@@ -52,7 +52,8 @@ def run_delta_kernel(name: str, call: Call) -> tuple[jax.Array, DeltaState]:
         log_decay = select(tokens.written, log_decay)
     k, v, beta = (select(tokens.written, x) for x in (k, v, beta.astype(jnp.float32)))
     arrays = dict(q=select(tokens.real, q), k=k, v=v, beta=beta, log_decay=log_decay)
-    laid_out, restore = memory_kernels.lay_out(name, tokens, state.memory, arrays)
+    memory = None if call.options.fresh and state.memory.ndim == 4 else state.memory
+    laid_out, restore = memory_kernels.lay_out(name, tokens, memory, arrays)
     options: dict[str, Any] = dict(scale=call.options.scale, erase=call.options.erase)
     options |= dict(save_memories=call.save_memories)
     output, memory = restore(*delta_rule(**laid_out, **options, implementation=name))

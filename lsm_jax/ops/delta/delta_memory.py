@@ -114,6 +114,7 @@ def delta_memory(
         dtype=dtype,
         precision=checks.matmul_precision(q, k, v),
         erase="decayed" if log_decay is None else erase,
+        fresh=initial_state is None and layer is None,
     )
     in_place = one_token.in_place(layer, q)
     result = over_mesh(
@@ -132,4 +133,5 @@ def _in_sequence(axis, function, static, **arguments):
     """Compute `delta_memory` on one of several devices that have consecutive parts of each row: the outputs of its
     tokens, and the state after the whole row.
     """
+    static = static._replace(options=static.options._replace(fresh=False))
     return shared_rows.in_sequence(axis, function, static, by_xla, arguments)

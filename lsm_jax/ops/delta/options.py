@@ -19,6 +19,7 @@ class MatrixOptions(NamedTuple):
         precision: the precision of matrix products.
         erase: "decayed" or "undecayed", the memory that a key of `delta_memory` reads to erase: after its token's decay
             or before it.
+        fresh: whether the state is empty, so that a kernel need not load its memories.
     """
 
     scale: float
@@ -27,3 +28,4 @@ class MatrixOptions(NamedTuple):
     dtype: Any
     precision: jax.lax.Precision
     erase: str = "decayed"
+    fresh: bool = False

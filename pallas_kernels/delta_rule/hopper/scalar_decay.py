@@ -27,9 +27,11 @@ from pallas_kernels.hopper.parts import length_multiple
 from pallas_kernels.memory_calls import in_bfloat16, key_dims, or_in_parts, value_dims
 
 __all__ = [
-    "CHUNK", "REQUIREMENTS", "SAVES_MEMORIES", "Residuals", "backward", "forward", "length_multiple",
+    "CHUNK", "FROM_ZERO", "REQUIREMENTS", "SAVES_MEMORIES", "Residuals", "backward", "forward", "length_multiple",
 ]  # fmt: skip
 
+FROM_ZERO = True
+"""`forward` accepts an `initial` of None, and `backward` a gradient of the final memories of None."""
 SAVES_MEMORIES = True
 """`forward` has the argument `save_memories`."""
 REQUIREMENTS = (
@@ -67,7 +69,8 @@ def forward(
     Return the output [B, T, max(H, G), V], the final memories in the shape of `initial`, and the residuals,
     which are computed whether or not `save` is set. With `save_memories` they contain the memories before all
     chunks, which the scan of the output stores, also of rows in parts and of several memories. The other
-    arguments are those of the op `delta_rule`; T is divisible by `length_multiple(q, k, v)`.
+    arguments are those of the op `delta_rule`; T is divisible by `length_multiple(q, k, v)`. An `initial` of None
+    is one empty memory per row.
     """
     del save
     memories = v.shape[2]
@@ -76,8 +79,8 @@ def forward(
     solved = chunk_forward(
         q, k, beta, log_decay, run, heads=heads, scale=scale, erase=erase, interpret=interpret
     )
-    # Each of the heads that share a memory computes it.
-    initial = jnp.repeat(initial, heads // memories, axis=1)
+    in_parts = chunk_bounds is None and hopper_parts.count_parts(q, k, v) > 1
+    initial = _by_head(initial, heads, k, v, required=in_parts)
     options: dict[str, Any] = dict(
         heads=heads, scale=scale, chunk_bounds=chunk_bounds, interpret=interpret
     )
@@ -105,21 +108,24 @@ def backward(
     none, each in the shape of its input.
 
     The arguments are the inputs of `forward`, the residuals that `forward` returned, and the gradients of the
-    output, `d_output`, and of the final memories, `d_final`. The gradient of log_decay is None if there is no
-    decay or `decay_gradient` is False.
+    output, `d_output`, and of the final memories, `d_final`, of which None is 0. The gradient of log_decay is None if
+    there is no decay or `decay_gradient` is False, and that of an `initial` of None, too.
     """
     memories, heads = v.shape[2], d_output.shape[2]
     solved, parts, saved = residuals
     run, chunk_bounds = row_layout.split_runs(run, initial, len(v))
     options: dict[str, Any] = dict(scale=scale, interpret=interpret)
-    initial = jnp.repeat(initial, heads // memories, axis=1)
-    starts, count = hopper_parts.part_starts(parts, initial)
+    by_head = _by_head(initial, heads, k, v, required=parts is not None)
+    starts, count = hopper_parts.part_starts(parts, by_head)
     scans: dict[str, Any] = options | dict(heads=heads, chunk_bounds=chunk_bounds)
     if saved is None:
         scanned = scan_forward(None, k, v, solved, starts, save=True, parts=count, **scans)
         saved = SavedMemories(*scanned[:2])
     missing, states = saved
-    d_final = row_layout.gradient_by_head(d_final, heads)
+    if d_final is not None:
+        d_final = row_layout.gradient_by_head(d_final, heads)
+    elif parts is not None and parts.transitions is not None:
+        d_final = jnp.zeros((len(v), heads, k.shape[-1], v.shape[-1]), jnp.float32)
     scan_part = functools.partial(scan_backward, q, k, d_output, solved, **scans)
     d_ends, count = hopper_parts.part_end_gradients(parts, scan_part, d_final, interpret)
     dv, d_states, d_starts = scan_part(d_ends, parts=count)
@@ -135,5 +141,16 @@ def backward(
         sum_heads(dv, memories),
         sum_heads(d_beta, memories),
         sum_heads(d_decay[0], memories) if decay_gradient else None,
-        sum_heads(d_starts[:, ::count], memories, axis=1),
+        None if initial is None else sum_heads(d_starts[:, ::count], memories, axis=1),
     )
+
+
+def _by_head(initial, heads: int, k, v, *, required: bool):
+    """Return the initial memory of each of the heads, [B * S, heads, K, V]: each of the heads that share a memory computes it.
+
+    An `initial` of None, which is one empty memory per row, remains None unless an array is `required`.
+    """
+    if initial is not None:
+        return jnp.repeat(initial, heads // v.shape[2], axis=1)
+    shape = len(v), heads, k.shape[-1], v.shape[-1]
+    return jnp.zeros(shape, jnp.float32) if required else None
