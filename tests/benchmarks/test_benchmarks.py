@@ -16,7 +16,14 @@ import pytest
 from benchmarks import options, registry, run
 from benchmarks import text as texts
 from benchmarks.__main__ import main, make_parser
-from benchmarks.cases import delta_chunks, gated_norm, mom_sequence, residual_norm, writes
+from benchmarks.cases import (
+    delta_chunks,
+    delta_forward,
+    gated_norm,
+    mom_sequence,
+    residual_norm,
+    writes,
+)
 from benchmarks.registry import Benchmark, UsageError
 from benchmarks.run import read_rows
 from pallas_kernels.compat import gpu_interpreter
@@ -280,6 +287,26 @@ def test_kernels_of_the_delta_rules_chunks_are_compared(monkeypatch):
     x, far, nan = (np.full(4, value, np.float32) for value in (1, 1.01, np.nan))
     assert delta_chunks.differences([far], [x])["q"] == pytest.approx(0.01, rel=1e-3)
     assert np.isnan(delta_chunks.differences([nan], [x])["q"])
+
+
+@pytest.mark.slow
+def test_versions_of_the_delta_rules_forward_pass_are_compared(monkeypatch):
+    monkeypatch.setattr(
+        delta_forward, "batch_milliseconds", lambda program, *x: len(jax.tree.leaves(program(*x)))
+    )
+    monkeypatch.setattr(delta_forward, "_SMALL", (1, 70, 1))
+    kinds = ["now", "blocks_split"]
+    names = ["1x128x1x64-documents", "1x64x1x64-plain"]
+    programs = delta_forward.compile_all(names, kinds, "xla", gpu_interpreter())
+    delta_forward.choose("now")
+    for name, results in zip(names, (6, 5), strict=True):
+        row = delta_forward.measure(name, kinds, programs, 1)
+        for kind in kinds:
+            # The op's output; the inverses, scores and decays; the output and the last memory; the output and gradients.
+            assert [row[kind][part] for part in ("forward", "solve", "scan")] == [1, 3, 2]
+            assert row[kind]["both"] == results and row[kind]["same"]
+            assert row[kind]["difference"] == 0 and all(0 < x < 0.02 for x in row[kind]["errors"])
+        assert isinstance(row["right"], bool)
 
 
 @pytest.mark.slow

@@ -19,10 +19,12 @@ from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding, use
 from lsm_jax import ops
 from lsm_jax.ops.core.saved import memories_saved
 from pallas_kernels.delta_rule import cases as delta_rule_cases
+from pallas_kernels.delta_rule.hopper import scan as delta_scan
 from pallas_kernels.dplr import cases as dplr_cases
 from pallas_kernels.gated_norm import cases as gated_norm_cases
 from pallas_kernels.gated_norm import gated_rms_norm_gradients
 from pallas_kernels.grouped_product import gated, hopper
+from pallas_kernels.hopper import unit_inverse
 from pallas_kernels.linear_attention import cases as linear_attention_cases
 from pallas_kernels.linear_attention.hopper import channel_scan
 from pallas_kernels.residual_norm import cases as residual_norm_cases
@@ -186,8 +188,10 @@ def test_slices_of_keys_in_one_program_spill_little(given, known, capfd, monkeyp
         jax.clear_caches()
 
 
-def assert_spills_no_more(case, capfd, monkeypatch, *, backward: bool) -> None:
-    """Compile a case of `ON_HOPPER` for an H200, and check that its kernels spill no more bytes than its last entry says."""
+def assert_spills_no_more(case, capfd, monkeypatch, *, backward: bool) -> str:
+    """Compile a case of `ON_HOPPER` for an H200, and check that its kernels spill no more bytes than its last entry says. Return what the
+    compiler printed.
+    """
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
     monkeypatch.setenv("MOSAIC_GPU_DUMP_SASS", "1")
     monkeypatch.setenv("CUDA_ROOT", str(CUDA))
@@ -203,6 +207,35 @@ def assert_spills_no_more(case, capfd, monkeypatch, *, backward: bool) -> None:
     assert sum(map(int, spilled)) <= known
     assert output.count("HGMMA") > 0
     assert not late_writes(output)
+    return output
+
+
+FORWARD_OF_DELTA_RULES = (
+    ("delta_memory", (4, 4, 4), 128, 128, "log_decay"),
+    ("delta_memory", (4, 2, 4), 64, 128, "undecayed log_decay segment_ids"),
+    ("delta_memory", (80, 80, 80), 128, 128, "log_decay"),  # two warpgroups of a thread block carry memories
+    ("delta_memory", (80, 80, 80), 128, 128, "undecayed log_decay segment_ids"),
+    ("delta_memory", (4, 4, 4), 64, 64, ""),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FORWARD_OF_DELTA_RULES, ids=case_id)
+def test_versions_of_the_delta_rules_forward_pass_spill_nothing(case, capfd, monkeypatch):
+    """The inverse by blocks, with at most 128 registers, so that a processor has four thread blocks; and the scan with another warpgroup for
+    the outputs.
+    """
+    monkeypatch.setattr(unit_inverse, "METHOD", "blocks")
+    monkeypatch.setattr(delta_scan, "FORWARD", "split")
+    jax.clear_caches()  # of the default
+    try:
+        output = assert_spills_no_more((*case, 0), capfd, monkeypatch, backward=False)
+    finally:
+        jax.clear_caches()
+    kernels = re.findall(r"entry function '(\w+)_mosaic_gpu_kernel'.*?Used (\d+) registers", output, re.DOTALL)  # fmt: skip
+    registers = {name: int(count) for name, count in kernels}
+    assert set(registers) == {"delta_chunk_forward", "delta_split_scan"}
+    assert registers["delta_chunk_forward"] <= 128
+    assert output.count("HMMA.1688.F32.TF32") > 0
 
 
 def late_writes(sass: str) -> list[tuple[str, str]]:
