@@ -1,15 +1,16 @@
 """Compare and time the versions of the delta rule's forward pass with a scalar decay or none: the solve of all chunks, the scan, and the op.
 
-    python -m benchmarks delta_forward [--cases 8x4096x16x128,4x2048x16x128,8x1024x8x64] [--kinds now,blocks_split] [--repeats 10]
+    python -m benchmarks delta_forward [--cases 8x4096x16x128,4x2048x16x128,8x1024x8x64] [--kinds now,blocks_split,scored] [--repeats 10]
 
 A row for each case, B x T x heads x K in bfloat16 with V = K and a scalar decay ("plain" for no decay, "documents" for several documents in a
-row): for each kind the ms of the solve (`solve`), of the scan (`scan`), of the op forward and forward and backward (`forward`, `both`), the
-largest errors of the output and of the gradients at 2 x 640 x 4 heads against float32 XLA, relative in RMS (`errors`), the difference of the
-output at the timed size from that of the first kind (`difference`), and whether repeated calls return the same bits (`same`). `right` is false if
-an error is above the kernels' tolerances.
+row, which the solve and the scan alone do not have), and kind: the ms of the solve (`solve`), of the scan (`scan`), of the op forward and forward
+and backward (`forward`, `both`), the errors of the output and of the worst gradient at 2 x 640 x 4 heads against float32 XLA, relative in RMS
+(`errors`), the largest difference from the results of the first kind at the timed size (`difference`), and whether repeated calls return the same
+bits (`same`). `right` is false if an error is above the kernels' tolerances.
 
 Kinds: "now" is the default, "blocks" inverts chunks by products of blocks of single warps, "split" computes the outputs of the scan by another
-warpgroup, "blocks_split" does both, and "truncated" divides the writes of today's scan by truncation.
+warpgroup, "blocks_split" does both, "scored" also computes the scores in the scan where there is no derivative (else it is "blocks_split", and
+is not timed), and "truncated" divides the writes of today's scan by truncation.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ from benchmarks.run import log, require_gpu
 from benchmarks.timing import alone, batch_milliseconds
 from lsm_jax import ops
 from pallas_kernels.delta_rule.cases import GRADIENT_TOLERANCE, OUTPUT_TOLERANCE
-from pallas_kernels.delta_rule.hopper import chunk_forward, scan
+from pallas_kernels.delta_rule.hopper import chunk_forward, scan, split_scan
 from pallas_kernels.hopper import unit_inverse
 
 BENCHMARK = Benchmark(
     name="delta_forward",
     summary="the solve, the scan and the op of the delta rule by the versions of its forward pass",
-    key=("case",),
+    key=("case", "kind"),
 )
 
 # For each kind: how chunks are inverted, how the scan computes outputs, and how it divides writes.
@@ -45,6 +46,7 @@ KINDS = {
     "blocks": ("blocks", "joint", "rounded"),
     "split": ("doubled", "split", "rounded"),
     "blocks_split": ("blocks", "split", "rounded"),
+    "scored": ("blocks", "scored", "rounded"),
     "truncated": ("doubled", "joint", "truncated"),
 }
 MAIN = ("8x4096x16x128", "4x2048x16x128", "8x1024x8x64")
@@ -84,6 +86,11 @@ def make(case: str, small: bool = False) -> tuple[dict[str, Any], dict[str, Any]
     return arrays, marks
 
 
+def _small(case: str) -> str:
+    """Return what the small arrays of a case depend on: its key channels and words."""
+    return case.rpartition("x")[2]
+
+
 def by_op(implementation: str, arrays: dict[str, Any], marks: dict[str, Any]) -> jax.Array:
     """Return the output of the op."""
     return ops.delta_memory(**arrays, **marks, implementation=implementation)[0]
@@ -97,19 +104,23 @@ def both(implementation: str, arrays: dict[str, Any], marks: dict[str, Any]):
 
 def solve(interpret: Any, arrays: dict[str, Any]) -> chunk_forward.SolvedChunks:
     """Solve all chunks of a case: the first kernel of the forward pass."""
-    beta, decay, heads = arrays["beta"].astype(jnp.float32), arrays.get("log_decay"), arrays["q"].shape[2]  # fmt: skip
+    q = None if scan.FORWARD == "scored" else arrays["q"]
     return chunk_forward.chunk_forward(
-        arrays["q"], arrays["k"], beta, decay, None, heads=heads, scale=arrays["k"].shape[-1] ** -0.5, erase="decayed",
-        interpret=interpret,
+        q, arrays["k"], arrays["beta"].astype(jnp.float32), arrays.get("log_decay"), None,
+        heads=arrays["q"].shape[2], scale=_scale(arrays), erase="decayed", interpret=interpret,
     )  # fmt: skip
 
 
 def scanned(interpret: Any, arrays: dict[str, Any], solved: chunk_forward.SolvedChunks):
     """Scan the solved chunks of a case: the second kernel of the forward pass."""
+    run = split_scan.split_scan_forward if scan.FORWARD == "scored" else scan.scan_forward
     q, k, v = (arrays[name] for name in "qkv")
-    return scan.scan_forward(
-        q, k, v, solved, None, heads=q.shape[2], scale=k.shape[-1] ** -0.5, interpret=interpret
-    )  # fmt: skip
+    heads, scale = q.shape[2], _scale(arrays)
+    return run(q, k, v, solved, None, heads=heads, scale=scale, interpret=interpret)
+
+
+def _scale(arrays: dict[str, Any]) -> float:
+    return arrays["k"].shape[-1] ** -0.5
 
 
 def difference(got: Any, wanted: Any) -> list[jax.Array]:
@@ -126,7 +137,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cases", type=options.names(CASES), default=",".join(MAIN), help=f"of {', '.join(CASES)}"
     )
-    options.add_kinds(parser, KINDS, "now,blocks_split")
+    options.add_kinds(parser, KINDS, "now,blocks_split,scored")
     parser.add_argument(
         "--repeats", type=int, default=10, help="calls whose results are compared bit by bit"
     )
@@ -134,91 +145,95 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
-    return [dict(case=name) for name in args.cases]
+    return [dict(case=name, kind=kind) for name in args.cases for kind in args.kinds]
 
 
 def rows(args: argparse.Namespace, cases: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     require_gpu("delta_forward")
-    names = [row["case"] for row in cases]
-    programs = compile_all(names, args.kinds, "mosaic_gpu", None)
+    programs = compile_all([tuple(row.values()) for row in cases], "mosaic_gpu", None)
+    first: dict[str, Any] = {}
     with alone(args.lock):
-        for name in names:
-            yield dict(case=name) | measure(name, args.kinds, programs, args.repeats)
+        for row in cases:
+            yield row | measure(row["case"], row["kind"], programs, args.repeats, first)
 
 
 def compile_all(
-    names: list[str], kinds: list[str], implementation: str, interpret: Any
+    keys: list[tuple[str, ...]], implementation: str, interpret: Any
 ) -> dict[tuple[str, str, str], Callable]:
-    """Return the programs of all cases and kinds by case, kind and name: of the solve, the scan and the op, and the op at the small size, of
-    which that of the kind "" is float32 XLA's. They are traced one after another and compiled at the same time.
+    """Return the programs of these cases and kinds by case, kind and name: of the solve, the scan and the op, and of cases by `_small`, at the
+    small size, of which that of the kind "" is float32 XLA's. They are traced one after another and compiled at the same time.
 
     With parameters to `interpret` kernels they are functions that compile nothing.
     """
-    lowered, programs = {}, {}
-    for kind in kinds:
+    traced: dict[tuple[str, str, str], Any] = {}
+    programs: dict[tuple[str, str, str], Callable] = {}
+    for name, kind in keys:
         choose(kind)
-        for name in names:
-            given, few = (jax.eval_shape(functools.partial(make, name, small)) for small in (False, True))  # fmt: skip
-            arrays = given[0]
-            wanted = {
-                "solve": (functools.partial(solve, interpret), (arrays,)),
-                "forward": (functools.partial(by_op, implementation), given),
-                "both": (functools.partial(both, implementation), given),
-                "small": (functools.partial(both, implementation), few),
-            }
-            solved = jax.eval_shape(functools.partial(solve, interpret), arrays)
-            wanted["scan"] = functools.partial(scanned, interpret), (arrays, solved)
-            for part, (function, shapes) in wanted.items():
-                key = name, kind, part
-                if interpret:
-                    programs[key] = function
-                else:
-                    lowered[key] = jax.jit(function).lower(*shapes)
-    for name in names:
+        given, few = (jax.eval_shape(functools.partial(make, name, small)) for small in (False, True))  # fmt: skip
+        forward, solved = functools.partial(by_op, implementation), functools.partial(solve, interpret)  # fmt: skip
+        # With a derivative "scored" is "blocks_split".
+        every = forward if kind == "scored" else functools.partial(both, implementation)
+        wanted = {
+            "solve": (solved, given[:1]),
+            "scan": (functools.partial(scanned, interpret), (given[0], jax.eval_shape(solved, given[0]))),
+            "forward": (forward, given),
+            "both": (every, given),
+            "small": (every, few),
+        }  # fmt: skip
+        if kind == "scored":
+            del wanted["both"]
+        for part, (function, shapes) in wanted.items():
+            key = _small(name) if part == "small" else name, kind, part
+            if interpret:
+                programs[key] = function
+            elif key not in traced:
+                traced[key] = jax.jit(function).lower(*shapes)
+    for name in {_small(name): name for name, _ in keys}.values():
         shapes = jax.eval_shape(functools.partial(make, name, True))
         wide = {n: jax.ShapeDtypeStruct(x.shape, jnp.float32) for n, x in shapes[0].items()}
         with jax.default_matmul_precision("highest"):
-            reference = jax.jit(functools.partial(both, "xla")).lower(wide, shapes[1])
-        lowered[name, "", "small"] = reference
-    log(f"{len(lowered)} programs traced")
+            traced[_small(name), "", "small"] = jax.jit(functools.partial(both, "xla")).lower(wide, shapes[1])  # fmt: skip
+    log(f"{len(traced)} programs traced")
     with concurrent.futures.ThreadPoolExecutor(_COMPILERS) as pool:
-        compiled = pool.map(lambda program: program.compile(), lowered.values())
-        return programs | dict(zip(lowered, compiled, strict=True))
+        compiled = pool.map(lambda program: program.compile(), traced.values())
+        programs |= dict(zip(traced, compiled, strict=True))
+    log("compiled")
+    return programs
 
 
 def measure(
-    name: str, kinds: list[str], programs: dict[tuple[str, str, str], Callable], repeats: int
-) -> dict[str, Any]:
-    """Return the fields of a case's row, for each of `kinds`, by the programs of `compile_all`."""
+    name: str, kind: str, programs: dict[tuple[str, str, str], Callable], repeats: int, first: dict[str, Any]
+) -> dict[str, Any]:  # fmt: skip
+    """Return the fields of the row of a case and kind, by the programs of `compile_all`. `first` has the results of the case's first kind, and
+    receives them.
+    """
+    program = {part: x for (*key, part), x in programs.items() if key == [name, kind]}
+    small = _small(name)
     arrays, marks = jax.jit(functools.partial(make, name))()
     few, few_marks = jax.jit(functools.partial(make, name, True))()
     wide = {n: x.astype(jnp.float32) for n, x in few.items()}
-    wanted = programs[name, "", "small"](wide, few_marks)
-    equal = jax.jit(
-        lambda a, b: jnp.all(
-            jnp.stack([jnp.all(x == y) for x, y in zip(*map(jax.tree.leaves, (a, b)), strict=True)])
-        )
-    )
+    reference = jax.tree.leaves(programs[small, "", "small"](wide, few_marks))
+    got = jax.tree.leaves(programs[small, kind, "small"](few, few_marks))
     compare = jax.jit(difference)
-    first, measured, right = None, {}, True
-    for kind in kinds:
-        program = {part: programs[name, kind, part] for part in ("solve", "scan", "forward", "both", "small")}  # fmt: skip
-        output, *gradients = map(float, compare(program["small"](few, few_marks), wanted))
-        # A NaN is not less than a tolerance.
-        right = right and output < OUTPUT_TOLERANCE and all(x < GRADIENT_TOLERANCE for x in gradients)  # fmt: skip
-        found = program["both"](arrays, marks)
-        same = all(bool(equal(program["both"](arrays, marks), found)) for _ in range(repeats))
-        first = found if first is None else first
-        apart = [float(x) for x in compare(found, first)]
-        right = right and all(math.isfinite(x) and x < GRADIENT_TOLERANCE for x in apart)
-        solved = program["solve"](arrays)
-        times = {
-            "solve": batch_milliseconds(program["solve"], arrays),
-            "scan": batch_milliseconds(program["scan"], arrays, solved),
-            "forward": batch_milliseconds(program["forward"], arrays, marks),
-            "both": batch_milliseconds(program["both"], arrays, marks),
-        }
-        measured[kind] = {part: round(x, 4) for part, x in times.items()} | dict(
-            errors=[round(output, 6), round(max(gradients), 6)], difference=round(max(apart), 6), same=same,
-        )  # fmt: skip
-    return measured | dict(right=right)
+    output, *gradients = map(float, compare(got, reference[: len(got)]))
+    # A NaN is not less than a tolerance.
+    right = output < OUTPUT_TOLERANCE and all(x < GRADIENT_TOLERANCE for x in gradients)
+    row: dict[str, Any] = dict(errors=[round(x, 6) for x in (output, max(gradients, default=0.0))])
+    log(f"{name} {kind} {row}")
+    solved = program["solve"](arrays)
+    calls = {"solve": (arrays,), "scan": (arrays, solved), "forward": (arrays, marks), "both": (arrays, marks)}  # fmt: skip
+    equal = jax.jit(lambda a, b: jnp.stack([jnp.all(x == y) for x, y in zip(a, b, strict=True)]))
+    apart, same = [], True
+    for part, given in calls.items():
+        if part not in program:
+            continue
+        row[part] = round(batch_milliseconds(program[part], *given), 4)
+        log(f"{name} {kind} {part}: {row[part]}")
+        if part in ("forward", "both"):
+            found = jax.tree.leaves(program[part](*given))
+            again = (jax.tree.leaves(program[part](*given)) for _ in range(repeats))
+            same = same and all(bool(jnp.all(equal(found, x))) for x in again)
+            wanted = first.setdefault(f"{name} {part}", found)
+            apart += [float(x) for x in compare(found, wanted)]
+    right = right and all(math.isfinite(x) and x < GRADIENT_TOLERANCE for x in apart)
+    return row | dict(difference=round(max(apart), 6), same=same, right=right)

@@ -15,7 +15,7 @@ from pallas_kernels.delta_rule.cases import (
     HOPPER_INTERPRETED,
     OUTPUT_TOLERANCE,
 )
-from pallas_kernels.delta_rule.hopper import scan, split_scan
+from pallas_kernels.delta_rule.hopper import scalar_decay, scan, split_scan
 from pallas_kernels.hopper import block_inverse, unit_inverse, warp_products
 from pallas_kernels.hopper.warp_products import Emulated, from_blocks, product, to_blocks
 from tests.kernels.test_delta_rule_gpu import by_token, choose_plans, fused, make
@@ -37,9 +37,9 @@ def choose(monkeypatch, inverse="doubled", forward="joint", half="rounded"):
 
 
 def count_calls(monkeypatch, module, name):
-    """Make `module.name` count its calls, and return the list that has an item for each of them."""
+    """Make `module.name` store its calls, and return the list that will have the arguments of each of them."""
     function, calls = getattr(module, name), []
-    monkeypatch.setattr(module, name, lambda *x, **o: calls.append(1) or function(*x, **o))
+    monkeypatch.setattr(module, name, lambda *x, **o: calls.append(x) or function(*x, **o))
     return calls
 
 
@@ -83,6 +83,31 @@ def test_each_version_alone_is_near_the_default(name, version, monkeypatch):
     for wanted, got in zip(*map(jax.tree.leaves, found), strict=True):
         wanted, got = (np.asarray(x, np.float64) for x in (wanted, got))
         assert np.linalg.norm(got - wanted) < GRADIENT_TOLERANCE * np.linalg.norm(wanted)
+
+
+@pytest.mark.parametrize("name", slow_but(("decay",), (
+    "decay", "plain", "queries-share", "memories-share-wide", "strong", "many", "many-wide", "undecayed-strong", "parts", "checkpoints", "deep",
+)))  # fmt: skip
+@pytest.mark.parametrize("memories", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_scores_in_the_scan_are_those_of_the_solve(name, memories, monkeypatch):
+    """Without a derivative and where the split scan fits, no scores are stored, and results are to the bit the same."""
+    case = CASES[name]
+    choose_plans(case, monkeypatch)
+    if case.many:
+        monkeypatch.setattr(split_scan, "PROCESSORS", 1)
+    inputs = make(*case.dims, documents=case.documents, **case.options)
+    inputs = inputs if memories == 1 else with_two_memories(inputs)
+    solves = count_calls(monkeypatch, scalar_decay, "chunk_forward")
+    found = []
+    for forward in ("split", "scored"):
+        choose(monkeypatch, "blocks", forward)
+        found.append(fused(**inputs, erase=case.erase))
+        assert not races_found()
+    jax.tree.map(np.testing.assert_array_equal, *found)
+    fits = (
+        case.key_dim <= 128 and case.checkpoints is None and (case.parts is None or memories == 2)
+    )
+    assert [x[0] is None for x in solves] == [False, fits]
 
 
 @pytest.mark.parametrize("memories", [1, pytest.param(2, marks=pytest.mark.slow)])

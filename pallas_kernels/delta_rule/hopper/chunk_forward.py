@@ -33,14 +33,16 @@ class SolvedChunks(NamedTuple):
 
     Attributes:
         inverse: [B, heads, T, C] bfloat16, each token's row of X, the inverse of its chunk's triangular system.
-        scores: [B, heads, T, C] bfloat16, each token's row of P, its chunk's decayed scores of queries with keys.
+        scores: [B, heads, T, C] bfloat16, each token's row of P, its chunk's decayed scores of queries with keys; None if the scan
+            computes them.
         rows: [B, heads, T] float32, beta; or [B, heads, T * 3] with beta, e^b and e^(b_C - b) of each chunk
             one after the other; or [B, heads, T * 4] with e^a too, if keys read the undecayed memory (a: the sums
-            without a token's own log decay).
+            without a token's own log decay). Without scores, where there are decays or documents, b and, with documents, the numbers of
+            the tokens' documents follow.
     """
 
     inverse: jax.Array
-    scores: jax.Array
+    scores: jax.Array | None
     rows: jax.Array
 
 
@@ -63,6 +65,8 @@ class Chunk(NamedTuple):
         write_decay: [C], e^(b_C - b), the decay of a token's write at the chunk's end; None where it is 1.
         erase_decay: [C], the decay of the memory before the chunk where a token erases; None where it is 1. The same as
             `read_decay` if keys read the decayed memory.
+        sums: [C], b; None if there is no decay.
+        run: [C], the number of each token's document; None if there is one document.
     """
 
     i: Any
@@ -75,6 +79,8 @@ class Chunk(NamedTuple):
     read_decay: Any
     write_decay: Any
     erase_decay: Any
+    sums: Any
+    run: Any
 
 
 def read_chunk(refs: dict[str, Any], b, h, heads: int, chunk, vector, erase: str) -> Chunk:
@@ -105,7 +111,7 @@ def read_chunk(refs: dict[str, Any], b, h, heads: int, chunk, vector, erase: str
     j = plgpu.broadcasted_iota(jnp.int32, SQUARE, 1, layout=wg.LAYOUT)
     seen = i >= j
     weights = jnp.where(seen, 1.0, 0.0)
-    same_document = read_decay = write_decay = None
+    same_document = read_decay = write_decay = sums = run = None
     erase_weights = erase_decay = None
     if "log_decay" in refs:
         # e^-104 is 0 in float32. A larger bound than -128 would cost the other sums precision.
@@ -117,9 +123,9 @@ def read_chunk(refs: dict[str, Any], b, h, heads: int, chunk, vector, erase: str
         rows, columns = wg.spread_rows(sums, SQUARE), over_columns(sums)
         weights = jnp.exp(jnp.where(seen, rows - columns, wg.NEVER))
         if erase == "undecayed":
-            sums = jnp.sum(jnp.where(i > j, decay, 0.0), axis=1)
-            erase_decay = jnp.exp(sums)
-            rows = wg.spread_rows(sums, SQUARE)
+            before = jnp.sum(jnp.where(i > j, decay, 0.0), axis=1)
+            erase_decay = jnp.exp(before)
+            rows = wg.spread_rows(before, SQUARE)
             erase_weights = jnp.exp(jnp.where(i > j, rows - columns, wg.NEVER))
     if "run" in refs:
         runs = refs["run"].at[b]
@@ -140,7 +146,7 @@ def read_chunk(refs: dict[str, Any], b, h, heads: int, chunk, vector, erase: str
     if erase == "decayed":
         erase_weights, erase_decay = weights, read_decay
     return Chunk(
-        i, j, over_columns, beta, weights, erase_weights, same_document, read_decay, write_decay, erase_decay
+        i, j, over_columns, beta, weights, erase_weights, same_document, read_decay, write_decay, erase_decay, sums, run
     )  # fmt: skip
 
 
@@ -175,7 +181,7 @@ def chunk_forward(
     with keys, beta and the decays. Return them as `SolvedChunks`.
 
     Args:
-        q: [B, T, *, K] bfloat16, the queries.
+        q: [B, T, *, K] bfloat16, the queries; None computes no scores.
         k: [B, T, *, K] bfloat16, the keys.
         beta: [B, T, G] float32, beta of each token and memory.
         log_decay: [B, T, G] float32, the log decay of each memory, or None.
@@ -190,15 +196,17 @@ def chunk_forward(
     smem: Any = plgpu.SMEM
     struct = jax.ShapeDtypeStruct
     square = struct((batch, heads, length, CHUNK), _BF16)
-    rows = struct((batch, heads, length * factors), _F32)
+    extra = 0 if q is not None or factors == 1 else 1 + (run is not None)
+    count = factors + extra
+    rows = struct((batch, heads, length * count), _F32)
     tile = functools.partial(smem, dtype=_BF16, transforms=wg.TILED)
     buffers = _Smem(
-        q=tile((CHUNK, depth)),
+        q=None if q is None else tile((CHUNK, depth)),
         k=tile((CHUNK, depth)),
         right=tile(SQUARE),
         result=tile(SQUARE),
         vector=smem((CHUNK,), _F32),
-        loaded=plgpu.Barrier(num_arrivals=2),
+        loaded=plgpu.Barrier(num_arrivals=1 if q is None else 2),
         left=[tile(SQUARE), tile(SQUARE)] if interpret else [],
     )
 
@@ -208,34 +216,41 @@ def chunk_forward(
         tokens = pl.ds(chunk * CHUNK, CHUNK)
 
         def body(buffers: _Smem):
-            for name, to in (("k", buffers.k), ("q", buffers.q)):
+            for name, to in (("k", buffers.k), ("q", buffers.q))[: 1 if q is None else 2]:
                 source = refs[name].at[b, tokens, head_index(refs[name], h, heads)]
                 plgpu.copy_gmem_to_smem(source, to, buffers.loaded)
             x = read_chunk(refs, b, h, heads, chunk, buffers.vector, erase)
-            rows = x.beta, x.read_decay, x.write_decay, x.erase_decay
-            for index, row in enumerate(rows[:factors]):
-                at = pl.ds((chunk * factors + index) * CHUNK, CHUNK)
-                refs["rows"].at[b, h, at][...] = row
+            values = [x.beta, x.read_decay, x.write_decay, x.erase_decay][:factors]
+            if extra:
+                values.append(jnp.zeros_like(x.beta) if x.sums is None else x.sums)
+                values += [] if x.run is None else [x.run.astype(_F32)]
+            for index, value in enumerate(values):
+                at = pl.ds((chunk * count + index) * CHUNK, CHUNK)
+                refs["rows"].at[b, h, at][...] = value
             plgpu.barrier_wait(buffers.loaded)
-            scores, inverse = (refs[name].at[b, h, tokens] for name in ("scores", "inverse"))
-            _solve(x, buffers, scores, inverse, scale, interpret)
+            stored = {
+                name: ref.at[b, h, tokens]
+                for name, ref in refs.items()
+                if name in ("scores", "inverse")
+            }
+            _solve(x, buffers, stored, scale, interpret)
 
         pl.run_scoped(body, buffers)
 
     result = launch(
         kernel,
         inputs=dict(q=q, k=k, beta=beta, log_decay=log_decay, run=run),
-        outputs=dict(inverse=square, scores=square, rows=rows),
+        outputs=dict(inverse=square, scores=None if q is None else square, rows=rows),
         grid=dict(row=batch * heads, chunk=length // CHUNK),
         name="delta_chunk_forward",
         interpret=interpret,
     )
-    return SolvedChunks(**result)
+    return SolvedChunks(result["inverse"], result.get("scores"), result["rows"])
 
 
-def _solve(x: Chunk, buffers: _Smem, scores_ref, inverse_ref, scale: float, interpret) -> None:
+def _solve(x: Chunk, buffers: _Smem, stored: dict[str, Any], scale: float, interpret) -> None:
     """Compute the decayed scores P of a chunk's queries with its keys, and the inverse X of its triangular
-    system, and store them in global memory (`scores_ref`, `inverse_ref`), [C, C] bfloat16 each.
+    system, and store them in global memory (`stored`: references to "scores", unless they are left out, and "inverse", [C, C] bfloat16).
 
     `x` has beta, decays and documents of the chunk; the chunk's q and k are in the shared-memory `buffers`.
     """
@@ -248,17 +263,19 @@ def _solve(x: Chunk, buffers: _Smem, scores_ref, inverse_ref, scale: float, inte
 
         return wg.accumulate(add, *[jnp.zeros(SQUARE, _F32) for _ in lefts], interpret=interpret)
 
-    # One after the other leaves enough registers for four thread blocks on a processor, if the inverse requires no more.
-    together = unit_inverse.METHOD == "doubled"
-    *alike, scores = products(k, q) if together else products(q)
-    result[...] = (scores * (x.weights * scale)).astype(_BF16)
-    plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(result, scores_ref)
+    alike = None
+    if "scores" in stored:
+        # One after the other leaves enough registers for four thread blocks on a processor, if the inverse requires no more.
+        together = unit_inverse.METHOD == "doubled"
+        *alike, scores = products(k, q) if together else products(q)
+        result[...] = (scores * (x.weights * scale)).astype(_BF16)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(result, stored["scores"])
     (alike,) = alike or products(k)
     strict = jnp.where(x.i > x.j, alike * x.erase_weights * x.over_columns(x.beta), 0.0)
     inverse = unit_inverse.unit_inverse(strict, x.i ^ x.j, buffers.right, buffers.left, interpret)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     result[...] = inverse.astype(_BF16)
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(result, inverse_ref)
+    plgpu.copy_smem_to_gmem(result, stored["inverse"])
     plgpu.wait_smem_to_gmem(0)

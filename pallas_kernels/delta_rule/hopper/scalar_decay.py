@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.delta_rule.hopper import scan, split_scan
 from pallas_kernels.delta_rule.hopper.chunk_backward import chunk_backward
 from pallas_kernels.delta_rule.hopper.chunk_forward import CHUNK, SolvedChunks, chunk_forward
 from pallas_kernels.delta_rule.hopper.scan import SavedMemories, scan_backward, scan_forward
@@ -67,28 +68,42 @@ def forward(
     """Compute the delta rule with a scalar decay or none, and the arrays that `backward` requires.
 
     Return the output [B, T, max(H, G), V], the final memories in the shape of `initial`, and the residuals,
-    which are computed whether or not `save` is set. With `save_memories` they contain the memories before all
+    which are complete if `save` is set. With `save_memories` they contain the memories before all
     chunks, which the scan of the output stores, also of rows in parts and of several memories. The other
     arguments are those of the op `delta_rule`; T is divisible by `length_multiple(q, k, v)`. An `initial` of None
     is one empty memory per row.
     """
-    del save
     memories = v.shape[2]
     heads = max(q.shape[2], memories)
     run, chunk_bounds = row_layout.split_runs(run, initial, len(v))
-    solved = chunk_forward(
-        q, k, beta, log_decay, run, heads=heads, scale=scale, erase=erase, interpret=interpret
-    )
+    checkpoints = 1 if save_memories else hopper_parts.count_checkpoints(q, k, v, chunk_bounds)
     in_parts = chunk_bounds is None and hopper_parts.count_parts(q, k, v) > 1
+    scored = scan.FORWARD == "scored" and not (save or save_memories or in_parts or checkpoints > 1)
+    scored = scored and split_scan.fits(k.shape[-1], v.shape[-1])
+    solved = chunk_forward(
+        None if scored else q,
+        k,
+        beta,
+        log_decay,
+        run,
+        heads=heads,
+        scale=scale,
+        erase=erase,
+        interpret=interpret,
+    )
     initial = _by_head(initial, heads, k, v, required=in_parts)
     options: dict[str, Any] = dict(
         heads=heads, scale=scale, chunk_bounds=chunk_bounds, interpret=interpret
     )
+    if scored:
+        output, ends = split_scan.split_scan_forward(
+            q, k, v, solved, initial, documents=run is not None, **options
+        )
+        return output, ends[:, :: heads // memories], Residuals(solved, None)
     scan_part = functools.partial(scan_forward, None, k, solved=solved, initial=None, **options)
     parts = hopper_parts.split(scan_part, q, k, v, initial, chunk_bounds, interpret)
     starts, count = hopper_parts.part_starts(parts, initial)
     # Memories at checkpoints are for the scan that computes the others again.
-    checkpoints = 1 if save_memories else hopper_parts.count_checkpoints(q, k, v, chunk_bounds)
     output, *saved, ends = scan_forward(
         q, k, v, solved, starts, save=save_memories, parts=count, checkpoints=checkpoints, **options
     )

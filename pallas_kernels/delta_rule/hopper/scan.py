@@ -22,10 +22,11 @@ from pallas_kernels.delta_rule.hopper.chunk_forward import CHUNK, SolvedChunks
 from pallas_kernels.hopper import warpgroups as wg
 from pallas_kernels.hopper.scan import decay_memory, scan, zip_with_keys
 
-FORWARDS = ("joint", "split")
+FORWARDS = ("joint", "split", "scored")
 FORWARD = "joint"
 """How the forward scan that stores only outputs is computed: "joint", by warpgroups that compute the outputs of the memory that they carry;
-"split", with another warpgroup for the outputs (`split_scan`), where it fits.
+"split", with another warpgroup for the outputs (`split_scan`), where it fits; "scored", by "split", where without a derivative that warpgroup
+also computes the scores.
 """
 HALVES = ("rounded", "truncated")
 HALF = "rounded"
@@ -83,7 +84,7 @@ def scan_forward(
             each part, in the shape of `initial`.
     """
     plain = written is None and not save and checkpoints == 1
-    if FORWARD == "split" and plain and q is not None and v is not None:
+    if FORWARD != "joint" and plain and q is not None and v is not None:
         if split_scan.fits(k.shape[-1], v.shape[-1]):
             return split_scan.split_scan_forward(
                 q, k, v, solved, initial, heads=heads, scale=scale, parts=parts, chunk_bounds=chunk_bounds, interpret=interpret

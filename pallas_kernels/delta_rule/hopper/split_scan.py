@@ -3,7 +3,7 @@
 Only what the memory after a chunk depends on is computed one thing after another. One or two warpgroups of a thread block carry 64 value
 channels of the memory S each, transposed: errors of the chunk's tokens, the triangular system, writes, memory. They put S, in bfloat16, and the
 writes u into shared memory, from which another warpgroup computes the outputs `scale e^b ⊙ (q S) + P u` of all these channels, while they begin
-the next chunk. The last warpgroup loads the inputs of later chunks.
+the next chunk. It may also compute the scores P, which nothing but a derivative reads again. The last warpgroup loads the inputs of later chunks.
 
 It has the results of `scan.scan_forward` for memories of up to 128 key channels of which none but the last is stored.
 `pallas_kernels.tiles.delta` has the formulas.
@@ -30,8 +30,8 @@ BLOCK = 64
 _WIDEST = 128  # key channels up to which a memory is a left operand in registers
 _SMEM = 226 * 1024  # bytes of shared memory of a thread block
 _STAGES = 3  # chunks that are loaded or in use at once, if shared memory is large enough
-# By the number of warpgroups that carry memories: registers of a thread of such a warpgroup, of the one of the outputs, and of the one that loads.
-_REGISTERS = {1: (240, 200, 40), 2: (176, 120, 40)}
+# By the number of warpgroups that carry memories: registers of a thread of such a warpgroup, of the one of the outputs (None: those with which it begins), and of the one that loads.
+_REGISTERS = {1: (240, 200, 40), 2: (176, None, 32)}
 _F32, _BF16 = jnp.float32, jnp.bfloat16
 _FACTORS = "beta", "read_decay", "write_decay", "erase_decay"
 
@@ -45,7 +45,7 @@ def _stages(depth: int, carrying: int) -> int:
     """Return how many chunks a thread block loads at once, with this number of warpgroups that carry memories; 0 or 1 is too few."""
     tile = 2 * CHUNK * BLOCK
     columns = depth // BLOCK
-    loaded = (2 * columns + carrying + 2) * tile + 1024
+    loaded = (2 * columns + carrying + 2) * tile + 1536
     exchanged = carrying * (columns + 3) * tile + 2048
     return min(_STAGES, (_SMEM - exchanged) // loaded)
 
@@ -60,7 +60,10 @@ class _Sizes(NamedTuple):
         stages: number of chunks that are loaded or in use at once.
         count: number of chunks in each part of a row.
         parts: number of parts of a row.
-        factors: how many numbers of each token `rows` has.
+        factors: how many of beta and the decays `rows` has.
+        numbers: how many numbers of each token `rows` has.
+        documents: whether the last of these is the number of the token's document.
+        scored: whether the scores are computed here.
         from_zero: whether the memories begin as zeros.
         scale: the factor by which the queries q are multiplied.
         interpret: parameters of the interpreter, or False.
@@ -73,6 +76,9 @@ class _Sizes(NamedTuple):
     count: int
     parts: int
     factors: int
+    numbers: int
+    documents: bool
+    scored: bool
     from_zero: bool
     scale: float
     interpret: Any
@@ -81,6 +87,13 @@ class _Sizes(NamedTuple):
     def width(self) -> int:
         """The number of value channels of a thread block."""
         return self.carrying * BLOCK
+
+    @property
+    def row_pieces(self) -> list[Any]:
+        """The slices of a chunk's `rows` that are loaded one by one: a load has at most 256 numbers."""
+        ends = [0, *{CHUNK * self.factors, CHUNK * self.numbers}]
+        ends.sort()
+        return [pl.ds(a, b - a) for a, b in zip(ends, ends[1:], strict=False)]
 
 
 class _Smem(NamedTuple):
@@ -91,7 +104,7 @@ class _Smem(NamedTuple):
         k: [stages, C, K], keys.
         v: [stages, C, width], values.
         inverse: [stages, C, C], inverses of the triangular systems.
-        scores: [stages, C, C], scores of queries with keys.
+        scores: [stages, C, C], scores of queries with keys; None if they are computed here.
         rows: [stages, C * n] float32, beta and the decays of tokens.
         memory: [width, K], the transposed memory before a chunk.
         writes: [2, width, C], the transposed writes of a chunk and what their rounding left.
@@ -102,7 +115,7 @@ class _Smem(NamedTuple):
         memory_used: the barrier at which the outputs' warpgroup has used `memory`.
         writes_stored: the barrier at which `writes` is complete.
         writes_used: the barrier at which the outputs' warpgroup has used `writes`.
-        left: [carrying, 2, 64, C] for the interpreter, which reads left operands from shared memory; else None.
+        left: [carrying + 1, 2, 64, C] for the interpreter, which reads left operands from shared memory; else None.
     """
 
     q: Any
@@ -134,26 +147,30 @@ def _smem_types(sizes: _Sizes) -> _Smem:
         k=tile((stages, CHUNK, depth)),
         v=tile((stages, CHUNK, width)),
         inverse=tile((stages, *SQUARE)),
-        scores=tile((stages, *SQUARE)),
-        rows=smem((stages, CHUNK * sizes.factors), _F32),
+        scores=None if sizes.scored else tile((stages, *SQUARE)),
+        rows=smem((stages, CHUNK * sizes.numbers), _F32),
         memory=tile((width, depth)),
         writes=tile((2, width, CHUNK)),
         out=tile((CHUNK, width)),
-        loaded=barrier(num_arrivals=6, num_barriers=stages),
+        loaded=barrier(
+            num_arrivals=4 + (not sizes.scored) + len(sizes.row_pieces), num_barriers=stages
+        ),
         used=barrier(num_arrivals=carrying + 1, num_barriers=stages),
         memory_stored=barrier(num_arrivals=carrying),
         memory_used=barrier(num_arrivals=1),
         writes_stored=barrier(num_arrivals=carrying),
         writes_used=barrier(num_arrivals=1),
-        left=tile((carrying, 2, BLOCK, CHUNK)) if sizes.interpret else None,
+        left=tile((carrying + 1, 2, BLOCK, CHUNK)) if sizes.interpret else None,
     )
 
 
 def split_scan_forward(
-    q, k, v, solved: SolvedChunks, initial, *, heads: int, scale: float, parts: int = 1, chunk_bounds=None, interpret: Any = False
+    q, k, v, solved: SolvedChunks, initial, *, heads: int, scale: float, parts: int = 1, documents: bool = False,
+    chunk_bounds=None, interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """Carry the delta rule's memory through the chunks of each row in order; return the output [B, T, heads, V] bfloat16 and the last memory
-    of each part, in the shape of `initial`. The arguments are those of `scan.scan_forward`, of sizes that `fits` accepts.
+    of each part, in the shape of `initial`. The arguments are those of `scan.scan_forward`, of sizes that `fits` accepts. If `solved` has no
+    scores, they are computed here; `documents` is then whether `solved.rows` has the numbers of documents.
     """
     batch, length, _, depth = k.shape
     width = v.shape[-1]
@@ -164,10 +181,12 @@ def split_scan_forward(
     rounds = [pl.cdiv(programs * blocks, carrying * PROCESSORS) for carrying in (1, 2)]
     share = blocks % 2 == 0 and 10 * rounds[0] >= 17 * rounds[1] and _stages(depth, 2) > 1
     carrying = 2 if share else 1
-    count = length // CHUNK // parts
+    count, numbers = length // CHUNK // parts, solved.rows.shape[2] // length
+    scored = solved.scores is None
+    extra = 1 + documents if scored and numbers > 1 else 0
     sizes = _Sizes(
         heads=heads, depth=depth, carrying=carrying, stages=min(count, _stages(depth, carrying)), count=count, parts=parts,
-        factors=solved.rows.shape[2] // length, from_zero=initial is None, scale=scale, interpret=interpret,
+        factors=numbers - extra, numbers=numbers, documents=documents, scored=scored, from_zero=initial is None, scale=scale, interpret=interpret,
     )  # fmt: skip
 
     def kernel(refs):
@@ -206,7 +225,8 @@ def _run(refs: dict[str, Any], smem: _Smem, sizes: _Sizes) -> None:
 
     @pl.when(group == sizes.carrying)
     def _():
-        plgpu.set_max_registers(read, action="increase" if sizes.carrying == 1 else "decrease")
+        if read is not None:
+            plgpu.set_max_registers(read, action="increase")
         program.compute_outputs()
 
     @pl.when(group == sizes.carrying + 1)
@@ -265,16 +285,19 @@ class _Program:
             stage, chunk = lax.rem(n, sizes.stages), self.chunk(n)
             pl.when(n >= sizes.stages)(lambda: plgpu.barrier_wait(smem.used.at[stage]))
             tokens = pl.ds(chunk * CHUNK, CHUNK)
-            sources = {name: self.refs[name].at[self.b, self.h, tokens] for name in ("inverse", "scores")}  # fmt: skip
+            names = ("inverse",) if sizes.scored else ("inverse", "scores")
+            sources = {name: self.refs[name].at[self.b, self.h, tokens] for name in names}
             for name in ("k", "q", "v"):
                 ref = self.refs[name]
                 sources[name] = ref.at[self.b, tokens, head_index(ref, self.h, heads)]
             sources["v"] = sources["v"].at[:, pl.ds(self.column, sizes.width)]
-            numbers = CHUNK * sizes.factors
-            sources["rows"] = self.refs["rows"].at[self.b, self.h, pl.ds(chunk * numbers, numbers)]
-            for name in ("k", "v", "rows", "inverse", "q", "scores"):
+            for name in ("k", "v", "q", *names):
                 buffer = getattr(smem, name).at[stage]
                 plgpu.copy_gmem_to_smem(sources[name], buffer, smem.loaded.at[stage])
+            rows = self.refs["rows"].at[self.b, self.h]
+            for piece in sizes.row_pieces:
+                source = rows.at[pl.ds(chunk * CHUNK * sizes.numbers + piece.start, piece.size)]
+                plgpu.copy_gmem_to_smem(source, smem.rows.at[stage, piece], smem.loaded.at[stage])
 
         lax.fori_loop(0, self.steps, load, None)
         for stage in range(sizes.stages):
@@ -386,11 +409,12 @@ class _Program:
         stage = lax.rem(n, sizes.stages)
         shape = CHUNK, sizes.width
         plgpu.barrier_wait(smem.loaded.at[stage])
-        plgpu.barrier_wait(smem.memory_stored)
 
         def read(out):
             plgpu.wgmma(out, smem.q.at[stage], smem.memory.transpose((1, 0)))
 
+        pairs = self.scores(stage) if sizes.scored else smem.scores.at[stage]
+        plgpu.barrier_wait(smem.memory_stored)
         (out,) = wg.accumulate(read, jnp.zeros(shape, _F32), interpret=sizes.interpret)
         plgpu.barrier_arrive(smem.memory_used)
         decay = self.factor(stage, "read_decay")
@@ -403,7 +427,7 @@ class _Program:
         def add(out):
             for part in (0, 1):
                 writes = smem.writes.at[part].transpose((1, 0))
-                plgpu.wgmma(out, smem.scores.at[stage], writes)
+                plgpu.wgmma(out, pairs, writes)
 
         (out,) = wg.accumulate(add, out, interpret=sizes.interpret)
         plgpu.barrier_arrive(smem.writes_used)
@@ -414,3 +438,26 @@ class _Program:
         tokens = pl.ds(self.chunk(n) * CHUNK, CHUNK)
         target = self.refs["out"].at[self.b, tokens, self.h, pl.ds(self.column, sizes.width)]
         plgpu.copy_smem_to_gmem(smem.out, target)
+
+    def scores(self, stage):
+        """Return the chunk's decayed scores P of queries with keys, as the left operand of a product."""
+        smem, sizes = self.smem, self.sizes
+        number = lambda index: smem.rows.at[stage, pl.ds(index * CHUNK, CHUNK)]  # noqa: E731
+
+        def multiply(scores):
+            plgpu.wgmma(scores.ref, smem.q.at[stage], smem.k.at[stage].transpose((1, 0)))
+            i, j = (
+                plgpu.broadcasted_iota(jnp.int32, SQUARE, axis, layout=wg.LAYOUT) for axis in (0, 1)
+            )
+            seen = i >= j
+            if sizes.documents:
+                seen &= wg.row_differences(number(sizes.numbers - 1), SQUARE) == 0.0
+            if sizes.numbers == 1:
+                return jnp.where(seen, scores.read() * sizes.scale, 0.0).astype(_BF16)
+            between = wg.row_differences(number(sizes.factors), SQUARE)
+            weights = jnp.exp(jnp.where(seen, between, wg.NEVER)) * sizes.scale
+            return (scores.read() * weights).astype(_BF16)
+
+        scores = wg.with_accumulators(multiply, SQUARE, interpret=sizes.interpret)
+        buffer = None if smem.left is None else smem.left.at[sizes.carrying, 0]
+        return wg.as_left(scores, buffer, sizes.interpret)
