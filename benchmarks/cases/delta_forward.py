@@ -3,7 +3,7 @@
     python -m benchmarks delta_forward [--cases 8x4096x16x128,4x2048x16x128,8x1024x8x64] [--kinds now,blocks_split,scored] [--repeats 10]
 
 A row for each case, B x T x heads x K in bfloat16 with V = K and a scalar decay ("plain" for no decay, "documents" for several documents in a
-row, which the solve and the scan alone do not have), and kind: the ms of the solve (`solve`), of the scan (`scan`), of the op forward and forward
+row, which the solve and the scan alone do not have; "channel" for KDA's decay per key channel, without the solve and the scan alone), and kind: the ms of the solve (`solve`), of the scan (`scan`), of the op forward and forward
 and backward (`forward`, `both`), the errors of the output and of the worst gradient at 2 x 640 x 4 heads against float32 XLA, relative in RMS
 (`errors`), the largest difference from the results of the first kind at the timed size (`difference`), and whether repeated calls return the same
 bits (`same`). `right` is false if an error is above the kernels' tolerances.
@@ -50,7 +50,14 @@ KINDS = {
     "truncated": ("doubled", "joint", "truncated"),
 }
 MAIN = ("8x4096x16x128", "4x2048x16x128", "8x1024x8x64")
-CASES = (*MAIN, "8x4096x16x128-documents", "8x4096x16x128-plain", "4x2048x16x128-plain", "8x2048x32x64")  # fmt: skip
+CASES = (
+    *MAIN,
+    "8x4096x16x128-documents",
+    "8x4096x16x128-plain",
+    "8x4096x16x128-channel",
+    "4x2048x16x128-plain",
+    "8x2048x32x64",
+)
 _SMALL = 2, 640, 4
 _COMPILERS = 14
 
@@ -78,7 +85,8 @@ def make(case: str, small: bool = False) -> tuple[dict[str, Any], dict[str, Any]
     arrays = dict(q=q, k=k, v=v, beta=jax.nn.sigmoid(normal()))
     arrays = {name: x.astype(jnp.bfloat16) for name, x in arrays.items()}
     if "plain" not in words:
-        arrays["log_decay"] = jax.nn.log_sigmoid(normal() + 3)
+        channels = (depth,) if "channel" in words else ()
+        arrays["log_decay"] = jax.nn.log_sigmoid(normal(*channels) + 3)
     marks = {}
     if "documents" in words:
         ids = jnp.arange(length, dtype=jnp.int32) // 300 + 1
@@ -173,15 +181,12 @@ def compile_all(
         forward, solved = functools.partial(by_op, implementation), functools.partial(solve, interpret)  # fmt: skip
         # With a derivative "scored" is "blocks_split".
         every = forward if kind == "scored" else functools.partial(both, implementation)
-        wanted = {
-            "solve": (solved, given[:1]),
-            "scan": (functools.partial(scanned, interpret), (given[0], jax.eval_shape(solved, given[0]))),
-            "forward": (forward, given),
-            "both": (every, given),
-            "small": (every, few),
-        }  # fmt: skip
-        if kind == "scored":
-            del wanted["both"]
+        wanted: dict[str, Any] = {"forward": (forward, given), "small": (every, few)}
+        if kind != "scored":
+            wanted["both"] = every, given
+        if "channel" not in name:
+            shapes = given[0], jax.eval_shape(solved, given[0])
+            wanted |= {"solve": (solved, shapes[:1]), "scan": (functools.partial(scanned, interpret), shapes)}  # fmt: skip
         for part, (function, shapes) in wanted.items():
             key = _small(name) if part == "small" else name, kind, part
             if interpret:
@@ -220,7 +225,7 @@ def measure(
     right = output < OUTPUT_TOLERANCE and all(x < GRADIENT_TOLERANCE for x in gradients)
     row: dict[str, Any] = dict(errors=[round(x, 6) for x in (output, max(gradients, default=0.0))])
     log(f"{name} {kind} {row}")
-    solved = program["solve"](arrays)
+    solved = program["solve"](arrays) if "solve" in program else None
     calls = {"solve": (arrays,), "scan": (arrays, solved), "forward": (arrays, marks), "both": (arrays, marks)}  # fmt: skip
     equal = jax.jit(lambda a, b: jnp.stack([jnp.all(x == y) for x, y in zip(a, b, strict=True)]))
     apart, same = [], True

@@ -220,15 +220,18 @@ FORWARD_OF_DELTA_RULES = (
 
 
 @pytest.mark.parametrize("case", FORWARD_OF_DELTA_RULES, ids=case_id)
-def test_versions_of_the_delta_rules_forward_pass_spill_nothing(case, capfd, monkeypatch):
+@pytest.mark.parametrize("forward, known", [("split", 0), ("scored", 8)])
+def test_versions_of_the_delta_rules_forward_pass_spill_little(
+    case, forward, known, capfd, monkeypatch
+):
     """The inverse by blocks, with at most 128 registers, so that a processor has four thread blocks; and the scan with another warpgroup for
-    the outputs.
+    the outputs, which may also compute the scores.
     """
     monkeypatch.setattr(unit_inverse, "METHOD", "blocks")
-    monkeypatch.setattr(delta_scan, "FORWARD", "split")
+    monkeypatch.setattr(delta_scan, "FORWARD", forward)
     jax.clear_caches()  # of the default
     try:
-        output = assert_spills_no_more((*case, 0), capfd, monkeypatch, backward=False)
+        output = assert_spills_no_more((*case, known), capfd, monkeypatch, backward=False)
     finally:
         jax.clear_caches()
     kernels = re.findall(r"entry function '(\w+)_mosaic_gpu_kernel'.*?Used (\d+) registers", output, re.DOTALL)  # fmt: skip
