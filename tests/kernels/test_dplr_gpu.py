@@ -14,6 +14,7 @@ from pallas_kernels.dplr.hopper.all_pairs_backward import all_pairs_backward
 from pallas_kernels.dplr.hopper.chunk_backward import chunk_backward
 from pallas_kernels.hopper import parts as hopper_parts
 from pallas_kernels.hopper import scan as hopper_scan
+from pallas_kernels.hopper import unit_inverse
 from tests.kernels.test_delta_rule_gpu import check_map
 from tests.kernels.test_linear_attention_gpu import (
     assert_alike,
@@ -96,7 +97,9 @@ def fused(q, k, v, a, b, log_decay, initial, run, save_memories=False):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", HOPPER_INTERPRETED, ids=lambda case: case.name)
-def test_equals_the_recurrence_in_value_and_every_gradient(case, monkeypatch):
+@pytest.mark.parametrize("inverse", unit_inverse.METHODS)
+def test_equals_the_recurrence_in_value_and_every_gradient(inverse, case, monkeypatch):
+    monkeypatch.setattr(unit_inverse, "METHOD", inverse)
     if case.parts is not None:
         monkeypatch.setattr(hopper_parts, "count_parts", lambda q, k, v: case.parts)
     options = dict(documents=case.documents, strong=case.strength, size=case.size)
