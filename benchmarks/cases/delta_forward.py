@@ -3,10 +3,11 @@
     python -m benchmarks delta_forward [--cases 8x4096x16x128,4x2048x16x128,8x1024x8x64] [--kinds now,blocks_split,scored] [--repeats 10]
 
 A row for each case, B x T x heads x K in bfloat16 with V = K and a scalar decay ("plain" for no decay, "documents" for several documents in a
-row, which the solve and the scan alone do not have; "channel" for KDA's decay per key channel, without the solve and the scan alone), and kind: the ms of the solve (`solve`), of the scan (`scan`), of the op forward and forward
-and backward (`forward`, `both`), the errors of the output and of the worst gradient at 2 x 640 x 4 heads against float32 XLA, relative in RMS
-(`errors`), the largest difference from the results of the first kind at the timed size (`difference`), and whether repeated calls return the same
-bits (`same`). `right` is false if an error is above the kernels' tolerances.
+row, which the solve and the scan alone do not have; "channel" for KDA's decay per key channel, without the solve and the scan alone), and kind:
+the ms of the solve (`solve`), of the scan (`scan`), of the op forward and forward and backward (`forward`, `both`), the errors of the output and
+of the worst gradient at 2 x 640 x 4 heads against float32 XLA, relative in RMS (`errors`), the largest difference from the results of the first
+kind at the timed size (`difference`), and whether repeated calls return the same bits (`same`). `right` is false if an error is above the
+kernels' tolerances.
 
 Kinds: "now" is the default, "blocks" inverts chunks by products of blocks of single warps, "split" computes the outputs of the scan by another
 warpgroup, "blocks_split" does both, "scored" also computes the scores in the scan where there is no derivative (else it is "blocks_split", and

@@ -30,7 +30,8 @@ BLOCK = 64
 _WIDEST = 128  # key channels up to which a memory is a left operand in registers
 _SMEM = 226 * 1024  # bytes of shared memory of a thread block
 _STAGES = 3  # chunks that are loaded or in use at once, if shared memory is large enough
-# By the number of warpgroups that carry memories: registers of a thread of such a warpgroup, of the one of the outputs (None: those with which it begins), and of the one that loads.
+# By the number of warpgroups that carry memories: registers of a thread of such a warpgroup, of the one of the outputs (None: those with which
+# it begins), and of the one that loads.
 _REGISTERS = {1: (240, 200, 40), 2: (176, None, 32)}
 _F32, _BF16 = jnp.float32, jnp.bfloat16
 _FACTORS = "beta", "read_decay", "write_decay", "erase_decay"
