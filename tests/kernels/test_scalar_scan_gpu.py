@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.compat import races_found
+from pallas_kernels.compat import plgpu, races_found
 from pallas_kernels.hopper import row_layout
-from pallas_kernels.linear_attention.cases import HOPPER_INTERPRETED
-from pallas_kernels.linear_attention.hopper import scalar_plan
-from tests.kernels.test_linear_attention_gpu import fused, make, make_case
+from pallas_kernels.linear_attention.cases import HOPPER_INTERPRETED, Case
+from pallas_kernels.linear_attention.hopper import scalar_plan, scalar_roles, scalar_scan
+from tests.kernels.test_linear_attention_gpu import fused, make, make_case, with_two_memories
 
 
 def results_and_gradients(function, inputs, zeros: tuple[Any, ...] = ()):
@@ -55,4 +55,65 @@ def test_two_warpgroups_of_a_thread_block_have_the_bits_of_two_thread_blocks(
         assert scalar_plan.count_groups(2, 2) == groups
         found.append(results_and_gradients(lambda x: fused(**x, run=run), inputs))
         assert not races_found()
+    jax.tree.map(np.testing.assert_array_equal, *found)
+
+
+# Rows of enough chunks that each buffer is used again.
+ROLES = {
+    "two-blocks-of-values": Case((1, 1, 1), 128, 128, 400, False, "token"),
+    "documents": Case((1, 1, 1), 64, 128, 400, True, "token"),
+    "documents-in-parts": Case((1, 1, 1), 64, 64, 600, True, "token"),
+    "no-decay-queries-share": Case((2, 1, 1), 64, 64, 400, False, None),
+    "no-decay-documents": Case((1, 1, 2), 64, 64, 300, True, None),
+    "deep-strong": Case((1, 1, 1), 256, 64, 300, True, "token", strong=True),
+    "wide": Case((1, 1, 1), 64, 256, 300, False, "token"),
+    "memories-of-documents": Case((1, 1, 1), 64, 128, 320, False, "token"),
+    "writes": Case((2, 1, 1), 64, 128, 300, True, "token"),
+    "writes-of-pairs": Case((1, 1, 2), 128, 64, 300, False, "token"),
+    "writes-of-pairs-documents": Case((1, 1, 2), 64, 64, 400, True, "token"),
+    "writes-of-pairs-in-parts": Case((1, 1, 2), 64, 64, 256, True, "token"),
+    "rank": Case((1, 1, 1), 64, 64, 300, False, "token"),
+}
+
+
+@pytest.mark.parametrize(
+    "name, plan",
+    [("two-blocks-of-values", None), *(pytest.param(n, None, marks=pytest.mark.slow) for n in list(ROLES)[1:]),
+     *(pytest.param("two-blocks-of-values", p, marks=pytest.mark.slow) for p in ((2, 1, 1), (2, 2, 1), (3, 2, 2))),
+     pytest.param("writes-of-pairs-documents", (2, 1, 1), marks=pytest.mark.slow)],
+)  # fmt: skip
+def test_the_scan_by_roles_has_the_bits_of_the_scan_by_columns(name, plan, monkeypatch):
+    """Results and gradients are to the bit the same whichever way the warpgroups divide a chunk, with each number of buffers."""
+    if name.endswith("parts"):
+        monkeypatch.setattr(row_layout, "_SHORTEST_PART", 128)
+    if plan is not None:
+        monkeypatch.setattr(scalar_roles, "_PLANS", (scalar_roles.Plan(*plan),))
+        monkeypatch.setattr(scalar_roles, "_SMEM", 2**30)
+    monkeypatch.setattr(scalar_plan, "PROCESSORS", 1)  # two blocks of columns in a thread block
+    inputs = make_case(ROLES[name])
+    if name.startswith("memories"):
+        inputs = with_two_memories(inputs)
+    run, rng = inputs.pop("run"), np.random.default_rng(2)
+    shape = inputs["v"].shape[:3]
+    if name.startswith("writes"):
+        inputs["log_write"] = (
+            jnp.asarray(rng.normal(size=shape) - 1, jnp.float32).at[:, 7].set(-1e3)
+        )
+        inputs["skip"] = jnp.asarray(rng.normal(size=shape[2]), jnp.float32)
+    rank = 4 if name == "rank" else 1
+    if rank > 1:
+        inputs["log_decay"] = jnp.where(
+            jnp.arange(shape[1])[:, None] % rank == 0, inputs["log_decay"], 0
+        )
+    kernel, names, found = plgpu.kernel, [], []
+    monkeypatch.setattr(
+        plgpu, "kernel", lambda body, **o: names.append(body.__name__) or kernel(body, **o)
+    )
+    for roles in (False, True):
+        names.clear()
+        monkeypatch.setattr(scalar_scan, "ROLES", roles)
+        call = lambda x: fused(**x, run=run, **(dict(rank=rank) if rank > 1 else {}))  # noqa: E731
+        found.append(results_and_gradients(call, inputs))
+        assert not races_found()
+        assert ("linear_attention_scalar_roles" in names) == roles
     jax.tree.map(np.testing.assert_array_equal, *found)

@@ -37,7 +37,7 @@ from pallas_kernels.hopper import warpgroups as wg
 from pallas_kernels.hopper.launch import launch, with_smem
 from pallas_kernels.hopper.row_layout import CHUNK
 from pallas_kernels.linear_attention.hopper.scalar_plan import Decays, chunks_of_interval, pairs
-from pallas_kernels.linear_attention.hopper.scalar_scan import token_weights
+from pallas_kernels.linear_attention.hopper.scalar_weights import token_weights
 
 _WIDTH = 64  # value channels of a head
 _DEPTH = 128  # key channels of a head

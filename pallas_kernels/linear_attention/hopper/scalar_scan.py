@@ -27,6 +27,7 @@ from pallas_kernels.hopper import row_layout
 from pallas_kernels.hopper import warpgroups as wg
 from pallas_kernels.hopper.launch import launch, with_smem
 from pallas_kernels.hopper.row_layout import CHUNK
+from pallas_kernels.linear_attention.hopper import scalar_roles
 from pallas_kernels.linear_attention.hopper.scalar_plan import (
     BLOCK,
     Call,
@@ -35,10 +36,13 @@ from pallas_kernels.linear_attention.hopper.scalar_plan import (
     count_groups,
     pairs,
 )
+from pallas_kernels.linear_attention.hopper.scalar_weights import SQUARE, times_rows, token_weights
 
+ROLES = False
+"""Whether the warpgroups of a thread block do different parts of a chunk (`scalar_roles`), where that scan supports the call."""
 _DEPTH = 128  # rows of the memory that a warpgroup has, at most
 _STAGES = 3  # chunks that are loaded or in use at once
-_SQUARE, _TILE = (CHUNK, CHUNK), (CHUNK, BLOCK)
+_TILE = CHUNK, BLOCK
 _F32 = jnp.float32
 
 
@@ -120,9 +124,13 @@ def scalar_scan(
         save_states=save_states, read_scale=read_scale, write_scale=write_scale, rank=rank, interpret=interpret,
     )  # fmt: skip
     struct: Any = jax.ShapeDtypeStruct
-    smem = _smem(call, z.dtype)
     if paired:
         streams["z"] = z.reshape(batch, length, heads // 2, 2 * width)
+    if ROLES and scalar_roles.supports(call):
+        inputs = {n: a for n, a in (streams | others).items() if a is not None}
+        results = scalar_roles.roles_scan(call, inputs, z.dtype)
+        return [row_layout.sum_heads(results["out"], heads), results["last"]]
+    smem = _smem(call, z.dtype)
 
     def kernel(refs):
         at = _position(call, refs)
@@ -223,45 +231,8 @@ def _smem(call: Call, dtype) -> dict[str, Any]:
         memory=tiles((call.groups, call.depth, BLOCK)),
         written=tiles((call.groups, *_TILE)),
         out=tiles((call.groups, *_TILE)),
-        weights=tiles((call.groups, *_SQUARE)) if call.interpret else None,
+        weights=tiles((call.groups, *SQUARE)) if call.interpret else None,
     )
-
-
-def token_weights(chunk, reverse: bool, scale: float, rank: int = 1):
-    """Return the weights [64, 64] of a chunk's scores: the decay from token j to token i times `scale`, and 0 where token i does not read
-    token j.
-
-    `chunk` has references to the chunk's decays and documents by name; if `reverse`, tokens read their own and later tokens. A
-    token is `rank` rows.
-    """
-    i = plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=wg.LAYOUT.reduce(1))
-    j = plgpu.broadcasted_iota(jnp.int32, (CHUNK,), 0, layout=wg.LAYOUT.reduce(0))
-    if rank > 1:
-        i, j = i & -rank, j & -rank  # the first rows of their tokens
-    i, j = wg.spread_rows(i, _SQUARE), wg.spread_columns(j, _SQUARE)
-    reads = i <= j if reverse else i >= j
-    if "run" in chunk:
-        reads &= wg.row_differences(chunk["run"], _SQUARE) == 0
-    if "cum" not in chunk:
-        return jnp.where(reads, scale, 0.0)
-    read, written = chunk["cum"], chunk.get("write_cum", chunk["cum"])
-    if reverse:
-        read, written = written, read
-    sums = wg.row_differences(read, _SQUARE, written)
-    return jnp.exp(jnp.where(reads, -sums if reverse else sums, wg.NEVER)) * scale
-
-
-def _times(tile, chunk, name: str, scale: float):
-    """Return a tile [64, 64] in registers whose rows are multiplied by a chunk's `read_decay` or `write_decay`, which `name` says, times
-    `scale`. Without such an input they are the exponentials of `cum`, or 1 if there is no decay.
-    """
-    if name in chunk:
-        factors = wg.load_rows(chunk[name])
-    elif "cum" in chunk:
-        factors = jnp.exp(wg.load_rows(chunk["cum"]))
-    else:
-        return tile if scale == 1 else tile * scale
-    return tile * wg.spread_rows(factors if scale == 1 else factors * scale, tile.shape)
 
 
 class _Warpgroup(NamedTuple):
@@ -351,7 +322,7 @@ class _Warpgroup(NamedTuple):
         else:
             chunk_decay = jnp.exp(chunk["cum"][CHUNK - 1]) if "cum" in chunk else None
         decayed = S if chunk_decay is None else S * chunk_decay
-        writes = _times(
+        writes = times_rows(
             plgpu.load(z, layout=wg.LAYOUT).astype(_F32), chunk, "write_decay", call.write_scale
         )
         written[...] = writes.astype(written.dtype)
@@ -377,12 +348,12 @@ class _Warpgroup(NamedTuple):
             plgpu.wgmma(S, y.transpose((1, 0)), written)
 
         scores, carried, S = wg.accumulate(
-            products, jnp.zeros(_SQUARE, _F32), jnp.zeros(_TILE, _F32), decayed, interpret=call.interpret,
+            products, jnp.zeros(SQUARE, _F32), jnp.zeros(_TILE, _F32), decayed, interpret=call.interpret,
         )  # fmt: skip
         if "states" in self.refs:
             pl.when(starts)(lambda: self.store_products(n, S))
         weights = self.weigh(scores, chunk, written.dtype)
-        carried = _times(carried, chunk, "read_decay", call.read_scale)
+        carried = times_rows(carried, chunk, "read_decay", call.read_scale)
         (out,) = wg.accumulate(
             lambda out: plgpu.wgmma(out, weights, z), carried, interpret=call.interpret
         )
