@@ -1,18 +1,21 @@
 """Time the fused kernels, their XLA forms (--xla) and their peers in one run on one card.
 
     python -m benchmarks kernels [--ops kda] [--shapes 8x4096x16x128] [--segments 8] [--xla] [--peers jla,fla]
+    python -m benchmarks kernels --ops "scalar decay" --roles --errors --device_times --output -
 
 A row for each op and shape (B x T x H x D, or x K x V for a delta rule, bfloat16): [ms forward, ms forward and backward] of the kernel, of
 the XLA form and of the peers, measured one after the other. The peers are jax-linear-attention ("jla") and
 flash-linear-attention under PyTorch ("fla", see `benchmarks.peers.fla`). Times are medians of 7 batches of 20
 calls. The gradient of the decay is computed, since it comes from a projection in the peers too. All programs
-are compiled before any is timed.
+are compiled before any is timed. `--roles` also times the scan by roles of linear attention with a scalar decay or none
+(`pallas_kernels.linear_attention.hopper.scalar_roles`), and says whether its results have the same bits.
 """
 
 from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import contextlib
 import functools
 import os
 from collections.abc import Iterator
@@ -26,10 +29,13 @@ import jax.numpy as jnp
 from benchmarks import options
 from benchmarks.peers.fla import Fla
 from benchmarks.peers.jla import jla
+from benchmarks.profile import by_kernel
 from benchmarks.registry import Benchmark
 from benchmarks.timing import alone, batch_milliseconds
 from lsm_jax import ops
 from pallas_kernels.hopper import parts as hopper_parts
+from pallas_kernels.linear_attention.cases import GRADIENT_TOLERANCE, OUTPUT_TOLERANCE
+from pallas_kernels.linear_attention.hopper import scalar_scan
 from pallas_kernels.memory_cases import TIMED
 
 BENCHMARK = Benchmark(
@@ -41,7 +47,7 @@ BENCHMARK = Benchmark(
     requires_gpu=True,
 )
 
-KINDS = {"kernel": "mosaic_gpu", "xla": "xla"}
+KINDS = {"kernel": "mosaic_gpu", "roles": "mosaic_gpu", "xla": "xla"}
 OPS = (
     "no decay",
     "constant decay",
@@ -146,6 +152,48 @@ def programs_of(call, inputs: tuple[jax.ShapeDtypeStruct, ...]) -> list:
     return [jax.jit(f).lower(do, q, k, v, *gates) for f in (forward, both)]
 
 
+@contextlib.contextmanager
+def scan_by_roles(used: bool):
+    """Let programs that are traced in this context use the scan by roles, if `used`; their traces are forgotten after it."""
+    if not used:
+        yield
+        return
+    before = scalar_scan.ROLES
+    try:
+        jax.clear_caches()
+        scalar_scan.ROLES = True
+        yield
+    finally:
+        scalar_scan.ROLES = before
+        jax.clear_caches()
+
+
+def first_row(inputs) -> list[jax.Array]:
+    """Return the inputs (or their shapes) of an op for the first row of the batch, in float32."""
+
+    def row(x):
+        shape = (1, *x.shape[1:]) if x.ndim > 2 else x.shape
+        if isinstance(x, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(shape, jnp.float32)
+        return x[: shape[0]].astype(jnp.float32)
+
+    return [row(x) for x in inputs]
+
+
+def results(pair, inputs) -> list[jax.Array]:
+    """Return the output of an op and the gradients of q, k, v and those of its gates that have a row for each row of the batch."""
+    q, k, v, do, *gates = inputs
+    output, gradients = pair[1](do, q, k, v, *gates)
+    return [output, *(g for g in gradients if g.ndim > 2)]
+
+
+@jax.jit
+def error(found: jax.Array, wanted: jax.Array) -> jax.Array:
+    """Return the error of an array's first row, in RMS relative to the RMS of the row that is wanted."""
+    found, wanted = found[:1].astype(jnp.float32), wanted.astype(jnp.float32)
+    return jnp.sqrt(jnp.mean((found - wanted) ** 2) / jnp.mean(wanted**2))
+
+
 def compile_all(cases: list[tuple[str, str]], kinds: list[str], segments: int = 0) -> dict:
     """Compile in parallel two programs for each (op, shape, kind of implementation): forward, and forward and
     backward. Return a dict from that triple to the two compiled programs, or to the error that prevented
@@ -157,10 +205,17 @@ def compile_all(cases: list[tuple[str, str]], kinds: list[str], segments: int = 
             inputs = jax.eval_shape(functools.partial(make_inputs, op, shape))
             for kind in kinds:
                 try:
-                    call = jla(op) if kind == "jla" else library_call(op, KINDS[kind], segments)
-                    if call is None:
-                        continue
-                    lowered = programs_of(call, inputs)
+                    if kind == "float32":
+                        with jax.default_matmul_precision("highest"):
+                            lowered = programs_of(
+                                library_call(op, "xla", segments), tuple(first_row(inputs))
+                            )
+                    else:
+                        call = jla(op) if kind == "jla" else library_call(op, KINDS[kind], segments)
+                        if call is None:
+                            continue
+                        with scan_by_roles(kind == "roles"):
+                            lowered = programs_of(call, inputs)
                     built[op, shape, kind] = [pool.submit(p.compile) for p in lowered]
                 except Exception as error:  # the requirement of a kernel or a peer that is not met
                     built[op, shape, kind] = error
@@ -180,6 +235,17 @@ def measure(pair, inputs, calls: int = 20) -> list[float]:
     return [round(batch_milliseconds(p, do, q, k, v, *gates, calls=calls), 4) for p in pair]
 
 
+def device_times(pair, inputs) -> list[list[float]]:
+    """Return, for each of an implementation's two programs, the ms that its kernels take on the device in one call, and their number."""
+    q, k, v, do, *gates = inputs
+    found = []
+    for program in pair:
+        kernels = by_kernel(lambda p=program: p(do, q, k, v, *gates), program.as_text(), calls=10)
+        total = sum(row["milliseconds"] for row in kernels)
+        found.append([round(total, 4), sum(row["launches"] for row in kernels)])
+    return found
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ops", type=options.names(OPS), default=",".join(OPS), help=", ".join(OPS)
@@ -191,6 +257,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="BxTxHxD or, for delta rules, BxTxHxKxV, ...",
     )
     parser.add_argument("--xla", action="store_true", help="time the XLA form too")
+    parser.add_argument(
+        "--roles", action="store_true", help="time the scan by roles too, where it supports the op"
+    )
+    parser.add_argument(
+        "--errors",
+        action="store_true",
+        help="compare the results and gradients of the first row with those of XLA in float32",
+    )
+    parser.add_argument(
+        "--device_times", action="store_true",
+        help="also the ms that a call's kernels take by JAX's profiler, and their number",
+    )  # fmt: skip
     parser.add_argument(
         "--parts", type=int,
         help="number of parts of a long row in the delta rules' kernels, in place of the automatic one",
@@ -224,38 +302,67 @@ def rows(args: argparse.Namespace, cases: list[dict[str, Any]]) -> Iterator[dict
     if args.parts is not None:
         hopper_parts.count_parts = lambda q, k, v: args.parts
     pairs = [(case["op"], case["shape"]) for case in cases]
-    kinds = ["kernel", *["xla"] * args.xla, *["jla"] * ("jla" in args.peers)]
+    kinds = [
+        "kernel",
+        *["roles"] * args.roles,
+        *["xla"] * args.xla,
+        *["jla"] * ("jla" in args.peers),
+    ]
     peer = Fla(pairs, **options.of_fla(args)) if "fla" in args.peers else None
     try:
         with alone(args.lock, shared=True):
-            programs = compile_all(pairs, kinds, args.segments)
+            compiled = [*["float32"] * args.errors, *kinds]
+            programs = compile_all(pairs, compiled, args.segments)
             if peer is not None:
                 peer.wait(args.patience)
         with alone(args.lock):
             for case in cases:
-                yield measure_row(case, kinds, programs, args.stronger, peer)
+                yield measure_row(case, kinds, programs, args.stronger, peer, args.device_times)
     finally:
         if peer is not None:
             peer.close()
 
 
 def measure_row(
-    case: dict[str, Any], kinds: list[str], programs: dict, stronger: float, peer: Fla | None
-) -> dict[str, Any]:
-    """Return the benchmark's row for one op and shape, with the times of each kind of implementation; a
-    kind that fails has its error in the row in place of its times.
+    case: dict[str, Any], kinds: list[str], programs: dict, stronger: float, peer: Fla | None,
+    on_device: bool = False,
+) -> dict[str, Any]:  # fmt: skip
+    """Return the benchmark's row for one op and shape, with the times of each kind of implementation, and with their errors if there is a
+    program in float32; a kind that fails has its error in the row in place of its times.
     """
     op, shape = case["op"], case["shape"]
     row, inputs = dict(case), make_inputs(op, shape, stronger)
+    float32, wanted, kept = programs.pop((op, shape, "float32"), None), None, None
+    pair: Any = None
     for kind in kinds:
         pair = programs.pop((op, shape, kind), None)
         try:
             if isinstance(pair, Exception):
                 raise pair
-            if pair is not None:
-                row[kind] = measure(pair, inputs)
-        except Exception as error:
-            row[f"{kind}_error"] = f"{type(error).__name__}: {error}"[:300]
+            if pair is None:
+                continue
+            row[kind] = measure(pair, inputs)
+            if on_device:
+                row[f"{kind}_device"] = device_times(pair, inputs)
+            if float32 is None:
+                continue
+            if isinstance(float32, Exception):
+                raise float32
+            if wanted is None:
+                wanted = results(float32, first_row(inputs))
+            found = results(pair, inputs)
+            errors = [float(error(x, y)) for x, y in zip(found, wanted, strict=True)]
+            row[f"{kind}_errors"] = [round(x, 5) for x in errors]
+            limits = [OUTPUT_TOLERANCE, *[GRADIENT_TOLERANCE] * (len(errors) - 1)]
+            row[f"{kind}_right"] = all(x < y for x, y in zip(errors, limits, strict=True))
+            if kind == "kernel" and "roles" in kinds:
+                kept = found
+            if kind == "roles" and kept is not None:
+                row["roles_same_bits"] = [
+                    bool(jnp.array_equal(x, y)) for x, y in zip(found, kept, strict=True)
+                ]
+        except Exception as failure:
+            row[f"{kind}_error"] = f"{type(failure).__name__}: {failure}"[:300]
     del inputs, pair
     if peer is not None:
         row |= peer.times(op, shape)
@@ -263,7 +370,13 @@ def measure_row(
 
 
 def line(row: dict[str, Any]) -> str:
-    names = [n for n in ("kernel", "jla", "fla", "xla") if n in row]
-    times = "   ".join(f"{n} {row[n][0]:.3f} / {row[n][1]:.3f}" for n in names)
+    def text(name: str) -> str:
+        device = "".join(f", {ms:.4f} in {count}" for ms, count in row.get(f"{name}_device", ()))
+        worst = max(row.get(f"{name}_errors", ()), default=0)
+        error = f", error {worst:.1e}" if worst else ""
+        wrong = " WRONG" if not row.get(f"{name}_right", True) else ""
+        return f"{name} {row[name][0]:.3f} / {row[name][1]:.3f}{device}{error}{wrong}"
+
+    times = "   ".join(text(n) for n in ("kernel", "roles", "jla", "fla", "xla") if n in row)
     errors = "".join(f"   {k}: {v[:100]}" for k, v in row.items() if k.endswith("_error"))
     return f"{row['op']:16s} {row['shape']:16s} {times} ms{errors}"

@@ -10,6 +10,7 @@ import types
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -20,6 +21,7 @@ from benchmarks.cases import (
     delta_chunks,
     delta_forward,
     gated_norm,
+    kernels,
     mom_sequence,
     residual_norm,
     writes,
@@ -28,6 +30,7 @@ from benchmarks.registry import Benchmark, UsageError
 from benchmarks.run import read_rows
 from pallas_kernels.compat import gpu_interpreter
 from pallas_kernels.gated_norm.cases import Case
+from pallas_kernels.linear_attention.hopper import scalar_scan
 from tests.faults import campaign
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -272,6 +275,36 @@ def test_gradients_of_writes_are_drawn_and_compared():
     got, wanted = (writes.of_first_row("xla", dtype, arrays) for dtype in (None, np.float32))
     assert set(got) == set(arrays) - {"d_output"} and got["v"].shape == (1, 70, 2, 64)
     assert 0 < max(writes.errors(got, wanted).values()) < 0.1
+
+
+def test_the_scan_by_roles_is_compared_with_the_other_and_with_float32(monkeypatch):
+    traced = set()
+
+    def call(*options):
+        def scaled(*inputs):
+            traced.add((options[1], inputs[0].dtype.name, scalar_scan.ROLES))
+            return library(*options)(*inputs) * (1.1 if scalar_scan.ROLES else 1)
+
+        return scaled
+
+    library = kernels.library_call
+    monkeypatch.setattr(kernels, "library_call", call)
+    monkeypatch.setattr(kernels, "KINDS", dict.fromkeys(kernels.KINDS, "xla"))
+    monkeypatch.setattr(kernels, "batch_milliseconds", lambda program, *x, calls: len(program(*x)))
+    monkeypatch.setattr(
+        kernels, "by_kernel", lambda *x, calls: [{"milliseconds": 1, "launches": 2}]
+    )
+    case = dict(op="scalar decay", shape="2x64x2x64")
+    programs = kernels.compile_all([tuple(case.values())], ["float32", "kernel", "roles"])
+    bfloat16 = {("xla", "bfloat16", roles) for roles in (False, True)}
+    assert traced == {("xla", "float32", False), *bfloat16} and not scalar_scan.ROLES
+    row = kernels.measure_row(case, ["kernel", "roles"], programs, 1.0, None, on_device=True)
+    assert row["kernel_right"] and not row["roles_right"] and not any(row["roles_same_bits"])
+    assert 0 < row["kernel_errors"][0] < 5e-3 and row["roles_errors"][0] == pytest.approx(
+        0.1, rel=0.05
+    )
+    assert row["kernel"] == [2, 2] and row["roles_device"] == [[1, 2], [1, 2]]
+    assert "WRONG" in kernels.line(row)
 
 
 @pytest.mark.slow
