@@ -26,7 +26,7 @@ from pallas_kernels.gated_norm import gated_rms_norm_gradients
 from pallas_kernels.grouped_product import gated, hopper
 from pallas_kernels.hopper import unit_inverse
 from pallas_kernels.linear_attention import cases as linear_attention_cases
-from pallas_kernels.linear_attention.hopper import channel_scan
+from pallas_kernels.linear_attention.hopper import channel_scan, scalar_plan, scalar_scan
 from pallas_kernels.residual_norm import cases as residual_norm_cases
 from pallas_kernels.residual_norm import residual_norm_forward, residual_norm_gradients
 from pallas_kernels.rwkv7 import cases as rwkv7_cases
@@ -188,9 +188,32 @@ def test_slices_of_keys_in_one_program_spill_little(given, known, capfd, monkeyp
         jax.clear_caches()
 
 
+@pytest.mark.parametrize(
+    "heads, key_dim, value_dim, given",
+    [((4, 4, 4), 128, 128, "log_decay"), ((4, 2, 2), 128, 128, "log_decay segment_ids"),
+     ((4, 2, 2), 64, 64, "log_decay"), ((2, 1, 2), 256, 512, "log_decay"), ((4, 4, 4), 128, 128, ""),
+     ((4, 4, 4), 128, 64, "log_decay rank"), ((1, 1, 4), 128, 64, "log_decay writes"),
+     ((1, 1, 4), 128, 64, "log_decay writes segment_ids"), ((1, 1, 3), 128, 64, "log_decay writes")],
+)  # fmt: skip
+@pytest.mark.parametrize("wide", [False, True])
+def test_the_scan_by_roles_spills_nothing(
+    heads, key_dim, value_dim, given, wide, capfd, monkeypatch
+):
+    """With one block of value channels in a thread block, and, if `wide`, with two if there are two."""
+    monkeypatch.setattr(scalar_scan, "ROLES", True)
+    monkeypatch.setattr(scalar_plan, "PROCESSORS", 1 if wide else 132)
+    jax.clear_caches()  # of the same shapes with the other scan
+    case = "linear_memory", heads, key_dim, value_dim, given, 0
+    try:
+        assembly = assert_spills_no_more(case, capfd, monkeypatch, backward=True)
+        assert "linear_attention_scalar_roles" in assembly
+    finally:
+        jax.clear_caches()
+
+
 def assert_spills_no_more(case, capfd, monkeypatch, *, backward: bool) -> str:
-    """Compile a case of `ON_HOPPER` for an H200, and check that its kernels spill no more bytes than its last entry says. Return what the
-    compiler printed.
+    """Compile a case of `ON_HOPPER` for an H200, and check that its kernels spill no more bytes than its last entry says. Return their
+    assembly.
     """
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
     monkeypatch.setenv("MOSAIC_GPU_DUMP_SASS", "1")
