@@ -10,7 +10,12 @@ import pytest
 from pallas_kernels.compat import plgpu, races_found
 from pallas_kernels.hopper import row_layout
 from pallas_kernels.linear_attention.cases import HOPPER_INTERPRETED, Case
-from pallas_kernels.linear_attention.hopper import scalar_plan, scalar_roles, scalar_scan
+from pallas_kernels.linear_attention.hopper import (
+    scalar_decay,
+    scalar_plan,
+    scalar_roles_plan,
+    scalar_scan,
+)
 from tests.kernels.test_linear_attention_gpu import fused, make, make_case, with_two_memories
 
 
@@ -70,6 +75,7 @@ ROLES = {
     "memories-of-documents": Case((1, 1, 1), 64, 128, 320, False, "token"),
     "writes": Case((2, 1, 1), 64, 128, 300, True, "token"),
     "writes-of-pairs": Case((1, 1, 2), 128, 64, 300, False, "token"),
+    "writes-of-pairs-by-head": Case((1, 1, 2), 64, 64, 300, True, "token"),
     "writes-of-pairs-documents": Case((1, 1, 2), 64, 64, 400, True, "token"),
     "writes-of-pairs-in-parts": Case((1, 1, 2), 64, 64, 256, True, "token"),
     "rank": Case((1, 1, 1), 64, 64, 300, False, "token"),
@@ -87,8 +93,10 @@ def test_the_scan_by_roles_has_the_bits_of_the_scan_by_columns(name, plan, monke
     if name.endswith("parts"):
         monkeypatch.setattr(row_layout, "_SHORTEST_PART", 128)
     if plan is not None:
-        monkeypatch.setattr(scalar_roles, "_PLANS", (scalar_roles.Plan(*plan),))
-        monkeypatch.setattr(scalar_roles, "_SMEM", 2**30)
+        monkeypatch.setattr(scalar_roles_plan, "_PLANS", (scalar_roles_plan.Plan(*plan),))
+        monkeypatch.setattr(scalar_roles_plan, "_SMEM", 2**30)
+    if name.endswith("by-head"):
+        monkeypatch.setattr(scalar_decay, "GRADIENTS_OF_PAIRS", False)
     monkeypatch.setattr(scalar_plan, "PROCESSORS", 1)  # two blocks of columns in a thread block
     inputs = make_case(ROLES[name])
     if name.startswith("memories"):
@@ -115,5 +123,6 @@ def test_the_scan_by_roles_has_the_bits_of_the_scan_by_columns(name, plan, monke
         call = lambda x: fused(**x, run=run, **(dict(rank=rank) if rank > 1 else {}))  # noqa: E731
         found.append(results_and_gradients(call, inputs))
         assert not races_found()
-        assert ("linear_attention_scalar_roles" in names) == roles
+        assert f"linear_attention_scalar_{'roles' if roles else 'scan'}" in names
+        assert f"linear_attention_scalar_{'scan' if roles else 'roles'}" not in names
     jax.tree.map(np.testing.assert_array_equal, *found)

@@ -1,11 +1,11 @@
 """Linear attention with a scalar decay on Mosaic GPU (Hopper), the scan by roles: the warpgroups of a thread block do different parts of a
 chunk, each some chunks ahead of the next.
 
-It computes what `scalar_scan` does, for the calls that only read and write memories. Of each chunk
+It computes what `scalar_scan` does. Of each chunk
 
 - one warpgroup weighs: it computes the scores x yᵀ and their decays, and the values times their decays, z',
 - one carries the memory: it rounds S and stores it in shared memory, then S <- chunk_decay S + yᵀ z',
-- one reads: out = read_decay x S + weights z,
+- one reads: out = read_decay x S + weights z (a scan of writes only has no such warpgroup, and no scores),
 - and one loads x, y, z and the decays.
 
 They hand tiles on by buffers in shared memory. So the chain from one chunk to the next is only that of the memory: round, store, one
@@ -28,130 +28,53 @@ from pallas_kernels.hopper import warpgroups as wg
 from pallas_kernels.hopper.launch import launch, with_smem
 from pallas_kernels.hopper.row_layout import CHUNK
 from pallas_kernels.linear_attention.hopper.scalar_plan import BLOCK, Call
+from pallas_kernels.linear_attention.hopper.scalar_roles_plan import (
+    plan_of,
+    scaled,
+    smem_of,
+    tiles_of,
+)
 from pallas_kernels.linear_attention.hopper.scalar_weights import SQUARE, times_rows, token_weights
 
-_ROLES = ("carry", "read", "weigh", "load")
-_REGISTERS = dict(carry=208, read=144, weigh=120, load=40)  # of a thread; 512 in all
-_EQUAL = 128  # the registers with which each of 512 threads begins
-_SMEM = (
-    226 * 1024
-)  # bytes of shared memory for the tiles of a thread block, of 227 KiB; barriers need less than the rest
+_REGISTERS = dict(carry=200, read=160, weigh=112, load=40)  # of a thread; 512 in all, as an SM has
 _F32 = jnp.float32
 
 
-class Plan(NamedTuple):
-    """The numbers of buffers in shared memory: of the loaded inputs, of weights, and of each of memories, written values and outputs."""
-
-    loaded: int
-    weights: int
-    others: int
-
-
-# The best first. A third buffer of inputs is worth most: an input arrives a microsecond after another one is released.
-_PLANS = Plan(3, 2, 2), Plan(3, 2, 1), Plan(3, 1, 1), Plan(2, 2, 2), Plan(2, 2, 1), Plan(2, 1, 1)
-
-
 def supports(call: Call) -> bool:
-    """Return whether `roles_scan` computes a call of `scalar_scan`: one with an output that returns nothing but it and the last memories, and
-    whose tiles have room in shared memory.
-    """
-    more = "partner" in call.shapes or "states" in call.shapes or call.save_states
-    return "x" in call.streams and not more and _plan(call) is not None
+    """Return whether shared memory has room for the tiles with which `roles_scan` computes a call of `scalar_scan`."""
+    return plan_of(call) is not None
 
 
-def roles_scan(call: Call, inputs: dict[str, jax.Array], dtype: Any) -> dict[str, jax.Array]:
-    """Return the output [B, T, heads * slices, V] of `dtype` and the last memories [B * S, heads, D, V] float32 of a call of `scalar_scan`, by
-    the names "out" and "last". `inputs` are the arrays of `call.shapes`; of paired heads, z has two in one.
+def _roles(call: Call) -> list[str]:
+    """Return the names of the parts of the computation, one for each warpgroup."""
+    return [name for name in _REGISTERS if name != "read" or "x" in call.streams]
+
+
+def roles_scan(call: Call, inputs: dict[str, Any], outputs: dict[str, Any]) -> dict[str, jax.Array]:
+    """Compute a call of `scalar_scan`, given its inputs and the shapes of its outputs by name (None are left out); return the outputs. Of
+    paired heads, z has two in one.
     """
-    batch, length, _, all_rows = inputs["y"].shape
-    width = call.blocks * BLOCK
-    bounds = inputs.get("chunk_bounds")
-    rows = batch * (1 if bounds is None else bounds.shape[1] - 1)
-    smem = _smem(call, dtype)
+    smem = smem_of(call, inputs["z"].dtype)
 
     def kernel(refs):
         at = _position(call, refs)
         with_smem(lambda buffers: _Block(call, at, refs, buffers).run(), smem)
 
-    struct = jax.ShapeDtypeStruct
+    memories = outputs["last"].shape[0] * call.heads
     return launch(
         kernel,
         inputs=inputs,
-        outputs=dict(
-            out=struct((batch, length, call.heads * call.slices, width), dtype),
-            last=struct((rows, call.heads, all_rows, width), _F32),
-        ),
+        outputs=outputs,
         grid=dict(
-            row=rows * call.heads // (2 if call.paired else 1),
+            row=memories // (2 if call.paired else 1),
             slice=call.slices,
             column=1 if call.paired else call.blocks // call.groups,
         ),
-        num_threads=len(_ROLES),
+        num_threads=len(_roles(call)),
         reduction_scratch_bytes=0,
         name="linear_attention_scalar_roles",
         interpret=call.interpret,
     )
-
-
-def _tiles(call: Call) -> tuple[int, int]:
-    """Return into how many tiles a thread block divides its columns, and the columns of each: one tile, or that of each of two heads."""
-    return (2, BLOCK) if call.paired else (1, call.groups * BLOCK)
-
-
-def _scaled(call: Call) -> bool:
-    """Return whether the values that are written are not z itself."""
-    return call.write_scale != 1 or "cum" in call.streams or "write_decay" in call.streams
-
-
-def _plan(call: Call) -> Plan | None:
-    """Return the best plan for which shared memory has room; None if it has none."""
-    count, width = _tiles(call)
-    columns, itemsize = count * width, 2
-    vectors = len(call.streams) - 3
-    loaded = itemsize * CHUNK * (2 * call.depth + columns) + 4 * CHUNK * vectors * count
-    weights = itemsize * CHUNK * CHUNK * count
-    others = itemsize * columns * (call.depth + CHUNK * (1 + _scaled(call)))
-
-    def size(plan: Plan) -> int:
-        return plan.loaded * loaded + plan.weights * weights + plan.others * others
-
-    return next((plan for plan in _PLANS if size(plan) <= _SMEM), None)
-
-
-def _smem(call: Call, dtype: Any) -> dict[str, Any]:
-    """Return the types of a thread block's buffers and barriers in shared memory, by name."""
-    plan = _plan(call)
-    assert plan is not None
-    stages, others = plan.loaded, plan.others
-    count, width = _tiles(call)
-    smem: Any = plgpu.SMEM
-    tiles = functools.partial(smem, dtype=dtype, transforms=wg.TILED)
-    shapes = dict(x=(CHUNK, call.depth), y=(CHUNK, call.depth), z=(CHUNK, count * width))
-    vector = (2, CHUNK) if call.paired else (CHUNK,)
-    found: dict[str, Any] = {}
-    for name in call.streams:
-        if name in shapes:
-            found[name] = tiles((stages, *shapes[name]))
-        else:
-            found[name] = smem((stages, *((CHUNK,) if name == "run" else vector)), _F32)
-    if "run" in call.streams:
-        found["run"] = smem((stages, CHUNK), jnp.int32)
-    found |= dict(
-        loaded=plgpu.Barrier(num_arrivals=len(call.streams), num_barriers=stages),
-        used=plgpu.Barrier(num_arrivals=3, num_barriers=stages),
-        out=tiles((others, count, CHUNK, width)),
-    )
-    handed = dict(memory=(others, call.depth), weights=(plan.weights, CHUNK))
-    if _scaled(call):
-        handed["written"] = others, CHUNK
-    for name, (number, rows) in handed.items():
-        columns = CHUNK if name == "weights" else width
-        found |= {
-            name: tiles((number, count, rows, columns)),
-            f"{name} ready": plgpu.Barrier(num_barriers=number),
-            f"{name} used": plgpu.Barrier(num_barriers=number),
-        }
-    return found
 
 
 class _Position(NamedTuple):
@@ -183,7 +106,7 @@ def _position(call: Call, refs: dict[str, Any]) -> _Position:
     heads = call.heads // 2 if call.paired else call.heads
     row, h = lax.div(lax.axis_index("row"), heads), lax.rem(lax.axis_index("row"), heads)
     b, steps, chunk = wg.chunks_of_row(refs.get("chunk_bounds"), row, call.count, call.reverse)
-    index, width = lax.axis_index("slice"), _tiles(call)[1]
+    index, width = lax.axis_index("slice"), tiles_of(call)[1]
     return _Position(
         row, 2 * h if call.paired else h, b, steps, chunk, index, pl.ds(index * call.depth, call.depth),
         pl.ds(lax.axis_index("column") * width, width),
@@ -207,26 +130,36 @@ class _Block(NamedTuple):
 
     def run(self) -> None:
         """Do the part of the computation that this warpgroup has."""
-        group = lax.axis_index("group")
-        for index, name in enumerate(_ROLES):
+        roles = _roles(self.call)
+        at_first = 512 // len(roles)  # registers of a thread when the kernel begins
 
-            def role(name=name):
-                registers = _REGISTERS[name]
-                action: Any = "increase" if registers > _EQUAL else "decrease"
-                plgpu.set_max_registers(registers, action=action)
-                getattr(self, name)()
+        def run_role(name: str) -> None:
+            registers = _REGISTERS[name]
+            action: Any = "increase" if registers > at_first else "decrease"
+            plgpu.set_max_registers(registers, action=action)
+            getattr(self, name)()
 
-            pl.when(group == index)(role)
+        for index, name in enumerate(roles):
+            pl.when(lax.axis_index("group") == index)(functools.partial(run_role, name))
 
     @property
     def heads(self) -> list[Any]:
         """The index of the head of each tile."""
-        return [self.at.first + i for i in range(_tiles(self.call)[0])]
+        return [self.at.first + i for i in range(tiles_of(self.call)[0])]
 
     def tile(self, x, i: int):
         """Return a reference to the columns of tile i in a reference to values [64, *]."""
-        count, width = _tiles(self.call)
+        count, width = tiles_of(self.call)
         return x if count == 1 else x.at[:, pl.ds(i * width, width)]
+
+    def blocks(self) -> list[tuple[Any, slice, Any]]:
+        """Return, for each 64 columns of a tile, their index in the memory, and their places in the tile and in the memory."""
+        count = tiles_of(self.call)[1] // BLOCK
+        first = lax.axis_index("column") * count
+        return [
+            (first + j, slice(j * BLOCK, (j + 1) * BLOCK), pl.ds((first + j) * BLOCK, BLOCK))
+            for j in range(count)
+        ]
 
     def slot(self, name: str, n):
         """Return the index of the buffer of chunk n among those of `name`, which is an input or what one role hands on to another."""
@@ -318,7 +251,7 @@ class _Block(NamedTuple):
         """Compute the decayed scores and the decayed values of all chunks."""
         call = self.call
         scale = call.read_scale * call.write_scale
-        tiles = range(_tiles(call)[0])
+        tiles = range(tiles_of(call)[0])
 
         def step(n, _):
             self.wait_loaded(n)
@@ -335,9 +268,10 @@ class _Block(NamedTuple):
                         factor = token_weights(chunk, call.reverse, scale, call.rank)
                     buffers.at[i][...] = (product * factor).astype(buffers.dtype)
 
-            pl.run_scoped(scores, plgpu.ACC(SQUARE, _F32))
-            self.hand_on("weights", n)
-            if _scaled(call):
+            if "x" in call.streams:
+                pl.run_scoped(scores, plgpu.ACC(SQUARE, _F32))
+                self.hand_on("weights", n)
+            if scaled(call):
                 values = [plgpu.load(c["z"], layout=wg.LAYOUT).astype(_F32) for c in chunks]
                 writes = [
                     times_rows(z, c, "write_decay", call.write_scale).astype(c["z"].dtype)
@@ -350,8 +284,9 @@ class _Block(NamedTuple):
             self.release(n)
 
         lax.fori_loop(0, self.at.steps, step, None)
-        self.wait_used("weights used", "weights")
-        if _scaled(call):
+        if "x" in call.streams:
+            self.wait_used("weights used", "weights")
+        if scaled(call):
             self.wait_used("written used", "written")
 
     def chunk_decays(self) -> list[Any] | None:
@@ -364,7 +299,7 @@ class _Block(NamedTuple):
     def carry(self) -> None:
         """Carry the memories from their initial values (or 0) through all chunks, hand on what each was before a chunk, and store the last."""
         call, at = self.call, self.at
-        count, width = _tiles(call)
+        count, width = tiles_of(call)
         tiles = range(count)
         places = [(at.row, h, at.rows, at.columns) for h in self.heads]
         if "initial" in self.refs:
@@ -383,14 +318,20 @@ class _Block(NamedTuple):
             ahead = [d[at.chunk(jnp.minimum(n + 1, at.steps - 1))] for d in by_chunk or ()]
             if by_chunk is None and "cum" in call.streams:
                 decays = [jnp.exp(c["cum"][CHUNK - 1]) for c in chunks]
-            buffers = self.begin("memory", n)
-            for i, S in enumerate(memories):
-                buffers.at[i][...] = S.astype(buffers.dtype)
-            self.hand_on("memory", n)
+            # As in `scalar_scan`: a constant would let loads that depend on it run before the products.
+            starts: Any = True
+            if call.interval > 1:
+                starts = lax.rem(at.chunk(n), call.interval) == 0
+            elif decays:
+                starts = decays[0] >= 0.0
+            if "x" in call.streams:
+                self.hand_on_memories(n, memories, starts)
+            else:
+                plgpu.commit_smem()  # the fence between reading a decay and the next load
             if decays:
                 memories = [S * d for S, d in zip(memories, decays, strict=True)]
             written = [c["z"] for c in chunks]
-            if _scaled(call):
+            if scaled(call):
                 received = self.receive("written", n)
                 written = [received.at[i] for i in tiles]
             y = chunks[0]["y"].transpose((1, 0))
@@ -400,24 +341,60 @@ class _Block(NamedTuple):
                     plgpu.wgmma(S, y, writes)
 
             memories = list(wg.accumulate(products, *memories, interpret=call.interpret))
-            if _scaled(call):
+            if scaled(call):
                 self.give_back("written", n)
             self.release(n)
+            if "states" in self.refs:
+                pl.when(starts)(lambda: self.store_products(at.chunk(n), memories))
             return memories, ahead
 
         memories, _ = lax.fori_loop(0, at.steps, step, (memories, ahead))
         for S, place in zip(memories, places, strict=True):
             self.refs["last"].at[place][...] = S
-        self.wait_used("memory used", "memory")
+        if "x" in call.streams:
+            plgpu.wait_smem_to_gmem(0)
+            self.wait_used("memory used", "memory")
+
+    def hand_on_memories(self, n, memories, starts) -> None:
+        """Hand on the memories before the n-th chunk, and, if `starts`, start to store them for the backward pass if that is requested."""
+        at, saves = self.at, self.call.save_states
+        buffers = self.begin("memory", n)
+        if saves:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        for i, S in enumerate(memories):
+            buffers.at[i][...] = S.astype(buffers.dtype)
+        self.hand_on("memory", n)
+
+        def save():
+            interval = lax.div(at.chunk(n), self.call.interval)
+            for i, h in enumerate(self.heads):
+                target = self.refs["saved"].at[at.b, h, interval, at.rows, at.columns]
+                plgpu.copy_smem_to_gmem(buffers.at[i], target)
+
+        if saves:
+            pl.when(starts)(save)
+
+    def store_products(self, n, memories) -> None:
+        """Store, for each row of the memories' gradients, its inner product with the same row of the memory that another scan has saved at
+        the start of chunk n.
+        """
+        at, interval = self.at, lax.div(n, self.call.interval)
+        for S, h in zip(memories, self.heads, strict=True):
+            for index, part, columns in self.blocks():
+                state = wg.load_global(self.refs["states"].at[at.b, h, interval, at.rows, columns])
+                products = jnp.sum(S[:, part] * state.astype(_F32), axis=1)
+                self.refs["products"].at[at.b, h, index, interval, at.rows][...] = products
 
     def read(self) -> None:
         """Compute and store the output of all chunks."""
         call, at = self.call, self.at
-        count, width = _tiles(call)
+        count, width = tiles_of(call)
         tiles, number = range(count), self.smem["out"].shape[0]
         skips = [self.skip(h) for h in self.heads] if "skip" in self.refs else []
 
         def step(n, _):
+            tokens = pl.ds(at.chunk(n) * CHUNK, CHUNK)
+            partners = self.partners(tokens)  # loads that are long on their way
             self.wait_loaded(n)
             chunks, x = [self.chunk(n, i) for i in tiles], self.chunk(n, 0)["x"]
             memory = self.receive("memory", n)
@@ -440,24 +417,40 @@ class _Block(NamedTuple):
 
             outs = wg.accumulate(add, *sums, interpret=call.interpret)
             self.give_back("weights", n)
+            self.store_dots("dots", tokens, outs, partners)
             if skips:
                 values = [plgpu.load(c["z"], layout=wg.LAYOUT).astype(_F32) for c in chunks]
+                self.store_dots("skip_dots", tokens, values, partners)
                 outs = [out + d * z for out, d, z in zip(outs, skips, values, strict=True)]
             plgpu.wait_smem_to_gmem(number - 1, wait_read_only=True)
             buffers = self.smem["out"].at[lax.rem(n, number)]
             for i, out in enumerate(outs):
                 buffers.at[i][...] = out.astype(buffers.dtype)
             plgpu.commit_smem()
-            self.release(
-                n
-            )  # after the fence, which also orders this warpgroup's reads of decays before the next load
-            tokens = pl.ds(at.chunk(n) * CHUNK, CHUNK)
+            # After the fence, which also orders this warpgroup's reads of decays before the next load.
+            self.release(n)
             for i, h in enumerate(self.heads):
                 target = self.refs["out"].at[at.b, tokens, h * call.slices + at.slice, at.columns]
                 plgpu.copy_smem_to_gmem(buffers.at[i], target, commit_group=i == count - 1)
 
         lax.fori_loop(0, at.steps, step, None)
         plgpu.wait_smem_to_gmem(0)
+
+    def partners(self, tokens) -> list[list[Any]]:
+        """Load the chunk's rows of `partner` for each tile, in blocks of 64 columns; without it, there are none."""
+        if "partner" not in self.refs:
+            return []
+        at, name = self.at, "partner"
+        rows = [self.refs[name].at[at.b, tokens, self.call.input_head(name, h)] for h in self.heads]
+        return [[wg.load_global(x.at[:, columns]) for *_, columns in self.blocks()] for x in rows]
+
+    def store_dots(self, name: str, tokens, tiles, partners) -> None:
+        """Store each token's inner products of 64 columns of the tiles with `partners`, if there are any, as the output `name`."""
+        for tile, blocks, h in zip(tiles, partners, self.heads, strict=bool(partners)):
+            for (index, part, _), partner in zip(self.blocks(), blocks, strict=True):
+                dots = jnp.sum(tile[:, part] * partner.astype(_F32), axis=1)
+                index += self.at.slice * self.call.blocks
+                self.refs[name].at[self.at.b, h, index, tokens][...] = dots
 
     def skip(self, h):
         """Return the factor of z in the output of head h."""

@@ -126,37 +126,43 @@ def scalar_scan(
     struct: Any = jax.ShapeDtypeStruct
     if paired:
         streams["z"] = z.reshape(batch, length, heads // 2, 2 * width)
+    outputs = dict(
+        out=None if x is None else struct((batch, length, heads * slices, width), z.dtype),
+        last=struct((batch * runs, heads, all_rows, width), _F32),
+        dots=None if partner is None else struct((batch, heads, slices * blocks, length), _F32),
+        saved=struct((batch, heads, intervals, all_rows, width), z.dtype) if save_states else None,
+        products=None if states is None else struct((batch, heads, blocks, intervals, all_rows), _F32),
+        skip_dots=None if skip is None or partner is None else struct((batch, heads, slices * blocks, length), _F32),
+    )  # fmt: skip
     if ROLES and scalar_roles.supports(call):
-        inputs = {n: a for n, a in (streams | others).items() if a is not None}
-        results = scalar_roles.roles_scan(call, inputs, z.dtype)
-        return [row_layout.sum_heads(results["out"], heads), results["last"]]
-    smem = _smem(call, z.dtype)
+        results = scalar_roles.roles_scan(call, streams | others, outputs)
+    else:
+        results = _launch(call, streams | others, outputs)
+    if x is not None:
+        results["out"] = row_layout.sum_heads(results["out"], heads)
+    return list(results.values())
+
+
+def _launch(call: Call, inputs: dict[str, Any], outputs: dict[str, Any]) -> dict[str, jax.Array]:
+    """Compute a call of `scalar_scan` by columns: each warpgroup carries 64 columns of a memory through all chunks. Return the outputs."""
+    smem = _smem(call, inputs["z"].dtype)
 
     def kernel(refs):
         at = _position(call, refs)
         with_smem(lambda buffers: _Warpgroup(call, at, refs, buffers).compute(), smem)
 
-    results = launch(
+    memories = outputs["last"].shape[0] * call.heads
+    return launch(
         kernel,
-        inputs=streams | others,
-        outputs=dict(
-            out=None if x is None else struct((batch, length, heads * slices, width), z.dtype),
-            last=struct((batch * runs, heads, all_rows, width), _F32),
-            dots=None if partner is None else struct((batch, heads, slices * blocks, length), _F32),
-            saved=struct((batch, heads, intervals, all_rows, width), z.dtype) if save_states else None,
-            products=None if states is None else struct((batch, heads, blocks, intervals, all_rows), _F32),
-            skip_dots=None if skip is None or partner is None else struct((batch, heads, slices * blocks, length), _F32),
-        ),
+        inputs=inputs,
+        outputs=outputs,
         grid=dict(
-            row=batch * runs * heads // (2 if paired else 1), slice=slices, column=1 if paired else blocks // call.groups
+            row=memories // (2 if call.paired else 1), slice=call.slices, column=1 if call.paired else call.blocks // call.groups
         ),
         num_threads=call.groups + 1,
         name="linear_attention_scalar_scan",
-        interpret=interpret,
+        interpret=call.interpret,
     )  # fmt: skip
-    if x is not None:
-        results["out"] = row_layout.sum_heads(results["out"], heads)
-    return list(results.values())
 
 
 class _Position(NamedTuple):

@@ -1,0 +1,99 @@
+"""How `scalar_roles` divides columns and shared memory: tiles, and numbers of buffers."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from pallas_kernels.compat import plgpu
+from pallas_kernels.hopper import warpgroups as wg
+from pallas_kernels.hopper.row_layout import CHUNK
+from pallas_kernels.linear_attention.hopper.scalar_plan import BLOCK, Call
+
+_SMEM = (
+    226 * 1024
+)  # bytes for the tiles of a thread block, of 227 KiB; its barriers need less than the rest
+_F32 = jnp.float32
+
+
+class Plan(NamedTuple):
+    """The numbers of buffers in shared memory: of the loaded inputs, of weights, and of each of memories, written values and outputs."""
+
+    loaded: int
+    weights: int
+    others: int
+
+
+# The best first. A third buffer of inputs is worth most: an input arrives a microsecond after another one is released.
+_PLANS = Plan(3, 2, 2), Plan(3, 2, 1), Plan(3, 1, 1), Plan(2, 2, 2), Plan(2, 2, 1), Plan(2, 1, 1)
+
+
+def tiles_of(call: Call) -> tuple[int, int]:
+    """Return into how many tiles a thread block divides its columns, and the columns of each: one tile, or that of each of two heads."""
+    return (2, BLOCK) if call.paired else (1, call.groups * BLOCK)
+
+
+def scaled(call: Call) -> bool:
+    """Return whether the values that are written are not z itself."""
+    return call.write_scale != 1 or "cum" in call.streams or "write_decay" in call.streams
+
+
+def _tile_shapes(call: Call) -> dict[str, tuple[int, int]]:
+    """Return the shapes of the tiles that warpgroups load (x, y, z), hand on to each other, or store (out), by name; of z for all tiles of a
+    thread block together.
+    """
+    count, width = tiles_of(call)
+    keys, values = (CHUNK, call.depth), (CHUNK, width)
+    shapes = dict(y=keys, z=(CHUNK, count * width))
+    if scaled(call):
+        shapes["written"] = values
+    if "x" in call.streams:
+        shapes |= dict(x=keys, weights=(CHUNK, CHUNK), memory=(call.depth, width), out=values)
+    return shapes
+
+
+def _buffers(name: str, plan: Plan) -> int:
+    """Return the number of buffers of a kind of tiles."""
+    return plan.loaded if name in "xyz" else plan.weights if name == "weights" else plan.others
+
+
+def plan_of(call: Call) -> Plan | None:
+    """Return the best plan for which shared memory has room; None if it has none."""
+    count, shapes = tiles_of(call)[0], _tile_shapes(call)
+
+    def size(plan: Plan) -> int:
+        bytes_of = {name: 2 * rows * columns for name, (rows, columns) in shapes.items()}
+        tiles = (
+            _buffers(name, plan) * (1 if name in "xyz" else count) * size
+            for name, size in bytes_of.items()
+        )
+        vectors = sum(name not in "xyz" for name in call.streams)
+        return sum(tiles) + plan.loaded * vectors * count * CHUNK * 4
+
+    return next((plan for plan in _PLANS if size(plan) <= _SMEM), None)
+
+
+def smem_of(call: Call, dtype: Any) -> dict[str, Any]:
+    """Return the types of a thread block's buffers and barriers in shared memory, by name."""
+    plan, count = plan_of(call), tiles_of(call)[0]
+    assert plan is not None
+    smem: Any = plgpu.SMEM
+    found: dict[str, Any] = dict(
+        loaded=plgpu.Barrier(num_arrivals=len(call.streams), num_barriers=plan.loaded),
+        used=plgpu.Barrier(num_arrivals=3 if "x" in call.streams else 2, num_barriers=plan.loaded),
+    )
+    for name, shape in _tile_shapes(call).items():
+        number = _buffers(name, plan)
+        tiles = (number, *shape) if name in "xyz" else (number, count, *shape)
+        found[name] = smem(tiles, dtype=dtype, transforms=wg.TILED)
+        if name in ("written", "weights", "memory"):
+            found[f"{name} ready"] = plgpu.Barrier(num_barriers=number)
+            found[f"{name} used"] = plgpu.Barrier(num_barriers=number)
+    for name in call.streams:
+        if name == "run":
+            found[name] = smem((plan.loaded, CHUNK), jnp.int32)
+        elif name not in "xyz":
+            vector = (2, CHUNK) if call.paired else (CHUNK,)
+            found[name] = smem((plan.loaded, *vector), _F32)
+    return found
