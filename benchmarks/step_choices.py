@@ -20,7 +20,7 @@ from lsm_jax.ops.convolution import backends as convolution
 from lsm_jax.ops.rwkv7 import backends as rwkv7
 from lsm_jax.training import TrainConfig
 from pallas_kernels.delta_rule.hopper import chunk_backward as delta_chunks
-from pallas_kernels.linear_attention.hopper import scalar_decay
+from pallas_kernels.linear_attention.hopper import scalar_decay, scalar_scan
 
 RWKV7_PARTS = ("before", "forward", "rows", "squares", "values")  # what `leave_out` knows
 
@@ -51,6 +51,7 @@ def apply(case: dict[str, Any], config: TrainConfig) -> None:
         leave_out(part)
     if case.get("pairs") == "apart":
         scalar_decay.GRADIENTS_OF_PAIRS = False
+    scalar_scan.ROLES |= case.get("pairs") == "roles"
     if case.get("stacks") == "concatenated":
         unstack.LEAST_SIZE = math.inf
     if case.get("swiglu") == "apart":

@@ -1,10 +1,11 @@
 """Check and time Mamba2's memory: linear attention with a scalar decay, factors of writes and a skip, whose heads share q and k.
 
-    python -m benchmarks writes [--cases 16x2048x32,8x4096x64] [--kinds pairs,heads]
+    python -m benchmarks writes [--cases 16x2048x32,8x4096x64] [--kinds pairs,heads,roles]
 
 A row for each case, B x T x heads of 128 key and 64 value channels, in bfloat16: the ms of the forward pass and of forward and backward, and
 the largest error of the gradients of the first row, in RMS relative to float32's RMS. Kinds: gradients of two heads in one thread block
-("pairs", the kernel's rule where it is possible), or of each head, which XLA adds ("heads").
+("pairs", the kernel's rule where it is possible), or of each head, which XLA adds ("heads"); "roles" is "pairs" with the forward pass by
+the scan by roles.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from benchmarks.run import require_gpu
 from benchmarks.timing import alone, batch_milliseconds
 from lsm_jax import ops
 from pallas_kernels.linear_attention.cases import GRADIENT_TOLERANCE
-from pallas_kernels.linear_attention.hopper import scalar_decay
+from pallas_kernels.linear_attention.hopper import scalar_decay, scalar_scan
 
 BENCHMARK = Benchmark(
     name="writes",
@@ -31,7 +32,7 @@ BENCHMARK = Benchmark(
     key=("case",),
 )
 
-KINDS = ("pairs", "heads")
+KINDS = ("pairs", "heads", "roles")
 CASES = {"16x2048x32": (16, 2048, 32), "8x4096x64": (8, 4096, 64), "2x16384x32": (2, 16384, 32)}
 
 
@@ -85,7 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cases", type=options.names(CASES), default="16x2048x32,8x4096x64", help="B x T x heads"
     )
-    options.add_kinds(parser, KINDS, ",".join(KINDS))
+    options.add_kinds(parser, KINDS, "pairs,heads")
     options.add_lock(parser)
 
 
@@ -95,7 +96,7 @@ def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def rows(args: argparse.Namespace, cases: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     require_gpu("writes")
-    before = scalar_decay.GRADIENTS_OF_PAIRS
+    before = scalar_decay.GRADIENTS_OF_PAIRS, scalar_scan.ROLES
     try:
         with alone(args.lock):
             for row in cases:
@@ -104,7 +105,9 @@ def rows(args: argparse.Namespace, cases: list[dict[str, Any]]) -> Iterator[dict
                     wanted = jax.jit(functools.partial(of_first_row, "xla", jnp.float32))(arrays)
                 measured: dict[str, Any] = {}
                 for kind in args.kinds:
-                    scalar_decay.GRADIENTS_OF_PAIRS = kind == "pairs"
+                    jax.clear_caches()  # of traces of the same shapes with the other switches
+                    scalar_decay.GRADIENTS_OF_PAIRS = kind != "heads"
+                    scalar_scan.ROLES = kind == "roles"
                     got = jax.jit(functools.partial(of_first_row, "mosaic_gpu", None))(arrays)
                     found = errors(got, wanted)
                     programs = (
@@ -116,4 +119,4 @@ def rows(args: argparse.Namespace, cases: list[dict[str, Any]]) -> Iterator[dict
                     measured[f"{kind}_right"] = max(found.values()) < GRADIENT_TOLERANCE
                 yield row | measured
     finally:
-        scalar_decay.GRADIENTS_OF_PAIRS = before
+        scalar_decay.GRADIENTS_OF_PAIRS, scalar_scan.ROLES = before
