@@ -14,6 +14,7 @@ from pallas_kernels.decode_step import cases as decode_step_cases
 from pallas_kernels.delta_rule import cases as delta_rule_cases
 from pallas_kernels.dplr import cases as dplr_cases
 from pallas_kernels.linear_attention import cases as linear_attention_cases
+from pallas_kernels.linear_attention.hopper import scalar_plan, scalar_scan
 from pallas_kernels.memory_cases import SEGMENTS, SEGMENTS_WIDE, SLOTS
 from pallas_kernels.selective_scan import cases as selective_scan_cases
 from tests.kernels import test_decode_step_gpu as decode_step
@@ -52,6 +53,37 @@ def test_equals_the_recurrence(configuration):
     in float32 at full precision; a second run gives the same bits.
     """
     check(configuration, batch=2)
+
+
+@pytest.fixture
+def by_roles(monkeypatch):
+    """A fixture with the scan by roles of a scalar decay, and no trace of the same shapes with the other scan."""
+    monkeypatch.setattr(scalar_scan, "ROLES", True)
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
+SCALAR = [x for x in memories.CONFIGURATIONS if str(x[-1]) in ("token", "None", "strong", "constant")]  # fmt: skip
+
+
+@pytest.mark.parametrize("configuration", SCALAR, ids=compare.case_id)
+@pytest.mark.parametrize("wide", [False, True])
+def test_the_scan_by_roles_equals_the_recurrence(configuration, wide, by_roles, monkeypatch):
+    """With one block of value channels in a thread block, and, if `wide`, with two if there are two."""
+    monkeypatch.setattr(scalar_plan, "PROCESSORS", 1 if wide else 132)
+    check(configuration, batch=2)
+
+
+@pytest.mark.parametrize("case", ["scalar", "plain-shared", "scalar-wide"])
+def test_the_scan_by_roles_with_one_state_a_segment(case, by_roles):
+    test_one_state_a_segment((SEGMENTS | SEGMENTS_WIDE)[case])
+
+
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("heads", [(1, 1, 4), (4, 2, 2), (1, 1, 3)], ids=str)
+def test_the_scan_by_roles_with_factors_of_writes_and_skips(heads, documents, by_roles):
+    test_factors_of_writes_and_skips(heads, documents)
 
 
 def check(configuration, batch):

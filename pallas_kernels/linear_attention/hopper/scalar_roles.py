@@ -120,7 +120,7 @@ class _Block(NamedTuple):
         call: sizes and options of the scan.
         at: which memories, and which chunks, the thread block computes.
         refs: inputs and outputs in global memory, by name.
-        smem: buffers and barriers in shared memory, as `_smem` returns them, by name.
+        smem: buffers and barriers in shared memory, as `smem_of` returns them, by name.
     """
 
     call: Call

@@ -11,9 +11,7 @@ from pallas_kernels.hopper import warpgroups as wg
 from pallas_kernels.hopper.row_layout import CHUNK
 from pallas_kernels.linear_attention.hopper.scalar_plan import BLOCK, Call
 
-_SMEM = (
-    226 * 1024
-)  # bytes for the tiles of a thread block, of 227 KiB; its barriers need less than the rest
+_SMEM = 226 * 1024  # bytes of a thread block's tiles, of 227 KiB; barriers have the rest
 _F32 = jnp.float32
 
 
