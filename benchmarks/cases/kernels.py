@@ -242,7 +242,7 @@ def device_times(pair, inputs) -> list[list[float]]:
     for program in pair:
         kernels = by_kernel(lambda p=program: p(do, q, k, v, *gates), program.as_text(), calls=10)
         total = sum(row["milliseconds"] for row in kernels)
-        found.append([round(total, 4), sum(row["launches"] for row in kernels)])
+        found.append([round(total, 4), round(sum(row["launches"] for row in kernels), 1)])
     return found
 
 
