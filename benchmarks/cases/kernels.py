@@ -8,7 +8,8 @@ the XLA form and of the peers, measured one after the other. The peers are jax-l
 flash-linear-attention under PyTorch ("fla", see `benchmarks.peers.fla`). Times are medians of 7 batches of 20
 calls. The gradient of the decay is computed, since it comes from a projection in the peers too. All programs
 are compiled before any is timed. `--roles` also times the scan by roles of linear attention with a scalar decay or none
-(`pallas_kernels.linear_attention.hopper.scalar_roles`), and says whether its results have the same bits.
+(`pallas_kernels.linear_attention.hopper.scalar_roles`), as "roles", and with the sums of its decays by a kernel as "sums"; with
+`--errors` it says whether results have the bits of "kernel".
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from benchmarks.timing import alone, batch_milliseconds
 from lsm_jax import ops
 from pallas_kernels.hopper import parts as hopper_parts
 from pallas_kernels.linear_attention.cases import GRADIENT_TOLERANCE, OUTPUT_TOLERANCE
-from pallas_kernels.linear_attention.hopper import scalar_scan
+from pallas_kernels.linear_attention.hopper import scalar_decay, scalar_scan
 from pallas_kernels.memory_cases import TIMED
 
 BENCHMARK = Benchmark(
@@ -47,7 +48,8 @@ BENCHMARK = Benchmark(
     requires_gpu=True,
 )
 
-KINDS = {"kernel": "mosaic_gpu", "roles": "mosaic_gpu", "xla": "xla"}
+KINDS = {"kernel": "mosaic_gpu", "roles": "mosaic_gpu", "sums": "mosaic_gpu", "xla": "xla"}
+ROLES = "roles", "sums"
 OPS = (
     "no decay",
     "constant decay",
@@ -153,18 +155,20 @@ def programs_of(call, inputs: tuple[jax.ShapeDtypeStruct, ...]) -> list:
 
 
 @contextlib.contextmanager
-def scan_by_roles(used: bool):
-    """Let programs that are traced in this context use the scan by roles, if `used`; their traces are forgotten after it."""
-    if not used:
+def scan_of(kind: str):
+    """Let programs that are traced in this context use the scan by roles for the kinds of `ROLES`, and the kernel of decays' sums for "sums".
+    Their traces are forgotten after it.
+    """
+    if kind not in ROLES:
         yield
         return
-    before = scalar_scan.ROLES
+    before = scalar_scan.ROLES, scalar_decay.SUMS_BY_PRODUCTS
     try:
         jax.clear_caches()
-        scalar_scan.ROLES = True
+        scalar_scan.ROLES, scalar_decay.SUMS_BY_PRODUCTS = True, kind == "sums"
         yield
     finally:
-        scalar_scan.ROLES = before
+        scalar_scan.ROLES, scalar_decay.SUMS_BY_PRODUCTS = before
         jax.clear_caches()
 
 
@@ -214,7 +218,7 @@ def compile_all(cases: list[tuple[str, str]], kinds: list[str], segments: int = 
                         call = jla(op) if kind == "jla" else library_call(op, KINDS[kind], segments)
                         if call is None:
                             continue
-                        with scan_by_roles(kind == "roles"):
+                        with scan_of(kind):
                             lowered = programs_of(call, inputs)
                     built[op, shape, kind] = [pool.submit(p.compile) for p in lowered]
                 except Exception as error:  # the requirement of a kernel or a peer that is not met
@@ -258,7 +262,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--xla", action="store_true", help="time the XLA form too")
     parser.add_argument(
-        "--roles", action="store_true", help="time the scan by roles too, where it supports the op"
+        "--roles",
+        action="store_true",
+        help="time the scan by roles too, with and without the kernel of sums",
     )
     parser.add_argument(
         "--errors",
@@ -304,7 +310,7 @@ def rows(args: argparse.Namespace, cases: list[dict[str, Any]]) -> Iterator[dict
     pairs = [(case["op"], case["shape"]) for case in cases]
     kinds = [
         "kernel",
-        *["roles"] * args.roles,
+        *ROLES * args.roles,
         *["xla"] * args.xla,
         *["jla"] * ("jla" in args.peers),
     ]
@@ -357,8 +363,8 @@ def measure_row(
             row[f"{kind}_right"] = all(x < y for x, y in zip(errors, limits, strict=True))
             if kind == "kernel" and "roles" in kinds:
                 kept = found
-            if kind == "roles" and kept is not None:
-                row["roles_same_bits"] = [
+            if kind in ROLES and kept is not None:
+                row[f"{kind}_same_bits"] = [
                     bool(jnp.array_equal(x, y)) for x, y in zip(found, kept, strict=True)
                 ]
         except Exception as failure:
@@ -377,6 +383,6 @@ def line(row: dict[str, Any]) -> str:
         wrong = " WRONG" if not row.get(f"{name}_right", True) else ""
         return f"{name} {row[name][0]:.3f} / {row[name][1]:.3f}{device}{error}{wrong}"
 
-    times = "   ".join(text(n) for n in ("kernel", "roles", "jla", "fla", "xla") if n in row)
+    times = "   ".join(text(n) for n in ("kernel", *ROLES, "jla", "fla", "xla") if n in row)
     errors = "".join(f"   {k}: {v[:100]}" for k, v in row.items() if k.endswith("_error"))
     return f"{row['op']:16s} {row['shape']:16s} {times} ms{errors}"

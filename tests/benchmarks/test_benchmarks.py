@@ -29,7 +29,7 @@ from benchmarks.registry import Benchmark, UsageError
 from benchmarks.run import read_rows
 from pallas_kernels.compat import gpu_interpreter
 from pallas_kernels.gated_norm.cases import Case
-from pallas_kernels.linear_attention.hopper import scalar_scan
+from pallas_kernels.linear_attention.hopper import scalar_decay, scalar_scan
 from tests.faults import campaign
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -281,7 +281,7 @@ def test_the_scan_by_roles_is_compared_with_the_other_and_with_float32(monkeypat
 
     def call(*options):
         def scaled(*inputs):
-            traced.add((options[1], inputs[0].dtype.name, scalar_scan.ROLES))
+            traced.add((inputs[0].dtype.name, scalar_scan.ROLES, scalar_decay.SUMS_BY_PRODUCTS))
             return library(*options)(*inputs) * (1.1 if scalar_scan.ROLES else 1)
 
         return scaled
@@ -294,9 +294,10 @@ def test_the_scan_by_roles_is_compared_with_the_other_and_with_float32(monkeypat
         kernels, "by_kernel", lambda *x, calls: [{"milliseconds": 1, "launches": 2}]
     )
     case = dict(op="scalar decay", shape="2x64x2x64")
-    programs = kernels.compile_all([tuple(case.values())], ["float32", "kernel", "roles"])
-    bfloat16 = {("xla", "bfloat16", roles) for roles in (False, True)}
-    assert traced == {("xla", "float32", False), *bfloat16} and not scalar_scan.ROLES
+    programs = kernels.compile_all([tuple(case.values())], ["float32", "kernel", "roles", "sums"])
+    switches = (False, False), (True, False), (True, True)
+    assert traced == {("float32", False, False), *(("bfloat16", *x) for x in switches)}
+    assert not (scalar_scan.ROLES or scalar_decay.SUMS_BY_PRODUCTS)
     row = kernels.measure_row(case, ["kernel", "roles"], programs, 1.0, None, on_device=True)
     assert row["kernel_right"] and not row["roles_right"] and not any(row["roles_same_bits"])
     assert 0 < row["kernel_errors"][0] < 5e-3 and row["roles_errors"][0] == pytest.approx(

@@ -26,7 +26,12 @@ from pallas_kernels.gated_norm import gated_rms_norm_gradients
 from pallas_kernels.grouped_product import gated, hopper
 from pallas_kernels.hopper import unit_inverse
 from pallas_kernels.linear_attention import cases as linear_attention_cases
-from pallas_kernels.linear_attention.hopper import channel_scan, scalar_plan, scalar_scan
+from pallas_kernels.linear_attention.hopper import (
+    channel_scan,
+    scalar_decay,
+    scalar_plan,
+    scalar_scan,
+)
 from pallas_kernels.residual_norm import cases as residual_norm_cases
 from pallas_kernels.residual_norm import residual_norm_forward, residual_norm_gradients
 from pallas_kernels.rwkv7 import cases as rwkv7_cases
@@ -199,14 +204,17 @@ def test_slices_of_keys_in_one_program_spill_little(given, known, capfd, monkeyp
 def test_the_scan_by_roles_spills_nothing(
     heads, key_dim, value_dim, given, wide, capfd, monkeypatch
 ):
-    """With one block of value channels in a thread block, and, if `wide`, with two if there are two."""
+    """With one block of value channels in a thread block, and, if `wide`, with two if there are two, and with sums of decays by products."""
     monkeypatch.setattr(scalar_scan, "ROLES", True)
+    monkeypatch.setattr(scalar_decay, "SUMS_BY_PRODUCTS", wide)
     monkeypatch.setattr(scalar_plan, "PROCESSORS", 1 if wide else 132)
     jax.clear_caches()  # of the same shapes with the other scan
     case = "linear_memory", heads, key_dim, value_dim, given, 0
     try:
         assembly = assert_spills_no_more(case, capfd, monkeypatch, backward=True)
         assert "linear_attention_scalar_roles" in assembly
+        sums = wide and "log_decay" in given and heads[2] % 2 == 0  # whole tiles
+        assert ("linear_attention_decay_sums" in assembly) == sums
     finally:
         jax.clear_caches()
 

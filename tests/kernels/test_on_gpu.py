@@ -14,7 +14,7 @@ from pallas_kernels.decode_step import cases as decode_step_cases
 from pallas_kernels.delta_rule import cases as delta_rule_cases
 from pallas_kernels.dplr import cases as dplr_cases
 from pallas_kernels.linear_attention import cases as linear_attention_cases
-from pallas_kernels.linear_attention.hopper import scalar_plan, scalar_scan
+from pallas_kernels.linear_attention.hopper import scalar_decay, scalar_plan, scalar_scan
 from pallas_kernels.memory_cases import SEGMENTS, SEGMENTS_WIDE, SLOTS
 from pallas_kernels.selective_scan import cases as selective_scan_cases
 from tests.kernels import test_decode_step_gpu as decode_step
@@ -70,8 +70,9 @@ SCALAR = [x for x in memories.CONFIGURATIONS if str(x[-1]) in ("token", "None", 
 @pytest.mark.parametrize("configuration", SCALAR, ids=compare.case_id)
 @pytest.mark.parametrize("wide", [False, True])
 def test_the_scan_by_roles_equals_the_recurrence(configuration, wide, by_roles, monkeypatch):
-    """With one block of value channels in a thread block, and, if `wide`, with two if there are two."""
+    """With one block of value channels in a thread block, and, if `wide`, with two if there are two, and with sums of decays by products."""
     monkeypatch.setattr(scalar_plan, "PROCESSORS", 1 if wide else 132)
+    monkeypatch.setattr(scalar_decay, "SUMS_BY_PRODUCTS", wide)
     check(configuration, batch=2)
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.compat import plgpu, races_found
+from pallas_kernels.compat import gpu_interpreter, plgpu, races_found
 from pallas_kernels.hopper import row_layout
 from pallas_kernels.linear_attention.cases import HOPPER_INTERPRETED, Case
 from pallas_kernels.linear_attention.hopper import (
@@ -16,7 +16,8 @@ from pallas_kernels.linear_attention.hopper import (
     scalar_roles_plan,
     scalar_scan,
 )
-from tests.kernels.test_linear_attention_gpu import fused, make, make_case, with_two_memories
+from pallas_kernels.linear_attention.hopper.decay_sums import decay_sums
+from tests.kernels.test_linear_attention_gpu import error, fused, make, make_case, with_two_memories
 
 
 def results_and_gradients(function, inputs, zeros: tuple[Any, ...] = ()):
@@ -126,3 +127,32 @@ def test_the_scan_by_roles_has_the_bits_of_the_scan_by_columns(name, plan, monke
         assert f"linear_attention_scalar_{'roles' if roles else 'scan'}" in names
         assert f"linear_attention_scalar_{'scan' if roles else 'roles'}" not in names
     jax.tree.map(np.testing.assert_array_equal, *found)
+
+
+def test_sums_of_decays_are_products():
+    """The kernel of sums has float32's precision, also of sums whose terms differ by six orders of magnitude."""
+    rng = np.random.default_rng(0)
+    x = -np.abs(rng.normal(size=(128, 64))) * rng.choice([1e-5, 1, 30], size=(128, 64))
+    x = x.astype(np.float32)
+    cum, after = decay_sums(jnp.asarray(x), interpret=gpu_interpreter())
+    wanted = np.cumsum(x, axis=1, dtype=np.float64)
+    np.testing.assert_allclose(cum, wanted, rtol=5e-7)
+    later = np.cumsum(x[:, :0:-1], axis=1, dtype=np.float64)[:, ::-1]
+    np.testing.assert_allclose(after, np.exp(np.pad(later, [(0, 0), (0, 1)])), rtol=1e-4, atol=1e-7)
+    assert not races_found()
+
+
+@pytest.mark.parametrize("documents", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_sums_by_products_give_the_results_of_sums_by_xla(documents, monkeypatch):
+    inputs = make(2048, 1, 1, 2, 64, 64, documents=documents, decay="token")
+    run, found = inputs.pop("run"), []
+    kernel, names = plgpu.kernel, []
+    monkeypatch.setattr(
+        plgpu, "kernel", lambda body, **o: names.append(body.__name__) or kernel(body, **o)
+    )
+    for products in (False, True):
+        monkeypatch.setattr(scalar_decay, "SUMS_BY_PRODUCTS", products)
+        found.append(fused(**inputs, run=run))
+        assert ("linear_attention_decay_sums" in names) == products
+    for got, wanted in zip(*found, strict=True):
+        assert error(got, wanted) < 2e-4

@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from pallas_kernels.hopper import row_layout
 from pallas_kernels.hopper.row_layout import CHUNK
 from pallas_kernels.linear_attention.hopper import pair_gradients
+from pallas_kernels.linear_attention.hopper.decay_sums import ROWS, decay_sums
 from pallas_kernels.linear_attention.hopper.scalar_plan import Decays, pairs
 from pallas_kernels.linear_attention.hopper.scalar_scan import scalar_scan
 from pallas_kernels.memory_calls import NO_BONUS, in_bfloat16, key_dims, value_dims
@@ -41,6 +42,8 @@ PAIRED = True
 GRADIENTS_OF_PAIRS = True
 """Whether the gradients of two heads that share q and k are computed by the scans of `pair_gradients`, where there are factors of writes and
 skips."""
+SUMS_BY_PRODUCTS = False
+"""Whether sums of decays are products of a kernel (`decay_sums`), where the number of chunks is a multiple of its tile's, or of XLA."""
 REQUIREMENTS = (
     NO_BONUS,
     in_bfloat16("q", "k", "v"),
@@ -81,7 +84,7 @@ def forward(
     paired = PAIRED and skip is not None
     programs = batch * heads // (2 if paired and pairs(q, k, v, heads) else 1)
     parts = 1 if chunk_bounds is not None else row_layout.count_parts(programs, length)
-    decay = _chunk_decays(log_decay, run, v.shape, parts, log_write)
+    decay = _chunk_decays(log_decay, run, v.shape, parts, log_write, interpret)
     q, k, v = (row_layout.split_parts(x, parts) for x in (q, k, v))
     scan = functools.partial(
         scalar_scan, decay=decay, heads=heads, chunk_bounds=chunk_bounds, rank=rank, interpret=interpret, paired=paired,
@@ -219,7 +222,7 @@ def _by_head(skip, heads: int):
     return None if skip is None else jnp.repeat(skip.astype(_F32), heads // skip.shape[0])
 
 
-def _chunk_decays(log_decay, run, shape, parts: int, log_write=None) -> Decays:
+def _chunk_decays(log_decay, run, shape, parts: int, log_write, interpret: Any) -> Decays:
     """Return the decays that the scan multiplies by, of each token and each chunk, as `Decays`.
 
     They are computed from log_decay [B, T, G] (or None), the document numbers run [B, T] (or None) and the logarithms of the factors of
@@ -236,11 +239,17 @@ def _chunk_decays(log_decay, run, shape, parts: int, log_write=None) -> Decays:
     else:
         # e^-104 is 0 in float32; larger sums would cost the others their precision.
         by_chunk = jnp.moveaxis(jnp.maximum(log_decay.astype(_F32), -128.0), 1, 2)
-        by_chunk = by_chunk.reshape(batch, heads, count, 1, CHUNK)
-        # Sums up to a token and after it, computed apart: their difference would lose precision. They are one kernel of XLA.
-        later = jnp.arange(CHUNK) > jnp.arange(CHUNK)[:, None]
-        cum, after = (jnp.sum(jnp.where(m, by_chunk, 0), axis=-1) for m in (~later, later))
-        read_decay, write_decay, chunk_decay = (jnp.exp(x) for x in (cum, after, cum[..., -1]))
+        sizes = batch, heads, count, CHUNK
+        if SUMS_BY_PRODUCTS and batch * heads * count % ROWS == 0:
+            sums = decay_sums(by_chunk.reshape(-1, CHUNK), interpret=interpret)
+            cum, write_decay = (x.reshape(sizes) for x in sums)
+        else:
+            by_chunk = by_chunk.reshape(batch, heads, count, 1, CHUNK)
+            # Sums up to a token and after it, computed apart: their difference would lose precision. They are one kernel of XLA.
+            later = jnp.arange(CHUNK) > jnp.arange(CHUNK)[:, None]
+            cum, after = (jnp.sum(jnp.where(m, by_chunk, 0), axis=-1) for m in (~later, later))
+            write_decay = jnp.exp(after)
+        read_decay, chunk_decay = jnp.exp(cum), jnp.exp(cum[..., -1])
     if run is not None:
         of_chunk = run.reshape(batch, 1, count, CHUNK)
         last = of_chunk[..., -1]
