@@ -51,7 +51,8 @@ def apply(case: dict[str, Any], config: TrainConfig) -> None:
         leave_out(part)
     if case.get("pairs") == "apart":
         scalar_decay.GRADIENTS_OF_PAIRS = False
-    scalar_scan.ROLES |= case.get("pairs") == "roles"
+    if case.get("pairs") == "roles":
+        scalar_scan.ROLES = True
     if case.get("stacks") == "concatenated":
         unstack.LEAST_SIZE = math.inf
     if case.get("swiglu") == "apart":

@@ -9,7 +9,7 @@ of the worst gradient at 2 x 640 x 4 heads against float32 XLA, relative in RMS 
 kind at the timed size (`difference`), and whether repeated calls return the same bits (`same`). `right` is false if an error is above the
 kernels' tolerances.
 
-Kinds: "now" is the default, "blocks" inverts chunks by products of blocks of single warps, "split" computes the outputs of the scan by another
+Kinds: "now" inverts whole tiles and computes outputs in the warpgroup of the memory, "blocks" inverts chunks by products of blocks of single warps, "split" computes the outputs of the scan by another
 warpgroup, "blocks_split" does both, "scored" also computes the scores in the scan where there is no derivative (else it is "blocks_split", and
 is not timed), and "truncated" divides the writes of today's scan by truncation.
 """
@@ -122,7 +122,8 @@ def solve(interpret: Any, arrays: dict[str, Any]) -> chunk_forward.SolvedChunks:
 
 def scanned(interpret: Any, arrays: dict[str, Any], solved: chunk_forward.SolvedChunks):
     """Scan the solved chunks of a case: the second kernel of the forward pass."""
-    run = split_scan.split_scan_forward if scan.FORWARD == "scored" else scan.scan_forward
+    scored = scan.FORWARD == "scored"
+    run = split_scan.split_scan_forward if scored else scan.scan_forward
     q, k, v = (arrays[name] for name in "qkv")
     heads, scale = q.shape[2], _scale(arrays)
     return run(q, k, v, solved, None, heads=heads, scale=scale, interpret=interpret)

@@ -7,9 +7,9 @@ A row for each op and shape (B x T x H x D, or x K x V for a delta rule, bfloat1
 the XLA form and of the peers, measured one after the other. The peers are jax-linear-attention ("jla") and
 flash-linear-attention under PyTorch ("fla", see `benchmarks.peers.fla`). Times are medians of 7 batches of 20
 calls. The gradient of the decay is computed, since it comes from a projection in the peers too. All programs
-are compiled before any is timed. `--roles` also times the scan by roles of linear attention with a scalar decay or none
-(`pallas_kernels.linear_attention.hopper.scalar_roles`), as "roles", and with the sums of its decays by a kernel as "sums"; with
-`--errors` it says whether results have the bits of "kernel".
+are compiled before any is timed. `--roles` also times linear attention with a scalar decay or none by the scan whose warpgroups carry
+columns, as "columns", by the scan by roles (`pallas_kernels.linear_attention.hopper.scalar_roles`), as "roles", and by that with the sums of
+its decays by a kernel, as "sums"; with `--errors` it says whether their results have the bits of "columns".
 """
 
 from __future__ import annotations
@@ -48,8 +48,9 @@ BENCHMARK = Benchmark(
     requires_gpu=True,
 )
 
-KINDS = {"kernel": "mosaic_gpu", "roles": "mosaic_gpu", "sums": "mosaic_gpu", "xla": "xla"}
-ROLES = "roles", "sums"
+# Whether the scan of linear attention with a scalar decay is by roles, and the sums of its decays by a kernel, for the kinds of --roles.
+SCANS = {"columns": (False, False), "roles": (True, False), "sums": (True, True)}
+KINDS = {"kernel": "mosaic_gpu", **dict.fromkeys(SCANS, "mosaic_gpu"), "xla": "xla"}
 OPS = (
     "no decay",
     "constant decay",
@@ -156,16 +157,16 @@ def programs_of(call, inputs: tuple[jax.ShapeDtypeStruct, ...]) -> list:
 
 @contextlib.contextmanager
 def scan_of(kind: str):
-    """Let programs that are traced in this context use the scan by roles for the kinds of `ROLES`, and the kernel of decays' sums for "sums".
-    Their traces are forgotten after it.
+    """Let programs that are traced in this context compute as `SCANS` says for their kinds, and others by default. Their traces are forgotten
+    after it.
     """
-    if kind not in ROLES:
+    if kind not in SCANS:
         yield
         return
     before = scalar_scan.ROLES, scalar_decay.SUMS_BY_PRODUCTS
     try:
         jax.clear_caches()
-        scalar_scan.ROLES, scalar_decay.SUMS_BY_PRODUCTS = True, kind == "sums"
+        scalar_scan.ROLES, scalar_decay.SUMS_BY_PRODUCTS = SCANS[kind]
         yield
     finally:
         scalar_scan.ROLES, scalar_decay.SUMS_BY_PRODUCTS = before
@@ -264,7 +265,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--roles",
         action="store_true",
-        help="time the scan by roles too, with and without the kernel of sums",
+        help="time the scans by columns and by roles too, the latter with and without the kernel of sums",
     )
     parser.add_argument(
         "--errors",
@@ -310,7 +311,7 @@ def rows(args: argparse.Namespace, cases: list[dict[str, Any]]) -> Iterator[dict
     pairs = [(case["op"], case["shape"]) for case in cases]
     kinds = [
         "kernel",
-        *ROLES * args.roles,
+        *tuple(SCANS) * args.roles,
         *["xla"] * args.xla,
         *["jla"] * ("jla" in args.peers),
     ]
@@ -361,9 +362,9 @@ def measure_row(
             row[f"{kind}_errors"] = [round(x, 5) for x in errors]
             limits = [OUTPUT_TOLERANCE, *[GRADIENT_TOLERANCE] * (len(errors) - 1)]
             row[f"{kind}_right"] = all(x < y for x, y in zip(errors, limits, strict=True))
-            if kind == "kernel" and "roles" in kinds:
+            if kind == "columns":
                 kept = found
-            if kind in ROLES and kept is not None:
+            elif kind in SCANS and kept is not None:
                 row[f"{kind}_same_bits"] = [
                     bool(jnp.array_equal(x, y)) for x, y in zip(found, kept, strict=True)
                 ]
@@ -383,6 +384,6 @@ def line(row: dict[str, Any]) -> str:
         wrong = " WRONG" if not row.get(f"{name}_right", True) else ""
         return f"{name} {row[name][0]:.3f} / {row[name][1]:.3f}{device}{error}{wrong}"
 
-    times = "   ".join(text(n) for n in ("kernel", *ROLES, "jla", "fla", "xla") if n in row)
+    times = "   ".join(text(n) for n in ("kernel", *SCANS, "jla", "fla", "xla") if n in row)
     errors = "".join(f"   {k}: {v[:100]}" for k, v in row.items() if k.endswith("_error"))
     return f"{row['op']:16s} {row['shape']:16s} {times} ms{errors}"

@@ -42,7 +42,7 @@ def inverse_of_blocks(ops: Operations, blocks: list[Block], *, upper: bool = Fal
     """Return a warp's blocks of the inverse from its blocks of the negative system, which is lower triangular or, with `upper`, upper
     triangular.
     """
-    # Of the warps, each of which requires the rows of those before it.
+    # The order of the warps: each requires the rows of those before it.
     order = range(WARPS)[:: -1 if upper else 1]
     blocks = [[ops.rounded(x) for x in block] for block in blocks]
     own = blocks[WARPS - 1]

@@ -13,16 +13,17 @@ from pallas_kernels.hopper.halving import SQUARE
 from pallas_kernels.tiles import delta as tiles
 
 METHODS = ("doubled", "blocks")
-METHOD = "doubled"
-"""How systems are inverted: "doubled", by 13 products of whole tiles, one after another; "blocks", by products of blocks [16, 16] that single
-warps compute (`block_inverse`).
+METHOD: str | None = None
+"""How all systems are inverted: "doubled", by 13 products of whole tiles, one after another; "blocks", by products of blocks [16, 16] that single
+warps compute (`block_inverse`); None is what the caller of `unit_inverse` asks for.
 """
 _F32, _BF16 = jnp.float32, jnp.bfloat16
 
 
-def unit_inverse(strict, apart, right, left, interpret: Any, *, upper: bool = False):
-    """Return the inverse `(I + strict)⁻¹` of a chunk's triangular system, a tile [64, 64] in registers, by the method of
-    `tiles.delta.unit_inverse`, or, if `METHOD` is "blocks", of `block_inverse`.
+def unit_inverse(
+    strict, apart, right, left, interpret: Any, *, upper: bool = False, method: str = "doubled"
+):
+    """Return the inverse `(I + strict)⁻¹` of a chunk's triangular system, a tile [64, 64] in registers.
 
     Args:
         strict: the strictly lower triangular tile [64, 64], 0 on and above its diagonal.
@@ -31,8 +32,9 @@ def unit_inverse(strict, apart, right, left, interpret: Any, *, upper: bool = Fa
         left: two such buffers for left operands, which only the interpreter requires.
         interpret: parameters of the interpreter, or False.
         upper: whether `strict` is upper triangular instead.
+        method: one of `METHODS`, "doubled" as `tiles.delta.unit_inverse` or "blocks"; `METHOD` replaces it.
     """
-    if METHOD == "blocks":
+    if (METHOD or method) == "blocks":
         return block_inverse(strict, right, interpret, upper=upper)
 
     def product(b, *lefts):

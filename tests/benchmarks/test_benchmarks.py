@@ -294,16 +294,17 @@ def test_the_scan_by_roles_is_compared_with_the_other_and_with_float32(monkeypat
         kernels, "by_kernel", lambda *x, calls: [{"milliseconds": 1, "launches": 2}]
     )
     case = dict(op="scalar decay", shape="2x64x2x64")
-    programs = kernels.compile_all([tuple(case.values())], ["float32", "kernel", "roles", "sums"])
+    programs = kernels.compile_all([tuple(case.values())], ["float32", "columns", "roles", "sums"])
+    default = scalar_scan.ROLES, scalar_decay.SUMS_BY_PRODUCTS
+    assert default == (None, True)
     switches = (False, False), (True, False), (True, True)
-    assert traced == {("float32", False, False), *(("bfloat16", *x) for x in switches)}
-    assert not (scalar_scan.ROLES or scalar_decay.SUMS_BY_PRODUCTS)
-    row = kernels.measure_row(case, ["kernel", "roles"], programs, 1.0, None, on_device=True)
-    assert row["kernel_right"] and not row["roles_right"] and not any(row["roles_same_bits"])
-    assert 0 < row["kernel_errors"][0] < 5e-3 and row["roles_errors"][0] == pytest.approx(
+    assert traced == {("float32", *default), *(("bfloat16", *x) for x in switches)}
+    row = kernels.measure_row(case, ["columns", "roles"], programs, 1.0, None, on_device=True)
+    assert row["columns_right"] and not row["roles_right"] and not any(row["roles_same_bits"])
+    assert 0 < row["columns_errors"][0] < 5e-3 and row["roles_errors"][0] == pytest.approx(
         0.1, rel=0.05
     )
-    assert row["kernel"] == [2, 2] and row["roles_device"] == [[1, 2], [1, 2]]
+    assert row["columns"] == [2, 2] and row["roles_device"] == [[1, 2], [1, 2]]
     assert "WRONG" in kernels.line(row)
 
 

@@ -67,6 +67,18 @@ def test_blocks_and_the_split_scan_equal_the_recurrence(name, monkeypatch):
     assert blocks and bool(splits) == split
 
 
+@pytest.mark.parametrize("name, new", [("decay", True), ("plain", False), ("undecayed-strong", False), ("deep", False), ("parts", False)])  # fmt: skip
+def test_the_default_is_what_a_card_has_run(name, new, monkeypatch):
+    """The split scan computes rows in one part with a decay and a decayed erase, of up to 128 channels."""
+    case = CASES[name]
+    choose_plans(case, monkeypatch)
+    splits = count_calls(monkeypatch, split_scan, "split_scan_forward")
+    inputs = make(*case.dims, documents=False, **case.options)
+    inputs.pop("run")
+    jax.eval_shape(lambda x: fused(**x, run=None, erase=case.erase), inputs)
+    assert bool(splits) == new
+
+
 @pytest.mark.parametrize("name", slow_but((), ("decay", "queries-share", "many", "alike")))
 @pytest.mark.parametrize(
     "version", [("blocks",), ("doubled", "split"), ("doubled", "joint", "truncated")], ids=str

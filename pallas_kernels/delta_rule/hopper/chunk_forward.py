@@ -174,8 +174,8 @@ class _Smem(NamedTuple):
 
 
 def chunk_forward(
-    q, k, beta, log_decay, run, *, heads: int, scale: float, erase: str, interpret: Any = False
-) -> SolvedChunks:
+    q, k, beta, log_decay, run, *, heads: int, scale: float, erase: str, method: str = "doubled", interpret: Any = False
+) -> SolvedChunks:  # fmt: skip
     """Compute, for all chunks in parallel, the arrays of the delta rule with a scalar decay or none that do
     not depend on the memory: the inverse of each chunk's triangular system, its decayed scores of queries
     with keys, beta and the decays. Return them as `SolvedChunks`.
@@ -189,8 +189,10 @@ def chunk_forward(
         heads: number of heads of the result; a multiple of those of q, of k and of G.
         scale: the factor by which the queries q are multiplied.
         erase: "decayed" or, with a log decay, "undecayed", the memory that keys read.
+        method: how systems are inverted, one of `unit_inverse.METHODS`.
         interpret: parameters of the Pallas interpreter, or False to compile the kernel.
     """
+    method = unit_inverse.METHOD or method
     batch, length, _, depth = k.shape
     factors = 1 if log_decay is None and run is None else 4 if erase == "undecayed" else 3
     smem: Any = plgpu.SMEM
@@ -233,7 +235,7 @@ def chunk_forward(
                 for name, ref in refs.items()
                 if name in ("scores", "inverse")
             }
-            _solve(x, buffers, stored, scale, interpret)
+            _solve(x, buffers, stored, scale, method, interpret)
 
         pl.run_scoped(body, buffers)
 
@@ -248,7 +250,9 @@ def chunk_forward(
     return SolvedChunks(result["inverse"], result.get("scores"), result["rows"])
 
 
-def _solve(x: Chunk, buffers: _Smem, stored: dict[str, Any], scale: float, interpret) -> None:
+def _solve(
+    x: Chunk, buffers: _Smem, stored: dict[str, Any], scale: float, method: str, interpret
+) -> None:
     """Compute the decayed scores P of a chunk's queries with its keys, and the inverse X of its triangular
     system, and store them in global memory (`stored`: references to "scores", unless they are left out, and "inverse", [C, C] bfloat16).
 
@@ -266,14 +270,16 @@ def _solve(x: Chunk, buffers: _Smem, stored: dict[str, Any], scale: float, inter
     alike = None
     if "scores" in stored:
         # One after the other leaves enough registers for four thread blocks on a processor, if the inverse requires no more.
-        together = unit_inverse.METHOD == "doubled"
+        together = method == "doubled"
         *alike, scores = products(k, q) if together else products(q)
         result[...] = (scores * (x.weights * scale)).astype(_BF16)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(result, stored["scores"])
     (alike,) = alike or products(k)
     strict = jnp.where(x.i > x.j, alike * x.erase_weights * x.over_columns(x.beta), 0.0)
-    inverse = unit_inverse.unit_inverse(strict, x.i ^ x.j, buffers.right, buffers.left, interpret)
+    inverse = unit_inverse.unit_inverse(
+        strict, x.i ^ x.j, buffers.right, buffers.left, interpret, method=method
+    )
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     result[...] = inverse.astype(_BF16)
     plgpu.commit_smem()

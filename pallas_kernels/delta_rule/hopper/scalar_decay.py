@@ -42,6 +42,11 @@ REQUIREMENTS = (
 )
 
 
+RAN = {64, 128}
+"""Channels of keys and of values with which a card has run the inverse by blocks and the scan with another warpgroup for the outputs: with a
+scalar decay, a decayed erase, and rows in one part. Other calls invert whole tiles and compute outputs in the warpgroup of the memory."""
+
+
 class Residuals(NamedTuple):
     """The arrays that `forward` of the delta rule with a scalar decay or none saves for `backward`.
 
@@ -78,7 +83,9 @@ def forward(
     run, chunk_bounds = row_layout.split_runs(run, initial, len(v))
     checkpoints = 1 if save_memories else hopper_parts.count_checkpoints(q, k, v, chunk_bounds)
     in_parts = chunk_bounds is None and hopper_parts.count_parts(q, k, v) > 1
-    scored = scan.FORWARD == "scored" and not (save or save_memories or in_parts or checkpoints > 1)
+    ran = log_decay is not None and erase == "decayed" and {k.shape[-1], v.shape[-1]} <= RAN
+    version = scan.FORWARD or ("scored" if ran and not in_parts else "joint")
+    scored = version == "scored" and not (save or save_memories or in_parts or checkpoints > 1)
     scored = scored and split_scan.fits(k.shape[-1], v.shape[-1])
     solved = chunk_forward(
         None if scored else q,
@@ -89,6 +96,7 @@ def forward(
         heads=heads,
         scale=scale,
         erase=erase,
+        method="blocks" if ran else "doubled",
         interpret=interpret,
     )
     initial = _by_head(initial, heads, k, v, required=in_parts)
@@ -105,7 +113,16 @@ def forward(
     starts, count = hopper_parts.part_starts(parts, initial)
     # Memories at checkpoints are for the scan that computes the others again.
     output, *saved, ends = scan_forward(
-        q, k, v, solved, starts, save=save_memories, parts=count, checkpoints=checkpoints, **options
+        q,
+        k,
+        v,
+        solved,
+        starts,
+        save=save_memories,
+        parts=count,
+        checkpoints=checkpoints,
+        forward=version,
+        **options,
     )
     residuals = Residuals(solved, parts)
     if save_memories:

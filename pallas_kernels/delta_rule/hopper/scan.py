@@ -23,10 +23,10 @@ from pallas_kernels.hopper import warpgroups as wg
 from pallas_kernels.hopper.scan import decay_memory, scan, zip_with_keys
 
 FORWARDS = ("joint", "split", "scored")
-FORWARD = "joint"
+FORWARD: str | None = None
 """How the forward scan that stores only outputs is computed: "joint", by warpgroups that compute the outputs of the memory that they carry;
 "split", with another warpgroup for the outputs (`split_scan`), where it fits; "scored", by "split", where without a derivative that warpgroup
-also computes the scores.
+also computes the scores; None is what the caller asks for.
 """
 HALVES = ("rounded", "truncated")
 HALF = "rounded"
@@ -49,7 +49,8 @@ class SavedMemories(NamedTuple):
 
 def scan_forward(
     q, k, v, solved: SolvedChunks, initial, *, heads: int, scale: float, save: bool = False,
-    written=None, chunk_decay=None, parts: int = 1, checkpoints: int = 1, chunk_bounds=None, interpret: Any = False,
+    written=None, chunk_decay=None, parts: int = 1, checkpoints: int = 1, chunk_bounds=None, forward: str = "joint",
+    interpret: Any = False,
 ):  # fmt: skip
     """Carry the delta rule's memory S [K, V] through the chunks of each row in order; compute the output, and
     the arrays that the backward pass reads.
@@ -75,6 +76,7 @@ def scan_forward(
             the row; requires `parts` 1.
         chunk_bounds: [B, S + 1], the chunks at which those of a row's S memories begin and end; None for one
             memory per row.
+        forward: how outputs are computed where nothing else is stored, one of `FORWARDS`; `FORWARD` replaces it.
         interpret: parameters of the Pallas interpreter, or False to compile the kernel.
 
     Returns:
@@ -84,7 +86,7 @@ def scan_forward(
             each part, in the shape of `initial`.
     """
     plain = written is None and not save and checkpoints == 1
-    if FORWARD != "joint" and plain and q is not None and v is not None:
+    if (FORWARD or forward) != "joint" and plain and q is not None and v is not None:
         if split_scan.fits(k.shape[-1], v.shape[-1]):
             return split_scan.split_scan_forward(
                 q, k, v, solved, initial, heads=heads, scale=scale, parts=parts, chunk_bounds=chunk_bounds, interpret=interpret

@@ -42,7 +42,7 @@ PAIRED = True
 GRADIENTS_OF_PAIRS = True
 """Whether the gradients of two heads that share q and k are computed by the scans of `pair_gradients`, where there are factors of writes and
 skips."""
-SUMS_BY_PRODUCTS = False
+SUMS_BY_PRODUCTS = True
 """Whether sums of decays are products of a kernel (`decay_sums`), where the number of chunks is a multiple of its tile's, or of XLA."""
 REQUIREMENTS = (
     NO_BONUS,

@@ -38,8 +38,9 @@ from pallas_kernels.linear_attention.hopper.scalar_plan import (
 )
 from pallas_kernels.linear_attention.hopper.scalar_weights import SQUARE, times_rows, token_weights
 
-ROLES = False
-"""Whether the warpgroups of a thread block do different parts of a chunk (`scalar_roles`), where that scan supports the call."""
+ROLES: bool | None = None
+"""Whether the warpgroups of a thread block do different parts of a chunk (`scalar_roles`), where that scan supports the call; None is where
+a card has run it."""
 _DEPTH = 128  # rows of the memory that a warpgroup has, at most
 _STAGES = 3  # chunks that are loaded or in use at once
 _TILE = CHUNK, BLOCK
@@ -134,13 +135,23 @@ def scalar_scan(
         products=None if states is None else struct((batch, heads, blocks, intervals, all_rows), _F32),
         skip_dots=None if skip is None or partner is None else struct((batch, heads, slices * blocks, length), _F32),
     )  # fmt: skip
-    if ROLES and scalar_roles.supports(call):
+    roles = _ran_by_roles(call) if ROLES is None else ROLES
+    if roles and scalar_roles.supports(call):
         results = scalar_roles.roles_scan(call, streams | others, outputs)
     else:
         results = _launch(call, streams | others, outputs)
     if x is not None:
         results["out"] = row_layout.sum_heads(results["out"], heads)
     return list(results.values())
+
+
+def _ran_by_roles(call: Call) -> bool:
+    """Return whether a card has run such a call by roles: with decays, up to 128 key channels and one row a token, and without documents,
+    factors of writes, skips and paired heads.
+    """
+    others = {"run", "write_cum", "chunk_bounds", "skip"}
+    plain = call.slices == 1 and call.rank == 1 and not call.paired
+    return plain and "write_decay" in call.streams and not others & set(call.shapes)
 
 
 def _launch(call: Call, inputs: dict[str, Any], outputs: dict[str, Any]) -> dict[str, jax.Array]:
