@@ -9,6 +9,7 @@ from __future__ import annotations
 from benchmarks.tables import (
     evidence,
     evidence_claims,
+    kernel_versions,
     kernels,
     liger,
     linear_moe,
@@ -28,6 +29,7 @@ _all = [
     table
     for module in (
         kernels,
+        kernel_versions,
         training_steps,
         training,
         triton,

@@ -62,7 +62,7 @@ def is_plain(row: Row) -> bool:
     return not any(name in row for name in ("segments", "stronger", "parts"))
 
 
-def _beside(name: str) -> Column:
+def beside(name: str) -> Column:
     """Return the table column of the times of the peer called `name`: empty where the peer was not measured,
     "no" where the peer does not support the op or shape.
     """
@@ -73,11 +73,9 @@ def _beside(name: str) -> Column:
     return Column({"jla": "jax-linear-attention", "fla": "FLA"}[name], cell)
 
 
-def _over_kernel(row: Row) -> str:
-    """Return, as text, how many times as long as our kernel flash-linear-attention takes: forward / forward
-    and backward.
-    """
-    ratios = [theirs / ours for theirs, ours in zip(row["fla"], row["kernel"], strict=True)]
+def over_kernel(row: Row, peer: str = "fla") -> str:
+    """Return, as text, how many times as long as our kernel a peer takes: forward / forward and backward."""
+    ratios = [theirs / ours for theirs, ours in zip(row[peer], row["kernel"], strict=True)]
     return " / ".join(map(significant, ratios))
 
 
@@ -85,7 +83,7 @@ def _by_op(rows: list[Row]) -> list[Row]:
     return sorted(rows, key=ordered(OPS, lambda row: row["op"]))
 
 
-def _main_shape_first(rows: list[Row]) -> list[Row]:
+def main_shape_first(rows: list[Row]) -> list[Row]:
     return sorted(_by_op(rows), key=lambda row: row["shape"] != MAIN_SHAPE)
 
 
@@ -208,14 +206,14 @@ TABLES = [
             op_column(),
             shape_column(),
             pair("kernel", "kernel"),
-            _beside("jla"),
-            _beside("fla"),
-            Column("FLA / kernel", _over_kernel),
+            beside("jla"),
+            beside("fla"),
+            Column("FLA / kernel", over_kernel),
             Column("commit", lambda row: row["commit"]),
         ),
         where=lambda row: "fla" in row and row["op"] in OPS and is_plain(row),
         key=lambda row: (row["op"], row["shape"]),
-        lines=_main_shape_first,
+        lines=main_shape_first,
         not_run="requires an NVIDIA Hopper GPU",
         command="python -m benchmarks kernels --peers jla,fla --output docs/kernels.jsonl",
     ),

@@ -1,0 +1,71 @@
+"""The results tables of docs/results/kernels.md about the newest versions of Hopper's kernels, beside earlier ones and jax-linear-attention."""
+
+from __future__ import annotations
+
+from benchmarks.tables.kernels import (
+    beside,
+    is_plain,
+    main_shape_first,
+    op_column,
+    over_kernel,
+    shape_column,
+)
+from benchmarks.tables.table import Column, Row, Table, column, pair
+
+
+def _milliseconds(row: Row, name: str) -> str:
+    """Return, as text, the time of a phase of a row; empty where it was not timed."""
+    return f"{row[name]:.3f}" if row.get(name) is not None else ""
+
+
+TABLES = [
+    Table(
+        "kernels_jla",
+        ("kernels.jsonl",),
+        (
+            op_column(),
+            shape_column(),
+            pair("kernel", "kernel"),
+            beside("jla"),
+            Column("jax-linear-attention / kernel", lambda row: over_kernel(row, "jla")),
+            Column("commit", lambda row: row["commit"]),
+        ),
+        where=lambda row: "jla" in row and is_plain(row),
+        key=lambda row: (row["op"], row["shape"]),
+        lines=main_shape_first,
+        not_run="requires an NVIDIA Hopper GPU and jax-linear-attention",
+        command="python -m benchmarks kernels --peers jla --output docs/kernels.jsonl",
+    ),
+    Table(
+        "kernels_scans",
+        ("kernels.jsonl",),
+        (
+            shape_column(),
+            pair("warpgroups by columns", "columns"),
+            pair("by roles", "roles"),
+            pair("by roles, sums of decays by a kernel", "sums"),
+            beside("jla"),
+            Column("commit", lambda row: row["commit"]),
+        ),
+        where=lambda row: "roles" in row,
+        key=lambda row: row["shape"],
+        not_run="requires an NVIDIA Hopper GPU and jax-linear-attention",
+        command='python -m benchmarks kernels --ops "scalar decay" --roles --errors --device_times --peers jla --output docs/kernels.jsonl',
+    ),
+    Table(
+        "delta_forward",
+        ("delta_forward.jsonl",),
+        (
+            column("case", "case", "{}"),
+            column("version", "kind", "`{}`"),
+            Column("solve", lambda row: _milliseconds(row, "solve")),
+            Column("scan", lambda row: _milliseconds(row, "scan")),
+            Column("forward", lambda row: _milliseconds(row, "forward")),
+            Column("forward and backward", lambda row: _milliseconds(row, "both")),
+            Column("commit", lambda row: row["commit"]),
+        ),
+        key=lambda row: (row["case"], row["kind"]),
+        not_run="requires an NVIDIA Hopper GPU",
+        command="python -m benchmarks delta_forward",
+    ),
+]
