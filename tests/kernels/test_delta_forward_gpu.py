@@ -19,7 +19,7 @@ from pallas_kernels.delta_rule.hopper import scalar_decay, scan, split_scan
 from pallas_kernels.hopper import block_inverse, unit_inverse, warp_products
 from pallas_kernels.hopper.warp_products import Emulated, from_blocks, product, to_blocks
 from tests.kernels.test_delta_rule_gpu import by_token, choose_plans, fused, make
-from tests.kernels.test_linear_attention_gpu import assert_alike, with_two_memories
+from tests.kernels.test_linear_attention_gpu import assert_alike, error, with_two_memories
 from tests.kernels.test_scalar_scan_gpu import results_and_gradients
 
 CASES = {case.name: case for case in HOPPER_INTERPRETED}
@@ -65,6 +65,22 @@ def test_blocks_and_the_split_scan_equal_the_recurrence(name, monkeypatch):
     assert not races_found()
     split = case.key_dim <= 128 and case.checkpoints is None and "channel" not in case.decay
     assert blocks and bool(splits) == split
+
+
+@pytest.mark.parametrize("length", [40, 100])
+def test_rows_of_one_and_two_chunks_equal_the_recurrence(length):
+    """The default computes shorter rows than the scan has buffers, without a derivative and with one."""
+    inputs = make(length, 1, 1, 1, 64, 64, documents=False, decay=True)
+    run = inputs.pop("run")
+    widened = jax.tree.map(lambda x: x.astype(jnp.float32), inputs)
+    wanted = by_token(**widened, run=run)
+    for got, exact in zip(fused(**inputs, run=run), wanted, strict=True):
+        assert error(got, exact) < OUTPUT_TOLERANCE
+    assert_alike(
+        lambda x: fused(**x, run=run), inputs, lambda x: by_token(**x, run=run), widened,
+        output=OUTPUT_TOLERANCE, gradient=GRADIENT_TOLERANCE,
+    )  # fmt: skip
+    assert not races_found()
 
 
 @pytest.mark.parametrize("name, new", [("decay", True), ("plain", False), ("undecayed-strong", False), ("deep", False), ("parts", False)])  # fmt: skip

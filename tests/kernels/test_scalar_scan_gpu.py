@@ -129,6 +129,23 @@ def test_the_scan_by_roles_has_the_bits_of_the_scan_by_columns(name, plan, monke
     jax.tree.map(np.testing.assert_array_equal, *found)
 
 
+@pytest.mark.parametrize("length", [40, 100])
+def test_rows_of_one_and_two_chunks_are_scanned_by_roles(length, monkeypatch):
+    """Shorter rows than the scan has buffers, which the default scans by roles, have the bits of the scan by columns."""
+    inputs = make(length, 1, 1, 1, 64, 64, documents=False, decay="token")
+    run, found, kernel, names = inputs.pop("run"), [], plgpu.kernel, []
+    monkeypatch.setattr(
+        plgpu, "kernel", lambda body, **o: names.append(body.__name__) or kernel(body, **o)
+    )
+    for roles in (False, None):
+        names.clear()
+        monkeypatch.setattr(scalar_scan, "ROLES", roles)
+        found.append(results_and_gradients(lambda x: fused(**x, run=run), inputs))
+        assert not races_found()
+        assert ("linear_attention_scalar_roles" in names) == (roles is None)
+    jax.tree.map(np.testing.assert_array_equal, *found)
+
+
 def test_sums_of_decays_are_products():
     """The kernel of sums has float32's precision, also of sums whose terms differ by six orders of magnitude."""
     rng = np.random.default_rng(0)
