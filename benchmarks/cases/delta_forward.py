@@ -1,17 +1,17 @@
 """Compare and time the versions of the delta rule's forward pass with a scalar decay or none: the solve of all chunks, the scan, and the op.
 
-    python -m benchmarks delta_forward [--cases 8x4096x16x128,4x2048x16x128,8x1024x8x64] [--kinds now,blocks_split,scored] [--repeats 10]
+    python -m benchmarks delta_forward [--cases 8x4096x16x128,4x2048x16x128,8x1024x8x64] [--kinds whole_tiles,blocks_split,scored] [--repeats 10]
 
 A row for each case, B x T x heads x K in bfloat16 with V = K and a scalar decay ("plain" for no decay, "documents" for several documents in a
 row, which the solve and the scan alone do not have; "channel" for KDA's decay per key channel, without the solve and the scan alone), and kind:
 the ms of the solve (`solve`), of the scan (`scan`), of the op forward and forward and backward (`forward`, `both`), the errors of the output and
-of the worst gradient at 2 x 640 x 4 heads against float32 XLA, relative in RMS (`errors`), the largest difference from the results of the first
+of the worst gradient, if there is a derivative, at 2 x 640 x 4 heads against float32 XLA, relative in RMS (`errors`), the largest difference from the results of the first
 kind at the timed size (`difference`), and whether repeated calls return the same bits (`same`). `right` is false if an error is above the
 kernels' tolerances.
 
-Kinds: "now" inverts whole tiles and computes outputs in the warpgroup of the memory, "blocks" inverts chunks by products of blocks of single warps, "split" computes the outputs of the scan by another
-warpgroup, "blocks_split" does both, "scored" also computes the scores in the scan where there is no derivative (else it is "blocks_split", and
-is not timed), and "truncated" divides the writes of today's scan by truncation.
+Kinds: "whole_tiles" inverts whole tiles and computes outputs in the warpgroup of the memory, "blocks" inverts chunks by products of blocks of
+single warps, "split" computes the outputs of the scan by another warpgroup, "blocks_split" does both, and "scored" also computes the scores in
+the scan where there is no derivative (else it is "blocks_split", and is not timed).
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ BENCHMARK = Benchmark(
     name="delta_forward",
     summary="the solve, the scan and the op of the delta rule by the versions of its forward pass",
     key=("case", "kind"),
+    output="docs/delta_forward.jsonl",
 )
 
-# For each kind: how chunks are inverted, how the scan computes outputs, and how it divides writes.
+# For each kind: how chunks are inverted, and how the scan computes outputs.
 KINDS = {
-    "now": ("doubled", "joint", "rounded"),
-    "blocks": ("blocks", "joint", "rounded"),
-    "split": ("doubled", "split", "rounded"),
-    "blocks_split": ("blocks", "split", "rounded"),
-    "scored": ("blocks", "scored", "rounded"),
-    "truncated": ("doubled", "joint", "truncated"),
+    "whole_tiles": ("doubled", "joint"),
+    "blocks": ("blocks", "joint"),
+    "split": ("doubled", "split"),
+    "blocks_split": ("blocks", "split"),
+    "scored": ("blocks", "scored"),
 }
 MAIN = ("8x4096x16x128", "4x2048x16x128", "8x1024x8x64")
 CASES = (
@@ -65,7 +65,7 @@ _COMPILERS = 14
 
 def choose(kind: str) -> None:
     """Make all later traces compute by this kind."""
-    unit_inverse.METHOD, scan.FORWARD, scan.HALF = KINDS[kind]
+    unit_inverse.METHOD, scan.FORWARD = KINDS[kind]
     jax.clear_caches()  # of functions that were traced with another kind
 
 
@@ -147,7 +147,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cases", type=options.names(CASES), default=",".join(MAIN), help=f"of {', '.join(CASES)}"
     )
-    options.add_kinds(parser, KINDS, "now,blocks_split,scored")
+    options.add_kinds(parser, KINDS, "whole_tiles,blocks_split,scored")
     parser.add_argument(
         "--repeats", type=int, default=10, help="calls whose results are compared bit by bit"
     )
@@ -225,7 +225,8 @@ def measure(
     output, *gradients = map(float, compare(got, reference[: len(got)]))
     # A NaN is not less than a tolerance.
     right = output < OUTPUT_TOLERANCE and all(x < GRADIENT_TOLERANCE for x in gradients)
-    row: dict[str, Any] = dict(errors=[round(x, 6) for x in (output, max(gradients, default=0.0))])
+    worst = [output, *([max(gradients)] if gradients else [])]
+    row: dict[str, Any] = dict(errors=[round(x, 6) for x in worst])
     log(f"{name} {kind} {row}")
     solved = program["solve"](arrays) if "solve" in program else None
     calls = {"solve": (arrays,), "scan": (arrays, solved), "forward": (arrays, marks), "both": (arrays, marks)}  # fmt: skip

@@ -9,7 +9,7 @@ tracing and compiling beside the others. `--profile DIR` writes the device times
 backends of the mixers' ops, `--unit_length xla` leaves the unit length of heads after short convolutions to XLA, `--norms xla` the gradients of blocks' norms
 and of the products behind mixers' norms (`stream` and `product` compute one of the two by a kernel, `backward` both gradients, and sums with their norms by
 XLA), `--rwkv7 before` computes what RWKV7 and squared ReLUs do between products as before it was fused (other words leave out one part), `--pairs apart`
-computes Mamba2's gradients of q and k head by head (`roles`: its forward pass by the scan by roles), `--stacks concatenated` joins the
+computes Mamba2's gradients of q and k head by head (`roles`: all scans with a scalar decay by roles), `--stacks concatenated` joins the
 gradients of layers' matrices at the end, `--swiglu apart` multiplies
 by SwiGLU's gate and up matrices one after the other, `--delta_chunks kept` computes the gradients of all chunks of a delta rule by the kernel that keeps q
 and k, `--loss_chunk_sizes` are of `model.loss_chunk_size`, and `--losses N` first trains for N steps on successive text (warm-up of N / 5 steps) and stores

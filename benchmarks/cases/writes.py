@@ -107,7 +107,7 @@ def rows(args: argparse.Namespace, cases: list[dict[str, Any]]) -> Iterator[dict
                 for kind in args.kinds:
                     jax.clear_caches()  # of traces of the same shapes with the other switches
                     scalar_decay.GRADIENTS_OF_PAIRS = kind != "heads"
-                    scalar_scan.ROLES = kind == "roles"
+                    scalar_scan.ROLES = True if kind == "roles" else None
                     got = jax.jit(functools.partial(of_first_row, "mosaic_gpu", None))(arrays)
                     found = errors(got, wanted)
                     programs = (

@@ -12,7 +12,6 @@ from pallas_kernels.hopper.block_inverse import block_inverse
 from pallas_kernels.hopper.halving import SQUARE
 from pallas_kernels.tiles import delta as tiles
 
-METHODS = ("doubled", "blocks")
 METHOD: str | None = None
 """How all systems are inverted: "doubled", by 13 products of whole tiles, one after another; "blocks", by products of blocks [16, 16] that single
 warps compute (`block_inverse`); None is what the caller of `unit_inverse` asks for.
@@ -32,7 +31,7 @@ def unit_inverse(
         left: two such buffers for left operands, which only the interpreter requires.
         interpret: parameters of the interpreter, or False.
         upper: whether `strict` is upper triangular instead.
-        method: one of `METHODS`, "doubled" as `tiles.delta.unit_inverse` or "blocks"; `METHOD` replaces it.
+        method: "doubled", as `tiles.delta.unit_inverse`, or "blocks"; `METHOD` replaces it.
     """
     if (METHOD or method) == "blocks":
         return block_inverse(strict, right, interpret, upper=upper)

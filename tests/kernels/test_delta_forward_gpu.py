@@ -30,10 +30,9 @@ def slow_but(fast, names):
     return [pytest.param(n, marks=() if n in fast else pytest.mark.slow) for n in names]
 
 
-def choose(monkeypatch, inverse="doubled", forward="joint", half="rounded"):
+def choose(monkeypatch, inverse="doubled", forward="joint"):
     monkeypatch.setattr(unit_inverse, "METHOD", inverse)
     monkeypatch.setattr(scan, "FORWARD", forward)
-    monkeypatch.setattr(scan, "HALF", half)
 
 
 def count_calls(monkeypatch, module, name):
@@ -83,22 +82,25 @@ def test_rows_of_one_and_two_chunks_equal_the_recurrence(length):
     assert not races_found()
 
 
-@pytest.mark.parametrize("name, new", [("decay", True), ("plain", False), ("undecayed-strong", False), ("deep", False), ("parts", False)])  # fmt: skip
-def test_the_default_is_what_a_card_has_run(name, new, monkeypatch):
-    """The split scan computes rows in one part with a decay and a decayed erase, of up to 128 channels."""
+@pytest.mark.parametrize(
+    "name, blocks, split",
+    [("decay", True, True), ("parts", True, False), ("plain", False, False), ("undecayed-strong", False, False),
+     ("deep", False, False), ("queries-share", False, False)],
+)  # fmt: skip
+def test_the_default_is_what_a_card_has_run(name, blocks, split, monkeypatch):
+    """The inverse by blocks has a decay, a decayed erase and equal heads and channels; the split scan also requires rows in one part."""
     case = CASES[name]
     choose_plans(case, monkeypatch)
     splits = count_calls(monkeypatch, split_scan, "split_scan_forward")
+    inverses = count_calls(monkeypatch, unit_inverse, "block_inverse")
     inputs = make(*case.dims, documents=False, **case.options)
     inputs.pop("run")
     jax.eval_shape(lambda x: fused(**x, run=None, erase=case.erase), inputs)
-    assert bool(splits) == new
+    assert (bool(inverses), bool(splits)) == (blocks, split)
 
 
 @pytest.mark.parametrize("name", slow_but((), ("decay", "queries-share", "many", "alike")))
-@pytest.mark.parametrize(
-    "version", [("blocks",), ("doubled", "split"), ("doubled", "joint", "truncated")], ids=str
-)
+@pytest.mark.parametrize("version", [("blocks",), ("doubled", "split")], ids=str)
 def test_each_version_alone_is_near_the_default(name, version, monkeypatch):
     case, found = CASES[name], []
     choose_plans(case, monkeypatch)

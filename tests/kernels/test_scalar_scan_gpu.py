@@ -143,7 +143,23 @@ def test_rows_of_one_and_two_chunks_are_scanned_by_roles(length, monkeypatch):
         found.append(results_and_gradients(lambda x: fused(**x, run=run), inputs))
         assert not races_found()
         assert ("linear_attention_scalar_roles" in names) == (roles is None)
+        assert ("linear_attention_scalar_scan" in names) == (roles is False)
     jax.tree.map(np.testing.assert_array_equal, *found)
+
+
+@pytest.mark.parametrize(
+    "name", ["documents", "no-decay-queries-share", "deep-strong", "wide", "memories-of-documents"]
+)
+def test_other_calls_are_scanned_by_columns(name, monkeypatch):
+    """Calls that no card has run by roles."""
+    inputs, kernel, names = make_case(ROLES[name]), plgpu.kernel, []
+    inputs = with_two_memories(inputs) if name.startswith("memories") else inputs
+    monkeypatch.setattr(
+        plgpu, "kernel", lambda body, **o: names.append(body.__name__) or kernel(body, **o)
+    )
+    run = inputs.pop("run")
+    jax.eval_shape(lambda x: results_and_gradients(lambda y: fused(**y, run=run), x), inputs)
+    assert "linear_attention_scalar_scan" in names and "linear_attention_scalar_roles" not in names
 
 
 def test_sums_of_decays_are_products():

@@ -189,7 +189,7 @@ def chunk_forward(
         heads: number of heads of the result; a multiple of those of q, of k and of G.
         scale: the factor by which the queries q are multiplied.
         erase: "decayed" or, with a log decay, "undecayed", the memory that keys read.
-        method: how systems are inverted, one of `unit_inverse.METHODS`.
+        method: how systems are inverted, "doubled" or "blocks" (`unit_inverse`).
         interpret: parameters of the Pallas interpreter, or False to compile the kernel.
     """
     method = unit_inverse.METHOD or method

@@ -42,11 +42,6 @@ REQUIREMENTS = (
 )
 
 
-RAN = {64, 128}
-"""Channels of keys and of values with which a card has run the inverse by blocks and the scan with another warpgroup for the outputs: with a
-scalar decay, a decayed erase, and rows in one part. Other calls invert whole tiles and compute outputs in the warpgroup of the memory."""
-
-
 class Residuals(NamedTuple):
     """The arrays that `forward` of the delta rule with a scalar decay or none saves for `backward`.
 
@@ -83,7 +78,7 @@ def forward(
     run, chunk_bounds = row_layout.split_runs(run, initial, len(v))
     checkpoints = 1 if save_memories else hopper_parts.count_checkpoints(q, k, v, chunk_bounds)
     in_parts = chunk_bounds is None and hopper_parts.count_parts(q, k, v) > 1
-    ran = log_decay is not None and erase == "decayed" and {k.shape[-1], v.shape[-1]} <= RAN
+    ran = log_decay is not None and erase == "decayed" and _sizes_ran(q, k, v)
     version = scan.FORWARD or ("scored" if ran and not in_parts else "joint")
     scored = version == "scored" and not (save or save_memories or in_parts or checkpoints > 1)
     scored = scored and split_scan.fits(k.shape[-1], v.shape[-1])
@@ -130,6 +125,14 @@ def forward(
     elif saved:
         residuals = residuals._replace(parts=hopper_parts.Parts(None, *saved))
     return output, ends[:, count - 1 :: count * heads // memories], residuals
+
+
+def _sizes_ran(q, k, v) -> bool:
+    """Return whether a card has run the inverse by blocks and the split scan with these sizes, of which docs/delta_forward.jsonl has rows:
+    as many heads of each array, as many key as value channels, 64 or 128. Only a scalar decay with a decayed erase has them.
+    """
+    sizes = {x.shape[2:] for x in (q, k, v)}
+    return len(sizes) == 1 and k.shape[-1] in (64, 128)
 
 
 def backward(

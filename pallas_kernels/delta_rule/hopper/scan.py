@@ -22,15 +22,11 @@ from pallas_kernels.delta_rule.hopper.chunk_forward import CHUNK, SolvedChunks
 from pallas_kernels.hopper import warpgroups as wg
 from pallas_kernels.hopper.scan import decay_memory, scan, zip_with_keys
 
-FORWARDS = ("joint", "split", "scored")
 FORWARD: str | None = None
 """How the forward scan that stores only outputs is computed: "joint", by warpgroups that compute the outputs of the memory that they carry;
 "split", with another warpgroup for the outputs (`split_scan`), where it fits; "scored", by "split", where without a derivative that warpgroup
 also computes the scores; None is what the caller asks for.
 """
-HALVES = ("rounded", "truncated")
-HALF = "rounded"
-"""How the joint scan divides the writes into two numbers of bfloat16: the first is the write "rounded", or "truncated", in fewer instructions."""
 _F32, _BF16 = jnp.float32, jnp.bfloat16
 _SQUARE = (CHUNK, CHUNK)
 
@@ -76,7 +72,7 @@ def scan_forward(
             the row; requires `parts` 1.
         chunk_bounds: [B, S + 1], the chunks at which those of a row's S memories begin and end; None for one
             memory per row.
-        forward: how outputs are computed where nothing else is stored, one of `FORWARDS`; `FORWARD` replaces it.
+        forward: how outputs are computed where nothing else is stored, "joint", "split" or "scored"; `FORWARD` replaces it.
         interpret: parameters of the Pallas interpreter, or False to compile the kernel.
 
     Returns:
@@ -145,7 +141,7 @@ def _forward_step(
     saved = [x.astype(_BF16)] * save
     exact = x * _columns(chunk, "beta")
     leaving = wg.as_left(exact * _columns(chunk, "write_decay"), left[1], interpret)
-    writes = wg.upper_half(exact) if HALF == "truncated" else exact.astype(_BF16)
+    writes = exact.astype(_BF16)
     # The rounding error of the writes would be the largest part of the output's error.
     rest = wg.as_left(exact - writes.astype(_F32), left[2], interpret)
     writes = wg.as_left(writes, left[0], interpret)

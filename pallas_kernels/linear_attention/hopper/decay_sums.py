@@ -24,7 +24,8 @@ _F32, _BF16 = jnp.float32, jnp.bfloat16
 
 
 def decay_sums(x: jax.Array, *, interpret: Any = False) -> tuple[jax.Array, jax.Array]:
-    """Return, for each token, the sum of x up to it, and the exponential of the sum after it, of its chunk.
+    """Return, for each token, the sum of x up to it, and the exponential of the sum after it, of its chunk. A chunk with a NaN has NaN at all
+    of its tokens.
 
     Args:
         x: [R, 64] float32, the log decays of R chunks, R a multiple of 64.

@@ -43,7 +43,7 @@ GRADIENTS_OF_PAIRS = True
 """Whether the gradients of two heads that share q and k are computed by the scans of `pair_gradients`, where there are factors of writes and
 skips."""
 SUMS_BY_PRODUCTS = True
-"""Whether sums of decays are products of a kernel (`decay_sums`), where the number of chunks is a multiple of its tile's, or of XLA."""
+"""Whether sums of decays are computed by products of a kernel (`decay_sums`) in place of XLA's masked sums."""
 REQUIREMENTS = (
     NO_BONUS,
     in_bfloat16("q", "k", "v"),
@@ -240,9 +240,11 @@ def _chunk_decays(log_decay, run, shape, parts: int, log_write, interpret: Any) 
         # e^-104 is 0 in float32; larger sums would cost the others their precision.
         by_chunk = jnp.moveaxis(jnp.maximum(log_decay.astype(_F32), -128.0), 1, 2)
         sizes = batch, heads, count, CHUNK
-        if SUMS_BY_PRODUCTS and batch * heads * count % ROWS == 0:
-            sums = decay_sums(by_chunk.reshape(-1, CHUNK), interpret=interpret)
-            cum, write_decay = (x.reshape(sizes) for x in sums)
+        if SUMS_BY_PRODUCTS:
+            chunks = by_chunk.reshape(-1, CHUNK)
+            padded = jnp.pad(chunks, [(0, -len(chunks) % ROWS), (0, 0)])
+            sums = decay_sums(padded, interpret=interpret)
+            cum, write_decay = (x[: len(chunks)].reshape(sizes) for x in sums)
         else:
             by_chunk = by_chunk.reshape(batch, heads, count, 1, CHUNK)
             # Sums up to a token and after it, computed apart: their difference would lose precision. They are one kernel of XLA.

@@ -39,8 +39,8 @@ from pallas_kernels.linear_attention.hopper.scalar_plan import (
 from pallas_kernels.linear_attention.hopper.scalar_weights import SQUARE, times_rows, token_weights
 
 ROLES: bool | None = None
-"""Whether the warpgroups of a thread block do different parts of a chunk (`scalar_roles`), where that scan supports the call; None is where
-a card has run it."""
+"""Whether the warpgroups of a thread block do different parts of a chunk (`scalar_roles`), where that scan supports the call; None: as
+`_ran_by_roles` says."""
 _DEPTH = 128  # rows of the memory that a warpgroup has, at most
 _STAGES = 3  # chunks that are loaded or in use at once
 _TILE = CHUNK, BLOCK
@@ -135,8 +135,7 @@ def scalar_scan(
         products=None if states is None else struct((batch, heads, blocks, intervals, all_rows), _F32),
         skip_dots=None if skip is None or partner is None else struct((batch, heads, slices * blocks, length), _F32),
     )  # fmt: skip
-    roles = _ran_by_roles(call) if ROLES is None else ROLES
-    if roles and scalar_roles.supports(call):
+    if (_ran_by_roles(call, decay) if ROLES is None else ROLES) and scalar_roles.supports(call):
         results = scalar_roles.roles_scan(call, streams | others, outputs)
     else:
         results = _launch(call, streams | others, outputs)
@@ -145,13 +144,15 @@ def scalar_scan(
     return list(results.values())
 
 
-def _ran_by_roles(call: Call) -> bool:
-    """Return whether a card has run such a call by roles: with decays, up to 128 key channels and one row a token, and without documents,
-    factors of writes, skips and paired heads.
+def _ran_by_roles(call: Call, decay: Decays) -> bool:
+    """Return whether a card has run such a call by roles, of which docs/kernels.jsonl has rows: a decay, as many heads of each array, as
+    many key as value channels, 64 or 128; and one document and one memory a row, one row a token, no factors of writes and no skips.
     """
-    others = {"run", "write_cum", "chunk_bounds", "skip"}
-    plain = call.slices == 1 and call.rank == 1 and not call.paired
-    return plain and "write_decay" in call.streams and not others & set(call.shapes)
+    plain = decay.cum is not None and decay.run is None and decay.write_cum is None
+    plain = plain and call.rank == 1 and not call.paired
+    plain = plain and not {"chunk_bounds", "skip"} & set(call.shapes)
+    sizes = {call.shapes[name][2:] for name in ("x", "y", "z") if name in call.shapes}
+    return plain and len(sizes) == 1 and sizes <= {(call.heads, 64), (call.heads, 128)}
 
 
 def _launch(call: Call, inputs: dict[str, Any], outputs: dict[str, Any]) -> dict[str, jax.Array]:
