@@ -129,7 +129,7 @@ def _diagonal_inverse(
     for size in (2, 4):
         between = ops.row_is(size, 2 * size - 1)
         x, y = doubled(x, y, corners(system, between), corners(system_transposed, between))
-    # Of 16 rows, what is between the halves is a quarter of the block: rows 8 to 15 and columns 0 to 7.
+    # Between the halves of 16 rows is a quarter of the block: rows 8 to 15 and columns 0 to 7.
     a, b = ([ops.rounded(v) for v in block] for block in (x, y))
     left = product(ops, a, system_transposed, ((1, 0),))
     left = [ops.rounded(v) for v in left]

@@ -1,7 +1,8 @@
 """The delta rule without decay or with a scalar decay on Mosaic GPU (Hopper), in chunks of 64 tokens.
 
 The forward pass has two kernels: `chunk_forward` solves the triangular systems of all chunks in parallel,
-`scan_forward` carries the memory through the chunks in order. The backward pass has three: `scan_forward`
+`scan_forward` carries the memory through the chunks in order, for some calls by `split_scan`, which may also compute the chunks' scores.
+The backward pass has three: `scan_forward`
 recomputes the memory before each chunk and x, the error of the memory's prediction of each token's value,
 unless the forward pass has saved them (`save_memories`);
 `scan_backward` carries the gradient of the memory in the opposite order and computes dv; `chunk_backward`

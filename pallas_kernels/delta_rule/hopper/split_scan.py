@@ -251,7 +251,7 @@ def _program(refs: dict[str, Any], smem: _Smem, sizes: _Sizes, group) -> _Progra
 
 @dataclasses.dataclass(frozen=True)
 class _Program:
-    """What a thread block computes: some value channels of one memory, through the chunks that update it.
+    """The work of a thread block: some value channels of one memory, through the chunks that update it.
 
     Attributes:
         refs: references to inputs and outputs in global memory, by name.

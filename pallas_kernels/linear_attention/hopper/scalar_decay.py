@@ -1,6 +1,7 @@
-"""Linear attention with a scalar decay on Mosaic GPU (Hopper): one kernel, run once in the forward pass and three times in the backward.
+"""Linear attention with a scalar decay on Mosaic GPU (Hopper): one scan, run once in the forward pass and three times in the backward, after
+`decay_sums`, a kernel of the sums of the decays.
 
-The kernel (`scalar_scan`) computes, chunk by chunk and for j <= i,
+The scan (`scalar_scan`) computes, chunk by chunk and for j <= i,
 
     out_i = read_decay_i x_i S + sum_j exp(cum_i - cum_j) (x_i . y_j) z_j,    S <- chunk_decay S + sum_j (write_decay_j y_j)ᵀ z_j
 

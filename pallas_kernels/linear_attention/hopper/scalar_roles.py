@@ -78,7 +78,7 @@ def roles_scan(call: Call, inputs: dict[str, Any], outputs: dict[str, Any]) -> d
 
 
 class _Position(NamedTuple):
-    """Which memories, and which of their rows and columns, a thread block of `roles_scan` computes.
+    """The memories, and their rows and columns, that a thread block of `roles_scan` computes.
 
     Attributes:
         row: index of the memory in [B * S], b * S + s.

@@ -5,7 +5,7 @@ A warpgroup has a tile [D, 64] of a memory S [D, V] in registers and computes
     out_i = read_decay_i x_i S + sum_j exp(cum_i - cum_j) (x_i . y_j) z_j  (j <= i),        S <- chunk_decay S + sum_j (write_decay_j y_j)ᵀ z_j
 
 for one chunk after another, where x read the memory, y and z are the keys and values of the writes, and cum are sums of the log decay
-from the chunk's start. Another warpgroup loads the next chunks. Where tokens write with factors of their own, cum_j is that of the
+from the chunk's start. Another warpgroup loads the next chunks. Some calls divide a chunk's work among warpgroups otherwise (`scalar_roles`). Where tokens write with factors of their own, cum_j is that of the
 writes, with a skip, skip z_i is added to out_i, and where a token is several rows, j <= i compares tokens. Two warpgroups of a thread
 block use the same x and y: they have columns of one memory or, where heads of 64 columns are paired, the memories of two heads that
 share x and y. If D is more than 128, each slice of 128 rows of S is computed by itself, and the outputs of the slices are added at the
