@@ -1,5 +1,5 @@
 """Tests of the versions of the delta rule's forward pass on Hopper: the inverse by single warps' blocks, the scan with another warpgroup for the
-outputs, writes divided by truncation, and rows that begin with an empty memory. They run in Mosaic GPU's interpreter.
+outputs, and rows that begin with an empty memory. They run in Mosaic GPU's interpreter.
 """
 
 from __future__ import annotations

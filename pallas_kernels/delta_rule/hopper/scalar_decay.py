@@ -184,9 +184,10 @@ def backward(
 def _by_head(initial, heads: int, k, v, *, required: bool):
     """Return the initial memory of each of the heads, [B * S, heads, K, V]: each of the heads that share a memory computes it.
 
-    An `initial` of None, which is one empty memory per row, remains None unless an array is `required`.
+    An `initial` of None, which is one empty memory per row, remains None unless an array is `required`, or keys are so wide that a scan that
+    begins with zeros in registers would spill more of them.
     """
     if initial is not None:
         return jnp.repeat(initial, heads // v.shape[2], axis=1)
     shape = len(v), heads, k.shape[-1], v.shape[-1]
-    return jnp.zeros(shape, jnp.float32) if required else None
+    return jnp.zeros(shape, jnp.float32) if required or k.shape[-1] > 128 else None
