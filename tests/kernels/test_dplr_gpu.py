@@ -97,7 +97,7 @@ def fused(q, k, v, a, b, log_decay, initial, run, save_memories=False):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", HOPPER_INTERPRETED, ids=lambda case: case.name)
-@pytest.mark.parametrize("inverse", unit_inverse.METHODS)
+@pytest.mark.parametrize("inverse", ("doubled", "blocks"))
 def test_equals_the_recurrence_in_value_and_every_gradient(inverse, case, monkeypatch):
     monkeypatch.setattr(unit_inverse, "METHOD", inverse)
     if case.parts is not None:
