@@ -103,6 +103,14 @@ class Call(NamedTuple):
     rank: int
     interpret: Any
 
+    def grid(self, rows: int) -> dict[str, int]:
+        """Return the numbers of thread blocks of a scan of B * S = `rows` rows of memories, by axis: row and head (or pair of heads), slice
+        of key channels, and columns.
+        """
+        if self.paired:
+            return dict(row=rows * self.heads // 2, slice=self.slices, column=1)
+        return dict(row=rows * self.heads, slice=self.slices, column=self.blocks // self.groups)
+
     def input_head(self, name: str, h):
         """Return the index of the head of the input `name` that head h of the output uses; several heads of the output may share
         it.

@@ -60,16 +60,11 @@ def roles_scan(call: Call, inputs: dict[str, Any], outputs: dict[str, Any]) -> d
         at = _position(call, refs)
         with_smem(lambda buffers: _Block(call, at, refs, buffers).run(), smem)
 
-    memories = outputs["last"].shape[0] * call.heads
     return launch(
         kernel,
         inputs=inputs,
         outputs=outputs,
-        grid=dict(
-            row=memories // (2 if call.paired else 1),
-            slice=call.slices,
-            column=1 if call.paired else call.blocks // call.groups,
-        ),
+        grid=call.grid(outputs["last"].shape[0]),
         num_threads=len(_roles(call)),
         reduction_scratch_bytes=0,
         name="linear_attention_scalar_roles",

@@ -163,14 +163,11 @@ def _launch(call: Call, inputs: dict[str, Any], outputs: dict[str, Any]) -> dict
         at = _position(call, refs)
         with_smem(lambda buffers: _Warpgroup(call, at, refs, buffers).compute(), smem)
 
-    memories = outputs["last"].shape[0] * call.heads
     return launch(
         kernel,
         inputs=inputs,
         outputs=outputs,
-        grid=dict(
-            row=memories // (2 if call.paired else 1), slice=call.slices, column=1 if call.paired else call.blocks // call.groups
-        ),
+        grid=call.grid(outputs["last"].shape[0]),
         num_threads=call.groups + 1,
         name="linear_attention_scalar_scan",
         interpret=call.interpret,
