@@ -21,6 +21,7 @@ ROW_CONV = "gla, convolutions along rows"
 INNER = tuple(name for name, m in mixers.METHODS.items() if m.module.memory_parts)
 X = jax.random.normal(jax.random.key(1), (BATCH, LENGTH, WIDTH))
 NUM_LAYERS = 2
+FORMS = ("packed", "masked")
 
 
 def config_of(name="gated_deltanet", *, inner=None, **fields) -> mixers.MoMConfig:
@@ -190,3 +191,8 @@ def definition(mixer, x, chosen):
 
 
 oracle = jax.jit(definition)
+
+
+def float_arrays(state):
+    """Return the floating-point arrays of a Mixture-of-Memories' state: all but segment ids and counts."""
+    return [s for s in jax.tree.leaves(state) if jnp.issubdtype(s.dtype, jnp.inexact)]
