@@ -29,7 +29,7 @@ SECTIONS = (
      "a larger weight of the balance loss, and longer training: a memory of MoM is updated by half of the tokens."),
     ("evidence_routing", "Routing of the memories", "At the end of training, over layers and memories: a memory's load is its share of the choices, one over the number of memories if they are even. Of several seeds each has its value."),
     ("evidence_moe", "Linear-MoE", "`pattern=N` is softmax attention in every layer, `LLLN` in every fourth."),
-    ("evidence_methods", "All methods with a kernel", "Linear attention alone so far: it has neither decay nor convolution and learns the slowest of the methods at 10M, too."),
+    ("evidence_methods", "All methods with a kernel", "Linear attention has neither decay nor convolution, and learns the slowest of the methods at 10M, too."),
     ("evidence_methods_xla", "Methods without a kernel", ""),
     ("evidence_rates", "Learning rates", "The best of the rates that were tried in short runs with seed 0 was used; where it is the lowest or the highest of them, a better one may lie beyond. A model without short runs was given one rate. Of the short runs that the call of the long run made, the row does not say the tokens if the cell is empty; the other ones are made by the commands below."),
 )  # fmt: skip

@@ -118,12 +118,22 @@ def identity(row: Row) -> tuple:
     return row["table"], *_run(row), row["seed"]
 
 
+def belongs(row: Row, kind: str) -> bool:
+    """Return whether a row of a trained model stands in the table `kind`: in that for which it was trained, and a method of the
+    registry (`lm:`) in "methods" too, since it was trained in the same way.
+    """
+    if row.get("kind") == "rates":
+        return False
+    shared = kind == "methods" and row.get("table") == "fox" and row["model"].startswith("lm:")
+    return row.get("table") == kind or shared
+
+
 def _table(kind: str) -> Table:
     return Table(
         f"evidence_{kind}",
         (FILE,),
         COLUMNS,
-        where=lambda row: row.get("table") == kind and row.get("kind") != "rates",
+        where=lambda row: belongs(row, kind),
         key=identity,
         lines=by_model,
         command=lambda rows, docs: commands(rows, read_rows(docs, FILE)),

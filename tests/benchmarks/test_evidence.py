@@ -290,6 +290,14 @@ def test_the_tables_have_a_line_a_model_with_the_mean_of_its_seeds(tmp_path):
         assert draw(draw_results.LIGHT, rows[:4]).axes
 
 
+def test_a_method_trained_for_another_table_stands_among_the_methods_too(tmp_path):
+    rows = [row("lm:a-125m"), row("fox:b-125m"), row("lm:c-125m", table="methods")]
+    (tmp_path / "evidence.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    found = {table.name: table.rows(tmp_path) for table in tables.with_rows(tmp_path)}
+    assert {r["model"] for r in found["evidence_methods"]} == {"lm:a-125m", "lm:c-125m"}
+    assert {r["model"] for r in found["evidence_fox"]} == {"lm:a-125m", "fox:b-125m"}
+
+
 def test_the_routing_of_memories_is_read_from_a_run_and_shown(tmp_path):
     metrics = tmp_path / "metrics.jsonl"
     metrics.write_text(json.dumps({"step": 20, "train/loss": 1.0}) + "\n")
