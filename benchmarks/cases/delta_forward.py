@@ -3,7 +3,8 @@
     python -m benchmarks delta_forward [--cases 8x4096x16x128,4x2048x16x128,8x1024x8x64] [--kinds whole_tiles,blocks_split,scored] [--repeats 10]
 
 A row for each case, B x T x heads x K in bfloat16 with V = K and a scalar decay ("plain" for no decay, "documents" for several documents in a
-row, which the solve and the scan alone do not have; "channel" for KDA's decay per key channel, without the solve and the scan alone), and kind:
+row, which the solve and the scan alone do not have; "channel" for KDA's decay per key channel, and "low_rank" for RWKV7's memory, both without
+the solve and the scan alone), and kind:
 the ms of the solve (`solve`), of the scan (`scan`), of the op forward and forward and backward (`forward`, `both`), the errors of the output and
 of the worst gradient, if there is a derivative, at 2 x 640 x 4 heads against float32 XLA, relative in RMS (`errors`), the largest difference from the results of the first
 kind at the timed size (`difference`), and whether repeated calls return the same bits (`same`). `right` is false if an error is above the
@@ -56,6 +57,8 @@ CASES = (
     "8x4096x16x128-documents",
     "8x4096x16x128-plain",
     "8x4096x16x128-channel",
+    "8x4096x16x128-low_rank",
+    "8x4096x32x64-low_rank",
     "4x2048x16x128-plain",
     "8x2048x32x64",
 )
@@ -70,8 +73,8 @@ def choose(kind: str) -> None:
 
 
 def make(case: str, small: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the arguments of `delta_memory` for a case: random arrays in bfloat16 (decays in float32), and those that have no gradient. The
-    `small` ones have fewer tokens.
+    """Return the arguments of `delta_memory` (`dplr_memory` with "low_rank") for a case: random arrays in bfloat16 (decays in float32), and
+    those that have no gradient. The `small` ones have fewer tokens.
     """
     sizes, *words = case.split("-")
     batch, length, heads, depth = map(int, sizes.split("x"))
@@ -85,8 +88,10 @@ def make(case: str, small: bool = False) -> tuple[dict[str, Any], dict[str, Any]
     k = k / jnp.linalg.norm(k, axis=-1, keepdims=True)
     arrays = dict(q=q, k=k, v=v, beta=jax.nn.sigmoid(normal()))
     arrays = {name: x.astype(jnp.bfloat16) for name, x in arrays.items()}
+    if "low_rank" in words:
+        arrays |= dict(a=-arrays["k"], b=arrays["k"] * arrays.pop("beta")[..., None])
     if "plain" not in words:
-        channels = (depth,) if "channel" in words else ()
+        channels = (depth,) if {"channel", "low_rank"} & set(words) else ()
         arrays["log_decay"] = jax.nn.log_sigmoid(normal(*channels) + 3)
     marks = {}
     if "documents" in words:
@@ -102,7 +107,8 @@ def _small(case: str) -> str:
 
 def by_op(implementation: str, arrays: dict[str, Any], marks: dict[str, Any]) -> jax.Array:
     """Return the output of the op."""
-    return ops.delta_memory(**arrays, **marks, implementation=implementation)[0]
+    op = ops.dplr_memory if "a" in arrays else ops.delta_memory
+    return op(**arrays, **marks, implementation=implementation)[0]
 
 
 def both(implementation: str, arrays: dict[str, Any], marks: dict[str, Any]):
@@ -186,7 +192,7 @@ def compile_all(
         wanted: dict[str, Any] = {"forward": (forward, given), "small": (every, few)}
         if kind != "scored":
             wanted["both"] = every, given
-        if "channel" not in name:
+        if not {"channel", "low_rank"} & set(name.split("-")):
             shapes = given[0], jax.eval_shape(solved, given[0])
             wanted |= {"solve": (solved, shapes[:1]), "scan": (functools.partial(scanned, interpret), shapes)}  # fmt: skip
         for part, (function, shapes) in wanted.items():

@@ -40,7 +40,9 @@ def solve_chunks(upper, rows, *, interpret: Any = False) -> jax.Array:
             j = plgpu.broadcasted_iota(jnp.int32, SQUARE, 1, layout=wg.LAYOUT)
             strict = wg.load_global(refs["upper"].at[b, h, tokens])
             strict *= wg.spread_rows(load_by_row(refs["rows"].at[b, h, tokens]), SQUARE)
-            inverse = unit_inverse(strict, i ^ j, right, left, interpret, upper=True)
+            inverse = unit_inverse(
+                strict, i ^ j, right, left, interpret, upper=True, method="blocks"
+            )
             buffer.transpose((1, 0))[...] = inverse.astype(_BF16)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(buffer, refs["inverse"].at[b, h, tokens])
