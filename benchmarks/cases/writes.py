@@ -30,6 +30,7 @@ BENCHMARK = Benchmark(
     name="writes",
     summary="Mamba2's memory, whose heads share q and k: gradients of two heads at once or of each",
     key=("case",),
+    output="docs/writes.jsonl",
 )
 
 KINDS = ("pairs", "heads", "roles")

@@ -18,6 +18,11 @@ def _milliseconds(row: Row, name: str) -> str:
     return f"{row[name]:.3f}" if row.get(name) is not None else ""
 
 
+def _documents(row: Row) -> str:
+    """Return how many documents with a state each a row of a call has, in words; empty if it has one document without."""
+    return f", {row['segments']} documents" if "segments" in row else ""
+
+
 def _default(row: Row) -> list[float]:
     """Return the times of what the default computes: of rows of --roles that were measured when the default was a scan by columns,
     those of the scan by roles with sums by a kernel.
@@ -50,6 +55,7 @@ TABLES = [
         "kernels_scans",
         ("kernels.jsonl",),
         (
+            Column("op", lambda row: row["op"] + _documents(row)),
             shape_column(),
             Column("warpgroups by columns", lambda row: times(row.get("columns", row["kernel"]))),
             pair("by roles", "roles"),
@@ -58,7 +64,7 @@ TABLES = [
             Column("commit", lambda row: row["commit"]),
         ),
         where=lambda row: "roles" in row,
-        key=lambda row: row["shape"],
+        key=lambda row: (row["op"], row["shape"], row.get("segments")),
         not_run="requires an NVIDIA Hopper GPU and jax-linear-attention",
         command='python -m benchmarks kernels --ops "scalar decay" --roles --errors --device_times --peers jla --output docs/kernels.jsonl',
     ),
@@ -77,5 +83,19 @@ TABLES = [
         key=lambda row: (row["case"], row["kind"]),
         not_run="requires an NVIDIA Hopper GPU",
         command="python -m benchmarks delta_forward",
+    ),
+    Table(
+        "writes",
+        ("writes.jsonl",),
+        (
+            column("B x T x heads", "case", "{}"),
+            pair("gradients of each head", "heads"),
+            pair("of two heads", "pairs"),
+            pair("of two heads, forward by roles", "roles"),
+            Column("commit", lambda row: row["commit"]),
+        ),
+        key=lambda row: row["case"],
+        not_run="requires an NVIDIA Hopper GPU",
+        command="python -m benchmarks writes --kinds pairs,heads,roles",
     ),
 ]

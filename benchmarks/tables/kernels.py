@@ -277,7 +277,7 @@ TABLES = [
             pair("XLA", "xla"),
             Column("commit", lambda row: row["commit"]),
         ),
-        where=lambda row: matches(row, segments=8, shape=MAIN_SHAPE),
+        where=lambda row: matches(row, segments=8, shape=MAIN_SHAPE) and "roles" not in row,
         key=lambda row: row["op"],
         lines=_by_op,
         not_run="requires an NVIDIA Hopper GPU",

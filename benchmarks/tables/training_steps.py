@@ -55,6 +55,11 @@ def is_step(row: Row, tokens: int = TOKENS, remat: str = "dots") -> bool:
     return plain and not _PARTS & set(row)
 
 
+def _is_step_but_for(row: Row, part: str) -> bool:
+    """Return whether a row is of a training step as `is_step` says, or of one whose only variant is `part`."""
+    return "peer" not in row and is_step({name: row[name] for name in row if name != part})
+
+
 def is_full_remat_step(row: Row) -> bool:
     """Return whether a row is of a training step of any number of tokens that saves no activations, with rematerialisation "full" and the
     default compiler flags, and no variant of it.
@@ -144,6 +149,12 @@ def _shortest_and_longest(name: str, tokens: int, remat: str, options: str) -> T
         lines=_steps,
         command=f"python -m benchmarks model_step {options}",
     )
+
+
+def _gate(row: Row) -> str:
+    """Return which gate a row's KDA has, with its option."""
+    mixer = row.get("mixer")
+    return f"bounded, `{mixer}`" if mixer else "of any size, the default"
 
 
 def flops(row: Row) -> float:
@@ -341,6 +352,41 @@ TABLES = [
         TOKENS,
         "full",
         "--variants log_linear_mamba2-340m,log_linear_gated_deltanet-340m --lengths 2048,16384 --remat full",
+    ),
+    _shortest_and_longest(
+        "model_step_momentum",
+        TOKENS // 2,
+        "full",
+        "--variants momentum_deltanet-340m --lengths 2048,16384 --tokens 16384 --remat full --batch_steps 2",
+    ),
+    _shortest_and_longest(
+        "model_step_mimo",
+        TOKENS * 3 // 2,
+        "dots",
+        "--variants mamba3_mimo-340m --lengths 2048,16384 --tokens 49152 --batch_steps 4",
+    ),
+    Table(
+        "model_step_bounded",
+        ("model_step.jsonl",),
+        (
+            Column("gate", lambda steps: _gate(next(iter(steps.values())))),
+            _speed_at(LENGTHS[0]),
+            _speed_at(LENGTHS[-1]),
+            Column("16,384 / 2,048", _longest_over_shortest),
+            Column("GiB at the shortest", lambda steps: f"{steps[min(steps)]['gib']:.1f}"),
+            Column("commits", _commits),
+        ),
+        where=lambda row: (
+            row["variant"] == "kda-340m"
+            and row["length"] in (LENGTHS[0], LENGTHS[-1])
+            and _is_step_but_for(row, "mixer")
+        ),
+        key=lambda row: (row.get("mixer"), row["length"]),
+        lines=lambda rows: [
+            {row["length"]: row for row in of}
+            for of in group(rows, lambda row: row.get("mixer")).values()
+        ],
+        command="python -m benchmarks model_step --variants kda-340m --lengths 2048,16384     # and with --mixer lower_bound=-5.0",
     ),
     Table(
         "model_step_fla",
