@@ -23,12 +23,18 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.compat import PROCESSORS
 from pallas_kernels.hopper import row_layout
 from pallas_kernels.hopper.row_layout import CHUNK
 from pallas_kernels.linear_attention.hopper import pair_gradients
-from pallas_kernels.linear_attention.hopper.decay_sums import ROWS, decay_sums
-from pallas_kernels.linear_attention.hopper.scalar_plan import Decays, pairs
-from pallas_kernels.linear_attention.hopper.scalar_scan import scalar_scan
+from pallas_kernels.linear_attention.hopper.decay_sums import LEAST, ROWS, decay_sums
+from pallas_kernels.linear_attention.hopper.scalar_plan import BLOCK, Decays, pairs
+from pallas_kernels.linear_attention.hopper.scalar_scan import (
+    adds_decays,
+    run_scans,
+    scalar_scan,
+    scan_of,
+)
 from pallas_kernels.memory_calls import NO_BONUS, in_bfloat16, key_dims, value_dims
 
 __all__ = ["CHUNK", "FROM_ZERO", "REQUIREMENTS", "Residuals", "backward", "forward"]
@@ -45,6 +51,9 @@ GRADIENTS_OF_PAIRS = True
 skips."""
 SUMS_BY_PRODUCTS = True
 """Whether sums of decays are computed by products of a kernel (`decay_sums`) in place of XLA's masked sums."""
+FEW_LAUNCHES = "never"
+"""Where the scan adds the decays of its chunks itself, which saves two launches, if it can; and the gradients of q and v have one launch, if
+processors are left over: "short" is where the card has a processor for each thread block of a scan, "always" also elsewhere."""
 REQUIREMENTS = (
     NO_BONUS,
     in_bfloat16("q", "k", "v"),
@@ -85,7 +94,13 @@ def forward(
     paired = PAIRED and skip is not None
     programs = batch * heads // (2 if paired and pairs(q, k, v, heads) else 1)
     parts = 1 if chunk_bounds is not None else row_layout.count_parts(programs, length)
-    decay = _chunk_decays(log_decay, run, v.shape, parts, log_write, interpret)
+    decay = Decays(None, None, None, None, None, None, log_decay)
+    plain = run is None and chunk_bounds is None and parts == rank == 1 and log_write is None
+    few = FEW_LAUNCHES == "always" or (
+        FEW_LAUNCHES == "short" and batch * heads * (v.shape[3] // BLOCK) <= PROCESSORS
+    )
+    if not (few and plain and adds_decays(q, k, v, log_decay)):
+        decay = _chunk_decays(log_decay, run, v.shape, parts, log_write, interpret)
     q, k, v = (row_layout.split_parts(x, parts) for x in (q, k, v))
     scan = functools.partial(
         scalar_scan, decay=decay, heads=heads, chunk_bounds=chunk_bounds, rank=rank, interpret=interpret, paired=paired,
@@ -121,10 +136,11 @@ def backward(
     parts = ends.shape[0] // (batch if initial is None else initial.shape[0])
     query_heads, key_heads = q.shape[2], k.shape[2]
     q, k, v, d_output = (row_layout.split_parts(x, parts) for x in (q, k, v, d_output))
-    scan = functools.partial(
-        scalar_scan, decay=decay, heads=heads, chunk_bounds=chunk_bounds, rank=rank,
-        interpret=interpret, paired=PAIRED and skip is not None,
+    options: dict[str, Any] = dict(
+        decay=decay, heads=heads, chunk_bounds=chunk_bounds, rank=rank, interpret=interpret,
+        paired=PAIRED and skip is not None,
     )  # fmt: skip
+    scan = functools.partial(scalar_scan, **options)
     d_ends = None if d_final is None else row_layout.gradient_by_head(d_final, heads)
     if parts > 1:
         (read,) = scan(None, q, d_output, write_scale=scale, reverse=True)
@@ -170,12 +186,19 @@ def backward(
     forward_options = dict(initial=_transposed(starts), read_scale=scale)
     reverse_options = dict(write_scale=scale, reverse=True)
     d_ends_transposed = _transposed(d_ends)
-    if log_decay is None or not decay_gradient:
+    with_decay = log_decay is not None and decay_gradient
+    saved = dict(partner=q, save_states=True) if with_decay else {}
+    skipped = {} if skip is None else dict(partner=v, skip=_by_head(skip, heads))
+    (dq, _, *of_q), (dv, d_starts, *of_v) = run_scans(
+        scan_of(d_output, v, k, **saved, **forward_options, **options),
+        scan_of(k, q, d_output, initial=d_ends, **skipped, **reverse_options, **options),
+        together=decay.log_decay is not None,
+    )
+    if not with_decay:
         d_decay = None
-        dq, _ = scan(d_output, v, k, **forward_options)
         dk, _ = scan(v, d_output, q, initial=d_ends_transposed, **reverse_options)
     else:
-        dq, _, q_dots, states = scan(d_output, v, k, partner=q, save_states=True, **forward_options)
+        q_dots, states = of_q
         dk, _, k_dots, products = scan(
             v, d_output, q, initial=d_ends_transposed, partner=k, states=states, **reverse_options
         )
@@ -184,12 +207,8 @@ def backward(
         rows, at_end = (row_layout.sum_heads(x, memories, axis=1) for x in (rows, at_end))
         d_decay = _decay_gradient(rows, at_end, decay.run).reshape(batch, length, memories)
     d_writes: tuple[jax.Array, ...] = ()
-    if skip is None:
-        dv, d_starts = scan(k, q, d_output, initial=d_ends, **reverse_options)
-    else:
-        dv, d_starts, v_dots, skip_dots = scan(
-            k, q, d_output, initial=d_ends, partner=v, skip=_by_head(skip, heads), **reverse_options
-        )
+    if skip is not None:
+        v_dots, skip_dots = of_v
         skip_dots = skip_dots[:, :, : v.shape[-1] // 64]
         v_dots, skip_dots = (
             row_layout.sum_heads(jnp.sum(x, axis=2), memories, axis=1) for x in (v_dots, skip_dots)
@@ -238,8 +257,7 @@ def _chunk_decays(log_decay, run, shape, parts: int, log_write, interpret: Any) 
         read_decay = write_decay = jnp.ones_like(cum)
         chunk_decay = jnp.ones((batch, heads, count), _F32)
     else:
-        # e^-104 is 0 in float32; larger sums would cost the others their precision.
-        by_chunk = jnp.moveaxis(jnp.maximum(log_decay.astype(_F32), -128.0), 1, 2)
+        by_chunk = jnp.moveaxis(jnp.maximum(log_decay.astype(_F32), LEAST), 1, 2)
         sizes = batch, heads, count, CHUNK
         if SUMS_BY_PRODUCTS:
             chunks = by_chunk.reshape(-1, CHUNK)

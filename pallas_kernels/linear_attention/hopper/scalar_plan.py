@@ -26,6 +26,7 @@ class Decays(NamedTuple):
         run: [B * P, T / P], document numbers, or None.
         write_cum: [B * P, G, T / P], `cum` minus the logarithm of the factor of each token's write, which `write_decay` contains; None is
             `cum`: all factors are 1.
+        log_decay: [B, T, G], the log decays themselves, if the scan computes the sums; then all other arrays are None.
     """
 
     cum: jax.Array | None
@@ -34,6 +35,7 @@ class Decays(NamedTuple):
     chunk_decay: jax.Array | None
     run: jax.Array | None
     write_cum: jax.Array | None = None
+    log_decay: jax.Array | None = None
 
 
 def chunks_of_interval(count: int) -> int:
@@ -69,7 +71,8 @@ class Call(NamedTuple):
 
     Attributes:
         shapes: shapes of the inputs, by name.
-        streams: names of the inputs that are loaded chunk by chunk.
+        streams: names of the arrays that a thread block has chunk by chunk; all but `sums` are inputs.
+        sums: names of the vectors that it computes from the log decays: sums up to each token, and exponentials of sums after it.
         heads: number of heads of the output.
         depth: number of rows of a memory (key channels) that a warpgroup computes, at most 128.
         slices: number of slices of `depth` rows of a memory.
@@ -88,6 +91,7 @@ class Call(NamedTuple):
 
     shapes: dict[str, tuple[int, ...]]
     streams: tuple[str, ...]
+    sums: tuple[str, ...]
     heads: int
     depth: int
     slices: int
@@ -102,6 +106,11 @@ class Call(NamedTuple):
     write_scale: float
     rank: int
     interpret: Any
+
+    @property
+    def loads(self) -> tuple[str, ...]:
+        """The names of the inputs that are loaded chunk by chunk."""
+        return tuple(name for name in self.streams if name not in self.sums)
 
     def grid(self, rows: int) -> dict[str, int]:
         """Return the numbers of thread blocks of a scan of B * S = `rows` rows of memories, by axis: row and head (or pair of heads), slice

@@ -6,7 +6,7 @@ It computes what `scalar_scan` does. Of each chunk
 - one warpgroup weighs: it computes the scores x yᵀ and their decays, and the values times their decays, z',
 - one carries the memory: it rounds S and stores it in shared memory, then S <- chunk_decay S + yᵀ z',
 - one reads: out = read_decay x S + weights z (a scan of writes only has no such warpgroup, and no scores),
-- and one loads x, y, z and the decays.
+- and one loads x, y, z and the decays, or loads log decays and adds them.
 
 They hand tiles on by buffers in shared memory. So the chain from one chunk to the next is only that of the memory: round, store, one
 product. In `scalar_scan` a warpgroup does all four of a chunk's products, one after another, and both of a thread block compute the
@@ -16,7 +16,7 @@ same scores and exponentials.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -27,16 +27,18 @@ from pallas_kernels.compat import pl, plgpu
 from pallas_kernels.hopper import warpgroups as wg
 from pallas_kernels.hopper.launch import launch, with_smem
 from pallas_kernels.hopper.row_layout import CHUNK
+from pallas_kernels.linear_attention.hopper.decay_sums import load_log_decays, sums_of_chunk
 from pallas_kernels.linear_attention.hopper.scalar_plan import BLOCK, Call
 from pallas_kernels.linear_attention.hopper.scalar_roles_plan import (
+    Scan,
     plan_of,
     scaled,
-    smem_of,
     tiles_of,
 )
 from pallas_kernels.linear_attention.hopper.scalar_weights import SQUARE, times_rows, token_weights
 
 _REGISTERS = dict(carry=200, read=160, weigh=112, load=40)  # of a thread; 512 in all, as an SM has
+_WITH_SUMS = dict(carry=176, read=160, weigh=112, load=64)  # where the one that loads adds decays
 _F32 = jnp.float32
 
 
@@ -50,26 +52,40 @@ def _roles(call: Call) -> list[str]:
     return [name for name in _REGISTERS if name != "read" or "x" in call.streams]
 
 
-def roles_scan(call: Call, inputs: dict[str, Any], outputs: dict[str, Any]) -> dict[str, jax.Array]:
-    """Compute a call of `scalar_scan`, given its inputs and the shapes of its outputs by name (None are left out); return the outputs. Of
-    paired heads, z has two in one.
-    """
-    smem = smem_of(call, inputs["z"].dtype)
+def roles_scans(*scans: Scan) -> list[dict[str, jax.Array]]:
+    """Compute calls of `scalar_scan` in one launch, with more than one those that `fit_together`; return the outputs of each by name."""
+    first = scans[0]
+
+    def numbered(arrays: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        return {f"{x} {n}": a for n, named in enumerate(arrays) for x, a in named.items()}
+
+    def of_scan(n: int, arrays: dict[str, Any]) -> dict[str, Any]:
+        names = (name.split() for name in arrays)
+        return {x: arrays[f"{x} {i}"] for x, i in names if int(i) == n}
 
     def kernel(refs):
-        at = _position(call, refs)
-        with_smem(lambda buffers: _Block(call, at, refs, buffers).run(), smem)
+        def run(buffers):
+            for n, scan in enumerate(scans):
+                own, smem = of_scan(n, refs), dict(zip(scan.smem(), buffers.values(), strict=True))
+                block = _Block(scan.call, _position(scan.call, own), own, smem)
+                if len(scans) == 1:
+                    block.run()
+                else:
+                    pl.when(lax.axis_index("scan") == n)(block.run)
 
-    return launch(
+        with_smem(run, first.smem())
+
+    results = launch(
         kernel,
-        inputs=inputs,
-        outputs=outputs,
-        grid=call.grid(outputs["last"].shape[0]),
-        num_threads=len(_roles(call)),
+        inputs=numbered([x.inputs for x in scans]),
+        outputs=numbered([x.outputs for x in scans]),
+        grid=(dict(scan=len(scans)) if len(scans) > 1 else {}) | first.grid,
+        num_threads=len(_roles(first.call)),
         reduction_scratch_bytes=0,
         name="linear_attention_scalar_roles",
-        interpret=call.interpret,
+        interpret=first.call.interpret,
     )
+    return [of_scan(n, results) for n in range(len(scans))]
 
 
 class _Position(NamedTuple):
@@ -129,7 +145,7 @@ class _Block(NamedTuple):
         at_first = 512 // len(roles)  # registers of a thread when the kernel begins
 
         def run_role(name: str) -> None:
-            registers = _REGISTERS[name]
+            registers = (_WITH_SUMS if self.call.sums else _REGISTERS)[name]
             action: Any = "increase" if registers > at_first else "decrease"
             plgpu.set_max_registers(registers, action=action)
             getattr(self, name)()
@@ -209,10 +225,16 @@ class _Block(NamedTuple):
     def load(self) -> None:
         """Load the inputs of all chunks, each when its buffers are free."""
         at, call = self.at, self.call
-        sources = {name: self.source(name) for name in call.streams}
+        sources = {name: self.source(name) for name in call.loads}
         stages = self.smem["y"].shape[0]
 
-        def step(n, _):
+        def log_decays(n):
+            if not call.sums:
+                return None
+            tokens = pl.ds(at.chunk(n) * CHUNK, CHUNK)
+            return load_log_decays(self.refs["log_decay"], at.b, tokens, at.first)
+
+        def step(n, decays):
             slot, tokens = self.slot("y", n), pl.ds(at.chunk(n) * CHUNK, CHUNK)
             pl.when(n >= stages)(lambda: plgpu.barrier_wait(self.smem["used"].at[slot]))
             for name, source in sources.items():
@@ -220,9 +242,24 @@ class _Block(NamedTuple):
                 plgpu.copy_gmem_to_smem(
                     part, self.smem[name].at[slot], self.smem["loaded"].at[slot]
                 )
+            if not call.sums:
+                return None
+            ahead = log_decays(jnp.minimum(n + 1, at.steps - 1))
+            self.add_decays(slot, decays)
+            return ahead
 
-        lax.fori_loop(0, at.steps, step, None)
+        lax.fori_loop(0, at.steps, step, log_decays(0))
         self.wait_used("used", "y")
+
+    def add_decays(self, slot, log_decays) -> None:
+        """Store the sums of a chunk's log decays up to each token, and the exponentials of those after it, in the buffers of index `slot`."""
+        up_to, after = (self.smem[name].at[slot] for name in self.call.sums)
+        sums, decays = sums_of_chunk(log_decays, self.at.first, buffer=after)
+        up_to[...] = sums
+        plgpu.commit_smem()  # all threads have read the buffer
+        after[...] = decays
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(self.smem["loaded"].at[slot])
 
     def by_head(self, name: str) -> bool:
         """Return whether an input has one vector for each of two heads."""

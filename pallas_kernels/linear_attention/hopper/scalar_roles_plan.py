@@ -1,12 +1,14 @@
-"""How `scalar_roles` divides columns and shared memory: tiles, and numbers of buffers."""
+"""How `scalar_roles` divides columns and shared memory: tiles, and numbers of buffers; and which scans it computes in one launch."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from pallas_kernels.compat import plgpu
+from pallas_kernels.compat import PROCESSORS, plgpu
 from pallas_kernels.hopper import warpgroups as wg
 from pallas_kernels.hopper.row_layout import CHUNK
 from pallas_kernels.linear_attention.hopper.scalar_plan import BLOCK, Call
@@ -78,7 +80,10 @@ def smem_of(call: Call, dtype: Any) -> dict[str, Any]:
     assert plan is not None
     smem: Any = plgpu.SMEM
     found: dict[str, Any] = dict(
-        loaded=plgpu.Barrier(num_arrivals=len(call.streams), num_barriers=plan.loaded),
+        # Each copy arrives, and the warpgroup that has computed the sums of decays.
+        loaded=plgpu.Barrier(
+            num_arrivals=len(call.loads) + bool(call.sums), num_barriers=plan.loaded
+        ),
         used=plgpu.Barrier(num_arrivals=3 if "x" in call.streams else 2, num_barriers=plan.loaded),
     )
     for name, shape in _tile_shapes(call).items():
@@ -95,3 +100,38 @@ def smem_of(call: Call, dtype: Any) -> dict[str, Any]:
             vector = (2, CHUNK) if call.paired else (CHUNK,)
             found[name] = smem((plan.loaded, *vector), _F32)
     return found
+
+
+class Scan(NamedTuple):
+    """A call of `scalar_scan` and its arrays.
+
+    Attributes:
+        call: its sizes and options.
+        inputs: arrays by name; None are left out. Of paired heads, z has two in one.
+        outputs: shapes by name; None are left out.
+        by_roles: whether `scalar_roles` computes it.
+    """
+
+    call: Call
+    inputs: dict[str, Any]
+    outputs: dict[str, Any]
+    by_roles: bool
+
+    def smem(self) -> dict[str, Any]:
+        """Return the types of a thread block's buffers in shared memory, by name."""
+        return smem_of(self.call, self.inputs["z"].dtype)
+
+    def blocks(self) -> int:
+        """Return the number of thread blocks."""
+        return math.prod(self.grid.values())
+
+    @property
+    def grid(self) -> dict[str, int]:
+        """The numbers of thread blocks by axis."""
+        return self.call.grid(self.outputs["last"].shape[0])
+
+
+def fit_together(scans: Sequence[Scan]) -> bool:
+    """Return whether `roles_scans` can compute the scans in one launch, each with thread blocks of its own, all of which run at once."""
+    first, *others = ((x.grid, list(x.smem().values())) for x in scans)
+    return sum(x.blocks() for x in scans) <= PROCESSORS and all(x == first for x in others)

@@ -28,6 +28,7 @@ from pallas_kernels.hopper import warpgroups as wg
 from pallas_kernels.hopper.launch import launch, with_smem
 from pallas_kernels.hopper.row_layout import CHUNK
 from pallas_kernels.linear_attention.hopper import scalar_roles
+from pallas_kernels.linear_attention.hopper.decay_sums import HEADS
 from pallas_kernels.linear_attention.hopper.scalar_plan import (
     BLOCK,
     Call,
@@ -36,6 +37,7 @@ from pallas_kernels.linear_attention.hopper.scalar_plan import (
     count_groups,
     pairs,
 )
+from pallas_kernels.linear_attention.hopper.scalar_roles_plan import Scan, fit_together
 from pallas_kernels.linear_attention.hopper.scalar_weights import SQUARE, times_rows, token_weights
 
 ROLES: bool | None = None
@@ -47,13 +49,35 @@ _TILE = CHUNK, BLOCK
 _F32 = jnp.float32
 
 
-def scalar_scan(
+def scalar_scan(x, y, z, decay: Decays, **options: Any) -> list[jax.Array]:
+    """Carry memories through all chunks of a row: compute a scan that `scan_of` describes; return its results."""
+    (results,) = run_scans(scan_of(x, y, z, decay, **options))
+    return results
+
+
+def run_scans(*scans: Scan, together: bool = False) -> list[list[jax.Array]]:
+    """Compute scans that `scan_of` describes; return the results of each. If `together`, they have one launch where processors are left over
+    for the thread blocks of all of them.
+    """
+    if together and all(x.by_roles for x in scans) and fit_together(scans):
+        results = scalar_roles.roles_scans(*scans)
+    else:
+        results = [
+            scalar_roles.roles_scans(scan)[0] if scan.by_roles else _launch(scan) for scan in scans
+        ]
+    for scan, arrays in zip(scans, results, strict=True):
+        if "out" in arrays:
+            arrays["out"] = row_layout.sum_heads(arrays["out"], scan.call.heads)
+    return [list(arrays.values()) for arrays in results]
+
+
+def scan_of(
     x, y, z, decay: Decays, *, heads: int, initial=None, read_scale: float = 1.0,
     write_scale: float = 1.0, reverse: bool = False, partner=None, save_states: bool = False,
     states=None, chunk_bounds=None, skip=None, rank: int = 1, paired: bool = False, interpret: Any = False,
-) -> list[jax.Array]:  # fmt: skip
-    """Carry memories S [D, V] with a scalar decay through all chunks of a row; return what tokens read from them and the last
-    memories.
+) -> Scan:  # fmt: skip
+    """Return a scan that carries memories S [D, V] with a scalar decay through all chunks of a row. Its results are what tokens read from
+    them and the last memories.
 
     For token i and the tokens j <= i of its chunk, out_i = read_decay_i x_i S + sum_j exp(cum_i - cum_j) (x_i . y_j) z_j; then S <-
     chunk_decay S + sum_j (write_decay_j y_j)ᵀ z_j. So x are queries, y keys and z values, or, in the backward pass, other arrays in
@@ -86,7 +110,7 @@ def scalar_scan(
         interpret: parameters of the Pallas interpreter, or False to compile the kernel.
 
     Returns:
-        The output [B, T, heads, V] if x is given; S after the last chunk that is computed, [B * S, heads, D, V] float32; then the
+        A scan whose results are the output [B, T, heads, V] if x is given; S after the last chunk that is computed, [B * S, heads, D, V] float32; then the
         inner products with `partner`, the saved memories, the inner products with `states` and those of z with `partner`, if they are
         requested.
     """
@@ -107,6 +131,9 @@ def scalar_scan(
         # The kernel computes these from the sums, so that XLA does not store them.
         vectors |= {"cum": decay.cum, "write_decay" if reverse else "read_decay": None}
         chunk_decay = None
+    sums: tuple[str, ...] = ()
+    if decay.log_decay is not None:
+        sums = "cum", "read_decay" if reverse else "write_decay"
     streams = {n: a for n, a in (dict(x=x, y=y, z=z) | vectors).items() if a is not None}
     paired = (
         paired
@@ -116,12 +143,13 @@ def scalar_scan(
         and pairs(x, y, z, heads)
     )
     others = dict(
-        chunk_decay=chunk_decay, initial=initial, partner=partner, states=states, chunk_bounds=chunk_bounds, skip=skip,
+        log_decay=decay.log_decay, chunk_decay=chunk_decay, initial=initial, partner=partner, states=states,
+        chunk_bounds=chunk_bounds, skip=skip,
     )  # fmt: skip
     groups = 2 if paired else count_groups(blocks, batch * runs * heads * slices)
     call = Call(
-        shapes={n: a.shape for n, a in (streams | others).items() if a is not None}, streams=tuple(streams), heads=heads,
-        depth=depth, slices=slices, blocks=blocks, count=count, interval=interval, groups=groups, paired=paired, reverse=reverse,
+        shapes={n: a.shape for n, a in (streams | others).items() if a is not None}, streams=(*streams, *sums), sums=sums,
+        heads=heads, depth=depth, slices=slices, blocks=blocks, count=count, interval=interval, groups=groups, paired=paired, reverse=reverse,
         save_states=save_states, read_scale=read_scale, write_scale=write_scale, rank=rank, interpret=interpret,
     )  # fmt: skip
     struct: Any = jax.ShapeDtypeStruct
@@ -135,13 +163,17 @@ def scalar_scan(
         products=None if states is None else struct((batch, heads, blocks, intervals, all_rows), _F32),
         skip_dots=None if skip is None or partner is None else struct((batch, heads, slices * blocks, length), _F32),
     )  # fmt: skip
-    if (_ran_by_roles(call, decay) if ROLES is None else ROLES) and scalar_roles.supports(call):
-        results = scalar_roles.roles_scan(call, streams | others, outputs)
-    else:
-        results = _launch(call, streams | others, outputs)
-    if x is not None:
-        results["out"] = row_layout.sum_heads(results["out"], heads)
-    return list(results.values())
+    roles = bool(sums) or (_ran_by_roles(call, decay) if ROLES is None else ROLES)
+    return Scan(call, streams | others, outputs, roles and scalar_roles.supports(call))
+
+
+def adds_decays(q, k, v, log_decay) -> bool:
+    """Return whether scans of these arrays (or their shapes), with one document and one memory a row, can compute the sums of their decays
+    themselves: as many heads of each array, as many key as value channels, 64 or 128, and a multiple of 8 heads.
+    """
+    sizes = {x.shape[2:] for x in (q, k, v)}
+    plain = log_decay is not None and log_decay.dtype == _F32 and ROLES is not False
+    return plain and len(sizes) == 1 and v.shape[3] in (64, 128) and v.shape[2] % HEADS == 0
 
 
 def _ran_by_roles(call: Call, decay: Decays) -> bool:
@@ -155,8 +187,9 @@ def _ran_by_roles(call: Call, decay: Decays) -> bool:
     return plain and len(sizes) == 1 and sizes <= {(call.heads, 64), (call.heads, 128)}
 
 
-def _launch(call: Call, inputs: dict[str, Any], outputs: dict[str, Any]) -> dict[str, jax.Array]:
-    """Compute a call of `scalar_scan` by columns: each warpgroup carries 64 columns of a memory through all chunks. Return the outputs."""
+def _launch(scan: Scan) -> dict[str, jax.Array]:
+    """Compute a scan by columns: each warpgroup carries 64 columns of a memory through all chunks. Return the outputs by name."""
+    call, inputs, outputs, _ = scan
     smem = _smem(call, inputs["z"].dtype)
 
     def kernel(refs):
