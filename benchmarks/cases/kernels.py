@@ -8,8 +8,9 @@ the XLA form and of the peers, measured one after the other. The peers are jax-l
 flash-linear-attention under PyTorch ("fla", see `benchmarks.peers.fla`). Times are medians of 7 batches of 20
 calls. The gradient of the decay is computed, since it comes from a projection in the peers too. All programs
 are compiled before any is timed. `--roles` also times linear attention with a scalar decay or none by the scan whose warpgroups carry
-columns, as "columns", by the scan by roles (`pallas_kernels.linear_attention.hopper.scalar_roles`), as "roles", and by that with the sums of
-its decays by a kernel, as "sums"; with `--errors` it says whether their results have the bits of "columns".
+columns, as "columns", by the scan by roles (`pallas_kernels.linear_attention.hopper.scalar_roles`), as "roles", by that with the sums of
+its decays by a kernel, as "sums", and with few launches (`scalar_decay.FEW_LAUNCHES`), as "short" where rows are short and as "few" also
+elsewhere; `--roles sums,short` is some of them. With `--errors` it says whether their results have the bits of "columns".
 """
 
 from __future__ import annotations
@@ -48,8 +49,15 @@ BENCHMARK = Benchmark(
     requires_gpu=True,
 )
 
-# Whether the scan of linear attention with a scalar decay is by roles, and the sums of its decays by a kernel, for the kinds of --roles.
-SCANS = {"columns": (False, False), "roles": (True, False), "sums": (True, True)}
+# Whether the scan of linear attention with a scalar decay is by roles, whether the sums of its decays are by a kernel, and where launches are
+# few, for the kinds of --roles.
+SCANS = {
+    "columns": (False, False, "never"),
+    "roles": (True, False, "never"),
+    "sums": (True, True, "never"),
+    "short": (True, True, "short"),
+    "few": (True, True, "always"),
+}
 KINDS = {"kernel": "mosaic_gpu", **dict.fromkeys(SCANS, "mosaic_gpu"), "xla": "xla"}
 OPS = (
     "no decay",
@@ -163,13 +171,18 @@ def scan_of(kind: str):
     if kind not in SCANS:
         yield
         return
-    before = scalar_scan.ROLES, scalar_decay.SUMS_BY_PRODUCTS
+
+    def switch(roles: bool | None, sums: bool, launches: str) -> None:
+        scalar_scan.ROLES, scalar_decay.SUMS_BY_PRODUCTS = roles, sums
+        scalar_decay.FEW_LAUNCHES = launches
+
+    before = scalar_scan.ROLES, scalar_decay.SUMS_BY_PRODUCTS, scalar_decay.FEW_LAUNCHES
     try:
         jax.clear_caches()
-        scalar_scan.ROLES, scalar_decay.SUMS_BY_PRODUCTS = SCANS[kind]
+        switch(*SCANS[kind])
         yield
     finally:
-        scalar_scan.ROLES, scalar_decay.SUMS_BY_PRODUCTS = before
+        switch(*before)
         jax.clear_caches()
 
 
@@ -264,8 +277,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--xla", action="store_true", help="time the XLA form too")
     parser.add_argument(
         "--roles",
-        action="store_true",
-        help="time the scans by columns and by roles too, the latter with and without the kernel of sums",
+        type=options.names(SCANS),
+        nargs="?",
+        const=",".join(SCANS),
+        default="",
+        help=f"also time scans of a scalar decay or none by these versions: {', '.join(SCANS)} (without names all)",
     )
     parser.add_argument(
         "--errors",
@@ -311,7 +327,7 @@ def rows(args: argparse.Namespace, cases: list[dict[str, Any]]) -> Iterator[dict
     pairs = [(case["op"], case["shape"]) for case in cases]
     kinds = [
         "kernel",
-        *tuple(SCANS) * args.roles,
+        *args.roles,
         *["xla"] * args.xla,
         *["jla"] * ("jla" in args.peers),
     ]

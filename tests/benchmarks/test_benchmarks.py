@@ -281,9 +281,12 @@ def test_gradients_of_writes_are_drawn_and_compared():
 def test_the_scan_by_roles_is_compared_with_the_other_and_with_float32(monkeypatch):
     traced = set()
 
+    def switches():
+        return scalar_scan.ROLES, scalar_decay.SUMS_BY_PRODUCTS, scalar_decay.FEW_LAUNCHES
+
     def call(*options):
         def scaled(*inputs):
-            traced.add((inputs[0].dtype.name, scalar_scan.ROLES, scalar_decay.SUMS_BY_PRODUCTS))
+            traced.add((inputs[0].dtype.name, *switches()))
             return library(*options)(*inputs) * (1.1 if scalar_scan.ROLES else 1)
 
         return scaled
@@ -296,11 +299,10 @@ def test_the_scan_by_roles_is_compared_with_the_other_and_with_float32(monkeypat
         kernels, "by_kernel", lambda *x, calls: [{"milliseconds": 1, "launches": 2}]
     )
     case = dict(op="scalar decay", shape="2x64x2x64")
-    programs = kernels.compile_all([tuple(case.values())], ["float32", "columns", "roles", "sums"])
-    default = scalar_scan.ROLES, scalar_decay.SUMS_BY_PRODUCTS
-    assert default == (None, True)
-    switches = (False, False), (True, False), (True, True)
-    assert traced == {("float32", *default), *(("bfloat16", *x) for x in switches)}
+    programs = kernels.compile_all([tuple(case.values())], ["float32", *kernels.SCANS])
+    assert switches() == (None, True, "never")
+    wanted = {("bfloat16", *x) for x in kernels.SCANS.values()}
+    assert traced == wanted | {("float32", *switches())} and len(wanted) == 5
     row = kernels.measure_row(case, ["columns", "roles"], programs, 1.0, None, on_device=True)
     assert row["columns_right"] and not row["roles_right"] and not any(row["roles_same_bits"])
     assert 0 < row["columns_errors"][0] < 5e-3 and row["roles_errors"][0] == pytest.approx(

@@ -27,6 +27,9 @@ from pallas_kernels.compat import PROCESSORS
 from pallas_kernels.hopper import row_layout
 from pallas_kernels.hopper.row_layout import CHUNK
 from pallas_kernels.linear_attention.hopper import pair_gradients
+from pallas_kernels.linear_attention.hopper.decay_gradient import (
+    decay_gradient as sum_decay_gradient,
+)
 from pallas_kernels.linear_attention.hopper.decay_sums import LEAST, ROWS, decay_sums
 from pallas_kernels.linear_attention.hopper.scalar_plan import BLOCK, Decays, pairs
 from pallas_kernels.linear_attention.hopper.scalar_scan import (
@@ -52,8 +55,8 @@ skips."""
 SUMS_BY_PRODUCTS = True
 """Whether sums of decays are computed by products of a kernel (`decay_sums`) in place of XLA's masked sums."""
 FEW_LAUNCHES = "never"
-"""Where the scan adds the decays of its chunks itself, which saves two launches, if it can; and the gradients of q and v have one launch, if
-processors are left over: "short" is where the card has a processor for each thread block of a scan, "always" also elsewhere."""
+"""Where the scan adds the decays of its chunks itself, which saves two launches, if it can; the gradients of q and v have one launch, if
+processors are left over, and that of the decays another one. "short" is where the card has a processor for each thread block of a scan, "always" also elsewhere."""
 REQUIREMENTS = (
     NO_BONUS,
     in_bfloat16("q", "k", "v"),
@@ -202,10 +205,13 @@ def backward(
         dk, _, k_dots, products = scan(
             v, d_output, q, initial=d_ends_transposed, partner=k, states=states, **reverse_options
         )
-        at_end = _interval_ends(products_at_end(), jnp.sum(products, (2, -1)), chunk_bounds)
-        rows = jnp.sum(q_dots - k_dots, axis=2)
-        rows, at_end = (row_layout.sum_heads(x, memories, axis=1) for x in (rows, at_end))
-        d_decay = _decay_gradient(rows, at_end, decay.run).reshape(batch, length, memories)
+        if decay.log_decay is not None and d_ends is None:
+            d_decay = sum_decay_gradient(q_dots, k_dots, products, interpret=interpret)
+        else:
+            at_end = _interval_ends(products_at_end(), jnp.sum(products, (2, -1)), chunk_bounds)
+            rows = jnp.sum(q_dots - k_dots, axis=2)
+            rows, at_end = (row_layout.sum_heads(x, memories, axis=1) for x in (rows, at_end))
+            d_decay = _decay_gradient(rows, at_end, decay.run).reshape(batch, length, memories)
     d_writes: tuple[jax.Array, ...] = ()
     if skip is not None:
         v_dots, skip_dots = of_v
