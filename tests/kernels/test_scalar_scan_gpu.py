@@ -16,8 +16,17 @@ from pallas_kernels.linear_attention.hopper import (
     scalar_roles_plan,
     scalar_scan,
 )
+from pallas_kernels.linear_attention.hopper.decay_gradient import decay_gradient
 from pallas_kernels.linear_attention.hopper.decay_sums import decay_sums
-from tests.kernels.test_linear_attention_gpu import error, fused, make, make_case, with_two_memories
+from tests.kernels.test_linear_attention_gpu import (
+    assert_alike,
+    by_token,
+    error,
+    fused,
+    make,
+    make_case,
+    with_two_memories,
+)
 
 
 def results_and_gradients(function, inputs, zeros: tuple[Any, ...] = ()):
@@ -189,3 +198,127 @@ def test_sums_by_products_give_the_results_of_sums_by_xla(documents, monkeypatch
         assert ("linear_attention_decay_sums" in names) == products
     for got, wanted in zip(*found, strict=True):
         assert error(got, wanted) < 2e-4
+
+
+# Calls that can have few launches: the scan by roles, its sums, and the gradients of q and v in one launch.
+FEW = {
+    "eight-heads": Case((8, 8, 8), 64, 64, 200, False, "token"),
+    "one-chunk": Case((8, 8, 8), 64, 64, 40, False, "token"),
+    "strong": Case((8, 8, 8), 64, 64, 250, False, "token", strong=True),
+    "steep": Case((8, 8, 8), 64, 64, 130, False, "token", strong=40),
+    "two-blocks-of-values": Case((8, 8, 8), 128, 128, 130, False, "token"),
+    "more-heads": Case((16, 16, 16), 64, 64, 100, False, "token"),
+}
+KERNELS = {
+    "roles": "linear_attention_scalar_roles",
+    "sums": "linear_attention_decay_sums",
+    "gradient": "linear_attention_decay_gradient",
+}
+
+
+def record_launches(monkeypatch) -> list[tuple[str, tuple[int, ...]]]:
+    """Return a list to which the names and grids of Mosaic GPU's kernels are added when they are called."""
+    kernel, launches = plgpu.kernel, []
+    monkeypatch.setattr(
+        plgpu, "kernel", lambda body, **o: launches.append((body.__name__, o["grid"])) or kernel(body, **o)
+    )  # fmt: skip
+    return launches
+
+
+@pytest.mark.parametrize(
+    "name, final, wide",
+    [("eight-heads", False, False),
+     *(pytest.param("eight-heads", *x, marks=pytest.mark.slow) for x in ((True, False), (False, True))),
+     *(pytest.param(n, False, False, marks=pytest.mark.slow) for n in list(FEW)[1:]),
+     pytest.param("two-blocks-of-values", True, True, marks=pytest.mark.slow)],
+)  # fmt: skip
+def test_few_launches_have_the_results_of_many(name, final, wide, monkeypatch):
+    """Results and gradients are those of the recurrence, and nearly to the bit those of the default; with and without an initial memory and a
+    gradient of the final one, with one block of value channels in a thread block, and, if `wide`, with two if there are two.
+    """
+    monkeypatch.setattr(scalar_plan, "PROCESSORS", 1 if wide else 132)
+    launches, found = record_launches(monkeypatch), []
+    inputs = make_case(FEW[name])
+    run, start = inputs.pop("run"), {}
+    if not final:
+        start = dict(initial=jnp.zeros_like(inputs.pop("initial")))
+    count = 1 + final
+    call = lambda x: fused(**x, run=run)[:count]  # noqa: E731
+    for launched in ("never", "always"):
+        launches.clear()
+        monkeypatch.setattr(scalar_decay, "FEW_LAUNCHES", launched)
+        found.append(results_and_gradients(call, inputs))
+        assert not races_found()
+    names = [name for name, _ in launches]
+    assert names.count(KERNELS["roles"]) == 3 and KERNELS["sums"] not in names
+    assert (KERNELS["gradient"] in names) != final and len(names) == (3 if final else 4)
+    together = [grid for _, grid in launches if len(grid) == 4]
+    assert [grid[0] for grid in together] == [2] and len(launches[0][1]) == 3
+    for few, many in zip(*map(jax.tree.leaves, found[::-1]), strict=True):
+        assert error(few, many) < 3e-4
+    widened = jax.tree.map(lambda x: x.astype(jnp.float32), inputs)
+    reference = lambda x: by_token(**x, **start, run=run)[:count]  # noqa: E731
+    assert_alike(call, inputs, reference, widened)
+
+
+OTHERS = {
+    "documents": Case((8, 8, 8), 64, 64, 130, True, "token"),
+    "memories-of-documents": Case((8, 8, 8), 64, 64, 130, False, "token"),
+    "queries-share": Case((16, 8, 8), 64, 64, 130, False, "token"),
+    "keys-share": Case((8, 4, 8), 64, 64, 130, False, "token"),
+    "few-heads": Case((4, 4, 4), 64, 64, 130, False, "token"),
+    "wide": Case((8, 8, 8), 64, 128, 130, False, "token"),
+    "deep": Case((8, 8, 8), 256, 256, 130, False, "token"),
+    "no-decay": Case((8, 8, 8), 64, 64, 130, False, None),
+    "parts": Case((8, 8, 8), 64, 64, 512, False, "token"),
+    "writes": Case((8, 8, 8), 64, 64, 130, False, "token"),
+    "rank": Case((8, 8, 8), 64, 64, 130, False, "token"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_calls_keep_their_launches(name, monkeypatch):
+    """Calls whose decays the scan by roles does not add."""
+    if name == "parts":
+        monkeypatch.setattr(row_layout, "_SHORTEST_PART", 128)
+    inputs, launches, more = make_case(OTHERS[name]), record_launches(monkeypatch), {}
+    inputs = with_two_memories(inputs) if name.startswith("memories") else inputs
+    if name == "writes":
+        inputs |= dict(log_write=inputs["log_decay"], skip=jnp.ones(8))
+    if name == "rank":
+        more = dict(rank=2)
+    monkeypatch.setattr(scalar_decay, "FEW_LAUNCHES", "always")
+    run = inputs.pop("run")
+    jax.eval_shape(
+        lambda x: results_and_gradients(lambda y: fused(**y, run=run, **more), x), inputs
+    )
+    names = [name for name, _ in launches]
+    assert KERNELS["gradient"] not in names and all(len(grid) < 4 for _, grid in launches)
+    assert (KERNELS["sums"] in names) == (name != "no-decay")
+
+
+@pytest.mark.parametrize("batch, few", [(16, True), (17, False)])
+def test_short_rows_are_those_with_a_processor_for_each_thread_block(batch, few, monkeypatch):
+    launches = record_launches(monkeypatch)
+    monkeypatch.setattr(scalar_decay, "FEW_LAUNCHES", "short")
+    q = jax.ShapeDtypeStruct((batch, 128, 8, 64), jnp.bfloat16)
+    decay = jax.ShapeDtypeStruct(q.shape[:3], jnp.float32)
+    jax.eval_shape(lambda q, decay: fused(q, q, q, decay, initial=None, run=None), q, decay)
+    assert len(launches) == (1 if few else 2)
+
+
+@pytest.mark.parametrize("sizes", [(1, 8, 1, 4, 1, 64), (2, 16, 2, 3, 3, 128), (1, 8, 2, 6, 3, 64)])
+def test_the_gradient_of_decays_is_summed_in_one_kernel(sizes):
+    """It has float32's precision, for intervals of four, one and two chunks."""
+    batch, heads, terms, count, intervals, depth = sizes
+    rng = np.random.default_rng(0)
+    shape = batch, heads, terms, count * 64
+    q, k = (rng.normal(size=shape).astype(np.float32) for _ in "qk")
+    products = rng.normal(size=(batch, heads, terms, intervals, depth)).astype(np.float32)
+    got = decay_gradient(*map(jnp.asarray, (q, k, products)), interpret=gpu_interpreter())
+    rows = (q.astype(np.float64) - k).sum(2).reshape(batch, heads, intervals, -1)
+    wanted = np.cumsum(rows[..., ::-1], axis=-1)[..., ::-1].copy()
+    wanted[:, :, :-1] += products.astype(np.float64).sum((2, 4))[:, :, 1:, None]
+    wanted = np.moveaxis(wanted.reshape(batch, heads, -1), 1, 2)
+    np.testing.assert_allclose(got, wanted, atol=1e-6 * np.abs(wanted).max())
+    assert not races_found()
