@@ -276,6 +276,23 @@ OTHERS = {
 }
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["eight-heads", "one-chunk", "two-blocks-of-values"])
+def test_two_warpgroups_that_weigh_have_the_bits_of_one(name, monkeypatch):
+    monkeypatch.setattr(scalar_decay, "FEW_LAUNCHES", "short")
+    inputs, found = make_case(FEW[name]), []
+    run, groups, kernel = inputs.pop("run"), [], plgpu.kernel
+    monkeypatch.setattr(
+        plgpu, "kernel", lambda body, **o: groups.append(o["num_threads"]) or kernel(body, **o)
+    )
+    for two in (False, True):
+        groups.clear()
+        monkeypatch.setattr(scalar_roles_plan, "TWO_WEIGH", two)
+        found.append(results_and_gradients(lambda x: fused(**x, run=run), inputs))
+        assert not races_found() and groups == [4 + two] * 3
+    jax.tree.map(np.testing.assert_array_equal, *found)
+
+
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_calls_keep_their_launches(name, monkeypatch):
     """Calls whose decays the scan by roles does not add."""
