@@ -190,8 +190,8 @@ def backward(
     reverse_options = dict(write_scale=scale, reverse=True)
     d_ends_transposed = _transposed(d_ends)
     with_decay = log_decay is not None and decay_gradient
-    saved = dict(partner=q, save_states=True) if with_decay else {}
-    skipped = {} if skip is None else dict(partner=v, skip=_by_head(skip, heads))
+    saved: dict[str, Any] = dict(partner=q, save_states=True) if with_decay else {}
+    skipped: dict[str, Any] = {} if skip is None else dict(partner=v, skip=_by_head(skip, heads))
     (dq, _, *of_q), (dv, d_starts, *of_v) = run_scans(
         scan_of(d_output, v, k, **saved, **forward_options, **options),
         scan_of(k, q, d_output, initial=d_ends, **skipped, **reverse_options, **options),
