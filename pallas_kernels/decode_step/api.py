@@ -24,6 +24,22 @@ class Call(NamedTuple):
     memory: Any
 
 
+class Gate(NamedTuple):
+    """Key channels' decays as what they are computed from: `log decay = log sigmoid(down up + bias) / temperature`.
+
+    Attributes:
+        down: [B, R], the inner channels of a low-rank gate.
+        up: [R, G K].
+        bias: [G K].
+        temperature: divides the logarithm.
+    """
+
+    down: Float[Array, "B R"]
+    up: Float[Array, "R C"]
+    bias: Float[Array, " C"]
+    temperature: float
+
+
 def unsupported(q, v, memory, implementation: str = "mosaic_gpu") -> str | None:
     """Return the first requirement that a call of `decode_step` with these queries q, values v and memory
     (arrays, or their shapes and dtypes) does not meet, or None if the kernel supports it.
@@ -45,6 +61,7 @@ def decode_step(
     bonus: Float[Array, "G K"] | None = None,
     emptied: Bool[Array, " B"] | None = None,
     layer: Int[Array, ""] | None = None,
+    gate: Gate | None = None,
     scale: float,
     erase: str = "decayed",
     implementation: str = "mosaic_gpu",
@@ -71,6 +88,7 @@ def decode_step(
             diag(bonus) kᵀ v)` with M before decay and write.
         emptied: [B], True where the memory is replaced by 0 before the token.
         layer: int32 scalar, index of the memory to update; the other L - 1 do not change.
+        gate: the decay of the key channels, instead of `log_decay`, as its gate; with "mosaic_gpu" only.
         scale: the factor by which the queries q are multiplied.
         erase: with beta, whether M in its write is "decayed", or "undecayed" as before the token.
         implementation: "mosaic_gpu" (Hopper) or "triton" (NVIDIA cards of compute capability 8.0 or more);
@@ -83,13 +101,18 @@ def decode_step(
     Raises:
         NotImplementedError: the arrays given to `decode_step` do not meet a requirement of the kernel's
         backend; the message says which.
-        ValueError: `implementation` is not the name of a backend of `decode_step`, or `erase` not one of its words.
+        ValueError: `implementation` is not the name of a backend of `decode_step`, or `erase` not one of its words, or `gate` is given with
+            `log_decay` or with another backend.
     """
     if implementation not in _BACKENDS:
         accepted = tuple(_BACKENDS)
         raise ValueError(f"decode_step: implementation={implementation!r}; accepted are {accepted}")
     if erase not in ("decayed", "undecayed"):
         raise ValueError(f"decode_step: erase={erase!r}; accepted are 'decayed' and 'undecayed'")
+    if gate is not None and (log_decay is not None or implementation != "mosaic_gpu"):
+        raise ValueError(
+            "decode_step: gate is accepted without log_decay and with implementation='mosaic_gpu'"
+        )
     if (requirement := unsupported(q, v, memory, implementation)) is not None:
         raise NotImplementedError(
             f"decode_step: implementation={implementation!r} requires {requirement}"
@@ -104,9 +127,11 @@ def decode_step(
         emptied=None if emptied is None else emptied.astype(jnp.int32),
         layer=None if layer is None else jnp.reshape(layer, 1).astype(jnp.int32),
     )
-    return _BACKENDS[implementation].step(
-        memory, q, k, v, optional, scale=scale, erase=erase, interpret=interpret
-    )
+    options: dict[str, Any] = dict(scale=scale, erase=erase, interpret=interpret)
+    if gate is not None:
+        *arrays, options["temperature"] = gate
+        optional |= zip(("gate_down", "gate_up", "gate_bias"), arrays, strict=True)
+    return _BACKENDS[implementation].step(memory, q, k, v, optional, **options)
 
 
 def _float32(x) -> Any:

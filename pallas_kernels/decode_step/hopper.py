@@ -131,12 +131,44 @@ class _Block:
         ref = ref.at[key_head] if name == "bonus" else ref.at[self.row, key_head]
         return self.spread(plgpu.load(ref, layout=self.layout.reduce(1), optimized=False), 0)
 
+    def load_gated_decay(self, temperature: float):
+        """Compute the decay of each key channel of this memory from its low-rank gate, as the kernel's factor, broadcast to [K, channels]."""
+        refs, keys = self.refs, pl.ds(self.head * self.shape[0], self.shape[0])
+
+        def load(ref):
+            return plgpu.load(ref, layout=self.layout.reduce(1), optimized=False).astype(_F32)
+
+        gate = load(refs["gate_bias"].at[keys])
+        for rank in range(refs["gate_up"].shape[0]):
+            down = refs["gate_down"][self.row, rank].astype(_F32)
+            gate += down * load(refs["gate_up"].at[rank, keys])
+        small = jnp.exp(-jnp.abs(gate))
+        log_decay = (jnp.minimum(gate, 0.0) - _log1p(small)) * (1 / temperature)
+        remaining = jnp.maximum(jnp.exp(log_decay), jnp.finfo(_F32).tiny)
+        factor = jnp.where(log_decay > -0.5, _expm1(log_decay), remaining)
+        return self.spread(factor, 0)
+
     def load_values(self, name: str):
         """Load from the input `name` (such as the values) one number for each value channel that this
         warpgroup computes, in float32.
         """
         ref = self.refs[name].at[self.row, self.head, self.channels]
         return plgpu.load(ref, layout=self.layout.reduce(0), optimized=False).astype(_F32)
+
+
+def _log1p(x):
+    """Return log(1 + x) for x from 0 to 1 with the relative precision of x (Kahan)."""
+    total = 1.0 + x
+    rounded = total - 1.0
+    return jnp.where(rounded > 0.0, jnp.log(total) * (x / jnp.where(rounded > 0.0, rounded, 1.0)), x)
+
+
+def _expm1(x):
+    """Return e^x - 1 for x from -0.5 to 0, by its power series."""
+    series = 1.0 + x * (1 / 9)
+    for n in range(8, 1, -1):
+        series = 1.0 + x * (1 / n) * series
+    return x * series
 
 
 def _apply_decay(m, factor):
@@ -154,8 +186,9 @@ def _read(x, m):
 
 
 def step(
-    memory, q, k, v, optional: dict[str, Any], *, scale: float, erase: str, interpret: Any = False
-) -> tuple[jax.Array, jax.Array]:
+    memory, q, k, v, optional: dict[str, Any], *, scale: float, erase: str, temperature: float = 1.0,
+    interpret: Any = False,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """Apply one token of each row to its memories on a Hopper GPU; return the token's output [B, max(H, G),
     V] in v's dtype, and the memories after the token.
 
@@ -165,9 +198,11 @@ def step(
         k: [B, Hk, K] keys.
         v: [B, G, V] values.
         optional: the optional arguments of `decode_step`, each an array or None, by name: beta, decay and value_decay (as
-            `api.decay_factor` encodes them), a, b, bonus, emptied [B] int32, and layer [1] int32.
+            `api.decay_factor` encodes them), a, b, bonus, emptied [B] int32, layer [1] int32, and gate_down, gate_up and gate_bias, those
+            of `api.Gate`.
         scale: the factor by which the queries q are multiplied.
         erase: "decayed" or "undecayed", the memory M in the delta rule's write `beta (v - k M)`.
+        temperature: of the gate.
         interpret: parameters of the Pallas interpreter, or False to compile the kernel.
     """
     batch, memories, value_dim = v.shape
@@ -203,6 +238,8 @@ def step(
         if "decay" in refs:
             by_key = optional["decay"].ndim == 3
             m = _apply_decay(m, load_keys("decay") if by_key else refs["decay"][row, head])
+        if "gate_down" in refs:
+            m = _apply_decay(m, block.load_gated_decay(temperature))
         if "value_decay" in refs:
             m = _apply_decay(m, block.spread(block.load_values("value_decay"), 1))
         if "beta" in refs:
