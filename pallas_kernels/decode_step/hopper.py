@@ -9,6 +9,7 @@ allow, so that enough loads are in flight.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -185,6 +186,8 @@ def _read(x, m):
     return jnp.sum(x * m, axis=0)
 
 
+# Traced and lowered once for all layers that are compiled one after the other.
+@functools.partial(jax.jit, static_argnames=("scale", "erase", "temperature", "interpret"))
 def step(
     memory, q, k, v, optional: dict[str, Any], *, scale: float, erase: str, temperature: float = 1.0,
     interpret: Any = False,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
@@ -114,5 +115,5 @@ def row_product(
     eps = getattr(first, "eps", 0.0)
     kind = type(first).__name__ if first is not None else ""
     return hopper.products(
-        kind, eps, interpret, x, matrix, arrays, added, widths, swiglu, x.dtype if dtype is None else dtype
+        kind, eps, interpret, x, matrix, arrays, added, widths, swiglu, jnp.dtype(dtype or x.dtype)
     )  # fmt: skip

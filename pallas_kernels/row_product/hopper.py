@@ -7,6 +7,7 @@ would take longer. Shared memory is not used.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -108,6 +109,8 @@ class _Tokens:
         return [a.astype(_BF16).astype(_F32) for a in x]
 
 
+# Traced and lowered once for all layers of a model.
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 7, 8, 9))
 def products(
     kind: str, eps: float, interpret: Any, x, matrix, arrays: dict[str, Any], added, widths, swiglu, dtype
 ) -> tuple[jax.Array, ...]:
