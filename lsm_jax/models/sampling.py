@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from lsm_jax.models import one_row
+from lsm_jax.models import token_step
 from lsm_jax.models.decoder import Decoder, DecoderState, PeriodStates
 from lsm_jax.models.narrow import cast_in_advance
 
@@ -88,7 +88,7 @@ def sample(
     nucleus = None if top_p is None else jnp.float32(top_p)
     arrays = params, hidden, state, key, jnp.float32(temperature), nucleus
     batch = len(prompt)
-    by_kernels = unroll_layers and one_row.serves(model, batch)
+    by_kernels = unroll_layers and token_step.serves(model, batch)
     static = dict(num_tokens=num_tokens, greedy=temperature == 0, top_k=top_k, stop_token=stop_token, by_kernels=by_kernels)  # fmt: skip
     if compiler_options(batch, unroll_layers) and graphdef not in _REFUSED:
         try:
@@ -204,7 +204,7 @@ def _decode(
     """Return the tokens [B, num_tokens] drawn after the hidden state [B, D] of each row's last token, and the state after them.
 
     It is a program of its own, so that a prompt of another length does not compile it again unless its caches have another capacity.
-    The state is an output so that the loop changes it in place. With `by_kernels`, for unrolled layers, a token passes by `one_row`.
+    The state is an output so that the loop changes it in place. With `by_kernels`, for unrolled layers, a token passes by `token_step`.
     """
     model = nnx.merge(graphdef, params)
     batch = len(hidden)
@@ -225,11 +225,11 @@ def _decode(
     unrolled = isinstance(state.layers, PeriodStates)
     periods = model.unstack_periods() if unrolled else None
 
-    prepared = one_row.prepare(model, periods, batch) if by_kernels else None
+    prepared = token_step.prepare(model, periods, batch) if by_kernels else None
 
     def pass_token(model, periods, prepared, last, state):
         if prepared is not None:
-            return one_row.pass_token(model, periods, prepared, last, state)
+            return token_step.pass_token(model, periods, prepared, last, state)
         hidden, state, _ = model.hidden(last[:, None], state=state, periods=periods)
         return model.logits(hidden[:, 0]), state
 

@@ -1,13 +1,15 @@
-"""One token of one row through a decoder's layers by few kernels, as in generation on Hopper.
+"""One token of each row through a decoder's layers by few kernels, as in generation on Hopper.
 
-The time of such a step is that of its launches: XLA computes a layer of gated linear attention by 15 kernels, here it has five. A product
+The time of one row's step is that of its launches: XLA computes a layer of gated linear attention by 15 kernels, here it has five. A product
 reads its matrix once, with the norm in front of it and the gate or the residual sum behind it in the same kernel
 (`pallas_kernels.row_product`); the memory is decayed, written and read by another (`pallas_kernels.decode_step`), which also computes the
-decay from its low-rank gate. Values are those of the layers but for the order of sums.
+decay from its gate. Of more rows the products are XLA's, one for all that reads the layer's norm, whose result the kernel of the memory reads
+where it is. Values are those of the layers but for the order of sums.
 """
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, NamedTuple
 
 import jax
@@ -17,14 +19,17 @@ from lsm_jax import mixers
 from lsm_jax.feedforward.swiglu import SwiGLU
 from lsm_jax.mixers.gla import GLA
 from lsm_jax.mixers.joined import is_plain
-from lsm_jax.mixers.layers import Dense, RMSNorm
+from lsm_jax.mixers.layers import Dense, RMSNorm, project, split_heads
+from lsm_jax.mixers.normed_product import normed_product
 from lsm_jax.mixers.tails import Pointwise
 from lsm_jax.models.decoder import Decoder, DecoderState, PeriodStates
 from lsm_jax.models.loss import capped
 from lsm_jax.ops.core.platforms import compute_capabilities
 
 MOST_ROWS = 1
-"""The largest number of rows that are decoded so; more have products of their own on the tensor cores."""
+"""The largest number of rows whose products are computed by `row_product`; those of more rows run on the tensor cores."""
+MANY_ROWS = True
+"""Whether more rows pass through mixers with steps of their own, too."""
 _INTERPRET: Any = False  # parameters of Mosaic GPU's interpreter, in tests
 
 
@@ -34,51 +39,56 @@ class _Matrices(NamedTuple):
     Attributes:
         into: of the mixer's input, or None for a mixer without kernels of its own.
         out: of the mixer's output, or None.
-        gate_up: of the feedforward's input.
-        down: of the feedforward's output.
+        gate_up: of the feedforward's input, or None for many rows.
+        down: of the feedforward's output, or None.
     """
 
     into: Any
     out: Any
-    gate_up: jax.Array
-    down: jax.Array
+    gate_up: Any
+    down: Any
 
 
 class Prepared(NamedTuple):
-    """What the kernels read instead of a model's parameters: the matrices of each period's layers, and the head [V, D]."""
+    """What the kernels read instead of a model's parameters: the matrices of each period's layers, and the head [V, D], or None for
+    many rows.
+    """
 
     layers: tuple[tuple[_Matrices, ...], ...]
-    head: jax.Array
+    head: Any
 
 
 def serves(model: Decoder, batch: int) -> bool:
-    """Return whether one token of `batch` rows passes through the model's layers by these kernels: on Hopper, in bfloat16, for up to
-    `MOST_ROWS` rows, where all layers have root-mean-square norms in front and plain SwiGLU feedforwards of sizes that the kernels support.
+    """Return whether one token of `batch` rows passes through the model's layers by these kernels: on Hopper, in bfloat16, where all layers
+    have root-mean-square norms in front and plain SwiGLU feedforwards; for up to `MOST_ROWS` rows of sizes that `row_product` supports, for
+    more (`MANY_ROWS`) where all mixers have a step of their own.
     """
-    from pallas_kernels.row_product import Norm, unsupported
-
-    if batch > MOST_ROWS or jnp.dtype(model.dtype) != jnp.bfloat16:
+    if jnp.dtype(model.dtype) != jnp.bfloat16:
         return False
     if compute_capabilities() != {"9.0"} and not _INTERPRET:
         return False
+    if not all(map(_is_served, model.periods.blocks)):
+        return False
+    if batch > MOST_ROWS:
+        return MANY_ROWS and all(_is_served_gla(b.mixer, batch) for b in model.periods.blocks)
     if not (type(model.norm) is RMSNorm and model.head_bias is None):
         return False
     if model.lm_head is not None and not is_plain(model.lm_head):
         return False
-    if not all(map(_is_served, model.periods.blocks)):
-        return False
-
-    def shape(*sizes):
-        return jax.ShapeDtypeStruct(sizes, jnp.bfloat16)
-
     vocabulary, width = model.embedding.get_value().shape
-    x = shape(batch, width)
-    products = [(x, shape(vocabulary, width), Norm(shape(width), 0.0), ())]
+    x = _shape(batch, width)
+    products = [(x, _shape(vocabulary, width), None, ())]
     for block in model.periods.blocks:
         inner = block.feedforward.config.width(width)
-        products.append((x, shape(2 * inner, width), Norm(shape(width), 0.0), (inner, inner)))
-        products.append((shape(batch, inner), shape(width, inner), None, ()))
+        products.append((x, _shape(2 * inner, width), None, (inner, inner)))
+        products.append((_shape(batch, inner), _shape(width, inner), None, ()))
+    from pallas_kernels.row_product import unsupported
+
     return all(unsupported(*product) is None for product in products)
+
+
+def _shape(*sizes: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(sizes, dtype)
 
 
 def _is_served(block: Any) -> bool:
@@ -110,21 +120,19 @@ def _is_served_gla(mixer: Any, batch: int) -> bool:
 
     from pallas_kernels import decode_step, row_product
 
-    def shape(*sizes, dtype=jnp.bfloat16):
-        return jax.ShapeDtypeStruct(sizes, dtype)
-
     widths = tuple(layer.kernel.get_value().shape[-1] for layer in dense[:-1])
     values, size = dense[-1].kernel.get_value().shape[-2:]
-    heads, x = config.num_heads, shape(batch, mixer.hidden_size)
-    gated = row_product.GatedNorm(shape(batch, values), shape(mixer.value_dim), 0.0)
-    memory = shape(batch, heads, mixer.key_dim, mixer.value_dim, dtype=jnp.float32)
-    q, v = shape(*memory.shape[:3]), shape(batch, heads, mixer.value_dim)
-    reasons = (
-        row_product.unsupported(x, shape(sum(widths), x.shape[1]), None, widths),
-        row_product.unsupported(shape(batch, values), shape(size, values), gated),
-        decode_step.unsupported(q, v, memory),
-    )
-    return not any(reasons)
+    heads, x = config.num_heads, _shape(batch, mixer.hidden_size)
+    memory = _shape(batch, heads, mixer.key_dim, mixer.value_dim, dtype=jnp.float32)
+    q, v = _shape(*memory.shape[:3]), _shape(batch, heads, mixer.value_dim)
+    if decode_step.unsupported(q, v, memory) is not None:
+        return False
+    if batch > MOST_ROWS:
+        return True
+    gated = row_product.GatedNorm(_shape(batch, values), _shape(mixer.value_dim), 0.0)
+    into = row_product.unsupported(x, _shape(sum(widths), x.shape[1]), None, widths)
+    out = row_product.unsupported(_shape(batch, values), _shape(size, values), gated)
+    return into is None and out is None
 
 
 def prepare(model: Decoder, periods: tuple[Any, ...], batch: int) -> Prepared:
@@ -135,15 +143,21 @@ def prepare(model: Decoder, periods: tuple[Any, ...], batch: int) -> Prepared:
     def joined(*kernels):
         return jnp.concatenate([k.astype(model.dtype).T for k in kernels])
 
+    few = batch <= MOST_ROWS
+
     def of_layer(block):
-        ff, into, out = block.feedforward, None, None
+        ff, into, out, gate_up, down = block.feedforward, None, None, None, None
         if _is_served_gla(block.mixer, batch):
             into = joined(*(layer.kernel[...] for layer in _gla_projections(block.mixer)))
-            out = joined(block.mixer.o_proj.kernel[...])
-        gate_up = joined(ff.gate_proj.kernel[...], ff.up_proj.kernel[...])
-        return _Matrices(into, out, gate_up, joined(ff.down_proj.kernel[...]))
+            out = joined(block.mixer.o_proj.kernel[...]) if few else None
+        if few:
+            gate_up = joined(ff.gate_proj.kernel[...], ff.up_proj.kernel[...])
+            down = joined(ff.down_proj.kernel[...])
+        return _Matrices(into, out, gate_up, down)
 
     layers = tuple(tuple(map(of_layer, period.blocks)) for period in periods)
+    if not few:
+        return Prepared(layers, None)
     tied = model.lm_head is None
     head = model.embedding[...].astype(model.dtype) if tied else joined(model.head())
     return Prepared(layers, head)
@@ -168,25 +182,32 @@ def pass_token(
     x = model.embed(token[:, None])
     positions, clock = mixers.advance(state.clock, x.shape[:2], None, None)
     shared, place, after = model.init_shared(x), 0, []
+    few = len(token) <= MOST_ROWS
     for period, matrices, states in zip(periods, prepared.layers, state.layers.each, strict=True):
         of_period = []
         for block, of_layer, (mixer_state, inner_state) in zip(period.blocks, matrices, states, strict=True):  # fmt: skip
             if of_layer.into is not None:
-                x, mixer_state = _gla_token(block, of_layer, x[:, 0], mixer_state)
-                x = x[:, None]
+                step = _gla_token if few else _gla_tokens
+                x, mixer_state = step(block, of_layer, x, mixer_state)
             else:
                 call = dict(layer=jnp.int32(place), positions=positions, state=mixer_state)
                 y, mixer_state, context = block.mixer.run(
                     block.mixer_norm(x), shared=shared, **call
                 )
                 x, shared = x + y, dict(context.shared)
-            x = _feedforward_token(block, of_layer, x[:, 0])[:, None]
+            if few:
+                x = _feedforward_token(block, of_layer, x)
+            else:
+                x = x + block.feedforward.transform(block.feedforward_norm(x))
             of_period.append((mixer_state, inner_state))
             place += 1
         after.append(tuple(of_period))
+    state = DecoderState(PeriodStates(tuple(after)), clock)
+    if not few:
+        return model.logits(model.last_norm(x)[:, 0]), state
     norm = _norm(model.norm, model.logits_scale)
     logits = _product(x[:, 0], prepared.head, norm, dtype=jnp.float32)[0]
-    return capped(logits, model.logits_cap), DecoderState(PeriodStates(tuple(after)), clock)
+    return capped(logits, model.logits_cap), state
 
 
 def _product(*arguments, **options):
@@ -202,29 +223,56 @@ def _norm(norm: RMSNorm, factor: float = 1.0):
     return Norm(scale if factor == 1 else factor * scale, norm.eps)
 
 
-def _gla_token(block: Any, matrices: _Matrices, x: jax.Array, state: Any) -> tuple[jax.Array, Any]:
-    """Return the stream x [B, D] with the output of gated linear attention added, and the mixer's state."""
+def _gla_memory(mixer: GLA, down: jax.Array, up: jax.Array | None, state: Any, *tokens, **options):
+    """Return the output [B, H, V] of the memory of gated linear attention for queries, keys and values, and the mixer's state after them.
+
+    Args:
+        mixer: the mixer.
+        down: the inner channels of the decay's gate, or the gate without its bias.
+        up: the matrix from the inner channels to the gate, or None.
+        state: the mixer's state.
+        tokens: queries, keys and values.
+        options: `columns` of `decode_step`.
+    """
     from pallas_kernels.decode_step import Gate, decode_step
+
+    bias = mixer.decay_up.bias[...].astype(jnp.float32)
+    gate = Gate(down, up, bias, mixer.config.gate_temperature)
+    memory, scale = state.memory, mixer.key_dim**-0.5
+    o, matrix = decode_step(
+        memory.memory, *tokens, gate=gate, scale=scale, interpret=_INTERPRET, **options
+    )
+    return o, state._replace(memory=memory._replace(memory=matrix))
+
+
+def _gla_token(block: Any, matrices: _Matrices, x: jax.Array, state: Any) -> tuple[jax.Array, Any]:
+    """Return the stream x [B, 1, D] of a few rows with the output of gated linear attention added, and the mixer's state."""
     from pallas_kernels.row_product import GatedNorm
 
-    mixer = block.mixer
+    mixer, x = block.mixer, x[:, 0]
     widths = tuple(layer.kernel[...].shape[-1] for layer in _gla_projections(mixer))
-    q, k, v, gate, down = _product(x, matrices.into, _norm(block.mixer_norm), widths=widths)
-    q, k, v = (mixers.layers.split_heads(a, mixer.config.num_heads) for a in (q, k, v))
-    up = mixer.decay_up
-    memory = state.memory
-    decay = Gate(
-        down, up.kernel[...].astype(x.dtype), up.bias[...].astype(jnp.float32), mixer.config.gate_temperature
-    )  # fmt: skip
-    o, matrix = decode_step(
-        memory.memory, q, k, v, gate=decay, scale=mixer.key_dim**-0.5, interpret=_INTERPRET
-    )
+    *tokens, gate, down = _product(x, matrices.into, _norm(block.mixer_norm), widths=widths)
+    tokens = [split_heads(a, mixer.config.num_heads) for a in tokens]
+    up = mixer.decay_up.kernel[...].astype(x.dtype)
+    o, state = _gla_memory(mixer, down, up, state, *tokens)
     head_norm = GatedNorm(gate, mixer.norm.factors(), mixer.norm.eps)
-    x = _product(o.reshape(len(x), -1), matrices.out, head_norm, added=x)[0]
-    return x, state._replace(memory=memory._replace(memory=matrix))
+    return _product(o.reshape(x.shape[0], -1), matrices.out, head_norm, added=x)[0][:, None], state
+
+
+def _gla_tokens(block: Any, matrices: _Matrices, x: jax.Array, state: Any) -> tuple[jax.Array, Any]:
+    """Return the same for many rows."""
+    mixer = block.mixer
+    y = project(block.mixer_norm(x)[:, 0], matrices.into.T)
+    widths = (layer.kernel[...].shape[-1] for layer in _gla_projections(mixer))
+    keys, values, gates, down, _ = itertools.accumulate(widths)
+    logits = project(y[:, down:], mixer.decay_up.kernel[...], dtype=jnp.float32)
+    o, state = _gla_memory(mixer, logits, None, state, y, y, y, columns=(0, keys, values))
+    gate = split_heads(y[:, None, gates:down], mixer.config.num_heads)
+    return x + normed_product(mixer.norm, mixer.o_proj, o[:, None], gate), state
 
 
 def _feedforward_token(block: Any, matrices: _Matrices, x: jax.Array) -> jax.Array:
-    """Return the stream x [B, D] with the output of the feedforward added."""
+    """Return the stream x [B, 1, D] of a few rows with the output of the feedforward added."""
+    x = x[:, 0]
     hidden = _product(x, matrices.gate_up, _norm(block.feedforward_norm), swiglu=True)[0]
-    return _product(hidden, matrices.down, added=x)[0]
+    return _product(hidden, matrices.down, added=x)[0][:, None]

@@ -1,4 +1,4 @@
-"""Tests of one token of one row by few kernels, in Mosaic GPU's interpreter."""
+"""Tests of one token by few kernels, in Mosaic GPU's interpreter."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from lsm_jax import feedforward, mixers, models
-from lsm_jax.models import one_row, sampling
+from lsm_jax.models import token_step, sampling
 from pallas_kernels.compat import gpu_interpreter, races_found
 
 KEY = jax.random.key(0)
@@ -45,32 +45,33 @@ def assert_as_exact(got, layers, exact) -> None:
 
 @pytest.fixture
 def interpreted(monkeypatch):
-    monkeypatch.setattr(one_row, "_INTERPRET", gpu_interpreter())
+    monkeypatch.setattr(token_step, "_INTERPRET", gpu_interpreter())
 
 
 @pytest.mark.parametrize(
-    ("name", "fields"),
+    ("name", "fields", "batch"),
     [
-        ("gla", dict(tie_embeddings=True)),
+        ("gla", dict(tie_embeddings=True), 1),
+        ("gla", dict(tie_embeddings=True), 3),
         pytest.param(
-            "gla", dict(tie_embeddings=False, logits_cap=5.0, logits_scale=0.5), marks=pytest.mark.slow
+            "gla", dict(tie_embeddings=False, logits_cap=5.0, logits_scale=0.5), 1, marks=pytest.mark.slow
         ),
-        pytest.param("gated_deltanet", {}, marks=pytest.mark.slow),
-        pytest.param("softmax", {}, marks=pytest.mark.slow),
+        pytest.param("gated_deltanet", {}, 1, marks=pytest.mark.slow),
+        pytest.param("softmax", {}, 1, marks=pytest.mark.slow),
     ],
 )  # fmt: skip
-def test_logits_and_states_are_those_of_the_layers(name, fields, interpreted):
-    """With kernels of their own for a mixer's token, and without."""
+def test_logits_and_states_are_those_of_the_layers(name, fields, batch, interpreted):
+    """With kernels of their own for a mixer's token, and without; of one row, and of more."""
     model = new_model(name, **fields)
-    assert one_row.serves(model, 1)
+    assert token_step.serves(model, batch)
     graph, params = nnx.split(model)
-    prompt = jax.random.randint(KEY, (1, 6), 0, 64)
+    prompt = jax.random.randint(KEY, (batch, 6), 0, 64)
     read = dict(capacity=64, prefill_chunk=None, unroll_layers=True)
     _, state = sampling.read_prompt(graph, params, prompt, None, **read)
-    periods, token = model.unstack_periods(), jnp.array([3])
-    prepared = one_row.prepare(model, periods, 1)
+    periods, token = model.unstack_periods(), jnp.arange(3, 3 + batch)
+    prepared = token_step.prepare(model, periods, batch)
     assert all(m.into is not None for of in prepared.layers for m in of) is (name == "gla")
-    logits, after = jax.jit(one_row.pass_token)(model, periods, prepared, token, state)
+    logits, after = jax.jit(token_step.pass_token)(model, periods, prepared, token, state)
     assert not races_found()
     assert logits.dtype == jnp.float32
     known = {}
@@ -81,24 +82,27 @@ def test_logits_and_states_are_those_of_the_layers(name, fields, interpreted):
     jax.tree.map(assert_as_exact, (logits, after), known["bfloat16"], known["float32"])
 
 
-def test_tokens_are_those_of_the_layers(interpreted, monkeypatch):
+@pytest.mark.parametrize("batch", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_tokens_are_those_of_the_layers(batch, interpreted, monkeypatch):
     model = new_model("gla", num_layers=1)
-    prompt = jax.random.randint(KEY, (1, 6), 0, 64)
+    prompt = jax.random.randint(KEY, (batch, 6), 0, 64)
     call = dict(num_tokens=4, key=KEY, temperature=0.0, unroll_layers=True)
     passed = []
-    pass_token = one_row.pass_token
-    monkeypatch.setattr(one_row, "pass_token", lambda *a: passed.append(a) or pass_token(*a))
+    pass_token = token_step.pass_token
+    monkeypatch.setattr(token_step, "pass_token", lambda *a: passed.append(a) or pass_token(*a))
     got = models.sample(model, prompt, **call)
     assert passed
-    monkeypatch.setattr(one_row, "MOST_ROWS", 0)
+    monkeypatch.setattr(token_step, "serves", lambda *_: False)
     passed.clear()
     assert (models.sample(model, prompt, **call) == got).all()
     assert not passed
 
 
-def test_other_models_pass_through_their_layers(interpreted):
+def test_other_models_pass_through_their_layers(interpreted, monkeypatch):
     """Each model that differs from a served one in one field is not served."""
-    assert not one_row.serves(new_model("gla"), 2)
+    assert token_step.serves(models.abstract(_config({})), 2)
+    monkeypatch.setattr(token_step, "MANY_ROWS", False)
+    assert not token_step.serves(models.abstract(_config({})), 2)
     for fields in (
         dict(dtype="float32"),
         dict(norm="layer"),
@@ -106,11 +110,11 @@ def test_other_models_pass_through_their_layers(interpreted):
         dict(head_bias=True),
         dict(hidden_size=128),
     ):
-        assert not one_row.serves(models.abstract(_config(fields)), 1), fields
-    assert one_row.serves(models.abstract(_config({})), 1)
+        assert not token_step.serves(models.abstract(_config(fields)), 1), fields
+    assert token_step.serves(models.abstract(_config({})), 1)
     config = _config({})
     config.layers["L"].feedforward = feedforward.MoEConfig(num_experts=4, top_k=2, expert_size=32)
-    assert not one_row.serves(models.abstract(config), 1)
+    assert not token_step.serves(models.abstract(config), 1)
 
 
 def _config(fields) -> models.ModelConfig:
@@ -123,5 +127,5 @@ def _config(fields) -> models.ModelConfig:
     return config
 
 
-def test_not_off_hopper(monkeypatch):
-    assert not one_row.serves(models.abstract(_config({})), 1)
+def test_not_off_hopper():
+    assert not token_step.serves(models.abstract(_config({})), 1)
