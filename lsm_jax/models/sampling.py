@@ -223,7 +223,7 @@ def _decode(
     done = jnp.zeros(batch, bool) if stop_token is None else first == stop_token
 
     unrolled = isinstance(state.layers, PeriodStates)
-    periods = model.unstack_periods() if unrolled else None
+    periods: Any = model.unstack_periods() if unrolled else None
 
     prepared = token_step.prepare(model, periods, batch) if by_kernels else None
 

@@ -77,9 +77,10 @@ def serves(model: Decoder, batch: int) -> bool:
         return False
     vocabulary, width = model.embedding.get_value().shape
     x = _shape(batch, width)
-    products = [(x, _shape(vocabulary, width), None, ())]
+    products: list[Any] = [(x, _shape(vocabulary, width), None, ())]
     for block in model.periods.blocks:
-        inner = block.feedforward.config.width(width)
+        feedforward: Any = block.feedforward
+        inner = feedforward.config.width(width)
         products.append((x, _shape(2 * inner, width), None, (inner, inner)))
         products.append((_shape(batch, inner), _shape(width, inner), None, ()))
     from pallas_kernels.row_product import unsupported
@@ -129,7 +130,9 @@ def _is_served_gla(mixer: Any, batch: int) -> bool:
         return False
     if batch > MOST_ROWS:
         return True
-    gated = row_product.GatedNorm(_shape(batch, values), _shape(mixer.value_dim), 0.0)
+    gate: Any = _shape(batch, values)
+    scale: Any = _shape(mixer.value_dim)
+    gated = row_product.GatedNorm(gate, scale, 0.0)
     into = row_product.unsupported(x, _shape(sum(widths), x.shape[1]), None, widths)
     out = row_product.unsupported(_shape(batch, values), _shape(size, values), gated)
     return into is None and out is None
@@ -216,7 +219,7 @@ def _product(*arguments, **options):
     return row_product(*arguments, **options, interpret=_INTERPRET)
 
 
-def _norm(norm: RMSNorm, factor: float = 1.0):
+def _norm(norm: Any, factor: float = 1.0):
     from pallas_kernels.row_product import Norm
 
     scale = norm.factors()
@@ -236,8 +239,8 @@ def _gla_memory(mixer: GLA, down: jax.Array, up: jax.Array | None, state: Any, *
     """
     from pallas_kernels.decode_step import Gate, decode_step
 
-    bias = mixer.decay_up.bias[...].astype(jnp.float32)
-    gate = Gate(down, up, bias, mixer.config.gate_temperature)
+    bias: Any = mixer.decay_up.bias
+    gate = Gate(down, up, bias[...].astype(jnp.float32), mixer.config.gate_temperature)
     memory, scale = state.memory, mixer.key_dim**-0.5
     o, matrix = decode_step(
         memory.memory, *tokens, gate=gate, scale=scale, interpret=_INTERPRET, **options

@@ -180,7 +180,9 @@ def _log1p(x):
     """Return log(1 + x) for x from 0 to 1 with the relative precision of x (Kahan)."""
     total = 1.0 + x
     rounded = total - 1.0
-    return jnp.where(rounded > 0.0, jnp.log(total) * (x / jnp.where(rounded > 0.0, rounded, 1.0)), x)
+    return jnp.where(
+        rounded > 0.0, jnp.log(total) * (x / jnp.where(rounded > 0.0, rounded, 1.0)), x
+    )
 
 
 def _expm1(x):
@@ -206,7 +208,9 @@ def _read(x, m):
 
 
 # Traced and lowered once for all layers that are compiled one after the other.
-@functools.partial(jax.jit, static_argnames=("scale", "erase", "temperature", "columns", "interpret"))
+@functools.partial(
+    jax.jit, static_argnames=("scale", "erase", "temperature", "columns", "interpret")
+)
 def step(
     memory, q, k, v, optional: dict[str, Any], *, scale: float, erase: str, temperature: float = 1.0,
     columns: tuple[int, int, int] | None = None, interpret: Any = False,
@@ -230,7 +234,7 @@ def step(
     """
     batch, memories, key_dim, value_dim = memory.shape[-4:]
     heads = memories if columns is not None else q.shape[1]
-    starts = {} if columns is None else dict(zip("qkv", columns, strict=True))
+    starts: dict[str, int] = {} if columns is None else dict(zip("qkv", columns, strict=True))
     width = column_width(batch * memories, key_dim, value_dim)
     assert width is not None
     queries = max(heads // memories, 1)

@@ -101,7 +101,11 @@ def row_product(
         ValueError: `added` or `swiglu` is given with several parts or together, or the widths do not add up to F.
     """
     widths = tuple(widths) or (matrix.shape[0],)
-    if sum(widths) != matrix.shape[0] or (len(widths) > 1 and (swiglu or added is not None)) or (swiglu and added is not None):
+    if (
+        sum(widths) != matrix.shape[0]
+        or (len(widths) > 1 and (swiglu or added is not None))
+        or (swiglu and added is not None)
+    ):
         raise ValueError(
             f"row_product: widths={widths}; accepted are widths whose sum is {matrix.shape[0]}, and one width with either `added` or `swiglu`"
         )

@@ -35,7 +35,11 @@ class Case(NamedTuple):
     @property
     def id(self) -> str:
         """The name of this case in the tests' output: its sizes and what stands around the product."""
-        words = [f"{self.batch}x{self.channels}x{'+'.join(map(str, self.widths))}", self.first, self.behind]
+        words = [
+            f"{self.batch}x{self.channels}x{'+'.join(map(str, self.widths))}",
+            self.first,
+            self.behind,
+        ]
         return "-".join(word.replace(" ", "_") for word in [*words, self.dtype] if word)
 
 

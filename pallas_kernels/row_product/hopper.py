@@ -112,7 +112,16 @@ class _Tokens:
 # Traced and lowered once for all layers of a model.
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 7, 8, 9))
 def products(
-    kind: str, eps: float, interpret: Any, x, matrix, arrays: dict[str, Any], added, widths, swiglu, dtype
+    kind: str,
+    eps: float,
+    interpret: Any,
+    x,
+    matrix,
+    arrays: dict[str, Any],
+    added,
+    widths,
+    swiglu,
+    dtype,
 ) -> tuple[jax.Array, ...]:
     """Compute the products of x [B, I] with the matrix [F, I] in parts of these widths on a Hopper GPU.
 

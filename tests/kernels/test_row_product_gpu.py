@@ -80,7 +80,10 @@ def check(case: Case, got: tuple[jax.Array, ...], arrays: dict[str, Any]) -> Non
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(c, marks=[pytest.mark.slow] * (i > 2), id=c.id) for i, c in enumerate(INTERPRETED)],  # fmt: skip
+    [
+        pytest.param(c, marks=[pytest.mark.slow] * (i > 2), id=c.id)
+        for i, c in enumerate(INTERPRETED)
+    ],  # fmt: skip
 )
 def test_equals_the_plain_form(case):
     """The kernel's results are those of the definition, two runs give the same bits, and there are no races."""

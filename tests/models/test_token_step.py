@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from lsm_jax import feedforward, mixers, models
-from lsm_jax.models import token_step, sampling
+from lsm_jax.models import sampling, token_step
 from pallas_kernels.compat import gpu_interpreter, races_found
 
 KEY = jax.random.key(0)
