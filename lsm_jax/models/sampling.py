@@ -253,7 +253,9 @@ def _decode(
         token = jnp.where(done, fill, draw(logits, step))
         if stop_token is not None:
             done = done | (token == stop_token)
-        return step + 1, token, done, tokens.at[:, step].set(token), state
+        # No scatter, for which XLA would check the index by a kernel of its own.
+        tokens = jax.lax.dynamic_update_slice_in_dim(tokens, token[:, None], step, axis=1)
+        return step + 1, token, done, tokens, state
 
     carry = (jnp.int32(1), first, done, tokens.at[:, 0].set(first), state)
     *_, tokens, state = jax.lax.while_loop(unfinished, body, carry)

@@ -26,7 +26,7 @@ from lsm_jax.models.decoder import Decoder, DecoderState, PeriodStates
 from lsm_jax.models.loss import capped
 from lsm_jax.ops.core.platforms import compute_capabilities
 
-MOST_ROWS = 1
+MOST_ROWS = 4
 """The largest number of rows whose products are computed by `row_product`; those of more rows run on the tensor cores."""
 MANY_ROWS = True
 """Whether more rows pass through mixers with steps of their own, too."""

@@ -52,7 +52,8 @@ def interpreted(monkeypatch):
     ("name", "fields", "batch"),
     [
         ("gla", dict(tie_embeddings=True), 1),
-        ("gla", dict(tie_embeddings=True), 3),
+        ("gla", dict(tie_embeddings=True), 6),
+        pytest.param("gla", dict(tie_embeddings=True), 3, marks=pytest.mark.slow),
         pytest.param(
             "gla", dict(tie_embeddings=False, logits_cap=5.0, logits_scale=0.5), 1, marks=pytest.mark.slow
         ),
@@ -82,7 +83,7 @@ def test_logits_and_states_are_those_of_the_layers(name, fields, batch, interpre
     jax.tree.map(assert_as_exact, (logits, after), known["bfloat16"], known["float32"])
 
 
-@pytest.mark.parametrize("batch", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("batch", [1, pytest.param(6, marks=pytest.mark.slow)])
 def test_tokens_are_those_of_the_layers(batch, interpreted, monkeypatch):
     model = new_model("gla", num_layers=1)
     prompt = jax.random.randint(KEY, (batch, 6), 0, 64)
@@ -100,9 +101,9 @@ def test_tokens_are_those_of_the_layers(batch, interpreted, monkeypatch):
 
 def test_other_models_pass_through_their_layers(interpreted, monkeypatch):
     """Each model that differs from a served one in one field is not served."""
-    assert token_step.serves(models.abstract(_config({})), 2)
+    assert token_step.serves(models.abstract(_config({})), 6)
     monkeypatch.setattr(token_step, "MANY_ROWS", False)
-    assert not token_step.serves(models.abstract(_config({})), 2)
+    assert not token_step.serves(models.abstract(_config({})), 6)
     for fields in (
         dict(dtype="float32"),
         dict(norm="layer"),
