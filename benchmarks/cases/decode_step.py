@@ -216,9 +216,10 @@ def generate(
         arguments = *given, *after, jax.random.key(0), jnp.float32(0), None
         return decode(*arguments, **draw, by_kernels=by_kernels)[0]
 
-    with ThreadPoolExecutor() as pool:
+    # No process times while another compiles, which also runs the programs once.
+    with alone(args.lock, shared=True), ThreadPoolExecutor() as pool:
         pairs = [(case["batch"], kind) for case in cases for kind in kinds]
-        jax.block_until_ready(list(pool.map(decode_case, pairs)))  # compile
+        jax.block_until_ready(list(pool.map(decode_case, pairs)))
     for case in cases:
         row = row_of[case["batch"]]
         for kind in kinds:
