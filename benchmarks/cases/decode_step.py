@@ -7,7 +7,8 @@ in place, where the memory is an array by itself (`kernel_us`) or one of a stack
 decoder (`kernel_stacked_us`), and `floor_us`, the time of the step's bytes at 4.3 TB/s. `--models
 gla,gated_deltanet` generates with models of 340M parameters in bfloat16 instead; their rows have tokens/s. With
 `--unrolled` their layers have arrays of their own (`lsm_jax.models.sample`), with `--float32` the parameters are those that training
-stores, and `--implementation mosaic_gpu` names the backend of the mixers' ops.
+stores, and `--implementation mosaic_gpu` names the backend of the mixers' ops. Where `lsm_jax.models.token_step` serves the model, unrolled
+layers are decoded by its kernels, unless `--by_layers` is given.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from benchmarks.registry import Benchmark, UsageError
 from benchmarks.run import require_gpu
 from benchmarks.timing import alone, milliseconds
 from lsm_jax import models, ops
-from lsm_jax.models import sampling
+from lsm_jax.models import sampling, token_step
 from lsm_jax.ops.core.states import Layer
 from pallas_kernels.decode_step.cases import TIMED_BATCHES, TIMED_DIM, TIMED_HEADS
 
@@ -45,6 +46,7 @@ BENCHMARK = Benchmark(
         "unrolled": None,
         "float32": None,
         "implementation": None,
+        "by_kernels": None,
     },
     output="docs/decode_step.jsonl",
 )
@@ -196,18 +198,30 @@ def generate(
     )
     draw = dict(num_tokens=tokens, greedy=True, top_k=None, stop_token=None)
 
+    def served(batch):
+        model = nnx.merge(graphs["kernel"], params)
+        return token_step.serves(model, batch)
+
+    row_of = {case["batch"]: dict(case) for case in cases}
+    if unroll and "kernel" in kinds and not args.by_layers:
+        for batch, row in row_of.items():
+            row |= {"by_kernels": True} if served(batch) else {}
+
     def decode_case(case):
         batch, kind = case
         given, prompt = (graphs[kind], params), jnp.zeros((batch, 16), jnp.int32)
         after = sampling.read_prompt(*given, prompt, None, **read)
         decode = sampling.program(batch, unroll)
-        return decode(*given, *after, jax.random.key(0), jnp.float32(0), None, **draw)[0]
+        by_kernels = kind == "kernel" and "by_kernels" in row_of[batch]
+        arguments = *given, *after, jax.random.key(0), jnp.float32(0), None
+        return decode(*arguments, **draw, by_kernels=by_kernels)[0]
 
-    with ThreadPoolExecutor() as pool:
+    # No process times while another compiles, which also runs the programs once.
+    with alone(args.lock, shared=True), ThreadPoolExecutor() as pool:
         pairs = [(case["batch"], kind) for case in cases for kind in kinds]
-        jax.block_until_ready(list(pool.map(decode_case, pairs)))  # compile
+        jax.block_until_ready(list(pool.map(decode_case, pairs)))
     for case in cases:
-        row = dict(case)
+        row = row_of[case["batch"]]
         for kind in kinds:
             with alone(args.lock):
                 time_ms = milliseconds(decode_case, (case["batch"], kind), repeats=3)
@@ -226,6 +240,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--unrolled", action="store_true", help="models' layers one after the other"
     )
+    parser.add_argument(
+        "--by_layers", action="store_true", help="no kernels for whole tokens of unrolled layers"
+    )
     parser.add_argument("--float32", action="store_true", help="models' parameters as trained")
     parser.add_argument(
         "--implementation", help="backend of models' ops with --kinds kernel; default: automatic"
@@ -243,8 +260,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
-    if not args.models and (args.float32 or args.unrolled or args.implementation):
-        raise UsageError("--float32, --unrolled and --implementation: accepted with --models")
+    if not args.models and (args.float32 or args.unrolled or args.implementation or args.by_layers):
+        raise UsageError(
+            "--float32, --unrolled, --implementation and --by_layers: accepted with --models"
+        )
     if args.models:
         return [
             dict(model=f"{method}-{args.size}", batch=batch, tokens=args.tokens)

@@ -412,7 +412,16 @@ TABLES = [
         (
             column("model", "model", "`{}`"),
             column("rows", "batch"),
-            Column("layers", lambda row: "unrolled" if row.get("unrolled") else "in a loop"),
+            Column(
+                "layers",
+                lambda row: (
+                    "unrolled, few kernels"
+                    if row.get("by_kernels")
+                    else "unrolled"
+                    if row.get("unrolled")
+                    else "in a loop"
+                ),
+            ),
             Column("parameters", lambda row: "float32" if row.get("float32") else "bfloat16"),
             Column(
                 "XLA's step, tokens/s",
@@ -426,6 +435,7 @@ TABLES = [
             row["model"],
             row["batch"],
             row.get("unrolled", False),
+            row.get("by_kernels", False),
             row.get("float32", False),
             "xla_tokens_s" in row,
         ),

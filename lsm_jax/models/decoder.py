@@ -231,11 +231,11 @@ class Decoder(nnx.Module):
                 x, aux = self._pipelined_at_layers(contiguous, x, shared, rows, microbatches)
             else:
                 x, aux = self._pipelined(apply_period, x, shared, rows, microbatches, rounds)
-            return self._normed(x), None, self._statistics_of_microbatches(aux)
+            return self.last_norm(x), None, self._statistics_of_microbatches(aux)
         unsharded = jax.sharding.get_abstract_mesh().empty and jax.typeof(x).sharding.mesh.empty
         if state is not None and tokens.shape[1] == 1 and unsharded:
             x, layers, aux = self._decode(apply_period, x, shared, rows, state.layers, periods)
-            return self._normed(x), DecoderState(layers, clock), self._statistics(aux)
+            return self.last_norm(x), DecoderState(layers, clock), self._statistics(aux)
         if periods is not None:
             raise ValueError("periods: accepted is None on a mesh of devices")
         index = np.arange(self.num_periods)
@@ -256,7 +256,7 @@ class Decoder(nnx.Module):
             )
         x = constrain(x[0] + x[1], ACTIVATIONS) if pair else x
         after = None if state is None else DecoderState(layers, clock)
-        return self._normed(x), after, self._statistics(aux)
+        return self.last_norm(x), after, self._statistics(aux)
 
     def _adds_later(self, x: jax.Array) -> bool:
         """Return whether each layer leaves the sum of the residual stream x [B, T, D] to the next one (`Block.adds_later`). A layer
@@ -272,7 +272,7 @@ class Decoder(nnx.Module):
         narrow = jnp.dtype(self.dtype).itemsize == 2
         return self.unroll_layers and one_device and narrow and self.remat != "full"
 
-    def _normed(self, x: jax.Array) -> jax.Array:
+    def last_norm(self, x: jax.Array) -> jax.Array:
         """Return the residual stream x [B, T, D] after the last norm, as `hidden` returns it: times `logits_scale`, so that its
         product with the head has that scale.
         """

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from lsm_jax.models import token_step
 from lsm_jax.models.decoder import Decoder, DecoderState, PeriodStates
 from lsm_jax.models.narrow import cast_in_advance
 
@@ -86,8 +87,9 @@ def sample(
     )
     nucleus = None if top_p is None else jnp.float32(top_p)
     arrays = params, hidden, state, key, jnp.float32(temperature), nucleus
-    static = dict(num_tokens=num_tokens, greedy=temperature == 0, top_k=top_k, stop_token=stop_token)  # fmt: skip
     batch = len(prompt)
+    by_kernels = unroll_layers and token_step.serves(model, batch)
+    static = dict(num_tokens=num_tokens, greedy=temperature == 0, top_k=top_k, stop_token=stop_token, by_kernels=by_kernels)  # fmt: skip
     if compiler_options(batch, unroll_layers) and graphdef not in _REFUSED:
         try:
             return program(batch, unroll_layers)(graphdef, *arrays, **static)[0]
@@ -139,7 +141,7 @@ def program(batch: int, unroll_layers: bool):
 
 @functools.cache
 def _jitted(options: tuple[tuple[str, str], ...]):
-    names = "graphdef", "num_tokens", "greedy", "top_k", "stop_token"
+    names = "graphdef", "num_tokens", "greedy", "top_k", "stop_token", "by_kernels"
     return jax.jit(
         _decode,
         static_argnames=names,
@@ -196,19 +198,19 @@ def read_prompt(
 
 
 def _decode(
-    graphdef, params, hidden, state, key, temperature, top_p, *, num_tokens, greedy, top_k, stop_token
+    graphdef, params, hidden, state, key, temperature, top_p, *, num_tokens, greedy, top_k, stop_token,
+    by_kernels=False,
 ):  # fmt: skip
     """Return the tokens [B, num_tokens] drawn after the hidden state [B, D] of each row's last token, and the state after them.
 
     It is a program of its own, so that a prompt of another length does not compile it again unless its caches have another capacity.
-    The state is an output so that the loop changes it in place.
+    The state is an output so that the loop changes it in place. With `by_kernels`, for unrolled layers, a token passes by `token_step`.
     """
     model = nnx.merge(graphdef, params)
     batch = len(hidden)
     heat = jnp.maximum(temperature, jnp.finfo(jnp.float32).tiny)
 
-    def draw(hidden, step):
-        logits = model.logits(hidden)
+    def draw(logits, step):
         if greedy:
             return jnp.argmax(logits, axis=-1).astype(jnp.int32)
         logits -= jnp.max(logits, axis=-1, keepdims=True)  # so that no logit overflows
@@ -217,25 +219,28 @@ def _decode(
 
     fill = 0 if stop_token is None else stop_token
     tokens = jnp.full((batch, num_tokens), fill, jnp.int32)
-    first = draw(hidden, 0)
+    first = draw(model.logits(hidden), 0)
     done = jnp.zeros(batch, bool) if stop_token is None else first == stop_token
 
     unrolled = isinstance(state.layers, PeriodStates)
-    periods = model.unstack_periods() if unrolled else None
+    periods: Any = model.unstack_periods() if unrolled else None
 
-    def pass_token(model, periods, last, state):
+    prepared = token_step.prepare(model, periods, batch) if by_kernels else None
+
+    def pass_token(model, periods, prepared, last, state):
+        if prepared is not None:
+            return token_step.pass_token(model, periods, prepared, last, state)
         hidden, state, _ = model.hidden(last[:, None], state=state, periods=periods)
-        return hidden[:, 0], state
+        return model.logits(hidden[:, 0]), state
 
     if unrolled:
 
         def logits_of_token(params):
-            model = nnx.merge(graphdef, params[0])
-            return model.logits(pass_token(model, params[1], first, state)[0])
+            return pass_token(nnx.merge(graphdef, params[0]), params[1], prepared, first, state)[0]
 
         params, periods = cast_in_advance((params, periods), model.dtype, logits_of_token)
         # The barrier keeps XLA from copying and casting them in each step.
-        params, periods = jax.lax.optimization_barrier((params, periods))
+        params, periods, prepared = jax.lax.optimization_barrier((params, periods, prepared))
         model = nnx.merge(graphdef, params)
 
     def unfinished(carry):
@@ -244,11 +249,13 @@ def _decode(
 
     def body(carry):
         step, last, done, tokens, state = carry
-        hidden, state = pass_token(model, periods, last, state)
-        token = jnp.where(done, fill, draw(hidden, step))
+        logits, state = pass_token(model, periods, prepared, last, state)
+        token = jnp.where(done, fill, draw(logits, step))
         if stop_token is not None:
             done = done | (token == stop_token)
-        return step + 1, token, done, tokens.at[:, step].set(token), state
+        # No scatter, for which XLA would check the index by a kernel of its own.
+        tokens = jax.lax.dynamic_update_slice_in_dim(tokens, token[:, None], step, axis=1)
+        return step + 1, token, done, tokens, state
 
     carry = (jnp.int32(1), first, done, tokens.at[:, 0].set(first), state)
     *_, tokens, state = jax.lax.while_loop(unfinished, body, carry)

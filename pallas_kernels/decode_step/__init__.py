@@ -2,6 +2,6 @@
 and read in one pass over the memory, in place.
 """
 
-from pallas_kernels.decode_step.api import decode_step, unsupported
+from pallas_kernels.decode_step.api import Gate, decode_step, unsupported
 
-__all__ = ["decode_step", "unsupported"]
+__all__ = ["Gate", "decode_step", "unsupported"]

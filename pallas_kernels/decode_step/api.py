@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
@@ -22,6 +23,22 @@ class Call(NamedTuple):
     q: Any
     v: Any
     memory: Any
+
+
+class Gate(NamedTuple):
+    """Key channels' decays as what they are computed from: `log decay = log sigmoid(down up + bias) / temperature`.
+
+    Attributes:
+        down: [B, R], the inner channels of a low-rank gate, or [B, G K], the gate without its bias.
+        up: [R, G K], or None.
+        bias: [G K].
+        temperature: divides the logarithm.
+    """
+
+    down: Float[Array, "B _"]
+    up: Float[Array, "R C"] | None
+    bias: Float[Array, " C"]
+    temperature: float
 
 
 def unsupported(q, v, memory, implementation: str = "mosaic_gpu") -> str | None:
@@ -45,6 +62,8 @@ def decode_step(
     bonus: Float[Array, "G K"] | None = None,
     emptied: Bool[Array, " B"] | None = None,
     layer: Int[Array, ""] | None = None,
+    gate: Gate | None = None,
+    columns: tuple[int, int, int] | None = None,
     scale: float,
     erase: str = "decayed",
     implementation: str = "mosaic_gpu",
@@ -71,6 +90,9 @@ def decode_step(
             diag(bonus) kᵀ v)` with M before decay and write.
         emptied: [B], True where the memory is replaced by 0 before the token.
         layer: int32 scalar, index of the memory to update; the other L - 1 do not change.
+        gate: the decay of the key channels, instead of `log_decay`, as its gate; with "mosaic_gpu" only.
+        columns: the first columns of queries, keys and values if q, k and v are arrays [B, C], each with G heads side by side from there on,
+            such as the result of one product; with "mosaic_gpu" only.
         scale: the factor by which the queries q are multiplied.
         erase: with beta, whether M in its write is "decayed", or "undecayed" as before the token.
         implementation: "mosaic_gpu" (Hopper) or "triton" (NVIDIA cards of compute capability 8.0 or more);
@@ -83,14 +105,26 @@ def decode_step(
     Raises:
         NotImplementedError: the arrays given to `decode_step` do not meet a requirement of the kernel's
         backend; the message says which.
-        ValueError: `implementation` is not the name of a backend of `decode_step`, or `erase` not one of its words.
+        ValueError: `implementation` is not the name of a backend of `decode_step`, or `erase` not one of its words, or `gate` is given with
+            `log_decay`, or `gate` or `columns` with another backend.
     """
     if implementation not in _BACKENDS:
         accepted = tuple(_BACKENDS)
         raise ValueError(f"decode_step: implementation={implementation!r}; accepted are {accepted}")
     if erase not in ("decayed", "undecayed"):
         raise ValueError(f"decode_step: erase={erase!r}; accepted are 'decayed' and 'undecayed'")
-    if (requirement := unsupported(q, v, memory, implementation)) is not None:
+    if gate is not None and log_decay is not None:
+        raise ValueError("decode_step: gate is accepted without log_decay")
+    if implementation != "mosaic_gpu" and not (gate is None and columns is None):
+        raise ValueError(
+            "decode_step: gate and columns are accepted with implementation='mosaic_gpu'"
+        )
+    queries, values = q, v
+    if columns is not None:
+        (*rows, key_dim, value_dim) = memory.shape[-4:]
+        queries = jax.ShapeDtypeStruct((*rows, key_dim), q.dtype)
+        values = jax.ShapeDtypeStruct((*rows, value_dim), v.dtype)
+    if (requirement := unsupported(queries, values, memory, implementation)) is not None:
         raise NotImplementedError(
             f"decode_step: implementation={implementation!r} requires {requirement}"
         )
@@ -104,9 +138,13 @@ def decode_step(
         emptied=None if emptied is None else emptied.astype(jnp.int32),
         layer=None if layer is None else jnp.reshape(layer, 1).astype(jnp.int32),
     )
-    return _BACKENDS[implementation].step(
-        memory, q, k, v, optional, scale=scale, erase=erase, interpret=interpret
-    )
+    options: dict[str, Any] = dict(scale=scale, erase=erase, interpret=interpret)
+    if columns is not None:
+        options["columns"] = columns
+    if gate is not None:
+        *arrays, options["temperature"] = gate
+        optional |= zip(("gate_down", "gate_up", "gate_bias"), arrays, strict=True)
+    return _BACKENDS[implementation].step(memory, q, k, v, optional, **options)
 
 
 def _float32(x) -> Any:

@@ -9,6 +9,7 @@ allow, so that enough loads are in flight.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -27,7 +28,7 @@ _MAX_GRID = 65535  # size of a grid's slowest axes, at most
 _DTYPES = (jnp.bfloat16, jnp.float32)
 
 
-def columns(programs: int, key_dim: int, value_dim: int) -> int | None:
+def column_width(programs: int, key_dim: int, value_dim: int) -> int | None:
     """Return the number of value channels that each warp of the `decode_step` kernel computes, 16 or 8, or
     None if neither is possible.
 
@@ -60,7 +61,7 @@ REQUIREMENTS = (
     ),
     Requirement(
         "K a multiple of 16 up to 256 and V a multiple of 32",
-        lambda c: columns(1, *c.memory.shape[-2:]) is not None,
+        lambda c: column_width(1, *c.memory.shape[-2:]) is not None,
         lambda c: f"K {c.memory.shape[-2]} and V {c.memory.shape[-1]}",
     ),
     Requirement(
@@ -92,12 +93,17 @@ class _Block:
         row: the index of the row in the batch.
         head: the index of the memory in its row.
         channels: the slice of value channels.
+        value_dim: V.
+        starts: the first columns of the inputs whose heads are side by side, by name.
         layout: how the memory is distributed over the warpgroup's registers.
         shape: the shape of the memory in registers, (K, number of the warpgroup's value channels).
     """
 
-    def __init__(self, refs: dict[str, Any], width: int, key_dim: int):
-        self.refs, self.layout = refs, key_columns(width)
+    def __init__(
+        self, refs: dict[str, Any], width: int, key_dim: int, value_dim: int, starts: dict[str, int]
+    ):
+        self.refs, self.layout, self.starts = refs, key_columns(width), starts
+        self.value_dim = value_dim
         self.shape = key_dim, _WARPS * width
         self.row, self.head = lax.axis_index("row"), lax.axis_index("head")
         self.channels = pl.ds(lax.axis_index("column") * self.shape[1], self.shape[1])
@@ -120,6 +126,8 @@ class _Block:
         """Load the K numbers of the input `name` (such as the keys) in the key head that this memory uses,
         broadcast over the value channels to [K, channels]. `memories` is the number of memories of a row.
         """
+        if name in self.starts:
+            return self.load_key_head(name, self.head)
         ref = self.refs[name]
         return self.load_key_head(name, lax.div(self.head, memories // ref.shape[-2]))
 
@@ -128,15 +136,61 @@ class _Block:
         `key_head`, broadcast over the value channels to [K, channels].
         """
         ref = self.refs[name]
-        ref = ref.at[key_head] if name == "bonus" else ref.at[self.row, key_head]
+        if name in self.starts:
+            keys = self.shape[0]
+            ref = ref.at[self.row, pl.ds(self.starts[name] + key_head * keys, keys)]
+        else:
+            ref = ref.at[key_head] if name == "bonus" else ref.at[self.row, key_head]
         return self.spread(plgpu.load(ref, layout=self.layout.reduce(1), optimized=False), 0)
+
+    def load_gated_decay(self, temperature: float):
+        """Compute the decay of each key channel of this memory from its low-rank gate, as the kernel's factor, broadcast to [K, channels]."""
+        refs, keys = self.refs, pl.ds(self.head * self.shape[0], self.shape[0])
+
+        def load(ref):
+            return plgpu.load(ref, layout=self.layout.reduce(1), optimized=False).astype(_F32)
+
+        gate = load(refs["gate_bias"].at[keys])
+        if "gate_up" in refs:
+            for rank in range(refs["gate_up"].shape[0]):
+                down = refs["gate_down"][self.row, rank].astype(_F32)
+                gate += down * load(refs["gate_up"].at[rank, keys])
+        else:
+            gate += load(refs["gate_down"].at[self.row, keys])
+        small = jnp.exp(-jnp.abs(gate))
+        log_decay = (jnp.minimum(gate, 0.0) - _log1p(small)) * (1 / temperature)
+        remaining = jnp.maximum(jnp.exp(log_decay), jnp.finfo(_F32).tiny)
+        factor = jnp.where(log_decay > -0.5, _expm1(log_decay), remaining)
+        return self.spread(factor, 0)
 
     def load_values(self, name: str):
         """Load from the input `name` (such as the values) one number for each value channel that this
         warpgroup computes, in float32.
         """
-        ref = self.refs[name].at[self.row, self.head, self.channels]
+        ref = self.refs[name]
+        if name in self.starts:
+            first = self.starts[name] + self.head * self.value_dim
+            ref = ref.at[self.row, pl.ds(first + self.channels.start, self.shape[1])]
+        else:
+            ref = ref.at[self.row, self.head, self.channels]
         return plgpu.load(ref, layout=self.layout.reduce(0), optimized=False).astype(_F32)
+
+
+def _log1p(x):
+    """Return log(1 + x) for x from 0 to 1 with the relative precision of x (Kahan)."""
+    total = 1.0 + x
+    rounded = total - 1.0
+    return jnp.where(
+        rounded > 0.0, jnp.log(total) * (x / jnp.where(rounded > 0.0, rounded, 1.0)), x
+    )
+
+
+def _expm1(x):
+    """Return e^x - 1 for x from -0.5 to 0, by its power series."""
+    series = 1.0 + x * (1 / 9)
+    for n in range(8, 1, -1):
+        series = 1.0 + x * (1 / n) * series
+    return x * series
 
 
 def _apply_decay(m, factor):
@@ -153,31 +207,40 @@ def _read(x, m):
     return jnp.sum(x * m, axis=0)
 
 
+# Traced and lowered once for all layers that are compiled one after the other.
+@functools.partial(
+    jax.jit, static_argnames=("scale", "erase", "temperature", "columns", "interpret")
+)
 def step(
-    memory, q, k, v, optional: dict[str, Any], *, scale: float, erase: str, interpret: Any = False
-) -> tuple[jax.Array, jax.Array]:
+    memory, q, k, v, optional: dict[str, Any], *, scale: float, erase: str, temperature: float = 1.0,
+    columns: tuple[int, int, int] | None = None, interpret: Any = False,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """Apply one token of each row to its memories on a Hopper GPU; return the token's output [B, max(H, G),
     V] in v's dtype, and the memories after the token.
 
     Args:
         memory: the memories, [B, G, K, V] float32, or [L, B, G, K, V], those of all layers, with `layer`.
-        q: [B, H, K] queries.
+        q: [B, H, K] queries; with `columns` these and the others are [B, C].
         k: [B, Hk, K] keys.
         v: [B, G, V] values.
         optional: the optional arguments of `decode_step`, each an array or None, by name: beta, decay and value_decay (as
-            `api.decay_factor` encodes them), a, b, bonus, emptied [B] int32, and layer [1] int32.
+            `api.decay_factor` encodes them), a, b, bonus, emptied [B] int32, layer [1] int32, and gate_down, gate_up and gate_bias, those
+            of `api.Gate`.
         scale: the factor by which the queries q are multiplied.
         erase: "decayed" or "undecayed", the memory M in the delta rule's write `beta (v - k M)`.
+        temperature: of the gate.
+        columns: the first columns of q, k and v, or None.
         interpret: parameters of the Pallas interpreter, or False to compile the kernel.
     """
-    batch, memories, value_dim = v.shape
-    key_dim, heads = q.shape[2], q.shape[1]
-    width = columns(batch * memories, key_dim, value_dim)
+    batch, memories, key_dim, value_dim = memory.shape[-4:]
+    heads = memories if columns is not None else q.shape[1]
+    starts: dict[str, int] = {} if columns is None else dict(zip("qkv", columns, strict=True))
+    width = column_width(batch * memories, key_dim, value_dim)
     assert width is not None
     queries = max(heads // memories, 1)
 
     def kernel(refs):
-        block = _Block(refs, width, key_dim)
+        block = _Block(refs, width, key_dim, value_dim, starts)
         row, head, state = block.row, block.head, block.memory()
         m = plgpu.load(state, layout=block.layout, optimized=False)
 
@@ -203,6 +266,8 @@ def step(
         if "decay" in refs:
             by_key = optional["decay"].ndim == 3
             m = _apply_decay(m, load_keys("decay") if by_key else refs["decay"][row, head])
+        if "gate_down" in refs:
+            m = _apply_decay(m, block.load_gated_decay(temperature))
         if "value_decay" in refs:
             m = _apply_decay(m, block.spread(block.load_values("value_decay"), 1))
         if "beta" in refs:

@@ -17,7 +17,7 @@ from benchmarks.calls.tokens import one_token_inputs as make
 from lsm_jax import mixers, ops
 from lsm_jax.models import Decoder, lm
 from pallas_kernels.compat import gpu_interpreter, races_found
-from pallas_kernels.decode_step import api, decode_step, unsupported
+from pallas_kernels.decode_step import Gate, api, decode_step, hopper, unsupported
 from pallas_kernels.decode_step.cases import INTERPRETED
 
 
@@ -127,6 +127,39 @@ def test_none_picks_it_where_xla_makes_more_passes():
 def test_a_decay_that_rounding_put_above_zero_keeps_the_memory():
     factor = api.decay_factor(jnp.array([6e-8, 0.0, -1e-7], jnp.float32))  # decay - 1
     np.testing.assert_allclose(factor, [0, 0, -1e-7], rtol=1e-6)
+
+
+@pytest.mark.parametrize("strong", [False, True])
+def test_computes_the_decay_from_its_gate(strong):
+    """A low-rank gate gives the output and memory of the log decay that it stands for, also of decays near 0 and near 1."""
+    batch, memories, keys, values, rank, temperature = 2, 2, 32, 64, 16, 0.5 if strong else 16.0
+    arrays = make("linear", (2, 2, 2), keys, values, "", False, jnp.bfloat16, batch)
+    q, k, v = (arrays[n][:, 0] for n in "qkv")
+    memory = arrays["memory"][:, 0] if arrays["memory"].ndim == 5 else arrays["memory"]
+    rng = np.random.default_rng(1)
+    down, up = (jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in ((batch, rank), (rank, memories * keys)))  # fmt: skip
+    bias = jnp.asarray(rng.uniform(-100 if strong else 0, 30, memories * keys), jnp.float32)
+    gate = down.astype(jnp.float32) @ up.astype(jnp.float32) + bias
+    log_decay = (jax.nn.log_sigmoid(gate) / temperature).reshape(batch, memories, keys)
+    call = functools.partial(decode_step, memory, q, k, v, scale=0.25, interpret=gpu_interpreter())
+    got = call(gate=Gate(down, up, bias, temperature))
+    assert not races_found()
+    for a, b in zip(got, call(log_decay=log_decay), strict=True):
+        np.testing.assert_allclose(
+            np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=1e-2 if a.dtype == q.dtype else 2e-5, atol=2e-6
+        )  # fmt: skip
+    for wrong in (dict(log_decay=log_decay), dict(implementation="triton")):
+        with pytest.raises(ValueError, match="gate is accepted without log_decay"):
+            call(gate=Gate(down, up, bias, temperature), **wrong)
+
+
+def test_factors_of_decays_lose_no_digits():
+    """The kernel's logarithm and exponential near 0 are as exact as float32 is."""
+    x = np.concatenate([[0.0], np.logspace(-30, 0, 200)]).astype(np.float32)
+    exact = np.log1p(x.astype(np.float64))
+    np.testing.assert_allclose(hopper._log1p(jnp.asarray(x)), exact, rtol=3e-7)
+    x = -0.5 * x
+    np.testing.assert_allclose(hopper._expm1(jnp.asarray(x)), np.expm1(x.astype(np.float64)), rtol=3e-7)  # fmt: skip
 
 
 def test_names_the_requirement_that_is_not_met():

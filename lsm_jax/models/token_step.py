@@ -1,0 +1,281 @@
+"""One token of each row through a decoder's layers by few kernels, as in generation on Hopper.
+
+The time of one row's step is that of its launches: XLA computes a layer of gated linear attention by 15 kernels, here it has five. A product
+reads its matrix once, with the norm in front of it and the gate or the residual sum behind it in the same kernel
+(`pallas_kernels.row_product`); the memory is decayed, written and read by another (`pallas_kernels.decode_step`), which also computes the
+decay from its gate. Of more rows the products are XLA's, one for all that reads the layer's norm, whose result the kernel of the memory reads
+where it is. Values are those of the layers but for the order of sums.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from lsm_jax import mixers
+from lsm_jax.feedforward.swiglu import SwiGLU
+from lsm_jax.mixers.gla import GLA
+from lsm_jax.mixers.joined import is_plain
+from lsm_jax.mixers.layers import Dense, RMSNorm, project, split_heads
+from lsm_jax.mixers.normed_product import normed_product
+from lsm_jax.mixers.tails import Pointwise
+from lsm_jax.models.decoder import Decoder, DecoderState, PeriodStates
+from lsm_jax.models.loss import capped
+from lsm_jax.ops.core.platforms import compute_capabilities
+
+MOST_ROWS = 4
+"""The largest number of rows whose products are computed by `row_product`; those of more rows run on the tensor cores."""
+MANY_ROWS = True
+"""Whether more rows pass through mixers with steps of their own, too."""
+_INTERPRET: Any = False  # parameters of Mosaic GPU's interpreter, in tests
+
+
+class _Matrices(NamedTuple):
+    """The matrices [F, I] of one layer, transposed and side by side where one product computes several results.
+
+    Attributes:
+        into: of the mixer's input, or None for a mixer without kernels of its own.
+        out: of the mixer's output, or None.
+        gate_up: of the feedforward's input, or None for many rows.
+        down: of the feedforward's output, or None.
+    """
+
+    into: Any
+    out: Any
+    gate_up: Any
+    down: Any
+
+
+class Prepared(NamedTuple):
+    """What the kernels read instead of a model's parameters: the matrices of each period's layers, and the head [V, D], or None for
+    many rows.
+    """
+
+    layers: tuple[tuple[_Matrices, ...], ...]
+    head: Any
+
+
+def serves(model: Decoder, batch: int) -> bool:
+    """Return whether one token of `batch` rows passes through the model's layers by these kernels: on Hopper, in bfloat16, where all layers
+    have root-mean-square norms in front and plain SwiGLU feedforwards; for up to `MOST_ROWS` rows of sizes that `row_product` supports, for
+    more (`MANY_ROWS`) where all mixers have a step of their own.
+    """
+    if jnp.dtype(model.dtype) != jnp.bfloat16:
+        return False
+    if compute_capabilities() != {"9.0"} and not _INTERPRET:
+        return False
+    if not all(map(_is_served, model.periods.blocks)):
+        return False
+    if batch > MOST_ROWS:
+        return MANY_ROWS and all(_is_served_gla(b.mixer, batch) for b in model.periods.blocks)
+    if not (type(model.norm) is RMSNorm and model.head_bias is None):
+        return False
+    if model.lm_head is not None and not is_plain(model.lm_head):
+        return False
+    vocabulary, width = model.embedding.get_value().shape
+    x = _shape(batch, width)
+    products: list[Any] = [(x, _shape(vocabulary, width), None, ())]
+    for block in model.periods.blocks:
+        feedforward: Any = block.feedforward
+        inner = feedforward.config.width(width)
+        products.append((x, _shape(2 * inner, width), None, (inner, inner)))
+        products.append((_shape(batch, inner), _shape(width, inner), None, ()))
+    from pallas_kernels.row_product import unsupported
+
+    return all(unsupported(*product) is None for product in products)
+
+
+def _shape(*sizes: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(sizes, dtype)
+
+
+def _is_served(block: Any) -> bool:
+    """Return whether a layer has a plain SwiGLU feedforward, and norms and sums that the kernels compute."""
+    ff = block.feedforward
+    if type(ff) is not SwiGLU or ff.gate_up is not None:
+        return False
+    plain = all(map(is_plain, (ff.gate_proj, ff.up_proj, ff.down_proj)))
+    unscaled = ff.config.gate_scale == ff.config.output_scale == block.residual_scale == 1
+    normed = type(block.mixer_norm) is RMSNorm and type(block.feedforward_norm) is RMSNorm
+    return plain and unscaled and normed and not (block.post_norm or block.in_fp8 or block.adapted)
+
+
+def _gla_projections(mixer: GLA) -> tuple[Dense, ...]:
+    return mixer.q_proj, mixer.k_proj, mixer.v_proj, mixer.g_proj, mixer.decay_down
+
+
+def _is_served_gla(mixer: Any, batch: int) -> bool:
+    """Return whether a mixer is gated linear attention whose token the kernels compute."""
+    if type(mixer) is not GLA or not isinstance(mixer.q_conv, Pointwise):
+        return False
+    config, op = mixer.config, mixer.config.op
+    dense = *_gla_projections(mixer), mixer.o_proj
+    plain = all(map(is_plain, dense)) and is_plain(mixer.decay_up, biased=True)
+    if not plain or config.feature_map != "identity":
+        return False
+    if op.form != "chunk" or op.names() not in ((), ("mosaic_gpu",)):
+        return False
+
+    from pallas_kernels import decode_step, row_product
+
+    widths = tuple(layer.kernel.get_value().shape[-1] for layer in dense[:-1])
+    values, size = dense[-1].kernel.get_value().shape[-2:]
+    heads, x = config.num_heads, _shape(batch, mixer.hidden_size)
+    memory = _shape(batch, heads, mixer.key_dim, mixer.value_dim, dtype=jnp.float32)
+    q, v = _shape(*memory.shape[:3]), _shape(batch, heads, mixer.value_dim)
+    if decode_step.unsupported(q, v, memory) is not None:
+        return False
+    if batch > MOST_ROWS:
+        return True
+    gate: Any = _shape(batch, values)
+    scale: Any = _shape(mixer.value_dim)
+    gated = row_product.GatedNorm(gate, scale, 0.0)
+    into = row_product.unsupported(x, _shape(sum(widths), x.shape[1]), None, widths)
+    out = row_product.unsupported(_shape(batch, values), _shape(size, values), gated)
+    return into is None and out is None
+
+
+def prepare(model: Decoder, periods: tuple[Any, ...], batch: int) -> Prepared:
+    """Return the matrices that the kernels read, from a model and the modules of its periods of layers (`Decoder.unstack_periods`); for a
+    loop over tokens they are computed once, in front of it.
+    """
+
+    def joined(*kernels):
+        return jnp.concatenate([k.astype(model.dtype).T for k in kernels])
+
+    few = batch <= MOST_ROWS
+
+    def of_layer(block):
+        ff, into, out, gate_up, down = block.feedforward, None, None, None, None
+        if _is_served_gla(block.mixer, batch):
+            into = joined(*(layer.kernel[...] for layer in _gla_projections(block.mixer)))
+            out = joined(block.mixer.o_proj.kernel[...]) if few else None
+        if few:
+            gate_up = joined(ff.gate_proj.kernel[...], ff.up_proj.kernel[...])
+            down = joined(ff.down_proj.kernel[...])
+        return _Matrices(into, out, gate_up, down)
+
+    layers = tuple(tuple(map(of_layer, period.blocks)) for period in periods)
+    if not few:
+        return Prepared(layers, None)
+    tied = model.lm_head is None
+    head = model.embedding[...].astype(model.dtype) if tied else joined(model.head())
+    return Prepared(layers, head)
+
+
+def pass_token(
+    model: Decoder,
+    periods: tuple[Any, ...],
+    prepared: Prepared,
+    token: jax.Array,
+    state: DecoderState,
+) -> tuple[jax.Array, DecoderState]:
+    """Return the logits [B, V] after one token [B] of each row, in float32, and the state after it.
+
+    Args:
+        model: a decoder that the kernels serve (`serves`).
+        periods: what `Decoder.unstack_periods` returned.
+        prepared: what `prepare` returned.
+        token: int [B].
+        state: a state from `Decoder.unstack_state`.
+    """
+    x = model.embed(token[:, None])
+    positions, clock = mixers.advance(state.clock, x.shape[:2], None, None)
+    shared, place, after = model.init_shared(x), 0, []
+    few = len(token) <= MOST_ROWS
+    for period, matrices, states in zip(periods, prepared.layers, state.layers.each, strict=True):
+        of_period = []
+        for block, of_layer, (mixer_state, inner_state) in zip(period.blocks, matrices, states, strict=True):  # fmt: skip
+            if of_layer.into is not None:
+                step = _gla_token if few else _gla_tokens
+                x, mixer_state = step(block, of_layer, x, mixer_state)
+            else:
+                call = dict(layer=jnp.int32(place), positions=positions, state=mixer_state)
+                y, mixer_state, context = block.mixer.run(
+                    block.mixer_norm(x), shared=shared, **call
+                )
+                x, shared = x + y, dict(context.shared)
+            if few:
+                x = _feedforward_token(block, of_layer, x)
+            else:
+                x = x + block.feedforward.transform(block.feedforward_norm(x))
+            of_period.append((mixer_state, inner_state))
+            place += 1
+        after.append(tuple(of_period))
+    state = DecoderState(PeriodStates(tuple(after)), clock)
+    if not few:
+        return model.logits(model.last_norm(x)[:, 0]), state
+    norm = _norm(model.norm, model.logits_scale)
+    logits = _product(x[:, 0], prepared.head, norm, dtype=jnp.float32)[0]
+    return capped(logits, model.logits_cap), state
+
+
+def _product(*arguments, **options):
+    from pallas_kernels.row_product import row_product
+
+    return row_product(*arguments, **options, interpret=_INTERPRET)
+
+
+def _norm(norm: Any, factor: float = 1.0):
+    from pallas_kernels.row_product import Norm
+
+    scale = norm.factors()
+    return Norm(scale if factor == 1 else factor * scale, norm.eps)
+
+
+def _gla_memory(mixer: GLA, down: jax.Array, up: jax.Array | None, state: Any, *tokens, **options):
+    """Return the output [B, H, V] of the memory of gated linear attention for queries, keys and values, and the mixer's state after them.
+
+    Args:
+        mixer: the mixer.
+        down: the inner channels of the decay's gate, or the gate without its bias.
+        up: the matrix from the inner channels to the gate, or None.
+        state: the mixer's state.
+        tokens: queries, keys and values.
+        options: `columns` of `decode_step`.
+    """
+    from pallas_kernels.decode_step import Gate, decode_step
+
+    bias: Any = mixer.decay_up.bias
+    gate = Gate(down, up, bias[...].astype(jnp.float32), mixer.config.gate_temperature)
+    memory, scale = state.memory, mixer.key_dim**-0.5
+    o, matrix = decode_step(
+        memory.memory, *tokens, gate=gate, scale=scale, interpret=_INTERPRET, **options
+    )
+    return o, state._replace(memory=memory._replace(memory=matrix))
+
+
+def _gla_token(block: Any, matrices: _Matrices, x: jax.Array, state: Any) -> tuple[jax.Array, Any]:
+    """Return the stream x [B, 1, D] of a few rows with the output of gated linear attention added, and the mixer's state."""
+    from pallas_kernels.row_product import GatedNorm
+
+    mixer, x = block.mixer, x[:, 0]
+    widths = tuple(layer.kernel[...].shape[-1] for layer in _gla_projections(mixer))
+    *tokens, gate, down = _product(x, matrices.into, _norm(block.mixer_norm), widths=widths)
+    tokens = [split_heads(a, mixer.config.num_heads) for a in tokens]
+    up = mixer.decay_up.kernel[...].astype(x.dtype)
+    o, state = _gla_memory(mixer, down, up, state, *tokens)
+    head_norm = GatedNorm(gate, mixer.norm.factors(), mixer.norm.eps)
+    return _product(o.reshape(x.shape[0], -1), matrices.out, head_norm, added=x)[0][:, None], state
+
+
+def _gla_tokens(block: Any, matrices: _Matrices, x: jax.Array, state: Any) -> tuple[jax.Array, Any]:
+    """Return the same for many rows."""
+    mixer = block.mixer
+    y = project(block.mixer_norm(x)[:, 0], matrices.into.T)
+    widths = (layer.kernel[...].shape[-1] for layer in _gla_projections(mixer))
+    keys, values, gates, down, _ = itertools.accumulate(widths)
+    logits = project(y[:, down:], mixer.decay_up.kernel[...], dtype=jnp.float32)
+    o, state = _gla_memory(mixer, logits, None, state, y, y, y, columns=(0, keys, values))
+    gate = split_heads(y[:, None, gates:down], mixer.config.num_heads)
+    return x + normed_product(mixer.norm, mixer.o_proj, o[:, None], gate), state
+
+
+def _feedforward_token(block: Any, matrices: _Matrices, x: jax.Array) -> jax.Array:
+    """Return the stream x [B, 1, D] of a few rows with the output of the feedforward added."""
+    x = x[:, 0]
+    hidden = _product(x, matrices.gate_up, _norm(block.feedforward_norm), swiglu=True)[0]
+    return _product(hidden, matrices.down, added=x)[0][:, None]

@@ -1,0 +1,70 @@
+"""Sizes and tolerances of products of a few tokens, for their tests.
+
+- `INTERPRETED`: small cases for the interpreter, on a CPU.
+- `COMPILED`: cases that are compiled for the card, and that run on it: the products of models of 340M and 1.3B parameters.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+TOLERANCE = 8e-3
+"""Largest difference of a result in bfloat16 from the plain form's, relative to the largest result: a unit of its last place, since sums of
+another order may be rounded to the other side."""
+
+
+class Case(NamedTuple):
+    """The sizes of one call of `row_product`.
+
+    Attributes:
+        batch: B, the number of rows.
+        channels: I.
+        widths: of the parts; their sum is F.
+        first: what stands in front: "norm", "gated norm" (of heads of 256 channels) or "".
+        behind: what stands behind: "added", "swiglu" or "".
+        dtype: of the results.
+    """
+
+    batch: int
+    channels: int
+    widths: tuple[int, ...]
+    first: str = ""
+    behind: str = ""
+    dtype: str = "bfloat16"
+
+    @property
+    def id(self) -> str:
+        """The name of this case in the tests' output: its sizes and what stands around the product."""
+        words = [
+            f"{self.batch}x{self.channels}x{'+'.join(map(str, self.widths))}",
+            self.first,
+            self.behind,
+        ]
+        return "-".join(word.replace(" ", "_") for word in [*words, self.dtype] if word)
+
+
+INTERPRETED = (
+    Case(1, 512, (16, 24, 8), "norm"),
+    Case(1, 512, (12,), "gated norm", "added"),
+    Case(1, 256, (16,), "norm", "swiglu"),
+    Case(2, 768, (12,), "", "added"),
+    Case(2, 512, (2112,), "norm", dtype="float32"),
+)
+"""Cases for the interpreter; the first three are of the fast tests."""
+COMPILED = (
+    Case(1, 1024, (512, 512, 1024, 1024, 16), "norm"),
+    Case(1, 1024, (1024,), "gated norm", "added"),
+    Case(1, 1024, (5632,), "norm", "swiglu"),
+    Case(1, 2816, (1024,), "", "added"),
+    Case(1, 1024, (32000,), "norm", dtype="float32"),
+    Case(4, 1024, (512, 512, 1024, 1024, 16), "norm"),
+    Case(4, 1024, (1024,), "gated norm", "added"),
+    Case(4, 1024, (5632,), "norm", "swiglu"),
+    Case(4, 2816, (1024,), "", "added"),
+    Case(4, 1024, (32000,), "norm", dtype="float32"),
+    Case(1, 2048, (1024, 1024, 2048, 2048, 16), "norm"),
+    Case(1, 2048, (2048,), "gated norm", "added"),
+    Case(1, 2048, (11264,), "norm", "swiglu"),
+    Case(1, 5632, (2048,), "", "added"),
+)
+"""Cases that are compiled for, and run on, an NVIDIA Hopper GPU."""

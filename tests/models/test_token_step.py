@@ -1,0 +1,132 @@
+"""Tests of one token by few kernels, in Mosaic GPU's interpreter."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from lsm_jax import feedforward, mixers, models
+from lsm_jax.models import sampling, token_step
+from pallas_kernels.compat import gpu_interpreter, races_found
+
+KEY = jax.random.key(0)
+
+
+def new_model(method: str, **fields) -> models.Decoder:
+    """Return a model of two layers of width 256, with parameters large enough that each changes the logits."""
+    config = models.lm(method, "tiny", vocab_size=64)
+    config.num_layers, config.hidden_size, config.dtype = 2, 256, "bfloat16"
+    config.layers["L"].mixer = mixers.METHODS[method].config.for_width(256)
+    if method == "gla":
+        config.layers["L"].mixer.num_heads = 1
+    config.layers["L"].feedforward = feedforward.SwiGLUConfig(intermediate_size=256)
+    for name, value in fields.items():
+        setattr(config, name, value)
+    graph, params = nnx.split(models.Decoder(config, rngs=nnx.Rngs(0)))
+    keys = iter(jax.random.split(KEY, len(jax.tree.leaves(params))))
+
+    def stirred(x):
+        x = 3 * x if x.ndim > 2 else x
+        return x + 0.1 * jax.random.normal(next(keys), x.shape) if x.ndim == 2 else x
+
+    return nnx.merge(graph, jax.tree.map(stirred, params))
+
+
+def assert_as_exact(got, layers, exact) -> None:
+    """Check that an array is about as close to that of float32 as the layers' in bfloat16 is."""
+    got, layers, exact = (np.asarray(x, np.float64) for x in (got, layers, exact))
+    error, known = (np.sqrt(np.mean((x - exact) ** 2)) for x in (got, layers))
+    assert error <= 1.5 * known + 1e-6 * np.abs(exact).max()
+    assert error < 0.03 * max(np.sqrt(np.mean(exact**2)), 1e-6) or not exact.any()
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    monkeypatch.setattr(token_step, "_INTERPRET", gpu_interpreter())
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "batch"),
+    [
+        ("gla", dict(tie_embeddings=True), 1),
+        ("gla", dict(tie_embeddings=True), 6),
+        pytest.param("gla", dict(tie_embeddings=True), 3, marks=pytest.mark.slow),
+        pytest.param(
+            "gla", dict(tie_embeddings=False, logits_cap=5.0, logits_scale=0.5), 1, marks=pytest.mark.slow
+        ),
+        pytest.param("gated_deltanet", {}, 1, marks=pytest.mark.slow),
+        pytest.param("softmax", {}, 1, marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_logits_and_states_are_those_of_the_layers(name, fields, batch, interpreted):
+    """With kernels of their own for a mixer's token, and without; of one row, and of more."""
+    model = new_model(name, **fields)
+    assert token_step.serves(model, batch)
+    graph, params = nnx.split(model)
+    prompt = jax.random.randint(KEY, (batch, 6), 0, 64)
+    read = dict(capacity=64, prefill_chunk=None, unroll_layers=True)
+    _, state = sampling.read_prompt(graph, params, prompt, None, **read)
+    periods, token = model.unstack_periods(), jnp.arange(3, 3 + batch)
+    prepared = token_step.prepare(model, periods, batch)
+    assert all(m.into is not None for of in prepared.layers for m in of) is (name == "gla")
+    logits, after = jax.jit(token_step.pass_token)(model, periods, prepared, token, state)
+    assert not races_found()
+    assert logits.dtype == jnp.float32
+    known = {}
+    for dtype in ("bfloat16", "float32"):
+        model.dtype = dtype
+        hidden, states, _ = model.hidden(token[:, None], state=state, periods=periods)
+        known[dtype] = model.logits(hidden[:, 0]), states
+    jax.tree.map(assert_as_exact, (logits, after), known["bfloat16"], known["float32"])
+
+
+@pytest.mark.parametrize("batch", [1, pytest.param(6, marks=pytest.mark.slow)])
+def test_tokens_are_those_of_the_layers(batch, interpreted, monkeypatch):
+    model = new_model("gla", num_layers=1)
+    prompt = jax.random.randint(KEY, (batch, 6), 0, 64)
+    call = dict(num_tokens=4, key=KEY, temperature=0.0, unroll_layers=True)
+    passed = []
+    pass_token = token_step.pass_token
+    monkeypatch.setattr(token_step, "pass_token", lambda *a: passed.append(a) or pass_token(*a))
+    got = models.sample(model, prompt, **call)
+    assert passed
+    monkeypatch.setattr(token_step, "serves", lambda *_: False)
+    passed.clear()
+    assert (models.sample(model, prompt, **call) == got).all()
+    assert not passed
+
+
+def test_other_models_pass_through_their_layers(interpreted, monkeypatch):
+    """Each model that differs from a served one in one field is not served."""
+    assert token_step.serves(models.abstract(_config({})), 6)
+    monkeypatch.setattr(token_step, "MANY_ROWS", False)
+    assert not token_step.serves(models.abstract(_config({})), 6)
+    for fields in (
+        dict(dtype="float32"),
+        dict(norm="layer"),
+        dict(residual_scale=0.5),
+        dict(head_bias=True),
+        dict(hidden_size=128),
+    ):
+        assert not token_step.serves(models.abstract(_config(fields)), 1), fields
+    assert token_step.serves(models.abstract(_config({})), 1)
+    config = _config({})
+    config.layers["L"].feedforward = feedforward.MoEConfig(num_experts=4, top_k=2, expert_size=32)
+    assert not token_step.serves(models.abstract(config), 1)
+
+
+def _config(fields) -> models.ModelConfig:
+    config = models.lm("gla", "tiny", vocab_size=64)
+    config.num_layers, config.hidden_size, config.dtype = 2, 256, "bfloat16"
+    config.layers["L"].mixer = mixers.METHODS["gla"].config.for_width(256)
+    config.layers["L"].feedforward = feedforward.SwiGLUConfig(intermediate_size=256)
+    for name, value in fields.items():
+        setattr(config, name, value)
+    return config
+
+
+def test_not_off_hopper():
+    assert not token_step.serves(models.abstract(_config({})), 1)
