@@ -24,12 +24,14 @@ class Tiling(NamedTuple):
         keys: number of keys of a tile.
         warps: number of warps of a program.
         stages: number of iterations of the kernel's loop whose loads are in flight.
+        registers: largest number of registers of a thread, or 0 for the compiler's choice.
     """
 
     queries: int
     keys: int
     warps: int
     stages: int
+    registers: int = 0
 
 
 TILINGS = {
@@ -46,6 +48,14 @@ TILINGS = {
 }
 """The tiling of each kernel for bfloat16 and float16, by the kernel's name and the channels of a head; none spills more than 64 bytes
 on 8.x. With documents or a window, "attend_limited" replaces "attend" where it has a tiling."""
+TILINGS_8_0 = {
+    ("attend", 64): Tiling(128, 64, 4, 3),
+    ("attend", 128): Tiling(128, 32, 8, 3, 128),
+    ("attend_limited", 64): Tiling(128, 32, 4, 3),
+    ("attend_limited", 128): Tiling(128, 32, 8, 3, 128),
+}
+"""Tilings of `TILINGS` that differ in code for 8.0, whose cards have 164 KiB of shared memory a processor: two programs of 8 warps
+share one there. With 128 registers a thread, one waits for its loads and exponentials while the other multiplies."""
 WIDE_TILINGS = {
     ("attend", 64): Tiling(64, 32, 4, 1),
     ("attend", 128): Tiling(64, 32, 8, 1),
@@ -61,8 +71,12 @@ WIDE_TILINGS = {
 
 
 def tiling_of(kernel: str, q, *, limited: bool) -> Tiling:
-    """Return the tiling of a kernel for queries q [B, Q, H, D]; `limited` says whether documents or a window limit what they see."""
-    table = WIDE_TILINGS if q.dtype == _F32 else TILINGS
+    """Return the tiling of a kernel for queries q [B, Q, H, D], and for the capability for which `launch` compiles; `limited` says
+    whether documents or a window limit what they see.
+    """
+    table: Any = WIDE_TILINGS if q.dtype == _F32 else TILINGS
+    if q.dtype != _F32 and launch.capability() == 80:
+        table = TILINGS | TILINGS_8_0
     depth = q.shape[-1]
     return table.get(
         (f"{kernel}_limited", depth) if limited else (kernel, depth), table[kernel, depth]
@@ -97,24 +111,33 @@ class _Launch:
             at_keys = key_arrays(rows)
             self.gates = (*at_queries, at_keys["high"], at_keys["low"], *rows.gates)
         self.places = None if bounds.diagonal is None else bounds.diagonal[0, 0] * TILE
+        everything = self.lowest is None and bounds.first_of_query is None
+        self.first, self.last = (None, None) if everything else (bounds.first, bounds.last)
 
     def rows(self, kernel: str) -> tuple[Any, ...]:
-        """Return what a kernel reads of each token: the gates, except in `key_gradients` their sums from each key to the end of its tile, the
-        first keys, the pruned tiles, and the places of the queries.
+        """Return what a kernel reads of each token: the gates, except in `key_gradients` their sums from each key to the end of its tile
+        and in `attend` those of each tile, the first keys, the pruned tiles, and the places of the queries.
         """
-        gates = self.gates if kernel == "key_gradients" else (*self.gates, self._after(kernel))
+        gates = self.gates
+        if kernel != "key_gradients":
+            gates = (*gates, *self._in_tiles(kernel)[: 2 if kernel == "attend" else 1])
         return (*gates, self.lowest, self.bounds.first_of_query, self.places)
 
-    def _after(self, kernel: str) -> jax.Array | None:
-        """Return log2(e) (F_n - F_j) of every key j, with n the last key of its tile [B, H, T]; None without gates."""
+    def _in_tiles(self, kernel: str) -> tuple[jax.Array | None, jax.Array | None]:
+        """Return log2(e) (F_n - F_j) of every key j, with n the last key of its tile [B, H, T], and log2(e) (F_n - F_m) of every tile,
+        with m the last key of the tile before it, or the first tile's own [B, H, tiles]; None and None without gates.
+        """
         if self.gates[0] is None:
-            return None
+            return None, None
         size = tiling_of(kernel, self.q, limited=self.lowest is not None).keys
         k_high, k_low, high, low = (
             x.reshape(*x.shape[:2], self.keys // size, size) for x in self.gates[2:]
         )
         after = (high[..., -1:] - k_high) + (low[..., -1:] - k_low)
-        return (after * math.log2(math.e)).reshape(self.gates[2].shape)
+        last_high, last_low = high[..., -1], low[..., -1]
+        step = sum(jnp.diff(x, prepend=x[..., :1]) for x in (last_high, last_low))
+        factor = math.log2(math.e)
+        return (after * factor).reshape(self.gates[2].shape), step * factor
 
     def run(self, kernel, inputs, outputs, tokens: int) -> dict[str, jax.Array]:
         """Run a kernel whose programs compute the `tokens` queries or keys of each row and head; return its outputs by name."""
@@ -127,6 +150,7 @@ class _Launch:
             programs=self.batch * self.heads * (tokens // size),
             warps=tiling.warps,
             stages=tiling.stages,
+            registers=tiling.registers,
             HEADS=self.heads,
             KEY_HEADS=self.key_heads,
             QUERIES=self.queries,
@@ -177,7 +201,7 @@ def forward(
     call = _Launch(q, k, rows, bounds, scale, window)
     results = call.run(
         bodies.attend,
-        (q, k, v, *call.rows("attend"), bounds.first, call.factor),
+        (q, k, v, *call.rows("attend"), call.first, call.factor),
         dict(
             out=_struct(q.shape, q.dtype),
             sums=_struct((call.batch, call.heads, call.queries), _F32),
@@ -207,7 +231,7 @@ def backward(
     inputs = (q, k, v, d_out, sums)
     of_queries = call.run(
         bodies.query_gradients,
-        (*inputs, delta, *call.rows("query_gradients"), bounds.first, call.factor, call.scale),
+        (*inputs, delta, *call.rows("query_gradients"), call.first, call.factor, call.scale),
         dict(dq=_struct(q.shape, q.dtype), error=_struct(delta.shape, _F32)),
         call.queries,
     )
@@ -229,7 +253,7 @@ def backward(
             delta,
             *call.rows("key_gradients"),
             bounds.begin,
-            bounds.last,
+            call.last,
             free,
             call.factor,
             call.scale,
