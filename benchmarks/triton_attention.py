@@ -119,7 +119,8 @@ def set_tiling(word: str, name: str, numbers: list[int]) -> str | None:
         names = ", ".join(f"{kernel}/{dim}" for kernel, dim in passes.TILINGS)
         return f"{word!r}: accepted are {names} = queries:keys:warps:stages[:registers], with divisors of {tile} as queries and keys"
     passes.TILINGS[key] = tiling
-    passes.TILINGS_8_0.pop(key, None)
+    for narrower in (passes.TILINGS_8_0, passes.FEW_REGISTERS_8_0):
+        narrower.pop(key, None)
     return None
 
 

@@ -112,7 +112,9 @@ def _query_scores(
     shift = query_high * 0.0
     if GATED:
         if DIAGONAL:
-            s += _gates_between(query_high, query_low, tl.load(k_high + keys), tl.load(k_low + keys))
+            s += _gates_between(
+                query_high, query_low, tl.load(k_high + keys), tl.load(k_low + keys)
+            )
         else:
             last_high = tl.load(high + n * BN + BN - 1)
             last_low = tl.load(low + n * BN + BN - 1)
@@ -144,7 +146,9 @@ def _attend(
         s = tl.dot(tile_q, tl.trans(tile_k), input_precision="tf32") * factor
         if GATED:
             if DIAGONAL:
-                s += _gates_between(query_high, query_low, tl.load(k_high + keys), tl.load(k_low + keys))
+                s += _gates_between(
+                    query_high, query_low, tl.load(k_high + keys), tl.load(k_low + keys)
+                )
             else:
                 s += tl.load(after + keys)[None, :]
                 top += tl.load(step + n)
@@ -218,7 +222,12 @@ def attend(
     q += first_row
     out += first_row
     offsets = tl.arange(0, BM)[:, None] * (HEADS * D) + tl.arange(0, D)[None, :]
-    of_row = row.to(tl.int64) * QUERIES + rows
+    of_row = tl.arange(0, BM)
+    first_of_row = row.to(tl.int64) * QUERIES + block * BM
+    q_high += first_of_row
+    q_low += first_of_row
+    pruned += first_of_row
+    sums += first_of_row
     of_keys = row.to(tl.int64) * KEYS
     queries = rows
     if PLACES:
@@ -316,8 +325,11 @@ def query_gradients(
     rows, tile = block * BM + tl.arange(0, BM), block * BM // TILE
     k += (b * KEYS * KEY_HEADS + key_head) * D
     v += (b * KEYS * KEY_HEADS + key_head) * D
-    offsets = rows.to(tl.int64)[:, None] * (HEADS * D) + tl.arange(0, D)[None, :]
-    offsets += (b * QUERIES * HEADS + h) * D
+    first_row = (b * QUERIES + block * BM) * (HEADS * D) + h * D
+    q += first_row
+    d_out += first_row
+    dq += first_row
+    offsets = tl.arange(0, BM)[:, None] * (HEADS * D) + tl.arange(0, D)[None, :]
     of_row = row.to(tl.int64) * QUERIES + rows
     of_keys = row.to(tl.int64) * KEYS
     queries = rows
@@ -441,8 +453,10 @@ def key_gradients(
     q += (b * QUERIES * HEADS + h) * D
     d_out += (b * QUERIES * HEADS + h) * D
     channels = tl.arange(0, D)[None, :]
-    offsets = keys.to(tl.int64)[:, None] * (KEY_HEADS * D) + channels
-    offsets += (b * KEYS * KEY_HEADS + key_head) * D
+    offsets = tl.arange(0, BN)[:, None] * (KEY_HEADS * D) + channels
+    first_key = (b * KEYS + block * BN) * (KEY_HEADS * D) + key_head * D
+    k += first_key
+    v += first_key
     of_queries, of_keys = row.to(tl.int64) * QUERIES, row.to(tl.int64) * KEYS
     sums += of_queries
     delta += of_queries
@@ -491,7 +505,10 @@ def key_gradients(
             q, d_out, sums, delta, q_high, q_low, lowest, pruned, places, factor,
             HEADS, D, TILE, BM, BN, GATED, PRUNED, PLACES, False, True,
         )  # fmt: skip
-    target = keys.to(tl.int64)[:, None] * (HEADS * D) + channels + (b * KEYS * HEADS + h) * D
+    target = tl.arange(0, BN)[:, None] * (HEADS * D) + channels
+    first_target = (b * KEYS + block * BN) * (HEADS * D) + h * D
+    dk += first_target
+    dv += first_target
     tl.store(dk + target, (total_k * scale).to(dk.dtype.element_ty))
     tl.store(dv + target, total_v.to(dv.dtype.element_ty))
     if GATED:
