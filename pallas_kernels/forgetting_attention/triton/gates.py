@@ -21,13 +21,13 @@ def sum_gates(log_forget: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def _sum(x: jax.Array, *, reverse: bool) -> tuple[jax.Array, jax.Array]:
     """Return the two outputs of the kernel `sum_gates` for x [B, T, H], or with `reverse` [B, H, T]; their last two axes are swapped."""
-    from pallas_kernels.forgetting_attention.triton import bodies
+    from pallas_kernels.forgetting_attention.triton import gate_bodies
 
     batch, heads, length = x.shape if reverse else (x.shape[0], x.shape[2], x.shape[1])
     sums = jax.ShapeDtypeStruct((batch, x.shape[2], x.shape[1]), jnp.float32)
     block = min(_LARGEST_BLOCK, 1 << max(length - 1, 31).bit_length())
     results = launch.call(
-        bodies.sum_gates,
+        gate_bodies.sum_gates,
         (x,),
         dict(high=sums, low=jax.ShapeDtypeStruct((1,), jnp.float32) if reverse else sums),
         programs=batch * heads,
