@@ -109,7 +109,7 @@ def library_call(op: str, implementation: Any) -> Callable[..., jax.Array]:
 
 def set_tiling(word: str, name: str, numbers: list[int]) -> str | None:
     """Change the tiling of an attention kernel for bfloat16 and float16: `name` is KERNEL/CHANNELS and `numbers` are its queries, keys,
-    warps and stages. Return what is accepted if the word is not accepted.
+    warps, stages and, where given, registers. It is that of every capability. Return what is accepted if the word is not accepted.
     """
     kernel, _, channels = name.partition("/")
     key = kernel, int(channels) if channels.isdecimal() else 0
@@ -117,8 +117,10 @@ def set_tiling(word: str, name: str, numbers: list[int]) -> str | None:
     tile = passes.TILE
     if key not in passes.TILINGS or tile % tiling.queries or tile % tiling.keys:
         names = ", ".join(f"{kernel}/{dim}" for kernel, dim in passes.TILINGS)
-        return f"{word!r}: accepted are {names} = queries:keys:warps:stages, with divisors of {tile} as queries and keys"
+        return f"{word!r}: accepted are {names} = queries:keys:warps:stages[:registers], with divisors of {tile} as queries and keys"
     passes.TILINGS[key] = tiling
+    for narrower in (passes.TILINGS_8_0, passes.FEW_REGISTERS_8_0):
+        narrower.pop(key, None)
     return None
 
 

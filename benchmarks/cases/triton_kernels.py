@@ -137,7 +137,7 @@ def set_tilings(words: list[str]) -> list[str]:
     for word in words:
         name, _, sizes = word.partition("=")
         numbers = [int(n) for n in sizes.split(":") if n.isdecimal()]
-        if "/" in name and len(numbers) == 4:
+        if "/" in name and len(numbers) in (4, 5):
             if (accepted := triton_attention.set_tiling(word, name, numbers)) is not None:
                 raise UsageError(f"--tilings {accepted}")
             continue

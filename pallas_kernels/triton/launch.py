@@ -69,7 +69,7 @@ def code_for(capability: str) -> Iterator[None]:
         jax.clear_caches()
 
 
-def _capability() -> int | None:
+def capability() -> int | None:
     """Return the compute capability for which kernels are compiled, times 10: that of `code_for`, or of this process's first card.
 
     None if this process has no card: jax-triton then reads the device of the current abstract mesh when a program is lowered for
@@ -89,7 +89,7 @@ def stages_of(stages: int, capability: int | None, shared_loads: bool) -> int:
     Products of 9.0 and 10.0 read their operands from shared memory while the program goes on. For a load that is an operand and is read
     into registers too, Triton 3.9 keeps one buffer, and copies the next tile into it while the product may still read the last one.
     With `shared_loads`, which says that a kernel has such loads, code for these cards therefore has one stage, and so has code whose
-    capability is not known yet (None: see `_capability`).
+    capability is not known yet (None: see `capability`).
     """
     return 1 if shared_loads and (capability is None or 90 <= capability < 120) else stages
 
@@ -170,7 +170,7 @@ def call(
     else:
         jax_triton = _jax_triton()
         options = compiler_options(registers)
-        capability = _capability()
+        number = capability()
 
         def on_card(*arrays):
             return jax_triton.triton_call(
@@ -180,8 +180,8 @@ def call(
                 grid=(programs,),
                 name=f"lsm_{kernel.fn.__name__}",
                 num_warps=warps,
-                num_stages=stages_of(stages, capability, shared_loads),
-                compute_capability=capability,
+                num_stages=stages_of(stages, number, shared_loads),
+                compute_capability=number,
                 backend_options=options,
                 **constants,
             )

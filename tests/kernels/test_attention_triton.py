@@ -15,7 +15,14 @@ from lsm_jax.ops.backends.select import clear_choices
 from pallas_kernels.forgetting_attention import forgetting_attention, unsupported
 from pallas_kernels.forgetting_attention.bounds import Rows
 from pallas_kernels.forgetting_attention.triton import passes
-from pallas_kernels.forgetting_attention.triton.passes import TILINGS, WIDE_TILINGS, lowest_keys
+from pallas_kernels.forgetting_attention.triton.passes import (
+    FEW_REGISTERS_8_0,
+    TILINGS,
+    TILINGS_8_0,
+    WIDE_TILINGS,
+    lowest_keys,
+    tiling_of,
+)
 from pallas_kernels.forgetting_attention.triton.requirements import TILE
 from pallas_kernels.triton import launch
 from tests.kernels import triton_cases_attention, triton_cases_slots, triton_process
@@ -69,8 +76,33 @@ def test_first_visible_key_of_each_query():
 
 
 def test_tiles_of_programs_divide_the_tiles_of_bounds():
-    for tiling in (*TILINGS.values(), *WIDE_TILINGS.values()):
+    for tiling in (
+        *TILINGS.values(),
+        *TILINGS_8_0.values(),
+        *FEW_REGISTERS_8_0.values(),
+        *WIDE_TILINGS.values(),
+    ):
         assert TILE % tiling.queries == 0 and TILE % tiling.keys == 0
+
+
+def test_tilings_of_code_for_8_0():
+    """Heads of 128 have few registers if query and key heads are equally many, a power of two."""
+
+    def tilings(heads, key_heads, dim=128, dtype=jnp.bfloat16):
+        q, k = (jnp.zeros((1, 128, h, dim), dtype) for h in (heads, key_heads))
+        return [tiling_of("attend", q, k, limited=limited) for limited in (False, True)]
+
+    usual = [TILINGS["attend", 128], TILINGS["attend_limited", 128]]
+    few = [FEW_REGISTERS_8_0["attend", 128], FEW_REGISTERS_8_0["attend_limited", 128]]
+    for capability in ("8.9", "9.0"):
+        with launch.code_for(capability):
+            assert tilings(4, 4) == usual
+            assert tilings(4, 4, 64) == [TILINGS["attend", 64]] * 2
+    with launch.code_for("8.0"):
+        assert tilings(4, 4) == tilings(1, 1) == few
+        assert tilings(4, 2) == tilings(12, 12) == usual
+        assert tilings(4, 2, 64) == [TILINGS_8_0["attend", 64], TILINGS_8_0["attend_limited", 64]]
+        assert tilings(4, 4, dtype=jnp.float32) == [WIDE_TILINGS["attend", 128]] * 2
 
 
 @requires_triton
@@ -142,7 +174,12 @@ def test_checks_of_the_benchmark_accept_xla(name):
 
 def test_tilings_of_the_command_line(monkeypatch):
     monkeypatch.setattr(passes, "TILINGS", dict(TILINGS))
-    assert triton_attention.set_tiling("", "attend/64", [64, 64, 4, 2]) is None
-    assert passes.TILINGS["attend", 64] == passes.Tiling(64, 64, 4, 2)
+    monkeypatch.setattr(passes, "TILINGS_8_0", dict(TILINGS_8_0))
+    monkeypatch.setattr(passes, "FEW_REGISTERS_8_0", dict(FEW_REGISTERS_8_0))
+    assert triton_attention.set_tiling("", "attend/64", [64, 64, 4, 2, 168]) is None
+    assert passes.TILINGS["attend", 64] == passes.Tiling(64, 64, 4, 2, 168)
+    with launch.code_for("8.0"):
+        q = jnp.zeros((1, 128, 1, 64), jnp.bfloat16)
+        assert passes.tiling_of("attend", q, q, limited=False) == passes.Tiling(64, 64, 4, 2, 168)
     assert "accepted are attend/64, " in triton_attention.set_tiling("", "attend/64", [96, 64, 4, 2])  # fmt: skip
     assert "accepted are" in triton_attention.set_tiling("", "attend/32", [64, 64, 4, 2])

@@ -8,6 +8,7 @@ outputs before a token that change when the token and later ones change. `tests/
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import json
@@ -54,6 +55,7 @@ COMPILED = {
     "attention, 64": functools.partial(trace, "", 64),
     "attention documents, 64": functools.partial(trace, "segment_ids", 64),
     "attention gates documents, 64": functools.partial(trace, "log_forget segment_ids", 64),
+    "attention gates, 64": functools.partial(trace, "log_forget", 64),
     "attention gates, 128": functools.partial(trace, "log_forget", 128),
     "attention gates documents, 128": functools.partial(trace, "log_forget segment_ids", 128, (4, 2)),
     "attention gates window, 128": functools.partial(trace, "log_forget window", 128),
@@ -65,6 +67,21 @@ COMPILED = {
     "attention gates documents, float32 256": functools.partial(trace, "log_forget segment_ids", 256, dtype="float32"),
 }  # fmt: skip
 """Calls of `attention` whose kernels `triton_compiled` compiles, by name."""
+
+
+def trace_for(capability: str, *arguments, **options) -> None:
+    """Trace a call as `trace` does, with the tilings of code for a compute capability."""
+    from pallas_kernels.triton import launch
+
+    with launch.code_for(capability):
+        trace(*arguments, **options)
+
+
+COMPILED |= {
+    f"{name}, tilings of 8.0": functools.partial(trace_for, "8.0", *case.args, **case.keywords)
+    for name, case in COMPILED.items()
+    if name in ("attention, 64", "attention gates, 64") or name.endswith((", 128", ", float16"))
+}
 
 
 class Case(NamedTuple):
@@ -81,6 +98,7 @@ class Case(NamedTuple):
         stored: the number of tokens of a state that the call continues from, or None.
         parts: whether only the queries of two parts of the row are computed, as on a device that shares it.
         prune: whether tiles of keys with negligible weights are skipped. The expected values then skip the same tiles.
+        capability: the compute capability whose tilings the kernels have; None are those of no card.
     """
 
     heads: tuple[int, int] = (1, 1)
@@ -93,10 +111,12 @@ class Case(NamedTuple):
     stored: int | None = None
     prune: bool = False
     parts: bool = False
+    capability: str | None = None
 
 
 CASES = {
     "gates": Case((2, 1)),
+    "gates in blocks": Case(length=2200),
     "no gates": Case((2, 2), gates=None, length=130),
     "documents": Case((2, 1), length=300, documents=True),
     "documents, no gates": Case(length=150, gates=None, documents=True),
@@ -120,6 +140,11 @@ CASES = {
     "bfloat16, window": Case(length=200, dtype="bfloat16", window=60),
     "float16": Case((2, 1), length=200, dtype="float16", documents=True),
     "float16, state": Case(length=70, stored=64, dtype="float16"),
+    "tilings of 8.0, 64": Case(length=300, dtype="bfloat16", capability="8.0"),
+    "tilings of 8.0, 128": Case((2, 2), 128, 300, dtype="bfloat16", prune=True, capability="8.0"),
+    "tilings of 8.0, documents": Case(
+        (1, 1), 128, 300, dtype="float16", documents=True, capability="8.0"
+    ),
 }
 """Cases by name."""
 
@@ -303,6 +328,7 @@ def compare(case: Case) -> dict[str, float]:
 def main() -> None:
     """Compare the cases that the command line names, or all."""
     from pallas_kernels.forgetting_attention.triton import requirements
+    from pallas_kernels.triton import launch
     from pallas_kernels.triton.host import compute_bfloat16_exactly
 
     # Without jit: a compiled program waits for its callbacks in the threads that they need.
@@ -311,7 +337,9 @@ def main() -> None:
     compute_bfloat16_exactly()
     requirements.REQUIREMENTS = ()  # float32 too, whose products are exact here
     for name in sys.argv[1:] or CASES:
-        print(json.dumps(dict(case=name, **compare(CASES[name]))), flush=True)
+        case = CASES[name]
+        with launch.code_for(case.capability) if case.capability else contextlib.nullcontext():
+            print(json.dumps(dict(case=name, **compare(case))), flush=True)
 
 
 if __name__ == "__main__":

@@ -157,7 +157,8 @@ class Configuration(NamedTuple):
             options = [
                 n.lower() if x is True else f"{n}={x}" for n, x in given.items() if x is not False
             ]
-            return " ".join([self.name, dtype, *options, f"warps={self.warps}"])
+            limit = [f"registers={self.limit}"] if self.limit else []
+            return " ".join([self.name, dtype, *options, f"warps={self.warps}", *limit])
         low = "fp16" if "*fp16" in self.types else "tf32"  # of both the products are in tf32
         words = [self.name, "bf16" if str(given.get("LOW", "bf16")).endswith("bf16") else low]
         words += [f"{n}={given[n]}" for n in ("K", "V", "BK", "BV") if n in given]

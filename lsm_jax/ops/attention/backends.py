@@ -14,6 +14,7 @@ from lsm_jax.ops.attention.state import AttentionState
 from lsm_jax.ops.attention.token_positions import newest_sum, stored_in_order
 from lsm_jax.ops.attention.xla import no_ids, run_xla
 from lsm_jax.ops.backends.registry import PALLAS, TRITON, Backend, Call, register
+from lsm_jax.ops.core.segments import Tokens, select
 from pallas_kernels.requirements import Requirement
 
 NO_STATE = Requirement("no initial_state", lambda call: call.options.no_state)
@@ -52,6 +53,18 @@ def _declined(call: Call) -> str | None:
     return None
 
 
+def _sums(name: str, log_forget, tokens: Tokens, state: AttentionState | None) -> GateSum:
+    """Return the sums of the log forget gates [B, T, N] from the state on, or from 0 without one, for the kernel called `name`."""
+    if state is not None:
+        return sum_gates(log_forget, tokens, newest_sum(state))
+    if name == "triton":
+        from pallas_kernels.forgetting_attention import triton
+
+        return GateSum(*triton.sum_gates(select(tokens.written, log_forget.astype(jnp.float32))))
+    zero = jnp.zeros((log_forget.shape[0], log_forget.shape[2]), jnp.float32)
+    return sum_gates(log_forget, tokens, GateSum(zero, zero))
+
+
 def run_kernel(name: str, call: Call) -> jax.Array:
     """Compute softmax attention's output [B, T, H, V] by the fused kernel of the backend called `name`; it is 0 for a
     token that attends to no token, and NaN beyond the state's capacity.
@@ -66,9 +79,7 @@ def run_kernel(name: str, call: Call) -> jax.Array:
     if log_forget is not None:
         # Summed over documents too, which the kernel separates by `run`: it requires sums that never
         # increase.
-        zero = jnp.zeros((log_forget.shape[0], log_forget.shape[2]), jnp.float32)
-        initial = GateSum(zero, zero) if state is None else newest_sum(state)
-        sums = sum_gates(log_forget, tokens._replace(run=None), initial)
+        sums = _sums(name, log_forget, tokens._replace(run=None), state)
     if state is not None:
         k, v, sums, run, written = _after_stored_tokens(state, k, v, sums, run, written)
         earlier = state.keys.shape[1]

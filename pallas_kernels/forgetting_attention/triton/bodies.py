@@ -5,14 +5,16 @@ This module imports only Triton, so that its kernels can also run in Triton's in
 Scores are base-2 logarithms of weights: those of query i and key j <= i are `log2(e) (scale q_i . k_j + F_i - F_j)`, with F the sum
 of the log forget gates, stored as high + low. F_i - F_j is computed from these parts where a tile has keys after some of its queries.
 For a tile of earlier keys, whose last key is n, it is (F_i - F_n) + (F_n - F_j), of which neither term is positive: the second is
-added to the scores, one number per key, and the first, one number per query, to their maximum and sum.
+added to the scores, one number per key, and the first, one number per query, to their maximum and sum. `attend` adds the first tile
+by tile, from each tile's last key to the next tile's.
 
 Common to all kernels:
 
 - q, out, d_out and dq are [B, QUERIES, HEADS, D]; k and v are [B, KEYS, KEY_HEADS, D], and dk and dv [B, KEYS, HEADS, D].
 - `q_high`, `q_low` [B, HEADS, QUERIES] and `high`, `low` [B, HEADS, KEYS] are F at the queries and keys. `k_high`, `k_low` are F at
   the keys too, but very large where a token is not a key. `after` [B, HEADS, KEYS] is log2(e) (F_n - F_j) of key j, with n the last key
-  of its tile of BN keys. With `GATED` False none is read.
+  of its tile of BN keys, and `step` [B, HEADS, KEYS / BN] is log2(e) (F_n - F_m) of each tile, with m the last key before it (of the
+  first tile it has no effect). With `GATED` False none is read.
 - `lowest` [B, QUERIES] is the position of the first key that documents and the window let a query see; it does not decrease. With
   `LIMITED` False it is not read: then a query sees all earlier keys.
 - `pruned` [B, HEADS, QUERIES] is the number of tiles of `TILE` keys that the gates hide from a query; not read if `PRUNED` is False.
@@ -54,6 +56,14 @@ def _hide(
 
 
 @triton.jit
+def _gates_between(query_high, query_low, key_high, key_low):
+    """Return log2(e) (F_i - F_j) of every query i and key j, [queries, keys]."""
+    return (
+        (query_high[:, None] - key_high[None, :]) + (query_low[:, None] - key_low[None, :])
+    ) * LOG2E
+
+
+@triton.jit
 def _query_scores(
     n, tile_q, tile_k, queries, lowest, hidden, query_high, query_low, k_high, k_low, high, low, after,
     factor, TILE: tl.constexpr, BN: tl.constexpr, GATED: tl.constexpr, PRUNED: tl.constexpr,
@@ -70,10 +80,9 @@ def _query_scores(
     shift = query_high * 0.0
     if GATED:
         if DIAGONAL:
-            key_high, key_low = tl.load(k_high + keys), tl.load(k_low + keys)
-            s += (
-                (query_high[:, None] - key_high[None, :]) + (query_low[:, None] - key_low[None, :])
-            ) * LOG2E
+            s += _gates_between(
+                query_high, query_low, tl.load(k_high + keys), tl.load(k_low + keys)
+            )
         else:
             last_high = tl.load(high + n * BN + BN - 1)
             last_low = tl.load(low + n * BN + BN - 1)
@@ -87,24 +96,40 @@ def _query_scores(
 @triton.jit
 def _attend(
     start, end, out, top, total, tile_q, queries, lowest, hidden, query_high, query_low,
-    k, v, k_high, k_low, high, low, after, factor,
+    k, v, k_high, k_low, after, step, factor,
     KEY_HEADS: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, BN: tl.constexpr,
     GATED: tl.constexpr, PRUNED: tl.constexpr, DIAGONAL: tl.constexpr, LIMITED: tl.constexpr,
 ):  # fmt: skip
     """Add the tiles of keys from `start` to before `end` to the sums of a program's queries; return them: the sum of the values times
     their weights, the largest score, and the sum of the weights relative to it.
+
+    With `DIAGONAL` scores are those up to the queries, and otherwise up to the last key of the last tile that was added: what the gates
+    leave from there to a query is the same for all earlier keys.
     """
     offsets = tl.arange(0, BN)[:, None] * (KEY_HEADS * D) + tl.arange(0, D)[None, :]
     for n in range(start, end):
         first = tl.cast(n, tl.int64) * (BN * KEY_HEADS * D)
         tile_k = tl.load(k + first + offsets)
-        s, shift = _query_scores(
-            n, tile_q, tile_k, queries, lowest, hidden, query_high, query_low, k_high, k_low, high, low, after, factor,
-            TILE, BN, GATED, PRUNED, DIAGONAL, LIMITED,
-        )  # fmt: skip
-        new_top = tl.maximum(top, tl.max(s, 1) + shift)
+        keys = n * BN + tl.arange(0, BN)
+        s = tl.dot(tile_q, tl.trans(tile_k), input_precision="tf32") * factor
+        if GATED:
+            if DIAGONAL:
+                s += _gates_between(
+                    query_high, query_low, tl.load(k_high + keys), tl.load(k_low + keys)
+                )
+            else:
+                s += tl.load(after + keys)[None, :]
+                top += tl.load(step + n)
+        s = _hide(s, queries, keys, lowest, False, DIAGONAL, LIMITED)
+        largest = tl.max(s, 1)
+        if PRUNED and not DIAGONAL:
+            largest = tl.where(hidden > n * BN // TILE, NEVER, largest)
+        new_top = tl.maximum(top, largest)
         change = tl.exp2(top - new_top)
-        weights = tl.exp2(s - (new_top - shift)[:, None])
+        subtracted = new_top
+        if PRUNED and not DIAGONAL:
+            subtracted = tl.where(hidden > n * BN // TILE, -NEVER, new_top)
+        weights = tl.exp2(s - subtracted[:, None])
         total = total * change + tl.sum(weights, 1)
         tile_v = tl.load(v + first + offsets)
         out = tl.dot(
@@ -141,7 +166,7 @@ def _gates_of_queries(
 
 @triton.jit
 def attend(
-    q, k, v, q_high, q_low, k_high, k_low, high, low, after, lowest, pruned, places, begin, factor,
+    q, k, v, q_high, q_low, k_high, k_low, high, low, after, step, lowest, pruned, places, begin, factor,
     out, sums,
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     D: tl.constexpr, TILE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, GATED: tl.constexpr,
@@ -149,7 +174,8 @@ def attend(
 ):  # fmt: skip
     """Store the output of attention `out`, 0 where a query sees no key, and `sums`. A program computes BM queries of one head.
 
-    `begin` [B, HEADS, QUERIES / TILE] is the first tile of TILE keys that a tile of queries sees; `factor` is log2(e) scale.
+    `begin` [B, HEADS, QUERIES / TILE] is the first tile of TILE keys that a tile of queries sees, not read without `PRUNED` and
+    `LIMITED`, since then it is 0; `factor` is log2(e) scale.
     """
     count: tl.constexpr = QUERIES // BM
     block = count - 1 - tl.program_id(0) % count  # the longest loops first
@@ -164,7 +190,12 @@ def attend(
     q += first_row
     out += first_row
     offsets = tl.arange(0, BM)[:, None] * (HEADS * D) + tl.arange(0, D)[None, :]
-    of_row = row.to(tl.int64) * QUERIES + rows
+    of_row = tl.arange(0, BM)
+    first_of_row = row.to(tl.int64) * QUERIES + block * BM
+    q_high += first_of_row
+    q_low += first_of_row
+    pruned += first_of_row
+    sums += first_of_row
     of_keys = row.to(tl.int64) * KEYS
     queries = rows
     if PLACES:
@@ -173,36 +204,41 @@ def attend(
     hidden = tl.zeros([BM], tl.int32)
     if PRUNED:
         hidden = tl.load(pruned + of_row)
-    base_high, base_low = _gates_of_first(q_high, q_low, row * QUERIES + block * BM, GATED)
     tile_q = tl.load(q + offsets)
     total_out = tl.zeros([BM, D], tl.float32)
     top = tl.full([BM], NEVER, tl.float32)
     total = tl.zeros([BM], tl.float32)
     position = tl.min(queries, 0)
-    start = tl.load(begin + row * (QUERIES // TILE) + tile) * (TILE // BN)
+    start = 0
+    if PRUNED or LIMITED:
+        start = 0
+    if PRUNED or LIMITED:
+        start = tl.load(begin + row * (QUERIES // TILE) + tile) * (TILE // BN)
     diagonal, end = position // BN, (position + BM + BN - 1) // BN
     if LIMITED:
         first_keys = tl.load(lowest + b * QUERIES + rows)
         start = tl.maximum(start, tl.min(first_keys, 0) // BN)
         free = tl.minimum((tl.max(first_keys, 0) + BN - 1) // BN, diagonal)
         total_out, top, total = _attend(
-            start, free, total_out, top, total, tile_q, queries, first_keys, hidden, base_high, base_low,
-            k, v, k_high + of_keys, k_low + of_keys, high + of_keys, low + of_keys, after + of_keys, factor,
+            start, free, total_out, top, total, tile_q, queries, first_keys, hidden, top, top,
+            k, v, k_high + of_keys, k_low + of_keys, after + of_keys, step + of_keys // BN, factor,
             KEY_HEADS, D, TILE, BN, GATED, PRUNED, False, True,
         )  # fmt: skip
         start = tl.maximum(start, free)
     total_out, top, total = _attend(
-        start, diagonal, total_out, top, total, tile_q, queries, first_keys, hidden, base_high, base_low,
-        k, v, k_high + of_keys, k_low + of_keys, high + of_keys, low + of_keys, after + of_keys, factor,
+        start, diagonal, total_out, top, total, tile_q, queries, first_keys, hidden, top, top,
+        k, v, k_high + of_keys, k_low + of_keys, after + of_keys, step + of_keys // BN, factor,
         KEY_HEADS, D, TILE, BN, GATED, PRUNED, False, False,
     )  # fmt: skip
+    # Before the first key there is no tile, and `top` is `NEVER` with any number added.
+    base_high, base_low = _gates_of_first(high, low, of_keys + tl.maximum(position - 1, 0), GATED)
     query_high, query_low, inside = _gates_of_queries(
         q_high, q_low, of_row, base_high, base_low, BM, GATED
     )
     top += inside
     total_out, top, total = _attend(
         diagonal, end, total_out, top, total, tile_q, queries, first_keys, hidden, query_high, query_low,
-        k, v, k_high + of_keys, k_low + of_keys, high + of_keys, low + of_keys, after + of_keys, factor,
+        k, v, k_high + of_keys, k_low + of_keys, after + of_keys, step + of_keys // BN, factor,
         KEY_HEADS, D, TILE, BN, GATED, PRUNED, True, LIMITED,
     )  # fmt: skip
     sees_none = top < 0.5 * NEVER
@@ -257,8 +293,11 @@ def query_gradients(
     rows, tile = block * BM + tl.arange(0, BM), block * BM // TILE
     k += (b * KEYS * KEY_HEADS + key_head) * D
     v += (b * KEYS * KEY_HEADS + key_head) * D
-    offsets = rows.to(tl.int64)[:, None] * (HEADS * D) + tl.arange(0, D)[None, :]
-    offsets += (b * QUERIES * HEADS + h) * D
+    first_row = (b * QUERIES + block * BM) * (HEADS * D) + h * D
+    q += first_row
+    d_out += first_row
+    dq += first_row
+    offsets = tl.arange(0, BM)[:, None] * (HEADS * D) + tl.arange(0, D)[None, :]
     of_row = row.to(tl.int64) * QUERIES + rows
     of_keys = row.to(tl.int64) * KEYS
     queries = rows
@@ -278,7 +317,9 @@ def query_gradients(
     total = tl.zeros([BM, D], tl.float32)
     row_error = tl.zeros([BM], tl.float32)
     position = tl.min(queries, 0)
-    start = tl.load(begin + row * (QUERIES // TILE) + tile) * (TILE // BN)
+    start = 0
+    if PRUNED or LIMITED:
+        start = tl.load(begin + row * (QUERIES // TILE) + tile) * (TILE // BN)
     diagonal, end = position // BN, (position + BM + BN - 1) // BN
     if LIMITED:
         first_keys = tl.load(lowest + b * QUERIES + rows)
@@ -368,7 +409,8 @@ def key_gradients(
 
     With the gradients dS of the scores, as in `query_gradients`, `dk_j = scale Σ_i dS_ij q_i`, `dv_j = Σ_i P_ij dO_i` and `dF_j =
     -Σ_i dS_ij`. A program computes BN keys of one head. `begin` and `last` [B, HEADS, KEYS / TILE] are the first and the last tile of
-    TILE queries that a tile of keys is seen by; without `PLACES` the first is not read. `free` [B, KEYS / BN] is the number of tiles
+    TILE queries that a tile of keys is seen by; without `PLACES` the first is not read, and without `PRUNED` and `LIMITED` the last is
+    the last tile of all, and not read. `free` [B, KEYS / BN] is the number of tiles
     of BM queries whose `lowest` is not after the first of the BN keys; not read if `LIMITED` is False.
     """
     count: tl.constexpr = KEYS // BN
@@ -379,8 +421,10 @@ def key_gradients(
     q += (b * QUERIES * HEADS + h) * D
     d_out += (b * QUERIES * HEADS + h) * D
     channels = tl.arange(0, D)[None, :]
-    offsets = keys.to(tl.int64)[:, None] * (KEY_HEADS * D) + channels
-    offsets += (b * KEYS * KEY_HEADS + key_head) * D
+    offsets = tl.arange(0, BN)[:, None] * (KEY_HEADS * D) + channels
+    first_key = (b * KEYS + block * BN) * (KEY_HEADS * D) + key_head * D
+    k += first_key
+    v += first_key
     of_queries, of_keys = row.to(tl.int64) * QUERIES, row.to(tl.int64) * KEYS
     sums += of_queries
     delta += of_queries
@@ -403,7 +447,9 @@ def key_gradients(
     else:
         start = block * BN // BM
         below = (block * BN + BN + BM - 1) // BM
-    end = (tl.load(last + row * (KEYS // TILE) + tile) + 1) * (TILE // BM)
+    end = QUERIES // BM
+    if PRUNED or LIMITED:
+        end = (tl.load(last + row * (KEYS // TILE) + tile) + 1) * (TILE // BM)
     total_k = tl.zeros([BN, D], tl.float32)
     total_v = tl.zeros([BN, D], tl.float32)
     total = tl.zeros([BN], tl.float32)
@@ -427,7 +473,10 @@ def key_gradients(
             q, d_out, sums, delta, q_high, q_low, lowest, pruned, places, factor,
             HEADS, D, TILE, BM, BN, GATED, PRUNED, PLACES, False, True,
         )  # fmt: skip
-    target = keys.to(tl.int64)[:, None] * (HEADS * D) + channels + (b * KEYS * HEADS + h) * D
+    target = tl.arange(0, BN)[:, None] * (HEADS * D) + channels
+    first_target = (b * KEYS + block * BN) * (HEADS * D) + h * D
+    dk += first_target
+    dv += first_target
     tl.store(dk + target, (total_k * scale).to(dk.dtype.element_ty))
     tl.store(dv + target, total_v.to(dv.dtype.element_ty))
     if GATED:

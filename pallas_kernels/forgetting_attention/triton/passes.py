@@ -24,12 +24,14 @@ class Tiling(NamedTuple):
         keys: number of keys of a tile.
         warps: number of warps of a program.
         stages: number of iterations of the kernel's loop whose loads are in flight.
+        registers: largest number of registers of a thread, or 0 for the compiler's choice.
     """
 
     queries: int
     keys: int
     warps: int
     stages: int
+    registers: int = 0
 
 
 TILINGS = {
@@ -46,6 +48,18 @@ TILINGS = {
 }
 """The tiling of each kernel for bfloat16 and float16, by the kernel's name and the channels of a head; none spills more than 64 bytes
 on 8.x. With documents or a window, "attend_limited" replaces "attend" where it has a tiling."""
+TILINGS_8_0 = {
+    ("attend", 64): Tiling(128, 64, 4, 3),
+    ("attend_limited", 64): Tiling(128, 32, 4, 3),
+}
+"""Tilings of `TILINGS` that differ in code for 8.0."""
+FEW_REGISTERS_8_0 = {
+    ("attend", 128): Tiling(128, 32, 8, 3, 128),
+    ("attend_limited", 128): Tiling(128, 32, 8, 3, 128),
+}
+"""Those that differ besides in code for 8.0 with as many key heads as query heads, a power of two: then the strides of the tokens of queries
+and of keys are one number, and a shift, and 128 registers suffice (others would spill 100 to 150 bytes). Two programs of 8 warps share a
+processor, which has 164 KiB of shared memory on these cards: one waits for its loads and exponentials while the other multiplies."""
 WIDE_TILINGS = {
     ("attend", 64): Tiling(64, 32, 4, 1),
     ("attend", 128): Tiling(64, 32, 8, 1),
@@ -60,9 +74,16 @@ WIDE_TILINGS = {
 """The tilings for float32, whose products are in tf32."""
 
 
-def tiling_of(kernel: str, q, *, limited: bool) -> Tiling:
-    """Return the tiling of a kernel for queries q [B, Q, H, D]; `limited` says whether documents or a window limit what they see."""
-    table = WIDE_TILINGS if q.dtype == _F32 else TILINGS
+def tiling_of(kernel: str, q, k, *, limited: bool) -> Tiling:
+    """Return the tiling of a kernel for queries q [B, Q, H, D] and keys k [B, T, G, D], and for the capability for which `launch`
+    compiles; `limited` says whether documents or a window limit what the queries see.
+    """
+    table: Any = WIDE_TILINGS if q.dtype == _F32 else TILINGS
+    heads, key_heads = q.shape[2], k.shape[2]
+    if q.dtype != _F32 and launch.capability() == 80:
+        table = TILINGS | TILINGS_8_0
+        if heads == key_heads and heads & (heads - 1) == 0:
+            table |= FEW_REGISTERS_8_0
     depth = q.shape[-1]
     return table.get(
         (f"{kernel}_limited", depth) if limited else (kernel, depth), table[kernel, depth]
@@ -89,7 +110,7 @@ class _Launch:
     def __init__(self, q, k, rows: Rows, bounds: Bounds, scale: float, window: int | None):
         batch, self.queries, self.heads, self.depth = q.shape
         self.keys, self.key_heads = k.shape[1:3]
-        self.batch, self.scale, self.bounds, self.q = batch, float(scale), bounds, q
+        self.batch, self.scale, self.bounds, self.q, self.k = batch, float(scale), bounds, q, k
         self.lowest = lowest_keys(rows, batch, self.queries, self.keys, window)
         self.gates: tuple[Any, ...] = (None,) * 6
         if rows.gates is not None:
@@ -97,28 +118,40 @@ class _Launch:
             at_keys = key_arrays(rows)
             self.gates = (*at_queries, at_keys["high"], at_keys["low"], *rows.gates)
         self.places = None if bounds.diagonal is None else bounds.diagonal[0, 0] * TILE
+        everything = self.lowest is None and bounds.first_of_query is None
+        self.first, self.last = (None, None) if everything else (bounds.first, bounds.last)
+
+    def tiling(self, kernel: str) -> Tiling:
+        """Return a kernel's tiling."""
+        return tiling_of(kernel, self.q, self.k, limited=self.lowest is not None)
 
     def rows(self, kernel: str) -> tuple[Any, ...]:
-        """Return what a kernel reads of each token: the gates, except in `key_gradients` their sums from each key to the end of its tile, the
-        first keys, the pruned tiles, and the places of the queries.
+        """Return what a kernel reads of each token: the gates, except in `key_gradients` their sums from each key to the end of its tile
+        and in `attend` those of each tile, the first keys, the pruned tiles, and the places of the queries.
         """
-        gates = self.gates if kernel == "key_gradients" else (*self.gates, self._after(kernel))
+        gates = self.gates
+        if kernel != "key_gradients":
+            gates = (*gates, *self._in_tiles(kernel)[: 2 if kernel == "attend" else 1])
         return (*gates, self.lowest, self.bounds.first_of_query, self.places)
 
-    def _after(self, kernel: str) -> jax.Array | None:
-        """Return log2(e) (F_n - F_j) of every key j, with n the last key of its tile [B, H, T]; None without gates."""
+    def _in_tiles(self, kernel: str) -> tuple[jax.Array | None, jax.Array | None]:
+        """Return log2(e) (F_n - F_j) of every key j, with n the last key of its tile [B, H, T], and log2(e) (F_n - F_m) of every tile,
+        with m the last key of the tile before it, or the first tile's own [B, H, tiles]; None and None without gates.
+        """
         if self.gates[0] is None:
-            return None
-        size = tiling_of(kernel, self.q, limited=self.lowest is not None).keys
+            return None, None
+        size = self.tiling(kernel).keys
         k_high, k_low, high, low = (
             x.reshape(*x.shape[:2], self.keys // size, size) for x in self.gates[2:]
         )
         after = (high[..., -1:] - k_high) + (low[..., -1:] - k_low)
-        return (after * math.log2(math.e)).reshape(self.gates[2].shape)
+        step_high, step_low = (jnp.diff(x[..., -1], prepend=x[..., :1, -1]) for x in (high, low))
+        factor = math.log2(math.e)
+        return (after * factor).reshape(self.gates[2].shape), (step_high + step_low) * factor
 
     def run(self, kernel, inputs, outputs, tokens: int) -> dict[str, jax.Array]:
         """Run a kernel whose programs compute the `tokens` queries or keys of each row and head; return its outputs by name."""
-        tiling = tiling_of(kernel.fn.__name__, self.q, limited=self.lowest is not None)
+        tiling = self.tiling(kernel.fn.__name__)
         size = tiling.keys if kernel.fn.__name__ == "key_gradients" else tiling.queries
         return launch.call(
             kernel,
@@ -127,6 +160,7 @@ class _Launch:
             programs=self.batch * self.heads * (tokens // size),
             warps=tiling.warps,
             stages=tiling.stages,
+            registers=tiling.registers,
             HEADS=self.heads,
             KEY_HEADS=self.key_heads,
             QUERIES=self.queries,
@@ -177,7 +211,7 @@ def forward(
     call = _Launch(q, k, rows, bounds, scale, window)
     results = call.run(
         bodies.attend,
-        (q, k, v, *call.rows("attend"), bounds.first, call.factor),
+        (q, k, v, *call.rows("attend"), call.first, call.factor),
         dict(
             out=_struct(q.shape, q.dtype),
             sums=_struct((call.batch, call.heads, call.queries), _F32),
@@ -207,7 +241,7 @@ def backward(
     inputs = (q, k, v, d_out, sums)
     of_queries = call.run(
         bodies.query_gradients,
-        (*inputs, delta, *call.rows("query_gradients"), bounds.first, call.factor, call.scale),
+        (*inputs, delta, *call.rows("query_gradients"), call.first, call.factor, call.scale),
         dict(dq=_struct(q.shape, q.dtype), error=_struct(delta.shape, _F32)),
         call.queries,
     )
@@ -216,7 +250,7 @@ def backward(
     delta = delta + of_queries["error"]
     free = None
     if call.lowest is not None:
-        tiling = tiling_of("key_gradients", q, limited=True)
+        tiling = call.tiling("key_gradients")
         latest = call.lowest[:, None, tiling.queries - 1 :: tiling.queries]
         first_keys = jnp.arange(0, call.keys, tiling.keys, dtype=jnp.int32)[:, None]
         free = jnp.sum(latest <= first_keys, axis=-1, dtype=jnp.int32)
@@ -229,7 +263,7 @@ def backward(
             delta,
             *call.rows("key_gradients"),
             bounds.begin,
-            bounds.last,
+            call.last,
             free,
             call.factor,
             call.scale,
