@@ -119,7 +119,9 @@ def _solve_chunk(refs: dict[str, Any], buffers: _SolveSmem, interpret) -> None:
     i = plgpu.broadcasted_iota(jnp.int32, SQUARE, 0, layout=wg.LAYOUT)
     j = plgpu.broadcasted_iota(jnp.int32, SQUARE, 1, layout=wg.LAYOUT)
     strict = -wg.load_global(refs["upper"])
-    inverse = unit_inverse(strict, i ^ j, buffers.right, buffers.left, interpret, upper=True)
+    inverse = unit_inverse(
+        strict, i ^ j, buffers.right, buffers.left, interpret, upper=True, method="blocks"
+    )
     buffers.inverse.transpose((1, 0))[...] = inverse.astype(_BF16)
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(buffers.inverse, refs["inverse"])
