@@ -9,8 +9,8 @@ flash-linear-attention under PyTorch ("fla", see `benchmarks.peers.fla`). Times 
 calls. The gradient of the decay is computed, since it comes from a projection in the peers too. All programs
 are compiled before any is timed. `--roles` also times linear attention with a scalar decay or none by the scan whose warpgroups carry
 columns, as "columns", by the scan by roles (`pallas_kernels.linear_attention.hopper.scalar_roles`), as "roles", by that with the sums of
-its decays by a kernel, as "sums", and with few launches (`scalar_decay.FEW_LAUNCHES`), as "short" where rows are short, as "two" with two
-warpgroups that weigh there, and as "few" also elsewhere; `--roles sums,short` is some of them. With `--errors` it says whether their results have the bits of "columns".
+its decays by a kernel, as "sums", and with few launches (`scalar_decay.FEW_LAUNCHES`), as "short" where rows are short and as "few" also
+elsewhere; `--roles sums,short` is some of them. With `--errors` it says whether their results have the bits of "columns".
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from benchmarks.timing import alone, batch_milliseconds
 from lsm_jax import ops
 from pallas_kernels.hopper import parts as hopper_parts
 from pallas_kernels.linear_attention.cases import GRADIENT_TOLERANCE, OUTPUT_TOLERANCE
-from pallas_kernels.linear_attention.hopper import scalar_decay, scalar_roles_plan, scalar_scan
+from pallas_kernels.linear_attention.hopper import scalar_decay, scalar_scan
 from pallas_kernels.memory_cases import TIMED
 
 BENCHMARK = Benchmark(
@@ -49,22 +49,15 @@ BENCHMARK = Benchmark(
     requires_gpu=True,
 )
 
-# Whether the scan of linear attention with a scalar decay is by roles, whether the sums of its decays are by a kernel, where launches are few,
-# and whether two warpgroups weigh there, for the kinds of --roles.
+# Whether the scan of linear attention with a scalar decay is by roles, whether the sums of its decays are by a kernel, and where launches are
+# few, for the kinds of --roles.
 SCANS = {
-    "columns": (False, False, "never", False),
-    "roles": (True, False, "never", False),
-    "sums": (True, True, "never", False),
-    "short": (True, True, "short", False),
-    "two": (True, True, "short", True),
-    "few": (True, True, "always", False),
+    "columns": (False, False, "never"),
+    "roles": (True, False, "never"),
+    "sums": (True, True, "never"),
+    "short": (True, True, "short"),
+    "few": (True, True, "always"),
 }
-SWITCHES = (
-    (scalar_scan, "ROLES"),
-    (scalar_decay, "SUMS_BY_PRODUCTS"),
-    (scalar_decay, "FEW_LAUNCHES"),
-    (scalar_roles_plan, "TWO_WEIGH"),
-)
 KINDS = {"kernel": "mosaic_gpu", **dict.fromkeys(SCANS, "mosaic_gpu"), "xla": "xla"}
 OPS = (
     "no decay",
@@ -179,17 +172,17 @@ def scan_of(kind: str):
         yield
         return
 
-    def switch(values: tuple) -> None:
-        for (module, name), value in zip(SWITCHES, values, strict=True):
-            setattr(module, name, value)
+    def switch(roles: bool | None, sums: bool, launches: str) -> None:
+        scalar_scan.ROLES, scalar_decay.SUMS_BY_PRODUCTS = roles, sums
+        scalar_decay.FEW_LAUNCHES = launches
 
-    before = tuple(getattr(*switch) for switch in SWITCHES)
+    before = scalar_scan.ROLES, scalar_decay.SUMS_BY_PRODUCTS, scalar_decay.FEW_LAUNCHES
     try:
         jax.clear_caches()
-        switch(SCANS[kind])
+        switch(*SCANS[kind])
         yield
     finally:
-        switch(before)
+        switch(*before)
         jax.clear_caches()
 
 

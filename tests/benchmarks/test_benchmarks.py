@@ -31,7 +31,7 @@ from pallas_kernels.compat import gpu_interpreter
 from pallas_kernels.delta_rule.hopper import scan as delta_scan
 from pallas_kernels.gated_norm.cases import Case
 from pallas_kernels.hopper import unit_inverse
-from pallas_kernels.linear_attention.hopper import scalar_scan
+from pallas_kernels.linear_attention.hopper import scalar_decay, scalar_scan
 from tests.faults import campaign
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -282,7 +282,7 @@ def test_the_scan_by_roles_is_compared_with_the_other_and_with_float32(monkeypat
     traced = set()
 
     def switches():
-        return tuple(getattr(*switch) for switch in kernels.SWITCHES)
+        return scalar_scan.ROLES, scalar_decay.SUMS_BY_PRODUCTS, scalar_decay.FEW_LAUNCHES
 
     def call(*options):
         def scaled(*inputs):
@@ -300,9 +300,9 @@ def test_the_scan_by_roles_is_compared_with_the_other_and_with_float32(monkeypat
     )
     case = dict(op="scalar decay", shape="2x64x2x64")
     programs = kernels.compile_all([tuple(case.values())], ["float32", *kernels.SCANS])
-    assert switches() == (None, True, "never", False)
+    assert switches() == (None, True, "automatic")
     wanted = {("bfloat16", *x) for x in kernels.SCANS.values()}
-    assert traced == wanted | {("float32", *switches())} and len(wanted) == len(kernels.SCANS)
+    assert traced == wanted | {("float32", *switches())} and len(wanted) == 5
     row = kernels.measure_row(case, ["columns", "roles"], programs, 1.0, None, on_device=True)
     assert row["columns_right"] and not row["roles_right"] and not any(row["roles_same_bits"])
     assert 0 < row["columns_errors"][0] < 5e-3 and row["roles_errors"][0] == pytest.approx(

@@ -148,8 +148,11 @@ def test_computes_the_decay_from_its_gate(strong):
         np.testing.assert_allclose(
             np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=1e-2 if a.dtype == q.dtype else 2e-5, atol=2e-6
         )  # fmt: skip
-    for wrong in (dict(log_decay=log_decay), dict(implementation="triton")):
-        with pytest.raises(ValueError, match="gate is accepted without log_decay"):
+    for wrong, words in (
+        (dict(log_decay=log_decay), "gate is accepted without log_decay"),
+        (dict(implementation="triton"), "gate and columns are accepted with implementation='mosaic_gpu'"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=words):
             call(gate=Gate(down, up, bias, temperature), **wrong)
 
 

@@ -276,23 +276,6 @@ OTHERS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["eight-heads", "one-chunk", "two-blocks-of-values"])
-def test_two_warpgroups_that_weigh_have_the_bits_of_one(name, monkeypatch):
-    monkeypatch.setattr(scalar_decay, "FEW_LAUNCHES", "short")
-    inputs, found = make_case(FEW[name]), []
-    run, groups, kernel = inputs.pop("run"), [], plgpu.kernel
-    monkeypatch.setattr(
-        plgpu, "kernel", lambda body, **o: groups.append(o["num_threads"]) or kernel(body, **o)
-    )
-    for two in (False, True):
-        groups.clear()
-        monkeypatch.setattr(scalar_roles_plan, "TWO_WEIGH", two)
-        found.append(results_and_gradients(lambda x: fused(**x, run=run), inputs))
-        assert not races_found() and groups == [4 + two] * 3
-    jax.tree.map(np.testing.assert_array_equal, *found)
-
-
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_calls_keep_their_launches(name, monkeypatch):
     """Calls whose decays the scan by roles does not add."""
@@ -314,13 +297,17 @@ def test_other_calls_keep_their_launches(name, monkeypatch):
     assert (KERNELS["sums"] in names) == (name != "no-decay")
 
 
-@pytest.mark.parametrize("batch, few", [(16, True), (17, False)])
-def test_short_rows_are_those_with_a_processor_for_each_thread_block(batch, few, monkeypatch):
+@pytest.mark.parametrize("which", ["short", "automatic"])
+@pytest.mark.parametrize("batch, derivative", [(8, True), (9, True), (16, False), (17, False)])
+def test_short_rows_are_those_with_a_processor_for_each_thread_block(batch, derivative, which, monkeypatch):  # fmt: skip
+    """There are 132 processors, and a thread block for each of 8 heads; with a derivative two scans have to fit by default."""
     launches = record_launches(monkeypatch)
-    monkeypatch.setattr(scalar_decay, "FEW_LAUNCHES", "short")
+    monkeypatch.setattr(scalar_decay, "FEW_LAUNCHES", which)
     q = jax.ShapeDtypeStruct((batch, 128, 8, 64), jnp.bfloat16)
     decay = jax.ShapeDtypeStruct(q.shape[:3], jnp.float32)
-    jax.eval_shape(lambda q, decay: fused(q, q, q, decay, initial=None, run=None), q, decay)
+    call = lambda q, decay: fused(q, q, q, decay, initial=None, run=None)[0]  # noqa: E731
+    jax.eval_shape((lambda *x: jax.vjp(call, *x)[0]) if derivative else call, q, decay)
+    few = batch * 8 * (1 + (derivative and which == "automatic")) <= 132
     assert len(launches) == (1 if few else 2)
 
 

@@ -54,9 +54,10 @@ GRADIENTS_OF_PAIRS = True
 skips."""
 SUMS_BY_PRODUCTS = True
 """Whether sums of decays are computed by products of a kernel (`decay_sums`) in place of XLA's masked sums."""
-FEW_LAUNCHES = "never"
+FEW_LAUNCHES = "automatic"
 """Where the scan adds the decays of its chunks itself, which saves two launches, if it can; the gradients of q and v have one launch, if
-processors are left over, and that of the decays another one. "short" is where the card has a processor for each thread block of a scan, "always" also elsewhere."""
+processors are left over, and that of the decays another one. "short" is where the card has a processor for each thread block of a scan, "always" also
+elsewhere, "never" nowhere; "automatic" is where a card has run it and it was faster (`_few_launches`)."""
 REQUIREMENTS = (
     NO_BONUS,
     in_bfloat16("q", "k", "v"),
@@ -86,11 +87,10 @@ def forward(
 ) -> tuple[jax.Array, jax.Array, Residuals]:  # fmt: skip
     """Compute linear attention with a scalar decay or none, and what its backward pass requires.
 
-    Return the output [B, T, max(H, G), V], the final memories, shaped as `initial`, and the residuals, which are computed whether
+    Return the output [B, T, max(H, G), V], the final memories, shaped as `initial`, and the residuals, which are complete whether
     or not `save` is set. The arguments are those of `linear_attention`, with T a multiple of `CHUNK`; an `initial` of None is one empty
     memory per row. `log_write` and `skip` are given both, with a decay, or neither.
     """
-    del save
     batch, length, memories, _ = v.shape
     heads = max(q.shape[2], memories)
     run, chunk_bounds = row_layout.split_runs(run, initial, batch)
@@ -99,9 +99,7 @@ def forward(
     parts = 1 if chunk_bounds is not None else row_layout.count_parts(programs, length)
     decay = Decays(None, None, None, None, None, None, log_decay)
     plain = run is None and chunk_bounds is None and parts == rank == 1 and log_write is None
-    few = FEW_LAUNCHES == "always" or (
-        FEW_LAUNCHES == "short" and batch * heads * (v.shape[3] // BLOCK) <= PROCESSORS
-    )
+    few = _few_launches(batch * heads * (v.shape[3] // BLOCK), save, initial)
     if not (few and plain and adds_decays(q, k, v, log_decay)):
         decay = _chunk_decays(log_decay, run, v.shape, parts, log_write, interpret)
     q, k, v = (row_layout.split_parts(x, parts) for x in (q, k, v))
@@ -119,6 +117,17 @@ def forward(
     output, ends = scan(q, k, v, initial=starts, read_scale=scale, skip=skip)
     final = ends.reshape(-1, parts, heads, *ends.shape[2:])[:, -1, :: heads // memories]
     return output.reshape(batch, length, heads, -1), final, Residuals(decay, starts, ends)
+
+
+def _few_launches(blocks: int, save: bool, initial: jax.Array | None) -> bool:
+    """Return whether scans of so many thread blocks have few launches, as `FEW_LAUNCHES` says. Rows that begin with an empty memory were
+    timed: 128 blocks were faster forward and slower with a derivative, 64 were faster in both (docs/kernels.jsonl).
+    """
+    if FEW_LAUNCHES in ("never", "always"):
+        return FEW_LAUNCHES == "always"
+    if FEW_LAUNCHES == "short":
+        return blocks <= PROCESSORS
+    return initial is None and blocks * (2 if save else 1) <= PROCESSORS
 
 
 def backward(

@@ -32,19 +32,24 @@ from pallas_kernels.linear_attention.hopper.scalar_plan import BLOCK, Call
 from pallas_kernels.linear_attention.hopper.scalar_roles_plan import (
     Scan,
     plan_of,
-    roles_of,
     scaled,
     tiles_of,
-    weighers,
 )
 from pallas_kernels.linear_attention.hopper.scalar_weights import SQUARE, times_rows, token_weights
 
+_REGISTERS = dict(carry=200, read=160, weigh=112, load=40)  # of a thread; 512 in all, as an SM has
+_WITH_SUMS = dict(carry=176, read=160, weigh=112, load=64)  # where the one that loads adds decays
 _F32 = jnp.float32
 
 
 def supports(call: Call) -> bool:
     """Return whether shared memory has room for the tiles with which `roles_scan` computes a call of `scalar_scan`."""
     return plan_of(call) is not None
+
+
+def _roles(call: Call) -> list[str]:
+    """Return the names of the parts of the computation, one for each warpgroup."""
+    return [name for name in _REGISTERS if name != "read" or "x" in call.streams]
 
 
 def roles_scans(*scans: Scan) -> list[dict[str, jax.Array]]:
@@ -75,7 +80,7 @@ def roles_scans(*scans: Scan) -> list[dict[str, jax.Array]]:
         inputs=numbered([x.inputs for x in scans]),
         outputs=numbered([x.outputs for x in scans]),
         grid=(dict(scan=len(scans)) if len(scans) > 1 else {}) | first.grid,
-        num_threads=len(roles_of(first.call)),
+        num_threads=len(_roles(first.call)),
         reduction_scratch_bytes=0,
         name="linear_attention_scalar_roles",
         interpret=first.call.interpret,
@@ -136,19 +141,17 @@ class _Block(NamedTuple):
 
     def run(self) -> None:
         """Do the part of the computation that this warpgroup has."""
-        roles = roles_of(self.call)
-        at_first = 512 // len(roles) // 8 * 8  # registers of a thread when the kernel begins
+        roles = _roles(self.call)
+        at_first = 512 // len(roles)  # registers of a thread when the kernel begins
 
-        def run_role(index: int, name: str, registers: int) -> None:
+        def run_role(name: str) -> None:
+            registers = (_WITH_SUMS if self.call.sums else _REGISTERS)[name]
             action: Any = "increase" if registers > at_first else "decrease"
             plgpu.set_max_registers(registers, action=action)
-            if name == "weigh":
-                self.weigh(number=int(index > roles.index((name, registers))))
-            else:
-                getattr(self, name)()
+            getattr(self, name)()
 
-        for index, role in enumerate(roles):
-            pl.when(lax.axis_index("group") == index)(functools.partial(run_role, index, *role))
+        for index, name in enumerate(roles):
+            pl.when(lax.axis_index("group") == index)(functools.partial(run_role, name))
 
     @property
     def heads(self) -> list[Any]:
@@ -210,13 +213,12 @@ class _Block(NamedTuple):
         """Signal that the tiles of `name` for chunk n have been used."""
         plgpu.barrier_arrive(self.smem[f"{name} used"].at[self.slot(name, n)])
 
-    def wait_used(self, barrier: str, buffer: str, mine: Callable | None = None) -> None:
-        """Wait until the last tiles of a buffer have been used, or those of the chunks of which `mine` is true."""
+    def wait_used(self, barrier: str, buffer: str) -> None:
+        """Wait until the last tiles of a buffer have been used."""
         number, steps = self.smem[buffer].shape[0], self.at.steps
 
         def wait(n, _):
-            wait_used = lambda: plgpu.barrier_wait(self.smem[barrier].at[lax.rem(n, number)])  # noqa: E731
-            wait_used() if mine is None else pl.when(mine(n))(wait_used)
+            plgpu.barrier_wait(self.smem[barrier].at[lax.rem(n, number)])
 
         lax.fori_loop(jnp.maximum(steps - number, 0), steps, wait, None)
 
@@ -277,22 +279,14 @@ class _Block(NamedTuple):
             return source.at[at.b, :, head, at.columns]
         return source.at[at.b, :, head, at.rows] if name in ("x", "y") else source.at[at.b, head]
 
-    def weigh(self, number: int) -> None:
-        """Compute the decayed scores and the decayed values of all chunks or, if two warpgroups weigh, of every other chunk, from that of
-        index `number` on.
-        """
+    def weigh(self) -> None:
+        """Compute the decayed scores and the decayed values of all chunks."""
         call = self.call
         scale = call.read_scale * call.write_scale
         tiles = range(tiles_of(call)[0])
-        mine = None if weighers(call) == 1 else lambda n: lax.rem(n, 2) == number
 
         def step(n, _):
-            # Also of the other warpgroup's chunks, since a barrier is waited for in each of its phases.
             self.wait_loaded(n)
-            weigh_chunk(n) if mine is None else pl.when(mine(n))(lambda: weigh_chunk(n))
-            self.release(n)
-
-        def weigh_chunk(n):
             chunks = [self.chunk(n, i) for i in tiles]
 
             def scores(product):
@@ -319,12 +313,13 @@ class _Block(NamedTuple):
                 for i, x in enumerate(writes):
                     buffers.at[i][...] = x
                 self.hand_on("written", n)
+            self.release(n)
 
         lax.fori_loop(0, self.at.steps, step, None)
         if "x" in call.streams:
-            self.wait_used("weights used", "weights", mine)
+            self.wait_used("weights used", "weights")
         if scaled(call):
-            self.wait_used("written used", "written", mine)
+            self.wait_used("written used", "written")
 
     def chunk_decays(self) -> list[Any] | None:
         """Return references to the decays of each tile's memory over each of the row's chunks, or None if they are exponentials of `cum`."""

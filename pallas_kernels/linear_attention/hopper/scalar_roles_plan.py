@@ -14,12 +14,6 @@ from pallas_kernels.hopper.row_layout import CHUNK
 from pallas_kernels.linear_attention.hopper.scalar_plan import BLOCK, Call
 
 _SMEM = 226 * 1024  # bytes of a thread block's tiles, of 227 KiB; barriers have the rest
-TWO_WEIGH = False
-"""Whether two warpgroups weigh where launches are few (`scalar_decay.FEW_LAUNCHES`), if a thread block has 64 columns."""
-# Registers of a thread by role. A processor has 512 for one thread of each of 4 warpgroups, 480 of each of 5.
-_REGISTERS = dict(carry=200, read=160, weigh=112, load=40)
-_WITH_SUMS = dict(carry=176, read=160, weigh=112, load=64)  # where the one that loads adds decays
-_WITH_TWO = dict(carry=128, read=112, weigh=88, load=64)  # where two weigh
 _F32 = jnp.float32
 
 
@@ -80,22 +74,6 @@ def plan_of(call: Call) -> Plan | None:
     return next((plan for plan in _PLANS if size(plan) <= _SMEM), None)
 
 
-def weighers(call: Call) -> int:
-    """Return the number of warpgroups that weigh: two have every other chunk each, with buffers of their own."""
-    plan = plan_of(call)
-    two = TWO_WEIGH and call.sums and tiles_of(call) == (1, BLOCK)
-    return 2 if two and plan is not None and plan.weights == plan.others == 2 else 1
-
-
-def roles_of(call: Call) -> list[tuple[str, int]]:
-    """Return, for each warpgroup, the name of its part of the computation and the registers of its threads."""
-    registers = _WITH_SUMS if call.sums else _REGISTERS
-    two = weighers(call) == 2
-    roles = list((_WITH_TWO if two else registers).items())
-    again = [role for role in roles if two and role[0] == "weigh"]
-    return [role for role in roles if role[0] != "read" or "x" in call.streams] + again
-
-
 def smem_of(call: Call, dtype: Any) -> dict[str, Any]:
     """Return the types of a thread block's buffers and barriers in shared memory, by name."""
     plan, count = plan_of(call), tiles_of(call)[0]
@@ -106,10 +84,7 @@ def smem_of(call: Call, dtype: Any) -> dict[str, Any]:
         loaded=plgpu.Barrier(
             num_arrivals=len(call.loads) + bool(call.sums), num_barriers=plan.loaded
         ),
-        used=plgpu.Barrier(
-            num_arrivals=weighers(call) + (2 if "x" in call.streams else 1),
-            num_barriers=plan.loaded,
-        ),
+        used=plgpu.Barrier(num_arrivals=3 if "x" in call.streams else 2, num_barriers=plan.loaded),
     )
     for name, shape in _tile_shapes(call).items():
         number = _buffers(name, plan)
