@@ -135,7 +135,8 @@ def draw_methods(mode: Mode, rows: list[Row]) -> Figure:
 
 def draw_decoding(mode: Mode, rows: list[Row]) -> Figure:
     """Draw the newest speeds of decoding of two models: the fused step, with and without a loop over layers, and XLA's step."""
-    cases = sorted({(row["model"], row["batch"]) for row in rows})
+    rows = [row for row in rows if not {"by_kernels", "float32", "implementation"} & set(row)]
+    cases = sorted({(row["model"], row["batch"]) for row in rows if "xla_tokens_s" in row})
 
     def speeds(field: str, unrolled: bool) -> list[float]:
         values = {

@@ -18,15 +18,26 @@ def _milliseconds(row: Row, name: str) -> str:
     return f"{row[name]:.3f}" if row.get(name) is not None else ""
 
 
+def _device(row: Row, name: str) -> str:
+    """Return, as text, the times of a call's kernels by the profiler, forward / forward and backward."""
+    return times([milliseconds for milliseconds, _ in row[f"{name}_device"]])
+
+
 def _documents(row: Row) -> str:
     """Return how many documents with a state each a row of a call has, in words; empty if it has one document without."""
     return f", {row['segments']} documents" if "segments" in row else ""
 
 
 def _default(row: Row) -> list[float]:
-    """Return the times of what the default computes: of rows of --roles that were measured when the default was a scan by columns,
-    those of the scan by roles with sums by a kernel.
+    """Return the times of what the default computes now. Of rows of --roles that were measured when the default was a scan by columns, these are
+    the times of the scan by roles with sums by a kernel; of rows with "short", those of few launches where the rule of short rows
+    (`scalar_decay.FEW_LAUNCHES`) has them.
     """
+    if "short" in row:
+        batch, _, heads, width = map(int, row["shape"].split("x"))
+        blocks = batch * heads * width // 64
+        forward, both = ("short" if blocks * scans <= 132 else "sums" for scans in (1, 2))
+        return [row[forward][0], row[both][1]]
     return row["sums"] if "sums" in row and "columns" not in row else row["kernel"]
 
 
@@ -63,10 +74,28 @@ TABLES = [
             beside("jla"),
             Column("commit", lambda row: row["commit"]),
         ),
-        where=lambda row: "roles" in row,
+        where=lambda row: "roles" in row or "columns" in row,
         key=lambda row: (row["op"], row["shape"], row.get("segments")),
         not_run="requires an NVIDIA Hopper GPU and jax-linear-attention",
         command='python -m benchmarks kernels --ops "scalar decay" --roles --errors --device_times --peers jla --output docs/kernels.jsonl',
+    ),
+    Table(
+        "kernels_short",
+        ("kernels.jsonl",),
+        (
+            shape_column(),
+            pair("by roles, sums of decays by a kernel", "sums"),
+            pair("few launches", "short"),
+            beside("jla"),
+            Column("sums by a kernel, on the device", lambda row: _device(row, "sums")),
+            Column("few launches, on the device", lambda row: _device(row, "short")),
+            Column("jax-linear-attention, on the device", lambda row: _device(row, "jla")),
+            Column("commit", lambda row: row["commit"]),
+        ),
+        where=lambda row: "short" in row,
+        key=lambda row: (row["op"], row["shape"]),
+        not_run="requires an NVIDIA Hopper GPU and jax-linear-attention",
+        command='python -m benchmarks kernels --ops "scalar decay" --roles sums,short --device_times --peers jla --shapes 4x2048x16x128,8x1024x8x64',
     ),
     Table(
         "delta_forward",
