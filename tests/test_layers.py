@@ -112,6 +112,7 @@ ALLOWED_INSIDE = {
         "gated_norm": {"hopper"},
         "rwkv7": {"hopper"},
         "residual_norm": {"hopper"},
+        "row_product": {"hopper"},
         "grouped_product": {"hopper", "tpu", "tiles"},
     },
 }

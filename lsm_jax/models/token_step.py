@@ -24,6 +24,7 @@ from lsm_jax.mixers.normed_product import normed_product
 from lsm_jax.mixers.tails import Pointwise
 from lsm_jax.models.decoder import Decoder, DecoderState, PeriodStates
 from lsm_jax.models.loss import capped
+from lsm_jax.ops.backends.token_kernels import decode_steps, row_products
 from lsm_jax.ops.core.platforms import compute_capabilities
 
 MOST_ROWS = 4
@@ -85,7 +86,7 @@ def serves(model: Decoder, batch: int) -> bool:
         inner = feedforward.config.width(width)
         products.append((x, _shape(2 * inner, width), None, (inner, inner)))
         products.append((_shape(batch, inner), _shape(width, inner), None, ()))
-    from pallas_kernels.row_product import unsupported
+    unsupported = row_products().unsupported
 
     return all(unsupported(*product) is None for product in products)
 
@@ -121,7 +122,7 @@ def _is_served_gla(mixer: Any, batch: int) -> bool:
     if op.form != "chunk" or op.names() not in ((), ("mosaic_gpu",)):
         return False
 
-    from pallas_kernels import decode_step, row_product
+    decode_step, row_product = decode_steps(), row_products()
 
     widths = tuple(layer.kernel.get_value().shape[-1] for layer in dense[:-1])
     values, size = dense[-1].kernel.get_value().shape[-2:]
@@ -216,16 +217,12 @@ def pass_token(
 
 
 def _product(*arguments, **options):
-    from pallas_kernels.row_product import row_product
-
-    return row_product(*arguments, **options, interpret=_INTERPRET)
+    return row_products().row_product(*arguments, **options, interpret=_INTERPRET)
 
 
 def _norm(norm: Any, factor: float = 1.0):
-    from pallas_kernels.row_product import Norm
-
     scale = norm.factors()
-    return Norm(scale if factor == 1 else factor * scale, norm.eps)
+    return row_products().Norm(scale if factor == 1 else factor * scale, norm.eps)
 
 
 def _gla_memory(mixer: GLA, down: jax.Array, up: jax.Array | None, state: Any, *tokens, **options):
@@ -239,12 +236,11 @@ def _gla_memory(mixer: GLA, down: jax.Array, up: jax.Array | None, state: Any, *
         tokens: queries, keys and values.
         options: `columns` of `decode_step`.
     """
-    from pallas_kernels.decode_step import Gate, decode_step
-
+    kernel = decode_steps()
     bias: Any = mixer.decay_up.bias
-    gate = Gate(down, up, bias[...].astype(jnp.float32), mixer.config.gate_temperature)
+    gate = kernel.Gate(down, up, bias[...].astype(jnp.float32), mixer.config.gate_temperature)
     memory, scale = state.memory, mixer.key_dim**-0.5
-    o, matrix = decode_step(
+    o, matrix = kernel.decode_step(
         memory.memory, *tokens, gate=gate, scale=scale, interpret=_INTERPRET, **options
     )
     return o, state._replace(memory=memory._replace(memory=matrix))
@@ -252,15 +248,13 @@ def _gla_memory(mixer: GLA, down: jax.Array, up: jax.Array | None, state: Any, *
 
 def _gla_token(block: Any, matrices: _Matrices, x: jax.Array, state: Any) -> tuple[jax.Array, Any]:
     """Return the stream x [B, 1, D] of a few rows with the output of gated linear attention added, and the mixer's state."""
-    from pallas_kernels.row_product import GatedNorm
-
     mixer, x = block.mixer, x[:, 0]
     widths = tuple(layer.kernel[...].shape[-1] for layer in _gla_projections(mixer))
     *tokens, gate, down = _product(x, matrices.into, _norm(block.mixer_norm), widths=widths)
     tokens = [split_heads(a, mixer.config.num_heads) for a in tokens]
     up = mixer.decay_up.kernel[...].astype(x.dtype)
     o, state = _gla_memory(mixer, down, up, state, *tokens)
-    head_norm = GatedNorm(gate, mixer.norm.factors(), mixer.norm.eps)
+    head_norm = row_products().GatedNorm(gate, mixer.norm.factors(), mixer.norm.eps)
     return _product(o.reshape(x.shape[0], -1), matrices.out, head_norm, added=x)[0][:, None], state
 
 
