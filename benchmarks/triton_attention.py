@@ -115,9 +115,11 @@ def set_tiling(word: str, name: str, numbers: list[int]) -> str | None:
     key = kernel, int(channels) if channels.isdecimal() else 0
     tiling = passes.Tiling(*numbers)
     tile = passes.TILE
-    if key not in passes.TILINGS or tile % tiling.queries or tile % tiling.keys:
+    # `attend` moves the running maximum by whole tiles of keys inside one of queries.
+    wide = kernel.startswith("attend") and tiling.keys > tiling.queries
+    if key not in passes.TILINGS or tile % tiling.queries or tile % tiling.keys or wide:
         names = ", ".join(f"{kernel}/{dim}" for kernel, dim in passes.TILINGS)
-        return f"{word!r}: accepted are {names} = queries:keys:warps:stages[:registers], with divisors of {tile} as queries and keys"
+        return f"{word!r}: accepted are {names} = queries:keys:warps:stages[:registers], with divisors of {tile} as queries and keys, and of attend no more keys than queries"
     passes.TILINGS[key] = tiling
     for narrower in (passes.TILINGS_8_0, passes.FEW_REGISTERS_8_0):
         narrower.pop(key, None)

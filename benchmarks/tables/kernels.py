@@ -427,7 +427,7 @@ TABLES = [
                 "XLA's step, tokens/s",
                 lambda row: f"{row['xla_tokens_s']:,}" if "xla_tokens_s" in row else "",
             ),
-            column("automatic backends, tokens/s", "kernel_tokens_s", "{:,}"),
+            column("kernels, tokens/s", "kernel_tokens_s", "{:,}"),
             measured(),
         ),
         where=lambda row: "model" in row and "implementation" not in row,
@@ -443,8 +443,8 @@ TABLES = [
             rows,
             key=lambda row: (row["model"], row["batch"], row.get("unrolled", False), row["date"]),
         ),
-        command="python -m benchmarks decode_step --models gla,gated_deltanet --batches 1,64,256 "
-        "--kinds kernel --output docs/decode_step.jsonl     # and with --unrolled",
+        command="python -m benchmarks decode_step --models gla,gated_deltanet --batches 1,2,4,64,256 "
+        "--kinds kernel --output docs/decode_step.jsonl     # and with --unrolled, --unrolled --by_layers, --float32",
     ),
     Table(
         "experts",

@@ -47,7 +47,19 @@ def _times_of(name: str, *capabilities: str) -> Callable[[dict[str, Row]], list[
     )
 
 
-_OURS = {c: _times_of("triton", c, f"fla {c}") for c in ("8.0", "9.0")}
+def _newest_of(name: str, *capabilities: str) -> Callable[[dict[str, Row]], list[float]]:
+    """Return the function that returns the times called `name` of the newest of these capabilities' rows in a record that has them, the first of
+    those of one day, or [].
+    """
+
+    def times_of(record: dict[str, Row]) -> list[float]:
+        found = [record[c] for c in capabilities if name in record.get(c, {})]
+        return max(found, key=lambda row: row["date"])[name] if found else []
+
+    return times_of
+
+
+_OURS = {c: _newest_of("triton", c, f"fla {c}") for c in ("8.0", "9.0")}
 _HOPPER = _times_of("automatic", "any")
 _XLA = _times_of("xla", "any", "fla 8.0", "fla 9.0")
 

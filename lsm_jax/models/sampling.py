@@ -88,7 +88,8 @@ def sample(
     nucleus = None if top_p is None else jnp.float32(top_p)
     arrays = params, hidden, state, key, jnp.float32(temperature), nucleus
     batch = len(prompt)
-    by_kernels = unroll_layers and token_step.serves(model, batch)
+    on_gpu = token_step.runs_on(model.embedding[...].devices())
+    by_kernels = unroll_layers and on_gpu and token_step.serves(model, batch)
     static = dict(num_tokens=num_tokens, greedy=temperature == 0, top_k=top_k, stop_token=stop_token, by_kernels=by_kernels)  # fmt: skip
     if compiler_options(batch, unroll_layers) and graphdef not in _REFUSED:
         try:

@@ -10,6 +10,7 @@ where it is. Values are those of the layers but for the order of sums.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -31,6 +32,8 @@ MOST_ROWS = 4
 """The largest number of rows whose products are computed by `row_product`; those of more rows run on the tensor cores."""
 MANY_ROWS = 64
 """The largest number of rows that pass through mixers with steps of their own. On an H200 64 rows of GLA 340M are 1.06 times as fast, 256 rows 0.86 times."""
+OTHER_MIXERS = False
+"""Whether models whose mixers have no step of their own pass their feedforwards and heads by these kernels, which gained nothing for Gated DeltaNet."""
 _INTERPRET: Any = False  # parameters of Mosaic GPU's interpreter, in tests
 
 
@@ -38,10 +41,10 @@ class _Matrices(NamedTuple):
     """The matrices [F, I] of one layer, transposed and side by side where one product computes several results.
 
     Attributes:
-        into: of the mixer's input, or None for a mixer without kernels of its own.
-        out: of the mixer's output, or None.
-        gate_up: of the feedforward's input, or None for many rows.
-        down: of the feedforward's output, or None.
+        into: matrix of the mixer's input, or None for a mixer without kernels of its own.
+        out: matrix of the mixer's output, or None.
+        gate_up: matrix of the feedforward's input, or None for many rows.
+        down: matrix of the feedforward's output, or None.
     """
 
     into: Any
@@ -51,7 +54,7 @@ class _Matrices(NamedTuple):
 
 
 class Prepared(NamedTuple):
-    """What the kernels read instead of a model's parameters: the matrices of each period's layers, and the head [V, D], or None for
+    """Arrays that the kernels read instead of a model's parameters: the matrices of each period's layers, and the head [V, D], or None for
     many rows.
     """
 
@@ -59,10 +62,15 @@ class Prepared(NamedTuple):
     head: Any
 
 
+def runs_on(devices: Iterable[jax.Device]) -> bool:
+    """Return whether the kernels can run on these devices, which hold a model's parameters: GPUs."""
+    return bool(_INTERPRET) or all(device.platform == "gpu" for device in devices)
+
+
 def serves(model: Decoder, batch: int) -> bool:
     """Return whether one token of `batch` rows passes through the model's layers by these kernels: on Hopper, in bfloat16, where all layers
-    have root-mean-square norms in front and plain SwiGLU feedforwards; for up to `MOST_ROWS` rows of sizes that `row_product` supports, for
-    more (`MANY_ROWS`) where all mixers have a step of their own.
+    have root-mean-square norms in front, plain SwiGLU feedforwards and mixers with a step of their own (`OTHER_MIXERS`); for up to `MOST_ROWS` rows
+    of sizes that `row_product` supports, and for up to `MANY_ROWS`.
     """
     if jnp.dtype(model.dtype) != jnp.bfloat16:
         return False
@@ -74,6 +82,8 @@ def serves(model: Decoder, batch: int) -> bool:
         return batch <= MANY_ROWS and all(
             _is_served_gla(b.mixer, batch) for b in model.periods.blocks
         )
+    if not (OTHER_MIXERS or all(_is_served_gla(b.mixer, batch) for b in model.periods.blocks)):
+        return False
     if not (type(model.norm) is RMSNorm and model.head_bias is None):
         return False
     if model.lm_head is not None and not is_plain(model.lm_head):

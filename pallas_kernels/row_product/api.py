@@ -43,7 +43,7 @@ class GatedNorm(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What decides whether the kernel supports a call of `row_product`: its arrays (or their shapes and dtypes), the widths of the parts of
+    """A call of `row_product`, as its requirements see it: its arrays (or their shapes and dtypes), the widths of the parts of
     the matrix, and the number of channels of a head.
     """
 

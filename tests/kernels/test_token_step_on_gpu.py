@@ -73,6 +73,7 @@ def test_tokens_of_a_model_are_those_of_its_layers(method, batch, monkeypatch):
     config = models.lm(method, "340m", vocab_size=512)
     config.num_layers = 2
     model = models.Decoder(config, rngs=nnx.Rngs(0))
+    monkeypatch.setattr(token_step, "OTHER_MIXERS", True)
     assert token_step.serves(model, batch) is (batch == 1 or method == "gla")
     prompt = jax.random.randint(jax.random.key(1), (batch, 16), 0, 512)
     call = dict(num_tokens=16, key=jax.random.key(0), temperature=0.0, unroll_layers=True)

@@ -61,8 +61,9 @@ def interpreted(monkeypatch):
         pytest.param("softmax", {}, 1, marks=pytest.mark.slow),
     ],
 )  # fmt: skip
-def test_logits_and_states_are_those_of_the_layers(name, fields, batch, interpreted):
+def test_logits_and_states_are_those_of_the_layers(name, fields, batch, interpreted, monkeypatch):  # fmt: skip
     """With kernels of their own for a mixer's token, and without; of one row, and of more."""
+    monkeypatch.setattr(token_step, "OTHER_MIXERS", name != "gla")
     model = new_model(name, **fields)
     assert token_step.serves(model, batch)
     graph, params = nnx.split(model)
@@ -100,9 +101,14 @@ def test_tokens_are_those_of_the_layers(batch, interpreted, monkeypatch):
 
 
 def test_other_models_pass_through_their_layers(interpreted, monkeypatch):
-    """Each model that differs from a served one in one field is not served."""
+    """Each model that differs from a served one in one field is not served, nor are mixers without a step of their own."""
+    assert token_step.serves(models.abstract(models.lm("gla", "340m")), 1)
+    assert not token_step.serves(models.abstract(models.lm("gated_deltanet", "340m")), 1)
+    monkeypatch.setattr(
+        token_step, "OTHER_MIXERS", True
+    )  # the small GLA's sizes are not its step's
     assert token_step.serves(models.abstract(_config({})), 6)
-    monkeypatch.setattr(token_step, "MANY_ROWS", False)
+    monkeypatch.setattr(token_step, "MANY_ROWS", 0)
     assert not token_step.serves(models.abstract(_config({})), 6)
     for fields in (
         dict(dtype="float32"),

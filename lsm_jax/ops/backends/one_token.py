@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +21,6 @@ def decode_backend(
     name: str = "mosaic_gpu",
     without: tuple[str, ...] = (),
     stacked_only: bool = False,
-    least_alone: float = math.inf,
 ) -> Backend:
     """Return the backend of an op for calls of one token, as in decoding: a kernel that updates the memory in
     place. `ops.choices()` calls it "decode_step" ("triton decode_step" if it is Triton's).
@@ -33,7 +31,6 @@ def decode_backend(
         without: names of arguments and options of the op that the kernel does not support.
         stacked_only: `implementation=None` selects the kernel only for a memory that is one layer of a stack,
             because XLA reads and writes any other memory no more often than the kernel.
-        least_alone: with `stacked_only`, the bytes of all rows' memories from which the kernel is selected for others, too.
     """
 
     def absent(name: str) -> Requirement:
@@ -43,8 +40,7 @@ def decode_backend(
         return Requirement(f"no {name}", met)
 
     def declined(call: Call) -> str | None:
-        memory = call.arguments["state"].memory
-        if not stacked_only or call.layer is not None or 4 * memory.size >= least_alone:
+        if not stacked_only or call.layer is not None:
             return None
         return "this memory is not one layer of a stack, and XLA is as fast there"
 

@@ -151,16 +151,11 @@ TRITON_FOR_FEW = dataclasses.replace(
     label="triton for few memories",
 )
 XLA = Backend(name="xla", run=apart(run_xla))
-ONE_TOKEN_ALONE = math.inf
-"""The bytes of all rows' memories from which Hopper's step of one token is selected for a memory that is not one layer of a stack, as those of
-unrolled layers; infinite until a card has timed it to be faster there."""
 _NOT_ONE_TOKEN = "log_input_gate", "normalize", "log_write", "skip"
 
 register(
     "linear_memory",
-    one_token.decode_backend(
-        run_xla, without=_NOT_ONE_TOKEN, stacked_only=True, least_alone=ONE_TOKEN_ALONE
-    ),
+    one_token.decode_backend(run_xla, without=_NOT_ONE_TOKEN, stacked_only=True),
     TRITON_FOR_FEW,
     HOPPER,
     TPU,

@@ -130,7 +130,7 @@ def forward(
 
 def _sizes_ran(q, k, v) -> bool:
     """Return whether a card has run the inverse by blocks and the split scan with these sizes, of which docs/delta_forward.jsonl has rows:
-    as many heads of each array, as many key as value channels, 64 or 128. No card has run them with an undecayed erase.
+    as many heads of each array, as many key as value channels, 64 or 128 (without a decay 128 alone has rows). No card has run them with an undecayed erase.
     """
     sizes = {x.shape[2:] for x in (q, k, v)}
     return len(sizes) == 1 and k.shape[-1] in (64, 128)

@@ -56,7 +56,7 @@ TILINGS_8_0 = {
 FEW_REGISTERS_8_0 = {
     ("attend_limited", 128): Tiling(128, 32, 8, 3, 128),
 }
-"""Those that differ besides in code for 8.0 with as many key heads as query heads, a power of two: then the strides of the tokens of queries
+"""Tilings that differ besides in code for 8.0 with as many key heads as query heads, a power of two: then the strides of the tokens of queries
 and of keys are one number, and a shift, and 128 registers suffice (others would spill 100 to 150 bytes). Two programs of 8 warps share a
 processor, which has 164 KiB of shared memory on these cards. Without documents and a window this is slower (2.23 and 2.06 ms at 8 x 4096 x 16 x 128 on an H200)."""
 WIDE_TILINGS = {

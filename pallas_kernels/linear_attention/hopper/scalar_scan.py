@@ -178,15 +178,15 @@ def adds_decays(q, k, v, log_decay) -> bool:
 
 def _ran_by_roles(call: Call, decay: Decays) -> bool:
     """Return whether a card has run such a call by roles: with a decay, one row a token, and either as many heads of each array and as many key as
-    value channels, 64 or 128 (128 with documents; docs/kernels.jsonl), or, with factors of writes and without documents, Mamba2's sizes: keys
-    and queries of 128 channels that all heads share, and values of 64 (docs/writes.jsonl).
+    value channels, 64 or 128 (128 with several memories a row; docs/kernels.jsonl), or, with factors of writes and one memory, Mamba2's sizes: keys
+    and queries of 128 channels that all heads share, and values of 64 (docs/writes.jsonl). Several documents with one memory have not run.
     """
-    if decay.cum is None or call.rank > 1:
+    if decay.cum is None or decay.run is not None or call.rank > 1:
         return False
     sizes = {call.shapes[name][2:] for name in ("x", "y", "z") if name in call.shapes}
-    documents = decay.run is not None or "chunk_bounds" in call.shapes
+    documents = "chunk_bounds" in call.shapes
     if decay.write_cum is not None or "skip" in call.shapes or call.paired:
-        return not documents and sizes <= {(1, 128), (call.heads, 64)}
+        return not documents and sizes == {(1, 128), (call.heads, 64)}
     return len(sizes) == 1 and sizes <= {
         (call.heads, 128),
         *([] if documents else [(call.heads, 64)]),
