@@ -78,11 +78,10 @@ def serves(model: Decoder, batch: int) -> bool:
         return False
     if not all(map(_is_served, model.periods.blocks)):
         return False
+    own_steps = all(_is_served_gla(block.mixer, batch) for block in model.periods.blocks)
     if batch > MOST_ROWS:
-        return batch <= MANY_ROWS and all(
-            _is_served_gla(b.mixer, batch) for b in model.periods.blocks
-        )
-    if not (OTHER_MIXERS or all(_is_served_gla(b.mixer, batch) for b in model.periods.blocks)):
+        return own_steps and batch <= MANY_ROWS
+    if not (own_steps or OTHER_MIXERS):
         return False
     if not (type(model.norm) is RMSNorm and model.head_bias is None):
         return False
@@ -97,7 +96,6 @@ def serves(model: Decoder, batch: int) -> bool:
         products.append((x, _shape(2 * inner, width), None, (inner, inner)))
         products.append((_shape(batch, inner), _shape(width, inner), None, ()))
     unsupported = row_products().unsupported
-
     return all(unsupported(*product) is None for product in products)
 
 
@@ -133,7 +131,6 @@ def _is_served_gla(mixer: Any, batch: int) -> bool:
         return False
 
     decode_step, row_product = decode_steps(), row_products()
-
     widths = tuple(layer.kernel.get_value().shape[-1] for layer in dense[:-1])
     values, size = dense[-1].kernel.get_value().shape[-2:]
     heads, x = config.num_heads, _shape(batch, mixer.hidden_size)
