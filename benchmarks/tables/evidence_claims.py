@@ -25,6 +25,8 @@ class Measure:
         form: how a value is written.
         larger: whether a larger value is better.
         trials: of a share, the number of questions of a row; None for a measure that is no share.
+        ratio: whether values are compared by their ratio, as perplexities are: seeds whose perplexities are 250 and 258 say of 11
+            that it varies by 3 %, not by 8.
     """
 
     name: str
@@ -32,6 +34,11 @@ class Measure:
     form: str
     larger: bool = False
     trials: Callable[[Row], int] | None = None
+    ratio: bool = False
+
+    def scaled(self, value: float) -> float:
+        """Return a value on the scale on which differences are taken: its logarithm where they are ratios."""
+        return math.log(value) if self.ratio else value
 
 
 def _recall(name: str, task: str) -> Measure:
@@ -46,7 +53,7 @@ def _needles_within(row: Row) -> int:
 
 
 LOSS = Measure("held-out loss", evidence.heldout_loss, "{:.3f}")
-FAR = Measure("P(65,536)", evidence.perplexity(65_536), "{:.2f}")
+FAR = Measure("P(65,536)", evidence.perplexity(65_536), "{:.2f}", ratio=True)
 FIELDS = _recall("recall of fields", "fields")
 MULTIKEY = _recall("multi-key needles", "multikey")
 NEEDLES = Measure(
@@ -114,8 +121,8 @@ CLAIMS = [
 
 @dataclass(frozen=True)
 class Noise:
-    """The difference that chance alone makes between two models, and of what it was taken: "own seeds", "the table's seeds", "other
-    tables' seeds", or "questions" (`noise_of`)."""
+    """The difference that chance alone makes between two models, on the measure's scale (`Measure.scaled`), and of what it was taken:
+    "own seeds", "the table's seeds", "other tables' seeds", or "questions" (`noise_of`)."""
 
     value: float
     of: str
@@ -134,7 +141,9 @@ class Comparison:
     @property
     def holds(self) -> bool | None:
         """Whether the values agree with the statement; None if their difference is within the noise, or that is not known."""
-        if self.noise is None or abs(self.better - self.worse) <= self.noise.value + _ROUNDING:
+        scaled = self.claim.measure.scaled
+        difference = abs(scaled(self.better) - scaled(self.worse))
+        if self.noise is None or difference <= self.noise.value + _ROUNDING:
             return None
         return (self.better > self.worse) == self.claim.measure.larger
 
@@ -160,8 +169,9 @@ _ROUNDING = 1e-9  # of differences between shares
 
 
 def spread(runs: Runs, measure: Measure) -> float | None:
-    """Return the difference between the largest and the smallest value of a model's seeds; None if fewer than two have one."""
-    values = [value for value in map(measure.value, runs) if value is not None]
+    """Return the difference between the largest and the smallest value of a model's seeds, on the measure's scale; None if fewer than
+    two have one."""
+    values = [measure.scaled(value) for value in map(measure.value, runs) if value is not None]
     return max(values) - min(values) if len(values) > 1 else None
 
 
@@ -194,7 +204,7 @@ def noise_of(compared: list[Runs], every: list[Runs], measure: Measure) -> Noise
     else:
         return None
     if own and len(compared) == 1:
-        values = [value for value in map(measure.value, own[0]) if value is not None]
+        values = [measure.scaled(x) for x in map(measure.value, own[0]) if x is not None]
         of_seeds = Noise(
             max(abs(value - statistics.fmean(values)) for value in values), "own seeds"
         )
@@ -293,6 +303,8 @@ def _noise(found: Comparison) -> str:
     """Return the cell of the noise, with that of which it was taken."""
     if found.noise is None:
         return ""
+    if found.claim.measure.ratio:
+        return f"{math.expm1(found.noise.value):.1%}, {found.noise.of}"
     return f"{found.claim.measure.form.format(found.noise.value)}, {found.noise.of}"
 
 

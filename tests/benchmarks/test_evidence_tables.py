@@ -3,6 +3,7 @@ are noise."""
 
 from __future__ import annotations
 
+import math
 import shlex
 from pathlib import Path
 
@@ -195,6 +196,26 @@ def test_shares_of_few_questions_differ_by_chance():
     seeds[2]["recall"]["fields"]["contains"] = 0.12
     _, fields = compared([mom(GLA, fields=0.11), *seeds])
     assert fields.holds is True and fields.noise.value == pytest.approx(2 * (0.115 * 0.885 / 200) ** 0.5)  # fmt: skip
+
+
+def test_perplexities_are_compared_by_their_ratio():
+    """Seeds of a model that fails at 65,536 tokens differ by 8, which says nothing of models whose perplexities are 11 and 18."""
+
+    def found(model, seed, perplexity):
+        long = dict(perplexity={"65536": perplexity})
+        return row(model, seed, heldout={}, recall={}, needle=None, long=long)
+
+    failing = [
+        found("fox:transformer-llama-125m", seed, p) for seed, p in enumerate((250.0, 258.0))
+    ]
+    other = found("fox:transformer-pro-125m", 0, 18.0)
+    (far,) = claims.comparisons([found("fox:pro-125m", 0, 11.0), other, *failing])
+    noise = claims.Noise(pytest.approx(math.log(258 / 250)), "the table's seeds")
+    assert far.verdict == "yes" and far.noise == noise
+    (far,) = claims.comparisons([found("fox:pro-125m", 0, 17.5), other, *failing])
+    assert far.holds is None
+    cells = {column.title: column.cell(far) for column in claims._COLUMNS}
+    assert cells["noise"] == "3.2%, the table's seeds"
 
 
 def test_seeds_on_one_side_of_a_fixed_value_decide():
