@@ -4,7 +4,8 @@ The time of one row's step is that of its launches: XLA computes a layer of gate
 reads its matrix once, with the norm in front of it and the gate or the residual sum behind it in the same kernel
 (`pallas_kernels.row_product`); the memory is decayed, written and read by another (`pallas_kernels.decode_step`), which also computes the
 decay from its gate. Of more rows the products are XLA's, one for all that reads the layer's norm, whose result the kernel of the memory reads
-where it is. Values are those of the layers but for the order of sums.
+where it is; the memories, most of a token's bytes there, are written once in a group of tokens. Values are those of the layers but for the
+order of sums.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from lsm_jax import mixers
 from lsm_jax.feedforward.swiglu import SwiGLU
 from lsm_jax.mixers.gla import GLA
 from lsm_jax.mixers.joined import is_plain
-from lsm_jax.mixers.layers import Dense, RMSNorm, project, split_heads
+from lsm_jax.mixers.layers import Dense, RMSNorm, merge_heads, project, split_heads
 from lsm_jax.mixers.normed_product import normed_product
 from lsm_jax.mixers.tails import Pointwise
 from lsm_jax.models.decoder import Decoder, DecoderState, PeriodStates
@@ -30,10 +31,17 @@ from lsm_jax.ops.core.platforms import compute_capabilities
 
 MOST_ROWS = 4
 """The largest number of rows whose products are computed by `row_product`; those of more rows run on the tensor cores."""
-MANY_ROWS = 64
-"""The largest number of rows that pass through mixers with steps of their own. On an H200 64 rows of GLA 340M are 1.06 times as fast, 256 rows 0.86 times."""
+MANY_ROWS = 256
+"""The largest number of rows that pass through mixers with steps of their own."""
+GROUP = 8
+"""The number of tokens of which one writes the memories of many rows (`pallas_kernels.decode_step.deferred`); 1: each."""
+TILED = ("into", "out", "gate_up", "down")
+"""The products of many rows that are computed by `tile_product`, by the names of `_Matrices`, where it supports all four; the others are XLA's."""
+DEFERRED_ROWS = 32
+"""The least number of rows of which so few tokens write, where reading and writing memories is what a token waits for."""
 OTHER_MIXERS = False
 """Whether models whose mixers have no step of their own pass their feedforwards and heads by these kernels, which gained nothing for Gated DeltaNet."""
+_TILE_COLUMNS = 64  # of which the width of a mixer's input is made a multiple by zeros
 _INTERPRET: Any = False  # parameters of Mosaic GPU's interpreter, in tests
 
 
@@ -43,7 +51,7 @@ class _Matrices(NamedTuple):
     Attributes:
         into: matrix of the mixer's input, or None for a mixer without kernels of its own.
         out: matrix of the mixer's output, or None.
-        gate_up: matrix of the feedforward's input, or None for many rows.
+        gate_up: matrix of the feedforward's input, or None where XLA multiplies.
         down: matrix of the feedforward's output, or None.
     """
 
@@ -51,6 +59,18 @@ class _Matrices(NamedTuple):
     out: Any
     gate_up: Any
     down: Any
+
+
+class Pending(NamedTuple):
+    """What the memories of a model's layers do not hold yet of the tokens since the last that wrote.
+
+    Attributes:
+        count: int32 scalar, the number of these tokens.
+        layers: the writes of each period's layers (`pallas_kernels.decode_step.Pending`).
+    """
+
+    count: jax.Array
+    layers: tuple[tuple[Any, ...], ...]
 
 
 class Prepared(NamedTuple):
@@ -148,6 +168,27 @@ def _is_served_gla(mixer: Any, batch: int) -> bool:
     return into is None and out is None
 
 
+def _is_tiled(block: Any, batch: int) -> bool:
+    """Return whether the products of a layer of gated linear attention for many rows are computed by `tile_product`."""
+    if not TILED or batch <= MOST_ROWS or not _is_served_gla(block.mixer, batch):
+        return False
+    mixer, kernel = block.mixer, row_products()
+    width = sum(layer.kernel.get_value().shape[-1] for layer in _gla_projections(mixer))
+    inner, values = (
+        block.feedforward.config.width(mixer.hidden_size),
+        mixer.o_proj.kernel.get_value().shape[-2],
+    )
+    size = mixer.hidden_size
+    products = (
+        (size, width + -width % _TILE_COLUMNS, False), (values, size, False), (size, 2 * inner, True), (inner, size, False),
+    )  # fmt: skip
+    return all(
+        kernel.tile_unsupported(_shape(batch, channels), _shape(results, channels), swiglu=swiglu)
+        is None
+        for channels, results, swiglu in products
+    )
+
+
 def prepare(model: Decoder, periods: tuple[Any, ...], batch: int) -> Prepared:
     """Return the matrices that the kernels read, from a model and the modules of its periods of layers (`Decoder.unstack_periods`); for a
     loop over tokens they are computed once, in front of it.
@@ -158,8 +199,27 @@ def prepare(model: Decoder, periods: tuple[Any, ...], batch: int) -> Prepared:
 
     few = batch <= MOST_ROWS
 
+    def scaled(norm, *kernels):
+        scale = norm.factors()[:, None]
+        return joined(*((scale * k.astype(jnp.float32)).astype(model.dtype) for k in kernels))
+
     def of_layer(block):
         ff, into, out, gate_up, down = block.feedforward, None, None, None, None
+        if _is_tiled(block, batch):
+            projections = [layer.kernel[...] for layer in _gla_projections(block.mixer)]
+            into = joined(*projections)
+            if "into" in TILED:
+                into = scaled(block.mixer_norm, *projections)
+                into = jnp.pad(into, ((0, -into.shape[0] % _TILE_COLUMNS), (0, 0)))
+            gate_up = scaled(
+                block.feedforward_norm, ff.gate_proj.kernel[...], ff.up_proj.kernel[...]
+            )
+            matrices = (
+                joined(block.mixer.o_proj.kernel[...]),
+                gate_up,
+                joined(ff.down_proj.kernel[...]),
+            )
+            return _Matrices(into, *matrices)
         if _is_served_gla(block.mixer, batch):
             into = joined(*(layer.kernel[...] for layer in _gla_projections(block.mixer)))
             out = joined(block.mixer.o_proj.kernel[...]) if few else None
@@ -176,14 +236,54 @@ def prepare(model: Decoder, periods: tuple[Any, ...], batch: int) -> Prepared:
     return Prepared(layers, head)
 
 
+def no_writes(model: Decoder, state: DecoderState, batch: int) -> Pending | None:
+    """Return empty buffers for the writes of a group of tokens to the memories of a state from `Decoder.unstack_state`; None if each token of
+    `batch` rows of a model that the kernels serve writes.
+    """
+    if GROUP == 1 or batch < max(DEFERRED_ROWS, MOST_ROWS + 1):
+        return None
+    kernel, dtype = decode_steps(), model.dtype
+
+    def unsupported(block):
+        mixer = block.mixer
+        memory = _shape(batch, mixer.config.num_heads, mixer.key_dim, mixer.value_dim, dtype=jnp.float32)  # fmt: skip
+        up = _shape(*mixer.decay_up.kernel.get_value().shape[-2:])
+        width = sum(layer.kernel.get_value().shape[-1] for layer in _gla_projections(mixer))
+        return kernel.deferred_unsupported(memory, _shape(batch, width, dtype=dtype), up, GROUP)
+
+    if any(unsupported(block) is not None for block in model.periods.blocks):
+        return None
+    layers = tuple(
+        tuple(kernel.no_writes(mixer.memory.memory, GROUP, dtype) for mixer, _ in states)
+        for states in state.layers.each
+    )
+    return Pending(jnp.int32(0), layers)
+
+
+def written(state: DecoderState, pending: Pending | None) -> DecoderState:
+    """Return the state whose memories hold the pending writes, if there are any."""
+    if pending is None:
+        return state
+    apply = decode_steps().apply_writes
+
+    def of_layer(states, writes):
+        mixer, inner = states
+        matrix = apply(mixer.memory.memory, writes, pending.count)
+        return mixer._replace(memory=mixer.memory._replace(memory=matrix)), inner
+
+    each = (tuple(map(of_layer, *pair)) for pair in zip(state.layers.each, pending.layers, strict=True))  # fmt: skip
+    return state._replace(layers=PeriodStates(tuple(each)))
+
+
 def pass_token(
     model: Decoder,
     periods: tuple[Any, ...],
     prepared: Prepared,
     token: jax.Array,
     state: DecoderState,
-) -> tuple[jax.Array, DecoderState]:
-    """Return the logits [B, V] after one token [B] of each row, in float32, and the state after it.
+    pending: Pending | None = None,
+) -> tuple[jax.Array, DecoderState, Pending | None]:
+    """Return the logits [B, V] after one token [B] of each row, in float32, the state after it, and the writes that it does not hold.
 
     Args:
         model: a decoder that the kernels serve (`serves`).
@@ -191,15 +291,21 @@ def pass_token(
         prepared: what `prepare` returned.
         token: int [B].
         state: a state from `Decoder.unstack_state`.
+        pending: the writes that it does not hold, first from `no_writes`.
     """
     x = model.embed(token[:, None])
     positions, clock = mixers.advance(state.clock, x.shape[:2], None, None)
-    shared, place, after = model.init_shared(x), 0, []
+    shared, place, after, writes = model.init_shared(x), 0, [], []
     few = len(token) <= MOST_ROWS
-    for period, matrices, states in zip(periods, prepared.layers, state.layers.each, strict=True):
-        of_period = []
-        for block, of_layer, (mixer_state, inner_state) in zip(period.blocks, matrices, states, strict=True):  # fmt: skip
-            if of_layer.into is not None:
+    waiting = pending.layers if pending else [[None] * len(period.blocks) for period in periods]
+    for period, *layers in zip(periods, prepared.layers, state.layers.each, waiting, strict=True):
+        after.append([])
+        writes.append([])
+        for block, of_layer, (mixer_state, inner_state), write in zip(period.blocks, *layers, strict=True):  # fmt: skip
+            if pending is not None and write is not None:
+                deferred = of_layer, x, mixer_state, write, pending.count
+                x, mixer_state, write = _gla_deferred(block, *deferred)
+            elif of_layer.into is not None:
                 step = _gla_token if few else _gla_tokens
                 x, mixer_state = step(block, of_layer, x, mixer_state)
             else:
@@ -210,17 +316,22 @@ def pass_token(
                 x, shared = x + y, dict(context.shared)
             if few:
                 x = _feedforward_token(block, of_layer, x)
+            elif of_layer.gate_up is not None:
+                x = _feedforward_tiles(block, of_layer, x)
             else:
                 x = x + block.feedforward.transform(block.feedforward_norm(x))
-            of_period.append((mixer_state, inner_state))
+            after[-1].append((mixer_state, inner_state))
+            writes[-1].append(write)
             place += 1
-        after.append(tuple(of_period))
-    state = DecoderState(PeriodStates(tuple(after)), clock)
+    state = DecoderState(PeriodStates(tuple(map(tuple, after))), clock)
+    if pending:
+        group = writes[0][0].keys.shape[1] + 1
+        pending = Pending((pending.count + 1) % group, tuple(map(tuple, writes)))
     if not few:
-        return model.logits(model.last_norm(x)[:, 0]), state
+        return model.logits(model.last_norm(x)[:, 0]), state, pending
     norm = _norm(model.norm, model.logits_scale)
     logits = _product(x[:, 0], prepared.head, norm, dtype=jnp.float32)[0]
-    return capped(logits, model.logits_cap), state
+    return capped(logits, model.logits_cap), state, pending
 
 
 def _product(*arguments, **options):
@@ -268,13 +379,64 @@ def _gla_token(block: Any, matrices: _Matrices, x: jax.Array, state: Any) -> tup
 def _gla_tokens(block: Any, matrices: _Matrices, x: jax.Array, state: Any) -> tuple[jax.Array, Any]:
     """Return the same for many rows."""
     mixer = block.mixer
-    y = project(block.mixer_norm(x)[:, 0], matrices.into.T)
+    y = _input_product(block, matrices, x)
     widths = (layer.kernel[...].shape[-1] for layer in _gla_projections(mixer))
-    keys, values, gates, down, _ = itertools.accumulate(widths)
-    logits = project(y[:, down:], mixer.decay_up.kernel[...], dtype=jnp.float32)
+    keys, values, gates, down, end = itertools.accumulate(widths)
+    logits = project(y[:, down:end], mixer.decay_up.kernel[...], dtype=jnp.float32)
     o, state = _gla_memory(mixer, logits, None, state, y, y, y, columns=(0, keys, values))
     gate = split_heads(y[:, None, gates:down], mixer.config.num_heads)
-    return x + normed_product(mixer.norm, mixer.o_proj, o[:, None], gate), state
+    return _add_output(block, matrices, x, o, gate), state
+
+
+def _gla_deferred(
+    block: Any, matrices: _Matrices, x: jax.Array, state: Any, writes: Any, count: jax.Array
+) -> tuple[jax.Array, Any, Any]:
+    """Return the same, and the pending writes, of `count` tokens before this one, to its memory."""
+    mixer, memory = block.mixer, state.memory
+    y = _input_product(block, matrices, x)
+    widths = (layer.kernel[...].shape[-1] for layer in _gla_projections(mixer))
+    keys, values, gates, down, _ = itertools.accumulate(widths)
+    up = mixer.decay_up
+    o, matrix, writes = decode_steps().deferred_step(
+        memory.memory, writes, count, y, up.kernel[...].astype(x.dtype), up.bias[...],
+        columns=(0, keys, values, down), temperature=mixer.config.gate_temperature, scale=mixer.key_dim**-0.5,
+        interpret=_INTERPRET,
+    )  # fmt: skip
+    gate = split_heads(y[:, None, gates:down], mixer.config.num_heads)
+    x = _add_output(block, matrices, x, o, gate)
+    return x, state._replace(memory=memory._replace(memory=matrix)), writes
+
+
+def _input_product(block: Any, matrices: _Matrices, x: jax.Array) -> jax.Array:
+    """Return the product [B, F] of the normed stream x [B, 1, D] of many rows with the matrix of a mixer's input."""
+    if "into" in TILED and matrices.gate_up is not None:
+        return _tile_product(x[:, 0], matrices.into, eps=block.mixer_norm.eps)
+    return project(block.mixer_norm(x)[:, 0], matrices.into.T)
+
+
+def _add_output(
+    block: Any, matrices: _Matrices, x: jax.Array, o: jax.Array, gate: jax.Array
+) -> jax.Array:
+    """Return the stream x [B, 1, D] with the output of a mixer added, from the output o [B, H, V] of its memory and the gate [B, 1, H, V]."""
+    mixer = block.mixer
+    if "out" in TILED and matrices.gate_up is not None:
+        normed = merge_heads(mixer.norm(o[:, None], gate, activation="silu"))
+        return _tile_product(normed[:, 0], matrices.out, added=x[:, 0])[:, None]
+    return x + normed_product(mixer.norm, mixer.o_proj, o[:, None], gate)
+
+
+def _feedforward_tiles(block: Any, matrices: _Matrices, x: jax.Array) -> jax.Array:
+    """Return the stream x [B, 1, D] of many rows with the output of the feedforward added."""
+    if "gate_up" not in TILED:
+        return x + block.feedforward.transform(block.feedforward_norm(x))
+    hidden = _tile_product(x[:, 0], matrices.gate_up, eps=block.feedforward_norm.eps, swiglu=True)
+    if "down" in TILED:
+        return _tile_product(hidden, matrices.down, added=x[:, 0])[:, None]
+    return x + project(hidden, matrices.down.T)[:, None]
+
+
+def _tile_product(*arguments, **options):
+    return row_products().tile_product(*arguments, **options, interpret=_INTERPRET)
 
 
 def _feedforward_token(block: Any, matrices: _Matrices, x: jax.Array) -> jax.Array:
