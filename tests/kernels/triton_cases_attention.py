@@ -23,7 +23,7 @@ import numpy as np
 def trace(words: str, dim: int, heads: tuple[int, int] = (4, 4), dtype: str = "bfloat16") -> None:
     """Trace a call of `attention` by the Triton kernels, and the gradients of all its inputs.
 
-    `words` names the optional arguments: "log_forget", "segment_ids", "window", "state".
+    `words` names the optional arguments: "log_forget", "segment_ids", "window", "state"; with "all" no tiles are pruned.
     """
     from lsm_jax import ops
 
@@ -41,7 +41,8 @@ def trace(words: str, dim: int, heads: tuple[int, int] = (4, 4), dtype: str = "b
     def both(x, ids):
         def call(x):
             return ops.attention(
-                **x, segment_ids=ids, window=300 if "window" in given else None, initial_state=state, implementation="triton",
+                **x, segment_ids=ids, window=300 if "window" in given else None, initial_state=state,
+                prune="all" not in given, implementation="triton",
             )[0]  # fmt: skip
 
         output, pull = jax.vjp(call, x)
@@ -56,7 +57,8 @@ COMPILED = {
     "attention documents, 64": functools.partial(trace, "segment_ids", 64),
     "attention gates documents, 64": functools.partial(trace, "log_forget segment_ids", 64),
     "attention gates, 64": functools.partial(trace, "log_forget", 64),
-    "attention heads, 128": functools.partial(trace, "", 128, (4, 2)),
+    "attention, 128": functools.partial(trace, "", 128),
+    "attention gates all, 128": functools.partial(trace, "log_forget all", 128),
     "attention gates, 128": functools.partial(trace, "log_forget", 128),
     "attention gates documents, 128": functools.partial(trace, "log_forget segment_ids", 128, (4, 2)),
     "attention gates window, 128": functools.partial(trace, "log_forget window", 128),
@@ -147,6 +149,10 @@ CASES = {
     "float16, state": Case(length=70, stored=64, dtype="float16"),
     "tilings of 8.0, 64": Case(length=300, dtype="bfloat16", capability="8.0"),
     "tilings of 8.0, 128": Case((2, 2), 128, 300, dtype="bfloat16", prune=True, capability="8.0"),
+    "tilings of 8.0, all": Case((2, 2), 128, 300, dtype="bfloat16", capability="8.0"),
+    "tilings of 8.0, no gates": Case(
+        (1, 1), 128, 300, dtype="float16", gates=None, capability="8.0"
+    ),
     "tilings of 8.0, documents": Case(
         (1, 1), 128, 300, dtype="float16", documents=True, capability="8.0"
     ),
@@ -346,7 +352,7 @@ def use_tiling(case: Case) -> None:
     from benchmarks import triton_attention
     from pallas_kernels.forgetting_attention.triton import passes
 
-    tables = passes.TILINGS, passes.TILINGS_8_0, passes.FEW_REGISTERS_8_0, passes.WIDE_TILINGS
+    tables = passes.TILINGS, passes.TILINGS_8_0, passes.EQUAL_HEADS_8_0, passes.WIDE_TILINGS
     if not _TABLES:
         _TABLES.extend(dict(table) for table in tables)
     for table, first in zip(tables, _TABLES, strict=True):
@@ -356,8 +362,8 @@ def use_tiling(case: Case) -> None:
         name, _, sizes = case.tiling.partition("=")
         numbers = [int(n) for n in sizes.split(":")]
         assert triton_attention.set_tiling(case.tiling, name, numbers) is None
-        for limited in ("attend", "attend_limited"):
-            passes.TILINGS.pop((limited, case.dim), None)
+        for kind in ("attend_limited", "attend_pruned"):
+            passes.TILINGS.pop((kind, case.dim), None)
         key = "attend", case.dim
         passes.TILINGS[key] = passes.WIDE_TILINGS[key] = passes.Tiling(*numbers)
 

@@ -44,6 +44,7 @@ TILINGS = {
     ("attend", 64): Tiling(128, 32, 4, 3),
     ("attend", 128): Tiling(128, 64, 8, 3),
     ("attend_limited", 128): Tiling(128, 32, 8, 3),
+    ("attend_pruned", 128): Tiling(128, 64, 8, 3),
     ("attend", 256): Tiling(64, 32, 8, 2),
     ("query_gradients", 64): Tiling(64, 64, 4, 3),
     ("query_gradients", 128): Tiling(128, 32, 8, 3),
@@ -53,20 +54,21 @@ TILINGS = {
     ("key_gradients", 256): Tiling(32, 32, 8, 1),
 }
 """The tiling of each kernel for bfloat16 and float16, by the kernel's name and the channels of a head; none spills more than 64 bytes
-on 8.x. With documents or a window, "attend_limited" replaces "attend" where it has a tiling."""
+on 8.x. With documents or a window, "attend_limited" replaces "attend" where it has a tiling, and otherwise "attend_pruned" where tiles are pruned."""
 TILINGS_8_0 = {
     ("attend", 64): Tiling(128, 64, 4, 3),
     ("attend_limited", 64): Tiling(128, 32, 4, 3),
-    ("attend", 128): Tiling(128, 32, 4, 3, parts=2, columns=8),
 }
-"""Tilings of `TILINGS` that differ in code for 8.0. Of four warps with 128 queries and channels two programs share a processor; without `parts`
-and `columns` they spill 250 bytes."""
-FEW_REGISTERS_8_0 = {
+"""Tilings of `TILINGS` that differ in code for 8.0."""
+EQUAL_HEADS_8_0 = {
+    ("attend", 128): Tiling(128, 32, 4, 3, parts=2, columns=8),
     ("attend_limited", 128): Tiling(128, 32, 8, 3, 128),
 }
 """Tilings that differ besides in code for 8.0 with as many key heads as query heads, a power of two: then the strides of the tokens of queries
-and of keys are one number, and a shift, and 128 registers suffice (others would spill 100 to 150 bytes). Two programs of 8 warps share a
-processor, which has 164 KiB of shared memory on these cards. Without documents and a window this is slower (2.23 and 2.06 ms at 8 x 4096 x 16 x 128 on an H200)."""
+and of keys are one number, and a shift. Two programs share a processor, which has 164 KiB of shared memory on these cards. "attend" has four
+warps, whose loop has fewer reads of shared memory than that of eight; without `parts` and `columns` they would spill 250 bytes. For
+"attend_limited" 128 registers suffice (with other heads 100 to 150 bytes would spill); without documents and a window that is slower than one
+program of 64 keys (2.23 and 2.06 ms at 8 x 4096 x 16 x 128 on an H200)."""
 WIDE_TILINGS = {
     ("attend", 64): Tiling(64, 32, 4, 1),
     ("attend", 128): Tiling(64, 32, 8, 1),
@@ -81,20 +83,19 @@ WIDE_TILINGS = {
 """The tilings for float32, whose products are in tf32."""
 
 
-def tiling_of(kernel: str, q, k, *, limited: bool) -> Tiling:
+def tiling_of(kernel: str, q, k, *, limited: bool, pruned: bool) -> Tiling:
     """Return the tiling of a kernel for queries q [B, Q, H, D] and keys k [B, T, G, D], and for the capability for which `launch`
-    compiles; `limited` says whether documents or a window limit what the queries see.
+    compiles; `limited` says whether documents or a window limit what the queries see, and `pruned` whether tiles of keys are pruned.
     """
     table: Any = WIDE_TILINGS if q.dtype == _F32 else TILINGS
     heads, key_heads = q.shape[2], k.shape[2]
     if q.dtype != _F32 and launch.capability() == 80:
         table = TILINGS | TILINGS_8_0
         if heads == key_heads and heads & (heads - 1) == 0:
-            table |= FEW_REGISTERS_8_0
-    depth = q.shape[-1]
-    return table.get(
-        (f"{kernel}_limited", depth) if limited else (kernel, depth), table[kernel, depth]
-    )
+            table |= EQUAL_HEADS_8_0
+    kinds = ["_limited"] * limited + ["_pruned"] * pruned + [""]
+    found = (table.get((kernel + kind, q.shape[-1])) for kind in kinds)
+    return next(tiling for tiling in found if tiling is not None)
 
 
 def lowest_keys(rows: Rows, batch: int, queries: int, keys: int, window: int | None) -> Any:
@@ -130,7 +131,8 @@ class _Launch:
 
     def tiling(self, kernel: str) -> Tiling:
         """Return a kernel's tiling."""
-        return tiling_of(kernel, self.q, self.k, limited=self.lowest is not None)
+        pruned = self.bounds.first_of_query is not None
+        return tiling_of(kernel, self.q, self.k, limited=self.lowest is not None, pruned=pruned)
 
     def rows(self, kernel: str) -> tuple[Any, ...]:
         """Return what a kernel reads of each token: the gates, except in `key_gradients` their sums from each key to the end of its tile
