@@ -32,6 +32,7 @@ class Attention(NamedTuple):
         documents: whether rows have several documents and a mask.
         window: the number of last tokens that a query sees, or None.
         stored: the number of tokens of a state that the call continues from, or None.
+        prune: whether tiles of keys with negligible weights are skipped.
     """
 
     op: str
@@ -43,6 +44,7 @@ class Attention(NamedTuple):
     documents: bool = False
     window: int | None = None
     stored: int | None = None
+    prune: bool = True
 
 
 class Slots(NamedTuple):
@@ -76,6 +78,10 @@ CHECKS: dict[str, Any] = {
     "attention wide": Attention(ATTENTION, (2, 1), 256, 900, documents=True),
     "attention state": Attention(ATTENTION, (4, 2), 128, 300, stored=500),
     "attention state window": Attention(ATTENTION, (2, 2), 64, 300, stored=500, window=200),
+    "attention all": Attention(ATTENTION, (2, 2), 128, 1000, prune=False),
+    "attention all strong": Attention(ATTENTION, (2, 2), 128, 4096, gates="strong", prune=False),
+    "attention all state": Attention(ATTENTION, (2, 2), 128, 300, stored=500, prune=False),
+    "attention no gates": Attention(ATTENTION, (4, 4), 128, 700, "float16", gates=None),
     "attention float16": Attention(ATTENTION, (2, 2), 128, 600, "float16", documents=True),
     "attention float32": Attention(ATTENTION, (2, 1), 128, 600, "float32", documents=True),
     "attention float32 wide": Attention(ATTENTION, (2, 1), 256, 600, "float32", documents=True),
@@ -108,22 +114,35 @@ def library_call(op: str, implementation: Any) -> Callable[..., jax.Array]:
 
 
 def set_tiling(word: str, name: str, numbers: list[int]) -> str | None:
-    """Change the tiling of an attention kernel for bfloat16 and float16: `name` is KERNEL/CHANNELS and `numbers` are its queries, keys,
-    warps, stages and, where given, registers. It is that of every capability. Return what is accepted if the word is not accepted.
+    """Change the tiling of an attention kernel for bfloat16 and float16: `name` is KERNEL/CHANNELS and `numbers` are the fields of
+    `passes.Tiling`, of which the last ones may be left out. It is that of every capability. Return what is accepted if the word is not
+    accepted.
     """
     kernel, _, channels = name.partition("/")
     key = kernel, int(channels) if channels.isdecimal() else 0
     tiling = passes.Tiling(*numbers)
-    tile = passes.TILE
-    # `attend` moves the running maximum by whole tiles of keys inside one of queries.
-    wide = kernel.startswith("attend") and tiling.keys > tiling.queries
-    if key not in passes.TILINGS or tile % tiling.queries or tile % tiling.keys or wide:
+    if key not in passes.TILINGS or not _accepted(kernel, tiling):
         names = ", ".join(f"{kernel}/{dim}" for kernel, dim in passes.TILINGS)
-        return f"{word!r}: accepted are {names} = queries:keys:warps:stages[:registers], with divisors of {tile} as queries and keys, and of attend no more keys than queries"
+        return (
+            f"{word!r}: accepted are {names} = queries:keys:warps:stages[:registers[:parts[:columns[:ahead]]]], with divisors of {passes.TILE} as queries "
+            "and keys, and of attend no more keys than queries; only attend has 1, 2 or 4 parts, 1 or 8 columns and 0 or 1 as ahead"
+        )
     passes.TILINGS[key] = tiling
-    for narrower in (passes.TILINGS_8_0, passes.FEW_REGISTERS_8_0):
+    for narrower in (passes.TILINGS_8_0, passes.EQUAL_HEADS_8_0):
         narrower.pop(key, None)
     return None
+
+
+def _accepted(kernel: str, tiling: passes.Tiling) -> bool:
+    """Return whether a kernel of attention can have a tiling."""
+    if passes.TILE % tiling.queries or passes.TILE % tiling.keys:
+        return False
+    own = tiling.parts, tiling.columns, tiling.ahead
+    if not kernel.startswith("attend"):
+        return own == (1, 1, 0)
+    # `attend` moves the running maximum by whole tiles of keys inside one of queries.
+    known = tiling.parts in (1, 2, 4) and tiling.columns in (1, 8) and tiling.ahead in (0, 1)
+    return tiling.keys <= tiling.queries and known
 
 
 def check(name: str) -> dict[str, Any]:
@@ -178,8 +197,8 @@ def _attention(case: Attention) -> tuple[Callable[..., tuple], dict[str, jax.Arr
         if start is not None:
             start = start._replace(keys=start.keys.astype(x["k"].dtype), values=start.values.astype(x["v"].dtype))  # fmt: skip
         output, _ = ops.attention(
-            **x, **marks, window=case.window, initial_state=start, implementation=implementation
-        )
+            **x, **marks, window=case.window, initial_state=start, prune=case.prune, implementation=implementation,
+        )  # fmt: skip
         return (output,)
 
     return run, x

@@ -16,7 +16,7 @@ from pallas_kernels.forgetting_attention import forgetting_attention, unsupporte
 from pallas_kernels.forgetting_attention.bounds import Rows
 from pallas_kernels.forgetting_attention.triton import passes
 from pallas_kernels.forgetting_attention.triton.passes import (
-    FEW_REGISTERS_8_0,
+    EQUAL_HEADS_8_0,
     TILINGS,
     TILINGS_8_0,
     WIDE_TILINGS,
@@ -79,30 +79,36 @@ def test_tiles_of_programs_divide_the_tiles_of_bounds():
     for tiling in (
         *TILINGS.values(),
         *TILINGS_8_0.values(),
-        *FEW_REGISTERS_8_0.values(),
+        *EQUAL_HEADS_8_0.values(),
         *WIDE_TILINGS.values(),
     ):
         assert TILE % tiling.queries == 0 and TILE % tiling.keys == 0
 
 
 def test_tilings_of_code_for_8_0():
-    """Heads of 128 have few registers with documents or a window, if query and key heads are equally many, a power of two."""
+    """As many key heads of 128 as query heads, a power of two, have four warps, and eight of few registers with documents or a window."""
 
     def tilings(heads, key_heads, dim=128, dtype=jnp.bfloat16):
         q, k = (jnp.zeros((1, 128, h, dim), dtype) for h in (heads, key_heads))
-        return [tiling_of("attend", q, k, limited=limited) for limited in (False, True)]
+        kinds = ((False, False), (False, True), (True, False), (True, True))
+        return [tiling_of("attend", q, k, limited=x, pruned=y) for x, y in kinds]
 
-    usual = [TILINGS["attend", 128], TILINGS["attend_limited", 128]]
-    few = [TILINGS["attend", 128], FEW_REGISTERS_8_0["attend_limited", 128]]
+    def table(attend, pruned, limited):
+        return [attend, pruned, limited, limited]
+
+    one, limited = TILINGS["attend", 128], TILINGS["attend_limited", 128]
+    usual = table(one, one, limited)
+    two = table(EQUAL_HEADS_8_0["attend", 128], one, EQUAL_HEADS_8_0["attend_limited", 128])
     for capability in ("8.9", "9.0"):
         with launch.code_for(capability):
             assert tilings(4, 4) == usual
-            assert tilings(4, 4, 64) == [TILINGS["attend", 64]] * 2
+            assert tilings(4, 4, 64) == [TILINGS["attend", 64]] * 4
     with launch.code_for("8.0"):
-        assert tilings(4, 4) == tilings(1, 1) == few
+        assert tilings(4, 4) == tilings(1, 1) == two
         assert tilings(4, 2) == tilings(12, 12) == usual
-        assert tilings(4, 2, 64) == [TILINGS_8_0["attend", 64], TILINGS_8_0["attend_limited", 64]]
-        assert tilings(4, 4, dtype=jnp.float32) == [WIDE_TILINGS["attend", 128]] * 2
+        narrow = TILINGS_8_0["attend", 64]
+        assert tilings(4, 2, 64) == table(narrow, narrow, TILINGS_8_0["attend_limited", 64])
+        assert tilings(4, 4, dtype=jnp.float32) == [WIDE_TILINGS["attend", 128]] * 4
 
 
 @requires_triton
@@ -175,11 +181,21 @@ def test_checks_of_the_benchmark_accept_xla(name):
 def test_tilings_of_the_command_line(monkeypatch):
     monkeypatch.setattr(passes, "TILINGS", dict(TILINGS))
     monkeypatch.setattr(passes, "TILINGS_8_0", dict(TILINGS_8_0))
-    monkeypatch.setattr(passes, "FEW_REGISTERS_8_0", dict(FEW_REGISTERS_8_0))
+    monkeypatch.setattr(passes, "EQUAL_HEADS_8_0", dict(EQUAL_HEADS_8_0))
     assert triton_attention.set_tiling("", "attend/64", [64, 64, 4, 2, 168]) is None
     assert passes.TILINGS["attend", 64] == passes.Tiling(64, 64, 4, 2, 168)
     with launch.code_for("8.0"):
         q = jnp.zeros((1, 128, 1, 64), jnp.bfloat16)
-        assert passes.tiling_of("attend", q, q, limited=False) == passes.Tiling(64, 64, 4, 2, 168)
-    assert "accepted are attend/64, " in triton_attention.set_tiling("", "attend/64", [96, 64, 4, 2])  # fmt: skip
+        assert passes.tiling_of("attend", q, q, limited=False, pruned=False) == passes.Tiling(
+            64, 64, 4, 2, 168
+        )
+    numbers = [128, 32, 4, 3, 0, 2, 8, 1]
+    assert triton_attention.set_tiling("", "attend/128", numbers) is None
+    assert passes.TILINGS["attend", 128] == passes.Tiling(128, 32, 4, 3, parts=2, columns=8, ahead=1)  # fmt: skip
+    for kernel, wrong in {
+        "attend": ([96, 64, 4, 2], [64, 128, 4, 2], [64, 64, 4, 2, 0, 3], [64, 64, 4, 2, 0, 2, 4]),
+        "query_gradients": ([64, 64, 4, 2, 0, 2], [64, 64, 4, 2, 0, 1, 8]),
+    }.items():
+        for numbers in wrong:
+            assert "accepted are attend/64, " in triton_attention.set_tiling("", f"{kernel}/64", numbers)  # fmt: skip
     assert "accepted are" in triton_attention.set_tiling("", "attend/32", [64, 64, 4, 2])

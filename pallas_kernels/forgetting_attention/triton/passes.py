@@ -1,4 +1,4 @@
-"""The forward and the backward pass of attention with forget gates by the Triton kernels in `bodies`."""
+"""The forward and the backward pass of attention with forget gates by the Triton kernels in `forward_bodies` and `bodies`."""
 
 from __future__ import annotations
 
@@ -25,6 +25,9 @@ class Tiling(NamedTuple):
         warps: number of warps of a program.
         stages: number of iterations of the kernel's loop whose loads are in flight.
         registers: largest number of registers of a thread, or 0 for the compiler's choice.
+        parts: number of equal parts of a head's channels that `attend` multiplies one after another.
+        columns: number of sums of weights that `attend` keeps for each query in its loop.
+        ahead: 1 if `attend` computes the products of a tile beside the weights of the tile before, and otherwise 0.
     """
 
     queries: int
@@ -32,12 +35,16 @@ class Tiling(NamedTuple):
     warps: int
     stages: int
     registers: int = 0
+    parts: int = 1
+    columns: int = 1
+    ahead: int = 0
 
 
 TILINGS = {
     ("attend", 64): Tiling(128, 32, 4, 3),
     ("attend", 128): Tiling(128, 64, 8, 3),
     ("attend_limited", 128): Tiling(128, 32, 8, 3),
+    ("attend_pruned", 128): Tiling(128, 64, 8, 3),
     ("attend", 256): Tiling(64, 32, 8, 2),
     ("query_gradients", 64): Tiling(64, 64, 4, 3),
     ("query_gradients", 128): Tiling(128, 32, 8, 3),
@@ -47,18 +54,21 @@ TILINGS = {
     ("key_gradients", 256): Tiling(32, 32, 8, 1),
 }
 """The tiling of each kernel for bfloat16 and float16, by the kernel's name and the channels of a head; none spills more than 64 bytes
-on 8.x. With documents or a window, "attend_limited" replaces "attend" where it has a tiling."""
+on 8.x. With documents or a window, "attend_limited" replaces "attend" where it has a tiling, and otherwise "attend_pruned" where tiles are pruned."""
 TILINGS_8_0 = {
     ("attend", 64): Tiling(128, 64, 4, 3),
     ("attend_limited", 64): Tiling(128, 32, 4, 3),
 }
 """Tilings of `TILINGS` that differ in code for 8.0."""
-FEW_REGISTERS_8_0 = {
+EQUAL_HEADS_8_0 = {
+    ("attend", 128): Tiling(128, 32, 4, 3, parts=2, columns=8),
     ("attend_limited", 128): Tiling(128, 32, 8, 3, 128),
 }
 """Tilings that differ besides in code for 8.0 with as many key heads as query heads, a power of two: then the strides of the tokens of queries
-and of keys are one number, and a shift, and 128 registers suffice (others would spill 100 to 150 bytes). Two programs of 8 warps share a
-processor, which has 164 KiB of shared memory on these cards. Without documents and a window this is slower (2.23 and 2.06 ms at 8 x 4096 x 16 x 128 on an H200)."""
+and of keys are one number, and a shift. Two programs share a processor, which has 164 KiB of shared memory on these cards. "attend" has four
+warps, whose loop has fewer reads of shared memory than that of eight; without `parts` and `columns` they would spill 250 bytes. For
+"attend_limited" 128 registers suffice (with other heads 100 to 150 bytes would spill); without documents and a window that is slower than one
+program of 64 keys (2.23 and 2.06 ms at 8 x 4096 x 16 x 128 on an H200)."""
 WIDE_TILINGS = {
     ("attend", 64): Tiling(64, 32, 4, 1),
     ("attend", 128): Tiling(64, 32, 8, 1),
@@ -73,20 +83,19 @@ WIDE_TILINGS = {
 """The tilings for float32, whose products are in tf32."""
 
 
-def tiling_of(kernel: str, q, k, *, limited: bool) -> Tiling:
+def tiling_of(kernel: str, q, k, *, limited: bool, pruned: bool) -> Tiling:
     """Return the tiling of a kernel for queries q [B, Q, H, D] and keys k [B, T, G, D], and for the capability for which `launch`
-    compiles; `limited` says whether documents or a window limit what the queries see.
+    compiles; `limited` says whether documents or a window limit what the queries see, and `pruned` whether tiles of keys are pruned.
     """
     table: Any = WIDE_TILINGS if q.dtype == _F32 else TILINGS
     heads, key_heads = q.shape[2], k.shape[2]
     if q.dtype != _F32 and launch.capability() == 80:
         table = TILINGS | TILINGS_8_0
         if heads == key_heads and heads & (heads - 1) == 0:
-            table |= FEW_REGISTERS_8_0
-    depth = q.shape[-1]
-    return table.get(
-        (f"{kernel}_limited", depth) if limited else (kernel, depth), table[kernel, depth]
-    )
+            table |= EQUAL_HEADS_8_0
+    kinds = ["_limited"] * limited + ["_pruned"] * pruned + [""]
+    found = (table.get((kernel + kind, q.shape[-1])) for kind in kinds)
+    return next(tiling for tiling in found if tiling is not None)
 
 
 def lowest_keys(rows: Rows, batch: int, queries: int, keys: int, window: int | None) -> Any:
@@ -122,7 +131,8 @@ class _Launch:
 
     def tiling(self, kernel: str) -> Tiling:
         """Return a kernel's tiling."""
-        return tiling_of(kernel, self.q, self.k, limited=self.lowest is not None)
+        pruned = self.bounds.first_of_query is not None
+        return tiling_of(kernel, self.q, self.k, limited=self.lowest is not None, pruned=pruned)
 
     def rows(self, kernel: str) -> tuple[Any, ...]:
         """Return what a kernel reads of each token: the gates, except in `key_gradients` their sums from each key to the end of its tile
@@ -151,6 +161,9 @@ class _Launch:
     def run(self, kernel, inputs, outputs, tokens: int) -> dict[str, jax.Array]:
         """Run a kernel whose programs compute the `tokens` queries or keys of each row and head; return its outputs by name."""
         tiling = self.tiling(kernel.fn.__name__)
+        own: dict[str, Any] = {}
+        if kernel.fn.__name__ == "attend":
+            own = dict(PARTS=tiling.parts, COLUMNS=tiling.columns, AHEAD=bool(tiling.ahead))
         size = tiling.keys if kernel.fn.__name__ == "key_gradients" else tiling.queries
         return launch.call(
             kernel,
@@ -172,6 +185,7 @@ class _Launch:
             PRUNED=self.bounds.first_of_query is not None,
             LIMITED=self.lowest is not None,
             PLACES=self.places is not None,
+            **own,
         )
 
     @property
@@ -204,12 +218,12 @@ def forward(
         The output [B, Q, H, D], 0 where a query sees no key; and [B, H, Q] float32, the base-2 logarithm of the sum of each query's
         weights, 1e30 where it sees no key.
     """
-    from pallas_kernels.forgetting_attention.triton import bodies
+    from pallas_kernels.forgetting_attention.triton import forward_bodies
 
     del interpret
     call = _Launch(q, k, rows, bounds, scale, window)
     results = call.run(
-        bodies.attend,
+        forward_bodies.attend,
         (q, k, v, *call.rows("attend"), call.first, call.factor),
         dict(
             out=_struct(q.shape, q.dtype),
