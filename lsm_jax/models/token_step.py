@@ -21,7 +21,7 @@ from lsm_jax import mixers
 from lsm_jax.feedforward.swiglu import SwiGLU
 from lsm_jax.mixers.gla import GLA
 from lsm_jax.mixers.joined import is_plain
-from lsm_jax.mixers.layers import Dense, RMSNorm, merge_heads, project, split_heads
+from lsm_jax.mixers.layers import Dense, RMSNorm, project, split_heads
 from lsm_jax.mixers.normed_product import normed_product
 from lsm_jax.mixers.tails import Pointwise
 from lsm_jax.models.decoder import Decoder, DecoderState, PeriodStates
@@ -35,13 +35,10 @@ MANY_ROWS = 256
 """The largest number of rows that pass through mixers with steps of their own."""
 GROUP = 8
 """The number of tokens of which one writes the memories of many rows (`pallas_kernels.decode_step.deferred`); 1: each."""
-TILED = ("into", "out", "gate_up", "down")
-"""The products of many rows that are computed by `tile_product`, by the names of `_Matrices`, where it supports all four; the others are XLA's."""
 DEFERRED_ROWS = 32
 """The least number of rows of which so few tokens write, where reading and writing memories is what a token waits for."""
 OTHER_MIXERS = False
 """Whether models whose mixers have no step of their own pass their feedforwards and heads by these kernels, which gained nothing for Gated DeltaNet."""
-_TILE_COLUMNS = 64  # of which the width of a mixer's input is made a multiple by zeros
 _INTERPRET: Any = False  # parameters of Mosaic GPU's interpreter, in tests
 
 
@@ -51,7 +48,7 @@ class _Matrices(NamedTuple):
     Attributes:
         into: matrix of the mixer's input, or None for a mixer without kernels of its own.
         out: matrix of the mixer's output, or None.
-        gate_up: matrix of the feedforward's input, or None where XLA multiplies.
+        gate_up: matrix of the feedforward's input, or None for many rows.
         down: matrix of the feedforward's output, or None.
     """
 
@@ -168,27 +165,6 @@ def _is_served_gla(mixer: Any, batch: int) -> bool:
     return into is None and out is None
 
 
-def _is_tiled(block: Any, batch: int) -> bool:
-    """Return whether the products of a layer of gated linear attention for many rows are computed by `tile_product`."""
-    if not TILED or batch <= MOST_ROWS or not _is_served_gla(block.mixer, batch):
-        return False
-    mixer, kernel = block.mixer, row_products()
-    width = sum(layer.kernel.get_value().shape[-1] for layer in _gla_projections(mixer))
-    inner, values = (
-        block.feedforward.config.width(mixer.hidden_size),
-        mixer.o_proj.kernel.get_value().shape[-2],
-    )
-    size = mixer.hidden_size
-    products = (
-        (size, width + -width % _TILE_COLUMNS, False), (values, size, False), (size, 2 * inner, True), (inner, size, False),
-    )  # fmt: skip
-    return all(
-        kernel.tile_unsupported(_shape(batch, channels), _shape(results, channels), swiglu=swiglu)
-        is None
-        for channels, results, swiglu in products
-    )
-
-
 def prepare(model: Decoder, periods: tuple[Any, ...], batch: int) -> Prepared:
     """Return the matrices that the kernels read, from a model and the modules of its periods of layers (`Decoder.unstack_periods`); for a
     loop over tokens they are computed once, in front of it.
@@ -199,27 +175,8 @@ def prepare(model: Decoder, periods: tuple[Any, ...], batch: int) -> Prepared:
 
     few = batch <= MOST_ROWS
 
-    def scaled(norm, *kernels):
-        scale = norm.factors()[:, None]
-        return joined(*((scale * k.astype(jnp.float32)).astype(model.dtype) for k in kernels))
-
     def of_layer(block):
         ff, into, out, gate_up, down = block.feedforward, None, None, None, None
-        if _is_tiled(block, batch):
-            projections = [layer.kernel[...] for layer in _gla_projections(block.mixer)]
-            into = joined(*projections)
-            if "into" in TILED:
-                into = scaled(block.mixer_norm, *projections)
-                into = jnp.pad(into, ((0, -into.shape[0] % _TILE_COLUMNS), (0, 0)))
-            gate_up = scaled(
-                block.feedforward_norm, ff.gate_proj.kernel[...], ff.up_proj.kernel[...]
-            )
-            matrices = (
-                joined(block.mixer.o_proj.kernel[...]),
-                gate_up,
-                joined(ff.down_proj.kernel[...]),
-            )
-            return _Matrices(into, *matrices)
         if _is_served_gla(block.mixer, batch):
             into = joined(*(layer.kernel[...] for layer in _gla_projections(block.mixer)))
             out = joined(block.mixer.o_proj.kernel[...]) if few else None
@@ -316,8 +273,6 @@ def pass_token(
                 x, shared = x + y, dict(context.shared)
             if few:
                 x = _feedforward_token(block, of_layer, x)
-            elif of_layer.gate_up is not None:
-                x = _feedforward_tiles(block, of_layer, x)
             else:
                 x = x + block.feedforward.transform(block.feedforward_norm(x))
             after[-1].append((mixer_state, inner_state))
@@ -379,13 +334,13 @@ def _gla_token(block: Any, matrices: _Matrices, x: jax.Array, state: Any) -> tup
 def _gla_tokens(block: Any, matrices: _Matrices, x: jax.Array, state: Any) -> tuple[jax.Array, Any]:
     """Return the same for many rows."""
     mixer = block.mixer
-    y = _input_product(block, matrices, x)
+    y = project(block.mixer_norm(x)[:, 0], matrices.into.T)
     widths = (layer.kernel[...].shape[-1] for layer in _gla_projections(mixer))
-    keys, values, gates, down, end = itertools.accumulate(widths)
-    logits = project(y[:, down:end], mixer.decay_up.kernel[...], dtype=jnp.float32)
+    keys, values, gates, down, _ = itertools.accumulate(widths)
+    logits = project(y[:, down:], mixer.decay_up.kernel[...], dtype=jnp.float32)
     o, state = _gla_memory(mixer, logits, None, state, y, y, y, columns=(0, keys, values))
     gate = split_heads(y[:, None, gates:down], mixer.config.num_heads)
-    return _add_output(block, matrices, x, o, gate), state
+    return x + normed_product(mixer.norm, mixer.o_proj, o[:, None], gate), state
 
 
 def _gla_deferred(
@@ -393,7 +348,7 @@ def _gla_deferred(
 ) -> tuple[jax.Array, Any, Any]:
     """Return the same, and the pending writes, of `count` tokens before this one, to its memory."""
     mixer, memory = block.mixer, state.memory
-    y = _input_product(block, matrices, x)
+    y = project(block.mixer_norm(x)[:, 0], matrices.into.T)
     widths = (layer.kernel[...].shape[-1] for layer in _gla_projections(mixer))
     keys, values, gates, down, _ = itertools.accumulate(widths)
     up = mixer.decay_up
@@ -403,40 +358,8 @@ def _gla_deferred(
         interpret=_INTERPRET,
     )  # fmt: skip
     gate = split_heads(y[:, None, gates:down], mixer.config.num_heads)
-    x = _add_output(block, matrices, x, o, gate)
+    x += normed_product(mixer.norm, mixer.o_proj, o[:, None], gate)
     return x, state._replace(memory=memory._replace(memory=matrix)), writes
-
-
-def _input_product(block: Any, matrices: _Matrices, x: jax.Array) -> jax.Array:
-    """Return the product [B, F] of the normed stream x [B, 1, D] of many rows with the matrix of a mixer's input."""
-    if "into" in TILED and matrices.gate_up is not None:
-        return _tile_product(x[:, 0], matrices.into, eps=block.mixer_norm.eps)
-    return project(block.mixer_norm(x)[:, 0], matrices.into.T)
-
-
-def _add_output(
-    block: Any, matrices: _Matrices, x: jax.Array, o: jax.Array, gate: jax.Array
-) -> jax.Array:
-    """Return the stream x [B, 1, D] with the output of a mixer added, from the output o [B, H, V] of its memory and the gate [B, 1, H, V]."""
-    mixer = block.mixer
-    if "out" in TILED and matrices.gate_up is not None:
-        normed = merge_heads(mixer.norm(o[:, None], gate, activation="silu"))
-        return _tile_product(normed[:, 0], matrices.out, added=x[:, 0])[:, None]
-    return x + normed_product(mixer.norm, mixer.o_proj, o[:, None], gate)
-
-
-def _feedforward_tiles(block: Any, matrices: _Matrices, x: jax.Array) -> jax.Array:
-    """Return the stream x [B, 1, D] of many rows with the output of the feedforward added."""
-    if "gate_up" not in TILED:
-        return x + block.feedforward.transform(block.feedforward_norm(x))
-    hidden = _tile_product(x[:, 0], matrices.gate_up, eps=block.feedforward_norm.eps, swiglu=True)
-    if "down" in TILED:
-        return _tile_product(hidden, matrices.down, added=x[:, 0])[:, None]
-    return x + project(hidden, matrices.down.T)[:, None]
-
-
-def _tile_product(*arguments, **options):
-    return row_products().tile_product(*arguments, **options, interpret=_INTERPRET)
 
 
 def _feedforward_token(block: Any, matrices: _Matrices, x: jax.Array) -> jax.Array:

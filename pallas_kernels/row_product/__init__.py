@@ -3,6 +3,5 @@ behind them (a gate or the residual sum).
 """
 
 from pallas_kernels.row_product.api import GatedNorm, Norm, row_product, unsupported
-from pallas_kernels.row_product.tiles import tile_product, tile_unsupported
 
-__all__ = ["GatedNorm", "Norm", "row_product", "tile_product", "tile_unsupported", "unsupported"]
+__all__ = ["GatedNorm", "Norm", "row_product", "unsupported"]
