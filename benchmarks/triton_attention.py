@@ -124,8 +124,8 @@ def set_tiling(word: str, name: str, numbers: list[int]) -> str | None:
     if key not in passes.TILINGS or not _accepted(kernel, tiling):
         names = ", ".join(f"{kernel}/{dim}" for kernel, dim in passes.TILINGS)
         return (
-            f"{word!r}: accepted are {names} = queries:keys:warps:stages[:registers[:parts[:columns[:ahead]]]], with divisors of {passes.TILE} as queries "
-            "and keys, and of attend no more keys than queries; only attend has 1, 2 or 4 parts, 1 or 8 columns and 0 or 1 as ahead"
+            f"{word!r}: accepted are {names} = queries:keys:warps:stages[:registers[:parts[:columns]]], with divisors of {passes.TILE} as queries "
+            "and keys, and of attend no more keys than queries; only attend has 1, 2 or 4 parts and 1 or 8 columns"
         )
     passes.TILINGS[key] = tiling
     for narrower in (passes.TILINGS_8_0, passes.EQUAL_HEADS_8_0):
@@ -137,11 +137,11 @@ def _accepted(kernel: str, tiling: passes.Tiling) -> bool:
     """Return whether a kernel of attention can have a tiling."""
     if passes.TILE % tiling.queries or passes.TILE % tiling.keys:
         return False
-    own = tiling.parts, tiling.columns, tiling.ahead
+    own = tiling.parts, tiling.columns
     if not kernel.startswith("attend"):
-        return own == (1, 1, 0)
+        return own == (1, 1)
     # `attend` moves the running maximum by whole tiles of keys inside one of queries.
-    known = tiling.parts in (1, 2, 4) and tiling.columns in (1, 8) and tiling.ahead in (0, 1)
+    known = tiling.parts in (1, 2, 4) and tiling.columns in (1, 8)
     return tiling.keys <= tiling.queries and known
 
 

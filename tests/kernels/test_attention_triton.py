@@ -189,9 +189,9 @@ def test_tilings_of_the_command_line(monkeypatch):
         assert passes.tiling_of("attend", q, q, limited=False, pruned=False) == passes.Tiling(
             64, 64, 4, 2, 168
         )
-    numbers = [128, 32, 4, 3, 0, 2, 8, 1]
+    numbers = [128, 32, 4, 3, 0, 2, 8]
     assert triton_attention.set_tiling("", "attend/128", numbers) is None
-    assert passes.TILINGS["attend", 128] == passes.Tiling(128, 32, 4, 3, parts=2, columns=8, ahead=1)  # fmt: skip
+    assert passes.TILINGS["attend", 128] == passes.Tiling(128, 32, 4, 3, parts=2, columns=8)  # fmt: skip
     for kernel, wrong in {
         "attend": ([96, 64, 4, 2], [64, 128, 4, 2], [64, 64, 4, 2, 0, 3], [64, 64, 4, 2, 0, 2, 4]),
         "query_gradients": ([64, 64, 4, 2, 0, 2], [64, 64, 4, 2, 0, 1, 8]),

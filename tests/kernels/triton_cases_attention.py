@@ -157,15 +157,10 @@ CASES = {
         (1, 1), 128, 300, dtype="float16", documents=True, capability="8.0"
     ),
     "in parts": Case((2, 1), 128, 300, documents=True, tiling="attend/128=128:32:4:3:0:2:8"),
-    "ahead": Case((2, 1), 128, 300, tiling="attend/128=64:32:4:3:0:2:8:1"),
-    "ahead, window": Case(length=390, window=129, tiling="attend/64=128:64:4:3:0:1:1:1"),
-    "ahead, documents": Case(length=300, documents=True, tiling="attend/64=128:32:4:3:0:2:8:1"),
-    "ahead, state": Case((2, 1), length=100, stored=150, tiling="attend/64=128:32:4:3:0:4:8:1"),
-    "ahead, pruned": Case(
-        (2, 1), length=700, gates="closed", prune=True, tiling="attend/64=128:64:4:3:0:2:8:1"
-    ),
-    "ahead, bfloat16": Case(
-        (1, 1), 128, 150, dtype="bfloat16", prune=True, tiling="attend/128=128:64:8:3:0:1:8:1"
+    "in parts, window": Case(length=390, window=129, tiling="attend/64=128:64:4:3:0:2"),
+    "in parts, state": Case((2, 1), length=100, stored=150, tiling="attend/64=128:32:4:3:0:4:8"),
+    "in parts, pruned": Case(
+        (2, 1), length=700, gates="closed", prune=True, tiling="attend/64=128:64:4:3:0:2:8"
     ),
 }
 """Cases by name."""

@@ -35,30 +35,24 @@ def _products(
 
 @triton.jit
 def _attend(
-    start, end, last, products, out, top, total, tile_q, queries, lowest, hidden, query_high, query_low,
+    start, end, out, top, total, tile_q, queries, lowest, hidden, query_high, query_low,
     k, v, k_high, k_low, after, step, factor,
     KEY_HEADS: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, BN: tl.constexpr,
     GATED: tl.constexpr, PRUNED: tl.constexpr, DIAGONAL: tl.constexpr, LIMITED: tl.constexpr,
-    PARTS: tl.constexpr, COLUMNS: tl.constexpr, AHEAD: tl.constexpr,
+    PARTS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Add the tiles of keys from `start` to before `end` to the sums of a program's queries; return `products`, and these sums: of the
-    values times their weights, the largest score, and of the weights relative to it.
+    """Add the tiles of keys from `start` to before `end` to the sums of a program's queries; return these sums: of the values times
+    their weights, the largest score, and of the weights relative to it.
 
     With `DIAGONAL` scores are those up to the queries, and otherwise up to the last key of the last tile that was added: what the gates
     leave from there to a query is the same for all earlier keys. `out` and `tile_q` are tuples of `PARTS` equal parts of the channels.
     `total` is [BM], or [BM, COLUMNS] with a sum for each of as many columns of a tile, which are added after the last tile.
-    With `AHEAD` the products of a tile are computed beside the weights of the tile before: `products` are those of tile `start`, and
-    become those of tile `end`, or of the program's last tile, `last`.
     """
     SIZE: tl.constexpr = D // PARTS
     offsets = tl.arange(0, BN)[:, None] * (KEY_HEADS * D) + tl.arange(0, SIZE)[None, :]
     for n in range(start, end):
         first = tl.cast(n, tl.int64) * (BN * KEY_HEADS * D)
-        if AHEAD:
-            s = products * factor
-            products = _products(tl.minimum(n + 1, last), tile_q, k, KEY_HEADS, D, BN, PARTS)
-        else:
-            s = _products(n, tile_q, k, KEY_HEADS, D, BN, PARTS) * factor
+        s = _products(n, tile_q, k, KEY_HEADS, D, BN, PARTS) * factor
         keys = n * BN + tl.arange(0, BN)
         if GATED:
             if DIAGONAL:
@@ -92,7 +86,7 @@ def _attend(
             )
         out = new_out
         top = new_top
-    return products, out, top, total
+    return out, top, total
 
 
 @triton.jit
@@ -102,7 +96,7 @@ def attend(
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     D: tl.constexpr, TILE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, GATED: tl.constexpr,
     PRUNED: tl.constexpr, LIMITED: tl.constexpr, PLACES: tl.constexpr, PARTS: tl.constexpr,
-    COLUMNS: tl.constexpr, AHEAD: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Store the output of attention `out`, 0 where a query sees no key, and `sums`. A program computes BM queries of one head.
 
@@ -151,25 +145,17 @@ def attend(
     if LIMITED:
         first_keys = tl.load(lowest + b * QUERIES + rows)
         start = tl.maximum(start, tl.min(first_keys, 0) // BN)
-    products = 0.0
-    if AHEAD:
-        # Other loads than those of the loops, so that Triton reads the queries of the loops from shared memory.
-        first_q = ()
-        for part in tl.static_range(PARTS):
-            first_q += (tl.load(q + part * SIZE + offsets, eviction_policy="evict_last"),)
-        products = _products(start, first_q, k, KEY_HEADS, D, BN, PARTS)
-    if LIMITED:
         free = tl.minimum((tl.max(first_keys, 0) + BN - 1) // BN, diagonal)
-        products, total_out, top, total = _attend(
-            start, free, end - 1, products, total_out, top, total, tile_q, queries, first_keys, hidden, top, top,
+        total_out, top, total = _attend(
+            start, free, total_out, top, total, tile_q, queries, first_keys, hidden, top, top,
             k, v, k_high + of_keys, k_low + of_keys, after + of_keys, step + of_keys // BN, factor,
-            KEY_HEADS, D, TILE, BN, GATED, PRUNED, False, True, PARTS, COLUMNS, AHEAD,
+            KEY_HEADS, D, TILE, BN, GATED, PRUNED, False, True, PARTS, COLUMNS,
         )  # fmt: skip
         start = tl.maximum(start, free)
-    products, total_out, top, total = _attend(
-        start, diagonal, end - 1, products, total_out, top, total, tile_q, queries, first_keys, hidden, top, top,
+    total_out, top, total = _attend(
+        start, diagonal, total_out, top, total, tile_q, queries, first_keys, hidden, top, top,
         k, v, k_high + of_keys, k_low + of_keys, after + of_keys, step + of_keys // BN, factor,
-        KEY_HEADS, D, TILE, BN, GATED, PRUNED, False, False, PARTS, COLUMNS, AHEAD,
+        KEY_HEADS, D, TILE, BN, GATED, PRUNED, False, False, PARTS, COLUMNS,
     )  # fmt: skip
     # Before the first key there is no tile, and `top` is `NEVER` with any number added.
     base_high, base_low = gates_of_first(high, low, of_keys + tl.maximum(position - 1, 0), GATED)
@@ -177,10 +163,10 @@ def attend(
         q_high, q_low, of_row, base_high, base_low, BM, GATED
     )
     top += inside
-    products, total_out, top, total = _attend(
-        diagonal, end, end - 1, products, total_out, top, total, tile_q, queries, first_keys, hidden, query_high, query_low,
+    total_out, top, total = _attend(
+        diagonal, end, total_out, top, total, tile_q, queries, first_keys, hidden, query_high, query_low,
         k, v, k_high + of_keys, k_low + of_keys, after + of_keys, step + of_keys // BN, factor,
-        KEY_HEADS, D, TILE, BN, GATED, PRUNED, True, LIMITED, PARTS, COLUMNS, AHEAD,
+        KEY_HEADS, D, TILE, BN, GATED, PRUNED, True, LIMITED, PARTS, COLUMNS,
     )  # fmt: skip
     if COLUMNS > 1:
         total = tl.sum(total, 1)

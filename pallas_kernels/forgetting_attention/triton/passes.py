@@ -27,7 +27,6 @@ class Tiling(NamedTuple):
         registers: largest number of registers of a thread, or 0 for the compiler's choice.
         parts: number of equal parts of a head's channels that `attend` multiplies one after another.
         columns: number of sums of weights that `attend` keeps for each query in its loop.
-        ahead: 1 if `attend` computes the products of a tile beside the weights of the tile before, and otherwise 0.
     """
 
     queries: int
@@ -37,7 +36,6 @@ class Tiling(NamedTuple):
     registers: int = 0
     parts: int = 1
     columns: int = 1
-    ahead: int = 0
 
 
 TILINGS = {
@@ -163,7 +161,7 @@ class _Launch:
         tiling = self.tiling(kernel.fn.__name__)
         own: dict[str, Any] = {}
         if kernel.fn.__name__ == "attend":
-            own = dict(PARTS=tiling.parts, COLUMNS=tiling.columns, AHEAD=bool(tiling.ahead))
+            own = dict(PARTS=tiling.parts, COLUMNS=tiling.columns)
         size = tiling.keys if kernel.fn.__name__ == "key_gradients" else tiling.queries
         return launch.call(
             kernel,
