@@ -61,6 +61,8 @@ CASES = (
     "8x4096x32x64-low_rank",
     "4x2048x16x128-plain",
     "8x2048x32x64",
+    "8x2048x32x256",
+    "8x2048x32x256-plain",
 )
 _SMALL = 2, 640, 4
 _COMPILERS = 14

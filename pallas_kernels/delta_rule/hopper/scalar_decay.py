@@ -80,7 +80,8 @@ def forward(
     checkpoints = 1 if save_memories else hopper_parts.count_checkpoints(q, k, v, chunk_bounds)
     in_parts = chunk_bounds is None and hopper_parts.count_parts(q, k, v) > 1
     ran = erase == "decayed" and _sizes_ran(q, k, v)
-    version = scan.FORWARD or ("scored" if ran and not in_parts else "joint")
+    split = ran and k.shape[-1] <= 128
+    version = scan.FORWARD or ("scored" if split and not in_parts else "joint")
     scored = version == "scored" and not (save or save_memories or in_parts or checkpoints > 1)
     scored = scored and split_scan.fits(k.shape[-1], v.shape[-1])
     solved = chunk_forward(
@@ -129,11 +130,12 @@ def forward(
 
 
 def _sizes_ran(q, k, v) -> bool:
-    """Return whether a card has run the inverse by blocks and the split scan with these sizes, of which docs/delta_forward.jsonl has rows:
-    as many heads of each array, as many key as value channels, 64 or 128 (without a decay 128 alone has rows). No card has run them with an undecayed erase.
+    """Return whether a card has run the inverse by blocks with these sizes, and the split scan with those of up to 128 channels, of which
+    docs/delta_forward.jsonl has rows: as many heads of each array, as many key as value channels, 64, 128 or 256 (without a decay 128 and 256
+    have rows). No card has run them with an undecayed erase.
     """
     sizes = {x.shape[2:] for x in (q, k, v)}
-    return len(sizes) == 1 and k.shape[-1] in (64, 128)
+    return len(sizes) == 1 and k.shape[-1] in (64, 128, 256)
 
 
 def backward(
