@@ -108,22 +108,35 @@ def library_call(op: str, implementation: Any) -> Callable[..., jax.Array]:
 
 
 def set_tiling(word: str, name: str, numbers: list[int]) -> str | None:
-    """Change the tiling of an attention kernel for bfloat16 and float16: `name` is KERNEL/CHANNELS and `numbers` are its queries, keys,
-    warps, stages and, where given, registers. It is that of every capability. Return what is accepted if the word is not accepted.
+    """Change the tiling of an attention kernel for bfloat16 and float16: `name` is KERNEL/CHANNELS and `numbers` are the fields of
+    `passes.Tiling`, of which the last ones may be left out. It is that of every capability. Return what is accepted if the word is not
+    accepted.
     """
     kernel, _, channels = name.partition("/")
     key = kernel, int(channels) if channels.isdecimal() else 0
     tiling = passes.Tiling(*numbers)
-    tile = passes.TILE
-    # `attend` moves the running maximum by whole tiles of keys inside one of queries.
-    wide = kernel.startswith("attend") and tiling.keys > tiling.queries
-    if key not in passes.TILINGS or tile % tiling.queries or tile % tiling.keys or wide:
+    if key not in passes.TILINGS or not _accepted(kernel, tiling):
         names = ", ".join(f"{kernel}/{dim}" for kernel, dim in passes.TILINGS)
-        return f"{word!r}: accepted are {names} = queries:keys:warps:stages[:registers], with divisors of {tile} as queries and keys, and of attend no more keys than queries"
+        return (
+            f"{word!r}: accepted are {names} = queries:keys:warps:stages[:registers[:parts[:columns[:ahead]]]], with divisors of {passes.TILE} as queries "
+            "and keys, and of attend no more keys than queries; only attend has 1, 2 or 4 parts, 1 or 8 columns and 0 or 1 as ahead"
+        )
     passes.TILINGS[key] = tiling
     for narrower in (passes.TILINGS_8_0, passes.FEW_REGISTERS_8_0):
         narrower.pop(key, None)
     return None
+
+
+def _accepted(kernel: str, tiling: passes.Tiling) -> bool:
+    """Return whether a kernel of attention can have a tiling."""
+    if passes.TILE % tiling.queries or passes.TILE % tiling.keys:
+        return False
+    own = tiling.parts, tiling.columns, tiling.ahead
+    if not kernel.startswith("attend"):
+        return own == (1, 1, 0)
+    # `attend` moves the running maximum by whole tiles of keys inside one of queries.
+    known = tiling.parts in (1, 2, 4) and tiling.columns in (1, 8) and tiling.ahead in (0, 1)
+    return tiling.keys <= tiling.queries and known
 
 
 def check(name: str) -> dict[str, Any]:

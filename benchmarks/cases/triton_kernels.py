@@ -103,7 +103,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tilings", type=options.words, default=[],
         help="tilings to try in place of the table's: kernel=keys:values:warps:stages,...; `TILINGS` "
-        "has the names. A fifth number is the largest number of registers. For attention kernel/channels=queries:keys:warps:stages, for convolution_forward, "
+        "has the names. A fifth number is the largest number of registers. For attention kernel/channels=queries:keys:warps:stages[:registers[:parts[:columns[:ahead]]]], for convolution_forward, "
         "convolution_backward and normalised_backward tokens:channels:warps:unroll",
     )  # fmt: skip
     parser.add_argument(
@@ -137,7 +137,7 @@ def set_tilings(words: list[str]) -> list[str]:
     for word in words:
         name, _, sizes = word.partition("=")
         numbers = [int(n) for n in sizes.split(":") if n.isdecimal()]
-        if "/" in name and len(numbers) in (4, 5):
+        if "/" in name and 4 <= len(numbers) <= 8:
             if (accepted := triton_attention.set_tiling(word, name, numbers)) is not None:
                 raise UsageError(f"--tilings {accepted}")
             continue

@@ -86,21 +86,24 @@ def test_tiles_of_programs_divide_the_tiles_of_bounds():
 
 
 def test_tilings_of_code_for_8_0():
-    """Heads of 128 have few registers with documents or a window, if query and key heads are equally many, a power of two."""
+    """Heads of 128 have four warps without documents and a window, and few registers with them, if query and key heads are equally many, a
+    power of two.
+    """
 
     def tilings(heads, key_heads, dim=128, dtype=jnp.bfloat16):
         q, k = (jnp.zeros((1, 128, h, dim), dtype) for h in (heads, key_heads))
         return [tiling_of("attend", q, k, limited=limited) for limited in (False, True)]
 
     usual = [TILINGS["attend", 128], TILINGS["attend_limited", 128]]
-    few = [TILINGS["attend", 128], FEW_REGISTERS_8_0["attend_limited", 128]]
+    many = [TILINGS_8_0["attend", 128], TILINGS["attend_limited", 128]]
+    few = [TILINGS_8_0["attend", 128], FEW_REGISTERS_8_0["attend_limited", 128]]
     for capability in ("8.9", "9.0"):
         with launch.code_for(capability):
             assert tilings(4, 4) == usual
             assert tilings(4, 4, 64) == [TILINGS["attend", 64]] * 2
     with launch.code_for("8.0"):
         assert tilings(4, 4) == tilings(1, 1) == few
-        assert tilings(4, 2) == tilings(12, 12) == usual
+        assert tilings(4, 2) == tilings(12, 12) == many
         assert tilings(4, 2, 64) == [TILINGS_8_0["attend", 64], TILINGS_8_0["attend_limited", 64]]
         assert tilings(4, 4, dtype=jnp.float32) == [WIDE_TILINGS["attend", 128]] * 2
 
@@ -181,5 +184,13 @@ def test_tilings_of_the_command_line(monkeypatch):
     with launch.code_for("8.0"):
         q = jnp.zeros((1, 128, 1, 64), jnp.bfloat16)
         assert passes.tiling_of("attend", q, q, limited=False) == passes.Tiling(64, 64, 4, 2, 168)
-    assert "accepted are attend/64, " in triton_attention.set_tiling("", "attend/64", [96, 64, 4, 2])  # fmt: skip
+    numbers = [128, 32, 4, 3, 0, 2, 8, 1]
+    assert triton_attention.set_tiling("", "attend/128", numbers) is None
+    assert passes.TILINGS["attend", 128] == passes.Tiling(128, 32, 4, 3, parts=2, columns=8, ahead=1)  # fmt: skip
+    for kernel, wrong in {
+        "attend": ([96, 64, 4, 2], [64, 128, 4, 2], [64, 64, 4, 2, 0, 3], [64, 64, 4, 2, 0, 2, 4]),
+        "query_gradients": ([64, 64, 4, 2, 0, 2], [64, 64, 4, 2, 0, 1, 8]),
+    }.items():
+        for numbers in wrong:
+            assert "accepted are attend/64, " in triton_attention.set_tiling("", f"{kernel}/64", numbers)  # fmt: skip
     assert "accepted are" in triton_attention.set_tiling("", "attend/32", [64, 64, 4, 2])

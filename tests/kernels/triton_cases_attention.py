@@ -56,6 +56,7 @@ COMPILED = {
     "attention documents, 64": functools.partial(trace, "segment_ids", 64),
     "attention gates documents, 64": functools.partial(trace, "log_forget segment_ids", 64),
     "attention gates, 64": functools.partial(trace, "log_forget", 64),
+    "attention heads, 128": functools.partial(trace, "", 128, (4, 2)),
     "attention gates, 128": functools.partial(trace, "log_forget", 128),
     "attention gates documents, 128": functools.partial(trace, "log_forget segment_ids", 128, (4, 2)),
     "attention gates window, 128": functools.partial(trace, "log_forget window", 128),
@@ -99,6 +100,7 @@ class Case(NamedTuple):
         parts: whether only the queries of two parts of the row are computed, as on a device that shares it.
         prune: whether tiles of keys with negligible weights are skipped. The expected values then skip the same tiles.
         capability: the compute capability whose tilings the kernels have; None are those of no card.
+        tiling: the tiling of `attend` in place of its table's, as the argument of --tilings of `python -m benchmarks triton_kernels`.
     """
 
     heads: tuple[int, int] = (1, 1)
@@ -112,7 +114,10 @@ class Case(NamedTuple):
     prune: bool = False
     parts: bool = False
     capability: str | None = None
+    tiling: str = ""
 
+
+_TABLES: list[dict[Any, Any]] = []  # the tables of tilings as they are without a case's
 
 CASES = {
     "gates": Case((2, 1)),
@@ -144,6 +149,17 @@ CASES = {
     "tilings of 8.0, 128": Case((2, 2), 128, 300, dtype="bfloat16", prune=True, capability="8.0"),
     "tilings of 8.0, documents": Case(
         (1, 1), 128, 300, dtype="float16", documents=True, capability="8.0"
+    ),
+    "in parts": Case((2, 1), 128, 300, documents=True, tiling="attend/128=128:32:4:3:0:2:8"),
+    "ahead": Case((2, 1), 128, 300, tiling="attend/128=64:32:4:3:0:2:8:1"),
+    "ahead, window": Case(length=390, window=129, tiling="attend/64=128:64:4:3:0:1:1:1"),
+    "ahead, documents": Case(length=300, documents=True, tiling="attend/64=128:32:4:3:0:2:8:1"),
+    "ahead, state": Case((2, 1), length=100, stored=150, tiling="attend/64=128:32:4:3:0:4:8:1"),
+    "ahead, pruned": Case(
+        (2, 1), length=700, gates="closed", prune=True, tiling="attend/64=128:64:4:3:0:2:8:1"
+    ),
+    "ahead, bfloat16": Case(
+        (1, 1), 128, 150, dtype="bfloat16", prune=True, tiling="attend/128=128:64:8:3:0:1:8:1"
     ),
 }
 """Cases by name."""
@@ -325,6 +341,27 @@ def compare(case: Case) -> dict[str, float]:
     return errors | dict(not_causal=int(np.sum(later != np.asarray(actual)[:, :before])))
 
 
+def use_tiling(case: Case) -> None:
+    """Replace the tiling of `attend` by the case's, or by its table's; also that of float32."""
+    from benchmarks import triton_attention
+    from pallas_kernels.forgetting_attention.triton import passes
+
+    tables = passes.TILINGS, passes.TILINGS_8_0, passes.FEW_REGISTERS_8_0, passes.WIDE_TILINGS
+    if not _TABLES:
+        _TABLES.extend(dict(table) for table in tables)
+    for table, first in zip(tables, _TABLES, strict=True):
+        table.clear()
+        table.update(first)
+    if case.tiling:
+        name, _, sizes = case.tiling.partition("=")
+        numbers = [int(n) for n in sizes.split(":")]
+        assert triton_attention.set_tiling(case.tiling, name, numbers) is None
+        for limited in ("attend", "attend_limited"):
+            passes.TILINGS.pop((limited, case.dim), None)
+        key = "attend", case.dim
+        passes.TILINGS[key] = passes.WIDE_TILINGS[key] = passes.Tiling(*numbers)
+
+
 def main() -> None:
     """Compare the cases that the command line names, or all."""
     from pallas_kernels.forgetting_attention.triton import requirements
@@ -338,6 +375,7 @@ def main() -> None:
     requirements.REQUIREMENTS = ()  # float32 too, whose products are exact here
     for name in sys.argv[1:] or CASES:
         case = CASES[name]
+        use_tiling(case)
         with launch.code_for(case.capability) if case.capability else contextlib.nullcontext():
             print(json.dumps(dict(case=name, **compare(case))), flush=True)
 

@@ -1,6 +1,7 @@
-"""Kernels of attention with forget gates in Triton: the same source for every NVIDIA card of compute capability 8.0 or more.
+"""Kernels of the backward pass of attention with forget gates in Triton, and what they share with that of the forward pass in
+`forward_bodies`: the same source for every NVIDIA card of compute capability 8.0 or more.
 
-This module imports only Triton, so that its kernels can also run in Triton's interpreter and be compiled without a GPU.
+These modules import only Triton, so that their kernels can also run in Triton's interpreter and be compiled without a GPU.
 
 Scores are base-2 logarithms of weights: those of query i and key j <= i are `log2(e) (scale q_i . k_j + F_i - F_j)`, with F the sum
 of the log forget gates, stored as high + low. F_i - F_j is computed from these parts where a tile has keys after some of its queries.
@@ -32,7 +33,7 @@ NEVER = tl.constexpr(-1e30)  # a score whose weight is 0
 
 
 @triton.jit
-def _hide(
+def hide(
     s, queries, keys, lowest, KEYS_IN_ROWS: tl.constexpr, DIAGONAL: tl.constexpr,
     LIMITED: tl.constexpr,
 ):  # fmt: skip
@@ -56,7 +57,7 @@ def _hide(
 
 
 @triton.jit
-def _gates_between(query_high, query_low, key_high, key_low):
+def gates_between(query_high, query_low, key_high, key_low):
     """Return log2(e) (F_i - F_j) of every query i and key j, [queries, keys]."""
     return (
         (query_high[:, None] - key_high[None, :]) + (query_low[:, None] - key_low[None, :])
@@ -80,9 +81,7 @@ def _query_scores(
     shift = query_high * 0.0
     if GATED:
         if DIAGONAL:
-            s += _gates_between(
-                query_high, query_low, tl.load(k_high + keys), tl.load(k_low + keys)
-            )
+            s += gates_between(query_high, query_low, tl.load(k_high + keys), tl.load(k_low + keys))
         else:
             last_high = tl.load(high + n * BN + BN - 1)
             last_low = tl.load(low + n * BN + BN - 1)
@@ -90,57 +89,11 @@ def _query_scores(
             shift = ((query_high - last_high) + (query_low - last_low)) * LOG2E
             if PRUNED:
                 shift = tl.where(hidden > n * BN // TILE, 2 * NEVER, shift)
-    return _hide(s, queries, keys, lowest, False, DIAGONAL, LIMITED), shift
+    return hide(s, queries, keys, lowest, False, DIAGONAL, LIMITED), shift
 
 
 @triton.jit
-def _attend(
-    start, end, out, top, total, tile_q, queries, lowest, hidden, query_high, query_low,
-    k, v, k_high, k_low, after, step, factor,
-    KEY_HEADS: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, BN: tl.constexpr,
-    GATED: tl.constexpr, PRUNED: tl.constexpr, DIAGONAL: tl.constexpr, LIMITED: tl.constexpr,
-):  # fmt: skip
-    """Add the tiles of keys from `start` to before `end` to the sums of a program's queries; return them: the sum of the values times
-    their weights, the largest score, and the sum of the weights relative to it.
-
-    With `DIAGONAL` scores are those up to the queries, and otherwise up to the last key of the last tile that was added: what the gates
-    leave from there to a query is the same for all earlier keys.
-    """
-    offsets = tl.arange(0, BN)[:, None] * (KEY_HEADS * D) + tl.arange(0, D)[None, :]
-    for n in range(start, end):
-        first = tl.cast(n, tl.int64) * (BN * KEY_HEADS * D)
-        tile_k = tl.load(k + first + offsets)
-        keys = n * BN + tl.arange(0, BN)
-        s = tl.dot(tile_q, tl.trans(tile_k), input_precision="tf32") * factor
-        if GATED:
-            if DIAGONAL:
-                s += _gates_between(
-                    query_high, query_low, tl.load(k_high + keys), tl.load(k_low + keys)
-                )
-            else:
-                s += tl.load(after + keys)[None, :]
-                top += tl.load(step + n)
-        s = _hide(s, queries, keys, lowest, False, DIAGONAL, LIMITED)
-        largest = tl.max(s, 1)
-        if PRUNED and not DIAGONAL:
-            largest = tl.where(hidden > n * BN // TILE, NEVER, largest)
-        new_top = tl.maximum(top, largest)
-        change = tl.exp2(top - new_top)
-        subtracted = new_top
-        if PRUNED and not DIAGONAL:
-            subtracted = tl.where(hidden > n * BN // TILE, -NEVER, new_top)
-        weights = tl.exp2(s - subtracted[:, None])
-        total = total * change + tl.sum(weights, 1)
-        tile_v = tl.load(v + first + offsets)
-        out = tl.dot(
-            weights.to(tile_v.dtype), tile_v, out * change[:, None], input_precision="tf32"
-        )
-        top = new_top
-    return out, top, total
-
-
-@triton.jit
-def _gates_of_first(q_high, q_low, first, GATED: tl.constexpr):
+def gates_of_first(q_high, q_low, first, GATED: tl.constexpr):
     """Return F at the first of a program's queries, whose index is `first`, in two parts; 0 without gates."""
     high, low = 0.0, 0.0
     if GATED:
@@ -149,7 +102,7 @@ def _gates_of_first(q_high, q_low, first, GATED: tl.constexpr):
 
 
 @triton.jit
-def _gates_of_queries(
+def gates_of_queries(
     q_high, q_low, of_row, base_high, base_low, BM: tl.constexpr, GATED: tl.constexpr
 ):
     """Return F at a program's queries in two parts, and log2(e) times its difference to F at the first of them; 0 without gates.
@@ -162,89 +115,6 @@ def _gates_of_queries(
     if GATED:
         high, low = tl.load(q_high + of_row), tl.load(q_low + of_row)
     return high, low, ((high - base_high) + (low - base_low)) * LOG2E
-
-
-@triton.jit
-def attend(
-    q, k, v, q_high, q_low, k_high, k_low, high, low, after, step, lowest, pruned, places, begin, factor,
-    out, sums,
-    HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
-    D: tl.constexpr, TILE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, GATED: tl.constexpr,
-    PRUNED: tl.constexpr, LIMITED: tl.constexpr, PLACES: tl.constexpr,
-):  # fmt: skip
-    """Store the output of attention `out`, 0 where a query sees no key, and `sums`. A program computes BM queries of one head.
-
-    `begin` [B, HEADS, QUERIES / TILE] is the first tile of TILE keys that a tile of queries sees, not read without `PRUNED` and
-    `LIMITED`, since then it is 0; `factor` is log2(e) scale.
-    """
-    count: tl.constexpr = QUERIES // BM
-    block = count - 1 - tl.program_id(0) % count  # the longest loops first
-    row = tl.program_id(0) // count
-    h, b = row % HEADS, (row // HEADS).to(tl.int64)
-    key_head = h * KEY_HEADS // HEADS
-    rows, tile = block * BM + tl.arange(0, BM), block * BM // TILE
-    k += (b * KEYS * KEY_HEADS + key_head) * D
-    v += (b * KEYS * KEY_HEADS + key_head) * D
-    # The first query moves the pointers: a thread then keeps one address.
-    first_row = (b * QUERIES + block * BM) * (HEADS * D) + h * D
-    q += first_row
-    out += first_row
-    offsets = tl.arange(0, BM)[:, None] * (HEADS * D) + tl.arange(0, D)[None, :]
-    of_row = tl.arange(0, BM)
-    first_of_row = row.to(tl.int64) * QUERIES + block * BM
-    q_high += first_of_row
-    q_low += first_of_row
-    pruned += first_of_row
-    sums += first_of_row
-    of_keys = row.to(tl.int64) * KEYS
-    queries = rows
-    if PLACES:
-        queries = rows - tile * TILE + tl.load(places + tile)
-    first_keys = tl.zeros([BM], tl.int32)
-    hidden = tl.zeros([BM], tl.int32)
-    if PRUNED:
-        hidden = tl.load(pruned + of_row)
-    tile_q = tl.load(q + offsets)
-    total_out = tl.zeros([BM, D], tl.float32)
-    top = tl.full([BM], NEVER, tl.float32)
-    total = tl.zeros([BM], tl.float32)
-    position = tl.min(queries, 0)
-    start = 0
-    if PRUNED or LIMITED:
-        start = 0
-    if PRUNED or LIMITED:
-        start = tl.load(begin + row * (QUERIES // TILE) + tile) * (TILE // BN)
-    diagonal, end = position // BN, (position + BM + BN - 1) // BN
-    if LIMITED:
-        first_keys = tl.load(lowest + b * QUERIES + rows)
-        start = tl.maximum(start, tl.min(first_keys, 0) // BN)
-        free = tl.minimum((tl.max(first_keys, 0) + BN - 1) // BN, diagonal)
-        total_out, top, total = _attend(
-            start, free, total_out, top, total, tile_q, queries, first_keys, hidden, top, top,
-            k, v, k_high + of_keys, k_low + of_keys, after + of_keys, step + of_keys // BN, factor,
-            KEY_HEADS, D, TILE, BN, GATED, PRUNED, False, True,
-        )  # fmt: skip
-        start = tl.maximum(start, free)
-    total_out, top, total = _attend(
-        start, diagonal, total_out, top, total, tile_q, queries, first_keys, hidden, top, top,
-        k, v, k_high + of_keys, k_low + of_keys, after + of_keys, step + of_keys // BN, factor,
-        KEY_HEADS, D, TILE, BN, GATED, PRUNED, False, False,
-    )  # fmt: skip
-    # Before the first key there is no tile, and `top` is `NEVER` with any number added.
-    base_high, base_low = _gates_of_first(high, low, of_keys + tl.maximum(position - 1, 0), GATED)
-    query_high, query_low, inside = _gates_of_queries(
-        q_high, q_low, of_row, base_high, base_low, BM, GATED
-    )
-    top += inside
-    total_out, top, total = _attend(
-        diagonal, end, total_out, top, total, tile_q, queries, first_keys, hidden, query_high, query_low,
-        k, v, k_high + of_keys, k_low + of_keys, after + of_keys, step + of_keys // BN, factor,
-        KEY_HEADS, D, TILE, BN, GATED, PRUNED, True, LIMITED,
-    )  # fmt: skip
-    sees_none = top < 0.5 * NEVER
-    inverse = tl.where(sees_none, 0.0, 1.0 / total)
-    tl.store(out + offsets, (total_out * inverse[:, None]).to(out.dtype.element_ty))
-    tl.store(sums + of_row, tl.where(sees_none, -NEVER, top + tl.log2(total)))
 
 
 @triton.jit
@@ -309,8 +179,8 @@ def query_gradients(
         hidden = tl.load(pruned + of_row)
     tile_q, tile_d = tl.load(q + offsets), tl.load(d_out + offsets)
     row_sums, row_delta = tl.load(sums + of_row), tl.load(delta + of_row)
-    base_high, base_low = _gates_of_first(q_high, q_low, row * QUERIES + block * BM, GATED)
-    query_high, query_low, inside = _gates_of_queries(
+    base_high, base_low = gates_of_first(q_high, q_low, row * QUERIES + block * BM, GATED)
+    query_high, query_low, inside = gates_of_queries(
         q_high, q_low, of_row, base_high, base_low, BM, GATED
     )
     base_sums = row_sums - inside
@@ -385,7 +255,7 @@ def _add_key_gradients(
             first_keys = tl.load(lowest + rows)
         else:
             first_keys = rows
-        s = _hide(s, queries, keys, first_keys, True, DIAGONAL, LIMITED)
+        s = hide(s, queries, keys, first_keys, True, DIAGONAL, LIMITED)
         weights = tl.exp2(s - column_sums[None, :])
         tile_d = tl.load(d_out + first + offsets)
         dv = tl.dot(weights.to(tile_d.dtype), tile_d, dv, input_precision="tf32")

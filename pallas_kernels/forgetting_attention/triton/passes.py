@@ -1,4 +1,4 @@
-"""The forward and the backward pass of attention with forget gates by the Triton kernels in `bodies`."""
+"""The forward and the backward pass of attention with forget gates by the Triton kernels in `forward_bodies` and `bodies`."""
 
 from __future__ import annotations
 
@@ -25,6 +25,9 @@ class Tiling(NamedTuple):
         warps: number of warps of a program.
         stages: number of iterations of the kernel's loop whose loads are in flight.
         registers: largest number of registers of a thread, or 0 for the compiler's choice.
+        parts: number of equal parts of a head's channels that `attend` multiplies one after another.
+        columns: number of sums of weights that `attend` keeps for each query in its loop.
+        ahead: 1 if `attend` computes the products of a tile beside the weights of the tile before, and otherwise 0.
     """
 
     queries: int
@@ -32,6 +35,9 @@ class Tiling(NamedTuple):
     warps: int
     stages: int
     registers: int = 0
+    parts: int = 1
+    columns: int = 1
+    ahead: int = 0
 
 
 TILINGS = {
@@ -51,8 +57,10 @@ on 8.x. With documents or a window, "attend_limited" replaces "attend" where it 
 TILINGS_8_0 = {
     ("attend", 64): Tiling(128, 64, 4, 3),
     ("attend_limited", 64): Tiling(128, 32, 4, 3),
+    ("attend", 128): Tiling(128, 32, 4, 3, parts=2, columns=8),
 }
-"""Tilings of `TILINGS` that differ in code for 8.0."""
+"""Tilings of `TILINGS` that differ in code for 8.0. Of four warps with 128 queries and channels two programs share a processor; without `parts`
+and `columns` they spill 250 bytes."""
 FEW_REGISTERS_8_0 = {
     ("attend_limited", 128): Tiling(128, 32, 8, 3, 128),
 }
@@ -151,6 +159,9 @@ class _Launch:
     def run(self, kernel, inputs, outputs, tokens: int) -> dict[str, jax.Array]:
         """Run a kernel whose programs compute the `tokens` queries or keys of each row and head; return its outputs by name."""
         tiling = self.tiling(kernel.fn.__name__)
+        own: dict[str, Any] = {}
+        if kernel.fn.__name__ == "attend":
+            own = dict(PARTS=tiling.parts, COLUMNS=tiling.columns, AHEAD=bool(tiling.ahead))
         size = tiling.keys if kernel.fn.__name__ == "key_gradients" else tiling.queries
         return launch.call(
             kernel,
@@ -172,6 +183,7 @@ class _Launch:
             PRUNED=self.bounds.first_of_query is not None,
             LIMITED=self.lowest is not None,
             PLACES=self.places is not None,
+            **own,
         )
 
     @property
@@ -204,12 +216,12 @@ def forward(
         The output [B, Q, H, D], 0 where a query sees no key; and [B, H, Q] float32, the base-2 logarithm of the sum of each query's
         weights, 1e30 where it sees no key.
     """
-    from pallas_kernels.forgetting_attention.triton import bodies
+    from pallas_kernels.forgetting_attention.triton import forward_bodies
 
     del interpret
     call = _Launch(q, k, rows, bounds, scale, window)
     results = call.run(
-        bodies.attend,
+        forward_bodies.attend,
         (q, k, v, *call.rows("attend"), call.first, call.factor),
         dict(
             out=_struct(q.shape, q.dtype),
