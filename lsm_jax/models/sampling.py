@@ -228,16 +228,19 @@ def _decode(
 
     prepared = token_step.prepare(model, periods, batch) if by_kernels else None
 
-    def pass_token(model, periods, prepared, last, state):
+    pending = token_step.no_writes(model, state, batch) if by_kernels else None
+
+    def pass_token(model, periods, prepared, last, state, pending):
         if prepared is not None:
-            return token_step.pass_token(model, periods, prepared, last, state)
+            return token_step.pass_token(model, periods, prepared, last, state, pending)
         hidden, state, _ = model.hidden(last[:, None], state=state, periods=periods)
-        return model.logits(hidden[:, 0]), state
+        return model.logits(hidden[:, 0]), state, None
 
     if unrolled:
 
         def logits_of_token(params):
-            return pass_token(nnx.merge(graphdef, params[0]), params[1], prepared, first, state)[0]
+            model = nnx.merge(graphdef, params[0])
+            return pass_token(model, params[1], prepared, first, state, pending)[0]
 
         params, periods = cast_in_advance((params, periods), model.dtype, logits_of_token)
         # The barrier keeps XLA from copying and casting them in each step.
@@ -245,22 +248,22 @@ def _decode(
         model = nnx.merge(graphdef, params)
 
     def unfinished(carry):
-        step, _, done, _, _ = carry
+        step, _, done, *_ = carry
         return (step < num_tokens) & ~done.all()
 
     def body(carry):
-        step, last, done, tokens, state = carry
-        logits, state = pass_token(model, periods, prepared, last, state)
+        step, last, done, tokens, state, pending = carry
+        logits, state, pending = pass_token(model, periods, prepared, last, state, pending)
         token = jnp.where(done, fill, draw(logits, step))
         if stop_token is not None:
             done = done | (token == stop_token)
         # No scatter, for which XLA would check the index by a kernel of its own.
         tokens = jax.lax.dynamic_update_slice_in_dim(tokens, token[:, None], step, axis=1)
-        return step + 1, token, done, tokens, state
+        return step + 1, token, done, tokens, state, pending
 
-    carry = (jnp.int32(1), first, done, tokens.at[:, 0].set(first), state)
-    *_, tokens, state = jax.lax.while_loop(unfinished, body, carry)
-    return tokens, state
+    carry = (jnp.int32(1), first, done, tokens.at[:, 0].set(first), state, pending)
+    *_, tokens, state, pending = jax.lax.while_loop(unfinished, body, carry)
+    return tokens, token_step.written(state, pending)
 
 
 def _prefill(model, prompt, segment_ids, state, chunk):

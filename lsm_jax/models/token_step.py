@@ -4,7 +4,8 @@ The time of one row's step is that of its launches: XLA computes a layer of gate
 reads its matrix once, with the norm in front of it and the gate or the residual sum behind it in the same kernel
 (`pallas_kernels.row_product`); the memory is decayed, written and read by another (`pallas_kernels.decode_step`), which also computes the
 decay from its gate. Of more rows the products are XLA's, one for all that reads the layer's norm, whose result the kernel of the memory reads
-where it is. Values are those of the layers but for the order of sums.
+where it is; the memories, most of a token's bytes there, are written once in a group of tokens. Values are those of the layers but for the
+order of sums.
 """
 
 from __future__ import annotations
@@ -30,8 +31,12 @@ from lsm_jax.ops.core.platforms import compute_capabilities
 
 MOST_ROWS = 4
 """The largest number of rows whose products are computed by `row_product`; those of more rows run on the tensor cores."""
-MANY_ROWS = 64
-"""The largest number of rows that pass through mixers with steps of their own. On an H200 64 rows of GLA 340M are 1.06 times as fast, 256 rows 0.86 times."""
+MANY_ROWS = 256
+"""The largest number of rows that pass through mixers with steps of their own."""
+GROUP = 8
+"""The number of tokens of which one writes the memories of many rows (`pallas_kernels.decode_step.deferred`); 1: each."""
+DEFERRED_ROWS = 32
+"""The least number of rows of which so few tokens write, where reading and writing memories is what a token waits for."""
 OTHER_MIXERS = False
 """Whether models whose mixers have no step of their own pass their feedforwards and heads by these kernels, which gained nothing for Gated DeltaNet."""
 _INTERPRET: Any = False  # parameters of Mosaic GPU's interpreter, in tests
@@ -51,6 +56,18 @@ class _Matrices(NamedTuple):
     out: Any
     gate_up: Any
     down: Any
+
+
+class Pending(NamedTuple):
+    """What the memories of a model's layers do not hold yet of the tokens since the last that wrote.
+
+    Attributes:
+        count: int32 scalar, the number of these tokens.
+        layers: the writes of each period's layers (`pallas_kernels.decode_step.Pending`).
+    """
+
+    count: jax.Array
+    layers: tuple[tuple[Any, ...], ...]
 
 
 class Prepared(NamedTuple):
@@ -176,14 +193,54 @@ def prepare(model: Decoder, periods: tuple[Any, ...], batch: int) -> Prepared:
     return Prepared(layers, head)
 
 
+def no_writes(model: Decoder, state: DecoderState, batch: int) -> Pending | None:
+    """Return empty buffers for the writes of a group of tokens to the memories of a state from `Decoder.unstack_state`; None if each token of
+    `batch` rows of a model that the kernels serve writes.
+    """
+    if GROUP == 1 or batch < max(DEFERRED_ROWS, MOST_ROWS + 1):
+        return None
+    kernel, dtype = decode_steps(), model.dtype
+
+    def unsupported(block):
+        mixer = block.mixer
+        memory = _shape(batch, mixer.config.num_heads, mixer.key_dim, mixer.value_dim, dtype=jnp.float32)  # fmt: skip
+        up = _shape(*mixer.decay_up.kernel.get_value().shape[-2:])
+        width = sum(layer.kernel.get_value().shape[-1] for layer in _gla_projections(mixer))
+        return kernel.deferred_unsupported(memory, _shape(batch, width, dtype=dtype), up, GROUP)
+
+    if any(unsupported(block) is not None for block in model.periods.blocks):
+        return None
+    layers = tuple(
+        tuple(kernel.no_writes(mixer.memory.memory, GROUP, dtype) for mixer, _ in states)
+        for states in state.layers.each
+    )
+    return Pending(jnp.int32(0), layers)
+
+
+def written(state: DecoderState, pending: Pending | None) -> DecoderState:
+    """Return the state whose memories hold the pending writes, if there are any."""
+    if pending is None:
+        return state
+    apply = decode_steps().apply_writes
+
+    def of_layer(states, writes):
+        mixer, inner = states
+        matrix = apply(mixer.memory.memory, writes, pending.count)
+        return mixer._replace(memory=mixer.memory._replace(memory=matrix)), inner
+
+    each = (tuple(map(of_layer, *pair)) for pair in zip(state.layers.each, pending.layers, strict=True))  # fmt: skip
+    return state._replace(layers=PeriodStates(tuple(each)))
+
+
 def pass_token(
     model: Decoder,
     periods: tuple[Any, ...],
     prepared: Prepared,
     token: jax.Array,
     state: DecoderState,
-) -> tuple[jax.Array, DecoderState]:
-    """Return the logits [B, V] after one token [B] of each row, in float32, and the state after it.
+    pending: Pending | None = None,
+) -> tuple[jax.Array, DecoderState, Pending | None]:
+    """Return the logits [B, V] after one token [B] of each row, in float32, the state after it, and the writes that it does not hold.
 
     Args:
         model: a decoder that the kernels serve (`serves`).
@@ -191,15 +248,21 @@ def pass_token(
         prepared: what `prepare` returned.
         token: int [B].
         state: a state from `Decoder.unstack_state`.
+        pending: the writes that it does not hold, first from `no_writes`.
     """
     x = model.embed(token[:, None])
     positions, clock = mixers.advance(state.clock, x.shape[:2], None, None)
-    shared, place, after = model.init_shared(x), 0, []
+    shared, place, after, writes = model.init_shared(x), 0, [], []
     few = len(token) <= MOST_ROWS
-    for period, matrices, states in zip(periods, prepared.layers, state.layers.each, strict=True):
-        of_period = []
-        for block, of_layer, (mixer_state, inner_state) in zip(period.blocks, matrices, states, strict=True):  # fmt: skip
-            if of_layer.into is not None:
+    waiting = pending.layers if pending else [[None] * len(period.blocks) for period in periods]
+    for period, *layers in zip(periods, prepared.layers, state.layers.each, waiting, strict=True):
+        after.append([])
+        writes.append([])
+        for block, of_layer, (mixer_state, inner_state), write in zip(period.blocks, *layers, strict=True):  # fmt: skip
+            if write is not None:
+                deferred = of_layer, x, mixer_state, write, pending.count
+                x, mixer_state, write = _gla_deferred(block, *deferred)
+            elif of_layer.into is not None:
                 step = _gla_token if few else _gla_tokens
                 x, mixer_state = step(block, of_layer, x, mixer_state)
             else:
@@ -212,15 +275,18 @@ def pass_token(
                 x = _feedforward_token(block, of_layer, x)
             else:
                 x = x + block.feedforward.transform(block.feedforward_norm(x))
-            of_period.append((mixer_state, inner_state))
+            after[-1].append((mixer_state, inner_state))
+            writes[-1].append(write)
             place += 1
-        after.append(tuple(of_period))
-    state = DecoderState(PeriodStates(tuple(after)), clock)
+    state = DecoderState(PeriodStates(tuple(map(tuple, after))), clock)
+    if pending:
+        group = writes[0][0].keys.shape[1] + 1
+        pending = Pending((pending.count + 1) % group, tuple(map(tuple, writes)))
     if not few:
-        return model.logits(model.last_norm(x)[:, 0]), state
+        return model.logits(model.last_norm(x)[:, 0]), state, pending
     norm = _norm(model.norm, model.logits_scale)
     logits = _product(x[:, 0], prepared.head, norm, dtype=jnp.float32)[0]
-    return capped(logits, model.logits_cap), state
+    return capped(logits, model.logits_cap), state, pending
 
 
 def _product(*arguments, **options):
@@ -275,6 +341,25 @@ def _gla_tokens(block: Any, matrices: _Matrices, x: jax.Array, state: Any) -> tu
     o, state = _gla_memory(mixer, logits, None, state, y, y, y, columns=(0, keys, values))
     gate = split_heads(y[:, None, gates:down], mixer.config.num_heads)
     return x + normed_product(mixer.norm, mixer.o_proj, o[:, None], gate), state
+
+
+def _gla_deferred(
+    block: Any, matrices: _Matrices, x: jax.Array, state: Any, writes: Any, count: jax.Array
+) -> tuple[jax.Array, Any, Any]:
+    """Return the same, and the pending writes, of `count` tokens before this one, to its memory."""
+    mixer, memory = block.mixer, state.memory
+    y = project(block.mixer_norm(x)[:, 0], matrices.into.T)
+    widths = (layer.kernel[...].shape[-1] for layer in _gla_projections(mixer))
+    keys, values, gates, down, _ = itertools.accumulate(widths)
+    up = mixer.decay_up
+    o, matrix, writes = decode_steps().deferred_step(
+        memory.memory, writes, count, y, up.kernel[...].astype(x.dtype), up.bias[...],
+        columns=(0, keys, values, down), temperature=mixer.config.gate_temperature, scale=mixer.key_dim**-0.5,
+        interpret=_INTERPRET,
+    )  # fmt: skip
+    gate = split_heads(y[:, None, gates:down], mixer.config.num_heads)
+    x += normed_product(mixer.norm, mixer.o_proj, o[:, None], gate)
+    return x, state._replace(memory=memory._replace(memory=matrix)), writes
 
 
 def _feedforward_token(block: Any, matrices: _Matrices, x: jax.Array) -> jax.Array:

@@ -84,7 +84,7 @@ def unsupported(call) -> str | None:
     return first_unmet(REQUIREMENTS, call)
 
 
-class _Block:
+class Block:
     """One warpgroup's part of the `decode_step` kernel, some value channels of one memory: the functions that load its arrays
     into registers, as [K, channels] for the memory and for what it is multiplied by.
 
@@ -157,11 +157,7 @@ class _Block:
                 gate += down * load(refs["gate_up"].at[rank, keys])
         else:
             gate += load(refs["gate_down"].at[self.row, keys])
-        small = jnp.exp(-jnp.abs(gate))
-        log_decay = (jnp.minimum(gate, 0.0) - _log1p(small)) * (1 / temperature)
-        remaining = jnp.maximum(jnp.exp(log_decay), jnp.finfo(_F32).tiny)
-        factor = jnp.where(log_decay > -0.5, _expm1(log_decay), remaining)
-        return self.spread(factor, 0)
+        return self.spread(gated_factor(gate, temperature), 0)
 
     def load_values(self, name: str):
         """Load from the input `name` (such as the values) one number for each value channel that this
@@ -174,6 +170,14 @@ class _Block:
         else:
             ref = ref.at[self.row, self.head, self.channels]
         return plgpu.load(ref, layout=self.layout.reduce(0), optimized=False).astype(_F32)
+
+
+def gated_factor(gate, temperature: float):
+    """Return the decay `sigmoid(gate)^(1 / temperature)` as `api.decay_factor` encodes it."""
+    small = jnp.exp(-jnp.abs(gate))
+    log_decay = (jnp.minimum(gate, 0.0) - _log1p(small)) * (1 / temperature)
+    remaining = jnp.maximum(jnp.exp(log_decay), jnp.finfo(_F32).tiny)
+    return jnp.where(log_decay > -0.5, _expm1(log_decay), remaining)
 
 
 def _log1p(x):
@@ -193,14 +197,14 @@ def _expm1(x):
     return x * series
 
 
-def _apply_decay(m, factor):
+def apply_decay(m, factor):
     """Return the memory m [K, channels] multiplied by the decay that `factor` encodes as in
     `api.decay_factor`: a factor of at most 0 is `decay - 1`, a factor above 0 is the decay itself.
     """
     return jnp.where(factor > 0, 0.0, m) + factor * m
 
 
-def _read(x, m):
+def read(x, m):
     """Return the product of a vector x of K numbers, such as a query, broadcast to [K, channels], with the
     memory m [K, channels]: one number for each value channel.
     """
@@ -240,7 +244,7 @@ def step(
     queries = max(heads // memories, 1)
 
     def kernel(refs):
-        block = _Block(refs, width, key_dim, value_dim, starts)
+        block = Block(refs, width, key_dim, value_dim, starts)
         row, head, state = block.row, block.head, block.memory()
         m = plgpu.load(state, layout=block.layout, optimized=False)
 
@@ -252,27 +256,27 @@ def step(
                 query = (
                     head * queries + i if heads >= memories else lax.div(head, memories // heads)
                 )
-                output = scale * _read(block.load_key_head("q", query), m)
+                output = scale * read(block.load_key_head("q", query), m)
                 to = refs["output"].at[row, head * queries + i, block.channels]
                 to[...] = plgpu.layout_cast(output.astype(v.dtype), block.layout.reduce(0))
 
         if "emptied" in refs:
             m = jnp.where(refs["emptied"][row] > 0, 0.0, m)
         key, value = load_keys("k"), block.load_values("v")
-        read_before = _read(load_keys("a"), m) if "a" in refs else None
-        held = _read(key, m) if erase == "undecayed" else None
+        read_before = read(load_keys("a"), m) if "a" in refs else None
+        held = read(key, m) if erase == "undecayed" else None
         if "bonus" in refs:
             write_outputs(m + load_keys("bonus") * (key * block.spread(value, 1)))
         if "decay" in refs:
             by_key = optional["decay"].ndim == 3
-            m = _apply_decay(m, load_keys("decay") if by_key else refs["decay"][row, head])
+            m = apply_decay(m, load_keys("decay") if by_key else refs["decay"][row, head])
         if "gate_down" in refs:
-            m = _apply_decay(m, block.load_gated_decay(temperature))
+            m = apply_decay(m, block.load_gated_decay(temperature))
         if "value_decay" in refs:
-            m = _apply_decay(m, block.spread(block.load_values("value_decay"), 1))
+            m = apply_decay(m, block.spread(block.load_values("value_decay"), 1))
         if "beta" in refs:
             strength = refs["beta"][row, head]
-            value = strength * (value - (_read(key, m) if held is None else held))
+            value = strength * (value - (read(key, m) if held is None else held))
         m = m + key * block.spread(value, 1)
         if read_before is not None:
             m = m + load_keys("b") * block.spread(read_before, 1)

@@ -52,7 +52,7 @@ def launches(text: str) -> int:
     return count(body)
 
 
-@pytest.mark.parametrize("batch, a_layer", [(1, 5), (64, 12)])
+@pytest.mark.parametrize("batch, a_layer", [(1, 5), (64, 12), (256, 11)])
 def test_a_token_of_gla_has_few_launches_and_copies_no_memory(batch, a_layer, capfd, monkeypatch):
     """Counted in the loop over tokens of models of 2 and of 4 layers; without the kernels there are 15 and 17 launches a layer. Nothing
     spills, and the loop holds no second copy of the memories.

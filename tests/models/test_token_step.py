@@ -73,7 +73,7 @@ def test_logits_and_states_are_those_of_the_layers(name, fields, batch, interpre
     periods, token = model.unstack_periods(), jnp.arange(3, 3 + batch)
     prepared = token_step.prepare(model, periods, batch)
     assert all(m.into is not None for of in prepared.layers for m in of) is (name == "gla")
-    logits, after = jax.jit(token_step.pass_token)(model, periods, prepared, token, state)
+    logits, after, _ = jax.jit(token_step.pass_token)(model, periods, prepared, token, state)
     assert not races_found()
     assert logits.dtype == jnp.float32
     known = {}
@@ -98,6 +98,50 @@ def test_tokens_are_those_of_the_layers(batch, interpreted, monkeypatch):
     passed.clear()
     assert (models.sample(model, prompt, **call) == got).all()
     assert not passed
+
+
+@pytest.mark.parametrize(
+    ("group", "tokens", "stop"),
+    [
+        pytest.param(4, 11, False, id="two groups and two tokens"),
+        pytest.param(4, 11, True, id="stopped within a group"),
+        pytest.param(8, 18, False, id="8", marks=pytest.mark.slow),
+    ],
+)
+def test_tokens_and_states_with_deferred_writes_are_those_of_the_layers(
+    group, tokens, stop, interpreted, monkeypatch
+):
+    """Greedy tokens, and the state after them, of two layers by the kernels, whose memories one of `group` tokens writes, against each
+    token's write and against the layers, also where all rows stop before the last token.
+    """
+    monkeypatch.setattr(token_step, "DEFERRED_ROWS", 1)
+    monkeypatch.setattr(token_step, "MOST_ROWS", 1)
+    model = new_model("gla")
+    graph, params = nnx.split(model)
+    prompt = jax.random.randint(KEY, (1 if stop else 2, 6), 0, 64)
+    prompt = jnp.concatenate([prompt, prompt]) if stop else prompt
+    read = dict(capacity=64, prefill_chunk=None, unroll_layers=True)
+    hidden, state = sampling.read_prompt(graph, params, prompt, None, **read)
+    assert token_step.serves(model, 2)
+
+    def decode(size, by_kernels, stop_token=None):
+        monkeypatch.setattr(token_step, "GROUP", size)
+        static = dict(num_tokens=tokens, greedy=True, top_k=None, stop_token=stop_token)
+        run = jax.jit(lambda *a: sampling._decode(graph, *a, None, **static, by_kernels=by_kernels))
+        return run(params, hidden, state, KEY, jnp.float32(0))
+
+    drawn, after = decode(1, False)
+    if stop:
+        row = np.asarray(drawn[0]).tolist()
+        place = max(i for i in range(tokens - 1) if i % group and row[i] not in row[:i])
+        drawn, after = decode(1, False, row[place])
+        assert int(after.clock.position[0]) == 6 + place
+    got, deferred = decode(group, True, row[place] if stop else None)
+    assert not races_found()
+    np.testing.assert_array_equal(got, drawn)
+    for got, known in zip(jax.tree.leaves(deferred), jax.tree.leaves(after), strict=True):
+        got, known = np.asarray(got, np.float64), np.asarray(known)
+        assert np.abs(got - known).max() <= 0.03 * np.abs(known).max()
 
 
 def test_other_models_pass_through_their_layers(interpreted, monkeypatch):

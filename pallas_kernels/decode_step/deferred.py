@@ -1,0 +1,349 @@
+"""The step of gated linear attention that writes its memories once in a group of n tokens: a token reads the memory S as the group found
+it, and applies the writes that are pending since then by themselves,
+
+    o = scale (q D) S + scale sum_j (q E_j k_j) v_j    with D the product of all decays since S, E_j of those after token j,
+
+without a loss of exactness. So a token moves the memory once, and not twice, and only the last of a group stores
+
+    M = D S + sum_j (E_j k_j)^T v_j.
+
+Each thread computes what belongs to one key channel (or K / 128) while the memory is on its way: the decay from its low-rank gate, the
+products of decays, the decayed keys, which all threads read from shared memory.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.compat import channel_rows, pl, plgpu
+from pallas_kernels.decode_step import hopper
+from pallas_kernels.hopper.launch import launch
+from pallas_kernels.requirements import Requirement, first_unmet
+
+_F32 = jnp.float32
+_WARPS, _THREADS = 4, 128
+_MAX_RANK = 64  # inner channels of the decay's gate, which each thread reads
+
+GROUPS = (4, 8, 16)
+"""The numbers of tokens of which one writes."""
+
+
+class Pending(NamedTuple):
+    """The writes of a group of n tokens that the memories do not hold yet, of up to n - 1 tokens.
+
+    Attributes:
+        keys: [B, n - 1, G K].
+        values: [B, n - 1, G V].
+        decays: [B, n - 1, G K] float32, encoded as by `api.decay_factor`.
+    """
+
+    keys: Float[Array, "B N GK"]
+    values: Float[Array, "B N GV"]
+    decays: Float[Array, "B N GK"]
+
+
+class _Call(NamedTuple):
+    memory: Any
+    tokens: Any
+    up: Any
+    group: int
+
+
+REQUIREMENTS = (
+    Requirement(
+        "tokens in bfloat16 or float32",
+        lambda c: c.tokens.dtype in (jnp.bfloat16, jnp.float32),
+        lambda c: jnp.dtype(c.tokens.dtype).name,
+    ),
+    Requirement(
+        "memory in float32",
+        lambda c: c.memory.dtype == _F32,
+        lambda c: jnp.dtype(c.memory.dtype).name,
+    ),
+    Requirement(
+        "K 128 or 256 and V a multiple of 32",
+        lambda c: (
+            c.memory.shape[-2] in (_THREADS, 2 * _THREADS)
+            and hopper.column_width(1, *c.memory.shape[-2:]) is not None
+        ),
+        lambda c: f"K {c.memory.shape[-2]} and V {c.memory.shape[-1]}",
+    ),
+    Requirement(
+        f"at most {_MAX_RANK} inner channels of the gate",
+        lambda c: c.up.shape[0] <= _MAX_RANK,
+        lambda c: f"{c.up.shape[0]}",
+    ),
+    Requirement("groups of 4, 8 or 16 tokens", lambda c: c.group in GROUPS, lambda c: f"{c.group}"),
+)
+
+
+def unsupported(memory: Any, tokens: Any, up: Any, group: int) -> str | None:
+    """Return the first requirement that a call of `deferred_step` with these arrays (or their shapes and dtypes) and groups of `group`
+    tokens does not meet, or None if the kernel supports it.
+    """
+    return first_unmet(REQUIREMENTS, _Call(memory, tokens, up, group))
+
+
+def no_writes(memory: Any, group: int, dtype: Any) -> Pending:
+    """Return empty buffers for the pending writes to a memory [B, G, K, V] by groups of `group` tokens in `dtype`."""
+    batch, memories, key_dim, value_dim = memory.shape
+    shape = batch, group - 1, memories * key_dim
+    values = jnp.zeros((*shape[:2], memories * value_dim), dtype)
+    return Pending(jnp.zeros(shape, dtype), values, jnp.zeros(shape, _F32))
+
+
+def apply_writes(
+    memory: Float[Array, "B G K V"], pending: Pending, count: Int[Array, ""]
+) -> Float[Array, "B G K V"]:
+    """Return the memory after the first `count` pending writes, by XLA."""
+    batch, memories, key_dim, _ = memory.shape
+    slots = range(pending.keys.shape[1])
+
+    def of_head(x, slot):
+        return x[:, slot].reshape(batch, memories, -1)
+
+    factors = [jnp.where(j < count, of_head(pending.decays, j), 0.0) for j in slots]
+    after, keys = jnp.zeros((batch, memories, key_dim), _F32), {}
+    for j in reversed(slots):
+        keys[j] = _plain(after) * jnp.where(j < count, of_head(pending.keys, j).astype(_F32), 0.0)
+        after = _joined(factors[j], after)
+    memory = hopper.apply_decay(memory, after[..., None])
+    for j in slots:
+        memory += keys[j][..., None] * of_head(pending.values, j).astype(_F32)[..., None, :]
+    return memory
+
+
+def deferred_step(
+    memory: Float[Array, "B G K V"],
+    pending: Pending,
+    count: Int[Array, ""],
+    tokens: Float[Array, "B C"],
+    up: Float[Array, "R GK"],
+    bias: Float[Array, " GK"],
+    *,
+    columns: tuple[int, int, int, int],
+    temperature: float,
+    scale: float,
+    interpret: Any = False,
+) -> tuple[Float[Array, "B G V"], Float[Array, "B G K V"], Pending]:
+    """Apply one token of each row to each of its matrix memories, `M <- diag(decay) M + k^T v`, `log decay = log sigmoid(down up + bias) /
+    temperature`, and return the output `scale q M`, the memory as it is stored, and the pending writes. Neither differentiation nor
+    `jax.vmap` is supported.
+
+    Args:
+        memory: [B, G, K, V] float32, the memories before the pending writes. Updated in place where its buffer may be reused.
+        pending: the writes that `memory` does not hold, of groups of n tokens; in place likewise.
+        count: int32 scalar, the number of pending writes, from 0 to n - 1. With n - 1 the memory is written, and none is pending after it.
+        tokens: [B, C], the result of one product, of which queries, keys, values of all heads and the gate's inner channels are columns.
+        up: [R, G K], the matrix from the inner channels to the decay's gate.
+        bias: [G K], of the gate.
+        columns: the first columns of queries, keys, values and inner channels.
+        temperature: divides the logarithm.
+        scale: the factor by which the queries are multiplied.
+        interpret: parameters of the Pallas interpreter, or False to compile the kernel.
+
+    Raises:
+        NotImplementedError: the arrays do not meet a requirement (`REQUIREMENTS`); the message says which.
+    """
+    group = pending.keys.shape[1] + 1
+    if (requirement := unsupported(memory, tokens, up, group)) is not None:
+        raise NotImplementedError(f"deferred_step requires {requirement}")
+    count, bias = jnp.reshape(count, 1).astype(jnp.int32), bias.astype(_F32)
+    return _step(
+        memory, pending, count, tokens, up, bias,
+        columns=columns, temperature=temperature, scale=scale, interpret=interpret,
+    )  # fmt: skip
+
+
+def _plain(factor):
+    """Return the decay that `factor` encodes as in `api.decay_factor`."""
+    return jnp.where(factor > 0, 0.0, 1.0) + factor
+
+
+def _joined(a, b):
+    """Return the product of two decays, all encoded as by `api.decay_factor`: of slow ones, from `decay - 1` of each, so that the error of a
+    long product does not grow faster than that of its decays.
+    """
+    slow = a + b + a * b
+    product = jnp.maximum(_plain(a) * _plain(b), jnp.finfo(_F32).tiny)
+    return jnp.where((jnp.maximum(a, b) <= 0) & (slow > -0.5), slow, product)
+
+
+class _Keys:
+    """The parts of the kernel of which each thread has a key channel, or K / 128 of them.
+
+    Attributes:
+        block: the warpgroup's part of the memory.
+        group: n, the number of tokens of a group.
+        layout: how K numbers are distributed over the threads.
+        slots: for each pending write its place in the buffers, another filled place where it is none.
+    """
+
+    def __init__(self, block: hopper.Block, group: int, count: Any):
+        self.block, self.group, self.count = block, group, count
+        self.keys = block.shape[0]
+        self.layout = plgpu.Layout.WG_STRIDED((self.keys,), self.keys // _THREADS)
+        # No token reads the place that it writes, even if it ignores what it reads there.
+        other = jnp.where(count > 0, count - 1, group - 2)
+        self.slots = [jnp.where(j < count, j, other) for j in range(group - 1)]
+
+    @property
+    def own(self):
+        """The slice of the key channels of this memory among those of its row."""
+        return pl.ds(self.block.head * self.keys, self.keys)
+
+    def load(self, name: str, *index: Any):
+        return plgpu.load(
+            self.block.refs[name].at[(*index, self.own)], layout=self.layout, optimized=False
+        )
+
+    def load_token(self, name: str):
+        """Load the token's own queries or keys."""
+        first = self.block.starts[name] + self.block.head * self.keys
+        ref = self.block.refs[name].at[self.block.row, pl.ds(first, self.keys)]
+        return plgpu.load(ref, layout=self.layout, optimized=False)
+
+    def load_gate(self):
+        """Load what the gate of the token's decay is computed from."""
+        refs, row, first = self.block.refs, self.block.row, self.block.starts["down"]
+        ranks = range(refs["up"].shape[0])
+        inner = [refs["k"][row, first + rank] for rank in ranks]
+        return _Gate(self.load("bias"), inner, [self.load("up", rank) for rank in ranks])
+
+
+class _Gate(NamedTuple):
+    """A key channel's bias, the token's inner channels, and the channel's column of the matrix."""
+
+    bias: Any
+    inner: list[Any]
+    up: list[Any]
+
+    def decay(self, temperature: float):
+        """Compute the token's decay, encoded as by `api.decay_factor`."""
+        gate = self.bias
+        for inner, up in zip(self.inner, self.up, strict=True):
+            gate += inner.astype(_F32) * up.astype(_F32)
+        return hopper.gated_factor(gate, temperature)
+
+
+# Traced and lowered once for all layers that are compiled one after the other.
+@functools.partial(jax.jit, static_argnames=("columns", "temperature", "scale", "interpret"))
+def _step(
+    memory, pending, count, tokens, up, bias, *, columns, temperature, scale, interpret
+) -> tuple[jax.Array, jax.Array, Pending]:
+    batch, memories, key_dim, value_dim = memory.shape
+    group = pending.keys.shape[1] + 1
+    width = hopper.column_width(batch * memories, key_dim, value_dim)
+    assert width is not None
+    starts = dict(zip(("q", "k", "v", "down"), columns, strict=True))
+    tile = channel_rows(group, key_dim, _WARPS)
+
+    def kernel(refs, shared):
+        refs |= dict.fromkeys("qkv", refs["tokens"])
+        block = hopper.Block(refs, width, key_dim, value_dim, starts)
+        row, layout = block.row, block.layout
+        m = plgpu.load(block.memory(), layout=layout, optimized=False)
+        count = refs["count"][0]
+        # The compiler moves no load across a store to shared memory: those of the memory begin first, whose latency is the longest.
+        shared["query"][...] = jnp.zeros(key_dim, _F32)
+        keys = _Keys(block, group, count)
+        first = block.head * value_dim + block.channels.start
+        channels = pl.ds(first, block.shape[1])
+
+        def load_value(slot):
+            ref = refs["values"].at[row, slot, channels]
+            return plgpu.load(ref, layout=layout.reduce(0), optimized=False)
+
+        gate = keys.load_gate()
+        loaded = [(keys.load("keys", row, s), keys.load("decays", row, s)) for s in keys.slots]
+        values = [load_value(slot) for slot in keys.slots]
+        key, value = keys.load_token("k"), block.load_values("v")
+        query = keys.load_token("q").astype(_F32)
+        queries = refs["q"].at[row, pl.ds(starts["q"] + block.head * key_dim, key_dim)]
+        queries = plgpu.load(queries, layout=tile.reduce(0), optimized=False)
+        shared["keys"].at[group - 1][...] = key.astype(_F32)
+        own = decay = gate.decay(temperature)
+        for j in reversed(range(group - 1)):
+            written = j < count
+            late, factor = loaded[j]
+            late = jnp.where(written, late.astype(_F32), 0.0)
+            shared["keys"].at[j][...] = _plain(decay) * late
+            decay = _joined(jnp.where(written, factor, 0.0), decay)
+        shared["decay"][...] = decay
+        shared["query"][...] = _plain(decay) * query
+
+        def by_key(ref):
+            return block.spread(plgpu.load(ref, layout=layout.reduce(1), optimized=False), 0)
+
+        # Each warp has the scores of some of the keys.
+        each = lax.broadcast_in_dim(queries.astype(_F32), (group, key_dim), [1])
+        each = plgpu.layout_cast(each, tile)
+        late = plgpu.load(shared["keys"], layout=tile, optimized=False)
+        shared["scores"][...] = plgpu.layout_cast(jnp.sum(each * late, axis=1), tile.reduce(1))
+
+        output = shared["scores"][group - 1] * value
+        pending_output = shared["scores"][0] * values[0].astype(_F32)
+        for j in range(1, group - 1):
+            pending_output += shared["scores"][j] * values[j].astype(_F32)
+        output += jnp.where(count > 0, pending_output, 0.0)  # the scores are 0, the values anything
+        output += hopper.read(by_key(shared["query"]), m)
+        to = refs["output"].at[row, block.head, block.channels]
+        to[...] = plgpu.layout_cast((scale * output).astype(tokens.dtype), layout.reduce(0))
+
+        @pl.when(count < group - 1)
+        def _():
+            to = refs["values"].at[row, count, channels]
+            to[...] = plgpu.layout_cast(value.astype(tokens.dtype), layout.reduce(0))
+
+        @pl.when((count < group - 1) & (lax.axis_index("column") == 0))
+        def _():
+            refs["keys"].at[row, count, keys.own][...] = key
+            refs["decays"].at[row, count, keys.own][...] = own
+
+        @pl.when(count == group - 1)
+        def _():
+            def add(key, value, to):
+                return to + by_key(shared["keys"].at[key]) * block.spread(value, 1)
+
+            decayed = hopper.apply_decay(m, by_key(shared["decay"]))
+            # A loop, so that few of these numbers are in registers at a time.
+            pending = lax.fori_loop(
+                0,
+                group - 1,
+                lambda j, to: add(j, load_value(j), to),
+                add(group - 1, value, decayed),
+            )
+            block.memory()[...] = pending
+
+    output = jax.ShapeDtypeStruct((batch, memories, value_dim), tokens.dtype)
+
+    def in_place(refs):
+        memory_ref, *pending_refs, output_ref = refs
+        output_ref[...] = launch(
+            kernel,
+            inputs=dict(tokens=tokens, count=count, up=up, bias=bias, memory=memory_ref)
+            | dict(zip(Pending._fields, pending_refs, strict=True)),
+            outputs=dict(output=output),
+            scratch=dict(
+                keys=plgpu.SMEM((group, key_dim), _F32),
+                decay=plgpu.SMEM((key_dim,), _F32),
+                query=plgpu.SMEM((key_dim,), _F32),
+                scores=plgpu.SMEM((group,), _F32),
+            ),
+            # Thread blocks that are neighbours in memory run at the same time: the last axis varies fastest.
+            grid=dict(row=batch, head=memories, column=value_dim // (_WARPS * width)),
+            approx_math=False,
+            name="deferred_step",
+            interpret=interpret,
+        )["output"]
+
+    memory, *writes, result = pl.run_state(in_place)(
+        (memory, *pending, jnp.zeros(output.shape, output.dtype))
+    )
+    return result, memory, Pending(*writes)

@@ -1,0 +1,160 @@
+"""Tests of the step that writes a memory once in a group of tokens, in Mosaic GPU's interpreter, against the recurrence."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.compat import gpu_interpreter, races_found
+from pallas_kernels.decode_step import api, deferred
+from pallas_kernels.decode_step.deferred import apply_writes, deferred_step, no_writes
+
+BATCH, MEMORIES, KEYS, VALUES, RANK = 2, 2, 128, 64, 4
+WIDTHS = MEMORIES * KEYS, MEMORIES * KEYS, MEMORIES * VALUES, RANK
+COLUMNS = (0, WIDTHS[0], WIDTHS[0] + WIDTHS[1], sum(WIDTHS[:3]))
+
+
+def make(tokens: int, bias: tuple[float, float], dtype, keys: int = KEYS, seed: int = 0) -> dict:
+    """Return a memory and arrays of tokens [T, B, C] with their gate, whose bias is drawn between two numbers."""
+    rng = np.random.default_rng(seed)
+    width = 2 * MEMORIES * keys + MEMORIES * VALUES + RANK
+    return dict(
+        memory=jnp.asarray(rng.normal(size=(BATCH, MEMORIES, keys, VALUES)), jnp.float32),
+        tokens=jnp.asarray(rng.normal(size=(tokens, BATCH, width)), dtype),
+        up=jnp.asarray(rng.normal(size=(RANK, MEMORIES * keys)), dtype),
+        bias=jnp.asarray(rng.uniform(*bias, MEMORIES * keys), jnp.float32),
+    )
+
+
+def recurrence(memory, tokens, up, bias, temperature: float):
+    """Yield the output (times 1) and memory after each token, in float64."""
+    batch, memories, keys, values = memory.shape
+    tokens, up, bias = (np.asarray(x, np.float64) for x in (tokens, up, bias))
+    ends = np.cumsum([memories * keys, memories * keys, memories * values])
+    m = np.asarray(memory, np.float64)
+    for token in tokens:
+        q, k, v, down = np.split(token, ends, axis=1)
+        q, k, v = (x.reshape(batch, memories, -1) for x in (q, k, v))
+        log_decay = -np.logaddexp(0, -(down @ up + bias)) / temperature
+        decay = np.exp(log_decay).reshape(batch, memories, keys, 1)
+        m = decay * m + k[..., None] * v[..., None, :]
+        yield np.einsum("bhk,bhkv->bhv", q, m), m
+
+
+def columns_of(memory) -> tuple[int, ...]:
+    _, memories, keys, values = memory.shape
+    return 0, memories * keys, 2 * memories * keys, memories * (2 * keys + values)
+
+
+def step(memory, group: int, temperature: float):
+    return jax.jit(functools.partial(
+        deferred_step, columns=columns_of(memory), temperature=temperature, scale=0.25, interpret=gpu_interpreter()
+    ))  # fmt: skip
+
+
+def near(got, wanted, tolerance: float) -> None:
+    got, wanted = np.asarray(got, np.float64), np.asarray(wanted)
+    assert np.isfinite(got).all()
+    assert np.abs(got - wanted).max() <= tolerance * max(1.0, np.abs(wanted).max())
+
+
+@pytest.mark.parametrize(
+    ("group", "bias", "temperature", "dtype", "keys"),
+    [
+        pytest.param(4, (-3, 6), 16.0, jnp.float32, 128, id="usual"),
+        pytest.param(4, (-120, 20), 0.5, jnp.bfloat16, 128, id="strong, bfloat16"),
+        pytest.param(8, (9, 14), 16.0, jnp.float32, 256, id="slow, K=256", marks=pytest.mark.slow),
+        pytest.param(8, (-3, 6), 16.0, jnp.bfloat16, 128, id="8, bfloat16", marks=pytest.mark.slow),
+    ],
+)
+def test_outputs_and_memories_are_those_of_the_recurrence(group, bias, temperature, dtype, keys):
+    """Over 2n + 3 tokens: each output, the memory as it is stored and after the pending writes, and the buffers, which the next group
+    overwrites. The memory is stored by the last token of a group only.
+    """
+    arrays = make(2 * group + 3, bias, dtype, keys)
+    run = step(arrays["memory"], group, temperature)
+    memory, pending = arrays["memory"], no_writes(arrays["memory"], group, dtype)
+    gate, stored = (arrays["up"], arrays["bias"]), memory
+    for t, (output, wanted) in enumerate(recurrence(**arrays, temperature=temperature)):
+        count = t % group
+        token = arrays["tokens"][t]
+        o, memory, pending = run(memory, pending, jnp.int32(count), token, *gate)
+        assert not races_found()
+        assert o.dtype == dtype and memory.dtype == jnp.float32
+        near(o, 0.25 * output, 5e-3 if dtype == jnp.bfloat16 else 3e-6)
+        now = (count + 1) % group
+        near(apply_writes(memory, pending, jnp.int32(now)), wanted, 3e-6)
+        if now:
+            np.testing.assert_array_equal(memory, stored)
+            parts = np.split(np.asarray(token), columns_of(memory)[1:], axis=1)
+            np.testing.assert_array_equal(pending.keys[:, count], parts[1])
+            np.testing.assert_array_equal(pending.values[:, count], parts[2])
+        else:
+            near(memory, wanted, 3e-6)
+            stored = memory
+
+
+def test_places_beyond_the_count_are_not_read():
+    """Of pending writes that are not there, also numbers that are none leave no trace."""
+    arrays = make(1, (-3, 6), jnp.float32)
+    run, memory = step(arrays["memory"], 4, 16.0), arrays["memory"]
+    for count in range(4):
+        filled = make(3, (-3, 6), jnp.float32, seed=count)["tokens"]
+        rows = jnp.moveaxis(filled, 0, 1)
+        decays = -0.3 * jax.nn.sigmoid(rows[..., : WIDTHS[0]])
+        pending = deferred.Pending(rows[..., : WIDTHS[0]], rows[..., -WIDTHS[2] :], decays)
+        clean, dirty = (
+            jax.tree.map(lambda x, y=y: x.at[:, count:].set(y), pending) for y in (0.0, jnp.nan)
+        )
+        call = jnp.int32(count), arrays["tokens"][0], arrays["up"], arrays["bias"]
+        for got, wanted in zip(run(memory, dirty, *call)[:2], run(memory, clean, *call)[:2], strict=True):  # fmt: skip
+            if count:
+                np.testing.assert_array_equal(got, wanted)
+                assert np.isfinite(got).all()
+
+
+@pytest.mark.parametrize("group", [1, 4, 8])
+def test_slow_decays_lose_nothing_over_many_tokens(group):
+    """The decay of 10,240 tokens of log decay -1e-5 each, joined by groups as in the kernel and rounded to float32 after each, is as exact
+    as that of token by token (`group` 1); plain products of float32 are not.
+    """
+    log_decay = np.float32(-1e-5) * np.linspace(0.5, 1.5, 64, dtype=np.float32)
+    factor = api.decay_factor(jnp.asarray(log_decay))
+
+    @jax.jit
+    def after_a_group(memory):
+        joined = factor
+        for _ in range(group - 1):
+            joined = deferred._joined(factor, joined)
+        return deferred.hopper.apply_decay(memory, joined)
+
+    memory = plain = jnp.ones(64, jnp.float32)
+    for _ in range(10240 // group):
+        memory = after_a_group(memory)
+    exact = np.exp(10240 * log_decay.astype(np.float64))
+    worst = np.abs(np.asarray(memory) / exact - 1).max()
+    assert worst < 6e-8 * np.sqrt(10240 / group) * 4
+    for _ in range(10240):
+        plain = plain * jnp.exp(log_decay)
+    assert np.abs(np.asarray(plain) / exact - 1).max() > 4 * worst
+
+
+def test_names_the_requirement_that_is_not_met():
+    arrays = make(1, (0, 1), jnp.float32)
+    call = arrays["memory"], arrays["tokens"][0], arrays["up"]
+    assert deferred.unsupported(*call, 4) is None
+    assert "groups of 4, 8 or 16 tokens, not 5" in str(deferred.unsupported(*call, 5))
+    small = arrays["memory"][:, :, :64]
+    assert "K 128 or 256 and V a multiple of 32, not K 64" in str(deferred.unsupported(small, *call[1:], 4))  # fmt: skip
+    wide = jnp.zeros((65, WIDTHS[0]))
+    assert "at most 64 inner channels of the gate, not 65" in str(deferred.unsupported(*call[:2], wide, 4))  # fmt: skip
+    pending = no_writes(arrays["memory"], 5, jnp.float32)
+    with pytest.raises(NotImplementedError, match="deferred_step requires groups of 4"):
+        deferred_step(
+            arrays["memory"], pending, jnp.int32(0), *call[1:], arrays["bias"],
+            columns=COLUMNS, temperature=16.0, scale=1.0,
+        )  # fmt: skip
