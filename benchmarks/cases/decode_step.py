@@ -8,7 +8,8 @@ decoder (`kernel_stacked_us`), and `floor_us`, the time of the step's bytes at 4
 gla,gated_deltanet` generates with models of 340M parameters in bfloat16 instead; their rows have tokens/s. With
 `--unrolled` their layers have arrays of their own (`lsm_jax.models.sample`), with `--float32` the parameters are those that training
 stores, and `--implementation mosaic_gpu` names the backend of the mixers' ops. Where `lsm_jax.models.token_step` serves the model, unrolled
-layers are decoded by its kernels, unless `--by_layers` is given.
+layers are decoded by its kernels, unless `--by_layers` is given; `--group 4` then sets the number of tokens of which one writes the memories
+of many rows, 1 means each.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ BENCHMARK = Benchmark(
         "float32": None,
         "implementation": None,
         "by_kernels": None,
+        "group": None,
     },
     output="docs/decode_step.jsonl",
 )
@@ -180,6 +182,8 @@ def generate(
     of 16, by each kind of backend.
     """
     kinds, tokens, unroll = args.kinds, args.tokens, args.unrolled
+    if args.group is not None:
+        token_step.GROUP = args.group  # before anything is traced
 
     def build(kind):
         config = models.lm(method, args.size)
@@ -205,7 +209,9 @@ def generate(
     row_of = {case["batch"]: dict(case) for case in cases}
     if unroll and "kernel" in kinds and not args.by_layers:
         for batch, row in row_of.items():
-            row |= {"by_kernels": True} if served(batch) else {}
+            if served(batch):
+                group = token_step.GROUP if batch >= token_step.DEFERRED_ROWS else 1
+                row |= {"by_kernels": True} | ({"group": group} if group > 1 else {})
 
     def decode_case(case):
         batch, kind = case
@@ -243,6 +249,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--by_layers", action="store_true", help="no kernels for whole tokens of unrolled layers"
     )
+    parser.add_argument(
+        "--group", type=int, choices=(1, 4, 8, 16), help="tokens of which one writes the memories"
+    )
     parser.add_argument("--float32", action="store_true", help="models' parameters as trained")
     parser.add_argument(
         "--implementation", help="backend of models' ops with --kinds kernel; default: automatic"
@@ -260,9 +269,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
-    if not args.models and (args.float32 or args.unrolled or args.implementation or args.by_layers):
+    if not args.models and (
+        args.float32 or args.unrolled or args.implementation or args.by_layers or args.group
+    ):
         raise UsageError(
-            "--float32, --unrolled, --implementation and --by_layers: accepted with --models"
+            "--float32, --unrolled, --implementation, --by_layers and --group: accepted with --models"
         )
     if args.models:
         return [

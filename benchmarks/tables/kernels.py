@@ -416,6 +416,7 @@ TABLES = [
                 "layers",
                 lambda row: (
                     "unrolled, few kernels"
+                    + (f", a write in {row['group']} tokens" if "group" in row else "")
                     if row.get("by_kernels")
                     else "unrolled"
                     if row.get("unrolled")
@@ -436,6 +437,7 @@ TABLES = [
             row["batch"],
             row.get("unrolled", False),
             row.get("by_kernels", False),
+            row.get("group", 1),
             row.get("float32", False),
             "xla_tokens_s" in row,
         ),

@@ -259,7 +259,7 @@ def pass_token(
         after.append([])
         writes.append([])
         for block, of_layer, (mixer_state, inner_state), write in zip(period.blocks, *layers, strict=True):  # fmt: skip
-            if write is not None:
+            if pending is not None and write is not None:
                 deferred = of_layer, x, mixer_state, write, pending.count
                 x, mixer_state, write = _gla_deferred(block, *deferred)
             elif of_layer.into is not None:

@@ -7,8 +7,8 @@ without a loss of exactness. So a token moves the memory once, and not twice, an
 
     M = D S + sum_j (E_j k_j)^T v_j.
 
-Each thread computes what belongs to one key channel (or K / 128) while the memory is on its way: the decay from its low-rank gate, the
-products of decays, the decayed keys, which all threads read from shared memory.
+A program has 64 KB of a memory, on their way to shared memory (three programs to a processor: 192 KB) while each thread computes what belongs
+to one key channel or two: the decay from its low-rank gate, the products of decays, the decayed keys, which all threads read from shared memory.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from pallas_kernels.requirements import Requirement, first_unmet
 
 _F32 = jnp.float32
 _WARPS, _THREADS = 4, 128
+_TILES = 2  # of 32 KB of a memory that a program has, of which three run on a processor
 _MAX_RANK = 64  # inner channels of the decay's gate, which each thread reads
 
 GROUPS = (4, 8, 16)
@@ -180,14 +181,13 @@ class _Keys:
 
     Attributes:
         block: the warpgroup's part of the memory.
-        group: n, the number of tokens of a group.
+        keys: K.
         layout: how K numbers are distributed over the threads.
         slots: for each pending write its place in the buffers, another filled place where it is none.
     """
 
     def __init__(self, block: hopper.Block, group: int, count: Any):
-        self.block, self.group, self.count = block, group, count
-        self.keys = block.shape[0]
+        self.block, self.keys = block, block.shape[0]
         self.layout = plgpu.Layout.WG_STRIDED((self.keys,), self.keys // _THREADS)
         # No token reads the place that it writes, even if it ignores what it reads there.
         other = jnp.where(count > 0, count - 1, group - 2)
@@ -199,6 +199,7 @@ class _Keys:
         return pl.ds(self.block.head * self.keys, self.keys)
 
     def load(self, name: str, *index: Any):
+        """Load the key channels of this memory from an array of those of a row, at [*index]."""
         return plgpu.load(
             self.block.refs[name].at[(*index, self.own)], layout=self.layout, optimized=False
         )
@@ -239,36 +240,46 @@ def _step(
 ) -> tuple[jax.Array, jax.Array, Pending]:
     batch, memories, key_dim, value_dim = memory.shape
     group = pending.keys.shape[1] + 1
-    width = hopper.column_width(batch * memories, key_dim, value_dim)
-    assert width is not None
+    width: Any = hopper.column_width(batch * memories, key_dim, value_dim)
     starts = dict(zip(("q", "k", "v", "down"), columns, strict=True))
     tile = channel_rows(group, key_dim, _WARPS)
 
+    whole = value_dim // (_WARPS * width)  # tiles of a memory
+    tiles = range(_TILES if whole % _TILES == 0 else 1)
+
     def kernel(refs, shared):
         refs |= dict.fromkeys("qkv", refs["tokens"])
-        block = hopper.Block(refs, width, key_dim, value_dim, starts)
-        row, layout = block.row, block.layout
-        m = plgpu.load(block.memory(), layout=layout, optimized=False)
-        count = refs["count"][0]
-        # The compiler moves no load across a store to shared memory: those of the memory begin first, whose latency is the longest.
+        part = lax.axis_index("part")
+        blocks = [
+            hopper.Block(refs, width, key_dim, value_dim, starts, part * len(tiles) + t)
+            for t in tiles
+        ]
+        (block, *_), row, layout = blocks, blocks[0].row, blocks[0].layout
+        size = len(tiles) * block.shape[1]
+        source = refs["memory"].at[row, block.head, slice(None), pl.ds(part * size, size)]
+        plgpu.copy_gmem_to_smem(source, shared["memory"], shared["loaded"])
+        # A store, which the compiler does not move, so that the copy is on its way before all else.
         shared["query"][...] = jnp.zeros(key_dim, _F32)
+        count = refs["count"][0]
         keys = _Keys(block, group, count)
-        first = block.head * value_dim + block.channels.start
-        channels = pl.ds(first, block.shape[1])
 
-        def load_value(slot):
-            ref = refs["values"].at[row, slot, channels]
+        def channels(block):
+            return pl.ds(block.head * value_dim + block.channels.start, block.shape[1])
+
+        def load_value(block, slot):
+            ref = refs["values"].at[row, slot, channels(block)]
             return plgpu.load(ref, layout=layout.reduce(0), optimized=False)
 
         gate = keys.load_gate()
         loaded = [(keys.load("keys", row, s), keys.load("decays", row, s)) for s in keys.slots]
-        values = [load_value(slot) for slot in keys.slots]
-        key, value = keys.load_token("k"), block.load_values("v")
-        query = keys.load_token("q").astype(_F32)
+        key, query = keys.load_token("k"), keys.load_token("q").astype(_F32)
         queries = refs["q"].at[row, pl.ds(starts["q"] + block.head * key_dim, key_dim)]
         queries = plgpu.load(queries, layout=tile.reduce(0), optimized=False)
-        shared["keys"].at[group - 1][...] = key.astype(_F32)
+        values = [[load_value(b, slot) for slot in keys.slots] for b in blocks]
+        own_values = [b.load_values("v") for b in blocks]
+
         own = decay = gate.decay(temperature)
+        shared["keys"].at[group - 1][...] = key.astype(_F32)
         for j in reversed(range(group - 1)):
             written = j < count
             late, factor = loaded[j]
@@ -278,48 +289,54 @@ def _step(
         shared["decay"][...] = decay
         shared["query"][...] = _plain(decay) * query
 
-        def by_key(ref):
-            return block.spread(plgpu.load(ref, layout=layout.reduce(1), optimized=False), 0)
-
         # Each warp has the scores of some of the keys.
         each = lax.broadcast_in_dim(queries.astype(_F32), (group, key_dim), [1])
         each = plgpu.layout_cast(each, tile)
         late = plgpu.load(shared["keys"], layout=tile, optimized=False)
         shared["scores"][...] = plgpu.layout_cast(jnp.sum(each * late, axis=1), tile.reduce(1))
 
-        output = shared["scores"][group - 1] * value
-        pending_output = shared["scores"][0] * values[0].astype(_F32)
-        for j in range(1, group - 1):
-            pending_output += shared["scores"][j] * values[j].astype(_F32)
-        output += jnp.where(count > 0, pending_output, 0.0)  # the scores are 0, the values anything
-        output += hopper.read(by_key(shared["query"]), m)
-        to = refs["output"].at[row, block.head, block.channels]
-        to[...] = plgpu.layout_cast((scale * output).astype(tokens.dtype), layout.reduce(0))
+        def by_key(ref):
+            return block.spread(plgpu.load(ref, layout=layout.reduce(1), optimized=False), 0)
+
+        def load_memory(t):
+            tile = shared["memory"].at[:, pl.ds(t * block.shape[1], block.shape[1])]
+            return plgpu.load(tile, layout=layout, optimized=False)
+
+        scores = [shared["scores"][j] for j in range(group)]
+        plgpu.barrier_wait(shared["loaded"])
+        for t in tiles:
+            late = scores[0] * values[t][0].astype(_F32)
+            for j in range(1, group - 1):
+                late += scores[j] * values[t][j].astype(_F32)
+            late = jnp.where(count > 0, late, 0.0)  # the scores are 0, the values anything
+            output = hopper.read(by_key(shared["query"]), load_memory(t))
+            output += late + scores[group - 1] * own_values[t]
+            to = refs["output"].at[row, block.head, blocks[t].channels]
+            to[...] = plgpu.layout_cast((scale * output).astype(tokens.dtype), layout.reduce(0))
 
         @pl.when(count < group - 1)
         def _():
-            to = refs["values"].at[row, count, channels]
-            to[...] = plgpu.layout_cast(value.astype(tokens.dtype), layout.reduce(0))
+            for t in tiles:
+                to = refs["values"].at[row, count, channels(blocks[t])]
+                to[...] = plgpu.layout_cast(own_values[t].astype(tokens.dtype), layout.reduce(0))
 
-        @pl.when((count < group - 1) & (lax.axis_index("column") == 0))
+        @pl.when((count < group - 1) & (part == 0))
         def _():
             refs["keys"].at[row, count, keys.own][...] = key
             refs["decays"].at[row, count, keys.own][...] = own
 
         @pl.when(count == group - 1)
         def _():
-            def add(key, value, to):
-                return to + by_key(shared["keys"].at[key]) * block.spread(value, 1)
+            for t in tiles:
 
-            decayed = hopper.apply_decay(m, by_key(shared["decay"]))
-            # A loop, so that few of these numbers are in registers at a time.
-            pending = lax.fori_loop(
-                0,
-                group - 1,
-                lambda j, to: add(j, load_value(j), to),
-                add(group - 1, value, decayed),
-            )
-            block.memory()[...] = pending
+                def add(j, value, to):
+                    return to + by_key(shared["keys"].at[j]) * block.spread(value, 1)
+
+                m = hopper.apply_decay(load_memory(t), by_key(shared["decay"]))
+                m = add(group - 1, own_values[t], m)
+                for j in range(group - 1):
+                    m = add(j, load_value(blocks[t], j).astype(_F32), m)
+                blocks[t].memory()[...] = m
 
     output = jax.ShapeDtypeStruct((batch, memories, value_dim), tokens.dtype)
 
@@ -331,13 +348,15 @@ def _step(
             | dict(zip(Pending._fields, pending_refs, strict=True)),
             outputs=dict(output=output),
             scratch=dict(
+                memory=plgpu.SMEM((key_dim, len(tiles) * _WARPS * width), _F32),
                 keys=plgpu.SMEM((group, key_dim), _F32),
                 decay=plgpu.SMEM((key_dim,), _F32),
                 query=plgpu.SMEM((key_dim,), _F32),
                 scores=plgpu.SMEM((group,), _F32),
+                loaded=plgpu.Barrier(),
             ),
             # Thread blocks that are neighbours in memory run at the same time: the last axis varies fastest.
-            grid=dict(row=batch, head=memories, column=value_dim // (_WARPS * width)),
+            grid=dict(row=batch, head=memories, part=whole // len(tiles)),
             approx_math=False,
             name="deferred_step",
             interpret=interpret,

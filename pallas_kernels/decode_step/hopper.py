@@ -100,13 +100,20 @@ class Block:
     """
 
     def __init__(
-        self, refs: dict[str, Any], width: int, key_dim: int, value_dim: int, starts: dict[str, int]
+        self,
+        refs: dict[str, Any],
+        width: int,
+        key_dim: int,
+        value_dim: int,
+        starts: dict[str, int],
+        column: Any = None,
     ):
         self.refs, self.layout, self.starts = refs, key_columns(width), starts
         self.value_dim = value_dim
         self.shape = key_dim, _WARPS * width
         self.row, self.head = lax.axis_index("row"), lax.axis_index("head")
-        self.channels = pl.ds(lax.axis_index("column") * self.shape[1], self.shape[1])
+        column = lax.axis_index("column") if column is None else column
+        self.channels = pl.ds(column * self.shape[1], self.shape[1])
 
     def memory(self):
         """Return a reference to the value channels of the memory M that this warpgroup computes, [K,

@@ -15,6 +15,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding, use
 
 from lsm_jax import models
 from lsm_jax.models import sampling, token_step
+from pallas_kernels.decode_step import deferred_step, no_writes
 from pallas_kernels.row_product.cases import COMPILED
 from tests.kernels import test_row_product_gpu as row_product
 from tests.kernels.test_aot import CUDA, H200, assert_spills_nothing
@@ -32,6 +33,22 @@ def test_products_of_a_few_tokens_compile_for_an_h200_and_spill_nothing(case, ca
     absent = dict.fromkeys(arrays.keys() - given.keys())
     function = functools.partial(row_product.run, case)
     assert_spills_nothing(lambda a: function(a | absent), (given,), 1, capfd, monkeypatch)
+
+
+@pytest.mark.parametrize(("keys", "batch", "group"), [(128, 256, 4), (128, 32, 16), (256, 256, 8)])
+def test_steps_that_defer_their_writes_compile_for_an_h200_and_spill_nothing(
+    keys, batch, group, capfd, monkeypatch
+):
+    heads, rank, values = 4, 16, 2 * keys
+    columns = 0, heads * keys, 2 * heads * keys, 2 * heads * keys + heads * values
+    here = jax.ShapeDtypeStruct
+    memory = here((batch, heads, keys, values), jnp.float32)
+    pending = jax.eval_shape(functools.partial(no_writes, group=group, dtype=jnp.bfloat16), memory)
+    gate = here((rank, heads * keys), jnp.bfloat16), here((heads * keys,), jnp.float32)
+    tokens = here((batch, columns[-1] + rank), jnp.bfloat16)
+    run = functools.partial(deferred_step, columns=columns, temperature=16.0, scale=0.1)
+    arrays = memory, pending, here((), jnp.int32), tokens, *gate
+    assert_spills_nothing(lambda a: run(*a), (arrays,), 1, capfd, monkeypatch)
 
 
 def launches(text: str) -> int:
@@ -52,10 +69,10 @@ def launches(text: str) -> int:
     return count(body)
 
 
-@pytest.mark.parametrize("batch, a_layer", [(1, 5), (64, 12), (256, 11)])
+@pytest.mark.parametrize("batch, a_layer", [(1, 5), (8, 12), (64, 11), (256, 11)])
 def test_a_token_of_gla_has_few_launches_and_copies_no_memory(batch, a_layer, capfd, monkeypatch):
     """Counted in the loop over tokens of models of 2 and of 4 layers; without the kernels there are 15 and 17 launches a layer. Nothing
-    spills, and the loop holds no second copy of the memories.
+    spills, and the loop holds no second copy of the memories, nor of the writes that are pending from 32 rows on.
     """
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
     monkeypatch.setenv("CUDA_ROOT", str(CUDA))

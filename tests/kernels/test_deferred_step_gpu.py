@@ -107,14 +107,15 @@ def test_places_beyond_the_count_are_not_read():
         rows = jnp.moveaxis(filled, 0, 1)
         decays = -0.3 * jax.nn.sigmoid(rows[..., : WIDTHS[0]])
         pending = deferred.Pending(rows[..., : WIDTHS[0]], rows[..., -WIDTHS[2] :], decays)
-        clean, dirty = (
-            jax.tree.map(lambda x, y=y: x.at[:, count:].set(y), pending) for y in (0.0, jnp.nan)
-        )
         call = jnp.int32(count), arrays["tokens"][0], arrays["up"], arrays["bias"]
-        for got, wanted in zip(run(memory, dirty, *call)[:2], run(memory, clean, *call)[:2], strict=True):  # fmt: skip
-            if count:
-                np.testing.assert_array_equal(got, wanted)
-                assert np.isfinite(got).all()
+        clean = run(memory, fill(pending, count, 0.0), *call)
+        for got, wanted in zip(run(memory, fill(pending, count, jnp.nan), *call)[:2], clean[:2], strict=True):  # fmt: skip
+            np.testing.assert_array_equal(got, wanted)
+            assert np.isfinite(got).all()
+
+
+def fill(pending: deferred.Pending, count: int, number: float) -> deferred.Pending:
+    return jax.tree.map(lambda x: x.at[:, count:].set(number), pending)
 
 
 @pytest.mark.parametrize("group", [1, 4, 8])

@@ -14,7 +14,13 @@ from flax import nnx
 
 from lsm_jax import models
 from lsm_jax.models import token_step
-from pallas_kernels.decode_step import Gate, decode_step
+from pallas_kernels.decode_step import (
+    Gate,
+    apply_writes,
+    decode_step,
+    deferred_step,
+    no_writes,
+)
 from pallas_kernels.row_product.cases import COMPILED
 from tests.kernels import test_row_product_gpu as row_product
 from tests.kernels.marks import on_hopper
@@ -66,7 +72,51 @@ def test_a_step_with_its_gate_equals_that_with_decays(batch):
         assert error(a, b) < (5e-3 if a.dtype == jnp.bfloat16 else 1e-6)
 
 
-@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize("group", [4, 8])
+@pytest.mark.parametrize(("batch", "keys"), [(256, 128), (33, 256)])
+def test_a_step_that_defers_its_write_equals_that_which_writes(batch, keys, group):
+    """On the card, over 2n + 3 tokens the outputs of the step that writes a memory once in n tokens, and its memory with the pending writes,
+    are those of the step that writes at each token; a second run gives the same bits. Decays are strong and slow.
+    """
+    heads, values, rank = 4, 2 * keys, 16
+    rng, wide = np.random.default_rng(0), heads * keys
+    columns = 0, wide, 2 * wide, 2 * wide + heads * values
+
+    def normal(*shape, dtype=jnp.bfloat16):
+        return jnp.asarray(rng.normal(size=shape), dtype)
+
+    first = normal(batch, heads, keys, values, dtype=jnp.float32)
+    tokens = normal(2 * group + 3, batch, columns[-1] + rank)
+    up, bias = normal(rank, wide), jnp.asarray(rng.uniform(-100, 30, wide), jnp.float32)
+
+    @jax.jit
+    def each(memory, token):
+        logits = jnp.matmul(token[:, columns[-1] :], up, preferred_element_type=jnp.float32)
+        gate = Gate(logits, None, bias, 16.0)
+        return decode_step(memory, *[token] * 3, gate=gate, columns=columns[:3], scale=0.1)
+
+    @jax.jit
+    def deferred(memory, pending, count, token):
+        call = dict(columns=columns, temperature=16.0, scale=0.1)
+        return deferred_step(memory, pending, count, token, up, bias, **call)
+
+    def run():
+        memory, pending = first, no_writes(first, group, tokens.dtype)
+        for t, token in enumerate(tokens):
+            count = jnp.int32(t % group)
+            output, memory, pending = deferred(memory, pending, count, token)
+            yield output, memory, pending, jnp.int32((t + 1) % group)
+
+    wanted = first
+    for token, (output, memory, pending, count), again in zip(tokens, run(), run(), strict=True):
+        known, wanted = each(wanted, token)
+        assert error(output, known) < 5e-3
+        assert error(apply_writes(memory, pending, count), wanted) < 2e-6
+        np.testing.assert_array_equal(output, again[0])
+        np.testing.assert_array_equal(memory, again[1])
+
+
+@pytest.mark.parametrize("batch", [1, 8, 64])
 @pytest.mark.parametrize("method", ["gla", "gated_deltanet"])
 def test_tokens_of_a_model_are_those_of_its_layers(method, batch, monkeypatch):
     """On the card, greedy tokens by the kernels are those of the layers, but for ties that rounding decides: up to them, most are equal."""
