@@ -183,7 +183,8 @@ def generate(
     """
     kinds, tokens, unroll = args.kinds, args.tokens, args.unrolled
     if args.group is not None:
-        token_step.GROUP = args.group  # before anything is traced
+        # Before anything is traced; by the kernels also where each token writes.
+        token_step.GROUP, token_step.WRITING_ROWS = args.group, token_step.MANY_ROWS
 
     def build(kind):
         config = models.lm(method, args.size)
@@ -210,7 +211,7 @@ def generate(
     if unroll and "kernel" in kinds and not args.by_layers:
         for batch, row in row_of.items():
             if served(batch):
-                group = token_step.GROUP if batch >= token_step.DEFERRED_ROWS else 1
+                group = token_step.group_of(nnx.merge(graphs["kernel"], params), batch)
                 row |= {"by_kernels": True} | ({"group": group} if group > 1 else {})
 
     def decode_case(case):

@@ -152,8 +152,17 @@ def test_other_models_pass_through_their_layers(interpreted, monkeypatch):
         token_step, "OTHER_MIXERS", True
     )  # the small GLA's sizes are not its step's
     assert token_step.serves(models.abstract(_config({})), 6)
-    monkeypatch.setattr(token_step, "MANY_ROWS", 0)
-    assert not token_step.serves(models.abstract(_config({})), 6)
+    large = models.abstract(models.lm("gla", "340m"))
+    for rows, group in ((8, 1), (32, 8), (256, 8)):
+        assert token_step.serves(large, rows) and token_step.group_of(large, rows) == group
+    assert not token_step.serves(large, 257)
+    small = models.abstract(
+        _config({})
+    )  # its heads are narrower than the step that defers writes accepts
+    assert token_step.group_of(small, 64) == 1 and token_step.serves(small, 64)
+    assert not token_step.serves(small, 65)
+    monkeypatch.setattr(token_step, "WRITING_ROWS", 0)
+    assert not token_step.serves(small, 6)
     for fields in (
         dict(dtype="float32"),
         dict(norm="layer"),
