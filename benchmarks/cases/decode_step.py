@@ -251,7 +251,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--by_layers", action="store_true", help="no kernels for whole tokens of unrolled layers"
     )
     parser.add_argument(
-        "--group", type=int, choices=(1, 4, 8, 16), help="tokens of which one writes the memories"
+        "--group", type=int, choices=(1, 4, 8), help="tokens of which one writes the memories"
     )
     parser.add_argument("--float32", action="store_true", help="models' parameters as trained")
     parser.add_argument(

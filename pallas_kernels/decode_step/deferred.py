@@ -31,7 +31,7 @@ _WARPS, _THREADS = 4, 128
 _TILES = 2  # of 32 KB of a memory that a program has, of which three run on a processor
 _MAX_RANK = 64  # inner channels of the decay's gate, which each thread reads
 
-GROUPS = (4, 8, 16)
+GROUPS = (4, 8)
 """The numbers of tokens of which one writes."""
 
 
@@ -80,7 +80,7 @@ REQUIREMENTS = (
         lambda c: c.up.shape[0] <= _MAX_RANK,
         lambda c: f"{c.up.shape[0]}",
     ),
-    Requirement("groups of 4, 8 or 16 tokens", lambda c: c.group in GROUPS, lambda c: f"{c.group}"),
+    Requirement("groups of 4 or 8 tokens", lambda c: c.group in GROUPS, lambda c: f"{c.group}"),
 )
 
 

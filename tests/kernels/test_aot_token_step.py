@@ -35,7 +35,7 @@ def test_products_of_a_few_tokens_compile_for_an_h200_and_spill_nothing(case, ca
     assert_spills_nothing(lambda a: function(a | absent), (given,), 1, capfd, monkeypatch)
 
 
-@pytest.mark.parametrize(("keys", "batch", "group"), [(128, 256, 4), (128, 32, 16), (256, 256, 8)])
+@pytest.mark.parametrize(("keys", "batch", "group"), [(128, 256, 4), (128, 64, 8), (256, 256, 8)])
 def test_steps_that_defer_their_writes_compile_for_an_h200_and_spill_nothing(
     keys, batch, group, capfd, monkeypatch
 ):

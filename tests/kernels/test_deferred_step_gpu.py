@@ -148,7 +148,7 @@ def test_names_the_requirement_that_is_not_met():
     arrays = make(1, (0, 1), jnp.float32)
     call = arrays["memory"], arrays["tokens"][0], arrays["up"]
     assert deferred.unsupported(*call, 4) is None
-    assert "groups of 4, 8 or 16 tokens, not 5" in str(deferred.unsupported(*call, 5))
+    assert "groups of 4 or 8 tokens, not 5" in str(deferred.unsupported(*call, 5))
     small = arrays["memory"][:, :, :64]
     assert "K 128 or 256 and V a multiple of 32, not K 64" in str(deferred.unsupported(small, *call[1:], 4))  # fmt: skip
     wide = jnp.zeros((65, WIDTHS[0]))

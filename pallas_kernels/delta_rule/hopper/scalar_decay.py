@@ -130,9 +130,9 @@ def forward(
 
 
 def _sizes_ran(q, k, v) -> bool:
-    """Return whether a card has run the inverse by blocks with these sizes, and the split scan with those of up to 128 channels, of which
-    docs/delta_forward.jsonl has rows: as many heads of each array, as many key as value channels, 64, 128 or 256 (without a decay 128 and 256
-    have rows). No card has run them with an undecayed erase.
+    """Return whether a card has run the inverse by blocks with these sizes, and the split scan with those of up to 128 channels: as many
+    heads of each array, as many key as value channels, 64, 128 or 256. docs/delta_forward.jsonl has their rows (without a decay of 128 alone),
+    docs/kernels.jsonl those of 256. No card has run them with an undecayed erase.
     """
     sizes = {x.shape[2:] for x in (q, k, v)}
     return len(sizes) == 1 and k.shape[-1] in (64, 128, 256)
