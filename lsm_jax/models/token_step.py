@@ -62,7 +62,7 @@ class _Matrices(NamedTuple):
 
 
 class Pending(NamedTuple):
-    """What the memories of a model's layers do not hold yet of the tokens since the last that wrote.
+    """The writes that the memories of a model's layers do not hold yet, of the tokens since the last one that wrote.
 
     Attributes:
         count: int32 scalar, the number of these tokens.

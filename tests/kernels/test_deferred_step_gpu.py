@@ -99,7 +99,7 @@ def test_outputs_and_memories_are_those_of_the_recurrence(group, bias, temperatu
 
 
 def test_places_beyond_the_count_are_not_read():
-    """Of pending writes that are not there, also numbers that are none leave no trace."""
+    """Places of pending writes that are empty leave no trace, also where they contain NaN."""
     arrays = make(1, (-3, 6), jnp.float32)
     run, memory = step(arrays["memory"], 4, 16.0), arrays["memory"]
     for count in range(4):
