@@ -183,8 +183,9 @@ def generate(
     """
     kinds, tokens, unroll = args.kinds, args.tokens, args.unrolled
     if args.group is not None:
-        # Before anything is traced; by the kernels also where each token writes.
+        # Before anything is traced: the group for all rows, and the kernels for as many rows where each token writes.
         token_step.GROUP, token_step.WRITING_ROWS = args.group, token_step.MANY_ROWS
+        token_step.DEFERRED_ROWS = token_step.MOST_ROWS + 1
 
     def build(kind):
         config = models.lm(method, args.size)
@@ -276,6 +277,8 @@ def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
         raise UsageError(
             "--float32, --unrolled, --implementation, --by_layers and --group: accepted with --models"
         )
+    if args.group and (args.by_layers or not args.unrolled):
+        raise UsageError("--group: accepted with --unrolled and without --by_layers")
     if args.models:
         return [
             dict(model=f"{method}-{args.size}", batch=batch, tokens=args.tokens)

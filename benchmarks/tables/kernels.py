@@ -445,8 +445,8 @@ TABLES = [
             rows,
             key=lambda row: (row["model"], row["batch"], row.get("unrolled", False), row["date"]),
         ),
-        command="python -m benchmarks decode_step --models gla,gated_deltanet --batches 1,2,4,64,256 "
-        "--kinds kernel --output docs/decode_step.jsonl     # and with --unrolled, --unrolled --by_layers, --float32",
+        command="python -m benchmarks decode_step --models gla,gated_deltanet --batches 1,2,4,64,128,256 "
+        "--kinds kernel --output docs/decode_step.jsonl     # and with --unrolled, --unrolled --by_layers, --unrolled --group 1, 4 and 8, --float32",
     ),
     Table(
         "experts",

@@ -228,7 +228,7 @@ def _decode(
 
     prepared = token_step.prepare(model, periods, batch) if by_kernels else None
 
-    pending = token_step.no_writes(model, state, batch) if by_kernels else None
+    pending = token_step.empty_writes(model, state, batch) if by_kernels else None
 
     def pass_token(model, periods, prepared, last, state, pending):
         if prepared is not None:
@@ -263,7 +263,7 @@ def _decode(
 
     carry = (jnp.int32(1), first, done, tokens.at[:, 0].set(first), state, pending)
     *_, tokens, state, pending = jax.lax.while_loop(unfinished, body, carry)
-    return tokens, token_step.written(state, pending)
+    return tokens, token_step.with_writes(state, pending)
 
 
 def _prefill(model, prompt, segment_ids, state, chunk):

@@ -37,9 +37,11 @@ WRITING_ROWS = 64
 """The same where each token writes the memories: on an H200 64 rows of GLA 340M are then 1.06 times as fast as by layers, 256 rows equally fast."""
 GROUP = 4
 """The number of tokens of which one writes the memories of many rows (`pallas_kernels.decode_step.deferred`); 1: each. On an H200
-256 rows of GLA 340M have 98,691 tokens/s with 4, 96,654 with 8 and 77,105 with 1."""
-DEFERRED_ROWS = 64
-"""The least number of rows of which so few tokens write, where reading and writing memories is what a token waits for."""
+256 rows of GLA 340M have 98,691 tokens/s with 4, 96,654 with 8, and in another run 79,142 with 1."""
+DEFERRED_ROWS = 128
+"""The least number of rows of which so few tokens write: 128 and 256 were measured."""
+DEFERRED_KEYS = (128,)
+"""The key channels of a head with which so few tokens write; the kernel has 256, too, with which nobody has timed a model."""
 OTHER_MIXERS = False
 """Whether models whose mixers have no step of their own pass their feedforwards and heads by these kernels, which gained nothing for Gated DeltaNet."""
 _INTERPRET: Any = False  # parameters of Mosaic GPU's interpreter, in tests
@@ -198,7 +200,7 @@ def prepare(model: Decoder, periods: tuple[Any, ...], batch: int) -> Prepared:
 
 def group_of(model: Decoder, batch: int) -> int:
     """Return the number of tokens of which one writes the memories of `batch` rows of a model of gated linear attention, `GROUP` or 1."""
-    if GROUP == 1 or batch < max(DEFERRED_ROWS, MOST_ROWS + 1):
+    if GROUP == 1 or batch < DEFERRED_ROWS:
         return 1
     unsupported = decode_steps().deferred_unsupported
 
@@ -206,18 +208,18 @@ def group_of(model: Decoder, batch: int) -> int:
         memory = _shape(batch, mixer.config.num_heads, mixer.key_dim, mixer.value_dim, dtype=jnp.float32)  # fmt: skip
         up = _shape(*mixer.decay_up.kernel.get_value().shape[-2:])
         width = sum(layer.kernel.get_value().shape[-1] for layer in _gla_projections(mixer))
-        return unsupported(memory, _shape(batch, width), up, GROUP) is None
+        return mixer.key_dim in DEFERRED_KEYS and unsupported(memory, _shape(batch, width), up, GROUP) is None  # fmt: skip
 
     return GROUP if all(supported(block.mixer) for block in model.periods.blocks) else 1
 
 
-def no_writes(model: Decoder, state: DecoderState, batch: int) -> Pending | None:
+def empty_writes(model: Decoder, state: DecoderState, batch: int) -> Pending | None:
     """Return empty buffers for the writes of a group of tokens to the memories of a state from `Decoder.unstack_state`; None if each token of
     `batch` rows of a model that the kernels serve writes.
     """
     if (group := group_of(model, batch)) == 1:
         return None
-    empty = decode_steps().no_writes
+    empty = decode_steps().empty_writes
     layers = tuple(
         tuple(empty(mixer.memory.memory, group, model.dtype) for mixer, _ in states)
         for states in state.layers.each
@@ -225,7 +227,7 @@ def no_writes(model: Decoder, state: DecoderState, batch: int) -> Pending | None
     return Pending(jnp.int32(0), layers)
 
 
-def written(state: DecoderState, pending: Pending | None) -> DecoderState:
+def with_writes(state: DecoderState, pending: Pending | None) -> DecoderState:
     """Return the state whose memories hold the pending writes, if there are any."""
     if pending is None:
         return state
@@ -256,7 +258,7 @@ def pass_token(
         prepared: what `prepare` returned.
         token: int [B].
         state: a state from `Decoder.unstack_state`.
-        pending: the writes that it does not hold, first from `no_writes`.
+        pending: the writes that it does not hold, first from `empty_writes`.
     """
     x = model.embed(token[:, None])
     positions, clock = mixers.advance(state.clock, x.shape[:2], None, None)

@@ -3,7 +3,7 @@ and read in one pass over the memory, in place.
 """
 
 from pallas_kernels.decode_step.api import Gate, decode_step, unsupported
-from pallas_kernels.decode_step.deferred import Pending, apply_writes, deferred_step, no_writes
+from pallas_kernels.decode_step.deferred import Pending, apply_writes, deferred_step, empty_writes
 from pallas_kernels.decode_step.deferred import unsupported as deferred_unsupported
 
 __all__ = [
@@ -13,6 +13,6 @@ __all__ = [
     "decode_step",
     "deferred_step",
     "deferred_unsupported",
-    "no_writes",
+    "empty_writes",
     "unsupported",
 ]

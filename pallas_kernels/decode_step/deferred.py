@@ -81,6 +81,11 @@ REQUIREMENTS = (
         lambda c: f"{c.up.shape[0]}",
     ),
     Requirement("groups of 4 or 8 tokens", lambda c: c.group in GROUPS, lambda c: f"{c.group}"),
+    Requirement(
+        f"at most {hopper.MAX_GRID:,} rows and memories of a row",
+        lambda c: max(c.memory.shape[0], c.memory.shape[1]) <= hopper.MAX_GRID,
+        lambda c: f"{c.memory.shape[0]:,} and {c.memory.shape[1]:,}",
+    ),
 )
 
 
@@ -91,7 +96,7 @@ def unsupported(memory: Any, tokens: Any, up: Any, group: int) -> str | None:
     return first_unmet(REQUIREMENTS, _Call(memory, tokens, up, group))
 
 
-def no_writes(memory: Any, group: int, dtype: Any) -> Pending:
+def empty_writes(memory: Any, group: int, dtype: Any) -> Pending:
     """Return empty buffers for the pending writes to a memory [B, G, K, V] by groups of `group` tokens in `dtype`."""
     batch, memories, key_dim, value_dim = memory.shape
     shape = batch, group - 1, memories * key_dim
@@ -116,7 +121,8 @@ def apply_writes(
         after = _joined(factors[j], after)
     memory = hopper.apply_decay(memory, after[..., None])
     for j in slots:
-        memory += keys[j][..., None] * of_head(pending.values, j).astype(_F32)[..., None, :]
+        value = jnp.where(j < count, of_head(pending.values, j).astype(_F32), 0.0)
+        memory += keys[j][..., None] * value[..., None, :]
     return memory
 
 
@@ -139,7 +145,7 @@ def deferred_step(
 
     Args:
         memory: [B, G, K, V] float32, the memories before the pending writes. Updated in place where its buffer may be reused.
-        pending: the writes that `memory` does not hold, of groups of n tokens; in place likewise.
+        pending: the writes that `memory` does not hold, of groups of n tokens, from `empty_writes` with the dtype of `tokens`; in place likewise.
         count: int32 scalar, the number of pending writes, from 0 to n - 1. With n - 1 the memory is written, and none is pending after it.
         tokens: [B, C], the result of one product, of which queries, keys, values of all heads and the gate's inner channels are columns.
         up: [R, G K], the matrix from the inner channels to the decay's gate.

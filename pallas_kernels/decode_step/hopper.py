@@ -24,7 +24,7 @@ _F32 = jnp.float32
 _WARPS = 4
 _STATE_REGISTERS = 64  # registers of a thread for the memory
 _MAX_QUERIES = 16  # query heads that read one memory, at most
-_MAX_GRID = 65535  # size of a grid's slowest axes, at most
+MAX_GRID = 65535  # size of a grid's slowest axes, at most
 _DTYPES = (jnp.bfloat16, jnp.float32)
 
 
@@ -70,8 +70,8 @@ REQUIREMENTS = (
         lambda c: f"{c.q.shape[1]} query heads for {c.v.shape[1]} memories",
     ),
     Requirement(
-        f"at most {_MAX_GRID:,} rows and memories of a row",
-        lambda c: max(c.q.shape[0], c.v.shape[1]) <= _MAX_GRID,
+        f"at most {MAX_GRID:,} rows and memories of a row",
+        lambda c: max(c.q.shape[0], c.v.shape[1]) <= MAX_GRID,
         lambda c: f"{c.q.shape[0]:,} and {c.v.shape[1]:,}",
     ),
 )

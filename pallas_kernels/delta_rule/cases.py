@@ -160,6 +160,7 @@ HOPPER_COMPILED = (
     Compiled((4, 4, 4), 128, 128, "", 20),  # DeltaNet
     Compiled((4, 2, 4), 64, 64, "log_decay segment_ids", 116),
     Compiled((2, 1, 2), 256, 512, "log_decay", 792),  # Gated DeltaNet
+    Compiled((4, 4, 4), 256, 256, "log_decay", 64),
     # More memories than processors: two warpgroups share the tiles that are loaded.
     Compiled((80, 80, 80), 128, 128, "log_decay", 172),
     Compiled((32, 16, 32), 256, 512, "log_decay", 704),

@@ -11,7 +11,7 @@ import pytest
 
 from pallas_kernels.compat import gpu_interpreter, races_found
 from pallas_kernels.decode_step import api, deferred
-from pallas_kernels.decode_step.deferred import apply_writes, deferred_step, no_writes
+from pallas_kernels.decode_step.deferred import apply_writes, deferred_step, empty_writes
 
 BATCH, MEMORIES, KEYS, VALUES, RANK = 2, 2, 128, 64, 4
 WIDTHS = MEMORIES * KEYS, MEMORIES * KEYS, MEMORIES * VALUES, RANK
@@ -50,7 +50,7 @@ def columns_of(memory) -> tuple[int, ...]:
     return 0, memories * keys, 2 * memories * keys, memories * (2 * keys + values)
 
 
-def step(memory, group: int, temperature: float):
+def step(memory, temperature: float):
     return jax.jit(functools.partial(
         deferred_step, columns=columns_of(memory), temperature=temperature, scale=0.25, interpret=gpu_interpreter()
     ))  # fmt: skip
@@ -76,8 +76,8 @@ def test_outputs_and_memories_are_those_of_the_recurrence(group, bias, temperatu
     overwrites. The memory is stored by the last token of a group only.
     """
     arrays = make(2 * group + 3, bias, dtype, keys)
-    run = step(arrays["memory"], group, temperature)
-    memory, pending = arrays["memory"], no_writes(arrays["memory"], group, dtype)
+    run = step(arrays["memory"], temperature)
+    memory, pending = arrays["memory"], empty_writes(arrays["memory"], group, dtype)
     gate, stored = (arrays["up"], arrays["bias"]), memory
     for t, (output, wanted) in enumerate(recurrence(**arrays, temperature=temperature)):
         count = t % group
@@ -101,7 +101,7 @@ def test_outputs_and_memories_are_those_of_the_recurrence(group, bias, temperatu
 def test_places_beyond_the_count_are_not_read():
     """Places of pending writes that are empty leave no trace, also where they contain NaN."""
     arrays = make(1, (-3, 6), jnp.float32)
-    run, memory = step(arrays["memory"], 4, 16.0), arrays["memory"]
+    run, memory = step(arrays["memory"], 16.0), arrays["memory"]
     for count in range(4):
         filled = make(3, (-3, 6), jnp.float32, seed=count)["tokens"]
         rows = jnp.moveaxis(filled, 0, 1)
@@ -112,6 +112,10 @@ def test_places_beyond_the_count_are_not_read():
         for got, wanted in zip(run(memory, fill(pending, count, jnp.nan), *call)[:2], clean[:2], strict=True):  # fmt: skip
             np.testing.assert_array_equal(got, wanted)
             assert np.isfinite(got).all()
+        applied = [
+            deferred.apply_writes(memory, fill(pending, count, x), count) for x in (0.0, jnp.nan)
+        ]
+        np.testing.assert_array_equal(*applied)
 
 
 def fill(pending: deferred.Pending, count: int, number: float) -> deferred.Pending:
@@ -153,7 +157,7 @@ def test_names_the_requirement_that_is_not_met():
     assert "K 128 or 256 and V a multiple of 32, not K 64" in str(deferred.unsupported(small, *call[1:], 4))  # fmt: skip
     wide = jnp.zeros((65, WIDTHS[0]))
     assert "at most 64 inner channels of the gate, not 65" in str(deferred.unsupported(*call[:2], wide, 4))  # fmt: skip
-    pending = no_writes(arrays["memory"], 5, jnp.float32)
+    pending = empty_writes(arrays["memory"], 5, jnp.float32)
     with pytest.raises(NotImplementedError, match="deferred_step requires groups of 4"):
         deferred_step(
             arrays["memory"], pending, jnp.int32(0), *call[1:], arrays["bias"],

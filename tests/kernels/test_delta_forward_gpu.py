@@ -85,7 +85,7 @@ def test_rows_of_one_and_two_chunks_equal_the_recurrence(length):
 @pytest.mark.parametrize(
     "name, blocks, split",
     [("decay", True, True), ("parts", True, False), ("plain", True, True), ("undecayed-strong", False, False),
-     ("deep", False, False), ("queries-share", False, False)],
+     ("many-deep-wide", True, False), ("deep", False, False), ("queries-share", False, False)],
 )  # fmt: skip
 def test_the_default_is_what_a_card_has_run(name, blocks, split, monkeypatch):
     """The inverse by blocks has a decayed erase and equal heads and channels; the split scan also requires rows in one part."""

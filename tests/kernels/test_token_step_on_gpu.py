@@ -19,7 +19,7 @@ from pallas_kernels.decode_step import (
     apply_writes,
     decode_step,
     deferred_step,
-    no_writes,
+    empty_writes,
 )
 from pallas_kernels.row_product.cases import COMPILED
 from tests.kernels import test_row_product_gpu as row_product
@@ -101,7 +101,7 @@ def test_a_step_that_defers_its_write_equals_that_which_writes(batch, keys, grou
         return deferred_step(memory, pending, count, token, up, bias, **call)
 
     def run():
-        memory, pending = first, no_writes(first, group, tokens.dtype)
+        memory, pending = first, empty_writes(first, group, tokens.dtype)
         for t, token in enumerate(tokens):
             count = jnp.int32(t % group)
             output, memory, pending = deferred(memory, pending, count, token)
@@ -116,7 +116,7 @@ def test_a_step_that_defers_its_write_equals_that_which_writes(batch, keys, grou
         np.testing.assert_array_equal(memory, again[1])
 
 
-@pytest.mark.parametrize("batch", [1, 8, 64])
+@pytest.mark.parametrize("batch", [1, 8, 64, 128])
 @pytest.mark.parametrize("method", ["gla", "gated_deltanet"])
 def test_tokens_of_a_model_are_those_of_its_layers(method, batch, monkeypatch):
     """On the card, greedy tokens by the kernels are those of the layers, but for ties that rounding decides: up to them, most are equal."""

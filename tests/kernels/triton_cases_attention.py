@@ -357,8 +357,7 @@ def use_tiling(case: Case) -> None:
         name, _, sizes = case.tiling.partition("=")
         numbers = [int(n) for n in sizes.split(":")]
         assert triton_attention.set_tiling(case.tiling, name, numbers) is None
-        for kind in ("attend_limited", "attend_pruned"):
-            passes.TILINGS.pop((kind, case.dim), None)
+        passes.TILINGS.pop(("attend_limited", case.dim), None)
         key = "attend", case.dim
         passes.TILINGS[key] = passes.WIDE_TILINGS[key] = passes.Tiling(*numbers)
 
