@@ -191,11 +191,11 @@ def test_shares_of_few_questions_differ_by_chance():
     """Seeds that answer nothing do not differ, which makes one right answer of a hundred no difference."""
     seeds = [mom(INNER, 0), mom(INNER, 1), mom(GLA, 1, fields=0.01)]
     _, fields = compared([mom(GLA, fields=0.01), *seeds])
-    assert fields.noise == claims.Noise(pytest.approx(2 * (0.01 * 0.99 / 200) ** 0.5), "questions")
+    assert fields.noise == claims.Noise(pytest.approx(2**0.5 * 3 / 200), "questions")
     assert fields.holds is None
     seeds[2]["recall"]["fields"]["contains"] = 0.12
     _, fields = compared([mom(GLA, fields=0.11), *seeds])
-    assert fields.holds is True and fields.noise.value == pytest.approx(2 * (0.115 * 0.885 / 200) ** 0.5)  # fmt: skip
+    assert fields.holds is True and fields.noise.value == pytest.approx(2 * (0.115 * 0.885 / 200 + (1.5 / 200) ** 2) ** 0.5)  # fmt: skip
 
 
 def test_perplexities_are_compared_by_their_ratio():
