@@ -341,35 +341,44 @@ def _gla_token(block: Any, matrices: _Matrices, x: jax.Array, state: Any) -> tup
     return _product(o.reshape(x.shape[0], -1), matrices.out, head_norm, added=x)[0][:, None], state
 
 
-def _gla_tokens(block: Any, matrices: _Matrices, x: jax.Array, state: Any) -> tuple[jax.Array, Any]:
-    """Return the same for many rows."""
-    mixer = block.mixer
+def _gla_input(block: Any, matrices: _Matrices, x: jax.Array) -> tuple[jax.Array, tuple[int, ...]]:
+    """Return the product [B, F] of the normed stream x [B, 1, D] of many rows with the matrix of a mixer's input, and the columns at which
+    its keys, values, gate and decay's inner channels begin; queries are first.
+    """
     y = project(block.mixer_norm(x)[:, 0], matrices.into.T)
-    widths = (layer.kernel[...].shape[-1] for layer in _gla_projections(mixer))
-    keys, values, gates, down, _ = itertools.accumulate(widths)
-    logits = project(y[:, down:], mixer.decay_up.kernel[...], dtype=jnp.float32)
-    o, state = _gla_memory(mixer, logits, None, state, y, y, y, columns=(0, keys, values))
-    gate = split_heads(y[:, None, gates:down], mixer.config.num_heads)
-    return x + normed_product(mixer.norm, mixer.o_proj, o[:, None], gate), state
+    widths = (layer.kernel[...].shape[-1] for layer in _gla_projections(block.mixer))
+    *columns, _ = itertools.accumulate(widths)
+    return y, tuple(columns)
+
+
+def _gla_output(block: Any, x: jax.Array, o: jax.Array, gate: jax.Array) -> jax.Array:
+    """Return the stream x [B, 1, D] with the output of a mixer added, from that of its memory o [B, H, V] and the gate [B, H V]."""
+    mixer = block.mixer
+    gate = split_heads(gate[:, None], mixer.config.num_heads)
+    return x + normed_product(mixer.norm, mixer.o_proj, o[:, None], gate)
+
+
+def _gla_tokens(block: Any, matrices: _Matrices, x: jax.Array, state: Any) -> tuple[jax.Array, Any]:
+    """Return the stream x [B, 1, D] of many rows with the output of gated linear attention added, and the mixer's state."""
+    y, (keys, values, gates, down) = _gla_input(block, matrices, x)
+    logits = project(y[:, down:], block.mixer.decay_up.kernel[...], dtype=jnp.float32)
+    o, state = _gla_memory(block.mixer, logits, None, state, y, y, y, columns=(0, keys, values))
+    return _gla_output(block, x, o, y[:, gates:down]), state
 
 
 def _gla_deferred(
     block: Any, matrices: _Matrices, x: jax.Array, state: Any, writes: Any, count: jax.Array
 ) -> tuple[jax.Array, Any, Any]:
     """Return the same, and the pending writes, of `count` tokens before this one, to its memory."""
-    mixer, memory = block.mixer, state.memory
-    y = project(block.mixer_norm(x)[:, 0], matrices.into.T)
-    widths = (layer.kernel[...].shape[-1] for layer in _gla_projections(mixer))
-    keys, values, gates, down, _ = itertools.accumulate(widths)
-    up = mixer.decay_up
+    y, (keys, values, gates, down) = _gla_input(block, matrices, x)
+    mixer, memory, up = block.mixer, state.memory, block.mixer.decay_up
     o, matrix, writes = decode_steps().deferred_step(
         memory.memory, writes, count, y, up.kernel[...].astype(x.dtype), up.bias[...],
         columns=(0, keys, values, down), temperature=mixer.config.gate_temperature, scale=mixer.key_dim**-0.5,
         interpret=_INTERPRET,
     )  # fmt: skip
-    gate = split_heads(y[:, None, gates:down], mixer.config.num_heads)
-    x += normed_product(mixer.norm, mixer.o_proj, o[:, None], gate)
-    return x, state._replace(memory=memory._replace(memory=matrix)), writes
+    state = state._replace(memory=memory._replace(memory=matrix))
+    return _gla_output(block, x, o, y[:, gates:down]), state, writes
 
 
 def _feedforward_token(block: Any, matrices: _Matrices, x: jax.Array) -> jax.Array:
