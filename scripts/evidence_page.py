@@ -18,7 +18,7 @@ DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGE = DOCS / "results" / "evidence.md"
 SECTIONS = (
     ("evidence_claims", "What the papers say", "Values are means over the seeds. A difference that is not larger than the noise decides nothing. The noise is the largest difference between seeds of one model: of the two models that are compared if both have two seeds, "
-     "otherwise of any model of the table, otherwise of any table; for a statement on one model that has two seeds, it is their distance from the mean. Perplexities are compared by their ratio. For shares of questions it is at least two standard errors of the difference, of which each share of n questions has at least 3 / n. Most models have one seed, "
+     "otherwise of any model of the table, otherwise of any table; for a statement on one model that has two seeds, it is their distance from the mean. Perplexities are compared by their ratio. For shares of questions it is at least two standard errors of the difference, of which each share of n questions has at least 3 / n where two models are compared. Most models have one seed, "
      "so that the noise may be larger than it is here. That the share of needles is at least 0.9 is how this page reads a paper that calls its results near perfect."),
     ("evidence_fox", "The Forgetting Transformer's models", ""),
     ("evidence_mom", "Mixture-of-Memories", "`baseline=inner` is the inner mixer alone, `baseline=expanded` with a memory three times as large, `expanded=5` with one as large as all memories together, and `hidden_ratio` one with as many parameters; `row_conv=4` has a convolution of four tokens along the row in front of the memories.\n\n"

@@ -182,7 +182,8 @@ def noise_of(compared: list[Runs], every: list[Runs], measure: Measure) -> Noise
     if none has two, of all tables, with equal rows in a step, length and corpus. One model with two seeds, which a claim compares
     with a fixed value, has the distance of its farthest seed from the mean: the question is whether a seed is on the other side.
     The second, of shares, is two standard errors of the difference between shares of so many questions: seeds that find nothing do
-    not differ. Two standard errors of a share of n questions are at least 3 / n, the largest share of which none of n is likely.
+    not differ. Two standard errors of a share of n questions are at least 3 / n, the largest share of which none of n is likely, where
+    two models are compared; a fixed value is compared with what was found.
 
     Args:
         compared: the rows of the models that a claim compares, one or two.
@@ -212,7 +213,8 @@ def noise_of(compared: list[Runs], every: list[Runs], measure: Measure) -> Noise
     for runs in compared if measure.trials is not None else ():
         share = evidence.mean(runs, measure.value)
         count = sum(map(measure.trials, runs))
-        variance += max(share * (1 - share) / count, (1.5 / count) ** 2)
+        least = (1.5 / count) ** 2 if len(compared) > 1 else 0.0
+        variance += max(share * (1 - share) / count, least)
     of_questions = Noise(2 * math.sqrt(variance), "questions")
     return max(of_seeds, of_questions, key=lambda noise: noise.value)
 
