@@ -183,7 +183,7 @@ def generate(
     """
     kinds, tokens, unroll = args.kinds, args.tokens, args.unrolled
     if args.group is not None:
-        # Before anything is traced: the group for all rows, and the kernels for as many rows where each token writes.
+        # Before anything is traced. The kernels serve all these rows, whether each token writes or one of a group.
         token_step.GROUP, token_step.WRITING_ROWS = args.group, token_step.MANY_ROWS
         token_step.DEFERRED_ROWS = token_step.MOST_ROWS + 1
 

@@ -132,7 +132,7 @@ def forward(
 def _sizes_ran(q, k, v) -> bool:
     """Return whether a card has run the inverse by blocks with these sizes, and the split scan with those of up to 128 channels: as many
     heads of each array, as many key as value channels, 64, 128 or 256. docs/delta_forward.jsonl has their rows (without a decay of 128 alone),
-    docs/kernels.jsonl those of 256. No card has run them with an undecayed erase.
+    docs/kernels.jsonl those of 256, which are times alone. No card has run them with an undecayed erase.
     """
     sizes = {x.shape[2:] for x in (q, k, v)}
     return len(sizes) == 1 and k.shape[-1] in (64, 128, 256)
