@@ -21,7 +21,7 @@ from lsm_jax import mixers
 from lsm_jax.feedforward.swiglu import SwiGLU
 from lsm_jax.mixers.gla import GLA
 from lsm_jax.mixers.joined import is_plain
-from lsm_jax.mixers.layers import Dense, RMSNorm, project, split_heads
+from lsm_jax.mixers.layers import Dense, RMSNorm, merge_heads, project, split_heads
 from lsm_jax.mixers.normed_product import normed_product
 from lsm_jax.mixers.tails import Pointwise
 from lsm_jax.models.decoder import Decoder, DecoderState, PeriodStates
@@ -42,8 +42,11 @@ DEFERRED_ROWS = 128
 """The least number of rows of which so few tokens write: 128 and 256 were measured."""
 DEFERRED_KEYS = (128,)
 """The key channels of a head with which so few tokens write; the kernel has 256, too, with which nobody has timed a model."""
+TILINGS: dict[str, tuple[int, ...] | None] = dict.fromkeys(("into", "out", "gate_up", "down"))
+"""The products of many rows that are computed by `tile_product`, by the names of `_Matrices`, where it supports all four; the others are XLA's."""
 OTHER_MIXERS = False
 """Whether models whose mixers have no step of their own pass their feedforwards and heads by these kernels, which gained nothing for Gated DeltaNet."""
+_TILE_COLUMNS = 128  # of which the width of a mixer's input is made a multiple by zeros
 _INTERPRET: Any = False  # parameters of Mosaic GPU's interpreter, in tests
 
 
@@ -53,7 +56,7 @@ class _Matrices(NamedTuple):
     Attributes:
         into: matrix of the mixer's input, or None for a mixer without kernels of its own.
         out: matrix of the mixer's output, or None.
-        gate_up: matrix of the feedforward's input, or None for many rows.
+        gate_up: matrix of the feedforward's input, or None where XLA multiplies.
         down: matrix of the feedforward's output, or None.
     """
 
@@ -170,6 +173,27 @@ def _is_served_gla(mixer: Any, batch: int) -> bool:
     return into is None and out is None
 
 
+def _is_tiled(block: Any, batch: int) -> bool:
+    """Return whether the products of a layer of gated linear attention for many rows are computed by `tile_product`."""
+    if not TILINGS or batch <= MOST_ROWS or not _is_served_gla(block.mixer, batch):
+        return False
+    mixer, kernel = block.mixer, row_products()
+    width = sum(layer.kernel.get_value().shape[-1] for layer in _gla_projections(mixer))
+    inner, values = (
+        block.feedforward.config.width(mixer.hidden_size),
+        mixer.o_proj.kernel.get_value().shape[-2],
+    )
+    size = mixer.hidden_size
+    products = (
+        (size, width + -width % _TILE_COLUMNS, False), (values, size, False), (size, 2 * inner, True), (inner, size, False),
+    )  # fmt: skip
+    return all(
+        kernel.tile_unsupported(_shape(batch, channels), _shape(results, channels), swiglu=swiglu)
+        is None
+        for channels, results, swiglu in products
+    )
+
+
 def prepare(model: Decoder, periods: tuple[Any, ...], batch: int) -> Prepared:
     """Return the matrices that the kernels read, from a model and the modules of its periods of layers (`Decoder.unstack_periods`); for a
     loop over tokens they are computed once, in front of it.
@@ -180,8 +204,27 @@ def prepare(model: Decoder, periods: tuple[Any, ...], batch: int) -> Prepared:
 
     few = batch <= MOST_ROWS
 
+    def scaled(norm, *kernels):
+        scale = norm.factors()[:, None]
+        return joined(*((scale * k.astype(jnp.float32)).astype(model.dtype) for k in kernels))
+
     def of_layer(block):
         ff, into, out, gate_up, down = block.feedforward, None, None, None, None
+        if _is_tiled(block, batch):
+            projections = [layer.kernel[...] for layer in _gla_projections(block.mixer)]
+            into = joined(*projections)
+            if "into" in TILINGS:
+                into = scaled(block.mixer_norm, *projections)
+                into = jnp.pad(into, ((0, -into.shape[0] % _TILE_COLUMNS), (0, 0)))
+            gate_up = scaled(
+                block.feedforward_norm, ff.gate_proj.kernel[...], ff.up_proj.kernel[...]
+            )
+            matrices = (
+                joined(block.mixer.o_proj.kernel[...]),
+                gate_up,
+                joined(ff.down_proj.kernel[...]),
+            )
+            return _Matrices(into, *matrices)
         if _is_served_gla(block.mixer, batch):
             into = joined(*(layer.kernel[...] for layer in _gla_projections(block.mixer)))
             out = joined(block.mixer.o_proj.kernel[...]) if few else None
@@ -283,6 +326,8 @@ def pass_token(
                 x, shared = x + y, dict(context.shared)
             if few:
                 x = _feedforward_token(block, of_layer, x)
+            elif of_layer.gate_up is not None:
+                x = _feedforward_tiles(block, of_layer, x)
             else:
                 x = x + block.feedforward.transform(block.feedforward_norm(x))
             after[-1].append((mixer_state, inner_state))
@@ -345,25 +390,30 @@ def _gla_input(block: Any, matrices: _Matrices, x: jax.Array) -> tuple[jax.Array
     """Return the product [B, F] of the normed stream x [B, 1, D] of many rows with the matrix of a mixer's input, and the columns at which
     its keys, values, gate and decay's inner channels begin; queries are first.
     """
-    y = project(block.mixer_norm(x)[:, 0], matrices.into.T)
+    y = _input_product(block, matrices, x)
     widths = (layer.kernel[...].shape[-1] for layer in _gla_projections(block.mixer))
     *columns, _ = itertools.accumulate(widths)
     return y, tuple(columns)
 
 
-def _gla_output(block: Any, x: jax.Array, o: jax.Array, gate: jax.Array) -> jax.Array:
+def _gla_output(
+    block: Any, matrices: _Matrices, x: jax.Array, o: jax.Array, gate: jax.Array
+) -> jax.Array:
     """Return the stream x [B, 1, D] with the output of a mixer added, from that of its memory o [B, H, V] and the gate [B, H V]."""
-    mixer = block.mixer
-    gate = split_heads(gate[:, None], mixer.config.num_heads)
-    return x + normed_product(mixer.norm, mixer.o_proj, o[:, None], gate)
+    gate = split_heads(gate[:, None], block.mixer.config.num_heads)
+    return _add_output(block, matrices, x, o, gate)
 
 
 def _gla_tokens(block: Any, matrices: _Matrices, x: jax.Array, state: Any) -> tuple[jax.Array, Any]:
     """Return the stream x [B, 1, D] of many rows with the output of gated linear attention added, and the mixer's state."""
     y, (keys, values, gates, down) = _gla_input(block, matrices, x)
-    logits = project(y[:, down:], block.mixer.decay_up.kernel[...], dtype=jnp.float32)
+    logits = project(
+        y[:, down : down + block.mixer.decay_up.kernel[...].shape[0]],
+        block.mixer.decay_up.kernel[...],
+        dtype=jnp.float32,
+    )
     o, state = _gla_memory(block.mixer, logits, None, state, y, y, y, columns=(0, keys, values))
-    return _gla_output(block, x, o, y[:, gates:down]), state
+    return _gla_output(block, matrices, x, o, y[:, gates:down]), state
 
 
 def _gla_deferred(
@@ -378,7 +428,48 @@ def _gla_deferred(
         interpret=_INTERPRET,
     )  # fmt: skip
     state = state._replace(memory=memory._replace(memory=matrix))
-    return _gla_output(block, x, o, y[:, gates:down]), state, writes
+    return _gla_output(block, matrices, x, o, y[:, gates:down]), state, writes
+
+
+def _input_product(block: Any, matrices: _Matrices, x: jax.Array) -> jax.Array:
+    """Return the product [B, F] of the normed stream x [B, 1, D] of many rows with the matrix of a mixer's input."""
+    if "into" in TILINGS and matrices.gate_up is not None:
+        return _tile_product("into", x[:, 0], matrices.into, eps=block.mixer_norm.eps)
+    return project(block.mixer_norm(x)[:, 0], matrices.into.T)
+
+
+def _add_output(
+    block: Any, matrices: _Matrices, x: jax.Array, o: jax.Array, gate: jax.Array
+) -> jax.Array:
+    """Return the stream x [B, 1, D] with the output of a mixer added, from the output o [B, H, V] of its memory and the gate [B, 1, H, V]."""
+    mixer = block.mixer
+    if "out" in TILINGS and matrices.gate_up is not None:
+        normed = merge_heads(mixer.norm(o[:, None], gate, activation="silu"))
+        return _tile_product("out", normed[:, 0], matrices.out, added=x[:, 0])[:, None]
+    return x + normed_product(mixer.norm, mixer.o_proj, o[:, None], gate)
+
+
+def _feedforward_tiles(block: Any, matrices: _Matrices, x: jax.Array) -> jax.Array:
+    """Return the stream x [B, 1, D] of many rows with the output of the feedforward added."""
+    if "gate_up" not in TILINGS:
+        return x + block.feedforward.transform(block.feedforward_norm(x))
+    hidden = _tile_product(
+        "gate_up", x[:, 0], matrices.gate_up, eps=block.feedforward_norm.eps, swiglu=True
+    )
+    if "down" in TILINGS:
+        return _tile_product("down", hidden, matrices.down, added=x[:, 0])[:, None]
+    return x + project(hidden, matrices.down.T)[:, None]
+
+
+def _tile_product(name, x, *arguments, **options):
+    tiling = TILINGS[name]
+    if tiling is not None:
+        tiling = row_products().Tiling(*tiling)
+        if x.shape[0] // 128 % tiling.row_peers:
+            tiling = tiling._replace(row_peers=1)
+    return row_products().tile_product(
+        x, *arguments, **options, tiling=tiling, interpret=_INTERPRET
+    )
 
 
 def _feedforward_token(block: Any, matrices: _Matrices, x: jax.Array) -> jax.Array:

@@ -16,6 +16,7 @@ def launch(
     inputs: Mapping[str, jax.Array | None],
     outputs: Mapping[str, jax.ShapeDtypeStruct | None],
     grid: dict[str, int],
+    cluster: dict[str, int] | None = None,
     num_threads: int | None = None,
     thread_name: str = "group",
     scratch: dict[str, Any] | None = None,
@@ -33,6 +34,8 @@ def launch(
         inputs: arrays (or references to arrays that the kernel updates in place); those that are None are left out.
         outputs: shapes and dtypes of the results; those that are None are left out.
         grid: sizes of the grid's axes, by the names for `jax.lax.axis_index`.
+        cluster: sizes and names likewise of the axes of a cluster, of thread blocks that can load for each other; each of the grid's blocks is
+            then such a cluster. None is one block.
         num_threads: warpgroups of a thread block, along the axis `thread_name`; None is one warpgroup and no axis.
         thread_name: the name of the axis of a thread block's warpgroups.
         scratch: types, by name, of the thread block's buffers in shared memory and barriers, in the order in which they are allocated.
@@ -68,6 +71,8 @@ def launch(
         out_type=types[0] if len(types) == 1 else types,
         grid=tuple(grid.values()),
         grid_names=tuple(grid),
+        cluster=tuple((cluster or {}).values()),
+        cluster_names=tuple(cluster or {}),
         num_threads=num_threads,
         thread_name=None if num_threads is None else thread_name,
         scratch_types=() if scratch is None else list(scratch.values()),

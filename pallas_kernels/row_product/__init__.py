@@ -3,5 +3,14 @@ behind them (a gate or the residual sum).
 """
 
 from pallas_kernels.row_product.api import GatedNorm, Norm, row_product, unsupported
+from pallas_kernels.row_product.tiles import Tiling, tile_product, tile_unsupported
 
-__all__ = ["GatedNorm", "Norm", "row_product", "unsupported"]
+__all__ = [
+    "GatedNorm",
+    "Norm",
+    "Tiling",
+    "row_product",
+    "tile_product",
+    "tile_unsupported",
+    "unsupported",
+]

@@ -1,6 +1,7 @@
-"""Sizes and tolerances of products of a few tokens, for their tests.
+"""Sizes and tolerances of products of a few tokens, and of many by tiles, for their tests.
 
 - `INTERPRETED`: small cases for the interpreter, on a CPU.
+- `TILES_INTERPRETED` and `TILES_COMPILED`: the same of `tile_product`.
 - `COMPILED`: cases that are compiled for the card, and that run on it: the products of models of 340M and 1.3B parameters.
 """
 
@@ -68,3 +69,47 @@ COMPILED = (
     Case(1, 5632, (2048,), "", "added"),
 )
 """Cases that are compiled for, and run on, an NVIDIA Hopper GPU."""
+
+
+class TileCase(NamedTuple):
+    """The sizes of one call of `tile_product`.
+
+    Attributes:
+        batch: B, the number of rows.
+        channels: I.
+        size: F.
+        normed: whether a norm stands in front.
+        behind: what stands behind: "added", "swiglu" or "".
+    """
+
+    batch: int
+    channels: int
+    size: int
+    normed: bool = False
+    behind: str = ""
+
+    @property
+    def id(self) -> str:
+        """The name of this case in the tests' output: its sizes and what stands around the product."""
+        words = [f"{self.batch}x{self.channels}x{self.size}", "norm" * self.normed, self.behind]
+        return "-".join(word for word in words if word)
+
+
+TILES_INTERPRETED = (
+    TileCase(128, 448, 128, True, "swiglu"),
+    TileCase(64, 384, 32, True),
+    TileCase(128, 128, 64, False, "added"),
+    TileCase(256, 64, 192),
+)
+"""Cases of `tile_product` for the interpreter; the first one has more steps than stages."""
+TILES_COMPILED = tuple(
+    TileCase(batch, *sizes)
+    for batch in (64, 128, 256)
+    for sizes in (
+        (1024, 3136, True),
+        (1024, 1024, False, "added"),
+        (1024, 5632, True, "swiglu"),
+        (2816, 1024, False, "added"),
+    )
+)
+"""Cases of `tile_product` that are compiled for, and run on, an NVIDIA Hopper GPU: the products of a model of 340M parameters."""

@@ -16,8 +16,9 @@ from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding, use
 from lsm_jax import models
 from lsm_jax.models import sampling, token_step
 from pallas_kernels.decode_step import deferred_step, empty_writes
-from pallas_kernels.row_product.cases import COMPILED
+from pallas_kernels.row_product.cases import COMPILED, TILES_COMPILED
 from tests.kernels import test_row_product_gpu as row_product
+from tests.kernels import test_tile_product_gpu as tile_product
 from tests.kernels.test_aot import CUDA, H200, assert_spills_nothing
 
 pytestmark = pytest.mark.aot
@@ -51,6 +52,13 @@ def test_steps_that_defer_their_writes_compile_for_an_h200_and_spill_nothing(
     run = functools.partial(deferred_step, columns=columns, temperature=16.0, scale=0.1)
     arrays = memory, pending, here((), jnp.int32), tokens, *gate
     assert_spills_nothing(lambda a: run(*a), (arrays,), 1, capfd, monkeypatch)
+
+
+@pytest.mark.parametrize("case", TILES_COMPILED, ids=lambda case: case.id)
+def test_products_by_tiles_compile_for_an_h200_and_spill_nothing(case, capfd, monkeypatch):
+    arrays = jax.eval_shape(functools.partial(tile_product.make, case))
+    function = functools.partial(tile_product.run, case)
+    assert_spills_nothing(function, (arrays,), 1, capfd, monkeypatch)
 
 
 def launches(text: str) -> int:

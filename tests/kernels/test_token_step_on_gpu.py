@@ -21,8 +21,9 @@ from pallas_kernels.decode_step import (
     deferred_step,
     empty_writes,
 )
-from pallas_kernels.row_product.cases import COMPILED
+from pallas_kernels.row_product.cases import COMPILED, TILES_COMPILED
 from tests.kernels import test_row_product_gpu as row_product
+from tests.kernels import test_tile_product_gpu as tile_product
 from tests.kernels.marks import on_hopper
 from tests.kernels.test_linear_attention_gpu import error
 
@@ -38,6 +39,16 @@ def test_a_product_equals_the_plain_form(case):
     row_product.check(case, got, arrays)
     for a, b in zip(got, run(arrays), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("case", TILES_COMPILED, ids=lambda case: case.id)
+def test_a_product_by_tiles_equals_the_definition(case):
+    """On the card, the products of many tokens are those of the definition; a second run gives the same bits."""
+    arrays = tile_product.make(case)
+    run = jax.jit(functools.partial(tile_product.run, case))
+    got = run(arrays)
+    tile_product.check(case, got, arrays)
+    np.testing.assert_array_equal(got, run(arrays))
 
 
 @pytest.mark.parametrize("batch", [1, 256])

@@ -53,6 +53,7 @@ def interpreted(monkeypatch):
     [
         ("gla", dict(tie_embeddings=True), 1),
         ("gla", dict(tie_embeddings=True), 6),
+        ("gla", dict(tie_embeddings=True), 64),
         pytest.param("gla", dict(tie_embeddings=True), 3, marks=pytest.mark.slow),
         pytest.param(
             "gla", dict(tie_embeddings=False, logits_cap=5.0, logits_scale=0.5), 1, marks=pytest.mark.slow
@@ -70,7 +71,7 @@ def test_logits_and_states_are_those_of_the_layers(name, fields, batch, interpre
     prompt = jax.random.randint(KEY, (batch, 6), 0, 64)
     read = dict(capacity=64, prefill_chunk=None, unroll_layers=True)
     _, state = sampling.read_prompt(graph, params, prompt, None, **read)
-    periods, token = model.unstack_periods(), jnp.arange(3, 3 + batch)
+    periods, token = model.unstack_periods(), jnp.arange(3, 3 + batch) % 64
     prepared = token_step.prepare(model, periods, batch)
     assert all(m.into is not None for of in prepared.layers for m in of) is (name == "gla")
     logits, after, _ = jax.jit(token_step.pass_token)(model, periods, prepared, token, state)

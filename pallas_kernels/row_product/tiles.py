@@ -1,0 +1,263 @@
+"""Products of many tokens, of 64 rows or more, with one matrix on the tensor cores of a Hopper GPU (Mosaic GPU), with a norm in front and
+SwiGLU or a residual sum behind.
+
+A thread block computes 64 or 128 rows of some columns of the result. One warpgroup loads steps of 64 channels of the tokens and of the
+matrix; each of the others computes 64 rows. The root of a norm is the same for all channels of a token, so that products are those of
+the tokens as they are, whose squares are added up beside them, and the sums are multiplied by it; the matrix contains the norm's scale.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.compat import pl, plgpu
+from pallas_kernels.hopper import warpgroups as wg
+from pallas_kernels.hopper.launch import launch
+from pallas_kernels.requirements import Requirement, first_unmet
+
+_F32, _BF16 = jnp.float32, jnp.dtype(jnp.bfloat16)
+ROWS = 64
+"""The rows of a warpgroup, of which the number of tokens is a multiple."""
+_DEPTH = 64  # channels, of which a step has a multiple
+_ENOUGH = 80  # thread blocks, of a card with 132 processors
+_SHARED = 200 * 1024  # bytes of the steps' operands in shared memory
+
+
+class Tiling(NamedTuple):
+    """How the work is divided.
+
+    Attributes:
+        columns: the columns of the result that a thread block computes.
+        depth: the channels of a step.
+        stages: the steps whose operands are being loaded or are in use.
+        row_peers: the thread blocks of a cluster with the same columns, each of which loads a part of the matrix for all.
+        column_peers: those with the same rows, each of which loads a part of the tokens for all.
+    """
+
+    columns: int
+    depth: int = _DEPTH
+    stages: int = 5
+    row_peers: int = 1
+    column_peers: int = 1
+
+
+class _Call(NamedTuple):
+    x: Any
+    matrix: Any
+    swiglu: bool
+
+
+def columns_of_block(rows: int, size: int, swiglu: bool) -> int | None:
+    """Return the columns of the result that a thread block computes: the most that leave enough blocks, or the fewest; None if no number
+    is possible.
+
+    Args:
+        rows: B, the number of tokens.
+        size: the number of columns of the result.
+        swiglu: whether each is computed from two products.
+    """
+    sizes = [n for n in (64, 32) if size % n == 0]
+    blocks = rows // (ROWS * _warpgroups(rows))
+    enough = [n for n in sizes if size // n * blocks >= _ENOUGH]
+    return (enough or sizes[-1:] or [None])[0]
+
+
+def _warpgroups(rows: int) -> int:
+    return 2 if rows % (2 * ROWS) == 0 else 1
+
+
+REQUIREMENTS = (
+    Requirement(
+        "x and the matrix in bfloat16",
+        lambda c: c.x.dtype == _BF16 and c.matrix.dtype == _BF16,
+        lambda c: f"{jnp.dtype(c.x.dtype).name} and {jnp.dtype(c.matrix.dtype).name}",
+    ),
+    Requirement(
+        f"a multiple of {ROWS} rows",
+        lambda c: c.x.shape[0] > 0 and c.x.shape[0] % ROWS == 0,
+        lambda c: f"{c.x.shape[0]}",
+    ),
+    Requirement(
+        f"a multiple of {_DEPTH} channels and a multiple of 32 results",
+        lambda c: (
+            c.x.shape[1] % _DEPTH == 0
+            and c.matrix.shape[0] % (64 if c.swiglu else 32) == 0
+        ),
+        lambda c: f"{c.x.shape[1]:,} and {c.matrix.shape[0] // (2 if c.swiglu else 1):,}",
+    ),
+)  # fmt: skip
+
+
+def tile_unsupported(x: Any, matrix: Any, *, swiglu: bool = False) -> str | None:
+    """Return the first requirement that a call of `tile_product` with these arrays (or their shapes and dtypes) does not meet, or None if
+    the kernel supports it.
+    """
+    return first_unmet(REQUIREMENTS, _Call(x, matrix, swiglu))
+
+
+def tile_product(
+    x: jax.Array,
+    matrix: jax.Array,
+    *,
+    eps: float | None = None,
+    added: jax.Array | None = None,
+    swiglu: bool = False,
+    tiling: Tiling | None = None,
+    interpret: Any = False,
+) -> jax.Array:
+    """Return the product [B, F] of tokens with a matrix, or [B, F / 2] with `swiglu`. It has no derivative. Sums are float32.
+
+    Args:
+        x: [B, I] bfloat16, one token of each row; `REQUIREMENTS` lists what the kernel requires.
+        matrix: [F, I] bfloat16, the transpose of a dense layer's kernel.
+        eps: if given, the tokens are `x / sqrt(mean(x²) + eps)`; the norm's scale belongs in the matrix.
+        added: [B, F], in x's dtype, added to the product after it is rounded to this dtype; None adds nothing.
+        swiglu: whether the product is a gate followed by as many values, both rounded to x's dtype, and the result silu(gate) ⊙ values;
+            without `added`.
+        interpret: parameters of Mosaic GPU's interpreter, to run on a CPU.
+
+    Raises:
+        NotImplementedError: the arrays do not meet a requirement of the kernel; the message says which.
+        ValueError: `added` is given with `swiglu`.
+    """
+    if swiglu and added is not None:
+        raise ValueError("tile_product: accepted is either `added` or `swiglu`")
+    if (requirement := tile_unsupported(x, matrix, swiglu=swiglu)) is not None:
+        raise NotImplementedError(f"tile_product: the kernel requires {requirement}")
+    if tiling is None:
+        tiling = Tiling(columns_of_block(x.shape[0], matrix.shape[0] // (1 + swiglu), swiglu))
+    return _product(eps, swiglu, tiling, interpret, x, matrix, added)
+
+
+# Traced and lowered once for all layers of a model.
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _product(
+    eps: float | None, swiglu: bool, tiling: Tiling, interpret: Any, x, matrix, added
+) -> jax.Array:
+    (rows, channels), parts = x.shape, 2 if swiglu else 1
+    size = matrix.shape[0] // parts
+    groups = _warpgroups(rows)
+    across, depth, stages, *peers = tiling
+    cluster = dict(zip(("peer_row", "peer_column"), peers, strict=True))
+    clustered = peers != [1, 1]
+    grid = dict(column=size // across, row=rows // (groups * ROWS))
+    assert grid["row"] % peers[0] == 0 and grid["column"] % peers[1] == 0
+    assert size % across == 0 and channels % depth == 0
+    steps = channels // depth
+    dtype = x.dtype
+
+    def kernel(refs, smem):
+        group = lax.axis_index("group")
+        row, column = lax.axis_index("row"), lax.axis_index("column")
+        if clustered:
+            row = row * peers[0] + lax.axis_index("peer_row")
+            column = column * peers[1] + lax.axis_index("peer_column")
+        first = row * groups * ROWS
+        columns = [column * across + part * size for part in range(parts)]
+
+        @pl.when(group == groups)
+        def _():
+            plgpu.set_max_registers(40, action="decrease")
+
+            def load(k, _):
+                slot, at = lax.rem(k, stages), pl.ds(k * depth, depth)
+                pl.when(k >= stages)(lambda: plgpu.barrier_wait(smem["used"].at[slot]))
+                sources = [refs["x"].at[pl.ds(first, groups * ROWS), at]]
+                sources += [refs["matrix"].at[pl.ds(start, across), at] for start in columns]
+                for i, source in enumerate(sources):
+                    to = smem[f"operand {i}"].at[slot]
+                    axis = "peer_row" if i else "peer_column"
+                    shared: Any = axis if cluster[axis] > 1 else None
+                    plgpu.copy_gmem_to_smem(
+                        source, to, smem["loaded"].at[slot], collective_axes=shared
+                    )
+
+            lax.fori_loop(0, steps, load, None)
+
+            def wait(k, _):
+                plgpu.barrier_wait(smem["used"].at[lax.rem(k, stages)])
+
+            lax.fori_loop(max(steps - stages, 0), steps, wait, None)
+
+        @pl.when(group < groups)
+        def _():
+            plgpu.set_max_registers(232 if groups == 2 else 240, action="increase")
+            half = pl.ds(group * ROWS, ROWS)
+            here = pl.ds(first + group * ROWS, ROWS)
+
+            def sum_steps(*totals):
+                def step(k, squares):
+                    slot = lax.rem(k, stages)
+                    plgpu.barrier_wait(smem["loaded"].at[slot])
+                    tokens = smem["operand 0"].at[slot, half]
+                    for i, total in enumerate(totals):
+                        weights = smem[f"operand {i + 1}"].at[slot]
+                        plgpu.wgmma(total, tokens, weights.transpose((1, 0)))
+                    if eps is not None:
+                        tile = plgpu.load(tokens, layout=wg.LAYOUT).astype(_F32)
+                        squares += tile * tile
+                        plgpu.commit_smem()  # all threads have read the buffer before it is loaded anew
+                    plgpu.wgmma_wait(parts)  # the products of the step before have finished
+                    before = lax.rem(k + stages - 1, stages)
+                    pl.when(k > 0)(lambda: plgpu.barrier_arrive(smem["used"].at[before]))
+                    return squares
+
+                squares = jnp.zeros((ROWS, depth), _F32) if eps is not None else None
+                if eps is not None:
+                    squares = plgpu.layout_cast(squares, wg.LAYOUT)
+                squares = lax.fori_loop(0, steps, step, squares)
+                sums = [total[...] for total in totals]
+                plgpu.barrier_arrive(smem["used"].at[(steps - 1) % stages])
+                return sums, squares
+
+            accumulators = (plgpu.ACC((ROWS, across), _F32) for _ in range(parts))
+            sums, squares = pl.run_scoped(sum_steps, *accumulators)
+            if eps is not None:
+                root = lax.rsqrt(jnp.sum(squares, axis=1) * (1 / channels) + eps)
+                root = wg.spread_rows(root, (ROWS, across))
+                sums = [total * root for total in sums]
+            y = sums[0]
+            if swiglu:
+                gate, up = (total.astype(dtype).astype(_F32) for total in sums)
+                root = lax.rsqrt(1.0 + jnp.exp(-gate))  # the sigmoid without a division
+                y = gate * (root * root) * up
+            to = pl.ds(columns[0], across)
+            if "added" in refs:
+                more = wg.load_global(refs["added"].at[here, to])
+                y = y.astype(dtype).astype(_F32) + more.astype(_F32)
+            refs["out"].at[here, to][...] = y.astype(dtype)
+
+    shapes = [(groups * ROWS, depth), *[(across, depth)] * parts]
+    smem: Any = plgpu.SMEM
+    scratch = {
+        f"operand {i}": smem((stages, *shape), dtype=dtype, transforms=wg.TILED)
+        for i, shape in enumerate(shapes)
+    }
+    scratch |= dict(
+        loaded=plgpu.Barrier(num_arrivals=len(shapes), num_barriers=stages),
+        used=plgpu.ClusterBarrier(
+            collective_axes=tuple(a for a in cluster if cluster[a] > 1),
+            num_arrivals=groups,
+            num_barriers=stages,
+        )
+        if clustered
+        else plgpu.Barrier(num_arrivals=groups, num_barriers=stages),
+    )
+    return launch(
+        kernel,
+        inputs=dict(x=x, matrix=matrix, added=added),
+        outputs=dict(out=jax.ShapeDtypeStruct((rows, size), dtype)),
+        # Blocks of the same columns run at the same time, so that the matrix is read once.
+        grid=dict(column=grid["column"] // peers[1], row=grid["row"] // peers[0]),
+        cluster=cluster if clustered else None,
+        num_threads=groups + 1,
+        scratch=scratch,
+        approx_math=False,
+        name="tile_product",
+        interpret=interpret,
+    )["out"]
