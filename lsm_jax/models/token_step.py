@@ -24,8 +24,10 @@ from lsm_jax.mixers.joined import is_plain
 from lsm_jax.mixers.layers import Dense, RMSNorm, merge_heads, project, split_heads
 from lsm_jax.mixers.normed_product import normed_product
 from lsm_jax.mixers.tails import Pointwise
+from lsm_jax.models import token_tiles
 from lsm_jax.models.decoder import Decoder, DecoderState, PeriodStates
 from lsm_jax.models.loss import capped
+from lsm_jax.models.token_tiles import Stream
 from lsm_jax.ops.backends.token_kernels import decode_steps, row_products
 from lsm_jax.ops.core.platforms import compute_capabilities
 
@@ -42,11 +44,8 @@ DEFERRED_ROWS = 128
 """The least number of rows of which so few tokens write: 128 and 256 were measured."""
 DEFERRED_KEYS = (128,)
 """The key channels of a head with which so few tokens write; the kernel has 256, too, with which nobody has timed a model."""
-TILINGS: dict[str, tuple[int, ...] | None] = dict.fromkeys(("into", "out", "gate_up", "down"))
-"""The products of many rows that are computed by `tile_product`, by the names of `_Matrices`, where it supports all four; the others are XLA's."""
 OTHER_MIXERS = False
 """Whether models whose mixers have no step of their own pass their feedforwards and heads by these kernels, which gained nothing for Gated DeltaNet."""
-_TILE_COLUMNS = 128  # of which the width of a mixer's input is made a multiple by zeros
 _INTERPRET: Any = False  # parameters of Mosaic GPU's interpreter, in tests
 
 
@@ -174,24 +173,14 @@ def _is_served_gla(mixer: Any, batch: int) -> bool:
 
 
 def _is_tiled(block: Any, batch: int) -> bool:
-    """Return whether the products of a layer of gated linear attention for many rows are computed by `tile_product`."""
-    if not TILINGS or batch <= MOST_ROWS or not _is_served_gla(block.mixer, batch):
+    """Return whether the products of a layer of gated linear attention for many rows are computed by tiles."""
+    mixer = block.mixer
+    if batch <= MOST_ROWS or not _is_served_gla(mixer, batch):
         return False
-    mixer, kernel = block.mixer, row_products()
     width = sum(layer.kernel.get_value().shape[-1] for layer in _gla_projections(mixer))
-    inner, values = (
-        block.feedforward.config.width(mixer.hidden_size),
-        mixer.o_proj.kernel.get_value().shape[-2],
-    )
-    size = mixer.hidden_size
-    products = (
-        (size, width + -width % _TILE_COLUMNS, False), (values, size, False), (size, 2 * inner, True), (inner, size, False),
-    )  # fmt: skip
-    return all(
-        kernel.tile_unsupported(_shape(batch, channels), _shape(results, channels), swiglu=swiglu)
-        is None
-        for channels, results, swiglu in products
-    )
+    values, size = mixer.o_proj.kernel.get_value().shape[-2:]
+    inner = block.feedforward.config.width(size)
+    return token_tiles.supported(batch, width, size, values, inner)
 
 
 def prepare(model: Decoder, periods: tuple[Any, ...], batch: int) -> Prepared:
@@ -212,19 +201,12 @@ def prepare(model: Decoder, periods: tuple[Any, ...], batch: int) -> Prepared:
         ff, into, out, gate_up, down = block.feedforward, None, None, None, None
         if _is_tiled(block, batch):
             projections = [layer.kernel[...] for layer in _gla_projections(block.mixer)]
-            into = joined(*projections)
-            if "into" in TILINGS:
-                into = scaled(block.mixer_norm, *projections)
-                into = jnp.pad(into, ((0, -into.shape[0] % _TILE_COLUMNS), (0, 0)))
-            gate_up = scaled(
-                block.feedforward_norm, ff.gate_proj.kernel[...], ff.up_proj.kernel[...]
-            )
-            matrices = (
-                joined(block.mixer.o_proj.kernel[...]),
-                gate_up,
-                joined(ff.down_proj.kernel[...]),
-            )
-            return _Matrices(into, *matrices)
+            into = scaled(block.mixer_norm, *projections)
+            into = jnp.pad(into, ((0, -into.shape[0] % token_tiles.COLUMNS), (0, 0)))
+            kernels = ff.gate_proj.kernel[...], ff.up_proj.kernel[...]
+            gate_up = scaled(block.feedforward_norm, *kernels)
+            out, down = joined(block.mixer.o_proj.kernel[...]), joined(ff.down_proj.kernel[...])
+            return _Matrices(into, out, gate_up, down)
         if _is_served_gla(block.mixer, batch):
             into = joined(*(layer.kernel[...] for layer in _gla_projections(block.mixer)))
             out = joined(block.mixer.o_proj.kernel[...]) if few else None
@@ -303,7 +285,7 @@ def pass_token(
         state: a state from `Decoder.unstack_state`.
         pending: the writes that it does not hold, first from `empty_writes`.
     """
-    x = model.embed(token[:, None])
+    x, squares = model.embed(token[:, None]), None
     positions, clock = mixers.advance(state.clock, x.shape[:2], None, None)
     shared, place, after, writes = model.init_shared(x), 0, [], []
     few = len(token) <= MOST_ROWS
@@ -313,11 +295,13 @@ def pass_token(
         writes.append([])
         for block, of_layer, (mixer_state, inner_state), write in zip(period.blocks, *layers, strict=True):  # fmt: skip
             if pending is not None and write is not None:
-                deferred = of_layer, x, mixer_state, write, pending.count
-                x, mixer_state, write = _gla_deferred(block, *deferred)
+                deferred = of_layer, Stream(x, squares), mixer_state, write, pending.count
+                (x, squares), mixer_state, write = _gla_deferred(block, *deferred)
+            elif of_layer.into is not None and few:
+                x, mixer_state = _gla_token(block, of_layer, x, mixer_state)
             elif of_layer.into is not None:
-                step = _gla_token if few else _gla_tokens
-                x, mixer_state = step(block, of_layer, x, mixer_state)
+                stream = Stream(x, squares)
+                (x, squares), mixer_state = _gla_tokens(block, of_layer, stream, mixer_state)
             else:
                 call = dict(layer=jnp.int32(place), positions=positions, state=mixer_state)
                 y, mixer_state, context = block.mixer.run(
@@ -327,7 +311,7 @@ def pass_token(
             if few:
                 x = _feedforward_token(block, of_layer, x)
             elif of_layer.gate_up is not None:
-                x = _feedforward_tiles(block, of_layer, x)
+                x, squares = _feedforward_tiles(block, of_layer, Stream(x, squares))
             else:
                 x = x + block.feedforward.transform(block.feedforward_norm(x))
             after[-1].append((mixer_state, inner_state))
@@ -386,90 +370,79 @@ def _gla_token(block: Any, matrices: _Matrices, x: jax.Array, state: Any) -> tup
     return _product(o.reshape(x.shape[0], -1), matrices.out, head_norm, added=x)[0][:, None], state
 
 
-def _gla_input(block: Any, matrices: _Matrices, x: jax.Array) -> tuple[jax.Array, tuple[int, ...]]:
-    """Return the product [B, F] of the normed stream x [B, 1, D] of many rows with the matrix of a mixer's input, and the columns at which
+def _gla_input(
+    block: Any, matrices: _Matrices, stream: Stream
+) -> tuple[jax.Array, tuple[int, ...]]:
+    """Return the product [B, F] of the normed stream of many rows with the matrix of a mixer's input, and the columns at which
     its keys, values, gate and decay's inner channels begin; queries are first.
     """
-    y = _input_product(block, matrices, x)
     widths = (layer.kernel[...].shape[-1] for layer in _gla_projections(block.mixer))
     *columns, _ = itertools.accumulate(widths)
+    if matrices.gate_up is None:
+        y = project(block.mixer_norm(stream.x)[:, 0], matrices.into.T)
+    else:
+        y = _normed_product("into", stream, matrices.into, block.mixer_norm)
     return y, tuple(columns)
 
 
 def _gla_output(
-    block: Any, matrices: _Matrices, x: jax.Array, o: jax.Array, gate: jax.Array
-) -> jax.Array:
-    """Return the stream x [B, 1, D] with the output of a mixer added, from that of its memory o [B, H, V] and the gate [B, H V]."""
-    gate = split_heads(gate[:, None], block.mixer.config.num_heads)
-    return _add_output(block, matrices, x, o, gate)
+    block: Any, matrices: _Matrices, stream: Stream, o: jax.Array, gate: jax.Array
+) -> Stream:
+    """Return the stream with the output of a mixer added, from that of its memory o [B, H, V] and the gate [B, H V]."""
+    mixer, o = block.mixer, o[:, None]
+    gate = split_heads(gate[:, None], mixer.config.num_heads)
+    if matrices.gate_up is None:
+        return Stream(stream.x + normed_product(mixer.norm, mixer.o_proj, o, gate))
+    normed = merge_heads(mixer.norm(o, gate, activation="silu"))
+    return _added_product("out", stream, matrices.out, normed[:, 0])
 
 
-def _gla_tokens(block: Any, matrices: _Matrices, x: jax.Array, state: Any) -> tuple[jax.Array, Any]:
-    """Return the stream x [B, 1, D] of many rows with the output of gated linear attention added, and the mixer's state."""
-    y, (keys, values, gates, down) = _gla_input(block, matrices, x)
+def _gla_tokens(block: Any, matrices: _Matrices, stream: Stream, state: Any) -> tuple[Stream, Any]:
+    """Return the stream of many rows with the output of gated linear attention added, and the mixer's state."""
+    y, (keys, values, gates, down) = _gla_input(block, matrices, stream)
     logits = project(
         y[:, down : down + block.mixer.decay_up.kernel[...].shape[0]],
         block.mixer.decay_up.kernel[...],
         dtype=jnp.float32,
     )
     o, state = _gla_memory(block.mixer, logits, None, state, y, y, y, columns=(0, keys, values))
-    return _gla_output(block, matrices, x, o, y[:, gates:down]), state
+    return _gla_output(block, matrices, stream, o, y[:, gates:down]), state
 
 
 def _gla_deferred(
-    block: Any, matrices: _Matrices, x: jax.Array, state: Any, writes: Any, count: jax.Array
-) -> tuple[jax.Array, Any, Any]:
+    block: Any, matrices: _Matrices, stream: Stream, state: Any, writes: Any, count: jax.Array
+) -> tuple[Stream, Any, Any]:
     """Return the same, and the pending writes, of `count` tokens before this one, to its memory."""
-    y, (keys, values, gates, down) = _gla_input(block, matrices, x)
+    y, (keys, values, gates, down) = _gla_input(block, matrices, stream)
     mixer, memory, up = block.mixer, state.memory, block.mixer.decay_up
     o, matrix, writes = decode_steps().deferred_step(
-        memory.memory, writes, count, y, up.kernel[...].astype(x.dtype), up.bias[...],
+        memory.memory, writes, count, y, up.kernel[...].astype(y.dtype), up.bias[...],
         columns=(0, keys, values, down), temperature=mixer.config.gate_temperature, scale=mixer.key_dim**-0.5,
         interpret=_INTERPRET,
     )  # fmt: skip
     state = state._replace(memory=memory._replace(memory=matrix))
-    return _gla_output(block, matrices, x, o, y[:, gates:down]), state, writes
+    return _gla_output(block, matrices, stream, o, y[:, gates:down]), state, writes
 
 
-def _input_product(block: Any, matrices: _Matrices, x: jax.Array) -> jax.Array:
-    """Return the product [B, F] of the normed stream x [B, 1, D] of many rows with the matrix of a mixer's input."""
-    if "into" in TILINGS and matrices.gate_up is not None:
-        return _tile_product("into", x[:, 0], matrices.into, eps=block.mixer_norm.eps)
-    return project(block.mixer_norm(x)[:, 0], matrices.into.T)
+def _feedforward_tiles(block: Any, matrices: _Matrices, stream: Stream) -> Stream:
+    """Return the stream of many rows with the output of the feedforward added."""
+    norm = block.feedforward_norm
+    hidden = _normed_product("gate_up", stream, matrices.gate_up, norm, swiglu=True)
+    return _added_product("down", stream, matrices.down, hidden)
 
 
-def _add_output(
-    block: Any, matrices: _Matrices, x: jax.Array, o: jax.Array, gate: jax.Array
-) -> jax.Array:
-    """Return the stream x [B, 1, D] with the output of a mixer added, from the output o [B, H, V] of its memory and the gate [B, 1, H, V]."""
-    mixer = block.mixer
-    if "out" in TILINGS and matrices.gate_up is not None:
-        normed = merge_heads(mixer.norm(o[:, None], gate, activation="silu"))
-        return _tile_product("out", normed[:, 0], matrices.out, added=x[:, 0])[:, None]
-    return x + normed_product(mixer.norm, mixer.o_proj, o[:, None], gate)
+def _normed_product(name: str, stream: Stream, matrix: jax.Array, norm: RMSNorm, **options):
+    """Return the product [B, F] of the normed stream with a matrix that contains the norm's scale."""
+    x, squares = stream
+    call = dict(eps=norm.eps, squares=squares, interpret=_INTERPRET)
+    return token_tiles.product(name, x[:, 0], matrix, **call, **options)
 
 
-def _feedforward_tiles(block: Any, matrices: _Matrices, x: jax.Array) -> jax.Array:
-    """Return the stream x [B, 1, D] of many rows with the output of the feedforward added."""
-    if "gate_up" not in TILINGS:
-        return x + block.feedforward.transform(block.feedforward_norm(x))
-    hidden = _tile_product(
-        "gate_up", x[:, 0], matrices.gate_up, eps=block.feedforward_norm.eps, swiglu=True
-    )
-    if "down" in TILINGS:
-        return _tile_product("down", hidden, matrices.down, added=x[:, 0])[:, None]
-    return x + project(hidden, matrices.down.T)[:, None]
-
-
-def _tile_product(name, x, *arguments, **options):
-    tiling = TILINGS[name]
-    if tiling is not None:
-        tiling = row_products().Tiling(*tiling)
-        if x.shape[0] // 128 % tiling.row_peers:
-            tiling = tiling._replace(row_peers=1)
-    return row_products().tile_product(
-        x, *arguments, **options, tiling=tiling, interpret=_INTERPRET
-    )
+def _added_product(name: str, stream: Stream, matrix: jax.Array, x: jax.Array, **options):
+    """Return the stream with the product of x [B, I] with a matrix added, and its squares."""
+    call = dict(added=stream.x[:, 0], with_squares=True, interpret=_INTERPRET)
+    y, squares = token_tiles.product(name, x, matrix, **call, **options)
+    return Stream(y[:, None], squares)
 
 
 def _feedforward_token(block: Any, matrices: _Matrices, x: jax.Array) -> jax.Array:

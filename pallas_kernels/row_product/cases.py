@@ -80,6 +80,8 @@ class TileCase(NamedTuple):
         size: F.
         normed: whether a norm stands in front.
         behind: what stands behind: "added", "swiglu" or "".
+        squares: whether the squares of the tokens are given, behind a norm, or else those of the result returned.
+        tiling: of the work, or () for the kernel's own.
     """
 
     batch: int
@@ -87,11 +89,14 @@ class TileCase(NamedTuple):
     size: int
     normed: bool = False
     behind: str = ""
+    squares: bool = False
+    tiling: tuple[int, ...] = ()
 
     @property
     def id(self) -> str:
         """The name of this case in the tests' output: its sizes and what stands around the product."""
         words = [f"{self.batch}x{self.channels}x{self.size}", "norm" * self.normed, self.behind]
+        words += ["squares" * self.squares, ":".join(map(str, self.tiling))]
         return "-".join(word for word in words if word)
 
 
@@ -100,16 +105,23 @@ TILES_INTERPRETED = (
     TileCase(64, 384, 32, True),
     TileCase(128, 128, 64, False, "added"),
     TileCase(256, 64, 192),
+    TileCase(128, 384, 128, True, "swiglu", squares=True),
+    TileCase(128, 128, 288, False, "added", squares=True, tiling=(32, 64, 5)),
+    TileCase(256, 256, 128, False, "added", squares=True, tiling=(32, 128, 2, 2, 4)),
 )
 """Cases of `tile_product` for the interpreter; the first one has more steps than stages."""
 TILES_COMPILED = tuple(
-    TileCase(batch, *sizes)
+    TileCase(batch, channels, size, behind != "added", behind)
     for batch in (64, 128, 256)
-    for sizes in (
-        (1024, 3136, True),
-        (1024, 1024, False, "added"),
-        (1024, 5632, True, "swiglu"),
-        (2816, 1024, False, "added"),
+    for channels, size, behind in (
+        (1024, 3136, ""),
+        (1024, 1024, "added"),
+        (1024, 5632, "swiglu"),
+        (2816, 1024, "added"),
     )
+) + (
+    TileCase(256, 1024, 3200, True, "", True, (64, 128, 4)),
+    TileCase(256, 1024, 5632, True, "swiglu", True, (64, 128, 3)),
+    TileCase(256, 2816, 1024, False, "added", True, (32, 128, 5, 2, 4)),
 )
 """Cases of `tile_product` that are compiled for, and run on, an NVIDIA Hopper GPU: the products of a model of 340M parameters."""

@@ -25,7 +25,7 @@ ROWS = 64
 """The rows of a warpgroup, of which the number of tokens is a multiple."""
 _DEPTH = 64  # channels, of which a step has a multiple
 _ENOUGH = 80  # thread blocks, of a card with 132 processors
-_SHARED = 200 * 1024  # bytes of the steps' operands in shared memory
+_PARTS = 8  # of which a token has a multiple of sums of squares, as registers have columns
 
 
 class Tiling(NamedTuple):
@@ -44,6 +44,12 @@ class Tiling(NamedTuple):
     stages: int = 5
     row_peers: int = 1
     column_peers: int = 1
+
+
+class _Options(NamedTuple):
+    eps: float | None
+    swiglu: bool
+    with_squares: bool
 
 
 class _Call(NamedTuple):
@@ -105,40 +111,61 @@ def tile_product(
     matrix: jax.Array,
     *,
     eps: float | None = None,
+    squares: jax.Array | None = None,
     added: jax.Array | None = None,
     swiglu: bool = False,
+    with_squares: bool = False,
     tiling: Tiling | None = None,
     interpret: Any = False,
-) -> jax.Array:
+) -> Any:
     """Return the product [B, F] of tokens with a matrix, or [B, F / 2] with `swiglu`. It has no derivative. Sums are float32.
 
     Args:
         x: [B, I] bfloat16, one token of each row; `REQUIREMENTS` lists what the kernel requires.
         matrix: [F, I] bfloat16, the transpose of a dense layer's kernel.
         eps: if given, the tokens are `x / sqrt(mean(x²) + eps)`; the norm's scale belongs in the matrix.
+        squares: [B, P] float32, P a multiple of 8, the sums of the squares of some of each token's channels, whose sum over P is that of all; None
+            computes them from x. Only with `eps`.
         added: [B, F], in x's dtype, added to the product after it is rounded to this dtype; None adds nothing.
         swiglu: whether the product is a gate followed by as many values, both rounded to x's dtype, and the result silu(gate) ⊙ values;
             without `added`.
+        with_squares: whether to return also the squares of the result, as `squares` of another product of it: of the columns of each thread
+            block, and zeros up to a multiple of 8.
+        tiling: how the work is divided; None is by `columns_of_block`.
         interpret: parameters of Mosaic GPU's interpreter, to run on a CPU.
 
     Raises:
         NotImplementedError: the arrays do not meet a requirement of the kernel; the message says which.
-        ValueError: `added` is given with `swiglu`.
+        ValueError: `added` is given with `swiglu`, or `squares` without `eps` or of another shape.
     """
+    if squares is not None and (
+        eps is None or squares.shape[:-1] != x.shape[:1] or squares.shape[-1] % _PARTS
+    ):
+        raise ValueError(f"tile_product: `squares` of {squares.shape} are not those of a norm")
     if swiglu and added is not None:
         raise ValueError("tile_product: accepted is either `added` or `swiglu`")
     if (requirement := tile_unsupported(x, matrix, swiglu=swiglu)) is not None:
         raise NotImplementedError(f"tile_product: the kernel requires {requirement}")
     if tiling is None:
-        tiling = Tiling(columns_of_block(x.shape[0], matrix.shape[0] // (1 + swiglu), swiglu))
-    return _product(eps, swiglu, tiling, interpret, x, matrix, added)
+        size = matrix.shape[0] // (1 + swiglu)
+        columns: Any = columns_of_block(x.shape[0], size, swiglu)
+        tiling = Tiling(columns)
+    options = _Options(eps, swiglu, with_squares)
+    y, sums = _product(options, tiling, interpret, x, matrix, squares, added)
+    return (y, sums) if with_squares else y
+
+
+def _store(ref, x) -> None:
+    ref[...] = x
 
 
 # Traced and lowered once for all layers of a model.
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _product(
-    eps: float | None, swiglu: bool, tiling: Tiling, interpret: Any, x, matrix, added
-) -> jax.Array:
+    options: _Options, tiling: Tiling, interpret: Any, x, matrix, squares, added
+) -> tuple[jax.Array, jax.Array | None]:
+    eps, swiglu, with_squares = options
+    summed = eps is not None and squares is None  # beside the products
     (rows, channels), parts = x.shape, 2 if swiglu else 1
     size = matrix.shape[0] // parts
     groups = _warpgroups(rows)
@@ -149,6 +176,7 @@ def _product(
     assert grid["row"] % peers[0] == 0 and grid["column"] % peers[1] == 0
     assert size % across == 0 and channels % depth == 0
     steps = channels // depth
+    padded = grid["column"] + -grid["column"] % _PARTS
     dtype = x.dtype
 
     def kernel(refs, smem):
@@ -198,7 +226,7 @@ def _product(
                     for i, total in enumerate(totals):
                         weights = smem[f"operand {i + 1}"].at[slot]
                         plgpu.wgmma(total, tokens, weights.transpose((1, 0)))
-                    if eps is not None:
+                    if summed:
                         tile = plgpu.load(tokens, layout=wg.LAYOUT).astype(_F32)
                         squares += tile * tile
                         plgpu.commit_smem()  # all threads have read the buffer before it is loaded anew
@@ -207,8 +235,8 @@ def _product(
                     pl.when(k > 0)(lambda: plgpu.barrier_arrive(smem["used"].at[before]))
                     return squares
 
-                squares = jnp.zeros((ROWS, depth), _F32) if eps is not None else None
-                if eps is not None:
+                squares = jnp.zeros((ROWS, depth), _F32) if summed else None
+                if summed:
                     squares = plgpu.layout_cast(squares, wg.LAYOUT)
                 squares = lax.fori_loop(0, steps, step, squares)
                 sums = [total[...] for total in totals]
@@ -216,7 +244,10 @@ def _product(
                 return sums, squares
 
             accumulators = (plgpu.ACC((ROWS, across), _F32) for _ in range(parts))
+            # On their way while the products are computed.
+            known = wg.load_global(refs["squares"].at[here]) if "squares" in refs else None
             sums, squares = pl.run_scoped(sum_steps, *accumulators)
+            squares = squares if known is None else known
             if eps is not None:
                 root = lax.rsqrt(jnp.sum(squares, axis=1) * (1 / channels) + eps)
                 root = wg.spread_rows(root, (ROWS, across))
@@ -230,7 +261,14 @@ def _product(
             if "added" in refs:
                 more = wg.load_global(refs["added"].at[here, to])
                 y = y.astype(dtype).astype(_F32) + more.astype(_F32)
-            refs["out"].at[here, to][...] = y.astype(dtype)
+            y = y.astype(dtype)
+            refs["out"].at[here, to][...] = y
+            if with_squares:
+                of_block = jnp.sum(y.astype(_F32) * y.astype(_F32), axis=1)
+                refs["squares of out"].at[here, column][...] = of_block
+                for empty in range(grid["column"], padded):
+                    to = refs["squares of out"].at[here, empty]
+                    pl.when(column == 0)(functools.partial(_store, to, jnp.zeros_like(of_block)))
 
     shapes = [(groups * ROWS, depth), *[(across, depth)] * parts]
     smem: Any = plgpu.SMEM
@@ -248,10 +286,14 @@ def _product(
         if clustered
         else plgpu.Barrier(num_arrivals=groups, num_barriers=stages),
     )
-    return launch(
+    outputs = {
+        "out": jax.ShapeDtypeStruct((rows, size), dtype),
+        "squares of out": jax.ShapeDtypeStruct((rows, padded), _F32) if with_squares else None,
+    }
+    results = launch(
         kernel,
-        inputs=dict(x=x, matrix=matrix, added=added),
-        outputs=dict(out=jax.ShapeDtypeStruct((rows, size), dtype)),
+        inputs=dict(x=x, matrix=matrix, squares=squares, added=added),
+        outputs=outputs,
         # Blocks of the same columns run at the same time, so that the matrix is read once.
         grid=dict(column=grid["column"] // peers[1], row=grid["row"] // peers[0]),
         cluster=cluster if clustered else None,
@@ -260,4 +302,5 @@ def _product(
         approx_math=False,
         name="tile_product",
         interpret=interpret,
-    )["out"]
+    )
+    return results["out"], results.get("squares of out")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_kernels.compat import gpu_interpreter, races_found
-from pallas_kernels.row_product import tile_product, tile_unsupported
+from pallas_kernels.row_product import Tiling, tile_product, tile_unsupported
 from pallas_kernels.row_product.cases import TILES_INTERPRETED, TOLERANCE, TileCase
 from pallas_kernels.row_product.tiles import columns_of_block
 
@@ -16,7 +18,7 @@ EPS = 1e-5
 
 
 def make(case: TileCase) -> dict[str, jax.Array]:
-    """Return random arrays of a call, by name: x, whose rows differ in size, matrix, and what is added."""
+    """Return random arrays of a call, by name: x, whose rows differ in size, matrix, what is added, and squares in 16 parts."""
     rng = np.random.default_rng(0)
 
     def normal(*shape):
@@ -24,18 +26,32 @@ def make(case: TileCase) -> dict[str, jax.Array]:
 
     x = normal(case.batch, case.channels) * jnp.exp(normal(case.batch, 1))
     arrays = dict(x=x, matrix=normal(case.size, case.channels))
+    if case.squares and case.normed:
+        wide = x.astype(jnp.float32).reshape(case.batch, 16, -1)
+        arrays["squares"] = jnp.sum(wide**2, axis=-1)
     return arrays | (dict(added=normal(case.batch, case.size)) if case.behind == "added" else {})
 
 
-def run(case: TileCase, arrays: dict[str, jax.Array], interpret=False) -> jax.Array:
+def run(case: TileCase, arrays: dict[str, jax.Array], interpret=False) -> Any:
     """Compute a case by the kernel."""
-    eps = EPS if case.normed else None
-    return tile_product(**arrays, eps=eps, swiglu=case.behind == "swiglu", interpret=interpret)
+    options: dict[str, Any] = dict(eps=EPS if case.normed else None)
+    options["tiling"] = Tiling(*case.tiling) if case.tiling else None
+    options["with_squares"] = case.squares and not case.normed
+    return tile_product(**arrays, **options, swiglu=case.behind == "swiglu", interpret=interpret)
 
 
-def check(case: TileCase, got: jax.Array, arrays: dict[str, jax.Array]) -> None:
-    """Compare the kernel's result with the definition, row by row, in float32 with the roundings that it names."""
+def check(case: TileCase, got: Any, arrays: dict[str, jax.Array]) -> None:
+    """Compare the kernel's result with the definition, row by row, in float32 with the roundings that it names, and the squares with those of
+    this result, of the columns of each thread block.
+    """
     wide = jnp.float32
+    if case.squares and not case.normed:
+        got, squares = got
+        blocks = case.size // case.tiling[0]
+        known = jnp.sum(got.astype(wide).reshape(case.batch, blocks, -1) ** 2, axis=-1)
+        assert squares.dtype == wide and squares.shape[1] % 8 == 0
+        np.testing.assert_allclose(squares[:, :blocks], known, rtol=1e-6)
+        assert not squares[:, blocks:].any()
     x = arrays["x"].astype(wide)
     y = jnp.matmul(x, arrays["matrix"].astype(wide).T, precision="highest")
     if case.normed:
@@ -59,7 +75,7 @@ def test_equals_the_definition(case):
     got = run(case, arrays, gpu_interpreter())
     assert not races_found()
     check(case, got, arrays)
-    np.testing.assert_array_equal(got, run(case, arrays, gpu_interpreter()))
+    jax.tree.map(np.testing.assert_array_equal, got, run(case, arrays, gpu_interpreter()))
 
 
 def test_a_large_gate_is_finite():
@@ -89,3 +105,6 @@ def test_names_what_is_not_accepted():
         tile_product(x.astype(jnp.float32), matrix)
     with pytest.raises(ValueError, match="either `added` or `swiglu`"):
         tile_product(x, matrix, swiglu=True, added=x)
+    for eps, parts in ((None, 8), (EPS, 4)):
+        with pytest.raises(ValueError, match="are not those of a norm"):
+            tile_product(x, matrix, eps=eps, squares=jnp.zeros((64, parts)))

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from lsm_jax import feedforward, mixers, models
-from lsm_jax.models import sampling, token_step
+from lsm_jax.models import sampling, token_step, token_tiles
 from pallas_kernels.compat import gpu_interpreter, races_found
 
 KEY = jax.random.key(0)
@@ -65,6 +65,7 @@ def interpreted(monkeypatch):
 def test_logits_and_states_are_those_of_the_layers(name, fields, batch, interpreted, monkeypatch):  # fmt: skip
     """With kernels of their own for a mixer's token, and without; of one row, and of more."""
     monkeypatch.setattr(token_step, "OTHER_MIXERS", name != "gla")
+    monkeypatch.setattr(token_tiles, "LEAST_ROWS", 64)
     model = new_model(name, **fields)
     assert token_step.serves(model, batch)
     graph, params = nnx.split(model)
