@@ -21,7 +21,7 @@ from lsm_jax import mixers
 from lsm_jax.feedforward.swiglu import SwiGLU
 from lsm_jax.mixers.gla import GLA
 from lsm_jax.mixers.joined import is_plain
-from lsm_jax.mixers.layers import Dense, RMSNorm, merge_heads, project, split_heads
+from lsm_jax.mixers.layers import Dense, RMSNorm, project, split_heads
 from lsm_jax.mixers.normed_product import normed_product
 from lsm_jax.mixers.tails import Pointwise
 from lsm_jax.models import token_tiles
@@ -173,14 +173,12 @@ def _is_served_gla(mixer: Any, batch: int) -> bool:
 
 
 def _is_tiled(block: Any, batch: int) -> bool:
-    """Return whether the products of a layer of gated linear attention for many rows are computed by tiles."""
+    """Return whether the products of a layer of gated linear attention are computed by tiles, where not each token writes the memories."""
     mixer = block.mixer
-    if batch <= MOST_ROWS or not _is_served_gla(mixer, batch):
-        return False
     width = sum(layer.kernel.get_value().shape[-1] for layer in _gla_projections(mixer))
     values, size = mixer.o_proj.kernel.get_value().shape[-2:]
     inner = block.feedforward.config.width(size)
-    return token_tiles.supported(batch, width, size, values, inner)
+    return token_tiles.supported(batch, width, size, mixer.config.num_heads, values, inner)
 
 
 def prepare(model: Decoder, periods: tuple[Any, ...], batch: int) -> Prepared:
@@ -191,21 +189,23 @@ def prepare(model: Decoder, periods: tuple[Any, ...], batch: int) -> Prepared:
     def joined(*kernels):
         return jnp.concatenate([k.astype(model.dtype).T for k in kernels])
 
-    few = batch <= MOST_ROWS
+    few, deferred = batch <= MOST_ROWS, group_of(model, batch) > 1
 
-    def scaled(norm, *kernels):
-        scale = norm.factors()[:, None]
-        return joined(*((scale * k.astype(jnp.float32)).astype(model.dtype) for k in kernels))
+    def scaled(scale, *kernels):
+        wide = (scale[:, None] * k.astype(jnp.float32) for k in kernels)
+        return joined(*(k.astype(model.dtype) for k in wide))
 
     def of_layer(block):
         ff, into, out, gate_up, down = block.feedforward, None, None, None, None
-        if _is_tiled(block, batch):
-            projections = [layer.kernel[...] for layer in _gla_projections(block.mixer)]
-            into = scaled(block.mixer_norm, *projections)
+        if deferred and _is_tiled(block, batch):
+            mixer = block.mixer
+            projections = [layer.kernel[...] for layer in _gla_projections(mixer)]
+            into = scaled(block.mixer_norm.factors(), *projections)
             into = jnp.pad(into, ((0, -into.shape[0] % token_tiles.COLUMNS), (0, 0)))
+            of_heads = jnp.tile(mixer.norm.factors(), mixer.config.num_heads)
             kernels = ff.gate_proj.kernel[...], ff.up_proj.kernel[...]
-            gate_up = scaled(block.feedforward_norm, *kernels)
-            out, down = joined(block.mixer.o_proj.kernel[...]), joined(ff.down_proj.kernel[...])
+            gate_up = scaled(block.feedforward_norm.factors(), *kernels)
+            out, down = scaled(of_heads, mixer.o_proj.kernel[...]), joined(ff.down_proj.kernel[...])
             return _Matrices(into, out, gate_up, down)
         if _is_served_gla(block.mixer, batch):
             into = joined(*(layer.kernel[...] for layer in _gla_projections(block.mixer)))
@@ -300,8 +300,7 @@ def pass_token(
             elif of_layer.into is not None and few:
                 x, mixer_state = _gla_token(block, of_layer, x, mixer_state)
             elif of_layer.into is not None:
-                stream = Stream(x, squares)
-                (x, squares), mixer_state = _gla_tokens(block, of_layer, stream, mixer_state)
+                x, mixer_state = _gla_tokens(block, of_layer, x, mixer_state)
             else:
                 call = dict(layer=jnp.int32(place), positions=positions, state=mixer_state)
                 y, mixer_state, context = block.mixer.run(
@@ -370,58 +369,51 @@ def _gla_token(block: Any, matrices: _Matrices, x: jax.Array, state: Any) -> tup
     return _product(o.reshape(x.shape[0], -1), matrices.out, head_norm, added=x)[0][:, None], state
 
 
-def _gla_input(
-    block: Any, matrices: _Matrices, stream: Stream
-) -> tuple[jax.Array, tuple[int, ...]]:
-    """Return the product [B, F] of the normed stream of many rows with the matrix of a mixer's input, and the columns at which
-    its keys, values, gate and decay's inner channels begin; queries are first.
-    """
-    widths = (layer.kernel[...].shape[-1] for layer in _gla_projections(block.mixer))
-    *columns, _ = itertools.accumulate(widths)
-    if matrices.gate_up is None:
-        y = project(block.mixer_norm(stream.x)[:, 0], matrices.into.T)
-    else:
-        y = _normed_product("into", stream, matrices.into, block.mixer_norm)
-    return y, tuple(columns)
+def _gla_columns(mixer: GLA) -> tuple[int, ...]:
+    """Return the columns at which keys, values, gate and decay's inner channels begin in the product of a mixer's input; queries are first."""
+    widths = (layer.kernel[...].shape[-1] for layer in _gla_projections(mixer))
+    return tuple(itertools.accumulate(widths))[:-1]
 
 
-def _gla_output(
-    block: Any, matrices: _Matrices, stream: Stream, o: jax.Array, gate: jax.Array
-) -> Stream:
-    """Return the stream with the output of a mixer added, from that of its memory o [B, H, V] and the gate [B, H V]."""
-    mixer, o = block.mixer, o[:, None]
+def _gla_output(mixer: GLA, x: jax.Array, o: jax.Array, gate: jax.Array) -> jax.Array:
+    """Return the stream x [B, 1, D] with the output of a mixer added, from that of its memory o [B, H, V] and the gate [B, H V]."""
     gate = split_heads(gate[:, None], mixer.config.num_heads)
-    if matrices.gate_up is None:
-        return Stream(stream.x + normed_product(mixer.norm, mixer.o_proj, o, gate))
-    normed = merge_heads(mixer.norm(o, gate, activation="silu"))
-    return _added_product("out", stream, matrices.out, normed[:, 0])
+    return x + normed_product(mixer.norm, mixer.o_proj, o[:, None], gate)
 
 
-def _gla_tokens(block: Any, matrices: _Matrices, stream: Stream, state: Any) -> tuple[Stream, Any]:
-    """Return the stream of many rows with the output of gated linear attention added, and the mixer's state."""
-    y, (keys, values, gates, down) = _gla_input(block, matrices, stream)
-    logits = project(
-        y[:, down : down + block.mixer.decay_up.kernel[...].shape[0]],
-        block.mixer.decay_up.kernel[...],
-        dtype=jnp.float32,
-    )
-    o, state = _gla_memory(block.mixer, logits, None, state, y, y, y, columns=(0, keys, values))
-    return _gla_output(block, matrices, stream, o, y[:, gates:down]), state
+def _gla_tokens(block: Any, matrices: _Matrices, x: jax.Array, state: Any) -> tuple[jax.Array, Any]:
+    """Return the stream x [B, 1, D] of many rows with the output of gated linear attention added, and the mixer's state."""
+    mixer, up = block.mixer, block.mixer.decay_up.kernel[...]
+    keys, values, gates, down = _gla_columns(mixer)
+    y = project(block.mixer_norm(x)[:, 0], matrices.into.T)
+    logits = project(y[:, down : down + up.shape[0]], up, dtype=jnp.float32)
+    o, state = _gla_memory(mixer, logits, None, state, y, y, y, columns=(0, keys, values))
+    return _gla_output(mixer, x, o, y[:, gates:down]), state
 
 
 def _gla_deferred(
     block: Any, matrices: _Matrices, stream: Stream, state: Any, writes: Any, count: jax.Array
 ) -> tuple[Stream, Any, Any]:
     """Return the same, and the pending writes, of `count` tokens before this one, to its memory."""
-    y, (keys, values, gates, down) = _gla_input(block, matrices, stream)
+    tiled = matrices.gate_up is not None
     mixer, memory, up = block.mixer, state.memory, block.mixer.decay_up
+    keys, values, gates, down = _gla_columns(mixer)
+    if tiled:
+        y = _normed_product("into", stream, matrices.into, block.mixer_norm)
+    else:
+        y = project(block.mixer_norm(stream.x)[:, 0], matrices.into.T)
     o, matrix, writes = decode_steps().deferred_step(
         memory.memory, writes, count, y, up.kernel[...].astype(y.dtype), up.bias[...],
         columns=(0, keys, values, down), temperature=mixer.config.gate_temperature, scale=mixer.key_dim**-0.5,
-        interpret=_INTERPRET,
+        gate=gates if tiled else None, interpret=_INTERPRET,
     )  # fmt: skip
     state = state._replace(memory=memory._replace(memory=matrix))
-    return _gla_output(block, matrices, stream, o, y[:, gates:down]), state, writes
+    if not tiled:
+        return Stream(_gla_output(mixer, stream.x, o, y[:, gates:down])), state, writes
+    gated, squares = o
+    gated = gated.reshape(y.shape[0], -1)
+    normed = dict(eps=mixer.norm.eps, squares=squares)
+    return _added_product("out", stream, matrices.out, gated, **normed), state, writes
 
 
 def _feedforward_tiles(block: Any, matrices: _Matrices, stream: Stream) -> Stream:

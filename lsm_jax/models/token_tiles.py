@@ -1,7 +1,8 @@
 """Products of many rows' tokens by tiles (`pallas_kernels.row_product.tile_product`), as `lsm_jax.models.token_step` composes them.
 
 The norms of a layer divide by the roots of their tokens' mean squares. The kernel that writes the stream adds up the squares of what it
-writes, so that the products behind a norm need not read the tokens once more for them.
+writes, so that the products behind a norm need not read the tokens once more for them; so does the kernel of the memory, which also applies
+the gate of its output, for the norm of the heads, by whose roots the product behind it multiplies each head's sums.
 """
 
 from __future__ import annotations
@@ -36,19 +37,23 @@ class Stream(NamedTuple):
     squares: jax.Array | None = None
 
 
-def supported(batch: int, into: int, size: int, values: int, inner: int) -> bool:
+def supported(batch: int, into: int, size: int, heads: int, values: int, inner: int) -> bool:
     """Return whether the four products of a layer are computed by tiles.
 
     Args:
         batch: the number of rows.
         into: the width of the mixer's input.
         size: D, the width of the stream.
+        heads: the number of the memory's heads.
         values: the value channels of all heads.
         inner: the width of the feedforward.
     """
     if not TILINGS or batch < LEAST_ROWS:
         return False
     shapes = (size, into + -into % COLUMNS, False), (values, size, False), (size, 2 * inner, True), (inner, size, False)  # fmt: skip
+    tiling = _tiling("out", (batch, values), size)
+    if values // heads % (64 if tiling is None else tiling.depth):
+        return False
     here, unsupported = jax.ShapeDtypeStruct, row_products().tile_unsupported
     return all(
         unsupported(

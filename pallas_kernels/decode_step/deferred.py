@@ -137,11 +137,16 @@ def deferred_step(
     columns: tuple[int, int, int, int],
     temperature: float,
     scale: float,
+    gate: int | None = None,
     interpret: Any = False,
-) -> tuple[Float[Array, "B G V"], Float[Array, "B G K V"], Pending]:
+) -> tuple[Any, Float[Array, "B G K V"], Pending]:
     """Apply one token of each row to each of its matrix memories, `M <- diag(decay) M + k^T v`, `log decay = log sigmoid(down up + bias) /
-    temperature`, and return the output `scale q M`, the memory as it is stored, and the pending writes. Neither differentiation nor
+    temperature`, and return the output `o = scale q M` [B, G, V], the memory as it is stored, and the pending writes. Neither differentiation nor
     `jax.vmap` is supported.
+
+    With `gate`, the output is a pair: `o silu(gate)`, in float32 from o as it is rounded to the dtype of `tokens`, and rounded again; and the sums of
+    the squares of this o, [G, P, B] float32, of the channels of each of P thread blocks of a memory, from which the norm of a head behind
+    the memory divides a product of the gated output.
 
     Args:
         memory: [B, G, K, V] float32, the memories before the pending writes. Updated in place where its buffer may be reused.
@@ -153,6 +158,7 @@ def deferred_step(
         columns: the first columns of queries, keys, values and inner channels.
         temperature: divides the logarithm.
         scale: the factor by which the queries are multiplied.
+        gate: the first column of the gates of the output's channels, or None.
         interpret: parameters of the Pallas interpreter, or False to compile the kernel.
 
     Raises:
@@ -164,7 +170,7 @@ def deferred_step(
     count, bias = jnp.reshape(count, 1).astype(jnp.int32), bias.astype(_F32)
     return _step(
         memory, pending, count, tokens, up, bias,
-        columns=columns, temperature=temperature, scale=scale, interpret=interpret,
+        columns=columns, temperature=temperature, scale=scale, gate=gate, interpret=interpret,
     )  # fmt: skip
 
 
@@ -240,32 +246,40 @@ class _Gate(NamedTuple):
 
 
 # Traced and lowered once for all layers that are compiled one after the other.
-@functools.partial(jax.jit, static_argnames=("columns", "temperature", "scale", "interpret"))
+@functools.partial(
+    jax.jit, static_argnames=("columns", "temperature", "scale", "gate", "interpret")
+)
 def _step(
-    memory, pending, count, tokens, up, bias, *, columns, temperature, scale, interpret
-) -> tuple[jax.Array, jax.Array, Pending]:
+    memory, pending, count, tokens, up, bias, *, columns, temperature, scale, gate, interpret
+) -> tuple[Any, jax.Array, Pending]:
     batch, memories, key_dim, value_dim = memory.shape
     group = pending.keys.shape[1] + 1
     width: Any = hopper.column_width(batch * memories, key_dim, value_dim)
     starts = dict(zip(("q", "k", "v", "down"), columns, strict=True))
+    gated = gate is not None
+    if gated:
+        starts["gate"] = gate
     tile = channel_rows(group, key_dim, _WARPS)
 
     whole = value_dim // (_WARPS * width)  # tiles of a memory
     tiles = range(_TILES if whole % _TILES == 0 else 1)
+    parts, own_channels = whole // len(tiles), len(tiles) * _WARPS * width
 
     def kernel(refs, shared):
-        refs |= dict.fromkeys("qkv", refs["tokens"])
+        refs |= dict.fromkeys(("q", "k", "v", "gate"), refs["tokens"])
         part = lax.axis_index("part")
         blocks = [
             hopper.Block(refs, width, key_dim, value_dim, starts, part * len(tiles) + t)
             for t in tiles
         ]
         (block, *_), row, layout = blocks, blocks[0].row, blocks[0].layout
-        size = len(tiles) * block.shape[1]
+        size = own_channels
         source = refs["memory"].at[row, block.head, slice(None), pl.ds(part * size, size)]
         plgpu.copy_gmem_to_smem(source, shared["memory"], shared["loaded"])
         # A store, which the compiler does not move, so that the copy is on its way before all else.
         shared["query"][...] = jnp.zeros(key_dim, _F32)
+        if gated and own_channels < _THREADS:
+            shared["output"][...] = jnp.zeros(_THREADS, _F32)
         count = refs["count"][0]
         keys = _Keys(block, group, count)
 
@@ -276,7 +290,7 @@ def _step(
             ref = refs["values"].at[row, slot, channels(block)]
             return plgpu.load(ref, layout=layout.reduce(0), optimized=False)
 
-        gate = keys.load_gate()
+        decay_gate = keys.load_gate()
         loaded = [(keys.load("keys", row, s), keys.load("decays", row, s)) for s in keys.slots]
         key, query = keys.load_token("k"), keys.load_token("q").astype(_F32)
         queries = refs["q"].at[row, pl.ds(starts["q"] + block.head * key_dim, key_dim)]
@@ -284,7 +298,9 @@ def _step(
         values = [[load_value(b, slot) for slot in keys.slots] for b in blocks]
         own_values = [b.load_values("v") for b in blocks]
 
-        own = decay = gate.decay(temperature)
+        gates = [b.load_values("gate") for b in blocks] if gated else []
+
+        own = decay = decay_gate.decay(temperature)
         shared["keys"].at[group - 1][...] = key.astype(_F32)
         for j in reversed(range(group - 1)):
             written = j < count
@@ -318,7 +334,17 @@ def _step(
             output = hopper.read(by_key(shared["query"]), load_memory(t))
             output += late + scores[group - 1] * own_values[t]
             to = refs["output"].at[row, block.head, blocks[t].channels]
-            to[...] = plgpu.layout_cast((scale * output).astype(tokens.dtype), layout.reduce(0))
+            output = plgpu.layout_cast((scale * output).astype(tokens.dtype), layout.reduce(0))
+            if gated:
+                output, here = output.astype(_F32), pl.ds(t * block.shape[1], block.shape[1])
+                shared["output"].at[here][...] = output
+                root = lax.rsqrt(1.0 + jnp.exp(-gates[t]))  # the sigmoid without a division
+                output = (output * (gates[t] * (root * root))).astype(tokens.dtype)
+            to[...] = output
+        if gated:
+            each = plgpu.Layout.WG_STRIDED((_THREADS,), 1)
+            outputs = plgpu.load(shared["output"], layout=each, optimized=False)
+            refs["squares"][block.head, part, row] = jnp.sum(outputs * outputs)
 
         @pl.when(count < group - 1)
         def _():
@@ -344,31 +370,36 @@ def _step(
                     m = add(j, load_value(blocks[t], j).astype(_F32), m)
                 blocks[t].memory()[...] = m
 
-    output = jax.ShapeDtypeStruct((batch, memories, value_dim), tokens.dtype)
+    outputs = dict(output=jax.ShapeDtypeStruct((batch, memories, value_dim), tokens.dtype))
+    if gated:
+        outputs["squares"] = jax.ShapeDtypeStruct((memories, parts, batch), _F32)
 
     def in_place(refs):
-        memory_ref, *pending_refs, output_ref = refs
-        output_ref[...] = launch(
+        memory_ref, *pending_refs, output_refs = refs
+        results = launch(
             kernel,
             inputs=dict(tokens=tokens, count=count, up=up, bias=bias, memory=memory_ref)
             | dict(zip(Pending._fields, pending_refs, strict=True)),
-            outputs=dict(output=output),
+            outputs=outputs,
             scratch=dict(
-                memory=plgpu.SMEM((key_dim, len(tiles) * _WARPS * width), _F32),
+                memory=plgpu.SMEM((key_dim, own_channels), _F32),
                 keys=plgpu.SMEM((group, key_dim), _F32),
                 decay=plgpu.SMEM((key_dim,), _F32),
                 query=plgpu.SMEM((key_dim,), _F32),
                 scores=plgpu.SMEM((group,), _F32),
                 loaded=plgpu.Barrier(),
+                **(dict(output=plgpu.SMEM((_THREADS,), _F32)) if gated else {}),
             ),
             # Thread blocks that are neighbours in memory run at the same time: the last axis varies fastest.
-            grid=dict(row=batch, head=memories, part=whole // len(tiles)),
+            grid=dict(row=batch, head=memories, part=parts),
             approx_math=False,
             name="deferred_step",
             interpret=interpret,
-        )["output"]
+        )
+        for name, ref in output_refs.items():
+            ref[...] = results[name]
 
-    memory, *writes, result = pl.run_state(in_place)(
-        (memory, *pending, jnp.zeros(output.shape, output.dtype))
-    )
-    return result, memory, Pending(*writes)
+    empty = {name: jnp.zeros(x.shape, x.dtype) for name, x in outputs.items()}
+    memory, *writes, results = pl.run_state(in_place)((memory, *pending, empty))
+    output = (results["output"], results["squares"]) if gated else results["output"]
+    return output, memory, Pending(*writes)

@@ -82,6 +82,7 @@ class TileCase(NamedTuple):
         behind: what stands behind: "added", "swiglu" or "".
         squares: whether the squares of the tokens are given, behind a norm, or else those of the result returned.
         tiling: of the work, or () for the kernel's own.
+        heads: the number of heads, each with a norm of its own, or 0; squares are then given and returned.
     """
 
     batch: int
@@ -91,13 +92,20 @@ class TileCase(NamedTuple):
     behind: str = ""
     squares: bool = False
     tiling: tuple[int, ...] = ()
+    heads: int = 0
+
+    @property
+    def returns_squares(self) -> bool:
+        """Whether the squares of the result are returned."""
+        return self.squares and (self.heads > 0 or not self.normed)
 
     @property
     def id(self) -> str:
         """The name of this case in the tests' output: its sizes and what stands around the product."""
         words = [f"{self.batch}x{self.channels}x{self.size}", "norm" * self.normed, self.behind]
         words += ["squares" * self.squares, ":".join(map(str, self.tiling))]
-        return "-".join(word for word in words if word)
+        words += [f"{self.heads} heads"] if self.heads else []
+        return "-".join(word.replace(" ", "_") for word in words if word)
 
 
 TILES_INTERPRETED = (
@@ -108,6 +116,9 @@ TILES_INTERPRETED = (
     TileCase(128, 384, 128, True, "swiglu", squares=True),
     TileCase(128, 128, 288, False, "added", squares=True, tiling=(32, 64, 5)),
     TileCase(256, 256, 128, False, "added", squares=True, tiling=(32, 128, 2, 2, 4)),
+    TileCase(128, 384, 64, True, "added", squares=True, tiling=(32, 64, 5), heads=3),
+    TileCase(64, 256, 64, True, "added", squares=True, tiling=(64, 128, 3), heads=1),
+    TileCase(128, 256, 64, True, "swiglu", squares=True, tiling=(32, 64, 2), heads=2),
 )
 """Cases of `tile_product` for the interpreter; the first one has more steps than stages."""
 TILES_COMPILED = tuple(
@@ -123,5 +134,6 @@ TILES_COMPILED = tuple(
     TileCase(256, 1024, 3200, True, "", True, (64, 128, 4)),
     TileCase(256, 1024, 5632, True, "swiglu", True, (64, 128, 3)),
     TileCase(256, 2816, 1024, False, "added", True, (32, 128, 5, 2, 4)),
+    TileCase(256, 1024, 1024, True, "added", True, (32, 64, 7), heads=4),
 )
 """Cases of `tile_product` that are compiled for, and run on, an NVIDIA Hopper GPU: the products of a model of 340M parameters."""

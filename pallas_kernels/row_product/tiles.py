@@ -125,7 +125,8 @@ def tile_product(
         matrix: [F, I] bfloat16, the transpose of a dense layer's kernel.
         eps: if given, the tokens are `x / sqrt(mean(x²) + eps)`; the norm's scale belongs in the matrix.
         squares: [B, P] float32, P a multiple of 8, the sums of the squares of some of each token's channels, whose sum over P is that of all; None
-            computes them from x. Only with `eps`.
+            computes them from x. Only with `eps`. If [H, P, B], the channels are those of H heads side by side, each of which is divided by
+            the root of its own mean square. They need not be those of x, which may contain a gate behind the norm.
         added: [B, F], in x's dtype, added to the product after it is rounded to this dtype; None adds nothing.
         swiglu: whether the product is a gate followed by as many values, both rounded to x's dtype, and the result silu(gate) ⊙ values;
             without `added`.
@@ -136,11 +137,10 @@ def tile_product(
 
     Raises:
         NotImplementedError: the arrays do not meet a requirement of the kernel; the message says which.
-        ValueError: `added` is given with `swiglu`, or `squares` without `eps` or of another shape.
+        ValueError: `added` is given with `swiglu`, or `squares` without `eps` or of another shape, or of heads that the
+            tiling's steps do not divide.
     """
-    if squares is not None and (
-        eps is None or squares.shape[:-1] != x.shape[:1] or squares.shape[-1] % _PARTS
-    ):
+    if squares is not None and not (eps is not None and _are_squares(squares.shape, x.shape)):
         raise ValueError(f"tile_product: `squares` of {squares.shape} are not those of a norm")
     if swiglu and added is not None:
         raise ValueError("tile_product: accepted is either `added` or `swiglu`")
@@ -150,9 +150,18 @@ def tile_product(
         size = matrix.shape[0] // (1 + swiglu)
         columns: Any = columns_of_block(x.shape[0], size, swiglu)
         tiling = Tiling(columns)
+    if squares is not None and squares.ndim == 3 and x.shape[1] // squares.shape[0] % tiling.depth:
+        raise ValueError(f"tile_product: steps of {tiling.depth} channels do not divide the heads")
     options = _Options(eps, swiglu, with_squares)
     y, sums = _product(options, tiling, interpret, x, matrix, squares, added)
     return (y, sums) if with_squares else y
+
+
+def _are_squares(shape: tuple[int, ...], tokens: tuple[int, ...]) -> bool:
+    """Return whether an array of this shape may have the sums of squares of tokens [B, I]."""
+    if len(shape) == 3:
+        return shape[2] == tokens[0] and tokens[1] % shape[0] == 0
+    return len(shape) == 2 and shape[0] == tokens[0] and shape[1] % _PARTS == 0
 
 
 def _store(ref, x) -> None:
@@ -166,6 +175,7 @@ def _product(
 ) -> tuple[jax.Array, jax.Array | None]:
     eps, swiglu, with_squares = options
     summed = eps is not None and squares is None  # beside the products
+    heads = squares.shape[0] if squares is not None and squares.ndim == 3 else None
     (rows, channels), parts = x.shape, 2 if swiglu else 1
     size = matrix.shape[0] // parts
     groups = _warpgroups(rows)
@@ -218,8 +228,9 @@ def _product(
             half = pl.ds(group * ROWS, ROWS)
             here = pl.ds(first + group * ROWS, ROWS)
 
-            def sum_steps(*totals):
+            def sum_steps(start, count, *totals):
                 def step(k, squares):
+                    k = start + k
                     slot = lax.rem(k, stages)
                     plgpu.barrier_wait(smem["loaded"].at[slot])
                     tokens = smem["operand 0"].at[slot, half]
@@ -238,20 +249,36 @@ def _product(
                 squares = jnp.zeros((ROWS, depth), _F32) if summed else None
                 if summed:
                     squares = plgpu.layout_cast(squares, wg.LAYOUT)
-                squares = lax.fori_loop(0, steps, step, squares)
-                sums = [total[...] for total in totals]
-                plgpu.barrier_arrive(smem["used"].at[(steps - 1) % stages])
-                return sums, squares
+                squares = lax.fori_loop(0, count, step, squares)
+                return [total[...] for total in totals], squares
 
-            accumulators = (plgpu.ACC((ROWS, across), _F32) for _ in range(parts))
-            # On their way while the products are computed.
-            known = wg.load_global(refs["squares"].at[here]) if "squares" in refs else None
-            sums, squares = pl.run_scoped(sum_steps, *accumulators)
-            squares = squares if known is None else known
-            if eps is not None:
-                root = lax.rsqrt(jnp.sum(squares, axis=1) * (1 / channels) + eps)
+            def multiply(start, count):
+                accumulators = (plgpu.ACC((ROWS, across), _F32) for _ in range(parts))
+                return pl.run_scoped(functools.partial(sum_steps, start, count), *accumulators)
+
+            def divide(sums, squares, count):
+                root = lax.rsqrt(squares * (1 / count) + eps)
                 root = wg.spread_rows(root, (ROWS, across))
-                sums = [total * root for total in sums]
+                return [total * root for total in sums]
+
+            def add_head(head, totals):
+                load = functools.partial(wg.load_global, layout=wg.LAYOUT.reduce(1))
+                known = [load(refs["squares"].at[head, i, here]) for i in range(squares.shape[1])]
+                sums, _ = multiply(head * (steps // heads), steps // heads)
+                sums = divide(sums, sum(known[1:], known[0]), channels // heads)
+                return [total + more for total, more in zip(totals, sums, strict=True)]
+
+            if heads is not None:
+                zeros = plgpu.layout_cast(jnp.zeros((ROWS, across), _F32), wg.LAYOUT)
+                sums = lax.fori_loop(0, heads, add_head, [zeros] * parts)
+            else:
+                # On their way while the products are computed.
+                known = wg.load_global(refs["squares"].at[here]) if "squares" in refs else None
+                sums, own_squares = multiply(0, steps)
+                if eps is not None:
+                    of_tokens = jnp.sum(own_squares if known is None else known, axis=1)
+                    sums = divide(sums, of_tokens, channels)
+            plgpu.barrier_arrive(smem["used"].at[(steps - 1) % stages])
             y = sums[0]
             if swiglu:
                 gate, up = (total.astype(dtype).astype(_F32) for total in sums)

@@ -98,6 +98,45 @@ def test_outputs_and_memories_are_those_of_the_recurrence(group, bias, temperatu
             stored = memory
 
 
+@pytest.mark.parametrize(
+    ("count", "keys", "values", "dtype"),
+    [
+        pytest.param(0, 128, 64, jnp.bfloat16, id="no write waits"),
+        pytest.param(3, 128, 64, jnp.bfloat16, id="the memory is written"),
+        pytest.param(2, 128, 32, jnp.float32, id="32 channels", marks=pytest.mark.slow),
+        pytest.param(1, 256, 128, jnp.bfloat16, id="K=256", marks=pytest.mark.slow),
+    ],
+)
+def test_a_gate_multiplies_the_output_and_leaves_all_else_as_it_is(count, keys, values, dtype):
+    """The gated output is that of the step without a gate times silu(gate), its squares are those of that output, and memory and writes have
+    the same bits. Gates are from -200 to 200.
+    """
+    rng = np.random.default_rng(count)
+    memory = jnp.asarray(rng.normal(size=(BATCH, MEMORIES, keys, values)), jnp.float32)
+    ends = np.cumsum([MEMORIES * keys, MEMORIES * keys, MEMORIES * values, MEMORIES * values])
+    tokens = rng.normal(size=(BATCH, ends[-1] + RANK))
+    tokens[:, ends[2] : ends[3]] *= rng.choice([1, 100], size=ends[3] - ends[2])
+    tokens = jnp.asarray(tokens.clip(-200, 200), dtype)
+    up = jnp.asarray(rng.normal(size=(RANK, MEMORIES * keys)), dtype)
+    empty = empty_writes(memory, 4, dtype)
+    pending = jax.tree.map(lambda x: jnp.asarray(-rng.uniform(size=x.shape), x.dtype), empty)
+    columns = 0, int(ends[0]), int(ends[1]), int(ends[3])
+    call = memory, pending, jnp.int32(count), tokens, up, jnp.ones(MEMORIES * keys)
+    options = dict(columns=columns, temperature=16.0, scale=0.25, interpret=gpu_interpreter())
+    plain, *known = deferred_step(*call, **options)
+    (gated, squares), *got = deferred_step(*call, **options, gate=int(ends[2]))
+    assert not races_found()
+    jax.tree.map(np.testing.assert_array_equal, got, known)
+    o, gate = np.asarray(plain, np.float64), np.asarray(tokens[:, ends[2] : ends[3]], np.float64)
+    with np.errstate(over="ignore"):
+        wanted = o * (gate / (1 + np.exp(-gate))).reshape(o.shape)
+    unit = 2**-8 if dtype == jnp.bfloat16 else 1e-6
+    assert gated.dtype == dtype and squares.dtype == jnp.float32
+    assert (np.abs(np.asarray(gated, np.float64) - wanted) <= unit * np.abs(wanted) + 1e-30).all()
+    by_part = (o**2).reshape(BATCH, MEMORIES, squares.shape[1], -1).sum(axis=-1)
+    np.testing.assert_allclose(np.transpose(squares, (2, 0, 1)), by_part, rtol=1e-6)
+
+
 def test_places_beyond_the_count_are_not_read():
     """Places of pending writes that are empty leave no trace, also where they contain NaN."""
     arrays = make(1, (-3, 6), jnp.float32)

@@ -18,7 +18,9 @@ EPS = 1e-5
 
 
 def make(case: TileCase) -> dict[str, jax.Array]:
-    """Return random arrays of a call, by name: x, whose rows differ in size, matrix, what is added, and squares in 16 parts."""
+    """Return random arrays of a call, by name: x, whose rows differ in size, matrix, what is added, and squares in 16 parts, or in 2 of each
+    head, which are not those of x.
+    """
     rng = np.random.default_rng(0)
 
     def normal(*shape):
@@ -26,7 +28,9 @@ def make(case: TileCase) -> dict[str, jax.Array]:
 
     x = normal(case.batch, case.channels) * jnp.exp(normal(case.batch, 1))
     arrays = dict(x=x, matrix=normal(case.size, case.channels))
-    if case.squares and case.normed:
+    if case.heads:
+        arrays["squares"] = jnp.exp(normal(case.heads, 2, case.batch)).astype(jnp.float32)
+    elif case.squares and case.normed:
         wide = x.astype(jnp.float32).reshape(case.batch, 16, -1)
         arrays["squares"] = jnp.sum(wide**2, axis=-1)
     return arrays | (dict(added=normal(case.batch, case.size)) if case.behind == "added" else {})
@@ -36,7 +40,7 @@ def run(case: TileCase, arrays: dict[str, jax.Array], interpret=False) -> Any:
     """Compute a case by the kernel."""
     options: dict[str, Any] = dict(eps=EPS if case.normed else None)
     options["tiling"] = Tiling(*case.tiling) if case.tiling else None
-    options["with_squares"] = case.squares and not case.normed
+    options["with_squares"] = case.returns_squares
     return tile_product(**arrays, **options, swiglu=case.behind == "swiglu", interpret=interpret)
 
 
@@ -45,16 +49,20 @@ def check(case: TileCase, got: Any, arrays: dict[str, jax.Array]) -> None:
     this result, of the columns of each thread block.
     """
     wide = jnp.float32
-    if case.squares and not case.normed:
+    if case.returns_squares:
         got, squares = got
-        blocks = case.size // case.tiling[0]
+        blocks = got.shape[1] // case.tiling[0]
         known = jnp.sum(got.astype(wide).reshape(case.batch, blocks, -1) ** 2, axis=-1)
         assert squares.dtype == wide and squares.shape[1] % 8 == 0
         np.testing.assert_allclose(squares[:, :blocks], known, rtol=1e-6)
         assert not squares[:, blocks:].any()
     x = arrays["x"].astype(wide)
+    if case.heads:
+        channels = case.channels // case.heads
+        root = 1 / jnp.sqrt(arrays["squares"].sum(axis=1).T / channels + EPS)
+        x = x * jnp.repeat(root, channels, axis=1)
     y = jnp.matmul(x, arrays["matrix"].astype(wide).T, precision="highest")
-    if case.normed:
+    if case.normed and not case.heads:
         y = y / jnp.sqrt(jnp.mean(x**2, axis=-1, keepdims=True) + EPS)
     if case.behind:
         y = y.astype(jnp.bfloat16).astype(wide)
@@ -108,3 +116,6 @@ def test_names_what_is_not_accepted():
     for eps, parts in ((None, 8), (EPS, 4)):
         with pytest.raises(ValueError, match="are not those of a norm"):
             tile_product(x, matrix, eps=eps, squares=jnp.zeros((64, parts)))
+    for heads, message in ((3, "are not those of a norm"), (4, "steps of 64 channels do not")):
+        with pytest.raises(ValueError, match=message):
+            tile_product(x, matrix, eps=EPS, squares=jnp.zeros((heads, 2, 64)))

@@ -15,13 +15,13 @@ from pallas_kernels.compat import gpu_interpreter, races_found
 KEY = jax.random.key(0)
 
 
-def new_model(method: str, **fields) -> models.Decoder:
-    """Return a model of two layers of width 256, with parameters large enough that each changes the logits."""
+def new_model(method: str, heads: int = 1, **fields) -> models.Decoder:
+    """Return a model of two layers of width 256, or of 256 a head, with parameters large enough that each changes the logits."""
     config = models.lm(method, "tiny", vocab_size=64)
-    config.num_layers, config.hidden_size, config.dtype = 2, 256, "bfloat16"
-    config.layers["L"].mixer = mixers.METHODS[method].config.for_width(256)
+    config.num_layers, config.hidden_size, config.dtype = 2, 256 * heads, "bfloat16"
+    config.layers["L"].mixer = mixers.METHODS[method].config.for_width(256 * heads)
     if method == "gla":
-        config.layers["L"].mixer.num_heads = 1
+        config.layers["L"].mixer.num_heads = heads
     config.layers["L"].feedforward = feedforward.SwiGLUConfig(intermediate_size=256)
     for name, value in fields.items():
         setattr(config, name, value)
@@ -65,7 +65,6 @@ def interpreted(monkeypatch):
 def test_logits_and_states_are_those_of_the_layers(name, fields, batch, interpreted, monkeypatch):  # fmt: skip
     """With kernels of their own for a mixer's token, and without; of one row, and of more."""
     monkeypatch.setattr(token_step, "OTHER_MIXERS", name != "gla")
-    monkeypatch.setattr(token_tiles, "LEAST_ROWS", 64)
     model = new_model(name, **fields)
     assert token_step.serves(model, batch)
     graph, params = nnx.split(model)
@@ -82,6 +81,48 @@ def test_logits_and_states_are_those_of_the_layers(name, fields, batch, interpre
     for dtype in ("bfloat16", "float32"):
         model.dtype = dtype
         hidden, states, _ = model.hidden(token[:, None], state=state, periods=periods)
+        known[dtype] = model.logits(hidden[:, 0]), states
+    jax.tree.map(assert_as_exact, (logits, after), known["bfloat16"], known["float32"])
+
+
+@pytest.mark.parametrize(("heads", "tokens"), [(1, 1), pytest.param(2, 5, marks=pytest.mark.slow)])
+def test_logits_by_tiles_are_those_of_the_layers(heads, tokens, interpreted, monkeypatch):
+    """Whole tokens of rows whose products are by tiles and whose writes are deferred, of scales of the norms that differ from 1: the logits of the
+    last, and the state, as exact as the layers'; every norm but the first has its squares from the kernel before it.
+    """
+    batch = 64
+    monkeypatch.setattr(token_step, "DEFERRED_ROWS", batch)
+    monkeypatch.setattr(token_tiles, "LEAST_ROWS", batch)
+    model = new_model("gla", tie_embeddings=True, heads=heads)
+    graph, params = nnx.split(model)
+    prompt = jax.random.randint(KEY, (batch, 6), 0, 64)
+    read = dict(capacity=64, prefill_chunk=None, unroll_layers=True)
+    _, state = sampling.read_prompt(graph, params, prompt, None, **read)
+    periods, token = model.unstack_periods(), jnp.arange(3, 3 + batch) % 64
+    prepared = token_step.prepare(model, periods, batch)
+    assert all(m.gate_up is not None for of in prepared.layers for m in of)
+    pending, after, given = token_step.empty_writes(model, state, batch), state, []
+    product = token_tiles.product
+
+    def watched(name, *arguments, **options):
+        if "eps" in options:
+            given.append((name, options["squares"] is not None))
+        return product(name, *arguments, **options)
+
+    monkeypatch.setattr(token_tiles, "product", watched)
+    run = jax.jit(token_step.pass_token)
+    for i in range(tokens):
+        logits, after, pending = run(model, periods, prepared, (token + i) % 64, after, pending)
+        assert not races_found()
+    layer = [("into", True), ("out", True), ("gate_up", True)]
+    assert given == [("into", False), *layer[1:], *layer]
+    after = token_step.with_writes(after, pending)
+    known = {}
+    for dtype in ("bfloat16", "float32"):
+        model.dtype, states = dtype, state
+        for i in range(tokens):
+            x = ((token + i) % 64)[:, None]
+            hidden, states, _ = model.hidden(x, state=states, periods=periods)
         known[dtype] = model.logits(hidden[:, 0]), states
     jax.tree.map(assert_as_exact, (logits, after), known["bfloat16"], known["float32"])
 
