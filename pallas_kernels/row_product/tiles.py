@@ -268,11 +268,13 @@ def _product(
                 sums = divide(sums, sum(known[1:], known[0]), channels // heads)
                 return [total + more for total, more in zip(totals, sums, strict=True)]
 
+            # On their way while the products are computed.
+            to = pl.ds(columns[0], across)
+            more = wg.load_global(refs["added"].at[here, to]) if "added" in refs else None
             if heads is not None:
                 zeros = plgpu.layout_cast(jnp.zeros((ROWS, across), _F32), wg.LAYOUT)
                 sums = lax.fori_loop(0, heads, add_head, [zeros] * parts)
             else:
-                # On their way while the products are computed.
                 known = wg.load_global(refs["squares"].at[here]) if "squares" in refs else None
                 sums, own_squares = multiply(0, steps)
                 if eps is not None:
@@ -284,9 +286,7 @@ def _product(
                 gate, up = (total.astype(dtype).astype(_F32) for total in sums)
                 root = lax.rsqrt(1.0 + jnp.exp(-gate))  # the sigmoid without a division
                 y = gate * (root * root) * up
-            to = pl.ds(columns[0], across)
-            if "added" in refs:
-                more = wg.load_global(refs["added"].at[here, to])
+            if more is not None:
                 y = y.astype(dtype).astype(_F32) + more.astype(_F32)
             y = y.astype(dtype)
             refs["out"].at[here, to][...] = y
