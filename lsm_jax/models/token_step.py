@@ -4,8 +4,9 @@ The time of one row's step is that of its launches: XLA computes a layer of gate
 reads its matrix once, with the norm in front of it and the gate or the residual sum behind it in the same kernel
 (`pallas_kernels.row_product`); the memory is decayed, written and read by another (`pallas_kernels.decode_step`), which also computes the
 decay from its gate. Of more rows the products are XLA's, one for all that reads the layer's norm, whose result the kernel of the memory reads
-where it is; the memories, most of a token's bytes there, are written once in a group of tokens. Values are those of the layers but for the
-order of sums.
+where it is. Of many rows they are computed by tiles, again five kernels a layer (`lsm_jax.models.token_tiles`), and the memories, most of a
+token's bytes there, are written once in a group of tokens. Values are those of the layers but for the
+order of sums and, of many rows, what is rounded: norms' scales with the matrices.
 """
 
 from __future__ import annotations
