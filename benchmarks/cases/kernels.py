@@ -10,7 +10,7 @@ calls. The gradient of the decay is computed, since it comes from a projection i
 are compiled before any is timed. `--roles` also times linear attention with a scalar decay or none by the scan whose warpgroups carry
 columns, as "columns", by the scan by roles (`pallas_kernels.linear_attention.hopper.scalar_roles`), as "roles", by that with the sums of
 its decays by a kernel, as "sums", and with few launches (`scalar_decay.FEW_LAUNCHES`), as "short" where rows are short and as "few" also
-elsewhere; `--roles sums,short` is some of them. With `--errors` it says whether their results have the bits of "columns".
+elsewhere, and as "chunks" where rows are short with the gradients of all chunks at once; `--roles sums,short` is some of them. With `--errors` it says whether their results have the bits of "columns".
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ SCANS = {
     "sums": (True, True, "never"),
     "short": (True, True, "short"),
     "few": (True, True, "always"),
+    "chunks": (True, True, "chunks"),
 }
 KINDS = {"kernel": "mosaic_gpu", **dict.fromkeys(SCANS, "mosaic_gpu"), "xla": "xla"}
 OPS = (

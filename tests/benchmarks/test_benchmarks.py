@@ -302,7 +302,7 @@ def test_the_scan_by_roles_is_compared_with_the_other_and_with_float32(monkeypat
     programs = kernels.compile_all([tuple(case.values())], ["float32", *kernels.SCANS])
     assert switches() == (None, True, "automatic")
     wanted = {("bfloat16", *x) for x in kernels.SCANS.values()}
-    assert traced == wanted | {("float32", *switches())} and len(wanted) == 5
+    assert traced == wanted | {("float32", *switches())} and len(wanted) == 6
     row = kernels.measure_row(case, ["columns", "roles"], programs, 1.0, None, on_device=True)
     assert row["columns_right"] and not row["roles_right"] and not any(row["roles_same_bits"])
     assert 0 < row["columns_errors"][0] < 5e-3 and row["roles_errors"][0] == pytest.approx(

@@ -60,6 +60,21 @@ def test_few_launches_of_short_rows_spill_nothing(dim, capfd, monkeypatch):
         jax.clear_caches()
 
 
+def test_gradients_of_all_chunks_at_once_spill_nothing(capfd, monkeypatch):
+    """A processor has registers for three thread blocks of the kernel of all chunks."""
+    monkeypatch.setattr(scalar_decay, "FEW_LAUNCHES", "chunks")
+    jax.clear_caches()  # of the default
+    try:
+        case = "linear_memory", (8, 8, 8), 64, 64, "log_decay", 0
+        assembly = assert_spills_no_more(case, capfd, monkeypatch, backward=True)
+        _, chunks = assembly.split("entry function 'linear_attention_scalar_chunks")
+        registers = re.search(r"Used (\d+) registers", chunks)
+        assert registers is not None and int(registers[1]) <= 65536 // (3 * 128)
+        assert "linear_attention_decay" not in assembly
+    finally:
+        jax.clear_caches()
+
+
 FORWARD_OF_DELTA_RULES = (
     ("delta_memory", (4, 4, 4), 128, 128, "log_decay"),
     ("delta_memory", (4, 2, 4), 64, 128, "undecayed log_decay segment_ids"),

@@ -18,6 +18,7 @@ from pallas_kernels.linear_attention.hopper import (
 )
 from pallas_kernels.linear_attention.hopper.decay_gradient import decay_gradient
 from pallas_kernels.linear_attention.hopper.decay_sums import decay_sums
+from pallas_kernels.linear_attention.hopper.scalar_chunks import chunk_gradients
 from tests.kernels.test_linear_attention_gpu import (
     assert_alike,
     by_token,
@@ -213,6 +214,7 @@ KERNELS = {
     "roles": "linear_attention_scalar_roles",
     "sums": "linear_attention_decay_sums",
     "gradient": "linear_attention_decay_gradient",
+    "chunks": "linear_attention_scalar_chunks",
 }
 
 
@@ -261,6 +263,61 @@ def test_few_launches_have_the_results_of_many(name, final, wide, monkeypatch):
     assert_alike(call, inputs, reference, widened)
 
 
+@pytest.mark.parametrize(
+    "name, final",
+    [("eight-heads", False), ("steep", True),
+     *(pytest.param(*x, marks=pytest.mark.slow) for x in (
+         ("eight-heads", True), ("one-chunk", False), ("one-chunk", True), ("strong", False), ("more-heads", True)))],
+)  # fmt: skip
+def test_gradients_of_all_chunks_at_once(name, final, monkeypatch):
+    """Results are nearly to the bit those of few launches, and gradients those of the recurrence; with and without an initial memory and a
+    gradient of the final one. The two scans of writes have one launch.
+    """
+    launches, found = record_launches(monkeypatch), []
+    inputs = make_case(FEW[name])
+    run, start = inputs.pop("run"), {}
+    if not final:
+        start = dict(initial=jnp.zeros_like(inputs.pop("initial")))
+    call = lambda x: fused(**x, run=run)[: 1 + final]  # noqa: E731
+    for launched in ("short", "chunks"):
+        launches.clear()
+        monkeypatch.setattr(scalar_decay, "FEW_LAUNCHES", launched)
+        found.append(results_and_gradients(call, inputs))
+        assert not races_found()
+    names = [name for name, _ in launches]
+    assert names == [KERNELS["roles"]] * 2 + [KERNELS["chunks"]]
+    assert len(launches[1][1]) == 4 and launches[1][1][0] == 2
+    for few, chunks in zip(*(jax.tree.leaves(x[0]) for x in found), strict=True):
+        np.testing.assert_array_equal(few, chunks)
+    widened = jax.tree.map(lambda x: x.astype(jnp.float32), inputs)
+    reference = lambda x: by_token(**x, **start, run=run)[: 1 + final]  # noqa: E731
+    assert_alike(call, inputs, reference, widened)
+
+
+@pytest.mark.parametrize("decay_gradient", [True, False])
+def test_gradients_of_chunks_read_nothing_of_other_chunks(decay_gradient):
+    """A chunk's gradients are to the bit the same whatever its neighbours and other heads have."""
+    rng = np.random.default_rng(0)
+    tokens, memories = (1, 192, 2, 64), (1, 2, 3, 64, 64)
+    arrays = [
+        jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in [tokens] * 4 + [memories] * 2
+    ]
+    decays = jnp.asarray(-rng.uniform(size=(1, 2, 3, 64)), jnp.float32)
+    cum = jnp.cumsum(decays, -1)
+    sums = [x.reshape(1, 2, 192) for x in (cum, jnp.exp(cum[..., -1:] - cum))]
+    options = dict(scale=0.25, decay_gradient=decay_gradient, interpret=gpu_interpreter())
+    whole = chunk_gradients(*arrays[:4], *sums, *arrays[4:], **options)
+    one = chunk_gradients(
+        *(x[:, 64:128, 1:] for x in arrays[:4]), *(x[:, 1:, 64:128] for x in sums),
+        *(x[:, 1:, 1:2] for x in arrays[4:]), **options,
+    )  # fmt: skip
+    assert not races_found()
+    assert ("d_decay" in whole) == decay_gradient and whole.keys() == one.keys()
+    for name, x in one.items():
+        assert x.any()
+        np.testing.assert_array_equal(x, whole[name][:, 64:128, 1:])
+
+
 OTHERS = {
     "documents": Case((8, 8, 8), 64, 64, 130, True, "token"),
     "memories-of-documents": Case((8, 8, 8), 64, 64, 130, False, "token"),
@@ -276,8 +333,9 @@ OTHERS = {
 }
 
 
+@pytest.mark.parametrize("launched", ["always", "chunks"])
 @pytest.mark.parametrize("name", OTHERS)
-def test_other_calls_keep_their_launches(name, monkeypatch):
+def test_other_calls_keep_their_launches(name, launched, monkeypatch):
     """Calls whose decays the scan by roles does not add."""
     if name == "parts":
         monkeypatch.setattr(row_layout, "_SHORTEST_PART", 128)
@@ -287,27 +345,30 @@ def test_other_calls_keep_their_launches(name, monkeypatch):
         inputs |= dict(log_write=inputs["log_decay"], skip=jnp.ones(8))
     if name == "rank":
         more = dict(rank=2)
-    monkeypatch.setattr(scalar_decay, "FEW_LAUNCHES", "always")
+    monkeypatch.setattr(scalar_decay, "FEW_LAUNCHES", launched)
     run = inputs.pop("run")
     jax.eval_shape(
         lambda x: results_and_gradients(lambda y: fused(**y, run=run, **more), x), inputs
     )
     names = [name for name, _ in launches]
-    assert KERNELS["gradient"] not in names and all(len(grid) < 4 for _, grid in launches)
+    assert not {KERNELS["gradient"], KERNELS["chunks"]} & {*names}
+    assert all(len(grid) < 4 for _, grid in launches)
     assert (KERNELS["sums"] in names) == (name != "no-decay")
 
 
-@pytest.mark.parametrize("which", ["short", "automatic"])
+@pytest.mark.parametrize("which", ["short", "automatic", "chunks"])
 @pytest.mark.parametrize("batch, derivative", [(8, True), (9, True), (16, False), (17, False)])
 def test_short_rows_are_those_with_a_processor_for_each_thread_block(batch, derivative, which, monkeypatch):  # fmt: skip
-    """There are 132 processors, and a thread block for each of 8 heads; with a derivative two scans have to fit by default."""
+    """There are 132 processors, and a thread block for each of 8 heads; with a derivative two scans have to fit by default, and where chunks have
+    their gradients at once.
+    """
     launches = record_launches(monkeypatch)
     monkeypatch.setattr(scalar_decay, "FEW_LAUNCHES", which)
     q = jax.ShapeDtypeStruct((batch, 128, 8, 64), jnp.bfloat16)
     decay = jax.ShapeDtypeStruct(q.shape[:3], jnp.float32)
     call = lambda q, decay: fused(q, q, q, decay, initial=None, run=None)[0]  # noqa: E731
     jax.eval_shape((lambda *x: jax.vjp(call, *x)[0]) if derivative else call, q, decay)
-    few = batch * 8 * (1 + (derivative and which == "automatic")) <= 132
+    few = batch * 8 * (1 + (derivative and which != "short")) <= 132
     assert len(launches) == (1 if few else 2)
 
 

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from pallas_kernels.compat import PROCESSORS
 from pallas_kernels.hopper import row_layout
 from pallas_kernels.hopper.row_layout import CHUNK
-from pallas_kernels.linear_attention.hopper import pair_gradients
+from pallas_kernels.linear_attention.hopper import pair_gradients, scalar_chunks
 from pallas_kernels.linear_attention.hopper.decay_gradient import (
     decay_gradient as sum_decay_gradient,
 )
@@ -57,7 +57,8 @@ SUMS_BY_PRODUCTS = True
 FEW_LAUNCHES = "automatic"
 """Where the scan adds the decays of its chunks itself, which saves two launches, if it can; the gradients of q and v have one launch, if
 processors are left over, and that of the decays another one. "short" is where the card has a processor for each thread block of a scan, "always" also
-elsewhere, "never" nowhere; "automatic" is where a card has run it and it was faster (`_few_launches`)."""
+elsewhere, "never" nowhere; "automatic" is where a card has run it and it was faster (`_few_launches`); "chunks" is where the card has room for
+the thread blocks of two scans, or with no derivative of one. Then the gradients of 64 channels are computed of all chunks at once (`scalar_chunks`)."""
 REQUIREMENTS = (
     NO_BONUS,
     in_bfloat16("q", "k", "v"),
@@ -100,7 +101,9 @@ def forward(
     decay = Decays(None, None, None, None, None, None, log_decay)
     plain = run is None and chunk_bounds is None and parts == rank == 1 and log_write is None
     few = _few_launches(batch * heads * (v.shape[3] // BLOCK), save, initial)
-    if not (few and plain and adds_decays(q, k, v, log_decay)):
+    few = few and plain and adds_decays(q, k, v, log_decay)
+    by_chunks = few and save and FEW_LAUNCHES == "chunks" and v.shape[3] == scalar_chunks.CHANNELS
+    if not few:
         decay = _chunk_decays(log_decay, run, v.shape, parts, log_write, interpret)
     q, k, v = (row_layout.split_parts(x, parts) for x in (q, k, v))
     scan = functools.partial(
@@ -114,7 +117,11 @@ def forward(
             starts = jnp.zeros((batch, *written.shape[1:]), _F32)
         starts = row_layout.memories_before_parts(written, decay.chunk_decay, starts)
     skip = _by_head(skip, heads)
-    output, ends = scan(q, k, v, initial=starts, read_scale=scale, skip=skip)
+    output, ends, *sums = scan(
+        q, k, v, initial=starts, read_scale=scale, skip=skip, return_sums=by_chunks
+    )
+    if by_chunks:
+        decay = Decays(sums[0], None, sums[1], None, None)
     final = ends.reshape(-1, parts, heads, *ends.shape[2:])[:, -1, :: heads // memories]
     return output.reshape(batch, length, heads, -1), final, Residuals(decay, starts, ends)
 
@@ -127,7 +134,8 @@ def _few_launches(blocks: int, save: bool, initial: jax.Array | None) -> bool:
         return FEW_LAUNCHES == "always"
     if FEW_LAUNCHES == "short":
         return blocks <= PROCESSORS
-    return initial is None and blocks * (2 if save else 1) <= PROCESSORS
+    fits = blocks * (2 if save else 1) <= PROCESSORS
+    return fits and (initial is None or FEW_LAUNCHES == "chunks")
 
 
 def backward(
@@ -193,6 +201,26 @@ def backward(
             *d_writes,
             d_decay,
             None if initial is None else first(d_starts),
+        )
+
+    if (
+        decay.cum is not None and decay.read_decay is None
+    ):  # as `forward` says with sums of its scan
+        saves: dict[str, Any] = dict(save_states=True, each_chunk=True, **options)
+        (_, states), (d_starts, d_states) = run_scans(
+            scan_of(None, k, v, initial=starts, **saves),
+            scan_of(None, q, d_output, initial=d_ends, write_scale=scale, reverse=True, **saves),
+            together=True,
+        )
+        gradients = scalar_chunks.chunk_gradients(
+            q, k, v, d_output, decay.cum, decay.write_decay, states, d_states, scale=scale,
+            decay_gradient=decay_gradient, interpret=interpret,
+        )  # fmt: skip
+        d_initial = None if initial is None else d_starts
+        return (
+            *(gradients[x] for x in ("dq", "dk", "dv")),
+            gradients.get("d_decay"),
+            d_initial,
         )
 
     forward_options = dict(initial=_transposed(starts), read_scale=scale)

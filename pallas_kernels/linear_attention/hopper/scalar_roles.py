@@ -33,6 +33,7 @@ from pallas_kernels.linear_attention.hopper.scalar_roles_plan import (
     Scan,
     plan_of,
     scaled,
+    share_smem,
     tiles_of,
 )
 from pallas_kernels.linear_attention.hopper.scalar_weights import SQUARE, times_rows, token_weights
@@ -54,7 +55,7 @@ def _roles(call: Call) -> list[str]:
 
 def roles_scans(*scans: Scan) -> list[dict[str, jax.Array]]:
     """Compute calls of `scalar_scan` in one launch, with more than one those that `fit_together`; return the outputs of each by name."""
-    first = scans[0]
+    first, (smem_types, places) = scans[0], share_smem(scans)
 
     def numbered(arrays: Sequence[dict[str, Any]]) -> dict[str, Any]:
         return {f"{x} {n}": a for n, named in enumerate(arrays) for x, a in named.items()}
@@ -66,14 +67,14 @@ def roles_scans(*scans: Scan) -> list[dict[str, jax.Array]]:
     def kernel(refs):
         def run(buffers):
             for n, scan in enumerate(scans):
-                own, smem = of_scan(n, refs), dict(zip(scan.smem(), buffers.values(), strict=True))
+                own, smem = of_scan(n, refs), {x: buffers[y] for x, y in places[n].items()}
                 block = _Block(scan.call, _position(scan.call, own), own, smem)
                 if len(scans) == 1:
                     block.run()
                 else:
                     pl.when(lax.axis_index("scan") == n)(block.run)
 
-        with_smem(run, first.smem())
+        with_smem(run, smem_types)
 
     results = launch(
         kernel,
@@ -245,14 +246,16 @@ class _Block(NamedTuple):
             if not call.sums:
                 return None
             ahead = log_decays(jnp.minimum(n + 1, at.steps - 1))
-            self.add_decays(slot, decays)
+            self.add_decays(slot, tokens, decays)
             return ahead
 
         lax.fori_loop(0, at.steps, step, log_decays(0))
         self.wait_used("used", "y")
 
-    def add_decays(self, slot, log_decays) -> None:
-        """Store the sums of a chunk's log decays up to each token, and the exponentials of those after it, in the buffers of index `slot`."""
+    def add_decays(self, slot, tokens, log_decays) -> None:
+        """Store the sums of a chunk's log decays up to each token, and the exponentials of those after it, in the buffers of index `slot`, and
+        as results if they are wanted.
+        """
         up_to, after = (self.smem[name].at[slot] for name in self.call.sums)
         sums, decays = sums_of_chunk(log_decays, self.at.first, buffer=after)
         up_to[...] = sums
@@ -260,6 +263,9 @@ class _Block(NamedTuple):
         after[...] = decays
         plgpu.commit_smem()
         plgpu.barrier_arrive(self.smem["loaded"].at[slot])
+        for name, x in (("stored_cum", sums), ("stored_decay", decays)):
+            if name in self.refs:
+                self.refs[name].at[self.at.b, self.at.first, tokens][...] = x
 
     def by_head(self, name: str) -> bool:
         """Return whether an input has one vector for each of two heads."""
@@ -356,7 +362,7 @@ class _Block(NamedTuple):
                 starts = lax.rem(at.chunk(n), call.interval) == 0
             elif decays:
                 starts = decays[0] >= 0.0
-            if "x" in call.streams:
+            if "x" in call.streams or call.save_states:
                 self.hand_on_memories(n, memories, starts)
             else:
                 plgpu.commit_smem()  # the fence between reading a decay and the next load
@@ -383,19 +389,21 @@ class _Block(NamedTuple):
         memories, _ = lax.fori_loop(0, at.steps, step, (memories, ahead))
         for S, place in zip(memories, places, strict=True):
             self.refs["last"].at[place][...] = S
-        if "x" in call.streams:
+        if "x" in call.streams or call.save_states:
             plgpu.wait_smem_to_gmem(0)
+        if "x" in call.streams:
             self.wait_used("memory used", "memory")
 
     def hand_on_memories(self, n, memories, starts) -> None:
         """Hand on the memories before the n-th chunk, and, if `starts`, start to store them for the backward pass if that is requested."""
-        at, saves = self.at, self.call.save_states
-        buffers = self.begin("memory", n)
-        if saves:
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        at, saves, read = self.at, self.call.save_states, "x" in self.call.streams
+        tiles = self.smem["memory"]
+        buffers = self.begin("memory", n) if read else tiles.at[self.slot("memory", n)]
+        if saves:  # if nobody reads them, only the copy that began with this buffer must end
+            plgpu.wait_smem_to_gmem(0 if read else tiles.shape[0] - 1, wait_read_only=True)
         for i, S in enumerate(memories):
             buffers.at[i][...] = S.astype(buffers.dtype)
-        self.hand_on("memory", n)
+        self.hand_on("memory", n) if read else plgpu.commit_smem()
 
         def save():
             interval = lax.div(at.chunk(n), self.call.interval)

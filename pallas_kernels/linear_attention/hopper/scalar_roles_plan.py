@@ -50,6 +50,8 @@ def _tile_shapes(call: Call) -> dict[str, tuple[int, int]]:
         shapes["written"] = values
     if "x" in call.streams:
         shapes |= dict(x=keys, weights=(CHUNK, CHUNK), memory=(call.depth, width), out=values)
+    elif call.save_states:
+        shapes["memory"] = call.depth, width
     return shapes
 
 
@@ -133,5 +135,18 @@ class Scan(NamedTuple):
 
 def fit_together(scans: Sequence[Scan]) -> bool:
     """Return whether `roles_scans` can compute the scans in one launch, each with thread blocks of its own, all of which run at once."""
-    first, *others = ((x.grid, list(x.smem().values())) for x in scans)
+    first, *others = ((x.grid, _tile_shapes(x.call), plan_of(x.call)) for x in scans)
     return sum(x.blocks() for x in scans) <= PROCESSORS and all(x == first for x in others)
+
+
+def share_smem(scans: Sequence[Scan]) -> tuple[dict[str, Any], list[dict[str, str]]]:
+    """Return the types of the buffers, by name, of a thread block that computes one of several scans, and for each scan a dictionary from the
+    names of its buffers to theirs. Scans share buffers of one name and type.
+    """
+    types: dict[str, Any] = {}
+    places: list[dict[str, str]] = [{} for _ in scans]
+    for n, scan in enumerate(scans):
+        for name, kind in scan.smem().items():
+            place = name if types.setdefault(name, kind) == kind else f"{name} {n}"
+            types[place], places[n][name] = kind, place
+    return types, places

@@ -74,7 +74,8 @@ def run_scans(*scans: Scan, together: bool = False) -> list[list[jax.Array]]:
 def scan_of(
     x, y, z, decay: Decays, *, heads: int, initial=None, read_scale: float = 1.0,
     write_scale: float = 1.0, reverse: bool = False, partner=None, save_states: bool = False,
-    states=None, chunk_bounds=None, skip=None, rank: int = 1, paired: bool = False, interpret: Any = False,
+    states=None, chunk_bounds=None, skip=None, rank: int = 1, paired: bool = False, each_chunk: bool = False,
+    return_sums: bool = False, interpret: Any = False,
 ) -> Scan:  # fmt: skip
     """Return a scan that carries memories S [D, V] with a scalar decay through all chunks of a row. Its results are what tokens read from
     them and the last memories.
@@ -107,18 +108,21 @@ def scan_of(
             terms. None adds nothing.
         rank: number of consecutive rows of x, y and z that are one token, each of which reads all of them; a divisor of 64.
         paired: whether a thread block computes two consecutive heads that share x and y, if V is 64 and there are such.
+        each_chunk: whether every chunk is an interval.
+        return_sums: whether to return also the sums that this scan computes from log decays: [B, heads, T], up to each token of its chunk,
+            and the exponential of the sum after it. It must not be `reverse`.
         interpret: parameters of the Pallas interpreter, or False to compile the kernel.
 
     Returns:
         A scan whose results are the output [B, T, heads, V] if x is given; S after the last chunk that is computed, [B * S, heads, D, V] float32; then the
-        inner products with `partner`, the saved memories, the inner products with `states` and those of z with `partner`, if they are
-        requested.
+        inner products with `partner`, the saved memories, the inner products with `states`, those of z with `partner`, and the two arrays of
+        sums, if they are requested.
     """
     batch, length, _, all_rows = y.shape
     width, count = z.shape[-1], length // CHUNK
     depth = min(all_rows, _DEPTH)
     slices, blocks = all_rows // depth, width // BLOCK
-    interval = 1 if chunk_bounds is not None else chunks_of_interval(count)
+    interval = 1 if each_chunk or chunk_bounds is not None else chunks_of_interval(count)
     intervals = count // interval
     runs = 1 if chunk_bounds is None else chunk_bounds.shape[1] - 1
     read, write = ("write_decay", "read_decay") if reverse else ("read_decay", "write_decay")
@@ -162,8 +166,11 @@ def scan_of(
         saved=struct((batch, heads, intervals, all_rows, width), z.dtype) if save_states else None,
         products=None if states is None else struct((batch, heads, blocks, intervals, all_rows), _F32),
         skip_dots=None if skip is None or partner is None else struct((batch, heads, slices * blocks, length), _F32),
+        stored_cum=struct((batch, heads, length), _F32) if return_sums else None,
+        stored_decay=struct((batch, heads, length), _F32) if return_sums else None,
     )  # fmt: skip
-    roles = bool(sums) or (_ran_by_roles(call, decay) if ROLES is None else ROLES)
+    roles = _ran_by_roles(call, decay) if ROLES is None else ROLES
+    roles |= bool(sums) or (x is None and save_states)  # the scan by columns does neither
     return Scan(call, streams | others, outputs, roles and scalar_roles.supports(call))
 
 
