@@ -1,9 +1,10 @@
-"""Calls of Triton kernels that XLA launches itself, and can therefore put into a graph of CUDA (XLA's command buffers).
+"""Calls of Triton kernels that XLA launches itself, as nodes of its graphs of CUDA (XLA's command buffers).
 
-jax-triton's custom call launches its kernel in a function of its own, outside of XLA's graphs. Here the kernel's PTX code, which jax-triton
-compiles too, is an attribute of XLA's custom call `__gpu$xla.gpu.ptx`. XLA launches it like its own kernels, and the driver assembles it when a
-program first runs. The custom call is internal to XLA (openxla/xla: xla/service/gpu/kernel_call.cc for its attributes,
-xla/codegen/emitters/kernel_arguments.cc for the order of its arguments), so that `available` accepts only versions that a test compiles.
+A graph contains jax-triton's custom call as a function that XLA captures, and captures again when a buffer has moved. Here the kernel's PTX
+code, which jax-triton compiles too, is an attribute of XLA's custom call `__gpu$xla.gpu.ptx`. XLA launches it like its own kernels, and the
+driver assembles it when a program first runs. The custom call is internal to XLA (openxla/xla: xla/service/gpu/kernel_call.cc for its
+attributes, xla/codegen/emitters/kernel_arguments.cc for the order of its arguments), so that `available` accepts only versions that a test
+compiles.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from jax.interpreters import mlir, xla
 
 _TARGET = "__gpu$xla.gpu.ptx"
 _JAX = (0, 11)  # the version of jax whose XLA is known to launch PTX code
-_SHARED = 48 * 1024  # bytes of shared memory that a launch has unless it asks for more, which XLA does not here
+_SHARED = 48 * 1024  # bytes of shared memory that every launch may have
 
 _primitive = jax.extend.core.Primitive("captured_triton_call")
 _primitive.multiple_results = True

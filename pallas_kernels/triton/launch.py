@@ -147,8 +147,8 @@ def call(
         in_place: if not empty, the kernel changes its first input, an array, which is returned by this name: in the same buffer, if
             nothing else uses the input.
         shared_loads: whether the kernel's loop in stages reads an operand of a product in registers too: see `stages_of`.
-        captured: whether XLA launches the kernel itself, so that its graphs of CUDA contain it, where it can (see `captured`); numbers
-            are then constants of the code. The kernel has no scratch memory and at most 48 KiB of shared memory.
+        captured: whether XLA launches the kernel itself where it can, as a node of its graphs of CUDA (see `captured.py`); numbers are
+            then constants of the code. The kernel has no scratch memory and at most 48 KiB of shared memory.
         constants: the kernel's `tl.constexpr` parameters, by name.
     """
     # Not the array that is changed in place: XLA would copy it for its second use.
