@@ -141,6 +141,7 @@ def _compile(kernel, dtypes, numbers, constants, capability, options) -> Code:
     )[-1]
     parameters = re.findall(rf"\b{re.escape(result.name)}_param_\d+(?=[,\s]*\n)", result.binary)
     scratch = parameters[len(pointers) :]
+    assert len(parameters) == len(pointers) + len(scratch), (parameters, pointers)
     read = [n for n in scratch if f"[{n}]" in result.binary]
     if read or result.global_scratch_size or result.shared_mem_bytes > _SHARED:
         raise NotImplementedError(
