@@ -69,10 +69,15 @@ def call(
         options: those of Triton's compiler, with num_warps, num_stages and num_ctas.
     """
     fixed = tuple(constants.items())
-    return _primitive.bind(
+    results = _primitive.bind(
         *arrays, types=types, in_place=in_place, programs=programs, kernel=kernel, numbers=tuple(numbers.items()), constants=fixed,
         capability=capability, options=tuple(options.items()),
     )  # fmt: skip
+    # In a caller's `jax.shard_map` results vary over the mesh axes over which an input varies.
+    varying = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in arrays))
+    if not varying:
+        return results
+    return [jax.lax.pcast(x, tuple(varying), to="varying") for x in results]
 
 
 @_primitive.def_abstract_eval

@@ -224,3 +224,22 @@ def test_a_call_by_xla_under_vmap_runs_once_for_each_entry(lowered):
         jax.vmap(lambda *x: call_small(*x, in_place="changed"))(
             jnp.ones((3, 64)), jnp.ones((3, 64))
         )
+
+
+@requires_triton
+def test_a_call_by_xla_can_be_the_body_of_a_loop_on_several_devices():
+    """In `jax.shard_map` with checked replication the array that the kernel changes has the type of the array before."""
+    automatic = (jax.sharding.AxisType.Auto,)
+    mesh, rows = jax.make_mesh((1,), ("data",), axis_types=automatic), jax.sharding.PartitionSpec("data")  # fmt: skip
+
+    def step(_, carry):
+        results = call_small(*carry, in_place="changed")
+        return results["changed"], results["total"]
+
+    def loop(*carry):
+        return jax.lax.fori_loop(0, 3, step, carry)
+
+    mapped = jax.shard_map(loop, mesh=mesh, in_specs=rows, out_specs=rows, check_vma=True)
+    array = STRUCT((64,), jnp.float32)
+    with launch.code_for("8.0"):
+        assert [x.shape for x in jax.eval_shape(mapped, array, array)] == [(64,)] * 2
