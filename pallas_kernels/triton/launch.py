@@ -9,6 +9,7 @@ sums to one instruction, whose default changes in Triton 3.10.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import math
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.requirements import Requirement
+from pallas_kernels.triton import captured as captured_call
 
 CAPABILITIES = ("8.0", "8.6", "8.9", "9.0", "10.0", "12.0")
 """The compute capabilities of the NVIDIA cards for which the kernels are compiled by the tests."""
@@ -100,7 +102,7 @@ def compiler_options(registers: int = 0) -> dict[str, Any]:
     return options | (dict(maxnreg=registers) if registers else {})
 
 
-def _jax_triton() -> Any:
+def jax_triton() -> Any:
     """Import and return `jax_triton`.
 
     It imports two names for copies by Hopper's TMA, which no kernel here uses, and which Triton 3.6 lacks.
@@ -126,6 +128,7 @@ def call(
     registers: int = 0,
     in_place: Any = "",
     shared_loads: Any = False,
+    captured: Any = False,
     **constants: Any,
 ) -> dict[str, jax.Array]:
     """Run a Triton kernel and return its outputs by name.
@@ -144,6 +147,8 @@ def call(
         in_place: if not empty, the kernel changes its first input, an array, which is returned by this name: in the same buffer, if
             nothing else uses the input.
         shared_loads: whether the kernel's loop in stages reads an operand of a product in registers too: see `stages_of`.
+        captured: whether XLA launches the kernel itself where it can, as a node of its graphs of CUDA (see `captured.py`); numbers are
+            then constants of the code. The kernel has no scratch memory and at most 48 KiB of shared memory.
         constants: the kernel's `tl.constexpr` parameters, by name.
     """
     # Not the array that is changed in place: XLA would copy it for its second use.
@@ -168,33 +173,39 @@ def call(
 
         results = jax.pure_callback(on_host, (*types, *changed), *arrays, vmap_method="sequential")
     else:
-        jax_triton = _jax_triton()
-        options = compiler_options(registers)
-        number = capability()
+        package, number = jax_triton(), capability()
+        options = compiler_options(registers) | dict(
+            num_warps=warps, num_stages=stages_of(stages, number, shared_loads), num_ctas=1
+        )
+        by_xla = captured and captured_call.available(package)
 
         def on_card(*arrays):
-            return jax_triton.triton_call(
+            if by_xla:
+                return captured_call.call(
+                    kernel, [*arrays], types, in_place=bool(in_place), numbers=numbers, constants=constants, programs=programs,
+                    capability=number, options=options,
+                )  # fmt: skip
+            return package.triton_call(
                 *arguments(arrays),
                 kernel=kernel,
                 out_type=types,
                 grid=(programs,),
                 name=f"lsm_{kernel.fn.__name__}",
-                num_warps=warps,
-                num_stages=stages_of(stages, number, shared_loads),
                 compute_capability=number,
                 backend_options=options,
                 **constants,
             )
 
         if in_place:
-            results = _update_first(on_card, arrays, types)
+            update = on_card if by_xla else functools.partial(_update_first, on_card, types)
+            results = update(*arrays)
         else:
             results = jax.custom_batching.sequential_vmap(on_card)(*arrays)
     names = [*outputs, in_place] if in_place else outputs
     return dict(zip(names, results, strict=True))
 
 
-def _update_first(on_card: Any, arrays: list[Any], types: tuple[Any, ...]) -> tuple[Any, ...]:
+def _update_first(on_card: Any, types: tuple[Any, ...], *arrays: Any) -> tuple[Any, ...]:
     """Run a kernel that changes its first array; return its outputs, which have the shapes and dtypes `types`, and the array after it."""
     from pallas_kernels.compat import pl
 

@@ -17,6 +17,7 @@ from jax.sharding import SingleDeviceSharding
 from lsm_jax import models, ops
 from lsm_jax.models import sampling
 from lsm_jax.ops.core.states import Layer
+from pallas_kernels.triton import captured
 from pallas_kernels.triton import launch as triton_launch
 from tests.kernels import triton_compiled
 from tests.kernels.marks import requires_triton
@@ -45,9 +46,10 @@ def test_triton_kernels_compile_and_use_no_more_than_today(case, capability):
         assert counts["shared"] <= 1024 * triton_compiled.SHARED[capability], configuration.label
 
 
-@requires_triton
-def test_one_token_by_triton_copies_no_memory():
-    """The kernel of one token stores the memory in the buffer of a stack of layers: XLA copies nothing."""
+def compile_tokens(tokens: int, folder, capability: str):
+    """Compile a program of some tokens, each of which changes one layer of a stack of memories by the delta rule in Triton, for an H200; XLA
+    writes what it compiles into a folder. With more than eight tokens it is a loop.
+    """
     device = topologies.get_topology_desc("", "cuda", target_config=H200, topology="1x1x1").devices[0]  # fmt: skip
 
     def array(*shape, dtype=jnp.float32):
@@ -55,16 +57,52 @@ def test_one_token_by_triton_copies_no_memory():
 
     stack, wide = array(3, 4, 2, 64, 64), array(4, 1, 2, 64, dtype=jnp.bfloat16)
 
-    def step(stack, x, beta):
-        state = ops.DeltaState(Layer(stack, jnp.int32(1)), jnp.zeros(4, jnp.int32))
+    def step(index, carry, beta):
+        stack, x = carry
+        state = ops.DeltaState(Layer(stack, index % 3), jnp.zeros(4, jnp.int32))
         output, state = ops.delta_memory(x, x, x, beta, initial_state=state, implementation="triton")  # fmt: skip
         return state.memory.stack, output
 
-    with triton_launch.code_for("8.0"):
-        traced = jax.jit(step, donate_argnums=0).trace(stack, wide, array(4, 1, 2))
-        memory = traced.lower(lowering_platforms=("cuda",)).compile().memory_analysis()
-    assert memory.alias_size_in_bytes == 4 * stack.size
-    assert memory.temp_size_in_bytes < stack.size
+    def run(stack, x, beta):
+        carry, one = (stack, x), functools.partial(step, beta=beta)
+        if tokens > 8:
+            return jax.lax.fori_loop(0, tokens, one, carry)
+        return functools.reduce(lambda carry, index: one(jnp.int32(index), carry), range(tokens), carry)  # fmt: skip
+
+    options = dict(xla_dump_to=str(folder), xla_dump_hlo_as_text=True)
+    with triton_launch.code_for(capability):
+        traced = jax.jit(run, donate_argnums=0).trace(stack, wide, array(4, 1, 2))
+        return traced.lower(lowering_platforms=("cuda",)).compile(options), 4 * stack.size
+
+
+@requires_triton
+@pytest.mark.parametrize("capability", ["8.0", "9.0"])
+@pytest.mark.parametrize("tokens", [1, 8, 100])
+def test_one_token_by_triton_copies_no_memory(tokens, capability, tmp_path):
+    """The kernel of one token stores the memory in the buffer of a stack of layers: XLA copies nothing."""
+    compiled, size = compile_tokens(tokens, tmp_path, capability)
+    memory, text = compiled.memory_analysis(), compiled.as_text()
+    assert memory.alias_size_in_bytes == size
+    assert memory.temp_size_in_bytes < size / 4
+    assert not re.search(r"f32\[3,4,2,64,64\]\S* (copy|fusion)\(", text)
+    assert text.count('custom_call_target="__gpu$xla.gpu.ptx"') == (1 if tokens > 8 else tokens)
+
+
+@requires_triton
+@pytest.mark.parametrize("by_xla", [True, False])
+@pytest.mark.parametrize("capability", ["8.0", "9.0"])
+def test_tokens_by_triton_are_launches_of_one_graph(capability, by_xla, tmp_path, monkeypatch):
+    """XLA launches the kernels of eight tokens itself, in one graph of CUDA (command buffer). With jax-triton's call the graph contains calls, which
+    XLA records by capturing what they launch.
+    """
+    monkeypatch.setattr(captured, "available", lambda package: by_xla)
+    compiled, size = compile_tokens(8, tmp_path, capability)
+    assert compiled.memory_analysis().alias_size_in_bytes == size
+    (file,) = tmp_path.glob("*thunk_sequence_after_thunk_passes.txt")
+    before, graph = file.read_text().split("kCommandBuffer")
+    kinds = re.findall(r"^\s*\d+: (\w+) +\[[^\]]*\] (\w+)", graph, flags=re.MULTILINE)
+    expected = ("kCustomKernel", "one_token") if by_xla else ("kCustomCall", "kCustomCall")
+    assert kinds.count(expected) == 8 and not any(x in before for x in expected)
 
 
 @requires_triton

@@ -155,7 +155,9 @@ class Configuration(NamedTuple):
         if not self.module.startswith(_MEMORIES):
             dtype = {"*fp32": "fp32", "*bf16": "bf16", "*fp16": "fp16"}.get(self.types[0], "")
             options = [
-                n.lower() if x is True else f"{n}={x}" for n, x in given.items() if x is not False
+                n.lower() if x is True else f"{n}={x}"
+                for n, x in given.items()
+                if x is not False and n.isupper()  # The others are numbers of a call.
             ]
             limit = [f"registers={self.limit}"] if self.limit else []
             return " ".join([self.name, dtype, *options, f"warps={self.warps}", *limit])
@@ -187,11 +189,16 @@ def configurations(case: Case | Callable[[], Any]) -> list[Configuration]:
         in_place="",
         shared_loads=False,
         registers=0,
+        captured=False,
         **constants,
     ):
         del programs
         unused = inputs[1 if in_place else 0]
         inputs = [unused if x is None else x for x in inputs]
+        if captured:  # Numbers are constants of the code.
+            numbers = {n: x for n, x in zip(kernel.arg_names, inputs, strict=False) if isinstance(x, (int, float))}  # fmt: skip
+            constants |= numbers
+            inputs = [x for x in inputs if not isinstance(x, (int, float))]
         names = [
             ("i32" if isinstance(x, int) else "fp32") if isinstance(x, (int, float)) else types[jnp.dtype(x.dtype).name]
             for x in (*inputs, *outputs.values())

@@ -97,6 +97,7 @@ def step(
         warps=4,
         stages=1,
         in_place="memory",
+        captured=True,
         **dict(
             BATCH=batch, G=memories, H=heads, K_HEADS=k.shape[1], A_HEADS=1 if a is None else a.shape[1],
             B_HEADS=1 if b is None else b.shape[1], K=key_dim, KEYS=1 << (key_dim - 1).bit_length(), V=value_dim, BV=width,
