@@ -31,8 +31,10 @@ def _documents(row: Row) -> str:
 def _default(row: Row) -> list[float]:
     """Return the times of what the default computes now. Of rows of --roles that were measured when the default was a scan by columns, these are
     the times of the scan by roles with sums by a kernel; of rows with "short", those of few launches where the rule of short rows
-    (`scalar_decay.FEW_LAUNCHES`) has them.
+    (`scalar_decay.FEW_LAUNCHES`) has them, with the gradients of all chunks at once if they were timed.
     """
+    if "chunks" in row:
+        return row["chunks"]
     if "short" in row:
         batch, _, heads, width = map(int, row["shape"].split("x"))
         blocks = batch * heads * width // 64
@@ -86,16 +88,24 @@ TABLES = [
             shape_column(),
             pair("by roles, sums of decays by a kernel", "sums"),
             pair("few launches", "short"),
+            Column(
+                "gradients of all chunks at once",
+                lambda row: times(row["chunks"]) if "chunks" in row else "",
+            ),
             beside("jla"),
             Column("sums by a kernel, on the device", lambda row: _device(row, "sums")),
             Column("few launches, on the device", lambda row: _device(row, "short")),
+            Column(
+                "gradients of all chunks at once, on the device",
+                lambda row: _device(row, "chunks") if "chunks" in row else "",
+            ),
             Column("jax-linear-attention, on the device", lambda row: _device(row, "jla")),
             Column("commit", lambda row: row["commit"]),
         ),
         where=lambda row: "short" in row,
         key=lambda row: (row["op"], row["shape"]),
         not_run="requires an NVIDIA Hopper GPU and jax-linear-attention",
-        command='python -m benchmarks kernels --ops "scalar decay" --roles sums,short --device_times --peers jla --shapes 4x2048x16x128,8x1024x8x64',
+        command='python -m benchmarks kernels --ops "scalar decay" --roles sums,short,chunks --device_times --peers jla --shapes 4x2048x16x128,8x1024x8x64,4x1024x16x64',
     ),
     Table(
         "delta_forward",

@@ -294,6 +294,22 @@ def test_gradients_of_all_chunks_at_once(name, final, monkeypatch):
     assert_alike(call, inputs, reference, widened)
 
 
+@pytest.mark.parametrize("channels, kernels", [(64, ["roles", "roles", "chunks"]), (128, ["roles"] * 3 + ["gradient"])])
+def test_short_rows_of_64_channels_have_gradients_of_all_chunks_at_once_by_default(channels, kernels, monkeypatch):  # fmt: skip
+    """Where rows begin with an empty memory."""
+    launches = record_launches(monkeypatch)
+    q = jax.ShapeDtypeStruct((2, 128, 8, channels), jnp.bfloat16)
+    decay = jax.ShapeDtypeStruct(q.shape[:3], jnp.float32)
+    call = lambda q, decay: fused(q, q, q, decay, initial=None, run=None)[0]  # noqa: E731
+
+    def gradient(q, decay):
+        output, pull = jax.vjp(call, q, decay)
+        return pull(output)
+
+    jax.eval_shape(gradient, q, decay)
+    assert [name for name, _ in launches] == [KERNELS[name] for name in kernels]
+
+
 @pytest.mark.parametrize("decay_gradient", [True, False])
 def test_gradients_of_chunks_read_nothing_of_other_chunks(decay_gradient):
     """A chunk's gradients are to the bit the same whatever its neighbours and other heads have."""

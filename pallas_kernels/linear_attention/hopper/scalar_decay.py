@@ -57,8 +57,9 @@ SUMS_BY_PRODUCTS = True
 FEW_LAUNCHES = "automatic"
 """Where the scan adds the decays of its chunks itself, which saves two launches, if it can; the gradients of q and v have one launch, if
 processors are left over, and that of the decays another one. "short" is where the card has a processor for each thread block of a scan, "always" also
-elsewhere, "never" nowhere; "automatic" is where a card has run it and it was faster (`_few_launches`); "chunks" is where the card has room for
-the thread blocks of two scans, or with no derivative of one. Then the gradients of 64 channels are computed of all chunks at once (`scalar_chunks`)."""
+elsewhere, "never" nowhere; "automatic" is where a card has run it and it was faster (`_few_launches`): where the card has room for the thread blocks
+of two scans, or with no derivative of one, and rows begin with an empty memory. Then the gradients of 64 channels are computed of all chunks at once
+(`scalar_chunks`); "chunks" does so with an initial memory, too."""
 REQUIREMENTS = (
     NO_BONUS,
     in_bfloat16("q", "k", "v"),
@@ -102,7 +103,8 @@ def forward(
     plain = run is None and chunk_bounds is None and parts == rank == 1 and log_write is None
     few = _few_launches(batch * heads * (v.shape[3] // BLOCK), save, initial)
     few = few and plain and adds_decays(q, k, v, log_decay)
-    by_chunks = few and save and FEW_LAUNCHES == "chunks" and v.shape[3] == scalar_chunks.CHANNELS
+    at_once = FEW_LAUNCHES in ("automatic", "chunks") and v.shape[3] == scalar_chunks.CHANNELS
+    by_chunks = few and save and at_once
     if not few:
         decay = _chunk_decays(log_decay, run, v.shape, parts, log_write, interpret)
     q, k, v = (row_layout.split_parts(x, parts) for x in (q, k, v))
