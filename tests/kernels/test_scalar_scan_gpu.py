@@ -294,7 +294,9 @@ def test_gradients_of_all_chunks_at_once(name, final, monkeypatch):
     assert_alike(call, inputs, reference, widened)
 
 
-@pytest.mark.parametrize("channels, kernels", [(64, ["roles", "roles", "chunks"]), (128, ["roles"] * 3 + ["gradient"])])
+@pytest.mark.parametrize(
+    "channels, kernels", [(64, ["roles", "roles", "chunks"]), (128, ["roles"] * 3 + ["gradient"])]
+)
 def test_short_rows_of_64_channels_have_gradients_of_all_chunks_at_once_by_default(channels, kernels, monkeypatch):  # fmt: skip
     """Where rows begin with an empty memory."""
     launches = record_launches(monkeypatch)
