@@ -290,6 +290,11 @@ def pass_token(
     positions, clock = mixers.advance(state.clock, x.shape[:2], None, None)
     shared, place, after, writes = model.init_shared(x), 0, [], []
     few = len(token) <= MOST_ROWS
+    tiled = not few and any(x.gate_up is not None for period in prepared.layers for x in period)
+    if tiled and pending is None:
+        raise ValueError(
+            "pass_token: `pending` is None, but these rows' writes are deferred; accepted is what `empty_writes` returned"
+        )
     waiting = pending.layers if pending else [[None] * len(period.blocks) for period in periods]
     for period, *layers in zip(periods, prepared.layers, state.layers.each, waiting, strict=True):
         after.append([])

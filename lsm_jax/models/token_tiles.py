@@ -21,7 +21,7 @@ TILINGS: dict[str, tuple[int, ...]] = dict(
 does not divide have the kernel's own. Empty: XLA computes all four."""
 LEAST_ROWS = 128
 """The least number of rows whose products are computed so: of 64 rows half as many thread blocks would run."""
-COLUMNS = 128
+COLUMNS = 64
 """The number of which the width of a mixer's input is made a multiple, by zeros."""
 
 
@@ -51,8 +51,7 @@ def supported(batch: int, into: int, size: int, heads: int, values: int, inner: 
     if not TILINGS or batch < LEAST_ROWS:
         return False
     shapes = (size, into + -into % COLUMNS, False), (values, size, False), (size, 2 * inner, True), (inner, size, False)  # fmt: skip
-    tiling = _tiling("out", (batch, values), size)
-    if values // heads % (64 if tiling is None else tiling.depth):
+    if values // heads % 64:  # the channels of the kernel's own steps
         return False
     here, unsupported = jax.ShapeDtypeStruct, row_products().tile_unsupported
     return all(
@@ -67,23 +66,27 @@ def supported(batch: int, into: int, size: int, heads: int, values: int, inner: 
 
 
 def product(name: str, x: jax.Array, matrix: jax.Array, *, swiglu: bool = False, **options) -> Any:
-    """Return the product [B, F] of x [B, I] with one of a layer's matrices, by its name.
+    """Return what `tile_product` returns for tokens x [B, I] and one of a layer's matrices [F, I], by the tiling of `TILINGS`.
 
     Args:
-        name: of the matrix.
+        name: the matrix's name in `TILINGS`.
         x: the tokens.
         matrix: the matrix.
-        swiglu: an argument of `tile_product`.
-        options: other arguments of it.
+        swiglu: whether the product is a gate followed by as many values.
+        options: the other arguments of `tile_product`.
     """
-    tiling = _tiling(name, x.shape, matrix.shape[0] // (1 + swiglu))
+    squares = options.get("squares")
+    heads = 1 if squares is None or squares.ndim == 2 else squares.shape[0]
+    tiling = _tiling(name, x.shape, matrix.shape[0] // (1 + swiglu), heads)
     return row_products().tile_product(x, matrix, swiglu=swiglu, tiling=tiling, **options)
 
 
-def _tiling(name: str, shape: tuple[int, ...], size: int):
-    """Return the tiling of a product of tokens of this shape with so many results, or None if that of `TILINGS` does not divide it."""
+def _tiling(name: str, shape: tuple[int, ...], results: int, heads: int):
+    """Return the tiling of a product of tokens of this shape, with heads of their own norms, with so many results, or None if that of `TILINGS`
+    does not divide it.
+    """
     tiling, (rows, channels) = row_products().Tiling(*TILINGS[name]), shape
     if rows % (128 * tiling.row_peers):
         tiling = tiling._replace(row_peers=1)
-    divides = size % (tiling.columns * tiling.column_peers) == channels % tiling.depth == 0
+    divides = tiling.divides(rows, channels // heads, results)
     return tiling if divides else None

@@ -131,9 +131,13 @@ TILES_COMPILED = tuple(
         (2816, 1024, "added"),
     )
 ) + (
-    TileCase(256, 1024, 3200, True, "", True, (64, 128, 4)),
-    TileCase(256, 1024, 5632, True, "swiglu", True, (64, 128, 3)),
+    TileCase(192, 1024, 5632, True, "swiglu", True),
+    TileCase(128, 2560, 640, False, "added", True),
+    TileCase(256, 1024, 3136, True, "", True, (64, 64, 7, 1, 1)),
+    TileCase(256, 1024, 5632, True, "swiglu", True, (64, 64, 6, 2, 2)),
+    TileCase(256, 1024, 1024, True, "added", True, (32, 128, 5, 1, 2), heads=4),
+    TileCase(256, 2816, 1024, False, "added", True, (32, 128, 5, 1, 4)),
     TileCase(256, 2816, 1024, False, "added", True, (32, 128, 5, 2, 4)),
-    TileCase(256, 1024, 1024, True, "added", True, (32, 64, 7), heads=4),
 )
-"""Cases of `tile_product` that are compiled for, and run on, an NVIDIA Hopper GPU: the products of a model of 340M parameters."""
+"""Cases of `tile_product` that are compiled for, and run on, an NVIDIA Hopper GPU: the products of a model of 340M parameters, also by the tilings
+of `lsm_jax.models.token_tiles`, and one whose sums of squares are padded."""

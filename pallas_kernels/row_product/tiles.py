@@ -45,6 +45,12 @@ class Tiling(NamedTuple):
     row_peers: int = 1
     column_peers: int = 1
 
+    def divides(self, rows: int, channels: int, results: int) -> bool:
+        """Return whether this divides a product [rows, results] of so many channels."""
+        of_cluster = ROWS * _warpgroups(rows) * self.row_peers, self.columns * self.column_peers
+        rest = rows % of_cluster[0], results % of_cluster[1], channels % self.depth
+        return rest == (0, 0, 0) and self.depth % _DEPTH == 0
+
 
 class _Options(NamedTuple):
     eps: float | None
@@ -137,19 +143,31 @@ def tile_product(
 
     Raises:
         NotImplementedError: the arrays do not meet a requirement of the kernel; the message says which.
-        ValueError: `added` is given with `swiglu`, or `squares` without `eps` or of another shape, or of heads that the
-            tiling's steps do not divide.
+        ValueError: arrays do not have these shapes, `added` is given with `swiglu`, `squares` without `eps`, or the tiling does not divide the
+            product, or with its steps the heads.
     """
-    if squares is not None and not (eps is not None and _are_squares(squares.shape, x.shape)):
-        raise ValueError(f"tile_product: `squares` of {squares.shape} are not those of a norm")
     if swiglu and added is not None:
         raise ValueError("tile_product: accepted is either `added` or `swiglu`")
+    results = matrix.shape[0] // (1 + swiglu)
+    if x.shape[1:] != matrix.shape[1:] or x.ndim != 2:
+        raise ValueError(
+            f"tile_product: x {x.shape} and the matrix {matrix.shape} are not [B, I] and [F, I]"
+        )
+    if added is not None and added.shape != (x.shape[0], results):
+        raise ValueError(
+            f"tile_product: `added` is {added.shape}, accepted is {(x.shape[0], results)}"
+        )
+    if squares is not None and not (eps is not None and _are_squares(squares.shape, x.shape)):
+        raise ValueError(f"tile_product: `squares` of {squares.shape} are not those of a norm")
     if (requirement := tile_unsupported(x, matrix, swiglu=swiglu)) is not None:
         raise NotImplementedError(f"tile_product: the kernel requires {requirement}")
     if tiling is None:
-        size = matrix.shape[0] // (1 + swiglu)
-        columns: Any = columns_of_block(x.shape[0], size, swiglu)
+        columns: Any = columns_of_block(x.shape[0], results, swiglu)
         tiling = Tiling(columns)
+    elif not tiling.divides(x.shape[0], x.shape[1], results):
+        raise ValueError(
+            f"tile_product: {tiling} does not divide {x.shape} by [{results}, {x.shape[1]}]"
+        )
     if squares is not None and squares.ndim == 3 and x.shape[1] // squares.shape[0] % tiling.depth:
         raise ValueError(f"tile_product: steps of {tiling.depth} channels do not divide the heads")
     options = _Options(eps, swiglu, with_squares)
@@ -160,8 +178,8 @@ def tile_product(
 def _are_squares(shape: tuple[int, ...], tokens: tuple[int, ...]) -> bool:
     """Return whether an array of this shape may have the sums of squares of tokens [B, I]."""
     if len(shape) == 3:
-        return shape[2] == tokens[0] and tokens[1] % shape[0] == 0
-    return len(shape) == 2 and shape[0] == tokens[0] and shape[1] % _PARTS == 0
+        return shape[2] == tokens[0] and shape[1] > 0 and tokens[1] % shape[0] == 0
+    return len(shape) == 2 and shape[0] == tokens[0] and shape[1] > 0 and shape[1] % _PARTS == 0
 
 
 def _store(ref, x) -> None:
@@ -183,8 +201,6 @@ def _product(
     cluster = dict(zip(("peer_row", "peer_column"), peers, strict=True))
     clustered = peers != [1, 1]
     grid = dict(column=size // across, row=rows // (groups * ROWS))
-    assert grid["row"] % peers[0] == 0 and grid["column"] % peers[1] == 0
-    assert size % across == 0 and channels % depth == 0
     steps = channels // depth
     padded = grid["column"] + -grid["column"] % _PARTS
     dtype = x.dtype
@@ -293,9 +309,10 @@ def _product(
             if with_squares:
                 of_block = jnp.sum(y.astype(_F32) * y.astype(_F32), axis=1)
                 refs["squares of out"].at[here, column][...] = of_block
+                none = plgpu.layout_cast(jnp.zeros(ROWS, _F32), wg.LAYOUT.reduce(1))
                 for empty in range(grid["column"], padded):
                     to = refs["squares of out"].at[here, empty]
-                    pl.when(column == 0)(functools.partial(_store, to, jnp.zeros_like(of_block)))
+                    pl.when(column == 0)(functools.partial(_store, to, none))
 
     shapes = [(groups * ROWS, depth), *[(across, depth)] * parts]
     smem: Any = plgpu.SMEM

@@ -3,13 +3,14 @@
 A graph contains jax-triton's custom call as a function that XLA captures, and captures again when a buffer has moved. Here the kernel's PTX
 code, which jax-triton compiles too, is an attribute of XLA's custom call `__gpu$xla.gpu.ptx`. XLA launches it like its own kernels, and the
 driver assembles it when a program first runs. The custom call is internal to XLA (openxla/xla: xla/service/gpu/kernel_call.cc for its
-attributes, xla/codegen/emitters/kernel_arguments.cc for the order of its arguments), so that `available` accepts only versions that a test
-compiles.
+attributes, xla/codegen/emitters/kernel_arguments.cc for the order of its arguments), so that `available` accepts only the version of jax with
+which a test compiles, and a jax-triton whose function that compiles has the known arguments.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import re
 from typing import Any, NamedTuple
 
@@ -18,7 +19,8 @@ import jax.extend
 from jax.interpreters import mlir, xla
 
 _TARGET = "__gpu$xla.gpu.ptx"
-_JAX = (0, 11)  # the version of jax whose XLA is known to launch PTX code
+_JAX = (0, 11, 2)  # the version of jax whose XLA is known to launch PTX code
+_COMPILE = "self", "spec", "gpu_target", "backend", "backend_options"
 _SHARED = 48 * 1024  # bytes of shared memory that every launch may have
 
 _primitive = jax.extend.core.Primitive("captured_triton_call")
@@ -37,8 +39,11 @@ class Code(NamedTuple):
 
 def available(jax_triton: Any) -> bool:
     """Return whether the installed jax and jax-triton are known to have what these calls use."""
-    parts = getattr(jax_triton.triton_lib, "TritonFunction", None)
-    return jax.__version_info__[:2] == _JAX and hasattr(parts, "_compile_kernel")
+    function = getattr(jax_triton.triton_lib, "TritonFunction", None)
+    compile_kernel = getattr(function, "_compile_kernel", None)
+    if jax.__version_info__ != _JAX or compile_kernel is None:
+        return False
+    return tuple(inspect.signature(compile_kernel).parameters) == _COMPILE
 
 
 def call(
@@ -86,11 +91,14 @@ def _result_types(*arrays, types, in_place, **parameters):
     return [jax.core.ShapedArray(x.shape, x.dtype) for x in (*types, *arrays[: int(in_place)])]
 
 
-def _lower(context, *operands, types, in_place, programs, options, **parameters):
+def _lower(context, *operands, types, in_place, programs, capability, options, **parameters):
     """Lower a call to XLA's custom call."""
+    from pallas_kernels.triton.launch import jax_triton
+
+    target = jax_triton().triton_lib.make_cuda_target(capability, dict(options)["num_ctas"])
     inputs, results = context.avals_in, context.avals_out
     dtypes = tuple(jax.numpy.dtype(x.dtype) for x in (*inputs, *types))
-    code = _compile(dtypes=dtypes, options=options, **parameters)
+    code = _compile(dtypes=dtypes, target=target, options=options, **parameters)
     # Behind the outputs are the parameters for scratch memory, which the kernel does not read: the array that the kernel changes has
     # one as a result, and the last input is passed once more for each of the others.
     others = code.scratch - int(in_place)
@@ -120,7 +128,7 @@ mlir.register_lowering(_primitive, _lower, platform="cuda")
 
 
 @functools.lru_cache(maxsize=256)
-def _compile(kernel, dtypes, numbers, constants, capability, options) -> Code:
+def _compile(kernel, dtypes, numbers, constants, target, options) -> Code:
     """Compile a kernel with arrays of `dtypes`, inputs and then outputs, to PTX code, as jax-triton does. Pointers are multiples of 16."""
     from triton.compiler import make_backend
 
@@ -133,7 +141,6 @@ def _compile(kernel, dtypes, numbers, constants, capability, options) -> Code:
     pointers = [n for n in arguments if n not in fixed]
     names = (library.get_type_id(jax.core.ShapedArray((), x)) for x in dtypes)
     kinds = dict(zip(pointers, names, strict=True))
-    target = library.make_cuda_target(capability, dict(options)["num_ctas"])
     backend = make_backend(target)
     specialization = library.KernelSpecialization(
         signature={n: kinds.get(n, "constexpr") for n in kernel.arg_names},

@@ -113,7 +113,14 @@ def test_names_what_is_not_accepted():
         tile_product(x.astype(jnp.float32), matrix)
     with pytest.raises(ValueError, match="either `added` or `swiglu`"):
         tile_product(x, matrix, swiglu=True, added=x)
-    for eps, parts in ((None, 8), (EPS, 4)):
+    with pytest.raises(ValueError, match=r"x \(64, 128\) and the matrix \(64, 64\) are not"):
+        tile_product(x, matrix[:, :64])
+    with pytest.raises(ValueError, match=r"`added` is \(64, 128\), accepted is \(64, 64\)"):
+        tile_product(x, matrix, added=x)
+    for tiling in (Tiling(48), Tiling(64, 96), Tiling(32, row_peers=2), Tiling(32, column_peers=4)):
+        with pytest.raises(ValueError, match="does not divide"):
+            tile_product(x, matrix, tiling=tiling)
+    for eps, parts in ((None, 8), (EPS, 4), (EPS, 0)):
         with pytest.raises(ValueError, match="are not those of a norm"):
             tile_product(x, matrix, eps=eps, squares=jnp.zeros((64, parts)))
     for heads, message in ((3, "are not those of a norm"), (4, "steps of 64 channels do not")):

@@ -11,6 +11,7 @@ from flax import nnx
 from lsm_jax import feedforward, mixers, models
 from lsm_jax.models import sampling, token_step, token_tiles
 from pallas_kernels.compat import gpu_interpreter, races_found
+from pallas_kernels.row_product.cases import TILES_COMPILED
 
 KEY = jax.random.key(0)
 
@@ -85,6 +86,10 @@ def test_logits_and_states_are_those_of_the_layers(name, fields, batch, interpre
     jax.tree.map(assert_as_exact, (logits, after), known["bfloat16"], known["float32"])
 
 
+def test_the_tilings_are_among_those_that_are_compared_on_a_card():
+    assert {*token_tiles.TILINGS.values()} <= {case.tiling for case in TILES_COMPILED}
+
+
 @pytest.mark.parametrize(("heads", "tokens"), [(1, 1), pytest.param(2, 5, marks=pytest.mark.slow)])
 def test_logits_by_tiles_are_those_of_the_layers(heads, tokens, interpreted, monkeypatch):
     """Whole tokens of rows whose products are by tiles and whose writes are deferred, of scales of the norms that differ from 1: the logits of the
@@ -114,6 +119,8 @@ def test_logits_by_tiles_are_those_of_the_layers(heads, tokens, interpreted, mon
     for i in range(tokens):
         logits, after, pending = run(model, periods, prepared, (token + i) % 64, after, pending)
         assert not races_found()
+    with pytest.raises(ValueError, match="`pending` is None, but these rows' writes are deferred"):
+        token_step.pass_token(model, periods, prepared, token, state)
     layer = [("into", True), ("out", True), ("gate_up", True)]
     assert given == [("into", False), *layer[1:], *layer]
     after = token_step.with_writes(after, pending)

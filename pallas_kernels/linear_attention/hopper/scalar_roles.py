@@ -399,7 +399,8 @@ class _Block(NamedTuple):
         at, saves, read = self.at, self.call.save_states, "x" in self.call.streams
         tiles = self.smem["memory"]
         buffers = self.begin("memory", n) if read else tiles.at[self.slot("memory", n)]
-        if saves:  # if nobody reads them, only the copy that began with this buffer must end
+        if saves:  # if nobody reads them, each chunk has a copy, and only that which began with this buffer must end
+            assert read or self.call.interval == 1
             plgpu.wait_smem_to_gmem(0 if read else tiles.shape[0] - 1, wait_read_only=True)
         for i, S in enumerate(memories):
             buffers.at[i][...] = S.astype(buffers.dtype)
