@@ -122,7 +122,8 @@ def test_logits_by_tiles_are_those_of_the_layers(heads, tokens, interpreted, mon
     with pytest.raises(ValueError, match="`pending` is None, but these rows' writes are deferred"):
         token_step.pass_token(model, periods, prepared, token, state)
     layer = [("into", True), ("out", True), ("gate_up", True)]
-    assert given == [("into", False), *layer[1:], *layer]
+    traced = [("into", False), *layer[1:], *layer]  # once, or again where a state's kind differs
+    assert given and given == traced * (len(given) // len(traced))
     after = token_step.with_writes(after, pending)
     known = {}
     for dtype in ("bfloat16", "float32"):
