@@ -19,8 +19,6 @@ TILINGS: dict[str, tuple[int, ...]] = dict(
 )  # fmt: skip
 """`pallas_kernels.row_product.Tiling` of each product, by the names of `token_step`'s matrices, as timed for 256 rows of GLA 340M; products that it
 does not divide have the kernel's own. Empty: XLA computes all four."""
-LEAST_ROWS = 128
-"""The least number of rows whose products are computed so: of 64 rows half as many thread blocks would run."""
 COLUMNS = 64
 """The number of which the width of a mixer's input is made a multiple, by zeros."""
 
@@ -48,7 +46,7 @@ def supported(batch: int, into: int, size: int, heads: int, values: int, inner: 
         values: the value channels of all heads.
         inner: the width of the feedforward.
     """
-    if not TILINGS or batch < LEAST_ROWS:
+    if not TILINGS:
         return False
     shapes = (size, into + -into % COLUMNS, False), (values, size, False), (size, 2 * inner, True), (inner, size, False)  # fmt: skip
     if values // heads % 64:  # the channels of the kernel's own steps

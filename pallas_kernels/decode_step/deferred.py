@@ -273,8 +273,8 @@ def _step(
             for t in tiles
         ]
         (block, *_), row, layout = blocks, blocks[0].row, blocks[0].layout
-        size = own_channels
-        source = refs["memory"].at[row, block.head, slice(None), pl.ds(part * size, size)]
+        channels_here = pl.ds(part * own_channels, own_channels)
+        source = refs["memory"].at[row, block.head, slice(None), channels_here]
         plgpu.copy_gmem_to_smem(source, shared["memory"], shared["loaded"])
         # A store, which the compiler does not move, so that the copy is on its way before all else.
         shared["query"][...] = jnp.zeros(key_dim, _F32)

@@ -114,7 +114,7 @@ TILES_INTERPRETED = (
     TileCase(128, 128, 64, False, "added"),
     TileCase(256, 64, 192),
     TileCase(128, 384, 128, True, "swiglu", squares=True),
-    TileCase(128, 128, 288, False, "added", squares=True, tiling=(32, 64, 5)),
+    TileCase(128, 128, 288, False, "added", squares=True),
     TileCase(256, 256, 128, False, "added", squares=True, tiling=(32, 128, 2, 2, 4)),
     TileCase(128, 384, 64, True, "added", squares=True, tiling=(32, 64, 5), heads=3),
     TileCase(64, 256, 64, True, "added", squares=True, tiling=(64, 128, 3), heads=1),

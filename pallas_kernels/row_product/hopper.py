@@ -24,12 +24,13 @@ _WIDTH = 256  # channels of a tile, 8 in each thread of a warp
 _MOST_CHANNELS = 6144  # whose weights a thread has in 96 registers
 _MOST_ROWS = 8
 
+IN_BFLOAT16 = Requirement(
+    "x and the matrix in bfloat16",
+    lambda c: c.x.dtype == _BF16 and c.matrix.dtype == _BF16,
+    lambda c: f"{jnp.dtype(c.x.dtype).name} and {jnp.dtype(c.matrix.dtype).name}",
+)
 REQUIREMENTS = (
-    Requirement(
-        "x and the matrix in bfloat16",
-        lambda c: c.x.dtype == _BF16 and c.matrix.dtype == _BF16,
-        lambda c: f"{jnp.dtype(c.x.dtype).name} and {jnp.dtype(c.matrix.dtype).name}",
-    ),
+    IN_BFLOAT16,
     Requirement(
         f"a multiple of {_WIDTH} channels, up to {_MOST_CHANNELS:,}, and heads of such a multiple",
         lambda c: c.head % _WIDTH == 0 and c.x.shape[1] % c.head == 0 and c.x.shape[1] <= _MOST_CHANNELS,

@@ -1,9 +1,9 @@
 """Products of many tokens, of 64 rows or more, with one matrix on the tensor cores of a Hopper GPU (Mosaic GPU), with a norm in front and
 SwiGLU or a residual sum behind.
 
-A thread block computes 64 or 128 rows of some columns of the result. One warpgroup loads steps of 64 channels of the tokens and of the
-matrix; each of the others computes 64 rows. The root of a norm is the same for all channels of a token, so that products are those of
-the tokens as they are, whose squares are added up beside them, and the sums are multiplied by it; the matrix contains the norm's scale.
+A thread block computes 64 or 128 rows of some columns of the result. One warpgroup loads steps of some channels of the tokens and of the
+matrix, of which the thread blocks of a cluster may each load a part for all; each of the others computes 64 rows. The root of a norm is the same for all channels of a token, so that products are those of
+the tokens as they are, whose squares are added up beside them or given by the kernel that wrote the tokens, and the sums are multiplied by it; the matrix contains the norm's scale.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from pallas_kernels.compat import pl, plgpu
 from pallas_kernels.hopper import warpgroups as wg
 from pallas_kernels.hopper.launch import launch
 from pallas_kernels.requirements import Requirement, first_unmet
+from pallas_kernels.row_product.hopper import IN_BFLOAT16
 
-_F32, _BF16 = jnp.float32, jnp.dtype(jnp.bfloat16)
+_F32 = jnp.float32
 ROWS = 64
 """The rows of a warpgroup, of which the number of tokens is a multiple."""
 _DEPTH = 64  # channels, of which a step has a multiple
@@ -84,11 +85,7 @@ def _warpgroups(rows: int) -> int:
 
 
 REQUIREMENTS = (
-    Requirement(
-        "x and the matrix in bfloat16",
-        lambda c: c.x.dtype == _BF16 and c.matrix.dtype == _BF16,
-        lambda c: f"{jnp.dtype(c.x.dtype).name} and {jnp.dtype(c.matrix.dtype).name}",
-    ),
+    IN_BFLOAT16,
     Requirement(
         f"a multiple of {ROWS} rows",
         lambda c: c.x.shape[0] > 0 and c.x.shape[0] % ROWS == 0,

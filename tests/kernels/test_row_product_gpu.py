@@ -46,6 +46,19 @@ def run(case: Case, arrays: dict[str, Any], interpret: Any = False) -> tuple[jax
     return call(arrays["x"], arrays["matrix"], first, added=arrays["added"])
 
 
+def apply_behind(behind: str, y: jax.Array, added: jax.Array | None) -> jax.Array:
+    """Return a product in float32 with what stands behind it, "added", "swiglu" or "", and the roundings that it names."""
+    wide = jnp.float32
+    if behind:
+        y = y.astype(jnp.bfloat16).astype(wide)
+    if added is not None:
+        y = y + added.astype(wide)
+    if behind == "swiglu":
+        gate, up = jnp.split(y, 2, axis=-1)
+        y = jax.nn.silu(gate) * up
+    return y
+
+
 def plain(case: Case, arrays: dict[str, Any]) -> list[jax.Array]:
     """Compute a case by its definition, in float32, with the roundings that it names."""
     wide = jnp.float32
@@ -58,13 +71,9 @@ def plain(case: Case, arrays: dict[str, Any]) -> list[jax.Array]:
         x = x * jax.nn.silu(arrays["gate"].astype(wide))
     x = x.astype(jnp.bfloat16).astype(wide)
     y = jnp.matmul(x, arrays["matrix"].astype(wide).T, precision="highest")
-    if case.behind:
-        y = y.astype(jnp.bfloat16).astype(wide)
-    if case.behind == "added":
-        y = y + arrays["added"].astype(wide)
+    y = apply_behind(case.behind, y, arrays["added"])
     if case.behind == "swiglu":
-        gate, up = jnp.split(y, 2, axis=-1)
-        return [jax.nn.silu(gate) * up]
+        return [y]
     return jnp.split(y, np.cumsum(case.widths)[:-1], axis=-1)
 
 

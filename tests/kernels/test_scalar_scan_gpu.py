@@ -227,6 +227,18 @@ def record_launches(monkeypatch) -> list[tuple[str, tuple[int, ...]]]:
     return launches
 
 
+def few_case(name: str, final: bool):
+    """Return the inputs of a case of `FEW`, the call of the kernels, and that of the recurrence; unless `final`, without an initial memory, and
+    without the final one among the results.
+    """
+    inputs, start = make_case(FEW[name]), {}
+    run, count = inputs.pop("run"), 1 + final
+    if not final:
+        start = dict(initial=jnp.zeros_like(inputs.pop("initial")))
+    call = lambda x: fused(**x, run=run)[:count]  # noqa: E731
+    return inputs, call, lambda x: by_token(**x, **start, run=run)[:count]
+
+
 @pytest.mark.parametrize(
     "name, final, wide",
     [*(pytest.param("eight-heads", *x, marks=pytest.mark.slow) for x in ((False, False), (True, False), (False, True))),
@@ -239,12 +251,7 @@ def test_few_launches_have_the_results_of_many(name, final, wide, monkeypatch):
     """
     monkeypatch.setattr(scalar_plan, "PROCESSORS", 1 if wide else 132)
     launches, found = record_launches(monkeypatch), []
-    inputs = make_case(FEW[name])
-    run, start = inputs.pop("run"), {}
-    if not final:
-        start = dict(initial=jnp.zeros_like(inputs.pop("initial")))
-    count = 1 + final
-    call = lambda x: fused(**x, run=run)[:count]  # noqa: E731
+    inputs, call, reference = few_case(name, final)
     for launched in ("never", "always"):
         launches.clear()
         monkeypatch.setattr(scalar_decay, "FEW_LAUNCHES", launched)
@@ -258,7 +265,6 @@ def test_few_launches_have_the_results_of_many(name, final, wide, monkeypatch):
     for few, many in zip(*map(jax.tree.leaves, found[::-1]), strict=True):
         assert error(few, many) < 1e-3
     widened = jax.tree.map(lambda x: x.astype(jnp.float32), inputs)
-    reference = lambda x: by_token(**x, **start, run=run)[:count]  # noqa: E731
     assert_alike(call, inputs, reference, widened)
 
 
@@ -273,11 +279,7 @@ def test_gradients_of_all_chunks_at_once(name, final, monkeypatch):
     gradient of the final one. The two scans of writes have one launch.
     """
     launches, found = record_launches(monkeypatch), []
-    inputs = make_case(FEW[name])
-    run, start = inputs.pop("run"), {}
-    if not final:
-        start = dict(initial=jnp.zeros_like(inputs.pop("initial")))
-    call = lambda x: fused(**x, run=run)[: 1 + final]  # noqa: E731
+    inputs, call, reference = few_case(name, final)
     for launched in ("short", "chunks"):
         launches.clear()
         monkeypatch.setattr(scalar_decay, "FEW_LAUNCHES", launched)
@@ -289,7 +291,6 @@ def test_gradients_of_all_chunks_at_once(name, final, monkeypatch):
     for few, chunks in zip(*(jax.tree.leaves(x[0]) for x in found), strict=True):
         np.testing.assert_array_equal(few, chunks)
     widened = jax.tree.map(lambda x: x.astype(jnp.float32), inputs)
-    reference = lambda x: by_token(**x, **start, run=run)[: 1 + final]  # noqa: E731
     assert_alike(call, inputs, reference, widened)
 
 

@@ -13,6 +13,7 @@ from pallas_kernels.compat import gpu_interpreter, races_found
 from pallas_kernels.row_product import Tiling, tile_product, tile_unsupported
 from pallas_kernels.row_product.cases import TILES_INTERPRETED, TOLERANCE, TileCase
 from pallas_kernels.row_product.tiles import columns_of_block
+from tests.kernels.test_row_product_gpu import apply_behind
 
 EPS = 1e-5
 
@@ -51,7 +52,8 @@ def check(case: TileCase, got: Any, arrays: dict[str, jax.Array]) -> None:
     wide = jnp.float32
     if case.returns_squares:
         got, squares = got
-        blocks = got.shape[1] // case.tiling[0]
+        across = case.tiling[0] if case.tiling else columns_of_block(*got.shape, swiglu=False)
+        blocks = got.shape[1] // across
         known = jnp.sum(got.astype(wide).reshape(case.batch, blocks, -1) ** 2, axis=-1)
         assert squares.dtype == wide and squares.shape[1] % 8 == 0
         np.testing.assert_allclose(squares[:, :blocks], known, rtol=1e-6)
@@ -64,13 +66,7 @@ def check(case: TileCase, got: Any, arrays: dict[str, jax.Array]) -> None:
     y = jnp.matmul(x, arrays["matrix"].astype(wide).T, precision="highest")
     if case.normed and not case.heads:
         y = y / jnp.sqrt(jnp.mean(x**2, axis=-1, keepdims=True) + EPS)
-    if case.behind:
-        y = y.astype(jnp.bfloat16).astype(wide)
-    if case.behind == "added":
-        y = y + arrays["added"].astype(wide)
-    if case.behind == "swiglu":
-        gate, up = jnp.split(y, 2, axis=-1)
-        y = jax.nn.silu(gate) * up
+    y = apply_behind(case.behind, y, arrays.get("added"))
     assert got.dtype == jnp.bfloat16 and got.shape == y.shape
     difference = jnp.abs(got.astype(wide) - y).max(axis=1) / jnp.abs(y).max(axis=1)
     assert difference.max() < TOLERANCE

@@ -44,6 +44,16 @@ def assert_as_exact(got, layers, exact) -> None:
     assert error < 0.03 * max(np.sqrt(np.mean(exact**2)), 1e-6) or not exact.any()
 
 
+def prepared_model(batch: int, name: str, **fields):
+    """Return a model, the modules of its periods, its matrices for rows of this number, a token of each row, and the state after a prompt."""
+    model = new_model(name, **fields)
+    prompt = jax.random.randint(KEY, (batch, 6), 0, 64)
+    read = dict(capacity=64, prefill_chunk=None, unroll_layers=True)
+    _, state = sampling.read_prompt(*nnx.split(model), prompt, None, **read)
+    periods, token = model.unstack_periods(), jnp.arange(3, 3 + batch) % 64
+    return model, periods, token_step.prepare(model, periods, batch), token, state
+
+
 @pytest.fixture
 def interpreted(monkeypatch):
     monkeypatch.setattr(token_step, "_INTERPRET", gpu_interpreter())
@@ -66,14 +76,8 @@ def interpreted(monkeypatch):
 def test_logits_and_states_are_those_of_the_layers(name, fields, batch, interpreted, monkeypatch):  # fmt: skip
     """With kernels of their own for a mixer's token, and without; of one row, and of more."""
     monkeypatch.setattr(token_step, "OTHER_MIXERS", name != "gla")
-    model = new_model(name, **fields)
+    model, periods, prepared, token, state = prepared_model(batch, name, **fields)
     assert token_step.serves(model, batch)
-    graph, params = nnx.split(model)
-    prompt = jax.random.randint(KEY, (batch, 6), 0, 64)
-    read = dict(capacity=64, prefill_chunk=None, unroll_layers=True)
-    _, state = sampling.read_prompt(graph, params, prompt, None, **read)
-    periods, token = model.unstack_periods(), jnp.arange(3, 3 + batch) % 64
-    prepared = token_step.prepare(model, periods, batch)
     assert all(m.into is not None for of in prepared.layers for m in of) is (name == "gla")
     logits, after, _ = jax.jit(token_step.pass_token)(model, periods, prepared, token, state)
     assert not races_found()
@@ -97,14 +101,8 @@ def test_logits_by_tiles_are_those_of_the_layers(heads, tokens, interpreted, mon
     """
     batch = 64
     monkeypatch.setattr(token_step, "DEFERRED_ROWS", batch)
-    monkeypatch.setattr(token_tiles, "LEAST_ROWS", batch)
-    model = new_model("gla", tie_embeddings=True, heads=heads)
-    graph, params = nnx.split(model)
-    prompt = jax.random.randint(KEY, (batch, 6), 0, 64)
-    read = dict(capacity=64, prefill_chunk=None, unroll_layers=True)
-    _, state = sampling.read_prompt(graph, params, prompt, None, **read)
-    periods, token = model.unstack_periods(), jnp.arange(3, 3 + batch) % 64
-    prepared = token_step.prepare(model, periods, batch)
+    fields = dict(tie_embeddings=True, heads=heads)
+    model, periods, prepared, token, state = prepared_model(batch, "gla", **fields)
     assert all(m.gate_up is not None for of in prepared.layers for m in of)
     pending, after, given = token_step.empty_writes(model, state, batch), state, []
     product = token_tiles.product

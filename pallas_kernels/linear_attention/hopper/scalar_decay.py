@@ -205,9 +205,7 @@ def backward(
             None if initial is None else first(d_starts),
         )
 
-    if (
-        decay.cum is not None and decay.read_decay is None
-    ):  # as `forward` says with sums of its scan
+    if decay.stored_by_scan:
         saves: dict[str, Any] = dict(save_states=True, each_chunk=True, **options)
         (_, states), (d_starts, d_states) = run_scans(
             scan_of(None, k, v, initial=starts, **saves),

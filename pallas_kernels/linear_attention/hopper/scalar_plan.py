@@ -20,7 +20,8 @@ class Decays(NamedTuple):
     Attributes:
         cum: [B * P, G, T / P], sums of the log decay from each chunk's start; None without decay.
         read_decay: [B * P, G, T / P], the factor of the memory before the chunk in what each token reads: the exponential of `cum`, or 0 for
-            a token of a later document. None is 1, as are `write_decay` and `chunk_decay` then: there is one document and no decay.
+            a token of a later document. None is 1, as are `write_decay` and `chunk_decay` then: there is one document and no decay; or
+            these are sums that a scan stored (`stored_by_scan`).
         write_decay: [B * P, G, T / P], the factor of each token's write in the memory after the chunk.
         chunk_decay: [B * P, G, N / P], the factor of the memory before the chunk in the memory after it: `read_decay` of the chunk's last token.
         run: [B * P, T / P], document numbers, or None.
@@ -36,6 +37,11 @@ class Decays(NamedTuple):
     run: jax.Array | None
     write_cum: jax.Array | None = None
     log_decay: jax.Array | None = None
+
+    @property
+    def stored_by_scan(self) -> bool:
+        """Whether `cum` and `write_decay` are what a scan of rows with one document stored; the two others follow from `cum`, and are None."""
+        return self.cum is not None and self.read_decay is None
 
 
 def chunks_of_interval(count: int) -> int:
