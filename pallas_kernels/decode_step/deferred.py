@@ -22,7 +22,16 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.compat import channel_rows, pl, plgpu
-from pallas_kernels.decode_step import hopper
+from pallas_kernels.decode_step import deferred_rows, hopper
+from pallas_kernels.decode_step.pending import (
+    Gate,
+    Pending,
+    gated_output,
+    joined,
+    places,
+    plain,
+    updated,
+)
 from pallas_kernels.hopper.launch import launch
 from pallas_kernels.requirements import Requirement, first_unmet
 
@@ -31,22 +40,11 @@ _WARPS, _THREADS = 4, 128
 _TILES = 2  # of 32 KB of a memory that a program has, of which three run on a processor
 _MAX_RANK = 64  # inner channels of the decay's gate, which each thread reads
 
+PROGRAMS: int | None = None
+"""The number of thread blocks that compute rows one after another (`pallas_kernels.decode_step.deferred_rows`), where K is 128 and V a multiple of
+it: with 396, three run on each processor of an H200. None: each computes a part of one memory. Not timed yet."""
 GROUPS = (4, 8)
 """The numbers of tokens of which one writes."""
-
-
-class Pending(NamedTuple):
-    """The writes of a group of n tokens that the memories do not hold yet, of up to n - 1 tokens.
-
-    Attributes:
-        keys: [B, n - 1, G K].
-        values: [B, n - 1, G V].
-        decays: [B, n - 1, G K] float32, encoded as by `api.decay_factor`.
-    """
-
-    keys: Float[Array, "B N GK"]
-    values: Float[Array, "B N GV"]
-    decays: Float[Array, "B N GK"]
 
 
 class _Call(NamedTuple):
@@ -117,8 +115,8 @@ def apply_writes(
     factors = [jnp.where(j < count, of_head(pending.decays, j), 0.0) for j in slots]
     after, keys = jnp.zeros((batch, memories, key_dim), _F32), {}
     for j in reversed(slots):
-        keys[j] = _plain(after) * jnp.where(j < count, of_head(pending.keys, j).astype(_F32), 0.0)
-        after = _joined(factors[j], after)
+        keys[j] = plain(after) * jnp.where(j < count, of_head(pending.keys, j).astype(_F32), 0.0)
+        after = joined(factors[j], after)
     memory = hopper.apply_decay(memory, after[..., None])
     for j in slots:
         value = jnp.where(j < count, of_head(pending.values, j).astype(_F32), 0.0)
@@ -168,24 +166,12 @@ def deferred_step(
     if (requirement := unsupported(memory, tokens, up, group)) is not None:
         raise NotImplementedError(f"deferred_step requires {requirement}")
     count, bias = jnp.reshape(count, 1).astype(jnp.int32), bias.astype(_F32)
-    return _step(
-        memory, pending, count, tokens, up, bias,
-        columns=columns, temperature=temperature, scale=scale, gate=gate, interpret=interpret,
-    )  # fmt: skip
-
-
-def _plain(factor):
-    """Return the decay that `factor` encodes as in `api.decay_factor`."""
-    return jnp.where(factor > 0, 0.0, 1.0) + factor
-
-
-def _joined(a, b):
-    """Return the product of two decays, all encoded as by `api.decay_factor`: of slow ones, from `decay - 1` of each, so that the error of a
-    long product does not grow faster than that of its decays.
-    """
-    slow = a + b + a * b
-    product = jnp.maximum(_plain(a) * _plain(b), jnp.finfo(_F32).tiny)
-    return jnp.where((jnp.maximum(a, b) <= 0) & (slow > -0.5), slow, product)
+    arrays = memory, pending, count, tokens, up, bias
+    options: dict[str, Any] = dict(columns=columns, temperature=temperature, scale=scale)
+    options |= dict(gate=gate, interpret=interpret)
+    if PROGRAMS is not None and deferred_rows.serves(memory):
+        return deferred_rows.step(*arrays, programs=PROGRAMS, **options)
+    return _step(*arrays, **options)
 
 
 class _Keys:
@@ -201,9 +187,7 @@ class _Keys:
     def __init__(self, block: hopper.Block, group: int, count: Any):
         self.block, self.keys = block, block.shape[0]
         self.layout = plgpu.Layout.WG_STRIDED((self.keys,), self.keys // _THREADS)
-        # No token reads the place that it writes, even if it ignores what it reads there.
-        other = jnp.where(count > 0, count - 1, group - 2)
-        self.slots = [jnp.where(j < count, j, other) for j in range(group - 1)]
+        self.slots = places(count, group)
 
     @property
     def own(self):
@@ -227,22 +211,7 @@ class _Keys:
         refs, row, first = self.block.refs, self.block.row, self.block.starts["down"]
         ranks = range(refs["up"].shape[0])
         inner = [refs["k"][row, first + rank] for rank in ranks]
-        return _Gate(self.load("bias"), inner, [self.load("up", rank) for rank in ranks])
-
-
-class _Gate(NamedTuple):
-    """A key channel's bias, the token's inner channels, and the channel's column of the matrix."""
-
-    bias: Any
-    inner: list[Any]
-    up: list[Any]
-
-    def decay(self, temperature: float):
-        """Compute the token's decay, encoded as by `api.decay_factor`."""
-        gate = self.bias
-        for inner, up in zip(self.inner, self.up, strict=True):
-            gate += inner.astype(_F32) * up.astype(_F32)
-        return hopper.gated_factor(gate, temperature)
+        return Gate(self.load("bias"), inner, [self.load("up", rank) for rank in ranks])
 
 
 # Traced and lowered once for all layers that are compiled one after the other.
@@ -306,10 +275,10 @@ def _step(
             written = j < count
             late, factor = loaded[j]
             late = jnp.where(written, late.astype(_F32), 0.0)
-            shared["keys"].at[j][...] = _plain(decay) * late
-            decay = _joined(jnp.where(written, factor, 0.0), decay)
+            shared["keys"].at[j][...] = plain(decay) * late
+            decay = joined(jnp.where(written, factor, 0.0), decay)
         shared["decay"][...] = decay
-        shared["query"][...] = _plain(decay) * query
+        shared["query"][...] = plain(decay) * query
 
         # Each warp has the scores of some of the keys.
         each = lax.broadcast_in_dim(queries.astype(_F32), (group, key_dim), [1])
@@ -338,8 +307,7 @@ def _step(
             if gated:
                 output, here = output.astype(_F32), pl.ds(t * block.shape[1], block.shape[1])
                 shared["output"].at[here][...] = output
-                root = lax.rsqrt(1.0 + jnp.exp(-gates[t]))  # the sigmoid without a division
-                output = (output * (gates[t] * (root * root))).astype(tokens.dtype)
+                output = gated_output(output, gates[t]).astype(tokens.dtype)
             to[...] = output
         if gated:
             each = plgpu.Layout.WG_STRIDED((_THREADS,), 1)
@@ -374,32 +342,24 @@ def _step(
     if gated:
         outputs["squares"] = jax.ShapeDtypeStruct((memories, parts, batch), _F32)
 
-    def in_place(refs):
-        memory_ref, *pending_refs, output_refs = refs
-        results = launch(
-            kernel,
-            inputs=dict(tokens=tokens, count=count, up=up, bias=bias, memory=memory_ref)
-            | dict(zip(Pending._fields, pending_refs, strict=True)),
-            outputs=outputs,
-            scratch=dict(
-                memory=plgpu.SMEM((key_dim, own_channels), _F32),
-                keys=plgpu.SMEM((group, key_dim), _F32),
-                decay=plgpu.SMEM((key_dim,), _F32),
-                query=plgpu.SMEM((key_dim,), _F32),
-                scores=plgpu.SMEM((group,), _F32),
-                loaded=plgpu.Barrier(),
-                **(dict(output=plgpu.SMEM((_THREADS,), _F32)) if gated else {}),
-            ),
-            # Thread blocks that are neighbours in memory run at the same time: the last axis varies fastest.
-            grid=dict(row=batch, head=memories, part=parts),
-            approx_math=False,
-            name="deferred_step",
-            interpret=interpret,
-        )
-        for name, ref in output_refs.items():
-            ref[...] = results[name]
-
-    empty = {name: jnp.zeros(x.shape, x.dtype) for name, x in outputs.items()}
-    memory, *writes, results = pl.run_state(in_place)((memory, *pending, empty))
-    output = (results["output"], results["squares"]) if gated else results["output"]
-    return output, memory, Pending(*writes)
+    run = functools.partial(
+        launch,
+        kernel,
+        outputs=outputs,
+        scratch=dict(
+            memory=plgpu.SMEM((key_dim, own_channels), _F32),
+            keys=plgpu.SMEM((group, key_dim), _F32),
+            decay=plgpu.SMEM((key_dim,), _F32),
+            query=plgpu.SMEM((key_dim,), _F32),
+            scores=plgpu.SMEM((group,), _F32),
+            loaded=plgpu.Barrier(),
+            **(dict(output=plgpu.SMEM((_THREADS,), _F32)) if gated else {}),
+        ),
+        # Thread blocks that are neighbours in memory run at the same time: the last axis varies fastest.
+        grid=dict(row=batch, head=memories, part=parts),
+        approx_math=False,
+        name="deferred_step",
+        interpret=interpret,
+    )
+    inputs = dict(tokens=tokens, count=count, up=up, bias=bias)
+    return updated(memory, pending, outputs, lambda refs: run(inputs=inputs | refs))

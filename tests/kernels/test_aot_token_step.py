@@ -15,7 +15,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, SingleDeviceSharding, use
 
 from lsm_jax import models
 from lsm_jax.models import sampling, token_step
-from pallas_kernels.decode_step import deferred_step, empty_writes
+from pallas_kernels.decode_step import deferred, deferred_step, empty_writes
 from pallas_kernels.row_product.cases import COMPILED, TILES_COMPILED
 from tests.kernels import test_row_product_gpu as row_product
 from tests.kernels import test_tile_product_gpu as tile_product
@@ -36,11 +36,8 @@ def test_products_of_a_few_tokens_compile_for_an_h200_and_spill_nothing(case, ca
     assert_spills_nothing(lambda a: function(a | absent), (given,), 1, capfd, monkeypatch)
 
 
-@pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize(("keys", "batch", "group"), [(128, 256, 4), (128, 64, 8), (256, 256, 8)])
-def test_steps_that_defer_their_writes_compile_for_an_h200_and_spill_nothing(
-    keys, batch, group, gated, capfd, monkeypatch
-):
+def deferred_call(keys: int, batch: int, group: int, gated: bool):
+    """Return a function that defers its writes, of arrays, and their shapes."""
     heads, rank, values = 4, 16, 2 * keys
     output_gate = 2 * heads * keys + heads * values
     columns = 0, heads * keys, 2 * heads * keys, output_gate + heads * values
@@ -53,8 +50,36 @@ def test_steps_that_defer_their_writes_compile_for_an_h200_and_spill_nothing(
     tokens = here((batch, columns[-1] + rank), jnp.bfloat16)
     call = dict(columns=columns, temperature=16.0, scale=0.1)
     run = functools.partial(deferred_step, **call, gate=output_gate if gated else None)
-    arrays = memory, pending, here((), jnp.int32), tokens, *gate
-    assert_spills_nothing(lambda a: run(*a), (arrays,), 1, capfd, monkeypatch)
+    return lambda a: run(*a), (memory, pending, here((), jnp.int32), tokens, *gate)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(("keys", "batch", "group"), [(128, 256, 4), (128, 64, 8), (256, 256, 8)])
+def test_steps_that_defer_their_writes_compile_for_an_h200_and_spill_nothing(
+    keys, batch, group, gated, capfd, monkeypatch
+):
+    run, arrays = deferred_call(keys, batch, group, gated)
+    assert_spills_nothing(run, (arrays,), 1, capfd, monkeypatch)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_three_programs_that_compute_rows_in_turn_fit_on_a_processor(gated, capfd, monkeypatch):
+    monkeypatch.setattr(deferred, "PROGRAMS", 3 * 132)
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_RESOURCES", "1")
+    monkeypatch.setenv("CUDA_ROOT", str(CUDA))
+    jax.clear_caches()
+    device = topologies.get_topology_desc("", "cuda", target_config=H200, topology="1x1x1").devices[0]  # fmt: skip
+    here = functools.partial(jax.ShapeDtypeStruct, sharding=SingleDeviceSharding(device))
+    run, arrays = deferred_call(128, 256, 4, gated)
+    inputs = jax.tree.map(lambda x: here(x.shape, x.dtype), arrays)
+    jax.jit(run).trace(inputs).lower(lowering_platforms=("cuda",)).compile()
+    output = "".join(capfd.readouterr())
+    assert re.findall(r"frame, (\d+) bytes spill stores", output) == ["0"]
+    (registers,) = map(int, re.findall(r"Used (\d+) registers", output))
+    assert 3 * 128 * (-(-registers // 8) * 8) <= 65536  # allocated by eight of a thread
+    (memory,) = map(int, re.findall(r"smem_scratch_bytes=(\d+)", output))
+    assert 3 * (memory + 16 + 1024) <= 233472  # two barriers, and what the system takes of each
 
 
 @pytest.mark.parametrize("case", TILES_COMPILED, ids=lambda case: case.id)
@@ -82,13 +107,20 @@ def launches(text: str) -> int:
     return count(body)
 
 
-@pytest.mark.parametrize("batch, a_layer", [(1, 5), (64, 12), (128, 5), (256, 5)])
-def test_a_token_of_gla_has_few_launches_and_copies_no_memory(batch, a_layer, capfd, monkeypatch):
+@pytest.mark.parametrize(
+    "batch, a_layer, programs",
+    [(1, 5, None), (64, 12, None), (128, 5, None), (256, 5, None), (256, 5, 3 * 132)],
+)
+def test_a_token_of_gla_has_few_launches_and_copies_no_memory(
+    batch, a_layer, programs, capfd, monkeypatch
+):
     """Counted in the loop over tokens of models of 2 and of 4 layers; without the kernels there are 15 and 17 launches a layer. Nothing
     spills, and the loop holds no second copy of the memories, nor of the writes that are pending.
     """
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
     monkeypatch.setenv("CUDA_ROOT", str(CUDA))
+    monkeypatch.setattr(deferred, "PROGRAMS", programs)
+    jax.clear_caches()
     counts = [compiled_launches(layers, batch) for layers in (2, 4)]
     assert counts[1] - counts[0] <= 2 * a_layer
     assert counts[0] <= 2 * a_layer + 9

@@ -10,21 +10,41 @@ import numpy as np
 import pytest
 
 from pallas_kernels.compat import gpu_interpreter, races_found
-from pallas_kernels.decode_step import api, deferred
+from pallas_kernels.decode_step import api, deferred, hopper, pending
 from pallas_kernels.decode_step.deferred import apply_writes, deferred_step, empty_writes
 
 BATCH, MEMORIES, KEYS, VALUES, RANK = 2, 2, 128, 64, 4
+SLOW = pytest.mark.slow
 WIDTHS = MEMORIES * KEYS, MEMORIES * KEYS, MEMORIES * VALUES, RANK
 COLUMNS = (0, WIDTHS[0], WIDTHS[0] + WIDTHS[1], sum(WIDTHS[:3]))
 
 
-def make(tokens: int, bias: tuple[float, float], dtype, keys: int = KEYS, seed: int = 0) -> dict:
+# Values' channels of a memory, and `deferred.PROGRAMS`: with 2 a program has both rows, one after the other.
+APART, IN_TURN = (VALUES, None), (128, 2)
+
+
+@pytest.fixture
+def programs(request, monkeypatch):
+    """A fixture that sets the number of programs, a parameter."""
+    monkeypatch.setattr(deferred, "PROGRAMS", request.param)
+    jax.clear_caches()
+
+
+def make(
+    tokens: int,
+    bias: tuple[float, float],
+    dtype,
+    keys: int = KEYS,
+    values: int = VALUES,
+    batch: int = BATCH,
+    seed: int = 0,
+) -> dict:
     """Return a memory and arrays of tokens [T, B, C] with their gate, whose bias is drawn between two numbers."""
     rng = np.random.default_rng(seed)
-    width = 2 * MEMORIES * keys + MEMORIES * VALUES + RANK
+    width = 2 * MEMORIES * keys + MEMORIES * values + RANK
     return dict(
-        memory=jnp.asarray(rng.normal(size=(BATCH, MEMORIES, keys, VALUES)), jnp.float32),
-        tokens=jnp.asarray(rng.normal(size=(tokens, BATCH, width)), dtype),
+        memory=jnp.asarray(rng.normal(size=(batch, MEMORIES, keys, values)), jnp.float32),
+        tokens=jnp.asarray(rng.normal(size=(tokens, batch, width)), dtype),
         up=jnp.asarray(rng.normal(size=(RANK, MEMORIES * keys)), dtype),
         bias=jnp.asarray(rng.uniform(*bias, MEMORIES * keys), jnp.float32),
     )
@@ -63,19 +83,25 @@ def near(got, wanted, tolerance: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("group", "bias", "temperature", "dtype", "keys"),
+    ("group", "bias", "temperature", "dtype", "keys", "values", "programs"),
     [
-        pytest.param(4, (-3, 6), 16.0, jnp.float32, 128, id="usual"),
-        pytest.param(4, (-120, 20), 0.5, jnp.bfloat16, 128, id="strong, bfloat16"),
-        pytest.param(8, (9, 14), 16.0, jnp.float32, 256, id="slow, K=256", marks=pytest.mark.slow),
-        pytest.param(8, (-3, 6), 16.0, jnp.bfloat16, 128, id="8, bfloat16", marks=pytest.mark.slow),
+        pytest.param(4, (-3, 6), 16.0, jnp.float32, 128, *APART, id="usual"),
+        pytest.param(4, (-120, 20), 0.5, jnp.bfloat16, 128, *APART, id="strong, bfloat16"),
+        pytest.param(8, (9, 14), 16.0, jnp.float32, 256, *APART, id="slow, K=256", marks=SLOW),
+        pytest.param(8, (-3, 6), 16.0, jnp.bfloat16, 128, *APART, id="8, bfloat16", marks=SLOW),
+        pytest.param(4, (-3, 6), 16.0, jnp.float32, 128, *IN_TURN, id="rows in turn"),
+        pytest.param(4, (-120, 20), 0.5, jnp.bfloat16, 128, 256, 2, id="in turn, strong", marks=SLOW),
+        pytest.param(8, (9, 14), 16.0, jnp.float32, 128, *IN_TURN, id="in turn, 8, slow", marks=SLOW),
     ],
-)
-def test_outputs_and_memories_are_those_of_the_recurrence(group, bias, temperature, dtype, keys):
+    indirect=["programs"],
+)  # fmt: skip
+def test_outputs_and_memories_are_those_of_the_recurrence(
+    group, bias, temperature, dtype, keys, values, programs
+):
     """Over 2n + 3 tokens: each output, the memory as it is stored and after the pending writes, and the buffers, which the next group
     overwrites. The memory is stored by the last token of a group only.
     """
-    arrays = make(2 * group + 3, bias, dtype, keys)
+    arrays = make(2 * group + 3, bias, dtype, keys, values)
     run = step(arrays["memory"], temperature)
     memory, pending = arrays["memory"], empty_writes(arrays["memory"], group, dtype)
     gate, stored = (arrays["up"], arrays["bias"]), memory
@@ -99,15 +125,20 @@ def test_outputs_and_memories_are_those_of_the_recurrence(group, bias, temperatu
 
 
 @pytest.mark.parametrize(
-    ("count", "keys", "values", "dtype"),
+    ("count", "keys", "values", "dtype", "programs"),
     [
-        pytest.param(0, 128, 64, jnp.bfloat16, id="no write waits"),
-        pytest.param(3, 128, 64, jnp.bfloat16, id="the memory is written"),
-        pytest.param(2, 128, 32, jnp.float32, id="32 channels", marks=pytest.mark.slow),
-        pytest.param(1, 256, 128, jnp.bfloat16, id="K=256", marks=pytest.mark.slow),
+        pytest.param(0, 128, 64, jnp.bfloat16, None, id="no write waits"),
+        pytest.param(3, 128, 64, jnp.bfloat16, None, id="the memory is written"),
+        pytest.param(2, 128, 32, jnp.float32, None, id="32 channels", marks=SLOW),
+        pytest.param(1, 256, 128, jnp.bfloat16, None, id="K=256", marks=SLOW),
+        pytest.param(0, 128, 128, jnp.bfloat16, 2, id="in turn, no write waits"),
+        pytest.param(3, 128, 256, jnp.float32, 4, id="in turn, written", marks=SLOW),
     ],
+    indirect=["programs"],
 )
-def test_a_gate_multiplies_the_output_and_leaves_all_else_as_it_is(count, keys, values, dtype):
+def test_a_gate_multiplies_the_output_and_leaves_all_else_as_it_is(
+    count, keys, values, dtype, programs
+):
     """The gated output is that of the step without a gate times silu(gate), its squares are those of that output, and memory and writes have
     the same bits. Gates are from -200 to 200.
     """
@@ -137,15 +168,44 @@ def test_a_gate_multiplies_the_output_and_leaves_all_else_as_it_is(count, keys, 
     np.testing.assert_allclose(np.transpose(squares, (2, 0, 1)), by_part, rtol=1e-6)
 
 
-def test_places_beyond_the_count_are_not_read():
+@pytest.mark.parametrize("count", [0, pytest.param(1, marks=SLOW), pytest.param(2, marks=SLOW), 3])
+def test_rows_in_turn_have_the_results_of_rows_apart(count, monkeypatch):
+    """Three rows in programs of two, so that the last program has one. Keys and values have the same bits; the rest contains sums in another order."""
+    rng = np.random.default_rng(count)
+    ends = np.cumsum([WIDTHS[0], WIDTHS[1], MEMORIES * 128, MEMORIES * 128])
+    memory = jnp.asarray(rng.normal(size=(3, MEMORIES, KEYS, 128)), jnp.float32)
+    tokens = jnp.asarray(rng.normal(size=(3, ends[-1] + RANK)), jnp.float32)
+    up = jnp.asarray(rng.normal(size=(RANK, WIDTHS[0])), jnp.float32)
+    empty = empty_writes(memory, 4, jnp.float32)
+    writes = jax.tree.map(lambda x: jnp.asarray(-rng.uniform(size=x.shape), x.dtype), empty)
+    call = memory, writes, jnp.int32(count), tokens, up, jnp.ones(WIDTHS[0])
+    options: dict = dict(columns=(0, int(ends[0]), int(ends[1]), int(ends[3])), temperature=16.0)
+    options |= dict(scale=0.25, gate=int(ends[2]), interpret=gpu_interpreter())
+    results = []
+    for programs in (None, 3):
+        monkeypatch.setattr(deferred, "PROGRAMS", programs)
+        results.append(deferred_step(*call, **options))
+        assert not races_found()
+    (apart, squares), *rest = results[0]
+    (output, got), *others = results[1]
+    # The squares' parts are of 64 channels where rows are apart and memories few.
+    near(got.sum(1), squares.sum(1), 1e-6)
+    near(output, apart, 1e-6)
+    jax.tree.map(functools.partial(near, tolerance=1e-6), others, rest)
+    jax.tree.map(np.testing.assert_array_equal, others[1][:2], rest[1][:2])
+
+
+@pytest.mark.parametrize(("values", "programs"), [APART, IN_TURN], indirect=["programs"])
+def test_places_beyond_the_count_are_not_read(values, programs):
     """Places of pending writes that are empty leave no trace, also where they contain NaN."""
-    arrays = make(1, (-3, 6), jnp.float32)
+    arrays = make(1, (-3, 6), jnp.float32, values=values)
     run, memory = step(arrays["memory"], 16.0), arrays["memory"]
     for count in range(4):
-        filled = make(3, (-3, 6), jnp.float32, seed=count)["tokens"]
+        filled = make(3, (-3, 6), jnp.float32, values=values, seed=count)["tokens"]
         rows = jnp.moveaxis(filled, 0, 1)
         decays = -0.3 * jax.nn.sigmoid(rows[..., : WIDTHS[0]])
-        pending = deferred.Pending(rows[..., : WIDTHS[0]], rows[..., -WIDTHS[2] :], decays)
+        late = rows[..., -MEMORIES * values :]
+        pending = deferred.Pending(rows[..., : WIDTHS[0]], late, decays)
         call = jnp.int32(count), arrays["tokens"][0], arrays["up"], arrays["bias"]
         clean = run(memory, fill(pending, count, 0.0), *call)
         for got, wanted in zip(run(memory, fill(pending, count, jnp.nan), *call)[:2], clean[:2], strict=True):  # fmt: skip
@@ -173,8 +233,8 @@ def test_slow_decays_lose_nothing_over_many_tokens(group):
     def after_a_group(memory):
         joined = factor
         for _ in range(group - 1):
-            joined = deferred._joined(factor, joined)
-        return deferred.hopper.apply_decay(memory, joined)
+            joined = pending.joined(factor, joined)
+        return hopper.apply_decay(memory, joined)
 
     memory = plain = jnp.ones(64, jnp.float32)
     for _ in range(10240 // group):

@@ -21,6 +21,7 @@ from pallas_kernels.decode_step import (
     deferred_step,
     empty_writes,
 )
+from pallas_kernels.decode_step import deferred as deferred_kernel
 from pallas_kernels.row_product.cases import COMPILED, TILES_COMPILED
 from tests.kernels import test_row_product_gpu as row_product
 from tests.kernels import test_tile_product_gpu as tile_product
@@ -84,11 +85,18 @@ def test_a_step_with_its_gate_equals_that_with_decays(batch):
 
 
 @pytest.mark.parametrize("group", [4, 8])
-@pytest.mark.parametrize(("batch", "keys"), [(256, 128), (33, 256)])
-def test_a_step_that_defers_its_write_equals_that_which_writes(batch, keys, group):
+@pytest.mark.parametrize(
+    ("batch", "keys", "programs"),
+    [(256, 128, None), (256, 128, 396), (33, 128, 20), (33, 256, None)],
+)
+def test_a_step_that_defers_its_write_equals_that_which_writes(
+    batch, keys, programs, group, monkeypatch
+):
     """On the card, over 2n + 3 tokens the outputs of the step that writes a memory once in n tokens, and its memory with the pending writes,
     are those of the step that writes at each token; a second run gives the same bits. Decays are strong and slow.
     """
+    monkeypatch.setattr(deferred_kernel, "PROGRAMS", programs)
+    jax.clear_caches()
     heads, values, rank = 4, 2 * keys, 16
     rng, wide = np.random.default_rng(0), heads * keys
     columns = 0, wide, 2 * wide, 2 * wide + heads * values

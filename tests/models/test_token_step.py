@@ -11,6 +11,7 @@ from flax import nnx
 from lsm_jax import feedforward, mixers, models
 from lsm_jax.models import sampling, token_step, token_tiles
 from pallas_kernels.compat import gpu_interpreter, races_found
+from pallas_kernels.decode_step import deferred
 from pallas_kernels.row_product.cases import TILES_COMPILED
 
 KEY = jax.random.key(0)
@@ -94,12 +95,20 @@ def test_the_tilings_are_among_those_that_are_compared_on_a_card():
     assert {*token_tiles.TILINGS.values()} <= {case.tiling for case in TILES_COMPILED}
 
 
-@pytest.mark.parametrize(("heads", "tokens"), [(1, 1), pytest.param(2, 5, marks=pytest.mark.slow)])
-def test_logits_by_tiles_are_those_of_the_layers(heads, tokens, interpreted, monkeypatch):
+@pytest.mark.parametrize(
+    ("heads", "tokens", "programs"),
+    [
+        (1, 1, None),
+        pytest.param(2, 5, None, marks=pytest.mark.slow),
+        pytest.param(1, 2, 44, id="rows in turn", marks=pytest.mark.slow),
+    ],
+)
+def test_logits_by_tiles_are_those_of_the_layers(heads, tokens, programs, interpreted, monkeypatch):
     """Whole tokens of rows whose products are by tiles and whose writes are deferred, of scales of the norms that differ from 1: the logits of the
     last, and the state, as exact as the layers'; every norm but the first has its squares from the kernel before it.
     """
     batch = 64
+    monkeypatch.setattr(deferred, "PROGRAMS", programs)
     monkeypatch.setattr(token_step, "DEFERRED_ROWS", batch)
     fields = dict(tie_embeddings=True, heads=heads)
     model, periods, prepared, token, state = prepared_model(batch, "gla", **fields)
@@ -185,10 +194,10 @@ def test_tokens_and_states_with_deferred_writes_are_those_of_the_layers(
         place = max(i for i in range(tokens - 1) if i % group and row[i] not in row[:i])
         drawn, after = decode(1, False, row[place])
         assert int(after.clock.position[0]) == 6 + place
-    got, deferred = decode(group, True, row[place] if stop else None)
+    got, states = decode(group, True, row[place] if stop else None)
     assert not races_found()
     np.testing.assert_array_equal(got, drawn)
-    for got, known in zip(jax.tree.leaves(deferred), jax.tree.leaves(after), strict=True):
+    for got, known in zip(jax.tree.leaves(states), jax.tree.leaves(after), strict=True):
         got, known = np.asarray(got, np.float64), np.asarray(known)
         assert np.abs(got - known).max() <= 0.03 * np.abs(known).max()
 
