@@ -40,7 +40,7 @@ _WARPS, _THREADS = 4, 128
 _TILES = 2  # of 32 KB of a memory that a program has, of which three run on a processor
 _MAX_RANK = 64  # inner channels of the decay's gate, which each thread reads
 
-PROGRAMS: int | None = None
+PROGRAMS: int | None = 396
 """The number of thread blocks that compute rows one after another (`pallas_kernels.decode_step.deferred_rows`), where K is 128 and V a multiple of
 it: with 396, three run on each processor of an H200. None: each computes a part of one memory. Not timed yet."""
 GROUPS = (4, 8)
