@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from lsm_jax.ops.backends.token_kernels import row_products
 
 TILINGS: dict[str, tuple[int, ...]] = dict(
-    into=(64, 64, 7, 1, 1), out=(32, 128, 5, 1, 2), gate_up=(64, 64, 6, 2, 2), down=(32, 128, 5, 1, 4)
+    into=(64, 64, 7, 1, 1), out=(32, 64, 7, 1, 1), gate_up=(64, 64, 6, 2, 2), down=(32, 128, 5, 1, 4)
 )  # fmt: skip
 """`pallas_kernels.row_product.Tiling` of each product, by the names of `token_step`'s matrices, as timed for 256 rows of GLA 340M; products that it
 does not divide have the kernel's own. Empty: XLA computes all four."""

@@ -27,9 +27,6 @@ from pallas_kernels.hopper.launch import launch
 _F32 = jnp.float32
 _WARPS, _THREADS = 4, 128
 _TILES, _KEYS = 2, 64  # tiles of a program's part of a memory, and their key channels
-FENCED = False
-"""Whether a fence is between the reading of a tile and the copy into its place, as the interpreter asks for. Compiled, the barrier before the copy
-orders them, as in other pipelines of asynchronous copies; a fence (`MEMBAR.ALL.CTA`) may wait for the thread's loads and stores that are on their way."""
 _WRITTEN = 16  # key channels of a tile that are written at once, so that few registers hold them
 _SINGLE = "query", "plain query", "decay", "output", "scores"  # vectors in shared memory
 
@@ -185,8 +182,7 @@ def step(
             for t in range(_TILES):
                 plgpu.barrier_wait(shared["loaded"].at[t])
                 output += of_tile(row, t)
-                if FENCED or interpret:
-                    plgpu.commit_smem()
+                plgpu.commit_smem()  # the tile is read before it is loaded anew
                 pl.when(row + 1 < end)(lambda t=t: load_tile(row + 1, t))
 
             gate = load_gate()  # few enough to be in the L1 cache

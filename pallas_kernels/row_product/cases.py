@@ -135,6 +135,7 @@ TILES_COMPILED = tuple(
     TileCase(128, 2560, 640, False, "added", True),
     TileCase(256, 1024, 3136, True, "", True, (64, 64, 7, 1, 1)),
     TileCase(256, 1024, 5632, True, "swiglu", True, (64, 64, 6, 2, 2)),
+    TileCase(256, 1024, 1024, True, "added", True, (32, 64, 7, 1, 1), heads=4),
     TileCase(256, 1024, 1024, True, "added", True, (32, 128, 5, 1, 2), heads=4),
     TileCase(256, 2816, 1024, False, "added", True, (32, 128, 5, 1, 4)),
     TileCase(256, 2816, 1024, False, "added", True, (32, 128, 5, 2, 4)),

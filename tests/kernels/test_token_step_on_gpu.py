@@ -138,7 +138,9 @@ def test_a_step_that_defers_its_write_equals_that_which_writes(
 @pytest.mark.parametrize("batch", [1, 8, 64, 128, 256])
 @pytest.mark.parametrize("method", ["gla", "gated_deltanet"])
 def test_tokens_of_a_model_are_those_of_its_layers(method, batch, monkeypatch):
-    """On the card, greedy tokens by the kernels are those of the layers, but for ties that rounding decides: up to them, most are equal."""
+    """On the card, greedy tokens by the kernels are those of the layers up to a tie that rounding decides: the layers' logits of both are equal but
+    for a tenth of their standard deviation. Of many rows, most tokens are equal.
+    """
     config = models.lm(method, "340m", vocab_size=512)
     config.num_layers = 2
     model = models.Decoder(config, rngs=nnx.Rngs(0))
@@ -154,4 +156,8 @@ def test_tokens_of_a_model_are_those_of_its_layers(method, batch, monkeypatch):
     monkeypatch.setattr(token_step, "serves", lambda *_: False)
     wanted = models.sample(model, prompt, **call)
     first = np.argmax(np.asarray(got != wanted), axis=1) + 16 * np.asarray((got == wanted).all(1))
-    assert first.mean() >= 8
+    assert batch == 1 or first.mean() >= 8
+    row, at = np.arange(batch), np.minimum(first, 15)
+    logits = np.asarray(model(jnp.concatenate([prompt, wanted], axis=1))[0])[row, 15 + at]
+    gap = logits[row, wanted[row, at]] - logits[row, got[row, at]]
+    assert (gap <= 0.1 * logits.std(axis=-1)).all()

@@ -19,6 +19,7 @@ _F32 = jnp.float32
 _DTYPES = ("bfloat16", "float16", "float32")
 _ENTRIES = 8192  # of a program's memory, at most
 _COLUMNS = (64, 32, 16)  # value channels of a program
+_WARPS = 4
 _MAX_QUERIES = 16  # query heads that read one memory, at most
 
 
@@ -94,7 +95,7 @@ def step(
         (memory, q, k, v, *(optional[n] for n in names), float(scale)),
         dict(output=jax.ShapeDtypeStruct((batch, max(heads, memories), value_dim), v.dtype)),
         programs=batch * memories * (value_dim // width),
-        warps=4,
+        warps=_WARPS,
         stages=1,
         in_place="memory",
         captured=True,

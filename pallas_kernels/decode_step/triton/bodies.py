@@ -15,15 +15,19 @@ def _apply_decay(m, factor):
 
 @triton.jit
 def _store_outputs(
-    m, q, output, row, g, keys, present, scale,
+    m, q, first, output, row, g, keys, present, scale,
     G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
-    """Store the outputs scale q M of all queries that read memory g of a row; `output` points at the program's value channels."""
+    """Store the outputs scale q M of all queries that read memory g of a row, the first of which is given; `output` points at the program's
+    value channels.
+    """
     QUERIES: tl.constexpr = H // G if H > G else 1
     HEADS: tl.constexpr = H if H > G else G
+    query = first
     for i in tl.static_range(QUERIES):
         head = g * QUERIES + i
-        query = tl.load(q + (row * H + head * H // HEADS) * K + keys, mask=present, other=0.0)
+        if i > 0:
+            query = tl.load(q + (row * H + head * H // HEADS) * K + keys, mask=present, other=0.0)
         total = tl.sum(query.to(tl.float32)[:, None] * m, 0) * scale
         tl.store(output + (row * HEADS + head) * V, total.to(output.dtype.element_ty))
 
@@ -55,34 +59,45 @@ def one_token(
         memory += tl.load(layer).to(tl.int64) * (BATCH * G * K * V)
     cell = memory + at * (K * V) + keys[:, None] * V + values[None, :]
     m = tl.load(cell, mask=present[:, None], other=0.0)
-    if EMPTIED:
-        m = tl.where(tl.load(emptied + row) > 0, 0.0, m)
+    # All that one program reads is loaded before its first sum, behind which a load would wait for the memory.
+    query = tl.load(q + (row * H + g * H // G) * K + keys, mask=present, other=0.0)
     key = tl.load(k + (row * K_HEADS + g * K_HEADS // G) * K + keys, mask=present, other=0.0)
     key = key.to(tl.float32)
     value = tl.load(v + at * V + values).to(tl.float32)
-    to = output + values
+    if DECAY == 1:
+        factor = tl.load(decay + at)
+    if DECAY == 2:
+        factor = tl.load(decay + at * K + keys, mask=present, other=0.0)[:, None]
+    if VALUE_DECAY:
+        value_factor = tl.load(value_decay + at * V + values)[None, :]
+    if BETA:
+        strength = tl.load(beta + at)
     if LOW_RANK:
         left = tl.load(a + (row * A_HEADS + g * A_HEADS // G) * K + keys, mask=present, other=0.0)
+        right = tl.load(b + (row * B_HEADS + g * B_HEADS // G) * K + keys, mask=present, other=0.0)
+    if BONUS:
+        weight = tl.load(bonus + g * K + keys, mask=present, other=0.0)
+    if EMPTIED:
+        m = tl.where(tl.load(emptied + row) > 0, 0.0, m)
+    to = output + values
+    if LOW_RANK:
         before = tl.sum(left.to(tl.float32)[:, None] * m, 0)
     if UNDECAYED:
         held = tl.sum(key[:, None] * m, 0)
     if BONUS:
-        weight = tl.load(bonus + g * K + keys, mask=present, other=0.0)
-        _store_outputs(m + (weight * key)[:, None] * value[None, :], q, to, row, g, keys, present, scale, G, H, K, V)  # fmt: skip
-    if DECAY == 1:
-        m = _apply_decay(m, tl.load(decay + at))
-    if DECAY == 2:
-        m = _apply_decay(m, tl.load(decay + at * K + keys, mask=present, other=0.0)[:, None])
+        with_bonus = m + (weight * key)[:, None] * value[None, :]
+        _store_outputs(with_bonus, q, query, to, row, g, keys, present, scale, G, H, K, V)
+    if DECAY > 0:
+        m = _apply_decay(m, factor)
     if VALUE_DECAY:
-        m = _apply_decay(m, tl.load(value_decay + at * V + values)[None, :])
+        m = _apply_decay(m, value_factor)
     if BETA:
         if not UNDECAYED:
             held = tl.sum(key[:, None] * m, 0)
-        value = tl.load(beta + at) * (value - held)
+        value = strength * (value - held)
     m += key[:, None] * value[None, :]
     if LOW_RANK:
-        right = tl.load(b + (row * B_HEADS + g * B_HEADS // G) * K + keys, mask=present, other=0.0)
         m += right.to(tl.float32)[:, None] * before[None, :]
     tl.store(cell, m, mask=present[:, None])
     if not BONUS:
-        _store_outputs(m, q, to, row, g, keys, present, scale, G, H, K, V)
+        _store_outputs(m, q, query, to, row, g, keys, present, scale, G, H, K, V)
