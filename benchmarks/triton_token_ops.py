@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import functools
-import statistics
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -61,8 +60,7 @@ CHECKS = {
     "one token 256": Tokens("one token by delta rule", 16, 4, 256, 4, "float16", False),
 }
 OPS = ("selective memory", "convolution", "normalised convolution", "one token with decay", "one token by delta rule")  # fmt: skip
-# Steps of one token without a loop, in programs whose difference has no part of the host's call; XLA compiles 100 for minutes.
-_UNROLLED = 20, 50
+_UNROLLED = 50  # steps of one token without a loop; XLA compiles 100 for minutes
 _TOKEN = {
     "one token with decay": (ops.linear_memory, "key"),
     "one token by delta rule": (ops.delta_memory, "token beta"),
@@ -198,27 +196,13 @@ def timer(
         if on_device:
             raise NotImplementedError(f"{op}: times of kernels are those of ops with tokens")
 
-        def compiled(steps: int):
-            # As the peer's steps: from one memory, and captured.
-            program = decode_step.steps(function, False, options, unrolled=steps)
-            return program.lower(memory, jax.eval_shape(inputs)).compile()
-
-        programs = {steps: compiled(steps) for steps in _UNROLLED}
-
-        def difference() -> float:
-            few, many = (
-                steps * decode_step.microseconds(program, jnp.zeros(size), inputs(), steps)
-                for steps, program in programs.items()
-            )
-            return (many - few) / (_UNROLLED[1] - _UNROLLED[0]) / 1000
+        # As the peer's steps: from one memory, captured, and dispatched while the device computes those before.
+        program = decode_step.steps(function, False, options, unrolled=_UNROLLED)
+        program = program.lower(memory, jax.eval_shape(inputs)).compile()
 
         def one_token() -> list[float]:
-            result = statistics.median(difference() for _ in range(5))
-            if result <= 0:
-                raise RuntimeError(
-                    f"{op}: more tokens took less time; other programs disturb the host"
-                )
-            return [result]
+            arrays, call = inputs(), functools.partial(decode_step.microseconds, program)
+            return [call(jnp.zeros(size), arrays, _UNROLLED, calls=20) / 1000]
 
         return one_token
     more = _STATES if op == "selective memory" else TIMED_HEAD_DIM
