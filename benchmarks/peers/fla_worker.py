@@ -270,7 +270,8 @@ def _warm(cases: list, bias: float, claims: Path, index: int) -> None:
             batch, length, *rest = map(int, shape.split("x"))
             try:
                 if op.startswith("model "):
-                    model_of(op[6:], batch, length, num_hidden_layers=1)()
+                    # Two layers, since the peer's RWKV7 divides by their number less one.
+                    model_of(op[6:], batch, length, num_hidden_layers=2)()
                 else:
                     size = (batch, min(length, _TOKENS) if rest else length, *rest)
                     forward, both = _calls(operations[op], op, size, bias)

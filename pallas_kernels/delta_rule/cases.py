@@ -125,6 +125,8 @@ HOPPER = (
     Case((2, 2, 2), 64, 64, 4096, False, "constant"),
     Case((1, 1, 2), 256, 512, 300, True, "token"),
     Case((2, 1, 1), 256, 256, 640, False, ""),
+    Case((4, 2, 2), 64, 128, 1100, True, ""),
+    Case((6, 6, 6), 128, 128, 600, True, ""),
     Case((4, 2, 2), 64, 128, 1100, True, "channel"),
     Case((2, 2, 4), 128, 64, 500, True, "strong channel"),
     Case((2, 2, 4), 128, 64, 500, True, "steep channel"),
@@ -158,6 +160,7 @@ HOPPER = (
 """Cases that run on the card."""
 HOPPER_COMPILED = (
     Compiled((4, 4, 4), 128, 128, "", 20),  # DeltaNet
+    Compiled((4, 4, 4), 128, 128, "segment_ids", 20),
     Compiled((4, 2, 4), 64, 64, "log_decay segment_ids", 116),
     Compiled((2, 1, 2), 256, 512, "log_decay", 792),  # Gated DeltaNet
     Compiled((4, 4, 4), 256, 256, "log_decay", 64),

@@ -81,6 +81,8 @@ FORWARD_OF_DELTA_RULES = (
     ("delta_memory", (80, 80, 80), 128, 128, "log_decay"),  # two warpgroups of a thread block carry memories
     ("delta_memory", (80, 80, 80), 128, 128, "undecayed log_decay segment_ids"),
     ("delta_memory", (4, 4, 4), 64, 64, ""),
+    ("delta_memory", (4, 4, 4), 64, 64, "segment_ids"),
+    ("delta_memory", (6, 6, 6), 128, 128, "segment_ids"),
 )  # fmt: skip
 
 

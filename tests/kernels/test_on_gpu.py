@@ -20,7 +20,7 @@ from pallas_kernels.selective_scan import cases as selective_scan_cases
 from tests.kernels import test_decode_step_gpu as decode_step
 from tests.kernels import test_selective_scan_gpu as scans
 from tests.kernels.marks import on_hopper
-from tests.kernels.on_card import assert_alike
+from tests.kernels.on_card import assert_alike, assert_alike_without_a_derivative
 from tests.kernels.test_linear_attention_gpu import error
 
 pytestmark = on_hopper
@@ -55,6 +55,13 @@ def test_equals_the_recurrence(configuration):
     check(configuration, batch=2)
 
 
+@pytest.mark.parametrize("configuration", memories.CONFIGURATIONS, ids=compare.case_id)
+def test_equals_the_recurrence_without_a_derivative(configuration):
+    """On the card, so does the kernel of a call without a derivative, as of an evaluation."""
+    call, cases = memories.memory(configuration, 2), cases_of(configuration)
+    assert_alike_without_a_derivative(call, cases.OUTPUT_TOLERANCE)
+
+
 @pytest.fixture
 def by_roles(monkeypatch):
     """A fixture with the scan by roles of a scalar decay, and no trace of the same shapes with the other scan."""
@@ -87,11 +94,16 @@ def test_the_scan_by_roles_with_factors_of_writes_and_skips(heads, documents, by
     test_factors_of_writes_and_skips(heads, documents)
 
 
+def cases_of(configuration):
+    """Return the module that has a configuration's tolerances."""
+    words = str(configuration[-1])
+    return dplr_cases if "dplr" in words else delta_rule_cases if "delta" in words else linear_attention_cases  # fmt: skip
+
+
 def check(configuration, batch):
     """Compare a configuration's kernel with the recurrence, and with itself, on the card. Return the text of its program."""
     call = memories.memory(configuration, batch)
-    words = str(configuration[-1])
-    cases = dplr_cases if "dplr" in words else delta_rule_cases if "delta" in words else linear_attention_cases  # fmt: skip
+    cases = cases_of(configuration)
     assert_alike(call, cases.OUTPUT_TOLERANCE, cases.GRADIENT_TOLERANCE)
     return compare.program(call, "mosaic_gpu").lower(call.cotangents, call.arrays).as_text()
 

@@ -59,11 +59,19 @@ def one_token(
         memory += tl.load(layer).to(tl.int64) * (BATCH * G * K * V)
     cell = memory + at * (K * V) + keys[:, None] * V + values[None, :]
     m = tl.load(cell, mask=present[:, None], other=0.0)
-    # All that one program reads is loaded before its first sum, behind which a load would wait for the memory.
+    # What one program reads is loaded before its sums, behind which a load would wait for the memory; but for a bonus, whose output is first, so that
+    # fewer registers are in use.
     query = tl.load(q + (row * H + g * H // G) * K + keys, mask=present, other=0.0)
     key = tl.load(k + (row * K_HEADS + g * K_HEADS // G) * K + keys, mask=present, other=0.0)
     key = key.to(tl.float32)
     value = tl.load(v + at * V + values).to(tl.float32)
+    to = output + values
+    if EMPTIED:
+        m = tl.where(tl.load(emptied + row) > 0, 0.0, m)
+    if BONUS:
+        weight = tl.load(bonus + g * K + keys, mask=present, other=0.0)
+        with_bonus = m + (weight * key)[:, None] * value[None, :]
+        _store_outputs(with_bonus, q, query, to, row, g, keys, present, scale, G, H, K, V)
     if DECAY == 1:
         factor = tl.load(decay + at)
     if DECAY == 2:
@@ -75,18 +83,10 @@ def one_token(
     if LOW_RANK:
         left = tl.load(a + (row * A_HEADS + g * A_HEADS // G) * K + keys, mask=present, other=0.0)
         right = tl.load(b + (row * B_HEADS + g * B_HEADS // G) * K + keys, mask=present, other=0.0)
-    if BONUS:
-        weight = tl.load(bonus + g * K + keys, mask=present, other=0.0)
-    if EMPTIED:
-        m = tl.where(tl.load(emptied + row) > 0, 0.0, m)
-    to = output + values
     if LOW_RANK:
         before = tl.sum(left.to(tl.float32)[:, None] * m, 0)
     if UNDECAYED:
         held = tl.sum(key[:, None] * m, 0)
-    if BONUS:
-        with_bonus = m + (weight * key)[:, None] * value[None, :]
-        _store_outputs(with_bonus, q, query, to, row, g, keys, present, scale, G, H, K, V)
     if DECAY > 0:
         m = _apply_decay(m, factor)
     if VALUE_DECAY:
