@@ -160,7 +160,7 @@ HOPPER = (
 """Cases that run on the card."""
 HOPPER_COMPILED = (
     Compiled((4, 4, 4), 128, 128, "", 20),  # DeltaNet
-    Compiled((4, 4, 4), 128, 128, "segment_ids", 20),
+    Compiled((4, 4, 4), 128, 128, "segment_ids", 104),
     Compiled((4, 2, 4), 64, 64, "log_decay segment_ids", 116),
     Compiled((2, 1, 2), 256, 512, "log_decay", 792),  # Gated DeltaNet
     Compiled((4, 4, 4), 256, 256, "log_decay", 64),
