@@ -202,7 +202,8 @@ def _decode(
     graphdef, params, hidden, state, key, temperature, top_p, *, num_tokens, greedy, top_k, stop_token,
     by_kernels=False,
 ):  # fmt: skip
-    """Return the tokens [B, num_tokens] drawn after the hidden state [B, D] of each row's last token, and the state after them.
+    """Return the tokens [B, num_tokens] drawn after the hidden state [B, D] of each row's last token, the state after them, and the writes that
+    it does not hold or None, which `token_step.with_writes` applies: `sample` needs no state.
 
     It is a program of its own, so that a prompt of another length does not compile it again unless its caches have another capacity.
     The state is an output so that the loop changes it in place. With `by_kernels`, for unrolled layers, a token passes by `token_step`.
@@ -263,7 +264,7 @@ def _decode(
 
     carry = (jnp.int32(1), first, done, tokens.at[:, 0].set(first), state, pending)
     *_, tokens, state, pending = jax.lax.while_loop(unfinished, body, carry)
-    return tokens, token_step.with_writes(state, pending)
+    return tokens, state, pending
 
 
 def _prefill(model, prompt, segment_ids, state, chunk):

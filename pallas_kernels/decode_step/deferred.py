@@ -7,8 +7,9 @@ without a loss of exactness. So a token moves the memory once, and not twice, an
 
     M = D S + sum_j (E_j k_j)^T v_j.
 
-A program has 64 KB of a memory, on their way to shared memory (three programs to a processor: 192 KB) while each thread computes what belongs
-to one key channel or two: the decay from its low-rank gate, the products of decays, the decayed keys, which all threads read from shared memory.
+Where there are many parts of memories, programs compute several each (`deferred_rows`). Otherwise a program has 64 KB of a memory, on their way to
+shared memory (three programs to a processor: 192 KB) while each thread computes what belongs to one key channel or two: the decay from its low-rank
+gate, the products of decays, the decayed keys, which all threads read from shared memory.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from pallas_kernels.decode_step import deferred_rows, hopper
 from pallas_kernels.decode_step.pending import (
     Gate,
     Pending,
+    filled_places,
     gated_output,
-    joined,
-    places,
-    plain,
-    updated,
+    joined_decay,
+    plain_decay,
+    run_in_place,
 )
 from pallas_kernels.hopper.launch import launch
 from pallas_kernels.requirements import Requirement, first_unmet
@@ -40,9 +41,10 @@ _WARPS, _THREADS = 4, 128
 _TILES = 2  # of 32 KB of a memory that a program has, of which three run on a processor
 _MAX_RANK = 64  # inner channels of the decay's gate, which each thread reads
 
-PROGRAMS: int | None = 396
-"""The number of thread blocks that compute rows one after another (`pallas_kernels.decode_step.deferred_rows`), where K is 128 and V a multiple of
-it: with 396, three run on each processor of an H200. None: each computes a part of one memory, and 256 rows of GLA 340M have 0.958 times the tokens/s."""
+PROGRAMS: dict[int, int] = {4: 396, 8: 264}
+"""By the number of tokens of which one writes, about how many thread blocks compute rows one after another (`pallas_kernels.decode_step.deferred_rows`),
+where K is 128 and V a multiple of it: of groups of 4 three run on each processor of an H200, of 8 two. Calls with fewer than two parts of a memory for each,
+and groups that are not here, have a thread block for each part (256 rows of GLA 340M then have 0.958 times the tokens/s)."""
 GROUPS = (4, 8)
 """The numbers of tokens of which one writes."""
 
@@ -115,8 +117,10 @@ def apply_writes(
     factors = [jnp.where(j < count, of_head(pending.decays, j), 0.0) for j in slots]
     after, keys = jnp.zeros((batch, memories, key_dim), _F32), {}
     for j in reversed(slots):
-        keys[j] = plain(after) * jnp.where(j < count, of_head(pending.keys, j).astype(_F32), 0.0)
-        after = joined(factors[j], after)
+        keys[j] = plain_decay(after) * jnp.where(
+            j < count, of_head(pending.keys, j).astype(_F32), 0.0
+        )
+        after = joined_decay(factors[j], after)
     memory = hopper.apply_decay(memory, after[..., None])
     for j in slots:
         value = jnp.where(j < count, of_head(pending.values, j).astype(_F32), 0.0)
@@ -169,8 +173,9 @@ def deferred_step(
     arrays = memory, pending, count, tokens, up, bias
     options: dict[str, Any] = dict(columns=columns, temperature=temperature, scale=scale)
     options |= dict(gate=gate, interpret=interpret)
-    if PROGRAMS is not None and deferred_rows.serves(memory):
-        return deferred_rows.step(*arrays, programs=PROGRAMS, **options)
+    programs = PROGRAMS.get(group)
+    if programs and deferred_rows.count_parts(memory) >= 2 * programs:
+        return deferred_rows.step(*arrays, programs=programs, **options)
     return _step(*arrays, **options)
 
 
@@ -187,7 +192,7 @@ class _Keys:
     def __init__(self, block: hopper.Block, group: int, count: Any):
         self.block, self.keys = block, block.shape[0]
         self.layout = plgpu.Layout.WG_STRIDED((self.keys,), self.keys // _THREADS)
-        self.slots = places(count, group)
+        self.slots = filled_places(count, group)
 
     @property
     def own(self):
@@ -275,10 +280,10 @@ def _step(
             written = j < count
             late, factor = loaded[j]
             late = jnp.where(written, late.astype(_F32), 0.0)
-            shared["keys"].at[j][...] = plain(decay) * late
-            decay = joined(jnp.where(written, factor, 0.0), decay)
+            shared["keys"].at[j][...] = plain_decay(decay) * late
+            decay = joined_decay(jnp.where(written, factor, 0.0), decay)
         shared["decay"][...] = decay
-        shared["query"][...] = plain(decay) * query
+        shared["query"][...] = plain_decay(decay) * query
 
         # Each warp has the scores of some of the keys.
         each = lax.broadcast_in_dim(queries.astype(_F32), (group, key_dim), [1])
@@ -362,4 +367,4 @@ def _step(
         interpret=interpret,
     )
     inputs = dict(tokens=tokens, count=count, up=up, bias=bias)
-    return updated(memory, pending, outputs, lambda refs: run(inputs=inputs | refs))
+    return run_in_place(memory, pending, outputs, lambda refs: run(inputs=inputs | refs))

@@ -16,11 +16,11 @@ from pallas_kernels.compat import channel_rows, key_columns, pl, plgpu
 from pallas_kernels.decode_step import hopper
 from pallas_kernels.decode_step.pending import (
     Gate,
+    filled_places,
     gated_output,
-    joined,
-    places,
-    plain,
-    updated,
+    joined_decay,
+    plain_decay,
+    run_in_place,
 )
 from pallas_kernels.hopper.launch import launch
 
@@ -32,16 +32,16 @@ _SINGLE = "query", "plain query", "decay", "output", "scores"  # vectors in shar
 
 
 class _Vectors(NamedTuple):
-    """What a thread has of a row's vectors, as they are stored.
+    """The entries of a row's vectors that a thread has, as they are stored.
 
     Attributes:
-        logit: of the decay's gate, or the token's inner channels, from which it is computed.
+        inner: the token's inner channels of the decay's gate.
         query, key: of its key channel.
         value, gate: of its value channel.
         keys, decays, values: those of the pending writes.
     """
 
-    logit: Any
+    inner: list[Any]
     query: Any
     key: Any
     value: Any
@@ -51,10 +51,13 @@ class _Vectors(NamedTuple):
     values: list[Any]
 
 
-def serves(memory: Any) -> bool:
-    """Return whether each thread can have one channel: K is 128, and V a multiple of it."""
-    key_dim, value_dim = memory.shape[-2:]
-    return key_dim == _THREADS and value_dim % _THREADS == 0
+def count_parts(memory: Any) -> int:
+    """Return the number of parts of the memories [B, G, K, V] that programs compute, or 0 if no thread could have one key and one value channel:
+    K must be 128, and V a multiple of it.
+    """
+    batch, memories, key_dim, value_dim = memory.shape
+    possible = key_dim == _THREADS and value_dim % _THREADS == 0
+    return batch * memories * (value_dim // _THREADS) if possible else 0
 
 
 # Traced and lowered once for all layers that are compiled one after the other.
@@ -109,7 +112,7 @@ def step(
         for t in range(_TILES):
             load_tile(first, t)
         count = refs["count"][0]
-        slots = places(count, group)
+        slots = filled_places(count, group)
         ranks = range(refs["up"].shape[0])
 
         def load_gate():
@@ -129,21 +132,22 @@ def step(
                 [load("values", row, s, start=own_values) for s in slots],
             )  # fmt: skip
 
-        def with_logit(vectors, gate):
+        def logit_of(vectors, gate):
             bias, up = gate
-            return vectors._replace(logit=Gate(bias, vectors.logit, up).logit())
+            return Gate(bias, vectors.inner, up).logit()
 
-        def of_row(row, given):
+        def of_row(row, loaded):
+            given, logit = loaded
             query, value = given.query.astype(_F32), given.value.astype(_F32)
-            own = decay = hopper.gated_factor(given.logit, temperature)
+            own = decay = hopper.gated_factor(logit, temperature)
             shared["keys"].at[group - 1][...] = given.key.astype(_F32)
             for j in reversed(range(group - 1)):
                 written = j < count
                 late = jnp.where(written, given.keys[j].astype(_F32), 0.0)
-                shared["keys"].at[j][...] = plain(decay) * late
-                decay = joined(jnp.where(written, given.decays[j], 0.0), decay)
+                shared["keys"].at[j][...] = plain_decay(decay) * late
+                decay = joined_decay(jnp.where(written, given.decays[j], 0.0), decay)
             shared["plain query"][...] = query
-            shared["query"][...] = plain(decay) * query
+            shared["query"][...] = plain_decay(decay) * query
 
             @pl.when(count == writes)
             def _():
@@ -194,7 +198,7 @@ def step(
                 output = gated_output(plain_output, given.gate.astype(_F32)).astype(tokens.dtype)
                 refs["squares"][head, part, row] = jnp.sum(plain_output * plain_output)
             refs["output"].at[row, head, pl.ds(part * _THREADS, _THREADS)][...] = output
-            return with_logit(following, gate)
+            return following._replace(inner=[]), logit_of(following, gate)
 
         def of_tile(row, t):
             """Compute a tile's part of the output, and store the tile by the last token of a group."""
@@ -218,7 +222,9 @@ def step(
                 m += spread(shared["keys"].at[j, here], 0, _WRITTEN) * value
             memory(row, here)[...] = m
 
-        lax.fori_loop(first, end, of_row, with_logit(load_vectors(first), load_gate()))
+        vectors = load_vectors(first)
+        loaded = vectors._replace(inner=[]), logit_of(vectors, load_gate())
+        lax.fori_loop(first, end, of_row, loaded)
 
     outputs = dict(output=jax.ShapeDtypeStruct((batch, memories, value_dim), tokens.dtype))
     if gated:
@@ -240,4 +246,4 @@ def step(
         interpret=interpret,
     )
     inputs = dict(tokens=tokens, count=count, up=up, bias=bias)
-    return updated(memory, pending, outputs, lambda refs: run(inputs=inputs | refs))
+    return run_in_place(memory, pending, outputs, lambda refs: run(inputs=inputs | refs))

@@ -51,21 +51,21 @@ class Gate(NamedTuple):
         return hopper.gated_factor(self.logit(), temperature)
 
 
-def plain(factor):
+def plain_decay(factor):
     """Return the decay that `factor` encodes as in `api.decay_factor`."""
     return jnp.where(factor > 0, 0.0, 1.0) + factor
 
 
-def joined(a, b):
+def joined_decay(a, b):
     """Return the product of two decays, all encoded as by `api.decay_factor`: of slow ones, from `decay - 1` of each, so that the error of a
     long product does not grow faster than that of its decays.
     """
     slow = a + b + a * b
-    product = jnp.maximum(plain(a) * plain(b), jnp.finfo(_F32).tiny)
+    product = jnp.maximum(plain_decay(a) * plain_decay(b), jnp.finfo(_F32).tiny)
     return jnp.where((jnp.maximum(a, b) <= 0) & (slow > -0.5), slow, product)
 
 
-def places(count: Any, group: int) -> list[Any]:
+def filled_places(count: Any, group: int) -> list[Any]:
     """Return for each of the n - 1 pending writes of a group its place in the buffers, another filled place where it is none. No token
     reads the place that it writes, even if it ignores what it reads there.
     """
@@ -79,7 +79,7 @@ def gated_output(output, gate):
     return output * (gate * (root * root))
 
 
-def updated(
+def run_in_place(
     memory: Any,
     pending: Pending,
     outputs: dict[str, jax.ShapeDtypeStruct],

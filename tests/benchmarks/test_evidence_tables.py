@@ -40,7 +40,8 @@ def assert_made(args, row, stored):
     assert args.remat == row.get("remat", None if args.only_rates else "full")
     assert args.corpus.as_posix() == CORPORA.get(row["corpus"], "data/corpus")
     if not args.only_rates:
-        assert ",".join(args.tasks) == row["tasks"] and args.needle_lengths == row["needle"]["lengths"]  # fmt: skip
+        assert ",".join(args.tasks) == row["tasks"]
+        assert "needle" not in row or args.needle_lengths == row["needle"]["lengths"]
     assert not args.rates or "rates_corpus" in row
     if args.rates and not args.time_of:
         chosen = evidence.chosen_rates(stored, [row["model"]], args)

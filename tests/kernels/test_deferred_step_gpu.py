@@ -19,15 +19,19 @@ WIDTHS = MEMORIES * KEYS, MEMORIES * KEYS, MEMORIES * VALUES, RANK
 COLUMNS = (0, WIDTHS[0], WIDTHS[0] + WIDTHS[1], sum(WIDTHS[:3]))
 
 
-# Values' channels of a memory, and `deferred.PROGRAMS`: with 2 a program has both rows, one after the other.
+# Values' channels of a memory, and the number of programs: with 2 a program has both rows, one after the other; without, a part of one.
 APART, IN_TURN = (VALUES, None), (128, 2)
+
+
+def set_programs(monkeypatch, programs: int | None) -> None:
+    """Set about how many programs compute rows in turn; None: rows are apart."""
+    monkeypatch.setattr(deferred, "PROGRAMS", {4: programs, 8: programs} if programs else {})
 
 
 @pytest.fixture
 def programs(request, monkeypatch):
     """A fixture that sets the number of programs, a parameter."""
-    monkeypatch.setattr(deferred, "PROGRAMS", request.param)
-    jax.clear_caches()
+    set_programs(monkeypatch, request.param)
 
 
 def make(
@@ -36,15 +40,14 @@ def make(
     dtype,
     keys: int = KEYS,
     values: int = VALUES,
-    batch: int = BATCH,
     seed: int = 0,
 ) -> dict:
     """Return a memory and arrays of tokens [T, B, C] with their gate, whose bias is drawn between two numbers."""
     rng = np.random.default_rng(seed)
     width = 2 * MEMORIES * keys + MEMORIES * values + RANK
     return dict(
-        memory=jnp.asarray(rng.normal(size=(batch, MEMORIES, keys, values)), jnp.float32),
-        tokens=jnp.asarray(rng.normal(size=(tokens, batch, width)), dtype),
+        memory=jnp.asarray(rng.normal(size=(BATCH, MEMORIES, keys, values)), jnp.float32),
+        tokens=jnp.asarray(rng.normal(size=(tokens, BATCH, width)), dtype),
         up=jnp.asarray(rng.normal(size=(RANK, MEMORIES * keys)), dtype),
         bias=jnp.asarray(rng.uniform(*bias, MEMORIES * keys), jnp.float32),
     )
@@ -133,6 +136,7 @@ def test_outputs_and_memories_are_those_of_the_recurrence(
         pytest.param(1, 256, 128, jnp.bfloat16, None, id="K=256", marks=SLOW),
         pytest.param(0, 128, 128, jnp.bfloat16, 2, id="in turn, no write waits"),
         pytest.param(3, 128, 256, jnp.float32, 4, id="in turn, written", marks=SLOW),
+        pytest.param(2, 128, 384, jnp.bfloat16, 4, id="in turn, V=384", marks=SLOW),
     ],
     indirect=["programs"],
 )
@@ -183,7 +187,7 @@ def test_rows_in_turn_have_the_results_of_rows_apart(count, monkeypatch):
     options |= dict(scale=0.25, gate=int(ends[2]), interpret=gpu_interpreter())
     results = []
     for programs in (None, 3):
-        monkeypatch.setattr(deferred, "PROGRAMS", programs)
+        set_programs(monkeypatch, programs)
         results.append(deferred_step(*call, **options))
         assert not races_found()
     (apart, squares), *rest = results[0]
@@ -233,7 +237,7 @@ def test_slow_decays_lose_nothing_over_many_tokens(group):
     def after_a_group(memory):
         joined = factor
         for _ in range(group - 1):
-            joined = pending.joined(factor, joined)
+            joined = pending.joined_decay(factor, joined)
         return hopper.apply_decay(memory, joined)
 
     memory = plain = jnp.ones(64, jnp.float32)

@@ -108,7 +108,7 @@ def test_logits_by_tiles_are_those_of_the_layers(heads, tokens, programs, interp
     last, and the state, as exact as the layers'; every norm but the first has its squares from the kernel before it.
     """
     batch = 64
-    monkeypatch.setattr(deferred, "PROGRAMS", programs)
+    monkeypatch.setattr(deferred, "PROGRAMS", {4: programs} if programs else {})
     monkeypatch.setattr(token_step, "DEFERRED_ROWS", batch)
     fields = dict(tie_embeddings=True, heads=heads)
     model, periods, prepared, token, state = prepared_model(batch, "gla", **fields)
@@ -186,7 +186,8 @@ def test_tokens_and_states_with_deferred_writes_are_those_of_the_layers(
         monkeypatch.setattr(token_step, "GROUP", size)
         static = dict(num_tokens=tokens, greedy=True, top_k=None, stop_token=stop_token)
         run = jax.jit(lambda *a: sampling._decode(graph, *a, None, **static, by_kernels=by_kernels))
-        return run(params, hidden, state, KEY, jnp.float32(0))
+        drawn, after, pending = run(params, hidden, state, KEY, jnp.float32(0))
+        return drawn, token_step.with_writes(after, pending)
 
     drawn, after = decode(1, False)
     if stop:

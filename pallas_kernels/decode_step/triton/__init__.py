@@ -19,7 +19,6 @@ _F32 = jnp.float32
 _DTYPES = ("bfloat16", "float16", "float32")
 _ENTRIES = 8192  # of a program's memory, at most
 _COLUMNS = (64, 32, 16)  # value channels of a program
-_WARPS = 4
 _MAX_QUERIES = 16  # query heads that read one memory, at most
 
 
@@ -95,7 +94,7 @@ def step(
         (memory, q, k, v, *(optional[n] for n in names), float(scale)),
         dict(output=jax.ShapeDtypeStruct((batch, max(heads, memories), value_dim), v.dtype)),
         programs=batch * memories * (value_dim // width),
-        warps=_WARPS,
+        warps=4,
         stages=1,
         in_place="memory",
         captured=True,

@@ -59,8 +59,8 @@ def one_token(
         memory += tl.load(layer).to(tl.int64) * (BATCH * G * K * V)
     cell = memory + at * (K * V) + keys[:, None] * V + values[None, :]
     m = tl.load(cell, mask=present[:, None], other=0.0)
-    # What one program reads is loaded before its sums, behind which a load would wait for the memory; but for a bonus, whose output is first, so that
-    # fewer registers are in use.
+    # Loads are in front of the sums, behind which they would wait for the memory; but for other queries than the first, and with a bonus, whose output is
+    # first, for decays, so that fewer registers are in use.
     query = tl.load(q + (row * H + g * H // G) * K + keys, mask=present, other=0.0)
     key = tl.load(k + (row * K_HEADS + g * K_HEADS // G) * K + keys, mask=present, other=0.0)
     key = key.to(tl.float32)
@@ -83,7 +83,6 @@ def one_token(
     if LOW_RANK:
         left = tl.load(a + (row * A_HEADS + g * A_HEADS // G) * K + keys, mask=present, other=0.0)
         right = tl.load(b + (row * B_HEADS + g * B_HEADS // G) * K + keys, mask=present, other=0.0)
-    if LOW_RANK:
         before = tl.sum(left.to(tl.float32)[:, None] * m, 0)
     if UNDECAYED:
         held = tl.sum(key[:, None] * m, 0)

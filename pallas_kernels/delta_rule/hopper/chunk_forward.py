@@ -224,8 +224,9 @@ def chunk_forward(
             x = read_chunk(refs, b, h, heads, chunk, buffers.vector, erase)
             values = [x.beta, x.read_decay, x.write_decay, x.erase_decay][:factors]
             if extra:
-                none = plgpu.layout_cast(jnp.zeros(CHUNK, _F32), wg.LAYOUT.reduce(1))
-                values.append(none if x.sums is None else x.sums)
+                # A constant has no layout by itself, so that a store of 64 entries would not compile.
+                no_sums = plgpu.layout_cast(jnp.zeros(CHUNK, _F32), wg.LAYOUT.reduce(1))
+                values.append(no_sums if x.sums is None else x.sums)
                 values += [] if x.run is None else [x.run.astype(_F32)]
             for index, value in enumerate(values):
                 at = pl.ds((chunk * count + index) * CHUNK, CHUNK)
