@@ -68,7 +68,7 @@ test-gpu: .venv/.test
 	@touch $@
 
 test-aot: .venv/.test .venv/.aot
-	CUDA_ROOT=$(CURDIR)/.venv/aot/nvidia/cu13 PYTHONPATH=.venv/aot TPU_SKIP_MDS_QUERY=1 $(RUN) -m pytest -s -m aot tests/kernels/test_aot.py tests/kernels/test_aot_versions.py tests/kernels/test_aot_token_step.py tests/kernels/test_aot_triton.py tests/linearize/test_memory.py tests/models/test_memory.py tests/parallel/test_cards.py
+	CUDA_ROOT=$(CURDIR)/.venv/aot/nvidia/cu13 PYTHONPATH=.venv/aot TPU_SKIP_MDS_QUERY=1 $(RUN) -m pytest -s -m aot tests/kernels/test_aot.py tests/kernels/test_aot_versions.py tests/kernels/test_aot_token_step.py tests/kernels/test_aot_models.py tests/kernels/test_aot_triton.py tests/linearize/test_memory.py tests/models/test_memory.py tests/parallel/test_cards.py
 
 lint: .venv/.test
 	.venv/bin/ruff check .
