@@ -121,9 +121,8 @@ def steps(op: Any, stacked: bool, options: dict[str, str], *, unrolled: int = 0)
         for index in range(unrolled):
             carry = step(index, carry)
             outputs.append(carry[1])  # all are returned, or XLA would read no memory but the last
-        return carry[0], jnp.stack(
-            outputs
-        )  # one array: each that a call returns takes the host microseconds
+        # One array, since the host is supposed to take microseconds for each that a call returns.
+        return carry[0], jnp.stack(outputs)
 
     return jax.jit(run, donate_argnums=0)
 
