@@ -5,7 +5,8 @@
 A row for each model: held-out cross-entropy in nats over all positions, over those beyond 256, and by
 position, before or after its adapters (or the parameters that its ablation trains) have been trained on the
 store's rows, with the trainer's own step. STORE has train.zarr and heldout.zarr, rows of 1,024 tokens of
-consecutive documents (`python -m lsm_jax.data.tokenize --pack`). The next rows are compiled while one trains.
+consecutive documents (`python -m lsm_jax.data.tokenize --pack`); `--text corpus` gives the rows the name of their text, where it is not that
+of the first ones (docs/results/liger.md). The next rows are compiled while one trains.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ BENCHMARK = Benchmark(
     name="liger",
     summary="a pretrained transformer made linear, tuned and scored",
     key=("name", "options", "millions", "seed"),
+    optional_key={"text": None},
     output="docs/liger.jsonl",
     more_files=("docs/liger_ablations.jsonl",),
     resume=True,
@@ -82,6 +84,10 @@ ROWS: tuple[tuple[str, str, float, int], ...] = (
     ("LoLCATs, adapters only", "method=lolcats_lora", 5, 0),
     ("Liger, no gate", "ablation=no_gate", 5, 0),
     ("Liger, no memory", "ablation=no_memory", 5, 0),
+    ("window", "method=window", 20, 0),
+    ("window", "method=window", 20, 1),
+    ("Liger-GLA", "gate=gla", 20, 0),
+    ("Liger-GLA", "gate=gla", 20, 1),
 )
 TRANSFER = "method=lolcats_transfer"
 EDGES = (0, 64, 128, 256, 512, 1024)
@@ -284,10 +290,10 @@ def score_job(
 
 
 def rows_of_case(
-    name: str, options: str, millions: float, seed: int, jobs: dict, base: Base, args, mesh
-) -> Iterator[dict[str, Any]]:
+    name: str, options: str, millions: float, seed: int, jobs: dict, base: Base, args, mesh, text: str | None = None
+) -> Iterator[dict[str, Any]]:  # fmt: skip
     """Train the Liger model of one case, and yield its row of held-out losses at each of `args.marks`
-    (numbers of training tokens) before the end, and at the end.
+    (numbers of training tokens) before the end, and at the end; `text` is the name of the store's text, if it has one.
     """
     job = jobs[options].result()
     marks = [m for m in args.marks if m < millions]
@@ -317,6 +323,7 @@ def rows_of_case(
                 compile_seconds=round(job.compile_seconds, 1),
                 **about,
                 options=options,
+                **({"text": text} if text else {}),
             )
 
 
@@ -326,6 +333,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--store", type=Path, required=True, help="folder of train.zarr and heldout.zarr"
     )
     parser.add_argument("--tokenizer", required=True, help="the tokenizer.json of the store")
+    parser.add_argument("--text", type=text_name, help="the name of the store's text in the rows")
     parser.add_argument("--model", default="smollm2-135m", help="of configs/liger.py")
     parser.add_argument(
         "--rows",
@@ -349,6 +357,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", type=int, default=3, help="rows compiled at a time")
 
 
+def text_name(text: str) -> str:
+    """Return the name of a text.
+
+    Raises:
+        argparse.ArgumentTypeError: it is no word.
+    """
+    if not text.isidentifier():
+        raise argparse.ArgumentTypeError(f"{text!r}; accepted is a word of letters, digits and _")
+    return text
+
+
 def table_row(text: str) -> tuple[str, str, float, int]:
     """Parse a row of the Liger table from the command line, NAME:OPTIONS:MILLIONS:SEED (MILLIONS of
     training tokens).
@@ -364,6 +383,7 @@ def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
     table = [ROWS[i] for i in args.rows] if args.rows else [*table]
     return [
         dict(name=name, options=options, millions=millions * args.scale, seed=seed)
+        | ({"text": args.text} if args.text else {})
         for name, options, millions, seed in [*table, *args.row]
     ]
 

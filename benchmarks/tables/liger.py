@@ -66,6 +66,7 @@ TABLES = [
         "liger",
         ("liger.jsonl",),
         _liger_columns(bins=True),
+        where=lambda row: "text" not in row,
         key=_liger_key,
         lines=lambda rows: sorted(rows, key=_liger_order),
         command="python -m benchmarks liger --source SmolLM2.gguf --store STORE --tokenizer TOKENIZER.json --rows 0,1,2 "
@@ -86,7 +87,7 @@ TABLES = [
                 for seed in (0, 1)
             ),
         ),
-        where=lambda row: row["options"] in (WINDOW, WEIGHTED),
+        where=lambda row: row["options"] in (WINDOW, WEIGHTED) and "text" not in row,
         key=_liger_key,
         lines=_margins,
     ),
