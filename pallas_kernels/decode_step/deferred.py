@@ -25,7 +25,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.compat import channel_rows, pl, plgpu
 from pallas_kernels.decode_step import deferred_rows, hopper
 from pallas_kernels.decode_step.pending import (
-    Gate,
+    ChannelGate,
     Pending,
     filled_places,
     gated_output,
@@ -216,7 +216,7 @@ class _Keys:
         refs, row, first = self.block.refs, self.block.row, self.block.starts["down"]
         ranks = range(refs["up"].shape[0])
         inner = [refs["k"][row, first + rank] for rank in ranks]
-        return Gate(self.load("bias"), inner, [self.load("up", rank) for rank in ranks])
+        return ChannelGate(self.load("bias"), inner, [self.load("up", rank) for rank in ranks])
 
 
 # Traced and lowered once for all layers that are compiled one after the other.

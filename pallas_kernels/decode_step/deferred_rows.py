@@ -15,7 +15,7 @@ from jax import lax
 from pallas_kernels.compat import channel_rows, key_columns, pl, plgpu
 from pallas_kernels.decode_step import hopper
 from pallas_kernels.decode_step.pending import (
-    Gate,
+    ChannelGate,
     filled_places,
     gated_output,
     joined_decay,
@@ -134,7 +134,7 @@ def step(
 
         def logit_of(vectors, gate):
             bias, up = gate
-            return Gate(bias, vectors.inner, up).logit()
+            return ChannelGate(bias, vectors.inner, up).logit()
 
         def of_row(row, loaded):
             given, logit = loaded

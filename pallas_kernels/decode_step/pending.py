@@ -32,7 +32,7 @@ class Pending(NamedTuple):
     decays: Float[Array, "B N GK"]
 
 
-class Gate(NamedTuple):
+class ChannelGate(NamedTuple):
     """A key channel's bias, the token's inner channels, and the channel's column of the matrix."""
 
     bias: Any

@@ -354,8 +354,10 @@ def test_sums_with_their_norms_compile_for_an_h200_and_spill_nothing(case, capfd
     assert_spills_nothing(forward, arrays, 1, capfd, monkeypatch)
 
 
-def assert_spills_nothing(function, shapes, kernels: int, capfd, monkeypatch) -> None:
-    """Compile a function of arrays of these shapes for an H200, and check that its kernels, of this number, spill no register."""
+def assert_spills_nothing(function, shapes, kernels: int, capfd, monkeypatch) -> str:
+    """Compile a function of arrays of these shapes for an H200, and check that its kernels, of this number, spill no register. Return what the
+    compilers print.
+    """
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
     monkeypatch.setenv("CUDA_ROOT", str(CUDA))
     device = topologies.get_topology_desc("", "cuda", target_config=H200, topology="1x1x1").devices[0]  # fmt: skip
@@ -364,8 +366,9 @@ def assert_spills_nothing(function, shapes, kernels: int, capfd, monkeypatch) ->
         lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), shapes
     )
     jax.jit(function).trace(*inputs).lower(lowering_platforms=("cuda",)).compile()
-    spilled = re.findall(r"frame, (\d+) bytes spill stores", "".join(capfd.readouterr()))
-    assert spilled == ["0"] * kernels
+    output = "".join(capfd.readouterr())
+    assert re.findall(r"frame, (\d+) bytes spill stores", output) == ["0"] * kernels
+    return output
 
 
 @pytest.mark.parametrize("name", GROUPED)

@@ -58,28 +58,28 @@ def deferred_call(keys: int, batch: int, group: int, gated: bool):
 def test_steps_that_defer_their_writes_compile_for_an_h200_and_spill_nothing(
     keys, batch, group, gated, capfd, monkeypatch
 ):
+    """With a program for each part of a memory."""
+    monkeypatch.setattr(deferred, "PROGRAMS", {})
     run, arrays = deferred_call(keys, batch, group, gated)
     assert_spills_nothing(run, (arrays,), 1, capfd, monkeypatch)
 
 
 @pytest.mark.parametrize("gated", [False, True])
-def test_three_programs_that_compute_rows_in_turn_fit_on_a_processor(gated, capfd, monkeypatch):
-    assert deferred.PROGRAMS[4] == 3 * 132
-    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+@pytest.mark.parametrize("group", deferred.PROGRAMS)
+def test_programs_that_compute_rows_in_turn_run_at_the_same_time(group, gated, capfd, monkeypatch):
+    """They spill nothing, and as many as a call has for a processor of an H200 fit on it."""
+    programs, rest = divmod(deferred.PROGRAMS[group], 132)
+    assert programs == {4: 3, 8: 2}[group] and not rest
     monkeypatch.setenv("MOSAIC_GPU_DUMP_RESOURCES", "1")
-    monkeypatch.setenv("CUDA_ROOT", str(CUDA))
     jax.clear_caches()
-    device = topologies.get_topology_desc("", "cuda", target_config=H200, topology="1x1x1").devices[0]  # fmt: skip
-    here = functools.partial(jax.ShapeDtypeStruct, sharding=SingleDeviceSharding(device))
-    run, arrays = deferred_call(128, 256, 4, gated)
-    inputs = jax.tree.map(lambda x: here(x.shape, x.dtype), arrays)
-    jax.jit(run).trace(inputs).lower(lowering_platforms=("cuda",)).compile()
-    output = "".join(capfd.readouterr())
-    assert re.findall(r"frame, (\d+) bytes spill stores", output) == ["0"]
+    run, arrays = deferred_call(128, 256, group, gated)
+    output = assert_spills_nothing(run, (arrays,), 1, capfd, monkeypatch)
     (registers,) = map(int, re.findall(r"Used (\d+) registers", output))
-    assert 3 * 128 * (-(-registers // 8) * 8) <= 65536  # allocated by eight of a thread
+    assert programs * 128 * (-(-registers // 8) * 8) <= 65536  # allocated by eight of a thread
     (memory,) = map(int, re.findall(r"smem_scratch_bytes=(\d+)", output))
-    assert 3 * (memory + 16 + 1024) <= 233472  # two barriers, and what the system takes of each
+    assert (
+        programs * (memory + 16 + 1024) <= 233472
+    )  # two barriers, and what the system takes of each
 
 
 @pytest.mark.parametrize("case", TILES_COMPILED, ids=lambda case: case.id)
