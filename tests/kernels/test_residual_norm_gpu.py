@@ -1,6 +1,5 @@
 """Tests of the Hopper kernels of residual streams, their norms and their gradients, in Mosaic GPU's interpreter."""
 
-import functools
 from typing import Any
 
 import jax
@@ -142,7 +141,9 @@ def test_a_sum_and_its_norm_equal_the_plain_form(case):
 )
 @pytest.mark.parametrize("remat", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_values_and_gradients_of_the_op_by_its_kernels(case, remat, monkeypatch):
-    """The op with its kernels, the gradient's where it supports the call, has the values of the op by XLA, and all its gradients."""
+    """The op with its kernels, the gradient's where it supports the call, has the values of the op by XLA, and all its gradients. With
+    `remat` the plain forms stand in the kernels' places: jax.checkpoint refuses the interpreter's ordered effects.
+    """
     x, added, scale = make_sum(case)
 
     def op(x, added, scale):
@@ -152,7 +153,8 @@ def test_values_and_gradients_of_the_op_by_its_kernels(case, remat, monkeypatch)
 
     def both():
         policy = jax.checkpoint_policies.save_only_these_names("kernel_residuals")
-        function = jax.checkpoint(op, policy=policy) if remat else op
+        # A function of its own for each call: jax.checkpoint keeps the trace of one that it has seen.
+        function = jax.checkpoint(lambda *arrays: op(*arrays), policy=policy) if remat else op
         values, pull = jax.vjp(function, x, added, scale)
         return values, pull(jax.tree.map(jnp.cos, values))
 
@@ -162,9 +164,16 @@ def test_values_and_gradients_of_the_op_by_its_kernels(case, remat, monkeypatch)
 
     def forward(*arrays, eps):
         calls.append(arrays)
+        if remat:
+            stream, normed, root = branches.sum_and_norm(eps, *arrays)
+            return stream, normed, root[..., 0]
         return residual_norm_forward(*arrays, eps=eps, interpret=interpret)
 
-    backward = functools.partial(residual_norm_gradients, interpret=interpret)
+    def backward(*, eps, **arrays):
+        if remat:
+            return branches.gradients(eps, **arrays)
+        return residual_norm_gradients(**arrays, eps=eps, interpret=interpret)
+
     monkeypatch.setattr(residual_norm, "residual_norm_forward", forward)
     monkeypatch.setattr(residual_norm, "residual_norm_gradients", backward)
     supported = unsupported(x, (x,)) is None
