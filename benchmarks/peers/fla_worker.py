@@ -270,8 +270,10 @@ def _warm(cases: list, bias: float, claims: Path, index: int) -> None:
             batch, length, *rest = map(int, shape.split("x"))
             try:
                 if op.startswith("model "):
-                    # Two layers, since the peer's RWKV7 divides by their number less one.
-                    model_of(op[6:], batch, length, num_hidden_layers=2)()
+                    # Two layers, since the peer's RWKV7 divides by their number less one; few tokens, so that there can be many
+                    # processes; two rows, since Triton compiles another kernel for a number that is 1.
+                    rows, length = min(batch, 2), min(length, _TOKENS)
+                    model_of(op[6:], rows, length, num_hidden_layers=2)()
                 else:
                     size = (batch, min(length, _TOKENS) if rest else length, *rest)
                     forward, both = _calls(operations[op], op, size, bias)
