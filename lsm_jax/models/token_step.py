@@ -38,9 +38,9 @@ MANY_ROWS = 256
 """The largest number of rows that pass through mixers with steps of their own."""
 WRITING_ROWS = 64
 """The same where each token writes the memories: on an H200 64 rows of GLA 340M are then 1.06 times as fast as by layers, 256 rows equally fast."""
-GROUP = 4
+GROUP = 8
 """The number of tokens of which one writes the memories of many rows (`pallas_kernels.decode_step.deferred`); 1: each. On an H200
-256 rows of GLA 340M, with XLA's products, have 98,691 tokens/s with 4, 96,654 with 8, and in another run 79,142 with 1."""
+256 rows of GLA 340M have 126,988 tokens/s with 8 and 117,423 with 4 in one run, and had 79,142 with 1 by earlier kernels."""
 DEFERRED_ROWS = 128
 """The least number of rows of which so few tokens write: 128 and 256 were measured."""
 DEFERRED_KEYS = (128,)
