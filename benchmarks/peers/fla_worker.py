@@ -26,6 +26,9 @@ from benchmarks.peers.fla_models import MODELS, model_of, mom
 _STEPS = 50  # of one token
 _HEAD_DIM = 128  # of a normalised convolution: `pallas_kernels.short_convolution.cases.TIMED_HEAD_DIM`, whose package imports JAX
 _TOKENS = 1024  # of the rows on which kernels are compiled
+_WHOLE = (
+    4  # processes that compile a model's kernels on all its tokens, too: each has its activations
+)
 
 
 def _bare_package(name: str) -> Any:
@@ -270,10 +273,12 @@ def _warm(cases: list, bias: float, claims: Path, index: int) -> None:
             batch, length, *rest = map(int, shape.split("x"))
             try:
                 if op.startswith("model "):
-                    # Two layers, since the peer's RWKV7 divides by their number less one; few tokens, so that there can be many
-                    # processes; two rows, since Triton compiles another kernel for a number that is 1.
-                    rows, length = min(batch, 2), min(length, _TOKENS)
-                    model_of(op[6:], rows, length, num_hidden_layers=2)()
+                    # Few tokens, so that there can be many processes; two rows, since Triton compiles another kernel for a number
+                    # that is 1. Then all tokens in some processes: blocks of norms and token shifts depend on their number.
+                    sizes = [(min(batch, 2), min(length, _TOKENS))]
+                    for rows, tokens in [*sizes, (batch, length)] if index < _WHOLE else sizes:
+                        # Two layers, since the peer's RWKV7 divides by their number less one.
+                        model_of(op[6:], rows, tokens, num_hidden_layers=2)()
                 else:
                     size = (batch, min(length, _TOKENS) if rest else length, *rest)
                     forward, both = _calls(operations[op], op, size, bias)

@@ -44,7 +44,7 @@ _MAX_RANK = 64  # inner channels of the decay's gate, which each thread reads
 PROGRAMS: dict[int, int] = {4: 396, 8: 264}
 """By the number of tokens of which one writes, about how many thread blocks compute rows one after another (`pallas_kernels.decode_step.deferred_rows`),
 where K is 128 and V a multiple of it: of groups of 4 three run on each processor of an H200, of 8 two. Calls with fewer than two parts of a memory for each,
-and groups that are not here, have a thread block for each part (256 rows of GLA 340M then have 0.958 times the tokens/s)."""
+and groups that are not here, have a thread block for each part (256 rows of GLA 340M then have 0.958 times the tokens/s, in groups of 4)."""
 GROUPS = (4, 8)
 """The numbers of tokens of which one writes."""
 

@@ -95,6 +95,7 @@ def near(got, wanted, tolerance: float) -> None:
         pytest.param(4, (-3, 6), 16.0, jnp.float32, 128, *IN_TURN, id="rows in turn"),
         pytest.param(4, (-120, 20), 0.5, jnp.bfloat16, 128, 256, 2, id="in turn, strong", marks=SLOW),
         pytest.param(8, (9, 14), 16.0, jnp.float32, 128, *IN_TURN, id="in turn, 8, slow", marks=SLOW),
+        pytest.param(8, (-3, 6), 16.0, jnp.bfloat16, 128, *IN_TURN, id="in turn, 8, bfloat16", marks=SLOW),
     ],
     indirect=["programs"],
 )  # fmt: skip
@@ -128,20 +129,22 @@ def test_outputs_and_memories_are_those_of_the_recurrence(
 
 
 @pytest.mark.parametrize(
-    ("count", "keys", "values", "dtype", "programs"),
+    ("group", "count", "keys", "values", "dtype", "programs"),
     [
-        pytest.param(0, 128, 64, jnp.bfloat16, None, id="no write waits"),
-        pytest.param(3, 128, 64, jnp.bfloat16, None, id="the memory is written"),
-        pytest.param(2, 128, 32, jnp.float32, None, id="32 channels", marks=SLOW),
-        pytest.param(1, 256, 128, jnp.bfloat16, None, id="K=256", marks=SLOW),
-        pytest.param(0, 128, 128, jnp.bfloat16, 2, id="in turn, no write waits"),
-        pytest.param(3, 128, 256, jnp.float32, 4, id="in turn, written", marks=SLOW),
-        pytest.param(2, 128, 384, jnp.bfloat16, 4, id="in turn, V=384", marks=SLOW),
+        pytest.param(4, 0, 128, 64, jnp.bfloat16, None, id="no write waits"),
+        pytest.param(4, 3, 128, 64, jnp.bfloat16, None, id="the memory is written"),
+        pytest.param(4, 2, 128, 32, jnp.float32, None, id="32 channels", marks=SLOW),
+        pytest.param(4, 1, 256, 128, jnp.bfloat16, None, id="K=256", marks=SLOW),
+        pytest.param(4, 0, 128, 128, jnp.bfloat16, 2, id="in turn, no write waits"),
+        pytest.param(4, 3, 128, 256, jnp.float32, 4, id="in turn, written", marks=SLOW),
+        pytest.param(4, 2, 128, 384, jnp.bfloat16, 4, id="in turn, V=384", marks=SLOW),
+        pytest.param(8, 7, 128, 128, jnp.bfloat16, 2, id="8, in turn, written"),
+        pytest.param(8, 5, 128, 256, jnp.bfloat16, 4, id="8, in turn, five wait", marks=SLOW),
     ],
     indirect=["programs"],
 )
 def test_a_gate_multiplies_the_output_and_leaves_all_else_as_it_is(
-    count, keys, values, dtype, programs
+    group, count, keys, values, dtype, programs
 ):
     """The gated output is that of the step without a gate times silu(gate), its squares are those of that output, and memory and writes have
     the same bits. Gates are from -200 to 200.
@@ -153,7 +156,7 @@ def test_a_gate_multiplies_the_output_and_leaves_all_else_as_it_is(
     tokens[:, ends[2] : ends[3]] *= rng.choice([1, 100], size=ends[3] - ends[2])
     tokens = jnp.asarray(tokens.clip(-200, 200), dtype)
     up = jnp.asarray(rng.normal(size=(RANK, MEMORIES * keys)), dtype)
-    empty = empty_writes(memory, 4, dtype)
+    empty = empty_writes(memory, group, dtype)
     pending = jax.tree.map(lambda x: jnp.asarray(-rng.uniform(size=x.shape), x.dtype), empty)
     columns = 0, int(ends[0]), int(ends[1]), int(ends[3])
     call = memory, pending, jnp.int32(count), tokens, up, jnp.ones(MEMORIES * keys)
@@ -172,15 +175,23 @@ def test_a_gate_multiplies_the_output_and_leaves_all_else_as_it_is(
     np.testing.assert_allclose(np.transpose(squares, (2, 0, 1)), by_part, rtol=1e-6)
 
 
-@pytest.mark.parametrize("count", [0, pytest.param(1, marks=SLOW), pytest.param(2, marks=SLOW), 3])
-def test_rows_in_turn_have_the_results_of_rows_apart(count, monkeypatch):
+@pytest.mark.parametrize(
+    ("group", "count"),
+    [
+        (4, 0),
+        *(pytest.param(4, count, marks=SLOW) for count in (1, 2, 3)),
+        *(pytest.param(8, count, marks=SLOW) for count in (0, 4)),
+        (8, 7),
+    ],
+)
+def test_rows_in_turn_have_the_results_of_rows_apart(group, count, monkeypatch):
     """Three rows in programs of two, so that the last program has one. Keys and values have the same bits; the rest contains sums in another order."""
     rng = np.random.default_rng(count)
     ends = np.cumsum([WIDTHS[0], WIDTHS[1], MEMORIES * 128, MEMORIES * 128])
     memory = jnp.asarray(rng.normal(size=(3, MEMORIES, KEYS, 128)), jnp.float32)
     tokens = jnp.asarray(rng.normal(size=(3, ends[-1] + RANK)), jnp.float32)
     up = jnp.asarray(rng.normal(size=(RANK, WIDTHS[0])), jnp.float32)
-    empty = empty_writes(memory, 4, jnp.float32)
+    empty = empty_writes(memory, group, jnp.float32)
     writes = jax.tree.map(lambda x: jnp.asarray(-rng.uniform(size=x.shape), x.dtype), empty)
     call = memory, writes, jnp.int32(count), tokens, up, jnp.ones(WIDTHS[0])
     options: dict = dict(columns=(0, int(ends[0]), int(ends[1]), int(ends[3])), temperature=16.0)

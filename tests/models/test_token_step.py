@@ -99,7 +99,7 @@ def test_the_tilings_are_among_those_that_are_compared_on_a_card():
     ("heads", "tokens", "programs"),
     [
         (1, 1, None),
-        pytest.param(2, 5, None, marks=pytest.mark.slow),
+        pytest.param(2, 9, None, id="a group and a token", marks=pytest.mark.slow),
         pytest.param(1, 2, 44, id="rows in turn", marks=pytest.mark.slow),
     ],
 )
@@ -108,7 +108,9 @@ def test_logits_by_tiles_are_those_of_the_layers(heads, tokens, programs, interp
     last, and the state, as exact as the layers'; every norm but the first has its squares from the kernel before it.
     """
     batch = 64
-    monkeypatch.setattr(deferred, "PROGRAMS", {4: programs} if programs else {})
+    monkeypatch.setattr(deferred, "PROGRAMS", {token_step.GROUP: programs} if programs else {})
+    in_turn, step = [], deferred.deferred_rows.step
+    monkeypatch.setattr(deferred.deferred_rows, "step", lambda *a, **o: in_turn.append(o) or step(*a, **o))  # fmt: skip
     monkeypatch.setattr(token_step, "DEFERRED_ROWS", batch)
     fields = dict(tie_embeddings=True, heads=heads)
     model, periods, prepared, token, state = prepared_model(batch, "gla", **fields)
@@ -131,6 +133,8 @@ def test_logits_by_tiles_are_those_of_the_layers(heads, tokens, programs, interp
     layer = [("into", True), ("out", True), ("gate_up", True)]
     traced = [("into", False), *layer[1:], *layer]  # once, or again where a state's kind differs
     assert given and given == traced * (len(given) // len(traced))
+    assert bool(in_turn) is (programs is not None)
+    assert int(pending.count) == tokens % token_step.GROUP
     after = token_step.with_writes(after, pending)
     known = {}
     for dtype in ("bfloat16", "float32"):
