@@ -84,8 +84,10 @@ def activation_bytes(
         kinds = dict(zip(config.model.period(), model.periods.blocks, strict=True))
         of_kind = {n: _layer_bytes(config, model, b, *shape) for n, b in kinds.items()}
         known[key] = [of_kind[letter] for letter in config.model.period()]
+    # The peak of a layer's backward pass contains what the layer saves. In a loop that is a copy out of the stack of all layers.
+    in_place = unrolled(config, sizes, platform)
     layers = [
-        (peak, residuals - _casts_not_saved(config, block, sizes))
+        (peak - in_place * min(peak, residuals), residuals - _casts_not_saved(config, block, sizes))
         for (peak, residuals), block in zip(known[key], model.periods.blocks, strict=True)
     ]
     x = rows * length * config.model.hidden_size * jnp.dtype(config.model.dtype).itemsize
@@ -112,8 +114,8 @@ def activation_bytes(
             for n, b in zip(entries, blocks, strict=True)
         )
         saved += updates * sizes["sequence"] // sizes["tensor"] * pieces
-    if all(n == 1 for n in sizes.values()):
-        saved += _cast_stacks(config, model, platform)
+    if unrolled(config, sizes, platform):
+        saved += _cast_stacks(config, model)
     tokens = min(config.model.loss_chunk_size, rows * length)
     logits = 3 * tokens * config.model.vocab_size * 4  # logits, probabilities, their errors
     item = jnp.dtype(config.model.dtype).itemsize
@@ -121,13 +123,20 @@ def activation_bytes(
     return saved, max(working, logits + head)
 
 
-def _cast_stacks(config: TrainConfig, model: Decoder, platform: str) -> int:
-    """Return the bytes of the 16-bit copies of layers' matrices that one device makes before the layers (`cast_stacks`), but for
-    experts' and those without rematerialisation, which layers save."""
-    item, unrolled = jnp.dtype(config.model.dtype).itemsize, config.model.unroll_layers
-    if unrolled is None:
-        unrolled = platform == "cuda" and unrolls_on_one_gpu(config.model)
-    if config.model.remat not in SAVES_PRODUCTS or item >= 4 or not unrolled:
+def unrolled(config: TrainConfig, sizes: dict[str, int], platform: str) -> bool:
+    """Return whether one device computes a step, by layers that are compiled one after the other."""
+    if any(n > 1 for n in sizes.values()):
+        return False
+    if config.model.unroll_layers is None:
+        return platform == "cuda" and unrolls_on_one_gpu(config.model)
+    return config.model.unroll_layers
+
+
+def _cast_stacks(config: TrainConfig, model: Decoder) -> int:
+    """Return the bytes of the 16-bit copies of layers' matrices that unrolled layers on one device have before them (`cast_stacks`), but
+    for experts' and those without rematerialisation, which layers save."""
+    item = jnp.dtype(config.model.dtype).itemsize
+    if config.model.remat not in SAVES_PRODUCTS or item >= 4:
         return 0
     trained, frozen = split(params_of(model), config.trainable)
     # Frozen matrices in 16 bits are not copied.

@@ -158,6 +158,7 @@ _CALLS = (
     "remat2",
     "custom_jvp_call",
     "custom_vjp_call",
+    "custom_vmap_call",
     "custom_lin",
 )
 

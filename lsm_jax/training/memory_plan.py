@@ -3,18 +3,23 @@ per step, without compiling or computing anything."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from lsm_jax.mixers import MoMConfig
 from lsm_jax.models import ModelConfig, abstract
 from lsm_jax.parallel import AXES
-from lsm_jax.training.activation_plan import activation_bytes, gathered_keys_and_values_bytes
+from lsm_jax.training.activation_plan import (  # fmt: skip
+    activation_bytes,
+    gathered_keys_and_values_bytes,
+    unrolled,
+)
 from lsm_jax.training.communication_plan import (
     LayerArray,
     communication_bytes,
@@ -43,6 +48,8 @@ class Plan:
         update: bytes of the arrays of the optimizer's update, which exist after the activations are freed: the
             new parameters before it is known whether they are finite, and on some platforms also the optimizer's
             update.
+        freed: bytes of activations that are freed before gradients of as many bytes exist, those of layers that are compiled one after
+            the other on one device; a loop over layers has the gradients of all of them from its beginning.
         communication: bytes that a device sends per step, by purpose.
     """
 
@@ -53,20 +60,21 @@ class Plan:
     saved: int
     working: int
     update: int
+    freed: int
     communication: dict[str, int]
 
     @property
     def total(self) -> int:
         """Estimated peak bytes of memory on one device: parameters, optimizer and gradients, and the larger
-        of the activations and the arrays of the update, which do not exist at the same time."""
+        of the activations, less those that are `freed`, and the arrays of the update, which do not exist at the same time."""
         state = self.parameters + self.optimizer + self.gradients
-        return state + max(self.saved + self.working, self.update)
+        return state + max(self.saved + self.working - self.freed, self.update)
 
     def report(self, hbm: float) -> str:
         """Return the memory plan as lines of text: the GiB of each kind of array on one device, whether their
         total fits into `hbm` GiB, and the GiB that the device sends per step."""
         mesh = " x ".join(f"{axis}={size}" for axis, size in self.sizes.items() if size > 1)
-        names = ("parameters", "optimizer", "gradients", "saved", "working", "update", "total")
+        names = "parameters optimizer gradients saved working update freed total".split()
         lines = [f"mesh {mesh or 'of one device'}; GiB on each device:"]
         lines += [f"  {name:<12}{getattr(self, name) / 2**30:10.2f}" for name in names]
         fits = "fits" if self.total <= hbm * 2**30 else "does not fit"
@@ -132,7 +140,11 @@ def plan(
         round(4 * (moments[_name(path)] + averages) * local_params[_name(path)])
         for path, _ in trained_leaves
     )
-    saved, working = activation_bytes(config, model, sizes, known, platform)
+    # On a mesh that knows its device, layers choose as they will on it.
+    device = AbstractDevice("NVIDIA H200", num_cores=None, platform="gpu")
+    hopper = use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
+    with hopper if kernels else contextlib.nullcontext():
+        saved, working = activation_bytes(config, model, sizes, known, platform)
     itemsizes = {_name(path): x.dtype.itemsize for path, x in frozen_leaves}
     arrays = [
         LayerArray(
@@ -160,6 +172,9 @@ def plan(
         + gathered_keys_and_values_bytes(config, model, sizes),
         # XLA computes new parameters inside the optimizer's fusion on NVIDIA GPUs, but after it on CPUs.
         update=trained * (1 if kernels else 2),
+        freed=min(saved, sum(x.trained * x.count * x.itemsize for x in arrays))
+        if unrolled(config, sizes, platform)
+        else 0,
         communication=communication_bytes(
             config, model, all_params, local_params, trained, dealt, sizes
         ),
