@@ -123,12 +123,11 @@ def test_a_sum_and_its_norm_equal_the_plain_form(case):
 
 
 @pytest.mark.parametrize(
-    ("case", "remat"),
+    "case",
     [
-        pytest.param(ForwardCase(1, 6, 768), False, id="1x6x768"),
-        pytest.param(ForwardCase(1, 6, 768), True, id="1x6x768, rematerialised"),
+        ForwardCase(1, 6, 768),
         *(
-            pytest.param(c, False, id=c.id, marks=pytest.mark.slow)
+            pytest.param(c, marks=pytest.mark.slow)
             for c in (
                 ForwardCase(1, 8, 1024),
                 ForwardCase(2, 5, 2048),
@@ -138,7 +137,9 @@ def test_a_sum_and_its_norm_equal_the_plain_form(case):
             )
         ),
     ],
+    ids=lambda case: case.id,
 )
+@pytest.mark.parametrize("remat", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_values_and_gradients_of_the_op_by_its_kernels(case, remat, monkeypatch):
     """The op with its kernels, the gradient's where it supports the call, has the values of the op by XLA, and all its gradients. With
     `remat` the plain forms stand in the kernels' places, since jax.checkpoint refuses the interpreter's ordered effects: then values and
