@@ -26,9 +26,7 @@ from benchmarks.peers.fla_models import MODELS, model_of, mom
 _STEPS = 50  # of one token
 _HEAD_DIM = 128  # of a normalised convolution: `pallas_kernels.short_convolution.cases.TIMED_HEAD_DIM`, whose package imports JAX
 _TOKENS = 1024  # of the rows on which kernels are compiled
-_WHOLE = (
-    4  # processes that compile a model's kernels on all its tokens, too: each has its activations
-)
+_WHOLE = 4  # processes that compile a model's kernels on all its tokens, too
 
 
 def _bare_package(name: str) -> Any:
