@@ -274,7 +274,9 @@ def _warm(cases: list, bias: float, claims: Path, index: int) -> None:
                     # Few tokens, so that there can be many processes; two rows, since Triton compiles another kernel for a number
                     # that is 1. Then all tokens in some processes: blocks of norms and token shifts depend on their number.
                     sizes = [(min(batch, 2), min(length, _TOKENS))]
-                    for rows, tokens in [*sizes, (batch, length)] if index < _WHOLE else sizes:
+                    if index < _WHOLE:
+                        sizes.append((batch, length))
+                    for rows, tokens in sizes:
                         # Two layers, since the peer's RWKV7 divides by their number less one.
                         model_of(op[6:], rows, tokens, num_hidden_layers=2)()
                 else:

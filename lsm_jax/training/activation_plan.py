@@ -87,7 +87,10 @@ def activation_bytes(
     # The peak of a layer's backward pass contains what the layer saves. In a loop that is a copy out of the stack of all layers.
     in_place = unrolled(config, sizes, platform)
     layers = [
-        (peak - in_place * min(peak, residuals), residuals - _casts_not_saved(config, block, sizes))
+        (
+            max(peak - residuals, 0) if in_place else peak,
+            residuals - _casts_not_saved(config, block, sizes),
+        )
         for (peak, residuals), block in zip(known[key], model.periods.blocks, strict=True)
     ]
     x = rows * length * config.model.hidden_size * jnp.dtype(config.model.dtype).itemsize
@@ -114,7 +117,7 @@ def activation_bytes(
             for n, b in zip(entries, blocks, strict=True)
         )
         saved += updates * sizes["sequence"] // sizes["tensor"] * pieces
-    if unrolled(config, sizes, platform):
+    if in_place:
         saved += _cast_stacks(config, model)
     tokens = min(config.model.loss_chunk_size, rows * length)
     logits = 3 * tokens * config.model.vocab_size * 4  # logits, probabilities, their errors

@@ -15,7 +15,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from lsm_jax.mixers import MoMConfig
 from lsm_jax.models import ModelConfig, abstract
 from lsm_jax.parallel import AXES
-from lsm_jax.training.activation_plan import (  # fmt: skip
+from lsm_jax.training.activation_plan import (
     activation_bytes,
     gathered_keys_and_values_bytes,
     unrolled,
