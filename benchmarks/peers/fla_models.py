@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 VOCABULARY = 32000
@@ -33,8 +34,28 @@ WIDTHS = {"340m": 1024, "1.3b": 2048}
 MOM = dict(num_memories=4, topk=2, shared_mem=True, num_heads=4, head_dim=256, expand_v=1.0)
 
 
+@contextlib.contextmanager
+def _normal_for_orthogonal() -> Iterator[None]:
+    """Let `torch.nn.init.orthogonal_` draw from a normal distribution of the same variance. The peer's RWKV7 of 1.3B parameters would
+    decompose some 500 matrices on the CPU, which lasts minutes, and a speed does not depend on them.
+    """
+    import torch  # pyrefly: ignore[missing-import]
+
+    orthogonal = torch.nn.init.orthogonal_
+
+    def normal(tensor, gain=1, generator=None):
+        return torch.nn.init.normal_(tensor, std=gain * max(tensor.shape) ** -0.5)
+
+    torch.nn.init.orthogonal_ = normal
+    try:
+        yield
+    finally:
+        torch.nn.init.orthogonal_ = orthogonal
+
+
 def language_model(variant: str, **fields: Any) -> Any:
     """Return the peer's language model of a variant such as gla-340m, on the CPU in float32; `fields` override fields of its config.
+    Matrices that it initialises as orthogonal are normal, of the same variance.
 
     The peer has a layer of Gated DeltaNet-2 but no model: the result is its model of Gated DeltaNet with these layers.
     """
@@ -42,18 +63,21 @@ def language_model(variant: str, **fields: Any) -> Any:
 
     name, _, size = variant.rpartition("-")
     package = "gated_deltanet" if name == "gated_deltanet2" else name
-    module = importlib.import_module(f"fla.models.{package}")
-    classes = [getattr(module, n) for n in module.__all__ if n.endswith(("Config", "ForCausalLM"))]
-    given = MODELS[variant] | fields
-    config = classes[0](
-        hidden_size=WIDTHS[size],
-        vocab_size=VOCABULARY,
-        use_cache=False,
-        tie_word_embeddings=True,
-        **given,
-    )
-    torch.manual_seed(0)
-    model = classes[1](config)
+    with _normal_for_orthogonal():  # from the import on, in which transformers keeps the function
+        module = importlib.import_module(f"fla.models.{package}")
+        classes = [
+            getattr(module, n) for n in module.__all__ if n.endswith(("Config", "ForCausalLM"))
+        ]
+        given = MODELS[variant] | fields
+        config = classes[0](
+            hidden_size=WIDTHS[size],
+            vocab_size=VOCABULARY,
+            use_cache=False,
+            tie_word_embeddings=True,
+            **given,
+        )
+        torch.manual_seed(0)
+        model = classes[1](config)
     if name == "gated_deltanet2":
         layer = importlib.import_module("fla.layers.gdn2").GatedDeltaNet2
         sizes = {n: given[n] for n in ("num_heads", "head_dim", "expand_v")}
