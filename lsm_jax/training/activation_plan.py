@@ -213,8 +213,9 @@ def update_bytes(config: TrainConfig, block: Any, rows: int, length: int) -> tup
 
     If the tokens of a row are sharded, devices gather each other's composed updates, which are saved for the
     backward pass, and in the backward pass the gradients of the states. Both sizes include the tails of
-    convolutions and token shifts. The update of a delta or diagonal-plus-low-rank rule also has a transition
-    [K, K] per head; the smaller transitions of other methods are not counted.
+    convolutions and token shifts of several memories, which are gathered too; see `tail_bytes` for the others. The
+    update of a delta or diagonal-plus-low-rank rule also has a transition [K, K] per head; the smaller transitions
+    of other methods are not counted.
 
     Args:
         config: the config of the training run.
@@ -229,13 +230,21 @@ def update_bytes(config: TrainConfig, block: Any, rows: int, length: int) -> tup
     start = _abstract_state(config, mixer, rows, length)
     memory = jax.tree.leaves(start.memory)
     state = sum(x.size * x.dtype.itemsize for x in memory)
-    tails = [x for x in jax.tree.leaves(start.tails) if x.ndim > 1]
-    state += 4 * sum(x.size for x in tails)  # in words of 32 bits
+    gathered = [x for x in jax.tree.leaves(start.tails) if x.ndim == 4]
+    state += 4 * sum(x.size for x in gathered)  # in words of 32 bits
     if kind not in _WITH_TRANSITIONS:
         return state, state
     largest = max(memory, key=lambda x: x.size)
     keys, values = largest.shape[-2:]
     return state + largest.size // values * keys * largest.dtype.itemsize, state
+
+
+def tail_bytes(config: TrainConfig, block: Any, rows: int, length: int) -> int:
+    """Return the bytes of the tails of a layer's convolutions and token shifts that a device sends to the next one, if the
+    tokens of a row are sharded. The tails of several memories (MoM) are gathered, and belong to `update_bytes`, whose
+    arguments these are."""
+    tails = jax.tree.leaves(_abstract_state(config, block.mixer, rows, length).tails)
+    return sum(x.size * x.dtype.itemsize for x in tails if x.ndim == 3)
 
 
 def _transition_bytes(

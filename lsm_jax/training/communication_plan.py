@@ -20,6 +20,7 @@ from lsm_jax.training.activation_plan import (
     gathers_keys_and_values,
     local_shape,
     places_of_stages,
+    tail_bytes,
     update_bytes,
 )
 from lsm_jax.training.config import TrainConfig
@@ -195,17 +196,20 @@ def _of_experts(
 
 def _of_sequence(config: TrainConfig, model: Decoder, sizes: dict[str, int]) -> float:
     """Return the bytes that one device sends per training step because the tokens of a row are sharded over
-    devices: the memories' composed updates and the gradients of their states, and the keys and values of
-    attention. `sizes` is the number of devices along each mesh axis, by its name."""
+    devices: the memories' composed updates and the gradients of their states, the keys and values of attention, and
+    the tails of convolutions and token shifts. `sizes` is the number of devices along each mesh axis, by its name."""
     rows, length = local_shape(config, sizes)
     item = jnp.dtype(config.model.dtype).itemsize
+    others = sizes["sequence"] - 1
+    # Tails go to the next device, also where the backward pass computes a layer again, and their gradients come back.
+    times = 2 if config.model.remat == "none" else 3
     sent = []
     for block in model.periods.blocks:
         mixer: Any = block.mixer
         count = sum(update_bytes(config, block, rows, length))
         if gathers_keys_and_values(mixer):  # in each pass
             count += rows * length * math.prod(gathered_numbers(mixer, item)) * _passes(config)
-        sent.append(count)
+        sent.append(others * count + times * tail_bytes(config, block, rows, length))
     most = max(sum(sent[p] for p in stage) for stage in places_of_stages(model, sizes))
     pieces = config.mesh.pieces() * config.accumulation_steps
-    return (sizes["sequence"] - 1) * most / sizes["tensor"] * pieces
+    return most / sizes["tensor"] * pieces
