@@ -28,8 +28,11 @@ MODELS: dict[str, dict[str, Any]] = {
         num_hidden_layers=24, head_dim=64, decay_low_rank_dim=128, gate_low_rank_dim=224,
         a_low_rank_dim=128, v_low_rank_dim=64,
     ),
+    "softmax-1.3b": dict(num_hidden_layers=24, num_heads=16),
 }  # fmt: skip
 """The fields of its models' configs, by variants of `configs/lm.py`."""
+PACKAGES = {"gated_deltanet2": "gated_deltanet", "softmax": "transformer"}
+"""The folders in `fla.models` of models that have another name there."""
 WIDTHS = {"340m": 1024, "1.3b": 2048}
 MOM = dict(num_memories=4, topk=2, shared_mem=True, num_heads=4, head_dim=256, expand_v=1.0)
 
@@ -53,21 +56,42 @@ def _normal_for_orthogonal() -> Iterator[None]:
         torch.nn.init.orthogonal_ = orthogonal
 
 
+def _attention(q: Any, k: Any, v: Any, *, causal: bool, window_size: tuple[int, int]) -> Any:
+    """Return what flash_attn's `flash_attn_func` returns, by PyTorch's call of cuDNN: the output [B, T, H, D] of softmax attention.
+
+    Raises:
+        ValueError: attention is not causal, or it has a window.
+    """
+    import torch  # pyrefly: ignore[missing-import]
+    from torch.nn.attention import SDPBackend, sdpa_kernel  # pyrefly: ignore[missing-import]
+
+    if not causal or window_size != (-1, -1):
+        raise ValueError(
+            f"causal={causal}, window_size={window_size}: the model's attention is causal, without a window"
+        )
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        o = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    return o.transpose(1, 2)
+
+
 def language_model(variant: str, **fields: Any) -> Any:
     """Return the peer's language model of a variant such as gla-340m, on the CPU in float32; `fields` override fields of its config.
     Matrices that it initialises as orthogonal are normal, of the same variance.
 
-    The peer has a layer of Gated DeltaNet-2 but no model: the result is its model of Gated DeltaNet with these layers.
+    The peer has a layer of Gated DeltaNet-2 but no model: the result is its model of Gated DeltaNet with these layers. Its softmax
+    attention requires the package flash_attn, which has no wheel: where that is not installed, PyTorch calls cuDNN's.
     """
     import torch  # pyrefly: ignore[missing-import]
 
     name, _, size = variant.rpartition("-")
-    package = "gated_deltanet" if name == "gated_deltanet2" else name
     with _normal_for_orthogonal():  # from the import on, in which transformers keeps the function
-        module = importlib.import_module(f"fla.models.{package}")
+        module = importlib.import_module(f"fla.models.{PACKAGES.get(name, name)}")
         classes = [
             getattr(module, n) for n in module.__all__ if n.endswith(("Config", "ForCausalLM"))
         ]
+        attention = importlib.import_module("fla.layers.attn")
+        attention.flash_attn_func = attention.flash_attn_func or _attention
         given = MODELS[variant] | fields
         config = classes[0](
             hidden_size=WIDTHS[size],

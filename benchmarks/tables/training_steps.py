@@ -18,6 +18,8 @@ PEER_VARIANTS = {
     "gla-1.3b": "GLA 1.3B",
     "gated_deltanet-1.3b": "Gated DeltaNet 1.3B",
     "kda-1.3b": "KDA 1.3B",
+    "mamba2-1.3b": "Mamba2 1.3B",
+    "rwkv7-1.3b": "RWKV7 1.3B",
 }
 """The variants of the table beside flash-linear-attention's models, in its order; those without a stored row have no line."""
 
@@ -79,6 +81,8 @@ FLOPS = {
     "gla-1.3b": 7_987_789_824,
     "gated_deltanet-1.3b": 9_403_367_424,
     "kda-1.3b": 8_083_341_312,
+    "mamba2-1.3b": 8_213_397_504,
+    "rwkv7-1.3b": 8_046_772_224,
 }
 """Floating-point operations of training per token, three times those of the forward pass, by `lsm_jax.models.counts`: of our models beside
 flash-linear-attention's of the same sizes, with a vocabulary of 32,000, in rows of any length."""
