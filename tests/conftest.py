@@ -13,10 +13,14 @@ os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 os.environ.setdefault(
     "NPROC", "8"
 )  # number of XLA's threads: the warpgroups of an interpreted kernel run at the same time and wait for each other
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + (
-    " --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
-    " --xla_cpu_parallel_codegen_split_count=1"
-) * (os.environ["JAX_PLATFORMS"] == "cpu")
+if os.environ["JAX_PLATFORMS"] == "cpu":
+    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + (
+        " --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
+        " --xla_cpu_parallel_codegen_split_count=1"
+    )
+elif int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) > 1:
+    # Processes that share a card return the memory that they no longer need.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
 
 import jax
 import pytest
