@@ -50,9 +50,10 @@ SHARED_MEMORY = {"8.0": 166912, "8.6": 101376, "8.9": 101376, "9.0": 232448, "10
 
 MODELS = {
     "340m": ("gla", "gated_deltanet", "mamba2", "mamba3", "comba", "gated_deltaproduct", "gated_deltanet2"),
-    "1.3b": ("gla", "gated_deltanet", "kda", "mamba2", "rwkv7"),
+    "1.3b": ("gla", "gated_deltanet", "kda", "mamba2", "rwkv7", "softmax"),
 }  # fmt: skip
-"""The methods of whose language models there is a size. Its softmax attention requires flash_attn, which is compiled for each PyTorch."""
+"""The methods of whose language models there is a size. Its softmax attention requires flash_attn, which is compiled for each PyTorch:
+`benchmarks.peers.fla_models` gives it cuDNN's where that is missing."""
 
 PATIENCE, MODEL_PATIENCE = 100, 300
 """The seconds that the peer may take for the search and the times of an operation, and of a model, whose search at 1.3B takes longer."""
