@@ -19,18 +19,41 @@ import numpy as np
 from configs import lm
 from lsm_jax.models import ModelConfig
 
+HEADS_OF_128 = "num_heads=16,head_dim=128,expand_v=1.0"
+"""The fields of Gated DeltaNet's config with the peer's other shape of heads, as of `model_step --mixer`."""
+
 PRESETS = {
     "softmax-1.3b": "transformer-1p3b",
+    "gla-1.3b": "kda-1p3b",
     "gated_deltanet-1.3b": "gdn-1p3b",
+    f"gated_deltanet-1.3b {HEADS_OF_128}": "gdn-hd128-1p3b",
     "kda-1.3b": "kda-1p3b",
     "mamba2-1.3b": "mamba2-1p3b",
     "rwkv7-1.3b": "rwkv7-1p3b",
 }
-"""For variants of `configs/lm.py` the peer's model of the same method and size."""
+"""The peer's model of the same method and size, by the variant of `configs/lm.py` and the fields of its mixers that `model_step --mixer` sets
+(`name_of`). It has no preset of GLA: that is `TABLES` on one of its presets."""
+
+_LAYERS = ", ".join(['"gla"'] * 24)
+TABLES = {
+    "gla-1.3b": f"""layer_types = [{_LAYERS}]
+[model.linear_attention]
+num_k_heads = 4
+num_v_heads = 4
+head_k_dim = 256
+head_v_dim = 512
+conv_size = 0
+qk_l2norm = false
+gate_low_rank_dim = 16
+"""
+}
+"""What the peer's config of a model has besides its preset: the peer's GLA of 125M (`gla-125m`), with heads of our sizes."""
 
 SIZES: dict[str, dict[str, Any]] = {
     "softmax-1.3b": dict(num_heads=32, num_kv_heads=8),
+    "gla-1.3b": {},
     "gated_deltanet-1.3b": dict(num_layers=21),
+    f"gated_deltanet-1.3b {HEADS_OF_128}": dict(num_heads=16, head_dim=128, expand_v=1.0),
     "kda-1.3b": {},
     "mamba2-1.3b": {},
     "rwkv7-1.3b": dict(decay_rank=64, rate_rank=64, value_rank=16, gate_rank=128),
@@ -44,7 +67,7 @@ _CONFIG = """
 preset = "{preset}"
 vocab_size = {vocab_size}
 remat = "{remat}"
-{fp8}
+{lines}
 [train]
 max_steps = {steps}
 seq_len = {length}
@@ -65,16 +88,20 @@ synthetic_samples = 512
 """
 
 
-def model_config(variant: str) -> ModelConfig:
-    """Return our config of a model with the sizes of the peer's model of the variant's method, of which `counts` can count the
-    operations."""
-    config = lm.get_config(variant).model
+def name_of(case: dict[str, Any]) -> str:
+    """Return the key of a case's model in `PRESETS`: its variant, and the fields of its mixers if it sets some."""
+    return f"{case['variant']} {case.get('mixer', '')}".strip()
+
+
+def model_config(name: str) -> ModelConfig:
+    """Return our config of a model with the sizes of the peer's model that `name_of` names, of which `counts` can count the operations."""
+    config = lm.get_config(name.partition(" ")[0]).model
     mixer = config.layers["L"].mixer
-    for name, size in SIZES[variant].items():
-        owner = config if hasattr(config, name) else mixer
-        if not hasattr(owner, name):
-            raise AttributeError(f"{variant}: neither the model nor its mixer has a field {name}")
-        setattr(owner, name, size)
+    for field, size in SIZES[name].items():
+        owner = config if hasattr(config, field) else mixer
+        if not hasattr(owner, field):
+            raise AttributeError(f"{name}: neither the model nor its mixer has a field {field}")
+        setattr(owner, field, size)
     config.validate()
     return config
 
@@ -85,23 +112,32 @@ def missing() -> str | None:
     return next((name for name in ("jla", "equinox") if found(name) is None), None)
 
 
+def config_text(case: dict[str, Any], *, remat: str, fp8: bool, folder: str) -> str:
+    """Return the text of the peer's config, in TOML, for a run with the arguments of `train_speed`, whose files are in `folder`."""
+    policy, *fields = remat.split("+")
+    lines = ['fp8 = "delayed"'] * fp8 + [f"{field} = true" for field in fields]
+    lines.append(TABLES.get(name_of(case), ""))
+    return _CONFIG.format(
+        preset=PRESETS[name_of(case)], vocab_size=case["vocab_size"], remat=policy, lines="\n".join(lines), folder=folder,
+        steps=STEPS, window=WINDOW, length=case["length"], rows=case["rows"],
+    )  # fmt: skip
+
+
 def train_speed(case: dict[str, Any], *, remat: str, fp8: bool, patience: float) -> dict[str, Any]:
     """Train the peer's model of a case for a few steps, and return the fields of its row: tokens/s and the time of a step (the median
     over windows of steps after the first two), its own count of MFU in percent, or `error`.
 
     Args:
-        case: variant, rows, length and vocab_size.
-        remat: the peer's word for what its backward pass computes again, such as "dots".
+        case: variant, rows, length and vocab_size, and mixer if its mixers have other fields.
+        remat: the peer's word for what its backward pass computes again, such as "dots", and after each + a field of its model's config
+            that is set, such as lean_vjp in "none+lean_vjp".
         fp8: whether its products are in FP8.
         patience: seconds after which the run is ended.
     """
     if name := missing():
         return {"error": f"ModuleNotFoundError: {name}"}
     with tempfile.TemporaryDirectory() as folder:
-        text = _CONFIG.format(
-            preset=PRESETS[case["variant"]], vocab_size=case["vocab_size"], remat=remat, folder=folder, steps=STEPS,
-            window=WINDOW, length=case["length"], rows=case["rows"], fp8='fp8 = "delayed"' if fp8 else "",
-        )  # fmt: skip
+        text = config_text(case, remat=remat, fp8=fp8, folder=folder)
         path = Path(folder) / "config.toml"
         path.write_text(text)
         command = [sys.executable, "-m", "jla.cli", "train", "--config", str(path)]

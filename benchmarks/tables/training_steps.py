@@ -90,12 +90,14 @@ flash-linear-attention's of the same sizes, with a vocabulary of 32,000, in rows
 
 JLA_FLOPS = {
     ("softmax-1.3b", 4096): 8_094_253_056,
+    ("gla-1.3b", 4096): 7_987_789_824,
     ("gated_deltanet-1.3b", 4096): 8_277_098_496,
+    ("gated_deltanet-1.3b num_heads=16,head_dim=128,expand_v=1.0", 4096): 8_541_044_736,
     ("kda-1.3b", 4096): 8_083_341_312,
     ("mamba2-1.3b", 4096): 8_213_397_504,
     ("rwkv7-1.3b", 4096): 7_886_340_096,
 }
-"""The same of jax-linear-attention's models (`benchmarks.peers.jla_trainer.SIZES`), by our variant and the length of a row."""
+"""The same of jax-linear-attention's models (`benchmarks.peers.jla_trainer.SIZES`), by our variant with its fields, and the length of a row."""
 
 
 PEAK = 989.4e12
@@ -161,6 +163,11 @@ def _gate(row: Row) -> str:
     return f"bounded, `{mixer}`" if mixer else "of any size, the default"
 
 
+def _with_mixer(row: Row) -> str:
+    """Return the variant of a row, and the fields of its mixers that differ from the variant's: the key of `jla_trainer.PRESETS`."""
+    return f"{row['variant']} {row.get('mixer', '')}".strip()
+
+
 def flops(row: Row) -> float:
     """Return the floating-point operations of training per token of a row's model, by this library's count.
 
@@ -170,7 +177,7 @@ def flops(row: Row) -> float:
     if "flops_per_token" in row:
         return row["flops_per_token"]
     if row.get("peer") == "jla":
-        return JLA_FLOPS[row["variant"], row["length"]]
+        return JLA_FLOPS[_with_mixer(row), row["length"]]
     return FLOPS[row["variant"]]
 
 
@@ -205,7 +212,7 @@ def _beside_jla(rows: list[Row]) -> list[tuple[Row, Row]]:
     for row in rows:
         if row.get("peer") != "jla":
             continue
-        same = ("variant", "rows", "length", "commit", "matmul")
+        same = ("variant", "rows", "length", "commit", "matmul", "mixer")
         ours = [r for r in rows if "peer" not in r and all(r.get(n) == row.get(n) for n in same)]
         pairs += [(max(ours, key=lambda r: r["tokens_per_second"]), row)] if ours else []
     return pairs
@@ -231,7 +238,7 @@ def _jla_columns() -> tuple[Column, ...]:
         return f"{flops(row) / 1e9:.2f}"
 
     return (
-        Column("model", lambda pair: f"`{pair[0]['variant']}`"),
+        Column("model", lambda pair: f"`{_with_mixer(pair[0])}`"),
         Column("products", lambda pair: pair[0].get("matmul", "bfloat16")),
         Column("10³ tokens/s", both(lambda row: f"{row['tokens_per_second'] / 1e3:.1f}")),
         Column("ratio", lambda pair: f"{pair[0]['tokens_per_second'] / pair[1]['tokens_per_second']:.2f}"),
@@ -315,7 +322,7 @@ TABLES = [
         ),
         where=lambda row: (
             row.get("remat") == "dots_and_states"
-            and not (_PARTS - {"matmul"}) & set(row)
+            and not (_PARTS - {"matmul", "mixer"}) & set(row)
             and "peer" not in row
         ),
         key=lambda row: (*_step_key(row), row.get("matmul"), row["commit"]),
@@ -418,11 +425,11 @@ TABLES = [
                 or (
                     "peer" not in row
                     and not row["xla_flags"]
-                    and not (_PARTS - {"matmul"}) & set(row)
+                    and not (_PARTS - {"matmul", "mixer"}) & set(row)
                 )
             )
         ),
-        key=lambda row: (*_step_key(row), row.get("matmul"), row.get("remat"), row["commit"]),
+        key=lambda row: (*_step_key(row), *map(row.get, ("mixer", "matmul", "remat", "commit"))),
         lines=_beside_jla,
         not_run="requires an NVIDIA GPU and jax-linear-attention",
         command="python -m benchmarks model_step --variants softmax-1.3b,kda-1.3b --lengths 4096 --remat dots_and_inputs --peers jla "

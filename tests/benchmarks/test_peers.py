@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from benchmarks import __main__ as command_line
 from benchmarks import options
 from benchmarks.cases import model_step, triton_kernels
-from benchmarks.peers import fla, fla_models
+from benchmarks.peers import fla, fla_models, jla_trainer
 from benchmarks.registry import ROOT, UsageError
 from configs import lm
 
@@ -202,3 +203,46 @@ def test_no_row_is_written_of_a_process_that_could_not_start(packages):
             peer.times("no decay", "1x64x1x64")
     finally:
         peer.close()
+
+
+def test_the_fastest_policy_of_the_peers_trainer_is_the_row(monkeypatch):
+    speeds = {"none": None, "dots_kernels": 52_000, "dots": 51_000}
+
+    def train_speed(case, *, remat, fp8, patience):
+        assert (case["variant"], fp8, patience) == ("kda-1.3b", False, 5.0)
+        return dict(tokens_per_second=speeds[remat]) if speeds[remat] else dict(error="no memory")
+
+    monkeypatch.setattr(jla_trainer, "train_speed", train_speed)
+    args = argparse.Namespace(jla_remat=["none", "dots_kernels", "dots"], patience=5.0)
+    row = model_step.jla_row(dict(variant="kda-1.3b"), args)
+    assert (row["tokens_per_second"], row["peer_remat"]) == (52_000, "dots_kernels")
+    assert row["peer_policies"] == speeds | {"none": "no memory"}
+    args.jla_remat = ["none"]
+    row = model_step.jla_row(dict(variant="kda-1.3b"), args)
+    assert row["error"] == "no memory" and "tokens_per_second" not in row
+
+
+def test_the_config_of_the_peers_trainer_has_the_models_fields():
+    case = dict(variant="gla-1.3b", vocab_size=32000, rows=8, length=4096)
+    text = jla_trainer.config_text(case, remat="none+lean_vjp", fp8=True, folder="runs")
+    model = tomllib.loads(text)["model"]
+    assert (model["preset"], model["remat"], model["lean_vjp"]) == ("kda-1p3b", "none", True)
+    assert model["fp8"] == "delayed" and model["layer_types"] == ["gla"] * 24
+    ours = jla_trainer.model_config("gla-1.3b").layers["L"].mixer
+    theirs = model["linear_attention"]
+    assert (theirs["num_k_heads"], theirs["num_v_heads"]) == (ours.num_heads, ours.num_heads)
+    assert (
+        theirs["head_v_dim"] * ours.num_heads == 2048 == 2 * theirs["head_k_dim"] * ours.num_heads
+    )
+    case |= dict(variant="gated_deltanet-1.3b", mixer=jla_trainer.HEADS_OF_128)
+    text = jla_trainer.config_text(case, remat="dots", fp8=False, folder="runs")
+    assert tomllib.loads(text)["model"] == dict(preset="gdn-hd128-1p3b", vocab_size=32000, remat="dots")  # fmt: skip
+
+
+def test_models_that_a_peer_lacks_are_refused():
+    parser = argparse.ArgumentParser()
+    model_step.add_arguments(parser)
+    arguments = ["--variants", "kda-1.3b", "--lengths", "4096", "--mixer", "lower_bound=-5.0"]
+    for peer, message in (("jla", "has models of softmax-1.3b; gla-1.3b"), ("fla", "have no other fields")):  # fmt: skip
+        with pytest.raises(UsageError, match=message):
+            model_step.cases(parser.parse_args([*arguments, "--peers", peer]))
