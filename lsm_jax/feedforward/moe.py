@@ -26,7 +26,7 @@ from lsm_jax.feedforward.moe_forms import dense, grouped
 from lsm_jax.feedforward.moe_router import ROUTERS, route
 from lsm_jax.feedforward.relu2 import ReLU2, ReLU2Config
 from lsm_jax.feedforward.swiglu import SwiGLU, SwiGLUConfig
-from lsm_jax.mixers import checks, fp8
+from lsm_jax.mixers import checks
 from lsm_jax.mixers.layers import Dense, parameter, recomputed
 from lsm_jax.parallel import EXCHANGES, shards_of
 
@@ -69,9 +69,9 @@ class MoEConfig:
             devices is always enough, and training doubles the buffer up to it if tokens do not fit.
         exchange: how tokens are sent: "padded" sends full buffers, on all platforms; "ragged" sends only the
             tokens, on GPUs and TPUs.
-        matmul: how the experts multiply: "default", in the dtype of activations, or "fp8" (`lsm_jax.ops.experts.narrow`): the grouped
-            form, and a hidden size and `expert_size` of at least 128 that are multiples of 16. Fast on Hopper only; evaluation and
-            sampling do not use it. `model.matmul` does not change it.
+        matmul: how the experts multiply: "default", in the dtype of activations, or "fp8" in the grouped form
+            (`lsm_jax.ops.experts.narrow`), which is for Hopper's kernel; elsewhere it has the same values and is slow. Evaluation and
+            sampling do not use it, and `model.matmul` does not change it.
     """
 
     num_experts: int = 64
@@ -121,23 +121,14 @@ class MoEConfig:
         checks.one_of(self, "execution", self.execution, EXECUTIONS)
         checks.one_of(self, "exchange", self.exchange, EXCHANGES)
         checks.one_of(self, "matmul", self.matmul, MATMUL)
-        if self.matmul == "fp8":
-            self._check_fp8(hidden_size)
+        if self.matmul == "fp8" and self.execution != "grouped":
+            raise ValueError(
+                f"MoEConfig.matmul='fp8' with execution={self.execution!r}: accepted is execution='grouped', or matmul='default'"
+            )
 
     def for_inference(self) -> MoEConfig:
         """Return the config of the same experts in evaluation and sampling, which use no FP8."""
         return dataclasses.replace(self, matmul="default")
-
-    def _check_fp8(self, hidden_size: int) -> None:
-        if self.execution != "grouped":
-            raise ValueError(
-                f"MoEConfig.matmul='fp8' with execution={self.execution!r}: accepted is execution='grouped', or matmul='default'"
-            )
-        if not fp8.fits(hidden_size, self.expert_size):
-            raise ValueError(
-                f"MoEConfig.matmul='fp8' with a hidden size of {hidden_size} and expert_size={self.expert_size}: accepted are sizes of at least "
-                f"{fp8.LEAST_SIZE} that are multiples of {fp8.MULTIPLE}; or 'default'"
-            )
 
     def _check_groups(self) -> None:
         checks.divides(self, "num_groups", self.num_groups, "num_experts", self.num_experts)

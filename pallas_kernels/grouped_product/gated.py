@@ -214,12 +214,13 @@ def _pair_gradients(d_inner, pair, buffers, weight, narrow: bool):
             part = jnp.sum(dy * inner, axis=1)
             d_weight = part if d_weight is None else d_weight + part
             inner, dy = inner * _spread(weight), dy * _spread(weight)
-        d_gate, d_up = dy * up * (sigmoid + silu * (1 - sigmoid)), dy * silu
+        d_gate = dy * up * (sigmoid + silu * (1 - sigmoid))
+        gate_ref[...] = d_gate.astype(gate_ref.dtype)
+        d_up = dy * silu
+        up_ref[...] = d_up.astype(up_ref.dtype)
         if narrow:
             for gradient in (d_gate, d_up):
                 most = _most(most, gradient, gate_ref.dtype)
-        gate_ref[...] = d_gate.astype(gate_ref.dtype)
-        up_ref[...] = d_up.astype(up_ref.dtype)
         buffer[...] = inner.astype(buffer.dtype)
     return d_weight, most
 
