@@ -111,7 +111,7 @@ def gated_product(
     scale: Float[Array, " 1"] | None = None,
     implementation: str = "mosaic_gpu",
     interpret: Any = None,
-) -> tuple[Float[Array, "..."] | None, ...]:
+) -> tuple[Float[Array, ...] | None, ...]:
     """Multiply each block of rows of x by the gate matrix G and the up matrix U of its group, and return the inner values
     `w silu(x G) ⊙ x U` of SwiGLU (arXiv 2002.05202).
 
@@ -150,7 +150,7 @@ def gated_gradients(
     scale: Float[Array, " 1"] | None = None,
     implementation: str = "mosaic_gpu",
     interpret: Any = None,
-) -> tuple[Float[Array, "..."] | None, ...]:
+) -> tuple[Float[Array, ...] | None, ...]:
     """Return the gradients of what `gated_product` computes, from the gradient dy of its inner values' product with the down
     matrix of each group.
 

@@ -34,7 +34,7 @@ def gated_product(
     with_products: bool = True,
     scale: jax.Array | None = None,
     interpret: Any = None,
-) -> tuple[jax.Array | None, ...]:
+) -> tuple[Any, ...]:
     """Return the inner values of a grouped SwiGLU layer, the products [N, 2 F] or None, and with `scale` the largest inner values; the
     arguments are those of `api.gated_product`.
     """
@@ -110,7 +110,7 @@ def gated_gradients(
     *,
     scale: jax.Array | None = None,
     interpret: Any = None,
-) -> tuple[jax.Array | None, ...]:
+) -> tuple[Any, ...]:
     """Return the inner values, the gradient of the products, and that of the rows' weights in parts, of a grouped SwiGLU
     layer, and with `scale` the largest gradients; the arguments are those of `api.gated_gradients`.
     """

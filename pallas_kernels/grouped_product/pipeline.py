@@ -71,7 +71,9 @@ class Loop(NamedTuple):
         """Return the types of the buffers and barriers in shared memory that `run` requires, by name."""
         smem: Any = plgpu.SMEM
         operands = {
-            f"operand {i}": smem((STAGES, *shape), dtype=dtype, transforms=wg.smem_transforms(dtype))
+            f"operand {i}": smem(
+                (STAGES, *shape), dtype=dtype, transforms=wg.smem_transforms(dtype)
+            )
             for i, (shape, dtype) in enumerate(zip(self.blocks, self.dtypes, strict=True))
         }
         return operands | dict(

@@ -12,7 +12,6 @@ import pytest
 from lsm_jax.ops.backends.registry import backends_of
 from lsm_jax.ops.core import narrow as rounding
 from lsm_jax.ops.experts.narrow import grouped_product_fp8, grouped_swiglu_fp8
-from pallas_kernels import compat
 from pallas_kernels.grouped_product import gated, hopper
 from pallas_kernels.grouped_product.cases import GATED, GATED_ON_HOPPER, TOLERANCES, Case
 from tests.ops import test_grouped_product as products
@@ -116,7 +115,9 @@ def test_errors():
         grouped_swiglu_fp8(x, gate_up.astype(jnp.float32), down, *rest)
     with pytest.raises(ValueError, match="grouped_swiglu_fp8: x has 511 rows; accepted are mult"):
         grouped_swiglu_fp8(x[:511], gate_up, down, rest[0], None, multiple=128)
-    with pytest.raises(NotImplementedError, match="requires widths of multiples of 128, not 256 and 192"):
+    with pytest.raises(
+        NotImplementedError, match="requires widths of multiples of 128, not 256 and 192"
+    ):
         arrays, _ = swiglu.make_arrays(Case((128, 256), 384, 192, 256))
         with jax.sharding.use_abstract_mesh(hopper_mesh()):
             grouped_swiglu_fp8(*arrays, multiple=128, implementation="mosaic_gpu")
