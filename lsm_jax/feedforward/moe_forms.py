@@ -11,6 +11,7 @@ weight float32 [B, T, k]; gate_proj (None for experts without a gate) and up_pro
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -223,13 +224,15 @@ def _experts(matmul, rows, sizes, block, row_weight, gate_proj, up_proj, down_pr
     joined = jnp.concatenate(into, axis=-1)
     # Casts to 16 bits are half as large as what the backward pass would cast again, but not shared by devices.
     # In FP8 the 8-bit matrices are saved instead.
-    narrow = matmul == "fp8"
-    if rows.dtype.itemsize < 4 and not narrow and not _gathered_parameters():
+    saves, narrow = not _gathered_parameters(), matmul == "fp8"
+    if rows.dtype.itemsize < 4 and saves and not narrow:
         joined, down_proj = saved(joined), saved(down_proj)
+    swiglu, product = grouped_swiglu, grouped_product
+    if narrow:
+        swiglu = functools.partial(grouped_swiglu_fp8, save_matrices=saves)
+        product = functools.partial(grouped_product_fp8, save_matrices=saves)
     if gate_proj is not None:
-        swiglu = grouped_swiglu_fp8 if narrow else grouped_swiglu
         return swiglu(rows, joined, down_proj, sizes, row_weight, multiple=block)
-    product = grouped_product_fp8 if narrow else grouped_product
     inner = _weighted_relu2(saved(product(rows, joined, sizes, multiple=block)), row_weight)
     return product(inner, down_proj, sizes, multiple=block)
 

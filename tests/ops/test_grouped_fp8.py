@@ -152,8 +152,8 @@ def test_the_kernels_equal_xla_in_the_interpreter(monkeypatch, weighted):
     x, _, _, sizes, weight = arguments
     results = []
     for backend, unwrap in ((fused, lambda f: f.__wrapped__), (xla, jax.jit)):
-        y, residuals = unwrap(backend.forward)(*arguments)
-        results.append((y, unwrap(backend.gradients)(x, sizes, weight, residuals, dy)))
+        y, *residuals = unwrap(backend.forward)(*arguments)
+        results.append((y, unwrap(backend.gradients)(x, sizes, weight, *residuals, dy)))
     swiglu.check(*results, sum(GATED.sizes), FLIPPED)
     swiglu.check(results[0], swiglu_by_loop(*arguments, dy), sum(GATED.sizes), FLIPPED)
 
@@ -201,8 +201,8 @@ def test_the_product_equals_xla_in_the_interpreter(monkeypatch):
     x, kernels, dy, sizes = products.make_arrays(GATED.sizes, GATED.rows, GATED.width, GATED.out)
     used, results = sum(GATED.sizes), []
     for backend, unwrap in ((fused, lambda f: f.__wrapped__), (xla, jax.jit)):
-        y, narrow = unwrap(backend.forward)(x, kernels, sizes)
-        dx, dw = unwrap(backend.gradients)(x, sizes, narrow, dy)
+        y, *residuals = unwrap(backend.forward)(x, kernels, sizes)
+        dx, dw = unwrap(backend.gradients)(x, sizes, *residuals, dy)
         results.append((y[:used], dx[:used], dw))
     for found, wanted in zip(*results, strict=True):
         assert relative_error(found, np.asarray(wanted, np.float64)) < TOLERANCES["interpreted"]

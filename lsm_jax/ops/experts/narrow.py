@@ -52,6 +52,7 @@ def grouped_product_fp8(
     sizes: jax.Array,
     *,
     multiple: int = 1,
+    save_matrices: bool = True,
     implementation: str | tuple[str, ...] | None = None,
 ) -> jax.Array:
     """Multiply each group of consecutive rows of x by the group's own matrix, in 8-bit floats.
@@ -61,6 +62,7 @@ def grouped_product_fp8(
         kernels: [E, D, F], in x's dtype.
         sizes: int32 [E], the number of rows of each group; may be 0.
         multiple: a number that divides N and all `sizes`; the kernels require a multiple of 128.
+        save_matrices: whether rematerialisation saves the 8-bit matrices for the backward pass, as it saves results of kernels.
         implementation: None (the first automatic backend that supports the call), "xla" or "mosaic_gpu", or a tuple of names in order
             of preference.
 
@@ -71,7 +73,8 @@ def grouped_product_fp8(
         NotImplementedError: no backend of the given names supports the call; the message names the requirement.
         ValueError: `multiple` does not divide N, or the implementation is not accepted.
     """
-    return _call("grouped_product_fp8", multiple, implementation, (x, kernels, sizes))
+    options = multiple, save_matrices, implementation
+    return _call("grouped_product_fp8", options, (x, kernels, sizes))
 
 
 def grouped_swiglu_fp8(
@@ -82,6 +85,7 @@ def grouped_swiglu_fp8(
     row_weight: jax.Array | None = None,
     *,
     multiple: int = 1,
+    save_matrices: bool = True,
     implementation: str | tuple[str, ...] | None = None,
 ) -> jax.Array:
     """Apply to each group of consecutive rows of x the SwiGLU layer of the group, `(w silu(x G) ⊙ x U) D` (arXiv 2002.05202), with
@@ -94,6 +98,7 @@ def grouped_swiglu_fp8(
         sizes: int32 [E], the number of rows of each group; may be 0.
         row_weight: float32 [N, 1], the weight w of each row; None is 1.
         multiple: a number that divides N and all `sizes`; the kernels require a multiple of 128.
+        save_matrices: as that of `grouped_product_fp8`.
         implementation: as that of `grouped_product_fp8`. "mosaic_gpu" computes SwiGLU at the end of the product with `gate_up`, and its
             gradient at the end of the product with `down`.
 
@@ -106,7 +111,8 @@ def grouped_swiglu_fp8(
     """
     op = "grouped_swiglu_fp8"
     check_shapes(op, x, gate_up, down, row_weight)
-    return _call(op, multiple, implementation, (x, gate_up, down, sizes, row_weight))
+    options = multiple, save_matrices, implementation
+    return _call(op, options, (x, gate_up, down, sizes, row_weight))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -114,12 +120,13 @@ class NarrowBackend(Backend):
     """A backend of products of grouped rows in 8-bit floats: functions for the output and for the gradients.
 
     Attributes:
-        forward: a function of the op's arrays that returns the output and residuals: 8-bit matrices, and products.
-        gradients: a function of the op's arrays without matrices, of the residuals and of the output's gradient, that returns the
-            gradients of the op's arrays but `sizes`.
+        forward: a function of the op's arrays that returns the output, the 8-bit matrices (a tuple of `Scaled`), and the products before
+            SwiGLU, or None.
+        gradients: a function of the op's arrays without matrices, of the 8-bit matrices, of the products and of the output's gradient,
+            that returns the gradients of the op's arrays but `sizes`.
     """
 
-    forward: Callable[..., tuple[jax.Array, Any]]
+    forward: Callable[..., tuple[jax.Array, tuple[Scaled, ...], Any]]
     gradients: Callable[..., tuple[Any, ...]]
     run: Callable[[Call], jax.Array] = dataclasses.field(init=False)
 
@@ -127,7 +134,8 @@ class NarrowBackend(Backend):
         object.__setattr__(self, "run", lambda call: self.forward(*call.arguments.values())[0])
 
 
-def _call(op, multiple, implementation, arrays):
+def _call(op, options, arrays):
+    multiple, save_matrices, implementation = options
     check_implementation(op, implementation)
     rows = len(arrays[0])
     if rows % multiple:
@@ -138,21 +146,22 @@ def _call(op, multiple, implementation, arrays):
     arguments = dict(zip(names, arrays, strict=True))
     selection = select(Call(op, Options(multiple), arguments, implementation))
     with jax.named_scope(op):
-        return _run(selection, *arrays)
+        return _run(selection, save_matrices, *arrays)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _run(selection, *arrays):
-    return _forward(selection, *arrays)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _run(selection, save_matrices, *arrays):
+    return _forward(selection, save_matrices, *arrays)[0]
 
 
-def _forward(selection, x, *arrays):
-    y, residuals = selection.function(lambda backend: backend.forward)(x, *arrays)
-    matrices = 1 if len(arrays) == 2 else 2
-    return y, (x, *arrays[matrices:], name_residuals(residuals))
+def _forward(selection, save_matrices, x, *arrays):
+    y, narrow, products = selection.function(lambda backend: backend.forward)(x, *arrays)
+    narrow = name_residuals(narrow) if save_matrices else narrow
+    others = arrays[len(narrow) :]
+    return y, (x, *others, narrow, name_residuals(products))
 
 
-def _backward(selection, residuals, dy):
+def _backward(selection, save_matrices, residuals, dy):
     gradients = selection.function(lambda backend: backend.gradients)(*residuals, dy)
     if len(gradients) == 2:
         return *gradients, None
@@ -201,26 +210,27 @@ def _sums(x: jax.Array, dy: jax.Array, sizes: jax.Array) -> jax.Array:
 
 def _xla_product(x, kernels, sizes):
     narrow = Scaled(*quantize(kernels, FORWARD))
-    return _product(_narrow(x, FORWARD, sizes), narrow, sizes, x.dtype), narrow
+    return _product(_narrow(x, FORWARD, sizes), narrow, sizes, x.dtype), (narrow,), None
 
 
-def _xla_product_gradients(x, sizes, kernels, dy):
+def _xla_product_gradients(x, sizes, matrices, _, dy):
+    (kernels,) = matrices
     dx = _product(_narrow(dy, BACKWARD, sizes), kernels, sizes, x.dtype, transposed=True)
     return dx, _sums(x, dy, sizes)
 
 
 def _xla_swiglu(x, gate_up, down, sizes, row_weight):
-    products, gate_up = _xla_product(x, gate_up, sizes)
-    y, down = _xla_product(weighted_swiglu(products, row_weight), down, sizes)
-    return y, (gate_up, down, products)
+    products, gate_up, _ = _xla_product(x, gate_up, sizes)
+    y, down, _ = _xla_product(weighted_swiglu(products, row_weight), down, sizes)
+    return y, (*gate_up, *down), products
 
 
-def _xla_swiglu_gradients(x, sizes, row_weight, residuals, dy):
-    gate_up, down, products = residuals
+def _xla_swiglu_gradients(x, sizes, row_weight, matrices, products, dy):
+    gate_up, down = matrices
     inner, pull = jax.vjp(weighted_swiglu, products, row_weight)
-    d_inner, d_down = _xla_product_gradients(inner, sizes, down, dy)
+    d_inner, d_down = _xla_product_gradients(inner, sizes, (down,), None, dy)
     d_products, d_weight = pull(d_inner)
-    dx, d_gate_up = _xla_product_gradients(x, sizes, gate_up, d_products)
+    dx, d_gate_up = _xla_product_gradients(x, sizes, (gate_up,), None, d_products)
     return dx, d_gate_up, d_down, d_weight
 
 
@@ -241,11 +251,12 @@ def _kernel_product(x, kernels, sizes, transposed=False):
 @jax.jit
 def _kernel_forward(x, kernels, sizes):
     narrow = Scaled(*quantize(kernels, FORWARD))
-    return _kernel_product(_narrow(x, FORWARD, sizes), narrow, sizes), narrow
+    return _kernel_product(_narrow(x, FORWARD, sizes), narrow, sizes), (narrow,), None
 
 
 @jax.jit
-def _kernel_gradients(x, sizes, kernels, dy):
+def _kernel_gradients(x, sizes, matrices, _, dy):
+    (kernels,) = matrices
     dx = _kernel_product(_narrow(dy, BACKWARD, sizes), kernels, sizes, transposed=True)
     return dx, kernel_sums(x, dy, sizes)
 
@@ -265,14 +276,14 @@ def _kernel_swiglu(x, gate_up, down, sizes, row_weight):
     )
     down = Scaled(*quantize(down, FORWARD))
     y = _kernel_product(_narrow(inner, FORWARD, sizes, most), down, sizes)
-    return y, (gate_up, down, products)
+    return y, (gate_up, down), products
 
 
 @jax.jit
-def _kernel_swiglu_gradients(x, sizes, row_weight, residuals, dy):
+def _kernel_swiglu_gradients(x, sizes, row_weight, matrices, products, dy):
     from pallas_kernels.grouped_product import gated
 
-    gate_up, down, products = residuals
+    gate_up, down = matrices
     narrow = _narrow(dy, BACKWARD, sizes)
     weight = None if row_weight is None else row_weight[:, 0]
     inner, d_products, d_weight, most = gated.gated_gradients(
