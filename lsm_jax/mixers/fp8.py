@@ -29,7 +29,8 @@ def use_fp8(module: nnx.Module) -> list[str]:
     """Let the dense layers of a module multiply in FP8, and return their paths.
 
     Layers with fewer than 128 inputs or outputs, or whose inputs or outputs are not a multiple of 16, are not changed;
-    nor are adapters, and products that are not dense layers: those of memories, attention, convolutions and experts.
+    nor are adapters, and products that are not dense layers: those of memories, attention, convolutions and experts (these
+    have an option of their own, `MoEConfig.matmul`).
     """
     changed = []
     for path, layer in nnx.iter_graph(module):
